@@ -1,0 +1,152 @@
+"""The ahead-of-time checks find what they are meant to find. Needs no GPU."""
+
+import os
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from tests.aot import aot_h200
+from tests.aot.aot_h200 import AotUnavailable, compile_for_h200
+
+pytestmark = pytest.mark.aot
+
+MiB, GiB = 1 << 20, 1 << 30
+Array = jax.ShapeDtypeStruct
+
+
+def fill(buffer, block):
+    """Writes block times 0, 1, 2, ... into buffer, 1024 rows (4 MiB) at a time."""
+
+    def body(buffer, i):
+        return jax.lax.dynamic_update_slice(buffer, block * i, (i * 1024, 0)), None
+
+    return jax.lax.scan(body, buffer, jnp.arange(16))[0]
+
+
+BUFFER, BLOCK = Array((1 << 18, 1024), jnp.float32), Array((1024, 1024), jnp.float32)
+
+
+def matmul(a, b, tile=64, k_tile=32, stages=2):
+    """Tiled matrix product as a Pallas-Triton kernel."""
+
+    def kernel(a, b, out):
+        def body(i, total):
+            k = pl.ds(i * k_tile, k_tile)
+            return total + plgpu.dot(a[:, k], b[k, :])
+
+        zero = jnp.zeros(out.shape, jnp.float32)
+        out[...] = jax.lax.fori_loop(0, a.shape[1] // k_tile, body, zero).astype(out.dtype)
+
+    (m, k), n = a.shape, b.shape[1]
+    return pl.pallas_call(
+        kernel,
+        out_shape=Array((m, n), a.dtype),
+        grid=(m // tile, n // tile),
+        in_specs=[
+            pl.BlockSpec((tile, k), lambda i, j: (i, 0)),
+            pl.BlockSpec((k, tile), lambda i, j: (0, j)),
+        ],
+        out_specs=pl.BlockSpec((tile, tile), lambda i, j: (i, j)),
+        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=stages),
+        name="tiled_matmul",
+    )(a, b)
+
+
+SQUARE = Array((1024, 1024), jnp.bfloat16)
+
+
+def test_donated_buffer_is_updated_in_place():
+    compiled = compile_for_h200(fill, BUFFER, BLOCK, donate_argnums=0)
+    assert compiled.copies() == []
+    assert compiled.memory.alias_bytes >= GiB
+    assert compiled.memory.temp_bytes < MiB
+
+
+def test_missing_donation_is_found():
+    compiled = compile_for_h200(fill, BUFFER, BLOCK)
+    assert GiB in [size for _, size in compiled.copies()]
+    assert GiB in [size for _, size in compiled.copies(fused=False)]
+    assert compiled.memory.alias_bytes == 0
+
+
+def test_jitted_function_keeps_its_donation():
+    compiled = compile_for_h200(jax.jit(fill, donate_argnums=0), BUFFER, BLOCK)
+    assert compiled.copies() == []
+    assert compiled.memory.alias_bytes >= GiB
+
+
+def test_pallas_kernel_compiles():
+    compiled = compile_for_h200(matmul, SQUARE, SQUARE)
+    assert compiled.kernels() == ["tiled_matmul"]
+    assert compiled.copies() == []
+    if "xla_dump_to" not in os.environ.get("XLA_FLAGS", ""):
+        assert "tiled_matmul" in compiled.thunks
+
+
+def test_pallas_kernel_with_too_much_shared_memory_does_not_compile():
+    with pytest.raises(jax.errors.JaxRuntimeError, match="Shared memory size limit exceeded"):
+        compile_for_h200(lambda a, b: matmul(a, b, tile=256, k_tile=128, stages=4), SQUARE, SQUARE)
+
+
+def test_pallas_kernel_reads_pinned_host_memory_in_place():
+    compiled = compile_for_h200(matmul, SQUARE, SQUARE, host_argnums=1)
+    assert compiled.kernels() == ["tiled_matmul"]
+    assert compiled.host_copies() == []
+    assert compiled.memory.host_argument_bytes == 2 * MiB
+    assert compiled.memory.argument_bytes == 2 * MiB
+
+
+def test_slice_of_pinned_host_memory_put_on_device_is_a_host_copy():
+    def read(table, i):
+        assert jax.typeof(table).memory_space == jax.memory.Space.Host
+        rows = jax.lax.dynamic_slice(table, (i, 0), (1024, 1024))
+        return jax.device_put(rows, jax.memory.Space.Device) + 1
+
+    compiled = compile_for_h200(read, BUFFER, Array((), jnp.int32), host_argnums=0)
+    assert [size for _, size in compiled.host_copies()] == [4 * MiB]
+    assert compiled.host_copies(to_host=True) == compiled.copies() == []
+    assert compiled.memory.host_argument_bytes == GiB
+
+
+def test_update_of_pinned_host_memory_is_in_place_only_if_donated():
+    def write(table, rows, i):
+        rows = jax.device_put(rows, jax.memory.Space.Host)
+        return jax.lax.dynamic_update_slice(table, rows, (i, 0))
+
+    args, host = (BUFFER, BLOCK, Array((), jnp.int32)), dict(host_argnums=0)
+    donated = compile_for_h200(write, *args, **host, donate_argnums=0)
+    assert [size for _, size in donated.host_copies(to_host=True)] == [4 * MiB]
+    assert donated.memory.host_alias_bytes == GiB
+    copied = compile_for_h200(write, *args, **host)
+    assert sorted(size for _, size in copied.host_copies(to_host=True)) == [4 * MiB, GiB]
+
+
+def test_result_put_on_host_is_a_copy_to_host():
+    compiled = compile_for_h200(lambda x: jax.device_put(x * 2, jax.memory.Space.Host), BLOCK)
+    assert [size for _, size in compiled.host_copies(to_host=True)] == [4 * MiB]
+    assert compiled.host_copies() == compiled.copies() == []
+    assert compiled.memory.host_output_bytes == 4 * MiB
+
+
+def test_layer_cut_out_of_stacked_weights_is_a_copy():
+    def run(x, stack):
+        return jax.lax.scan(lambda x, w: (matmul(x, w), None), x, stack)[0]
+
+    compiled = compile_for_h200(
+        run, SQUARE, Array((8, *SQUARE.shape), SQUARE.dtype), donate_argnums=0
+    )
+    fused = set(compiled.copies()) - set(compiled.copies(fused=False))
+    assert [size for _, size in fused] == [2 * MiB]
+
+
+def test_missing_plugin_says_what_to_install(monkeypatch):
+    def missing(**_):
+        raise NotImplementedError("topology not implemented for cuda")
+
+    monkeypatch.setattr("jax.experimental.topologies.get_topology_desc", missing)
+    aot_h200._device.cache_clear()
+    with pytest.raises(AotUnavailable, match=f"pip install .*jax-cuda13-plugin=={jax.__version__}"):
+        compile_for_h200(jnp.exp, Array((8,), jnp.float32))

@@ -1,0 +1,97 @@
+"""What every test shares: the platform, the compilation cache, hypothesis, and the reasons to skip.
+
+Nothing else skips a test. A test file with the marker `torch` imports torch inside its tests or
+fixtures, not at the top, because Python 3.12 collects it too.
+
+Environment:
+    JAX_PLATFORMS             default cpu
+    JAX_COMPILATION_CACHE_DIR default a directory of this user in the system's temporary directory
+    MOEJAX_SHARED             the directory with reference models and corpora; default ../shared
+    MOEJAX_REQUIRE_AOT        1: a missing CUDA compiler is a failure, not a skip
+"""
+
+import functools
+import getpass
+import importlib.util
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+# Before the first import of jax, here and in the processes that tests start.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # see tests/aot/aot_h200.py
+os.environ.setdefault(
+    "JAX_COMPILATION_CACHE_DIR",
+    str(Path(tempfile.gettempdir()) / f"moejax-tests-xla-{getpass.getuser()}"),
+)
+# XLA compilation is the main cost of the suite on two cores; below this time a file costs more.
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+
+import hypothesis
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+SHARED = Path(os.environ.get("MOEJAX_SHARED", REPOSITORY.parent / "shared"))
+
+# .ci/run chooses `ci` with --hypothesis-profile. No deadline: the first example compiles.
+_SLOW_DATA = [hypothesis.HealthCheck.too_slow]
+hypothesis.settings.register_profile("dev", deadline=None, suppress_health_check=_SLOW_DATA)
+hypothesis.settings.register_profile(
+    "ci", deadline=None, suppress_health_check=_SLOW_DATA, derandomize=True, print_blob=True
+)
+hypothesis.settings.load_profile("dev")
+
+
+@functools.cache
+def _aot_missing() -> str | None:
+    """What the machine lacks to compile for an H200, None if nothing."""
+    import jax
+    import jax.numpy as jnp
+
+    from tests.aot.aot_h200 import AotUnavailable, compile_for_h200
+
+    try:
+        compile_for_h200(jnp.exp, jax.ShapeDtypeStruct((8,), jnp.float32))
+    except AotUnavailable as error:
+        return str(error)
+    return None
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "shared" in getattr(item, "fixturenames", ()):
+            item.add_marker("shared")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("torch"):
+        if sys.version_info >= (3, 12):
+            pytest.skip("marker torch: parity with transformers' models runs on Python 3.11")
+        if importlib.util.find_spec("torch") is None:
+            pytest.fail("torch is not installed: pip install '.[test]'", pytrace=False)
+    if item.get_closest_marker("shared") and not SHARED.is_dir():
+        pytest.skip(f"marker shared: no {SHARED}; MOEJAX_SHARED names another place")
+    if item.get_closest_marker("aot") and (missing := _aot_missing()):
+        if os.environ.get("MOEJAX_REQUIRE_AOT") == "1":
+            pytest.fail(f"MOEJAX_REQUIRE_AOT=1, but {missing}", pytrace=False)
+        pytest.skip(f"marker aot: {missing}")
+
+
+@pytest.fixture(scope="session")
+def repository() -> Path:
+    """The root of the checkout."""
+    return REPOSITORY
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """Reference models and corpora; a test that asks for it gets the marker `shared` by that."""
+    return SHARED
+
+
+@pytest.fixture(scope="session")
+def demo_dir() -> Path:
+    """The embedded model, a Hugging Face directory."""
+    return REPOSITORY / "moejax" / "demo"
