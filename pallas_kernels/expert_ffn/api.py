@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+from jaxtyping import Array, Float, Int, UInt16
+
+from pallas_kernels.dispatch import pick
+from pallas_kernels.expert_ffn import reference
+from pallas_kernels.expert_ffn.activation import ACTIVATIONS
+
+IMPLEMENTATIONS = {"xla": reference.expert_ffn}
+
+
+def expert_ffn(
+    y: Float[Array, "TK D"],
+    x: Float[Array, "T D"],
+    ids: Int[Array, "T K"],
+    arena: UInt16[Array, "rows D"],
+    stores: tuple[UInt16[Array, "L E _ D"], ...],
+    layer: Int[Array, ""] | int,
+    address: Int[Array, " E"],
+    version: Int[Array, " E"],
+    active: Int[Array, " A"],
+    active_count: Int[Array, ""],
+    *,
+    activation: str,
+    row_tile: int,
+    implementation: str = "xla",
+) -> Float[Array, "TK D"]:
+    """y[t·K + k] = down(act(gate(x[t])) · up(x[t])) of expert ids[t, k], for the active experts.
+
+    y: float32, updated in place: rows of experts that are not in `active` keep what they hold, so
+    that several waves fill one y. ids: ascending within a token; E marks a padding row. address:
+    arena row of each expert's record, −1: read through from stores[version]. active: the experts
+    to compute, ascending; entries from active_count on are ignored. row_tile: rows of one product;
+    constant for an engine, since the shape of a product decides its bits.
+
+    Raises ValueError for shapes that do not fit, an unknown activation or implementation.
+    """
+    tokens, k = ids.shape
+    if x.shape[0] != tokens or y.shape != (tokens * k, x.shape[1]):
+        raise ValueError(f"x {x.shape}, ids {ids.shape} and y {y.shape} do not fit together")
+    if arena.shape[1] != x.shape[1]:
+        raise ValueError(f"arena rows have {arena.shape[1]} elements, x has {x.shape[1]} columns")
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"unknown activation {activation!r}; known: {', '.join(ACTIVATIONS)}")
+    fn = pick("expert_ffn", IMPLEMENTATIONS, implementation)
+    return fn(
+        y,
+        x,
+        ids,
+        arena,
+        stores,
+        layer,
+        address,
+        version,
+        active,
+        active_count,
+        activation=ACTIVATIONS[activation],
+        row_tile=row_tile,
+    )

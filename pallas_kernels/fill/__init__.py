@@ -1,0 +1,5 @@
+"""Moves missing experts from the store into their cells, inside the step."""
+
+from pallas_kernels.fill.api import fill
+
+__all__ = ["fill"]

@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+from jaxtyping import Array, Int, UInt16
+
+from pallas_kernels.dispatch import pick
+from pallas_kernels.fill import reference
+
+IMPLEMENTATIONS = {"xla": reference.fill}
+
+
+def fill(
+    arena: UInt16[Array, "rows D"],
+    stores: tuple[UInt16[Array, "L E _ D"], ...],
+    layer: Int[Array, ""] | int,
+    expert: Int[Array, " A"],
+    row: Int[Array, " A"],
+    version: Int[Array, " A"],
+    count: Int[Array, ""],
+    *,
+    implementation: str = "xla",
+) -> UInt16[Array, "rows D"]:
+    """Copies records of one layer from pinned host memory into the arena.
+
+    stores: per version, all records, in pinned host memory. expert, row, version: what to move and
+    the arena row it goes to; entries from `count` on are ignored. The arena is updated in place
+    when donated.
+
+    Raises ValueError for shapes that do not fit or an unknown implementation.
+    """
+    if not stores:
+        raise ValueError("fill needs at least one store")
+    for store in stores:
+        if store.ndim != 4 or store.shape[-1] != arena.shape[-1]:
+            raise ValueError(f"a store is [L, E, rows, {arena.shape[-1]}], not {store.shape}")
+    fn = pick("fill", IMPLEMENTATIONS, implementation)
+    return fn(arena, stores, layer, expert, row, version, count)

@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from jaxtyping import Array, Float, Int, UInt16
+
+from pallas_kernels.dispatch import pick
+from pallas_kernels.kv_write import reference
+
+
+class KVPage(NamedTuple):
+    """How KV lies in a page, in rows of head_dim values: token-major, keys before values.
+
+    Layer l of a page begins at ``page + l · block_size · 2 · kv_heads``.
+    """
+
+    block_size: int
+    kv_heads: int
+    head_dim: int
+
+    @property
+    def rows_per_token(self) -> int:
+        return 2 * self.kv_heads
+
+    @property
+    def rows_per_layer(self) -> int:
+        return self.block_size * self.rows_per_token
+
+
+IMPLEMENTATIONS = {"xla": reference.kv_write}
+
+
+def kv_write(
+    qkv: Float[Array, "T N"],
+    q_norm: Float[Array, "L hd"],
+    k_norm: Float[Array, "L hd"],
+    stack_layer: Int[Array, ""] | int,
+    positions: Int[Array, " T"],
+    inverse_frequencies: Float[Array, " half"],
+    arena: UInt16[Array, "rows D"],
+    pages: Int[Array, " T"],
+    layer: Int[Array, ""] | int,
+    *,
+    page: KVPage,
+    attention_factor: float,
+    eps: float,
+    implementation: str = "xla",
+) -> tuple[Float[Array, "T H hd"], UInt16[Array, "rows D"]]:
+    """Splits qkv, normalises and rotates q and k, writes k and v to the tokens' pages.
+
+    qkv: heads of q, then of k, then of v. q_norm, k_norm: stacked over the run's layers, indexed
+    by stack_layer. positions: of the tokens. pages: KV row of the page that holds each token, −1
+    writes nothing (padding). layer: which layer's part of the page, counted over all layers.
+    attention_factor: scales cosine and sine (yarn). The rotation is that of transformers'
+    `apply_rotary_pos_emb` (halves, not pairs), its angles in float32.
+
+    Returns (q, arena); the arena is updated in place when donated.
+
+    Raises ValueError for shapes that do not fit or an unknown implementation.
+    """
+    heads = qkv.shape[1] // page.head_dim - 2 * page.kv_heads
+    if heads < 1 or qkv.shape[1] % page.head_dim:
+        raise ValueError(f"qkv has {qkv.shape[1]} columns for {page.kv_heads} KV heads")
+    if inverse_frequencies.shape != (page.head_dim // 2,):
+        raise ValueError(f"{inverse_frequencies.shape[0]} frequencies for head_dim {page.head_dim}")
+    return pick("kv_write", IMPLEMENTATIONS, implementation)(
+        qkv,
+        q_norm,
+        k_norm,
+        stack_layer,
+        positions,
+        inverse_frequencies,
+        arena,
+        pages,
+        layer,
+        page=page,
+        attention_factor=attention_factor,
+        eps=eps,
+    )

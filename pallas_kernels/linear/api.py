@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+import jax
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.dispatch import pick
+from pallas_kernels.linear import reference
+
+IMPLEMENTATIONS = {"xla": reference.linear}
+
+
+def linear(
+    x: Float[Array, "T K"],
+    weights: Float[Array, "L N K"],
+    layer: Int[Array, ""] | int,
+    bias: Float[Array, "L N"] | None = None,
+    *,
+    out_dtype: jax.typing.DTypeLike | None = None,
+    implementation: str = "xla",
+) -> Float[Array, "T N"]:
+    """x · weights[layer]ᵀ (+ bias[layer]), summed in float32.
+
+    weights are stacked over layers in [out, in] order and passed whole: a kernel indexes them, so
+    that a scan over layers copies nothing. out_dtype: x's by default.
+
+    Raises ValueError for shapes that do not fit or an unknown implementation.
+    """
+    if x.shape[-1] != weights.shape[-1]:
+        raise ValueError(f"x has {x.shape[-1]} columns, the weights have {weights.shape[-1]}")
+    if bias is not None and bias.shape != weights.shape[:2]:
+        raise ValueError(f"bias is {bias.shape}, the weights need {weights.shape[:2]}")
+    fn = pick("linear", IMPLEMENTATIONS, implementation)
+    return fn(x, weights, layer, bias, out_dtype=out_dtype or x.dtype)

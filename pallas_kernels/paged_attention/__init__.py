@@ -1,0 +1,5 @@
+"""Attention over pages: one token of many sequences (decode), one chunk of one (prefill)."""
+
+from pallas_kernels.paged_attention.api import SPAN, decode_attention, prefill_attention
+
+__all__ = ["SPAN", "decode_attention", "prefill_attention"]

@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+from jaxtyping import Array, Float, Int, UInt16
+
+from pallas_kernels.dispatch import pick
+from pallas_kernels.kv_write import KVPage
+from pallas_kernels.paged_attention import reference
+from pallas_kernels.paged_attention.span import SPAN
+
+DECODE = {"xla": reference.decode_attention}
+PREFILL = {"xla": reference.prefill_attention}
+
+
+def decode_attention(
+    q: Float[Array, "T H hd"],
+    arena: UInt16[Array, "rows D"],
+    block_table: Int[Array, "T B"],
+    lengths: Int[Array, " T"],
+    layer: Int[Array, ""] | int,
+    *,
+    page: KVPage,
+    window: int | None = None,
+    implementation: str = "xla",
+) -> Float[Array, "T H*hd"]:
+    """One query per sequence over its pages, flash-style, by spans of 64 tokens in ascending order.
+
+    block_table: KV row of each page of each sequence, in order; entries past the length are not
+    read. lengths: tokens to attend to, the query's own included; 0: an empty row, result 0.
+    window: keys at distance ≥ window are masked (`sliding_window`). Softmax and sums in float32.
+    The order of sums depends on the row's own length only: not on block_size, T or other rows.
+
+    Raises ValueError for shapes that do not fit or an unknown implementation.
+    """
+    _check(q, arena, page)
+    if block_table.shape[0] != q.shape[0] or lengths.shape != q.shape[:1]:
+        raise ValueError(f"q {q.shape}, block_table {block_table.shape}, lengths {lengths.shape}")
+    fn = pick("paged_attention", DECODE, implementation)
+    return fn(q, arena, block_table, lengths, layer, page=page, window=window)
+
+
+def prefill_attention(
+    q: Float[Array, "C H hd"],
+    arena: UInt16[Array, "rows D"],
+    block_table: Int[Array, " B"],
+    start: Int[Array, ""],
+    length: Int[Array, ""],
+    layer: Int[Array, ""] | int,
+    *,
+    page: KVPage,
+    window: int | None = None,
+    implementation: str = "xla",
+) -> Float[Array, "C H*hd"]:
+    """Causal attention of one sequence's chunk, its own keys already written to the pages.
+
+    start: position of the chunk's first token. length: real tokens in the chunk; the results of
+    the rows after them are meaningless. Otherwise as decode_attention.
+    """
+    _check(q, arena, page)
+    fn = pick("paged_attention", PREFILL, implementation)
+    return fn(q, arena, block_table, start, length, layer, page=page, window=window)
+
+
+def _check(q, arena, page):
+    if q.ndim != 3 or q.shape[2] != page.head_dim or q.shape[1] % page.kv_heads:
+        raise ValueError(f"q is {q.shape} for {page.kv_heads} KV heads of head_dim {page.head_dim}")
+    if SPAN % page.block_size:
+        raise ValueError(f"block_size {page.block_size} does not divide a span of {SPAN} tokens")
+    if arena.size % (page.head_dim * q.dtype.itemsize // 2):
+        raise ValueError(f"an arena of {arena.shape} is not whole rows of head_dim {page.head_dim}")

@@ -1,0 +1,102 @@
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.paged_attention.span import SPAN
+
+
+def decode_attention(q, arena, block_table, lengths, layer, *, page, window):
+    # One sequence at a time: the shapes of its products are those of a lone request, and the work
+    # is that of the real tokens. (Batched over rows it was slower on CPU at every length tried.)
+    def row(t, out):
+        last = lengths[t] - 1
+        query = q[t][None]
+        attended = _attend(query, arena, block_table[t], last[None], layer, page, window)
+        return out.at[t].set(attended[0])
+
+    out = jnp.zeros((q.shape[0], q.shape[1] * q.shape[2]), q.dtype)
+    return lax.fori_loop(0, q.shape[0], row, out)
+
+
+def prefill_attention(q, arena, block_table, start, length, layer, *, page, window):
+    offset = jnp.arange(q.shape[0])
+    # Padding rows repeat the last real position, so they look at no page that is not there.
+    positions = start + jnp.minimum(offset, length - 1)
+    return _attend(q, arena, block_table, positions, layer, page, window)
+
+
+def _attend(q, arena, block_table, positions, layer, page, window):
+    """q [C, H, hd] of one sequence, positions [C] ascending (−1: none) -> [C, H·hd]."""
+    chunk, heads, head_dim = q.shape
+    groups = heads // page.kv_heads
+    view = arena.reshape(-1, head_dim * q.dtype.itemsize // 2)
+    # [KH, C·G, hd]: all queries that share a KV head are rows of one product.
+    by_head = q.reshape(chunk, page.kv_heads, groups, head_dim).transpose(1, 0, 2, 3)
+    by_head = by_head.reshape(page.kv_heads, chunk * groups, head_dim)
+    row_position = jnp.repeat(positions, groups)[:, None]
+    first = 0 if window is None else jnp.maximum(positions[0] - (window - 1), 0) // SPAN
+
+    def span(s, carry):
+        total, top, mass = carry
+        keys, values = _load_span(view, block_table, s, layer, page, q.dtype)
+        key_position = s * SPAN + jnp.arange(SPAN)
+        # Past the last token a page holds whatever the slot held before, NaNs too: 0 · NaN is NaN.
+        written = key_position <= positions[-1]
+        values = jnp.where(written[:, None, None], values, jnp.zeros((), q.dtype))
+        scores = lax.dot_general(
+            by_head,
+            keys,
+            (((2,), (2,)), ((0,), (1,))),
+            precision=lax.Precision.HIGHEST,
+            preferred_element_type=jnp.float32,
+        ) * (head_dim**-0.5)
+        seen = key_position <= row_position
+        if window is not None:
+            seen = seen & (key_position > row_position - window)
+        scores = jnp.where(seen, scores, -jnp.inf)
+        new_top = jnp.maximum(top, jnp.max(scores, axis=-1))
+        # A row that has seen nothing yet has top −inf; 0 keeps its exponentials at 0, not NaN.
+        safe_top = jnp.where(new_top == -jnp.inf, 0.0, new_top)
+        shrink = jnp.exp(top - safe_top)
+        p = jnp.exp(scores - safe_top[..., None])
+        part = lax.dot_general(
+            p.astype(q.dtype),
+            values,
+            (((2,), (0,)), ((0,), (1,))),
+            precision=lax.Precision.HIGHEST,
+            preferred_element_type=jnp.float32,
+        )
+        new = total * shrink[..., None] + part, new_top, mass * shrink + jnp.sum(p, axis=-1)
+        # A span that a row does not see leaves the row's bits alone, signed zeros included: then
+        # it does not matter how far the other rows of the chunk look.
+        any_seen = jnp.any(seen, axis=-1)
+        return tuple(
+            jnp.where(any_seen.reshape(-1, *(1,) * (n.ndim - 2)), n, old)
+            for n, old in zip(new, carry, strict=True)
+        )
+
+    shape = (page.kv_heads, chunk * groups)
+    empty = (
+        jnp.zeros((*shape, head_dim), jnp.float32),
+        jnp.full(shape, -jnp.inf),
+        jnp.zeros(shape),
+    )
+    spans = positions[-1] // SPAN + 1
+    total, _, mass = lax.fori_loop(first, spans, span, empty)
+    out = total / jnp.where(mass == 0.0, 1.0, mass)[..., None]
+    out = out.reshape(page.kv_heads, chunk, groups, head_dim).transpose(1, 0, 2, 3)
+    return out.reshape(chunk, heads * head_dim).astype(q.dtype)
+
+
+def _load_span(view, block_table, span, layer, page, dtype):
+    """Keys and values of one span, each [SPAN, KH, hd]."""
+    per_span = SPAN // page.block_size
+    blocks = []
+    for i in range(per_span):
+        row = block_table[span * per_span + i] + layer * page.rows_per_layer
+        blocks.append(lax.dynamic_slice(view, (row, 0), (page.rows_per_layer, view.shape[1])))
+    bits = jnp.concatenate(blocks)
+    if jnp.dtype(dtype).itemsize == 4:
+        bits = bits.reshape(*bits.shape[:-1], page.head_dim, 2)
+    kv = lax.bitcast_convert_type(bits, dtype)
+    kv = kv.reshape(SPAN, 2, page.kv_heads, page.head_dim)
+    return kv[:, 0], kv[:, 1]

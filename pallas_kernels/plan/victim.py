@@ -1,0 +1,53 @@
+"""The score of a cell's owner, in int32 fixed point: one formula for numpy, XLA and kernels.
+
+A policy in the simulator (numpy) and the plan op in the step (XLA, Pallas) must agree on every
+victim, so nothing here rounds: logarithms come from leading zeros and shifts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+LOG2_UNIT = 1 << 12
+"""What log2_fixed returns for a doubling."""
+
+MAX_WEIGHT = 1024
+"""Largest magnitude of a victim weight: three terms of at most 2^17 · 2^10 stay in int32."""
+
+MAX_PRIOR = 31 * LOG2_UNIT
+"""Largest magnitude of a prior: that of the other two terms."""
+
+
+def log2_fixed(x: Any) -> Any:
+    """log2 of x ≥ 1 times LOG2_UNIT, linear between powers of two.
+
+    x: int32 numpy or jax array (or tracer), any shape; values below 1 count as 1. Exact at powers
+    of two, never decreasing, off by at most 0.087 elsewhere.
+    """
+    x = x * (x >= 1) + (x < 1)
+    exponent = x * 0
+    rest = x
+    for shift in (16, 8, 4, 2, 1):  # floor(log2), as a leading-zero count every backend has
+        big = (rest >= (1 << shift)) * 1
+        exponent = exponent + big * shift
+        rest = rest >> (big * shift)
+    down = exponent - 12
+    # The 12 bits after the leading one; shifts are kept non-negative on both sides.
+    fraction = ((x - (1 << exponent)) >> (down * (down > 0))) << (-down * (down < 0))
+    return exponent * LOG2_UNIT + fraction
+
+
+def victim_key(age: Any, frequency: Any, prior: Any, weights: Any) -> Any:
+    """How much a resident expert is worth keeping; the smallest is evicted.
+
+    key = w0 · (−log2 age) + w1 · log2(1 + frequency) + w2 · prior, all int32.
+
+    age: references of the layer since the expert's last use, ≥ 1. frequency: references of the
+    expert so far. prior: a score from the host loop in units of 1/LOG2_UNIT. weights: three
+    integers of magnitude ≤ MAX_WEIGHT: (1, 0, 0) is LRU, (0, 1, 0) LFU, (1, 1, 0) LFRU (smallest
+    log2 frequency − log2 age). Equal keys are ordered by last use, then by expert id, so that LRU
+    is exact although the logarithm rounds.
+    """
+    return (
+        weights[1] * log2_fixed(frequency + 1) - weights[0] * log2_fixed(age) + weights[2] * prior
+    )
