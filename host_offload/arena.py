@@ -1,0 +1,137 @@
+"""The slot arena: one fixed buffer on the device and, on the host, what each slot is used for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from host_offload.layout import DENSE, SlotLayout
+
+
+class SlotClass(IntEnum):
+    FREE = 0
+    EXPERT = 1
+    KV = 2
+
+
+def allocate_arena(layout: SlotLayout, slots: int, device: jax.Device) -> jax.Array:
+    """The arena itself: uint16[slots · slot_rows, D] on the device, zeros, never reallocated."""
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    shape = (slots * layout.slot_rows, layout.hidden)
+    return jax.jit(lambda: jnp.zeros(shape, jnp.uint16), out_shardings=sharding)()
+
+
+class OutOfPages(Exception):
+    """No free page: the caller waits or moves something out."""
+
+
+class SlotArena:
+    """Who owns which slot, cell and page. Plain bookkeeping: the device sees table contents only.
+
+    layers: MoE layers. experts: experts a layer. cells: C, the tables' bound of cells a layer.
+    """
+
+    def __init__(self, layout: SlotLayout, slots: int, layers: int, experts: int, cells: int):
+        self.layout, self.slots, self.experts = layout, slots, experts
+        self.slot_class = np.full(slots, SlotClass.FREE, np.int8)
+        self.cell_row = np.full((layers, cells), -1, np.int32)
+        self._free_pages: dict[int, list[int]] = {}
+        self._page_slot: dict[int, int] = {}
+
+    # ---- experts
+
+    def grant_cells(self, per_layer: Sequence[int]) -> np.ndarray:
+        """Gives each layer so many dense cells, one slot each; returns the new cell_row [L, C].
+
+        Keeps cells where they are as far as the numbers allow, so that residents survive. Shrinks
+        before it grows. Raises ValueError, changing nothing, when a layer asks for more than C
+        cells or more slots are wanted than KV leaves.
+        """
+        layers, bound = self.cell_row.shape
+        if len(per_layer) != layers or any(not 0 <= n <= bound for n in per_layer):
+            raise ValueError(f"cells per layer must be {layers} numbers of 0…{bound}: {per_layer}")
+        available = int(np.sum(self.slot_class != SlotClass.KV))
+        if sum(per_layer) > available:
+            raise ValueError(f"{sum(per_layer)} cells wanted, {available} slots are not KV")
+        for layer, wanted in enumerate(per_layer):
+            for cell in np.flatnonzero(self.cell_row[layer] >= 0)[wanted:]:
+                slot = self.cell_row[layer, cell] // self.layout.slot_rows
+                self.slot_class[slot] = SlotClass.FREE
+                self.cell_row[layer, cell] = -1
+        # Experts fill the arena from the front and KV from the back: fewer moves when either grows.
+        free = iter(np.flatnonzero(self.slot_class == SlotClass.FREE))
+        for layer, wanted in enumerate(per_layer):
+            have = int(np.sum(self.cell_row[layer] >= 0))
+            for cell in np.flatnonzero(self.cell_row[layer] < 0)[: wanted - have]:
+                slot = int(next(free))
+                self.slot_class[slot] = SlotClass.EXPERT
+                self.cell_row[layer, cell] = self.layout.cell_row(slot, 0, DENSE)
+        return self.cell_row.copy()
+
+    # ---- KV pages
+
+    def grant_kv_slots(self, slots: int) -> None:
+        """Makes exactly so many slots KV, from the back of the arena.
+
+        Raises ValueError, changing nothing, when experts hold the slots wanted or when fewer are
+        wanted than hold live pages (a KV slot must be empty to change class).
+        """
+        kv = np.flatnonzero(self.slot_class == SlotClass.KV).tolist()
+        empty = [s for s in kv if len(self._free_pages[s]) == self.layout.pages_per_slot]
+        free = np.flatnonzero(self.slot_class == SlotClass.FREE)
+        if slots > len(kv) + len(free):
+            raise ValueError(f"{slots} KV slots wanted, {len(kv) + len(free)} are not experts'")
+        if len(kv) - slots > len(empty):
+            raise ValueError(f"{slots} KV slots wanted, {len(kv) - len(empty)} hold live pages")
+        for slot in empty[: max(len(kv) - slots, 0)]:
+            for page in self._free_pages.pop(slot):
+                del self._page_slot[page]
+            self.slot_class[slot] = SlotClass.FREE
+        for slot in free[::-1][: max(slots - len(kv), 0)]:
+            pages = [self.layout.page_row(int(slot), p) for p in range(self.layout.pages_per_slot)]
+            self._free_pages[int(slot)] = pages[::-1]
+            self._page_slot.update(dict.fromkeys(pages, int(slot)))
+            self.slot_class[slot] = SlotClass.KV
+
+    @property
+    def pages(self) -> int:
+        """All KV pages, used or free."""
+        return len(self._page_slot)
+
+    @property
+    def free_pages(self) -> int:
+        return sum(map(len, self._free_pages.values()))
+
+    def allocate_pages(self, count: int) -> list[int]:
+        """KV rows of so many pages. Takes from the fullest slots first and stays in a slot as long
+        as it lasts, so that slots become empty together. Raises OutOfPages, taking nothing."""
+        if count > self.free_pages:
+            raise OutOfPages(f"{count} pages wanted, {self.free_pages} of {self.pages} are free")
+        taken: list[int] = []
+        for slot in sorted((s for s, p in self._free_pages.items() if p), key=self._fullness):
+            pages = self._free_pages[slot]
+            while pages and len(taken) < count:
+                taken.append(pages.pop())
+            if len(taken) == count:
+                break
+        return taken
+
+    def _fullness(self, slot: int) -> tuple[int, int]:
+        return len(self._free_pages[slot]), slot
+
+    def release_pages(self, pages: Sequence[int]) -> None:
+        """Returns pages. Raises ValueError for a page that is not allocated."""
+        for page in pages:
+            slot = self._page_slot.get(page)
+            if slot is None or page in self._free_pages[slot]:
+                raise ValueError(f"page at KV row {page} is not allocated")
+            self._free_pages[slot].append(page)
+
+    # ---- what holds the arena
+
+    def count(self, slot_class: SlotClass) -> int:
+        return int(np.sum(self.slot_class == slot_class))

@@ -1,0 +1,82 @@
+"""The invariants of arena, tables and store, checked inside jit (a live host view of the arena
+would defeat its donation) and, for pages, on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from host_offload.arena import SlotArena, SlotClass
+from pallas_kernels.plan import Tables
+
+FAULTS = (
+    "an expert's address is not a cell it owns, in the same version",
+    "two cells of a layer hold one version of an expert",
+    "an ungranted cell has an owner",
+    "two granted cells share an arena row",
+    "the bytes of a resident expert differ from the store's",
+)
+
+
+def count_faults(arena: jax.Array, tables: Tables, stores: tuple[jax.Array, ...]) -> jax.Array:
+    """int32[len(FAULTS)]: how often each invariant is broken. Jit-able, changes nothing.
+
+    arena uint16[rows, D]; stores: per version uint16[L, E, record rows, D].
+    """
+    layers, cells = tables.owner.shape
+    experts = jnp.arange(tables.address.shape[1])
+    owns = tables.owner[:, :, None] == experts  # [L, C, E]
+    right = (
+        owns
+        & (tables.cell_row[:, :, None] == tables.address[:, None, :])
+        & (tables.cell_version[:, :, None] == tables.version[:, None, :])
+    )
+    unowned = (tables.address >= 0) & (jnp.sum(right, axis=1) != 1)
+    same = (tables.owner[:, :, None] == tables.owner[:, None, :]) & (
+        tables.cell_version[:, :, None] == tables.cell_version[:, None, :]
+    )
+    other = ~jnp.eye(cells, dtype=bool)
+    twice = same & other & (tables.owner[:, :, None] >= 0)
+    ungranted = (tables.owner >= 0) & (tables.cell_row < 0)
+    rows = tables.cell_row.reshape(-1)
+    shared = (rows[:, None] == rows) & (rows >= 0) & ~jnp.eye(rows.size, dtype=bool)
+
+    def compare(i, wrong):
+        layer, cell = i // cells, i % cells
+        owner, row = tables.owner[layer, cell], tables.cell_row[layer, cell]
+        for v, store in enumerate(stores):
+            live = (owner >= 0) & (tables.cell_version[layer, cell] == v)
+            start = (layer, jnp.maximum(owner, 0), 0, 0)
+            want = lax.dynamic_slice(store, start, (1, 1, *store.shape[2:]))[0, 0]
+            want = jax.device_put(want, jax.memory.Space.Device)
+            have = lax.dynamic_slice(arena, (jnp.maximum(row, 0), 0), want.shape)
+            wrong = wrong + (live & jnp.any(want != have))
+        return wrong
+
+    wrong = lax.fori_loop(0, layers * cells, compare, jnp.int32(0))
+    return jnp.stack(
+        [jnp.sum(f, dtype=jnp.int32) for f in (unowned, twice, ungranted, shared)] + [wrong]
+    )
+
+
+def describe_faults(counts: np.ndarray) -> list[str]:
+    """The broken invariants in words; empty when all hold."""
+    return [f"{text} ({n}×)" for text, n in zip(FAULTS, counts, strict=True) if n]
+
+
+def page_faults(arena: SlotArena, sequences: Iterable[Sequence[int]]) -> list[str]:
+    """Faults of the pages of live sequences: shared by two, or outside of KV slots."""
+    faults, seen = [], set()
+    for pages in sequences:
+        for page in pages:
+            slot = page // arena.layout.kv_rows_per_slot
+            if page in seen:
+                faults.append(f"page at KV row {page} belongs to two sequences")
+            if arena.slot_class[slot] != SlotClass.KV:
+                faults.append(f"page at KV row {page} lies in a slot that is not KV")
+            seen.add(page)
+    return faults

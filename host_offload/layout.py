@@ -1,0 +1,173 @@
+"""Where things lie inside a slot: expert records and KV pages, as plain numbers.
+
+The arena is one ``uint16[num_rows, hidden]``. A *row* is ``hidden`` uint16 elements, whatever the
+model's dtype; a 32-bit value takes two elements, so a float32 weight row takes two arena rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+DENSE = 0
+"""Number of the version `dense` in tables: its place in `SlotLayout.records`."""
+
+BLOCK_SIZES = (16, 32, 64)
+"""Tokens a KV page may hold. Attention reduces over spans of 64 tokens, so each divides 64."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertLayout:
+    """One expert of one version as a contiguous record of arena rows.
+
+    The version `dense` is ``[3·I, D]`` in the run's dtype: I gate rows, I up rows, I rows of down
+    transposed, so that every tile of every matrix is a run of rows.
+    """
+
+    hidden: int
+    """D, values per weight row."""
+    width: int
+    """I, the expert's intermediate size."""
+    itemsize: int
+    """Bytes of one value: 2 or 4."""
+    version: str = "dense"
+
+    def __post_init__(self):
+        if self.version != "dense":
+            raise ValueError(f"unknown expert version {self.version!r}; this release knows 'dense'")
+        if self.itemsize not in (2, 4):
+            raise ValueError(f"expert weights are 2 or 4 bytes a value, not {self.itemsize}")
+
+    @property
+    def weight_rows(self) -> int:
+        """Rows of D values: 3·I."""
+        return 3 * self.width
+
+    @property
+    def rows(self) -> int:
+        """Arena rows of one record."""
+        return self.weight_rows * self.itemsize // 2
+
+    @property
+    def nbytes(self) -> int:
+        return self.rows * self.hidden * 2
+
+
+@dataclasses.dataclass(frozen=True)
+class PageLayout:
+    """One KV page: `block_size` tokens of every layer, as rows of one head.
+
+    A *KV row* is ``head_dim`` values. Within a page, layer l owns ``rows_per_layer`` KV rows from
+    ``l · rows_per_layer``; there, token t's keys come first and its values after them:
+    row ``(2·t + {0: key, 1: value})·kv_heads + head``. A token's K and V are one contiguous run, so
+    writing it is one copy; a head's tile is read as rows of head_dim with a fixed stride.
+    """
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    itemsize: int
+    block_size: int
+
+    @property
+    def row_elements(self) -> int:
+        """uint16 elements of one KV row."""
+        return self.head_dim * self.itemsize // 2
+
+    @property
+    def rows_per_token(self) -> int:
+        """KV rows of one token in one layer."""
+        return 2 * self.kv_heads
+
+    @property
+    def rows_per_layer(self) -> int:
+        return self.block_size * self.rows_per_token
+
+    @property
+    def rows(self) -> int:
+        """KV rows of one page."""
+        return self.layers * self.rows_per_layer
+
+    @property
+    def nbytes(self) -> int:
+        return self.rows * self.row_elements * 2
+
+
+@dataclasses.dataclass(frozen=True)
+class SlotLayout:
+    """The fixed size of a slot and how experts and pages are cut from it."""
+
+    records: tuple[ExpertLayout, ...]
+    """Resident versions; the index is the version number in the tables."""
+    page: PageLayout
+    slot_rows: int
+    """Arena rows of one slot."""
+
+    @property
+    def hidden(self) -> int:
+        return self.records[0].hidden
+
+    @property
+    def slot_bytes(self) -> int:
+        return self.slot_rows * self.hidden * 2
+
+    @property
+    def cells_per_slot(self) -> tuple[int, ...]:
+        """How many cells of each version one slot holds."""
+        return tuple(self.slot_rows // record.rows for record in self.records)
+
+    @property
+    def pages_per_slot(self) -> int:
+        return self.slot_bytes // self.page.nbytes
+
+    @property
+    def kv_rows_per_slot(self) -> int:
+        """KV rows between the starts of two slots, in the view ``[-1, page.row_elements]``."""
+        return self.slot_rows * self.hidden // self.page.row_elements
+
+    def cell_row(self, slot: int, cell: int, version: int = DENSE) -> int:
+        """Arena row of a cell."""
+        return slot * self.slot_rows + cell * self.records[version].rows
+
+    def page_row(self, slot: int, page: int) -> int:
+        """KV row of a page."""
+        return slot * self.kv_rows_per_slot + page * self.page.rows
+
+
+def slot_layout(
+    *,
+    hidden: int,
+    width: int,
+    itemsize: int,
+    layers: int,
+    kv_heads: int,
+    head_dim: int,
+    block_size: int | None = None,
+) -> SlotLayout:
+    """The slot for a model: one dense record, and as many whole pages as fit into it.
+
+    hidden, width: D and I. itemsize: bytes of a value, of weights and of KV. layers: all attention
+    layers. block_size: tokens per page; by default the one of 16, 32, 64 that wastes least of a
+    slot, the smaller of equals. Where not even one page of the smallest block fits into a record
+    (few narrow experts, many layers), the slot grows to hold one.
+
+    Raises ValueError when head_dim values do not make whole uint16 rows or block_size is not legal.
+    """
+    if block_size is not None and block_size not in BLOCK_SIZES:
+        raise ValueError(f"block_size must be one of {BLOCK_SIZES}, not {block_size}")
+    record = ExpertLayout(hidden, width, itemsize)
+    pages = [
+        PageLayout(layers, kv_heads, head_dim, itemsize, size)
+        for size in ((block_size,) if block_size else BLOCK_SIZES)
+    ]
+    row_elements = pages[0].row_elements
+    rows = max(record.rows, -(-pages[0].nbytes // (hidden * 2)))
+    # A slot must begin at a whole KV row, or page addresses would not be integers.
+    step = row_elements // math.gcd(row_elements, hidden)
+    # ... and at an even row, so that 32-bit views of the arena see whole values.
+    step = math.lcm(step, 2)
+    slot_rows = -(-rows // step) * step
+    slot_bytes = slot_rows * hidden * 2
+    fitting = [page for page in pages if page.nbytes <= slot_bytes]
+    page = min(fitting, key=lambda p: (slot_bytes % p.nbytes, p.block_size))
+    return SlotLayout((record,), page, slot_rows)

@@ -1,0 +1,62 @@
+"""The device's tables: where each expert is, who owns each cell, what a victim costs."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from host_offload.eviction import victim_weights
+from host_offload.layout import DENSE
+from pallas_kernels.plan import Tables
+
+__all__ = ["Tables", "empty_tables", "regrant", "with_victim_weights"]
+
+
+def empty_tables(layers: int, experts: int, cells: int, eviction: str) -> Tables:
+    """Tables of a cold start: nothing granted, nothing resident.
+
+    cells: C, the constant upper bound of cells a layer. eviction: see host_offload.eviction.
+    Raises ValueError for an unknown eviction policy.
+    """
+
+    def full(columns: int, value: int) -> jax.Array:
+        return jnp.full((layers, columns), value, jnp.int32)
+
+    return Tables(
+        cell_row=full(cells, -1),
+        cell_version=full(cells, DENSE),
+        owner=full(cells, -1),
+        last_used=full(cells, 0),
+        address=full(experts, -1),
+        version=full(experts, DENSE),
+        frequency=full(experts, 0),
+        fill_version=full(experts, DENSE),
+        prior=full(experts, 0),
+        clock=jnp.zeros(layers, jnp.int32),
+        victim_weights=jnp.asarray(victim_weights(eviction), jnp.int32),
+    )
+
+
+def regrant(tables: Tables, cell_row: jax.Array) -> Tables:
+    """Tables after the cells became `cell_row` int32[L, C] (−1: not granted), between two steps.
+
+    An expert whose cell moved or was taken away becomes absent; everything else stays resident.
+    Jit-able; the tables are the only thing touched, so budgets change without recompilation.
+    """
+    lost = (tables.owner >= 0) & (tables.cell_row != cell_row)
+    experts = jnp.arange(tables.address.shape[1])
+    owns = (tables.owner[:, :, None] == experts) & (
+        tables.cell_row[:, :, None] == tables.address[:, None, :]
+    )
+    dropped = jnp.any(owns & lost[:, :, None], axis=1)
+    return tables._replace(
+        cell_row=cell_row,
+        owner=jnp.where(lost | (cell_row < 0), -1, tables.owner),
+        address=jnp.where(dropped, -1, tables.address),
+    )
+
+
+def with_victim_weights(tables: Tables, eviction: str) -> Tables:
+    """Tables under another eviction policy. Raises ValueError for an unknown one."""
+    weights = jnp.asarray(victim_weights(eviction), jnp.int32)
+    return tables._replace(victim_weights=jax.device_put(weights, tables.clock.sharding))

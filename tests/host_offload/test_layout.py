@@ -1,0 +1,92 @@
+"""Slots, cells and pages as plain numbers."""
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+
+from host_offload.layout import BLOCK_SIZES, ExpertLayout, PageLayout, SlotLayout, slot_layout
+
+DEMO = dict(hidden=128, width=128, layers=4, kv_heads=2, head_dim=32)
+QWEN3_30B = dict(hidden=2048, width=768, layers=48, kv_heads=4, head_dim=128)
+
+
+def test_expert_record():
+    record = ExpertLayout(hidden=2048, width=768, itemsize=2)
+    assert (record.weight_rows, record.rows, record.nbytes) == (2304, 2304, 2304 * 2048 * 2)
+    record = ExpertLayout(hidden=128, width=64, itemsize=4)
+    assert (record.weight_rows, record.rows, record.nbytes) == (192, 384, 192 * 128 * 4)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (dict(itemsize=1), "2 or 4 bytes a value, not 1"),
+        (dict(itemsize=2, version="int4"), "unknown expert version 'int4'"),
+    ],
+)
+def test_expert_layout_refuses(fields, message):
+    with pytest.raises(ValueError, match=message):
+        ExpertLayout(hidden=8, width=8, **fields)
+
+
+def test_page():
+    page = PageLayout(layers=48, kv_heads=4, head_dim=128, itemsize=2, block_size=16)
+    assert (page.row_elements, page.rows_per_token, page.rows_per_layer) == (128, 8, 128)
+    assert page.rows == 48 * 128
+    assert page.nbytes == 16 * 48 * 2 * 4 * 128 * 2  # tokens, layers, K and V, heads, values, bytes
+
+
+def test_qwen3_30b_slot():
+    slot = slot_layout(**QWEN3_30B, itemsize=2)
+    assert slot.slot_rows == slot.records[0].rows == 2304
+    assert slot.cells_per_slot == (1,)
+    # A slot of 9 MiB holds 6 pages of 16 tokens or 3 of 32, both exactly: the smaller is taken.
+    assert (slot.page.block_size, slot.pages_per_slot) == (16, 6)
+    assert slot.pages_per_slot * slot.page.nbytes == slot.slot_bytes
+
+
+def test_refuses_a_block_size():
+    with pytest.raises(ValueError, match=r"block_size must be one of \(16, 32, 64\), not 48"):
+        slot_layout(**DEMO, itemsize=2, block_size=48)
+
+
+def test_chosen_block_size():
+    for size in BLOCK_SIZES:
+        assert slot_layout(**DEMO, itemsize=2, block_size=size).page.block_size == size
+
+
+def test_slot_grows_to_hold_one_page():
+    slot = slot_layout(hidden=64, width=8, itemsize=2, layers=64, kv_heads=4, head_dim=64)
+    assert slot.pages_per_slot == 1 and slot.page.block_size == 16
+    assert slot.slot_rows > slot.records[0].rows
+
+
+@hypothesis.given(
+    hidden=st.integers(1, 64).map(lambda n: 2 * n),
+    width=st.integers(1, 96),
+    itemsize=st.sampled_from([2, 4]),
+    layers=st.integers(1, 8),
+    kv_heads=st.integers(1, 4),
+    head_dim=st.integers(1, 48).map(lambda n: 2 * n),
+    block_size=st.sampled_from([None, *BLOCK_SIZES]),
+)
+def test_addresses(**shape):
+    """Cells and pages lie whole inside their own slot, at whole addresses, without overlap."""
+    slot = slot_layout(**shape)
+    assert isinstance(slot, SlotLayout) and slot.hidden == shape["hidden"]
+    record, page = slot.records[0], slot.page
+    assert slot.slot_rows % 2 == 0  # 32-bit views see whole values
+    assert slot.pages_per_slot >= 1 and slot.cells_per_slot[0] >= 1
+    # In uint16 elements from the start of the arena:
+    slot_elements = slot.slot_rows * slot.hidden
+    assert slot.slot_bytes == 2 * slot_elements
+    for index in (0, 3):
+        first, end = index * slot_elements, (index + 1) * slot_elements
+        for cell in range(slot.cells_per_slot[0]):
+            start = slot.cell_row(index, cell) * slot.hidden
+            assert start == first + cell * record.rows * slot.hidden
+            assert start + record.rows * slot.hidden <= end
+        for number in range(slot.pages_per_slot):
+            start = slot.page_row(index, number) * page.row_elements
+            assert start == first + number * page.nbytes // 2
+            assert start + page.nbytes // 2 <= end
