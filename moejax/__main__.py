@@ -1,0 +1,8 @@
+"""``python -m moejax``: the same as the command ``moejax``."""
+
+import sys
+
+from moejax.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

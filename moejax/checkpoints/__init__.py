@@ -1,0 +1,1 @@
+"""Hugging Face checkpoints on disk: directory, shards, and the tensors in them."""

@@ -1,0 +1,99 @@
+"""The third part of a layer: plan, fill, compute and combine its experts."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from host_offload.tables import Tables
+from pallas_kernels import Ops
+from pallas_kernels.combine import combine
+from pallas_kernels.expert_ffn import expert_ffn
+from pallas_kernels.fill import fill
+from pallas_kernels.plan import Plan, plan
+
+
+class Paging(NamedTuple):
+    """Counts of one layer in one step, int32: active = hits + fills + read_through."""
+
+    active: jax.Array
+    hits: jax.Array
+    fills: jax.Array
+    read_through: jax.Array
+
+
+def page_and_compute(
+    x: jax.Array,
+    ids: jax.Array,
+    arena: jax.Array,
+    tables: Tables,
+    stores: tuple[jax.Array, ...],
+    layer: jax.Array,
+    *,
+    activation: str,
+    row_tile: int,
+    waves: int,
+    ops: Ops,
+) -> tuple[jax.Array, jax.Array, Tables, Paging]:
+    """Every active expert of one MoE layer on its tokens, in `waves` passes over the experts.
+
+    x [T, D]: normalised hidden states. ids int32[T, K]: ascending, E for padding. A wave pages in
+    its share of the active experts (ranges of ids) without evicting what it needs itself; what
+    gets no cell is read through. More waves fill more; the bits are the same.
+
+    Returns (y float32[T, K, D], arena, tables, Paging).
+    """
+    tokens, k = ids.shape
+    experts = tables.address.shape[1]
+    expert = jnp.arange(experts)
+    with jax.named_scope("plan"):
+        active = jnp.any(ids.reshape(-1)[:, None] == expert, axis=0)
+    y = jnp.zeros((tokens * k, x.shape[1]), jnp.float32)
+    counts = []
+    for wave in range(waves):
+        with jax.named_scope("plan"):
+            due = active & (expert * waves // experts == wave)
+            tables, work = plan(tables, layer, due, implementation=ops.plan)
+        with jax.named_scope("fill"):
+            arena = fill(
+                arena,
+                stores,
+                layer,
+                work.fill_expert,
+                work.fill_row,
+                work.fill_version,
+                work.fill_count,
+                implementation=ops.fill,
+            )
+        with jax.named_scope("expert_ffn"):
+            y = expert_ffn(
+                y,
+                x,
+                ids,
+                arena,
+                stores,
+                layer,
+                lax.dynamic_index_in_dim(tables.address, layer, keepdims=False),
+                lax.dynamic_index_in_dim(tables.version, layer, keepdims=False),
+                work.active,
+                work.active_count,
+                activation=activation,
+                row_tile=row_tile,
+                implementation=ops.expert_ffn,
+            )
+        counts.append(_paging(work))
+    y = lax.optimization_barrier(y).reshape(tokens, k, x.shape[1])
+    return y, arena, tables, jax.tree.map(lambda *n: sum(n), *counts)
+
+
+def _paging(work: Plan) -> Paging:
+    return Paging(work.active_count, work.hits, work.fill_count, work.read_through)
+
+
+def add_experts(x: jax.Array, y: jax.Array, weights: jax.Array, ops: Ops) -> jax.Array:
+    """x [T, D] + Σ_k weights[:, k]·y[:, k] in the order of k."""
+    with jax.named_scope("combine"):
+        return lax.optimization_barrier(combine(x, y, weights, implementation=ops.combine))

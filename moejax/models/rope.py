@@ -1,0 +1,228 @@
+"""Rotary position embeddings: what config.json says about them, and their frequencies."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+
+from moejax.errors import UserError
+
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+_REFUSED_TYPES = {
+    "dynamic": "its frequencies depend on the length of the sequence, so cached keys would change",
+    "longrope": "its frequencies depend on the length of the sequence, so cached keys would change",
+    "proportional": "it rotates only a part of each head, which is not implemented",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Rope:
+    """The parameters of one kind of rotary embedding, named as in config.json's rope_parameters.
+
+    type: one of ROPE_TYPES. Fields that the type does not use keep their defaults.
+    original_max_position_embeddings: tokens, the context length before scaling.
+    """
+
+    theta: float = 10_000.0
+    type: str = "default"
+    factor: float = 1.0
+    original_max_position_embeddings: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+
+def parse_rope(raw: dict, max_position_embeddings: int, source: str = "config.json") -> Rope:
+    """The Rope of a whole config.json, from the older keys (rope_theta, rope_scaling with "type"
+    or "rope_type") and those of transformers 5 (rope_parameters), which may both be present.
+
+    raw: the parsed config.json. max_position_embeddings: tokens, the original context length where
+    the config names none. Raises UserError, naming source and field, for contradictions, wrong
+    types and what is not implemented.
+    """
+    new = _table(raw, "rope_parameters", source)
+    old = _table(raw, "rope_scaling", source)
+    if new and old and {**new, "rope_theta": 0} != {**old, "rope_theta": 0}:
+        raise UserError(f"{source}: rope_scaling and rope_parameters contradict each other")
+    table = {**old, **new}
+
+    def optional(field: str, above: float = 0.0) -> float | None:
+        value = table.get(field)
+        if value is None:
+            return None
+        where = f"{source}: rope_parameters.{field}"
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise UserError(f"{where} must be a number, not {value!r}")
+        if not (math.isfinite(value) and value > above):
+            raise UserError(f"{where} must be a number above {above:g}, not {value!r}")
+        return float(value)
+
+    def required(field: str, default: float | None = None, above: float = 0.0) -> float:
+        value = optional(field, above)
+        value = default if value is None else value
+        if value is None:
+            raise UserError(f"{source}: rope type {kind!r} needs rope_parameters.{field}")
+        return value
+
+    thetas = [
+        t
+        for t in (new.get("rope_theta"), old.get("rope_theta"), raw.get("rope_theta"))
+        if t is not None
+    ]
+    if any(theta != thetas[0] for theta in thetas):
+        raise UserError(f"{source}: contradicting values of rope_theta: {thetas}")
+    table["rope_theta"] = thetas[0] if thetas else None
+    for partial in (raw.get("partial_rotary_factor"), table.get("partial_rotary_factor")):
+        if partial is not None and partial != 1:
+            raise UserError(
+                f"{source}: partial_rotary_factor {partial!r} is not implemented: "
+                "only whole heads are rotated"
+            )
+
+    kind = table.get("rope_type", "default")
+    if not isinstance(kind, str) or kind not in ROPE_TYPES:
+        why = _REFUSED_TYPES.get(kind, "unknown") if isinstance(kind, str) else "not a name"
+        raise UserError(
+            f"{source}: rope type {kind!r} is not supported ({why}); "
+            f"supported: {', '.join(ROPE_TYPES)}"
+        )
+    theta = required("rope_theta", 10_000.0, above=1.0)
+    if kind == "default":
+        return Rope(theta=theta)
+    if kind == "linear":
+        return Rope(theta=theta, type=kind, factor=required("factor"))
+
+    original = _original_length(raw, table, max_position_embeddings, source)
+    if kind == "llama3":
+        low, high = required("low_freq_factor"), required("high_freq_factor")
+        if high <= low:
+            raise UserError(
+                f"{source}: rope_parameters.high_freq_factor ({high:g}) must be greater "
+                f"than low_freq_factor ({low:g})"
+            )
+        return Rope(
+            theta=theta,
+            type=kind,
+            factor=required("factor"),
+            low_freq_factor=low,
+            high_freq_factor=high,
+            original_max_position_embeddings=original,
+        )
+
+    if "factor" not in table:
+        raise UserError(f"{source}: rope type 'yarn' needs rope_parameters.factor")
+    truncate = table.get("truncate", True)
+    if not isinstance(truncate, bool):
+        raise UserError(f"{source}: rope_parameters.truncate must be true or false")
+    # A factor of null means the ratio of the context lengths, as in transformers.
+    return Rope(
+        theta=theta,
+        type=kind,
+        original_max_position_embeddings=original,
+        truncate=truncate,
+        factor=required("factor", max_position_embeddings / original),
+        beta_fast=required("beta_fast", 32.0),
+        beta_slow=required("beta_slow", 1.0),
+        attention_factor=optional("attention_factor"),
+        mscale=optional("mscale", above=-math.inf),
+        mscale_all_dim=optional("mscale_all_dim", above=-math.inf),
+    )
+
+
+def inverse_frequencies(rope: Rope, head_dim: int) -> tuple[np.ndarray, float]:
+    """The angle per token of each pair of a head's values, and the factor on cos and sin.
+
+    Returns (float32[head_dim / 2], attention_factor); the angle of pair i at position p is
+    p · frequencies[i] radians, and pair i is the values i and i + head_dim/2. The formulas are
+    those of transformers' modeling_rope_utils: linear (kaiokendev), llama3 (Llama 3.1), yarn (YaRN,
+    arXiv:2309.00071, section 3).
+    """
+    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    # Powers in float64 and rounded once: within one unit of torch's float32 pow on every platform.
+    periods = (rope.theta ** exponents.astype(np.float64)).astype(np.float32)
+    plain = np.float32(1.0) / periods
+    if rope.type == "default":
+        return plain, 1.0
+    factor = np.float32(rope.factor)
+    if rope.type == "linear":
+        return plain / factor, 1.0
+    if rope.type == "llama3":
+        return _llama3(rope, plain), 1.0
+    if rope.type == "yarn":
+        ramp = _yarn_ramp(rope, head_dim)
+        slowed = np.float32(1.0) / (factor * periods)
+        return slowed * ramp + plain * (np.float32(1.0) - ramp), _yarn_attention_factor(rope)
+    raise ValueError(f"unknown rope type {rope.type!r}; known: {', '.join(ROPE_TYPES)}")
+
+
+def _llama3(rope: Rope, plain: np.ndarray) -> np.ndarray:
+    """Long waves divided by the factor, short ones kept, those between blended."""
+    low, high = rope.low_freq_factor, rope.high_freq_factor
+    turns = rope.original_max_position_embeddings * plain / np.float32(2 * math.pi)
+    smooth = np.clip((turns - low) / (high - low), 0.0, 1.0).astype(np.float32)
+    return (1 - smooth) * plain / np.float32(rope.factor) + smooth * plain
+
+
+def _yarn_ramp(rope: Rope, head_dim: int) -> np.ndarray:
+    """float32[head_dim / 2] from 0 (frequency kept) to 1 (divided by the factor)."""
+
+    def pair_that_turns(times: float) -> float:
+        period = rope.original_max_position_embeddings / (times * 2 * math.pi)
+        return head_dim * math.log(period) / (2 * math.log(rope.theta))
+
+    low, high = pair_that_turns(rope.beta_fast), pair_that_turns(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    width = high - low or 0.001
+    pairs = np.arange(head_dim // 2, dtype=np.float32)
+    return np.clip((pairs - np.float32(low)) / np.float32(width), 0, 1).astype(np.float32)
+
+
+def _yarn_attention_factor(rope: Rope) -> float:
+    def mscale(weight: float = 1.0) -> float:
+        return 1.0 if rope.factor <= 1 else 0.1 * weight * math.log(rope.factor) + 1.0
+
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.mscale and rope.mscale_all_dim:
+        return mscale(rope.mscale) / mscale(rope.mscale_all_dim)
+    return mscale()
+
+
+def _table(raw: dict, key: str, source: str) -> dict:
+    """raw[key] as a new dict, with "type" renamed to "rope_type"."""
+    table = raw.get(key)
+    if table is None:
+        return {}
+    if not isinstance(table, dict):
+        raise UserError(f"{source}: {key} must be an object, not {table!r}")
+    table = dict(table)
+    if any(isinstance(value, dict) for value in table.values()):
+        raise UserError(f"{source}: {key} differs from layer to layer, which is not implemented")
+    older = table.pop("type", None)
+    if older is not None and table.setdefault("rope_type", older) != older:
+        raise UserError(
+            f"{source}: {key} holds contradicting type {older!r} "
+            f"and rope_type {table['rope_type']!r}"
+        )
+    return table
+
+
+def _original_length(raw: dict, table: dict, max_length: int, source: str) -> int:
+    field = "original_max_position_embeddings"
+    values = [v for v in (raw.get(field), table.get(field)) if v is not None]
+    if any(value != values[0] for value in values):
+        raise UserError(f"{source}: contradicting values of {field}: {values}")
+    value = values[0] if values else max_length
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UserError(f"{source}: {field} must be a positive integer, not {value!r}")
+    return value

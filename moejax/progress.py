@@ -1,0 +1,68 @@
+"""Progress bars on stderr."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from moejax.scheduler import Request
+
+
+def _progress(*columns):
+    from rich.console import Console
+    from rich.progress import Progress
+
+    return Progress(*columns, console=Console(stderr=True), transient=True)
+
+
+@contextmanager
+def loading_progress(name: str, shown: bool) -> Iterator[Callable[[int, int], None] | None]:
+    """A bar over bytes; yields report(done_bytes, total_bytes), None when not shown."""
+    if not shown:
+        yield None
+        return
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+    )
+    with _progress(*columns) as progress:
+        task = progress.add_task(f"loading {name}", total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+@contextmanager
+def generation_progress(
+    requests: int, tokens: int, shown: bool
+) -> Iterator[Callable[[int, Sequence[Request]], None]]:
+    """A bar over requests with tokens a second; yields report(generated tokens, touched requests).
+
+    tokens: the most that can be generated. Time left is by requests finished.
+    """
+    if not shown:
+        yield lambda generated, touched: None
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("generating"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[rate]:.0f} tokens/s"),
+        TimeRemainingColumn(),
+    )
+    with _progress(*columns) as progress:
+        task = progress.add_task("", total=requests, rate=0.0)
+        start: list[int] = []
+
+        def report(generated: int, touched: Sequence[Request]) -> None:
+            if not start:
+                start.append(generated)
+            elapsed = progress.tasks[task].elapsed or 1e-9
+            finished = sum(r.finish_reason is not None for r in touched)
+            progress.update(task, advance=finished, rate=(generated - start[0]) / elapsed)
+
+        yield report

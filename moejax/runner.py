@@ -1,0 +1,221 @@
+"""The device side of the engine: the donated buffers and the compiled executables."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import SingleDeviceSharding
+
+from host_offload.arena import allocate_arena
+from host_offload.integrity import count_faults, describe_faults
+from host_offload.layout import SlotLayout
+from host_offload.store import ExpertStore
+from host_offload.tables import Tables, empty_tables, regrant
+from moejax.models.qwen3_moe import Qwen3Moe
+from moejax.sampler import greedy, logprobs, sample
+from moejax.sampling_params import MAX_LOGPROBS
+from moejax.step import Routing, StepOutput, StepShapes, Sweep, decode_step, prefill_step
+from pallas_kernels import Ops
+from pallas_kernels.kv_write import KVPage
+
+
+def compiler_options(platform: str) -> dict[str, str | bool]:
+    """XLA options of every executable: without them equal programs may round differently."""
+    options: dict[str, str | bool] = {"xla_allow_excess_precision": False}
+    if platform == "gpu":
+        options["xla_gpu_autotune_level"] = "0"
+    return options
+
+
+class Runner:
+    """Owns model, store, arena and tables, and runs steps on them in dispatch order.
+
+    Nothing here waits for the device: results are jax arrays that the engine reads a step later.
+    """
+
+    def __init__(
+        self,
+        model: Qwen3Moe,
+        store: ExpertStore,
+        layout: SlotLayout,
+        shapes: StepShapes,
+        *,
+        slots: int,
+        cells: int,
+        eviction: str,
+        ops: Ops,
+        device: jax.Device,
+    ):
+        """slots: of the arena. cells: C, the tables' bound of cells a layer."""
+        self.config, self.shapes, self.device, self.ops = model.config, shapes, device, ops
+        self.layout, self.store, self.slots = layout, store, slots
+        self.graph, self.state = nnx.split(model)
+        self.stores = tuple(store.arrays[record.version] for record in layout.records)
+        layers, experts = self.stores[0].shape[:2]
+        self._sharding = SingleDeviceSharding(device)
+        self.arena = allocate_arena(layout, slots, device)
+        tables = empty_tables(layers, experts, cells, eviction)
+        self.tables: Tables = jax.device_put(tables, self._sharding)
+        self.tokens = jax.device_put(np.zeros(shapes.rows, np.int32), self._sharding)
+        page = layout.page
+        self.page = KVPage(page.block_size, page.kv_heads, page.head_dim)
+        self.compile_s = 0.0
+        self._executables: dict[str, Future] = {}
+        # Two threads: tracing holds the interpreter, XLA's compiler does not.
+        self._pool = ThreadPoolExecutor(2, thread_name_prefix="moejax-compile")
+        for name in ("decode", "prefill", "greedy"):
+            self._executable(name)
+
+    # ---- executables
+
+    def _executable(self, name: str) -> Future:
+        if name not in self._executables:
+            self._executables[name] = self._pool.submit(self._compile, name)
+        return self._executables[name]
+
+    def _call(self, name: str, *args):
+        return self._executable(name).result()(*args)
+
+    def wait_compiled(self) -> None:
+        """Blocks until the executables that every request needs exist."""
+        for future in list(self._executables.values()):
+            future.result()
+
+    def _compile(self, name: str):
+        began = time.perf_counter()
+        lowered = self.lower(name)
+        compiled = lowered.compile(compiler_options=compiler_options(self.device.platform))
+        self.compile_s = max(self.compile_s, time.perf_counter() - began)
+        return compiled
+
+    def lower(self, name: str) -> jax.stages.Lowered:
+        """The traced and lowered executable of that name, arena and tables donated."""
+        fn, args, donated = self._signature(name)
+        return jax.jit(fn, donate_argnums=donated).lower(*args)
+
+    def _signature(self, name: str):
+        rows, vocabulary = self.shapes.rows, self.config.vocab_size
+        chunks, size = self.shapes.sweep_chunks, self.shapes.chunk
+
+        def array(shape, dtype=jnp.int32):
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=self._sharding)
+
+        buffers = (self.state, self.stores, self.arena, self.tables)
+        logits = array((rows, vocabulary), jnp.float32)
+        block_table = array((rows, self.shapes.blocks))
+        forced = name.endswith("_forced")
+        kind = name.removesuffix("_forced")
+
+        def routing(tokens):
+            if not forced:
+                return ()
+            shape = (self.stores[0].shape[0], tokens, self.config.num_experts_per_tok)
+            return (Routing(array(shape), array(shape, jnp.float32)),)
+
+        def bind(step, **static):
+            def run(state, *args):
+                model = nnx.merge(self.graph, state)
+                return step(model, *args, page=self.page, ops=self.ops, **static)
+
+            return run
+
+        if kind == "decode":
+            args = (*buffers, array((rows,)), array((rows,)), block_table, *routing(rows))
+            return bind(decode_step), args, (2, 3)
+        if kind in ("prefill", "score"):
+            sweep = Sweep(
+                tokens=array((chunks, size)),
+                row=array((chunks,)),
+                start=array((chunks,)),
+                length=array((chunks,)),
+                count=array(()),
+                last=array((rows,)),
+                targets=array((chunks, size)),
+            )
+            step = bind(prefill_step, waves=self.shapes.waves, score=kind == "score")
+            return step, (*buffers, sweep, block_table, *routing(chunks * size)), (2, 3)
+        if name == "greedy":
+            return _advance(greedy), (logits, array((rows,)), array((rows,), jnp.bool_)), ()
+        if name == "sample":
+            floats, ints = array((rows,), jnp.float32), array((rows,))
+            params = (floats, ints, floats, floats, array((rows,), jnp.uint32), ints)
+            args = (logits, array((rows,)), array((rows,), jnp.bool_), *params)
+            return _advance(sample), args, ()
+        if name == "logprobs":
+            n = min(MAX_LOGPROBS, vocabulary)
+            return functools.partial(logprobs, n=n), (logits, array((rows,))), ()
+        if name == "regrant":
+            return regrant, (self.tables, array(self.tables.cell_row.shape)), (0,)
+        if name == "integrity":
+            return count_faults, (self.arena, self.tables, self.stores), ()
+        raise ValueError(f"no executable {name!r}")
+
+    # ---- steps
+
+    def _step(self, name: str, *args, forced: Routing | None) -> StepOutput:
+        if forced is not None:
+            name, args = f"{name}_forced", (*args, forced)
+        self.arena, self.tables, output = self._call(
+            name, self.state, self.stores, self.arena, self.tables, *args
+        )
+        return output
+
+    def decode(self, positions, block_table, forced: Routing | None = None) -> StepOutput:
+        """Dispatches a decode step on the current tokens. positions int32[R], −1: empty row."""
+        return self._step("decode", self.tokens, positions, block_table, forced=forced)
+
+    def prefill(
+        self, sweep: Sweep, block_table, *, score: bool = False, forced: Routing | None = None
+    ) -> StepOutput:
+        """Dispatches a sweep."""
+        return self._step("score" if score else "prefill", sweep, block_table, forced=forced)
+
+    def choose(self, logits: jax.Array, update: np.ndarray, params: Sequence | None) -> jax.Array:
+        """Samples the rows under `update` bool[R] and makes them the current tokens.
+
+        params: None for greedy, else sampler.sample's arrays after the logits.
+        """
+        name = "greedy" if params is None else "sample"
+        self.tokens = self._call(name, logits, self.tokens, update, *(params or ()))
+        return self.tokens
+
+    def token_logprobs(self, logits: jax.Array, tokens: jax.Array):
+        return self._call("logprobs", logits, tokens)
+
+    # ---- between steps
+
+    def grant_cells(self, cell_row: np.ndarray) -> None:
+        """Makes cell_row int32[L, C] the granted cells; residents of cells that stay stay."""
+        self.tables = self._call("regrant", self.tables, cell_row)
+
+    def faults(self) -> list[str]:
+        """Broken invariants of arena, tables and store, in words. Waits for the device."""
+        return describe_faults(np.asarray(self._call("integrity", *self._integrity_args())))
+
+    def _integrity_args(self):
+        return self.arena, self.tables, self.stores
+
+    def delete(self) -> None:
+        """Frees arena, store and parameters now."""
+        self._pool.shutdown(wait=True)
+        self._executables.clear()
+        jax.block_until_ready(self.arena)
+        for array in jax.tree.leaves((self.arena, self.tables, self.tokens, self.state)):
+            array.delete()
+        self.store.delete()
+
+
+def _advance(choose):
+    """choose(logits, …) for the rows to update, the old tokens for the others."""
+
+    def advance(logits, tokens, update, *params):
+        return jnp.where(update, choose(logits, *params), tokens)
+
+    return advance

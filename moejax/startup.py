@@ -1,0 +1,164 @@
+"""From a loaded checkpoint and the user's limits to an engine that can run."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+
+import jax
+
+from host_offload.arena import SlotArena
+from host_offload.budget import Budget, Share, cells_per_layer, resolve_budget
+from host_offload.device_memory import available_bytes
+from host_offload.layout import SlotLayout, slot_layout
+from moejax.checkpoint import LoadedModel
+from moejax.engine import Engine, Listener
+from moejax.errors import UserError
+from moejax.models.qwen3_moe import Qwen3Moe
+from moejax.runner import Runner
+from moejax.scheduler import Scheduler
+from moejax.statistics import Statistics
+from moejax.step import StepShapes
+from pallas_kernels import Ops
+from pallas_kernels.paged_attention import SPAN
+
+PREFILL_CHUNK = 64
+"""Prompt tokens computed at once. A start-up shape: it decides bits (contract 1)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What the user gave; None: decided at start. Sizes in bytes."""
+
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    memory: int | None = None
+    expert_budget: int | Share | None = None
+    kv_budget: int | None = None
+    prefill_waves: int = 1
+
+    def __post_init__(self):
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "prefill_waves"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"{name} must be at least 1, got {value}")
+
+    def resolve(self, platform: str, longest: int) -> Limits:
+        """The limits with every number but the budgets decided. longest: the model's
+        max_position_embeddings. Raises UserError when max_model_len exceeds it."""
+        seqs, tokens = _DEFAULTS.get(platform, _DEFAULTS["gpu"])
+        if self.max_model_len is not None and self.max_model_len > longest:
+            raise UserError(
+                f"max_model_len {self.max_model_len} is more than the model's "
+                f"max_position_embeddings, {longest}; lower it"
+            )
+        return dataclasses.replace(
+            self,
+            max_model_len=self.max_model_len or longest,
+            max_num_seqs=self.max_num_seqs or seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens or tokens,
+        )
+
+
+_DEFAULTS = {"cpu": (16, 2048), "gpu": (64, 8192)}
+"""Platform → (max_num_seqs, max_num_batched_tokens)."""
+
+
+def start_engine(
+    loaded: LoadedModel,
+    limits: Limits,
+    *,
+    eviction: str,
+    ops: Ops,
+    device: jax.Device,
+    seed: int,
+    listener: Listener | None,
+) -> tuple[Engine, Budget]:
+    """Decides shapes and budgets, allocates the arena, begins to compile (Runner.wait_compiled).
+
+    limits: as given. Raises UserError, BudgetError or ArenaTooSmall.
+    """
+    config = loaded.config
+    limits = limits.resolve(device.platform, config.max_position_embeddings)
+    assert limits.max_model_len and limits.max_num_seqs and limits.max_num_batched_tokens
+    layout = slot_layout(
+        hidden=config.hidden_size,
+        width=config.moe_intermediate_size,
+        itemsize=loaded.layout.itemsize,
+        layers=config.num_hidden_layers,
+        kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+    )
+    moe_layers, experts = sum(config.moe_layers), config.num_experts
+    budget = resolve_budget(
+        layout,
+        moe_layers=moe_layers,
+        experts=experts,
+        max_num_seqs=limits.max_num_seqs,
+        max_model_len=limits.max_model_len,
+        available_bytes=available_bytes(device),
+        memory=limits.memory,
+        expert_budget=limits.expert_budget,
+        kv_budget=limits.kv_budget,
+    )
+    arena = SlotArena(layout, budget.slots, moe_layers, experts, cells=experts)
+    arena.grant_kv_slots(budget.kv_slots)
+    shapes = step_shapes(
+        layout,
+        rows=limits.max_num_seqs,
+        max_model_len=limits.max_model_len,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        waves=limits.prefill_waves,
+    )
+    runner = Runner(
+        Qwen3Moe(config, loaded.params, ops),
+        loaded.store,
+        layout,
+        shapes,
+        slots=budget.slots,
+        cells=experts,
+        eviction=eviction,
+        ops=ops,
+        device=device,
+    )
+    cells = cells_per_layer(budget.expert_slots, moe_layers, experts)
+    runner.grant_cells(arena.grant_cells(cells))
+    engine = Engine(
+        runner,
+        Scheduler(arena, shapes, limits.max_model_len),
+        Statistics(layout.records[0].nbytes),
+        eos_token_ids=config.eos_token_ids,
+        seed=seed,
+        listener=listener,
+    )
+    return engine, budget
+
+
+def step_shapes(
+    layout: SlotLayout, *, rows: int, max_model_len: int, max_num_batched_tokens: int, waves: int
+) -> StepShapes:
+    """The start-up shapes for these limits. Attention reads whole spans, so the block table is
+    whole spans wide; a sweep is at least one chunk and no more than all prompts can fill."""
+    spans = -(-max_model_len // SPAN)
+    chunks = min(max_num_batched_tokens // PREFILL_CHUNK, rows * -(-max_model_len // PREFILL_CHUNK))
+    return StepShapes(
+        rows=rows,
+        chunk=PREFILL_CHUNK,
+        sweep_chunks=max(chunks, 1),
+        blocks=spans * (SPAN // layout.page.block_size),
+        waves=waves,
+    )
+
+
+def use_compilation_cache(cache_dir: str | os.PathLike[str] | None) -> None:
+    """Keeps compiled executables on disk, so that the second start is quick."""
+    if cache_dir is None:
+        if jax.config.values["jax_compilation_cache_dir"] is not None:
+            return
+        root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        cache_dir = Path(root) / "moejax" / "xla"
+    jax.config.update("jax_compilation_cache_dir", str(cache_dir) or None)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

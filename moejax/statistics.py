@@ -1,0 +1,93 @@
+"""What ran, how long it took and what was moved: the numbers behind `LLM.stats()`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+
+import numpy as np
+
+from moejax.experts import Paging
+from moejax.scheduler import Request
+
+KEPT_TIMES = 100_000
+"""Latest times kept for percentiles, so that memory stays flat however long the engine runs."""
+
+
+def _times() -> deque[float]:
+    return deque(maxlen=KEPT_TIMES)
+
+
+@dataclasses.dataclass
+class Statistics:
+    """Counters of one engine. record_bytes: bytes of one expert as it crosses the link."""
+
+    record_bytes: int
+    requests: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    steps: dict[str, int] = dataclasses.field(default_factory=lambda: {"prefill": 0, "decode": 0})
+    seconds: dict[str, float] = dataclasses.field(
+        default_factory=lambda: {"prefill": 0.0, "decode": 0.0}
+    )
+    paging: dict[str, int] = dataclasses.field(
+        default_factory=lambda: dict.fromkeys(Paging._fields, 0)
+    )
+    first_token_times: deque[float] = dataclasses.field(default_factory=_times)
+    token_times: deque[float] = dataclasses.field(default_factory=_times)
+    last_read_s: float | None = None
+
+    def add_request(self, request: Request) -> None:
+        self.requests += 1
+        self.prompt_tokens += len(request.prompt)
+        if self.last_read_s is None or request.arrival_s > self.last_read_s:
+            self.last_read_s = request.arrival_s
+
+    def add_step(self, kind: str, paging: Paging, now: float) -> None:
+        """kind: prefill or decode. paging: int[L] each. now: when its results were read."""
+        self.steps[kind] += 1
+        # Steps overlap with the reading of the one before: the time between two reads is a step's.
+        self.seconds[kind] += now - (self.last_read_s or now)
+        self.last_read_s = now
+        for name, counts in zip(Paging._fields, paging, strict=True):
+            self.paging[name] += int(np.sum(counts))
+
+    def add_token(self, request: Request, now: float) -> None:
+        self.generated_tokens += 1
+        if request.first_token_s is None:
+            request.first_token_s = now
+            self.first_token_times.append(now - request.arrival_s)
+        else:
+            self.token_times.append(now - (request.last_token_s or now))
+        request.last_token_s = now
+
+    def summary(self) -> dict:
+        """The part of LLM.stats() that requests make: seconds, counts, bytes over the link."""
+        first = np.asarray(self.first_token_times or [0.0])
+        between = np.asarray(self.token_times or [0.0])
+        wall = sum(self.seconds.values())
+        hits, active = self.paging["hits"], self.paging["active"]
+        return {
+            "requests": self.requests,
+            "prompt_tokens": self.prompt_tokens,
+            "generated_tokens": self.generated_tokens,
+            "ttft_s": {"mean": float(first.mean()), "max": float(first.max())},
+            "tpot_s": {
+                "mean": float(between.mean()),
+                "p50": float(np.percentile(between, 50)),
+                "p99": float(np.percentile(between, 99)),
+            },
+            "tokens_per_s": self.generated_tokens / wall if wall else 0.0,
+            "steps": dict(self.steps),
+            "experts": {
+                "activations": active,
+                "hits": hits,
+                "fills": self.paging["fills"],
+                "read_through": self.paging["read_through"],
+                "hit_rate": hits / active if active else 0.0,
+            },
+            "bytes": {
+                "fill": self.paging["fills"] * self.record_bytes,
+                "read_through": self.paging["read_through"] * self.record_bytes,
+            },
+        }

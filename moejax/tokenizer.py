@@ -1,0 +1,122 @@
+"""Text to token ids and back, as a stream.
+
+transformers is imported when a tokenizer is loaded, not before: it takes about a second, and token
+ids alone do not need it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from moejax.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+_OTHER_FORMATS = ("tokenizer.model", "vocab.json", "merges.txt", "vocab.txt", "tekken.json")
+
+_NO_LIMIT = int(1e30)
+"""transformers' own figure for no limit. The engine refuses long prompts with its max_model_len; a
+limit in the tokenizer would only add a warning."""
+
+_PROMPT_CONTEXT = 6
+"""Prompt tokens that may bear on how the first generated one is written (vLLM's number)."""
+
+
+def load_tokenizer(directory: str | os.PathLike[str]) -> PreTrainedTokenizerFast | None:
+    """The tokenizer of a Hugging Face model directory; None if it has none.
+
+    Reads local files only: ``tokenizer.json`` as it stands, with the special tokens and the chat
+    template of ``tokenizer_config.json``. Safe to call from another thread, so that the second it
+    takes to import transformers can pass while something compiles.
+
+    Raises UserError if the files are damaged, or of a format without ``tokenizer.json``.
+    """
+    directory = Path(directory)
+    if not (directory / "tokenizer.json").is_file():
+        others = [name for name in _OTHER_FORMATS if (directory / name).is_file()]
+        if not others:
+            return None
+        raise UserError(
+            f"{directory} has {', '.join(others)} but no tokenizer.json; write one with "
+            f"transformers: AutoTokenizer.from_pretrained({str(directory)!r})"
+            f".save_pretrained({str(directory)!r})"
+        )
+    with _without_advice():
+        from transformers import PreTrainedTokenizerFast
+
+        try:
+            # AutoTokenizer would rebuild the tokenizer from its class's own rules; the file is what
+            # the model was trained with.
+            return PreTrainedTokenizerFast.from_pretrained(
+                directory, local_files_only=True, model_max_length=_NO_LIMIT
+            )
+        except Exception as error:  # tokenizers raises bare Exception for a damaged file
+            first_line = (str(error) or type(error).__name__).splitlines()[0]
+            raise UserError(
+                f"the tokenizer files in {directory} cannot be read ({first_line}); "
+                f"copy tokenizer.json and tokenizer_config.json again from the model's source"
+            ) from error
+
+
+class Detokenizer:
+    """Turns a growing list of token ids into text that is never taken back.
+
+    A character whose bytes are not all there yet is held until they are, or until `finish`. With a
+    byte-level tokenizer (Qwen, OLMoE, GPT) the pieces together equal
+    ``tokenizer.decode(ids, skip_special_tokens=True)`` of all ids; one that strips the first
+    token's space (SentencePiece) needs prompt_ids to keep the space after the prompt. Method:
+    vLLM's detokenize_incrementally, which compares two decodings of the last few tokens.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, prompt_ids: Sequence[int] = ()):
+        self._tokenizer = tokenizer
+        # Decoded before, and only there for what it does to the text after it.
+        self._context = list(prompt_ids[-_PROMPT_CONTEXT:])
+        self._context_length = len(self._decode(self._context))
+        self._pending: list[int] = []
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        """Add token ids; returns the text that became certain, possibly empty."""
+        self._pending += map(int, token_ids)
+        text = self._decode(self._context + self._pending)
+        # A replacement character at the end may be the start of a character still to come.
+        if text.endswith("\ufffd") or len(text) <= self._context_length:
+            return ""
+        piece = text[self._context_length :]
+        self._context, self._pending = self._pending, []
+        self._context_length = len(self._decode(self._context))
+        return piece
+
+    def finish(self) -> str:
+        """What was still held: a replacement character for each broken sequence of bytes."""
+        text = self._decode(self._context + self._pending)
+        piece = text[self._context_length :]
+        self._context, self._pending, self._context_length = [], [], 0
+        return piece
+
+    def _decode(self, token_ids: list[int]) -> str:
+        text = self._tokenizer.decode(
+            token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        assert isinstance(text, str)
+        return text
+
+
+@contextmanager
+def _without_advice() -> Iterator[None]:
+    """Keep transformers from advising on stderr to install PyTorch, which nothing here needs."""
+    name = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

@@ -1,0 +1,181 @@
+"""Rotary frequencies: agreement with transformers, and clear refusals."""
+
+import numpy as np
+import pytest
+
+from moejax.errors import UserError
+from moejax.models.rope import Rope, inverse_frequencies, parse_rope
+
+TABLES = {
+    "default": {"rope_type": "default", "rope_theta": 1e6},
+    "linear": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "rope_theta": 5e5,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 1024,
+    },
+    "llama3, length from the config": {
+        "rope_type": "llama3",
+        "rope_theta": 5e5,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    },
+    "yarn": {
+        "rope_type": "yarn",
+        "rope_theta": 1e6,
+        "factor": 4.0,
+        "original_max_position_embeddings": 2048,
+    },
+    "yarn, factor from the lengths": {
+        "rope_type": "yarn",
+        "rope_theta": 1e6,
+        "factor": None,
+        "original_max_position_embeddings": 2048,
+    },
+    "yarn, everything set": {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 40.0,
+        "beta_fast": 16.0,
+        "beta_slow": 2.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.5,
+        "truncate": False,
+        "original_max_position_embeddings": 256,
+    },
+    "yarn, attention factor": {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 2.0,
+        "attention_factor": 1.25,
+        "original_max_position_embeddings": 4096,
+    },
+    "yarn, ramp of no width": {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 2.0,
+        "original_max_position_embeddings": 4,
+    },
+}
+
+
+@pytest.mark.torch
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("head_dim", [32, 96, 128])
+@pytest.mark.parametrize("name", TABLES)
+def test_frequencies_agree_with_transformers(name, head_dim):
+    from transformers import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRotaryEmbedding
+
+    config = Qwen3MoeConfig(
+        head_dim=head_dim, max_position_embeddings=8192, rope_parameters=dict(TABLES[name])
+    )
+    theirs = Qwen3MoeRotaryEmbedding(config)
+    rope = parse_rope({"rope_parameters": TABLES[name]}, 8192)
+    frequencies, factor = inverse_frequencies(rope, head_dim)
+    assert frequencies.dtype == np.float32 and frequencies.shape == (head_dim // 2,)
+    np.testing.assert_allclose(frequencies, theirs.inv_freq.numpy(), rtol=1e-6)
+    assert factor == pytest.approx(theirs.attention_scaling, rel=1e-9)
+
+
+def test_default_frequencies():
+    frequencies, factor = inverse_frequencies(Rope(theta=10000.0), 4)
+    np.testing.assert_allclose(frequencies, [1.0, 0.01], rtol=1e-7)
+    assert factor == 1.0
+
+
+def test_llama3_keeps_short_waves_and_divides_long_ones():
+    rope = parse_rope({"rope_parameters": TABLES["llama3"]}, 8192)
+    frequencies, _ = inverse_frequencies(rope, 64)
+    plain, _ = inverse_frequencies(Rope(theta=5e5), 64)
+    np.testing.assert_allclose(frequencies[0], plain[0])
+    np.testing.assert_allclose(frequencies[-1], plain[-1] / 8)
+    assert (np.diff(frequencies) < 0).all()
+
+
+def test_older_and_newer_keys_mean_the_same():
+    new = {"rope_parameters": TABLES["yarn"]}
+    old = {
+        "rope_theta": 1e6,
+        "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048},
+    }
+    outside = {
+        "rope_theta": 1e6,
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0},
+        "original_max_position_embeddings": 2048,
+    }
+    expected = parse_rope(new, 8192)
+    assert parse_rope(old, 8192) == parse_rope(outside, 8192) == expected
+    assert parse_rope({**old, **new}, 8192) == expected
+    assert expected.type == "yarn" and expected.theta == 1e6
+
+
+def test_absent_keys_mean_the_default():
+    assert parse_rope({}, 8192) == Rope(theta=10_000.0)
+    assert parse_rope({"rope_scaling": None, "rope_theta": 5e6}, 8192) == Rope(theta=5e6)
+
+
+def scaled(**table):
+    return {"rope_parameters": {"rope_theta": 1e4, **table}}
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (scaled(rope_type="dynamic", factor=2.0), "'dynamic' .*length of the sequence"),
+        (scaled(rope_type="longrope"), "'longrope' .*length of the sequence"),
+        (scaled(rope_type="proportional"), "'proportional' .*part of each head"),
+        (scaled(rope_type="mrope"), "'mrope' .*unknown.*supported: default, linear"),
+        (scaled(rope_type=3), "rope type 3"),
+        (scaled(partial_rotary_factor=0.5), "partial_rotary_factor 0.5"),
+        ({"partial_rotary_factor": 0.25}, "partial_rotary_factor 0.25"),
+        ({"rope_theta": 1e6, **scaled()}, "contradicting values of rope_theta"),
+        ({"rope_theta": "big"}, "rope_theta must be a number"),
+        ({"rope_theta": True}, "rope_theta must be a number"),
+        ({"rope_theta": -1.0}, "rope_theta must be a number above 1"),
+        ({"rope_theta": float("inf")}, "rope_theta must be a number above 1"),
+        ({"rope_parameters": 7}, "rope_parameters must be an object"),
+        (scaled(rope_type="linear"), "'linear' needs rope_parameters.factor"),
+        (scaled(rope_type="linear", factor=0), "factor must be a number above 0"),
+        (scaled(rope_type="yarn"), "'yarn' needs rope_parameters.factor"),
+        (scaled(rope_type="yarn", factor=2.0, truncate=1), "truncate"),
+        (scaled(rope_type="yarn", factor=2.0, beta_fast="x"), "beta_fast must be a number"),
+        (
+            scaled(rope_type="yarn", factor=2.0, original_max_position_embeddings=1.5),
+            "original_max_position_embeddings must be a positive integer",
+        ),
+        (
+            {
+                "original_max_position_embeddings": 10,
+                **scaled(rope_type="yarn", factor=2.0, original_max_position_embeddings=20),
+            },
+            "contradicting values of original_max_position_embeddings",
+        ),
+        (scaled(rope_type="llama3", factor=2.0, low_freq_factor=1.0), "needs .*high_freq_factor"),
+        (
+            scaled(rope_type="llama3", factor=2.0, low_freq_factor=4.0, high_freq_factor=4.0),
+            "high_freq_factor .*greater than low_freq_factor",
+        ),
+        (scaled(type="linear", rope_type="yarn", factor=2.0), "contradicting type 'linear'"),
+        (
+            {
+                "rope_scaling": {"type": "linear", "factor": 2.0},
+                **scaled(rope_type="linear", factor=3.0),
+            },
+            "rope_scaling and rope_parameters contradict",
+        ),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "from layer to layer"),
+    ],
+)
+def test_refusals(raw, message):
+    with pytest.raises(UserError, match=f"^some.json: .*{message}"):
+        parse_rope(raw, 8192, "some.json")
+
+
+def test_unknown_type_of_a_rope_made_by_hand():
+    with pytest.raises(ValueError, match="unknown rope type 'su'"):
+        inverse_frequencies(Rope(type="su"), 32)
