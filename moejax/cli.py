@@ -28,15 +28,7 @@ EXIT_BROKEN_PIPE = 141
 MAX_TOKENS = 128
 """Of one command; `SamplingParams` has vLLM's 16, which is short for reading."""
 
-_SAMPLING_OPTIONS = (
-    "max_tokens",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "seed",
-    "ignore_eos",
-)
+_SAMPLING_OPTIONS = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "ignore_eos")
 _ENGINE_OPTIONS = (
     "memory",
     "expert_budget",
@@ -134,8 +126,6 @@ def _stream(llm: Any, prompt: str, params: SamplingParams) -> None:
                 sys.stdout.write(piece)
                 sys.stdout.flush()
                 last = piece
-    except BrokenPipeError:
-        raise
     except BaseException:
         if last and not last.endswith("\n"):
             sys.stdout.write("\n")
@@ -283,9 +273,7 @@ def _add_memory(group: argparse._ArgumentGroup) -> None:
 
 def _add_engine(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--dtype",
-        metavar="DTYPE",
-        help="bfloat16, float16, float32 or auto, the checkpoint's (default: auto)",
+        "--dtype", metavar="DTYPE", help="bfloat16, float16, float32, auto (default: auto)"
     )
     group.add_argument(
         "--device", choices=("cpu", "gpu"), help="where to run (default: a GPU if there is one)"

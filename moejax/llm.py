@@ -109,7 +109,7 @@ class LLM:
                 )
             self._load_s = time.perf_counter() - began
             try:
-                self._engine, self.budget = start_engine(
+                self.engine, self.budget = start_engine(
                     loaded,
                     limits,
                     eviction=eviction,
@@ -119,7 +119,7 @@ class LLM:
                     listener=listener,
                 )
                 self._tokenizer = tokenizer.result()
-                self._engine.runner.wait_compiled()
+                self.engine.runner.wait_compiled()
             except BaseException:
                 loaded.store.delete()
                 raise
@@ -132,7 +132,7 @@ class LLM:
 
     @property
     def config(self) -> ModelConfig:
-        return self._engine.runner.config
+        return self.engine.runner.config
 
     def get_tokenizer(self):
         """The tokenizer (transformers' PreTrainedTokenizerFast), None if the model has none."""
@@ -158,8 +158,8 @@ class LLM:
             total = sum(p.max_tokens for p in params)
             with generation_progress(len(requests), total, self._progress and use_tqdm) as report:
                 while any(r.finish_reason is None for r in requests):
-                    touched = self._engine.step()
-                    report(self._engine.statistics.generated_tokens, touched)
+                    touched = self.engine.step()
+                    report(self.engine.statistics.generated_tokens, touched)
             return [
                 request_output(request, text, self._tokenizer)
                 for request, (text, _) in zip(requests, encoded, strict=True)
@@ -178,7 +178,7 @@ class LLM:
         with self._requests([encoded], self._params_for(sampling_params, 1)) as (request,):
             detokenizer, seen = Detokenizer(self._tokenizer, request.prompt), 0
             while request.finish_reason is None:
-                self._engine.step()
+                self.engine.step()
                 piece = detokenizer.push(request.output[seen:])
                 seen = len(request.output)
                 if piece:
@@ -223,12 +223,12 @@ class LLM:
         params = [SamplingParams()] * len(inputs)
         with self._requests(inputs, params, targets) as requests:
             while any(r.finish_reason is None for r in requests):
-                self._engine.step()
+                self.engine.step()
             return [np.asarray(request.scores) for request in requests]
 
     def stats(self) -> dict[str, Any]:
         """What ran and what it cost, as plain data; the command line's --json prints it."""
-        engine = self._engine
+        engine = self.engine
         arena, layout = engine.scheduler.arena, engine.scheduler.arena.layout
         times, summary = engine.statistics.seconds, engine.statistics.summary()
         return {
@@ -268,7 +268,7 @@ class LLM:
         """Frees arena, store and parameters. Idempotent."""
         if not self._closed:
             self._closed = True
-            self._engine.runner.delete()
+            self.engine.runner.delete()
 
     def __enter__(self) -> LLM:
         return self
@@ -305,7 +305,7 @@ class LLM:
     def _requests(self, encoded, params, targets=None):
         if self._closed:
             raise UserError("this LLM is closed; make another one")
-        return _Requests(self._engine, encoded, params, targets)
+        return _Requests(self.engine, encoded, params, targets)
 
 
 class _Requests:
@@ -313,7 +313,7 @@ class _Requests:
     interrupt or a caller who stops listening."""
 
     def __init__(self, engine: Engine, encoded, params, targets):
-        self._engine, self.added = engine, []
+        self.engine, self.added = engine, []
         try:
             for i, ((_, ids), each) in enumerate(zip(encoded, params, strict=True)):
                 self.added.append(engine.add(ids, each, targets[i] if targets else None))
@@ -325,7 +325,7 @@ class _Requests:
         return self.added
 
     def __exit__(self, *exception) -> None:
-        self._engine.abort(self.added)
+        self.engine.abort(self.added)
 
 
 def _as_list(prompts: Any) -> list[Prompt]:

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import SingleDeviceSharding
 
 from host_offload.arena import allocate_arena
-from host_offload.integrity import count_faults, describe_faults
+from host_offload.integrity import describe_faults
 from host_offload.layout import SlotLayout
 from host_offload.store import ExpertStore
-from host_offload.tables import Tables, empty_tables, regrant
+from host_offload.tables import Tables, empty_tables
 from moejax.models.qwen3_moe import Qwen3Moe
-from moejax.sampler import greedy, logprobs, sample
-from moejax.sampling_params import MAX_LOGPROBS
-from moejax.step import Routing, StepOutput, StepShapes, Sweep, decode_step, prefill_step
+from moejax.programs import Programs
+from moejax.step import Routing, StepOutput, StepShapes, Sweep
 from pallas_kernels import Ops
 from pallas_kernels.kv_write import KVPage
 
@@ -88,6 +85,10 @@ class Runner:
         for future in list(self._executables.values()):
             future.result()
 
+    def executables(self) -> tuple[str, ...]:
+        """Names of what was compiled so far. Budgets, policies and placement add none."""
+        return tuple(self._executables)
+
     def _compile(self, name: str):
         began = time.perf_counter()
         lowered = self.lower(name)
@@ -97,65 +98,22 @@ class Runner:
 
     def lower(self, name: str) -> jax.stages.Lowered:
         """The traced and lowered executable of that name, arena and tables donated."""
-        fn, args, donated = self._signature(name)
-        return jax.jit(fn, donate_argnums=donated).lower(*args)
+        program = self.programs().program(name)
+        return jax.jit(program.function, donate_argnums=program.donated).lower(*program.args)
 
-    def _signature(self, name: str):
-        rows, vocabulary = self.shapes.rows, self.config.vocab_size
-        chunks, size = self.shapes.sweep_chunks, self.shapes.chunk
-
-        def array(shape, dtype=jnp.int32):
-            return jax.ShapeDtypeStruct(shape, dtype, sharding=self._sharding)
-
-        buffers = (self.state, self.stores, self.arena, self.tables)
-        logits = array((rows, vocabulary), jnp.float32)
-        block_table = array((rows, self.shapes.blocks))
-        forced = name.endswith("_forced")
-        kind = name.removesuffix("_forced")
-
-        def routing(tokens):
-            if not forced:
-                return ()
-            shape = (self.stores[0].shape[0], tokens, self.config.num_experts_per_tok)
-            return (Routing(array(shape), array(shape, jnp.float32)),)
-
-        def bind(step, **static):
-            def run(state, *args):
-                model = nnx.merge(self.graph, state)
-                return step(model, *args, page=self.page, ops=self.ops, **static)
-
-            return run
-
-        if kind == "decode":
-            args = (*buffers, array((rows,)), array((rows,)), block_table, *routing(rows))
-            return bind(decode_step), args, (2, 3)
-        if kind in ("prefill", "score"):
-            sweep = Sweep(
-                tokens=array((chunks, size)),
-                row=array((chunks,)),
-                start=array((chunks,)),
-                length=array((chunks,)),
-                count=array(()),
-                last=array((rows,)),
-                targets=array((chunks, size)),
-            )
-            step = bind(prefill_step, waves=self.shapes.waves, score=kind == "score")
-            return step, (*buffers, sweep, block_table, *routing(chunks * size)), (2, 3)
-        if name == "greedy":
-            return _advance(greedy), (logits, array((rows,)), array((rows,), jnp.bool_)), ()
-        if name == "sample":
-            floats, ints = array((rows,), jnp.float32), array((rows,))
-            params = (floats, ints, floats, floats, array((rows,), jnp.uint32), ints)
-            args = (logits, array((rows,)), array((rows,), jnp.bool_), *params)
-            return _advance(sample), args, ()
-        if name == "logprobs":
-            n = min(MAX_LOGPROBS, vocabulary)
-            return functools.partial(logprobs, n=n), (logits, array((rows,))), ()
-        if name == "regrant":
-            return regrant, (self.tables, array(self.tables.cell_row.shape)), (0,)
-        if name == "integrity":
-            return count_faults, (self.arena, self.tables, self.stores), ()
-        raise ValueError(f"no executable {name!r}")
+    def programs(self) -> Programs:
+        return Programs(
+            config=self.config,
+            graph=self.graph,
+            state=self.state,
+            stores=self.stores,
+            arena=self.arena,
+            tables=self.tables,
+            shapes=self.shapes,
+            page=self.page,
+            ops=self.ops,
+            sharding=self._sharding,
+        )
 
     # ---- steps
 
@@ -210,12 +168,3 @@ class Runner:
         for array in jax.tree.leaves((self.arena, self.tables, self.tokens, self.state)):
             array.delete()
         self.store.delete()
-
-
-def _advance(choose):
-    """choose(logits, …) for the rows to update, the old tokens for the others."""
-
-    def advance(logits, tokens, update, *params):
-        return jnp.where(update, choose(logits, *params), tokens)
-
-    return advance

@@ -122,7 +122,7 @@ def decode_step(
         normed, ids, weights = stack.route(i, x, valid)
         moe_layer = stack.first_moe_layer + i
         if forced is not None:
-            ids, weights = _forced(forced, moe_layer, valid, config.num_experts)
+            ids, weights = _forced(forced, moe_layer, ids, config.num_experts)
         y, arena, tables, paging = page_and_compute(
             normed,
             ids,
@@ -212,10 +212,7 @@ def prefill_step(
         moe_layer = stack.first_moe_layer + i
         flat_ids, flat_weights = ids.reshape(-1, k), weights.reshape(-1, k)
         if forced is not None:
-            valid = (offset < sweep.length[:, None]) & (jnp.arange(chunks) < sweep.count)[:, None]
-            flat_ids, flat_weights = _forced(
-                forced, moe_layer, valid.reshape(-1), config.num_experts
-            )
+            flat_ids, flat_weights = _forced(forced, moe_layer, flat_ids, config.num_experts)
             weights = flat_weights.reshape(weights.shape)
         y, arena, tables, paging = page_and_compute(
             normed.reshape(-1, x.shape[-1]),
@@ -261,9 +258,13 @@ def _pages(block_table, positions, valid, page):
     return jnp.where(valid, pages, -1)
 
 
-def _forced(forced, layer, valid, experts):
+def _forced(forced, layer, routed, experts):
+    """The forced routing of a layer, padded where the router's ids [T, K] are."""
+    # The ids must depend on the router's, and so on attention: if plan and fill could run before
+    # attention has read the arena, XLA would copy the arena (seen on CPU).
+    padding = routed == experts
     ids, weights = forced.ids[layer], forced.weights[layer]
-    return jnp.where(valid[:, None], ids, experts), jnp.where(valid[:, None], weights, 0.0)
+    return jnp.where(padding, experts, ids), jnp.where(padding, 0.0, weights)
 
 
 def _score(model, x, sweep):

@@ -1,0 +1,124 @@
+"""What the engine compiles: each program's function, its argument shapes and what it donates.
+
+Nothing here needs a buffer: given `jax.ShapeDtypeStruct`s, the same programs are lowered and
+inspected for devices and sizes that the machine at hand does not have.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from host_offload.integrity import count_faults
+from host_offload.tables import Tables, regrant
+from moejax.models.config import ModelConfig
+from moejax.sampler import greedy, logprobs, sample
+from moejax.sampling_params import MAX_LOGPROBS
+from moejax.step import Leaf, Routing, StepShapes, Sweep, decode_step, prefill_step
+from pallas_kernels import Ops
+from pallas_kernels.kv_write import KVPage
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A function of jax arrays, ready to be jitted."""
+
+    function: Callable
+    args: tuple
+    """Arrays or ShapeDtypeStructs, one a parameter."""
+    donated: tuple[int, ...]
+    """Parameters whose memory the results reuse: arena and tables."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Programs:
+    """The programs of one engine. All arrays may be ShapeDtypeStructs.
+
+    graph, state: of nnx.split(model). stores: per version uint16[L, E, rows, D]. arena
+    uint16[rows, D]. sharding: of the arguments that a step gets from the host; None: undecided.
+    """
+
+    config: ModelConfig
+    graph: Any
+    state: Any
+    stores: tuple[Leaf, ...]
+    arena: Leaf
+    tables: Tables
+    shapes: StepShapes
+    page: KVPage
+    ops: Ops
+    sharding: jax.sharding.Sharding | None = None
+
+    def program(self, name: str) -> Program:
+        """The program of that name: decode, prefill and score (each also with `_forced`, routing as
+        the last argument), greedy, sample, logprobs, regrant, integrity. Raises ValueError for
+        another."""
+        rows, vocabulary = self.shapes.rows, self.config.vocab_size
+        chunks, size = self.shapes.sweep_chunks, self.shapes.chunk
+        array = functools.partial(jax.ShapeDtypeStruct, sharding=self.sharding)
+        ints, floats = array((rows,), jnp.int32), array((rows,), jnp.float32)
+        flags = array((rows,), jnp.bool_)
+        logits = array((rows, vocabulary), jnp.float32)
+        block_table = array((rows, self.shapes.blocks), jnp.int32)
+        buffers = (self.state, self.stores, self.arena, self.tables)
+        kind = name.removesuffix("_forced")
+
+        def routing(tokens: int) -> tuple[Routing, ...]:
+            if kind == name:
+                return ()
+            shape = (self.stores[0].shape[0], tokens, self.config.num_experts_per_tok)
+            return (Routing(array(shape, jnp.int32), array(shape, jnp.float32)),)
+
+        if kind == "decode":
+            args = (*buffers, ints, ints, block_table, *routing(rows))
+            return Program(self._bind(decode_step), args, (2, 3))
+        if kind in ("prefill", "score"):
+            per_chunk, per_token = array((chunks,), jnp.int32), array((chunks, size), jnp.int32)
+            sweep = Sweep(
+                tokens=per_token,
+                row=per_chunk,
+                start=per_chunk,
+                length=per_chunk,
+                count=array((), jnp.int32),
+                last=ints,
+                targets=per_token,
+            )
+            step = self._bind(prefill_step, waves=self.shapes.waves, score=kind == "score")
+            return Program(step, (*buffers, sweep, block_table, *routing(chunks * size)), (2, 3))
+        if name == "greedy":
+            return Program(_advance(greedy), (logits, ints, flags), ())
+        if name == "sample":
+            seeds = array((rows,), jnp.uint32)
+            params = (floats, ints, floats, floats, seeds, ints)
+            return Program(_advance(sample), (logits, ints, flags, *params), ())
+        if name == "logprobs":
+            n = min(MAX_LOGPROBS, vocabulary)
+            return Program(functools.partial(logprobs, n=n), (logits, ints), ())
+        if name == "regrant":
+            cell_row = array(self.tables.cell_row.shape, jnp.int32)
+            return Program(regrant, (self.tables, cell_row), (0,))
+        if name == "integrity":
+            return Program(count_faults, (self.arena, self.tables, self.stores), ())
+        raise ValueError(f"no program {name!r}")
+
+    def _bind(self, step: Callable, **static) -> Callable:
+        def run(state, *args):
+            model = nnx.merge(self.graph, state)
+            return step(model, *args, page=self.page, ops=self.ops, **static)
+
+        return run
+
+
+def _advance(choose: Callable) -> Callable:
+    """choose(logits, …) for the rows to update, the old tokens for the others."""
+
+    def advance(logits, tokens, update, *params):
+        return jnp.where(update, choose(logits, *params), tokens)
+
+    return advance

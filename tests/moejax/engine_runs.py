@@ -1,0 +1,113 @@
+"""Runs request mixes through one compiled engine under changing budgets, and records every bit."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from host_offload.integrity import page_faults
+from host_offload.tables import with_victim_weights
+from moejax import LLM, SamplingParams
+from moejax.engine import Step
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A request and the engine step before which it arrives."""
+
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    arrival: int = 0
+
+
+@dataclasses.dataclass
+class Recorded:
+    """What a request produced: its tokens and the logits each was chosen from."""
+
+    tokens: list[int]
+    logits: list[np.ndarray]
+
+    def same_bits(self, other: Recorded) -> bool:
+        return (
+            self.tokens == other.tokens
+            and len(self.logits) == len(other.logits)
+            and all(
+                np.array_equal(a.view(np.uint32), b.view(np.uint32))
+                for a, b in zip(self.logits, other.logits, strict=True)
+            )
+        )
+
+
+class Faulty(AssertionError):
+    """An invariant broke after a step."""
+
+
+def set_budget(llm: LLM, cells: Sequence[int], kv_slots: int, eviction: str = "lru") -> None:
+    """Other budgets and policy for an idle engine: table contents only, nothing is compiled."""
+    assert llm.engine.idle
+    arena, runner = llm.engine.scheduler.arena, llm.engine.runner
+    have = np.sum(arena.cell_row >= 0, axis=1)
+    runner.grant_cells(arena.grant_cells(np.minimum(have, cells).tolist()))
+    arena.grant_kv_slots(kv_slots)
+    runner.grant_cells(arena.grant_cells(list(cells)))
+    runner.tables = with_victim_weights(runner.tables, eviction)
+
+
+def run(llm: LLM, jobs: Sequence[Job], *, check: bool = True) -> list[Recorded]:
+    """Runs the jobs to their end. check: all invariants after every step (raises Faulty)."""
+    engine = llm.engine
+    requests: list = [None] * len(jobs)
+    logits: dict[int, list[np.ndarray]] = {}
+
+    def record(step: Step) -> None:
+        rows = np.asarray(step.output.logits)
+        for request in step.sampled():
+            if request.finish_reason is None:
+                logits.setdefault(id(request), []).append(rows[request.row].copy())
+        if check:
+            check_step(llm, step)
+
+    engine.listener = record
+    try:
+        number = 0
+        while any(r is None or r.finish_reason is None for r in requests):
+            for i, job in enumerate(jobs):
+                if requests[i] is None and job.arrival <= number:
+                    requests[i] = engine.add(list(job.prompt), job.params)
+            engine.step()
+            number += 1
+        while not engine.idle:
+            engine.step()
+    finally:
+        engine.listener = None
+        engine.abort([r for r in requests if r is not None])
+    # A row that ended by a token of the step before runs once more; that result is dropped.
+    return [Recorded(r.output, logits[id(r)][: len(r.output)]) for r in requests]
+
+
+def check_step(llm: LLM, step: Step) -> None:
+    engine = llm.engine
+    runner = engine.runner
+    faults = runner.faults()
+    faults += page_faults(
+        engine.scheduler.arena, (r.pages for r in engine.scheduler.running.values())
+    )
+    tables = jax.tree.map(np.asarray, runner.tables)
+    ids, paging = np.asarray(step.output.routing.ids), jax.tree.map(np.asarray, step.output.paging)
+    layers, experts = tables.address.shape
+    for layer in range(layers):
+        active = np.unique(ids[layer][ids[layer] < experts])
+        counts = [int(n[layer]) for n in paging]
+        if counts[0] != len(active) or counts[0] != sum(counts[1:]):
+            faults.append(f"layer {layer}: {len(active)} active experts counted as {counts}")
+        # What was hit or filled is still there: an expert the layer needs is never a victim.
+        resident = int(np.sum(tables.address[layer, active] >= 0))
+        if runner.shapes.waves == 1 and resident != counts[1] + counts[2]:
+            faults.append(
+                f"layer {layer}: {counts[1]} hits + {counts[2]} fills, {resident} resident"
+            )
+    if faults:
+        raise Faulty(f"step {step.number} ({step.kind}): " + "; ".join(faults))

@@ -1,0 +1,177 @@
+"""Contract 1: a request's tokens and logits never depend on memory or on other requests."""
+
+from __future__ import annotations
+
+import inspect
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import pallas_kernels.dispatch
+import pallas_kernels.fill.api as fill_api
+import pallas_kernels.fill.reference as fill_reference
+import pallas_kernels.plan.api as plan_api
+import pallas_kernels.plan.reference as plan_reference
+from moejax import LLM, SamplingParams
+from tests.moejax.engine_runs import Faulty, Job, Recorded, run, set_budget
+
+LIMITS = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 256}
+LAYERS, EXPERTS = 4, 16
+
+
+def make_llm(dtype: str, **options) -> LLM:
+    return LLM("demo", dtype=dtype, progress=False, **{**LIMITS, **options})
+
+
+def job_pool() -> list[Job]:
+    """Prompts around every border (chunk and span 64, page 16), greedy and sampled."""
+    rng = np.random.default_rng(7)
+    pool = []
+    for i, length in enumerate((1, 2, 15, 16, 17, 40, 63, 64, 65, 100, 128, 129, 190)):
+        # Halves of the vocabulary by turns, so that prompts route to different experts.
+        low = 2048 * (i % 2)
+        prompt = tuple(rng.integers(low + 1, low + 2048, length).tolist())
+        sampling = {"temperature": 0.9, "top_p": 0.95, "top_k": 50} if i % 3 else {"temperature": 0}
+        pool.append(
+            Job(
+                prompt,
+                SamplingParams(max_tokens=1 + i % 7, seed=i, ignore_eos=i % 2 == 0, **sampling),
+            )
+        )
+    return pool
+
+
+POOL = job_pool()
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def dtype(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def llm(dtype):
+    with make_llm(dtype) as llm:
+        yield llm
+
+
+def full_residency(llm: LLM) -> tuple[list[int], int]:
+    return [EXPERTS] * LAYERS, llm.engine.scheduler.arena.slots - LAYERS * EXPERTS
+
+
+@pytest.fixture(scope="module")
+def solo(llm) -> list[Recorded]:
+    """Each request of the pool alone, everything resident."""
+    set_budget(llm, *full_residency(llm))
+    return [run(llm, [job])[0] for job in POOL]
+
+
+mixes = st.lists(
+    st.tuples(st.integers(0, len(POOL) - 1), st.integers(0, 12)), min_size=1, max_size=7
+)
+cell_counts = st.one_of(
+    st.integers(0, EXPERTS).map(lambda n: [n] * LAYERS),
+    st.lists(st.integers(0, EXPERTS), min_size=LAYERS, max_size=LAYERS),
+)
+
+
+@given(
+    mix=mixes,
+    cells=cell_counts,
+    more_kv=st.integers(0, 6),
+    eviction=st.sampled_from(["lru", "lfu"]),
+)
+@settings(max_examples=40)
+def test_mixes_and_budgets_change_no_bit(llm, solo, mix, cells, more_kv, eviction):
+    layout = llm.engine.scheduler.arena.layout
+    # From the KV of one sequence to that of four: requests wait for pages, rows or nothing.
+    pages = -(-LIMITS["max_model_len"] // layout.page.block_size)
+    set_budget(llm, cells, -(-pages // layout.pages_per_slot) + more_kv, eviction)
+    jobs = [Job(POOL[i].prompt, POOL[i].params, arrival) for i, arrival in mix]
+    for (i, _), recorded in zip(mix, run(llm, jobs), strict=True):
+        assert recorded.same_bits(solo[i]), f"request {i} of the pool"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"expert_budget": "0%", "kv_budget": "1MiB"},
+        {"expert_budget": "30%", "prefill_waves": 3, "eviction": "lfu"},
+        {"memory": "8MiB", "prefill_waves": 5},
+    ],
+    ids=str,
+)
+def test_other_arenas_and_waves_change_no_bit(dtype, solo, options):
+    with make_llm(dtype, **options) as other:
+        jobs = [Job(job.prompt, job.params, i // 3) for i, job in enumerate(POOL)]
+        for i, recorded in enumerate(run(other, jobs)):
+            assert recorded.same_bits(solo[i]), f"request {i} of the pool"
+
+
+def test_budgets_do_not_recompile(llm, solo):
+    before = set(llm.engine.runner.executables())
+    set_budget(llm, [1, 0, 16, 3], 9, "lfu")
+    run(llm, POOL[:4])
+    assert set(llm.engine.runner.executables()) == before
+
+
+def test_the_comparison_sees_one_bit(solo):
+    changed = Recorded(solo[0].tokens, [a.copy() for a in solo[0].logits])
+    changed.logits[-1].view(np.uint32)[5] ^= 1
+    assert solo[0].same_bits(solo[0]) and not changed.same_bits(solo[0])
+
+
+# ---- the checks can fail: deliberately broken ops, registered as implementations of their own
+
+
+def mutated(function, old: str, new: str):
+    """The function with one piece of its source replaced."""
+    source = inspect.getsource(function)
+    assert source.count(old) == 1, f"{old!r} occurs {source.count(old)} times"
+    namespace = dict(vars(inspect.getmodule(function)))
+    exec(compile(source.replace(old, new), f"<mutated {function.__name__}>", "exec"), namespace)
+    return namespace[function.__name__]
+
+
+@pytest.fixture
+def broken(monkeypatch):
+    def register(op, api, function):
+        monkeypatch.setitem(api.IMPLEMENTATIONS, "broken", function)
+        monkeypatch.setitem(pallas_kernels.dispatch.OPS, op, ("xla", "broken"))
+        return {op: "broken"}
+
+    return register
+
+
+def run_broken(ops, cells, *, check: bool) -> list[Recorded]:
+    with make_llm("float32", ops=ops) as llm:
+        set_budget(llm, cells, 9)
+        return run(
+            llm, [Job(job.prompt, job.params, i) for i, job in enumerate(POOL[:6])], check=check
+        )
+
+
+@pytest.mark.parametrize("dtype", ["float32"], indirect=True)
+class TestBrokenOpsAreCaught:
+    def test_plan_that_evicts_a_needed_expert(self, broken, dtype):
+        plan = mutated(plan_reference.plan, "candidate = granted & ~pinned", "candidate = granted")
+        with pytest.raises(Faulty, match="hits"):
+            run_broken(broken("plan", plan_api, plan), [3] * LAYERS, check=True)
+
+    def test_plan_that_leaves_a_stale_address(self, broken, dtype, solo):
+        plan = mutated(plan_reference.plan, "jnp.where(evicted, -1, address)", "address")
+        ops = broken("plan", plan_api, plan)
+        with pytest.raises(Faulty, match="address is not a cell"):
+            run_broken(ops, [3] * LAYERS, check=True)
+        recorded = run_broken(ops, [3] * LAYERS, check=False)
+        assert not all(a.same_bits(b) for a, b in zip(recorded, solo, strict=False))
+
+    def test_fill_off_by_one_row(self, broken, dtype, solo):
+        fill = mutated(fill_reference.fill, "(row[i], 0)", "(row[i] + 1, 0)")
+        ops = broken("fill", fill_api, fill)
+        with pytest.raises(Faulty, match="bytes of a resident expert differ"):
+            run_broken(ops, [12] * LAYERS, check=True)
+        recorded = run_broken(ops, [12] * LAYERS, check=False)
+        assert not all(a.same_bits(b) for a, b in zip(recorded, solo, strict=False))
