@@ -20,11 +20,12 @@ def available_bytes(device: jax.Device) -> int:
     if statistics and "bytes_limit" in statistics:
         return int((statistics["bytes_limit"] - statistics["bytes_in_use"]) * SHARE)
     if device.platform == "cpu":
-        return int(_host_available_bytes() * SHARE)
+        return int(host_available_bytes() * SHARE)
     raise RuntimeError(f"{device} does not report its free memory; give memory=")
 
 
-def _host_available_bytes() -> int:
+def host_available_bytes() -> int:
+    """Bytes of host memory that new allocations can take now."""
     # MemAvailable counts what the kernel can give back, which sysconf's free pages do not.
     if os.path.exists("/proc/meminfo"):
         with open("/proc/meminfo") as lines:

@@ -51,9 +51,9 @@ def page_and_compute(
     expert = jnp.arange(experts)
     with jax.named_scope("plan"):
         active = jnp.any(ids.reshape(-1)[:, None] == expert, axis=0)
-    y = jnp.zeros((tokens * k, x.shape[1]), jnp.float32)
-    counts = []
-    for wave in range(waves):
+
+    def page_in(wave, carry):
+        y, arena, tables, counts = carry
         with jax.named_scope("plan"):
             due = active & (expert * waves // experts == wave)
             tables, work = plan(tables, layer, due, implementation=ops.plan)
@@ -76,17 +76,23 @@ def page_and_compute(
                 arena,
                 stores,
                 layer,
-                lax.dynamic_index_in_dim(tables.address, layer, keepdims=False),
-                lax.dynamic_index_in_dim(tables.version, layer, keepdims=False),
+                tables.address,
+                tables.version,
                 work.active,
                 work.active_count,
                 activation=activation,
                 row_tile=row_tile,
                 implementation=ops.expert_ffn,
             )
-        counts.append(_paging(work))
+        return y, arena, tables, jax.tree.map(jnp.add, counts, _paging(work))
+
+    y = jnp.zeros((tokens * k, x.shape[1]), jnp.float32)
+    counts = Paging(*(jnp.int32(0) for _ in Paging._fields))
+    # A loop, because written out one after the other XLA sees that a wave's fill does not depend
+    # on what the wave before it read, and copies the arena (seen on CPU).
+    y, arena, tables, counts = lax.fori_loop(0, waves, page_in, (y, arena, tables, counts))
     y = lax.optimization_barrier(y).reshape(tokens, k, x.shape[1])
-    return y, arena, tables, jax.tree.map(lambda *n: sum(n), *counts)
+    return y, arena, tables, counts
 
 
 def _paging(work: Plan) -> Paging:

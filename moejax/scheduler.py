@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import heapq
 from collections import deque
 
 import numpy as np
@@ -83,13 +84,14 @@ class Scheduler:
     A request gets all pages it can ever need when it is admitted, so a running one never waits.
     """
 
-    def __init__(self, arena: SlotArena, shapes: StepShapes, max_model_len: int):
+    def __init__(self, arena: SlotArena, shapes: StepShapes, max_num_seqs: int, max_model_len: int):
         self.arena, self.max_model_len = arena, max_model_len
         self.chunk, self.sweep_chunks = shapes.chunk, shapes.sweep_chunks
         self.block_size = arena.layout.page.block_size
         self.waiting: deque[Request] = deque()
         self.running: dict[int, Request] = {}
-        self.free_rows = list(range(shapes.rows))[::-1]
+        # The lowest free row first: rows in use stay in few tiles.
+        self.free_rows = list(range(max_num_seqs))
         self.block_table = np.zeros((shapes.rows, shapes.blocks), np.int32)
         self.block_table_version = 0
         self.peak_pages = 0
@@ -130,7 +132,7 @@ class Scheduler:
             except OutOfPages:
                 return
             self.waiting.popleft()
-            request.row = self.free_rows.pop()
+            request.row = heapq.heappop(self.free_rows)
             self.running[request.row] = request
             self.block_table[request.row] = 0
             self.block_table[request.row, : len(request.pages)] = request.pages
@@ -174,7 +176,7 @@ class Scheduler:
                 self.waiting.remove(request)
             return
         del self.running[request.row]
-        self.free_rows.append(request.row)
+        heapq.heappush(self.free_rows, request.row)
         self.arena.release_pages(request.pages)
         request.row, request.pages = None, []
 

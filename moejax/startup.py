@@ -19,7 +19,7 @@ from moejax.models.qwen3_moe import Qwen3Moe
 from moejax.runner import Runner
 from moejax.scheduler import Scheduler
 from moejax.statistics import Statistics
-from moejax.step import StepShapes
+from moejax.step import DECODE_TILE, StepShapes
 from pallas_kernels import Ops
 from pallas_kernels.paged_attention import SPAN
 
@@ -127,7 +127,7 @@ def start_engine(
     runner.grant_cells(arena.grant_cells(cells))
     engine = Engine(
         runner,
-        Scheduler(arena, shapes, limits.max_model_len),
+        Scheduler(arena, shapes, limits.max_num_seqs, limits.max_model_len),
         Statistics(layout.records[0].nbytes),
         eos_token_ids=config.eos_token_ids,
         seed=seed,
@@ -143,6 +143,8 @@ def step_shapes(
     whole spans wide; a sweep is at least one chunk and no more than all prompts can fill."""
     spans = -(-max_model_len // SPAN)
     chunks = min(max_num_batched_tokens // PREFILL_CHUNK, rows * -(-max_model_len // PREFILL_CHUNK))
+    if rows > DECODE_TILE:
+        rows = -(-rows // DECODE_TILE) * DECODE_TILE
     return StepShapes(
         rows=rows,
         chunk=PREFILL_CHUNK,

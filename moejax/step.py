@@ -15,11 +15,15 @@ from jax import lax
 
 from host_offload.tables import Tables
 from moejax.experts import Paging, add_experts, page_and_compute
-from moejax.models.layers import LayerStack
+from moejax.models.layers import LayerStack, Tokens
 from moejax.models.qwen3_moe import Qwen3Moe
 from pallas_kernels import Ops
 from pallas_kernels.kv_write import KVPage
 from pallas_kernels.paged_attention import decode_attention, prefill_attention
+
+DECODE_TILE = 16
+"""Rows of one matrix product in decode; more rows are more tiles, so that a row's bits do not
+depend on how many there are."""
 
 Leaf = Any
 """A jax or numpy array, or a jax.ShapeDtypeStruct while a step is lowered."""
@@ -30,7 +34,7 @@ class StepShapes:
     """The start-up shapes: with the model they decide every bit, and nothing else does."""
 
     rows: int
-    """Decode rows R (`max_num_seqs`), padded."""
+    """Decode rows R: `max_num_seqs`, above DECODE_TILE rounded up to whole tiles."""
     chunk: int
     """Prompt tokens computed at once, C; chunks begin at multiples of C in their sequence."""
     sweep_chunks: int
@@ -98,9 +102,8 @@ def decode_step(
 
     Returns (arena, tables, output).
     """
-    config = model.config
     valid = positions >= 0
-    pages = _pages(block_table, positions, valid, page)
+    row_tile = min(DECODE_TILE, tokens.shape[0])
 
     def attention(q, arena, layer):
         return decode_attention(
@@ -110,38 +113,22 @@ def decode_step(
             positions + 1,
             layer,
             page=page,
-            window=config.sliding_window,
+            window=model.config.sliding_window,
             implementation=ops.paged_attention,
         )
 
-    def layer(stack: LayerStack, carry, i):
-        x, arena, tables = carry
-        x, arena = stack.attend(i, x, arena, positions, pages, page, attention)
-        if not stack.is_moe:
-            return (stack.feed_forward(i, x), arena, tables), None
-        normed, ids, weights = stack.route(i, x, valid)
-        moe_layer = stack.first_moe_layer + i
-        if forced is not None:
-            ids, weights = _forced(forced, moe_layer, ids, config.num_experts)
-        y, arena, tables, paging = page_and_compute(
-            normed,
-            ids,
-            arena,
-            tables,
-            stores,
-            moe_layer,
-            activation=config.hidden_act,
-            row_tile=tokens.shape[0],
-            waves=1,
-            ops=ops,
-        )
-        x = add_experts(x, y, weights, ops)
-        return (x, arena, tables), (Routing(ids, weights), paging)
-
-    x = model.embed(tokens)
-    (x, arena, tables), traces = _scan_runs(model, layer, (x, arena, tables))
-    routing, paging = traces
-    return arena, tables, StepOutput(model.logits(x), routing, paging, None)
+    batch = Tokens(
+        positions=positions,
+        valid=valid,
+        pages=_pages(block_table, positions, valid, page),
+        tiles=_tiles(valid, row_tile),
+        row_tile=row_tile,
+        attention=attention,
+    )
+    x, arena, tables, routing, paging = _layers(
+        model, model.embed(tokens), arena, tables, stores, batch, forced, page, ops, waves=1
+    )
+    return arena, tables, StepOutput(model.logits(x, row_tile), routing, paging, None)
 
 
 def prefill_step(
@@ -165,90 +152,83 @@ def prefill_step(
 
     Returns (arena, tables, output).
     """
-    config = model.config
     chunks, size = sweep.tokens.shape
-    k = config.num_experts_per_tok
     offset = jnp.arange(size)
+    positions = (sweep.start[:, None] + offset).reshape(-1)
+    in_use = jnp.arange(chunks) < sweep.count
+    valid = ((offset < sweep.length[:, None]) & in_use[:, None]).reshape(-1)
+
+    def attention(q, arena, layer):
+        return prefill_attention(
+            q,
+            arena,
+            block_table,
+            sweep.row,
+            sweep.start,
+            sweep.length,
+            sweep.count,
+            layer,
+            page=page,
+            window=model.config.sliding_window,
+            implementation=ops.paged_attention,
+        )
+
+    batch = Tokens(
+        positions=positions,
+        valid=valid,
+        pages=_pages(jnp.repeat(block_table[sweep.row], size, axis=0), positions, valid, page),
+        tiles=sweep.count,
+        row_tile=size,
+        attention=attention,
+    )
+    x = model.embed(sweep.tokens.reshape(-1))
+    x, arena, tables, routing, paging = _layers(
+        model, x, arena, tables, stores, batch, forced, page, ops, waves
+    )
+    rows = sweep.last.shape[0]
+    logits = model.logits(x[jnp.maximum(sweep.last, 0)], min(DECODE_TILE, rows))
+    scores = _score(model, x.reshape(chunks, size, -1), sweep) if score else None
+    return arena, tables, StepOutput(logits, routing, paging, scores)
+
+
+def _layers(model, x, arena, tables, stores, tokens, forced, page, ops, waves):
+    """All layers over x [T, D]; returns (x, arena, tables, Routing, Paging), traces [L, …]."""
+    config = model.config
 
     def layer(stack: LayerStack, carry, i):
         x, arena, tables = carry
-        normed = jnp.zeros_like(x)
-        ids = jnp.full((chunks, size, k), config.num_experts, jnp.int32)
-        weights = jnp.zeros((chunks, size, k), jnp.float32)
-
-        def part(c, carry):
-            x, arena, normed, ids, weights = carry
-            positions, valid = sweep.start[c] + offset, offset < sweep.length[c]
-            blocks = block_table[sweep.row[c]]
-            pages = _pages(jnp.broadcast_to(blocks, (size, blocks.size)), positions, valid, page)
-
-            def attention(q, arena, layer):
-                return prefill_attention(
-                    q,
-                    arena,
-                    blocks,
-                    sweep.start[c],
-                    sweep.length[c],
-                    layer,
-                    page=page,
-                    window=config.sliding_window,
-                    implementation=ops.paged_attention,
-                )
-
-            h, arena = stack.attend(i, x[c], arena, positions, pages, page, attention)
-            if not stack.is_moe:
-                return x.at[c].set(stack.feed_forward(i, h)), arena, normed, ids, weights
-            routed = stack.route(i, h, valid)
-            normed, ids, weights = (
-                whole.at[c].set(new)
-                for whole, new in zip((normed, ids, weights), routed, strict=True)
-            )
-            return x.at[c].set(h), arena, normed, ids, weights
-
-        carry = (x, arena, normed, ids, weights)
-        x, arena, normed, ids, weights = lax.fori_loop(0, sweep.count, part, carry)
+        x, arena = stack.attend(i, x, arena, tokens, page)
         if not stack.is_moe:
-            return (x, arena, tables), None
+            return (stack.feed_forward(i, x, tokens), arena, tables), None
+        normed, ids, weights = stack.route(i, x, tokens)
         moe_layer = stack.first_moe_layer + i
-        flat_ids, flat_weights = ids.reshape(-1, k), weights.reshape(-1, k)
         if forced is not None:
-            flat_ids, flat_weights = _forced(forced, moe_layer, flat_ids, config.num_experts)
-            weights = flat_weights.reshape(weights.shape)
+            ids = jnp.where(tokens.valid[:, None], forced.ids[moe_layer], config.num_experts)
+            weights = jnp.where(tokens.valid[:, None], forced.weights[moe_layer], 0.0)
         y, arena, tables, paging = page_and_compute(
-            normed.reshape(-1, x.shape[-1]),
-            flat_ids,
+            normed,
+            ids,
             arena,
             tables,
             stores,
             moe_layer,
             activation=config.hidden_act,
-            row_tile=size,
+            row_tile=tokens.row_tile,
             waves=waves,
             ops=ops,
         )
-        y = y.reshape(chunks, size, k, -1)
-        x = lax.fori_loop(
-            0, sweep.count, lambda c, x: x.at[c].set(add_experts(x[c], y[c], weights[c], ops)), x
-        )
-        return (x, arena, tables), (Routing(flat_ids, flat_weights), paging)
+        return (add_experts(x, y, weights, ops), arena, tables), (Routing(ids, weights), paging)
 
-    x = model.embed(sweep.tokens)
-    (x, arena, tables), (routing, paging) = _scan_runs(model, layer, (x, arena, tables))
-    last = x.reshape(-1, x.shape[-1])[jnp.maximum(sweep.last, 0)]
-    scores = _score(model, x, sweep) if score else None
-    return arena, tables, StepOutput(model.logits(last), routing, paging, scores)
-
-
-def _scan_runs(model, layer, carry):
-    """Scans `layer(stack, carry, i)` over each run; the traces of the MoE runs are joined."""
     traces = []
+    carry = (x, arena, tables)
     for stack in model.runs:
         carry, trace = lax.scan(
             lambda carry, i, stack=stack: layer(stack, carry, i), carry, jnp.arange(stack.size)
         )
         if stack.is_moe:
             traces.append(trace)
-    return carry, jax.tree.map(lambda *parts: jnp.concatenate(parts), *traces)
+    routing, paging = jax.tree.map(lambda *parts: jnp.concatenate(parts), *traces)
+    return *carry, routing, paging
 
 
 def _pages(block_table, positions, valid, page):
@@ -258,20 +238,17 @@ def _pages(block_table, positions, valid, page):
     return jnp.where(valid, pages, -1)
 
 
-def _forced(forced, layer, routed, experts):
-    """The forced routing of a layer, padded where the router's ids [T, K] are."""
-    # The ids must depend on the router's, and so on attention: if plan and fill could run before
-    # attention has read the arena, XLA would copy the arena (seen on CPU).
-    padding = routed == experts
-    ids, weights = forced.ids[layer], forced.weights[layer]
-    return jnp.where(padding, experts, ids), jnp.where(padding, 0.0, weights)
+def _tiles(valid, row_tile):
+    """Row tiles up to the last row in use."""
+    last = jnp.max(jnp.where(valid, jnp.arange(valid.shape[0]) + 1, 0))
+    return (last + row_tile - 1) // row_tile
 
 
 def _score(model, x, sweep):
     """log p(target) at every position of the sweep, chunk by chunk."""
 
     def part(c, scores):
-        logp = jax.nn.log_softmax(model.logits(x[c]), axis=-1)
+        logp = jax.nn.log_softmax(model.logits(x[c], x.shape[1]), axis=-1)
         found = jnp.take_along_axis(logp, sweep.targets[c][:, None], axis=1)[:, 0]
         return scores.at[c].set(found)
 

@@ -39,12 +39,18 @@ class Qwen3Moe(nnx.Module):
         """tokens int32[...] -> [..., D]."""
         return self.embedding[...][tokens]
 
-    def logits(self, x: jax.Array) -> jax.Array:
-        """Hidden states [T, D] after the last layer -> float32 logits [T, V]."""
+    def logits(self, x: jax.Array, row_tile: int) -> jax.Array:
+        """Hidden states [T, D] after the last layer -> float32 logits [T, V]. row_tile: rows of
+        one matrix product."""
         with jax.named_scope("logits"):
             norm = self.final_norm[...][None]
             x = rms_norm(x, norm, 0, self.config.rms_norm_eps, implementation=self.ops.rms_norm)
             head = self.embedding if self.lm_head is None else self.lm_head
             return linear(
-                x, head[...][None], 0, out_dtype=jnp.float32, implementation=self.ops.linear
+                x,
+                head[...][None],
+                0,
+                row_tile=row_tile,
+                out_dtype=jnp.float32,
+                implementation=self.ops.linear,
             )

@@ -16,8 +16,8 @@ def expert_ffn(
     arena: UInt16[Array, "rows D"],
     stores: tuple[UInt16[Array, "L E _ D"], ...],
     layer: Int[Array, ""] | int,
-    address: Int[Array, " E"],
-    version: Int[Array, " E"],
+    address: Int[Array, "L E"],
+    version: Int[Array, "L E"],
     active: Int[Array, " A"],
     active_count: Int[Array, ""],
     *,
@@ -29,7 +29,8 @@ def expert_ffn(
 
     y: float32, updated in place: rows of experts that are not in `active` keep what they hold, so
     that several waves fill one y. ids: ascending within a token; E marks a padding row. address:
-    arena row of each expert's record, −1: read through from stores[version]. active: the experts
+    arena row of each expert's record, −1: read through from stores[version]; the tables of all
+    layers. active: the experts
     to compute, ascending; entries from active_count on are ignored. row_tile: rows of one product;
     constant for an engine, since the shape of a product decides its bits.
 

@@ -8,6 +8,8 @@ def expert_ffn(
 ):
     tokens, k = ids.shape
     pairs = tokens * k
+    address = lax.dynamic_index_in_dim(address, layer, keepdims=False)
+    version = lax.dynamic_index_in_dim(version, layer, keepdims=False)
     flat = ids.reshape(-1)
     # Pairs (token, slot) grouped by expert; padding pairs carry the id E and sort to the end.
     order = jnp.argsort(flat, stable=True).astype(jnp.int32)

@@ -15,19 +15,29 @@ def linear(
     layer: Int[Array, ""] | int,
     bias: Float[Array, "L N"] | None = None,
     *,
+    row_tile: int | None = None,
+    tiles: Int[Array, ""] | None = None,
     out_dtype: jax.typing.DTypeLike | None = None,
     implementation: str = "xla",
 ) -> Float[Array, "T N"]:
     """x · weights[layer]ᵀ (+ bias[layer]), summed in float32.
 
     weights are stacked over layers in [out, in] order and passed whole: a kernel indexes them, so
-    that a scan over layers copies nothing. out_dtype: x's by default.
+    that a scan over layers copies nothing. row_tile: rows of one product (default: all), a divisor
+    of T; it decides the bits, T does not. tiles: only the first so many row tiles are needed
+    (default: all); the rows after them mean nothing. out_dtype: x's by default.
 
     Raises ValueError for shapes that do not fit or an unknown implementation.
     """
+    row_tile = x.shape[0] if row_tile is None else row_tile
     if x.shape[-1] != weights.shape[-1]:
         raise ValueError(f"x has {x.shape[-1]} columns, the weights have {weights.shape[-1]}")
     if bias is not None and bias.shape != weights.shape[:2]:
         raise ValueError(f"bias is {bias.shape}, the weights need {weights.shape[:2]}")
+    if x.shape[0] % row_tile:
+        raise ValueError(f"{x.shape[0]} rows are not whole tiles of {row_tile}")
+    tiles = x.shape[0] // row_tile if tiles is None else tiles
     fn = pick("linear", IMPLEMENTATIONS, implementation)
-    return fn(x, weights, layer, bias, out_dtype=out_dtype or x.dtype)
+    return fn(
+        x, weights, layer, bias, row_tile=row_tile, tiles=tiles, out_dtype=out_dtype or x.dtype
+    )

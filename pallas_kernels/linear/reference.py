@@ -2,15 +2,26 @@ import jax.numpy as jnp
 from jax import lax
 
 
-def linear(x, weights, layer, bias, *, out_dtype):
+def linear(x, weights, layer, bias, *, row_tile, tiles, out_dtype):
     weight = lax.dynamic_index_in_dim(weights, layer, keepdims=False)
-    y = lax.dot_general(
-        x,
-        weight,
-        (((1,), (1,)), ((), ())),
-        precision=lax.Precision.HIGHEST,
-        preferred_element_type=jnp.float32,
-    )
-    if bias is not None:
-        y = y + lax.dynamic_index_in_dim(bias, layer, keepdims=False).astype(jnp.float32)
-    return y.astype(out_dtype)
+
+    def product(rows):
+        y = lax.dot_general(
+            rows,
+            weight,
+            (((1,), (1,)), ((), ())),
+            precision=lax.Precision.HIGHEST,
+            preferred_element_type=jnp.float32,
+        )
+        if bias is not None:
+            y = y + lax.dynamic_index_in_dim(bias, layer, keepdims=False).astype(jnp.float32)
+        return y.astype(out_dtype)
+
+    if row_tile == x.shape[0]:
+        return product(x)
+
+    def tile(i, y):
+        rows = lax.dynamic_slice_in_dim(x, i * row_tile, row_tile)
+        return lax.dynamic_update_slice_in_dim(y, product(rows), i * row_tile, 0)
+
+    return lax.fori_loop(0, tiles, tile, jnp.zeros((x.shape[0], weight.shape[0]), out_dtype))

@@ -39,25 +39,32 @@ def decode_attention(
 
 
 def prefill_attention(
-    q: Float[Array, "C H hd"],
+    q: Float[Array, "NC H hd"],
     arena: UInt16[Array, "rows D"],
-    block_table: Int[Array, " B"],
-    start: Int[Array, ""],
-    length: Int[Array, ""],
+    block_table: Int[Array, "R B"],
+    row: Int[Array, " N"],
+    start: Int[Array, " N"],
+    length: Int[Array, " N"],
+    count: Int[Array, ""],
     layer: Int[Array, ""] | int,
     *,
     page: KVPage,
     window: int | None = None,
     implementation: str = "xla",
-) -> Float[Array, "C H*hd"]:
-    """Causal attention of one sequence's chunk, its own keys already written to the pages.
+) -> Float[Array, "NC H*hd"]:
+    """Causal attention of a sweep's chunks, their own keys already written to the pages.
 
-    start: position of the chunk's first token. length: real tokens in the chunk; the results of
-    the rows after them are meaningless. Otherwise as decode_attention.
+    q: N chunks of C rows. row: each chunk's sequence in the block table. start: position of its
+    first token. length: its real tokens, ≥ 1; the results of the rows after them, and of chunks
+    from `count` on, mean nothing. Otherwise as decode_attention.
     """
     _check(q, arena, page)
+    if q.shape[0] % max(row.shape[0], 1) or not row.shape == start.shape == length.shape:
+        raise ValueError(
+            f"q {q.shape}, row {row.shape}, start {start.shape}, length {length.shape}"
+        )
     fn = pick("paged_attention", PREFILL, implementation)
-    return fn(q, arena, block_table, start, length, layer, page=page, window=window)
+    return fn(q, arena, block_table, row, start, length, count, layer, page=page, window=window)
 
 
 def _check(q, arena, page):

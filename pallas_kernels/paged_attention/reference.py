@@ -17,11 +17,18 @@ def decode_attention(q, arena, block_table, lengths, layer, *, page, window):
     return lax.fori_loop(0, q.shape[0], row, out)
 
 
-def prefill_attention(q, arena, block_table, start, length, layer, *, page, window):
-    offset = jnp.arange(q.shape[0])
-    # Padding rows repeat the last real position, so they look at no page that is not there.
-    positions = start + jnp.minimum(offset, length - 1)
-    return _attend(q, arena, block_table, positions, layer, page, window)
+def prefill_attention(q, arena, block_table, row, start, length, count, layer, *, page, window):
+    size = q.shape[0] // row.shape[0]
+
+    def chunk(c, out):
+        # Padding rows repeat the last real position, so they look at no page that is not there.
+        positions = start[c] + jnp.minimum(jnp.arange(size), length[c] - 1)
+        rows = lax.dynamic_slice_in_dim(q, c * size, size)
+        attended = _attend(rows, arena, block_table[row[c]], positions, layer, page, window)
+        return lax.dynamic_update_slice_in_dim(out, attended, c * size, 0)
+
+    out = jnp.zeros((q.shape[0], q.shape[1] * q.shape[2]), q.dtype)
+    return lax.fori_loop(0, count, chunk, out)
 
 
 def _attend(q, arena, block_table, positions, layer, page, window):

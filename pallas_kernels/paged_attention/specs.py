@@ -1,0 +1,76 @@
+"""Shapes that tests and benches of the two attention ops share."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from pallas_kernels.kv_write import KVPage
+
+EDGES = (0, 1, 63, 64, 65, 15, 16, 17, 127, 128, 129, 2, 31, 32, 33, 190, 192)
+"""Lengths around the ends of pages and spans; 0 is an empty row."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeSpec:
+    lengths: tuple[int, ...]
+    """Of each row; their number is T."""
+    dtype: str
+    block_size: int = 16
+    window: int | None = None
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 16
+    layers: int = 2
+    max_length: int = 192
+
+    @property
+    def page(self) -> KVPage:
+        return KVPage(self.block_size, self.kv_heads, self.head_dim)
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefillSpec:
+    chunks: tuple[tuple[int, int], ...]
+    """(start, real tokens) of the chunks to compute, one after another, with one executable."""
+    size: int
+    """Rows of a chunk."""
+    dtype: str
+    block_size: int = 16
+    window: int | None = None
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 16
+    layers: int = 2
+    max_length: int = 192
+
+    @property
+    def page(self) -> KVPage:
+        return KVPage(self.block_size, self.kv_heads, self.head_dim)
+
+
+def _rows(count: int) -> tuple[int, ...]:
+    return tuple(EDGES[i % len(EDGES)] for i in range(4, count + 4))
+
+
+DECODE_SPECS = (
+    *(DecodeSpec(_rows(tokens), "bfloat16") for tokens in (1, 2, 3, 15, 16, 64, 65)),
+    DecodeSpec(EDGES, "bfloat16", block_size=32),
+    DecodeSpec(EDGES, "bfloat16", block_size=64, heads=3, kv_heads=1),
+    DecodeSpec(EDGES, "float32", window=20),
+    DecodeSpec(EDGES, "float32", block_size=32, window=64, heads=2),
+    DecodeSpec(EDGES, "float32", window=1),
+    DecodeSpec(EDGES, "float16", block_size=64, head_dim=24),
+)
+
+PREFILL_SPECS = (
+    PrefillSpec(((0, 1), (7, 1), (191, 1)), 1, "float32"),
+    PrefillSpec(((0, 2), (64, 1)), 2, "bfloat16"),
+    PrefillSpec(((0, 3), (63, 3)), 3, "bfloat16"),
+    PrefillSpec(((0, 15), (60, 7)), 15, "bfloat16"),
+    PrefillSpec(((0, 16), (48, 16), (64, 5), (176, 16)), 16, "bfloat16"),
+    PrefillSpec(((0, 17), (51, 17), (119, 2)), 17, "float32", block_size=32, window=20),
+    PrefillSpec(((0, 64), (64, 33), (128, 64)), 64, "bfloat16", block_size=64, window=64),
+    PrefillSpec(((0, 64), (64, 1), (128, 64)), 64, "float16", heads=3, kv_heads=1),
+    PrefillSpec(((0, 65), (65, 65), (130, 40)), 65, "float32", block_size=32),
+    PrefillSpec(((0, 16), (96, 16)), 16, "float32", window=1),
+)
