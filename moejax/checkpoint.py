@@ -27,6 +27,7 @@ from moejax.checkpoints.tensors import (
     model_params,
     param_shape,
 )
+from moejax.device import require_pinned_memory
 from moejax.errors import UserError
 from moejax.models.config import ModelConfig, load_config
 
@@ -100,6 +101,7 @@ def load_checkpoint(
 
     to = NUMPY_DTYPES[run_dtype]
     layout = ExpertLayout(config.hidden_size, config.moe_intermediate_size, to.itemsize)
+    require_pinned_memory(device, sum(config.moe_layers) * config.num_experts * layout.nbytes)
     params = _empty_params(config, to)
     try:
         builder = StoreBuilder(layout, sum(config.moe_layers), config.num_experts, device)

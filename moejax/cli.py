@@ -34,6 +34,8 @@ _ENGINE_OPTIONS = (
     "expert_budget",
     "kv_budget",
     "dtype",
+    "device",
+    "ops",
     "eviction",
     "max_model_len",
     "max_num_seqs",
@@ -98,8 +100,6 @@ def _generate(args: argparse.Namespace) -> int:
 
     from moejax import LLM
 
-    if args.device is not None:
-        options["device"] = _device(args.device)
     with LLM(args.model, progress=not (args.quiet or args.json), **options) as llm:
         if llm.get_tokenizer() is None:
             raise UserError(
@@ -144,16 +144,6 @@ def _read_prompt(prompt: str) -> str:
     except UnicodeError as error:
         raise UserError(f"the prompt is not valid UTF-8 text ({error})") from None
     return prompt
-
-
-def _device(platform: str) -> Any:
-    import jax
-
-    try:
-        return jax.devices(platform)[0]
-    except RuntimeError as error:
-        hint = "; a GPU needs pip install moejax[cuda13]" if platform == "gpu" else ""
-        raise UserError(f"no {platform} that jax can use{hint} ({error})") from None
 
 
 class _Version(argparse.Action):
@@ -277,6 +267,12 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--device", choices=("cpu", "gpu"), help="where to run (default: a GPU if there is one)"
+    )
+    group.add_argument(
+        "--ops",
+        metavar="OPS",
+        help="implementation of the ops: auto (Pallas kernels on a GPU, else XLA), xla, pallas, or "
+        "pairs such as plan=xla,route=pallas (default: auto)",
     )
     group.add_argument(
         "--max-model-len",

@@ -19,6 +19,7 @@ from host_offload.arena import SlotClass
 from host_offload.budget import Share
 from host_offload.eviction import victim_weights
 from moejax.checkpoint import load_checkpoint
+from moejax.device import select_device
 from moejax.engine import Engine, Listener
 from moejax.errors import UserError
 from moejax.models.config import ModelConfig
@@ -29,7 +30,7 @@ from moejax.scheduler import Request
 from moejax.sizes import parse_expert_budget, parse_size
 from moejax.startup import Limits, start_engine, use_compilation_cache
 from moejax.tokenizer import Detokenizer, load_tokenizer
-from pallas_kernels import resolve_ops
+from pallas_kernels import parse_ops
 
 log = logging.getLogger("moejax")
 
@@ -50,11 +51,12 @@ class LLM:
     experts and the KV of max_num_seqs × max_model_len are held, both cut to what fits. The budget
     decides speed only: the output has the same bits.
 
-    eviction: "lru" or "lfu". ops: implementation of the ops, see pallas_kernels.resolve_ops.
-    device: a jax device (default: the first). progress: bars on stderr while loading and
-    generating. cache_dir: XLA's compilation cache (default: jax's own setting if there is one, else
-    ~/.cache/moejax/xla; "" for none). listener: see Engine; prefill_waves: passes over a layer's
-    experts in a sweep.
+    eviction: "lru" or "lfu". ops: "auto", "xla", "pallas", or per op, "plan=xla,route=pallas": see
+    pallas_kernels.resolve_ops.
+    device: "cpu", "gpu" or a jax device (default: jax's first). progress: bars on stderr while
+    loading and generating. cache_dir: XLA's compilation cache (default: jax's own setting if there
+    is one, else ~/.cache/moejax/xla; "" for none). listener: see Engine. prefill_waves: passes over
+    a layer's experts in a sweep.
 
     A context manager: leaving it frees arena, store and parameters. Raises UserError, BudgetError
     or ArenaTooSmall for what the caller can mend.
@@ -74,7 +76,7 @@ class LLM:
         kv_budget: int | str | None = None,
         eviction: str = "lru",
         ops: str | Mapping[str, str] = "auto",
-        device: jax.Device | None = None,
+        device: str | jax.Device | None = None,
         progress: bool = True,
         cache_dir: str | os.PathLike[str] | None = None,
         prefill_waves: int = 1,
@@ -93,12 +95,12 @@ class LLM:
         )
         try:
             victim_weights(eviction)
-            self._ops = resolve_ops(ops)
+            wanted_ops = parse_ops(ops)
         except ValueError as error:
             raise UserError(str(error)) from error
         use_compilation_cache(cache_dir)
         self.model, self._progress, self._eviction = str(model), progress, eviction
-        self.device = jax.devices()[0] if device is None else device
+        self.device = select_device(device)
         directory = _directory(model)
 
         with ThreadPoolExecutor(1) as pool:
@@ -113,7 +115,7 @@ class LLM:
                     loaded,
                     limits,
                     eviction=eviction,
-                    ops=self._ops,
+                    ops=wanted_ops,
                     device=self.device,
                     seed=seed,
                     listener=listener,
@@ -126,7 +128,7 @@ class LLM:
         self.dtype = loaded.dtype
         self._start_s = time.perf_counter() - began
         self._closed = False
-        log.info("%s: %s; ops %s", self.model, "; ".join(self.budget.notes), self._ops)
+        log.info("%s: %s; ops %s", self.model, "; ".join(self.budget.notes), self.engine.runner.ops)
 
     # ---- what users call
 
@@ -236,7 +238,7 @@ class LLM:
             "dtype": self.dtype,
             "device": self.device.device_kind,
             "jax": jax.__version__,
-            "ops": dataclasses.asdict(self._ops),
+            "ops": dataclasses.asdict(engine.runner.ops),
             "eviction": self._eviction,
             **summary,
             "arena": {

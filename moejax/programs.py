@@ -57,14 +57,16 @@ class Programs:
 
     def program(self, name: str) -> Program:
         """The program of that name: decode, prefill and score (each also with `_forced`, routing as
-        the last argument), greedy, sample, logprobs, regrant, integrity. Raises ValueError for
-        another."""
+        the last argument), greedy, sample, logprobs, regrant, integrity. decode and what takes its
+        logits also with `@N`: for the first N rows only. Raises ValueError for another."""
+        name, _, bucket = name.partition("@")
         rows, vocabulary = self.shapes.rows, self.config.vocab_size
+        used = int(bucket) if bucket else rows
         chunks, size = self.shapes.sweep_chunks, self.shapes.chunk
         array = functools.partial(jax.ShapeDtypeStruct, sharding=self.sharding)
         ints, floats = array((rows,), jnp.int32), array((rows,), jnp.float32)
         flags = array((rows,), jnp.bool_)
-        logits = array((rows, vocabulary), jnp.float32)
+        logits = array((used, vocabulary), jnp.float32)
         block_table = array((rows, self.shapes.blocks), jnp.int32)
         buffers = (self.state, self.stores, self.arena, self.tables)
         kind = name.removesuffix("_forced")
@@ -76,8 +78,8 @@ class Programs:
             return (Routing(array(shape, jnp.int32), array(shape, jnp.float32)),)
 
         if kind == "decode":
-            args = (*buffers, ints, ints, block_table, *routing(rows))
-            return Program(self._bind(decode_step), args, (2, 3))
+            args = (*buffers, ints, ints, block_table, *routing(used))
+            return Program(self._bind(_first_rows(decode_step, used)), args, (2, 3))
         if kind in ("prefill", "score"):
             per_chunk, per_token = array((chunks,), jnp.int32), array((chunks, size), jnp.int32)
             sweep = Sweep(
@@ -92,14 +94,16 @@ class Programs:
             step = self._bind(prefill_step, waves=self.shapes.waves, score=kind == "score")
             return Program(step, (*buffers, sweep, block_table, *routing(chunks * size)), (2, 3))
         if name == "greedy":
-            return Program(_advance(greedy), (logits, ints, flags), ())
+            return Program(functools.partial(_advance, greedy), (logits, ints, flags), ())
         if name == "sample":
             seeds = array((rows,), jnp.uint32)
             params = (floats, ints, floats, floats, seeds, ints)
-            return Program(_advance(sample), (logits, ints, flags, *params), ())
+            function = functools.partial(_advance, sample)
+            return Program(function, (logits, ints, flags, *params), ())
         if name == "logprobs":
             n = min(MAX_LOGPROBS, vocabulary)
-            return Program(functools.partial(logprobs, n=n), (logits, ints), ())
+            function = functools.partial(_of_all_rows, functools.partial(logprobs, n=n))
+            return Program(function, (logits, ints), ())
         if name == "regrant":
             cell_row = array(self.tables.cell_row.shape, jnp.int32)
             return Program(regrant, (self.tables, cell_row), (0,))
@@ -115,10 +119,27 @@ class Programs:
         return run
 
 
-def _advance(choose: Callable) -> Callable:
+def _first_rows(step: Callable, rows: int) -> Callable:
+    """step on the first rows of tokens, positions and block table; all R rows are passed, so that
+    the caller's arrays are the same for every bucket."""
+
+    def run(model, stores, arena, tables, tokens, positions, block_table, *forced, **static):
+        inputs = (a[:rows] for a in (tokens, positions, block_table))
+        return step(model, stores, arena, tables, *inputs, *forced, **static)
+
+    return run
+
+
+def _of_all_rows(function: Callable, logits: jax.Array, tokens: jax.Array, *args) -> Any:
+    """function(logits, tokens, …), the logits padded to all rows: one shape, so one rounding."""
+    missing = tokens.shape[0] - logits.shape[0]
+    return function(jnp.pad(logits, ((0, missing), (0, 0))), tokens, *args)
+
+
+def _advance(choose: Callable, logits, tokens, update, *params) -> jax.Array:
     """choose(logits, …) for the rows to update, the old tokens for the others."""
 
-    def advance(logits, tokens, update, *params):
+    def chosen(logits, tokens, *params):
         return jnp.where(update, choose(logits, *params), tokens)
 
-    return advance
+    return _of_all_rows(chosen, logits, tokens, *params)

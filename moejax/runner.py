@@ -119,15 +119,20 @@ class Runner:
 
     def _step(self, name: str, *args, forced: Routing | None) -> StepOutput:
         if forced is not None:
-            name, args = f"{name}_forced", (*args, forced)
+            kind, at, bucket = name.partition("@")
+            name, args = f"{kind}_forced{at}{bucket}", (*args, forced)
         self.arena, self.tables, output = self._call(
             name, self.state, self.stores, self.arena, self.tables, *args
         )
         return output
 
     def decode(self, positions, block_table, forced: Routing | None = None) -> StepOutput:
-        """Dispatches a decode step on the current tokens. positions int32[R], −1: empty row."""
-        return self._step("decode", self.tokens, positions, block_table, forced=forced)
+        """Dispatches a decode step on the current tokens, for as few rows as there is a program
+        for. positions int32[R], −1: empty row. The results are of that many rows."""
+        used = int(np.max(np.flatnonzero(np.asarray(positions) >= 0), initial=-1)) + 1
+        bucket = self.shapes.bucket(used)
+        name = "decode" if bucket == self.shapes.rows else f"decode@{bucket}"
+        return self._step(name, self.tokens, positions, block_table, forced=forced)
 
     def prefill(
         self, sweep: Sweep, block_table, *, score: bool = False, forced: Routing | None = None
@@ -141,11 +146,17 @@ class Runner:
         params: None for greedy, else sampler.sample's arrays after the logits.
         """
         name = "greedy" if params is None else "sample"
-        self.tokens = self._call(name, logits, self.tokens, update, *(params or ()))
+        self.tokens = self._call(
+            self._of_rows(name, logits), logits, self.tokens, update, *(params or ())
+        )
         return self.tokens
 
     def token_logprobs(self, logits: jax.Array, tokens: jax.Array):
-        return self._call("logprobs", logits, tokens)
+        return self._call(self._of_rows("logprobs", logits), logits, tokens)
+
+    def _of_rows(self, name: str, logits: jax.Array) -> str:
+        rows = logits.shape[0]
+        return name if rows == self.shapes.rows else f"{name}@{rows}"
 
     # ---- between steps
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import jax
@@ -20,7 +21,7 @@ from moejax.runner import Runner
 from moejax.scheduler import Scheduler
 from moejax.statistics import Statistics
 from moejax.step import DECODE_TILE, StepShapes
-from pallas_kernels import Ops
+from pallas_kernels import resolve_ops
 from pallas_kernels.paged_attention import SPAN
 
 PREFILL_CHUNK = 64
@@ -71,16 +72,20 @@ def start_engine(
     limits: Limits,
     *,
     eviction: str,
-    ops: Ops,
+    ops: Mapping[str, str],
     device: jax.Device,
     seed: int,
     listener: Listener | None,
 ) -> tuple[Engine, Budget]:
     """Decides shapes and budgets, allocates the arena, begins to compile (Runner.wait_compiled).
 
-    limits: as given. Raises UserError, BudgetError or ArenaTooSmall.
+    limits: as given. ops: of parse_ops. Raises UserError, BudgetError or ArenaTooSmall.
     """
     config = loaded.config
+    try:
+        resolved = resolve_ops(ops, platform=device.platform, dtype=loaded.dtype)
+    except ValueError as error:
+        raise UserError(str(error)) from error
     limits = limits.resolve(device.platform, config.max_position_embeddings)
     assert limits.max_model_len and limits.max_num_seqs and limits.max_num_batched_tokens
     layout = slot_layout(
@@ -111,16 +116,17 @@ def start_engine(
         max_model_len=limits.max_model_len,
         max_num_batched_tokens=limits.max_num_batched_tokens,
         waves=limits.prefill_waves,
+        bucketed=resolved.expert_ffn == "pallas",
     )
     runner = Runner(
-        Qwen3Moe(config, loaded.params, ops),
+        Qwen3Moe(config, loaded.params, resolved),
         loaded.store,
         layout,
         shapes,
         slots=budget.slots,
         cells=experts,
         eviction=eviction,
-        ops=ops,
+        ops=resolved,
         device=device,
     )
     cells = cells_per_layer(budget.expert_slots, moe_layers, experts)
@@ -137,16 +143,27 @@ def start_engine(
 
 
 def step_shapes(
-    layout: SlotLayout, *, rows: int, max_model_len: int, max_num_batched_tokens: int, waves: int
+    layout: SlotLayout,
+    *,
+    rows: int,
+    max_model_len: int,
+    max_num_batched_tokens: int,
+    waves: int,
+    bucketed: bool = False,
 ) -> StepShapes:
     """The start-up shapes for these limits. Attention reads whole spans, so the block table is
-    whole spans wide; a sweep is at least one chunk and no more than all prompts can fill."""
+    whole spans wide; a sweep is at least one chunk and no more than all prompts can fill.
+    bucketed: decode is also compiled for fewer rows, since a kernel's grid is static."""
     spans = -(-max_model_len // SPAN)
     chunks = min(max_num_batched_tokens // PREFILL_CHUNK, rows * -(-max_model_len // PREFILL_CHUNK))
     if rows > DECODE_TILE:
         rows = -(-rows // DECODE_TILE) * DECODE_TILE
+    buckets = [rows]
+    while bucketed and buckets[0] > DECODE_TILE:
+        buckets.insert(0, -(-buckets[0] // (2 * DECODE_TILE)) * DECODE_TILE)
     return StepShapes(
         rows=rows,
+        buckets=tuple(buckets),
         chunk=PREFILL_CHUNK,
         sweep_chunks=max(chunks, 1),
         blocks=spans * (SPAN // layout.page.block_size),

@@ -43,6 +43,12 @@ class StepShapes:
     """Pages of the longest sequence, B."""
     waves: int = 1
     """Passes over a layer's experts in prefill."""
+    buckets: tuple[int, ...] = ()
+    """Row counts that decode is compiled for, ascending, the last one R; empty: R alone."""
+
+    def bucket(self, rows: int) -> int:
+        """The smallest row count that decode is compiled for and that holds so many rows."""
+        return next((b for b in self.buckets if b >= rows), self.rows)
 
 
 class Sweep(NamedTuple):

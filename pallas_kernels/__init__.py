@@ -4,6 +4,6 @@ The ops know no model and no policy. `OPS` lists them with their implementations
 one implementation per op at start-up with `resolve_ops` and says which in its log and statistics.
 """
 
-from pallas_kernels.dispatch import OPS, Ops, resolve_ops
+from pallas_kernels.dispatch import OPS, Ops, parse_ops, resolve_ops
 
-__all__ = ["OPS", "Ops", "resolve_ops"]
+__all__ = ["OPS", "Ops", "parse_ops", "resolve_ops"]

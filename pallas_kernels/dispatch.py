@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 
+from pallas_kernels.triton import is_interpreted
+
 OPS: dict[str, tuple[str, ...]] = {
     "linear": ("xla",),
     "rms_norm": ("xla",),
@@ -17,6 +19,9 @@ OPS: dict[str, tuple[str, ...]] = {
     "paged_attention": ("xla",),
 }
 """Every op and the implementations this release has."""
+
+KERNEL_DTYPES = ("bfloat16", "float16")
+"""What the Pallas kernels compute in: a float32 product would be rounded to TF32."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,26 +39,53 @@ class Ops:
     paged_attention: str
 
 
-def resolve_ops(ops: str | Mapping[str, str] = "auto") -> Ops:
-    """Decides an implementation for each op.
+def parse_ops(ops: str | Mapping[str, str]) -> dict[str, str]:
+    """Op → wanted implementation or "auto", for every op.
 
-    ops: "auto", the name of one implementation for every op, or a mapping from op to
-    implementation (ops left out are "auto"). Auto is "xla", which runs on every device.
+    ops: "auto", the name of one implementation for every op, pairs as in "plan=xla,route=pallas",
+    or a mapping; ops left out are "auto".
 
     Raises ValueError naming what exists, for an op or an implementation that does not.
     """
+    if isinstance(ops, str) and "=" in ops:
+        pairs = [pair.partition("=") for pair in ops.split(",")]
+        ops = {op.strip(): name.strip() for op, _, name in pairs}
     chosen = dict(ops) if isinstance(ops, Mapping) else dict.fromkeys(OPS, ops)
     unknown = sorted(set(chosen) - set(OPS))
     if unknown:
         raise ValueError(f"unknown op {unknown[0]!r}; the ops are {', '.join(OPS)}")
-    resolved = {}
-    for op, implementations in OPS.items():
-        name = chosen.get(op, "auto")
-        if name == "auto":
-            name = "xla"
-        if name not in implementations:
+    for op, name in chosen.items():
+        if name != "auto" and name not in OPS[op]:
             raise ValueError(
-                f"op {op!r} has no implementation {name!r}; it has {', '.join(implementations)}"
+                f"op {op!r} has no implementation {name!r}; it has {', '.join(OPS[op])}"
+            )
+    return {op: chosen.get(op, "auto") for op in OPS}
+
+
+def resolve_ops(
+    ops: str | Mapping[str, str] = "auto", *, platform: str = "cpu", dtype: str = "float32"
+) -> Ops:
+    """Decides an implementation for each op.
+
+    ops: as for parse_ops. platform: the device's, "cpu" or "gpu". dtype: the run's. Auto is
+    "pallas" on a GPU for the 16-bit dtypes, else "xla", which runs everywhere.
+
+    Raises ValueError for what parse_ops refuses, and for kernels asked for where they cannot run.
+    """
+    wanted = parse_ops(ops)
+    runs = platform == "gpu" or is_interpreted()
+    wide = dtype not in KERNEL_DTYPES
+    resolved = {}
+    for op, name in wanted.items():
+        if name == "auto":
+            usable = platform == "gpu" and not wide and "pallas" in OPS[op]
+            name = "pallas" if usable else "xla"
+        if name == "pallas" and not runs:
+            raise ValueError(f"op {op!r}: Pallas kernels need an NVIDIA GPU; here use xla or auto")
+        if name == "pallas" and wide:
+            raise ValueError(
+                f"op {op!r}: Pallas kernels compute in {' or '.join(KERNEL_DTYPES)}, not {dtype}; "
+                "use xla or auto"
             )
         resolved[op] = name
     return Ops(**resolved)

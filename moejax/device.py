@@ -1,0 +1,84 @@
+"""Which device runs, and what has to be true of it before anything is loaded."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import jax
+
+from moejax.errors import UserError
+
+PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+"""Environment variable that caps jax's pool of pinned host memory; read when the backend starts."""
+
+DEFAULT_PINNED_GB = 64
+"""The cap where the variable is not set."""
+
+OLDEST_CAPABILITY = 8.0
+"""Compute capability of Ampere: bfloat16 matrix products, asynchronous copies."""
+
+_NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+
+
+def select_device(device: str | jax.Device | None = None) -> jax.Device:
+    """The device to run on: the one given, the first of a platform ("cpu", "gpu"), or jax's first.
+
+    Starts jax's backend if it has not been used, after raising the cap on pinned host memory to the
+    machine's memory. Raises UserError for a platform that jax cannot use, a jax without CUDA on a
+    machine with an NVIDIA GPU (unless the CPU was asked for, here or by JAX_PLATFORMS), and a GPU
+    older than compute capability 8.0.
+    """
+    if PINNED_LIMIT not in os.environ and not _backend_runs():
+        os.environ[PINNED_LIMIT] = str(max(_host_memory_gb(), DEFAULT_PINNED_GB))
+    if isinstance(device, str):
+        try:
+            chosen = jax.devices(device)[0]
+        except RuntimeError as error:
+            hint = "; a GPU needs pip install '.[cuda13]'" if device == "gpu" else ""
+            raise UserError(f"jax can use no {device} here{hint} ({error})") from None
+    elif device is None:
+        chosen = jax.devices()[0]
+        if chosen.platform == "cpu" and _NVIDIA_DRIVER.exists() and not _cpu_was_asked_for():
+            raise UserError(
+                "this machine has an NVIDIA GPU but jax was installed without CUDA: "
+                "pip install '.[cuda13]', or ask for the CPU (--device cpu, device=\"cpu\" or "
+                "JAX_PLATFORMS=cpu)"
+            )
+    else:
+        chosen = device
+    capability = getattr(chosen, "compute_capability", None)
+    if chosen.platform == "gpu" and capability and float(capability) < OLDEST_CAPABILITY:
+        raise UserError(
+            f"{chosen.device_kind} has compute capability {capability}; moejax needs "
+            f"{OLDEST_CAPABILITY} (Ampere) or newer; --device cpu runs without it"
+        )
+    return chosen
+
+
+def require_pinned_memory(device: jax.Device, nbytes: int) -> None:
+    """Raises UserError, with the line to add, when the store would not fit under the cap on pinned
+    host memory. Only a GPU's pool has one."""
+    limit = int(os.environ.get(PINNED_LIMIT, DEFAULT_PINNED_GB))
+    if device.platform == "gpu" and nbytes > limit * 10**9:
+        needed = nbytes // 10**9 + 4
+        raise UserError(
+            f"the experts need {nbytes / 1e9:.0f} GB of pinned host memory, jax was started with a "
+            f"limit of {limit} GB; before the first use of jax add: "
+            f'os.environ["{PINNED_LIMIT}"] = "{needed}"'
+        )
+
+
+def _backend_runs() -> bool:
+    from jax._src import xla_bridge  # jax has no public way to ask without starting it
+
+    return xla_bridge.backends_are_initialized()
+
+
+def _cpu_was_asked_for() -> bool:
+    platforms = jax.config.values["jax_platforms"] or os.environ.get("JAX_PLATFORMS", "")
+    return platforms.split(",")[0] == "cpu"
+
+
+def _host_memory_gb() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 10**9

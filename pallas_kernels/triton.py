@@ -1,0 +1,73 @@
+"""The one way the Triton-lowered kernels are called."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from typing import Any
+
+import jax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+_interpreted: ContextVar[bool] = ContextVar("interpreted", default=False)
+
+
+@contextlib.contextmanager
+def interpreted() -> Iterator[None]:
+    """Kernels traced in this context run in Pallas's interpreter, on any device: for tests.
+
+    It runs the programs of a grid one after the other, so it proves nothing about races.
+    """
+    token = _interpreted.set(True)
+    try:
+        yield
+    finally:
+        _interpreted.reset(token)
+
+
+def is_interpreted() -> bool:
+    """Whether kernels traced now will be interpreted."""
+    return _interpreted.get()
+
+
+def triton_call(
+    kernel: Callable[..., None],
+    *,
+    name: str,
+    grid: tuple[int, ...],
+    out_shape: Any,
+    num_warps: int,
+    num_stages: int,
+    aliases: Mapping[int, int] | None = None,
+) -> Callable[..., Any]:
+    """A callable over whole arrays: the kernel gets a ref to each operand and each result, and does
+    its own tiling by program ids.
+
+    kernel: its refs are operands, then results (an aliased result's operand ref must not be used).
+    name: in profiles and HLO. grid: programs per axis. out_shape: jax.ShapeDtypeStruct or a tuple
+    of them. num_warps, num_stages: given explicitly, since jax's default backend differs between
+    versions. aliases: operand → result that is updated in place.
+    """
+
+    def call(*operands: jax.Array) -> Any:
+        whole = pl.BlockSpec(memory_space=pl.ANY)
+        return pl.pallas_call(
+            kernel,
+            grid=grid,
+            in_specs=[whole] * len(operands),
+            out_specs=jax.tree.map(lambda _: whole, out_shape),
+            out_shape=out_shape,
+            input_output_aliases=dict(aliases or {}),
+            compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=num_stages),
+            interpret=is_interpreted(),
+            name=name,
+        )(*operands)
+
+    return call
+
+
+def power_of_two_divisor(number: int, most: int) -> int:
+    """The largest power of two that divides number and is at most `most`: a tile without masks."""
+    return min(number & -number, most)
