@@ -1,0 +1,85 @@
+"""Random small models of transformers, to compare moejax with. torch is imported inside: see
+tests/conftest.py."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 131,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "max_position_embeddings": 512,
+}
+"""What a random model's config is where a test says nothing else."""
+
+
+def random_qwen3_moe(seed: int = 0, **config: Any):
+    """A float32 Qwen3MoeForCausalLM whose every parameter is random, biases and norms included.
+
+    config: Qwen3MoeConfig's fields over SMALL. Weights are scaled so that each layer's part of the
+    residual stream and the logits have a standard deviation of about 1 to 3: at transformers' own
+    0.02 most errors would hide below the tolerance.
+    """
+    import torch
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    # With more, torch's threads spin against XLA's: seconds for products of microseconds.
+    torch.set_num_threads(1)
+    model = Qwen3MoeForCausalLM._from_config(
+        Qwen3MoeConfig(**{**SMALL, **config}),
+        attn_implementation="eager",
+        experts_implementation="eager",
+        dtype=torch.float32,
+    )
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if name.endswith("norm.weight"):
+                parameter.copy_(1 + 0.3 * noise)
+            elif name.endswith("bias"):
+                parameter.copy_(0.5 * noise)
+            else:  # matrices and stacks of them, [..., out, in]; the embedding may be the head too
+                parameter.copy_(2 * noise / parameter.shape[-1] ** 0.5)
+    return model.eval()
+
+
+def save(model: Any, directory: Path, *, older_keys: bool = False, **options: Any) -> Path:
+    """Writes the checkpoint with save_pretrained. older_keys: config.json under the names that
+    transformers 4 wrote. options: save_pretrained's, such as max_shard_size."""
+    model.save_pretrained(directory, **options)
+    if older_keys:
+        path = directory / "config.json"
+        config = json.loads(path.read_text())
+        rope = config.pop("rope_parameters")
+        config["rope_theta"] = rope.pop("rope_theta")
+        # "type" is the oldest name of the key; newer files say "rope_type".
+        rope["type"] = rope.pop("rope_type")
+        config["rope_scaling"] = None if rope["type"] == "default" else rope
+        config["torch_dtype"] = config.pop("dtype")
+        config["num_experts"] = config.pop("num_local_experts")
+        path.write_text(json.dumps(config))
+    return directory
+
+
+def logprobs(model: Any, token_ids: Sequence[int]) -> np.ndarray:
+    """log p(next token) after every token of the sequence, float64[n, V], without a cache."""
+    import torch
+
+    with torch.no_grad():
+        logits = model(torch.tensor([list(token_ids)]), use_cache=False).logits[0]
+        return torch.log_softmax(logits.double(), dim=-1).numpy()
