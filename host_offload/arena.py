@@ -124,12 +124,17 @@ class SlotArena:
         return len(self._free_pages[slot]), slot
 
     def release_pages(self, pages: Sequence[int]) -> None:
-        """Returns pages. Raises ValueError for a page that is not allocated."""
-        for page in pages:
-            slot = self._page_slot.get(page)
+        """Returns pages. Raises ValueError, returning none, for a page that is not allocated or
+        named twice."""
+        slots = [self._page_slot.get(page) for page in pages]
+        for page, slot in zip(pages, slots, strict=True):
             if slot is None or page in self._free_pages[slot]:
                 raise ValueError(f"page at KV row {page} is not allocated")
-            self._free_pages[slot].append(page)
+        if len(set(pages)) != len(pages):
+            raise ValueError("a page is named twice")
+        for page, slot in zip(pages, slots, strict=True):
+            if slot is not None:
+                self._free_pages[slot].append(page)
 
     # ---- what holds the arena
 

@@ -14,7 +14,7 @@ from host_offload.arena import SlotArena, SlotClass
 from pallas_kernels.plan import Tables
 
 FAULTS = (
-    "an expert's address is not a cell it owns, in the same version",
+    "an expert's address is not the cell it owns, in the same version",
     "two cells of a layer hold one version of an expert",
     "an ungranted cell has an owner",
     "two granted cells share an arena row",
@@ -36,20 +36,23 @@ def count_faults(arena: jax.Array, tables: Tables, stores: tuple[jax.Array, ...]
         & (tables.cell_version[:, :, None] == tables.version[:, None, :])
     )
     unowned = (tables.address >= 0) & (jnp.sum(right, axis=1) != 1)
+    # An expert may also own a cell of another version, but its current version is one place.
+    current = owns & (tables.cell_version[:, :, None] == tables.version[:, None, :])
+    lost = jnp.any(current, axis=1) & (tables.address < 0)
     same = (tables.owner[:, :, None] == tables.owner[:, None, :]) & (
         tables.cell_version[:, :, None] == tables.cell_version[:, None, :]
     )
-    other = ~jnp.eye(cells, dtype=bool)
-    twice = same & other & (tables.owner[:, :, None] >= 0)
+    earlier = jnp.tri(cells, k=-1, dtype=bool)
+    twice = same & earlier & (tables.owner[:, :, None] >= 0)
     ungranted = (tables.owner >= 0) & (tables.cell_row < 0)
     rows = tables.cell_row.reshape(-1)
-    shared = (rows[:, None] == rows) & (rows >= 0) & ~jnp.eye(rows.size, dtype=bool)
+    shared = (rows[:, None] == rows) & (rows >= 0) & jnp.tri(rows.size, k=-1, dtype=bool)
 
     def compare(i, wrong):
         layer, cell = i // cells, i % cells
         owner, row = tables.owner[layer, cell], tables.cell_row[layer, cell]
         for v, store in enumerate(stores):
-            live = (owner >= 0) & (tables.cell_version[layer, cell] == v)
+            live = (owner >= 0) & (row >= 0) & (tables.cell_version[layer, cell] == v)
             start = (layer, jnp.maximum(owner, 0), 0, 0)
             want = lax.dynamic_slice(store, start, (1, 1, *store.shape[2:]))[0, 0]
             want = jax.device_put(want, jax.memory.Space.Device)
@@ -58,9 +61,8 @@ def count_faults(arena: jax.Array, tables: Tables, stores: tuple[jax.Array, ...]
         return wrong
 
     wrong = lax.fori_loop(0, layers * cells, compare, jnp.int32(0))
-    return jnp.stack(
-        [jnp.sum(f, dtype=jnp.int32) for f in (unowned, twice, ungranted, shared)] + [wrong]
-    )
+    counts = [jnp.sum(f, dtype=jnp.int32) for f in (unowned | lost, twice, ungranted, shared)]
+    return jnp.stack([*counts, wrong])
 
 
 def describe_faults(counts: np.ndarray) -> list[str]:

@@ -4,9 +4,9 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import pick
-from pallas_kernels.linear import reference
+from pallas_kernels.linear import pallas_triton, reference
 
-IMPLEMENTATIONS = {"xla": reference.linear}
+IMPLEMENTATIONS = {"xla": reference.linear, "pallas": pallas_triton.linear}
 
 
 def linear(
@@ -16,7 +16,7 @@ def linear(
     bias: Float[Array, "L N"] | None = None,
     *,
     row_tile: int | None = None,
-    tiles: Int[Array, ""] | None = None,
+    tiles: Int[Array, ""] | int | None = None,
     out_dtype: jax.typing.DTypeLike | None = None,
     implementation: str = "xla",
 ) -> Float[Array, "T N"]:
@@ -34,7 +34,7 @@ def linear(
         raise ValueError(f"x has {x.shape[-1]} columns, the weights have {weights.shape[-1]}")
     if bias is not None and bias.shape != weights.shape[:2]:
         raise ValueError(f"bias is {bias.shape}, the weights need {weights.shape[:2]}")
-    if x.shape[0] % row_tile:
+    if row_tile < 1 or x.shape[0] % row_tile:
         raise ValueError(f"{x.shape[0]} rows are not whole tiles of {row_tile}")
     tiles = x.shape[0] // row_tile if tiles is None else tiles
     fn = pick("linear", IMPLEMENTATIONS, implementation)

@@ -46,8 +46,10 @@ def _attend(q, arena, block_table, positions, layer, page, window):
         total, top, mass = carry
         keys, values = _load_span(view, block_table, s, layer, page, q.dtype)
         key_position = s * SPAN + jnp.arange(SPAN)
-        # Past the last token a page holds whatever the slot held before, NaNs too: 0 · NaN is NaN.
+        # Where no row looks a page may hold whatever the slot held before: 0 · NaN would be NaN.
         written = key_position <= positions[-1]
+        if window is not None:
+            written = written & (key_position > positions[0] - window)
         values = jnp.where(written[:, None, None], values, jnp.zeros((), q.dtype))
         scores = lax.dot_general(
             by_head,
