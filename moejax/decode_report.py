@@ -47,7 +47,7 @@ def measured_line(
         "device": runner.device.device_kind,
         "jax": jax.__version__,
         "context": context,
-        "rows": runner.shapes.rows,
+        "rows": runner.shapes.bucket(batch),
         "batch": batch,
         "cells_per_layer": cells,
         "steps": len(samples.step_s),
@@ -98,7 +98,7 @@ def table(lines: list[dict[str, Any]]) -> Iterator[str]:
     first = lines[0]
     yield (
         "{shape}, {layers} layers of {experts} experts, {dtype}, on {device}, jax {jax}; "
-        "{routing} routing, context {context}, {rows} rows, {steps} steps".format(**first)
+        "{routing} routing, context {context}, {steps} steps".format(**first)
     )
     yield (
         "measured: link {link_rate_gb_per_s:.2f} GB/s, memory {memory_rate_gb_per_s:.2f} GB/s; "

@@ -80,14 +80,17 @@ def _compilations() -> list[str]:
 
 
 def forced_routings(
-    kind: str, runner: Runner, steps: int, random: np.random.Generator
+    kind: str, runner: Runner, batch: int, steps: int, random: np.random.Generator
 ) -> list[Routing | None]:
-    """Routing of each step: int32[L, R, K] ids, ascending and distinct, and equal weights; None
-    each for real routing. zipf: each layer has its own order of popularity."""
+    """Routing of each decode step of `batch` sequences in the first rows; None each for real.
+
+    Ids int32[L, R, K], ascending and distinct, R the rows that run, and equal weights. zipf: each
+    layer has its own order of popularity.
+    """
     if kind == "real":
         return [None] * steps
     layers, experts = runner.stores[0].shape[:2]
-    rows, k = runner.shapes.rows, runner.config.num_experts_per_tok
+    rows, k = runner.shapes.bucket(batch), runner.config.num_experts_per_tok
     popularity = np.arange(1, experts + 1.0) ** -(ZIPF_EXPONENT if kind == "zipf" else 0.0)
     order = random.permuted(np.tile(np.arange(experts), (layers, 1)), axis=1)
     log_p = np.log(popularity)[order][:, None]
@@ -120,13 +123,11 @@ def prefill(
 
 
 def decode(
-    runner: Runner,
-    sequences: Sequences,
-    routings: list[Routing | None],
-    steps: int,
-    samples: Samples,
+    runner: Runner, sequences: Sequences, routings: list[Routing | None], samples: Samples
 ) -> None:
-    """So many decode steps as the engine runs them: step t is dispatched before t − 1 is read."""
+    """A decode step for each routing, from the sequences' context on, as the engine runs them:
+    step t is dispatched before t − 1 is read."""
+    steps = len(routings)
     rows = list(sequences.rows)
     update = np.zeros(runner.shapes.rows, bool)
     update[rows] = True

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
 import numpy as np
@@ -122,6 +122,26 @@ class Engine:
             if request.finish_reason is None:
                 request.finish_reason = "abort"
                 self.scheduler.release(request)
+
+    def set_budget(self, cells_per_layer: Sequence[int], kv_slots: int) -> None:
+        """Moves the line between experts and KV of an idle engine, by table contents only: nothing
+        is allocated or compiled, and no bit of any later result changes.
+
+        cells_per_layer: dense experts that each MoE layer keeps. kv_slots: arena slots for KV.
+        Raises ValueError, as SlotArena's grants, for what the arena cannot give, and when requests
+        are running.
+        """
+        if not self.idle:
+            raise ValueError("requests are running; budgets change between them")
+        arena, cells = self.scheduler.arena, list(cells_per_layer)
+        if sum(cells) + kv_slots > arena.slots:
+            raise ValueError(f"{sum(cells)} cells + {kv_slots} KV slots of {arena.slots} slots")
+        have = np.sum(arena.cell_row >= 0, axis=1).tolist()
+        # Shrink before grow: at no moment do both sides hold a slot.
+        shrunk = [min(*pair) for pair in zip(have, cells, strict=True)]
+        self.runner.grant_cells(arena.grant_cells(shrunk))
+        arena.grant_kv_slots(kv_slots)
+        self.runner.grant_cells(arena.grant_cells(cells))
 
     # ---- the loop
 

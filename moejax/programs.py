@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -23,6 +23,13 @@ from moejax.sampling_params import MAX_LOGPROBS
 from moejax.step import Leaf, Routing, StepShapes, Sweep, decode_step, prefill_step
 from pallas_kernels import Ops
 from pallas_kernels.kv_write import KVPage
+from pallas_kernels.stage import Entries
+
+STAGES = 8
+"""Entries of a stage list, a compiled shape: most transfers of one step ahead of need."""
+
+_EXTRAS = {"forced": "forced", "staged": "stages"}
+"""Part of a step's name → the argument it adds."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,9 +63,10 @@ class Programs:
     sharding: jax.sharding.Sharding | None = None
 
     def program(self, name: str) -> Program:
-        """The program of that name: decode, prefill and score (each also with `_forced`, routing as
-        the last argument), greedy, sample, logprobs, regrant, integrity. decode and what takes its
-        logits also with `@N`: for the first N rows only. Raises ValueError for another."""
+        """The program of that name: decode, prefill, score, greedy, sample, logprobs, regrant,
+        integrity. The steps also with `_forced`, routing as an argument, and `_staged`, a stage
+        list as the last one. decode and what takes its logits also with `@N`: for the first N rows
+        only. Raises ValueError for another."""
         name, _, bucket = name.partition("@")
         rows, vocabulary = self.shapes.rows, self.config.vocab_size
         used = int(bucket) if bucket else rows
@@ -69,17 +77,22 @@ class Programs:
         logits = array((used, vocabulary), jnp.float32)
         block_table = array((rows, self.shapes.blocks), jnp.int32)
         buffers = (self.state, self.stores, self.arena, self.tables)
-        kind = name.removesuffix("_forced")
+        kind, *extras = name.split("_")
 
-        def routing(tokens: int) -> tuple[Routing, ...]:
-            if kind == name:
-                return ()
+        def extra(tokens: int) -> tuple[Leaf, ...]:
             shape = (self.stores[0].shape[0], tokens, self.config.num_experts_per_tok)
-            return (Routing(array(shape, jnp.int32), array(shape, jnp.float32)),)
+            entries = array((STAGES,), jnp.int32)
+            known = {
+                "forced": Routing(array(shape, jnp.int32), array(shape, jnp.float32)),
+                "staged": Entries(entries, entries, entries, entries),
+            }
+            if any(e not in known for e in extras):
+                raise ValueError(f"no program {name!r}")
+            return tuple(known[e] for e in extras)
 
         if kind == "decode":
-            args = (*buffers, ints, ints, block_table, *routing(used))
-            return Program(self._bind(_first_rows(decode_step, used)), args, (2, 3))
+            step = self._bind(_first_rows(decode_step, used), extras)
+            return Program(step, (*buffers, ints, ints, block_table, *extra(used)), (2, 3))
         if kind in ("prefill", "score"):
             per_chunk, per_token = array((chunks,), jnp.int32), array((chunks, size), jnp.int32)
             sweep = Sweep(
@@ -91,8 +104,9 @@ class Programs:
                 last=ints,
                 targets=per_token,
             )
-            step = self._bind(prefill_step, waves=self.shapes.waves, score=kind == "score")
-            return Program(step, (*buffers, sweep, block_table, *routing(chunks * size)), (2, 3))
+            static = {"waves": self.shapes.waves, "score": kind == "score"}
+            step = self._bind(prefill_step, extras, **static)
+            return Program(step, (*buffers, sweep, block_table, *extra(chunks * size)), (2, 3))
         if name == "greedy":
             return Program(functools.partial(_advance, greedy), (logits, ints, flags), ())
         if name == "sample":
@@ -111,10 +125,14 @@ class Programs:
             return Program(count_faults, (self.arena, self.tables, self.stores), ())
         raise ValueError(f"no program {name!r}")
 
-    def _bind(self, step: Callable, **static) -> Callable:
+    def _bind(self, step: Callable, extras: Sequence[str], **static) -> Callable:
+        """step of the merged model; the last arguments are the extras, by name."""
+
         def run(state, *args):
             model = nnx.merge(self.graph, state)
-            return step(model, *args, page=self.page, ops=self.ops, **static)
+            args, last = args[: len(args) - len(extras)], args[len(args) - len(extras) :]
+            named = {_EXTRAS[e]: value for e, value in zip(extras, last, strict=True)}
+            return step(model, *args, **named, page=self.page, ops=self.ops, **static)
 
         return run
 
@@ -123,9 +141,9 @@ def _first_rows(step: Callable, rows: int) -> Callable:
     """step on the first rows of tokens, positions and block table; all R rows are passed, so that
     the caller's arrays are the same for every bucket."""
 
-    def run(model, stores, arena, tables, tokens, positions, block_table, *forced, **static):
+    def run(model, stores, arena, tables, tokens, positions, block_table, **others):
         inputs = (a[:rows] for a in (tokens, positions, block_table))
-        return step(model, stores, arena, tables, *inputs, *forced, **static)
+        return step(model, stores, arena, tables, *inputs, **others)
 
     return run
 

@@ -21,6 +21,7 @@ from moejax.programs import Programs
 from moejax.step import Routing, StepOutput, StepShapes, Sweep
 from pallas_kernels import Ops
 from pallas_kernels.kv_write import KVPage
+from pallas_kernels.stage import Entries
 
 
 def compiler_options(platform: str) -> dict[str, str | bool]:
@@ -117,28 +118,46 @@ class Runner:
 
     # ---- steps
 
-    def _step(self, name: str, *args, forced: Routing | None) -> StepOutput:
-        if forced is not None:
-            kind, at, bucket = name.partition("@")
-            name, args = f"{kind}_forced{at}{bucket}", (*args, forced)
+    def _step(
+        self, kind: str, bucket: str, *args, forced: Routing | None, stages: Entries | None
+    ) -> StepOutput:
+        given = {"_forced": forced, "_staged": stages}
+        extras = {part: value for part, value in given.items() if value is not None}
+        name = "".join((kind, *extras, bucket))
         self.arena, self.tables, output = self._call(
-            name, self.state, self.stores, self.arena, self.tables, *args
+            name, self.state, self.stores, self.arena, self.tables, *args, *extras.values()
         )
         return output
 
-    def decode(self, positions, block_table, forced: Routing | None = None) -> StepOutput:
+    def decode(
+        self,
+        positions: np.ndarray,
+        block_table: jax.Array,
+        forced: Routing | None = None,
+        stages: Entries | None = None,
+    ) -> StepOutput:
         """Dispatches a decode step on the current tokens, for as few rows as there is a program
-        for. positions int32[R], −1: empty row. The results are of that many rows."""
-        used = int(np.max(np.flatnonzero(np.asarray(positions) >= 0), initial=-1)) + 1
-        bucket = self.shapes.bucket(used)
-        name = "decode" if bucket == self.shapes.rows else f"decode@{bucket}"
-        return self._step(name, self.tokens, positions, block_table, forced=forced)
+        for. positions int32[R], −1: empty row. stages: programs.STAGES entries. The results are of
+        that many rows."""
+        used = int(np.max(np.flatnonzero(positions >= 0), initial=-1)) + 1
+        rows = self.shapes.bucket(used)
+        bucket = "" if rows == self.shapes.rows else f"@{rows}"
+        return self._step(
+            "decode", bucket, self.tokens, positions, block_table, forced=forced, stages=stages
+        )
 
     def prefill(
-        self, sweep: Sweep, block_table, *, score: bool = False, forced: Routing | None = None
+        self,
+        sweep: Sweep,
+        block_table: jax.Array,
+        *,
+        score: bool = False,
+        forced: Routing | None = None,
+        stages: Entries | None = None,
     ) -> StepOutput:
         """Dispatches a sweep."""
-        return self._step("score" if score else "prefill", sweep, block_table, forced=forced)
+        kind = "score" if score else "prefill"
+        return self._step(kind, "", sweep, block_table, forced=forced, stages=stages)
 
     def choose(self, logits: jax.Array, update: np.ndarray, params: Sequence | None) -> jax.Array:
         """Samples the rows under `update` bool[R] and makes them the current tokens.

@@ -16,13 +16,15 @@ from host_offload.layout import SlotLayout, slot_layout
 from moejax.checkpoint import LoadedModel
 from moejax.engine import Engine, Listener
 from moejax.errors import UserError
+from moejax.models.config import ModelConfig
 from moejax.models.qwen3_moe import Qwen3Moe
 from moejax.runner import Runner
 from moejax.scheduler import Scheduler
 from moejax.statistics import Statistics
 from moejax.step import DECODE_TILE, StepShapes
-from pallas_kernels import resolve_ops
+from pallas_kernels import Ops, resolve_ops
 from pallas_kernels.paged_attention import SPAN
+from pallas_kernels.verification import ModelShape, checks, require_verified
 
 PREFILL_CHUNK = 64
 """Prompt tokens computed at once. A start-up shape: it decides bits (contract 1)."""
@@ -96,6 +98,7 @@ def start_engine(
         kv_heads=config.num_key_value_heads,
         head_dim=config.head_dim,
     )
+    verify_kernels(config, loaded.dtype, layout, resolved, device)
     moe_layers, experts = sum(config.moe_layers), config.num_experts
     budget = resolve_budget(
         layout,
@@ -171,13 +174,55 @@ def step_shapes(
     )
 
 
+def verify_kernels(
+    config: ModelConfig, dtype: str, layout: SlotLayout, ops: Ops, device: jax.Device
+) -> None:
+    """Sees to it that every kernel this model will run was found right on this device: from the
+    package's table, else by running the checks once (seconds, kept in the cache directory).
+
+    Interpreted kernels are not checked. Raises UserError for a configuration that is wrong.
+    """
+    if device.platform != "gpu":
+        return
+    shape = kernel_shape(config, dtype, layout)
+    try:
+        require_verified(checks(shape, ops, device), device, cache_root() / "verified")
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+def kernel_shape(config: ModelConfig, dtype: str, layout: SlotLayout) -> ModelShape:
+    """What of a model decides its kernels' configurations."""
+    return ModelShape(
+        hidden=config.hidden_size,
+        width=config.moe_intermediate_size,
+        experts=config.num_experts,
+        top_k=config.num_experts_per_tok,
+        normalize=config.norm_topk_prob,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        vocabulary=config.vocab_size,
+        dense_width=0 if all(config.moe_layers) else config.intermediate_size,
+        bias=config.attention_bias,
+        block_size=layout.page.block_size,
+        window=config.sliding_window,
+        activation=config.hidden_act,
+        dtype=dtype,
+    )
+
+
+def cache_root() -> Path:
+    """Where moejax keeps what it can make again: $XDG_CACHE_HOME/moejax or ~/.cache/moejax."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moejax"
+
+
 def use_compilation_cache(cache_dir: str | os.PathLike[str] | None) -> None:
     """Keeps compiled executables on disk, so that the second start is quick."""
     if cache_dir is None:
         if jax.config.values["jax_compilation_cache_dir"] is not None:
             return
-        root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        cache_dir = Path(root) / "moejax" / "xla"
+        cache_dir = cache_root() / "xla"
     jax.config.update("jax_compilation_cache_dir", str(cache_dir) or None)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -20,6 +20,7 @@ from moejax.models.qwen3_moe import Qwen3Moe
 from pallas_kernels import Ops
 from pallas_kernels.kv_write import KVPage
 from pallas_kernels.paged_attention import decode_attention, prefill_attention
+from pallas_kernels.stage import Entries, stage
 
 DECODE_TILE = 16
 """Rows of one matrix product in decode; more rows are more tiles, so that a row's bits do not
@@ -86,6 +87,8 @@ class StepOutput(NamedTuple):
     """int32[L] each."""
     scores: jax.Array | None
     """float32[N, C]: log-probabilities of the targets, when scoring."""
+    staged: jax.Array | None
+    """int32[S]: 1 for each entry of the stage list that was carried out."""
 
 
 def decode_step(
@@ -96,15 +99,17 @@ def decode_step(
     tokens: jax.Array,
     positions: jax.Array,
     block_table: jax.Array,
-    forced: Routing | None = None,
     *,
+    forced: Routing | None = None,
+    stages: Entries | None = None,
     page: KVPage,
     ops: Ops,
 ) -> tuple[jax.Array, Tables, StepOutput]:
     """One token for every row.
 
     tokens, positions: int32[R]; position −1: an empty row. block_table int32[R, B]: KV rows of the
-    sequences' pages. forced: routing to use instead of the router's.
+    sequences' pages. forced: routing to use instead of the router's. stages: transfers to carry out
+    beside the misses; each layer's after its experts were computed, so visible from the next step.
 
     Returns (arena, tables, output).
     """
@@ -131,10 +136,11 @@ def decode_step(
         row_tile=row_tile,
         attention=attention,
     )
-    x, arena, tables, routing, paging = _layers(
-        model, model.embed(tokens), arena, tables, stores, batch, forced, page, ops, waves=1
+    x, arena, tables, *traces = _layers(
+        model, model.embed(tokens), arena, tables, stores, batch, forced, stages, page, ops, waves=1
     )
-    return arena, tables, StepOutput(model.logits(x, row_tile), routing, paging, None)
+    routing, paging, staged = traces
+    return arena, tables, StepOutput(model.logits(x, row_tile), routing, paging, None, staged)
 
 
 def prefill_step(
@@ -144,8 +150,9 @@ def prefill_step(
     tables: Tables,
     sweep: Sweep,
     block_table: jax.Array,
-    forced: Routing | None = None,
     *,
+    forced: Routing | None = None,
+    stages: Entries | None = None,
     page: KVPage,
     ops: Ops,
     waves: int,
@@ -154,7 +161,7 @@ def prefill_step(
     """A sweep: every layer over all its chunks; an active expert crosses the link once a layer.
 
     block_table int32[R, B]. score: also compute the targets' log-probabilities. forced: [L, N·C, K]
-    each.
+    each. stages: as in decode_step.
 
     Returns (arena, tables, output).
     """
@@ -188,17 +195,18 @@ def prefill_step(
         attention=attention,
     )
     x = model.embed(sweep.tokens.reshape(-1))
-    x, arena, tables, routing, paging = _layers(
-        model, x, arena, tables, stores, batch, forced, page, ops, waves
+    x, arena, tables, routing, paging, staged = _layers(
+        model, x, arena, tables, stores, batch, forced, stages, page, ops, waves
     )
     rows = sweep.last.shape[0]
     logits = model.logits(x[jnp.maximum(sweep.last, 0)], min(DECODE_TILE, rows))
     scores = _score(model, x.reshape(chunks, size, -1), sweep) if score else None
-    return arena, tables, StepOutput(logits, routing, paging, scores)
+    return arena, tables, StepOutput(logits, routing, paging, scores, staged)
 
 
-def _layers(model, x, arena, tables, stores, tokens, forced, page, ops, waves):
-    """All layers over x [T, D]; returns (x, arena, tables, Routing, Paging), traces [L, …]."""
+def _layers(model, x, arena, tables, stores, tokens, forced, stages, page, ops, waves):
+    """All layers over x [T, D]; returns (x, arena, tables, Routing, Paging, staged), the traces
+    [L, …]; staged [S] or None."""
     config = model.config
 
     def layer(stack: LayerStack, carry, i):
@@ -209,8 +217,7 @@ def _layers(model, x, arena, tables, stores, tokens, forced, page, ops, waves):
         normed, ids, weights = stack.route(i, x, tokens)
         moe_layer = stack.first_moe_layer + i
         if forced is not None:
-            ids = jnp.where(tokens.valid[:, None], forced.ids[moe_layer], config.num_experts)
-            weights = jnp.where(tokens.valid[:, None], forced.weights[moe_layer], 0.0)
+            ids, weights = _forced(forced, moe_layer, ids, config.num_experts)
         y, arena, tables, paging = page_and_compute(
             normed,
             ids,
@@ -223,7 +230,14 @@ def _layers(model, x, arena, tables, stores, tokens, forced, page, ops, waves):
             waves=waves,
             ops=ops,
         )
-        return (add_experts(x, y, weights, ops), arena, tables), (Routing(ids, weights), paging)
+        done = None
+        if stages is not None:
+            with jax.named_scope("stage"):
+                arena, tables, done = stage(
+                    arena, tables, stores, moe_layer, stages, implementation=ops.stage
+                )
+        x = add_experts(x, y, weights, ops)
+        return (x, arena, tables), (Routing(ids, weights), paging, done)
 
     traces = []
     carry = (x, arena, tables)
@@ -233,8 +247,18 @@ def _layers(model, x, arena, tables, stores, tokens, forced, page, ops, waves):
         )
         if stack.is_moe:
             traces.append(trace)
-    routing, paging = jax.tree.map(lambda *parts: jnp.concatenate(parts), *traces)
-    return *carry, routing, paging
+    routing, paging, done = jax.tree.map(lambda *parts: jnp.concatenate(parts), *traces)
+    x, arena, tables = carry
+    return x, arena, tables, routing, paging, None if done is None else jnp.max(done, axis=0)
+
+
+def _forced(forced, layer, routed, experts):
+    """The forced routing of a layer, padded where the router's ids [T, K] are."""
+    # The ids must depend on the router's, and so on attention: if plan and fill could run before
+    # attention has read the arena, XLA would copy the arena (seen on CPU).
+    padding = routed == experts
+    ids, weights = forced.ids[layer], forced.weights[layer]
+    return jnp.where(padding, experts, ids), jnp.where(padding, 0.0, weights)
 
 
 def _pages(block_table, positions, valid, page):

@@ -47,12 +47,8 @@ class Faulty(AssertionError):
 
 def set_budget(llm: LLM, cells: Sequence[int], kv_slots: int, eviction: str = "lru") -> None:
     """Other budgets and policy for an idle engine: table contents only, nothing is compiled."""
-    assert llm.engine.idle
-    arena, runner = llm.engine.scheduler.arena, llm.engine.runner
-    have = np.sum(arena.cell_row >= 0, axis=1)
-    runner.grant_cells(arena.grant_cells(np.minimum(have, cells).tolist()))
-    arena.grant_kv_slots(kv_slots)
-    runner.grant_cells(arena.grant_cells(list(cells)))
+    llm.engine.set_budget(cells, kv_slots)
+    runner = llm.engine.runner
     runner.tables = with_victim_weights(runner.tables, eviction)
 
 

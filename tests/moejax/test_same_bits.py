@@ -15,6 +15,8 @@ import pallas_kernels.fill.reference as fill_reference
 import pallas_kernels.plan.api as plan_api
 import pallas_kernels.plan.reference as plan_reference
 from moejax import LLM, SamplingParams
+from moejax.programs import STAGES
+from pallas_kernels.stage import Entries
 from tests.moejax.engine_runs import Faulty, Job, Recorded, run, set_budget
 
 LIMITS = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 256}
@@ -108,6 +110,30 @@ def test_other_arenas_and_waves_change_no_bit(dtype, solo, options):
         jobs = [Job(job.prompt, job.params, i // 3) for i, job in enumerate(POOL)]
         for i, recorded in enumerate(run(other, jobs)):
             assert recorded.same_bits(solo[i]), f"request {i} of the pool"
+
+
+def test_staged_transfers_change_no_bit(llm, solo, monkeypatch):
+    """A step may also carry out transfers that the host chose, wisely or not."""
+    set_budget(llm, [5, 2, 0, 9], 30)
+    runner, rng, staged = llm.engine.runner, np.random.default_rng(3), []
+
+    def with_stages(step):
+        def run(*args, **kwargs):
+            layer = rng.integers(-1, LAYERS, STAGES)
+            draws = (layer, rng.integers(0, EXPERTS, STAGES), 0 * layer, rng.integers(0, 9, STAGES))
+            entries = Entries(*(values.astype(np.int32) for values in draws))
+            output = step(*args, stages=entries, **kwargs)
+            staged.append(output.staged)
+            return output
+
+        return run
+
+    monkeypatch.setattr(runner, "decode", with_stages(runner.decode))
+    monkeypatch.setattr(runner, "prefill", with_stages(runner.prefill))
+    jobs = [Job(job.prompt, job.params, i) for i, job in enumerate(POOL)]
+    for i, recorded in enumerate(run(llm, jobs)):
+        assert recorded.same_bits(solo[i]), f"request {i} of the pool"
+    assert sum(int(np.sum(done)) for done in staged) > 0
 
 
 def test_budgets_do_not_recompile(llm, solo):

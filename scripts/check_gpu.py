@@ -1,0 +1,204 @@
+"""Everything that only a real GPU can show about correctness. Run it first, and after any change
+of kernels, jax or driver; commit the table it writes.
+
+python scripts/check_gpu.py --help says what it does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from host_offload.budget import Share
+from host_offload.layout import slot_layout
+from moejax.device import select_device
+from moejax.engine import Engine
+from moejax.random_model import SHAPES, random_model, shape
+from moejax.sampling_params import SamplingParams
+from moejax.startup import Limits, kernel_shape, start_engine, use_compilation_cache
+from pallas_kernels import parse_ops, resolve_ops
+from pallas_kernels.triton import is_interpreted
+from pallas_kernels.verification import checks, write_table
+from pallas_kernels.verification.table import SHIPPED, Entry, digest, file_name
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+PARTS = ("kernels", "bits", "engine")
+
+DESCRIPTION = """\
+Three checks, each of which fails the run:
+
+kernels  every kernel configuration that dispatch may choose for the shapes named, compared with the
+         XLA reference on this device; right ones are written to the table that dispatch reads
+         (pallas_kernels/verification/tables), wrong ones are listed and left out
+bits     contract 1 on this device: tests/moejax/test_same_bits.py
+engine   a model of the size of Qwen3-30B-A3B with random weights: 200 decode steps at four expert
+         budgets, which must give equal bits
+"""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    args = _parser().parse_args(arguments)
+    wanted = [part for part in PARTS if getattr(args, part)] or PARTS
+    use_compilation_cache(None)
+    device = select_device()
+    if device.platform != "gpu" and not is_interpreted():
+        print("check_gpu: there is no GPU here; nothing was checked", file=sys.stderr)
+        return 2
+    print(f"{device.device_kind}, jax {jax.__version__}, {device.client.platform_version}")
+    failures = 0
+    if "kernels" in wanted:
+        failures += check_kernels(device, args.shapes, args.dtypes, args.tables)
+    if "bits" in wanted:
+        failures += check_bits()
+    if "engine" in wanted:
+        failures += check_engine(device, args.engine_shape, args.layers, args.steps)
+    print("all checks passed" if not failures else f"{failures} checks FAILED")
+    return 1 if failures else 0
+
+
+def check_kernels(device: jax.Device, shapes: list[str], dtypes: list[str], tables: Path) -> int:
+    """Runs every check of the shapes; returns how many failed. Writes the table."""
+    entries: dict[str, Entry] = {}
+    failed = 0
+    for name in shapes:
+        config = shape(name)
+        for dtype in dtypes:
+            layout = slot_layout(
+                hidden=config.hidden_size,
+                width=config.moe_intermediate_size,
+                itemsize=2,
+                layers=config.num_hidden_layers,
+                kv_heads=config.num_key_value_heads,
+                head_dim=config.head_dim,
+            )
+            ops = resolve_ops("auto", platform="gpu", dtype=dtype)
+            for check in checks(kernel_shape(config, dtype, layout), ops, device):
+                if check.key in entries:
+                    continue
+                began = time.perf_counter()
+                try:
+                    error = check.error()
+                except Exception as problem:  # a kernel that does not compile is a failed check
+                    error = float("inf")
+                    print(f"  {type(problem).__name__}: {str(problem).splitlines()[0]}")
+                right = error <= check.tolerance
+                failed += not right
+                if right:
+                    entries[check.key] = Entry(error, digest(check.op))
+                print(
+                    f"{'ok   ' if right else 'WRONG'} {check.key}: {error:.1e} of "
+                    f"{check.tolerance:.1e}, {time.perf_counter() - began:.1f} s",
+                    flush=True,
+                )
+    write_table(tables / file_name(device), device, entries)
+    print(f"{len(entries)} checked configurations in {tables / file_name(device)}")
+    return failed
+
+
+def check_bits() -> int:
+    """Contract 1's tests on this device; 1 if they fail."""
+    environment = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}
+    environment["JAX_PLATFORMS"] = "cuda,cpu"
+    command = [sys.executable, "-m", "pytest", "-q", "tests/moejax/test_same_bits.py"]
+    return int(subprocess.run(command, cwd=REPOSITORY, env=environment).returncode != 0)
+
+
+def check_engine(device: jax.Device, name: str, layers: int | None, steps: int) -> int:
+    """Decodes at four budgets; returns how many differ from full residency."""
+    config = shape(name, layers)
+    began = time.perf_counter()
+    loaded = random_model(config, device=device)
+    limits = Limits(max_model_len=1024, max_num_seqs=16, expert_budget=Share(1.0))
+    engine, budget = start_engine(
+        loaded,
+        limits,
+        eviction="lru",
+        ops=parse_ops("auto"),
+        device=device,
+        seed=0,
+        listener=None,
+    )
+    engine.runner.wait_compiled()
+    print(
+        f"{name}, {config.num_hidden_layers} layers: {time.perf_counter() - began:.0f} s to start"
+    )
+    print("; ".join(budget.notes), engine.runner.ops)
+    experts = config.num_experts
+    digests, failed = {}, 0
+    for cells in (experts, experts // 2, experts // 8, 0):
+        began = time.perf_counter()
+        engine.set_budget([cells] * config.num_hidden_layers, budget.kv_slots)
+        digests[cells] = _digest(engine, steps)
+        same = digests[cells] == digests[experts]
+        failed += not same
+        faults = engine.runner.faults()
+        failed += bool(faults)
+        print(
+            f"{cells} cells a layer: {steps} steps in {time.perf_counter() - began:.1f} s, "
+            f"bits {'equal' if same else 'DIFFERENT'}, integrity {faults or 'ok'}",
+            flush=True,
+        )
+    engine.runner.delete()
+    return failed
+
+
+def _digest(engine: Engine, steps: int) -> str:
+    """sha256 over the logits of every sampled token of a fixed mix of requests."""
+    total = hashlib.sha256()
+
+    def record(step) -> None:
+        rows = np.asarray(step.output.logits)
+        for request in step.sampled():
+            total.update(rows[request.row].tobytes())
+
+    rng = np.random.default_rng(0)
+    vocabulary = engine.runner.config.vocab_size
+    engine.listener = record
+    for length in (1, 17, 64, 65, 200, 300):
+        prompt = rng.integers(0, vocabulary, length).tolist()
+        params = SamplingParams(temperature=0.8, seed=length, max_tokens=steps, ignore_eos=True)
+        engine.add(prompt, params)
+    while not engine.idle:
+        engine.step()
+    engine.listener = None
+    return total.hexdigest()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for part in PARTS:
+        parser.add_argument(f"--{part}", action="store_true", help=f"only {part} (may be combined)")
+    parser.add_argument(
+        "--shapes",
+        type=lambda text: text.split(","),
+        default=list(SHAPES),
+        help=f"comma-separated model shapes for `kernels` (default: {','.join(SHAPES)})",
+    )
+    parser.add_argument(
+        "--dtypes",
+        type=lambda text: text.split(","),
+        default=["bfloat16", "float16"],
+        help="comma-separated dtypes for `kernels` (default: bfloat16,float16)",
+    )
+    parser.add_argument(
+        "--tables", type=Path, default=SHIPPED, help="where the table goes (default: the package)"
+    )
+    parser.add_argument("--engine-shape", choices=list(SHAPES), default="qwen3-30b-a3b")
+    parser.add_argument("--layers", type=int, help="fewer layers for `engine`")
+    parser.add_argument("--steps", type=int, default=200, help="decode steps (default: 200)")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
