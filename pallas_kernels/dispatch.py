@@ -8,15 +8,16 @@ from collections.abc import Callable, Mapping
 from pallas_kernels.triton import is_interpreted
 
 OPS: dict[str, tuple[str, ...]] = {
-    "linear": ("xla",),
-    "rms_norm": ("xla",),
-    "route": ("xla",),
-    "plan": ("xla",),
-    "fill": ("xla",),
-    "expert_ffn": ("xla",),
-    "combine": ("xla",),
-    "kv_write": ("xla",),
-    "paged_attention": ("xla",),
+    "linear": ("xla", "pallas"),
+    "rms_norm": ("xla", "pallas"),
+    "route": ("xla", "pallas"),
+    "plan": ("xla", "pallas"),
+    "fill": ("xla", "pallas"),
+    "stage": ("xla", "pallas"),
+    "expert_ffn": ("xla", "pallas"),
+    "combine": ("xla", "pallas"),
+    "kv_write": ("xla", "pallas"),
+    "paged_attention": ("xla", "pallas"),
 }
 """Every op and the implementations this release has."""
 
@@ -33,6 +34,7 @@ class Ops:
     route: str
     plan: str
     fill: str
+    stage: str
     expert_ffn: str
     combine: str
     kv_write: str

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 from jaxtyping import Array, Float
 
-from pallas_kernels.combine import reference
+from pallas_kernels.combine import pallas_triton, reference
 from pallas_kernels.dispatch import pick
 
-IMPLEMENTATIONS = {"xla": reference.combine}
+IMPLEMENTATIONS = {"xla": reference.combine, "pallas": pallas_triton.combine}
 
 
 def combine(

@@ -3,10 +3,10 @@ from __future__ import annotations
 from jaxtyping import Array, Float, Int, UInt16
 
 from pallas_kernels.dispatch import pick
-from pallas_kernels.expert_ffn import reference
+from pallas_kernels.expert_ffn import pallas_triton, reference
 from pallas_kernels.expert_ffn.activation import ACTIVATIONS
 
-IMPLEMENTATIONS = {"xla": reference.expert_ffn}
+IMPLEMENTATIONS = {"xla": reference.expert_ffn, "pallas": pallas_triton.expert_ffn}
 
 
 def expert_ffn(

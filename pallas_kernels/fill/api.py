@@ -3,9 +3,9 @@ from __future__ import annotations
 from jaxtyping import Array, Int, UInt16
 
 from pallas_kernels.dispatch import pick
-from pallas_kernels.fill import reference
+from pallas_kernels.fill import pallas_triton, reference
 
-IMPLEMENTATIONS = {"xla": reference.fill}
+IMPLEMENTATIONS = {"xla": reference.fill, "pallas": pallas_triton.fill}
 
 
 def fill(

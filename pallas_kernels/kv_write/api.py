@@ -5,7 +5,7 @@ from typing import NamedTuple
 from jaxtyping import Array, Float, Int, UInt16
 
 from pallas_kernels.dispatch import pick
-from pallas_kernels.kv_write import reference
+from pallas_kernels.kv_write import pallas_triton, reference
 
 
 class KVPage(NamedTuple):
@@ -27,7 +27,7 @@ class KVPage(NamedTuple):
         return self.block_size * self.rows_per_token
 
 
-IMPLEMENTATIONS = {"xla": reference.kv_write}
+IMPLEMENTATIONS = {"xla": reference.kv_write, "pallas": pallas_triton.kv_write}
 
 
 def kv_write(

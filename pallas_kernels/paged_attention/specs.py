@@ -9,6 +9,9 @@ from pallas_kernels.kv_write import KVPage
 EDGES = (0, 1, 63, 64, 65, 15, 16, 17, 127, 128, 129, 2, 31, 32, 33, 190, 192)
 """Lengths around the ends of pages and spans; 0 is an empty row."""
 
+LONG = (2400, 257, 2049, 0, 255, 256, 511)
+"""Lengths around the ends of the kernel's splits of 256 tokens, and of eight of them."""
+
 
 @dataclasses.dataclass(frozen=True)
 class DecodeSpec:
@@ -31,7 +34,7 @@ class DecodeSpec:
 @dataclasses.dataclass(frozen=True)
 class PrefillSpec:
     chunks: tuple[tuple[int, int], ...]
-    """(start, real tokens) of the chunks to compute, one after another, with one executable."""
+    """(start, real tokens) of each chunk of the sweep, every chunk of another sequence."""
     size: int
     """Rows of a chunk."""
     dtype: str
@@ -60,6 +63,9 @@ DECODE_SPECS = (
     DecodeSpec(EDGES, "float32", block_size=32, window=64, heads=2),
     DecodeSpec(EDGES, "float32", window=1),
     DecodeSpec(EDGES, "float16", block_size=64, head_dim=24),
+    DecodeSpec(EDGES[:7], "bfloat16", heads=20, kv_heads=1, head_dim=6),
+    DecodeSpec(LONG, "bfloat16", heads=2, kv_heads=1, max_length=2400),
+    DecodeSpec(LONG, "float16", window=300, heads=2, kv_heads=1, max_length=2400),
 )
 
 PREFILL_SPECS = (
@@ -73,4 +79,5 @@ PREFILL_SPECS = (
     PrefillSpec(((0, 64), (64, 1), (128, 64)), 64, "float16", heads=3, kv_heads=1),
     PrefillSpec(((0, 65), (65, 65), (130, 40)), 65, "float32", block_size=32),
     PrefillSpec(((0, 16), (96, 16)), 16, "float32", window=1),
+    PrefillSpec(((0, 65), (65, 64), (130, 40)), 65, "bfloat16", heads=5, kv_heads=1, head_dim=6),
 )

@@ -5,7 +5,7 @@ from typing import NamedTuple
 from jaxtyping import Array, Bool, Int
 
 from pallas_kernels.dispatch import pick
-from pallas_kernels.plan import reference
+from pallas_kernels.plan import pallas_triton, reference
 
 
 class Tables(NamedTuple):
@@ -55,7 +55,7 @@ class Plan(NamedTuple):
     """Active experts that got no cell."""
 
 
-IMPLEMENTATIONS = {"xla": reference.plan}
+IMPLEMENTATIONS = {"xla": reference.plan, "pallas": pallas_triton.plan}
 
 
 def plan(

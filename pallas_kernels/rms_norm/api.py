@@ -3,9 +3,9 @@ from __future__ import annotations
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import pick
-from pallas_kernels.rms_norm import reference
+from pallas_kernels.rms_norm import pallas_triton, reference
 
-IMPLEMENTATIONS = {"xla": reference.rms_norm}
+IMPLEMENTATIONS = {"xla": reference.rms_norm, "pallas": pallas_triton.rms_norm}
 
 
 def rms_norm(

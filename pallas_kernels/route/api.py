@@ -3,9 +3,9 @@ from __future__ import annotations
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.dispatch import pick
-from pallas_kernels.route import reference
+from pallas_kernels.route import pallas_triton, reference
 
-IMPLEMENTATIONS = {"xla": reference.route}
+IMPLEMENTATIONS = {"xla": reference.route, "pallas": pallas_triton.route}
 
 
 def route(

@@ -1,0 +1,172 @@
+"""kv_write as one kernel: a program per token and tile of heads."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from pallas_kernels.triton import power_of_two_divisor, triton_call
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    heads: int
+    """Heads of a program's tile: all of q, all of k or all of v."""
+    num_warps: int
+    num_stages: int
+
+
+def configuration(heads: int, kv_heads: int, head_dim: int, dtype: jax.typing.DTypeLike) -> Config:
+    """The tile for so many heads of q, of k (and of v): eight values of each half a thread.
+
+    A program per token would leave a lone token to one multiprocessor, a program per head would
+    cost a sweep more launches than work.
+
+    Raises ValueError for float32, whose values do not fill the arena's rows one to one.
+    """
+    if jnp.dtype(dtype).itemsize != 2:
+        raise ValueError(f"kv_write 'pallas' takes 16-bit dtypes, not {dtype}; 'xla' takes it")
+    tile = power_of_two_divisor(math.gcd(heads, kv_heads), 8)
+    half = pl.next_power_of_2(head_dim // 2)
+    return Config(tile, num_warps=min(max(tile * half // 256, 1), 4), num_stages=1)
+
+
+def kv_write(
+    qkv,
+    q_norm,
+    k_norm,
+    stack_layer,
+    positions,
+    inverse_frequencies,
+    arena,
+    pages,
+    layer,
+    *,
+    page,
+    attention_factor,
+    eps,
+):
+    by_head = qkv.reshape(qkv.shape[0], -1, page.head_dim)
+    tokens, all_heads, head_dim = by_head.shape
+    heads = all_heads - page.rows_per_token
+    config = configuration(heads, page.kv_heads, head_dim, qkv.dtype)
+    view = arena.reshape(-1, head_dim)
+    kernel = functools.partial(
+        _kernel, page=page, attention_factor=attention_factor, eps=eps, config=config
+    )
+    q, view = triton_call(
+        kernel,
+        name="kv_write",
+        grid=(tokens, all_heads // config.heads),
+        out_shape=(
+            jax.ShapeDtypeStruct((tokens, heads, head_dim), qkv.dtype),
+            jax.ShapeDtypeStruct(view.shape, view.dtype),
+        ),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        aliases={8: 1},
+    )(
+        by_head,
+        q_norm,
+        k_norm,
+        jnp.reshape(jnp.asarray(stack_layer, jnp.int32), 1),
+        positions,
+        inverse_frequencies,
+        pages,
+        jnp.reshape(jnp.asarray(layer, jnp.int32), 1),
+        view,
+    )
+    return q, view.reshape(arena.shape)
+
+
+def _kernel(
+    qkv,
+    q_norm,
+    k_norm,
+    stack_layer,
+    positions,
+    inverse_frequencies,
+    pages,
+    layer,
+    _,
+    q_out,
+    kv_out,
+    *,
+    page,
+    attention_factor,
+    eps,
+    config,
+):
+    """Norm, rotation and store of one token's tile of heads.
+
+    Cross-program writes: program (t, i) of a q tile writes q_out[t, its heads], of a k or v tile
+    the KV rows of its heads in token t's place in its page. Tiles do not overlap, and no two
+    tokens have the same place (the scheduler gives a page to one sequence). A token without a page
+    writes no KV row.
+    """
+    t, tile = pl.program_id(0), pl.program_id(1)
+    heads, head_dim, dtype = q_out.shape[1], page.head_dim, qkv.dtype
+    half = head_dim // 2
+    first_head = tile * config.heads
+    is_q = first_head < heads
+    is_v = first_head >= heads + page.kv_heads
+    row = jnp.arange(config.heads)[:, None]
+    column = jnp.arange(pl.next_power_of_2(half))
+    real = column < half  # all of them where half a head is a power of two
+    real_tile = jnp.broadcast_to(real, (config.heads, real.size))
+
+    def load_tile(first):
+        at = qkv.at[t, first_head + row, first + column[None]]
+        return plgpu.load(at, mask=real_tile, other=0)
+
+    def load_weight(first):
+        at = stack_layer[0], first + column
+        q_weight = plgpu.load(q_norm.at[at], mask=real, other=0)
+        k_weight = plgpu.load(k_norm.at[at], mask=real, other=0)
+        return jnp.where(is_q, q_weight, k_weight).astype(jnp.float32)
+
+    def rounded(x):  # to the dtype, where the reference's arithmetic in that dtype rounds
+        return x.astype(dtype).astype(jnp.float32)
+
+    @pl.when(is_q | (pages[t] >= 0))
+    def _():
+        bits = [load_tile(0), load_tile(half)]
+        low, high = (x.astype(jnp.float32) for x in bits)
+        mean = (jnp.sum(low * low, axis=1) + jnp.sum(high * high, axis=1)) / head_dim
+        scale = lax.rsqrt(mean + eps)[:, None]
+        low = rounded(load_weight(0) * rounded(low * scale))
+        high = rounded(load_weight(half) * rounded(high * scale))
+
+        frequency = plgpu.load(inverse_frequencies.at[column], mask=real, other=0)
+        angle = positions[t].astype(jnp.float32) * frequency
+        cos = rounded(jnp.cos(angle) * attention_factor)
+        sin = rounded(jnp.sin(angle) * attention_factor)
+        rotated = (
+            (rounded(low * cos) - rounded(high * sin)).astype(dtype),
+            (rounded(high * cos) + rounded(low * sin)).astype(dtype),
+        )
+
+        @pl.when(is_q)
+        def _():
+            for first, x in zip((0, half), rotated, strict=True):
+                plgpu.store(q_out.at[t, first_head + row, first + column[None]], x, mask=real_tile)
+
+        @pl.when(jnp.logical_not(is_q))
+        def _():
+            # Keys, then values: the heads of qkv after q, in order.
+            place = pages[t] + layer[0] * page.rows_per_layer
+            place += positions[t] % page.block_size * page.rows_per_token + first_head - heads
+            for first, x, v in zip((0, half), rotated, bits, strict=True):
+                x = jnp.where(is_v, _as_uint16(v), _as_uint16(x))  # v as it is, NaN bits too
+                plgpu.store(kv_out.at[place + row, first + column[None]], x, mask=real_tile)
+
+
+def _as_uint16(x):
+    return lax.bitcast_convert_type(x, jnp.uint16)

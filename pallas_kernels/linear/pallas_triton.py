@@ -1,0 +1,124 @@
+"""linear as one Triton-lowered kernel that indexes the stacked weights by layer."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from pallas_kernels.dispatch import KERNEL_DTYPES
+from pallas_kernels.triton import triton_call
+
+DECODE_TILES = ((128, 128), (32, 256), (16, 512))
+"""columns × depth, the widest first."""
+
+PROGRAMS = 128
+"""Column tiles below which a GPU of 132 multiprocessors would stand idle."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """One program computes rows × columns of the product, depth of K at a time."""
+
+    rows: int
+    columns: int
+    depth: int
+    num_warps: int
+    num_stages: int
+
+
+def configuration(row_tile: int, outputs: int, dtype: jax.typing.DTypeLike) -> Config:
+    """The tiles for weights [outputs, K]; they decide the bits of a row, and T does not.
+
+    Decode (row_tile below 64) is bound by reading the weights: tiles as wide as leave a program
+    for every multiprocessor, since a wider one reads x from L2 less often, with 48 KiB of weights
+    or more on their way in each. 32 × 256 is the one that probe9 measured. Prefill is bound by
+    arithmetic: 64 rows are the least that compile to wgmma.
+
+    Raises ValueError for float32, whose products Triton would compute in TF32.
+    """
+    if jnp.dtype(dtype).name not in KERNEL_DTYPES:
+        raise ValueError(f"linear 'pallas' takes {KERNEL_DTYPES}, not {dtype}; 'xla' takes it")
+    if row_tile >= 64:
+        return Config(rows=64, columns=128, depth=64, num_warps=4, num_stages=4)
+    fitting = [tile for tile in DECODE_TILES if outputs >= tile[0] * PROGRAMS]
+    columns, depth = (*fitting, DECODE_TILES[-1])[0]
+    return Config(rows=16, columns=columns, depth=depth, num_warps=4, num_stages=4)
+
+
+def linear(x, weights, layer, bias, *, row_tile, tiles, out_dtype):
+    tokens, outputs = x.shape[0], weights.shape[1]
+    config = configuration(row_tile, outputs, jnp.promote_types(x.dtype, weights.dtype))
+    return triton_call(
+        functools.partial(_kernel, config=config, row_tile=row_tile),
+        name="linear",
+        # Row tiles run first: those that share weights read them from HBM once.
+        grid=(pl.cdiv(tokens, config.rows), pl.cdiv(outputs, config.columns)),
+        out_shape=jax.ShapeDtypeStruct((tokens, outputs), out_dtype),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )(
+        jnp.reshape(layer, 1).astype(jnp.int32),
+        jnp.reshape(tiles, 1).astype(jnp.int32),
+        x,
+        weights,
+        *(() if bias is None else (bias,)),
+    )
+
+
+def _kernel(layer, tiles, x, weights, *rest, config, row_tile):
+    """Program (i, j) computes row tile i and column tile j of the product; K ascends.
+
+    Writes: program (i, j) alone writes out[i·rows:(i+1)·rows, j·columns:(j+1)·columns], and
+    nothing if the tile lies behind the rows in use.
+    """
+    *bias, out = rest
+    (tokens, inputs), outputs = x.shape, weights.shape[1]
+    first_row, first_column = pl.program_id(0) * config.rows, pl.program_id(1) * config.columns
+    rows, columns = pl.ds(first_row, config.rows), pl.ds(first_column, config.columns)
+    # A mask is None where the sizes say that it would be all true.
+    row_mask = column_mask = depth_mask = None
+    if tokens % config.rows:
+        row_mask = first_row + jnp.arange(config.rows) < tokens
+    if outputs % config.columns:
+        column_mask = first_column + jnp.arange(config.columns) < outputs
+    whole, rest_of_depth = divmod(inputs, config.depth)
+    if rest_of_depth:
+        depth_mask = jnp.arange(config.depth) < rest_of_depth
+
+    @pl.when(first_row < tiles[0] * row_tile)
+    def _():
+        def add(k, total, depth_mask=None):
+            depth = pl.ds(k * config.depth, config.depth)
+            part = _load(x.at[rows, depth], row_mask, depth_mask)
+            weight = _load(weights.at[layer[0], columns, depth], column_mask, depth_mask)
+            return total + plgpu.dot(part, weight, trans_b=True)
+
+        total = jnp.zeros((config.rows, config.columns), jnp.float32)
+        total = lax.fori_loop(0, whole, add, total)
+        if rest_of_depth:  # a loop, since a static slice must not reach beyond its array
+            last = functools.partial(add, depth_mask=depth_mask)
+            total = lax.fori_loop(whole, whole + 1, last, total)
+        if bias:
+            row = _load(bias[0].at[pl.ds(layer[0], 1), columns], None, column_mask)
+            total = total + row.astype(jnp.float32)
+        mask = _both(row_mask, column_mask, total.shape)
+        plgpu.store(out.at[rows, columns], total.astype(out.dtype), mask=mask)
+
+
+def _load(ref, row_mask, column_mask):
+    """A tile, zero where a mask is false."""
+    mask = _both(row_mask, column_mask, ref.shape)
+    return plgpu.load(ref, mask=mask, other=None if mask is None else 0)
+
+
+def _both(rows, columns, shape):
+    """The mask of a tile from those of its rows and of its columns, None if it has neither."""
+    masks = [] if rows is None else [jnp.broadcast_to(rows[:, None], shape)]
+    masks += [] if columns is None else [jnp.broadcast_to(columns[None, :], shape)]
+    return functools.reduce(jnp.logical_and, masks) if masks else None

@@ -1,0 +1,193 @@
+"""The bodies of attention's kernels.
+
+Softmax is computed in powers of two: scores are scaled by log2(e) / sqrt(head_dim).
+"""
+
+import math
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from pallas_kernels.paged_attention.span import SPAN
+
+MERGED = 8
+"""Splits that the merge loads at once; it adds them one by one."""
+
+
+def split(
+    q_in, kv, block_table, lengths, layer, totals, tops, masses, *, page, window, groups, config
+):
+    """Softmax sums of one sequence's queries of one KV head over one split of its tokens.
+
+    Cross-program writes: program (t, head, split) writes [t, the head's queries, split] of totals,
+    tops and masses, no other program the same. Splits that no query sees are not written.
+    """
+    t, kv_head, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    length = lengths[t]
+    low, begin = _first_seen(length - 1, window), split * config.split
+    end = jnp.minimum(begin + config.split, length)
+
+    @pl.when((begin < length) & (begin + config.split > low))
+    def _():
+        row = jnp.arange(config.rows)
+        column = jnp.arange(_width(page.head_dim))
+        real = (row < groups)[:, None] & (column < page.head_dim)[None]
+        head = (kv_head * groups + row)[:, None]
+        q = plgpu.load(q_in.at[t, head, column[None]], mask=real, other=0)
+
+        def span(s, sums):
+            position, held = _span(s, low, length - 1)
+            keys, values = _load(kv, block_table, t, position, held, layer[0], kv_head, page)
+            return _attend(q, keys, values, held[None], sums, page)
+
+        first = jnp.maximum(begin, low) // SPAN
+        total, top, mass = lax.fori_loop(first, pl.cdiv(end, SPAN), span, _no_sums(q))
+        plgpu.store(totals.at[t, head, split, column[None]], total, mask=real)
+        at = t, kv_head * groups + row, split
+        plgpu.store(tops.at[at], top, mask=row < groups)
+        plgpu.store(masses.at[at], mass, mask=row < groups)
+
+
+def merge(lengths, totals, tops, masses, out, *, window, split):
+    """One query's softmax over its splits, added in ascending order.
+
+    Cross-program writes: program (t, head) writes out[t, head]; zeros for an empty row.
+    """
+    t, head = pl.program_id(0), pl.program_id(1)
+    length = lengths[t]
+    first, stop = _first_seen(length - 1, window) // split, pl.cdiv(length, split)
+    head_dim = out.shape[2]
+    column = jnp.arange(_width(head_dim))
+
+    def group(g, sums):
+        parts = []
+        for i in range(MERGED):  # loads that wait for no sum
+            s = g * MERGED + i
+            written = (first <= s) & (s < stop)
+            part = plgpu.load(
+                totals.at[t, head, s, column], mask=written & (column < head_dim), other=0
+            )
+            top = plgpu.load(tops.at[t, head, s], mask=written, other=-jnp.inf)
+            parts.append((part, top, plgpu.load(masses.at[t, head, s], mask=written, other=0)))
+        for part, part_top, part_mass in parts:
+            total, top, mass = sums
+            new_top = jnp.maximum(top, part_top)
+            shrink, grow = _power(top, new_top), _power(part_top, new_top)
+            sums = total * shrink + part * grow, new_top, mass * shrink + part_mass * grow
+        return sums
+
+    nothing = jnp.zeros(column.shape, jnp.float32), jnp.float32(-jnp.inf), jnp.float32(0)
+    total, _, mass = lax.fori_loop(first // MERGED, pl.cdiv(stop, MERGED), group, nothing)
+    attended = (total / jnp.where(mass == 0, 1, mass)).astype(out.dtype)
+    plgpu.store(out.at[t, head, column], attended, mask=column < head_dim)
+
+
+def prefill(
+    q_in,
+    kv,
+    block_table,
+    sequence,
+    start,
+    length,
+    count,
+    layer,
+    out,
+    *,
+    page,
+    window,
+    groups,
+    config,
+):
+    """Causal attention of a tile of one chunk's queries, for heads that share a KV head.
+
+    Cross-program writes: program (tile, i) writes out[the tile's real rows and padding up to the
+    tile's end, its heads], no other program the same. Tiles without a real row are not written.
+    """
+    chunk_rows = q_in.shape[0] // sequence.shape[0]
+    tiles = pl.cdiv(chunk_rows, config.queries)
+    # Late chunks of a prompt see most keys: the longest programs start first.
+    tile, heads_tile = pl.num_programs(0) - 1 - pl.program_id(0), pl.program_id(1)
+    chunk, first_query = tile // tiles, tile % tiles * config.queries
+
+    @pl.when((chunk < count[0]) & (first_query < length[chunk]))
+    def _():
+        row = jnp.arange(config.queries * config.heads)
+        query = first_query + row // config.heads
+        head = heads_tile * config.heads + row % config.heads
+        kv_head = heads_tile * config.heads // groups
+        column = jnp.arange(_width(page.head_dim))
+        real = (query < chunk_rows)[:, None] & (column < page.head_dim)[None]
+        at = (chunk * chunk_rows + query)[:, None], head[:, None], column[None]
+        q = plgpu.load(q_in.at[at], mask=real, other=0)
+
+        # Padding rows repeat the last real position, so they look at no page that is not there.
+        row_position = (start[chunk] + jnp.minimum(query, length[chunk] - 1))[:, None]
+        low = _first_seen(start[chunk] + first_query, window)
+        last = start[chunk] + jnp.minimum(first_query + config.queries, length[chunk]) - 1
+
+        def span(s, sums):
+            position, held = _span(s, low, last)
+            keys, values = _load(
+                kv, block_table, sequence[chunk], position, held, layer[0], kv_head, page
+            )
+            seen = position[None] <= row_position
+            if window is not None:
+                seen &= position[None] > row_position - window
+            return _attend(q, keys, values, seen, sums, page)
+
+        total, _, mass = lax.fori_loop(low // SPAN, last // SPAN + 1, span, _no_sums(q))
+        plgpu.store(out.at[at], (total / mass[:, None]).astype(out.dtype), mask=real)
+
+
+def _width(head_dim):
+    """Columns of a tile, of which head_dim are real: a power of two, at least a product's least."""
+    return max(16, pl.next_power_of_2(head_dim))
+
+
+def _first_seen(position, window):
+    """The first position that a query at `position` sees."""
+    return 0 if window is None else jnp.maximum(position - (window - 1), 0)
+
+
+def _span(s, low, last):
+    """Positions of a span, and which of them lie from low to last: only they are read."""
+    position = s * SPAN + jnp.arange(SPAN)
+    return position, (low <= position) & (position <= last)
+
+
+def _load(kv, block_table, sequence, position, held, layer, kv_head, page):
+    """Keys and values [SPAN, width] of one KV head; zeros where not held, whatever the page has."""
+    column = jnp.arange(_width(page.head_dim))
+    # Past the last token the table holds anything: it is not read, nor is what it points to.
+    block = block_table.at[sequence, position // page.block_size]
+    row = plgpu.load(block, mask=held, other=0) + layer * page.rows_per_layer
+    row = (row + position % page.block_size * page.rows_per_token + kv_head)[:, None]
+    mask = held[:, None] & (column < page.head_dim)[None]
+    keys = plgpu.load(kv.at[row, column[None]], mask=mask, other=0)
+    values = plgpu.load(kv.at[row + page.kv_heads, column[None]], mask=mask, other=0)
+    return keys, values
+
+
+def _no_sums(q):
+    rows, width = q.shape
+    empty = jnp.zeros((rows,), jnp.float32)
+    return jnp.zeros((rows, width), jnp.float32), empty - jnp.inf, empty
+
+
+def _attend(q, keys, values, seen, sums, page):
+    """One more span in (total [M, width], top [M], mass [M]). A row that sees none of it keeps its
+    sums: it multiplies them by exactly 1 and adds zeros."""
+    total, top, mass = sums
+    scale = math.log2(math.e) / math.sqrt(page.head_dim)
+    scores = jnp.where(seen, plgpu.dot(q, keys, trans_b=True) * scale, -jnp.inf)
+    new_top = jnp.maximum(top, jnp.max(scores, axis=1))
+    shrink, p = _power(top, new_top), _power(scores, new_top[:, None])
+    total = total * shrink[:, None] + plgpu.dot(p.astype(values.dtype), values)
+    return total, new_top, mass * shrink + jnp.sum(p, axis=1)
+
+
+def _power(x, top):
+    """2^(x − top), 0 where nothing has been seen yet: x and top −inf."""
+    return jnp.exp2(x - jnp.where(top == -jnp.inf, 0.0, top))

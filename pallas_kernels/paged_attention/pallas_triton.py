@@ -1,0 +1,139 @@
+"""Attention over pages as kernels: decode by fixed splits and a merge, prefill by row tiles."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.paged_attention import kernels
+from pallas_kernels.triton import power_of_two_divisor, triton_call
+
+MAX_HEAD_DIM = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeConfig:
+    rows: int
+    """Of a program's tile: the query heads that share a KV head, padded."""
+    split: int
+    """Tokens of a program, a multiple of SPAN. A constant: the order of sums depends on it."""
+    num_warps: int
+    num_stages: int
+    """2 + 2·n for n spans in flight: the compiler gives half of them to the block table's entries,
+    which the addresses of keys and values wait for."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefillConfig:
+    queries: int
+    """Of a program's tile."""
+    heads: int
+    """Of a program's tile; they share a KV head."""
+    num_warps: int
+    num_stages: int
+    """As DecodeConfig's."""
+
+
+def decode_configuration(groups: int, head_dim: int, dtype: jax.typing.DTypeLike) -> DecodeConfig:
+    """The tile for so many query heads per KV head.
+
+    A split of 256 tokens has three of its four spans in flight where head_dim is at most 128; its
+    partial results are 1/256 of its keys' and values' bytes per query head.
+
+    Raises ValueError for float32 and for a head_dim above 256.
+    """
+    _check(head_dim, dtype)
+    rows = max(16, pl.next_power_of_2(groups))
+    return DecodeConfig(rows, split=256, num_warps=4, num_stages=8 if head_dim <= 128 else 4)
+
+
+def prefill_configuration(groups: int, head_dim: int, dtype: jax.typing.DTypeLike) -> PrefillConfig:
+    """The tile for so many query heads per KV head: 128 rows where heads come in pairs, which
+    halves how often a span of keys is read.
+
+    Raises as decode_configuration.
+    """
+    _check(head_dim, dtype)
+    if head_dim > 128:
+        return PrefillConfig(queries=64, heads=1, num_warps=8, num_stages=4)
+    heads = power_of_two_divisor(groups, 2)
+    return PrefillConfig(queries=64, heads=heads, num_warps=4 * heads, num_stages=6)
+
+
+def decode_attention(q, arena, block_table, lengths, layer, *, page, window):
+    tokens, heads, head_dim = q.shape
+    groups = heads // page.kv_heads
+    config = decode_configuration(groups, head_dim, q.dtype)
+    splits = pl.cdiv(block_table.shape[1] * page.block_size, config.split)
+    partial = jax.ShapeDtypeStruct((tokens, heads, splits), jnp.float32)
+    parts = triton_call(
+        functools.partial(kernels.split, page=page, window=window, groups=groups, config=config),
+        name="decode_attention_split",
+        grid=(tokens, page.kv_heads, splits),
+        out_shape=(
+            jax.ShapeDtypeStruct((tokens, heads, splits, head_dim), jnp.float32),
+            partial,
+            partial,
+        ),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )(q, _rows(arena, q), block_table, lengths, _scalar(layer))
+    return triton_call(
+        functools.partial(kernels.merge, window=window, split=config.split),
+        name="decode_attention_merge",
+        grid=(tokens, heads),
+        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        num_warps=1,
+        num_stages=1,
+    )(lengths, *parts).reshape(tokens, heads * head_dim)
+
+
+def prefill_attention(q, arena, block_table, row, start, length, count, layer, *, page, window):
+    rows, heads, head_dim = q.shape
+    groups, chunks = heads // page.kv_heads, row.shape[0]
+    config = prefill_configuration(groups, head_dim, q.dtype)
+    tiles = pl.cdiv(rows // chunks, config.queries)
+    return triton_call(
+        functools.partial(kernels.prefill, page=page, window=window, groups=groups, config=config),
+        name="prefill_attention",
+        grid=(chunks * tiles, heads // config.heads),
+        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )(
+        q,
+        _rows(arena, q),
+        block_table,
+        row,
+        start,
+        length,
+        _scalar(count),
+        _scalar(layer),
+    ).reshape(rows, heads * head_dim)
+
+
+def _check(head_dim, dtype):
+    if jnp.dtype(dtype).itemsize != 2:
+        raise ValueError(
+            f"paged_attention 'pallas' takes 16-bit dtypes, not {dtype}; 'xla' takes it"
+        )
+    if head_dim > MAX_HEAD_DIM:
+        raise ValueError(
+            f"paged_attention 'pallas' takes head_dim up to {MAX_HEAD_DIM}, not {head_dim}; "
+            "'xla' takes it"
+        )
+
+
+def _rows(arena, q):
+    """The arena as rows of one head, a free view. (Converted bits of a loaded tile would go through
+    registers on their way to a matrix product.)"""
+    return lax.bitcast_convert_type(arena, q.dtype).reshape(-1, q.shape[2])
+
+
+def _scalar(x):
+    return jnp.reshape(jnp.asarray(x, jnp.int32), 1)

@@ -1,0 +1,228 @@
+"""plan as one Triton-lowered kernel of one program."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from pallas_kernels.plan.listing import count, places
+from pallas_kernels.plan.victim import victim_key
+from pallas_kernels.triton import triton_call
+
+UPDATED = ("owner", "last_used", "address", "version", "frequency", "clock")
+"""The tables that a plan changes, in place."""
+
+READ = ("cell_row", "cell_version", "fill_version", "prior", "victim_weights")
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    block: int
+    """Cells (or experts) that are compared with all others at a time."""
+    num_warps: int
+    num_stages: int
+
+
+def configuration(cells: int, experts: int) -> Config:
+    """Comparisons of block × max(C, E): 8 a thread, so that nothing spills."""
+    widest = pl.next_power_of_2(max(cells, experts))
+    return Config(block=max(8 * 8 * 32 // widest, 1), num_warps=8, num_stages=1)
+
+
+def plan(tables, layer, active):
+    cells, experts = tables.owner.shape[1], tables.address.shape[1]
+    config = configuration(cells, experts)
+    one, listed = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((experts,), jnp.int32)
+    updated = [getattr(tables, name) for name in UPDATED]
+    operands = [
+        jnp.reshape(layer, 1).astype(jnp.int32),
+        active,
+        *(getattr(tables, name) for name in READ),
+        *updated,
+    ]
+    results = triton_call(
+        functools.partial(_plan, config=config),
+        name="plan",
+        grid=(1,),
+        out_shape=(
+            *(jax.ShapeDtypeStruct(table.shape, table.dtype) for table in updated),
+            *(listed, one, listed, listed, listed, one, one, one),
+        ),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        aliases={len(operands) - len(updated) + i: i for i in range(len(updated))},
+    )(*operands)
+    changed = dict(zip(UPDATED, results[: len(UPDATED)], strict=True))
+    return tables._replace(**changed), results[len(UPDATED) :]
+
+
+class _Cells(NamedTuple):
+    """Some cells of the layer; those beyond C are not granted."""
+
+    row: jax.Array
+    owner: jax.Array
+    current: jax.Array
+    """The owner's address points here."""
+    pinned: jax.Array
+
+
+class _Candidates(NamedTuple):
+    """The same cells as victims."""
+
+    candidate: jax.Array
+    version: jax.Array
+    order: tuple[jax.Array, ...]
+    """Lexicographic: free first, then key, last use, owner, index."""
+
+
+def _plan(layer, active, *refs, config):
+    """All of it in one program: loads, arithmetic on values, a barrier, stores.
+
+    Writes: one program, so nothing across programs. Within it every element has one writer: a
+    table's element is written by index, a list's by a permutation. The barrier separates the loads
+    of tables that other threads of the program write.
+    """
+    read, updated = refs[: len(READ)], refs[len(READ) + len(UPDATED) :]
+    tables = dict(zip(READ, read, strict=True)) | dict(zip(UPDATED, updated, strict=False))
+    lists = updated[len(UPDATED) :]
+    active_list, active_count, fill_expert, fill_row, fill_version, *counts = lists
+    layer = layer[0]
+    cells, experts = tables["owner"].shape[1], tables["address"].shape[1]
+    cell, expert = (jnp.arange(pl.next_power_of_2(n)) for n in (cells, experts))
+    clock = tables["clock"][layer] + 1
+    weights = tuple(tables["victim_weights"][i] for i in range(3))
+
+    def at(name, index, mask, other):
+        return plgpu.load(tables[name].at[layer, index], mask=mask, other=other)
+
+    def is_active(index, mask):
+        return plgpu.load(active.at[index], mask=mask, other=False)
+
+    def cells_at(index):
+        inside = index < cells
+        row = at("cell_row", index, inside, -1)
+        owner = at("owner", index, inside, -1)
+        owned = owner >= 0
+        address = at("address", jnp.where(owned, owner, 0), owned, -1)
+        current = owned & (row == address)
+        return _Cells(row, owner, current, current & is_active(jnp.where(owned, owner, 0), owned))
+
+    def candidates_at(index, some):
+        owned = some.owner >= 0
+        owner = jnp.where(owned, some.owner, 0)
+        last_used = at("last_used", index, index < cells, 0)
+        frequency, prior = (at(name, owner, owned, 0) for name in ("frequency", "prior"))
+        key = victim_key(clock - last_used, frequency, prior, weights)
+        order = owned.astype(jnp.int32), key * owned, last_used * owned, some.owner, index
+        version = at("cell_version", index, index < cells, -1)
+        return _Candidates((some.row >= 0) & ~some.pinned, version, order)
+
+    def wishes_at(index):
+        """(experts that want a cell, its version)."""
+        inside = index < experts
+        version = at("fill_version", index, inside, -1)
+        absent = at("address", index, inside, -1) < 0
+        return is_active(index, inside) & absent & (version >= 0), version
+
+    def blocks(body, carry, size):
+        """body(indices of the block, carry) over blocks of a range of this size."""
+        block = min(config.block, size)
+        return lax.fori_loop(
+            0, size // block, lambda i, c: body(i * block + jnp.arange(block), c), carry
+        )
+
+    def assign():
+        """The n-th wish of a version takes the n-th candidate cell of that version, as
+        (new owner of each cell, cell row of each expert that fills, whether it is evicted)."""
+        mine = candidates_at(cell, cells_at(cell))
+        wants, wish = wishes_at(expert)
+
+        def rank_wishes(index, rank):
+            others, version = wishes_at(index)
+            same = others[:, None] & (version[:, None] == wish[None, :])
+            earlier = index[:, None] < expert[None, :]
+            return rank + jnp.sum((same & earlier).astype(jnp.int32), axis=0)
+
+        wish_rank = blocks(rank_wishes, jnp.zeros_like(expert), expert.size)
+
+        def match(index, carry):
+            new_owner, new_row, evicted = carry
+            some = cells_at(index)
+            candidate, version, order = candidates_at(index, some)
+            rivals = mine.candidate[None, :] & (version[:, None] == mine.version[None, :])
+            before = precedes(mine.order, order)
+            rank = jnp.sum((rivals & before).astype(jnp.int32), axis=1)
+            matched = (
+                (candidate[:, None] & wants[None, :])
+                & (version[:, None] == wish[None, :])
+                & (rank[:, None] == wish_rank[None, :])
+            )
+            taker = jnp.max(jnp.where(matched, expert[None, :], -1), axis=1)
+            row = jnp.max(jnp.where(matched, some.row[:, None], -1), axis=0)
+            leaves = jnp.where((taker >= 0) & some.current, some.owner, -1)
+            gone = jnp.max((leaves[:, None] == expert[None, :]).astype(jnp.int32), axis=0)
+            here = index[:, None] == cell[None, :]
+            owner = jnp.max(jnp.where(here, taker[:, None], -1), axis=0)
+            return (
+                jnp.maximum(new_owner, owner),
+                jnp.maximum(new_row, row),
+                jnp.maximum(evicted, gone),
+            )
+
+        return blocks(match, nothing(), cell.size)
+
+    def nothing():
+        return jnp.full_like(cell, -1), jnp.full_like(expert, -1), jnp.zeros_like(expert)
+
+    inside = expert < experts
+    needed = is_active(expert, inside)
+    hit = needed & (at("address", expert, inside, -1) >= 0)
+    wants, wish = wishes_at(expert)
+    pinned = cells_at(cell).pinned
+    frequency = at("frequency", expert, inside, 0)
+    # Nothing is missing in most steps of a warm layer.
+    new_owner, new_row, evicted = lax.cond(count(wants) > 0, assign, nothing)
+    taken, fills = new_owner >= 0, new_row >= 0
+
+    plgpu.debug_barrier()
+
+    def put(name, index, value, mask):
+        plgpu.store(tables[name].at[layer, index], value, mask=mask)
+
+    put("owner", cell, new_owner, taken)
+    put("last_used", cell, jnp.full_like(cell, clock), taken | pinned)
+    put("address", expert, new_row, fills | (evicted > 0))
+    put("version", expert, wish, fills)
+    put("frequency", expert, frequency + 1, needed)
+    tables["clock"][layer] = clock
+
+    def put_list(ref, place, mask, value):
+        plgpu.store(ref.at[place], jnp.where(mask, value, -1), mask=inside)
+
+    put_list(active_list, places(needed), needed, expert)
+    place = places(fills)
+    put_list(fill_expert, place, fills, expert)
+    put_list(fill_row, place, fills, new_row)
+    put_list(fill_version, place, fills, wish)
+    totals = (fills, hit, needed & ~hit & ~fills)
+    active_count[...] = count(needed)
+    for ref, mask in zip(counts, totals, strict=True):
+        ref[...] = count(mask)
+
+
+def precedes(a, b):
+    """bool[M, N]: element n of a comes before element m of b. Both are tuples of fields [N], [M]:
+    the first field decides, where it is equal the next."""
+    *fields, last = zip(a, b, strict=True)
+    less = last[0][None, :] < last[1][:, None]
+    for x, y in reversed(fields):
+        x, y = x[None, :], y[:, None]
+        less = (x < y) | ((x == y) & less)
+    return less

@@ -1,0 +1,5 @@
+"""Moves experts into cells ahead of need: transfers that the host chose, inside the step."""
+
+from pallas_kernels.stage.api import Entries, stage
+
+__all__ = ["Entries", "stage"]

@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from jaxtyping import Array, Int, UInt16
+
+from pallas_kernels.dispatch import pick
+from pallas_kernels.plan import Tables
+from pallas_kernels.stage import pallas_triton, reference
+
+
+class Entries(NamedTuple):
+    """A list of transfers, a step's input of fixed length S; int32."""
+
+    layer: Int[Array, " S"]
+    """−1: the entry is not used."""
+    expert: Int[Array, " S"]
+    version: Int[Array, " S"]
+    cell: Int[Array, " S"]
+    """Where it goes: an index into the layer's cells."""
+
+
+IMPLEMENTATIONS = {"xla": reference.stage, "pallas": pallas_triton.stage}
+
+
+def stage(
+    arena: UInt16[Array, "rows D"],
+    tables: Tables,
+    stores: tuple[UInt16[Array, "L E _ D"], ...],
+    layer: Int[Array, ""] | int,
+    entries: Entries,
+    *,
+    implementation: str = "xla",
+) -> tuple[UInt16[Array, "rows D"], Tables, Int[Array, " S"]]:
+    """Carries out one layer's entries, in their order, after the layer's experts were computed.
+
+    The host decided on tables that are a step or two old, so an entry is skipped, and counted as
+    skipped, where it no longer fits:
+    - the cell is not granted, or holds another version than the entry's;
+    - the cell's owner was used in this very step (last_used = clock): it may still be read;
+    - the layer has the expert in that version already;
+    - an earlier entry of this list took the cell, or staged the expert in any version;
+    - expert, version or cell do not exist.
+
+    Otherwise the cell's owner becomes absent (unless its address points elsewhere), the record is
+    copied from the store, and the expert's address points to it. A copy of the expert in another
+    version gives up its cell, so a layer has one copy of an expert. The cell counts as last used
+    at clock − 1: as if used one reference ago. Frequencies stay.
+
+    stores: per version, all records, in pinned host memory. Arena and tables are updated in place
+    when donated.
+
+    Returns (arena, tables, done int32[S]: 1 for an entry carried out, 0 for any other).
+
+    Raises ValueError for shapes that do not fit or an unknown implementation.
+    """
+    if not stores:
+        raise ValueError("stage needs at least one store")
+    for store in stores:
+        if store.ndim != 4 or store.shape[-1] != arena.shape[-1]:
+            raise ValueError(f"a store is [L, E, rows, {arena.shape[-1]}], not {store.shape}")
+        if store.shape[:2] != tables.address.shape:
+            raise ValueError(f"a store of {store.shape[:2]}, tables of {tables.address.shape}")
+    shapes = {name: field.shape for name, field in entries._asdict().items()}
+    if entries.layer.ndim != 1 or len(set(shapes.values())) > 1:
+        raise ValueError(f"the entries' fields are all int32[S], not {shapes}")
+    fn = pick("stage", IMPLEMENTATIONS, implementation)
+    return fn(arena, tables, stores, layer, entries)

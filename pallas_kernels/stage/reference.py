@@ -1,0 +1,42 @@
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.fill import reference
+from pallas_kernels.plan.listing import count, places
+from pallas_kernels.stage.admission import Cells, Residency, admit
+
+
+def stage(arena, tables, stores, layer, entries):
+    def at(table):
+        return lax.dynamic_index_in_dim(table, layer, keepdims=False)
+
+    clock, last_used, owner, cell_row = map(
+        at, (tables.clock, tables.last_used, tables.owner, tables.cell_row)
+    )
+    cells = Cells(cell_row, at(tables.cell_version), (owner >= 0) & (last_used == clock))
+    known = (entries.version >= 0) & (entries.version < len(stores))
+    due = (entries.layer == layer) & known
+
+    def carry_out(i, carry):
+        before, done = carry
+        entry = due[i], entries.expert[i], entries.version[i], entries.cell[i]
+        after, admitted = admit(cells, before, *entry)
+        return after, done.at[i].set(admitted)
+
+    before = Residency(owner, jnp.zeros_like(owner), at(tables.address), at(tables.version))
+    after, done = lax.fori_loop(0, due.size, carry_out, (before, jnp.zeros_like(due)))
+
+    def put(table, row):
+        return lax.dynamic_update_index_in_dim(table, row, layer, 0)
+
+    tables = tables._replace(
+        owner=put(tables.owner, after.owner),
+        last_used=put(tables.last_used, jnp.where(after.staged > 0, clock - 1, last_used)),
+        address=put(tables.address, after.address),
+        version=put(tables.version, after.version),
+    )
+    place = places(done)
+    fields = entries.expert, cell_row[entries.cell], entries.version
+    expert, row, version = (field.at[place].set(field) for field in fields)
+    arena = reference.fill(arena, stores, layer, expert, row, version, count(done))
+    return arena, tables, done.astype(jnp.int32)

@@ -1,0 +1,16 @@
+"""How far an implementation may be from a float64 computation on the same inputs, op × dtype.
+
+|got − want| ≤ tolerance · (1 + |want|); inputs are scaled so that results are of the order of 1.
+A 16-bit result is rounded once (relative 2^-8 in bfloat16, 2^-11 in float16) and so are the
+intermediate values that the op's docstring names.
+"""
+
+TOLERANCES: dict[str, dict[str, float]] = {
+    "linear": {"float32": 2e-6, "bfloat16": 4e-3, "float16": 5e-4},
+    "rms_norm": {"float32": 1e-6, "bfloat16": 8e-3, "float16": 1e-3},
+    "route": {"float32": 1e-6},
+    "combine": {"float32": 1e-6, "bfloat16": 4e-3, "float16": 5e-4},
+    "kv_write": {"float32": 2e-6, "bfloat16": 2e-2, "float16": 3e-3},
+    "paged_attention": {"float32": 2e-6, "bfloat16": 5e-3, "float16": 7e-4},
+    "expert_ffn": {"float32": 2e-6, "bfloat16": 4e-3, "float16": 5e-4},
+}

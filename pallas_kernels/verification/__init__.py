@@ -1,0 +1,19 @@
+"""Numeric checks of the kernels on the device that will run them.
+
+A tile configuration that compiles can still be wrong, silently. So every configuration that
+dispatch may choose for a model is compared with the XLA reference on the device itself, once per
+device, jax version and source: the results are in `table`, checked before a model runs.
+"""
+
+from pallas_kernels.verification.checks import Check, ModelShape, checks
+from pallas_kernels.verification.table import Unverified, load_table, require_verified, write_table
+
+__all__ = [
+    "Check",
+    "ModelShape",
+    "Unverified",
+    "checks",
+    "load_table",
+    "require_verified",
+    "write_table",
+]

@@ -1,0 +1,122 @@
+"""What the contract tests of the ops share: compilation, poison, and the comparison.
+
+An op is tested through its `api` with every entry of its IMPLEMENTATIONS, so a new implementation
+is tested by its entry there. A deliberate mistake (a mutant) is one more entry, of its own name.
+On a machine without a GPU the kernels of "pallas" run in Pallas's interpreter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+import numpy as np
+import pytest
+
+from pallas_kernels.tolerances import TOLERANCES
+from pallas_kernels.triton import interpreted
+from tests.pallas_kernels import bounds
+
+POISON = 0x7FFF
+"""uint16 of memory where nothing valid lies: NaN in bfloat16 and float16, twice in float32."""
+
+SEEDS = (0, 1)
+
+
+def each(implementations: Mapping[str, Callable], specs: Sequence = (), dtypes: Sequence = ()):
+    """Parametrises a test by implementation and, where given, by spec and by dtype.
+
+    Kernels take 16-bit operands only, so "pallas" gets neither specs of float32 nor that dtype;
+    its specs of many tokens are slow, since they are interpreted.
+    """
+    axes = {"implementation": list(implementations), "spec": list(specs), "dtype": list(dtypes)}
+    axes = {name: values for name, values in axes.items() if values}
+    cases = []
+    for values in itertools.product(*axes.values()):
+        case = dict(zip(axes, values, strict=True))
+        interpreted_kernel, spec = case["implementation"] == "pallas", case.get("spec")
+        if interpreted_kernel and "float32" in (case.get("dtype"), getattr(spec, "dtype", None)):
+            continue
+        slow = interpreted_kernel and getattr(spec, "tokens", 0) >= 1024
+        name = "-".join(value if isinstance(value, str) else _name(value) for value in values)
+        cases.append(pytest.param(*values, id=name, marks=[pytest.mark.slow] if slow else []))
+    return pytest.mark.parametrize(list(axes), cases)
+
+
+def _name(spec) -> str:
+    texts = (str(value).replace(" ", "") for value in dataclasses.astuple(spec))
+    return "-".join(text if len(text) < 40 else f"{len(text)}chars" for text in texts)
+
+
+@functools.cache
+def compiled(op: Callable, donate: tuple[str, ...] = (), **static) -> Callable:
+    """The op compiled as the engine compiles it; its kernels interpreted where there is no GPU."""
+
+    @functools.wraps(op)  # jax.jit finds the donated arguments by their names
+    def traced(*args, **kwargs):
+        with contextlib.ExitStack() as stack:
+            if not _on_gpu():
+                stack.enter_context(interpreted())
+                stack.enter_context(bounds.checked())
+            return op(*args, **kwargs)
+
+    return jax.jit(
+        functools.partial(traced, **static),
+        donate_argnames=donate,
+        compiler_options={"xla_allow_excess_precision": False},
+    )
+
+
+def pinned(array: np.ndarray) -> jax.Array:
+    """The array in pinned host memory, where stores lie."""
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+    return jax.device_put(array, sharding)
+
+
+def stored(array: np.ndarray, implementation: str) -> jax.Array:
+    """The array where this implementation's tests have stores: pinned host memory, but device
+    memory for an interpreted kernel, since jax 0.10's interpreter takes no operand on the host."""
+    if implementation.startswith("pallas") and not _on_gpu():
+        return jax.device_put(array)
+    return pinned(array)
+
+
+def _on_gpu() -> bool:
+    return jax.default_backend() == "gpu"
+
+
+def bits(array) -> np.ndarray:
+    """An array's bits, for comparisons that tell signed zeros and NaNs apart."""
+    array = np.ascontiguousarray(array)
+    return array.view({2: np.uint16, 4: np.uint32}[array.dtype.itemsize])
+
+
+def same_bits(got, want) -> None:
+    np.testing.assert_array_equal(bits(got), bits(want), strict=True)
+
+
+def as_rows(values: np.ndarray, columns: int) -> np.ndarray:
+    """Values as rows of uint16, as they lie in an arena."""
+    return np.ascontiguousarray(values).view(np.uint16).reshape(-1, columns)
+
+
+def close(op: str, dtype: str, got, want: np.ndarray) -> None:
+    """got within the table's tolerance of want, float64; a NaN is never right."""
+    assert got.shape == want.shape and np.all(np.isfinite(want))
+    tolerance = TOLERANCES[op][dtype]
+    np.testing.assert_allclose(
+        np.asarray(got, np.float64), want, rtol=tolerance, atol=tolerance, equal_nan=False
+    )
+
+
+def wide(array: np.ndarray) -> np.ndarray:
+    return np.asarray(array, np.float64)
+
+
+def draw(rng: np.random.Generator, shape, dtype: str, scale: float = 1.0) -> np.ndarray:
+    """Normal values, rounded to the dtype."""
+    return (scale * rng.standard_normal(shape)).astype(jax.numpy.dtype(dtype))

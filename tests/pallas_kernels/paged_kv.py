@@ -1,0 +1,76 @@
+"""Sequences' keys and values in an otherwise poisoned arena, and attention over them in float64."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from pallas_kernels.kv_write import KVPage
+from tests.pallas_kernels.contract import POISON, as_rows, draw, wide
+
+COLUMNS = 48
+"""Arena row width, which no KV row has, in order to tell the two views apart."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PagedKV:
+    arena: np.ndarray
+    block_table: np.ndarray
+    """[T, B]; past a sequence's last page, addresses that nobody may use."""
+    keys: tuple[np.ndarray, ...]
+    """Per sequence [length, KV heads, head_dim]."""
+    values: tuple[np.ndarray, ...]
+
+
+def draw_kv(rng: np.random.Generator, lengths, page: KVPage, dtype: str):
+    """Keys and values of sequences of such lengths."""
+    shapes = [(n, page.kv_heads, page.head_dim) for n in lengths]
+    keys = tuple(draw(rng, shape, dtype) for shape in shapes)
+    return keys, tuple(draw(rng, shape, dtype) for shape in shapes)
+
+
+def lay_out(
+    rng: np.random.Generator,
+    keys,
+    values,
+    page: KVPage,
+    *,
+    layers: int,
+    layer: int,
+    max_length: int,
+    spare_pages: int = 1,
+) -> PagedKV:
+    """Writes `layer` of each sequence to pages in a random order, one odd KV row before each."""
+    blocks = -(-max_length // page.block_size)
+    pool = len(keys) * blocks + spare_pages  # whatever the lengths: one compilation
+    used = [-(-len(k) // page.block_size) for k in keys]
+    page_rows = layers * page.rows_per_layer + 1
+    order = rng.permutation(pool)
+    row_elements = page.head_dim * keys[0].itemsize // 2
+    # Whole arena rows: COLUMNS KV rows are row_elements arena rows.
+    kv_rows = -(-pool * page_rows // COLUMNS) * COLUMNS
+    view = np.full((kv_rows, row_elements), POISON, np.uint16)
+    table = rng.choice(np.int32([-1, 2**30, 7]), (len(keys), blocks))
+    for s, (k, v) in enumerate(zip(keys, values, strict=True)):
+        mine, order = order[: used[s]], order[used[s] :]
+        table[s, : used[s]] = mine * page_rows + 1
+        for position in range(len(k)):
+            row = table[s, position // page.block_size] + layer * page.rows_per_layer
+            row += position % page.block_size * 2 * page.kv_heads
+            both = np.concatenate([k[position], v[position]])
+            view[row : row + 2 * page.kv_heads] = as_rows(both, row_elements)
+    return PagedKV(view.reshape(-1, COLUMNS), table, keys, values)
+
+
+def attend(q: np.ndarray, keys, values, position: int, window: int | None) -> np.ndarray:
+    """softmax(q·Kᵀ/√hd)·V of one token at `position`. q [H, hd] -> float64 [H·hd]."""
+    low = 0 if window is None else max(position - window + 1, 0)
+    heads, head_dim = q.shape
+    out = np.zeros((heads, head_dim))
+    for h in range(heads):
+        kv_head = h // (heads // keys.shape[1])
+        scores = wide(keys)[low : position + 1, kv_head] @ wide(q[h]) / np.sqrt(head_dim)
+        p = np.exp(scores - scores.max())
+        out[h] = p / p.sum() @ wide(values)[low : position + 1, kv_head]
+    return out.reshape(-1)

@@ -1,0 +1,97 @@
+"""linear's kernel compiled for an H200 at the sizes of real models."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels.linear import linear
+from tests.aot.models import DECODE_ROWS, MODELS, SWEEP_ROWS
+from tests.aot.ptxas import compile_kernels
+
+pytestmark = pytest.mark.aot
+
+Array = jax.ShapeDtypeStruct
+
+
+def product(x, weights, layer, tiles, row_tile, **options):
+    return linear(
+        x, weights, layer, row_tile=row_tile, tiles=tiles, implementation="pallas", **options
+    )
+
+
+def weights_of(model, dtype):
+    attended, hidden = model.heads * model.head_dim, model.hidden
+    qkv = attended + 2 * model.kv_heads * model.head_dim
+    shapes = dict(qkv=(qkv, hidden), o=(hidden, attended), router=(model.experts, hidden))
+    return {name: Array((model.layers, *shape), dtype) for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize("rows", [*DECODE_ROWS, SWEEP_ROWS])
+@pytest.mark.parametrize("name", MODELS)
+def test_products_of_a_layer(name, rows):
+    """Inside a scan over the layers, as in a step."""
+    model, dtype = MODELS[name], jnp.bfloat16
+    row_tile = 64 if rows == SWEEP_ROWS else 16
+
+    def layers(x, weights, tiles):
+        def layer(x, i):
+            qkv = product(x, weights["qkv"], i, tiles, row_tile)
+            attended = jnp.tanh(qkv[:, : weights["o"].shape[-1]])  # arithmetic, not a copy
+            x = x + product(attended, weights["o"], i, tiles, row_tile)
+            return x, product(x, weights["router"], i, tiles, row_tile, out_dtype=jnp.float32)
+
+        return jax.lax.scan(layer, x, jnp.arange(model.layers))
+
+    x = Array((rows, model.hidden), dtype)
+    program, kernels = compile_kernels(
+        layers, x, weights_of(model, dtype), Array((), jnp.int32), donate_argnums=0
+    )
+    assert program.kernels().count("linear") == 3
+    assert program.copies() == []
+    check(kernels, "wgmma.mma_async" if row_tile == 64 else "mma.sync")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_lm_head(name):
+    model = MODELS[name]
+    head = Array((1, model.vocabulary, model.hidden), jnp.bfloat16)
+    instructions = set()
+    for rows in DECODE_ROWS:
+        program, kernels = compile_kernels(
+            lambda x, w, tiles: product(x, w, 0, tiles, 16, out_dtype=jnp.float32),
+            Array((rows, model.hidden), jnp.bfloat16),
+            head,
+            Array((), jnp.int32),
+        )
+        assert program.kernels() == ["linear"] and program.copies() == []
+        check(kernels, "mma.sync")
+        instructions.add(kernels["linear"].ptx.count("mma.sync"))
+    assert len(instructions) == 1  # the number of rows changes the grid only
+
+
+@pytest.mark.parametrize("row_tile", [16, 64])
+def test_odd_widths(row_tile):
+    """GPT-OSS's hidden size is no multiple of a tile's depth; a bias; float16."""
+    _, kernels = compile_kernels(
+        lambda x, w, b, i, tiles: linear(
+            x, w, i, b, row_tile=row_tile, tiles=tiles, implementation="pallas"
+        ),
+        Array((64, 2880), jnp.float16),
+        Array((36, 5120, 2880), jnp.float16),
+        Array((36, 5120), jnp.float16),
+        Array((), jnp.int32),
+        Array((), jnp.int32),
+    )
+    check(kernels, "wgmma.mma_async" if row_tile == 64 else "mma.sync", scalars=6)
+
+
+def check(kernels, instruction, scalars=2):
+    """scalars: narrow loads, of the layer, the tiles in use, the bias."""
+    kernels = [kernel for name, kernel in kernels.items() if name.startswith("linear")]
+    assert kernels
+    for kernel in kernels:
+        loads = kernel.load_bits()
+        assert kernel.spill_bytes == 0
+        assert kernel.shared_bytes <= 113 * 1024  # two programs on a multiprocessor
+        assert loads[128] >= 16 and loads.total() - loads[128] <= scalars
+        assert instruction in kernel.ptx

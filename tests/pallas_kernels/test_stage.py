@@ -1,0 +1,260 @@
+"""stage against plain Python, over histories of references, stages and regrants."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from host_offload.integrity import count_faults
+from host_offload.tables import empty_tables, regrant
+from pallas_kernels.fill import fill
+from pallas_kernels.plan import plan
+from pallas_kernels.stage import Entries, api
+from pallas_kernels.stage.specs import SPECS, Spec
+from tests.pallas_kernels.contract import POISON, compiled, each, stored
+from tests.pallas_kernels.pager import INT
+from tests.pallas_kernels.staged_memory import Memory
+
+
+def histories(spec: Spec):
+    """(version of each cell, actions). Lists are full of entries for one layer and of duplicates,
+    and have entries for no layer, of experts, versions and cells that do not exist, too."""
+    versions, place = len(spec.record_rows), st.sampled_from([0, 0, 0, 0, 1, -1])
+    layer, version, expert = (
+        st.integers(0, size - 1) for size in (spec.layers, versions, spec.experts)
+    )
+
+    def mostly(size: int):
+        """An index, sometimes one that does not exist."""
+        return st.sampled_from([*range(size)] * (1 + 12 // size) + [-1, size])
+
+    entry = st.tuples(
+        st.sampled_from([0] * 10 + [-1, spec.layers - 1]),
+        mostly(spec.experts),
+        mostly(versions),
+        mostly(spec.cells),
+    )
+    # Strategies that are one object would count once.
+    stages = [st.tuples(st.just("stage"), _list(entry, spec.entries)) for _ in range(4)]
+    action = st.one_of(
+        st.tuples(st.just("reference"), layer, st.frozensets(expert, max_size=3)),
+        st.tuples(st.just("regrant"), layer, _list(place, spec.cells)),
+        st.tuples(st.just("fill_version"), layer, expert, version),
+        *stages,
+    )
+    return st.tuples(_list(version, spec.cells), st.lists(action, min_size=4, max_size=12))
+
+
+def _list(values, size: int):
+    return st.lists(values, min_size=size, max_size=size)
+
+
+def check(spec: Spec, implementation: str, history) -> None:
+    """Arena, tables and what was carried out are right after every action, and nothing is stale."""
+    cell_versions, actions = history
+    rng = np.random.default_rng(0)
+    stores = [
+        rng.integers(0, POISON, (spec.layers, spec.experts, rows, spec.hidden), np.uint16)
+        for rows in spec.record_rows
+    ]
+    memory = Memory(spec, cell_versions, stores)
+    arena, tables = jnp.array(memory.arena), jax.tree.map(jnp.array, memory.tables)
+    op = compiled(api.stage, implementation=implementation)
+    pinned, here = (
+        tuple(stored(store, name) for store in stores) for name in ("xla", implementation)
+    )
+    for kind, *action in actions:
+        if kind == "stage":
+            (entries,) = action
+            lists = Entries(*map(INT, zip(*entries, strict=True)))
+            for layer in range(spec.layers):
+                want = memory.stage(layer, entries)
+                arena, tables, done = op(arena, tables, here, INT(layer), lists)
+                np.testing.assert_array_equal(done, INT(want), strict=True)
+        elif kind == "reference":
+            layer, active = action
+            memory.reference(layer, active)
+            mask = np.isin(np.arange(spec.experts), list(active))
+            tables, work = compiled(plan)(tables, INT(layer), mask)
+            moves = work.fill_expert, work.fill_row, work.fill_version, work.fill_count
+            arena = compiled(fill)(arena, pinned, INT(layer), *moves)
+        elif kind == "regrant":
+            memory.regrant(*action)
+            tables = compiled(regrant)(tables, memory.tables.cell_row)
+        else:
+            layer, expert, version = action
+            memory.pagers[layer].fill_version[expert] = version
+            tables = tables._replace(fill_version=memory.tables.fill_version)
+        got = jax.device_get(tables)
+        for name, a, b in zip(tables._fields, got, memory.tables, strict=True):
+            np.testing.assert_array_equal(a, b, err_msg=name, strict=True)
+        np.testing.assert_array_equal(arena, memory.arena, strict=True)
+        assert not np.any(compiled(count_faults)(arena, tables, pinned))
+
+
+@each(api.IMPLEMENTATIONS, SPECS)
+@settings(max_examples=10)
+@given(data=st.data())
+def test_contract(spec, implementation, data):
+    check(spec, implementation, data.draw(histories(spec)))
+
+
+def one_layer(**changes):
+    """Tables of one layer of 4 experts with 3 cells of versions 0, 0, 1, its clock at 7."""
+    tables = empty_tables(1, 4, 3, "lru")._replace(
+        cell_row=INT([[0, 3, 6]]), cell_version=INT([[0, 0, 1]]), clock=INT([7])
+    )
+    return tables._replace(**{name: INT([row]) for name, row in changes.items()})
+
+
+def run(implementation, tables, *entries):
+    """The tables' rows after entries (expert, version, cell), and what was carried out."""
+    store = np.zeros((1, 4, 3, 2), np.uint16)
+    lists = Entries(INT([0] * len(entries)), *map(INT, zip(*entries, strict=True)))
+    op = compiled(api.stage, implementation=implementation)
+    stores = (stored(store, implementation),) * 2
+    _, tables, done = op(jnp.zeros((9, 2), jnp.uint16), tables, stores, INT(0), lists)
+    return tables, done.tolist()
+
+
+@each(api.IMPLEMENTATIONS)
+def test_the_first_of_duplicates_wins(implementation):
+    entries = [(2, 0, 0), (2, 0, 0), (3, 0, 0), (2, 0, 1), (2, 1, 2), (3, 0, 1)]
+    tables, done = run(implementation, one_layer(), *entries)
+    assert done == [1, 0, 0, 0, 0, 1]
+    np.testing.assert_array_equal(tables.owner, [[2, 3, -1]])
+    np.testing.assert_array_equal(tables.address, [[-1, -1, 0, 3]])
+    np.testing.assert_array_equal(tables.last_used, [[6, 6, 0]])
+
+
+@each(api.IMPLEMENTATIONS)
+def test_what_this_step_used_is_not_overwritten(implementation):
+    """Not even where another entry has just made the cell free by promoting its owner."""
+    resident = one_layer(owner=[1, 0, -1], last_used=[7, 6, 7], address=[3, 0, -1, -1])
+    tables, done = run(implementation, resident, (2, 0, 0), (1, 1, 2), (3, 0, 0), (2, 0, 1))
+    assert done == [0, 1, 0, 1]
+    np.testing.assert_array_equal(tables.owner, [[-1, 2, 1]])
+    np.testing.assert_array_equal(tables.address, [[-1, 6, 3, -1]])
+    np.testing.assert_array_equal(tables.version, [[0, 1, 0, 0]])
+
+
+@each(api.IMPLEMENTATIONS)
+def test_an_owner_with_a_copy_elsewhere_keeps_its_address(implementation):
+    """Expert 1 has a superseded copy in cell 0; its address points to cell 2."""
+    superseded = one_layer(owner=[1, -1, 1], address=[-1, 6, -1, -1], version=[0, 1, 0, 0])
+    tables, done = run(implementation, superseded, (3, 0, 0))
+    assert done == [1]
+    np.testing.assert_array_equal(tables.address, [[-1, 6, -1, 0]])
+
+
+@each(api.IMPLEMENTATIONS)
+def test_before_the_first_reference(implementation):
+    """A clock of 0 is no use."""
+    tables, done = run(implementation, one_layer(clock=0)._replace(clock=INT([0])), (2, 0, 0))
+    assert done == [1]
+    np.testing.assert_array_equal(tables.last_used, [[-1, 0, 0]])
+
+
+def with_entries(change):
+    """A mutant that gets other entries."""
+
+    def broken(stage, arena, tables, stores, layer, entries):
+        return stage(arena, tables, stores, layer, change(entries, layer))
+
+    broken.__name__ = change.__name__
+    return broken
+
+
+@with_entries
+def any_layer(entries, layer):
+    return entries._replace(layer=jnp.where(entries.layer < 0, -1, layer))
+
+
+@with_entries
+def last_one_left_out(entries, layer):
+    return entries._replace(layer=entries.layer.at[-1].set(-1))
+
+
+def last_wins(stage, arena, tables, stores, layer, entries):
+    backwards = Entries(*(field[::-1] for field in entries))
+    *results, done = stage(arena, tables, stores, layer, backwards)
+    return *results, done[::-1]
+
+
+def overwrites_what_is_used(stage, arena, tables, stores, layer, entries):
+    older = tables._replace(last_used=tables.last_used - 1)
+    arena, after, done = stage(arena, older, stores, layer, entries)
+    last_used = jnp.where(after.last_used != older.last_used, after.last_used, tables.last_used)
+    return arena, after._replace(last_used=last_used), done
+
+
+def forgets_the_owner(stage, arena, tables, stores, layer, entries):
+    arena, after, done = stage(arena, tables, stores, layer, entries)
+    address = jnp.where(after.address < 0, tables.address, after.address)
+    return arena, after._replace(address=address), done
+
+
+def copies_nothing(stage, arena, tables, stores, layer, entries):
+    return arena, *stage(arena, tables, stores, layer, entries)[1:]
+
+
+def uses_ungranted_cells(stage, arena, tables, stores, layer, entries):
+    wide = tables._replace(cell_row=jnp.maximum(tables.cell_row, 0))
+    arena, after, done = stage(arena, wide, stores, layer, entries)
+    return arena, after._replace(cell_row=tables.cell_row), done
+
+
+@each(api.IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        any_layer,
+        last_one_left_out,
+        last_wins,
+        overwrites_what_is_used,
+        forgets_the_owner,
+        copies_nothing,
+        uses_ungranted_cells,
+    ],
+    ids=lambda mutant: mutant.__name__,
+)
+def test_contract_catches(mutant, implementation, monkeypatch):
+    name = f"{implementation}_{mutant.__name__}"
+    broken = functools.partial(mutant, api.IMPLEMENTATIONS[implementation])
+    monkeypatch.setitem(api.IMPLEMENTATIONS, name, broken)
+
+    @settings(
+        max_examples=200,
+        phases=[Phase.generate],
+        database=None,
+        derandomize=True,
+        report_multiple_bugs=False,
+    )
+    @given(histories(SPECS[0]))
+    def search(history):
+        check(SPECS[0], name, history)
+
+    with pytest.raises(AssertionError):
+        search()
+
+
+@pytest.mark.parametrize(
+    ("stores", "sizes", "options", "message"),
+    [
+        ([], [2] * 4, {}, "stage needs at least one store"),
+        ([(1, 4, 3)], [2] * 4, {}, r"a store is \[L, E, rows, 8\], not \(1, 4, 3\)"),
+        ([(1, 4, 3, 9)], [2] * 4, {}, r"a store is \[L, E, rows, 8\], not \(1, 4, 3, 9\)"),
+        ([(1, 5, 3, 8)], [2] * 4, {}, r"a store of \(1, 5\), tables of \(1, 4\)"),
+        ([(1, 4, 3, 8)], [2, 2, 3, 2], {}, r"the entries' fields are all int32\[S\], not"),
+        ([(1, 4, 3, 8)], [2] * 4, {"implementation": "cuda"}, "op 'stage' has no implementation"),
+    ],
+)
+def test_refuses(stores, sizes, options, message):
+    stores = tuple(jnp.zeros(shape, jnp.uint16) for shape in stores)
+    entries = Entries(*(jnp.zeros(size, jnp.int32) for size in sizes))
+    with pytest.raises(ValueError, match=message):
+        api.stage(jnp.zeros((9, 8), jnp.uint16), one_layer(), stores, 0, entries, **options)
