@@ -41,6 +41,7 @@ class SlotArena:
         self.cell_row = np.full((layers, cells), -1, np.int32)
         self._free_pages: dict[int, list[int]] = {}
         self._page_slot: dict[int, int] = {}
+        self._free_page_count = 0
 
     # ---- experts
 
@@ -90,11 +91,13 @@ class SlotArena:
         for slot in empty[: max(len(kv) - slots, 0)]:
             for page in self._free_pages.pop(slot):
                 del self._page_slot[page]
+                self._free_page_count -= 1
             self.slot_class[slot] = SlotClass.FREE
         for slot in free[::-1][: max(slots - len(kv), 0)]:
             pages = [self.layout.page_row(int(slot), p) for p in range(self.layout.pages_per_slot)]
             self._free_pages[int(slot)] = pages[::-1]
             self._page_slot.update(dict.fromkeys(pages, int(slot)))
+            self._free_page_count += len(pages)
             self.slot_class[slot] = SlotClass.KV
 
     @property
@@ -104,7 +107,7 @@ class SlotArena:
 
     @property
     def free_pages(self) -> int:
-        return sum(map(len, self._free_pages.values()))
+        return self._free_page_count
 
     def allocate_pages(self, count: int) -> list[int]:
         """KV rows of so many pages. Takes from the fullest slots first and stays in a slot as long
@@ -118,6 +121,7 @@ class SlotArena:
                 taken.append(pages.pop())
             if len(taken) == count:
                 break
+        self._free_page_count -= count
         return taken
 
     def _fullness(self, slot: int) -> tuple[int, int]:
@@ -135,6 +139,7 @@ class SlotArena:
         for page, slot in zip(pages, slots, strict=True):
             if slot is not None:
                 self._free_pages[slot].append(page)
+                self._free_page_count += 1
 
     # ---- what holds the arena
 

@@ -10,6 +10,9 @@ import dataclasses
 
 from host_offload.layout import SlotLayout
 
+KV_SHARE = 8
+"""Where not everything fits and no number says otherwise, KV keeps this fraction's part: 1/8."""
+
 
 class BudgetError(ValueError):
     """Budgets that contradict each other or exceed the device; the message has the arithmetic."""
@@ -93,9 +96,10 @@ def resolve_budget(
     - Two of the three fix the third. With memory and expert_budget, KV gets the whole rest.
     - Only expert_budget: KV gets its full need, cut to what is available.
     - Only kv_budget: every expert, cut to what is available.
-    - Only memory: KV gets its full need, but at most half of memory and at least one sequence;
-      experts get what is left, and KV what they cannot use.
-    - None of them: every expert and the full KV, both cut in proportion to what is available.
+    - Only memory, or none of them (then what is available): every expert and the full KV. Where
+      that does not fit KV is cut first, down to an eighth of it (KV_SHARE) or one sequence, then
+      experts: a short queue costs waiting, a missing expert a transfer in every step. With memory,
+      KV also gets what experts cannot use.
 
     Raises ArenaTooSmall when KV cannot hold one sequence, BudgetError when the numbers contradict
     each other or exceed available_bytes, and BudgetError for a negative number.
@@ -199,12 +203,8 @@ def _split(
     if kv is not None:
         return (min(need.experts, max(room - kv, 0)) if experts is None else experts), kv
     if experts is None:
-        everything = need.experts + need.kv_full
-        part = room // 2 if keep_rest else room * need.kv_full // everything
-        fits_all = room >= everything
-        target = need.kv_full if fits_all else min(need.kv_full, max(part, need.kv_least))
-        experts = min(need.experts, max(room - target, 0))
-        return experts, (room - experts if keep_rest else min(target, room))
+        floor = min(need.kv_full, max(room // KV_SHARE, need.kv_least))
+        experts = min(need.experts, max(room - floor, 0))
     return experts, (room - experts if keep_rest else min(need.kv_full, room - experts))
 
 

@@ -14,12 +14,22 @@ from importlib import metadata
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from host_offload.budget import ArenaTooSmall, BudgetError
     from moejax.errors import UserError
     from moejax.llm import LLM
     from moejax.outputs import CompletionOutput, Logprob, RequestOutput
     from moejax.sampling_params import SamplingParams
 
-__all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams", "UserError"]
+__all__ = [
+    "LLM",
+    "ArenaTooSmall",
+    "BudgetError",
+    "CompletionOutput",
+    "Logprob",
+    "RequestOutput",
+    "SamplingParams",
+    "UserError",
+]
 
 _HOMES = {
     "LLM": "moejax.llm",
@@ -28,6 +38,8 @@ _HOMES = {
     "CompletionOutput": "moejax.outputs",
     "Logprob": "moejax.outputs",
     "UserError": "moejax.errors",
+    "BudgetError": "host_offload.budget",
+    "ArenaTooSmall": "host_offload.budget",
 }
 
 

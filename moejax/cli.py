@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -100,6 +101,8 @@ def _generate(args: argparse.Namespace) -> int:
 
     from moejax import LLM
 
+    # The summary has every note; a warning would only say it twice.
+    logging.getLogger("moejax").setLevel(logging.ERROR)
     with LLM(args.model, progress=not (args.quiet or args.json), **options) as llm:
         if llm.get_tokenizer() is None:
             raise UserError(

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from moejax.errors import UserError
+from moejax.interrupt import deferred_interrupt
 from moejax.outputs import FinishReason, Logprob
 from moejax.runner import Runner
 from moejax.sampler import GREEDY_BELOW
@@ -59,8 +60,9 @@ Listener = Callable[[Step], None]
 class Engine:
     """Continuous batching over a Runner: a request joins and leaves at any step.
 
-    seed: of requests that bring none. listener: called with each step right after its dispatch
-    (for tests, recorders and integrity checks); it may wait for the device, which only costs time.
+    seed: of requests that bring none; such a request draws from it and from its number in the
+    engine's life. listener: called with each step after its dispatch (for tests, recorders and
+    integrity checks); it may wait for the device, which only costs time. Not for several threads.
     """
 
     def __init__(
@@ -92,6 +94,7 @@ class Engine:
         Raises UserError for what could never run: an empty prompt, ids outside of the vocabulary,
         and what Scheduler.check refuses.
         """
+        self.check(prompt, params, targets)
         number = next(self._requests)
         # An unseeded request's draws depend on the engine's seed and its place in the order.
         derived = np.random.SeedSequence([self.seed, number]).generate_state(1)[0]
@@ -103,18 +106,23 @@ class Engine:
             arrival_s=time.perf_counter(),
             targets=targets,
         )
-        self._check(request)
+        if self.idle:
+            self.statistics.start(request.arrival_s)
         self.scheduler.add(request)
         self.statistics.add_request(request)
         return request
 
-    def _check(self, request: Request) -> None:
-        if not request.prompt:
+    def check(
+        self, prompt: list[int], params: SamplingParams, targets: list[int] | None = None
+    ) -> None:
+        """Raises UserError, as add does, for a request that could never run."""
+        if not prompt:
             raise UserError("the prompt is empty; give at least one token")
         vocabulary = self.runner.config.vocab_size
-        bad = [t for t in request.prompt if not 0 <= t < vocabulary]
+        bad = [t for t in (*prompt, *(targets or ())) if not 0 <= t < vocabulary]
         if bad:
             raise UserError(f"token id {bad[0]} is outside of the vocabulary of {vocabulary}")
+        self.scheduler.check(len(prompt), 0 if targets is not None else params.max_tokens)
 
     def abort(self, requests: Iterable[Request]) -> None:
         """Takes requests out; their rows and pages are free at once."""
@@ -131,10 +139,14 @@ class Engine:
         Raises ValueError, as SlotArena's grants, for what the arena cannot give, and when requests
         are running.
         """
+        self.drain()
         if not self.idle:
             raise ValueError("requests are running; budgets change between them")
         arena, cells = self.scheduler.arena, list(cells_per_layer)
-        if sum(cells) + kv_slots > arena.slots:
+        layers, bound = arena.cell_row.shape
+        if len(cells) != layers or any(not 0 <= n <= bound for n in cells):
+            raise ValueError(f"cells per layer must be {layers} numbers of 0…{bound}: {cells}")
+        if kv_slots < 0 or sum(cells) + kv_slots > arena.slots:
             raise ValueError(f"{sum(cells)} cells + {kv_slots} KV slots of {arena.slots} slots")
         have = np.sum(arena.cell_row >= 0, axis=1).tolist()
         # Shrink before grow: at no moment do both sides hold a slot.
@@ -151,13 +163,37 @@ class Engine:
 
     def step(self) -> list[Request]:
         """Dispatches the next step, then reads the one before it; returns the requests that got
-        tokens or finished by that."""
-        work = self.scheduler.next_work()
-        step = None if work is None else self._dispatch(work)
-        previous, self._pending = self._pending, step
-        return [] if previous is None else self._read(previous)
+        tokens or finished by that. Ctrl-C waits for the end of it: in the middle, donated buffers
+        would be lost. A step that fails aborts its requests, and no others."""
+        with deferred_interrupt():
+            previous, self._pending = self._pending, None
+            try:
+                work = self.scheduler.next_work()
+                if work is None and previous is None and not self.scheduler.idle:
+                    raise RuntimeError("requests are waiting but no step can be made of them")
+                if work is not None:
+                    self._pending = self._dispatch(work)
+            finally:
+                touched = [] if previous is None else self._read(previous)
+            if self.listener is not None and self._pending is not None:
+                self.listener(self._pending)
+            return touched
+
+    def drain(self) -> None:
+        """Reads a step that is still pending although no request is left: one that had been
+        dispatched before the last request was found to have ended."""
+        if self.scheduler.idle and self._pending is not None:
+            previous, self._pending = self._pending, None
+            self._read(previous)
 
     def _dispatch(self, work: Work) -> Step:
+        try:
+            return self._dispatched(work)
+        except BaseException:
+            self.abort({*work.rows, *(chunk.request for chunk in work.chunks)})
+            raise
+
+    def _dispatched(self, work: Work) -> Step:
         number, began = next(self._steps), time.perf_counter()
         if work.chunks:
             score = work.chunks[0].request.targets is not None
@@ -176,8 +212,6 @@ class Engine:
             values = self.runner.token_logprobs(output.logits, tokens) if wanted else None
             step = dataclasses.replace(step, tokens=tokens, logprobs=values)
         self.events.append(Event("dispatch", number, time.perf_counter()))
-        if self.listener is not None:
-            self.listener(step)
         return step
 
     def _device_block_table(self) -> jax.Array:
@@ -239,7 +273,7 @@ class Engine:
             scores = np.asarray(step.output.scores)
             for i, chunk in enumerate(step.work.chunks):
                 chunk.request.scores.extend(scores[i, : chunk.length].tolist())
-                if chunk.is_last:
+                if chunk.is_last and chunk.request.finish_reason is None:
                     self._finish(chunk.request, "length", now)
                     touched.append(chunk.request)
         for request in step.sampled():

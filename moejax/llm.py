@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -32,6 +32,9 @@ from moejax.startup import Limits, start_engine, use_compilation_cache
 from moejax.tokenizer import Detokenizer, load_tokenizer
 from pallas_kernels import parse_ops
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
 log = logging.getLogger("moejax")
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -40,7 +43,8 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 class LLM:
     """A Mixture-of-Experts model that runs from a fixed arena of expert slots and KV pages.
 
-    model: a Hugging Face checkpoint directory, or "demo" for the model in the package.
+    model: a Hugging Face checkpoint directory, or "demo" for the model in the package ("./demo" is
+    a directory).
     dtype: "auto" (the checkpoint's), "half", "float16", "bfloat16", "float", "float32".
     seed: of requests that bring none. max_model_len: prompt and generated tokens of a sequence
     (default: the model's). max_num_seqs: sequences decoded at once (16 on CPU, 64 on GPU).
@@ -120,15 +124,21 @@ class LLM:
                     seed=seed,
                     listener=listener,
                 )
-                self._tokenizer = tokenizer.result()
-                self.engine.runner.wait_compiled()
             except BaseException:
                 loaded.store.delete()
+                raise
+            try:
+                self._tokenizer = tokenizer.result()
+            except BaseException:
+                self.engine.runner.delete()
                 raise
         self.dtype = loaded.dtype
         self._start_s = time.perf_counter() - began
         self._closed = False
-        log.info("%s: %s; ops %s", self.model, "; ".join(self.budget.notes), self.engine.runner.ops)
+        for note in self.budget.notes:
+            # What the user asked for and does not get must be seen without asking for a log.
+            log.log(logging.WARNING if ", cut from" in note else logging.INFO, note)
+        log.info("%s: ops %s", self.model, self.engine.runner.ops)
 
     # ---- what users call
 
@@ -176,9 +186,18 @@ class LLM:
         """
         if self._tokenizer is None:
             raise UserError(f"{self.model} has no tokenizer; use generate() with token ids")
-        encoded = self._encode(prompt)
-        with self._requests([encoded], self._params_for(sampling_params, 1)) as (request,):
-            detokenizer, seen = Detokenizer(self._tokenizer, request.prompt), 0
+        encoded, params = self._encode(prompt), self._params_for(sampling_params, 1)
+        self._open().check(encoded[1], params[0])
+        return self._stream(self._tokenizer, encoded, params)
+
+    def _stream(
+        self,
+        tokenizer: PreTrainedTokenizerFast,
+        encoded: tuple[str | None, list[int]],
+        params: list[SamplingParams],
+    ) -> Iterator[str]:
+        with self._requests([encoded], params) as (request,):
+            detokenizer, seen = Detokenizer(tokenizer, request.prompt), 0
             while request.finish_reason is None:
                 self.engine.step()
                 piece = detokenizer.push(request.output[seen:])
@@ -230,7 +249,7 @@ class LLM:
 
     def stats(self) -> dict[str, Any]:
         """What ran and what it cost, as plain data; the command line's --json prints it."""
-        engine = self.engine
+        engine = self._open()
         arena, layout = engine.scheduler.arena, engine.scheduler.arena.layout
         times, summary = engine.statistics.seconds, engine.statistics.summary()
         return {
@@ -269,8 +288,8 @@ class LLM:
     def close(self) -> None:
         """Frees arena, store and parameters. Idempotent."""
         if not self._closed:
-            self._closed = True
             self.engine.runner.delete()
+            self._closed = True
 
     def __enter__(self) -> LLM:
         return self
@@ -305,9 +324,12 @@ class LLM:
         return prompt, self._tokenizer(prompt)["input_ids"]
 
     def _requests(self, encoded, params, targets=None):
+        return _Requests(self._open(), encoded, params, targets)
+
+    def _open(self) -> Engine:
         if self._closed:
             raise UserError("this LLM is closed; make another one")
-        return _Requests(self.engine, encoded, params, targets)
+        return self.engine
 
 
 class _Requests:
@@ -328,6 +350,7 @@ class _Requests:
 
     def __exit__(self, *exception) -> None:
         self.engine.abort(self.added)
+        self.engine.drain()
 
 
 def _as_list(prompts: Any) -> list[Prompt]:
@@ -338,6 +361,6 @@ def _as_list(prompts: Any) -> list[Prompt]:
 
 
 def _directory(model: str | os.PathLike[str]) -> str | os.PathLike[str]:
-    if model == "demo" and not Path("demo").exists():
+    if model == "demo":
         return Path(str(importlib.resources.files("moejax") / "demo"))
     return model

@@ -84,7 +84,7 @@ class Programs:
             entries = array((STAGES,), jnp.int32)
             known = {
                 "forced": Routing(array(shape, jnp.int32), array(shape, jnp.float32)),
-                "staged": Entries(entries, entries, entries, entries),
+                "staged": Entries._make([entries] * len(Entries._fields)),
             }
             if any(e not in known for e in extras):
                 raise ValueError(f"no program {name!r}")

@@ -15,6 +15,16 @@ from host_offload.layout import DENSE
 from moejax.runner import Runner
 from pallas_kernels.fill import fill
 
+QUEUED = {"cpu": 1}
+"""Platform → calls dispatched before waiting for the last; elsewhere 8, so that the device never
+waits for Python."""
+
+COPIED = {"cpu": 1 << 28}
+"""Platform → bytes of the array that memory's rate is measured on; elsewhere 1 GiB."""
+
+SQUARE = {"cpu": 1024}
+"""Platform → rows and columns of the matrices in measure_matrix_rate; elsewhere 8192."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
@@ -25,13 +35,30 @@ class Rates:
 
 
 def measure_rates(runner: Runner) -> Rates:
-    """The link's rate (the fill op on the runner's store) and the device memory's read rate."""
+    """The link's rate (the runner's own fill op, on its store) and the device memory's: the better
+    of reading an array and of rewriting it in place, bytes read and written counted.
+
+    Takes up to 1 GiB of device memory for the time being, beside the arena.
+    """
+    return Rates(_link_rate(runner), _memory_rate(runner.device))
+
+
+def measure_matrix_rate(device: jax.Device, dtype: jax.typing.DTypeLike) -> float:
+    """Floating point operations per second of a large square product by XLA, 2·n³ for n rows."""
+    n = SQUARE.get(device.platform, 8192)
+    a = jax.device_put(np.full((n, n), 0.5, dtype), device)
+    product = jax.jit(jnp.matmul)
+    rate = 2 * n**3 / _best_s(lambda _: product(a, a), QUEUED.get(device.platform, 8))
+    a.delete()
+    return rate
+
+
+def _link_rate(runner: Runner) -> float:
     layers, experts, rows, hidden = runner.stores[0].shape
     record = rows * hidden * 2
     # Enough bytes to leave every cache behind, little enough to be an addition to the arena.
     count = int(np.clip((256 << 20) // record, 1, experts))
-    sharding = runner.tokens.sharding
-    arena = jax.device_put(np.zeros((count * rows, hidden), np.uint16), sharding)
+    arena = jax.device_put(np.zeros((count * rows, hidden), np.uint16), runner.tokens.sharding)
     index = np.arange(count, dtype=np.int32)
 
     @functools.partial(jax.jit, donate_argnums=0)
@@ -47,23 +74,43 @@ def measure_rates(runner: Runner) -> Rates:
             implementation=runner.ops.fill,
         )
 
-    def fill_layer(i: int) -> None:
+    def fill_layer(i: int) -> jax.Array:
         nonlocal arena
-        arena = jax.block_until_ready(move(arena, runner.stores, np.int32(i % layers)))
+        arena = move(arena, runner.stores, np.int32(i % layers))
+        return arena
 
-    values = jax.device_put(np.ones(64 << 20, np.float32), sharding)
+    rate = count * record / _best_s(fill_layer, QUEUED.get(runner.device.platform, 8))
+    arena.delete()
+    return rate
+
+
+def _memory_rate(device: jax.Device) -> float:
+    values = jax.device_put(np.ones(COPIED.get(device.platform, 1 << 30) // 4, np.float32), device)
+    nbytes, calls = values.nbytes, QUEUED.get(device.platform, 8)
     total = jax.jit(jnp.sum)
-    link = count * record / _best_s(fill_layer)
-    memory = values.nbytes / _best_s(lambda _: jax.block_until_ready(total(values)))
-    return Rates(link, memory)
+    rewrite = jax.jit(lambda values: values + 1, donate_argnums=0)
+    read = nbytes / _best_s(lambda _: total(values), calls)
+
+    def copy(_: int) -> jax.Array:
+        nonlocal values
+        values = rewrite(values)
+        return values
+
+    copied = 2 * nbytes / _best_s(copy, calls)
+    values.delete()
+    return max(read, copied)
 
 
-def _best_s(work: Callable[[int], object], least_s: float = 0.3) -> float:
-    """The fastest of repeated calls: a floor is what the machine can do, not what it does."""
-    work(0)
-    best, began, i = float("inf"), time.perf_counter(), 1
-    while i < 4 or time.perf_counter() - began < least_s:
+def _best_s(work: Callable[[int], jax.Array], calls: int, least_s: float = 0.3) -> float:
+    """Seconds of one call of work(i), the fastest of repeated rounds of so many calls, dispatched
+    one after the other: a floor is what the machine can do, not what it does."""
+    jax.block_until_ready(work(0))
+    best, i = float("inf"), 1
+    began = time.perf_counter()
+    while i < 1 + 3 * calls or time.perf_counter() - began < least_s:
         start = time.perf_counter()
-        work(i)
-        best, i = min(best, time.perf_counter() - start), i + 1
+        for _ in range(calls):
+            result, i = work(i), i + 1
+        jax.block_until_ready(result)
+        best = min(best, (time.perf_counter() - start) / calls)
     return best

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -54,7 +55,9 @@ class Runner:
         """slots: of the arena. cells: C, the tables' bound of cells a layer."""
         self.config, self.shapes, self.device, self.ops = model.config, shapes, device, ops
         self.layout, self.store, self.slots = layout, store, slots
-        self.graph, self.state = nnx.split(model)
+        self.graph, state = nnx.split(model)
+        # Constants that the model made itself may lie on jax's default device.
+        self.state = jax.device_put(state, SingleDeviceSharding(device))
         self.stores = tuple(store.arrays[record.version] for record in layout.records)
         layers, experts = self.stores[0].shape[:2]
         self._sharding = SingleDeviceSharding(device)
@@ -64,18 +67,31 @@ class Runner:
         self.tokens = jax.device_put(np.zeros(shapes.rows, np.int32), self._sharding)
         page = layout.page
         self.page = KVPage(page.block_size, page.kv_heads, page.head_dim)
+        self._began = time.perf_counter()
         self.compile_s = 0.0
+        """From the start to when a first request can run."""
         self._executables: dict[str, Future] = {}
         # Two threads: tracing holds the interpreter, XLA's compiler does not.
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="moejax-compile")
-        for name in ("decode", "prefill", "greedy"):
+        first = self._bucket(1)
+        self._needed = [f"decode{first}", "prefill", "greedy", f"greedy{first}", "regrant"]
+        # What a later request may need compiles while the first ones run.
+        later = [f"decode{self._bucket(b)}" for b in shapes.buckets]
+        for name in dict.fromkeys([*self._needed, "sample", f"sample{first}", *later]):
             self._executable(name)
+
+    def _bucket(self, rows: int) -> str:
+        """The ending of the names of programs for so many rows."""
+        bucket = self.shapes.bucket(rows)
+        return "" if bucket == self.shapes.rows else f"@{bucket}"
 
     # ---- executables
 
     def _executable(self, name: str) -> Future:
         if name not in self._executables:
-            self._executables[name] = self._pool.submit(self._compile, name)
+            # In this thread's context: whether kernels are interpreted is a context variable.
+            run = contextvars.copy_context().run
+            self._executables[name] = self._pool.submit(run, self._compile, name)
         return self._executables[name]
 
     def _call(self, name: str, *args):
@@ -83,24 +99,23 @@ class Runner:
 
     def wait_compiled(self) -> None:
         """Blocks until the executables that every request needs exist."""
-        for future in list(self._executables.values()):
-            future.result()
+        for name in self._needed:
+            self._executable(name).result()
+        self.compile_s = time.perf_counter() - self._began
 
     def executables(self) -> tuple[str, ...]:
         """Names of what was compiled so far. Budgets, policies and placement add none."""
         return tuple(self._executables)
 
     def _compile(self, name: str):
-        began = time.perf_counter()
-        lowered = self.lower(name)
-        compiled = lowered.compile(compiler_options=compiler_options(self.device.platform))
-        self.compile_s = max(self.compile_s, time.perf_counter() - began)
-        return compiled
+        return self.lower(name).compile(compiler_options=compiler_options(self.device.platform))
 
     def lower(self, name: str) -> jax.stages.Lowered:
         """The traced and lowered executable of that name, arena and tables donated."""
         program = self.programs().program(name)
-        return jax.jit(program.function, donate_argnums=program.donated).lower(*program.args)
+        # The ops are written for 32-bit integers, whatever the user set for other code.
+        with jax.enable_x64(False):
+            return jax.jit(program.function, donate_argnums=program.donated).lower(*program.args)
 
     def programs(self) -> Programs:
         return Programs(
@@ -140,10 +155,14 @@ class Runner:
         for. positions int32[R], −1: empty row. stages: programs.STAGES entries. The results are of
         that many rows."""
         used = int(np.max(np.flatnonzero(positions >= 0), initial=-1)) + 1
-        rows = self.shapes.bucket(used)
-        bucket = "" if rows == self.shapes.rows else f"@{rows}"
         return self._step(
-            "decode", bucket, self.tokens, positions, block_table, forced=forced, stages=stages
+            "decode",
+            self._bucket(used),
+            self.tokens,
+            positions,
+            block_table,
+            forced=forced,
+            stages=stages,
         )
 
     def prefill(
@@ -164,18 +183,12 @@ class Runner:
 
         params: None for greedy, else sampler.sample's arrays after the logits.
         """
-        name = "greedy" if params is None else "sample"
-        self.tokens = self._call(
-            self._of_rows(name, logits), logits, self.tokens, update, *(params or ())
-        )
+        name = ("greedy" if params is None else "sample") + self._bucket(logits.shape[0])
+        self.tokens = self._call(name, logits, self.tokens, update, *(params or ()))
         return self.tokens
 
     def token_logprobs(self, logits: jax.Array, tokens: jax.Array):
-        return self._call(self._of_rows("logprobs", logits), logits, tokens)
-
-    def _of_rows(self, name: str, logits: jax.Array) -> str:
-        rows = logits.shape[0]
-        return name if rows == self.shapes.rows else f"{name}@{rows}"
+        return self._call(f"logprobs{self._bucket(logits.shape[0])}", logits, tokens)
 
     # ---- between steps
 
@@ -192,9 +205,11 @@ class Runner:
 
     def delete(self) -> None:
         """Frees arena, store and parameters now."""
-        self._pool.shutdown(wait=True)
+        self._pool.shutdown(wait=True, cancel_futures=True)
         self._executables.clear()
-        jax.block_until_ready(self.arena)
-        for array in jax.tree.leaves((self.arena, self.tables, self.tokens, self.state)):
-            array.delete()
-        self.store.delete()
+        try:
+            jax.block_until_ready((self.arena, self.tables, self.tokens))
+        finally:
+            for array in jax.tree.leaves((self.arena, self.tables, self.tokens, self.state)):
+                array.delete()
+            self.store.delete()

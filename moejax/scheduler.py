@@ -48,11 +48,6 @@ class Request:
         return 0 if self.targets is not None else self.params.max_tokens
 
     @property
-    def tokens_kept(self) -> int:
-        """Most tokens whose KV is stored: the last generated one is never attended to."""
-        return len(self.prompt) + max(self.to_generate - 1, 0)
-
-    @property
     def prefill_done(self) -> bool:
         return self.prefilled == len(self.prompt)
 
@@ -96,31 +91,32 @@ class Scheduler:
         self.block_table_version = 0
         self.peak_pages = 0
 
-    def pages_for(self, request: Request) -> int:
-        return -(-request.tokens_kept // self.block_size)
+    def pages_for(self, prompt_tokens: int, to_generate: int) -> int:
+        """Pages of a sequence; the last generated token is never attended to."""
+        return -(-(prompt_tokens + max(to_generate - 1, 0)) // self.block_size)
 
-    def check(self, request: Request) -> None:
+    def check(self, prompt_tokens: int, to_generate: int) -> None:
         """Refuses, with sizes, what could never run, whatever else finishes first: raises UserError
         when prompt + max_tokens exceeds max_model_len or needs more KV than the budget."""
-        total = len(request.prompt) + request.to_generate
+        total = prompt_tokens + to_generate
         if total > self.max_model_len:
             raise UserError(
-                f"prompt ({len(request.prompt)} tokens) + max_tokens ({request.to_generate}) is "
+                f"prompt ({prompt_tokens} tokens) + max_tokens ({to_generate}) is "
                 f"{total} tokens, max_model_len is {self.max_model_len}; shorten the prompt, lower "
                 f"max_tokens or raise max_model_len"
             )
-        needed = self.pages_for(request)
+        needed = self.pages_for(prompt_tokens, to_generate)
         if needed > self.arena.pages:
             page = self.arena.layout.page.nbytes
             raise UserError(
-                f"request {request.request_id} needs KV for {request.tokens_kept} tokens "
-                f"({needed} pages, {needed * page} bytes), the KV budget holds "
-                f"{self.arena.pages} pages ({self.arena.pages * self.block_size} tokens, "
-                f"{self.arena.pages * page} bytes); raise kv_budget or lower max_tokens"
+                f"the request needs KV for {total} tokens ({needed} pages, {needed * page} bytes), "
+                f"the KV budget holds {self.arena.pages} pages "
+                f"({self.arena.pages * self.block_size} tokens, {self.arena.pages * page} bytes); "
+                f"raise kv_budget or lower max_tokens"
             )
 
     def add(self, request: Request) -> None:
-        self.check(request)
+        """Queues a request that passed check."""
         self.waiting.append(request)
 
     def admit(self) -> None:
@@ -128,7 +124,8 @@ class Scheduler:
         while self.waiting and self.free_rows:
             request = self.waiting[0]
             try:
-                request.pages = self.arena.allocate_pages(self.pages_for(request))
+                wanted = self.pages_for(len(request.prompt), request.to_generate)
+                request.pages = self.arena.allocate_pages(wanted)
             except OutOfPages:
                 return
             self.waiting.popleft()

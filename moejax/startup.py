@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -79,7 +80,7 @@ def start_engine(
     seed: int,
     listener: Listener | None,
 ) -> tuple[Engine, Budget]:
-    """Decides shapes and budgets, allocates the arena, begins to compile (Runner.wait_compiled).
+    """Decides shapes and budgets, allocates the arena, compiles what a first request needs.
 
     limits: as given. ops: of parse_ops. Raises UserError, BudgetError or ArenaTooSmall.
     """
@@ -106,7 +107,7 @@ def start_engine(
         experts=experts,
         max_num_seqs=limits.max_num_seqs,
         max_model_len=limits.max_model_len,
-        available_bytes=available_bytes(device),
+        available_bytes=_available_bytes(device, limits),
         memory=limits.memory,
         expert_budget=limits.expert_budget,
         kv_budget=limits.kv_budget,
@@ -132,8 +133,6 @@ def start_engine(
         ops=resolved,
         device=device,
     )
-    cells = cells_per_layer(budget.expert_slots, moe_layers, experts)
-    runner.grant_cells(arena.grant_cells(cells))
     engine = Engine(
         runner,
         Scheduler(arena, shapes, limits.max_num_seqs, limits.max_model_len),
@@ -142,7 +141,24 @@ def start_engine(
         seed=seed,
         listener=listener,
     )
+    try:
+        cells = cells_per_layer(budget.expert_slots, moe_layers, experts)
+        runner.grant_cells(arena.grant_cells(cells))
+        runner.wait_compiled()
+    except BaseException:
+        runner.delete()
+        raise
     return engine, budget
+
+
+def _available_bytes(device: jax.Device, limits: Limits) -> int:
+    """What the device says it can take; where it says nothing, no limit if the user gave one."""
+    try:
+        return available_bytes(device)
+    except RuntimeError as error:
+        if limits.memory is None and None in (limits.expert_budget, limits.kv_budget):
+            raise UserError(str(error)) from error
+        return sys.maxsize
 
 
 def step_shapes(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
+from collections.abc import Callable, Collection
 
 import numpy as np
 
@@ -40,8 +41,10 @@ class Statistics:
     def add_request(self, request: Request) -> None:
         self.requests += 1
         self.prompt_tokens += len(request.prompt)
-        if self.last_read_s is None or request.arrival_s > self.last_read_s:
-            self.last_read_s = request.arrival_s
+
+    def start(self, now: float) -> None:
+        """Work begins after a pause: the next step's time counts from now."""
+        self.last_read_s = now
 
     def add_step(self, kind: str, paging: Paging, now: float) -> None:
         """kind: prefill or decode. paging: int[L] each. now: when its results were read."""
@@ -63,31 +66,35 @@ class Statistics:
 
     def summary(self) -> dict:
         """The part of LLM.stats() that requests make: seconds, counts, bytes over the link."""
-        first = np.asarray(self.first_token_times or [0.0])
-        between = np.asarray(self.token_times or [0.0])
         wall = sum(self.seconds.values())
         hits, active = self.paging["hits"], self.paging["active"]
         return {
             "requests": self.requests,
             "prompt_tokens": self.prompt_tokens,
             "generated_tokens": self.generated_tokens,
-            "ttft_s": {"mean": float(first.mean()), "max": float(first.max())},
-            "tpot_s": {
-                "mean": float(between.mean()),
-                "p50": float(np.percentile(between, 50)),
-                "p99": float(np.percentile(between, 99)),
-            },
-            "tokens_per_s": self.generated_tokens / wall if wall else 0.0,
+            "ttft_s": _summary(self.first_token_times, mean=np.mean, max=np.max),
+            "tpot_s": _summary(
+                self.token_times,
+                mean=np.mean,
+                p50=lambda times: np.percentile(times, 50),
+                p99=lambda times: np.percentile(times, 99),
+            ),
+            "tokens_per_s": self.generated_tokens / wall if wall else None,
             "steps": dict(self.steps),
             "experts": {
                 "activations": active,
                 "hits": hits,
                 "fills": self.paging["fills"],
                 "read_through": self.paging["read_through"],
-                "hit_rate": hits / active if active else 0.0,
+                "hit_rate": hits / active if active else None,
             },
             "bytes": {
                 "fill": self.paging["fills"] * self.record_bytes,
                 "read_through": self.paging["read_through"] * self.record_bytes,
             },
         }
+
+
+def _summary(times: Collection[float], **functions: Callable) -> dict[str, float | None]:
+    """Each function of the times; None where there are none."""
+    return {n: float(f(np.asarray(times))) if times else None for n, f in functions.items()}

@@ -113,7 +113,7 @@ def decode_step(
 
     Returns (arena, tables, output).
     """
-    valid = positions >= 0
+    valid, lengths = positions >= 0, positions + 1
     row_tile = min(DECODE_TILE, tokens.shape[0])
 
     def attention(q, arena, layer):
@@ -121,7 +121,7 @@ def decode_step(
             q,
             arena,
             block_table,
-            positions + 1,
+            lengths,
             layer,
             page=page,
             window=model.config.sliding_window,
@@ -136,10 +136,9 @@ def decode_step(
         row_tile=row_tile,
         attention=attention,
     )
-    x, arena, tables, *traces = _layers(
+    x, arena, tables, routing, paging, staged = _layers(
         model, model.embed(tokens), arena, tables, stores, batch, forced, stages, page, ops, waves=1
     )
-    routing, paging, staged = traces
     return arena, tables, StepOutput(model.logits(x, row_tile), routing, paging, None, staged)
 
 

@@ -53,8 +53,10 @@ def test_the_numbers_this_file_counts_with():
         (dict(memory=100 * SLOT, kv_budget=60 * SLOT), (100, 40, 60)),
         (dict(memory=200 * SLOT, kv_budget=60 * SLOT), (200, EVERY, 60)),
         (dict(memory=30 * SLOT, expert_budget=5 * SLOT, kv_budget=20 * SLOT), (30, 5, 20)),
-        # Only memory: half each; then at least one sequence; then what experts cannot use.
-        (dict(memory=40 * SLOT), (40, 20, 20)),
+        # Only memory: an eighth or one sequence for KV; then what experts cannot use.
+        (dict(memory=40 * SLOT), (40, 29, LEAST)),
+        (dict(memory=72 * SLOT), (72, 61, LEAST)),
+        (dict(memory=90 * SLOT), (90, EVERY, 26)),
         (dict(memory=12 * SLOT + 5), (12, 1, LEAST)),
         (dict(memory=LEAST * SLOT), (LEAST, 0, LEAST)),
         (dict(memory=200 * SLOT), (200, EVERY, 136)),
@@ -62,7 +64,7 @@ def test_the_numbers_this_file_counts_with():
         # Cut to what is available.
         (dict(available_bytes=100 * SLOT, expert_budget=5 * SLOT), (100, 5, 95)),
         (dict(available_bytes=50 * SLOT, kv_budget=20 * SLOT), (50, 30, 20)),
-        (dict(available_bytes=100 * SLOT), (100, 28, 72)),
+        (dict(available_bytes=100 * SLOT), (100, EVERY, 36)),
         (dict(available_bytes=(EVERY + FULL - 1) * SLOT), (EVERY + FULL - 1, EVERY, FULL - 1)),
         (dict(available_bytes=LEAST * SLOT), (LEAST, 0, LEAST)),
     ],
@@ -93,12 +95,12 @@ def test_notes_say_what_was_rounded():
 
 
 def test_notes_say_what_was_cut():
-    notes = resolve(available_bytes=100 * SLOT).notes
+    notes = resolve(available_bytes=50 * SLOT).notes
     assert notes == (
-        "expert budget: 28 of 64 experts (2.625 MiB), cut from 6 MiB to 2.625 MiB to fit "
-        "the 9.375 MiB (9830400 bytes) that the device has free",
-        "kv budget: 432 pages of 16 tokens (6.75 MiB), cut from 16.03 MiB to 6.75 MiB to fit "
-        "the 9.375 MiB (9830400 bytes) that the device has free",
+        "expert budget: 39 of 64 experts (3.656 MiB), cut from 6 MiB to 3.656 MiB to fit "
+        "the 4.688 MiB (4915200 bytes) that the device has free",
+        "kv budget: 66 pages of 16 tokens (1.031 MiB), cut from 16.03 MiB to 1.031 MiB to fit "
+        "the 4.688 MiB (4915200 bytes) that the device has free",
     )
     assert not any("cut" in note for note in resolve().notes)
 

@@ -189,7 +189,7 @@ class TestBrokenOpsAreCaught:
     def test_plan_that_leaves_a_stale_address(self, broken, dtype, solo):
         plan = mutated(plan_reference.plan, "jnp.where(evicted, -1, address)", "address")
         ops = broken("plan", plan_api, plan)
-        with pytest.raises(Faulty, match="address is not a cell"):
+        with pytest.raises(Faulty, match="address is not the cell"):
             run_broken(ops, [3] * LAYERS, check=True)
         recorded = run_broken(ops, [3] * LAYERS, check=False)
         assert not all(a.same_bits(b) for a, b in zip(recorded, solo, strict=False))

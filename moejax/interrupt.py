@@ -1,0 +1,28 @@
+"""Ctrl-C at a moment of our choosing."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def deferred_interrupt() -> Iterator[None]:
+    """Holds SIGINT back until the block has ended. Only the main thread gets signals; elsewhere
+    this does nothing."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    held: list[tuple] = []
+    before = signal.signal(signal.SIGINT, lambda *received: held.append(received))
+    try:
+        yield
+    finally:
+        # None: a handler that Python did not install and cannot put back.
+        signal.signal(signal.SIGINT, signal.default_int_handler if before is None else before)
+        if held and callable(before):
+            before(*held[0])
+        elif held and before is not signal.SIG_IGN:
+            raise KeyboardInterrupt
