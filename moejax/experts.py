@@ -37,14 +37,15 @@ def page_and_compute(
     row_tile: int,
     waves: int,
     ops: Ops,
-) -> tuple[jax.Array, jax.Array, Tables, Paging]:
+) -> tuple[jax.Array, jax.Array, Tables, jax.Array]:
     """Every active expert of one MoE layer on its tokens, in `waves` passes over the experts.
 
     x [T, D]: normalised hidden states. ids int32[T, K]: ascending, E for padding. A wave pages in
     its share of the active experts (ranges of ids) without evicting what it needs itself; what
     gets no cell is read through. More waves fill more; the bits are the same.
 
-    Returns (y float32[T, K, D], arena, tables, Paging).
+    Returns (y float32[T, K, D], arena, tables, the fields of Paging as int32[4]: one array, since
+    a scan copies each of its outputs by a kernel of its own).
     """
     tokens, k = ids.shape
     experts = tables.address.shape[1]
@@ -55,7 +56,7 @@ def page_and_compute(
     def page_in(wave, carry):
         y, arena, tables, counts = carry
         with jax.named_scope("plan"):
-            due = active & (expert * waves // experts == wave)
+            due = active & (expert * waves // experts == wave) if waves > 1 else active
             tables, work = plan(tables, layer, due, implementation=ops.plan)
         with jax.named_scope("fill"):
             arena = fill(
@@ -84,10 +85,10 @@ def page_and_compute(
                 row_tile=row_tile,
                 implementation=ops.expert_ffn,
             )
-        return y, arena, tables, jax.tree.map(jnp.add, counts, _paging(work))
+        return y, arena, tables, counts + _paging(work)
 
     y = jnp.zeros((tokens * k, x.shape[1]), jnp.float32)
-    counts = Paging(*(jnp.int32(0) for _ in Paging._fields))
+    counts = jnp.zeros(len(Paging._fields), jnp.int32)
     # A loop, because written out one after the other XLA sees that a wave's fill does not depend
     # on what the wave before it read, and copies the arena (seen on CPU).
     y, arena, tables, counts = lax.fori_loop(0, waves, page_in, (y, arena, tables, counts))
@@ -95,8 +96,8 @@ def page_and_compute(
     return y, arena, tables, counts
 
 
-def _paging(work: Plan) -> Paging:
-    return Paging(work.active_count, work.hits, work.fill_count, work.read_through)
+def _paging(work: Plan) -> jax.Array:
+    return jnp.stack(Paging(work.active_count, work.hits, work.fill_count, work.read_through))
 
 
 def add_experts(x: jax.Array, y: jax.Array, weights: jax.Array, ops: Ops) -> jax.Array:

@@ -60,7 +60,7 @@ class LLM:
     device: "cpu", "gpu" or a jax device (default: jax's first). progress: bars on stderr while
     loading and generating. cache_dir: XLA's compilation cache (default: jax's own setting if there
     is one, else ~/.cache/moejax/xla; "" for none). listener: see Engine. prefill_waves: passes over
-    a layer's experts in a sweep.
+    a layer's experts in a sweep (default: 1 with XLA ops, 8 with kernels); no bit depends on it.
 
     A context manager: leaving it frees arena, store and parameters. Raises UserError, BudgetError
     or ArenaTooSmall for what the caller can mend.
@@ -83,7 +83,7 @@ class LLM:
         device: str | jax.Device | None = None,
         progress: bool = True,
         cache_dir: str | os.PathLike[str] | None = None,
-        prefill_waves: int = 1,
+        prefill_waves: int | None = None,
         listener: Listener | None = None,
     ):
         began = time.perf_counter()

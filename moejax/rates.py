@@ -40,20 +40,11 @@ def measure_rates(runner: Runner) -> Rates:
 
     Takes up to 1 GiB of device memory for the time being, beside the arena.
     """
-    return Rates(_link_rate(runner), _memory_rate(runner.device))
+    return Rates(measure_link_rate(runner), _memory_rate(runner.device))
 
 
-def measure_matrix_rate(device: jax.Device, dtype: jax.typing.DTypeLike) -> float:
-    """Floating point operations per second of a large square product by XLA, 2·n³ for n rows."""
-    n = SQUARE.get(device.platform, 8192)
-    a = jax.device_put(np.full((n, n), 0.5, dtype), device)
-    product = jax.jit(jnp.matmul)
-    rate = 2 * n**3 / _best_s(lambda _: product(a, a), QUEUED.get(device.platform, 8))
-    a.delete()
-    return rate
-
-
-def _link_rate(runner: Runner) -> float:
+def measure_link_rate(runner: Runner) -> float:
+    """Bytes per second that the runner's own fill op moves from its store."""
     layers, experts, rows, hidden = runner.stores[0].shape
     record = rows * hidden * 2
     # Enough bytes to leave every cache behind, little enough to be an addition to the arena.
@@ -81,6 +72,16 @@ def _link_rate(runner: Runner) -> float:
 
     rate = count * record / _best_s(fill_layer, QUEUED.get(runner.device.platform, 8))
     arena.delete()
+    return rate
+
+
+def measure_matrix_rate(device: jax.Device, dtype: jax.typing.DTypeLike) -> float:
+    """Floating point operations per second of a large square product by XLA, 2·n³ for n rows."""
+    n = SQUARE.get(device.platform, 8192)
+    a = jax.device_put(np.full((n, n), 0.5, dtype), device)
+    product = jax.jit(jnp.matmul)
+    rate = 2 * n**3 / _best_s(lambda _: product(a, a), QUEUED.get(device.platform, 8))
+    a.delete()
     return rate
 
 

@@ -97,11 +97,12 @@ class Runner:
     def _call(self, name: str, *args):
         return self._executable(name).result()(*args)
 
-    def wait_compiled(self) -> None:
-        """Blocks until the executables that every request needs exist."""
-        for name in self._needed:
+    def wait_compiled(self, everything: bool = False) -> None:
+        """Blocks until the executables that every request needs exist. everything: also those that
+        compile in the background."""
+        for name in [*self._executables] if everything else self._needed:
             self._executable(name).result()
-        self.compile_s = time.perf_counter() - self._began
+        self.compile_s = self.compile_s or time.perf_counter() - self._began
 
     def executables(self) -> tuple[str, ...]:
         """Names of what was compiled so far. Budgets, policies and placement add none."""

@@ -41,7 +41,7 @@ class Limits:
     memory: int | None = None
     expert_budget: int | Share | None = None
     kv_budget: int | None = None
-    prefill_waves: int = 1
+    prefill_waves: int | None = None
 
     def __post_init__(self):
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "prefill_waves"):
@@ -65,6 +65,10 @@ class Limits:
             max_num_batched_tokens=self.max_num_batched_tokens or tokens,
         )
 
+
+KERNEL_WAVES = 8
+"""Waves of a sweep with the expert kernel. It reads an expert that has no cell once per 64 rows
+routed to it, so a sweep wants cells for all; an eighth of the experts fits where not all do."""
 
 _DEFAULTS = {"cpu": (16, 2048), "gpu": (64, 8192)}
 """Platform → (max_num_seqs, max_num_batched_tokens)."""
@@ -119,7 +123,7 @@ def start_engine(
         rows=limits.max_num_seqs,
         max_model_len=limits.max_model_len,
         max_num_batched_tokens=limits.max_num_batched_tokens,
-        waves=limits.prefill_waves,
+        waves=limits.prefill_waves or (KERNEL_WAVES if resolved.expert_ffn == "pallas" else 1),
         bucketed=resolved.expert_ffn == "pallas",
     )
     runner = Runner(

@@ -217,7 +217,7 @@ def _layers(model, x, arena, tables, stores, tokens, forced, stages, page, ops, 
         moe_layer = stack.first_moe_layer + i
         if forced is not None:
             ids, weights = _forced(forced, moe_layer, ids, config.num_experts)
-        y, arena, tables, paging = page_and_compute(
+        y, arena, tables, counts = page_and_compute(
             normed,
             ids,
             arena,
@@ -236,7 +236,7 @@ def _layers(model, x, arena, tables, stores, tokens, forced, stages, page, ops, 
                     arena, tables, stores, moe_layer, stages, implementation=ops.stage
                 )
         x = add_experts(x, y, weights, ops)
-        return (x, arena, tables), (Routing(ids, weights), paging, done)
+        return (x, arena, tables), (Routing(ids, weights), counts, done)
 
     traces = []
     carry = (x, arena, tables)
@@ -246,7 +246,8 @@ def _layers(model, x, arena, tables, stores, tokens, forced, stages, page, ops, 
         )
         if stack.is_moe:
             traces.append(trace)
-    routing, paging, done = jax.tree.map(lambda *parts: jnp.concatenate(parts), *traces)
+    routing, counts, done = jax.tree.map(lambda *parts: jnp.concatenate(parts), *traces)
+    paging = Paging(*jnp.unstack(counts, axis=1))
     x, arena, tables = carry
     return x, arena, tables, routing, paging, None if done is None else jnp.max(done, axis=0)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import itertools
 import json
 import sys
@@ -15,34 +16,34 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import jax
+import kernel_profile
 import numpy as np
+from bench_engine import (
+    add_options,
+    check_fits,
+    check_names,
+    compiled_engine,
+    grant,
+    largest,
+    no_compilation,
+    parse_cells,
+    parse_numbers,
+    random_weights,
+)
+from decode_report import measured_line, table
+from decode_timing import ROUTINGS, Samples, decode, forced_routings, generate, prefill
+from kernel_profile import Profile
 
 import moejax
-from host_offload.budget import BudgetError, Share, format_bytes
-from host_offload.device_memory import host_available_bytes
-from host_offload.eviction import victim_weights
+from host_offload.budget import BudgetError
 from moejax import LLM
-from moejax.decode_report import measured_line, table
-from moejax.decode_timing import (
-    ROUTINGS,
-    Samples,
-    decode,
-    forced_routings,
-    generate,
-    grant,
-    no_compilation,
-    prefill,
-)
+from moejax.device import select_device
 from moejax.engine import Engine
 from moejax.errors import UserError
 from moejax.models.config import ModelConfig
-from moejax.random_model import SHAPES, model_bytes, random_model, shape
+from moejax.random_model import shape
 from moejax.rates import measure_rates
-from moejax.startup import Limits, start_engine, use_compilation_cache
-from pallas_kernels.dispatch import parse_ops
-
-HOST_RESERVE = 1 << 30
-"""Host memory left to everything that is not weights or arena."""
+from moejax.startup import Limits
 
 DESCRIPTION = """\
 Decode steps through the engine's own executables, in the sizes of known models: random weights
@@ -66,6 +67,13 @@ columns, each figure beside its floor (the least or most that the measured rates
 through:
   runner     the steps alone; llm: LLM.generate end to end (embedded demo model, real routing)
 
+--profile (GPU), for each row through the runner, after all of the batch's rows were measured:
+  kernels    device events by name: calls and µs a step, share of all events' time
+  idle       the share of the traced time in which nothing runs on the device; apart from it that
+             between two programs, so between steps and between a step and its sampler. The profiler
+             slows Python down, so a step that waits for Python looks worse than it is: compare the
+             traced time of a step with ms/step
+
 routing:
   real       the model's own router (random weights route almost uniformly)
   uniform    every token draws its experts anew, all equally likely
@@ -77,7 +85,12 @@ examples:
   python scripts/bench_decode.py --cells 0,4,8,16
   python scripts/bench_decode.py --shape qwen3-30b-a3b --layers 2 --batch 1,8 --cells 0,25%,100%
   python scripts/bench_decode.py --shape olmoe --routing zipf --json > olmoe.jsonl
+  python scripts/bench_decode.py --shape qwen3-30b-a3b --context 1024 --cells all,16,0 --profile
 """
+
+
+SWEEP = 2048
+"""Prompt tokens of the largest sweep, before the steps."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,15 +120,9 @@ def _parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    add_options(parser, cells="0,25%,50%,100%")
     add = parser.add_argument
-    add("--shape", default="demo", help=f"{', '.join(SHAPES)} (default: %(default)s)")
-    add("--layers", type=int, help="layers, when the whole model does not fit (default: all)")
     add("--batch", default="1,8", help="sequences decoded at once (default: %(default)s)")
-    add(
-        "--cells",
-        default="0,25%,50%,100%",
-        help="cells per layer: numbers or shares of a layer's experts (default: %(default)s)",
-    )
     add("--routing", default="real", help=f"{', '.join(ROUTINGS)} (default: %(default)s)")
     add("--context", type=int, default=128, help="tokens before the first step (%(default)s)")
     add("--steps", type=int, default=50, help="timed steps of each row (default: %(default)s)")
@@ -127,18 +134,14 @@ def _parser() -> argparse.ArgumentParser:
         help="rounds over all cells that the steps are split into, so that a slow moment of the "
         "machine meets all of them (default: %(default)s)",
     )
-    add("--dtype", default="auto", help="auto (bfloat16), bfloat16, float16 or float32")
-    add("--eviction", default="lru", help="lru or lfu (default: %(default)s)")
-    add("--ops", default="auto", help="implementation of the ops (default: %(default)s)")
-    add("--seed", type=int, default=0, help="of weights, prompts and routing (default: 0)")
-    add("--json", action="store_true", help="one JSON object per row on stdout, no table")
+    add("--profile", action="store_true", help="also trace steps of each row: time per kernel")
     return parser
 
 
 def _run(args: argparse.Namespace) -> None:
     config = shape(args.shape, args.layers)
-    batches = _numbers(args.batch, "--batch", least=1)
-    cells = _cells(args.cells, config.num_experts)
+    batches = parse_numbers(args.batch, "--batch", least=1)
+    cells = parse_cells(args.cells, config.num_experts)
     for name in ("context", "steps", "repeats"):
         if getattr(args, name) < 1:
             raise UserError(f"--{name} must be at least 1, got {getattr(args, name)}")
@@ -146,11 +149,7 @@ def _run(args: argparse.Namespace) -> None:
         raise UserError(f"--warmup must not be negative, got {args.warmup}")
     if args.routing not in ROUTINGS:
         raise UserError(f"routing {args.routing!r} is unknown; choose {', '.join(ROUTINGS)}")
-    try:
-        victim_weights(args.eviction)
-        parse_ops(args.ops)
-    except ValueError as error:
-        raise UserError(str(error)) from error
+    check_names(args)
     repeats = min(args.repeats, args.steps)
     counts = [args.steps // repeats + (i < args.steps % repeats) for i in range(repeats)]
     longest = args.context + 1 + max(args.warmup, 1) + max(counts)
@@ -159,14 +158,25 @@ def _run(args: argparse.Namespace) -> None:
             f"--context {args.context} and the steps after it need {longest} positions, the model "
             f"has {config.max_position_embeddings}; lower --context"
         )
-    check_memory(config, args.shape, args.dtype, max(cells), host_available_bytes())
-    with _engine(args, config, max(batches), longest, max(cells)) as (engine, llm):
+    device = select_device()
+    if args.profile:
+        kernel_profile.require_track(device)
+    rows = max(batches)
+    limits = Limits(
+        max_num_seqs=rows,
+        max_model_len=longest,
+        max_num_batched_tokens=SWEEP,
+        expert_budget=largest(cells, config),
+    )
+    check_fits(args, config, device, max(cells), tokens=rows * longest, sweep=SWEEP)
+    with _engine(args, config, device, limits) as (engine, llm):
         through = ("runner", "llm") if llm and args.routing == "real" else ("runner",)
         cases = [Case(t, b, c) for t in through for b in batches for c in cells]
         rates = measure_rates(engine.runner)
         samples = {case: Samples() for case in cases}
+        profiles: dict[Case, Profile] = {}
         for _, group in itertools.groupby(cases, lambda case: (case.through, case.batch)):
-            _measure(args, engine, llm, list(group), counts, samples)
+            _measure(args, engine, llm, list(group), counts, samples, profiles)
         lines = [
             {"shape": args.shape, "routing": args.routing, "through": case.through}
             | measured_line(
@@ -177,92 +187,35 @@ def _run(args: argparse.Namespace) -> None:
                 cells=case.cells,
                 context=args.context,
             )
+            | ({"profile": profiles[case].as_json()} if case in profiles else {})
             for case in cases
         ]
     for line in [json.dumps(line) for line in lines] if args.json else table(lines):
         print(line)
-
-
-def _numbers(text: str, option: str, least: int) -> list[int]:
-    try:
-        numbers = [int(part) for part in text.split(",")]
-    except ValueError:
-        raise UserError(f"{option} takes whole numbers with commas, not {text!r}") from None
-    if min(numbers) < least:
-        raise UserError(f"{option} must be at least {least}, got {min(numbers)}")
-    return numbers
-
-
-def _cells(text: str, experts: int) -> list[int]:
-    cells = []
-    for part in text.split(","):
-        percent = part.strip().endswith("%")
-        (number,) = _numbers(part.strip().removesuffix("%"), "--cells", least=0)
-        cells.append(round(number / 100 * experts) if percent else number)
-        if cells[-1] > experts:
-            raise UserError(f"--cells {part} is more than a layer's {experts} experts")
-    return list(dict.fromkeys(cells))
-
-
-def check_memory(config: ModelConfig, name: str, dtype: str, cells: int, available: int) -> None:
-    """Raises UserError if weights and arena exceed `available` bytes of host memory, saying how
-    many layers fit. cells: per layer, of the largest arena."""
-
-    def need(layers: int) -> tuple[int, int, int]:
-        experts, rest = model_bytes(shape(name, layers), dtype)
-        # On a CPU the arena is host memory too.
-        arena = experts * cells // config.num_experts if jax.default_backend() == "cpu" else 0
-        return experts, rest, arena
-
-    experts, rest, arena = need(config.num_hidden_layers)
-    room = available - HOST_RESERVE
-    if experts + rest + arena <= room:
-        return
-    one, two = sum(need(1)), sum(need(2))
-    fitting = (room - one) // (two - one) + 1
-    advice = f"use --layers {fitting}" if fitting > 0 else "not even one layer fits"
-    raise UserError(
-        f"{name} with {config.num_hidden_layers} layers needs {format_bytes(experts)} of host "
-        f"memory for experts, {format_bytes(rest)} for other weights and {format_bytes(arena)} for "
-        f"an arena of {cells} cells a layer; {format_bytes(available)} are available and "
-        f"{format_bytes(HOST_RESERVE)} are kept free: {advice}"
-    )
+    for case, profile in {} if args.json else profiles.items():
+        print(f"\nbatch {case.batch}, {case.cells} cells a layer")
+        for line in kernel_profile.table(profile):
+            print(line)
 
 
 @contextmanager
 def _engine(
-    args: argparse.Namespace, config: ModelConfig, rows: int, longest: int, cells: int
+    args: argparse.Namespace, config: ModelConfig, device: jax.Device, limits: Limits
 ) -> Iterator[tuple[Engine, LLM | None]]:
-    """The engine with an arena of `cells` a layer; for the embedded model also its LLM."""
-    share = Share(cells / config.num_experts)
-    limits = dict(max_num_seqs=rows, max_model_len=longest, max_num_batched_tokens=2048)
+    """The engine; for the embedded model also its LLM."""
     if args.shape == "demo" and args.layers is None:
         demo = Path(moejax.__file__).parent / "demo"
         options = dict(dtype=args.dtype, seed=args.seed, eviction=args.eviction, ops=args.ops)
-        with LLM(demo, expert_budget=share, progress=False, **limits, **options) as llm:
+        given = {name: value for name, value in vars(limits).items() if value is not None}
+        with LLM(demo, progress=False, device=device, **given, **options) as llm:
+            llm.engine.runner.wait_compiled(everything=True)
             yield llm.engine, llm
         return
-    device = jax.devices()[0]
-    use_compilation_cache(None)
-    loaded = random_model(config, args.dtype, device, args.seed)
-    try:
-        engine, _ = start_engine(
-            loaded,
-            Limits(expert_budget=share, **limits),
-            eviction=args.eviction,
-            ops=parse_ops(args.ops),
-            device=device,
-            seed=args.seed,
-            listener=None,
-        )
-    except BaseException:
-        loaded.store.delete()
-        raise
-    try:
-        engine.runner.wait_compiled()
+    with (
+        random_weights(args, config, device) as loaded,
+        compiled_engine(args, loaded, device, limits) as engine,
+    ):
         yield engine, None
-    finally:
-        engine.runner.delete()
 
 
 # ---- measuring
@@ -275,6 +228,7 @@ def _measure(
     cases: list[Case],
     counts: list[int],
     samples: dict[Case, Samples],
+    profiles: dict[Case, Profile],
 ) -> None:
     """All cells of one batch size, in interleaved rounds of counts[i] steps each."""
     runner, random = engine.runner, np.random.default_rng(args.seed)
@@ -291,7 +245,7 @@ def _measure(
     else:
         # The same routing for every number of cells: their misses are comparable. Another one for
         # each round and its warm-up, which would otherwise load what the timed steps need.
-        total = warmup * (len(counts) + 1) + sum(counts)
+        total = warmup * (len(counts) + 2) + sum(counts) + max(counts)
         routings = forced_routings(args.routing, runner, cases[0].batch, total, random)
         requests, sequences = prefill(engine, prompts, warmup + max(counts))
 
@@ -308,6 +262,13 @@ def _measure(
                 run(first, warmup, Samples())
                 run(first + warmup, count, samples[case])
             first += warmup + count
+        for case in cases if args.profile and cases[0].through == "runner" else ():
+            grant(engine, case.cells)
+            run(first, warmup, Samples())
+            # decode waits for the last step, so the trace holds whole steps.
+            steps = max(counts)
+            traced = functools.partial(run, first + warmup, steps, Samples())
+            profiles[case] = kernel_profile.record(traced, steps)
     engine.abort(requests)
 
 

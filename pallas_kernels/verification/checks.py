@@ -19,6 +19,7 @@ from pallas_kernels.paged_attention import decode_attention, prefill_attention
 from pallas_kernels.plan import Tables, plan
 from pallas_kernels.rms_norm import rms_norm
 from pallas_kernels.route import route
+from pallas_kernels.stage import Entries, stage
 from pallas_kernels.tolerances import TOLERANCES
 
 EXPERTS_CHECKED = 4
@@ -68,7 +69,9 @@ class Check:
 def checks(shape: ModelShape, ops: Ops, device: jax.Device) -> list[Check]:
     """The checks of every kernel that `ops` would run for a model of this shape."""
     wanted = dataclasses.asdict(ops)
-    return [check for check in _all(shape, device) if wanted[check.op] == "pallas"]
+    # Products of equal sizes are one check.
+    every = {check.key: check for check in _all(shape, device)}
+    return [check for check in every.values() if wanted[check.op] == "pallas"]
 
 
 def _deviation(result: jax.Array, reference: jax.Array) -> float:
@@ -188,13 +191,25 @@ def _paging(shape: ModelShape, device: jax.Device) -> Iterator[Check]:
 
     yield _check("fill", f"{rows}x{shape.hidden}", "uint16", filled)
 
+    def staged(name):
+        tables = _tables(EXPERTS_CHECKED, 3, layers=1)
+        cell_row = jnp.arange(3, dtype=jnp.int32)[None] * rows
+        tables = tables._replace(cell_row=cell_row, clock=jnp.ones(1, jnp.int32))
+        layer, expert = jnp.asarray([0, 0, -1, 0]), jnp.asarray([2, 1, 0, 2])
+        entries = Entries(layer, expert, jnp.zeros(4, jnp.int32), jnp.asarray([0, 2, 1, 1]))
+        entries = Entries._make(field.astype(jnp.int32) for field in entries)
+        arena = jnp.zeros((3 * rows, shape.hidden), jnp.uint16)
+        return stage(arena, tables, (store,), jnp.int32(0), entries, implementation=name)
 
-def _tables(experts: int, cells: int) -> Tables:
+    yield _check("stage", f"{rows}x{shape.hidden}", "uint16", staged)
+
+
+def _tables(experts: int, cells: int, layers: int = 2) -> Tables:
     def full(columns, value):
-        return jnp.full((2, columns), value, jnp.int32)
+        return jnp.full((layers, columns), value, jnp.int32)
 
     return Tables(
-        cell_row=jnp.broadcast_to(jnp.arange(cells, dtype=jnp.int32) * 8, (2, cells)),
+        cell_row=jnp.broadcast_to(jnp.arange(cells, dtype=jnp.int32) * 8, (layers, cells)),
         cell_version=full(cells, 0),
         owner=full(cells, -1),
         last_used=full(cells, 0),
@@ -203,7 +218,7 @@ def _tables(experts: int, cells: int) -> Tables:
         frequency=full(experts, 0),
         fill_version=full(experts, 0),
         prior=full(experts, 0),
-        clock=jnp.zeros(2, jnp.int32),
+        clock=jnp.zeros(layers, jnp.int32),
         victim_weights=jnp.asarray([1, 1, 0], jnp.int32),
     )
 

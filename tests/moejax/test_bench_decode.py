@@ -1,35 +1,29 @@
 """The bench runs, reports every figure beside its floor, and refuses what cannot run."""
 
 import contextlib
-import json
 
 import jax
 import numpy as np
 import pytest
 
-from moejax.decode_timing import forced_routings, no_compilation
 from moejax.errors import UserError
 from moejax.random_model import SHAPES, model_bytes, random_model, shape
 from moejax.step import StepShapes
-from scripts import bench_decode
+from tests.moejax.bench_runs import (
+    bench_decode,
+    bench_engine,
+    decode_timing,
+    json_lines,
+    kernel_profile,
+    refusal,
+)
 
-QUICK = ("--steps", "2", "--warmup", "1", "--context", "8", "--json")
+QUICK = ("--steps", "2", "--warmup", "1", "--context", "8")
 GiB = 1 << 30
 
 
 def lines(capsys, *args: str) -> list[dict]:
-    status = bench_decode.main([*QUICK, *args])
-    captured = capsys.readouterr()
-    assert status == 0, captured.err
-    return [json.loads(line) for line in captured.out.splitlines()]
-
-
-def refusal(capsys, *args: str) -> str:
-    assert bench_decode.main(args) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.count("\n") == 1
-    return captured.err
+    return json_lines(capsys, bench_decode.main, *QUICK, *args)
 
 
 def check(line: dict) -> None:
@@ -44,6 +38,7 @@ def check(line: dict) -> None:
     assert line["least_misses_per_step"] <= misses <= line["active_per_step"]
     assert (line["floor_link_ms"] > 0) == (line["link_gb_per_s"] > 0) == (misses > 0)
     assert line["steps"] == 2
+    assert line["ops"]["fill"] == "xla"
 
 
 def test_demo_through_runner_and_llm(capsys):
@@ -58,25 +53,64 @@ def test_demo_through_runner_and_llm(capsys):
             assert line["active_per_step"] == 16
 
 
-@pytest.mark.parametrize("routing", ["uniform", "zipf"])
-def test_forced_routing_on_random_weights(capsys, routing):
-    found = lines(capsys, "--layers", "2", "--batch", "3", "--cells", "0,16", "--routing", routing)
+FORCED = ("--layers", "2", "--batch", "3", "--cells", "0,16", "--routing")
+"""One set of shapes for many runs: compiled once, in the persistent cache after that."""
+
+
+def test_forced_routing_on_random_weights(capsys):
+    found = lines(capsys, *FORCED, "zipf")
     assert [line["through"] for line in found] == ["runner", "runner"]
     for line in found:
         check(line)
-        assert (line["layers"], line["routing"]) == (2, routing)
+        assert (line["layers"], line["routing"]) == (2, "zipf")
+        assert "profile" not in line
     # The same routing whatever the cells.
     assert found[0]["active_per_step"] == found[1]["active_per_step"]
 
 
-def test_table_has_a_line_for_each_case(capsys):
-    args = ["--layers", "1", "--batch", "1", "--cells", "0,8", "--steps", "1", "--warmup", "0"]
-    assert bench_decode.main([*args, "--context", "4"]) == 0
-    title, rates, heading, *rows = capsys.readouterr().out.splitlines()
-    assert title.startswith("demo, 1 layers of 16 experts, bfloat16")
-    assert "link" in rates and "memory" in rates
-    assert heading.split()[:4] == ["through", "batch", "cells", "ms/step"]
-    assert [row.split()[:3] for row in rows] == [["runner", "1", "0"], ["runner", "1", "8"]]
+@pytest.mark.parametrize("as_json", [True, False])
+def test_table_and_profile_of_each_row(capsys, monkeypatch, as_json):
+    """The way from --profile to the report, with a device and a trace that a CPU lacks."""
+    cpu, engine, traced = jax.devices("cpu")[0], bench_decode._engine, []
+
+    def record(work, steps):
+        work()
+        traced.append(steps)
+        kernel = kernel_profile.Kernel("expert_ffn", calls=4.0, us=90.0, share=1.0)
+        return kernel_profile.Profile(steps, (kernel,), 100.0, 90.0, 3.0, 6.0, 2.0, 4.0)
+
+    class GPU:
+        platform = "gpu"
+
+    def cpu_engine(args, config, device, limits):
+        assert isinstance(device, GPU)
+        return engine(args, config, cpu, limits)
+
+    monkeypatch.setattr(kernel_profile, "record", record)
+    monkeypatch.setattr(kernel_profile, "require_track", lambda device: None)
+    monkeypatch.setattr(bench_decode, "select_device", GPU)
+    monkeypatch.setattr(bench_decode, "check_fits", lambda *args, **sizes: None)
+    monkeypatch.setattr(bench_decode, "_engine", cpu_engine)
+    args = [*FORCED, "uniform", "--profile"]
+    if as_json:
+        for line in lines(capsys, *args):
+            check(line)
+            assert line["profile"]["kernels"][0]["name"] == "expert_ffn"
+            assert line["profile"]["idle_percent"] == pytest.approx(10)
+    else:
+        assert bench_decode.main([*QUICK, *args]) == 0
+        rows, *profiles = capsys.readouterr().out.split("\n\n")
+        title, rates, heading, *rows = rows.splitlines()
+        assert title.startswith("demo, 2 layers of 16 experts, bfloat16")
+        assert "link" in rates and "memory" in rates
+        assert heading.split()[:4] == ["through", "batch", "cells", "ms/step"]
+        assert [row.split()[:3] for row in rows] == [["runner", "3", "0"], ["runner", "3", "16"]]
+        assert [text.splitlines()[0] for text in profiles] == [
+            "batch 3, 0 cells a layer",
+            "batch 3, 16 cells a layer",
+        ]
+        assert all(text.splitlines()[-1].split()[-1] == "expert_ffn" for text in profiles)
+    assert traced == [1] * 2  # 2 steps in 2 repeats
 
 
 @pytest.mark.parametrize(
@@ -95,23 +129,44 @@ def test_table_has_a_line_for_each_case(capsys):
         (["--dtype", "int8"], "dtype 'int8' is unknown"),
         (["--ops", "cuda"], "no implementation 'cuda'"),
         (["--eviction", "fifo", "--layers", "1"], "fifo"),
+        (["--profile"], "--profile reads the GPU's track of the trace, and this is a cpu"),
     ],
 )
 def test_a_mistake_is_explained(capsys, args, message):
-    assert message in refusal(capsys, *args)
+    assert message in refusal(capsys, bench_decode.main, *args)
 
 
 def test_memory_that_is_missing_is_counted_in_layers():
     config = shape("qwen3-30b-a3b")
-    with pytest.raises(UserError, match=r"48 layers needs 54 GiB .* use --layers 12$"):
-        bench_decode.check_memory(config, "qwen3-30b-a3b", "auto", cells=0, available=17 * GiB)
+    with pytest.raises(
+        UserError, match=r"48 layers needs of host memory 54 GiB .* use --layers 12$"
+    ):
+        bench_engine.check_memory(config, "qwen3-30b-a3b", "auto", cells=0, host=17 * GiB)
     with pytest.raises(UserError, match="not even one layer fits"):
-        bench_decode.check_memory(config, "qwen3-30b-a3b", "auto", cells=128, available=4 * GiB)
+        bench_engine.check_memory(config, "qwen3-30b-a3b", "auto", cells=128, host=4 * GiB)
     # What is advised fits, and no more would.
     for layers in (12, 13):
         config = shape("qwen3-30b-a3b", layers)
         with pytest.raises(UserError) if layers == 13 else contextlib.nullcontext():
-            bench_decode.check_memory(config, "qwen3-30b-a3b", "auto", cells=0, available=17 * GiB)
+            bench_engine.check_memory(config, "qwen3-30b-a3b", "auto", cells=0, host=17 * GiB)
+
+
+def test_memory_that_a_device_lacks_is_counted_apart_from_the_hosts():
+    config = shape("qwen3-30b-a3b")
+    plenty = dict(host=200 * GiB, tokens=8 * 1024, sweep=2048)
+    bench_engine.check_memory(config, "qwen3-30b-a3b", "auto", 128, device=80 * GiB, **plenty)
+    with pytest.raises(UserError, match=r"of device memory .* 54 GiB for an arena of 128 cells"):
+        bench_engine.check_memory(config, "qwen3-30b-a3b", "auto", 128, device=40 * GiB, **plenty)
+    tokens = 96 * GiB // (48 * 2 * 4 * 128 * 2)  # layers, K and V, heads, head_dim, bytes
+    with pytest.raises(UserError, match=r"96 GiB for KV and activations"):
+        bench_engine.check_memory(config, "qwen3-30b-a3b", "auto", 0, 80 * GiB, tokens=tokens)
+
+
+@pytest.mark.parametrize(
+    ("text", "cells"), [("all,25%,0", [16, 4, 0]), ("3, 3,100%", [3, 16]), ("16,all", [16])]
+)
+def test_cells_are_numbers_shares_or_all(text, cells):
+    assert bench_engine.parse_cells(text, 16) == cells
 
 
 def test_compiling_while_measuring_is_found():
@@ -119,11 +174,11 @@ def test_compiling_while_measuring_is_found():
         def executables(self):
             return ("decode",)
 
-    with no_compilation(Executables()):
+    with bench_engine.no_compilation(Executables()):
         pass
     with (
         pytest.raises(RuntimeError, match="1 compilations while measuring"),
-        no_compilation(Executables()),
+        bench_engine.no_compilation(Executables()),
     ):
         jax.jit(lambda x: x * 3 + 1).lower(1.5).compile()
 
@@ -136,14 +191,17 @@ def test_forced_routing_is_distinct_ascending_and_skewed_for_zipf():
 
     top = {}
     for kind in ("uniform", "zipf"):
-        routings = forced_routings(kind, Runner(), 33, 5, np.random.default_rng(0))
+        routings = decode_timing.forced_routings(kind, Runner(), 33, 5, np.random.default_rng(0))
         ids = np.stack([routing.ids for routing in routings])
         assert ids.shape == (5, 3, 64, 4)
         assert (np.diff(ids, axis=-1) > 0).all()
         counts = np.stack([np.bincount(ids[:, layer].ravel(), minlength=16) for layer in range(3)])
         top[kind] = counts.max(axis=1) / counts.mean(axis=1)
     assert (top["uniform"] < 1.3).all() and (top["zipf"] > 1.7).all()
-    assert forced_routings("real", Runner(), 1, 2, np.random.default_rng(0)) == [None, None]
+    assert decode_timing.forced_routings("real", Runner(), 1, 2, np.random.default_rng(0)) == [
+        None,
+        None,
+    ]
 
 
 def test_shapes_have_the_bytes_of_their_models():

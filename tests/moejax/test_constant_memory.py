@@ -21,7 +21,7 @@ from moejax.programs import Programs
 from moejax.random_model import abstract_params, expert_layout, shape
 from moejax.runner import compiler_options
 from moejax.startup import step_shapes
-from pallas_kernels import resolve_ops
+from pallas_kernels import Ops, resolve_ops
 from pallas_kernels.kv_write import KVPage
 from tests.aot.aot_h200 import Compiled, compile_for_h200
 from tests.hlo import read_executable
@@ -48,9 +48,11 @@ def most(limits: dict[str, int], name: str) -> int:
     return limits[name.removesuffix("_forced")]
 
 
-def abstract_programs(config: ModelConfig, arena_bytes: int, **limits: int) -> Programs:
-    """The programs of an engine that has no buffers."""
-    ops, record = resolve_ops("xla"), expert_layout(config)
+def abstract_programs(
+    config: ModelConfig, arena_bytes: int, *, ops: Ops | None = None, waves: int = 1, **limits: int
+) -> Programs:
+    """The programs of an engine that has no buffers. ops: XLA's by default."""
+    ops, record = ops or resolve_ops("xla"), expert_layout(config)
     moe_layers, experts = sum(config.moe_layers), config.num_experts
     layout = slot_layout(
         hidden=config.hidden_size,
@@ -70,7 +72,7 @@ def abstract_programs(config: ModelConfig, arena_bytes: int, **limits: int) -> P
         stores=(store,),
         arena=jax.ShapeDtypeStruct((slots * layout.slot_rows, layout.hidden), jnp.uint16),
         tables=jax.eval_shape(lambda: empty_tables(moe_layers, experts, experts, "lru")),
-        shapes=step_shapes(layout, waves=1, **limits),
+        shapes=step_shapes(layout, waves=waves, **limits),
         page=KVPage(layout.page.block_size, layout.page.kv_heads, layout.page.head_dim),
         ops=ops,
     )

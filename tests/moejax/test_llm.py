@@ -12,6 +12,7 @@ import pytest
 
 from host_offload.budget import ArenaTooSmall, BudgetError
 from moejax import LLM, SamplingParams, UserError
+from pallas_kernels.triton import interpreted
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 LIMITS = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 256}
@@ -265,6 +266,13 @@ def test_arena_too_small_says_what_works():
 def test_options_refused(options, error, message):
     with pytest.raises(error, match=message):
         LLM("demo", progress=False, **options)
+
+
+def test_kernels_are_refused_where_they_cannot_run():
+    with pytest.raises(UserError, match="Pallas kernels need an NVIDIA GPU; here use xla or auto"):
+        LLM("demo", ops="pallas", progress=False, **LIMITS)
+    with interpreted(), pytest.raises(UserError, match="not float32; use xla or auto"):
+        LLM("demo", ops="route=pallas", dtype="float32", progress=False, **LIMITS)
 
 
 def test_unknown_option_is_a_type_error():
