@@ -213,8 +213,8 @@ def test_a_program_with_64_bit_integers_switched_on():
 
 def test_statistics_count_from_the_arrival_after_a_pause(llm):
     before = llm.stats()["time"]
-    time.sleep(0.3)
+    time.sleep(1.0)
     llm.generate([7, 8, 9], GREEDY)
     after = llm.stats()["time"]
     spent = sum(after[k] - before[k] for k in ("prefill_s", "decode_s"))
-    assert 0 < spent < 0.3
+    assert 0 < spent < 1.0

@@ -30,8 +30,9 @@ SEEDS = (0, 1)
 def each(implementations: Mapping[str, Callable], specs: Sequence = (), dtypes: Sequence = ()):
     """Parametrises a test by implementation and, where given, by spec and by dtype.
 
-    Kernels take 16-bit operands only, so "pallas" gets neither specs of float32 nor that dtype;
-    its specs of many tokens are slow, since they are interpreted.
+    Kernels take 16-bit operands only, so "pallas" gets neither specs of float32 nor that dtype. Its
+    cases are slow, since interpreted kernels compile slowly; the quick suite has each kernel in
+    test_verification and, in the engine, in test_kernels_in_engine.
     """
     axes = {"implementation": list(implementations), "spec": list(specs), "dtype": list(dtypes)}
     axes = {name: values for name, values in axes.items() if values}
@@ -41,9 +42,9 @@ def each(implementations: Mapping[str, Callable], specs: Sequence = (), dtypes: 
         interpreted_kernel, spec = case["implementation"] == "pallas", case.get("spec")
         if interpreted_kernel and "float32" in (case.get("dtype"), getattr(spec, "dtype", None)):
             continue
-        slow = interpreted_kernel and getattr(spec, "tokens", 0) >= 1024
         name = "-".join(value if isinstance(value, str) else _name(value) for value in values)
-        cases.append(pytest.param(*values, id=name, marks=[pytest.mark.slow] if slow else []))
+        marks = [pytest.mark.slow] if interpreted_kernel else []
+        cases.append(pytest.param(*values, id=name, marks=marks))
     return pytest.mark.parametrize(list(axes), cases)
 
 
