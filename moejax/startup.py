@@ -179,7 +179,7 @@ def step_shapes(
     bucketed: decode is also compiled for fewer rows, since a kernel's grid is static."""
     spans = -(-max_model_len // SPAN)
     chunks = min(max_num_batched_tokens // PREFILL_CHUNK, rows * -(-max_model_len // PREFILL_CHUNK))
-    if rows > DECODE_TILE:
+    if rows > DECODE_TILE or bucketed:
         rows = -(-rows // DECODE_TILE) * DECODE_TILE
     buckets = [rows]
     while bucketed and buckets[0] > DECODE_TILE:

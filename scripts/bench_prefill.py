@@ -90,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--tokens", default="4096", help="prompt tokens of a sweep (default: %(default)s)")
     add("--prompt", type=int, help="tokens of one prompt; the last one has what is left")
-    add("--waves", type=int, default=1, help="passes over a layer's experts (default: %(default)s)")
+    add("--waves", type=int, help="passes over a layer's experts (default: the engine's)")
     add("--repeats", type=int, default=5, help="timed sweeps of each row (default: %(default)s)")
     return parser
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import functools
 import hashlib
 import json
 import logging
@@ -33,13 +34,17 @@ class Entry:
 
     error: float
     source: str
-    """Digest of the op's source at the time; another source has to be checked again."""
+    """Digest of the sources at the time; others have to be checked again."""
+    runtime: str
+    """The backend's version (CUDA, driver) at the time."""
 
 
-def digest(op: str) -> str:
-    """sha256 over the sources of an op and of what every kernel is called through."""
+@functools.cache
+def digest() -> str:
+    """sha256 over the sources of all kernels and of these checks: kernels share code, and a check
+    that was mended has to be made again."""
     root = Path(__file__).parent.parent
-    files = [*sorted((root / op).glob("*.py")), root / "triton.py"]
+    files = sorted(root.rglob("*.py"))
     return hashlib.sha256(b"".join(f.read_bytes() for f in files)).hexdigest()[:16]
 
 
@@ -55,7 +60,10 @@ def load_table(path: Path) -> dict[str, Entry]:
         return {}
     try:
         entries = json.loads(path.read_text())["checks"]
-        return {key: Entry(float(e["error"]), str(e["source"])) for key, e in entries.items()}
+        return {
+            key: Entry(float(e["error"]), str(e["source"]), str(e["runtime"]))
+            for key, e in entries.items()
+        }
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"{path} is not a table of checked kernels ({error}); delete it"
@@ -89,28 +97,59 @@ def require_verified(
     device kind, jax version and source. The others run now (seconds) and go to the cache. report:
     called after each that ran.
 
-    Raises Unverified, naming the op and what to use instead, for a configuration that is wrong.
+    Raises Unverified, naming the op and what to use instead, for a configuration that is wrong or
+    does not run.
     """
     name = file_name(device)
     own = load_table(cache / name)
     known = {**load_table(SHIPPED / name), **own}
     ran = 0
-    for check in wanted:
-        source = digest(check.op)
-        if check.key in known and known[check.key].source == source:
-            continue
-        error = check.error()
-        ran += 1
-        if report is not None:
-            report(check, error)
-        if not error <= check.tolerance:
-            raise Unverified(
-                f"the kernel for {check.key} is wrong on {device.device_kind} with jax "
-                f"{jax.__version__}: it deviates by {error:.1e}, {check.tolerance:.1e} is allowed; "
-                f"use ops={check.op}=xla and report it"
-            )
-        own[check.key] = Entry(error, source)
-    if ran:
-        write_table(cache / name, device, own)
-        log.info("checked %d kernel configurations on %s", ran, device.device_kind)
+    try:
+        for check in wanted:
+            now = entry(check, 0.0, device)
+            then = known.get(check.key)
+            if then is not None and (then.source, then.runtime) == (now.source, now.runtime):
+                continue
+            error = measured(check, device)
+            ran += 1
+            if report is not None:
+                report(check, error)
+            own[check.key] = entry(check, error, device)
+    finally:
+        if ran:
+            _keep(cache / name, device, own)
     return ran
+
+
+def entry(check: Check, error: float, device: jax.Device) -> Entry:
+    """The entry of a check that gave this error on the device now."""
+    return Entry(error, digest(), device.client.platform_version)
+
+
+def measured(check: Check, device: jax.Device) -> float:
+    """The check's error. Raises Unverified where it is too large or the check does not run."""
+    where = f"{device.device_kind} with jax {jax.__version__}"
+    try:
+        error = check.error(device)
+    except Exception as problem:  # whatever the compiler or the device says, the kernel cannot run
+        first_line = (str(problem) or type(problem).__name__).splitlines()[0]
+        raise Unverified(
+            f"the kernel for {check.key} does not run on {where} ({first_line}); "
+            f"use ops={check.op}=xla and report it"
+        ) from problem
+    if not error <= check.tolerance:
+        raise Unverified(
+            f"the kernel for {check.key} is wrong on {where}: it deviates by {error:.1e}, "
+            f"{check.tolerance:.1e} is allowed; use ops={check.op}=xla and report it"
+        )
+    return error
+
+
+def _keep(path: Path, device: jax.Device, entries: dict[str, Entry]) -> None:
+    try:
+        write_table(path, device, entries)
+        log.info("checked kernel configurations of %s are in %s", device.device_kind, path)
+    except OSError as error:
+        log.warning(
+            "%s cannot be written (%s): the kernels are checked at every start", path, error
+        )

@@ -1,6 +1,7 @@
 """The checks that a kernel has to pass on a device before a model runs; interpreted here."""
 
 import dataclasses
+import functools
 import json
 
 import jax
@@ -9,7 +10,7 @@ import pytest
 
 from pallas_kernels import resolve_ops
 from pallas_kernels.rms_norm import api, reference
-from pallas_kernels.triton import interpreted
+from pallas_kernels.triton import _interpreted, interpreted
 from pallas_kernels.verification import (
     ModelShape,
     Unverified,
@@ -18,6 +19,7 @@ from pallas_kernels.verification import (
     require_verified,
     table,
 )
+from tests.aot.aot_h200 import compile_for_h200
 
 SMALL = ModelShape(
     hidden=64,
@@ -44,9 +46,13 @@ def interpreter():
         yield
 
 
-def small_checks(**ops):
+WIDE = 1 << 17
+"""Instead of 4 GiB: enough for records and pages to lie behind something."""
+
+
+def small_checks(shape=SMALL, **ops):
     wanted = resolve_ops(dict.fromkeys(resolve_names(), "xla") | ops, dtype="bfloat16")
-    return checks(SMALL, wanted, jax.devices()[0])
+    return checks(shape, wanted, jax.devices()[0], WIDE)
 
 
 def resolve_names():
@@ -54,10 +60,13 @@ def resolve_names():
 
 
 def test_every_kernel_passes_its_checks():
-    found = checks(SMALL, resolve_ops("pallas", dtype="bfloat16"), jax.devices()[0])
+    found = small_checks(**dict.fromkeys(resolve_names(), "pallas"))
     assert len({check.key for check in found}) == len(found)
     assert {check.op for check in found} == set(resolve_names())
-    errors = {check.key: (check.error(), check.tolerance) for check in found}
+    wide = {check.op for check in found if "offsets 64" in check.key}
+    assert wide == {"fill", "stage", "expert_ffn", "kv_write", "paged_attention"}
+    device = jax.devices()[0]
+    errors = {check.key: (check.error(device), check.tolerance) for check in found}
     assert {key: e for key, (e, most) in errors.items() if not e <= most} == {}
     # Rounded results differ a little: a check that compared a kernel with itself would not.
     assert any(error > 0 for error, _ in errors.values())
@@ -80,10 +89,12 @@ def test_what_was_checked_is_not_checked_again(tmp_path):
     assert load_table(path)[wanted[0].key].error <= wanted[0].tolerance
     written = json.loads(path.read_text())
     assert written["jax"] == jax.__version__ and written["device"] == device.device_kind
-    # Another source of the kernel is another kernel.
-    written["checks"][wanted[0].key]["source"] = "0" * 16
-    path.write_text(json.dumps(written))
-    assert require_verified(wanted, device, tmp_path) == 1
+    # Another source of the kernel is another kernel, and so is another driver.
+    for field in ("source", "runtime"):
+        written["checks"][wanted[0].key][field] = "0" * 16
+        path.write_text(json.dumps(written))
+        assert require_verified(wanted, device, tmp_path) == 1
+        written = json.loads(path.read_text())
 
 
 def test_a_wrong_kernel_is_refused_by_name(tmp_path, monkeypatch):
@@ -110,3 +121,44 @@ def test_a_damaged_table_says_which_file(tmp_path):
     path.write_text('{"checks": {"a": {}}}')
     with pytest.raises(ValueError, match=r"is not a table of checked kernels .* delete it"):
         require_verified(small_checks(rms_norm="pallas"), jax.devices()[0], tmp_path)
+
+
+def test_a_kernel_that_does_not_compile_is_refused_by_name(tmp_path, monkeypatch):
+    def broken(*args, **kwargs):
+        raise RuntimeError("Shared memory size limit exceeded")
+
+    monkeypatch.setitem(api.IMPLEMENTATIONS, "pallas", broken)
+    message = r"rms_norm 64 bfloat16 does not run on .*Shared memory.*use ops=rms_norm=xla"
+    with pytest.raises(Unverified, match=message):
+        require_verified(small_checks(rms_norm="pallas"), jax.devices()[0], tmp_path)
+
+
+def test_a_right_kernel_passes_in_float16_too():
+    half = dataclasses.replace(SMALL, dtype="float16")
+    (check,) = [
+        c
+        for c in small_checks(half, expert_ffn="pallas")
+        if "tokens 16" in c.key and "offsets" not in c.key
+    ]
+    assert check.error(jax.devices()[0]) <= check.tolerance
+
+
+def test_a_cache_that_cannot_be_written_is_no_obstacle(tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    assert require_verified(small_checks(rms_norm="pallas"), jax.devices()[0], tmp_path / "file")
+    assert "checked at every start" in caplog.text
+
+
+@pytest.mark.aot
+def test_the_checks_read_pinned_memory_on_a_gpu():
+    """Compiled for an H200 with its store in pinned host memory, as a GPU would run the checks."""
+    for check in small_checks(fill="pallas", stage="pallas", expert_ffn="pallas"):
+        operands = jax.eval_shape(check.operands)
+        for implementation in ("pallas", "xla"):
+            run = functools.partial(check.run, implementation)
+            token = _interpreted.set(False)
+            try:
+                compiled = compile_for_h200(run, *operands, host_argnums=0)
+            finally:
+                _interpreted.reset(token)
+            assert compiled.memory.host_argument_bytes == operands[0].size * 2, check.key
