@@ -5,7 +5,8 @@ dispatch may choose for a model is compared with the XLA reference on the device
 device, jax version and source: the results are in `table`, checked before a model runs.
 """
 
-from pallas_kernels.verification.checks import Check, ModelShape, checks
+from pallas_kernels.verification.check import Check, ModelShape
+from pallas_kernels.verification.checks import checks
 from pallas_kernels.verification.table import Unverified, load_table, require_verified, write_table
 
 __all__ = [

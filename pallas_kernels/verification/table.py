@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from pallas_kernels.verification.checks import Check
+from pallas_kernels.verification.check import Check
 
 log = logging.getLogger("moejax")
 

@@ -1,0 +1,93 @@
+"""A check: one kernel configuration against the reference, on inputs made when it runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import numpy as np
+
+from pallas_kernels.tolerances import TOLERANCES
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelShape:
+    """What of a model decides the kernels' configurations."""
+
+    hidden: int
+    width: int
+    experts: int
+    top_k: int
+    normalize: bool
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    dense_width: int
+    """Of layers without experts; 0 where there are none."""
+    bias: bool
+    block_size: int
+    window: int | None
+    activation: str
+    dtype: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """One kernel configuration against the reference."""
+
+    op: str
+    key: str
+    """Op, shapes and dtype in words: the name of the check in tables."""
+    operands: Callable[[], tuple]
+    """Makes the inputs, on the device or in pinned host memory, when the check runs."""
+    run: Callable[..., object]
+    """(implementation, *operands) -> results."""
+    tolerance: float
+    """Of |got − want| / (1 + |want|); 0: exact."""
+
+    def error(self, device: jax.Device) -> float:
+        """Largest deviation of the kernel from the reference, as `tolerance` measures it; infinite
+        where one has a NaN that the other has not."""
+        with jax.default_device(device):
+            operands = self.operands()
+            got, want = (
+                jax.tree.leaves(jax.jit(functools.partial(self.run, name))(*operands))
+                for name in ("pallas", "xla")
+            )
+            return max(_deviation(g, w) for g, w in zip(got, want, strict=True))
+
+
+def _deviation(result: jax.Array, reference: jax.Array) -> float:
+    got, want = np.asarray(result), np.asarray(reference)
+    if got.dtype.kind in "iub":
+        return 0.0 if np.array_equal(got, want) else float("inf")
+    a, b = got.astype(np.float64), want.astype(np.float64)
+    if not np.array_equal(np.isnan(a), np.isnan(b)):
+        return float("inf")
+    return float(np.nanmax(np.abs(a - b) / (1 + np.abs(b)), initial=0.0))
+
+
+def draw(
+    seed: int, shape: tuple[int, ...], dtype: str, scale: float | jax.Array = 1.0
+) -> jax.Array:
+    return (jax.random.normal(jax.random.key(seed), shape) * scale).astype(dtype)
+
+
+def make_check(
+    op: str,
+    what: str,
+    dtype: str,
+    operands: Callable[[], tuple],
+    run: Callable[..., object],
+    out: str = "",
+) -> Check:
+    """out: the result's dtype, if it is not dtype."""
+    # Twice the table's: kernel and reference round each for itself. A float32 result only differs
+    # by the order of its sum.
+    tolerance = 2 * TOLERANCES.get(op, {}).get(dtype, 0.0)
+    if "float32" in (out, dtype):
+        tolerance = 2e-5
+    return Check(op, f"{op} {what} {dtype}", operands, run, tolerance)

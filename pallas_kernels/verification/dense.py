@@ -1,0 +1,112 @@
+"""Checks of the ops that touch neither records nor pages: products, norms, sums, route, plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.combine import combine
+from pallas_kernels.linear import linear
+from pallas_kernels.plan import Tables, plan
+from pallas_kernels.rms_norm import rms_norm
+from pallas_kernels.route import route
+from pallas_kernels.verification.check import Check, ModelShape, draw, make_check
+
+
+def dense_checks(shape: ModelShape) -> Iterator[Check]:
+    d, dtype = shape.hidden, shape.dtype
+    columns = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+    products = [
+        (columns, d, shape.bias, dtype),
+        (d, shape.heads * shape.head_dim, shape.bias, dtype),
+        (shape.experts, d, False, "float32"),
+        (shape.vocabulary, d, False, "float32"),
+    ]
+    if shape.dense_width:
+        products += [
+            (2 * shape.dense_width, d, False, "float32"),
+            (d, shape.dense_width, False, dtype),
+        ]
+    for outputs, inputs, bias, out in products:
+        for row_tile in (16, 64):
+
+            def inputs_of(outputs=outputs, inputs=inputs, bias=bias, tile=row_tile):
+                return (
+                    draw(0, (2 * tile, inputs), dtype),
+                    draw(1, (1, outputs, inputs), dtype, inputs**-0.5),
+                    jnp.int32(0),
+                    draw(2, (1, outputs), dtype) if bias else None,
+                )
+
+            def product(name, *operands, out=out, tile=row_tile):
+                return linear(*operands, row_tile=tile, out_dtype=out, implementation=name)
+
+            what = f"{outputs}x{inputs} rows {row_tile} bias {bias} out {out}"
+            yield make_check("linear", what, dtype, inputs_of, product, out)
+
+    def rows():
+        return draw(0, (33, d), dtype), draw(1, (2, d), dtype)
+
+    def norm(name, x, weights):
+        return rms_norm(x, weights, jnp.int32(1), 1e-6, implementation=name)
+
+    yield make_check("rms_norm", f"{d}", dtype, rows, norm)
+
+    def parts():
+        weights = jax.nn.softmax(draw(2, (33, shape.top_k), "float32"))
+        return draw(0, (33, d), dtype), draw(1, (33, shape.top_k, d), "float32"), weights
+
+    def weighted(name, *operands):
+        return combine(*operands, implementation=name)
+
+    yield make_check("combine", f"{shape.top_k}x{d}", dtype, parts, weighted)
+
+
+def table_checks(shape: ModelShape) -> Iterator[Check]:
+    experts, k = shape.experts, shape.top_k
+
+    def scores():
+        return draw(0, (33, experts), "float32", 3.0), jnp.arange(33) % 5 != 0
+
+    def routed(name, logits, valid):
+        arguments = {"top_k": k, "normalize": shape.normalize, "implementation": name}
+        return route(logits, valid, **arguments)
+
+    what = f"{experts} top {k} normalize {shape.normalize}"
+    yield make_check("route", what, "float32", scores, routed)
+
+    def references():
+        chance = min(4 * k / experts, 1)
+        return (jax.random.bernoulli(jax.random.key(1), chance, (6, experts)),)
+
+    for cells in sorted({experts, max(experts // 4, 1)}):
+
+        def planned(name, active, cells=cells):
+            tables, results = empty_tables(experts, cells), []
+            for step in range(6):
+                tables, work = plan(tables, jnp.int32(1), active[step], implementation=name)
+                results.append(work)
+            return tables, results
+
+        yield make_check("plan", f"{experts} experts {cells} cells", "int32", references, planned)
+
+
+def empty_tables(experts: int, cells: int, layers: int = 2) -> Tables:
+    def full(columns, value):
+        return jnp.full((layers, columns), value, jnp.int32)
+
+    return Tables(
+        cell_row=jnp.broadcast_to(jnp.arange(cells, dtype=jnp.int32) * 8, (layers, cells)),
+        cell_version=full(cells, 0),
+        owner=full(cells, -1),
+        last_used=full(cells, 0),
+        address=full(experts, -1),
+        version=full(experts, 0),
+        frequency=full(experts, 0),
+        fill_version=full(experts, 0),
+        prior=full(experts, 0),
+        clock=jnp.zeros(layers, jnp.int32),
+        victim_weights=jnp.asarray([1, 1, 0], jnp.int32),
+    )
