@@ -32,7 +32,7 @@ def each(implementations: Mapping[str, Callable], specs: Sequence = (), dtypes: 
 
     Kernels take 16-bit operands only, so "pallas" gets neither specs of float32 nor that dtype. Its
     cases are slow, since interpreted kernels compile slowly; the quick suite has each kernel in
-    test_verification and, in the engine, in test_kernels_in_engine.
+    the engine (test_kernels_in_engine).
     """
     axes = {"implementation": list(implementations), "spec": list(specs), "dtype": list(dtypes)}
     axes = {name: values for name, values in axes.items() if values}
