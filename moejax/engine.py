@@ -28,7 +28,6 @@ class Step:
 
     number: int
     work: Work
-    began_s: float
     output: StepOutput
     tokens: jax.Array
     logprobs: tuple | None
@@ -194,7 +193,7 @@ class Engine:
             raise
 
     def _dispatched(self, work: Work) -> Step:
-        number, began = next(self._steps), time.perf_counter()
+        number = next(self._steps)
         if work.chunks:
             score = work.chunks[0].request.targets is not None
             output = self.runner.prefill(self._sweep(work), self._device_block_table(), score=score)
@@ -204,7 +203,7 @@ class Engine:
                 # The token fed is the one before last of those counted.
                 positions[request.row] = len(request.prompt) + request.dispatched - 2
             output = self.runner.decode(positions, self._device_block_table())
-        step = Step(number, work, began, output, self.runner.tokens, None)
+        step = Step(number, work, output, self.runner.tokens, None)
         sampled = step.sampled()
         if sampled:
             tokens = self._choose(output.logits, sampled)
