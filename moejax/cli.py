@@ -12,7 +12,8 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from host_offload.budget import BudgetError
@@ -101,9 +102,8 @@ def _generate(args: argparse.Namespace) -> int:
 
     from moejax import LLM
 
-    # The summary has every note; a warning would only say it twice.
-    logging.getLogger("moejax").setLevel(logging.ERROR)
-    with LLM(args.model, progress=not (args.quiet or args.json), **options) as llm:
+    progress = not (args.quiet or args.json)
+    with _notes_unsaid(), LLM(args.model, progress=progress, **options) as llm:
         if llm.get_tokenizer() is None:
             raise UserError(
                 f"{args.model} has no tokenizer, which the command line needs; add its "
@@ -118,6 +118,18 @@ def _generate(args: argparse.Namespace) -> int:
 
         print("\n" + format_summary(stats), file=sys.stderr)
     return 0
+
+
+@contextmanager
+def _notes_unsaid() -> Iterator[None]:
+    """The summary has every note; a warning would only say it twice."""
+    log = logging.getLogger("moejax")
+    before = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
 
 
 def _stream(llm: Any, prompt: str, params: SamplingParams) -> None:

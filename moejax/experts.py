@@ -44,8 +44,9 @@ def page_and_compute(
     its share of the active experts (ranges of ids) without evicting what it needs itself; what
     gets no cell is read through. More waves fill more; the bits are the same.
 
-    Returns (y float32[T, K, D], arena, tables, the fields of Paging as int32[4]: one array, since
-    a scan copies each of its outputs by a kernel of its own).
+    Returns (y float32[T, K, D], arena, tables, counts int32[4 + ⌈E/32⌉]: the fields of Paging and,
+    one bit each, the experts that were missing; one array, since a scan copies each of its outputs
+    by a kernel of its own. See unpack_counts).
     """
     tokens, k = ids.shape
     experts = tables.address.shape[1]
@@ -85,10 +86,10 @@ def page_and_compute(
                 row_tile=row_tile,
                 implementation=ops.expert_ffn,
             )
-        return y, arena, tables, counts + _paging(work)
+        return y, arena, tables, counts + _counts(work, due, tables.address[layer])
 
     y = jnp.zeros((tokens * k, x.shape[1]), jnp.float32)
-    counts = jnp.zeros(len(Paging._fields), jnp.int32)
+    counts = jnp.zeros(len(Paging._fields) + -(-experts // 32), jnp.int32)
     # A loop, because written out one after the other XLA sees that a wave's fill does not depend
     # on what the wave before it read, and copies the arena (seen on CPU).
     y, arena, tables, counts = lax.fori_loop(0, waves, page_in, (y, arena, tables, counts))
@@ -96,8 +97,23 @@ def page_and_compute(
     return y, arena, tables, counts
 
 
-def _paging(work: Plan) -> jax.Array:
-    return jnp.stack(Paging(work.active_count, work.hits, work.fill_count, work.read_through))
+def _counts(work: Plan, due: jax.Array, address: jax.Array) -> jax.Array:
+    """What one wave adds to the counts; its missing experts are no other wave's, so bits add up.
+    address int32[E]: after plan, so that nothing keeps the addresses of before."""
+    paging = Paging(work.active_count, work.hits, work.fill_count, work.read_through)
+    expert = jnp.arange(due.shape[0])
+    missed = due & ((address < 0) | jnp.any(work.fill_expert[:, None] == expert, axis=0))
+    bits = jnp.pad(missed, (0, -due.shape[0] % 32)).reshape(-1, 32).astype(jnp.uint32)
+    words = jnp.sum(bits << jnp.arange(32, dtype=jnp.uint32), axis=1, dtype=jnp.uint32)
+    return jnp.concatenate([jnp.stack(paging), lax.bitcast_convert_type(words, jnp.int32)])
+
+
+def unpack_counts(counts: jax.Array, experts: int) -> tuple[Paging, jax.Array]:
+    """(Paging of int32[L], bool[L, E]: the experts that were missing) of int32[L, 4 + ⌈E/32⌉]."""
+    fields = len(Paging._fields)
+    bits = (counts[:, fields:, None] >> jnp.arange(32)) & 1
+    missed = bits.reshape(counts.shape[0], -1)[:, :experts] > 0
+    return Paging(*jnp.unstack(counts[:, :fields], axis=1)), missed
 
 
 def add_experts(x: jax.Array, y: jax.Array, weights: jax.Array, ops: Ops) -> jax.Array:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from host_offload.tables import Tables
-from moejax.experts import Paging, add_experts, page_and_compute
+from moejax.experts import Paging, add_experts, page_and_compute, unpack_counts
 from moejax.models.layers import LayerStack, Tokens
 from moejax.models.qwen3_moe import Qwen3Moe
 from pallas_kernels import Ops
@@ -85,6 +85,10 @@ class StepOutput(NamedTuple):
     routing: Routing
     paging: Paging
     """int32[L] each."""
+    missed: jax.Array
+    """bool[L, E]: active experts that were not resident when their layer began."""
+    missed_routes: jax.Array
+    """int32[R], in prefill int32[N]: routed (layer, expert) pairs of the row or chunk that missed."""
     scores: jax.Array | None
     """float32[N, C]: log-probabilities of the targets, when scoring."""
     staged: jax.Array | None
@@ -136,10 +140,12 @@ def decode_step(
         row_tile=row_tile,
         attention=attention,
     )
-    x, arena, tables, routing, paging, staged = _layers(
+    x, arena, tables, trace = _layers(
         model, model.embed(tokens), arena, tables, stores, batch, forced, stages, page, ops, waves=1
     )
-    return arena, tables, StepOutput(model.logits(x, row_tile), routing, paging, None, staged)
+    logits = model.logits(x, row_tile)
+    missed_routes = _missed_routes(trace)
+    return arena, tables, StepOutput(logits, **trace, missed_routes=missed_routes, scores=None)
 
 
 def prefill_step(
@@ -194,18 +200,19 @@ def prefill_step(
         attention=attention,
     )
     x = model.embed(sweep.tokens.reshape(-1))
-    x, arena, tables, routing, paging, staged = _layers(
+    x, arena, tables, trace = _layers(
         model, x, arena, tables, stores, batch, forced, stages, page, ops, waves
     )
     rows = sweep.last.shape[0]
     logits = model.logits(x[jnp.maximum(sweep.last, 0)], min(DECODE_TILE, rows))
     scores = _score(model, x.reshape(chunks, size, -1), sweep) if score else None
-    return arena, tables, StepOutput(logits, routing, paging, scores, staged)
+    missed_routes = jnp.sum(_missed_routes(trace).reshape(chunks, size), axis=1)
+    return arena, tables, StepOutput(logits, **trace, missed_routes=missed_routes, scores=scores)
 
 
 def _layers(model, x, arena, tables, stores, tokens, forced, stages, page, ops, waves):
-    """All layers over x [T, D]; returns (x, arena, tables, Routing, Paging, staged), the traces
-    [L, …]; staged [S] or None."""
+    """All layers over x [T, D]; returns (x, arena, tables, fields of StepOutput): routing, paging,
+    missed, staged."""
     config = model.config
 
     def layer(stack: LayerStack, carry, i):
@@ -247,9 +254,20 @@ def _layers(model, x, arena, tables, stores, tokens, forced, stages, page, ops, 
         if stack.is_moe:
             traces.append(trace)
     routing, counts, done = jax.tree.map(lambda *parts: jnp.concatenate(parts), *traces)
-    paging = Paging(*jnp.unstack(counts, axis=1))
+    paging, missed = unpack_counts(counts, config.num_experts)
+    staged = None if done is None else jnp.max(done, axis=0)
     x, arena, tables = carry
-    return x, arena, tables, routing, paging, None if done is None else jnp.max(done, axis=0)
+    trace = {"routing": routing, "paging": paging, "missed": missed, "staged": staged}
+    return x, arena, tables, trace
+
+
+def _missed_routes(trace):
+    """int32[T]: of each token's routed experts, over all layers, how many were missing."""
+    ids = trace["routing"].ids
+    # Padding has the id E, which is not missing.
+    missed = jnp.pad(trace["missed"], ((0, 0), (0, 1))).astype(jnp.int32)
+    layer = jnp.arange(ids.shape[0])[:, None, None]
+    return jnp.sum(missed[layer, ids], axis=(0, 2))
 
 
 def _forced(forced, layer, routed, experts):
