@@ -1,16 +1,13 @@
-"""The invariants of arena, tables and store, checked inside jit (a live host view of the arena
-would defeat its donation) and, for pages, on the host."""
+"""The invariants of arena, tables and store, checked inside jit: a live host view of the arena
+would defeat its donation. Those of KV pages are KVCache's."""
 
 from __future__ import annotations
-
-from collections.abc import Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from host_offload.arena import SlotArena, SlotClass
 from pallas_kernels.plan import Tables
 
 FAULTS = (
@@ -68,17 +65,3 @@ def count_faults(arena: jax.Array, tables: Tables, stores: tuple[jax.Array, ...]
 def describe_faults(counts: np.ndarray) -> list[str]:
     """The broken invariants in words; empty when all hold."""
     return [f"{text} ({n}×)" for text, n in zip(FAULTS, counts, strict=True) if n]
-
-
-def page_faults(arena: SlotArena, sequences: Iterable[Sequence[int]]) -> list[str]:
-    """Faults of the pages of live sequences: shared by two, or outside of KV slots."""
-    faults, seen = [], set()
-    for pages in sequences:
-        for page in pages:
-            slot = page // arena.layout.kv_rows_per_slot
-            if page in seen:
-                faults.append(f"page at KV row {page} belongs to two sequences")
-            if arena.slot_class[slot] != SlotClass.KV:
-                faults.append(f"page at KV row {page} lies in a slot that is not KV")
-            seen.add(page)
-    return faults

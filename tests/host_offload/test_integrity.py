@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from host_offload.arena import SlotArena, SlotClass
-from host_offload.integrity import FAULTS, count_faults, describe_faults, page_faults
+from host_offload.arena import SlotArena
+from host_offload.integrity import FAULTS, count_faults, describe_faults
 from host_offload.layout import slot_layout
 from host_offload.tables import empty_tables, regrant
 from pallas_kernels.fill import fill
@@ -153,33 +153,3 @@ def test_checks_bytes_of_each_version_against_its_own_store(store):
     copied = arena.at[row : row + 4].set(other[0, 1])
     assert not np.any(check(copied, tables, (store, other)))
     assert check(arena, tables, (store, other)).tolist() == [0, 0, 0, 0, 1]
-
-
-def kv_slots() -> SlotArena:
-    slots = SlotArena(LAYOUT, SLOTS, LAYERS, EXPERTS, CELLS)
-    slots.grant_cells([1, 1])
-    slots.grant_kv_slots(3)
-    return slots
-
-
-def test_sound_pages():
-    slots = kv_slots()
-    assert page_faults(slots, [slots.allocate_pages(2), [], slots.allocate_pages(3)]) == []
-
-
-def test_finds_a_shared_page():
-    slots = kv_slots()
-    first, second = slots.allocate_pages(2), slots.allocate_pages(1)
-    assert page_faults(slots, [first, [*second, first[1]]]) == [
-        f"page at KV row {first[1]} belongs to two sequences"
-    ]
-
-
-@pytest.mark.parametrize("slot", [0, 3])
-def test_finds_a_page_outside_of_kv_slots(slot):
-    slots = kv_slots()
-    assert slots.slot_class[slot] != SlotClass.KV
-    page = LAYOUT.page_row(slot, 0)
-    assert page_faults(slots, [slots.allocate_pages(2), [page]]) == [
-        f"page at KV row {page} lies in a slot that is not KV"
-    ]

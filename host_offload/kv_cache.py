@@ -1,0 +1,258 @@
+"""KV pages as a cache: shared by content, evicted when idle, swapped to the host when live.
+
+Blocks are named by opaque keys: whoever publishes one says what makes two blocks equal.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from host_offload.arena import OutOfPages, SlotArena, SlotClass
+
+HostPage = Any
+"""A page's bytes in host memory, whatever the transfer made of them."""
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Block:
+    """`block_size` tokens' KV: a page on the device, or its copy on the host."""
+
+    row: int | None
+    """KV row of the page; None: swapped out."""
+    host: HostPage | None = None
+    refs: int = 1
+    """Sequences and sessions that hold it."""
+    pins: int = 0
+    """Of those, how many run: a step may read the page."""
+    key: bytes | None = None
+    """What it is published as; such a block is never written again."""
+
+
+class OutOfSwap(Exception):
+    """Host memory for swapped pages is used up."""
+
+
+@dataclasses.dataclass
+class KVCache:
+    """Who holds which page. Blocks are counted references; idle ones are kept while there is room.
+
+    read: copies the pages at these KV rows to the host. write: copies host pages to these KV rows.
+    Both are carried out in the order of the engine's steps. swap_bytes: most host memory for pages.
+    """
+
+    arena: SlotArena
+    read: Callable[[Sequence[int]], list[HostPage]]
+    write: Callable[[Sequence[HostPage], Sequence[int]], None]
+    swap_bytes: int
+    swapped: int = 0
+    """Blocks on the host now."""
+    swapped_out: int = 0
+    """Pages copied to the host so far."""
+    swapped_in: int = 0
+    dropped: int = 0
+    """Idle blocks whose page was needed."""
+    _published: dict[bytes, Block] = dataclasses.field(default_factory=dict)
+    _idle: OrderedDict[bytes, Block] = dataclasses.field(default_factory=OrderedDict)
+
+    @property
+    def page_bytes(self) -> int:
+        return self.arena.layout.page.nbytes
+
+    @property
+    def available(self) -> int:
+        """Pages that can be had without moving anybody's out."""
+        return self.arena.free_pages + len(self._idle)
+
+    @property
+    def idle(self) -> int:
+        """Blocks that nobody holds, kept in case of the same content."""
+        return len(self._idle)
+
+    # ---- single blocks
+
+    def allocate(self, count: int) -> list[Block]:
+        """So many new blocks. Raises OutOfPages, taking nothing."""
+        return [Block(row) for row in self._rows(count)]
+
+    def _rows(self, count: int) -> list[int]:
+        if count > self.available:
+            raise OutOfPages(f"{count} pages wanted, {self.available} available")
+        while self.arena.free_pages < count:
+            key, block = self._idle.popitem(last=False)  # the longest idle
+            del self._published[key]
+            assert block.row is not None
+            self.arena.release_pages([block.row])
+            self.dropped += 1
+        return self.arena.allocate_pages(count)
+
+    def publish(self, block: Block, key: bytes) -> None:
+        """Lets others find the block, from now on unchanging, by its key. Of two equal ones the
+        first stays the one that is found."""
+        if block.key is None and key not in self._published:
+            block.key = key
+            self._published[key] = block
+
+    def lookup(self, key: bytes) -> Block | None:
+        """The block published as key and on the device, with one more reference."""
+        block = self._published.get(key)
+        if block is None or block.row is None:
+            return None
+        self._idle.pop(key, None)
+        block.refs += 1
+        return block
+
+    @staticmethod
+    def hold(blocks: Iterable[Block]) -> None:
+        """One more reference to each."""
+        for block in blocks:
+            block.refs += 1
+
+    def held(self, key: bytes) -> bool:
+        """Whether lookup would find a block that takes no available page."""
+        block = self._published.get(key)
+        return block is not None and block.row is not None and block.refs > 0
+
+    @staticmethod
+    def pin(blocks: Iterable[Block]) -> None:
+        """Keeps blocks on the device until unpinned as often."""
+        for block in blocks:
+            block.pins += 1
+
+    @staticmethod
+    def unpin(blocks: Iterable[Block]) -> None:
+        for block in blocks:
+            block.pins -= 1
+
+    def release(self, blocks: Iterable[Block]) -> None:
+        """Gives up a reference to each. What nobody holds is kept idle if it was published, the
+        last of the sequence to be dropped first."""
+        for block in reversed(list(blocks)):
+            assert block.refs > 0
+            block.refs -= 1
+            if block.refs:
+                continue
+            if block.row is None:
+                self._forget(block)
+                block.host = None
+                self.swapped -= 1
+            elif block.key is not None:
+                self._idle[block.key] = block
+            else:
+                self.arena.release_pages([block.row])
+
+    def _forget(self, block: Block) -> None:
+        if block.key is not None:
+            del self._published[block.key]
+            block.key = None
+
+    def forget(self, blocks: Iterable[Block]) -> None:
+        """Takes back what was published: the bytes are not what the key says."""
+        for block in blocks:
+            if block.key is not None and block.refs == 0:
+                self._idle.pop(block.key)
+                assert block.row is not None
+                self.arena.release_pages([block.row])
+            self._forget(block)
+
+    def drop_idle(self) -> None:
+        """Frees the pages of all idle blocks."""
+        while self._idle:
+            key, block = self._idle.popitem()
+            del self._published[key]
+            assert block.row is not None
+            self.arena.release_pages([block.row])
+            self.dropped += 1
+
+    # ---- swapping
+
+    def movable(self, blocks: Iterable[Block], pins: int = 0) -> list[Block]:
+        """Those on the device that nobody but `pins` running holders pins."""
+        return [b for b in blocks if b.row is not None and b.pins <= pins]
+
+    def copy(self, block: Block) -> Block:
+        """A block with the same bytes, on the host until it is swapped in."""
+        host = self.read([block.row])[0] if block.row is not None else block.host
+        self.swapped += 1
+        return Block(None, host)
+
+    def swap_room(self, pages: int) -> bool:
+        """Whether so many more pages fit into the host memory for them."""
+        return (self.swapped + pages) * self.page_bytes <= self.swap_bytes
+
+    def swap_out(self, blocks: Iterable[Block]) -> int:
+        """Moves to the host what is not pinned, for all who hold it; returns how many pages that
+        freed. Raises OutOfSwap, moving nothing."""
+        moving = self.movable(blocks)
+        if not self.swap_room(len(moving)):
+            raise OutOfSwap(
+                f"{len(moving)} more pages of {self.page_bytes} bytes do not fit into swap_space "
+                f"({self.swap_bytes} bytes, {self.swapped} pages used)"
+            )
+        rows = [b.row for b in moving if b.row is not None]
+        for block, page in zip(moving, self.read(rows), strict=True):
+            block.row, block.host = None, page
+        self.arena.release_pages(rows)
+        self.swapped += len(moving)
+        self.swapped_out += len(moving)
+        return len(moving)
+
+    def try_swap_out(self, blocks: Iterable[Block]) -> bool:
+        """swap_out, where there is room; whether that freed a page."""
+        try:
+            return self.swap_out(blocks) > 0
+        except OutOfSwap:
+            return False
+
+    def missing(self, blocks: Iterable[Block]) -> int:
+        """How many of them are on the host."""
+        return sum(b.row is None for b in blocks)
+
+    def swap_in(self, blocks: Iterable[Block]) -> None:
+        """Brings back those on the host. Raises OutOfPages, moving nothing."""
+        moving = [b for b in blocks if b.row is None]
+        rows = self._rows(len(moving))
+        self.write([b.host for b in moving], rows)
+        for block, row in zip(moving, rows, strict=True):
+            block.row, block.host = row, None
+        self.swapped -= len(moving)
+        self.swapped_in += len(moving)
+
+    # ---- invariants
+
+    def faults(
+        self, running: Iterable[Sequence[Block]], others: Iterable[Sequence[Block]]
+    ) -> list[str]:
+        """Broken invariants in words. running, others: the blocks of every sequence that runs, and
+        of everybody else who holds some."""
+        faults, pinned = [], Counter(block for blocks in running for block in blocks)
+        held = pinned + Counter(block for blocks in others for block in blocks)
+        rows = Counter()
+        for block in {*held, *self._idle.values()}:
+            if (block.refs, block.pins) != (held[block], pinned[block]):
+                faults.append(
+                    f"a block has {block.refs} references, {block.pins} pins; it has "
+                    f"{held[block]} holders, {pinned[block]} of them running"
+                )
+            if block.pins and block.row is None:
+                faults.append("a block that a running sequence holds is swapped out")
+            if (block.row is None) == (block.host is None):
+                faults.append(f"a block is on both sides or none: {block}")
+            if block.row is not None:
+                rows[block.row] += 1
+                if self.arena.slot_class[block.row // self.arena.layout.kv_rows_per_slot] != (
+                    SlotClass.KV
+                ):
+                    faults.append(f"page at KV row {block.row} lies in a slot that is not KV")
+        faults += [
+            f"page at KV row {row} belongs to {n} blocks" for row, n in rows.items() if n > 1
+        ]
+        if len(rows) + self.arena.free_pages != self.arena.pages:
+            faults.append(
+                f"{len(rows)} pages held + {self.arena.free_pages} free of {self.arena.pages}"
+            )
+        if sum(b.row is None for b in held) != self.swapped:
+            faults.append(f"{self.swapped} blocks are counted as swapped out")
+        return faults
