@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from host_offload.eviction import victim_weights
 from host_offload.layout import DENSE
+from host_offload.staging import Residency
 from pallas_kernels.plan import Tables
 
-__all__ = ["Tables", "empty_tables", "regrant", "with_victim_weights"]
+__all__ = [
+    "Tables",
+    "empty_tables",
+    "read_snapshot",
+    "regrant",
+    "snapshot",
+    "with_contents",
+    "with_victim_weights",
+]
 
 
 def empty_tables(layers: int, experts: int, cells: int, eviction: str) -> Tables:
@@ -60,3 +72,23 @@ def with_victim_weights(tables: Tables, eviction: str) -> Tables:
     """Tables under another eviction policy. Raises ValueError for an unknown one."""
     weights = jnp.asarray(victim_weights(eviction), jnp.int32)
     return tables._replace(victim_weights=jax.device_put(weights, tables.clock.sharding))
+
+
+def with_contents(tables: Tables, contents: Mapping[str, np.ndarray]) -> Tables:
+    """Tables with other contents of some fields, int32 arrays of the same shapes."""
+    # A copy, because the next step donates it.
+    arrays = {name: np.array(values, np.int32) for name, values in contents.items()}
+    return tables._replace(**jax.device_put(arrays, tables.clock.sharding))
+
+
+def snapshot(tables: Tables) -> jax.Array:
+    """All tables in one array int32[n], for one transfer to the host. Jit-able; a copy, so the
+    tables may be donated afterwards."""
+    return jnp.concatenate([table.reshape(-1) for table in tables])
+
+
+def read_snapshot(packed: np.ndarray, tables: Tables) -> Residency:
+    """The tables in a snapshot, on the host. tables: any of the same shapes."""
+    sizes = [table.size for table in tables]
+    parts = np.split(packed, np.cumsum(sizes)[:-1])
+    return Residency(*(p.reshape(t.shape) for p, t in zip(parts, tables, strict=True)))

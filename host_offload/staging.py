@@ -1,0 +1,324 @@
+"""Transfers ahead of need: from a wanted queue to the bounded list of the next step, and the life
+of each transfer after that. Host code over numpy; the device has the last word on every entry
+(pallas_kernels/stage/api.py)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from host_offload.policy import Spec, Stage, State, Transfer, Transition
+from pallas_kernels.plan.victim import victim_key
+
+
+class Residency(NamedTuple):
+    """A copy of the device's tables, int32: the fields of pallas_kernels.plan.Tables."""
+
+    cell_row: np.ndarray
+    """[L, C]"""
+    cell_version: np.ndarray
+    owner: np.ndarray
+    last_used: np.ndarray
+    address: np.ndarray
+    """[L, E]"""
+    version: np.ndarray
+    frequency: np.ndarray
+    fill_version: np.ndarray
+    prior: np.ndarray
+    clock: np.ndarray
+    """[L]"""
+    victim_weights: np.ndarray
+    """[3]"""
+
+
+class Entry(NamedTuple):
+    """One transfer of a step's stage list."""
+
+    layer: int
+    expert: int
+    version: int
+    cell: int
+
+
+def choose_cell(
+    tables: Residency,
+    layer: int,
+    version: int,
+    *,
+    taken: Collection[int] = (),
+    kept: Collection[int] = (),
+) -> int | None:
+    """The cell of that layer and version that makes room: the first free one, else the one whose
+    owner the next reference of the layer would evict first (plan's order: victim key, last use,
+    expert id, cell). None where there is none.
+
+    taken: cells that are spoken for. kept: experts that must not go.
+    """
+    owner, last_used = tables.owner[layer], tables.last_used[layer]
+    candidate = (tables.cell_row[layer] >= 0) & (tables.cell_version[layer] == version)
+    candidate[list(taken)] = False
+    free = np.flatnonzero(candidate & (owner < 0))
+    if free.size:
+        return int(free[0])
+    cells = np.flatnonzero(candidate & ~np.isin(owner, list(kept)))
+    if not cells.size:
+        return None
+    owner, last_used = owner[cells], last_used[cells]
+    key = victim_key(
+        # The clock of the reference to come, at which plan would compute it.
+        tables.clock[layer] + np.int32(1) - last_used,
+        tables.frequency[layer, owner],
+        tables.prior[layer, owner],
+        tables.victim_weights,
+    )
+    return int(cells[np.lexsort((cells, owner, last_used, key))[0]])
+
+
+COUNTS = ("issued", "done", "skipped", "deferred", "cancelled", "used", "unused", "bytes")
+"""Of transfers by cause. issued: put on a step's list. done, skipped: as the step said. deferred:
+found no cell or no staging bytes at its turn (each time). cancelled: left the queue unissued. used,
+unused: of those done, found resident by a later step, or evicted first. bytes: of those done."""
+
+
+class _Flight(NamedTuple):
+    transfer: Transfer
+    place: int
+    """In its list."""
+    between_layers: bool
+
+
+class Staging:
+    """The queue of wanted transfers, those in flight, and those that wait for their first use.
+
+    spec.staging_bytes bounds the bytes in flight, spec.stage_entries the entries of a step.
+    log: called with a Transfer when it is skipped, first used, or evicted without use.
+    """
+
+    def __init__(self, spec: Spec, log: Callable[[Transfer], None]):
+        self.spec, self._log = spec, log
+        self._bytes = [b.tolist() for b in spec.version_bytes.values()]
+        self._queues: dict[str, dict[tuple[int, int], Stage | Transition]] = {
+            "transitions": {},
+            "stages": {},
+        }
+        self._ranks: dict[str, dict[int, dict[int, int]]] = {kind: {} for kind in self._queues}
+        """By kind and layer: expert → place in the queue as it was given, 0 the most urgent."""
+        self.paused = False
+        self._flying: list[_Flight] = []
+        self._unused: dict[tuple[int, int], _Flight] = {}
+        self.finished: list[Transfer] = []
+        """Settled since the caller last took them; the caller clears it. retired likewise."""
+        self.retired: list[Transfer] = []
+        self.counts: dict[str, Counter[str]] = {}
+        """Cause → COUNTS, see there."""
+
+    @property
+    def in_flight(self) -> tuple[Transfer, ...]:
+        return tuple(flight.transfer for flight in self._flying)
+
+    @property
+    def queued(self) -> int:
+        """Wanted and not there yet."""
+        return sum(map(len, self._queues.values()))
+
+    def _count(self, cause: str, what: str, n: int = 1) -> None:
+        self.counts.setdefault(cause, Counter())[what] += n
+
+    # ---- what is wanted
+
+    def want(
+        self, kind: str, queue: Sequence[Stage] | Sequence[Transition], tables: Residency
+    ) -> None:
+        """Replaces a queue, `transitions` or `stages`; who is no longer named is cancelled."""
+        new = {(entry.layer, entry.expert): entry for entry in queue}
+        flying = {(t.layer, t.expert) for t in self.in_flight}
+        for place, entry in self._queues[kind].items():
+            if place not in new and place not in flying and not _satisfied(entry, tables):
+                self._count(self._cause(entry, tables), "cancelled")
+        self._queues[kind], ranks = new, {}
+        for rank, (layer, expert) in enumerate(new):
+            ranks.setdefault(layer, {})[expert] = rank
+        self._ranks[kind] = ranks
+
+    def entries(self, step: int, tables: Residency, *, between_layers: bool = False) -> list[Entry]:
+        """The next list for a step, counted as in flight: transitions before stages, each in the
+        order of its queue.
+
+        Nobody is copied who is resident (a transition: in that version) or in flight, and no cell
+        is given twice. Who is not wanted makes room first, then who is wanted less urgently.
+        """
+        entries: list[Entry] = []
+        if self.paused or not self.queued:
+            return entries
+        flying = {(t.layer, t.expert) for t in self.in_flight}
+        taken: dict[int, set[int]] = {}
+        for t in self.in_flight:
+            taken.setdefault(t.layer, set()).add(t.cell)
+        room = self.spec.staging_bytes - sum(t.bytes for t in self.in_flight)
+        full: set[tuple[int, int]] = set()
+        for kind, queue in self._queues.items():
+            for place, entry in list(queue.items()):
+                layer, expert, version = entry[:3]
+                if place in flying:
+                    continue
+                if _satisfied(entry, tables):
+                    del queue[place]
+                    continue
+                if len(entries) == self.spec.stage_entries or len(full) == self._kinds_of_cells:
+                    return entries
+                size, cause = self._bytes[version][layer], self._cause(entry, tables)
+                if size > room:
+                    # Nothing less urgent overtakes it.
+                    self._count(cause, "deferred")
+                    return entries
+                cell = None
+                if (layer, version) not in full:
+                    busy = taken.setdefault(layer, set())
+                    for kept in self._kept(kind, place):
+                        cell = choose_cell(tables, layer, version, taken=busy, kept=kept)
+                        if cell is not None:
+                            break
+                if cell is None:
+                    full.add((layer, version))
+                    self._count(cause, "deferred")
+                    continue
+                taken[layer].add(cell)
+                flying.add(place)
+                room -= size
+                transfer = Transfer(layer, expert, version, cell, size, cause, step)
+                self._flying.append(_Flight(transfer, len(entries), between_layers))
+                self._count(cause, "issued")
+                entries.append(Entry(layer, expert, version, cell))
+        return entries
+
+    def _kept(self, kind: str, place: tuple[int, int]) -> Iterator[set[int]]:
+        """Experts of the layer that must not make room for the entry: first all wanted ones, then
+        those that are more urgent."""
+        layer, expert = place
+        transitions, stages = (self._ranks[k].get(layer, {}) for k in ("transitions", "stages"))
+        yield transitions.keys() | stages.keys()
+        ranks = self._ranks[kind][layer]
+        urgent = {other for other, rank in ranks.items() if rank < ranks[expert]}
+        yield urgent | transitions.keys() if kind == "stages" else urgent
+
+    @property
+    def _kinds_of_cells(self) -> int:
+        return self.spec.layers * len(self._bytes)
+
+    # ---- what became of it
+
+    def settle(self, step: int, staged: np.ndarray | None) -> None:
+        """The step was read. staged int32[S]: 1 for each entry of its list that was carried out.
+        An entry of an earlier step, one whose results were lost, counts as skipped."""
+        flying, self._flying = self._flying, []
+        for flight in flying:
+            issued = flight.transfer.issued
+            if issued > step or (issued == step and flight.between_layers):
+                self._flying.append(flight)
+            else:
+                known = staged if issued == step else None
+                self._settle(flight, known is not None and bool(known[flight.place]))
+
+    def settle_between_layers(self, done: np.ndarray) -> bool:
+        """The list that was issued last between layers is complete. done int32[S]: as staged.
+        Returns whether there was one."""
+        flying, self._flying = self._flying, []
+        before = len(self.finished)
+        for flight in flying:
+            if flight.between_layers:
+                self._settle(flight, bool(done[flight.place]))
+            else:
+                self._flying.append(flight)
+        return len(self.finished) > before
+
+    def forget(self, step: int) -> None:
+        """The step was never dispatched: what its list named waits again."""
+        for flight in self._flying:
+            if flight.transfer.issued == step:
+                self._count(flight.transfer.cause, "issued", -1)
+                self._count(flight.transfer.cause, "deferred")
+        self._flying = [f for f in self._flying if f.transfer.issued != step]
+
+    def _settle(self, flight: _Flight, done: bool) -> None:
+        transfer = flight.transfer
+        place = transfer.layer, transfer.expert
+        if not done:
+            transfer = dataclasses.replace(transfer, skipped=True)
+            self._count(transfer.cause, "skipped")
+            self._log(transfer)
+        else:
+            transfer = dataclasses.replace(transfer, published=transfer.issued)
+            self._count(transfer.cause, "done")
+            self._count(transfer.cause, "bytes", transfer.bytes)
+            for queue in self._queues.values():
+                if place in queue and queue[place].version == transfer.version:
+                    del queue[place]
+            if place in self._unused:
+                self._retire(self._unused.pop(place).transfer)
+            self._unused[place] = flight._replace(transfer=transfer)
+        self.finished.append(transfer)
+
+    @property
+    def watching(self) -> bool:
+        """Some transfer waits for its first use."""
+        return bool(self._unused)
+
+    def watch(self, step: int, active: np.ndarray, missed: np.ndarray, tables: Residency) -> None:
+        """Who was first used by the step, and who was evicted before any use.
+
+        active bool[L, E]: experts that the step needed. missed bool[L, E]: those of them that it
+        did not find. tables: after the step.
+        """
+        for place, flight in list(self._unused.items()):
+            transfer, same_step = flight.transfer, flight.transfer.published == step
+            # A step's list is carried out behind its experts; between layers, before some of them.
+            if transfer.published > step or (same_step and not flight.between_layers):
+                continue
+            if active[place] and not missed[place]:
+                transfer = dataclasses.replace(transfer, first_use=step)
+            elif same_step or not (active[place] or tables.address[place] < 0):
+                continue
+            del self._unused[place]
+            self._retire(transfer)
+
+    def finish(self) -> None:
+        """The run ends: who was not used by now never will be."""
+        for flight in self._unused.values():
+            self._retire(flight.transfer)
+        self._unused.clear()
+
+    def _retire(self, transfer: Transfer) -> None:
+        self._count(transfer.cause, "used" if transfer.first_use >= 0 else "unused")
+        self.retired.append(transfer)
+        self._log(transfer)
+
+    def state(self, tables: Residency) -> np.ndarray:
+        """int8[L, E], see policy.State."""
+        state = np.where(tables.address >= 0, State.RESIDENT, State.ABSENT).astype(np.int8)
+        for t in self.in_flight:
+            place = t.layer, t.expert
+            if state[place] == State.ABSENT:
+                state[place] = State.ARRIVING
+            elif tables.version[place] != t.version:
+                more = t.bytes > self._bytes[tables.version[place]][t.layer]
+                state[place] = State.PROMOTING if more else State.DEMOTING
+        return state
+
+    def _cause(self, entry: Stage | Transition, tables: Residency) -> str:
+        if isinstance(entry, Stage):
+            return entry.cause
+        layer, place = entry.layer, (entry.layer, entry.expert)
+        have = tables.version[place]
+        smaller = self._bytes[entry.version][layer] < self._bytes[have][layer]
+        return "demotion" if smaller and tables.address[place] >= 0 else "promotion"
+
+
+def _satisfied(entry: Stage | Transition, tables: Residency) -> bool:
+    place = entry.layer, entry.expert
+    if tables.address[place] < 0:
+        return False
+    return isinstance(entry, Stage) or bool(tables.version[place] == entry.version)
