@@ -1,0 +1,248 @@
+"""Writes a trace of the engine's steps: LLM(trace=DIR), --trace DIR. See docs/trace_format.md."""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import datetime
+import hashlib
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from host_offload.controller import Decided
+from host_offload.policy import Transfer
+from host_offload.traces import (
+    USES,
+    Mark,
+    StepTrace,
+    TraceError,
+    TraceHeader,
+    TraceWriter,
+    TransferTrace,
+    require_new,
+)
+from moejax.errors import UserError
+from moejax.models.config import ModelConfig
+from moejax.records import StepRecord
+from moejax.runner import Runner
+
+__all__ = ["Tracer", "config_digest", "require_new_directory", "start_trace"]
+
+
+BATCH = 32
+"""Records that are copied at once: one by one, most of the time would go into numpy's calls."""
+
+
+class Tracer:
+    """Feeds a TraceWriter from the records of steps. Owns the writer.
+
+    record_bytes: bytes of one expert as it crosses the link. waves: passes over a layer's experts
+    in a sweep. Its methods raise UserError when the trace can no longer be written; a step may be
+    refused BATCH steps late. What is left at the interpreter's exit is written then.
+    """
+
+    def __init__(self, writer: TraceWriter, *, record_bytes: int, waves: int = 1):
+        self.writer, self._record_bytes = writer, record_bytes
+        self._began = self._last_read = time.perf_counter()
+        self._next_step = 0
+        layers = writer.header.layers
+        self._waves = {
+            "prefill": np.full(layers, waves, np.int16),
+            "decode": np.ones(layers, np.int16),
+        }
+        self._records: list[tuple[StepRecord, Any]] = []
+        atexit.register(self.close)
+
+    def after_read(self, record: StepRecord, use: Any = None) -> None:
+        """Adds a step; keeps the record until BATCH are there, so its arrays must not change.
+
+        use: state of KV and queue after it, an object with the attributes USES, or None where it
+        is not known.
+        """
+        if self.writer.closed:
+            raise UserError(f"the trace {self.writer.directory} is closed")
+        self._records.append((record, use))
+        self._next_step = record.number + 1
+        if len(self._records) >= BATCH:
+            self._write_records()
+
+    def _write_records(self) -> None:
+        records, self._records = self._records, []
+        if not records:
+            return
+        moved = self._moved([record for record, _ in records])
+        uses = np.full((len(records), len(USES)), -1)
+        for i, (_, use) in enumerate(records):
+            if use is not None:
+                uses[i] = [getattr(use, name) for name in USES]
+        steps = []
+        for (record, _), count, use in zip(records, moved, uses, strict=True):
+            hits, fills, read_through = record.paging[1:]
+            step = StepTrace(
+                request=record.request,
+                user=record.user,
+                position=record.position,
+                phase=record.phase,
+                ids=record.ids,
+                weights=record.weights,
+                number=record.number,
+                kind=record.kind,
+                start_s=record.dispatched_s - self._began,
+                read_s=record.read_s - self._began,
+                seconds=record.read_s - max(record.dispatched_s, self._last_read),
+                rows=record.rows,
+                compiled=record.compiled,
+                hits=np.asarray(hits),
+                fills=np.asarray(fills),
+                read_through=np.asarray(read_through),
+                waves=self._waves[record.kind],
+                missed=record.missed,
+                bytes=count,
+                use=use,
+                finished=record.finished,
+            )
+            self._last_read = record.read_s
+            steps.append(step)
+        try:
+            self.writer.append(*steps)
+        except TraceError as error:
+            raise UserError(str(error)) from error
+
+    def _moved(self, records: Sequence[StepRecord]) -> np.ndarray:
+        """Bytes over the link, int64[records, 3], by the header's causes."""
+        experts = np.zeros((len(records), 3), np.int64)
+        for i, name in enumerate(("fills", "read_through")):
+            counts = np.concatenate([getattr(record.paging, name) for record in records])
+            experts[:, i] = counts.reshape(len(records), -1).sum(axis=1)
+        for i, record in enumerate(records):
+            if record.staged is not None:
+                experts[i, 2] = record.staged.sum()
+        return experts * self._record_bytes
+
+    def transfers(self, transfers: Iterable[Transfer]) -> None:
+        """Adds transfers, each once: when it was used, evicted or skipped, or at the end."""
+        try:
+            for each in transfers:
+                fields = (getattr(each, name) for name in TransferTrace._fields)
+                self.writer.transfer(TransferTrace(*fields))
+        except TraceError as error:
+            raise UserError(str(error)) from error
+
+    def decision(self, step: int, fields: Mapping[str, Any]) -> None:
+        """Adds a line to decisions.jsonl: what was decided after reading step `step`."""
+        try:
+            self.writer.decision(step, fields)
+        except TraceError as error:
+            raise UserError(str(error)) from error
+
+    def event(self, event: Any) -> None:
+        """Adds an event of a Controller's log: a policy's decision, or a transfer's fate."""
+        if not isinstance(event, Decided):
+            self.transfers([event])
+            return
+        decision = dataclasses.asdict(event.decision)
+        wanted = {name: value for name, value in decision.items() if value is not None}
+        fields = {"moment": event.moment.name, "policy": event.policy, "decision": wanted}
+        self.decision(event.step, fields)
+
+    def mark(self, name: str) -> None:
+        """Names the moment: what follows belongs to it (a warm-up's end, another workload)."""
+        mark = Mark(self._next_step, time.perf_counter() - self._began, name)
+        try:
+            self.writer.mark(mark)
+        except TraceError as error:
+            raise UserError(str(error)) from error
+
+    def close(self) -> None:
+        """Completes the trace. Idempotent. Raises UserError for what could not be written, unless
+        it has been said."""
+        atexit.unregister(self.close)
+        try:
+            if self.writer.failure is None:
+                self._write_records()
+        finally:
+            try:
+                self.writer.close()
+            except TraceError as error:
+                raise UserError(str(error)) from error
+
+
+def require_new_directory(directory: str | os.PathLike[str]) -> None:
+    """Raises UserError unless a trace could be written there."""
+    try:
+        require_new(directory)
+    except TraceError as error:
+        raise UserError(str(error)) from error
+
+
+def start_trace(
+    directory: str | os.PathLike[str],
+    runner: Runner,
+    *,
+    dtype: str,
+    seed: int,
+    settings: Mapping[str, Any],
+) -> Tracer:
+    """A Tracer into a new directory.
+
+    settings: what else decided the run (eviction, budgets), for people; kept as they are. Raises
+    UserError for a directory that is not new or cannot be written.
+    """
+    config, layout, shapes = runner.config, runner.layout, runner.shapes
+    cells = np.sum(np.asarray(runner.tables.cell_row) >= 0, axis=1)
+    spec = {
+        "layers": sum(config.moe_layers),
+        "experts": config.num_experts,
+        "top_k": config.num_experts_per_tok,
+        "hidden": config.hidden_size,
+        "dtype": dtype,
+        "version_bytes": {record.version: record.nbytes for record in layout.records},
+        "page_bytes": layout.page.nbytes,
+        "page_tokens": layout.page.block_size,
+        "slot_bytes": layout.slot_bytes,
+        "slots": runner.slots,
+        "cells": cells.tolist(),
+        "seed": seed,
+        "shapes": dataclasses.asdict(shapes),
+        **settings,
+    }
+    header = TraceHeader(
+        layers=sum(config.moe_layers),
+        experts=config.num_experts,
+        top_k=config.num_experts_per_tok,
+        config_digest=config_digest(config),
+        spec=spec,
+        machine=_machine(runner.device),
+        command=sys.argv,
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    )
+    try:
+        writer = TraceWriter(directory, header)
+    except TraceError as error:
+        raise UserError(str(error)) from error
+    return Tracer(writer, record_bytes=layout.records[0].nbytes, waves=shapes.waves)
+
+
+def config_digest(config: ModelConfig) -> str:
+    """Names a model's configuration: SHA-256 of its fields as JSON with sorted keys, in hex."""
+    text = json.dumps(dataclasses.asdict(config), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _machine(device: jax.Device) -> dict[str, Any]:
+    return {
+        "device": device.device_kind,
+        "platform": platform.platform(),
+        "cpus": os.cpu_count(),
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "numpy": np.__version__,
+    }
