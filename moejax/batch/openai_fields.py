@@ -1,0 +1,84 @@
+"""OpenAI batch lines: their envelope, and the request body's fields under vLLM's names.
+
+Source: OpenAI's Batch API reference, "The request input object", and the request bodies of
+/v1/completions and /v1/chat/completions.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from moejax.errors import UserError
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+
+_NEUTRAL: dict[str, tuple] = {
+    "best_of": (1,),
+    "echo": (False,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True, False),
+    "response_format": ({"type": "text"},),
+    "stream": (False,),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+}
+"""Fields that are not supported, with the values that ask for nothing."""
+
+
+def completion_request(fields: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """(url, the body as a plain line's fields) of an OpenAI batch line; null fields are left out.
+
+    Raises UserError for another method or url, and for fields that contradict each other.
+    """
+    if unknown := set(fields) - {"custom_id", "method", "url", "body"}:
+        raise UserError(f"the field {min(unknown)!r} is not supported beside custom_id and body")
+    if fields.get("method", "POST") != "POST":
+        raise UserError(f"method must be POST, got {json.dumps(fields['method'])}")
+    url = fields.get("url")
+    if url not in (COMPLETIONS, CHAT):
+        raise UserError(f"url must be {COMPLETIONS} or {CHAT}, got {json.dumps(url)}")
+    body = fields.get("body")
+    if not isinstance(body, dict):
+        raise UserError("body must be an object")
+    body = {name: value for name, value in body.items() if value is not None}
+    for name, neutral in _NEUTRAL.items():
+        if name in body and _json(body.pop(name)) not in map(_json, neutral):
+            raise UserError(f"the field {name!r} is not supported")
+    if "id" in body:
+        raise UserError("the field 'id' is not supported in body; custom_id names a line")
+    _rename(body, "max_completion_tokens", "max_tokens")
+    other = "messages" if url == COMPLETIONS else "prompt"
+    if other in body or "prompt_token_ids" in body:
+        wrong = other if other in body else "prompt_token_ids"
+        raise UserError(f"the field {wrong!r} is not one of {url}")
+    if url == CHAT:
+        _chat_logprobs(body)
+    return url, body
+
+
+def _rename(body: dict[str, Any], name: str, to: str) -> None:
+    if name in body:
+        value = body.pop(name)
+        if body.setdefault(to, value) != value:
+            raise UserError(f"{to} and {name} differ; give one of them")
+
+
+def _chat_logprobs(body: dict[str, Any]) -> None:
+    """`logprobs: true` with `top_logprobs: k` is the number of the likeliest tokens, k or 0."""
+    wanted, top = body.pop("logprobs", False), body.pop("top_logprobs", None)
+    if not isinstance(wanted, bool):
+        raise UserError(f"logprobs must be true or false for {CHAT}, got {json.dumps(wanted)}")
+    if top is not None and not wanted:
+        raise UserError("top_logprobs needs logprobs: true")
+    if wanted:
+        body["logprobs"] = 0 if top is None else top
+
+
+def _json(value: Any) -> str:
+    """Text that tells True from 1, which == does not."""
+    return json.dumps(value, sort_keys=True)
