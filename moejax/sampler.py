@@ -1,4 +1,4 @@
-"""From logits to tokens: greedy, truncated sampling, log-probabilities.
+"""From logits to tokens: penalties and biases, greedy, truncated sampling, log-probabilities.
 
 Pure functions over fixed shapes ``[R, V]`` in float32. A row's result is a function of that row's
 logits and parameters alone, never of the other rows: seeds are counters, thresholds are per row.
@@ -13,8 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-GREEDY_BELOW = 1e-5
-"""Temperatures below this are greedy (vLLM's ``_SAMPLING_EPS``)."""
+from moejax.sampling_params import GREEDY_BELOW
 
 _INFINITY_BITS = 0x7F800000
 
@@ -112,6 +111,69 @@ def logprobs(logits: Array, tokens: Array, n: int) -> tuple[Array, Array, Array,
     log_total = peak + jnp.log(_row_sum(jnp.exp(logits - peak[:, None])))
     top, top_ids = lax.top_k(logits, n)
     return chosen[:, 0] - log_total, rank, top_ids.astype(jnp.int32), top - log_total[:, None]
+
+
+def add_bias(logits: Array, ids: Array, bias: Array) -> Array:
+    """Adds to some tokens' logits; −inf bans a token.
+
+    logits: float32 ``[R, V]``. ids: int32 ``[R, B]``, padded with −1. bias: float32 ``[R, B]``.
+    Returns float32 ``[R, V]``. A row without ids keeps its bits. No id twice in a row: additions
+    have no order on a GPU.
+    """
+    # Scatter counts negative indices from the end, and drops those beyond it.
+    ids = jnp.where(ids < 0, logits.shape[-1], ids)
+    row = jnp.arange(logits.shape[0])[:, None]
+    return logits.at[row, ids].add(bias, mode="drop")
+
+
+def adjust(
+    logits: Array,
+    counts: Array,
+    repetition: Array,
+    presence: Array,
+    frequency: Array,
+    bias_ids: Array,
+    bias: Array,
+) -> Array:
+    """Logits after biases, then penalties, in vLLM's order and by its formulas (OpenAI's for
+    presence and frequency; Keskar et al., CTRL, section 4.1 for repetition).
+
+    logits: float32 ``[R, V]``. counts: int32 ``[R, V]``, bit 0: the token is in the row's prompt;
+    the bits above it: how often the row has generated it. repetition, presence, frequency: float32
+    ``[R]``, neutral at 1, 0, 0. bias_ids, bias: as of `add_bias`. Returns float32 ``[R, V]``; a
+    neutral row without biases keeps its bits.
+    """
+    biased = add_bias(logits, bias_ids, bias)
+    count = (counts >> 1).astype(jnp.float32)
+    factor = repetition[:, None]
+    repeated = jnp.where(biased > 0, biased / factor, biased * factor)
+    penalized = jnp.where(counts > 0, repeated, biased)
+    penalized -= frequency[:, None] * count
+    penalized -= presence[:, None] * (count > 0)
+    # x / 1 − 0 may lose a subnormal x.
+    neutral = (repetition == 1.0) & (presence == 0.0) & (frequency == 0.0)
+    return jnp.where(neutral[:, None], biased, penalized)
+
+
+def tally(counts: Array, tokens: Array, update: Array) -> Array:
+    """counts, as of `adjust`, with tokens int32 ``[R]`` as generated, in the rows under update
+    bool ``[R]``. Returns int32 ``[R, V]``."""
+    row = jnp.arange(counts.shape[0])
+    return counts.at[row, tokens].add(jnp.where(update, 2, 0))
+
+
+def recount(counts: Array, row: Array, ids: Array, is_output: Array) -> Array:
+    """counts, as of `adjust`, with one row made anew.
+
+    counts: int32 ``[R, V]``. row: int32 ``[]``. ids: int32 ``[M]``, prompt and generated tokens in
+    any order, padded with −1. is_output: bool ``[M]``, the generated ones. Returns int32
+    ``[R, V]``.
+    """
+    none = jnp.zeros(counts.shape[1], jnp.int32)
+    ids = jnp.where(ids < 0, counts.shape[1], ids)
+    prompt = none.at[ids].max(jnp.where(is_output, 0, 1), mode="drop")
+    output = none.at[ids].add(jnp.where(is_output, 2, 0), mode="drop")
+    return counts.at[row].set(prompt + output)
 
 
 def _bisect(enough: Callable[[Array], Array], distance: Array) -> Array:

@@ -68,13 +68,18 @@ class Detokenizer:
 
     A character whose bytes are not all there yet is held until they are, or until `finish`. With a
     byte-level tokenizer (Qwen, OLMoE, GPT) the pieces together equal
-    ``tokenizer.decode(ids, skip_special_tokens=True)`` of all ids; one that strips the first
-    token's space (SentencePiece) needs prompt_ids to keep the space after the prompt. Method:
-    vLLM's detokenize_incrementally, which compares two decodings of the last few tokens.
+    ``tokenizer.decode(ids, skip_special_tokens)`` of all ids; one that strips the first token's
+    space (SentencePiece) needs prompt_ids to keep the space after the prompt. Method: vLLM's
+    detokenize_incrementally, which compares two decodings of the last few tokens.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, prompt_ids: Sequence[int] = ()):
-        self._tokenizer = tokenizer
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerFast,
+        prompt_ids: Sequence[int] = (),
+        skip_special_tokens: bool = True,
+    ):
+        self._tokenizer, self._skip_special_tokens = tokenizer, skip_special_tokens
         # Decoded before, and only there for what it does to the text after it.
         self._context = list(prompt_ids[-_PROMPT_CONTEXT:])
         self._context_length = len(self._decode(self._context))
@@ -101,7 +106,9 @@ class Detokenizer:
 
     def _decode(self, token_ids: list[int]) -> str:
         text = self._tokenizer.decode(
-            token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            token_ids,
+            skip_special_tokens=self._skip_special_tokens,
+            clean_up_tokenization_spaces=False,
         )
         assert isinstance(text, str)
         return text

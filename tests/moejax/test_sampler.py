@@ -15,6 +15,9 @@ kept = jax.jit(
     compiler_options=OPTIONS,
 )
 logprobs = jax.jit(sampler.logprobs, static_argnums=2, compiler_options=OPTIONS)
+adjust = jax.jit(sampler.adjust, compiler_options=OPTIONS)
+tally = jax.jit(sampler.tally, compiler_options=OPTIONS)
+recount = jax.jit(sampler.recount, compiler_options=OPTIONS)
 
 
 def _parameters(rows, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
@@ -211,3 +214,119 @@ def test_logprobs_of_raw_logits(n):
         top, np.take_along_axis(expected, order[:, :n], -1), atol=2e-6, rtol=1e-6
     )
     assert (rank[:3] == 1).all()
+
+
+# ---- penalties and biases
+
+
+def _adjustments(rng, rows, vocabulary, biases=5):
+    """Arguments of adjust; a fifth of the rows is neutral, a fifth has no biases."""
+    logits = rng.normal(0, 4, (rows, vocabulary)).astype(np.float32)
+    counts = (rng.integers(0, 4, logits.shape) * (rng.random(logits.shape) < 0.3)) << 1
+    counts |= rng.random(logits.shape) < 0.3
+    repetition, presence, frequency = (
+        rng.uniform(*bounds, rows).astype(np.float32) for bounds in ((0.3, 3), (-2, 2), (-2, 2))
+    )
+    neutral = rng.random(rows) < 0.2
+    repetition[neutral], presence[neutral], frequency[neutral] = 1, 0, 0
+    ids = np.array([rng.choice(vocabulary, biases, replace=False) for _ in range(rows)])
+    ids[rng.random(ids.shape) < 0.3] = -1
+    ids[rng.random(rows) < 0.2] = -1
+    bias = rng.choice([-np.inf, -100.0, 0.5, 100.0], ids.shape).astype(np.float32)
+    penalties = repetition, presence, frequency
+    return logits, counts.astype(np.int32), *penalties, ids.astype(np.int32), bias
+
+
+def _adjusted(logits, counts, repetition, presence, frequency, ids, bias):
+    """vLLM's formulas, token by token, in float64."""
+    result = logits.astype(np.float64)
+    for row in range(len(result)):
+        for token, value in zip(ids[row], bias[row], strict=True):
+            if token >= 0:
+                result[row, token] += value
+        for token in range(result.shape[1]):
+            count, in_prompt = counts[row, token] >> 1, counts[row, token] & 1
+            x = result[row, token]
+            if count or in_prompt:
+                x = x / repetition[row] if x > 0 else x * repetition[row]
+            x -= frequency[row] * count
+            result[row, token] = x - presence[row] * (count > 0)
+    return result
+
+
+def test_adjusted_logits_follow_the_formulas():
+    arguments = _adjustments(np.random.default_rng(5), 40, 50)
+    result = np.asarray(adjust(*arguments))
+    np.testing.assert_allclose(result, _adjusted(*arguments), rtol=1e-6, atol=1e-5)
+    assert np.isneginf(result).any()
+
+
+def test_repetition_counts_the_prompt_and_the_others_do_not():
+    logits = np.array([[2, 2, -2, 2]], np.float32)
+    counts = np.array([[1, 2, 3, 0]], np.int32)  # prompt; output; both; neither
+    none = np.full((1, 1), -1, np.int32), np.zeros((1, 1), np.float32)
+
+    def one(repetition=1.0, presence=0.0, frequency=0.0):
+        columns = (np.full(1, v, np.float32) for v in (repetition, presence, frequency))
+        return adjust(logits, counts, *columns, *none)[0].tolist()
+
+    assert one(repetition=2) == [1, 1, -4, 2]
+    assert one(presence=0.5) == one(frequency=0.5) == [2, 1.5, -2.5, 2]
+
+
+def test_a_neutral_row_keeps_every_bit():
+    rng = np.random.default_rng(6)
+    logits, counts, *penalties, ids, bias = _adjustments(rng, 8, 64)
+    logits[:, :4] = [-0.0, 0.0, 1e-40, -1e-40]
+    for array, neutral in zip(penalties, (1, 0, 0), strict=True):
+        array[:4] = neutral
+    ids[:4] = -1
+    result = np.asarray(adjust(logits, counts, *penalties, ids, bias))
+    np.testing.assert_array_equal(result[:4].view(np.uint32), logits[:4].view(np.uint32))
+    assert (result[4:] != logits[4:]).any(axis=1).all()
+
+
+def test_biases_alone_give_the_bits_of_adjust():
+    logits, counts, _, _, _, ids, bias = _adjustments(np.random.default_rng(7), 8, 64)
+    one, zero = np.ones(8, np.float32), np.zeros(8, np.float32)
+    both = adjust(logits, counts, one, zero, zero, ids, bias)
+    alone = jax.jit(sampler.add_bias, compiler_options=OPTIONS)(logits, ids, bias)
+    np.testing.assert_array_equal(both, alone)
+
+
+def test_an_adjusted_row_does_not_depend_on_the_others():
+    rng = np.random.default_rng(8)
+    first, other = _adjustments(rng, 16, 257), _adjustments(rng, 16, 257)
+    stay, order = rng.random(16) < 0.5, rng.permutation(16)
+    changed = tuple(
+        np.where(stay.reshape(-1, *[1] * (a.ndim - 1)), a, b)[order]
+        for a, b in zip(first, other, strict=True)
+    )
+    np.testing.assert_array_equal(
+        np.asarray(adjust(*first))[order][stay[order]], np.asarray(adjust(*changed))[stay[order]]
+    )
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_tally_and_recount_agree(data):
+    rows, vocabulary, longest = 3, 11, 12
+    tokens = st.lists(st.integers(0, vocabulary - 1), max_size=longest // 2)
+    row, prompt, output = data.draw(st.integers(0, rows - 1)), data.draw(tokens), data.draw(tokens)
+    before = np.full((rows, vocabulary), 9, np.int32)
+
+    def counted(output):
+        ids = np.full(longest, -1, np.int32)
+        ids[: len(prompt) + len(output)] = prompt + output
+        is_output = np.arange(longest) >= len(prompt)
+        return recount(before, np.int32(row), ids, is_output)
+
+    counts = counted([])
+    for token in output:
+        # The rows that are not updated have tokens too.
+        counts = tally(counts, np.full(rows, token, np.int32), np.arange(rows) == row)
+    np.testing.assert_array_equal(counts, counted(output))
+    expected = before.copy()
+    expected[row] = np.bincount(output, minlength=vocabulary) * 2
+    expected[row] += np.isin(np.arange(vocabulary), prompt)
+    np.testing.assert_array_equal(counts, expected)

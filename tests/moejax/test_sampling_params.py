@@ -5,25 +5,61 @@ import numpy as np
 import pytest
 
 from moejax.errors import UserError
-from moejax.sampling_params import SamplingParams
+from moejax.sampling_params import SamplingParams, child_params
 
 
 def test_defaults_are_vllms():
     assert dataclasses.asdict(SamplingParams()) == {
+        "n": 1,
         "temperature": 1.0,
         "top_p": 1.0,
         "top_k": 0,
         "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "logit_bias": None,
         "seed": None,
         "max_tokens": 16,
+        "min_tokens": 0,
         "ignore_eos": False,
+        "stop": (),
+        "stop_token_ids": (),
+        "include_stop_str_in_output": False,
+        "skip_special_tokens": True,
         "logprobs": None,
+        "prompt_logprobs": None,
     }
 
 
 def test_the_values_that_mean_off_become_one():
-    params = SamplingParams(top_k=-1, seed=-1)
-    assert (params.top_k, params.seed) == (0, None)
+    params = SamplingParams(top_k=-1, seed=-1, logit_bias={}, stop=[], stop_token_ids=[])
+    assert params == SamplingParams()
+
+
+def test_lists_and_mappings_become_hashable():
+    given: Any = dict(stop=["b", "a"], stop_token_ids=np.array([3, 1, 3]), logit_bias={7: 1, 2: 5})
+    params = SamplingParams(**given)
+    assert params.stop == ("b", "a")
+    assert params.stop_token_ids == (3, 1)
+    assert params.logit_bias == ((2, 5.0), (7, 1.0))
+    assert SamplingParams(stop="ab").stop == ("ab",)
+    assert hash(params) == hash(dataclasses.replace(params))
+    assert dataclasses.replace(params) == params
+
+
+def test_biases_are_clamped_and_may_have_json_keys():
+    given: Any = {"12": 1000, 3: -1000.0, np.int32(5): 0}
+    assert SamplingParams(logit_bias=given).logit_bias == ((3, -100.0), (5, 0.0), (12, 100.0))
+
+
+def test_a_sequence_of_n_has_a_seed_of_its_own():
+    params = SamplingParams(n=3, seed=2**32 - 2, prompt_logprobs=2, stop="x")
+    children = [child_params(params, i) for i in range(3)]
+    assert [c.seed for c in children] == [2**32 - 2, 2**32 - 1, 0]
+    assert [c.prompt_logprobs for c in children] == [2, None, None]
+    assert all(c.n == 1 and c.stop == ("x",) for c in children)
+    assert child_params(SamplingParams(n=3), 2) == SamplingParams()
 
 
 def test_numpy_numbers_become_python_ones():
@@ -64,6 +100,33 @@ def test_numpy_numbers_become_python_ones():
         ("logprobs", -1, r"logprobs must be in \[0, 20\] or None, got -1; 20 is the most"),
         ("logprobs", 21, r"got 21; 20 is the most"),
         ("logprobs", True, "logprobs must be an integer, got True"),
+        ("prompt_logprobs", 21, r"prompt_logprobs must be in \[0, 20\] or None, got 21"),
+        ("n", 0, "n must be at least 1, got 0"),
+        ("n", 16385, "n must be at most 16384, got 16385"),
+        ("n", 2.0, "n must be an integer, got 2.0"),
+        ("repetition_penalty", 0.0, "repetition_penalty must be greater than zero, got 0.0"),
+        ("repetition_penalty", float("inf"), "repetition_penalty must be a finite number, got inf"),
+        ("presence_penalty", 2.1, r"presence_penalty must be in \[-2, 2\], got 2.1"),
+        ("frequency_penalty", -2.1, r"frequency_penalty must be in \[-2, 2\], got -2.1"),
+        ("min_tokens", -1, "min_tokens must be greater than or equal to 0, got -1"),
+        ("min_tokens", 17, "min_tokens must be less than or equal to max_tokens=16, got 17"),
+        ("include_stop_str_in_output", 0, "include_stop_str_in_output must be True or False"),
+        ("skip_special_tokens", None, "skip_special_tokens must be True or False, got None"),
+        ("stop", 7, "stop must be a string or a list of strings, got 7"),
+        ("stop", ["a", 7], "stop must be a string or a list of strings, got 7 in it"),
+        ("stop", "", "stop cannot contain an empty string"),
+        ("stop", ["a", ""], "stop cannot contain an empty string"),
+        ("stop_token_ids", 7, "stop_token_ids must be a list of token ids, got 7"),
+        ("stop_token_ids", [1, "2"], "each of stop_token_ids must be an integer, got '2'"),
+        ("stop_token_ids", [-1], "stop_token_ids must be token ids of 0 or more, got -1"),
+        ("stop_token_ids", range(129), "at most 128 stop_token_ids are possible, got 129"),
+        ("logit_bias", [1, 2], r"logit_bias must map token ids to numbers, got \[1, 2\]"),
+        ("logit_bias", 7, "logit_bias must map token ids to numbers, got 7"),
+        ("logit_bias", {"a": 1}, "a token id in logit_bias must be an integer, got 'a'"),
+        ("logit_bias", {-1: 1}, "a token id in logit_bias must be 0 or more, got -1"),
+        ("logit_bias", {1: "x"}, r"logit_bias\[1\] must be a number, got 'x'"),
+        ("logit_bias", {1: float("nan")}, r"logit_bias\[1\] must be a finite number, got nan"),
+        ("logit_bias", dict.fromkeys(range(301), 1), "at most 300 logit_bias tokens"),
     ],
 )
 def test_a_bad_value_is_refused(name, value, message):
@@ -71,9 +134,14 @@ def test_a_bad_value_is_refused(name, value, message):
         SamplingParams(**{name: value})
 
 
+def test_more_than_one_sequence_needs_randomness():
+    with pytest.raises(UserError, match="n must be 1 when using greedy sampling, got 2"):
+        SamplingParams(n=2, temperature=0)
+
+
 def test_an_unknown_name_is_refused():
-    with pytest.raises(TypeError, match="stop"):
-        SamplingParams(stop="x")  # pyright: ignore[reportCallIssue]
+    with pytest.raises(TypeError, match="best_of"):
+        SamplingParams(best_of=2)  # pyright: ignore[reportCallIssue]
 
 
 def test_it_is_frozen():
