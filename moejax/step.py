@@ -1,8 +1,5 @@
-"""The two steps as pure functions: decode (one token of many sequences) and prefill (a sweep).
-
-Each is compiled once. Arena and tables travel in the carry of a scan over each run of equal layers
-and are donated, so nothing of their size is ever allocated or copied.
-"""
+"""What goes into and comes out of a step, and the parts of a step that both drivers share: its
+tokens, a layer's routing and experts, its output."""
 
 from __future__ import annotations
 
@@ -15,12 +12,14 @@ from jax import lax
 
 from host_offload.tables import Tables
 from moejax.experts import Paging, add_experts, page_and_compute, unpack_counts
+from moejax.models.config import ModelConfig
 from moejax.models.layers import LayerStack, Tokens
 from moejax.models.qwen3_moe import Qwen3Moe
+from moejax.sampler import logprobs
+from moejax.sampling_params import MAX_LOGPROBS
 from pallas_kernels import Ops
 from pallas_kernels.kv_write import KVPage
 from pallas_kernels.paged_attention import decode_attention, prefill_attention
-from pallas_kernels.stage import Entries, stage
 
 DECODE_TILE = 16
 """Rows of one matrix product in decode; more rows are more tiles, so that a row's bits do not
@@ -61,8 +60,10 @@ class Sweep(NamedTuple):
     """[N]: the sequence's row in the block table."""
     start: Leaf
     """[N]: position of the chunk's first token, a multiple of C."""
+    skip: Leaf
+    """[N]: leading tokens of the chunk whose KV is in the pages already: computed, not kept."""
     length: Leaf
-    """[N]: real tokens in the chunk."""
+    """[N]: tokens in the chunk, those to skip included."""
     count: Leaf
     """Chunks in use."""
     last: Leaf
@@ -79,6 +80,19 @@ class Routing(NamedTuple):
     weights: Leaf
 
 
+class PromptLogprobs(NamedTuple):
+    """What raw logits say of the targets of a sweep, as of sampler.logprobs with n likeliest."""
+
+    chosen: Leaf
+    """float32[N, C]: log-probabilities of the targets."""
+    rank: Leaf
+    """int32[N, C]: 1 for the likeliest."""
+    top_ids: Leaf
+    """int32[N, C, n]."""
+    top: Leaf
+    """float32[N, C, n]."""
+
+
 class StepOutput(NamedTuple):
     logits: jax.Array
     """float32[R, V]; rows without a sequence (prefill: without a finished prompt) mean nothing."""
@@ -88,37 +102,31 @@ class StepOutput(NamedTuple):
     missed: jax.Array
     """bool[L, E]: active experts that were not resident when their layer began."""
     missed_routes: jax.Array
-    """int32[R], in prefill int32[N]: routed (layer, expert) pairs of the row or chunk that missed."""
-    scores: jax.Array | None
-    """float32[N, C]: log-probabilities of the targets, when scoring."""
+    """int32[R], in prefill int32[N]: routed (layer, expert) pairs of the row or chunk that were
+    not resident."""
+    scores: jax.Array | PromptLogprobs | None
+    """float32[N, C]: log-probabilities of the targets, when scoring; or more of them."""
     staged: jax.Array | None
     """int32[S]: 1 for each entry of the stage list that was carried out."""
 
 
-def decode_step(
-    model: Qwen3Moe,
-    stores: tuple[jax.Array, ...],
-    arena: jax.Array,
-    tables: Tables,
-    tokens: jax.Array,
-    positions: jax.Array,
-    block_table: jax.Array,
-    *,
-    forced: Routing | None = None,
-    stages: Entries | None = None,
-    page: KVPage,
-    ops: Ops,
-) -> tuple[jax.Array, Tables, StepOutput]:
-    """One token for every row.
+class LayerTrace(NamedTuple):
+    """What MoE layers leave behind, one or several."""
 
-    tokens, positions: int32[R]; position −1: an empty row. block_table int32[R, B]: KV rows of the
-    sequences' pages. forced: routing to use instead of the router's. stages: transfers to carry out
-    beside the misses; each layer's after its experts were computed, so visible from the next step.
+    ids: jax.Array
+    """int32[..., T, K]."""
+    weights: jax.Array
+    """float32[..., T, K]."""
+    counts: jax.Array
+    """int32[..., 4 + ⌈E/32⌉]: see unpack_counts."""
 
-    Returns (arena, tables, output).
-    """
+
+def decode_tokens(
+    config: ModelConfig, positions: jax.Array, block_table: jax.Array, *, page: KVPage, ops: Ops
+) -> Tokens:
+    """The tokens of a decode step, see decode_step."""
     valid, lengths = positions >= 0, positions + 1
-    row_tile = min(DECODE_TILE, tokens.shape[0])
+    row_tile = min(DECODE_TILE, positions.shape[0])
 
     def attention(q, arena, layer):
         return decode_attention(
@@ -128,11 +136,11 @@ def decode_step(
             lengths,
             layer,
             page=page,
-            window=model.config.sliding_window,
+            window=config.sliding_window,
             implementation=ops.paged_attention,
         )
 
-    batch = Tokens(
+    return Tokens(
         positions=positions,
         valid=valid,
         pages=_pages(block_table, positions, valid, page),
@@ -140,41 +148,19 @@ def decode_step(
         row_tile=row_tile,
         attention=attention,
     )
-    x, arena, tables, trace = _layers(
-        model, model.embed(tokens), arena, tables, stores, batch, forced, stages, page, ops, waves=1
-    )
-    logits = model.logits(x, row_tile)
-    missed_routes = _missed_routes(trace)
-    return arena, tables, StepOutput(logits, **trace, missed_routes=missed_routes, scores=None)
 
 
-def prefill_step(
-    model: Qwen3Moe,
-    stores: tuple[jax.Array, ...],
-    arena: jax.Array,
-    tables: Tables,
-    sweep: Sweep,
-    block_table: jax.Array,
-    *,
-    forced: Routing | None = None,
-    stages: Entries | None = None,
-    page: KVPage,
-    ops: Ops,
-    waves: int,
-    score: bool,
-) -> tuple[jax.Array, Tables, StepOutput]:
-    """A sweep: every layer over all its chunks; an active expert crosses the link once a layer.
-
-    block_table int32[R, B]. score: also compute the targets' log-probabilities. forced: [L, N·C, K]
-    each. stages: as in decode_step.
-
-    Returns (arena, tables, output).
-    """
+def sweep_tokens(
+    config: ModelConfig, sweep: Sweep, block_table: jax.Array, *, page: KVPage, ops: Ops
+) -> Tokens:
+    """The tokens of a sweep, see prefill_step."""
     chunks, size = sweep.tokens.shape
     offset = jnp.arange(size)
     positions = (sweep.start[:, None] + offset).reshape(-1)
     in_use = jnp.arange(chunks) < sweep.count
-    valid = ((offset < sweep.length[:, None]) & in_use[:, None]).reshape(-1)
+    # Tokens to skip go through the layers, but no expert is fetched for them.
+    new = (offset >= sweep.skip[:, None]) & (offset < sweep.length[:, None])
+    valid = (new & in_use[:, None]).reshape(-1)
 
     def attention(q, arena, layer):
         return prefill_attention(
@@ -187,11 +173,11 @@ def prefill_step(
             sweep.count,
             layer,
             page=page,
-            window=model.config.sliding_window,
+            window=config.sliding_window,
             implementation=ops.paged_attention,
         )
 
-    batch = Tokens(
+    return Tokens(
         positions=positions,
         valid=valid,
         pages=_pages(jnp.repeat(block_table[sweep.row], size, axis=0), positions, valid, page),
@@ -199,73 +185,105 @@ def prefill_step(
         row_tile=size,
         attention=attention,
     )
-    x = model.embed(sweep.tokens.reshape(-1))
-    x, arena, tables, trace = _layers(
-        model, x, arena, tables, stores, batch, forced, stages, page, ops, waves
+
+
+def route_layer(
+    stack: LayerStack, i: jax.Array, x: jax.Array, tokens: Tokens, forced: Routing | None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """LayerStack.route, or the forced routing of that layer where the router has no padding."""
+    normed, ids, weights = stack.route(i, x, tokens)
+    if forced is not None:
+        layer = stack.first_moe_layer + i
+        ids, weights = _forced(forced, layer, ids, stack.config.num_experts)
+    return normed, ids, weights
+
+
+def experts_layer(
+    config: ModelConfig,
+    x: jax.Array,
+    normed: jax.Array,
+    ids: jax.Array,
+    weights: jax.Array,
+    arena: jax.Array,
+    tables: Tables,
+    stores: tuple[jax.Array, ...],
+    moe_layer: jax.Array,
+    *,
+    row_tile: int,
+    waves: int,
+    ops: Ops,
+) -> tuple[jax.Array, jax.Array, Tables, jax.Array]:
+    """x [T, D] plus what the experts make of normed [T, D]: plan, fill, compute, combine.
+
+    Returns (x, arena, tables, counts as of page_and_compute).
+    """
+    y, arena, tables, counts = page_and_compute(
+        normed,
+        ids,
+        arena,
+        tables,
+        stores,
+        moe_layer,
+        activation=config.hidden_act,
+        row_tile=row_tile,
+        waves=waves,
+        ops=ops,
     )
+    return add_experts(x, y, weights, ops), arena, tables, counts
+
+
+def decode_output(
+    model: Qwen3Moe, x: jax.Array, trace: LayerTrace, staged: jax.Array | None
+) -> StepOutput:
+    """x [R, D]: after the last layer. trace: of all MoE layers. staged: as of StepOutput."""
+    logits = model.logits(x, min(DECODE_TILE, x.shape[0]))
+    paging, missed = unpack_counts(trace.counts, model.config.num_experts)
+    return StepOutput(
+        logits=logits,
+        routing=Routing(trace.ids, trace.weights),
+        paging=paging,
+        missed=missed,
+        missed_routes=_missed_routes(trace.ids, missed),
+        scores=None,
+        staged=staged,
+    )
+
+
+def prefill_output(
+    model: Qwen3Moe,
+    x: jax.Array,
+    sweep: Sweep,
+    trace: LayerTrace,
+    staged: jax.Array | None,
+    *,
+    score: bool,
+    prompt_logprobs: bool = False,
+) -> StepOutput:
+    """x [N·C, D]: after the last layer; otherwise as decode_output."""
+    chunks, size = sweep.tokens.shape
     rows = sweep.last.shape[0]
     logits = model.logits(x[jnp.maximum(sweep.last, 0)], min(DECODE_TILE, rows))
-    scores = _score(model, x.reshape(chunks, size, -1), sweep) if score else None
-    missed_routes = jnp.sum(_missed_routes(trace).reshape(chunks, size), axis=1)
-    return arena, tables, StepOutput(logits, **trace, missed_routes=missed_routes, scores=scores)
+    scores = None
+    if score or prompt_logprobs:
+        read = _prompt_logprobs if prompt_logprobs else _score
+        scores = read(model, x.reshape(chunks, size, -1), sweep)
+    paging, missed = unpack_counts(trace.counts, model.config.num_experts)
+    missed_routes = _missed_routes(trace.ids, missed)
+    return StepOutput(
+        logits=logits,
+        routing=Routing(trace.ids, trace.weights),
+        paging=paging,
+        missed=missed,
+        missed_routes=jnp.sum(missed_routes.reshape(chunks, size), axis=1),
+        scores=scores,
+        staged=staged,
+    )
 
 
-def _layers(model, x, arena, tables, stores, tokens, forced, stages, page, ops, waves):
-    """All layers over x [T, D]; returns (x, arena, tables, fields of StepOutput): routing, paging,
-    missed, staged."""
-    config = model.config
-
-    def layer(stack: LayerStack, carry, i):
-        x, arena, tables = carry
-        x, arena = stack.attend(i, x, arena, tokens, page)
-        if not stack.is_moe:
-            return (stack.feed_forward(i, x, tokens), arena, tables), None
-        normed, ids, weights = stack.route(i, x, tokens)
-        moe_layer = stack.first_moe_layer + i
-        if forced is not None:
-            ids, weights = _forced(forced, moe_layer, ids, config.num_experts)
-        y, arena, tables, counts = page_and_compute(
-            normed,
-            ids,
-            arena,
-            tables,
-            stores,
-            moe_layer,
-            activation=config.hidden_act,
-            row_tile=tokens.row_tile,
-            waves=waves,
-            ops=ops,
-        )
-        done = None
-        if stages is not None:
-            with jax.named_scope("stage"):
-                arena, tables, done = stage(
-                    arena, tables, stores, moe_layer, stages, implementation=ops.stage
-                )
-        x = add_experts(x, y, weights, ops)
-        return (x, arena, tables), (Routing(ids, weights), counts, done)
-
-    traces = []
-    carry = (x, arena, tables)
-    for stack in model.runs:
-        carry, trace = lax.scan(
-            lambda carry, i, stack=stack: layer(stack, carry, i), carry, jnp.arange(stack.size)
-        )
-        if stack.is_moe:
-            traces.append(trace)
-    routing, counts, done = jax.tree.map(lambda *parts: jnp.concatenate(parts), *traces)
-    paging, missed = unpack_counts(counts, config.num_experts)
-    staged = None if done is None else jnp.max(done, axis=0)
-    x, arena, tables = carry
-    trace = {"routing": routing, "paging": paging, "missed": missed, "staged": staged}
-    return x, arena, tables, trace
-
-
-def _missed_routes(trace):
-    """int32[T]: of each token's routed experts, over all layers, how many were missing."""
-    ids = trace["routing"].ids
+def _missed_routes(ids, missed):
+    """int32[T]: of each token's routed experts ids [L, T, K], how many were missing, bool[L, E]."""
     # Padding has the id E, which is not missing.
-    missed = jnp.pad(trace["missed"], ((0, 0), (0, 1))).astype(jnp.int32)
+    missed = jnp.pad(missed, ((0, 0), (0, 1))).astype(jnp.int32)
     layer = jnp.arange(ids.shape[0])[:, None, None]
     return jnp.sum(missed[layer, ids], axis=(0, 2))
 
@@ -301,3 +319,16 @@ def _score(model, x, sweep):
         return scores.at[c].set(found)
 
     return lax.fori_loop(0, sweep.count, part, jnp.zeros(sweep.tokens.shape, jnp.float32))
+
+
+def _prompt_logprobs(model, x, sweep):
+    """PromptLogprobs of the targets at every position of the sweep, chunk by chunk."""
+    n = min(MAX_LOGPROBS, model.config.vocab_size)
+
+    def part(c, found):
+        of_chunk = logprobs(model.logits(x[c], x.shape[1]), sweep.targets[c], n)
+        return PromptLogprobs(*(a.at[c].set(b) for a, b in zip(found, of_chunk, strict=True)))
+
+    shapes = [(*sweep.tokens.shape, *last) for last in ((), (), (n,), (n,))]
+    dtypes = (jnp.float32, jnp.int32, jnp.int32, jnp.float32)
+    return lax.fori_loop(0, sweep.count, part, PromptLogprobs(*map(jnp.zeros, shapes, dtypes)))
