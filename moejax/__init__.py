@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from host_offload.budget import ArenaTooSmall, BudgetError
+    from moejax.async_llm import AsyncLLM, EngineDeadError
     from moejax.errors import UserError
     from moejax.llm import LLM
     from moejax.outputs import CompletionOutput, Logprob, RequestOutput
@@ -23,8 +24,10 @@ if TYPE_CHECKING:
 __all__ = [
     "LLM",
     "ArenaTooSmall",
+    "AsyncLLM",
     "BudgetError",
     "CompletionOutput",
+    "EngineDeadError",
     "Logprob",
     "RequestOutput",
     "SamplingParams",
@@ -33,6 +36,8 @@ __all__ = [
 
 _HOMES = {
     "LLM": "moejax.llm",
+    "AsyncLLM": "moejax.async_llm",
+    "EngineDeadError": "moejax.async_llm",
     "SamplingParams": "moejax.sampling_params",
     "RequestOutput": "moejax.outputs",
     "CompletionOutput": "moejax.outputs",

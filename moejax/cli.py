@@ -14,16 +14,23 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from host_offload.budget import BudgetError
 from moejax.errors import UserError
+from moejax.file_command import (
+    EXIT_INTERRUPTED,
+    add_file_options,
+    check_file_options,
+    generate_file,
+)
 from moejax.sampling_params import SamplingParams
 from moejax.sizes import parse_expert_budget, parse_size
 
+if TYPE_CHECKING:
+    from moejax.llm import LLM
+
 EXIT_USER_ERROR = 2
-EXIT_INTERRUPTED = 130
-"""128 + SIGINT, as shells report it."""
 EXIT_BROKEN_PIPE = 141
 """128 + SIGPIPE: the reader of stdout went away, as with ``| head``."""
 
@@ -38,10 +45,12 @@ _ENGINE_OPTIONS = (
     "dtype",
     "device",
     "ops",
+    "driver",
     "eviction",
     "max_model_len",
     "max_num_seqs",
     "max_num_batched_tokens",
+    "trace",
 )
 
 _EPILOG = """\
@@ -54,6 +63,14 @@ examples:
       a Hugging Face directory in 16 GiB of arena
   moejax generate - < prompt.txt > out.txt
       the prompt from standard input; only generated text goes to standard output
+  moejax generate --input prompts.jsonl --output out.jsonl --temperature 0
+      a result for every line {"id": …, "prompt": …}; the same command again goes on after an end
+      of any kind. OpenAI batch lines work too; docs/batch.md has all fields
+
+files:
+  Sampling options are those of lines that do not say otherwise. --seed is the job's: a line
+  without a seed gets one that comes from it and from the line's id, so neither order nor
+  interruption changes a result.
 
 memory:
   The arena is one fixed piece of device memory that holds experts and KV. --memory is its size,
@@ -62,7 +79,8 @@ memory:
   Sizes: K, M, G, T and KiB, MiB, GiB, TiB are powers of 1024; KB, MB, GB, TB powers of 1000.
 
 exit status:
-  0 done, 2 a mistake that the message explains, 130 interrupted (Ctrl-C), 141 stdout was closed
+  0 done, 2 a mistake that the message explains, also a bad line, 3 a file is done but some of its
+  results are errors (--on-error skip), 130 interrupted (Ctrl-C), 141 stdout was closed
 """
 
 
@@ -70,7 +88,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status. argv: the arguments after ``moejax``."""
     try:
         args = _parser().parse_args(argv)
-        return _generate(args)
+        check_file_options(args)
+        return _generate(args) if args.input is None else _generate_file(args)
     except (UserError, BudgetError) as error:
         print(f"moejax: error: {error}", file=sys.stderr)
         return EXIT_USER_ERROR
@@ -83,8 +102,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_BROKEN_PIPE
 
 
-def _generate(args: argparse.Namespace) -> int:
-    params = SamplingParams(**{name: getattr(args, name) for name in _SAMPLING_OPTIONS})
+def _sampling(args: argparse.Namespace) -> SamplingParams:
+    return SamplingParams(**{name: getattr(args, name) for name in _SAMPLING_OPTIONS})
+
+
+def _engine_options(args: argparse.Namespace) -> dict[str, Any]:
     for name, parse in (
         ("memory", parse_size),
         ("expert_budget", parse_expert_budget),
@@ -94,7 +116,11 @@ def _generate(args: argparse.Namespace) -> int:
             parse(getattr(args, name))
     options = {name: getattr(args, name) for name in _ENGINE_OPTIONS}
     # What was not given keeps the library's default.
-    options = {name: value for name, value in options.items() if value is not None}
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _generate(args: argparse.Namespace) -> int:
+    params, options = _sampling(args), _engine_options(args)
     prompt = _read_prompt(args.prompt)
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A locale that cannot show a character must not end the run.
@@ -111,13 +137,32 @@ def _generate(args: argparse.Namespace) -> int:
             )
         _stream(llm, prompt, params)
         stats = llm.stats()
+    _print_stats(args, stats)
+    return 0
+
+
+def _generate_file(args: argparse.Namespace) -> int:
+    params, options = _sampling(args), _engine_options(args)
+
+    def start() -> LLM:
+        from moejax import LLM
+
+        return LLM(args.model, progress=not (args.quiet or args.json), **options)
+
+    with _notes_unsaid():
+        status, stats = generate_file(args, params, start)
+    if stats is not None:
+        _print_stats(args, stats)
+    return status
+
+
+def _print_stats(args: argparse.Namespace, stats: dict[str, Any]) -> None:
     if args.json:
         print(json.dumps(stats), file=sys.stderr)
     elif not args.quiet:
         from moejax.summary import format_summary
 
         print("\n" + format_summary(stats), file=sys.stderr)
-    return 0
 
 
 @contextmanager
@@ -187,18 +232,23 @@ def _parser() -> argparse.ArgumentParser:
         "generate",
         help="generate text from a prompt",
         description="Generate text from a prompt. The text goes to stdout as it is made, without "
-        "the prompt;\nprogress and a summary go to stderr.",
+        "the prompt;\nprogress and a summary go to stderr. Or, with --input, from every line of a "
+        "file.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    generate.add_argument("prompt", metavar="PROMPT", help="text to continue; - reads stdin")
+    generate.set_defaults(refuse=generate.error)
+    generate.add_argument(
+        "prompt", metavar="PROMPT", nargs="?", help="text to continue; - reads stdin"
+    )
     generate.add_argument(
         "--model",
         default="demo",
         metavar="PATH",
         help="a Hugging Face model directory, or demo, the embedded one (default: demo)",
     )
+    add_file_options(generate.add_argument_group("files"))
     _add_sampling(generate.add_argument_group("sampling"))
     _add_memory(generate.add_argument_group("memory"))
     _add_engine(generate.add_argument_group("engine"))
@@ -209,6 +259,12 @@ def _parser() -> argparse.ArgumentParser:
         help="no progress, and the statistics as one JSON object on stderr, not the summary",
     )
     output.add_argument("--quiet", action="store_true", help="no progress and no summary")
+    output.add_argument(
+        "--trace",
+        metavar="DIR",
+        help="write what each step routed, missed and moved into this new directory, for "
+        "moejax.traces.read_trace",
+    )
     return parser
 
 
@@ -271,8 +327,9 @@ def _add_memory(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--kv-budget", metavar="SIZE", help="bytes that KV gets, such as 2GiB")
     group.add_argument(
         "--eviction",
-        choices=("lru", "lfu"),
-        help="which expert makes room: the least recently or least frequently used (default: lru)",
+        choices=("lru", "lfu", "lfru", "fifo", "static"),
+        help="which expert makes room: the least recently used, the least frequently used, the "
+        "smallest frequency over age, the one that came first, or none of a hot set (default: lru)",
     )
 
 
@@ -288,6 +345,12 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
         metavar="OPS",
         help="implementation of the ops: auto (Pallas kernels on a GPU, else XLA), xla, pallas, or "
         "pairs such as plan=xla,route=pallas (default: auto)",
+    )
+    group.add_argument(
+        "--driver",
+        choices=("device", "host"),
+        help="who walks through the layers: device runs a step as one executable, host calls them "
+        "from Python, slower, for policies that look in between (default: device)",
     )
     group.add_argument(
         "--max-model-len",

@@ -7,19 +7,33 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
 
+from moejax.arena_report import page_use
+from moejax.budgets import check_grant, grant, try_grant
+from moejax.choosing import Chooser
+from moejax.control import Control
 from moejax.errors import UserError
 from moejax.interrupt import deferred_interrupt
-from moejax.outputs import FinishReason, Logprob
+from moejax.outputs import FinishReason, append_logprobs, append_prompt_logprobs
+from moejax.records import step_record
+from moejax.requests import Request
 from moejax.runner import Runner
-from moejax.sampler import GREEDY_BELOW
 from moejax.sampling_params import SamplingParams
-from moejax.scheduler import Request, Scheduler, Work
+from moejax.scheduler import Scheduler
 from moejax.statistics import Statistics
 from moejax.step import StepOutput, Sweep
+from moejax.stopping import Ending
+from moejax.work import Work
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+    from moejax.tracing import Tracer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,16 +45,19 @@ class Step:
     output: StepOutput
     tokens: jax.Array
     logprobs: tuple | None
+    dispatched_s: float
+    compiled: bool
+    """It is the first step of its executable."""
+    positions: np.ndarray
+    """int32[R]: of the decoded tokens, −1 elsewhere."""
 
     @property
     def kind(self) -> str:
         return "prefill" if self.work.chunks else "decode"
 
-    def sampled(self) -> list[Request]:
-        """The requests that got a token."""
-        if self.work.rows:
-            return list(self.work.rows)
-        return [c.request for c in self.work.chunks if c.is_last and c.request.to_generate]
+    def sampled(self) -> list[tuple[int, Request]]:
+        """The requests that got a token, each with the row it had."""
+        return self.work.sampled()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,37 +90,59 @@ class Engine:
         eos_token_ids: Iterable[int],
         seed: int = 0,
         listener: Listener | None = None,
+        control: Control | None = None,
     ):
         self.runner, self.scheduler, self.statistics = runner, scheduler, statistics
         self.eos_token_ids = frozenset(eos_token_ids)
-        self.seed, self.listener = seed, listener
+        self.seed, self.listener, self.control = seed, listener, control
+        self.tracer: Tracer | None = None
+        """Gets a record of every step."""
+        self.tokenizer: PreTrainedTokenizerFast | None = None
+        """For stop strings; None: requests with them are refused."""
         self.events: deque[Event] = deque(maxlen=1000)
+        self._chooser = Chooser(runner, self.eos_token_ids)
         self._pending: Step | None = None
         self._requests = itertools.count()
         self._steps = itertools.count()
         self._block_table: tuple[int, jax.Array] | None = None
+        self._compiled: set[tuple[str, int]] = set()
+        if control is not None:
+            control.set_budget = partial(try_grant, runner, scheduler)
 
     # ---- requests
 
     def add(
-        self, prompt: list[int], params: SamplingParams, targets: list[int] | None = None
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        targets: list[int] | None = None,
+        *,
+        session_id: str | None = None,
+        priority: int = 0,
     ) -> Request:
         """Queues a request. targets: score these tokens, one a prompt position, generate nothing.
+
+        session_id: the request is the next turn of that session, see `LLM.generate`. priority:
+        lower runs first.
 
         Raises UserError for what could never run: an empty prompt, ids outside of the vocabulary,
         and what Scheduler.check refuses.
         """
-        self.check(prompt, params, targets)
+        self.check(prompt, params, targets, session_id=session_id)
         number = next(self._requests)
         # An unseeded request's draws depend on the engine's seed and its place in the order.
         derived = np.random.SeedSequence([self.seed, number]).generate_state(1)[0]
         request = Request(
             request_id=str(number),
+            number=number,
             prompt=list(prompt),
             params=params,
             seed=int(derived) if params.seed is None else params.seed,
             arrival_s=time.perf_counter(),
+            priority=priority,
+            session=None if session_id is None else self.scheduler.sessions[session_id],
             targets=targets,
+            ending=Ending(params, self.eos_token_ids, self.tokenizer, prompt),
         )
         if self.idle:
             self.statistics.start(request.arrival_s)
@@ -112,7 +151,12 @@ class Engine:
         return request
 
     def check(
-        self, prompt: list[int], params: SamplingParams, targets: list[int] | None = None
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        targets: list[int] | None = None,
+        *,
+        session_id: str | None = None,
     ) -> None:
         """Raises UserError, as add does, for a request that could never run."""
         if not prompt:
@@ -121,14 +165,19 @@ class Engine:
         bad = [t for t in (*prompt, *(targets or ())) if not 0 <= t < vocabulary]
         if bad:
             raise UserError(f"token id {bad[0]} is outside of the vocabulary of {vocabulary}")
+        self._chooser.check(params)
+        if session_id is not None and (targets is not None or params.prompt_logprobs is not None):
+            raise UserError(
+                "log-probabilities of a prompt need all of it computed, and a session's turn takes "
+                "over what is there; leave out session_id or prompt_logprobs"
+            )
         self.scheduler.check(len(prompt), 0 if targets is not None else params.max_tokens)
 
     def abort(self, requests: Iterable[Request]) -> None:
         """Takes requests out; their rows and pages are free at once."""
         for request in requests:
             if request.finish_reason is None:
-                request.finish_reason = "abort"
-                self.scheduler.release(request)
+                self._finish(request, "abort", None, time.perf_counter())
 
     def set_budget(self, cells_per_layer: Sequence[int], kv_slots: int) -> None:
         """Moves the line between experts and KV of an idle engine, by table contents only: nothing
@@ -141,18 +190,10 @@ class Engine:
         self.drain()
         if not self.idle:
             raise ValueError("requests are running; budgets change between them")
-        arena, cells = self.scheduler.arena, list(cells_per_layer)
-        layers, bound = arena.cell_row.shape
-        if len(cells) != layers or any(not 0 <= n <= bound for n in cells):
-            raise ValueError(f"cells per layer must be {layers} numbers of 0…{bound}: {cells}")
-        if kv_slots < 0 or sum(cells) + kv_slots > arena.slots:
-            raise ValueError(f"{sum(cells)} cells + {kv_slots} KV slots of {arena.slots} slots")
-        have = np.sum(arena.cell_row >= 0, axis=1).tolist()
-        # Shrink before grow: at no moment do both sides hold a slot.
-        shrunk = [min(*pair) for pair in zip(have, cells, strict=True)]
-        self.runner.grant_cells(arena.grant_cells(shrunk))
-        arena.grant_kv_slots(kv_slots)
-        self.runner.grant_cells(arena.grant_cells(cells))
+        check_grant(self.scheduler.arena, cells_per_layer, kv_slots)
+        # A slot that changes sides must be empty.
+        self.scheduler.move_out_all()
+        grant(self.runner, self.scheduler.arena, cells_per_layer, kv_slots)
 
     # ---- the loop
 
@@ -169,7 +210,7 @@ class Engine:
             try:
                 work = self.scheduler.next_work()
                 if work is None and previous is None and not self.scheduler.idle:
-                    raise RuntimeError("requests are waiting but no step can be made of them")
+                    raise UserError(self._stuck())
                 if work is not None:
                     self._pending = self._dispatch(work)
             finally:
@@ -185,33 +226,61 @@ class Engine:
             previous, self._pending = self._pending, None
             self._read(previous)
 
+    def _stuck(self) -> str:
+        cache = self.scheduler.cache
+        return (
+            f"requests wait for KV pages and none can be freed: {cache.swapped} pages of "
+            f"{cache.page_bytes} bytes are swapped out, swap_space is {cache.swap_bytes} bytes; "
+            f"raise swap_space or kv_budget, or end sessions"
+        )
+
     def _dispatch(self, work: Work) -> Step:
         try:
             return self._dispatched(work)
         except BaseException:
-            self.abort({*work.rows, *(chunk.request for chunk in work.chunks)})
+            # What the step was to write cannot be relied on, by nobody who shares it.
+            spoilt = self.scheduler.spoilt(work)
+            self.abort(work.requests() | spoilt)
+            self.scheduler.cache.forget(work.published)
             raise
 
     def _dispatched(self, work: Work) -> Step:
-        number = next(self._steps)
+        number, runner, rows = next(self._steps), self.runner, self.runner.shapes.rows
+        self._place(work.placed)
+        stages = None if self.control is None else self.control.before_step(number)
+        positions = np.full(rows, -1, np.int32)
+        table, bucket = self._device_block_table(), rows
         if work.chunks:
-            score = work.chunks[0].request.targets is not None
-            output = self.runner.prefill(self._sweep(work), self._device_block_table(), score=score)
+            kind = work.chunks[0].request.sweep_kind
+            output = runner.prefill(self._sweep(work), table, kind=kind, stages=stages)
         else:
-            positions = np.full(self.runner.shapes.rows, -1, np.int32)
-            for request in work.rows:
-                # The token fed is the one before last of those counted.
-                positions[request.row] = len(request.prompt) + request.dispatched - 2
-            output = self.runner.decode(positions, self._device_block_table())
-        step = Step(number, work, output, self.runner.tokens, None)
-        sampled = step.sampled()
-        if sampled:
-            tokens = self._choose(output.logits, sampled)
-            wanted = any(r.params.logprobs is not None for r in sampled)
-            values = self.runner.token_logprobs(output.logits, tokens) if wanted else None
-            step = dataclasses.replace(step, tokens=tokens, logprobs=values)
-        self.events.append(Event("dispatch", number, time.perf_counter()))
-        return step
+            kind = "decode"
+            positions[[row for row, _ in work.rows]] = [r.computed - 1 for _, r in work.rows]
+            output = runner.decode(positions, table, stages=stages)
+            bucket = output.logits.shape[0]
+        if self.control is not None:
+            self.control.after_dispatch(number)
+        tokens, logprobs, chosen = runner.tokens, None, work.sampled()
+        if chosen:
+            tokens, logprobs = self._chooser.choose(output.logits, [r for _, r in chosen])
+        now, first = time.perf_counter(), (kind, bucket) not in self._compiled
+        self._compiled.add((kind, bucket))
+        self.events.append(Event("dispatch", number, now))
+        return Step(number, work, output, tokens, logprobs, now, first, positions)
+
+    def _place(self, placed: Iterable[Request]) -> None:
+        """Prepares the rows of requests that just got them."""
+        values = np.zeros(self.runner.shapes.rows, np.int32)
+        update = np.zeros(self.runner.shapes.rows, bool)
+        now = time.perf_counter()
+        for request in placed:
+            if request.scheduled_s is None:
+                request.scheduled_s = now
+            if request.output:  # it was moved out while it generated
+                values[request.row], update[request.row] = request.output[-1], True
+            self._chooser.place(request)
+        if update.any():
+            self.runner.place_tokens(values, update)
 
     def _device_block_table(self) -> jax.Array:
         version = self.scheduler.block_table_version
@@ -222,83 +291,95 @@ class Engine:
 
     def _sweep(self, work: Work) -> Sweep:
         shapes = self.runner.shapes
+        count = shapes.sweep_chunks
         sweep = Sweep(
-            tokens=np.zeros((shapes.sweep_chunks, shapes.chunk), np.int32),
-            row=np.zeros(shapes.sweep_chunks, np.int32),
-            start=np.zeros(shapes.sweep_chunks, np.int32),
-            length=np.zeros(shapes.sweep_chunks, np.int32),
+            tokens=np.zeros((count, shapes.chunk), np.int32),
+            row=np.zeros(count, np.int32),
+            start=np.zeros(count, np.int32),
+            skip=np.zeros(count, np.int32),
+            length=np.zeros(count, np.int32),
             count=np.int32(len(work.chunks)),
             last=np.full(shapes.rows, -1, np.int32),
-            targets=np.zeros((shapes.sweep_chunks, shapes.chunk), np.int32),
+            targets=np.zeros((count, shapes.chunk), np.int32),
         )
         for i, chunk in enumerate(work.chunks):
-            request, span = chunk.request, slice(chunk.start, chunk.start + chunk.length)
-            sweep.tokens[i, : chunk.length] = request.prompt[span]
-            sweep.row[i], sweep.start[i], sweep.length[i] = request.row, chunk.start, chunk.length
+            request, end = chunk.request, chunk.start + chunk.length
+            sweep.tokens[i, : chunk.length] = request.tokens(chunk.start, end)
+            sweep.row[i], sweep.start[i] = chunk.row, chunk.start
+            sweep.skip[i], sweep.length[i] = chunk.skip, chunk.length
             if request.targets is not None:
-                sweep.targets[i, : chunk.length] = request.targets[span]
-            if chunk.is_last:
-                sweep.last[request.row] = i * shapes.chunk + chunk.length - 1
+                sweep.targets[i, : chunk.length] = request.targets[chunk.start : end]
+            elif request.params.prompt_logprobs is not None:
+                following = request.prompt[chunk.start + 1 : end + 1]
+                sweep.targets[i, : len(following)] = following
+            if chunk.samples:
+                sweep.last[chunk.row] = i * shapes.chunk + chunk.length - 1
         return sweep
-
-    def _choose(self, logits: jax.Array, sampled: list[Request]) -> jax.Array:
-        rows = self.runner.shapes.rows
-        update = np.zeros(rows, bool)
-        temperature, min_p = np.zeros(rows, np.float32), np.zeros(rows, np.float32)
-        top_k, top_p = np.zeros(rows, np.int32), np.ones(rows, np.float32)
-        seed, position = np.zeros(rows, np.uint32), np.zeros(rows, np.int32)
-        for request in sampled:
-            row, params = request.row, request.params
-            update[row] = True
-            temperature[row], min_p[row] = params.temperature, params.min_p
-            top_k[row], top_p[row], seed[row] = params.top_k, params.top_p, request.seed
-            position[row] = len(request.prompt) + request.dispatched - 1
-        if (temperature < GREEDY_BELOW).all():
-            return self.runner.choose(logits, update, None)
-        params = (temperature, top_k, top_p, min_p, seed, position)
-        return self.runner.choose(logits, update, params)
 
     # ---- results
 
     def _read(self, step: Step) -> list[Request]:
-        tokens = np.asarray(step.tokens)
-        logprobs = None if step.logprobs is None else [np.asarray(v) for v in step.logprobs]
-        paging = jax.tree.map(np.asarray, step.output.paging)
+        results = step.tokens, step.logprobs, step.output.paging, step.output.missed_routes
+        # All copies are begun before any is waited for.
+        tokens, logprobs, paging, missed = jax.device_get(results)
         now = time.perf_counter()
         self.events.append(Event("read", step.number, now))
         self.statistics.add_step(step.kind, paging, now)
         touched = []
+        # Lists of Python's numbers: reading arrays one by one costs as much as all the rest.
+        tokens, missed = tokens.tolist(), missed.tolist()
+        for row, request in step.work.rows:
+            request.missed_routes += missed[row]
+        for i, chunk in enumerate(step.work.chunks):
+            chunk.request.missed_routes += missed[i]
         if step.output.scores is not None:
-            scores = np.asarray(step.output.scores)
-            for i, chunk in enumerate(step.work.chunks):
-                chunk.request.scores.extend(scores[i, : chunk.length].tolist())
-                if chunk.is_last and chunk.request.finish_reason is None:
-                    self._finish(chunk.request, "length", now)
-                    touched.append(chunk.request)
-        for request in step.sampled():
+            touched += self._read_scores(step, now)
+        for row, request in step.sampled():
             # A request may have ended by a token of the step before, or been aborted: the step
             # was dispatched without knowing, its result is dropped.
             if request.finish_reason is None:
-                self._append(request, tokens, logprobs, now)
+                self._append(request, row, tokens, logprobs, now)
                 touched.append(request)
+        if self.tracer is not None or self.control is not None:
+            record = step_record(step, self.runner.shapes, paging, now, touched)
+            use = page_use(self.scheduler)
+            if self.control is not None:
+                self.control.after_read(record, use)
+            if self.tracer is not None:
+                self.tracer.after_read(record, use)  # last: it may find the disk full
         return touched
 
-    def _append(self, request: Request, tokens: np.ndarray, logprobs, now: float) -> None:
-        row, token = request.row, int(tokens[request.row])
+    def _read_scores(self, step: Step, now: float) -> list[Request]:
+        scores, ended = jax.device_get(step.output.scores), []
+        for i, chunk in enumerate(step.work.chunks):
+            request = chunk.request
+            if request.finish_reason is not None:
+                continue
+            # A prompt that is computed again has given some of them before.
+            if request.targets is None:
+                first = max(len(request.prompt_logprobs) - chunk.start, 0)
+                last = min(chunk.length, len(request.prompt) - 1 - chunk.start)
+                append_prompt_logprobs(request, scores, i, range(first, last))
+                continue
+            first = max(len(request.scores) - chunk.start, 0)
+            request.scores.extend(scores[i, first : chunk.length].tolist())
+            if chunk.last:
+                self._finish(request, "length", None, now)
+                ended.append(request)
+        return ended
+
+    def _append(self, request: Request, row: int, tokens: list[int], logprobs, now: float) -> None:
+        token = tokens[row]
         self.statistics.add_token(request, now)
         request.output.append(token)
         if request.params.logprobs is not None:
-            chosen, rank, top_ids, top = (values[row] for values in logprobs)
-            likeliest = {
-                int(top_ids[i]): Logprob(float(top[i]), i + 1)
-                for i in range(min(request.params.logprobs, len(top)))
-            }
-            request.logprobs.append((Logprob(float(chosen), int(rank)), likeliest))
-        if token in self.eos_token_ids and not request.params.ignore_eos:
-            self._finish(request, "stop", now)
-        elif len(request.output) == request.params.max_tokens:
-            self._finish(request, "length", now)
+            append_logprobs(request, logprobs, row)
+        ended = request.ending.push(token)
+        if ended is not None:
+            self._finish(request, *ended, now)
 
-    def _finish(self, request: Request, reason: FinishReason, now: float) -> None:
-        request.finish_reason, request.finished_s = reason, now
+    def _finish(
+        self, request: Request, reason: FinishReason, stop_reason: int | str | None, now: float
+    ) -> None:
+        request.finish_reason, request.stop_reason, request.finished_s = reason, stop_reason, now
         self.scheduler.release(request)

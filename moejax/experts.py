@@ -89,12 +89,17 @@ def page_and_compute(
         return y, arena, tables, counts + _counts(work, due, tables.address[layer])
 
     y = jnp.zeros((tokens * k, x.shape[1]), jnp.float32)
-    counts = jnp.zeros(len(Paging._fields) + -(-experts // 32), jnp.int32)
+    counts = jnp.zeros(counts_size(experts), jnp.int32)
     # A loop, because written out one after the other XLA sees that a wave's fill does not depend
     # on what the wave before it read, and copies the arena (seen on CPU).
     y, arena, tables, counts = lax.fori_loop(0, waves, page_in, (y, arena, tables, counts))
     y = lax.optimization_barrier(y).reshape(tokens, k, x.shape[1])
     return y, arena, tables, counts
+
+
+def counts_size(experts: int) -> int:
+    """int32 values of one layer's counts: the fields of Paging and one bit an expert."""
+    return len(Paging._fields) + -(-experts // 32)
 
 
 def _counts(work: Plan, due: jax.Array, address: jax.Array) -> jax.Array:

@@ -6,8 +6,9 @@ import dataclasses
 import importlib.resources
 import logging
 import os
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,29 +16,32 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from host_offload.arena import SlotClass
 from host_offload.budget import Share
-from host_offload.eviction import victim_weights
+from host_offload.eviction import with_eviction
+from host_offload.policy import Policy
+from host_offload.policy_rules import check_policies
+from moejax.arena_report import arena_stats, kv_stats
 from moejax.checkpoint import load_checkpoint
 from moejax.device import select_device
 from moejax.engine import Engine, Listener
 from moejax.errors import UserError
+from moejax.generation import in_engine, run_each, run_scores, run_stream, submit
 from moejax.models.config import ModelConfig
-from moejax.outputs import RequestOutput, request_output
+from moejax.outputs import RequestOutput
 from moejax.progress import generation_progress, loading_progress
+from moejax.prompts import EncodedPrompt, encode_prompt, list_of_prompts, one_each
+from moejax.requests import GenerationRequest, Prompt
 from moejax.sampling_params import SamplingParams
-from moejax.scheduler import Request
 from moejax.sizes import parse_expert_budget, parse_size
-from moejax.startup import Limits, start_engine, use_compilation_cache
-from moejax.tokenizer import Detokenizer, load_tokenizer
+from moejax.startup import Limits, check_driver, start_engine, use_compilation_cache
+from moejax.tokenizer import load_tokenizer
+from moejax.tracing import Tracer, require_new_directory, start_trace
 from pallas_kernels import parse_ops
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    pass
 
 log = logging.getLogger("moejax")
-
-Prompt = str | Sequence[int] | Mapping[str, Any]
 
 
 class LLM:
@@ -55,12 +59,24 @@ class LLM:
     experts and the KV of max_num_seqs × max_model_len are held, both cut to what fits. The budget
     decides speed only: the output has the same bits.
 
-    eviction: "lru" or "lfu". ops: "auto", "xla", "pallas", or per op, "plan=xla,route=pallas": see
+    swap_space: most host memory for KV pages that make room, bytes or "4GiB". kv_overflow: "swap"
+    moves them there; "recompute" drops them and computes them again by the prefill path, which
+    changes bits (`RequestMetrics.recomputed` says of whom). enable_prefix_caching: prompts with
+    equal beginnings share KV. long_prefill_token_threshold: most tokens of one prompt in a sweep
+    that others wait for (default: a quarter of max_num_batched_tokens).
+
+    driver: "device" runs a step as one executable; "host" calls each layer's parts from Python,
+    slower, for policies that look between them (engine.runner.hooks); no bit depends on it.
+    eviction: which expert makes room, "lru" (default), "lfu", "lfru", "fifo" or "static", see
+    host_offload.policies. policies: more of them, of your own (docs/write_a_policy.md); one that
+    writes victim_weights takes the place of eviction. No bit depends on either.
+    ops: "auto", "xla", "pallas", or per op, "plan=xla,route=pallas": see
     pallas_kernels.resolve_ops.
     device: "cpu", "gpu" or a jax device (default: jax's first). progress: bars on stderr while
     loading and generating. cache_dir: XLA's compilation cache (default: jax's own setting if there
     is one, else ~/.cache/moejax/xla; "" for none). listener: see Engine. prefill_waves: passes over
     a layer's experts in a sweep (default: 1 with XLA ops, 8 with kernels); no bit depends on it.
+    trace: an empty or new directory to write a trace of every step into (docs/trace_format.md).
 
     A context manager: leaving it frees arena, store and parameters. Raises UserError, BudgetError
     or ArenaTooSmall for what the caller can mend.
@@ -78,12 +94,19 @@ class LLM:
         memory: int | str | None = None,
         expert_budget: int | str | Share | None = None,
         kv_budget: int | str | None = None,
-        eviction: str = "lru",
+        eviction: str | None = None,
+        policies: Sequence[Policy] = (),
+        driver: str = "device",
         ops: str | Mapping[str, str] = "auto",
         device: str | jax.Device | None = None,
         progress: bool = True,
         cache_dir: str | os.PathLike[str] | None = None,
+        trace: str | os.PathLike[str] | None = None,
         prefill_waves: int | None = None,
+        swap_space: int | str = "4GiB",
+        kv_overflow: str = "swap",
+        enable_prefix_caching: bool = True,
+        long_prefill_token_threshold: int | None = None,
         listener: Listener | None = None,
     ):
         began = time.perf_counter()
@@ -96,12 +119,20 @@ class LLM:
             expert_budget=None if expert_budget is None else parse_expert_budget(expert_budget),
             kv_budget=None if kv_budget is None else parse_size(kv_budget),
             prefill_waves=prefill_waves,
+            swap_space=parse_size(swap_space),
+            kv_overflow=kv_overflow,
+            enable_prefix_caching=enable_prefix_caching,
+            long_prefill_token_threshold=long_prefill_token_threshold,
         )
+        check_driver(driver)
         try:
-            victim_weights(eviction)
+            eviction, all_policies = with_eviction(eviction, policies)
+            check_policies(all_policies, driver)
             wanted_ops = parse_ops(ops)
         except ValueError as error:
             raise UserError(str(error)) from error
+        if trace is not None:
+            require_new_directory(trace)
         use_compilation_cache(cache_dir)
         self.model, self._progress, self._eviction = str(model), progress, eviction
         self.device = select_device(device)
@@ -118,7 +149,8 @@ class LLM:
                 self.engine, self.budget = start_engine(
                     loaded,
                     limits,
-                    eviction=eviction,
+                    policies=all_policies,
+                    driver=driver,
                     ops=wanted_ops,
                     device=self.device,
                     seed=seed,
@@ -129,12 +161,26 @@ class LLM:
                 raise
             try:
                 self._tokenizer = tokenizer.result()
+                self._tracer: Tracer | None = None
+                if trace is not None:
+                    self._tracer = start_trace(
+                        trace,
+                        self.engine.runner,
+                        dtype=loaded.dtype,
+                        seed=seed,
+                        settings={"model": self.model, "eviction": eviction, "driver": driver},
+                    )
+                    if self.engine.control is not None:
+                        self.engine.control.controller.listener = self._tracer.event
+                self.engine.tracer = self._tracer
+                self.engine.tokenizer = self._tokenizer
             except BaseException:
                 self.engine.runner.delete()
                 raise
         self.dtype = loaded.dtype
         self._start_s = time.perf_counter() - began
         self._closed = False
+        self._borrower: threading.Thread | None = None
         for note in self.budget.notes:
             # What the user asked for and does not get must be seen without asking for a log.
             log.log(logging.WARNING if ", cut from" in note else logging.INFO, note)
@@ -155,78 +201,106 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        *,
+        session_id: str | Sequence[str | None] | None = None,
+        priority: int | Sequence[int] = 0,
     ) -> list[RequestOutput]:
         """Generates for all prompts; returns their outputs in the order of the prompts.
 
-        prompts: a string, a list of token ids, {"prompt": …} or {"prompt_token_ids": …}, or a
-        sequence of these. sampling_params: one for all or one each. use_tqdm (vLLM's name): show a
-        progress bar, unless the LLM was made with progress=False.
+        prompts: a string, a list of token ids, {"prompt": …}, {"prompt_token_ids": …} or
+        {"messages": …}, or a sequence of these. sampling_params: one for all or one each. use_tqdm
+        (vLLM's name): show a progress bar, unless the LLM was made with progress=False.
+
+        session_id: one for all or one each. Requests of one session are turns of a conversation and
+        run one after the other; a turn's prompt is all of the conversation so far, and what it has
+        in common with the turn before is not computed again. Its KV stays until `end_session`, on
+        the device or, when room is needed, in host memory. priority: one for all or one each; lower
+        runs first (as in vLLM).
 
         Raises UserError, before anything runs, if one of the requests could never run.
         """
-        encoded = [self._encode(prompt) for prompt in _as_list(prompts)]
-        params = self._params_for(sampling_params, len(encoded))
-        with self._requests(encoded, params) as requests:
-            total = sum(p.max_tokens for p in params)
+        encoded = [self._encode(prompt) for prompt in list_of_prompts(prompts)]
+        given = SamplingParams() if sampling_params is None else sampling_params
+        params = one_each("sampling_params", given, len(encoded), SamplingParams)
+        sessions = one_each("session_id", session_id, len(encoded), (str, type(None)))
+        priorities = one_each("priority", priority, len(encoded), int)
+        with in_engine(self._open()) as submissions:
+            for one in zip(encoded, params, sessions, priorities, strict=True):
+                submissions.append(submit(self.engine, *one))
+            requests = [r for s in submissions for r in s.requests]
+            total = sum(r.params.max_tokens for r in requests)
             with generation_progress(len(requests), total, self._progress and use_tqdm) as report:
-                while any(r.finish_reason is None for r in requests):
+                while not all(s.finished for s in submissions):
                     touched = self.engine.step()
                     report(self.engine.statistics.generated_tokens, touched)
-            return [
-                request_output(request, text, self._tokenizer)
-                for request, (text, _) in zip(requests, encoded, strict=True)
-            ]
+            return [submission.output(self._tokenizer) for submission in submissions]
+
+    def generate_each(
+        self, requests: Iterable[GenerationRequest], *, max_in_flight: int | None = None
+    ) -> Iterator[tuple[GenerationRequest, RequestOutput | UserError]]:
+        """Generates for a stream of requests of any length, yielding each with its output in order
+        of completion. Nothing of a finished request is kept.
+
+        requests: pulled from only when the engine has room, so an iterable that waits makes the
+        engine wait. max_in_flight: most requests in the engine at once (default: twice the decode
+        rows and one sweep of short prompts). A request that could never run is yielded with the
+        UserError that `generate` would raise, and the others go on; what the iterable itself
+        raises is raised. Closing the iterator early cancels what is left.
+
+        Raises UserError for a max_in_flight below 1.
+        """
+        shapes = self._open().runner.shapes
+        if max_in_flight is None:
+            max_in_flight = 2 * shapes.rows + shapes.sweep_chunks
+        if max_in_flight < 1:
+            raise UserError(f"max_in_flight must be at least 1, got {max_in_flight}")
+        return run_each(self._open(), iter(requests), max_in_flight, self._encode, self._tokenizer)
+
+    def end_session(self, session_id: str) -> None:
+        """Forgets a session and frees its KV. Raises UserError for a session that does not exist or
+        has a turn that has not ended."""
+        self._open().scheduler.sessions.end(session_id)
 
     def stream(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        session_id: str | None = None,
+        priority: int = 0,
     ) -> Iterator[str]:
         """Generates for one prompt, yielding its text piece by piece. Needs a tokenizer.
 
-        Closing the iterator early cancels the request. Raises UserError as generate does.
+        session_id, priority: as of generate. Closing the iterator early cancels the request. Raises
+        UserError as generate does, and for n > 1.
         """
         if self._tokenizer is None:
             raise UserError(f"{self.model} has no tokenizer; use generate() with token ids")
-        encoded, params = self._encode(prompt), self._params_for(sampling_params, 1)
-        self._open().check(encoded[1], params[0])
-        return self._stream(self._tokenizer, encoded, params)
-
-    def _stream(
-        self,
-        tokenizer: PreTrainedTokenizerFast,
-        encoded: tuple[str | None, list[int]],
-        params: list[SamplingParams],
-    ) -> Iterator[str]:
-        with self._requests([encoded], params) as (request,):
-            detokenizer, seen = Detokenizer(tokenizer, request.prompt), 0
-            while request.finish_reason is None:
-                self.engine.step()
-                piece = detokenizer.push(request.output[seen:])
-                seen = len(request.output)
-                if piece:
-                    yield piece
-            if tail := detokenizer.finish():
-                yield tail
+        encoded, params = self._encode(prompt), sampling_params or SamplingParams()
+        if params.n > 1:
+            raise UserError("a stream is of one sequence; use generate() for n > 1")
+        self._open().check(encoded[1], params, session_id=session_id)
+        return run_stream(self._open(), encoded, params, session_id, priority)
 
     def chat(
         self,
-        messages: Sequence[Mapping[str, Any]],
-        sampling_params: SamplingParams | None = None,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        *,
+        session_id: str | Sequence[str | None] | None = None,
+        priority: int | Sequence[int] = 0,
     ) -> list[RequestOutput]:
-        """Generates the answer to a conversation, written out by the tokenizer's chat template.
+        """Generates the answer to a conversation, or to each of several, written out by the
+        tokenizer's chat template. The rest as in generate.
 
         Raises UserError when the model has no tokenizer or its tokenizer no chat template.
         """
-        if self._tokenizer is None or not self._tokenizer.chat_template:
-            raise UserError(
-                f"{self.model} has no chat template; use generate() with a prompt, or add a "
-                "chat_template to its tokenizer_config.json"
-            )
-        conversation: Any = [dict(message) for message in messages]
-        ids: Any = self._tokenizer.apply_chat_template(
-            conversation, add_generation_prompt=True, tokenize=True, return_dict=False
+        one = not messages or isinstance(messages[0], Mapping)
+        prompts: Any = [{"messages": m} for m in ([messages] if one else messages)]
+        return self.generate(
+            prompts, sampling_params, use_tqdm, session_id=session_id, priority=priority
         )
-        return self.generate({"prompt_token_ids": ids}, sampling_params, use_tqdm)
 
     def score(self, token_ids: Sequence[int]) -> np.ndarray:
         """log p(token_ids[i + 1] | token_ids[: i + 1]) for every i, float64[n − 1], by prefill.
@@ -239,18 +313,11 @@ class LLM:
         """score of each sequence, batched by sweeps."""
         if any(len(ids) < 2 for ids in sequences):
             raise UserError("scoring needs at least two tokens a sequence")
-        inputs = [(None, list(ids[:-1])) for ids in sequences]
-        targets = [list(ids[1:]) for ids in sequences]
-        params = [SamplingParams()] * len(inputs)
-        with self._requests(inputs, params, targets) as requests:
-            while any(r.finish_reason is None for r in requests):
-                self.engine.step()
-            return [np.asarray(request.scores) for request in requests]
+        return run_scores(self._open(), sequences)
 
     def stats(self) -> dict[str, Any]:
         """What ran and what it cost, as plain data; the command line's --json prints it."""
         engine = self._open()
-        arena, layout = engine.scheduler.arena, engine.scheduler.arena.layout
         times, summary = engine.statistics.seconds, engine.statistics.summary()
         return {
             "model": self.model,
@@ -258,21 +325,12 @@ class LLM:
             "device": self.device.device_kind,
             "jax": jax.__version__,
             "ops": dataclasses.asdict(engine.runner.ops),
+            "driver": engine.runner.driver,
             "eviction": self._eviction,
+            "control": None if engine.control is None else engine.control.stats(),
             **summary,
-            "arena": {
-                "bytes": arena.slots * layout.slot_bytes,
-                "slots": arena.slots,
-                "slot_bytes": layout.slot_bytes,
-                "expert_slots": arena.count(SlotClass.EXPERT),
-                "kv_slots": arena.count(SlotClass.KV),
-                "free_slots": arena.count(SlotClass.FREE),
-                "cells_per_layer": np.sum(arena.cell_row >= 0, axis=1).tolist(),
-                "cells_used": int(np.sum(np.asarray(engine.runner.tables.owner) >= 0)),
-                "block_size": layout.page.block_size,
-                "kv_pages": arena.pages,
-                "kv_pages_used_peak": engine.scheduler.peak_pages,
-            },
+            "arena": arena_stats(engine.scheduler, engine.runner.tables),
+            "kv": kv_stats(engine.scheduler),
             "store_bytes": engine.runner.store.nbytes,
             "time": {
                 "load_s": self._load_s,
@@ -286,10 +344,27 @@ class LLM:
         }
 
     def close(self) -> None:
-        """Frees arena, store and parameters. Idempotent."""
-        if not self._closed:
+        """Completes the trace and frees arena, store and parameters. Idempotent. Raises UserError
+        where the trace could not be written, and while the LLM is lent."""
+        if self._closed:
+            return
+        self._open()
+        self._closed = True
+        try:
+            if self.engine.control is not None:
+                self.engine.control.finish()
+            if self._tracer is not None:
+                self._tracer.close()
+        finally:
             self.engine.runner.delete()
-            self._closed = True
+
+    def lend(self, thread: threading.Thread | None) -> None:
+        """Gives the engine, which is not for several threads, to one of them: until `lend(None)`
+        all others are refused. Raises UserError when it is lent already, runs requests or is
+        closed."""
+        if thread is not None and not self._open().idle:
+            raise UserError("requests run in this LLM; let them end or close their iterators first")
+        self._borrower = thread
 
     def __enter__(self) -> LLM:
         return self
@@ -299,65 +374,15 @@ class LLM:
 
     # ---- pieces
 
-    def _params_for(self, given, count: int) -> list[SamplingParams]:
-        if given is None:
-            given = SamplingParams()
-        params = [given] * count if isinstance(given, SamplingParams) else list(given)
-        if len(params) != count:
-            raise UserError(
-                f"{count} prompts but {len(params)} sampling_params; give one or {count}"
-            )
-        return params
-
-    def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        """(text or None, token ids) of one prompt."""
-        if isinstance(prompt, Mapping):
-            if "prompt_token_ids" in prompt:
-                return prompt.get("prompt"), [int(t) for t in prompt["prompt_token_ids"]]
-            if "prompt" not in prompt:
-                raise UserError("a prompt given as a dict needs 'prompt' or 'prompt_token_ids'")
-            prompt = prompt["prompt"]
-        if not isinstance(prompt, str):
-            return None, [int(token) for token in prompt]
-        if self._tokenizer is None:
-            raise UserError(f"{self.model} has no tokenizer; give token ids instead of text")
-        return prompt, self._tokenizer(prompt)["input_ids"]
-
-    def _requests(self, encoded, params, targets=None):
-        return _Requests(self._open(), encoded, params, targets)
+    def _encode(self, prompt: Prompt) -> EncodedPrompt:
+        return encode_prompt(prompt, self._tokenizer, self.model)
 
     def _open(self) -> Engine:
         if self._closed:
             raise UserError("this LLM is closed; make another one")
+        if self._borrower not in (None, threading.current_thread()):
+            raise UserError("this LLM belongs to an AsyncLLM; use that, or close it first")
         return self.engine
-
-
-class _Requests:
-    """Requests in the engine for as long as the context lasts: none is left behind by an error, an
-    interrupt or a caller who stops listening."""
-
-    def __init__(self, engine: Engine, encoded, params, targets):
-        self.engine, self.added = engine, []
-        try:
-            for i, ((_, ids), each) in enumerate(zip(encoded, params, strict=True)):
-                self.added.append(engine.add(ids, each, targets[i] if targets else None))
-        except BaseException:
-            engine.abort(self.added)
-            raise
-
-    def __enter__(self) -> list[Request]:
-        return self.added
-
-    def __exit__(self, *exception) -> None:
-        self.engine.abort(self.added)
-        self.engine.drain()
-
-
-def _as_list(prompts: Any) -> list[Prompt]:
-    single = isinstance(prompts, str | Mapping) or (
-        len(prompts) > 0 and all(isinstance(p, int | np.integer) for p in prompts)
-    )
-    return [prompts] if single else list(prompts)
 
 
 def _directory(model: str | os.PathLike[str]) -> str | os.PathLike[str]:

@@ -16,11 +16,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from host_offload.integrity import count_faults
-from host_offload.tables import Tables, regrant
+from host_offload.layout import PageLayout
+from host_offload.swap import SWAP_PAGES, read_pages, write_pages
+from host_offload.tables import Tables, regrant, snapshot
+from moejax.device_driver import decode_step, prefill_step
 from moejax.models.config import ModelConfig
-from moejax.sampler import greedy, logprobs, sample
-from moejax.sampling_params import MAX_LOGPROBS
-from moejax.step import Leaf, Routing, StepShapes, Sweep, decode_step, prefill_step
+from moejax.sampler import add_bias, adjust, greedy, logprobs, recount, sample, tally
+from moejax.sampling_params import MAX_BIASES, MAX_LOGPROBS
+from moejax.step import Leaf, Routing, StepShapes, Sweep
 from pallas_kernels import Ops
 from pallas_kernels.kv_write import KVPage
 from pallas_kernels.stage import Entries
@@ -41,6 +44,8 @@ class Program:
     """Arrays or ShapeDtypeStructs, one a parameter."""
     donated: tuple[int, ...]
     """Parameters whose memory the results reuse: arena and tables."""
+    memory: str | None = None
+    """Memory of the results: `pinned_host`; None: the device's."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,11 +67,29 @@ class Programs:
     ops: Ops
     sharding: jax.sharding.Sharding | None = None
 
+    @property
+    def page_layout(self) -> PageLayout:
+        """A page over all layers, in the dtype of the model."""
+        return PageLayout(
+            layers=self.config.num_hidden_layers,
+            kv_heads=self.page.kv_heads,
+            head_dim=self.page.head_dim,
+            itemsize=jax.tree.leaves(self.state["embedding"])[0].dtype.itemsize,
+            block_size=self.page.block_size,
+        )
+
+    def host_page(self) -> jax.ShapeDtypeStruct:
+        """A page as it is swapped out."""
+        sharding = None if self.sharding is None else self.sharding.with_memory_kind("pinned_host")
+        shape = (self.page_layout.nbytes // 2,)
+        return jax.ShapeDtypeStruct(shape, jnp.uint16, sharding=sharding)
+
     def program(self, name: str) -> Program:
-        """The program of that name: decode, prefill, score, greedy, sample, logprobs, regrant,
+        """The program of that name: decode, prefill, score, prompt_logprobs, add_bias, adjust,
+        greedy, sample, tally, recount, logprobs, place, swap_out, swap_in, regrant, snapshot,
         integrity. The steps also with `_forced`, routing as an argument, and `_staged`, a stage
         list as the last one. decode and what takes its logits also with `@N`: for the first N rows
-        only. Raises ValueError for another."""
+        only; adjusted logits are of all rows. Raises ValueError for another."""
         name, _, bucket = name.partition("@")
         rows, vocabulary = self.shapes.rows, self.config.vocab_size
         used = int(bucket) if bucket else rows
@@ -77,7 +100,7 @@ class Programs:
         logits = array((used, vocabulary), jnp.float32)
         block_table = array((rows, self.shapes.blocks), jnp.int32)
         buffers = (self.state, self.stores, self.arena, self.tables)
-        kind, *extras = name.split("_")
+        kind, *extras = name.replace("prompt_logprobs", "prompt").split("_")
 
         def extra(tokens: int) -> tuple[Leaf, ...]:
             shape = (self.stores[0].shape[0], tokens, self.config.num_experts_per_tok)
@@ -93,19 +116,20 @@ class Programs:
         if kind == "decode":
             step = self._bind(_first_rows(decode_step, used), extras)
             return Program(step, (*buffers, ints, ints, block_table, *extra(used)), (2, 3))
-        if kind in ("prefill", "score"):
+        if kind in ("prefill", "score", "prompt"):
             per_chunk, per_token = array((chunks,), jnp.int32), array((chunks, size), jnp.int32)
             sweep = Sweep(
                 tokens=per_token,
                 row=per_chunk,
                 start=per_chunk,
+                skip=per_chunk,
                 length=per_chunk,
                 count=array((), jnp.int32),
                 last=ints,
                 targets=per_token,
             )
-            static = {"waves": self.shapes.waves, "score": kind == "score"}
-            step = self._bind(prefill_step, extras, **static)
+            static = {"score": kind == "score", "prompt_logprobs": kind == "prompt"}
+            step = self._bind(prefill_step, extras, waves=self.shapes.waves, **static)
             return Program(step, (*buffers, sweep, block_table, *extra(chunks * size)), (2, 3))
         if name == "greedy":
             return Program(functools.partial(_advance, greedy), (logits, ints, flags), ())
@@ -114,13 +138,38 @@ class Programs:
             params = (floats, ints, floats, floats, seeds, ints)
             function = functools.partial(_advance, sample)
             return Program(function, (logits, ints, flags, *params), ())
+        counts = array((rows, vocabulary), jnp.int32)
+        biases = (array((rows, MAX_BIASES), jnp.int32), array((rows, MAX_BIASES), jnp.float32))
+        if name == "add_bias":
+            return Program(functools.partial(_of_all_rows, add_bias), (logits, *biases), ())
+        if name == "adjust":
+            function = functools.partial(_of_all_rows, adjust)
+            return Program(function, (logits, counts, floats, floats, floats, *biases), ())
+        if name == "tally":
+            return Program(tally, (counts, ints, flags), (0,))
+        if name == "recount":
+            most = self.shapes.blocks * self.page.block_size
+            row, ids = array((), jnp.int32), array((most,), jnp.int32)
+            return Program(recount, (counts, row, ids, array((most,), jnp.bool_)), (0,))
         if name == "logprobs":
             n = min(MAX_LOGPROBS, vocabulary)
             function = functools.partial(_of_all_rows, functools.partial(logprobs, n=n))
             return Program(function, (logits, ints), ())
+        if name == "place":
+            return Program(_place, (ints, ints, flags), ())
+        if name in ("swap_out", "swap_in"):
+            layout, rows = self.page_layout, array((SWAP_PAGES,), jnp.int32)
+            if name == "swap_out":
+                function = functools.partial(read_pages, page=layout)
+                return Program(function, (self.arena, rows), (), memory="pinned_host")
+            pages = (self.host_page(),) * SWAP_PAGES
+            function = functools.partial(write_pages, page=layout)
+            return Program(function, (self.arena, pages, rows, array((), jnp.int32)), (0,))
         if name == "regrant":
             cell_row = array(self.tables.cell_row.shape, jnp.int32)
             return Program(regrant, (self.tables, cell_row), (0,))
+        if name == "snapshot":
+            return Program(snapshot, (self.tables,), ())
         if name == "integrity":
             return Program(count_faults, (self.arena, self.tables, self.stores), ())
         raise ValueError(f"no program {name!r}")
@@ -137,6 +186,10 @@ class Programs:
         return run
 
 
+def _place(tokens: jax.Array, values: jax.Array, update: jax.Array) -> jax.Array:
+    return jnp.where(update, values, tokens)
+
+
 def _first_rows(step: Callable, rows: int) -> Callable:
     """step on the first rows of tokens, positions and block table; all R rows are passed, so that
     the caller's arrays are the same for every bucket."""
@@ -148,10 +201,11 @@ def _first_rows(step: Callable, rows: int) -> Callable:
     return run
 
 
-def _of_all_rows(function: Callable, logits: jax.Array, tokens: jax.Array, *args) -> Any:
-    """function(logits, tokens, …), the logits padded to all rows: one shape, so one rounding."""
-    missing = tokens.shape[0] - logits.shape[0]
-    return function(jnp.pad(logits, ((0, missing), (0, 0))), tokens, *args)
+def _of_all_rows(function: Callable, logits: jax.Array, first: jax.Array, *args) -> Any:
+    """function(logits, first, …), the logits padded to the rows of `first`, which are all rows: one
+    shape, so one rounding."""
+    missing = first.shape[0] - logits.shape[0]
+    return function(jnp.pad(logits, ((0, missing), (0, 0))), first, *args)
 
 
 def _advance(choose: Callable, logits, tokens, update, *params) -> jax.Array:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from moejax.scheduler import Request
+from moejax.requests import Request
 
 
 def _progress(*columns):
@@ -68,3 +68,43 @@ def generation_progress(
             progress.update(task, advance=finished, rate=(generated - start[0]) / elapsed)
 
         yield report
+
+
+@contextmanager
+def batch_progress(
+    total: int | None, done: int, generated: Callable[[], int], shown: bool
+) -> Iterator[Callable[[int], None]]:
+    """A bar over the results of a file job; yields report(results so far).
+
+    total: of results, None when unknown. done: results that were there before. generated: tokens
+    generated so far, asked for whenever the bar is drawn, since a result may take long.
+    """
+    if not shown:
+        yield lambda done: None
+        return
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        ProgressColumn,
+        Task,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+    from rich.text import Text
+
+    begin = generated()
+
+    class TokenRate(ProgressColumn):
+        def render(self, task: Task) -> Text:
+            return Text(f"{(generated() - begin) / (task.elapsed or 1e-9):.0f} tokens/s")
+
+    columns = (
+        TextColumn("generating"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TokenRate(),
+        TimeRemainingColumn(),
+    )
+    with _progress(*columns) as progress:
+        task = progress.add_task("", total=total, completed=done)
+        yield lambda done: progress.update(task, completed=done)

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from moejax.experts import Paging
+from moejax.requests import Request
+from moejax.step import StepShapes
+
+if TYPE_CHECKING:
+    from moejax.engine import Step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,3 +52,46 @@ class StepRecord:
     """int32[S]: 1 for each entry of the step's stage list that was carried out; None without."""
     finished: tuple[int, ...]
     """Numbers of requests that ended with this step's results."""
+
+
+def step_record(
+    step: Step, shapes: StepShapes, paging: Paging, read_s: float, touched: Sequence[Request]
+) -> StepRecord:
+    """What a step did to whom, once its results are there. touched: requests that got tokens or
+    ended by it."""
+    work, output = step.work, step.output
+    # One by one: all of it is there, and a pytree costs more than the copies.
+    ids, weights, missed = (np.asarray(a) for a in (*output.routing, output.missed))
+    lengths = None
+    if work.rows:
+        place = [row for row, _ in work.rows]
+        requests, position = [r for _, r in work.rows], step.positions[place]
+        rows, phase = output.logits.shape[0], 1
+    else:
+        spans = [np.arange(c.skip, c.length) for c in work.chunks]
+        place = np.concatenate([i * shapes.chunk + s for i, s in enumerate(spans)])
+        position = np.concatenate([c.start + s for c, s in zip(work.chunks, spans, strict=True)])
+        requests, rows = [c.request for c in work.chunks], shapes.sweep_chunks * shapes.chunk
+        lengths, phase = [len(s) for s in spans], 0
+    number = np.array([r.number for r in requests], np.int32)
+    user = np.array([-1 if r.session is None else r.session.number for r in requests], np.int32)
+    if lengths is not None:
+        number, user = np.repeat(number, lengths), np.repeat(user, lengths)
+    return StepRecord(
+        number=step.number,
+        kind=step.kind,
+        dispatched_s=step.dispatched_s,
+        read_s=read_s,
+        rows=rows,
+        compiled=step.compiled,
+        request=number,
+        user=user,
+        position=position.astype(np.int32),
+        phase=np.full(len(place), phase, np.uint8),
+        ids=ids.transpose(1, 0, 2)[place].astype(np.int16),
+        weights=weights.transpose(1, 0, 2)[place],
+        paging=paging,
+        missed=missed,
+        staged=None if output.staged is None else np.asarray(output.staged),
+        finished=tuple(r.number for r in touched if r.finish_reason is not None),
+    )

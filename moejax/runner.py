@@ -6,8 +6,10 @@ import contextvars
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import SingleDeviceSharding
@@ -16,13 +18,18 @@ from host_offload.arena import allocate_arena
 from host_offload.integrity import describe_faults
 from host_offload.layout import SlotLayout
 from host_offload.store import ExpertStore
+from host_offload.swap import SWAP_PAGES
 from host_offload.tables import Tables, empty_tables
+from moejax.errors import UserError
 from moejax.models.qwen3_moe import Qwen3Moe
-from moejax.programs import Programs
+from moejax.programs import Program, Programs
 from moejax.step import Routing, StepOutput, StepShapes, Sweep
 from pallas_kernels import Ops
 from pallas_kernels.kv_write import KVPage
 from pallas_kernels.stage import Entries
+
+if TYPE_CHECKING:
+    from moejax.host_driver import Hooks
 
 
 def compiler_options(platform: str) -> dict[str, str | bool]:
@@ -37,7 +44,10 @@ class Runner:
     """Owns model, store, arena and tables, and runs steps on them in dispatch order.
 
     Nothing here waits for the device: results are jax arrays that the engine reads a step later.
+    A step is one executable; HostRunner calls one a layer and part.
     """
+
+    driver = "device"
 
     def __init__(
         self,
@@ -65,6 +75,8 @@ class Runner:
         tables = empty_tables(layers, experts, cells, eviction)
         self.tables: Tables = jax.device_put(tables, self._sharding)
         self.tokens = jax.device_put(np.zeros(shapes.rows, np.int32), self._sharding)
+        self.counts: jax.Array | None = None
+        """int32[R, V], as of sampler.adjust, from the first request with penalties on."""
         page = layout.page
         self.page = KVPage(page.block_size, page.kv_heads, page.head_dim)
         self._began = time.perf_counter()
@@ -74,9 +86,10 @@ class Runner:
         # Two threads: tracing holds the interpreter, XLA's compiler does not.
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="moejax-compile")
         first = self._bucket(1)
-        self._needed = [f"decode{first}", "prefill", "greedy", f"greedy{first}", "regrant"]
+        steps = [*self._parts(f"decode{first}"), *self._parts("prefill")]
+        self._needed = [*steps, "greedy", f"greedy{first}", "regrant"]
         # What a later request may need compiles while the first ones run.
-        later = [f"decode{self._bucket(b)}" for b in shapes.buckets]
+        later = [name for b in shapes.buckets for name in self._parts(f"decode{self._bucket(b)}")]
         for name in dict.fromkeys([*self._needed, "sample", f"sample{first}", *later]):
             self._executable(name)
 
@@ -85,7 +98,27 @@ class Runner:
         bucket = self.shapes.bucket(rows)
         return "" if bucket == self.shapes.rows else f"@{bucket}"
 
+    @property
+    def hooks(self) -> Hooks | None:
+        """What is called between a layer's parts; with this driver nothing can be."""
+        return None
+
+    @hooks.setter
+    def hooks(self, hooks: Hooks | None) -> None:
+        if hooks is not None:
+            raise UserError(
+                f"driver {self.driver!r} runs a step as one executable, which no hook can enter; "
+                "use driver='host'"
+            )
+
     # ---- executables
+
+    def _parts(self, step: str) -> list[str]:
+        """The executables that a step calls."""
+        return [step]
+
+    def _program(self, name: str) -> Program:
+        return self.programs().program(name)
 
     def _executable(self, name: str) -> Future:
         if name not in self._executables:
@@ -104,6 +137,15 @@ class Runner:
             self._executable(name).result()
         self.compile_s = self.compile_s or time.perf_counter() - self._began
 
+    def prepare(self, *names: str) -> None:
+        """Begins to compile these programs, decode in every bucket, and counts them among those
+        that every request needs."""
+        for name in names:
+            buckets = self.shapes.buckets if name.startswith("decode") else ()
+            for ending in [self._bucket(b) for b in buckets] or [""]:
+                self._executable(name + ending)
+                self._needed.append(name + ending)
+
     def executables(self) -> tuple[str, ...]:
         """Names of what was compiled so far. Budgets, policies and placement add none."""
         return tuple(self._executables)
@@ -113,10 +155,14 @@ class Runner:
 
     def lower(self, name: str) -> jax.stages.Lowered:
         """The traced and lowered executable of that name, arena and tables donated."""
-        program = self.programs().program(name)
+        program = self._program(name)
         # The ops are written for 32-bit integers, whatever the user set for other code.
         with jax.enable_x64(False):
-            return jax.jit(program.function, donate_argnums=program.donated).lower(*program.args)
+            return jax.jit(
+                program.function,
+                donate_argnums=program.donated,
+                out_shardings=program.memory and self._sharding.with_memory_kind(program.memory),
+            ).lower(*program.args)
 
     def programs(self) -> Programs:
         return Programs(
@@ -171,12 +217,12 @@ class Runner:
         sweep: Sweep,
         block_table: jax.Array,
         *,
-        score: bool = False,
+        kind: str = "prefill",
         forced: Routing | None = None,
         stages: Entries | None = None,
     ) -> StepOutput:
-        """Dispatches a sweep."""
-        kind = "score" if score else "prefill"
+        """Dispatches a sweep. kind: prefill; score or prompt_logprobs, which also give the scores
+        of the output."""
         return self._step(kind, "", sweep, block_table, forced=forced, stages=stages)
 
     def choose(self, logits: jax.Array, update: np.ndarray, params: Sequence | None) -> jax.Array:
@@ -188,14 +234,74 @@ class Runner:
         self.tokens = self._call(name, logits, self.tokens, update, *(params or ()))
         return self.tokens
 
+    def prepare_counts(self) -> None:
+        """Begins to compile what requests with penalties need, in the background."""
+        for name in ("recount", "adjust", "tally"):
+            self._executable(name)
+
+    def recount(self, row: int, prompt: Sequence[int], output: Sequence[int]) -> None:
+        """Counts the tokens of a row anew; the first call allocates the counts of all rows."""
+        if self.counts is None:
+            shape = (self.shapes.rows, self.config.vocab_size)
+            self.counts = jnp.zeros(shape, jnp.int32, device=self._sharding)
+        ids = np.full(self.shapes.blocks * self.page.block_size, -1, np.int32)
+        end = len(prompt) + len(output)
+        ids[: len(prompt)], ids[len(prompt) : end] = prompt, output
+        is_output = np.arange(len(ids)) >= len(prompt)
+        self.counts = self._call("recount", self.counts, np.int32(row), ids, is_output)
+
+    def tally(self, update: np.ndarray) -> None:
+        """Counts the current tokens of the rows under `update` bool[R] as generated."""
+        self.counts = self._call("tally", self.counts, self.tokens, update)
+
+    def adjust(self, logits: jax.Array, penalties: Sequence | None, biases: Sequence) -> jax.Array:
+        """Logits of all rows after biases and penalties.
+
+        penalties: sampler.adjust's arrays after the counts, of which there must be some; None for
+        biases alone. biases: its arrays after those.
+        """
+        bucket = self._bucket(logits.shape[0])
+        if penalties is None:
+            return self._call(f"add_bias{bucket}", logits, *biases)
+        return self._call(f"adjust{bucket}", logits, self.counts, *penalties, *biases)
+
     def token_logprobs(self, logits: jax.Array, tokens: jax.Array):
         return self._call(f"logprobs{self._bucket(logits.shape[0])}", logits, tokens)
 
+    def place_tokens(self, values: np.ndarray, update: np.ndarray) -> None:
+        """Makes values int32[R] the current tokens of the rows under `update` bool[R]."""
+        self.tokens = self._call("place", self.tokens, values, update)
+
     # ---- between steps
+
+    def read_pages(self, rows: Sequence[int]) -> list[jax.Array]:
+        """Copies the pages at these KV rows, as the steps so far leave them, to pinned host memory.
+        Each an array of its own, uint16[page bytes / 2]."""
+        pages: list[jax.Array] = []
+        for i in range(0, len(rows), SWAP_PAGES):
+            part = rows[i : i + SWAP_PAGES]
+            padded = np.zeros(SWAP_PAGES, np.int32)
+            padded[: len(part)] = part
+            pages += self._call("swap_out", self.arena, padded)[: len(part)]
+        return pages
+
+    def write_pages(self, pages: Sequence[jax.Array], rows: Sequence[int]) -> None:
+        """Copies host pages to these KV rows, for the steps to come."""
+        for i in range(0, len(rows), SWAP_PAGES):
+            part = tuple(pages[i : i + SWAP_PAGES])
+            padded = np.zeros(SWAP_PAGES, np.int32)
+            padded[: len(part)] = rows[i : i + SWAP_PAGES]
+            filled = part + (part[-1],) * (SWAP_PAGES - len(part))
+            self.arena = self._call("swap_in", self.arena, filled, padded, np.int32(len(part)))
 
     def grant_cells(self, cell_row: np.ndarray) -> None:
         """Makes cell_row int32[L, C] the granted cells; residents of cells that stay stay."""
         self.tables = self._call("regrant", self.tables, cell_row)
+
+    def snapshot(self) -> jax.Array:
+        """A copy of the tables as the steps so far leave them, for tables.read_snapshot. Does not
+        wait for the device."""
+        return self._call("snapshot", self.tables)
 
     def faults(self) -> list[str]:
         """Broken invariants of arena, tables and store, in words. Waits for the device."""
@@ -211,6 +317,7 @@ class Runner:
         try:
             jax.block_until_ready((self.arena, self.tables, self.tokens))
         finally:
-            for array in jax.tree.leaves((self.arena, self.tables, self.tokens, self.state)):
+            mine = (self.arena, self.tables, self.tokens, self.counts, self.state)
+            for array in jax.tree.leaves(mine):
                 array.delete()
             self.store.delete()

@@ -1,95 +1,74 @@
-"""Which requests run, and what the next step is: a prefill sweep or a decode step."""
+"""Which requests run, what the next step is, and whose KV is on the device."""
 
 from __future__ import annotations
 
-import dataclasses
 import heapq
-from collections import deque
+import operator
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
-from host_offload.arena import OutOfPages, SlotArena
+from host_offload.arena import OutOfPages
+from host_offload.kv_cache import Block, KVCache
 from moejax.errors import UserError
-from moejax.outputs import FinishReason, Logprob
-from moejax.sampling_params import SamplingParams
+from moejax.prefix_cache import PrefixCache
+from moejax.requests import Request, SweepKind
+from moejax.sessions import Sessions
 from moejax.step import StepShapes
-
-
-@dataclasses.dataclass(eq=False)
-class Request:
-    """One sequence on its way through the engine. Counts run ahead of `output`: a step is
-    dispatched before the tokens of the one before it have been read."""
-
-    request_id: str
-    prompt: list[int]
-    params: SamplingParams
-    seed: int
-    arrival_s: float
-    row: int | None = None
-    """Row in the decode batch and the block table while it runs."""
-    pages: list[int] = dataclasses.field(default_factory=list)
-    prefilled: int = 0
-    """Prompt tokens dispatched."""
-    dispatched: int = 0
-    """Generated tokens dispatched."""
-    output: list[int] = dataclasses.field(default_factory=list)
-    logprobs: list[tuple[Logprob, dict[int, Logprob]]] = dataclasses.field(default_factory=list)
-    """Per token its own log-probability and the likeliest tokens', when asked for."""
-    targets: list[int] | None = None
-    """Scoring: the token to score at each prompt position. The request then generates nothing."""
-    scores: list[float] = dataclasses.field(default_factory=list)
-    finish_reason: FinishReason | None = None
-    first_token_s: float | None = None
-    last_token_s: float | None = None
-    finished_s: float | None = None
-
-    @property
-    def to_generate(self) -> int:
-        return 0 if self.targets is not None else self.params.max_tokens
-
-    @property
-    def prefill_done(self) -> bool:
-        return self.prefilled == len(self.prompt)
-
-
-@dataclasses.dataclass(frozen=True)
-class Chunk:
-    """Prompt tokens [start, start + length) of a request."""
-
-    request: Request
-    start: int
-    length: int
-
-    @property
-    def is_last(self) -> bool:
-        return self.start + self.length == len(self.request.prompt)
-
-
-@dataclasses.dataclass(frozen=True)
-class Work:
-    """The next step: `chunks` for a sweep, else `rows` for a decode step."""
-
-    chunks: tuple[Chunk, ...] = ()
-    rows: tuple[Request, ...] = ()
+from moejax.work import Chunk, Work
 
 
 class Scheduler:
-    """First come, first served: admission by free rows and free KV pages, prompts before decode.
+    """Admission in the order of priority, then arrival, and nobody is passed over: what does not
+    fit waits, and those behind it too.
 
-    A request gets all pages it can ever need when it is admitted, so a running one never waits.
+    Sweeps and decode steps alternate while there is work for both, so a long prompt delays others
+    by one sweep at a time. Pages are taken as they are needed; when none is left, first idle shared
+    blocks are dropped, then sessions between turns are moved out, the longest unused first, then
+    running requests, the last in order first.
+
+    overflow: what moving out means: `swap`, to host memory, or `recompute`, which drops KV and
+    changes bits. sweep_share: most tokens of one prompt in a sweep that others wait for.
+    admission: free rows to wait for before new prompts are swept, while others decode: a sweep
+    reads nearly every expert, however few prompts are in it.
     """
 
-    def __init__(self, arena: SlotArena, shapes: StepShapes, max_num_seqs: int, max_model_len: int):
-        self.arena, self.max_model_len = arena, max_model_len
+    def __init__(
+        self,
+        cache: KVCache,
+        shapes: StepShapes,
+        max_num_seqs: int,
+        max_model_len: int,
+        *,
+        overflow: str = "swap",
+        prefix_caching: bool = True,
+        sweep_share: int | None = None,
+        admission: int = 1,
+    ):
+        self.cache, self.arena, self.max_model_len = cache, cache.arena, max_model_len
         self.chunk, self.sweep_chunks = shapes.chunk, shapes.sweep_chunks
-        self.block_size = arena.layout.page.block_size
-        self.waiting: deque[Request] = deque()
+        self.block_size = self.arena.layout.page.block_size
+        self.max_num_seqs, self.admission = max_num_seqs, min(admission, max_num_seqs)
+        self.overflow, self.prefixes = overflow, PrefixCache(cache, prefix_caching)
+        share = shapes.sweep_chunks * shapes.chunk // 4 if sweep_share is None else sweep_share
+        self.share_chunks = max(share // shapes.chunk, 1)
+        self._waiting: list[tuple[tuple[int, int], Request]] = []
         self.running: dict[int, Request] = {}
         # The lowest free row first: rows in use stay in few tiles.
         self.free_rows = list(range(max_num_seqs))
         self.block_table = np.zeros((shapes.rows, shapes.blocks), np.int32)
         self.block_table_version = 0
         self.peak_pages = 0
+        self.sessions = Sessions(cache, overflow)
+        self._swept = False
+        # Of the step that is being made:
+        self._placed: list[Request] = []
+        self._published: list[Block] = []
+        self._in_step: set[Request] = set()
+        self.counts = {"session_hit_tokens": 0, "preemptions": 0}
+
+    # ---- requests
 
     def pages_for(self, prompt_tokens: int, to_generate: int) -> int:
         """Pages of a sequence; the last generated token is never attended to."""
@@ -116,67 +95,275 @@ class Scheduler:
             )
 
     def add(self, request: Request) -> None:
-        """Queues a request that passed check."""
-        self.waiting.append(request)
+        """Queues a request that passed check; a turn waits for the end of the one before it."""
+        request.prefill_to = len(request.prompt)
+        session = request.session
+        if session is not None and session.turn is not None:
+            session.queue.append(request)
+            return
+        if session is not None:
+            session.turn = request
+        heapq.heappush(self._waiting, (request.order, request))
 
-    def admit(self) -> None:
-        """Moves waiting requests into rows as long as rows and pages last, strictly in order."""
-        while self.waiting and self.free_rows:
-            request = self.waiting[0]
-            try:
-                wanted = self.pages_for(len(request.prompt), request.to_generate)
-                request.pages = self.arena.allocate_pages(wanted)
-            except OutOfPages:
-                return
-            self.waiting.popleft()
-            request.row = heapq.heappop(self.free_rows)
-            self.running[request.row] = request
-            self.block_table[request.row] = 0
-            self.block_table[request.row, : len(request.pages)] = request.pages
-            self.block_table_version += 1
-            self.peak_pages = max(self.peak_pages, self.arena.pages - self.arena.free_pages)
-
-    def next_work(self) -> Work | None:
-        """The next step's work, counted as dispatched; None when nothing can be dispatched."""
-        self.admit()
-        chunks = self._next_chunks()
-        if chunks:
-            for chunk in chunks:
-                chunk.request.prefilled += chunk.length
-                if chunk.is_last and chunk.request.to_generate:
-                    chunk.request.dispatched = 1
-            return Work(chunks=tuple(chunks))
-        rows = [r for r in self.running.values() if 0 < r.dispatched < r.to_generate]
-        for request in rows:
-            request.dispatched += 1
-        return Work(rows=tuple(rows)) if rows else None
-
-    def _next_chunks(self) -> list[Chunk]:
-        chunks: list[Chunk] = []
-        # A sweep scores or it does not: they are two executables.
-        pending = [r for r in self.running.values() if not r.prefill_done]
-        for request in pending:
-            if (request.targets is None) != (pending[0].targets is None):
-                continue
-            for start in range(request.prefilled, len(request.prompt), self.chunk):
-                if len(chunks) == self.sweep_chunks:
-                    return chunks
-                length = min(self.chunk, len(request.prompt) - start)
-                chunks.append(Chunk(request, start, length))
-        return chunks
+    @property
+    def waiting(self) -> list[Request]:
+        """Those that have not begun, or were moved out, in no order."""
+        queued = [r for s in self.sessions.all for r in s.queue]
+        return [r for _, r in self._waiting if r.finish_reason is None] + queued
 
     def release(self, request: Request) -> None:
         """Takes a request out, wherever it is. Steps already dispatched run before any that will
-        use its pages, so they are free at once."""
-        if request.row is None:
-            if request in self.waiting:
-                self.waiting.remove(request)
+        use its pages, so they are free at once, or its session's."""
+        if request.row is not None:
+            self._free_row(request)
+        # In the waiting heap it stays until it is met there: it has a finish_reason.
+        blocks, request.blocks = request.blocks, []
+        session = request.session
+        if session is None:
+            self.cache.release(blocks)
             return
-        del self.running[request.row]
-        heapq.heappush(self.free_rows, request.row)
-        self.arena.release_pages(request.pages)
-        request.row, request.pages = None, []
+        following = self.sessions.end_turn(request, session, blocks)
+        if following is not None:
+            heapq.heappush(self._waiting, (following.order, following))
 
     @property
     def idle(self) -> bool:
-        return not self.waiting and not self.running
+        self._forget_finished()
+        return not self._waiting and not self.running
+
+    def at_rest(self) -> Iterator[list[Block]]:
+        """The blocks of those who hold some and do not run."""
+        yield from (r.blocks for _, r in self._waiting)
+        yield from (s.blocks for s in self.sessions.all)
+
+    # ---- the next step
+
+    def next_work(self) -> Work | None:
+        """The next step's work, counted as dispatched; None when nothing can be dispatched."""
+        self._placed, self._published, self._in_step = [], [], set()
+        # In between two sweeps decode goes on.
+        rows = self._decode_rows() if self._swept else []
+        chunks = [] if rows else self._next_chunks()
+        if not rows and not chunks:
+            rows = self._decode_rows()  # also of those that just got their row back
+        self._swept = bool(chunks)
+        if not rows and not chunks:
+            return None
+        self.peak_pages = max(self.peak_pages, self.arena.pages - self.cache.available)
+        return Work(tuple(chunks), tuple(rows), tuple(self._placed), tuple(self._published))
+
+    def _decoding(self) -> Iterator[Request]:
+        # prefill_done written out: this is asked of every running request in every step.
+        return (
+            r
+            for r in self.running.values()
+            if r.computed >= r.prefill_to and 0 < r.dispatched < r.to_generate
+        )
+
+    def _decode_rows(self) -> list[tuple[int, Request]]:
+        rows, size = [], self.block_size
+        for request in sorted(self._decoding(), key=_order):
+            if request.row is None:  # moved out for one before it
+                continue
+            full = request.computed == len(request.blocks) * size
+            if full and not self._extend(request, 1):
+                continue
+            request.computed += 1
+            request.dispatched += 1
+            rows.append((request.row, request))
+            self._in_step.add(request)
+        return rows
+
+    def _next_chunks(self) -> list[Chunk]:
+        decoding = next(self._decoding(), None) is not None
+        chunks: list[Chunk] = []
+        kind: SweepKind | None = None
+        for request in self._prefilling(decoding, chunks):
+            if kind not in (None, request.sweep_kind):
+                continue  # they are different executables
+            room = self.sweep_chunks - len(chunks)
+            others = decoding or self._waiting or len(self.running) > 1
+            more = self._chunks_of(request, min(room, self.share_chunks) if others else room)
+            if more:
+                kind = request.sweep_kind
+            chunks += more
+        if not decoding:  # nobody waits for the step: what is left of the sweep goes by order
+            for request in sorted({c.request for c in chunks}, key=_order):
+                chunks += self._chunks_of(request, self.sweep_chunks - len(chunks))
+        return chunks
+
+    def _prefilling(self, decoding: bool, chunks: list[Chunk]) -> Iterator[Request]:
+        """Those whose prompt is not computed, in order, until the sweep is full; the waiting ones
+        as they are admitted."""
+        pending = sorted((r for r in self.running.values() if not r.prefill_done), key=_order)
+        for request in pending:
+            if len(chunks) < self.sweep_chunks and request.row is not None:  # not moved out since
+                yield request
+        self._forget_finished()
+        wanted = min(self.admission, len(self._waiting))
+        few = decoding and len(self.free_rows) < wanted and not self._waiting[0][1].preemptions
+        while self._waiting and self.free_rows and not few and len(chunks) < self.sweep_chunks:
+            request = self._waiting[0][1]
+            if not self._admit(request):
+                return
+            if not request.prefill_done:
+                yield request
+            self._forget_finished()
+
+    def _forget_finished(self) -> None:
+        while self._waiting and self._waiting[0][1].finish_reason is not None:
+            heapq.heappop(self._waiting)
+
+    def _admit(self, request: Request) -> bool:
+        """Gives a waiting request a row, and its KV back if it had any. False: not now."""
+        if request.dispatched > len(request.output):
+            return False  # moved out a step ago; its last token has not been read
+        session = request.session
+        # One that was moved out in the step that it came in has begun: it has blocks.
+        first = request.scheduled_s is None and not request.blocks
+        if session is not None and first:
+            self.sessions.begin_turn(request, session)
+        if not self._bring_back(request):
+            if session is not None and first:
+                self.cache.release(request.blocks)
+                request.blocks = []
+                request.computed = request.cached_tokens = request.pure = 0
+            return False
+        heapq.heappop(self._waiting)
+        request.row = heapq.heappop(self.free_rows)
+        self.running[request.row] = request
+        if session is not None and first:
+            request.recomputed = session.dropped
+            self.counts["session_hit_tokens"] += request.cached_tokens
+        if request.output and request.computed == 0:
+            request.prefill_to = len(request.prompt) + len(request.output) - 1
+            request.recomputed = True
+        self._write_table(request, 0)
+        self._placed.append(request)
+        return True
+
+    def _bring_back(self, request: Request) -> bool:
+        """Whether all pages that the request needs to go on can be had; if so, its own are back."""
+        swapped = self.cache.missing(request.blocks)
+        needed = max(-(-request.prefill_to // self.block_size), len(request.blocks))
+        # One to decode into, so that it is not the next to be moved out.
+        wanted = swapped + needed - len(request.blocks) + (request.dispatched > 0)
+        wanted -= self.prefixes.held(request)
+        limit = self.arena.pages - (len(request.blocks) - swapped)
+        self.cache.pin(request.blocks)  # those that are there must not be moved out for the others
+        if not self._free_pages(min(wanted, limit)):
+            self.cache.unpin(request.blocks)
+            return False
+        if swapped:
+            self.cache.swap_in(request.blocks)
+        return True
+
+    def _chunks_of(self, request: Request, most: int) -> list[Chunk]:
+        chunks: list[Chunk] = []
+        row = request.row
+        assert row is not None
+        while len(chunks) < most and not request.prefill_done:
+            if found := self.prefixes.find(request):
+                self._write_table(request, len(request.blocks) - found)
+            start = request.computed // self.chunk * self.chunk
+            end = min(start + self.chunk, request.prefill_to)
+            missing = -(-end // self.block_size) - len(request.blocks)
+            if missing > 0 and not self._extend(request, missing):
+                break
+            skip = request.computed - start
+            if request.pure == request.computed:
+                request.pure = end
+                self._published += self.prefixes.publish(request, start + skip, end)
+            request.computed = end
+            last = end == request.prefill_to
+            samples = last and request.to_generate > 0 and request.dispatched == 0
+            if samples:
+                request.dispatched = 1
+            chunks.append(Chunk(request, row, start, skip, end - start, samples, last))
+            self._in_step.add(request)
+        return chunks
+
+    # ---- pages
+
+    def _extend(self, request: Request, count: int) -> bool:
+        """Gives a running request more pages, if need be of those behind it."""
+        if not self._free_pages(count, behind=request):
+            return False
+        first, blocks = len(request.blocks), self.cache.allocate(count)
+        self.cache.pin(blocks)
+        request.blocks += blocks
+        self._write_table(request, first)
+        return True
+
+    def reserve(self, request: Request) -> None:
+        """Gives a running request all pages that it can ever need. Raises OutOfPages."""
+        total = self.pages_for(len(request.prompt), request.to_generate)
+        if not self._extend(request, total - len(request.blocks)):
+            raise OutOfPages(f"{total} pages wanted, {self.cache.available} more can be had")
+
+    def _write_table(self, request: Request, first: int) -> None:
+        rows: Any = [block.row for block in request.blocks[first:]]  # none is swapped out
+        self.block_table[request.row, first : len(request.blocks)] = rows
+        self.block_table_version += 1
+
+    def _free_pages(self, count: int, behind: Request | None = None) -> bool:
+        """Sees to it that so many pages are available. behind: running requests that come after
+        this one may be moved out for it."""
+        while self.cache.available < count:
+            if not (self.sessions.evict() or self._evict_waiting() or self._preempt_last(behind)):
+                return False
+        return True
+
+    def _evict_waiting(self) -> bool:
+        """Moves out pages that a request kept when it was preempted, since another ran on them."""
+        for _, request in self._waiting:
+            if self.cache.movable(request.blocks):
+                return self.cache.try_swap_out(request.blocks)
+        return False
+
+    def _preempt_last(self, behind: Request | None) -> bool:
+        """Moves out the running request that comes last; it waits with its old place in the order.
+        Only one that comes after `behind`, and none that the step computes."""
+        candidates = [r for r in self.running.values() if r not in self._in_step]
+        if behind is None or not candidates:
+            return False
+        request = max(candidates, key=_order)
+        if request.order <= behind.order:
+            return False
+        if self.overflow == "swap" and not self.cache.swap_room(
+            len(self.cache.movable(request.blocks, pins=1))
+        ):
+            return False
+        self._free_row(request)
+        if self.overflow == "swap":
+            self.cache.swap_out(request.blocks)
+        else:
+            self.cache.release(request.blocks)
+            request.blocks, request.computed, request.pure = [], 0, 0
+        heapq.heappush(self._waiting, (request.order, request))
+        request.preemptions += 1
+        self.counts["preemptions"] += 1
+        if request in self._placed:
+            self._placed.remove(request)
+        return True
+
+    def _free_row(self, request: Request) -> None:
+        assert request.row is not None
+        self.cache.unpin(request.blocks)
+        del self.running[request.row]
+        heapq.heappush(self.free_rows, request.row)
+        request.row = None
+
+    def move_out_all(self) -> None:
+        """Empties the arena's KV between requests: idle blocks are dropped, sessions moved out."""
+        while self.sessions.evict():
+            pass
+        self.cache.drop_idle()
+
+    def spoilt(self, work: Work) -> set[Request]:
+        """Requests that share a block which that step was to write."""
+        blocks = set(work.published)
+        return {r for r in self.running.values() if not blocks.isdisjoint(r.blocks)}
+
+
+_order = operator.attrgetter("order")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -13,10 +13,14 @@ import jax
 from host_offload.arena import SlotArena
 from host_offload.budget import Budget, Share, cells_per_layer, resolve_budget
 from host_offload.device_memory import available_bytes
+from host_offload.kv_cache import KVCache
 from host_offload.layout import SlotLayout, slot_layout
+from host_offload.policy import Policy
 from moejax.checkpoint import LoadedModel
+from moejax.control import start_control
 from moejax.engine import Engine, Listener
 from moejax.errors import UserError
+from moejax.host_driver import HostRunner
 from moejax.models.config import ModelConfig
 from moejax.models.qwen3_moe import Qwen3Moe
 from moejax.runner import Runner
@@ -31,6 +35,11 @@ PREFILL_CHUNK = 64
 """Prompt tokens computed at once. A start-up shape: it decides bits (contract 1)."""
 
 
+KV_OVERFLOW = ("swap", "recompute")
+"""What happens to KV that makes room: moved to host memory, or dropped and computed again by the
+prefill path, which changes the bits of generated tokens' KV."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Limits:
     """What the user gave; None: decided at start. Sizes in bytes."""
@@ -42,12 +51,26 @@ class Limits:
     expert_budget: int | Share | None = None
     kv_budget: int | None = None
     prefill_waves: int | None = None
+    swap_space: int = 4 * 2**30
+    kv_overflow: str = "swap"
+    enable_prefix_caching: bool = True
+    long_prefill_token_threshold: int | None = None
 
     def __post_init__(self):
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "prefill_waves"):
+        for name in (
+            "max_model_len",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "prefill_waves",
+            "long_prefill_token_threshold",
+        ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"{name} must be at least 1, got {value}")
+        if self.kv_overflow not in KV_OVERFLOW:
+            raise UserError(
+                f"kv_overflow is one of {', '.join(KV_OVERFLOW)}, not {self.kv_overflow!r}"
+            )
 
     def resolve(self, platform: str, longest: int) -> Limits:
         """The limits with every number but the budgets decided. longest: the model's
@@ -70,6 +93,16 @@ KERNEL_WAVES = 8
 """Waves of a sweep with the expert kernel. It reads an expert that has no cell once per 64 rows
 routed to it, so a sweep wants cells for all; an eighth of the experts fits where not all do."""
 
+DRIVERS: dict[str, type[Runner]] = {"device": Runner, "host": HostRunner}
+"""Who walks through the layers of a step: one executable, or Python with hooks in between."""
+
+
+def check_driver(driver: str) -> None:
+    """Raises UserError for a driver that does not exist."""
+    if driver not in DRIVERS:
+        raise UserError(f"driver {driver!r} does not exist; use one of {', '.join(DRIVERS)}")
+
+
 _DEFAULTS = {"cpu": (16, 2048), "gpu": (64, 8192)}
 """Platform → (max_num_seqs, max_num_batched_tokens)."""
 
@@ -78,7 +111,9 @@ def start_engine(
     loaded: LoadedModel,
     limits: Limits,
     *,
-    eviction: str,
+    eviction: str = "lru",
+    policies: Sequence[Policy] = (),
+    driver: str = "device",
     ops: Mapping[str, str],
     device: jax.Device,
     seed: int,
@@ -86,7 +121,9 @@ def start_engine(
 ) -> tuple[Engine, Budget]:
     """Decides shapes and budgets, allocates the arena, compiles what a first request needs.
 
-    limits: as given. ops: of parse_ops. Raises UserError, BudgetError or ArenaTooSmall.
+    limits: as given. eviction: of host_offload.eviction.EVICTION, until one of the policies changes
+    the weights. driver: of DRIVERS. ops: of parse_ops. Raises UserError, BudgetError or
+    ArenaTooSmall.
     """
     config = loaded.config
     try:
@@ -126,7 +163,7 @@ def start_engine(
         waves=limits.prefill_waves or (KERNEL_WAVES if resolved.expert_ffn == "pallas" else 1),
         bucketed=resolved.expert_ffn == "pallas",
     )
-    runner = Runner(
+    runner = DRIVERS[driver](
         Qwen3Moe(config, loaded.params, resolved),
         loaded.store,
         layout,
@@ -137,16 +174,40 @@ def start_engine(
         ops=resolved,
         device=device,
     )
+    try:
+        control = start_control(
+            runner,
+            policies,
+            max_model_len=limits.max_model_len,
+            seed=seed,
+            routers=[run["router"] for run in loaded.params["runs"] if "router" in run],
+        )
+    except BaseException as error:
+        runner.delete()
+        if isinstance(error, ValueError):
+            raise UserError(str(error)) from error
+        raise
+    cells = cells_per_layer(budget.expert_slots, moe_layers, experts)
     engine = Engine(
         runner,
-        Scheduler(arena, shapes, limits.max_num_seqs, limits.max_model_len),
+        Scheduler(
+            KVCache(arena, runner.read_pages, runner.write_pages, limits.swap_space),
+            shapes,
+            limits.max_num_seqs,
+            limits.max_model_len,
+            overflow=limits.kv_overflow,
+            prefix_caching=limits.enable_prefix_caching,
+            sweep_share=limits.long_prefill_token_threshold,
+            # A sweep with experts to move costs almost the same for one prompt as for many.
+            admission=1 if min(cells) == experts else -(-limits.max_num_seqs // 4),
+        ),
         Statistics(layout.records[0].nbytes),
         eos_token_ids=config.eos_token_ids,
         seed=seed,
         listener=listener,
+        control=control,
     )
     try:
-        cells = cells_per_layer(budget.expert_slots, moe_layers, experts)
         runner.grant_cells(arena.grant_cells(cells))
         runner.wait_compiled()
     except BaseException:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 import numpy as np
 
 from moejax.experts import Paging
-from moejax.scheduler import Request
+from moejax.requests import Request
 
 KEPT_TIMES = 100_000
 """Latest times kept for percentiles, so that memory stays flat however long the engine runs."""
@@ -61,7 +61,9 @@ class Statistics:
             request.first_token_s = now
             self.first_token_times.append(now - request.arrival_s)
         else:
-            self.token_times.append(now - (request.last_token_s or now))
+            took = now - (request.last_token_s or now)
+            self.token_times.append(took)
+            request.token_times.append(took)
         request.last_token_s = now
 
     def summary(self) -> dict:

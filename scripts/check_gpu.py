@@ -172,9 +172,9 @@ def _digest(engine: Engine, steps: int, company: int = 0) -> str:
 
     def record(step) -> None:
         rows = np.asarray(step.output.logits)
-        for request in step.sampled():
-            if id(request) in totals and request.row is not None:
-                totals[id(request)].update(rows[request.row].tobytes())
+        for row, request in step.sampled():
+            if id(request) in totals and request.finish_reason is None:
+                totals[id(request)].update(rows[row].tobytes())
 
     rng = np.random.default_rng(0)
     vocabulary = engine.runner.config.vocab_size

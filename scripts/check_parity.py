@@ -66,9 +66,8 @@ def check_prompts(llm: LLM, prompts: list[dict], logits_last: np.ndarray) -> lis
     first: dict[str, np.ndarray] = {}
 
     def record(step: Step) -> None:
-        for request in step.sampled():
-            row = np.asarray(step.output.logits)[request.row]
-            first.setdefault(request.request_id, row)
+        for row, request in step.sampled():
+            first.setdefault(request.request_id, np.asarray(step.output.logits)[row])
 
     llm.engine.listener = record
     steps = max(len(prompt["continuation_ids"]) for prompt in prompts)

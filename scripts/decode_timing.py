@@ -12,9 +12,9 @@ import numpy as np
 from moejax.engine import Engine, Step
 from moejax.experts import Paging
 from moejax.llm import LLM
+from moejax.requests import Request
 from moejax.runner import Runner
 from moejax.sampling_params import SamplingParams
-from moejax.scheduler import Request
 from moejax.step import Routing
 
 ROUTINGS = ("real", "uniform", "zipf")
@@ -82,6 +82,8 @@ def prefill(
     requests = [engine.add(prompt, params) for prompt in prompts]
     while not all(request.output for request in requests):
         engine.step()
+    for request in requests:
+        engine.scheduler.reserve(request)
     rows = tuple(request.row for request in requests if request.row is not None)
     table = jax.device_put(engine.scheduler.block_table.copy(), engine.runner.tokens.sharding)
     return requests, Sequences(rows, len(prompts[0]), table)

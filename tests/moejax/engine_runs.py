@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from host_offload.integrity import page_faults
 from host_offload.tables import with_victim_weights
 from moejax import LLM, SamplingParams
+from moejax.arena_report import kv_faults
 from moejax.engine import Step
 
 
@@ -21,6 +21,11 @@ class Job:
     prompt: tuple[int, ...]
     params: SamplingParams
     arrival: int = 0
+    session: str | None = None
+    """A turn of this session: its prompt follows on what was said so far."""
+    priority: int = 0
+    abort: int | None = None
+    """Engine steps after its arrival at which it is cancelled."""
 
 
 @dataclasses.dataclass
@@ -57,12 +62,14 @@ def run(llm: LLM, jobs: Sequence[Job], *, check: bool = True) -> list[Recorded]:
     engine = llm.engine
     requests: list = [None] * len(jobs)
     logits: dict[int, list[np.ndarray]] = {}
+    said: dict[str | None, list[int]] = {}
+    added: dict[int, int] = {}
 
     def record(step: Step) -> None:
         rows = np.asarray(step.output.logits)
-        for request in step.sampled():
+        for row, request in step.sampled():
             if request.finish_reason is None:
-                logits.setdefault(id(request), []).append(rows[request.row].copy())
+                logits.setdefault(id(request), []).append(rows[row].copy())
         if check:
             check_step(llm, step)
 
@@ -70,9 +77,18 @@ def run(llm: LLM, jobs: Sequence[Job], *, check: bool = True) -> list[Recorded]:
     try:
         number = 0
         while any(r is None or r.finish_reason is None for r in requests):
+            for job, request in zip(jobs, requests, strict=True):
+                if job.session and request and request.finish_reason in ("stop", "length"):
+                    said[job.session] = request.prompt + request.output
             for i, job in enumerate(jobs):
-                if requests[i] is None and job.arrival <= number:
-                    requests[i] = engine.add(list(job.prompt), job.params)
+                if requests[i] is None and job.arrival <= number and _turn(job, jobs[:i], requests):
+                    prompt = [*said.get(job.session, []), *job.prompt]
+                    requests[i] = engine.add(
+                        prompt, job.params, session_id=job.session, priority=job.priority
+                    )
+                    added[i] = number
+                elif job.abort is not None and number - added.get(i, number) >= job.abort:
+                    engine.abort([requests[i]])
             engine.step()
             number += 1
         while not engine.idle:
@@ -81,16 +97,20 @@ def run(llm: LLM, jobs: Sequence[Job], *, check: bool = True) -> list[Recorded]:
         engine.listener = None
         engine.abort([r for r in requests if r is not None])
     # A row that ended by a token of the step before runs once more; that result is dropped.
-    return [Recorded(r.output, logits[id(r)][: len(r.output)]) for r in requests]
+    return [Recorded(r.output, logits.get(id(r), [])[: len(r.output)]) for r in requests]
+
+
+def _turn(job: Job, earlier: Sequence[Job], requests: Sequence) -> bool:
+    """Whether the turns before it have ended."""
+    before = [requests[j] for j, other in enumerate(earlier) if other.session == job.session]
+    return job.session is None or all(r and r.finish_reason for r in before)
 
 
 def check_step(llm: LLM, step: Step) -> None:
     engine = llm.engine
     runner = engine.runner
     faults = runner.faults()
-    faults += page_faults(
-        engine.scheduler.arena, (r.pages for r in engine.scheduler.running.values())
-    )
+    faults += kv_faults(engine.scheduler)
     tables = jax.tree.map(np.asarray, runner.tables)
     ids, paging = np.asarray(step.output.routing.ids), jax.tree.map(np.asarray, step.output.paging)
     layers, experts = tables.address.shape

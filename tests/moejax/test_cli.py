@@ -236,7 +236,7 @@ def test_a_narrow_locale_does_not_end_the_run(encoding, shown):
         (["generate"], "the following arguments are required: PROMPT"),
         (["generate", "x", "--nope"], "unrecognized arguments: --nope"),
         (["generate", "x", "--max-tok", "3"], "unrecognized arguments: --max-tok"),
-        (["generate", "x", "--eviction", "fifo"], "invalid choice: 'fifo'"),
+        (["generate", "x", "--eviction", "mru"], "invalid choice: 'mru'"),
         (["generate", "x", "--top-k", "many"], "invalid int value: 'many'"),
         (["invent"], "invalid choice: 'invent'"),
     ],

@@ -13,6 +13,7 @@ from flax import nnx
 
 import moejax.step
 from host_offload.layout import slot_layout
+from host_offload.swap import SWAP_PAGES
 from host_offload.tables import empty_tables
 from moejax import LLM
 from moejax.models.config import ModelConfig
@@ -45,7 +46,8 @@ def nbytes(tree) -> int:
 
 
 def most(limits: dict[str, int], name: str) -> int:
-    return limits[name.removesuffix("_forced")]
+    kind = name.removesuffix("_forced")
+    return limits["score" if kind == "prompt_logprobs" else kind]
 
 
 def abstract_programs(
@@ -95,13 +97,24 @@ def compile_here(programs: Programs, name: str, donate: bool = True) -> Compiled
     return read_executable(lowered.compile(compiler_options=compiler_options("cpu")))
 
 
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name", [*STEPS, "prompt_logprobs"])
 def test_step_copies_nothing_large(runner, name):
     lowered = runner.lower(name)
     compiled = read_executable(lowered.compile(compiler_options=compiler_options("cpu")))
     assert compiled.copies(MiB) == []
     assert compiled.memory.alias_bytes == nbytes((runner.arena, runner.tables))
     assert compiled.memory.temp_bytes < most(DEMO_TEMP, name)
+
+
+def test_swapping_copies_nothing_but_pages(runner):
+    page = runner.layout.page.nbytes
+    options = compiler_options("cpu")
+    pages_in = read_executable(runner.lower("swap_in").compile(compiler_options=options))
+    assert pages_in.copies(runner.layout.slot_bytes) == []
+    assert pages_in.memory.alias_bytes == nbytes(runner.arena)
+    assert pages_in.memory.temp_bytes <= 2 * SWAP_PAGES * page
+    pages_out = read_executable(runner.lower("swap_out").compile(compiler_options=options))
+    assert pages_out.memory.temp_bytes <= 2 * SWAP_PAGES * page
 
 
 def test_sweep_in_waves_copies_nothing_large(runner):

@@ -21,6 +21,7 @@ def llm(request, demo_dir):
         max_num_seqs=4,
         max_model_len=128,
         max_num_batched_tokens=256,
+        enable_prefix_caching=False,  # every run sweeps the same tokens
         progress=False,
     ) as llm:
         yield llm
@@ -33,7 +34,7 @@ def _run(llm: LLM, monkeypatch, forced: list[Routing] | None = None):
     routing: list[Routing] = []
 
     def record(step):
-        rows = [request.row for request in step.sampled()]
+        rows = [row for row, _ in step.sampled()]
         logits.append(np.asarray(step.output.logits)[rows].view(np.uint32))
         routing.append(Routing(*map(np.asarray, step.output.routing)))
 
@@ -44,9 +45,11 @@ def _run(llm: LLM, monkeypatch, forced: list[Routing] | None = None):
         if forced is not None:
             runner, left = llm.engine.runner, iter(forced)
             decode, prefill = runner.decode, runner.prefill
-            patch.setattr(runner, "decode", lambda *a: decode(*a, forced=next(left)))
             patch.setattr(
-                runner, "prefill", lambda *a, score: prefill(*a, score=score, forced=next(left))
+                runner, "decode", lambda *a, **kw: decode(*a, **kw | {"forced": next(left)})
+            )
+            patch.setattr(
+                runner, "prefill", lambda *a, **kw: prefill(*a, **kw | {"forced": next(left)})
             )
         llm.generate(PROMPTS, PARAMS)
     return logits, routing

@@ -55,7 +55,7 @@ def test_more_requests_than_rows_and_pages_wait_their_turn(llm):
     alone = [llm.generate(prompt, GREEDY)[0] for prompt in prompts]
     assert [o.outputs for o in outputs] == [o.outputs for o in alone]
     arena = llm.engine.scheduler.arena
-    assert arena.free_pages == arena.pages
+    assert llm.engine.scheduler.cache.available == arena.pages
 
 
 def test_seeds(llm):
@@ -122,9 +122,9 @@ def test_a_closed_stream_frees_its_pages(llm):
     stream = llm.stream("The old house", SamplingParams(max_tokens=200, ignore_eos=True))
     next(stream)
     arena = llm.engine.scheduler.arena
-    assert arena.free_pages < arena.pages
+    assert llm.engine.scheduler.cache.available < arena.pages
     stream.close()
-    assert arena.free_pages == arena.pages and llm.engine.scheduler.idle
+    assert llm.engine.scheduler.cache.available == arena.pages and llm.engine.scheduler.idle
 
 
 def test_interrupt_in_the_middle(llm):
@@ -139,7 +139,7 @@ def test_interrupt_in_the_middle(llm):
     finally:
         llm.engine.listener = None
     arena = llm.engine.scheduler.arena
-    assert arena.free_pages == arena.pages
+    assert llm.engine.scheduler.cache.available == arena.pages
     # The engine goes on.
     assert len(llm.generate("The old house", GREEDY)[0].outputs[0].token_ids) == 8
 
@@ -178,7 +178,7 @@ def test_stats(llm):
             [1] * 250,
             r"prompt \(250 tokens\) \+ max_tokens \(8\) is 258 tokens, max_model_len is 256",
         ),
-        ({"text": "x"}, "needs 'prompt' or 'prompt_token_ids'"),
+        ({"text": "x"}, "needs 'prompt', 'prompt_token_ids' or 'messages'"),
     ],
 )
 def test_prompts_refused(llm, prompt, message):

@@ -173,9 +173,8 @@ def _run(case: Case, directory) -> Run:
     logits: dict[str, list[np.ndarray]] = {}
 
     def record(step):
-        for request in step.sampled():
-            row = np.asarray(step.output.logits)[request.row]
-            logits.setdefault(request.request_id, []).append(row)
+        for row, request in step.sampled():
+            logits.setdefault(request.request_id, []).append(np.asarray(step.output.logits)[row])
 
     options = {"max_num_seqs": 4, "max_model_len": 256, "max_num_batched_tokens": 256}
     with LLM(

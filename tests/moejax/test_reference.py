@@ -86,8 +86,8 @@ def test_logits_of_the_last_prompt_token(llm, stored, monkeypatch):
     logits: dict[str, np.ndarray] = {}
 
     def record(step: Step) -> None:
-        for request in step.sampled():
-            logits[request.request_id] = np.asarray(step.output.logits)[request.row]
+        for row, request in step.sampled():
+            logits[request.request_id] = np.asarray(step.output.logits)[row]
 
     monkeypatch.setattr(llm.engine, "listener", record)
     prompts = [prompt["ids"] for prompt in stored.json["prompts"]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 
 import numpy as np
@@ -15,6 +16,7 @@ import pallas_kernels.fill.reference as fill_reference
 import pallas_kernels.plan.api as plan_api
 import pallas_kernels.plan.reference as plan_reference
 from moejax import LLM, SamplingParams
+from moejax.arena_report import kv_stats
 from moejax.programs import STAGES
 from pallas_kernels.stage import Entries
 from tests.moejax.engine_runs import Faulty, Job, Recorded, run, set_budget
@@ -122,7 +124,7 @@ def test_staged_transfers_change_no_bit(llm, solo, monkeypatch):
             layer = rng.integers(-1, LAYERS, STAGES)
             draws = (layer, rng.integers(0, EXPERTS, STAGES), 0 * layer, rng.integers(0, 9, STAGES))
             entries = Entries(*(values.astype(np.int32) for values in draws))
-            output = step(*args, stages=entries, **kwargs)
+            output = step(*args, **{**kwargs, "stages": entries})
             staged.append(output.staged)
             return output
 
@@ -134,6 +136,71 @@ def test_staged_transfers_change_no_bit(llm, solo, monkeypatch):
     for i, recorded in enumerate(run(llm, jobs)):
         assert recorded.same_bits(solo[i]), f"request {i} of the pool"
     assert sum(int(np.sum(done)) for done in staged) > 0
+
+
+def conversations(rng: np.random.Generator) -> list[Job]:
+    """Requests with shared beginnings and sessions of several turns, all at once."""
+    document = rng.integers(1, 4096, 60).tolist()
+    jobs = []
+    for i in range(10):
+        session = f"s{i % 3}" if i < 7 else None
+        words = rng.integers(1, 4096, int(rng.integers(1, 15))).tolist()
+        # Turns of a session have no document in front: it is in their history.
+        prompt = words if session and i >= 3 else [*document[: int(rng.integers(20, 61))], *words]
+        sampling = {"temperature": 0.9, "top_p": 0.95} if i % 2 else {"temperature": 0}
+        penalties = {"repetition_penalty": 1.2, "presence_penalty": 0.5} if i % 4 == 1 else {}
+        jobs.append(
+            Job(
+                tuple(prompt),
+                SamplingParams(
+                    max_tokens=int(rng.integers(12, 45)),
+                    seed=i,
+                    ignore_eos=True,
+                    logit_bias={7: 2.0} if i % 5 == 0 else None,
+                    **sampling,
+                    **penalties,
+                ),
+                arrival=int(rng.integers(0, 4)),
+                session=session,
+                priority=int(rng.integers(0, 2)),
+                abort=int(rng.integers(3, 12)) if i in (6, 8) else None,
+            )
+        )
+    return jobs
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_sessions_prefixes_preemption_and_cancellation_change_no_bit(llm, seed):
+    """A session's solo run is the same session alone, its turns in order."""
+    jobs = conversations(np.random.default_rng(seed))
+    layout, scheduler = llm.engine.scheduler.arena.layout, llm.engine.scheduler
+    pages = -(-LIMITS["max_model_len"] // layout.page.block_size)
+    set_budget(llm, [3, 0, 9, 16], -(-pages // layout.pages_per_slot))
+    before = kv_stats(scheduler)
+    together = run(llm, jobs)
+    used = {name: n - before[name] for name, n in kv_stats(scheduler).items() if isinstance(n, int)}
+    for name in ("preemptions", "prefix_hit_tokens", "session_hit_tokens", "swapped_out_bytes"):
+        assert used[name] > 0, (name, used)
+    for session in [s.session_id for s in scheduler.sessions.all]:
+        llm.end_session(session)
+
+    set_budget(llm, *full_residency(llm))
+    alone: dict[int, Recorded] = {}
+    for session in ("s0", "s1", "s2"):
+        turns = [i for i, job in enumerate(jobs) if job.session == session and not job.abort]
+        kept = [dataclasses.replace(jobs[i], arrival=0) for i in turns]
+        alone.update(zip(turns, run(llm, kept), strict=True))
+        llm.end_session(session)
+    for i, job in enumerate(jobs):
+        if job.session is None:
+            (alone[i],) = run(llm, [dataclasses.replace(job, arrival=0, abort=None)])
+    for i, recorded in enumerate(together):
+        if jobs[i].abort is None:
+            assert recorded.same_bits(alone[i]), f"job {i}"
+        elif jobs[i].session is None:
+            cut = len(recorded.tokens)
+            begun = Recorded(alone[i].tokens[:cut], alone[i].logits[:cut])
+            assert recorded.same_bits(begun), f"job {i}"
 
 
 def test_budgets_do_not_recompile(llm, solo):

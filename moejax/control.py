@@ -1,0 +1,247 @@
+"""The border between engine and controller: step records in, tables and stage lists out."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from host_offload.controller import Controller
+from host_offload.policy import Moment, Policy, Spec
+from host_offload.policy_rules import BETWEEN_LAYERS
+from host_offload.staging import Entry, Residency
+from host_offload.tables import read_snapshot, with_contents
+from moejax.programs import STAGES
+from moejax.records import StepRecord
+from moejax.runner import Runner
+from pallas_kernels.stage import Entries
+
+
+@dataclasses.dataclass(frozen=True)
+class PageUse:
+    """KV and queues when a step was read, see host_offload.policy.Observation."""
+
+    kv_used: int
+    kv_peak: int
+    kv_pages: int
+    kv_swapped: int
+    running: int
+    waiting: int
+    waiting_tokens: int
+
+
+class Control:
+    """Runs the policies beside an engine's steps.
+
+    The engine calls before_step and after_dispatch around each dispatch, and after_read when the
+    step was read, which is after the next one was dispatched. Nothing here waits for a step that
+    runs: a copy of the tables follows each step, and is read with it. What the policies decide
+    reaches the device as contents of tables and as the next step's stage list; all executables are
+    compiled at the start.
+    """
+
+    def __init__(self, runner: Runner, controller: Controller):
+        self.runner, self.controller = runner, controller
+        self.set_budget: Callable[[np.ndarray | None, int | None], bool] | None = None
+        """Called before a step with wanted (cells int32[L], KV pages), None: as it is; returns
+        whether it was done. Without it, and where it returns False, the wish waits and counts as
+        deferred."""
+        self._snapshots: dict[int, jax.Array] = {}
+        self._begun: int | None = None
+        """A step that before_step was called for and after_dispatch was not."""
+        self._dispatched = -1
+        self._origin_s: float | None = None
+        self._seconds = 0.0
+        self._routed: dict[str, np.ndarray] = {}
+        self._handed = False
+        """The runner has carried out a list from between layers that was not settled."""
+        if controller.needs_residency:
+            runner.prepare("snapshot")
+        if controller.stages_transfers:
+            host = runner.driver == "host"
+            runner.prepare(*(["stage"] if host else ["decode_staged", "prefill_staged"]))
+        if controller.moments & BETWEEN_LAYERS:
+            runner.hooks = self.hooks()
+
+    def before_step(self, number: int) -> Entries | None:
+        """What policies decided so far becomes the tables' contents; returns the step's stage list,
+        int32[STAGES] each, None when there is nothing to stage."""
+        controller = self.controller
+        if self._begun is not None:
+            controller.forget(self._begun)
+        self._begun = number
+        if controller.needs_residency and controller.tables is None:
+            controller.see(self._tables_now())
+        controller.begin_step(number, seconds=self._seconds)
+        self._move_budget()
+        entries = controller.stages(number)
+        self._update_tables()
+        return _as_lists(entries)
+
+    def after_dispatch(self, number: int) -> None:
+        """Right after the step: has its tables copied."""
+        self._begun, self._dispatched = None, number
+        if self._handed:
+            self.controller.settle_between_layers(self._done())
+        if self.controller.needs_residency:
+            copy = self.runner.snapshot()
+            copy.copy_to_host_async()
+            self._snapshots[number] = copy
+
+    def after_read(self, record: StepRecord, use: PageUse) -> None:
+        """A step was read: runs the policies that follow steps, intervals and bursts."""
+        if self._origin_s is None:
+            self._origin_s = record.dispatched_s
+        self._seconds = record.read_s - self._origin_s
+        copy = self._snapshots.pop(record.number, None)
+        for earlier in [number for number in self._snapshots if number < record.number]:
+            del self._snapshots[earlier]
+        facts = {name: getattr(record, name) for name in _OF_RECORD}
+        facts |= {"bucket": record.rows, **vars(use)}
+        self.controller.end_step(
+            record.number,
+            age=self._dispatched - record.number,
+            seconds=self._seconds,
+            facts=facts,
+            tables=None if copy is None else self._read(copy),
+            staged=record.staged,
+            finished=record.finished,
+        )
+
+    def hooks(self) -> LayerHooks | None:
+        """For moejax.host_driver.HostRunner.hooks; None when no policy looks between layers."""
+        return LayerHooks(self) if self.controller.moments & BETWEEN_LAYERS else None
+
+    def between_layers(
+        self, moment: Moment, layer: int, facts: dict[str, np.ndarray]
+    ) -> Entries | None:
+        """A hook of the step that is running; returns transfers to carry out right now."""
+        controller = self.controller
+        if moment not in controller.moments and not self._handed:
+            return None
+        done = self._done() if self._handed else None
+        entries = controller.between_layers(
+            moment,
+            self._begun if self._begun is not None else self._dispatched,
+            layer,
+            seconds=self._seconds,
+            facts=facts,
+            tables=self._tables_now() if controller.needs_residency else None,
+            done=done,
+        )
+        self._update_tables()
+        self._handed = bool(entries)
+        return _as_lists(entries)
+
+    def finish(self) -> None:
+        """The engine ends; see Controller.finish."""
+        self.controller.finish()
+
+    def stats(self) -> dict[str, Any]:
+        return self.controller.stats()
+
+    # ---- pieces
+
+    def _done(self) -> np.ndarray:
+        self._handed = False
+        return np.asarray(self.runner.transfers[-1].done)  # type: ignore[attr-defined]
+
+    def _tables_now(self) -> Residency:
+        """Waits for what was dispatched: at the start and between layers only."""
+        return self._read(self.runner.snapshot())
+
+    def _read(self, copy: jax.Array) -> Residency:
+        return read_snapshot(np.asarray(copy), self.runner.tables)
+
+    def _update_tables(self) -> None:
+        if changed := self.controller.take_update():
+            self.runner.tables = with_contents(self.runner.tables, changed)
+
+    def _move_budget(self) -> None:
+        controller = self.controller
+        cells, kv_pages = controller.wanted_cells, controller.wanted_kv_pages
+        if cells is None and kv_pages is None:
+            return
+        done = self.set_budget is not None and self.set_budget(cells, kv_pages)
+        controller.settle_budget(done)
+        if done and controller.needs_residency:
+            controller.see(self._tables_now())
+
+
+_OF_RECORD = (*("request", "user", "position", "phase", "ids", "weights", "missed", "compiled"),)
+"""Fields that a StepRecord and an Observation share."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerHooks:
+    """moejax.host_driver.Hooks for the policies of a Control."""
+
+    control: Control
+
+    def before_routing(self, layer: int) -> Entries | None:
+        return self.control.between_layers(Moment.LAYER_BEGIN, layer, {})
+
+    def after_routing(self, layer: int, ids: np.ndarray, weights: np.ndarray) -> Entries | None:
+        """ids int32[T, k], the number of experts for padding; weights float32[T, k]."""
+        rows = ids[:, 0] < self.control.controller.spec.experts
+        routed = {"ids": ids[rows, None].astype(np.int16), "weights": weights[rows, None]}
+        self.control._routed = routed
+        return self.control.between_layers(Moment.ROUTED, layer, routed)
+
+    def before_experts(self, layer: int) -> Entries | None:
+        return self.control.between_layers(Moment.EXPERTS_BEGIN, layer, self.control._routed)
+
+
+def _as_lists(entries: Sequence[Entry]) -> Entries | None:
+    if not entries:
+        return None
+    lists = np.full((len(Entries._fields), STAGES), -1, np.int32)
+    lists[:, : len(entries)] = np.array(entries, np.int32).T
+    return Entries._make(lists)
+
+
+def start_control(
+    runner: Runner,
+    policies: Sequence[Policy],
+    *,
+    max_model_len: int,
+    seed: int,
+    routers: Sequence[jax.Array],
+) -> Control | None:
+    """The control of an engine with these policies; None when none of them is asked anything, so
+    that they cost nothing. routers: of each run of MoE layers, [n, E, D].
+
+    Raises ValueError for policies that cannot run.
+    """
+    layout = runner.layout
+    layers, experts = runner.stores[0].shape[:2]
+    router = None
+    if any("router" in policy.needs for policy in policies):
+        weights = np.concatenate([np.asarray(r, np.float32) for r in routers])
+        router = np.swapaxes(weights, 1, 2)
+    most = max(record.nbytes for record in layout.records)
+    spec = Spec(
+        layers=layers,
+        experts=experts,
+        top_k=runner.config.num_experts_per_tok,
+        hidden=runner.config.hidden_size,
+        page_bytes=layout.page.nbytes,
+        page_tokens=layout.page.block_size,
+        budget_bytes=runner.slots * layout.slot_bytes,
+        kv_floor_bytes=-(-max_model_len // layout.page.block_size) * layout.page.nbytes,
+        # The lists of two steps: one that runs and the next one.
+        staging_bytes=2 * STAGES * most,
+        seed=seed,
+        driver=runner.driver,
+        version_bytes={r.version: np.full(layers, r.nbytes, np.int64) for r in layout.records},
+        min_cells=np.zeros(layers, np.int32),
+        cell_bound=runner.tables.cell_row.shape[1],
+        stage_entries=STAGES,
+        router=router,
+    )
+    controller = Controller(spec, policies)
+    runner.tables = with_contents(runner.tables, controller.take_update())
+    return Control(runner, controller) if controller.asks else None

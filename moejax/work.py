@@ -1,0 +1,44 @@
+"""What the scheduler wants the next step to compute."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from host_offload.kv_cache import Block
+from moejax.requests import Request
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """Tokens [start + skip, start + length) of a request; start is a multiple of the chunk size."""
+
+    request: Request
+    row: int
+    start: int
+    skip: int
+    length: int
+    samples: bool
+    """The request's first token is chosen from the chunk's last one."""
+    last: bool
+    """The prompt ends here."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """The next step: `chunks` for a sweep, else `rows` for a decode step."""
+
+    chunks: tuple[Chunk, ...] = ()
+    rows: tuple[tuple[int, Request], ...] = ()
+    placed: tuple[Request, ...] = ()
+    """Requests that got a row since the step before."""
+    published: tuple[Block, ...] = ()
+    """Blocks whose bytes this step writes and others may use from now on."""
+
+    def sampled(self) -> list[tuple[int, Request]]:
+        """The requests that get a token, each with its row."""
+        if self.rows:
+            return list(self.rows)
+        return [(chunk.row, chunk.request) for chunk in self.chunks if chunk.samples]
+
+    def requests(self) -> set[Request]:
+        return {r for _, r in self.rows} | {c.request for c in self.chunks}
