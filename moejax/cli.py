@@ -50,6 +50,10 @@ _ENGINE_OPTIONS = (
     "max_model_len",
     "max_num_seqs",
     "max_num_batched_tokens",
+    "long_prefill_token_threshold",
+    "swap_space",
+    "kv_overflow",
+    "enable_prefix_caching",
     "trace",
 )
 
@@ -326,6 +330,20 @@ def _add_memory(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--kv-budget", metavar="SIZE", help="bytes that KV gets, such as 2GiB")
     group.add_argument(
+        "--swap-space", metavar="SIZE", help="host memory for KV that makes room (default: 4GiB)"
+    )
+    group.add_argument(
+        "--kv-overflow",
+        choices=("swap", "recompute"),
+        help="KV that makes room is swapped to host memory, or dropped and computed again, which "
+        "changes bits (default: swap)",
+    )
+    group.add_argument(
+        "--enable-prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        help="prompts with equal beginnings share KV (default: they do)",
+    )
+    group.add_argument(
         "--eviction",
         choices=("lru", "lfu", "lfru", "fifo", "static"),
         help="which expert makes room: the least recently used, the least frequently used, the "
@@ -369,4 +387,10 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
         type=int,
         metavar="N",
         help="most prompt tokens in one sweep over the model",
+    )
+    group.add_argument(
+        "--long-prefill-token-threshold",
+        type=int,
+        metavar="N",
+        help="most tokens of one prompt in a sweep that others wait for (default: a quarter of it)",
     )

@@ -15,7 +15,7 @@ def format_summary(stats: Mapping[str, Any]) -> str:
     here.
     """
     times, experts, moved = stats["time"], stats["experts"], stats["bytes"]
-    ttft, tpot = stats["ttft_s"], stats["tpot_s"]
+    ttft, tpot, kv = stats["ttft_s"], stats["tpot_s"], stats["kv"]
     lines = {
         "model": f"{stats['model']}, {stats['dtype']} on {stats['device']}, jax {stats['jax']}",
         "tokens": (
@@ -37,6 +37,11 @@ def format_summary(stats: Mapping[str, Any]) -> str:
             f"through"
         ),
         "arena": _arena(stats["arena"]),
+        "kv": (
+            f"{kv['prefix_hit_tokens']} tokens shared, {kv['session_hit_tokens']} of sessions; "
+            f"{kv['preemptions']} preemptions; {format_bytes(kv['swapped_out_bytes'])} swapped "
+            f"out, {format_bytes(kv['swapped_in_bytes'])} in"
+        ),
         "ops": ", ".join(f"{op} {name}" for op, name in stats["ops"].items()),
     }
     text = [f"{name:<8} {line}" for name, line in lines.items()]

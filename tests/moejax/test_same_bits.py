@@ -15,6 +15,7 @@ import pallas_kernels.fill.api as fill_api
 import pallas_kernels.fill.reference as fill_reference
 import pallas_kernels.plan.api as plan_api
 import pallas_kernels.plan.reference as plan_reference
+from host_offload.policy import Decision, Moment, Observation, Spec
 from moejax import LLM, SamplingParams
 from moejax.arena_report import kv_stats
 from moejax.programs import STAGES
@@ -201,6 +202,42 @@ def test_sessions_prefixes_preemption_and_cancellation_change_no_bit(llm, seed):
             cut = len(recorded.tokens)
             begun = Recorded(alone[i].tokens[:cut], alone[i].logits[:cut])
             assert recorded.same_bits(begun), f"job {i}"
+
+
+@dataclasses.dataclass(frozen=True)
+class MoveBudgets:
+    """Wants other cells and other KV pages after every few steps, while requests run."""
+
+    moments = frozenset({Moment.STEP_END})
+    needs = frozenset({"kv_pages"})
+    writes = frozenset({"cells", "kv_pages"})
+
+    def init(self, spec: Spec) -> int:
+        return spec.seed
+
+    def decide(self, state: int, observation: Observation) -> tuple[int, Decision]:
+        rng = np.random.default_rng(state)
+        if state % 3:
+            return state + 1, Decision()
+        cells = rng.integers(0, EXPERTS + 1, LAYERS).astype(np.int32)
+        return state + 1, Decision(cells=cells, kv_pages=int(rng.integers(16, 80)))
+
+
+def test_budgets_that_move_under_running_requests_change_no_bit(dtype, solo):
+    with make_llm(dtype, policies=[MoveBudgets()]) as moving:
+        arena, seen = moving.engine.scheduler.arena, set()
+        jobs = [Job(job.prompt, job.params, i // 2) for i, job in enumerate(POOL)]
+        grant = arena.grant_cells
+
+        def granted(cells):
+            if moving.engine.scheduler.running:
+                seen.add((*cells, arena.pages))
+            return grant(cells)
+
+        arena.grant_cells = granted
+        for i, recorded in enumerate(run(moving, jobs)):
+            assert recorded.same_bits(solo[i]), f"request {i} of the pool"
+        assert len(seen) > 5
 
 
 def test_budgets_do_not_recompile(llm, solo):

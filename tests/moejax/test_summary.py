@@ -36,6 +36,13 @@ STATS = {
         "kv_pages": 1026,
         "kv_pages_used_peak": 9,
     },
+    "kv": {
+        "prefix_hit_tokens": 48,
+        "session_hit_tokens": 7,
+        "preemptions": 2,
+        "swapped_out_bytes": 32768,
+        "swapped_in_bytes": 16384,
+    },
     "time": {
         "load_s": 0.31,
         "compile_s": 2.04,
@@ -58,6 +65,7 @@ experts  hit rate 75.0% of 2048 activations (500 fills, 12 read through), lru
 moved    46.88 MiB filled, 1.125 MiB read through
 arena    17.53 MiB = 187 slots of 96 KiB: 16 experts (4 a layer, 15 in use), 171 KV (9 of 1026 \
 pages at peak), 0 free
+kv       48 tokens shared, 7 of sessions; 2 preemptions; 32 KiB swapped out, 16 KiB in
 ops      expert_ffn xla, paged_attention xla
 note     expert budget 25% = 16 of 64 experts (1.5 MiB)"""
     assert format_summary(STATS) == expected
