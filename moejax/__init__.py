@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from host_offload.budget import ArenaTooSmall, BudgetError
-    from moejax.async_llm import AsyncLLM, EngineDeadError
+    from moejax.async_llm import AsyncLLM
+    from moejax.engine_thread import EngineDeadError
     from moejax.errors import UserError
     from moejax.llm import LLM
     from moejax.outputs import CompletionOutput, Logprob, RequestOutput
@@ -37,7 +38,7 @@ __all__ = [
 _HOMES = {
     "LLM": "moejax.llm",
     "AsyncLLM": "moejax.async_llm",
-    "EngineDeadError": "moejax.async_llm",
+    "EngineDeadError": "moejax.engine_thread",
     "SamplingParams": "moejax.sampling_params",
     "RequestOutput": "moejax.outputs",
     "CompletionOutput": "moejax.outputs",

@@ -109,23 +109,31 @@ class RequestOutput:
 
 
 def request_output(
-    requests: Sequence[Request], prompt: str | None, tokenizer: PreTrainedTokenizerFast | None
+    requests: Sequence[Request],
+    prompt: str | None,
+    tokenizer: PreTrainedTokenizerFast | None,
+    before: RequestOutput | None = None,
 ) -> RequestOutput:
     """The result of a request, finished or not.
 
     requests: one a sequence, in order of index; the first one's prompt_logprobs count. prompt: its
-    text, if it was given as text.
+    text, if it was given as text. before: an earlier result of it, whose log-probabilities are
+    taken over: all results of a long request then cost as much as its last one.
     """
     first = requests[0]
     prompt_logprobs = None
     if first.params.prompt_logprobs is not None:
-        found = [_with_text(entry, tokenizer) for entry in first.prompt_logprobs]
-        prompt_logprobs = [None, *found]
+        known = [None] if before is None else before.prompt_logprobs or [None]
+        new = first.prompt_logprobs[len(known) - 1 :]
+        prompt_logprobs = [*known, *(_with_text(entry, tokenizer) for entry in new)]
     return RequestOutput(
         request_id=first.request_id,
         prompt=prompt,
         prompt_token_ids=list(first.prompt),
-        outputs=[_completion(i, request, tokenizer) for i, request in enumerate(requests)],
+        outputs=[
+            _completion(i, request, tokenizer, None if before is None else before.outputs[i])
+            for i, request in enumerate(requests)
+        ],
         finished=all(request.finish_reason is not None for request in requests),
         metrics=_metrics(requests),
         prompt_logprobs=prompt_logprobs,
@@ -162,16 +170,21 @@ def append_prompt_logprobs(
 
 
 def _completion(
-    index: int, request: Request, tokenizer: PreTrainedTokenizerFast | None
+    index: int,
+    request: Request,
+    tokenizer: PreTrainedTokenizerFast | None,
+    before: CompletionOutput | None,
 ) -> CompletionOutput:
     if request.finish_reason is not None:
         request.ending.close()  # an aborted one is still open
     logprobs, total = None, None
     if request.params.logprobs is not None:
         total = sum(chosen.logprob for chosen, _ in request.logprobs)
+        known = [] if before is None else before.logprobs or []
+        new = zip(request.output[len(known) :], request.logprobs[len(known) :], strict=True)
         logprobs = [
-            _with_text({**likeliest, token: chosen}, tokenizer)
-            for token, (chosen, likeliest) in zip(request.output, request.logprobs, strict=True)
+            *known,
+            *(_with_text({**likely, token: chosen}, tokenizer) for token, (chosen, likely) in new),
         ]
     return CompletionOutput(
         index=index,

@@ -134,6 +134,8 @@ class Submission:
     def finished(self) -> bool:
         return all(request.finish_reason is not None for request in self.requests)
 
-    def output(self, tokenizer: PreTrainedTokenizerFast | None) -> RequestOutput:
-        """What there is of its result."""
-        return request_output(self.requests, self.text, tokenizer)
+    def output(
+        self, tokenizer: PreTrainedTokenizerFast | None, before: RequestOutput | None = None
+    ) -> RequestOutput:
+        """What there is of its result; before: as of `request_output`."""
+        return request_output(self.requests, self.text, tokenizer, before)
