@@ -208,7 +208,7 @@ class Engine:
         with deferred_interrupt():
             previous, self._pending = self._pending, None
             try:
-                work = self.scheduler.next_work()
+                work = self._next_work()
                 if work is None and previous is None and not self.scheduler.idle:
                     raise UserError(self._stuck())
                 if work is not None:
@@ -225,6 +225,14 @@ class Engine:
         if self.scheduler.idle and self._pending is not None:
             previous, self._pending = self._pending, None
             self._read(previous)
+
+    def _next_work(self) -> Work | None:
+        try:
+            return self.scheduler.next_work()
+        except BaseException:
+            # Pages could not be moved: what was counted as dispatched is not.
+            self.abort(self.scheduler.in_step)
+            raise
 
     def _stuck(self) -> str:
         cache = self.scheduler.cache

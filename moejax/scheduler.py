@@ -65,7 +65,8 @@ class Scheduler:
         # Of the step that is being made:
         self._placed: list[Request] = []
         self._published: list[Block] = []
-        self._in_step: set[Request] = set()
+        self.in_step: set[Request] = set()
+        """Requests that it computes."""
         self.counts = {"session_hit_tokens": 0, "preemptions": 0}
 
     # ---- requests
@@ -140,7 +141,7 @@ class Scheduler:
 
     def next_work(self) -> Work | None:
         """The next step's work, counted as dispatched; None when nothing can be dispatched."""
-        self._placed, self._published, self._in_step = [], [], set()
+        self._placed, self._published, self.in_step = [], [], set()
         # In between two sweeps decode goes on.
         rows = self._decode_rows() if self._swept else []
         chunks = [] if rows else self._next_chunks()
@@ -171,7 +172,7 @@ class Scheduler:
             request.computed += 1
             request.dispatched += 1
             rows.append((request.row, request))
-            self._in_step.add(request)
+            self.in_step.add(request)
         return rows
 
     def _next_chunks(self) -> list[Chunk]:
@@ -280,7 +281,7 @@ class Scheduler:
             if samples:
                 request.dispatched = 1
             chunks.append(Chunk(request, row, start, skip, end - start, samples, last))
-            self._in_step.add(request)
+            self.in_step.add(request)
         return chunks
 
     # ---- pages
@@ -324,7 +325,7 @@ class Scheduler:
     def _preempt_last(self, behind: Request | None) -> bool:
         """Moves out the running request that comes last; it waits with its old place in the order.
         Only one that comes after `behind`, and none that the step computes."""
-        candidates = [r for r in self.running.values() if r not in self._in_step]
+        candidates = [r for r in self.running.values() if r not in self.in_step]
         if behind is None or not candidates:
             return False
         request = max(candidates, key=_order)
@@ -334,17 +335,18 @@ class Scheduler:
             len(self.cache.movable(request.blocks, pins=1))
         ):
             return False
+        # It waits before its pages move: should that fail, it is not lost.
         self._free_row(request)
-        if self.overflow == "swap":
-            self.cache.swap_out(request.blocks)
-        else:
-            self.cache.release(request.blocks)
-            request.blocks, request.computed, request.pure = [], 0, 0
         heapq.heappush(self._waiting, (request.order, request))
         request.preemptions += 1
         self.counts["preemptions"] += 1
         if request in self._placed:
             self._placed.remove(request)
+        if self.overflow == "swap":
+            self.cache.swap_out(request.blocks)
+        else:
+            self.cache.release(request.blocks)
+            request.blocks, request.computed, request.pure = [], 0, 0
         return True
 
     def _free_row(self, request: Request) -> None:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from jax.sharding import SingleDeviceSharding
 
 import moejax.step
 from host_offload.layout import slot_layout
@@ -217,6 +218,24 @@ def test_integrity_check_of_a_large_model_copies_nothing_large(large):
     compiled = compile_large(large, "integrity")
     assert compiled.copies(MiB) == []
     assert compiled.memory.temp_bytes < H200_TEMP["integrity"]
+
+
+@pytest.mark.aot
+def test_swapping_pages_of_a_large_arena_copies_nothing_else(large):
+    page, program = large.page_layout.nbytes, large.program("swap_in")
+    pages_in = compile_for_h200(
+        program.function, *program.args, donate_argnums=program.donated, host_argnums=(1,)
+    )
+    assert [size for _, size in pages_in.copies(MiB) if size > page] == []
+    assert pages_in.memory.alias_bytes == nbytes(large.arena)
+    assert pages_in.memory.temp_bytes <= 2 * SWAP_PAGES * page
+
+    program = large.program("swap_out")
+    pinned = SingleDeviceSharding(jax.devices("cpu")[0], memory_kind=program.memory)
+    pages_out = compile_for_h200(jax.jit(program.function, out_shardings=pinned), *program.args)
+    assert {size for _, size in pages_out.host_copies(MiB, to_host=True)} == {page}
+    assert pages_out.memory.host_output_bytes == SWAP_PAGES * page
+    assert pages_out.memory.temp_bytes <= 2 * SWAP_PAGES * page
 
 
 @pytest.mark.aot

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from moejax import LLM, SamplingParams, UserError
+from moejax.arena_report import kv_faults
 from moejax.runner import Runner
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -33,7 +34,12 @@ def expected(llm):
 
 def all_free(llm):
     arena, scheduler = llm.engine.scheduler.arena, llm.engine.scheduler
-    return arena.free_pages == arena.pages and sorted(scheduler.free_rows) == [0, 1, 2, 3]
+    return scheduler.cache.available == arena.pages and sorted(scheduler.free_rows) == [0, 1, 2, 3]
+
+
+def run_to_the_end(llm):
+    while not llm.engine.idle:
+        llm.engine.step()
 
 
 def test_ctrl_c_at_any_moment_leaves_a_working_engine(llm, expected):
@@ -93,6 +99,28 @@ def test_a_failing_step_aborts_its_requests_and_no_others(llm, expected, monkeyp
         llm.engine.step()
     llm.engine.drain()
     assert first.output == expected and all_free(llm)
+
+
+def test_pages_that_cannot_be_moved_abort_the_step_and_lose_nobody(llm, expected, monkeypatch):
+    arena, cache = llm.engine.scheduler.arena, llm.engine.scheduler.cache
+    before = llm.stats()["arena"]
+    llm.engine.set_budget([0] * 4, -(-17 // arena.layout.pages_per_slot))
+    long = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+    requests = [llm.engine.add([7 + i, 8, 9] * 20, long) for i in range(3)]
+
+    def fail(rows):
+        raise RuntimeError("no pinned memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cache, "read", fail)
+        with pytest.raises(RuntimeError, match="no pinned memory"):
+            run_to_the_end(llm)
+    assert kv_faults(llm.engine.scheduler) == []
+    run_to_the_end(llm)
+    # Who was not part of the step that failed goes on.
+    assert "length" in {r.finish_reason for r in requests} <= {"abort", "length"} and all_free(llm)
+    llm.engine.set_budget(before["cells_per_layer"], before["kv_slots"])
+    assert llm.generate([7, 8, 9], GREEDY)[0].outputs[0].token_ids == expected
 
 
 def test_an_engine_is_idle_after_a_request_that_stopped_early(llm, expected, monkeypatch):
