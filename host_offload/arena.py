@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from enum import IntEnum
 
@@ -42,6 +43,11 @@ class SlotArena:
         self._free_pages: dict[int, list[int]] = {}
         self._page_slot: dict[int, int] = {}
         self._free_page_count = 0
+        # Slots by how many of their pages are free, as heaps; an entry may have become wrong, which
+        # is found when it is met. `_filed` has what each heap has.
+        numbers = range(layout.pages_per_slot + 1)
+        self._by_free: list[list[int]] = [[] for _ in numbers]
+        self._filed: list[set[int]] = [set() for _ in numbers]
 
     # ---- experts
 
@@ -99,6 +105,7 @@ class SlotArena:
             self._page_slot.update(dict.fromkeys(pages, int(slot)))
             self._free_page_count += len(pages)
             self.slot_class[slot] = SlotClass.KV
+            self._file(int(slot))
 
     @property
     def pages(self) -> int:
@@ -115,17 +122,30 @@ class SlotArena:
         if count > self.free_pages:
             raise OutOfPages(f"{count} pages wanted, {self.free_pages} of {self.pages} are free")
         taken: list[int] = []
-        for slot in sorted((s for s, p in self._free_pages.items() if p), key=self._fullness):
+        while len(taken) < count:
+            slot = self._fullest()
             pages = self._free_pages[slot]
             while pages and len(taken) < count:
                 taken.append(pages.pop())
-            if len(taken) == count:
-                break
+            self._file(slot)
         self._free_page_count -= count
         return taken
 
-    def _fullness(self, slot: int) -> tuple[int, int]:
-        return len(self._free_pages[slot]), slot
+    def _file(self, slot: int) -> None:
+        """Notes how many pages of the slot are free now."""
+        free = len(self._free_pages[slot])
+        if free and slot not in self._filed[free]:
+            self._filed[free].add(slot)
+            heapq.heappush(self._by_free[free], slot)
+
+    def _fullest(self) -> int:
+        """The first of the slots with the fewest free pages, but some."""
+        for free, heap in enumerate(self._by_free):
+            while heap:
+                if len(self._free_pages.get(heap[0], ())) == free:
+                    return heap[0]
+                self._filed[free].remove(heapq.heappop(heap))
+        raise AssertionError("the free pages are miscounted")
 
     def release_pages(self, pages: Sequence[int]) -> None:
         """Returns pages. Raises ValueError, returning none, for a page that is not allocated or
@@ -140,6 +160,7 @@ class SlotArena:
             if slot is not None:
                 self._free_pages[slot].append(page)
                 self._free_page_count += 1
+                self._file(slot)
 
     # ---- what holds the arena
 
