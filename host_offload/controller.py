@@ -81,7 +81,7 @@ class Controller:
         """int32[L] that a policy wants and that the engine has not carried out yet."""
         self.wanted_kv_pages: int | None = None
         self.budget_deferred = 0
-        """How often a budget had to wait because requests were running."""
+        """How often a budget had to wait, since KV in use was in the way."""
         self._contents: dict[str, np.ndarray] = {}
         self._changed: dict[str, np.ndarray] = {}
         self._staging = Staging(spec, self._log)
@@ -279,8 +279,10 @@ class Controller:
             raise
         if not isinstance(answer, tuple) or len(answer) != 2:
             raise PolicyError(f"policy {seat.name} at {when}: decide must return (state, Decision)")
-        seat.state, decision = answer
-        self._accept(check_decision(decision, seat.policy, self.spec, when), seat, moment, step)
+        state, decision = answer
+        accepted = check_decision(decision, seat.policy, self.spec, when)
+        seat.state = state
+        self._accept(accepted, seat, moment, step)
 
     def _value(self, need: str, seat: Seat, moment: Moment, facts: Mapping[str, Any]) -> Any:
         match need:

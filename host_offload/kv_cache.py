@@ -31,10 +31,6 @@ class Block:
     """What it is published as; such a block is never written again."""
 
 
-class OutOfSwap(Exception):
-    """Host memory for swapped pages is used up."""
-
-
 @dataclasses.dataclass
 class KVCache:
     """Who holds which page. Blocks are counted references; idle ones are kept while there is room.
@@ -168,29 +164,33 @@ class KVCache:
 
     # ---- swapping
 
-    def movable(self, blocks: Iterable[Block], pins: int = 0) -> list[Block]:
-        """Those on the device that nobody but `pins` running holders pins."""
-        return [b for b in blocks if b.row is not None and b.pins <= pins]
-
-    def copy(self, block: Block) -> Block:
-        """A block with the same bytes, on the host until it is swapped in."""
+    def copy(self, block: Block) -> Block | None:
+        """A block with the same bytes, on the host until it is swapped in; None: there is no room
+        for it on the host."""
+        if self.swap_room < 1:
+            return None
         host = self.read([block.row])[0] if block.row is not None else block.host
         self.swapped += 1
         return Block(None, host)
 
-    def swap_room(self, pages: int) -> bool:
-        """Whether so many more pages fit into the host memory for them."""
-        return (self.swapped + pages) * self.page_bytes <= self.swap_bytes
+    @property
+    def swap_pages(self) -> int:
+        """Pages that the host memory for them holds."""
+        return self.swap_bytes // self.page_bytes
+
+    @property
+    def swap_room(self) -> int:
+        """How many more pages fit there."""
+        return self.swap_pages - self.swapped
+
+    def movable(self, blocks: Iterable[Block], pins: int = 0) -> list[Block]:
+        """Those on the device that nobody but `pins` running holders pins."""
+        return [b for b in blocks if b.row is not None and b.pins <= pins]
 
     def swap_out(self, blocks: Iterable[Block]) -> int:
-        """Moves to the host what is not pinned, for all who hold it; returns how many pages that
-        freed. Raises OutOfSwap, moving nothing."""
-        moving = self.movable(blocks)
-        if not self.swap_room(len(moving)):
-            raise OutOfSwap(
-                f"{len(moving)} more pages of {self.page_bytes} bytes do not fit into swap_space "
-                f"({self.swap_bytes} bytes, {self.swapped} pages used)"
-            )
+        """Moves to the host what is not pinned, for all who hold it, as far as there is room;
+        returns how many pages that freed."""
+        moving = self.movable(blocks)[: self.swap_room]
         rows = [b.row for b in moving if b.row is not None]
         for block, page in zip(moving, self.read(rows), strict=True):
             block.row, block.host = None, page
@@ -198,13 +198,6 @@ class KVCache:
         self.swapped += len(moving)
         self.swapped_out += len(moving)
         return len(moving)
-
-    def try_swap_out(self, blocks: Iterable[Block]) -> bool:
-        """swap_out, where there is room; whether that freed a page."""
-        try:
-            return self.swap_out(blocks) > 0
-        except OutOfSwap:
-            return False
 
     def missing(self, blocks: Iterable[Block]) -> int:
         """How many of them are on the host."""
@@ -214,7 +207,11 @@ class KVCache:
         """Brings back those on the host. Raises OutOfPages, moving nothing."""
         moving = [b for b in blocks if b.row is None]
         rows = self._rows(len(moving))
-        self.write([b.host for b in moving], rows)
+        try:
+            self.write([b.host for b in moving], rows)
+        except BaseException:
+            self.arena.release_pages(rows)
+            raise
         for block, row in zip(moving, rows, strict=True):
             block.row, block.host = row, None
         self.swapped -= len(moving)

@@ -79,6 +79,11 @@ def check_policies(
         name = _check_form(policy)
         _check_names(name, "needs", policy.needs, NEEDS, ALWAYS)
         _check_names(name, "writes", policy.writes, WRITES)
+        if not policy.moments and policy.writes - {"victim_weights"}:
+            raise PolicyError(
+                f"policy {name} writes {', '.join(sorted(policy.writes))} but has no moments, so "
+                f"it is never asked; name some, such as Moment.STEP_END"
+            )
         sees = {d: fields | frozenset(also) for d, fields in SEES.items()}
         for moment in sorted(policy.moments):
             _check_driver(f"{name} asks for {moment.name}", moment, driver, MOMENTS, "has")
@@ -284,6 +289,8 @@ def _queue(kind: type) -> Callable[[Any, Spec, Refuse], tuple]:
             for x, limit, what in zip(place, limits, ("layer", "expert", "version"), strict=True):
                 if not 0 <= x < limit:
                     raise refuse(f"has {what} {x}, which must lie in 0…{limit - 1}")
+            if kind is Stage and not isinstance(entry[3], str):
+                raise refuse(f"has the cause {entry[3]!r}, which must be a string")
             # The first one named has the priority.
             entries.setdefault((layer, expert), kind(*place, *entry[3:]))
         return tuple(entries.values())
@@ -300,6 +307,7 @@ def _is_plain(queue: Sequence, kind: type, limits: tuple[int, int, int]) -> bool
         set().union(*(map(type, column) for column in columns)) == {int}
         and min(map(min, columns)) >= 0
         and all(max(c) < limit for c, limit in zip(columns, limits, strict=True))
+        and (kind is not Stage or {type(entry.cause) for entry in queue} == {str})
         and len(set(zip(layers, experts, strict=True))) == len(queue)
     )
 

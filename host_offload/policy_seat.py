@@ -20,7 +20,11 @@ class Seat:
         )
         if "router" not in policy.needs:
             spec = dataclasses.replace(spec, router=None)
-        self.state = policy.init(spec)
+        try:
+            self.state = policy.init(spec)
+        except Exception as error:
+            error.add_note(f"in policy {self.name} at its init")
+            raise
         self.news: dict[tuple[str, Moment], list[Transfer]] = {}
         interval = getattr(policy, "interval", None)
         self._every = None if interval is None else parse_interval(interval, self.name)

@@ -144,7 +144,7 @@ TRANSFER_TYPES = {
     "issued": np.int64,
     "published": np.int64,
     "first_use": np.int64,
-    "cause": np.uint8,
+    "cause": np.int32,
 }
 
 

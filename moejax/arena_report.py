@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from host_offload.arena import SlotClass
+from host_offload.kv_cache import Block
 from host_offload.tables import Tables
 from moejax.control import PageUse
 from moejax.scheduler import Scheduler
 
 
+def _at_rest(scheduler: Scheduler) -> Iterator[list[Block]]:
+    """The blocks of those who hold some and do not run."""
+    yield from (r.blocks for _, r in scheduler.queue)
+    yield from (s.blocks for s in scheduler.sessions.all)
+
+
 def kv_faults(scheduler: Scheduler) -> list[str]:
     """Broken invariants of pages, blocks and rows, in words."""
     running = (r.blocks for r in scheduler.running.values())
-    faults = scheduler.cache.faults(running, scheduler.at_rest())
+    faults = scheduler.cache.faults(running, _at_rest(scheduler))
     rows = sorted([*scheduler.free_rows, *scheduler.running])
     if rows != list(range(scheduler.max_num_seqs)):
         faults.append(f"rows free and in use: {rows}")
@@ -44,7 +53,7 @@ def kv_stats(scheduler: Scheduler) -> dict:
 def page_states(scheduler: Scheduler) -> dict[str, int]:
     """How many pages are in which state."""
     running = {b for r in scheduler.running.values() for b in r.blocks}
-    held = {b for blocks in scheduler.at_rest() for b in blocks if b.row is not None}
+    held = {b for blocks in _at_rest(scheduler) for b in blocks if b.row is not None}
     return {
         "running": len(running),
         "session": len(held - running),

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from host_offload.arena import SlotArena, SlotClass
+from host_offload.policy_rules import PolicyError
 from moejax.runner import Runner
 from moejax.scheduler import Scheduler
 
@@ -33,7 +34,8 @@ def grant(runner: Runner, arena: SlotArena, cells: Sequence[int], kv_slots: int)
 def try_grant(
     runner: Runner, scheduler: Scheduler, cells: np.ndarray | None, kv_pages: int | None
 ) -> bool:
-    """What a policy wants while requests run, None: as it is. False: not now, KV is in the way."""
+    """What a policy wants while requests run, None: as it is. False: not now, KV is in the way.
+    Raises PolicyError for what can never be."""
     arena = scheduler.arena
     wanted = (np.sum(arena.cell_row >= 0, axis=1) if cells is None else cells).tolist()
     kv_slots = arena.count(SlotClass.KV)
@@ -45,6 +47,11 @@ def try_grant(
         return False  # one of them could never run
     try:
         check_grant(arena, wanted, kv_slots)
+    except ValueError as error:
+        raise PolicyError(f"a policy wants what the arena cannot give: {error}") from error
+    try:
+        if kv_slots < arena.count(SlotClass.KV):
+            scheduler.move_out_all()  # of what KV holds, only what requests run on stays
         grant(runner, arena, wanted, kv_slots)
     except ValueError:
         return False

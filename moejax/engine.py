@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING
 import jax
 import numpy as np
 
+from host_offload.kv_cache import Block
 from moejax.arena_report import page_use
 from moejax.budgets import check_grant, grant, try_grant
 from moejax.choosing import Chooser
 from moejax.control import Control
-from moejax.errors import UserError
+from moejax.errors import OutOfKV, UserError
 from moejax.interrupt import deferred_interrupt
 from moejax.outputs import FinishReason, append_logprobs, append_prompt_logprobs
 from moejax.records import step_record
@@ -26,38 +27,14 @@ from moejax.runner import Runner
 from moejax.sampling_params import SamplingParams
 from moejax.scheduler import Scheduler
 from moejax.statistics import Statistics
-from moejax.step import StepOutput, Sweep
-from moejax.stopping import Ending
-from moejax.work import Work
+from moejax.step import Sweep
+from moejax.stopping import Ending, require_tokenizer
+from moejax.work import Step, Work
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
     from moejax.tracing import Tracer
-
-
-@dataclasses.dataclass(frozen=True)
-class Step:
-    """A dispatched step whose results have not been read."""
-
-    number: int
-    work: Work
-    output: StepOutput
-    tokens: jax.Array
-    logprobs: tuple | None
-    dispatched_s: float
-    compiled: bool
-    """It is the first step of its executable."""
-    positions: np.ndarray
-    """int32[R]: of the decoded tokens, −1 elsewhere."""
-
-    @property
-    def kind(self) -> str:
-        return "prefill" if self.work.chunks else "decode"
-
-    def sampled(self) -> list[tuple[int, Request]]:
-        """The requests that got a token, each with the row it had."""
-        return self.work.sampled()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,6 +143,7 @@ class Engine:
         if bad:
             raise UserError(f"token id {bad[0]} is outside of the vocabulary of {vocabulary}")
         self._chooser.check(params)
+        require_tokenizer(params, self.tokenizer)
         if session_id is not None and (targets is not None or params.prompt_logprobs is not None):
             raise UserError(
                 "log-probabilities of a prompt need all of it computed, and a session's turn takes "
@@ -210,7 +188,7 @@ class Engine:
             try:
                 work = self._next_work()
                 if work is None and previous is None and not self.scheduler.idle:
-                    raise UserError(self._stuck())
+                    raise OutOfKV(self._stuck())
                 if work is not None:
                     self._pending = self._dispatch(work)
             finally:
@@ -231,7 +209,7 @@ class Engine:
             return self.scheduler.next_work()
         except BaseException:
             # Pages could not be moved: what was counted as dispatched is not.
-            self.abort(self.scheduler.in_step)
+            self._give_up(self.scheduler.in_step, self.scheduler.published)
             raise
 
     def _stuck(self) -> str:
@@ -246,11 +224,16 @@ class Engine:
         try:
             return self._dispatched(work)
         except BaseException:
-            # What the step was to write cannot be relied on, by nobody who shares it.
-            spoilt = self.scheduler.spoilt(work)
-            self.abort(work.requests() | spoilt)
-            self.scheduler.cache.forget(work.published)
+            self._give_up(work.requests() | {*work.placed}, work.published)
             raise
+
+    def _give_up(self, requests: set[Request], published: Sequence[Block]) -> None:
+        """Ends the requests of a step that failed, and all who hold what it was to write: those
+        bytes are nobody's."""
+        blocks = set(published)
+        holders = (r for r in self.scheduler.running.values() if not blocks.isdisjoint(r.blocks))
+        self.abort(requests.union(holders))
+        self.scheduler.cache.forget(published)
 
     def _dispatched(self, work: Work) -> Step:
         number, runner, rows = next(self._steps), self.runner, self.runner.shapes.rows
@@ -329,7 +312,11 @@ class Engine:
     def _read(self, step: Step) -> list[Request]:
         results = step.tokens, step.logprobs, step.output.paging, step.output.missed_routes
         # All copies are begun before any is waited for.
-        tokens, logprobs, paging, missed = jax.device_get(results)
+        try:
+            tokens, logprobs, paging, missed = jax.device_get(results)
+        except BaseException:  # what went wrong on the device shows here
+            self._give_up(step.work.requests(), step.work.published)
+            raise
         now = time.perf_counter()
         self.events.append(Event("read", step.number, now))
         self.statistics.add_step(step.kind, paging, now)

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from moejax.engine import Engine
-from moejax.errors import UserError
+from moejax.errors import OutOfKV, UserError
 from moejax.generation import submit
 from moejax.outputs import RequestOutput
 from moejax.requests import Request, Submission
@@ -208,8 +208,7 @@ class EngineThread:
     def _step(self) -> None:
         try:
             touched = self._engine.step()
-        except UserError as error:
-            # The engine is whole, and what runs in it cannot go on as things are.
+        except OutOfKV as error:
             for stream in tuple(self._live):
                 self._post(stream, UserError(str(error)))
                 self.drop(stream)

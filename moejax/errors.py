@@ -6,3 +6,8 @@ class UserError(ValueError):
 
     The command line prints it without a traceback and exits with status 2.
     """
+
+
+class OutOfKV(UserError):
+    """Requests wait for KV pages that nobody can give. The engine is whole; those in it cannot go
+    on as things are."""

@@ -107,9 +107,16 @@ def _counts(work: Plan, due: jax.Array, address: jax.Array) -> jax.Array:
     address int32[E]: after plan, so that nothing keeps the addresses of before."""
     paging = Paging(work.active_count, work.hits, work.fill_count, work.read_through)
     expert = jnp.arange(due.shape[0])
-    missed = due & ((address < 0) | jnp.any(work.fill_expert[:, None] == expert, axis=0))
-    bits = jnp.pad(missed, (0, -due.shape[0] % 32)).reshape(-1, 32).astype(jnp.uint32)
-    words = jnp.sum(bits << jnp.arange(32, dtype=jnp.uint32), axis=1, dtype=jnp.uint32)
+    absent = jnp.where(due & (address < 0), expert, -1)  # what is read through
+    word = jnp.arange(-(-due.shape[0] // 32))
+
+    def bits(experts):
+        # Experts are named once, so a sum sets bits; −1 is in no word.
+        bit = jnp.uint32(1) << (experts % 32).astype(jnp.uint32)
+        return jnp.where(experts[:, None] // 32 == word, bit[:, None], jnp.uint32(0))
+
+    # One reduction, so one kernel in every layer.
+    words = jnp.sum(bits(work.fill_expert) + bits(absent), axis=0, dtype=jnp.uint32)
     return jnp.concatenate([jnp.stack(paging), lax.bitcast_convert_type(words, jnp.int32)])
 
 

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from moejax.errors import UserError
 from moejax.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -67,6 +68,11 @@ def generate_file(
     """
     from moejax.batch import Job, open_job
 
+    if args.kv_overflow == "recompute":
+        raise UserError(
+            "--kv-overflow recompute makes results depend on what else runs, so a job could not be "
+            "resumed to the same ones; use swap, with more --swap-space if it is too small"
+        )
     job = Job(
         input=args.input,
         output=args.output,

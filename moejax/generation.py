@@ -21,6 +21,19 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
+def check(
+    engine: Engine,
+    encoded: EncodedPrompt,
+    params: SamplingParams,
+    session_id: str | None = None,
+    priority: int = 0,
+) -> None:
+    """Raises UserError, as submit does, for what could never run."""
+    if session_id is not None and params.n > 1:
+        raise UserError("a session goes on from one answer; leave out session_id or n")
+    engine.check(encoded[1], params, session_id=session_id)
+
+
 def submit(
     engine: Engine,
     encoded: EncodedPrompt,
@@ -30,11 +43,9 @@ def submit(
 ) -> Submission:
     """Puts a prompt into the engine, one request for each of its n sequences. Raises UserError for
     what could never run, and then leaves nothing in the engine."""
+    check(engine, encoded, params, session_id)
     text, ids = encoded
-    if session_id is not None and params.n > 1:
-        raise UserError("a session goes on from one answer; leave out session_id or n")
     each = [params if params.n == 1 else child_params(params, i) for i in range(params.n)]
-    engine.check(ids, each[0], session_id=session_id)
     requests = [engine.add(ids, c, session_id=session_id, priority=priority) for c in each]
     return Submission(text, tuple(requests))
 
@@ -52,13 +63,15 @@ def in_engine(engine: Engine) -> Iterator[list[Submission]]:
 
 
 def run_each(
-    engine: Engine,
+    open_engine: Callable[[], Engine],
     requests: Iterator[GenerationRequest],
     max_in_flight: int,
     encode: Callable[[Prompt], EncodedPrompt],
     tokenizer: PreTrainedTokenizerFast | None,
 ) -> Iterator[tuple[GenerationRequest, RequestOutput | UserError]]:
-    """See LLM.generate_each."""
+    """See LLM.generate_each. open_engine: raises UserError when the engine may not be used; asked
+    again whenever the caller had the word."""
+    engine = open_engine()
 
     def submitted(asked: GenerationRequest) -> Submission:
         encoded, params = encode(asked.prompt), asked.sampling_params
@@ -81,6 +94,7 @@ def run_each(
                         refusal = error
                 if refusal is not None:
                     yield asked, refusal
+                    open_engine()
             if running:
                 engine.step()
             # Not only what this step finished: the caller may use the engine between results.
@@ -90,16 +104,18 @@ def run_each(
                 for submission in finished:
                     assert submission.asked is not None
                     yield submission.asked, submission.output(tokenizer)
+                    open_engine()
 
 
 def run_stream(
-    engine: Engine,
+    open_engine: Callable[[], Engine],
     encoded: EncodedPrompt,
     params: SamplingParams,
     session_id: str | None,
     priority: int,
 ) -> Iterator[str]:
-    """See LLM.stream."""
+    """See LLM.stream. open_engine: as of run_each."""
+    engine = open_engine()
     with in_engine(engine) as submissions:
         submissions.append(submit(engine, encoded, params, session_id, priority))
         (request,) = submissions[0].requests
@@ -109,6 +125,7 @@ def run_stream(
                 request.ending.close()
             if piece := request.ending.stream():
                 yield piece
+                open_engine()
 
 
 def run_scores(engine: Engine, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:

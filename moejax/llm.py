@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -25,7 +25,7 @@ from moejax.checkpoint import load_checkpoint
 from moejax.device import select_device
 from moejax.engine import Engine, Listener
 from moejax.errors import UserError
-from moejax.generation import in_engine, run_each, run_scores, run_stream, submit
+from moejax.generation import check, in_engine, run_each, run_scores, run_stream, submit
 from moejax.models.config import ModelConfig
 from moejax.outputs import RequestOutput
 from moejax.progress import generation_progress, loading_progress
@@ -37,9 +37,6 @@ from moejax.startup import Limits, check_driver, start_engine, use_compilation_c
 from moejax.tokenizer import load_tokenizer
 from moejax.tracing import Tracer, require_new_directory, start_trace
 from pallas_kernels import parse_ops
-
-if TYPE_CHECKING:
-    pass
 
 log = logging.getLogger("moejax")
 
@@ -203,7 +200,7 @@ class LLM:
         use_tqdm: bool = True,
         *,
         session_id: str | Sequence[str | None] | None = None,
-        priority: int | Sequence[int] = 0,
+        priority: int | Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Generates for all prompts; returns their outputs in the order of the prompts.
 
@@ -223,10 +220,12 @@ class LLM:
         given = SamplingParams() if sampling_params is None else sampling_params
         params = one_each("sampling_params", given, len(encoded), SamplingParams)
         sessions = one_each("session_id", session_id, len(encoded), (str, type(None)))
-        priorities = one_each("priority", priority, len(encoded), int)
+        priorities = one_each("priority", priority or 0, len(encoded), int)
+        asked = list(zip(encoded, params, sessions, priorities, strict=True))
+        for one in asked:
+            check(self._open(), *one)
         with in_engine(self._open()) as submissions:
-            for one in zip(encoded, params, sessions, priorities, strict=True):
-                submissions.append(submit(self.engine, *one))
+            submissions += [submit(self.engine, *one) for one in asked]
             requests = [r for s in submissions for r in s.requests]
             total = sum(r.params.max_tokens for r in requests)
             with generation_progress(len(requests), total, self._progress and use_tqdm) as report:
@@ -254,7 +253,7 @@ class LLM:
             max_in_flight = 2 * shapes.rows + shapes.sweep_chunks
         if max_in_flight < 1:
             raise UserError(f"max_in_flight must be at least 1, got {max_in_flight}")
-        return run_each(self._open(), iter(requests), max_in_flight, self._encode, self._tokenizer)
+        return run_each(self._open, iter(requests), max_in_flight, self._encode, self._tokenizer)
 
     def end_session(self, session_id: str) -> None:
         """Forgets a session and frees its KV. Raises UserError for a session that does not exist or
@@ -279,8 +278,8 @@ class LLM:
         encoded, params = self._encode(prompt), sampling_params or SamplingParams()
         if params.n > 1:
             raise UserError("a stream is of one sequence; use generate() for n > 1")
-        self._open().check(encoded[1], params, session_id=session_id)
-        return run_stream(self._open(), encoded, params, session_id, priority)
+        check(self._open(), encoded, params, session_id)
+        return run_stream(self._open, encoded, params, session_id, priority)
 
     def chat(
         self,
@@ -289,7 +288,7 @@ class LLM:
         use_tqdm: bool = True,
         *,
         session_id: str | Sequence[str | None] | None = None,
-        priority: int | Sequence[int] = 0,
+        priority: int | Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Generates the answer to a conversation, or to each of several, written out by the
         tokenizer's chat template. The rest as in generate.

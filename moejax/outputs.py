@@ -1,4 +1,4 @@
-"""What a request returns. The names are vLLM's."""
+"""What a request returns. Names are vLLM's, but those of RequestMetrics, which say their unit."""
 
 from __future__ import annotations
 

@@ -45,8 +45,8 @@ class PrefixCache:
             request.blocks.append(block)
             request.computed += size
             request.pure += size
-            request.cached_tokens += size
             found += 1
+        request.cached_tokens += found * size
         self.hit_tokens += found * size
         return found
 

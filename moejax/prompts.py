@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -26,20 +27,27 @@ def encode_prompt(
     that has none of them.
     """
     if isinstance(prompt, Mapping):
-        if "prompt_token_ids" in prompt:
-            return prompt.get("prompt"), [int(t) for t in prompt["prompt_token_ids"]]
-        if "messages" in prompt:
+        if prompt.get("prompt_token_ids") is not None:
+            return prompt.get("prompt"), _token_ids(prompt["prompt_token_ids"])
+        if prompt.get("messages") is not None:
             return None, _encode_chat(prompt["messages"], tokenizer, model)
-        if "prompt" not in prompt:
+        if prompt.get("prompt") is None:
             raise UserError(
                 "a prompt given as a dict needs 'prompt', 'prompt_token_ids' or 'messages'"
             )
         prompt = prompt["prompt"]
     if not isinstance(prompt, str):
-        return None, [int(token) for token in prompt]
+        return None, _token_ids(prompt)
     if tokenizer is None:
         raise UserError(f"{model} has no tokenizer; give token ids instead of text")
     return prompt, tokenizer(prompt)["input_ids"]
+
+
+def _token_ids(prompt: Any) -> list[int]:
+    try:
+        return [operator.index(token) for token in prompt]
+    except TypeError:
+        raise UserError(f"a prompt is text or a list of token ids, not {prompt!r:.80}") from None
 
 
 def _encode_chat(
@@ -62,8 +70,12 @@ def _encode_chat(
     return ids
 
 
-def list_of_prompts(prompts: Any) -> list[Prompt]:
-    """One prompt, text, ids or a mapping, as a list of one; several as they are."""
+def list_of_prompts(given: Any) -> list[Prompt]:
+    """One prompt, text, ids or a mapping, as a list of one; several as they are. Raises UserError
+    for anything else."""
+    prompts = given
+    if not isinstance(given, str | Mapping | Sequence | np.ndarray):
+        raise UserError(f"prompts are text, token ids, or a list of them, not {given!r:.80}")
     single = isinstance(prompts, str | Mapping) or (
         len(prompts) > 0 and all(isinstance(p, int | np.integer) for p in prompts)
     )
@@ -75,6 +87,8 @@ def one_each(name: str, given: Any, count: int, kind: type | tuple[type, ...]) -
     UserError for anything else."""
     if isinstance(given, kind):
         return [given] * count
+    if not isinstance(given, Sequence | np.ndarray) or isinstance(given, str):
+        raise UserError(f"{name} cannot be {given!r}")
     values = list(given)
     if len(values) != count:
         raise UserError(f"{count} prompts but {len(values)} {name}; give one or {count}")

@@ -13,7 +13,7 @@ from moejax.requests import Request
 from moejax.step import StepShapes
 
 if TYPE_CHECKING:
-    from moejax.engine import Step
+    from moejax.work import Step
 
 
 @dataclasses.dataclass(frozen=True)

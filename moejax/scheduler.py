@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from host_offload.arena import OutOfPages
 from host_offload.kv_cache import Block, KVCache
 from moejax.errors import UserError
 from moejax.prefix_cache import PrefixCache
@@ -18,15 +17,17 @@ from moejax.sessions import Sessions
 from moejax.step import StepShapes
 from moejax.work import Chunk, Work
 
+HELD_STEPS = 32
+"""Most decode steps that new prompts wait for others to be swept with."""
+
 
 class Scheduler:
     """Admission in the order of priority, then arrival, and nobody is passed over: what does not
     fit waits, and those behind it too.
 
-    Sweeps and decode steps alternate while there is work for both, so a long prompt delays others
-    by one sweep at a time. Pages are taken as they are needed; when none is left, first idle shared
-    blocks are dropped, then sessions between turns are moved out, the longest unused first, then
-    running requests, the last in order first.
+    Sweeps and decode steps alternate while there is work for both. Pages are taken as they are
+    needed; when none is left, idle shared blocks are dropped, then sessions between turns are moved
+    out, the longest unused first, then running requests, the last in order first.
 
     overflow: what moving out means: `swap`, to host memory, or `recompute`, which drops KV and
     changes bits. sweep_share: most tokens of one prompt in a sweep that others wait for.
@@ -53,7 +54,7 @@ class Scheduler:
         self.overflow, self.prefixes = overflow, PrefixCache(cache, prefix_caching)
         share = shapes.sweep_chunks * shapes.chunk // 4 if sweep_share is None else sweep_share
         self.share_chunks = max(share // shapes.chunk, 1)
-        self._waiting: list[tuple[tuple[int, int], Request]] = []
+        self.queue: list[tuple[tuple[int, int], Request]] = []
         self.running: dict[int, Request] = {}
         # The lowest free row first: rows in use stay in few tiles.
         self.free_rows = list(range(max_num_seqs))
@@ -64,9 +65,12 @@ class Scheduler:
         self._swept = False
         # Of the step that is being made:
         self._placed: list[Request] = []
-        self._published: list[Block] = []
+        self.published: list[Block] = []
+        """Blocks that it writes and others may already hold."""
         self.in_step: set[Request] = set()
         """Requests that it computes."""
+        self._held_steps = 0
+        self._begun_pages = 0
         self.counts = {"session_hit_tokens": 0, "preemptions": 0}
 
     # ---- requests
@@ -104,13 +108,13 @@ class Scheduler:
             return
         if session is not None:
             session.turn = request
-        heapq.heappush(self._waiting, (request.order, request))
+        heapq.heappush(self.queue, (request.order, request))
 
     @property
     def waiting(self) -> list[Request]:
         """Those that have not begun, or were moved out, in no order."""
         queued = [r for s in self.sessions.all for r in s.queue]
-        return [r for _, r in self._waiting if r.finish_reason is None] + queued
+        return [r for _, r in self.queue if r.finish_reason is None] + queued
 
     def release(self, request: Request) -> None:
         """Takes a request out, wherever it is. Steps already dispatched run before any that will
@@ -118,6 +122,8 @@ class Scheduler:
         if request.row is not None:
             self._free_row(request)
         # In the waiting heap it stays until it is met there: it has a finish_reason.
+        self._begun_pages -= request.begun_pages
+        request.begun_pages = 0
         blocks, request.blocks = request.blocks, []
         session = request.session
         if session is None:
@@ -125,23 +131,18 @@ class Scheduler:
             return
         following = self.sessions.end_turn(request, session, blocks)
         if following is not None:
-            heapq.heappush(self._waiting, (following.order, following))
+            heapq.heappush(self.queue, (following.order, following))
 
     @property
     def idle(self) -> bool:
         self._forget_finished()
-        return not self._waiting and not self.running
-
-    def at_rest(self) -> Iterator[list[Block]]:
-        """The blocks of those who hold some and do not run."""
-        yield from (r.blocks for _, r in self._waiting)
-        yield from (s.blocks for s in self.sessions.all)
+        return not self.queue and not self.running
 
     # ---- the next step
 
     def next_work(self) -> Work | None:
         """The next step's work, counted as dispatched; None when nothing can be dispatched."""
-        self._placed, self._published, self.in_step = [], [], set()
+        self.published, self.in_step = [], set()
         # In between two sweeps decode goes on.
         rows = self._decode_rows() if self._swept else []
         chunks = [] if rows else self._next_chunks()
@@ -151,7 +152,9 @@ class Scheduler:
         if not rows and not chunks:
             return None
         self.peak_pages = max(self.peak_pages, self.arena.pages - self.cache.available)
-        return Work(tuple(chunks), tuple(rows), tuple(self._placed), tuple(self._published))
+        # Also those that were placed for a step that failed before it was made.
+        placed, self._placed = [r for r in self._placed if r.row is not None], []
+        return Work(tuple(chunks), tuple(rows), tuple(placed), tuple(self.published))
 
     def _decoding(self) -> Iterator[Request]:
         # prefill_done written out: this is asked of every running request in every step.
@@ -167,7 +170,7 @@ class Scheduler:
             if request.row is None:  # moved out for one before it
                 continue
             full = request.computed == len(request.blocks) * size
-            if full and not self._extend(request, 1):
+            if full and not self.extend(request, 1):
                 continue
             request.computed += 1
             request.dispatched += 1
@@ -183,7 +186,7 @@ class Scheduler:
             if kind not in (None, request.sweep_kind):
                 continue  # they are different executables
             room = self.sweep_chunks - len(chunks)
-            others = decoding or self._waiting or len(self.running) > 1
+            others = decoding or self.queue or len(self.running) > 1
             more = self._chunks_of(request, min(room, self.share_chunks) if others else room)
             if more:
                 kind = request.sweep_kind
@@ -201,40 +204,54 @@ class Scheduler:
             if len(chunks) < self.sweep_chunks and request.row is not None:  # not moved out since
                 yield request
         self._forget_finished()
-        wanted = min(self.admission, len(self._waiting))
-        few = decoding and len(self.free_rows) < wanted and not self._waiting[0][1].preemptions
-        while self._waiting and self.free_rows and not few and len(chunks) < self.sweep_chunks:
-            request = self._waiting[0][1]
+        if decoding and self._holds_back():
+            return
+        while self.queue and self.free_rows and len(chunks) < self.sweep_chunks:
+            request = self.queue[0][1]
             if not self._admit(request):
                 return
             if not request.prefill_done:
                 yield request
             self._forget_finished()
 
+    def _holds_back(self) -> bool:
+        """Whether new prompts wait for more of them: not long, and not the more urgent."""
+        wanted = min(self.admission, len(self.queue))
+        few = len(self.free_rows) < wanted and self._held_steps < HELD_STEPS
+        if few:
+            first = self.queue[0][1]
+            few = not first.preemptions and first.priority >= min(
+                request.priority for request in self.running.values()
+            )
+        self._held_steps = self._held_steps + 1 if few else 0
+        return few
+
     def _forget_finished(self) -> None:
-        while self._waiting and self._waiting[0][1].finish_reason is not None:
-            heapq.heappop(self._waiting)
+        while self.queue and self.queue[0][1].finish_reason is not None:
+            heapq.heappop(self.queue)
 
     def _admit(self, request: Request) -> bool:
         """Gives a waiting request a row, and its KV back if it had any. False: not now."""
         if request.dispatched > len(request.output):
             return False  # moved out a step ago; its last token has not been read
         session = request.session
-        # One that was moved out in the step that it came in has begun: it has blocks.
-        first = request.scheduled_s is None and not request.blocks
-        if session is not None and first:
-            self.sessions.begin_turn(request, session)
+        first = request.begun_pages == 0
+        if first and not self._can_end(request):
+            return False
+        dropped = session is not None and session.dropped
+        if session is not None and first and not self.sessions.begin_turn(request, session):
+            return False
         if not self._bring_back(request):
             if session is not None and first:
-                self.cache.release(request.blocks)
-                request.blocks = []
-                request.computed = request.cached_tokens = request.pure = 0
+                self._take_back(request)
             return False
-        heapq.heappop(self._waiting)
+        heapq.heappop(self.queue)
         request.row = heapq.heappop(self.free_rows)
         self.running[request.row] = request
-        if session is not None and first:
-            request.recomputed = session.dropped
+        if first:
+            request.begun_pages = self.pages_for(len(request.prompt), request.to_generate)
+            self._begun_pages += request.begun_pages
+            request.recomputed = dropped
             self.counts["session_hit_tokens"] += request.cached_tokens
         if request.output and request.computed == 0:
             request.prefill_to = len(request.prompt) + len(request.output) - 1
@@ -242,6 +259,20 @@ class Scheduler:
         self._write_table(request, 0)
         self._placed.append(request)
         return True
+
+    def _take_back(self, request: Request) -> None:
+        """As if its turn had not begun."""
+        self.cache.release(request.blocks)
+        request.blocks = []
+        request.computed = request.cached_tokens = request.pure = 0
+
+    def _can_end(self, request: Request) -> bool:
+        """Whether all that have begun, and this one, can have all pages they may come to need, on
+        the device or swapped out: otherwise they could wait for each other for ever."""
+        if self.overflow == "recompute" or self._begun_pages == 0:
+            return True
+        worst = self._begun_pages + self.pages_for(len(request.prompt), request.to_generate)
+        return worst + self.sessions.pages <= self.arena.pages + self.cache.swap_pages
 
     def _bring_back(self, request: Request) -> bool:
         """Whether all pages that the request needs to go on can be had; if so, its own are back."""
@@ -252,12 +283,19 @@ class Scheduler:
         wanted -= self.prefixes.held(request)
         limit = self.arena.pages - (len(request.blocks) - swapped)
         self.cache.pin(request.blocks)  # those that are there must not be moved out for the others
-        if not self._free_pages(min(wanted, limit)):
+        there = False
+        try:
+            there = self._free_pages(min(wanted, limit))
+            if there and swapped:
+                self.cache.swap_in(request.blocks)
+        except BaseException:
             self.cache.unpin(request.blocks)
-            return False
-        if swapped:
-            self.cache.swap_in(request.blocks)
-        return True
+            if request.begun_pages == 0:
+                self._take_back(request)
+            raise
+        if not there:
+            self.cache.unpin(request.blocks)
+        return there
 
     def _chunks_of(self, request: Request, most: int) -> list[Chunk]:
         chunks: list[Chunk] = []
@@ -269,12 +307,12 @@ class Scheduler:
             start = request.computed // self.chunk * self.chunk
             end = min(start + self.chunk, request.prefill_to)
             missing = -(-end // self.block_size) - len(request.blocks)
-            if missing > 0 and not self._extend(request, missing):
+            if missing > 0 and not self.extend(request, missing):
                 break
             skip = request.computed - start
             if request.pure == request.computed:
                 request.pure = end
-                self._published += self.prefixes.publish(request, start + skip, end)
+                self.published += self.prefixes.publish(request, start + skip, end)
             request.computed = end
             last = end == request.prefill_to
             samples = last and request.to_generate > 0 and request.dispatched == 0
@@ -286,7 +324,7 @@ class Scheduler:
 
     # ---- pages
 
-    def _extend(self, request: Request, count: int) -> bool:
+    def extend(self, request: Request, count: int) -> bool:
         """Gives a running request more pages, if need be of those behind it."""
         if not self._free_pages(count, behind=request):
             return False
@@ -295,12 +333,6 @@ class Scheduler:
         request.blocks += blocks
         self._write_table(request, first)
         return True
-
-    def reserve(self, request: Request) -> None:
-        """Gives a running request all pages that it can ever need. Raises OutOfPages."""
-        total = self.pages_for(len(request.prompt), request.to_generate)
-        if not self._extend(request, total - len(request.blocks)):
-            raise OutOfPages(f"{total} pages wanted, {self.cache.available} more can be had")
 
     def _write_table(self, request: Request, first: int) -> None:
         rows: Any = [block.row for block in request.blocks[first:]]  # none is swapped out
@@ -317,27 +349,26 @@ class Scheduler:
 
     def _evict_waiting(self) -> bool:
         """Moves out pages that a request kept when it was preempted, since another ran on them."""
-        for _, request in self._waiting:
+        for _, request in self.queue:
             if self.cache.movable(request.blocks):
-                return self.cache.try_swap_out(request.blocks)
+                return self.cache.swap_out(request.blocks) > 0
         return False
 
     def _preempt_last(self, behind: Request | None) -> bool:
-        """Moves out the running request that comes last; it waits with its old place in the order.
-        Only one that comes after `behind`, and none that the step computes."""
+        """Moves out the running request that comes last, if it comes after `behind` and the step
+        does not compute it; it waits with its old place in the order."""
         candidates = [r for r in self.running.values() if r not in self.in_step]
         if behind is None or not candidates:
             return False
         request = max(candidates, key=_order)
         if request.order <= behind.order:
             return False
-        if self.overflow == "swap" and not self.cache.swap_room(
-            len(self.cache.movable(request.blocks, pins=1))
-        ):
+        movable = self.cache.movable(request.blocks, pins=1)
+        if self.overflow == "swap" and movable and self.cache.swap_room == 0:
             return False
         # It waits before its pages move: should that fail, it is not lost.
         self._free_row(request)
-        heapq.heappush(self._waiting, (request.order, request))
+        heapq.heappush(self.queue, (request.order, request))
         request.preemptions += 1
         self.counts["preemptions"] += 1
         if request in self._placed:
@@ -345,8 +376,11 @@ class Scheduler:
         if self.overflow == "swap":
             self.cache.swap_out(request.blocks)
         else:
+            # Its session's KV of generated tokens will come through the prefill path.
+            request.recomputed |= request.computed > request.pure
             self.cache.release(request.blocks)
-            request.blocks, request.computed, request.pure = [], 0, 0
+            request.blocks = []
+            request.computed = request.pure = request.cached_tokens = 0
         return True
 
     def _free_row(self, request: Request) -> None:
@@ -361,11 +395,6 @@ class Scheduler:
         while self.sessions.evict():
             pass
         self.cache.drop_idle()
-
-    def spoilt(self, work: Work) -> set[Request]:
-        """Requests that share a block which that step was to write."""
-        blocks = set(work.published)
-        return {r for r in self.running.values() if not blocks.isdisjoint(r.blocks)}
 
 
 _order = operator.attrgetter("order")

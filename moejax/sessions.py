@@ -54,6 +54,11 @@ class Sessions:
     def all(self) -> tuple[Session, ...]:
         return tuple(self._sessions.values())
 
+    @property
+    def pages(self) -> int:
+        """Pages that they hold, wherever they are."""
+        return sum(len(session.blocks) for session in self._sessions.values())
+
     def __getitem__(self, session_id: str) -> Session:
         """The session of that name, a new one if there is none."""
         if session_id not in self._sessions:
@@ -73,21 +78,27 @@ class Sessions:
         self.cache.release(session.blocks)
         session.blocks = []
 
-    def begin_turn(self, request: Request, session: Session) -> None:
-        """Gives the request the session's KV as well, as far as the tokens are the same."""
+    def begin_turn(self, request: Request, session: Session) -> bool:
+        """Gives the request the session's KV as well, as far as the tokens are the same. False: not
+        now, there is no room for a copy of the page where they differ."""
         same, size = common_prefix(session.tokens, request.prompt[:-1]), self.block_size
         rewritten = same < len(session.tokens)
         if rewritten and same <= session.pure:
             same = same // size * size  # cheaper than a copy, and the same bits
-        request.blocks = session.blocks[: -(-same // size)]
-        self.cache.hold(request.blocks)
+        blocks = session.blocks[: -(-same // size)]
         if rewritten and same % size:
             # What follows in this page is the session's until the turn has ended.
-            shared = request.blocks.pop()
-            request.blocks.append(self.cache.copy(shared))
-            self.cache.release([shared])
+            copy = self.cache.copy(blocks[-1])
+            if copy is None:
+                return False
+            self.cache.hold(blocks[:-1])
+            blocks[-1] = copy
+        else:
+            self.cache.hold(blocks)
+        request.blocks = blocks
         request.computed = request.cached_tokens = same
         request.pure = min(session.pure, same)
+        return True
 
     def end_turn(self, request: Request, session: Session, blocks: list[Block]) -> Request | None:
         """Makes the request's blocks the session's; returns the turn that follows, if one waits. An
@@ -122,8 +133,8 @@ class Sessions:
                 self.cache.release(session.blocks)
                 session.blocks, session.tokens, session.pure = [], [], 0
                 session.dropped = True
-            elif not self.cache.try_swap_out(session.blocks):
-                return False
+            else:
+                self.cache.swap_out(session.blocks)
             if self.cache.available > before:
                 self.evicted += 1
                 return True

@@ -22,6 +22,12 @@ class Finish(NamedTuple):
     """The stop token id or stop string that ended it; None for end of sequence and max_tokens."""
 
 
+def require_tokenizer(params: SamplingParams, tokenizer: PreTrainedTokenizerFast | None) -> None:
+    """Raises UserError for stop strings without a tokenizer."""
+    if params.stop and tokenizer is None:
+        raise UserError("stop strings need a tokenizer, and the model has none; use stop_token_ids")
+
+
 class Ending:
     """Reads a sequence's tokens one by one, decides after which one it ends, and keeps its text.
 
@@ -40,11 +46,8 @@ class Ending:
         prompt_ids: Sequence[int] = (),
     ):
         """Raises UserError for stop strings without a tokenizer."""
+        require_tokenizer(params, tokenizer)
         self._stop: tuple[str, ...] = tuple(params.stop or ())
-        if self._stop and tokenizer is None:
-            raise UserError(
-                "stop strings need a tokenizer, and the model has none; use stop_token_ids"
-            )
         self._params = params
         self._eos = frozenset(() if params.ignore_eos else eos_token_ids)
         self._stop_token_ids = frozenset(params.stop_token_ids or ())

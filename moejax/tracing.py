@@ -53,6 +53,8 @@ class Tracer:
         self.writer, self._record_bytes = writer, record_bytes
         self._began = self._last_read = time.perf_counter()
         self._next_step = 0
+        self._queues: dict[tuple[str, str], tuple] = {}
+        """What each policy's queues were when they were last written out."""
         layers = writer.header.layers
         self._waves = {
             "prefill": np.full(layers, waves, np.int16),
@@ -148,8 +150,14 @@ class Tracer:
         if not isinstance(event, Decided):
             self.transfers([event])
             return
-        decision = dataclasses.asdict(event.decision)
-        wanted = {name: value for name, value in decision.items() if value is not None}
+        values = vars(event.decision).items()
+        wanted = {name: value for name, value in values if value is not None}
+        for name in ("stages", "transitions"):
+            # Thousands of entries; most policies want the same ones for many steps.
+            if name in wanted and self._queues.get((event.policy, name)) == wanted[name]:
+                wanted[name] = "as before"
+            elif name in wanted:
+                self._queues[event.policy, name] = wanted[name]
         fields = {"moment": event.moment.name, "policy": event.policy, "decision": wanted}
         self.decision(event.step, fields)
 

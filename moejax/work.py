@@ -1,11 +1,15 @@
-"""What the scheduler wants the next step to compute."""
+"""What the scheduler wants the next step to compute, and the step that was made of it."""
 
 from __future__ import annotations
 
 import dataclasses
 
+import jax
+import numpy as np
+
 from host_offload.kv_cache import Block
 from moejax.requests import Request
+from moejax.step import StepOutput
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,3 +46,27 @@ class Work:
 
     def requests(self) -> set[Request]:
         return {r for _, r in self.rows} | {c.request for c in self.chunks}
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A dispatched step whose results have not been read."""
+
+    number: int
+    work: Work
+    output: StepOutput
+    tokens: jax.Array
+    logprobs: tuple | None
+    dispatched_s: float
+    compiled: bool
+    """It is the first step of its executable."""
+    positions: np.ndarray
+    """int32[R]: of the decoded tokens, −1 elsewhere."""
+
+    @property
+    def kind(self) -> str:
+        return "prefill" if self.work.chunks else "decode"
+
+    def sampled(self) -> list[tuple[int, Request]]:
+        """The requests that got a token, each with the row it had."""
+        return self.work.sampled()

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from moejax import LLM, SamplingParams
-from moejax.engine import Step
+from moejax.work import Step
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 WINDOW = 512

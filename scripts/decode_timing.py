@@ -9,13 +9,14 @@ from collections import deque
 import jax
 import numpy as np
 
-from moejax.engine import Engine, Step
+from moejax.engine import Engine
 from moejax.experts import Paging
 from moejax.llm import LLM
 from moejax.requests import Request
 from moejax.runner import Runner
 from moejax.sampling_params import SamplingParams
 from moejax.step import Routing
+from moejax.work import Step
 
 ROUTINGS = ("real", "uniform", "zipf")
 ZIPF_EXPONENT = 1.0
@@ -83,7 +84,9 @@ def prefill(
     while not all(request.output for request in requests):
         engine.step()
     for request in requests:
-        engine.scheduler.reserve(request)
+        pages = engine.scheduler.pages_for(len(request.prompt), request.to_generate)
+        if not engine.scheduler.extend(request, pages - len(request.blocks)):
+            raise RuntimeError(f"the KV budget has no room for {len(requests)} sequences")
     rows = tuple(request.row for request in requests if request.row is not None)
     table = jax.device_put(engine.scheduler.block_table.copy(), engine.runner.tokens.sharding)
     return requests, Sequences(rows, len(prompts[0]), table)

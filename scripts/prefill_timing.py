@@ -9,8 +9,9 @@ import jax
 import numpy as np
 from bench_engine import grant
 
-from moejax.engine import Engine, Step
+from moejax.engine import Engine
 from moejax.sampling_params import SamplingParams
+from moejax.work import Step
 
 
 @dataclasses.dataclass(frozen=True)

@@ -108,6 +108,7 @@ _LLM_OPTIONS = (
     "memory",
     "expert_budget",
     "kv_budget",
+    "swap_space",
     "kv_overflow",
     "eviction",
     "trace",
@@ -145,6 +146,7 @@ def _parser() -> argparse.ArgumentParser:
         ("--memory", "bytes of the arena"),
         ("--expert-budget", "bytes or a share of the experts, such as 25%%"),
         ("--kv-budget", "bytes that KV gets"),
+        ("--swap-space", "host memory for KV that makes room"),
     ):
         group.add_argument(name, metavar="SIZE", help=text)
     group.add_argument(
@@ -269,6 +271,8 @@ def replay(
                 if turn.index + 1 < len(turns):
                     after = clock.now() + turns[turn.index + 1].think_s
                     heapq.heappush(due, (after, number, turn.index + 1))
+                else:
+                    llm.end_session(f"session {number}")
                 yield _line(turn, moment, request)
         engine.drain()
     finally:

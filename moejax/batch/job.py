@@ -116,6 +116,9 @@ class OpenJob:
                     yield dataclasses.replace(asked, tag=line)
             elif asked is None:
                 self._bad(line, line.error or "", keep, warn)
+            elif asked.session_id is not None and self.total is None:
+                # Which turn is a session's last is found by reading the input twice.
+                self._bad(line, "session_id needs an input that is a file, not a pipe", keep, warn)
             else:
                 yield dataclasses.replace(asked, tag=line)
 

@@ -71,16 +71,23 @@ def read_lines(
     """Each line of the stream that is not blank.
 
     sampling: SamplingParams fields of lines that do not say otherwise. made_with: what else decides
-    results (the model, the dtype). Memory: 16 bytes and a set's entry for every id.
+    results (the model, the dtype). Memory: 16 bytes and a set's entry for every id and session.
     """
     options = json.dumps([dict(sampling), seed, *made_with], sort_keys=True).encode()
     job = _digest(options, 16)
     seen: set[bytes] = set()
+    sessions: dict[str, bytes] = {}
     openai = False
     for number, raw in enumerate(stream, 1):
         if raw.strip():
             line = _read(raw, number, openai, seen, job, sampling, seed)
             openai = line.openai
+            session = None if line.request is None else line.request.session_id
+            if session is not None:
+                # A turn goes on from the KV of those before it, so its result is theirs as well.
+                sessions[session] = _digest(sessions.get(session, b"") + job + raw.strip(), 16)
+                request_id = "req_" + sessions[session].hex()
+                line = dataclasses.replace(line, request_id=request_id)
             yield line
 
 

@@ -84,23 +84,26 @@ def _openai_body(line: Line, output: RequestOutput, model: str) -> dict[str, Any
         # Clients want the field; the time is among the metrics.
         "created": 0,
         "model": line.model or model,
-        "choices": [_choice(completion, chat) for completion in output.outputs],
+        "choices": [_choice(completion, chat, line) for completion in output.outputs],
         **_prompt_logprobs(output),
         "usage": {**usage, "total_tokens": sum(usage.values())},
     }
 
 
-def _choice(completion: CompletionOutput, chat: bool) -> dict[str, Any]:
+def _choice(completion: CompletionOutput, chat: bool, line: Line) -> dict[str, Any]:
+    logprobs = None
     if chat:
         content: dict[str, Any] = {"message": {"role": "assistant", "content": completion.text}}
-        logprobs = _chat_logprobs
+        if completion.logprobs is not None and line.request is not None:
+            logprobs = _chat_logprobs(completion, line.request.sampling_params.logprobs or 0)
     else:
         content = {"text": completion.text}
-        logprobs = _completion_logprobs
+        if completion.logprobs is not None:
+            logprobs = _completion_logprobs(completion)
     return {
         "index": completion.index,
         **content,
-        "logprobs": None if completion.logprobs is None else logprobs(completion),
+        "logprobs": logprobs,
         "finish_reason": completion.finish_reason,
         "stop_reason": completion.stop_reason,
     }
@@ -122,7 +125,9 @@ def _completion_logprobs(completion: CompletionOutput) -> dict[str, Any]:
     }
 
 
-def _chat_logprobs(completion: CompletionOutput) -> dict[str, Any]:
+def _chat_logprobs(completion: CompletionOutput, top: int) -> dict[str, Any]:
+    """top: how many likeliest tokens were asked for; the chosen one is not among them by itself."""
+
     def entry(token: int, found: Logprob) -> dict[str, Any]:
         text = _token_text(token, found)
         return {
@@ -135,7 +140,7 @@ def _chat_logprobs(completion: CompletionOutput) -> dict[str, Any]:
         "content": [
             {
                 **entry(token, found[token]),
-                "top_logprobs": [entry(t, e) for t, e in _ranked(found)],
+                "top_logprobs": [entry(t, e) for t, e in _ranked(found)[:top]],
             }
             for token, found in zip(completion.token_ids, completion.logprobs or (), strict=True)
         ]

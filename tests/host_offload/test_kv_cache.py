@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from host_offload.arena import OutOfPages, SlotArena
-from host_offload.kv_cache import Block, KVCache, OutOfSwap
+from host_offload.kv_cache import Block, KVCache
 from host_offload.layout import PageLayout, slot_layout
 from host_offload.swap import SWAP_PAGES, read_pages, write_pages
 
@@ -84,11 +84,29 @@ def test_a_swapped_block_is_not_found_and_dies_with_its_last_holder(cache):
 
 def test_swap_space_ends(cache):
     blocks = cache.allocate(7)
-    with pytest.raises(OutOfSwap, match=r"7 more pages .* do not fit into swap_space"):
-        cache.swap_out(blocks)
+    assert cache.swap_out(blocks) == 6 and cache.swap_room == 0
+    assert cache.missing(blocks) == 6 and cache.swap_out(blocks) == 0
+    assert cache.copy(blocks[6]) is None
+    assert cache.faults([], [blocks]) == []
+
+
+def test_pages_that_cannot_be_moved_stay_where_they_are(cache, monkeypatch):
+    blocks = cache.allocate(3)
+
+    def fail(*_):
+        raise RuntimeError("no pinned memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cache, "read", fail)
+        with pytest.raises(RuntimeError, match="no pinned"):
+            cache.swap_out(blocks)
     assert cache.missing(blocks) == 0
-    cache.swap_out(blocks[:6])
-    assert not cache.swap_room(1)
+    cache.swap_out(blocks)
+    with monkeypatch.context() as patch:
+        patch.setattr(cache, "write", fail)
+        with pytest.raises(RuntimeError, match="no pinned"):
+            cache.swap_in(blocks)
+    assert cache.missing(blocks) == 3 and cache.faults([], [blocks]) == []
 
 
 def test_a_copy_is_another_block_with_the_same_bytes(cache):

@@ -11,7 +11,7 @@ import numpy as np
 from host_offload.tables import with_victim_weights
 from moejax import LLM, SamplingParams
 from moejax.arena_report import kv_faults
-from moejax.engine import Step
+from moejax.work import Step
 
 
 @dataclasses.dataclass(frozen=True)

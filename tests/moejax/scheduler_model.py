@@ -92,13 +92,28 @@ class Device:
 
     def step(self) -> None:
         previous, self.pending = self.pending, None
-        work = self.scheduler.next_work()
+        try:
+            work = self.scheduler.next_work()
+        except MemoryError:  # as Engine._next_work
+            self._give_up()
+            if previous is not None:
+                self._finish(*previous)
+            raise
         if work is None and previous is None and not self.scheduler.idle:
             raise RuntimeError("stuck")
         if work is not None:
             self.pending = work, self._run(work)
         if previous is not None:
             self._finish(*previous)
+
+    def _give_up(self) -> None:
+        scheduler = self.scheduler
+        blocks = set(scheduler.published)
+        running = scheduler.running.values()
+        holders = {r for r in running if not blocks.isdisjoint(r.blocks)}
+        for request in scheduler.in_step | holders:
+            self.abort(request)
+        scheduler.cache.forget(scheduler.published)
 
     def _finish(self, work: Work, sampled: dict[int, int]) -> None:
         pairs = work.rows or [(c.row, c.request) for c in work.chunks if c.samples]

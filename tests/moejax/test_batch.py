@@ -812,3 +812,25 @@ def test_a_job_with_the_embedded_model(llm, tmp_path):
     assert "max_model_len is 256" in found["long"]["error"]["message"]
     assert found["s1"]["usage"]["completion_tokens"] == 16
     assert llm.engine.scheduler.sessions.all == ()
+
+
+def test_a_turn_is_known_by_the_turns_before_it():
+    first = b'{"prompt_token_ids": [5], "session_id": "s", "id": "a"}\n'
+    second = b'{"prompt_token_ids": [6], "session_id": "s", "id": "b"}\n'
+    other = b'{"prompt_token_ids": [7], "id": "c"}\n'
+
+    def ids(*raw):
+        found = read_lines(raw, sampling={}, seed=0, made_with=())
+        return {line.id: line.request_id for line in found}
+
+    order, reverse = ids(first, second, other), ids(other, second, first)
+    assert order["c"] == reverse["c"]
+    assert order["a"] != reverse["a"] and order["b"] != reverse["b"]
+    assert ids(first, other, second) == order
+
+
+def test_recompute_is_refused_for_files(tmp_path, capsys):
+    (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n')
+    arguments = ["--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.jsonl")]
+    assert cli.main(["generate", *arguments, "--kv-overflow", "recompute"]) == 2
+    assert "could not be resumed" in capsys.readouterr().err.replace("\n", " ")

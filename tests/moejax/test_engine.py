@@ -117,6 +117,10 @@ def test_pages_that_cannot_be_moved_abort_the_step_and_lose_nobody(llm, expected
             run_to_the_end(llm)
     assert kv_faults(llm.engine.scheduler) == []
     run_to_the_end(llm)
+    # Nobody finds KV that was never written.
+    for request in requests:
+        again = llm.generate(request.prompt, long)[0].outputs[0].token_ids
+        assert again[: len(request.output)] == request.output
     # Who was not part of the step that failed goes on.
     assert "length" in {r.finish_reason for r in requests} <= {"abort", "length"} and all_free(llm)
     llm.engine.set_budget(before["cells_per_layer"], before["kv_slots"])

@@ -48,8 +48,9 @@ KERNELS = {
 }
 """Our kernels in each program; all but the logits' two are once a layer."""
 
-XLA_LAUNCHES = {"decode": 24, "prefill": 34}
-"""Most kernels of XLA's own (masks, trace rows, sums, indices), in the layer and around it."""
+XLA_LAUNCHES = {"decode": 26, "prefill": 39}
+"""Most kernels of XLA's own (masks, trace rows, sums, indices), in the layer and around it: what
+reads the trace (which tokens missed experts, counts by name) runs once a step."""
 
 TEMP = {"decode": 20 * MiB, "prefill": 1100 * MiB}
 """Scratch beside arguments: decode at 64 rows; a sweep of 8192 tokens, mostly the experts' float32

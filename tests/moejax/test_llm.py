@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+import threading
 
 import jax
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 
 from host_offload.budget import ArenaTooSmall, BudgetError
 from moejax import LLM, SamplingParams, UserError
+from moejax.requests import GenerationRequest
 from pallas_kernels.triton import interpreted
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -179,12 +181,61 @@ def test_stats(llm):
             r"prompt \(250 tokens\) \+ max_tokens \(8\) is 258 tokens, max_model_len is 256",
         ),
         ({"text": "x"}, "needs 'prompt', 'prompt_token_ids' or 'messages'"),
+        ({"prompt": None}, "needs 'prompt', 'prompt_token_ids' or 'messages'"),
+        ([1.5, 2.5], "text or a list of token ids"),
+        ({"prompt_token_ids": ["a"]}, "text or a list of token ids"),
+        (None, "text or a list of token ids"),
     ],
 )
 def test_prompts_refused(llm, prompt, message):
+    before = llm.engine.statistics.requests
     with pytest.raises(UserError, match=message):
         llm.generate([[1, 2], prompt], GREEDY)
     assert llm.engine.scheduler.idle  # the good prompt beside it was not left behind
+    assert llm.engine.statistics.requests == before
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"priority": 1.5}, "priority cannot be 1.5"),
+        ({"priority": [1, 2, 3]}, "2 prompts but 3 priority"),
+        ({"session_id": 5}, "session_id cannot be 5"),
+        ({"session_id": ["a", 5]}, "session_id cannot be"),
+        ({"sampling_params": "greedy"}, "sampling_params cannot be 'greedy'"),
+        ({"session_id": "s", "sampling_params": SamplingParams(n=2)}, "goes on from one answer"),
+        (
+            {"session_id": "s", "sampling_params": SamplingParams(prompt_logprobs=1)},
+            "leave out session_id or prompt_logprobs",
+        ),
+    ],
+)
+def test_options_of_requests_refused(llm, options, message):
+    with pytest.raises(UserError, match=message):
+        llm.generate([[1, 2], [3]], **options)
+    assert llm.engine.scheduler.sessions.all == ()
+
+
+@pytest.mark.parametrize("prompts", [5, None, {1, 2}])
+def test_what_is_no_prompt_at_all(llm, prompts):
+    with pytest.raises(UserError, match="prompts are text, token ids, or a list"):
+        llm.generate(prompts)
+
+
+def test_priority_may_be_none_as_in_vllm(llm):
+    assert llm.generate([5, 6], GREEDY, priority=None)[0].finished
+
+
+def test_an_iterator_made_before_a_lend_is_refused_after_it(llm):
+    stream, each = llm.stream("The old", GREEDY), llm.generate_each([GenerationRequest([5])])
+    llm.lend(threading.Thread())
+    try:
+        for iterator in (stream, each):
+            with pytest.raises(UserError, match="belongs to an AsyncLLM"):
+                next(iterator)
+    finally:
+        llm.lend(None)
+    assert llm.engine.idle
 
 
 def test_no_chat_template(llm):

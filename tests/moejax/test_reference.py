@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from moejax import LLM, SamplingParams
-from moejax.engine import Step
 from moejax.tokenizer import load_tokenizer
+from moejax.work import Step
 
 MODELS = ("demo", "tri")
 DOMAINS = ("text", "math", "code")

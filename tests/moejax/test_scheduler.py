@@ -11,7 +11,7 @@ import pytest
 from moejax.arena_report import kv_stats
 from moejax.errors import UserError
 from moejax.prefix_cache import PrefixCache, block_keys
-from moejax.scheduler import Scheduler
+from moejax.scheduler import HELD_STEPS, Scheduler
 from moejax.sessions import Sessions, common_prefix
 from tests.moejax.scheduler_model import BLOCK, CHUNK, Device, Turn, run
 
@@ -268,3 +268,94 @@ def test_names_of_blocks():
     assert a[0] == b[0] and a[1] != b[1] and a[2] != b[2]
     assert common_prefix([1, 2, 3], [1, 2, 4, 5]) == 2
     assert common_prefix([], [1]) == 0 and common_prefix([1, 2], [1, 2, 3]) == 2
+
+
+def test_more_waiting_requests_do_not_begin_later():
+    """Held back for a fuller sweep, but not as long as others run, and not what is urgent."""
+    for urgent in (0, -1):
+        device = Device(pages=600, rows=16, sweep_chunks=8, max_model_len=512, admission=4)
+        long = [Turn((i + 1,) * 3, 300) for i in range(13)]
+        new = [Turn((40 + i,) * 3, 2, arrival=5, priority=urgent) for i in range(8)]
+        requests, begun = [], {}
+        step = device.step
+
+        def stepped(device=device, begun=begun, requests=requests, step=step):
+            step()
+            for request in device.scheduler.running.values():
+                begun.setdefault(request.number, len(requests))
+            requests.append(None)
+
+        device.step = stepped
+        run(device, [*long, *new], check=False)
+        waited = begun[13] - 5
+        assert waited <= (2 if urgent else HELD_STEPS + 4), waited
+
+
+def test_a_small_swap_space_lets_no_requests_wait_for_each_other():
+    for swap_pages in (0, 1, 3, 8):
+        page = device_page_bytes()
+        device = Device(pages=20, swap_bytes=swap_pages * page, **SMALL)
+        turns = [Turn((i + 1,) * 60, 200) for i in range(4)]
+        check_against_alone(turns, run(device, turns))
+
+
+def device_page_bytes() -> int:
+    return Device(pages=20, **SMALL).scheduler.cache.page_bytes
+
+
+def test_sessions_move_out_as_far_as_there_is_room():
+    device = Device(pages=16, swap_bytes=6 * device_page_bytes(), **SMALL)
+    turns = [
+        Turn((1,) * 150, 2, "old"),
+        Turn((2,) * 60, 2, "new", arrival=20),
+        Turn((3,) * 60, 2, arrival=40),
+    ]
+    check_against_alone(turns, run(device, turns))
+    assert device.scheduler.cache.swapped > 0
+
+
+def test_a_turn_preempted_in_its_prompt_says_that_it_was_recomputed():
+    seen = False
+    for length in (30, 40):
+        device = Device(pages=18, overflow="recompute", **SMALL)
+        turns = [
+            Turn((1,) * 40, 30, "a"),
+            Turn((2,) * 150, 3, "a", arrival=42),
+            Turn((3,) * length, 150, priority=-1, arrival=42),
+            Turn((4,) * length, 80, priority=-1, arrival=42),
+        ]
+        requests = run(device, turns)
+        for turn, request, tokens in zip(turns, requests, alone(turns, requests), strict=True):
+            assert request.recomputed or request.output == tokens, turn
+            assert request.cached_tokens <= len(request.prompt)
+        seen |= requests[1].preemptions > 0 and requests[1].recomputed
+    assert seen
+
+
+@pytest.mark.parametrize("broken", ["_read", "_write"])
+def test_a_page_that_cannot_be_moved_costs_no_other_request_a_token(broken, monkeypatch):
+    rng = np.random.default_rng(3)
+    failures = 0
+    for seed in range(20):
+        turns = [t for t in workload(np.random.default_rng(seed), 24) if t.abort is None]
+        device = Device(pages=32, **SMALL)
+        moving = getattr(device.scheduler.cache, broken.strip("_"))
+
+        def fail(*args, moving=moving):
+            if rng.random() < 0.3:
+                raise MemoryError("no pinned memory")
+            return moving(*args)
+
+        setattr(device.scheduler.cache, broken.strip("_"), fail)
+        step = device.step
+
+        def stepped(device=device, step=step):
+            nonlocal failures
+            try:
+                step()
+            except MemoryError:
+                failures += 1
+
+        device.step = stepped
+        check_against_alone(turns, run(device, turns))
+    assert failures > 3
