@@ -105,6 +105,7 @@ def test_the_same_tokens_as_generate_as_they_come(llm):
     assert found[2][-1].prompt == "Once"
 
 
+@pytest.mark.slow
 def test_log_probabilities_are_written_out_once(llm, monkeypatch):
     params = SamplingParams(
         temperature=0, max_tokens=60, ignore_eos=True, logprobs=3, prompt_logprobs=2
@@ -421,6 +422,7 @@ print(len(loop.run_until_complete(anext(stream)).outputs[0].token_ids) > 0)
 """
 
 
+@pytest.mark.slow
 def test_a_program_may_be_interrupted_and_end_while_requests_run():
     command = [sys.executable, "-c", PROGRAM]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)

@@ -41,6 +41,7 @@ def check(line: dict) -> None:
     assert line["ops"]["fill"] == "xla"
 
 
+@pytest.mark.slow
 def test_demo_through_runner_and_llm(capsys):
     found = lines(capsys, "--batch", "1,2", "--cells", "0,25%,16")
     keys = [(line["through"], line["batch"], line["cells_per_layer"]) for line in found]
@@ -57,6 +58,7 @@ FORCED = ("--layers", "2", "--batch", "3", "--cells", "0,16", "--routing")
 """One set of shapes for many runs: compiled once, in the persistent cache after that."""
 
 
+@pytest.mark.slow
 def test_forced_routing_on_random_weights(capsys):
     found = lines(capsys, *FORCED, "zipf")
     assert [line["through"] for line in found] == ["runner", "runner"]

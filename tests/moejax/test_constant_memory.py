@@ -40,6 +40,7 @@ tokens, 8, 2048] = 4 MiB. A sweep of 8192 tokens: its experts' outputs, float32[
 512 MiB, and its hidden states before and after the norm, 2 · 32 MiB."""
 
 STEPS = ("decode", "prefill", "score", "decode_forced", "prefill_forced")
+OTHER_STEPS = (*STEPS[2:], "prompt_logprobs")
 
 
 def nbytes(tree) -> int:
@@ -98,7 +99,9 @@ def compile_here(programs: Programs, name: str, donate: bool = True) -> Compiled
     return read_executable(lowered.compile(compiler_options=compiler_options("cpu")))
 
 
-@pytest.mark.parametrize("name", [*STEPS, "prompt_logprobs"])
+@pytest.mark.parametrize(
+    "name", [*STEPS[:2], *(pytest.param(s, marks=pytest.mark.slow) for s in OTHER_STEPS)]
+)
 def test_step_copies_nothing_large(runner, name):
     lowered = runner.lower(name)
     compiled = read_executable(lowered.compile(compiler_options=compiler_options("cpu")))
@@ -126,7 +129,9 @@ def test_sweep_in_waves_copies_nothing_large(runner):
     assert compiled.memory.temp_bytes < DEMO_TEMP["prefill"]
 
 
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize(
+    "name", [*STEPS[:2], *(pytest.param(s, marks=pytest.mark.slow) for s in STEPS[2:])]
+)
 def test_layers_without_experts_and_a_window_copy_nothing_large(name):
     moe = (False, True, True, False, False, True)
     config = dataclasses.replace(

@@ -188,6 +188,7 @@ class NextLayer:
         return state, Decision(stages=tuple(wanted))
 
 
+@pytest.mark.slow
 def test_policies_between_layers():
     """Transfers asked for after routing a layer are there, or skipped, before the next one."""
     with make_llm(expert_budget="40%", driver="host", policies=[NextLayer()]) as llm:

@@ -12,7 +12,9 @@ PROMPTS = [[5, 6, 7], list(range(100, 170)), [9] * 20]
 PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+@pytest.fixture(
+    scope="module", params=[pytest.param("float32", marks=pytest.mark.slow), "bfloat16"]
+)
 def llm(request, demo_dir):
     with LLM(
         demo_dir,

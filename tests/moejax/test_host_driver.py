@@ -42,7 +42,9 @@ KV_SLOTS = 11
 """What the experts leave of these limits' arena where all are resident."""
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+@pytest.fixture(
+    scope="module", params=[pytest.param("float32", marks=pytest.mark.slow), "bfloat16"]
+)
 def drivers(request):
     """(device, host): the demo model under both drivers."""
     with (
@@ -184,7 +186,8 @@ def test_scores_are_the_same(drivers):
     assert a.tobytes() == b.tobytes() and len(a) == len(tokens) - 1
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16"])
 def test_runs_of_unlike_layers_and_waves_have_the_same_bits(dtype, monkeypatch):
     """A dense layer before the MoE layers, a sliding window, three waves."""
     config = dataclasses.replace(
@@ -415,6 +418,7 @@ def compile_here(programs, name, donate=True):
     return read_executable(lowered.compile(compiler_options=compiler_options("cpu")))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drivers", ["bfloat16"], indirect=True)
 @pytest.mark.parametrize("name", [*LAYER_PROGRAMS, "score/output", "stage"])
 def test_layer_program_copies_nothing_large(host, name):
@@ -435,6 +439,7 @@ def test_layer_program_copies_nothing_large(host, name):
     assert compiled.memory.temp_bytes < 4 * MiB
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["attend.1", "attend.0", "feed_forward.0", "route.1"])
 def test_layers_without_experts_and_a_window_copy_nothing_large(name):
     config = dataclasses.replace(

@@ -38,6 +38,7 @@ def test_every_op_is_a_kernel(llm):
     assert set(llm.stats()["ops"].values()) == {"pallas"} and set(llm.stats()["ops"]) == set(OPS)
 
 
+@pytest.mark.slow
 def test_budgets_and_company_change_no_bit(llm):
     kv = llm.engine.scheduler.arena.slots - LAYERS * EXPERTS
     set_budget(llm, [EXPERTS] * LAYERS, kv)
@@ -51,6 +52,7 @@ def test_budgets_and_company_change_no_bit(llm):
     assert {"decode@16", "decode"} <= set(llm.engine.runner.executables())
 
 
+@pytest.mark.slow
 def test_kernels_agree_with_the_reference_ops(llm):
     with LLM("demo", ops="xla", progress=False, **LIMITS) as reference:
         wanted = run(reference, list(jobs()), check=False)

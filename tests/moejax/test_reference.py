@@ -15,7 +15,7 @@ from moejax import LLM, SamplingParams
 from moejax.tokenizer import load_tokenizer
 from moejax.work import Step
 
-MODELS = ("demo", "tri")
+MODELS = ("demo", pytest.param("tri", marks=pytest.mark.slow))
 DOMAINS = ("text", "math", "code")
 WINDOW = 512
 TIE = 1e-4

@@ -51,7 +51,9 @@ def job_pool() -> list[Job]:
 POOL = job_pool()
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+@pytest.fixture(
+    scope="module", params=[pytest.param("float32", marks=pytest.mark.slow), "bfloat16"]
+)
 def dtype(request):
     return request.param
 
@@ -283,6 +285,7 @@ def run_broken(ops, cells, *, check: bool) -> list[Recorded]:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32"], indirect=True)
 class TestBrokenOpsAreCaught:
     def test_plan_that_evicts_a_needed_expert(self, broken, dtype):
