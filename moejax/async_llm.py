@@ -7,7 +7,7 @@ import atexit
 import os
 import threading
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -111,12 +111,13 @@ class AsyncLLM:
             if not finished:
                 engine.tell(partial(engine.drop, stream))
 
-    async def abort(self, request_id: str) -> None:
-        """Cancels the request of that id. Its row and pages are free when this returns, and its
-        reader gets a last output with finish_reason "abort". An id that no request has, such as of
-        one that has just ended, is not an error."""
-        if (stream := self._engine.streams.get(request_id)) is not None:
-            await self._engine.call(partial(self._engine.cancel, stream))
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """Cancels the request of that id, or of each of several. Row and pages are free when this
+        returns, and the reader gets a last output with finish_reason "abort". An id that no request
+        has, such as of one that has just ended, is not an error."""
+        for each in [request_id] if isinstance(request_id, str) else request_id:
+            if (stream := self._engine.streams.get(each)) is not None:
+                await self._engine.call(partial(self._engine.cancel, stream))
 
     async def end_session(self, session_id: str) -> None:
         """`LLM.end_session`."""

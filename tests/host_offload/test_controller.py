@@ -80,6 +80,24 @@ def test_arrays_are_read_only_and_errors_name_the_policy():
     assert caught.value.__notes__ == ["in policy Writer at STEP_END of step 3"]
 
 
+def test_errors_of_init_name_the_policy():
+    class Wrong(type(scripted())):
+        def init(self, spec):
+            return spec.layerz
+
+    with pytest.raises(AttributeError) as caught:
+        Controller(spec(), [Wrong()])
+    assert caught.value.__notes__ == ["in policy Wrong at its init"]
+
+
+def test_a_refused_decision_leaves_the_state_as_it_was():
+    controller = Controller(spec(), [scripted({(Moment.STEP_END, 1): None})])
+    end(controller, 0)
+    with pytest.raises(PolicyError, match="not NoneType"):
+        end(controller, 1)
+    assert [observation.step for observation in seen(controller)] == [0]
+
+
 @pytest.mark.parametrize("answer", [None, Decision(), ((), Decision(), 1)])
 def test_decide_returns_a_pair(answer):
     class Wrong(type(scripted())):

@@ -120,6 +120,7 @@ END = {Moment.STEP_END}
             "device",
             "interval '4 miles' is not a number of steps, tokens, seconds",
         ),
+        ([scripted(moments=(), writes={"stages"})], "device", "no moments, so it is never asked"),
         (
             [scripted(victim_weights=(1, 0, 0))],
             "device",
@@ -177,6 +178,10 @@ def grid(value, *shape):
         (Decision(stages=(Stage(0, 0, 2),)), "stages has version 2, which must lie in 0…1"),
         (Decision(stages=(Stage(0, 1.0),)), "stages has 1.0 where an integer belongs"),
         (Decision(transitions=(Transition(0, 0, -1),)), "transitions has version -1"),
+        (
+            Decision(stages=(Stage(0, 0, cause=3),)),
+            "stages has the cause 3, which must be a string",
+        ),
         (Decision(pause_stages=1), "pause_stages must be True or False, not 1"),
         (Decision(cells=grid(9, 2)), "cells must lie in 0…8, not 9…9"),
         (Decision(cells=grid(0, 2)), "cells is below min_cells in layer 1"),

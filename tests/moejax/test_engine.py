@@ -13,8 +13,10 @@ import jax
 import numpy as np
 import pytest
 
+from host_offload.policy_rules import PolicyError
 from moejax import LLM, SamplingParams, UserError
 from moejax.arena_report import kv_faults
+from moejax.budgets import try_grant
 from moejax.runner import Runner
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -135,6 +137,18 @@ def test_an_engine_is_idle_after_a_request_that_stopped_early(llm, expected, mon
     llm.engine.set_budget([3, 0, 8, 16], kv - 5)
     assert llm.stats()["arena"]["cells_per_layer"] == [3, 0, 8, 16]
     llm.engine.set_budget(cells, kv)
+
+
+def test_a_policy_may_shrink_kv_although_prompts_are_cached(llm):
+    scheduler, runner = llm.engine.scheduler, llm.engine.runner
+    arena, before = scheduler.arena, llm.stats()["arena"]
+    llm.generate(np.random.default_rng(5).integers(1, 4096, 200).tolist(), GREEDY)
+    assert scheduler.cache.idle > 8
+    assert try_grant(runner, scheduler, None, arena.layout.pages_per_slot)
+    assert arena.pages == arena.layout.pages_per_slot and kv_faults(scheduler) == []
+    with pytest.raises(PolicyError, match="wants what the arena cannot give"):
+        try_grant(runner, scheduler, None, 10**6)
+    llm.engine.set_budget(before["cells_per_layer"], before["kv_slots"])
 
 
 @pytest.mark.parametrize(
