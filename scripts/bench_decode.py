@@ -163,6 +163,7 @@ def _run(args: argparse.Namespace) -> None:
         kernel_profile.require_track(device)
     rows = max(batches)
     limits = Limits(
+        enable_prefix_caching=False,
         max_num_seqs=rows,
         max_model_len=longest,
         max_num_batched_tokens=SWEEP,

@@ -149,6 +149,7 @@ def _limits(
 ) -> Limits:
     """Shapes that hold all prompts in one sweep."""
     return Limits(
+        enable_prefix_caching=False,
         max_num_seqs=len(lengths),
         max_model_len=max(lengths) + 1,
         max_num_batched_tokens=PREFILL_CHUNK * sum(-(-n // PREFILL_CHUNK) for n in lengths),

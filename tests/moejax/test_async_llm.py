@@ -105,6 +105,7 @@ def test_the_same_tokens_as_generate_as_they_come(llm):
     assert found[2][-1].prompt == "Once"
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_log_probabilities_are_written_out_once(llm, monkeypatch):
     params = SamplingParams(

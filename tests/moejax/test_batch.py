@@ -714,6 +714,7 @@ def requests_of(count):
     ]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_each_request_gets_what_generate_gives_and_memory_holds_few(llm):
     requests, pulled, done = requests_of(30), [], []

@@ -58,6 +58,7 @@ FORCED = ("--layers", "2", "--batch", "3", "--cells", "0,16", "--routing")
 """One set of shapes for many runs: compiled once, in the persistent cache after that."""
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_forced_routing_on_random_weights(capsys):
     found = lines(capsys, *FORCED, "zipf")

@@ -342,6 +342,7 @@ def _expected(sequence, logits):
     return tokens, clear
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_nothing_more_is_compiled_or_allocated_without_the_extras(runner):
     sequences = [Sequence([7, 8, 9], GREEDY), Sequence([5], GREEDY, row=1)]

@@ -13,7 +13,7 @@ PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
 
 @pytest.fixture(
-    scope="module", params=[pytest.param("float32", marks=pytest.mark.slow), "bfloat16"]
+    scope="module", params=[pytest.param("float32", marks=pytest.mark.nightly), "bfloat16"]
 )
 def llm(request, demo_dir):
     with LLM(

@@ -43,7 +43,7 @@ KV_SLOTS = 11
 
 
 @pytest.fixture(
-    scope="module", params=[pytest.param("float32", marks=pytest.mark.slow), "bfloat16"]
+    scope="module", params=[pytest.param("float32", marks=pytest.mark.nightly), "bfloat16"]
 )
 def drivers(request):
     """(device, host): the demo model under both drivers."""
@@ -186,6 +186,7 @@ def test_scores_are_the_same(drivers):
     assert a.tobytes() == b.tobytes() and len(a) == len(tokens) - 1
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16"])
 def test_runs_of_unlike_layers_and_waves_have_the_same_bits(dtype, monkeypatch):
@@ -457,6 +458,7 @@ def test_layers_without_experts_and_a_window_copy_nothing_large(name):
     assert compiled.memory.alias_bytes >= arena
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.aot
 @pytest.mark.parametrize("name", ["decode/attend.0", "decode/experts", "prefill/experts", "stage"])
@@ -502,6 +504,7 @@ def test_wrong_layer_index_is_found(host, solo, monkeypatch):
         assert not run(host, POOL[3:4], check=False)[0].same_bits(solo[3])
 
 
+@pytest.mark.nightly
 @pytest.mark.slow  # two starts that no cache holds
 def test_missing_barriers_are_found(monkeypatch):
     """Where XLA may keep more precision than a border has, a scan and separate executables differ,
