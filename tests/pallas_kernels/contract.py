@@ -27,12 +27,16 @@ POISON = 0x7FFF
 SEEDS = (0, 1)
 
 
+QUICK_SPECS = 5
+"""Specs of an op that the quick suite tests the reference with."""
+
+
 def each(implementations: Mapping[str, Callable], specs: Sequence = (), dtypes: Sequence = ()):
     """Parametrises a test by implementation and, where given, by spec and by dtype.
 
     Kernels take 16-bit operands only, so "pallas" gets neither specs of float32 nor that dtype. Its
     cases are slow, since interpreted kernels compile slowly; the quick suite has each kernel in
-    the engine (test_kernels_in_engine).
+    the engine (test_kernels_in_engine). So are an op's specs after the first few.
     """
     axes = {"implementation": list(implementations), "spec": list(specs), "dtype": list(dtypes)}
     axes = {name: values for name, values in axes.items() if values}
@@ -43,7 +47,8 @@ def each(implementations: Mapping[str, Callable], specs: Sequence = (), dtypes: 
         if interpreted_kernel and "float32" in (case.get("dtype"), getattr(spec, "dtype", None)):
             continue
         name = "-".join(value if isinstance(value, str) else _name(value) for value in values)
-        marks = [pytest.mark.slow] if interpreted_kernel else []
+        rare = spec is not None and list(specs).index(spec) >= QUICK_SPECS
+        marks = [pytest.mark.slow] if interpreted_kernel or rare else []
         cases.append(pytest.param(*values, id=name, marks=marks))
     return pytest.mark.parametrize(list(axes), cases)
 
