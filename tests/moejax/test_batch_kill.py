@@ -58,6 +58,7 @@ def test_killed_and_resumed(llm, tmp_path):
     assert len(sizes) == kills and 0 < sizes[0] < sizes[-1]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_ctrl_c_leaves_whole_results(tmp_path):
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"

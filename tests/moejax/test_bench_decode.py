@@ -41,6 +41,7 @@ def check(line: dict) -> None:
     assert line["ops"]["fill"] == "xla"
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_demo_through_runner_and_llm(capsys):
     found = lines(capsys, "--batch", "1,2", "--cells", "0,25%,16")

@@ -9,6 +9,7 @@ from tests.moejax.bench_runs import bench_prefill, json_lines, prefill_report, r
 QUICK = ("--layers", "2", "--repeats", "2", "--prompt", "64", "--waves", "2")
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_tokens_by_cells(capsys):
     args = ("--tokens", "100,130", "--cells", "all,25%,0")

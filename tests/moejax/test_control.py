@@ -188,6 +188,7 @@ class NextLayer:
         return state, Decision(stages=tuple(wanted))
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_policies_between_layers():
     """Transfers asked for after routing a layer are there, or skipped, before the next one."""

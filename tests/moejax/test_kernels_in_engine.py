@@ -52,6 +52,7 @@ def test_budgets_and_company_change_no_bit(llm):
     assert {"decode@16", "decode"} <= set(llm.engine.runner.executables())
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_kernels_agree_with_the_reference_ops(llm):
     with LLM("demo", ops="xla", progress=False, **LIMITS) as reference:

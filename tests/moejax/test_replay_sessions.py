@@ -94,6 +94,7 @@ def test_a_wall_clock_waits(monkeypatch):
     assert slept == [pytest.approx(5, abs=0.5), 0.0]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_swapping_sessions_changes_no_token(capsys, tmp_path):
     *roomy, first = json_lines(capsys, replay_sessions.main, *SMALL)

@@ -46,6 +46,7 @@ def test_nothing_is_imported_before_a_tokenizer_is_loaded():
     assert result.stdout.strip() == "False"
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_loading_prints_nothing_and_needs_no_network():
     code = f"from moejax.tokenizer import load_tokenizer; load_tokenizer({str(DEMO)!r})"

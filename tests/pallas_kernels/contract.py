@@ -27,6 +27,9 @@ POISON = 0x7FFF
 SEEDS = (0, 1)
 
 
+INTERPRETED_SPECS = 9
+"""Specs of an op that .ci/run interprets its kernels with; `pytest` without a marker takes all."""
+
 QUICK_SPECS = 5
 """Specs of an op that the quick suite tests the reference with."""
 
@@ -47,8 +50,10 @@ def each(implementations: Mapping[str, Callable], specs: Sequence = (), dtypes: 
         if interpreted_kernel and "float32" in (case.get("dtype"), getattr(spec, "dtype", None)):
             continue
         name = "-".join(value if isinstance(value, str) else _name(value) for value in values)
-        rare = spec is not None and list(specs).index(spec) >= QUICK_SPECS
-        marks = [pytest.mark.slow] if interpreted_kernel or rare else []
+        place = 0 if spec is None else list(specs).index(spec)
+        marks = [pytest.mark.slow] if interpreted_kernel or place >= QUICK_SPECS else []
+        if interpreted_kernel and place >= INTERPRETED_SPECS:
+            marks.append(pytest.mark.nightly)
         cases.append(pytest.param(*values, id=name, marks=marks))
     return pytest.mark.parametrize(list(axes), cases)
 

@@ -59,6 +59,7 @@ def resolve_names():
     return [f.name for f in dataclasses.fields(resolve_ops())]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_every_kernel_passes_its_checks():
     found = small_checks(**dict.fromkeys(resolve_names(), "pallas"))
