@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 import numpy as np
+from numpy.typing import ArrayLike
 
 from host_offload.eviction import victim_weights
 from host_offload.layout import DENSE
@@ -20,7 +21,6 @@ __all__ = [
     "regrant",
     "snapshot",
     "with_contents",
-    "with_victim_weights",
 ]
 
 
@@ -68,13 +68,7 @@ def regrant(tables: Tables, cell_row: jax.Array) -> Tables:
     )
 
 
-def with_victim_weights(tables: Tables, eviction: str) -> Tables:
-    """Tables under another eviction policy. Raises ValueError for an unknown one."""
-    weights = jnp.asarray(victim_weights(eviction), jnp.int32)
-    return tables._replace(victim_weights=jax.device_put(weights, tables.clock.sharding))
-
-
-def with_contents(tables: Tables, contents: Mapping[str, np.ndarray]) -> Tables:
+def with_contents(tables: Tables, contents: Mapping[str, ArrayLike]) -> Tables:
     """Tables with other contents of some fields, int32 arrays of the same shapes."""
     # A copy, because the next step donates it.
     arrays = {name: np.array(values, np.int32) for name, values in contents.items()}

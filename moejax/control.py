@@ -171,7 +171,7 @@ class Control:
             controller.see(self._tables_now())
 
 
-_OF_RECORD = (*("request", "user", "position", "phase", "ids", "weights", "missed", "compiled"),)
+_OF_RECORD = ("request", "user", "position", "phase", "ids", "weights", "missed", "compiled")
 """Fields that a StepRecord and an Observation share."""
 
 

@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 
 
 def check(
-    engine: Engine,
-    encoded: EncodedPrompt,
-    params: SamplingParams,
-    session_id: str | None = None,
-    priority: int = 0,
+    engine: Engine, encoded: EncodedPrompt, params: SamplingParams, session_id: str | None = None
 ) -> None:
     """Raises UserError, as submit does, for what could never run."""
+    _check_n(params, session_id)
+    engine.check(encoded[1], params, session_id=session_id)
+
+
+def _check_n(params: SamplingParams, session_id: str | None) -> None:
     if session_id is not None and params.n > 1:
         raise UserError("a session goes on from one answer; leave out session_id or n")
-    engine.check(encoded[1], params, session_id=session_id)
 
 
 def submit(
@@ -43,8 +43,9 @@ def submit(
 ) -> Submission:
     """Puts a prompt into the engine, one request for each of its n sequences. Raises UserError for
     what could never run, and then leaves nothing in the engine."""
-    check(engine, encoded, params, session_id)
+    _check_n(params, session_id)
     text, ids = encoded
+    # The engine checks each; what it lets pass of the first one it lets pass of all.
     each = [params if params.n == 1 else child_params(params, i) for i in range(params.n)]
     requests = [engine.add(ids, c, session_id=session_id, priority=priority) for c in each]
     return Submission(text, tuple(requests))

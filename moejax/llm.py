@@ -222,8 +222,8 @@ class LLM:
         sessions = one_each("session_id", session_id, len(encoded), (str, type(None)))
         priorities = one_each("priority", priority or 0, len(encoded), int)
         asked = list(zip(encoded, params, sessions, priorities, strict=True))
-        for one in asked:
-            check(self._open(), *one)
+        for prompt, wanted, session, _ in asked:
+            check(self._open(), prompt, wanted, session)
         with in_engine(self._open()) as submissions:
             submissions += [submit(self.engine, *one) for one in asked]
             requests = [r for s in submissions for r in s.requests]

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from jax import lax
 
-from host_offload.tables import empty_tables, with_victim_weights
+from host_offload.eviction import victim_weights
+from host_offload.tables import empty_tables, with_contents
 from pallas_kernels.plan import plan
 
 EXPERTS, STEPS, LARGEST = 16, 60, 4
@@ -155,7 +156,8 @@ def test_the_policy_changes_without_recompilation():
         tables = jax.device_put(tables, jax.devices()[0])  # committed, as the engine's are
         for e in (0, 0, 0, 1):
             tables, _ = op(tables, jnp.int32(0), jnp.arange(4) == e)
-        tables, _ = op(with_victim_weights(tables, eviction), jnp.int32(0), jnp.arange(4) == 2)
+        tables = with_contents(tables, {"victim_weights": victim_weights(eviction)})
+        tables, _ = op(tables, jnp.int32(0), jnp.arange(4) == 2)
         dropped[eviction] = [e for e in (0, 1) if tables.address[0, e] < 0]
     assert dropped == {"lru": [0], "lfu": [1]}
     assert op._cache_size() == 1

@@ -5,7 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from host_offload.tables import Tables, empty_tables, regrant, with_victim_weights
+from host_offload.eviction import victim_weights
+from host_offload.tables import Tables, empty_tables, regrant, with_contents
+
+LFU = {"victim_weights": victim_weights("lfu")}
 
 
 def resident() -> Tables:
@@ -100,12 +103,12 @@ def test_budgets_are_contents_so_nothing_recompiles():
     for granted in (0, 2, 4):
         cell_row = jnp.where(jnp.arange(4) < granted, tables.cell_row, -1)
         tables = move(tables, cell_row)
-        tables = with_victim_weights(tables, "lfu")
+        tables = with_contents(tables, LFU)
     assert move._cache_size() == 1
 
 
-def test_with_victim_weights():
+def test_other_victim_weights():
     tables = resident()
-    equal_except(with_victim_weights(tables, "lfu"), tables, victim_weights=[0, 1, 0])
+    equal_except(with_contents(tables, LFU), tables, victim_weights=[0, 1, 0])
     with pytest.raises(ValueError, match="unknown eviction policy 'fifo'"):
-        with_victim_weights(tables, "fifo")
+        victim_weights("fifo")

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from host_offload.tables import with_victim_weights
+from host_offload.eviction import victim_weights
+from host_offload.tables import with_contents
 from moejax import LLM, SamplingParams
 from moejax.arena_report import kv_faults
 from moejax.work import Step
@@ -54,7 +55,8 @@ def set_budget(llm: LLM, cells: Sequence[int], kv_slots: int, eviction: str = "l
     """Other budgets and policy for an idle engine: table contents only, nothing is compiled."""
     llm.engine.set_budget(cells, kv_slots)
     runner = llm.engine.runner
-    runner.tables = with_victim_weights(runner.tables, eviction)
+    weights = {"victim_weights": victim_weights(eviction)}
+    runner.tables = with_contents(runner.tables, weights)
 
 
 def run(llm: LLM, jobs: Sequence[Job], *, check: bool = True) -> list[Recorded]:
