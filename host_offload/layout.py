@@ -61,6 +61,11 @@ class PageLayout:
     ``l · rows_per_layer``; there, token t's keys come first and its values after them:
     row ``(2·t + {0: key, 1: value})·kv_heads + head``. A token's K and V are one contiguous run, so
     writing it is one copy; a head's tile is read as rows of head_dim with a fixed stride.
+
+    A *latent* page (multi-head latent attention, DeepSeek-V2 section 2.1) has one KV row per token
+    and layer, row ``t``, which is key and value at once: the value is its first `latent` values.
+
+    Raises ValueError for a latent page of more than one KV head or a latent wider than a KV row.
     """
 
     layers: int
@@ -68,6 +73,15 @@ class PageLayout:
     head_dim: int
     itemsize: int
     block_size: int
+    latent: int = 0
+    """Values of a KV row that are the value too; 0: keys and values are rows of their own."""
+
+    def __post_init__(self):
+        if self.latent and (self.kv_heads != 1 or not 0 < self.latent <= self.head_dim):
+            raise ValueError(
+                f"a latent page has 1 KV head and a latent within head_dim, not {self.kv_heads} "
+                f"heads and latent {self.latent} of {self.head_dim}"
+            )
 
     @property
     def row_elements(self) -> int:
@@ -77,7 +91,7 @@ class PageLayout:
     @property
     def rows_per_token(self) -> int:
         """KV rows of one token in one layer."""
-        return 2 * self.kv_heads
+        return 1 if self.latent else 2 * self.kv_heads
 
     @property
     def rows_per_layer(self) -> int:
@@ -142,22 +156,24 @@ def slot_layout(
     layers: int,
     kv_heads: int,
     head_dim: int,
+    latent: int = 0,
     block_size: int | None = None,
 ) -> SlotLayout:
     """The slot for a model: one dense record, and as many whole pages as fit into it.
 
     hidden, width: D and I. itemsize: bytes of a value, of weights and of KV. layers: all attention
-    layers. block_size: tokens per page; by default the one of 16, 32, 64 that wastes least of a
-    slot, the smaller of equals. Where not even one page of the smallest block fits into a record
-    (few narrow experts, many layers), the slot grows to hold one.
+    layers. kv_heads, head_dim, latent: of a page, see PageLayout. block_size: tokens per page;
+    by default the one of 16, 32, 64 that wastes least of a slot, the smaller of equals. Where
+    not even one page of the smallest block fits into a record (few narrow experts, many
+    layers), the slot grows to hold one.
 
-    Raises ValueError when head_dim values do not make whole uint16 rows or block_size is not legal.
+    Raises ValueError for a block_size that is not legal and for what PageLayout refuses.
     """
     if block_size is not None and block_size not in BLOCK_SIZES:
         raise ValueError(f"block_size must be one of {BLOCK_SIZES}, not {block_size}")
     record = ExpertLayout(hidden, width, itemsize)
     pages = [
-        PageLayout(layers, kv_heads, head_dim, itemsize, size)
+        PageLayout(layers, kv_heads, head_dim, itemsize, size, latent)
         for size in ((block_size,) if block_size else BLOCK_SIZES)
     ]
     row_elements = pages[0].row_elements

@@ -9,7 +9,9 @@ from pallas_kernels.triton import is_interpreted
 
 OPS: dict[str, tuple[str, ...]] = {
     "linear": ("xla", "pallas"),
+    "head_linear": ("xla",),
     "rms_norm": ("xla", "pallas"),
+    "layer_norm": ("xla", "pallas"),
     "route": ("xla", "pallas"),
     "plan": ("xla", "pallas"),
     "fill": ("xla", "pallas"),
@@ -17,6 +19,7 @@ OPS: dict[str, tuple[str, ...]] = {
     "expert_ffn": ("xla", "pallas"),
     "combine": ("xla", "pallas"),
     "kv_write": ("xla", "pallas"),
+    "latent_write": ("xla",),
     "paged_attention": ("xla", "pallas"),
 }
 """Every op and the implementations this release has."""
@@ -30,7 +33,9 @@ class Ops:
     """The chosen implementation of each op."""
 
     linear: str
+    head_linear: str
     rms_norm: str
+    layer_norm: str
     route: str
     plan: str
     fill: str
@@ -38,21 +43,26 @@ class Ops:
     expert_ffn: str
     combine: str
     kv_write: str
+    latent_write: str
     paged_attention: str
 
 
 def parse_ops(ops: str | Mapping[str, str]) -> dict[str, str]:
     """Op → wanted implementation or "auto", for every op.
 
-    ops: "auto", the name of one implementation for every op, pairs as in "plan=xla,route=pallas",
-    or a mapping; ops left out are "auto".
+    ops: "auto", the name of one implementation for every op that has it, pairs as in
+    "plan=xla,route=pallas", or a mapping; ops left out are "auto".
 
     Raises ValueError naming what exists, for an op or an implementation that does not.
     """
     if isinstance(ops, str) and "=" in ops:
         pairs = [pair.partition("=") for pair in ops.split(",")]
         ops = {op.strip(): name.strip() for op, _, name in pairs}
-    chosen = dict(ops) if isinstance(ops, Mapping) else dict.fromkeys(OPS, ops)
+    if isinstance(ops, Mapping):
+        chosen = dict(ops)
+    else:
+        have = [op for op, names in OPS.items() if ops in names]
+        chosen = dict.fromkeys(have or OPS, ops)
     unknown = sorted(set(chosen) - set(OPS))
     if unknown:
         raise ValueError(f"unknown op {unknown[0]!r}; the ops are {', '.join(OPS)}")
@@ -65,23 +75,30 @@ def parse_ops(ops: str | Mapping[str, str]) -> dict[str, str]:
 
 
 def resolve_ops(
-    ops: str | Mapping[str, str] = "auto", *, platform: str = "cpu", dtype: str = "float32"
+    ops: str | Mapping[str, str] = "auto",
+    *,
+    platform: str = "cpu",
+    dtype: str = "float32",
+    no_kernel: Mapping[str, str] | None = None,
 ) -> Ops:
     """Decides an implementation for each op.
 
-    ops: as for parse_ops. platform: the device's, "cpu" or "gpu". dtype: the run's. Auto is
-    "pallas" on a GPU for the 16-bit dtypes, else "xla", which runs everywhere.
+    ops: as for parse_ops. platform: the device's, "cpu" or "gpu". dtype: the run's. no_kernel: ops
+    whose kernel this model cannot use, and why (paged_attention's `why_not_pallas`). Auto is
+    "pallas" on a GPU for the 16-bit dtypes where the op has a kernel for the model, else "xla",
+    which runs everywhere.
 
     Raises ValueError for what parse_ops refuses, and for kernels asked for where they cannot run.
     """
     wanted = parse_ops(ops)
     runs = platform == "gpu" or is_interpreted()
     wide = dtype not in KERNEL_DTYPES
+    no_kernel = no_kernel or {}
     resolved = {}
     for op, name in wanted.items():
         if name == "auto":
             usable = platform == "gpu" and not wide and "pallas" in OPS[op]
-            name = "pallas" if usable else "xla"
+            name = "pallas" if usable and op not in no_kernel else "xla"
         if name == "pallas" and not runs:
             raise ValueError(f"op {op!r}: Pallas kernels need an NVIDIA GPU; here use xla or auto")
         if name == "pallas" and wide:
@@ -89,6 +106,8 @@ def resolve_ops(
                 f"op {op!r}: Pallas kernels compute in {' or '.join(KERNEL_DTYPES)}, not {dtype}; "
                 "use xla or auto"
             )
+        if name == "pallas" and op in no_kernel:
+            raise ValueError(f"op {op!r}: {no_kernel[op]}; use xla or auto")
         resolved[op] = name
     return Ops(**resolved)
 

@@ -7,10 +7,13 @@ intermediate values that the op's docstring names.
 
 TOLERANCES: dict[str, dict[str, float]] = {
     "linear": {"float32": 2e-6, "bfloat16": 4e-3, "float16": 5e-4},
+    "head_linear": {"float32": 2e-6, "bfloat16": 4e-3, "float16": 5e-4},
     "rms_norm": {"float32": 1e-6, "bfloat16": 8e-3, "float16": 1e-3},
+    "layer_norm": {"float32": 2e-6, "bfloat16": 4e-3, "float16": 5e-4},
     "route": {"float32": 1e-6},
     "combine": {"float32": 1e-6, "bfloat16": 4e-3, "float16": 5e-4},
     "kv_write": {"float32": 2e-6, "bfloat16": 2e-2, "float16": 3e-3},
+    "latent_write": {"float32": 2e-6, "bfloat16": 2e-2, "float16": 3e-3},
     "paged_attention": {"float32": 2e-6, "bfloat16": 5e-3, "float16": 7e-4},
     "expert_ffn": {"float32": 2e-6, "bfloat16": 4e-3, "float16": 5e-4},
 }

@@ -11,16 +11,24 @@ from pallas_kernels.kv_write import pallas_triton, reference
 class KVPage(NamedTuple):
     """How KV lies in a page, in rows of head_dim values: token-major, keys before values.
 
-    Layer l of a page begins at ``page + l · block_size · 2 · kv_heads``.
+    Layer l of a page begins at ``page + l · rows_per_layer``. A latent page has one row per token,
+    which is key and value at once (multi-head latent attention, DeepSeek-V2 section 2.1).
     """
 
     block_size: int
     kv_heads: int
     head_dim: int
+    latent: int = 0
+    """First values of a row that are the value too; 0: keys and values are rows of their own."""
 
     @property
     def rows_per_token(self) -> int:
-        return 2 * self.kv_heads
+        return 1 if self.latent else 2 * self.kv_heads
+
+    @property
+    def value_dim(self) -> int:
+        """Values that attention sums up, per head."""
+        return self.latent or self.head_dim
 
     @property
     def rows_per_layer(self) -> int:
@@ -32,8 +40,8 @@ IMPLEMENTATIONS = {"xla": reference.kv_write, "pallas": pallas_triton.kv_write}
 
 def kv_write(
     qkv: Float[Array, "T N"],
-    q_norm: Float[Array, "L hd"],
-    k_norm: Float[Array, "L hd"],
+    q_norm: Float[Array, "L hd"] | None,
+    k_norm: Float[Array, "L hd"] | None,
     stack_layer: Int[Array, ""] | int,
     positions: Int[Array, " T"],
     inverse_frequencies: Float[Array, " half"],
@@ -48,16 +56,22 @@ def kv_write(
 ) -> tuple[Float[Array, "T H hd"], UInt16[Array, "rows D"]]:
     """Splits qkv, normalises and rotates q and k, writes k and v to the tokens' pages.
 
-    qkv: heads of q, then of k, then of v. q_norm, k_norm: stacked over the run's layers, indexed
-    by stack_layer. positions: of the tokens. pages: KV row of the page that holds each token, −1
-    writes nothing (padding). layer: which layer's part of the page, counted over all layers.
-    attention_factor: scales cosine and sine (yarn). The rotation is that of transformers'
-    `apply_rotary_pos_emb` (halves, not pairs), its angles in float32.
+    qkv: heads of q, then of k, then of v. q_norm, k_norm: stacked over the run's layers, indexed by
+    stack_layer; both None: q and k are rotated as they are. positions: of the tokens. pages: KV
+    row of the page that holds each token, −1 writes nothing (padding). layer: which layer's
+    part of the page, counted over all layers. attention_factor: scales cosine and sine (yarn).
+    The rotation is that of transformers' `apply_rotary_pos_emb` (halves, not pairs), its angles
+    in float32.
 
     Returns (q, arena); the arena is updated in place when donated.
 
-    Raises ValueError for shapes that do not fit or an unknown implementation.
+    Raises ValueError for shapes that do not fit, a latent page, one norm without the other, or an
+    unknown implementation.
     """
+    if page.latent:
+        raise ValueError("kv_write writes keys and values; latent_write writes latent pages")
+    if (q_norm is None) != (k_norm is None):
+        raise ValueError("q_norm and k_norm are both given or both None")
     heads = qkv.shape[1] // page.head_dim - 2 * page.kv_heads
     if heads < 1 or qkv.shape[1] % page.head_dim:
         raise ValueError(f"qkv has {qkv.shape[1]} columns for {page.kv_heads} KV heads")

@@ -55,12 +55,13 @@ def kv_write(
 ):
     by_head = qkv.reshape(qkv.shape[0], -1, page.head_dim)
     tokens, all_heads, head_dim = by_head.shape
-    heads = all_heads - page.rows_per_token
+    heads = all_heads - 2 * page.kv_heads
     config = configuration(heads, page.kv_heads, head_dim, qkv.dtype)
     view = arena.reshape(-1, head_dim)
     kernel = functools.partial(
         _kernel, page=page, attention_factor=attention_factor, eps=eps, config=config
     )
+    norms = () if q_norm is None else (q_norm, k_norm, _scalar(stack_layer))
     q, view = triton_call(
         kernel,
         name="kv_write",
@@ -71,46 +72,20 @@ def kv_write(
         ),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        aliases={8: 1},
-    )(
-        by_head,
-        q_norm,
-        k_norm,
-        jnp.reshape(jnp.asarray(stack_layer, jnp.int32), 1),
-        positions,
-        inverse_frequencies,
-        pages,
-        jnp.reshape(jnp.asarray(layer, jnp.int32), 1),
-        view,
-    )
+        aliases={5 + len(norms): 1},
+    )(by_head, *norms, positions, inverse_frequencies, pages, _scalar(layer), view)
     return q, view.reshape(arena.shape)
 
 
-def _kernel(
-    qkv,
-    q_norm,
-    k_norm,
-    stack_layer,
-    positions,
-    inverse_frequencies,
-    pages,
-    layer,
-    _,
-    q_out,
-    kv_out,
-    *,
-    page,
-    attention_factor,
-    eps,
-    config,
-):
-    """Norm, rotation and store of one token's tile of heads.
+def _kernel(qkv, *refs, page, attention_factor, eps, config):
+    """Norm, if there are weights for it, rotation and store of one token's tile of heads.
 
     Cross-program writes: program (t, i) of a q tile writes q_out[t, its heads], of a k or v tile
     the KV rows of its heads in token t's place in its page. Tiles do not overlap, and no two
     tokens have the same place (the scheduler gives a page to one sequence). A token without a page
     writes no KV row.
     """
+    *norms, positions, inverse_frequencies, pages, layer, _, q_out, kv_out = refs
     t, tile = pl.program_id(0), pl.program_id(1)
     heads, head_dim, dtype = q_out.shape[1], page.head_dim, qkv.dtype
     half = head_dim // 2
@@ -127,6 +102,7 @@ def _kernel(
         return plgpu.load(at, mask=real_tile, other=0)
 
     def load_weight(first):
+        q_norm, k_norm, stack_layer = norms
         at = stack_layer[0], first + column
         q_weight = plgpu.load(q_norm.at[at], mask=real, other=0)
         k_weight = plgpu.load(k_norm.at[at], mask=real, other=0)
@@ -139,10 +115,11 @@ def _kernel(
     def _():
         bits = [load_tile(0), load_tile(half)]
         low, high = (x.astype(jnp.float32) for x in bits)
-        mean = (jnp.sum(low * low, axis=1) + jnp.sum(high * high, axis=1)) / head_dim
-        scale = lax.rsqrt(mean + eps)[:, None]
-        low = rounded(load_weight(0) * rounded(low * scale))
-        high = rounded(load_weight(half) * rounded(high * scale))
+        if norms:
+            mean = (jnp.sum(low * low, axis=1) + jnp.sum(high * high, axis=1)) / head_dim
+            scale = lax.rsqrt(mean + eps)[:, None]
+            low = rounded(load_weight(0) * rounded(low * scale))
+            high = rounded(load_weight(half) * rounded(high * scale))
 
         frequency = plgpu.load(inverse_frequencies.at[column], mask=real, other=0)
         angle = positions[t].astype(jnp.float32) * frequency
@@ -166,6 +143,10 @@ def _kernel(
             for first, x, v in zip((0, half), rotated, bits, strict=True):
                 x = jnp.where(is_v, _as_uint16(v), _as_uint16(x))  # v as it is, NaN bits too
                 plgpu.store(kv_out.at[place + row, first + column[None]], x, mask=real_tile)
+
+
+def _scalar(x):
+    return jnp.reshape(jnp.asarray(x, jnp.int32), 1)
 
 
 def _as_uint16(x):

@@ -1,6 +1,7 @@
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.kv_write.rotary import cosine_and_sine, rotate
 from pallas_kernels.rms_norm.reference import rms_norm
 
 
@@ -21,26 +22,24 @@ def kv_write(
 ):
     tokens = qkv.shape[0]
     by_head = qkv.reshape(tokens, -1, page.head_dim)
-    heads = by_head.shape[1] - page.rows_per_token
+    heads = by_head.shape[1] - 2 * page.kv_heads
     q, k, v = jnp.split(by_head, (heads, heads + page.kv_heads), axis=1)
 
-    angles = positions[:, None].astype(jnp.float32) * inverse_frequencies
-    cos = (jnp.cos(angles) * attention_factor).astype(qkv.dtype)[:, None]
-    sin = (jnp.sin(angles) * attention_factor).astype(qkv.dtype)[:, None]
-    q = _rotate(rms_norm(q, q_norm, stack_layer, eps), cos, sin)
-    k = _rotate(rms_norm(k, k_norm, stack_layer, eps), cos, sin)
+    cos, sin = cosine_and_sine(positions, inverse_frequencies, attention_factor, qkv.dtype)
+    if q_norm is not None:
+        q, k = rms_norm(q, q_norm, stack_layer, eps), rms_norm(k, k_norm, stack_layer, eps)
+    q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+    return q, write_rows(arena, jnp.concatenate([k, v], axis=1), positions, pages, layer, page)
 
-    bits = lax.bitcast_convert_type(jnp.concatenate([k, v], axis=1), jnp.uint16)
-    bits = bits.reshape(tokens, page.rows_per_token, -1)
+
+def write_rows(arena, values, positions, pages, layer, page):
+    """The arena with the tokens' KV rows, values [T, rows_per_token, hd], in their pages."""
+    tokens = values.shape[0]
+    bits = lax.bitcast_convert_type(values, jnp.uint16).reshape(tokens, page.rows_per_token, -1)
     view = arena.reshape(-1, bits.shape[-1])
     row = pages + layer * page.rows_per_layer + positions % page.block_size * page.rows_per_token
     row = jnp.where(pages >= 0, row, view.shape[0])
     # Two tokens never share a page row, and padding is dropped.
     rows = row[:, None] + jnp.arange(page.rows_per_token)
     view = view.at[rows].set(bits, mode="drop", unique_indices=True)
-    return q, view.reshape(arena.shape)
-
-
-def _rotate(x, cos, sin):
-    first, second = jnp.split(x, 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return view.reshape(arena.shape)

@@ -20,22 +20,29 @@ def decode_attention(
     *,
     page: KVPage,
     window: int | None = None,
+    scale: float | None = None,
     implementation: str = "xla",
-) -> Float[Array, "T H*hd"]:
+) -> Float[Array, "T values"]:
     """One query per sequence over its pages, flash-style, by spans of 64 tokens in ascending order.
 
     block_table: KV row of each page of each sequence, in order; entries past the length are not
     read. lengths: tokens to attend to, the query's own included; 0: an empty row, result 0.
-    window: keys at distance ≥ window are masked (`sliding_window`). Softmax and sums in float32.
-    The order of sums depends on the row's own length only: not on block_size, T or other rows.
+    window: keys at distance ≥ window are masked (`sliding_window`). scale: of the scores,
+    head_dim^−½ by default; a latent page needs one. Softmax and sums in float32. The order of sums
+    depends on the row's own length only: not on block_size, T or other rows.
 
-    Raises ValueError for shapes that do not fit or an unknown implementation.
+    Returns [T, H·hd]; of a latent page, where keys are whole rows and values their first `latent`
+    values, [T, H·latent].
+
+    Raises ValueError for shapes that do not fit, an unknown implementation, and what
+    `why_not_pallas` says of kernels.
     """
     _check(q, arena, page)
     if block_table.shape[0] != q.shape[0] or lengths.shape != q.shape[:1]:
         raise ValueError(f"q {q.shape}, block_table {block_table.shape}, lengths {lengths.shape}")
     fn = pick("paged_attention", DECODE, implementation)
-    return fn(q, arena, block_table, lengths, layer, page=page, window=window)
+    scale = _scale(page, scale)
+    return fn(q, arena, block_table, lengths, layer, page=page, window=window, scale=scale)
 
 
 def prefill_attention(
@@ -50,8 +57,9 @@ def prefill_attention(
     *,
     page: KVPage,
     window: int | None = None,
+    scale: float | None = None,
     implementation: str = "xla",
-) -> Float[Array, "NC H*hd"]:
+) -> Float[Array, "NC values"]:
     """Causal attention of a sweep's chunks, their own keys already written to the pages.
 
     q: N chunks of C rows. row: each chunk's sequence in the block table. start: position of its
@@ -64,10 +72,22 @@ def prefill_attention(
             f"q {q.shape}, row {row.shape}, start {start.shape}, length {length.shape}"
         )
     fn = pick("paged_attention", PREFILL, implementation)
-    return fn(q, arena, block_table, row, start, length, count, layer, page=page, window=window)
+    numbers = row, start, length, count, layer
+    options = dict(page=page, window=window, scale=_scale(page, scale))
+    return fn(q, arena, block_table, *numbers, **options)
+
+
+def _scale(page, scale):
+    if page.latent and scale is None:
+        raise ValueError(
+            "a latent page needs a scale: its head_dim is not that of the model's keys"
+        )
+    return page.head_dim**-0.5 if scale is None else scale
 
 
 def _check(q, arena, page):
+    if page.latent and (page.kv_heads != 1 or page.latent > page.head_dim):
+        raise ValueError(f"{page} is no page: a latent page has 1 KV head, latent within head_dim")
     if q.ndim != 3 or q.shape[2] != page.head_dim or q.shape[1] % page.kv_heads:
         raise ValueError(f"q is {q.shape} for {page.kv_heads} KV heads of head_dim {page.head_dim}")
     if SPAN % page.block_size:

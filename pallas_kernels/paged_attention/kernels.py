@@ -1,6 +1,6 @@
 """The bodies of attention's kernels.
 
-Softmax is computed in powers of two: scores are scaled by log2(e) / sqrt(head_dim).
+Softmax is computed in powers of two: scores are scaled by log2(e) · scale.
 """
 
 import math
@@ -17,7 +17,20 @@ MERGED = 8
 
 
 def split(
-    q_in, kv, block_table, lengths, layer, totals, tops, masses, *, page, window, groups, config
+    q_in,
+    kv,
+    block_table,
+    lengths,
+    layer,
+    totals,
+    tops,
+    masses,
+    *,
+    page,
+    window,
+    scale,
+    groups,
+    config,
 ):
     """Softmax sums of one sequence's queries of one KV head over one split of its tokens.
 
@@ -40,7 +53,7 @@ def split(
         def span(s, sums):
             position, held = _span(s, low, length - 1)
             keys, values = _load(kv, block_table, t, position, held, layer[0], kv_head, page)
-            return _attend(q, keys, values, held[None], sums, page)
+            return _attend(q, keys, values, held[None], sums, scale)
 
         first = jnp.maximum(begin, low) // SPAN
         total, top, mass = lax.fori_loop(first, pl.cdiv(end, SPAN), span, _no_sums(q))
@@ -97,6 +110,7 @@ def prefill(
     *,
     page,
     window,
+    scale,
     groups,
     config,
 ):
@@ -135,7 +149,7 @@ def prefill(
             seen = position[None] <= row_position
             if window is not None:
                 seen &= position[None] > row_position - window
-            return _attend(q, keys, values, seen, sums, page)
+            return _attend(q, keys, values, seen, sums, scale)
 
         total, _, mass = lax.fori_loop(low // SPAN, last // SPAN + 1, span, _no_sums(q))
         plgpu.store(out.at[at], (total / mass[:, None]).astype(out.dtype), mask=real)
@@ -176,12 +190,12 @@ def _no_sums(q):
     return jnp.zeros((rows, width), jnp.float32), empty - jnp.inf, empty
 
 
-def _attend(q, keys, values, seen, sums, page):
+def _attend(q, keys, values, seen, sums, scale):
     """One more span in (total [M, width], top [M], mass [M]). A row that sees none of it keeps its
     sums: it multiplies them by exactly 1 and adds zeros."""
     total, top, mass = sums
-    scale = math.log2(math.e) / math.sqrt(page.head_dim)
-    scores = jnp.where(seen, plgpu.dot(q, keys, trans_b=True) * scale, -jnp.inf)
+    scores = plgpu.dot(q, keys, trans_b=True) * (math.log2(math.e) * scale)
+    scores = jnp.where(seen, scores, -jnp.inf)
     new_top = jnp.maximum(top, jnp.max(scores, axis=1))
     shrink, p = _power(top, new_top), _power(scores, new_top[:, None])
     total = total * shrink[:, None] + plgpu.dot(p.astype(values.dtype), values)

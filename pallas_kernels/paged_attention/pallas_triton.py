@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.kv_write import KVPage
 from pallas_kernels.paged_attention import kernels
 from pallas_kernels.triton import power_of_two_divisor, triton_call
 
@@ -39,6 +40,13 @@ class PrefillConfig:
     """As DecodeConfig's."""
 
 
+def why_not_pallas(page: KVPage) -> str | None:
+    """Why the kernels cannot read such a page, in a sentence for people; None: they can."""
+    if page.latent:
+        return "paged_attention 'pallas' reads no latent pages; 'xla' does"
+    return _too_wide(page.head_dim) if page.head_dim > MAX_HEAD_DIM else None
+
+
 def decode_configuration(groups: int, head_dim: int, dtype: jax.typing.DTypeLike) -> DecodeConfig:
     """The tile for so many query heads per KV head.
 
@@ -65,14 +73,16 @@ def prefill_configuration(groups: int, head_dim: int, dtype: jax.typing.DTypeLik
     return PrefillConfig(queries=64, heads=heads, num_warps=4 * heads, num_stages=6)
 
 
-def decode_attention(q, arena, block_table, lengths, layer, *, page, window):
+def decode_attention(q, arena, block_table, lengths, layer, *, page, window, scale):
+    _check_page(page)
     tokens, heads, head_dim = q.shape
     groups = heads // page.kv_heads
     config = decode_configuration(groups, head_dim, q.dtype)
+    options = dict(page=page, window=window, scale=scale, groups=groups, config=config)
     splits = pl.cdiv(block_table.shape[1] * page.block_size, config.split)
     partial = jax.ShapeDtypeStruct((tokens, heads, splits), jnp.float32)
     parts = triton_call(
-        functools.partial(kernels.split, page=page, window=window, groups=groups, config=config),
+        functools.partial(kernels.split, **options),
         name="decode_attention_split",
         grid=(tokens, page.kv_heads, splits),
         out_shape=(
@@ -93,13 +103,17 @@ def decode_attention(q, arena, block_table, lengths, layer, *, page, window):
     )(lengths, *parts).reshape(tokens, heads * head_dim)
 
 
-def prefill_attention(q, arena, block_table, row, start, length, count, layer, *, page, window):
+def prefill_attention(
+    q, arena, block_table, row, start, length, count, layer, *, page, window, scale
+):
+    _check_page(page)
     rows, heads, head_dim = q.shape
     groups, chunks = heads // page.kv_heads, row.shape[0]
     config = prefill_configuration(groups, head_dim, q.dtype)
+    options = dict(page=page, window=window, scale=scale, groups=groups, config=config)
     tiles = pl.cdiv(rows // chunks, config.queries)
     return triton_call(
-        functools.partial(kernels.prefill, page=page, window=window, groups=groups, config=config),
+        functools.partial(kernels.prefill, **options),
         name="prefill_attention",
         grid=(chunks * tiles, heads // config.heads),
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
@@ -123,10 +137,19 @@ def _check(head_dim, dtype):
             f"paged_attention 'pallas' takes 16-bit dtypes, not {dtype}; 'xla' takes it"
         )
     if head_dim > MAX_HEAD_DIM:
-        raise ValueError(
-            f"paged_attention 'pallas' takes head_dim up to {MAX_HEAD_DIM}, not {head_dim}; "
-            "'xla' takes it"
-        )
+        raise ValueError(_too_wide(head_dim))
+
+
+def _check_page(page):
+    if why := why_not_pallas(page):
+        raise ValueError(why)
+
+
+def _too_wide(head_dim):
+    return (
+        f"paged_attention 'pallas' takes head_dim up to {MAX_HEAD_DIM}, not {head_dim}; "
+        "'xla' takes it"
+    )
 
 
 def _rows(arena, q):

@@ -4,35 +4,37 @@ from jax import lax
 from pallas_kernels.paged_attention.span import SPAN
 
 
-def decode_attention(q, arena, block_table, lengths, layer, *, page, window):
+def decode_attention(q, arena, block_table, lengths, layer, *, page, window, scale):
     # One sequence at a time: the shapes of its products are those of a lone request, and the work
     # is that of the real tokens. (Batched over rows it was slower on CPU at every length tried.)
     def row(t, out):
         last = lengths[t] - 1
         query = q[t][None]
-        attended = _attend(query, arena, block_table[t], last[None], layer, page, window)
+        attended = _attend(query, arena, block_table[t], last[None], layer, page, window, scale)
         return out.at[t].set(attended[0])
 
-    out = jnp.zeros((q.shape[0], q.shape[1] * q.shape[2]), q.dtype)
+    out = jnp.zeros((q.shape[0], q.shape[1] * page.value_dim), q.dtype)
     return lax.fori_loop(0, q.shape[0], row, out)
 
 
-def prefill_attention(q, arena, block_table, row, start, length, count, layer, *, page, window):
+def prefill_attention(
+    q, arena, block_table, row, start, length, count, layer, *, page, window, scale
+):
     size = q.shape[0] // row.shape[0]
 
     def chunk(c, out):
         # Padding rows repeat the last real position, so they look at no page that is not there.
         positions = start[c] + jnp.minimum(jnp.arange(size), length[c] - 1)
         rows = lax.dynamic_slice_in_dim(q, c * size, size)
-        attended = _attend(rows, arena, block_table[row[c]], positions, layer, page, window)
+        attended = _attend(rows, arena, block_table[row[c]], positions, layer, page, window, scale)
         return lax.dynamic_update_slice_in_dim(out, attended, c * size, 0)
 
-    out = jnp.zeros((q.shape[0], q.shape[1] * q.shape[2]), q.dtype)
+    out = jnp.zeros((q.shape[0], q.shape[1] * page.value_dim), q.dtype)
     return lax.fori_loop(0, count, chunk, out)
 
 
-def _attend(q, arena, block_table, positions, layer, page, window):
-    """q [C, H, hd] of one sequence, positions [C] ascending (−1: none) -> [C, H·hd]."""
+def _attend(q, arena, block_table, positions, layer, page, window, scale):
+    """q [C, H, hd] of one sequence, positions [C] ascending (−1: none) -> [C, H·value_dim]."""
     chunk, heads, head_dim = q.shape
     groups = heads // page.kv_heads
     view = arena.reshape(-1, head_dim * q.dtype.itemsize // 2)
@@ -51,13 +53,16 @@ def _attend(q, arena, block_table, positions, layer, page, window):
         if window is not None:
             written = written & (key_position > positions[0] - window)
         values = jnp.where(written[:, None, None], values, jnp.zeros((), q.dtype))
-        scores = lax.dot_general(
-            by_head,
-            keys,
-            (((2,), (2,)), ((0,), (1,))),
-            precision=lax.Precision.HIGHEST,
-            preferred_element_type=jnp.float32,
-        ) * (head_dim**-0.5)
+        scores = (
+            lax.dot_general(
+                by_head,
+                keys,
+                (((2,), (2,)), ((0,), (1,))),
+                precision=lax.Precision.HIGHEST,
+                preferred_element_type=jnp.float32,
+            )
+            * scale
+        )
         seen = key_position <= row_position
         if window is not None:
             seen = seen & (key_position > row_position - window)
@@ -85,19 +90,19 @@ def _attend(q, arena, block_table, positions, layer, page, window):
 
     shape = (page.kv_heads, chunk * groups)
     empty = (
-        jnp.zeros((*shape, head_dim), jnp.float32),
+        jnp.zeros((*shape, page.value_dim), jnp.float32),
         jnp.full(shape, -jnp.inf),
         jnp.zeros(shape),
     )
     spans = positions[-1] // SPAN + 1
     total, _, mass = lax.fori_loop(first, spans, span, empty)
     out = total / jnp.where(mass == 0.0, 1.0, mass)[..., None]
-    out = out.reshape(page.kv_heads, chunk, groups, head_dim).transpose(1, 0, 2, 3)
-    return out.reshape(chunk, heads * head_dim).astype(q.dtype)
+    out = out.reshape(page.kv_heads, chunk, groups, page.value_dim).transpose(1, 0, 2, 3)
+    return out.reshape(chunk, heads * page.value_dim).astype(q.dtype)
 
 
 def _load_span(view, block_table, span, layer, page, dtype):
-    """Keys and values of one span, each [SPAN, KH, hd]."""
+    """Keys [SPAN, KH, hd] and values [SPAN, KH, value_dim] of one span."""
     per_span = SPAN // page.block_size
     blocks = []
     for i in range(per_span):
@@ -107,5 +112,8 @@ def _load_span(view, block_table, span, layer, page, dtype):
     if jnp.dtype(dtype).itemsize == 4:
         bits = bits.reshape(*bits.shape[:-1], page.head_dim, 2)
     kv = lax.bitcast_convert_type(bits, dtype)
+    if page.latent:
+        keys = kv.reshape(SPAN, 1, page.head_dim)
+        return keys, keys[..., : page.latent]
     kv = kv.reshape(SPAN, 2, page.kv_heads, page.head_dim)
     return kv[:, 0], kv[:, 1]

@@ -25,10 +25,12 @@ class DecodeSpec:
     head_dim: int = 16
     layers: int = 2
     max_length: int = 192
+    latent: int = 0
+    scale: float | None = None
 
     @property
     def page(self) -> KVPage:
-        return KVPage(self.block_size, self.kv_heads, self.head_dim)
+        return KVPage(self.block_size, self.kv_heads, self.head_dim, self.latent)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,10 +47,12 @@ class PrefillSpec:
     head_dim: int = 16
     layers: int = 2
     max_length: int = 192
+    latent: int = 0
+    scale: float | None = None
 
     @property
     def page(self) -> KVPage:
-        return KVPage(self.block_size, self.kv_heads, self.head_dim)
+        return KVPage(self.block_size, self.kv_heads, self.head_dim, self.latent)
 
 
 def _rows(count: int) -> tuple[int, ...]:
@@ -56,7 +60,9 @@ def _rows(count: int) -> tuple[int, ...]:
 
 
 DECODE_SPECS = (
-    *(DecodeSpec(_rows(tokens), "bfloat16") for tokens in (1, 2, 3, 15, 16, 64, 65)),
+    *(DecodeSpec(_rows(tokens), "bfloat16") for tokens in (1, 2, 3)),
+    DecodeSpec(EDGES[:9], "bfloat16", scale=0.4),
+    *(DecodeSpec(_rows(tokens), "bfloat16") for tokens in (15, 16, 64, 65)),
     DecodeSpec(EDGES, "bfloat16", block_size=32),
     DecodeSpec(EDGES, "bfloat16", block_size=64, heads=3, kv_heads=1),
     DecodeSpec(EDGES, "float32", window=20),
@@ -73,7 +79,7 @@ PREFILL_SPECS = (
     PrefillSpec(((0, 2), (64, 1)), 2, "bfloat16"),
     PrefillSpec(((0, 3), (63, 3)), 3, "bfloat16"),
     PrefillSpec(((0, 15), (60, 7)), 15, "bfloat16"),
-    PrefillSpec(((0, 16), (48, 16), (64, 5), (176, 16)), 16, "bfloat16"),
+    PrefillSpec(((0, 16), (48, 16), (64, 5), (176, 16)), 16, "bfloat16", scale=0.4),
     PrefillSpec(((0, 17), (51, 17), (119, 2)), 17, "float32", block_size=32, window=20),
     PrefillSpec(((0, 64), (64, 33), (128, 64)), 64, "bfloat16", block_size=64, window=64),
     PrefillSpec(((0, 64), (64, 1), (128, 64)), 64, "float16", heads=3, kv_heads=1),
@@ -81,3 +87,39 @@ PREFILL_SPECS = (
     PrefillSpec(((0, 16), (96, 16)), 16, "float32", window=1),
     PrefillSpec(((0, 65), (65, 64), (130, 40)), 65, "bfloat16", heads=5, kv_heads=1, head_dim=6),
 )
+
+LATENT_DECODE_SPECS = (
+    DecodeSpec(EDGES, "float32", kv_heads=1, head_dim=24, latent=16, scale=0.3),
+    DecodeSpec(
+        EDGES, "bfloat16", block_size=32, window=20, kv_heads=1, head_dim=18, latent=16, scale=0.3
+    ),
+    DecodeSpec(
+        EDGES[:4],
+        "bfloat16",
+        block_size=64,
+        heads=16,
+        kv_heads=1,
+        head_dim=576,
+        latent=512,
+        scale=0.1,
+    ),
+)
+"""Of pages that the kernels do not read."""
+
+LATENT_PREFILL_SPECS = (
+    PrefillSpec(
+        ((0, 16), (48, 16), (64, 5)), 16, "float32", kv_heads=1, head_dim=24, latent=16, scale=0.3
+    ),
+    PrefillSpec(
+        ((0, 64), (64, 33)),
+        64,
+        "bfloat16",
+        block_size=32,
+        window=20,
+        kv_heads=1,
+        head_dim=18,
+        latent=16,
+        scale=0.3,
+    ),
+)
+"""Of pages that the kernels do not read."""

@@ -1,5 +1,6 @@
-"""Router: softmax over experts, top-k, weights."""
+"""Router: scores of experts, the choice of each token's experts, their weights."""
 
-from pallas_kernels.route.api import route
+from pallas_kernels.route.api import RouteRule, route, why_not_pallas
+from pallas_kernels.route.scores import route_scores
 
-__all__ = ["route"]
+__all__ = ["RouteRule", "route", "route_scores", "why_not_pallas"]

@@ -4,6 +4,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.dispatch import pick
 from pallas_kernels.route import pallas_triton, reference
+from pallas_kernels.route.pallas_triton import why_not_pallas
+from pallas_kernels.route.rule import RouteRule
+
+__all__ = ["IMPLEMENTATIONS", "RouteRule", "route", "why_not_pallas"]
 
 IMPLEMENTATIONS = {"xla": reference.route, "pallas": pallas_triton.route}
 
@@ -11,23 +15,29 @@ IMPLEMENTATIONS = {"xla": reference.route, "pallas": pallas_triton.route}
 def route(
     logits: Float[Array, "T E"],
     valid: Bool[Array, " T"],
+    correction: Float[Array, "L E"] | None = None,
+    layer: Int[Array, ""] | int = 0,
     *,
-    top_k: int,
-    normalize: bool,
+    rule: RouteRule,
     implementation: str = "xla",
 ) -> tuple[Int[Array, "T K"], Float[Array, "T K"]]:
     """Chooses each token's experts.
 
     logits: float32 router logits. valid: rows that hold a token; the others get ids E and weights
-    0. normalize: divide the chosen probabilities by their sum (`norm_topk_prob`).
+    0. correction: stacked over layers, float32; correction[layer] is added to the scores for the
+    choice of groups and experts, not for the weights (`e_score_correction_bias`).
 
     Returns (ids, weights), each [T, K], a token's ids **ascending**: slot k of every later array
     is the rank of the expert id within the token, which fixes the order of the final sum whatever
-    computed the parts. Ties go to the lower id. Weights are float32.
+    computed the parts. Ties go to the lower id, of experts and of groups. Weights are float32. A
+    token whose logits have a NaN gets ids that exist and weights that are NaN.
 
-    Raises ValueError for a top_k outside 1…E or an unknown implementation.
+    Raises ValueError for a rule that the number of experts does not allow, a correction that does
+    not fit, an unknown implementation, or a rule that the implementation cannot follow.
     """
-    if not 1 <= top_k <= logits.shape[-1]:
-        raise ValueError(f"top_k is {top_k}, there are {logits.shape[-1]} experts")
+    experts = logits.shape[-1]
+    rule.check(experts, correction=correction is not None)
+    if correction is not None and (correction.ndim != 2 or correction.shape[1] != experts):
+        raise ValueError(f"correction is {correction.shape}, it must be [layers, {experts}]")
     fn = pick("route", IMPLEMENTATIONS, implementation)
-    return fn(logits, valid, top_k=top_k, normalize=normalize)
+    return fn(logits, valid, correction, layer, rule=rule)

@@ -1,4 +1,4 @@
-"""route as one Triton-lowered kernel."""
+"""route as one Triton-lowered kernel: no sorts, a reduction over the row for each choice."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels.route.rule import RouteRule
 from pallas_kernels.triton import triton_call
+
+MOST_GROUPS = 16
+"""Each is some instructions of the unrolled kernel; DeepSeek has 8."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,29 +31,42 @@ def configuration() -> Config:
     return Config(rows=4, num_warps=4, num_stages=1)
 
 
-def route(logits, valid, *, top_k, normalize):
+def why_not_pallas(rule: RouteRule) -> str | None:
+    """Why the kernel cannot follow the rule; None where it can."""
+    if rule.groups > MOST_GROUPS:
+        return f"the kernel takes at most {MOST_GROUPS} groups, not {rule.groups}"
+    return None
+
+
+def route(logits, valid, correction, layer, *, rule):
+    if reason := why_not_pallas(rule):
+        raise ValueError(f"route 'pallas': {reason}; 'xla' takes it")
     tokens = logits.shape[0]
     config = configuration()
+    operands = [logits.astype(jnp.float32), valid]
+    if correction is not None:
+        operands += [jnp.reshape(layer, 1).astype(jnp.int32), correction]
     call = triton_call(
-        functools.partial(_route, config=config, top_k=top_k, normalize=normalize),
+        functools.partial(_route, config=config, rule=rule),
         name="route",
         grid=(pl.cdiv(tokens, config.rows),),
         out_shape=(
-            jax.ShapeDtypeStruct((tokens, top_k), jnp.int32),
-            jax.ShapeDtypeStruct((tokens, top_k), jnp.float32),
+            jax.ShapeDtypeStruct((tokens, rule.top_k), jnp.int32),
+            jax.ShapeDtypeStruct((tokens, rule.top_k), jnp.float32),
         ),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
-    return tuple(call(logits.astype(jnp.float32), valid))
+    return tuple(call(*operands))
 
 
-def _route(logits, valid, ids, weights, *, config, top_k, normalize):
+def _route(logits, valid, *refs, config, rule):
     """Program i: tokens [i · rows, (i + 1) · rows).
 
     Writes: program i writes the rows of its own tokens in `ids` and `weights`, and nobody else's.
     Within a row each chosen expert writes the element of its rank, so each is written once.
     """
+    *correction, ids, weights = refs
     experts = logits.shape[1]
     row = pl.program_id(0) * config.rows + jnp.arange(config.rows)
     expert = jnp.arange(pl.next_power_of_2(experts))[None, :]
@@ -57,26 +74,83 @@ def _route(logits, valid, ids, weights, *, config, top_k, normalize):
     scores = plgpu.load(
         logits.at[row[:, None], expert], mask=inside & (expert < experts), other=-jnp.inf
     )
+    broken = jnp.max(jnp.isnan(scores).astype(jnp.int32), axis=1)[:, None] > 0
     real = plgpu.load(valid.at[row], mask=row < logits.shape[0], other=False)[:, None]
-    exp = jnp.exp(scores - jnp.max(scores, axis=1)[:, None])
-    probabilities = exp / jnp.sum(exp, axis=1)[:, None]
+    if rule.scoring == "sparsemixer":
+        chosen, scores = _sparsemixer(scores, expert, experts, rule.jitter)
+    else:
+        if rule.scoring == "sigmoid":
+            scores = jax.nn.sigmoid(scores)
+        else:
+            exp = jnp.exp(scores - jnp.max(scores, axis=1)[:, None])
+            scores = exp / jnp.sum(exp, axis=1)[:, None]
+        choice = scores
+        if correction:
+            layer, rows = correction
+            choice += plgpu.load(rows.at[layer[0], expert], mask=expert < experts, other=0.0)
+        chosen = _best(choice, expert, experts, rule)
 
-    # −1: not to be chosen, or chosen before. A NaN makes its whole row NaN: the first experts are
-    # chosen then, as in padding, which may hold anything.
-    left = jnp.where(jnp.isnan(probabilities), 0.0, probabilities)
-    left = jnp.where(expert < experts, left, -1.0)
-    for _ in range(top_k):
-        best = left == jnp.max(left, axis=1)[:, None]
-        first = jnp.min(jnp.where(best, expert, experts), axis=1)
-        left = jnp.where(expert == first[:, None], -1.0, left)
-    chosen = (left < 0) & (expert < experts)
-
-    if normalize:
-        total = jnp.sum(jnp.where(chosen, probabilities, 0.0), axis=1)
-        probabilities = probabilities / total[:, None]
+    if rule.normalize:
+        tiny = 1e-20 if rule.scoring == "sigmoid" else 0.0
+        scores = scores / (jnp.sum(jnp.where(chosen, scores, 0.0), axis=1) + tiny)[:, None]
+    scores = jnp.where(broken, jnp.nan, scores * rule.scale)
     rank = jnp.cumsum(chosen.astype(jnp.int32), axis=1) - 1
     # Ranks that nobody has lie outside, so that no masked element names another's place.
-    place = row[:, None], jnp.where(chosen, rank, top_k)
+    place = row[:, None], jnp.where(chosen, rank, rule.top_k)
     listed = chosen & inside
     plgpu.store(ids.at[place], jnp.where(real, expert, experts), mask=listed)
-    plgpu.store(weights.at[place], jnp.where(real, probabilities, 0.0), mask=listed)
+    plgpu.store(weights.at[place], jnp.where(real, scores, 0.0), mask=listed)
+
+
+def _largest(values, among, expert, experts):
+    """(value [rows], expert [rows]): the largest value where `among` is true, its first place."""
+    values = jnp.where(among, values, -jnp.inf)
+    most = jnp.max(values, axis=1)
+    first = jnp.where(among & (values == most[:, None]), expert, experts)
+    return most, jnp.min(first, axis=1)
+
+
+def _best(choice, expert, experts, rule):
+    """bool [rows, E]: exactly top_k experts of each row, whatever it holds."""
+    # Padding may hold anything, and a NaN would equal nothing.
+    choice = jnp.where(jnp.isnan(choice), jnp.inf, choice)
+    if rule.top_groups < rule.groups:
+        choice = jnp.where(_allowed(choice, expert, experts, rule), choice, -jnp.inf)
+    left = expert < experts
+    for _ in range(rule.top_k):
+        _, first = _largest(choice, left, expert, experts)
+        left &= expert != first[:, None]
+    return (expert < experts) & ~left
+
+
+def _allowed(choice, expert, experts, rule):
+    """bool [rows, E]: experts of the best groups, the lower of equals."""
+    size = experts // rule.groups
+    members = [(expert >= g * size) & (expert < (g + 1) * size) for g in range(rule.groups)]
+    scores = []
+    for member in members:
+        score, first = _largest(choice, member, expert, experts)
+        if rule.group_score == "top2":
+            score += _largest(choice, member & (expert != first[:, None]), expert, experts)[0]
+        scores.append(score)
+    allowed = expert < 0
+    for g, member in enumerate(members):
+        better = sum((s >= scores[g]) if h < g else (s > scores[g]) for h, s in enumerate(scores))
+        allowed |= member & (better < rule.top_groups)[:, None]
+    return allowed
+
+
+def _sparsemixer(logits, expert, experts, jitter):
+    """(bool, weights) [rows, E]: the largest logit, then the largest of the others."""
+    left, weights = expert < experts, jnp.zeros_like(logits)
+    # As in _best.
+    keys = jnp.where(jnp.isnan(logits), jnp.inf, logits)
+    for _ in range(2):
+        _, first = _largest(keys, left, expert, experts)
+        best = expert == first[:, None]
+        top = jnp.sum(jnp.where(best, logits, 0.0), axis=1)[:, None]
+        far = (top - logits) / jnp.maximum(jnp.abs(logits), top) > 2 * jitter
+        near = jnp.where(far | ~left, 0.0, jnp.exp(logits - top))
+        weights = jnp.where(best, 1 / jnp.sum(near, axis=1)[:, None], weights)
+        left &= ~best
+    return (expert < experts) & ~left, weights

@@ -1,23 +1,57 @@
-"""Shapes that tests and benches of route share."""
+"""Shapes and rules that tests and benches of route share."""
 
 from __future__ import annotations
 
 import dataclasses
+
+from pallas_kernels.route.rule import RouteRule
+
+RULES = {
+    "top1": RouteRule(1),
+    "top1-normalized": RouteRule(1, normalize=True),
+    "top4": RouteRule(4),
+    "top4-normalized": RouteRule(4, normalize=True),
+    "top8-normalized": RouteRule(8, normalize=True),
+    "deepseek-v2": RouteRule(6, groups=8, top_groups=3, scale=16.0),
+    "deepseek-v3": RouteRule(
+        8,
+        normalize=True,
+        scoring="sigmoid",
+        groups=8,
+        top_groups=4,
+        group_score="top2",
+        scale=2.5,
+    ),
+    "moonlight": RouteRule(6, normalize=True, scoring="sigmoid", scale=2.446),
+    "sigmoid-groups": RouteRule(3, scoring="sigmoid", groups=3, top_groups=2),
+    "phi-3.5": RouteRule(2, scoring="sparsemixer", jitter=0.01),
+    "wide-jitter": RouteRule(2, scoring="sparsemixer", jitter=0.13),
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
     tokens: int
     experts: int
-    top_k: int
-    normalize: bool = True
+    rule: str
+    """A name in RULES."""
+    correction: bool = False
 
 
 SPECS = (
-    *(Spec(tokens, 16, 4) for tokens in (1, 2, 3, 15, 16, 17, 64, 65)),
-    Spec(17, 128, 8),
-    Spec(17, 60, 4, normalize=False),
-    Spec(3, 8, 1),
-    Spec(3, 8, 1, normalize=False),
-    Spec(3, 8, 8),
+    Spec(17, 16, "top4-normalized"),
+    Spec(17, 160, "deepseek-v2"),
+    Spec(17, 256, "deepseek-v3", correction=True),
+    Spec(17, 16, "wide-jitter"),
+    Spec(17, 60, "top4"),
+    Spec(1, 16, "top4-normalized"),
+    Spec(65, 64, "moonlight", correction=True),
+    Spec(3, 12, "sigmoid-groups"),
+    Spec(3, 8, "top1-normalized"),
+    *(Spec(tokens, 16, "top4-normalized") for tokens in (2, 3, 15, 16, 64, 65)),
+    Spec(17, 128, "top8-normalized"),
+    Spec(3, 8, "top1"),
+    Spec(3, 8, "top8-normalized"),
+    Spec(65, 16, "phi-3.5"),
+    Spec(2, 12, "sigmoid-groups", correction=True),
 )

@@ -13,7 +13,10 @@ from pallas_kernels.verification.check import Check, ModelShape, draw, make_chec
 
 
 def attention_checks(shape: ModelShape, least: int) -> Iterator[Check]:
-    """kv_write and attention on an arena of at least so many bytes, the pages at its end."""
+    """kv_write and attention on an arena of at least so many bytes, the pages at its end; none for
+    latent pages, which no kernel reads."""
+    if shape.latent:
+        return
     page = KVPage(shape.block_size, shape.kv_heads, shape.head_dim)
     blocks = 1024 // shape.block_size
     page_rows = 2 * page.rows_per_layer  # two layers, of which the second is used
@@ -35,7 +38,9 @@ def attention_checks(shape: ModelShape, least: int) -> Iterator[Check]:
     def tokens():
         columns = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
         inverse = 1e4 ** (-jnp.arange(shape.head_dim // 2) / (shape.head_dim // 2))
-        norms = (draw(i, (2, shape.head_dim), shape.dtype) for i in (1, 2))
+        norms = (None, None)
+        if shape.qk_norm:
+            norms = (draw(i, (2, shape.head_dim), shape.dtype) for i in (1, 2))
         return draw(0, (33, columns), shape.dtype), *norms, inverse, arena(), table()
 
     def written(name, qkv, q_norm, k_norm, inverse, arena, table):
@@ -58,7 +63,8 @@ def attention_checks(shape: ModelShape, least: int) -> Iterator[Check]:
         )
         return q, jax.lax.bitcast_convert_type(result[unused:], jnp.dtype(shape.dtype))
 
-    yield make_check("kv_write", kv, shape.dtype, tokens, written)
+    what = kv if shape.qk_norm else f"{kv} no norms"
+    yield make_check("kv_write", what, shape.dtype, tokens, written)
 
     def queries(count: int):
         return lambda: (

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
+from pallas_kernels.route import RouteRule
 from pallas_kernels.tolerances import TOLERANCES
 
 
@@ -19,19 +20,24 @@ class ModelShape:
     hidden: int
     width: int
     experts: int
-    top_k: int
-    normalize: bool
+    rule: RouteRule
     heads: int
     kv_heads: int
     head_dim: int
-    vocabulary: int
-    dense_width: int
-    """Of layers without experts; 0 where there are none."""
-    bias: bool
+    products: tuple[tuple[int, int, bool, str], ...]
+    """Of `linear`: outputs, inputs, whether there is a bias, the result's dtype."""
     block_size: int
     window: int | None
     activation: str
     dtype: str
+    qk_norm: bool = True
+    """Whether the heads of queries and keys are normalised as they are written."""
+    latent: int = 0
+    """Of its pages, see KVPage."""
+    correction: bool = False
+    """Whether routers add a correction to the scores they choose by."""
+    norm: str = "rms_norm"
+    """The op of the norms before attention, experts and logits: rms_norm or layer_norm."""
 
 
 @dataclasses.dataclass(frozen=True)

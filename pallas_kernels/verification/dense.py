@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.combine import combine
+from pallas_kernels.layer_norm import layer_norm
 from pallas_kernels.linear import linear
 from pallas_kernels.plan import Tables, plan
 from pallas_kernels.rms_norm import rms_norm
@@ -17,19 +18,7 @@ from pallas_kernels.verification.check import Check, ModelShape, draw, make_chec
 
 def dense_checks(shape: ModelShape) -> Iterator[Check]:
     d, dtype = shape.hidden, shape.dtype
-    columns = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
-    products = [
-        (columns, d, shape.bias, dtype),
-        (d, shape.heads * shape.head_dim, shape.bias, dtype),
-        (shape.experts, d, False, "float32"),
-        (shape.vocabulary, d, False, "float32"),
-    ]
-    if shape.dense_width:
-        products += [
-            (2 * shape.dense_width, d, False, "float32"),
-            (d, shape.dense_width, False, dtype),
-        ]
-    for outputs, inputs, bias, out in products:
+    for outputs, inputs, bias, out in shape.products:
         for row_tile in (16, 64):
 
             def inputs_of(outputs=outputs, inputs=inputs, bias=bias, tile=row_tile):
@@ -47,38 +36,49 @@ def dense_checks(shape: ModelShape) -> Iterator[Check]:
             yield make_check("linear", what, dtype, inputs_of, product, out)
 
     def rows():
-        return draw(0, (33, d), dtype), draw(1, (2, d), dtype)
+        return draw(0, (33, d), dtype), draw(1, (2, d), dtype), draw(2, (2, d), dtype)
 
-    def norm(name, x, weights):
+    def norm(name, x, weights, biases):
+        if shape.norm == "layer_norm":
+            return layer_norm(x, weights, biases, jnp.int32(1), 1e-6, implementation=name)
         return rms_norm(x, weights, jnp.int32(1), 1e-6, implementation=name)
 
-    yield make_check("rms_norm", f"{d}", dtype, rows, norm)
+    yield make_check(shape.norm, f"{d}", dtype, rows, norm)
+
+    top_k = shape.rule.top_k
 
     def parts():
-        weights = jax.nn.softmax(draw(2, (33, shape.top_k), "float32"))
-        return draw(0, (33, d), dtype), draw(1, (33, shape.top_k, d), "float32"), weights
+        weights = jax.nn.softmax(draw(2, (33, top_k), "float32"))
+        return draw(0, (33, d), dtype), draw(1, (33, top_k, d), "float32"), weights
 
     def weighted(name, *operands):
         return combine(*operands, implementation=name)
 
-    yield make_check("combine", f"{shape.top_k}x{d}", dtype, parts, weighted)
+    yield make_check("combine", f"{top_k}x{d}", dtype, parts, weighted)
 
 
 def table_checks(shape: ModelShape) -> Iterator[Check]:
-    experts, k = shape.experts, shape.top_k
+    experts, rule = shape.experts, shape.rule
 
     def scores():
-        return draw(0, (33, experts), "float32", 3.0), jnp.arange(33) % 5 != 0
+        correction = draw(1, (2, experts), "float32") if shape.correction else None
+        return draw(0, (33, experts), "float32", 3.0), jnp.arange(33) % 5 != 0, correction
 
-    def routed(name, logits, valid):
-        arguments = {"top_k": k, "normalize": shape.normalize, "implementation": name}
-        return route(logits, valid, **arguments)
+    def routed(name, logits, valid, correction):
+        return route(logits, valid, correction, jnp.int32(1), rule=rule, implementation=name)
 
-    what = f"{experts} top {k} normalize {shape.normalize}"
+    what = f"{experts} top {rule.top_k} {rule.scoring} normalize {rule.normalize}"
+    if rule.groups > 1:
+        what += f" groups {rule.top_groups}/{rule.groups} by {rule.group_score}"
+    if rule.scale != 1:
+        what += f" scale {rule.scale}"
+    if rule.jitter:
+        what += f" jitter {rule.jitter}"
+    what += " corrected" if shape.correction else ""
     yield make_check("route", what, "float32", scores, routed)
 
     def references():
-        chance = min(4 * k / experts, 1)
+        chance = min(4 * rule.top_k / experts, 1)
         return (jax.random.bernoulli(jax.random.key(1), chance, (6, experts)),)
 
     for cells in sorted({experts, max(experts // 4, 1)}):

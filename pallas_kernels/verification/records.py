@@ -21,7 +21,7 @@ def record_checks(shape: ModelShape, device: jax.Device, least: int) -> Iterator
     """fill, stage and expert_ffn on a store and an arena of at least so many bytes, the records at
     their ends."""
     rows, d = 3 * shape.width, shape.hidden
-    experts = max(EXPERTS_CHECKED, shape.top_k)
+    experts = max(EXPERTS_CHECKED, shape.rule.top_k)
     record = rows * d * 2
     layers = max(1, -(-least // (experts * record)))
     cells = max(3, -(-least // record))
@@ -61,7 +61,7 @@ def record_checks(shape: ModelShape, device: jax.Device, least: int) -> Iterator
 
     yield make_check("stage", what, "uint16", lambda: (store(bits()), empty()), staged)
 
-    k = min(shape.top_k, experts)
+    k = min(shape.rule.top_k, experts)
     for tokens, row_tile in ((16, 16), (32, 16), (64, 16), (192, 64)):
 
         def inputs_of(tokens=tokens):

@@ -36,6 +36,29 @@ def test_page():
     assert page.nbytes == 16 * 48 * 2 * 4 * 128 * 2  # tokens, layers, K and V, heads, values, bytes
 
 
+def test_latent_page():
+    """DeepSeek-V2-Lite: 512 latent and 64 rotary values, once per token and layer."""
+    page = PageLayout(layers=27, kv_heads=1, head_dim=576, itemsize=2, block_size=16, latent=512)
+    assert (page.row_elements, page.rows_per_token, page.rows_per_layer) == (576, 1, 16)
+    assert page.nbytes == 16 * 27 * 576 * 2  # tokens, layers, values, bytes
+
+
+@pytest.mark.parametrize(("kv_heads", "latent"), [(2, 512), (1, 577), (1, -1)])
+def test_latent_page_refuses(kv_heads, latent):
+    with pytest.raises(ValueError, match=rf"not {kv_heads} heads and latent {latent} of 576"):
+        PageLayout(2, kv_heads, 576, 2, 16, latent)
+
+
+@pytest.mark.parametrize(("hidden", "layers"), [(2048, 27), (5120, 60), (7168, 61)])
+def test_slots_of_latent_pages_begin_at_whole_rows(hidden, layers):
+    """DeepSeek-V2-Lite, V2 and V3: 576 values do not divide a hidden size."""
+    sizes = dict(hidden=hidden, width=1408, itemsize=2, layers=layers, kv_heads=1, head_dim=576)
+    slot = slot_layout(**sizes, latent=512)
+    assert slot.page.latent == 512 and slot.page.rows_per_token == 1
+    assert slot.kv_rows_per_slot * 576 == slot.slot_rows * hidden
+    assert slot.slot_rows - slot.records[0].rows < 18 and slot.cells_per_slot == (1,)
+
+
 def test_qwen3_30b_slot():
     slot = slot_layout(**QWEN3_30B, itemsize=2)
     assert slot.slot_rows == slot.records[0].rows == 2304
@@ -69,9 +92,12 @@ def test_slot_grows_to_hold_one_page():
     kv_heads=st.integers(1, 4),
     head_dim=st.integers(1, 48).map(lambda n: 2 * n),
     block_size=st.sampled_from([None, *BLOCK_SIZES]),
+    is_latent=st.booleans(),
 )
-def test_addresses(**shape):
+def test_addresses(is_latent, **shape):
     """Cells and pages lie whole inside their own slot, at whole addresses, without overlap."""
+    if is_latent:
+        shape |= dict(kv_heads=1, latent=1 + shape["head_dim"] // 2)
     slot = slot_layout(**shape)
     assert isinstance(slot, SlotLayout) and slot.hidden == shape["hidden"]
     record, page = slot.records[0], slot.page

@@ -21,12 +21,15 @@ class PagedKV:
     keys: tuple[np.ndarray, ...]
     """Per sequence [length, KV heads, head_dim]."""
     values: tuple[np.ndarray, ...]
+    """The same, of a latent page [length, 1, latent]."""
 
 
 def draw_kv(rng: np.random.Generator, lengths, page: KVPage, dtype: str):
     """Keys and values of sequences of such lengths."""
     shapes = [(n, page.kv_heads, page.head_dim) for n in lengths]
     keys = tuple(draw(rng, shape, dtype) for shape in shapes)
+    if page.latent:
+        return keys, tuple(k[..., : page.latent] for k in keys)
     return keys, tuple(draw(rng, shape, dtype) for shape in shapes)
 
 
@@ -57,20 +60,24 @@ def lay_out(
         table[s, : used[s]] = mine * page_rows + 1
         for position in range(len(k)):
             row = table[s, position // page.block_size] + layer * page.rows_per_layer
-            row += position % page.block_size * 2 * page.kv_heads
-            both = np.concatenate([k[position], v[position]])
-            view[row : row + 2 * page.kv_heads] = as_rows(both, row_elements)
+            row += position % page.block_size * page.rows_per_token
+            both = np.concatenate([k[position], *([] if page.latent else [v[position]])])
+            view[row : row + page.rows_per_token] = as_rows(both, row_elements)
     return PagedKV(view.reshape(-1, COLUMNS), table, keys, values)
 
 
-def attend(q: np.ndarray, keys, values, position: int, window: int | None) -> np.ndarray:
-    """softmax(q·Kᵀ/√hd)·V of one token at `position`. q [H, hd] -> float64 [H·hd]."""
+def attend(
+    q: np.ndarray, keys, values, position: int, window: int | None, scale: float | None = None
+) -> np.ndarray:
+    """softmax(scale·q·Kᵀ)·V of one token at `position`, scale 1/√hd by default. q [H, hd] ->
+    float64 [H · the values' width]."""
     low = 0 if window is None else max(position - window + 1, 0)
     heads, head_dim = q.shape
-    out = np.zeros((heads, head_dim))
+    scale = 1 / np.sqrt(head_dim) if scale is None else scale
+    out = np.zeros((heads, values.shape[2]))
     for h in range(heads):
         kv_head = h // (heads // keys.shape[1])
-        scores = wide(keys)[low : position + 1, kv_head] @ wide(q[h]) / np.sqrt(head_dim)
+        scores = wide(keys)[low : position + 1, kv_head] @ wide(q[h]) * scale
         p = np.exp(scores - scores.max())
         out[h] = p / p.sum() @ wide(values)[low : position + 1, kv_head]
     return out.reshape(-1)

@@ -6,8 +6,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.paged_attention import api, kernels, pallas_triton, reference
-from pallas_kernels.paged_attention.specs import DECODE_SPECS, EDGES, LONG, DecodeSpec
+from pallas_kernels.paged_attention import (
+    api,
+    kernels,
+    pallas_triton,
+    reference,
+    why_not_pallas,
+)
+from pallas_kernels.paged_attention.specs import (
+    DECODE_SPECS,
+    EDGES,
+    LATENT_DECODE_SPECS,
+    LONG,
+    DecodeSpec,
+)
 from tests.pallas_kernels.contract import SEEDS, close, compiled, draw, each, same_bits
 from tests.pallas_kernels.paged_kv import attend, draw_kv, lay_out
 
@@ -29,7 +41,11 @@ def laid_out(spec, keys, values, seed=0, **options):
 
 def run(spec, implementation, q, kv):
     op = compiled(
-        api.decode_attention, page=spec.page, window=spec.window, implementation=implementation
+        api.decode_attention,
+        page=spec.page,
+        window=spec.window,
+        scale=spec.scale,
+        implementation=implementation,
     )
     numbers = (np.int32(spec.lengths), np.int32(LAYER))
     return np.asarray(op(q, kv.arena, kv.block_table, *numbers))
@@ -40,10 +56,10 @@ def check(spec, implementation):
         q, keys, values = case(spec, seed)
         got = run(spec, implementation, q, laid_out(spec, keys, values, seed))
         assert got.dtype == spec.dtype
-        want = np.zeros((len(q), q[0].size))
+        want = np.zeros((len(q), spec.heads * spec.page.value_dim))
         for t, length in enumerate(spec.lengths):
             if length:
-                want[t] = attend(q[t], keys[t], values[t], length - 1, spec.window)
+                want[t] = attend(q[t], keys[t], values[t], length - 1, spec.window, spec.scale)
         close("paged_attention", spec.dtype, got, want)
         np.testing.assert_array_equal(np.asarray(got)[np.equal(spec.lengths, 0)], 0)
 
@@ -51,6 +67,20 @@ def check(spec, implementation):
 @each(api.DECODE, DECODE_SPECS)
 def test_contract(spec, implementation):
     check(spec, implementation)
+
+
+@pytest.mark.parametrize("spec", LATENT_DECODE_SPECS, ids=lambda spec: str(spec.head_dim))
+def test_contract_of_latent_pages(spec):
+    check(spec, "xla")
+
+
+def test_bits_of_latent_pages_are_independent_of_page_size_and_place():
+    spec = LATENT_DECODE_SPECS[0]
+    q, keys, values = case(spec, 0)
+    want = run(spec, "xla", q, laid_out(spec, keys, values))
+    same_bits(run(spec, "xla", q, laid_out(spec, keys, values, seed=1)), want)
+    other = dataclasses.replace(spec, block_size=64)
+    same_bits(run(other, "xla", q, laid_out(other, keys, values)), want)
 
 
 WINDOWS = {"float32": None, "bfloat16": 20}
@@ -94,8 +124,9 @@ def test_bits_are_independent_of_the_width_of_the_block_table(implementation, dt
 
 
 def mutant(change):
-    def decode_attention(q, arena, block_table, lengths, layer, *, page, window):
-        changed = dict(q=q, block_table=block_table, lengths=lengths, layer=layer, window=window)
+    def decode_attention(q, arena, block_table, lengths, layer, *, page, window, scale):
+        changed = dict(q=q, block_table=block_table, lengths=lengths, layer=layer)
+        changed |= dict(window=window, scale=scale)
         return reference.decode_attention(arena=arena, page=page, **{**changed, **change(changed)})
 
     return decode_attention
@@ -111,6 +142,7 @@ MUTANTS = {
     "window one too wide": lambda a: {"window": a["window"] + 1},
     "row off by one": lambda a: {"block_table": a["block_table"] + 1},
     "heads interleaved": lambda a: {"q": heads_interleaved(a["q"])},
+    "scale": lambda a: {"scale": a["scale"] * 0.9},
 }
 
 
@@ -151,7 +183,23 @@ def test_bits_catch_another_order_of_sums(monkeypatch):
         same_bits(run(spec, "span 16", q, laid_out(spec, keys, values)), want)
 
 
+def key_that_is_no_value(load_span=reference._load_span):
+    def load(*args):
+        keys, values = load_span(*args)
+        return keys, keys[..., -values.shape[-1] :]
+
+    return load
+
+
+def test_contract_catches_the_wrong_values_of_a_latent_row(monkeypatch):
+    monkeypatch.setattr(reference, "_load_span", key_that_is_no_value())
+    monkeypatch.setitem(api.DECODE, "last values", reference.decode_attention)
+    with pytest.raises(AssertionError):
+        check(LATENT_DECODE_SPECS[0], "last values")
+
+
 PAGE = DecodeSpec((1,), "float32").page
+LATENT = PAGE._replace(kv_heads=1, latent=8)
 
 
 @pytest.mark.parametrize(
@@ -162,6 +210,9 @@ PAGE = DecodeSpec((1,), "float32").page
         ((2, 4, 16), PAGE._replace(block_size=48), (2, 1), (2,), {}, "48 does not divide a span"),
         ((2, 4, 16), PAGE, (3, 1), (2,), {}, r"q \(2, 4, 16\), block_table \(3, 1\), lengths"),
         ((2, 4, 16), PAGE, (2, 1), (3,), {}, r"block_table \(2, 1\), lengths \(3,\)"),
+        ((2, 4, 16), LATENT._replace(latent=17), (2, 1), (2,), {}, "latent=17.* is no page"),
+        ((2, 4, 16), LATENT._replace(kv_heads=2), (2, 1), (2,), {}, "kv_heads=2.* is no page"),
+        ((2, 4, 16), LATENT, (2, 1), (2,), {}, "a latent page needs a scale"),
         ((2, 4, 16), PAGE, (2, 1), (2,), {"implementation": "cuda"}, "op 'paged_attention' has no"),
     ],
 )
@@ -173,19 +224,28 @@ def test_refuses(q, page, block_table, lengths, options, message):
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "dtype", "message"),
+    ("page", "dtype", "message"),
     [
-        (16, "float32", "takes 16-bit dtypes, not float32; 'xla' takes it"),
-        (512, "float16", "takes head_dim up to 256, not 512; 'xla' takes it"),
+        (PAGE, "float32", "takes 16-bit dtypes, not float32; 'xla' takes it"),
+        (PAGE._replace(head_dim=512), "float16", "takes head_dim up to 256, not 512; 'xla' takes"),
+        (LATENT, "float16", "paged_attention 'pallas' reads no latent pages; 'xla' does"),
     ],
 )
-def test_the_kernel_refuses(head_dim, dtype, message):
-    arena, table = jnp.zeros((2, head_dim), jnp.uint16), jnp.zeros((2, 1), jnp.int32)
-    page = PAGE._replace(head_dim=head_dim)
-    options = dict(page=page, implementation="pallas")
-    q = jnp.zeros((2, 4, head_dim), dtype)
+def test_the_kernel_refuses(page, dtype, message):
+    arena, table = jnp.zeros((2, page.head_dim), jnp.uint16), jnp.zeros((2, 1), jnp.int32)
+    options = dict(page=page, scale=1.0, implementation="pallas")
+    q, two = jnp.zeros((2, 4, page.head_dim), dtype), jnp.ones(2, jnp.int32)
     with pytest.raises(ValueError, match=message):
         api.decode_attention(q, arena, table, table[:, 0], 0, **options)
+    with pytest.raises(ValueError, match=message):
+        api.prefill_attention(q, arena, table, two, two, two, jnp.int32(2), 0, **options)
+
+
+def test_why_not_pallas():
+    """What the engine asks at its start is what the op says later."""
+    assert why_not_pallas(PAGE) is None and why_not_pallas(PAGE._replace(head_dim=256)) is None
+    assert "no latent pages" in str(why_not_pallas(LATENT))
+    assert "up to 256, not 258" in str(why_not_pallas(PAGE._replace(head_dim=258)))
 
 
 def test_refuses_an_arena_of_broken_rows():

@@ -4,7 +4,7 @@ import importlib
 
 import pytest
 
-from pallas_kernels import OPS, Ops, resolve_ops
+from pallas_kernels import OPS, Ops, parse_ops, resolve_ops
 from pallas_kernels.dispatch import pick
 
 
@@ -37,12 +37,31 @@ def test_resolves(ops):
     [
         ("cuda", "op 'linear' has no implementation 'cuda'; it has xla"),
         ({"plan": "cuda"}, "op 'plan' has no implementation 'cuda'; it has xla"),
-        ({"attention": "xla"}, "unknown op 'attention'; the ops are linear, rms_norm"),
+        ({"attention": "xla"}, "unknown op 'attention'; the ops are linear, head_linear"),
     ],
 )
 def test_refuses(ops, message):
     with pytest.raises(ValueError, match=message):
         resolve_ops(ops)
+
+
+def test_one_name_is_for_every_op_that_has_it():
+    wanted = parse_ops("pallas")
+    assert {op: name for op, name in wanted.items() if "pallas" not in OPS[op]} == {
+        "head_linear": "auto",
+        "latent_write": "auto",
+    }
+    assert {wanted[op] for op in OPS if "pallas" in OPS[op]} == {"pallas"}
+    with pytest.raises(ValueError, match="op 'latent_write' has no implementation 'pallas'"):
+        parse_ops("latent_write=pallas")
+
+
+def test_a_kernel_that_cannot_run_a_model_is_not_chosen():
+    options = dict(platform="gpu", dtype="bfloat16", no_kernel={"paged_attention": "it is wide"})
+    resolved = resolve_ops("auto", **options)
+    assert resolved.paged_attention == "xla" and resolved.kv_write == "pallas"
+    with pytest.raises(ValueError, match="op 'paged_attention': it is wide; use xla or auto"):
+        resolve_ops("paged_attention=pallas", **options)
 
 
 def test_pick():

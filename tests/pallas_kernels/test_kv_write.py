@@ -51,8 +51,8 @@ def case(spec, seed):
     elements = arena_rows(spec, spec.tokens + 2) * spec.head_dim * qkv.itemsize // 2
     return dict(
         qkv=qkv,
-        q_norm=norms[0],
-        k_norm=norms[1],
+        q_norm=norms[0] if spec.norms else None,
+        k_norm=norms[1] if spec.norms else None,
         stack_layer=np.int32(STACK_LAYER),
         positions=positions,
         inverse_frequencies=(10000.0 ** -np.linspace(0, 1, spec.head_dim // 2)).astype(np.float32),
@@ -74,8 +74,11 @@ def run(spec, implementation, inputs):
 
 
 def normed_and_rotated(x, weight, positions, frequencies, factor):
-    """x [T, H, hd] -> float64, as apply_rotary_pos_emb; angles are float32 products."""
-    x = wide(x) / np.sqrt(np.mean(wide(x) ** 2, axis=-1, keepdims=True) + EPS) * wide(weight)
+    """x [T, H, hd] -> float64, as apply_rotary_pos_emb; angles are float32 products. weight: of the
+    norm, None for none."""
+    x = wide(x)
+    if weight is not None:
+        x = x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + EPS) * wide(weight[STACK_LAYER])
     angle = wide(positions.astype(np.float32)[:, None] * frequencies)
     angle = np.concatenate([angle, angle], axis=1)[:, None]
     half = x.shape[-1] // 2
@@ -98,8 +101,8 @@ def check(spec, implementation):
             factor=spec.attention_factor,
         )
         real = inputs["pages"] >= 0
-        want_q = rotate(q, inputs["q_norm"][STACK_LAYER])
-        want_k = rotate(k, inputs["k_norm"][STACK_LAYER])
+        want_q = rotate(q, inputs["q_norm"])
+        want_k = rotate(k, inputs["k_norm"])
         close("kv_write", spec.dtype, got_q[real], want_q[real])
 
         row_elements = spec.head_dim * qkv.itemsize // 2
@@ -191,6 +194,13 @@ MUTANTS = {
 }
 
 
+def test_contract_catches_a_norm_that_is_not_there(monkeypatch):
+    ones = mutant(lambda a: dict.fromkeys(("q_norm", "k_norm"), jnp.ones((3, 16))))
+    monkeypatch.setitem(api.IMPLEMENTATIONS, "norm of ones", ones)
+    with pytest.raises(AssertionError):
+        check(Spec(17, "float32", norms=False), "norm of ones")
+
+
 @pytest.mark.parametrize("name", MUTANTS)
 def test_contract_catches(name, monkeypatch):
     monkeypatch.setitem(api.IMPLEMENTATIONS, name, mutant(MUTANTS[name]))
@@ -221,12 +231,15 @@ def test_configuration(heads, kv_heads, head_dim, tile, warps):
         ({"qkv": (3, 64)}, {}, "qkv has 64 columns for 2 KV heads"),
         ({"qkv": (3, 130)}, {}, "qkv has 130 columns for 2 KV heads"),
         ({"inverse_frequencies": (9,)}, {}, "9 frequencies for head_dim 16"),
+        ({"k_norm": None}, {}, "q_norm and k_norm are both given or both None"),
+        ({}, {"page": api.KVPage(16, 1, 16, 8)}, "latent_write writes latent pages"),
         ({}, {"implementation": "cuda"}, "op 'kv_write' has no implementation 'cuda'"),
         ({}, {"implementation": "pallas"}, "'pallas' takes 16-bit dtypes, not float32; 'xla'"),
     ],
 )
 def test_refuses(changed, options, message):
     spec = Spec(3, "float32")
-    inputs = case(spec, 0) | {name: jnp.zeros(shape) for name, shape in changed.items()}
+    inputs = case(spec, 0) | {name: shape and jnp.zeros(shape) for name, shape in changed.items()}
+    fixed = dict(page=page_of(spec), attention_factor=1.0, eps=EPS)
     with pytest.raises(ValueError, match=message):
-        api.kv_write(**inputs, page=page_of(spec), attention_factor=1.0, eps=EPS, **options)
+        api.kv_write(**inputs, **(fixed | options))

@@ -13,10 +13,11 @@ pytestmark = pytest.mark.aot
 Array, GiB = jax.ShapeDtypeStruct, 1 << 30
 
 
-def compiled(model, rows, dtype=jnp.bfloat16):
+def compiled(model, rows, dtype=jnp.bfloat16, *, norms=True):
     page = KVPage(16, model.kv_heads, model.head_dim)
     columns = (model.heads + 2 * model.kv_heads) * model.head_dim
     norm, number = Array((model.layers, model.head_dim), dtype), Array((), jnp.int32)
+    norm = norm if norms else None
     arena_rows = 40 * GiB // (2 * model.hidden)
 
     def write(qkv, q_norm, k_norm, layer, positions, frequencies, arena, pages):
@@ -56,3 +57,12 @@ def test_kernel(name, rows):
     roundings = ("cvt.rn.bf16.f32", "add.rn.bf16", "sub.rn.bf16")
     assert sum(kernel.ptx.count(instruction) for instruction in roundings) >= 5 * 16
     assert "fma.rn.bf16" not in kernel.ptx
+
+
+def test_kernel_without_norms():
+    program, kernels = compiled(MODELS["Mixtral-8x7B"], 16, norms=False)
+    assert program.kernels() == ["kv_write"] and program.copies() == []
+    assert program.memory.alias_bytes == 40 * GiB and program.memory.temp_bytes < 1024
+    kernel = kernels["kv_write"]
+    assert kernel.spill_bytes == 0 and kernel.load_bits()[128] == 2
+    assert "rsqrt" not in kernel.ptx and "fma.rn.bf16" not in kernel.ptx

@@ -7,7 +7,11 @@ import numpy as np
 import pytest
 
 from pallas_kernels.paged_attention import api, kernels, pallas_triton, reference
-from pallas_kernels.paged_attention.specs import PREFILL_SPECS, PrefillSpec
+from pallas_kernels.paged_attention.specs import (
+    LATENT_PREFILL_SPECS,
+    PREFILL_SPECS,
+    PrefillSpec,
+)
 from tests.pallas_kernels.contract import SEEDS, close, compiled, draw, each, same_bits
 from tests.pallas_kernels.paged_kv import attend, draw_kv, lay_out
 
@@ -42,7 +46,11 @@ def run(spec, implementation, q, kv, count=None):
     """Real rows of each chunk [C, H·hd]. The chunks' sequences stand in the block table backwards,
     `count` chunks are in use (default: all)."""
     op = compiled(
-        api.prefill_attention, page=spec.page, window=spec.window, implementation=implementation
+        api.prefill_attention,
+        page=spec.page,
+        window=spec.window,
+        scale=spec.scale,
+        implementation=implementation,
     )
     chunks = len(spec.chunks)
     starts = np.int32([start for start, _ in spec.chunks])
@@ -71,7 +79,8 @@ def check(spec, implementation):
         got = run(spec, implementation, q, laid_out(spec, keys, values, seed))
         for c, (start, length) in enumerate(spec.chunks):
             want = [
-                attend(q[c, i], keys[c], values[c], start + i, spec.window) for i in range(length)
+                attend(q[c, i], keys[c], values[c], start + i, spec.window, spec.scale)
+                for i in range(length)
             ]
             close("paged_attention", spec.dtype, got[c], np.stack(want))
 
@@ -79,6 +88,11 @@ def check(spec, implementation):
 @each(api.PREFILL, PREFILL_SPECS)
 def test_contract(spec, implementation):
     check(spec, implementation)
+
+
+@pytest.mark.parametrize("spec", LATENT_PREFILL_SPECS, ids=lambda spec: str(spec.head_dim))
+def test_contract_of_latent_pages(spec):
+    check(spec, "xla")
 
 
 CHUNKS = ((0, 16), (56, 16), (64, 16), (112, 16))
@@ -161,6 +175,7 @@ MUTANTS = {
     "window one too wide": lambda a: {"window": a["window"] + 1},
     "another sequence": lambda a: {"row": a["row"][::-1]},
     "one chunk too few": lambda a: {"count": a["count"] - 1},
+    "scale": lambda a: {"scale": a["scale"] * 0.9},
 }
 
 

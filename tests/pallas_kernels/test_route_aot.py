@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.route import route
+from pallas_kernels.route import RouteRule, route
+from pallas_kernels.route.specs import RULES
 from tests.aot.models import DECODE_ROWS, MODELS, SWEEP_ROWS
 from tests.aot.ptxas import compile_kernels
 
@@ -13,13 +14,13 @@ pytestmark = pytest.mark.aot
 Array = jax.ShapeDtypeStruct
 
 
-def compile_route(rows, experts, top_k):
+def compile_route(rows, experts, rule, correction=None):
     return compile_kernels(
-        lambda logits, valid: route(
-            logits, valid, top_k=top_k, normalize=True, implementation="pallas"
-        ),
+        lambda *operands: route(*operands, rule=rule, implementation="pallas"),
         Array((rows, experts), jnp.float32),
         Array((rows,), bool),
+        correction,
+        Array((), jnp.int32),
     )
 
 
@@ -27,7 +28,8 @@ def compile_route(rows, experts, top_k):
 def test_real_sizes(name):
     model, instructions = MODELS[name], set()
     for rows in (*DECODE_ROWS, SWEEP_ROWS):
-        program, kernels = compile_route(rows, model.experts, model.top_k)
+        rule = RouteRule(model.top_k, normalize=True)
+        program, kernels = compile_route(rows, model.experts, rule)
         assert program.kernels() == ["route"]
         check(kernels["route"], 40)
         instructions.add(kernels["route"].ptx.count("\n"))
@@ -38,7 +40,23 @@ def test_real_sizes(name):
 @pytest.mark.parametrize(("experts", "top_k"), [(60, 4), (512, 10)])
 def test_other_numbers_of_experts(experts, top_k):
     """Qwen1.5-MoE and Qwen3-Next."""
-    check(compile_route(16, experts, top_k)[1]["route"], 128)
+    check(compile_route(16, experts, RouteRule(top_k, normalize=True))[1]["route"], 128)
+
+
+@pytest.mark.parametrize(
+    ("name", "experts", "corrected"),
+    [
+        ("deepseek-v2", 160, False),
+        ("deepseek-v3", 256, True),
+        ("moonlight", 64, True),
+        ("phi-3.5", 16, False),
+    ],
+)
+def test_other_rules(name, experts, corrected):
+    correction = Array((3, experts), jnp.float32) if corrected else None
+    program, kernels = compile_route(16, experts, RULES[name], correction)
+    assert program.kernels() == ["route"] and program.copies() == []
+    check(kernels["route"], 128)
 
 
 def check(kernel, registers):

@@ -8,8 +8,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import resolve_ops
+from pallas_kernels import OPS, resolve_ops
 from pallas_kernels.rms_norm import api, reference
+from pallas_kernels.route import RouteRule
+from pallas_kernels.route.specs import RULES
 from pallas_kernels.triton import _interpreted, interpreted
 from pallas_kernels.verification import (
     ModelShape,
@@ -25,14 +27,17 @@ SMALL = ModelShape(
     hidden=64,
     width=32,
     experts=8,
-    top_k=2,
-    normalize=True,
+    rule=RouteRule(2, normalize=True),
     heads=4,
     kv_heads=2,
     head_dim=32,
-    vocabulary=96,
-    dense_width=48,
-    bias=True,
+    products=(
+        (256, 64, True, "bfloat16"),
+        (64, 128, True, "bfloat16"),
+        (8, 64, False, "float32"),
+        (96, 64, False, "float32"),
+        (64, 48, False, "bfloat16"),
+    ),
     block_size=16,
     window=None,
     activation="silu",
@@ -56,13 +61,15 @@ def small_checks(shape=SMALL, **ops):
 
 
 def resolve_names():
-    return [f.name for f in dataclasses.fields(resolve_ops())]
+    """Ops that have a kernel."""
+    return [op for op, names in OPS.items() if "pallas" in names]
 
 
 @pytest.mark.nightly
 @pytest.mark.slow
 def test_every_kernel_passes_its_checks():
     found = small_checks(**dict.fromkeys(resolve_names(), "pallas"))
+    found += small_checks(dataclasses.replace(SMALL, norm="layer_norm"), layer_norm="pallas")
     assert len({check.key for check in found}) == len(found)
     assert {check.op for check in found} == set(resolve_names())
     wide = {check.op for check in found if "offsets 64" in check.key}
@@ -80,6 +87,58 @@ def test_every_kernel_passes_its_checks():
 def test_only_kernels_that_would_run_are_checked():
     assert {check.op for check in small_checks(route="pallas", fill="pallas")} == {"route", "fill"}
     assert small_checks() == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "correction", "key"),
+    [
+        (
+            "deepseek-v3",
+            True,
+            "16 top 8 sigmoid normalize True groups 4/8 by top2 scale 2.5 corrected",
+        ),
+        pytest.param(
+            "deepseek-v2",
+            False,
+            "16 top 6 softmax normalize False groups 3/8 by max scale 16.0",
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(
+            "phi-3.5",
+            False,
+            "16 top 2 sparsemixer normalize False jitter 0.01",
+            marks=pytest.mark.nightly,
+        ),
+    ],
+)
+def test_another_rule_is_another_kernel(name, correction, key):
+    shape = dataclasses.replace(SMALL, experts=16, rule=RULES[name], correction=correction)
+    (check,) = small_checks(shape, route="pallas")
+    assert check.key == f"route {key} float32"
+    assert check.error(jax.devices()[0]) <= check.tolerance
+
+
+def test_another_norm_is_another_kernel():
+    shape = dataclasses.replace(SMALL, norm="layer_norm")
+    (check,) = small_checks(shape, layer_norm="pallas", rms_norm="pallas")
+    assert check.key == "layer_norm 64 bfloat16"
+    assert check.error(jax.devices()[0]) <= check.tolerance
+
+
+@pytest.mark.slow
+def test_keys_without_norms_are_another_kernel():
+    plain = dataclasses.replace(SMALL, qk_norm=False)
+    check, wide = small_checks(plain, kv_write="pallas")
+    assert "no norms" in check.key and "no norms" in wide.key
+    assert all(check.key != other.key for other in small_checks(kv_write="pallas"))
+    device = jax.devices()[0]
+    assert check.error(device) <= check.tolerance
+
+
+def test_no_kernel_reads_latent_pages():
+    latent = dataclasses.replace(SMALL, kv_heads=1, latent=24)
+    assert small_checks(latent, kv_write="pallas", paged_attention="pallas") == []
 
 
 def test_what_was_checked_is_not_checked_again(tmp_path):

@@ -1,0 +1,29 @@
+"""Shapes that tests and benches of head_linear share."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    tokens: int
+    dtype: str
+    heads: int = 3
+    inputs: int = 48
+    outputs: int = 40
+    layers: int = 2
+    row_tile: int | None = None
+    tiles: int | None = None
+    """Row tiles that are needed; None: all."""
+
+
+SPECS = (
+    Spec(1, "bfloat16"),
+    Spec(17, "float32", heads=1, inputs=33, outputs=7),
+    Spec(64, "bfloat16", row_tile=16, tiles=3),
+    Spec(3, "float16", inputs=200),
+    Spec(64, "float32", row_tile=16),
+    Spec(6, "bfloat16", row_tile=2, tiles=0),
+    Spec(64, "bfloat16", heads=16, inputs=128, outputs=512),
+)

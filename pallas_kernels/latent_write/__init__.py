@@ -1,0 +1,5 @@
+"""Normalisation, rotary embedding and the write of latent KV to its pages (MLA)."""
+
+from pallas_kernels.latent_write.api import latent_write
+
+__all__ = ["latent_write"]

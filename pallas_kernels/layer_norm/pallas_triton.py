@@ -1,0 +1,73 @@
+"""layer_norm as one Triton-lowered kernel, a program a row."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from pallas_kernels.dispatch import KERNEL_DTYPES
+from pallas_kernels.triton import triton_call
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    columns: int
+    """A row, rounded up to a power of two."""
+    num_warps: int
+    num_stages: int
+
+
+def configuration(width: int, dtype: jax.typing.DTypeLike) -> Config:
+    """A row is read once, by about as many warps as leave 16 values (two loads) to a thread.
+
+    Raises ValueError for float32.
+    """
+    if jnp.dtype(dtype).name not in KERNEL_DTYPES:
+        raise ValueError(f"layer_norm 'pallas' takes {KERNEL_DTYPES}, not {dtype}; 'xla' takes it")
+    columns = pl.next_power_of_2(width)
+    return Config(columns, num_warps=min(max(columns // 512, 1), 8), num_stages=1)
+
+
+def layer_norm(x, weights, biases, layer, eps):
+    width = x.shape[-1]
+    config = configuration(width, jnp.result_type(x, weights, biases))
+    rows = math.prod(x.shape[:-1])
+    out = triton_call(
+        functools.partial(_kernel, eps=eps, config=config),
+        name="layer_norm",
+        grid=(rows,),
+        out_shape=jax.ShapeDtypeStruct((rows, width), x.dtype),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )(jnp.reshape(layer, 1).astype(jnp.int32), x.reshape(rows, width), weights, biases)
+    return out.reshape(x.shape)
+
+
+def _kernel(layer, x, weights, biases, out, *, eps, config):
+    """Program t normalises row t.
+
+    Writes: program t alone writes out[t].
+    """
+    t, width = pl.program_id(0), x.shape[1]
+    columns = pl.ds(0, config.columns)
+    mask = None if width == config.columns else jnp.arange(config.columns) < width
+    other = None if mask is None else 0
+
+    def row(ref):
+        return plgpu.load(ref, mask=mask, other=other).astype(jnp.float32)
+
+    wide = row(x.at[t, columns])
+    centered = wide - jnp.sum(wide) / width
+    if mask is not None:
+        centered = jnp.where(mask, centered, 0.0)
+    scale = lax.rsqrt(jnp.sum(centered * centered) / width + eps)
+    weight, bias = row(weights.at[layer[0], columns]), row(biases.at[layer[0], columns])
+    result = centered * scale * weight + bias
+    plgpu.store(out.at[t, columns], result.astype(out.dtype), mask=mask)
