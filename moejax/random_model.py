@@ -12,7 +12,7 @@ import numpy as np
 from host_offload.layout import ExpertLayout
 from host_offload.store import ExpertStore, StoreBuilder
 from moejax.checkpoint import DTYPE_NAMES, NUMPY_DTYPES, LoadedModel
-from moejax.checkpoints.tensors import layer_params, model_params, param_shape
+from moejax.checkpoints import params
 from moejax.errors import UserError
 from moejax.models.config import ModelConfig, parse_config
 
@@ -99,19 +99,7 @@ def expert_layout(config: ModelConfig, dtype: str = "auto") -> ExpertLayout:
 
 def abstract_params(config: ModelConfig, dtype: str = "auto") -> dict[str, Any]:
     """LoadedModel.params as ShapeDtypeStructs. dtype: as for random_model."""
-    to = NUMPY_DTYPES[_run_dtype(config, dtype)]
-    params: dict[str, Any] = {
-        key: jax.ShapeDtypeStruct(param_shape(parts), to)
-        for key, parts in model_params(config).items()
-    }
-    params["runs"] = [
-        {
-            key: jax.ShapeDtypeStruct((run.count, *param_shape(parts)), to)
-            for key, parts in layer_params(config, run.moe).items()
-        }
-        for run in config.runs
-    ]
-    return params
+    return params.abstract_params(config, NUMPY_DTYPES[_run_dtype(config, dtype)])
 
 
 def model_bytes(config: ModelConfig, dtype: str = "auto") -> tuple[int, int]:
@@ -146,9 +134,9 @@ def random_model(
             values = _piece(block, int(generator.integers(_BLOCK)), leaf.shape)
         return jax.block_until_ready(jax.device_put(values, device))
 
-    params = jax.tree_util.tree_map_with_path(fill, abstract_params(config, dtype))
+    weights = jax.tree_util.tree_map_with_path(fill, abstract_params(config, dtype))
     config = dataclasses.replace(config, dtype=config.dtype or run_dtype)
-    return LoadedModel(config, run_dtype, params, store, layout)
+    return LoadedModel(config, run_dtype, weights, store, layout)
 
 
 def _run_dtype(config: ModelConfig, dtype: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -14,21 +14,27 @@ from host_offload.arena import SlotArena
 from host_offload.budget import Budget, Share, cells_per_layer, resolve_budget
 from host_offload.device_memory import available_bytes
 from host_offload.kv_cache import KVCache
-from host_offload.layout import SlotLayout, slot_layout
+from host_offload.layout import BLOCK_SIZES, SlotLayout
 from host_offload.policy import Policy
 from moejax.checkpoint import LoadedModel
+from moejax.checkpoints.tensors import layer_params, param_shape
 from moejax.control import start_control
 from moejax.engine import Engine, Listener
 from moejax.errors import UserError
 from moejax.host_driver import HostRunner
 from moejax.models.config import ModelConfig
-from moejax.models.qwen3_moe import Qwen3Moe
+from moejax.models.decoder import Decoder
+from moejax.models.family import Parts
 from moejax.runner import Runner
 from moejax.scheduler import Scheduler
 from moejax.statistics import Statistics
 from moejax.step import DECODE_TILE, StepShapes
+from moejax.trace_arrays import TRACE_ARRAYS
 from pallas_kernels import Ops, resolve_ops
+from pallas_kernels.kv_write import KVPage
 from pallas_kernels.paged_attention import SPAN
+from pallas_kernels.paged_attention import why_not_pallas as attention_why_not
+from pallas_kernels.route import why_not_pallas as route_why_not
 from pallas_kernels.verification import ModelShape, checks, require_verified
 
 PREFILL_CHUNK = 64
@@ -114,6 +120,7 @@ def start_engine(
     eviction: str = "lru",
     policies: Sequence[Policy] = (),
     driver: str = "device",
+    trace_arrays: Collection[str] = (),
     ops: Mapping[str, str],
     device: jax.Device,
     seed: int,
@@ -122,24 +129,20 @@ def start_engine(
     """Decides shapes and budgets, allocates the arena, compiles what a first request needs.
 
     limits: as given. eviction: of host_offload.eviction.EVICTION, until one of the policies changes
-    the weights. driver: of DRIVERS. ops: of parse_ops. Raises UserError, BudgetError or
-    ArenaTooSmall.
+    the weights. driver: of DRIVERS. trace_arrays: of TRACE_ARRAYS, what steps give out beside what
+    the policies need. ops: of parse_ops. Raises UserError, BudgetError or ArenaTooSmall.
     """
     config = loaded.config
     try:
-        resolved = resolve_ops(ops, platform=device.platform, dtype=loaded.dtype)
+        resolved = resolve_ops(
+            ops, platform=device.platform, dtype=loaded.dtype, no_kernel=without_kernel(config)
+        )
     except ValueError as error:
         raise UserError(str(error)) from error
     limits = limits.resolve(device.platform, config.max_position_embeddings)
     assert limits.max_model_len and limits.max_num_seqs and limits.max_num_batched_tokens
-    layout = slot_layout(
-        hidden=config.hidden_size,
-        width=config.moe_intermediate_size,
-        itemsize=loaded.layout.itemsize,
-        layers=config.num_hidden_layers,
-        kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-    )
+    config = dataclasses.replace(config, rope=config.rope.for_length(limits.max_model_len))
+    layout = config.slot_layout(loaded.layout.itemsize)
     verify_kernels(config, loaded.dtype, layout, resolved, device)
     moe_layers, experts = sum(config.moe_layers), config.num_experts
     budget = resolve_budget(
@@ -164,7 +167,7 @@ def start_engine(
         bucketed=resolved.expert_ffn == "pallas",
     )
     runner = DRIVERS[driver](
-        Qwen3Moe(config, loaded.params, resolved),
+        Decoder(config, loaded.params, resolved),
         loaded.store,
         layout,
         shapes,
@@ -173,6 +176,7 @@ def start_engine(
         eviction=eviction,
         ops=resolved,
         device=device,
+        trace_arrays=TRACE_ARRAYS & {*trace_arrays, *(n for p in policies for n in p.needs)},
     )
     try:
         control = start_control(
@@ -265,32 +269,72 @@ def verify_kernels(
     """
     if device.platform != "gpu":
         return
-    shape = kernel_shape(config, dtype, layout)
     try:
-        require_verified(checks(shape, ops, device), device, cache_root() / "verified")
+        for shape in kernel_shapes(config, dtype, layout):
+            require_verified(checks(shape, ops, device), device, cache_root() / "verified")
     except ValueError as error:
         raise UserError(str(error)) from error
 
 
-def kernel_shape(config: ModelConfig, dtype: str, layout: SlotLayout) -> ModelShape:
-    """What of a model decides its kernels' configurations."""
-    return ModelShape(
+def without_kernel(config: ModelConfig) -> dict[str, str]:
+    """The ops whose Pallas kernel this model cannot use, and why; the reference runs instead, as
+    the log and `stats` say."""
+    page = KVPage(BLOCK_SIZES[0], config.kv_heads, config.kv_width, config.kv_latent)
+    reasons = {
+        "route": route_why_not(config.route_rule),
+        "paged_attention": attention_why_not(page),
+    }
+    return {op: reason for op, reason in reasons.items() if reason is not None}
+
+
+def kernel_shapes(config: ModelConfig, dtype: str, layout: SlotLayout) -> tuple[ModelShape, ...]:
+    """What of a model decides its kernels' configurations, one for each sliding window."""
+    layers = [layer_params(config, run.moe) for run in config.runs]
+    names = {key for params in layers for key in params}
+    shape = ModelShape(
         hidden=config.hidden_size,
         width=config.moe_intermediate_size,
         experts=config.num_experts,
-        top_k=config.num_experts_per_tok,
-        normalize=config.norm_topk_prob,
+        rule=config.route_rule,
         heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        vocabulary=config.vocab_size,
-        dense_width=0 if all(config.moe_layers) else config.intermediate_size,
-        bias=config.attention_bias,
+        kv_heads=config.kv_heads,
+        head_dim=config.kv_width,
+        products=_products(config, dtype, layers),
         block_size=layout.page.block_size,
-        window=config.sliding_window,
+        window=None,
         activation=config.hidden_act,
         dtype=dtype,
+        latent=config.kv_latent,
+        # A norm over all of q is an rms_norm of its own, before the heads are written.
+        qk_norm=any(
+            param_shape(params["q_norm"]) == (config.head_dim,)
+            for params in layers
+            if "q_norm" in params
+        ),
+        correction="correction" in names,
+        norm="layer_norm" if "input_norm_bias" in names else "rms_norm",
     )
+    windows = sorted(set(config.windows), key=lambda w: w or 0)
+    return tuple(dataclasses.replace(shape, window=window) for window in windows)
+
+
+_NOT_LINEAR = frozenset({"kv_b"})
+_WIDE_RESULT = frozenset({"router", "gate_up", "shared_gate_up", "shared_gate"})
+"""Parameters whose products LayerStack asks for in float32."""
+
+
+def _products(
+    config: ModelConfig, dtype: str, layers: Sequence[Mapping[str, Parts]]
+) -> tuple[tuple[int, int, bool, str], ...]:
+    """As ModelShape.products: those of every layer and of the head."""
+    found = {(config.vocab_size, config.hidden_size, config.lm_head_bias, "float32")}
+    for params in layers:
+        for key, parts in params.items():
+            shape = param_shape(parts)
+            if len(shape) == 2 and key not in _NOT_LINEAR:
+                out = "float32" if key in _WIDE_RESULT else dtype
+                found.add((*shape, f"{key}_bias" in params, out))
+    return tuple(sorted(found))
 
 
 def cache_root() -> Path:

@@ -32,7 +32,6 @@ from text_table import aligned
 
 from host_offload.arena import SlotArena
 from host_offload.kv_cache import KVCache
-from host_offload.layout import slot_layout
 from host_offload.policy import Decision, Moment, Observation, Spec
 from host_offload.tables import empty_tables
 from moejax import SamplingParams, UserError
@@ -110,14 +109,7 @@ class FakeRunner:
 
     def __init__(self, config: ModelConfig, shapes: StepShapes, slots: int, seed: int):
         self.config, self.shapes, self.slots = config, shapes, slots
-        self.layout = slot_layout(
-            hidden=config.hidden_size,
-            width=config.moe_intermediate_size,
-            itemsize=2,
-            layers=config.num_hidden_layers,
-            kv_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-        )
+        self.layout = config.slot_layout(itemsize=2)
         layers, experts = sum(config.moe_layers), config.num_experts
         self.device = jax.devices()[0]
         self.stores = (np.empty((layers, experts)),)

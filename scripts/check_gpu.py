@@ -22,13 +22,12 @@ import jax
 import numpy as np
 
 from host_offload.budget import Share
-from host_offload.layout import slot_layout
 from moejax.device import select_device
 from moejax.engine import Engine
 from moejax.errors import UserError
 from moejax.random_model import SHAPES, random_model, shape
 from moejax.sampling_params import SamplingParams
-from moejax.startup import Limits, kernel_shape, start_engine, use_compilation_cache
+from moejax.startup import Limits, kernel_shapes, start_engine, use_compilation_cache
 from pallas_kernels import parse_ops, resolve_ops
 from pallas_kernels.triton import is_interpreted
 from pallas_kernels.verification import Unverified, checks, load_table, write_table
@@ -80,16 +79,10 @@ def check_kernels(device: jax.Device, shapes: list[str], dtypes: list[str], tabl
     for name in shapes:
         config = shape(name)
         for dtype in dtypes:
-            layout = slot_layout(
-                hidden=config.hidden_size,
-                width=config.moe_intermediate_size,
-                itemsize=2,
-                layers=config.num_hidden_layers,
-                kv_heads=config.num_key_value_heads,
-                head_dim=config.head_dim,
-            )
+            layout = config.slot_layout(itemsize=2)
             ops = resolve_ops("auto", platform="gpu", dtype=dtype)
-            for check in checks(kernel_shape(config, dtype, layout), ops, device):
+            kernels = kernel_shapes(config, dtype, layout)
+            for check in (c for kernel in kernels for c in checks(kernel, ops, device)):
                 if check.key in seen:
                     continue
                 seen.add(check.key)

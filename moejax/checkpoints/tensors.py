@@ -1,11 +1,13 @@
-"""Which tensors a Qwen3-MoE checkpoint holds, and where each of them goes."""
+"""Which tensors a checkpoint holds, and where each of them goes."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Container
 
-from moejax.models.config import ModelConfig
+from moejax.models.families import FAMILIES
+from moejax.models.family import Parts
+from moejax.models.model_config import ModelConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -13,7 +15,8 @@ class ParamPlace:
     """A tensor of the given shape becomes rows of a parameter.
 
     run: index of the run of equal layers, None for the model's own parameters. layer: position in
-    the run. row: the first row; several tensors may be concatenated in one parameter.
+    the run. row: the first row; several tensors may be concatenated in one parameter. dtype: kept
+    in this one whatever the run's, None for the run's.
     """
 
     shape: tuple[int, ...]
@@ -21,6 +24,7 @@ class ParamPlace:
     key: str
     layer: int
     row: int
+    dtype: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,53 +42,42 @@ class ExpertPlace:
 
 
 Place = ParamPlace | ExpertPlace
-Parts = tuple[tuple[str, tuple[int, ...]], ...]
-"""Tensor names and shapes, in the order in which a parameter concatenates them."""
 
 
 def model_params(config: ModelConfig) -> dict[str, Parts]:
     """The parameters outside of layers; no lm_head where it is tied to embed."""
-    table = (config.vocab_size, config.hidden_size)
+    table, hidden = (config.vocab_size, config.hidden_size), (config.hidden_size,)
     params: dict[str, Parts] = {
         "embed": (("model.embed_tokens.weight", table),),
-        "final_norm": (("model.norm.weight", (config.hidden_size,)),),
+        "final_norm": (("model.norm.weight", hidden),),
     }
+    if FAMILIES[config.architecture].final_norm_bias:
+        params["final_norm_bias"] = (("model.norm.bias", hidden),)
     if not config.tie_word_embeddings:
         params["lm_head"] = (("lm_head.weight", table),)
+    if config.lm_head_bias:
+        params["lm_head_bias"] = (("lm_head.bias", (config.vocab_size,)),)
     return params
 
 
 def layer_params(config: ModelConfig, moe: bool) -> dict[str, Parts]:
     """The parameters of one layer except its experts; names follow ``model.layers.N.``."""
-    hidden, head_dim = config.hidden_size, config.head_dim
-    queries, keys = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
-    heads = (("q", queries), ("k", keys), ("v", keys))
-    params: dict[str, Parts] = {
-        "input_norm": (("input_layernorm.weight", (hidden,)),),
-        "qkv": tuple((f"self_attn.{h}_proj.weight", (n, hidden)) for h, n in heads),
-        "q_norm": (("self_attn.q_norm.weight", (head_dim,)),),
-        "k_norm": (("self_attn.k_norm.weight", (head_dim,)),),
-        "o": (("self_attn.o_proj.weight", (hidden, queries)),),
-        "post_norm": (("post_attention_layernorm.weight", (hidden,)),),
-    }
-    if config.attention_bias:
-        params["qkv_bias"] = tuple((f"self_attn.{h}_proj.bias", (n,)) for h, n in heads)
-        params["o_bias"] = (("self_attn.o_proj.bias", (hidden,)),)
-    if moe:
-        params["router"] = (("mlp.gate.weight", (config.num_experts, hidden)),)
-    else:
-        width = config.intermediate_size
-        params["gate_up"] = (
-            ("mlp.gate_proj.weight", (width, hidden)),
-            ("mlp.up_proj.weight", (width, hidden)),
-        )
-        params["down"] = (("mlp.down_proj.weight", (hidden, width)),)
-    return params
+    return FAMILIES[config.architecture].layer_params(config, moe)
+
+
+def param_dtype(config: ModelConfig, key: str) -> str | None:
+    """The dtype that a layer's parameter is kept in whatever the run's; None: the run's."""
+    return "float32" if key in FAMILIES[config.architecture].wide_params else None
 
 
 def param_shape(parts: Parts) -> tuple[int, ...]:
     """The shape of the parts concatenated along their first axis."""
     return (sum(shape[0] for _, shape in parts), *parts[0][1][1:])
+
+
+def is_ignored(config: ModelConfig, name: str) -> bool:
+    """Whether a checkpoint may hold this tensor although the model does not use it."""
+    return FAMILIES[config.architecture].ignores(config, name)
 
 
 def expected_tensors(config: ModelConfig, found: Container[str]) -> dict[str, Place]:
@@ -97,9 +90,9 @@ def expected_tensors(config: ModelConfig, found: Container[str]) -> dict[str, Pl
 
     def add(params: dict[str, Parts], prefix: str, run: int | None, layer: int) -> None:
         for key, parts in params.items():
-            row = 0
+            row, dtype = 0, param_dtype(config, key)
             for name, shape in parts:
-                places[prefix + name] = ParamPlace(shape, run, key, layer, row)
+                places[prefix + name] = ParamPlace(shape, run, key, layer, row, dtype)
                 row += shape[0]
 
     add(model_params(config), "", None, 0)
@@ -109,7 +102,7 @@ def expected_tensors(config: ModelConfig, found: Container[str]) -> dict[str, Pl
             prefix = f"model.layers.{run.start + layer}."
             add(layer_params(config, run.moe), prefix, index, layer)
             if run.moe:
-                places |= _experts(config, found, prefix + "mlp.experts.", moe_layer)
+                places |= _experts(config, found, prefix, moe_layer)
                 moe_layer += 1
     return places
 
@@ -118,6 +111,8 @@ def _experts(
     config: ModelConfig, found: Container[str], prefix: str, layer: int
 ) -> dict[str, Place]:
     count, width, hidden = config.num_experts, config.moe_intermediate_size, config.hidden_size
+    family = FAMILIES[config.architecture]
+    prefix += family.experts
     stacked = {"gate_up": (count, 2 * width, hidden), "down": (count, hidden, width)}
     if any(f"{prefix}{matrix}_proj" in found for matrix in stacked):
         return {
@@ -125,8 +120,9 @@ def _experts(
             for matrix, shape in stacked.items()
         }
     shapes = {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
+    names = dict(zip(shapes, family.matrices, strict=True))
     return {
-        f"{prefix}{expert}.{matrix}_proj.weight": ExpertPlace(shape, layer, expert, matrix)
+        f"{prefix}{expert}.{names[matrix]}.weight": ExpertPlace(shape, layer, expert, matrix)
         for expert in range(count)
         for matrix, shape in shapes.items()
     }

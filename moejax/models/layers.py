@@ -2,25 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from moejax.models.config import ModelConfig
+from moejax.models.model_config import ModelConfig
 from moejax.models.rope import inverse_frequencies
 from pallas_kernels import Ops
 from pallas_kernels.expert_ffn import ACTIVATIONS
+from pallas_kernels.head_linear import head_linear
 from pallas_kernels.kv_write import KVPage, kv_write
+from pallas_kernels.latent_write import latent_write
+from pallas_kernels.layer_norm import layer_norm
 from pallas_kernels.linear import linear
 from pallas_kernels.rms_norm import rms_norm
-from pallas_kernels.route import route
+from pallas_kernels.route import route, route_scores
 
-Attention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-"""(q [T, H, hd], arena, layer) -> [T, H·hd]: decode's or prefill's reading of the pages."""
+MLA_EPS = 1e-6
+"""Of the norms inside latent attention: transformers' default, whatever rms_norm_eps is."""
+
+
+class Attention(Protocol):
+    """Decode's or prefill's reading of the pages."""
+
+    def __call__(
+        self,
+        q: jax.Array,
+        arena: jax.Array,
+        layer: jax.Array,
+        *,
+        window: int | None,
+        scale: float | None,
+    ) -> jax.Array:
+        """q [T, H, hd] -> [T, H·hd], of latent pages [T, H·latent]."""
+        ...
 
 
 class Tokens(NamedTuple):
@@ -42,9 +60,11 @@ class Tokens(NamedTuple):
 class LayerStack(nnx.Module):
     """A run of consecutive equal layers; parameters have a leading axis over the run's layers.
 
-    Methods take `i`, the layer's index in the run, and pass the stacks whole to the ops, so that a
-    scan over i copies nothing where the ops are kernels. `first_layer` counts all layers,
-    `first_moe_layer` those with experts.
+    Which parameters there are decides what is computed: norms of q and k, biases, LayerNorm instead
+    of RMSNorm, latent attention, a shared expert. Methods take `i`, the layer's index in the run,
+    and pass the stacks whole to the ops, so that a scan over i copies nothing where the ops are
+    kernels. `first_layer` counts all layers, `first_moe_layer` those with experts; `window` is the
+    run's sliding window.
 
     params: the run's arrays as moejax.checkpoint returns them, weights in [out, in] order.
     """
@@ -56,35 +76,38 @@ class LayerStack(nnx.Module):
         *,
         first_layer: int,
         first_moe_layer: int,
+        window: int | None = None,
         ops: Ops,
     ):
-        self.config, self.ops = config, ops
+        self.config, self.ops, self.window = config, ops, window
         self.first_layer, self.first_moe_layer = first_layer, first_moe_layer
         self.is_moe = "router" in params
-        self.size = params["qkv"].shape[0]
+        self.size = params["input_norm"].shape[0]
         self.weights = nnx.Dict({name: nnx.Param(array) for name, array in params.items()})
-        frequencies, self.attention_factor = inverse_frequencies(config.rope, config.head_dim)
+        frequencies, self.attention_factor = inverse_frequencies(config.rope, config.rotary_dim)
         self.inverse_frequencies = nnx.Variable(jnp.asarray(frequencies, jnp.float32))
 
     def _weight(self, name: str) -> jax.Array:
         return self.weights[name][...]
 
+    def _optional(self, name: str) -> jax.Array | None:
+        return self.weights[name][...] if name in self.weights else None
+
     def _linear(self, x, name, i, tokens, out_dtype=None):
-        bias = self._weight(f"{name}_bias") if f"{name}_bias" in self.weights else None
         return linear(
             x,
             self._weight(name),
             i,
-            bias,
+            self._optional(f"{name}_bias"),
             row_tile=tokens.row_tile,
             tiles=tokens.tiles,
             out_dtype=out_dtype,
             implementation=self.ops.linear,
         )
 
-    def _norm(self, x, name, i):
-        weight, eps = self._weight(name), self.config.rms_norm_eps
-        return rms_norm(x, weight, i, eps, implementation=self.ops.rms_norm)
+    def _norm(self, x, name, i, eps=None):
+        eps = self.config.rms_norm_eps if eps is None else eps
+        return norm(x, self._weight(name), self._optional(f"{name}_bias"), i, eps, self.ops)
 
     def attend(
         self, i: jax.Array, x: jax.Array, arena: jax.Array, tokens: Tokens, page: KVPage
@@ -94,48 +117,149 @@ class LayerStack(nnx.Module):
         Returns (x, arena).
         """
         with jax.named_scope("attend"):
-            qkv = self._linear(self._norm(x, "input_norm", i), "qkv", i, tokens)
-            q, arena = kv_write(
-                qkv,
-                self._weight("q_norm"),
-                self._weight("k_norm"),
-                i,
-                tokens.positions,
-                self.inverse_frequencies[...],
-                arena,
-                tokens.pages,
-                self.first_layer + i,
-                page=page,
-                attention_factor=self.attention_factor,
-                eps=self.config.rms_norm_eps,
-                implementation=self.ops.kv_write,
-            )
-            attended = tokens.attention(q, arena, self.first_layer + i)
+            normed = self._norm(x, "input_norm", i)
+            read = self._read_heads if self.config.mla is None else self._read_latent
+            attended, arena = read(i, normed, arena, tokens, page)
             x = x + self._linear(attended, "o", i, tokens)
             # The borders between a layer's parts are fixed points of rounding (contract 1e).
             return lax.optimization_barrier(x), arena
 
+    def _read_heads(self, i, normed, arena, tokens, page):
+        """Grouped-query attention: normed [T, D] -> ([T, H·hd], arena)."""
+        config = self.config
+        qkv = self._linear(normed, "qkv", i, tokens)
+        norms = self._optional("q_norm"), self._optional("k_norm")
+        if norms[0] is not None and norms[0].shape[-1] != page.head_dim:
+            qkv, norms = self._norm_projections(i, qkv, page), (None, None)
+        if config.clip_qkv is not None:
+            qkv = jnp.clip(qkv, -config.clip_qkv, config.clip_qkv)
+        q, arena = kv_write(
+            qkv,
+            *norms,
+            i,
+            tokens.positions,
+            self.inverse_frequencies[...],
+            arena,
+            tokens.pages,
+            self.first_layer + i,
+            page=page,
+            attention_factor=self.attention_factor,
+            eps=config.rms_norm_eps,
+            implementation=self.ops.kv_write,
+        )
+        layer, scale = self.first_layer + i, config.attention_scale
+        return tokens.attention(q, arena, layer, window=self.window, scale=scale), arena
+
+    def _norm_projections(self, i, qkv, page):
+        """q and k normalised over all their heads at once (OLMoE)."""
+        width = page.kv_heads * page.head_dim
+        q, k, v = jnp.split(qkv, (qkv.shape[1] - 2 * width, qkv.shape[1] - width), axis=1)
+        return jnp.concatenate([self._norm(q, "q_norm", i), self._norm(k, "k_norm", i), v], axis=1)
+
+    def _read_latent(self, i, normed, arena, tokens, page):
+        """Multi-head latent attention (DeepSeek-V2, section 2.1) with the products of queries and
+        outputs with kv_b's halves moved out of the sum over keys ("absorbed"), so that pages hold
+        the latent: normed [T, D] -> ([T, H·v_head_dim], arena)."""
+        config, mla = self.config, self.config.mla
+        heads, nope = config.num_attention_heads, mla.qk_nope_head_dim
+        if "q_a" in self.weights:
+            compressed = self._norm(self._linear(normed, "q_a", i, tokens), "q_a_norm", i, MLA_EPS)
+            q = self._linear(compressed, "q_b", i, tokens)
+        else:
+            q = self._linear(normed, "q", i, tokens)
+        q = q.reshape(q.shape[0], heads, -1)
+        q_rope, arena = latent_write(
+            self._linear(normed, "kv_a", i, tokens),
+            self._weight("kv_a_norm"),
+            i,
+            q[..., nope:],
+            tokens.positions,
+            self.inverse_frequencies[...],
+            arena,
+            tokens.pages,
+            self.first_layer + i,
+            page=page,
+            attention_factor=self.attention_factor,
+            eps=MLA_EPS,
+            interleave=mla.rope_interleave,
+            implementation=self.ops.latent_write,
+        )
+        kv_b = lax.dynamic_index_in_dim(self._weight("kv_b"), i, keepdims=False)
+        keys, values = jnp.split(kv_b.reshape(heads, -1, mla.kv_lora_rank), (nope,), axis=1)
+
+        def by_head(x, weights):
+            return head_linear(
+                x,
+                weights[None],
+                0,
+                row_tile=tokens.row_tile,
+                tiles=tokens.tiles,
+                implementation=self.ops.head_linear,
+            )
+
+        q = jnp.concatenate([by_head(q[..., :nope], keys.swapaxes(1, 2)), q_rope], axis=-1)
+        layer, scale = self.first_layer + i, config.attention_scale
+        out = tokens.attention(q, arena, layer, window=self.window, scale=scale)
+        out = by_head(out.reshape(out.shape[0], heads, -1), values)
+        return out.reshape(out.shape[0], -1), arena
+
     def route(
         self, i: jax.Array, x: jax.Array, tokens: Tokens
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """x [T, D] -> (normalised x, ids [T, K] ascending, weights [T, K])."""
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        """x [T, D] -> (x plus its shared expert where there is one, normalised x, ids [T, K]
+        ascending, weights [T, K])."""
         with jax.named_scope("route"):
             normed = self._norm(x, "post_norm", i)
-            logits = self._linear(normed, "router", i, tokens, out_dtype=jnp.float32)
             ids, weights = route(
-                logits,
+                self._router_logits(i, normed, tokens),
                 tokens.valid,
-                top_k=self.config.num_experts_per_tok,
-                normalize=self.config.norm_topk_prob,
+                self._optional("correction"),
+                i,
+                rule=self.config.route_rule,
                 implementation=self.ops.route,
             )
-            return lax.optimization_barrier((normed, ids, weights))
+            if "shared_down" in self.weights:
+                x = x + self._shared_expert(i, normed, tokens)
+            return lax.optimization_barrier((x, normed, ids, weights))
+
+    def router_scores(self, i: jax.Array, normed: jax.Array, tokens: Tokens) -> jax.Array:
+        """normed [T, D], as route gives it -> float32[T, E]: what the router chooses from."""
+        return route_scores(self._router_logits(i, normed, tokens), self.config.route_rule)
+
+    def _router_logits(self, i, normed, tokens):
+        return self._linear(normed, "router", i, tokens, out_dtype=jnp.float32)
+
+    def _shared_expert(self, i, normed, tokens):
+        """The expert that every token goes through, behind a gate of its own in Qwen2-MoE."""
+        with jax.named_scope("shared_expert"):
+            out = self._gated(normed, "shared_", i, tokens)
+            if "shared_gate" not in self.weights:
+                return out
+            gate = self._linear(normed, "shared_gate", i, tokens, out_dtype=jnp.float32)
+            return (jax.nn.sigmoid(gate) * out).astype(out.dtype)
 
     def feed_forward(self, i: jax.Array, x: jax.Array, tokens: Tokens) -> jax.Array:
         """x [T, D] plus the gated feed-forward of a layer without experts."""
         with jax.named_scope("feed_forward"):
             normed = self._norm(x, "post_norm", i)
-            gate_up = self._linear(normed, "gate_up", i, tokens, out_dtype=jnp.float32)
-            gate, up = jnp.split(gate_up, 2, axis=-1)
-            hidden = (ACTIVATIONS[self.config.hidden_act](gate) * up).astype(x.dtype)
-            return lax.optimization_barrier(x + self._linear(hidden, "down", i, tokens))
+            return lax.optimization_barrier(x + self._gated(normed, "", i, tokens))
+
+    def _gated(self, normed, key, i, tokens):
+        gate_up = self._linear(normed, f"{key}gate_up", i, tokens, out_dtype=jnp.float32)
+        gate, up = jnp.split(gate_up, 2, axis=-1)
+        hidden = (ACTIVATIONS[self.config.hidden_act](gate) * up).astype(normed.dtype)
+        return self._linear(hidden, f"{key}down", i, tokens)
+
+
+def norm(
+    x: jax.Array,
+    weights: jax.Array,
+    biases: jax.Array | None,
+    layer: jax.Array | int,
+    eps: float,
+    ops: Ops,
+) -> jax.Array:
+    """RMSNorm over the last axis, or LayerNorm where there are biases; both [L, D]."""
+    if biases is None:
+        return rms_norm(x, weights, layer, eps, implementation=ops.rms_norm)
+    return layer_norm(x, weights, biases, layer, eps, implementation=ops.layer_norm)

@@ -1,56 +1,62 @@
-"""Qwen3-MoE (Qwen3MoeForCausalLM in transformers): grouped-query attention with q/k norm, rotary
-positions, softmax-top-k experts."""
+"""Qwen3-MoE: grouped-query attention with a norm on each head of q and k, rotary positions,
+softmax-top-k experts, dense layers in between where the config says so."""
 
 from __future__ import annotations
 
-from typing import Any
-
-import jax
-import jax.numpy as jnp
-from flax import nnx
-
-from moejax.models.config import ModelConfig
-from moejax.models.layers import LayerStack
-from pallas_kernels import Ops
-from pallas_kernels.linear import linear
-from pallas_kernels.rms_norm import rms_norm
+from moejax.models.family import (
+    Family,
+    Parts,
+    attention_params,
+    feed_forward_params,
+    router_params,
+)
+from moejax.models.fields import Fields
+from moejax.models.model_config import ModelConfig
 
 
-class Qwen3Moe(nnx.Module):
-    """The dense part of the model; experts live in the store and the arena.
+def parse(fields: Fields) -> ModelConfig:
+    """Qwen3MoeConfig's fields and defaults."""
+    hidden = fields.integer("hidden_size", 2048)
+    experts = fields.experts("num_experts", "num_local_experts", 128)
+    moe_layers = sparse_layers(fields, fields.integer("num_hidden_layers", 24), experts)
+    window = fields.optional_integer("sliding_window", 4096)
+    window = window if fields.flag("use_sliding_window", False) else None
+    fields.same_attention(window, len(moe_layers))
+    return ModelConfig(
+        architecture=FAMILY.architecture,
+        hidden_size=hidden,
+        num_hidden_layers=len(moe_layers),
+        **fields.heads(32, 4, hidden),
+        intermediate_size=fields.integer("intermediate_size", 6144),
+        moe_intermediate_size=fields.integer("moe_intermediate_size", 768),
+        **fields.routed(experts, 8),
+        norm_topk_prob=fields.flag("norm_topk_prob", False),
+        moe_layers=moe_layers,
+        attention_bias=fields.flag("attention_bias", False),
+        sliding_window=window,
+        **fields.decoder(eps=1e-6, max_positions=32768, vocabulary=151936),
+    )
 
-    params: the tree that moejax.checkpoint returns. ops: which implementation of each op runs.
-    """
 
-    def __init__(self, config: ModelConfig, params: dict[str, Any], ops: Ops):
-        self.config, self.ops = config, ops
-        self.embedding = nnx.Param(params["embed"])
-        self.final_norm = nnx.Param(params["final_norm"])
-        self.lm_head = None if config.tie_word_embeddings else nnx.Param(params["lm_head"])
-        runs, layer, moe_layer = [], 0, 0
-        for run in params["runs"]:
-            stack = LayerStack(config, run, first_layer=layer, first_moe_layer=moe_layer, ops=ops)
-            runs.append(stack)
-            layer += stack.size
-            moe_layer += stack.size if stack.is_moe else 0
-        self.runs = nnx.List(runs)
+def sparse_layers(fields: Fields, layers: int, experts: int) -> tuple[bool, ...]:
+    """Which layers have experts, by decoder_sparse_step and mlp_only_layers."""
+    step, dense = fields.integer("decoder_sparse_step", 1), fields.integers("mlp_only_layers")
+    moe = tuple(i not in dense and experts > 0 and (i + 1) % step == 0 for i in range(layers))
+    if not any(moe):
+        raise fields.refuse(
+            f"no layer has experts (num_experts {experts}, decoder_sparse_step {step}, "
+            f"mlp_only_layers {dense}); moejax runs mixture-of-experts models"
+        )
+    return moe
 
-    def embed(self, tokens: jax.Array) -> jax.Array:
-        """tokens int32[...] -> [..., D]."""
-        return self.embedding[...][tokens]
 
-    def logits(self, x: jax.Array, row_tile: int) -> jax.Array:
-        """Hidden states [T, D] after the last layer -> float32 logits [T, V]. row_tile: rows of
-        one matrix product."""
-        with jax.named_scope("logits"):
-            norm = self.final_norm[...][None]
-            x = rms_norm(x, norm, 0, self.config.rms_norm_eps, implementation=self.ops.rms_norm)
-            head = self.embedding if self.lm_head is None else self.lm_head
-            return linear(
-                x,
-                head[...][None],
-                0,
-                row_tile=row_tile,
-                out_dtype=jnp.float32,
-                implementation=self.ops.linear,
-            )
+def layer_params(config: ModelConfig, moe: bool) -> dict[str, Parts]:
+    params = attention_params(config, output_bias=True)
+    for head in ("q", "k"):
+        params[f"{head}_norm"] = ((f"self_attn.{head}_norm.weight", (config.head_dim,)),)
+    if moe:
+        return params | router_params(config)
+    return params | feed_forward_params(config, config.intermediate_size)
+
+
+FAMILY = Family("Qwen3MoeForCausalLM", "qwen3_moe", parse, layer_params)

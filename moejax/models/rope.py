@@ -9,11 +9,10 @@ import numpy as np
 
 from moejax.errors import UserError
 
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 
 _REFUSED_TYPES = {
     "dynamic": "its frequencies depend on the length of the sequence, so cached keys would change",
-    "longrope": "its frequencies depend on the length of the sequence, so cached keys would change",
     "proportional": "it rotates only a part of each head, which is not implemented",
 }
 
@@ -23,7 +22,10 @@ class Rope:
     """The parameters of one kind of rotary embedding, named as in config.json's rope_parameters.
 
     type: one of ROPE_TYPES. Fields that the type does not use keep their defaults.
-    original_max_position_embeddings: tokens, the context length before scaling.
+    original_max_position_embeddings: tokens, the context length before scaling. short_factor,
+    long_factor: of each pair of values (longrope). short_mscale, long_mscale: the factor on cosine
+    and sine instead of attention_factor (Phi-3.5-MoE). long: whether the long ones are used, see
+    for_length.
     """
 
     theta: float = 10_000.0
@@ -38,15 +40,38 @@ class Rope:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+    short_mscale: float | None = None
+    long_mscale: float | None = None
+    long: bool = False
+
+    def for_length(self, max_model_len: int) -> Rope:
+        """The rope of an engine whose sequences have at most so many tokens.
+
+        Longrope has one set of factors up to the original context length and another beyond it.
+        Keys stay in the pages, so the set cannot change within a sequence: as in vLLM it is chosen
+        once, by the longest sequence that the engine allows. transformers chooses by each call's
+        longest position; for Phi-3.5-MoE its 5.17 takes the short factors for any length (with
+        long_mscale beyond the original one), unlike that model's own code.
+        """
+        longer = max_model_len > self.original_max_position_embeddings
+        return dataclasses.replace(self, long=self.type == "longrope" and longer)
 
 
-def parse_rope(raw: dict, max_position_embeddings: int, source: str = "config.json") -> Rope:
+def parse_rope(
+    raw: dict,
+    max_position_embeddings: int,
+    source: str = "config.json",
+    *,
+    theta: float = 10_000.0,
+) -> Rope:
     """The Rope of a whole config.json, from the older keys (rope_theta, rope_scaling with "type"
     or "rope_type") and those of transformers 5 (rope_parameters), which may both be present.
 
     raw: the parsed config.json. max_position_embeddings: tokens, the original context length where
-    the config names none. Raises UserError, naming source and field, for contradictions, wrong
-    types and what is not implemented.
+    the config names none. theta: the family's default. Raises UserError, naming source and field,
+    for contradictions, wrong types and what is not implemented.
     """
     new = _table(raw, "rope_parameters", source)
     old = _table(raw, "rope_scaling", source)
@@ -94,13 +119,26 @@ def parse_rope(raw: dict, max_position_embeddings: int, source: str = "config.js
             f"{source}: rope type {kind!r} is not supported ({why}); "
             f"supported: {', '.join(ROPE_TYPES)}"
         )
-    theta = required("rope_theta", 10_000.0, above=1.0)
+    theta = required("rope_theta", theta, above=1.0)
     if kind == "default":
         return Rope(theta=theta)
     if kind == "linear":
         return Rope(theta=theta, type=kind, factor=required("factor"))
 
     original = _original_length(raw, table, max_position_embeddings, source)
+    if kind == "longrope":
+        return Rope(
+            theta=theta,
+            type=kind,
+            original_max_position_embeddings=original,
+            # A factor of null means the ratio of the context lengths, as in transformers.
+            factor=optional("factor") or max_position_embeddings / original,
+            attention_factor=optional("attention_factor"),
+            short_factor=_factors(table, "short_factor", source),
+            long_factor=_factors(table, "long_factor", source),
+            short_mscale=optional("short_mscale"),
+            long_mscale=optional("long_mscale"),
+        )
     if kind == "llama3":
         low, high = required("low_freq_factor"), required("high_freq_factor")
         if high <= low:
@@ -143,7 +181,8 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> tuple[np.ndarray, float]:
     Returns (float32[head_dim / 2], attention_factor); the angle of pair i at position p is
     p · frequencies[i] radians, and pair i is the values i and i + head_dim/2. The formulas are
     those of transformers' modeling_rope_utils: linear (kaiokendev), llama3 (Llama 3.1), yarn (YaRN,
-    arXiv:2309.00071, section 3).
+    arXiv:2309.00071, section 3), longrope (arXiv:2402.13753). Raises ValueError for longrope
+    factors of another number of pairs.
     """
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     # Powers in float64 and rounded once: within one unit of torch's float32 pow on every platform.
@@ -160,7 +199,24 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> tuple[np.ndarray, float]:
         ramp = _yarn_ramp(rope, head_dim)
         slowed = np.float32(1.0) / (factor * periods)
         return slowed * ramp + plain * (np.float32(1.0) - ramp), _yarn_attention_factor(rope)
+    if rope.type == "longrope":
+        factors = np.asarray(rope.long_factor if rope.long else rope.short_factor, np.float32)
+        if factors.shape != plain.shape:
+            raise ValueError(f"{factors.size} longrope factors for {plain.size} pairs of values")
+        return np.float32(1.0) / (factors * periods), _longrope_attention_factor(rope)
     raise ValueError(f"unknown rope type {rope.type!r}; known: {', '.join(ROPE_TYPES)}")
+
+
+def _longrope_attention_factor(rope: Rope) -> float:
+    """LongRoPE, arXiv:2402.13753, with transformers' rule for models that give no factor."""
+    mscale = rope.long_mscale if rope.long else rope.short_mscale
+    if mscale is not None:
+        return mscale
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.factor <= 1:
+        return 1.0
+    return math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_max_position_embeddings))
 
 
 def _llama3(rope: Rope, plain: np.ndarray) -> np.ndarray:
@@ -187,15 +243,30 @@ def _yarn_ramp(rope: Rope, head_dim: int) -> np.ndarray:
     return np.clip((pairs - np.float32(low)) / np.float32(width), 0, 1).astype(np.float32)
 
 
-def _yarn_attention_factor(rope: Rope) -> float:
-    def mscale(weight: float = 1.0) -> float:
-        return 1.0 if rope.factor <= 1 else 0.1 * weight * math.log(rope.factor) + 1.0
+def yarn_mscale(factor: float, weight: float = 1.0) -> float:
+    """YaRN's growth of scores with the context length, section 3.4; weight: `mscale`."""
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
+
+def _yarn_attention_factor(rope: Rope) -> float:
     if rope.attention_factor is not None:
         return rope.attention_factor
     if rope.mscale and rope.mscale_all_dim:
-        return mscale(rope.mscale) / mscale(rope.mscale_all_dim)
-    return mscale()
+        return yarn_mscale(rope.factor, rope.mscale) / yarn_mscale(rope.factor, rope.mscale_all_dim)
+    return yarn_mscale(rope.factor)
+
+
+def _factors(table: dict, field: str, source: str) -> tuple[float, ...]:
+    values = table.get(field)
+    numbers = isinstance(values, list) and all(
+        isinstance(v, int | float) and not isinstance(v, bool) and 0 < v < math.inf for v in values
+    )
+    if not numbers or not values:
+        raise UserError(
+            f"{source}: rope type 'longrope' needs rope_parameters.{field}, a list of numbers "
+            f"above 0, not {values!r}"
+        )
+    return tuple(float(v) for v in values)
 
 
 def _table(raw: dict, key: str, source: str) -> dict:

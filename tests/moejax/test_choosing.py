@@ -10,11 +10,10 @@ import pytest
 from scipy import special
 
 from host_offload.arena import SlotArena
-from host_offload.layout import slot_layout
 from moejax import SamplingParams, UserError
 from moejax.checkpoint import load_checkpoint
 from moejax.choosing import Chooser, has_penalties
-from moejax.models.qwen3_moe import Qwen3Moe
+from moejax.models.decoder import Decoder
 from moejax.outputs import append_prompt_logprobs
 from moejax.runner import Runner
 from moejax.sampler import GREEDY_BELOW
@@ -238,17 +237,10 @@ def runner(demo_dir):
     device = jax.devices("cpu")[0]
     loaded = load_checkpoint(demo_dir, device=device)
     config = loaded.config
-    layout = slot_layout(
-        hidden=config.hidden_size,
-        width=config.moe_intermediate_size,
-        itemsize=loaded.layout.itemsize,
-        layers=config.num_hidden_layers,
-        kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-    )
+    layout = config.slot_layout(loaded.layout.itemsize)
     ops = resolve_ops("xla")
     runner = Runner(
-        Qwen3Moe(config, loaded.params, ops),
+        Decoder(config, loaded.params, ops),
         loaded.store,
         layout,
         step_shapes(layout, rows=ROWS, max_model_len=LIMIT, max_num_batched_tokens=256, waves=1),

@@ -165,7 +165,7 @@ def test_architecture_by_model_type_alone():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"architectures": ["MixtralForCausalLM"]}, "'MixtralForCausalLM' .*Qwen3MoeForCausalLM"),
+        ({"architectures": ["LlamaForCausalLM"]}, "'LlamaForCausalLM' .*Qwen3MoeForCausalLM"),
         ({"model_type": "llama"}, "'llama' .*supported: Qwen3MoeForCausalLM"),
         ({"model_type": 3}, "architecture 3"),
         ({"architectures": []}, "architectures must be a list"),
@@ -220,6 +220,103 @@ def test_architecture_by_model_type_alone():
 def test_refusals_name_file_and_field(fields, message):
     with pytest.raises(UserError, match=f"^some.json: .*({message})"):
         parse_config({**BASE, **fields}, "some.json")
+
+
+V2 = {"model_type": "deepseek_v2", "num_experts_per_tok": 6}
+V3 = {"model_type": "deepseek_v3"}
+GROUPS = {"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3}
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 64, "long_factor": [2.0] * 64}
+SLIDING = ["full_attention", "sliding_attention"] * 12
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"model_type": "deepseek_v2"}, "num_experts_per_tok must be an integer, not None"),
+        (V2 | GROUPS | {"n_group": None}, "n_group must be an integer"),
+        (V2 | GROUPS | {"n_group": 7}, "router.*64 experts are not 7 groups"),
+        (V2 | GROUPS | {"topk_group": 9}, "router.*top_groups is 9, there are 8 groups"),
+        (V2 | GROUPS | {"num_experts_per_tok": 30}, "router.*top_k is 30, 3 groups have 24"),
+        (V2 | {"topk_method": None}, "topk_method None is not implemented"),
+        (V2 | {"routed_scaling_factor": 0}, "router.*scale must be a positive number"),
+        (V3 | {"n_group": 256}, "router.*'top2' needs 2 experts in a group"),
+        (V3 | {"norm_topk_prob": None}, "norm_topk_prob must be true or false"),
+        (V3 | {"n_routed_experts": 8, "num_local_experts": 9}, "n_routed_experts .*contradicts"),
+        (V2 | {"n_routed_experts": 8, "num_experts": 9}, "n_routed_experts .*contradicts"),
+        (V3 | {"first_k_dense_replace": 61}, "no layer has experts .*61 of 61 layers"),
+        (V3 | {"qk_rope_head_dim": 63}, "qk_rope_head_dim must be even, not 63"),
+        (V3 | {"v_head_dim": None}, "v_head_dim must be an integer"),
+        (V3 | {"n_shared_experts": 0}, "n_shared_experts must be at least 1"),
+        (
+            V3 | {"rope_scaling": {"type": "linear", "factor": 2.0, "mscale_all_dim": 1.0}},
+            "mscale_all_dim is not implemented for rope type 'linear'",
+        ),
+        (
+            {"model_type": "mixtral", "rope_parameters": LONGROPE | {"short_mscale": 1.2}},
+            "short_mscale and long_mscale are not implemented",
+        ),
+        (
+            {"model_type": "mixtral", "rope_parameters": LONGROPE | {"short_factor": [1.0]}},
+            "short_factor must have one number for each of 64 pairs .*not 1",
+        ),
+        (
+            {"model_type": "phimoe", "rope_parameters": LONGROPE | {"short_mscale": 1.2}},
+            "needs short_mscale and long_mscale",
+        ),
+        (
+            {"model_type": "phimoe", "rope_scaling": {"type": "yarn", "factor": 2.0}},
+            "rope type 'yarn' of this model needs short_mscale",
+        ),
+        ({"model_type": "phimoe", "num_experts_per_tok": 1}, "num_experts_per_tok 1 .*only 2"),
+        ({"model_type": "phimoe", "router_jitter_noise": -1}, "router_jitter_noise must be"),
+        ({"model_type": "mixtral", "sliding_window": 0}, "sliding_window must be at least 1"),
+        ({"model_type": "olmoe", "clip_qkv": -1.0}, "clip_qkv must be a number from zero up"),
+        ({"model_type": "olmoe", "head_dim": 64}, r"hidden_size \(2048\) .* \(16 × 64\)"),
+        ({"model_type": "qwen2_moe", "layer_types": SLIDING}, "need use_sliding_window"),
+        (
+            {"model_type": "qwen2_moe", "use_sliding_window": True, "sliding_window": None},
+            "need use_sliding_window and a sliding_window",
+        ),
+        (
+            {"model_type": "mixtral", "architectures": ["PhiMoEForCausalLM"]},
+            "'mixtral' contradicts the architecture PhimoeForCausalLM",
+        ),
+    ],
+)
+def test_refusals_of_other_families(fields, message):
+    with pytest.raises(UserError, match=f"^some.json: .*{message}"):
+        parse_config(fields, "some.json")
+
+
+def test_runs_of_windows():
+    found = parse_config(
+        {
+            "model_type": "qwen2_moe",
+            "num_hidden_layers": 6,
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "max_window_layers": 3,
+            "mlp_only_layers": [5],
+        }
+    )
+    assert found.windows == (9, None, 9, None, None, None)
+    assert found.runs == (
+        Run(True, 0, 1, 9),
+        Run(True, 1, 1),
+        Run(True, 2, 1, 9),
+        Run(True, 3, 2),
+        Run(False, 5, 1),
+    )
+    listed = parse_config(
+        {"model_type": "qwen2_moe", "use_sliding_window": True, "layer_types": SLIDING}
+    )
+    assert listed.windows == (None, 4096) * 12
+
+
+def test_end_of_sequence_id_of_the_family():
+    """As transformers: the family's where the file says nothing, none where it says null."""
+    assert parse_config({"model_type": "mixtral"}).eos_token_ids == (2,)
+    assert parse_config({"model_type": "mixtral", "eos_token_id": None}).eos_token_ids == ()
 
 
 def test_not_an_object():

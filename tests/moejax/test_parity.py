@@ -1,17 +1,19 @@
-"""Agreement with transformers' Qwen3MoeForCausalLM on random small models, one per branch of the
+"""Agreement with transformers on random small models, one or more per branch of each family's
 config, at every prompt position (scoring) and every generated position (decode logits)."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
 from moejax import LLM, SamplingParams
-from tests.moejax.transformers_models import logprobs, random_qwen3_moe, save
+from tests.moejax.transformers_models import logprobs, random_model, save
 
 pytestmark = pytest.mark.torch
 
@@ -36,37 +38,64 @@ YARN = {
     "original_max_position_embeddings": 64,
 }
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7],
+    "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0],
+    "original_max_position_embeddings": 256,
+}
+"""Of heads of 16; the short factors are for engines of up to 256 tokens."""
+LONG = {"original_max_position_embeddings": 64}
+MSCALES = {"short_mscale": 1.2, "long_mscale": 1.4}
+ONLY_LONG = (65, 70, 130)
+"""Prompts beyond 64 tokens: transformers takes the long factors only for those."""
+
+ODD = {
+    "hidden_size": 96,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "vocab_size": 99,
+    "tie_word_embeddings": True,
+}
+MSCALED_YARN = YARN | {"mscale": 0.9, "mscale_all_dim": 0.7}
+
+
+def _use_long_factors(model) -> None:
+    """transformers 5.17 computes Phi-3.5-MoE's frequencies without the length of the sequence, so
+    always from the short factors; the model's own code and vLLM take the long ones."""
+    rotary = model.model.rotary_emb
+    function = rotary.rope_init_fn
+    rotary.rope_init_fn = lambda config: function(config, seq_len=config.max_position_embeddings)
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """config: over transformers_models.SMALL. engine: options of LLM beside those in `_run`.
-    saved: options of transformers_models.save."""
+    """config: over transformers_models.SMALL and OF_FAMILY. engine: options of LLM beside those in
+    `_run`. saved: options of transformers_models.save. correct: makes transformers' model right."""
 
-    config: dict[str, Any]
+    config: dict[str, Any] = dataclasses.field(default_factory=dict)
     engine: dict[str, Any] = dataclasses.field(default_factory=dict)
     saved: dict[str, Any] = dataclasses.field(default_factory=dict)
+    family: str = "Qwen3Moe"
+    prompts: tuple[int, ...] = PROMPT_LENGTHS
+    correct: Callable[[Any], None] = lambda model: None
 
 
 CASES = {
-    "plain": Case({}, {"expert_budget": "50%"}),
-    "biases, odd widths, one KV head, linear rope": Case(
+    "Qwen3-MoE: biases, odd widths, one KV head, linear rope": Case(
         {
+            **ODD,
             "attention_bias": True,
-            "hidden_size": 96,
-            "num_attention_heads": 3,
-            "num_key_value_heads": 1,
             "head_dim": 40,
             "moe_intermediate_size": 80,
-            "vocab_size": 99,
             "norm_topk_prob": False,
-            "tie_word_embeddings": True,
             "rope_parameters": LINEAR,
         },
         {"expert_budget": "0%"},
         {"older_keys": True},
     ),
-    "dense layers by list, llama3 rope": Case(
+    "Qwen3-MoE: dense layers by list, llama3 rope": Case(
         {
             "num_hidden_layers": 3,
             "mlp_only_layers": [1],
@@ -76,7 +105,171 @@ CASES = {
         },
         {"expert_budget": "25%"},
     ),
-    "dense layers by step, yarn rope": Case(
+    "Qwen3-MoE: window of one span, biases, llama3 rope by the older keys": Case(
+        {
+            "use_sliding_window": True,
+            "sliding_window": 64,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "rope_parameters": LLAMA3,
+            "norm_topk_prob": False,
+            "num_experts_per_tok": 5,
+        },
+        {"expert_budget": "50%", "eviction": "lfu"},
+        {"older_keys": True},
+    ),
+    "Mixtral: window, odd widths, one KV head, linear rope, tied": Case(
+        {
+            **ODD,
+            "head_dim": 40,
+            "intermediate_size": 80,
+            "sliding_window": 20,
+            "rope_parameters": LINEAR,
+        },
+        {"expert_budget": "0%"},
+        {"older_keys": True},
+        family="Mixtral",
+    ),
+    "Mixtral: three experts, longrope beyond its length": Case(
+        {
+            "head_dim": 16,  # transformers derives none for longrope and yarn
+            "num_experts_per_tok": 3,
+            "hidden_act": "gelu",
+            "rope_parameters": LONGROPE | LONG | {"factor": 4.0},
+            "rms_norm_eps": 1e-2,
+        },
+        {"expert_budget": "50%", "prefill_waves": 3},
+        family="Mixtral",
+        prompts=ONLY_LONG,
+    ),
+    "OLMoE: clipped, biases, normalised weights, fewer KV heads, tied": Case(
+        {
+            "clip_qkv": 0.8,
+            "attention_bias": True,
+            "norm_topk_prob": True,
+            "tie_word_embeddings": True,
+            "rope_parameters": LLAMA3,
+        },
+        {"expert_budget": "50%"},
+        {"older_keys": True},
+        family="Olmoe",
+    ),
+    "OLMoE: no clipping, odd widths, yarn rope": Case(
+        {
+            "hidden_size": 90,
+            "num_attention_heads": 5,
+            "num_key_value_heads": None,
+            "intermediate_size": 72,
+            "vocab_size": 99,
+            "num_experts_per_tok": 4,
+            "rope_parameters": YARN,
+        },
+        {"expert_budget": "0%"},
+        family="Olmoe",
+    ),
+    "Qwen2-MoE: windows by default pattern, a dense layer, biases": Case(
+        {
+            "num_hidden_layers": 3,
+            "mlp_only_layers": [1],
+            "use_sliding_window": True,
+            "sliding_window": 20,
+            "max_window_layers": 2,
+        },
+        {"expert_budget": "50%"},
+        family="Qwen2Moe",
+    ),
+    "Qwen2-MoE: windows by list, no biases, own head size, tied": Case(
+        {
+            "layer_types": ["full_attention", "sliding_attention"],
+            "use_sliding_window": True,
+            "sliding_window": 64,
+            "qkv_bias": False,
+            "head_dim": 24,
+            "norm_topk_prob": True,
+            "tie_word_embeddings": True,
+            "shared_expert_intermediate_size": 80,
+            "rope_parameters": YARN,
+        },
+        {"expert_budget": "0%"},
+        {"older_keys": True},
+        family="Qwen2Moe",
+    ),
+    "Phi-3.5-MoE: biases, window, longrope within its length": Case(
+        {
+            "attention_bias": True,
+            "lm_head_bias": True,
+            "sliding_window": 20,
+            "router_jitter_noise": 0.2,
+            "rope_parameters": LONGROPE | MSCALES,
+        },
+        {"expert_budget": "50%"},
+        family="Phimoe",
+    ),
+    "Phi-3.5-MoE: no biases, tied, longrope beyond its length by the older keys": Case(
+        {"tie_word_embeddings": True, "rope_parameters": LONGROPE | MSCALES | LONG},
+        {"expert_budget": "0%"},
+        {"older_keys": True},
+        family="Phimoe",
+        prompts=ONLY_LONG,
+        correct=_use_long_factors,
+    ),
+    "DeepSeek-V2: within groups, biases, a dense layer, yarn rope that scales scores": Case(
+        {
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "num_experts_per_tok": 3,
+            "routed_scaling_factor": 2.5,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "rope_parameters": MSCALED_YARN,
+        },
+        {"expert_budget": "50%"},
+        family="DeepseekV2",
+    ),
+    "DeepSeek-V2: greedy, whole queries, odd widths, tied": Case(
+        {
+            **ODD,
+            "num_key_value_heads": 3,
+            "q_lora_rank": None,
+            "kv_lora_rank": 40,
+            "qk_nope_head_dim": 12,
+            "qk_rope_head_dim": 6,
+            "v_head_dim": 20,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 0,
+            "moe_intermediate_size": 40,
+        },
+        {"expert_budget": "0%"},
+        {"older_keys": True},
+        family="DeepseekV2",
+    ),
+    "DeepSeek-V3: groups, a dense layer, yarn rope that scales scores": Case(
+        {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}, "attention_bias": True},
+        {"expert_budget": "50%"},
+        {"older_keys": True},
+        family="DeepseekV3",
+    ),
+    "DeepSeek-V3: one group and whole queries (Moonlight), halves rotated": Case(
+        {
+            "n_group": 1,
+            "topk_group": 1,
+            "q_lora_rank": None,
+            "rope_interleave": False,
+            "first_k_dense_replace": 0,
+            "routed_scaling_factor": 1.2,
+            "n_shared_experts": 1,
+            "rms_norm_eps": 1e-5,
+        },
+        {"expert_budget": "0%"},
+        family="DeepseekV3",
+    ),
+}
+"""Between them every branch of every family's config that ALSO has too."""
+
+ALSO = {
+    "Qwen3-MoE: plain": Case(engine={"expert_budget": "50%"}),
+    "Qwen3-MoE: dense layers by step, yarn rope": Case(
         {
             "decoder_sparse_step": 2,
             "hidden_act": "gelu_pytorch_tanh",
@@ -86,12 +279,12 @@ CASES = {
         },
         {"expert_budget": "0%"},
     ),
-    "sliding window that skips whole spans": Case(
+    "Qwen3-MoE: sliding window that skips whole spans": Case(
         {"use_sliding_window": True, "sliding_window": 20, "hidden_act": "relu"},
         {"expert_budget": "50%"},
         {"older_keys": True},
     ),
-    "top 1, wide experts, tied": Case(
+    "Qwen3-MoE: top 1, wide experts, tied": Case(
         {
             "hidden_size": 320,
             "num_attention_heads": 5,
@@ -107,7 +300,7 @@ CASES = {
         {"expert_budget": "50%"},
         {"max_shard_size": "2MB"},
     ),
-    "all experts, yarn rope by the older keys": Case(
+    "Qwen3-MoE: all experts, yarn rope by the older keys": Case(
         {
             "num_experts": 4,
             "num_experts_per_tok": 4,
@@ -118,20 +311,7 @@ CASES = {
         {"expert_budget": "50%", "prefill_waves": 2},
         {"older_keys": True},
     ),
-    "window of one span, biases, llama3 rope by the older keys": Case(
-        {
-            "use_sliding_window": True,
-            "sliding_window": 64,
-            "attention_bias": True,
-            "tie_word_embeddings": True,
-            "rope_parameters": LLAMA3,
-            "norm_topk_prob": False,
-            "num_experts_per_tok": 5,
-        },
-        {"expert_budget": "50%", "eviction": "lfu"},
-        {"older_keys": True},
-    ),
-    "linear rope, small heads, three waves": Case(
+    "Qwen3-MoE: linear rope, small heads, three waves": Case(
         {
             "head_dim": 6,
             "num_attention_heads": 8,
@@ -142,14 +322,170 @@ CASES = {
         },
         {"expert_budget": "50%", "prefill_waves": 3},
     ),
-    "one expert": Case(
+    "Qwen3-MoE: one expert": Case(
         {
             "num_experts": 1,
             "num_experts_per_tok": 1,
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
         },
     ),
+    "Mixtral: plain": Case(engine={"expert_budget": "50%"}, family="Mixtral"),
+    "Mixtral: window of one span, all experts, yarn rope": Case(
+        {
+            "head_dim": 16,
+            "sliding_window": 64,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 4,
+            "num_key_value_heads": 4,
+            "hidden_act": "relu",
+            "rope_parameters": YARN,
+        },
+        {"expert_budget": "50%", "eviction": "lfu"},
+        {"max_shard_size": "100KB"},
+        family="Mixtral",
+    ),
+    "Mixtral: longrope within its length, attention factor by the older keys": Case(
+        {
+            "head_dim": 16,
+            "rope_parameters": LONGROPE | {"factor": 4.0},
+            "num_experts_per_tok": 1,
+        },
+        {"expert_budget": "0%"},
+        {"older_keys": True},
+        family="Mixtral",
+    ),
+    "OLMoE: plain, own head size": Case(
+        {"head_dim": 16, "num_key_value_heads": 1},
+        {"expert_budget": "50%", "prefill_waves": 2},
+        {"older_keys": True},
+        family="Olmoe",
+    ),
+    "OLMoE: clipped so that little is left, one expert a token, linear rope": Case(
+        {
+            "clip_qkv": 0.1,
+            "num_experts_per_tok": 1,
+            "hidden_act": "gelu_new",
+            "rope_parameters": LINEAR,
+            "rms_norm_eps": 1e-2,
+        },
+        {"expert_budget": "0%"},
+        family="Olmoe",
+    ),
+    "Qwen2-MoE: no windows, dense layers by step, odd widths, llama3 rope": Case(
+        {
+            **ODD,
+            "num_hidden_layers": 4,
+            "decoder_sparse_step": 2,
+            "use_sliding_window": False,
+            "sliding_window": 20,
+            "moe_intermediate_size": 80,
+            "shared_expert_intermediate_size": 40,
+            "num_experts_per_tok": 5,
+            "hidden_act": "gelu",
+            "rope_parameters": LLAMA3,
+        },
+        {"expert_budget": "50%", "prefill_waves": 3},
+        {"older_keys": True},
+        family="Qwen2Moe",
+    ),
+    "Qwen2-MoE: a window in every other layer, dense last layer": Case(
+        {
+            "num_hidden_layers": 4,
+            "mlp_only_layers": [3],
+            "use_sliding_window": True,
+            "sliding_window": 30,
+            "norm_topk_prob": True,
+            "rope_parameters": LINEAR,
+        },
+        {"expert_budget": "25%"},
+        family="Qwen2Moe",
+    ),
+    "Phi-3.5-MoE: default rope, odd widths, own head size, no jitter": Case(
+        {
+            **ODD,
+            "head_dim": 40,
+            "intermediate_size": 80,
+            "attention_bias": True,
+            "router_jitter_noise": 0.0,
+            "rms_norm_eps": 1e-2,
+        },
+        {"expert_budget": "50%"},
+        family="Phimoe",
+    ),
+    "Phi-3.5-MoE: longrope beyond its length with equal factors, nothing corrected": Case(
+        {
+            "lm_head_bias": True,
+            "router_jitter_noise": 1.0,
+            "hidden_act": "gelu",
+            "sliding_window": 64,
+            "rope_parameters": LONGROPE
+            | MSCALES
+            | LONG
+            | {"short_factor": LONGROPE["long_factor"]},
+        },
+        {"expert_budget": "50%", "prefill_waves": 2},
+        family="Phimoe",
+        prompts=ONLY_LONG,
+    ),
+    "DeepSeek-V2: within one group of one, linear rope": Case(
+        {
+            "topk_method": "group_limited_greedy",
+            "n_group": 1,
+            "topk_group": 1,
+            "num_experts_per_tok": 5,
+            "num_hidden_layers": 3,
+            "first_k_dense_replace": 2,
+            "hidden_act": "gelu",
+            "rope_parameters": LINEAR,
+        },
+        {"expert_budget": "50%"},
+        family="DeepseekV2",
+    ),
+    "DeepSeek-V2: one of eight groups, biases without compressed queries, yarn rope": Case(
+        {
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 1,
+            "q_lora_rank": None,
+            "attention_bias": True,
+            "routed_scaling_factor": 0.5,
+            "first_k_dense_replace": 0,
+            "rope_parameters": YARN | {"mscale_all_dim": 0.5},
+        },
+        {"expert_budget": "0%"},
+        {"older_keys": True},
+        family="DeepseekV2",
+    ),
+    "DeepSeek-V3: weights not normalised, all groups, halves rotated, tied": Case(
+        {
+            "norm_topk_prob": False,
+            "topk_group": 4,
+            "rope_interleave": False,
+            "tie_word_embeddings": True,
+            "hidden_act": "gelu",
+            "rope_parameters": YARN | {"mscale": 0.0},
+        },
+        {"expert_budget": "50%", "prefill_waves": 2},
+        family="DeepseekV3",
+    ),
+    "DeepSeek-V3: one group of two, odd widths, llama3 rope": Case(
+        {
+            **ODD,
+            "num_key_value_heads": 3,
+            "kv_lora_rank": 40,
+            "qk_nope_head_dim": 12,
+            "qk_rope_head_dim": 6,
+            "v_head_dim": 20,
+            "n_group": 2,
+            "topk_group": 1,
+            "num_experts_per_tok": 4,
+            "rope_parameters": LLAMA3,
+        },
+        {"expert_budget": "0%"},
+        family="DeepseekV3",
+    ),
 }
+"""Other combinations, not in CI."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,17 +502,21 @@ class Run:
 
 
 def _run(case: Case, directory) -> Run:
-    model = random_qwen3_moe(**case.config)
+    model = random_model(case.family, **case.config)
     rng = np.random.default_rng(0)
     vocabulary = model.config.vocab_size
-    prompts = [rng.integers(0, vocabulary, n).tolist() for n in PROMPT_LENGTHS]
+    prompts = [rng.integers(0, vocabulary, n).tolist() for n in case.prompts]
     logits: dict[str, list[np.ndarray]] = {}
 
     def record(step):
         for row, request in step.sampled():
             logits.setdefault(request.request_id, []).append(np.asarray(step.output.logits)[row])
 
-    options = {"max_num_seqs": 4, "max_model_len": 256, "max_num_batched_tokens": 256}
+    options: dict[str, Any] = {
+        "max_num_seqs": 4,
+        "max_model_len": 256,
+        "max_num_batched_tokens": 256,
+    }
     with LLM(
         save(model, directory, **case.saved),
         dtype="float32",
@@ -191,6 +531,7 @@ def _run(case: Case, directory) -> Run:
         # The case runs the memory path that it names.
         assert (llm.stats()["experts"]["hits"] == 0) == (case.engine.get("expert_budget") == "0%")
     decode = [_log_softmax(np.stack(logits[o.request_id])) for o in outputs]
+    case.correct(model)
     return Run(model, prompts, sequences, decode, scores)
 
 
@@ -200,34 +541,74 @@ def _log_softmax(logits: np.ndarray) -> np.ndarray:
     return logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
 
 
-def _errors(run: Run, model: Any) -> tuple[float, float]:
-    """The largest difference from the model's log-probabilities: (at generated tokens, over the
+def _expected(run: Run, model: Any) -> list[np.ndarray]:
+    """The model's log-probabilities [tokens − 1, V] along each of moejax's sequences."""
+    return [logprobs(model, ids[:-1]) for ids in run.sequences]
+
+
+def _errors(run: Run, expected: list[np.ndarray]) -> tuple[float, float]:
+    """The largest difference from the expected log-probabilities: (at generated tokens, over the
     whole vocabulary; of each sequence's own tokens, by scoring)."""
     decode, score = [], []
     for i, (prompt, ids) in enumerate(zip(run.prompts, run.sequences, strict=True)):
-        expected = logprobs(model, ids[:-1])
-        decode.append(np.abs(run.decode[i] - expected[len(prompt) - 1 :]).max())
-        chosen = expected[np.arange(len(ids) - 1), ids[1:]]
+        decode.append(np.abs(run.decode[i] - expected[i][len(prompt) - 1 :]).max())
+        chosen = expected[i][np.arange(len(ids) - 1), ids[1:]]
         score.append(np.abs(run.scores[i] - chosen).max())
     return max(decode), max(score)
 
 
 @pytest.fixture(scope="module")
-def run(request, tmp_path_factory) -> Run:
-    return _run(CASES[request.param], tmp_path_factory.mktemp("model"))
+def runs(tmp_path_factory) -> Callable[[str], Run]:
+    cases = CASES | ALSO
+    return functools.cache(lambda name: _run(cases[name], tmp_path_factory.mktemp("model")))
 
 
-@pytest.mark.parametrize("run", CASES, indirect=True)
-def test_logprobs_agree_with_transformers(run):
+@pytest.fixture
+def run(request, runs) -> Run:
+    """The run of a case, by its name; each case runs once."""
+    return runs(request.param)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [*CASES, *(pytest.param(name, marks=pytest.mark.nightly) for name in ALSO)],
+    indirect=True,
+)
+def test_agrees_with_transformers(run):
     spread = np.concatenate(run.decode).std(axis=-1)
     assert 1 < spread.mean() < 3, "the random weights are too small, or too large, to tell"
-    decode, score = _errors(run, run.model)
+    expected = _expected(run, run.model)
+    decode, score = _errors(run, expected)
     assert decode < TOLERANCE
     assert score < TOLERANCE
+    for probable, prompt, ids in zip(expected, run.prompts, run.sequences, strict=True):
+        _check_greedy(probable[len(prompt) - 1 :], ids[len(prompt) :])
 
 
-FULL = "window of one span, biases, llama3 rope by the older keys"
-"""The case whose run is compared with deliberately wrong models."""
+def _check_greedy(expected: np.ndarray, tokens: list[int]) -> None:
+    """Each token is what transformers chooses greedily after the same tokens. A tie, where its two
+    best tokens are within the tolerance, allows either."""
+    second, best = np.partition(expected, -2, axis=-1)[:, -2:].T
+    chosen = expected[np.arange(len(tokens)), tokens]
+    clear = best - second > TOLERANCE
+    assert (chosen == best)[clear].all()
+    assert (chosen >= second).all()
+    assert clear.mean() > 0.9, "too many ties to tell"
+
+
+FULL = {
+    family: next(name for name in CASES if name.startswith(beginning))
+    for family, beginning in {
+        "Qwen3Moe": "Qwen3-MoE: window of one span, biases",
+        "Mixtral": "Mixtral: window",
+        "Olmoe": "OLMoE: clipped",
+        "Qwen2Moe": "Qwen2-MoE: windows by default pattern",
+        "Phimoe": "Phi-3.5-MoE: biases",
+        "DeepseekV2": "DeepSeek-V2: within groups",
+        "DeepseekV3": "DeepSeek-V3: groups",
+    }.items()
+}
+"""Per family the case whose run is compared with deliberately wrong models."""
 
 
 def _wrong_theta(model):
@@ -254,8 +635,9 @@ def _swapped_gate_and_up(model):
     experts.gate_up_proj.data = experts.gate_up_proj.data.roll(experts.intermediate_dim, dims=1)
 
 
-def _normalized_weights(model):
-    model.model.layers[1].mlp.gate.norm_topk_prob = True
+def _other_normalization(model):
+    gate = model.model.layers[-1].mlp.gate
+    gate.norm_topk_prob = not gate.norm_topk_prob
 
 
 def _one_expert_fewer(model):
@@ -266,31 +648,115 @@ def _longer_window(model):
     model.config.sliding_window += 1
 
 
-@pytest.mark.parametrize("run", [FULL], indirect=True)
-@pytest.mark.parametrize(
-    "mutate",
-    [
+def _wider_clip(model):
+    model.config.clip_qkv *= 1.1
+
+
+def _window_in_the_last_layer(model):
+    model.config.layer_types = ["sliding_attention"] * 3
+
+
+def _ungated_shared_expert(model):
+    model.model.layers[-1].mlp.shared_expert_gate.weight.data *= 1000
+
+
+def _without_shared_expert(model):
+    model.model.layers[-1].mlp.shared_experts.down_proj.weight.data *= 0
+
+
+def _more_jitter(model):
+    for layer in model.model.layers:
+        layer.mlp.router.router_jitter_noise *= 1.5
+
+
+def _other_mscale(model):
+    model.config.rope_parameters["short_mscale"] *= 1.01
+
+
+def _uncentred_norm(model):
+    import torch
+
+    norm = model.model.norm
+
+    def of_squares(x):
+        scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps)
+        return x * scale * norm.weight + norm.bias
+
+    norm.forward = of_squares
+
+
+def _unscaled_scores(model):
+    for layer in model.model.layers:
+        layer.self_attn.scaling = layer.self_attn.qk_head_dim**-0.5
+
+
+def _greedy_routing(model):
+    model.model.layers[1].mlp.gate.topk_method = "greedy"
+
+
+def _unscaled_weights(model):
+    model.model.layers[1].mlp.gate.routed_scaling_factor = 1.0
+
+
+def _rotated_halves(model):
+    model.config.rope_interleave = False
+
+
+def _without_correction(model):
+    model.model.layers[1].mlp.gate.e_score_correction_bias *= 0
+
+
+def _one_group_more(model):
+    model.model.layers[1].mlp.gate.topk_group += 1
+
+
+WRONG = {
+    "Qwen3Moe": (
         _wrong_theta,
         _no_rope_scaling,
         _swapped_norms,
         _swapped_experts,
         _swapped_gate_and_up,
-        _normalized_weights,
+        _other_normalization,
         _one_expert_fewer,
         _longer_window,
-    ],
+    ),
+    "Mixtral": (_longer_window, _one_expert_fewer, _no_rope_scaling),
+    "Olmoe": (_wider_clip, _other_normalization),
+    "Qwen2Moe": (_longer_window, _window_in_the_last_layer, _ungated_shared_expert),
+    "Phimoe": (_more_jitter, _other_mscale, _uncentred_norm, _longer_window),
+    "DeepseekV2": (_unscaled_scores, _greedy_routing, _unscaled_weights, _without_shared_expert),
+    "DeepseekV3": (
+        _unscaled_scores,
+        _rotated_halves,
+        _without_correction,
+        _one_group_more,
+        _other_normalization,
+        _unscaled_weights,
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("run", "mutate"),
+    [(FULL[family], mutate) for family, mutations in WRONG.items() for mutate in mutations],
+    indirect=["run"],
 )
 def test_wrong_model_is_noticed(run, mutate):
     wrong = copy.deepcopy(run.model)
     mutate(wrong)
-    assert min(_errors(run, wrong)) > 1e-3
+    errors = _errors(run, _expected(run, wrong))
+    assert min(errors) > 1e-3
 
 
-@pytest.mark.parametrize("run", [FULL], indirect=True)
+@pytest.mark.parametrize("run", FULL.values(), indirect=True)
 def test_every_parameter_is_noticed(run):
     wrong = copy.deepcopy(run.model)
-    for name, parameter in wrong.named_parameters():
+    corrections = [b for b in wrong.named_buffers() if b[0].endswith("correction_bias")]
+    for name, parameter in [*wrong.named_parameters(), *corrections]:
         right = parameter.data
-        parameter.data = right.roll(1, dims=0)  # another unit's, or another expert's
-        assert min(_errors(run, wrong)) > 1e-3, name
+        # Another unit's, or another expert's; of the only one another input's.
+        parameter.data = right.roll(1, dims=0 if len(right) > 1 else 1)
+        errors = _errors(run, _expected(run, wrong))
+        assert min(errors) > 1e-3, name
         parameter.data = right

@@ -82,6 +82,62 @@ def test_frequencies_agree_with_transformers(name, head_dim):
     assert factor == pytest.approx(theirs.attention_scaling, rel=1e-9)
 
 
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 2048,
+    "short_factor": [1.0 + 0.1 * i for i in range(16)],
+    "long_factor": [1.0 + 0.9 * i for i in range(16)],
+}
+
+
+@pytest.mark.torch
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("length", [2048, 2049])
+@pytest.mark.parametrize(
+    "table",
+    [
+        {},
+        {"factor": None},
+        {"factor": 0.5},
+        {"attention_factor": 1.5},
+    ],
+    ids=["factor", "factor from the lengths", "small factor", "attention factor"],
+)
+def test_longrope_agrees_with_transformers(length, table):
+    from transformers import Qwen3MoeConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    parameters = LONGROPE | table
+    config = Qwen3MoeConfig(
+        head_dim=32, max_position_embeddings=8192, rope_parameters=dict(parameters)
+    )
+    theirs, scaling = ROPE_INIT_FUNCTIONS["longrope"](config, seq_len=length)
+    rope = parse_rope({"rope_parameters": parameters}, 8192).for_length(length)
+    frequencies, factor = inverse_frequencies(rope, 32)
+    np.testing.assert_allclose(frequencies, theirs.numpy(), rtol=1e-6)
+    assert factor == pytest.approx(scaling, rel=1e-9)
+
+
+def test_longrope_is_chosen_by_the_longest_sequence():
+    """One set of factors for every position, and with it the factor on cosine and sine."""
+    table = LONGROPE | {"short_mscale": 1.1, "long_mscale": 1.3, "attention_factor": 9.0}
+    rope = parse_rope({"rope_parameters": table}, 8192)
+    plain, _ = inverse_frequencies(Rope(theta=1e4), 32)
+    for length, name, mscale in ((2048, "short_factor", 1.1), (2049, "long_factor", 1.3)):
+        frequencies, factor = inverse_frequencies(rope.for_length(length), 32)
+        np.testing.assert_allclose(frequencies, plain / np.float32(LONGROPE[name]), rtol=1e-6)
+        assert factor == mscale
+    other = Rope(theta=1e4, type="yarn", original_max_position_embeddings=10)
+    assert other.for_length(100) == other
+
+
+def test_longrope_made_by_hand_with_too_few_factors():
+    with pytest.raises(ValueError, match="2 longrope factors for 16 pairs"):
+        inverse_frequencies(Rope(type="longrope", short_factor=(1.0, 2.0)), 32)
+
+
 def test_default_frequencies():
     frequencies, factor = inverse_frequencies(Rope(theta=10000.0), 4)
     np.testing.assert_allclose(frequencies, [1.0, 0.01], rtol=1e-7)
@@ -127,7 +183,17 @@ def scaled(**table):
     ("raw", "message"),
     [
         (scaled(rope_type="dynamic", factor=2.0), "'dynamic' .*length of the sequence"),
-        (scaled(rope_type="longrope"), "'longrope' .*length of the sequence"),
+        (scaled(rope_type="longrope"), "'longrope' needs .*short_factor"),
+        (
+            scaled(rope_type="longrope", short_factor=[1.0]),
+            "'longrope' needs .*long_factor, a list of numbers above 0, not None",
+        ),
+        (scaled(rope_type="longrope", short_factor=[0]), "short_factor, a list of .* not .0."),
+        (scaled(rope_type="longrope", short_factor="1"), "short_factor, a list of .* not '1'"),
+        (
+            scaled(rope_type="longrope", short_factor=[1.0], long_factor=[2.0], short_mscale="x"),
+            "short_mscale must be a number",
+        ),
         (scaled(rope_type="proportional"), "'proportional' .*part of each head"),
         (scaled(rope_type="mrope"), "'mrope' .*unknown.*supported: default, linear"),
         (scaled(rope_type=3), "rope type 3"),

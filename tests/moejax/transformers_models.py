@@ -16,41 +16,67 @@ SMALL: dict[str, Any] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 16,
     "intermediate_size": 96,
-    "moe_intermediate_size": 32,
-    "num_experts": 6,
     "num_experts_per_tok": 2,
-    "norm_topk_prob": True,
     "max_position_embeddings": 512,
 }
-"""What a random model's config is where a test says nothing else."""
+"""What every random model's config is where a test says nothing else."""
+
+_NARROW = {"moe_intermediate_size": 32}
+_LATENT = {
+    **_NARROW,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+}
+
+OF_FAMILY: dict[str, dict[str, Any]] = {
+    "Qwen3Moe": {**_NARROW, "head_dim": 16, "num_experts": 6, "norm_topk_prob": True},
+    "Mixtral": {"intermediate_size": 32, "num_local_experts": 6},
+    "Olmoe": {"intermediate_size": 32, "num_experts": 6},
+    "Qwen2Moe": {**_NARROW, "shared_expert_intermediate_size": 48, "num_experts": 6},
+    "Phimoe": {"intermediate_size": 32, "num_local_experts": 6},
+    "DeepseekV2": _LATENT,
+    "DeepseekV3": {**_LATENT, "n_group": 4, "topk_group": 2},
+}
+"""Family, as in transformers' class names → what its random models have over SMALL."""
 
 
-def random_qwen3_moe(seed: int = 0, **config: Any):
-    """A float32 Qwen3MoeForCausalLM whose every parameter is random, biases and norms included.
+def random_model(family: str = "Qwen3Moe", seed: int = 0, **config: Any):
+    """A float32 model of transformers, of a family in OF_FAMILY, whose every parameter is random,
+    biases and norms included.
 
-    config: Qwen3MoeConfig's fields over SMALL. Weights are scaled so that each layer's part of the
+    config: the fields over SMALL and OF_FAMILY. Weights are scaled so that each layer's part of the
     residual stream and the logits have a standard deviation of about 1 to 3: at transformers' own
     0.02 most errors would hide below the tolerance.
     """
     import torch
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+    import transformers
 
     # With more, torch's threads spin against XLA's: seconds for products of microseconds.
     torch.set_num_threads(1)
-    model = Qwen3MoeForCausalLM._from_config(
-        Qwen3MoeConfig(**{**SMALL, **config}),
+    of_family = getattr(transformers, f"{family}Config")
+    model = getattr(transformers, f"{family}ForCausalLM")._from_config(
+        of_family(**{**SMALL, **OF_FAMILY[family], **config}),
         attn_implementation="eager",
         experts_implementation="eager",
         dtype=torch.float32,
     )
     generator = torch.Generator().manual_seed(seed)
+    corrections = [item for item in model.named_buffers() if "correction_bias" in item[0]]
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in [*model.named_parameters(), *corrections]:
             noise = torch.randn(parameter.shape, generator=generator)
-            if name.endswith("norm.weight"):
+            if "norm" in name.split(".")[-2] and name.endswith("weight"):
                 parameter.copy_(1 + 0.3 * noise)
+            elif name.endswith("correction_bias"):
+                parameter.copy_(0.2 * noise)
             elif name.endswith("bias"):
                 parameter.copy_(0.5 * noise)
             else:  # matrices and stacks of them, [..., out, in]; the embedding may be the head too
@@ -71,7 +97,8 @@ def save(model: Any, directory: Path, *, older_keys: bool = False, **options: An
         rope["type"] = rope.pop("rope_type")
         config["rope_scaling"] = None if rope["type"] == "default" else rope
         config["torch_dtype"] = config.pop("dtype")
-        config["num_experts"] = config.pop("num_local_experts")
+        if model.config.model_type == "qwen3_moe":
+            config["num_experts"] = config.pop("num_local_experts")
         path.write_text(json.dumps(config))
     return directory
 

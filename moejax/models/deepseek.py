@@ -1,0 +1,221 @@
+"""DeepSeek-V2, DeepSeek-V3 and Moonlight: multi-head latent attention (DeepSeek-V2,
+arXiv:2405.04434, section 2.1), shared experts beside the routed ones, dense first layers.
+
+V2 routes by softmax, greedily or within the best groups (its section 2.2.2); V3 (arXiv:2412.19437,
+section 2.1.2) by sigmoid, chosen with a learned correction that is not part of the weights.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+from moejax.models.family import Family, Parts, feed_forward_params, router_params
+from moejax.models.fields import Fields
+from moejax.models.model_config import Mla, ModelConfig
+from moejax.models.rope import yarn_mscale
+
+
+def parse_v2(fields: Fields) -> ModelConfig:
+    """DeepseekV2Config's fields and defaults."""
+    fields.only("scoring_func", "softmax")
+    # transformers ignores it, the model's own code does not, and no published model sets it.
+    fields.only("norm_topk_prob", False)
+    method = fields.raw.get("topk_method", "greedy")
+    if method not in ("greedy", "group_limited_greedy"):
+        raise fields.refuse(
+            f"topk_method {method!r} is not implemented for this model, only 'greedy' or "
+            "'group_limited_greedy'"
+        )
+    grouped = method == "group_limited_greedy"
+    shared = fields.integer("n_shared_experts", 2)
+    config = ModelConfig(
+        architecture=V2.architecture,
+        norm_topk_prob=False,
+        mlp_bias=fields.flag("mlp_bias", False),
+        n_group=fields.integer("n_group", None) if grouped else 1,
+        topk_group=fields.integer("topk_group", None) if grouped else 1,
+        routed_scaling_factor=fields.number("routed_scaling_factor", 1.0),
+        shared_width=shared * fields.integer("moe_intermediate_size", 1407),
+        **_layers(
+            fields,
+            hidden=4096,
+            layers=32,
+            dense=0,
+            width=1407,
+            experts=64,
+            alias="num_experts",
+            top_k=None,
+        ),
+        **_attention(fields, heads=32, interleave=True),
+        **fields.decoder(eps=1e-6, max_positions=2048, vocabulary=102400, eos=2),
+    )
+    return dataclasses.replace(config, attention_scale=_attention_scale(fields, config))
+
+
+def parse_v3(fields: Fields) -> ModelConfig:
+    """DeepseekV3Config's fields and defaults. Layers for predicting several tokens
+    (num_nextn_predict_layers) are left out, as transformers leaves them out."""
+    fields.only("scoring_func", "sigmoid")
+    fields.only("topk_method", "noaux_tc")
+    shared = fields.integer("n_shared_experts", 1)
+    config = ModelConfig(
+        architecture=V3.architecture,
+        norm_topk_prob=fields.flag("norm_topk_prob", True),
+        scoring_func="sigmoid",
+        group_score="top2",
+        n_group=fields.integer("n_group", 8),
+        topk_group=fields.integer("topk_group", 4),
+        routed_scaling_factor=fields.number("routed_scaling_factor", 2.5),
+        shared_width=shared * fields.integer("moe_intermediate_size", 2048),
+        **_layers(
+            fields,
+            hidden=7168,
+            layers=61,
+            dense=3,
+            width=2048,
+            experts=256,
+            alias="num_local_experts",
+            top_k=8,
+        ),
+        **_attention(fields, heads=128, interleave=fields.flag("rope_interleave", True)),
+        **fields.decoder(eps=1e-6, max_positions=4096, vocabulary=129280, eos=1),
+    )
+    return dataclasses.replace(config, attention_scale=_attention_scale(fields, config))
+
+
+def _layers(
+    fields: Fields,
+    *,
+    hidden: int,
+    layers: int,
+    dense: int,
+    width: int,
+    experts: int,
+    alias: str,
+    top_k: int | None,
+) -> dict[str, Any]:
+    """What the layers are made of. alias: the other name that transformers reads for
+    n_routed_experts. The others are the family's defaults."""
+    fields.only("moe_layer_freq", 1)
+    count = fields.integer("num_hidden_layers", layers)
+    first = fields.integer("first_k_dense_replace", dense, least=0)
+    if first >= count:
+        raise fields.refuse(
+            f"no layer has experts (first_k_dense_replace {first} of {count} layers); moejax runs "
+            "mixture-of-experts models"
+        )
+    fields.only("sliding_window", None)
+    fields.same_attention(None, count)
+    routed = fields.experts("n_routed_experts", alias, experts)
+    return dict(
+        hidden_size=fields.integer("hidden_size", hidden),
+        num_hidden_layers=count,
+        moe_layers=tuple(i >= first for i in range(count)),
+        intermediate_size=fields.integer("intermediate_size", 18432 if dense else 11008),
+        moe_intermediate_size=fields.integer("moe_intermediate_size", width),
+        **fields.routed(routed, top_k),
+        sliding_window=None,
+    )
+
+
+def _attention(fields: Fields, *, heads: int, interleave: bool) -> dict[str, Any]:
+    count = fields.integer("num_attention_heads", heads)
+    fields.only("num_key_value_heads", count)
+    mla = Mla(
+        q_lora_rank=fields.optional_integer("q_lora_rank", 1536),
+        kv_lora_rank=fields.integer("kv_lora_rank", 512),
+        qk_nope_head_dim=fields.integer("qk_nope_head_dim", 128),
+        qk_rope_head_dim=fields.integer("qk_rope_head_dim", 64, least=2),
+        v_head_dim=fields.integer("v_head_dim", 128),
+        rope_interleave=interleave,
+    )
+    if mla.qk_rope_head_dim % 2:
+        raise fields.refuse(f"qk_rope_head_dim must be even, not {mla.qk_rope_head_dim}")
+    return dict(
+        num_attention_heads=count,
+        num_key_value_heads=count,
+        head_dim=mla.qk_nope_head_dim + mla.qk_rope_head_dim,
+        attention_bias=fields.flag("attention_bias", False),
+        mla=mla,
+    )
+
+
+def _attention_scale(fields: Fields, config: ModelConfig) -> float:
+    """Factor on scores: yarn's mscale_all_dim makes them larger too."""
+    rope = config.rope
+    scale = config.head_dim**-0.5
+    tables = [fields.raw.get(key) or {} for key in ("rope_parameters", "rope_scaling")]
+    if rope.type not in ("default", "yarn") and any(t.get("mscale_all_dim") for t in tables):
+        raise fields.refuse(
+            f"rope_parameters.mscale_all_dim is not implemented for rope type {rope.type!r}"
+        )
+    if rope.type == "yarn" and rope.mscale_all_dim:
+        scale *= yarn_mscale(rope.factor, rope.mscale_all_dim) ** 2
+    return scale
+
+
+def layer_params(config: ModelConfig, moe: bool) -> dict[str, Parts]:
+    params = _attention_params(config)
+    if not moe:
+        return params | feed_forward_params(config, config.intermediate_size)
+    shared = feed_forward_params(config, config.shared_width, "mlp.shared_experts.", "shared_")
+    return params | router_params(config) | shared
+
+
+def layer_params_v3(config: ModelConfig, moe: bool) -> dict[str, Parts]:
+    params = layer_params(config, moe)
+    if moe:
+        params["correction"] = (("mlp.gate.e_score_correction_bias", (config.num_experts,)),)
+    return params
+
+
+def _attention_params(config: ModelConfig) -> dict[str, Parts]:
+    assert config.mla is not None
+    mla, hidden, heads = config.mla, config.hidden_size, config.num_attention_heads
+    latent, queries = mla.kv_lora_rank, heads * config.head_dim
+    params: dict[str, Parts] = {
+        "input_norm": (("input_layernorm.weight", (hidden,)),),
+        "kv_a": (("self_attn.kv_a_proj_with_mqa.weight", (latent + mla.qk_rope_head_dim, hidden)),),
+        "kv_a_norm": (("self_attn.kv_a_layernorm.weight", (latent,)),),
+        "kv_b": (
+            (
+                "self_attn.kv_b_proj.weight",
+                (heads * (mla.qk_nope_head_dim + mla.v_head_dim), latent),
+            ),
+        ),
+        "o": (("self_attn.o_proj.weight", (hidden, heads * mla.v_head_dim)),),
+        "post_norm": (("post_attention_layernorm.weight", (hidden,)),),
+    }
+    if mla.q_lora_rank is None:
+        params["q"] = (("self_attn.q_proj.weight", (queries, hidden)),)
+    else:
+        rank = mla.q_lora_rank
+        params["q_a"] = (("self_attn.q_a_proj.weight", (rank, hidden)),)
+        params["q_a_norm"] = (("self_attn.q_a_layernorm.weight", (rank,)),)
+        params["q_b"] = (("self_attn.q_b_proj.weight", (queries, rank)),)
+    if config.attention_bias:
+        biased = {"kv_a": "kv_a_proj_with_mqa", "o": "o_proj"}
+        biased |= {"q_a": "q_a_proj"} if mla.q_lora_rank is not None else {}
+        for key, name in biased.items():
+            rows = params[key][0][1][0]
+            params[f"{key}_bias"] = ((f"self_attn.{name}.bias", (rows,)),)
+    return params
+
+
+def _later_layer(config: ModelConfig, name: str) -> bool:
+    """Whether a tensor belongs to the layers that predict several tokens."""
+    found = re.match(r"model\.layers\.(\d+)\.", name)
+    return found is not None and int(found[1]) >= config.num_hidden_layers
+
+
+V2 = Family("DeepseekV2ForCausalLM", "deepseek_v2", parse_v2, layer_params)
+V3 = Family(
+    "DeepseekV3ForCausalLM",
+    "deepseek_v3",
+    parse_v3,
+    layer_params_v3,
+    wide_params=frozenset({"correction"}),
+    ignores=_later_layer,
+)

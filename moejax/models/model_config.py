@@ -1,0 +1,153 @@
+"""The numbers that define a model's computation, whatever its family."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from host_offload.layout import SlotLayout, slot_layout
+from moejax.models.rope import Rope
+from pallas_kernels.route import RouteRule
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Consecutive layers of one kind: `count` layers from layer `start`, all MoE or all dense, all
+    with the same sliding window (tokens; None: all are seen)."""
+
+    moe: bool
+    start: int
+    count: int
+    window: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Mla:
+    """Multi-head latent attention (DeepSeek-V2, section 2.1), fields named as in config.json.
+
+    q_lora_rank: None where queries are not compressed. rope_interleave: the checkpoint's rotated
+    values are pairs (2i, 2i + 1), not halves.
+    """
+
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    rope_interleave: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """The numbers that define the computation, under transformers' names.
+
+    moe_layers: per layer, whether its MLP is a mixture of experts. hidden_act: one of ACTIVATIONS
+    ("swish" is read as "silu"). rms_norm_eps: of LayerNorms too. sliding_window: tokens each query
+    sees, itself included, in the layers of window_layers (None: in every layer); None: all.
+    attention_bias: of q, k and v. clip_qkv: q, k and v are clipped to ± this. attention_scale: of
+    scores; None: head_dim^-0.5. shared_width: intermediate size of the expert that every token
+    goes through; 0: none. dtype: the checkpoint's, one of DTYPES; None where the config does not
+    say (`load_checkpoint` fills it in from the weights). eos_token_ids: empty if there is none.
+
+    Routing: scoring_func "softmax", "sigmoid" or "sparsemixer", see pallas_kernels.route.RouteRule
+    for the others.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int
+    moe_intermediate_size: int
+    num_experts: int
+    num_experts_per_tok: int
+    norm_topk_prob: bool
+    moe_layers: tuple[bool, ...]
+    attention_bias: bool
+    hidden_act: str
+    rms_norm_eps: float
+    rope: Rope
+    sliding_window: int | None
+    tie_word_embeddings: bool
+    max_position_embeddings: int
+    dtype: str | None
+    eos_token_ids: tuple[int, ...]
+    window_layers: tuple[bool, ...] | None = None
+    clip_qkv: float | None = None
+    attention_scale: float | None = None
+    mlp_bias: bool = False
+    lm_head_bias: bool = False
+    shared_width: int = 0
+    mla: Mla | None = None
+    scoring_func: str = "softmax"
+    n_group: int = 1
+    topk_group: int = 1
+    group_score: str = "max"
+    routed_scaling_factor: float = 1.0
+    router_jitter_noise: float = 0.0
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The sliding window of each layer."""
+        inside = self.window_layers or (True,) * self.num_hidden_layers
+        return tuple(self.sliding_window if i else None for i in inside)
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        """The layers as runs of equal layers, in order."""
+        kinds = list(zip(self.moe_layers, self.windows, strict=True))
+        starts = [i for i, kind in enumerate(kinds) if i == 0 or kind != kinds[i - 1]]
+        ends = [*starts[1:], len(kinds)]
+        return tuple(
+            Run(kinds[s][0], s, e - s, kinds[s][1]) for s, e in zip(starts, ends, strict=True)
+        )
+
+    @property
+    def route_rule(self) -> RouteRule:
+        """How router logits become experts and weights."""
+        return RouteRule(
+            top_k=self.num_experts_per_tok,
+            normalize=self.norm_topk_prob,
+            scoring=self.scoring_func,
+            groups=self.n_group,
+            top_groups=self.topk_group,
+            group_score=self.group_score,
+            scale=self.routed_scaling_factor,
+            jitter=self.router_jitter_noise,
+        )
+
+    @property
+    def rotary_dim(self) -> int:
+        """Values of a head that are rotated."""
+        return self.mla.qk_rope_head_dim if self.mla else self.head_dim
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of a KV page: 1 where pages hold the latent."""
+        return 1 if self.mla else self.num_key_value_heads
+
+    @property
+    def kv_width(self) -> int:
+        """Values of one KV row: a head's, or the latent and the rotated key beside it."""
+        if self.mla:
+            return self.mla.kv_lora_rank + self.mla.qk_rope_head_dim
+        return self.head_dim
+
+    @property
+    def kv_latent(self) -> int:
+        """Values of a KV row that are the latent; 0: keys and values have rows of their own."""
+        return self.mla.kv_lora_rank if self.mla else 0
+
+    def slot_layout(self, itemsize: int) -> SlotLayout:
+        """How slots of an arena are cut for this model. itemsize: bytes of a weight."""
+        return slot_layout(
+            hidden=self.hidden_size,
+            width=self.moe_intermediate_size,
+            itemsize=itemsize,
+            layers=self.num_hidden_layers,
+            kv_heads=self.kv_heads,
+            head_dim=self.kv_width,
+            latent=self.kv_latent,
+        )

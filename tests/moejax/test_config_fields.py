@@ -1,0 +1,304 @@
+"""Every field that transformers reads of a family's config is honoured, refused, or without effect
+on what the model computes: checked against the sources of transformers.
+
+What reads the sources has the marker torch, as parity tests have: with Python 3.12 the newest
+transformers is installed, and a new field there must not fail the suite of a release.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moejax.errors import UserError
+from moejax.models.config import parse_config
+from moejax.models.families import FAMILIES
+
+KINDS = tuple(family.model_type for family in FAMILIES.values())
+
+GQA = ("qwen3_moe", "mixtral", "olmoe", "qwen2_moe", "phimoe")
+MLA = ("deepseek_v2", "deepseek_v3")
+
+BASE: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"num_experts_per_tok": 6},  # has no default
+    "deepseek_v3": {"norm_topk_prob": False},
+    "qwen2_moe": {"use_sliding_window": True},  # without it other fields have no effect
+    "qwen3_moe": {"use_sliding_window": True},
+}
+LAYERS = {"olmoe": 16, "qwen2_moe": 24, "qwen3_moe": 24, "deepseek_v3": 61}
+"""Default number of layers; 32 elsewhere."""
+
+HONOURED: dict[str, tuple[tuple[str, ...], Any]] = {
+    "vocab_size": (KINDS, 77),
+    "hidden_size": (KINDS, 1024),
+    "intermediate_size": (KINDS, 96),
+    "num_hidden_layers": (KINDS, 30),
+    "num_attention_heads": (KINDS, 64),
+    "num_key_value_heads": (GQA, 2),
+    "head_dim": (("qwen3_moe", "mixtral", "qwen2_moe", "phimoe"), 48),
+    "hidden_act": (KINDS, "gelu"),
+    "max_position_embeddings": (KINDS, 777),
+    "rms_norm_eps": (KINDS, 1e-3),
+    "rope_parameters": (KINDS, {"rope_type": "default", "rope_theta": 123.0}),
+    "tie_word_embeddings": (KINDS, True),
+    "eos_token_id": (KINDS, 3),
+    "num_experts_per_tok": (("qwen3_moe", "mixtral", "olmoe", "qwen2_moe", *MLA), 3),
+    "num_experts": (("qwen3_moe", "mixtral", "olmoe", "qwen2_moe", "deepseek_v2"), 32),
+    "num_local_experts": (("qwen3_moe", "mixtral", "olmoe", "phimoe", "deepseek_v3"), 32),
+    "n_routed_experts": (MLA, 32),
+    "moe_intermediate_size": (("qwen3_moe", "qwen2_moe", *MLA), 96),
+    "norm_topk_prob": (("qwen3_moe", "olmoe", "qwen2_moe", "deepseek_v3"), True),
+    "attention_bias": (("qwen3_moe", "olmoe", "phimoe", *MLA), True),
+    "decoder_sparse_step": (("qwen3_moe", "qwen2_moe"), 2),
+    "mlp_only_layers": (("qwen3_moe", "qwen2_moe"), [3]),
+    "sliding_window": (("qwen3_moe", "mixtral", "qwen2_moe", "phimoe"), 33),
+    "use_sliding_window": (("qwen3_moe", "qwen2_moe"), False),
+    "max_window_layers": (("qwen2_moe",), 5),
+    "layer_types": (("qwen2_moe",), ["full_attention"] * 23 + ["sliding_attention"]),
+    "qkv_bias": (("qwen2_moe",), False),
+    "shared_expert_intermediate_size": (("qwen2_moe",), 48),
+    "clip_qkv": (("olmoe",), 5.0),
+    "router_jitter_noise": (("phimoe",), 0.5),
+    "lm_head_bias": (("phimoe",), True),
+    "first_k_dense_replace": (MLA, 2),
+    "kv_lora_rank": (MLA, 32),
+    "q_lora_rank": (MLA, None),
+    "qk_nope_head_dim": (MLA, 32),
+    "qk_rope_head_dim": (MLA, 32),
+    "v_head_dim": (MLA, 32),
+    "n_shared_experts": (MLA, 3),
+    "mlp_bias": (("deepseek_v2",), True),
+    "routed_scaling_factor": (MLA, 3.5),
+    "topk_method": (("deepseek_v2",), "group_limited_greedy"),
+    "n_group": (MLA, 4),
+    "topk_group": (MLA, 3),
+    "rope_interleave": (("deepseek_v3",), False),
+}
+"""Field → (families in which it changes the ModelConfig, a value that is not the default)."""
+
+GROUPS = {"n_group": 8, "topk_group": 4}
+WITH = {
+    "topk_method": GROUPS,
+    "n_group": GROUPS | {"topk_method": "group_limited_greedy"},
+    "topk_group": GROUPS | {"topk_method": "group_limited_greedy"},
+}
+"""Fields without which, in DeepSeek-V2, the field has no effect."""
+
+SLIDING = ["sliding_attention", *["full_attention"] * 31]
+REFUSED: dict[str, dict[tuple[str, ...], tuple[Any, str]]] = {
+    "num_key_value_heads": {MLA: (2, "num_key_value_heads 2 is not implemented")},
+    "head_dim": {("olmoe",): (64, r"hidden_size \(2048\) must be .* \(16 × 64\)")},
+    "num_experts_per_tok": {("phimoe",): (1, "num_experts_per_tok 1 is not implemented")},
+    "norm_topk_prob": {("deepseek_v2",): (True, "norm_topk_prob True is not implemented")},
+    "sliding_window": {("olmoe", *MLA): (64, "sliding_window 64 is not implemented")},
+    "layer_types": {
+        ("qwen3_moe", "mixtral", "olmoe", "phimoe", *MLA): (SLIDING, "layer_types must be"),
+    },
+    "scoring_func": {
+        ("deepseek_v2",): ("sigmoid", "scoring_func 'sigmoid' .*only 'softmax'"),
+        ("deepseek_v3",): ("softmax", "scoring_func 'softmax' .*only 'sigmoid'"),
+    },
+    "topk_method": {
+        ("deepseek_v2",): ("noaux_tc", "topk_method 'noaux_tc' .*only 'greedy'"),
+        ("deepseek_v3",): ("greedy", "topk_method 'greedy' .*only 'noaux_tc'"),
+    },
+    "moe_layer_freq": {MLA: (2, "moe_layer_freq 2 is not implemented")},
+    "partial_rotary_factor": {KINDS: (0.5, "partial_rotary_factor 0.5 is not implemented")},
+    "is_causal": {KINDS: (False, "is_causal False is not implemented")},
+    "is_encoder_decoder": {KINDS: (True, "is_encoder_decoder True is not implemented")},
+    "attention_chunk_size": {KINDS: (128, "attention_chunk_size 128 is not implemented")},
+    "num_kv_shared_layers": {KINDS: (2, "num_kv_shared_layers 2 is not implemented")},
+    "per_layer_config": {KINDS: ({"0": {"head_dim": 64}}, "per_layer_config .* not implemented")},
+    "quantization_config": {KINDS: ({"quant_method": "fp8"}, "quantized with fp8")},
+}
+"""Field → families → (a value that moejax refuses, what it says): fields that transformers reads
+and moejax implements with one value only, or that the model's own code reads."""
+
+WITHOUT_EFFECT: dict[str, Any] = {
+    "attention_dropout": 0.5,  # dropout, losses, jitter of inputs and initial values: training
+    "initializer_range": 0.5,
+    "output_router_logits": True,
+    "router_aux_loss_coef": 0.5,
+    "input_jitter_noise": 0.5,
+    "hidden_dropout": 0.5,
+    "aux_loss_alpha": 0.5,
+    "seq_aux": False,
+    "pad_token_id": 5,  # what surrounds the computation
+    "bos_token_id": 5,
+    "use_cache": False,
+    "pretraining_tp": 4,  # how many parts a product is computed in
+    "ep_size": 4,
+    "return_dict": False,
+    "num_mtp_layers": 2,  # layers that transformers leaves out
+    "num_nextn_predict_layers": 2,
+    "_attn_implementation": "eager",  # where and how transformers computes
+    "_experts_implementation": "eager",
+    "chunk_size_feed_forward": 4,
+}
+NOT_ALWAYS = {
+    "head_dim": MLA,  # transformers overwrites it by qk_rope_head_dim
+    "router_jitter_noise": ("mixtral",),  # in training only
+    "original_max_position_embeddings": KINDS,  # of scaled ropes, see test_rope
+}
+"""Fields without effect in these families."""
+
+
+def classified(kind: str, field: str) -> bool:
+    return (
+        kind in HONOURED.get(field, ((),))[0]
+        or any(kind in kinds for kinds in REFUSED.get(field, {}))
+        or field in WITHOUT_EFFECT
+        or kind in NOT_ALWAYS.get(field, ())
+    )
+
+
+@functools.cache
+def sources() -> Path:
+    """transformers' directory, found without importing it: that would import torch."""
+    spec = importlib.util.find_spec("transformers")
+    assert spec is not None and spec.origin is not None
+    return Path(spec.origin).parent
+
+
+READ = re.compile(
+    r"""(?<![\w.])(?:self\.)?(?:effective_|text_)?config\.(\w+)"""
+    r"""|(?:get|has)attr\(\s*(?:self\.)?(?:effective_|text_)?config,\s*["'](\w+)["']"""
+)
+FIELD = re.compile(r"^    (\w+)\s*:[^=\n]+=", re.MULTILINE)
+ALIAS = re.compile(r"attribute_map = \{(.*?)\}", re.DOTALL)
+
+
+def reads(text: str) -> set[str]:
+    return {name or got for name, got in READ.findall(text)}
+
+
+def test_the_search_finds_reads_of_every_kind():
+    text = 'config.a + self.config.b(getattr(config, "c", 1), hasattr(self.config,\n "d")) model.e'
+    assert reads(text) == {"a", "b", "c", "d"}
+    assert FIELD.findall("    x: int = 1\n    y: str | None = None\n        z: int = 2\n") == [
+        "x",
+        "y",
+    ]
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_field_of_the_model_is_known(kind):
+    """Of the modelling file and of the config class. A new name in either must be looked at."""
+    directory = sources() / "models" / kind
+    found = reads((directory / f"modeling_{kind}.py").read_text())
+    config = (directory / f"configuration_{kind}.py").read_text()
+    aliases = "".join(ALIAS.findall(config))
+    found |= set(FIELD.findall(config)) | set(re.findall(r"['\"](\w+)['\"]", aliases))
+    assert {"hidden_size", "vocab_size", "rope_parameters", "eos_token_id"} <= found
+    assert [name for name in sorted(found) if not classified(kind, name)] == []
+
+
+SHARED = {
+    "masking_utils": set(),
+    "modeling_rope_utils": {"default_theta", "standardize_rope_params", "validate_rope"},
+    "cache_utils": {"number_of_conv_states"},  # of state space layers
+}
+"""Files that read every family's config → names that are no fields of these families."""
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("file", SHARED)
+def test_every_field_of_the_shared_files_is_known(file):
+    found = reads((sources() / f"{file}.py").read_text()) - SHARED[file]
+    found -= {"get_text_config", "get_mask_sizes", "json"}
+    assert len(found) > 2
+    assert [name for name in sorted(found) if not classified("qwen2_moe", name)] == []
+
+
+@pytest.mark.torch
+def test_every_rope_parameter_is_known():
+    found = re.findall(
+        r"""rope_parameters(?:_dict)?(?:\[|\.get\(|\.setdefault\()\s*["'](\w+)["']""",
+        "".join(
+            (sources() / path).read_text()
+            for path in (
+                "modeling_rope_utils.py",
+                *(f"models/{kind}/modeling_{kind}.py" for kind in KINDS),
+            )
+        ),
+    )
+    assert set(found) == {
+        "rope_type",
+        "type",
+        "rope_theta",
+        "partial_rotary_factor",
+        "factor",
+        "original_max_position_embeddings",
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "truncate",
+        "mscale",
+        "mscale_all_dim",
+        "low_freq_factor",
+        "high_freq_factor",
+        "short_factor",
+        "long_factor",
+        "short_mscale",
+        "long_mscale",
+    }
+
+
+def plain(kind: str, **fields: Any) -> dict[str, Any]:
+    return {"model_type": kind, **BASE.get(kind, {}), **fields}
+
+
+@pytest.mark.parametrize(
+    ("kind", "field"), [(kind, field) for field, (kinds, _) in HONOURED.items() for kind in kinds]
+)
+def test_honoured_field_changes_the_computation(kind, field):
+    base = plain(kind, **(WITH.get(field, {}) if kind == "deepseek_v2" else {}))
+    assert parse_config({**base, field: HONOURED[field][1]}) != parse_config(base)
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "value", "message"),
+    [
+        (kind, field, value, message)
+        for field, cases in REFUSED.items()
+        for kinds, (value, message) in cases.items()
+        for kind in kinds
+    ],
+)
+def test_refused_field_is_named(kind, field, value, message):
+    value = value[: LAYERS.get(kind, 32)] if field == "layer_types" else value
+    with pytest.raises(UserError, match=f"^some.json: .*{message}"):
+        parse_config({**plain(kind), field: value}, "some.json")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_fields_change_nothing(kind):
+    fields = WITHOUT_EFFECT | {
+        name: {"head_dim": 40, "router_jitter_noise": 0.5}.get(name, 4096)
+        for name, kinds in NOT_ALWAYS.items()
+        if kind in kinds
+    }
+    assert parse_config(plain(kind, **fields)) == parse_config(plain(kind))
+
+
+@pytest.mark.torch
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.model_type)
+def test_defaults_are_those_of_transformers(family):
+    """What an empty config.json means, and what transformers writes for it."""
+    import json
+
+    import transformers
+
+    given = BASE.get(family.model_type, {})
+    theirs = getattr(transformers, family.architecture.replace("ForCausalLM", "Config"))(**given)
+    ours = parse_config(plain(family.model_type))
+    for whole in (True, False):
+        written = json.loads(theirs.to_json_string(use_diff=not whole))
+        assert parse_config(written) == ours

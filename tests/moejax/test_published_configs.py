@@ -1,0 +1,447 @@
+"""What parse_config makes of the config.json files that people download: counted parameters against
+those that safetensors' index or the model's report states, and what else a file says."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+
+from moejax.checkpoints.tensors import expected_tensors
+from moejax.errors import UserError
+from moejax.models.config import parse_config
+from moejax.models.rope import Rope
+
+
+@dataclasses.dataclass(frozen=True)
+class Published:
+    """raw: config.json, without what every Hub file repeats. billions: parameters, to two places.
+    finds: fields of the ModelConfig."""
+
+    raw: dict[str, Any]
+    billions: float
+    finds: dict[str, Any]
+
+
+def _deepseek(kind: str, **fields: Any) -> dict[str, Any]:
+    """What the config.json files of DeepSeek's own code share."""
+    auto = f"deepseek.Deepseek{kind[-2:].upper()}"
+    return {
+        "architectures": [f"Deepseek{kind[-2:].upper()}ForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "auto_map": {"AutoConfig": f"configuration_{auto}Config"},
+        "ep_size": 1,
+        "first_k_dense_replace": 1,
+        "hidden_act": "silu",
+        "initializer_range": 0.02,
+        "kv_lora_rank": 512,
+        "model_type": kind,
+        "moe_layer_freq": 1,
+        "pretraining_tp": 1,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 10000,
+        "seq_aux": True,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+        "v_head_dim": 128,
+        **fields,
+    }
+
+
+def _yarn(mscale: float) -> dict[str, Any]:
+    return {
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 40,
+        "mscale": mscale,
+        "mscale_all_dim": mscale,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    }
+
+
+QWEN3_30B = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "decoder_sparse_step": 1,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 6144,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 48,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.001,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+MIXTRAL_8X7B = {
+    "architectures": ["MixtralForCausalLM"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "model_type": "mixtral",
+    "num_attention_heads": 32,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.02,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "vocab_size": 32000,
+}
+OLMOE_1B_7B = {
+    "architectures": ["OlmoeForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "clip_qkv": None,
+    "eos_token_id": 50279,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 1024,
+    "max_position_embeddings": 4096,
+    "model_type": "olmoe",
+    "norm_topk_prob": False,
+    "num_attention_heads": 16,
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 16,
+    "output_router_logits": False,
+    "pad_token_id": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 10000.0,
+    "router_aux_loss_coef": 0.01,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "vocab_size": 50304,
+}
+QWEN_1_5_MOE = {
+    "architectures": ["Qwen2MoeForCausalLM"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "decoder_sparse_step": 1,
+    "eos_token_id": 151643,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 5632,
+    "max_position_embeddings": 8192,
+    "max_window_layers": 21,
+    "model_type": "qwen2_moe",
+    "moe_intermediate_size": 1408,
+    "norm_topk_prob": False,
+    "num_attention_heads": 16,
+    "num_experts": 60,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 16,
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.001,
+    "shared_expert_intermediate_size": 5632,
+    "sliding_window": 32768,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+QWEN2_57B = QWEN_1_5_MOE | {
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "max_position_embeddings": 131072,
+    "max_window_layers": 28,
+    "moe_intermediate_size": 2560,
+    "num_attention_heads": 28,
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "shared_expert_intermediate_size": 20480,
+    "sliding_window": 131072,
+}
+PHI_3_5_MOE = {
+    "architectures": ["PhiMoEForCausalLM"],
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "auto_map": {"AutoConfig": "configuration_phimoe.PhiMoEConfig"},
+    "bos_token_id": 1,
+    "eos_token_id": 32000,
+    "hidden_act": "silu",
+    "hidden_dropout": 0.0,
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "input_jitter_noise": 0.01,
+    "intermediate_size": 6400,
+    "lm_head_bias": True,
+    "max_position_embeddings": 131072,
+    "model_type": "phimoe",
+    "num_attention_heads": 32,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 16,
+    "original_max_position_embeddings": 4096,
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        # The published lists have other numbers, as many.
+        "long_factor": [1.0 + i for i in range(64)],
+        "long_mscale": 1.243163121016122,
+        "original_max_position_embeddings": 4096,
+        "short_factor": [1.0] * 64,
+        "short_mscale": 1.243163121016122,
+        "type": "longrope",
+    },
+    "rope_theta": 10000.0,
+    "router_aux_loss_coef": 0.0,
+    "router_jitter_noise": 0.01,
+    "sliding_window": 131072,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "vocab_size": 32064,
+}
+DEEPSEEK_V2 = _deepseek(
+    "deepseek_v2",
+    aux_loss_alpha=0.001,
+    bos_token_id=100000,
+    eos_token_id=100001,
+    hidden_size=5120,
+    intermediate_size=12288,
+    max_position_embeddings=163840,
+    moe_intermediate_size=1536,
+    n_group=8,
+    n_routed_experts=160,
+    n_shared_experts=2,
+    norm_topk_prob=False,
+    num_attention_heads=128,
+    num_experts_per_tok=6,
+    num_hidden_layers=60,
+    num_key_value_heads=128,
+    q_lora_rank=1536,
+    rope_scaling=_yarn(1.0),
+    routed_scaling_factor=16.0,
+    scoring_func="softmax",
+    topk_group=3,
+    topk_method="group_limited_greedy",
+    vocab_size=102400,
+)
+DEEPSEEK_V2_LITE = DEEPSEEK_V2 | {
+    "hidden_size": 2048,
+    "intermediate_size": 10944,
+    "moe_intermediate_size": 1408,
+    "n_group": 1,
+    "n_routed_experts": 64,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 27,
+    "num_key_value_heads": 16,
+    "q_lora_rank": None,
+    "rope_scaling": _yarn(0.707),
+    "routed_scaling_factor": 1.0,
+    "topk_group": 1,
+    "topk_method": "greedy",
+}
+DEEPSEEK_V2_LITE_BY_5 = {
+    key: value
+    for key, value in DEEPSEEK_V2_LITE.items()
+    if key not in ("rope_scaling", "rope_theta", "torch_dtype", "auto_map")
+} | {
+    "dtype": "bfloat16",
+    "head_dim": 64,
+    "mlp_bias": False,
+    "pad_token_id": None,
+    "rope_parameters": _yarn(0.707) | {"rope_theta": 10000, "rope_type": "yarn"},
+    "transformers_version": "5.7.0",
+}
+"""As transformers 5 writes it again."""
+DEEPSEEK_V3 = _deepseek(
+    "deepseek_v3",
+    bos_token_id=0,
+    eos_token_id=1,
+    first_k_dense_replace=3,
+    hidden_size=7168,
+    intermediate_size=18432,
+    max_position_embeddings=163840,
+    moe_intermediate_size=2048,
+    n_group=8,
+    n_routed_experts=256,
+    n_shared_experts=1,
+    norm_topk_prob=True,
+    num_attention_heads=128,
+    num_experts_per_tok=8,
+    num_hidden_layers=61,
+    num_key_value_heads=128,
+    num_nextn_predict_layers=1,
+    q_lora_rank=1536,
+    rope_scaling=_yarn(1.0),
+    routed_scaling_factor=2.5,
+    scoring_func="sigmoid",
+    topk_group=4,
+    topk_method="noaux_tc",
+    vocab_size=129280,
+)
+"""Without the quantization_config of the file that is published in fp8."""
+MOONLIGHT = _deepseek(
+    "deepseek_v3",
+    aux_loss_alpha=0.001,
+    bos_token_id=163584,
+    eos_token_id=163586,
+    hidden_size=2048,
+    intermediate_size=11264,
+    max_position_embeddings=8192,
+    moe_intermediate_size=1408,
+    n_group=1,
+    n_routed_experts=64,
+    n_shared_experts=2,
+    norm_topk_prob=True,
+    num_attention_heads=16,
+    num_experts_per_tok=6,
+    num_hidden_layers=27,
+    num_key_value_heads=16,
+    num_nextn_predict_layers=0,
+    q_lora_rank=None,
+    rms_norm_eps=1e-05,
+    rope_theta=50000.0,
+    routed_scaling_factor=2.446,
+    scoring_func="sigmoid",
+    topk_group=1,
+    topk_method="noaux_tc",
+    vocab_size=163840,
+)
+
+
+def _scale(width: int, mscale: float) -> float:
+    return width**-0.5 * (0.1 * mscale * math.log(40) + 1) ** 2
+
+
+LITE = {
+    "norm_topk_prob": False,
+    "n_group": 1,
+    "shared_width": 2816,
+    "attention_scale": pytest.approx(_scale(192, 0.707)),
+    "kv_width": 576,
+    "moe_layers": (False, *[True] * 26),
+}
+PUBLISHED = {
+    "Qwen3-30B-A3B": Published(QWEN3_30B, 30.53, {"head_dim": 128, "norm_topk_prob": True}),
+    "Mixtral-8x7B": Published(
+        MIXTRAL_8X7B, 46.70, {"sliding_window": None, "rope": Rope(theta=1e6), "head_dim": 128}
+    ),
+    # The first files said so.
+    "Mixtral-8x7B with a window": Published(
+        MIXTRAL_8X7B | {"sliding_window": 4096}, 46.70, {"windows": (4096,) * 32}
+    ),
+    "OLMoE-1B-7B": Published(OLMOE_1B_7B, 6.92, {"clip_qkv": None, "norm_topk_prob": False}),
+    "Qwen1.5-MoE-A2.7B": Published(
+        QWEN_1_5_MOE, 14.32, {"windows": (None,) * 24, "attention_bias": True}
+    ),
+    "Qwen2-57B-A14B": Published(QWEN2_57B, 57.41, {"windows": (None,) * 28, "shared_width": 20480}),
+    "Phi-3.5-MoE": Published(
+        PHI_3_5_MOE,
+        41.87,
+        {
+            "architecture": "PhimoeForCausalLM",
+            "lm_head_bias": True,
+            "router_jitter_noise": 0.01,
+            "windows": (131072,) * 32,
+            "eos_token_ids": (32000,),
+        },
+    ),
+    "DeepSeek-V2": Published(
+        DEEPSEEK_V2,
+        235.74,
+        {
+            "n_group": 8,
+            "topk_group": 3,
+            "group_score": "max",
+            "routed_scaling_factor": 16.0,
+            "attention_scale": pytest.approx(_scale(192, 1.0)),
+        },
+    ),
+    "DeepSeek-V2-Lite": Published(DEEPSEEK_V2_LITE, 15.71, LITE),
+    "DeepSeek-V2-Lite by transformers 5": Published(DEEPSEEK_V2_LITE_BY_5, 15.71, LITE),
+    "DeepSeek-V3": Published(
+        DEEPSEEK_V3,
+        671.03,
+        {
+            "scoring_func": "sigmoid",
+            "group_score": "top2",
+            "moe_layers": (False,) * 3 + (True,) * 58,
+        },
+    ),
+    "Moonlight-16B-A3B": Published(
+        MOONLIGHT,
+        15.96,
+        {
+            "n_group": 1,
+            "rope": Rope(theta=50000.0),
+            "attention_scale": pytest.approx(192**-0.5),
+            "rms_norm_eps": 1e-5,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_config(name):
+    published = PUBLISHED[name]
+    config = parse_config(published.raw)
+    assert config.dtype == "bfloat16"
+    assert {key: getattr(config, key) for key in published.finds} == published.finds
+    shapes = [place.shape for place in expected_tensors(config, ()).values()]
+    assert sum(map(math.prod, shapes)) / 1e9 == pytest.approx(published.billions, abs=0.006)
+
+
+def test_deepseek_v3_as_published_is_quantized():
+    fp8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8"}
+    with pytest.raises(UserError, match=r"quantized with fp8.*bfloat16"):
+        parse_config(DEEPSEEK_V3 | {"quantization_config": fp8})
+
+
+def test_phi_takes_its_long_factors_in_an_engine_of_more_tokens():
+    rope = parse_config(PHI_3_5_MOE).rope
+    assert (rope.short_factor, rope.long_factor) == ((1.0,) * 64, tuple(range(1, 65)))
+    assert not rope.for_length(4096).long and rope.for_length(4097).long
