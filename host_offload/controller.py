@@ -97,6 +97,12 @@ class Controller:
         """Some policy is asked at some moment; without, there is nothing to call in a step."""
         return bool(self.moments)
 
+    def needs_at(self, moments: frozenset[Moment]) -> frozenset[str]:
+        """What policies that are asked at some of these moments need there."""
+        asked = (p.policy for p in self._seats if p.policy.moments & moments)
+        needs = union(policy.needs for policy in asked)
+        return frozenset(need for need in needs if moments_with(need) & moments)
+
     @property
     def stages_transfers(self) -> bool:
         return not self.writes.isdisjoint({"stages", "transitions"})

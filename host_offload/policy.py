@@ -151,8 +151,8 @@ class Observation:
     the policy `needs` it and the moment has it. Arrays are read-only.
 
     Rows (request to gate_input) are those of the step just read: at STEP_END, INTERVAL and
-    BURST_END with M = L layers; ids, weights and counts also at ROUTED and EXPERTS_BEGIN, of the
-    one layer (M = 1).
+    BURST_END with M = L layers; ids, weights, counts, probs and gate_input also at ROUTED and
+    EXPERTS_BEGIN, of the one layer (M = 1).
     """
 
     moment: Moment
@@ -187,9 +187,9 @@ class Observation:
     missed: np.ndarray | None = None
     """bool[L, E]: experts that the step needed and did not find resident."""
     probs: np.ndarray | None = None
-    """float16[N, M, E]: router probabilities before top-k."""
+    """float16[N, M, E]: the router's scores of all experts, from which it chooses."""
     gate_input: np.ndarray | None = None
-    """float16[N, M, S]"""
+    """float16[N, M, S]: what the router saw, the normalised hidden state (S = D)."""
     embedding: np.ndarray | None = None
     """float16[N, D]: of the token fed in."""
 

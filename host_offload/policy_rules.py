@@ -37,7 +37,7 @@ MOMENTS: Mapping[str, frozenset[Moment]] = {
 }
 """Driver → the moments it has."""
 
-_UNOBSERVED = frozenset({"probs", "gate_input", "embedding", "link_busy_s", "kv_refs"})
+_UNOBSERVED = frozenset({"link_busy_s", "kv_refs"})
 SEES: Mapping[str, frozenset[str]] = dict.fromkeys(MOMENTS, NEEDS - _UNOBSERVED)
 """Driver → the needs it meets."""
 

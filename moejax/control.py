@@ -17,6 +17,7 @@ from host_offload.tables import read_snapshot, with_contents
 from moejax.programs import STAGES
 from moejax.records import StepRecord
 from moejax.runner import Runner
+from moejax.trace_arrays import TraceArrays
 from pallas_kernels.stage import Entries
 
 
@@ -56,13 +57,14 @@ class Control:
         self._origin_s: float | None = None
         self._seconds = 0.0
         self._routed: dict[str, np.ndarray] = {}
+        between = controller.needs_at(frozenset({Moment.ROUTED, Moment.EXPERTS_BEGIN}))
+        self._layer_needs = [name for name in TraceArrays._fields if name in between]
         self._handed = False
         """The runner has carried out a list from between layers that was not settled."""
         if controller.needs_residency:
             runner.prepare("snapshot")
         if controller.stages_transfers:
-            host = runner.driver == "host"
-            runner.prepare(*(["stage"] if host else ["decode_staged", "prefill_staged"]))
+            runner.prepare_stages()
         if controller.moments & BETWEEN_LAYERS:
             runner.hooks = self.hooks()
 
@@ -72,6 +74,7 @@ class Control:
         controller = self.controller
         if self._begun is not None:
             controller.forget(self._begun)
+            self._handed = False
         self._begun = number
         if controller.needs_residency and controller.tables is None:
             controller.see(self._tables_now())
@@ -143,6 +146,13 @@ class Control:
     def stats(self) -> dict[str, Any]:
         return self.controller.stats()
 
+    def layer_arrays(self, rows: np.ndarray) -> dict[str, np.ndarray]:
+        """What policies between layers need of the layer that was just routed, float16[N, 1, ·].
+        rows bool[T]: those that hold a token."""
+        arrays = self.runner.layer_arrays  # type: ignore[attr-defined]
+        wanted = {name: getattr(arrays, name) for name in self._layer_needs}
+        return {name: np.asarray(array)[rows, None] for name, array in wanted.items()}
+
     # ---- pieces
 
     def _done(self) -> np.ndarray:
@@ -171,7 +181,10 @@ class Control:
             controller.see(self._tables_now())
 
 
-_OF_RECORD = ("request", "user", "position", "phase", "ids", "weights", "missed", "compiled")
+_OF_RECORD = (
+    *("request", "user", "position", "phase", "ids", "weights", "missed", "compiled"),
+    *TraceArrays._fields,
+)
 """Fields that a StepRecord and an Observation share."""
 
 
@@ -188,6 +201,7 @@ class LayerHooks:
         """ids int32[T, k], the number of experts for padding; weights float32[T, k]."""
         rows = ids[:, 0] < self.control.controller.spec.experts
         routed = {"ids": ids[rows, None].astype(np.int16), "weights": weights[rows, None]}
+        routed |= self.control.layer_arrays(rows)
         self.control._routed = routed
         return self.control.between_layers(Moment.ROUTED, layer, routed)
 

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from host_offload.tables import Tables
+from moejax.models.decoder import Decoder
 from moejax.models.layers import LayerStack
-from moejax.models.qwen3_moe import Qwen3Moe
 from moejax.step import (
     LayerTrace,
     Routing,
@@ -25,13 +25,14 @@ from moejax.step import (
     route_layer,
     sweep_tokens,
 )
+from moejax.trace_arrays import embedding_array, layer_arrays
 from pallas_kernels import Ops
 from pallas_kernels.kv_write import KVPage
 from pallas_kernels.stage import Entries, stage
 
 
 def decode_step(
-    model: Qwen3Moe,
+    model: Decoder,
     stores: tuple[jax.Array, ...],
     arena: jax.Array,
     tables: Tables,
@@ -43,24 +44,27 @@ def decode_step(
     stages: Entries | None = None,
     page: KVPage,
     ops: Ops,
+    arrays: frozenset[str] = frozenset(),
 ) -> tuple[jax.Array, Tables, StepOutput]:
     """One token for every row.
 
     tokens, positions: int32[R]; position −1: an empty row. block_table int32[R, B]: KV rows of the
     sequences' pages. forced: routing to use instead of the router's. stages: transfers to carry out
     beside the misses; each layer's after its experts were computed, so visible from the next step.
+    arrays: of TRACE_ARRAYS, those that the output has.
 
     Returns (arena, tables, output).
     """
-    batch = decode_tokens(model.config, positions, block_table, page=page, ops=ops)
+    batch = decode_tokens(positions, block_table, page=page, ops=ops)
+    x = model.embed(tokens)
     x, arena, tables, trace, staged = _layers(
-        model, model.embed(tokens), arena, tables, stores, batch, forced, stages, page, ops, waves=1
+        model, x, arena, tables, stores, batch, forced, stages, page, ops, arrays, waves=1
     )
     return arena, tables, decode_output(model, x, trace, staged)
 
 
 def prefill_step(
-    model: Qwen3Moe,
+    model: Decoder,
     stores: tuple[jax.Array, ...],
     arena: jax.Array,
     tables: Tables,
@@ -74,18 +78,20 @@ def prefill_step(
     waves: int,
     score: bool,
     prompt_logprobs: bool = False,
+    arrays: frozenset[str] = frozenset(),
 ) -> tuple[jax.Array, Tables, StepOutput]:
     """A sweep: every layer over all its chunks; an active expert crosses the link once a layer.
 
     block_table int32[R, B]. score: also compute the targets' log-probabilities; prompt_logprobs:
-    and their ranks and the likeliest tokens. forced: [L, N·C, K] each. stages: as in decode_step.
+    and their ranks and the likeliest tokens. forced: [L, N·C, K] each. stages, arrays: as in
+    decode_step.
 
     Returns (arena, tables, output).
     """
-    batch = sweep_tokens(model.config, sweep, block_table, page=page, ops=ops)
+    batch = sweep_tokens(sweep, block_table, page=page, ops=ops)
     x = model.embed(sweep.tokens.reshape(-1))
     x, arena, tables, trace, staged = _layers(
-        model, x, arena, tables, stores, batch, forced, stages, page, ops, waves
+        model, x, arena, tables, stores, batch, forced, stages, page, ops, arrays, waves
     )
     output = prefill_output(
         model, x, sweep, trace, staged, score=score, prompt_logprobs=prompt_logprobs
@@ -93,16 +99,17 @@ def prefill_step(
     return arena, tables, output
 
 
-def _layers(model, x, arena, tables, stores, tokens, forced, stages, page, ops, waves):
+def _layers(model, x, arena, tables, stores, tokens, forced, stages, page, ops, arrays, waves):
     """All layers over x [T, D]; returns (x, arena, tables, LayerTrace of all layers, staged)."""
-    config = model.config
+    config, embedding = model.config, embedding_array(x, arrays)
 
     def layer(stack: LayerStack, carry, i):
         x, arena, tables = carry
         x, arena = stack.attend(i, x, arena, tokens, page)
         if not stack.is_moe:
             return (stack.feed_forward(i, x, tokens), arena, tables), None
-        normed, ids, weights = route_layer(stack, i, x, tokens, forced)
+        x, normed, ids, weights = route_layer(stack, i, x, tokens, forced)
+        seen = layer_arrays(stack, i, normed, tokens, arrays)
         moe_layer, done = stack.first_moe_layer + i, None
         # A transfer comes after the layer's experts, so it changes what the next step finds.
         x, arena, tables, counts = experts_layer(
@@ -120,11 +127,14 @@ def _layers(model, x, arena, tables, stores, tokens, forced, stages, page, ops, 
             ops=ops,
         )
         if stages is not None:
+            # A transfer must depend on what the experts computed: if it could come before they have
+            # read the arena, XLA would copy the arena (seen on CPU). A NaN changes no bit either.
+            after = stages._replace(layer=jnp.where(jnp.isnan(x[0, 0]), -1, stages.layer))
             with jax.named_scope("stage"):
                 arena, tables, done = stage(
-                    arena, tables, stores, moe_layer, stages, implementation=ops.stage
+                    arena, tables, stores, moe_layer, after, implementation=ops.stage
                 )
-        return (x, arena, tables), (LayerTrace(ids, weights, counts), done)
+        return (x, arena, tables), (LayerTrace(ids, weights, counts, seen), done)
 
     traces = []
     carry = (x, arena, tables)
@@ -135,5 +145,6 @@ def _layers(model, x, arena, tables, stores, tokens, forced, stages, page, ops, 
         if stack.is_moe:
             traces.append(trace)
     trace, done = jax.tree.map(lambda *parts: jnp.concatenate(parts), *traces)
+    trace = trace._replace(arrays=trace.arrays._replace(embedding=embedding))
     x, arena, tables = carry
     return x, arena, tables, trace, None if done is None else jnp.max(done, axis=0)

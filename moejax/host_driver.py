@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +18,9 @@ import numpy as np
 from flax import nnx
 
 from moejax.experts import counts_size
+from moejax.hooks import Hooks, Transfers
+from moejax.models.decoder import Decoder
 from moejax.models.layers import Tokens
-from moejax.models.qwen3_moe import Qwen3Moe
 from moejax.programs import STAGES, Program, Programs
 from moejax.runner import Runner
 from moejax.step import (
@@ -34,62 +35,28 @@ from moejax.step import (
     route_layer,
     sweep_tokens,
 )
+from moejax.trace_arrays import TraceArrays, embedding_array, layer_arrays
 from pallas_kernels import Ops
 from pallas_kernels.stage import Entries, stage
-
-
-class Hooks(Protocol):
-    """What a policy may do between the parts of a MoE layer; layers count over MoE layers.
-
-    Entries that a hook returns (numpy int32[STAGES] each, of any layers) are carried out right
-    there, before what the driver dispatches next. Those that do not fit the tables are skipped:
-    HostRunner.transfers says which. A layer whose experts this step has yet to compute needs none
-    of its cells before its plan, so there an entry may also replace an expert that the step before
-    used.
-
-    A hook may also replace the runner's tables by others of the same shapes on the same device.
-    Steps donate tables and arena: keep copies, never the arrays. An exception ends the step and
-    aborts its requests.
-    """
-
-    def before_routing(self, layer: int) -> Entries | None:
-        """The layer's attention was dispatched, its router not yet."""
-        ...
-
-    def after_routing(self, layer: int, ids: np.ndarray, weights: np.ndarray) -> Entries | None:
-        """ids int32[T, K], ascending, E for padding; weights float32[T, K]: what the step uses.
-        T: rows of the decode bucket, or tokens of the largest sweep."""
-        ...
-
-    def before_experts(self, layer: int) -> Entries | None:
-        """The last moment before the layer's plan, fills and expert compute."""
-        ...
-
-
-class Transfers(NamedTuple):
-    """A list of transfers that a hook returned."""
-
-    entries: Entries
-    done: jax.Array
-    """int32[STAGES]: 1 for each entry that was carried out."""
-
 
 # ---- programs
 
 
 _NAME = re.compile(
     r"(?P<step>decode(@\d+)?|prefill|score|prompt_logprobs)/"
-    r"((?P<part>embed|experts|output)|(?P<layer>attend|route|forced_route|feed_forward)\.(?P<run>\d+))"
+    r"((?P<part>embed|embedding|experts|output|traced_output)"
+    r"|(?P<layer>attend|route|forced_route|observe|feed_forward)\.(?P<run>\d+))"
 )
 
 
 def layer_program(programs: Programs, name: str) -> Program:
     """The program of that name: STEP/PART, or `stage`, one layer's part of a list of transfers.
 
-    STEP: as in Programs.program, without forced and staged. PART: embed, experts, output, and for
-    each run r of equal layers attend.r, route.r, forced_route.r or feed_forward.r. Which layer is
-    an argument, its index in the run, for experts and stage over all MoE layers. Raises ValueError
-    for another name.
+    STEP: as in Programs.program, without traced, forced and staged. PART: embed, embedding (the
+    array of that name), experts, output, traced_output, and for each run r of equal layers
+    attend.r, route.r, forced_route.r, observe.r (the layer's arrays) or feed_forward.r. Which
+    layer is an argument, its index in the run, for experts and stage over all MoE layers. Raises
+    ValueError for another name.
     """
     array = functools.partial(jax.ShapeDtypeStruct, sharding=programs.sharding)
     index = array((), jnp.int32)
@@ -112,14 +79,14 @@ def layer_program(programs: Programs, name: str) -> Program:
     leaves, structure = jax.tree.flatten(programs.state)
     params = tuple(leaves)
 
-    def model_of(params) -> Qwen3Moe:
+    def model_of(params) -> Decoder:
         return nnx.merge(programs.graph, jax.tree.unflatten(structure, params))
 
     def tokens_of(batch) -> Tokens:
         if decode:
             _, positions, block_table = (values[:rows] for values in batch)
-            return decode_tokens(config, positions, block_table, page=page, ops=ops)
-        return sweep_tokens(config, *batch, page=page, ops=ops)
+            return decode_tokens(positions, block_table, page=page, ops=ops)
+        return sweep_tokens(*batch, page=page, ops=ops)
 
     def embed(params, batch):
         ids = batch[0][:rows] if decode else batch[0].tokens.reshape(-1)
@@ -130,6 +97,10 @@ def layer_program(programs: Programs, name: str) -> Program:
 
     def route(params, x, batch, i, forced=None):
         return route_layer(model_of(params).runs[run], i, x, tokens_of(batch), forced)
+
+    def observe(params, normed, batch, i):
+        stack = model_of(params).runs[run]
+        return layer_arrays(stack, i, normed, tokens_of(batch), programs.trace_arrays)
 
     def feed_forward(params, x, batch, i):
         return model_of(params).runs[run].feed_forward(i, x, tokens_of(batch))
@@ -151,7 +122,7 @@ def layer_program(programs: Programs, name: str) -> Program:
         )
 
     def output(params, x, batch, traces):
-        trace = LayerTrace(*map(jnp.stack, zip(*traces, strict=True)))
+        trace = jax.tree.map(lambda *parts: jnp.stack(parts), *traces)
         if decode:
             return decode_output(model_of(params), x, trace, None)
         return prefill_output(
@@ -173,16 +144,25 @@ def layer_program(programs: Programs, name: str) -> Program:
     if part == "attend":
         return Program(attend, (params, arena, x, batch, index), (1, 2))
     if part == "route":
-        return Program(route, (params, x, batch, index), ())
+        return Program(route, (params, x, batch, index), (1,))
     if part == "forced_route":
         kind, at, bucket = step.partition("@")
         forced = programs.program(f"{kind}_forced{at}{bucket}").args[-1]
-        return Program(route, (params, x, batch, index, forced), ())
+        return Program(route, (params, x, batch, index, forced), (1,))
+    if part == "embedding":
+        return Program(lambda x: embedding_array(x, programs.trace_arrays), (x,), ())
+    if part == "observe":
+        return Program(observe, (params, x, batch, index), ())
     if part == "feed_forward":
         return Program(feed_forward, (params, x, batch, index), (1,))
     if part == "experts":
         return Program(experts, (stores, arena, tables, x, x, *routing, index), (1, 2, 3))
-    traces = (LayerTrace._make((*routing, counts)),) * stores[0].shape[0]
+    seen = TraceArrays()
+    if part == "traced_output":
+        widths = {"probs": config.num_experts, "gate_input": config.hidden_size}
+        wanted = widths.keys() & programs.trace_arrays
+        seen = TraceArrays(**{name: array((size, widths[name]), jnp.float16) for name in wanted})
+    traces = (LayerTrace._make((*routing, counts, seen)),) * stores[0].shape[0]
     return Program(output, (params, x, batch, traces), ())
 
 
@@ -208,12 +188,14 @@ class _Layer(NamedTuple):
     moe_index: jax.Array | None
     attend: Callable
     route_or_feed_forward: Callable
+    observe: Callable | None
 
 
 class _Executables(NamedTuple):
     """The executables of one kind of step."""
 
     embed: Callable
+    embedding: Callable | None
     layers: tuple[_Layer, ...]
     experts: Callable
     output: Callable
@@ -231,12 +213,14 @@ class HostRunner(Runner):
 
     driver = "host"
 
-    def __init__(self, model: Qwen3Moe, *args, **kwargs):
+    def __init__(self, model: Decoder, *args, **kwargs):
         self.transfers: list[Transfers] = []
         """What the hooks had carried out in the latest step, in order."""
+        self.layer_arrays = TraceArrays()
+        """[T, ·] each, of the layer routed last."""
         self._hooks: Hooks | None = None
         self._runs = [(stack.size, stack.is_moe) for stack in model.runs]
-        self._bound: dict[tuple[str, str, bool], _Executables] = {}
+        self._bound: dict[tuple[str, str, bool, bool], _Executables] = {}
         super().__init__(model, *args, **kwargs)
         self._params = tuple(jax.tree.leaves(self.state))
         most = max(self.config.num_hidden_layers, 2)
@@ -267,15 +251,31 @@ class HostRunner(Runner):
             return layer_program(self.programs(), name)
         return super()._program(name)
 
+    def prepare_stages(self) -> None:
+        self.prepare("stage")
+
     def _parts(self, step: str) -> list[str]:
-        parts = ["embed"]
+        parts = ["embed", "experts", self._output]
         for run, (_, is_moe) in enumerate(self._runs):
             parts += [f"attend.{run}", f"route.{run}" if is_moe else f"feed_forward.{run}"]
-        return [f"{step}/{part}" for part in (*parts, "experts", "output")]
+            if is_moe and self._observes:
+                parts.append(f"observe.{run}")
+        if "embedding" in self.trace_arrays:
+            parts.append("embedding")
+        return [f"{step}/{part}" for part in parts]
+
+    @property
+    def _output(self) -> str:
+        return "traced_output" if self.trace_arrays else "output"
+
+    @property
+    def _observes(self) -> bool:
+        """Layers have arrays of their own."""
+        return not self.trace_arrays <= {"embedding"}
 
     def _bind(self, step: str, output: str, forced: bool) -> _Executables:
         """step: decode, decode@N or prefill. output: the same, score or prompt_logprobs."""
-        key = (step, output, forced)
+        key = (step, output, forced, bool(self.trace_arrays))
         if key in self._bound:
             return self._bound[key]
 
@@ -285,12 +285,14 @@ class HostRunner(Runner):
         # Ask for all of them first: they compile side by side.
         route = "forced_route" if forced else "route"
         names = [name.replace("/route", f"/{route}") for name in self._parts(step)]
-        for name in (*names, f"{output}/output"):
+        for name in (*names, f"{output}/{self._output}"):
             self._executable(name)
         layers, moe_layer = [], 0
         for run, (size, is_moe) in enumerate(self._runs):
             attend = executable(f"{step}/attend.{run}")
             second = executable(f"{step}/{route if is_moe else 'feed_forward'}.{run}")
+            observes = is_moe and self._observes
+            observe = executable(f"{step}/observe.{run}") if observes else None
             for i in range(size):
                 layers.append(
                     _Layer(
@@ -299,14 +301,16 @@ class HostRunner(Runner):
                         moe_index=self._index[moe_layer] if is_moe else None,
                         attend=attend,
                         route_or_feed_forward=second,
+                        observe=observe,
                     )
                 )
                 moe_layer += is_moe
         self._bound[key] = _Executables(
             embed=executable(f"{step}/embed"),
+            embedding=executable(f"{step}/embedding") if "embedding" in self.trace_arrays else None,
             layers=tuple(layers),
             experts=executable(f"{step}/experts"),
-            output=executable(f"{output}/output"),
+            output=executable(f"{output}/{self._output}"),
         )
         return self._bound[key]
 
@@ -326,6 +330,7 @@ class HostRunner(Runner):
         self.transfers, traces = [], []
 
         x = run.embed(params, batch)
+        embedding = None if run.embedding is None else run.embedding(x)
         for layer in run.layers:
             x, self.arena = layer.attend(params, self.arena, x, batch, layer.index)
             if layer.moe_layer < 0:
@@ -333,9 +338,11 @@ class HostRunner(Runner):
                 continue
             if hooks is not None:
                 self._carry_out(hooks.before_routing(layer.moe_layer), layer.moe_layer)
-            normed, ids, weights = layer.route_or_feed_forward(
+            x, normed, ids, weights = layer.route_or_feed_forward(
                 params, x, batch, layer.index, *extra
             )
+            if layer.observe is not None:
+                self.layer_arrays = layer.observe(params, normed, batch, layer.index)
             if hooks is not None:
                 ids.copy_to_host_async()
                 weights.copy_to_host_async()
@@ -345,10 +352,12 @@ class HostRunner(Runner):
             x, self.arena, self.tables, counts = run.experts(
                 stores, self.arena, self.tables, x, normed, ids, weights, layer.moe_index
             )
-            traces.append(LayerTrace(ids, weights, counts))
+            traces.append(LayerTrace(ids, weights, counts, self.layer_arrays))
             if layer.moe_layer in due:
                 staged = self._stage(layer.moe_layer, stages, staged, ahead=False)
-        return run.output(params, x, batch, tuple(traces))._replace(staged=staged)
+        output = run.output(params, x, batch, tuple(traces))
+        arrays, self.layer_arrays = output.arrays._replace(embedding=embedding), TraceArrays()
+        return output._replace(staged=staged, arrays=arrays)
 
     def _stage(self, layer: int, entries, done, *, ahead: bool) -> jax.Array:
         self.arena, self.tables, done = self._call(

@@ -34,6 +34,8 @@ STAGES = 8
 _EXTRAS = {"forced": "forced", "staged": "stages"}
 """Part of a step's name → the argument it adds."""
 
+_TRACED = "traced"
+
 
 @dataclasses.dataclass(frozen=True)
 class Program:
@@ -54,6 +56,7 @@ class Programs:
 
     graph, state: of nnx.split(model). stores: per version uint16[L, E, rows, D]. arena
     uint16[rows, D]. sharding: of the arguments that a step gets from the host; None: undecided.
+    trace_arrays: what steps called `_traced` give out beside the rest, of TRACE_ARRAYS.
     """
 
     config: ModelConfig
@@ -66,6 +69,7 @@ class Programs:
     page: KVPage
     ops: Ops
     sharding: jax.sharding.Sharding | None = None
+    trace_arrays: frozenset[str] = frozenset()
 
     @property
     def page_layout(self) -> PageLayout:
@@ -76,6 +80,7 @@ class Programs:
             head_dim=self.page.head_dim,
             itemsize=jax.tree.leaves(self.state["embedding"])[0].dtype.itemsize,
             block_size=self.page.block_size,
+            latent=self.page.latent,
         )
 
     def host_page(self) -> jax.ShapeDtypeStruct:
@@ -87,9 +92,10 @@ class Programs:
     def program(self, name: str) -> Program:
         """The program of that name: decode, prefill, score, prompt_logprobs, add_bias, adjust,
         greedy, sample, tally, recount, logprobs, place, swap_out, swap_in, regrant, snapshot,
-        integrity. The steps also with `_forced`, routing as an argument, and `_staged`, a stage
-        list as the last one. decode and what takes its logits also with `@N`: for the first N rows
-        only; adjusted logits are of all rows. Raises ValueError for another."""
+        integrity. The steps also with `_traced`, which gives out the trace arrays, then `_forced`,
+        routing as an argument, and `_staged`, a stage list as the last one. decode and what takes
+        its logits also with `@N`: for the first N rows only; adjusted logits are of all rows.
+        Raises ValueError for another."""
         name, _, bucket = name.partition("@")
         rows, vocabulary = self.shapes.rows, self.config.vocab_size
         used = int(bucket) if bucket else rows
@@ -101,6 +107,8 @@ class Programs:
         block_table = array((rows, self.shapes.blocks), jnp.int32)
         buffers = (self.state, self.stores, self.arena, self.tables)
         kind, *extras = name.replace("prompt_logprobs", "prompt").split("_")
+        arrays = self.trace_arrays if _TRACED in extras else frozenset[str]()
+        extras = [e for e in extras if e != _TRACED]
 
         def extra(tokens: int) -> tuple[Leaf, ...]:
             shape = (self.stores[0].shape[0], tokens, self.config.num_experts_per_tok)
@@ -114,7 +122,7 @@ class Programs:
             return tuple(known[e] for e in extras)
 
         if kind == "decode":
-            step = self._bind(_first_rows(decode_step, used), extras)
+            step = self._bind(_first_rows(decode_step, used), extras, arrays=arrays)
             return Program(step, (*buffers, ints, ints, block_table, *extra(used)), (2, 3))
         if kind in ("prefill", "score", "prompt"):
             per_chunk, per_token = array((chunks,), jnp.int32), array((chunks, size), jnp.int32)
@@ -129,7 +137,8 @@ class Programs:
                 targets=per_token,
             )
             static = {"score": kind == "score", "prompt_logprobs": kind == "prompt"}
-            step = self._bind(prefill_step, extras, waves=self.shapes.waves, **static)
+            static |= {"waves": self.shapes.waves, "arrays": arrays}
+            step = self._bind(prefill_step, extras, **static)
             return Program(step, (*buffers, sweep, block_table, *extra(chunks * size)), (2, 3))
         if name == "greedy":
             return Program(functools.partial(_advance, greedy), (logits, ints, flags), ())

@@ -52,6 +52,12 @@ class StepRecord:
     """int32[S]: 1 for each entry of the step's stage list that was carried out; None without."""
     finished: tuple[int, ...]
     """Numbers of requests that ended with this step's results."""
+    probs: np.ndarray | None = None
+    """float16[N, L, E], where the step gave it out: see trace_arrays.TraceArrays."""
+    gate_input: np.ndarray | None = None
+    """float16[N, L, D]."""
+    embedding: np.ndarray | None = None
+    """float16[N, D]."""
 
 
 def step_record(
@@ -73,6 +79,11 @@ def step_record(
         position = np.concatenate([c.start + s for c, s in zip(work.chunks, spans, strict=True)])
         requests, rows = [c.request for c in work.chunks], shapes.sweep_chunks * shapes.chunk
         lengths, phase = [len(s) for s in spans], 0
+    given = {n: np.asarray(a) for n, a in output.arrays._asdict().items() if a is not None}
+    arrays = {
+        name: array[place] if name == "embedding" else array[:, place].swapaxes(0, 1)
+        for name, array in given.items()
+    }
     number = np.array([r.number for r in requests], np.int32)
     user = np.array([-1 if r.session is None else r.session.number for r in requests], np.int32)
     if lengths is not None:
@@ -94,4 +105,5 @@ def step_record(
         missed=missed,
         staged=None if output.staged is None else np.asarray(output.staged),
         finished=tuple(r.number for r in touched if r.finish_reason is not None),
+        **arrays,
     )

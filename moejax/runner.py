@@ -21,7 +21,7 @@ from host_offload.store import ExpertStore
 from host_offload.swap import SWAP_PAGES
 from host_offload.tables import Tables, empty_tables
 from moejax.errors import UserError
-from moejax.models.qwen3_moe import Qwen3Moe
+from moejax.models.decoder import Decoder
 from moejax.programs import Program, Programs
 from moejax.step import Routing, StepOutput, StepShapes, Sweep
 from pallas_kernels import Ops
@@ -29,7 +29,7 @@ from pallas_kernels.kv_write import KVPage
 from pallas_kernels.stage import Entries
 
 if TYPE_CHECKING:
-    from moejax.host_driver import Hooks
+    from moejax.hooks import Hooks
 
 
 def compiler_options(platform: str) -> dict[str, str | bool]:
@@ -51,7 +51,7 @@ class Runner:
 
     def __init__(
         self,
-        model: Qwen3Moe,
+        model: Decoder,
         store: ExpertStore,
         layout: SlotLayout,
         shapes: StepShapes,
@@ -61,9 +61,13 @@ class Runner:
         eviction: str,
         ops: Ops,
         device: jax.Device,
+        trace_arrays: frozenset[str] = frozenset(),
     ):
-        """slots: of the arena. cells: C, the tables' bound of cells a layer."""
+        """slots: of the arena. cells: C, the tables' bound of cells a layer. trace_arrays: of
+        TRACE_ARRAYS, what every step gives out beside the rest; with any, steps are other
+        executables."""
         self.config, self.shapes, self.device, self.ops = model.config, shapes, device, ops
+        self.trace_arrays = trace_arrays
         self.layout, self.store, self.slots = layout, store, slots
         self.graph, state = nnx.split(model)
         # Constants that the model made itself may lie on jax's default device.
@@ -78,7 +82,7 @@ class Runner:
         self.counts: jax.Array | None = None
         """int32[R, V], as of sampler.adjust, from the first request with penalties on."""
         page = layout.page
-        self.page = KVPage(page.block_size, page.kv_heads, page.head_dim)
+        self.page = KVPage(page.block_size, page.kv_heads, page.head_dim, page.latent)
         self._began = time.perf_counter()
         self.compile_s = 0.0
         """From the start to when a first request can run."""
@@ -115,7 +119,13 @@ class Runner:
 
     def _parts(self, step: str) -> list[str]:
         """The executables that a step calls."""
-        return [step]
+        kind, at, bucket = step.partition("@")
+        return [self._name(kind, at + bucket)]
+
+    def _name(self, kind: str, bucket: str = "", *, forced=False, staged=False) -> str:
+        """The name of a step's executable."""
+        given = {"_traced": self.trace_arrays, "_forced": forced, "_staged": staged}
+        return "".join((kind, *(part for part, on in given.items() if on), bucket))
 
     def _program(self, name: str) -> Program:
         return self.programs().program(name)
@@ -145,6 +155,10 @@ class Runner:
             for ending in [self._bucket(b) for b in buckets] or [""]:
                 self._executable(name + ending)
                 self._needed.append(name + ending)
+
+    def prepare_stages(self) -> None:
+        """Begins to compile what steps with stage lists need."""
+        self.prepare(*(self._name(kind, staged=True) for kind in ("decode", "prefill")))
 
     def executables(self) -> tuple[str, ...]:
         """Names of what was compiled so far. Budgets, policies and placement add none."""
@@ -176,6 +190,7 @@ class Runner:
             page=self.page,
             ops=self.ops,
             sharding=self._sharding,
+            trace_arrays=self.trace_arrays,
         )
 
     # ---- steps
@@ -183,11 +198,10 @@ class Runner:
     def _step(
         self, kind: str, bucket: str, *args, forced: Routing | None, stages: Entries | None
     ) -> StepOutput:
-        given = {"_forced": forced, "_staged": stages}
-        extras = {part: value for part, value in given.items() if value is not None}
-        name = "".join((kind, *extras, bucket))
+        name = self._name(kind, bucket, forced=forced is not None, staged=stages is not None)
+        extras = [value for value in (forced, stages) if value is not None]
         self.arena, self.tables, output = self._call(
-            name, self.state, self.stores, self.arena, self.tables, *args, *extras.values()
+            name, self.state, self.stores, self.arena, self.tables, *args, *extras
         )
         return output
 

@@ -13,10 +13,11 @@ from jax import lax
 from host_offload.tables import Tables
 from moejax.experts import Paging, add_experts, page_and_compute, unpack_counts
 from moejax.models.config import ModelConfig
+from moejax.models.decoder import Decoder
 from moejax.models.layers import LayerStack, Tokens
-from moejax.models.qwen3_moe import Qwen3Moe
 from moejax.sampler import logprobs
 from moejax.sampling_params import MAX_LOGPROBS
+from moejax.trace_arrays import TraceArrays
 from pallas_kernels import Ops
 from pallas_kernels.kv_write import KVPage
 from pallas_kernels.paged_attention import decode_attention, prefill_attention
@@ -108,6 +109,7 @@ class StepOutput(NamedTuple):
     """float32[N, C]: log-probabilities of the targets, when scoring; or more of them."""
     staged: jax.Array | None
     """int32[S]: 1 for each entry of the stage list that was carried out."""
+    arrays: TraceArrays = TraceArrays()
 
 
 class LayerTrace(NamedTuple):
@@ -119,16 +121,18 @@ class LayerTrace(NamedTuple):
     """float32[..., T, K]."""
     counts: jax.Array
     """int32[..., 4 + ⌈E/32⌉]: see unpack_counts."""
+    arrays: TraceArrays = TraceArrays()
+    """Of one layer without the embedding."""
 
 
 def decode_tokens(
-    config: ModelConfig, positions: jax.Array, block_table: jax.Array, *, page: KVPage, ops: Ops
+    positions: jax.Array, block_table: jax.Array, *, page: KVPage, ops: Ops
 ) -> Tokens:
     """The tokens of a decode step, see decode_step."""
     valid, lengths = positions >= 0, positions + 1
     row_tile = min(DECODE_TILE, positions.shape[0])
 
-    def attention(q, arena, layer):
+    def attention(q, arena, layer, *, window, scale):
         return decode_attention(
             q,
             arena,
@@ -136,7 +140,8 @@ def decode_tokens(
             lengths,
             layer,
             page=page,
-            window=config.sliding_window,
+            window=window,
+            scale=scale,
             implementation=ops.paged_attention,
         )
 
@@ -150,9 +155,7 @@ def decode_tokens(
     )
 
 
-def sweep_tokens(
-    config: ModelConfig, sweep: Sweep, block_table: jax.Array, *, page: KVPage, ops: Ops
-) -> Tokens:
+def sweep_tokens(sweep: Sweep, block_table: jax.Array, *, page: KVPage, ops: Ops) -> Tokens:
     """The tokens of a sweep, see prefill_step."""
     chunks, size = sweep.tokens.shape
     offset = jnp.arange(size)
@@ -162,7 +165,7 @@ def sweep_tokens(
     new = (offset >= sweep.skip[:, None]) & (offset < sweep.length[:, None])
     valid = (new & in_use[:, None]).reshape(-1)
 
-    def attention(q, arena, layer):
+    def attention(q, arena, layer, *, window, scale):
         return prefill_attention(
             q,
             arena,
@@ -173,7 +176,8 @@ def sweep_tokens(
             sweep.count,
             layer,
             page=page,
-            window=config.sliding_window,
+            window=window,
+            scale=scale,
             implementation=ops.paged_attention,
         )
 
@@ -189,13 +193,13 @@ def sweep_tokens(
 
 def route_layer(
     stack: LayerStack, i: jax.Array, x: jax.Array, tokens: Tokens, forced: Routing | None
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """LayerStack.route, or the forced routing of that layer where the router has no padding."""
-    normed, ids, weights = stack.route(i, x, tokens)
+    x, normed, ids, weights = stack.route(i, x, tokens)
     if forced is not None:
         layer = stack.first_moe_layer + i
         ids, weights = _forced(forced, layer, ids, stack.config.num_experts)
-    return normed, ids, weights
+    return x, normed, ids, weights
 
 
 def experts_layer(
@@ -233,7 +237,7 @@ def experts_layer(
 
 
 def decode_output(
-    model: Qwen3Moe, x: jax.Array, trace: LayerTrace, staged: jax.Array | None
+    model: Decoder, x: jax.Array, trace: LayerTrace, staged: jax.Array | None
 ) -> StepOutput:
     """x [R, D]: after the last layer. trace: of all MoE layers. staged: as of StepOutput."""
     logits = model.logits(x, min(DECODE_TILE, x.shape[0]))
@@ -246,11 +250,12 @@ def decode_output(
         missed_routes=_missed_routes(trace.ids, missed),
         scores=None,
         staged=staged,
+        arrays=trace.arrays,
     )
 
 
 def prefill_output(
-    model: Qwen3Moe,
+    model: Decoder,
     x: jax.Array,
     sweep: Sweep,
     trace: LayerTrace,
@@ -277,6 +282,7 @@ def prefill_output(
         missed_routes=jnp.sum(missed_routes.reshape(chunks, size), axis=1),
         scores=scores,
         staged=staged,
+        arrays=trace.arrays,
     )
 
 

@@ -33,20 +33,25 @@ from moejax.errors import UserError
 from moejax.models.config import ModelConfig
 from moejax.records import StepRecord
 from moejax.runner import Runner
+from moejax.trace_arrays import TraceArrays, parse_trace_arrays
 
-__all__ = ["Tracer", "config_digest", "require_new_directory", "start_trace"]
+__all__ = ["Tracer", "check_trace", "config_digest", "start_trace"]
 
 
 BATCH = 32
 """Records that are copied at once: one by one, most of the time would go into numpy's calls."""
+
+BATCH_BYTES = 8 << 20
+"""Optional arrays of those records, at most: each may be as large as a chunk."""
 
 
 class Tracer:
     """Feeds a TraceWriter from the records of steps. Owns the writer.
 
     record_bytes: bytes of one expert as it crosses the link. waves: passes over a layer's experts
-    in a sweep. Its methods raise UserError when the trace can no longer be written; a step may be
-    refused BATCH steps late. What is left at the interpreter's exit is written then.
+    in a sweep. Optional arrays that the header names must be in every record; others are left out.
+    Its methods raise UserError when the trace can no longer be written; a step may be refused BATCH
+    steps late. What is left at the interpreter's exit is written then.
     """
 
     def __init__(self, writer: TraceWriter, *, record_bytes: int, waves: int = 1):
@@ -61,6 +66,11 @@ class Tracer:
             "decode": np.ones(layers, np.int16),
         }
         self._records: list[tuple[StepRecord, Any]] = []
+        header = writer.header
+        wanted = header.probabilities, header.gate_input, header.embedding
+        self._arrays = [n for n, on in zip(TraceArrays._fields, wanted, strict=True) if on]
+        self._bytes = 0
+        """Of the records' optional arrays."""
         atexit.register(self.close)
 
     def after_read(self, record: StepRecord, use: Any = None) -> None:
@@ -73,11 +83,12 @@ class Tracer:
             raise UserError(f"the trace {self.writer.directory} is closed")
         self._records.append((record, use))
         self._next_step = record.number + 1
-        if len(self._records) >= BATCH:
+        self._bytes += sum(getattr(record, name).nbytes for name in self._arrays)
+        if len(self._records) >= BATCH or self._bytes >= BATCH_BYTES:
             self._write_records()
 
     def _write_records(self) -> None:
-        records, self._records = self._records, []
+        records, self._records, self._bytes = self._records, [], 0
         if not records:
             return
         moved = self._moved([record for record, _ in records])
@@ -110,6 +121,9 @@ class Tracer:
                 bytes=count,
                 use=use,
                 finished=record.finished,
+                probabilities=record.probs if "probs" in self._arrays else None,
+                gate_input=record.gate_input if "gate_input" in self._arrays else None,
+                embedding=record.embedding if "embedding" in self._arrays else None,
             )
             self._last_read = record.read_s
             steps.append(step)
@@ -183,12 +197,24 @@ class Tracer:
                 raise UserError(str(error)) from error
 
 
-def require_new_directory(directory: str | os.PathLike[str]) -> None:
-    """Raises UserError unless a trace could be written there."""
+def check_trace(
+    directory: str | os.PathLike[str] | None, arrays: str | Iterable[str]
+) -> frozenset[str]:
+    """The optional arrays to record, of parse_trace_arrays. Raises UserError unless a trace could
+    be written there; None: no trace, which has no arrays."""
+    wanted = parse_trace_arrays(arrays)
+    if directory is None:
+        if wanted:
+            raise UserError(
+                "trace_arrays (--trace-arrays) are a part of a trace; name its directory with "
+                "trace (--trace DIR)"
+            )
+        return wanted
     try:
         require_new(directory)
     except TraceError as error:
         raise UserError(str(error)) from error
+    return wanted
 
 
 def start_trace(
@@ -198,11 +224,13 @@ def start_trace(
     dtype: str,
     seed: int,
     settings: Mapping[str, Any],
+    arrays: frozenset[str] = frozenset(),
 ) -> Tracer:
     """A Tracer into a new directory.
 
-    settings: what else decided the run (eviction, budgets), for people; kept as they are. Raises
-    UserError for a directory that is not new or cannot be written.
+    settings: what else decided the run (eviction, budgets), for people; kept as they are. arrays:
+    of TRACE_ARRAYS, those to record; the runner must give them out. Raises UserError for a
+    directory that is not new or cannot be written.
     """
     config, layout, shapes = runner.config, runner.layout, runner.shapes
     cells = np.sum(np.asarray(runner.tables.cell_row) >= 0, axis=1)
@@ -231,6 +259,9 @@ def start_trace(
         machine=_machine(runner.device),
         command=sys.argv,
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        probabilities="probs" in arrays,
+        gate_input=config.hidden_size if "gate_input" in arrays else 0,
+        embedding=config.hidden_size if "embedding" in arrays else 0,
     )
     try:
         writer = TraceWriter(directory, header)

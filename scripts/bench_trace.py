@@ -1,19 +1,22 @@
 """What a trace costs: microseconds a record, and the share of the run time it adds.
 
-python scripts/bench_trace.py [--batch 8] [--pairs 200]
+python scripts/bench_trace.py [--batch 8] [--pairs 200] [--policy examples/recent_prefetch.py]
 
 A run decodes `batch` sequences; blocks of steps with and without the tracer alternate (ABBA), so
 that both see the same machine and the same context lengths, and every traced block copies its
 records once. The overhead is the median over pairs of blocks with its 95% interval (bootstrap); the
-main thread's own seconds, which other processes change less, are compared as well. The records' own
+main thread's own seconds, which other processes change less, are compared as well. With a policy
+both kinds of blocks run it; its decisions and transfers are a part of the trace. The records' own
 cost is measured apart, on made-up ones, for two models' sizes.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
+import runpy
 import sys
 import tempfile
 import time
@@ -24,6 +27,8 @@ from typing import Any
 import numpy as np
 
 from host_offload.budget import BudgetError
+from host_offload.eviction import POLICIES
+from host_offload.policy import Policy
 from host_offload.traces import TraceHeader, TraceWriter, read_trace
 from moejax import LLM, SamplingParams, UserError
 from moejax.engine import Engine
@@ -41,6 +46,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--model", default="demo", help="as for moejax generate (default: demo)")
     parser.add_argument("--expert-budget", default="25%", help="default: 25%%")
+    parser.add_argument(
+        "--policy",
+        default="lru",
+        metavar="NAME",
+        help=f"{', '.join(POLICIES)}, or a file of Python that has one (default: lru)",
+    )
+    parser.add_argument(
+        "--trace-arrays", default="", metavar="NAMES", help="as for moejax generate (default: none)"
+    )
     parser.add_argument("--batch", type=int, default=8, help="sequences (default: 8)")
     parser.add_argument("--pairs", type=int, default=200, help="of blocks (default: 200)")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout instead")
@@ -48,7 +62,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if min(args.batch, args.pairs) < 1:
             raise UserError("--batch and --pairs must be at least 1")
-        result: dict[str, Any] = {"batch": args.batch, "load_average": os.getloadavg()[0]}
+        result: dict[str, Any] = {
+            "batch": args.batch,
+            "policy": args.policy,
+            "trace_arrays": args.trace_arrays,
+            "load_average": os.getloadavg()[0],
+        }
         result["record_us"] = {
             name: record_us(*size, rows=args.batch) for name, size in SIZES.items()
         }
@@ -69,10 +88,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     low, high = result["overhead_interval"]
     print(
         f"overhead {result['overhead']:.2%} (median of {args.pairs} pairs of blocks of "
-        f"{BATCH} steps, 95% interval {low:.2%} to {high:.2%}), load "
-        f"{result['load_average']:.1f}"
+        f"{BATCH} steps, 95% interval {low:.2%} to {high:.2%}), policy {args.policy}, "
+        f"{result['events']:.1f} decisions and transfers a step, load {result['load_average']:.1f}"
     )
     return 0
+
+
+def load_policy(name: str) -> dict[str, Any]:
+    """Options of LLM for --policy. Raises UserError for what is neither a name nor a file with one
+    policy."""
+    if name in POLICIES:
+        return {"eviction": name}
+    try:
+        found = runpy.run_path(name)
+    except OSError as error:
+        raise UserError(
+            f"--policy {name}: {error.strerror}; it is one of {', '.join(POLICIES)}, or a file"
+        ) from error
+    own = [
+        value
+        for value in found.values()
+        if dataclasses.is_dataclass(value) and value.__module__ == "<run_path>"
+    ]
+    policies: list[Policy] = [value() for value in own if hasattr(value, "decide")]  # type: ignore
+    if len(policies) != 1:
+        raise UserError(f"--policy {name} has {len(policies)} policies, it must have one")
+    return {"policies": policies}
 
 
 def record_us(layers: int, experts: int, top_k: int, rows: int, steps: int = 3000) -> float:
@@ -120,9 +161,26 @@ def overhead(args: argparse.Namespace) -> dict[str, Any]:
             expert_budget=args.expert_budget,
             max_num_seqs=args.batch,
             trace=Path(directory) / "trace",
+            trace_arrays=args.trace_arrays.split(",") if args.trace_arrays else (),
+            **load_policy(args.policy),
         ) as llm,
     ):
         engine, tracer = llm.engine, llm.engine.tracer
+        controller = None if engine.control is None else engine.control.controller
+        events = 0
+
+        def listen(event: Any) -> None:
+            nonlocal events
+            events += 1
+            assert tracer is not None
+            tracer.event(event)
+
+        def trace(on: bool) -> None:
+            engine.tracer = tracer if on else None
+            if controller is not None:
+                controller.listener = listen if on else None
+
+        trace(False)
         room = engine.scheduler.max_model_len - 8
         if room < 4 * BATCH:
             raise UserError(f"max_model_len {room} is too short for this bench")
@@ -137,12 +195,12 @@ def overhead(args: argparse.Namespace) -> dict[str, Any]:
                 engine.abort([*engine.scheduler.running.values()])
                 refill(engine, args.batch, room)
             for traced in (first, not first):
-                engine.tracer = tracer if traced else None
+                trace(traced)
                 began = time.perf_counter(), time.thread_time()
                 steps(engine, BATCH)
                 times[traced].append((time.perf_counter() - began[0]) / BATCH)
                 busy[traced].append((time.thread_time() - began[1]) / BATCH)
-        engine.tracer = tracer
+        trace(True)
         engine.abort([*engine.scheduler.running.values()])
         engine.drain()
         llm.close()
@@ -159,6 +217,7 @@ def overhead(args: argparse.Namespace) -> dict[str, Any]:
         "overhead": float(np.median(ratios)),
         "main_thread_us": float(np.median(np.array(busy[True]) - busy[False])) * 1e6,
         "overhead_interval": np.percentile(medians, [2.5, 97.5]).tolist(),
+        "events": events / (args.pairs * BATCH),
         "pairs": args.pairs,
         "block_steps": BATCH,
     }

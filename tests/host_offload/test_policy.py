@@ -51,7 +51,7 @@ def test_what_is_only_known_once_a_step_was_read_is_not_there_before():
 
 def test_every_need_and_write_is_some_drivers_or_refused():
     assert set(MOMENTS) == set(SEES) == set(DOES) == {"device", "host"}
-    assert NEEDS - SEES["device"] == {"probs", "gate_input", "embedding", "link_busy_s", "kv_refs"}
+    assert NEEDS - SEES["device"] == {"link_busy_s", "kv_refs"}
     assert WRITES - DOES["device"] == {"tiers", "execute", "load_order", "max_running"}
 
 
@@ -97,7 +97,11 @@ END = {Moment.STEP_END}
             "device",
             "Scripted asks for ROUTED, which driver='device' lacks; driver='host' has it",
         ),
-        ([scripted(needs={"probs"})], "host", "needs 'probs', which no driver of this release obs"),
+        (
+            [scripted(needs={"kv_refs"})],
+            "host",
+            "needs 'kv_refs', which no driver of this release observes",
+        ),
         (
             [scripted(writes={"execute"})],
             "host",
@@ -141,8 +145,8 @@ def test_policies_that_cannot_run_are_refused(policies, driver, match):
 def test_policies_that_can_run():
     between = scripted(moments={Moment.ROUTED}, needs={"ids"}, writes={"stages"})
     check_policies([between, Other(writes=frozenset({"prior"}))], "host")
-    # A trace may hold what no driver observes.
-    check_policies([scripted(needs={"probs"})], "device", also={"probs"})
+    # A replay may know what no driver observes.
+    check_policies([scripted(needs={"kv_refs"})], "device", also={"kv_refs"})
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,11 @@ from flax import nnx
 from jax.sharding import SingleDeviceSharding
 
 import moejax.step
-from host_offload.layout import slot_layout
 from host_offload.swap import SWAP_PAGES
 from host_offload.tables import empty_tables
 from moejax import LLM
 from moejax.models.config import ModelConfig
-from moejax.models.qwen3_moe import Qwen3Moe
+from moejax.models.decoder import Decoder
 from moejax.programs import Programs
 from moejax.random_model import abstract_params, expert_layout, shape
 from moejax.runner import compiler_options
@@ -39,7 +38,15 @@ H200_TEMP = {"decode": 32 * MiB, "prefill": 640 * MiB, "score": 640 * MiB, "inte
 tokens, 8, 2048] = 4 MiB. A sweep of 8192 tokens: its experts' outputs, float32[8192, 8, 2048] =
 512 MiB, and its hidden states before and after the norm, 2 · 32 MiB."""
 
-STEPS = ("decode", "prefill", "score", "decode_forced", "prefill_forced")
+STEPS = (
+    "decode",
+    "prefill",
+    "score",
+    "decode_forced",
+    "prefill_forced",
+    "decode_staged",
+    "prefill_staged",
+)
 OTHER_STEPS = (*STEPS[2:], "prompt_logprobs")
 
 
@@ -48,7 +55,7 @@ def nbytes(tree) -> int:
 
 
 def most(limits: dict[str, int], name: str) -> int:
-    kind = name.removesuffix("_forced")
+    kind = name.removesuffix("_forced").removesuffix("_staged")
     return limits["score" if kind == "prompt_logprobs" else kind]
 
 
@@ -58,16 +65,9 @@ def abstract_programs(
     """The programs of an engine that has no buffers. ops: XLA's by default."""
     ops, record = ops or resolve_ops("xla"), expert_layout(config)
     moe_layers, experts = sum(config.moe_layers), config.num_experts
-    layout = slot_layout(
-        hidden=config.hidden_size,
-        width=config.moe_intermediate_size,
-        itemsize=record.itemsize,
-        layers=config.num_hidden_layers,
-        kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-    )
+    layout = config.slot_layout(record.itemsize)
     slots = arena_bytes // layout.slot_bytes
-    graph, state = nnx.split(Qwen3Moe(config, abstract_params(config), ops))
+    graph, state = nnx.split(Decoder(config, abstract_params(config), ops))
     store = jax.ShapeDtypeStruct((moe_layers, experts, record.rows, record.hidden), jnp.uint16)
     return Programs(
         config=config,
@@ -77,7 +77,12 @@ def abstract_programs(
         arena=jax.ShapeDtypeStruct((slots * layout.slot_rows, layout.hidden), jnp.uint16),
         tables=jax.eval_shape(lambda: empty_tables(moe_layers, experts, experts, "lru")),
         shapes=step_shapes(layout, waves=waves, **limits),
-        page=KVPage(layout.page.block_size, layout.page.kv_heads, layout.page.head_dim),
+        page=KVPage(
+            layout.page.block_size,
+            layout.page.kv_heads,
+            layout.page.head_dim,
+            layout.page.latent,
+        ),
         ops=ops,
     )
 

@@ -216,6 +216,7 @@ class FakeRunner:
     driver = "device"
 
     def __init__(self):
+        self.transfers, self.hooks = [], None
         self.tables = empty_tables(LAYERS, EXPERTS, 8, "lru")
         rows = jnp.arange(LAYERS * 8, dtype=jnp.int32).reshape(LAYERS, 8)
         self.tables = self.tables._replace(cell_row=rows)
@@ -223,6 +224,9 @@ class FakeRunner:
 
     def prepare(self, *names):
         self.prepared += names
+
+    def prepare_stages(self):
+        self.prepare("decode_staged", "prefill_staged")
 
     def snapshot(self):
         return snapshot(self.tables)
@@ -278,6 +282,22 @@ def test_what_a_control_hands_over():
     counts = control.stats()["transfers"]["prefetch"]
     assert (counts["done"], counts["skipped"], counts["issued"]) == (1, 1, 2)
     assert set(control._snapshots) == {2}
+
+
+def test_a_step_that_failed_behind_a_hook_leaves_nothing_to_settle():
+    """A hook had returned transfers when the step failed; the next step has none of its own yet."""
+    start = {(Moment.LAYER_BEGIN, 0): Decision(stages=(Stage(0, 4),))}
+    runner = FakeRunner()
+    policy = scripted(start, moments={Moment.LAYER_BEGIN}, writes={"stages"})
+    control = Control(runner, Controller(spec(driver="host"), [policy]))  # type: ignore[arg-type]
+    control.before_step(0)
+    entries = control.between_layers(Moment.LAYER_BEGIN, 0, {})
+    assert entries is not None and entries.expert[0] == 4
+    again = control.before_step(1)
+    assert again is not None and again.expert[0] == 4  # it waited again, and is this step's
+    assert control.between_layers(Moment.LAYER_BEGIN, 0, {}) is None
+    counts = control.stats()["transfers"]["prefetch"]
+    assert (counts["issued"], counts["deferred"], counts["skipped"]) == (1, 1, 0)
 
 
 def test_table_updates_are_contents():

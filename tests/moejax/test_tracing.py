@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import subprocess
@@ -94,6 +95,26 @@ def test_a_record_becomes_a_step(tmp_path, monkeypatch):
         (0, 2, 0, 9, 2, -1, -1, "x"),
     ]
     assert list(trace.decisions()) == [{"step": 2, "pause_stages": True}]
+
+
+def test_optional_arrays_are_those_of_the_header(tmp_path, monkeypatch):
+    """A policy may need others than the trace; large ones are not kept for BATCH steps."""
+    header = dataclasses.replace(HEADER, probabilities=True, embedding=4)
+    tracer = Tracer(TraceWriter(tmp_path / "t", header), record_bytes=1)
+    probs, wide = np.full((3, 2, 8), 0.125, np.float16), np.ones((3, 2, 4), np.float16)
+    embedding = np.arange(12, dtype=np.float16).reshape(3, 4)
+    arrays = {"probs": probs, "gate_input": wide, "embedding": embedding}
+    monkeypatch.setattr(tracing, "BATCH_BYTES", 2 * (probs.nbytes + embedding.nbytes))
+    for number in range(5):
+        tracer.after_read(dataclasses.replace(record(number), **arrays))
+    assert tracer.writer._buffer.steps == 4
+    tracer.close()
+    trace = read_trace(tmp_path / "t")
+    for step in trace.step_traces():
+        np.testing.assert_array_equal(step.probabilities, probs)
+        np.testing.assert_array_equal(step.embedding, embedding)
+        assert step.gate_input is None
+    assert trace.steps == 5
 
 
 def test_a_trace_that_cannot_go_on_is_a_users_error(tmp_path, monkeypatch):
@@ -231,10 +252,11 @@ def test_a_bad_directory_is_refused_before_anything_is_loaded(tmp_path):
 
 def test_the_command_line_passes_the_directory_on(monkeypatch):
     def made(model, **options):
-        raise UserError(f"trace goes to {options['trace']}")
+        raise UserError(f"trace goes to {options['trace']} with {options['trace_arrays']}")
 
     monkeypatch.setattr(moejax, "LLM", made, raising=False)
     errors = []
     monkeypatch.setattr("builtins.print", lambda *args, **_: errors.append(args[0]))
-    assert cli.main(["generate", "x", "--trace", "run1"]) == 2
-    assert errors == ["moejax: error: trace goes to run1"]
+    arguments = ["generate", "x", "--trace", "run1", "--trace-arrays", "probs,embedding"]
+    assert cli.main(arguments) == 2
+    assert errors == ["moejax: error: trace goes to run1 with probs,embedding"]

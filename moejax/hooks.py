@@ -1,0 +1,46 @@
+"""What may happen between the parts of a layer with driver="host"."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import jax
+import numpy as np
+
+from pallas_kernels.stage import Entries
+
+
+class Hooks(Protocol):
+    """What a policy may do between the parts of a MoE layer; layers count over MoE layers.
+
+    Entries that a hook returns (numpy int32[STAGES] each, of any layers) are carried out right
+    there, before what the driver dispatches next. Those that do not fit the tables are skipped:
+    HostRunner.transfers says which. A layer whose experts this step has yet to compute needs none
+    of its cells before its plan, so there an entry may also replace an expert that the step before
+    used.
+
+    A hook may also replace the runner's tables by others of the same shapes on the same device.
+    Steps donate tables and arena: keep copies, never the arrays. An exception ends the step and
+    aborts its requests.
+    """
+
+    def before_routing(self, layer: int) -> Entries | None:
+        """The layer's attention was dispatched, its router not yet."""
+        ...
+
+    def after_routing(self, layer: int, ids: np.ndarray, weights: np.ndarray) -> Entries | None:
+        """ids int32[T, K], ascending, E for padding; weights float32[T, K]: what the step uses.
+        T: rows of the decode bucket, or tokens of the largest sweep."""
+        ...
+
+    def before_experts(self, layer: int) -> Entries | None:
+        """The last moment before the layer's plan, fills and expert compute."""
+        ...
+
+
+class Transfers(NamedTuple):
+    """A list of transfers that a hook returned."""
+
+    entries: Entries
+    done: jax.Array
+    """int32[STAGES]: 1 for each entry that was carried out."""
