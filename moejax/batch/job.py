@@ -34,7 +34,7 @@ class Job:
     seed: int = 0
     """From it and from their ids come the seeds of lines that have none."""
     on_error: Literal["fail", "skip"] = "fail"
-    """Of a bad line: end the job, or write an error as its result."""
+    """Of a bad line: end the job behind the lines before it, or write an error as its result."""
     overwrite: bool = False
     """Start anew where there are results."""
 
@@ -55,6 +55,10 @@ class OpenJob:
     open_sessions: set[str] = dataclasses.field(default_factory=set)
     """Sessions that lack a result."""
     _begun: set[str] = dataclasses.field(default_factory=set)
+    _running: int = 0
+    """Lines in the engine."""
+    _ended_by: str | None = None
+    """The bad line that ends the job, and why."""
 
     @property
     def done(self) -> int:
@@ -78,8 +82,9 @@ class OpenJob:
     ) -> None:
         """Generates for every line that has no result yet. warn: told of each bad line.
 
-        Raises UserError for a bad line unless on_error is "skip", and when the output cannot be
-        written. However it ends, every line of the output is a whole result.
+        Raises UserError for a bad line unless on_error is "skip", once the lines before it are
+        done, and when the output cannot be written. However it ends, every line of the output is a
+        whole result.
         """
         from moejax.batch.results import success
         from moejax.progress import batch_progress
@@ -97,6 +102,7 @@ class OpenJob:
             for request, output in llm.generate_each(self._requests(keep, warn)):
                 line = request.tag
                 assert isinstance(line, Line)
+                self._running -= 1
                 if line.key in self.results.keys:
                     pass  # It ran once more only for the later turns of its session.
                 elif isinstance(output, UserError):
@@ -104,23 +110,36 @@ class OpenJob:
                 else:
                     keep(line, success(line, output, self.job.model))
                 self._turn_ended(llm, request.session_id, begun=not isinstance(output, UserError))
+        if self._ended_by is not None:
+            kept = (
+                f"; {self.done} results are in {self.results.name}: mend the line, and the same "
+                f"command goes on from there"
+            )
+            raise UserError(
+                f"{self._ended_by} (--on-error skip goes on without such lines)"
+                f"{kept if self.results.regular else ''}"
+            )
 
     def _requests(
         self, keep: Callable[[Line, bytes], None], warn: Callable[[str], None]
     ) -> Iterator[GenerationRequest]:
         for line in self.lines():
             asked = line.request
-            if line.key in self.results.keys:
-                # A turn goes on from the KV of those before it, which no file has.
-                if asked is not None and asked.session_id in self.open_sessions:
-                    yield dataclasses.replace(asked, tag=line)
-            elif asked is None:
+            # A turn goes on from the KV of those before it, which no file has.
+            again = asked is not None and asked.session_id in self.open_sessions
+            if line.key in self.results.keys and not again:
+                continue
+            if asked is None:
                 self._bad(line, line.error or "", keep, warn)
             elif asked.session_id is not None and self.total is None:
                 # Which turn is a session's last is found by reading the input twice.
                 self._bad(line, "session_id needs an input that is a file, not a pipe", keep, warn)
             else:
+                self._running += 1
                 yield dataclasses.replace(asked, tag=line)
+            # Not before the next line is read: a pipe may take long to give one.
+            if self._ended_by is not None:
+                return
 
     def _turn_ended(self, llm: LLM, session_id: str | None, *, begun: bool) -> None:
         """Ends a session after its last turn, so that its KV makes room."""
@@ -146,7 +165,11 @@ class OpenJob:
 
         message_with_place = f"{self.job.input}, line {line.number}: {message}"
         if self.job.on_error == "fail":
-            raise UserError(f"{message_with_place} (--on-error skip goes on without such lines)")
+            if self._running:
+                # Said at once, since what runs may take minutes.
+                warn(f"{message_with_place}; lines that run are finished first: {self._running}")
+            self._ended_by = message_with_place
+            return
         warn(message_with_place)
         self.errors += 1
         keep(line, failure(line, message))

@@ -392,6 +392,27 @@ def test_a_bad_line_ends_the_job_or_gets_an_error(tmp_path, line, message):
     assert (tmp_path / "out").read_bytes() == before and (job.errors, said) == (1, [])
 
 
+def test_the_lines_before_a_bad_one_are_finished(tmp_path):
+    """Three are in flight at a time, so the bad line is found while two run."""
+    source, output = write(tmp_path / "in", *PROMPTS[:5], "{", *PROMPTS[5:]), tmp_path / "out"
+    said: list[str] = []
+    with open_job(Job(source, str(output))) as job:
+        with pytest.raises(UserError, match="line 6: not JSON") as caught:
+            job.run(FakeLLM(), warn=said.append)
+        assert job.done == 5
+    assert str(caught.value).endswith(
+        f"; 5 results are in {output}: mend the line, and the same command goes on from there"
+    )
+    assert len(said) == 1 and said[0].endswith("; lines that run are finished first: 2")
+    kept = output.read_bytes()
+    assert records(output).keys() == {p["id"] for p in PROMPTS[:5]}
+    source = write(tmp_path / "in", *PROMPTS)
+    run(source, output)
+    assert output.read_bytes().startswith(kept)
+    run(source, tmp_path / "undisturbed")
+    assert records(output) == records(tmp_path / "undisturbed")
+
+
 def test_a_line_without_form_takes_the_one_before(tmp_path):
     source = write(tmp_path / "in", "{", openai("c", {"prompt": "x"}), "{")
     run(source, tmp_path / "out", on_error="skip")
@@ -572,8 +593,10 @@ def test_exit_status_and_what_is_said(fake, tmp_path, capsys):
     files = ("--input", source, "--output", output)
     assert command(*files, "--temperature", "0.5", "--json") == 2
     out, err = capsys.readouterr()
-    assert out == "" and err.startswith(f"moejax: error: {source}, line 8: not JSON")
-    assert err.count("\n") == 1
+    early, error = err.splitlines()
+    assert out == "" and error.startswith(f"moejax: error: {source}, line 8: not JSON")
+    assert early.startswith(f"moejax: {source}, line 8: not JSON")
+    assert f"; 7 results are in {output}: " in error
     assert command(*files, "--temperature", "0.5", "--on-error", "skip") == 3
     err = capsys.readouterr().err
     assert f"moejax: {source}, line 8: not JSON" in err
