@@ -2,34 +2,32 @@
 
 from __future__ import annotations
 
-import concurrent.futures
+import contextlib
 import dataclasses
+import logging
 import math
 import os
-from collections.abc import Callable, Iterator
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import ml_dtypes
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
 from host_offload.layout import ExpertLayout
-from host_offload.store import ExpertStore, StoreBuilder, rows_of
+from host_offload.store import ExpertStore, StoreBuilder, aligned_empty
 from moejax.checkpoints.directory import checkpoint_directory
-from moejax.checkpoints.shards import Shard, damaged, find_shards
-from moejax.checkpoints.tensors import (
-    ExpertPlace,
-    ParamPlace,
-    Place,
-    expected_tensors,
-    layer_params,
-    model_params,
-    param_shape,
-)
+from moejax.checkpoints.formats import checkpoint_format
+from moejax.checkpoints.params import abstract_params
+from moejax.checkpoints.placement import load_file
+from moejax.checkpoints.shards import NUMPY_DTYPES, TensorFile, find_shards
+from moejax.checkpoints.tensors import Place, expected_tensors, is_ignored
 from moejax.device import require_pinned_memory
 from moejax.errors import UserError
 from moejax.models.config import ModelConfig, load_config
+
+log = logging.getLogger("moejax")
 
 DTYPE_NAMES = {
     "half": "float16",
@@ -40,14 +38,11 @@ DTYPE_NAMES = {
 }
 """What the option dtype may be besides "auto" (vLLM's names) → the run's dtype."""
 
-NUMPY_DTYPES = {
-    "float16": np.dtype(np.float16),
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-    "float32": np.dtype(np.float32),
-}
+MOST_EXPERTS = 10**6
+"""Of all layers; the largest models have 25,000."""
 
+_PHASES = ("headers", "allocate", "read", "transfer")
 _EMBED, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_WORKERS = min(4, os.cpu_count() or 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +56,7 @@ class LoadedModel:
     v), "q_norm", "k_norm" [n, hd], "o" [n, D, H·hd], "post_norm" [n, D]; with attention_bias
     "qkv_bias" [n, (H + 2·KH)·hd] and "o_bias" [n, D]; MoE runs "router" [n, E, D]; dense runs
     "gate_up" [n, 2·F, D] and "down" [n, D, F]. store: all experts, version `dense`, laid out as
-    layout says.
+    layout says. seconds: how long the phases of loading took, as in moejax.start_times.
     """
 
     config: ModelConfig
@@ -69,6 +64,7 @@ class LoadedModel:
     params: dict[str, Any]
     store: ExpertStore
     layout: ExpertLayout
+    seconds: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 def load_checkpoint(
@@ -76,67 +72,139 @@ def load_checkpoint(
     dtype: str = "auto",
     device: jax.Device | None = None,
     progress: Callable[[int, int], None] | None = None,
+    step: int | str | None = None,
+    name_map: str | os.PathLike | None = None,
 ) -> LoadedModel:
     """Loads a local checkpoint directory, shard by shard.
 
     Host memory grows by the weights, one shard and a few tensors. path: a directory with
     config.json and model.safetensors or an index with shards. dtype: "auto" (the checkpoint's) or
     one of DTYPE_NAMES. device: the first one by default. progress: called with (done, total) bytes
-    of tensors read. Raises UserError, naming file and tensor, for whatever is wrong with them; all
-    names, shapes and dtypes are checked before the first weight is read.
+    of tensors read. step, name_map: of an Orbax checkpoint that another program wrote: which step
+    (moejax.checkpoints.orbax_steps.Step), and which leaf is which tensor, a file or the name of a
+    shipped map (docs/checkpoints.md). Raises UserError, naming file and tensor, for whatever is
+    wrong with them; all names, shapes and dtypes are checked before the first weight is read.
     """
     directory = checkpoint_directory(path)
-    if dtype != "auto" and dtype not in DTYPE_NAMES:
-        raise UserError(f"dtype {dtype!r} is unknown; choose auto, {', '.join(DTYPE_NAMES)}")
-    config = load_config(directory)
-    shards = find_shards(directory)
-    places = _check_tensors(config, shards, str(directory))
-    if config.tie_word_embeddings:
-        _check_tied(shards)
-    if config.dtype is None:
-        stored = next(s.tensors[_EMBED].dtype for s in shards if _EMBED in s.tensors)
-        config = dataclasses.replace(config, dtype=stored)
-    run_dtype = str(config.dtype) if dtype == "auto" else DTYPE_NAMES[dtype]
-    device = jax.devices()[0] if device is None else device
+    kind = checkpoint_format(directory)
+    if kind == "orbax":
+        from moejax.checkpoints.mapped_checkpoint import open_mapped
 
+        config, tensors = open_mapped(directory, step, name_map)
+        return load_tensors(config, (tensors,), dtype, device, progress, str(tensors.path))
+    if step is not None or name_map is not None:
+        raise UserError(
+            f"{directory}: step and name_map are for Orbax checkpoints that other programs wrote, "
+            "and this is none; leave them out"
+        )
+    if kind == "moejax-orbax":
+        from moejax.checkpoints.orbax_own import load_orbax
+
+        return load_orbax(directory, dtype, device, progress)
+    began = time.perf_counter()
+    config, shards = load_config(directory), find_shards(directory)
+    headers_s = time.perf_counter() - began
+    loaded = load_tensors(config, shards, dtype, device, progress, str(directory))
+    seconds = loaded.seconds | {"headers": loaded.seconds["headers"] + headers_s}
+    return dataclasses.replace(loaded, seconds=seconds)
+
+
+def load_tensors(
+    config: ModelConfig,
+    files: Sequence[TensorFile],
+    dtype: str = "auto",
+    device: jax.Device | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    source: str = "",
+) -> LoadedModel:
+    """Loads a model from tensors under the names of transformers' checkpoints.
+
+    files: read one after the other, each tensor once; their headers are checked before the first
+    weight is read. source: the checkpoint's path, for messages. The rest and what is raised as in
+    load_checkpoint.
+    """
+    marks = [time.perf_counter()]
+    config, run_dtype, places = plan_tensors(config, files, dtype, source)
+    marks.append(time.perf_counter())
+    device = jax.devices()[0] if device is None else device
     to = NUMPY_DTYPES[run_dtype]
     layout = ExpertLayout(config.hidden_size, config.moe_intermediate_size, to.itemsize)
     require_pinned_memory(device, sum(config.moe_layers) * config.num_experts * layout.nbytes)
-    params = _empty_params(config, to)
     try:
+        params = jax.tree.map(
+            lambda p: aligned_empty(p.shape, p.dtype), abstract_params(config, to)
+        )
         builder = StoreBuilder(layout, sum(config.moe_layers), config.num_experts, device)
     except MemoryError as error:
-        raise UserError(f"{directory}: {error}") from error
+        raise UserError(f"{source}: {error}") from error
+    marks.append(time.perf_counter())
+    nonfinite: Counter[str] = Counter()
     try:
-        done, total = 0, _nbytes(shards, places)
-        for shard in shards:
-            for nbytes in _load_shard(shard, places, to, params, builder):
-                done += nbytes
-                if progress is not None:
-                    progress(done, total)
+        done, total = 0, _nbytes(files, places)
+        for file in files:
+            with contextlib.closing(
+                load_file(file, places, to, params, builder, nonfinite)
+            ) as pieces:
+                for nbytes in pieces:
+                    done += nbytes
+                    if progress is not None:
+                        progress(done, total)
         store = builder.finish()
     except BaseException:
         builder.delete()  # a traceback that is kept must not keep the store
         raise
-    return LoadedModel(config, run_dtype, _to_device(params, device), store, layout)
+    _warn(source, nonfinite)
+    marks.append(time.perf_counter())
+    on_device = _to_device(params, device)
+    marks.append(time.perf_counter())
+    seconds: dict[str, float] = dict(zip(_PHASES, np.diff(marks).tolist(), strict=True))
+    return LoadedModel(config, run_dtype, on_device, store, layout, seconds)
 
 
-def _check_tensors(config: ModelConfig, shards: tuple[Shard, ...], source: str) -> dict[str, Place]:
+def plan_tensors(
+    config: ModelConfig, files: Sequence[TensorFile], dtype: str, source: str
+) -> tuple[ModelConfig, str, dict[str, Place]]:
+    """(the config with its dtype decided, the run's dtype, where each tensor goes).
+
+    Reads no weights, but for an lm_head beside tied embeddings. dtype, source and what is raised as
+    in load_tensors.
+    """
+    if dtype != "auto" and dtype not in DTYPE_NAMES:
+        raise UserError(f"dtype {dtype!r} is unknown; choose auto, {', '.join(DTYPE_NAMES)}")
+    places = check_tensors(config, files, source)
+    if config.tie_word_embeddings:
+        _check_tied(files)
+    if config.dtype is None:
+        stored = next(f.tensors[_EMBED].dtype for f in files if _EMBED in f.tensors)
+        config = dataclasses.replace(config, dtype=stored)
+    return config, str(config.dtype) if dtype == "auto" else DTYPE_NAMES[dtype], places
+
+
+def check_tensors(
+    config: ModelConfig, files: Sequence[TensorFile], source: str
+) -> dict[str, Place]:
     """Where each tensor goes; UserError if one is missing, unknown or of the wrong shape."""
-    found = {name for shard in shards for name in shard.tensors}
+    found = {name for file in files for name in file.tensors}
+    experts = sum(config.moe_layers) * config.num_experts
+    if experts > MOST_EXPERTS:
+        raise UserError(
+            f"{source}: config.json has {experts} experts in all; at most {MOST_EXPERTS}"
+        )
     places = expected_tensors(config, found)
-    for shard in shards:
-        for name, header in shard.tensors.items():
+    for file in files:
+        for name, header in file.tensors.items():
             if name == _HEAD and config.tie_word_embeddings:
+                continue
+            if is_ignored(config, name):
                 continue
             if name not in places:
                 raise UserError(
-                    f"{shard.path}: unknown tensor {name}: {config.architecture} with "
+                    f"{file.path}: unknown tensor {name}: {config.architecture} with "
                     "this config.json has none of that name"
                 )
             if header.shape != places[name].shape:
                 raise UserError(
-                    f"{shard.path}: tensor {name} has shape {list(header.shape)}, but "
+                    f"{file.path}: tensor {name} has shape {list(header.shape)}, but "
                     f"config.json asks for {list(places[name].shape)}"
                 )
     missing = [name for name in places if name not in found]
@@ -146,20 +214,20 @@ def _check_tensors(config: ModelConfig, shards: tuple[Shard, ...], source: str) 
     return places
 
 
-def _check_tied(shards: tuple[Shard, ...]) -> None:
+def _check_tied(files: Sequence[TensorFile]) -> None:
     """An lm_head beside tied embeddings is redundant, or UserError: transformers 5 would use it,
     contrary to its config."""
-    owner = {name: shard for shard in shards for name in shard.tensors}
+    owner = {name: file for file in files for name in file.tensors}
     if _HEAD not in owner:
         return
     same = owner[_HEAD].tensors[_HEAD].shape == owner[_EMBED].tensors[_EMBED].shape
     if same:
         with (
-            safe_open(owner[_HEAD].path, framework="numpy") as head_file,
-            safe_open(owner[_EMBED].path, framework="numpy") as embed_file,
+            owner[_HEAD].open() as head_file,
+            owner[_EMBED].open() as embed_file,
         ):
             head, embed = head_file.get_slice(_HEAD), embed_file.get_slice(_EMBED)
-            rows = head.get_shape()[0]
+            rows = owner[_HEAD].tensors[_HEAD].shape[0]
             same = all(
                 np.array_equal(
                     head[row : min(row + 4096, rows)], embed[row : min(row + 4096, rows)]
@@ -173,108 +241,21 @@ def _check_tied(shards: tuple[Shard, ...]) -> None:
         )
 
 
-def _nbytes(shards: tuple[Shard, ...], places: dict[str, Place]) -> int:
+def _nbytes(files: Sequence[TensorFile], places: dict[str, Place]) -> int:
     return sum(
         math.prod(header.shape) * NUMPY_DTYPES[header.dtype].itemsize
-        for shard in shards
-        for name, header in shard.tensors.items()
+        for file in files
+        for name, header in file.tensors.items()
         if name in places
     )
 
 
-def _empty_params(config: ModelConfig, dtype: np.dtype) -> dict[str, Any]:
-    params: dict[str, Any] = {
-        key: np.empty(param_shape(parts), dtype) for key, parts in model_params(config).items()
-    }
-    params["runs"] = [
-        {
-            key: np.empty((run.count, *param_shape(parts)), dtype)
-            for key, parts in layer_params(config, run.moe).items()
-        }
-        for run in config.runs
-    ]
-    return params
-
-
-def _load_shard(
-    shard: Shard,
-    places: dict[str, Place],
-    dtype: np.dtype,
-    params: dict[str, Any],
-    builder: StoreBuilder,
-) -> Iterator[int]:
-    """Puts every tensor of a shard in its place; yields the bytes read, piece by piece."""
-    try:
-        with (
-            safe_open(shard.path, framework="numpy") as file,
-            concurrent.futures.ThreadPoolExecutor(_WORKERS) as pool,
-        ):
-
-            def read(piece: tuple[str, int | None]) -> tuple[Place, int | None, np.ndarray, int]:
-                name, expert = piece
-                place = places[name]
-                tensor = file.get_tensor(name) if expert is None else file.get_slice(name)[expert]
-                weights = _converted(tensor, dtype, shard, name)
-                if isinstance(place, ExpertPlace):
-                    weights = rows_of(weights.T if place.matrix == "down" else weights, dtype)
-                return place, expert, weights, tensor.nbytes
-
-            pieces = list(_pieces(shard, places))
-            # In groups, so that no more than a group waits in memory.
-            for first in range(0, len(pieces), 4 * _WORKERS):
-                for place, expert, weights, nbytes in pool.map(
-                    read, pieces[first : first + 4 * _WORKERS]
-                ):
-                    if isinstance(place, ExpertPlace):
-                        _put_expert(builder, place, expert, weights)
-                    else:
-                        _put_param(params, place, weights)
-                    yield nbytes
-    except (SafetensorError, OSError) as error:
-        raise damaged(shard.path, error) from None
-
-
-def _pieces(shard: Shard, places: dict[str, Place]) -> Iterator[tuple[str, int | None]]:
-    """(tensor, expert) to read at once: a whole tensor, or one expert of a stacked one."""
-    for name, header in shard.tensors.items():
-        place = places.get(name)
-        if isinstance(place, ExpertPlace) and place.expert is None:
-            yield from ((name, expert) for expert in range(header.shape[0]))
-        elif place is not None:
-            yield name, None
-
-
-def _put_expert(
-    builder: StoreBuilder, place: ExpertPlace, expert: int | None, rows: np.ndarray
-) -> None:
-    expert = place.expert if place.expert is not None else expert
-    assert expert is not None
-    third = builder.layout.rows // 3
-    first = {"gate": 0, "gate_up": 0, "up": third, "down": 2 * third}[place.matrix]
-    for row in range(0, rows.shape[0], third):  # pieces of one shape: one compilation
-        builder.put(place.layer, expert, rows[None, row : row + third], first + row)
-
-
-def _put_param(params: dict[str, Any], place: ParamPlace, weights: np.ndarray) -> None:
-    array = (
-        params[place.key]
-        if place.run is None
-        else params["runs"][place.run][place.key][place.layer]
-    )
-    array[place.row : place.row + weights.shape[0]] = weights
-
-
-def _converted(tensor: np.ndarray, dtype: np.dtype, shard: Shard, name: str) -> np.ndarray:
-    if tensor.dtype == dtype:
-        return tensor
-    with np.errstate(over="ignore"):
-        converted = tensor.astype(dtype)
-    if dtype != np.float32 and not np.array_equal(np.isinf(converted), np.isinf(tensor)):
-        raise UserError(
-            f"{shard.path}: tensor {name} has values that {dtype.name} cannot hold; "
-            "run with dtype float32 or the checkpoint's own"
-        )
-    return converted
+def _warn(source: str, nonfinite: Counter[str]) -> None:
+    """Says once that weights are NaN or infinite: such a model loads, and mostly answers NaN."""
+    if nonfinite:
+        (name, count), others = next(iter(nonfinite.items())), len(nonfinite) - 1
+        more = f", and {others} other tensors have such values too" if others else ""
+        log.warning("%s: %d values of tensor %s are NaN or infinite%s", source, count, name, more)
 
 
 def _to_device(params: Any, device: jax.Device) -> Any:

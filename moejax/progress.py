@@ -18,7 +18,9 @@ def _progress(*columns):
 
 
 @contextmanager
-def loading_progress(name: str, shown: bool) -> Iterator[Callable[[int, int], None] | None]:
+def loading_progress(
+    name: str, shown: bool, verb: str = "loading"
+) -> Iterator[Callable[[int, int], None] | None]:
     """A bar over bytes; yields report(done_bytes, total_bytes), None when not shown."""
     if not shown:
         yield None
@@ -32,7 +34,7 @@ def loading_progress(name: str, shown: bool) -> Iterator[Callable[[int, int], No
         TransferSpeedColumn(),
     )
     with _progress(*columns) as progress:
-        task = progress.add_task(f"loading {name}", total=None)
+        task = progress.add_task(f"{verb} {name}", total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
@@ -108,3 +110,29 @@ def batch_progress(
     with _progress(*columns) as progress:
         task = progress.add_task("", total=total, completed=done)
         yield lambda done: progress.update(task, completed=done)
+
+
+@contextmanager
+def scoring_progress(tokens: int, shown: bool) -> Iterator[Callable[[int], None]]:
+    """A bar over tokens to score, with tokens a second; yields report(tokens more)."""
+    if not shown:
+        yield lambda scored: None
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("scoring"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[rate]:.0f} tokens/s"),
+        TimeRemainingColumn(),
+    )
+    with _progress(*columns) as progress:
+        task = progress.add_task("", total=tokens, rate=0.0)
+
+        def report(scored: int) -> None:
+            state = progress.tasks[task]
+            rate = (state.completed + scored) / (state.elapsed or 1e-9)
+            progress.update(task, advance=scored, rate=rate)
+
+        yield report

@@ -58,14 +58,14 @@ def _encode_chat(
             f"{model} has no chat template; use generate() with a prompt, or add a "
             "chat_template to its tokenizer_config.json"
         )
-    from jinja2 import TemplateError
-
     conversation: Any = [dict(message) for message in messages]
     try:
         ids: Any = tokenizer.apply_chat_template(
             conversation, add_generation_prompt=True, tokenize=True, return_dict=False
         )
-    except TemplateError as error:  # templates refuse what they do not know by raising it
+    except Exception as error:
+        # Templates refuse what they do not know by raising; but it is the checkpoint's program,
+        # and what else it does wrong, in its sandbox, is not the engine's to die of.
         raise UserError(f"the chat template of {model} refuses these messages: {error}") from error
     return ids
 

@@ -12,12 +12,23 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from moejax.checkpoints.directory import require_own_file
 from moejax.errors import UserError
+from moejax.models.config import ModelConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 _OTHER_FORMATS = ("tokenizer.model", "vocab.json", "merges.txt", "vocab.txt", "tekken.json")
+
+_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
+"""What transformers reads of a directory with tokenizer.json."""
 
 _NO_LIMIT = int(1e30)
 """transformers' own figure for no limit. The engine refuses long prompts with its max_model_len; a
@@ -34,10 +45,15 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> PreTrainedTokenizerFast
     template of ``tokenizer_config.json``. Safe to call from another thread, so that the second it
     takes to import transformers can pass while something compiles.
 
-    Raises UserError if the files are damaged, or of a format without ``tokenizer.json``.
+    No code of the checkpoint runs (``auto_map`` is ignored), and files that are links out of the
+    directory are refused (require_own_file). Raises UserError if the files are damaged, or of a
+    format without ``tokenizer.json``.
     """
     directory = Path(directory)
-    if not (directory / "tokenizer.json").is_file():
+    for name in [*_FILES, *directory.glob("additional_chat_templates/*")]:
+        if os.path.lexists(directory / name):
+            require_own_file(directory / name, directory)
+    if not (directory / "tokenizer.json").exists():
         others = [name for name in _OTHER_FORMATS if (directory / name).is_file()]
         if not others:
             return None
@@ -50,10 +66,15 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> PreTrainedTokenizerFast
         from transformers import PreTrainedTokenizerFast
 
         try:
-            # AutoTokenizer would rebuild the tokenizer from its class's own rules; the file is what
-            # the model was trained with.
+            # AutoTokenizer would rebuild the tokenizer from its class's own rules, or ask to run
+            # the checkpoint's code (auto_map); the file is what the model was trained with. It is
+            # named, since tokenizer_config.json may name another one, anywhere.
             return PreTrainedTokenizerFast.from_pretrained(
-                directory, local_files_only=True, model_max_length=_NO_LIMIT
+                directory,
+                local_files_only=True,
+                model_max_length=_NO_LIMIT,
+                tokenizer_file=str(directory / "tokenizer.json"),
+                trust_remote_code=False,
             )
         except Exception as error:  # tokenizers raises bare Exception for a damaged file
             first_line = (str(error) or type(error).__name__).splitlines()[0]
@@ -61,6 +82,23 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> PreTrainedTokenizerFast
                 f"the tokenizer files in {directory} cannot be read ({first_line}); "
                 f"copy tokenizer.json and tokenizer_config.json again from the model's source"
             ) from error
+
+
+def check_vocabulary(
+    tokenizer: PreTrainedTokenizerFast | None, config: ModelConfig, directory: str | os.PathLike
+) -> PreTrainedTokenizerFast | None:
+    """The tokenizer; UserError if it has ids that the model has no embedding for.
+
+    Fewer ids than vocab_size are normal: tables of embeddings are padded.
+    """
+    ids = {} if tokenizer is None else tokenizer.get_vocab()
+    token = max(ids, key=ids.__getitem__, default="")
+    if ids and ids[token] >= config.vocab_size:
+        raise UserError(
+            f"{directory}: tokenizer.json has token {token!a} with id {ids[token]}, but "
+            f"config.json has vocab_size {config.vocab_size}; they are of different models"
+        )
+    return tokenizer
 
 
 class Detokenizer:

@@ -3,7 +3,8 @@
 python scripts/bench_start.py [--repeats N] [--expert-budget 25%]
 
 Each run is a process of its own, as a user starts it. Cold: an empty compilation cache. Warm: the
-cache that a cold run left. Text is seen where it leaves the process, through a pipe.
+cache that a cold run left. Text is seen where it leaves the process, through a pipe. The phases of
+a warm start are those of moejax.start_times.
 """
 
 from __future__ import annotations
@@ -30,15 +31,21 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout instead")
     args = parser.parse_args(arguments)
     cold, warm, rates = [], [], []
+    phases: list[dict[str, float]] = []
     for _ in range(args.repeats):
         with tempfile.TemporaryDirectory() as cache:
             cold.append(first_text(args, cache, 16)[0])
-            warm.append(first_text(args, cache, 16)[0])
+            seconds, stats = first_text(args, cache, 16)
+            warm.append(seconds)
+            phases.append(stats["time"]["start"])
             rates.append(first_text(args, cache, 512)[1]["tpot_s"]["mean"])
     result = {
         "cold_first_text_s": statistics.median(cold),
         "warm_first_text_s": statistics.median(warm),
         "tokens_per_s": 1 / statistics.median(rates),
+        "warm_phases_s": {
+            phase: statistics.median(run[phase] for run in phases) for phase in phases[0]
+        },
         "repeats": args.repeats,
         "load_average": os.getloadavg()[0],
     }
@@ -47,6 +54,8 @@ def main(arguments: list[str] | None = None) -> int:
     else:
         print(f"first text, cold start  {result['cold_first_text_s']:.2f} s  {spread(cold)}")
         print(f"first text, warm start  {result['warm_first_text_s']:.2f} s  {spread(warm)}")
+        shown = ", ".join(f"{k} {v:.2f}" for k, v in result["warm_phases_s"].items())
+        print(f"  of it, in seconds     {shown}; the rest is imports and the request")
         print(f"decode at batch 1       {result['tokens_per_s']:.0f} tokens/s")
         print(f"medians of {args.repeats} processes each, load {result['load_average']:.1f}")
     return 0

@@ -1,13 +1,23 @@
-"""The checkpoint's directory and the JSON files in it."""
+"""The checkpoint's directory and the JSON files in it, which come from strangers."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import pathlib
 import re
+import stat
+from collections.abc import Iterable
+from typing import Any
 
 from moejax.errors import UserError
+
+FOLLOW_LINKS = "MOEJAX_FOLLOW_LINKS"
+"""Environment variable; "1" allows files that are links out of the checkpoint's directory."""
+
+MOST_JSON = 100 * 2**20
+"""Bytes of a JSON file; the index of a checkpoint with 100,000 tensors has 10 MB."""
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -20,6 +30,12 @@ def checkpoint_directory(path: str | os.PathLike) -> pathlib.Path:
     expected = "expected a local directory with config.json and model.safetensors"
     if directory.exists():
         raise UserError(f"{path}: not a directory; {expected}")
+    unfinished = directory.with_name(directory.name + ".partial")
+    if unfinished.is_dir():
+        raise UserError(
+            f"{path}: no such directory, but {unfinished}: if that is an unfinished conversion, run "
+            "the same `moejax convert` again"
+        )
     if _HUB_ID.fullmatch(str(path)):
         raise UserError(
             f"{path}: no such directory. It looks like a Hugging Face hub id; moejax downloads "
@@ -28,16 +44,94 @@ def checkpoint_directory(path: str | os.PathLike) -> pathlib.Path:
     raise UserError(f"{path}: no such directory; {expected}")
 
 
-def read_json(path: pathlib.Path) -> dict:
-    """The JSON object in a file; UserError if it is missing, malformed or something else."""
+def require_own_file(path: pathlib.Path, directory: pathlib.Path | None = None) -> None:
+    """Raises UserError unless path is a regular file of the checkpoint.
+
+    directory: the checkpoint's (default: path's parent). A link must lead to a file in it, or, in
+    the hub's cache (``models--*/snapshots/*``), to one of the cache's blobs: a checkpoint from a
+    stranger must not make moejax read, or copy into a converted checkpoint, other files of this
+    machine. FOLLOW_LINKS allows all links.
+    """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        kind = stat.S_IFMT(path.stat().st_mode)
+        real = path.resolve()
+        home = (path.parent if directory is None else directory).resolve()
     except FileNotFoundError:
+        what = "a link to nothing" if path.is_symlink() else "no such file"
+        raise UserError(f"{path}: {what}; download it again") from None
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: a loop of links
+        raise UserError(f"{path}: cannot be read: {error}") from None
+    if kind != stat.S_IFREG:
+        what = "a directory" if kind == stat.S_IFDIR else "a pipe, socket or device"
+        raise UserError(f"{path}: {what}, where a file is expected")
+    if real.is_relative_to(home) or os.environ.get(FOLLOW_LINKS) == "1":
+        return
+    cache = home.parent.parent
+    hub = home.parent.name == "snapshots" and cache.name.startswith("models--")
+    if not (hub and real.is_relative_to(cache / "blobs")):
         raise UserError(
-            f"{path}: no such file; is {path.parent} a Hugging Face checkpoint?"
-        ) from None
-    except (OSError, ValueError, RecursionError) as error:
+            f"{path}: a link out of the checkpoint's directory, to {real}; put the file itself "
+            f"there, or, if you made that link, set the environment variable {FOLLOW_LINKS}=1"
+        )
+
+
+def parse_json(text: str | bytes, nan: bool = False) -> Any:
+    """The value of a JSON text as the standard has it; ValueError otherwise.
+
+    Unlike json.loads, refuses a key given twice (readers disagree on which one counts), NaN and
+    infinite numbers and names that are not Unicode, and brackets nested beyond Python's stack.
+    nan: NaN and infinite numbers are allowed.
+    """
+    if isinstance(text, bytes):
+        text = text.decode("utf-8")
+    try:
+        return json.loads(
+            text,
+            object_pairs_hook=_object,
+            parse_constant=float if nan else _refuse_constant,
+            parse_float=float if nan else _finite,
+        )
+    except RecursionError:
+        raise ValueError("brackets are nested too deeply") from None
+
+
+def read_json(path: pathlib.Path, nan: bool = False) -> dict:
+    """The JSON object in a file; UserError if it is missing, malformed or something else. nan: as
+    in parse_json."""
+    if not os.path.lexists(path):
+        raise UserError(f"{path}: no such file; is {path.parent} a Hugging Face checkpoint?")
+    require_own_file(path)
+    try:
+        size = path.stat().st_size
+        if size > MOST_JSON:
+            raise UserError(f"{path}: {size} bytes are too many for a checkpoint's JSON file")
+        value = parse_json(path.read_bytes(), nan)
+    except UserError:
+        raise
+    except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be read as JSON: {error}") from None
     if not isinstance(value, dict):
         raise UserError(f"{path}: expected a JSON object, found {type(value).__name__}")
+    return value
+
+
+def _object(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    for key, item in pairs:
+        if key in value:
+            raise ValueError(f"the key {key!a} is there twice")
+        if not key.isascii():
+            key.encode()  # UnicodeEncodeError, a ValueError, for half a surrogate pair
+        value[key] = item
+    return value
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if math.isinf(value):
+        raise ValueError(f"the number {digits[:40]} is too large")
     return value

@@ -1,7 +1,9 @@
 """Checkpoints: every bit where it belongs, in bounded memory."""
 
+import contextlib
 import importlib.resources
 import json
+import pathlib
 import shutil
 import subprocess
 import sys
@@ -12,7 +14,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from moejax.checkpoint import NUMPY_DTYPES, load_checkpoint
+from moejax.checkpoint import NUMPY_DTYPES, load_checkpoint, load_tensors
+from moejax.checkpoints.shards import Header
 from moejax.checkpoints.tensors import expected_tensors
 from moejax.errors import UserError
 from moejax.models.config import parse_config
@@ -142,11 +145,13 @@ def test_interrupted_load_frees_the_store(tmp_path):
 
 def test_files_of_the_hub_cache_are_links(tmp_path):
     """The hub's cache keeps blobs outside of the snapshot's directory; that is no escape."""
-    tensors = random_tensors(CONFIG)
-    directory = write(tmp_path / "snapshot", tensors, shards=2)
-    for path in directory.glob("*.safetensors"):
-        shutil.move(path, tmp_path / f"blob-{path.name}")
-        path.symlink_to(tmp_path / f"blob-{path.name}")
+    tensors, cache = random_tensors(CONFIG), tmp_path / "models--some--model"
+    (cache / "blobs").mkdir(parents=True)
+    (cache / "snapshots").mkdir()
+    directory = write(cache / "snapshots" / "abc", tensors, shards=2)
+    for path in list(directory.iterdir()):
+        shutil.move(path, cache / "blobs" / path.name)
+        path.symlink_to(pathlib.Path("..", "..", "blobs", path.name))
     assert_loaded(load_checkpoint(directory), tensors, CONFIG)
 
 
@@ -172,6 +177,50 @@ def test_checkpoint_that_transformers_writes(tmp_path):
             )
             state[f"{prefix}{e}.down_proj.weight"] = down[e]
     assert_loaded(loaded, state, CONFIG)
+
+
+class InMemory:
+    """A TensorFile that is no shard."""
+
+    path = pathlib.Path("memory")
+
+    def __init__(self, arrays):
+        self.arrays = arrays
+        self.tensors = {n: Header(a.dtype.name, a.shape) for n, a in arrays.items()}
+
+    def open(self):
+        return contextlib.nullcontext(self)
+
+    def get_tensor(self, name):
+        return self.arrays[name]
+
+    def get_slice(self, name):
+        return self.arrays[name]
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float32"])
+def test_tensors_of_another_format(dtype):
+    tensors = random_tensors(CONFIG)
+    files = [
+        InMemory({n: t for n, t in stacked(tensors, 3, 3).items() if n.endswith("weight") == even})
+        for even in (True, False)
+    ]
+    loaded = load_tensors(parse_config(CONFIG), files, dtype, source="memory")
+    assert_loaded(loaded, tensors, CONFIG)
+    assert loaded.seconds.keys() == {"headers", "allocate", "read", "transfer"}
+    files[0].tensors[HEAD] = Header("bfloat16", (1, 2))
+    with pytest.raises(UserError, match=r"memory: tensor lm_head.weight has shape \[1, 2\]"):
+        load_tensors(parse_config(CONFIG), files, dtype, source="memory")
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float32"])
+def test_tensors_larger_than_what_is_read_at_once(tmp_path, monkeypatch, dtype):
+    """Chunks of 16 rows, pieces of 5: every boundary is somewhere."""
+    monkeypatch.setattr("moejax.checkpoints.placement._CHUNK", 300)
+    monkeypatch.setattr("moejax.checkpoints.placement._PIECE", 5 * 16 * 2)
+    config = {**CONFIG, "hidden_size": 40, "moe_intermediate_size": 7}
+    tensors = random_tensors(config)
+    assert_loaded(load_checkpoint(write(tmp_path, tensors, config), dtype), tensors, config)
 
 
 LOAD_AND_MEASURE = """
