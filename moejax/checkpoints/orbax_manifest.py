@@ -1,0 +1,177 @@
+"""``moejax.json``: what a converted checkpoint is made of, with a checksum of every piece.
+
+Neither Orbax nor zarr notices a flipped byte. While a conversion runs the same object is its
+journal, under another name: what it lists is written and whole.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import pathlib
+import re
+from typing import Any
+
+from moejax.checkpoints.directory import read_json
+from moejax.errors import UserError
+
+MANIFEST, JOURNAL = "moejax.json", "moejax.partial.json"
+FORMAT, FORMAT_VERSION = "moejax-orbax", 1
+CHECKSUM = "sha256, its first 64 bits"
+
+PIECE = 1 << 20
+"""Bytes read or written at once: still in the processor's cache when they are hashed."""
+
+_HEX = re.compile(r"[0-9a-f]{16}")
+_NAME = re.compile(r"\w+")
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredLeaf:
+    """A parameter: numpy's name of its dtype, its shape, a checksum per chunk."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    checksums: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """provenance: where it came from, free text for people but for "files", the source's sizes and
+    times. dtype: the weights', numpy's name. tree: the directory of Orbax's tree. params: by key,
+    "runs.0.qkv". experts: version → layer → a checksum per expert. files: relative path → checksum
+    of each other file.
+    """
+
+    provenance: dict[str, Any]
+    dtype: str
+    tree: str
+    params: dict[str, StoredLeaf] = dataclasses.field(default_factory=dict)
+    experts: dict[str, dict[int, tuple[str, ...]]] = dataclasses.field(default_factory=dict)
+    files: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def with_param(self, key: str, leaf: StoredLeaf) -> Manifest:
+        return dataclasses.replace(self, params=self.params | {key: leaf})
+
+    def with_layer(self, version: str, layer: int, checksums: tuple[str, ...]) -> Manifest:
+        layers = self.experts.get(version, {}) | {layer: checksums}
+        return dataclasses.replace(self, experts=self.experts | {version: layers})
+
+    def with_files(self, checksums: dict[str, str]) -> Manifest:
+        return dataclasses.replace(self, files=self.files | checksums)
+
+
+def checksum(data: Any) -> str:
+    """64 bits of sha256 as 16 hex digits, what ``sha256sum FILE | cut -c1-16`` prints. data: any
+    contiguous buffer. Threads hash at once: hashlib releases the GIL."""
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+def file_checksum(path: pathlib.Path) -> str:
+    """`checksum` of a file's bytes, without holding them. Raises OSError."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:16]
+
+
+def as_bytes(array: Any) -> memoryview:
+    """The bytes of a contiguous numpy array, bfloat16 too, without a copy."""
+    return memoryview(array.reshape(-1).view("u1"))
+
+
+def write_file(path: pathlib.Path, data: Any) -> str:
+    """Writes a file that survives a power cut; returns its checksum. data: a contiguous buffer."""
+    digest, view = hashlib.sha256(), memoryview(data).cast("B")
+    with open(path, "wb", buffering=0) as file:
+        for first in range(0, len(view), PIECE):
+            piece = view[first : first + PIECE]
+            digest.update(piece)
+            while len(piece):  # a raw write may take less than it is given
+                piece = piece[file.write(piece) :]
+        os.fsync(file.fileno())
+    return digest.hexdigest()[:16]
+
+
+def read_file(path: pathlib.Path, into: memoryview) -> str | None:
+    """Fills `into` from a file; returns the checksum, None if it is too short. Raises OSError."""
+    digest = hashlib.sha256()
+    with open(path, "rb", buffering=0) as file:
+        while len(into):
+            count = file.readinto(into[:PIECE])
+            if not count:
+                return None
+            digest.update(into[:count])
+            into = into[count:]
+    return digest.hexdigest()[:16]
+
+
+def replace_file(path: pathlib.Path, data: bytes) -> None:
+    """Writes a file in one step: whoever reads it finds the old one or the new one."""
+    new = path.with_name(path.name + ".new")
+    write_file(new, data)
+    os.replace(new, path)
+
+
+def to_bytes(manifest: Manifest) -> bytes:
+    """The manifest as JSON with a checksum of its own."""
+    content = {"format": FORMAT, "format_version": FORMAT_VERSION, "checksum": CHECKSUM}
+    content = json.loads(json.dumps({**content, **dataclasses.asdict(manifest)}))
+    return (
+        json.dumps({**content, "self": checksum(_canonical(content))}, indent=1) + "\n"
+    ).encode()
+
+
+def _canonical(content: dict[str, Any]) -> bytes:
+    return json.dumps(content, sort_keys=True).encode()
+
+
+def read_manifest(path: pathlib.Path) -> Manifest:
+    """A manifest or journal. Raises UserError if it is damaged or of another version."""
+    content = read_json(path)
+    if content.get("format") != FORMAT:
+        raise UserError(f"{path}: format is {content.get('format')!r}, not {FORMAT!r}")
+    version = content.get("format_version")
+    if version != FORMAT_VERSION:
+        raise UserError(
+            f"{path}: format_version {version!r}; this moejax reads version {FORMAT_VERSION}: "
+            "convert the original again with this moejax, or use the one that wrote it"
+        )
+    found = content.pop("self", None)
+    if found != checksum(_canonical(content)):
+        raise UserError(f"{path}: damaged: its checksum does not fit; copy or convert it again")
+    try:
+        return _parse(content)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UserError(f"{path}: not a manifest that moejax wrote: {error!r}") from None
+
+
+def _parse(content: dict[str, Any]) -> Manifest:
+    def checksums(values: Any) -> tuple[str, ...]:
+        if not isinstance(values, list) or not all(_HEX.fullmatch(v) for v in values):
+            raise ValueError(f"checksums {values!r}")
+        return tuple(values)
+
+    for path in content["files"]:
+        if pathlib.PurePath(path).is_absolute() or ".." in pathlib.PurePath(path).parts:
+            raise ValueError(f"file {path!r} lies outside")
+    if not _NAME.fullmatch(content["tree"]):
+        raise ValueError(f"tree {content['tree']!r}")
+    return Manifest(
+        provenance=dict(content["provenance"]),
+        dtype=str(content["dtype"]),
+        tree=content["tree"],
+        params={
+            key: StoredLeaf(
+                str(leaf["dtype"]),
+                tuple(int(n) for n in leaf["shape"]),
+                checksums(leaf["checksums"]),
+            )
+            for key, leaf in content["params"].items()
+        },
+        experts={
+            version: {int(layer): checksums(values) for layer, values in layers.items()}
+            for version, layers in content["experts"].items()
+        },
+        files={path: checksums([value])[0] for path, value in content["files"].items()},
+    )

@@ -1,0 +1,291 @@
+"""Loading what `moejax convert` wrote: experts into the pinned store, the rest onto the device.
+
+The arrays are read from Orbax's files directly (orbax_layout): an expert is a file of its record's
+bytes. Orbax itself can load the checkpoint too, but fills nothing in place and checks nothing.
+"""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import dataclasses
+import os
+import pathlib
+from collections.abc import Callable, Iterator
+
+import jax
+import numpy as np
+
+from host_offload.layout import ExpertLayout
+from host_offload.store import StoreBuilder, aligned_empty
+from moejax.checkpoint import DTYPE_NAMES, LoadedModel
+from moejax.checkpoints.directory import checkpoint_directory, read_json, require_own_file
+from moejax.checkpoints.orbax_layout import DENSE, Leaf, expert_leaf, expert_leaves, param_leaves
+from moejax.checkpoints.orbax_manifest import (
+    MANIFEST,
+    Manifest,
+    as_bytes,
+    file_checksum,
+    read_file,
+    read_manifest,
+)
+from moejax.checkpoints.params import abstract_params
+from moejax.checkpoints.placement import WORKERS, count_nonfinite
+from moejax.checkpoints.shards import NUMPY_DTYPES
+from moejax.device import require_pinned_memory
+from moejax.errors import UserError
+from moejax.models.config import ModelConfig, load_config
+
+_AGAIN = "copy the checkpoint again, or convert the original again"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Checkpoint:
+    """directory's manifest and config, and the layout of the experts as they are stored."""
+
+    directory: pathlib.Path
+    manifest: Manifest
+    config: ModelConfig
+    layout: ExpertLayout
+
+    @property
+    def tree(self) -> pathlib.Path:
+        return self.directory / self.manifest.tree
+
+
+def load_orbax(
+    directory: str | os.PathLike,
+    dtype: str = "auto",
+    device: jax.Device | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> LoadedModel:
+    """Loads a checkpoint that `moejax convert` wrote; the same bits as its source gives.
+
+    Several files are read and their checksums verified at once. Host memory grows by the experts
+    and one parameter. Arguments as in load_checkpoint. Raises UserError naming the layer, expert
+    and file that are damaged or missing; shapes, dtypes and the files' sizes are checked before the
+    first weight is read.
+    """
+    if dtype != "auto" and dtype not in DTYPE_NAMES:
+        raise UserError(f"dtype {dtype!r} is unknown; choose auto, {', '.join(DTYPE_NAMES)}")
+    stored = _open(checkpoint_directory(directory))
+    config = dataclasses.replace(stored.config, dtype=stored.manifest.dtype)
+    run_dtype = str(config.dtype) if dtype == "auto" else DTYPE_NAMES[dtype]
+    device = jax.devices()[0] if device is None else device
+    leaves = param_leaves(config, NUMPY_DTYPES[stored.manifest.dtype])
+    layers = expert_leaves(config, stored.layout)
+    _check_files(stored, leaves, layers)
+
+    to = NUMPY_DTYPES[run_dtype]
+    layout = dataclasses.replace(stored.layout, itemsize=to.itemsize)
+    require_pinned_memory(device, len(layers) * config.num_experts * layout.nbytes)
+    done, total = 0, sum(leaf.nbytes for leaf in [*leaves.values(), *layers])
+
+    def advance(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        if progress is not None:
+            progress(done, total)
+
+    try:
+        builder = StoreBuilder(layout, len(layers), config.num_experts, device)
+    except MemoryError as error:
+        raise UserError(f"{stored.directory}: {error}") from error
+    try:
+        with concurrent.futures.ThreadPoolExecutor(WORKERS) as pool:
+            keys = iter(leaves)
+
+            def param(wanted: jax.ShapeDtypeStruct) -> jax.Array:
+                key = next(keys)
+                weights = _read_param(stored, key, leaves[key], wanted.dtype, pool)
+                advance(leaves[key].nbytes)
+                return jax.block_until_ready(jax.device_put(weights, device))
+
+            params = jax.tree.map(param, abstract_params(config, to))
+            for _ in _load_experts(stored, builder, to, pool):
+                advance(stored.layout.nbytes)
+        return LoadedModel(config, run_dtype, params, builder.finish(), layout)
+    except BaseException:
+        builder.delete()  # a traceback that is kept must not keep the store
+        raise
+
+
+def _load_experts(
+    stored: _Checkpoint, builder: StoreBuilder, dtype: np.dtype, pool: concurrent.futures.Executor
+) -> Iterator[None]:
+    """Fills the store; yields after each expert."""
+
+    def load(layer: int, expert: int) -> None:
+        with builder.piece(layer, expert, 1, 0, builder.layout.rows) as records:
+            _read_record(stored, layer, expert, dtype, records[0])
+
+    waiting: collections.deque[concurrent.futures.Future[None]] = collections.deque()
+    try:
+        for layer in range(sum(stored.config.moe_layers)):
+            for expert in range(stored.config.num_experts):
+                waiting.append(pool.submit(load, layer, expert))
+                if len(waiting) > 2 * WORKERS:  # an error ends it soon
+                    yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        for future in waiting:
+            future.cancel()
+
+
+def read_expert(
+    directory: str | os.PathLike, layer: int, expert: int, version: str = DENSE
+) -> np.ndarray:
+    """One expert's record uint16[rows, D], in the dtype it is stored in; reads no other weights.
+
+    layer: counted over MoE layers. Raises UserError if there is none, or if it is damaged.
+    """
+    stored = _open(checkpoint_directory(directory))
+    layers, experts = sum(stored.config.moe_layers), stored.config.num_experts
+    if version not in stored.manifest.experts:
+        raise UserError(
+            f"{stored.directory}: no version {version!r} of experts; there are "
+            f"{', '.join(stored.manifest.experts)}"
+        )
+    if not (0 <= layer < layers and 0 <= expert < experts):
+        raise UserError(
+            f"{stored.directory}: no expert {expert} in MoE layer {layer}; there are {layers} MoE "
+            f"layers of {experts} experts, counted from 0"
+        )
+    if len(stored.manifest.experts[version].get(layer, ())) != experts:
+        raise UserError(
+            f"{stored.directory / MANIFEST}: MoE layer {layer} has not {experts} checksums; "
+            f"{_AGAIN}"
+        )
+    record = np.empty((stored.layout.rows, stored.layout.hidden), np.uint16)
+    _read_record(stored, layer, expert, NUMPY_DTYPES[stored.manifest.dtype], record)
+    return record
+
+
+def _open(directory: pathlib.Path) -> _Checkpoint:
+    """Reads the manifest and verifies every file that is no chunk."""
+    manifest = read_manifest(directory / MANIFEST)
+    if manifest.dtype not in NUMPY_DTYPES:
+        raise UserError(f"{directory / MANIFEST}: dtype {manifest.dtype!r} is unknown")
+    for name, expected in manifest.files.items():
+        try:
+            require_own_file(directory / name, directory)
+            found = file_checksum(directory / name)
+        except OSError as error:
+            raise UserError(f"{directory / name}: {error.strerror}; {_AGAIN}") from None
+        if found != expected:
+            raise UserError(
+                f"{directory / name}: changed or damaged since the conversion (its checksum "
+                f"differs); {_AGAIN}"
+            )
+    config = load_config(directory)
+    itemsize = NUMPY_DTYPES[manifest.dtype].itemsize
+    layout = ExpertLayout(config.hidden_size, config.moe_intermediate_size, itemsize)
+    return _Checkpoint(directory, manifest, config, layout)
+
+
+def _check_files(stored: _Checkpoint, params: dict[str, Leaf], layers: tuple[Leaf, ...]) -> None:
+    """UserError if leaves, their metadata or their files' sizes are not what config.json asks."""
+    manifest, source = stored.manifest, stored.directory / MANIFEST
+    for key in params.keys() ^ manifest.params.keys():
+        kind = "missing" if key in params else "unknown to this architecture"
+        raise UserError(f"{source}: parameter {key} is {kind}; {_AGAIN}")
+    for key, leaf in params.items():
+        found = manifest.params[key]
+        if (found.dtype, found.shape) != (leaf.dtype.name, leaf.shape):
+            raise UserError(
+                f"{source}: parameter {key} is {found.dtype}{list(found.shape)}, but config.json "
+                f"asks for {leaf.dtype.name}{list(leaf.shape)}; {_AGAIN}"
+            )
+    written = manifest.experts.get(DENSE, {})
+    checksums = [manifest.params[key].checksums for key in params]
+    checksums += [written.get(layer, ()) for layer in range(len(layers))]
+    for leaf, found in zip([*params.values(), *layers], checksums, strict=True):
+        if len(found) != len(leaf.chunks):
+            raise UserError(f"{source}: {len(found)} checksums for {leaf.name}; {_AGAIN}")
+        if read_json(stored.tree / leaf.name / "zarr.json") != leaf.zarr():
+            raise UserError(
+                f"{stored.tree / leaf.name / 'zarr.json'}: not the array that config.json asks "
+                f"for; {_AGAIN}"
+            )
+        for index, name in enumerate(leaf.chunks):
+            path = stored.tree / leaf.name / name
+            try:
+                size = path.stat().st_size
+            except OSError as error:
+                raise UserError(
+                    f"{_named(path, leaf, index)}: {error.strerror}; {_AGAIN}"
+                ) from None
+            if size != leaf.chunk_bytes:
+                raise UserError(
+                    f"{_named(path, leaf, index)}: {size} bytes, not {leaf.chunk_bytes}; {_AGAIN}"
+                )
+
+
+def _named(path: pathlib.Path, leaf: Leaf, index: int) -> str:
+    """A chunk as people know it, and its file."""
+    kind, _, rest = leaf.name.partition(".")
+    if kind == "experts":
+        version, layer = rest.split(".")
+        return f"expert {index} of MoE layer {layer}, version {version} ({path})"
+    return f"parameter {rest} ({path})"
+
+
+def _read_chunk(
+    tree: pathlib.Path, leaf: Leaf, index: int, expected: str, into: np.ndarray
+) -> None:
+    """Fills a contiguous array with a chunk; UserError if it is not the one that was written."""
+    path = tree / leaf.name / leaf.chunks[index]
+    try:
+        found = read_file(path, as_bytes(into))
+    except OSError as error:
+        raise UserError(f"{_named(path, leaf, index)}: {error.strerror}; {_AGAIN}") from None
+    if found != expected:
+        raise UserError(f"{_named(path, leaf, index)}: damaged (its checksum differs); {_AGAIN}")
+
+
+def _read_param(
+    stored: _Checkpoint,
+    key: str,
+    leaf: Leaf,
+    dtype: np.dtype,
+    pool: concurrent.futures.Executor,
+) -> np.ndarray:
+    weights = aligned_empty(leaf.shape, leaf.dtype)
+    chunks = weights if leaf.stacked else weights[None]
+    checksums = stored.manifest.params[key].checksums
+
+    def read(index: int) -> None:
+        _read_chunk(stored.tree, leaf, index, checksums[index], chunks[index])
+
+    list(pool.map(read, range(len(checksums))))
+    if leaf.dtype == dtype:
+        return weights
+    converted = aligned_empty(leaf.shape, dtype)
+    _convert(weights, converted, str(stored.tree / leaf.name))
+    return converted
+
+
+def _read_record(
+    stored: _Checkpoint, layer: int, expert: int, dtype: np.dtype, into: np.ndarray
+) -> None:
+    """Fills uint16 rows of dtype with an expert's record."""
+    layout, leaf = stored.layout, expert_leaf(stored.config, stored.layout, layer)
+    of, expected = NUMPY_DTYPES[stored.manifest.dtype], stored.manifest.experts[DENSE][layer]
+    same = of == dtype
+    record = into if same else np.empty((layout.rows, layout.hidden), np.uint16)
+    _read_chunk(stored.tree, leaf, expert, expected[expert], record)
+    if not same:
+        where = str(stored.tree / leaf.name / leaf.chunks[expert])
+        _convert(record.reshape(-1).view(of), into.reshape(-1).view(dtype), where)
+
+
+def _convert(weights: np.ndarray, into: np.ndarray, where: str) -> None:
+    """UserError if a finite value becomes infinite."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        np.copyto(into, weights, casting="unsafe")
+    if count_nonfinite(into) > count_nonfinite(weights):
+        raise UserError(
+            f"{where} has values that {into.dtype.name} cannot hold; "
+            "run with dtype float32 or the checkpoint's own"
+        )

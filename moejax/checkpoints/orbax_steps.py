@@ -1,0 +1,196 @@
+"""Where in an Orbax checkpoint the parameters are: which step of a run, which item of a step.
+
+Three directories are told apart by what lies in them, for Orbax writes no kind:
+
+- an *item* holds one tree: ``_METADATA``;
+- a *step* holds items by name (``default``, ``params``, ``state`` …);
+- a *root* holds steps by number (``100``, ``step_00000100``), as CheckpointManager and v1's
+  Checkpointer write them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import pathlib
+import re
+from typing import Any
+
+from moejax.checkpoints.directory import read_json
+from moejax.errors import UserError
+
+Step = int | str | None
+"""Which step of a root: its number, "latest" (None is that too), "best", "best:METRIC",
+"best:METRIC:min" or "best:METRIC:max"."""
+
+TREE, CHECKPOINT = "_METADATA", "_CHECKPOINT_METADATA"
+_STEP = re.compile(r"(?:.+_)?(\d{1,18})")
+_UNFINISHED = ".orbax-checkpoint-tmp"
+_LOWER = ("loss", "perplexity", "error", "nll")
+_HIGHER = ("accuracy", "score", "reward", "f1")
+
+
+@dataclasses.dataclass(frozen=True)
+class Items:
+    """One step's trees. directories: where the checkpoint's own files (config.json) may be, the
+    innermost first. items: name → directory; the name is "" where the path itself is the tree."""
+
+    step: int | None
+    directories: tuple[pathlib.Path, ...]
+    items: dict[str, pathlib.Path]
+
+
+def is_orbax(directory: pathlib.Path) -> bool:
+    """Whether the directory is an item, a step or a root of an Orbax checkpoint."""
+    return bool(_items(directory)) or bool(_steps(directory))
+
+
+def find_items(directory: pathlib.Path, step: Step = None) -> Items:
+    """The trees of a step. directory: root, step or item. Raises UserError, listing the steps."""
+    _check_step(step)
+    if _UNFINISHED in directory.resolve().name:
+        raise UserError(f"{directory}: an unfinished checkpoint (Orbax's temporary name)")
+    items = _items(directory)
+    if items:
+        if step is not None:
+            raise UserError(
+                f"{directory}: is one checkpoint, so there is no step to choose; leave step out, "
+                "or give the directory that holds the steps"
+            )
+        found, around = None, [directory]
+        if "" in items and (directory.parent / CHECKPOINT).is_file():
+            around.append(directory.parent)
+        match = _STEP.fullmatch(around[-1].resolve().name)
+        if match:
+            found = int(match[1])
+            around.append(around[-1].parent)
+        _check_finished(around[: 2 if "" in items else 1])
+        return Items(found, tuple(around), items)
+    steps = _steps(directory)
+    if not steps:
+        raise UserError(
+            f"{directory}: no Orbax checkpoint: neither {TREE} nor steps with one (what an Orbax "
+            "from before that file wrote must be restored and saved again)"
+        )
+    number = _chosen(directory, steps, step)
+    _check_finished([steps[number]])
+    return Items(number, (steps[number], directory), _items(steps[number]))
+
+
+def _check_step(step: Step) -> None:
+    if step is None or (type(step) is int and step >= 0) or step == "latest":
+        return
+    if isinstance(step, str) and re.fullmatch(r"best(:[^:]+(:(min|max))?)?", step):
+        return
+    raise UserError(
+        f"step {step!r} is unknown; give a number, latest, best, best:METRIC, best:METRIC:min or "
+        "best:METRIC:max"
+    )
+
+
+def _items(directory: pathlib.Path) -> dict[str, pathlib.Path]:
+    if (directory / TREE).is_file():
+        return {"": directory}
+    return {
+        child.name: child
+        for child in _children(directory)
+        if not _STEP.fullmatch(child.name) and (child / TREE).is_file()
+    }
+
+
+def _steps(directory: pathlib.Path) -> dict[int, pathlib.Path]:
+    steps: dict[int, pathlib.Path] = {}
+    for child in _children(directory):
+        match = _STEP.fullmatch(child.name)
+        if match and _items(child):
+            number = int(match[1])
+            if number in steps:
+                raise UserError(
+                    f"{directory}: step {number} is there twice, as {steps[number].name} and as "
+                    f"{child.name}; give one of the two directories"
+                )
+            steps[number] = child
+    return dict(sorted(steps.items()))
+
+
+def _children(directory: pathlib.Path) -> list[pathlib.Path]:
+    try:
+        return sorted(
+            child
+            for child in directory.iterdir()
+            if _UNFINISHED not in child.name and child.is_dir()
+        )
+    except OSError:
+        return []
+
+
+def _check_finished(directories: list[pathlib.Path]) -> None:
+    """UserError where Orbax did not note that it finished writing."""
+    for directory in directories:
+        path = directory / CHECKPOINT
+        if path.is_file() and not read_json(path).get("commit_timestamp_nsecs"):
+            raise UserError(
+                f"{path}: names no time of commit, so the checkpoint was not written to its end; "
+                "use another step"
+            )
+
+
+def _chosen(directory: pathlib.Path, steps: dict[int, pathlib.Path], step: Step) -> int:
+    if step is None or step == "latest":
+        return max(steps)
+    if isinstance(step, str):
+        return _best(directory, steps, step)
+    if step not in steps:
+        numbers = [str(number) for number in steps]
+        shown = numbers if len(numbers) <= 12 else [*numbers[:6], "…", *numbers[-6:]]
+        raise UserError(f"{directory}: has no step {step}; steps: {', '.join(shown)}")
+    return step
+
+
+def _best(directory: pathlib.Path, steps: dict[int, pathlib.Path], step: str) -> int:
+    """The step with the best recorded metric, the last of equal ones.
+
+    Orbax records the metrics of a step but not which one a run selects by, nor its direction.
+    """
+    _, name, direction = (*step.split(":"), None, None)[:3]
+    recorded = {number: _metrics(path) for number, path in steps.items()}
+    names = sorted({key for metrics in recorded.values() for key in metrics})
+    if not names:
+        raise UserError(
+            f"{directory}: step={step!r} needs metrics, but no step has any: "
+            "CheckpointManager records those of save(…, metrics={'loss': …}) if its options have "
+            f"a best_fn; give a step's number ({', '.join(map(str, steps))}) or latest"
+        )
+    if name is None:
+        if len(names) > 1:
+            raise UserError(
+                f"{directory}: several metrics are recorded ({', '.join(names)}); say which one: "
+                f"best:{names[0]}"
+            )
+        name = names[0]
+    if name not in names:
+        raise UserError(f"{directory}: no step records {name!r}; recorded: {', '.join(names)}")
+    if direction is None:
+        words = re.split(r"[^a-z0-9]+", name.lower())
+        lower, higher = any(w in _LOWER for w in words), any(w in _HIGHER for w in words)
+        if lower == higher:
+            raise UserError(
+                f"{directory}: is a low or a high {name} better? Orbax does not record it; give "
+                f"best:{name}:min or best:{name}:max"
+            )
+        direction = "min" if lower else "max"
+    values = {number: m[name] for number, m in recorded.items() if name in m}
+    sign = 1 if direction == "max" else -1
+    return max(values, key=lambda number: (sign * values[number], number))
+
+
+def _metrics(step: pathlib.Path) -> dict[str, float]:
+    """The finite numbers among the metrics that the manager recorded for a step."""
+    path = step / "metrics" / "metrics"
+    # The metrics of a step that diverged may be NaN.
+    found: dict[str, Any] = read_json(path, nan=True) if path.is_file() else {}
+    return {
+        name: float(value)
+        for name, value in found.items()
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    }
