@@ -7,7 +7,6 @@ import importlib.resources
 import logging
 import os
 import threading
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -33,9 +32,10 @@ from moejax.prompts import EncodedPrompt, encode_prompt, list_of_prompts, one_ea
 from moejax.requests import GenerationRequest, Prompt
 from moejax.sampling_params import SamplingParams
 from moejax.sizes import parse_expert_budget, parse_size
+from moejax.start_times import StartTimes
 from moejax.startup import Limits, check_driver, start_engine, use_compilation_cache
-from moejax.tokenizer import load_tokenizer
-from moejax.tracing import Tracer, require_new_directory, start_trace
+from moejax.tokenizer import check_vocabulary, load_tokenizer
+from moejax.tracing import Tracer, check_trace, start_trace
 from pallas_kernels import parse_ops
 
 log = logging.getLogger("moejax")
@@ -44,8 +44,9 @@ log = logging.getLogger("moejax")
 class LLM:
     """A Mixture-of-Experts model that runs from a fixed arena of expert slots and KV pages.
 
-    model: a Hugging Face checkpoint directory, or "demo" for the model in the package ("./demo" is
-    a directory).
+    model: a Hugging Face or Orbax checkpoint directory, or "demo" for the model in the package
+    ("./demo" is a directory). step, name_map: of an Orbax checkpoint that another program wrote,
+    see load_checkpoint and docs/checkpoints.md.
     dtype: "auto" (the checkpoint's), "half", "float16", "bfloat16", "float", "float32".
     seed: of requests that bring none. max_model_len: prompt and generated tokens of a sequence
     (default: the model's). max_num_seqs: sequences decoded at once (16 on CPU, 64 on GPU).
@@ -74,6 +75,8 @@ class LLM:
     is one, else ~/.cache/moejax/xla; "" for none). listener: see Engine. prefill_waves: passes over
     a layer's experts in a sweep (default: 1 with XLA ops, 8 with kernels); no bit depends on it.
     trace: an empty or new directory to write a trace of every step into (docs/trace_format.md).
+    trace_arrays: what else is in it, of "probs", "gate_input" and "embedding"; no bit depends on
+    them, but they are large.
 
     A context manager: leaving it frees arena, store and parameters. Raises UserError, BudgetError
     or ArenaTooSmall for what the caller can mend.
@@ -83,6 +86,8 @@ class LLM:
         self,
         model: str | os.PathLike[str],
         *,
+        step: int | str | None = None,
+        name_map: str | os.PathLike[str] | None = None,
         dtype: str = "auto",
         seed: int = 0,
         max_model_len: int | None = None,
@@ -99,6 +104,7 @@ class LLM:
         progress: bool = True,
         cache_dir: str | os.PathLike[str] | None = None,
         trace: str | os.PathLike[str] | None = None,
+        trace_arrays: str | Sequence[str] = (),
         prefill_waves: int | None = None,
         swap_space: int | str = "4GiB",
         kv_overflow: str = "swap",
@@ -106,7 +112,7 @@ class LLM:
         long_prefill_token_threshold: int | None = None,
         listener: Listener | None = None,
     ):
-        began = time.perf_counter()
+        self._start = StartTimes()
         # Everything that can be wrong without reading the weights is found before reading them.
         limits = Limits(
             max_model_len=max_model_len,
@@ -128,26 +134,26 @@ class LLM:
             wanted_ops = parse_ops(ops)
         except ValueError as error:
             raise UserError(str(error)) from error
-        if trace is not None:
-            require_new_directory(trace)
+        arrays = check_trace(trace, trace_arrays)
         use_compilation_cache(cache_dir)
         self.model, self._progress, self._eviction = str(model), progress, eviction
         self.device = select_device(device)
         directory = _directory(model)
-
+        self._start.end("backend")
         with ThreadPoolExecutor(1) as pool:
             tokenizer = pool.submit(load_tokenizer, directory)
             with loading_progress(self.model, progress) as report:
                 loaded = load_checkpoint(
-                    directory, dtype=dtype, device=self.device, progress=report
+                    directory, dtype, self.device, report, step=step, name_map=name_map
                 )
-            self._load_s = time.perf_counter() - began
+            self._start.end("load", loaded.seconds)
             try:
                 self.engine, self.budget = start_engine(
                     loaded,
                     limits,
                     policies=all_policies,
                     driver=driver,
+                    trace_arrays=arrays,
                     ops=wanted_ops,
                     device=self.device,
                     seed=seed,
@@ -156,8 +162,9 @@ class LLM:
             except BaseException:
                 loaded.store.delete()
                 raise
+            self._start.end("engine")
             try:
-                self._tokenizer = tokenizer.result()
+                self._tokenizer = check_vocabulary(tokenizer.result(), self.config, directory)
                 self._tracer: Tracer | None = None
                 if trace is not None:
                     self._tracer = start_trace(
@@ -166,6 +173,7 @@ class LLM:
                         dtype=loaded.dtype,
                         seed=seed,
                         settings={"model": self.model, "eviction": eviction, "driver": driver},
+                        arrays=arrays,
                     )
                     if self.engine.control is not None:
                         self.engine.control.controller.listener = self._tracer.event
@@ -175,13 +183,13 @@ class LLM:
                 self.engine.runner.delete()
                 raise
         self.dtype = loaded.dtype
-        self._start_s = time.perf_counter() - began
+        self._start.end("tokenizer")
         self._closed = False
         self._borrower: threading.Thread | None = None
         for note in self.budget.notes:
             # What the user asked for and does not get must be seen without asking for a log.
             log.log(logging.WARNING if ", cut from" in note else logging.INFO, note)
-        log.info("%s: ops %s", self.model, self.engine.runner.ops)
+        log.info("%s: ops %s; %s", self.model, self.engine.runner.ops, self._start)
 
     # ---- what users call
 
@@ -326,18 +334,18 @@ class LLM:
             "ops": dataclasses.asdict(engine.runner.ops),
             "driver": engine.runner.driver,
             "eviction": self._eviction,
+            "trace_arrays": sorted(engine.runner.trace_arrays),
             "control": None if engine.control is None else engine.control.stats(),
             **summary,
             "arena": arena_stats(engine.scheduler, engine.runner.tables),
             "kv": kv_stats(engine.scheduler),
             "store_bytes": engine.runner.store.nbytes,
             "time": {
-                "load_s": self._load_s,
+                **self._start.report(),
                 "compile_s": engine.runner.compile_s,
-                "start_s": self._start_s,
                 "prefill_s": times["prefill"],
                 "decode_s": times["decode"],
-                "total_s": self._start_s + sum(times.values()),
+                "total_s": self._start.total_s + sum(times.values()),
             },
             "notes": list(self.budget.notes),
         }
@@ -386,5 +394,6 @@ class LLM:
 
 def _directory(model: str | os.PathLike[str]) -> str | os.PathLike[str]:
     if model == "demo":
-        return Path(str(importlib.resources.files("moejax") / "demo"))
+        config = importlib.resources.files("moejax") / "demo" / "config.json"
+        return Path(str(config)).resolve().parent  # an installer may make links
     return model

@@ -9,7 +9,7 @@ from fractions import Fraction
 from host_offload.budget import Share, format_bytes
 from moejax.errors import UserError
 
-__all__ = ["Share", "format_bytes", "parse_expert_budget", "parse_size"]
+__all__ = ["Share", "format_bytes", "parse_expert_budget", "parse_rate", "parse_size"]
 
 _PREFIXES = "kmgt"
 _SIZE = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*(?:([kmgt])(i?b)?|b)?", re.IGNORECASE | re.ASCII)
@@ -37,6 +37,19 @@ def parse_size(value: int | str) -> int:
         f"{value!r} is not a size; write bytes as a whole number or with a unit, "
         f'such as "6GiB", "512MB" or "1.5G"'
     )
+
+
+def parse_rate(value: str) -> int:
+    """Bytes per second from "25GB/s", units as parse_size reads them. Raises UserError for anything
+    else and for 0."""
+    number, slash, unit = value.partition("/")
+    try:
+        rate = parse_size(number) if slash and unit.strip() == "s" else 0
+    except UserError:
+        rate = 0
+    if not rate:
+        raise UserError(f'{value!r} is not a rate; write bytes per second, such as "25GB/s"')
+    return rate
 
 
 def parse_expert_budget(value: int | str | Share) -> int | Share:

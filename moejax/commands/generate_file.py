@@ -11,16 +11,12 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from moejax.commands import EXIT_BAD_LINES, EXIT_INTERRUPTED
 from moejax.errors import UserError
 from moejax.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from moejax.llm import LLM
-
-EXIT_BAD_LINES = 3
-"""A job did all it could, but some results are errors. (1 is a crash of Python.)"""
-EXIT_INTERRUPTED = 130
-"""128 + SIGINT, as shells report it."""
 
 
 def add_file_options(group: argparse._ArgumentGroup) -> None:

@@ -1,0 +1,387 @@
+"""Mixture-of-experts layers for your own Flax NNX model, with experts paged from host memory.
+
+    experts = PagedExperts.from_arrays([(gate, up, down), ...])     # every layer, in pinned memory
+    moe = PagedMoE(experts, layer=0, rule=RouteRule(top_k=2), rngs=rngs)
+    memory = experts.allocate("25%")                                # the arena, on the device
+    y, memory = moe(x, memory)                                      # inside your jit
+
+Your step stays a pure function: `memory` goes in and comes out, donated, and the experts are
+state of the model that is not. The result has the same bits whatever part of the experts has room.
+For inference: nothing here can be differentiated. docs/paged_moe.md is the tutorial.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+from jax.sharding import SingleDeviceSharding
+
+from host_offload.budget import Share, cells_per_layer
+from host_offload.eviction import EVICTION
+from host_offload.layout import BLOCK_SIZES, ExpertLayout
+from host_offload.store import ExpertStore, StoreBuilder, record_of
+from host_offload.tables import Tables, empty_tables, regrant
+from moejax.checkpoint import DTYPE_NAMES, NUMPY_DTYPES
+from moejax.errors import UserError
+from moejax.experts import Paging, add_experts, page_and_compute
+from moejax.sizes import parse_expert_budget
+from moejax.startup import cache_root
+from pallas_kernels import Ops, resolve_ops
+from pallas_kernels.expert_ffn import ACTIVATIONS
+from pallas_kernels.linear import linear
+from pallas_kernels.route import RouteRule, route, why_not_pallas
+from pallas_kernels.verification import Check, ModelShape, checks, require_verified
+
+__all__ = ["ExpertMemory", "HostRecords", "PagedExperts", "PagedMoE", "Paging", "RouteRule"]
+
+
+OPS_USED = ("linear", "route", "plan", "fill", "expert_ffn", "combine")
+"""What a layer runs, of pallas_kernels.OPS."""
+
+KERNEL_ROW_TILES = (16, 64)
+"""Rows of one product that kernels are checked for."""
+
+
+class HostRecords(nnx.Variable):
+    """Expert records in pinned host memory. A type of its own, so that filters tell it from
+    nnx.Param: it is neither trained nor copied to the device."""
+
+
+class ExpertMemory(NamedTuple):
+    """What is resident on the device, of all layers of one PagedExperts. Donate it to every step
+    and go on with what comes back."""
+
+    arena: jax.Array
+    """uint16[rows, D]."""
+    tables: Tables
+    counts: jax.Array
+    """int32[L, 4]: sums of Paging's fields since `allocate`."""
+
+    @property
+    def paging(self) -> Paging:
+        """The counts as numpy int32[L] each, active = hits + fills + read_through. Waits for the
+        steps so far."""
+        return Paging(*np.asarray(self.counts).T)
+
+
+class PagedExperts(nnx.Module):
+    """The experts of all MoE layers of a model, in pinned host memory.
+
+    PagedMoE layers share one by reference, so that `nnx.split` finds the records once. An expert
+    computes down(act(gate(x)) · up(x)); all have the same sizes.
+    """
+
+    def __init__(self, store: ExpertStore, dtype: str, activation: str = "silu"):
+        """store: version `dense`, such as LoadedModel.store. dtype: of its weights, "bfloat16",
+        "float16" or "float32". activation: one of pallas_kernels.expert_ffn.ACTIVATIONS.
+
+        Raises UserError for a dtype that the records cannot have and an unknown activation.
+        """
+        self.layout = store.layouts["dense"]
+        self.dtype = _dtype_name(dtype)
+        if NUMPY_DTYPES[self.dtype].itemsize != self.layout.itemsize:
+            raise UserError(
+                f"dtype {self.dtype} is not that of the records, whose values have "
+                f"{self.layout.itemsize} bytes"
+            )
+        if activation not in ACTIVATIONS:
+            raise UserError(
+                f"activation {activation!r} is unknown; known: {', '.join(ACTIVATIONS)}"
+            )
+        self.activation = activation
+        self.records = HostRecords(store.arrays["dense"])
+        """uint16[L, E, rows, D]."""
+        self.layers, self.experts = store.arrays["dense"].shape[:2]
+
+    @classmethod
+    def from_arrays(
+        cls,
+        layers: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]],
+        dtype: str = "bfloat16",
+        *,
+        device: jax.Device | None = None,
+        activation: str = "silu",
+    ) -> PagedExperts:
+        """Copies the weights of every layer into pinned host memory, one layer after the other.
+
+        layers: (gate [E, I, D], up [E, I, D], down [E, D, I]) each, any float dtype; a sequence
+        that makes them when asked holds one at a time. dtype: what they are converted to. device:
+        jax's first by default.
+
+        Raises UserError for shapes that differ or do not fit together, and where the host's pinned
+        memory is too small.
+        """
+        to = NUMPY_DTYPES[_dtype_name(dtype)]
+        if not len(layers):
+            raise UserError("there are no layers; give the weights of at least one")
+        builder, shape = None, ()
+        try:
+            for layer, (gate, up, down) in enumerate(layers):
+                shape = shape or np.shape(gate)
+                _check_shapes(layer, shape, np.shape(gate), np.shape(up), np.shape(down))
+                experts, width, hidden = shape
+                if builder is None:
+                    layout = ExpertLayout(hidden, width, to.itemsize)
+                    device = jax.devices()[0] if device is None else device
+                    builder = StoreBuilder(layout, len(layers), experts, device)
+                for e in range(experts):
+                    record = record_of(*(np.asarray(m[e]) for m in (gate, up, down)), dtype=to)
+                    builder.put(layer, e, record[None])
+            assert builder is not None
+            return cls(builder.finish(), to.name, activation)
+        except BaseException as error:
+            if builder is not None:
+                builder.delete()
+            if isinstance(error, MemoryError):
+                raise UserError(str(error)) from error
+            raise
+
+    @property
+    def device(self) -> jax.Device:
+        (device,) = self.records.get_value().sharding.device_set
+        return device
+
+    def allocate(self, budget: int | str | Share = "100%", eviction: str = "lru") -> ExpertMemory:
+        """Device memory for some of the experts, empty at first.
+
+        budget: bytes such as "6GiB", or a share such as "25%"; 0 is legal, everything is then read
+        through. Whole experts of it, spread evenly over the layers. eviction: "lru", "lfu" or
+        "lfru". Another size of the arena compiles another step; `grant` does not.
+
+        Raises UserError for what is no budget and an unknown eviction.
+        """
+        budget = parse_expert_budget(budget)
+        if eviction not in EVICTION:
+            raise UserError(f"eviction {eviction!r} is unknown; known: {', '.join(EVICTION)}")
+        every = self.layers * self.experts
+        if isinstance(budget, Share):
+            cells = round(budget.fraction * every)
+        else:
+            cells = min(budget // (self._cell_rows * self.layout.hidden * 2), every)
+        sharding = SingleDeviceSharding(self.device)
+        # Zero rows would be no array that a step could slice.
+        shape = (max(cells, 1) * self._cell_rows, self.layout.hidden)
+        memory = ExpertMemory(
+            arena=jax.jit(lambda: jnp.zeros(shape, jnp.uint16), out_shardings=sharding)(),
+            tables=jax.device_put(
+                empty_tables(self.layers, self.experts, self.experts, eviction), sharding
+            ),
+            counts=jnp.zeros((self.layers, len(Paging._fields)), jnp.int32, device=sharding),
+        )
+        return self.grant(memory, cells_per_layer(cells, self.layers, self.experts))
+
+    def grant(self, memory: ExpertMemory, cells: Sequence[int]) -> ExpertMemory:
+        """The memory with so many cells for each layer, between two steps. Experts whose cell stays
+        stay resident; no step is compiled again. `memory` itself is used up.
+
+        Raises UserError for more cells than a layer has experts, or than the arena has room for.
+        """
+        room = memory.arena.shape[0] // self._cell_rows
+        if len(cells) != self.layers or any(not 0 <= n <= self.experts for n in cells):
+            raise UserError(
+                f"cells must be {self.layers} numbers from 0 to {self.experts}, one a layer, not "
+                f"{list(cells)}"
+            )
+        if sum(cells) > room:
+            raise UserError(f"{sum(cells)} cells are more than the {room} that the arena holds")
+        cell_row = _place_cells(np.asarray(memory.tables.cell_row), cells, self._cell_rows)
+        placed = jax.device_put(cell_row, memory.tables.cell_row.sharding)
+        return memory._replace(tables=_regrant(memory.tables, placed))
+
+    @property
+    def _cell_rows(self) -> int:
+        """Arena rows of a cell: a record, begun at an even row for 32-bit views."""
+        return self.layout.rows + self.layout.rows % 2
+
+
+class PagedMoE(nnx.Module):
+    """One mixture-of-experts layer: router, and the experts of `layer` of a PagedExperts."""
+
+    def __init__(
+        self,
+        experts: PagedExperts,
+        layer: int,
+        rule: RouteRule,
+        *,
+        router: jax.typing.ArrayLike | None = None,
+        rngs: nnx.Rngs | None = None,
+        row_tile: int = 16,
+        waves: int = 1,
+        ops: str | Mapping[str, str] = "auto",
+    ):
+        """layer: counted over MoE layers. rule: how logits become experts and weights. router:
+        [E, D], converted to the experts' dtype; None: random, from rngs.params().
+
+        row_tile: rows of one matrix product, a fixed shape that decides the bits; rows of x are
+        padded to whole tiles; 64 suits long prompts. waves: passes over the experts of a call; more
+        of them fill more of many active experts, with the same bits. ops: see
+        pallas_kernels.resolve_ops; kernels are first checked on the device, as LLM does.
+
+        Raises UserError for a layer or sizes that do not exist, neither router nor rngs, and
+        kernels that cannot run or are found wrong.
+        """
+        if not 0 <= layer < experts.layers:
+            raise UserError(f"layer {layer} does not exist; there are {experts.layers}")
+        if row_tile < 1 or waves < 1:
+            raise UserError(f"row_tile ({row_tile}) and waves ({waves}) must be at least 1")
+        shape = (experts.experts, experts.layout.hidden)
+        try:
+            rule.check(experts.experts, correction=False)
+            self.ops = _resolve_ops(ops, experts, rule)
+            if "pallas" in dataclasses.astuple(self.ops) and row_tile not in KERNEL_ROW_TILES:
+                raise ValueError(
+                    f"row_tile is {row_tile}; kernels are checked for {KERNEL_ROW_TILES} rows"
+                )
+            _verify_kernels(self.ops, experts, rule)
+        except ValueError as error:
+            raise UserError(str(error)) from error
+        if router is None:
+            if rngs is None:
+                raise UserError("give the router's weights as router, or rngs to draw them")
+            draw = nnx.initializers.lecun_normal(in_axis=-1, out_axis=-2)
+            router = draw(rngs.params(), shape, jnp.dtype(experts.dtype))
+        if np.shape(router) != shape:
+            raise UserError(f"router is {list(np.shape(router))}, it must be {list(shape)}")
+        self.experts, self.layer, self.rule = experts, layer, rule
+        self.row_tile, self.waves = row_tile, waves
+        weights = jnp.asarray(router, jnp.dtype(experts.dtype))
+        self.router = nnx.Param(jax.device_put(weights, SingleDeviceSharding(experts.device)))
+
+    def __call__(
+        self, x: jax.Array, memory: ExpertMemory, valid: jax.Array | None = None
+    ) -> tuple[jax.Array, ExpertMemory]:
+        """x [..., D] in the experts' dtype -> (Σ of its experts' outputs [..., D], memory).
+
+        valid: bool[...], rows that hold a token; the others need no expert and get zeros. The bits
+        of a row depend on the row, row_tile and the device, not on other rows or on memory.
+
+        Raises ValueError for a shape or dtype that does not fit, or memory of other experts.
+        """
+        experts, hidden = self.experts, self.experts.layout.hidden
+        if x.shape[-1] != hidden or x.dtype != jnp.dtype(experts.dtype):
+            raise ValueError(
+                f"x is {x.dtype}{list(x.shape)}, the experts take {experts.dtype}[..., {hidden}]"
+            )
+        table = (experts.layers, experts.experts)
+        if memory.tables.address.shape != table or memory.arena.shape[1] != hidden:
+            raise ValueError("memory is not of these experts; use what their allocate returned")
+        valid = jnp.ones(x.shape[:-1], bool) if valid is None else valid
+        rows, given = x.reshape(-1, hidden), valid.reshape(-1)
+        count = rows.shape[0]
+        padding = -count % self.row_tile
+        rows, given = jnp.pad(rows, ((0, padding), (0, 0))), jnp.pad(given, (0, padding))
+        with jax.named_scope("route"):
+            logits = linear(
+                rows,
+                self.router.get_value()[None],
+                0,
+                row_tile=self.row_tile,
+                out_dtype=jnp.float32,
+                implementation=self.ops.linear,
+            )
+            ids, weights = route(logits, given, rule=self.rule, implementation=self.ops.route)
+            rows, ids, weights = lax.optimization_barrier((rows, ids, weights))
+        y, arena, tables, counts = page_and_compute(
+            rows,
+            ids,
+            memory.arena,
+            memory.tables,
+            (experts.records.get_value(),),
+            jnp.int32(self.layer),
+            activation=experts.activation,
+            row_tile=self.row_tile,
+            waves=self.waves,
+            ops=self.ops,
+        )
+        # The next layer's plan must wait for this layer's reading of the arena, or XLA copies the
+        # arena where two layers take the same x. Nothing exceeds infinity, which XLA does not see.
+        after = (y[0, 0, 0] > jnp.inf).astype(jnp.int32)
+        tables = tables._replace(clock=tables.clock + after)
+        y = add_experts(jnp.zeros_like(rows), y, weights, self.ops)
+        sums = memory.counts.at[self.layer].add(counts[: len(Paging._fields)])
+        return y[:count].reshape(x.shape), ExpertMemory(arena, tables, sums)
+
+
+_regrant = jax.jit(regrant)
+
+
+def _resolve_ops(ops: str | Mapping[str, str], experts: PagedExperts, rule: RouteRule) -> Ops:
+    reason = why_not_pallas(rule)
+    return resolve_ops(
+        ops,
+        platform=experts.device.platform,
+        dtype=experts.dtype,
+        no_kernel={} if reason is None else {"route": reason},
+    )
+
+
+def _verify_kernels(ops: Ops, experts: PagedExperts, rule: RouteRule) -> None:
+    """Raises ValueError where a kernel that a layer would run is wrong on its device."""
+    if experts.device.platform != "gpu":
+        return
+    wanted = kernel_checks(ops, experts, rule)
+    require_verified(wanted, experts.device, cache_root() / "verified")
+
+
+def kernel_checks(ops: Ops, experts: PagedExperts, rule: RouteRule) -> list[Check]:
+    """The checks of the kernels that layers of these experts run."""
+    shape = ModelShape(
+        hidden=experts.layout.hidden,
+        width=experts.layout.width,
+        experts=experts.experts,
+        rule=rule,
+        # There is no attention; its checks are made but left out below.
+        heads=1,
+        kv_heads=1,
+        head_dim=16,
+        products=((experts.experts, experts.layout.hidden, False, "float32"),),
+        block_size=BLOCK_SIZES[0],
+        window=None,
+        activation=experts.activation,
+        dtype=experts.dtype,
+    )
+    return [check for check in checks(shape, ops, experts.device) if check.op in OPS_USED]
+
+
+def _dtype_name(dtype: str) -> str:
+    if dtype not in DTYPE_NAMES:
+        raise UserError(f"dtype {dtype!r} is unknown; choose {', '.join(DTYPE_NAMES)}")
+    return DTYPE_NAMES[dtype]
+
+
+def _check_shapes(
+    layer: int,
+    first: tuple[int, ...],
+    gate: tuple[int, ...],
+    up: tuple[int, ...],
+    down: tuple[int, ...],
+) -> None:
+    if len(gate) != 3 or up != gate or down != (gate[0], gate[2], gate[1]):
+        raise UserError(
+            f"layer {layer}: gate {list(gate)}, up {list(up)} and down {list(down)} must be "
+            "[E, I, D], [E, I, D] and [E, D, I]"
+        )
+    if gate != first:
+        raise UserError(f"layer {layer}: gate is {list(gate)}, that of layer 0 {list(first)}")
+
+
+def _place_cells(cell_row: np.ndarray, cells: Sequence[int], rows: int) -> np.ndarray:
+    """cell_row int32[L, C] with so many cells granted to each layer, those there kept where they
+    are; a cell has so many arena rows."""
+    cell_row = cell_row.copy()
+    for layer, wanted in enumerate(cells):
+        cell_row[layer, np.flatnonzero(cell_row[layer] >= 0)[wanted:]] = -1
+    taken = set((cell_row[cell_row >= 0] // rows).tolist())
+    free = (place for place in range(sum(cells)) if place not in taken)
+    for layer, wanted in enumerate(cells):
+        have = int(np.sum(cell_row[layer] >= 0))
+        for cell in np.flatnonzero(cell_row[layer] < 0)[: wanted - have]:
+            cell_row[layer, cell] = next(free) * rows
+    return cell_row

@@ -1,0 +1,356 @@
+"""PagedMoE: same bits whatever has room, the numbers of a dense layer, no copy of the arena."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from examples import paged_moe_in_your_model as example
+from host_offload.integrity import count_faults, describe_faults
+from host_offload.store import record_of
+from moejax.checkpoint import load_checkpoint
+from moejax.errors import UserError
+from moejax.nn import (
+    OPS_USED,
+    HostRecords,
+    PagedExperts,
+    PagedMoE,
+    RouteRule,
+    kernel_checks,
+)
+from moejax.runner import compiler_options
+from pallas_kernels import resolve_ops
+from pallas_kernels.triton import interpreted
+from tests.aot.aot_h200 import compile_for_h200
+from tests.hlo import read_executable
+
+L, E, D, WIDTH, ROWS = 2, 16, 64, 96, 5
+RULE = RouteRule(top_k=2, normalize=True)
+
+
+def weights(experts=E, hidden=D, width=WIDTH, layers=L):
+    draw = np.random.default_rng(0).normal
+    shapes = ((experts, width, hidden), (experts, width, hidden), (experts, hidden, width))
+    return [tuple(draw(0, 0.2, s).astype(np.float32) for s in shapes) for _ in range(layers)]
+
+
+class Parallel(nnx.Module):
+    """Two layers on one x: nothing but the arena makes one wait for the other."""
+
+    def __init__(self, experts, **options):
+        rngs = nnx.Rngs(0)
+        self.moes = nnx.List([PagedMoE(experts, i, RULE, rngs=rngs, **options) for i in range(L)])
+
+    def __call__(self, x, memory, valid=None):
+        outputs = []
+        for moe in self.moes:
+            y, memory = moe(x, memory, valid)
+            outputs.append(y)
+        return jnp.stack(outputs), memory
+
+
+def compiled_model(model, memory, rows=ROWS, compile=None):
+    """(executable, (records, params)) of the model on x [rows, D]."""
+    graph, *state = nnx.split(model, HostRecords, ...)
+
+    def step(records, params, memory, x, valid):
+        return nnx.merge(graph, records, params)(x, memory, valid)
+
+    dtype = jnp.dtype(model.moes[0].experts.dtype)
+    x = jax.ShapeDtypeStruct((rows, model.moes[0].experts.layout.hidden), dtype)
+    args = (*state, memory, x, jax.ShapeDtypeStruct((rows,), bool))
+    if compile is not None:
+        return compile(step, *args)
+    lowered = jax.jit(step, donate_argnums=2).lower(*args)
+    return lowered.compile(compiler_options=compiler_options("cpu")), state
+
+
+@pytest.fixture(scope="module")
+def experts():
+    return PagedExperts.from_arrays(weights(), "float32")
+
+
+@pytest.fixture(scope="module")
+def model(experts):
+    return Parallel(experts)
+
+
+@pytest.fixture(scope="module")
+def compiled(experts, model):
+    return compiled_model(model, experts.allocate())
+
+
+def inputs(steps, seed=1, rows=ROWS):
+    return list(jax.random.normal(jax.random.key(seed), (steps, rows, D)))
+
+
+def run(compiled, memory, xs, valid=None):
+    """An executable cannot be compiled again, so what runs through one here recompiled nothing."""
+    step, state = compiled
+    outputs = []
+    for x in xs:
+        mask = np.ones(x.shape[0], bool) if valid is None else valid
+        y, memory = step(*state, memory, x, mask)
+        outputs.append(np.asarray(y))
+    return np.stack(outputs), memory
+
+
+@pytest.fixture(scope="module")
+def resident(experts, compiled):
+    return run(compiled, experts.allocate(), inputs(3))[0]
+
+
+def dense(model, layers, x):
+    """What the layers compute, written the usual way."""
+    outputs = []
+    for moe, (gate, up, down) in zip(model.moes, layers, strict=True):
+        probabilities = jax.nn.softmax(x @ moe.router.get_value().T)
+        top, ids = jax.lax.top_k(probabilities, RULE.top_k)
+        top = top / jnp.sum(top, axis=-1, keepdims=True)
+        inner = jax.nn.silu(jnp.einsum("td,tkid->tki", x, gate[ids])) * jnp.einsum(
+            "td,tkid->tki", x, up[ids]
+        )
+        outputs.append(jnp.einsum("tki,tkdi,tk->td", inner, down[ids], top))
+    return jnp.stack(outputs)
+
+
+def test_equals_a_dense_layer(model, resident):
+    for x, y in zip(inputs(3), resident, strict=True):
+        np.testing.assert_allclose(y, dense(model, weights(), x), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("cells", [(0, 0), (1, 0), (3, 16), (16, 2)])
+def test_the_same_bits_for_any_cells(experts, compiled, resident, cells):
+    memory = experts.grant(experts.allocate(), cells)
+    found, memory = run(compiled, memory, inputs(3))
+    np.testing.assert_array_equal(found, resident)
+    paging = memory.paging
+    np.testing.assert_array_equal(paging.active, paging.hits + paging.fills + paging.read_through)
+    assert (paging.read_through[np.array(cells) == 0] > 0).all()
+    assert (paging.hits[np.array(cells) == 0] == 0).all()
+    assert faults(experts, memory) == []
+
+
+def faults(experts, memory):
+    check = jax.jit(count_faults)
+    stores = (experts.records.get_value(),)
+    return describe_faults(np.asarray(check(memory.arena, memory.tables, stores)))
+
+
+def test_cells_move_while_it_runs(experts, compiled, resident):
+    """Between two steps; what stays where it was stays resident."""
+    memory, xs = experts.allocate(), inputs(3)
+    for i, cells in enumerate([(16, 16), (4, 16), (16, 0)]):
+        before = np.asarray(memory.tables.address)
+        memory = experts.grant(memory, cells)
+        after = np.asarray(memory.tables.address)
+        assert ((after == before) | (after == -1)).all()
+        granted = np.asarray(memory.tables.cell_row)
+        assert tuple(np.sum(granted >= 0, axis=1)) == cells
+        found, memory = run(compiled, memory, xs[i : i + 1])
+        np.testing.assert_array_equal(found[0], resident[i])
+        assert faults(experts, memory) == []
+    assert (after[0] >= 0).any()
+
+
+def test_experts_stay_for_the_next_step(experts, compiled):
+    x = inputs(1)[0]
+    memory = run(compiled, experts.allocate(), [x])[1]
+    first = memory.paging
+    assert (first.fills > 0).all() and (first.hits == 0).all()
+    memory = run(compiled, memory, [x])[1]
+    np.testing.assert_array_equal(memory.paging.fills, first.fills)
+    np.testing.assert_array_equal(memory.paging.hits, first.active)
+
+
+def test_rows_without_a_token_need_no_expert(experts, compiled, resident):
+    valid = np.array([True, False, True, False, False])
+    found, memory = run(compiled, experts.allocate(), inputs(1), valid)
+    np.testing.assert_array_equal(found[0][:, valid], resident[0][:, valid])
+    assert not found[0][:, ~valid].any()
+    assert (memory.paging.active <= 2 * RULE.top_k).all()
+    memory = run(compiled, experts.allocate(), inputs(1), np.zeros(ROWS, bool))[1]
+    assert (memory.paging.active == 0).all()
+
+
+def test_a_row_does_not_depend_on_the_others(experts, compiled, resident):
+    x, others = inputs(1)[0], inputs(1, seed=9)[0]
+    memory = experts.grant(experts.allocate(), (3, 3))
+    found = run(compiled, memory, [others.at[3].set(x[0])])[0]
+    np.testing.assert_array_equal(found[0][:, 3], resident[0][:, 0])
+
+
+def test_the_arena_is_updated_in_place(experts, compiled):
+    memory = experts.allocate()
+    program = read_executable(compiled[0])
+    assert program.copies(experts.layout.nbytes + 1) == []
+    donated = sum(leaf.nbytes for leaf in jax.tree.leaves(memory))
+    assert program.memory.alias_bytes == donated
+    assert program.memory.temp_bytes < memory.arena.nbytes // 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.nightly)])
+def test_other_arenas_waves_and_more_rows_give_the_same_bits(dtype):
+    """Each is another executable."""
+    experts = PagedExperts.from_arrays(weights(), dtype)
+    x = inputs(1, rows=21)[0].astype(dtype)
+    found = []
+    for budget, waves, rows in (("100%", 1, ROWS), (0, 1, ROWS), ("30%", 3, 21)):
+        memory = experts.allocate(budget)
+        model = Parallel(experts, waves=waves)
+        y = run(compiled_model(model, memory, rows), memory, [x[:rows]])[0]
+        found.append(y[0][:, :ROWS])
+    np.testing.assert_array_equal(found[0], found[1])
+    np.testing.assert_array_equal(found[0], found[2])
+
+
+# ---- weights
+
+
+def test_records_are_those_of_a_checkpoint(demo_dir):
+    loaded = load_checkpoint(demo_dir)
+    experts = PagedExperts(loaded.store, loaded.dtype)
+    assert (experts.layers, experts.experts) == (4, 16) and experts.layout == loaded.layout
+    assert experts.records.get_value() is loaded.store.arrays["dense"]
+
+
+def test_arrays_become_records_one_layer_at_a_time():
+    class Layers:
+        alive = 0
+
+        def __len__(self):
+            return L
+
+        def __getitem__(self, i):
+            if i >= L:
+                raise IndexError
+            return weights()[i]
+
+    made = PagedExperts.from_arrays(Layers(), "bfloat16")
+    records = np.asarray(made.records.get_value())
+    assert made.records.get_value().sharding.memory_kind == "pinned_host"
+    for layer, (gate, up, down) in enumerate(weights()):
+        wanted = record_of(gate[3], up[3], down[3], np.dtype("bfloat16"))
+        np.testing.assert_array_equal(records[layer, 3], wanted)
+
+
+def test_the_records_are_state_once(experts, model):
+    _, records, params = nnx.split(model, HostRecords, ...)
+    assert len(jax.tree.leaves(records)) == 1
+    assert (
+        all(leaf.shape == (E, D) for leaf in jax.tree.leaves(params))
+        and len(jax.tree.leaves(params)) == L
+    )
+
+
+# ---- kernels
+
+
+def test_the_kernels_of_a_layer_are_checked(experts):
+    ops = resolve_ops("auto", platform="gpu", dtype="bfloat16")
+    half = PagedExperts.from_arrays(weights(), "bfloat16")
+    checked = kernel_checks(ops, half, RULE)
+    assert {check.op for check in checked} == set(OPS_USED)
+    assert all(f"{E}x{D} " in check.key for check in checked if check.op == "linear")
+    assert kernel_checks(resolve_ops("xla"), half, RULE) == []
+
+
+@pytest.mark.aot
+@pytest.mark.slow
+def test_kernels_for_an_h200_copy_nothing_large():
+    experts = PagedExperts.from_arrays(weights(hidden=256, width=128), "bfloat16")
+    with interpreted():  # lets kernels be chosen on a machine without a GPU
+        model = Parallel(experts, ops=dict.fromkeys(OPS_USED, "pallas"))
+    memory = experts.allocate()
+
+    def compile(step, *args):
+        return compile_for_h200(step, *args, donate_argnums=2, host_argnums=0)
+
+    program = compiled_model(model, memory, rows=16, compile=compile)
+    assert program.copies(experts.layout.nbytes) == program.host_copies(1) == []
+    kernels = program.kernels()
+    for name in ("linear", "route", "plan", "fill", "expert_gate_up", "expert_down", "combine"):
+        assert kernels.count(name) == L, name
+
+
+# ---- the example
+
+
+def test_the_example(capsys):
+    example.main(["--budget", "25%", "--length", "6"])
+    out = capsys.readouterr().out
+    assert "0.56 of 2.25 MiB of experts on the device" in out
+    assert "none for the others: the same tokens" in out and "read_through" in out
+
+
+# ---- refusals
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda e: e.allocate("half"), "'half' is not an expert budget"),
+        (lambda e: e.allocate(eviction="mru"), "eviction 'mru' is unknown; known: lru"),
+        (lambda e: e.grant(e.allocate(0), [1, 1]), "2 cells are more than the 1 that the arena"),
+        (lambda e: e.grant(e.allocate(), [1]), "cells must be 2 numbers from 0 to 16"),
+        (lambda e: e.grant(e.allocate(), [17, 0]), "cells must be 2 numbers from 0 to 16"),
+        (lambda e: PagedMoE(e, 2, RULE, rngs=nnx.Rngs(0)), "layer 2 does not exist; there are 2"),
+        (lambda e: PagedMoE(e, 0, RULE), "give the router's weights as router, or rngs"),
+        (lambda e: PagedMoE(e, 0, RULE, router=np.ones((D, E))), r"must be \[16, 64\]"),
+        (lambda e: PagedMoE(e, 0, RouteRule(top_k=17), rngs=nnx.Rngs(0)), "there are 16 experts"),
+        (lambda e: PagedMoE(e, 0, RULE, rngs=nnx.Rngs(0), row_tile=0), "must be at least 1"),
+        (lambda e: PagedMoE(e, 0, RULE, rngs=nnx.Rngs(0), waves=0), "must be at least 1"),
+        (lambda e: PagedMoE(e, 0, RULE, rngs=nnx.Rngs(0), ops="plan=pallas"), "need an NVIDIA GPU"),
+        (lambda e: PagedExperts(_store(e), "bfloat16"), "bfloat16 is not that of the records"),
+        (lambda e: PagedExperts(_store(e), "int8"), "dtype 'int8' is unknown"),
+        (lambda e: PagedExperts(_store(e), "float32", "tanh"), "activation 'tanh' is unknown"),
+        (lambda e: PagedExperts.from_arrays([]), "there are no layers"),
+    ],
+)
+def test_refusals(experts, make, match):
+    with pytest.raises(UserError, match=match):
+        make(experts)
+
+
+def _store(experts):
+    from host_offload.store import ExpertStore
+
+    return ExpertStore({"dense": experts.layout}, {"dense": experts.records.get_value()})
+
+
+def test_kernels_have_row_tiles_that_were_checked():
+    half = PagedExperts.from_arrays(weights(), "bfloat16")
+    with interpreted(), pytest.raises(UserError, match=r"row_tile is 8; .* \(16, 64\) rows"):
+        PagedMoE(half, 0, RULE, rngs=nnx.Rngs(0), row_tile=8, ops="plan=pallas")
+
+
+def test_weights_that_do_not_fit_are_refused():
+    (gate, up, down), other = weights()[0], weights(width=32, layers=1)[0]
+    with pytest.raises(UserError, match=r"layer 0: gate \[16, 96, 64\], up .* must be \[E, I, D\]"):
+        PagedExperts.from_arrays([(gate, up, gate)])
+    with pytest.raises(UserError, match=r"layer 1: gate is \[16, 32, 64\], that of layer 0"):
+        PagedExperts.from_arrays([(gate, up, down), other])
+
+
+def test_a_host_that_is_too_small_is_refused(monkeypatch):
+    def refuse(*_):
+        raise MemoryError("cannot allocate 9 GiB of pinned host memory")
+
+    monkeypatch.setattr("moejax.nn.StoreBuilder", refuse)
+    with pytest.raises(UserError, match="cannot allocate 9 GiB of pinned host memory"):
+        PagedExperts.from_arrays(weights())
+
+
+def test_inputs_that_do_not_fit_are_refused(experts, model):
+    memory, moe = experts.allocate(), model.moes[0]
+    with pytest.raises(
+        ValueError, match=r"x is float32\[5, 32\], the experts take float32\[..., 64"
+    ):
+        moe(jnp.zeros((ROWS, 32)), memory)
+    with pytest.raises(ValueError, match=r"x is bfloat16\[5, 64\]"):
+        moe(jnp.zeros((ROWS, D), jnp.bfloat16), memory)
+    other = PagedExperts.from_arrays(weights(experts=4), "float32").allocate()
+    with pytest.raises(ValueError, match="memory is not of these experts"):
+        moe(jnp.zeros((ROWS, D)), other)
