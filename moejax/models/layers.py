@@ -161,6 +161,7 @@ class LayerStack(nnx.Module):
         outputs with kv_b's halves moved out of the sum over keys ("absorbed"), so that pages hold
         the latent: normed [T, D] -> ([T, H·v_head_dim], arena)."""
         config, mla = self.config, self.config.mla
+        assert mla is not None
         heads, nope = config.num_attention_heads, mla.qk_nope_head_dim
         if "q_a" in self.weights:
             compressed = self._norm(self._linear(normed, "q_a", i, tokens), "q_a_norm", i, MLA_EPS)
