@@ -24,6 +24,9 @@ USES = (
 )
 """Columns of `step.use`."""
 
+ALWAYS = ("token.ids", "token.user", "step.number", "step.tokens")
+"""Columns that no trace lacks."""
+
 
 class TraceError(ValueError):
     """A trace that cannot be written or read; the message says which file and what to do."""
@@ -36,7 +39,8 @@ class TraceHeader:
     config_digest: names the model's configuration. spec: sizes and settings that policies see.
     causes: columns of a step's bytes. weights: "float32" or "float16", how router weights are kept.
     probabilities: router probabilities of all experts are recorded. gate_input, embedding: width of
-    the recorded router inputs and embeddings, 0 for none.
+    the recorded router inputs and embeddings, 0 for none. absent: columns that the trace does not
+    have, since no engine of ours ran: it was converted or generated.
     """
 
     layers: int
@@ -52,6 +56,7 @@ class TraceHeader:
     probabilities: bool = False
     gate_input: int = 0
     embedding: int = 0
+    absent: Sequence[str] = ()
 
     def __post_init__(self):
         if self.weights not in ("float32", "float16"):
@@ -61,10 +66,16 @@ class TraceHeader:
                 f"a trace needs layers, top_k ≥ 1 and 1…32767 experts, not {self.layers}, "
                 f"{self.top_k} and {self.experts}"
             )
+        known = set(written_columns(self)) - set(ALWAYS)
+        if unknown := set(self.absent) - known:
+            raise ValueError(
+                f"{', '.join(sorted(unknown))} cannot be absent; what can is {', '.join(known)}"
+            )
 
 
 class StepTrace(NamedTuple):
-    """One step of N tokens (no padding), as it is written and as it is read back."""
+    """One step of N tokens (no padding), as it is written and as it is read back. What the header
+    calls absent is None."""
 
     request: np.ndarray
     """int32[N]: number of the token's request."""
@@ -150,9 +161,26 @@ TRANSFER_TYPES = {
 
 def columns(header: TraceHeader) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
     """Arrays of a chunk that have a row per token or per step: name → (dtype, shape of a row)."""
+    rows = written_columns(header)
+    layers, experts = header.layers, header.experts
+    if header.probabilities:
+        rows["token.probabilities"] = np.float16, (layers, experts)
+    if header.gate_input:
+        rows["token.gate_input"] = np.float16, (layers, header.gate_input)
+    if header.embedding:
+        rows["token.embedding"] = np.float16, (header.embedding,)
+    return {
+        name: (np.dtype(dtype), shape)
+        for name, (dtype, shape) in rows.items()
+        if name not in header.absent
+    }
+
+
+def written_columns(header: TraceHeader) -> dict[str, tuple[Any, tuple[int, ...]]]:
+    """The columns of every trace that our engine wrote."""
     layers, experts = header.layers, header.experts
     routed = (layers, header.top_k)
-    rows: dict[str, tuple[Any, tuple[int, ...]]] = {
+    return {
         "token.request": (np.int32, ()),
         "token.user": (np.int32, ()),
         "token.position": (np.int32, ()),
@@ -175,13 +203,6 @@ def columns(header: TraceHeader) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
         "step.use": (np.int64, (len(USES),)),
         "step.tokens": (np.int32, ()),
     }
-    if header.probabilities:
-        rows["token.probabilities"] = np.float16, (layers, experts)
-    if header.gate_input:
-        rows["token.gate_input"] = np.float16, (layers, header.gate_input)
-    if header.embedding:
-        rows["token.embedding"] = np.float16, (header.embedding,)
-    return {name: (np.dtype(dtype), shape) for name, (dtype, shape) in rows.items()}
 
 
 def chunk_name(number: int) -> str:

@@ -90,13 +90,13 @@ class TraceWriter:
         """Adds steps; copies everything. Several at once cost much less than one by one. Raises
         ValueError, adding none, where an array is not of the header's shapes."""
         routed = (self.header.layers, self.header.top_k)
-        sizes = [len(step.request) for step in steps]
+        sizes = [len(step.user) for step in steps]
+        names = [name for name in ("ids", "weights") if f"token.{name}" in self._columns]
         for step, n in zip(steps, sizes, strict=True):
-            if step.ids.shape != (n, *routed) or step.weights.shape != (n, *routed):
-                raise ValueError(
-                    f"ids {step.ids.shape} and weights {step.weights.shape} of a step of {n} "
-                    f"tokens must be {(n, *routed)}"
-                )
+            shapes = {name: getattr(step, name).shape for name in names}
+            if set(shapes.values()) != {(n, *routed)}:
+                found = " and ".join(f"{name} {shape}" for name, shape in shapes.items())
+                raise ValueError(f"{found} of a step of {n} tokens must be {(n, *routed)}")
         buffer, begin = self._ready(), 0
         while begin < len(steps):
             end, tokens = begin, buffer.tokens
@@ -270,9 +270,11 @@ class _Buffer:
                 np.concatenate(parts, out=array[rows].reshape(-1, *parts[0].shape[1:]))
         for array, field in self.scalars:
             array[span] = [step[field] for step in steps]
-        self.arrays["step.kind"][span] = [KINDS.index(step.kind) for step in steps]
-        missed = np.stack([step.missed for step in steps])
-        self.arrays["step.missed"][span] = np.packbits(missed, axis=2, bitorder="little")
+        if "step.kind" in self.arrays:
+            self.arrays["step.kind"][span] = [KINDS.index(step.kind) for step in steps]
+        if "step.missed" in self.arrays:
+            missed = np.stack([step.missed for step in steps])
+            self.arrays["step.missed"][span] = np.packbits(missed, axis=2, bitorder="little")
         self.arrays["step.tokens"][span] = sizes
         self.finished += [(step.number, request) for step in steps for request in step.finished]
         self.tokens, self.steps = end, last

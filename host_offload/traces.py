@@ -76,7 +76,12 @@ class Chunk:
 
     def array(self, name: str) -> np.ndarray:
         """One array, such as "token.ids" int16[N, L, k]; no other is read. Raises KeyError for a
-        name that is not in the chunk."""
+        name that is not in the chunk, TraceError for one that the whole trace lacks."""
+        if name in self.header.absent:
+            raise TraceError(
+                f"{self.path.parent} has no {name}: it was converted or generated; what needs it "
+                "needs a trace that an engine wrote (--trace DIR)"
+            )
         file = self._file[0]
         if name not in file.keys():  # noqa: SIM118 (not a mapping)
             raise KeyError(f"{name} is not in {self.path.name}; it has {', '.join(file.keys())}")
@@ -87,9 +92,11 @@ class Chunk:
         arrays = {name: self.array(name) for name in columns(self.header)}
         token = {n.split(".")[1]: a for n, a in arrays.items() if n.startswith("token.")}
         step = {n.split(".")[1]: a for n, a in arrays.items() if n.startswith("step.")}
-        step["missed"] = np.unpackbits(
-            step["missed"], axis=2, count=self.header.experts, bitorder="little"
-        ).astype(bool)
+        if "missed" in step:
+            step["missed"] = np.unpackbits(
+                step["missed"], axis=2, count=self.header.experts, bitorder="little"
+            ).astype(bool)
+        absent = {name.split(".")[1]: None for name in self.header.absent}
         ended: dict[int, list[int]] = {}
         finished = self.array("finish.step"), self.array("finish.request")
         for number, request in zip(*(a.tolist() for a in finished), strict=True):
@@ -97,10 +104,12 @@ class Chunk:
         ends = np.cumsum(step.pop("tokens")).tolist()
         for i, end in enumerate(ends):
             begin = ends[i - 1] if i else 0
-            fields: dict[str, Any] = {name: array[begin:end] for name, array in token.items()}
+            fields: dict[str, Any] = dict(absent)
+            fields |= {name: array[begin:end] for name, array in token.items()}
             for name, array in step.items():
                 fields[name] = array[i] if array.ndim > 1 else array[i].item()
-            fields["kind"] = KINDS[fields["kind"]]
+            if "kind" in step:
+                fields["kind"] = KINDS[fields["kind"]]
             fields["finished"] = tuple(ended.get(fields["number"], ()))
             yield StepTrace(**fields)
 
@@ -244,7 +253,9 @@ def read_trace(directory: str | os.PathLike[str]) -> Trace:
         )
     try:
         names = [field.name for field in dataclasses.fields(TraceHeader)]
-        header = TraceHeader(**{name: found[name] for name in names})
+        # Traces that were written before there was `absent` lack nothing.
+        header = TraceHeader(**{name: found[name] for name in names if name != "absent"})
+        header = dataclasses.replace(header, absent=found.get("absent", ()))
         identity, complete = found["id"], found["complete"]
         count = None if complete is None else int(complete["chunks"])
     except (KeyError, TypeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Loading a Hugging Face checkpoint: experts into the pinned store, the rest onto the device."""
+"""Loading a checkpoint: experts into the pinned store, the rest onto the device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -78,7 +78,7 @@ def load_checkpoint(
     """Loads a local checkpoint directory, shard by shard.
 
     Host memory grows by the weights, one shard and a few tensors. path: a directory with
-    config.json and model.safetensors or an index with shards. dtype: "auto" (the checkpoint's) or
+    config.json and model.safetensors or an index with shards, or an Orbax checkpoint. dtype: "auto" (the checkpoint's) or
     one of DTYPE_NAMES. device: the first one by default. progress: called with (done, total) bytes
     of tensors read. step, name_map: of an Orbax checkpoint that another program wrote: which step
     (moejax.checkpoints.orbax_steps.Step), and which leaf is which tensor, a file or the name of a
@@ -153,7 +153,7 @@ def load_tensors(
     except BaseException:
         builder.delete()  # a traceback that is kept must not keep the store
         raise
-    _warn(source, nonfinite)
+    warn_nonfinite(source, nonfinite)
     marks.append(time.perf_counter())
     on_device = _to_device(params, device)
     marks.append(time.perf_counter())
@@ -250,7 +250,7 @@ def _nbytes(files: Sequence[TensorFile], places: dict[str, Place]) -> int:
     )
 
 
-def _warn(source: str, nonfinite: Counter[str]) -> None:
+def warn_nonfinite(source: str, nonfinite: Mapping[str, int]) -> None:
     """Says once that weights are NaN or infinite: such a model loads, and mostly answers NaN."""
     if nonfinite:
         (name, count), others = next(iter(nonfinite.items())), len(nonfinite) - 1

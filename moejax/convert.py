@@ -19,11 +19,11 @@ import logging
 import os
 import pathlib
 import shutil
-import sys
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
+from moejax.checkpoint import warn_nonfinite
 from moejax.checkpoints.conversion_source import (
     Source,
     copied_files,
@@ -56,6 +56,9 @@ from moejax.models.config import load_config
 
 log = logging.getLogger("moejax")
 
+LOCK = "moejax.lock"
+"""In DST.partial, locked while a conversion writes there."""
+
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -87,7 +90,7 @@ def convert(
     Raises UserError where the source is wrong (all names, shapes and dtypes are checked first),
     where the destination is there already, and where it cannot be written.
     """
-    src, dst = checkpoint_directory(source), pathlib.Path(destination).expanduser().absolute()
+    src, dst = checkpoint_directory(source), _resolved(destination)
     kind = checkpoint_format(src)
     if kind != "safetensors":
         raise UserError(f"{src}: its format is {kind}; convert reads safetensors checkpoints")
@@ -95,11 +98,16 @@ def convert(
         raise UserError(f"{dst}: already there; delete it or choose another destination")
     opened = open_source(src, load_config(src), find_shards(src), dtype)
     work = dst.with_name(dst.name + ".partial")
+    if dst.exists():
+        _remove_empty(dst)
     try:
         work.mkdir(parents=True, exist_ok=True)
+        _require_ours(work)
         with _locked(work):
             nbytes, kept = _complete(opened, work, verify, progress)
             os.rename(work, dst)
+            # Not before: while the directory is at DST.partial, its lock must be there.
+            (dst / LOCK).unlink()
             _sync_directory(dst.parent)
     except OSError as error:
         raise _write_error(work, error) from error
@@ -130,17 +138,21 @@ def _complete(
     kept += sum(layers[i].nbytes for i in manifest.experts[DENSE])
     advance(kept)
     _require_space(work, total - kept)
+    nonfinite: collections.Counter[str] = collections.Counter()
     for key, leaf in params.items():
         if key not in manifest.params:
-            checksums = _write_chunks(tree, leaf, param_chunks(source, key))
+            checksums = _write_chunks(tree, leaf, param_chunks(source, key, nonfinite))
             stored = StoredLeaf(leaf.dtype.name, leaf.shape, checksums)
-            manifest = _record(work, manifest.with_param(key, stored))
+            manifest = manifest.with_param(key, stored).with_nonfinite(nonfinite)
+            _record(work, manifest)
             advance(leaf.nbytes)
     for layer, leaf in enumerate(layers):
         if layer not in manifest.experts[DENSE]:
-            checksums = _write_chunks(tree, leaf, expert_chunks(source, layer))
-            manifest = _record(work, manifest.with_layer(DENSE, layer, checksums))
+            checksums = _write_chunks(tree, leaf, expert_chunks(source, layer, nonfinite))
+            manifest = manifest.with_layer(DENSE, layer, checksums).with_nonfinite(nonfinite)
+            _record(work, manifest)
             advance(leaf.nbytes)
+    warn_nonfinite(str(source.directory), manifest.nonfinite)
     if verify:
         for key, leaf in params.items():
             _compare_chunks(tree, leaf, param_chunks(source, key))
@@ -152,9 +164,39 @@ def _complete(
     return total, kept
 
 
+def _resolved(destination: str | os.PathLike[str]) -> pathlib.Path:
+    """Without links, since one could not be replaced by a directory in the end."""
+    try:
+        return pathlib.Path(destination).expanduser().resolve()
+    except (OSError, RuntimeError) as error:
+        raise UserError(f"{destination}: cannot be resolved: {error}") from None
+
+
+def _remove_empty(dst: pathlib.Path) -> None:
+    """Now rather than by the rename at the end, which may be hours away."""
+    try:
+        dst.rmdir()
+    except OSError as error:
+        raise UserError(
+            f"{dst}: the empty directory cannot be replaced, as mount points cannot "
+            f"({error.strerror}); give a directory below it, {dst / 'model'}"
+        ) from None
+
+
+def _require_ours(work: pathlib.Path) -> None:
+    names = {path.name for path in work.iterdir()}
+    strangers = sorted(names - {f"{JOURNAL}.new", LOCK})
+    if strangers and not names & {JOURNAL, MANIFEST}:
+        raise UserError(
+            f"{work}: the conversion needs this directory, but it holds {strangers[0]!r} and no "
+            "unfinished conversion; choose another destination, or move it away"
+        )
+
+
 def _begin(source: Source, work: pathlib.Path) -> Manifest:
     """The journal to go on with: what is whole of the one that is there, or a new one."""
-    origin = source_files(source)
+    # The path too: files of another model may have the same sizes and, in some images, times.
+    origin = {"source": str(source.directory.resolve()), "files": source_files(source)}
     if (work / MANIFEST).exists():  # killed between the last two steps
         os.replace(work / MANIFEST, work / JOURNAL)
     if (work / JOURNAL).exists():
@@ -162,7 +204,8 @@ def _begin(source: Source, work: pathlib.Path) -> Manifest:
             manifest = read_manifest(work / JOURNAL)
         except UserError as error:
             raise UserError(f"{error}; or delete {work} to begin anew") from None
-        if (manifest.provenance.get("files"), manifest.dtype) != (origin, source.dtype):
+        found = {key: manifest.provenance.get(key) for key in origin}
+        if (found, manifest.dtype) != (origin, source.dtype):
             raise UserError(
                 f"{work}: an unfinished conversion of {manifest.provenance.get('source')} to "
                 f"{manifest.dtype}, whose files have changed or are others; delete it to begin anew"
@@ -172,19 +215,12 @@ def _begin(source: Source, work: pathlib.Path) -> Manifest:
                 return _whole(source, work, manifest)
         else:
             log.warning("%s: damaged since; everything is written again", work)
-    elif strangers := [path.name for path in work.iterdir() if path.name != f"{JOURNAL}.new"]:
-        raise UserError(
-            f"{work}: the conversion needs this directory, but it holds {strangers[0]!r} and no "
-            "unfinished conversion; delete it or choose another destination"
-        )
     leaves = [*source.params.values(), *source.layers]
     params = abstract_params(source.config, NUMPY_DTYPES[source.dtype])
     tree, files = orbax_files(params, {DENSE: len(source.layers)}, leaves)
     provenance = {
-        "source": str(source.directory.resolve()),
-        "files": origin,
+        **origin,
         "dtype": source.config.dtype,
-        "command": sys.argv,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "versions": {name: _version(name) for name in ("moejax", "orbax-checkpoint", "jax")},
     }
@@ -273,16 +309,20 @@ def _version(name: str) -> str:
 
 @contextlib.contextmanager
 def _locked(work: pathlib.Path) -> Iterator[None]:
-    """Holds a lock on the directory, which ends with the process however it ends."""
-    directory = os.open(work, os.O_RDONLY)
-    try:
+    """Holds a lock, which ends with the process however it ends."""
+    # Not the directory's own: NFS locks only what is open for writing.
+    with open(work / LOCK, "ab") as file:
         try:
-            fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(f"{work}: another conversion is writing it; wait for its end") from None
+        except OSError as error:
+            log.warning(
+                "%s: this filesystem has no locks (%s); run no second conversion to the same place",
+                work,
+                error.strerror,
+            )
         yield
-    finally:
-        os.close(directory)
 
 
 def _sync_directory(path: pathlib.Path) -> None:
@@ -309,4 +349,4 @@ def _write_error(work: pathlib.Path, error: OSError) -> UserError:
             f"{path}: {error.strerror}: the disk is full, or a limit on files is reached. What is "
             f"whole in {work} is kept: free some space and run the same command again"
         )
-    return UserError(f"{path}: cannot be written: {error.strerror or error}")
+    return UserError(f"{path}: cannot be read or written: {error.strerror or error}")

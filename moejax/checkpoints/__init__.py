@@ -1,1 +1,1 @@
-"""Hugging Face checkpoints on disk: directory, shards, and the tensors in them."""
+"""Checkpoints on disk, of Hugging Face and of Orbax: directories, files, tensors in them."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import logging
 import os
 import pathlib
 from collections import Counter
@@ -22,8 +21,6 @@ from moejax.checkpoints.placement import RecordSink, load_file
 from moejax.checkpoints.shards import NUMPY_DTYPES, TensorFile
 from moejax.checkpoints.tensors import ExpertPlace, Place
 from moejax.models.config import ModelConfig
-
-log = logging.getLogger("moejax")
 
 COPIED = (
     "config.json",
@@ -83,15 +80,17 @@ def open_source(
     return Source(directory, config, dtype, files, groups)
 
 
-def param_chunks(source: Source, key: str) -> Iterator[np.ndarray]:
-    """The chunks of a parameter of `source.params`, one at a time."""
+def param_chunks(
+    source: Source, key: str, nonfinite: Counter[str] | None = None
+) -> Iterator[np.ndarray]:
+    """The chunks of a parameter of `source.params`, one at a time. nonfinite: as in load_file."""
     leaf = source.params[key]
     run, _, name = key.removeprefix("runs.").rpartition(".")
     for layer in range(leaf.shape[0] if leaf.stacked else 1):
         array = np.empty(leaf.shape[1:] if leaf.stacked else leaf.shape, leaf.dtype)
         # As load_tensors sees the parameters, with nothing but this one in them.
         tree = {"runs": {int(run): {name: {layer: array}}}} if run else {name: array}
-        _read(source, (int(run) if run else None, name, layer), tree, None)
+        _read(source, (int(run) if run else None, name, layer), tree, None, nonfinite)
         yield array
 
 
@@ -112,30 +111,37 @@ class _LayerRecords:
         self.written[place] = True
 
 
-def expert_chunks(source: Source, layer: int) -> Iterator[np.ndarray]:
-    """The records uint16[rows, D] of a MoE layer's experts; the layer is in memory at once."""
+def expert_chunks(
+    source: Source, layer: int, nonfinite: Counter[str] | None = None
+) -> Iterator[np.ndarray]:
+    """The records uint16[rows, D] of a MoE layer's experts; the layer is in memory at once.
+    nonfinite: as in load_file."""
     sink = _LayerRecords(source.layout, source.config.num_experts)
-    _read(source, layer, {}, sink)
+    _read(source, layer, {}, sink, nonfinite)
     assert sink.written.all(), "rows without a tensor"
     yield from sink.records
 
 
-def _read(source: Source, group: Any, params: dict[str, Any], experts: RecordSink | None) -> None:
+def _read(
+    source: Source,
+    group: Any,
+    params: dict[str, Any],
+    experts: RecordSink | None,
+    nonfinite: Counter[str] | None,
+) -> None:
     """Puts a group's tensors into params and experts, just as load_tensors does with all."""
     places, dtype = source.places[group], NUMPY_DTYPES[source.dtype]
-    nonfinite: Counter[str] = Counter()
     for file in source.files:
         if not file.tensors.keys().isdisjoint(places):
             for _ in load_file(file, places, dtype, params, experts, nonfinite):
                 pass
-    for name, count in nonfinite.items():
-        log.warning("%s: %d values of %s are NaN or infinite", source.directory, count, name)
 
 
 def source_files(source: Source) -> dict[str, list[int]]:
     """Size and time of change (ns) of each file that decides the result."""
-    found = {path.name: path.stat() for path in (*(f.path for f in source.files), *_copied(source))}
-    return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in sorted(found.items())}
+    paths = sorted((*(file.path for file in source.files), *_copied(source)))
+    found = {path.relative_to(source.directory).as_posix(): path.stat() for path in paths}
+    return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in found.items()}
 
 
 def copied_files(source: Source) -> dict[str, bytes]:

@@ -47,10 +47,9 @@ def checkpoint_directory(path: str | os.PathLike) -> pathlib.Path:
 def require_own_file(path: pathlib.Path, directory: pathlib.Path | None = None) -> None:
     """Raises UserError unless path is a regular file of the checkpoint.
 
-    directory: the checkpoint's (default: path's parent). A link must lead to a file in it, or, in
-    the hub's cache (``models--*/snapshots/*``), to one of the cache's blobs: a checkpoint from a
-    stranger must not make moejax read, or copy into a converted checkpoint, other files of this
-    machine. FOLLOW_LINKS allows all links.
+    directory: the checkpoint's (default: path's parent). A link must lead to where may_lead_to
+    allows: a checkpoint from a stranger must not make moejax read, or copy into a converted
+    checkpoint, other files of this machine.
     """
     try:
         kind = stat.S_IFMT(path.stat().st_mode)
@@ -64,15 +63,26 @@ def require_own_file(path: pathlib.Path, directory: pathlib.Path | None = None) 
     if kind != stat.S_IFREG:
         what = "a directory" if kind == stat.S_IFDIR else "a pipe, socket or device"
         raise UserError(f"{path}: {what}, where a file is expected")
-    if real.is_relative_to(home) or os.environ.get(FOLLOW_LINKS) == "1":
-        return
-    cache = home.parent.parent
-    hub = home.parent.name == "snapshots" and cache.name.startswith("models--")
-    if not (hub and real.is_relative_to(cache / "blobs")):
+    if not may_lead_to(real, home):
         raise UserError(
             f"{path}: a link out of the checkpoint's directory, to {real}; put the file itself "
             f"there, or, if you made that link, set the environment variable {FOLLOW_LINKS}=1"
         )
+
+
+def may_lead_to(real: pathlib.Path, home: pathlib.Path) -> bool:
+    """Whether a checkpoint's link may lead to `real`: into the checkpoint, or, in the hub's cache
+    (``models--*/snapshots``), to one of the cache's blobs. FOLLOW_LINKS allows all.
+
+    real, home: without links; home: the checkpoint's directory or one in it.
+    """
+    if real.is_relative_to(home) or os.environ.get(FOLLOW_LINKS) == "1":
+        return True
+    return any(
+        real.is_relative_to(cache / "blobs") and home.is_relative_to(cache / "snapshots")
+        for cache in home.parents
+        if cache.name.startswith("models--")
+    )
 
 
 def parse_json(text: str | bytes, nan: bool = False) -> Any:

@@ -37,6 +37,12 @@ class Header:
     shape: tuple[int, ...]
 
 
+def file_stamp(descriptor: int) -> tuple[int, int]:
+    """Size and time of change (ns), which say whether a header still is the file's."""
+    status = os.fstat(descriptor)
+    return status.st_size, status.st_mtime_ns
+
+
 def damaged(path: pathlib.Path, error: Exception | str) -> UserError:
     """The error for a file that is no whole safetensors file."""
     return UserError(
@@ -47,8 +53,8 @@ def damaged(path: pathlib.Path, error: Exception | str) -> UserError:
 
 def read_header(
     path: pathlib.Path, directory: pathlib.Path | None = None
-) -> tuple[dict[str, Header], dict[str, int]]:
-    """(tensor → what it is, tensor → where its bytes begin in the file).
+) -> tuple[dict[str, Header], dict[str, int], tuple[int, int]]:
+    """(tensor → what it is, tensor → where its bytes begin in the file, the file's file_stamp).
 
     directory: the checkpoint's, for require_own_file. Raises UserError unless the tensors lie one
     after the other, without gap or overlap, to the file's end and have dtypes of FLOAT_DTYPES.
@@ -57,7 +63,8 @@ def read_header(
     start = b""
     try:
         with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
+            stamp = file_stamp(file.fileno())
+            size = stamp[0]
             start = file.read(8)
             length = int.from_bytes(start, "little")
             if len(start) < 8 or length > size - 8:
@@ -67,7 +74,7 @@ def read_header(
             text = file.read(length)
         if text[:1] != b"{":
             raise ValueError("the header is not a JSON object")
-        return _tensors(path, parse_json(text), 8 + length, size)
+        return *_tensors(path, parse_json(text), 8 + length, size), stamp
     except UserError:
         raise
     except OSError as error:

@@ -38,10 +38,11 @@ class Leaf:
     @property
     def chunks(self) -> tuple[str, ...]:
         """The chunks' files inside the leaf's directory, by the index of the first axis."""
-        rest = ["0"] * (len(self.shape) - 1)
-        return tuple(
-            "/".join(["c", str(i), *rest]) for i in range(self.shape[0] if self.stacked else 1)
-        )
+        return tuple(self.chunk(i) for i in range(self.shape[0] if self.stacked else 1))
+
+    def chunk(self, index: int) -> str:
+        """One of `chunks`."""
+        return f"c/{index}" + "/0" * (len(self.shape) - 1)
 
     @property
     def chunk_shape(self) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ import json
 import os
 import pathlib
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from moejax.checkpoints.directory import read_json
@@ -42,7 +43,7 @@ class Manifest:
     """provenance: where it came from, free text for people but for "files", the source's sizes and
     times. dtype: the weights', numpy's name. tree: the directory of Orbax's tree. params: by key,
     "runs.0.qkv". experts: version → layer → a checksum per expert. files: relative path → checksum
-    of each other file.
+    of each other file. nonfinite: the source's tensors with NaN or infinite values → how many.
     """
 
     provenance: dict[str, Any]
@@ -51,6 +52,7 @@ class Manifest:
     params: dict[str, StoredLeaf] = dataclasses.field(default_factory=dict)
     experts: dict[str, dict[int, tuple[str, ...]]] = dataclasses.field(default_factory=dict)
     files: dict[str, str] = dataclasses.field(default_factory=dict)
+    nonfinite: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def with_param(self, key: str, leaf: StoredLeaf) -> Manifest:
         return dataclasses.replace(self, params=self.params | {key: leaf})
@@ -61,6 +63,9 @@ class Manifest:
 
     def with_files(self, checksums: dict[str, str]) -> Manifest:
         return dataclasses.replace(self, files=self.files | checksums)
+
+    def with_nonfinite(self, counts: Mapping[str, int]) -> Manifest:
+        return dataclasses.replace(self, nonfinite=self.nonfinite | dict(counts))
 
 
 def checksum(data: Any) -> str:
@@ -174,4 +179,5 @@ def _parse(content: dict[str, Any]) -> Manifest:
             for version, layers in content["experts"].items()
         },
         files={path: checksums([value])[0] for path, value in content["files"].items()},
+        nonfinite={str(name): int(count) for name, count in content.get("nonfinite", {}).items()},
     )

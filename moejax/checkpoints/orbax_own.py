@@ -11,6 +11,7 @@ import concurrent.futures
 import dataclasses
 import os
 import pathlib
+import time
 from collections.abc import Callable, Iterator
 
 import jax
@@ -18,7 +19,7 @@ import numpy as np
 
 from host_offload.layout import ExpertLayout
 from host_offload.store import StoreBuilder, aligned_empty
-from moejax.checkpoint import DTYPE_NAMES, LoadedModel
+from moejax.checkpoint import DTYPE_NAMES, LoadedModel, warn_nonfinite
 from moejax.checkpoints.directory import checkpoint_directory, read_json, require_own_file
 from moejax.checkpoints.orbax_layout import DENSE, Leaf, expert_leaf, expert_leaves, param_leaves
 from moejax.checkpoints.orbax_manifest import (
@@ -35,6 +36,9 @@ from moejax.checkpoints.shards import NUMPY_DTYPES
 from moejax.device import require_pinned_memory
 from moejax.errors import UserError
 from moejax.models.config import ModelConfig, load_config
+
+_PHASES = ("headers", "allocate", "read")
+"""Of moejax.start_times; parameters go to the device while others are read."""
 
 _AGAIN = "copy the checkpoint again, or convert the original again"
 
@@ -68,6 +72,7 @@ def load_orbax(
     """
     if dtype != "auto" and dtype not in DTYPE_NAMES:
         raise UserError(f"dtype {dtype!r} is unknown; choose auto, {', '.join(DTYPE_NAMES)}")
+    marks = [time.perf_counter()]
     stored = _open(checkpoint_directory(directory))
     config = dataclasses.replace(stored.config, dtype=stored.manifest.dtype)
     run_dtype = str(config.dtype) if dtype == "auto" else DTYPE_NAMES[dtype]
@@ -75,6 +80,7 @@ def load_orbax(
     leaves = param_leaves(config, NUMPY_DTYPES[stored.manifest.dtype])
     layers = expert_leaves(config, stored.layout)
     _check_files(stored, leaves, layers)
+    marks.append(time.perf_counter())
 
     to = NUMPY_DTYPES[run_dtype]
     layout = dataclasses.replace(stored.layout, itemsize=to.itemsize)
@@ -91,6 +97,7 @@ def load_orbax(
         builder = StoreBuilder(layout, len(layers), config.num_experts, device)
     except MemoryError as error:
         raise UserError(f"{stored.directory}: {error}") from error
+    marks.append(time.perf_counter())
     try:
         with concurrent.futures.ThreadPoolExecutor(WORKERS) as pool:
             keys = iter(leaves)
@@ -104,10 +111,14 @@ def load_orbax(
             params = jax.tree.map(param, abstract_params(config, to))
             for _ in _load_experts(stored, builder, to, pool):
                 advance(stored.layout.nbytes)
-        return LoadedModel(config, run_dtype, params, builder.finish(), layout)
+        store = builder.finish()
     except BaseException:
         builder.delete()  # a traceback that is kept must not keep the store
         raise
+    warn_nonfinite(str(stored.directory), stored.manifest.nonfinite)
+    marks.append(time.perf_counter())
+    seconds: dict[str, float] = dict(zip(_PHASES, np.diff(marks).tolist(), strict=True))
+    return LoadedModel(config, run_dtype, params, store, layout, seconds)
 
 
 def _load_experts(
@@ -235,7 +246,7 @@ def _read_chunk(
     tree: pathlib.Path, leaf: Leaf, index: int, expected: str, into: np.ndarray
 ) -> None:
     """Fills a contiguous array with a chunk; UserError if it is not the one that was written."""
-    path = tree / leaf.name / leaf.chunks[index]
+    path = tree / leaf.name / leaf.chunk(index)
     try:
         found = read_file(path, as_bytes(into))
     except OSError as error:
@@ -276,7 +287,7 @@ def _read_record(
     record = into if same else np.empty((layout.rows, layout.hidden), np.uint16)
     _read_chunk(stored.tree, leaf, expert, expected[expert], record)
     if not same:
-        where = str(stored.tree / leaf.name / leaf.chunks[expert])
+        where = str(stored.tree / leaf.name / leaf.chunk(expert))
         _convert(record.reshape(-1).view(of), into.reshape(-1).view(dtype), where)
 
 

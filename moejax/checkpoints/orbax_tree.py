@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from moejax.checkpoints.directory import read_json
+from moejax.checkpoints.directory import may_lead_to, read_json
 from moejax.checkpoints.orbax_steps import TREE
 from moejax.checkpoints.shards import FLOAT_DTYPES, Header
 from moejax.errors import UserError
@@ -99,7 +99,7 @@ def _refuse_links(directory: pathlib.Path) -> None:
     for folder, folders, files in os.walk(directory):
         for name in (*folders, *files):
             path = pathlib.Path(folder, name)
-            if path.is_symlink() and not path.resolve().is_relative_to(inside):
+            if path.is_symlink() and not may_lead_to(path.resolve(), inside):
                 raise UserError(
                     f"{path}: a link that leaves the checkpoint; copy what it points to "
                     "(cp -rL), or remove it"

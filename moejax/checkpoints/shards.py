@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 
 from moejax.checkpoints.directory import read_json
-from moejax.checkpoints.headers import FLOAT_DTYPES, Header, damaged, read_header
+from moejax.checkpoints.headers import FLOAT_DTYPES, Header, damaged, file_stamp, read_header
 from moejax.errors import UserError
 
 __all__ = [
@@ -81,24 +81,34 @@ class TensorFile(Protocol):
 class Shard:
     """One safetensors file and the headers of its tensors, by name; a TensorFile.
 
-    begins: tensor → where its bytes begin in the file.
+    begins: tensor → where its bytes begin in the file. stamp: the file's file_stamp.
     """
 
     path: pathlib.Path
     tensors: dict[str, Header]
     begins: dict[str, int]
+    stamp: tuple[int, int]
 
     @contextlib.contextmanager
     def open(self) -> Iterator[ShardReader]:
-        """Raises UserError where the file cannot be opened any more."""
+        """Raises UserError where the file cannot be opened any more, and, at either end of the
+        `with`, where it is not the one whose header was read."""
         try:
             descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise _unreadable(self.path, error) from None
         try:
+            self._require_unchanged(descriptor)
             yield ShardReader(self, descriptor)
+            self._require_unchanged(descriptor)
         finally:
             os.close(descriptor)
+
+    def _require_unchanged(self, descriptor: int) -> None:
+        if file_stamp(descriptor) != self.stamp:
+            raise UserError(
+                f"{self.path}: was written to while moejax read it; let that end, then try again"
+            )
 
 
 @dataclasses.dataclass(frozen=True)

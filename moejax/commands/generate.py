@@ -80,7 +80,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "--model",
         default="demo",
         metavar="PATH",
-        help="a Hugging Face model directory, or demo, the embedded one (default: demo)",
+        help="a Hugging Face or Orbax directory, or demo, the embedded model (default: demo)",
     )
     add_file_options(generate.add_argument_group("files"))
     _add_sampling(generate.add_argument_group("sampling"))

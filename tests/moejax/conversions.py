@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from moejax.checkpoints import orbax_manifest
+from moejax.convert import LOCK
 
 
 def assert_same_model(found, expected):
@@ -31,7 +32,7 @@ def contents(directory):
     found = {
         path.relative_to(directory).as_posix(): path.read_bytes()
         for path in pathlib.Path(directory).rglob("*")
-        if path.is_file()
+        if path.is_file() and path.name != LOCK  # of who was killed right before the end
     }
     manifest = json.loads(found[orbax_manifest.MANIFEST])
     for name in ("provenance", "self"):

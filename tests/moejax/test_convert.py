@@ -5,6 +5,7 @@ import fcntl
 import itertools
 import json
 import os
+import pathlib
 import random
 import resource
 import shutil
@@ -18,7 +19,7 @@ from moejax.checkpoint import load_checkpoint
 from moejax.checkpoints.orbax_manifest import JOURNAL, MANIFEST
 from moejax.checkpoints.orbax_metadata import orbax_files
 from moejax.cli import main
-from moejax.convert import convert
+from moejax.convert import LOCK, convert
 from moejax.errors import UserError
 from tests.moejax.conversions import assert_same_model, contents, flip
 from tests.moejax.random_checkpoint import CONFIG, random_tensors, write
@@ -86,11 +87,36 @@ def test_a_destination_that_is_there(source, tmp_path):
             convert(source, there)
     (tmp_path / "empty").mkdir()
     assert convert(source, tmp_path / "empty").directory == tmp_path / "empty"
+    assert not (tmp_path / "empty" / LOCK).exists()
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_destination_that_is_a_link(there, source, tmp_path):
+    if there:
+        (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    assert convert(source, tmp_path / "link").directory == tmp_path / "real"
+    assert load_checkpoint(tmp_path / "link").dtype == "bfloat16"
+
+
+def test_a_destination_that_cannot_be_replaced(source, tmp_path, monkeypatch):
+    (tmp_path / "disk").mkdir()
+
+    def mounted(path):
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(path))
+
+    monkeypatch.setattr(pathlib.Path, "rmdir", mounted)
+    with pytest.raises(UserError, match=r"as mount points cannot .*busy\); give .*disk/model$"):
+        convert(source, tmp_path / "disk")
+    assert [path.name for path in tmp_path.iterdir()] == ["disk"]
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(UserError, match=r"loop.*: cannot be (resolved|read or written)"):
+        convert(source, tmp_path / "loop/model")
 
 
 def test_a_destination_below_a_file(source, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="cannot be written: Not a directory"):
+    with pytest.raises(UserError, match="cannot be read or written: Not a directory"):
         convert(source, tmp_path / "file/model")
 
 
@@ -105,6 +131,7 @@ def test_a_directory_of_somebody_else(source, tmp_path):
     (tmp_path / "model.partial/thesis.tex").write_text("")
     with pytest.raises(UserError, match=r"model.partial: .* holds 'thesis.tex' and no unfinished"):
         convert(source, tmp_path / "model")
+    assert [path.name for path in (tmp_path / "model.partial").iterdir()] == ["thesis.tex"]
 
 
 def test_a_wrong_source_writes_nothing(source, tmp_path):
@@ -133,13 +160,19 @@ def test_an_orbax_that_lays_trees_out_in_another_way():
 
 
 def test_two_conversions_at_once(source, unfinished):
-    directory = os.open(f"{unfinished}.partial", os.O_RDONLY)
-    try:
-        fcntl.flock(directory, fcntl.LOCK_EX)
+    with open(unfinished.with_name("model.partial") / LOCK, "ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(UserError, match="another conversion is writing it"):
             convert(source, unfinished)
-    finally:
-        os.close(directory)
+
+
+def test_a_filesystem_without_locks(source, tmp_path, monkeypatch, caplog):
+    def refuse(file, how):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    convert(source, tmp_path / "model")
+    assert "model.partial: this filesystem has no locks (No locks available)" in caplog.text
 
 
 # ---- going on
@@ -187,12 +220,31 @@ def test_a_damaged_journal(source, unfinished):
 
 
 def test_a_source_that_changed_since(source, unfinished, tmp_path):
+    part = source / "part-0.safetensors"
+    times = part.stat().st_atime_ns, part.stat().st_mtime_ns
+    os.utime(part, ns=(1, 1))
+    with pytest.raises(UserError, match="whose files have changed or are others; delete it"):
+        convert(source, unfinished)
+    os.utime(part, ns=times)
+    # Another model's files may have these names, sizes and times.
     other = shutil.copytree(source, tmp_path / "other")
-    os.utime(other / "part-0.safetensors", ns=(1, 1))
     with pytest.raises(UserError, match="whose files have changed or are others; delete it"):
         convert(other, unfinished)
     with pytest.raises(UserError, match=r"an unfinished conversion of .* to bfloat16"):
         convert(source, unfinished, dtype="float32")
+
+
+def test_a_source_that_changes_meanwhile(source, tmp_path):
+    changing = shutil.copytree(source, tmp_path / "hf")
+
+    def write_to(done, total):
+        flip(changing / "part-1.safetensors")
+
+    with pytest.raises(UserError, match=r"part-1.safetensors: was written to while moejax read it"):
+        convert(changing, tmp_path / "model", progress=write_to)
+    assert not (tmp_path / "model").exists()
+    with pytest.raises(UserError, match="whose files have changed or are others; delete it"):
+        convert(changing, tmp_path / "model")
 
 
 def test_killed_before_the_last_step(source, undisturbed, tmp_path):
@@ -332,6 +384,22 @@ def test_the_command(source, undisturbed, tmp_path, capsys):
     assert main(["convert", str(source), str(tmp_path / "wide"), "--dtype=float32", "--quiet"]) == 0
     assert capsys.readouterr().out == ""
     assert json.loads((tmp_path / "wide" / MANIFEST).read_text())["dtype"] == "float32"
+
+
+def test_values_that_are_not_finite_are_warned_of_once(tmp_path, caplog):
+    tensors = random_tensors(CONFIG)
+    names = [name for name in tensors if name.endswith(("up_proj.weight", "norm.weight"))]
+    for name in names:
+        tensors[name].flat[0] = np.nan
+    source = write(tmp_path / "hf", tensors)
+    result = convert(source, tmp_path / "orbax", verify=True).directory
+    load_checkpoint(result)
+    assert [record.getMessage().partition(": ")[0] for record in caplog.records] == [
+        str(source),
+        str(result),
+    ]
+    others = f"are NaN or infinite, and {len(names) - 1} other tensors have such values too"
+    assert all(others in record.getMessage() for record in caplog.records)
 
 
 def test_provenance(source, undisturbed):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from moejax import LLM, SamplingParams
+from moejax.routing import forced_routing, routing_generator
 from moejax.step import Routing
 
 PROMPTS = [[5, 6, 7], list(range(100, 170)), [9] * 20]
@@ -86,3 +87,20 @@ def test_other_routing_gives_other_logits(llm, monkeypatch, step):
     used = routing[step].ids < experts
     np.testing.assert_array_equal(traced[step].ids[used], changed[step].ids[used])
     assert (traced[step].ids[~used] == experts).all()  # padding stays padding
+
+
+def test_generated_routing_is_forced(llm, monkeypatch):
+    _, recorded = _run(llm, monkeypatch)
+    layers, _, k = recorded[0].ids.shape
+    experts = llm.config.num_experts
+    generator = routing_generator("qwen3-like", layers, experts, k)
+    forced = []
+    for i, routing in enumerate(recorded):
+        places = np.flatnonzero((routing.ids[0] < experts).all(axis=-1))
+        tokens = next(generator.steps(len(places), 1, seed=i))
+        forced.append(forced_routing(tokens, experts, routing.ids.shape[1], places))
+    _, traced = _run(llm, monkeypatch, forced)
+    for a, b in zip(forced, traced, strict=True):
+        np.testing.assert_array_equal(a.ids, b.ids)
+        used = a.ids < experts
+        np.testing.assert_array_equal(a.weights[used], b.weights[used])

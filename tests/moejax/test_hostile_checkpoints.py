@@ -443,13 +443,28 @@ def test_disk_that_fails(single, monkeypatch):
 def test_file_that_becomes_shorter(tmp_path, single):
     shutil.copytree(single, tmp_path / "checkpoint")
     (shard,) = find_shards(tmp_path / "checkpoint")
-    os.truncate(shard.path, shard.path.stat().st_size - 4)
     last = max(shard.begins, key=shard.begins.__getitem__)
-    with shard.open() as reader, pytest.raises(UserError, match=f"ends within tensor {last}"):
+    with pytest.raises(UserError, match=f"ends within tensor {last}"), shard.open() as reader:
+        os.truncate(shard.path, shard.path.stat().st_size - 4)
         reader.get_tensor(last)
     shard.path.unlink()
     with pytest.raises(UserError, match="cannot be read: No such file"), shard.open():
         pass
+
+
+def test_file_that_is_written_to(tmp_path, single):
+    """Its header may be another one by now, and half of the values too."""
+    changed = "model.safetensors: was written to while moejax read it"
+    shutil.copytree(single, tmp_path / "checkpoint")
+    (shard,) = find_shards(tmp_path / "checkpoint")
+    with pytest.raises(UserError, match=changed), shard.open():
+        os.utime(shard.path, ns=(1, 1))
+    with pytest.raises(UserError, match=changed), shard.open():
+        raise AssertionError("it was opened")
+    with pytest.raises(UserError, match=changed):
+        load_checkpoint(
+            tmp_path / "checkpoint", progress=lambda *_: os.utime(shard.path, ns=(2, 2))
+        )
 
 
 def test_slices_of_a_shard(single):

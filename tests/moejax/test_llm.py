@@ -167,6 +167,11 @@ def test_stats(llm):
     assert arena["slots"] == arena["expert_slots"] + arena["kv_slots"] + arena["free_slots"]
     assert set(stats["ops"].values()) == {"xla"}
     assert stats["tpot_s"]["p99"] >= stats["tpot_s"]["p50"] > 0
+    phases = stats["time"]["start"]
+    assert {"backend", "headers", "allocate", "read", "transfer", "load", "engine"} < set(phases)
+    assert min(phases.values()) >= 0 and sum(phases.values()) == pytest.approx(
+        stats["time"]["start_s"]
+    )
 
 
 @pytest.mark.parametrize(

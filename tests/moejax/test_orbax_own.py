@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import pathlib
 import re
 import shutil
 
@@ -116,6 +117,31 @@ def test_progress_is_in_bytes(converted):
     loaded = load_orbax(converted, progress=lambda done, total: calls.append((done, total)))
     nbytes = loaded.store.nbytes + sum(leaf.nbytes for leaf in jax.tree.leaves(loaded.params))
     assert calls[-1] == (nbytes, nbytes) and calls == sorted(calls)
+
+
+def test_phases_are_timed(converted):
+    seconds = load_checkpoint(converted).seconds
+    assert seconds.keys() == {"headers", "allocate", "read"} and min(seconds.values()) > 0
+
+
+def test_files_of_the_hub_cache_are_links(source, converted, tmp_path):
+    """As `hf upload` and loading from the hub's cache leave them; a Hugging Face checkpoint in a
+    directory of a repository too."""
+    cache = tmp_path / "models--some--model"
+    snapshot = pathlib.Path(shutil.copytree(converted, cache / "snapshots" / "abc"))
+    shutil.copytree(source, snapshot / "original")
+    (cache / "blobs").mkdir()
+    for number, path in enumerate(p for p in snapshot.rglob("*") if p.is_file()):
+        path.rename(cache / "blobs" / str(number))
+        path.symlink_to(cache / "blobs" / str(number))
+    (tmp_path / "link").symlink_to(snapshot)
+    assert_same_model(load_checkpoint(tmp_path / "link"), load_checkpoint(converted))
+    assert_same_model(load_checkpoint(snapshot / "original"), load_checkpoint(source))
+    secret = tmp_path / "secret"
+    (snapshot / "state/params.embed/zarr.json").rename(secret)
+    (snapshot / "state/params.embed/zarr.json").symlink_to(secret)
+    with pytest.raises(UserError, match=r"zarr.json: a link out of the checkpoint's directory"):
+        load_checkpoint(snapshot)
 
 
 # ---- one expert alone
@@ -255,6 +281,7 @@ def _drop(*keys):
         (_put("files", "../../etc/passwd", value="0" * 16), "not a manifest that moejax wrote"),
         (_put("files", "/etc/passwd", value="0" * 16), "not a manifest that moejax wrote"),
         (_put("files", "config.json", value=7), "not a manifest that moejax wrote"),
+        (_put("nonfinite", value=[]), "not a manifest that moejax wrote"),
         (_put("experts", value=[]), "not a manifest that moejax wrote"),
         (_drop("params"), "not a manifest that moejax wrote"),
         (_drop("params", "embed"), "parameter embed is missing"),
