@@ -1,0 +1,239 @@
+"""Reads routing that other programs recorded: arrays of expert ids [tokens, layers, k].
+
+docs/trace_format.md ("Traces of other programs") says what is read. Every reader yields blocks of
+tokens; what a dump does not say is None, never guessed.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import dataclasses
+import io
+import json
+import os
+import zipfile
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moejax.errors import UserError
+
+IDS = ("ids", "routed_experts")
+"""Names of the array of expert ids, in files and in JSON objects."""
+
+PER_TOKEN = ("step", "request", "position", "phase", "user")
+"""Names of what may be known of each token."""
+
+KNOWN = (*IDS, "weights", *PER_TOKEN)
+
+PICKLES = (".pt", ".pth", ".bin", ".pkl", ".pickle")
+
+
+@dataclasses.dataclass(frozen=True)
+class RoutedBlock:
+    """N tokens in order. A field that is None is not in the dump."""
+
+    where: str
+    """The file, and the line if it has lines: for messages."""
+    ids: np.ndarray
+    """int[N, L, k] as they were found: unordered, −1 for none."""
+    weights: np.ndarray | None = None
+    """float[N, L, k], in the order of ids."""
+    step: np.ndarray | None = None
+    """int64[N]: which step computed the token."""
+    request: np.ndarray | None = None
+    """[N], numbers or names. A block of JSON Lines is a request of its own."""
+    position: np.ndarray | None = None
+    """int[N]."""
+    phase: np.ndarray | None = None
+    """int[N]: 0 prompt, 1 generated."""
+    user: np.ndarray | None = None
+    """[N], numbers or names: a session, a domain."""
+
+
+def read_dump(
+    source: str | os.PathLike[str], layers: int | None = None, top_k: int | None = None
+) -> Iterator[RoutedBlock]:
+    """The blocks of a dump, by its name: .npy, .npz, .jsonl or .parquet.
+
+    layers, top_k: shape of ids that are bytes without one (SGLang's). Raises UserError, with the
+    file and line, for what cannot be read; nothing that is pickled is ever loaded.
+    """
+    path = Path(source)
+    if path.is_dir():
+        known = "is a trace already" if (path / "trace.json").exists() else "is a directory"
+        raise UserError(f"{path} {known}; convert takes a file of .npy, .npz, .jsonl or .parquet")
+    if path.suffix in PICKLES:
+        raise UserError(
+            f"{path}: pickled files can run code when they are read, so moejax does not; save its "
+            "arrays as .npz first (docs/trace_format.md has the lines for SGLang's recorder)"
+        )
+    readers = {".npy": _numpy, ".npz": _numpy, ".jsonl": _json_lines, ".parquet": _parquet}
+    if path.suffix not in readers:
+        raise UserError(f"{path}: a dump of routing is one of {', '.join(readers)} by its name")
+    try:
+        with open(path, "rb"):
+            pass
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    if path.suffix == ".jsonl":
+        return _json_lines(path, layers, top_k)
+    return readers[path.suffix](path)
+
+
+def _numpy(path: Path) -> Iterator[RoutedBlock]:
+    try:
+        with open(path, "rb") as file:
+            found = np.load(file, allow_pickle=False)
+            if isinstance(found, np.ndarray):
+                arrays = {"ids": found}
+            else:
+                arrays = {name: found[name] for name in found.files if name in KNOWN}
+    except (ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise UserError(
+            f"{path} is damaged, cut short or pickled ({error}); write it again with numpy.savez"
+        ) from error
+    yield _block(arrays, str(path))
+
+
+def _json_lines(path: Path, layers: int | None, top_k: int | None) -> Iterator[RoutedBlock]:
+    with open(path, encoding="utf-8") as file:
+        number = 0
+        while True:
+            number += 1
+            where = f"{path}, line {number}"
+            try:
+                line = file.readline()
+                if not line:
+                    return
+                if not line.strip():
+                    continue
+                found = json.loads(line)
+            except ValueError as error:
+                raise UserError(
+                    f"{where}: not JSON, perhaps cut short ({error}); remove the line"
+                ) from error
+            if not isinstance(found, Mapping):
+                raise UserError(f"{where}: a line is an object with {' or '.join(IDS)}")
+            yield from _requests(found, where, number, layers, top_k)
+
+
+def _requests(
+    found: Mapping[str, Any], where: str, number: int, layers: int | None, top_k: int | None
+) -> Iterator[RoutedBlock]:
+    """The requests of a line: a plain one, or a response of SGLang (its ids in `meta_info`) or of
+    vLLM (in `choices`, with those of the prompt beside them or in front)."""
+    meta, usage = found.get("meta_info") or {}, found.get("usage") or {}
+    choices = found.get("choices") or [meta if any(name in meta for name in IDS) else found]
+    if not all(isinstance(x, Mapping) for x in (meta, usage, *choices)):
+        raise UserError(f"{where}: meta_info, usage and each of choices are objects")
+    count = next((x["prompt_tokens"] for x in (found, meta, usage) if "prompt_tokens" in x), None)
+    prompt = found.get("prompt_routed_experts")
+    for i, choice in enumerate(choices):
+        name = next((name for name in IDS if choice.get(name) is not None), None)
+        if name is None:
+            raise UserError(
+                f"{where}: no {' or '.join(IDS)}; turn their recording on "
+                "(--enable-return-routed-experts in vLLM, return_routed_experts in SGLang)"
+            )
+        ids = _decode(choice[name], where, layers, top_k)
+        known = count
+        if prompt is not None:
+            head = _decode(prompt, where, layers, top_k)
+            if head.shape[1:] != ids.shape[1:]:
+                raise UserError(f"{where}: prompt_routed_experts is of another model")
+            ids, known = np.concatenate([head, ids]), len(head)
+        if ids.ndim == 3 and len(ids) > 1 and ids.shape[2] > 1 and not ids[-1].any():
+            # The last token chosen, which no step computed; some versions give it a row of zeros.
+            ids = ids[:-1]
+        if known is not None and not (isinstance(known, int) and 0 <= known <= len(ids)):
+            raise UserError(f"{where}: prompt_tokens is {known} of {len(ids)} tokens with routing")
+        # Several choices of one response share their prompt, not the rest.
+        request = str(number) if len(choices) == 1 else f"{number}.{i}"
+        user = found.get("user", found.get("domain"))
+        yield RoutedBlock(
+            where,
+            ids,
+            weights=_array(choice.get("weights"), "weights", where),
+            request=np.full(len(ids), request),
+            position=np.arange(len(ids)),
+            phase=None if known is None else (np.arange(len(ids)) >= known).astype(np.uint8),
+            user=None if user is None else np.full(len(ids), str(user)),
+        )
+
+
+def _decode(found: Any, where: str, layers: int | None, top_k: int | None) -> np.ndarray:
+    """Ids as nested lists, as an .npy in base64 (vLLM), or as bare int32 in base64 (SGLang)."""
+    if not isinstance(found, str):
+        return _array(found, "ids", where)
+    try:
+        raw = base64.b64decode(found, validate=True)
+    except binascii.Error as error:
+        raise UserError(f"{where}: the ids are text that is not base64 ({error})") from error
+    if raw.startswith(b"\x93NUMPY"):
+        try:
+            return np.load(io.BytesIO(raw), allow_pickle=False)
+        except (ValueError, EOFError) as error:
+            raise UserError(f"{where}: the array of ids is cut short ({error})") from error
+    if layers is None or top_k is None:
+        raise UserError(
+            f"{where}: the ids are int32 without a shape; say it with --layers (all of the "
+            "model's) and --top-k"
+        )
+    if len(raw) % (4 * layers * top_k):
+        raise UserError(
+            f"{where}: {len(raw)} bytes are no whole number of tokens of {layers} layers with "
+            f"{top_k} int32 each; correct --layers or --top-k"
+        )
+    return np.frombuffer(raw, "<i4").reshape(-1, layers, top_k)
+
+
+def _array(found: Any, name: str, where: str) -> Any:
+    if found is None:
+        return None
+    try:
+        return np.asarray(found)
+    except ValueError as error:
+        raise UserError(f"{where}: {name} has rows of different lengths") from error
+
+
+def _parquet(path: Path) -> Iterator[RoutedBlock]:
+    try:
+        import pyarrow  # type: ignore[import-not-found]
+        import pyarrow.parquet  # type: ignore[import-not-found]
+    except ImportError as error:
+        raise UserError(
+            f"{path}: parquet needs the package pyarrow; pip install pyarrow, or write the "
+            "arrays as .npz"
+        ) from error
+    try:
+        table = pyarrow.parquet.read_table(path)
+    except (OSError, pyarrow.ArrowException) as error:
+        raise UserError(f"{path} is damaged or no parquet ({error}); write it again") from error
+    names = [name for name in KNOWN if name in table.column_names]
+    arrays = {name: _array(table.column(name).to_pylist(), name, str(path)) for name in names}
+    yield _block(arrays, str(path))
+
+
+def _block(arrays: Mapping[str, np.ndarray], where: str) -> RoutedBlock:
+    """The block of named arrays with a row per token. Others than those that are known are left."""
+    name = next((name for name in IDS if name in arrays), None)
+    if name is None:
+        raise UserError(
+            f"{where}: no array {' or '.join(IDS)} [tokens, layers, k]; it has "
+            f"{', '.join(arrays) or 'none'}"
+        )
+    ids = arrays[name]
+    known = {n: arrays[n] for n in PER_TOKEN if n in arrays}
+    for n, array in known.items():
+        named = n in ("request", "user")
+        if array.shape != ids.shape[:1] or array.dtype.kind not in ("iuU" if named else "iub"):
+            raise UserError(
+                f"{where}: {n} must be whole numbers{' or names' if named else ''} [tokens], not "
+                f"{array.dtype}{list(array.shape)}"
+            )
+    return RoutedBlock(where, ids, weights=arrays.get("weights"), **known)
