@@ -164,7 +164,7 @@ def start_engine(
         max_model_len=limits.max_model_len,
         max_num_batched_tokens=limits.max_num_batched_tokens,
         waves=limits.prefill_waves or (KERNEL_WAVES if resolved.expert_ffn == "pallas" else 1),
-        bucketed=resolved.expert_ffn == "pallas",
+        bucketed=decodes_in_buckets(config, resolved),
     )
     runner = DRIVERS[driver](
         Decoder(config, loaded.params, resolved),
@@ -287,10 +287,23 @@ def without_kernel(config: ModelConfig) -> dict[str, str]:
     return {op: reason for op, reason in reasons.items() if reason is not None}
 
 
+def decodes_in_buckets(config: ModelConfig, ops: Ops) -> bool:
+    """Whether decode is compiled for fewer rows too: where kernels compute every product. Those of
+    XLA are held to one number of rows (contract 1e): in another program the same product is fused
+    with other neighbours."""
+    products = {ops.linear, ops.expert_ffn, ops.paged_attention}
+    return (products | {ops.head_linear} if config.mla else products) == {"pallas"}
+
+
 def kernel_shapes(config: ModelConfig, dtype: str, layout: SlotLayout) -> tuple[ModelShape, ...]:
     """What of a model decides its kernels' configurations, one for each sliding window."""
     layers = [layer_params(config, run.moe) for run in config.runs]
     names = {key for params in layers for key in params}
+    norms = {key: param_shape(p[key])[0] for p in layers for key in p if key in _OTHER_NORMS}
+    # kv_write normalises head by head; otherwise q and k have rms_norms of their own.
+    by_head = norms.get("q_norm") == config.head_dim and config.clip_qkv is None
+    if by_head:
+        norms = {}
     shape = ModelShape(
         hidden=config.hidden_size,
         width=config.moe_intermediate_size,
@@ -305,12 +318,8 @@ def kernel_shapes(config: ModelConfig, dtype: str, layout: SlotLayout) -> tuple[
         activation=config.hidden_act,
         dtype=dtype,
         latent=config.kv_latent,
-        # A norm over all of q is an rms_norm of its own, before the heads are written.
-        qk_norm=any(
-            param_shape(params["q_norm"]) == (config.head_dim,)
-            for params in layers
-            if "q_norm" in params
-        ),
+        qk_norm=by_head,
+        other_norms=tuple(sorted({*norms.values()} - {config.hidden_size})),
         correction="correction" in names,
         norm="layer_norm" if "input_norm_bias" in names else "rms_norm",
     )
@@ -318,6 +327,7 @@ def kernel_shapes(config: ModelConfig, dtype: str, layout: SlotLayout) -> tuple[
     return tuple(dataclasses.replace(shape, window=window) for window in windows)
 
 
+_OTHER_NORMS = ("q_norm", "k_norm", "q_a_norm")
 _NOT_LINEAR = frozenset({"kv_b"})
 _WIDE_RESULT = frozenset({"router", "gate_up", "shared_gate_up", "shared_gate"})
 """Parameters whose products LayerStack asks for in float32."""

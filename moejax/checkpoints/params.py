@@ -7,20 +7,21 @@ from typing import Any
 import jax
 import numpy as np
 
-from moejax.checkpoints.tensors import ParamPlace, expected_tensors
+from moejax.checkpoints.tensors import layer_params, model_params, param_dtype, param_shape
 from moejax.models.config import ModelConfig
+from moejax.models.family import Parts
 
 
 def abstract_params(config: ModelConfig, dtype: np.dtype) -> dict[str, Any]:
     """LoadedModel.params as ShapeDtypeStructs. dtype: the run's, of all whose place names none."""
-    params: dict[str, Any] = {"runs": [{} for _ in config.runs]}
-    for place in expected_tensors(config, ()).values():
-        if not isinstance(place, ParamPlace):
-            continue
-        tree = params if place.run is None else params["runs"][place.run]
-        above = tree[place.key].shape[-len(place.shape)] if place.key in tree else 0
-        shape = (max(above, place.row + place.shape[0]), *place.shape[1:])
-        if place.run is not None:
-            shape = (config.runs[place.run].count, *shape)
-        tree[place.key] = jax.ShapeDtypeStruct(shape, np.dtype(place.dtype or dtype))
-    return params
+
+    def leaves(params: dict[str, Parts], *layers: int) -> dict[str, Any]:
+        return {
+            key: jax.ShapeDtypeStruct(
+                (*layers, *param_shape(parts)), np.dtype(param_dtype(config, key) or dtype)
+            )
+            for key, parts in params.items()
+        }
+
+    runs = [leaves(layer_params(config, run.moe), run.count) for run in config.runs]
+    return {"runs": runs, **leaves(model_params(config))}

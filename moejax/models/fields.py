@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any
 
 from moejax.errors import UserError
-from moejax.models.rope import parse_rope
+from moejax.models.rope import LARGEST, parse_rope
 
 ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
 DTYPES = ("bfloat16", "float16", "float32")
@@ -45,7 +44,7 @@ class Fields:
         if value < least:
             raise self.refuse(f"{key} must be at least {least}, not {value}")
         if value > MOST.get(key, _MOST):
-            raise self.refuse(f"{key} must be at most {MOST.get(key, _MOST)}, not {value:.3g}")
+            raise self.refuse(f"{key} must be at most {MOST.get(key, _MOST)}, not {value}")
         return value
 
     def optional_integer(self, key: str, default: int | None = None, least: int = 1) -> int | None:
@@ -55,12 +54,14 @@ class Fields:
         return self.integer(key, default, least)
 
     def number(self, key: str, default: float, least: float = 0.0) -> float:
-        """A finite number from `least` up."""
+        """A number from `least` to LARGEST."""
         value = self.raw.get(key, default)
         number = not isinstance(value, bool) and isinstance(value, int | float)
-        if not number or not least <= value < math.inf:
+        if not number or not least <= value <= LARGEST:
             bound = "zero" if least == 0 else f"{least:g}"
-            raise self.refuse(f"{key} must be a number from {bound} up, not {value!r}")
+            raise self.refuse(
+                f"{key} must be a number from {bound} up, at most {LARGEST:g}, not {value!r}"
+            )
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:

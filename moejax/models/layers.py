@@ -129,7 +129,9 @@ class LayerStack(nnx.Module):
         config = self.config
         qkv = self._linear(normed, "qkv", i, tokens)
         norms = self._optional("q_norm"), self._optional("k_norm")
-        if norms[0] is not None and norms[0].shape[-1] != page.head_dim:
+        # kv_write normalises heads itself, but clipping comes between the norms and the rotation.
+        whole = norms[0] is not None and norms[0].shape[-1] != page.head_dim
+        if whole or (norms[0] is not None and config.clip_qkv is not None):
             qkv, norms = self._norm_projections(i, qkv, page), (None, None)
         if config.clip_qkv is not None:
             qkv = jnp.clip(qkv, -config.clip_qkv, config.clip_qkv)
@@ -151,10 +153,16 @@ class LayerStack(nnx.Module):
         return tokens.attention(q, arena, layer, window=self.window, scale=scale), arena
 
     def _norm_projections(self, i, qkv, page):
-        """q and k normalised over all their heads at once (OLMoE)."""
+        """qkv with q and k normalised, over as many values at once as the norms have: all heads
+        (OLMoE) or one."""
         width = page.kv_heads * page.head_dim
         q, k, v = jnp.split(qkv, (qkv.shape[1] - 2 * width, qkv.shape[1] - width), axis=1)
-        return jnp.concatenate([self._norm(q, "q_norm", i), self._norm(k, "k_norm", i), v], axis=1)
+
+        def normed(x, name):
+            parts = x.reshape(x.shape[0], -1, self._weight(name).shape[-1])
+            return self._norm(parts, name, i).reshape(x.shape)
+
+        return jnp.concatenate([normed(q, "q_norm"), normed(k, "k_norm"), v], axis=1)
 
     def _read_latent(self, i, normed, arena, tokens, page):
         """Multi-head latent attention (DeepSeek-V2, section 2.1) with the products of queries and

@@ -11,6 +11,9 @@ from moejax.errors import UserError
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 
+LARGEST = 1e30
+"""Of a config's numbers; a float32 still holds it. JSON's integers have no end."""
+
 _REFUSED_TYPES = {
     "dynamic": "its frequencies depend on the length of the sequence, so cached keys would change",
     "proportional": "it rotates only a part of each head, which is not implemented",
@@ -79,15 +82,16 @@ def parse_rope(
         raise UserError(f"{source}: rope_scaling and rope_parameters contradict each other")
     table = {**old, **new}
 
-    def optional(field: str, above: float = 0.0) -> float | None:
+    def optional(field: str, above: float = 0.0, zero: bool = False) -> float | None:
         value = table.get(field)
         if value is None:
             return None
         where = f"{source}: rope_parameters.{field}"
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise UserError(f"{where} must be a number, not {value!r}")
-        if not (math.isfinite(value) and value > above):
-            raise UserError(f"{where} must be a number above {above:g}, not {value!r}")
+        if not (above < value <= LARGEST or (zero and value == 0)):
+            bounds = f"above {above:g}, at most {LARGEST:g}{', or 0' if zero else ''}"
+            raise UserError(f"{where} must be a number {bounds}, not {value!r}")
         return float(value)
 
     def required(field: str, default: float | None = None, above: float = 0.0) -> float:
@@ -170,8 +174,8 @@ def parse_rope(
         beta_fast=required("beta_fast", 32.0),
         beta_slow=required("beta_slow", 1.0),
         attention_factor=optional("attention_factor"),
-        mscale=optional("mscale", above=-math.inf),
-        mscale_all_dim=optional("mscale_all_dim", above=-math.inf),
+        mscale=optional("mscale", zero=True),
+        mscale_all_dim=optional("mscale_all_dim", zero=True),
     )
 
 
@@ -259,7 +263,7 @@ def _yarn_attention_factor(rope: Rope) -> float:
 def _factors(table: dict, field: str, source: str) -> tuple[float, ...]:
     values = table.get(field)
     numbers = isinstance(values, list) and all(
-        isinstance(v, int | float) and not isinstance(v, bool) and 0 < v < math.inf for v in values
+        isinstance(v, int | float) and not isinstance(v, bool) and 0 < v <= LARGEST for v in values
     )
     if not numbers or not values:
         raise UserError(
@@ -294,6 +298,6 @@ def _original_length(raw: dict, table: dict, max_length: int, source: str) -> in
     if any(value != values[0] for value in values):
         raise UserError(f"{source}: contradicting values of {field}: {values}")
     value = values[0] if values else max_length
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UserError(f"{source}: {field} must be a positive integer, not {value!r}")
+    if type(value) is not int or not 1 < value < 2**31:
+        raise UserError(f"{source}: {field} must be an integer from 2 to 2^31 - 1, not {value!r}")
     return value

@@ -38,6 +38,8 @@ class ModelShape:
     """Whether routers add a correction to the scores they choose by."""
     norm: str = "rms_norm"
     """The op of the norms before attention, experts and logits: rms_norm or layer_norm."""
+    other_norms: tuple[int, ...] = ()
+    """Widths of rms_norms beside `hidden`: of compressed queries, of all heads of q or k."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -35,15 +35,18 @@ def dense_checks(shape: ModelShape) -> Iterator[Check]:
             what = f"{outputs}x{inputs} rows {row_tile} bias {bias} out {out}"
             yield make_check("linear", what, dtype, inputs_of, product, out)
 
-    def rows():
-        return draw(0, (33, d), dtype), draw(1, (2, d), dtype), draw(2, (2, d), dtype)
+    for op, width in ((shape.norm, d), *(("rms_norm", n) for n in shape.other_norms)):
 
-    def norm(name, x, weights, biases):
-        if shape.norm == "layer_norm":
-            return layer_norm(x, weights, biases, jnp.int32(1), 1e-6, implementation=name)
-        return rms_norm(x, weights, jnp.int32(1), 1e-6, implementation=name)
+        def rows(width=width):
+            stack = (2, width)
+            return draw(0, (33, width), dtype), draw(1, stack, dtype), draw(2, stack, dtype)
 
-    yield make_check(shape.norm, f"{d}", dtype, rows, norm)
+        def norm(name, x, weights, biases, op=op):
+            if op == "layer_norm":
+                return layer_norm(x, weights, biases, jnp.int32(1), 1e-6, implementation=name)
+            return rms_norm(x, weights, jnp.int32(1), 1e-6, implementation=name)
+
+        yield make_check(op, f"{width}", dtype, rows, norm)
 
     top_k = shape.rule.top_k
 

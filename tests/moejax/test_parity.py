@@ -360,6 +360,9 @@ ALSO = {
         {"older_keys": True},
         family="Olmoe",
     ),
+    "OLMoE: one head, clipped": Case(
+        {"num_attention_heads": 1, "num_key_value_heads": 1, "clip_qkv": 0.8}, family="Olmoe"
+    ),
     "OLMoE: clipped so that little is left, one expert a token, linear rope": Case(
         {
             "clip_qkv": 0.1,

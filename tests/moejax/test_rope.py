@@ -204,6 +204,7 @@ def scaled(**table):
         ({"rope_theta": True}, "rope_theta must be a number"),
         ({"rope_theta": -1.0}, "rope_theta must be a number above 1"),
         ({"rope_theta": float("inf")}, "rope_theta must be a number above 1"),
+        ({"rope_theta": 10**400}, "rope_theta must be a number above 1, at most 1e.30"),
         ({"rope_parameters": 7}, "rope_parameters must be an object"),
         (scaled(rope_type="linear"), "'linear' needs rope_parameters.factor"),
         (scaled(rope_type="linear", factor=0), "factor must be a number above 0"),
@@ -211,8 +212,17 @@ def scaled(**table):
         (scaled(rope_type="yarn", factor=2.0, truncate=1), "truncate"),
         (scaled(rope_type="yarn", factor=2.0, beta_fast="x"), "beta_fast must be a number"),
         (
+            scaled(rope_type="yarn", factor=2.0, mscale_all_dim=-10),
+            "mscale_all_dim must be .* or 0",
+        ),
+        (scaled(**LONGROPE | {"long_factor": [10**400]}), "needs rope_parameters.long_factor"),
+        (
+            scaled(**LONGROPE | {"original_max_position_embeddings": 1}),
+            "original_max_position_embeddings must be an integer from 2",
+        ),
+        (
             scaled(rope_type="yarn", factor=2.0, original_max_position_embeddings=1.5),
-            "original_max_position_embeddings must be a positive integer",
+            "original_max_position_embeddings must be an integer from 2",
         ),
         (
             {

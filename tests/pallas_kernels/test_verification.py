@@ -126,6 +126,13 @@ def test_another_norm_is_another_kernel():
     assert check.error(jax.devices()[0]) <= check.tolerance
 
 
+def test_norms_of_other_widths_are_checked_too():
+    shape = dataclasses.replace(SMALL, other_norms=(24,))
+    found = small_checks(shape, rms_norm="pallas")
+    assert [check.key for check in found] == ["rms_norm 64 bfloat16", "rms_norm 24 bfloat16"]
+    assert all(check.error(jax.devices()[0]) <= check.tolerance for check in found)
+
+
 @pytest.mark.slow
 def test_keys_without_norms_are_another_kernel():
     plain = dataclasses.replace(SMALL, qk_norm=False)
