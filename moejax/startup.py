@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import sys
 from collections.abc import Collection, Mapping, Sequence
@@ -36,6 +37,8 @@ from pallas_kernels.paged_attention import SPAN
 from pallas_kernels.paged_attention import why_not_pallas as attention_why_not
 from pallas_kernels.route import why_not_pallas as route_why_not
 from pallas_kernels.verification import ModelShape, checks, require_verified
+
+log = logging.getLogger("moejax")
 
 PREFILL_CHUNK = 64
 """Prompt tokens computed at once. A start-up shape: it decides bits (contract 1)."""
@@ -142,6 +145,13 @@ def start_engine(
     limits = limits.resolve(device.platform, config.max_position_embeddings)
     assert limits.max_model_len and limits.max_num_seqs and limits.max_num_batched_tokens
     config = dataclasses.replace(config, rope=config.rope.for_length(limits.max_model_len))
+    if config.rope.long:
+        log.info(
+            "longrope: long factors for every prompt, as max_model_len %d is more than the original "
+            "context length; %d or less takes the short ones",
+            limits.max_model_len,
+            config.rope.original_max_position_embeddings,
+        )
     layout = config.slot_layout(loaded.layout.itemsize)
     verify_kernels(config, loaded.dtype, layout, resolved, device)
     moe_layers, experts = sum(config.moe_layers), config.num_experts
