@@ -78,21 +78,18 @@ def load_checkpoint(
     """Loads a local checkpoint directory, shard by shard.
 
     Host memory grows by the weights, one shard and a few tensors. path: a directory with
-    config.json and model.safetensors or an index with shards, or an Orbax checkpoint. dtype: "auto" (the checkpoint's) or
-    one of DTYPE_NAMES. device: the first one by default. progress: called with (done, total) bytes
-    of tensors read. step, name_map: of an Orbax checkpoint that another program wrote: which step
-    (moejax.checkpoints.orbax_steps.Step), and which leaf is which tensor, a file or the name of a
-    shipped map (docs/checkpoints.md). Raises UserError, naming file and tensor, for whatever is
-    wrong with them; all names, shapes and dtypes are checked before the first weight is read.
+    config.json and model.safetensors or an index with shards, or an Orbax checkpoint. dtype:
+    "auto" (the checkpoint's) or one of DTYPE_NAMES. device: the first one by default. progress:
+    called with (done, total) bytes of tensors read. step, name_map: of an Orbax checkpoint that
+    another program wrote: which step (moejax.checkpoints.orbax_steps.Step), and which leaf is which
+    tensor, a file or the name of a shipped map (docs/checkpoints.md). Raises UserError, naming file
+    and tensor, for whatever is wrong with them; all names, shapes and dtypes are checked before the
+    first weight is read.
     """
+    began = time.perf_counter()
     directory = checkpoint_directory(path)
     kind = checkpoint_format(directory)
-    if kind == "orbax":
-        from moejax.checkpoints.mapped_checkpoint import open_mapped
-
-        config, tensors = open_mapped(directory, step, name_map)
-        return load_tensors(config, (tensors,), dtype, device, progress, str(tensors.path))
-    if step is not None or name_map is not None:
+    if kind != "orbax" and (step is not None or name_map is not None):
         raise UserError(
             f"{directory}: step and name_map are for Orbax checkpoints that other programs wrote, "
             "and this is none; leave them out"
@@ -101,10 +98,16 @@ def load_checkpoint(
         from moejax.checkpoints.orbax_own import load_orbax
 
         return load_orbax(directory, dtype, device, progress)
-    began = time.perf_counter()
-    config, shards = load_config(directory), find_shards(directory)
+    files: Sequence[TensorFile]
+    if kind == "orbax":
+        from moejax.checkpoints.mapped_checkpoint import open_mapped
+
+        config, tensors = open_mapped(directory, step, name_map)
+        files, source = (tensors,), tensors.path
+    else:
+        config, files, source = load_config(directory), find_shards(directory), directory
     headers_s = time.perf_counter() - began
-    loaded = load_tensors(config, shards, dtype, device, progress, str(directory))
+    loaded = load_tensors(config, files, dtype, device, progress, str(source))
     seconds = loaded.seconds | {"headers": loaded.seconds["headers"] + headers_s}
     return dataclasses.replace(loaded, seconds=seconds)
 

@@ -147,8 +147,8 @@ def start_engine(
     config = dataclasses.replace(config, rope=config.rope.for_length(limits.max_model_len))
     if config.rope.long:
         log.info(
-            "longrope: long factors for every prompt, as max_model_len %d is more than the original "
-            "context length; %d or less takes the short ones",
+            "longrope: long factors for every prompt, as max_model_len %d is more than the "
+            "original context length; %d or less takes the short ones",
             limits.max_model_len,
             config.rope.original_max_position_embeddings,
         )

@@ -146,7 +146,9 @@ def source_files(source: Source) -> dict[str, list[int]]:
 
 def copied_files(source: Source) -> dict[str, bytes]:
     """The files to copy; config.json with the dtype that the weights now have."""
-    copies = {path.name: path.read_bytes() for path in _copied(source)}
+    copies = {
+        path.relative_to(source.directory).as_posix(): path.read_bytes() for path in _copied(source)
+    }
     if source.config.dtype != source.dtype:
         config = read_json(source.directory / "config.json")
         config.pop("torch_dtype", None)
@@ -158,6 +160,7 @@ def _copied(source: Source) -> list[pathlib.Path]:
     """Raises UserError for a link out of the checkpoint, whose target is nobody's to copy."""
     paths = [source.directory / name for name in COPIED]
     paths = [path for path in paths if os.path.lexists(path)]
+    paths += source.directory.glob("additional_chat_templates/*")
     for path in paths:
-        require_own_file(path)
+        require_own_file(path, source.directory)
     return paths

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.resources
 import json
 import math
 import os
@@ -33,8 +34,8 @@ def checkpoint_directory(path: str | os.PathLike) -> pathlib.Path:
     unfinished = directory.with_name(directory.name + ".partial")
     if unfinished.is_dir():
         raise UserError(
-            f"{path}: no such directory, but {unfinished}: if that is an unfinished conversion, run "
-            "the same `moejax convert` again"
+            f"{path}: no such directory, but {unfinished}: if that is an unfinished conversion, "
+            "run the same `moejax convert` again"
         )
     if _HUB_ID.fullmatch(str(path)):
         raise UserError(
@@ -42,6 +43,14 @@ def checkpoint_directory(path: str | os.PathLike) -> pathlib.Path:
             f"nothing: run `hf download {path} --local-dir DIR` and give DIR"
         )
     raise UserError(f"{path}: no such directory; {expected}")
+
+
+def model_directory(model: str | os.PathLike[str]) -> str | os.PathLike[str]:
+    """The checkpoint that a user names: "demo" is the one in the package."""
+    if model == "demo":
+        config = importlib.resources.files("moejax") / "demo" / "config.json"
+        return pathlib.Path(str(config)).resolve().parent  # an installer may make links
+    return model
 
 
 def require_own_file(path: pathlib.Path, directory: pathlib.Path | None = None) -> None:

@@ -157,6 +157,9 @@ def _parse(content: dict[str, Any]) -> Manifest:
             raise ValueError(f"checksums {values!r}")
         return tuple(values)
 
+    for name in (*content["params"], *content["experts"], *content["files"]):
+        if not name.isprintable():
+            raise ValueError(f"the name {name!a} has unprintable characters")
     for path in content["files"]:
         if pathlib.PurePath(path).is_absolute() or ".." in pathlib.PurePath(path).parts:
             raise ValueError(f"file {path!r} lies outside")

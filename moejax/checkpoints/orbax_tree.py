@@ -51,8 +51,8 @@ class Leaf:
 def read_tree(directory: pathlib.Path) -> Tree:
     """The leaves that an item's _METADATA lists; no array is opened.
 
-    Raises UserError for metadata that is not Orbax's, for leaf names that leave the directory and
-    for links out of it.
+    Raises UserError for metadata that is not Orbax's, for leaf names that leave the directory or
+    cannot be printed, and for links out of it.
     """
     path = directory / TREE
     raw = read_json(path)
@@ -68,8 +68,9 @@ def read_tree(directory: pathlib.Path) -> Tree:
         leaf, name = "/".join(keys), ".".join(keys)
         if leaf in leaves or name in names:
             raise UserError(f"{path}: two leaves are called {leaf}")
-        parts = name.split("/")
-        if "\0" in name or any(part in ("", ".", "..") for part in parts):
+        if not name.isprintable():  # it could write over what the terminal shows
+            raise UserError(f"{path}: the leaf name {leaf!a} has unprintable characters")
+        if any(part in ("", ".", "..") for part in name.split("/")):
             raise UserError(f"{path}: the leaf {leaf!r} would be outside of the checkpoint")
         leaves[leaf] = names[name] = name
     _refuse_links(directory)

@@ -50,6 +50,8 @@ DST.partial; prints how many there were."""
 def source(tmp_path_factory):
     directory = write(tmp_path_factory.mktemp("hf") / "model", random_tensors(CONFIG), shards=2)
     (directory / "tokenizer.json").write_text("{}")
+    (directory / "additional_chat_templates").mkdir()
+    (directory / "additional_chat_templates/rag.jinja").write_text("{{ rag }}")
     return directory
 
 
@@ -409,6 +411,9 @@ def test_provenance(source, undisturbed):
     assert provenance["files"]["part-0.safetensors"][0] == (
         (source / "part-0.safetensors").stat().st_size
     )
+    template = "additional_chat_templates/rag.jinja"
+    assert (undisturbed / template).read_text() == "{{ rag }}"
+    assert {"config.json", "tokenizer.json", template} < manifest["files"].keys()
     checksums = manifest["experts"]["dense"]["0"]
     assert len(set(checksums)) == CONFIG["num_experts"]
     assert np.unique([len(c) for c in checksums]).tolist() == [16]

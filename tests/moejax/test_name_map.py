@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
@@ -9,6 +11,7 @@ import yaml
 
 from moejax import UserError
 from moejax.checkpoint import load_checkpoint
+from moejax.checkpoints import mapped_checkpoint
 from moejax.checkpoints.mapped_checkpoint import open_mapped
 from moejax.checkpoints.name_map import load_name_map, parse_name_map, shipped_maps
 from tests.moejax.foreign_trees import (
@@ -273,6 +276,16 @@ def test_files_that_are_no_maps_are_refused(plain, tmp_path):
             load_name_map(tmp_path / name)
     with pytest.raises(UserError, match=r"needs name_map.*nnx_qwen3_moe.*leaves: lm_head/weight"):
         load_checkpoint(plain[0])
+
+
+def test_reading_headers_is_a_phase_of_the_start(plain, tmp_path, monkeypatch):
+    def slow(*args):
+        time.sleep(0.1)
+        return open_mapped(*args)
+
+    monkeypatch.setattr(mapped_checkpoint, "open_mapped", slow)
+    name_map = write_map(tmp_path, {"rules": [*HF, *EXPERTS]})
+    assert load_checkpoint(plain[0], name_map=name_map).seconds["headers"] > 0.1
 
 
 def test_a_map_may_bring_the_config(plain, tmp_path):

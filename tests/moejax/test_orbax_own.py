@@ -137,9 +137,10 @@ def test_files_of_the_hub_cache_are_links(source, converted, tmp_path):
     (tmp_path / "link").symlink_to(snapshot)
     assert_same_model(load_checkpoint(tmp_path / "link"), load_checkpoint(converted))
     assert_same_model(load_checkpoint(snapshot / "original"), load_checkpoint(source))
-    secret = tmp_path / "secret"
-    (snapshot / "state/params.embed/zarr.json").rename(secret)
-    (snapshot / "state/params.embed/zarr.json").symlink_to(secret)
+    path = snapshot / "state/params.embed/zarr.json"
+    (tmp_path / "secret").write_bytes(path.read_bytes())
+    path.unlink()
+    path.symlink_to(tmp_path / "secret")
     with pytest.raises(UserError, match=r"zarr.json: a link out of the checkpoint's directory"):
         load_checkpoint(snapshot)
 
@@ -280,6 +281,7 @@ def _drop(*keys):
         (_put("tree", value="../elsewhere"), "not a manifest that moejax wrote"),
         (_put("files", "../../etc/passwd", value="0" * 16), "not a manifest that moejax wrote"),
         (_put("files", "/etc/passwd", value="0" * 16), "not a manifest that moejax wrote"),
+        (_put("files", "\033[2J", value="0" * 16), "wrote: .*unprintable"),
         (_put("files", "config.json", value=7), "not a manifest that moejax wrote"),
         (_put("nonfinite", value=[]), "not a manifest that moejax wrote"),
         (_put("experts", value=[]), "not a manifest that moejax wrote"),

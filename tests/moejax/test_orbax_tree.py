@@ -305,6 +305,10 @@ DAMAGE = {
     "pickled objects": (lambda c: edit_array(c, filters=[{"id": "pickle"}]), "missing or damaged"),
     "path upwards": (lambda c: edit_metadata(c, '"norm"', '"../../norm"'), "outside"),
     "absolute path": (lambda c: edit_metadata(c, '"model"', '"/etc"'), "outside"),
+    "escape codes": (
+        lambda c: edit_metadata(c, '"q_norm"', r'"\u001b[2J"'),
+        r"self_attn/\\x1b\[2J/weight' has unprintable characters",
+    ),
     "same name twice": (
         lambda c: edit_metadata(c, '"q_norm"', '"k_norm"'),
         "two leaves are called model/layers/0/self_attn/k_norm/weight",
@@ -322,6 +326,17 @@ def test_damaged_and_hostile_trees_are_refused(copy, tmp_path, damage):
     do(copy)
     with pytest.raises(UserError, match=match):
         load_checkpoint(copy, name_map=write_map(tmp_path, {"rules": [*HF, *EXPERTS]}))
+
+
+def test_files_of_the_hub_cache_are_links(copy, tmp_path):
+    tree = tmp_path / "models--some--model" / "snapshots" / "abc" / "params"
+    shutil.copytree(copy, tree)
+    blobs = tmp_path / "models--some--model" / "blobs"
+    blobs.mkdir()
+    for number, path in enumerate(p for p in tree.rglob("*") if p.is_file()):
+        path.rename(blobs / str(number))
+        path.symlink_to(blobs / str(number))
+    load_checkpoint(tree, name_map=write_map(tmp_path, {"rules": [*HF, *EXPERTS]}))
 
 
 def test_an_item_that_is_a_link_out_is_refused(run, tmp_path):
