@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from host_offload.controller import Controller
+from host_offload.policies.fitted import check_fitted
 from host_offload.policy import Moment, Policy, Spec
 from host_offload.policy_rules import BETWEEN_LAYERS
 from host_offload.staging import Entry, Residency
@@ -18,6 +19,7 @@ from moejax.programs import STAGES
 from moejax.records import StepRecord
 from moejax.runner import Runner
 from moejax.trace_arrays import TraceArrays
+from moejax.tracing import config_digest
 from pallas_kernels.stage import Entries
 
 
@@ -256,6 +258,7 @@ def start_control(
         stage_entries=STAGES,
         router=router,
     )
+    check_fitted(policies, config_digest(runner.config))
     controller = Controller(spec, policies)
     runner.tables = with_contents(runner.tables, controller.take_update())
     return Control(runner, controller) if controller.asks else None

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.resources
 import logging
 import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,8 +17,10 @@ from host_offload.budget import Share
 from host_offload.eviction import with_eviction
 from host_offload.policy import Policy
 from host_offload.policy_rules import check_policies
+from host_offload.prefetch import with_prefetch
 from moejax.arena_report import arena_stats, kv_stats
 from moejax.checkpoint import load_checkpoint
+from moejax.checkpoints.directory import model_directory
 from moejax.device import select_device
 from moejax.engine import Engine, Listener
 from moejax.errors import UserError
@@ -67,7 +67,8 @@ class LLM:
     slower, for policies that look between them (engine.runner.hooks); no bit depends on it.
     eviction: which expert makes room, "lru" (default), "lfu", "lfru", "fifo" or "static", see
     host_offload.policies. policies: more of them, of your own (docs/write_a_policy.md); one that
-    writes victim_weights takes the place of eviction. No bit depends on either.
+    writes victim_weights takes the place of eviction. prefetch: NAME or NAME=PATH, which experts
+    come ahead of need (docs/policies.md). No bit depends on any of them.
     ops: "auto", "xla", "pallas", or per op, "plan=xla,route=pallas": see
     pallas_kernels.resolve_ops.
     device: "cpu", "gpu" or a jax device (default: jax's first). progress: bars on stderr while
@@ -97,6 +98,7 @@ class LLM:
         expert_budget: int | str | Share | None = None,
         kv_budget: int | str | None = None,
         eviction: str | None = None,
+        prefetch: str | None = None,
         policies: Sequence[Policy] = (),
         driver: str = "device",
         ops: str | Mapping[str, str] = "auto",
@@ -129,7 +131,7 @@ class LLM:
         )
         check_driver(driver)
         try:
-            eviction, all_policies = with_eviction(eviction, policies)
+            eviction, all_policies = with_eviction(eviction, with_prefetch(prefetch, policies))
             check_policies(all_policies, driver)
             wanted_ops = parse_ops(ops)
         except ValueError as error:
@@ -138,7 +140,7 @@ class LLM:
         use_compilation_cache(cache_dir)
         self.model, self._progress, self._eviction = str(model), progress, eviction
         self.device = select_device(device)
-        directory = _directory(model)
+        directory = model_directory(model)
         self._start.end("backend")
         with ThreadPoolExecutor(1) as pool:
             tokenizer = pool.submit(load_tokenizer, directory)
@@ -172,7 +174,12 @@ class LLM:
                         self.engine.runner,
                         dtype=loaded.dtype,
                         seed=seed,
-                        settings={"model": self.model, "eviction": eviction, "driver": driver},
+                        settings={
+                            "model": self.model,
+                            "eviction": eviction,
+                            "prefetch": prefetch,
+                            "driver": driver,
+                        },
                         arrays=arrays,
                     )
                     if self.engine.control is not None:
@@ -390,10 +397,3 @@ class LLM:
         if self._borrower not in (None, threading.current_thread()):
             raise UserError("this LLM belongs to an AsyncLLM; use that, or close it first")
         return self.engine
-
-
-def _directory(model: str | os.PathLike[str]) -> str | os.PathLike[str]:
-    if model == "demo":
-        config = importlib.resources.files("moejax") / "demo" / "config.json"
-        return Path(str(config)).resolve().parent  # an installer may make links
-    return model

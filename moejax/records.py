@@ -70,8 +70,10 @@ def step_record(
     ids, weights, missed = (np.asarray(a) for a in (*output.routing, output.missed))
     lengths = None
     if work.rows:
-        place = [row for row, _ in work.rows]
-        requests, position = [r for _, r in work.rows], step.positions[place]
+        # By row, which is the order that policies see between layers.
+        by_row = sorted(work.rows, key=lambda placed: placed[0])
+        place = [row for row, _ in by_row]
+        requests, position = [r for _, r in by_row], step.positions[place]
         rows, phase = output.logits.shape[0], 1
     else:
         spans = [np.arange(c.skip, c.length) for c in work.chunks]

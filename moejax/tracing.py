@@ -31,6 +31,7 @@ from host_offload.traces import (
 )
 from moejax.errors import UserError
 from moejax.models.config import ModelConfig
+from moejax.programs import STAGES
 from moejax.records import StepRecord
 from moejax.runner import Runner
 from moejax.trace_arrays import TraceArrays, parse_trace_arrays
@@ -246,6 +247,7 @@ def start_trace(
         "slot_bytes": layout.slot_bytes,
         "slots": runner.slots,
         "cells": cells.tolist(),
+        "stage_entries": STAGES,
         "seed": seed,
         "shapes": dataclasses.asdict(shapes),
         **settings,

@@ -22,6 +22,7 @@ _ENGINE_OPTIONS = (
     "ops",
     "driver",
     "eviction",
+    "prefetch",
     "max_model_len",
     "max_num_seqs",
     "max_num_batched_tokens",
@@ -104,6 +105,13 @@ def add_memory_options(group: argparse._ArgumentGroup) -> None:
         choices=("lru", "lfu", "lfru", "fifo", "static"),
         help="which expert makes room: the least recently used, the least frequently used, the "
         "smallest frequency over age, the one that came first, or none of a hot set (default: lru)",
+    )
+    group.add_argument(
+        "--prefetch",
+        metavar="NAME[=PATH]",
+        help="which experts come ahead of need: random and moe-infinity with either driver; fate, "
+        "mixtral-offloading, promoe=FILE, coactivation and layer-streaming with --driver host; "
+        "=FILE is what a policy's fit learned from a trace, see docs/policies.md (default: none)",
     )
 
 

@@ -1,0 +1,229 @@
+"""The simulator: what the routing of a trace costs under any policy, without a model or a device.
+
+`simulate` is for other policies and budgets than those of the run; host_offload.replay runs the
+trace again as it was and compares everything. docs/simulator.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from host_offload.controller import Controller, Event
+from host_offload.eviction import EVICTION, with_eviction
+from host_offload.pager import Pager, Referenced, cold_tables
+from host_offload.policy import Policy, Spec
+from host_offload.policy_rules import check_policies
+from host_offload.prefetch import with_prefetch
+from host_offload.simulated_engine import SimulatedEngine, SimulatedStep
+from host_offload.step_sets import StepSets, in_waves, read_step_sets
+from host_offload.trace_schema import KINDS, TraceError, TraceHeader
+from host_offload.traces import Trace
+from host_offload.weighted_pager import WeightedPager, fits
+
+STAGE_ENTRIES = 8
+"""Entries of a step's list where the trace does not say: those of the engine."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Simulation:
+    """What a simulated run did; T steps, L layers. An expert that was needed was a hit, a fill or
+    read through."""
+
+    number: np.ndarray
+    """int64[T]: the steps' numbers in the trace."""
+    kind: np.ndarray
+    """int8[T]: index into trace_schema.KINDS; −1 where the trace does not know."""
+    hits: np.ndarray
+    """int32[T, L]"""
+    fills: np.ndarray
+    """int32[T, L]"""
+    read_through: np.ndarray
+    """int32[T, L]"""
+    staged: np.ndarray
+    """int32[T, L]: experts moved ahead of need."""
+    bytes: np.ndarray | None
+    """int64[T, L]: over the link; None where the trace does not know an expert's bytes."""
+    control: dict[str, Any] | None = None
+    """Controller.stats(); None where no policy was asked anything."""
+
+    @property
+    def misses(self) -> np.ndarray:
+        """int32[T, L]"""
+        return self.fills + self.read_through
+
+    @property
+    def transfers(self) -> np.ndarray:
+        """int32[T, L]: experts that crossed the link, on demand or ahead."""
+        return self.misses + self.staged
+
+    def of_kind(self, kind: str) -> np.ndarray:
+        """bool[T]: the steps of that kind, `prefill` or `decode`."""
+        return self.kind == KINDS.index(kind)
+
+
+def simulate(
+    trace: Trace,
+    *,
+    eviction: str | None = None,
+    prefetch: str | None = None,
+    policies: Sequence[Policy] = (),
+    cells: int | Sequence[int] | np.ndarray | None = None,
+    driver: str | None = None,
+    spec: Spec | None = None,
+    config_digest: str | None = None,
+    listener: Callable[[Event], None] | None = None,
+    watcher: Callable[[SimulatedStep], None] | None = None,
+    fast: bool = True,
+) -> Simulation:
+    """What the steps of a trace would have moved under these policies, from a cold start.
+
+    eviction, prefetch, policies: as of moejax.LLM. cells: of each layer, or int[L]; None: the
+    trace's. driver: `device` or `host`, which has moments between layers; None: the trace's. spec:
+    what policies are told, for a trace that does not say it (a converted one) and for `router`.
+    config_digest: of the model that is meant; a trace of another one is refused. listener: called
+    with each event of the Controller. watcher: called with each step, when it was dispatched. fast:
+    policies that are only weights take host_offload.weighted_pager, which gives the same result.
+
+    Steps are dispatched and read in the trace's order and at its times, whatever they would cost
+    now; without times each is read when the next one was dispatched. Cells that a policy wants are
+    granted at once: KV is not simulated, and a policy that decides about it is refused.
+
+    Raises TraceError for a trace that is damaged, of another model, or without what a policy needs;
+    PolicyError or ValueError for policies that cannot run and for cells that do not fit the model.
+    """
+    header = trace.header
+    if config_digest not in (None, header.config_digest):
+        raise TraceError(
+            f"{trace.directory} is of another model: its configuration is "
+            f"{header.config_digest[:12]}, wanted is {str(config_digest)[:12]}"
+        )
+    _, policies = with_eviction(eviction, with_prefetch(prefetch, policies))
+    if driver is None:
+        driver = str(spec.driver if spec else header.spec.get("driver", "device"))
+    check_policies(policies, driver)
+    granted = _cells(header, cells)
+    controller = None
+    if any(policy.moments for policy in policies):
+        told = dataclasses.replace(spec or spec_of(header), driver=driver)
+        controller = Controller(told, policies, listener=listener)
+        if "kv_pages" in controller.writes:
+            raise ValueError(
+                "a policy writes 'kv_pages', and the simulator has no KV; leave it out"
+            )
+        tables = cold_tables(granted, told.experts, EVICTION["lru"], told.cell_bound)
+        engine = SimulatedEngine(header, Pager(tables, len(told.version_bytes)), controller)
+        steps = engine.run(trace.step_traces())
+    else:
+        weights = next((p.victim_weights for p in policies), EVICTION["lru"])  # type: ignore
+        steps = _weighted_steps(trace, granted, weights, fast)
+    return _collected(trace, steps, controller, watcher)
+
+
+def spec_of(header: TraceHeader) -> Spec:
+    """What the engine that wrote a trace told its policies. Raises TraceError where the header does
+    not say it all."""
+    said = header.spec
+    try:
+        sizes = {name: int(size) for name, size in said["version_bytes"].items()}
+        return Spec(
+            layers=header.layers,
+            experts=header.experts,
+            top_k=header.top_k,
+            hidden=said["hidden"],
+            page_bytes=said["page_bytes"],
+            page_tokens=said["page_tokens"],
+            budget_bytes=said["slots"] * said["slot_bytes"],
+            kv_floor_bytes=said["shapes"]["blocks"] * said["page_bytes"],
+            staging_bytes=2 * said.get("stage_entries", STAGE_ENTRIES) * max(sizes.values()),
+            seed=said["seed"],
+            driver=said["driver"],
+            version_bytes={n: np.full(header.layers, b, np.int64) for n, b in sizes.items()},
+            min_cells=np.zeros(header.layers, np.int32),
+            cell_bound=header.experts,
+            stage_entries=said.get("stage_entries", STAGE_ENTRIES),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise TraceError(
+            f"the trace's spec does not say {error}, which policies are told; give spec="
+        ) from error
+
+
+def _cells(header: TraceHeader, cells: int | Sequence[int] | np.ndarray | None) -> np.ndarray:
+    if cells is None and "cells" not in header.spec:
+        raise TraceError("the trace does not say how many cells its layers had; give cells=")
+    given = np.asarray(header.spec["cells"] if cells is None else cells)
+    if given.dtype.kind not in "iu" or given.shape not in ((), (header.layers,)):
+        raise ValueError(f"cells must be an integer or {header.layers} integers, not {cells!r}")
+    if given.min() < 0 or given.max() > header.experts:
+        raise ValueError(f"cells of a layer must lie in 0…{header.experts}, not {given.tolist()}")
+    return np.broadcast_to(given, header.layers).astype(np.int64)
+
+
+def _weighted_steps(
+    trace: Trace, cells: np.ndarray, weights: Sequence[int], fast: bool
+) -> Iterator[SimulatedStep]:
+    """The steps under a policy that is only weights."""
+    header = trace.header
+    layers, experts = header.layers, header.experts
+    references = trace.steps
+    if "step.waves" not in header.absent:
+        references = sum(int(chunk.array("step.waves").max(axis=1).sum()) for chunk in trace.chunks)
+    if fast and fits(experts, weights, references):
+        reference = WeightedPager(cells, experts, weights, references).reference
+    else:
+        reference = Pager(cold_tables(cells, experts, weights)).reference
+    record_bytes = next(iter(header.spec.get("version_bytes", {"": 0}).values()))
+    none = np.zeros(layers, np.int64)
+    for block in read_step_sets(trace):
+        for number, kind, count, active in _each(block):
+            total = None
+            for due in in_waves(active, count):
+                done = reference(due)
+                total = done if total is None else Referenced(*map(np.add, total, done))
+            assert total is not None
+            moved = (total.fills + total.read_through) * record_bytes
+            name = KINDS[kind] if kind >= 0 else None
+            hits, fills, read_through, missing = total
+            yield SimulatedStep(number, name, hits, fills, read_through, missing, none, moved)
+
+
+def _each(block: StepSets) -> Iterator[tuple[int, int, int, np.ndarray]]:
+    columns = (column.tolist() for column in block[:-1])
+    return zip(*columns, block.active, strict=True)
+
+
+def _collected(
+    trace: Trace,
+    steps: Iterator[SimulatedStep],
+    controller: Controller | None,
+    watcher: Callable[[SimulatedStep], None] | None,
+) -> Simulation:
+    total, layers = trace.steps, trace.header.layers
+    counts = np.zeros((4, total, layers), np.int32)
+    moved = np.zeros((total, layers), np.int64)
+    number, kind = np.zeros(total, np.int64), np.zeros(total, np.int8)
+    for i, step in enumerate(steps):
+        number[i] = step.number
+        kind[i] = -1 if step.kind is None else KINDS.index(step.kind)
+        found = step.hits, step.fills, step.read_through, step.staged
+        for row, values in zip(counts, found, strict=True):
+            row[i] = values
+        moved[i] = step.moved
+        if watcher is not None:
+            watcher(step)
+    known = "version_bytes" in trace.header.spec
+    stats = None if controller is None else controller.stats()
+    return Simulation(
+        number=number,
+        kind=kind,
+        hits=counts[0],
+        fills=counts[1],
+        read_through=counts[2],
+        staged=counts[3],
+        bytes=moved if known or controller else None,
+        control=stats,
+    )
