@@ -46,7 +46,7 @@ def test_table_has_a_line_for_each_case(capsys):
     ("args", "message"),
     [
         (["--shape", "gpt-4"], "shape 'gpt-4' is unknown"),
-        (["--shape", "qwen3-30b-a3b", "--layers", "9999"], "use --layers"),
+        (["--shape", "qwen3-30b-a3b", "--layers", "4000"], "use --layers"),
         (["--shape", "olmoe", "--layers", "1", "--tokens", "99999999"], "not even one layer fits"),
         (["--tokens", "0"], "--tokens must be at least 1"),
         (["--tokens", "4k"], "whole numbers"),

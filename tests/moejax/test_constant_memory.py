@@ -47,7 +47,11 @@ STEPS = (
     "decode_staged",
     "prefill_staged",
 )
-OTHER_STEPS = (*STEPS[2:], "prompt_logprobs")
+EVERY_STEP = [
+    *STEPS[:2],
+    pytest.param("decode_staged", marks=pytest.mark.slow),
+    *(pytest.param(s, marks=pytest.mark.nightly) for s in STEPS[2:] if s != "decode_staged"),
+]
 
 
 def nbytes(tree) -> int:
@@ -105,7 +109,7 @@ def compile_here(programs: Programs, name: str, donate: bool = True) -> Compiled
 
 
 @pytest.mark.parametrize(
-    "name", [*STEPS[:2], *(pytest.param(s, marks=pytest.mark.slow) for s in OTHER_STEPS)]
+    "name", [*EVERY_STEP, pytest.param("prompt_logprobs", marks=pytest.mark.nightly)]
 )
 def test_step_copies_nothing_large(runner, name):
     lowered = runner.lower(name)
@@ -134,9 +138,7 @@ def test_sweep_in_waves_copies_nothing_large(runner):
     assert compiled.memory.temp_bytes < DEMO_TEMP["prefill"]
 
 
-@pytest.mark.parametrize(
-    "name", [*STEPS[:2], *(pytest.param(s, marks=pytest.mark.slow) for s in STEPS[2:])]
-)
+@pytest.mark.parametrize("name", EVERY_STEP)
 def test_layers_without_experts_and_a_window_copy_nothing_large(name):
     moe = (False, True, True, False, False, True)
     config = dataclasses.replace(
@@ -205,9 +207,7 @@ def compile_large(programs: Programs, name: str, donate: bool = True) -> Compile
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize(
-    "name", [pytest.param(s, marks=[pytest.mark.slow] * (s not in STEPS[:2])) for s in STEPS]
-)
+@pytest.mark.parametrize("name", EVERY_STEP)
 def test_step_of_a_large_model_copies_nothing_large(large, name):
     compiled = compile_large(large, name)
     (store,) = large.stores

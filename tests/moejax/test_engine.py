@@ -239,7 +239,7 @@ def test_a_folder_named_demo_does_not_shadow_the_model(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with LLM("demo", progress=False, **LIMITS) as llm:
         assert llm.config.num_experts == 16
-    with pytest.raises(UserError, match=r"config\.json"):
+    with pytest.raises(UserError, match=r"model\.safetensors"):
         LLM("./demo", progress=False)
 
 

@@ -278,6 +278,7 @@ def test_kernels_for_an_h200_copy_nothing_large():
 # ---- the example
 
 
+@pytest.mark.slow
 def test_the_example(capsys):
     example.main(["--budget", "25%", "--length", "6"])
     out = capsys.readouterr().out

@@ -239,6 +239,7 @@ def test_parquet_needs_a_package(tmp_path, monkeypatch):
 def test_parquet(tmp_path):
     import pyarrow
     import pyarrow.parquet
+
     columns = dict(ids=IDS.tolist(), step=[0] * PROMPT + list(range(1, 1 + TOKENS - PROMPT)))
     pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
     done = convert_trace(tmp_path / "a.parquet", tmp_path / "t", experts=E)

@@ -34,12 +34,19 @@ QUICK_SPECS = 5
 """Specs of an op that the quick suite tests the reference with."""
 
 
-def each(implementations: Mapping[str, Callable], specs: Sequence = (), dtypes: Sequence = ()):
+def each(
+    implementations: Mapping[str, Callable],
+    specs: Sequence = (),
+    dtypes: Sequence = (),
+    *,
+    mutants: bool = False,
+):
     """Parametrises a test by implementation and, where given, by spec and by dtype.
 
     Kernels take 16-bit operands only, so "pallas" gets neither specs of float32 nor that dtype. Its
     cases are slow, since interpreted kernels compile slowly; the quick suite has each kernel in
-    the engine (test_kernels_in_engine). So are an op's specs after the first few.
+    the engine (test_kernels_in_engine). So are an op's specs after the first few. mutants: the test
+    watches other tests; its interpreted cases are nightly.
     """
     axes = {"implementation": list(implementations), "spec": list(specs), "dtype": list(dtypes)}
     axes = {name: values for name, values in axes.items() if values}
@@ -52,7 +59,7 @@ def each(implementations: Mapping[str, Callable], specs: Sequence = (), dtypes: 
         name = "-".join(value if isinstance(value, str) else _name(value) for value in values)
         place = 0 if spec is None else list(specs).index(spec)
         marks = [pytest.mark.slow] if interpreted_kernel or place >= QUICK_SPECS else []
-        if interpreted_kernel and place >= INTERPRETED_SPECS:
+        if interpreted_kernel and (mutants or place >= INTERPRETED_SPECS):
             marks.append(pytest.mark.nightly)
         cases.append(pytest.param(*values, id=name, marks=marks))
     return pytest.mark.parametrize(list(axes), cases)

@@ -161,6 +161,7 @@ def half_of_the_splits(lengths, *refs, window, split, merge=kernels.merge):
     merge(lengths, *refs, window=window, split=2 * split)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("part", "change"), [("_span", one_key_further), ("merge", half_of_the_splits)]
 )

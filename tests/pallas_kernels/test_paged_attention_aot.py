@@ -22,6 +22,15 @@ SHAPES = {
     "one head of 20": dataclasses.replace(MODELS["Qwen3-30B-A3B"], heads=20, kv_heads=1),
 }
 
+of_shape_and_window = pytest.mark.parametrize(
+    ("name", "window"),
+    [
+        pytest.param(name, window, marks=[pytest.mark.nightly] * (window is not None and i > 0))
+        for i, name in enumerate(SHAPES)
+        for window in (None, 1024)
+    ],
+)
+
 
 def arena_of(model):
     return Array((40 * GiB // (2 * model.hidden), model.hidden), jnp.uint16)
@@ -65,8 +74,7 @@ def check(kernel, shared):
     assert not {8, 16} & kernel.load_bits().keys()
 
 
-@pytest.mark.parametrize("window", [None, 1024])
-@pytest.mark.parametrize("name", SHAPES)
+@of_shape_and_window
 def test_decode(name, window):
     model = SHAPES[name]
     instructions = set()
@@ -84,8 +92,7 @@ def test_decode(name, window):
     assert len(instructions) == 1  # the number of rows changes the grid only
 
 
-@pytest.mark.parametrize("window", [None, 1024])
-@pytest.mark.parametrize("name", SHAPES)
+@of_shape_and_window
 def test_prefill(name, window):
     program, kernels = compile_prefill(SHAPES[name], page_of(SHAPES[name]), window)
     assert program.kernels() == ["prefill_attention"] and program.copies() == []

@@ -208,7 +208,7 @@ def uses_ungranted_cells(stage, arena, tables, stores, layer, entries):
     return arena, after._replace(cell_row=tables.cell_row), done
 
 
-@each(api.IMPLEMENTATIONS)
+@each(api.IMPLEMENTATIONS, mutants=True)
 @pytest.mark.parametrize(
     "mutant",
     [
