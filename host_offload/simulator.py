@@ -15,6 +15,7 @@ import numpy as np
 from host_offload.controller import Controller, Event
 from host_offload.eviction import EVICTION, with_eviction
 from host_offload.pager import Pager, Referenced, cold_tables
+from host_offload.policies.fitted import check_fitted
 from host_offload.policy import Policy, Spec
 from host_offload.policy_rules import check_policies
 from host_offload.prefetch import with_prefetch
@@ -105,6 +106,7 @@ def simulate(
     if driver is None:
         driver = str(spec.driver if spec else header.spec.get("driver", "device"))
     check_policies(policies, driver)
+    check_fitted(policies, header.config_digest)
     granted = _cells(header, cells)
     controller = None
     if any(policy.moments for policy in policies):

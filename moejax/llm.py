@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import threading
@@ -33,7 +32,7 @@ from moejax.requests import GenerationRequest, Prompt
 from moejax.sampling_params import SamplingParams
 from moejax.sizes import parse_expert_budget, parse_size
 from moejax.start_times import StartTimes
-from moejax.startup import Limits, check_driver, start_engine, use_compilation_cache
+from moejax.startup import Limits, check_driver, ops_in_use, start_engine, use_compilation_cache
 from moejax.tokenizer import check_vocabulary, load_tokenizer
 from moejax.tracing import Tracer, check_trace, start_trace
 from pallas_kernels import parse_ops
@@ -338,7 +337,7 @@ class LLM:
             "dtype": self.dtype,
             "device": self.device.device_kind,
             "jax": jax.__version__,
-            "ops": dataclasses.asdict(engine.runner.ops),
+            "ops": ops_in_use(engine.runner.config, engine.runner.ops),
             "driver": engine.runner.driver,
             "eviction": self._eviction,
             "trace_arrays": sorted(engine.runner.trace_arrays),

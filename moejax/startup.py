@@ -305,6 +305,17 @@ def decodes_in_buckets(config: ModelConfig, ops: Ops) -> bool:
     return (products | {ops.head_linear} if config.mla else products) == {"pallas"}
 
 
+def ops_in_use(config: ModelConfig, ops: Ops) -> dict[str, str]:
+    """Op → implementation, of the ops that this model's steps have."""
+    names = {key for run in config.runs for key in layer_params(config, run.moe)}
+    unused = {"kv_write"} if config.mla else {"latent_write", "head_linear"}
+    if "input_norm_bias" not in names:
+        unused.add("layer_norm")
+    elif not any(name in names for name in ("q_norm", "q_a_norm")):
+        unused.add("rms_norm")
+    return {op: name for op, name in dataclasses.asdict(ops).items() if op not in unused}
+
+
 def kernel_shapes(config: ModelConfig, dtype: str, layout: SlotLayout) -> tuple[ModelShape, ...]:
     """What of a model decides its kernels' configurations, one for each sliding window."""
     layers = [layer_params(config, run.moe) for run in config.runs]

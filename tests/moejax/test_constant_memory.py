@@ -138,7 +138,9 @@ def test_sweep_in_waves_copies_nothing_large(runner):
     assert compiled.memory.temp_bytes < DEMO_TEMP["prefill"]
 
 
-@pytest.mark.parametrize("name", EVERY_STEP)
+@pytest.mark.parametrize(
+    "name", ["decode", *(pytest.param(s, marks=pytest.mark.nightly) for s in STEPS[1:])]
+)
 def test_layers_without_experts_and_a_window_copy_nothing_large(name):
     moe = (False, True, True, False, False, True)
     config = dataclasses.replace(

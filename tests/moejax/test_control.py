@@ -100,6 +100,7 @@ def test_policies_that_are_weights_cost_nothing():
         assert not {"snapshot", "decode_staged"} & set(llm.engine.runner.executables())
 
 
+@pytest.mark.slow
 def test_static_in_the_engine():
     hot = tuple((3, 1, 4, 5) for _ in range(4))
     policies = [Static(hot=hot)]

@@ -270,6 +270,7 @@ CASES = {
 NIGHTLY = (
     "Qwen3-MoE: biases, odd widths, one KV head, linear rope",
     "Qwen3-MoE: dense layers by list, llama3 rope",
+    "Mixtral: three experts, longrope beyond its length",
     "OLMoE: no clipping, odd widths, yarn rope",
     "Qwen2-MoE: windows by list, no biases, own head size, tied",
     "Phi-3.5-MoE: no biases, tied, longrope beyond its length by the older keys",

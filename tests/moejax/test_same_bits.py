@@ -102,6 +102,11 @@ def test_mixes_and_budgets_change_no_bit(llm, solo, mix, cells, more_kv, evictio
 
 
 @pytest.mark.parametrize(
+    "dtype",
+    [pytest.param("float32", marks=pytest.mark.nightly), "bfloat16"],
+    indirect=True,
+)
+@pytest.mark.parametrize(
     "options",
     [
         {"expert_budget": "0%", "kv_budget": "1MiB"},

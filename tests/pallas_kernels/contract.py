@@ -27,7 +27,7 @@ POISON = 0x7FFF
 SEEDS = (0, 1)
 
 
-INTERPRETED_SPECS = 9
+INTERPRETED_SPECS = 6
 """Specs of an op that .ci/run interprets its kernels with; `pytest` without a marker takes all."""
 
 QUICK_SPECS = 5
@@ -46,7 +46,7 @@ def each(
     Kernels take 16-bit operands only, so "pallas" gets neither specs of float32 nor that dtype. Its
     cases are slow, since interpreted kernels compile slowly; the quick suite has each kernel in
     the engine (test_kernels_in_engine). So are an op's specs after the first few. mutants: the test
-    watches other tests; its interpreted cases are nightly.
+    watches other tests: slow, and nightly where interpreted.
     """
     axes = {"implementation": list(implementations), "spec": list(specs), "dtype": list(dtypes)}
     axes = {name: values for name, values in axes.items() if values}
@@ -58,7 +58,8 @@ def each(
             continue
         name = "-".join(value if isinstance(value, str) else _name(value) for value in values)
         place = 0 if spec is None else list(specs).index(spec)
-        marks = [pytest.mark.slow] if interpreted_kernel or place >= QUICK_SPECS else []
+        slow = interpreted_kernel or mutants or place >= QUICK_SPECS
+        marks = [pytest.mark.slow] if slow else []
         if interpreted_kernel and (mutants or place >= INTERPRETED_SPECS):
             marks.append(pytest.mark.nightly)
         cases.append(pytest.param(*values, id=name, marks=marks))

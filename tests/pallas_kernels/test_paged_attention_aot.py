@@ -25,7 +25,11 @@ SHAPES = {
 of_shape_and_window = pytest.mark.parametrize(
     ("name", "window"),
     [
-        pytest.param(name, window, marks=[pytest.mark.nightly] * (window is not None and i > 0))
+        pytest.param(
+            name,
+            window,
+            marks=[pytest.mark.nightly] * (i > 0 and (window is not None or name not in MODELS)),
+        )
         for i, name in enumerate(SHAPES)
         for window in (None, 1024)
     ],
