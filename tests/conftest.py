@@ -63,6 +63,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "shared" in getattr(item, "fixturenames", ()):
             item.add_marker("shared")
+        if item.get_closest_marker("nightly"):
+            item.add_marker("slow")  # so that the quick suite is quick
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
