@@ -44,6 +44,7 @@ def run_to_the_end(llm):
         llm.engine.step()
 
 
+@pytest.mark.slow
 def test_ctrl_c_at_any_moment_leaves_a_working_engine(llm, expected):
     rng, interrupted = np.random.default_rng(0), 0
     previous = signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGINT))

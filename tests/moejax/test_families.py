@@ -34,9 +34,16 @@ SHORT = ("DeepseekV3ForCausalLM",)
 """Latent pages, groups, shared experts and a dense layer: what the quick suite looks at."""
 
 
+def marks(family: str) -> list:
+    """.ci/run takes a norm of each kind, a window by layer, latent pages; `pytest` takes all."""
+    if family in ("MixtralForCausalLM", "DeepseekV2ForCausalLM"):
+        return [pytest.mark.nightly]
+    return [pytest.mark.slow] * (family not in SHORT)
+
+
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(f, marks=[pytest.mark.slow] * (f not in SHORT)) for f in SMALL],
+    params=[pytest.param(f, marks=marks(f)) for f in SMALL],
 )
 def directory(request, tmp_path_factory):
     return write_checkpoint(tmp_path_factory.mktemp("family"), request.param)

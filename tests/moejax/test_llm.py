@@ -289,6 +289,7 @@ def test_closing_frees_arena_store_and_parameters():
         llm.generate([5, 6], GREEDY)
 
 
+@pytest.mark.slow
 def test_arena_too_small_says_what_works():
     with pytest.raises(ArenaTooSmall, match="smallest arena that works") as found:
         LLM("demo", memory="200KB", expert_budget=0, progress=False, **LIMITS)

@@ -60,7 +60,9 @@ def llm(request, stored):
 
 
 on_both_models = pytest.mark.parametrize("stored", MODELS, indirect=True)
-at_both_budgets = pytest.mark.parametrize("llm", ["25%", "100%"], indirect=True)
+at_both_budgets = pytest.mark.parametrize(
+    "llm", ["25%", pytest.param("100%", marks=pytest.mark.nightly)], indirect=True
+)
 at_a_quarter = pytest.mark.parametrize("llm", ["25%"], indirect=True)
 
 

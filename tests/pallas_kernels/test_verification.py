@@ -220,6 +220,7 @@ def test_a_cache_that_cannot_be_written_is_no_obstacle(tmp_path, caplog):
     assert "checked at every start" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.aot
 def test_the_checks_read_pinned_memory_on_a_gpu():
     """Compiled for an H200 with its store in pinned host memory, as a GPU would run the checks."""
