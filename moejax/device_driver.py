@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from host_offload.tables import Tables
+from moejax.experts import zero_after
 from moejax.models.decoder import Decoder
 from moejax.models.layers import LayerStack
 from moejax.step import (
@@ -127,9 +128,7 @@ def _layers(model, x, arena, tables, stores, tokens, forced, stages, page, ops, 
             ops=ops,
         )
         if stages is not None:
-            # A transfer must depend on what the experts computed: if it could come before they have
-            # read the arena, XLA would copy the arena (seen on CPU). A NaN changes no bit either.
-            after = stages._replace(layer=jnp.where(jnp.isnan(x[0, 0]), -1, stages.layer))
+            after = stages._replace(layer=stages.layer + zero_after(x))
             with jax.named_scope("stage"):
                 arena, tables, done = stage(
                     arena, tables, stores, moe_layer, after, implementation=ops.stage

@@ -97,6 +97,14 @@ def page_and_compute(
     return y, arena, tables, counts
 
 
+def zero_after(value: jax.Array) -> jax.Array:
+    """An int32 zero that waits for `value`: added to what decides about a later write of the arena,
+    it keeps XLA from thinking that the write could come before what made `value` has read it, and
+    from copying the arena."""
+    # Nothing exceeds infinity, which XLA does not see.
+    return (value.reshape(-1)[0] > jnp.inf).astype(jnp.int32)
+
+
 def counts_size(experts: int) -> int:
     """int32 values of one layer's counts: the fields of Paging and one bit an expert."""
     return len(Paging._fields) + -(-experts // 32)

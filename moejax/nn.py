@@ -30,7 +30,7 @@ from host_offload.store import ExpertStore, StoreBuilder, record_of
 from host_offload.tables import Tables, empty_tables, regrant
 from moejax.checkpoint import DTYPE_NAMES, NUMPY_DTYPES
 from moejax.errors import UserError
-from moejax.experts import Paging, add_experts, page_and_compute
+from moejax.experts import Paging, add_experts, page_and_compute, zero_after
 from moejax.sizes import parse_expert_budget
 from moejax.startup import cache_root
 from pallas_kernels import Ops, resolve_ops
@@ -300,10 +300,8 @@ class PagedMoE(nnx.Module):
             waves=self.waves,
             ops=self.ops,
         )
-        # The next layer's plan must wait for this layer's reading of the arena, or XLA copies the
-        # arena where two layers take the same x. Nothing exceeds infinity, which XLA does not see.
-        after = (y[0, 0, 0] > jnp.inf).astype(jnp.int32)
-        tables = tables._replace(clock=tables.clock + after)
+        # For the next layer's plan, where both take the same x.
+        tables = tables._replace(clock=tables.clock + zero_after(y))
         y = add_experts(jnp.zeros_like(rows), y, weights, self.ops)
         sums = memory.counts.at[self.layer].add(counts[: len(Paging._fields)])
         return y[:count].reshape(x.shape), ExpertMemory(arena, tables, sums)
