@@ -10,6 +10,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -50,13 +51,13 @@ class LoadedModel:
     """A checkpoint in memory.
 
     dtype: the run's, "bfloat16", "float16" or "float32"; config.dtype is the checkpoint's.
-    params: jax arrays on the device in the run's dtype, matrices as [out, in]: "embed" [V, D],
-    "final_norm" [D], "lm_head" [V, D] (absent if tied) and "runs", one dict for each of config.runs
-    with leading axis n, its layers: "input_norm" [n, D], "qkv" [n, (H + 2·KH)·hd, D] (rows of q, k,
-    v), "q_norm", "k_norm" [n, hd], "o" [n, D, H·hd], "post_norm" [n, D]; with attention_bias
-    "qkv_bias" [n, (H + 2·KH)·hd] and "o_bias" [n, D]; MoE runs "router" [n, E, D]; dense runs
-    "gate_up" [n, 2·F, D] and "down" [n, D, F]. store: all experts, version `dense`, laid out as
-    layout says. seconds: how long the phases of loading took, as in moejax.start_times.
+    params: jax arrays on the device in the run's dtype (a family's wide_params in float32),
+    matrices as [out, in]: "embed" [V, D], "final_norm" [D], "lm_head" [V, D] (absent if tied),
+    biases where the family has them, and "runs", one dict for each of config.runs with leading axis
+    n, its layers. Their names and shapes are the family's layer_params (docs/add_a_model.md), of
+    Qwen3-MoE "input_norm" [n, D], "qkv" [n, (H + 2·KH)·hd, D] (rows of q, k, v), "q_norm", "k_norm"
+    [n, hd], "o" [n, D, H·hd], "post_norm" [n, D], "router" [n, E, D]. store: all experts, version
+    `dense`, laid out as layout says. seconds: how long the phases of loading took, as in moejax.start_times.
     """
 
     config: ModelConfig
@@ -89,27 +90,47 @@ def load_checkpoint(
     began = time.perf_counter()
     directory = checkpoint_directory(path)
     kind = checkpoint_format(directory)
-    if kind != "orbax" and (step is not None or name_map is not None):
-        raise UserError(
-            f"{directory}: step and name_map are for Orbax checkpoints that other programs wrote, "
-            "and this is none; leave them out"
-        )
+    check_orbax_options(directory, kind, step, name_map)
     if kind == "moejax-orbax":
         from moejax.checkpoints.orbax_own import load_orbax
 
         return load_orbax(directory, dtype, device, progress)
-    files: Sequence[TensorFile]
-    if kind == "orbax":
-        from moejax.checkpoints.mapped_checkpoint import open_mapped
-
-        config, tensors = open_mapped(directory, step, name_map)
-        files, source = (tensors,), tensors.path
-    else:
-        config, files, source = load_config(directory), find_shards(directory), directory
+    config, files = open_tensors(directory, kind, step, name_map)
+    source = str(files[0].path if kind == "orbax" else directory)
     headers_s = time.perf_counter() - began
-    loaded = load_tensors(config, files, dtype, device, progress, str(source))
+    loaded = load_tensors(config, files, dtype, device, progress, source)
     seconds = loaded.seconds | {"headers": loaded.seconds["headers"] + headers_s}
     return dataclasses.replace(loaded, seconds=seconds)
+
+
+def check_orbax_options(
+    path: str | os.PathLike,
+    kind: str,
+    step: int | str | None,
+    name_map: str | os.PathLike | None,
+) -> None:
+    """Raises UserError for step or name_map where a checkpoint of that format takes none."""
+    if kind != "orbax" and (step is not None or name_map is not None):
+        raise UserError(
+            f"{path}: step and name_map are for Orbax checkpoints that other programs wrote, and "
+            "this is none; leave them out"
+        )
+
+
+def open_tensors(
+    directory: Path,
+    kind: str,
+    step: int | str | None,
+    name_map: str | os.PathLike | None,
+) -> tuple[ModelConfig, Sequence[TensorFile]]:
+    """The config of a checkpoint and the files of its tensors, under transformers' names; headers
+    only. kind: of checkpoint_format, "safetensors" or "orbax". Raises as load_checkpoint."""
+    if kind != "orbax":
+        return load_config(directory), find_shards(directory)
+    from moejax.checkpoints.mapped_checkpoint import open_mapped
+
+    config, tensors = open_mapped(directory, step, name_map)
+    return config, (tensors,)
 
 
 def load_tensors(
@@ -127,19 +148,18 @@ def load_tensors(
     load_checkpoint.
     """
     marks = [time.perf_counter()]
-    config, run_dtype, places = plan_tensors(config, files, dtype, source)
+    config, to_name, places = plan_tensors(config, files, dtype, source)
     marks.append(time.perf_counter())
     device = jax.devices()[0] if device is None else device
-    to = NUMPY_DTYPES[run_dtype]
-    layout = ExpertLayout(config.hidden_size, config.moe_intermediate_size, to.itemsize)
-    require_pinned_memory(device, sum(config.moe_layers) * config.num_experts * layout.nbytes)
+    to = NUMPY_DTYPES[to_name]
+    layout = config.expert_layout(to.itemsize)
     try:
         params = jax.tree.map(
             lambda p: aligned_empty(p.shape, p.dtype), abstract_params(config, to)
         )
-        builder = StoreBuilder(layout, sum(config.moe_layers), config.num_experts, device)
     except MemoryError as error:
         raise UserError(f"{source}: {error}") from error
+    builder = new_store(config, layout, device, source)
     marks.append(time.perf_counter())
     nonfinite: Counter[str] = Counter()
     try:
@@ -161,7 +181,7 @@ def load_tensors(
     on_device = _to_device(params, device)
     marks.append(time.perf_counter())
     seconds: dict[str, float] = dict(zip(_PHASES, np.diff(marks).tolist(), strict=True))
-    return LoadedModel(config, run_dtype, on_device, store, layout, seconds)
+    return LoadedModel(config, to_name, on_device, store, layout, seconds)
 
 
 def plan_tensors(
@@ -172,15 +192,39 @@ def plan_tensors(
     Reads no weights, but for an lm_head beside tied embeddings. dtype, source and what is raised as
     in load_tensors.
     """
-    if dtype != "auto" and dtype not in DTYPE_NAMES:
-        raise UserError(f"dtype {dtype!r} is unknown; choose auto, {', '.join(DTYPE_NAMES)}")
+    check_dtype(dtype)
     places = check_tensors(config, files, source)
     if config.tie_word_embeddings:
         _check_tied(files)
     if config.dtype is None:
         stored = next(f.tensors[_EMBED].dtype for f in files if _EMBED in f.tensors)
         config = dataclasses.replace(config, dtype=stored)
-    return config, str(config.dtype) if dtype == "auto" else DTYPE_NAMES[dtype], places
+    return config, run_dtype(dtype, str(config.dtype)), places
+
+
+def check_dtype(dtype: str) -> None:
+    """Raises UserError for a dtype that is neither "auto" nor one of DTYPE_NAMES."""
+    if dtype != "auto" and dtype not in DTYPE_NAMES:
+        raise UserError(f"dtype {dtype!r} is unknown; choose auto, {', '.join(DTYPE_NAMES)}")
+
+
+def run_dtype(dtype: str, stored: str) -> str:
+    """The run's dtype. dtype: as in load_checkpoint; "auto" is `stored`. Raises UserError."""
+    check_dtype(dtype)
+    return stored if dtype == "auto" else DTYPE_NAMES[dtype]
+
+
+def new_store(
+    config: ModelConfig, layout: ExpertLayout, device: jax.Device, source: str
+) -> StoreBuilder:
+    """An empty store for all experts. Raises UserError where the device's pinned memory is too
+    small for it. source: the checkpoint's path, for messages."""
+    layers = sum(config.moe_layers)
+    require_pinned_memory(device, layers * config.num_experts * layout.nbytes)
+    try:
+        return StoreBuilder(layout, layers, config.num_experts, device)
+    except MemoryError as error:
+        raise UserError(f"{source}: {error}") from error
 
 
 def check_tensors(

@@ -6,7 +6,6 @@ Arithmetic on a config; of weights at most the headers are read.
 from __future__ import annotations
 
 import dataclasses
-import importlib.resources
 import math
 import os
 from collections.abc import Iterable
@@ -18,11 +17,10 @@ import jax
 from host_offload.budget import ArenaTooSmall, cells_per_layer, format_bytes, resolve_budget
 from host_offload.device_memory import SHARE
 from host_offload.layout import SlotLayout
-from moejax.checkpoint import plan_tensors
-from moejax.checkpoints.directory import checkpoint_directory, read_json
+from moejax.checkpoint import check_orbax_options, open_tensors, plan_tensors
+from moejax.checkpoints.directory import checkpoint_directory, model_directory, read_json
 from moejax.checkpoints.formats import checkpoint_format
 from moejax.checkpoints.orbax_manifest import MANIFEST, read_manifest
-from moejax.checkpoints.shards import find_shards
 from moejax.errors import UserError
 from moejax.models.config import ModelConfig, load_config, parse_config
 from moejax.random_model import abstract_params, expert_layout
@@ -138,30 +136,19 @@ def read_headers(
     for, or "demo" for the model in the package; or a config.json alone, for which the weights are
     None. step, name_map: as in load_checkpoint. Raises UserError as load_checkpoint does.
     """
-    if path == "demo":
-        path = str(importlib.resources.files("moejax") / "demo")
+    path = model_directory(path)
     alone = Path(path).name == "config.json" and Path(path).is_file()
     directory = Path(path) if alone else checkpoint_directory(path)
     kind = "config" if alone else checkpoint_format(directory)
-    if kind != "orbax" and (step is not None or name_map is not None):
-        raise UserError(
-            f"{path}: step and name_map are for Orbax checkpoints that other programs wrote, and "
-            "this is none; leave them out"
-        )
+    check_orbax_options(path, kind, step, name_map)
     if kind == "config":
         return parse_config(read_json(directory), str(path)), None
     if kind == "moejax-orbax":
         manifest = read_manifest(directory / MANIFEST)
         config = dataclasses.replace(load_config(directory), dtype=manifest.dtype)
         return config, _weights(kind, directory.rglob("*"))
-    if kind == "orbax":
-        from moejax.checkpoints.mapped_checkpoint import open_mapped
-
-        config, tensors = open_mapped(directory, step, name_map)
-        files, paths = (tensors,), tensors.path.rglob("*")
-    else:
-        config, files = load_config(directory), find_shards(directory)
-        paths = (shard.path for shard in files)
+    config, files = open_tensors(directory, kind, step, name_map)
+    paths = files[0].path.rglob("*") if kind == "orbax" else (file.path for file in files)
     config, _, _ = plan_tensors(config, files, "auto", str(directory))
     return config, _weights(kind, paths)
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from host_offload.layout import ExpertLayout
 from host_offload.store import ExpertStore, StoreBuilder
-from moejax.checkpoint import DTYPE_NAMES, NUMPY_DTYPES, LoadedModel
+from moejax.checkpoint import NUMPY_DTYPES, LoadedModel, run_dtype
 from moejax.checkpoints import params
 from moejax.errors import UserError
 from moejax.models.config import ModelConfig, parse_config
@@ -93,8 +93,7 @@ def shape(name: str, layers: int | None = None) -> ModelConfig:
 
 def expert_layout(config: ModelConfig, dtype: str = "auto") -> ExpertLayout:
     """The dense record of one expert. dtype: as for random_model."""
-    to = NUMPY_DTYPES[_run_dtype(config, dtype)]
-    return ExpertLayout(config.hidden_size, config.moe_intermediate_size, to.itemsize)
+    return config.expert_layout(NUMPY_DTYPES[_run_dtype(config, dtype)].itemsize)
 
 
 def abstract_params(config: ModelConfig, dtype: str = "auto") -> dict[str, Any]:
@@ -120,10 +119,10 @@ def random_model(
 
     Raises UserError for an unknown dtype and MemoryError as StoreBuilder does.
     """
-    run_dtype = _run_dtype(config, dtype)
+    to_name = _run_dtype(config, dtype)
     device = jax.devices()[0] if device is None else device
     generator = np.random.default_rng(seed)
-    block = (generator.standard_normal(_BLOCK, np.float32) * SPREAD).astype(NUMPY_DTYPES[run_dtype])
+    block = (generator.standard_normal(_BLOCK, np.float32) * SPREAD).astype(NUMPY_DTYPES[to_name])
     layout = expert_layout(config, dtype)
     store = _random_store(config, layout, block.view(np.uint16), generator, device)
 
@@ -135,16 +134,12 @@ def random_model(
         return jax.block_until_ready(jax.device_put(values, device))
 
     weights = jax.tree_util.tree_map_with_path(fill, abstract_params(config, dtype))
-    config = dataclasses.replace(config, dtype=config.dtype or run_dtype)
-    return LoadedModel(config, run_dtype, weights, store, layout)
+    config = dataclasses.replace(config, dtype=config.dtype or to_name)
+    return LoadedModel(config, to_name, weights, store, layout)
 
 
 def _run_dtype(config: ModelConfig, dtype: str) -> str:
-    if dtype == "auto":
-        return config.dtype or "bfloat16"
-    if dtype not in DTYPE_NAMES:
-        raise UserError(f"dtype {dtype!r} is unknown; choose auto, {', '.join(DTYPE_NAMES)}")
-    return DTYPE_NAMES[dtype]
+    return run_dtype(dtype, config.dtype or "bfloat16")
 
 
 def _random_store(

@@ -55,8 +55,7 @@ class Source:
 
     @property
     def layout(self) -> ExpertLayout:
-        itemsize = NUMPY_DTYPES[self.dtype].itemsize
-        return ExpertLayout(self.config.hidden_size, self.config.moe_intermediate_size, itemsize)
+        return self.config.expert_layout(NUMPY_DTYPES[self.dtype].itemsize)
 
     @property
     def params(self) -> dict[str, Leaf]:

@@ -19,7 +19,7 @@ import numpy as np
 
 from host_offload.layout import ExpertLayout
 from host_offload.store import StoreBuilder, aligned_empty
-from moejax.checkpoint import DTYPE_NAMES, LoadedModel, warn_nonfinite
+from moejax.checkpoint import LoadedModel, check_dtype, new_store, run_dtype, warn_nonfinite
 from moejax.checkpoints.directory import checkpoint_directory, read_json, require_own_file
 from moejax.checkpoints.orbax_layout import DENSE, Leaf, expert_leaf, expert_leaves, param_leaves
 from moejax.checkpoints.orbax_manifest import (
@@ -33,7 +33,6 @@ from moejax.checkpoints.orbax_manifest import (
 from moejax.checkpoints.params import abstract_params
 from moejax.checkpoints.placement import WORKERS, count_nonfinite
 from moejax.checkpoints.shards import NUMPY_DTYPES
-from moejax.device import require_pinned_memory
 from moejax.errors import UserError
 from moejax.models.config import ModelConfig, load_config
 
@@ -70,21 +69,19 @@ def load_orbax(
     and file that are damaged or missing; shapes, dtypes and the files' sizes are checked before the
     first weight is read.
     """
-    if dtype != "auto" and dtype not in DTYPE_NAMES:
-        raise UserError(f"dtype {dtype!r} is unknown; choose auto, {', '.join(DTYPE_NAMES)}")
+    check_dtype(dtype)
     marks = [time.perf_counter()]
     stored = _open(checkpoint_directory(directory))
     config = dataclasses.replace(stored.config, dtype=stored.manifest.dtype)
-    run_dtype = str(config.dtype) if dtype == "auto" else DTYPE_NAMES[dtype]
+    to_name = run_dtype(dtype, str(config.dtype))
     device = jax.devices()[0] if device is None else device
     leaves = param_leaves(config, NUMPY_DTYPES[stored.manifest.dtype])
     layers = expert_leaves(config, stored.layout)
     _check_files(stored, leaves, layers)
     marks.append(time.perf_counter())
 
-    to = NUMPY_DTYPES[run_dtype]
+    to = NUMPY_DTYPES[to_name]
     layout = dataclasses.replace(stored.layout, itemsize=to.itemsize)
-    require_pinned_memory(device, len(layers) * config.num_experts * layout.nbytes)
     done, total = 0, sum(leaf.nbytes for leaf in [*leaves.values(), *layers])
 
     def advance(nbytes: int) -> None:
@@ -93,10 +90,7 @@ def load_orbax(
         if progress is not None:
             progress(done, total)
 
-    try:
-        builder = StoreBuilder(layout, len(layers), config.num_experts, device)
-    except MemoryError as error:
-        raise UserError(f"{stored.directory}: {error}") from error
+    builder = new_store(config, layout, device, str(stored.directory))
     marks.append(time.perf_counter())
     try:
         with concurrent.futures.ThreadPoolExecutor(WORKERS) as pool:
@@ -118,7 +112,7 @@ def load_orbax(
     warn_nonfinite(str(stored.directory), stored.manifest.nonfinite)
     marks.append(time.perf_counter())
     seconds: dict[str, float] = dict(zip(_PHASES, np.diff(marks).tolist(), strict=True))
-    return LoadedModel(config, run_dtype, params, store, layout, seconds)
+    return LoadedModel(config, to_name, params, store, layout, seconds)
 
 
 def _load_experts(
@@ -190,8 +184,7 @@ def _open(directory: pathlib.Path) -> _Checkpoint:
                 f"differs); {_AGAIN}"
             )
     config = load_config(directory)
-    itemsize = NUMPY_DTYPES[manifest.dtype].itemsize
-    layout = ExpertLayout(config.hidden_size, config.moe_intermediate_size, itemsize)
+    layout = config.expert_layout(NUMPY_DTYPES[manifest.dtype].itemsize)
     return _Checkpoint(directory, manifest, config, layout)
 
 

@@ -47,20 +47,17 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    import importlib.resources
-
     import jax
 
+    from host_offload.budget import format_bytes
+    from moejax.checkpoints.directory import model_directory
     from moejax.convert import convert
     from moejax.progress import loading_progress
-    from moejax.summary import format_bytes
 
     # Orbax starts jax's backend, which on a GPU would take most of its memory for nothing.
     jax.config.update("jax_platforms", "cpu")
     with loading_progress(args.source, not args.quiet, "converting") as report:
-        # The name that `generate` has for the embedded model.
-        demo = str(importlib.resources.files("moejax") / "demo")
-        source = demo if args.source == "demo" else args.source
+        source = model_directory(args.source)
         done = convert(source, args.destination, args.dtype, args.verify, report)
     if not args.quiet:
         there = f", {format_bytes(done.kept)} of them from before" if done.kept else ""

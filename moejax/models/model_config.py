@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from host_offload.layout import SlotLayout, slot_layout
+from host_offload.layout import ExpertLayout, SlotLayout, slot_layout
 from moejax.models.rope import Rope
 from pallas_kernels.route import RouteRule
 
@@ -139,6 +139,10 @@ class ModelConfig:
     def kv_latent(self) -> int:
         """Values of a KV row that are the latent; 0: keys and values have rows of their own."""
         return self.mla.kv_lora_rank if self.mla else 0
+
+    def expert_layout(self, itemsize: int) -> ExpertLayout:
+        """The dense record of one expert. itemsize: bytes of a weight."""
+        return ExpertLayout(self.hidden_size, self.moe_intermediate_size, itemsize)
 
     def slot_layout(self, itemsize: int) -> SlotLayout:
         """How slots of an arena are cut for this model. itemsize: bytes of a weight."""

@@ -329,7 +329,7 @@ def test_a_store_that_does_not_fit(converted, monkeypatch):
     def refuse(*args):
         raise MemoryError("no room")
 
-    monkeypatch.setattr("moejax.checkpoints.orbax_own.StoreBuilder", refuse)
+    monkeypatch.setattr("moejax.checkpoint.StoreBuilder", refuse)
     with pytest.raises(UserError, match="no room"):
         load_checkpoint(converted)
 
