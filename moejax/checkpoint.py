@@ -57,7 +57,8 @@ class LoadedModel:
     n, its layers. Their names and shapes are the family's layer_params (docs/add_a_model.md), of
     Qwen3-MoE "input_norm" [n, D], "qkv" [n, (H + 2·KH)·hd, D] (rows of q, k, v), "q_norm", "k_norm"
     [n, hd], "o" [n, D, H·hd], "post_norm" [n, D], "router" [n, E, D]. store: all experts, version
-    `dense`, laid out as layout says. seconds: how long the phases of loading took, as in moejax.start_times.
+    `dense`, laid out as layout says. seconds: how long the phases of loading took, as in
+    moejax.start_times.
     """
 
     config: ModelConfig
