@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import IntEnum
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from host_offload.layout import DENSE, SlotLayout
+from host_offload.layout import SlotLayout
 
 
 class SlotClass(IntEnum):
@@ -24,6 +24,25 @@ def allocate_arena(layout: SlotLayout, slots: int, device: jax.Device) -> jax.Ar
     sharding = jax.sharding.SingleDeviceSharding(device)
     shape = (slots * layout.slot_rows, layout.hidden)
     return jax.jit(lambda: jnp.zeros(shape, jnp.uint16), out_shardings=sharding)()
+
+
+def place_cells(
+    cell_row: np.ndarray, per_layer: Sequence[int], slots: Iterable[int], slot_rows: int
+) -> np.ndarray:
+    """cell_row int32[L, C] with so many cells granted to each layer, one slot of slot_rows arena
+    rows each. Cells stay where they are as far as the numbers allow; new ones take the first of
+    `slots` that no cell holds. A new array.
+    """
+    cell_row = cell_row.copy()
+    for layer, wanted in enumerate(per_layer):
+        cell_row[layer, np.flatnonzero(cell_row[layer] >= 0)[wanted:]] = -1
+    held = set((cell_row[cell_row >= 0] // slot_rows).tolist())
+    free = (int(slot) for slot in slots if slot not in held)
+    for layer, wanted in enumerate(per_layer):
+        have = int(np.sum(cell_row[layer] >= 0))
+        for cell in np.flatnonzero(cell_row[layer] < 0)[: wanted - have]:
+            cell_row[layer, cell] = next(free) * slot_rows
+    return cell_row
 
 
 class OutOfPages(Exception):
@@ -64,19 +83,11 @@ class SlotArena:
         available = int(np.sum(self.slot_class != SlotClass.KV))
         if sum(per_layer) > available:
             raise ValueError(f"{sum(per_layer)} cells wanted, {available} slots are not KV")
-        for layer, wanted in enumerate(per_layer):
-            for cell in np.flatnonzero(self.cell_row[layer] >= 0)[wanted:]:
-                slot = self.cell_row[layer, cell] // self.layout.slot_rows
-                self.slot_class[slot] = SlotClass.FREE
-                self.cell_row[layer, cell] = -1
         # Experts fill the arena from the front and KV from the back: fewer moves when either grows.
-        free = iter(np.flatnonzero(self.slot_class == SlotClass.FREE))
-        for layer, wanted in enumerate(per_layer):
-            have = int(np.sum(self.cell_row[layer] >= 0))
-            for cell in np.flatnonzero(self.cell_row[layer] < 0)[: wanted - have]:
-                slot = int(next(free))
-                self.slot_class[slot] = SlotClass.EXPERT
-                self.cell_row[layer, cell] = self.layout.cell_row(slot, 0, DENSE)
+        slots, slot_rows = np.flatnonzero(self.slot_class != SlotClass.KV), self.layout.slot_rows
+        self.cell_row = place_cells(self.cell_row, per_layer, slots, slot_rows)
+        self.slot_class[slots] = SlotClass.FREE
+        self.slot_class[self.cell_row[self.cell_row >= 0] // slot_rows] = SlotClass.EXPERT
         return self.cell_row.copy()
 
     # ---- KV pages

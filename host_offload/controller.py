@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from host_offload.policy import Decision, Moment, Observation, Policy, Spec, Transfer
+from host_offload.policy import Decision, Moment, Observation, Policy, Spec, Transfer, routed_counts
 from host_offload.policy_rules import (
     PolicyError,
     check_decision,
@@ -321,11 +321,12 @@ class Controller:
 
     def _counts(self, ids: np.ndarray, layer: int | None = None) -> np.ndarray:
         """int32[L, E] of ids [N, L, k], or [N, 1, k] of one layer."""
-        layers, experts = self.spec.layers, self.spec.experts
-        first = np.arange(layers)[:, None] if layer is None else layer
-        flat = (ids + np.asarray(first * experts, np.int32)).reshape(-1)
-        counts = np.bincount(flat, minlength=layers * experts)
-        return counts.reshape(layers, experts).astype(np.int32)
+        counts = routed_counts(ids, self.spec.experts).astype(np.int32)
+        if layer is None:
+            return counts
+        every = np.zeros((self.spec.layers, self.spec.experts), np.int32)
+        every[layer] = counts[0]
+        return every
 
     # ---- what was decided
 

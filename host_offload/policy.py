@@ -308,3 +308,10 @@ class Policy(Protocol):
     def decide(self, state: Any, observation: Observation) -> tuple[Any, Decision]:
         """The next state and the decision. Pure: neither argument is changed."""
         ...
+
+
+def routed_counts(ids: np.ndarray, experts: int) -> np.ndarray:
+    """int64[M, E] of ids int[N, M, k]: how many rows were routed to each expert of M layers."""
+    layers = ids.shape[1]
+    flat = ids + (np.arange(layers, dtype=np.int32) * experts)[:, None]
+    return np.bincount(flat.ravel(), minlength=layers * experts).reshape(layers, experts)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from host_offload.policy import routed_counts
 from host_offload.traces import KINDS, Chunk, Trace
 
 BATCHES = (1, 2, 4, 8, 16, 32)
@@ -140,8 +141,8 @@ class _Counts:
         phase = None if "token.phase" in self.absent else chunk.array("token.phase")
         decoded = np.ones(len(ids), bool) if phase is None else phase == 1
         self.tokens += len(ids)
-        self.routed += self._count(ids)
-        self.generated += self._count(ids[decoded])
+        self.routed += routed_counts(ids, self.experts)
+        self.generated += routed_counts(ids[decoded], self.experts)
         self.generated_tokens += int(decoded.sum())
         if request is not None:
             self.requests.update(np.unique(request).tolist())
@@ -153,12 +154,6 @@ class _Counts:
             self.kinds[kind] += 1
             self._step(ids[ends[i - 1] if i else 0 : end], kind != "prefill")
         self._group(chunk, ids, np.repeat(steps, np.diff(ends, prepend=0)))
-
-    def _count(self, ids: np.ndarray) -> np.ndarray:
-        """int64[L, E]: how many tokens took each expert."""
-        flat = ids + np.arange(self.layers)[:, None] * self.experts
-        size = self.layers * self.experts
-        return np.bincount(flat.ravel(), minlength=size).reshape(self.layers, self.experts)
 
     def _neighbours(
         self,
@@ -221,7 +216,7 @@ class _Counts:
                 group, np.zeros((2, self.layers, self.experts), np.int64)
             )
             for i in (0, 1):
-                counts[i] += self._count(ids[rows[half == i]])
+                counts[i] += routed_counts(ids[rows[half == i]], self.experts)
             self.group_tokens[group] = begin + len(rows)
 
     # ---- results

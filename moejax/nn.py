@@ -23,16 +23,17 @@ from flax import nnx
 from jax import lax
 from jax.sharding import SingleDeviceSharding
 
+from host_offload.arena import place_cells
 from host_offload.budget import Share, cells_per_layer
 from host_offload.eviction import EVICTION
 from host_offload.layout import BLOCK_SIZES, ExpertLayout
 from host_offload.store import ExpertStore, StoreBuilder, record_of
 from host_offload.tables import Tables, empty_tables, regrant
+from moejax.cache import cache_root
 from moejax.checkpoint import DTYPE_NAMES, NUMPY_DTYPES
 from moejax.errors import UserError
 from moejax.experts import Paging, add_experts, page_and_compute, zero_after
 from moejax.sizes import parse_expert_budget
-from moejax.startup import cache_root
 from pallas_kernels import Ops, resolve_ops
 from pallas_kernels.expert_ffn import ACTIVATIONS
 from pallas_kernels.linear import linear
@@ -191,7 +192,8 @@ class PagedExperts(nnx.Module):
             )
         if sum(cells) > room:
             raise UserError(f"{sum(cells)} cells are more than the {room} that the arena holds")
-        cell_row = _place_cells(np.asarray(memory.tables.cell_row), cells, self._cell_rows)
+        now = np.asarray(memory.tables.cell_row)
+        cell_row = place_cells(now, cells, range(sum(cells)), self._cell_rows)
         placed = jax.device_put(cell_row, memory.tables.cell_row.sharding)
         return memory._replace(tables=_regrant(memory.tables, placed))
 
@@ -368,18 +370,3 @@ def _check_shapes(
         )
     if gate != first:
         raise UserError(f"layer {layer}: gate is {list(gate)}, that of layer 0 {list(first)}")
-
-
-def _place_cells(cell_row: np.ndarray, cells: Sequence[int], rows: int) -> np.ndarray:
-    """cell_row int32[L, C] with so many cells granted to each layer, those there kept where they
-    are; a cell has so many arena rows."""
-    cell_row = cell_row.copy()
-    for layer, wanted in enumerate(cells):
-        cell_row[layer, np.flatnonzero(cell_row[layer] >= 0)[wanted:]] = -1
-    taken = set((cell_row[cell_row >= 0] // rows).tolist())
-    free = (place for place in range(sum(cells)) if place not in taken)
-    for layer, wanted in enumerate(cells):
-        have = int(np.sum(cell_row[layer] >= 0))
-        for cell in np.flatnonzero(cell_row[layer] < 0)[: wanted - have]:
-            cell_row[layer, cell] = next(free) * rows
-    return cell_row

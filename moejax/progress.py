@@ -17,6 +17,19 @@ def _progress(*columns):
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
+def _token_progress(verb: str):
+    """Counts what is done; tokens a second are the field `rate`."""
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+
+    return _progress(
+        TextColumn(verb),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[rate]:.0f} tokens/s"),
+        TimeRemainingColumn(),
+    )
+
+
 @contextmanager
 def loading_progress(
     name: str, shown: bool, verb: str = "loading"
@@ -49,16 +62,7 @@ def generation_progress(
     if not shown:
         yield lambda generated, touched: None
         return
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-
-    columns = (
-        TextColumn("generating"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[rate]:.0f} tokens/s"),
-        TimeRemainingColumn(),
-    )
-    with _progress(*columns) as progress:
+    with _token_progress("generating") as progress:
         task = progress.add_task("", total=requests, rate=0.0)
         start: list[int] = []
 
@@ -118,16 +122,7 @@ def scoring_progress(tokens: int, shown: bool) -> Iterator[Callable[[int], None]
     if not shown:
         yield lambda scored: None
         return
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-
-    columns = (
-        TextColumn("scoring"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[rate]:.0f} tokens/s"),
-        TimeRemainingColumn(),
-    )
-    with _progress(*columns) as progress:
+    with _token_progress("scoring") as progress:
         task = progress.add_task("", total=tokens, rate=0.0)
 
         def report(scored: int) -> None:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from host_offload.policies.fitted import Fitted, fitted
-from host_offload.policy import Decision, Moment, Observation, Spec, Stage
+from host_offload.policy import Decision, Moment, Observation, Spec, Stage, routed_counts
 from host_offload.trace_schema import TraceError
 from host_offload.traces import Trace
 from pallas_kernels.plan.victim import log2_fixed
@@ -79,7 +79,7 @@ class MoEInfinity:
         running = {**state.running}
         predicted, used = np.zeros(shape), state.used.copy()
         for request in np.unique(seen.request).tolist():
-            matrix = _matrix(seen.ids[seen.request == request], shape)
+            matrix = _matrix(seen.ids[seen.request == request], shape[1])
             running[request] = matrix = running.get(request, 0) + matrix
             if len(state.collection):
                 nearest = int(np.argmax(_similarity(state.collection, _shares(matrix))))
@@ -133,7 +133,7 @@ def fit(trace: Trace, *, capacity: int = 128) -> MoEInfinity:
     running: dict[int, np.ndarray] = {}
     for step in trace.step_traces():
         for request in np.unique(step.request).tolist():
-            matrix = _matrix(step.ids[step.request == request], shape)
+            matrix = _matrix(step.ids[step.request == request], shape[1])
             running[request] = running.get(request, 0) + matrix
     matrices = np.array([_shares(matrix) for matrix in running.values()], np.float32)
     chosen = [0] if running else []
@@ -147,12 +147,9 @@ def fit(trace: Trace, *, capacity: int = 128) -> MoEInfinity:
     return MoEInfinity(fitted=fitted(NAME, header, arrays, capacity=capacity), capacity=capacity)
 
 
-def _matrix(ids: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+def _matrix(ids: np.ndarray, experts: int) -> np.ndarray:
     """int32[L, E] of ids [N, L, k]."""
-    layers, experts = shape
-    flat = ids.astype(np.int64) + np.arange(layers)[:, None] * experts
-    counts = np.bincount(flat.ravel(), minlength=layers * experts)
-    return counts.reshape(shape).astype(np.int32)
+    return routed_counts(ids, experts).astype(np.int32)
 
 
 def _shares(matrix: np.ndarray) -> np.ndarray:

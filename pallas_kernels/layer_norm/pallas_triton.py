@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 
@@ -12,32 +11,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.dispatch import KERNEL_DTYPES
+from pallas_kernels.rms_norm.pallas_triton import configuration
 from pallas_kernels.triton import triton_call
-
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    columns: int
-    """A row, rounded up to a power of two."""
-    num_warps: int
-    num_stages: int
-
-
-def configuration(width: int, dtype: jax.typing.DTypeLike) -> Config:
-    """A row is read once, by about as many warps as leave 16 values (two loads) to a thread.
-
-    Raises ValueError for float32.
-    """
-    if jnp.dtype(dtype).name not in KERNEL_DTYPES:
-        raise ValueError(f"layer_norm 'pallas' takes {KERNEL_DTYPES}, not {dtype}; 'xla' takes it")
-    columns = pl.next_power_of_2(width)
-    return Config(columns, num_warps=min(max(columns // 512, 1), 8), num_stages=1)
 
 
 def layer_norm(x, weights, biases, layer, eps):
     width = x.shape[-1]
-    config = configuration(width, jnp.result_type(x, weights, biases))
+    config = configuration(width, jnp.result_type(x, weights, biases), "layer_norm")
     rows = math.prod(x.shape[:-1])
     out = triton_call(
         functools.partial(_kernel, eps=eps, config=config),

@@ -24,13 +24,14 @@ class Config:
     num_stages: int
 
 
-def configuration(width: int, dtype: jax.typing.DTypeLike) -> Config:
-    """A row is read once, by about as many warps as leave 16 values (two loads) to a thread.
+def configuration(width: int, dtype: jax.typing.DTypeLike, op: str = "rms_norm") -> Config:
+    """A row is read once, by about as many warps as leave 16 values (two loads) to a thread. op:
+    whose row it is, for messages.
 
     Raises ValueError for float32.
     """
     if jnp.dtype(dtype).name not in KERNEL_DTYPES:
-        raise ValueError(f"rms_norm 'pallas' takes {KERNEL_DTYPES}, not {dtype}; 'xla' takes it")
+        raise ValueError(f"{op} 'pallas' takes {KERNEL_DTYPES}, not {dtype}; 'xla' takes it")
     columns = pl.next_power_of_2(width)
     return Config(columns, num_warps=min(max(columns // 512, 1), 8), num_stages=1)
 
