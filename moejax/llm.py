@@ -17,11 +17,12 @@ from host_offload.eviction import with_eviction
 from host_offload.policy import Policy
 from host_offload.policy_rules import check_policies
 from host_offload.prefetch import with_prefetch
-from moejax.arena_report import arena_stats, kv_stats
+from moejax.cache import use_compilation_cache
 from moejax.checkpoint import load_checkpoint
 from moejax.checkpoints.directory import model_directory
 from moejax.device import select_device
 from moejax.engine import Engine, Listener
+from moejax.engine_stats import engine_stats
 from moejax.errors import UserError
 from moejax.generation import check, in_engine, run_each, run_scores, run_stream, submit
 from moejax.models.config import ModelConfig
@@ -32,7 +33,7 @@ from moejax.requests import GenerationRequest, Prompt
 from moejax.sampling_params import SamplingParams
 from moejax.sizes import parse_expert_budget, parse_size
 from moejax.start_times import StartTimes
-from moejax.startup import Limits, check_driver, ops_in_use, start_engine, use_compilation_cache
+from moejax.startup import Limits, check_driver, start_engine
 from moejax.tokenizer import check_vocabulary, load_tokenizer
 from moejax.tracing import Tracer, check_trace, start_trace
 from pallas_kernels import parse_ops
@@ -331,28 +332,12 @@ class LLM:
     def stats(self) -> dict[str, Any]:
         """What ran and what it cost, as plain data; the command line's --json prints it."""
         engine = self._open()
-        times, summary = engine.statistics.seconds, engine.statistics.summary()
         return {
             "model": self.model,
             "dtype": self.dtype,
             "device": self.device.device_kind,
-            "jax": jax.__version__,
-            "ops": ops_in_use(engine.runner.config, engine.runner.ops),
-            "driver": engine.runner.driver,
             "eviction": self._eviction,
-            "trace_arrays": sorted(engine.runner.trace_arrays),
-            "control": None if engine.control is None else engine.control.stats(),
-            **summary,
-            "arena": arena_stats(engine.scheduler, engine.runner.tables),
-            "kv": kv_stats(engine.scheduler),
-            "store_bytes": engine.runner.store.nbytes,
-            "time": {
-                **self._start.report(),
-                "compile_s": engine.runner.compile_s,
-                "prefill_s": times["prefill"],
-                "decode_s": times["decode"],
-                "total_s": self._start.total_s + sum(times.values()),
-            },
+            **engine_stats(engine, self._start),
             "notes": list(self.budget.notes),
         }
 

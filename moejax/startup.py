@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
 
 import jax
 
@@ -18,14 +16,14 @@ from host_offload.kv_cache import KVCache
 from host_offload.layout import BLOCK_SIZES, SlotLayout
 from host_offload.policy import Policy
 from moejax.checkpoint import LoadedModel
-from moejax.checkpoints.tensors import layer_params, param_shape
+from moejax.checkpoints.tensors import layer_params
 from moejax.control import start_control
 from moejax.engine import Engine, Listener
 from moejax.errors import UserError
 from moejax.host_driver import HostRunner
+from moejax.kernel_shapes import verify_kernels
 from moejax.models.config import ModelConfig
 from moejax.models.decoder import Decoder
-from moejax.models.family import Parts
 from moejax.runner import Runner
 from moejax.scheduler import Scheduler
 from moejax.statistics import Statistics
@@ -36,7 +34,6 @@ from pallas_kernels.kv_write import KVPage
 from pallas_kernels.paged_attention import SPAN
 from pallas_kernels.paged_attention import why_not_pallas as attention_why_not
 from pallas_kernels.route import why_not_pallas as route_why_not
-from pallas_kernels.verification import ModelShape, checks, require_verified
 
 log = logging.getLogger("moejax")
 
@@ -269,23 +266,6 @@ def step_shapes(
     )
 
 
-def verify_kernels(
-    config: ModelConfig, dtype: str, layout: SlotLayout, ops: Ops, device: jax.Device
-) -> None:
-    """Sees to it that every kernel this model will run was found right on this device: from the
-    package's table, else by running the checks once (seconds, kept in the cache directory).
-
-    Interpreted kernels are not checked. Raises UserError for a configuration that is wrong.
-    """
-    if device.platform != "gpu":
-        return
-    try:
-        for shape in kernel_shapes(config, dtype, layout):
-            require_verified(checks(shape, ops, device), device, cache_root() / "verified")
-    except ValueError as error:
-        raise UserError(str(error)) from error
-
-
 def without_kernel(config: ModelConfig) -> dict[str, str]:
     """The ops whose Pallas kernel this model cannot use, and why; the reference runs instead, as
     the log and `stats` say."""
@@ -314,71 +294,3 @@ def ops_in_use(config: ModelConfig, ops: Ops) -> dict[str, str]:
     elif not any(name in names for name in ("q_norm", "q_a_norm")):
         unused.add("rms_norm")
     return {op: name for op, name in dataclasses.asdict(ops).items() if op not in unused}
-
-
-def kernel_shapes(config: ModelConfig, dtype: str, layout: SlotLayout) -> tuple[ModelShape, ...]:
-    """What of a model decides its kernels' configurations, one for each sliding window."""
-    layers = [layer_params(config, run.moe) for run in config.runs]
-    names = {key for params in layers for key in params}
-    norms = {key: param_shape(p[key])[0] for p in layers for key in p if key in _OTHER_NORMS}
-    # kv_write normalises head by head; otherwise q and k have rms_norms of their own.
-    by_head = norms.get("q_norm") == config.head_dim and config.clip_qkv is None
-    if by_head:
-        norms = {}
-    shape = ModelShape(
-        hidden=config.hidden_size,
-        width=config.moe_intermediate_size,
-        experts=config.num_experts,
-        rule=config.route_rule,
-        heads=config.num_attention_heads,
-        kv_heads=config.kv_heads,
-        head_dim=config.kv_width,
-        products=_products(config, dtype, layers),
-        block_size=layout.page.block_size,
-        window=None,
-        activation=config.hidden_act,
-        dtype=dtype,
-        latent=config.kv_latent,
-        qk_norm=by_head,
-        other_norms=tuple(sorted({*norms.values()} - {config.hidden_size})),
-        correction="correction" in names,
-        norm="layer_norm" if "input_norm_bias" in names else "rms_norm",
-    )
-    windows = sorted(set(config.windows), key=lambda w: w or 0)
-    return tuple(dataclasses.replace(shape, window=window) for window in windows)
-
-
-_OTHER_NORMS = ("q_norm", "k_norm", "q_a_norm")
-_NOT_LINEAR = frozenset({"kv_b"})
-_WIDE_RESULT = frozenset({"router", "gate_up", "shared_gate_up", "shared_gate"})
-"""Parameters whose products LayerStack asks for in float32."""
-
-
-def _products(
-    config: ModelConfig, dtype: str, layers: Sequence[Mapping[str, Parts]]
-) -> tuple[tuple[int, int, bool, str], ...]:
-    """As ModelShape.products: those of every layer and of the head."""
-    found = {(config.vocab_size, config.hidden_size, config.lm_head_bias, "float32")}
-    for params in layers:
-        for key, parts in params.items():
-            shape = param_shape(parts)
-            if len(shape) == 2 and key not in _NOT_LINEAR:
-                out = "float32" if key in _WIDE_RESULT else dtype
-                found.add((*shape, f"{key}_bias" in params, out))
-    return tuple(sorted(found))
-
-
-def cache_root() -> Path:
-    """Where moejax keeps what it can make again: $XDG_CACHE_HOME/moejax or ~/.cache/moejax."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moejax"
-
-
-def use_compilation_cache(cache_dir: str | os.PathLike[str] | None) -> None:
-    """Keeps compiled executables on disk, so that the second start is quick."""
-    if cache_dir is None:
-        if jax.config.values["jax_compilation_cache_dir"] is not None:
-            return
-        cache_dir = cache_root() / "xla"
-    jax.config.update("jax_compilation_cache_dir", str(cache_dir) or None)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -12,13 +12,14 @@ import jax
 from host_offload.budget import Share, format_bytes
 from host_offload.device_memory import available_bytes, host_available_bytes
 from host_offload.eviction import victim_weights
+from moejax.cache import use_compilation_cache
 from moejax.checkpoint import LoadedModel
 from moejax.engine import Engine
 from moejax.errors import UserError
 from moejax.models.config import ModelConfig
 from moejax.random_model import SHAPES, expert_layout, model_bytes, random_model, shape
 from moejax.runner import Runner
-from moejax.startup import Limits, start_engine, use_compilation_cache
+from moejax.startup import Limits, start_engine
 from pallas_kernels.dispatch import parse_ops
 
 HOST_RESERVE = 1 << 30

@@ -22,12 +22,14 @@ import jax
 import numpy as np
 
 from host_offload.budget import Share
+from moejax.cache import use_compilation_cache
 from moejax.device import select_device
 from moejax.engine import Engine
 from moejax.errors import UserError
+from moejax.kernel_shapes import kernel_shapes
 from moejax.random_model import SHAPES, random_model, shape
 from moejax.sampling_params import SamplingParams
-from moejax.startup import Limits, kernel_shapes, start_engine, use_compilation_cache
+from moejax.startup import Limits, start_engine
 from pallas_kernels import parse_ops, resolve_ops
 from pallas_kernels.triton import is_interpreted
 from pallas_kernels.verification import Unverified, checks, load_table, write_table

@@ -15,6 +15,7 @@ import moejax
 import moejax.experts
 import moejax.models.layers
 from moejax import LLM, SamplingParams, cli, host_driver, runner, startup
+from moejax.cache import use_compilation_cache
 from moejax.errors import UserError
 from moejax.host_driver import layer_program
 from moejax.programs import STAGES
@@ -204,7 +205,7 @@ def test_runs_of_unlike_layers_and_waves_have_the_same_bits(dtype, monkeypatch):
         expert_budget=MiB,
         prefill_waves=3,
     )
-    startup.use_compilation_cache(None)
+    use_compilation_cache(None)
     found = []
     for driver in startup.DRIVERS:
         engine, _ = start_engine(

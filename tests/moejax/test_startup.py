@@ -2,8 +2,9 @@
 
 import pytest
 
+from moejax.kernel_shapes import kernel_shapes
 from moejax.models.config import parse_config
-from moejax.startup import decodes_in_buckets, kernel_shapes, without_kernel
+from moejax.startup import decodes_in_buckets, without_kernel
 from pallas_kernels import resolve_ops
 from tests.moejax.families import config_of
 
