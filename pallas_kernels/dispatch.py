@@ -16,6 +16,7 @@ OPS: dict[str, tuple[str, ...]] = {
     "plan": ("xla", "pallas"),
     "fill": ("xla", "pallas"),
     "stage": ("xla", "pallas"),
+    "move": ("xla", "pallas"),
     "expert_ffn": ("xla", "pallas"),
     "combine": ("xla", "pallas"),
     "kv_write": ("xla", "pallas"),
@@ -40,6 +41,7 @@ class Ops:
     plan: str
     fill: str
     stage: str
+    move: str
     expert_ffn: str
     combine: str
     kv_write: str

@@ -45,18 +45,20 @@ def triton_call(
     """A callable over whole arrays: the kernel gets a ref to each operand and each result, and does
     its own tiling by program ids.
 
-    kernel: its refs are operands, then results (an aliased result's operand ref must not be used).
+    kernel: its refs are operands, which may be pytrees, then results (an aliased result's operand
+    ref must not be used).
     name: in profiles and HLO. grid: programs per axis. out_shape: jax.ShapeDtypeStruct or a tuple
     of them. num_warps, num_stages: given explicitly, since jax's default backend differs between
-    versions. aliases: operand → result that is updated in place.
+    versions. aliases: operand → result that is updated in place, operands counted
+    by their leaves.
     """
 
-    def call(*operands: jax.Array) -> Any:
+    def call(*operands: Any) -> Any:
         whole = pl.BlockSpec(memory_space=pl.ANY)
         return pl.pallas_call(
             kernel,
             grid=grid,
-            in_specs=[whole] * len(operands),
+            in_specs=jax.tree.map(lambda _: whole, list(operands)),
             out_specs=jax.tree.map(lambda _: whole, out_shape),
             out_shape=out_shape,
             input_output_aliases=dict(aliases or {}),

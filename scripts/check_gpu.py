@@ -27,10 +27,13 @@ from moejax.device import select_device
 from moejax.engine import Engine
 from moejax.errors import UserError
 from moejax.kernel_shapes import kernel_shapes
+from moejax.models.config import ModelConfig
 from moejax.random_model import SHAPES, random_model, shape
 from moejax.sampling_params import SamplingParams
 from moejax.startup import Limits, start_engine
 from pallas_kernels import parse_ops, resolve_ops
+from pallas_kernels.records import RecordFormat
+from pallas_kernels.records.versions import Formats, VersionFormats
 from pallas_kernels.triton import is_interpreted
 from pallas_kernels.verification import Unverified, checks, load_table, write_table
 from pallas_kernels.verification.table import SHIPPED, entry, file_name, measured
@@ -71,6 +74,30 @@ def main(arguments: list[str] | None = None) -> int:
     return 1 if failures else 0
 
 
+VERSIONS = (
+    None,
+    *((version,) for version in ("int8", "int4", "int2", "lossless12")),
+    *(("dense", lo) for lo in ("int8", "int4", "int2")),
+    *(("int8", "int4"), ("int4", "int2"), ("lossless12", "int4")),
+    (("dense", "lossless12"),),
+    (("dense", "lossless12"), ("dense", "dense")),
+    (("dense", "lossless12"), "int4"),
+)
+"""What runs have: one version, pairs of tiers, lossless12 in transit (with layers that it cannot
+hold). A pair: in a cell, in the store; None: dense alone."""
+
+
+def formats_of(versions: tuple | None, config: ModelConfig, dtype: str) -> Formats | None:
+    """The formats of a run with these versions."""
+    if versions is None:
+        return None
+    size = config.hidden_size, config.moe_intermediate_size, dtype
+    pairs = ((version,) * 2 if isinstance(version, str) else version for version in versions)
+    return tuple(
+        VersionFormats(RecordFormat(cell, *size), RecordFormat(held, *size)) for cell, held in pairs
+    )
+
+
 def check_kernels(device: jax.Device, shapes: list[str], dtypes: list[str], tables: Path) -> int:
     """Runs every check of the shapes; returns how many failed. Writes the table."""
     path = tables / file_name(device)
@@ -83,7 +110,14 @@ def check_kernels(device: jax.Device, shapes: list[str], dtypes: list[str], tabl
         for dtype in dtypes:
             layout = config.slot_layout(itemsize=2)
             ops = resolve_ops("auto", platform="gpu", dtype=dtype)
-            kernels = kernel_shapes(config, dtype, layout)
+            kernels = [
+                kernel
+                for versions in VERSIONS
+                if dtype == "bfloat16" or "lossless12" not in str(versions)
+                for kernel in kernel_shapes(
+                    config, dtype, layout, formats_of(versions, config, dtype)
+                )
+            ]
             for check in (c for kernel in kernels for c in checks(kernel, ops, device)):
                 if check.key in seen:
                     continue

@@ -5,6 +5,8 @@ from jaxtyping import Array, Float, Int, UInt16
 from pallas_kernels.dispatch import pick
 from pallas_kernels.expert_ffn import pallas_triton, reference
 from pallas_kernels.expert_ffn.activation import ACTIVATIONS
+from pallas_kernels.records.format import RecordFormat
+from pallas_kernels.records.versions import Formats, VersionFormats, check_formats
 
 IMPLEMENTATIONS = {"xla": reference.expert_ffn, "pallas": pallas_triton.expert_ffn}
 
@@ -23,6 +25,7 @@ def expert_ffn(
     *,
     activation: str,
     row_tile: int,
+    formats: Formats | None = None,
     implementation: str = "xla",
 ) -> Float[Array, "TK D"]:
     """y[t·K + k] = down(act(gate(x[t])) · up(x[t])) of expert ids[t, k], for the active experts.
@@ -30,9 +33,10 @@ def expert_ffn(
     y: float32, updated in place: rows of experts that are not in `active` keep what they hold, so
     that several waves fill one y. ids: ascending within a token; E marks a padding row. address:
     arena row of each expert's record, −1: read through from stores[version]; the tables of all
-    layers. active: the experts
-    to compute, ascending; entries from active_count on are ignored. row_tile: rows of one product;
-    constant for an engine, since the shape of a product decides its bits.
+    layers. active: the experts to compute, ascending; entries from active_count on are ignored.
+    row_tile: rows of one product; constant for an engine, since the shape of a product decides its
+    bits. formats: of the versions, see VersionFormats; None: one version, dense. Whatever its
+    version, an expert's weights are computed with as they decode, in x's dtype.
 
     Raises ValueError for shapes that do not fit, an unknown activation or implementation.
     """
@@ -44,6 +48,12 @@ def expert_ffn(
     if activation not in ACTIVATIONS:
         raise ValueError(f"unknown activation {activation!r}; known: {', '.join(ACTIVATIONS)}")
     fn = pick("expert_ffn", IMPLEMENTATIONS, implementation)
+    check_formats(formats, stores, address.shape[0], x.dtype)
+    if formats is None:
+        (store,) = stores
+        width = store.shape[2] * 2 // (3 * x.dtype.itemsize)
+        dense = RecordFormat("dense", store.shape[3], width, x.dtype.name)
+        formats = (VersionFormats(dense, dense),)
     return fn(
         y,
         x,
@@ -55,6 +65,7 @@ def expert_ffn(
         version,
         active,
         active_count,
+        formats=formats,
         activation=ACTIVATIONS[activation],
         row_tile=row_tile,
     )

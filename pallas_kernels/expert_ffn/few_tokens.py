@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
@@ -27,6 +26,8 @@ from pallas_kernels.expert_ffn.tile import (
     span,
     write_rows,
 )
+from pallas_kernels.records.tile import Plane
+from pallas_kernels.records.versions import Formats
 from pallas_kernels.triton import triton_call
 
 ROWS = 16
@@ -36,7 +37,7 @@ BLOCK = 64
 """Tokens of a block: what one program's accumulators hold."""
 
 
-def expert_ffn(y, x, ids, memory, active, active_count, *, activation, gate_up, down):
+def expert_ffn(y, x, ids, memory, active, active_count, *, formats, activation, gate_up, down):
     """The reference's function. memory: Memory of arrays; active_count: int32[1]; gate_up, down:
     Tile.
 
@@ -47,31 +48,30 @@ def expert_ffn(y, x, ids, memory, active, active_count, *, activation, gate_up, 
     block = min(BLOCK, max(ROWS, pl.next_power_of_2(tokens)))
     blocks = pl.cdiv(tokens, block)
     slots = min(active.shape[0], tokens * k)
-    width, hidden = memory.store.shape[2] // 3, x.shape[1]
+    width, hidden = formats[0].cell.width, x.shape[1]
     h = triton_call(
-        functools.partial(_gate_up, tile=gate_up, block=block, activation=activation),
+        functools.partial(
+            _gate_up, tile=gate_up, formats=formats, block=block, activation=activation
+        ),
         name="expert_gate_up",
         grid=(blocks, slots, pl.cdiv(width, gate_up.columns)),
         out_shape=jax.ShapeDtypeStruct((slots * blocks * block, width), x.dtype),
         num_warps=gate_up.num_warps,
         num_stages=gate_up.num_stages,
-    )(*memory, active, active_count, ids, x)
+    )(memory, active, active_count, ids, x)
     return triton_call(
-        functools.partial(_down, tile=down, block=block),
+        functools.partial(_down, tile=down, formats=formats, block=block),
         name="expert_down",
         grid=(blocks, slots, pl.cdiv(hidden, down.columns)),
         out_shape=jax.ShapeDtypeStruct(y.shape, y.dtype),
         num_warps=down.num_warps,
         num_stages=down.num_stages,
-        aliases={8: 0},
-    )(*memory, active, active_count, ids, h, y)
+        aliases={len(jax.tree.leaves(memory)) + 4: 0},
+    )(memory, active, active_count, ids, h, y)
 
 
 def _gate_up(
-    layer_ref,
-    address_ref,
-    arena_ref,
-    store_ref,
+    memory: Memory,
     active_ref,
     count_ref,
     ids_ref,
@@ -79,6 +79,7 @@ def _gate_up(
     h_ref,
     *,
     tile: Tile,
+    formats: Formats,
     block: int,
     activation: Callable[[jax.Array], jax.Array],
 ) -> None:
@@ -89,38 +90,31 @@ def _gate_up(
     """
     column, first = pl.program_id(2) * tile.columns, _first_row(block)
     tokens, k = ids_ref.shape
-    hidden = x_ref.shape[1]
 
     def compute(record: Record, tiles: list[jax.Array]) -> None:
         # Places without a pair compute the last token; nobody reads the result.
         rows = [jnp.minimum(pairs // k, tokens - 1) for pairs in tiles]
 
-        def step(n, totals):
-            at = n * tile.depth
-            gate = record.read(GATE, column, at, (tile.columns, tile.depth)).T
-            up = record.read(UP, column, at, (tile.columns, tile.depth)).T
-            xs = [read_rows(x_ref, row, at, tile.depth) for row in rows]
+        def add(planes: list[Plane], depth: int, totals: list) -> list:
+            (start, end, _), _ = planes
+            gate, up = (plane.weights().T for plane in planes)
+            xs = [read_rows(x_ref, row, start, depth, end) for row in rows]
             return [
                 (a + plgpu.dot(x, gate), b + plgpu.dot(x, up))
                 for x, (a, b) in zip(xs, totals, strict=True)
             ]
 
         zero = jnp.zeros((ROWS, tile.columns), jnp.float32)
-        totals = [(zero, zero)] * len(tiles)
-        totals = lax.fori_loop(0, pl.cdiv(hidden, tile.depth), step, totals)
+        totals = record.sum((GATE, UP), column, tile, add, [(zero, zero)] * len(tiles))
         for i, (a, b) in enumerate(totals):
             h = (activation(a) * b).astype(h_ref.dtype)
             write_rows(h_ref, span(first + i * ROWS, ROWS), column, h)
 
-    memory = Memory(layer_ref, address_ref, arena_ref, store_ref)
-    _for_expert(compute, memory, active_ref, count_ref, ids_ref, block)
+    _for_expert(compute, memory, formats, active_ref, count_ref, ids_ref, block)
 
 
 def _down(
-    layer_ref,
-    address_ref,
-    arena_ref,
-    store_ref,
+    memory: Memory,
     active_ref,
     count_ref,
     ids_ref,
@@ -129,6 +123,7 @@ def _down(
     y_ref,
     *,
     tile: Tile,
+    formats: Formats,
     block: int,
 ) -> None:
     """y[t·K + k] = down(h) for one expert's rows in one block.
@@ -138,24 +133,22 @@ def _down(
     other rows keep what they hold.
     """
     column, first = pl.program_id(2) * tile.columns, _first_row(block)
-    width = h_ref.shape[1]
 
     def compute(record: Record, tiles: list[jax.Array]) -> None:
         places = [span(first + i * ROWS, ROWS) for i in range(len(tiles))]
 
-        def step(n, totals):
-            at = n * tile.depth
-            weights = record.read(DOWN, at, column, (tile.depth, tile.columns))
-            hs = [read_rows(h_ref, rows, at, tile.depth) for rows in places]
+        def add(planes: list[Plane], depth: int, totals: list) -> list:
+            ((start, end, read),) = planes
+            weights = read()
+            hs = [read_rows(h_ref, rows, start, depth, end) for rows in places]
             return [a + plgpu.dot(h, weights) for h, a in zip(hs, totals, strict=True)]
 
         totals = [jnp.zeros((ROWS, tile.columns), jnp.float32)] * len(tiles)
-        totals = lax.fori_loop(0, pl.cdiv(width, tile.depth), step, totals)
+        totals = record.sum((DOWN,), column, tile, add, totals)
         for pairs, total in zip(tiles, totals, strict=True):
             write_rows(y_ref, pairs, column, total, keep=pairs < y_ref.shape[0])
 
-    memory = Memory(layer_ref, address_ref, arena_ref, store_ref)
-    _for_expert(compute, memory, active_ref, count_ref, ids_ref, block)
+    _for_expert(compute, memory, formats, active_ref, count_ref, ids_ref, block)
 
 
 def _first_row(block: int) -> jax.Array:
@@ -166,6 +159,7 @@ def _first_row(block: int) -> jax.Array:
 def _for_expert(
     compute: Callable[[Record, list[jax.Array]], None],
     memory: Memory,
+    formats: Formats,
     active_ref: Any,
     count_ref: Any,
     ids_ref: Any,
@@ -185,7 +179,7 @@ def _for_expert(
 
         def case(tiles: int) -> None:
             gathered = [_gather(pairs, rank, i * ROWS, ids_ref) for i in range(tiles)]
-            memory.with_record(expert, lambda record: compute(record, gathered))
+            memory.with_record(expert, formats, lambda record: compute(record, gathered))
 
         pl.when((routed > 0) & (routed <= ROWS))(lambda: case(1))
         if block > ROWS:

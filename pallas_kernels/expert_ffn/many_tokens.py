@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
@@ -28,6 +27,8 @@ from pallas_kernels.expert_ffn.tile import (
     span,
     write_rows,
 )
+from pallas_kernels.records.tile import Plane
+from pallas_kernels.records.versions import Formats
 from pallas_kernels.triton import triton_call
 
 ROWS = 64
@@ -49,7 +50,7 @@ class Groups(NamedTuple):
     """[N]: how many tiles that expert has."""
 
 
-def expert_ffn(y, x, ids, memory, active, active_count, *, activation, gate_up, down):
+def expert_ffn(y, x, ids, memory, active, active_count, *, formats, activation, gate_up, down):
     """The reference's function. memory: Memory of arrays; active_count: int32[1]; gate_up, down:
     Tile.
 
@@ -58,24 +59,26 @@ def expert_ffn(y, x, ids, memory, active, active_count, *, activation, gate_up, 
     the link once per tile of its rows, so give a sweep's experts cells, in waves.
     """
     groups = group(ids, active, active_count, memory.address.shape[1])
-    most, width, hidden = len(groups.expert), memory.store.shape[2] // 3, x.shape[1]
+    most, width, hidden = len(groups.expert), formats[0].cell.width, x.shape[1]
     h = triton_call(
-        functools.partial(_gate_up, tile=gate_up, slots=ids.shape[1], activation=activation),
+        functools.partial(
+            _gate_up, tile=gate_up, formats=formats, slots=ids.shape[1], activation=activation
+        ),
         name="expert_gate_up_sorted",
         grid=(most * pl.cdiv(width, gate_up.columns),),
         out_shape=jax.ShapeDtypeStruct((most * ROWS, width), x.dtype),
         num_warps=gate_up.num_warps,
         num_stages=gate_up.num_stages,
-    )(*memory, *groups, x)
+    )(memory, groups, x)
     return triton_call(
-        functools.partial(_down, tile=down),
+        functools.partial(_down, tile=down, formats=formats),
         name="expert_down_sorted",
         grid=(most * pl.cdiv(hidden, down.columns),),
         out_shape=jax.ShapeDtypeStruct(y.shape, y.dtype),
         num_warps=down.num_warps,
         num_stages=down.num_stages,
-        aliases={10: 0},
-    )(*memory, *groups, h, y)
+        aliases={len(jax.tree.leaves((memory, groups))) + 1: 0},
+    )(memory, groups, h, y)
 
 
 def group(ids: jax.Array, active: jax.Array, active_count: jax.Array, experts: int) -> Groups:
@@ -104,19 +107,13 @@ def group(ids: jax.Array, active: jax.Array, active_count: jax.Array, experts: i
 
 
 def _gate_up(
-    layer_ref,
-    address_ref,
-    arena_ref,
-    store_ref,
-    order_ref,
-    first_ref,
-    expert_ref,
-    head_ref,
-    tiles_ref,
+    memory: Memory,
+    groups: Groups,
     x_ref,
     h_ref,
     *,
     tile: Tile,
+    formats: Formats,
     slots: int,
     activation: Callable[[jax.Array], jax.Array],
 ) -> None:
@@ -125,72 +122,63 @@ def _gate_up(
     A program writes its columns of rows 64·n … 64·n + 63 of h, n its tile; no other program has
     the same tile and columns. Rows without a pair hold a copy of another, and nobody reads them.
     """
-    hidden, width = x_ref.shape[1], h_ref.shape[1]
+    width = h_ref.shape[1]
 
     def compute(record: Record, n: jax.Array, column: jax.Array, pairs: jax.Array) -> None:
-        rows = jnp.minimum(pairs, order_ref.shape[0] - 1) // slots
+        rows = jnp.minimum(pairs, groups.order.shape[0] - 1) // slots
 
-        def step(i, totals):
+        def add(planes: list[Plane], depth: int, totals: tuple) -> tuple:
+            (start, end, gate), (_, _, up) = planes
             a, b = totals
-            at, shape = i * tile.depth, (tile.columns, tile.depth)
-            x = read_rows(x_ref, rows, at, tile.depth)
-            a += plgpu.dot(x, record.read(GATE, column, at, shape).T)
-            b += plgpu.dot(x, record.read(UP, column, at, shape).T)
+            x = read_rows(x_ref, rows, start, depth, end)
+            a += plgpu.dot(x, gate().T)
+            b += plgpu.dot(x, up().T)
             return a, b
 
         zero = jnp.zeros((ROWS, tile.columns), jnp.float32)
-        a, b = lax.fori_loop(0, pl.cdiv(hidden, tile.depth), step, (zero, zero))
+        a, b = record.sum((GATE, UP), column, tile, add, (zero, zero))
         h = (activation(a) * b).astype(h_ref.dtype)
         write_rows(h_ref, span(n * ROWS, ROWS), column, h)
 
-    groups = Groups(order_ref, first_ref, expert_ref, head_ref, tiles_ref)
-    memory = Memory(layer_ref, address_ref, arena_ref, store_ref)
-    _for_tile(compute, memory, groups, width, tile.columns)
+    _for_tile(compute, memory, formats, groups, width, tile.columns)
 
 
 def _down(
-    layer_ref,
-    address_ref,
-    arena_ref,
-    store_ref,
-    order_ref,
-    first_ref,
-    expert_ref,
-    head_ref,
-    tiles_ref,
+    memory: Memory,
+    groups: Groups,
     h_ref,
     _,
     y_ref,
     *,
     tile: Tile,
+    formats: Formats,
 ) -> None:
     """y[pair] = down(h) for the pairs of one tile.
 
     A program writes its columns of the rows of y that are its tile's pairs: a pair is in one
     tile, and no other program has the same tile and columns. All other rows keep what they hold.
     """
-    width, hidden = h_ref.shape[1], y_ref.shape[1]
+    hidden = y_ref.shape[1]
 
     def compute(record: Record, n: jax.Array, column: jax.Array, pairs: jax.Array) -> None:
         rows = span(n * ROWS, ROWS)
 
-        def step(i, total):
-            at = i * tile.depth
-            weights = record.read(DOWN, at, column, (tile.depth, tile.columns))
-            return total + plgpu.dot(read_rows(h_ref, rows, at, tile.depth), weights)
+        def add(planes: list[Plane], depth: int, total: jax.Array) -> jax.Array:
+            ((start, end, read),) = planes
+            weights = read()
+            return total + plgpu.dot(read_rows(h_ref, rows, start, depth, end), weights)
 
         zero = jnp.zeros((ROWS, tile.columns), jnp.float32)
-        total = lax.fori_loop(0, pl.cdiv(width, tile.depth), step, zero)
+        total = record.sum((DOWN,), column, tile, add, zero)
         write_rows(y_ref, pairs, column, total, keep=pairs < y_ref.shape[0])
 
-    groups = Groups(order_ref, first_ref, expert_ref, head_ref, tiles_ref)
-    memory = Memory(layer_ref, address_ref, arena_ref, store_ref)
-    _for_tile(compute, memory, groups, hidden, tile.columns)
+    _for_tile(compute, memory, formats, groups, hidden, tile.columns)
 
 
 def _for_tile(
     compute: Callable[[Record, jax.Array, jax.Array, jax.Array], None],
     memory: Memory,
+    formats: Formats,
     groups: Groups,
     size: int,
     columns: int,
@@ -213,4 +201,4 @@ def _for_tile(
         end = groups.order.shape[0]
         pairs = groups.order[jnp.minimum(place, end - 1)]
         pairs = jnp.where(place < groups.first[expert + 1], pairs, end)
-        memory.with_record(expert, lambda record: compute(record, n, column, pairs))
+        memory.with_record(expert, formats, lambda record: compute(record, n, column, pairs))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from jax import lax
 from pallas_kernels.expert_ffn import few_tokens, many_tokens
 from pallas_kernels.expert_ffn.activation import ACTIVATIONS
 from pallas_kernels.expert_ffn.tile import Memory, Tile, fit
+from pallas_kernels.records.format import RecordFormat
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,13 +24,23 @@ class Config:
     down: Tile
 
 
-def configuration(hidden: int, width: int, dtype: jax.typing.DTypeLike, row_tile: int) -> Config:
+def configuration(
+    hidden: int,
+    width: int,
+    dtype: jax.typing.DTypeLike,
+    row_tile: int,
+    versions: Collection[str] = (),
+) -> Config:
     """The tiles for experts of hidden × width; never a function of the number of tokens.
 
     Decode (row_tile < 64): measured on an H200 with 2048 × 768 in bfloat16. gate_up: 64 columns
     of 128 deep are two loads of 256-byte rows, 36 KiB, three of them in flight; two programs fit
     an SM. Prefill: not measured. gate_up: 128 columns, so that a row tile is read again least
     often, with 8 warps, since the two sums fill the registers of 4; down: three programs fit an SM.
+
+    versions: what records are beside dense. Their tiles, of codes, x of several planes and decoded
+    weights, leave room for fewer in flight (not measured); tiles stay, so that a dense expert and a
+    lossless one have the bits that they have alone.
 
     Raises ValueError for a dtype of other than 16 bits.
     """
@@ -37,36 +49,67 @@ def configuration(hidden: int, width: int, dtype: jax.typing.DTypeLike, row_tile
             f'expert_ffn "pallas" takes bfloat16 and float16, not {jnp.dtype(dtype).name} '
             '(its products would be TF32); "xla" takes it'
         )
+    most = 2 if "lossless12" in versions else 3 if versions else 4
     if row_tile < many_tokens.ROWS:
         return Config(
             few_tokens.ROWS,
-            Tile(fit(width, 64), fit(hidden, 128), num_warps=4, num_stages=4),
-            Tile(fit(hidden, 64), fit(width, 128), num_warps=4, num_stages=3),
+            Tile(fit(width, 64), fit(hidden, 128), num_warps=4, num_stages=most),
+            Tile(fit(hidden, 64), fit(width, 128), num_warps=4, num_stages=min(most, 3)),
         )
     return Config(
         many_tokens.ROWS,
-        Tile(fit(width, 128), fit(hidden, 64), num_warps=8, num_stages=4),
-        Tile(fit(hidden, 128), fit(width, 64), num_warps=4, num_stages=3),
+        Tile(fit(width, 128), fit(hidden, 64), num_warps=8, num_stages=most),
+        Tile(fit(hidden, 128), fit(width, 64), num_warps=4, num_stages=min(most, 3)),
     )
 
 
 def expert_ffn(
-    y, x, ids, arena, stores, layer, address, version, active, active_count, *, activation, row_tile
+    y,
+    x,
+    ids,
+    arena,
+    stores,
+    layer,
+    address,
+    version,
+    active,
+    active_count,
+    *,
+    formats,
+    activation,
+    row_tile,
 ):
-    del version  # dense records only, like the reference
-    (store,) = stores
-    config = configuration(x.shape[1], store.shape[2] // 3, x.dtype, row_tile)
+    versions = {fmt.version for cell, held, _ in formats for fmt in (cell, held)} - {"dense"}
+    config = configuration(x.shape[1], formats[0].cell.width, x.dtype, row_tile, versions)
     kernels = few_tokens if config.rows == few_tokens.ROWS else many_tokens
+    layers = [layer]
+    if any(places is not None for _, _, places in formats):
+        layers += [version_formats.place(layer) for version_formats in formats]
+
     # Free views. Converted in the kernels instead, weights that several products share would pass
     # through shared memory once more, and with them registers spill (jax 0.11.2).
-    arena, store = (lax.bitcast_convert_type(bits, x.dtype) for bits in (arena, store))
+    def typed(bits: jax.Array, fmt: RecordFormat) -> jax.Array:
+        return lax.bitcast_convert_type(bits, x.dtype) if fmt.version == "dense" else bits
+
+    views = {cell.version == "dense": typed(arena, cell) for cell, _, _ in formats}
+    memory = Memory(
+        layer=jnp.concatenate([jnp.asarray(value, jnp.int32).reshape(1) for value in layers]),
+        address=address,
+        version=version if len(formats) > 1 else None,
+        dense=views.get(True),
+        coded=views.get(False),
+        stores=tuple(
+            typed(store, held) for store, (_, held, _) in zip(stores, formats, strict=True)
+        ),
+    )
     return kernels.expert_ffn(
         y,
         x,
         ids,
-        Memory(jnp.asarray(layer, jnp.int32).reshape(1), address, arena, store),
+        memory,
         active,
         jnp.asarray(active_count, jnp.int32).reshape(1),
+        formats=formats,
         activation=_gelu if activation is ACTIVATIONS["gelu"] else activation,
         gate_up=config.gate_up,
         down=config.down,

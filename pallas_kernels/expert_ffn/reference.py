@@ -2,9 +2,24 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.records.reference import decode
+
 
 def expert_ffn(
-    y, x, ids, arena, stores, layer, address, version, active, active_count, *, activation, row_tile
+    y,
+    x,
+    ids,
+    arena,
+    stores,
+    layer,
+    address,
+    version,
+    active,
+    active_count,
+    *,
+    formats,
+    activation,
+    row_tile,
 ):
     tokens, k = ids.shape
     pairs = tokens * k
@@ -18,7 +33,9 @@ def expert_ffn(
 
     def expert(i, y):
         e = active[i]
-        gate, up, down = _load(arena, stores, layer, e, address[e], version[e], x.dtype)
+        weights = _load(arena, stores, layer, e, address[e], version[e], formats)
+        width = formats[0].cell.width
+        gate, up, down = weights[:width], weights[width : 2 * width], weights[2 * width :]
 
         def tile(n, y):
             place = first[e] + n * row_tile + jnp.arange(row_tile)
@@ -34,28 +51,38 @@ def expert_ffn(
     return lax.fori_loop(0, active_count, expert, y)
 
 
-def _load(arena, stores, layer, expert, address, version, dtype):
-    """One expert's matrices, from its cell or, without one, from the store. Dense records only."""
-    (store,) = stores
-    rows, hidden = store.shape[2:]
-
-    def from_cell(_, record):
-        return lax.dynamic_slice(arena, (address, 0), (rows, hidden))
-
-    def from_store(_, record):
-        found = lax.dynamic_slice(store, (layer, expert, 0, 0), (1, 1, rows, hidden))
-        return jax.device_put(found, jax.memory.Space.Device)[0, 0]
-
+def _load(arena, stores, layer, expert, address, version, formats):
+    """One expert's weights [3·I, D], from its cell or, without one, from the store."""
     cached = (address >= 0).astype(jnp.int32)
-    record = jnp.zeros((rows, hidden), jnp.uint16)
-    record = lax.fori_loop(0, cached, from_cell, record)
-    record = lax.fori_loop(0, 1 - cached, from_store, record)
-    itemsize = jnp.dtype(dtype).itemsize
-    if itemsize == 4:
-        record = record.reshape(rows // 2, hidden, 2)
-    weights = lax.bitcast_convert_type(record, dtype)
-    width = weights.shape[0] // 3
-    return weights[:width], weights[width : 2 * width], weights[2 * width :]
+    records = {}  # by format, of which an expert has one
+
+    def read(fmt, number, here, source):
+        """Zero or one trip, as in fill."""
+        if len(formats) > 1:
+            here = here * (version == number)
+        empty = jnp.zeros((fmt.rows, fmt.hidden), jnp.uint16), jnp.int32(0)
+        record, found = records.get(fmt, empty)
+        records[fmt] = lax.fori_loop(0, here, lambda _, record: source(), record), found + here
+
+    for number, (cell, held, _) in enumerate(formats):
+
+        def from_cell(cell=cell):
+            return lax.dynamic_slice(arena, (address, 0), (cell.rows, cell.hidden))
+
+        def from_store(number=number, held=held):
+            start = (formats[number].place(layer), expert, 0, 0)
+            found = lax.dynamic_slice(stores[number], start, (1, 1, held.rows, held.hidden))
+            return jax.device_put(found, jax.memory.Space.Device)[0, 0]
+
+        read(cell, number, cached, from_cell)
+        read(held, number, 1 - cached, from_store)
+    if len(records) == 1:
+        ((fmt, (record, _)),) = records.items()
+        return decode(record, fmt)
+    weights = jnp.zeros((3 * cell.width, cell.hidden), cell.dtype)
+    for fmt, (record, found) in records.items():
+        weights = lax.fori_loop(0, found, lambda _, w, r=record, f=fmt: decode(r, f), weights)
+    return weights
 
 
 def _ffn(x, gate, up, down, activation):

@@ -18,6 +18,8 @@ class Spec:
     width: int = 24
     layers: int = 2
     row_tile: int = 16
+    versions: tuple[str | tuple[str, str], ...] = ()
+    """By number, of experts in turn: a name, or (in a cell, in the store); none: one, dense."""
 
 
 SPECS = (
@@ -40,3 +42,28 @@ SPECS = (
     Spec(3, "float16"),
     Spec(17, "float16", "padded"),
 )
+
+_FIVE = ("dense", "int8", "int4", "int2", "lossless12")
+_PAIRS = (
+    *(("dense", lo) for lo in ("int8", "int4", "int2")),
+    ("int8", "int4"),
+    ("int4", "int2"),
+    (("dense", "lossless12"), "int4"),
+)
+
+VERSIONED = (
+    Spec(3, "bfloat16", hidden=64, width=32, versions=("lossless12", "int4")),
+    Spec(17, "bfloat16", "padded", experts=12, top_k=3, versions=_FIVE),
+    Spec(65, "bfloat16", experts=8, hidden=256, width=128, row_tile=64, versions=("int4", "int2")),
+    *(Spec(3, "bfloat16", hidden=64, width=32, versions=pair) for pair in _PAIRS),
+    *(Spec(33, "bfloat16", "one", hidden=64, width=32, versions=(name,)) for name in _FIVE[1:]),
+    *(Spec(17, "bfloat16", width=10, hidden=40, row_tile=t, versions=_FIVE) for t in (16, 64)),
+    *(Spec(17, "bfloat16", width=320, hidden=96, row_tile=t, versions=_FIVE) for t in (16, 64)),
+    *(Spec(17, "bfloat16", width=96, hidden=320, row_tile=t, versions=_FIVE) for t in (16, 64)),
+    Spec(65, "bfloat16", "one", experts=5, hidden=512, width=256, row_tile=64, versions=_FIVE),
+    Spec(33, "bfloat16", "one", experts=5, hidden=512, width=256, versions=_FIVE),
+    *(Spec(17, dtype, versions=_FIVE[:4]) for dtype in ("float16", "float32")),
+    Spec(17, "float16", hidden=40, width=10, row_tile=64, versions=_FIVE[:4]),
+)
+"""A pair of tiers, all versions in one call, other pairs, each alone, in transit, and shapes that
+neither groups nor tiles divide."""

@@ -3,13 +3,42 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
+
+from pallas_kernels.records.format import RecordFormat
+from pallas_kernels.records.tile import (
+    DOWN,
+    GATE,
+    UP,
+    Plane,
+    plane_size,
+    read_lossless,
+    read_planes,
+    span,
+)
+from pallas_kernels.records.versions import Formats
+
+__all__ = [
+    "DOWN",
+    "GATE",
+    "UP",
+    "Memory",
+    "Plane",
+    "Record",
+    "Tile",
+    "fit",
+    "read_rows",
+    "span",
+    "write_rows",
+]
 
 _LEAST = 16  # the shortest axis of a Triton product
 
@@ -32,18 +61,15 @@ def fit(size: int, most: int) -> int:
     return divisor if divisor >= _LEAST else min(most, max(_LEAST, pl.next_power_of_2(size)))
 
 
-def span(start: Any, size: int) -> jax.Array:
-    """int32[size]: start, start + 1, …"""
-    return start + jnp.arange(size, dtype=jnp.int32)
-
-
-def read_rows(ref: Any, rows: jax.Array, start: Any, size: int) -> jax.Array:
-    """ref[rows, start : start + size], zero past the last column."""
+def read_rows(ref: Any, rows: jax.Array, start: Any, size: int, end: Any = None) -> jax.Array:
+    """ref[rows, start : start + size], zero from `end` on; by default past the last column."""
     columns = span(start, size)
     at = ref.at[rows[:, None], columns[None, :]]
-    if ref.shape[1] % size == 0:
-        return plgpu.load(at)
-    return plgpu.load(at, mask=jnp.broadcast_to(columns < ref.shape[1], at.shape), other=0)
+    if end is None:
+        if ref.shape[1] % size == 0:
+            return plgpu.load(at)
+        end = ref.shape[1]
+    return plgpu.load(at, mask=jnp.broadcast_to(columns < end, at.shape), other=0)
 
 
 def write_rows(
@@ -58,28 +84,68 @@ def write_rows(
     plgpu.store(ref.at[rows[:, None], columns[None, :]], values, mask=mask)
 
 
-GATE, UP, DOWN = 0, 1, 2
+At = Callable[[Any, Any], Any]
+"""at(rows, columns): a ref to elements of a record, rows and columns slices or arrays."""
 
 
 class Record:
-    """Tiles of one expert's record [3·width, hidden]: gate rows, up rows, rows of down^T.
+    """One expert's record, in its cell or in the store, read by tiles. at: of weights where the
+    format is dense, else of uint16."""
 
-    at(rows, columns): a ref to that part of the record, in its cell or in the store.
-    """
+    def __init__(self, at: At, fmt: RecordFormat):
+        self._at, self._fmt = at, fmt
 
-    def __init__(self, at: Callable[[Any, Any], Any], width: int, hidden: int):
-        self._at, self._width, self._hidden = at, width, hidden
+    def sum(
+        self,
+        matrices: tuple[int, ...],
+        across: Any,
+        tile: Tile,
+        add: Callable[[list[Plane], int, Any], Any],
+        totals: Any,
+    ) -> Any:
+        """The totals after add(planes, depth, totals) for every part of the axis that a product
+        sums over; planes: of each matrix the same indices.
 
-    def read(self, matrix: int, row: Any, column: Any, shape: tuple[int, int]) -> jax.Array:
-        """A tile of a matrix (GATE, UP or DOWN) from (row, column) on, zero outside it."""
-        rows, columns = shape
-        at = self._at(pl.ds(matrix * self._width + row, rows), pl.ds(column, columns))
+        matrices: (GATE, UP) or (DOWN,). across: the first of the tile's results. A dense record and
+        a lossless one have the same parts in the same order, so the same bits.
+        """
+        fmt, down = self._fmt, matrices[0] == DOWN
+        axis, depth = fmt.width if down else fmt.hidden, tile.depth
+        if fmt.lossy:
+            axis = plane_size(fmt, matrices[0])
+            # P planes of weights and of x are at hand at once.
+            depth = fit(axis, min(depth, 256 // fmt.planes))
+
+        def planes(matrix: int, at: jax.Array) -> list[Plane]:
+            if fmt.lossy:
+                return read_planes(self._elements, fmt, matrix, at, across, depth, tile.columns)
+            place = (at, across) if down else (across, at)
+            shape = (depth, tile.columns) if down else (tile.columns, depth)
+            return [Plane(at, None, functools.partial(self._weights, matrix, *place, shape))]
+
+        def step(n: jax.Array, totals: Any) -> Any:
+            for part in zip(*(planes(matrix, n * depth) for matrix in matrices), strict=True):
+                totals = add(list(part), depth, totals)
+            return totals
+
+        return lax.fori_loop(0, pl.cdiv(axis, depth), step, totals)
+
+    def _weights(self, matrix: int, row: Any, column: Any, shape: tuple[int, int]) -> jax.Array:
+        """A tile of a matrix from (row, column) on, zero outside of it."""
+        fmt, (rows, columns) = self._fmt, shape
+        if fmt.version == "lossless12":
+            return read_lossless(self._elements, fmt, matrix, row, column, shape)
+        at = self._at(pl.ds(matrix * fmt.width + row, rows), pl.ds(column, columns))
         mask = None
-        if self._width % rows:
-            mask = jnp.broadcast_to((span(row, rows) < self._width)[:, None], shape)
-        if self._hidden % columns:
-            inside = jnp.broadcast_to(span(column, columns) < self._hidden, shape)
+        if fmt.width % rows:
+            mask = jnp.broadcast_to((span(row, rows) < fmt.width)[:, None], shape)
+        if fmt.hidden % columns:
+            inside = jnp.broadcast_to(span(column, columns) < fmt.hidden, shape)
             mask = inside if mask is None else mask & inside
+        return plgpu.load(at) if mask is None else plgpu.load(at, mask=mask, other=0)
+
+    def _elements(self, rows: Any, columns: Any, mask: jax.Array | None) -> jax.Array:
+        at = self._at(rows, columns)
         return plgpu.load(at) if mask is None else plgpu.load(at, mask=mask, other=0)
 
 
@@ -87,26 +153,51 @@ class Memory(NamedTuple):
     """Refs to where experts lie: the operands that every kernel has first."""
 
     layer: Any
-    """int32[1]"""
+    """int32[1]; where stores lack layers int32[1 + versions]: then its place in each store."""
     address: Any
     """int32[L, E]: arena row of an expert's record, −1 without a cell."""
-    arena: Any
-    """[rows, hidden]"""
-    store: Any
-    """[L, E, 3·width, hidden]"""
+    version: Any
+    """int32[L, E]; None: there is one."""
+    dense: Any
+    """The arena in the weights' dtype [rows, hidden]; None: no cell is dense."""
+    coded: Any
+    """The arena uint16[rows, hidden]; None: every cell is dense."""
+    stores: tuple[Any, ...]
+    """Per version [L, E, record rows, hidden], of the weights' dtype where dense, else uint16."""
 
-    def with_record(self, expert: jax.Array, body: Callable[[Record], None]) -> None:
+    def with_record(
+        self, expert: jax.Array, formats: Formats, body: Callable[[Record], None]
+    ) -> None:
         """Runs the body with the expert's record in its cell or, without one, in the store: the
         same arithmetic on the same bits."""
         layer = self.layer[0]
         address = self.address[layer, expert]
-        width, hidden = self.store.shape[2] // 3, self.store.shape[3]
+        version = None if self.version is None else self.version[layer, expert]
 
-        def in_cell(rows: pl.Slice, columns: pl.Slice) -> Any:
-            return self.arena.at[pl.ds(address + rows.start, rows.size), columns]
+        def in_cell(arena: Any) -> At:
+            def at(rows: Any, columns: Any) -> Any:
+                if isinstance(rows, pl.Slice):
+                    return arena.at[pl.ds(address + rows.start, rows.size), columns]
+                return arena.at[address + rows, columns]
 
-        def in_store(rows: pl.Slice, columns: pl.Slice) -> Any:
-            return self.store.at[layer, expert, rows, columns]
+            return at
 
-        pl.when(address >= 0)(lambda: body(Record(in_cell, width, hidden)))
-        pl.when(address < 0)(lambda: body(Record(in_store, width, hidden)))
+        def in_store(number: int) -> At:
+            place = self.layer[1 + number] if self.layer.shape[0] > 1 else layer
+            return lambda rows, columns: self.stores[number].at[place, expert, rows, columns]
+
+        def run(here: jax.Array, numbers: list[int], at: Callable[[], At], fmt: RecordFormat):
+            if version is not None:
+                of_these = version == numbers[0]
+                for number in numbers[1:]:
+                    of_these |= version == number
+                here &= of_these
+            pl.when(here)(lambda: body(Record(at(), fmt)))
+
+        # Versions that differ in the store alone share the code for their cells.
+        for fmt in dict.fromkeys(cell for cell, _, _ in formats):
+            numbers = [number for number, (cell, _, _) in enumerate(formats) if cell == fmt]
+            arena = self.dense if fmt.version == "dense" else self.coded
+            run(address >= 0, numbers, functools.partial(in_cell, arena), fmt)
+        for number, (_, fmt, _) in enumerate(formats):
+            run(address < 0, [number], functools.partial(in_store, number), fmt)

@@ -4,6 +4,7 @@ from jaxtyping import Array, Int, UInt16
 
 from pallas_kernels.dispatch import pick
 from pallas_kernels.fill import pallas_triton, reference
+from pallas_kernels.records.versions import Formats, check_formats
 
 IMPLEMENTATIONS = {"xla": reference.fill, "pallas": pallas_triton.fill}
 
@@ -17,13 +18,15 @@ def fill(
     version: Int[Array, " A"],
     count: Int[Array, ""],
     *,
+    formats: Formats | None = None,
     implementation: str = "xla",
 ) -> UInt16[Array, "rows D"]:
     """Copies records of one layer from pinned host memory into the arena.
 
     stores: per version, all records, in pinned host memory. expert, row, version: what to move and
-    the arena row it goes to; entries from `count` on are ignored. The arena is updated in place
-    when donated.
+    the arena row it goes to; entries from `count` on are ignored. formats: see VersionFormats; a
+    record whose cell has another format than its store is decoded on the way. None: every version
+    is copied as it is. The arena is updated in place when donated.
 
     Raises ValueError for shapes that do not fit or an unknown implementation.
     """
@@ -32,5 +35,6 @@ def fill(
     for store in stores:
         if store.ndim != 4 or store.shape[-1] != arena.shape[-1]:
             raise ValueError(f"a store is [L, E, rows, {arena.shape[-1]}], not {store.shape}")
+    check_formats(formats, stores)
     fn = pick("fill", IMPLEMENTATIONS, implementation)
-    return fn(arena, stores, layer, expert, row, version, count)
+    return fn(arena, stores, layer, expert, row, version, count, formats=formats)

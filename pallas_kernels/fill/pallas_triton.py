@@ -11,6 +11,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels.records.format import RecordFormat
+from pallas_kernels.records.tile import DOWN, read_exact_planes, span
 from pallas_kernels.triton import power_of_two_divisor, triton_call
 
 CHUNK = 16384
@@ -27,6 +29,11 @@ class Config:
     num_stages: int
 
 
+DECODED = 2048
+"""Codes that a program decodes at a time into four times as many weights: 128 bits of codes and
+256 of bytes for each of 256 threads."""
+
+
 def configuration(hidden: int) -> Config:
     """Chunks of CHUNK elements, whatever the width D = hidden is, as rows of the largest power of
     two that divides D: a record is contiguous, so the arena and the stores are seen in rows of
@@ -41,7 +48,7 @@ def configuration(hidden: int) -> Config:
     return Config(CHUNK // columns, columns, programs=512, num_warps=8, num_stages=1)
 
 
-def fill(arena, stores, layer, expert, row, version, count):
+def fill(arena, stores, layer, expert, row, version, count, *, formats):
     hidden = arena.shape[1]
     config = configuration(hidden)
     if arena.size // config.columns >= 2**31:
@@ -50,11 +57,22 @@ def fill(arena, stores, layer, expert, row, version, count):
             f"that divides {hidden}: an arena of {arena.size} elements has too many for int32; "
             "'xla' takes it"
         )
-    view, *stores = (
-        array.reshape(*array.shape[:-2], -1, config.columns) for array in (arena, *stores)
+    encoded = [None] * len(stores)
+    if formats is not None:
+        encoded = [f.store if f.in_transit else None for f in formats]
+    view, *views = (
+        # Decoding reads a record by its own rows.
+        array if fmt else array.reshape(*array.shape[:-2], -1, config.columns)
+        for array, fmt in zip((arena, *stores), (None, *encoded), strict=True)
     )
-    chunks = pl.cdiv(max(store.shape[2] for store in stores), config.rows)
+    chunks = max(
+        sum(_decoded_chunks(fmt)) if fmt else pl.cdiv(store.shape[2], config.rows)
+        for store, fmt in zip(views, encoded, strict=True)
+    )
     programs = min(config.programs, expert.shape[0] * chunks)
+    places = [layer]
+    if formats is not None and any(f.places is not None for f in formats):
+        places = [f.place(layer) for f in formats]
     filled = triton_call(
         functools.partial(
             _fill,
@@ -62,6 +80,7 @@ def fill(arena, stores, layer, expert, row, version, count):
             chunks=chunks,
             programs=programs,
             rows_per_row=hidden // config.columns,
+            encoded=encoded,
         ),
         name="fill",
         grid=(programs,),
@@ -70,17 +89,20 @@ def fill(arena, stores, layer, expert, row, version, count):
         num_stages=config.num_stages,
         aliases={5 + len(stores): 0},
     )(
-        *(jnp.reshape(value, 1).astype(jnp.int32) for value in (layer, count)),
+        jnp.concatenate([jnp.reshape(place, 1).astype(jnp.int32) for place in places]),
+        jnp.reshape(count, 1).astype(jnp.int32),
         expert,
         row,
         version,
-        *stores,
+        *views,
         view,
     )
     return filled.reshape(arena.shape)
 
 
-def _fill(layer, count, expert, row, version, *refs, config, chunks, programs, rows_per_row):
+def _fill(
+    layer, count, expert, row, version, *refs, config, chunks, programs, rows_per_row, encoded
+):
     """Program p copies chunks p, p + programs, … of all entries' chunks, entry after entry.
 
     Writes: a chunk of an entry is written by one program, the only one that has its number; two
@@ -91,20 +113,72 @@ def _fill(layer, count, expert, row, version, *refs, config, chunks, programs, r
 
     def copy(turn, _):
         number = turn * programs + program
-        entry, first = lax.div(number, chunks), lax.rem(number, chunks) * config.rows
+        entry, chunk = lax.div(number, chunks), lax.rem(number, chunks)
+        first = chunk * config.rows
         start = row[entry] * rows_per_row + first
-        for v, store in enumerate(stores):
+        for v, (store, fmt) in enumerate(zip(stores, encoded, strict=True)):
+            place = v if layer.shape[0] > 1 else 0
+            if fmt is not None:
+
+                @pl.when(version[entry] == v)
+                def _(store=store, fmt=fmt, place=place):
+                    record = functools.partial(_elements, store, layer[place], expert[entry])
+                    _decode(record, fmt, arena, row[entry] * rows_per_row, rows_per_row, chunk)
+
+                continue
             record = store.shape[2]
 
             @pl.when((version[entry] == v) & (first < record))
-            def _(store=store, record=record):
+            def _(store=store, record=record, place=place):
                 mask = None
                 if record % config.rows:
                     inside = first + jnp.arange(config.rows) < record
                     mask = jnp.broadcast_to(inside[:, None], (config.rows, config.columns))
-                source = store.at[layer[0], expert[entry], pl.ds(first, config.rows), :]
+                source = store.at[layer[place], expert[entry], pl.ds(first, config.rows), :]
                 target = arena.at[pl.ds(start, config.rows), :]
                 plgpu.store(target, plgpu.load(source, mask=mask), mask=mask)
 
     turns = lax.div(count[0] * chunks - program + programs - 1, programs)
     lax.fori_loop(0, turns, copy, None)
+
+
+def _decode_tile(fmt: RecordFormat) -> tuple[int, int]:
+    """Rows and columns of codes that are decoded at a time. The columns divide a row of codes, so
+    that the weights of each plane are consecutive."""
+    columns = power_of_two_divisor(fmt.hidden // fmt.planes, 512)
+    return DECODED // columns, columns
+
+
+def _decoded_chunks(fmt: RecordFormat) -> list[int]:
+    """Tiles of codes of gate, up and down."""
+    rows, columns = _decode_tile(fmt)
+    across = pl.cdiv(fmt.width, rows) * (fmt.hidden // fmt.planes // columns)
+    down = pl.cdiv(pl.cdiv(fmt.width, fmt.planes), rows) * (fmt.hidden // columns)
+    return [across, across, down]
+
+
+def _elements(store, layer, expert, row, column, mask):
+    at = store.at[layer, expert, row, column]
+    return plgpu.load(at) if mask is None else plgpu.load(at, mask=mask, other=0)
+
+
+def _decode(read, fmt, arena, start, rows_per_row, chunk):
+    """Decodes one tile of codes of a record into the dense record that begins at arena row
+    `start`. The tiles write disjoint weights."""
+    rows, columns = _decode_tile(fmt)
+    for matrix, tiles in enumerate(_decoded_chunks(fmt)):
+        width = fmt.hidden if matrix == DOWN else fmt.hidden // fmt.planes
+        tile = chunk - sum(_decoded_chunks(fmt)[:matrix])
+
+        @pl.when((tile >= 0) & (tile < tiles))
+        def _(matrix=matrix, width=width, tile=tile):
+            row = lax.div(tile, width // columns) * rows
+            column = lax.rem(tile, width // columns) * columns
+            shape = rows, columns
+            for plane in read_exact_planes(read, fmt, matrix, row, column, shape):
+                weight_row = matrix * fmt.width + plane.row
+                at, first = start + weight_row * rows_per_row, plane.column
+                if rows_per_row > 1:  # else Triton would not see that `first` is a multiple
+                    at, first = at + lax.div(first, arena.shape[1]), lax.rem(first, arena.shape[1])
+                target = arena.at[at, span(first, columns)[None, :]]
+                plgpu.store(target, plane.bits, mask=plane.mask)

@@ -14,6 +14,25 @@ class Spec:
     hidden: int = 16
 
 
+@dataclasses.dataclass(frozen=True)
+class TransitSpec:
+    """lossless12 in the store and dense in cells, beside a version that is copied as it is."""
+
+    hidden: int
+    width: int
+    experts: int = 4
+    layers: int = 2
+
+
+TRANSIT_SPECS = (
+    TransitSpec(64, 32),
+    TransitSpec(40, 10, layers=3),
+    TransitSpec(96, 320),
+    TransitSpec(2112, 8, experts=2),
+)
+"""Planes that tiles divide; where 4 divides neither I nor a power of two D; several tiles of codes
+of rows and of columns."""
+
 SPECS = (
     Spec((12,)),
     Spec((1,), experts=1, layers=1),

@@ -26,11 +26,11 @@ class Tables(NamedTuple):
     address: Int[Array, "L E"]
     """Arena row of the expert's record; −1: absent."""
     version: Int[Array, "L E"]
-    """Version the address points to."""
+    """Version the address points to; of an absent expert the one that a read-through computes."""
     frequency: Int[Array, "L E"]
     """Steps in which the expert was active."""
     fill_version: Int[Array, "L E"]
-    """Version a miss fills; −1: do not cache, read through."""
+    """Version a miss fills; −1 − v: do not cache, read version v through."""
     prior: Int[Array, "L E"]
     """A policy's score, see victim_key."""
     clock: Int[Array, " L"]
@@ -69,8 +69,9 @@ def plan(
     read-through for what does not fit).
 
     Hits are touched first; no active expert is ever a victim. Misses whose `fill_version` is not
-    −1 take, in ascending id, the layer's unpinned cells of that version: free ones by index, then
-    owned ones by ascending (victim_key, last use, owner). Misses left over are read through. The
+    negative take, in ascending id, the layer's unpinned cells of that version: free ones by index,
+    then owned ones by ascending (victim_key, last use, owner). Misses left over are read through,
+    in the version that they would have filled: whatever was resident before does not matter. The
     returned tables describe the state after the fills of the returned plan.
 
     Raises ValueError for shapes that do not fit or an unknown implementation.

@@ -199,7 +199,8 @@ def _plan(layer, active, *refs, config):
     put("owner", cell, new_owner, taken)
     put("last_used", cell, jnp.full_like(cell, clock), taken | pinned)
     put("address", expert, new_row, fills | (evicted > 0))
-    put("version", expert, wish, fills)
+    # What is missing is computed in the version that it would fill, with or without a cell.
+    put("version", expert, jnp.where(wish >= 0, wish, -1 - wish), needed & ~hit)
     put("frequency", expert, frequency + 1, needed)
     tables["clock"][layer] = clock
 

@@ -42,6 +42,8 @@ def plan(tables, layer, active):
     cell_rank = jnp.sum(less & rivals, axis=0)
 
     # The n-th miss of a version takes the n-th candidate cell of that version.
+    # What is missing is computed in the version that it would fill, with or without a cell.
+    read_version = jnp.where(fill_version >= 0, fill_version, -1 - fill_version)
     wants = missing & (fill_version >= 0)
     earlier = (expert[:, None] < expert) & (fill_version[:, None] == fill_version)
     wish_rank = jnp.sum(earlier & wants[:, None], axis=0)
@@ -65,7 +67,7 @@ def plan(tables, layer, active):
         owner=put(tables.owner, jnp.where(taken, new_owner, owner)),
         last_used=put(tables.last_used, jnp.where(used, clock, last_used)),
         address=put(tables.address, jnp.where(fills, new_row, jnp.where(evicted, -1, address))),
-        version=put(tables.version, jnp.where(fills, fill_version, version)),
+        version=put(tables.version, jnp.where(missing, read_version, version)),
         frequency=put(tables.frequency, frequency + active),
         clock=put(tables.clock, clock),
     )

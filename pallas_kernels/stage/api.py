@@ -6,6 +6,7 @@ from jaxtyping import Array, Int, UInt16
 
 from pallas_kernels.dispatch import pick
 from pallas_kernels.plan import Tables
+from pallas_kernels.records.versions import Formats, check_formats
 from pallas_kernels.stage import pallas_triton, reference
 
 
@@ -30,6 +31,7 @@ def stage(
     layer: Int[Array, ""] | int,
     entries: Entries,
     *,
+    formats: Formats | None = None,
     implementation: str = "xla",
 ) -> tuple[UInt16[Array, "rows D"], Tables, Int[Array, " S"]]:
     """Carries out one layer's entries, in their order, after the layer's experts were computed.
@@ -40,29 +42,33 @@ def stage(
     - the cell's owner was used in this very step (last_used = clock): it may still be read;
     - the layer has the expert in that version already;
     - an earlier entry of this list took the cell, or staged the expert in any version;
-    - expert, version or cell do not exist.
+    - expert, version or cell do not exist, or the version's store lacks the layer.
 
     Otherwise the cell's owner becomes absent (unless its address points elsewhere), the record is
     copied from the store, and the expert's address points to it. A copy of the expert in another
     version gives up its cell, so a layer has one copy of an expert. The cell counts as last used
     at clock − 1: as if used one reference ago. Frequencies stay.
 
-    stores: per version, all records, in pinned host memory. Arena and tables are updated in place
-    when donated.
+    stores: per version, all records, in pinned host memory. formats: see VersionFormats; a record
+    whose cell has another format than its store is decoded on the way. None: every version is
+    copied as it is. Arena and tables are updated in place when donated.
 
     Returns (arena, tables, done int32[S]: 1 for an entry carried out, 0 for any other).
 
     Raises ValueError for shapes that do not fit or an unknown implementation.
     """
+    layers = tables.address.shape[0]
     if not stores:
         raise ValueError("stage needs at least one store")
     for store in stores:
         if store.ndim != 4 or store.shape[-1] != arena.shape[-1]:
             raise ValueError(f"a store is [L, E, rows, {arena.shape[-1]}], not {store.shape}")
-        if store.shape[:2] != tables.address.shape:
+        here = store.shape[:2] if formats is None else (layers, store.shape[1])
+        if here != tables.address.shape:
             raise ValueError(f"a store of {store.shape[:2]}, tables of {tables.address.shape}")
+    check_formats(formats, stores, layers)
     shapes = {name: field.shape for name, field in entries._asdict().items()}
     if entries.layer.ndim != 1 or len(set(shapes.values())) > 1:
         raise ValueError(f"the entries' fields are all int32[S], not {shapes}")
     fn = pick("stage", IMPLEMENTATIONS, implementation)
-    return fn(arena, tables, stores, layer, entries)
+    return fn(arena, tables, stores, layer, entries, formats=formats)

@@ -13,6 +13,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.fill import pallas_triton
 from pallas_kernels.plan.listing import count, places
+from pallas_kernels.records.versions import stored_in_part
 from pallas_kernels.stage.admission import Cells, Residency, admit
 from pallas_kernels.triton import triton_call
 
@@ -31,18 +32,20 @@ def configuration() -> Config:
     return Config(num_warps=2, num_stages=1)
 
 
-def stage(arena, tables, stores, layer, entries):
+def stage(arena, tables, stores, layer, entries, *, formats):
     config = configuration()
     updated = [getattr(tables, name) for name in UPDATED]
     listed = jax.ShapeDtypeStruct(entries.layer.shape, jnp.int32)
+    partial = stored_in_part(formats)
+    layers = [layer, *(formats[number].place(layer) for number in partial)]
     operands = [
-        jnp.reshape(layer, 1).astype(jnp.int32),
+        jnp.concatenate([jnp.reshape(value, 1).astype(jnp.int32) for value in layers]),
         *entries,
         *(tables.cell_row, tables.cell_version, tables.clock),
         *updated,
     ]
     *updated, done, expert, row, version, moves = triton_call(
-        functools.partial(_admit, versions=len(stores)),
+        functools.partial(_admit, versions=len(stores), partial=partial),
         name="stage",
         grid=(1,),
         out_shape=(
@@ -54,11 +57,11 @@ def stage(arena, tables, stores, layer, entries):
         num_stages=config.num_stages,
         aliases={len(operands) - len(updated) + i: i for i in range(len(updated))},
     )(*operands)
-    arena = pallas_triton.fill(arena, stores, layer, expert, row, version, moves)
+    arena = pallas_triton.fill(arena, stores, layer, expert, row, version, moves, formats=formats)
     return arena, tables._replace(**dict(zip(UPDATED, updated, strict=True))), done
 
 
-def _admit(layer, entry_layer, entry_expert, entry_version, entry_cell, *refs, versions):
+def _admit(layer, entry_layer, entry_expert, entry_version, entry_cell, *refs, versions, partial):
     """Entries one after another on rows of the tables held as values, a barrier, stores. The tables
     say already what holds once the copy kernel, which is next, is through; whoever reads both
     tables and arena waits for it.
@@ -69,6 +72,7 @@ def _admit(layer, entry_layer, entry_expert, entry_version, entry_cell, *refs, v
     """
     cell_row, cell_version, clock, *refs = refs
     owner, last_used, address, version, done, *moves, moves_count = refs[len(UPDATED) :]
+    held = [layer[1 + i] for i in range(len(partial))]
     layer = layer[0]
     size, cells, experts = done.shape[0], owner.shape[1], address.shape[1]
     index, cell, expert = (jnp.arange(pl.next_power_of_2(n)) for n in (size, cells, experts))
@@ -97,6 +101,8 @@ def _admit(layer, entry_layer, entry_expert, entry_version, entry_cell, *refs, v
         before, done = carry
         e, v = entry_expert[i], entry_version[i]
         known = (e < experts) & (v >= 0) & (v < versions)
+        for number, place in zip(partial, held, strict=True):
+            known &= (v != number) | (place >= 0)
         due = (entry_layer[i] == layer) & known
         after, admitted = admit(given, before, due, e, v, entry_cell[i])
         return after, jnp.where((index == i) & admitted, 1, done)

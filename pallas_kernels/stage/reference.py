@@ -3,10 +3,11 @@ from jax import lax
 
 from pallas_kernels.fill import reference
 from pallas_kernels.plan.listing import count, places
+from pallas_kernels.records.versions import stored_in_part
 from pallas_kernels.stage.admission import Cells, Residency, admit
 
 
-def stage(arena, tables, stores, layer, entries):
+def stage(arena, tables, stores, layer, entries, *, formats):
     def at(table):
         return lax.dynamic_index_in_dim(table, layer, keepdims=False)
 
@@ -15,6 +16,8 @@ def stage(arena, tables, stores, layer, entries):
     )
     cells = Cells(cell_row, at(tables.cell_version), (owner >= 0) & (last_used == clock))
     known = (entries.version >= 0) & (entries.version < len(stores))
+    for number in stored_in_part(formats):
+        known &= (entries.version != number) | (formats[number].place(layer) >= 0)
     due = (entries.layer == layer) & known
 
     def carry_out(i, carry):
@@ -38,5 +41,5 @@ def stage(arena, tables, stores, layer, entries):
     place = places(done)
     fields = entries.expert, cell_row[entries.cell], entries.version
     expert, row, version = (field.at[place].set(field) for field in fields)
-    arena = reference.fill(arena, stores, layer, expert, row, version, count(done))
+    arena = reference.fill(arena, stores, layer, expert, row, version, count(done), formats=formats)
     return arena, tables, done.astype(jnp.int32)

@@ -40,6 +40,8 @@ class ModelShape:
     """The op of the norms before attention, experts and logits: rms_norm or layer_norm."""
     other_norms: tuple[int, ...] = ()
     """Widths of rms_norms beside `hidden`: of compressed queries, of all heads of q or k."""
+    versions: tuple[tuple[str, str], ...] = (("dense", "dense"),)
+    """Of experts, by number: in a cell, in the store."""
 
 
 @dataclasses.dataclass(frozen=True)

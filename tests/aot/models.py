@@ -2,6 +2,8 @@
 
 import dataclasses
 
+import pytest
+
 
 @dataclasses.dataclass(frozen=True)
 class Model:
@@ -22,5 +24,8 @@ MODELS = {
     "Mixtral-8x7B": Model(32, 4096, 14336, 8, 2, 32, 8, 32000),
     "OLMoE-1B-7B": Model(16, 2048, 1024, 64, 8, 16, 16, 50304),
 }
+_FIRST, *_OTHERS = MODELS
+NAMES = (_FIRST, *(pytest.param(name, marks=pytest.mark.nightly) for name in _OTHERS))
+"""Of MODELS, for a test's parameter: .ci/run compiles for one of them."""
 DECODE_ROWS = (16, 64)
 SWEEP_ROWS = 8192

@@ -66,6 +66,17 @@ class Kernel:
             widths[8 * int(size, 0)] += 1
         return widths
 
+    def loops(self) -> list[int]:
+        """PTX instructions of one turn of each loop that is a single basic block, most first."""
+        blocks = re.split(r"^(\$L__BB\w+):", self.ptx, flags=re.MULTILINE)
+        turns = []
+        for label, body in zip(blocks[1::2], blocks[2::2], strict=True):
+            lines = (line.strip() for line in body.splitlines())
+            code = [line for line in lines if line and not line.startswith(("//", ".", "{", "}"))]
+            if re.search(rf"\bbra(\.uni)?\s+{re.escape(label)};", body):
+                turns.append(len(code))
+        return sorted(turns, reverse=True)
+
 
 def compile_kernels(fn, *args, **options) -> tuple[Compiled, dict[str, Kernel]]:
     """compile_for_h200(fn, *args, **options) and its kernels by name, XLA's own included.

@@ -27,7 +27,7 @@ POISON = 0x7FFF
 SEEDS = (0, 1)
 
 
-INTERPRETED_SPECS = 5
+INTERPRETED_SPECS = 3
 """Specs of an op that .ci/run interprets its kernels with; `pytest` without a marker takes all."""
 
 QUICK_SPECS = 5

@@ -55,13 +55,15 @@ class Pager:
                 self.where[e].last_used = self.clock
         fills = []
         for e in missing:
-            cell = self._cell_for(self.fill_version[e], set(active), weights)
+            wish = self.fill_version[e]
+            self.version[e] = wish if wish >= 0 else -1 - wish
+            cell = self._cell_for(wish, set(active), weights)
             if cell is None:
                 continue
             if cell.owner is not None:
                 del self.where[cell.owner]
             cell.owner, cell.last_used = e, self.clock
-            self.where[e], self.version[e] = cell, cell.version
+            self.where[e] = cell
             fills.append((e, cell.row, cell.version))
         read_through = len(missing) - len(fills)
         counts = len(fills), len(active) - len(missing), read_through

@@ -257,7 +257,7 @@ def test_refuses(y, arena, options, message):
             jnp.zeros((3, 8), jnp.float32),
             jnp.zeros((3, 2), jnp.int32),
             jnp.zeros(arena, jnp.uint16),
-            (jnp.zeros((1, 4, 3, 8), jnp.uint16),),
+            (jnp.zeros((1, 4, 6, 8), jnp.uint16),),
             0,
             table,
             table,

@@ -8,9 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import pallas_kernels.records.reference
+import pallas_kernels.records.tile
 from pallas_kernels.fill import api, pallas_triton
-from pallas_kernels.fill.specs import SPECS, Spec
+from pallas_kernels.fill.specs import SPECS, TRANSIT_SPECS, Spec, TransitSpec
 from tests.pallas_kernels.contract import POISON, SEEDS, compiled, each, stored
+from tests.pallas_kernels.encoded import formats, recode, records
 
 GAP = 2
 """Rows of the arena between two cells, which nobody may touch."""
@@ -52,6 +55,56 @@ def check(spec, implementation):
 @each(api.IMPLEMENTATIONS, SPECS)
 def test_contract(spec, implementation):
     check(spec, implementation)
+
+
+def check_in_transit(spec, implementation, places=None):
+    """Every expert once, in turns of three versions: lossless12 in the store and dense in its cell,
+    int4, dense. places: of the versions' layers in their stores."""
+    versions = (("dense", "lossless12"), "int4", "dense")
+    of_versions = formats(versions, spec.hidden, spec.width, "bfloat16", places)
+    rng, layer = np.random.default_rng(0), spec.layers - 1
+    cell = max(f.cell.rows for f in of_versions) + GAP
+    arena = np.full((spec.experts * cell + GAP, spec.hidden), POISON, np.uint16)
+    want, stores = arena.copy(), []
+    for f in of_versions:
+        held = range(spec.layers) if f.places is None else [p for p in f.places if p >= 0]
+        shape = len(held), spec.experts, f.store.rows, spec.hidden
+        stores.append(np.full(shape, POISON, np.uint16))
+    expert = np.int32(rng.permutation(spec.experts))
+    version = expert % 3
+    row = np.int32(rng.permutation(spec.experts) * cell + GAP)
+    for e, r, v in zip(expert, row, version, strict=True):
+        f = of_versions[v]
+        stores[v][int(f.place(layer)), e] = record = records(rng, 1, f.store)[0]
+        want[r : r + f.cell.rows] = recode(record[None], f)[0]
+    op = compiled(api.fill, donate=("arena",), formats=of_versions, implementation=implementation)
+    stores = tuple(stored(store, implementation) for store in stores)
+    moves = expert, row, version, np.int32(spec.experts)
+    got = op(jnp.array(arena), stores, np.int32(layer), *moves)
+    np.testing.assert_array_equal(got, want, strict=True)
+
+
+@each(api.IMPLEMENTATIONS, TRANSIT_SPECS[:1])
+def test_in_transit(spec, implementation):
+    check_in_transit(spec, implementation)
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+@each(api.IMPLEMENTATIONS, TRANSIT_SPECS[1:])
+def test_other_shapes_in_transit(spec, implementation):
+    check_in_transit(spec, implementation)
+
+
+PLACES = ((1, -1, 0), (0, 1, 2), (-1, -1, 0))
+"""Of three layers in the stores of three versions, one of which has every layer."""
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+@each(api.IMPLEMENTATIONS)
+def test_stores_that_lack_layers(implementation):
+    check_in_transit(TransitSpec(40, 10, layers=3), implementation, PLACES)
 
 
 @each(api.IMPLEMENTATIONS)
@@ -128,6 +181,22 @@ def test_contract_catches(mutant, implementation, monkeypatch):
     monkeypatch.setitem(api.IMPLEMENTATIONS, name, broken)
     with pytest.raises(AssertionError):
         check(Spec((12, 4)), name)
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+@each(api.IMPLEMENTATIONS)
+@pytest.mark.parametrize("mistake", [{"BLOCK": 16}, {"ESCAPE": 14}])
+def test_contract_in_transit_catches(mistake, implementation, monkeypatch):
+    """Another row block, and another code for escapes."""
+    broken = api.IMPLEMENTATIONS[implementation]
+    monkeypatch.setitem(api.IMPLEMENTATIONS, f"{implementation}_broken", broken)
+    for module in (pallas_kernels.records.reference, pallas_kernels.records.tile):
+        for name, value in mistake.items():
+            monkeypatch.setattr(module, name, value)
+    compiled.cache_clear()
+    with pytest.raises(AssertionError):
+        check_in_transit(TRANSIT_SPECS[0], f"{implementation}_broken")
 
 
 def test_the_kernel_refuses_an_arena_beyond_its_addresses():

@@ -7,6 +7,7 @@ import pytest
 from pallas_kernels.fill import fill
 from tests.aot.models import MODELS
 from tests.aot.ptxas import compile_kernels
+from tests.pallas_kernels.encoded import formats
 
 pytestmark = pytest.mark.aot
 
@@ -53,6 +54,39 @@ def test_real_sizes(name):
         host_argnums=0,
     )
     check_copy(program, kernels, arena, len(records))
+
+
+@pytest.mark.slow
+def test_in_transit():
+    """lossless12 to dense beside int4: codes and bytes cross the link 128 bits at a time, each
+    once; 16-bit loads are of tables."""
+    layers, experts, hidden, _ = RECORDS["Qwen3-30B-A3B"]
+    of_versions = formats((("dense", "lossless12"), "int4"), hidden, 768, "bfloat16")
+
+    def steps(stores, arena, moves, count):
+        def layer(arena, i):
+            options = {"formats": of_versions, "implementation": "pallas"}
+            return fill(arena, stores, i, *moves, count, **options), None
+
+        return jax.lax.scan(layer, arena, jnp.arange(layers))[0]
+
+    arena = arena_of(hidden)
+    program, kernels = compile_kernels(
+        steps,
+        stores_of(layers, experts, hidden, [f.store.rows for f in of_versions]),
+        arena,
+        [Array((experts,), jnp.int32)] * 3,
+        Array((), jnp.int32),
+        donate_argnums=1,
+        host_argnums=0,
+    )
+    assert program.copies() == program.host_copies(1) == []
+    assert program.memory.alias_bytes >= 2 * arena.size
+    kernel = kernels["fill"]
+    assert kernel.spill_bytes == 0
+    # Of a tile of each matrix: codes and two of bytes; and 8 of the copy of int4.
+    assert kernel.load_bits()[128] == 8 + 3 * 3
+    assert "st.global.b16" not in kernel.ptx
 
 
 def check_copy(program, kernels, arena, versions):

@@ -8,7 +8,7 @@ import pytest
 
 from pallas_kernels.kv_write import KVPage, kv_write
 from pallas_kernels.paged_attention import decode_attention, prefill_attention
-from tests.aot.models import DECODE_ROWS, MODELS, SWEEP_ROWS, Model
+from tests.aot.models import DECODE_ROWS, MODELS, NAMES, SWEEP_ROWS, Model
 from tests.aot.ptxas import compile_kernels
 
 pytestmark = pytest.mark.aot
@@ -28,7 +28,7 @@ of_shape_and_window = pytest.mark.parametrize(
         pytest.param(
             name,
             window,
-            marks=[pytest.mark.nightly] * (i > 0 and (window is not None or name not in MODELS)),
+            marks=[pytest.mark.nightly] * (i > 0),
         )
         for i, name in enumerate(SHAPES)
         for window in (None, 1024)
@@ -127,7 +127,7 @@ def test_odd_heads(head_dim):
     assert len(kernels) == 3 and all(kernel.spill_bytes == 0 for kernel in kernels)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("rows", [16, SWEEP_ROWS])
 def test_layers_update_the_arena_in_place(rows, name):
     """Write, then attend, in a scan over the layers with the arena in its carry, as in a step."""

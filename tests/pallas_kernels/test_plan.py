@@ -30,7 +30,7 @@ def histories(spec: Spec):
     """
     layer = st.integers(0, spec.layers - 1)
     expert = st.integers(0, spec.experts - 1)
-    version = st.sampled_from([0, 0, 0, 1, -1])
+    version = st.sampled_from([0, 0, 0, 1, -1, -2])
     prior = st.sampled_from([0, 1, -4096, MAX_PRIOR, -MAX_PRIOR])
     active = st.frozensets(expert, max_size=4)
     # 12 strategies: one_of counts several occurrences of the same object once.

@@ -16,6 +16,7 @@ from pallas_kernels.plan import plan
 from pallas_kernels.stage import Entries, api
 from pallas_kernels.stage.specs import SPECS, Spec
 from tests.pallas_kernels.contract import POISON, compiled, each, stored
+from tests.pallas_kernels.encoded import formats, recode, records
 from tests.pallas_kernels.pager import INT
 from tests.pallas_kernels.staged_memory import Memory
 
@@ -157,6 +158,32 @@ def test_before_the_first_reference(implementation):
     tables, done = run(implementation, one_layer(clock=0)._replace(clock=INT([0])), (2, 0, 0))
     assert done == [1]
     np.testing.assert_array_equal(tables.last_used, [[-1, 0, 0]])
+
+
+@each(api.IMPLEMENTATIONS, mutants=True)
+@pytest.mark.parametrize("layer", [1, 2])
+def test_formats(implementation, layer):
+    """A version in transit, whose store lacks layer 1, and dense, whose store has that one alone:
+    an entry of what a store lacks is skipped."""
+    places = ((0, -1, 1), (-1, 0, -1))
+    of_versions = formats((("dense", "lossless12"), "dense"), 40, 10, "bfloat16", places)
+    kept = [records(np.random.default_rng(v), 8, f.store) for v, f in enumerate(of_versions)]
+    stores = kept[0].reshape(2, 4, -1, 40), kept[1][:4].reshape(1, 4, -1, 40)
+    tables = jax.tree.map(np.array, empty_tables(3, 4, 2, "lru"))
+    tables.cell_row[:] = [0, 30]
+    tables.cell_version[:] = [0, 1]
+    entries = Entries(INT([layer, layer]), INT([3, 2]), INT([0, 1]), INT([0, 1]))
+    op = compiled(api.stage, formats=of_versions, implementation=implementation)
+    arena = np.zeros((60, 40), np.uint16)
+    here = tuple(stored(store, implementation) for store in stores)
+    got, after, done = op(jnp.array(arena), tables, here, INT(layer), entries)
+    assert done.tolist() == ([0, 1] if layer == 1 else [1, 0])
+    if layer == 1:
+        arena[30:] = recode(stores[1][:, 2], of_versions[1])[0]
+    else:
+        arena[:30] = recode(stores[0][1:, 3], of_versions[0])[0]
+    np.testing.assert_array_equal(got, arena)
+    assert after.address[layer].tolist() == ([-1, -1, 30, -1] if layer == 1 else [-1, -1, -1, 0])
 
 
 def with_entries(change):

@@ -73,7 +73,7 @@ def test_every_kernel_passes_its_checks():
     assert len({check.key for check in found}) == len(found)
     assert {check.op for check in found} == set(resolve_names())
     wide = {check.op for check in found if "offsets 64" in check.key}
-    assert wide == {"fill", "stage", "expert_ffn", "kv_write", "paged_attention"}
+    assert wide == {"fill", "stage", "move", "expert_ffn", "kv_write", "paged_attention"}
     device = jax.devices()[0]
     # The same kernels at more rows take as long again to interpret and show nothing new.
     more = ("tokens 32", "tokens 64", "rows 64 bias")
@@ -82,6 +82,34 @@ def test_every_kernel_passes_its_checks():
     assert {key: e for key, (e, most) in errors.items() if not e <= most} == {}
     # Rounded results differ a little: a check that compared a kernel with itself would not.
     assert any(error > 0 for error, _ in errors.values())
+
+
+RECORD_OPS = ("fill", "stage", "move", "expert_ffn")
+VERSIONS = (("dense", "lossless12"), ("int4", "int4"), ("int2", "int2"))
+
+
+def test_other_versions_are_other_kernels():
+    wanted = dict.fromkeys(RECORD_OPS, "pallas")
+    dense = {check.key for check in small_checks(**wanted)}
+    found = small_checks(dataclasses.replace(SMALL, versions=VERSIONS), **wanted)
+    assert len({check.key for check in found} - dense) == len(found) == len(dense)
+    keys = [check.key for check in found if check.op == "fill"]
+    assert keys == [
+        f"fill 96x64 lossless12 to dense, int4, int2{wide} uint16" for wide in ("", " offsets 64")
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "op",
+    ["move", *(pytest.param(op, marks=pytest.mark.nightly) for op in RECORD_OPS if op != "move")],
+)
+def test_kernels_of_other_versions_pass_their_checks(op):
+    shape = dataclasses.replace(SMALL, versions=VERSIONS)
+    few = [check for check in small_checks(shape, **{op: "pallas"}) if "offsets" not in check.key]
+    few = [check for check in few if "tokens 32" not in check.key and "tokens 64" not in check.key]
+    errors = {check.key: (check.error(jax.devices()[0]), check.tolerance) for check in few}
+    assert errors and {key: e for key, (e, most) in errors.items() if not e <= most} == {}
 
 
 def test_only_kernels_that_would_run_are_checked():
@@ -220,7 +248,7 @@ def test_a_cache_that_cannot_be_written_is_no_obstacle(tmp_path, caplog):
     assert "checked at every start" in caplog.text
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.aot
 def test_the_checks_read_pinned_memory_on_a_gpu():
     """Compiled for an H200 with its store in pinned host memory, as a GPU would run the checks."""

@@ -1,0 +1,6 @@
+"""How an expert's weights lie in memory in each version, and what they decode to."""
+
+from pallas_kernels.records.format import VERSIONS, RecordFormat
+from pallas_kernels.records.reference import decode
+
+__all__ = ["VERSIONS", "RecordFormat", "decode"]

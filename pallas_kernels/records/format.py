@@ -1,0 +1,193 @@
+"""How one expert lies in memory, in each version, as plain numbers.
+
+A record is so many arena rows of D = `hidden` uint16 elements. Its parts, one after the other, each
+begin at a whole row (`RecordFormat.parts`); what a part leaves of its last row is zero.
+
+`dense`
+    ``gate``, ``up`` (I rows of D values each), ``down`` (down transposed, I rows of D): the weights
+    in the run's dtype. A float32 row takes two arena rows.
+
+`int8`, `int4`, `int2` (N bits, P = 16/N codes to an element)
+    ``gate_codes``, ``up_codes``, ``down_codes``, ``gate_scales``, ``up_scales``, ``down_scales``.
+
+    gate and up are reduced over D: as ``[I, D/P]``, element e of row i holds in its bits
+    N·j … N·j + N − 1 the code of column e + j·D/P, j = 0 … P − 1. down^T is reduced over I: as
+    ``[J, D]`` with J = ⌈I/P⌉, element (r, c) holds the codes of rows r + j·J of column c (rows
+    from I on: unspecified). So a load along the reduced axis is P tiles of it.
+
+    Scales are float16, one for `group` consecutive weights of the reduced axis: of gate and up
+    ``[I, groups_in]``, of down^T ``[groups_out, D]``. A weight is (code − 2^(N−1))·scale for N = 8
+    and 4, with codes 1 … 2^N − 1, and (code − 1.5)·scale for N = 2: exact in float32, then rounded
+    once to the run's dtype.
+
+`lossless12` (bfloat16 only, the same bits)
+    ``gate_bytes``, ``up_bytes``, ``down_bytes`` (laid out as int8's codes), ``gate_codes``,
+    ``up_codes``, ``down_codes`` (as int4's), ``tables``.
+
+    A bfloat16 is a sign, 8 bits of exponent and 7 of mantissa. Its byte is sign and mantissa, its
+    code is base − exponent, 0 … 14, with one base for each block of BLOCK rows of a matrix. Code 15
+    is an escape: the byte is then an index into the block's table of whole values. ``tables`` is
+    ``[3·blocks, 1 + escapes]``, blocks of gate, of up, of down^T: first the base, then the table.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+from collections.abc import Mapping
+
+BITS = {"int8": 8, "int4": 4, "int2": 2}
+"""Lossy versions → bits of a code."""
+
+ZEROS = {8: 128.0, 4: 8.0, 2: 1.5}
+"""Bits of a code → the code, not always a whole one, that means 0."""
+
+VERSIONS = ("dense", *BITS, "lossless12")
+
+MATRICES = ("gate", "up", "down")
+
+GROUPS = (128, 64, 32)
+"""Weights that share a scale: the first of these that divides the reduced axis."""
+
+BLOCK = 32
+"""Rows that share a base exponent and a table in lossless12."""
+
+ESCAPE = 15
+"""lossless12's code of a weight that the table has."""
+
+_ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordFormat:
+    """The record of an expert of a version.
+
+    Raises ValueError for an unknown version or dtype and for a shape that the version cannot hold.
+    """
+
+    version: str
+    """One of VERSIONS."""
+    hidden: int
+    """D: values of a weight row, and uint16 elements of an arena row."""
+    width: int
+    """I: the expert's intermediate size."""
+    dtype: str
+    """The run's: "bfloat16", "float16" or "float32". Decoded weights have it."""
+
+    def __post_init__(self):
+        if self.version not in VERSIONS:
+            raise ValueError(
+                f"unknown expert version {self.version!r}; known: {', '.join(VERSIONS)}"
+            )
+        if self.dtype not in _ITEMSIZES:
+            raise ValueError(f"dtype must be one of {', '.join(_ITEMSIZES)}, not {self.dtype!r}")
+        if self.hidden < 1 or self.width < 1:
+            raise ValueError(f"an expert needs D and I ≥ 1, not {self.hidden} and {self.width}")
+        if self.version == "lossless12" and self.dtype != "bfloat16":
+            raise ValueError(
+                f"lossless12 holds bfloat16 weights, not {self.dtype}; run in bfloat16, or use "
+                "another version"
+            )
+        if self.hidden % self.planes:
+            raise ValueError(
+                f"{self.version} needs a hidden size D that is a multiple of {self.planes}, not "
+                f"{self.hidden}; use another version"
+            )
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a decoded value."""
+        return _ITEMSIZES[self.dtype]
+
+    @property
+    def lossy(self) -> bool:
+        """Whether decoded weights may differ from the encoded ones."""
+        return self.version in BITS
+
+    @property
+    def bits(self) -> int:
+        """N, of the codes of an int version and of lossless12's; 0: none."""
+        return 4 if self.version == "lossless12" else BITS.get(self.version, 0)
+
+    @property
+    def zero(self) -> float:
+        """Of an int version: a weight is (code − zero)·scale."""
+        return ZEROS[self.bits]
+
+    @property
+    def planes(self) -> int:
+        """P: codes that an element holds, each of another part of the reduced axis; 1: no codes."""
+        return 16 // self.bits if self.bits else 1
+
+    @property
+    def group_in(self) -> int:
+        """Consecutive weights along D that share a scale, of gate and up."""
+        return _group(self.hidden)
+
+    @property
+    def group_out(self) -> int:
+        """Consecutive weights along I that share a scale, of down."""
+        return _group(self.width)
+
+    @property
+    def groups_in(self) -> int:
+        """⌈D / group_in⌉."""
+        return -(-self.hidden // self.group_in)
+
+    @property
+    def groups_out(self) -> int:
+        """⌈I / group_out⌉."""
+        return -(-self.width // self.group_out)
+
+    @property
+    def blocks(self) -> int:
+        """Row blocks of one matrix in lossless12."""
+        return -(-self.width // BLOCK)
+
+    @property
+    def escapes(self) -> int:
+        """Entries of a row block's table in lossless12: 31, 63, 127 or 255, about one for 256 of
+        its weights. Of normally distributed weights one in some 5,000 escapes."""
+        return min(256, max(32, 1 << (BLOCK * self.hidden // 256 - 1).bit_length())) - 1
+
+    @property
+    def parts(self) -> Mapping[str, tuple[int, int]]:
+        """Name → (first row, rows), in order of rows."""
+        return _parts(self)
+
+    @property
+    def rows(self) -> int:
+        """Arena rows of one record; even, but for a dense record, which is as long as its weights,
+        so that 32-bit views see whole values in every cell of a slot."""
+        rows = sum(rows for _, rows in self.parts.values())
+        return rows if self.version == "dense" else rows + rows % 2
+
+    @property
+    def nbytes(self) -> int:
+        return self.rows * self.hidden * 2
+
+
+def _group(axis: int) -> int:
+    """Where none of GROUPS divides the axis, the last and shortest, with a short last group."""
+    return next((group for group in GROUPS if axis % group == 0), GROUPS[-1])
+
+
+@functools.cache
+def _parts(fmt: RecordFormat) -> Mapping[str, tuple[int, int]]:
+    """Codes take ⌈I/P⌉ rows a matrix: P rows of gate and up fill one, as P planes of down do."""
+    if fmt.version == "dense":
+        sizes = dict.fromkeys(MATRICES, fmt.width * fmt.itemsize // 2)
+    elif fmt.version == "lossless12":
+        sizes = {f"{matrix}_bytes": -(-fmt.width // 2) for matrix in MATRICES}
+        sizes |= {f"{matrix}_codes": -(-fmt.width // 4) for matrix in MATRICES}
+        sizes["tables"] = -(-3 * fmt.blocks * (1 + fmt.escapes) // fmt.hidden)
+    else:
+        sizes = {f"{matrix}_codes": -(-fmt.width // fmt.planes) for matrix in MATRICES}
+        scales = -(-fmt.width * fmt.groups_in // fmt.hidden)
+        sizes |= {"gate_scales": scales, "up_scales": scales, "down_scales": fmt.groups_out}
+    first, parts = 0, {}
+    for name, rows in sizes.items():
+        parts[name] = (first, rows)
+        first += rows
+    return types.MappingProxyType(parts)

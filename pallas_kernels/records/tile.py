@@ -1,0 +1,235 @@
+"""Tiles of encoded records inside Triton-lowered kernels: reference.decode, a tile at a time.
+
+Nothing here knows where a record lies: a kernel gives `read`, which loads elements of it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.records.format import BLOCK, ESCAPE, MATRICES, RecordFormat
+
+Read = Callable[[Any, Any, "jax.Array | None"], jax.Array]
+"""read(rows, columns, mask): uint16 elements of a record at these arena rows and columns, int32
+[n, 1] and [1, m] or [n, m] each; 0 where mask, bool[n, m], is false (None: it is true)."""
+
+GATE, UP, DOWN = range(len(MATRICES))
+
+
+class Plane(NamedTuple):
+    """The weights of consecutive indices of the axis that a product sums over."""
+
+    start: Any
+    """The first index."""
+    end: Any
+    """No index from here on is of this plane; None: all are."""
+    weights: Callable[[], jax.Array]
+    """Of gate and up [columns, depth], of down [depth, columns]; 0 outside of matrix and plane.
+    Called where they are needed, so that the others need no registers."""
+
+
+def span(start: Any, size: int) -> jax.Array:
+    """int32[size]: start, start + 1, …"""
+    return start + jnp.arange(size, dtype=jnp.int32)
+
+
+def plane_size(fmt: RecordFormat, matrix: int) -> int:
+    """Elements along the summed axis; each holds the codes of P weights."""
+    return pl.cdiv(fmt.width if matrix == DOWN else fmt.hidden, fmt.planes)
+
+
+def read_planes(
+    read: Read, fmt: RecordFormat, matrix: int, start: Any, across: Any, depth: int, columns: int
+) -> list[Plane]:
+    """The P planes of one tile of codes of an int version.
+
+    start: where the tile begins on the summed axis, a multiple of depth below plane_size. across:
+    its first result.
+    """
+    down, size = matrix == DOWN, plane_size(fmt, matrix)
+    axis, results = (fmt.width, fmt.hidden) if down else (fmt.hidden, fmt.width)
+    group = fmt.group_out if down else fmt.group_in
+    shape = (depth, columns) if down else (columns, depth)
+    summed, result = _along(start, depth, down), _along(across, columns, not down)
+    given = result < results if results % columns else None
+    # Where depth divides the planes, no index is masked, and a tile has one scale a result.
+    even = size % depth == 0 and size * fmt.planes == axis
+    name = MATRICES[matrix]
+    codes = read(
+        *_code_place(fmt, f"{name}_codes", matrix, fmt.planes, summed, result),
+        _mask(shape, given, summed < size if size % depth else None),
+    )
+    zero = 1.5 if fmt.bits == 2 else 2.0 ** (fmt.bits - 1)
+
+    def weights(j: int) -> jax.Array:
+        if even and depth <= group:
+            scale_shape = (1, columns) if down else (columns, 1)
+            mask = _mask(scale_shape, given)
+            scales = _scales(read, fmt, matrix, start + j * size, result, mask)
+        else:
+            index = summed + j * size
+            inside = None if even else (summed < size) & (index < axis)
+            scales = _scales(read, fmt, matrix, index, result, _mask(shape, given, inside))
+        code = (codes >> (fmt.bits * j)) & ((1 << fmt.bits) - 1)
+        # A scale of 0 makes a weight of 0 where nothing lies.
+        return ((code.astype(jnp.float32) - zero) * scales).astype(fmt.dtype)
+
+    return [
+        Plane(
+            start + j * size,
+            None if even else min((j + 1) * size, axis),
+            functools.partial(weights, j),
+        )
+        for j in range(fmt.planes)
+    ]
+
+
+def read_lossless(
+    read: Read, fmt: RecordFormat, matrix: int, row: Any, column: Any, shape: tuple[int, int]
+) -> jax.Array:
+    """A tile of a matrix of lossless12 in bfloat16, from (row, column) on; 0 outside of it.
+
+    row, column: multiples of the tile's sides.
+    """
+    rows, columns = _along(row, shape[0], True), _along(column, shape[1], False)
+    mask = _mask(
+        shape,
+        rows < fmt.width if fmt.width % shape[0] else None,
+        columns < fmt.hidden if fmt.hidden % shape[1] else None,
+    )
+    down = matrix == DOWN
+    first, depth, axis = (row, shape[0], fmt.width) if down else (column, shape[1], fmt.hidden)
+    summed, result = (rows, columns) if down else (columns, rows)
+
+    def unpack(part: str, bits: int) -> jax.Array:
+        size = pl.cdiv(axis * bits, 16)
+        # A tile within one plane is as contiguous as a dense one.
+        plane = lax.div(summed if size % depth else jnp.asarray(first, jnp.int32), size)
+        index = summed - plane * size
+        name = f"{MATRICES[matrix]}_{part}"
+        packed = read(*_code_place(fmt, name, matrix, 16 // bits, index, result), mask)
+        return (packed >> (plane * bits).astype(jnp.uint16)) & ((1 << bits) - 1)
+
+    real = rows < fmt.width if fmt.width % shape[0] else None
+    value = _exact(read, fmt, matrix, rows, real, unpack("bytes", 8), unpack("codes", 4), mask)
+    value = value if mask is None else jnp.where(mask, value, 0)
+    return lax.bitcast_convert_type(value, jnp.bfloat16)
+
+
+def _exact(read, fmt, matrix, rows, real, byte, code, mask):
+    """uint16[n, m]: the bits of weights of lossless12. rows: theirs, int32[n, 1], of which those
+    under bool[n, 1] `real` exist (None: all)."""
+    table = (matrix * fmt.blocks + lax.div(rows, BLOCK)) * (1 + fmt.escapes)
+    base = _flat(read, fmt, "tables", table, real)
+    escaped = code == ESCAPE
+    listed = _flat(
+        read,
+        fmt,
+        "tables",
+        table + 1 + byte.astype(jnp.int32),
+        escaped if mask is None else escaped & mask,
+    )
+    value = ((byte & 0x80) << 8) | ((base - code) << 7) | (byte & 0x7F)
+    return jnp.where(escaped, listed, value)
+
+
+class ExactPlane(NamedTuple):
+    """Weights of lossless12, to be written where a dense record has them."""
+
+    row: jax.Array
+    """int32[n, 1]: of the matrix."""
+    column: Any
+    """The first of m."""
+    bits: jax.Array
+    """uint16[n, m]"""
+    mask: jax.Array | None
+    """bool[n, m]: which are in the matrix; None: all."""
+
+
+def read_exact_planes(
+    read: Read, fmt: RecordFormat, matrix: int, row: Any, column: Any, shape: tuple[int, int]
+) -> list[ExactPlane]:
+    """The four planes of a tile of lossless12's codes, each element of the record read once where
+    4 divides the summed axis.
+
+    row, column: where the tile begins in the codes, [I, D/4] of gate and up, [⌈I/4⌉, D] of down.
+    """
+    down, name = matrix == DOWN, MATRICES[matrix]
+    axis = fmt.width if down else fmt.hidden
+    size, half = pl.cdiv(axis, 4), pl.cdiv(axis, 2)
+    height, length = (size, fmt.hidden) if down else (fmt.width, size)
+    rows, columns = _along(row, shape[0], True), _along(column, shape[1], False)
+    real = rows < height if height % shape[0] else None
+    mask = _mask(shape, real, columns < length if length % shape[1] else None)
+    summed, result = (rows, columns) if down else (columns, rows)
+    codes = read(*_code_place(fmt, f"{name}_codes", matrix, 4, summed, result), mask)
+
+    def elements(index, mask):
+        return read(*_code_place(fmt, f"{name}_bytes", matrix, 2, index, result), mask)
+
+    halves = [elements(summed + j * size, mask) for j in range(2)] if half == 2 * size else None
+    planes = []
+    for j in range(4):
+        index, inside, exists = summed + j * size, mask, real
+        if size * 4 != axis:
+            inside = _mask(shape, mask, index < axis)
+        if down and (real is not None or size * 4 != axis):
+            exists = index < axis if real is None else (index < axis) & real
+        if halves is not None:
+            byte = halves[j % 2] >> (8 * (j // 2))
+        else:
+            plane = lax.div(index, half)
+            byte = elements(index - plane * half, inside) >> (plane * 8).astype(jnp.uint16)
+        code = (codes >> (4 * j)) & ESCAPE
+        at = (index, column) if down else (rows, column + j * size)
+        bits = _exact(read, fmt, matrix, at[0], exists, byte & 0xFF, code, inside)
+        planes.append(ExactPlane(*at, bits, inside))
+    return planes
+
+
+def _along(start: Any, size: int, rows: bool) -> jax.Array:
+    """A tile's indices along one axis, as a column or a row."""
+    return span(start, size)[:, None] if rows else span(start, size)[None, :]
+
+
+def _mask(shape: tuple[int, int], *conditions: jax.Array | None) -> jax.Array | None:
+    """bool[shape] where all hold; None where there are none."""
+    mask = None
+    for condition in conditions:
+        if condition is not None:
+            mask = condition if mask is None else mask & condition
+    return None if mask is None else jnp.broadcast_to(mask, shape)
+
+
+def _code_place(fmt, part, matrix, planes, index, result):
+    """Arena row and column, in the record, of the element at `index` of the summed axis."""
+    first, _ = fmt.parts[part]
+    if matrix == DOWN:
+        return first + index, result
+    # P weight rows fill an arena row.
+    return first + lax.div(result, planes), lax.rem(result, planes) * (fmt.hidden // planes) + index
+
+
+def _scales(read, fmt, matrix, index, result, mask):
+    """float32: the scales of the weights at `index` of the summed axis."""
+    name = f"{MATRICES[matrix]}_scales"
+    if matrix == DOWN:
+        group = lax.div(jnp.asarray(index, jnp.int32), fmt.group_out)
+        bits = read(fmt.parts[name][0] + group, result, mask)
+    else:
+        group = lax.div(jnp.asarray(index, jnp.int32), fmt.group_in)
+        bits = _flat(read, fmt, name, result * fmt.groups_in + group, mask)
+    return lax.bitcast_convert_type(bits, jnp.float16).astype(jnp.float32)
+
+
+def _flat(read, fmt, part, element, mask):
+    """The elements of a part, counted through its rows."""
+    first, _ = fmt.parts[part]
+    return read(first + lax.div(element, fmt.hidden), lax.rem(element, fmt.hidden), mask)

@@ -1,0 +1,88 @@
+"""The versions that a run has: how each lies in a cell and in its store."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.records.format import RecordFormat
+
+
+class VersionFormats(NamedTuple):
+    """One version: where it lies in which format. Static and hashable."""
+
+    cell: RecordFormat
+    store: RecordFormat
+    """The cell's, or lossless12 where that is dense: decoded while it is copied."""
+    places: tuple[int, ...] | None = None
+    """Of each layer, its index in this version's store, −1 where the store lacks it; None: the
+    store has every layer, in order."""
+
+    @property
+    def in_transit(self) -> bool:
+        """Whether records are decoded on their way from the store into a cell."""
+        return self.cell != self.store
+
+    def place(self, layer: jax.Array | int) -> jax.Array | int:
+        """Where the store has the layer."""
+        return layer if self.places is None else jnp.asarray(self.places, jnp.int32)[layer]
+
+
+Formats = tuple[VersionFormats, ...]
+"""By version number, the one in tables. Where an op's `formats` is None, there is one version,
+dense in cell and store."""
+
+
+def stored_in_part(formats: Formats | None) -> tuple[int, ...]:
+    """Numbers of the versions whose stores lack layers."""
+    return tuple(
+        number for number, (_, _, places) in enumerate(formats or ()) if places and min(places) < 0
+    )
+
+
+def check_formats(
+    formats: Formats | None,
+    stores: Sequence[jax.Array],
+    layers: int | None = None,
+    dtype: jax.typing.DTypeLike | None = None,
+) -> None:
+    """Raises ValueError where formats are not those of the stores uint16[L, E, rows, D].
+
+    layers: L of the tables, if they say so. dtype: what the weights are computed in, if anything.
+    """
+    if formats is None:
+        return
+    if len(formats) != len(stores):
+        raise ValueError(f"{len(formats)} formats for {len(stores)} stores")
+    for number, (version, store) in enumerate(zip(formats, stores, strict=True)):
+        cell, held, places = version
+        if held != cell and (
+            (cell.version, held.version) != ("dense", "lossless12")
+            or (cell.hidden, cell.width, cell.dtype) != (held.hidden, held.width, held.dtype)
+        ):
+            raise ValueError(
+                f"version {number} is {held.version} in the store and {cell.version} in a cell; "
+                "only lossless12 is decoded on the way, into dense records of the same shape"
+            )
+        if store.shape[2:] != (held.rows, held.hidden):
+            raise ValueError(
+                f"version {number}: records of {held.version} are [{held.rows}, {held.hidden}], "
+                f"the store has {list(store.shape[2:])}"
+            )
+        if dtype is not None and jnp.dtype(cell.dtype) != dtype:
+            raise ValueError(
+                f"version {number} decodes to {cell.dtype}, x is {jnp.dtype(dtype).name}"
+            )
+        if places is not None and max(places, default=-1) >= store.shape[0]:
+            raise ValueError(
+                f"version {number}: its store has {store.shape[0]} layers, its places name "
+                f"{max(places)}"
+            )
+        if layers is not None and layers != (store.shape[0] if places is None else len(places)):
+            raise ValueError(
+                f"version {number}: tables of {layers} layers, "
+                f"{store.shape[0] if places is None else len(places)} in the store"
+            )

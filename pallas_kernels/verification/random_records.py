@@ -1,0 +1,48 @@
+"""Records of any format with random contents, for checks on a device: what they hold is what they
+decode to, so nothing has to be encoded."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.records.format import RecordFormat
+from pallas_kernels.verification.check import draw
+
+
+def random_records(seed: int, count: int, fmt: RecordFormat) -> jax.Array:
+    """uint16[1, count, rows, D]: weights such that products are of the order of 1."""
+    parts = [
+        _part(seed + number, count, fmt, name, rows)
+        for number, (name, (_, rows)) in enumerate(fmt.parts.items())
+    ]
+    records = jnp.concatenate(parts, axis=1)
+    padding = fmt.rows - records.shape[1]
+    return jnp.pad(records, ((0, 0), (0, padding), (0, 0)))[None]
+
+
+def _part(seed: int, count: int, fmt: RecordFormat, name: str, rows: int) -> jax.Array:
+    """uint16[count, rows, D]"""
+    shape = count, rows, fmt.hidden
+    matrix, _, kind = name.partition("_")
+    size = (fmt.width if matrix == "down" else fmt.hidden) ** -0.5  # gate and up sum over D
+    if kind == "":
+        values = (count, rows * 2 // fmt.itemsize, fmt.hidden)
+        weights = jax.lax.bitcast_convert_type(draw(seed, values, fmt.dtype, size), jnp.uint16)
+        return weights.reshape(shape)
+    if kind == "scales":
+        scales = draw(seed, shape, "float16", size / 2 ** (fmt.bits - 1))
+        return jax.lax.bitcast_convert_type(scales, jnp.uint16)
+    if name == "tables":
+        # Each block's base exponent, then weights that only the table has.
+        elements = rows * fmt.hidden
+        listed = draw(seed, (count, elements), "bfloat16", fmt.hidden**-0.5)
+        base = 128 + round(math.log2(fmt.hidden**-0.5))
+        is_base = jnp.arange(elements) % (1 + fmt.escapes) == 0
+        bits = jax.lax.bitcast_convert_type(listed, jnp.uint16)
+        return jnp.where(is_base, jnp.uint16(base), bits).reshape(shape)
+    bits = jax.random.bits(jax.random.key(seed), shape, jnp.uint16)
+    # An escape's byte is an index below `escapes`, all of whose bits are ones.
+    return bits & ((fmt.escapes & 0xF7) * 0x101) if kind == "bytes" else bits

@@ -1,0 +1,52 @@
+"""Records of any version for the contract tests: random ones, what they mean by numpy's decoder."""
+
+import numpy as np
+
+from host_offload.encoders import DTYPES, decode, encode
+from pallas_kernels.records.format import RecordFormat
+from pallas_kernels.records.versions import VersionFormats
+from tests.pallas_kernels.contract import POISON
+
+
+def formats(versions, hidden: int, width: int, dtype: str, places=None):
+    """versions: per number a name, or (in a cell, in the store)."""
+    made = []
+    for number, version in enumerate(versions):
+        names = (version,) * 2 if isinstance(version, str) else version
+        cell, store = (RecordFormat(name, hidden, width, dtype) for name in names)
+        made.append(VersionFormats(cell, store, places and places[number]))
+    return tuple(made)
+
+
+def records(rng: np.random.Generator, count: int, fmt: RecordFormat) -> np.ndarray:
+    """uint16[count, rows, D] of weights of the size D^-½ and I^-½; nothing in what no weight reads.
+
+    Codes of int versions are uniform; dense and lossless12 are of normal weights, a thousandth of
+    them far smaller, so that there are escapes.
+    """
+    width, hidden = fmt.width, fmt.hidden
+    sizes = np.repeat([hidden**-0.5, hidden**-0.5, width**-0.5], width)[:, None]
+    if not fmt.lossy:
+        weights = rng.standard_normal((count, 3 * width, hidden)) * sizes
+        weights[rng.random(weights.shape) < 1e-3] *= 2.0**-20
+        return encode(weights.astype(DTYPES[fmt.dtype]), fmt)
+    made = np.full((count, fmt.rows, hidden), POISON, np.uint16)
+    for name, (first, rows) in fmt.parts.items():
+        matrix, kind = name.split("_")
+        if kind == "codes":
+            made[:, first : first + rows] = rng.integers(0, 1 << 16, (count, rows, hidden))
+            continue
+        used = width * fmt.groups_in if matrix != "down" else fmt.groups_out * hidden
+        size = (width if matrix == "down" else hidden) ** -0.5 / 2 ** (fmt.bits - 2)
+        scales = size * rng.uniform(0.25, 1.75, (count, used)).astype(np.float16)
+        flat = made[:, first : first + rows].reshape(count, -1)
+        flat[:, :used] = scales.astype(np.float16).view(np.uint16)
+        made[:, first : first + rows] = flat.reshape(count, rows, hidden)
+    return made
+
+
+def recode(stored: np.ndarray, version: VersionFormats) -> np.ndarray:
+    """The records as they lie in cells, of those in the store."""
+    if not version.in_transit:
+        return stored
+    return encode(decode(stored, version.store), version.cell)
