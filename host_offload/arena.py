@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from host_offload.layout import SlotLayout
+from host_offload.precision.pools import CellPools
 
 
 class SlotClass(IntEnum):
@@ -59,6 +60,8 @@ class SlotArena:
         self.layout, self.slots, self.experts = layout, slots, experts
         self.slot_class = np.full(slots, SlotClass.FREE, np.int8)
         self.cell_row = np.full((layers, cells), -1, np.int32)
+        self._by_version = False
+        """Slots are cut into cells of several versions."""
         self._free_pages: dict[int, list[int]] = {}
         self._page_slot: dict[int, int] = {}
         self._free_page_count = 0
@@ -78,6 +81,11 @@ class SlotArena:
         cells or more slots are wanted than KV leaves.
         """
         layers, bound = self.cell_row.shape
+        if self._by_version:
+            raise ValueError(
+                "cells of several versions are laid out once, at the start; budgets of experts "
+                "cannot move here"
+            )
         if len(per_layer) != layers or any(not 0 <= n <= bound for n in per_layer):
             raise ValueError(f"cells per layer must be {layers} numbers of 0…{bound}: {per_layer}")
         available = int(np.sum(self.slot_class != SlotClass.KV))
@@ -89,6 +97,55 @@ class SlotArena:
         self.slot_class[slots] = SlotClass.FREE
         self.slot_class[self.cell_row[self.cell_row >= 0] // slot_rows] = SlotClass.EXPERT
         return self.cell_row.copy()
+
+    def grant_versions(self, per_layer: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+        """Gives each layer so many cells of each version, [L, V]; returns the new cell_row and
+        cell_version [L, C]. Cells of a slot may be of several layers, but of one version.
+
+        For a start: nothing stays resident. Raises ValueError, changing nothing, when a layer asks
+        for more than C cells or more slots are wanted than KV leaves.
+        """
+        layers, bound = self.cell_row.shape
+        versions = len(self.layout.records)
+        counts = np.asarray(per_layer)
+        if counts.shape != (layers, versions) or counts.min() < 0 or counts.sum(1).max() > bound:
+            raise ValueError(
+                f"cells per layer must be {layers} × {versions} numbers of 0…{bound}, in a layer "
+                f"{bound} at most: {counts.tolist()}"
+            )
+        slots = np.flatnonzero(self.slot_class != SlotClass.KV).tolist()
+        record_rows = [record.rows for record in self.layout.records]
+        pools = CellPools(slots, self.layout.slot_rows, record_rows, self.layout.cells_per_slot)
+        cell_row = np.full_like(self.cell_row, -1)
+        cell_version = np.zeros_like(cell_row)
+        for version in range(versions):
+            for layer in range(layers):
+                first = int(counts[layer, :version].sum())
+                for cell in range(first, first + int(counts[layer, version])):
+                    row = pools.allocate(version)
+                    if row is None:
+                        raise ValueError(
+                            f"cells {counts.sum(0).tolist()} of {versions} versions wanted; "
+                            f"{len(slots)} slots are not KV"
+                        )
+                    cell_row[layer, cell], cell_version[layer, cell] = row, version
+        self.slot_class[slots] = SlotClass.FREE
+        self.slot_class[cell_row[cell_row >= 0] // self.layout.slot_rows] = SlotClass.EXPERT
+        self.cell_row, self._by_version = cell_row, True
+        return cell_row.copy(), cell_version
+
+    def grant_expert_slots(self, slots: int) -> None:
+        """Makes the first so many slots experts', for cells of any versions: cell_row stays as it
+        is, and host_offload.precision says which cells they are cut into.
+
+        Raises ValueError, changing nothing, where there are not so many or KV holds one of them.
+        """
+        if slots > self.slots or np.any(self.slot_class[:slots] == SlotClass.KV):
+            free = int(np.argmax([*(self.slot_class == SlotClass.KV), True]))
+            raise ValueError(f"{slots} expert slots wanted, {free} at the front are not KV")
+        self.slot_class[self.slot_class == SlotClass.EXPERT] = SlotClass.FREE
+        self.slot_class[:slots] = SlotClass.EXPERT
+        self._by_version = True
 
     # ---- KV pages
 

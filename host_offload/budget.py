@@ -7,8 +7,11 @@ Every rounding and every cut is said in `Budget.notes`.
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING
 
-from host_offload.layout import SlotLayout
+if TYPE_CHECKING:  # they import jax, and the command line answers before that
+    from host_offload.device_memory import FreeMemory
+    from host_offload.layout import SlotLayout
 
 KV_SHARE = 8
 """Where not everything fits and no number says otherwise, KV keeps this fraction's part: 1/8."""
@@ -55,6 +58,10 @@ class Budget:
     """KV pages in kv_slots."""
     notes: tuple[str, ...]
     """What the numbers came to and what was cut, a line each, for people."""
+    memory: FreeMemory | None = None
+    """What the arena was taken from; None: the device does not say."""
+    cut: bool = False
+    """Experts or KV have less than they can use, and no number of their own said so."""
 
     @property
     def free_slots(self) -> int:
@@ -84,6 +91,7 @@ def resolve_budget(
     memory: int | None = None,
     expert_budget: int | Share | None = None,
     kv_budget: int | None = None,
+    spare_slots: int = 0,
 ) -> Budget:
     """Turn what the user gave into whole slots.
 
@@ -91,7 +99,8 @@ def resolve_budget(
     KV's full need; max_model_len tokens are the least. available_bytes: the largest arena that the
     device can take. memory: bytes of the arena. expert_budget: bytes, rounded down to slots, or a
     share, rounded to experts (100% is every expert even where a slot is larger than one); never
-    more than L·E. kv_budget: bytes, rounded down to slots.
+    more than L·E. kv_budget: bytes, rounded down to slots. spare_slots: that experts can use
+    beyond one each.
 
     - Two of the three fix the third. With memory and expert_budget, KV gets the whole rest.
     - Only expert_budget: KV gets its full need, cut to what is available.
@@ -105,7 +114,7 @@ def resolve_budget(
     each other or exceed available_bytes, and BudgetError for a negative number.
     """
     size = layout.slot_bytes
-    need = _need(layout, moe_layers * experts, max_num_seqs, max_model_len)
+    need = _need(layout, moe_layers * experts + spare_slots, max_num_seqs, max_model_len)
     given = {"memory": memory, "expert budget": expert_budget, "kv budget": kv_budget}
     for name, value in given.items():
         if isinstance(value, int) and value < 0:
@@ -150,7 +159,9 @@ def resolve_budget(
     if memory is not None:
         notes.append(f"memory {format_bytes(memory)} = {room} slots of {format_bytes(size)}")
     slots = room if memory is not None else expert_slots + kv_slots
-    return Budget(slots, expert_slots, kv_slots, pages, tuple(notes))
+    few = expert_budget is None and expert_slots < need.experts
+    cut = few or (kv_budget is None and kv_slots < need.kv_full)
+    return Budget(slots, expert_slots, kv_slots, pages, tuple(notes), cut=cut)
 
 
 def cells_per_layer(expert_slots: int, layers: int, experts: int) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from host_offload.kv_references import KVReferences, burst_facts
 from host_offload.policy import Decision, Moment, Observation, Policy, Spec, Transfer, routed_counts
 from host_offload.policy_rules import (
     PolicyError,
@@ -20,7 +21,9 @@ from host_offload.policy_rules import (
     union,
 )
 from host_offload.policy_seat import Seat
-from host_offload.staging import COUNTS, Entry, Residency, Staging
+from host_offload.precision.transitions import Transitions, check_resident
+from host_offload.staging import Entry, Residency, Staging
+from host_offload.transfers import COUNTS, Move
 
 RESIDENCY = frozenset({"version", "state", "last_used", "clock", "frequency", "cells"})
 """Needs that are read from a copy of the device's tables."""
@@ -80,11 +83,15 @@ class Controller:
         self.wanted_cells: np.ndarray | None = None
         """int32[L] that a policy wants and that the engine has not carried out yet."""
         self.wanted_kv_pages: int | None = None
+        self.max_running: int | None = None
         self.budget_deferred = 0
         """How often a budget had to wait, since KV in use was in the way."""
         self._contents: dict[str, np.ndarray] = {}
         self._changed: dict[str, np.ndarray] = {}
-        self._staging = Staging(spec, self._log)
+        if spec.resident is not None:
+            check_resident(policies, spec.resident)
+        self._staging = (Transitions if spec.resident else Staging)(spec, self._log)
+        self._kv_references = KVReferences(spec.page_tokens) if "kv_refs" in self.needs else None
         self._latest: dict[str, Any] = {}
         self._decisions: Counter[str] = Counter()
         self._seats = [Seat(policy, spec) for policy in policies]
@@ -128,10 +135,23 @@ class Controller:
             return []
         return self._staging.entries(step, self.tables)
 
+    def settle_now(self, step: int, done: np.ndarray) -> None:
+        """The list of the step that is being made was carried out already (Spec.blocking), done
+        int32[S]."""
+        self._staging.settle(step, done, self.tables)
+        self._hand_over()
+
+    def take_moves(self) -> list[Move]:
+        """Cells to move within the arena, to be carried out after `stages` and before take_update
+        and the step. With experts that are paged there are none."""
+        return self._staging.take_moves()
+
     def take_update(self) -> dict[str, np.ndarray]:
-        """Contents of tables that changed since the last call: TABLE_FIELDS → int32 array."""
+        """Contents of tables that changed since the last call: TABLE_FIELDS → int32 array; where
+        every expert is resident also `cell_row` and `cell_version`, which the device never
+        changes."""
         changed, self._changed = self._changed, {}
-        return changed
+        return changed | self._staging.take_contents()
 
     def settle_budget(self, done: bool) -> None:
         """wanted_cells and wanted_kv_pages were carried out, or have to wait."""
@@ -164,7 +184,7 @@ class Controller:
         """
         if tables is not None:
             self.see(tables)
-        self._staging.settle(step, staged)
+        self._staging.settle(step, staged, self.tables)
         rows, counts = len(facts["ids"]), None
         if self._staging.watching or "counts" in self.needs:
             counts = self._counts(facts["ids"])
@@ -182,8 +202,8 @@ class Controller:
             if seat.interval_due:
                 summed = {**facts, "counts": seat.next_interval()}
                 self._ask(seat, Moment.INTERVAL, step, **{**times, "facts": summed})
-        for request in finished:
-            self._ask_all(Moment.BURST_END, step, burst=request, **times)
+        for request, told in burst_facts(self._kv_references, facts, finished):
+            self._ask_all(Moment.BURST_END, step, burst=request, **{**times, "facts": told})
 
     def between_layers(
         self,
@@ -241,6 +261,7 @@ class Controller:
             "queued": staging.queued,
             "in_flight": len(staging.in_flight),
             "budget_deferred": self.budget_deferred,
+            **staging.stats(self.tables),
         }
 
     # ---- asking
@@ -339,6 +360,7 @@ class Controller:
             self.wanted_cells = decision.cells
         if decision.kv_pages is not None:
             self.wanted_kv_pages = decision.kv_pages
+        self.max_running = decision.max_running or self.max_running
         if decision.pause_stages is not None:
             self._staging.paused = decision.pause_stages
         for field in TABLE_FIELDS:

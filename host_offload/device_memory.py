@@ -2,26 +2,54 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 
 import jax
 
 SHARE = 0.85
-"""Of the free memory the arena may take; the rest is for activations and other processes."""
+"""Of the free memory the arena may take where nothing is known of activations; the rest is for
+them and for other processes."""
+
+RESERVE = 0.03
+"""Of the free memory is left where activations are known: for what requests bring later (counts of
+tokens, pages on their way) and for fragments."""
+
+
+@dataclasses.dataclass(frozen=True)
+class FreeMemory:
+    """What of a device's memory an arena may take."""
+
+    free: int
+    """Bytes, once the parameters are there."""
+    activations: int = 0
+    """Bytes that steps need beside arena and parameters; 0: not known, they are in the reserve."""
+
+    @property
+    def reserve(self) -> int:
+        """Bytes left for everything else."""
+        return self.free - int(self.free * ((1 - RESERVE) if self.activations else SHARE))
+
+    @property
+    def available(self) -> int:
+        """Bytes of the largest arena; free less activations and reserve."""
+        return max(self.free - self.activations - self.reserve, 0)
+
+
+def free_memory(device: jax.Device) -> FreeMemory:
+    """Of a device now. On a GPU what the allocator reports; on a CPU the host's available memory.
+    Raises RuntimeError when the machine tells neither; give `memory` in that case."""
+    statistics = device.memory_stats()
+    if statistics and "bytes_limit" in statistics:
+        return FreeMemory(int(statistics["bytes_limit"] - statistics["bytes_in_use"]))
+    if device.platform == "cpu":
+        return FreeMemory(host_available_bytes())
+    raise RuntimeError(f"{device} does not report its free memory; give memory=")
 
 
 def available_bytes(device: jax.Device) -> int:
-    """Bytes an arena may take on the device now: SHARE of what is free.
-
-    On a GPU what the allocator reports; on a CPU the host's available memory. Raises RuntimeError
-    when the machine tells neither; give `memory` in that case.
-    """
-    statistics = device.memory_stats()
-    if statistics and "bytes_limit" in statistics:
-        return int((statistics["bytes_limit"] - statistics["bytes_in_use"]) * SHARE)
-    if device.platform == "cpu":
-        return int(host_available_bytes() * SHARE)
-    raise RuntimeError(f"{device} does not report its free memory; give memory=")
+    """Bytes an arena may take on the device now, see FreeMemory. Raises as free_memory."""
+    return free_memory(device).available
 
 
 def host_available_bytes() -> int:

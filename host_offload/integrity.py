@@ -9,6 +9,8 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels.plan import Tables
+from pallas_kernels.records import decode
+from pallas_kernels.records.versions import Formats
 
 FAULTS = (
     "an expert's address is not the cell it owns, in the same version",
@@ -19,10 +21,16 @@ FAULTS = (
 )
 
 
-def count_faults(arena: jax.Array, tables: Tables, stores: tuple[jax.Array, ...]) -> jax.Array:
+def count_faults(
+    arena: jax.Array,
+    tables: Tables,
+    stores: tuple[jax.Array, ...],
+    formats: Formats | None = None,
+) -> jax.Array:
     """int32[len(FAULTS)]: how often each invariant is broken. Jit-able, changes nothing.
 
-    arena uint16[rows, D]; stores: per version uint16[L, E, record rows, D].
+    arena uint16[rows, D]; stores: per version uint16[L, E, record rows, D]; formats: how each
+    version lies in a cell and in its store, None: alike in both.
     """
     layers, cells = tables.owner.shape
     experts = jnp.arange(tables.address.shape[1])
@@ -42,17 +50,28 @@ def count_faults(arena: jax.Array, tables: Tables, stores: tuple[jax.Array, ...]
     earlier = jnp.tri(cells, k=-1, dtype=bool)
     twice = same & earlier & (tables.owner[:, :, None] >= 0)
     ungranted = (tables.owner >= 0) & (tables.cell_row < 0)
+    record_rows = [
+        store.shape[2] if formats is None else formats[v].cell.rows
+        for v, store in enumerate(stores)
+    ]
     rows = tables.cell_row.reshape(-1)
-    shared = (rows[:, None] == rows) & (rows >= 0) & jnp.tri(rows.size, k=-1, dtype=bool)
+    ends = rows + jnp.array(record_rows)[tables.cell_version.reshape(-1)]
+    both = (rows[:, None] >= 0) & (rows >= 0) & jnp.tri(rows.size, k=-1, dtype=bool)
+    shared = both & (rows[:, None] < ends) & (rows < ends[:, None])
 
     def compare(i, wrong):
         layer, cell = i // cells, i % cells
         owner, row = tables.owner[layer, cell], tables.cell_row[layer, cell]
         for v, store in enumerate(stores):
             live = (owner >= 0) & (row >= 0) & (tables.cell_version[layer, cell] == v)
-            start = (layer, jnp.maximum(owner, 0), 0, 0)
+            place = layer if formats is None else formats[v].place(layer)
+            live = live & (place >= 0)
+            start = (jnp.maximum(place, 0), jnp.maximum(owner, 0), 0, 0)
             want = lax.dynamic_slice(store, start, (1, 1, *store.shape[2:]))[0, 0]
             want = jax.device_put(want, jax.memory.Space.Device)
+            if formats is not None and formats[v].in_transit:
+                decoded = decode(want, formats[v].store)
+                want = lax.bitcast_convert_type(decoded, jnp.uint16)
             have = lax.dynamic_slice(arena, (jnp.maximum(row, 0), 0), want.shape)
             wrong = wrong + (live & jnp.any(want != have))
         return wrong

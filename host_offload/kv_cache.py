@@ -36,12 +36,14 @@ class KVCache:
     """Who holds which page. Blocks are counted references; idle ones are kept while there is room.
 
     read: copies the pages at these KV rows to the host. write: copies host pages to these KV rows.
-    Both are carried out in the order of the engine's steps. swap_bytes: most host memory for pages.
+    move: copies the pages at the first KV rows to the second ones. All are carried out in the order
+    of the engine's steps. swap_bytes: most host memory for pages.
     """
 
     arena: SlotArena
     read: Callable[[Sequence[int]], list[HostPage]]
     write: Callable[[Sequence[HostPage], Sequence[int]], None]
+    move: Callable[[Sequence[int], Sequence[int]], None]
     swap_bytes: int
     swapped: int = 0
     """Blocks on the host now."""
@@ -50,8 +52,12 @@ class KVCache:
     swapped_in: int = 0
     dropped: int = 0
     """Idle blocks whose page was needed."""
+    moved: int = 0
+    """Pages that went to another slot."""
     _published: dict[bytes, Block] = dataclasses.field(default_factory=dict)
     _idle: OrderedDict[bytes, Block] = dataclasses.field(default_factory=OrderedDict)
+    _in_slot: dict[int, dict[Block, None]] = dataclasses.field(default_factory=dict)
+    """Slot → the blocks that have a page there, in the order in which they came."""
 
     @property
     def page_bytes(self) -> int:
@@ -71,18 +77,39 @@ class KVCache:
 
     def allocate(self, count: int) -> list[Block]:
         """So many new blocks. Raises OutOfPages, taking nothing."""
-        return [Block(row) for row in self._rows(count)]
+        rows = self._rows(count)
+        blocks = [Block(None) for _ in rows]
+        self._place(blocks, rows)
+        return blocks
 
     def _rows(self, count: int) -> list[int]:
         if count > self.available:
             raise OutOfPages(f"{count} pages wanted, {self.available} available")
         while self.arena.free_pages < count:
-            key, block = self._idle.popitem(last=False)  # the longest idle
-            del self._published[key]
-            assert block.row is not None
-            self.arena.release_pages([block.row])
-            self.dropped += 1
+            self._drop_longest_idle()
         return self.arena.allocate_pages(count)
+
+    def _place(self, blocks: Sequence[Block], rows: Sequence[int]) -> None:
+        for block, row in zip(blocks, rows, strict=True):
+            block.row, block.host = row, None
+            self._in_slot.setdefault(row // self.arena.layout.kv_rows_per_slot, {})[block] = None
+
+    def _free(self, blocks: Sequence[Block]) -> None:
+        """Gives back the pages of blocks, which then lie nowhere on the device."""
+        self.arena.release_pages([block.row for block in blocks if block.row is not None])
+        for block in blocks:
+            assert block.row is not None
+            slot = block.row // self.arena.layout.kv_rows_per_slot
+            del self._in_slot[slot][block]
+            if not self._in_slot[slot]:
+                del self._in_slot[slot]
+            block.row = None
+
+    def _drop_longest_idle(self) -> None:
+        key, block = self._idle.popitem(last=False)
+        del self._published[key]
+        self._free([block])
+        self.dropped += 1
 
     def publish(self, block: Block, key: bytes) -> None:
         """Lets others find the block, from now on unchanging, by its key. Of two equal ones the
@@ -137,7 +164,7 @@ class KVCache:
             elif block.key is not None:
                 self._idle[block.key] = block
             else:
-                self.arena.release_pages([block.row])
+                self._free([block])
 
     def _forget(self, block: Block) -> None:
         if block.key is not None:
@@ -149,18 +176,13 @@ class KVCache:
         for block in blocks:
             if block.key is not None and block.refs == 0:
                 self._idle.pop(block.key)
-                assert block.row is not None
-                self.arena.release_pages([block.row])
+                self._free([block])
             self._forget(block)
 
     def drop_idle(self) -> None:
         """Frees the pages of all idle blocks."""
         while self._idle:
-            key, block = self._idle.popitem()
-            del self._published[key]
-            assert block.row is not None
-            self.arena.release_pages([block.row])
-            self.dropped += 1
+            self._drop_longest_idle()
 
     # ---- swapping
 
@@ -191,10 +213,10 @@ class KVCache:
         """Moves to the host what is not pinned, for all who hold it, as far as there is room;
         returns how many pages that freed."""
         moving = self.movable(blocks)[: self.swap_room]
-        rows = [b.row for b in moving if b.row is not None]
-        for block, page in zip(moving, self.read(rows), strict=True):
+        pages = self.read([b.row for b in moving if b.row is not None])
+        self._free(moving)
+        for block, page in zip(moving, pages, strict=True):
             block.row, block.host = None, page
-        self.arena.release_pages(rows)
         self.swapped += len(moving)
         self.swapped_out += len(moving)
         return len(moving)
@@ -212,10 +234,45 @@ class KVCache:
         except BaseException:
             self.arena.release_pages(rows)
             raise
-        for block, row in zip(moving, rows, strict=True):
-            block.row, block.host = row, None
+        self._place(moving, rows)
         self.swapped -= len(moving)
         self.swapped_in += len(moving)
+
+    # ---- emptying slots
+
+    @property
+    def slots_in_use(self) -> int:
+        """KV slots that are not empty."""
+        return len(self._in_slot)
+
+    def empty_slot(self, most: int) -> list[Block]:
+        """Moves pages out of the KV slot that has the fewest, at most so many, into other slots;
+        returns their blocks. Where the others are full, the longest idle blocks are dropped. None:
+        every slot is empty or the others cannot take what it has."""
+        while self._in_slot:
+            slot = min(self._in_slot, key=lambda slot: (len(self._in_slot[slot]), -slot))
+            held = [*self._in_slot[slot]]
+            elsewhere = self.arena.free_pages - self.arena.layout.pages_per_slot + len(held)
+            if elsewhere >= len(held):
+                self._move(held[:most])
+                return held[:most]
+            if not self._idle:
+                break
+            self._drop_longest_idle()
+        return []
+
+    def _move(self, blocks: Sequence[Block]) -> None:
+        """To other pages. The arena fills its fullest slots first, so the emptiest is the last."""
+        rows = [block.row for block in blocks if block.row is not None]
+        targets = self.arena.allocate_pages(len(rows))
+        try:
+            self.move(rows, targets)
+        except BaseException:
+            self.arena.release_pages(targets)
+            raise
+        self._free(blocks)
+        self._place(blocks, targets)
+        self.moved += len(rows)
 
     # ---- invariants
 

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
+
+from pallas_kernels.records import RecordFormat
 
 DENSE = 0
 """Number of the version `dense` in tables: its place in `SlotLayout.records`."""
@@ -16,12 +19,19 @@ BLOCK_SIZES = (16, 32, 64)
 """Tokens a KV page may hold. Attention reduces over spans of 64 tokens, so each divides 64."""
 
 
+_DTYPES = {2: "bfloat16", 4: "float32"}
+"""Bytes of a value → the dtype where none is said."""
+
+
 @dataclasses.dataclass(frozen=True)
 class ExpertLayout:
     """One expert of one version as a contiguous record of arena rows.
 
     The version `dense` is ``[3·I, D]`` in the run's dtype: I gate rows, I up rows, I rows of down
-    transposed, so that every tile of every matrix is a run of rows.
+    transposed, so that every tile of every matrix is a run of rows. `format` has the parts of every
+    version.
+
+    Raises ValueError for an itemsize other than 2 and 4, and for what RecordFormat refuses.
     """
 
     hidden: int
@@ -29,14 +39,22 @@ class ExpertLayout:
     width: int
     """I, the expert's intermediate size."""
     itemsize: int
-    """Bytes of one value: 2 or 4."""
+    """Bytes of one value of the run's dtype: 2 or 4."""
     version: str = "dense"
+    dtype: str | None = None
+    """The run's; None: bfloat16 where values have 2 bytes, float32 where they have 4."""
 
     def __post_init__(self):
-        if self.version != "dense":
-            raise ValueError(f"unknown expert version {self.version!r}; this release knows 'dense'")
-        if self.itemsize not in (2, 4):
+        if self.itemsize not in _DTYPES:
             raise ValueError(f"expert weights are 2 or 4 bytes a value, not {self.itemsize}")
+        if self.format.itemsize != self.itemsize:
+            raise ValueError(f"a value of {self.dtype} does not have {self.itemsize} bytes")
+
+    @property
+    def format(self) -> RecordFormat:
+        """What the rows of a record are."""
+        dtype = self.dtype or _DTYPES[self.itemsize]
+        return RecordFormat(self.version, self.hidden, self.width, dtype)
 
     @property
     def weight_rows(self) -> int:
@@ -46,7 +64,7 @@ class ExpertLayout:
     @property
     def rows(self) -> int:
         """Arena rows of one record."""
-        return self.weight_rows * self.itemsize // 2
+        return self.format.rows
 
     @property
     def nbytes(self) -> int:
@@ -158,26 +176,36 @@ def slot_layout(
     head_dim: int,
     latent: int = 0,
     block_size: int | None = None,
+    versions: Sequence[str] = ("dense",),
+    dtype: str | None = None,
 ) -> SlotLayout:
-    """The slot for a model: one dense record, and as many whole pages as fit into it.
+    """The slot for a model: one record of the largest version, rounded up so that a whole number of
+    the smaller ones fits, and as many whole pages as fit into it.
 
     hidden, width: D and I. itemsize: bytes of a value, of weights and of KV. layers: all attention
     layers. kv_heads, head_dim, latent: of a page, see PageLayout. block_size: tokens per page;
     by default the one of 16, 32, 64 that wastes least of a slot, the smaller of equals. Where
     not even one page of the smallest block fits into a record (few narrow experts, many
-    layers), the slot grows to hold one.
+    layers), the slot grows to hold one. versions: those that can be resident, in the order of their
+    numbers. dtype: of the run, see ExpertLayout.
 
-    Raises ValueError for a block_size that is not legal and for what PageLayout refuses.
+    Rounding up is left out where it would waste more of the slots that hold the large version than
+    it saves of the others (dense and lossless12: one of each a slot).
+
+    Raises ValueError for a block_size that is not legal, for no version or one named twice, and for
+    what ExpertLayout and PageLayout refuse.
     """
     if block_size is not None and block_size not in BLOCK_SIZES:
         raise ValueError(f"block_size must be one of {BLOCK_SIZES}, not {block_size}")
-    record = ExpertLayout(hidden, width, itemsize)
+    if not versions or len(set(versions)) < len(versions):
+        raise ValueError(f"name each resident version once, not {', '.join(versions) or 'none'}")
+    records = tuple(ExpertLayout(hidden, width, itemsize, name, dtype) for name in versions)
     pages = [
         PageLayout(layers, kv_heads, head_dim, itemsize, size, latent)
         for size in ((block_size,) if block_size else BLOCK_SIZES)
     ]
     row_elements = pages[0].row_elements
-    rows = max(record.rows, -(-pages[0].nbytes // (hidden * 2)))
+    rows = max(_whole_records(records), -(-pages[0].nbytes // (hidden * 2)))
     # A slot must begin at a whole KV row, or page addresses would not be integers.
     step = row_elements // math.gcd(row_elements, hidden)
     # ... and at an even row, so that 32-bit views of the arena see whole values.
@@ -186,4 +214,16 @@ def slot_layout(
     slot_bytes = slot_rows * hidden * 2
     fitting = [page for page in pages if page.nbytes <= slot_bytes]
     page = min(fitting, key=lambda p: (slot_bytes % p.nbytes, p.block_size))
-    return SlotLayout((record,), page, slot_rows)
+    return SlotLayout(records, page, slot_rows)
+
+
+def _whole_records(records: Sequence[ExpertLayout]) -> int:
+    """Rows of a slot of the largest record or a little more, by what is wasted in slots of each
+    version: the least in sum, the smaller of equals."""
+    largest = max(record.rows for record in records)
+    rounded = {-(-largest // record.rows) * record.rows for record in records}
+
+    def waste(rows: int) -> tuple[float, int]:
+        return sum(rows % record.rows / rows for record in records), rows
+
+    return min(rounded | {largest}, key=waste)

@@ -11,7 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from host_offload.precision.placement import ResidentSpec, place
 from host_offload.staging import Entry, Residency
+from host_offload.transfers import Move
 from pallas_kernels.plan.victim import victim_key
 
 
@@ -29,32 +31,48 @@ class Referenced(NamedTuple):
 
 
 def cold_tables(
-    cells: np.ndarray, experts: int, victim_weights: Sequence[int], bound: int | None = None
+    cells: np.ndarray,
+    experts: int,
+    victim_weights: Sequence[int],
+    bound: int | None = None,
+    fill_version: np.ndarray | int = 0,
 ) -> Residency:
     """Tables of a start: the first cells[l] cells of each layer granted, nothing resident.
 
-    cells: int[L]. bound: C, the most cells a layer can have (default: as many as experts).
+    cells: int[L], or int[L, V] of each version, version after version. bound: C, the most cells a
+    layer can have (default: as many as experts). fill_version: what misses fill, one or int[L, E].
     """
     layers, columns = len(cells), experts if bound is None else bound
+    ends = np.cumsum(np.asarray(cells).reshape(layers, -1), axis=1)
 
     def full(width: int, value: int) -> np.ndarray:
         return np.full((layers, width), value, np.int32)
 
     row = np.arange(layers * columns, dtype=np.int32).reshape(layers, columns)
-    granted = np.arange(columns) < np.asarray(cells)[:, None]
+    column = np.arange(columns)
+    granted = column < ends[:, -1:]
+    version = np.sum(column >= ends[:, :-1, None], axis=1, dtype=np.int32)
     return Residency(
         cell_row=np.where(granted, row, np.int32(-1)),
-        cell_version=full(columns, 0),
+        cell_version=np.where(granted, version, np.int32(0)),
         owner=full(columns, -1),
         last_used=full(columns, 0),
         address=full(experts, -1),
         version=full(experts, 0),
         frequency=full(experts, 0),
-        fill_version=full(experts, 0),
+        fill_version=full(experts, 0) + np.asarray(fill_version, np.int32),
         prior=full(experts, 0),
         clock=np.zeros(layers, np.int32),
         victim_weights=np.array(victim_weights, np.int32),
     )
+
+
+def resident_tables(resident: ResidentSpec, victim_weights: Sequence[int]) -> Residency:
+    """Tables of a start with every expert resident."""
+    layers, experts = resident.start.shape
+    none = np.zeros(layers, np.int64)
+    tables = cold_tables(none, experts, victim_weights, resident.cell_bound)
+    return tables._replace(**place(resident).contents)
 
 
 class Pager:
@@ -72,6 +90,17 @@ class Pager:
         """Other contents of some tables, as host_offload.tables.with_contents."""
         for name, values in contents.items():
             getattr(self.tables, name)[:] = values
+
+    def move(self, moves: Sequence[Move]) -> None:
+        """Cells go to other places of the arena, as pallas_kernels.move."""
+        tables = self.tables
+        for layer, cell, row in moves:
+            before, owner = tables.cell_row[layer, cell], tables.owner[layer, cell]
+            if before < 0 or before == row:
+                continue
+            tables.cell_row[layer, cell] = row
+            if owner >= 0 and tables.address[layer, owner] == before:
+                tables.address[layer, owner] = row
 
     def regrant(self, cells: np.ndarray) -> None:
         """Gives each layer cells[l] cells, as SlotArena.grant_cells and tables.regrant do: the last
@@ -101,12 +130,16 @@ class Pager:
         owned = table.owner >= 0
         current = owned & (table.cell_row == np.take_along_axis(table.address, table.owner, 1))
         pinned = current & np.take_along_axis(active, table.owner, 1)
-        wants = missing & (table.fill_version >= 0)
+        # What is missing is computed in the version that it would fill, with or without a cell.
+        fill_version = table.fill_version
+        read = np.where(fill_version >= 0, fill_version, -1 - fill_version)
+        np.copyto(table.version, read, where=missing)
+        wants = missing & (fill_version >= 0)
         filled = np.zeros_like(active)
         if wants.any():
             order = self._candidates(table, owned, pinned)
             for version in range(self.versions):
-                self._fill(table, wants & (table.fill_version == version), order, version, filled)
+                self._fill(table, wants & (fill_version == version), order, version, filled)
         np.copyto(table.last_used, clock[:, None], where=pinned)
         np.add(table.frequency, active, out=table.frequency)
         count = np.count_nonzero
@@ -161,7 +194,6 @@ class Pager:
         table.owner[layer, cell] = expert
         table.last_used[layer, cell] = table.clock[layer]
         table.address[layer, expert] = row
-        table.version[layer, expert] = version
         filled[layer, expert] = True
 
     def stage(

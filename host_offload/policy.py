@@ -16,6 +16,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from host_offload.precision.placement import ResidentSpec
+
 
 class Moment(IntEnum):
     """When a policy is asked. LAYER_BEGIN to TRANSFER exist with driver="host" only."""
@@ -49,6 +51,8 @@ class State(IntEnum):
     """Resident, with a transfer of a version of more bytes in flight."""
     DEMOTING = 4
     """Resident, with a transfer of a version of no more bytes in flight."""
+    EVICTING = 5
+    """Resident in a new version; the cell of the old one has not been given back."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,9 +70,16 @@ class Costs:
     step_s: dict[int, float]
     """Rows of a decode executable → seconds of a step with everything resident."""
     attention_s: float
-    """Of one layer."""
+    """Of one layer, for one row and 64 tokens of its context."""
     prefill_s_per_token: float
+    """Of one more prompt token in a sweep, everything resident."""
     kv_swap_s_per_byte: float
+    read_through: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(2))
+    """float64[2], as fill: what an expert costs that is computed from the store."""
+    recompute_s_per_token: float = 0.0
+    """Of a prompt that is computed again: all of its sweep's time by its tokens (WiSP's r)."""
+    memory_s_per_byte: float = 0.0
+    """Of the device's memory."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,10 +112,22 @@ class Spec:
     """C, the most cells a layer can have."""
     stage_entries: int
     """Most transfers that one step can carry out beside its misses."""
+    capacity: tuple[int, ...] | None = None
+    """By version number: experts of all layers together that the arena has room for in that
+    version at once, spare cells left out; None: cells belong to layers."""
+    slot_bytes: int | None = None
+    """A slot, which holds cells or pages and changes sides whole; None: as large as a record."""
+    resident: ResidentSpec | None = None
+    """Where every expert always has a complete version in the arena; None: experts are paged."""
     router: np.ndarray | None = None
     """float32[L, D, E]: the routers' weights, for policies that need `router`."""
     costs: Costs | None = None
     """None where nothing was measured; a policy that needs `costs` is then refused."""
+
+    @property
+    def blocking(self) -> bool:
+        """Stage lists are carried out before the step, one after the other until one is empty."""
+        return self.resident is not None and self.resident.blocking
 
 
 class Stage(NamedTuple):
@@ -227,7 +250,8 @@ class Observation:
     waiting_tokens: int | None = None
     """Prompt tokens of the waiting requests."""
     kv_refs: np.ndarray | None = None
-    """int64[R, 2]: (session, page) references of the step."""
+    """int64[R, 2]: at BURST_END the KV pages that the burst had, each once: (session, or −1 −
+    request without one; place in the sequence)."""
     bucket: int | None = None
     """Token rows of the step's executable, padding included."""
     compiled: bool | None = None
@@ -256,9 +280,11 @@ class Decision:
     pause_stages: bool | None = None
     """True: hand out no transfers until it is False again."""
     fill_version: np.ndarray | None = None
-    """int8[L, E]: version that a miss fills; −1: do not cache, read through."""
+    """int8[L, E]: version that a miss fills; −1 − v: do not cache, read version v through. What
+    finds no cell is read through in the version it would have filled."""
     transitions: tuple[Transition, ...] | None = None
-    """The whole queue of version changes, as stages; they go before stages."""
+    """The whole queue of version changes, as stages; they go before stages. Where every expert is
+    resident one that finds no cell waits, with those behind it that want the same version."""
     cells: np.ndarray | None = None
     """int32[L]: cells that each layer should have. Carried out before a step; what is not possible
     yet, since KV is in the way, waits and counts as deferred."""

@@ -37,18 +37,18 @@ MOMENTS: Mapping[str, frozenset[Moment]] = {
 }
 """Driver → the moments it has."""
 
-_UNOBSERVED = frozenset({"link_busy_s", "kv_refs"})
+_UNOBSERVED = frozenset({"link_busy_s"})
 SEES: Mapping[str, frozenset[str]] = dict.fromkeys(MOMENTS, NEEDS - _UNOBSERVED)
 """Driver → the needs it meets."""
 
-_UNUSED = frozenset({"tiers", "execute", "load_order", "max_running"})
+_UNUSED = frozenset({"tiers", "execute", "load_order"})
 DOES: Mapping[str, frozenset[str]] = dict.fromkeys(MOMENTS, WRITES - _UNUSED)
 """Driver → the fields of a Decision that it carries out."""
 
 _ROUTING = frozenset({"ids", "weights", "counts", "probs", "gate_input"})
 _ROWS = _ROUTING | {
     *("request", "user", "position", "phase", "missed", "embedding"),
-    *("kv_refs", "bucket", "compiled"),
+    *("bucket", "compiled"),
 }
 
 
@@ -56,6 +56,8 @@ def moments_with(field: str) -> frozenset[Moment]:
     """The moments at which an Observation can have the field."""
     if field in _ROUTING:
         return STEP_READ | {Moment.ROUTED, Moment.EXPERTS_BEGIN}
+    if field == "kv_refs":
+        return frozenset({Moment.BURST_END})
     return STEP_READ if field in _ROWS else frozenset(Moment)
 
 
@@ -243,7 +245,8 @@ def _prior(value: Any, spec: Spec, refuse: Refuse) -> np.ndarray:
 
 def _fill_version(value: Any, spec: Spec, refuse: Refuse) -> np.ndarray:
     shape = spec.layers, spec.experts
-    return _array(value, shape, -1, len(spec.version_bytes) - 1, np.int8, refuse)
+    versions = len(spec.version_bytes)
+    return _array(value, shape, -versions, versions - 1, np.int8, refuse)
 
 
 def _cells(value: Any, spec: Spec, refuse: Refuse) -> np.ndarray:
@@ -263,6 +266,12 @@ def _kv_pages(value: Any, spec: Spec, refuse: Refuse) -> int:
     least, most = -(-spec.kv_floor_bytes // spec.page_bytes), spec.budget_bytes // spec.page_bytes
     if not least <= value <= most:
         raise refuse(f"must lie in {least}…{most}, not {value}")
+    return int(value)
+
+
+def _max_running(value: Any, spec: Spec, refuse: Refuse) -> int:
+    if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 1:
+        raise refuse(f"must be an integer of at least 1, not {value!r}")
     return int(value)
 
 
@@ -327,6 +336,7 @@ _CHECKS: dict[str, Callable[..., Any]] = {
     "pause_stages": _pause,
     "cells": _cells,
     "kv_pages": _kv_pages,
+    "max_running": _max_running,
 }
 
 

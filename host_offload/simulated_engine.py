@@ -8,7 +8,7 @@ decides reaches the same step as in the engine. The device is a Pager.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +19,7 @@ from host_offload.policy import Moment
 from host_offload.policy_rules import BETWEEN_LAYERS
 from host_offload.staging import Entry
 from host_offload.step_sets import in_waves, step_set
-from host_offload.trace_schema import USES, StepTrace, TraceError, TraceHeader
+from host_offload.trace_schema import USES, Budget, StepTrace, TraceError, TraceHeader
 
 ARRAYS = {"probs": "probabilities", "gate_input": "gate_input", "embedding": "embedding"}
 """Optional arrays: the name in an Observation → the name in a trace."""
@@ -27,6 +27,7 @@ ARRAYS = {"probs": "probabilities", "gate_input": "gate_input", "embedding": "em
 COLUMNS = {
     **{name: f"token.{name}" for name in ("request", "position", "phase", "weights")},
     **dict.fromkeys(USES, "step.use"),
+    "kv_refs": "token.request",
     "compiled": "step.compiled",
     "bucket": "step.rows",
 }
@@ -51,18 +52,29 @@ class SimulatedStep(NamedTuple):
     """int[L]: experts moved ahead of need, by the step's list and between layers."""
     moved: np.ndarray
     """int64[L]: bytes over the link."""
-    between: int = 0
-    """Those of them that were staged between layers; a trace does not count them."""
 
 
 class SimulatedEngine:
     """Runs the steps of a trace through a pager under a controller that asks something.
 
-    Raises TraceError for what a policy needs and the trace does not have.
+    budgets: what moves before which step, as Trace.budgets: a policy's wish waits for it. None:
+    wishes are granted at once. clock: as of simulator.simulate.
+
+    Raises TraceError for what a policy needs and the trace does not have, and for a budget that
+    no policy wanted.
     """
 
-    def __init__(self, header: TraceHeader, pager: Pager, controller: Controller):
+    def __init__(
+        self,
+        header: TraceHeader,
+        pager: Pager,
+        controller: Controller,
+        budgets: Sequence[Budget] | None = None,
+        clock: Callable[[int], float] | None = None,
+    ):
         self.header, self.pager, self.controller = header, pager, controller
+        self._budgets = None if budgets is None else by_step(budgets)
+        self._clock = clock
         self._version_bytes = np.stack([*controller.spec.version_bytes.values()])
         self._between = controller.moments & BETWEEN_LAYERS
         self._reading: list[tuple[StepTrace, dict[str, Any]]] = []
@@ -90,23 +102,28 @@ class SimulatedEngine:
 
     def _dispatch(self, step: StepTrace) -> SimulatedStep:
         controller, pager = self.controller, self.pager
+        for budget in (self._budgets or {}).get(step.number, ()):
+            if budget.by_hand:
+                pager.regrant(np.array(budget.cells))
         if controller.needs_residency and controller.tables is None:
             controller.see(pager.copy())
         if self._timed and math.isnan(self._origin_s):
             self._origin_s = step.start_s
         controller.begin_step(step.number, seconds=self._seconds)
-        self._move_budget()
-        entries = controller.stages(step.number)
-        pager.set(controller.take_update())
+        self._move_budget(step.number)
+        entries = self._stages(step.number)
+        while controller.spec.blocking and entries:
+            controller.settle_now(step.number, pager.stage(entries))
+            entries = self._stages(step.number)
         layers, experts = self.header.layers, self.header.experts
         counts = np.zeros((3, layers), np.int64)
         missed = np.zeros((layers, experts), bool)
         active, waves = step_set(step, layers, experts)
-        moved, staged, between, listed = np.zeros((4, layers), np.int64)
+        moved, staged, staged_bytes = np.zeros((3, layers), np.int64)
         carried_out = np.zeros(len(entries), np.int32)
         for layer in range(layers) if self._between else [None]:
             if layer is not None:
-                self._look_between(step, layer, staged, between)
+                self._look_between(step, layer, staged, staged_bytes)
             span = slice(None) if layer is None else slice(layer, layer + 1)
             for due in in_waves(active[span], waves):
                 done = pager.reference(due, layer)
@@ -114,7 +131,7 @@ class SimulatedEngine:
                 missed[span] |= done.missing
                 moved[span] += self._demand(done.missing, span)
             # A layer's transfers follow its experts, so hooks of the next layer find them done.
-            carried_out |= self._stage(entries, staged, listed, layer=layer)
+            carried_out |= self._stage(entries, staged, staged_bytes, layer=layer)
         self._dispatched = step.number
         if self._handed is not None:
             controller.settle_between_layers(self._handed)
@@ -134,9 +151,14 @@ class SimulatedEngine:
             read_through=read_through,
             missed=missed,
             staged=staged,
-            moved=moved + listed + between,
-            between=int(between.sum()),
+            moved=moved + staged_bytes,
         )
+
+    def _stages(self, step: int) -> list[Entry]:
+        entries = self.controller.stages(step)
+        self.pager.move(self.controller.take_moves())
+        self.pager.set(self.controller.take_update())
+        return entries
 
     def _demand(self, missing: np.ndarray, span: slice) -> np.ndarray:
         """int64[M]: bytes of experts that were filled or read through."""
@@ -161,20 +183,35 @@ class SimulatedEngine:
             moved[entry.layer] += carried_out * self._version_bytes[entry.version, entry.layer]
         return done
 
-    def _move_budget(self) -> None:
-        """As if KV were never in the way; the size of the arena is checked with the decision."""
+    def _move_budget(self, step: int) -> None:
+        """Where budgets are not given, as if KV were never in the way; the size of the arena is
+        checked with the decision."""
         controller = self.controller
-        if controller.wanted_cells is None:
+        cells, settled = controller.wanted_cells, True
+        wanted = cells is not None or controller.wanted_kv_pages is not None
+        if self._budgets is not None:
+            moved = [b for b in self._budgets.get(step, ()) if not b.by_hand]
+            if moved and not wanted:
+                raise TraceError(
+                    f"before step {step} a budget was carried out that no policy wanted; give the "
+                    "policies of the run"
+                )
+            if wanted and not moved:
+                controller.settle_budget(False)
+                return
+            cells, settled = (np.array(moved[0].cells), moved[0].settled) if moved else (None, True)
+        if not wanted:
             return
-        self.pager.regrant(controller.wanted_cells)
-        controller.settle_budget(True)
+        if cells is not None:
+            self.pager.regrant(cells)
+        controller.settle_budget(settled)
         if controller.needs_residency:
             controller.see(self.pager.copy())
 
     # ---- between layers, as Control.between_layers and HostRunner
 
     def _look_between(
-        self, step: StepTrace, layer: int, staged: np.ndarray, between: np.ndarray
+        self, step: StepTrace, layer: int, staged: np.ndarray, moved: np.ndarray
     ) -> None:
         rows = slice(layer, layer + 1)
         routed: dict[str, Any] = {"ids": step.ids[:, rows]}
@@ -199,13 +236,15 @@ class SimulatedEngine:
             )
             self.pager.set(self.controller.take_update())
             if entries:
-                self._handed = self._stage(entries, staged, between, coming=layer)
+                self._handed = self._stage(entries, staged, moved, coming=layer)
 
     # ---- reading, as Control.after_read
 
     def _read(self) -> None:
         step, told = self._reading.pop(0)
-        if self._timed:
+        if self._clock is not None:
+            self._seconds = self._clock(step.number)
+        elif self._timed:
             self._seconds = step.read_s - self._origin_s
         use = {} if step.use is None else dict(zip(USES, step.use.tolist(), strict=True))
         for name, value in use.items():
@@ -230,6 +269,14 @@ class SimulatedEngine:
         if not self._timed:
             return following.number > step.number + 1
         return step.read_s < following.start_s
+
+
+def by_step(budgets: Iterable[Budget]) -> Mapping[int, Sequence[Budget]]:
+    """What moves before each step, in order."""
+    found: dict[int, list[Budget]] = {}
+    for budget in budgets:
+        found.setdefault(budget.step, []).append(budget)
+    return found
 
 
 def _check_needs(header: TraceHeader, controller: Controller) -> None:

@@ -14,14 +14,16 @@ import numpy as np
 
 from host_offload.controller import Controller, Event
 from host_offload.eviction import EVICTION, with_eviction
-from host_offload.pager import Pager, Referenced, cold_tables
+from host_offload.pager import Pager, Referenced, cold_tables, resident_tables
 from host_offload.policies.fitted import check_fitted
-from host_offload.policy import Policy, Spec
+from host_offload.policy import Costs, Policy, Spec
 from host_offload.policy_rules import check_policies
+from host_offload.precision.paging import paged_said
+from host_offload.precision.placement import ResidentSpec, resident_said
 from host_offload.prefetch import with_prefetch
-from host_offload.simulated_engine import SimulatedEngine, SimulatedStep
+from host_offload.simulated_engine import SimulatedEngine, SimulatedStep, by_step
 from host_offload.step_sets import StepSets, in_waves, read_step_sets
-from host_offload.trace_schema import KINDS, TraceError, TraceHeader
+from host_offload.trace_schema import KINDS, Budget, TraceError, TraceHeader
 from host_offload.traces import Trace
 from host_offload.weighted_pager import WeightedPager, fits
 
@@ -76,22 +78,30 @@ def simulate(
     driver: str | None = None,
     spec: Spec | None = None,
     config_digest: str | None = None,
+    budgets: Sequence[Budget] | None = None,
+    costs: Costs | None = None,
     listener: Callable[[Event], None] | None = None,
     watcher: Callable[[SimulatedStep], None] | None = None,
+    clock: Callable[[int], float] | None = None,
     fast: bool = True,
 ) -> Simulation:
     """What the steps of a trace would have moved under these policies, from a cold start.
 
-    eviction, prefetch, policies: as of moejax.LLM. cells: of each layer, or int[L]; None: the
-    trace's. driver: `device` or `host`, which has moments between layers; None: the trace's. spec:
-    what policies are told, for a trace that does not say it (a converted one) and for `router`.
-    config_digest: of the model that is meant; a trace of another one is refused. listener: called
-    with each event of the Controller. watcher: called with each step, when it was dispatched. fast:
-    policies that are only weights take host_offload.weighted_pager, which gives the same result.
+    eviction, prefetch, policies: as of moejax.LLM. cells: of each layer, int[L], or int[L, V] of
+    each version; None: the trace's, which may be that every expert is resident. driver: `device`
+    or `host`, which has moments between layers; None: the trace's. spec: what policies are told,
+    for a trace that does not say it (a converted one) and for `router`.
+    config_digest: of the model that is meant; a trace of another one is refused. budgets: when
+    which budget is carried out, as Trace.budgets says of the run. costs: what policies are told of
+    them; None: the spec's. listener: called with each event of the Controller. watcher: called with
+    each step, when it was dispatched. clock: seconds from the start to the reading of a step, by
+    its number; None: the trace's. fast: policies that are only weights take
+    host_offload.weighted_pager, which gives the same result.
 
     Steps are dispatched and read in the trace's order and at its times, whatever they would cost
-    now; without times each is read when the next one was dispatched. Cells that a policy wants are
-    granted at once: KV is not simulated, and a policy that decides about it is refused.
+    now; without times each is read when the next one was dispatched. Without `budgets` cells that a
+    policy wants are granted at once: KV is not simulated, and a policy that decides about it is
+    refused.
 
     Raises TraceError for a trace that is damaged, of another model, or without what a policy needs;
     PolicyError or ValueError for policies that cannot run and for cells that do not fit the model.
@@ -107,21 +117,34 @@ def simulate(
         driver = str(spec.driver if spec else header.spec.get("driver", "device"))
     check_policies(policies, driver)
     check_fitted(policies, header.config_digest)
-    granted = _cells(header, cells)
+    granted, fill_version = _cells(header, cells)
     controller = None
     if any(policy.moments for policy in policies):
         told = dataclasses.replace(spec or spec_of(header), driver=driver)
+        told = told if costs is None else dataclasses.replace(told, costs=costs)
+        if cells is not None:
+            sums = tuple(granted.sum(axis=0).tolist()) if granted.ndim > 1 else None
+            bound = max(told.experts, _most(granted))
+            told = dataclasses.replace(told, resident=None, capacity=sums, cell_bound=bound)
         controller = Controller(told, policies, listener=listener)
-        if "kv_pages" in controller.writes:
+        if not controller.writes.isdisjoint({"kv_pages", "max_running"}) and budgets is None:
             raise ValueError(
-                "a policy writes 'kv_pages', and the simulator has no KV; leave it out"
+                "a policy writes 'kv_pages', and the simulator has no KV; leave it out, or give "
+                "budgets=, when which budget is carried out"
             )
-        tables = cold_tables(granted, told.experts, EVICTION["lru"], told.cell_bound)
-        engine = SimulatedEngine(header, Pager(tables, len(told.version_bytes)), controller)
+        if told.resident is None:
+            start = EVICTION["lru"], told.cell_bound, fill_version
+            tables = cold_tables(granted, told.experts, *start)
+        else:
+            tables = resident_tables(told.resident, EVICTION["lru"])
+        pager = Pager(tables, len(told.version_bytes))
+        engine = SimulatedEngine(header, pager, controller, budgets, clock)
         steps = engine.run(trace.step_traces())
     else:
         weights = next((p.victim_weights for p in policies), EVICTION["lru"])  # type: ignore
-        steps = _weighted_steps(trace, granted, weights, fast)
+        resident = resident_said(header.spec.get("resident")) if cells is None else None
+        start = granted, fill_version
+        steps = _weighted_steps(trace, start, weights, fast, budgets or (), resident)
     return _collected(trace, steps, controller, watcher)
 
 
@@ -130,7 +153,13 @@ def spec_of(header: TraceHeader) -> Spec:
     not say it all."""
     said = header.spec
     try:
-        sizes = {name: int(size) for name, size in said["version_bytes"].items()}
+        sizes = {
+            name: np.broadcast_to(np.array(size, np.int64), header.layers)
+            for name, size in said["version_bytes"].items()
+        }
+        largest = int(max(map(np.max, sizes.values())))
+        resident, paged = resident_said(said.get("resident")), paged_said(said.get("paged"))
+        mixed = resident or paged
         return Spec(
             layers=header.layers,
             experts=header.experts,
@@ -139,14 +168,17 @@ def spec_of(header: TraceHeader) -> Spec:
             page_bytes=said["page_bytes"],
             page_tokens=said["page_tokens"],
             budget_bytes=said["slots"] * said["slot_bytes"],
+            slot_bytes=said["slot_bytes"],
             kv_floor_bytes=said["shapes"]["blocks"] * said["page_bytes"],
-            staging_bytes=2 * said.get("stage_entries", STAGE_ENTRIES) * max(sizes.values()),
+            staging_bytes=2 * said.get("stage_entries", STAGE_ENTRIES) * largest,
             seed=said["seed"],
             driver=said["driver"],
-            version_bytes={n: np.full(header.layers, b, np.int64) for n, b in sizes.items()},
+            version_bytes=sizes,
             min_cells=np.zeros(header.layers, np.int32),
-            cell_bound=header.experts,
+            cell_bound=header.experts if mixed is None else mixed.cell_bound,
             stage_entries=said.get("stage_entries", STAGE_ENTRIES),
+            capacity=None if mixed is None else mixed.capacity,
+            resident=resident,
         )
     except (KeyError, TypeError, ValueError) as error:
         raise TraceError(
@@ -154,43 +186,78 @@ def spec_of(header: TraceHeader) -> Spec:
         ) from error
 
 
-def _cells(header: TraceHeader, cells: int | Sequence[int] | np.ndarray | None) -> np.ndarray:
+def _cells(
+    header: TraceHeader, cells: int | Sequence[int] | np.ndarray | None
+) -> tuple[np.ndarray, np.ndarray | int]:
+    """Cells of each layer, int64[L] or [L, V], and what misses fill at the start: the trace's, but
+    version 0 where the cells are all of that."""
     if cells is None and "cells" not in header.spec:
         raise TraceError("the trace does not say how many cells its layers had; give cells=")
+    paged = paged_said(header.spec.get("paged"))
+    if cells is None and paged is not None:
+        return paged.cells, paged.fill_version
     given = np.asarray(header.spec["cells"] if cells is None else cells)
-    if given.dtype.kind not in "iu" or given.shape not in ((), (header.layers,)):
-        raise ValueError(f"cells must be an integer or {header.layers} integers, not {cells!r}")
+    by_version = header.layers, len(header.spec.get("version_bytes", ()))
+    if given.dtype.kind not in "iu" or given.shape not in ((), (header.layers,), by_version):
+        raise ValueError(
+            f"cells must be an integer or {header.layers} integers, not {cells!r}; where there are "
+            "several versions also [layers, versions]"
+        )
     if given.min() < 0 or given.max() > header.experts:
         raise ValueError(f"cells of a layer must lie in 0…{header.experts}, not {given.tolist()}")
-    return np.broadcast_to(given, header.layers).astype(np.int64)
+    if given.shape == by_version:
+        return given.astype(np.int64), 0 if paged is None else paged.fill_version
+    return np.broadcast_to(given, header.layers).astype(np.int64), 0
 
 
 def _weighted_steps(
-    trace: Trace, cells: np.ndarray, weights: Sequence[int], fast: bool
+    trace: Trace,
+    start: tuple[np.ndarray, np.ndarray | int],
+    weights: Sequence[int],
+    fast: bool,
+    budgets: Sequence[Budget],
+    resident: ResidentSpec | None,
 ) -> Iterator[SimulatedStep]:
-    """The steps under a policy that is only weights."""
-    header = trace.header
+    """The steps under a policy that is only weights. start: of _cells."""
+    header, (cells, fill_version) = trace.header, start
     layers, experts = header.layers, header.experts
     references = trace.steps
     if "step.waves" not in header.absent:
         references = sum(int(chunk.array("step.waves").max(axis=1).sum()) for chunk in trace.chunks)
-    if fast and fits(experts, weights, references):
-        reference = WeightedPager(cells, experts, weights, references).reference
+    said = header.spec.get("version_bytes", {"": 0}).values()
+    sizes = np.stack([np.broadcast_to(np.array(size, np.int64), layers) for size in said])
+    if resident is None:
+        bound = max(experts, _most(cells))
+        tables = cold_tables(cells, experts, weights, bound, fill_version)
     else:
-        reference = Pager(cold_tables(cells, experts, weights)).reference
-    record_bytes = next(iter(header.spec.get("version_bytes", {"": 0}).values()))
+        tables = resident_tables(resident, weights)
+    moves, pager = by_step(budgets), Pager(tables, len(sizes))
+    reference, mixed = pager.reference, resident is not None or cells.ndim > 1
+    if fast and not mixed and not moves and fits(experts, weights, references):
+        reference = WeightedPager(cells, experts, weights, references).reference
     none = np.zeros(layers, np.int64)
     for block in read_step_sets(trace):
         for number, kind, count, active in _each(block):
+            for budget in moves.get(number, ()):
+                pager.regrant(np.array(budget.cells))
             total = None
             for due in in_waves(active, count):
                 done = reference(due)
                 total = done if total is None else Referenced(*map(np.add, total, done))
             assert total is not None
-            moved = (total.fills + total.read_through) * record_bytes
+            # Nothing is staged: what was missing is in the version that it was missed in.
+            moved = (total.fills + total.read_through) * sizes[0]
+            if mixed:
+                of_layer = np.take_along_axis(sizes.T, pager.tables.version, axis=1)
+                moved = np.sum(of_layer * total.missing, axis=1)
             name = KINDS[kind] if kind >= 0 else None
             hits, fills, read_through, missing = total
             yield SimulatedStep(number, name, hits, fills, read_through, missing, none, moved)
+
+
+def _most(cells: np.ndarray) -> int:
+    """The most cells of a layer, of all versions."""
+    return int(cells.reshape(len(cells), -1).sum(axis=1).max())
 
 
 def _each(block: StepSets) -> Iterator[tuple[int, int, int, np.ndarray]]:

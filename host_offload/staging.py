@@ -4,14 +4,13 @@ of each transfer after that. Host code over numpy; the device has the last word 
 
 from __future__ import annotations
 
-import dataclasses
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from host_offload.policy import Spec, Stage, State, Transfer, Transition
+from host_offload.transfers import Flight, Transfers
 from pallas_kernels.plan.victim import victim_key
 
 
@@ -78,28 +77,16 @@ def choose_cell(
     return int(cells[np.lexsort((cells, owner, last_used, key))[0]])
 
 
-COUNTS = ("issued", "done", "skipped", "deferred", "cancelled", "used", "unused", "bytes")
-"""Of transfers by cause. issued: put on a step's list. done, skipped: as the step said. deferred:
-found no cell or no staging bytes at its turn (each time). cancelled: left the queue unissued. used,
-unused: of those done, found resident by a later step, or evicted first. bytes: of those done."""
-
-
-class _Flight(NamedTuple):
-    transfer: Transfer
-    place: int
-    """In its list."""
-    between_layers: bool
-
-
-class Staging:
-    """The queue of wanted transfers, those in flight, and those that wait for their first use.
+class Staging(Transfers):
+    """The queue of wanted transfers, beside those in flight and those that wait for a first use.
 
     spec.staging_bytes bounds the bytes in flight, spec.stage_entries the entries of a step.
     log: called with a Transfer when it is skipped, first used, or evicted without use.
     """
 
     def __init__(self, spec: Spec, log: Callable[[Transfer], None]):
-        self.spec, self._log = spec, log
+        super().__init__(log)
+        self.spec = spec
         self._bytes = [b.tolist() for b in spec.version_bytes.values()]
         self._queues: dict[str, dict[tuple[int, int], Stage | Transition]] = {
             "transitions": {},
@@ -107,26 +94,11 @@ class Staging:
         }
         self._ranks: dict[str, dict[int, dict[int, int]]] = {kind: {} for kind in self._queues}
         """By kind and layer: expert → place in the queue as it was given, 0 the most urgent."""
-        self.paused = False
-        self._flying: list[_Flight] = []
-        self._unused: dict[tuple[int, int], _Flight] = {}
-        self.finished: list[Transfer] = []
-        """Settled since the caller last took them; the caller clears it. retired likewise."""
-        self.retired: list[Transfer] = []
-        self.counts: dict[str, Counter[str]] = {}
-        """Cause → COUNTS, see there."""
-
-    @property
-    def in_flight(self) -> tuple[Transfer, ...]:
-        return tuple(flight.transfer for flight in self._flying)
 
     @property
     def queued(self) -> int:
         """Wanted and not there yet."""
         return sum(map(len, self._queues.values()))
-
-    def _count(self, cause: str, what: str, n: int = 1) -> None:
-        self.counts.setdefault(cause, Counter())[what] += n
 
     # ---- what is wanted
 
@@ -138,7 +110,7 @@ class Staging:
         flying = {(t.layer, t.expert) for t in self.in_flight}
         for place, entry in self._queues[kind].items():
             if place not in new and place not in flying and not _satisfied(entry, tables):
-                self._count(self._cause(entry, tables), "cancelled")
+                self.count(self._cause(entry, tables), "cancelled")
         self._queues[kind], ranks = new, {}
         for rank, (layer, expert) in enumerate(new):
             ranks.setdefault(layer, {})[expert] = rank
@@ -173,7 +145,7 @@ class Staging:
                 size, cause = self._bytes[version][layer], self._cause(entry, tables)
                 if size > room:
                     # Nothing less urgent overtakes it.
-                    self._count(cause, "deferred")
+                    self.count(cause, "deferred")
                     return entries
                 cell = None
                 if (layer, version) not in full:
@@ -184,14 +156,13 @@ class Staging:
                             break
                 if cell is None:
                     full.add((layer, version))
-                    self._count(cause, "deferred")
+                    self.count(cause, "deferred")
                     continue
                 taken[layer].add(cell)
                 flying.add(place)
                 room -= size
                 transfer = Transfer(layer, expert, version, cell, size, cause, step)
-                self._flying.append(_Flight(transfer, len(entries), between_layers))
-                self._count(cause, "issued")
+                self.issue(transfer, len(entries), between_layers)
                 entries.append(Entry(layer, expert, version, cell))
         return entries
 
@@ -211,14 +182,15 @@ class Staging:
 
     # ---- what became of it
 
-    def settle(self, step: int, staged: np.ndarray | None) -> None:
+    def settle(self, step: int, staged: np.ndarray | None, tables: Residency | None = None) -> None:
         """The step was read. staged int32[S]: 1 for each entry of its list that was carried out.
-        An entry of an earlier step, one whose results were lost, counts as skipped."""
-        flying, self._flying = self._flying, []
+        An entry of an earlier step, one whose results were lost, counts as skipped. tables: after
+        the step; not looked at."""
+        flying, self.flying = self.flying, []
         for flight in flying:
             issued = flight.transfer.issued
             if issued > step or (issued == step and flight.between_layers):
-                self._flying.append(flight)
+                self.flying.append(flight)
             else:
                 known = staged if issued == step else None
                 self._settle(flight, known is not None and bool(known[flight.place]))
@@ -226,75 +198,30 @@ class Staging:
     def settle_between_layers(self, done: np.ndarray) -> bool:
         """The list that was issued last between layers is complete. done int32[S]: as staged.
         Returns whether there was one."""
-        flying, self._flying = self._flying, []
+        flying, self.flying = self.flying, []
         before = len(self.finished)
         for flight in flying:
             if flight.between_layers:
                 self._settle(flight, bool(done[flight.place]))
             else:
-                self._flying.append(flight)
+                self.flying.append(flight)
         return len(self.finished) > before
 
     def forget(self, step: int) -> None:
         """The step was never dispatched: what its list named waits again."""
-        for flight in self._flying:
+        for flight in self.flying:
             if flight.transfer.issued == step:
-                self._count(flight.transfer.cause, "issued", -1)
-                self._count(flight.transfer.cause, "deferred")
-        self._flying = [f for f in self._flying if f.transfer.issued != step]
+                self.count(flight.transfer.cause, "issued", -1)
+                self.count(flight.transfer.cause, "deferred")
+        self.flying = [f for f in self.flying if f.transfer.issued != step]
 
-    def _settle(self, flight: _Flight, done: bool) -> None:
+    def _settle(self, flight: Flight, done: bool) -> None:
         transfer = flight.transfer
         place = transfer.layer, transfer.expert
-        if not done:
-            transfer = dataclasses.replace(transfer, skipped=True)
-            self._count(transfer.cause, "skipped")
-            self._log(transfer)
-        else:
-            transfer = dataclasses.replace(transfer, published=transfer.issued)
-            self._count(transfer.cause, "done")
-            self._count(transfer.cause, "bytes", transfer.bytes)
-            for queue in self._queues.values():
-                if place in queue and queue[place].version == transfer.version:
-                    del queue[place]
-            if place in self._unused:
-                self._retire(self._unused.pop(place).transfer)
-            self._unused[place] = flight._replace(transfer=transfer)
-        self.finished.append(transfer)
-
-    @property
-    def watching(self) -> bool:
-        """Some transfer waits for its first use."""
-        return bool(self._unused)
-
-    def watch(self, step: int, active: np.ndarray, missed: np.ndarray, tables: Residency) -> None:
-        """Who was first used by the step, and who was evicted before any use.
-
-        active bool[L, E]: experts that the step needed. missed bool[L, E]: those of them that it
-        did not find. tables: after the step.
-        """
-        for place, flight in list(self._unused.items()):
-            transfer, same_step = flight.transfer, flight.transfer.published == step
-            # A step's list is carried out behind its experts; between layers, before some of them.
-            if transfer.published > step or (same_step and not flight.between_layers):
-                continue
-            if active[place] and not missed[place]:
-                transfer = dataclasses.replace(transfer, first_use=step)
-            elif same_step or not (active[place] or tables.address[place] < 0):
-                continue
-            del self._unused[place]
-            self._retire(transfer)
-
-    def finish(self) -> None:
-        """The run ends: who was not used by now never will be."""
-        for flight in self._unused.values():
-            self._retire(flight.transfer)
-        self._unused.clear()
-
-    def _retire(self, transfer: Transfer) -> None:
-        self._count(transfer.cause, "used" if transfer.first_use >= 0 else "unused")
-        self.retired.append(transfer)
-        self._log(transfer)
+        for queue in self._queues.values():
+            if done and place in queue and queue[place].version == transfer.version:
+                del queue[place]
+        self.land(flight, done)
 
     def state(self, tables: Residency) -> np.ndarray:
         """int8[L, E], see policy.State."""
@@ -307,6 +234,25 @@ class Staging:
                 more = t.bytes > self._bytes[tables.version[place]][t.layer]
                 state[place] = State.PROMOTING if more else State.DEMOTING
         return state
+
+    def stats(self, tables: Residency | None = None) -> dict[str, Any]:
+        """With several versions `precision`, plain integers: hi, lo and absent are experts, as of
+        the tables; budget_bytes the cells'."""
+        if len(self._bytes) == 1 or tables is None:
+            return {}
+        here, granted = tables.address >= 0, tables.cell_row >= 0
+        high = int(np.sum(here & (tables.version == 0)))
+        layer = np.nonzero(granted)[0]
+        sizes = np.array(self._bytes)[tables.cell_version[granted], layer]
+        return {
+            "precision": {
+                **self.transition_counts(),
+                "hi": high,
+                "lo": int(np.sum(here)) - high,
+                "absent": int(np.sum(~here)),
+                "budget_bytes": int(sizes.sum()),
+            }
+        }
 
     def _cause(self, entry: Stage | Transition, tables: Residency) -> str:
         if isinstance(entry, Stage):

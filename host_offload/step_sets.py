@@ -28,14 +28,15 @@ class StepSets(NamedTuple):
     """bool[T, L, E]"""
 
 
-def read_step_sets(trace: Trace) -> Iterator[StepSets]:
-    """All steps of a trace in order, a few at a time. Raises TraceError for a chunk that cannot be
+def read_step_sets(trace: Trace, *, user: int | None = None) -> Iterator[StepSets]:
+    """All steps of a trace in order, a few at a time. user: only what that user's tokens
+    (token.user) were routed to; other steps are empty. Raises TraceError for a chunk that cannot be
     read or names experts that the model does not have."""
     for chunk in trace.chunks:
-        yield from _of_chunk(chunk, trace.header)
+        yield from _of_chunk(chunk, trace.header, user)
 
 
-def _of_chunk(chunk: Chunk, header: TraceHeader) -> Iterator[StepSets]:
+def _of_chunk(chunk: Chunk, header: TraceHeader, user: int | None) -> Iterator[StepSets]:
     layers, experts = header.layers, header.experts
     ids, tokens, number = map(chunk.array, ("token.ids", "step.tokens", "step.number"))
     known = {
@@ -58,7 +59,12 @@ def _of_chunk(chunk: Chunk, header: TraceHeader) -> Iterator[StepSets]:
         in_block = tokens[span]
         active = np.zeros((len(in_block), layers, experts), bool)
         step = np.repeat(np.arange(len(in_block)), in_block)
-        active[step[:, None, None], layer, ids[begin : begin + len(step)]] = True
+        rows = slice(begin, begin + len(step))
+        if user is None:
+            active[step[:, None, None], layer, ids[rows]] = True
+        else:
+            own = np.flatnonzero(chunk.array("token.user")[rows] == user)
+            active[step[own, None, None], layer, ids[rows][own]] = True
         yield StepSets(number[span], kind[span], waves[span, 0], active)
 
 

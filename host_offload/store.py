@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -23,16 +23,39 @@ class ExpertStore:
 
     layouts: version → its record's layout. arrays: version → uint16[L, E, rows, D] in `pinned_host`
     memory of one device, L counted over MoE layers, rows and D as in the layout. Readers must not
-    donate the arrays.
+    donate the arrays. layers: version → the MoE layers that its array has, ascending, for versions
+    that lack some; each of those has the layer in another version.
     """
 
     layouts: dict[str, ExpertLayout]
     arrays: dict[str, jax.Array]
+    layers: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
         """Bytes of host memory."""
         return sum(array.nbytes for array in self.arrays.values())
+
+    def only(self, versions: Sequence[str]) -> ExpertStore:
+        """The store of these versions, in this order; frees the others now, whoever else refers to
+        them. Raises KeyError for a version that is not there."""
+        kept = ExpertStore(
+            {version: self.layouts[version] for version in versions},
+            {version: self.arrays[version] for version in versions},
+            {version: held for version, held in self.layers.items() if version in versions},
+        )
+        for version in self.arrays.keys() - kept.arrays.keys():
+            self.arrays[version].delete()
+        return kept
+
+    def places(self, version: str) -> tuple[int, ...] | None:
+        """Of each MoE layer its index in the version's array, −1 where it lacks the layer; None:
+        it has every layer, in order."""
+        if version not in self.layers:
+            return None
+        held = self.layers[version]
+        count = 1 + max(layer for each in self.layers.values() for layer in each)
+        return tuple(held.index(layer) if layer in held else -1 for layer in range(count))
 
     def delete(self) -> None:
         """Frees the arrays now, whoever else refers to them."""

@@ -43,3 +43,18 @@ def write_pages(
         used = (i < count).astype(jnp.int32)
         kv = lax.fori_loop(0, used, lambda _, kv, i=i, values=values: put(i, values, kv), kv)
     return kv.reshape(arena.shape)
+
+
+def move_pages(
+    arena: jax.Array, source: jax.Array, target: jax.Array, page: PageLayout
+) -> jax.Array:
+    """The arena with the pages at KV rows `source` int32[S] copied to KV rows `target` int32[S], in
+    place when donated. No target is a source; pairs may repeat."""
+    kv = arena.reshape(-1, page.row_elements)
+
+    def move(i, kv):
+        values = lax.dynamic_slice_in_dim(kv, source[i], page.rows)
+        return lax.dynamic_update_slice_in_dim(kv, values, target[i], 0)
+
+    # A loop: written out, XLA fuses reads and writes, and copies the arena.
+    return lax.fori_loop(0, source.shape[0], move, kv).reshape(arena.shape)

@@ -147,6 +147,19 @@ class Mark(NamedTuple):
     name: str
 
 
+class Budget(NamedTuple):
+    """The line between experts and KV was moved, before step `step`."""
+
+    step: int
+    cells: tuple[int, ...]
+    """Of each layer, from then on."""
+    kv_pages: int
+    settled: bool
+    """Nothing is left to do of what a policy wanted."""
+    by_hand: bool
+    """No policy wanted it; the engine was idle."""
+
+
 TRANSFER_TYPES = {
     "layer": np.int16,
     "expert": np.int16,

@@ -26,6 +26,7 @@ from host_offload.trace_schema import (
     TRANSFER_TYPES,
     USES,
     VERSION,
+    Budget,
     Mark,
     StepTrace,
     TraceError,
@@ -41,6 +42,7 @@ __all__ = [
     "KINDS",
     "USES",
     "VERSION",
+    "Budget",
     "Chunk",
     "Mark",
     "StepTrace",
@@ -211,9 +213,14 @@ class Trace:
     def marks(self) -> tuple[Mark, ...]:
         return tuple(mark for chunk in self.chunks for mark in chunk.marks())
 
+    def budgets(self) -> tuple[Budget, ...]:
+        """Every budget that was carried out, in order. Raises TraceError as decisions."""
+        lines = [{"step": x["step"], **x["budget"]} for x in self.decisions() if "budget" in x]
+        return tuple(Budget(**{**line, "cells": tuple(line["cells"])}) for line in lines)
+
     def decisions(self) -> Iterator[dict[str, Any]]:
-        """The lines of decisions.jsonl. The half line of a run that crashed is left out; raises
-        TraceError for any other that is not JSON."""
+        """The lines of decisions.jsonl, of policies and of budgets. The half line of a run that
+        crashed is left out; raises TraceError for any other that is not JSON."""
         path = self.directory / "decisions.jsonl"
         if not path.exists():
             return

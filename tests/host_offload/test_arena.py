@@ -186,3 +186,74 @@ def test_refuses_to_release(which):
     with pytest.raises(ValueError, match="is not allocated"):
         slots.release_pages([{"never allocated": other, "twice": page}.get(which, page + 1)])
     assert state(slots) == before
+
+
+# ---- several versions
+
+MIXED = slot_layout(
+    hidden=32,
+    width=16,
+    itemsize=2,
+    layers=2,
+    kv_heads=1,
+    head_dim=8,
+    block_size=16,
+    versions=("dense", "int4"),
+)
+
+
+def mixed_arena() -> SlotArena:
+    arena = SlotArena(MIXED, SLOTS, LAYERS, EXPERTS, cells=6)
+    arena.grant_kv_slots(2)
+    return arena
+
+
+def test_versions_get_cells_of_their_own_slots():
+    slots, rows = mixed_arena(), [record.rows for record in MIXED.records]
+    per_slot = MIXED.cells_per_slot[1]
+    assert per_slot > 1
+    cell_row, cell_version = slots.grant_versions([(2, 4), (0, 1)])
+    assert (cell_row[0] >= 0).tolist() == [True] * 6
+    assert cell_version[0].tolist() == [0, 0, 1, 1, 1, 1] and cell_version[1, 0] == 1
+    used = cell_row[cell_row >= 0]
+    taken = [
+        r
+        for row, version in zip(used, cell_version[cell_row >= 0], strict=True)
+        for r in range(row, row + rows[version])
+    ]
+    assert len(taken) == len(set(taken))
+    assert slots.count(SlotClass.EXPERT) == 2 + -(-5 // per_slot)
+    assert slots.count(SlotClass.KV) == 2
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        ([(4, 3), (0, 0)], "in a layer 6 at most"),
+        ([(1, 1)], "must be 2 × 2 numbers"),
+        ([(-1, 1), (0, 0)], "must be 2 × 2 numbers"),
+        ([(6, 0), (2, 0)], r"cells \[8, 0\] of 2 versions wanted; 7 slots are not KV"),
+    ],
+)
+def test_versions_that_do_not_fit_are_refused(wanted, message):
+    slots = mixed_arena()
+    before = state(slots)
+    with pytest.raises(ValueError, match=message):
+        slots.grant_versions(wanted)
+    assert state(slots) == before
+
+
+def test_expert_slots_are_the_first_ones():
+    slots = mixed_arena()
+    slots.grant_expert_slots(5)
+    assert slots.slot_class.tolist() == [1] * 5 + [0] * 2 + [2] * 2
+    slots.grant_expert_slots(3)
+    assert slots.count(SlotClass.EXPERT) == 3
+    for wanted in (8, 10):
+        with pytest.raises(ValueError, match=f"{wanted} expert slots wanted, 7 at the front"):
+            slots.grant_expert_slots(wanted)
+    with pytest.raises(ValueError, match="laid out once, at the start"):
+        slots.grant_cells([1, 1])
+    slots.grant_kv_slots(6)
+    with pytest.raises(ValueError, match="7 KV slots wanted, 6 are not experts'"):
+        slots.grant_kv_slots(7)

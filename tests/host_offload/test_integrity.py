@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 
 from host_offload.arena import SlotArena
+from host_offload.encoders import encode
 from host_offload.integrity import FAULTS, count_faults, describe_faults
-from host_offload.layout import slot_layout
+from host_offload.layout import ExpertLayout, slot_layout
 from host_offload.tables import empty_tables, regrant
 from pallas_kernels.fill import fill
 from pallas_kernels.plan import plan
+from pallas_kernels.records.versions import VersionFormats
 
 LAYOUT = slot_layout(
     hidden=32, width=16, itemsize=2, layers=2, kv_heads=1, head_dim=8, block_size=16
@@ -153,3 +155,40 @@ def test_checks_bytes_of_each_version_against_its_own_store(store):
     copied = arena.at[row : row + 4].set(other[0, 1])
     assert not np.any(check(copied, tables, (store, other)))
     assert check(arena, tables, (store, other)).tolist() == [0, 0, 0, 0, 1]
+
+
+def test_cells_of_different_sizes_may_not_overlap(store):
+    """A cell of one version that begins in the middle of another one's."""
+    arena, tables = after_steps(store)
+    other = np.zeros((LAYERS, EXPERTS, 4, 32), np.uint16)
+    inside = tables.cell_row[0, 1] + ROWS - 1
+    for row, found in ((inside, 1), (inside + 1, 0), (tables.cell_row[0, 1] - 4, 0)):
+        moved = tables._replace(
+            cell_row=tables.cell_row.at[0, 3].set(row),
+            cell_version=tables.cell_version.at[0, 3].set(1),
+        )
+        moved = moved._replace(cell_row=moved.cell_row.at[0, 2].set(-1))
+        moved = moved._replace(
+            cell_row=moved.cell_row.at[0, 0].set(-1),
+            owner=moved.owner.at[0, 0].set(-1),
+            address=moved.address.at[0, 1].set(-1),
+        )
+        counts = jax.jit(count_faults)(arena, moved, (store, other))
+        assert counts.tolist() == [0, 0, 0, found, 0]
+
+
+def test_what_was_decoded_on_the_way_is_compared_decoded():
+    """A store of lossless12 under cells of dense records."""
+    dense, packed = (ExpertLayout(32, 16, 2, version).format for version in ("dense", "lossless12"))
+    rng = np.random.default_rng(2)
+    weights = rng.standard_normal((1, 48, 32)).astype(jnp.bfloat16)
+    (record,) = encode(weights, packed)
+    store = jnp.asarray(record)[None, None]
+    tables = regrant(empty_tables(1, 1, 1, "lru"), jnp.zeros((1, 1), jnp.int32))
+    tables = tables._replace(owner=jnp.zeros((1, 1), jnp.int32), address=jnp.zeros((1, 1), int))
+    arena = jnp.asarray(weights[0]).view(jnp.uint16)
+    check = jax.jit(count_faults, static_argnames="formats")
+    formats = (VersionFormats(dense, packed),)
+    assert not np.any(check(arena, tables, (store,), formats=formats))
+    wrong = arena.at[5, 5].set(arena[5, 5] ^ 1)
+    assert check(wrong, tables, (store,), formats=formats).tolist() == [0, 0, 0, 0, 1]

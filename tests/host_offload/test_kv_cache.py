@@ -9,7 +9,7 @@ import pytest
 from host_offload.arena import OutOfPages, SlotArena
 from host_offload.kv_cache import Block, KVCache
 from host_offload.layout import PageLayout, slot_layout
-from host_offload.swap import SWAP_PAGES, read_pages, write_pages
+from host_offload.swap import SWAP_PAGES, move_pages, read_pages, write_pages
 
 LAYOUT = slot_layout(
     hidden=64, width=64, itemsize=2, layers=1, kv_heads=1, head_dim=64, block_size=16
@@ -23,8 +23,9 @@ def cache():
     moved: list = []
     swap_bytes = 6 * LAYOUT.page.nbytes
     read = lambda rows: [("page", row) for row in rows]  # noqa: E731
-    cache = KVCache(arena, read, lambda pages, rows: moved.append((pages, rows)), swap_bytes)
-    cache.moved = moved  # pyright: ignore[reportAttributeAccessIssue]
+    write = lambda pages, rows: moved.append((pages, rows))  # noqa: E731
+    cache = KVCache(arena, read, write, lambda *rows: moved.append(rows), swap_bytes)
+    cache.copied = moved  # pyright: ignore[reportAttributeAccessIssue]
     return cache
 
 
@@ -69,7 +70,7 @@ def test_swapping_moves_what_nobody_runs_on(cache):
     assert cache.missing([mine, shared]) == 1
     assert cache.faults([[shared]], [[mine]]) == []
     cache.swap_in([mine, shared])
-    assert cache.moved == [([("page", row)], [mine.row])]
+    assert cache.copied == [([("page", row)], [mine.row])]
     assert (cache.swapped, cache.swapped_out, cache.swapped_in) == (0, 1, 1)
 
 
@@ -180,6 +181,46 @@ def test_pages_come_back_to_other_places_bit_for_bit(itemsize):
             i * page.rows : (i + 1) * page.rows
         ]
     np.testing.assert_array_equal(after.reshape(flat.shape), expected)
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_pages_move_within_the_arena_bit_for_bit(itemsize):
+    page = PageLayout(layers=2, kv_heads=1, head_dim=8, itemsize=itemsize, block_size=16)
+    arena = np.random.default_rng(0).integers(0, 2**16, (page.nbytes // 2, 12), np.uint16)
+    source = np.array([3, 0, 7, 7, 7, 7, 7, 7], np.int32)  # a list is filled up with its last pair
+    target = np.array([9, 11, 10, 10, 10, 10, 10, 10], np.int32)
+    moved = jax.jit(lambda a, s, t: move_pages(a, s, t, page), donate_argnums=0)
+    after = np.asarray(moved(jax.numpy.asarray(arena), source * page.rows, target * page.rows))
+    expected = arena.reshape(12, -1).copy()
+    expected[[9, 11, 10]] = expected[[3, 0, 7]]
+    np.testing.assert_array_equal(after.reshape(12, -1), expected)
+
+
+def test_the_emptiest_slot_is_emptied_into_the_fullest(cache):
+    per_slot = LAYOUT.pages_per_slot
+    blocks = cache.allocate(2 * per_slot - 1)
+    cache.release(blocks[1 : per_slot - 1])  # two of the first slot stay, and all of the second
+    kept = [blocks[0], *blocks[per_slot - 1 :]]
+    assert cache.slots_in_use == 2 and cache.empty_slot(8) == [], "the other one is full"
+    cache.release(kept[-2:])
+    kept = kept[:-2]
+    moved = cache.empty_slot(1)
+    assert len(moved) == 1 and cache.moved == 1 and cache.slots_in_use == 2
+    moved += cache.empty_slot(8)
+    assert set(moved) == set(kept[:2]) and cache.slots_in_use == 1 and cache.moved == 2
+    assert cache.faults([], [kept]) == []
+    cache.arena.grant_kv_slots(1)
+
+
+def test_idle_blocks_make_room_for_those_that_are_held(cache):
+    per_slot = LAYOUT.pages_per_slot
+    idle, held = cache.allocate(per_slot), cache.allocate(1)
+    for i, block in enumerate(idle):
+        cache.publish(block, bytes([i]))
+    cache.release(idle)
+    assert cache.empty_slot(8) == held and cache.dropped == 1 and cache.slots_in_use == 1
+    # The last in the sequence is the longest idle.
+    assert cache.held(bytes([0])) is False and cache.lookup(bytes([per_slot - 1])) is None
 
 
 def test_a_block_is_the_same_only_as_itself():

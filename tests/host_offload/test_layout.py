@@ -1,13 +1,15 @@
 """Slots, cells and pages as plain numbers."""
 
+from typing import Any
+
 import hypothesis
 import hypothesis.strategies as st
 import pytest
 
 from host_offload.layout import BLOCK_SIZES, ExpertLayout, PageLayout, SlotLayout, slot_layout
 
-DEMO = dict(hidden=128, width=128, layers=4, kv_heads=2, head_dim=32)
-QWEN3_30B = dict(hidden=2048, width=768, layers=48, kv_heads=4, head_dim=128)
+DEMO: dict[str, Any] = dict(hidden=128, width=128, layers=4, kv_heads=2, head_dim=32)
+QWEN3_30B: dict[str, Any] = dict(hidden=2048, width=768, layers=48, kv_heads=4, head_dim=128)
 
 
 def test_expert_record():
@@ -21,12 +23,49 @@ def test_expert_record():
     ("fields", "message"),
     [
         (dict(itemsize=1), "2 or 4 bytes a value, not 1"),
-        (dict(itemsize=2, version="int4"), "unknown expert version 'int4'"),
+        (dict(itemsize=2, version="int3"), "unknown expert version 'int3'"),
+        (dict(itemsize=2, dtype="float32"), "a value of float32 does not have 2 bytes"),
     ],
 )
 def test_expert_layout_refuses(fields, message):
     with pytest.raises(ValueError, match=message):
         ExpertLayout(hidden=8, width=8, **fields)
+
+
+@pytest.mark.parametrize(
+    ("versions", "cells", "slot"),
+    [
+        (("dense", "int8"), (1, 2), 1.02),
+        (("dense", "int4"), (1, 4), 1.04),
+        (("dense", "int2"), (1, 8), 1.07),
+        (("int8", "int4"), (1, 2), 1.02),
+        (("int4", "int2"), (1, 2), 1.04),
+        (("lossless12", "int4"), (1, 3), 1.04),
+        (("dense", "lossless12"), (1, 1), 1.0),
+        (("int4",), (1,), 1.0),
+    ],
+)
+def test_slots_hold_whole_records_of_every_version(versions, cells, slot):
+    """cells: of each version. slot: at most so many of the largest record."""
+    layout = slot_layout(**QWEN3_30B, itemsize=2, versions=versions)
+    assert tuple(record.version for record in layout.records) == versions
+    assert layout.cells_per_slot == cells
+    largest = max(record.rows for record in layout.records)
+    assert largest <= layout.slot_rows <= slot * largest
+    assert layout.cell_row(3, cells[-1] - 1, len(versions) - 1) == (
+        3 * layout.slot_rows + (cells[-1] - 1) * layout.records[-1].rows
+    )
+
+
+@pytest.mark.parametrize("versions", [(), ("int4", "int4")])
+def test_versions_are_named_once(versions):
+    with pytest.raises(ValueError, match="name each resident version once"):
+        slot_layout(**DEMO, itemsize=2, versions=versions)
+
+
+def test_dtype_reaches_the_format():
+    layout = slot_layout(**DEMO, itemsize=2, dtype="float16", versions=("dense", "int8"))
+    assert [record.format.dtype for record in layout.records] == ["float16"] * 2
 
 
 def test_page():
@@ -52,7 +91,9 @@ def test_latent_page_refuses(kv_heads, latent):
 @pytest.mark.parametrize(("hidden", "layers"), [(2048, 27), (5120, 60), (7168, 61)])
 def test_slots_of_latent_pages_begin_at_whole_rows(hidden, layers):
     """DeepSeek-V2-Lite, V2 and V3: 576 values do not divide a hidden size."""
-    sizes = dict(hidden=hidden, width=1408, itemsize=2, layers=layers, kv_heads=1, head_dim=576)
+    sizes: dict[str, Any] = dict(
+        hidden=hidden, width=1408, itemsize=2, layers=layers, kv_heads=1, head_dim=576
+    )
     slot = slot_layout(**sizes, latent=512)
     assert slot.page.latent == 512 and slot.page.rows_per_token == 1
     assert slot.kv_rows_per_slot * 576 == slot.slot_rows * hidden

@@ -51,8 +51,8 @@ def test_what_is_only_known_once_a_step_was_read_is_not_there_before():
 
 def test_every_need_and_write_is_some_drivers_or_refused():
     assert set(MOMENTS) == set(SEES) == set(DOES) == {"device", "host"}
-    assert NEEDS - SEES["device"] == {"link_busy_s", "kv_refs"}
-    assert WRITES - DOES["device"] == {"tiers", "execute", "load_order", "max_running"}
+    assert NEEDS - SEES["device"] == {"link_busy_s"}
+    assert WRITES - DOES["device"] == {"tiers", "execute", "load_order"}
 
 
 class Thawed:
@@ -98,9 +98,14 @@ END = {Moment.STEP_END}
             "Scripted asks for ROUTED, which driver='device' lacks; driver='host' has it",
         ),
         (
+            [scripted(needs={"link_busy_s"})],
+            "host",
+            "needs 'link_busy_s', which no driver of this release observes",
+        ),
+        (
             [scripted(needs={"kv_refs"})],
             "host",
-            "needs 'kv_refs', which no driver of this release observes",
+            "needs 'kv_refs', which its moments do not have; add one of BURST_END",
         ),
         (
             [scripted(writes={"execute"})],
@@ -146,7 +151,7 @@ def test_policies_that_can_run():
     between = scripted(moments={Moment.ROUTED}, needs={"ids"}, writes={"stages"})
     check_policies([between, Other(writes=frozenset({"prior"}))], "host")
     # A replay may know what no driver observes.
-    check_policies([scripted(needs={"kv_refs"})], "device", also={"kv_refs"})
+    check_policies([scripted(needs={"link_busy_s"})], "device", also={"link_busy_s"})
 
 
 @pytest.mark.parametrize(
@@ -174,7 +179,7 @@ def grid(value, *shape):
         (Decision(prior=grid(0, 2, 7)), r"prior must be int32\[2, 8\], not int64\[2, 7\]"),
         (Decision(prior=grid(MAX_PRIOR + 1)), f"prior must lie in -{MAX_PRIOR}…{MAX_PRIOR}"),
         (Decision(victim_weights=grid(MAX_WEIGHT + 1, 3)), "victim_weights must lie in -1024…1024"),
-        (Decision(fill_version=grid(2)), "fill_version must lie in -1…1, not 2…2"),
+        (Decision(fill_version=grid(2)), "fill_version must lie in -2…1, not 2…2"),
         (Decision(stages=Stage(0, 0)), "stages must be a tuple of Stage, not Stage"),
         (Decision(stages=((0, 0),)), r"stages has \(0, 0\), which is no Stage"),
         (Decision(stages=(Stage(2, 0),)), "stages has layer 2, which must lie in 0…1"),
@@ -195,7 +200,7 @@ def grid(value, *shape):
         ),
         (Decision(kv_pages=4), "kv_pages must lie in 5…60, not 4"),
         (Decision(kv_pages=True), "kv_pages must be an integer, not True"),
-        (Decision(max_running=3), "it set 'max_running', which its `writes` lacks"),
+        (Decision(load_order=np.zeros(1)), "it set 'load_order', which its `writes` lacks"),
     ],
 )
 def test_decisions_that_mean_nothing_are_refused(decision, match):

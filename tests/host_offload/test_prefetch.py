@@ -12,8 +12,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
+from host_offload.bounds import min_transfers
+from host_offload.controller import Controller
 from host_offload.policies import coactivation, moe_infinity, promoe
 from host_offload.policies.coactivation import CoActivation
 from host_offload.policies.fate import Fate
@@ -28,7 +32,9 @@ from host_offload.policy import Decision, Moment, Observation, Policy, Spec, Sta
 from host_offload.policy_rules import PolicyError, check_policies
 from host_offload.prefetch import FIT, FROM_PATH, PREFETCH, prefetch_policy, with_prefetch
 from host_offload.simulator import simulate, spec_of
+from host_offload.step_sets import in_one_pool, read_references
 from host_offload.traces import Trace, TraceError, TraceWriter, read_trace
+from tests.host_offload.layered_device import LayeredDevice
 from tests.host_offload.traces_of import write_trace
 
 LAYERS, EXPERTS, TOP_K, KINDS = 4, 8, 2, 6
@@ -510,3 +516,57 @@ def test_prefetch_policies_are_pure(trace, told):
         assert first == decisions(copy.deepcopy(policy)), name
         assert first == decisions(pickle.loads(pickle.dumps(policy))), name
         assert hash(policy) == hash(copy.deepcopy(policy)), name
+
+
+# ---- any routing: never below MIN, and as plain Python pages
+
+
+SEQUENCES = st.lists(
+    st.lists(st.integers(0, KINDS - 1), min_size=1, max_size=3), min_size=12, max_size=24
+)
+
+
+@settings(max_examples=3, deadline=None)
+@given(kinds=SEQUENCES)
+def test_no_prefetch_moves_less_than_min(tmp_path_factory, kinds):
+    """Every prefetch by name, those that are fitted, the oracle and static layers, with cells for
+    the largest step set; MIN of one pool for the one that moves cells."""
+    trace = trace_of_kinds(tmp_path_factory.mktemp("min"), kinds)
+    spec = dataclasses.replace(spec_of(trace.header), driver="host", router=ROUTER)
+    references = read_references(trace)
+    cells = int(references.largest.max())
+    least = min_transfers(references, cells)
+    pool = min_transfers(in_one_pool(references), cells * LAYERS)
+    for name, policy in policies_of(trace).items():
+        found = simulate(trace, policies=[policy], spec=spec, cells=cells).transfers.sum(axis=0)
+        assert found.sum() >= pool.sum(), name
+        if name != "static-layers":
+            assert (found >= least).all(), name
+
+
+@settings(max_examples=2, deadline=None)
+@given(kinds=SEQUENCES, cells=st.integers(0, EXPERTS))
+def test_prefetch_pages_as_plain_python(tmp_path_factory, kinds, cells):
+    """Every prefetch, through the same controller, beside a device in plain Python that has the
+    moments between layers."""
+    trace = trace_of_kinds(tmp_path_factory.mktemp("plain"), kinds)
+    spec = dataclasses.replace(spec_of(trace.header), driver="host", router=ROUTER)
+    policies = policies_of(trace)
+    del policies["static-layers"]  # moves cells, which this device cannot
+    for name, policy in policies.items():
+        wanted: list = []
+        device = LayeredDevice(Controller(spec, [policy], listener=wanted.append), cells)
+        device.run(trace)
+        events: list = []
+        missed: list = []
+        found = simulate(
+            trace,
+            policies=[policy],
+            spec=spec,
+            cells=cells,
+            listener=events.append,
+            watcher=lambda step, missed=missed: missed.append(step.missed),
+        )
+        np.testing.assert_array_equal(missed, device.missed, err_msg=name)
+        assert found.staged.sum(axis=1).tolist() == device.staged, name
+        assert list(map(repr, events)) == list(map(repr, wanted)), name

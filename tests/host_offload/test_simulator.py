@@ -71,7 +71,7 @@ def test_the_pager_is_plan_and_stage(seed):
             contents = {
                 "victim_weights": np.array(weights),
                 "prior": rng.integers(-9000, 9000, (LAYERS, EXPERTS)),
-                "fill_version": rng.integers(-1, 2, (LAYERS, EXPERTS)),
+                "fill_version": rng.integers(-2, 2, (LAYERS, EXPERTS)),
             }
             pager.set(contents)
             for layer, plain in enumerate(memory.pagers):

@@ -1,0 +1,60 @@
+"""Which KV pages each burst used: the reference stream of KV's miss curve (WiSP, Eq 4).
+
+A live decode step touches every page of its own sequences, so a page counts once per burst, and a
+burst is one turn: a request from its prompt to its last token.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+MOST_BURSTS = 100_000
+"""Bursts that are followed at once; requests that were aborted are forgotten in the end."""
+
+
+class KVReferences:
+    """Follows the token rows of steps. Needs nothing but what a trace has, so that engine and
+    simulator get the same.
+
+    page_tokens: tokens of a page.
+    """
+
+    def __init__(self, page_tokens: int):
+        self.page_tokens = page_tokens
+        self._bursts: OrderedDict[int, tuple[int, int]] = OrderedDict()
+        """Request → (its session, or −1 − request; tokens whose KV it has)."""
+
+    def see(self, request: np.ndarray, user: np.ndarray, position: np.ndarray) -> None:
+        """The rows of a step, int32[N] each, as in an Observation."""
+        numbers, first, place = np.unique(request, return_index=True, return_inverse=True)
+        ends = np.zeros(len(numbers), np.int64)
+        np.maximum.at(ends, place, position + 1)
+        rows = zip(numbers.tolist(), user[first].tolist(), ends.tolist(), strict=True)
+        for number, session, end in rows:
+            owner = session if session >= 0 else -1 - number
+            self._bursts[number] = owner, max(end, self._bursts.get(number, (owner, 0))[1])
+        while len(self._bursts) > MOST_BURSTS:
+            self._bursts.popitem(last=False)
+
+    def end(self, request: int) -> np.ndarray:
+        """int64[R, 2] of a burst that ended: its session, or −1 − request without one, and the
+        places of its pages in the sequence. Pages that it shares with others are its own here."""
+        owner, tokens = self._bursts.pop(request, (-1 - request, 0))
+        pages = np.arange(-(-tokens // self.page_tokens), dtype=np.int64)
+        return np.stack([np.full_like(pages, owner), pages], axis=1)
+
+
+def burst_facts(
+    references: KVReferences | None, facts: Mapping[str, Any], finished: Sequence[int]
+) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """(request, facts with its `kv_refs`) of the requests that ended with a step. facts: of the
+    step, as of Controller.end_step. references: followed so far; None: nobody asks for them."""
+    if references is not None:
+        references.see(facts["request"], facts["user"], facts["position"])
+    for request in finished:
+        more = {} if references is None else {"kv_refs": references.end(request)}
+        yield request, {**facts, **more}

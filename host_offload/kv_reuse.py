@@ -1,0 +1,62 @@
+"""Reuse of KV pages: the second stream of a budget that experts and KV share.
+
+WiSP's unit of a reference is one (session, page) once per burst, and a burst is one turn: a running
+sequence needs all its pages in every step, so only the return of a session tells anything.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+_PAGE_BITS = 32
+
+
+class PageRecency(NamedTuple):
+    """Recency list of KV pages between turns; P of them. Never changed in place."""
+
+    keys: np.ndarray
+    """int64[P]: (session, page), the last used first; of one turn the higher page first."""
+    deepest: np.ndarray
+    """int64[P]: the deepest place that a page had since its last use. A pool of N pages still has
+    it iff that is below N: pages that are released make room, but bring nothing back."""
+
+
+def cold_pages() -> PageRecency:
+    return PageRecency(np.zeros(0, np.int64), np.zeros(0, np.int64))
+
+
+def page_references(
+    recency: PageRecency, pages: np.ndarray, limit: int | None = None
+) -> tuple[PageRecency, np.ndarray]:
+    """The end of a turn that held `pages` int64[R, 2]: (session, page), each once.
+
+    Returns the list after it and the finite distances of the turn's pages int64[R'], R' ≤ R: those
+    never used before are left out. Pages of a session below 0 (a request without one) take room
+    during the turn and are released at its end. limit: pages deeper than that are forgotten, and
+    are new when they come back: for an estimator whose pool is never larger.
+    """
+    turn = page_keys(pages)
+    back = np.isin(recency.keys, turn)
+    distances = recency.deepest[back]
+    deepest = np.maximum(recency.deepest[~back], len(turn) + np.arange(np.count_nonzero(~back)))
+    held = turn >= 0
+    keys = np.concatenate([turn[held], recency.keys[~back]])
+    deepest = np.concatenate([np.arange(len(turn))[held], deepest])
+    if limit is not None:
+        kept = deepest < limit
+        keys, deepest = keys[kept], deepest[kept]
+    return PageRecency(keys, deepest), distances
+
+
+def page_keys(pages: np.ndarray) -> np.ndarray:
+    """int64[R] of (session, page) int64[R, 2], descending; negative for a negative session."""
+    session, page = np.asarray(pages, np.int64).reshape(-1, 2).T
+    return np.sort((session << _PAGE_BITS) | page)[::-1]
+
+
+def kv_misses(distances: np.ndarray, largest: int, first: int = 0) -> np.ndarray:
+    """int64[largest + 1]: misses of a pool of n pages by distances, plus `first` first sights."""
+    counts = np.bincount(np.minimum(distances, largest), minlength=largest + 1)
+    return first + np.cumsum(counts[::-1])[::-1]

@@ -1,0 +1,182 @@
+"""Predictions: what the steps of a trace would take under any policy and budget, on a machine
+whose costs were measured.
+
+`simulate` says what each step moves, the cost model what that takes. docs/simulator.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from host_offload.bounds import stall_bound
+from host_offload.cost_model import SPAN, CostError, CostModel, Work
+from host_offload.eviction import with_eviction
+from host_offload.policy import routed_counts
+from host_offload.prefetch import with_prefetch
+from host_offload.simulated_engine import SimulatedStep
+from host_offload.simulator import Simulation, simulate
+from host_offload.trace_schema import KINDS, StepTrace, TraceHeader
+from host_offload.traces import Trace
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """What the steps of a trace take; T steps."""
+
+    simulation: Simulation
+    """What they move."""
+    seconds: np.ndarray
+    """float64[T]: each step, from the end of the one before it."""
+    compute_s: np.ndarray
+    """float64[T]: the same with every expert resident, so that nothing moves."""
+    read_s: np.ndarray
+    """float64[T]: when the step's results are read, from the first step's dispatch on."""
+    tokens: np.ndarray
+    """int64[T]: token rows of each step."""
+    bytes: int
+    """Over the link, of all steps."""
+    link_per_byte: float
+
+    @property
+    def stall_s(self) -> np.ndarray:
+        """float64[T]: what moving experts adds to each step."""
+        return self.seconds - self.compute_s
+
+    @property
+    def stall_share(self) -> float:
+        """Of all steps' time, the part beyond computing."""
+        return float(self.stall_s.sum() / self.seconds.sum())
+
+    @property
+    def stall_bound_share(self) -> float:
+        """What of `stall_share` no overlap of the link with computing could hide, see
+        bounds.stall_bound: the same bytes at the link's rate, less the time in which steps
+        compute, over the time that both then take."""
+        compute = float(self.compute_s.sum())
+        least = stall_bound(self.bytes, compute, seconds_per_byte=self.link_per_byte)
+        return least / (compute + least)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Generated tokens (decode rows) over the time of all steps, sweeps included."""
+        return float(self.tokens[self.of_kind("decode")].sum() / self.seconds.sum())
+
+    def of_kind(self, kind: str) -> np.ndarray:
+        """bool[T]: the steps of that kind, `prefill` or `decode`; one of unknown kind decodes."""
+        found = self.simulation.kind == KINDS.index(kind)
+        return found | (self.simulation.kind < 0) if kind == "decode" else found
+
+    def mean_s(self, kind: str = "decode") -> float:
+        """Mean seconds of the steps of that kind; nan without any."""
+        chosen = self.seconds[self.of_kind(kind)]
+        return float(chosen.mean()) if chosen.size else float("nan")
+
+    def percentile_s(self, q: float, kind: str = "decode") -> float:
+        """Seconds below which q% of the steps of that kind are; nan without any."""
+        chosen = self.seconds[self.of_kind(kind)]
+        return float(np.percentile(chosen, q)) if chosen.size else float("nan")
+
+
+def predict(trace: Trace, model: CostModel, **options: Any) -> Prediction:
+    """What the trace's steps take on the cost model's machine under these policies and budgets.
+
+    options: as of simulator.simulate (eviction, prefetch, policies, cells, driver, spec, …), from
+    a cold start likewise. Steps are dispatched and read in the trace's order, which is the engine's
+    own whatever steps take; without times one step is dispatched before the one before it is read.
+    What policies see of time (`seconds`, and with it intervals) is the model's, so when transfers
+    are issued and published does not depend on the times in the trace. Policies that are asked
+    something add CostModel.control to each step, but what they compute costs nothing. Waiting for
+    requests is not a part of any step. The same arguments give the same result.
+
+    A trace that does not say rows, kinds or positions (converted, generated) is taken as decode
+    steps of as many rows as tokens, each with one span of context.
+
+    Raises CostError for a trace of another shape than the model's, or of more rows than were
+    measured; the rest as simulate does.
+    """
+    header = trace.header
+    of_trace = header.layers, header.experts, header.top_k
+    of_model = model.layers, model.experts, model.top_k
+    if of_trace != of_model:
+        raise CostError(
+            "the trace is of {} MoE layers, {} experts and top-{}, ".format(*of_trace)
+            + "the costs are of {}, {} and top-{}; ".format(*of_model)
+            + "calibrate the trace's model"
+        )
+    named = with_prefetch(options.get("prefetch"), options.get("policies", ()))
+    _, policies = with_eviction(options.get("eviction"), named)
+    asked = any(policy.moments for policy in policies)
+    clock = _Clock(trace, model, model.control if asked else 0.0)
+    timed = {"costs": model.costs(), "watcher": clock.add, "clock": clock.read_s}
+    simulation = simulate(trace, **timed, **options)
+    moved = simulation.bytes
+    experts = int(simulation.transfers.sum())
+    return Prediction(
+        simulation=simulation,
+        seconds=np.array(clock.seconds),
+        compute_s=np.array(clock.compute_s),
+        read_s=np.array([*clock.ends.values()]),
+        tokens=np.array(clock.tokens, np.int64),
+        bytes=experts * model.expert_bytes if moved is None else int(moved.sum()),
+        link_per_byte=model.link_per_byte,
+    )
+
+
+class _Clock:
+    """Times of simulated steps, one after the other."""
+
+    def __init__(self, trace: Trace, model: CostModel, control: float):
+        self._model, self._header, self._control = model, trace.header, control
+        self._steps: Iterator[StepTrace] = trace.step_traces()
+        self.seconds: list[float] = []
+        self.compute_s: list[float] = []
+        self.tokens: list[int] = []
+        self.ends: dict[int, float] = {}
+        """Step → when it is read."""
+        self._now = 0.0
+
+    def add(self, simulated: SimulatedStep) -> None:
+        """A step was dispatched, and these are its moves."""
+        step = next(self._steps)
+        work, rows = step_work(step, self._header, self._model)
+        compute = self._model.compute_s(work, rows) + self._control
+        moves = simulated.fills, simulated.read_through, simulated.staged
+        seconds = compute + self._model.move_s(*moves, sweep=rows is None)
+        self._now += seconds
+        self.ends[step.number] = self._now
+        self.seconds.append(seconds)
+        self.compute_s.append(compute)
+        self.tokens.append(len(step.ids))
+
+    def read_s(self, number: int) -> float:
+        """When a step was read."""
+        return self.ends[number]
+
+
+def step_work(step: StepTrace, header: TraceHeader, model: CostModel) -> tuple[Work, int | None]:
+    """(what a step computes, rows of its decode executable; None: it is a sweep)."""
+    sweep = step.kind == KINDS[0]
+    tokens = len(step.ids)
+    tile = model.chunk if sweep else model.row_tile
+    counts = routed_counts(step.ids, header.experts)
+    active = int(np.count_nonzero(counts))
+    tiles = int(np.sum(-(-counts // tile))) - active
+    if sweep:
+        parts, spans = _chunks(step, model.chunk)
+        return Work(parts, spans, active, tiles), None
+    spans = tokens if step.position is None else int(np.sum(step.position // SPAN + 1))
+    return Work(tokens, spans, active, tiles), tokens if step.rows is None else step.rows
+
+
+def _chunks(step: StepTrace, chunk: int) -> tuple[int, int]:
+    """(chunks of a sweep, spans that they attend to)."""
+    if step.position is None or step.request is None:
+        count = -(-len(step.ids) // chunk)
+        return count, count
+    number = step.position // chunk
+    places = np.unique(np.stack([step.request, number]), axis=1)
+    return places.shape[1], int(np.sum((places[1] * chunk) // SPAN + 1))

@@ -1,0 +1,199 @@
+"""Round weights to few bits: one float16 scale for a group of weights, and a code for each.
+
+A weight is (code − zero)·scale; codes are those of pallas_kernels.records.format. A quantizer
+chooses the scales; the code is then the nearest one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from pallas_kernels.records.format import ZEROS
+
+ScaleRule = Callable[[np.ndarray, int, int], np.ndarray]
+"""(weights, axis, bits) → scales, float16. weights: float32, finite, groups along `axis`, which the
+scales keep with length 1."""
+
+_TILE = 1 << 16
+"""Weights rounded at once: with its temporaries a tile stays in the processor's cache."""
+
+_MAGIC = 12582912.0
+"""1.5·2^23: adding it to a small float32 rounds to the nearest integer, found in the low bits."""
+
+_GAUSSIAN_STEP = 0.9957
+"""Step of the best uniform quantizer of 4 levels, in standard deviations of a normal
+distribution (Max 1960, "Quantizing for minimum distortion", table II)."""
+
+_CLIPS = {8: (0.8, 1.0), 4: (0.5, 1.0), 2: (0.6, 1.8)}
+"""Bits → the factors of rtn's scale that `mse` looks at, the least and the largest."""
+
+_CANDIDATES = 16
+
+
+class UnquantizableError(ValueError):
+    """Weights that no scale can hold: NaN, infinite, or too large for float16 scales."""
+
+
+def rtn(weights: np.ndarray, axis: int, bits: int) -> np.ndarray:
+    """Round to nearest: with 8 and 4 bits a group's largest weight gets the largest code; with 2,
+    where that would waste half of the four levels, the step is the best one for normally
+    distributed weights, and what lies beyond the outer levels becomes these."""
+    if bits == 2:
+        with np.errstate(over="ignore"):  # infinite scales are refused below
+            squares = np.add.reduce(np.square(weights), axis, keepdims=True)
+        return _half(_GAUSSIAN_STEP * np.sqrt(squares / np.float32(weights.shape[axis])))
+    largest = _absmax(weights, axis)
+    most = np.float32((1 << (bits - 1)) - 1)
+    half = _half(largest / most)
+    # Where float16 is coarse, near its least number, the nearest scale may be much too small.
+    clips = largest >= half.astype(np.float32) * (most + np.float32(0.5))
+    return np.where(clips & (largest > 0), np.nextafter(half, np.float16(np.inf)), half)
+
+
+def mse(weights: np.ndarray, axis: int, bits: int) -> np.ndarray:
+    """The scale with the least sum of squared errors, among rtn's and some that trade clipped
+    weights against narrower steps."""
+    best = rtn(weights, axis, bits)
+    least = _squared_error(weights, best, axis, bits)
+    base = best.astype(np.float32)
+    for factor in np.linspace(*_CLIPS[bits], _CANDIDATES, dtype=np.float32):
+        scale = _half(base * factor)
+        error = _squared_error(weights, scale, axis, bits)
+        better = error < least
+        best, least = np.where(better, scale, best), np.where(better, error, least)
+    return best
+
+
+QUANTIZERS: dict[str, ScaleRule] = {"rtn": rtn, "mse": mse}
+"""Those that need nothing but the weights."""
+
+
+def quantize(
+    weights: np.ndarray, axis: int, group: int, bits: int, rule: ScaleRule = rtn
+) -> tuple[np.ndarray, np.ndarray]:
+    """(codes uint8 of the weights' shape, scales float16) of a matrix.
+
+    weights: [rows, columns], bfloat16, float16 or float32. axis: the reduced one, which scales have
+    in groups of `group`, the last one maybe shorter. Raises UnquantizableError.
+    """
+    codes = np.empty(weights.shape, np.uint8)
+    shape = list(weights.shape)
+    shape[axis] = -(-shape[axis] // group)
+    scales = np.empty(shape, np.float16)
+    for place, at in _tiles(weights.shape, axis, group):
+        tile = to_float32(weights[place])
+        length = min(group, tile.shape[axis])
+        if axis == 1:
+            groups = tile.reshape(len(tile), -1, length)
+        else:
+            groups = tile.reshape(-1, length, tile.shape[1])
+        if not np.isfinite(_absmax(groups, axis + 1)).all():
+            raise UnquantizableError("weights are NaN or infinite")
+        scale = rule(groups, axis + 1, bits)
+        scales[at] = scale.reshape(scales[at].shape)
+        codes[place] = nearest_codes(groups, scale, bits).reshape(tile.shape)
+    return codes, scales
+
+
+def nearest_codes(weights: np.ndarray, scales: np.ndarray, bits: int) -> np.ndarray:
+    """uint8 codes. weights: float32, finite. scales: float16, broadcast to them."""
+    codes = np.empty(weights.shape, np.uint8)
+    np.copyto(codes, _rounded(weights, scales, bits).view(np.uint32), casting="unsafe")
+    return codes
+
+
+def _rounded(weights: np.ndarray, scales: np.ndarray, bits: int) -> np.ndarray:
+    """float32: _MAGIC plus the codes."""
+    wide = scales.astype(np.float32)
+    inverse = np.divide(1, wide, out=np.zeros_like(wide), where=wide > 0)
+    scaled = weights * inverse
+    if bits == 2:
+        scaled += np.float32(ZEROS[2])
+        np.clip(scaled, 0, 3, out=scaled)
+        scaled += np.float32(_MAGIC)
+    else:
+        most = np.float32((1 << (bits - 1)) - 1)
+        np.clip(scaled, -most, most, out=scaled)
+        scaled += np.float32(_MAGIC + ZEROS[bits])
+    return scaled
+
+
+def dequantize(codes: np.ndarray, scales: np.ndarray, axis: int, group: int, bits: int):
+    """float32 weights, exact: products of 8 and 11 bits. Arguments as `quantize` has them."""
+    weights = codes.astype(np.float32)
+    weights -= np.float32(ZEROS[bits])
+    wide = scales.astype(np.float32)
+    whole = codes.shape[axis] // group * group
+    for first, last in ((0, whole), (whole, codes.shape[axis])):
+        if first == last:
+            continue
+        length = min(group, last - first)
+        if axis == 1:
+            part = weights[:, first:last]
+            part *= np.repeat(wide[:, first // group : -(-last // group)], length, axis=1)
+        else:
+            part = weights[first:last].reshape(-1, length, weights.shape[1])
+            part *= wide[first // group : -(-last // group), None]
+    return weights
+
+
+def to_float32(weights: np.ndarray) -> np.ndarray:
+    """A copy in float32; of bfloat16 by its bits, in cache and faster than numpy converts."""
+    if weights.dtype.name != "bfloat16":
+        return weights.astype(np.float32)
+    wide = weights.view(np.uint16).astype(np.uint32)
+    wide <<= 16
+    return wide.view(np.float32)
+
+
+def _tiles(shape: tuple[int, ...], axis: int, group: int):
+    """(index of weights, index of scales) of all tiles, none of which splits a group."""
+    rows, columns = shape
+    whole = shape[axis] // group * group
+    for first, last in ((0, whole), (whole, shape[axis])):
+        if first == last:
+            continue
+        if axis == 1:
+            step = max(1, _TILE // (last - first))
+            at = slice(first // group, -(-last // group))
+            for row in range(0, rows, step):
+                place = slice(row, min(row + step, rows))
+                yield (place, slice(first, last)), (place, at)
+        else:
+            step = max(64, _TILE // group)
+            for row in range(first, last, group):
+                for column in range(0, columns, step):
+                    place = slice(column, min(column + step, columns))
+                    yield (
+                        (slice(row, min(row + group, last)), place),
+                        (
+                            slice(row // group, row // group + 1),
+                            place,
+                        ),
+                    )
+
+
+def _absmax(weights: np.ndarray, axis: int) -> np.ndarray:
+    """As integers without their sign, floats are in order, NaN last."""
+    bits = weights.view(np.uint32) & np.uint32(0x7FFFFFFF)
+    return bits.max(axis, keepdims=True).view(np.float32)
+
+
+def _half(scale: np.ndarray) -> np.ndarray:
+    """As float16, 0 only for 0."""
+    with np.errstate(over="ignore"):
+        half = scale.astype(np.float16)
+    if not np.isfinite(half).all():
+        raise UnquantizableError("weights are too large for float16 scales")
+    return np.where((half == 0) & (scale > 0), np.float16(2.0**-24), half)
+
+
+def _squared_error(weights: np.ndarray, scales: np.ndarray, axis: int, bits: int) -> np.ndarray:
+    decoded = _rounded(weights, scales, bits)
+    decoded -= np.float32(_MAGIC)
+    decoded -= np.float32(ZEROS[bits])
+    decoded *= scales.astype(np.float32)
+    decoded -= weights
+    return np.add.reduce(np.square(decoded, out=decoded), axis, keepdims=True)
