@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from host_offload.arena import SlotArena, SlotClass
 from host_offload.policy_rules import PolicyError
+from host_offload.swap import SWAP_PAGES
 from moejax.runner import Runner
 from moejax.scheduler import Scheduler
+
+log = logging.getLogger("moejax")
+
+MOVED_PAGES = SWAP_PAGES
+"""Most KV pages that a resize moves before one step, so that the step takes little longer."""
 
 
 def check_grant(arena: SlotArena, cells: Sequence[int], kv_slots: int) -> None:
@@ -24,35 +35,169 @@ def check_grant(arena: SlotArena, cells: Sequence[int], kv_slots: int) -> None:
 def grant(runner: Runner, arena: SlotArena, cells: Sequence[int], kv_slots: int) -> None:
     """Gives the layers so many cells and KV so many slots. Shrinks before it grows: at no moment do
     both sides hold a slot. Raises ValueError, changing nothing, where KV that is in use would have
-    to go."""
-    if kv_slots < arena.count(SlotClass.KV):
-        arena.grant_kv_slots(kv_slots)
-    runner.grant_cells(arena.grant_cells(cells))
+    to go; what else goes wrong leaves the earlier split as well."""
+    with _all_or_nothing(arena):
+        if kv_slots < arena.count(SlotClass.KV):
+            arena.grant_kv_slots(kv_slots)
+        if list(cells) != cells_of(arena):
+            runner.grant_cells(arena.grant_cells(cells))
+    # Bookkeeping only, and the slots are there.
     arena.grant_kv_slots(kv_slots)
 
 
-def try_grant(
-    runner: Runner, scheduler: Scheduler, cells: np.ndarray | None, kv_pages: int | None
-) -> bool:
-    """What a policy wants while requests run, None: as it is. False: not now, KV is in the way.
-    Raises PolicyError for what can never be."""
-    arena = scheduler.arena
-    wanted = (np.sum(arena.cell_row >= 0, axis=1) if cells is None else cells).tolist()
-    kv_slots = arena.count(SlotClass.KV)
-    if kv_pages is not None:
-        kv_slots = -(-kv_pages // arena.layout.pages_per_slot)
+def cells_of(arena: SlotArena) -> list[int]:
+    """Cells that each layer has."""
+    return np.sum(arena.cell_row >= 0, axis=1).tolist()
+
+
+@contextmanager
+def _all_or_nothing(arena: SlotArena) -> Iterator[None]:
+    kv_slots, cell_row = arena.count(SlotClass.KV), arena.cell_row
+    experts = arena.slot_class == SlotClass.EXPERT
+    try:
+        yield
+    except BaseException:
+        arena.cell_row = cell_row
+        arena.slot_class[arena.slot_class == SlotClass.EXPERT] = SlotClass.FREE
+        arena.slot_class[experts] = SlotClass.EXPERT
+        arena.grant_kv_slots(kv_slots)
+        raise
+
+
+class Moved(NamedTuple):
+    """What became of a wish."""
+
+    settled: bool
+    """Nothing is left to do: it was carried out, or it failed and the earlier split stands."""
+    changed: bool
+    """The split is another one than before."""
+
+
+@dataclasses.dataclass
+class Resizer:
+    """Carries out, before a step, what policies want while requests run.
+
+    A slot that changes sides must be empty. So where KV shrinks, idle blocks are dropped, pages are
+    moved together and sessions between turns moved out, at most MOVED_PAGES pages before a step;
+    layers get the slots as they become empty. KV that requests run on is not moved out, and KV
+    keeps what all who wait or run may come to need: the rest of such a wish waits.
+    """
+
+    runner: Runner
+    scheduler: Scheduler
+    resizes: int = 0
+    """Wishes carried out that changed something."""
+    slots_moved: int = 0
+    """Slots that KV gave or got."""
+    deferred: int = 0
+    """Steps that went by with a wish that was not carried out in full."""
+    failed: int = 0
+    """Wishes dropped because the device refused a copy."""
+    _begun: bool = False
+
+    def move(self, cells: np.ndarray | None, kv_pages: int | None) -> Moved:
+        """cells: of each layer; None: as they are. kv_pages: rounded up to slots; None: as it is.
+        Raises PolicyError for what can never be."""
+        arena = self.scheduler.arena
+        had, kv_had = cells_of(arena), arena.count(SlotClass.KV)
+        wanted = had if cells is None else [int(n) for n in cells]
+        kv_wanted = kv_had if kv_pages is None else -(-kv_pages // arena.layout.pages_per_slot)
+        try:
+            check_grant(arena, wanted, kv_wanted)
+        except ValueError as error:
+            raise PolicyError(f"a policy wants what the arena cannot give: {error}") from error
+        failed = False
+        try:
+            self._move(wanted, kv_wanted)
+        except (jax.errors.JaxRuntimeError, MemoryError) as error:
+            log.warning("budgets stay as they were, a resize failed: %s", error)
+            failed = True
+        has, kv_has = cells_of(arena), arena.count(SlotClass.KV)
+        changed = has != had or kv_has != kv_had
+        settled = failed or (has == wanted and kv_has == kv_wanted)
+        self._begun |= changed
+        self.slots_moved += abs(kv_has - kv_had)
+        self.failed += failed
+        self.deferred += not settled
+        if settled:
+            self.resizes += self._begun and not failed
+            self._begun = False
+        return Moved(settled, changed)
+
+    def limit(self, max_running: int) -> None:
+        """No more sequences than so many begin to run from now on; those that do go on."""
+        self.scheduler.max_running = min(max_running, self.scheduler.max_num_seqs)
+
+    def stats(self) -> dict[str, Any]:
+        """Plain data."""
+        return {
+            "max_running": self.scheduler.max_running,
+            "resizes": self.resizes,
+            "slots_moved": self.slots_moved,
+            "pages_moved": self.scheduler.cache.moved,
+            "deferred": self.deferred,
+            "failed": self.failed,
+        }
+
+    def _move(self, wanted: list[int], kv_wanted: int) -> None:
+        arena = self.scheduler.arena
+        kv_had = arena.count(SlotClass.KV)
+        least = -(-least_pages(self.scheduler) // arena.layout.pages_per_slot)
+        with _all_or_nothing(arena):
+            kv_slots = max(kv_wanted, min(least, kv_had))
+            if kv_slots < kv_had:
+                kv_slots = self._shrink_kv(kv_slots)
+            room = arena.slots - kv_slots
+            grant(self.runner, arena, within(wanted, cells_of(arena), room), kv_slots)
+
+    def _shrink_kv(self, target: int) -> int:
+        """As far towards so many KV slots as can be now; returns how many there are."""
+        arena, scheduler, left = self.scheduler.arena, self.scheduler, MOVED_PAGES
+        while (slots := arena.count(SlotClass.KV)) > target:
+            if empty := slots - scheduler.cache.slots_in_use:
+                arena.grant_kv_slots(max(slots - empty, target))
+                continue
+            done = left and (empty_slot(scheduler, left) or move_out(scheduler, left))
+            if not done:
+                break
+            left -= min(done, left)
+        return arena.count(SlotClass.KV)
+
+
+def least_pages(scheduler: Scheduler) -> int:
+    """Pages that KV must keep, so that all who wait or run can end."""
     live = [*scheduler.running.values(), *scheduler.waiting]
-    needs = [scheduler.pages_for(len(r.prompt), r.to_generate) for r in live]
-    if max(needs, default=0) > kv_slots * arena.layout.pages_per_slot:
-        return False  # one of them could never run
-    try:
-        check_grant(arena, wanted, kv_slots)
-    except ValueError as error:
-        raise PolicyError(f"a policy wants what the arena cannot give: {error}") from error
-    try:
-        if kv_slots < arena.count(SlotClass.KV):
-            scheduler.move_out_all()  # of what KV holds, only what requests run on stays
-        grant(runner, arena, wanted, kv_slots)
-    except ValueError:
-        return False
-    return True
+    alone = max((scheduler.pages_for(len(r.prompt), r.to_generate) for r in live), default=0)
+    if scheduler.overflow == "recompute":
+        return alone
+    together = scheduler.begun_pages + scheduler.sessions.pages
+    return max(alone, together - scheduler.cache.swap_pages)
+
+
+def empty_slot(scheduler: Scheduler, most: int) -> int:
+    """Moves at most so many pages out of the KV slot that has the fewest; how many were."""
+    moved = set(scheduler.cache.empty_slot(most))
+    for request in scheduler.running.values():
+        if not moved.isdisjoint(request.blocks):
+            scheduler.write_table(request, 0)
+    return len(moved)
+
+
+def move_out(scheduler: Scheduler, most: int) -> int:
+    """Moves out at most so many pages of sessions between turns, or of those that a preempted
+    request kept; how many became available."""
+    before = scheduler.cache.available
+    _ = scheduler.sessions.evict(most) or scheduler.evict_waiting(most)
+    return scheduler.cache.available - before
+
+
+def within(wanted: Sequence[int], have: Sequence[int], room: int) -> list[int]:
+    """Cells on the way from `have` to `wanted`, no more than `room` in all: who shrinks does at
+    once, who grows gets of the room what is left, the neediest first."""
+    cells = np.minimum(wanted, have)
+    missing = np.subtract(wanted, cells)
+    for _ in range(min(room - int(cells.sum()), int(missing.sum()))):
+        layer = int(np.argmax(missing))
+        cells[layer] += 1
+        missing[layer] -= 1
+    return cells.tolist()

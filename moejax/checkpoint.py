@@ -56,9 +56,10 @@ class LoadedModel:
     biases where the family has them, and "runs", one dict for each of config.runs with leading axis
     n, its layers. Their names and shapes are the family's layer_params (docs/add_a_model.md), of
     Qwen3-MoE "input_norm" [n, D], "qkv" [n, (H + 2·KH)·hd, D] (rows of q, k, v), "q_norm", "k_norm"
-    [n, hd], "o" [n, D, H·hd], "post_norm" [n, D], "router" [n, E, D]. store: all experts, version
-    `dense`, laid out as layout says. seconds: how long the phases of loading took, as in
-    moejax.start_times.
+    [n, hd], "o" [n, D, H·hd], "post_norm" [n, D], "router" [n, E, D]. store: all experts, dense
+    unless other versions were asked for. layout: of a dense record. seconds: how long the phases of
+    loading took, as in moejax.start_times. quantizers: how the store's versions besides the dense
+    one were made.
     """
 
     config: ModelConfig
@@ -67,6 +68,7 @@ class LoadedModel:
     store: ExpertStore
     layout: ExpertLayout
     seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+    quantizers: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 def load_checkpoint(
@@ -76,6 +78,7 @@ def load_checkpoint(
     progress: Callable[[int, int], None] | None = None,
     step: int | str | None = None,
     name_map: str | os.PathLike | None = None,
+    versions: Sequence[str] = ("dense",),
 ) -> LoadedModel:
     """Loads a local checkpoint directory, shard by shard.
 
@@ -84,9 +87,11 @@ def load_checkpoint(
     "auto" (the checkpoint's) or one of DTYPE_NAMES. device: the first one by default. progress:
     called with (done, total) bytes of tensors read. step, name_map: of an Orbax checkpoint that
     another program wrote: which step (moejax.checkpoints.orbax_steps.Step), and which leaf is which
-    tensor, a file or the name of a shipped map (docs/checkpoints.md). Raises UserError, naming file
-    and tensor, for whatever is wrong with them; all names, shapes and dtypes are checked before the
-    first weight is read.
+    tensor, a file or the name of a shipped map (docs/checkpoints.md). versions: of the experts, in
+    the store if the checkpoint has them; if it lacks one, the store has dense, from which
+    moejax.quantization.with_versions makes it. Raises UserError, naming file and tensor, for
+    whatever is wrong with them; all names, shapes and dtypes are checked before the first weight is
+    read.
     """
     began = time.perf_counter()
     directory = checkpoint_directory(path)
@@ -95,7 +100,7 @@ def load_checkpoint(
     if kind == "moejax-orbax":
         from moejax.checkpoints.orbax_own import load_orbax
 
-        return load_orbax(directory, dtype, device, progress)
+        return load_orbax(directory, dtype, device, progress, versions)
     config, files = open_tensors(directory, kind, step, name_map)
     source = str(files[0].path if kind == "orbax" else directory)
     headers_s = time.perf_counter() - began
@@ -216,11 +221,15 @@ def run_dtype(dtype: str, stored: str) -> str:
 
 
 def new_store(
-    config: ModelConfig, layout: ExpertLayout, device: jax.Device, source: str
+    config: ModelConfig,
+    layout: ExpertLayout,
+    device: jax.Device,
+    source: str,
+    layers: int | None = None,
 ) -> StoreBuilder:
-    """An empty store for all experts. Raises UserError where the device's pinned memory is too
-    small for it. source: the checkpoint's path, for messages."""
-    layers = sum(config.moe_layers)
+    """An empty store for all experts, or for those of so many layers. Raises UserError where the
+    device's pinned memory is too small for it. source: the checkpoint's path, for messages."""
+    layers = sum(config.moe_layers) if layers is None else layers
     require_pinned_memory(device, layers * config.num_experts * layout.nbytes)
     try:
         return StoreBuilder(layout, layers, config.num_experts, device)

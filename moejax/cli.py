@@ -16,15 +16,18 @@ from moejax.commands import (
     EXIT_BROKEN_PIPE,
     EXIT_INTERRUPTED,
     EXIT_USER_ERROR,
+    calibrate,
     convert,
     eval,
     generate,
     info,
+    plan,
+    quantize,
     trace,
 )
 from moejax.errors import UserError
 
-COMMANDS = (generate, eval, info, convert, trace)
+COMMANDS = (generate, eval, info, convert, quantize, trace, calibrate, plan)
 """Modules with ``add_parser(commands)``, which adds a command whose default `run` takes the parsed
 arguments and returns the exit status. They import what is heavy when they run."""
 

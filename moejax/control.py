@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,8 +13,11 @@ from host_offload.controller import Controller
 from host_offload.policies.fitted import check_fitted
 from host_offload.policy import Moment, Policy, Spec
 from host_offload.policy_rules import BETWEEN_LAYERS
+from host_offload.precision.paging import PagedSpec
+from host_offload.precision.placement import ResidentSpec
 from host_offload.staging import Entry, Residency
 from host_offload.tables import read_snapshot, with_contents
+from moejax.budgets import Moved
 from moejax.programs import STAGES
 from moejax.records import StepRecord
 from moejax.runner import Runner
@@ -48,10 +51,11 @@ class Control:
 
     def __init__(self, runner: Runner, controller: Controller):
         self.runner, self.controller = runner, controller
-        self.set_budget: Callable[[np.ndarray | None, int | None], bool] | None = None
-        """Called before a step with wanted (cells int32[L], KV pages), None: as it is; returns
-        whether it was done. Without it, and where it returns False, the wish waits and counts as
-        deferred."""
+        self.set_budget: Callable[[np.ndarray | None, int | None], Moved] | None = None
+        """Called before a step with wanted (cells int32[L], KV pages), None: as it is. Without it,
+        and where that is not settled, the wish waits and counts as deferred."""
+        self.limit_running: Callable[[int], None] | None = None
+        """Called with how many sequences a policy wants to run at once."""
         self._snapshots: dict[int, jax.Array] = {}
         self._begun: int | None = None
         """A step that before_step was called for and after_dispatch was not."""
@@ -66,7 +70,14 @@ class Control:
         if controller.needs_residency:
             runner.prepare("snapshot")
         if controller.stages_transfers:
-            runner.prepare_stages()
+            if controller.spec.blocking:
+                runner.prepare("transfer")
+            else:
+                runner.prepare_stages()
+            if controller.spec.resident is not None:
+                runner.prepare("move")
+        if "kv_pages" in controller.writes:
+            runner.prepare("move_pages", "swap_out", "swap_in")
         if controller.moments & BETWEEN_LAYERS:
             runner.hooks = self.hooks()
 
@@ -82,9 +93,18 @@ class Control:
             controller.see(self._tables_now())
         controller.begin_step(number, seconds=self._seconds)
         self._move_budget()
-        entries = controller.stages(number)
+        entries = self._stages(number)
+        while controller.spec.blocking and entries is not None:
+            controller.settle_now(number, np.asarray(self.runner.transfer(entries)))
+            entries = self._stages(number)
+        return entries
+
+    def _stages(self, number: int) -> Entries | None:
+        entries = self.controller.stages(number)
+        if moves := self.controller.take_moves():
+            self.runner.move_cells(moves)
         self._update_tables()
-        return _as_lists(entries)
+        return self._as_lists(entries)
 
     def after_dispatch(self, number: int) -> None:
         """Right after the step: has its tables copied."""
@@ -139,7 +159,7 @@ class Control:
         )
         self._update_tables()
         self._handed = bool(entries)
-        return _as_lists(entries)
+        return self._as_lists(entries)
 
     def finish(self) -> None:
         """The engine ends; see Controller.finish."""
@@ -166,20 +186,30 @@ class Control:
         return self._read(self.runner.snapshot())
 
     def _read(self, copy: jax.Array) -> Residency:
-        return read_snapshot(np.asarray(copy), self.runner.tables)
+        tables = read_snapshot(np.asarray(copy), self.runner.tables)
+        versions = self.runner.layer_versions
+        return tables if versions is None else versions.seen(tables)
 
     def _update_tables(self) -> None:
         if changed := self.controller.take_update():
-            self.runner.tables = with_contents(self.runner.tables, changed)
+            _set_tables(self.runner, changed)
+
+    def _as_lists(self, entries: Sequence[Entry]) -> Entries | None:
+        if not entries:
+            return None
+        versions = self.runner.layer_versions
+        return _lists(entries if versions is None else versions.entries(entries))
 
     def _move_budget(self) -> None:
         controller = self.controller
+        if controller.max_running is not None and self.limit_running is not None:
+            self.limit_running(controller.max_running)
         cells, kv_pages = controller.wanted_cells, controller.wanted_kv_pages
         if cells is None and kv_pages is None:
             return
-        done = self.set_budget is not None and self.set_budget(cells, kv_pages)
-        controller.settle_budget(done)
-        if done and controller.needs_residency:
+        moved = Moved(False, False) if self.set_budget is None else self.set_budget(cells, kv_pages)
+        controller.settle_budget(moved.settled)
+        if (moved.changed or moved.settled) and controller.needs_residency:
             controller.see(self._tables_now())
 
 
@@ -211,9 +241,14 @@ class LayerHooks:
         return self.control.between_layers(Moment.EXPERTS_BEGIN, layer, self.control._routed)
 
 
-def _as_lists(entries: Sequence[Entry]) -> Entries | None:
-    if not entries:
-        return None
+def _set_tables(runner: Runner, changed: Mapping[str, np.ndarray]) -> None:
+    """What a controller wants tables to have."""
+    if runner.layer_versions is not None:
+        changed = runner.layer_versions.contents(changed)
+    runner.tables = with_contents(runner.tables, changed)
+
+
+def _lists(entries: Sequence[Entry]) -> Entries:
     lists = np.full((len(Entries._fields), STAGES), -1, np.int32)
     lists[:, : len(entries)] = np.array(entries, np.int32).T
     return Entries._make(lists)
@@ -226,20 +261,43 @@ def start_control(
     max_model_len: int,
     seed: int,
     routers: Sequence[jax.Array],
+    resident: ResidentSpec | None = None,
+    paged: PagedSpec | None = None,
 ) -> Control | None:
     """The control of an engine with these policies; None when none of them is asked anything, so
-    that they cost nothing. routers: of each run of MoE layers, [n, E, D].
+    that they cost nothing. routers: of each run of MoE layers, [n, E, D]. resident: where every
+    expert has a version in the arena. paged: where layers have cells of two versions.
+    Costs, for a policy that needs them, are read from the cache, or measured now, once
+    (moejax.calibration).
 
-    Raises ValueError for policies that cannot run.
+    Raises ValueError for policies that cannot run, UserError for costs that cannot be had.
     """
-    layout = runner.layout
-    layers, experts = runner.stores[0].shape[:2]
     router = None
     if any("router" in policy.needs for policy in policies):
         weights = np.concatenate([np.asarray(r, np.float32) for r in routers])
         router = np.swapaxes(weights, 1, 2)
+    costs = None
+    if any("costs" in policy.needs for policy in policies):
+        from moejax.calibration import costs_for  # which runs engines
+
+        costs = costs_for(runner)
+    spec = spec_of_engine(runner, max_model_len=max_model_len, seed=seed)
+    if resident is not None:
+        spec = dataclasses.replace(spec, resident=resident, capacity=resident.capacity)
+    if paged is not None:
+        spec = dataclasses.replace(spec, capacity=paged.capacity)
+    check_fitted(policies, config_digest(runner.config))
+    controller = Controller(dataclasses.replace(spec, router=router, costs=costs), policies)
+    _set_tables(runner, controller.take_update())
+    return Control(runner, controller) if controller.asks else None
+
+
+def spec_of_engine(runner: Runner, *, max_model_len: int, seed: int) -> Spec:
+    """What policies are told of an engine, but for the router and costs."""
+    layout = runner.layout
+    layers, experts = runner.tables.address.shape
     most = max(record.nbytes for record in layout.records)
-    spec = Spec(
+    return Spec(
         layers=layers,
         experts=experts,
         top_k=runner.config.num_experts_per_tok,
@@ -247,18 +305,14 @@ def start_control(
         page_bytes=layout.page.nbytes,
         page_tokens=layout.page.block_size,
         budget_bytes=runner.slots * layout.slot_bytes,
+        slot_bytes=layout.slot_bytes,
         kv_floor_bytes=-(-max_model_len // layout.page.block_size) * layout.page.nbytes,
         # The lists of two steps: one that runs and the next one.
         staging_bytes=2 * STAGES * most,
         seed=seed,
         driver=runner.driver,
-        version_bytes={r.version: np.full(layers, r.nbytes, np.int64) for r in layout.records},
+        version_bytes=runner.version_bytes,
         min_cells=np.zeros(layers, np.int32),
         cell_bound=runner.tables.cell_row.shape[1],
         stage_entries=STAGES,
-        router=router,
     )
-    check_fitted(policies, config_digest(runner.config))
-    controller = Controller(spec, policies)
-    runner.tables = with_contents(runner.tables, controller.take_update())
-    return Control(runner, controller) if controller.asks else None

@@ -9,32 +9,26 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
-import contextlib
 import dataclasses
 import datetime
-import errno
-import fcntl
 import importlib.metadata
+import itertools
 import logging
 import os
 import pathlib
-import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
+from host_offload.encoders import EncodingError, decode
+from host_offload.layout import ExpertLayout
+from host_offload.store_versions import as_weights, relative_error
 from moejax.checkpoint import warn_nonfinite
-from moejax.checkpoints.conversion_source import (
-    Source,
-    copied_files,
-    expert_chunks,
-    open_source,
-    param_chunks,
-    source_files,
-)
+from moejax.checkpoints.conversion_source import Source, open_source
 from moejax.checkpoints.directory import checkpoint_directory
 from moejax.checkpoints.formats import checkpoint_format
-from moejax.checkpoints.orbax_layout import DENSE, Leaf
+from moejax.checkpoints.orbax_destination import free_destination, require_space, written_beside
+from moejax.checkpoints.orbax_layout import DENSE, Leaf, expert_leaves
 from moejax.checkpoints.orbax_manifest import (
     JOURNAL,
     MANIFEST,
@@ -42,6 +36,7 @@ from moejax.checkpoints.orbax_manifest import (
     StoredLeaf,
     as_bytes,
     file_checksum,
+    read_file,
     read_manifest,
     replace_file,
     to_bytes,
@@ -56,11 +51,6 @@ from moejax.models.config import load_config
 
 log = logging.getLogger("moejax")
 
-LOCK = "moejax.lock"
-"""In DST.partial, locked while a conversion writes there."""
-
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
 
 @dataclasses.dataclass(frozen=True)
 class Conversion:
@@ -71,6 +61,20 @@ class Conversion:
     dtype: str
     nbytes: int
     kept: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Encoding:
+    """A version to be written beside the dense one.
+
+    layout: of its records. quantizer: what the manifest says of how it was made. encode(layer,
+    weights [E, 3·I, D] in the checkpoint's dtype): the records uint16[E, rows, D] of a MoE layer;
+    raises EncodingError where the layer has to stay dense.
+    """
+
+    layout: ExpertLayout
+    quantizer: str
+    encode: Callable[[int, np.ndarray], np.ndarray]
 
 
 def convert(
@@ -90,113 +94,140 @@ def convert(
     Raises UserError where the source is wrong (all names, shapes and dtypes are checked first),
     where the destination is there already, and where it cannot be written.
     """
-    src, dst = checkpoint_directory(source), _resolved(destination)
+    src = checkpoint_directory(source)
     kind = checkpoint_format(src)
     if kind != "safetensors":
         raise UserError(f"{src}: its format is {kind}; convert reads safetensors checkpoints")
-    if dst.exists() and not (dst.is_dir() and not any(dst.iterdir())):
-        raise UserError(f"{dst}: already there; delete it or choose another destination")
+    dst = free_destination(destination)
     opened = open_source(src, load_config(src), find_shards(src), dtype)
-    work = dst.with_name(dst.name + ".partial")
-    if dst.exists():
-        _remove_empty(dst)
-    try:
-        work.mkdir(parents=True, exist_ok=True)
-        _require_ours(work)
-        with _locked(work):
-            nbytes, kept = _complete(opened, work, verify, progress)
-            os.rename(work, dst)
-            # Not before: while the directory is at DST.partial, its lock must be there.
-            (dst / LOCK).unlink()
-            _sync_directory(dst.parent)
-    except OSError as error:
-        raise _write_error(work, error) from error
-    return Conversion(dst, opened.dtype, nbytes, kept)
+    return write_checkpoint(opened, dst, verify=verify, progress=progress)
+
+
+def write_checkpoint(
+    source: Source,
+    destination: pathlib.Path,
+    encodings: Mapping[str, Encoding] | None = None,
+    verify: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> Conversion:
+    """Writes a checkpoint whose tensors are checked. destination: of free_destination. encodings:
+    by version, what is written beside the dense one. The rest as in convert."""
+    with written_beside(destination) as work:
+        nbytes, kept = _complete(source, work, encodings or {}, verify, progress)
+    return Conversion(destination, source.dtype, nbytes, kept)
 
 
 def _complete(
     source: Source,
     work: pathlib.Path,
+    encodings: Mapping[str, Encoding],
     verify: bool,
     progress: Callable[[int, int], None] | None,
 ) -> tuple[int, int]:
     """Brings `work` from whatever it is to its manifest; returns bytes, of weights and of those
     that were there."""
-    params, layers = source.params, source.layers
-    total = sum(leaf.nbytes for leaf in [*params.values(), *layers])
+    params, layers = source.params, _layers(source, encodings)
+    dense = layers[DENSE]
+    total = sum(leaf.nbytes for leaf in [*params.values(), *itertools.chain(*layers.values())])
+    compared = sum(leaf.nbytes for leaf in [*params.values(), *dense]) if verify else 0
     done = 0
 
     def advance(nbytes: int) -> None:
         nonlocal done
         done += nbytes
         if progress is not None:
-            progress(done, total * (1 + verify))
+            progress(done, total + compared)
 
-    manifest = _begin(source, work)
+    manifest = _begin(source, work, encodings)
     tree = work / manifest.tree
     kept = sum(params[key].nbytes for key in manifest.params)
-    kept += sum(layers[i].nbytes for i in manifest.experts[DENSE])
+    kept += sum(layers[v][i].nbytes for v, written in manifest.experts.items() for i in written)
     advance(kept)
-    _require_space(work, total - kept)
+    require_space(work, total - kept)
     nonfinite: collections.Counter[str] = collections.Counter()
     for key, leaf in params.items():
         if key not in manifest.params:
-            checksums = _write_chunks(tree, leaf, param_chunks(source, key, nonfinite))
+            checksums = _write_chunks(tree, leaf, source.param_chunks(key, nonfinite))
             stored = StoredLeaf(leaf.dtype.name, leaf.shape, checksums)
             manifest = manifest.with_param(key, stored).with_nonfinite(nonfinite)
             _record(work, manifest)
             advance(leaf.nbytes)
-    for layer, leaf in enumerate(layers):
+    for layer, leaf in enumerate(dense):
         if layer not in manifest.experts[DENSE]:
-            checksums = _write_chunks(tree, leaf, expert_chunks(source, layer, nonfinite))
+            checksums = _write_chunks(tree, leaf, source.expert_chunks(layer, nonfinite))
             manifest = manifest.with_layer(DENSE, layer, checksums).with_nonfinite(nonfinite)
             _record(work, manifest)
             advance(leaf.nbytes)
     warn_nonfinite(str(source.directory), manifest.nonfinite)
+    for layer, leaf in enumerate(dense):
+        missing = [version for version in encodings if not manifest.has(version, layer)]
+        if missing:
+            records = _read_chunks(tree, leaf, manifest.experts[DENSE][layer])
+        for version in missing:
+            encoding, made = encodings[version], layers[version][layer]
+            weights = as_weights(records, source.layout, source.dtype)
+            try:
+                encoded = encoding.encode(layer, weights)
+            except EncodingError as error:
+                log.warning("%s: MoE layer %d stays dense: %s", version, layer, error)
+                manifest = _record(work, manifest.with_dense_layer(version, layer))
+                advance(made.nbytes)
+                continue
+            errors = relative_error(weights, decode(encoded, encoding.layout.format))
+            checksums = _write_chunks(tree, made, iter(encoded))
+            manifest = manifest.with_layer(version, layer, checksums)
+            manifest = _record(work, manifest.with_errors(version, layer, errors))
+            advance(made.nbytes)
+    left_out = [(v, i) for v, lacking in manifest.dense_layers.items() for i in lacking]
+    if left_out:
+        manifest = _without(source, work, manifest, layers)
     if verify:
         for key, leaf in params.items():
-            _compare_chunks(tree, leaf, param_chunks(source, key))
+            _compare_chunks(tree, leaf, source.param_chunks(key))
             advance(leaf.nbytes)
-        for layer, leaf in enumerate(layers):
-            _compare_chunks(tree, leaf, expert_chunks(source, layer))
+        for layer, leaf in enumerate(dense):
+            _compare_chunks(tree, leaf, source.expert_chunks(layer))
             advance(leaf.nbytes)
     os.replace(work / JOURNAL, work / MANIFEST)
-    return total, kept
+    return total - sum(layers[version][layer].nbytes for version, layer in left_out), kept
 
 
-def _resolved(destination: str | os.PathLike[str]) -> pathlib.Path:
-    """Without links, since one could not be replaced by a directory in the end."""
-    try:
-        return pathlib.Path(destination).expanduser().resolve()
-    except (OSError, RuntimeError) as error:
-        raise UserError(f"{destination}: cannot be resolved: {error}") from None
+def _without(
+    source: Source, work: pathlib.Path, manifest: Manifest, layers: Mapping[str, Sequence[Leaf]]
+) -> Manifest:
+    """Takes what stays dense out of the tree's description. Raises UserError for a version of which
+    nothing is left."""
+    held = {
+        version: [i for i in range(len(each)) if i not in manifest.dense_layers.get(version, ())]
+        for version, each in layers.items()
+    }
+    for version, numbers in held.items():
+        if not numbers:
+            raise UserError(
+                f"{source.directory}: {version} cannot hold an expert in every MoE layer, so there "
+                "is nothing to gain; leave this version out"
+            )
+    experts = [layers[version][i] for version, numbers in held.items() for i in numbers]
+    params = abstract_params(source.config, NUMPY_DTYPES[source.dtype])
+    _, described = orbax_files(params, held, [*source.params.values(), *experts])
+    for name in manifest.files.keys() - described.keys() - source.copied().keys():
+        (work / name).unlink(missing_ok=True)
+    checksums = {name: write_file(work / name, content) for name, content in described.items()}
+    kept = {n: c for n, c in manifest.files.items() if n in source.copied()}
+    return _record(work, dataclasses.replace(manifest, files=kept | checksums))
 
 
-def _remove_empty(dst: pathlib.Path) -> None:
-    """Now rather than by the rename at the end, which may be hours away."""
-    try:
-        dst.rmdir()
-    except OSError as error:
-        raise UserError(
-            f"{dst}: the empty directory cannot be replaced, as mount points cannot "
-            f"({error.strerror}); give a directory below it, {dst / 'model'}"
-        ) from None
+def _layers(source: Source, encodings: Mapping[str, Encoding]) -> dict[str, tuple[Leaf, ...]]:
+    """By version, the leaves of its MoE layers."""
+    made = {v: expert_leaves(source.config, encoding.layout) for v, encoding in encodings.items()}
+    return {DENSE: source.layers, **made}
 
 
-def _require_ours(work: pathlib.Path) -> None:
-    names = {path.name for path in work.iterdir()}
-    strangers = sorted(names - {f"{JOURNAL}.new", LOCK})
-    if strangers and not names & {JOURNAL, MANIFEST}:
-        raise UserError(
-            f"{work}: the conversion needs this directory, but it holds {strangers[0]!r} and no "
-            "unfinished conversion; choose another destination, or move it away"
-        )
-
-
-def _begin(source: Source, work: pathlib.Path) -> Manifest:
+def _begin(source: Source, work: pathlib.Path, encodings: Mapping[str, Encoding]) -> Manifest:
     """The journal to go on with: what is whole of the one that is there, or a new one."""
     # The path too: files of another model may have the same sizes and, in some images, times.
-    origin = {"source": str(source.directory.resolve()), "files": source_files(source)}
+    origin = {"source": str(source.directory.resolve()), "files": source.files()}
+    quantizers = {version: encoding.quantizer for version, encoding in encodings.items()}
     if (work / MANIFEST).exists():  # killed between the last two steps
         os.replace(work / MANIFEST, work / JOURNAL)
     if (work / JOURNAL).exists():
@@ -210,32 +241,49 @@ def _begin(source: Source, work: pathlib.Path) -> Manifest:
                 f"{work}: an unfinished conversion of {manifest.provenance.get('source')} to "
                 f"{manifest.dtype}, whose files have changed or are others; delete it to begin anew"
             )
+        if manifest.quantizers != quantizers:
+            began = ", ".join(f"{v} by {q}" for v, q in manifest.quantizers.items())
+            raise UserError(
+                f"{work}: an unfinished conversion with {began or 'no version but dense'}; ask for "
+                "the same, or delete it to begin anew"
+            )
         if all(_checksum_of(work / name) == found for name, found in manifest.files.items()):
             if manifest.files:
-                return _whole(source, work, manifest)
+                return _whole(source, work, manifest, encodings)
         else:
             log.warning("%s: damaged since; everything is written again", work)
-    leaves = [*source.params.values(), *source.layers]
+    layers = _layers(source, encodings)
+    leaves = [*source.params.values(), *itertools.chain(*layers.values())]
     params = abstract_params(source.config, NUMPY_DTYPES[source.dtype])
-    tree, files = orbax_files(params, {DENSE: len(source.layers)}, leaves)
+    tree, files = orbax_files(params, {v: range(len(e)) for v, e in layers.items()}, leaves)
     provenance = {
         **origin,
         "dtype": source.config.dtype,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "versions": {name: _version(name) for name in ("moejax", "orbax-checkpoint", "jax")},
     }
-    manifest = _record(work, Manifest(provenance, source.dtype, tree, experts={DENSE: {}}))
+    manifest = Manifest(
+        provenance,
+        source.dtype,
+        tree,
+        experts={version: {} for version in layers},
+        nonfinite=source.nonfinite,
+        quantizers=quantizers,
+    )
+    _record(work, manifest)
     checksums = {}
-    for name, content in (files | copied_files(source)).items():
+    for name, content in (files | source.copied()).items():
         path = work / name
         path.parent.mkdir(parents=True, exist_ok=True)
         checksums[name] = write_file(path, content)
     return _record(work, manifest.with_files(checksums))
 
 
-def _whole(source: Source, work: pathlib.Path, manifest: Manifest) -> Manifest:
+def _whole(
+    source: Source, work: pathlib.Path, manifest: Manifest, encodings: Mapping[str, Encoding]
+) -> Manifest:
     """The manifest without the units that are not on disk as it says."""
-    tree, params, layers = work / manifest.tree, source.params, source.layers
+    tree, params, layers = work / manifest.tree, source.params, _layers(source, encodings)
     with concurrent.futures.ThreadPoolExecutor(WORKERS) as pool:
 
         def is_whole(leaf: Leaf, checksums: Sequence[str]) -> bool:
@@ -249,7 +297,8 @@ def _whole(source: Source, work: pathlib.Path, manifest: Manifest) -> Manifest:
             manifest,
             params={k: v for k, v in manifest.params.items() if is_whole(params[k], v.checksums)},
             experts={
-                DENSE: {i: c for i, c in manifest.experts[DENSE].items() if is_whole(layers[i], c)}
+                v: {i: c for i, c in written.items() if is_whole(layers[v][i], c)}
+                for v, written in manifest.experts.items()
             },
         )
 
@@ -277,6 +326,16 @@ def _write_chunks(tree: pathlib.Path, leaf: Leaf, chunks: Iterator[np.ndarray]) 
         return (*checksums, *(each.result() for each in writing))
 
 
+def _read_chunks(tree: pathlib.Path, leaf: Leaf, checksums: Sequence[str]) -> np.ndarray:
+    """A stacked leaf that was written. Raises UserError where the disk has changed it."""
+    array = np.empty(leaf.shape, leaf.dtype)
+    for index, (name, expected) in enumerate(zip(leaf.chunks, checksums, strict=True)):
+        path = tree / leaf.name / name
+        if read_file(path, as_bytes(array[index])) != expected:
+            raise _misread(path, "was written")
+    return array
+
+
 def _compare_chunks(tree: pathlib.Path, leaf: Leaf, chunks: Iterator[np.ndarray]) -> None:
     """Raises UserError if a chunk on disk is not the source's, and takes it from the disk."""
     for name, chunk in zip(leaf.chunks, chunks, strict=True):
@@ -286,11 +345,16 @@ def _compare_chunks(tree: pathlib.Path, leaf: Leaf, chunks: Iterator[np.ndarray]
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             found = np.fromfile(file, np.uint8)
         if not np.array_equal(found, chunk.reshape(-1).view(np.uint8)):
-            path.unlink()  # so that the next conversion does not take its checksum's word
-            raise UserError(
-                f"{path}: read back, it is not what the source has: the disk or the memory is at "
-                "fault. Run the same command again, which writes this piece anew"
-            )
+            raise _misread(path, "the source has")
+
+
+def _misread(path: pathlib.Path, expected: str) -> UserError:
+    """What to raise for a chunk that the disk has changed, which goes."""
+    path.unlink()  # so that the next conversion does not take its checksum's word
+    return UserError(
+        f"{path}: read back, it is not what {expected}: the disk or the memory is at fault. Run "
+        "the same command again, which writes this piece anew"
+    )
 
 
 def _checksum_of(path: pathlib.Path) -> str | None:
@@ -305,48 +369,3 @@ def _version(name: str) -> str:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:  # run from its source
         return "unknown"
-
-
-@contextlib.contextmanager
-def _locked(work: pathlib.Path) -> Iterator[None]:
-    """Holds a lock, which ends with the process however it ends."""
-    # Not the directory's own: NFS locks only what is open for writing.
-    with open(work / LOCK, "ab") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"{work}: another conversion is writing it; wait for its end") from None
-        except OSError as error:
-            log.warning(
-                "%s: this filesystem has no locks (%s); run no second conversion to the same place",
-                work,
-                error.strerror,
-            )
-        yield
-
-
-def _sync_directory(path: pathlib.Path) -> None:
-    directory = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
-
-
-def _require_space(work: pathlib.Path, nbytes: int) -> None:
-    free = shutil.disk_usage(work).free
-    if free < nbytes:
-        raise UserError(
-            f"{work}: {nbytes / 2**30:.1f} GiB are still to be written, but the disk has "
-            f"{free / 2**30:.1f} GiB free; free some, or choose another destination"
-        )
-
-
-def _write_error(work: pathlib.Path, error: OSError) -> UserError:
-    path = error.filename or work
-    if error.errno in _NO_SPACE:
-        return UserError(
-            f"{path}: {error.strerror}: the disk is full, or a limit on files is reached. What is "
-            f"whole in {work} is kept: free some space and run the same command again"
-        )
-    return UserError(f"{path}: cannot be read or written: {error.strerror or error}")

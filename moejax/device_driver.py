@@ -29,6 +29,7 @@ from moejax.step import (
 from moejax.trace_arrays import embedding_array, layer_arrays
 from pallas_kernels import Ops
 from pallas_kernels.kv_write import KVPage
+from pallas_kernels.records.versions import Formats
 from pallas_kernels.stage import Entries, stage
 
 
@@ -45,6 +46,7 @@ def decode_step(
     stages: Entries | None = None,
     page: KVPage,
     ops: Ops,
+    formats: Formats | None = None,
     arrays: frozenset[str] = frozenset(),
 ) -> tuple[jax.Array, Tables, StepOutput]:
     """One token for every row.
@@ -52,14 +54,15 @@ def decode_step(
     tokens, positions: int32[R]; position −1: an empty row. block_table int32[R, B]: KV rows of the
     sequences' pages. forced: routing to use instead of the router's. stages: transfers to carry out
     beside the misses; each layer's after its experts were computed, so visible from the next step.
-    arrays: of TRACE_ARRAYS, those that the output has.
+    formats: of the stores' versions, see VersionFormats; None: one version, dense. arrays: of
+    TRACE_ARRAYS, those that the output has.
 
     Returns (arena, tables, output).
     """
     batch = decode_tokens(positions, block_table, page=page, ops=ops)
     x = model.embed(tokens)
     x, arena, tables, trace, staged = _layers(
-        model, x, arena, tables, stores, batch, forced, stages, page, ops, arrays, waves=1
+        model, x, arena, tables, stores, batch, forced, stages, page, ops, formats, arrays, waves=1
     )
     return arena, tables, decode_output(model, x, trace, staged)
 
@@ -76,6 +79,7 @@ def prefill_step(
     stages: Entries | None = None,
     page: KVPage,
     ops: Ops,
+    formats: Formats | None = None,
     waves: int,
     score: bool,
     prompt_logprobs: bool = False,
@@ -84,15 +88,15 @@ def prefill_step(
     """A sweep: every layer over all its chunks; an active expert crosses the link once a layer.
 
     block_table int32[R, B]. score: also compute the targets' log-probabilities; prompt_logprobs:
-    and their ranks and the likeliest tokens. forced: [L, N·C, K] each. stages, arrays: as in
-    decode_step.
+    and their ranks and the likeliest tokens. forced: [L, N·C, K] each. stages, formats, arrays:
+    as in decode_step.
 
     Returns (arena, tables, output).
     """
     batch = sweep_tokens(sweep, block_table, page=page, ops=ops)
     x = model.embed(sweep.tokens.reshape(-1))
     x, arena, tables, trace, staged = _layers(
-        model, x, arena, tables, stores, batch, forced, stages, page, ops, arrays, waves
+        model, x, arena, tables, stores, batch, forced, stages, page, ops, formats, arrays, waves
     )
     output = prefill_output(
         model, x, sweep, trace, staged, score=score, prompt_logprobs=prompt_logprobs
@@ -100,7 +104,9 @@ def prefill_step(
     return arena, tables, output
 
 
-def _layers(model, x, arena, tables, stores, tokens, forced, stages, page, ops, arrays, waves):
+def _layers(
+    model, x, arena, tables, stores, tokens, forced, stages, page, ops, formats, arrays, waves
+):
     """All layers over x [T, D]; returns (x, arena, tables, LayerTrace of all layers, staged)."""
     config, embedding = model.config, embedding_array(x, arrays)
 
@@ -126,12 +132,19 @@ def _layers(model, x, arena, tables, stores, tokens, forced, stages, page, ops, 
             row_tile=tokens.row_tile,
             waves=waves,
             ops=ops,
+            formats=formats,
         )
         if stages is not None:
             after = stages._replace(layer=stages.layer + zero_after(x))
             with jax.named_scope("stage"):
                 arena, tables, done = stage(
-                    arena, tables, stores, moe_layer, after, implementation=ops.stage
+                    arena,
+                    tables,
+                    stores,
+                    moe_layer,
+                    after,
+                    formats=formats,
+                    implementation=ops.stage,
                 )
         return (x, arena, tables), (LayerTrace(ids, weights, counts, seen), done)
 

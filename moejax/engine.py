@@ -7,7 +7,6 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
 import jax
@@ -15,7 +14,7 @@ import numpy as np
 
 from host_offload.kv_cache import Block
 from moejax.arena_report import page_use
-from moejax.budgets import check_grant, grant, try_grant
+from moejax.budgets import Moved, Resizer, cells_of, check_grant, grant
 from moejax.choosing import Chooser
 from moejax.control import Control
 from moejax.errors import OutOfKV, UserError
@@ -81,10 +80,13 @@ class Engine:
         self._pending: Step | None = None
         self._requests = itertools.count()
         self._steps = itertools.count()
+        self._making = 0
+        """The step that is being made, or was made last."""
         self._block_table: tuple[int, jax.Array] | None = None
         self._compiled: set[tuple[str, int]] = set()
+        self.resizer = Resizer(runner, scheduler)
         if control is not None:
-            control.set_budget = partial(try_grant, runner, scheduler)
+            control.set_budget, control.limit_running = self.try_budget, self.resizer.limit
 
     # ---- requests
 
@@ -172,6 +174,19 @@ class Engine:
         # A slot that changes sides must be empty.
         self.scheduler.move_out_all()
         grant(self.runner, self.scheduler.arena, cells_per_layer, kv_slots)
+        self._trace_budget(None)
+
+    def try_budget(self, cells: np.ndarray | None, kv_pages: int | None) -> Moved:
+        """What a policy wants for the step that is being made, as budgets.Resizer.move."""
+        moved = self.resizer.move(cells, kv_pages)
+        if moved.settled or moved.changed:
+            self._trace_budget(self._making, moved.settled)
+        return moved
+
+    def _trace_budget(self, step: int | None, settled: bool = False) -> None:
+        if self.tracer is not None:
+            arena = self.scheduler.arena
+            self.tracer.budget(cells_of(arena), arena.pages, step=step, settled=settled)
 
     # ---- the loop
 
@@ -237,6 +252,7 @@ class Engine:
 
     def _dispatched(self, work: Work) -> Step:
         number, runner, rows = next(self._steps), self.runner, self.runner.shapes.rows
+        self._making = number
         self._place(work.placed)
         stages = None if self.control is None else self.control.before_step(number)
         positions = np.full(rows, -1, np.int32)
@@ -257,7 +273,8 @@ class Engine:
         now, first = time.perf_counter(), (kind, bucket) not in self._compiled
         self._compiled.add((kind, bucket))
         self.events.append(Event("dispatch", number, now))
-        return Step(number, work, output, tokens, logprobs, now, first, positions)
+        moved = stages, runner.transfers
+        return Step(number, work, output, tokens, logprobs, now, first, positions, *moved)
 
     def _place(self, placed: Iterable[Request]) -> None:
         """Prepares the rows of requests that just got them."""
@@ -310,16 +327,17 @@ class Engine:
     # ---- results
 
     def _read(self, step: Step) -> list[Request]:
-        results = step.tokens, step.logprobs, step.output.paging, step.output.missed_routes
+        made = step.output
+        results = step.tokens, step.logprobs, made.paging, made.missed_routes, made.demand
         # All copies are begun before any is waited for.
         try:
-            tokens, logprobs, paging, missed = jax.device_get(results)
+            tokens, logprobs, paging, missed, demand = jax.device_get(results)
         except BaseException:  # what went wrong on the device shows here
             self._give_up(step.work.requests(), step.work.published)
             raise
         now = time.perf_counter()
         self.events.append(Event("read", step.number, now))
-        self.statistics.add_step(step.kind, paging, now)
+        self.statistics.add_step(step.kind, paging, now, demand)
         touched = []
         # Lists of Python's numbers: reading arrays one by one costs as much as all the rest.
         tokens, missed = tokens.tolist(), missed.tolist()
@@ -336,7 +354,7 @@ class Engine:
                 self._append(request, row, tokens, logprobs, now)
                 touched.append(request)
         if self.tracer is not None or self.control is not None:
-            record = step_record(step, self.runner.shapes, paging, now, touched)
+            record = step_record(step, self.runner, paging, now, touched, demand)
             use = page_use(self.scheduler)
             if self.control is not None:
                 self.control.after_read(record, use)

@@ -279,6 +279,7 @@ def _score(engine: Engine, texts: Sequence[_Encoded], report: Callable[[int], No
     a sweep, which reads an expert once for all of them, is full while there are windows left."""
     statistics, most = engine.statistics, 2 * engine.scheduler.sweep_chunks
     paging, sweeps = dict(statistics.paging), statistics.steps["prefill"]
+    moved = dict(statistics.moved)
     waiting = iter([(text, window) for text in texts for window in text.windows])
     places: dict[Request, tuple[_Encoded, Window]] = {}
     computed, compile_s, began = 0, 0.0, time.perf_counter()
@@ -315,8 +316,8 @@ def _score(engine: Engine, texts: Sequence[_Encoded], report: Callable[[int], No
         hits=counts["hits"],
         fills=counts["fills"],
         read_through=counts["read_through"],
-        fill_bytes=counts["fills"] * statistics.record_bytes,
-        read_through_bytes=counts["read_through"] * statistics.record_bytes,
+        fill_bytes=statistics.moved["fill"] - moved["fill"],
+        read_through_bytes=statistics.moved["read_through"] - moved["read_through"],
     )
 
 

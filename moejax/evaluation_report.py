@@ -19,8 +19,8 @@ def result_json(llm: LLM, result: PerplexityResult) -> dict[str, Any]:
     """A result as plain data for JSON, with all that it came from.
 
     Everything outside of `run` says what was computed: no budget, policy, driver or other window
-    changes it. `run` says how, and what it cost. sweep_tokens is a shape of XLA's matrix products,
-    whose last bits depend on it.
+    changes it, unless `precision` says that it changes bits and mixes versions. `run` says how, and
+    what it cost. sweep_tokens is a shape of XLA's matrix products, whose last bits depend on it.
     """
     runner, stats = llm.engine.runner, llm.stats()
     files = [{"name": text.name, "sha256": text.sha256, **_figures(text)} for text in result.texts]
@@ -32,6 +32,7 @@ def result_json(llm: LLM, result: PerplexityResult) -> dict[str, Any]:
             "config_digest": config_digest(llm.config),
             "dtype": llm.dtype,
             "experts": {record.version: record.nbytes for record in runner.layout.records},
+            "precision": llm.precision.report(),
         },
         "versions": {name: _version(name) for name in _VERSIONS},
         "device": stats["device"],

@@ -14,6 +14,7 @@ from pallas_kernels.combine import combine
 from pallas_kernels.expert_ffn import expert_ffn
 from pallas_kernels.fill import fill
 from pallas_kernels.plan import Plan, plan
+from pallas_kernels.records.versions import Formats
 
 
 class Paging(NamedTuple):
@@ -37,16 +38,19 @@ def page_and_compute(
     row_tile: int,
     waves: int,
     ops: Ops,
+    formats: Formats | None = None,
 ) -> tuple[jax.Array, jax.Array, Tables, jax.Array]:
     """Every active expert of one MoE layer on its tokens, in `waves` passes over the experts.
 
     x [T, D]: normalised hidden states. ids int32[T, K]: ascending, E for padding. A wave pages in
     its share of the active experts (ranges of ids) without evicting what it needs itself; what
-    gets no cell is read through. More waves fill more; the bits are the same.
+    gets no cell is read through. More waves fill more; the bits are the same. formats: of the
+    stores' versions, see VersionFormats; None: one version, dense.
 
     Returns (y float32[T, K, D], arena, tables, counts int32[4 + ⌈E/32⌉]: the fields of Paging and,
     one bit each, the experts that were missing; one array, since a scan copies each of its outputs
-    by a kernel of its own. See unpack_counts).
+    by a kernel of its own. With V > 1 versions 2·V more: fills and experts read through of each.
+    See unpack_counts).
     """
     tokens, k = ids.shape
     experts = tables.address.shape[1]
@@ -68,6 +72,7 @@ def page_and_compute(
                 work.fill_row,
                 work.fill_version,
                 work.fill_count,
+                formats=formats,
                 implementation=ops.fill,
             )
         with jax.named_scope("expert_ffn"):
@@ -84,12 +89,13 @@ def page_and_compute(
                 work.active_count,
                 activation=activation,
                 row_tile=row_tile,
+                formats=formats,
                 implementation=ops.expert_ffn,
             )
-        return y, arena, tables, counts + _counts(work, due, tables.address[layer])
+        return y, arena, tables, counts + _counts(work, due, tables, layer, len(stores))
 
     y = jnp.zeros((tokens * k, x.shape[1]), jnp.float32)
-    counts = jnp.zeros(counts_size(experts), jnp.int32)
+    counts = jnp.zeros(counts_size(experts, len(stores)), jnp.int32)
     # A loop, because written out one after the other XLA sees that a wave's fill does not depend
     # on what the wave before it read, and copies the arena (seen on CPU).
     y, arena, tables, counts = lax.fori_loop(0, waves, page_in, (y, arena, tables, counts))
@@ -105,14 +111,18 @@ def zero_after(value: jax.Array) -> jax.Array:
     return (value.reshape(-1)[0] > jnp.inf).astype(jnp.int32)
 
 
-def counts_size(experts: int) -> int:
-    """int32 values of one layer's counts: the fields of Paging and one bit an expert."""
-    return len(Paging._fields) + -(-experts // 32)
+def counts_size(experts: int, versions: int = 1) -> int:
+    """int32 values of one layer's counts: the fields of Paging, one bit an expert, and of several
+    versions the fills and the experts read through of each."""
+    return len(Paging._fields) + -(-experts // 32) + (2 * versions if versions > 1 else 0)
 
 
-def _counts(work: Plan, due: jax.Array, address: jax.Array) -> jax.Array:
+def _counts(
+    work: Plan, due: jax.Array, tables: Tables, layer: jax.Array, versions: int
+) -> jax.Array:
     """What one wave adds to the counts; its missing experts are no other wave's, so bits add up.
-    address int32[E]: after plan, so that nothing keeps the addresses of before."""
+    tables: after plan, so that nothing keeps the addresses of before."""
+    address = tables.address[layer]
     paging = Paging(work.active_count, work.hits, work.fill_count, work.read_through)
     expert = jnp.arange(due.shape[0])
     absent = jnp.where(due & (address < 0), expert, -1)  # what is read through
@@ -125,15 +135,24 @@ def _counts(work: Plan, due: jax.Array, address: jax.Array) -> jax.Array:
 
     # One reduction, so one kernel in every layer.
     words = jnp.sum(bits(work.fill_expert) + bits(absent), axis=0, dtype=jnp.uint32)
-    return jnp.concatenate([jnp.stack(paging), lax.bitcast_convert_type(words, jnp.int32)])
+    parts = [jnp.stack(paging), lax.bitcast_convert_type(words, jnp.int32)]
+    if versions > 1:
+        number = jnp.arange(versions)[:, None]
+        filled = (work.fill_expert >= 0) & (work.fill_version == number)
+        through = (absent >= 0) & (tables.version[layer] == number)
+        parts += [jnp.sum(taken, axis=1, dtype=jnp.int32) for taken in (filled, through)]
+    return jnp.concatenate(parts)
 
 
-def unpack_counts(counts: jax.Array, experts: int) -> tuple[Paging, jax.Array]:
-    """(Paging of int32[L], bool[L, E]: the experts that were missing) of int32[L, 4 + ⌈E/32⌉]."""
-    fields = len(Paging._fields)
-    bits = (counts[:, fields:, None] >> jnp.arange(32)) & 1
+def unpack_counts(counts: jax.Array, experts: int) -> tuple[Paging, jax.Array, jax.Array | None]:
+    """(Paging of int32[L], bool[L, E]: the experts that were missing, int32[L, 2, V]: fills and
+    experts read through by version, None of one version) of the counts of all layers."""
+    fields, end = len(Paging._fields), counts_size(experts)
+    bits = (counts[:, fields:end, None] >> jnp.arange(32)) & 1
     missed = bits.reshape(counts.shape[0], -1)[:, :experts] > 0
-    return Paging(*jnp.unstack(counts[:, :fields], axis=1)), missed
+    several = counts.shape[1] > end
+    demand = counts[:, end:].reshape(counts.shape[0], 2, -1) if several else None
+    return Paging(*jnp.unstack(counts[:, :fields], axis=1)), missed, demand
 
 
 def add_experts(x: jax.Array, y: jax.Array, weights: jax.Array, ops: Ops) -> jax.Array:

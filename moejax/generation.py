@@ -13,12 +13,29 @@ from moejax.engine import Engine
 from moejax.errors import UserError
 from moejax.interrupt import deferred_interrupt
 from moejax.outputs import RequestOutput
-from moejax.prompts import EncodedPrompt
+from moejax.prompts import EncodedPrompt, list_of_prompts, one_each
 from moejax.requests import GenerationRequest, Prompt, Submission
 from moejax.sampling_params import SamplingParams, child_params
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+
+def asked_for(
+    encode: Callable[[Prompt], EncodedPrompt],
+    prompts: Prompt | Sequence[Prompt],
+    sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+    session_id: str | Sequence[str | None] | None,
+    priority: int | Sequence[int] | None,
+) -> list[tuple[EncodedPrompt, SamplingParams, str | None, int]]:
+    """What LLM.generate was asked for, a tuple a prompt. Raises UserError for lists that do not
+    match."""
+    encoded = [encode(prompt) for prompt in list_of_prompts(prompts)]
+    given = SamplingParams() if sampling_params is None else sampling_params
+    params = one_each("sampling_params", given, len(encoded), SamplingParams)
+    sessions = one_each("session_id", session_id, len(encoded), (str, type(None)))
+    priorities = one_each("priority", priority or 0, len(encoded), int)
+    return list(zip(encoded, params, sessions, priorities, strict=True))
 
 
 def check(

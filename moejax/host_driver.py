@@ -36,7 +36,6 @@ from moejax.step import (
     sweep_tokens,
 )
 from moejax.trace_arrays import TraceArrays, embedding_array, layer_arrays
-from pallas_kernels import Ops
 from pallas_kernels.stage import Entries, stage
 
 # ---- programs
@@ -64,7 +63,8 @@ def layer_program(programs: Programs, name: str) -> Program:
     if name == "stage":
         entries = Entries._make([array((STAGES,), jnp.int32)] * len(Entries._fields))
         args = (arena, tables, stores, index, index, entries, entries.layer)
-        return Program(functools.partial(_stage_layer, ops=programs.ops), args, (0, 1))
+        function = functools.partial(_stage_layer, ops=programs.ops, formats=programs.formats)
+        return Program(function, args, (0, 1))
 
     match = _NAME.fullmatch(name)
     if match is None:
@@ -119,6 +119,7 @@ def layer_program(programs: Programs, name: str) -> Program:
             row_tile=min(DECODE_TILE, rows) if decode else shapes.chunk,
             waves=1 if decode else shapes.waves,
             ops=ops,
+            formats=programs.formats,
         )
 
     def output(params, x, batch, traces):
@@ -138,7 +139,7 @@ def layer_program(programs: Programs, name: str) -> Program:
     x = array((size, config.hidden_size), jax.eval_shape(embed, params, batch).dtype)
     k = config.num_experts_per_tok
     routing = Routing(array((size, k), jnp.int32), array((size, k), jnp.float32))
-    counts = array((counts_size(config.num_experts),), jnp.int32)
+    counts = array((counts_size(config.num_experts, len(stores)),), jnp.int32)
     if part == "embed":
         return Program(embed, (params, batch), ())
     if part == "attend":
@@ -162,15 +163,17 @@ def layer_program(programs: Programs, name: str) -> Program:
         widths = {"probs": config.num_experts, "gate_input": config.hidden_size}
         wanted = widths.keys() & programs.trace_arrays
         seen = TraceArrays(**{name: array((size, widths[name]), jnp.float16) for name in wanted})
-    traces = (LayerTrace._make((*routing, counts, seen)),) * stores[0].shape[0]
+    traces = (LayerTrace._make((*routing, counts, seen)),) * tables.clock.shape[0]
     return Program(output, (params, x, batch, traces), ())
 
 
-def _stage_layer(arena, tables, stores, layer, ahead, entries, done, *, ops: Ops):
+def _stage_layer(arena, tables, stores, layer, ahead, entries, done, *, ops, formats):
     """The layer's entries. ahead: 1 before the layer's plan, when what the last step used may go;
     its clock is then read as that of the coming reference. done int32[STAGES]: of other layers."""
     tables = tables._replace(clock=tables.clock.at[layer].add(ahead))
-    arena, tables, now = stage(arena, tables, stores, layer, entries, implementation=ops.stage)
+    arena, tables, now = stage(
+        arena, tables, stores, layer, entries, formats=formats, implementation=ops.stage
+    )
     tables = tables._replace(clock=tables.clock.at[layer].add(-ahead))
     return arena, tables, jnp.maximum(done, now)
 
@@ -238,9 +241,9 @@ class HostRunner(Runner):
         if hooks is not None:
             self._executable("stage")
 
-    def delete(self) -> None:
+    def delete(self, *, given: bool = True) -> None:
         self._bound.clear()
-        super().delete()
+        super().delete(given=given)
         for array in (*self._index, self._none_done):
             array.delete()
 
@@ -390,6 +393,6 @@ class HostRunner(Runner):
         given = jax.device_put(entries, self._sharding)
         done = self._none_done
         for layer in layers:
-            if 0 <= layer < self.stores[0].shape[0]:
+            if 0 <= layer < len(self.tables.clock):
                 done = self._stage(layer, given, done, ahead=layer >= current)
         self.transfers.append(Transfers(given, done))

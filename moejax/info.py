@@ -5,6 +5,7 @@ Arithmetic on a config; of weights at most the headers are read.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import os
@@ -16,7 +17,7 @@ import jax
 
 from host_offload.budget import ArenaTooSmall, cells_per_layer, format_bytes, resolve_budget
 from host_offload.device_memory import SHARE
-from host_offload.layout import SlotLayout
+from host_offload.layout import ExpertLayout, SlotLayout
 from moejax.checkpoint import check_orbax_options, open_tensors, plan_tensors
 from moejax.checkpoints.directory import checkpoint_directory, model_directory, read_json
 from moejax.checkpoints.formats import checkpoint_format
@@ -24,6 +25,7 @@ from moejax.checkpoints.orbax_manifest import MANIFEST, read_manifest
 from moejax.errors import UserError
 from moejax.models.config import ModelConfig, load_config, parse_config
 from moejax.random_model import abstract_params, expert_layout
+from pallas_kernels.records import VERSIONS, RecordFormat
 
 EXPERTS = "experts"
 """The part that is paged; every other one is on the device for good."""
@@ -108,7 +110,10 @@ class Weights:
     """As moejax.checkpoints.formats calls it."""
     files: int
     bytes: int
-    """Of the files."""
+    quantizers: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Version of experts that is there besides the dense one → how it was made."""
+    dense_layers: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    """Version of them → the MoE layers that it lacks, which are dense."""
 
 
 PARTS = (
@@ -146,7 +151,9 @@ def read_headers(
     if kind == "moejax-orbax":
         manifest = read_manifest(directory / MANIFEST)
         config = dataclasses.replace(load_config(directory), dtype=manifest.dtype)
-        return config, _weights(kind, directory.rglob("*"))
+        weights = _weights(kind, directory.rglob("*"))
+        made = {"quantizers": manifest.quantizers, "dense_layers": manifest.dense_layers}
+        return config, dataclasses.replace(weights, **made)
     config, files = open_tensors(directory, kind, step, name_map)
     paths = files[0].path.rglob("*") if kind == "orbax" else (file.path for file in files)
     config, _, _ = plan_tensors(config, files, "auto", str(directory))
@@ -184,7 +191,10 @@ def model_info(config: ModelConfig, dtype: str = "auto") -> ModelInfo:
         parameters=parameters,
         bytes={part: found[part][1] for part in parameters},
         active_parameters=sum(parameters.values()) - idle,
-        versions={record.version: Version(record.nbytes, stored * record.nbytes)},
+        versions={
+            version: Version(nbytes, stored * nbytes)
+            for version, nbytes in _record_bytes(record, params["embed"].dtype.name).items()
+        },
         slot_bytes=slots.slot_bytes,
         page_bytes=page.nbytes,
         page_tokens=page.block_size,
@@ -193,6 +203,16 @@ def model_info(config: ModelConfig, dtype: str = "auto") -> ModelInfo:
         kv_sequence_bytes=-(-config.max_position_embeddings // page.block_size) * page.nbytes,
         max_model_len=config.max_position_embeddings,
     )
+
+
+def _record_bytes(dense: ExpertLayout, dtype: str) -> dict[str, int]:
+    """Bytes of an expert in each version that the model can have in this dtype."""
+    found = {}
+    for version in VERSIONS:
+        # A version may need bfloat16, or a D that is a multiple of something.
+        with contextlib.suppress(ValueError):
+            found[version] = RecordFormat(version, dense.hidden, dense.width, dtype).nbytes
+    return found
 
 
 def fit(

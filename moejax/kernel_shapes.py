@@ -14,27 +14,36 @@ from moejax.errors import UserError
 from moejax.models.config import ModelConfig
 from moejax.models.family import Parts
 from pallas_kernels import Ops
+from pallas_kernels.records.versions import Formats
 from pallas_kernels.verification import ModelShape, checks, require_verified
 
 
 def verify_kernels(
-    config: ModelConfig, dtype: str, layout: SlotLayout, ops: Ops, device: jax.Device
+    config: ModelConfig,
+    dtype: str,
+    layout: SlotLayout,
+    ops: Ops,
+    device: jax.Device,
+    formats: Formats | None = None,
 ) -> None:
     """Sees to it that every kernel this model will run was found right on this device: from the
     package's table, else by running the checks once (seconds, kept in the cache directory).
+    formats: of the run's versions; None: one, dense.
 
     Interpreted kernels are not checked. Raises UserError for a configuration that is wrong.
     """
     if device.platform != "gpu":
         return
     try:
-        for shape in kernel_shapes(config, dtype, layout):
+        for shape in kernel_shapes(config, dtype, layout, formats):
             require_verified(checks(shape, ops, device), device, cache_root() / "verified")
     except ValueError as error:
         raise UserError(str(error)) from error
 
 
-def kernel_shapes(config: ModelConfig, dtype: str, layout: SlotLayout) -> tuple[ModelShape, ...]:
+def kernel_shapes(
+    config: ModelConfig, dtype: str, layout: SlotLayout, formats: Formats | None = None
+) -> tuple[ModelShape, ...]:
     """What of a model decides its kernels' configurations, one for each sliding window."""
     layers = [layer_params(config, run.moe) for run in config.runs]
     names = {key for params in layers for key in params}
@@ -62,6 +71,9 @@ def kernel_shapes(config: ModelConfig, dtype: str, layout: SlotLayout) -> tuple[
         correction="correction" in names,
         norm="layer_norm" if "input_norm_bias" in names else "rms_norm",
     )
+    if formats is not None:
+        versions = tuple((f.cell.version, f.store.version) for f in formats)
+        shape = dataclasses.replace(shape, versions=versions)
     windows = sorted(set(config.windows), key=lambda w: w or 0)
     return tuple(dataclasses.replace(shape, window=window) for window in windows)
 

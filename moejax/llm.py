@@ -16,7 +16,9 @@ from host_offload.budget import Share
 from host_offload.eviction import with_eviction
 from host_offload.policy import Policy
 from host_offload.policy_rules import check_policies
+from host_offload.precision_names import Precision
 from host_offload.prefetch import with_prefetch
+from moejax.budget_options import parse_budget_options, start_budget
 from moejax.cache import use_compilation_cache
 from moejax.checkpoint import load_checkpoint
 from moejax.checkpoints.directory import model_directory
@@ -24,18 +26,20 @@ from moejax.device import select_device
 from moejax.engine import Engine, Listener
 from moejax.engine_stats import engine_stats
 from moejax.errors import UserError
-from moejax.generation import check, in_engine, run_each, run_scores, run_stream, submit
+from moejax.explain import Explanation, explain
+from moejax.generation import asked_for, check, in_engine, run_each, run_scores, run_stream, submit
 from moejax.models.config import ModelConfig
 from moejax.outputs import RequestOutput
+from moejax.precision import parse_precision, precision_stats, trace_header, with_precision
 from moejax.progress import generation_progress, loading_progress
-from moejax.prompts import EncodedPrompt, encode_prompt, list_of_prompts, one_each
+from moejax.prompts import EncodedPrompt, encode_prompt
 from moejax.requests import GenerationRequest, Prompt
 from moejax.sampling_params import SamplingParams
 from moejax.sizes import parse_expert_budget, parse_size
 from moejax.start_times import StartTimes
 from moejax.startup import Limits, check_driver, start_engine
 from moejax.tokenizer import check_vocabulary, load_tokenizer
-from moejax.tracing import Tracer, check_trace, start_trace
+from moejax.tracing import check_trace, trace_engine
 from pallas_kernels import parse_ops
 
 log = logging.getLogger("moejax")
@@ -55,7 +59,8 @@ class LLM:
     memory, expert_budget, kv_budget: bytes (`6 * 2**30` or "6GiB") of the arena and its two parts;
     expert_budget also as a share of all experts ("25%"). Any two fix the third; without numbers all
     experts and the KV of max_num_seqs × max_model_len are held, both cut to what fits. The budget
-    decides speed only: the output has the same bits.
+    decides speed only: the output has the same bits. budget, resize, cells: where the line between
+    the two is, whether it moves while requests run, what each layer gets (docs/memory.md).
 
     swap_space: most host memory for KV pages that make room, bytes or "4GiB". kv_overflow: "swap"
     moves them there; "recompute" drops them and computes them again by the prefill path, which
@@ -69,15 +74,16 @@ class LLM:
     host_offload.policies. policies: more of them, of your own (docs/write_a_policy.md); one that
     writes victim_weights takes the place of eviction. prefetch: NAME or NAME=PATH, which experts
     come ahead of need (docs/policies.md). No bit depends on any of them.
-    ops: "auto", "xla", "pallas", or per op, "plan=xla,route=pallas": see
-    pallas_kernels.resolve_ops.
+    precision, hi, lo, interval, hi_share, quantizer: which version experts are in, "int8", "int4",
+    "int2" (which change bits), "lossless12", or a mix of two by "dynaexq", "map=FILE" or "random":
+    docs/precision.md.
+    ops: "auto", "xla", "pallas", or per op, "plan=xla,route=pallas" (pallas_kernels.resolve_ops).
     device: "cpu", "gpu" or a jax device (default: jax's first). progress: bars on stderr while
     loading and generating. cache_dir: XLA's compilation cache (default: jax's own setting if there
     is one, else ~/.cache/moejax/xla; "" for none). listener: see Engine. prefill_waves: passes over
     a layer's experts in a sweep (default: 1 with XLA ops, 8 with kernels); no bit depends on it.
     trace: an empty or new directory to write a trace of every step into (docs/trace_format.md).
-    trace_arrays: what else is in it, of "probs", "gate_input" and "embedding"; no bit depends on
-    them, but they are large.
+    trace_arrays: what else is in it, of "probs", "gate_input" and "embedding"; they are large.
 
     A context manager: leaving it frees arena, store and parameters. Raises UserError, BudgetError
     or ArenaTooSmall for what the caller can mend.
@@ -97,9 +103,18 @@ class LLM:
         memory: int | str | None = None,
         expert_budget: int | str | Share | None = None,
         kv_budget: int | str | None = None,
+        budget: str = "fixed",
+        resize: str = "none",
+        cells: str | Sequence[int] = "uniform",
         eviction: str | None = None,
         prefetch: str | None = None,
         policies: Sequence[Policy] = (),
+        precision: str | Precision | None = None,
+        hi: str | None = None,
+        lo: str | None = None,
+        interval: str | None = None,
+        hi_share: float | None = None,
+        quantizer: str = "rtn",
         driver: str = "device",
         ops: str | Mapping[str, str] = "auto",
         device: str | jax.Device | None = None,
@@ -130,8 +145,13 @@ class LLM:
             long_prefill_token_threshold=long_prefill_token_threshold,
         )
         check_driver(driver)
+        self._budgets = parse_budget_options(budget, resize, cells, limits)
+        mix: Any = dict(hi=hi, lo=lo, interval=interval, hi_share=hi_share, quantizer=quantizer)
+        self.precision = parse_precision(precision, seed=seed, cells=(budget, cells), **mix)
+        others = *self.precision.policies, *self._budgets.policies()
         try:
             eviction, all_policies = with_eviction(eviction, with_prefetch(prefetch, policies))
+            all_policies = *all_policies, *others
             check_policies(all_policies, driver)
             wanted_ops = parse_ops(ops)
         except ValueError as error:
@@ -145,15 +165,18 @@ class LLM:
         with ThreadPoolExecutor(1) as pool:
             tokenizer = pool.submit(load_tokenizer, directory)
             with loading_progress(self.model, progress) as report:
+                versions = self.precision.versions
                 loaded = load_checkpoint(
-                    directory, dtype, self.device, report, step=step, name_map=name_map
+                    directory, dtype, self.device, report, step, name_map, versions
                 )
+            loaded = with_precision(loaded, self.precision, quantizer)
             self._start.end("load", loaded.seconds)
             try:
                 self.engine, self.budget = start_engine(
                     loaded,
                     limits,
                     policies=all_policies,
+                    precision=self.precision,
                     driver=driver,
                     trace_arrays=arrays,
                     ops=wanted_ops,
@@ -167,25 +190,23 @@ class LLM:
             self._start.end("engine")
             try:
                 self._tokenizer = check_vocabulary(tokenizer.result(), self.config, directory)
-                self._tracer: Tracer | None = None
-                if trace is not None:
-                    self._tracer = start_trace(
-                        trace,
-                        self.engine.runner,
-                        dtype=loaded.dtype,
-                        seed=seed,
-                        settings={
-                            "model": self.model,
-                            "eviction": eviction,
-                            "prefetch": prefetch,
-                            "driver": driver,
-                        },
-                        arrays=arrays,
-                    )
-                    if self.engine.control is not None:
-                        self.engine.control.controller.listener = self._tracer.event
-                self.engine.tracer = self._tracer
                 self.engine.tokenizer = self._tokenizer
+                self.budget = start_budget(self.engine, self._budgets, self.budget)
+                self._tracer = trace_engine(
+                    self.engine,
+                    trace,
+                    dtype=loaded.dtype,
+                    seed=seed,
+                    settings={
+                        "model": self.model,
+                        "eviction": eviction,
+                        "prefetch": prefetch,
+                        "precision": trace_header(self.precision, self.engine.runner),
+                        "driver": driver,
+                        "budgets": self._budgets.stats(),
+                    },
+                    arrays=arrays,
+                )
             except BaseException:
                 self.engine.runner.delete()
                 raise
@@ -193,9 +214,6 @@ class LLM:
         self._start.end("tokenizer")
         self._closed = False
         self._borrower: threading.Thread | None = None
-        for note in self.budget.notes:
-            # What the user asked for and does not get must be seen without asking for a log.
-            log.log(logging.WARNING if ", cut from" in note else logging.INFO, note)
         log.info("%s: ops %s; %s", self.model, self.engine.runner.ops, self._start)
 
     # ---- what users call
@@ -231,12 +249,7 @@ class LLM:
 
         Raises UserError, before anything runs, if one of the requests could never run.
         """
-        encoded = [self._encode(prompt) for prompt in list_of_prompts(prompts)]
-        given = SamplingParams() if sampling_params is None else sampling_params
-        params = one_each("sampling_params", given, len(encoded), SamplingParams)
-        sessions = one_each("session_id", session_id, len(encoded), (str, type(None)))
-        priorities = one_each("priority", priority or 0, len(encoded), int)
-        asked = list(zip(encoded, params, sessions, priorities, strict=True))
+        asked = asked_for(self._encode, prompts, sampling_params, session_id, priority)
         for prompt, wanted, session, _ in asked:
             check(self._open(), prompt, wanted, session)
         with in_engine(self._open()) as submissions:
@@ -331,15 +344,18 @@ class LLM:
 
     def stats(self) -> dict[str, Any]:
         """What ran and what it cost, as plain data; the command line's --json prints it."""
-        engine = self._open()
-        return {
-            "model": self.model,
-            "dtype": self.dtype,
-            "device": self.device.device_kind,
+        ran = engine_stats(self._open(), self._start)
+        options = {
             "eviction": self._eviction,
-            **engine_stats(engine, self._start),
-            "notes": list(self.budget.notes),
+            "precision": precision_stats(self.precision, ran["control"], self.engine.runner.store),
+            "budget": {**self._budgets.stats(), **self.engine.resizer.stats()},
         }
+        names = {"model": self.model, "dtype": self.dtype, "device": self.device.device_kind}
+        return {**names, **options, **ran, "notes": list(self.budget.notes)}
+
+    def explain(self) -> Explanation:
+        """How memory is divided now, as a table that adds up line by line: `print` it."""
+        return explain(self._open(), self.budget)
 
     def close(self) -> None:
         """Completes the trace and frees arena, store and parameters. Idempotent. Raises UserError

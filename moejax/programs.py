@@ -17,7 +17,7 @@ from flax import nnx
 
 from host_offload.integrity import count_faults
 from host_offload.layout import PageLayout
-from host_offload.swap import SWAP_PAGES, read_pages, write_pages
+from host_offload.swap import SWAP_PAGES, move_pages, read_pages, write_pages
 from host_offload.tables import Tables, regrant, snapshot
 from moejax.device_driver import decode_step, prefill_step
 from moejax.models.config import ModelConfig
@@ -25,11 +25,17 @@ from moejax.sampler import add_bias, adjust, greedy, logprobs, recount, sample, 
 from moejax.sampling_params import MAX_BIASES, MAX_LOGPROBS
 from moejax.step import Leaf, Routing, StepShapes, Sweep
 from pallas_kernels import Ops
+from pallas_kernels.fill import fill
 from pallas_kernels.kv_write import KVPage
-from pallas_kernels.stage import Entries
+from pallas_kernels.move import Moves, move
+from pallas_kernels.records.versions import Formats
+from pallas_kernels.stage import Entries, stage
 
 STAGES = 8
 """Entries of a stage list, a compiled shape: most transfers of one step ahead of need."""
+
+MOVES = 16
+"""Entries of a list of moves within the arena, a compiled shape."""
 
 _EXTRAS = {"forced": "forced", "staged": "stages"}
 """Part of a step's name → the argument it adds."""
@@ -56,6 +62,7 @@ class Programs:
 
     graph, state: of nnx.split(model). stores: per version uint16[L, E, rows, D]. arena
     uint16[rows, D]. sharding: of the arguments that a step gets from the host; None: undecided.
+    formats: of the stores' versions; None: one, dense.
     trace_arrays: what steps called `_traced` give out beside the rest, of TRACE_ARRAYS.
     """
 
@@ -68,6 +75,7 @@ class Programs:
     shapes: StepShapes
     page: KVPage
     ops: Ops
+    formats: Formats | None = None
     sharding: jax.sharding.Sharding | None = None
     trace_arrays: frozenset[str] = frozenset()
 
@@ -91,11 +99,11 @@ class Programs:
 
     def program(self, name: str) -> Program:
         """The program of that name: decode, prefill, score, prompt_logprobs, add_bias, adjust,
-        greedy, sample, tally, recount, logprobs, place, swap_out, swap_in, regrant, snapshot,
-        integrity. The steps also with `_traced`, which gives out the trace arrays, then `_forced`,
-        routing as an argument, and `_staged`, a stage list as the last one. decode and what takes
-        its logits also with `@N`: for the first N rows only; adjusted logits are of all rows.
-        Raises ValueError for another."""
+        greedy, sample, tally, recount, logprobs, place, swap_out, swap_in, move_pages, regrant,
+        populate, transfer, move, snapshot, integrity. The steps also with `_traced`, which gives
+        out the trace arrays, then `_forced`, routing as an argument, and `_staged`, a stage list as
+        the last one. decode and what takes its logits also with `@N`: for the first N rows only;
+        adjusted logits are of all rows. Raises ValueError for another."""
         name, _, bucket = name.partition("@")
         rows, vocabulary = self.shapes.rows, self.config.vocab_size
         used = int(bucket) if bucket else rows
@@ -111,7 +119,7 @@ class Programs:
         extras = [e for e in extras if e != _TRACED]
 
         def extra(tokens: int) -> tuple[Leaf, ...]:
-            shape = (self.stores[0].shape[0], tokens, self.config.num_experts_per_tok)
+            shape = (self.tables.clock.shape[0], tokens, self.config.num_experts_per_tok)
             entries = array((STAGES,), jnp.int32)
             known = {
                 "forced": Routing(array(shape, jnp.int32), array(shape, jnp.float32)),
@@ -174,13 +182,36 @@ class Programs:
             pages = (self.host_page(),) * SWAP_PAGES
             function = functools.partial(write_pages, page=layout)
             return Program(function, (self.arena, pages, rows, array((), jnp.int32)), (0,))
+        if name == "move_pages":
+            rows = array((SWAP_PAGES,), jnp.int32)
+            function = functools.partial(move_pages, page=self.page_layout)
+            return Program(function, (self.arena, rows, rows), (0,))
         if name == "regrant":
             cell_row = array(self.tables.cell_row.shape, jnp.int32)
             return Program(regrant, (self.tables, cell_row), (0,))
+        if name == "populate":
+            layer, experts = array((), jnp.int32), self.tables.address.shape[1:]
+            function = functools.partial(_populate, ops=self.ops, formats=self.formats)
+            places = array(experts, jnp.int32), array(experts, jnp.int32)
+            return Program(function, (self.arena, self.stores, layer, *places), (0,))
+        if name == "transfer":
+            entries = Entries._make([array((STAGES,), jnp.int32)] * len(Entries._fields))
+            function = functools.partial(_transfer, ops=self.ops, formats=self.formats)
+            return Program(function, (self.arena, self.tables, self.stores, entries), (0, 1))
+        if name == "move":
+            entries = array((MOVES,), jnp.int32)
+            moves = Moves._make([entries] * len(Moves._fields))
+            if self.formats is None:
+                rows = tuple(store.shape[2] for store in self.stores)
+            else:
+                rows = tuple(version.cell.rows for version in self.formats)
+            function = functools.partial(move, record_rows=rows, implementation=self.ops.move)
+            return Program(function, (self.arena, self.tables, moves), (0, 1))
         if name == "snapshot":
             return Program(snapshot, (self.tables,), ())
         if name == "integrity":
-            return Program(count_faults, (self.arena, self.tables, self.stores), ())
+            function = functools.partial(count_faults, formats=self.formats)
+            return Program(function, (self.arena, self.tables, self.stores), ())
         raise ValueError(f"no program {name!r}")
 
     def _bind(self, step: Callable, extras: Sequence[str], **static) -> Callable:
@@ -190,9 +221,33 @@ class Programs:
             model = nnx.merge(self.graph, state)
             args, last = args[: len(args) - len(extras)], args[len(args) - len(extras) :]
             named = {_EXTRAS[e]: value for e, value in zip(extras, last, strict=True)}
-            return step(model, *args, **named, page=self.page, ops=self.ops, **static)
+            options = {"page": self.page, "ops": self.ops, "formats": self.formats, **static}
+            return step(model, *args, **named, **options)
 
         return run
+
+
+def _populate(
+    arena, stores, layer, row, version, *, ops: Ops, formats: Formats | None
+) -> jax.Array:
+    """The arena with every expert of the layer at row int32[E], in version int32[E]."""
+    experts = jnp.arange(row.shape[0])
+    listed = experts, row, version, jnp.int32(row.shape[0])
+    return fill(arena, stores, layer, *listed, formats=formats, implementation=ops.fill)
+
+
+def _transfer(arena, tables, stores, entries, *, ops: Ops, formats: Formats | None):
+    """A stage list, all layers, outside of a step; as stage."""
+
+    def layer(i, carry):
+        arena, tables, done = carry
+        arena, tables, now = stage(
+            arena, tables, stores, i, entries, formats=formats, implementation=ops.stage
+        )
+        return arena, tables, jnp.maximum(done, now)
+
+    start = arena, tables, jnp.zeros_like(entries.layer)
+    return jax.lax.fori_loop(0, tables.clock.shape[0], layer, start)
 
 
 def _place(tokens: jax.Array, values: jax.Array, update: jax.Array) -> jax.Array:

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from moejax.experts import Paging
+from moejax.hooks import Transfers
 from moejax.requests import Request
-from moejax.step import StepShapes
 
 if TYPE_CHECKING:
+    from moejax.runner import Runner
     from moejax.work import Step
 
 
@@ -50,6 +51,8 @@ class StepRecord:
     """bool[L, E]: active experts that were not resident."""
     staged: np.ndarray | None
     """int32[S]: 1 for each entry of the step's stage list that was carried out; None without."""
+    staged_bytes: int
+    """Moved ahead of need, by that list and between layers."""
     finished: tuple[int, ...]
     """Numbers of requests that ended with this step's results."""
     probs: np.ndarray | None = None
@@ -58,14 +61,21 @@ class StepRecord:
     """float16[N, L, D]."""
     embedding: np.ndarray | None = None
     """float16[N, D]."""
+    demand: np.ndarray | None = None
+    """int32[L, 2, V]: fills and experts read through by version; None of one version."""
 
 
 def step_record(
-    step: Step, shapes: StepShapes, paging: Paging, read_s: float, touched: Sequence[Request]
+    step: Step,
+    runner: Runner,
+    paging: Paging,
+    read_s: float,
+    touched: Sequence[Request],
+    demand: np.ndarray | None = None,
 ) -> StepRecord:
     """What a step did to whom, once its results are there. touched: requests that got tokens or
-    ended by it."""
-    work, output = step.work, step.output
+    ended by it. paging, demand: of its output, on the host."""
+    work, output, shapes = step.work, step.output, runner.shapes
     # One by one: all of it is there, and a pytree costs more than the copies.
     ids, weights, missed = (np.asarray(a) for a in (*output.routing, output.missed))
     lengths = None
@@ -106,6 +116,20 @@ def step_record(
         paging=paging,
         missed=missed,
         staged=None if output.staged is None else np.asarray(output.staged),
+        staged_bytes=_staged_bytes(step, runner.cell_bytes),
         finished=tuple(r.number for r in touched if r.finish_reason is not None),
+        demand=demand,
         **arrays,
     )
+
+
+def _staged_bytes(step: Step, version_bytes: Sequence[int]) -> int:
+    """version_bytes: of an expert, by version."""
+    lists = list(step.between)
+    if step.stages is not None and step.output.staged is not None:
+        lists.append(Transfers(step.stages, step.output.staged))
+    moved = 0
+    for entries, done in lists:
+        carried_out = np.asarray(done) > 0
+        moved += sum(version_bytes[v] for v in np.asarray(entries.version)[carried_out].tolist())
+    return moved

@@ -16,20 +16,25 @@ from jax.sharding import SingleDeviceSharding
 
 from host_offload.arena import allocate_arena
 from host_offload.integrity import describe_faults
+from host_offload.layer_versions import cell_bytes, layer_versions, version_bytes
 from host_offload.layout import SlotLayout
+from host_offload.precision.placement import Placement
 from host_offload.store import ExpertStore
 from host_offload.swap import SWAP_PAGES
-from host_offload.tables import Tables, empty_tables
+from host_offload.tables import Tables, empty_tables, with_contents
+from host_offload.transfers import Move
 from moejax.errors import UserError
 from moejax.models.decoder import Decoder
-from moejax.programs import Program, Programs
+from moejax.programs import MOVES, Program, Programs
 from moejax.step import Routing, StepOutput, StepShapes, Sweep
 from pallas_kernels import Ops
 from pallas_kernels.kv_write import KVPage
+from pallas_kernels.move import Moves
+from pallas_kernels.records.versions import Formats
 from pallas_kernels.stage import Entries
 
 if TYPE_CHECKING:
-    from moejax.hooks import Hooks
+    from moejax.hooks import Hooks, Transfers
 
 
 def compiler_options(platform: str) -> dict[str, str | bool]:
@@ -48,6 +53,8 @@ class Runner:
     """
 
     driver = "device"
+    transfers: Sequence[Transfers] = ()
+    """What was carried out between the layers of the latest step: driver="host" only."""
 
     def __init__(
         self,
@@ -62,22 +69,35 @@ class Runner:
         ops: Ops,
         device: jax.Device,
         trace_arrays: frozenset[str] = frozenset(),
+        formats: Formats | None = None,
     ):
         """slots: of the arena. cells: C, the tables' bound of cells a layer. trace_arrays: of
         TRACE_ARRAYS, what every step gives out beside the rest; with any, steps are other
-        executables."""
+        executables. formats: by version number, None for dense alone."""
         self.config, self.shapes, self.device, self.ops = model.config, shapes, device, ops
         self.trace_arrays = trace_arrays
         self.layout, self.store, self.slots = layout, store, slots
         self.graph, state = nnx.split(model)
         # Constants that the model made itself may lie on jax's default device.
         self.state = jax.device_put(state, SingleDeviceSharding(device))
-        self.stores = tuple(store.arrays[record.version] for record in layout.records)
-        layers, experts = self.stores[0].shape[:2]
+        self.formats = formats
+        stored = [record.version for record in layout.records]
+        if formats is not None:
+            stored = [version.store.version for version in formats]
+        self.stores = tuple(store.arrays[version] for version in stored)
         self._sharding = SingleDeviceSharding(device)
         self.arena = allocate_arena(layout, slots, device)
+        layers, experts = sum(self.config.moe_layers), self.stores[0].shape[1]
         tables = empty_tables(layers, experts, cells, eviction)
+        self.layer_versions = layer_versions(formats)
+        """Where each layer has one version of its own; None: every version has all layers."""
+        if self.layer_versions is not None:
+            tables = tables._replace(**self.layer_versions.contents(tables._asdict()))
+        self.cell_bytes = cell_bytes(layout, formats)
+        self.version_bytes = version_bytes(layout, formats, layers)
         self.tables: Tables = jax.device_put(tables, self._sharding)
+        self.placement: Placement | None = None
+        """Where every expert began; None: experts are paged."""
         self.tokens = jax.device_put(np.zeros(shapes.rows, np.int32), self._sharding)
         self.counts: jax.Array | None = None
         """int32[R, V], as of sampler.adjust, from the first request with penalties on."""
@@ -189,6 +209,7 @@ class Runner:
             shapes=self.shapes,
             page=self.page,
             ops=self.ops,
+            formats=self.formats,
             sharding=self._sharding,
             trace_arrays=self.trace_arrays,
         )
@@ -308,9 +329,43 @@ class Runner:
             filled = part + (part[-1],) * (SWAP_PAGES - len(part))
             self.arena = self._call("swap_in", self.arena, filled, padded, np.int32(len(part)))
 
+    def move_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copies the pages at KV rows `sources` to KV rows `targets`, for the steps to come."""
+        for i in range(0, len(sources), SWAP_PAGES):
+            pairs = np.array([sources[i : i + SWAP_PAGES], targets[i : i + SWAP_PAGES]], np.int32)
+            padded = np.pad(pairs, ((0, 0), (0, SWAP_PAGES - pairs.shape[1])), mode="edge")
+            self.arena = self._call("move_pages", self.arena, *padded)
+
     def grant_cells(self, cell_row: np.ndarray) -> None:
         """Makes cell_row int32[L, C] the granted cells; residents of cells that stay stay."""
         self.tables = self._call("regrant", self.tables, cell_row)
+
+    def place(self, placement: Placement) -> None:
+        """Copies every expert to where the placement says, and says so in the tables; before the
+        first step."""
+        self.placement = placement
+        self.tables = with_contents(self.tables, placement.contents)
+        for layer, places in enumerate(zip(placement.row, placement.version, strict=True)):
+            self.arena = self._call("populate", self.arena, self.stores, np.int32(layer), *places)
+
+    def transfer(self, entries: Entries) -> jax.Array:
+        """Carries out a stage list of any layers before the next step; int32[STAGES], 1 for each
+        entry that was."""
+        self.arena, self.tables, done = self._call(
+            "transfer", self.arena, self.tables, self.stores, entries
+        )
+        return done
+
+    def move_cells(self, moves: Sequence[Move]) -> None:
+        """Moves cells within the arena, with what is in them, for the steps to come. No place is
+        both left and taken."""
+        for i in range(0, len(moves), MOVES):
+            lists = np.full((len(Moves._fields), MOVES), -1, np.int32)
+            part = np.array(moves[i : i + MOVES], np.int32)
+            lists[:, : len(part)] = part.T
+            self.arena, self.tables, _ = self._call(
+                "move", self.arena, self.tables, Moves._make(lists)
+            )
 
     def snapshot(self) -> jax.Array:
         """A copy of the tables as the steps so far leave them, for tables.read_snapshot. Does not
@@ -324,14 +379,19 @@ class Runner:
     def _integrity_args(self):
         return self.arena, self.tables, self.stores
 
-    def delete(self) -> None:
-        """Frees arena, store and parameters now."""
+    def compiled(self) -> list[jax.stages.Compiled]:
+        """The executables so far. Waits for those under way."""
+        return [future.result() for future in self._executables.values()]
+
+    def delete(self, *, given: bool = True) -> None:
+        """Frees the arena now, and store and parameters, which it was given."""
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._executables.clear()
         try:
             jax.block_until_ready((self.arena, self.tables, self.tokens))
         finally:
-            mine = (self.arena, self.tables, self.tokens, self.counts, self.state)
+            mine = (self.arena, self.tables, self.tokens, self.counts, self.state if given else ())
             for array in jax.tree.leaves(mine):
                 array.delete()
-            self.store.delete()
+            if given:
+                self.store.delete()

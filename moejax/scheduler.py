@@ -50,7 +50,8 @@ class Scheduler:
         self.cache, self.arena, self.max_model_len = cache, cache.arena, max_model_len
         self.chunk, self.sweep_chunks = shapes.chunk, shapes.sweep_chunks
         self.block_size = self.arena.layout.page.block_size
-        self.max_num_seqs, self.admission = max_num_seqs, min(admission, max_num_seqs)
+        self.max_num_seqs = self.max_running = max_num_seqs
+        self.admission = min(admission, max_num_seqs)
         self.overflow, self.prefixes = overflow, PrefixCache(cache, prefix_caching)
         share = shapes.sweep_chunks * shapes.chunk // 4 if sweep_share is None else sweep_share
         self.share_chunks = max(share // shapes.chunk, 1)
@@ -59,8 +60,7 @@ class Scheduler:
         # The lowest free row first: rows in use stay in few tiles.
         self.free_rows = list(range(max_num_seqs))
         self.block_table = np.zeros((shapes.rows, shapes.blocks), np.int32)
-        self.block_table_version = 0
-        self.peak_pages = 0
+        self.block_table_version = self.peak_pages = 0
         self.sessions = Sessions(cache, overflow)
         self._swept = False
         # Of the step that is being made:
@@ -70,7 +70,7 @@ class Scheduler:
         self.in_step: set[Request] = set()
         """Requests that it computes."""
         self._held_steps = 0
-        self._begun_pages = 0
+        self.begun_pages = 0  # that those who have begun may come to need
         self.counts = {"session_hit_tokens": 0, "preemptions": 0}
 
     # ---- requests
@@ -122,7 +122,7 @@ class Scheduler:
         if request.row is not None:
             self._free_row(request)
         # In the waiting heap it stays until it is met there: it has a finish_reason.
-        self._begun_pages -= request.begun_pages
+        self.begun_pages -= request.begun_pages
         request.begun_pages = 0
         blocks, request.blocks = request.blocks, []
         session = request.session
@@ -232,8 +232,8 @@ class Scheduler:
 
     def _admit(self, request: Request) -> bool:
         """Gives a waiting request a row, and its KV back if it had any. False: not now."""
-        if request.dispatched > len(request.output):
-            return False  # moved out a step ago; its last token has not been read
+        if len(self.running) >= self.max_running or request.dispatched > len(request.output):
+            return False  # enough run; or moved out a step ago, its last token has not been read
         session = request.session
         first = request.begun_pages == 0
         if first and not self._can_end(request):
@@ -250,13 +250,13 @@ class Scheduler:
         self.running[request.row] = request
         if first:
             request.begun_pages = self.pages_for(len(request.prompt), request.to_generate)
-            self._begun_pages += request.begun_pages
+            self.begun_pages += request.begun_pages
             request.recomputed = dropped
             self.counts["session_hit_tokens"] += request.cached_tokens
         if request.output and request.computed == 0:
             request.prefill_to = len(request.prompt) + len(request.output) - 1
             request.recomputed = True
-        self._write_table(request, 0)
+        self.write_table(request, 0)
         self._placed.append(request)
         return True
 
@@ -269,9 +269,9 @@ class Scheduler:
     def _can_end(self, request: Request) -> bool:
         """Whether all that have begun, and this one, can have all pages they may come to need, on
         the device or swapped out: otherwise they could wait for each other for ever."""
-        if self.overflow == "recompute" or self._begun_pages == 0:
+        if self.overflow == "recompute" or self.begun_pages == 0:
             return True
-        worst = self._begun_pages + self.pages_for(len(request.prompt), request.to_generate)
+        worst = self.begun_pages + self.pages_for(len(request.prompt), request.to_generate)
         return worst + self.sessions.pages <= self.arena.pages + self.cache.swap_pages
 
     def _bring_back(self, request: Request) -> bool:
@@ -303,7 +303,7 @@ class Scheduler:
         assert row is not None
         while len(chunks) < most and not request.prefill_done:
             if found := self.prefixes.find(request):
-                self._write_table(request, len(request.blocks) - found)
+                self.write_table(request, len(request.blocks) - found)
             start = request.computed // self.chunk * self.chunk
             end = min(start + self.chunk, request.prefill_to)
             missing = -(-end // self.block_size) - len(request.blocks)
@@ -331,10 +331,10 @@ class Scheduler:
         first, blocks = len(request.blocks), self.cache.allocate(count)
         self.cache.pin(blocks)
         request.blocks += blocks
-        self._write_table(request, first)
+        self.write_table(request, first)
         return True
 
-    def _write_table(self, request: Request, first: int) -> None:
+    def write_table(self, request: Request, first: int) -> None:
         rows: Any = [block.row for block in request.blocks[first:]]  # none is swapped out
         self.block_table[request.row, first : len(request.blocks)] = rows
         self.block_table_version += 1
@@ -343,15 +343,15 @@ class Scheduler:
         """Sees to it that so many pages are available. behind: running requests that come after
         this one may be moved out for it."""
         while self.cache.available < count:
-            if not (self.sessions.evict() or self._evict_waiting() or self._preempt_last(behind)):
+            if not (self.sessions.evict() or self.evict_waiting() or self._preempt_last(behind)):
                 return False
         return True
 
-    def _evict_waiting(self) -> bool:
+    def evict_waiting(self, most: int | None = None) -> bool:
         """Moves out pages that a request kept when it was preempted, since another ran on them."""
         for _, request in self.queue:
-            if self.cache.movable(request.blocks):
-                return self.cache.swap_out(request.blocks) > 0
+            if movable := self.cache.movable(request.blocks):
+                return self.cache.swap_out(movable[:most]) > 0
         return False
 
     def _preempt_last(self, behind: Request | None) -> bool:

@@ -122,11 +122,11 @@ class Sessions:
             self._sessions.move_to_end(session.session_id)
         return session.turn
 
-    def evict(self) -> bool:
-        """Moves out the longest unused session that holds a page it can give; whether that made
-        room."""
+    def evict(self, most: int | None = None) -> bool:
+        """Moves out the longest unused session that holds a page it can give, or `most` pages of
+        it; whether that made room."""
         for session in self._sessions.values():
-            if not self.cache.movable(session.blocks):
+            if not (movable := self.cache.movable(session.blocks)):
                 continue
             before = self.cache.available
             if self.overflow == "recompute":
@@ -134,7 +134,7 @@ class Sessions:
                 session.blocks, session.tokens, session.pure = [], [], 0
                 session.dropped = True
             else:
-                self.cache.swap_out(session.blocks)
+                self.cache.swap_out(movable[:most])
             if self.cache.available > before:
                 self.evicted += 1
                 return True

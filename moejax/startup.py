@@ -8,13 +8,20 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 
 import jax
+import numpy as np
 
 from host_offload.arena import SlotArena
 from host_offload.budget import Budget, Share, cells_per_layer, resolve_budget
-from host_offload.device_memory import available_bytes
+from host_offload.device_memory import FreeMemory, free_memory
 from host_offload.kv_cache import KVCache
 from host_offload.layout import BLOCK_SIZES, SlotLayout
 from host_offload.policy import Policy
+from host_offload.precision.paging import check_paged
+from host_offload.precision.placement import place
+from host_offload.precision.transitions import check_resident
+from host_offload.precision_names import Precision
+from host_offload.tables import with_contents
+from moejax.activations import divided
 from moejax.checkpoint import LoadedModel
 from moejax.checkpoints.tensors import layer_params
 from moejax.control import start_control
@@ -24,6 +31,18 @@ from moejax.host_driver import HostRunner
 from moejax.kernel_shapes import verify_kernels
 from moejax.models.config import ModelConfig
 from moejax.models.decoder import Decoder
+from moejax.precision import (
+    DENSE,
+    dense_layers,
+    formats_of,
+    note,
+    paged_of,
+    resident_of,
+    resident_versions,
+    spare_slots,
+    store_record_bytes,
+    with_hi_share,
+)
 from moejax.runner import Runner
 from moejax.scheduler import Scheduler
 from moejax.statistics import Statistics
@@ -78,6 +97,11 @@ class Limits:
                 f"kv_overflow is one of {', '.join(KV_OVERFLOW)}, not {self.kv_overflow!r}"
             )
 
+    @property
+    def automatic(self) -> bool:
+        """The device's memory decides, not numbers."""
+        return self.memory is None and None in (self.expert_budget, self.kv_budget)
+
     def resolve(self, platform: str, longest: int) -> Limits:
         """The limits with every number but the budgets decided. longest: the model's
         max_position_embeddings. Raises UserError when max_model_len exceeds it."""
@@ -119,6 +143,7 @@ def start_engine(
     *,
     eviction: str = "lru",
     policies: Sequence[Policy] = (),
+    precision: Precision = DENSE,
     driver: str = "device",
     trace_arrays: Collection[str] = (),
     ops: Mapping[str, str],
@@ -129,7 +154,8 @@ def start_engine(
     """Decides shapes and budgets, allocates the arena, compiles what a first request needs.
 
     limits: as given. eviction: of host_offload.eviction.EVICTION, until one of the policies changes
-    the weights. driver: of DRIVERS. trace_arrays: of TRACE_ARRAYS, what steps give out beside what
+    the weights. precision: loaded has its versions (precision.with_precision), policies its policy.
+    driver: of DRIVERS. trace_arrays: of TRACE_ARRAYS, what steps give out beside what
     the policies need. ops: of parse_ops. Raises UserError, BudgetError or ArenaTooSmall.
     """
     config = loaded.config
@@ -149,48 +175,83 @@ def start_engine(
             limits.max_model_len,
             config.rope.original_max_position_embeddings,
         )
-    layout = config.slot_layout(loaded.layout.itemsize)
-    verify_kernels(config, loaded.dtype, layout, resolved, device)
+    in_cells = resident_versions(precision, loaded.store)
+    layout = config.slot_layout(loaded.layout.itemsize, in_cells, loaded.dtype)
+    formats = formats_of(precision, layout, loaded.store)
+    verify_kernels(config, loaded.dtype, layout, resolved, device, formats)
     moe_layers, experts = sum(config.moe_layers), config.num_experts
-    budget = resolve_budget(
-        layout,
-        moe_layers=moe_layers,
-        experts=experts,
-        max_num_seqs=limits.max_num_seqs,
-        max_model_len=limits.max_model_len,
-        available_bytes=_available_bytes(device, limits),
-        memory=limits.memory,
-        expert_budget=limits.expert_budget,
-        kv_budget=limits.kv_budget,
-    )
-    arena = SlotArena(layout, budget.slots, moe_layers, experts, cells=experts)
-    arena.grant_kv_slots(budget.kv_slots)
+    limits = with_hi_share(limits, precision, layout, moe_layers * experts)
+    seqs, length = limits.max_num_seqs, limits.max_model_len
+    assert seqs and length and limits.max_num_batched_tokens
     shapes = step_shapes(
         layout,
-        rows=limits.max_num_seqs,
-        max_model_len=limits.max_model_len,
+        rows=seqs,
+        max_model_len=length,
         max_num_batched_tokens=limits.max_num_batched_tokens,
         waves=limits.prefill_waves or (KERNEL_WAVES if resolved.expert_ffn == "pallas" else 1),
         bucketed=decodes_in_buckets(config, resolved),
     )
-    runner = DRIVERS[driver](
-        Decoder(config, loaded.params, resolved),
-        loaded.store,
-        layout,
-        shapes,
-        slots=budget.slots,
-        cells=experts,
-        eviction=eviction,
-        ops=resolved,
-        device=device,
-        trace_arrays=TRACE_ARRAYS & {*trace_arrays, *(n for p in policies for n in p.needs)},
+
+    def make_runner(slots: int, cells: int) -> Runner:
+        return DRIVERS[driver](
+            Decoder(config, loaded.params, resolved),
+            loaded.store,
+            layout,
+            shapes,
+            slots=slots,
+            cells=cells,
+            eviction=eviction,
+            ops=resolved,
+            device=device,
+            trace_arrays=TRACE_ARRAYS & {*trace_arrays, *(n for p in policies for n in p.needs)},
+            formats=formats,
+        )
+
+    def divide(memory: FreeMemory | None) -> Budget:
+        budget = resolve_budget(
+            layout,
+            moe_layers=moe_layers,
+            experts=experts,
+            max_num_seqs=seqs,
+            max_model_len=length,
+            available_bytes=sys.maxsize if memory is None else memory.available,
+            memory=limits.memory,
+            expert_budget=limits.expert_budget,
+            kv_budget=limits.kv_budget,
+            spare_slots=spare_slots(precision),
+        )
+        return dataclasses.replace(budget, memory=memory)
+
+    budget = divided(
+        divide,
+        _free_memory(device, limits),
+        lambda: make_runner(1, experts),
+        automatic=limits.automatic,
     )
+    try:
+        resident = resident_of(precision, layout, budget.expert_slots, moe_layers, experts)
+        paged = paged_of(precision, layout, budget.expert_slots, moe_layers, experts)
+        if resident is not None:
+            check_resident(policies, resident)
+        if paged is not None:
+            check_paged(policies)
+    except ValueError as error:
+        raise UserError(f"precision {precision.name}: {error}") from error
+    if text := note(precision, resident, layout, paged, dense_layers(loaded.store)):
+        budget = dataclasses.replace(budget, notes=(*budget.notes, text))
+    mixed = resident or paged
+    columns = experts if mixed is None else mixed.cell_bound
+    arena = SlotArena(layout, budget.slots, moe_layers, experts, cells=columns)
+    arena.grant_kv_slots(budget.kv_slots)
+    runner = make_runner(budget.slots, columns)
     try:
         control = start_control(
             runner,
             policies,
-            max_model_len=limits.max_model_len,
+            max_model_len=length,
             seed=seed,
+            resident=resident,
+            paged=paged,
             routers=[run["router"] for run in loaded.params["runs"] if "router" in run],
         )
     except BaseException as error:
@@ -198,28 +259,42 @@ def start_engine(
         if isinstance(error, ValueError):
             raise UserError(str(error)) from error
         raise
-    cells = cells_per_layer(budget.expert_slots, moe_layers, experts)
+    if paged is not None:
+        cells = tuple(np.minimum(paged.cells.sum(axis=1), experts).tolist())
+    else:
+        cells = () if resident else cells_per_layer(budget.expert_slots, moe_layers, experts)
     engine = Engine(
         runner,
         Scheduler(
-            KVCache(arena, runner.read_pages, runner.write_pages, limits.swap_space),
+            KVCache(
+                arena, runner.read_pages, runner.write_pages, runner.move_pages, limits.swap_space
+            ),
             shapes,
-            limits.max_num_seqs,
-            limits.max_model_len,
+            seqs,
+            length,
             overflow=limits.kv_overflow,
             prefix_caching=limits.enable_prefix_caching,
             sweep_share=limits.long_prefill_token_threshold,
             # A sweep with experts to move costs almost the same for one prompt as for many.
-            admission=1 if min(cells) == experts else -(-limits.max_num_seqs // 4),
+            admission=1 if min(cells, default=experts) == experts else -(-seqs // 4),
         ),
-        Statistics(layout.records[0].nbytes),
+        Statistics(store_record_bytes(runner)),
         eos_token_ids=config.eos_token_ids,
         seed=seed,
         listener=listener,
         control=control,
     )
     try:
-        runner.grant_cells(arena.grant_cells(cells))
+        if paged is not None:
+            cell_row, cell_version = arena.grant_versions(paged.cells.tolist())
+            contents = {"cell_row": cell_row, "cell_version": cell_version}
+            contents |= {"fill_version": paged.fill_version}
+            runner.tables = with_contents(runner.tables, contents)
+        elif resident is None:
+            runner.grant_cells(arena.grant_cells(cells))
+        else:
+            arena.grant_expert_slots(resident.slots)
+            runner.place(place(resident))
         runner.wait_compiled()
     except BaseException:
         runner.delete()
@@ -227,14 +302,14 @@ def start_engine(
     return engine, budget
 
 
-def _available_bytes(device: jax.Device, limits: Limits) -> int:
-    """What the device says it can take; where it says nothing, no limit if the user gave one."""
+def _free_memory(device: jax.Device, limits: Limits) -> FreeMemory | None:
+    """What the device says it has; where it says nothing, None if the user gave a limit."""
     try:
-        return available_bytes(device)
+        return free_memory(device)
     except RuntimeError as error:
-        if limits.memory is None and None in (limits.expert_budget, limits.kv_budget):
+        if limits.automatic:
             raise UserError(str(error)) from error
-        return sys.maxsize
+        return None
 
 
 def step_shapes(

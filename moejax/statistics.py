@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
@@ -21,9 +21,10 @@ def _times() -> deque[float]:
 
 @dataclasses.dataclass
 class Statistics:
-    """Counters of one engine. record_bytes: bytes of one expert as it crosses the link."""
+    """Counters of one engine. record_bytes: bytes of one expert as it crosses the link, by version
+    number."""
 
-    record_bytes: int
+    record_bytes: tuple[int, ...]
     requests: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
@@ -34,6 +35,10 @@ class Statistics:
     paging: dict[str, int] = dataclasses.field(
         default_factory=lambda: dict.fromkeys(Paging._fields, 0)
     )
+    moved: dict[str, int] = dataclasses.field(
+        default_factory=lambda: dict.fromkeys(("fill", "read_through"), 0)
+    )
+    """Bytes over the link, by cause."""
     first_token_times: deque[float] = dataclasses.field(default_factory=_times)
     token_times: deque[float] = dataclasses.field(default_factory=_times)
     last_read_s: float | None = None
@@ -46,14 +51,20 @@ class Statistics:
         """Work begins after a pause: the next step's time counts from now."""
         self.last_read_s = now
 
-    def add_step(self, kind: str, paging: Paging, now: float) -> None:
-        """kind: prefill or decode. paging: int[L] each. now: when its results were read."""
+    def add_step(
+        self, kind: str, paging: Paging, now: float, demand: np.ndarray | None = None
+    ) -> None:
+        """kind: prefill or decode. paging: int[L] each. now: when its results were read. demand:
+        of StepOutput, with several versions."""
         self.steps[kind] += 1
         # Steps overlap with the reading of the one before: the time between two reads is a step's.
         self.seconds[kind] += now - (self.last_read_s or now)
         self.last_read_s = now
         for name, counts in zip(Paging._fields, paging, strict=True):
             self.paging[name] += int(np.sum(counts))
+        moved = demand_bytes(paging, demand, self.record_bytes)
+        for name, count in zip(self.moved, moved, strict=True):
+            self.moved[name] += count
 
     def add_token(self, request: Request, now: float) -> None:
         self.generated_tokens += 1
@@ -90,11 +101,20 @@ class Statistics:
                 "read_through": self.paging["read_through"],
                 "hit_rate": hits / active if active else None,
             },
-            "bytes": {
-                "fill": self.paging["fills"] * self.record_bytes,
-                "read_through": self.paging["read_through"] * self.record_bytes,
-            },
+            "bytes": dict(self.moved),
         }
+
+
+def demand_bytes(
+    paging: Paging, demand: np.ndarray | None, record_bytes: Sequence[int]
+) -> tuple[int, int]:
+    """What the fills of a step and what it read through moved over the link, in bytes. paging,
+    demand: of StepOutput, on the host. record_bytes: by version number."""
+    if demand is None:
+        fills, through = int(np.sum(paging.fills)), int(np.sum(paging.read_through))
+        return fills * record_bytes[0], through * record_bytes[0]
+    fills, through = np.sum(demand, axis=0, dtype=np.int64) @ np.asarray(record_bytes, np.int64)
+    return int(fills), int(through)
 
 
 def _summary(times: Collection[float], **functions: Callable) -> dict[str, float | None]:

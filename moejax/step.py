@@ -21,6 +21,7 @@ from moejax.trace_arrays import TraceArrays
 from pallas_kernels import Ops
 from pallas_kernels.kv_write import KVPage
 from pallas_kernels.paged_attention import decode_attention, prefill_attention
+from pallas_kernels.records.versions import Formats
 
 DECODE_TILE = 16
 """Rows of one matrix product in decode; more rows are more tiles, so that a row's bits do not
@@ -110,6 +111,8 @@ class StepOutput(NamedTuple):
     staged: jax.Array | None
     """int32[S]: 1 for each entry of the stage list that was carried out."""
     arrays: TraceArrays = TraceArrays()
+    demand: jax.Array | None = None
+    """int32[L, 2, V]: fills and experts read through by version; None of one version."""
 
 
 class LayerTrace(NamedTuple):
@@ -120,7 +123,7 @@ class LayerTrace(NamedTuple):
     weights: jax.Array
     """float32[..., T, K]."""
     counts: jax.Array
-    """int32[..., 4 + ⌈E/32⌉]: see unpack_counts."""
+    """int32[..., counts_size]: see unpack_counts."""
     arrays: TraceArrays = TraceArrays()
     """Of one layer without the embedding."""
 
@@ -216,6 +219,7 @@ def experts_layer(
     row_tile: int,
     waves: int,
     ops: Ops,
+    formats: Formats | None = None,
 ) -> tuple[jax.Array, jax.Array, Tables, jax.Array]:
     """x [T, D] plus what the experts make of normed [T, D]: plan, fill, compute, combine.
 
@@ -232,6 +236,7 @@ def experts_layer(
         row_tile=row_tile,
         waves=waves,
         ops=ops,
+        formats=formats,
     )
     return add_experts(x, y, weights, ops), arena, tables, counts
 
@@ -241,7 +246,7 @@ def decode_output(
 ) -> StepOutput:
     """x [R, D]: after the last layer. trace: of all MoE layers. staged: as of StepOutput."""
     logits = model.logits(x, min(DECODE_TILE, x.shape[0]))
-    paging, missed = unpack_counts(trace.counts, model.config.num_experts)
+    paging, missed, demand = unpack_counts(trace.counts, model.config.num_experts)
     return StepOutput(
         logits=logits,
         routing=Routing(trace.ids, trace.weights),
@@ -251,6 +256,7 @@ def decode_output(
         scores=None,
         staged=staged,
         arrays=trace.arrays,
+        demand=demand,
     )
 
 
@@ -272,7 +278,7 @@ def prefill_output(
     if score or prompt_logprobs:
         read = _prompt_logprobs if prompt_logprobs else _score
         scores = read(model, x.reshape(chunks, size, -1), sweep)
-    paging, missed = unpack_counts(trace.counts, model.config.num_experts)
+    paging, missed, demand = unpack_counts(trace.counts, model.config.num_experts)
     missed_routes = _missed_routes(trace.ids, missed)
     return StepOutput(
         logits=logits,
@@ -283,6 +289,7 @@ def prefill_output(
         scores=scores,
         staged=staged,
         arrays=trace.arrays,
+        demand=demand,
     )
 
 

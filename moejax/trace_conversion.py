@@ -72,7 +72,7 @@ def convert_trace(
 
         versions = model_info(config).versions
         origin["config_digest"] = config_digest(config)
-        origin["version_bytes"] = {name: v.record_bytes for name, v in versions.items()}
+        origin["version_bytes"] = {"dense": versions["dense"].record_bytes}
         layers = layers or config.num_hidden_layers
         top_k = top_k or config.num_experts_per_tok
     blocks = read_dump(source, layers, top_k)

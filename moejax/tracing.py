@@ -12,13 +12,14 @@ import platform
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
 from host_offload.controller import Decided
 from host_offload.policy import Transfer
+from host_offload.precision.paging import PagedSpec
 from host_offload.traces import (
     USES,
     Mark,
@@ -36,7 +37,10 @@ from moejax.records import StepRecord
 from moejax.runner import Runner
 from moejax.trace_arrays import TraceArrays, parse_trace_arrays
 
-__all__ = ["Tracer", "check_trace", "config_digest", "start_trace"]
+if TYPE_CHECKING:
+    from moejax.engine import Engine
+
+__all__ = ["Tracer", "check_trace", "config_digest", "start_trace", "trace_engine"]
 
 
 BATCH = 32
@@ -49,14 +53,14 @@ BATCH_BYTES = 8 << 20
 class Tracer:
     """Feeds a TraceWriter from the records of steps. Owns the writer.
 
-    record_bytes: bytes of one expert as it crosses the link. waves: passes over a layer's experts
-    in a sweep. Optional arrays that the header names must be in every record; others are left out.
-    Its methods raise UserError when the trace can no longer be written; a step may be refused BATCH
-    steps late. What is left at the interpreter's exit is written then.
+    record_bytes: bytes of one expert as it crosses the link, by version number. waves: passes over
+    a layer's experts in a sweep. Optional arrays that the header names must be in every record;
+    others are left out. Its methods raise UserError when the trace can no longer be written; a step
+    may be refused BATCH steps late. What is left at the interpreter's exit is written then.
     """
 
-    def __init__(self, writer: TraceWriter, *, record_bytes: int, waves: int = 1):
-        self.writer, self._record_bytes = writer, record_bytes
+    def __init__(self, writer: TraceWriter, *, record_bytes: Sequence[int], waves: int = 1):
+        self.writer, self._record_bytes = writer, np.asarray(record_bytes, np.int64)
         self._began = self._last_read = time.perf_counter()
         self._next_step = 0
         self._queues: dict[tuple[str, str], tuple] = {}
@@ -136,13 +140,16 @@ class Tracer:
     def _moved(self, records: Sequence[StepRecord]) -> np.ndarray:
         """Bytes over the link, int64[records, 3], by the header's causes."""
         experts = np.zeros((len(records), 3), np.int64)
-        for i, name in enumerate(("fills", "read_through")):
-            counts = np.concatenate([getattr(record.paging, name) for record in records])
-            experts[:, i] = counts.reshape(len(records), -1).sum(axis=1)
-        for i, record in enumerate(records):
-            if record.staged is not None:
-                experts[i, 2] = record.staged.sum()
-        return experts * self._record_bytes
+        if records[0].demand is not None:
+            demand = np.stack([record.demand for record in records])  # type: ignore[arg-type]
+            experts[:, :2] = demand.sum(axis=1, dtype=np.int64) @ self._record_bytes
+        else:
+            for i, name in enumerate(("fills", "read_through")):
+                counts = np.concatenate([getattr(record.paging, name) for record in records])
+                experts[:, i] = counts.reshape(len(records), -1).sum(axis=1)
+            experts *= self._record_bytes[0]
+        experts[:, 2] = [record.staged_bytes for record in records]
+        return experts
 
     def transfers(self, transfers: Iterable[Transfer]) -> None:
         """Adds transfers, each once: when it was used, evicted or skipped, or at the end."""
@@ -175,6 +182,16 @@ class Tracer:
                 self._queues[event.policy, name] = wanted[name]
         fields = {"moment": event.moment.name, "policy": event.policy, "decision": wanted}
         self.decision(event.step, fields)
+
+    def budget(
+        self, cells: Sequence[int], kv_pages: int, *, step: int | None, settled: bool
+    ) -> None:
+        """Adds a line to decisions.jsonl: the layers have so many cells and KV so many pages from
+        `step` on; None: from the next step on, by hand. settled: a policy's wish has its end with
+        that."""
+        moved = {"cells": list(map(int, cells)), "kv_pages": kv_pages}
+        moved |= {"settled": settled, "by_hand": step is None}
+        self.decision(self._next_step if step is None else step, {"budget": moved})
 
     def mark(self, name: str) -> None:
         """Names the moment: what follows belongs to it (a warm-up's end, another workload)."""
@@ -241,13 +258,15 @@ def start_trace(
         "top_k": config.num_experts_per_tok,
         "hidden": config.hidden_size,
         "dtype": dtype,
-        "version_bytes": {record.version: record.nbytes for record in layout.records},
+        "version_bytes": {v: _number(sizes) for v, sizes in runner.version_bytes.items()},
         "page_bytes": layout.page.nbytes,
         "page_tokens": layout.page.block_size,
         "slot_bytes": layout.slot_bytes,
         "slots": runner.slots,
         "cells": cells.tolist(),
         "stage_entries": STAGES,
+        "resident": None if runner.placement is None else runner.placement.resident.said,
+        "paged": _paged(runner),
         "seed": seed,
         "shapes": dataclasses.asdict(shapes),
         **settings,
@@ -269,13 +288,41 @@ def start_trace(
         writer = TraceWriter(directory, header)
     except TraceError as error:
         raise UserError(str(error)) from error
-    return Tracer(writer, record_bytes=layout.records[0].nbytes, waves=shapes.waves)
+    return Tracer(writer, record_bytes=runner.cell_bytes, waves=shapes.waves)
+
+
+def trace_engine(
+    engine: Engine, directory: str | os.PathLike[str] | None, **options: Any
+) -> Tracer | None:
+    """Has every step of an engine written into a directory, by start_trace(…, **options); None:
+    none of them."""
+    if directory is None:
+        return None
+    engine.tracer = tracer = start_trace(directory, engine.runner, **options)
+    if engine.control is not None:
+        engine.control.controller.listener = tracer.event
+    return tracer
 
 
 def config_digest(config: ModelConfig) -> str:
     """Names a model's configuration: SHA-256 of its fields as JSON with sorted keys, in hex."""
     text = json.dumps(dataclasses.asdict(config), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _number(sizes: np.ndarray) -> int | list[int]:
+    """Bytes of an expert: one number, or one of each layer where layers differ."""
+    return int(sizes[0]) if np.all(sizes == sizes[0]) else sizes.tolist()
+
+
+def _paged(runner: Runner) -> dict[str, Any] | None:
+    """The cells of each version and what misses fill, where experts are paged in several."""
+    if len(runner.version_bytes) == 1 or runner.placement is not None:
+        return None
+    tables = runner.tables
+    version = np.where(np.asarray(tables.cell_row) >= 0, np.asarray(tables.cell_version), -1)
+    cells = [np.sum(version == v, axis=1) for v in range(len(runner.layout.records))]
+    return PagedSpec(np.stack(cells, axis=1), np.asarray(tables.fill_version)).said
 
 
 def _machine(device: jax.Device) -> dict[str, Any]:

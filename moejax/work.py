@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import numpy as np
 
 from host_offload.kv_cache import Block
+from moejax.hooks import Transfers
 from moejax.requests import Request
 from moejax.step import StepOutput
+from pallas_kernels.stage import Entries
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +65,10 @@ class Step:
     """It is the first step of its executable."""
     positions: np.ndarray
     """int32[R]: of the decoded tokens, −1 elsewhere."""
+    stages: Entries | None
+    """Its list of transfers."""
+    between: Sequence[Transfers]
+    """What was carried out between its layers."""
 
     @property
     def kind(self) -> str:

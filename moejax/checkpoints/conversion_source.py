@@ -8,8 +8,8 @@ import json
 import os
 import pathlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -41,16 +41,60 @@ COPIED = (
 )
 """Files of the source that belong to the model; those that are there are copied."""
 
+TEMPLATES = "additional_chat_templates"
+"""A directory whose files are copied too."""
+
+
+class Source(Protocol):
+    """A checkpoint to be written as ours: its config, the dtype of the result, how an expert's
+    dense record lies, and the leaves of the result."""
+
+    @property
+    def directory(self) -> pathlib.Path: ...
+    @property
+    def config(self) -> ModelConfig: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def layout(self) -> ExpertLayout: ...
+    @property
+    def params(self) -> dict[str, Leaf]: ...
+    @property
+    def layers(self) -> tuple[Leaf, ...]: ...
+    @property
+    def nonfinite(self) -> dict[str, int]:
+        """What is known before anything is read, as in Manifest.nonfinite."""
+        ...
+
+    def param_chunks(self, key: str, nonfinite: Counter[str] | None = None) -> Iterator[np.ndarray]:
+        """The chunks of a parameter of `params`, one at a time. nonfinite: as in load_file."""
+        ...
+
+    def expert_chunks(
+        self, layer: int, nonfinite: Counter[str] | None = None
+    ) -> Iterator[np.ndarray]:
+        """The dense records uint16[rows, D] of a MoE layer's experts. nonfinite: likewise."""
+        ...
+
+    def files(self) -> dict[str, list[int]]:
+        """Size and time of change (ns) of each file that decides the result."""
+        ...
+
+    def copied(self) -> dict[str, bytes]:
+        """The files to copy; config.json with the dtype that the weights have in the result."""
+        ...
+
 
 @dataclasses.dataclass(frozen=True)
-class Source:
-    """dtype: of the result. places: by parameter (run, key, layer) and by MoE layer, the tensors
-    that each is made of and where they go."""
+class TensorSource:
+    """A Hugging Face checkpoint; a Source. dtype: of the result. tensor_files: the shards. places:
+    by parameter (run, key, layer) and by MoE layer, the tensors that each is made of and where they
+    go."""
 
     directory: pathlib.Path
     config: ModelConfig
     dtype: str
-    files: Sequence[TensorFile]
+    tensor_files: Sequence[TensorFile]
     places: dict[tuple[int | None, str, int] | int, dict[str, Place]]
 
     @property
@@ -65,10 +109,62 @@ class Source:
     def layers(self) -> tuple[Leaf, ...]:
         return expert_leaves(self.config, self.layout)
 
+    @property
+    def nonfinite(self) -> dict[str, int]:
+        return {}
+
+    def param_chunks(self, key: str, nonfinite: Counter[str] | None = None) -> Iterator[np.ndarray]:
+        leaf = self.params[key]
+        run, _, name = key.removeprefix("runs.").rpartition(".")
+        for layer in range(leaf.shape[0] if leaf.stacked else 1):
+            array = np.empty(leaf.shape[1:] if leaf.stacked else leaf.shape, leaf.dtype)
+            # As load_tensors sees the parameters, with nothing but this one in them.
+            tree = {"runs": {int(run): {name: {layer: array}}}} if run else {name: array}
+            self._read((int(run) if run else None, name, layer), tree, None, nonfinite)
+            yield array
+
+    def expert_chunks(
+        self, layer: int, nonfinite: Counter[str] | None = None
+    ) -> Iterator[np.ndarray]:
+        """The layer is in memory at once."""
+        sink = _LayerRecords(self.layout, self.config.num_experts)
+        self._read(layer, {}, sink, nonfinite)
+        assert sink.written.all(), "rows without a tensor"
+        yield from sink.records
+
+    def _read(
+        self,
+        group: Any,
+        params: dict[str, Any],
+        experts: RecordSink | None,
+        nonfinite: Counter[str] | None,
+    ) -> None:
+        """Puts a group's tensors into params and experts, just as load_tensors does with all."""
+        places, dtype = self.places[group], NUMPY_DTYPES[self.dtype]
+        for file in self.tensor_files:
+            if not file.tensors.keys().isdisjoint(places):
+                for _ in load_file(file, places, dtype, params, experts, nonfinite):
+                    pass
+
+    def files(self) -> dict[str, list[int]]:
+        paths = (*(file.path for file in self.tensor_files), *_copied(self.directory))
+        return file_times(paths, self.directory)
+
+    def copied(self) -> dict[str, bytes]:
+        copies = {
+            path.relative_to(self.directory).as_posix(): path.read_bytes()
+            for path in _copied(self.directory)
+        }
+        if self.config.dtype != self.dtype:
+            config = read_json(self.directory / "config.json")
+            config.pop("torch_dtype", None)
+            copies["config.json"] = json.dumps({**config, "dtype": self.dtype}, indent=2).encode()
+        return copies
+
 
 def open_source(
     directory: pathlib.Path, config: ModelConfig, files: Sequence[TensorFile], dtype: str
-) -> Source:
+) -> TensorSource:
     """Checks all tensors. dtype: as in load_checkpoint. Raises UserError as load_tensors does."""
     config, dtype, places = plan_tensors(config, files, dtype, str(directory))
     groups: dict[tuple[int | None, str, int] | int, dict[str, Place]] = {}
@@ -76,21 +172,7 @@ def open_source(
         expert = isinstance(place, ExpertPlace)
         group = place.layer if expert else (place.run, place.key, place.layer)
         groups.setdefault(group, {})[name] = place
-    return Source(directory, config, dtype, files, groups)
-
-
-def param_chunks(
-    source: Source, key: str, nonfinite: Counter[str] | None = None
-) -> Iterator[np.ndarray]:
-    """The chunks of a parameter of `source.params`, one at a time. nonfinite: as in load_file."""
-    leaf = source.params[key]
-    run, _, name = key.removeprefix("runs.").rpartition(".")
-    for layer in range(leaf.shape[0] if leaf.stacked else 1):
-        array = np.empty(leaf.shape[1:] if leaf.stacked else leaf.shape, leaf.dtype)
-        # As load_tensors sees the parameters, with nothing but this one in them.
-        tree = {"runs": {int(run): {name: {layer: array}}}} if run else {name: array}
-        _read(source, (int(run) if run else None, name, layer), tree, None, nonfinite)
-        yield array
+    return TensorSource(directory, config, dtype, files, groups)
 
 
 class _LayerRecords:
@@ -110,56 +192,17 @@ class _LayerRecords:
         self.written[place] = True
 
 
-def expert_chunks(
-    source: Source, layer: int, nonfinite: Counter[str] | None = None
-) -> Iterator[np.ndarray]:
-    """The records uint16[rows, D] of a MoE layer's experts; the layer is in memory at once.
-    nonfinite: as in load_file."""
-    sink = _LayerRecords(source.layout, source.config.num_experts)
-    _read(source, layer, {}, sink, nonfinite)
-    assert sink.written.all(), "rows without a tensor"
-    yield from sink.records
-
-
-def _read(
-    source: Source,
-    group: Any,
-    params: dict[str, Any],
-    experts: RecordSink | None,
-    nonfinite: Counter[str] | None,
-) -> None:
-    """Puts a group's tensors into params and experts, just as load_tensors does with all."""
-    places, dtype = source.places[group], NUMPY_DTYPES[source.dtype]
-    for file in source.files:
-        if not file.tensors.keys().isdisjoint(places):
-            for _ in load_file(file, places, dtype, params, experts, nonfinite):
-                pass
-
-
-def source_files(source: Source) -> dict[str, list[int]]:
-    """Size and time of change (ns) of each file that decides the result."""
-    paths = sorted((*(file.path for file in source.files), *_copied(source)))
-    found = {path.relative_to(source.directory).as_posix(): path.stat() for path in paths}
+def file_times(paths: Iterable[pathlib.Path], directory: pathlib.Path) -> dict[str, list[int]]:
+    """Path within the directory → size and time of change (ns)."""
+    found = {path.relative_to(directory).as_posix(): path.stat() for path in sorted(paths)}
     return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in found.items()}
 
 
-def copied_files(source: Source) -> dict[str, bytes]:
-    """The files to copy; config.json with the dtype that the weights now have."""
-    copies = {
-        path.relative_to(source.directory).as_posix(): path.read_bytes() for path in _copied(source)
-    }
-    if source.config.dtype != source.dtype:
-        config = read_json(source.directory / "config.json")
-        config.pop("torch_dtype", None)
-        copies["config.json"] = json.dumps({**config, "dtype": source.dtype}, indent=2).encode()
-    return copies
-
-
-def _copied(source: Source) -> list[pathlib.Path]:
+def _copied(directory: pathlib.Path) -> list[pathlib.Path]:
     """Raises UserError for a link out of the checkpoint, whose target is nobody's to copy."""
-    paths = [source.directory / name for name in COPIED]
+    paths = [directory / name for name in COPIED]
     paths = [path for path in paths if os.path.lexists(path)]
-    paths += source.directory.glob("additional_chat_templates/*")
+    paths += directory.glob(f"{TEMPLATES}/*")
     for path in paths:
-        require_own_file(path, source.directory)
+        require_own_file(path, directory)
     return paths

@@ -12,7 +12,7 @@ import json
 import os
 import pathlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from moejax.checkpoints.directory import read_json
@@ -44,6 +44,9 @@ class Manifest:
     times. dtype: the weights', numpy's name. tree: the directory of Orbax's tree. params: by key,
     "runs.0.qkv". experts: version → layer → a checksum per expert. files: relative path → checksum
     of each other file. nonfinite: the source's tensors with NaN or infinite values → how many.
+    quantizers: version → how it was made from the dense one. errors: version → layer → ‖W − Ŵ‖/‖W‖
+    of each expert. dense_layers: version → the MoE layers that it lacks, since it cannot hold one
+    of their experts without loss.
     """
 
     provenance: dict[str, Any]
@@ -53,6 +56,9 @@ class Manifest:
     experts: dict[str, dict[int, tuple[str, ...]]] = dataclasses.field(default_factory=dict)
     files: dict[str, str] = dataclasses.field(default_factory=dict)
     nonfinite: dict[str, int] = dataclasses.field(default_factory=dict)
+    quantizers: dict[str, str] = dataclasses.field(default_factory=dict)
+    errors: dict[str, dict[int, tuple[float, ...]]] = dataclasses.field(default_factory=dict)
+    dense_layers: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
 
     def with_param(self, key: str, leaf: StoredLeaf) -> Manifest:
         return dataclasses.replace(self, params=self.params | {key: leaf})
@@ -60,6 +66,19 @@ class Manifest:
     def with_layer(self, version: str, layer: int, checksums: tuple[str, ...]) -> Manifest:
         layers = self.experts.get(version, {}) | {layer: checksums}
         return dataclasses.replace(self, experts=self.experts | {version: layers})
+
+    def with_errors(self, version: str, layer: int, errors: Iterable[float]) -> Manifest:
+        rounded = tuple(float(f"{error:.6g}") for error in errors)
+        layers = self.errors.get(version, {}) | {layer: rounded}
+        return dataclasses.replace(self, errors=self.errors | {version: layers})
+
+    def with_dense_layer(self, version: str, layer: int) -> Manifest:
+        layers = tuple(sorted({*self.dense_layers.get(version, ()), layer}))
+        return dataclasses.replace(self, dense_layers=self.dense_layers | {version: layers})
+
+    def has(self, version: str, layer: int) -> bool:
+        """Whether nothing of the layer is left to be written in that version."""
+        return layer in self.experts[version] or layer in self.dense_layers.get(version, ())
 
     def with_files(self, checksums: dict[str, str]) -> Manifest:
         return dataclasses.replace(self, files=self.files | checksums)
@@ -157,7 +176,14 @@ def _parse(content: dict[str, Any]) -> Manifest:
             raise ValueError(f"checksums {values!r}")
         return tuple(values)
 
-    for name in (*content["params"], *content["experts"], *content["files"]):
+    quantizers = content.get("quantizers", {})
+    for name in (
+        *content["params"],
+        *content["experts"],
+        *content["files"],
+        *quantizers,
+        *quantizers.values(),
+    ):
         if not name.isprintable():
             raise ValueError(f"the name {name!a} has unprintable characters")
     for path in content["files"]:
@@ -183,4 +209,13 @@ def _parse(content: dict[str, Any]) -> Manifest:
         },
         files={path: checksums([value])[0] for path, value in content["files"].items()},
         nonfinite={str(name): int(count) for name, count in content.get("nonfinite", {}).items()},
+        quantizers={str(version): str(name) for version, name in quantizers.items()},
+        errors={
+            version: {int(layer): tuple(map(float, values)) for layer, values in layers.items()}
+            for version, layers in content.get("errors", {}).items()
+        },
+        dense_layers={
+            str(version): tuple(map(int, layers))
+            for version, layers in content.get("dense_layers", {}).items()
+        },
     )

@@ -11,7 +11,7 @@ import json
 import logging
 import pathlib
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,12 +21,13 @@ from moejax.errors import UserError
 
 
 def orbax_files(
-    params: Mapping[str, Any], experts: Mapping[str, int], leaves: Iterable[Leaf]
+    params: Mapping[str, Any], experts: Mapping[str, Sequence[int]], leaves: Iterable[Leaf]
 ) -> tuple[str, dict[str, bytes]]:
     """(the directory of the tree, relative path → content) of all files but the chunks.
 
-    params: the tree of parameters, whatever its leaves. experts: version → MoE layers. leaves: all
-    of them. Raises UserError if this Orbax names their directories in another way.
+    params: the tree of parameters, whatever its leaves. experts: version → the MoE layers that it
+    has; a list in the tree, or where it lacks some, a dict by number. leaves: all of them. Raises
+    UserError if this Orbax names their directories in another way.
     """
     import jax
     from orbax.checkpoint import v1
@@ -34,7 +35,7 @@ def orbax_files(
     byte = np.zeros(1, np.uint8)
     tree = {
         "params": jax.tree.map(lambda _: byte, params),
-        "experts": {version: [byte] * layers for version, layers in experts.items()},
+        "experts": {version: _numbered(layers, byte) for version, layers in experts.items()},
     }
     context = v1.Context()
     context.array.saving.use_ocdbt = False
@@ -66,3 +67,8 @@ def orbax_files(
     for leaf in wanted.values():
         files[f"{name}/{leaf.name}/zarr.json"] = json.dumps(leaf.zarr()).encode()
     return name, files
+
+
+def _numbered(layers: Sequence[int], leaf: np.ndarray) -> list[np.ndarray] | dict[str, np.ndarray]:
+    whole = list(layers) == list(range(len(layers)))
+    return [leaf] * len(layers) if whole else {str(layer): leaf for layer in layers}

@@ -15,6 +15,9 @@ _ENGINE_OPTIONS = (
     "memory",
     "expert_budget",
     "kv_budget",
+    "budget",
+    "resize",
+    "cells",
     "step",
     "name_map",
     "dtype",
@@ -23,6 +26,12 @@ _ENGINE_OPTIONS = (
     "driver",
     "eviction",
     "prefetch",
+    "precision",
+    "hi",
+    "lo",
+    "interval",
+    "hi_share",
+    "quantizer",
     "max_model_len",
     "max_num_seqs",
     "max_num_batched_tokens",
@@ -45,8 +54,13 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
         if getattr(args, name) is not None:
             parse(getattr(args, name))
     options = {name: getattr(args, name) for name in _ENGINE_OPTIONS}
-    # What was not given keeps the library's default.
-    return {name: value for name, value in options.items() if value is not None}
+    # What was not given keeps the file's value or the library's default.
+    given = {name: value for name, value in options.items() if value is not None}
+    if getattr(args, "config", None) is None:
+        return given
+    from moejax.plan import read_options
+
+    return {**read_options(args.config), **given}
 
 
 @contextmanager
@@ -79,6 +93,12 @@ def add_trace_options(group: argparse._ArgumentGroup) -> None:
 
 def add_memory_options(group: argparse._ArgumentGroup) -> None:
     """--memory and its parts, and what makes room in them."""
+    group.add_argument(
+        "--config",
+        metavar="FILE",
+        help="options in a file that `moejax plan --output FILE` wrote; those that are given here "
+        "go before it",
+    )
     group.add_argument("--memory", metavar="SIZE", help="bytes of the arena, such as 16GiB")
     group.add_argument(
         "--expert-budget",
@@ -86,6 +106,26 @@ def add_memory_options(group: argparse._ArgumentGroup) -> None:
         help="what experts get: bytes such as 6GiB, or a share of them such as 25%%; 0 is legal",
     )
     group.add_argument("--kv-budget", metavar="SIZE", help="bytes that KV gets, such as 2GiB")
+    group.add_argument(
+        "--budget",
+        metavar="NAME[=TRACE]",
+        help="where the line between experts and KV is: fixed, by the sizes above, or mv_wsa=TRACE,"
+        " where it costs least on a trace's requests; see docs/memory.md (default: fixed)",
+    )
+    group.add_argument(
+        "--resize",
+        metavar="NAME",
+        help="whether the line moves while requests run: none, peak_headroom (KV gets its peak and "
+        "some headroom), mv_wsa (equal value of a byte on either side), joint (and how many run at "
+        "once, for the most tokens a second) (default: none)",
+    )
+    group.add_argument(
+        "--cells",
+        metavar="NAME[=TRACE]",
+        help="what each layer gets of the experts' share: uniform, marginal or optimal, by the "
+        "miss curves of a trace or, without one, live; or a number a layer such as 9,8,8,7 "
+        "(default: uniform)",
+    )
     group.add_argument(
         "--swap-space", metavar="SIZE", help="host memory for KV that makes room (default: 4GiB)"
     )
@@ -112,6 +152,35 @@ def add_memory_options(group: argparse._ArgumentGroup) -> None:
         help="which experts come ahead of need: random and moe-infinity with either driver; fate, "
         "mixtral-offloading, promoe=FILE, coactivation and layer-streaming with --driver host; "
         "=FILE is what a policy's fit learned from a trace, see docs/policies.md (default: none)",
+    )
+
+
+def add_precision_options(group: argparse._ArgumentGroup) -> None:
+    """--precision and what it mixes."""
+    group.add_argument(
+        "--precision",
+        metavar="NAME[,KEY=VALUE…]",
+        help="the version that experts are in: dense, lossless12 (same bits), int8, int4, int2 "
+        "(other bits), or dynaexq, map=FILE, random, which mix two; see docs/precision.md "
+        "(default: dense)",
+    )
+    group.add_argument("--hi", metavar="VERSION", help="of the hot experts (default: dense)")
+    group.add_argument("--lo", metavar="VERSION", help="of the others (default: int4)")
+    group.add_argument(
+        "--hi-share",
+        type=float,
+        metavar="SHARE",
+        help="share of the experts that are in --hi, 0 to 1 (default: as many as fit)",
+    )
+    group.add_argument(
+        "--interval",
+        metavar="'N UNIT'",
+        help="how often dynaexq decides, in tokens, steps or seconds (default: '4096 tokens')",
+    )
+    group.add_argument(
+        "--quantizer",
+        metavar="NAME",
+        help="how versions are made that the checkpoint lacks: rtn, mse (default: rtn)",
     )
 
 

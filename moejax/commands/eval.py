@@ -16,6 +16,7 @@ from host_offload.budget import format_bytes
 from moejax.commands.engine_options import (
     add_engine_options,
     add_memory_options,
+    add_precision_options,
     add_trace_options,
     engine_options,
     notes_unsaid,
@@ -79,6 +80,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     )
     task.add_argument("--limit", type=int, metavar="N", help="only the first N tokens of each file")
     add_memory_options(evaluate.add_argument_group("memory"))
+    add_precision_options(evaluate.add_argument_group("precision"))
     add_engine_options(evaluate.add_argument_group("engine"))
     output = evaluate.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="one JSON object, and no progress")

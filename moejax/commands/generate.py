@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from moejax.commands.engine_options import (
     add_engine_options,
     add_memory_options,
+    add_precision_options,
     add_trace_options,
     engine_options,
     notes_unsaid,
@@ -85,6 +86,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     add_file_options(generate.add_argument_group("files"))
     _add_sampling(generate.add_argument_group("sampling"))
     add_memory_options(generate.add_argument_group("memory"))
+    add_precision_options(generate.add_argument_group("precision"))
     add_engine_options(generate.add_argument_group("engine"))
     output = generate.add_argument_group("output")
     output.add_argument(

@@ -15,7 +15,7 @@ from moejax.sizes import parse_rate, parse_size
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from moejax.info import Fit, ModelInfo
+    from moejax.info import Fit, ModelInfo, Weights
 
 SIZES = tuple(gib << 30 for gib in (8, 16, 24, 40, 80))
 """Memories that are shown where there is no GPU to ask."""
@@ -111,6 +111,7 @@ def _run(args: argparse.Namespace) -> int:
     print(f"{args.path}: {info.architecture} in {info.dtype} ({kind})")
     print_table(_parts(info))
     print_table(_layout(info))
+    print_table(_versions(info, weights))
     tokens = args.context or info.max_model_len
     print(
         f"\nWhat fits, and what a decode step of {args.batch} then moves at {args.link} if routing "
@@ -150,15 +151,31 @@ def _parts(info: ModelInfo) -> Table:
 def _layout(info: ModelInfo) -> Table:
     table = new_table("memory", "bytes")
     table.add_row("on the device for good", format_bytes(info.device_bytes))
-    for name, version in info.versions.items():
-        table.add_row(f"experts in host memory, {name}", format_bytes(version.store_bytes))
-        table.add_row(f"one expert, {name}", format_bytes(version.record_bytes))
+    dense = info.versions["dense"]
+    table.add_row("experts in host memory, dense", format_bytes(dense.store_bytes))
+    table.add_row("one expert, dense", format_bytes(dense.record_bytes))
     holds = f"one expert or {info.pages_per_slot} pages"
     table.add_row(f"slot of the arena: {holds}", format_bytes(info.slot_bytes))
     table.add_row(f"KV page of {info.page_tokens} tokens", format_bytes(info.page_bytes))
     table.add_row("KV of a token", format_bytes(info.kv_token_bytes))
     longest = f"KV of {info.max_model_len} tokens, the longest sequence"
     table.add_row(longest, format_bytes(info.kv_sequence_bytes))
+    return table
+
+
+def _versions(info: ModelInfo, weights: Weights | None) -> Table:
+    """weights: with the versions in the checkpoint; the others are made when a run starts."""
+    made_by = {}
+    if weights is not None:
+        made_by = {name: by.split(",")[0] for name, by in weights.quantizers.items()}
+        for name, layers in weights.dense_layers.items():
+            made_by[name] += f"; {len(layers)} of {info.moe_layers} layers dense"
+    table = new_table("expert", "bytes", "of dense", "of all", "made by")
+    dense = info.versions["dense"].record_bytes
+    for name, version in info.versions.items():
+        share = f"{version.record_bytes / dense:.1%}"
+        sizes = format_bytes(version.record_bytes), share, format_bytes(version.store_bytes)
+        table.add_row(name, *sizes, made_by.get(name, "–"))
     return table
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from host_offload.layout import ExpertLayout, SlotLayout, slot_layout
 from moejax.models.rope import Rope
@@ -144,8 +145,14 @@ class ModelConfig:
         """The dense record of one expert. itemsize: bytes of a weight."""
         return ExpertLayout(self.hidden_size, self.moe_intermediate_size, itemsize)
 
-    def slot_layout(self, itemsize: int) -> SlotLayout:
-        """How slots of an arena are cut for this model. itemsize: bytes of a weight."""
+    def slot_layout(
+        self,
+        itemsize: int,
+        versions: Sequence[str] = ("dense",),
+        dtype: str | None = None,
+    ) -> SlotLayout:
+        """How slots of an arena are cut for this model. itemsize: bytes of a weight. versions,
+        dtype: see host_offload.layout.slot_layout."""
         return slot_layout(
             hidden=self.hidden_size,
             width=self.moe_intermediate_size,
@@ -154,4 +161,6 @@ class ModelConfig:
             kv_heads=self.kv_heads,
             head_dim=self.kv_width,
             latent=self.kv_latent,
+            versions=versions,
+            dtype=dtype,
         )

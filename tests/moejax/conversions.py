@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from moejax.checkpoints import orbax_manifest
-from moejax.convert import LOCK
+from moejax.checkpoints.orbax_destination import LOCK
 
 
 def assert_same_model(found, expected):

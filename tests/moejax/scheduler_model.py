@@ -51,13 +51,13 @@ class Device:
     def __init__(self, *, pages: int, rows: int, sweep_chunks: int, max_model_len: int, **options):
         per_slot = LAYOUT.pages_per_slot
         slots = -(-pages // per_slot)
-        arena = SlotArena(LAYOUT, slots, 1, 1, 1)
+        arena = options.pop("arena", None) or SlotArena(LAYOUT, slots, 1, 1, 1)
         arena.grant_kv_slots(slots)
         # Slots hold several pages; what is left of the last one is nobody's.
         self.spare = arena.allocate_pages(slots * per_slot - pages)
         swap_bytes = options.pop("swap_bytes", 10**9)
         shapes = StepShapes(rows, CHUNK, sweep_chunks, -(-max_model_len // BLOCK))
-        cache = KVCache(arena, self._read, self._write, swap_bytes)
+        cache = KVCache(arena, self._read, self._write, self._move, swap_bytes)
         self.scheduler = Scheduler(cache, shapes, rows, max_model_len, **options)
         self.pages: dict[int, list] = {}
         self.tokens = [-1] * rows
@@ -70,6 +70,9 @@ class Device:
     def _write(self, pages: Sequence, rows: Sequence[int]) -> None:
         for page, row in zip(pages, rows, strict=True):
             self.pages[row] = list(page)
+
+    def _move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        self._write(self._read(sources), targets)
 
     def add(self, prompt: Sequence[int], turn: Turn) -> Request:
         params = SamplingParams(max_tokens=turn.max_tokens, temperature=0)

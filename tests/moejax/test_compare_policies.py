@@ -1,6 +1,7 @@
 """Policies are compared over the same routing, never below their bounds; no engine runs here."""
 
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -12,13 +13,15 @@ from moejax.errors import UserError
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
+import bench_policies
 import compare_policies
+import policy_arms
 import policy_report
 import policy_traces
 
 SMALL = (
     *("--text", "--shared", "0.5", "--layers", "2", "--tokens", "3"),
-    *("--batches", "1,2", "--budgets", "2"),
+    *("--batches", "1,2", "--budgets", "2", "--processes", "1"),
 )
 
 
@@ -69,11 +72,11 @@ def test_every_policy_has_its_figures(directory, lines):
         for budget in cells:
             here = {name: x for (name, *at), x in found.items() if at == [batch, budget]}
             bounded = budget >= here["lru"]["largest_step"]
-            assert here.keys() == (names if bounded else names - {*compare_policies.BOUNDS})
+            assert here.keys() == (names if bounded else names - {*policy_report.BOUNDS})
             assert here["lru"]["misses"] == lru_misses(trace, budget)
             if not bounded:
                 continue
-            assert here["random"]["seeds"] == 3
+            assert here["random"]["seeds"] == len(here["random"]["transfers_by_seed"]) == 10
             for name in names - {"static-layers"}:
                 assert here[name]["transfers"] >= here["MIN"]["transfers"], name
             # The oracle knows more than nothing, and streaming moves whatever is not there.
@@ -84,8 +87,8 @@ def test_every_policy_has_its_figures(directory, lines):
 
 
 def test_a_policy_below_its_bound_is_noticed(directory, monkeypatch):
-    impossible = dict.fromkeys(compare_policies.BOUNDS, 10**9)
-    monkeypatch.setattr(compare_policies, "bounds_of", lambda *_: impossible)
+    impossible = dict.fromkeys(policy_report.BOUNDS, 10**9)
+    monkeypatch.setattr(policy_arms, "bounds_of", lambda *_: impossible)
     with pytest.raises(RuntimeError, match="below the bound"):
         compare_policies.main(["curves", str(directory / "other"), *SMALL, "--no-plots"])
 
@@ -108,8 +111,71 @@ def test_coactivation_on_and_off(directory, capsys):
 
 def test_plots(directory, lines):
     assert compare_policies.main(["draw", str(directory)]) == 0
-    for name in ("misses.png", "transfers.png"):
+    for name in ("misses-generated.png", "transfers-generated.png"):
         assert (directory / name).read_bytes()[:4] == b"\x89PNG"
+        assert (directory / name).stat().st_size < 150_000
+
+
+def test_a_link_gives_predicted_times(directory, lines, capsys):
+    """8 GB/s and no arithmetic: the stall is all that the link needs; 10 ms a step hide some."""
+    shown = [*SMALL, "--no-plots", "--bandwidth", "8"]
+    assert compare_policies.main(["curves", str(directory), *shown]) == 0
+    text = (directory / "curves.jsonl").read_text()
+    for line, plain in zip(map(json.loads, text.splitlines()), lines, strict=True):
+        assert {name: line[name] for name in plain} == plain
+        needs = plain["bytes"] / 8e9 / plain["steps"]
+        assert line["moving_s"] == pytest.approx(needs) and line["stall_s"] == line["moving_s"]
+    assert "times are predicted" in " ".join(capsys.readouterr().out.split())
+    link = policy_arms.Link(1 / 8e9, {1: 0.01})
+    assert link.of(4 * 8e9, steps=100, batch=1) == pytest.approx(
+        {"moving_s": 0.04, "stall_s": 0.03}
+    )
+    assert link.of(0.5 * 8e9, steps=100, batch=1)["stall_s"] == 0
+
+
+@pytest.mark.slow
+def test_processes_change_nothing(directory, lines):
+    wide = [*SMALL[:-1], "2"]
+    assert compare_policies.main(["curves", str(directory), *wide, "--no-plots"]) == 0
+    text = (directory / "curves.jsonl").read_text()
+    assert [json.loads(line) for line in text.splitlines()] == lines
+
+
+@pytest.mark.parametrize(("n", "cut"), [(6, 0), (8, 0), (9, 1), (11, 1), (12, 2), (20, 5)])
+def test_the_interval_of_a_median(n, cut):
+    """Order statistics of the sign test's table; one further in would be below 95%."""
+    values = [float(v) for v in np.random.default_rng(n).permutation(n)]
+    assert bench_policies.interval(values) == (cut, n - 1 - cut)
+    below = [math.comb(n, k) / 2**n for k in range(cut + 2)]
+    assert 1 - 2 * sum(below[: cut + 1]) >= 0.95 > 1 - 2 * sum(below)
+
+
+def test_too_few_repeats_are_refused(tmp_path, capsys):
+    assert bench_policies.main([str(tmp_path), "--repeats", "5"]) == 2
+    assert "the median of fewer than 6 has no 95% interval" in capsys.readouterr().err
+    assert bench_policies.main([str(tmp_path), "--tokens", "4"]) == 2
+    assert "--tokens at least 5" in capsys.readouterr().err
+
+
+@pytest.mark.nightly
+@pytest.mark.shared
+def test_times_of_policies(tmp_path, capsys):
+    """The demo model: every arm once in a short regime, the same tokens, both drivers."""
+    shared = Path(__file__).resolve().parents[3] / "shared"
+    options = ["--model", "demo", "--text", str(shared / "corpora/text.txt"), "--batches", "2"]
+    options += ["--sequences", "2", "--prompt-tokens", "8", "--long-prompt-tokens", "0", "--json"]
+    assert bench_policies.main([str(tmp_path), *options, "--policies", "lfu,fate,random"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [x["policy"] for x in lines] == ["lru", "lfu", "random", "lru (host)", "fate"]
+    for line in lines:
+        assert line["repeats"] == 6 and line["runs"] == (12 if line["policy"] == "random" else 6)
+        low, high = line["ms_interval"]
+        assert 0 < low <= line["ms_per_step"] <= high
+        assert line["steps"] + line["steps_left_out"] == 15 * line["runs"]
+        assert (line["ahead_per_step"] > 0) == (line["policy"] in ("random", "fate"))
+    wrong = [*options, "--policies", "belady"]
+    assert bench_policies.main([str(tmp_path), *wrong]) == 2
+    assert "no policy is called 'belady'; known: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -119,6 +185,10 @@ def test_plots(directory, lines):
         (("--shared", "2"), "shared in [0, 1]"),
         (("--shared", ""), "give --text or --shared"),
         (("--text", "a/x.txt", "b/x.txt"), "texts must have different names"),
+        (("--processes", "0"), "sizes must be at least 1"),
+        (("--bandwidth", "0"), "GB/s above 0"),
+        (("--bandwidth", "8", "--costs", "c.json"), "without --costs"),
+        (("--costs", "/nowhere/c.json"), "/nowhere/c.json"),
     ],
 )
 def test_refusals(tmp_path, capsys, wrong, message):
@@ -135,4 +205,3 @@ def test_refusals_of_files(tmp_path, capsys, monkeypatch):
     with pytest.raises(UserError, match="no room for a prompt of 30"):
         policy_traces.windows(np.arange(100), policy_traces.TEST, 2, 30)
     assert policy_traces.windows(np.arange(100), policy_traces.TEST, 2, 19)[-1][-1] == 99
-    assert policy_report.BOUNDS == compare_policies.BOUNDS

@@ -130,6 +130,15 @@ def test_swapping_copies_nothing_but_pages(runner):
     assert pages_out.memory.temp_bytes <= 2 * SWAP_PAGES * page
 
 
+def test_moving_pages_copies_nothing_but_pages(runner):
+    page = runner.layout.page.nbytes
+    lowered = runner.lower("move_pages")
+    moved = read_executable(lowered.compile(compiler_options=compiler_options("cpu")))
+    assert moved.copies(runner.layout.slot_bytes) == []
+    assert moved.memory.alias_bytes == nbytes(runner.arena)
+    assert moved.memory.temp_bytes <= 2 * SWAP_PAGES * page
+
+
 def test_sweep_in_waves_copies_nothing_large(runner):
     programs = runner.programs()
     waves = dataclasses.replace(programs.shapes, waves=3)
@@ -248,6 +257,15 @@ def test_swapping_pages_of_a_large_arena_copies_nothing_else(large):
     assert {size for _, size in pages_out.host_copies(MiB, to_host=True)} == {page}
     assert pages_out.memory.host_output_bytes == SWAP_PAGES * page
     assert pages_out.memory.temp_bytes <= 2 * SWAP_PAGES * page
+
+
+@pytest.mark.aot
+def test_moving_pages_of_a_large_arena_copies_nothing_else(large):
+    page, program = large.page_layout.nbytes, large.program("move_pages")
+    moved = compile_for_h200(program.function, *program.args, donate_argnums=program.donated)
+    assert [size for _, size in moved.copies(MiB) if size > page] == []
+    assert moved.memory.alias_bytes == nbytes(large.arena)
+    assert moved.memory.temp_bytes <= 2 * SWAP_PAGES * page
 
 
 @pytest.mark.aot

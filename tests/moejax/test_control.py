@@ -20,6 +20,7 @@ from host_offload.policies.static import Static
 from host_offload.policy import Decision, Moment, Observation, Spec, Stage
 from host_offload.tables import empty_tables, snapshot
 from moejax import LLM, SamplingParams, UserError
+from moejax.budgets import Moved
 from moejax.cli import _parser
 from moejax.control import Control, PageUse
 from moejax.experts import Paging
@@ -214,7 +215,7 @@ def test_policies_between_layers():
 
 
 class FakeRunner:
-    driver = "device"
+    driver, layer_versions = "device", None
 
     def __init__(self):
         self.transfers, self.hooks = [], None
@@ -249,6 +250,7 @@ def record(number: int, staged=None) -> StepRecord:
         position=np.array([7]),
         paging=Paging(*[np.zeros(LAYERS, np.int32)] * 4),
         staged=staged,
+        staged_bytes=0,
         finished=(),
         **{k: given[k] for k in ("request", "phase", "ids", "weights", "missed")},
     )
@@ -326,7 +328,7 @@ def test_a_budget_goes_to_the_engine(can):
     control = Control(FakeRunner(), Controller(spec(), [policy]))  # type: ignore[arg-type]
     asked = []
     if can is not None:
-        control.set_budget = lambda cells, pages: bool(asked.append((cells, pages)) or can)
+        control.set_budget = lambda cells, pages: asked.append((cells, pages)) or Moved(can, can)
     control.before_step(0)
     control.after_dispatch(0)
     control.after_read(record(0), USE)

@@ -16,10 +16,11 @@ import numpy as np
 import pytest
 
 from moejax.checkpoint import load_checkpoint
+from moejax.checkpoints.orbax_destination import LOCK
 from moejax.checkpoints.orbax_manifest import JOURNAL, MANIFEST
 from moejax.checkpoints.orbax_metadata import orbax_files
 from moejax.cli import main
-from moejax.convert import LOCK, convert
+from moejax.convert import convert
 from moejax.errors import UserError
 from tests.moejax.conversions import assert_same_model, contents, flip
 from tests.moejax.random_checkpoint import CONFIG, random_tensors, write
@@ -158,7 +159,7 @@ def test_an_orbax_that_lays_trees_out_in_another_way():
     with pytest.raises(
         UserError, match=r"orbax-checkpoint \S+ keeps the leaves of a tree in other"
     ):
-        orbax_files({"embed": 0}, {"dense": 1}, [])
+        orbax_files({"embed": 0}, {"dense": [0]}, [])
 
 
 def test_two_conversions_at_once(source, unfinished):

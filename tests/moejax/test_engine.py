@@ -16,7 +16,7 @@ import pytest
 from host_offload.policy_rules import PolicyError
 from moejax import LLM, SamplingParams, UserError
 from moejax.arena_report import kv_faults
-from moejax.budgets import try_grant
+from moejax.budgets import Resizer
 from moejax.runner import Runner
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -145,10 +145,12 @@ def test_a_policy_may_shrink_kv_although_prompts_are_cached(llm):
     arena, before = scheduler.arena, llm.stats()["arena"]
     llm.generate(np.random.default_rng(5).integers(1, 4096, 200).tolist(), GREEDY)
     assert scheduler.cache.idle > 8
-    assert try_grant(runner, scheduler, None, arena.layout.pages_per_slot)
+    resizer = Resizer(runner, scheduler)
+    while not resizer.move(None, arena.layout.pages_per_slot).settled:
+        assert kv_faults(scheduler) == []
     assert arena.pages == arena.layout.pages_per_slot and kv_faults(scheduler) == []
     with pytest.raises(PolicyError, match="wants what the arena cannot give"):
-        try_grant(runner, scheduler, None, 10**6)
+        resizer.move(None, 10**6)
     llm.engine.set_budget(before["cells_per_layer"], before["kv_slots"])
 
 

@@ -213,7 +213,10 @@ def test_json(capsys):
     status, out, _ = run(capsys, "demo", "--json", "--memory", "4MiB", "--link", "1MiB/s")
     found = json.loads(out)
     assert status == 0 and found["path"] == "demo" and found["weights"]["format"] == "safetensors"
-    assert found["host_bytes"] == {"dense": 6 << 20} and found["slot_bytes"] == 96 << 10
+    assert found["host_bytes"]["dense"] == 6 << 20 and found["slot_bytes"] == 96 << 10
+    assert found["host_bytes"].keys() == {"dense", "int8", "int4", "int2", "lossless12"}
+    assert found["versions"]["int4"] == {"record_bytes": 25600, "store_bytes": 64 * 25600}
+    assert found["weights"]["quantizers"] == {}
     (only,) = found["fits"]
     assert only["memory"] == 4 << 20 and 0 < only["resident_share"] < 1
     assert only["step_floor_s"] == only["step_bytes"] / (1 << 20)

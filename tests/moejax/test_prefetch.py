@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from host_offload.replay import replay
 from host_offload.tables import empty_tables, with_contents
 from host_offload.traces import Trace, read_trace
 from moejax import LLM, SamplingParams
-from moejax.budgets import try_grant
 from moejax.cli import main
 from moejax.control import start_control
 from moejax.errors import UserError
@@ -48,7 +46,7 @@ def use(llm: LLM, policies: Sequence[Policy], router: np.ndarray | None = None) 
     routers = [] if router is None else [jnp.asarray(np.swapaxes(router, 1, 2))]
     engine.control = start_control(runner, policies, max_model_len=256, seed=0, routers=routers)
     if engine.control is not None:
-        engine.control.set_budget = partial(try_grant, runner, engine.scheduler)
+        engine.control.set_budget = engine.try_budget
     engine._steps = itertools.count()
 
 
@@ -76,7 +74,7 @@ def recorded(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("driver", ["device", "host"])
+@pytest.mark.parametrize("driver", [pytest.param("device", marks=pytest.mark.nightly), "host"])
 def test_no_bit_depends_on_prefetch(driver, tmp_path):
     """Every policy by turns in one engine, those that learn from a trace of its own; and the
     simulator replays what the engine did."""

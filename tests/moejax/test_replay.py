@@ -22,9 +22,8 @@ from host_offload.prefetch import PREFETCH
 from host_offload.replay import replay
 from host_offload.simulator import simulate, spec_of
 from host_offload.tables import empty_tables, with_contents
-from host_offload.traces import Trace, TraceError, TraceWriter, read_trace
+from host_offload.traces import USES, Trace, TraceError, TraceWriter, read_trace
 from moejax import LLM, SamplingParams
-from moejax.budgets import try_grant
 from moejax.control import start_control
 from moejax.tracing import start_trace
 from tests.host_offload.erratic_policy import Erratic
@@ -80,8 +79,11 @@ def start():
         yield start
 
 
-def traced(llm: LLM, directory, eviction: str | None, policies=(), jobs=JOBS) -> Trace:
-    """The trace of jobs on a cold engine under other policies: contents only, nothing compiled."""
+def traced(
+    llm: LLM, directory, eviction: str | None, policies=(), jobs=JOBS, by_hand=None
+) -> Trace:
+    """The trace of jobs on a cold engine under other policies: contents only, nothing compiled.
+    by_hand: cells of each layer, for the same jobs once more."""
     engine = llm.engine
     runner = engine.runner
     name, policies = with_eviction(eviction, policies)
@@ -99,9 +101,12 @@ def traced(llm: LLM, directory, eviction: str | None, policies=(), jobs=JOBS) ->
     tracer = start_trace(directory, runner, dtype=llm.dtype, seed=0, settings=settings)
     if engine.control is not None:
         engine.control.controller.listener = tracer.event
-        engine.control.set_budget = functools.partial(try_grant, runner, engine.scheduler)
+        engine.control.set_budget = engine.try_budget
     engine.tracer = tracer
     run(llm, jobs, check=False)
+    if by_hand is not None:
+        engine.set_budget(by_hand, engine.scheduler.arena.count(SlotClass.KV))
+        run(llm, jobs, check=False)
     if engine.control is not None:
         engine.control.finish()
     tracer.close()
@@ -186,6 +191,62 @@ def test_what_cannot_be_replayed(start, tmp_path):
         replay(late, policies=(FIFO(),))
     with pytest.raises(TraceError, match="needs 'probs', which this trace does not have; record"):
         simulate(trace, policies=(scripted(needs={"probs"}),))
+
+
+def moving(cells: list[int], kv_pages: int) -> Policy:
+    """Moves both sides of the budget after step 9, and cells alone later."""
+    script = {
+        (Moment.STEP_END, 9): Decision(cells=np.array(cells), kv_pages=kv_pages),
+        (Moment.STEP_END, 60): Decision(cells=np.array([6, 5, 4, 3])),
+    }
+    return scripted(script, needs={"cells", "state"}, writes={"cells", "kv_pages"})
+
+
+@pytest.mark.parametrize("driver", ["device", pytest.param("host", marks=pytest.mark.nightly)])
+def test_budgets_that_wait_are_replayed(start, driver, tmp_path):
+    """KV in use is in the way of a policy that moves cells and pages at once; the replay waits as
+    long. Then a budget is moved by hand, between two requests."""
+    llm, params = start(driver), dataclasses.replace(GREEDY, max_tokens=30)
+    arena = llm.engine.scheduler.arena
+    jobs = [Job(tuple(range(5, 95)), params), Job(tuple(range(8, 98)), params, arrival=1)]
+    jobs += [Job(tuple(range(3, 93)), dataclasses.replace(params, max_tokens=60), arrival=2)]
+    least = -(-LIMITS["max_model_len"] // arena.layout.page.block_size)
+    policies = (moving([7, 3, 8, 5], least), RecentPrefetch())
+    trace = traced(llm, tmp_path / "t", "lfu", policies, jobs, by_hand=[2, 9, 4, 7])
+    *moved, last, by_hand = trace.budgets()
+    # A decision is read a step late, so step 11 is the first that could have it.
+    assert moved[0].step == 11 and not moved[0].settled and moved[-1].settled
+    assert moved[-1].step > 12 and moved[-1].cells == (7, 3, 8, 5) and last.cells == (6, 5, 4, 3)
+    assert least <= moved[-1].kv_pages < trace.array("step.use")[0, USES.index("kv_pages")]
+    assert by_hand.by_hand and by_hand.cells == (2, 9, 4, 7)
+    assert not any(budget.by_hand for budget in (*moved, last))
+    found = replay(trace, policies=policies)
+    assert found.control is not None
+    assert found.control["budget_deferred"] == moved[-1].step - 11
+    path = trace.directory / "decisions.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    first = next(i for i, line in enumerate(lines) if '"budget"' in line)
+
+    def refused(changed: list[str], match: str) -> None:
+        path.write_text("".join(changed))
+        with pytest.raises(TraceError, match=match):
+            replay(read_trace(trace.directory), policies=policies)
+
+    # Later, never, or by hand in place of a policy: each is another run.
+    late = lines[first].replace('"step": 11', '"step": 16')
+    refused([*lines[:first], late, *lines[first + 1 :]], "the trace has .*, the replay")
+    refused(lines[:first] + lines[first + 1 :], "the trace has .*, the replay")
+    early = lines[first].replace('"step": 11', '"step": 4')
+    refused([*lines[:first], early, *lines[first + 1 :]], "before step 4 a budget was .* no policy")
+
+
+def test_budgets_moved_by_hand_are_replayed_without_policies(start, tmp_path):
+    trace = traced(start("device"), tmp_path / "t", "lru", jobs=JOBS[:2], by_hand=[2, 9, 4, 7])
+    (budget,) = trace.budgets()
+    found = replay(trace)
+    assert 10 < budget.step < trace.steps - 10
+    without = simulate(trace, eviction="lru")
+    assert (without.misses != found.misses).any()
 
 
 @pytest.mark.nightly

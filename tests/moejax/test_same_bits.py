@@ -109,9 +109,9 @@ def test_mixes_and_budgets_change_no_bit(llm, solo, mix, cells, more_kv, evictio
 @pytest.mark.parametrize(
     "options",
     [
-        {"expert_budget": "0%", "kv_budget": "1MiB"},
         {"expert_budget": "30%", "prefill_waves": 3, "eviction": "lfu"},
-        {"memory": "8MiB", "prefill_waves": 5},
+        pytest.param({"expert_budget": "0%", "kv_budget": "1MiB"}, marks=pytest.mark.nightly),
+        pytest.param({"memory": "8MiB", "prefill_waves": 5}, marks=pytest.mark.nightly),
     ],
     ids=str,
 )

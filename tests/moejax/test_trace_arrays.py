@@ -167,7 +167,10 @@ def test_policies_see_them(device, host):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["decode_traced", "prefill_traced_staged"])
+@pytest.mark.parametrize(
+    "name",
+    ["decode_traced", pytest.param("prefill_traced_staged", marks=pytest.mark.nightly)],
+)
 def test_a_traced_step_copies_nothing_large(name):
     programs = abstract_programs(
         shape("demo"), 32 * MiB, rows=16, max_model_len=1024, max_num_batched_tokens=1024

@@ -32,7 +32,7 @@ HEADER = TraceHeader(
 )
 
 
-def record(number: int, kind: str = "decode", read_s: float = 0.0, staged=None) -> StepRecord:
+def record(number: int, kind: str = "decode", read_s: float = 0.0, staged_bytes=0) -> StepRecord:
     rng = np.random.default_rng(number)
     return StepRecord(
         number=number,
@@ -49,18 +49,19 @@ def record(number: int, kind: str = "decode", read_s: float = 0.0, staged=None) 
         weights=rng.random((3, 2, 2), dtype=np.float32),
         paging=Paging(*(np.array(c, np.int32) for c in ([6, 5], [3, 3], [2, 1], [1, 1]))),
         missed=rng.random((2, 8)) < 0.4,
-        staged=staged,
+        staged=None,
+        staged_bytes=staged_bytes,
         finished=(1,) if number == 1 else (),
     )
 
 
 def test_a_record_becomes_a_step(tmp_path, monkeypatch):
     monkeypatch.setattr(tracing, "BATCH", 2)
-    tracer = Tracer(TraceWriter(tmp_path / "t", HEADER), record_bytes=100, waves=3)
+    tracer = Tracer(TraceWriter(tmp_path / "t", HEADER), record_bytes=(100,), waves=3)
     began = tracer._began
     records = [
         record(0, "prefill", began + 1.0),
-        record(1, read_s=began + 1.25, staged=np.array([1, 0, 1], np.int32)),
+        record(1, read_s=began + 1.25, staged_bytes=170),
         record(2, read_s=began + 9.0),
     ]
     use = types.SimpleNamespace(**{name: i for i, name in enumerate(USES)})
@@ -87,7 +88,7 @@ def test_a_record_becomes_a_step(tmp_path, monkeypatch):
     assert [s.start_s for s in steps] == pytest.approx([0.5, 0.75, 8.5])
     assert [s.read_s for s in steps] == pytest.approx([1.0, 1.25, 9.0])
     assert [s.waves.tolist() for s in steps] == [[3, 3], [1, 1], [1, 1]]
-    assert [s.bytes.tolist() for s in steps] == [[300, 200, 0], [300, 200, 200], [300, 200, 0]]
+    assert [s.bytes.tolist() for s in steps] == [[300, 200, 0], [300, 200, 170], [300, 200, 0]]
     assert steps[0].use.tolist() == [-1] * 7 and steps[2].use.tolist() == [*range(7)]
     assert trace.marks()[0].step == 0 and trace.marks()[0].name == "all of it"
     assert [(*t[:4], *t[4:]) for t in trace.transfers()] == [
@@ -100,7 +101,7 @@ def test_a_record_becomes_a_step(tmp_path, monkeypatch):
 def test_optional_arrays_are_those_of_the_header(tmp_path, monkeypatch):
     """A policy may need others than the trace; large ones are not kept for BATCH steps."""
     header = dataclasses.replace(HEADER, probabilities=True, embedding=4)
-    tracer = Tracer(TraceWriter(tmp_path / "t", header), record_bytes=1)
+    tracer = Tracer(TraceWriter(tmp_path / "t", header), record_bytes=(1,))
     probs, wide = np.full((3, 2, 8), 0.125, np.float16), np.ones((3, 2, 4), np.float16)
     embedding = np.arange(12, dtype=np.float16).reshape(3, 4)
     arrays = {"probs": probs, "gate_input": wide, "embedding": embedding}
@@ -121,7 +122,7 @@ def test_a_trace_that_cannot_go_on_is_a_users_error(tmp_path, monkeypatch):
     def full(_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    tracer = Tracer(TraceWriter(tmp_path / "t", HEADER), record_bytes=1)
+    tracer = Tracer(TraceWriter(tmp_path / "t", HEADER), record_bytes=(1,))
     tracer.after_read(record(0))
     with monkeypatch.context() as patch:
         patch.setattr(trace_writer.os, "fsync", full)
@@ -141,7 +142,7 @@ def test_a_full_disk_is_said_while_the_run_goes_on(tmp_path, monkeypatch):
     def full(_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    tracer = Tracer(TraceWriter(tmp_path / "t", HEADER, chunk_bytes=1000), record_bytes=1)
+    tracer = Tracer(TraceWriter(tmp_path / "t", HEADER, chunk_bytes=1000), record_bytes=(1,))
     monkeypatch.setattr(trace_writer.os, "fsync", full)
     with pytest.raises(UserError, match="No space left on device; make room"):
         feed(tracer, 200)
@@ -157,7 +158,7 @@ def feed(tracer, count):
 def test_a_run_that_ends_without_close_completes_its_trace(tmp_path, repository):
     code = (
         "import sys; from pathlib import Path; from tests.moejax.test_tracing import *\n"
-        "feed(Tracer(TraceWriter(Path(sys.argv[1]), HEADER), record_bytes=1), 40)"
+        "feed(Tracer(TraceWriter(Path(sys.argv[1]), HEADER), record_bytes=(1,)), 40)"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "t")], cwd=repository, check=True)
     trace = read_trace(tmp_path / "t")

@@ -14,7 +14,7 @@ from moejax.cli import main
 LIMITS = {"max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 256}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_losses_at_two_steps_are_those_of_the_training_program(tmp_path):
     text = "".join(f"{i} and {i + 1} are {2 * i + 1}. " for i in range(500)).encode()
     end = np.frombuffer(text[-260:], np.uint8).reshape(4, 65).astype(np.int32)

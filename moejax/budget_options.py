@@ -1,0 +1,219 @@
+"""Budgets by name: where the line between experts and KV is, whether it moves, and how the cells
+are shared over layers (docs/memory.md)."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from host_offload.arena import SlotClass
+from host_offload.budget import Budget
+from host_offload.cell_allocation import ALLOCATIONS, allocate
+from host_offload.configurator import bursts_of, configure
+from host_offload.miss_curves import trace_curves
+from host_offload.policies.joint_budget import JointBudget
+from host_offload.policies.layer_cells import LayerCells
+from host_offload.policies.mv_wsa import MvWsa
+from host_offload.policies.peak_headroom import PeakHeadroom
+from host_offload.policy import Policy
+from host_offload.split import division_of, miss_costs
+from host_offload.traces import Trace, TraceError, read_trace
+from moejax.budgets import cells_of
+from moejax.control import spec_of_engine
+from moejax.engine import Engine
+from moejax.errors import UserError
+from moejax.startup import Limits
+
+log = logging.getLogger("moejax")
+
+BUDGET = ("fixed", "mv_wsa")
+"""Names of budget=: as memory, expert_budget and kv_budget say; by WiSP's configurator."""
+
+RESIZE: dict[str, Callable[[BudgetOptions], tuple[Policy, ...]]] = {
+    "none": lambda options: options.live_cells(),
+    "peak_headroom": lambda options: (PeakHeadroom(),),
+    "mv_wsa": lambda options: (MvWsa(allocation=options.cells, kv_miss=options.kv_overflow),),
+    "joint": lambda options: (JointBudget(),),
+}
+"""Names of resize= → the policies that move slots while requests run."""
+
+
+@dataclasses.dataclass(frozen=True)
+class BudgetOptions:
+    """What `budget=`, `resize=` and `cells=` came to."""
+
+    budget: str = "fixed"
+    resize: str = "none"
+    cells: str = "uniform"
+    budget_trace: str | None = None
+    cells_trace: str | None = None
+    given_cells: tuple[int, ...] | None = None
+    """Cells of each layer, in numbers."""
+    kv_overflow: str = "swap"
+
+    def policies(self) -> tuple[Policy, ...]:
+        return RESIZE[self.resize](self)
+
+    def live_cells(self) -> tuple[Policy, ...]:
+        """By live curves, where no trace says how cells are shared."""
+        known = self.cells == "uniform" or self.cells_trace or self.budget_trace
+        return () if known else (LayerCells(allocation=self.cells),)
+
+    def stats(self) -> dict[str, Any]:
+        """Plain data."""
+        return {name: getattr(self, name) for name in ("budget", "resize", "cells")}
+
+
+def parse_budget_options(
+    budget: str, resize: str, cells: str | Sequence[int], limits: Limits
+) -> BudgetOptions:
+    """Raises UserError for unknown names and what does not go together."""
+    fixed = [n for n in ("expert_budget", "kv_budget") if getattr(limits, n) is not None]
+    name, budget_trace = _name_and_path("budget", budget, BUDGET)
+    given = None
+    if not isinstance(cells, str):
+        given = _numbers(cells)
+        cells = "uniform"
+    elif cells and cells[0].isdigit():
+        given = _numbers(cells.split(","))
+        cells = "uniform"
+    rule, cells_trace = _name_and_path("cells", cells, ALLOCATIONS)
+    if resize not in RESIZE:
+        raise UserError(f"unknown resize {resize!r}; known: {', '.join(RESIZE)}")
+    if name == "fixed" and budget_trace:
+        raise UserError("budget fixed needs no trace; write budget=mv_wsa=TRACE, or leave it out")
+    if name == "mv_wsa" and not budget_trace:
+        raise UserError(
+            "budget mv_wsa needs a trace of the workload: mv_wsa=TRACE (see `moejax generate "
+            "--trace`); without one, resize=mv_wsa finds the split while requests run"
+        )
+    if name == "mv_wsa" and fixed:
+        raise UserError(f"budget mv_wsa decides the split; leave out {' and '.join(fixed)}")
+    if rule == "uniform" and cells_trace:
+        raise UserError("cells uniform needs no trace; leave it out")
+    if resize in ("peak_headroom", "joint") and rule != "uniform":
+        raise UserError(
+            f"resize {resize} gives every layer as many cells; leave out cells {rule} or take "
+            f"resize=mv_wsa"
+        )
+    if given is not None and (name == "mv_wsa" or resize != "none"):
+        raise UserError("cells in numbers stay as they are; leave out budget and resize, or cells")
+    return BudgetOptions(name, resize, rule, budget_trace, cells_trace, given, limits.kv_overflow)
+
+
+def _name_and_path(option: str, value: str, known: Sequence[str]) -> tuple[str, str | None]:
+    name, _, path = value.partition("=")
+    if name not in known:
+        raise UserError(f"unknown {option} {name!r}; known: {', '.join(known)}")
+    return name, path or None
+
+
+def _numbers(cells: Sequence[Any]) -> tuple[int, ...]:
+    try:
+        numbers = tuple(int(n) for n in cells)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"cells are a name or a whole number a layer, not {cells!r}") from error
+    return numbers
+
+
+def start_budget(engine: Engine, options: BudgetOptions, budget: Budget) -> Budget:
+    """Sets the split that an engine starts with, where a trace or numbers say it; returns the
+    budget as it is then, with a note of what was decided. Raises UserError for a trace that is of
+    no use."""
+    arena = engine.scheduler.arena
+    if notes := _set_start(engine, options):
+        budget = dataclasses.replace(
+            budget,
+            expert_slots=sum(cells_of(arena)),
+            kv_slots=arena.count(SlotClass.KV),
+            pages=arena.pages,
+            notes=(*budget.notes, *notes),
+        )
+    for note in budget.notes:
+        # What the user asked for and does not get must be seen without asking for a log.
+        log.log(logging.WARNING if ", cut from" in note else logging.INFO, note)
+    return budget
+
+
+def _set_start(engine: Engine, options: BudgetOptions) -> tuple[str, ...]:
+    arena, runner = engine.scheduler.arena, engine.runner
+    had, kv_slots = cells_of(arena), arena.count(SlotClass.KV)
+    if options.given_cells is not None:
+        if len(options.given_cells) != len(had) or sum(options.given_cells) > sum(had):
+            raise UserError(
+                f"cells: {len(options.given_cells)} numbers, {sum(options.given_cells)} in all; "
+                f"the model has {len(had)} layers with experts and the budget {sum(had)} cells"
+            )
+        _set(engine, options.given_cells, kv_slots)
+        return (f"cells of each layer: {_short(options.given_cells)}, as given",)
+    if options.budget_trace is not None:
+        from moejax.calibration import costs_for  # which runs engines
+
+        trace = _trace(options.budget_trace, engine)
+        costs = costs_for(runner)
+        runner.grant_cells(arena.cell_row)  # measuring leaves none
+        length = engine.scheduler.max_model_len
+        spec = spec_of_engine(runner, max_model_len=length, seed=engine.seed)
+        prices = miss_costs(costs, spec, options.kv_overflow)
+        if prices.expert_s <= 0:
+            raise UserError(
+                "the measured costs say that a missing expert costs nothing, so there is nothing "
+                "to weigh; leave out budget, or measure them again on a quiet machine: `moejax "
+                "calibrate MODEL --force`"
+            )
+        try:
+            found = configure(bursts_of(trace), division_of(spec), prices, allocation=options.cells)
+        except ValueError as error:
+            raise UserError(f"{options.budget_trace}: {error}") from error
+        _set(engine, found.cells.tolist(), found.kv_pages // arena.layout.pages_per_slot)
+        return (
+            f"budget mv_wsa: {found.cap} cells a layer ({_short(found.cells.tolist())}), "
+            f"{found.kv_pages} KV pages; predicted for the trace {found.expert_misses:.0f} expert "
+            f"and {found.kv_misses:.0f} KV misses, {found.seconds:.3g} s"
+            + ("" if found.settled else "; the rule did not come to rest"),
+        )
+    if options.cells_trace is not None:
+        trace = _trace(options.cells_trace, engine)
+        curves = trace_curves(trace, kind="decode")
+        found = allocate(options.cells, curves.misses, sum(had))
+        _set(engine, found.cells.tolist(), kv_slots)
+        return (
+            f"cells of each layer: {_short(found.cells.tolist())}, {options.cells} by the trace, "
+            f"which would have missed {found.misses:.0f} of {int(curves.references.sum())}",
+        )
+    return ()
+
+
+def _set(engine: Engine, cells: Sequence[int], kv_slots: int) -> None:
+    if len(engine.runner.layout.records) > 1:
+        raise UserError(
+            "with two versions of the experts in memory slots do not move; leave out budget and "
+            "cells, or precision"
+        )
+    try:
+        engine.set_budget(list(cells), kv_slots)
+    except ValueError as error:
+        raise UserError(f"the split cannot be set: {error}") from error
+
+
+def _trace(path: str, engine: Engine) -> Trace:
+    layers, experts = engine.runner.tables.address.shape
+    try:
+        trace = read_trace(path)
+    except TraceError as error:
+        raise UserError(str(error)) from error
+    if (trace.header.layers, trace.header.experts) != (layers, experts):
+        raise UserError(
+            f"{path} is of another model: {trace.header.layers} layers of {trace.header.experts} "
+            f"experts, this one has {layers} of {experts}"
+        )
+    return trace
+
+
+def _short(cells: Sequence[int]) -> str:
+    low, high = min(cells), max(cells)
+    if low == high:
+        return f"{low} each"
+    return ", ".join(map(str, cells)) if len(cells) <= 8 else f"{low} to {high}"

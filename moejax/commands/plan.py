@@ -1,0 +1,168 @@
+"""``moejax plan``: how to split a memory, what memory is enough, how many users fit."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from typing import TYPE_CHECKING
+
+from host_offload.budget import format_bytes
+from moejax.commands.tables import new_table, print_table
+from moejax.errors import UserError
+from moejax.sizes import parse_rate, parse_size
+
+if TYPE_CHECKING:
+    from moejax.plan import Capacity, Plan, Planner
+
+_EPILOG = """\
+examples:
+  moejax generate demo --file prompts.jsonl --trace t; moejax calibrate demo
+      what a plan is made from: the workload's trace and this machine's costs
+  moejax plan --trace t --memory 4MiB --output plan.json
+      the split of 4 MiB between experts and KV, cells of each layer, and what is predicted;
+      moejax generate demo --config plan.json runs with it
+  moejax plan --trace t --users 4 --tpot 50ms
+      the least memory with which 4 users at once get a token every 50 ms
+  moejax plan --trace t --memory 4MiB --tpot 50ms
+      how many users 4 MiB serve like that
+
+Figures are predictions from miss curves and measured costs; docs/memory.md says how good they are.
+"""
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    """Adds the command; its `run` takes the parsed arguments and returns the exit status."""
+    plan = commands.add_parser(
+        "plan",
+        help="split a memory between experts and KV by a trace",
+        description="Say how to split a memory between experts and KV, what memory is enough, or "
+        "how many users\nfit, from a trace of the workload and this machine's costs.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    plan.set_defaults(run=_run)
+    plan.add_argument("--trace", required=True, metavar="DIR", help="of the workload, see generate")
+    plan.add_argument("--memory", metavar="SIZE", help="bytes of the arena, such as 16GiB")
+    plan.add_argument("--users", type=int, metavar="N", help="who generate at once")
+    plan.add_argument(
+        "--tpot", metavar="TIME", help="time per output token that each gets, such as 50ms"
+    )
+    plan.add_argument(
+        "--cells",
+        default="uniform",
+        choices=("uniform", "marginal", "optimal"),
+        help="what each layer gets of the experts' share (default: uniform)",
+    )
+    plan.add_argument(
+        "--kv-overflow",
+        default="swap",
+        choices=("swap", "recompute"),
+        help="what a KV page that has no room costs: its way to the host and back, or computing it "
+        "again (default: swap)",
+    )
+    plan.add_argument(
+        "--costs",
+        metavar="FILE",
+        help="of moejax calibrate (default: the newest of the trace's model on this machine)",
+    )
+    plan.add_argument(
+        "--link",
+        metavar="RATE",
+        help="bytes per second from host to device, such as 25GB/s, in place of measured costs; "
+        "then nothing is predicted about times",
+    )
+    plan.add_argument(
+        "--output", metavar="FILE", help="write the split as options for --config FILE"
+    )
+    plan.add_argument("--json", action="store_true", help="one JSON object, sizes in bytes")
+
+
+def _run(args: argparse.Namespace) -> int:
+    memory = None if args.memory is None else parse_size(args.memory)
+    asked = tuple(name for name in ("memory", "users", "tpot") if getattr(args, name) is not None)
+    if asked not in (("memory",), ("users", "tpot"), ("memory", "tpot")):
+        raise UserError(
+            "give --memory for a split, --users and --tpot for the memory they need, or --memory "
+            "and --tpot for the users it serves"
+        )
+    if args.output and asked != ("memory",):
+        raise UserError("--output writes a split; give --memory alone")
+
+    from moejax.plan import Planner, costs_of_trace, open_trace, parse_time, write_options
+
+    tpot_s = None if args.tpot is None else parse_time(args.tpot)
+    trace = open_trace(args.trace)
+    link = None if args.link is None else parse_rate(args.link)
+    needed = link is None or args.costs is not None or tpot_s is not None
+    planner = Planner(trace, costs_of_trace(trace, args.costs) if needed else None, link)
+    if tpot_s is None:
+        assert memory is not None
+        plan = planner.split(memory, cells=args.cells, kv_overflow=args.kv_overflow)
+        if args.output:
+            write_options(args.output, plan.options())
+        if args.json:
+            print(json.dumps({**dataclasses.asdict(plan), "options": plan.options()}, indent=2))
+        else:
+            _print_plan(plan, args.output)
+        return 0
+    if args.users is not None:
+        capacity = planner.memory_for(args.users, tpot_s)
+    else:
+        assert memory is not None
+        capacity = planner.users_for(memory, tpot_s)
+    if args.json:
+        print(json.dumps(dataclasses.asdict(capacity), indent=2))
+    else:
+        _print_capacity(capacity, planner)
+    return 0
+
+
+def _print_plan(plan: Plan, output: str | None) -> None:
+    table = new_table("split", "bytes", "slots", "")
+    slots = plan.memory // plan.slot_bytes
+    experts, kv = plan.expert_bytes // plan.slot_bytes, plan.kv_bytes // plan.slot_bytes
+    cells = f"{min(plan.cells)} to {max(plan.cells)} cells a layer"
+    table.add_row("experts", format_bytes(plan.expert_bytes), str(experts), cells)
+    pages = f"{plan.kv_pages} pages, {plan.kv_tokens} tokens"
+    table.add_row("KV", format_bytes(plan.kv_bytes), str(kv), pages)
+    free = plan.memory - plan.expert_bytes - plan.kv_bytes
+    table.add_row("free", format_bytes(free), str(slots - experts - kv), "")
+    table.add_row("memory", format_bytes(plan.memory), str(slots), "")
+    print_table(table)
+    print("cells of each layer:", " ".join(map(str, plan.cells)))
+    print("working set (under 1% of warm references miss):", " ".join(map(str, plan.working_set)))
+    table = new_table("predicted for the trace", "")
+    share = plan.expert_misses / max(plan.references, 1)
+    table.add_row("expert misses, first sights left out", f"{plan.expert_misses:,.0f}")
+    table.add_row("share of references", f"{share:.1%}")
+    table.add_row("KV pages that come back", f"{plan.kv_misses:,.0f}")
+    table.add_row("time of both", f"{plan.miss_s * 1e3:,.1f} ms")
+    if plan.step_s is not None:
+        table.add_row("time per token (a decode step)", f"{plan.step_s * 1e3:,.3f} ms")
+    if plan.tokens_per_s is not None:
+        table.add_row("generated tokens a second", f"{plan.tokens_per_s:,.1f}")
+    print_table(table)
+    if not plan.settled:
+        print("the rule did not come to rest: the trace may be too short")
+    if output:
+        print(f"written to {output}; run with --config {output}")
+    else:
+        cells = ",".join(map(str, plan.cells))
+        print(f"--expert-budget {plan.expert_bytes} --kv-budget {plan.kv_bytes} --cells {cells}")
+
+
+def _print_capacity(capacity: Capacity, planner: Planner) -> None:
+    table = new_table("predicted", "")
+    kv_bytes = planner.spec.page_bytes * capacity.kv_pages
+    for name, value in (
+        ("users at once", str(capacity.users)),
+        ("memory (arena)", f"{format_bytes(capacity.memory)} ({capacity.memory} bytes)"),
+        ("cells of each layer", f"{capacity.cap} of {planner.spec.experts}"),
+        ("KV", f"{capacity.kv_pages} pages ({format_bytes(kv_bytes)})"),
+        ("KV of a user", f"{capacity.pages_per_user} pages, the longest turn of the trace"),
+        ("time per token", f"{capacity.step_s * 1e3:.3f} ms"),
+    ):
+        table.add_row(name, value)
+    print_table(table)

@@ -1,0 +1,206 @@
+"""Precision in the engine: from options to stores, formats, slots and where experts begin."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from host_offload.layout import SlotLayout
+from host_offload.policies.precision_maps import HI
+from host_offload.precision.paging import PagedSpec, version_cells
+from host_offload.precision.placement import ResidentSpec, capacity, resident_spec, slots_for
+from host_offload.precision_names import Precision, precision_of
+from host_offload.store import ExpertStore
+from moejax.checkpoint import LoadedModel
+from moejax.errors import UserError
+from moejax.quantization import check_quantizer, with_versions
+from pallas_kernels.records.versions import Formats, VersionFormats
+
+if TYPE_CHECKING:
+    from moejax.runner import Runner
+    from moejax.startup import Limits
+
+DENSE = Precision("dense")
+
+
+def parse_precision(
+    precision: str | Precision | None,
+    *,
+    seed: int = 0,
+    quantizer: str = "rtn",
+    cells: tuple[Any, Any] = ("fixed", "uniform"),
+    **options: Any,
+) -> Precision:
+    """precision_of, for users: raises UserError, also for a quantizer that does not exist. A
+    Precision is taken as it is, without options. cells: LLM's `budget` and `cells`, which move
+    cells of layers; with two versions layers have none of their own."""
+    check_quantizer(quantizer)
+    if isinstance(precision, Precision):
+        if given := [name for name, value in options.items() if value is not None]:
+            raise UserError(f"{given[0]} is a part of the Precision that is given; leave it out")
+        found = precision
+    else:
+        try:
+            found = precision_of(precision, seed=seed, **options)
+        except ValueError as error:
+            raise UserError(str(error)) from error
+    if found.mixed and cells != ("fixed", "uniform"):
+        raise UserError(
+            f"precision {found.name} keeps every expert resident in cells that layers share, so "
+            "budget and cells say nothing; leave them out"
+        )
+    return found
+
+
+def resident_versions(precision: Precision, store: ExpertStore) -> tuple[str, ...]:
+    """The versions that lie in cells, of which a slot holds the largest; where the store has each
+    layer in one version, the same layer's cells are of that one."""
+    return ("dense",) if precision.in_transit else stored_versions(precision, store)
+
+
+def stored_versions(precision: Precision, store: ExpertStore) -> tuple[str, ...]:
+    """The versions of the store, by number."""
+    return tuple(store.arrays) if store.layers else precision.versions
+
+
+def with_precision(
+    loaded: LoadedModel,
+    precision: Precision,
+    quantizer: str = "rtn",
+    progress: Callable[[str, int, int], None] | None = None,
+) -> LoadedModel:
+    """The model with a store of each version that the precision has and of no other. Raises
+    UserError as moejax.quantization.with_versions."""
+    if precision.versions == tuple(loaded.store.arrays):
+        return loaded
+    return with_versions(loaded, precision.versions, quantizer=quantizer, progress=progress)
+
+
+def formats_of(precision: Precision, layout: SlotLayout, store: ExpertStore) -> Formats | None:
+    """How each version lies in cells and in its store; None for dense alone."""
+    if precision.versions == ("dense",):
+        return None
+    versions = stored_versions(precision, store)
+    cells = layout.records * len(versions) if precision.in_transit else layout.records
+    return tuple(
+        VersionFormats(record.format, store.layouts[version].format, store.places(version))
+        for record, version in zip(cells, versions, strict=True)
+    )
+
+
+def dense_layers(store: ExpertStore) -> tuple[int, ...]:
+    """The MoE layers that stay dense since an expert overflows lossless12."""
+    return store.layers.get("dense", ())
+
+
+def store_record_bytes(runner: Runner) -> tuple[int, ...]:
+    """Bytes of one expert as a miss moves it over the link, by version number."""
+    return tuple(store.shape[2] * store.shape[3] * 2 for store in runner.stores)
+
+
+def spare_slots(precision: Precision) -> int:
+    """Slots beyond one for each expert that transitions can use: the spares of both versions."""
+    return 2 * precision.spares
+
+
+def with_hi_share(limits: Limits, precision: Precision, layout: SlotLayout, experts: int) -> Limits:
+    """The limits with the expert budget that the share of high experts takes, of so many in all
+    layers. Raises UserError where both are given. Where experts are paged it takes none."""
+    if precision.hi_share is None or precision.paged:
+        return limits
+    if limits.expert_budget is not None:
+        raise UserError(
+            "hi_share and expert_budget both say how many experts are high; give one of them"
+        )
+    high = round(precision.hi_share * experts)
+    slots = slots_for(layout, (high, experts - high), _spares(precision))
+    return dataclasses.replace(limits, expert_budget=slots * layout.slot_bytes)
+
+
+def resident_of(
+    precision: Precision, layout: SlotLayout, slots: int, layers: int, experts: int
+) -> ResidentSpec | None:
+    """Where every expert is from the start, in so many slots; None with one version and where
+    experts are paged. Raises ValueError where they do not fit, saying what would."""
+    if not precision.mixed or precision.paged:
+        return None
+    total = layers * experts
+    if precision.given is not None:
+        return resident_spec(layout, slots, precision.start(layers, experts, total), spares=0)
+    most, _ = capacity(layout, slots, total, _spares(precision))
+    if precision.hi_share is not None:
+        # Whole slots may have room for a few more.
+        most = min(most, round(precision.hi_share * total))
+    start = precision.start(layers, experts, most)
+    if precision.policy is None:
+        return resident_spec(layout, slots, start, spares=0)
+    given = {"spares": precision.spares, "blocking": precision.blocking}
+    resident = resident_spec(layout, slots, start, **given)
+    return dataclasses.replace(resident, capacity=(most, total))
+
+
+def paged_of(
+    precision: Precision, layout: SlotLayout, slots: int, layers: int, experts: int
+) -> PagedSpec | None:
+    """The cells of both versions in so many slots, and what misses fill; None where experts are not
+    paged in two versions. Raises ValueError for a map of another model."""
+    if not precision.paged:
+        return None
+    cells = version_cells(layout, slots, layers, experts, precision.hi_share)
+    start = precision.start(layers, experts, int(cells[:, HI].sum()))
+    return PagedSpec(cells, start.astype(np.int8))
+
+
+def _spares(precision: Precision) -> int:
+    """Of each version; a random map has room for as many high experts as DynaExq with one spare."""
+    return max(precision.spares, 1)
+
+
+def precision_stats(
+    precision: Precision, control: Mapping[str, Any] | None, store: ExpertStore | None = None
+) -> dict[str, Any]:
+    """What was asked for and what transitions came to, as plain data. control: Control.stats.
+    store: the run's; of lossless12 it says how many layers stay dense."""
+    found = {**precision.report(), **((control or {}).get("precision") or {})}
+    if store is not None and precision.versions == ("lossless12",):
+        found["dense_layers"] = len(dense_layers(store))
+    return found
+
+
+def trace_header(precision: Precision, runner: Runner) -> dict[str, Any]:
+    """What a trace's header says of it; `start` [L, E]: the versions that experts begin in, where
+    all are resident."""
+    resident = precision.mixed and not precision.paged
+    start = {"start": np.asarray(runner.tables.version).tolist()} if resident else {}
+    return {**precision.report(), **start}
+
+
+def note(
+    precision: Precision,
+    resident: ResidentSpec | None,
+    layout: SlotLayout,
+    paged: PagedSpec | None = None,
+    dense: Sequence[int] = (),
+) -> str:
+    """What the precision comes to, a line for people; empty with dense experts. dense: of
+    dense_layers."""
+    bits = "the output has other bits than with dense experts" if precision.lossy else "same bits"
+    if paged is not None:
+        sizes = zip(paged.capacity, layout.records, strict=True)
+        cells = " and ".join(f"{count} {record.version}" for count, record in sizes)
+        return (
+            f"precision {precision.name}: paged, {cells} cells for "
+            f"{paged.fill_version.size} experts; {bits}"
+        )
+    if resident is None:
+        named = ", ".join(map(str, dense))
+        who = f"all experts but those of MoE layers {named}, dense" if dense else "all experts"
+        return "" if precision == DENSE else f"precision {precision.name}: {who}; {bits}"
+    high, low = (record.version for record in layout.records)
+    return (
+        f"precision {precision.name}: {resident.capacity[HI]} of {resident.start.size} "
+        f"experts at most in {high}, the others in {low}; {bits}"
+    )

@@ -1,0 +1,81 @@
+"""llm.explain(): tables that add up, and an arena that takes what steps leave."""
+
+from __future__ import annotations
+
+import pytest
+
+import host_offload.device_memory
+from host_offload.device_memory import FreeMemory
+from moejax import LLM
+from moejax.activations import activation_bytes
+from moejax.explain import Explanation
+from tests.moejax.budget_workload import LIMITS, MEMORY
+
+MiB = 1 << 20
+
+
+def check_sums(explanation: Explanation) -> dict[str, int]:
+    """Every block adds up to its last line, and a name means one number. Returns them."""
+    found: dict[str, int] = {}
+    for *parts, total in explanation.blocks:
+        assert sum(line.bytes for line in parts) == total.bytes, total
+        for line in (*parts, total):
+            if line.what != "ends of slots":
+                assert found.setdefault(line.what, line.bytes) == line.bytes, line
+    shown = str(explanation)
+    for line in (line for block in explanation.blocks for line in block):
+        assert f"{line.bytes:,}" in shown
+    return found
+
+
+def test_given_numbers_add_up_also_after_a_move():
+    with LLM("demo", memory=MEMORY, progress=False, **LIMITS) as llm:
+        before = check_sums(llm.explain())
+        assert before["arena"] == before["experts"] + before["KV"] == MEMORY
+        assert "cut from 6 MiB" in str(llm.explain())
+        llm.engine.set_budget([3, 4, 5, 6], 9)
+        after = check_sums(llm.explain())
+        assert after["experts"] == 18 * 98304 and after["KV"] == 9 * 98304
+        assert "3 to 6 of 16 in each of 4 layers" in str(llm.explain())
+
+
+@pytest.mark.slow
+def test_without_numbers_the_arena_takes_what_the_steps_leave(monkeypatch, tmp_path):
+    """Where not everything fits, activations are measured: less is left than by the share."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    free = 8 * MiB
+    monkeypatch.setattr(host_offload.device_memory, "host_available_bytes", lambda: free)
+    measured = []
+    limits = {**LIMITS, "max_num_batched_tokens": 64}
+
+    def counted(runner):
+        measured.append(activation_bytes(runner))
+        return measured[-1]
+
+    monkeypatch.setattr("moejax.activations.activation_bytes", counted)
+    for _ in range(2):
+        with LLM("demo", progress=False, **limits) as llm:
+            sums = check_sums(llm.explain())
+            assert -sums["activations"] == measured[0]
+            # The steps that run fit into what was measured with the smallest arena and the reserve.
+            left = sums["free device memory"] - sums["largest arena"]
+            assert 0.8 * measured[0] < activation_bytes(llm.engine.runner) < left
+            arena = llm.stats()["arena"]["bytes"]
+        assert sums["free device memory"] == free and arena == sums["arena"]
+        assert sums["largest arena"] - arena < 98304, "a slot more would not fit"
+    assert len(measured) == 1, "kept for the next start"
+
+
+def test_where_everything_fits_nothing_is_measured(monkeypatch):
+    monkeypatch.setattr("moejax.activations.activation_bytes", None)
+    with LLM("demo", progress=False, **LIMITS) as llm:
+        sums = check_sums(llm.explain())
+    assert sums["activations and everything else"] < 0 and sums["free"] == 0
+
+
+@pytest.mark.parametrize(("free", "activations"), [(1000, 0), (1000, 300), (7, 0), (10, 30)])
+def test_free_memory_is_divided_to_the_byte(free, activations):
+    memory = FreeMemory(free, activations)
+    assert memory.available >= 0
+    if memory.available:
+        assert memory.available + memory.reserve + memory.activations == memory.free
