@@ -78,6 +78,7 @@ routing:
   real       the model's own router (random weights route almost uniformly)
   uniform    every token draws its experts anew, all equally likely
   zipf       likewise, the r-th most popular expert of a layer with probability ~ 1/r
+  qwen3-like a token goes on where the one before it was, as published of Qwen3-30B-A3B
 
 The XLA ops compute in tiles of 16 rows, so a batch of 1 costs some of them as much as 16.
 

@@ -32,6 +32,7 @@ from text_table import aligned
 
 from host_offload.arena import SlotArena
 from host_offload.kv_cache import KVCache
+from host_offload.layer_versions import cell_bytes, version_bytes
 from host_offload.policy import Decision, Moment, Observation, Spec
 from host_offload.tables import empty_tables
 from moejax import SamplingParams, UserError
@@ -104,13 +105,15 @@ class FollowRouting:
 class FakeRunner:
     """Stands in for moejax.runner.Runner: results of the right shapes, at once."""
 
-    driver = "device"
-    hooks = None
+    driver, transfers = "device", ()
+    hooks = placement = layer_versions = None
 
     def __init__(self, config: ModelConfig, shapes: StepShapes, slots: int, seed: int):
         self.config, self.shapes, self.slots = config, shapes, slots
         self.layout = config.slot_layout(itemsize=2)
         layers, experts = sum(config.moe_layers), config.num_experts
+        self.cell_bytes = cell_bytes(self.layout, None)
+        self.version_bytes = version_bytes(self.layout, None, layers)
         self.device = jax.devices()[0]
         self.stores = (np.empty((layers, experts)),)
         self.tables = empty_tables(layers, experts, experts, "lru")
@@ -163,9 +166,10 @@ def make_engine(config: ModelConfig, *, sequences: int, max_model_len: int, seed
     arena = SlotArena(runner.layout, runner.slots, layers, experts, experts)
     arena.grant_cells([experts // 2] * layers)
     arena.grant_kv_slots(kv_slots)
-    cache = KVCache(arena, lambda rows: [None] * len(rows), lambda pages, rows: None, 0)
+    ignored = lambda *rows: None  # noqa: E731
+    cache = KVCache(arena, lambda rows: [None] * len(rows), ignored, ignored, 0)
     scheduler = Scheduler(cache, shapes, sequences, max_model_len, admission=max(sequences // 4, 1))
-    statistics = Statistics(runner.layout.records[0].nbytes)
+    statistics = Statistics((runner.layout.records[0].nbytes,))
     return Engine(runner, scheduler, statistics, eos_token_ids=(), seed=seed)  # pyright: ignore
 
 

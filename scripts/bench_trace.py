@@ -136,13 +136,14 @@ def record_us(layers: int, experts: int, top_k: int, rows: int, steps: int = 300
         paging=Paging(*counts),  # type: ignore[arg-type]  (numpy, once read)
         missed=rng.random((layers, experts)) < 0.5,
         staged=None,
+        staged_bytes=0,
         finished=(),
     )
     header = TraceHeader(
         layers, experts, top_k, config_digest="", spec={}, machine={}, command=[], created=""
     )
     with tempfile.TemporaryDirectory() as directory:
-        tracer = Tracer(TraceWriter(Path(directory) / "trace", header), record_bytes=1)
+        tracer = Tracer(TraceWriter(Path(directory) / "trace", header), record_bytes=(1,))
         began = time.perf_counter()
         for _ in range(steps):
             tracer.after_read(record)

@@ -1,87 +1,79 @@
 """Every policy over the same routing: misses and transfers against budget, beside MIN.
 
-python scripts/compare_policies.py curves DIR [--batches 1,8,32] [--budgets 5]
+python scripts/compare_policies.py curves DIR [--batches 1,8,32] [--budgets 4] [--costs FILE]
 python scripts/compare_policies.py coactivation DIR --shared 0,0.2,0.5,0.8
 python scripts/compare_policies.py draw DIR
 
-`curves` runs all evictions and prefetches through the simulator, writes DIR/curves.jsonl, and plots
-of it (draw makes them again). `coactivation` asks WiSP's question: what does prefetch by
-co-activation bring at tight and loose budgets? It writes DIR/coactivation.jsonl.
+`curves` runs all evictions and prefetches through the simulator, writes DIR/curves.jsonl, a short
+table of it, DIR/curves.md, and plots (draw makes both again). `coactivation` asks WiSP's question:
+what does prefetch by co-activation bring at tight and loose budgets? It writes
+DIR/coactivation.jsonl.
 
 Traces are recorded by the engine where DIR does not have them yet: prompts are windows of a text,
-what is generated is sampled. A text's first 60% are `train`, its last 20% `test`; what learns is
-fitted once on the train parts of all texts together (generated routing: on the first half of its
-tokens), nothing is tuned, figures are of decode steps of `test`. docs/protocol.md has the rules.
+short and long, what is generated is sampled. A text's first 60% are `train`, its last 20% `test`;
+what learns is fitted once on short prompts of the train parts of all texts together (generated
+routing: on the first half of its tokens), nothing is tuned, figures are of decode steps of `test`.
+docs/protocol.md has the rules.
+
+Times need a link: `moejax calibrate` writes --costs, or --bandwidth says it. They are predicted:
+`moving` is what the link needs for what moved, `stall` what of it no overlap with the step's
+arithmetic can hide (host_offload.bounds.stall_bound).
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import datetime
+import functools
 import json
+import multiprocessing
+import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from policy_report import BOUNDS, draw, pyplot, show
+from policy_arms import Arm, Link, Place, about, lines_of, measure
+from policy_report import draw, pyplot, show, write_tables
 from policy_traces import Source, generated, recorded
 
-from host_offload.bounds import min_transfers
-from host_offload.controller import Event
 from host_offload.eviction import POLICIES
-from host_offload.policies.oracle import oracle_of
-from host_offload.policies.static import Static
-from host_offload.policies.static_layers import StaticLayers
-from host_offload.policy import Policy, Transfer
-from host_offload.policy_rules import BETWEEN_LAYERS
-from host_offload.prefetch import FIT, PREFETCH
-from host_offload.prefetch_score import PrefetchScore
-from host_offload.simulator import simulate, spec_of
-from host_offload.step_sets import References, in_one_pool, read_references
-from host_offload.traces import Trace, TraceError
+from host_offload.prefetch import FIT
+from host_offload.step_sets import read_references
+from host_offload.traces import TraceError
 from moejax import UserError
-
-
-@dataclasses.dataclass(frozen=True)
-class Arm:
-    """What is compared: a name and the policies."""
-
-    name: str
-    policies: tuple[Policy, ...]
-    seeds: int = 1
-
-    @property
-    def learned_bytes(self) -> int:
-        fitted = (getattr(policy, "fitted", None) for policy in self.policies)
-        return sum(found.nbytes for found in fitted if found is not None)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
     try:
-        path = args.directory / f"{args.what}.jsonl"
         if args.what == "draw":
-            draw(read_lines(args.directory / "curves.jsonl"), args.directory)
+            lines = read_lines(args.directory / "curves.jsonl")
+            write_tables(lines, args.directory)
+            draw(lines, args.directory)
             return 0
         if args.what == "curves" and not args.no_plots:
             pyplot()
-        if min(args.sequences, args.tokens, args.prompt_tokens, args.budgets, *args.batches) < 1:
+        sizes = args.sequences, args.tokens, args.prompt_tokens, args.budgets, args.steps
+        if min(*sizes, args.processes, *args.batches) < 1 or args.long_prompt_tokens < 0:
             raise UserError("sizes must be at least 1")
+        link = link_of(args)
         sources = [*recorded(args), *(generated(args, shared) for shared in args.shared)]
         if not sources:
             raise UserError("there is nothing to look at; give --text or --shared")
+        found = curves(args, sources, link) if args.what == "curves" else coactivation(sources)
         lines = []
-        with open(path, "w") as file:
-            for line in curves(args, sources) if args.what == "curves" else coactivation(sources):
+        with open(args.directory / f"{args.what}.jsonl", "w") as file:
+            for line in found:
                 lines.append(line)
                 print(json.dumps(line), file=file, flush=True)
     except (UserError, TraceError) as error:
         print(f"compare_policies: error: {error}", file=sys.stderr)
         return 2
     show(lines)
+    if args.what == "curves":
+        write_tables(lines, args.directory)
     if args.what == "curves" and not args.no_plots:
         draw(lines, args.directory)
     return 0
@@ -91,30 +83,51 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("curves", "coactivation", "draw"))
-    parser.add_argument("directory", type=Path, metavar="DIR", help="of traces and results")
+    add = parser.add_argument
+    add("what", choices=("curves", "coactivation", "draw"))
+    add("directory", type=Path, metavar="DIR", help="of traces and results")
     shared = Path(__file__).resolve().parents[2] / "shared"
-    parser.add_argument("--model", default=str(shared / "models/tri"), help="default: %(default)s")
-    parser.add_argument(
+    add("--model", default=str(shared / "models/tri"), help="default: %(default)s")
+    add(
         "--text",
         nargs="*",
         default=[str(shared / f"corpora/{name}.txt") for name in ("text", "math", "code")],
         help="files, a domain each (default: ../shared/corpora); none: only generated routing",
     )
-    parser.add_argument("--batches", type=_numbers(int), metavar="B,…", default=[1, 8, 32])
-    parser.add_argument("--sequences", type=int, default=32, help="of a domain (default: 32)")
-    parser.add_argument("--prompt-tokens", type=int, default=64, help="default: 64")
-    parser.add_argument("--tokens", type=int, default=32, help="generated of each (default: 32)")
-    parser.add_argument("--budgets", type=int, default=5, help="how many (default: 5)")
-    parser.add_argument(
+    add("--batches", type=_numbers(int), metavar="B,…", default=[1, 8, 32])
+    add("--sequences", type=int, default=32, help="of a domain (default: 32)")
+    add("--prompt-tokens", type=int, default=64, help="default: 64")
+    add(
+        "--long-prompt-tokens",
+        type=int,
+        default=896,
+        help="of the long context; 0: none (default: 896)",
+    )
+    add("--tokens", type=int, default=32, help="generated of each (default: 32)")
+    add(
+        "--steps",
+        type=int,
+        default=256,
+        help="most decode steps of a text; at batch 1 that is some of the sequences (default: 256)",
+    )
+    add(
+        "--budgets",
+        type=int,
+        default=4,
+        help="how many, beside the least one with a bound (default: 4)",
+    )
+    add(
         "--shared",
         type=_numbers(float),
         metavar="S,…",
         default=[],
         help="also qwen3-like routing with these parts of noise common to all layers",
     )
-    parser.add_argument("--layers", type=int, default=12, help="of generated routing (default: 12)")
-    parser.add_argument("--no-plots", action="store_true", help="figures only, no matplotlib")
+    add("--layers", type=int, default=12, help="of generated routing (default: 12)")
+    add("--costs", type=Path, metavar="FILE", help="of moejax calibrate, for predicted times")
+    add("--bandwidth", type=float, metavar="GB/S", help="of a link, instead of --costs")
+    add("--processes", type=int, default=os.cpu_count() or 1, help="default: %(default)s")
+    add("--no-plots", action="store_true", help="figures only, no matplotlib")
     return parser
 
 
@@ -129,155 +142,107 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         raise UserError(f"cannot read {path} ({error}); run curves first") from error
 
 
-# ---- policies
+def link_of(args: argparse.Namespace) -> Link | None:
+    """What --costs or --bandwidth says; None: neither. With a bandwidth alone steps compute in no
+    time, so the link is the only bound."""
+    if args.bandwidth is not None:
+        if args.costs or not args.bandwidth > 0:
+            raise UserError("--bandwidth is GB/s above 0, and without --costs, which has its own")
+        return Link(1e-9 / args.bandwidth, dict.fromkeys(args.batches, 0.0))
+    if args.costs is None:
+        return None
+    from moejax.calibration import load_cost_model
+
+    model = load_cost_model(args.costs)
+    try:
+        steps = {batch: model.bucket(batch) for batch in args.batches}
+    except ValueError as error:
+        raise UserError(f"{args.costs}: {error}") from error
+    seconds = model.costs().step_s
+    return Link(model.link_per_byte, {batch: seconds[rows] for batch, rows in steps.items()})
 
 
-def arms(source: Source, trace: Trace) -> Iterator[Arm]:
-    """Every eviction, then every prefetch with LRU. Those with a gate need gate inputs."""
-    for name, policy in POLICIES.items():
-        learned = Static(hot=hot_set(source.train)) if name == "static" else policy()
-        yield Arm(name, (learned,))
-    yield Arm("static-layers", (StaticLayers(),))
-    for name in sorted({*PREFETCH, *FIT}):
-        if name in FIT and (name != "promoe" or source.router is not None):
-            yield Arm(name, (FIT[name](source.train),))
-        elif name in PREFETCH:
-            policy = PREFETCH[name]()
-            if source.router is not None or "router" not in policy.needs:
-                yield Arm(name, (policy,), seeds=3 if name == "random" else 1)
-    yield Arm("oracle", (oracle_of(trace),))
+def curves(
+    args: argparse.Namespace, sources: Sequence[Source], link: Link | None
+) -> Iterator[dict[str, Any]]:
+    """A line for each source, batch, budget and policy."""
+    work = functools.partial(lines_of, link=link)
+    every = places(args, sources)
+    with _progress(len(every)) as done:
+        for found in _mapped(work, every, args.processes):
+            done()
+            yield from found
 
 
-def hot_set(trace: Trace) -> tuple[tuple[int, ...], ...]:
-    """The experts of each layer, those of most tokens first."""
-    ids = trace.array("token.ids")
-    experts = trace.header.experts
-    counts = [
-        np.bincount(ids[:, layer].ravel(), minlength=experts) for layer in range(ids.shape[1])
-    ]
-    return tuple(tuple(np.argsort(-count, kind="stable").tolist()) for count in counts)
-
-
-def measure(trace: Trace, arm: Arm, cells: int, router: np.ndarray | None) -> dict[str, Any]:
-    """Figures of the decode steps, means over the arm's seeds."""
-    between = any(policy.moments & BETWEEN_LAYERS for policy in arm.policies)
-    spec = dataclasses.replace(
-        spec_of(trace.header), driver="host" if between else "device", router=router
-    )
-    (size,) = (int(sizes[0]) for sizes in spec.version_bytes.values())
-    found = []
-    for seed in range(arm.seeds):
-        events: list[Event] = []
-        run = simulate(
-            trace,
-            policies=arm.policies,
-            cells=cells,
-            spec=dataclasses.replace(spec, seed=seed),
-            driver=spec.driver,
-            listener=events.append,
-        )
-        decode = run.of_kind("decode")
-        steps = set(run.number[decode].tolist())
-        ahead = [e for e in events if isinstance(e, Transfer) and e.published in steps]
-        used = sum(transfer.first_use in steps for transfer in ahead)
-        misses, staged = int(run.misses[decode].sum()), int(run.staged[decode].sum())
-        if staged != len(ahead):
-            raise RuntimeError(f"{arm.name}: {staged} transfers ahead, {len(ahead)} in the log")
-        score = PrefetchScore(staged, used, misses, staged * size, (staged - used) * size)
-        found.append(
-            {
-                "misses": misses,
-                "ahead": staged,
-                "transfers": misses + staged,
-                "bytes": (misses + staged) * size,
-                "recall": score.recall,
-                "precision": score.precision,
-                "wasted_bytes": score.wasted_bytes,
-            }
-        )
-    means = {name: float(np.mean([line[name] for line in found])) for name in found[0]}
-    spread = {"transfers_by_seed": [line["transfers"] for line in found]} if arm.seeds > 1 else {}
-    return {**means, "learned_bytes": arm.learned_bytes, "seeds": arm.seeds, **spread}
-
-
-def bounds_of(references: References, cells: int) -> dict[str, int]:
-    """BOUNDS → transfers; none below the largest step set."""
-    if cells < references.largest.max():
-        return {}
-    pool = in_one_pool(references)
-    least = min_transfers(references, cells), min_transfers(pool, cells * references.layers)
-    return {name: int(moved.sum()) for name, moved in zip(BOUNDS, least, strict=True)}
-
-
-def curves(args: argparse.Namespace, sources: Sequence[Source]) -> Iterator[dict[str, Any]]:
-    """A line for each source, batch, budget and policy. Raises RuntimeError for a policy that moves
-    less than its bound."""
-    references = {
-        (s.name, b): read_references(t, "decode") for s in sources for b, t in s.test.items()
+def places(args: argparse.Namespace, sources: Sequence[Source]) -> list[Place]:
+    """In the order of the table."""
+    largest = {
+        (s.name, s.context, b): int(read_references(t, "decode").largest.max())
+        for s in sources
+        for b, t in s.test.items()
     }
+    found = []
     for source in sources:
-        alike = [s for s in sources if s.train.header.experts == source.train.header.experts]
+        experts = source.train.header.experts
+        alike = [s for s in sources if s.train.header.experts == experts]
         for batch, trace in source.test.items():
-            of = references[source.name, batch]
-            header = trace.header
             # Panels of one model have the same budgets; from `least` on there are bounds in all.
-            least = max(int(references[s.name, batch].largest.max()) for s in alike)
-            ranges = np.linspace([header.top_k, least], of.experts, args.budgets)
-            budgets = np.unique(ranges.round().astype(int))
-            told = list(arms(source, trace))
-            for cells in budgets.tolist():
-                bounds = bounds_of(of, cells)
-                about = {
-                    "date": datetime.date.today().isoformat(),
-                    "source": source.name,
-                    "batch": batch,
-                    "cells": cells,
-                    "experts": of.experts,
-                    "steps": of.steps,
-                    "references": len(of.step),
-                    "largest_step": int(of.largest.max()),
-                }
-                size = spec_of(header).version_bytes
-                expert_bytes = int(next(iter(size.values()))[0])
-                for name, moved in bounds.items():
-                    same = {"misses": moved, "transfers": moved, "bytes": moved * expert_bytes}
-                    yield {**about, "policy": name, **same}
-                for arm in told:
-                    line = {
-                        **about,
-                        "policy": arm.name,
-                        **measure(trace, arm, cells, source.router),
-                    }
-                    # Static layers move cells between layers.
-                    bound = bounds.get(BOUNDS[arm.name == "static-layers"], 0)
-                    if line["transfers"] < bound:
-                        raise RuntimeError(f"{line} is below the bound {bound}")
-                    yield line
+            least = max(largest[s.name, s.context, batch] for s in alike)
+            spread = np.linspace(trace.header.top_k, experts, args.budgets).round().astype(int)
+            for cells in np.union1d(spread, least).tolist():
+                place = source.name, source.context, batch, cells
+                directories = source.train.directory, trace.directory, source.router
+                found.append(Place(*place, *directories))
+    return found
+
+
+def _mapped(work: Callable, every: Sequence[Place], processes: int) -> Iterator[Any]:
+    if processes == 1:
+        yield from map(work, every)
+        return
+    # A product of a few rows is not worth a thread, and threads of all processes fight for cores.
+    os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    # Not by fork: jax has threads by now.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(processes, len(every)), mp_context=context) as pool:
+        yield from pool.map(work, every)
+
+
+class _progress:
+    """A bar over `total` budgets, on stderr where that is a terminal."""
+
+    def __init__(self, total: int):
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+
+        console = Console(stderr=True)
+        columns = "budgets", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+        self.bar = Progress(*columns, console=console, disable=not console.is_terminal)
+        self.task = self.bar.add_task("", total=total)
+
+    def __enter__(self) -> Callable[[], None]:
+        self.bar.start()
+        return lambda: self.bar.advance(self.task)
+
+    def __exit__(self, *_: Any) -> None:
+        self.bar.stop()
 
 
 def coactivation(sources: Sequence[Source]) -> Iterator[dict[str, Any]]:
     """LRU with and without prefetch by co-activation, at a quarter and three quarters of a layer's
     experts."""
     for source in sources:
+        router = None if source.router is None else np.load(source.router)
         for batch, trace in source.test.items():
             of = read_references(trace, "decode")
             for budget, cells in (("tight", of.experts // 4), ("loose", 3 * of.experts // 4)):
+                where = source.name, source.context, batch, cells
+                place = Place(*where, source.train.directory, trace.directory, source.router)
                 off = Arm("lru", (POLICIES["lru"](),))
                 on = Arm("lru + coactivation", (*off.policies, FIT["coactivation"](source.train)))
                 for arm in (off, on):
-                    yield {
-                        "date": datetime.date.today().isoformat(),
-                        "source": source.name,
-                        "batch": batch,
-                        "budget": budget,
-                        "cells": cells,
-                        "experts": of.experts,
-                        "steps": of.steps,
-                        "references": len(of.step),
-                        "largest_step": int(of.largest.max()),
-                        "policy": arm.name,
-                        **measure(trace, arm, cells, source.router),
-                    }
+                    found = measure(trace, arm, cells, router)
+                    yield {**about(place, of), "budget": budget, "policy": arm.name, **found}
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from collections import deque
 import jax
 import numpy as np
 
+from host_offload.routing_generators import routing_generator
 from moejax.engine import Engine
 from moejax.experts import Paging
 from moejax.llm import LLM
@@ -18,7 +19,7 @@ from moejax.sampling_params import SamplingParams
 from moejax.step import Routing
 from moejax.work import Step
 
-ROUTINGS = ("real", "uniform", "zipf")
+ROUTINGS = ("real", "uniform", "zipf", "qwen3-like")
 ZIPF_EXPONENT = 1.0
 
 
@@ -57,12 +58,17 @@ def forced_routings(
     """Routing of each decode step of `batch` sequences in the first rows; None each for real.
 
     Ids int32[L, R, K], ascending and distinct, R the rows that run, and equal weights. zipf: each
-    layer has its own order of popularity.
+    layer has its own order of popularity. qwen3-like: of host_offload.routing_generators.
     """
     if kind == "real":
         return [None] * steps
     layers, experts = runner.stores[0].shape[:2]
     rows, k = runner.shapes.bucket(batch), runner.config.num_experts_per_tok
+    if kind == "qwen3-like":
+        generator = routing_generator(kind, layers, experts, k)
+        found = generator.steps(rows, steps, seed=int(random.integers(1 << 31)))
+        every = (step.ids.transpose(1, 0, 2).astype(np.int32) for step in found)
+        return [Routing(ids, np.full(ids.shape, 1 / k, np.float32)) for ids in every]
     popularity = np.arange(1, experts + 1.0) ** -(ZIPF_EXPONENT if kind == "zipf" else 0.0)
     order = random.permuted(np.tile(np.arange(experts), (layers, 1)), axis=1)
     log_p = np.log(popularity)[order][:, None]

@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import functools
 import json
 import sys
 import time
@@ -37,7 +36,6 @@ from host_offload.policy import Decision, Moment, Observation, Spec, Stage
 from host_offload.tables import empty_tables
 from moejax import LLM, SamplingParams, UserError
 from moejax.arena_report import kv_faults, kv_stats
-from moejax.budgets import try_grant
 from moejax.control import start_control
 from moejax.requests import Request
 from moejax.sampling_params import child_params
@@ -434,7 +432,7 @@ def apply(llm: LLM, conditions: Conditions, seed: int) -> None:
             routers=[],
         )
         assert engine.control is not None
-        engine.control.set_budget = functools.partial(try_grant, engine.runner, scheduler)
+        engine.control.set_budget = engine.try_budget
     scheduler.overflow = scheduler.sessions.overflow = conditions.overflow
     scheduler.admission = conditions.admission
     scheduler.prefixes.enabled = conditions.prefix_caching

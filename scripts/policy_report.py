@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,20 +20,35 @@ _WARM = ("#d62728", "#ff7f0e", "#f7b6d2", "#9467bd", "#8c564b", "#7b0000", "#c7a
 _MARKERS = "osD^v*PX"
 
 
+_LEAST = 0.005
+"""Shares below it are not drawn."""
+
+_Y = {
+    "misses": "misses / layer-experts that steps needed",
+    "transfers": "transfers / those of LRU (what is beyond 2.5: see the table)",
+}
+
+
 def show(lines: Sequence[Mapping[str, Any]]) -> None:
     """Prints a table, a section for each source, batch and budget."""
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(caption="decode steps only; shares are of references (layer-experts needed)")
-    for heading in ("routing", "batch", "cells"):
+    caption = "decode steps only; shares are of references (layer-experts needed)"
+    timed = any("stall_s" in line for line in lines)
+    if timed:
+        caption += "; times are predicted: moving, if nothing overlaps; stall, if all does"
+    table = Table(caption=caption)
+    for heading in ("routing", "prompt", "batch", "cells"):
         table.add_column(heading, no_wrap=True)
     table.add_column("policy", no_wrap=True)
-    for heading in ("misses", "transfers", "MB/step", "recall", "precision", "wasted MB/step"):
+    headings = ["misses", "transfers", "MB/step", "recall", "precision", "wasted MB"]
+    for heading in headings + ["moving ms", "stall ms"] * timed:
         table.add_column(heading, justify="right", no_wrap=True)
     before = None
     for line in lines:
-        place = line["source"], str(line["batch"]), f"{line['cells']}/{line['experts']}"
+        place = (line["source"], line["context"], str(line["batch"]))
+        place += (f"{line['cells']}/{line['experts']}",)
         if before not in (None, place):
             table.add_section()
         shares = (f"{line[name] / line['references']:.2%}" for name in ("misses", "transfers"))
@@ -41,13 +57,53 @@ def show(lines: Sequence[Mapping[str, Any]]) -> None:
         if line.get("ahead"):
             wasted = line["wasted_bytes"] / line["steps"] / 1e6
             score = [f"{line['recall']:.2f}", f"{line['precision']:.2f}", f"{wasted:.2f}"]
-        table.add_row(
-            *(place if place != before else ("",) * 3), line["policy"], *shares, moved, *score
-        )
+        if timed:
+            score += [f"{line[name] * 1e3:.3f}" for name in ("moving_s", "stall_s")]
+        where = place if place != before else ("",) * len(place)
+        table.add_row(*where, line["policy"], *shares, moved, *score)
         before = place
     console = Console()
     # Into a file rich would fold the table to 80 columns.
-    Console(width=None if console.is_terminal else 140).print(table)
+    Console(width=None if console.is_terminal else 160).print(table)
+
+
+def write_tables(lines: Sequence[Mapping[str, Any]], directory: Path) -> Path:
+    """Writes curves.md: for each context misses / transfers as percentages of references, at the
+    budgets nearest to a half of the experts that have a bound, if any has; with predicted stalls
+    where there are any."""
+    text = []
+    for context in dict.fromkeys(line["context"] for line in lines):
+        here = [line for line in lines if line["context"] == context]
+        panels = list(dict.fromkeys((x["source"], x["batch"]) for x in here))
+        chosen = {}
+        for panel in panels:
+            mine = [x for x in here if (x["source"], x["batch"]) == panel]
+            experts = mine[0]["experts"]
+            bounded = {x["cells"] for x in mine if x["policy"] == "MIN"} - {experts}
+            budgets = bounded or {x["cells"] for x in mine}
+            cells = min(budgets, key=lambda n: abs(2 * n - experts))
+            chosen[panel] = {x["policy"]: x for x in mine if x["cells"] == cells}
+        heads = [
+            f"{source} b{batch}, {next(iter(found.values()))['cells']} cells"
+            for (source, batch), found in chosen.items()
+        ]
+        text += [f"Prompts: {context}", "", f"| policy | {' | '.join(heads)} |"]
+        text.append("|---" * (len(heads) + 1) + "|")
+        for policy in dict.fromkeys(line["policy"] for line in here):
+            row = [_cell(found.get(policy)) for found in chosen.values()]
+            text.append(f"| `{policy}` | {' | '.join(row)} |")
+        text.append("")
+    path = directory / "curves.md"
+    path.write_text("\n".join(text))
+    return path
+
+
+def _cell(line: Mapping[str, Any] | None) -> str:
+    if line is None:
+        return "–"
+    found = [f"{100 * line[what] / line['references']:.1f}" for what in ("misses", "transfers")]
+    stall = f" ({1e3 * line['stall_s']:.2f} ms)" if "stall_s" in line else ""
+    return " / ".join(found) + stall
 
 
 def pyplot() -> Any:
@@ -65,69 +121,95 @@ def pyplot() -> Any:
 
 
 def draw(lines: Sequence[Mapping[str, Any]], directory: Path) -> list[Path]:
-    """Writes misses.png and transfers.png: a panel for each source (across) and batch (down)."""
+    """Writes misses-CONTEXT.png and transfers-CONTEXT.png: a panel for each source (across) and
+    batch (down). Transfers are multiples of LRU's, since most policies lie close together."""
+    contexts = dict.fromkeys(line["context"] for line in lines)
+    written = []
+    for context in contexts:
+        here = [line for line in lines if line["context"] == context]
+        for what in ("misses", "transfers"):
+            path = directory / f"{what}-{context.replace(' ', '-')}.png"
+            _save(_figure(here, what, context), path)
+            written.append(path)
+    pyplot().close("all")
+    return written
+
+
+def _save(figure: Any, path: Path) -> None:
+    """With 256 colours, which is a third of the bytes."""
+    from PIL import Image
+
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=80)
+    Image.open(drawn).convert("RGB").quantize(256).save(path, optimize=True)
+
+
+def _figure(lines: Sequence[Mapping[str, Any]], what: str, context: str) -> Any:
     plt = pyplot()
     sources = list(dict.fromkeys(line["source"] for line in lines))
     batches = sorted({line["batch"] for line in lines})
     policies = list(dict.fromkeys(line["policy"] for line in lines))
-    written = []
-    for what in ("misses", "transfers"):
-        figure, panels = plt.subplots(
-            len(batches),
-            len(sources),
-            figsize=(4.6 * len(sources) + 2.4, 5.0 * len(batches)),
-            squeeze=False,
-            sharey="row",
-        )
-        for row, batch in zip(panels, batches, strict=True):
-            for panel, source in zip(row, sources, strict=True):
-                here = [x for x in lines if (x["source"], x["batch"]) == (source, batch)]
-                _panel(panel, here, policies, what)
-                panel.set_title(f"{source}, batch {batch}")
-            row[0].set_ylabel(f"{what} / references")
-            row[0].set_ylim(0, _top([x for x in lines if x["batch"] == batch], what))
-        handles = {}
-        for panel in panels.flat:
-            handles |= dict(zip(*reversed(panel.get_legend_handles_labels()), strict=True))
-        figure.legend(handles.values(), handles, loc="center right", fontsize=9)
-        figure.supxlabel("cells of a layer (a line that leaves its panel: see the table)", x=0.45)
-        figure.tight_layout(rect=(0, 0, 1 - 2.0 / figure.get_figwidth(), 1))
-        path = directory / f"{what}.png"
-        figure.savefig(path, dpi=110)
-        plt.close(figure)
-        written.append(path)
-    return written
+    size = 4.2 * len(sources) + 0.6, 3.6 * len(batches) + 1.6
+    figure, panels = plt.subplots(
+        len(batches), len(sources), figsize=size, squeeze=False, sharey="row", layout="constrained"
+    )
+    for row, batch in zip(panels, batches, strict=True):
+        for panel, source in zip(row, sources, strict=True):
+            here = [x for x in lines if (x["source"], x["batch"]) == (source, batch)]
+            _panel(panel, here, policies, what)
+            panel.set_title(f"{source}, batch {batch}")
+            if what == "misses":
+                panel.set_ylim(max(panel.get_ylim()[0], _LEAST), 1.2)
+            if batch == batches[-1]:
+                panel.set_xlabel(f"cells of a layer, of its {here[0]['experts']} experts")
+    figure.supylabel(_Y[what])
+    prompts = context if context == "generated" else f"prompts of {context}"
+    figure.suptitle(f"{what.capitalize()} in decode steps, {prompts} (simulator)")
+    handles: dict[str, Any] = {}
+    for panel in panels.flat:
+        handles |= dict(zip(*reversed(panel.get_legend_handles_labels()), strict=True))
+    columns = max(2, round(size[0] / 2.3))
+    figure.legend(handles.values(), handles, loc="outside lower center", ncols=columns)
+    return figure
 
 
 def _panel(
     panel: Any, lines: Sequence[Mapping[str, Any]], policies: Sequence[str], what: str
 ) -> None:
-    """One line for each policy."""
+    """One line for each policy; those that look ahead are dashed, bounds are black."""
+    from matplotlib import ticker
+
     ahead = [name for name in policies if name not in (*BOUNDS, *EVICTIONS)]
+    lru = [x for x in lines if x["policy"] == "lru" and x[what] > _LEAST * x["references"]]
+    least = {line["cells"]: line[what] for line in lru}
     for name in policies:
-        points = [(x["cells"], x[what] / x["references"]) for x in lines if x["policy"] == name]
+        mine = [x for x in lines if x["policy"] == name]
+        if what == "misses":
+            points = [(x["cells"], share) for x in mine if (share := x[what] / x["references"])]
+        else:
+            points = [
+                (x["cells"], x[what] / least[x["cells"]]) for x in mine if x["cells"] in least
+            ]
         if not points:
             continue
         if name in BOUNDS:
-            style = dict(color="black", linestyle=("-", ":")[BOUNDS.index(name)], linewidth=2.5)
+            style: dict[str, Any] = dict(color="black", linewidth=2.5, zorder=3)
+            style |= dict(linestyle=("-", ":")[BOUNDS.index(name)])
         else:
             names, colours, line = (ahead, _WARM, "--")
             if name in EVICTIONS:
                 names, colours, line = (EVICTIONS, _COOL, "-")
             place = names.index(name)
             style = dict(color=colours[place % len(colours)], marker=_MARKERS[place % 8])
-            style |= dict(linestyle=line, markersize=5, linewidth=1.3)
+            style |= dict(linestyle=line, markersize=4.5, linewidth=1.2)
         panel.plot(*zip(*sorted(points), strict=True), label=name, **style)
     panel.xaxis.get_major_locator().set_params(integer=True)
     panel.grid(alpha=0.3)
-
-
-def _top(lines: Sequence[Mapping[str, Any]], what: str) -> float:
-    """Of the axis. A policy that moves many times more than all others would flatten them, so a
-    highest line beyond twice the second one leaves the panel."""
-    peaks: dict[str, float] = {}
-    for line in lines:
-        share = line[what] / line["references"]
-        peaks[line["policy"]] = max(peaks.get(line["policy"], 0.0), share)
-    second, first = sorted(peaks.values())[-2:]
-    return 1.05 * (first if first <= 2 * second else second) or 1.0
+    if what == "transfers":
+        panel.set_ylim(0, 2.5)
+        return
+    panel.set_yscale("log")
+    # No labels between powers of ten, where they would overlap.
+    panel.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+    panel.yaxis.set_major_formatter(lambda share, _: f"{100 * share:.3g}%")
+    panel.yaxis.set_minor_formatter(ticker.NullFormatter())

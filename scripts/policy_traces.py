@@ -24,35 +24,45 @@ EXPERT_BYTES = 9 * 2**20
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Routing to compare policies on: one domain of one model."""
+    """Routing to compare policies on: one domain of one model, with prompts of one length."""
 
     name: str
+    context: str
     train: Trace
     test: Mapping[int, Trace]
     """By batch size."""
-    router: np.ndarray | None = None
-    """float32[L, D, E]; None: generated routing, which has no gate inputs either."""
+    router: Path | None = None
+    """Of float32[L, D, E]; None: generated routing, which has no gate inputs either."""
 
 
 def recorded(args: argparse.Namespace) -> Iterator[Source]:
-    """The model over each text."""
+    """The model over each text, with short prompts and with long ones."""
     if not args.text:
         return
-    size = f"{args.sequences}x{args.prompt_tokens}+{args.tokens}"
-    name = f"{Path(args.model).name}-{size}-rows{max(args.batches)}"
-    root = args.directory / name
     names = [Path(text).stem for text in args.text]
     if len({*names}) < len(names):
         raise UserError(f"texts must have different names, not {', '.join(names)}")
-    root.mkdir(parents=True, exist_ok=True)
-    train = recorded_trace(args, root / "train", args.text, TRAIN, max(args.batches))
-    router = np.load(root / "router.npy")
-    for name, text in zip(names, args.text, strict=True):
-        test = {
-            batch: recorded_trace(args, root / f"{name}-batch{batch}", [text], TEST, batch)
-            for batch in args.batches
-        }
-        yield Source(name, train, test, router)
+    train: Trace | None = None
+    router: Path | None = None
+    for prompt in (args.prompt_tokens, args.long_prompt_tokens):
+        if not prompt:
+            continue
+        size = f"{args.sequences}x{prompt}+{args.tokens}"
+        root = args.directory / f"{Path(args.model).name}-{size}-rows{max(args.batches)}"
+        root.mkdir(parents=True, exist_ok=True)
+        most = max(args.batches)
+        if train is None:
+            train = recorded_trace(args, root / "train", args.text, TRAIN, most, prompt)
+            router = root / "router.npy"
+        for name, text in zip(names, args.text, strict=True):
+            test = {}
+            for batch in args.batches:
+                # In all batches the same tokens, or at the smallest ones some of them.
+                most_sequences = max(args.steps * batch // args.tokens, batch)
+                chosen = range(0, args.sequences, -(-args.sequences // most_sequences))
+                directory = root / f"{name}-batch{batch}-of{len(chosen)}"
+                test[batch] = recorded_trace(args, directory, [text], TEST, batch, prompt, chosen)
+            yield Source(name, f"{prompt} tokens", train, test, router)
 
 
 def recorded_trace(
@@ -61,15 +71,18 @@ def recorded_trace(
     texts: Sequence[str],
     part: tuple[float, float],
     batch: int,
+    prompt: int,
+    chosen: range | None = None,
 ) -> Trace:
-    """The trace there, recorded if it is not: `sequences` windows of each text as prompts, `batch`
-    at a time. Decode rows are those of the largest batch, so all batches sample the same tokens."""
+    """The trace there, recorded if it is not: `sequences` windows of each text as prompts of
+    `prompt` tokens, of which `chosen` run, `batch` at a time. Decode rows are those of the largest
+    batch, so all batches sample the same tokens."""
     if directory.exists():
         trace = read_trace(directory)
         if not trace.complete:
             raise UserError(f"{directory} is of a run that did not end; delete it")
         return trace
-    length = args.prompt_tokens + args.tokens
+    length = prompt + args.tokens
     with LLM(
         args.model,
         max_num_seqs=max(args.batches),
@@ -83,10 +96,11 @@ def recorded_trace(
         prompts = [
             window
             for ids in corpus.values()
-            for window in windows(ids, part, args.sequences, args.prompt_tokens)
+            for window in windows(ids, part, args.sequences, prompt)
         ]
-        for first in range(0, len(prompts), batch):
-            now = range(first, min(first + batch, len(prompts)))
+        running = range(len(prompts)) if chosen is None else chosen
+        for first in range(0, len(running), batch):
+            now = running[first : first + batch]
             params = [SamplingParams(max_tokens=args.tokens, ignore_eos=True, seed=i) for i in now]
             llm.generate([prompts[i] for i in now], params, use_tqdm=False)
         np.save(directory.parent / "router.npy", routers(llm))
@@ -153,7 +167,8 @@ def generated(args: argparse.Namespace, shared: float) -> Source:
                 for step in generated_steps(generator, wanted[name], first, tokens, prompt):
                     writer.append(step)
     test = {batch: read_trace(paths[f"batch{batch}"]) for batch in args.batches}
-    return Source(f"qwen3-like, shared {shared:g}", read_trace(paths["train"]), test)
+    name, context = f"qwen3-like, shared {shared:g}", "generated"
+    return Source(name, context, read_trace(paths["train"]), test)
 
 
 def generated_steps(
