@@ -38,7 +38,12 @@ SHARED = Path(os.environ.get("MOEJAX_SHARED", REPOSITORY.parent / "shared"))
 _SLOW_DATA = [hypothesis.HealthCheck.too_slow]
 hypothesis.settings.register_profile("dev", deadline=None, suppress_health_check=_SLOW_DATA)
 hypothesis.settings.register_profile(
-    "ci", deadline=None, suppress_health_check=_SLOW_DATA, derandomize=True, print_blob=True
+    "ci",
+    deadline=None,
+    suppress_health_check=_SLOW_DATA,
+    derandomize=True,
+    print_blob=True,
+    max_examples=40,
 )
 hypothesis.settings.load_profile("dev")
 

@@ -61,8 +61,7 @@ def test_an_episode_depends_on_its_number_only(llm):
 def test_a_page_that_is_not_brought_back_is_found(llm, monkeypatch):
     def swap_in(cache, blocks):
         moving = [b for b in blocks if b.row is None]
-        for block, row in zip(moving, cache._rows(len(moving)), strict=True):
-            block.row, block.host = row, None
+        cache._place(moving, cache._rows(len(moving)))
         cache.swapped -= len(moving)
 
     with monkeypatch.context() as patch:

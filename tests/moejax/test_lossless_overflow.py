@@ -28,6 +28,8 @@ from tests.moejax.conversions import contents
 from tests.moejax.engine_runs import Job, Recorded, run
 from tests.moejax.random_checkpoint import BF16, CONFIG, random_tensors, write
 
+pytestmark = pytest.mark.slow
+
 # Layers of one kind, which are one program.
 MODEL = CONFIG | {
     "vocab_size": 64,

@@ -32,6 +32,8 @@ from moejax.tracing import start_trace
 from pallas_kernels import parse_ops
 from tests.moejax.engine_runs import Job, run
 
+pytestmark = pytest.mark.slow
+
 LAYERS, EXPERTS, SLOTS = 2, 16, 8
 """4 slots of dense cells and 4 of int4 ones, 4 in a slot: 2 and 8 in each layer, of 16 experts."""
 HOT = DynaExq(margin=0, interval="16 tokens", paged=True)
@@ -217,7 +219,7 @@ def test_with_a_fixed_map_cells_change_no_bit(tmp_path):
         assert all(a.same_bits(b) for a, b in pairs)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_through_the_command_line(tmp_path, capsys):
     """Below what holds all experts low, where resident experts are refused."""
     options = ["--precision", "dynaexq,margin=0,paged=true", "--interval", "8 tokens"]

@@ -30,6 +30,8 @@ from pallas_kernels import parse_ops
 from tests.hlo import read_executable
 from tests.moejax.engine_runs import Job, run
 
+pytestmark = pytest.mark.slow
+
 LAYERS, EXPERTS, SLOTS = 2, 16, 20
 """Of the slots, 14 experts can be dense while 18 are int4, with a spare cell of each."""
 LIMITS = Limits(

@@ -298,6 +298,7 @@ class TestBrokenOpsAreCaught:
         with pytest.raises(Faulty, match="hits"):
             run_broken(broken("plan", plan_api, plan), [3] * LAYERS, check=True)
 
+    @pytest.mark.nightly
     def test_plan_that_leaves_a_stale_address(self, broken, dtype, solo):
         plan = mutated(plan_reference.plan, "jnp.where(evicted, -1, address)", "address")
         ops = broken("plan", plan_api, plan)
@@ -306,6 +307,7 @@ class TestBrokenOpsAreCaught:
         recorded = run_broken(ops, [3] * LAYERS, check=False)
         assert not all(a.same_bits(b) for a, b in zip(recorded, solo, strict=False))
 
+    @pytest.mark.nightly
     def test_fill_off_by_one_row(self, broken, dtype, solo):
         fill = mutated(fill_reference.fill, "(row[i], 0)", "(row[i] + 1, 0)")
         ops = broken("fill", fill_api, fill)

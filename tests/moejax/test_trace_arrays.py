@@ -88,7 +88,7 @@ def host(tmp_path_factory):
     return traced(tmp_path_factory.mktemp("host") / "t", "host", "float32")
 
 
-@pytest.mark.parametrize("driver", ["device", "host"])
+@pytest.mark.parametrize("driver", ["device", pytest.param("host", marks=pytest.mark.nightly)])
 def test_no_bit_depends_on_them(driver, request):
     both = request.getfixturevalue(driver)
     for got, wanted in zip(both.with_arrays, both.without, strict=True):

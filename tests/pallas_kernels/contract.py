@@ -27,7 +27,7 @@ POISON = 0x7FFF
 SEEDS = (0, 1)
 
 
-INTERPRETED_SPECS = 3
+INTERPRETED_SPECS = 1
 """Specs of an op that .ci/run interprets its kernels with; `pytest` without a marker takes all."""
 
 QUICK_SPECS = 5
@@ -60,7 +60,8 @@ def each(
         place = 0 if spec is None else list(specs).index(spec)
         slow = interpreted_kernel or mutants or place >= QUICK_SPECS
         marks = [pytest.mark.slow] if slow else []
-        if interpreted_kernel and (mutants or place >= INTERPRETED_SPECS):
+        of_bits = spec is None and "dtype" in case
+        if interpreted_kernel and (mutants or of_bits or place >= INTERPRETED_SPECS):
             marks.append(pytest.mark.nightly)
         cases.append(pytest.param(*values, id=name, marks=marks))
     return pytest.mark.parametrize(list(axes), cases)

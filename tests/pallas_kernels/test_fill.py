@@ -121,9 +121,9 @@ def test_programs_take_the_chunks_in_turns(monkeypatch):
     """More chunks than programs."""
     small = pallas_triton.Config(rows=5, columns=16, programs=3, num_warps=1, num_stages=1)
 
-    def fill(*args):
+    def fill(*args, formats):
         with mock.patch.object(pallas_triton, "configuration", return_value=small):
-            return pallas_triton.fill(*args)
+            return pallas_triton.fill(*args, formats=formats)
 
     monkeypatch.setitem(api.IMPLEMENTATIONS, "pallas_small", fill)
     check(Spec((12, 4)), "pallas_small")
@@ -138,29 +138,40 @@ def test_the_width_decides_the_configuration():
     assert {c.rows * c.columns for c in sizes.values()} == {pallas_triton.CHUNK}
 
 
-def row_off_by_one(fill, arena, stores, layer, expert, row, version, count):
-    return fill(arena, stores, layer, expert, row + 1, version, count)
+def row_off_by_one(fill, arena, stores, layer, expert, row, version, count, formats):
+    return fill(arena, stores, layer, expert, row + 1, version, count, formats=formats)
 
 
-def one_too_few(fill, arena, stores, layer, expert, row, version, count):
-    return fill(arena, stores, layer, expert, row, version, jnp.maximum(count - 1, 0))
+def one_too_few(fill, arena, stores, layer, expert, row, version, count, formats):
+    return fill(
+        arena, stores, layer, expert, row, version, jnp.maximum(count - 1, 0), formats=formats
+    )
 
 
-def one_too_many(fill, arena, stores, layer, expert, row, version, count):
-    return fill(arena, stores, layer, expert, row, version, jnp.minimum(count + 1, expert.size))
+def one_too_many(fill, arena, stores, layer, expert, row, version, count, formats):
+    return fill(
+        arena,
+        stores,
+        layer,
+        expert,
+        row,
+        version,
+        jnp.minimum(count + 1, expert.size),
+        formats=formats,
+    )
 
 
-def always_layer_0(fill, arena, stores, layer, expert, row, version, count):
-    return fill(arena, stores, 0, expert, row, version, count)
+def always_layer_0(fill, arena, stores, layer, expert, row, version, count, formats):
+    return fill(arena, stores, 0, expert, row, version, count, formats=formats)
 
 
-def always_version_0(fill, arena, stores, layer, expert, row, version, count):
-    return fill(arena, stores, layer, expert, row, version * 0, count)
+def always_version_0(fill, arena, stores, layer, expert, row, version, count, formats):
+    return fill(arena, stores, layer, expert, row, version * 0, count, formats=formats)
 
 
-def last_row_left_out(fill, arena, stores, layer, expert, row, version, count):
+def last_row_left_out(fill, arena, stores, layer, expert, row, version, count, formats):
     stores = tuple(store[:, :, :-1] for store in stores)
-    return fill(arena, stores, layer, expert, row, version, count)
+    return fill(arena, stores, layer, expert, row, version, count, formats=formats)
 
 
 @each(api.IMPLEMENTATIONS)

@@ -189,8 +189,8 @@ def test_formats(implementation, layer):
 def with_entries(change):
     """A mutant that gets other entries."""
 
-    def broken(stage, arena, tables, stores, layer, entries):
-        return stage(arena, tables, stores, layer, change(entries, layer))
+    def broken(stage, arena, tables, stores, layer, entries, formats):
+        return stage(arena, tables, stores, layer, change(entries, layer), formats=formats)
 
     broken.__name__ = change.__name__
     return broken
@@ -206,32 +206,32 @@ def last_one_left_out(entries, layer):
     return entries._replace(layer=entries.layer.at[-1].set(-1))
 
 
-def last_wins(stage, arena, tables, stores, layer, entries):
+def last_wins(stage, arena, tables, stores, layer, entries, formats):
     backwards = Entries(*(field[::-1] for field in entries))
-    *results, done = stage(arena, tables, stores, layer, backwards)
+    *results, done = stage(arena, tables, stores, layer, backwards, formats=formats)
     return *results, done[::-1]
 
 
-def overwrites_what_is_used(stage, arena, tables, stores, layer, entries):
+def overwrites_what_is_used(stage, arena, tables, stores, layer, entries, formats):
     older = tables._replace(last_used=tables.last_used - 1)
-    arena, after, done = stage(arena, older, stores, layer, entries)
+    arena, after, done = stage(arena, older, stores, layer, entries, formats=formats)
     last_used = jnp.where(after.last_used != older.last_used, after.last_used, tables.last_used)
     return arena, after._replace(last_used=last_used), done
 
 
-def forgets_the_owner(stage, arena, tables, stores, layer, entries):
-    arena, after, done = stage(arena, tables, stores, layer, entries)
+def forgets_the_owner(stage, arena, tables, stores, layer, entries, formats):
+    arena, after, done = stage(arena, tables, stores, layer, entries, formats=formats)
     address = jnp.where(after.address < 0, tables.address, after.address)
     return arena, after._replace(address=address), done
 
 
-def copies_nothing(stage, arena, tables, stores, layer, entries):
-    return arena, *stage(arena, tables, stores, layer, entries)[1:]
+def copies_nothing(stage, arena, tables, stores, layer, entries, formats):
+    return arena, *stage(arena, tables, stores, layer, entries, formats=formats)[1:]
 
 
-def uses_ungranted_cells(stage, arena, tables, stores, layer, entries):
+def uses_ungranted_cells(stage, arena, tables, stores, layer, entries, formats):
     wide = tables._replace(cell_row=jnp.maximum(tables.cell_row, 0))
-    arena, after, done = stage(arena, wide, stores, layer, entries)
+    arena, after, done = stage(arena, wide, stores, layer, entries, formats=formats)
     return arena, after._replace(cell_row=tables.cell_row), done
 
 

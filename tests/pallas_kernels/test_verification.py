@@ -154,6 +154,7 @@ def test_another_norm_is_another_kernel():
     assert check.error(jax.devices()[0]) <= check.tolerance
 
 
+@pytest.mark.nightly
 def test_norms_of_other_widths_are_checked_too():
     shape = dataclasses.replace(SMALL, other_norms=(24,))
     found = small_checks(shape, rms_norm="pallas")
@@ -161,7 +162,7 @@ def test_norms_of_other_widths_are_checked_too():
     assert all(check.error(jax.devices()[0]) <= check.tolerance for check in found)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_keys_without_norms_are_another_kernel():
     plain = dataclasses.replace(SMALL, qk_norm=False)
     check, wide = small_checks(plain, kv_write="pallas")
@@ -232,6 +233,7 @@ def test_a_kernel_that_does_not_compile_is_refused_by_name(tmp_path, monkeypatch
         require_verified(small_checks(rms_norm="pallas"), jax.devices()[0], tmp_path)
 
 
+@pytest.mark.nightly
 def test_a_right_kernel_passes_in_float16_too():
     half = dataclasses.replace(SMALL, dtype="float16")
     (check,) = [
