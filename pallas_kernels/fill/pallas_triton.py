@@ -48,15 +48,23 @@ def configuration(hidden: int) -> Config:
     return Config(CHUNK // columns, columns, programs=512, num_warps=8, num_stages=1)
 
 
-def fill(arena, stores, layer, expert, row, version, count, *, formats):
+def configuration_for(arena: jax.Array, op: str) -> Config:
+    """The configuration for an arena. op: whose, for the message. Raises ValueError for an arena
+    that has too many rows of that width."""
     hidden = arena.shape[1]
     config = configuration(hidden)
     if arena.size // config.columns >= 2**31:
         raise ValueError(
-            f"fill 'pallas' addresses rows of {config.columns} elements, the largest power of two "
+            f"{op} 'pallas' addresses rows of {config.columns} elements, the largest power of two "
             f"that divides {hidden}: an arena of {arena.size} elements has too many for int32; "
             "'xla' takes it"
         )
+    return config
+
+
+def fill(arena, stores, layer, expert, row, version, count, *, formats):
+    hidden = arena.shape[1]
+    config = configuration_for(arena, "fill")
     encoded = [None] * len(stores)
     if formats is not None:
         encoded = [f.store if f.in_transit else None for f in formats]

@@ -10,20 +10,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.fill.pallas_triton import configuration
+from pallas_kernels.fill.pallas_triton import configuration_for
 from pallas_kernels.triton import triton_call
 
 
 def copy(arena, source, target, version, wanted, record_rows):
     """The reference's function, in fill's chunks."""
     hidden = arena.shape[1]
-    config = configuration(hidden)
-    if arena.size // config.columns >= 2**31:
-        raise ValueError(
-            f"move 'pallas' addresses rows of {config.columns} elements, the largest power of two "
-            f"that divides {hidden}: an arena of {arena.size} elements has too many for int32; "
-            "'xla' takes it"
-        )
+    config = configuration_for(arena, "move")
     view = arena.reshape(-1, config.columns)
     rows_per_row = hidden // config.columns
     records = tuple(rows * rows_per_row for rows in record_rows)

@@ -9,6 +9,16 @@ import numpy as np
 
 from moejax.checkpoints import orbax_manifest
 from moejax.checkpoints.orbax_destination import LOCK
+from tests.moejax.random_checkpoint import CONFIG, random_tensors, write
+
+
+def write_source(directory):
+    """A small checkpoint in two shards, with a tokenizer and a file in a directory of its own."""
+    directory = write(directory, random_tensors(CONFIG), shards=2)
+    (directory / "tokenizer.json").write_text("{}")
+    (directory / "additional_chat_templates").mkdir()
+    (directory / "additional_chat_templates/rag.jinja").write_text("{{ rag }}")
+    return directory
 
 
 def assert_same_model(found, expected):

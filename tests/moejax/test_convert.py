@@ -22,7 +22,7 @@ from moejax.checkpoints.orbax_metadata import orbax_files
 from moejax.cli import main
 from moejax.convert import convert
 from moejax.errors import UserError
-from tests.moejax.conversions import assert_same_model, contents, flip
+from tests.moejax.conversions import assert_same_model, contents, flip, write_source
 from tests.moejax.random_checkpoint import CONFIG, random_tensors, write
 
 KILLED = """
@@ -49,11 +49,7 @@ DST.partial; prints how many there were."""
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    directory = write(tmp_path_factory.mktemp("hf") / "model", random_tensors(CONFIG), shards=2)
-    (directory / "tokenizer.json").write_text("{}")
-    (directory / "additional_chat_templates").mkdir()
-    (directory / "additional_chat_templates/rag.jinja").write_text("{{ rag }}")
-    return directory
+    return write_source(tmp_path_factory.mktemp("hf") / "model")
 
 
 @pytest.fixture(scope="module")

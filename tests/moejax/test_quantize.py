@@ -18,7 +18,14 @@ from moejax.cli import main
 from moejax.convert import convert
 from moejax.errors import UserError
 from moejax.quantization import quantize, with_versions
-from tests.moejax.conversions import assert_same_model, contents, copied, flip, rewrite_manifest
+from tests.moejax.conversions import (
+    assert_same_model,
+    contents,
+    copied,
+    flip,
+    rewrite_manifest,
+    write_source,
+)
 from tests.moejax.random_checkpoint import CONFIG, UP, random_tensors, write
 
 VERSIONS = ("int8", "int4", "int2", "lossless12")
@@ -26,11 +33,7 @@ VERSIONS = ("int8", "int4", "int2", "lossless12")
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    directory = write(tmp_path_factory.mktemp("hf") / "model", random_tensors(CONFIG), shards=2)
-    (directory / "tokenizer.json").write_text("{}")
-    (directory / "additional_chat_templates").mkdir()
-    (directory / "additional_chat_templates/rag.jinja").write_text("{{ rag }}")
-    return directory
+    return write_source(tmp_path_factory.mktemp("hf") / "model")
 
 
 @pytest.fixture(scope="module")
