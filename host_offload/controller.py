@@ -22,7 +22,7 @@ from host_offload.policy_rules import (
 )
 from host_offload.policy_seat import Seat
 from host_offload.precision.transitions import Transitions, check_resident
-from host_offload.staging import Entry, Residency, Staging
+from host_offload.staging import Entry, Residency, Staging, last_used
 from host_offload.transfers import COUNTS, Move
 
 RESIDENCY = frozenset({"version", "state", "last_used", "clock", "frequency", "cells"})
@@ -103,6 +103,11 @@ class Controller:
     def asks(self) -> bool:
         """Some policy is asked at some moment; without, there is nothing to call in a step."""
         return bool(self.moments)
+
+    @property
+    def transitions(self) -> Transitions | None:
+        """Where every expert is resident: who has the experts' slots."""
+        return self._staging if isinstance(self._staging, Transitions) else None
 
     def needs_at(self, moments: frozenset[Moment]) -> frozenset[str]:
         """What policies that are asked at some of these moments need there."""
@@ -319,6 +324,8 @@ class Controller:
                 return self._staging.in_flight
             case "costs":
                 return self.spec.costs
+            case "capacity":
+                return self._staging.capacity
         if need not in RESIDENCY:
             return facts.get(need)
         tables = self.tables
@@ -331,13 +338,7 @@ class Controller:
             case "cells":
                 return np.sum(tables.cell_row >= 0, axis=1, dtype=np.int32)
             case "last_used":
-                layer, cell = np.nonzero(tables.owner >= 0)
-                expert = tables.owner[layer, cell]
-                current = tables.cell_row[layer, cell] == tables.address[layer, expert]
-                layer, cell, expert = layer[current], cell[current], expert[current]
-                last_used = np.full_like(tables.address, -1)
-                last_used[layer, expert] = tables.last_used[layer, cell]
-                return last_used
+                return last_used(tables)
         return getattr(tables, need)
 
     def _counts(self, ids: np.ndarray, layer: int | None = None) -> np.ndarray:

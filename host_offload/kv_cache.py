@@ -187,13 +187,26 @@ class KVCache:
     # ---- swapping
 
     def copy(self, block: Block) -> Block | None:
-        """A block with the same bytes, on the host until it is swapped in; None: there is no room
-        for it on the host."""
+        """A block with the same bytes, on the host until it is swapped in, or on the device where
+        the host has no room; None: neither has."""
         if self.swap_room < 1:
-            return None
+            return self._copy_on_device(block) if self.available else None
         host = self.read([block.row])[0] if block.row is not None else block.host
         self.swapped += 1
         return Block(None, host)
+
+    def _copy_on_device(self, block: Block) -> Block:
+        (copy,) = self.allocate(1)
+        assert copy.row is not None
+        try:
+            if block.row is None:
+                self.write([block.host], [copy.row])
+            else:
+                self.move([block.row], [copy.row])
+        except BaseException:
+            self._free([copy])
+            raise
+        return copy
 
     @property
     def swap_pages(self) -> int:

@@ -74,6 +74,7 @@ class Costs:
     prefill_s_per_token: float
     """Of one more prompt token in a sweep, everything resident."""
     kv_swap_s_per_byte: float
+    """Of one way, to the host or back (the mean of both)."""
     read_through: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(2))
     """float64[2], as fill: what an expert costs that is computed from the store."""
     recompute_s_per_token: float = 0.0
@@ -104,8 +105,8 @@ class Spec:
     driver: str
     """`device` or `host`."""
     version_bytes: dict[str, np.ndarray]
-    """Version → int64[L]: bytes of one expert. A version's number in tables and decisions is its
-    place in this dict."""
+    """Version → int64[L]: bytes of one expert in a cell. A version's number in tables and decisions
+    is its place in this dict."""
     min_cells: np.ndarray
     """int32[L]: the least cells a layer may have."""
     cell_bound: int
@@ -123,6 +124,16 @@ class Spec:
     """float32[L, D, E]: the routers' weights, for policies that need `router`."""
     costs: Costs | None = None
     """None where nothing was measured; a policy that needs `costs` is then refused."""
+    moved_bytes: dict[str, np.ndarray] | None = None
+    """As version_bytes, of one expert over the link; None: the same."""
+    max_num_seqs: int | None = None
+    """Most sequences that run at once; executables may have more rows. None: not known."""
+
+    @property
+    def link_bytes(self) -> dict[str, np.ndarray]:
+        """Version → int64[L]: bytes of one expert over the link. Fewer than version_bytes where
+        experts are decoded in transit."""
+        return self.moved_bytes or self.version_bytes
 
     @property
     def blocking(self) -> bool:
@@ -228,6 +239,9 @@ class Observation:
     """int32[L, E]: references so far that needed the expert."""
     cells: np.ndarray | None = None
     """int32[L]: cells that each layer has."""
+    capacity: int | None = None
+    """Experts that there is room for in version 0, as Spec.capacity, where every expert is
+    resident: it changes with the slots that experts have."""
 
     finished: tuple[Transfer, ...] | None = None
     """Transfers carried out or skipped since the policy last saw this moment."""

@@ -43,6 +43,17 @@ class Entry(NamedTuple):
     cell: int
 
 
+def last_used(tables: Residency) -> np.ndarray:
+    """int32[L, E]: the layer's clock when the resident expert was last used; −1: absent."""
+    layer, cell = np.nonzero(tables.owner >= 0)
+    expert = tables.owner[layer, cell]
+    current = tables.cell_row[layer, cell] == tables.address[layer, expert]
+    layer, cell, expert = layer[current], cell[current], expert[current]
+    found = np.full_like(tables.address, -1)
+    found[layer, expert] = tables.last_used[layer, cell]
+    return found
+
+
 def choose_cell(
     tables: Residency,
     layer: int,
@@ -88,6 +99,9 @@ class Staging(Transfers):
         super().__init__(log)
         self.spec = spec
         self._bytes = [b.tolist() for b in spec.version_bytes.values()]
+        """Of an expert in a cell, by version and layer."""
+        self._moved = [b.tolist() for b in spec.link_bytes.values()]
+        """The same, over the link."""
         self._queues: dict[str, dict[tuple[int, int], Stage | Transition]] = {
             "transitions": {},
             "stages": {},
@@ -132,6 +146,7 @@ class Staging(Transfers):
             taken.setdefault(t.layer, set()).add(t.cell)
         room = self.spec.staging_bytes - sum(t.bytes for t in self.in_flight)
         full: set[tuple[int, int]] = set()
+        ended = False
         for kind, queue in self._queues.items():
             for place, entry in list(queue.items()):
                 layer, expert, version = entry[:3]
@@ -140,22 +155,19 @@ class Staging(Transfers):
                 if _satisfied(entry, tables):
                     del queue[place]
                     continue
-                if len(entries) == self.spec.stage_entries or len(full) == self._kinds_of_cells:
-                    return entries
-                size, cause = self._bytes[version][layer], self._cause(entry, tables)
-                if size > room:
-                    # Nothing less urgent overtakes it.
-                    self.count(cause, "deferred")
-                    return entries
+                size, cause = self._moved[version][layer], self._cause(entry, tables)
+                # Nothing less urgent overtakes what the list has no place or no bytes for.
+                ended = ended or len(entries) == self.spec.stage_entries or size > room
                 cell = None
-                if (layer, version) not in full:
+                if not ended and (layer, version) not in full:
                     busy = taken.setdefault(layer, set())
                     for kept in self._kept(kind, place):
                         cell = choose_cell(tables, layer, version, taken=busy, kept=kept)
                         if cell is not None:
                             break
+                    if cell is None:
+                        full.add((layer, version))
                 if cell is None:
-                    full.add((layer, version))
                     self.count(cause, "deferred")
                     continue
                 taken[layer].add(cell)
@@ -175,10 +187,6 @@ class Staging(Transfers):
         ranks = self._ranks[kind][layer]
         urgent = {other for other, rank in ranks.items() if rank < ranks[expert]}
         yield urgent | transitions.keys() if kind == "stages" else urgent
-
-    @property
-    def _kinds_of_cells(self) -> int:
-        return self.spec.layers * len(self._bytes)
 
     # ---- what became of it
 
@@ -231,7 +239,8 @@ class Staging(Transfers):
             if state[place] == State.ABSENT:
                 state[place] = State.ARRIVING
             elif tables.version[place] != t.version:
-                more = t.bytes > self._bytes[tables.version[place]][t.layer]
+                sizes = self._bytes[t.version], self._bytes[tables.version[place]]
+                more = sizes[0][t.layer] > sizes[1][t.layer]
                 state[place] = State.PROMOTING if more else State.DEMOTING
         return state
 
@@ -247,6 +256,7 @@ class Staging(Transfers):
         return {
             "precision": {
                 **self.transition_counts(),
+                "queued": len(self._queues["transitions"]),
                 "hi": high,
                 "lo": int(np.sum(here)) - high,
                 "absent": int(np.sum(~here)),

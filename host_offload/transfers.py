@@ -13,7 +13,8 @@ from host_offload.policy import Transfer
 
 COUNTS = ("issued", "done", "skipped", "deferred", "cancelled", "used", "unused", "bytes")
 """Of transfers by cause. issued: put on a step's list. done, skipped: as the step said. deferred:
-found no cell or no staging bytes at its turn (each time). cancelled: left the queue unissued. used,
+wanted and not put on a list, since that was full or there was no cell or no staging bytes: once for
+each list that was made meanwhile. cancelled: left the queue unissued. used,
 unused: of those done, found resident by a later step, or evicted first. bytes: of those done."""
 
 
@@ -42,6 +43,8 @@ class Transfers:
     def __init__(self, log: Callable[[Transfer], None]):
         self._log = log
         self.paused = False
+        self.capacity: int | None = None
+        """Experts that there is room for in version 0, where every expert is resident."""
         self.flying: list[Flight] = []
         self._unused: dict[tuple[int, int], Flight] = {}
         self.finished: list[Transfer] = []
@@ -94,8 +97,8 @@ class Transfers:
         return {}
 
     def transition_counts(self) -> dict[str, int]:
-        """Promotions and demotions carried out and their bytes, and those that had to wait (each
-        time) or were no longer wanted."""
+        """Promotions and demotions carried out and their bytes, how often one had to wait (each for
+        each list that was made meanwhile), and those no longer wanted."""
         up, down = (self.counts.get(cause, {}) for cause in ("promotion", "demotion"))
         return {
             "promotions": up.get("done", 0),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -13,9 +13,11 @@ import numpy as np
 
 from host_offload.arena import SlotArena, SlotClass
 from host_offload.policy_rules import PolicyError
+from host_offload.precision.transitions import Transitions
 from host_offload.swap import SWAP_PAGES
 from moejax.runner import Runner
 from moejax.scheduler import Scheduler
+from moejax.work import Work
 
 log = logging.getLogger("moejax")
 
@@ -80,7 +82,8 @@ class Resizer:
     A slot that changes sides must be empty. So where KV shrinks, idle blocks are dropped, pages are
     moved together and sessions between turns moved out, at most MOVED_PAGES pages before a step;
     layers get the slots as they become empty. KV that requests run on is not moved out, and KV
-    keeps what all who wait or run may come to need: the rest of such a wish waits.
+    keeps what all who run and all sessions hold beside a new request (least_pages): the rest of
+    such a wish waits. What that cannot foresee, sessions that grow later, `unblock` is for.
     """
 
     runner: Runner
@@ -97,19 +100,22 @@ class Resizer:
 
     def move(self, cells: np.ndarray | None, kv_pages: int | None) -> Moved:
         """cells: of each layer; None: as they are. kv_pages: rounded up to slots; None: as it is.
-        Raises PolicyError for what can never be."""
+        Raises PolicyError for what can never be, and what the device says where a copy failed after
+        the arena or the tables were donated to it: they are gone then, and with them the engine."""
         arena = self.scheduler.arena
         had, kv_had = cells_of(arena), arena.count(SlotClass.KV)
         wanted = had if cells is None else [int(n) for n in cells]
         kv_wanted = kv_had if kv_pages is None else -(-kv_pages // arena.layout.pages_per_slot)
         try:
-            check_grant(arena, wanted, kv_wanted)
+            self._check(wanted, kv_wanted)
         except ValueError as error:
             raise PolicyError(f"a policy wants what the arena cannot give: {error}") from error
         failed = False
         try:
             self._move(wanted, kv_wanted)
         except (jax.errors.JaxRuntimeError, MemoryError) as error:
+            if _lost(self.runner):
+                raise
             log.warning("budgets stay as they were, a resize failed: %s", error)
             failed = True
         has, kv_has = cells_of(arena), arena.count(SlotClass.KV)
@@ -123,6 +129,31 @@ class Resizer:
             self.resizes += self._begun and not failed
             self._begun = False
         return Moved(settled, changed)
+
+    def unblock(
+        self, next_work: Callable[[], Work | None], moved: Callable[[], None]
+    ) -> Work | None:
+        """For a moment when requests wait for pages and nothing can be dispatched: gives KV slots
+        of experts, one at a time, until next_work has a step; None: experts have none left. So
+        nobody waits for ever whom the split at the start would have served; no wish is needed, and
+        one that is unfinished goes on before the next step. moved: called after each slot."""
+        work = None
+        while work is None and self._take_slot():
+            self.slots_moved += 1
+            moved()
+            work = next_work()
+        return work
+
+    def _take_slot(self) -> bool:
+        """Gives KV one slot more, a free one or of the layer with the most cells."""
+        arena = self.scheduler.arena
+        cells, kv_slots = cells_of(arena), arena.count(SlotClass.KV)
+        if sum(cells) + kv_slots == arena.slots:
+            if not any(cells):
+                return False
+            cells[int(np.argmax(cells))] -= 1
+        grant(self.runner, arena, cells, kv_slots + 1)
+        return True
 
     def limit(self, max_running: int) -> None:
         """No more sequences than so many begin to run from now on; those that do go on."""
@@ -139,16 +170,24 @@ class Resizer:
             "failed": self.failed,
         }
 
+    def _check(self, wanted: list[int], kv_wanted: int) -> None:
+        """Raises ValueError for what can never be."""
+        check_grant(self.scheduler.arena, wanted, kv_wanted)
+
     def _move(self, wanted: list[int], kv_wanted: int) -> None:
         arena = self.scheduler.arena
-        kv_had = arena.count(SlotClass.KV)
-        least = -(-least_pages(self.scheduler) // arena.layout.pages_per_slot)
         with _all_or_nothing(arena):
-            kv_slots = max(kv_wanted, min(least, kv_had))
-            if kv_slots < kv_had:
+            kv_slots = self._kv_target(kv_wanted)
+            if kv_slots < arena.count(SlotClass.KV):
                 kv_slots = self._shrink_kv(kv_slots)
             room = arena.slots - kv_slots
             grant(self.runner, arena, within(wanted, cells_of(arena), room), kv_slots)
+
+    def _kv_target(self, wanted: int) -> int:
+        """KV slots to go to now: no fewer than least_pages, if it has them."""
+        arena = self.scheduler.arena
+        least = -(-least_pages(self.scheduler) // arena.layout.pages_per_slot)
+        return max(wanted, min(least, arena.count(SlotClass.KV)))
 
     def _shrink_kv(self, target: int) -> int:
         """As far towards so many KV slots as can be now; returns how many there are."""
@@ -164,14 +203,62 @@ class Resizer:
         return arena.count(SlotClass.KV)
 
 
+@dataclasses.dataclass
+class ResidentResizer(Resizer):
+    """Where every expert is always resident in one of two versions: KV gets slots that experts can
+    do without once fewer are high, and experts make more of theirs high when KV gives slots back.
+
+    Policies say how many pages KV should have; who is demoted is the precision's decision, and
+    which slot becomes empty that of its transitions (Transitions.aim), so a wish of KV waits until
+    enough were demoted and cells were moved together, within the bounds of each step.
+    """
+
+    transitions: Transitions = dataclasses.field(kw_only=True)
+
+    def _take_slot(self) -> bool:
+        return False  # a slot becomes empty by transitions, and those ride in steps
+
+    def _check(self, wanted: list[int], kv_wanted: int) -> None:
+        if any(wanted):
+            raise ValueError("layers have no cells of their own where every expert is resident")
+        least = self.transitions.resident.least_slots()
+        if kv_wanted < 0 or (left := self.scheduler.arena.slots - kv_wanted) < least:
+            raise ValueError(f"{kv_wanted} KV slots leave {left} for experts, who need {least}")
+
+    def _move(self, wanted: list[int], kv_wanted: int) -> None:
+        arena, transitions = self.scheduler.arena, self.transitions
+        kv_had = arena.count(SlotClass.KV)
+        if kv_wanted > kv_had:
+            gone = transitions.aim(arena.slots - kv_wanted)
+            arena.release_expert_slots(gone)
+            arena.grant_kv_slots(kv_had + len(gone))
+            return
+        transitions.aim(transitions.slots)
+        with _all_or_nothing(arena):
+            kv_slots = self._kv_target(kv_wanted)
+            if kv_slots < kv_had:
+                self._shrink_kv(kv_slots)
+        # Bookkeeping only: cells are cut from them when a transition needs one.
+        if slots := arena.take_free_slots():
+            transitions.add(slots)
+
+
+def _lost(runner: Runner) -> bool:
+    """Arena or tables were given to an executable that returned none."""
+    return any(array.is_deleted() for array in jax.tree.leaves((runner.arena, runner.tables)))
+
+
 def least_pages(scheduler: Scheduler) -> int:
-    """Pages that KV must keep, so that all who wait or run can end."""
+    """Pages that KV must keep: all that the longest of those who wait or run may come to need; and,
+    as far as host memory does not take it, what all who have begun may come to need, what sessions
+    hold, and one more sequence of max_model_len."""
     live = [*scheduler.running.values(), *scheduler.waiting]
     alone = max((scheduler.pages_for(len(r.prompt), r.to_generate) for r in live), default=0)
     if scheduler.overflow == "recompute":
         return alone
     together = scheduler.begun_pages + scheduler.sessions.pages
-    return max(alone, together - scheduler.cache.swap_pages)
+    longest = scheduler.pages_for(scheduler.max_model_len, 0)
+    return max(alone, together + longest - scheduler.cache.swap_pages)
 
 
 def empty_slot(scheduler: Scheduler, most: int) -> int:

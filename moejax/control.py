@@ -17,12 +17,13 @@ from host_offload.precision.paging import PagedSpec
 from host_offload.precision.placement import ResidentSpec
 from host_offload.staging import Entry, Residency
 from host_offload.tables import read_snapshot, with_contents
+from host_offload.transfers import Move
 from moejax.budgets import Moved
 from moejax.programs import STAGES
 from moejax.records import StepRecord
 from moejax.runner import Runner
 from moejax.trace_arrays import TraceArrays
-from moejax.tracing import config_digest
+from moejax.tracing import config_digest, moved_bytes
 from pallas_kernels.stage import Entries
 
 
@@ -67,6 +68,10 @@ class Control:
         self._layer_needs = [name for name in TraceArrays._fields if name in between]
         self._handed = False
         """The runner has carried out a list from between layers that was not settled."""
+        # The controller counts what it handed out as done. Where the runner failed, it is still to
+        # be done, before anything that the controller hands out later.
+        self._moves: list[Move] = []
+        self._contents: dict[str, np.ndarray] = {}
         if controller.needs_residency:
             runner.prepare("snapshot")
         if controller.stages_transfers:
@@ -89,6 +94,7 @@ class Control:
             controller.forget(self._begun)
             self._handed = False
         self._begun = number
+        self._move_cells()
         if controller.needs_residency and controller.tables is None:
             controller.see(self._tables_now())
         controller.begin_step(number, seconds=self._seconds)
@@ -101,8 +107,8 @@ class Control:
 
     def _stages(self, number: int) -> Entries | None:
         entries = self.controller.stages(number)
-        if moves := self.controller.take_moves():
-            self.runner.move_cells(moves)
+        self._moves = self.controller.take_moves()
+        self._move_cells()
         self._update_tables()
         return self._as_lists(entries)
 
@@ -190,9 +196,17 @@ class Control:
         versions = self.runner.layer_versions
         return tables if versions is None else versions.seen(tables)
 
+    def _move_cells(self) -> None:
+        """A cell that was moved before the runner failed is where it should be, and stays."""
+        if self._moves:
+            self.runner.move_cells(self._moves)
+            self._moves = []
+
     def _update_tables(self) -> None:
-        if changed := self.controller.take_update():
-            _set_tables(self.runner, changed)
+        self._contents |= self.controller.take_update()
+        if self._contents:
+            _set_tables(self.runner, self._contents)
+            self._contents = {}
 
     def _as_lists(self, entries: Sequence[Entry]) -> Entries | None:
         if not entries:
@@ -209,7 +223,9 @@ class Control:
             return
         moved = Moved(False, False) if self.set_budget is None else self.set_budget(cells, kv_pages)
         controller.settle_budget(moved.settled)
-        if (moved.changed or moved.settled) and controller.needs_residency:
+        # Where every expert is resident, slots that move hold nobody.
+        seen = controller.needs_residency and controller.transitions is None
+        if (moved.changed or moved.settled) and seen:
             controller.see(self._tables_now())
 
 
@@ -259,6 +275,7 @@ def start_control(
     policies: Sequence[Policy],
     *,
     max_model_len: int,
+    max_num_seqs: int | None = None,
     seed: int,
     routers: Sequence[jax.Array],
     resident: ResidentSpec | None = None,
@@ -281,7 +298,7 @@ def start_control(
         from moejax.calibration import costs_for  # which runs engines
 
         costs = costs_for(runner)
-    spec = spec_of_engine(runner, max_model_len=max_model_len, seed=seed)
+    spec = spec_of_engine(runner, max_model_len=max_model_len, max_num_seqs=max_num_seqs, seed=seed)
     if resident is not None:
         spec = dataclasses.replace(spec, resident=resident, capacity=resident.capacity)
     if paged is not None:
@@ -292,8 +309,11 @@ def start_control(
     return Control(runner, controller) if controller.asks else None
 
 
-def spec_of_engine(runner: Runner, *, max_model_len: int, seed: int) -> Spec:
-    """What policies are told of an engine, but for the router and costs."""
+def spec_of_engine(
+    runner: Runner, *, max_model_len: int, max_num_seqs: int | None = None, seed: int
+) -> Spec:
+    """What policies are told of an engine, but for the router and costs. max_num_seqs: None: as
+    many as steps have rows."""
     layout = runner.layout
     layers, experts = runner.tables.address.shape
     most = max(record.nbytes for record in layout.records)
@@ -312,7 +332,9 @@ def spec_of_engine(runner: Runner, *, max_model_len: int, seed: int) -> Spec:
         seed=seed,
         driver=runner.driver,
         version_bytes=runner.version_bytes,
+        moved_bytes=moved_bytes(runner),
         min_cells=np.zeros(layers, np.int32),
         cell_bound=runner.tables.cell_row.shape[1],
         stage_entries=STAGES,
+        max_num_seqs=runner.shapes.rows if max_num_seqs is None else max_num_seqs,
     )

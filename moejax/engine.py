@@ -26,9 +26,8 @@ from moejax.runner import Runner
 from moejax.sampling_params import SamplingParams
 from moejax.scheduler import Scheduler
 from moejax.statistics import Statistics
-from moejax.step import Sweep
 from moejax.stopping import Ending, require_tokenizer
-from moejax.work import Step, Work
+from moejax.work import Step, Work, sweep_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -203,7 +202,7 @@ class Engine:
             try:
                 work = self._next_work()
                 if work is None and previous is None and not self.scheduler.idle:
-                    raise OutOfKV(self._stuck())
+                    work = self._unblocked()
                 if work is not None:
                     self._pending = self._dispatch(work)
             finally:
@@ -226,6 +225,16 @@ class Engine:
             # Pages could not be moved: what was counted as dispatched is not.
             self._give_up(self.scheduler.in_step, self.scheduler.published)
             raise
+
+    def _unblocked(self) -> Work:
+        """What can be dispatched once experts gave KV some of their slots, where policies move the
+        line. Raises OutOfKV."""
+        control, work = self.control, None
+        if control is not None and "kv_pages" in control.controller.writes:
+            work = self.resizer.unblock(self._next_work, lambda: self._trace_budget(None))
+        if work is None:
+            raise OutOfKV(self._stuck())
+        return work
 
     def _stuck(self) -> str:
         cache = self.scheduler.cache
@@ -259,7 +268,7 @@ class Engine:
         table, bucket = self._device_block_table(), rows
         if work.chunks:
             kind = work.chunks[0].request.sweep_kind
-            output = runner.prefill(self._sweep(work), table, kind=kind, stages=stages)
+            output = runner.prefill(sweep_of(work, runner.shapes), table, kind=kind, stages=stages)
         else:
             kind = "decode"
             positions[[row for row, _ in work.rows]] = [r.computed - 1 for _, r in work.rows]
@@ -296,33 +305,6 @@ class Engine:
             table = jax.device_put(self.scheduler.block_table.copy(), self.runner.tokens.sharding)
             self._block_table = version, table
         return self._block_table[1]
-
-    def _sweep(self, work: Work) -> Sweep:
-        shapes = self.runner.shapes
-        count = shapes.sweep_chunks
-        sweep = Sweep(
-            tokens=np.zeros((count, shapes.chunk), np.int32),
-            row=np.zeros(count, np.int32),
-            start=np.zeros(count, np.int32),
-            skip=np.zeros(count, np.int32),
-            length=np.zeros(count, np.int32),
-            count=np.int32(len(work.chunks)),
-            last=np.full(shapes.rows, -1, np.int32),
-            targets=np.zeros((count, shapes.chunk), np.int32),
-        )
-        for i, chunk in enumerate(work.chunks):
-            request, end = chunk.request, chunk.start + chunk.length
-            sweep.tokens[i, : chunk.length] = request.tokens(chunk.start, end)
-            sweep.row[i], sweep.start[i] = chunk.row, chunk.start
-            sweep.skip[i], sweep.length[i] = chunk.skip, chunk.length
-            if request.targets is not None:
-                sweep.targets[i, : chunk.length] = request.targets[chunk.start : end]
-            elif request.params.prompt_logprobs is not None:
-                following = request.prompt[chunk.start + 1 : end + 1]
-                sweep.targets[i, : len(following)] = following
-            if chunk.samples:
-                sweep.last[chunk.row] = i * shapes.chunk + chunk.length - 1
-        return sweep
 
     # ---- results
 

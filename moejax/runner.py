@@ -16,7 +16,7 @@ from jax.sharding import SingleDeviceSharding
 
 from host_offload.arena import allocate_arena
 from host_offload.integrity import describe_faults
-from host_offload.layer_versions import cell_bytes, layer_versions, version_bytes
+from host_offload.layer_versions import cell_bytes, layer_versions, link_bytes, version_bytes
 from host_offload.layout import SlotLayout
 from host_offload.precision.placement import Placement
 from host_offload.store import ExpertStore
@@ -93,8 +93,8 @@ class Runner:
         """Where each layer has one version of its own; None: every version has all layers."""
         if self.layer_versions is not None:
             tables = tables._replace(**self.layer_versions.contents(tables._asdict()))
-        self.cell_bytes = cell_bytes(layout, formats)
-        self.version_bytes = version_bytes(layout, formats, layers)
+        self.link_bytes = link_bytes(layout, formats)
+        self.version_bytes = version_bytes(layout, formats, cell_bytes(layout, formats), layers)
         self.tables: Tables = jax.device_put(tables, self._sharding)
         self.placement: Placement | None = None
         """Where every expert began; None: experts are paged."""
@@ -344,8 +344,11 @@ class Runner:
         """Copies every expert to where the placement says, and says so in the tables; before the
         first step."""
         self.placement = placement
-        self.tables = with_contents(self.tables, placement.contents)
-        for layer, places in enumerate(zip(placement.row, placement.version, strict=True)):
+        contents = placement.contents
+        if self.layer_versions is not None:
+            contents = self.layer_versions.contents(contents)
+        self.tables = with_contents(self.tables, contents)
+        for layer, places in enumerate(zip(placement.row, contents["version"], strict=True)):
             self.arena = self._call("populate", self.arena, self.stores, np.int32(layer), *places)
 
     def transfer(self, entries: Entries) -> jax.Array:
@@ -387,10 +390,10 @@ class Runner:
         """Frees the arena now, and store and parameters, which it was given."""
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._executables.clear()
-        try:
-            jax.block_until_ready((self.arena, self.tables, self.tokens))
+        mine = (self.arena, self.tables, self.tokens, self.counts, self.state if given else ())
+        try:  # what was donated to a copy that failed is gone
+            jax.block_until_ready([a for a in jax.tree.leaves(mine) if not a.is_deleted()])
         finally:
-            mine = (self.arena, self.tables, self.tokens, self.counts, self.state if given else ())
             for array in jax.tree.leaves(mine):
                 array.delete()
             if given:

@@ -11,7 +11,7 @@ import numpy as np
 from host_offload.kv_cache import Block
 from moejax.hooks import Transfers
 from moejax.requests import Request
-from moejax.step import StepOutput
+from moejax.step import StepOutput, StepShapes, Sweep
 from pallas_kernels.stage import Entries
 
 
@@ -77,3 +77,31 @@ class Step:
     def sampled(self) -> list[tuple[int, Request]]:
         """The requests that got a token, each with the row it had."""
         return self.work.sampled()
+
+
+def sweep_of(work: Work, shapes: StepShapes) -> Sweep:
+    """What the step of the work's chunks is given."""
+    count = shapes.sweep_chunks
+    sweep = Sweep(
+        tokens=np.zeros((count, shapes.chunk), np.int32),
+        row=np.zeros(count, np.int32),
+        start=np.zeros(count, np.int32),
+        skip=np.zeros(count, np.int32),
+        length=np.zeros(count, np.int32),
+        count=np.int32(len(work.chunks)),
+        last=np.full(shapes.rows, -1, np.int32),
+        targets=np.zeros((count, shapes.chunk), np.int32),
+    )
+    for i, chunk in enumerate(work.chunks):
+        request, end = chunk.request, chunk.start + chunk.length
+        sweep.tokens[i, : chunk.length] = request.tokens(chunk.start, end)
+        sweep.row[i], sweep.start[i] = chunk.row, chunk.start
+        sweep.skip[i], sweep.length[i] = chunk.skip, chunk.length
+        if request.targets is not None:
+            sweep.targets[i, : chunk.length] = request.targets[chunk.start : end]
+        elif request.params.prompt_logprobs is not None:
+            following = request.prompt[chunk.start + 1 : end + 1]
+            sweep.targets[i, : len(following)] = following
+        if chunk.samples:
+            sweep.last[chunk.row] = i * shapes.chunk + chunk.length - 1
+    return sweep

@@ -87,8 +87,16 @@ def test_swap_space_ends(cache):
     blocks = cache.allocate(7)
     assert cache.swap_out(blocks) == 6 and cache.swap_room == 0
     assert cache.missing(blocks) == 6 and cache.swap_out(blocks) == 0
+    copies = [cache.copy(blocks[0]), cache.copy(blocks[6])]  # on the device
+    assert [copy.host for copy in copies] == [None, None]
+    assert cache.copied == [
+        ([blocks[0].host], [copies[0].row]),
+        ([blocks[6].row], [copies[1].row]),
+    ]
+    assert cache.faults([], [blocks, copies]) == []
+    rest = cache.allocate(cache.available)
     assert cache.copy(blocks[6]) is None
-    assert cache.faults([], [blocks]) == []
+    assert cache.faults([], [blocks, copies, rest]) == []
 
 
 def test_pages_that_cannot_be_moved_stay_where_they_are(cache, monkeypatch):

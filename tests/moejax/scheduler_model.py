@@ -103,11 +103,17 @@ class Device:
                 self._finish(*previous)
             raise
         if work is None and previous is None and not self.scheduler.idle:
-            raise RuntimeError("stuck")
+            work = self.unblocked()
+            if work is None:
+                raise RuntimeError("stuck")
         if work is not None:
             self.pending = work, self._run(work)
         if previous is not None:
             self._finish(*previous)
+
+    def unblocked(self) -> Work | None:
+        """Asked when requests wait and nothing can be dispatched."""
+        return None
 
     def _give_up(self) -> None:
         scheduler = self.scheduler

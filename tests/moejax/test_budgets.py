@@ -14,9 +14,10 @@ from host_offload.policies.joint_budget import JointBudget
 from host_offload.policies.layer_cells import LayerCells
 from host_offload.policies.mv_wsa import MvWsa
 from host_offload.policies.peak_headroom import PeakHeadroom
+from host_offload.replay import replay
 from host_offload.split import division_of, miss_costs
 from host_offload.traces import read_trace
-from moejax import LLM, UserError
+from moejax import LLM, SamplingParams, UserError
 from moejax.budget_options import parse_budget_options, start_budget
 from moejax.control import spec_of_engine, start_control
 from moejax.startup import Limits
@@ -52,7 +53,7 @@ def parsed(budget="fixed", resize="none", cells: str | list[int] = "uniform", **
         # A trace says it once; nothing moves while requests run.
         ({"cells": "optimal=trace"}, ()),
         ({"budget": "mv_wsa=trace", "cells": "optimal"}, ()),
-        ({"budget": "mv_wsa=trace", "resize": "mv_wsa"}, (MvWsa(),)),
+        ({"budget": "mv_wsa=trace", "resize": "mv_wsa"}, (MvWsa(trace="trace"),)),
         ({"cells": [1, 2, 3, 4]}, ()),
         ({"cells": "1,2,3,4"}, ()),
     ],
@@ -108,24 +109,56 @@ def test_live_resize_changes_no_token_and_says_what_it_did(llm):
 
 
 def test_width_kv_and_cells_together(llm):
-    """The same engine with the joint policy: it says how many run, and no token changes."""
+    """The same engine with the joint policy, where a step of one sequence takes a thousandth of one
+    of four: once it knows steps, no other sequence begins beside one that runs, and no token
+    changes."""
     engine = llm.engine
-    before, dear = engine.control, dataclasses.replace(COSTS, fill=COSTS.fill * [1, 30]).costs()
+    before, narrow = engine.control, dataclasses.replace(COSTS.costs(), step_s={1: 1e-3, 4: 1.0})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(moejax.calibration, "costs_for", lambda engine: dear)
+        patch.setattr(moejax.calibration, "costs_for", lambda engine: narrow)
         engine.control = start_control(
             engine.runner, [JointBudget()], max_model_len=256, seed=0, routers=[]
         )
     assert engine.control is not None
     engine.control.set_budget = engine.try_budget
     engine.control.limit_running = engine.resizer.limit
+    seen: list[tuple[int, int]] = []
+    scheduler = engine.scheduler
+    engine.listener = lambda step: seen.append((scheduler.max_running, len(scheduler.running)))
     try:
         assert converse(llm) == recorded()[1]
-        assert 1 <= engine.control.controller.max_running <= 4
-        assert llm.stats()["budget"]["max_running"] == engine.control.controller.max_running
+        limits, running = zip(*seen, strict=True)
+        assert limits[0] == 4 == max(running) and limits[-1] == 1
+        assert llm.stats()["budget"]["max_running"] == 1
+        # Those that had begun go on.
+        assert list(running[limits.index(1) :]) == sorted(running[limits.index(1) :], reverse=True)
+        assert running.count(1) > len(running) // 2
     finally:
-        engine.control = before
+        engine.control, engine.listener = before, None
         engine.resizer.limit(LIMITS["max_num_seqs"])
+
+
+def test_cells_that_follow_live_curves(tmp_path):
+    """By name, without a trace: layers get another number of cells while requests run; tokens and
+    log-probabilities are those of the fixed split, and a replay finds every move and miss again."""
+    prompts = [[*range(5 + i, 25 + i)] for i in range(3)]
+    params = SamplingParams(max_tokens=200, temperature=0, ignore_eos=True, logprobs=2)
+    answers = {}
+    for cells in ("uniform", "marginal"):
+        trace = tmp_path / cells
+        budget = {"memory": MEMORY, "cells": cells, "trace": trace}
+        with LLM("demo", progress=False, **budget, **LIMITS) as llm:
+            outputs = [llm.generate([prompt], params, use_tqdm=False) for prompt in prompts]
+            ended = [output.outputs[0] for (output,) in outputs]
+            answers[cells] = [(answer.token_ids, answer.logprobs) for answer in ended]
+            found = cells_now(llm)
+    assert answers["marginal"] == answers["uniform"]
+    assert sum(found) == 28 and len(set(found)) > 1, found
+    trace = read_trace(tmp_path / "marginal")
+    assert [b.cells for b in trace.budgets() if b.settled][-1] == tuple(found)
+    replayed = replay(trace, policies=[LayerCells(allocation="marginal")])
+    measured = trace.array("step.fills") + trace.array("step.read_through")
+    np.testing.assert_array_equal(replayed.misses, measured)
 
 
 @pytest.fixture

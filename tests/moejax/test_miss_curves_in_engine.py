@@ -12,9 +12,11 @@ from moejax.traces import read_trace
 
 
 @pytest.mark.slow
-def test_a_trace_predicts_another_budget_exactly(tmp_path):
+@pytest.mark.parametrize(("prompt", "waves"), [(1, 1), (21, 2)])
+def test_a_trace_predicts_another_budget_exactly(tmp_path, prompt, waves):
     """The curves of a run that had everything resident are the misses of the one with half, layer
-    by layer: prompts of a token each, so that sweeps fit as decode steps do."""
+    by layer. Prompts of a token each, so that sweeps fit as decode steps do; then of many, whose
+    experts fit in two waves."""
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     traces, misses = {}, {}
     for cells in (16, 8):
@@ -25,17 +27,20 @@ def test_a_trace_predicts_another_budget_exactly(tmp_path):
             max_num_batched_tokens=64,
             expert_budget=f"{cells / 16 * 100}%",
             trace=tmp_path / str(cells),
+            prefill_waves=waves,
             progress=False,
         ) as llm:
             for i in range(0, 6, 2):
-                llm.generate([[7 * i + 3], [7 * i + 10]], params, use_tqdm=False)
+                prompts = [[7 * j + 3 + 29 * n for n in range(prompt)] for j in (i, i + 1)]
+                llm.generate(prompts, params, use_tqdm=False)
         traces[cells] = read_trace(tmp_path / str(cells))
         assert traces[cells].header.spec["cells"] == [cells] * 4
         fills, read_through = (traces[cells].array(f"step.{n}") for n in ("fills", "read_through"))
         misses[cells] = fills + read_through
     curves = trace_curves(traces[16])
     decode = trace_curves(traces[16], kind="decode")
-    assert (curves.exact_from <= 8).all(), "steps of two tokens have at most 8 experts"
+    assert (curves.exact_from <= 8).all(), "steps of two tokens and waves have at most 8 experts"
+    assert (traces[8].array("step.waves")[traces[8].array("step.kind") == 0] == waves).all()
     for cells, trace in traces.items():
         np.testing.assert_array_equal(curves.misses[:, cells], misses[cells].sum(axis=0))
         decoded = misses[cells][trace.array("step.kind") == 1]

@@ -16,11 +16,16 @@ from hypothesis import strategies as st
 import moejax.budgets
 from host_offload.arena import SlotArena, SlotClass
 from host_offload.kv_cache import KVCache
+from host_offload.policies.peak_headroom import PeakHeadroom
 from host_offload.policy import Decision, Moment, Observation, Spec
 from host_offload.policy_rules import PolicyError
-from moejax import LLM
+from host_offload.replay import replay
+from host_offload.traces import read_trace
+from moejax import LLM, SamplingParams
+from moejax.arena_report import kv_faults
 from moejax.budgets import MOVED_PAGES, Resizer, cells_of, within
 from moejax.work import Work
+from tests.moejax.budget_workload import MEMORY, SLOT
 from tests.moejax.engine_runs import run as run_engine
 from tests.moejax.scheduler_model import LAYOUT, Device, Turn, run
 from tests.moejax.test_same_bits import conversations
@@ -42,18 +47,20 @@ class Refused(jax.errors.JaxRuntimeError):
 class Tables:
     """The runner, as far as budgets see it. failing: calls of grant_cells that are refused."""
 
-    arena: SlotArena
+    host: SlotArena
     cell_row: np.ndarray = dataclasses.field(init=False)
     failing: Callable[[], bool] = lambda: False
+    arena = tables = ()
+    """Nothing that could be donated."""
 
     def __post_init__(self):
-        self.cell_row = self.arena.cell_row.copy()
+        self.cell_row = self.host.cell_row.copy()
 
     def grant_cells(self, cell_row: np.ndarray) -> None:
         if self.failing():
             raise Refused("RESOURCE_EXHAUSTED")
         # D1: what the device's tables are given never lies where KV is.
-        kv = set(np.flatnonzero(self.arena.slot_class == SlotClass.KV).tolist())
+        kv = set(np.flatnonzero(self.host.slot_class == SlotClass.KV).tolist())
         rows = cell_row[cell_row >= 0] // LAYOUT.slot_rows
         assert len(set(rows.tolist())) == rows.size and kv.isdisjoint(rows.tolist())
         self.cell_row = cell_row.copy()
@@ -72,6 +79,8 @@ class Moving(Device):
         self.tables = Tables(arena)
         self.resizer = Resizer(self.tables, self.scheduler)  # type: ignore[arg-type]
         self.wishes, self.wish, self.steps = wishes, None, 0
+        self.blocked = 0
+        """How often KV had to be given slots for a step to be possible at all."""
         self.at_once: list[int] = []
         """Pages that each step's move copied."""
 
@@ -91,6 +100,10 @@ class Moving(Device):
             if moved.settled:
                 self.wish = None
         return super()._run(work)
+
+    def unblocked(self) -> Work | None:
+        self.blocked += 1
+        return self.resizer.unblock(self.scheduler.next_work, lambda: None)
 
     @property
     def arena(self) -> SlotArena:
@@ -140,16 +153,60 @@ def test_the_workloads_reach_what_they_are_for():
     assert all(totals.values()), totals
 
 
-@pytest.mark.parametrize("swap_bytes", [0, 20 * LAYOUT.page.nbytes])
-@pytest.mark.parametrize("seed", range(3))
-def test_no_request_is_refused_that_a_fixed_split_would_serve(seed, swap_bytes):
-    """With little or no host memory for KV, requests that have begun could wait for each other."""
-    turns = [t for t in crowd(seed) if t.session is None]
-    smallest = lambda step: (np.full(LAYERS, 5), FLOOR)  # noqa: E731
-    fixed = run(Moving(lambda _: None, SLOTS, swap_bytes=swap_bytes), turns)
-    moving = run(Moving(smallest, SLOTS, swap_bytes=swap_bytes), turns)
-    for request, same in zip(moving, fixed, strict=True):
-        assert (request.finish_reason, request.output) == (same.finish_reason, same.output)
+SMALLEST = np.full(LAYERS, 5), FLOOR
+"""As little KV as a policy may want."""
+
+
+@pytest.mark.parametrize("swap_pages", [0, 4, 8, 12])
+def test_no_request_is_refused_that_a_fixed_split_would_serve(swap_pages):
+    """With little or no host memory for KV, requests that have begun could wait for each other, and
+    sessions that have grown leave a turn no room. All KV at first, then as little as can be."""
+    blocked = 0
+    for seed in range(8):
+        turns = [dataclasses.replace(t, abort=None) for t in crowd(seed, 24)]
+        swap_bytes = swap_pages * LAYOUT.page.nbytes
+        fixed = run(Moving(lambda _: None, SLOTS, swap_bytes=swap_bytes), turns, check=False)
+        device = Moving(lambda step: SMALLEST, SLOTS, swap_bytes=swap_bytes)
+        moving = run(device, turns)
+        ends = {r.finish_reason for r in (*fixed, *moving)}
+        assert ends <= {"stop", "length"}
+        if not seed:
+            check_against_alone(turns, moving)
+        blocked += device.blocked
+    assert blocked, "KV was never given slots because requests waited"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_slots", [FLOOR_SLOTS + 1, FLOOR_SLOTS + 3])
+def test_a_tight_fixed_split_serves_nobody_else(kv_slots):
+    """Where the split at the start is so small that it leaves some stuck, any wishes."""
+    stuck = 0
+    for seed in range(20, 32):
+        turns = [dataclasses.replace(t, abort=None) for t in crowd(seed, 24)]
+        swap_bytes = (seed % 4) * 4 * LAYOUT.page.nbytes
+        fixed = Moving(lambda _: None, kv_slots, swap_bytes=swap_bytes)
+        fixed.unblocked = lambda: None  # type: ignore[method-assign]
+        try:
+            run(fixed, turns, check=False)
+        except RuntimeError:
+            stuck += 1
+        for wishes in (random_wishes(seed, 4), lambda step: SMALLEST):
+            moving = run(Moving(wishes, kv_slots, swap_bytes=swap_bytes), turns, check=False)
+            assert {r.finish_reason for r in moving} <= {"stop", "length"}
+    assert 0 < stuck < 12
+
+
+def test_kv_keeps_room_for_one_more_beside_sessions():
+    """The host takes four pages of what six sessions hold; a turn of max_model_len fits beside the
+    rest at once, and nobody is stuck first."""
+    device = Moving(lambda _: None, SLOTS, swap_bytes=4 * LAYOUT.page.nbytes)
+    run(device, [Turn((i + 1, *range(1, 90)), 8, f"s{i}") for i in range(6)])
+    while device.resizer.move(*SMALLEST).changed:
+        pass
+    sessions = device.scheduler.sessions.pages
+    assert sessions > 30 and FLOOR < sessions + FLOOR - 4 <= device.arena.pages < SLOTS * PER_SLOT
+    run(device, [Turn((7, *range(1, 480)), 16)])
+    assert device.blocked == 0
 
 
 def test_a_slot_that_is_in_use_is_emptied_not_waited_for():
@@ -345,3 +402,100 @@ def test_resizes_between_all_steps_of_the_engine_change_no_bit(driver):
         for job, got, want in zip(jobs, moving, fixed, strict=True):
             if job.abort is None:
                 assert got.same_bits(want)
+
+
+@dataclasses.dataclass(frozen=True)
+class LittleKV:
+    """Wants as little KV as can be after every turn, whatever that costs."""
+
+    moments = frozenset({Moment.BURST_END})
+    needs = frozenset()
+    writes = frozenset({"cells", "kv_pages"})
+
+    def init(self, spec: Spec) -> Decision:
+        floor = -(-spec.kv_floor_bytes // spec.page_bytes)
+        slots = spec.budget_bytes // spec.slot_bytes - -(-spec.kv_floor_bytes // spec.slot_bytes)
+        cells = np.full(spec.layers, min(slots // spec.layers, spec.experts), np.int32)
+        return Decision(cells=cells, kv_pages=floor)
+
+    def decide(self, state: Decision, observation: Observation):
+        return state, state
+
+
+SESSIONS = {"expert_budget": 12 * SLOT, "memory": MEMORY, "swap_space": 200_000}
+"""20 slots of KV, 120 pages, and 12 on the host."""
+
+
+def grown(llm: LLM) -> tuple[list[Any], list[int]]:
+    """Requests of their own, then turns of four sessions that grow; tokens and log-probabilities,
+    and KV's pages before the first turn and after each."""
+    llm.generate([[5, 7, 9]], dataclasses.replace(TURN, max_tokens=60), use_tqdm=False)
+    llm.generate([[6, 7, 9]], dataclasses.replace(TURN, max_tokens=60), use_tqdm=False)
+    said: list[list[int]] = [[] for _ in range(4)]
+    answers, pages = [], [llm.stats()["arena"]["kv_pages"]]
+    for turn in range(3):
+        for i in range(4):
+            prompt = [*said[i], *range(5 + 9 * i + turn, 45 + 7 * i + 2 * turn)]
+            (output,) = llm.generate([prompt], TURN, session_id=[f"user {i}"], use_tqdm=False)
+            answer = output.outputs[0]
+            answers.append((answer.token_ids, answer.logprobs))
+            said[i] = [*prompt, *answer.token_ids]
+            pages.append(llm.stats()["arena"]["kv_pages"])
+    return answers, pages
+
+
+TURN = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True, logprobs=2)
+
+
+@pytest.mark.parametrize("how", ["policies", "peak_headroom"])
+def test_sessions_that_grow_after_kv_shrank_are_served(how, tmp_path):
+    """By a policy that wants no KV at all, which is given slots when nothing can run, and by the
+    closed form, which sees what is swapped out. The same bits as without, and a replay finds all of
+    it again."""
+    with LLM("demo", progress=False, **SESSIONS, **LIMITS) as llm:
+        fixed, pages = grown(llm)
+        assert set(pages) == {120}
+    options = {"policies": [LittleKV()]} if how == "policies" else {"resize": how}
+    trace = tmp_path / "t"
+    with LLM("demo", progress=False, trace=trace, **options, **SESSIONS, **LIMITS) as llm:
+        moving, pages = grown(llm)
+        assert kv_faults(llm.engine.scheduler) == []
+        stats = llm.engine.resizer.stats()
+    assert moving == fixed and stats["resizes"] > 0
+    assert pages[0] < pages[-1] and pages[0] < 60
+    found = read_trace(trace)
+    policies = [LittleKV()] if how == "policies" else [PeakHeadroom()]
+    replayed = replay(found, policies=policies)
+    measured = found.array("step.fills") + found.array("step.read_through")
+    np.testing.assert_array_equal(replayed.misses, measured)
+    assert any(b.by_hand for b in found.budgets()), "slots that no policy wanted moved"
+
+
+def test_what_a_refused_copy_leaves():
+    """Before the device has taken arena and tables, the split stays, and the requests go on. After
+    that nothing can run any more, so the engine says so instead."""
+    with LLM("demo", progress=False, policies=[MoveAlways()], memory=MEMORY, **LIMITS) as llm:
+        runner, engine = llm.engine.runner, llm.engine
+        call, refused = runner._call, []
+        tokens = llm.generate([[5, 7, 9]], TURN, use_tqdm=False)[0].outputs[0].token_ids
+
+        def before(name, *args):
+            if name == "regrant" and not refused:
+                refused.append(name)
+                raise Refused("RESOURCE_EXHAUSTED")
+            return call(name, *args)
+
+        runner._call = before  # type: ignore[method-assign]
+        again = llm.generate([[5, 7, 9]], TURN, use_tqdm=False)[0].outputs[0].token_ids
+        assert again == tokens and refused and engine.resizer.failed == 1
+
+        def after(name, *args):
+            found = call(name, *args)
+            if name == "regrant":
+                raise Refused("INTERNAL: the copy was lost")
+            return found
+
+        runner._call = after  # type: ignore[method-assign]
+        with pytest.raises(Refused, match="the copy was lost"):
+            llm.generate([[5, 7, 9]], TURN, use_tqdm=False)
+        assert engine.resizer.failed == 1 and engine.idle
