@@ -48,6 +48,8 @@ class Precision:
     begin; 0: versions never change."""
     blocking: bool = False
     """A step waits for all transitions that are wanted (an ablation)."""
+    step_bytes: int | None = None
+    """Most bytes of transitions in a step; None: as the device allows."""
     paged: bool = False
     """Layers have some cells of each version, and experts without one are missed; else every expert
     is always resident in one of them."""
@@ -94,6 +96,7 @@ class Precision:
             "in_transit": self.in_transit,
             "changes_bits": self.lossy,
             **({"spares": self.spares, "blocking": self.blocking} if self.spares else {}),
+            **({} if self.step_bytes is None else {"step_bytes": self.step_bytes}),
             **({"paged": self.paged} if self.mixed else {}),
             **settings,
         }
@@ -141,11 +144,14 @@ def precision_of(
         return dataclasses.replace(plan, given=check_map(read_array(path, "map"), 2))
     if name == "random":
         return dataclasses.replace(plan, seed=keys.get("seed", seed))
-    if paged and (wrong := [key for key in ("spares", "blocking") if key in keys]):
+    if paged and (wrong := [key for key in ("spares", "blocking", "step_bytes") if key in keys]):
         raise ValueError(f"{wrong[0]} means nothing where experts are paged; leave it or paged out")
     spares, blocking = keys.pop("spares", 1), keys.pop("blocking", False)
     if spares < 1:
         raise ValueError(f"spares must be at least 1, or no transition could begin, not {spares}")
+    step_bytes = keys.pop("step_bytes", None)
+    if step_bytes is not None and step_bytes < 1:
+        raise ValueError(f"step_bytes must be at least 1, not {step_bytes}")
     for key in ("weights", "scores"):
         if key in keys:
             keys[key] = read_array(keys[key], key)
@@ -154,7 +160,9 @@ def precision_of(
     policy = DynaExq(**keys, paged=paged)
     if paged:
         return dataclasses.replace(plan, policy=policy)
-    return dataclasses.replace(plan, policy=policy, spares=spares, blocking=blocking)
+    return dataclasses.replace(
+        plan, policy=policy, spares=spares, blocking=blocking, step_bytes=step_bytes
+    )
 
 
 def _parse(text: str) -> tuple[str, str | None, dict[str, Any]]:
@@ -171,6 +179,8 @@ def _parse(text: str) -> tuple[str, str | None, dict[str, Any]]:
         if key not in known or not given:
             settings = ", ".join(f"{key}=…" for key in known) or "none"
             raise ValueError(f"precision {name!r} has no setting {part!r}; known: {settings}")
+        if key in keys:
+            raise ValueError(f"precision {name!r}: {key} is given twice; leave one of them out")
         try:
             keys[key] = known[key](value)
         except ValueError:
@@ -200,6 +210,7 @@ _KEYS: Mapping[str, Mapping[str, Callable[[str], Any]]] = {
         "scores": str,
         "spares": int,
         "blocking": _yes,
+        "step_bytes": int,
     },
 }
 """Name → its settings."""

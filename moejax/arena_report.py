@@ -87,7 +87,8 @@ def arena_stats(scheduler: Scheduler, tables: Tables) -> dict:
         "expert_slots": arena.count(SlotClass.EXPERT),
         "kv_slots": arena.count(SlotClass.KV),
         "free_slots": arena.count(SlotClass.FREE),
-        "cells_per_layer": np.sum(arena.cell_row >= 0, axis=1).tolist(),
+        # The tables': where every expert is resident, the arena has no cells of layers to grant.
+        "cells_per_layer": np.sum(np.asarray(tables.cell_row) >= 0, axis=1).tolist(),
         "cells_used": int(np.sum(np.asarray(tables.owner) >= 0)),
         "block_size": layout.page.block_size,
         "kv_pages": arena.pages,

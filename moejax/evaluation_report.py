@@ -32,7 +32,10 @@ def result_json(llm: LLM, result: PerplexityResult) -> dict[str, Any]:
             "config_digest": config_digest(llm.config),
             "dtype": llm.dtype,
             "experts": {record.version: record.nbytes for record in runner.layout.records},
-            "precision": llm.precision.report(),
+            "precision": {
+                **llm.precision.report(),
+                "quantizers": stats["precision"]["quantizers"],
+            },
         },
         "versions": {name: _version(name) for name in _VERSIONS},
         "device": stats["device"],

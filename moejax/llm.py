@@ -148,7 +148,7 @@ class LLM:
         self._budgets = parse_budget_options(budget, resize, cells, limits)
         mix: Any = dict(hi=hi, lo=lo, interval=interval, hi_share=hi_share, quantizer=quantizer)
         self.precision = parse_precision(precision, seed=seed, cells=(budget, cells), **mix)
-        others = *self.precision.policies, *self._budgets.policies()
+        others = self._budgets.policies(self.precision)
         try:
             eviction, all_policies = with_eviction(eviction, with_prefetch(prefetch, policies))
             all_policies = *all_policies, *others
@@ -169,7 +169,7 @@ class LLM:
                 loaded = load_checkpoint(
                     directory, dtype, self.device, report, step, name_map, versions
                 )
-            loaded = with_precision(loaded, self.precision, quantizer)
+            loaded = with_precision(loaded, self.precision, quantizer, progress)
             self._start.end("load", loaded.seconds)
             try:
                 self.engine, self.budget = start_engine(
@@ -210,7 +210,7 @@ class LLM:
             except BaseException:
                 self.engine.runner.delete()
                 raise
-        self.dtype = loaded.dtype
+        self.dtype, self._made = loaded.dtype, loaded.quantizers
         self._start.end("tokenizer")
         self._closed = False
         self._borrower: threading.Thread | None = None
@@ -347,7 +347,7 @@ class LLM:
         ran = engine_stats(self._open(), self._start)
         options = {
             "eviction": self._eviction,
-            "precision": precision_stats(self.precision, ran["control"], self.engine.runner.store),
+            "precision": precision_stats(self.precision, ran["control"], self.engine, self._made),
             "budget": {**self._budgets.stats(), **self.engine.resizer.stats()},
         }
         names = {"model": self.model, "dtype": self.dtype, "device": self.device.device_kind}

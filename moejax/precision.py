@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import jax
 import numpy as np
 
 from host_offload.layout import SlotLayout
-from host_offload.policies.precision_maps import HI
+from host_offload.policies.precision_maps import HI, LO
 from host_offload.precision.paging import PagedSpec, version_cells
-from host_offload.precision.placement import ResidentSpec, capacity, resident_spec, slots_for
+from host_offload.precision.placement import (
+    Placement,
+    ResidentSpec,
+    capacity,
+    resident_spec,
+    slots_for,
+)
 from host_offload.precision_names import Precision, precision_of
 from host_offload.store import ExpertStore
 from moejax.checkpoint import LoadedModel
 from moejax.errors import UserError
+from moejax.progress import versions_progress
 from moejax.quantization import check_quantizer, with_versions
+from moejax.transition_bound import said
 from pallas_kernels.records.versions import Formats, VersionFormats
 
 if TYPE_CHECKING:
+    from moejax.engine import Engine
     from moejax.runner import Runner
     from moejax.startup import Limits
 
@@ -48,17 +59,27 @@ def parse_precision(
         except ValueError as error:
             raise UserError(str(error)) from error
     if found.mixed and cells != ("fixed", "uniform"):
+        where = (
+            "cuts each layer's cells of both versions once, at the start"
+            if found.paged
+            else "keeps every expert resident in cells that layers share"
+        )
         raise UserError(
-            f"precision {found.name} keeps every expert resident in cells that layers share, so "
-            "budget and cells say nothing; leave them out"
+            f"precision {found.name} {where}, so budget and cells say nothing; leave them out"
         )
     return found
 
 
 def resident_versions(precision: Precision, store: ExpertStore) -> tuple[str, ...]:
-    """The versions that lie in cells, of which a slot holds the largest; where the store has each
-    layer in one version, the same layer's cells are of that one."""
-    return ("dense",) if precision.in_transit else stored_versions(precision, store)
+    """The versions that lie in cells, of which a slot holds the largest. Where layers stay dense,
+    another layer's cells of the one version are lossless12's; beside a second version, high cells
+    are as large as dense experts in every layer, since layers share them, and lossless12 is decoded
+    on the way."""
+    if precision.in_transit:
+        return ("dense",)
+    if store.layers and precision.mixed:
+        return ("dense", precision.versions[LO])
+    return stored_versions(precision, store)
 
 
 def stored_versions(precision: Precision, store: ExpertStore) -> tuple[str, ...]:
@@ -67,16 +88,15 @@ def stored_versions(precision: Precision, store: ExpertStore) -> tuple[str, ...]
 
 
 def with_precision(
-    loaded: LoadedModel,
-    precision: Precision,
-    quantizer: str = "rtn",
-    progress: Callable[[str, int, int], None] | None = None,
+    loaded: LoadedModel, precision: Precision, quantizer: str = "rtn", progress: bool = False
 ) -> LoadedModel:
-    """The model with a store of each version that the precision has and of no other. Raises
-    UserError as moejax.quantization.with_versions."""
+    """The model with a store of each version that the precision has and of no other. progress: a
+    bar on stderr for each that has to be made. Raises UserError as
+    moejax.quantization.with_versions."""
     if precision.versions == tuple(loaded.store.arrays):
         return loaded
-    return with_versions(loaded, precision.versions, quantizer=quantizer, progress=progress)
+    with versions_progress(progress) as report:
+        return with_versions(loaded, precision.versions, quantizer=quantizer, progress=report)
 
 
 def formats_of(precision: Precision, layout: SlotLayout, store: ExpertStore) -> Formats | None:
@@ -85,6 +105,8 @@ def formats_of(precision: Precision, layout: SlotLayout, store: ExpertStore) -> 
         return None
     versions = stored_versions(precision, store)
     cells = layout.records * len(versions) if precision.in_transit else layout.records
+    if store.layers and precision.mixed:
+        cells = (layout.records[HI], *layout.records)
     return tuple(
         VersionFormats(record.format, store.layouts[version].format, store.places(version))
         for record, version in zip(cells, versions, strict=True)
@@ -94,11 +116,6 @@ def formats_of(precision: Precision, layout: SlotLayout, store: ExpertStore) -> 
 def dense_layers(store: ExpertStore) -> tuple[int, ...]:
     """The MoE layers that stay dense since an expert overflows lossless12."""
     return store.layers.get("dense", ())
-
-
-def store_record_bytes(runner: Runner) -> tuple[int, ...]:
-    """Bytes of one expert as a miss moves it over the link, by version number."""
-    return tuple(store.shape[2] * store.shape[3] * 2 for store in runner.stores)
 
 
 def spare_slots(precision: Precision) -> int:
@@ -159,23 +176,67 @@ def _spares(precision: Precision) -> int:
     return max(precision.spares, 1)
 
 
+def place_experts(runner: Runner, placement: Placement) -> float | None:
+    """Copies every expert to its place; returns the seconds that a byte took, None where versions
+    never change and nobody asks."""
+    if not placement.resident.spares:
+        runner.place(placement)
+        return None
+    # Nothing else may run meanwhile: the figure says what transitions cost.
+    runner.prepare("populate")
+    runner.wait_compiled()
+    jax.block_until_ready(runner.arena)
+    began = time.perf_counter()
+    runner.place(placement)
+    jax.block_until_ready(runner.arena)
+    versions = runner.layer_versions
+    version = placement.version if versions is None else versions.of(placement.version)
+    nbytes = np.array(runner.link_bytes)[version].sum()
+    return (time.perf_counter() - began) / int(nbytes)
+
+
 def precision_stats(
-    precision: Precision, control: Mapping[str, Any] | None, store: ExpertStore | None = None
+    precision: Precision,
+    control: Mapping[str, Any] | None,
+    engine: Engine | None = None,
+    quantizers: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """What was asked for and what transitions came to, as plain data. control: Control.stats.
-    store: the run's; of lossless12 it says how many layers stay dense."""
+    """What was asked for and what transitions came to, as plain data.
+
+    control: Control.stats. engine: of lossless12 it says how many layers stay dense, with
+    transitions what share of all steps' time they took. quantizers: of LoadedModel.
+    """
     found = {**precision.report(), **((control or {}).get("precision") or {})}
-    if store is not None and precision.versions == ("lossless12",):
-        found["dense_layers"] = len(dense_layers(store))
+    if quantizers is not None:
+        found["quantizers"] = made_by(precision.versions, quantizers)
+    if engine is None:
+        return found
+    if "lossless12" in precision.versions:
+        found["dense_layers"] = len(dense_layers(engine.runner.store))
+    if (per_byte := engine.statistics.copy_s_per_byte) is not None:
+        moved = found.get("promoted_bytes", 0) + found.get("demoted_bytes", 0)
+        seconds = per_byte * moved
+        steps_s = sum(engine.statistics.seconds.values())
+        found["transition_s"] = seconds
+        found["transition_share"] = seconds / steps_s if steps_s else None
     return found
+
+
+def made_by(versions: Sequence[str], quantizers: Mapping[str, str]) -> dict[str, str]:
+    """Version → how it was made: rtn, mse or gptq (with its text), `lossless`; `checkpoint` for
+    dense, and for a version whose maker the checkpoint does not name."""
+    return {version: quantizers.get(version, "checkpoint") for version in versions}
 
 
 def trace_header(precision: Precision, runner: Runner) -> dict[str, Any]:
     """What a trace's header says of it; `start` [L, E]: the versions that experts begin in, where
     all are resident."""
     resident = precision.mixed and not precision.paged
-    start = {"start": np.asarray(runner.tables.version).tolist()} if resident else {}
-    return {**precision.report(), **start}
+    if not resident:
+        return precision.report()
+    versions = runner.layer_versions
+    tables = runner.tables if versions is None else versions.seen(runner.tables)
+    return {**precision.report(), "start": np.asarray(tables.version).tolist()}
 
 
 def note(
@@ -188,6 +249,9 @@ def note(
     """What the precision comes to, a line for people; empty with dense experts. dense: of
     dense_layers."""
     bits = "the output has other bits than with dense experts" if precision.lossy else "same bits"
+    named = ", ".join(map(str, dense))
+    if dense and precision.mixed:
+        bits = f"MoE layers {named} stay dense, so high cells are as large as dense ones; {bits}"
     if paged is not None:
         sizes = zip(paged.capacity, layout.records, strict=True)
         cells = " and ".join(f"{count} {record.version}" for count, record in sizes)
@@ -196,11 +260,10 @@ def note(
             f"{paged.fill_version.size} experts; {bits}"
         )
     if resident is None:
-        named = ", ".join(map(str, dense))
         who = f"all experts but those of MoE layers {named}, dense" if dense else "all experts"
         return "" if precision == DENSE else f"precision {precision.name}: {who}; {bits}"
     high, low = (record.version for record in layout.records)
     return (
         f"precision {precision.name}: {resident.capacity[HI]} of {resident.start.size} "
-        f"experts at most in {high}, the others in {low}; {bits}"
+        f"experts at most in {high}, the others in {low}; {bits}{said(resident, layout)}"
     )

@@ -52,6 +52,27 @@ def loading_progress(
 
 
 @contextmanager
+def versions_progress(shown: bool) -> Iterator[Callable[[str, int, int], None] | None]:
+    """A bar over bytes for each version of the experts that is made; yields report(version,
+    done_bytes, total_bytes), None when not shown."""
+    if not shown:
+        yield None
+        return
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
+
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
+    with _progress(*columns) as progress:
+        tasks = {}
+
+        def report(version: str, done: int, total: int) -> None:
+            if version not in tasks:
+                tasks[version] = progress.add_task(f"making {version}", total=total)
+            progress.update(tasks[version], completed=done, total=total)
+
+        yield report
+
+
+@contextmanager
 def generation_progress(
     requests: int, tokens: int, shown: bool
 ) -> Iterator[Callable[[int, Sequence[Request]], None]]:

@@ -116,20 +116,20 @@ def step_record(
         paging=paging,
         missed=missed,
         staged=None if output.staged is None else np.asarray(output.staged),
-        staged_bytes=_staged_bytes(step, runner.cell_bytes),
+        staged_bytes=_staged_bytes(step, runner.link_bytes),
         finished=tuple(r.number for r in touched if r.finish_reason is not None),
         demand=demand,
         **arrays,
     )
 
 
-def _staged_bytes(step: Step, version_bytes: Sequence[int]) -> int:
-    """version_bytes: of an expert, by version."""
+def _staged_bytes(step: Step, link_bytes: Sequence[int]) -> int:
+    """link_bytes: of an expert over the link, by version."""
     lists = list(step.between)
     if step.stages is not None and step.output.staged is not None:
         lists.append(Transfers(step.stages, step.output.staged))
     moved = 0
     for entries, done in lists:
         carried_out = np.asarray(done) > 0
-        moved += sum(version_bytes[v] for v in np.asarray(entries.version)[carried_out].tolist())
+        moved += sum(link_bytes[v] for v in np.asarray(entries.version)[carried_out].tolist())
     return moved

@@ -39,6 +39,8 @@ class Statistics:
         default_factory=lambda: dict.fromkeys(("fill", "read_through"), 0)
     )
     """Bytes over the link, by cause."""
+    copy_s_per_byte: float | None = None
+    """Of experts over the link before the first step; None: not measured."""
     first_token_times: deque[float] = dataclasses.field(default_factory=_times)
     token_times: deque[float] = dataclasses.field(default_factory=_times)
     last_read_s: float | None = None

@@ -18,6 +18,7 @@ import jax
 import numpy as np
 
 from host_offload.controller import Decided
+from host_offload.layer_versions import version_bytes
 from host_offload.policy import Transfer
 from host_offload.precision.paging import PagedSpec
 from host_offload.traces import (
@@ -40,7 +41,14 @@ from moejax.trace_arrays import TraceArrays, parse_trace_arrays
 if TYPE_CHECKING:
     from moejax.engine import Engine
 
-__all__ = ["Tracer", "check_trace", "config_digest", "start_trace", "trace_engine"]
+__all__ = [
+    "Tracer",
+    "check_trace",
+    "config_digest",
+    "moved_bytes",
+    "start_trace",
+    "trace_engine",
+]
 
 
 BATCH = 32
@@ -187,8 +195,8 @@ class Tracer:
         self, cells: Sequence[int], kv_pages: int, *, step: int | None, settled: bool
     ) -> None:
         """Adds a line to decisions.jsonl: the layers have so many cells and KV so many pages from
-        `step` on; None: from the next step on, by hand. settled: a policy's wish has its end with
-        that."""
+        `step` on; None: from the next step on, without a policy. settled: a policy's wish has its
+        end with that."""
         moved = {"cells": list(map(int, cells)), "kv_pages": kv_pages}
         moved |= {"settled": settled, "by_hand": step is None}
         self.decision(self._next_step if step is None else step, {"budget": moved})
@@ -252,6 +260,7 @@ def start_trace(
     """
     config, layout, shapes = runner.config, runner.layout, runner.shapes
     cells = np.sum(np.asarray(runner.tables.cell_row) >= 0, axis=1)
+    moved = moved_bytes(runner)
     spec = {
         "layers": sum(config.moe_layers),
         "experts": config.num_experts,
@@ -259,6 +268,7 @@ def start_trace(
         "hidden": config.hidden_size,
         "dtype": dtype,
         "version_bytes": {v: _number(sizes) for v, sizes in runner.version_bytes.items()},
+        "link_bytes": None if moved is None else {v: _number(n) for v, n in moved.items()},
         "page_bytes": layout.page.nbytes,
         "page_tokens": layout.page.block_size,
         "slot_bytes": layout.slot_bytes,
@@ -288,17 +298,26 @@ def start_trace(
         writer = TraceWriter(directory, header)
     except TraceError as error:
         raise UserError(str(error)) from error
-    return Tracer(writer, record_bytes=runner.cell_bytes, waves=shapes.waves)
+    return Tracer(writer, record_bytes=runner.link_bytes, waves=shapes.waves)
 
 
 def trace_engine(
-    engine: Engine, directory: str | os.PathLike[str] | None, **options: Any
+    engine: Engine,
+    directory: str | os.PathLike[str] | None,
+    *,
+    settings: Mapping[str, Any],
+    **options: Any,
 ) -> Tracer | None:
     """Has every step of an engine written into a directory, by start_trace(…, **options); None:
     none of them."""
     if directory is None:
         return None
-    engine.tracer = tracer = start_trace(directory, engine.runner, **options)
+    # The shapes' block table is whole spans wide, which may be more pages than a sequence has.
+    page = engine.runner.layout.page
+    floor = -(-engine.scheduler.max_model_len // page.block_size) * page.nbytes
+    settings = {**settings, "kv_floor_bytes": floor}
+    settings |= {"max_num_seqs": engine.scheduler.max_num_seqs}
+    engine.tracer = tracer = start_trace(directory, engine.runner, settings=settings, **options)
     if engine.control is not None:
         engine.control.controller.listener = tracer.event
     return tracer
@@ -315,11 +334,20 @@ def _number(sizes: np.ndarray) -> int | list[int]:
     return int(sizes[0]) if np.all(sizes == sizes[0]) else sizes.tolist()
 
 
+def moved_bytes(runner: Runner) -> dict[str, np.ndarray] | None:
+    """Version → int64[L]: bytes of an expert over the link; None where they are those of a cell."""
+    layers = runner.tables.address.shape[0]
+    moved = version_bytes(runner.layout, runner.formats, runner.link_bytes, layers)
+    same = all(np.array_equal(moved[name], n) for name, n in runner.version_bytes.items())
+    return None if same else moved
+
+
 def _paged(runner: Runner) -> dict[str, Any] | None:
     """The cells of each version and what misses fill, where experts are paged in several."""
     if len(runner.version_bytes) == 1 or runner.placement is not None:
         return None
-    tables = runner.tables
+    versions = runner.layer_versions
+    tables = runner.tables if versions is None else versions.seen(runner.tables)
     version = np.where(np.asarray(tables.cell_row) >= 0, np.asarray(tables.cell_version), -1)
     cells = [np.sum(version == v, axis=1) for v in range(len(runner.layout.records))]
     return PagedSpec(np.stack(cells, axis=1), np.asarray(tables.fill_version)).said

@@ -29,6 +29,12 @@ class BudgetTracker:
         """Bytes held and reserved, all tiers together."""
         return sum(self.held.values()) + sum(self.reserved.values())
 
+    def resize(self, budget: int, limits: Mapping[str, int]) -> None:
+        """Other bytes from now on. What is held and reserved must lie within the budget; a tier may
+        have more than its limit, and then nothing more is reserved there."""
+        self.budget, self.limits = budget, dict(limits)
+        self._check()
+
     def try_reserve(self, tier: str, nbytes: int) -> bool:
         """Reserves the bytes. False, changing nothing, where they do not fit."""
         of_tier = self.held[tier] + self.reserved[tier] + nbytes

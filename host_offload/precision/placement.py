@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -12,8 +13,8 @@ from host_offload.layout import SlotLayout
 from host_offload.precision.pools import CellPools
 
 COLUMNS = 4
-"""Cells that a layer can have beyond its experts: copies that are on their way or on their way
-out."""
+"""Cells that a layer can have beyond its experts, at least: copies that are on their way or on
+their way out. One layer can use the spare cells of both versions, so more spares, more columns."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +37,7 @@ class ResidentSpec:
     spares: int
     """Cells of each version beyond what is resident; 0: versions never change."""
     step_bytes: int
-    """Most bytes of transitions that a step is given (one is given in any case)."""
+    """Most bytes of transitions that a step is given (one transition is given in any case)."""
     move_bytes: int
     """Most bytes moved within the arena before a step (one record in any case)."""
     columns: int
@@ -44,6 +45,9 @@ class ResidentSpec:
     blocking: bool = False
     """Before a step, all transitions that are wanted are carried out, list after list; the step
     waits."""
+    step_bytes_from: str = "list"
+    """Where step_bytes comes from, for people; `list`: it bounds nothing that the stage list does
+    not."""
 
     @property
     def cell_bound(self) -> int:
@@ -54,6 +58,14 @@ class ResidentSpec:
     def said(self) -> dict[str, Any]:
         """As a trace's header says it, for resident_said."""
         return {**vars(self), "start": self.start.tolist()}
+
+    def most_high(self, slots: int) -> int:
+        """Experts that can be in version 0 at once in so many slots, as `capacity` says."""
+        return _most_high(self.cells_per_slot, slots, self.start.size, self.spares)
+
+    def least_slots(self, high: int = 0) -> int:
+        """Slots that experts take of which so many are in version 0, with the spares."""
+        return int(_needed(self.cells_per_slot, self.start.size, self.spares)[high])
 
     def pools(self) -> CellPools:
         """The slots, with no cell taken."""
@@ -105,13 +117,29 @@ def slots_for(layout: SlotLayout, counts: Sequence[int], spares: int = 0) -> int
     return sum(-(-(count + spares) // per_slot) for count, per_slot in cells)
 
 
+def _most_high(cells_per_slot: tuple[int, ...], slots: int, total: int, spares: int) -> int:
+    needed = _needed(cells_per_slot, total, spares)
+    return int(np.searchsorted(needed, slots, side="right")) - 1
+
+
+@functools.lru_cache(maxsize=32)
+def _needed(cells_per_slot: tuple[int, ...], total: int, spares: int) -> np.ndarray:
+    """int64[total + 1]: the slots in which so many experts can be high, and every smaller number
+    too, with the spares. Where a slot has several high cells, one high expert more can need a slot
+    less, and on the way there transitions would wait for ever."""
+    high = np.arange(total + 1)
+    per_high, per_low = cells_per_slot
+    slots = -(-(high + spares) // per_high) - (-(total - high + spares) // per_low)
+    return np.maximum.accumulate(slots)
+
+
 def capacity(layout: SlotLayout, slots: int, total: int, spares: int = 1) -> tuple[int, int]:
     """Experts that can be in each of two versions at once: (n, total).
 
     n: the most that can be in version 0, the high one, while all others are in version 1 and each
-    has so many spare cells; DynaExq's exclusive n in whole slots. slots: that experts have. total:
-    all experts of all layers. Raises ValueError for other than two versions, for spares below 1,
-    and where not even all experts in version 1 fit.
+    has so many spare cells, on the way there too; DynaExq's exclusive n in whole slots. slots: that
+    experts have. total: all experts of all layers. Raises ValueError for other than two versions,
+    for spares below 1, and where not even all experts in version 1 fit.
     """
     if len(layout.records) != 2:
         raise ValueError(f"transitions are between two versions, not {len(layout.records)}")
@@ -128,12 +156,7 @@ def capacity(layout: SlotLayout, slots: int, total: int, spares: int = 1) -> tup
             f"give them more memory, a smaller low version, or page them (paged=true, such as "
             f"--precision dynaexq,paged=true)"
         )
-    few, many = 0, total
-    while few < many:
-        middle = -(-(few + many) // 2)
-        fits = slots_for(layout, (middle, total - middle), spares) <= slots
-        few, many = (middle, many) if fits else (few, middle - 1)
-    return few, total
+    return _most_high(layout.cells_per_slot, slots, total, spares), total
 
 
 def resident_spec(
@@ -144,7 +167,7 @@ def resident_spec(
     spares: int = 1,
     step_bytes: int | None = None,
     move_bytes: int | None = None,
-    columns: int = COLUMNS,
+    columns: int | None = None,
     blocking: bool = False,
 ) -> ResidentSpec:
     """The resident mode of an arena of this layout whose first `slots` slots are experts'.
@@ -152,8 +175,8 @@ def resident_spec(
     start: int[L, E], the version number of each expert. spares: cells of each version beyond what
     is resident, so that transitions can begin; 0: the start stays, a fixed map of any number of
     versions. step_bytes: see ResidentSpec; default: as the stage list allows. move_bytes: default:
-    one slot, and all of them if blocking. columns, blocking: see ResidentSpec; with spares=0 there
-    are no columns.
+    one slot, and all of them if blocking. columns: see ResidentSpec; default: COLUMNS, or what the
+    spares of both versions take; with spares=0 there are none. blocking: see ResidentSpec.
 
     Raises ValueError for versions that do not exist, where the start and the spares do not fit, and
     for bounds below 1.
@@ -176,6 +199,7 @@ def resident_spec(
             f"the map takes {wanted} slots of {layout.slot_bytes} bytes, "
             f"{wanted * layout.slot_bytes} in all; experts have {slots}"
         )
+    columns = max(COLUMNS, versions * spares) if columns is None else columns
     largest = max(record.nbytes for record in layout.records)
     limits = {"columns": columns, "step_bytes": step_bytes, "move_bytes": move_bytes}
     for name, value in limits.items():

@@ -45,6 +45,20 @@ class CellPools:
         """Of the slots cut for that version."""
         return self._free_cells[version]
 
+    def add(self, slots: Sequence[int]) -> None:
+        """These slots too, all free; they are cut after all others."""
+        self.slots = (*self.slots, *slots)
+        self._free_slots[:0] = reversed(slots)
+
+    def remove(self, count: int) -> list[int]:
+        """Gives away so many free slots, those that would be cut last. Raises ValueError, giving
+        none, where there are not so many."""
+        if count > len(self._free_slots):
+            raise ValueError(f"{count} slots wanted, {len(self._free_slots)} are free")
+        gone, self._free_slots = self._free_slots[:count], self._free_slots[count:]
+        self.slots = tuple(slot for slot in self.slots if slot not in gone)
+        return gone
+
     def partial_slots(self, version: int) -> int:
         """Slots cut for that version that are neither full nor free."""
         return sum(map(len, self._by_free[version][1:]))

@@ -29,8 +29,11 @@ from host_offload.precision.placement import ResidentSpec
 from host_offload.staging import Entry, Residency
 from host_offload.transfers import Flight, Move, Transfers
 
-_PAGED = ("stages", "cells", "kv_pages")
+_PAGED = ("stages", "cells")
 """Fields of a Decision that mean nothing, or would take cells away, where all are resident."""
+
+_CHANGING = ("transitions", "kv_pages")
+"""Fields that need spare cells: what takes slots from experts makes room by transitions."""
 
 
 def check_resident(policies: Sequence[Policy], resident: ResidentSpec) -> None:
@@ -41,9 +44,9 @@ def check_resident(policies: Sequence[Policy], resident: ResidentSpec) -> None:
                 f"policy {name_of(policy)} writes {wrong[0]!r}, and every expert is resident; "
                 "leave the policy out, or use a precision that pages"
             )
-        if "transitions" in policy.writes and not resident.spares:
+        if not resident.spares and (wrong := [f for f in _CHANGING if f in policy.writes]):
             raise PolicyError(
-                f"policy {name_of(policy)} writes 'transitions', and the versions are fixed: there "
+                f"policy {name_of(policy)} writes {wrong[0]!r}, and the versions are fixed: there "
                 "are no spare cells; leave the policy out, or give spares"
             )
 
@@ -61,6 +64,13 @@ class Transitions(Transfers):
         self.spec, self.resident = spec, spec.resident
         self._names = tuple(spec.version_bytes)
         self._bytes = [int(sizes[0]) for sizes in spec.version_bytes.values()]
+        self._moved = [sizes.tolist() for sizes in spec.link_bytes.values()]
+        """[V][L], over the link: fewer than _bytes where experts are decoded on the way."""
+        self.capacity = self.resident.capacity[0]
+        self._aimed = self.resident.slots
+        """Slots that experts should have; they may have more, which they are to give away."""
+        self._step_bytes = [0, 0]
+        """The most of a step so far, and steps that were given more than resident.step_bytes."""
         placed = placement.place(spec.resident)
         self.pools = placed.pools
         self.cell_row, self.cell_version = placed.cell_row, placed.cell_version
@@ -89,13 +99,8 @@ class Transitions(Transfers):
         self._changed = False
 
     def _tracker(self) -> BudgetTracker:
-        resident, sizes = self.resident, dict(zip(self._names, self._bytes, strict=True))
-        limits = {
-            name: (most + resident.spares) * sizes[name]
-            for name, most in zip(self._names, resident.capacity, strict=True)
-        }
-        slot_bytes = resident.slot_rows * self.spec.hidden * 2
-        tracker = BudgetTracker(resident.slots * slot_bytes, limits)
+        sizes = dict(zip(self._names, self._bytes, strict=True))
+        tracker = BudgetTracker(*self._limits())
         for version, name in enumerate(self._names):
             nbytes = int(np.sum(self.version == version)) * sizes[name]
             reserved = tracker.try_reserve(name, nbytes)
@@ -103,10 +108,60 @@ class Transitions(Transfers):
             tracker.commit(name, nbytes)
         return tracker
 
+    def _limits(self) -> tuple[int, dict[str, int]]:
+        """Bytes of all tiers, and by tier."""
+        assert self.capacity is not None
+        most = self.capacity, *self.resident.capacity[1:]
+        tiers = zip(self._names, self._bytes, most, strict=True)
+        limits = {name: (count + self.resident.spares) * size for name, size, count in tiers}
+        return self.slots * self.resident.slot_rows * self.spec.hidden * 2, limits
+
     @property
     def queued(self) -> int:
         """Wanted and not there yet."""
         return len(self._queue)
+
+    # ---- more and fewer slots
+
+    @property
+    def slots(self) -> int:
+        """That experts have."""
+        return len(self.pools.slots)
+
+    def aim(self, slots: int) -> list[int]:
+        """Experts should have so many slots, at most as many as they have; returns the numbers of
+        those that they give up now. Called before each step until no more are asked for.
+
+        The capacity falls at once, so a policy demotes who is too many; a slot goes when all that
+        is high beside it has room, with the spares, in what is left, and when it is empty: old
+        copies were given back and cells moved together, within the bounds of a step. Raises
+        ValueError for fewer than all experts in the last version and the spares take.
+        """
+        if slots < (least := self.resident.least_slots()):
+            raise ValueError(
+                f"experts must keep {least} slots, for all of them in {self._names[-1]} and "
+                f"{self.resident.spares} spare of each version; {slots} are left"
+            )
+        self._aimed = min(slots, self.slots)
+        self.capacity = self.resident.most_high(self._aimed)
+        gone = self.pools.remove(min(self._surplus(), self.pools.free_slots))
+        self.keep_free = self._surplus()
+        self.tracker.resize(*self._limits())
+        return gone
+
+    def add(self, slots: Sequence[int]) -> None:
+        """Experts have these slots too, which are empty. What was aimed at is over."""
+        self.pools.add(slots)
+        self._aimed, self.keep_free = self.slots, 0
+        self.capacity = self.resident.most_high(self.slots)
+        self.tracker.resize(*self._limits())
+
+    def _surplus(self) -> int:
+        """Slots beyond those aimed at that experts can do without now. Who is on the way up or down
+        counts as high."""
+        high = {(int(layer), int(e)) for layer, e in np.argwhere(self.version == 0)}
+        high |= {(t.layer, t.expert) for t in self.in_flight if t.version == 0}
+        return max(self.slots - max(self._aimed, self.resident.least_slots(len(high))), 0)
 
     # ---- what is wanted
 
@@ -131,6 +186,8 @@ class Transitions(Transfers):
             return []
         self._give_back()
         self._moved_bytes = 0
+        if self._aimed < self.slots:
+            self.keep_free = self._surplus()
         entries: list[Entry] = []
         if not self.paused and self._queue:
             self._issue_queue(step, entries)
@@ -143,27 +200,25 @@ class Transitions(Transfers):
         flying = self._flying_places()
         room = self.spec.staging_bytes - sum(t.bytes for t in self.in_flight)
         step_room = self.resident.step_bytes
+        full = False
         waiting: set[int] = set()
         for place, entry in list(self._queue.items()):
             layer, expert, version = entry
-            if place in flying or version in waiting:
+            if place in flying:
                 continue
             if self.version[place] == version:
                 del self._queue[place]
                 continue
-            if len(entries) == self.spec.stage_entries or len(waiting) == len(self._bytes):
-                break
-            size, cause = self._bytes[version], self._cause(entry)
-            if size > room or (entries and size > step_room):
-                # Nothing less urgent overtakes it.
-                self.count(cause, "deferred")
-                break
-            if not self._columns[layer]:
-                self.count(cause, "deferred")
-                continue
-            row = self._reserve(version, flying)
+            size, cause = self._moved[version][layer], self._cause(entry)
+            # Nothing less urgent overtakes what the list has no place or no bytes for.
+            full = full or len(entries) == self.spec.stage_entries
+            full = full or size > room or (bool(entries) and size > step_room)
+            row = None
+            if not full and version not in waiting and self._columns[layer]:
+                row = self._reserve(version, flying)
+                if row is None:
+                    waiting.add(version)
             if row is None:
-                waiting.add(version)
                 self.count(cause, "deferred")
                 continue
             cell = self._columns[layer].pop()
@@ -176,6 +231,9 @@ class Transitions(Transfers):
             # Carried out before the step's layers, if blocking; else behind each one's experts.
             self.issue(transfer, len(entries), self.resident.blocking)
             entries.append(Entry(layer, expert, version, cell))
+        given = self.resident.step_bytes - step_room
+        self._step_bytes[0] = max(self._step_bytes[0], given)
+        self._step_bytes[1] += given > self.resident.step_bytes
 
     def _reserve(self, version: int, flying: set[tuple[int, int]]) -> int | None:
         """The arena row of a cell of that version, its bytes reserved."""
@@ -255,13 +313,13 @@ class Transitions(Transfers):
         place, cell = (transfer.layer, transfer.expert), transfer.cell
         tier = self._names[transfer.version]
         if done:
-            self.tracker.commit(tier, transfer.bytes)
+            self.tracker.commit(tier, self._bytes[transfer.version])
             self.evicting.append((transfer.layer, int(self.column[place]), transfer.expert))
             self.column[place], self.version[place] = cell, transfer.version
             if place in self._queue and self._queue[place].version == transfer.version:
                 del self._queue[place]
         else:
-            self.tracker.cancel(tier, transfer.bytes)
+            self.tracker.cancel(tier, self._bytes[transfer.version])
             self._drop(transfer.layer, cell)
         self.land(flight, done)
 
@@ -296,12 +354,16 @@ class Transitions(Transfers):
         return state
 
     def stats(self, tables: Residency | None = None) -> dict[str, Any]:
-        """precision: plain integers. deferred: each time that one had to wait."""
+        """precision: plain integers. deferred: how often one had to wait, each for each list.
+        queued: who waits now. peak_bytes: of all budgets so far. most_step_bytes, over_step_bytes:
+        the most bytes of a step's transitions, and steps with more than the bound, which is smaller
+        than one expert then."""
         moves, moved_bytes = self._compacted.tolist()
         low = len(self._bytes) - 1
         return {
             "precision": {
                 **self.transition_counts(),
+                "queued": self.queued,
                 "moves": moves,
                 "moved_bytes": moved_bytes,
                 "hi": int(np.sum(self.version == 0)),
@@ -310,8 +372,14 @@ class Transitions(Transfers):
                 "spare_hi": self.pools.free_cells(0),
                 "spare_lo": self.pools.free_cells(low) if low else 0,
                 "free_slots": self.pools.free_slots,
+                "slots": self.slots,
+                "hi_capacity": self.capacity,
                 "peak_bytes": self.tracker.peak,
                 "budget_bytes": self.tracker.budget,
+                "step_bytes": self.resident.step_bytes,
+                "step_bytes_from": self.resident.step_bytes_from,
+                "most_step_bytes": self._step_bytes[0],
+                "over_step_bytes": self._step_bytes[1],
             }
         }
 

@@ -166,6 +166,13 @@ class Host:
         self.number = 0
         self.unread: list[tuple[int, np.ndarray | None, Residency]] = []
         self.lists: list[list[Entry]] = []
+        self.readable: dict[int, set[int]] = {}
+        """Step that was dispatched and not read → arena rows that it may read: those of its entries
+        when it began, but for what was moved away since, which waits for the step."""
+        self.unmoved: list[Move] = []
+        """What the device refused."""
+        self.kv: list[int] = []
+        """Slots that KV has of those that were experts' at the start."""
 
     def clone(self) -> Host:
         return copy.deepcopy(self)
@@ -187,31 +194,101 @@ class Host:
         queue = queue[::-1] if self.backwards else queue
         self.transitions.want("transitions", queue, self.device.pager.tables)
 
-    def dispatch(self, *, lost: bool = False, fails: bool = False) -> None:
-        """lost: its results will not be known. fails: it never reaches the device."""
-        entries = self._entries()
+    def dispatch(self, *, lost: bool = False, fails: bool = False, refused: bool = False) -> None:
+        """lost: its results will not be known. fails: it never reaches the device. refused: nor do
+        half of the moves before it; as moejax.control, the host asks for all of them again before
+        anything else of the next step."""
+        self._move(self.unmoved)
+        self.unmoved = []
+        if refused:
+            entries = self.transitions.entries(self.number, self.device.pager.tables)
+            if moves := self.transitions.take_moves():
+                self._move(moves[: len(moves) // 2])
+                self.unmoved = moves
+                self.lists.append(entries)
+                self.transitions.forget(self.number)
+                self.number += 1
+                return
+            self._set(entries)
+        else:
+            entries = self._entries()
         while self.where.blocking and entries:
             done = self.device.transfer(entries)
+            # The host waits for that, and with it for all steps so far.
+            self.readable = {step: set() for step in self.readable}
             self.transitions.settle(self.number, done, self.device.pager.tables)
             entries = self._entries()
         self.lists.append(entries)
         if fails:
             self.transitions.forget(self.number)
         else:
+            self.readable[self.number] = self._addressed()
             done = self.device.step(entries)
             told = None if lost else done
             self.unread.append((self.number, told, self.device.pager.copy()))
         self.number += 1
 
+    def aim(self, slots: int) -> None:
+        """KV takes what experts can do without, and writes there at once."""
+        for slot in self.transitions.aim(slots):
+            self.kv.append(slot)
+            begin = slot * self.where.slot_rows
+            self._overwrite(range(begin, begin + self.where.slot_rows))
+            self.device.tags[begin : begin + self.where.slot_rows] = -2
+        self.check()
+
+    def give_back(self, count: int) -> None:
+        """KV gives its slots back, the latest first or, backwards, the first ones."""
+        if not count:
+            return
+        kept = self.kv[count:] if self.backwards else self.kv[:-count]
+        given = [slot for slot in self.kv if slot not in kept]
+        self.transitions.add(given)
+        self.kv = kept
+        self.check()
+
     def _entries(self) -> list[Entry]:
         entries = self.transitions.entries(self.number, self.device.pager.tables)
-        self.device.move(self.transitions.take_moves())
-        self.device.pager.set(self.transitions.take_contents())
-        self.check()
+        self._move(self.transitions.take_moves())
+        self._set(entries)
         return entries
+
+    def _move(self, moves: list[Move]) -> None:
+        tables = self.device.pager.tables
+        moves = [move for move in moves if tables.cell_row[move.layer, move.cell] != move.row]
+        for layer, cell, row in moves:
+            version = int(self.transitions.cell_version[layer, cell])
+            source = int(tables.cell_row[layer, cell])
+            self._overwrite(self._rows(row, version))
+            for rows in self.readable.values():
+                rows.difference_update(self._rows(source, version))
+        self.device.move(moves)
+
+    def _set(self, entries: list[Entry]) -> None:
+        self.device.pager.set(self.transitions.take_contents())
+        for layer, _, version, cell in entries:
+            self._overwrite(self._rows(int(self.transitions.cell_row[layer, cell]), version))
+        self.check()
+
+    def _rows(self, begin: int, version: int) -> range:
+        return range(begin, begin + self.where.record_rows[version])
+
+    def _addressed(self) -> set[int]:
+        tables = self.device.pager.tables
+        return {
+            row
+            for place, begin in np.ndenumerate(tables.address)
+            for row in self._rows(int(begin), int(tables.version[place]))
+        }
+
+    def _overwrite(self, rows: range) -> None:
+        """Something else is to be written there."""
+        for step, readable in self.readable.items():
+            assert readable.isdisjoint(rows), f"step {step} can still read what is overwritten"
 
     def read(self) -> None:
         number, staged, tables = self.unread.pop(0)
+        del self.readable[number]
         self.transitions.settle(number, staged, tables)
         self.check()
 
@@ -238,7 +315,7 @@ class Host:
     def check(self) -> None:
         """The books are sound: bytes within the budget, one owner of every arena row."""
         host, where = self.transitions, self.where
-        tracker = host.tracker
+        tracker, slots = host.tracker, set(host.pools.slots)
         live = [
             (int(row), where.record_rows[int(host.cell_version[place])])
             for place, row in np.ndenumerate(host.cell_row)
@@ -248,7 +325,9 @@ class Host:
         assert len(rows) == len(set(rows)), "two cells share arena rows"
         held = sum(size for _, size in live) * HIDDEN * 2
         assert tracker.used == held <= tracker.budget
-        assert max(rows) < where.slots * where.slot_rows
+        assert tracker.budget == len(slots) * where.slot_rows * HIDDEN * 2
+        assert {row // where.slot_rows for row in rows} <= slots, "a cell lies in a KV slot"
+        assert slots.isdisjoint(self.kv) and len(slots) + len(self.kv) == where.slots
 
     def check_drained(self) -> None:
         host = self.transitions

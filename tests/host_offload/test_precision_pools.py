@@ -7,7 +7,13 @@ from hypothesis import given, settings
 
 from host_offload.layout import slot_layout
 from host_offload.precision.budget_tracker import BudgetTracker
-from host_offload.precision.placement import capacity, place, resident_spec, slots_for
+from host_offload.precision.placement import (
+    ResidentSpec,
+    capacity,
+    place,
+    resident_spec,
+    slots_for,
+)
 from host_offload.precision.pools import CellPools
 
 DENSE_INT4 = slot_layout(
@@ -145,6 +151,29 @@ def test_capacity_is_the_papers_in_whole_slots():
     assert capacity(DENSE_INT4, 18, 64) == (1, 64)
 
 
+@given(
+    per_slot=st.tuples(st.integers(1, 8), st.integers(1, 16)),
+    total=st.integers(1, 60),
+    spares=st.integers(1, 4),
+    slots=st.integers(1, 80),
+)
+def test_every_number_of_high_experts_up_to_the_capacity_fits(per_slot, total, spares, slots):
+    """By brute force, also where one high expert more needs a slot less."""
+    where = ResidentSpec(
+        *(slots, 8, (2, 1), per_slot, np.ones((1, total), np.int8), (0, total), spares, 1, 1, 4)
+    )
+
+    def fits(high: int) -> bool:
+        pairs = zip((high, total - high), per_slot, strict=True)
+        return sum(-(-(count + spares) // cells) for count, cells in pairs) <= slots
+
+    wanted = next((n - 1 for n in range(total + 1) if not fits(n)), total)
+    assert where.most_high(slots) == wanted
+    if wanted >= 0:
+        least = where.least_slots(wanted)
+        assert least <= slots and where.most_high(least) >= wanted > where.most_high(least - 1)
+
+
 @settings(max_examples=50)
 @given(st.integers(1, 200), st.integers(1, 3), st.integers(0, 150))
 def test_no_more_than_the_capacity_fits(total, spares, more):
@@ -191,3 +220,9 @@ def test_a_start_gives_every_expert_a_cell():
     assert (tables["cell_row"][:, 16:] == -1).all() and (tables["owner"][:, 16:] == -1).all()
     fixed = resident_spec(DENSE_INT4, 33, start, spares=0)
     assert fixed.cell_bound == 16 and fixed.capacity == (22, 42)
+
+
+@pytest.mark.parametrize(("spares", "columns"), [(1, 4), (2, 4), (5, 10)])
+def test_one_layer_can_use_the_spares_of_both_versions(spares, columns):
+    where = resident_spec(DENSE_INT4, 40, np.ones((1, 16), int), spares=spares)
+    assert (where.columns, where.cell_bound) == (columns, 16 + columns)

@@ -4,6 +4,7 @@ follows from the tables, bytes are counted by version, and a trace says enough t
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from types import SimpleNamespace
 
@@ -75,6 +76,17 @@ def played(
     engine.tracer = tracer
     if engine.control is not None:
         engine.control.controller.listener = tracer.event
+    step, resident = engine.step, []
+
+    def watched():
+        touched = step()
+        if engine._pending is not None:  # a step was dispatched
+            tables = engine.runner.tables
+            here = np.asarray(tables.address) >= 0
+            resident.append(np.where(here, np.asarray(tables.version), -1))
+        return touched
+
+    engine.step = watched
     recorded = run(SimpleNamespace(engine=engine), JOBS)  # pyright: ignore[reportArgumentType]
     control = None
     if engine.control is not None:
@@ -83,6 +95,7 @@ def played(
     tracer.close()
     found = SimpleNamespace(
         recorded=recorded,
+        resident=np.stack(resident),
         control=control,
         bytes=engine.statistics.summary()["bytes"],
         paging=dict(engine.statistics.paging),
@@ -183,9 +196,46 @@ def test_other_cells_and_policies_are_simulated(run_of):
     assert weights_only.bytes.sum() == weights_only.misses.sum() * low  # all wanted low
 
 
-def test_a_history_needs_everything_resident(run_of):
-    with pytest.raises(TraceError, match="every expert is resident"):
-        version_history(run_of[1])
+def test_a_history_has_who_was_resident(run_of):
+    """As the engine's tables had it after each step; who is absent is −1."""
+    found, trace = run_of
+    history = version_history(trace)
+    assert np.all(history.version[0] == -1)  # cold
+    np.testing.assert_array_equal(history.version[1:], found.resident[: trace.steps - 1])
+    counts = [np.sum(history.version == v, axis=(1, 2)) for v in (-1, HI, LO)]
+    assert all(count.max() > 0 for count in counts)
+    said = found.control["precision"]
+    assert history.moved["promotion"].sum() == said["promotions"]
+    assert history.moved["demotion"].sum() == said["demotions"]
+    assert history.resident_bytes.max() <= said["budget_bytes"]
+    # What a step missed was absent when its layers began.
+    for at, step in enumerate(trace.step_traces()):
+        assert np.all(history.version[at][step.missed] == -1)
+
+
+def test_a_history_that_does_not_follow_is_refused(run_of):
+    """The first step is cut off, a decision is lost, who evicted is not known."""
+    _, trace = run_of
+    lines = list(trace.decisions())
+
+    def steps(self):
+        return itertools.islice(type(trace).step_traces(trace), 1, None)
+
+    def refused(match, **changes):
+        other = type("Other", (type(trace),), changes)
+        fields = {f.name: getattr(trace, f.name) for f in dataclasses.fields(trace)}
+        with pytest.raises(TraceError, match=match):
+            version_history(other(**(fields | changes.get("fields", {}))))
+
+    refused("the misses of step 1 do not follow", step_traces=steps)
+    first = next(i for i, line in enumerate(lines) if "fill_version" in line["decision"])
+    left = [*lines[:first], *lines[first + 1 :]]
+    refused("misses of step .* do not follow", decisions=lambda self: iter(left))
+    spec = {**trace.header.spec, "eviction": "Mine"}
+    header = dataclasses.replace(trace.header, spec=spec)
+    refused("eviction was by 'Mine', which is no policy", fields={"header": header})
+    between = [{**lines[0], "moment": "ROUTED"}, *lines[1:]]
+    refused("DynaExq decided between layers", decisions=lambda self: iter(between))
 
 
 @pytest.mark.nightly
@@ -319,7 +369,10 @@ def test_settings_that_mean_nothing_are_refused_before_loading(options, message)
             "writes 'stages', and cells of",
         ),
         ({"precision": "dynaexq,paged=true", "policies": [LayerCells()]}, "writes 'cells', and ce"),
-        ({"precision": "dynaexq,paged=true", "resize": "mv_wsa"}, "writes 'cells', and cells of"),
+        (
+            {"precision": "dynaexq,paged=true", "resize": "mv_wsa"},
+            "cells of two versions are laid ou",
+        ),
     ],
 )
 def test_what_does_not_fit_together_is_refused(options, message):

@@ -159,10 +159,16 @@ def engine(request):
 
 
 def played(
-    engine, start: np.ndarray, policy=None, directory=None, slots: int = SLOTS, blocking=False
+    engine,
+    start: np.ndarray,
+    policy=None,
+    directory=None,
+    slots: int = SLOTS,
+    blocking=False,
+    watch=True,
 ) -> SimpleNamespace:
     """The jobs from this start under a policy (None: nothing watches), as tokens and logits, with
-    the versions after each step."""
+    the versions after each step. watch: every step is waited for and looked at."""
     runner = engine.runner
     where = resident_spec(runner.layout, slots, start, blocking=blocking)
     tables = empty_tables(LAYERS, EXPERTS, where.cell_bound, "lru")
@@ -187,15 +193,17 @@ def played(
             taken = int(sizes[after.cell_version[granted]].sum())
             said = control.stats()["precision"]
             assert taken <= said["peak_bytes"] <= said["budget_bytes"]
-            assert said["budget_bytes"] == SLOTS * runner.layout.slot_bytes
+            assert said["budget_bytes"] == slots * runner.layout.slot_bytes
 
-        control.after_dispatch = watched
+        if watch:
+            control.after_dispatch = watched
     if directory is not None:
         settings = {"model": "demo", "eviction": "lru", "driver": runner.driver}
         tracer = start_trace(directory, runner, dtype="bfloat16", seed=0, settings=settings)
         control.controller.listener = tracer.event
         engine.tracer = tracer
-    recorded = run(SimpleNamespace(engine=engine), JOBS)  # pyright: ignore[reportArgumentType]
+    llm: Any = SimpleNamespace(engine=engine)
+    recorded = run(llm, JOBS, check=watch)
     engine.control = engine.tracer = None
     if tracer is not None:
         control.finish()
@@ -216,6 +224,39 @@ def test_every_step_finds_every_expert_complete(engine):
     assert found.stats["peak_bytes"] <= found.stats["budget_bytes"]
     changed = [not np.array_equal(a, b) for a, b in itertools.pairwise(found.versions)]
     assert sum(changed) > 5
+    # Nor does anything hang on the waiting that looking brings: steps that overlap with what the
+    # host does between them have the same bits.
+    hurried = played(engine, LOW, Restless(), watch=False)
+    assert same_bits(found, hurried) and hurried.stats == found.stats
+
+
+@pytest.mark.parametrize(
+    ("hi", "lo", "slots"),
+    [
+        ("int8", "int4", SLOTS),
+        *(
+            pytest.param(*pair, marks=pytest.mark.nightly)
+            for pair in (
+                ("dense", "int8", 26),
+                ("dense", "int2", SLOTS),
+                ("int4", "int2", SLOTS),
+                ("lossless12", "int4", SLOTS),
+            )
+        ),
+    ],
+)
+def test_every_pair_of_versions(hi, lo, slots):
+    """All bytes after each step, whatever the two versions are; and no bits hang on when the host
+    looked."""
+    engine = started("device", precision_of("dynaexq", hi=hi, lo=lo), slots)
+    try:
+        found = played(engine, LOW, Restless(seed=3), slots=slots)
+        again = played(engine, LOW, Restless(seed=3), slots=slots, watch=False)
+    finally:
+        engine.runner.delete()
+    assert found.stats["promotions"] > 10 and found.stats["demotions"] > 5
+    assert found.stats["peak_bytes"] <= found.stats["budget_bytes"]
+    assert same_bits(found, again) and again.stats == found.stats
 
 
 def test_the_recorded_residency_gives_the_same_bits(engine):
