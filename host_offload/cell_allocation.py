@@ -55,15 +55,15 @@ def allocate(
             f"of at most {most} each"
         )
     slots = min(int(slots), layers * most)
-    bound = float(hull_misses(curves, np.array([slots]), floor)[0])
-    cells = _uniform(layers, most, slots, floor)
-    if rule == "marginal":
-        greedy = _marginal(curves, slots, floor)
+    pieces, cells = _Pieces(curves, floor), _uniform(layers, most, slots, floor)
+    if rule != "uniform":
+        greedy = _marginal(curves, slots, floor, pieces)
         if _total(curves, greedy) < _total(curves, cells):
             cells = greedy
-    elif rule == "optimal":
-        cells = _optimal(curves, slots, floor)
+    if rule == "optimal":
+        cells = _optimal(curves, slots, floor, pieces, cells)
     total = _total(curves, cells)
+    bound = float(pieces.misses(np.array([slots]))[0])
     return Allocation(cells, total, 0.0 if rule == "optimal" else max(total - bound, 0.0))
 
 
@@ -73,9 +73,8 @@ def _total(curves: np.ndarray, cells: np.ndarray) -> float:
 
 def _uniform(layers: int, most: int, slots: int, floor: np.ndarray) -> np.ndarray:
     """The floors, then one more for whoever has least, lower layers first."""
-    level = int(
-        np.searchsorted([np.maximum(floor, c).sum() for c in range(most + 1)], slots, "right")
-    )
+    filled = np.maximum(floor, np.arange(most + 1)[:, None]).sum(axis=1)
+    level = int(np.searchsorted(filled, slots, "right"))
     cells = np.maximum(floor, level - 1)
     open_layers = np.flatnonzero(cells == level - 1)
     open_layers = open_layers[floor[open_layers] < level] if level <= most else open_layers[:0]
@@ -88,42 +87,52 @@ class _Pieces:
     each layer in order, since hulls are convex."""
 
     def __init__(self, curves: np.ndarray, floor: np.ndarray):
-        hulls = [
-            lower_hull(curve, np.flatnonzero(may_be))
-            for curve, may_be in zip(curves, _may_be_corners(curves, floor), strict=True)
-        ]
-        self.layer = np.repeat(np.arange(len(hulls)), [len(hull) - 1 for hull in hulls])
-        self.width = np.concatenate([np.diff(hull) for hull in hulls])
-        self.saved = np.concatenate(
-            [-np.diff(curve[hull]) for curve, hull in zip(curves, hulls, strict=True)]
-        )
-        order = np.lexsort((self.layer, -self.saved / self.width))
-        self.layer, self.width, self.saved = (
-            part[order] for part in (self.layer, self.width, self.saved)
-        )
+        corner = lower_hulls(curves, floor)
+        layer, place = np.divmod(corner, curves.shape[1])
+        inner = np.flatnonzero(layer[1:] == layer[:-1])
+        layer, width = layer[inner], np.diff(place)[inner]
+        saved = -np.diff(curves.reshape(-1)[corner])[inner]
+        # A stable sort: of equals the lower layers first.
+        order = np.argsort(-saved / width, kind="stable")
+        self.layer, self.width, self.saved = layer[order], width[order], saved[order]
+        self.used = np.concatenate([[0], np.cumsum(self.width)]) + int(floor.sum())
+        """Slots after so many pieces."""
+        self._before = _total(curves, floor)
+
+    def misses(self, slots: np.ndarray) -> np.ndarray:
+        """As hull_misses."""
+        saved = np.concatenate([[0.0], np.cumsum(self.saved)])
+        return self._before - np.interp(slots, self.used, saved)
+
+    def rate(self, slots: int) -> float:
+        """What the next slot after so many saves, along the hulls."""
+        piece = int(np.searchsorted(self.used, slots, side="right")) - 1
+        return float(self.saved[piece] / self.width[piece]) if piece < len(self.width) else 0.0
 
 
-def _may_be_corners(curves: np.ndarray, floor: np.ndarray) -> np.ndarray:
-    """bool[L, C + 1]: what is not above a chord of its own curve, for some chords: most places that
-    are no corners of a hull, without a loop over them."""
+def lower_hulls(curves: np.ndarray, floor: np.ndarray) -> np.ndarray:
+    """int64[H]: the corners of each row's lower convex hull from its floor int[L] on, both ends
+    included, as places in the flat array [L·(C + 1)]; ascending. All rows at once: what is not
+    below the line between its neighbours is no corner; again, until all are. As a rule that is ten
+    rounds; a round for each place of a row at worst."""
     columns = curves.shape[1]
-    place = np.arange(columns)
-    kept = place >= floor[:, None]
-    reach = 1
-    while 2 * reach < columns:
-        above = 2 * curves[:, reach:-reach] >= curves[:, : -2 * reach] + curves[:, 2 * reach :]
-        # A chord begins at the floor at the earliest.
-        kept[:, reach:-reach] &= ~above | (place[: columns - 2 * reach] < floor[:, None])
-        reach *= 2
-    return kept
+    place = np.flatnonzero(np.arange(columns) >= floor[:, None])
+    value, row = curves.reshape(-1)[place], place // columns
+    while True:
+        slope = np.diff(value) / np.diff(place)
+        kept = np.ones(len(place), bool)
+        kept[1:-1] = (slope[:-1] < slope[1:]) | (row[:-2] != row[2:])
+        if kept.all():
+            return place
+        place, value, row = place[kept], value[kept], row[kept]
 
 
-def lower_hull(curve: np.ndarray, places: np.ndarray | None = None) -> np.ndarray:
-    """int64[H]: places of the corners of a curve's lower convex hull, both ends included (Andrew's
-    monotone chain). places: ascending, those that may be corners; None: all."""
+def lower_hull(curve: np.ndarray) -> np.ndarray:
+    """int64[H]: the corners of one curve's lower convex hull, both ends included (Andrew's monotone
+    chain); O(n) however long the curve is."""
     corners: list[int] = []
     values = curve.tolist()
-    for c in range(len(values)) if places is None else places.tolist():
+    for c in range(len(values)):
         while len(corners) > 1:
             a, b = corners[-2:]
             if (values[b] - values[a]) * (c - a) < (values[c] - values[a]) * (b - a):
@@ -139,16 +148,12 @@ def hull_misses(misses: np.ndarray, slots: np.ndarray, least: int | np.ndarray =
     the marginal one is equal."""
     curves = np.asarray(misses, np.float64)
     floor = np.broadcast_to(np.asarray(least, np.int64), len(curves))
-    pieces = _Pieces(curves, floor)
-    used = np.concatenate([[0], np.cumsum(pieces.width)]) + floor.sum()
-    saved = np.concatenate([[0.0], np.cumsum(pieces.saved)])
-    return _total(curves, floor) - np.interp(slots, used, saved)
+    return _Pieces(curves, floor).misses(slots)
 
 
-def _marginal(curves: np.ndarray, slots: int, floor: np.ndarray) -> np.ndarray:
-    pieces = _Pieces(curves, floor)
-    cells, room = floor.copy(), slots - int(floor.sum())
-    whole = int(np.searchsorted(np.cumsum(pieces.width), room, side="right"))
+def _marginal(curves: np.ndarray, slots: int, floor: np.ndarray, pieces: _Pieces) -> np.ndarray:
+    cells = floor.copy()
+    whole = int(np.searchsorted(pieces.used, slots, side="right")) - 1
     np.add.at(cells, pieces.layer[:whole], pieces.width[:whole])
     room = slots - int(cells.sum())
     # Less than a piece is left: the best saving per slot within reach, again and again.
@@ -163,20 +168,54 @@ def _marginal(curves: np.ndarray, slots: int, floor: np.ndarray) -> np.ndarray:
     return cells
 
 
-def _optimal(curves: np.ndarray, slots: int, floor: np.ndarray) -> np.ndarray:
-    """Min-plus products, a layer at a time: best[k] = min over c of before[k − c] + curve[c]."""
-    best = np.full(slots + 1, np.inf)
-    best[0] = 0.0
-    chosen = np.zeros((len(curves), slots + 1), np.int16)
-    for layer, curve in enumerate(curves):
-        before, best = best, np.full(slots + 1, np.inf)
-        for c in range(int(floor[layer]), min(curves.shape[1] - 1, slots) + 1):
-            sums = before[: slots + 1 - c] + curve[c]
-            better = sums < best[c:]
-            np.copyto(best[c:], sums, where=better)
-            np.copyto(chosen[layer, c:], np.int16(c), where=better)
-    cells, room = np.zeros(len(curves), np.int64), slots
+def _optimal(
+    curves: np.ndarray, slots: int, floor: np.ndarray, pieces: _Pieces, known: np.ndarray
+) -> np.ndarray:
+    """Min-plus products, a layer at a time, of what a layer may have in an allocation that is
+    better than `known`.
+
+    With a price on slots, the hulls' slope, each layer has a cheapest number of cells, and their
+    sum is a bound that no allocation of all slots is below (Lagrange). So an allocation that is
+    better than `known` spends more than those by less than known's gap: all layers together, thus
+    each layer too. Along convex curves next to nothing is left to try.
+    """
+    price = pieces.rate(slots)
+    cost = curves + price * np.arange(curves.shape[1])
+    cost[np.arange(curves.shape[1]) < floor[:, None]] = np.inf
+    cheapest = cost.min(axis=1)
+    total = _total(curves, known)
+    gap = total - (float(cheapest.sum()) - price * slots)
+    rounding = 1e-12 * (abs(total) + price * slots)
+    if gap <= rounding:
+        return known
+    spare = cost - cheapest[:, None]
+    open_to = [np.flatnonzero(row <= gap + rounding) for row in spare]
+    # Slots that the layers after each one take: so many at least, so many at most.
+    ends = np.array([cells[[0, -1]] for cells in open_to])
+    after = ends.sum(axis=0) - np.cumsum(ends, axis=0)
+    best, first = np.zeros(1), 0
+    chosen: list[tuple[int, np.ndarray]] = []
+    for row, cells, (least, most) in zip(spare, open_to, after.tolist(), strict=True):
+        low = max(first + int(cells[0]), slots - most)
+        high = min(first + len(best) - 1 + int(cells[-1]), slots - least)
+        grown, taken = np.full(high - low + 1, np.inf), np.zeros(high - low + 1, np.int64)
+        for c in cells.tolist():
+            begin, end = max(low - first - c, 0), min(high + 1 - first - c, len(best))
+            if begin >= end:
+                continue
+            at = slice(first + c + begin - low, first + c + end - low)
+            sums = best[begin:end] + row[c]
+            better = sums < grown[at]
+            np.copyto(grown[at], sums, where=better)
+            np.copyto(taken[at], c, where=better)
+        chosen.append((low, taken))
+        worth = np.flatnonzero(grown <= gap + rounding)
+        if not len(worth):
+            return known
+        best, first = grown[worth[0] : worth[-1] + 1], low + int(worth[0])
+    found, left = np.zeros(len(curves), np.int64), slots
     for layer in range(len(curves) - 1, -1, -1):
-        cells[layer] = chosen[layer, room]
-        room -= cells[layer]
-    return cells
+        low, taken = chosen[layer]
+        found[layer] = taken[left - low]
+        left -= int(found[layer])
+    return found if _total(curves, found) < total else known

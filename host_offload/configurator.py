@@ -65,7 +65,7 @@ class Streams(NamedTuple):
     experts: np.ndarray
     """float64[L, E]"""
     pages: np.ndarray
-    """float64[P]; the last entry also has all larger distances."""
+    """float64[P + 1], P the largest pool; the last entry has all distances from P on."""
 
     @property
     def expert_misses(self) -> np.ndarray:
@@ -74,8 +74,9 @@ class Streams(NamedTuple):
 
     @property
     def kv_misses(self) -> np.ndarray:
-        """float64[P + 1]"""
-        return tails(self.pages)
+        """float64[P + 1]: warm misses of a pool of so many pages; the last column has what comes
+        back but no pool can keep."""
+        return tails(self.pages)[:-1]
 
 
 def cap_misses(expert_misses: np.ndarray, allocation: str = "uniform") -> np.ndarray:
@@ -155,7 +156,7 @@ def configure(
     layers = len(curves)
     cells = allocate(allocation, curves, cap * layers)
     pages = division.pages_at(cap)
-    missed = float(whole.kv_misses[min(pages, len(whole.pages))])
+    missed = float(whole.kv_misses[pages])
     return Configuration(
         cap=cap,
         cells=cells.cells,
@@ -176,12 +177,12 @@ def histograms_of(bursts: Iterable[Burst], pages: int) -> Iterator[Streams]:
     recency, held = None, cold_pages()
     for burst in bursts:
         held, distances = page_references(held, burst.pages)
-        kv = np.bincount(np.minimum(distances, pages - 1), minlength=pages).astype(np.float64)
+        kv = np.bincount(np.minimum(distances, pages), minlength=pages + 1).astype(np.float64)
         if recency is None:
             if not burst.active:
                 continue
             recency = cold_recency(*burst.active[0].shape)
-        rows, items = recency.order.shape
+        rows, items = recency.place.shape
         experts = np.zeros(rows * items)
         for active in burst.active:
             recency, found = reference(recency, active)

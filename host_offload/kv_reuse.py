@@ -50,6 +50,19 @@ def page_references(
     return PageRecency(keys, deepest), distances
 
 
+def expected_returns(recency: PageRecency, largest: int, decay: float, bursts: int) -> np.ndarray:
+    """float64[largest]: a histogram of distances as if every held page came back now, times
+    decay^(bursts − 1); deeper pages than `largest` are left out. bursts: that have ended, ≥ 1.
+
+    What to add to a histogram with that decay that began empty: a session's return is seen a while
+    after its turn, so what came back during the first turns says nothing of what KV is worth. The
+    weight goes as what the histogram has forgotten of its beginning, and then only what was seen
+    counts. Ours.
+    """
+    depths = recency.deepest[recency.deepest < largest]
+    return decay ** (bursts - 1) * np.bincount(depths, minlength=largest)
+
+
 def page_keys(pages: np.ndarray) -> np.ndarray:
     """int64[R] of (session, page) int64[R, 2], descending; negative for a negative session."""
     session, page = np.asarray(pages, np.int64).reshape(-1, 2).T

@@ -24,16 +24,16 @@ from host_offload.traces import Trace
 class Recency(NamedTuple):
     """Recency lists of M rows (layers) over E items each. Never changed in place."""
 
-    order: np.ndarray
-    """int32[M, E]: items of each row, the last used first, among those used together the larger id
-    first; items that were never used come last. Item e of row r is written as r·E + e, its place in
-    an array [M, E]."""
+    place: np.ndarray
+    """int64[M, E]: where each item stands in its row's list, 0 for the one used last; among those
+    used together the larger id comes first; items that were never used come last. Place d of row r
+    is written as r·E + d, an index into an array [M, E]."""
     seen: np.ndarray
     """int64[M]: how many were ever used."""
 
 
 class Distances(NamedTuple):
-    """Of one reference; R items, ordered by row, then distance."""
+    """Of one reference; R items, ordered by row, then item."""
 
     row: np.ndarray
     """int64[R]"""
@@ -41,35 +41,54 @@ class Distances(NamedTuple):
     """int64[R]: items used since; E on first sight."""
 
 
+class Found(NamedTuple):
+    """Of one reference; R items, ordered by row, then item."""
+
+    place: np.ndarray
+    """int64[R]: as in Recency.place, before the reference."""
+    is_first: np.ndarray
+    """bool[R]: they were never used before."""
+    ends: np.ndarray
+    """int64[M]: those of row r end before ends[r]."""
+
+
 def cold_recency(rows: int, items: int) -> Recency:
     """Nothing was used yet."""
-    order = np.arange(rows * items, dtype=np.int32).reshape(rows, items)
-    return Recency(order, np.zeros(rows, np.int64))
+    return Recency(np.arange(rows * items).reshape(rows, items), np.zeros(rows, np.int64))
 
 
 def reference(recency: Recency, active: np.ndarray) -> tuple[Recency, Distances]:
     """One reference of all rows to their sets bool[M, E]; an empty set leaves its row as it is.
     O(M·E), however many are active."""
-    rows, items = recency.order.shape
+    rows, items = recency.place.shape
+    recency, found = find(recency, active)
+    row = np.repeat(np.arange(rows), np.diff(found.ends, prepend=0))
+    return recency, Distances(row, np.where(found.is_first, items, found.place - row * items))
+
+
+def find(recency: Recency, active: np.ndarray) -> tuple[Recency, Found]:
+    """As `reference`, with places instead of distances: what runs beside every step."""
+    rows, items = recency.place.shape
     # One dimension and take: numpy indexes several dimensions several times slower.
-    order = recency.order.reshape(-1)
-    used = active.reshape(-1).take(order)
-    sizes = np.count_nonzero(active, axis=1)
-    row = np.repeat(np.arange(rows), sizes)
-    start = row * items
-    place = np.flatnonzero(used) - start
-    first = place >= recency.seen[row]
+    place, starts = recency.place.reshape(-1), np.arange(0, rows * items, items)
+    member = np.flatnonzero(active)
+    ends = np.searchsorted(member, starts + items)
+    sizes = np.diff(ends, prepend=0)
+    found = place.take(member)
+    first = found >= np.repeat(starts + recency.seen, sizes)
+    seen = recency.seen
     if first.any():
-        distances = Distances(row, np.where(first, items, place))
-        seen = recency.seen + np.bincount(row[first], minlength=rows)
-    else:
-        distances, seen = Distances(row, place), recency.seen
-    # Flipped, so that of each row the larger id comes first.
-    members = 2 * start + (items - 1) - np.flatnonzero(active[:, ::-1])
-    moved = np.empty_like(order)
-    moved[np.arange(len(row)) - np.repeat(np.cumsum(sizes) - sizes, sizes) + start] = members
-    moved[(np.arange(items) >= sizes[:, None]).reshape(-1)] = order[~used]
-    return Recency(moved.reshape(rows, items), seen), distances
+        seen = seen + np.bincount(np.repeat(np.arange(rows), sizes)[first], minlength=rows)
+    # Who is not used moves back by as many of the used ones as stood behind it: all of its row but
+    # those before it. `used` counts from row 0 on, as `ends` does.
+    used = np.zeros(rows * items, np.int64)
+    used[found] = 1
+    moved = place - np.cumsum(used).take(place)
+    by_row = moved.reshape(rows, items)
+    by_row += ends[:, None]
+    # Who is used comes to the front of its row, the larger id first.
+    moved[member] = np.repeat(starts + ends, sizes) - np.arange(1, len(member) + 1)
+    return Recency(by_row, seen), Found(found, first, ends)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,6 +210,8 @@ def trace_curves(
     for place, (of_kind, waves, active) in enumerate(_steps(trace, user)):
         wanted = first <= place and (last is None or place < last)
         wanted &= kind is None or of_kind == KINDS.index(kind)
+        if user is not None and not active.any():
+            continue  # others' steps, which are no reference of this user's
         for due in in_waves(active, waves):
             if versions is not None:
                 due = np.concatenate([due & (versions == v) for v in range(number)])

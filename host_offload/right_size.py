@@ -2,16 +2,79 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
 
 import numpy as np
 
 from host_offload.joint import DecodeModel, cap_beside
-from host_offload.miss_curves import MissCurves
+from host_offload.miss_curves import MissCurves, trace_curves
 from host_offload.split import Division, SplitError
+from host_offload.traces import Trace
 
 EPSILON = 0.01
 """The warm miss rate that counts as none (ours; the paper gives no number)."""
+
+REACH = 4
+"""Layers before that co-activation looks at, as policies.coactivation."""
+
+BLOCK = 1024
+"""Tokens that are counted together."""
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkingSet:
+    """The cells of each layer that are enough for a user, as if served alone, or for everybody."""
+
+    user: int | None
+    """Number of the session in the trace; None: everybody together."""
+    tokens: int
+    by_reuse: tuple[int, ...]
+    """right_size: what LRU needs, by the tokens' own reuse distances."""
+    by_coactivation: tuple[int, ...] | None
+    """right_size_of_use: by the predictor of WiSP's Appendix C, from the counts of the same tokens.
+    None for a model with one MoE layer, which has no layer before it to predict from."""
+
+
+def working_sets(trace: Trace, epsilon: float = EPSILON, most: int = 32) -> list[WorkingSet]:
+    """Of everybody in a trace, then of those users (sessions) who have the most tokens, at most
+    `most`, by their numbers. Raises TraceError as trace_curves does."""
+    users, ids = trace.array("token.user"), trace.array("token.ids")
+    known, tokens = np.unique(users[users >= 0], return_counts=True)
+    chosen = np.sort(known[np.argsort(-tokens, kind="stable")[:most]]).tolist()
+    found = []
+    for user in (None, *chosen):
+        mine = ids if user is None else ids[users == user]
+        predicted = None
+        if ids.shape[1] > 1:
+            pairs = coactivation_counts(mine, trace.header.experts)
+            predicted = right_size_of_use(predicted_use(pairs, trace.header.top_k), epsilon)
+        own = right_size(trace_curves(trace, user=user), epsilon)
+        found.append(
+            WorkingSet(
+                user,
+                len(mine),
+                tuple(own.tolist()),
+                None if predicted is None else tuple(predicted.tolist()),
+            )
+        )
+    return found
+
+
+def coactivation_counts(ids: np.ndarray, experts: int, reach: int = REACH) -> np.ndarray:
+    """float32[L, reach, E, E]: n[(l − 1 − d, i) → (l, j)] at [l, d, i, j], tokens that used expert
+    i in the layer d + 1 before l, and j in l, as policies.coactivation counts them. ids
+    int[N, L, k]: what each token was routed to."""
+    layers = ids.shape[1]
+    pairs = np.zeros((layers, reach, experts, experts), np.float32)
+    for first in range(0, len(ids), BLOCK):
+        block = ids[first : first + BLOCK].astype(np.int64)
+        used = np.zeros((layers, len(block), experts), np.float32)
+        np.put_along_axis(used, block.swapaxes(0, 1), 1, axis=2)
+        for layer in range(1, layers):
+            for d in range(min(reach, layer)):
+                pairs[layer, d] += used[layer - 1 - d].T @ used[layer]
+    return pairs
 
 
 def right_size(curves: MissCurves, epsilon: float = EPSILON) -> np.ndarray:

@@ -7,7 +7,7 @@ trace again as it was and compares everything. docs/simulator.md.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from host_offload.simulated_engine import SimulatedEngine, SimulatedStep, by_ste
 from host_offload.step_sets import StepSets, in_waves, read_step_sets
 from host_offload.trace_schema import KINDS, Budget, TraceError, TraceHeader
 from host_offload.traces import Trace
+from host_offload.version_counts import VersionCounter
 from host_offload.weighted_pager import WeightedPager, fits
 
 STAGE_ENTRIES = 8
@@ -153,13 +154,14 @@ def spec_of(header: TraceHeader) -> Spec:
     not say it all."""
     said = header.spec
     try:
-        sizes = {
-            name: np.broadcast_to(np.array(size, np.int64), header.layers)
-            for name, size in said["version_bytes"].items()
-        }
+        sizes = _sizes(said["version_bytes"], header.layers)
+        moved = said.get("link_bytes")
         largest = int(max(map(np.max, sizes.values())))
         resident, paged = resident_said(said.get("resident")), paged_said(said.get("paged"))
         mixed = resident or paged
+        floor = said.get("kv_floor_bytes")
+        if floor is None:  # an older trace: the block table, which is whole spans wide
+            floor = said["shapes"]["blocks"] * said["page_bytes"]
         return Spec(
             layers=header.layers,
             experts=header.experts,
@@ -169,7 +171,7 @@ def spec_of(header: TraceHeader) -> Spec:
             page_tokens=said["page_tokens"],
             budget_bytes=said["slots"] * said["slot_bytes"],
             slot_bytes=said["slot_bytes"],
-            kv_floor_bytes=said["shapes"]["blocks"] * said["page_bytes"],
+            kv_floor_bytes=floor,
             staging_bytes=2 * said.get("stage_entries", STAGE_ENTRIES) * largest,
             seed=said["seed"],
             driver=said["driver"],
@@ -179,11 +181,18 @@ def spec_of(header: TraceHeader) -> Spec:
             stage_entries=said.get("stage_entries", STAGE_ENTRIES),
             capacity=None if mixed is None else mixed.capacity,
             resident=resident,
+            moved_bytes=None if moved is None else _sizes(moved, header.layers),
+            max_num_seqs=said.get("max_num_seqs"),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise TraceError(
             f"the trace's spec does not say {error}, which policies are told; give spec="
         ) from error
+
+
+def _sizes(said: Mapping[str, Any], layers: int) -> dict[str, np.ndarray]:
+    """Version → int64[L], of bytes as a header says them: one number, or one of each layer."""
+    return {name: np.broadcast_to(np.array(size, np.int64), layers) for name, size in said.items()}
 
 
 def _cells(
@@ -224,8 +233,8 @@ def _weighted_steps(
     references = trace.steps
     if "step.waves" not in header.absent:
         references = sum(int(chunk.array("step.waves").max(axis=1).sum()) for chunk in trace.chunks)
-    said = header.spec.get("version_bytes", {"": 0}).values()
-    sizes = np.stack([np.broadcast_to(np.array(size, np.int64), layers) for size in said])
+    said = header.spec.get("link_bytes") or header.spec.get("version_bytes", {"": 0})
+    sizes = np.stack([*_sizes(said, layers).values()])
     if resident is None:
         bound = max(experts, _most(cells))
         tables = cold_tables(cells, experts, weights, bound, fill_version)
@@ -241,8 +250,11 @@ def _weighted_steps(
             for budget in moves.get(number, ()):
                 pager.regrant(np.array(budget.cells))
             total = None
+            versions = VersionCounter(pager) if mixed else None
             for due in in_waves(active, count):
                 done = reference(due)
+                if versions is not None:
+                    versions.referenced(due, done.missing, slice(None))
                 total = done if total is None else Referenced(*map(np.add, total, done))
             assert total is not None
             # Nothing is staged: what was missing is in the version that it was missed in.
@@ -252,7 +264,10 @@ def _weighted_steps(
                 moved = np.sum(of_layer * total.missing, axis=1)
             name = KINDS[kind] if kind >= 0 else None
             hits, fills, read_through, missing = total
-            yield SimulatedStep(number, name, hits, fills, read_through, missing, none, moved)
+            yield SimulatedStep(
+                *(number, name, hits, fills, read_through, missing, none, moved),
+                versions=None if versions is None else versions.counts,
+            )
 
 
 def _most(cells: np.ndarray) -> int:

@@ -142,11 +142,11 @@ KV_MISSES = ("swap", "recompute")
 def miss_costs(costs: Costs, spec: Spec, kv_miss: str = "swap") -> MissCosts:
     """Of measured costs. kv_miss: what becomes of KV that does not fit, as LLM's kv_overflow: the
     paper recomputes it (r·T_b); this engine moves it out by default, and it comes back over the
-    link."""
+    link, so that its bytes are moved twice."""
     if kv_miss not in KV_MISSES:
         raise ValueError(f"kv_miss is {' or '.join(KV_MISSES)}, not {kv_miss!r}")
-    size = float(next(iter(spec.version_bytes.values())).mean())
-    page = spec.page_bytes * float(costs.kv_swap_s_per_byte)
+    size = float(next(iter(spec.link_bytes.values())).mean())
+    page = 2 * spec.page_bytes * float(costs.kv_swap_s_per_byte)
     if kv_miss == "recompute":
         page = spec.page_tokens * float(costs.recompute_s_per_token or costs.prefill_s_per_token)
     return MissCosts(float(costs.fill[0]) + size * float(costs.fill[1]), page)
@@ -241,7 +241,7 @@ class SplitRule:
     decay: float = 0.95
     """γ, of both histograms, once a burst. Turns beyond the last 1 / (1 − γ) are as good as
     forgotten, so it must reach over all sessions that take turns: with 0.8, five turns, sessions
-    that are away seem to be gone (scripts/compare_budgets.py)."""
+    that are away seem to be gone; from 0.95 to 1 nothing changes (docs/miss_curves.md)."""
     points: int = 41
     """Of the grid of splits in [0, 1]; costs are compared there, across gaps of the distances."""
     gate: float = 0.02

@@ -157,7 +157,7 @@ class Budget(NamedTuple):
     settled: bool
     """Nothing is left to do of what a policy wanted."""
     by_hand: bool
-    """No policy wanted it; the engine was idle."""
+    """No policy wanted it: the engine was idle, or KV was given slots since nothing could run."""
 
 
 TRANSFER_TYPES = {

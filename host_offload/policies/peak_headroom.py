@@ -18,7 +18,7 @@ class Peaks(NamedTuple):
     division: Division
     layers: int
     now: int = 0
-    """Most pages in use since the last burst ended."""
+    """Most pages in use since the last burst ended, on the device and swapped out."""
     short: bool = False
     """A request waited since, because its prompt did not fit."""
     before: tuple[int, ...] = ()
@@ -31,8 +31,9 @@ class PeakHeadroom:
 
     The paper measures the peak of one burst at a drained barrier; with several requests at once
     there is none, so the peak is that of the last `window` bursts. A full pool hides how much is
-    wanted: where a prompt had to wait for pages, the pool grows at least by the dead zone. The
-    values are ours, the paper's are lost. Every layer has as many cells.
+    wanted. So pages that were swapped out count as in use, also those of sessions that do not come
+    back until they are ended; and where a prompt had to wait for pages, the pool grows at least by
+    the dead zone. The values are ours, the paper's are lost. Every layer has as many cells.
     """
 
     headroom: float = 0.1
@@ -45,7 +46,9 @@ class PeakHeadroom:
     without any cell."""
 
     moments: frozenset[Moment] = frozenset({Moment.STEP_END, Moment.BURST_END})
-    needs: frozenset[str] = frozenset({"kv_used", "kv_pages", "waiting", "waiting_tokens"})
+    needs: frozenset[str] = frozenset(
+        {"kv_used", "kv_swapped", "kv_pages", "waiting", "waiting_tokens"}
+    )
     writes: frozenset[str] = frozenset({"cells", "kv_pages"})
 
     def init(self, spec: Spec) -> Peaks:
@@ -62,7 +65,8 @@ class PeakHeadroom:
         division = state.division
         prompt = -(-seen.waiting_tokens // (max(seen.waiting, 1) * division.page_tokens))
         short = seen.waiting > 0 and seen.kv_used + prompt > seen.kv_pages
-        state = state._replace(now=max(state.now, seen.kv_used), short=state.short or short)
+        held = seen.kv_used + seen.kv_swapped
+        state = state._replace(now=max(state.now, held), short=state.short or short)
         if seen.moment == Moment.STEP_END:
             return state, Decision()
         peak = state.now
@@ -77,7 +81,7 @@ class PeakHeadroom:
         grant = peak_headroom(
             division, peak_pages=max(peaks), headroom=self.headroom, cap=cap, dead=self.dead
         )
-        state = state._replace(now=seen.kv_used, short=False, before=peaks)
+        state = state._replace(now=held, short=False, before=peaks)
         if grant is None:
             return state, Decision()
         cells = np.full(state.layers, grant.cap, np.int32)

@@ -160,38 +160,121 @@ TOLD = spec(
 )
 
 
-def test_the_policy_widens_for_a_queue_and_only_then():
-    """Nobody waits: few pages, all experts. A queue: more rows and pages."""
-    policy, rng, decisions = JointBudget(), np.random.default_rng(0), []
-    state = policy.init(TOLD)
-    for waiting in [0] * 8 + [6] * 8:
-        facts = dict(step=0, age=1, interval=0, burst=-1, layer=-1, seconds=0.0)
+def observed(moment: Moment, rng: np.random.Generator, **facts) -> Observation:
+    """Two rows that decode, of requests with contexts of 20 pages."""
+    told = dict(step=0, age=1, interval=0, burst=-1, layer=-1, seconds=0.0, running=2)
+    told |= dict(waiting=0, waiting_tokens=0, phase=np.ones(2, np.uint8))
+    ids = np.sort(rng.permuted(np.tile(np.arange(8), (2, 2, 1)), axis=2)[..., :2])
+    if moment == Moment.BURST_END:
+        told["kv_refs"] = np.stack([np.zeros(20, np.int64), np.arange(20)], axis=1)
+    return Observation(moment=moment, ids=ids.astype(np.int16), **(told | facts))
+
+
+def after_turns(policy: JointBudget, turns: int = 8, refuses: bool = False, **facts):
+    """(state, decisions) after turns of 20 steps each. refuses: the device does what is wished."""
+    rng, decisions, state = np.random.default_rng(0), [], policy.init(TOLD)
+    facts = {"kv_pages": 60, **facts}
+    for _ in range(turns):
         for _ in range(20):
-            ids = np.sort(rng.permuted(np.tile(np.arange(8), (2, 2, 1)), axis=2)[..., :2])
-            seen = Observation(
-                moment=Moment.STEP_END,
-                ids=ids.astype(np.int16),
-                phase=np.ones(2, np.uint8),
-                running=2,
-                waiting=waiting,
-                **facts,
-            )
-            state, decision = policy.decide(state, seen)
+            state, decision = policy.decide(state, observed(Moment.STEP_END, rng, **facts))
             assert decision == Decision()
-        pages = np.stack([np.zeros(20, np.int64), np.arange(20)], axis=1)
-        seen = dataclasses.replace(seen, moment=Moment.BURST_END, kv_refs=pages)
-        state, decision = policy.decide(state, seen)
+        state, decision = policy.decide(state, observed(Moment.BURST_END, rng, **facts))
         if decision.max_running is not None:
-            check_decision(decision, dataclasses.replace(policy), TOLD, "a burst")
+            check_decision(decision, policy, TOLD, "a burst")
             decisions.append(decision)
-    assert decisions[0].max_running == 2 and decisions[0].cells[0] == 8
-    assert decisions[-1].max_running > 2 and decisions[-1].kv_pages > decisions[0].kv_pages - 1
-    assert decisions[-1].kv_pages >= 20 * decisions[-1].max_running
-    sweep = dataclasses.replace(seen, moment=Moment.STEP_END, phase=np.zeros(2, np.uint8))
+            if not refuses:
+                facts["kv_pages"] = decision.kv_pages
+    return state, decisions
+
+
+def test_the_policy_widens_for_a_queue_and_only_then():
+    """Nobody waits: few pages, all experts. A queue: more rows and pages, at once and not when the
+    next turn ends."""
+    policy, rng = JointBudget(), np.random.default_rng(1)
+    state, (first, *_) = after_turns(policy)
+    assert first.max_running == 8 and first.cells[0] == 8
+    assert state.chosen is not None and state.chosen.width == 2
+    queue = observed(Moment.STEP_END, rng, waiting=6, waiting_tokens=6)
+    state, decision = policy.decide(state, queue)
+    assert decision.kv_pages > first.kv_pages
+    assert decision.max_running > 2 and decision.kv_pages >= 20 * decision.max_running
+    check_decision(decision, policy, TOLD, "a step")
+    # As long as no more come, steps decide nothing, and sweeps change nothing.
+    state, again = policy.decide(state, queue)
+    assert again == Decision()
+    sweep = dataclasses.replace(queue, phase=np.zeros(2, np.uint8))
     assert policy.decide(state, sweep)[0] is state
+    seen = observed(Moment.BURST_END, rng, waiting=6, waiting_tokens=6)
     before = pickle.dumps(state)
     answers = [pickle.dumps(policy.decide(state, seen)) for _ in range(2)]
     assert answers[0] == answers[1] and pickle.dumps(state) == before  # pure
+
+
+def test_arrivals_in_a_sweep_are_seen_after_an_idle_engine():
+    """The last turn ended with nobody left, so a split for one sequence was chosen; five come at
+    once."""
+    policy, rng = JointBudget(), np.random.default_rng(1)
+    state, decisions = after_turns(policy, running=0)
+    assert state.chosen is not None and state.chosen.width == 1
+    assert decisions[-1].max_running == 8, "that there is one is no reason to let no others run"
+    phase = np.zeros(2, np.uint8)
+    facts = dict(phase=phase, running=1, waiting=4, waiting_tokens=4)
+    state, decision = policy.decide(state, observed(Moment.STEP_END, rng, **facts))
+    assert decision.kv_pages > decisions[-1].kv_pages and state.chosen.width > 1
+
+
+def test_nothing_is_planned_for_rows_that_never_run():
+    """Steps of up to eight rows were measured; no more than three sequences run."""
+    policy = JointBudget()
+    state = policy.init(dataclasses.replace(TOLD, max_num_seqs=3))
+    assert state.widths.tolist() == [1, 2, 3] and len(policy.init(TOLD).widths) == 8
+    rng = np.random.default_rng(0)
+    facts = dict(waiting=6, waiting_tokens=6, kv_pages=60)
+    for _ in range(20):
+        state, _ = policy.decide(state, observed(Moment.STEP_END, rng, **facts))
+    state, decision = policy.decide(state, observed(Moment.BURST_END, rng, **facts))
+    assert decision.max_running <= 3 and decision.kv_pages < 8 * 20
+
+
+def test_a_wish_that_was_not_carried_out_is_wished_again():
+    """The device refuses every copy; later the pool is as wished, and nothing is."""
+    policy = JointBudget()
+    state, decisions = after_turns(policy, refuses=True)
+    assert len(decisions) == 8 and len({d.kv_pages for d in decisions}) == 1
+    rng, kv_pages = np.random.default_rng(1), decisions[-1].kv_pages
+    seen = observed(Moment.BURST_END, rng, kv_pages=kv_pages)
+    assert policy.decide(state, seen)[1] == Decision()
+    assert len(after_turns(policy)[1]) == 1
+
+
+def test_who_waits_needs_its_prompt():
+    """Turns ended with 20 pages; prompts of 60 tokens wait, a page each: fewer fit at once."""
+    policy, rng = JointBudget(), np.random.default_rng(1)
+    state, _ = after_turns(policy)
+    choices = []
+    for tokens in (6, 6 * 60 * TOLD.page_tokens):
+        seen = observed(Moment.STEP_END, rng, waiting=6, waiting_tokens=tokens)
+        choices.append(policy.decide(state, seen)[1])
+    pages = (2 * 20 + 6 * 60) / 8
+    assert choices[1].kv_pages >= pages * choices[1].max_running
+    assert choices[1].max_running < choices[0].max_running
+
+
+def test_what_is_known_is_of_the_same_turns():
+    """Misses and steps are forgotten alike, also while nothing can be chosen: of a stationary
+    stream the misses of a step stay what they are."""
+    policy = JointBudget()
+    state, _ = after_turns(policy, turns=4)  # first sights are left out, so not the first
+    assert state.model is not None
+    for turns in (8, 16):
+        later, _ = after_turns(policy, turns=turns)
+        assert later.model is not None
+        assert later.model.misses[1, 0] == pytest.approx(state.model.misses[1, 0], rel=0.15)
+    huge = observed(Moment.BURST_END, np.random.default_rng(0))
+    huge = dataclasses.replace(huge, kv_refs=np.zeros((100_000, 2), np.int64))
+    blocked, decision = policy.decide(state, huge)
+    assert decision == Decision()  # no cap leaves KV that much
+    assert blocked.steps == pytest.approx(policy.decay * state.steps)
 
 
 def test_the_policy_needs_costs_and_decides_what_can_be():

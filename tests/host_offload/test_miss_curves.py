@@ -90,12 +90,11 @@ def one_by_one(recency: Recency, active: np.ndarray):
 
 def smaller_id_first(recency: Recency, active: np.ndarray):
     """The mutation: of experts used together the smaller id counts as used last."""
-    flipped = Recency(recency.order, recency.seen)
-    recency, distances = reference(flipped, active)
-    order = recency.order.copy()
-    for row, size in enumerate(active.sum(axis=1)):
-        order[row, :size] = order[row, :size][::-1]
-    return Recency(order, recency.seen), distances
+    recency, distances = reference(recency, active)
+    place = recency.place.copy()
+    for row, used in enumerate(active):
+        place[row, used] = place[row, used][::-1]
+    return Recency(place, recency.seen), distances
 
 
 @pytest.mark.parametrize("mutation", [one_by_one, smaller_id_first])
@@ -244,7 +243,7 @@ def test_what_curves_refuse(tmp_path):
 
 def test_recency_is_not_changed_in_place():
     start = cold_recency(1, 4)
-    kept = start.order.copy()
+    kept = start.place.copy()
     reference(start, np.array([[False, True, False, True]]))
-    np.testing.assert_array_equal(start.order, kept)
+    np.testing.assert_array_equal(start.place, kept)
     assert not start.seen.any()

@@ -6,12 +6,14 @@ from __future__ import annotations
 import dataclasses
 import pickle
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from host_offload.configurator import Streams
 from host_offload.controller import Controller
+from host_offload.kv_reuse import cold_pages, expected_returns, page_references
 from host_offload.live_curves import tails
 from host_offload.policies.layer_cells import LayerCells
 from host_offload.policies.mv_wsa import MvWsa
@@ -19,7 +21,9 @@ from host_offload.policy import Costs, Decision, Moment, Observation
 from host_offload.policy_rules import PolicyError
 from host_offload.split import MissCosts, SplitError, division_of, objective
 from host_offload.step_times import StepTimes
+from host_offload.traces import TraceError, TraceWriter
 from tests.host_offload.policy_runs import spec
+from tests.host_offload.traces_of import random_routing, write_trace
 
 LAYERS, EXPERTS = 2, 16
 TOLD = spec(
@@ -174,6 +178,143 @@ def test_the_floor_is_what_runs_at_once():
     assert 4 * 12 <= pages(MvWsa(costs=costs, calibrate=False), 2) < 4 * 12 + 10
     assert 8 * 12 <= pages(MvWsa(costs=costs, calibrate=False), 90) < 8 * 12 + 10  # of 8 rows
     assert pages(MvWsa(costs=costs, calibrate=False, floor_share=0.25), 90) == 50
+
+
+def test_the_floor_has_no_more_than_can_run():
+    """Steps have eight rows, of which an engine for three sequences uses three."""
+    policy = MvWsa(costs=MissCosts(1.0, 1.0), calibrate=False)
+    floors = []
+    for most in (None, 3):
+        run = Run(policy, waiting=90)
+        run.state = policy.init(dataclasses.replace(TOLD, max_num_seqs=most))
+        for ids, held in turns(0, sessions=1, pages=12, skew=0.2, bursts=3):
+            run.burst(ids, held)
+        floors.append(policy.division_now(run.state).floor_pages)
+    assert floors == [8 * 12, 3 * 12]
+
+
+def test_a_wish_that_was_not_carried_out_is_wished_again():
+    """The device refuses every copy, so the pool stays as it was; the policy goes on wishing what
+    it decided last. Once the pool is as wished it says nothing."""
+    run = Run(MvWsa(costs=MissCosts(1.0, 1.0), calibrate=False), kv_pages=150)
+    made = []
+    for ids, held in turns(0, sessions=1, pages=12, skew=0.2, bursts=40, steps=20):
+        run.burst(ids, held)
+        made.append(run.decisions[-1].kv_pages if run.decisions else None)
+        run.kv_pages = 150
+    last = made[-1]
+    assert last is not None and last < 150 and len(run.decisions) > 30
+    assert run.decisions[-1].cells.tolist() == run.state.cells.tolist()
+    run.decisions, run.kv_pages = [], last
+    run.burst(ids, held)
+    assert run.decisions == []
+
+
+def test_the_floor_forgets_a_peak():
+    """Ten more wait for a tenth of the steps: the floor has the two that run or wait in the mean,
+    not eleven, whom a rule by the most (the mutation) keeps room for during `window` turns."""
+    run = Run(MvWsa(costs=MissCosts(1.0, 1.0), calibrate=False))
+    for number, (ids, held) in enumerate(turns(0, sessions=1, pages=12, skew=0.2, bursts=3)):
+        run.waiting = 10
+        for row in ids[:4]:
+            facts = {"ids": row[None].astype(np.int16), "missed": np.zeros((LAYERS, EXPERTS), bool)}
+            run.ask(Moment.STEP_END, **facts)
+        run.waiting = 0
+        run.burst(ids[4:], held - np.array([1 + number, 0]))
+        assert run.policy.division_now(run.state).floor_pages == 2 * 12
+
+
+def turns_in_a_trace(directory: Path, stream, **header) -> Path:
+    """Turns of one request each, as the engine would have written them."""
+    ids = [row for steps, _ in stream for row in steps]
+    routing = [np.sort(row[None], axis=2) for row in ids]
+    plain = write_trace(directory / "plain", routing, EXPERTS, **header)
+    number, steps = 0, plain.step_traces()
+    with TraceWriter(directory / "turns", plain.header) as writer:
+        for burst, (rows, held) in enumerate(stream):
+            for _ in rows:
+                step = next(steps)
+                done = number == len(rows) * (burst + 1) - 1
+                step = step._replace(
+                    request=np.array([burst], np.int32),
+                    user=held[:1, 0].astype(np.int32),
+                    position=np.array([16 * len(held) - 1], np.int32),
+                    finished=(burst,) if done else (),
+                )
+                writer.append(step)
+                number += 1
+    return directory / "turns"
+
+
+def test_a_trace_is_what_it_begins_with(tmp_path):
+    """The histograms that turns in an engine would have left, so that KV has a worth before a
+    session returns; without them experts grow at KV's cost."""
+    stream = [*turns(0, sessions=4, pages=20, skew=1.0, bursts=12)]
+    plain = dict(costs=MissCosts(1.0, 10.0), calibrate=False, expect_returns=False)
+    cold = MvWsa(**plain)
+    warm = MvWsa(**plain, trace=str(turns_in_a_trace(tmp_path, stream)))
+    live = Run(cold)
+    for ids, held in stream:
+        live.burst(ids, held)
+    state = warm.init(TOLD)
+    np.testing.assert_allclose(state.curves.histogram, live.state.curves.histogram)
+    np.testing.assert_allclose(state.pages, live.state.pages)
+    assert state.pages.any() and state.turns == ()
+    assert state.bursts == live.state.bursts == 12
+    assert not len(state.held.keys) and state.split is None
+    first = [(ids, held + np.array([100, 0])) for ids, held in stream[:4]]  # nobody has returned
+    assert kv_pages_after(cold, first) + 10 <= kv_pages_after(warm, first)
+
+
+def kv_pages_after(policy: MvWsa, stream) -> int:
+    run = Run(policy)
+    for ids, held in stream:
+        run.burst(ids, held)
+    return run.kv_pages
+
+
+def test_expected_returns_are_the_places_of_held_pages():
+    held = cold_pages()
+    for session, pages in ((1, 2), (2, 3), (-5, 4)):
+        held, _ = page_references(held, np.array([(session, page) for page in range(pages)]))
+    # Session 2 had places 0 to 2 and 1 had 3 and 4; then four pages without a session came.
+    assert expected_returns(held, 9, 0.5, 1).tolist() == [0, 0, 0, 0, 1, 1, 1, 1, 1]
+    assert expected_returns(held, 6, 0.5, 3).tolist() == [0, 0, 0, 0, 0.25, 0.25]
+
+
+def test_sessions_are_expected_back_until_they_had_time_to_return():
+    """Without that (as printed) KV shrinks before the first session returns, and must grow again.
+    Where none ever returns it wears off; requests without a session are not expected at all."""
+    plain = MvWsa(costs=MissCosts(1.0, 10.0), calibrate=False, expect_returns=False)
+    hopeful = dataclasses.replace(plain, expect_returns=True)
+    stream = [*turns(0, sessions=4, pages=20, skew=1.0, bursts=60)]
+    assert kv_pages_after(plain, stream[:4]) + 10 <= kv_pages_after(hopeful, stream[:4])
+    ends = [kv_pages_after(policy, stream) for policy in (plain, hopeful)]
+    assert abs(ends[0] - ends[1]) <= 10  # a unit of the cap
+    never = [(ids, held + np.array([10 * n, 0])) for n, (ids, held) in enumerate(stream)]
+    alone = [(ids, held - np.array([10 * n + 9, 0])) for n, (ids, held) in enumerate(stream)]
+    assert kv_pages_after(hopeful, never[:4]) > kv_pages_after(plain, never[:4])
+    assert kv_pages_after(hopeful, never) == kv_pages_after(plain, never)
+    for n in (1, 4, 60):
+        assert kv_pages_after(hopeful, alone[:n]) == kv_pages_after(plain, alone[:n])
+
+
+def test_traces_that_are_of_no_use(tmp_path):
+    def init(name: str) -> None:
+        MvWsa(costs=MissCosts(1, 1), trace=str(tmp_path / name)).init(TOLD)
+
+    with pytest.raises(TraceError, match="nowhere"):
+        init("nowhere")
+    routing = random_routing(np.random.default_rng(0), 3, LAYERS, EXPERTS, 2)
+    write_trace(tmp_path / "endless", routing, EXPERTS)
+    with pytest.raises(ValueError, match=r"no request ends in .*endless"):
+        init("endless")
+    write_trace(tmp_path / "other", routing, EXPERTS + 1)
+    with pytest.raises(ValueError, match="of another model: 2 layers of 17 experts"):
+        init("other")
+    write_trace(tmp_path / "pages", routing, EXPERTS, spec={"page_tokens": 32})
+    with pytest.raises(ValueError, match=r"pages of 32 tokens; this one has .* pages of 16"):
+        init("pages")
 
 
 def test_policies_are_pure():

@@ -72,16 +72,20 @@ TOLD = spec(
 """Two layers of eight experts; 20 slots of ten pages, two of them the floor."""
 
 
-def run(policy: PeakHeadroom, used, kv_pages: int, waiting: int = 0) -> list[Decision]:
+def run(
+    policy: PeakHeadroom, used, kv_pages: int, waiting: int = 0, swapped: int = 0
+) -> list[Decision]:
     """The decisions after each burst, where the engine carries them out. used: for each burst, the
-    pages in use at its steps. waiting: requests with prompts of 40 tokens, three pages."""
+    pages in use at its steps. waiting: requests with prompts of 40 tokens, three pages. swapped:
+    pages on the host."""
     state, made = policy.init(TOLD), []
 
     def ask(moment: Moment, pages: int) -> Decision:
         nonlocal state
         facts = dict(step=0, age=1, interval=0, burst=-1, layer=-1, seconds=0.0)
         use = dict(waiting=waiting, waiting_tokens=40 * waiting)
-        seen = Observation(moment=moment, kv_used=pages, kv_pages=kv_pages, **use, **facts)
+        use |= dict(kv_used=pages, kv_swapped=swapped, kv_pages=kv_pages)
+        seen = Observation(moment=moment, **use, **facts)
         state, decision = policy.decide(state, seen)
         return decision
 
@@ -115,6 +119,15 @@ def test_a_prompt_that_does_not_fit_makes_the_pool_grow():
     assert [d.kv_pages for d in still] == [None] * 3
     grows = run(PeakHeadroom(headroom=0.25, dead=2), [[38]] * 3, kv_pages=40, waiting=2)
     assert [d.kv_pages for d in grows] == [80, None, None]  # then there is room for the prompts
+
+
+def test_sessions_that_take_each_others_pages_make_the_pool_grow():
+    """A full pool says nothing of what was moved out of it; with that, P is what they hold."""
+    still = run(PeakHeadroom(), [[38]] * 3, kv_pages=40)
+    assert [d.kv_pages for d in still] == [None] * 3
+    (grows, *later) = run(PeakHeadroom(), [[38]] * 3, kv_pages=40, swapped=52)
+    assert grows.kv_pages == 100 and grows.cells is not None and grows.cells.tolist() == [5, 5]
+    assert [d.kv_pages for d in later] == [None, None]
 
 
 def test_the_peak_of_some_bursts_counts():

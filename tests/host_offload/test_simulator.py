@@ -351,6 +351,8 @@ def test_policies_are_told_what_the_engine_told_them(trace):
     assert (told.budget_bytes, told.kv_floor_bytes, told.cell_bound) == (1000, 50, EXPERTS)
     assert (told.stage_entries, told.staging_bytes, told.driver) == (8, 1600, "device")
     assert told.version_bytes["dense"].tolist() == [100, 100]
+    said = {**trace.header.spec, "kv_floor_bytes": 30}
+    assert spec_of(dataclasses.replace(trace.header, spec=said)).kv_floor_bytes == 30
     assert simulate(trace, driver="host", policies=[scripted(moments={Moment.ROUTED})]).hits.any()
 
 

@@ -208,10 +208,14 @@ def test_costs_of_a_miss():
         prefill_s_per_token=2e-3,
         kv_swap_s_per_byte=1e-8,
     )
-    assert miss_costs(costs, spec()) == pytest.approx((1e-4 + 1e-7, 1e-7))
+    # An expert of 100 bytes; a page of 10 goes out and comes back.
+    assert miss_costs(costs, spec()) == pytest.approx((1e-4 + 1e-7, 2 * 10 * 1e-8))
     assert miss_costs(costs, spec(), "recompute").page_s == pytest.approx(16 * 2e-3)
     better = dataclasses.replace(costs, recompute_s_per_token=1e-3)
     assert miss_costs(better, spec(), "recompute").page_s == pytest.approx(16e-3)
+    # What crosses the link counts: 60 bytes of an expert that a cell has 100 of.
+    moved = {"dense": np.full(2, 60), "small": np.full(2, 40)}
+    assert miss_costs(costs, spec(moved_bytes=moved)).expert_s == pytest.approx(1e-4 + 6e-8)
     with pytest.raises(ValueError, match="kv_miss is swap or recompute, not 'drop'"):
         miss_costs(costs, spec(), "drop")
 
@@ -304,6 +308,27 @@ def test_the_configurator_finds_the_split(sessions, page_s):
     assert found.seconds == pytest.approx(found.expert_misses + page_s * found.kv_misses)
     exact = curves_of([a for burst in bursts for a in burst.active])
     assert exact.warm[0, found.cap] == found.expert_misses
+
+
+@pytest.mark.parametrize("sessions", [6, 20])
+def test_pages_that_no_pool_can_keep_are_missed_by_every_pool(sessions):
+    """Sessions return deeper than the largest pool, or than all but the largest: KV's misses are
+    those of an exact replay at every cap, cap 0 and its whole memory of KV too."""
+    division = Division(320, 32, 8, 16, 1)
+    bursts = list(turns(np.random.default_rng(1), sessions, 10, 60))
+    costs = MissCosts(1.0, 10.0)
+    streams = list(histograms_of(bursts, int(division.pages[0])))
+    whole = Streams(*(sum(parts) for parts in zip(*streams, strict=True)))
+    caps = np.flatnonzero(division.legal)
+    assert caps[0] == 0 and len(whole.kv_misses) == division.pages[0] + 1 == 41
+    for cap in caps:
+        pages = division.pages_at(cap)
+        replayed = replay_split(bursts, [np.full(1, cap)] * 60, [pages] * 60)
+        assert replayed.kv_misses.sum() == whole.kv_misses[pages]
+    found = configure(bursts, division, costs)
+    # No pool keeps anything, so all of it is better spent on experts.
+    assert found.kv_misses == whole.kv_misses[found.kv_pages] == (60 - sessions) * 10
+    assert found.best_cap > 0 and found.cap > 0
 
 
 def test_bursts_of_a_trace(tmp_path):
