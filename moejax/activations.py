@@ -12,18 +12,21 @@ from typing import Any
 from host_offload.budget import ArenaTooSmall, Budget
 from host_offload.device_memory import FreeMemory
 from moejax.cache import cache_root
+from moejax.errors import UserError
 from moejax.runner import Runner
 
 
 def activation_bytes(runner: Runner) -> int:
     """The largest executable's temporaries, and the results of two steps: one is read while the
-    other runs. Waits until everything is compiled."""
+    other runs. Waits until everything is compiled. Raises UserError where XLA does not say it."""
     temporaries = results = 0
     runner.wait_compiled(everything=True)
     for executable in runner.compiled():
         memory = executable.memory_analysis()
         if memory is None:
-            raise RuntimeError("XLA does not say what a step needs; give memory=")
+            raise UserError(
+                "XLA does not say what memory a step needs on this device; give memory (--memory)"
+            )
         temporaries = max(temporaries, memory.temp_size_in_bytes)
         results = max(results, memory.output_size_in_bytes - memory.alias_size_in_bytes)
     return temporaries + 2 * results
@@ -40,7 +43,8 @@ def divided(
     device limits it (automatic) and something is cut, what steps need is measured, so that no more
     than that is left.
 
-    make_runner: a runner with the engine's steps and the smallest arena.
+    make_runner: a runner with the engine's steps and the smallest arena, which has begun to compile
+    what this start's policies need.
     """
     try:
         budget = divide(memory)
@@ -53,7 +57,8 @@ def divided(
     try:
         from moejax.calibration import identity  # which runs engines
 
-        found = known_activations(identity(runner), lambda: activation_bytes(runner))
+        about = {**identity(runner), "programs": sorted(runner.executables())}
+        found = known_activations(about, lambda: activation_bytes(runner))
     finally:
         runner.delete(given=False)
     return divide(dataclasses.replace(memory, activations=found))

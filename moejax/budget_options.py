@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from host_offload.arena import SlotClass
-from host_offload.budget import Budget
+from host_offload.budget import KV_SHARE, Budget
 from host_offload.cell_allocation import ALLOCATIONS, allocate
 from host_offload.configurator import bursts_of, configure
 from host_offload.miss_curves import trace_curves
@@ -17,14 +17,18 @@ from host_offload.policies.joint_budget import JointBudget
 from host_offload.policies.layer_cells import LayerCells
 from host_offload.policies.mv_wsa import MvWsa
 from host_offload.policies.peak_headroom import PeakHeadroom
-from host_offload.policy import Policy
+from host_offload.policies.resident_headroom import ResidentHeadroom
+from host_offload.policy import Costs, Policy
+from host_offload.precision_names import Precision
 from host_offload.split import division_of, miss_costs
 from host_offload.traces import Trace, TraceError, read_trace
 from moejax.budgets import cells_of
 from moejax.control import spec_of_engine
 from moejax.engine import Engine
 from moejax.errors import UserError
+from moejax.remembered import remembered
 from moejax.startup import Limits
+from moejax.tracing import config_digest
 
 log = logging.getLogger("moejax")
 
@@ -34,7 +38,9 @@ BUDGET = ("fixed", "mv_wsa")
 RESIZE: dict[str, Callable[[BudgetOptions], tuple[Policy, ...]]] = {
     "none": lambda options: options.live_cells(),
     "peak_headroom": lambda options: (PeakHeadroom(),),
-    "mv_wsa": lambda options: (MvWsa(allocation=options.cells, kv_miss=options.kv_overflow),),
+    "mv_wsa": lambda options: (
+        MvWsa(allocation=options.cells, kv_miss=options.kv_overflow, trace=options.budget_trace),
+    ),
     "joint": lambda options: (JointBudget(),),
 }
 """Names of resize= → the policies that move slots while requests run."""
@@ -52,9 +58,18 @@ class BudgetOptions:
     given_cells: tuple[int, ...] | None = None
     """Cells of each layer, in numbers."""
     kv_overflow: str = "swap"
+    split_given: bool = False
+    """expert_budget or kv_budget says the split."""
 
-    def policies(self) -> tuple[Policy, ...]:
-        return RESIZE[self.resize](self)
+    def policies(self, precision: Precision | None = None) -> tuple[Policy, ...]:
+        """The precision's policies and those that move slots. Raises UserError for a resize that
+        the precision forbids."""
+        if precision is None or not precision.mixed or self.resize == "none":
+            return *(() if precision is None else precision.policies), *RESIZE[self.resize](self)
+        if reason := _why_not(self.resize, precision):
+            raise UserError(f"resize {self.resize} and precision {precision.name}: {reason}")
+        assert precision.policy is not None
+        return dataclasses.replace(precision.policy, resized=True), ResidentHeadroom()
 
     def live_cells(self) -> tuple[Policy, ...]:
         """By live curves, where no trace says how cells are shared."""
@@ -64,6 +79,22 @@ class BudgetOptions:
     def stats(self) -> dict[str, Any]:
         """Plain data."""
         return {name: getattr(self, name) for name in ("budget", "resize", "cells")}
+
+
+def _why_not(resize: str, precision: Precision) -> str:
+    """Why slots cannot move with two versions; empty where they can."""
+    if precision.paged:
+        return "cells of two versions are laid out once, at the start; leave out resize, or paged"
+    if precision.policy is None:
+        return "its versions are fixed, so experts have no slot to give; leave out resize"
+    if precision.hi_share is not None:
+        return "hi_share fixes how many experts are high, and with them the slots; leave one out"
+    if resize != "peak_headroom":
+        return (
+            "it weighs the misses of experts, and where every expert is resident nothing is "
+            "missed; use resize=peak_headroom"
+        )
+    return ""
 
 
 def parse_budget_options(
@@ -91,6 +122,10 @@ def parse_budget_options(
         )
     if name == "mv_wsa" and fixed:
         raise UserError(f"budget mv_wsa decides the split; leave out {' and '.join(fixed)}")
+    if name == "mv_wsa" and cells_trace:
+        raise UserError(
+            f"budget mv_wsa shares its cells by its own trace; leave out ={cells_trace} of cells"
+        )
     if rule == "uniform" and cells_trace:
         raise UserError("cells uniform needs no trace; leave it out")
     if resize in ("peak_headroom", "joint") and rule != "uniform":
@@ -99,8 +134,14 @@ def parse_budget_options(
             f"resize=mv_wsa"
         )
     if given is not None and (name == "mv_wsa" or resize != "none"):
-        raise UserError("cells in numbers stay as they are; leave out budget and resize, or cells")
-    return BudgetOptions(name, resize, rule, budget_trace, cells_trace, given, limits.kv_overflow)
+        raise UserError(
+            "cells in numbers stay as they are; leave out budget and resize, or give cells (those "
+            "in a file of options too) a name: cells=uniform"
+        )
+    overflow = limits.kv_overflow
+    return BudgetOptions(
+        *(name, resize, rule, budget_trace, cells_trace, given, overflow), split_given=bool(fixed)
+    )
 
 
 def _name_and_path(option: str, value: str, known: Sequence[str]) -> tuple[str, str | None]:
@@ -119,11 +160,11 @@ def _numbers(cells: Sequence[Any]) -> tuple[int, ...]:
 
 
 def start_budget(engine: Engine, options: BudgetOptions, budget: Budget) -> Budget:
-    """Sets the split that an engine starts with, where a trace or numbers say it; returns the
-    budget as it is then, with a note of what was decided. Raises UserError for a trace that is of
-    no use."""
+    """Sets the split that an engine starts with, where a trace or numbers say it, or a workload is
+    remembered; returns the budget as it is then, with a note of what was decided. Raises UserError
+    for a trace that is of no use; one that is only remembered is noted then."""
     arena = engine.scheduler.arena
-    if notes := _set_start(engine, options):
+    if notes := _set_start(engine, options) or _by_rule(engine, options, budget):
         budget = dataclasses.replace(
             budget,
             expert_slots=sum(cells_of(arena)),
@@ -154,26 +195,7 @@ def _set_start(engine: Engine, options: BudgetOptions) -> tuple[str, ...]:
         trace = _trace(options.budget_trace, engine)
         costs = costs_for(runner)
         runner.grant_cells(arena.cell_row)  # measuring leaves none
-        length = engine.scheduler.max_model_len
-        spec = spec_of_engine(runner, max_model_len=length, seed=engine.seed)
-        prices = miss_costs(costs, spec, options.kv_overflow)
-        if prices.expert_s <= 0:
-            raise UserError(
-                "the measured costs say that a missing expert costs nothing, so there is nothing "
-                "to weigh; leave out budget, or measure them again on a quiet machine: `moejax "
-                "calibrate MODEL --force`"
-            )
-        try:
-            found = configure(bursts_of(trace), division_of(spec), prices, allocation=options.cells)
-        except ValueError as error:
-            raise UserError(f"{options.budget_trace}: {error}") from error
-        _set(engine, found.cells.tolist(), found.kv_pages // arena.layout.pages_per_slot)
-        return (
-            f"budget mv_wsa: {found.cap} cells a layer ({_short(found.cells.tolist())}), "
-            f"{found.kv_pages} KV pages; predicted for the trace {found.expert_misses:.0f} expert "
-            f"and {found.kv_misses:.0f} KV misses, {found.seconds:.3g} s"
-            + ("" if found.settled else "; the rule did not come to rest"),
-        )
+        return ("budget mv_wsa: " + _configured(engine, options, trace, costs),)
     if options.cells_trace is not None:
         trace = _trace(options.cells_trace, engine)
         curves = trace_curves(trace, kind="decode")
@@ -184,6 +206,57 @@ def _set_start(engine: Engine, options: BudgetOptions) -> tuple[str, ...]:
             f"which would have missed {found.misses:.0f} of {int(curves.references.sum())}",
         )
     return ()
+
+
+def _by_rule(engine: Engine, options: BudgetOptions, budget: Budget) -> tuple[str, ...]:
+    """A note of who decides the split where not everything fits and nobody was asked: the
+    configurator, by the workload that is remembered for the model and by costs that were measured
+    before; without either, resolve_budget's rule."""
+    runner = engine.runner
+    asked = options.budget != "fixed" or options.cells != "uniform" or options.given_cells
+    if not budget.cut or asked or options.split_given or len(runner.layout.records) > 1:
+        return ()
+    from moejax.calibration import cost_file, identity, load_cost_model
+
+    rule = f"split: KV keeps at least 1/{KV_SHARE} or one sequence, experts the rest"
+    try:
+        directory = remembered(config_digest(runner.config))
+        if directory is None:
+            return (f"{rule}; no workload is remembered (moejax plan --trace T --remember)",)
+        trace, about = _trace(directory, engine), identity(runner)
+        if not (path := cost_file(about)).exists():
+            raise UserError("costs of this start were not measured: `moejax calibrate`")
+        costs = load_cost_model(path, about).costs()
+        how = _configured(engine, options, trace, costs)
+    except UserError as error:
+        log.warning("the workload that is remembered does not split the memory: %s", error)
+        return (f"{rule}; the workload that is remembered was of no use: {error}",)
+    return (f"split: by the remembered workload {directory}: {how}",)
+
+
+def _configured(engine: Engine, options: BudgetOptions, trace: Trace, costs: Costs) -> str:
+    """Sets the split that the configurator finds; says what it is. Raises UserError."""
+    length = engine.scheduler.max_model_len
+    spec = spec_of_engine(engine.runner, max_model_len=length, seed=engine.seed)
+    prices = miss_costs(costs, spec, options.kv_overflow)
+    if prices.expert_s <= 0:
+        raise UserError(
+            "the measured costs say that a missing expert costs nothing, so there is nothing "
+            "to weigh; leave out budget, or measure them again on a quiet machine: `moejax "
+            "calibrate MODEL --force`"
+        )
+    try:
+        found = configure(bursts_of(trace), division_of(spec), prices, allocation=options.cells)
+    except ValueError as error:
+        raise UserError(f"{trace.directory}: {error}") from error
+    pages_per_slot = engine.scheduler.arena.layout.pages_per_slot
+    _set(engine, found.cells.tolist(), found.kv_pages // pages_per_slot)
+    return (
+        f"{found.cap} cells a layer ({_short(found.cells.tolist())}), "
+        f"{found.kv_pages} KV pages; predicted for the trace {found.expert_misses:.0f} expert "
+        f"and {found.kv_misses:.0f} KV misses, {found.seconds:.3g} s"
+        + ("" if found.settled else "; the rule did not come to rest")
+    )
 
 
 def _set(engine: Engine, cells: Sequence[int], kv_slots: int) -> None:

@@ -104,6 +104,11 @@ def identity(runner: Runner) -> dict[str, Any]:
         "expert_bytes": [record.nbytes for record in runner.layout.records],
         "shapes": dataclasses.asdict(runner.shapes),
     }
+    if runner.formats is not None:
+        # Versions of equal bytes in cells may be others in the store (lossless12 in transit).
+        found["versions"] = [[v.cell.version, v.store.version] for v in runner.formats]
+    if runner.trace_arrays:  # other executables, which give out more
+        found["trace_arrays"] = sorted(runner.trace_arrays)
     return json.loads(json.dumps(found))
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
+
 from host_offload.arena import SlotClass
 from host_offload.budget import Budget, format_bytes
 from moejax.budgets import cells_of
@@ -65,14 +67,17 @@ def explain(engine: Engine, budget: Budget) -> Explanation:
             )
         )
     experts, kv = arena.count(SlotClass.EXPERT), arena.count(SlotClass.KV)
-    cells = cells_of(arena)
+    runner, cells = engine.runner, cells_of(arena)
     each = f"{min(cells)}" if min(cells) == max(cells) else f"{min(cells)} to {max(cells)}"
     shared = f"{each} of {arena.experts} in each of {len(cells)} layers"
+    if runner.placement is not None:  # layers have no cells of their own
+        names = " or ".join(r.version for r in layout.records)
+        shared = f"all {arena.experts * len(cells)} of {len(cells)} layers, each in {names}"
     blocks.append(
         (
             Line("experts", experts * size, f"{experts} slots: {shared}"),
             Line("KV", kv * size, f"{kv} slots"),
-            Line("free", (arena.slots - experts - kv) * size, "neither can use it"),
+            Line("free", (arena.slots - experts - kv) * size, "given to neither"),
             Line("arena", total),
         )
     )
@@ -100,4 +105,25 @@ def explain(engine: Engine, budget: Budget) -> Explanation:
                 Line("experts", experts * size),
             )
         )
+    else:
+        parts = [
+            Line(f"{version} cells", count * nbytes, f"{count} of {nbytes} bytes")
+            for version, (count, nbytes) in _cells_by_version(engine).items()
+        ]
+        rest = experts * size - sum(part.bytes for part in parts)
+        blocks.append((*parts, Line("spare cells, ends", rest), Line("experts", experts * size)))
     return Explanation(tuple(blocks), budget.notes)
+
+
+def _cells_by_version(engine: Engine) -> dict[str, tuple[int, int]]:
+    """Version → how many cells are cut for it and granted, and the bytes of one."""
+    tables, formats = engine.runner.tables, engine.runner.formats
+    assert formats is not None, "several versions lie in cells as their formats say"
+    granted = np.asarray(tables.cell_version)[np.asarray(tables.cell_row) >= 0]
+    found: dict[str, tuple[int, int]] = {}
+    # Two versions of the store may lie alike in cells: lossless12 that is decoded on the way.
+    for number, lies in enumerate(formats):
+        before, _ = found.get(lies.cell.version, (0, 0))
+        count = before + int(np.sum(granted == number))
+        found[lies.cell.version] = count, lies.cell.nbytes
+    return found

@@ -7,6 +7,7 @@ and the costs that `moejax calibrate` measured say it. docs/memory.md.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import platform
@@ -20,10 +21,10 @@ import numpy as np
 from host_offload.configurator import bursts_of, configure
 from host_offload.cost_model import CostModel
 from host_offload.joint import DecodeModel, decode_model, generated_sequences
-from host_offload.miss_curves import trace_curves
+from host_offload.miss_curves import MissCurves, missed_bytes, trace_curves
 from host_offload.policy import Spec
 from host_offload.prediction import predict
-from host_offload.right_size import memory_for, right_size, users_for
+from host_offload.right_size import WorkingSet, memory_for, users_for, working_sets
 from host_offload.simulator import spec_of
 from host_offload.split import Division, MissCosts, division_of, miss_costs
 from host_offload.traces import Trace, TraceError, read_trace
@@ -63,6 +64,8 @@ class Plan:
     """Experts that the trace's steps needed, over all steps and layers."""
     expert_misses: float
     """Predicted for the trace, first sights left out."""
+    link_bytes: int
+    """That experts cross the link with, predicted for the trace, first sights included."""
     kv_misses: float
     miss_s: float
     """What they cost."""
@@ -70,18 +73,19 @@ class Plan:
     """Predicted time of a decode step on the trace; None without such steps or costs."""
     tokens_per_s: float | None
     """Predicted, sweeps included; None without costs."""
-    working_set: tuple[int, ...]
-    """Cells of each layer beyond which fewer than 1% of the warm references miss."""
+    working_sets: tuple[WorkingSet, ...]
+    """Of everybody, then of each user: cells of each layer with which at most 1% of the warm
+    references miss."""
     settled: bool
     """The rule came to rest."""
 
     def options(self) -> dict[str, Any]:
-        """Arguments of LLM, and what `--config FILE` reads."""
-        return {
-            "expert_budget": self.expert_bytes,
-            "kv_budget": self.kv_bytes,
-            "cells": list(self.cells),
-        }
+        """Arguments of LLM, and what `--config FILE` reads. Cells in numbers only where layers have
+        different ones: with equal ones `resize` may go on from the plan."""
+        found: dict[str, Any] = {"expert_budget": self.expert_bytes, "kv_budget": self.kv_bytes}
+        if len(set(self.cells)) > 1:
+            found["cells"] = list(self.cells)
+        return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +109,7 @@ class Planner:
 
     model: measured costs; None: only what moves is priced, at link bytes per second, and nothing is
     said of steps' times. link: goes before the measured rate. Raises UserError for a trace that is
-    of no use.
+    of no use, and for costs of another model or dtype, or of experts of another size.
     """
 
     def __init__(self, trace: Trace, model: CostModel | None, link: float | None = None):
@@ -119,6 +123,14 @@ class Planner:
             raise UserError(
                 f"no request ends in the trace {trace.directory}, so it says nothing about KV"
             )
+        if len(self.spec.version_bytes) > 1:
+            raise UserError(
+                f"the trace {trace.directory} mixes {' and '.join(self.spec.version_bytes)}, whose "
+                "cells differ in size and whose misses in price; a plan is of one version: record "
+                "the workload with --precision of one, its routing is what counts"
+            )
+        if model is not None and (reason := _misfit(trace, self.spec, model)):
+            raise UserError(f"the costs do not fit the trace {trace.directory}: {reason}")
 
     def split(self, memory: int, *, cells: str = "uniform", kv_overflow: str = "swap") -> Plan:
         """The split of so many bytes by WiSP's configurator, and what the trace's steps take then.
@@ -131,7 +143,9 @@ class Planner:
             found = configure(bursts_of(self.trace), division, costs, allocation=cells)
             if self.model is not None:
                 prediction = predict(self.trace, self.model, cells=found.cells, driver="device")
-            curves = trace_curves(self.trace)
+            sets = self._working_sets
+        curves, layer = self._curves, np.arange(self.spec.layers)
+        moved = missed_bytes(curves, self._link_bytes[None])[layer, found.cells]
         slot = division.unit
         step_s = np.nan if prediction is None else prediction.mean_s("decode")
         return Plan(
@@ -145,11 +159,12 @@ class Planner:
             kv_bytes=found.kv_pages // division.unit_pages * slot,
             references=int(curves.references.sum()),
             expert_misses=found.expert_misses,
+            link_bytes=int(moved.sum()),
             kv_misses=found.kv_misses,
             miss_s=found.seconds,
             step_s=None if np.isnan(step_s) else step_s,
             tokens_per_s=None if prediction is None else prediction.tokens_per_s,
-            working_set=tuple(right_size(curves).tolist()),
+            working_sets=sets,
             settled=found.settled,
         )
 
@@ -180,12 +195,26 @@ class Planner:
 
     # ---- pieces
 
+    @functools.cached_property
+    def _curves(self) -> MissCurves:
+        return trace_curves(self.trace)
+
+    @functools.cached_property
+    def _working_sets(self) -> tuple[WorkingSet, ...]:
+        return tuple(working_sets(self.trace))
+
+    @property
+    def _link_bytes(self) -> np.ndarray:
+        """int64[L]: of an expert over the link; there is one version."""
+        return next(iter(self.spec.link_bytes.values()))
+
     def _miss_costs(self, kv_overflow: str) -> MissCosts:
         if self.link is not None:
             if kv_overflow != "swap":
                 raise UserError("a link's rate does not say what computing KV again costs; --costs")
-            (size,) = {int(n) for sizes in self.spec.version_bytes.values() for n in sizes}
-            return MissCosts(size / self.link, self.spec.page_bytes / self.link)
+            # A page that has no room goes out and comes back.
+            page_s = 2 * self.spec.page_bytes / self.link
+            return MissCosts(float(self._link_bytes.mean()) / self.link, page_s)
         costs = miss_costs(self._measured().costs(), self.spec, kv_overflow)
         if costs.expert_s <= 0:
             raise UserError(NO_COST)
@@ -207,6 +236,9 @@ class Planner:
         )
 
     def _division(self, memory: int) -> Division:
+        slot = self.spec.slot_bytes or 1
+        if memory < slot:
+            raise UserError(f"{memory} bytes are less than one slot, which has {slot}")
         with _refusals():
             return division_of(dataclasses.replace(self.spec, budget_bytes=memory))
 
@@ -250,22 +282,60 @@ def open_trace(directory: str | os.PathLike[str]) -> Trace:
 
 
 def costs_of_trace(trace: Trace, path: str | os.PathLike[str] | None = None) -> CostModel:
-    """The costs in a file; None: the newest that were measured on this machine for the trace's
-    model. Raises UserError where there are none, and as load_cost_model."""
+    """The costs in a file; None: those that were measured on this machine for the trace's model,
+    device, dtype, driver and version, with its start-up shapes before others, the newest of them.
+
+    Raises UserError where there are none, and as load_cost_model. Costs in a file that is named may
+    be of another device than the trace's: what a trace says holds for any.
+    """
     if path is not None:
         return load_cost_model(path)
-    wanted = {"model": trace.header.config_digest, "machine": platform.node()}
-    found = {}
+    header = trace.header
+    wanted = {"model": header.config_digest, "machine": platform.node()}
+    others = {
+        "device": header.machine.get("device"),
+        "dtype": header.spec.get("dtype"),
+        "driver": header.spec.get("driver"),
+    }
+    wanted |= {name: value for name, value in others.items() if value is not None}
+    found = []
     for file in sorted((cache_root() / "costs").glob("*.json")):
         about = _about(file)
         if all(about.get(name) == value for name, value in wanted.items()):
-            found[str(about.get("created", ""))] = file
-    if not found:
-        raise UserError(
-            "no costs of the trace's model were measured on this machine: run `moejax calibrate "
-            "MODEL` with the options of the run, or name a file with --costs"
-        )
-    return load_cost_model(found[max(found)])
+            same = about.get("shapes") == header.spec.get("shapes")
+            found.append((same, str(about.get("created", "")), file))
+    reasons: list[str] = []
+    for _, _, file in sorted(found, reverse=True):
+        model = load_cost_model(file)
+        if not (reason := _misfit(trace, spec_of(header), model)):
+            return model
+        reasons.append(f"; {file} does not fit: {reason}")
+    said = ", ".join(f"{name} {value}" for name, value in others.items() if value is not None)
+    raise UserError(
+        f"no costs of the trace's model ({said}) were measured on this machine: run `moejax "
+        "calibrate MODEL` with the options of the run, or name a file with --costs"
+        + "".join(reasons)
+    )
+
+
+def _misfit(trace: Trace, spec: Spec, model: CostModel) -> str:
+    """Why costs are not those of a trace's steps, empty where they may be. Costs that do not say
+    what they are of (`about`) are taken at their figures."""
+    header, about = trace.header, model.about
+    sizes = next(iter(spec.link_bytes.values()))
+    for what, of_trace, of_costs in (
+        ("model", header.config_digest, about.get("model", header.config_digest)),
+        ("dtype", header.spec.get("dtype"), about.get("dtype", header.spec.get("dtype"))),
+        ("MoE layers", spec.layers, model.layers),
+        ("experts", spec.experts, model.experts),
+        ("top-k", spec.top_k, model.top_k),
+    ):
+        if of_trace != of_costs:
+            return f"they are of {what} {of_costs}, the trace is of {of_trace}"
+    if model.expert_bytes not in sizes:
+        said = ", ".join(map(str, np.unique(sizes)))
+        return f"their experts have {model.expert_bytes} bytes over the link, the trace's {said}"
+    return ""
 
 
 def _about(file: Path) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from host_offload.precision.transitions import check_resident
 from host_offload.precision_names import Precision
 from host_offload.tables import with_contents
 from moejax.activations import divided
+from moejax.budgets import ResidentResizer
 from moejax.checkpoint import LoadedModel
 from moejax.checkpoints.tensors import layer_params
 from moejax.control import start_control
@@ -37,10 +38,10 @@ from moejax.precision import (
     formats_of,
     note,
     paged_of,
+    place_experts,
     resident_of,
     resident_versions,
     spare_slots,
-    store_record_bytes,
     with_hi_share,
 )
 from moejax.runner import Runner
@@ -48,6 +49,7 @@ from moejax.scheduler import Scheduler
 from moejax.statistics import Statistics
 from moejax.step import DECODE_TILE, StepShapes
 from moejax.trace_arrays import TRACE_ARRAYS
+from moejax.transition_bound import bounded
 from pallas_kernels import Ops, resolve_ops
 from pallas_kernels.kv_write import KVPage
 from pallas_kernels.paged_attention import SPAN
@@ -207,6 +209,13 @@ def start_engine(
             formats=formats,
         )
 
+    def make_measured() -> Runner:
+        """The smallest, with the programs that the policies will ask for."""
+        smallest = make_runner(1, experts)
+        if any({"stages", "transitions"} & policy.writes for policy in policies):
+            smallest.prepare_stages()
+        return smallest
+
     def divide(memory: FreeMemory | None) -> Budget:
         budget = resolve_budget(
             layout,
@@ -225,7 +234,7 @@ def start_engine(
     budget = divided(
         divide,
         _free_memory(device, limits),
-        lambda: make_runner(1, experts),
+        make_measured,
         automatic=limits.automatic,
     )
     try:
@@ -237,18 +246,21 @@ def start_engine(
             check_paged(policies)
     except ValueError as error:
         raise UserError(f"precision {precision.name}: {error}") from error
-    if text := note(precision, resident, layout, paged, dense_layers(loaded.store)):
-        budget = dataclasses.replace(budget, notes=(*budget.notes, text))
     mixed = resident or paged
     columns = experts if mixed is None else mixed.cell_bound
     arena = SlotArena(layout, budget.slots, moe_layers, experts, cells=columns)
     arena.grant_kv_slots(budget.kv_slots)
     runner = make_runner(budget.slots, columns)
+    if resident is not None:
+        resident = bounded(resident, precision, runner, loaded.params)
+    if text := note(precision, resident, layout, paged, dense_layers(loaded.store)):
+        budget = dataclasses.replace(budget, notes=(*budget.notes, text))
     try:
         control = start_control(
             runner,
             policies,
             max_model_len=length,
+            max_num_seqs=seqs,
             seed=seed,
             resident=resident,
             paged=paged,
@@ -278,23 +290,27 @@ def start_engine(
             # A sweep with experts to move costs almost the same for one prompt as for many.
             admission=1 if min(cells, default=experts) == experts else -(-seqs // 4),
         ),
-        Statistics(store_record_bytes(runner)),
+        Statistics(runner.link_bytes),
         eos_token_ids=config.eos_token_ids,
         seed=seed,
         listener=listener,
         control=control,
     )
+    if control is not None and (transitions := control.controller.transitions) is not None:
+        engine.resizer = ResidentResizer(runner, engine.scheduler, transitions=transitions)
     try:
         if paged is not None:
             cell_row, cell_version = arena.grant_versions(paged.cells.tolist())
             contents = {"cell_row": cell_row, "cell_version": cell_version}
             contents |= {"fill_version": paged.fill_version}
+            if runner.layer_versions is not None:
+                contents = runner.layer_versions.contents(contents)
             runner.tables = with_contents(runner.tables, contents)
         elif resident is None:
             runner.grant_cells(arena.grant_cells(cells))
         else:
             arena.grant_expert_slots(resident.slots)
-            runner.place(place(resident))
+            engine.statistics.copy_s_per_byte = place_experts(runner, place(resident))
         runner.wait_compiled()
     except BaseException:
         runner.delete()

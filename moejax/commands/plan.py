@@ -20,12 +20,15 @@ examples:
   moejax generate demo --file prompts.jsonl --trace t; moejax calibrate demo
       what a plan is made from: the workload's trace and this machine's costs
   moejax plan --trace t --memory 4MiB --output plan.json
-      the split of 4 MiB between experts and KV, cells of each layer, and what is predicted;
+      the split of 4 MiB between experts and KV, cells of each layer, and what is predicted; the
+      cells that each user of the trace needs, and all together;
       moejax generate demo --config plan.json runs with it
   moejax plan --trace t --users 4 --tpot 50ms
       the least memory with which 4 users at once get a token every 50 ms
   moejax plan --trace t --memory 4MiB --tpot 50ms
       how many users 4 MiB serve like that
+  moejax plan --trace t --remember
+      from now on runs of the trace's model without numbers are split by it
 
 Figures are predictions from miss curves and measured costs; docs/memory.md says how good they are.
 """
@@ -51,16 +54,14 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     )
     plan.add_argument(
         "--cells",
-        default="uniform",
         choices=("uniform", "marginal", "optimal"),
-        help="what each layer gets of the experts' share (default: uniform)",
+        help="what each layer gets of the experts' share, in a split (default: uniform)",
     )
     plan.add_argument(
         "--kv-overflow",
-        default="swap",
         choices=("swap", "recompute"),
-        help="what a KV page that has no room costs: its way to the host and back, or computing it "
-        "again (default: swap)",
+        help="what a KV page that has no room costs in a split: its way to the host and back, or "
+        "computing it again (default: swap)",
     )
     plan.add_argument(
         "--costs",
@@ -76,19 +77,33 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     plan.add_argument(
         "--output", metavar="FILE", help="write the split as options for --config FILE"
     )
+    plan.add_argument(
+        "--remember",
+        action="store_true",
+        help="runs of the trace's model that name no split, and for which costs were measured, are "
+        "split by this trace where not everything fits",
+    )
     plan.add_argument("--json", action="store_true", help="one JSON object, sizes in bytes")
 
 
 def _run(args: argparse.Namespace) -> int:
     memory = None if args.memory is None else parse_size(args.memory)
     asked = tuple(name for name in ("memory", "users", "tpot") if getattr(args, name) is not None)
-    if asked not in (("memory",), ("users", "tpot"), ("memory", "tpot")):
+    if args.remember and not asked:
+        return _remember(args)
+    if args.remember or asked not in (("memory",), ("users", "tpot"), ("memory", "tpot")):
         raise UserError(
             "give --memory for a split, --users and --tpot for the memory they need, or --memory "
-            "and --tpot for the users it serves"
+            "and --tpot for the users it serves; --remember alone"
         )
-    if args.output and asked != ("memory",):
-        raise UserError("--output writes a split; give --memory alone")
+    if asked != ("memory",):
+        if args.output:
+            raise UserError("--output writes a split; give --memory alone")
+        if args.cells or args.kv_overflow:
+            raise UserError(
+                "--cells and --kv-overflow are of a split; with --tpot every layer has as many "
+                "cells and all KV of the users fits"
+            )
 
     from moejax.plan import Planner, costs_of_trace, open_trace, parse_time, write_options
 
@@ -99,7 +114,8 @@ def _run(args: argparse.Namespace) -> int:
     planner = Planner(trace, costs_of_trace(trace, args.costs) if needed else None, link)
     if tpot_s is None:
         assert memory is not None
-        plan = planner.split(memory, cells=args.cells, kv_overflow=args.kv_overflow)
+        cells, overflow = args.cells or "uniform", args.kv_overflow or "swap"
+        plan = planner.split(memory, cells=cells, kv_overflow=overflow)
         if args.output:
             write_options(args.output, plan.options())
         if args.json:
@@ -119,6 +135,21 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _remember(args: argparse.Namespace) -> int:
+    from moejax.plan import Planner, open_trace
+    from moejax.remembered import remember
+
+    trace = open_trace(args.trace)
+    Planner(trace, None, link=1.0)  # which refuses a trace that is of no use
+    file = remember(trace)
+    if args.json:
+        print(json.dumps({"file": str(file)}))
+    else:
+        print(f"runs of this model without numbers are split by {trace.directory}")
+        print(f"as {file} says; delete that to forget it")
+    return 0
+
+
 def _print_plan(plan: Plan, output: str | None) -> None:
     table = new_table("split", "bytes", "slots", "")
     slots = plan.memory // plan.slot_bytes
@@ -132,11 +163,12 @@ def _print_plan(plan: Plan, output: str | None) -> None:
     table.add_row("memory", format_bytes(plan.memory), str(slots), "")
     print_table(table)
     print("cells of each layer:", " ".join(map(str, plan.cells)))
-    print("working set (under 1% of warm references miss):", " ".join(map(str, plan.working_set)))
+    _print_working_sets(plan)
     table = new_table("predicted for the trace", "")
     share = plan.expert_misses / max(plan.references, 1)
     table.add_row("expert misses, first sights left out", f"{plan.expert_misses:,.0f}")
     table.add_row("share of references", f"{share:.1%}")
+    table.add_row("experts over the link, first sights too", format_bytes(plan.link_bytes))
     table.add_row("KV pages that come back", f"{plan.kv_misses:,.0f}")
     table.add_row("time of both", f"{plan.miss_s * 1e3:,.1f} ms")
     if plan.step_s is not None:
@@ -148,9 +180,28 @@ def _print_plan(plan: Plan, output: str | None) -> None:
         print("the rule did not come to rest: the trace may be too short")
     if output:
         print(f"written to {output}; run with --config {output}")
-    else:
-        cells = ",".join(map(str, plan.cells))
-        print(f"--expert-budget {plan.expert_bytes} --kv-budget {plan.kv_bytes} --cells {cells}")
+        return
+    options = f"--expert-budget {plan.expert_bytes} --kv-budget {plan.kv_bytes}"
+    if "cells" in plan.options():
+        options += f" --cells {','.join(map(str, plan.cells))}"
+    print(options)
+
+
+def _print_working_sets(plan: Plan) -> None:
+    print("cells a layer with which under 1% of warm references miss: for LRU, by reuse distances,")
+    print("and as co-activation predicts")
+    table = new_table("who", "tokens", "LRU", "bytes", "predicted", "bytes")
+    for one in plan.working_sets:
+        who = "everybody" if one.user is None else f"user {one.user}"
+        row = [who, f"{one.tokens:,}"]
+        for cells in (one.by_reuse, one.by_coactivation):
+            if cells is None:
+                row += ["–", "–"]
+            else:
+                size = format_bytes(sum(cells) * plan.slot_bytes)
+                row += [f"{min(cells)} to {max(cells)}", size]
+        table.add_row(*row)
+    print_table(table)
 
 
 def _print_capacity(capacity: Capacity, planner: Planner) -> None:

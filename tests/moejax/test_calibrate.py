@@ -3,7 +3,9 @@
 import dataclasses
 import json
 import logging
+import types
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,6 +25,8 @@ from moejax.calibration import (
 )
 from moejax.errors import UserError
 from moejax.forced_steps import Case, ForcedSteps
+from pallas_kernels.records import RecordFormat
+from pallas_kernels.records.versions import VersionFormats
 from tests.host_offload.cost_models import MODEL
 
 SMALL = dict(max_num_seqs=2, max_model_len=64, max_num_batched_tokens=128, progress=False)
@@ -92,6 +96,35 @@ def test_a_place_that_cannot_be_written_is_said(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="costs cannot be written to"):
         write_cost_model(tmp_path / "file" / "costs.json", MODEL)
+
+
+def test_figures_of_other_executables_are_others():
+    """An encoded expert that is decoded in transit has a dense cell and dense bytes, and steps that
+    give out more are other programs; the default's identity has neither."""
+    device = types.SimpleNamespace(
+        device_kind="Some GPU", client=types.SimpleNamespace(platform_version="1")
+    )
+    runner: Any = types.SimpleNamespace(
+        device=device,
+        driver="device",
+        ops=StepCost(1, 1, 1, 1, 1),
+        config=StepCost(2, 2, 2, 2, 2),
+        state={"embedding": np.zeros(1, np.float32)},
+        layout=types.SimpleNamespace(records=[types.SimpleNamespace(nbytes=96)]),
+        shapes=StepCost(3, 3, 3, 3, 3),
+        formats=None,
+        trace_arrays=frozenset(),
+    )
+    plain = identity(runner)
+    dense = RecordFormat("dense", 128, 128, "bfloat16")
+    packed = dataclasses.replace(dense, version="lossless12")
+    for change in (
+        {"formats": (VersionFormats(dense, packed),)},
+        {"trace_arrays": frozenset({"probs"})},
+    ):
+        other = identity(types.SimpleNamespace(**{**vars(runner), **change}))  # type: ignore
+        assert cost_file(other) != cost_file(plain)
+        assert plain.items() <= other.items() and len(other) == len(plain) + 1
 
 
 # ---- measuring
