@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from host_offload.quantizers import ScaleRule, mse, nearest_codes
+from host_offload.quantizers import ScaleRule, finite_scales, mse, nearest_codes
 from pallas_kernels.records.format import ZEROS, RecordFormat
 
 _BLOCK = 128
@@ -74,10 +74,14 @@ def gptq_expert(
     matrices: float32[3, I, D], gate, up, down^T. inputs: float32[n, D], what gate and up see of the
     calibration text. hidden: float32[n, I], what down sees.
     """
+
+    def rule(weights: np.ndarray, axis: int, bits: int) -> np.ndarray:
+        return finite_scales(mse(weights, axis, bits), bits, fmt.dtype)
+
     both = matrices[:2].reshape(-1, fmt.hidden)
-    codes, scales = gptq(both, inputs.T @ inputs, fmt.group_in, fmt.bits)
+    codes, scales = gptq(both, inputs.T @ inputs, fmt.group_in, fmt.bits, rule)
     gate, up = slice(0, fmt.width), slice(fmt.width, None)
-    down_codes, down_scales = gptq(matrices[2].T, hidden.T @ hidden, fmt.group_out, fmt.bits)
+    down_codes, down_scales = gptq(matrices[2].T, hidden.T @ hidden, fmt.group_out, fmt.bits, rule)
     return {
         "gate": (codes[gate], scales[gate]),
         "up": (codes[up], scales[up]),

@@ -31,6 +31,13 @@ _CLIPS = {8: (0.8, 1.0), 4: (0.5, 1.0), 2: (0.6, 1.8)}
 
 _CANDIDATES = 16
 
+_LARGEST = np.float16(65504)
+"""The largest finite float16."""
+
+_LARGEST_SCALE = {8: np.float16(515.5), 4: np.float16(9352), 2: np.float16(43648)}
+"""Bits → the largest scale of which the outermost code is finite in float16: times 127, 7 or 1.5 it
+is below 65520, where float16 rounds to infinity."""
+
 
 class UnquantizableError(ValueError):
     """Weights that no scale can hold: NaN, infinite, or too large for float16 scales."""
@@ -59,7 +66,8 @@ def mse(weights: np.ndarray, axis: int, bits: int) -> np.ndarray:
     least = _squared_error(weights, best, axis, bits)
     base = best.astype(np.float32)
     for factor in np.linspace(*_CLIPS[bits], _CANDIDATES, dtype=np.float32):
-        scale = _half(base * factor)
+        # A step beyond float16's largest is no candidate; that one is.
+        scale = _half(np.minimum(base * factor, np.float32(_LARGEST)))
         error = _squared_error(weights, scale, axis, bits)
         better = error < least
         best, least = np.where(better, scale, best), np.where(better, error, least)
@@ -76,7 +84,8 @@ def quantize(
     """(codes uint8 of the weights' shape, scales float16) of a matrix.
 
     weights: [rows, columns], bfloat16, float16 or float32. axis: the reduced one, which scales have
-    in groups of `group`, the last one maybe shorter. Raises UnquantizableError.
+    in groups of `group`, the last one maybe shorter. What the codes mean is finite in the weights'
+    dtype. Raises UnquantizableError.
     """
     codes = np.empty(weights.shape, np.uint8)
     shape = list(weights.shape)
@@ -91,10 +100,17 @@ def quantize(
             groups = tile.reshape(-1, length, tile.shape[1])
         if not np.isfinite(_absmax(groups, axis + 1)).all():
             raise UnquantizableError("weights are NaN or infinite")
-        scale = rule(groups, axis + 1, bits)
+        scale = finite_scales(rule(groups, axis + 1, bits), bits, weights.dtype.name)
         scales[at] = scale.reshape(scales[at].shape)
         codes[place] = nearest_codes(groups, scale, bits).reshape(tile.shape)
     return codes, scales
+
+
+def finite_scales(scales: np.ndarray, bits: int, dtype: str) -> np.ndarray:
+    """The scales, none so large that its outermost code is infinite in a run of this dtype, as it
+    can be in float16. Every finite float16 weight keeps a code within half a step, but for those
+    beyond int2's outer levels."""
+    return np.minimum(scales, _LARGEST_SCALE[bits]) if dtype == "float16" else scales
 
 
 def nearest_codes(weights: np.ndarray, scales: np.ndarray, bits: int) -> np.ndarray:

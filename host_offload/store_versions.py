@@ -50,8 +50,9 @@ def add_version(
 def lossless_where_it_fits(
     store: ExpertStore, dtype: str, progress: Callable[[int, int], None] | None = None
 ) -> tuple[ExpertStore, dict[int, str]]:
-    """The store in lossless12 alone, but for the layers that have an expert whose escapes overflow:
-    these are dense, each layer in one of the two arrays. Also why, by such layer.
+    """The store in lossless12 instead of dense, but for the layers that have an expert whose
+    escapes overflow: these are dense, each layer in one of the two arrays, which come first. Also
+    why, by such layer. Other versions stay as they are.
 
     The dense array of `store` is freed. Host memory grows by the new arrays until then. Where a
     layer overflows, the others are encoded twice, since arrays cannot shrink. dtype, progress: as
@@ -85,8 +86,14 @@ def lossless_where_it_fits(
 
 
 def _replaced(store: ExpertStore, made: ExpertStore) -> ExpertStore:
+    """What was made, and the other versions of the store than dense, which is freed."""
     store.arrays["dense"].delete()
-    return made
+    rest = [version for version in store.arrays if version != "dense"]
+    return ExpertStore(
+        made.layouts | {version: store.layouts[version] for version in rest},
+        made.arrays | {version: store.arrays[version] for version in rest},
+        made.layers,
+    )
 
 
 def _require_dense(store: ExpertStore, version: str) -> None:

@@ -29,6 +29,7 @@ from moejax.errors import UserError
 from moejax.expert_inputs import ExpertInputs, expert_inputs, gptq_records
 from moejax.models.config import load_config
 from pallas_kernels.records import RecordFormat
+from pallas_kernels.records.format import MATRICES
 
 log = logging.getLogger("moejax")
 
@@ -45,12 +46,15 @@ LOSSLESS = "lossless"
 @dataclasses.dataclass(frozen=True)
 class WrittenVersion:
     """quantizer: how it was made. record_bytes: of an expert. errors: by MoE layer, ‖W − Ŵ‖/‖W‖
-    of each expert. dense_layers: MoE layers that it cannot hold without loss, which it lacks."""
+    of each expert. dense_layers: MoE layers that it cannot hold without loss, which it lacks.
+    matrix_s: seconds in which a matrix was made, on average, with host_offload.encoders.WORKERS
+    threads at work; None where all of them were there from before an interruption."""
 
     quantizer: str
     record_bytes: int
     errors: dict[int, tuple[float, ...]]
     dense_layers: tuple[int, ...] = ()
+    matrix_s: float | None = None
 
     @property
     def layer_errors(self) -> list[float]:
@@ -102,8 +106,8 @@ def with_versions(
 
     wanted: of pallas_kernels.records.VERSIONS, each once. Those that the checkpoint has are taken;
     the others are encoded from the dense version, which is freed afterwards if it is not wanted.
-    Of lossless12 alone, layers with an expert that it cannot hold stay dense, each in one of the
-    two arrays (ExpertStore.layers), and the log says which and why.
+    Of lossless12, unless dense is wanted too, layers with an expert that it cannot hold stay dense,
+    each in one of the two arrays (ExpertStore.layers), and the log says which and why.
     quantizer: how int versions are made. progress: called with (version, done, total bytes).
 
     Raises UserError for unknown names, where the dense version is needed and not there, for what
@@ -112,8 +116,9 @@ def with_versions(
     check_quantizer(quantizer)
     check_versions(loaded.layout, loaded.dtype, wanted)
     store, began, quantizers = loaded.store, time.perf_counter(), dict(loaded.quantizers)
-    kept = tuple(wanted)
-    for version in wanted:
+    # Last what takes the place of dense, which the others are made from.
+    replacing = {"lossless12"} if "dense" not in wanted else set()
+    for version in sorted(wanted, key=replacing.__contains__):
         if version in store.layouts:
             continue
         layout = dataclasses.replace(loaded.layout, version=version, dtype=loaded.dtype)
@@ -126,7 +131,7 @@ def with_versions(
                 progress(version, done, total)
 
         try:
-            if kept == ("lossless12",):
+            if version in replacing:
                 store, dense = lossless_where_it_fits(store, loaded.dtype, report)
                 for layer, reason in dense.items():
                     log.warning("lossless12: MoE layer %d stays dense: %s", layer, reason)
@@ -138,8 +143,9 @@ def with_versions(
             raise UserError(str(error)) from error
         if version != "dense":
             quantizers[version] = quantizer if layout.format.lossy else LOSSLESS
-    if store.layers and kept == ("lossless12",):
-        kept = ("lossless12", "dense")
+    kept = list(wanted)
+    if store.layers:
+        kept.insert(kept.index("lossless12") + 1, "dense")
     seconds = loaded.seconds | {"versions": time.perf_counter() - began}
     return dataclasses.replace(
         loaded,
@@ -192,7 +198,8 @@ def quantize(
             dst.parent.mkdir(parents=True, exist_ok=True)
             files = [pathlib.Path(file) for file in data]
             inputs = stack.enter_context(expert_inputs(src, files, tokens, dst.parent))
-        encodings = {version: _encoding(opened, version, quantizer, inputs) for version in versions}
+        spent: dict[str, list[float]] = {version: [] for version in versions}
+        encodings = {v: _encoding(opened, v, quantizer, inputs, spent[v]) for v in versions}
         conversion = write_checkpoint(opened, dst, encodings, progress=progress)
     manifest = read_manifest(conversion.directory / MANIFEST)
     written = {
@@ -201,6 +208,7 @@ def quantize(
             encoding.layout.nbytes,
             manifest.errors[version],
             manifest.dense_layers.get(version, ()),
+            float(np.mean(spent[version])) if spent[version] else None,
         )
         for version, encoding in encodings.items()
     }
@@ -220,8 +228,13 @@ def _open_source(directory: pathlib.Path) -> Source:
 
 
 def _encoding(
-    source: Source, version: str, quantizer: str, inputs: ExpertInputs | None
+    source: Source,
+    version: str,
+    quantizer: str,
+    inputs: ExpertInputs | None,
+    spent: list[float],
 ) -> Encoding:
+    """spent: gets the seconds of a matrix, of each layer that is made."""
     layout = dataclasses.replace(source.layout, version=version, dtype=source.dtype)
     fmt, named = layout.format, quantizer
     if not fmt.lossy:
@@ -230,6 +243,12 @@ def _encoding(
         named = f"{GPTQ}, {inputs.tokens} tokens {inputs.digest}"
 
     def encoded(layer: int, weights: np.ndarray) -> np.ndarray:
+        began = time.perf_counter()
+        records = made(layer, weights)
+        spent.append((time.perf_counter() - began) / (len(MATRICES) * len(weights)))
+        return records
+
+    def made(layer: int, weights: np.ndarray) -> np.ndarray:
         try:
             if inputs is not None and fmt.lossy:
                 return gptq_records(weights, fmt, inputs, layer)

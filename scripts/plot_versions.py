@@ -2,9 +2,9 @@
 
 python scripts/plot_versions.py TRACE DIR
 
-TRACE is of a run that changes versions (--precision dynaexq --trace TRACE). Writes
-DIR/versions.png, how many experts are high and low, what was moved and what waited, and
-DIR/heat.png, layer × expert over time.
+TRACE is of a run that changes versions (--precision dynaexq --trace TRACE), also with paged=true.
+Writes DIR/versions.png, how many experts are high, low and absent, what was moved and what waited,
+and DIR/heat.png, layer × expert over time.
 """
 
 from __future__ import annotations
@@ -81,8 +81,10 @@ def draw_heat(plt: Any, history: VersionHistory, names: Sequence[str], path: Pat
     steps = len(history.step)
     shots = np.unique(np.linspace(0, steps - 1, _HEAT_SHOTS).round().astype(int))
     tokens = np.cumsum(history.tokens)
-    images = [(f"after {tokens[s]} tokens", history.version[s] == 0) for s in shots]
-    images.append(("share of all steps", np.mean(history.version == 0, axis=0)))
+    shares = np.where(history.version < 0, np.nan, history.version == 0)
+    images = [(f"after {tokens[s]} tokens", shares[s]) for s in shots]
+    images.append(("high, share of all steps", np.mean(history.version == 0, axis=0)))
+    colours = plt.get_cmap("viridis").with_extremes(bad="lightgrey")
     rows = -(-len(images) // 2)
     layers = history.version.shape[1]
     figure, panels = plt.subplots(
@@ -90,7 +92,7 @@ def draw_heat(plt: Any, history: VersionHistory, names: Sequence[str], path: Pat
     )
     for panel, (title, image) in zip(panels.flat, images, strict=False):
         shown = panel.imshow(
-            image, vmin=0, vmax=1, aspect="auto", interpolation="nearest", cmap="viridis"
+            image, vmin=0, vmax=1, aspect="auto", interpolation="nearest", cmap=colours
         )
         panel.set_title(title, fontsize=9)
         panel.set_xlabel("expert", fontsize=8)
@@ -100,7 +102,8 @@ def draw_heat(plt: Any, history: VersionHistory, names: Sequence[str], path: Pat
         panel.axis("off")
     figure.tight_layout(rect=(0, 0, 0.93, 1))
     bar = figure.colorbar(shown, cax=figure.add_axes((0.945, 0.1, 0.015, 0.8)))
-    bar.set_label(f"1: {names[0]}, 0: {names[-1]}")
+    absent = ", grey: absent" if np.isnan(shares).any() else ""
+    bar.set_label(f"1: {names[0]}, 0: {names[-1]}{absent}")
     figure.savefig(path, dpi=110)
     plt.close(figure)
 

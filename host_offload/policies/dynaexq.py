@@ -60,7 +60,8 @@ class DynaExq:
     and outsiders take only places that became free."""
     scope: str = "per-layer"
     """`per-layer`: as many in each layer (one more in the first ones, if need be); `global`: one
-    set over all layers; `error-weighted`: global by S·weights."""
+    set over all layers; `error-weighted`: global by S·weights. Where experts are paged layers have
+    cells of their own, so error-weighted is per layer then, and global is refused."""
     weights: np.ndarray | None = dataclasses.field(default=None, repr=False, compare=False)
     """float[L, E], of `error-weighted`: how much more error the low version has than the high
     one."""
@@ -68,10 +69,10 @@ class DynaExq:
     """float[L, E]: S of an earlier run, a warm start; None: S = 0 and all low."""
     paged: bool = False
     """There are misses, which fill the version that is wanted."""
+    resized: bool = False
+    """The capacity changes while it runs: n follows it at once, by the scores of the last
+    interval."""
     interval: str = "4096 tokens"
-
-    moments: frozenset[Moment] = frozenset({Moment.INTERVAL})
-    needs: frozenset[str] = frozenset({"counts", "version", "state"})
 
     def __post_init__(self):
         if not 0 <= self.alpha < 1:
@@ -82,8 +83,21 @@ class DynaExq:
             raise ValueError(f"slack must be at least 0, not {self.slack}")
         if self.scope not in SCOPES:
             raise ValueError(f"unknown scope {self.scope!r}; known: {', '.join(SCOPES)}")
+        if self.paged and self.scope == "global":
+            raise ValueError(
+                "scope=global means nothing where experts are paged: each layer has high cells of "
+                "its own, and as many high experts; leave scope or paged out"
+            )
         if (self.weights is not None) != (self.scope == "error-weighted"):
             raise ValueError("scope=error-weighted and weights go together; give both or neither")
+
+    @property
+    def moments(self) -> frozenset[Moment]:
+        return frozenset({Moment.INTERVAL, *([Moment.STEP_END] if self.resized else [])})
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset({"counts", "version", "state", *(["capacity"] if self.resized else [])})
 
     @property
     def writes(self) -> frozenset[str]:
@@ -104,13 +118,19 @@ class DynaExq:
         """The map int8[L, E] to begin with; see precision_maps."""
         if self.scores is None:
             return uniform_map(layers, experts, LO)
-        return top_map(self._values(self.scores), capacity, per_layer=self.scope == "per-layer")
+        return top_map(self._values(self.scores), capacity, per_layer=self._per_layer)
 
     def decide(self, state: Hotness, observation: Observation) -> tuple[Hotness, Decision]:
         seen: Any = observation
-        score = self.alpha * state.score + (1 - self.alpha) * seen.counts
+        score = state.score
+        if seen.moment == Moment.INTERVAL:
+            score = self.alpha * score + (1 - self.alpha) * seen.counts
+        elif seen.capacity == state.capacity:
+            return state, Decision()
+        if self.resized:
+            state = state._replace(capacity=seen.capacity)
         values = self._values(score)
-        if self.scope == "per-layer":
+        if self._per_layer:
             rows, wanted = values, quotas(state.capacity, len(values)).tolist()
         else:
             rows, wanted = values.reshape(1, -1), [state.capacity]
@@ -124,12 +144,21 @@ class DynaExq:
             decision = dataclasses.replace(decision, fill_version=fill_version)
         return Hotness(score, high, state.capacity), decision
 
+    @property
+    def _per_layer(self) -> bool:
+        """Whether each layer has a number of its own; where experts are paged it is that of its
+        cells, host_offload.budget.cells_per_layer, which are the quotas."""
+        return self.paged or self.scope == "per-layer"
+
     def _values(self, score: np.ndarray) -> np.ndarray:
         return score if self.weights is None else score * self.weights
 
     def _select(self, value: np.ndarray, high: np.ndarray, capacity: int) -> np.ndarray:
         """The next high set bool[E] of one layer."""
         expert, high = np.arange(len(value)), high.copy()
+        if (surplus := int(high.sum()) - capacity) > 0:
+            inside = np.lexsort((-expert, value))
+            high[inside[high[inside]][:surplus]] = False
         if self.slack is not None:
             # Insiders come first among equals.
             rank = np.argsort(np.lexsort((expert, ~high, -value)))

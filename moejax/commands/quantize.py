@@ -94,7 +94,8 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def as_json(done: Quantization) -> dict[str, Any]:
-    """Sizes in bytes; relative errors by MoE layer, means over its experts."""
+    """Sizes in bytes; relative errors by MoE layer, means over its experts; what a matrix cost in
+    seconds, null where nothing was left to be made."""
     return {
         "directory": str(done.conversion.directory),
         "dtype": done.conversion.dtype,
@@ -107,6 +108,7 @@ def as_json(done: Quantization) -> dict[str, Any]:
                 "record_bytes": version.record_bytes,
                 "relative_error": version.layer_errors,
                 "dense_layers": list(version.dense_layers),
+                "matrix_s": version.matrix_s,
             }
             for name, version in done.versions.items()
         },
@@ -125,6 +127,8 @@ def _print(done: Quantization) -> None:
     sizes = (version.record_bytes / done.dense_bytes for version in done.versions.values())
     table.add_row("bytes, of dense", *(f"{size:.1%}" for size in sizes))
     table.add_row("made by", *(v.quantizer.split(",")[0] for v in done.versions.values()))
+    costs = (v.matrix_s for v in done.versions.values())
+    table.add_row("a matrix took", *("–" if s is None else f"{s * 1e3:.3g} ms" for s in costs))
     table.add_section()
     columns = [_errors(version) for version in done.versions.values()]
     for layer, errors in enumerate(zip(*columns, strict=True)):

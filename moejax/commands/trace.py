@@ -7,6 +7,7 @@ import json
 import textwrap
 from typing import TYPE_CHECKING
 
+from moejax.commands import trace_scores
 from moejax.commands.checkpoint_options import add_checkpoint_options
 from moejax.commands.tables import new_table, print_table
 
@@ -81,6 +82,10 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     _add_model(info, "refuse the trace if it is not of this model")
     info.add_argument("--json", action="store_true", help="one JSON object; shares are 0 … 1")
 
+    scores = add("scores", "write who is used most, for --precision", trace_scores.EPILOG)
+    trace_scores.add_arguments(scores)
+    _add_model(scores, "also write weights of errors; refuse the trace if it is not of this model")
+
     convert = add(
         "convert", "make a trace of routing that another program recorded", _CONVERT_EPILOG
     )
@@ -126,7 +131,8 @@ def _add_model(parser: argparse.ArgumentParser, text: str) -> None:
     add_checkpoint_options(parser)
 
 
-def _config(args: argparse.Namespace) -> ModelConfig | None:
+def model_config(args: argparse.Namespace) -> ModelConfig | None:
+    """Of --model; None without it."""
     if args.model is None:
         return None
     from moejax.info import read_headers
@@ -147,7 +153,7 @@ def _info(args: argparse.Namespace) -> int:
 
     try:
         trace = read_trace(args.directory)
-        _check_model(args.directory, trace.header, _config(args))
+        check_model(args.directory, trace.header, model_config(args))
         statistics = trace_statistics(trace)
     except TraceError as error:
         raise UserError(str(error)) from error
@@ -171,7 +177,7 @@ def _info(args: argparse.Namespace) -> int:
     return 0
 
 
-def _check_model(directory: str, header: TraceHeader, config: ModelConfig | None) -> None:
+def check_model(directory: str, header: TraceHeader, config: ModelConfig | None) -> None:
     """Raises UserError for a trace of another model."""
     if config is None:
         return
@@ -295,7 +301,7 @@ def _convert(args: argparse.Namespace) -> int:
     done = convert_trace(
         args.source,
         args.destination,
-        config=_config(args),
+        config=model_config(args),
         experts=args.experts,
         layers=args.layers,
         top_k=args.top_k,

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from host_offload.budget import cells_per_layer
 from host_offload.policies.dynaexq import DynaExq, Hotness
 from host_offload.policies.precision_maps import HI, LO, quotas, random_map, top_map
 from host_offload.policy import Moment, Observation, State
@@ -213,6 +214,22 @@ def test_weights_prefer_who_loses_most_by_the_low_version():
     assert state.high.sum(axis=1).tolist() == [0, 6]
 
 
+def test_where_experts_are_paged_a_layer_wants_what_it_has_cells_for():
+    """Else what no cell can hold would be filled high, or read through so, in each step."""
+    counts = np.zeros((1, LAYERS, EXPERTS), int)
+    counts[0, 0, :5], counts[0, 1, :1] = 10, 10
+    weights = np.ones((LAYERS, EXPERTS))
+    weights[0, 4] = 2
+    policy = DynaExq(scope="error-weighted", weights=weights, paged=True)
+    (state,) = run(policy, counts)
+    assert [np.flatnonzero(row).tolist() for row in state.high] == [[0, 1, 4], [0]]
+    warm = dataclasses.replace(policy, scores=counts[0])
+    assert (warm.start(LAYERS, EXPERTS, 6) == HI).sum(axis=1).tolist() == [3, 3]
+    for capacity in range(LAYERS * EXPERTS + 1):
+        cells = cells_per_layer(capacity, LAYERS, EXPERTS)
+        assert quotas(capacity, LAYERS).tolist() == list(cells)
+
+
 # ---- transitions
 
 
@@ -272,6 +289,7 @@ def test_a_warm_start_begins_with_the_scores_high_set():
         ({"slack": -1}, "slack must be at least 0"),
         ({"scope": "layer"}, "unknown scope 'layer'; known: per-layer, global, error-weighted"),
         ({"scope": "error-weighted"}, "scope=error-weighted and weights go together"),
+        ({"scope": "global", "paged": True}, "scope=global means nothing where experts are paged"),
         ({"weights": np.ones((2, 8))}, "scope=error-weighted and weights go together"),
     ],
 )
@@ -341,6 +359,7 @@ def test_names(tmp_path):
         ("random,seed=x", {}, "seed='x' is not a whole number"),
         ("dynaexq,alpha", {}, "precision 'dynaexq' has no setting 'alpha'; known: .*alpha=…, mar"),
         ("dynaexq,alpha=hot", {}, "alpha='hot' is not a number"),
+        ("dynaexq,alpha=0.1,alpha=0.9", {}, "precision 'dynaexq': alpha is given twice; leave"),
         ("dynaexq,alpha=2", {}, "alpha must lie from 0 to below 1"),
         ("dynaexq,spares=0", {}, "spares must be at least 1, or no transition could begin, not 0"),
         ("dynaexq=file", {}, "precision 'dynaexq' takes no file; leave out =file"),

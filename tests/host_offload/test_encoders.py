@@ -190,6 +190,39 @@ def test_what_no_scale_holds_is_refused(version, value, reason):
         quantize(weights[1, 80:].astype(np.float32), 0, 32, fmt.bits)
 
 
+@pytest.mark.parametrize("version", LOSSY)
+@pytest.mark.parametrize("quantizer", QUANTIZERS)
+def test_the_largest_float16_weights_stay_finite(version, quantizer):
+    """The nearest scale would make the outermost code infinite."""
+    fmt = RecordFormat(version, 128, 32, "float16")
+    rng = np.random.default_rng(0)
+    weights = rng.uniform(-65504, 65504, (3, 96, 128)).astype(np.float16)
+    weights[1] = np.copysign(65504, weights[1])
+    weights[2] = 0
+    weights[2, ::7, ::9] = -65504
+    decoded = decode(encode(weights, fmt, QUANTIZERS[quantizer]), fmt)
+    assert np.isfinite(decoded).all()
+    np.testing.assert_array_equal(
+        bits_of(decoded), bits_of(specification(encode(weights, fmt, QUANTIZERS[quantizer]), fmt))
+    )
+    wide = [values[1].astype(np.float64) for values in (weights, decoded)]
+    assert np.abs(wide[0] - wide[1]).max() <= 65504 / {"int8": 254, "int4": 14, "int2": 3}[version]
+
+
+@pytest.mark.parametrize("version", LOSSY)
+def test_what_rtn_holds_mse_holds(version):
+    """Also where some of the steps that it looks at are beyond float16."""
+    fmt = RecordFormat(version, 64, 32, "bfloat16")
+    weights = normal(fmt, n=1)
+    most = {"int8": 8.2e6, "int4": 4.5e5, "int2": 6e4}[version]
+    weights[0, :, ::2], weights[0, :, 1::2] = most, -most
+    errors = []
+    for rule in (rtn, mse):
+        decoded = decode(encode(weights, fmt, rule), fmt).astype(np.float64)
+        errors.append(np.square(decoded - weights.astype(np.float64)).sum())
+    assert errors[1] <= errors[0]
+
+
 def test_other_shapes_and_dtypes_are_refused():
     fmt = RecordFormat("int4", 64, 10, "bfloat16")
     with pytest.raises(ValueError, match=r"weights must be bfloat16\[n, 30, 64\], not float32\[1"):

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -436,6 +437,7 @@ def test_the_command(source, directory, tmp_path, capsys):
     out = capsys.readouterr().out
     assert out.startswith(f"{tmp_path / 'model'}: ") and "weights and versions" in out
     assert "made by" in out and "MoE layer 1" in out
+    assert re.search(r"a matrix took( +[0-9.e-]+ ms){4}", out)
     assert contents(tmp_path / "model") == contents(directory)
     assert main([*command, "int4"]) == 2
     assert "already there" in capsys.readouterr().err
@@ -459,5 +461,6 @@ def test_the_command_as_json(source, tmp_path, capsys):
     assert found["dense_record_bytes"] == 768
     assert list(found["versions"]) == ["int4", "int2"]
     assert found["versions"]["int4"]["quantizer"] == "mse"
+    assert all(version["matrix_s"] > 0 for version in found["versions"].values())
     int4, int2 = (found["versions"][v]["relative_error"] for v in ("int4", "int2"))
     assert len(int4) == 2 and all(a < b for a, b in zip(int4, int2, strict=True))
