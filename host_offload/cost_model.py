@@ -22,6 +22,10 @@ FORMAT, VERSION = "moejax-costs", 1
 SPAN = 64
 """Tokens that attention takes at once."""
 
+MOVES = ("fill", "read_through", "stage")
+"""Ways in which an expert crosses the link: into a cell in time, beside any cell, into a cell ahead
+of need."""
+
 
 class CostError(ValueError):
     """Costs that cannot be read or do not fit what they are asked for; the message says what to
@@ -95,6 +99,7 @@ class CostModel:
     recompute_per_token: float
     """A sweep's seconds with everything resident by its tokens."""
     kv_swap_per_byte: float
+    """Of one way, to the host or back (the mean of both)."""
     memory_per_byte: float
     """Of reading or writing the device's memory."""
     link_per_byte: float
@@ -144,11 +149,18 @@ class CostModel:
         self, fills: np.ndarray, read_through: np.ndarray, staged: np.ndarray, *, sweep: bool
     ) -> float:
         """Seconds that experts add to a step which moves so many, int[L] each."""
-        seconds = self.stage_list * bool(staged.any()) + _looked_up(self.stage, staged)
+        moves = zip(MOVES, (fills, read_through, staged), strict=True)
+        by_layer = [self.moves_s(kind, counts, sweep=sweep) for kind, counts in moves]
+        return self.stage_list * bool(staged.any()) + float(np.sum(by_layer))
+
+    def moves_s(self, kind: str, counts: np.ndarray, *, sweep: bool) -> np.ndarray:
+        """float64[L]: what layers that move so many experts (int[L]) in one of the ways of MOVES
+        add to a step; a list's own cost (`stage_list`) is not in it."""
+        if kind == "stage":
+            return _looked_up(self.stage, counts)
         if sweep:
-            seconds += self.sweep_fill * int(fills.sum())
-            return seconds + self.sweep_read_through * int(read_through.sum())
-        return seconds + _looked_up(self.fill, fills) + _looked_up(self.read_through, read_through)
+            return counts * {"fill": self.sweep_fill, "read_through": self.sweep_read_through}[kind]
+        return _looked_up(getattr(self, kind), counts)
 
     # ---- what policies see
 
@@ -222,7 +234,7 @@ class CostModel:
 
 
 _COUNTS = ("layers", "experts", "top_k", "expert_bytes", "chunk", "row_tile")
-_TABLES = ("fill", "read_through", "stage")
+_TABLES = MOVES
 _SECONDS = (
     "stage_list",
     "control",
@@ -286,16 +298,13 @@ def line(table: np.ndarray, expert_bytes: int) -> np.ndarray:
     return np.array([latency, slope])
 
 
-def _looked_up(table: np.ndarray, counts: np.ndarray) -> float:
-    """Seconds of all layers: 0 for none, straight between the table's counts, and beyond the last
+def _looked_up(table: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Seconds of each layer: 0 for none, straight between the table's counts, and beyond the last
     one as from the one before it to it."""
-    moved = counts[counts > 0].astype(np.float64)
-    if not moved.size:
-        return 0.0
+    moved = np.asarray(counts, np.float64)
     x, y = np.concatenate([[0.0], table[:, 0]]), np.concatenate([[0.0], table[:, 1]])
     slope = (y[-1] - y[-2]) / (x[-1] - x[-2])
-    beyond = np.maximum(moved - x[-1], 0.0)
-    return float(np.sum(np.interp(moved, x, y) + slope * beyond))
+    return np.interp(moved, x, y) + slope * np.maximum(moved - x[-1], 0.0)
 
 
 def _check_table(name: str, table: np.ndarray) -> None:

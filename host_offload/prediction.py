@@ -7,15 +7,17 @@ whose costs were measured.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from host_offload import version_costs
 from host_offload.bounds import stall_bound
 from host_offload.cost_model import SPAN, CostError, CostModel, Work
 from host_offload.eviction import with_eviction
 from host_offload.policy import routed_counts
+from host_offload.precision.placement import ResidentSpec
 from host_offload.prefetch import with_prefetch
 from host_offload.simulated_engine import SimulatedStep
 from host_offload.simulator import Simulation, simulate
@@ -37,6 +39,9 @@ class Prediction:
     """float64[T]: when the step's results are read, from the first step's dispatch on."""
     tokens: np.ndarray
     """int64[T]: token rows of each step."""
+    active_bytes: np.ndarray
+    """int64[T]: of the experts that each step computes with, each once and in its version: what a
+    step must read at least, beside all other weights and KV."""
     bytes: int
     """Over the link, of all steps."""
     link_per_byte: float
@@ -81,24 +86,62 @@ class Prediction:
         return float(np.percentile(chosen, q)) if chosen.size else float("nan")
 
 
-def predict(trace: Trace, model: CostModel, **options: Any) -> Prediction:
+def predict(trace: Trace, model: CostModel | Mapping[str, CostModel], **options: Any) -> Prediction:
     """What the trace's steps take on the cost model's machine under these policies and budgets.
 
-    options: as of simulator.simulate (eviction, prefetch, policies, cells, driver, spec, …), from
-    a cold start likewise. Steps are dispatched and read in the trace's order, which is the engine's
-    own whatever steps take; without times one step is dispatched before the one before it is read.
-    What policies see of time (`seconds`, and with it intervals) is the model's, so when transfers
-    are issued and published does not depend on the times in the trace. Policies that are asked
-    something add CostModel.control to each step, but what they compute costs nothing. Waiting for
-    requests is not a part of any step. The same arguments give the same result.
+    model: the costs of the run's version; where it mixes several, or to say which one is meant,
+    those of each (version → costs, see version_costs). The trace's routing may be that of a run in
+    another version. options: as of simulator.simulate (eviction, prefetch, policies, cells, driver,
+    spec, …), from a cold start likewise. Steps are dispatched and read in the trace's order, which
+    is the engine's own whatever steps take; without times one step is dispatched before the one
+    before it is read. What policies see of time (`seconds`, and with it intervals) is the model's,
+    so when transfers are issued and published does not depend on the times in the trace. Policies
+    that are asked something add CostModel.control to each step, but what they compute costs
+    nothing; their `costs` are those of version 0. Waiting for requests is not a part of any step.
+    The same arguments give the same result.
 
     A trace that does not say rows, kinds or positions (converted, generated) is taken as decode
     steps of as many rows as tokens, each with one span of context.
 
-    Raises CostError for a trace of another shape than the model's, or of more rows than were
-    measured; the rest as simulate does.
+    Raises CostError for a trace of another shape than the model's, of more rows than were measured,
+    for versions without costs of their own, and for transitions that block, which move experts
+    outside of any step; the rest as simulate does.
     """
-    header = trace.header
+    header, spec = trace.header, options.get("spec")
+    sizes = header.spec.get("version_bytes", {}) if spec is None else spec.version_bytes
+    models = version_costs.models_of(model, sizes)
+    for each in models:
+        _check_shape(header, each)
+    resident = header.spec.get("resident") if spec is None else spec.resident
+    said = vars(resident) if isinstance(resident, ResidentSpec) else resident
+    if said and said["blocking"] and options.get("cells") is None:
+        raise CostError(
+            "transitions that block move experts before a step, which no step is charged with; "
+            "predict a run without blocking"
+        )
+    named = with_prefetch(options.get("prefetch"), options.get("policies", ()))
+    _, policies = with_eviction(options.get("eviction"), named)
+    clock = _Clock(trace, models, asked=any(policy.moments for policy in policies))
+    timed = {"costs": models[0].costs(), "watcher": clock.add, "clock": clock.read_s}
+    simulation = simulate(trace, **timed, **options)
+    # Of one version it is the costs' experts that move, whichever the trace was recorded with.
+    moved = int(simulation.transfers.sum()) * models[0].expert_bytes
+    alike = [np.unique(size).tolist() for size in sizes.values()] == [[models[0].expert_bytes]]
+    if simulation.bytes is not None and (alike or len(models) > 1):
+        moved = int(simulation.bytes.sum())  # fewer than cells take, where decoded in transit
+    return Prediction(
+        simulation=simulation,
+        seconds=np.array(clock.seconds),
+        compute_s=np.array(clock.compute_s),
+        read_s=np.array([*clock.ends.values()]),
+        tokens=np.array(clock.tokens, np.int64),
+        active_bytes=np.array(clock.active_bytes, np.int64),
+        bytes=moved,
+        link_per_byte=min(each.link_per_byte for each in models),
+    )
+
+
+def _check_shape(header: TraceHeader, model: CostModel) -> None:
     of_trace = header.layers, header.experts, header.top_k
     of_model = model.layers, model.experts, model.top_k
     if of_trace != of_model:
@@ -107,34 +150,18 @@ def predict(trace: Trace, model: CostModel, **options: Any) -> Prediction:
             + "the costs are of {}, {} and top-{}; ".format(*of_model)
             + "calibrate the trace's model"
         )
-    named = with_prefetch(options.get("prefetch"), options.get("policies", ()))
-    _, policies = with_eviction(options.get("eviction"), named)
-    asked = any(policy.moments for policy in policies)
-    clock = _Clock(trace, model, model.control if asked else 0.0)
-    timed = {"costs": model.costs(), "watcher": clock.add, "clock": clock.read_s}
-    simulation = simulate(trace, **timed, **options)
-    moved = simulation.bytes
-    experts = int(simulation.transfers.sum())
-    return Prediction(
-        simulation=simulation,
-        seconds=np.array(clock.seconds),
-        compute_s=np.array(clock.compute_s),
-        read_s=np.array([*clock.ends.values()]),
-        tokens=np.array(clock.tokens, np.int64),
-        bytes=experts * model.expert_bytes if moved is None else int(moved.sum()),
-        link_per_byte=model.link_per_byte,
-    )
 
 
 class _Clock:
-    """Times of simulated steps, one after the other."""
+    """Times of simulated steps, one after the other. models: by version number."""
 
-    def __init__(self, trace: Trace, model: CostModel, control: float):
-        self._model, self._header, self._control = model, trace.header, control
+    def __init__(self, trace: Trace, models: Sequence[CostModel], *, asked: bool):
+        self._models, self._header, self._asked = models, trace.header, asked
         self._steps: Iterator[StepTrace] = trace.step_traces()
         self.seconds: list[float] = []
         self.compute_s: list[float] = []
         self.tokens: list[int] = []
+        self.active_bytes: list[int] = []
         self.ends: dict[int, float] = {}
         """Step → when it is read."""
         self._now = 0.0
@@ -142,13 +169,27 @@ class _Clock:
     def add(self, simulated: SimulatedStep) -> None:
         """A step was dispatched, and these are its moves."""
         step = next(self._steps)
-        work, rows = step_work(step, self._header, self._model)
-        compute = self._model.compute_s(work, rows) + self._control
-        moves = simulated.fills, simulated.read_through, simulated.staged
-        seconds = compute + self._model.move_s(*moves, sweep=rows is None)
-        self._now += seconds
+        first = self._models[0]
+        work, rows = step_work(step, self._header, first)
+        sweep, counts = rows is None, simulated.versions
+        if counts is None:
+            compute, control = first.compute_s(work, rows), first.control
+            moves = simulated.fills, simulated.read_through, simulated.staged
+            moved = first.move_s(*moves, sweep=sweep)
+            self.active_bytes.append(work.experts * first.expert_bytes)
+        else:
+            routed = routed_counts(step.ids, self._header.experts)
+            tile = first.chunk if sweep else first.row_tile
+            parts = version_costs.version_work(routed, counts.version, tile, len(self._models))
+            compute = version_costs.compute_s(self._models, work, *parts, rows)
+            moved = version_costs.move_s(self._models, counts, sweep=sweep)
+            control = version_costs.control_s(self._models, parts[0])
+            sizes = np.array([model.expert_bytes for model in self._models])
+            self.active_bytes.append(int(parts[0] @ sizes))
+        compute += control if self._asked else 0.0
+        self._now += compute + moved
         self.ends[step.number] = self._now
-        self.seconds.append(seconds)
+        self.seconds.append(compute + moved)
         self.compute_s.append(compute)
         self.tokens.append(len(step.ids))
 

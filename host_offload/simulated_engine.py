@@ -17,9 +17,11 @@ from host_offload.controller import Controller
 from host_offload.pager import Pager
 from host_offload.policy import Moment
 from host_offload.policy_rules import BETWEEN_LAYERS
+from host_offload.precision.transitions import Transitions
 from host_offload.staging import Entry
 from host_offload.step_sets import in_waves, step_set
 from host_offload.trace_schema import USES, Budget, StepTrace, TraceError, TraceHeader
+from host_offload.version_counts import VersionCounter, VersionCounts
 
 ARRAYS = {"probs": "probabilities", "gate_input": "gate_input", "embedding": "embedding"}
 """Optional arrays: the name in an Observation → the name in a trace."""
@@ -52,6 +54,8 @@ class SimulatedStep(NamedTuple):
     """int[L]: experts moved ahead of need, by the step's list and between layers."""
     moved: np.ndarray
     """int64[L]: bytes over the link."""
+    versions: VersionCounts | None = None
+    """None where there is one version."""
 
 
 class SimulatedEngine:
@@ -75,7 +79,9 @@ class SimulatedEngine:
         self.header, self.pager, self.controller = header, pager, controller
         self._budgets = None if budgets is None else by_step(budgets)
         self._clock = clock
-        self._version_bytes = np.stack([*controller.spec.version_bytes.values()])
+        self._kv_slots: list[int] = []
+        """Slots that experts gave to KV, where every expert is resident."""
+        self._link_bytes = np.stack([*controller.spec.link_bytes.values()])
         self._between = controller.moments & BETWEEN_LAYERS
         self._reading: list[tuple[StepTrace, dict[str, Any]]] = []
         """Steps that were dispatched and not read, with what end_step is told of them."""
@@ -83,6 +89,8 @@ class SimulatedEngine:
         """Without times a step is read when the next one was dispatched, and seconds are 0."""
         self._seconds, self._origin_s = 0.0, math.nan
         self._dispatched = -1
+        self._versions: VersionCounter | None = None
+        """Of the step that is carried out."""
         self._handed: np.ndarray | None = None
         """What became of the list that the controller gave out last between layers."""
         _check_needs(header, controller)
@@ -121,6 +129,7 @@ class SimulatedEngine:
         active, waves = step_set(step, layers, experts)
         moved, staged, staged_bytes = np.zeros((3, layers), np.int64)
         carried_out = np.zeros(len(entries), np.int32)
+        self._versions = VersionCounter(pager) if pager.versions > 1 else None
         for layer in range(layers) if self._between else [None]:
             if layer is not None:
                 self._look_between(step, layer, staged, staged_bytes)
@@ -130,6 +139,8 @@ class SimulatedEngine:
                 counts[:, span] += done[:3]
                 missed[span] |= done.missing
                 moved[span] += self._demand(done.missing, span)
+                if self._versions is not None:
+                    self._versions.referenced(due, done.missing, span)
             # A layer's transfers follow its experts, so hooks of the next layer find them done.
             carried_out |= self._stage(entries, staged, staged_bytes, layer=layer)
         self._dispatched = step.number
@@ -152,6 +163,7 @@ class SimulatedEngine:
             missed=missed,
             staged=staged,
             moved=moved + staged_bytes,
+            versions=None if self._versions is None else self._versions.counts,
         )
 
     def _stages(self, step: int) -> list[Entry]:
@@ -162,12 +174,12 @@ class SimulatedEngine:
 
     def _demand(self, missing: np.ndarray, span: slice) -> np.ndarray:
         """int64[M]: bytes of experts that were filled or read through."""
-        if len(self._version_bytes) == 1:
-            return np.count_nonzero(missing, axis=1) * self._version_bytes[0, span]
+        if len(self._link_bytes) == 1:
+            return np.count_nonzero(missing, axis=1) * self._link_bytes[0, span]
         # What a fill moved, and what a miss without a cell was computed from.
         version = self.pager.tables.version[span]
         layers = np.arange(len(self.pager.tables.clock))[span, None]
-        return np.sum(self._version_bytes[version, layers] * missing, axis=1)
+        return np.sum(self._link_bytes[version, layers] * missing, axis=1)
 
     def _stage(
         self,
@@ -180,22 +192,24 @@ class SimulatedEngine:
         done = self.pager.stage(entries, **only)
         for entry, carried_out in zip(entries, done.tolist(), strict=True):
             staged[entry.layer] += carried_out
-            moved[entry.layer] += carried_out * self._version_bytes[entry.version, entry.layer]
+            moved[entry.layer] += carried_out * self._link_bytes[entry.version, entry.layer]
+        if self._versions is not None:
+            self._versions.staged(entries, done)
         return done
 
     def _move_budget(self, step: int) -> None:
         """Where budgets are not given, as if KV were never in the way; the size of the arena is
         checked with the decision."""
         controller = self.controller
+        if controller.transitions is not None:
+            self._move_slots(step, controller.transitions)
+            return
         cells, settled = controller.wanted_cells, True
         wanted = cells is not None or controller.wanted_kv_pages is not None
         if self._budgets is not None:
             moved = [b for b in self._budgets.get(step, ()) if not b.by_hand]
             if moved and not wanted:
-                raise TraceError(
-                    f"before step {step} a budget was carried out that no policy wanted; give the "
-                    "policies of the run"
-                )
+                raise _unwanted(step)
             if wanted and not moved:
                 controller.settle_budget(False)
                 return
@@ -207,6 +221,34 @@ class SimulatedEngine:
         controller.settle_budget(settled)
         if controller.needs_residency:
             controller.see(self.pager.copy())
+
+    def _move_slots(self, step: int, transitions: Transitions) -> None:
+        """Where every expert is resident: slots change sides, as moejax.budgets.ResidentResizer has
+        them. When KV gives slots is the trace's; when experts do follows from their transitions."""
+        controller, spec = self.controller, self.controller.spec
+        pages = controller.wanted_kv_pages
+        moved = [b for b in (self._budgets or {}).get(step, ()) if not b.by_hand]
+        if moved and pages is None:
+            raise _unwanted(step)
+        if pages is None:
+            return
+        slot_bytes = spec.slot_bytes or max(int(n.max()) for n in spec.version_bytes.values())
+        total, per_slot = spec.budget_bytes // slot_bytes, max(slot_bytes // spec.page_bytes, 1)
+        had = transitions.slots
+        # Their numbers mean nothing here; they only must differ.
+        self._kv_slots += transitions.aim(min(total - -(-pages // per_slot), had))
+        has = total - moved[0].kv_pages // per_slot if moved else transitions.slots
+        if (more := has - transitions.slots) > 0:
+            first = max(*transitions.pools.slots, *self._kv_slots, total) + 1
+            kept = [*self._kv_slots, *range(first, first + more)]
+            transitions.add(kept[:more])
+            self._kv_slots = kept[more:]
+        if has != transitions.slots or (transitions.slots != had and not moved):
+            raise TraceError(
+                f"before step {step} experts come to have {transitions.slots} slots, in the trace "
+                f"{has if moved else had}; give the policies of the run"
+            )
+        controller.settle_budget(bool(moved) and moved[0].settled)
 
     # ---- between layers, as Control.between_layers and HostRunner
 
@@ -269,6 +311,13 @@ class SimulatedEngine:
         if not self._timed:
             return following.number > step.number + 1
         return step.read_s < following.start_s
+
+
+def _unwanted(step: int) -> TraceError:
+    return TraceError(
+        f"before step {step} a budget was carried out that no policy wanted; give the policies of "
+        "the run"
+    )
 
 
 def by_step(budgets: Iterable[Budget]) -> Mapping[int, Sequence[Budget]]:

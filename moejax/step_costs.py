@@ -51,8 +51,8 @@ def measure(
     """
     if len(runner.stores) > 1:
         raise UserError(
-            "costs are measured with one version of the experts; leave out a precision that mixes "
-            "several"
+            "costs are measured with one version of the experts; name one as precision, and "
+            "measure each of a mix by itself"
         )
     say = report or (lambda _: None)
     began = time.perf_counter()
@@ -220,7 +220,7 @@ def _figures(runner, decoded, swept) -> dict[str, Any]:
         "layers": layers,
         "experts": experts,
         "top_k": runner.config.num_experts_per_tok,
-        "expert_bytes": runner.layout.records[0].nbytes,
+        "expert_bytes": runner.link_bytes[0],
         "chunk": runner.shapes.chunk,
         "row_tile": min(DECODE_TILE, runner.shapes.rows),
         "decode": costs,

@@ -1,5 +1,7 @@
 """A cost model of round figures, for tests that add by hand."""
 
+import dataclasses
+
 import numpy as np
 
 from host_offload.cost_model import CostModel, StepCost
@@ -36,3 +38,19 @@ MODEL = CostModel(
     about={"machine": "here"},
 )
 """Of two layers of four experts of 100 bytes, two a token; seconds."""
+
+LOW = dataclasses.replace(
+    MODEL,
+    expert_bytes=25,
+    decode={
+        8: StepCost(step=800.0, part=10.0, span=1.0, expert=40.0, tile=20.0),
+        16: StepCost(step=1800.0, part=10.0, span=1.0, expert=40.0, tile=20.0),
+    },
+    fill=table((1, 4), (2, 6), (4, 10)),
+    read_through=table((1, 2)),
+    stage=table((1, 12)),
+    stage_list=5.0,
+    control=1.0,
+    sweep_fill=12.0,
+)
+"""Of the same model's experts in a version of a quarter of the bytes."""
