@@ -164,6 +164,7 @@ def timed(policy: Policy, ids: Sequence[np.ndarray], args: argparse.Namespace) -
                 cells=cells,
                 kv_pages=6400,
                 kv_used=int(rng.integers(2000, 6000)),
+                kv_swapped=100,
                 kv_refs=held,
                 running=len(rows),
                 waiting=2,

@@ -32,7 +32,7 @@ from text_table import aligned
 
 from host_offload.arena import SlotArena
 from host_offload.kv_cache import KVCache
-from host_offload.layer_versions import cell_bytes, version_bytes
+from host_offload.layer_versions import link_bytes, version_bytes
 from host_offload.policy import Decision, Moment, Observation, Spec
 from host_offload.tables import empty_tables
 from moejax import SamplingParams, UserError
@@ -64,7 +64,7 @@ PARTS: tuple[tuple[str, str, str], ...] = (
     ("runner", "decode", "device"),
     ("runner", "prefill", "device"),
     ("runner", "choose", "device"),
-    ("", "_sweep", "sweep arrays"),
+    ("module", "sweep_of", "sweep arrays"),
     ("", "_dispatched", "dispatch"),
     ("", "_read", "read"),
     ("scheduler", "release", "release"),
@@ -106,14 +106,14 @@ class FakeRunner:
     """Stands in for moejax.runner.Runner: results of the right shapes, at once."""
 
     driver, transfers = "device", ()
-    hooks = placement = layer_versions = None
+    hooks = placement = layer_versions = formats = None
 
     def __init__(self, config: ModelConfig, shapes: StepShapes, slots: int, seed: int):
         self.config, self.shapes, self.slots = config, shapes, slots
         self.layout = config.slot_layout(itemsize=2)
         layers, experts = sum(config.moe_layers), config.num_experts
-        self.cell_bytes = cell_bytes(self.layout, None)
-        self.version_bytes = version_bytes(self.layout, None, layers)
+        self.link_bytes = link_bytes(self.layout, None)
+        self.version_bytes = version_bytes(self.layout, None, self.link_bytes, layers)
         self.device = jax.devices()[0]
         self.stores = (np.empty((layers, experts)),)
         self.tables = empty_tables(layers, experts, experts, "lru")

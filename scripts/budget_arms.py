@@ -9,11 +9,10 @@ import numpy as np
 
 from host_offload.cell_allocation import ALLOCATIONS, allocate
 from host_offload.configurator import Burst, Streams, configure, histograms_of, replay_split
+from host_offload.kv_reuse import cold_pages, expected_returns, page_references
+from host_offload.live_curves import tails
 from host_offload.miss_curves import curves_of
 from host_offload.split import Division, MissCosts, SplitRule, peak_headroom
-
-GRID = 17
-"""Splits that the oracles try."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,14 +25,14 @@ class Arm:
     streamed: int | None = None
     """Layers whose experts are all moved in every step; None: cells are a cache."""
 
-    def misses(self, bursts: Sequence[Burst]) -> tuple[int, int]:
-        """(experts, KV pages) over all bursts."""
+    def misses(self, bursts: Sequence[Burst], first: int = 0) -> tuple[int, int]:
+        """(experts, KV pages) of the bursts from `first` on; those before it only warm both up."""
         found = replay_split(bursts, self.cells, self.pages)
-        experts = int(found.expert_misses.sum())
+        experts = int(found.expert_misses[first:].sum())
         if self.streamed is not None:
-            steps = sum(len(burst.active) for burst in bursts)
+            steps = sum(len(burst.active) for burst in bursts[first:])
             experts = steps * self.streamed * bursts[0].active[0].shape[1]
-        return experts, int(found.kv_misses.sum())
+        return experts, int(found.kv_misses[first:].sum())
 
     def most_bytes(self, division: Division) -> int:
         """The most that the schedule ever holds."""
@@ -70,8 +69,7 @@ def arms_of(
 
     offline = configure(before, division, costs).cap
     even = fixed("50-50", 0.5)
-    best = oracle_caps(bursts, 0 * workflow, division, costs)
-    each = oracle_caps(bursts, workflow, division, costs) if workflow.any() else best
+    best, each = oracle_caps(bursts, workflow, division, costs)
     resident = int(even.cells[0].sum()) // division.caps
 
     def running(decay: float) -> list[int]:
@@ -79,9 +77,11 @@ def arms_of(
         return online_caps([*before, *bursts], division, costs, rule)[len(before) :]
 
     cold = online_caps(bursts, division, costs, SplitRule())
+    printed = online_caps(bursts, division, costs, SplitRule(), expect_returns=False)
     return [
         scheduled("mv_wsa", division, layers, running(SplitRule().decay)),
         scheduled("mv_wsa cold", division, layers, cold),
+        scheduled("as printed, cold", division, layers, printed),
         scheduled("mv_wsa γ 0.8", division, layers, running(0.8)),
         held("mv_wsa offline", division, layers, offline, count),
         scheduled("peak", division, layers, peak_caps(bursts, division)),
@@ -91,7 +91,7 @@ def arms_of(
         held("flux-prop", division, layers, flux_cap(before, division), count),
         dataclasses.replace(even, name="static layers", streamed=layers - resident),
         scheduled("per workflow", division, layers, each),
-        scheduled("hindsight", division, layers, best),
+        held("hindsight", division, layers, best, count),
     ]
 
 
@@ -100,12 +100,19 @@ def scheduled(name: str, division: Division, layers: int, caps: Sequence[int]) -
 
 
 def online_caps(
-    bursts: Sequence[Burst], division: Division, costs: MissCosts, rule: SplitRule
+    bursts: Sequence[Burst],
+    division: Division,
+    costs: MissCosts,
+    rule: SplitRule,
+    expect_returns: bool = True,
 ) -> list[int]:
-    """Algorithm 2: the cap that each burst runs with is what the ones before it say."""
-    split, caps = 0.5, []
+    """Algorithm 2: the cap that each burst runs with is what the ones before it say. See MvWsa."""
+    split, caps, held = 0.5, [], cold_pages()
     known: Streams | None = None
-    for histogram in histograms_of(bursts, int(division.pages[0])):
+    most = int(division.pages[0])
+    for number, (burst, histogram) in enumerate(
+        zip(bursts, histograms_of(bursts, most), strict=True), 1
+    ):
         caps.append(division.cap_at(split))
         known = (
             histogram
@@ -115,7 +122,11 @@ def online_caps(
             )
         )
         experts = known.expert_misses.sum(axis=0)
-        split = rule.next_split(split, division, experts, known.kv_misses, costs)
+        held, _ = page_references(held, burst.pages, most)
+        pages = known.pages[:-1]  # what no pool can keep is forgotten, as in MvWsa
+        if expect_returns:
+            pages = pages + expected_returns(held, most, rule.decay, number)
+        split = rule.next_split(split, division, experts, tails(pages), costs)
     return caps
 
 
@@ -144,27 +155,38 @@ def flux_cap(bursts: Sequence[Burst], division: Division) -> int:
 
 def oracle_caps(
     bursts: Sequence[Burst], workflow: np.ndarray, division: Division, costs: MissCosts
-) -> list[int]:
-    """The best split of each workflow, by an exact replay of every one of a grid, what the ones
-    before left included: coordinate by coordinate, since a workflow changes what the next finds."""
-    caps = sorted({division.cap_at(split) for split in np.linspace(0, 1, GRID)})
-    layers = bursts[0].active[0].shape[0]
-    chosen = dict.fromkeys(workflow.tolist(), division.cap_at(0.5))
+) -> tuple[int, list[int]]:
+    """(the best cap for all bursts, the cap of each burst where a workflow has one of its own), by
+    exact replays of every legal cap.
+
+    The second begins with the first and goes on workflow by workflow, once, since what one leaves
+    changes what the next finds: never worse than the first, and not always the best there is.
+    """
+    caps = np.flatnonzero(division.legal).tolist()
+    layers, order = bursts[0].active[0].shape[0], workflow.tolist()
 
     def seconds(of: dict[int, int]) -> float:
-        arm = scheduled("", division, layers, [of[w] for w in workflow.tolist()])
+        arm = scheduled("", division, layers, [of[w] for w in order])
         return cost_of(*arm.misses(bursts), costs)
 
-    for which in chosen:
-        chosen[which] = min(caps, key=lambda cap: seconds({**chosen, which: cap}))
-    return [chosen[w] for w in workflow.tolist()]
+    best = min(caps, key=lambda cap: seconds(dict.fromkeys(order, cap)))
+    chosen = dict.fromkeys(order, best)
+    if len(chosen) > 1:
+        for which in chosen:
+            chosen[which] = min(caps, key=lambda cap: seconds({**chosen, which: cap}))
+    return best, [chosen[w] for w in order]
+
+
+def half_of(bursts: Sequence[Burst]) -> int:
+    """Bursts that layers' cells are chosen by; those from there on are counted."""
+    return max(len(bursts) // 2, 1)
 
 
 def layer_arms(bursts: Sequence[Burst], division: Division) -> list[Arm]:
-    """Cells of layers at equal bytes, half of the memory for experts: by the curves of the first
-    half of the bursts, held over all."""
-    half = bursts[: max(len(bursts) // 2, 1)]
-    curves = curves_of(active for burst in half for active in burst.active)
+    """Cells of layers at equal bytes, half of the memory for experts: by the curves of the bursts
+    before `half_of`, held over all."""
+    seen = bursts[: half_of(bursts)]
+    curves = curves_of(active for burst in seen for active in burst.active)
     layers, cap = curves.misses.shape[0], division.cap_at(0.5)
     pages = [division.pages_at(cap)] * len(bursts)
     arms = []

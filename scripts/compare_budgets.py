@@ -8,28 +8,30 @@ Without --trace, sessions are made up: conversations with a document of their ow
 Qwen3 (host_offload.routing_generators), other hot experts for each domain, and half of the layers
 more skewed than the other half. Regimes:
   kv        many sessions with long documents: KV that is gone must come back
-  experts   few sessions, short documents, long answers: experts are what is missed
+  experts   some sessions, short documents, long answers: experts are what is missed, but the
+            largest cap leaves too little KV (the best one lies below it)
   shifts    kv and experts by turns: the best split of one workflow is wrong for the next
 
 Arms, all with the same bytes:
   mv_wsa         Algorithm 2 online, after every turn, after it has seen another seed's sessions
-  mv_wsa cold    the same, knowing nothing, from an even split: until sessions return, KV seems
-                 worth nothing
+  mv_wsa cold    the same, knowing nothing, from an even split
+  as printed, cold   that, by WiSP's histograms alone: until sessions return, KV seems worth
+                 nothing
   mv_wsa γ 0.8   mv_wsa that forgets all but about the last 5 turns
   mv_wsa offline the configurator (equation 7) on another seed's sessions, held
   peak           equations (8) to (10) after every turn: KV gets the peak of 16 turns and headroom
   50-50, 25-75, 75-25   fixed, experts' share first
   flux-prop      every layer the distinct experts of a turn, KV the rest
   static layers  whole layers resident, the others streamed in every step; split as 50-50
-  per workflow   the best fixed split of each workflow, in hindsight
-  hindsight      the best single split, in hindsight
+  hindsight      the best single split of all caps, in hindsight
+  per workflow   that, then the best of each workflow, one after the other, in hindsight
 
 Both streams are replayed exactly (host_offload.configurator.replay_split: the engine's pager for
 experts, an LRU pool for KV): counts are the simulator's. Seconds are predicted: misses times
 measured costs (--costs), or an expert's bytes over --link, and a page's tokens over --prefill-rate,
 since KV that is gone is computed again (WiSP's r). Computing is not in them. The second table
 shares half of the memory over layers by the curves of the first half's decode steps (of a trace:
-of all steps), and counts those of all turns. DIR gets budgets.jsonl and budgets.png.
+of all steps), and counts those of the second half. DIR gets budgets.jsonl and budgets.png.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from budget_arms import Arm, arms_of, cost_of, layer_arms
+from budget_arms import Arm, arms_of, cost_of, half_of, layer_arms
 from policy_report import pyplot
 from text_table import aligned
 
@@ -146,11 +148,14 @@ def compare(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             if not args.trace:  # the first of a turn is its sweep
                 decode = [burst._replace(active=burst.active[1:]) for burst in scene.bursts]
             for arm in layer_arms(decode, scene.division):
-                yield {**common, "kind": "layers", **_line(arm, decode, scene, costs)}
+                found = _line(arm, decode, scene, costs, first=half_of(decode))
+                yield {**common, "kind": "layers", **found}
 
 
-def _line(arm: Arm, bursts: Sequence[Burst], scene: Scene, costs: MissCosts) -> dict[str, Any]:
-    experts, kv = arm.misses(bursts)
+def _line(
+    arm: Arm, bursts: Sequence[Burst], scene: Scene, costs: MissCosts, first: int = 0
+) -> dict[str, Any]:
+    experts, kv = arm.misses(bursts, first)
     caps = [float(np.mean(c)) for c in arm.cells]
     return {
         "arm": arm.name,
@@ -217,7 +222,7 @@ def made_up(regime: str, seed: int, memory: int, scale: float = 1.0) -> Scene:
 
 WORKFLOWS: dict[str, dict[str, Any]] = {
     "kv": dict(sessions=14, turns=8, document_tokens=3000, answer_tokens=8, shift_share=0.0),
-    "experts": dict(sessions=4, turns=8, document_tokens=200, answer_tokens=40, shift_share=0.4),
+    "experts": dict(sessions=8, turns=8, document_tokens=600, answer_tokens=40, shift_share=0.4),
 }
 
 
@@ -278,7 +283,7 @@ def report(lines: Sequence[dict[str, Any]]) -> Iterator[str]:
             yield f"{regime}: {what}, {memory:.3g} GiB, {seeds} seeds, {rows[0]['bursts']} turns"
             yield from aligned(
                 [
-                    ("arm", "{arm:<15}"),
+                    ("arm", "{arm:<16}"),
                     ("expert misses", "{expert_misses:,.0f}"),
                     ("KV pages missed", "{kv_misses:,.0f}"),
                     ("seconds, predicted", "{seconds:.2f}"),

@@ -1,22 +1,31 @@
 """WiSP's Table 2: single-stream decode with so many cells a layer, against static layer offload.
 
-python scripts/table2.py                          (Qwen3-30B-A3B, on a GPU)
-python scripts/table2.py --layers 2 --steps 20    (a part of it, elsewhere)
+python scripts/table2.py                (Qwen3-30B-A3B, on a GPU)
+python scripts/table2.py --layers 2     (a part of it, elsewhere: some minutes on two cores, 6 GiB)
 
 Random weights of the shape, routing as published of Qwen3 (--routing), one engine; cells change
 between rows by table contents. Each row compares two ways to use the same bytes:
   paged      every layer has so many cells, LRU
   static     as many whole layers as these bytes hold are resident; of the others every step reads
              the active experts through (measured)
-  streamed   the same, but whole layers cross the link, as vLLM's --cpu-offload-gb moves them: the
-             measured time with everything resident plus those bytes at the link's measured rate
-             (predicted)
-The paper's Table 2 (H100 NVL, vLLM 0.11.2, eager; its offload column is `streamed`) is beside it.
+  streamed   the same, but whole layers cross the link, as the paper describes vLLM's
+             --cpu-offload-gb: the measured time with everything resident plus those bytes at the
+             link's measured rate (predicted)
+Beside them what the cost model says of paged: misses by the routing's miss curve, exact where the
+cells hold a step's experts, and the resident time plus those misses at the link's measured rate.
+With --layers N the vocabulary is cut as the layers are, unless --vocab says otherwise, so that the
+head keeps its share of a step. What ran on a CPU says so; it is no claim about a GPU.
+
+For the whole model a second table is predicted, not measured: a step with everything resident as in
+the paper's row of 128 cells, misses by the curve of all layers, a link of --predict-link GB/s. The
+paper's own columns (H100 NVL, vLLM 0.11.2, eager) are beside it. Whole layers at its offload rates
+would take more than 400 GB/s, so vLLM must have read active experts: compare it with `static`.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -33,20 +42,23 @@ from bench_engine import (
     random_weights,
 )
 from decode_timing import ROUTINGS, Samples, decode, forced_routings, prefill
+from table2_predicted import PUBLISHED_SHAPE, whole_model
 from text_table import aligned
 
 from host_offload.budget import BudgetError, Share
+from host_offload.miss_curves import CurveCounts, MissCurves
 from moejax.device import select_device
 from moejax.engine import Engine
 from moejax.errors import UserError
+from moejax.models.model_config import ModelConfig
 from moejax.random_model import shape
 from moejax.rates import measure_link_rate
 from moejax.runner import Runner
 from moejax.startup import Limits
 from moejax.step import Routing
 
-PUBLISHED = {16: (8.96, 13.79), 32: (10.27, 18.51), 64: (13.21, 25.75), 128: (26.53, 26.79)}
-"""Cells of a layer → tokens a second of the paper's offload baseline and of WiSP (its Table 2)."""
+COUNTS = {"steps": (60, 20), "warmup": (20, 8), "repeats": (5, 2)}
+"""Defaults on a GPU, and elsewhere."""
 
 SWEEP = 2048
 """Prompt tokens of the largest sweep, before the steps."""
@@ -60,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (UserError, BudgetError, MemoryError) as error:
         print(f"table2: error: {error}", file=sys.stderr)
         return 2
-    for line in [json.dumps(line) for line in lines] if args.json else report(lines):
+    for line in [json.dumps(line) for line in lines] if args.json else report(args, lines):
         print(line)
     return 0
 
@@ -70,24 +82,36 @@ def _parser() -> argparse.ArgumentParser:
         prog="table2", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_options(parser, cells="16,32,64,128")
-    parser.set_defaults(shape="qwen3-30b-a3b")
+    parser.set_defaults(shape=PUBLISHED_SHAPE)
     add = parser.add_argument
     add("--batch", type=int, default=1, help="sequences decoded at once (default: 1)")
     add("--routing", default="qwen3-like", help=f"{', '.join(ROUTINGS)} (default: %(default)s)")
     add("--context", type=int, default=128, help="tokens before the first step (%(default)s)")
-    add("--steps", type=int, default=60, help="timed steps of each row (default: %(default)s)")
-    add("--warmup", type=int, default=20, help="untimed steps before each repeat (%(default)s)")
-    add("--repeats", type=int, default=5, help="rounds over all rows (default: %(default)s)")
+    for name, text in (
+        ("steps", "timed steps of each row"),
+        ("warmup", "untimed steps before each repeat"),
+        ("repeats", "rounds over all rows"),
+    ):
+        gpu, cpu = COUNTS[name]
+        add(f"--{name}", type=int, help=f"{text} (default: {gpu} on a GPU, else {cpu})")
+    add("--vocab", type=int, help="tokens of the vocabulary (default: the layers' share)")
+    add("--predict-link", type=float, default=50.0, help="GB/s of the second table (%(default)g)")
     return parser
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     """A line for each number of cells."""
-    config = shape(args.shape, args.layers)
+    config = part_of(args)
+    device = select_device()
+    for name, (gpu, cpu) in COUNTS.items():
+        if getattr(args, name) is None:
+            setattr(args, name, cpu if device.platform == "cpu" else gpu)
     cells = [c for c in parse_cells(args.cells, config.num_experts) if c]
-    for name in ("batch", "context", "steps", "warmup", "repeats"):
+    for name in ("batch", "context", *COUNTS):
         if getattr(args, name) < 1:
             raise UserError(f"--{name} must be at least 1, got {getattr(args, name)}")
+    if args.predict_link <= 0:
+        raise UserError(f"--predict-link must be above 0, got {args.predict_link}")
     if args.routing not in ROUTINGS:
         raise UserError(f"routing {args.routing!r} is unknown; choose {', '.join(ROUTINGS)}")
     if not cells:
@@ -96,7 +120,6 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     each = -(-args.steps // args.repeats)
     covering = -(-config.num_experts // config.num_experts_per_tok)
     longest = args.context + 1 + max(args.warmup + each, covering)
-    device = select_device()
     limits = Limits(
         enable_prefix_caching=False,
         max_num_seqs=args.batch,
@@ -111,8 +134,21 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     ):
         link = measure_link_rate(engine.runner)
         splits = splits_of(cells, sum(config.moe_layers), config.num_experts)
-        samples = measure(args, engine, splits, each)
-        return list(lines_of(args, engine, cells, splits, samples, link))
+        samples, curves = measure(args, engine, splits, each)
+        return list(lines_of(args, engine, cells, splits, samples, curves, link))
+
+
+def part_of(args: argparse.Namespace) -> ModelConfig:
+    """The shape, with --layers of its layers and --vocab, or the same share, of its vocabulary."""
+    whole, config = shape(args.shape), shape(args.shape, args.layers)
+    vocab, layers = whole.vocab_size, config.num_hidden_layers
+    if args.vocab is not None:
+        vocab = args.vocab
+    elif layers < whole.num_hidden_layers:
+        vocab = max(-(-vocab * layers // whole.num_hidden_layers), 1024)
+    if not 2 <= vocab <= whole.vocab_size:
+        raise UserError(f"--vocab must be in 2…{whole.vocab_size}, got {vocab}")
+    return dataclasses.replace(config, vocab_size=vocab)
 
 
 def splits_of(cells: Sequence[int], layers: int, experts: int) -> dict[str, list[int]]:
@@ -129,8 +165,9 @@ def splits_of(cells: Sequence[int], layers: int, experts: int) -> dict[str, list
 
 def measure(
     args: argparse.Namespace, engine: Engine, splits: dict[str, list[int]], each: int
-) -> dict[str, Samples]:
-    """Steps of every split, in interleaved rounds, with the same routing for all."""
+) -> tuple[dict[str, Samples], MissCurves | None]:
+    """Steps of every split, in interleaved rounds, with the same routing for all; and the miss
+    curves of the timed ones (None: the routing is the model's own)."""
     runner, random = engine.runner, np.random.default_rng(args.seed)
     vocabulary = runner.config.vocab_size
     prompts = random.integers(vocabulary, size=(args.batch, args.context)).tolist()
@@ -152,7 +189,28 @@ def measure(
                 decode(runner, sequences, routings[first:middle], Samples())
                 decode(runner, sequences, routings[middle:last], samples[name])
     engine.abort(requests)
-    return samples
+    if args.routing == "real":
+        return samples, None
+    counts = CurveCounts(*runner.stores[0].shape[:2])
+    for number in range(total):
+        in_round = number % (args.warmup + each)
+        if not in_round:
+            for routing in every:
+                counts.add(active_set(counts.items, routing, sequences.rows), counted=False)
+        timed = in_round >= args.warmup
+        counts.add(active_set(counts.items, routings[number], sequences.rows), counted=timed)
+        if timed:
+            counts.end_step()
+    return samples, counts.curves()
+
+
+def active_set(experts: int, routing: Routing | None, rows: Sequence[int]) -> np.ndarray:
+    """bool[L, E]: who is active in a forced step of these rows."""
+    assert routing is not None
+    ids = np.asarray(routing.ids)[:, list(rows)]
+    active = np.zeros((len(ids), experts), bool)
+    np.put_along_axis(active, ids.reshape(len(ids), -1), True, axis=1)
+    return active
 
 
 def covering_routings(runner: Runner, batch: int) -> list[Routing | None]:
@@ -173,6 +231,7 @@ def lines_of(
     cells: Sequence[int],
     splits: dict[str, list[int]],
     samples: dict[str, Samples],
+    curves: MissCurves | None,
     link: float,
 ) -> Iterator[dict[str, Any]]:
     record, batch = engine.runner.layout.records[0].nbytes, args.batch
@@ -187,10 +246,12 @@ def lines_of(
             "static": batch / float(np.median(static.step_s)),
             "streamed": batch / streamed,
         }
-        whole = engine.runner.config.num_hidden_layers == 48
+        misses = None if curves is None else float(curves.per_step[c])
+        predicted = None if misses is None else batch / (resident + misses * record / link)
         yield {
             "shape": args.shape,
             "layers": engine.runner.config.num_hidden_layers,
+            "vocab": engine.runner.config.vocab_size,
             "device": engine.runner.device.device_kind,
             "routing": args.routing,
             "batch": batch,
@@ -199,12 +260,22 @@ def lines_of(
             "steps": len(paged.step_s),
             "link_gb_per_s": link / 1e9,
             **{f"{name}_tokens_per_s": rate for name, rate in rates.items()},
+            "resident_tokens_per_s": batch / resident,
+            "paged_predicted_tokens_per_s": predicted,
             "paged_misses": _misses(paged),
+            "paged_predicted_misses": misses,
             "static_misses": _misses(static),
             "streamed_experts": missing,
             "paged_over_static": rates["paged"] / rates["static"],
             "paged_over_streamed": rates["paged"] / rates["streamed"],
-            "published": PUBLISHED.get(c) if whole and args.shape == "qwen3-30b-a3b" else None,
+            "whole_model": whole_model(
+                c,
+                shape_name=args.shape,
+                batch=args.batch,
+                routing=args.routing,
+                link_gb_per_s=args.predict_link,
+                seed=args.seed,
+            ),
         }
 
 
@@ -214,32 +285,69 @@ def _misses(samples: Samples) -> float:
     return float(counts.sum(axis=1).mean())
 
 
-def report(lines: Sequence[dict[str, Any]]) -> Iterator[str]:
+def report(args: argparse.Namespace, lines: Sequence[dict[str, Any]]) -> Iterator[str]:
     first = lines[0]
     yield (
-        f"{first['shape']}, {first['layers']} layers, {first['device']}, routing "
-        f"{first['routing']}, batch {first['batch']}, link {first['link_gb_per_s']:.1f} GB/s, "
-        f"{first['steps']} steps a row; tokens a second"
+        f"{first['shape']}, {first['layers']} layers, vocabulary {first['vocab']}, measured on "
+        f"{first['device']}, routing {first['routing']}, batch {first['batch']}, link "
+        f"{first['link_gb_per_s']:.1f} GB/s, {first['steps']} steps a row; tokens a second, with "
+        f"everything resident {first['resident_tokens_per_s']:.2f}"
     )
     shown = []
     for line in lines:
-        offload, wisp = line["published"] or (None, None)
-        ratio = f"{wisp / offload:.2f} ({offload} → {wisp})" if offload and wisp else "–"
-        shown.append({**line, "gib": line["expert_bytes"] / 2**30, "paper": ratio})
+        rate, misses = line["paged_predicted_tokens_per_s"], line["paged_predicted_misses"]
+        shown.append(
+            {
+                **line,
+                "gib": line["expert_bytes"] / 2**30,
+                "rate": "–" if rate is None else f"{rate:.2f}",
+                "curve": "–" if misses is None else f"{misses:.1f}",
+            }
+        )
     yield from aligned(
         [
             ("cells", "{cells}"),
             ("experts GiB", "{gib:.2f}"),
             ("paged", "{paged_tokens_per_s:.2f}"),
+            ("predicted", "{rate}"),
             ("misses", "{paged_misses:.1f}"),
+            ("by curve", "{curve}"),
             ("static", "{static_tokens_per_s:.2f}"),
             ("misses", "{static_misses:.1f}"),
             ("streamed (predicted)", "{streamed_tokens_per_s:.2f}"),
             ("paged/static", "{paged_over_static:.2f}"),
             ("paged/streamed", "{paged_over_streamed:.2f}"),
-            ("paper: WiSP/offload", "{paper}"),
         ],
         shown,
+    )
+    whole = [
+        {
+            **line["whole_model"],
+            "cells": line["cells"],
+            "offload": line["whole_model"]["published"][0],
+            "wisp": line["whole_model"]["published"][1],
+        }
+        for line in lines
+        if line["whole_model"]
+    ]
+    if not whole:
+        return
+    yield ""
+    yield (
+        f"all layers of {PUBLISHED_SHAPE}, PREDICTED for a link of {args.predict_link:g} GB/s and "
+        "the paper's step with everything resident; tokens a second"
+    )
+    yield from aligned(
+        [
+            ("cells", "{cells}"),
+            ("misses", "{misses:.1f}"),
+            ("paged", "{paged_tokens_per_s:.2f}"),
+            ("static", "{static_tokens_per_s:.2f}"),
+            ("streamed", "{streamed_tokens_per_s:.2f}"),
+            ("paper: WiSP", "{wisp}"),
+            ("paper: offload", "{offload}"),
+        ],
+        whole,
     )
 
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from moejax.random_model import shape
+from moejax.work import sweep_of
 from tests.moejax.bench_runs import json_lines, refusal
 
 import bench_host_loop  # isort: skip (found by what bench_runs adds to the path)
@@ -34,8 +35,11 @@ def test_parts_add_up(engine):
         assert "device" not in each.parts_s
         np.testing.assert_allclose(sum(each.parts_s.values()), each.total_s)
     assert 0 < sum(float(each.total_s.sum()) for each in measured) < wall
+    (swept,) = (each for each in measured if each.kind == "prefill")
+    assert "sweep arrays" in swept.parts_s
     # What was timed is as it was.
-    assert not [name for name in vars(engine) if name in ("_read", "_place", "_sweep")]
+    assert not [name for name in vars(engine) if name in ("_read", "_place")]
+    assert bench_host_loop.sys.modules["moejax.engine"].sweep_of is sweep_of
 
 
 def test_time_within_a_part_is_not_counted_twice(monkeypatch):

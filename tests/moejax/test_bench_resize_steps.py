@@ -1,0 +1,54 @@
+"""bench_resize.py steps: what it times and when it says that the goal is met. No claim is made."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+
+import bench_resize
+from resize_steps import Times, _report
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("model", [(), ("--shape", "demo", "--layers", "2")])
+def test_resizes_are_timed(model, capsys):
+    arguments = ["steps", "--resizes", "4", "--every", "3", "--batch", "2", "--json", *model]
+    assert bench_resize.main(arguments) == 0
+    *lines, verdict = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    counts = {line["steps"]: line["count"] for line in lines}
+    # A resize touches two steps, and as many rounds run without.
+    assert counts["of a resize"] >= 4
+    assert counts["without resizes"] == counts["of a resize"] + counts["between resizes"]
+    assert all(line["failed"] == 0 and line["resizes"] >= 4 for line in lines)
+    assert lines[0]["pages_moved"] > 0
+    assert verdict["ratio"] == lines[0]["ratio"]
+
+
+@pytest.mark.parametrize(("slow", "within"), [(1.1, True), (1.3, False)])
+def test_the_goal_is_of_the_steps_of_a_resize(slow, within):
+    """Slow steps elsewhere are the machine's, and shown; those of a resize decide."""
+    times = {
+        "of a resize": Times([slow] * 200, [3] * 200),
+        "between resizes": Times([1.0] * 600, [2] * 600),
+        "without resizes": Times([1.0] * 780 + [5.0] * 20, [2] * 800),
+    }
+    args = argparse.Namespace(json=True)
+    *lines, verdict = map(json.loads, _report(args, "cpu", times, {"failed": 0}))
+    assert [line["misses"] for line in lines] == [3, 2, 2]
+    assert verdict["within"] is within and verdict["ratio"] == pytest.approx(slow)
+    assert verdict["without"] == pytest.approx(5.0)
+
+
+def test_what_is_refused(capsys):
+    assert bench_resize.main(["steps", "--every", "0"]) == 2
+    assert bench_resize.main(["steps", "--layers", "2"]) == 2
+    assert bench_resize.main(["steps", "--shape", "other"]) == 2
+    said = capsys.readouterr().err
+    assert "--resizes, --every and --batch must be at least 1" in said
+    assert "--layers are of a --shape" in said and "shape 'other' is unknown" in said
