@@ -1,71 +1,73 @@
 """Perplexity at equal expert bytes: uniform versions, fixed maps, DynaExq.
 
 python scripts/compare_precision.py run DIR [--pairs dense/int4@int8,…] [--windows 12]
-python scripts/compare_precision.py fixed | dynamic | draw DIR
+python scripts/compare_precision.py fixed | dynamic | shifts | draw DIR
+python scripts/compare_precision.py ablation DIR --name no-hysteresis | no-ema | … | hi-share
 
 A pair HI/LO@VERSION mixes HI and LO in the bytes that VERSION takes for all experts; HI/LO@SHARE
-makes that share of the experts high. `run` writes DIR/precision.jsonl, prints tables and draws
-plots (draw makes them again); docs/precision.md reads them. `fixed` is its first part, everything
-but DynaExq; `dynamic` goes on from there.
+makes that share of the experts high. `run` does everything: writes DIR/precision.jsonl, prints
+tables and draws plots (draw makes them again); docs/precision.md reads them. The others do a part,
+and what it needs: `fixed` everything but DynaExq, `dynamic` DynaExq, `ablation` one change of its
+settings, beside DynaExq, in the first order of the domains; `shifts` how soon it follows a domain.
+What DIR has is not done again, so an interrupted run goes on; DIR/arguments.json says of what.
 
-A text's first 60% are `train`, for calibration, the next 20% `validation`, for what is chosen here
-(each version's quantizer, DynaExq's settings), the last 20% `test`, which is reported, in windows
-of 512 tokens. Every arm has as many high experts as its bytes have room for, to the nearest one;
-DynaExq's spare cells are inside its bytes. Bytes are those of records: what whole slots waste in an
-arena of so small experts is left out.
+A text's first 60% are `train`, for calibration (also gptq's), the next 20% `validation`, for what
+is chosen here (each version's quantizer, DynaExq's settings), the last 20% `test`, which is
+reported, in windows of 512 tokens. Every arm has as many high experts as its bytes have room for,
+to the nearest one; DynaExq's spare cells are inside its bytes, and an arm more than 1% off is
+refused. All arms compute with the same records: DynaExq runs on a checkpoint that has them, which
+is checked. Bytes are those of records: what whole slots waste in an arena of so small experts is
+left out.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
+import contextlib
 import json
 import sys
-import time
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from precision_engine import (
-    WINDOW,
-    Calibration,
-    Domain,
-    MapEngine,
-    Pair,
-    Scores,
-    calibrate,
-    engine_options,
-    output_errors,
-    parse_pair,
-    read_domains,
-    run_dynaexq,
-)
+from precision_arms import TUNED, WEIGHTED, Arms
+from precision_engine import MapEngine, Pair, calibrate, parse_pair, read_domains, write_versions
 from precision_report import draw, pyplot, show
+from precision_stream import check_agreement, orders_of
 
-from host_offload.policies.precision_maps import HI, random_map, top, top_map, uniform_map
-from host_offload.quantizers import QUANTIZERS
 from host_offload.traces import TraceError
-from host_offload.version_history import VersionHistory
 from moejax import UserError
-from pallas_kernels.records.format import BITS
 
-TUNED = tuple(
-    {"alpha": alpha, "interval": interval}
-    for alpha, interval in itertools.product((0.0, 0.8), (512, 2048))
-)
-"""DynaExq's settings that are tried on the validation part."""
+Line = dict[str, Any]
 
 ABLATIONS: Mapping[str, dict[str, Any]] = {
-    "no hysteresis": {"margin": 0.0},
-    "no EMA": {"alpha": 0.0},
-    "rank slack 2": {"slack": 2},
+    "no-hysteresis": {"margin": 0.0},
+    "no-ema": {"alpha": 0.0},
+    "long-ema": {"alpha": 0.9},
+    "rank-slack": {"slack": 2},
     "global": {"scope": "global"},
+    "error-weighted": WEIGHTED,
     "blocking": {"blocking": "true"},
-    "error-weighted": {"scope": "error-weighted"},
+    "one-spare": {"spares": 1},
+    "hi-share": {},
 }
-"""Changes of the settings, in the first order of domains: the last one with every pair, because the
-fixed map of that name is the best; the others with the last pair."""
+"""Name → changes of DynaExq's settings; hi-share changes the pair instead, to SHARES."""
+
+SHARES = (0.125, 0.25, 0.75)
+
+SHIFTS: Mapping[str, dict[str, Any]] = {
+    "2 spares, steps of 128": {"spares": 2, "sweep": 128},
+    "8 spares, steps of 128": {"spares": 8, "sweep": 128},
+    "2 spares, steps of 64": {"spares": 2, "sweep": 64},
+    "8 spares, steps of 64": {"spares": 8, "sweep": 64},
+    "blocking": {"spares": 2, "sweep": 128, "blocking": "true"},
+}
+"""How many transitions there can be, from few to as many as are wanted."""
+
+
+SAME = "model", "text", "windows", "calibration", "sweep"
+"""Arguments that all results in a directory have in common."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -73,17 +75,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     path = args.directory / "precision.jsonl"
     try:
         if args.what == "draw":
-            draw(_read_lines(path), args.directory)
+            lines = _read_lines(path)
+            show(lines)
+            draw(lines, args.directory)
             return 0
         if not args.no_plots:
             pyplot()
         pairs = [parse_pair(text) for text in args.pairs.split(",")]
+        if args.what == "ablation" and args.name is None:
+            raise UserError(f"give the ablation's --name: {', '.join(ABLATIONS)}")
+        if min(args.windows, args.seeds, args.orders, args.sweep, args.calibration) < 1:
+            raise UserError(
+                "--windows, --calibration, --seeds, --orders and --sweep are at least 1"
+            )
         args.directory.mkdir(parents=True, exist_ok=True)
-        lines = _read_lines(path) if args.what == "dynamic" else []
-        with open(path, "a" if lines else "w") as file:
-            for line in Comparison(args, pairs).lines(lines):
-                lines.append(line)
-                print(json.dumps(line), file=file, flush=True)
+        _require_same(args)
+        lines = _read_lines(path) if path.exists() else []
+        for line in _lines(args, pairs, lines):
+            lines.append(line)
+            with open(path, "a") as file:
+                print(json.dumps(line), file=file)
+            _arguments(args.directory).write_text(json.dumps(_same(args)))
     except (UserError, TraceError) as error:
         print(f"compare_precision: error: {error}", file=sys.stderr)
         return 2
@@ -97,7 +109,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("run", "fixed", "dynamic", "draw"))
+    kinds = ("run", "fixed", "dynamic", "ablation", "shifts", "draw")
+    parser.add_argument("what", choices=kinds)
     parser.add_argument("directory", type=Path, metavar="DIR", help="of results")
     shared = Path(__file__).resolve().parents[2] / "shared"
     parser.add_argument("--model", default=str(shared / "models/tri"), help="default: %(default)s")
@@ -110,285 +123,158 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--pairs",
         default="dense/int4@int8,int8/int2@int4,int4/int2@0.5",
-        help="default: %(default)s",
+        help="default: %(default)s; ablations take the last one",
     )
+    parser.add_argument("--name", choices=ABLATIONS, help="of the ablation")
     parser.add_argument("--windows", type=int, default=12, help="of a domain (default: 12)")
+    parser.add_argument(
+        "--calibration", type=int, default=32, help="windows of a domain's train part (default: 32)"
+    )
     parser.add_argument("--seeds", type=int, default=20, help="random maps (default: 20)")
     parser.add_argument("--orders", type=int, default=6, help="of domains (default: all 6)")
-    parser.add_argument(
-        "--spares", type=int, default=2, help="DynaExq's, of each version (default: 2)"
-    )
     parser.add_argument(
         "--sweep",
         type=int,
         default=128,
-        help="tokens of a step under DynaExq: steps and spares bound how many transitions an "
-        "interval has (default: 128)",
+        help="tokens of a step under DynaExq, from 64: steps and spares bound how many transitions "
+        "an interval has (default: 128)",
     )
     parser.add_argument("--no-plots", action="store_true", help="figures only, no matplotlib")
     return parser
 
 
-def _read_lines(path: Path) -> list[dict[str, Any]]:
+def _read_lines(path: Path) -> list[Line]:
     try:
         return [json.loads(line) for line in path.read_text().splitlines()]
     except (OSError, ValueError) as error:
         raise UserError(f"cannot read {path} ({error}); run it first") from error
 
 
-class Comparison:
-    """All arms over all pairs. Every line has what it is and `nll`: domain → of each window."""
+def _arguments(directory: Path) -> Path:
+    return directory / "arguments.json"
 
-    def __init__(self, args: argparse.Namespace, pairs: Sequence[Pair]):
-        if min(args.windows, args.seeds, args.orders, args.spares, args.sweep) < 1:
-            raise UserError("--windows, --seeds, --orders, --spares and --sweep are at least 1")
-        self.args, self.pairs = args, pairs
-        self.domains: list[Domain] = read_domains(args.text)
-        self.quantizers: dict[str, str] = {}
-        """Version → the one that was best on the validation part."""
-        self._weights: dict[Pair, np.ndarray] = {}
-        self._began = time.perf_counter()
 
-    def lines(self, known: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-        """known: of the fixed part, where that was done."""
-        args = self.args
-        # Fewer windows to choose by than to report.
-        self.few = min(args.windows, 6)
-        self._say("calibration")
-        self.found: Calibration = calibrate(args.model, self.domains, self.few, args.windows)
-        self.engine = MapEngine(args.model)
-        try:
-            for line in known:
-                if line.get("quantizer"):
-                    self.quantizers[line["version"]] = line["quantizer"]
-            if not known:
-                yield from self._all_fixed()
-            for pair in self.pairs:
-                self.weights(pair)
-        finally:
-            self.engine.close()
-        if args.what == "fixed":
-            return
-        settings = self._tuned()
-        for pair in self.pairs:
-            yield from self._dynamic(pair, settings)
-        for pair in self.pairs:
-            yield from self._ablations(pair, settings)
+def _same(args: argparse.Namespace) -> dict[str, Any]:
+    return {name: getattr(args, name) for name in SAME}
 
-    def _all_fixed(self) -> Iterator[dict[str, Any]]:
-        for version in BITS:
-            self.quantizers[version] = self._best_quantizer(version)
-        for version in ("dense", *BITS):
-            yield self._uniform(version)
-        for pair in self.pairs:
-            yield from self._fixed(pair)
 
-    # ---- bytes
-
-    def _bytes(self, version: str) -> int:
-        return self.engine.format(version).nbytes
-
-    def _high(self, pair: Pair, spares: int = 0) -> int:
-        """High experts in the pair's bytes, of all layers. spares: cells of each version that are
-        in them too."""
-        total = self.engine.layers * self.engine.experts
-        hi, lo = self._bytes(pair.hi), self._bytes(pair.lo)
-        if pair.rival is not None:
-            budget = total * self._bytes(pair.rival)
-        else:
-            assert pair.share is not None
-            high = round(pair.share * total)
-            budget = high * hi + (total - high) * lo
-        room = budget - total * lo - spares * (hi + lo)
-        # To the nearest, so that an arm is at most half an expert over.
-        return round(room / (hi - lo))
-
-    def _line(
-        self, pair: Pair, arm: str, scores: Scores, spares: int = 0, **more: Any
-    ) -> dict[str, Any]:
-        total, n = self.engine.layers * self.engine.experts, self._high(pair, spares)
-        hi, lo = self._bytes(pair.hi), self._bytes(pair.lo)
-        used = (n + spares) * hi + (total - n + spares) * lo
-        rival = None if pair.rival is None else total * self._bytes(pair.rival)
-        return {
-            "pair": pair.name,
-            "arm": arm,
-            "high": n,
-            "experts": total,
-            "bytes": used,
-            "rival": pair.rival,
-            "rival_bytes": rival,
-            "dense_bytes": total * self._bytes("dense"),
-            **more,
-            "nll": {name: values.tolist() for name, values in scores.items()},
-            "tokens": WINDOW - 1,
-        }
-
-    # ---- fixed maps
-
-    def _score(self, versions: Sequence[str], experts: np.ndarray, **where: Any) -> Scores:
-        told = {"domains": self.domains, "part": "test", "windows": self.args.windows}
-        told |= {"quantizers": self.quantizers, **where}
-        return self.engine.score(versions, experts, **told)
-
-    def _best_quantizer(self, version: str) -> str:
-        """The one of least −ln p on the validation part."""
-        same = uniform_map(self.engine.layers, self.engine.experts, 0)
-
-        def total(quantizer: str) -> float:
-            scores = self._score(
-                (version,),
-                same,
-                part="validation",
-                windows=self.few,
-                quantizers={version: quantizer},
-            )
-            return sum(float(values.sum()) for values in scores.values())
-
-        best = min(QUANTIZERS, key=total)
-        self._say(f"quantizer of {version}: {best}")
-        return best
-
-    def _uniform(self, version: str) -> dict[str, Any]:
-        self._say(f"all {version}")
-        same = uniform_map(self.engine.layers, self.engine.experts, 0)
-        size = self.engine.layers * self.engine.experts
-        return {
-            "pair": None,
-            "arm": f"all {version}",
-            "version": version,
-            "quantizer": self.quantizers.get(version),
-            "bytes": size * self._bytes(version),
-            "dense_bytes": size * self._bytes("dense"),
-            "nll": {n: v.tolist() for n, v in self._score((version,), same).items()},
-            "tokens": WINDOW - 1,
-        }
-
-    def maps(self, pair: Pair) -> Iterator[tuple[str, np.ndarray]]:
-        """Name → map, for all domains together."""
-        n, counts = self._high(pair), self.found.counts
-        shares = {name: count / count.sum() for name, count in counts.items()}
-        mixed = sum(shares.values())
-        for name, count in counts.items():
-            yield f"calibrated on {name}", top_map(count, n)
-        yield "calibrated on all", top_map(np.asarray(mixed), n)
-        gain = np.asarray(mixed) * self.weights(pair)
-        yield "error-weighted", top_map(gain, n, per_layer=False)
-        for seed in range(self.args.seeds):
-            yield f"random {seed}", random_map(self.engine.layers, self.engine.experts, n, seed)
-
-    def weights(self, pair: Pair) -> np.ndarray:
-        """float64[L, E]: how much more error an expert's output has in the low version."""
-        if pair not in self._weights:
-            errors = [
-                output_errors(self.engine, self.found, version, self.quantizers.get(version, "rtn"))
-                for version in (pair.hi, pair.lo)
-            ]
-            self._weights[pair] = np.maximum(errors[1] - errors[0], 0)
-        return self._weights[pair]
-
-    def _fixed(self, pair: Pair) -> Iterator[dict[str, Any]]:
-        versions = pair.hi, pair.lo
-        for arm, experts in self.maps(pair):
-            self._say(f"{pair.name}: {arm}")
-            yield self._line(pair, arm, self._score(versions, experts))
-        # Knows the test part's own routing: what no map of one domain can be better informed than.
-        self._say(f"{pair.name}: oracle")
-        scores: Scores = {}
-        for domain in self.domains:
-            best = top_map(self.found.own[domain.name], self._high(pair))
-            scores |= self._score(versions, best, domains=[domain])
-        yield self._line(pair, "oracle of each domain", scores)
-
-    # ---- DynaExq
-
-    def _run(
-        self,
-        pair: Pair,
-        order: Sequence[Domain],
-        part: str,
-        windows: int,
-        settings: Mapping[str, Any],
-    ) -> tuple[Scores, dict[str, Any], VersionHistory]:
-        settings = {"margin": 0.1, "spares": self.args.spares, **settings}
-        if settings.get("scope") == "error-weighted":
-            settings["weights"] = self.weights(pair)
-        engine = engine_options(self.args.model, self.args.sweep)
-        options = dict(
-            hi=pair.hi,
-            lo=pair.lo,
-            hi_share=self._high(pair, self.args.spares)
-            / (self.engine.layers * self.engine.experts),
-            quantizer=self.quantizers.get(pair.lo, "rtn"),
+def _require_same(args: argparse.Namespace) -> None:
+    """Raises UserError where the directory's results are of other texts, models or sizes."""
+    if not (file := _arguments(args.directory)).exists():
+        return
+    had, asked = json.loads(file.read_text()), _same(args)
+    if other := [f"--{name} {had[name]}" for name in SAME if had[name] != asked[name]]:
+        raise UserError(
+            f"{args.directory} has results of {', '.join(other)}; give that, or another directory"
         )
-        return run_dynaexq(engine, settings, options, order, part, windows)
 
-    def _tuned(self) -> dict[str, Any]:
-        """The settings of least −ln p on the validation part, with the last pair, where they matter
-        most."""
-        best: tuple[float, dict[str, Any]] | None = None
-        for settings in TUNED:
-            scores, _, _ = self._run(self.pairs[-1], self.domains, "validation", self.few, settings)
-            total = sum(float(values.sum()) for values in scores.values())
-            self._say(f"DynaExq {settings}: {total:.2f}")
-            if best is None or total < best[0]:
-                best = total, settings
-        assert best is not None
-        return best[1]
 
-    def _dynamic(self, pair: Pair, settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        windows = self.args.windows
-        orders = list(itertools.permutations(self.domains))[: self.args.orders]
-        for order in orders:
-            names = [domain.name for domain in order]
-            self._say(f"{pair.name}: DynaExq over {', '.join(names)}")
-            scores, stats, history = self._run(pair, order, "test", windows, settings)
-            yield self._line(
-                pair,
-                "DynaExq",
-                scores,
-                order=names,
-                settings=settings,
-                spares=self.args.spares,
-                stats=stats,
-                sweep=self.args.sweep,
-                converged=self._converged(pair, order, history),
-            )
+def _lines(args: argparse.Namespace, pairs: Sequence[Pair], known: list[Line]) -> Iterator[Line]:
+    """What is asked for and not among `known`, to which the caller adds it."""
+    with contextlib.ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        arms = _arms(args, known, scratch, stack)
+        for pair in pairs:
+            for spares in {0, *(s["spares"] for s in (*TUNED, *SHIFTS.values()))}:
+                arms.high(pair, spares)
+        yield from _asked(args, pairs, arms, scratch)
 
-    def _converged(
-        self, pair: Pair, order: Sequence[Domain], history: VersionHistory
-    ) -> dict[str, Any]:
-        """Domain → agreement of the high set with the domain's own top, in each window."""
-        wanted = {
-            domain.name: top(
-                self.found.own[domain.name],
-                self._high(pair, self.args.spares) // self.engine.layers,
-            )
-            for domain in order
-        }
-        windows, found = self.args.windows, {}
-        window = (np.cumsum(history.tokens) - 1) // (WINDOW - 1)
-        for place, domain in enumerate(order):
-            mine = wanted[domain.name]
-            found[domain.name] = [
-                float(np.mean([np.sum((v == HI) & mine) for v in history.version[window == w]]))
-                / mine.sum()
-                for w in range(place * windows, (place + 1) * windows)
-            ]
-        return found
 
-    def _ablations(self, pair: Pair, settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        for name, changes in ABLATIONS.items():
-            if pair is not self.pairs[-1] and name != "error-weighted":
-                continue
-            self._say(f"{pair.name}: DynaExq, {name}")
-            scores, stats, _ = self._run(
-                pair, self.domains, "test", self.args.windows, {**settings, **changes}
-            )
-            yield self._line(pair, f"DynaExq, {name}", scores, spares=self.args.spares, stats=stats)
+def _arms(
+    args: argparse.Namespace, known: list[Line], scratch: Path, stack: contextlib.ExitStack
+) -> Arms:
+    domains = read_domains(args.text)
+    found = calibrate(args.model, domains, args.calibration, args.windows, scratch)
+    engine = MapEngine(args.model, found.inputs)
+    stack.callback(engine.close)
+    return Arms(
+        model=args.model,
+        domains=domains,
+        windows=args.windows,
+        few=min(args.windows, 6),
+        sweep=args.sweep,
+        found=found,
+        engine=engine,
+        quantizers={x["version"]: x["quantizer"] for x in known if x.get("quantizer")},
+        settings={x["pair"]: x["settings"] for x in known if x["arm"] == "DynaExq"},
+        known=known,
+    )
 
-    def _say(self, text: str) -> None:
-        print(f"{time.perf_counter() - self._began:6.0f} s  {text}", file=sys.stderr, flush=True)
+
+def _asked(
+    args: argparse.Namespace,
+    pairs: Sequence[Pair],
+    arms: Arms,
+    scratch: Path,
+) -> Iterator[Line]:
+    yield from arms.choose_quantizers()
+    if args.what in ("run", "fixed"):
+        for pair in pairs:
+            yield from arms.fixed(pair, arms.maps(pair, args.seeds))
+            yield from arms.oracles(pair)
+    if args.what == "fixed":
+        return
+    arms.checkpoint = scratch / "versions"
+    write_versions(arms.engine, args.model, arms.quantizers, arms.checkpoint)
+    orders = orders_of(arms.domains, args.orders)
+    for pair in pairs if args.what in ("run", "dynamic") else pairs[-1:]:
+        calibrated = dict(arms.maps(pair, 0))["calibrated on all"]
+        arms.say(f"{pair.name}: the checkpoint against the fixed maps")
+        check_agreement(
+            arms.engine,
+            arms.checkpoint,
+            (pair.hi, pair.lo),
+            calibrated,
+            arms.quantizers,
+            arms.domains,
+            dynamic=pair == pairs[-1],
+        )
+        if pair.name not in arms.settings:
+            arms.tune(pair)
+        if args.what in ("run", "dynamic"):
+            for order in orders:
+                yield from arms.dynaexq(pair, "DynaExq", {}, order)
+            for order in orders[:2]:
+                yield from arms.dynaexq(pair, "DynaExq error-weighted", WEIGHTED, order)
+    last = pairs[-1]
+    if args.what == "ablation":
+        maps = arms.maps(last, 0)
+        yield from arms.fixed(last, (one for one in maps if one[0] == "calibrated on all"))
+        yield from arms.dynaexq(last, "DynaExq", {}, orders[0])
+    names = {"run": tuple(ABLATIONS), "ablation": (args.name,)}.get(args.what, ())
+    for name in names:
+        if name == "hi-share":
+            yield from _shares(args, last, arms)
+        else:
+            changes = ABLATIONS[name]
+            yield from arms.dynaexq(last, f"DynaExq, {name}", changes, orders[0], study="ablation")
+    if args.what in ("run", "shifts"):
+        yield from _shifts(args, pairs, arms)
+
+
+def _shares(args: argparse.Namespace, pair: Pair, arms: Arms) -> Iterator[Line]:
+    """Other shares of high experts, each with maps of the same bytes."""
+    for share in SHARES:
+        other = Pair(pair.hi, pair.lo, None, share)
+        arms.settings[other.name] = arms.settings[pair.name]
+        more: dict[str, Any] = {"study": "hi-share"}
+        yield from arms.fixed(other, arms.maps(other, min(args.seeds, 5), each=False), **more)
+        yield from arms.dynaexq(other, "DynaExq", {}, arms.domains, **more)
+        yield from arms.dynaexq(other, "DynaExq error-weighted", WEIGHTED, arms.domains, **more)
+
+
+def _shifts(args: argparse.Namespace, pairs: Sequence[Pair], arms: Arms) -> Iterator[Line]:
+    """The last pair (with `shifts`: each pair) in two orders, each with two shifts."""
+    for pair in pairs if args.what == "shifts" else pairs[-1:]:
+        if pair.name not in arms.settings:
+            arms.tune(pair)
+        for name, changes in SHIFTS.items():
+            for order in orders_of(arms.domains, min(args.orders, 2)):
+                yield from arms.dynaexq(pair, name, changes, order, study="shifts")
+        for name in ("2 spares, steps of 128", "blocking"):
+            changes = {k: v for k, v in SHIFTS[name].items() if k != "sweep"}
+            arm = "decode, " + ("blocking" if name == "blocking" else "2 spares")
+            yield from arms.decode(pair, arm, changes)
 
 
 if __name__ == "__main__":

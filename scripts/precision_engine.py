@@ -1,14 +1,15 @@
-"""Engines that compare_precision.py asks: one for all fixed maps, and one a run of DynaExq.
+"""What compare_precision.py computes fixed maps with, and what it calibrates on.
 
 A version's experts compute with exactly the weights that its records decode to, so a fixed map has
 the bits of a dense store of decoded records. That is what the engine of fixed maps holds: the next
-map is another array for the same executables. (tests/moejax/test_precision.py compares the two.)
+map is another array for the same executables. (precision_stream.check_agreement compares it with an
+engine that has the versions.)
 """
 
 from __future__ import annotations
 
 import dataclasses
-import tempfile
+import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,16 @@ from host_offload.precision_names import VERSIONS
 from host_offload.quantizers import QUANTIZERS
 from host_offload.tables import with_contents
 from host_offload.traces import read_trace
-from host_offload.version_history import VersionHistory, version_history
 from moejax import LLM, UserError
+from moejax.checkpoints.conversion_source import open_source
+from moejax.checkpoints.directory import checkpoint_directory
+from moejax.checkpoints.orbax_destination import free_destination
+from moejax.checkpoints.shards import find_shards
+from moejax.convert import Encoding, write_checkpoint
 from moejax.evaluation import perplexity
+from moejax.expert_inputs import ExpertInputs, gptq_records
+from moejax.models.config import load_config
+from moejax.quantization import GPTQ
 from pallas_kernels.records import RecordFormat
 
 WINDOW = 512
@@ -32,6 +40,9 @@ WINDOW = 512
 
 PARTS = {"train": (0.0, 0.6), "validation": (0.6, 0.8), "test": (0.8, 1.0)}
 """Contiguous parts of each text."""
+
+CHOICES = (*QUANTIZERS, GPTQ)
+"""Quantizers that are compared."""
 
 Scores = dict[str, np.ndarray]
 """Domain → −ln p of each window, summed, float64[windows]."""
@@ -118,17 +129,36 @@ def engine_options(model: str, sweep: int = WINDOW) -> dict[str, Any]:
 class MapEngine:
     """An engine of fixed maps: experts from decoded records, everything resident."""
 
-    def __init__(self, model: str):
+    def __init__(self, model: str, inputs: ExpertInputs):
+        """inputs: what experts saw of the calibration texts, for gptq."""
         self.llm = LLM(**engine_options(model))
         runner = self.llm.engine.runner
         (self._dense,) = runner.stores
         self.layers, self.experts = self._dense.shape[:2]
         config = self.llm.config
         self.hidden, self.width = config.hidden_size, config.moe_intermediate_size
+        self._inputs = inputs
+        self._records: dict[tuple[str, str], np.ndarray] = {}
         self._decoded: dict[tuple[str, str], np.ndarray] = {}
 
     def format(self, version: str) -> RecordFormat:
         return RecordFormat(version, self.hidden, self.width, self.llm.dtype)
+
+    def records(self, version: str, quantizer: str) -> np.ndarray:
+        """uint16[L, E, rows, D] of a lossy version. quantizer: of CHOICES."""
+        key = version, quantizer
+        if key not in self._records:
+            fmt, like = self.format(version), self.format("dense")
+            layers = (decode(records, like) for records in np.asarray(self._dense))
+            self._records[key] = np.stack(
+                [
+                    gptq_records(weights, fmt, self._inputs, layer)
+                    if quantizer == GPTQ
+                    else encode(weights, fmt, QUANTIZERS[quantizer])
+                    for layer, weights in enumerate(layers)
+                ]
+            )
+        return self._records[key]
 
     def decoded(self, version: str, quantizer: str) -> np.ndarray:
         """uint16[L, E, rows, D]: dense records of what that version decodes to."""
@@ -138,10 +168,9 @@ class MapEngine:
         key = version, quantizer
         if key not in self._decoded:
             fmt, like = self.format(version), self.format("dense")
-            weights = decode(dense.reshape(-1, *dense.shape[2:]), like)
-            records = encode(weights, fmt, QUANTIZERS[quantizer])
-            made = encode(decode(records, fmt), like)
-            self._decoded[key] = made.reshape(dense.shape)
+            records = self.records(version, quantizer)
+            weights = decode(records.reshape(-1, *records.shape[2:]), fmt)
+            self._decoded[key] = encode(weights, like).reshape(dense.shape)
         return self._decoded[key]
 
     def score(
@@ -168,6 +197,25 @@ class MapEngine:
         self.llm.close()
 
 
+def write_versions(
+    engine: MapEngine, model: str, quantizers: Mapping[str, str], destination: Path
+) -> None:
+    """Writes the checkpoint with these versions of its experts, as `moejax quantize` does, from the
+    very records that the engine of fixed maps decodes, so that both compute with the same weights.
+    quantizers: version → of CHOICES. Raises UserError for a model that is no safetensors
+    checkpoint and for a destination that is there already."""
+    directory = checkpoint_directory(model)
+    source = open_source(directory, load_config(directory), find_shards(directory), "auto")
+
+    def encoding(version: str, quantizer: str) -> Encoding:
+        layout = dataclasses.replace(source.layout, version=version, dtype=source.dtype)
+        records = engine.records(version, quantizer)
+        return Encoding(layout, quantizer, lambda layer, _: records[layer])
+
+    encodings = {version: encoding(version, name) for version, name in quantizers.items()}
+    write_checkpoint(source, free_destination(destination), encodings)
+
+
 @dataclasses.dataclass(frozen=True)
 class Calibration:
     """What the dense model's routing was."""
@@ -176,39 +224,37 @@ class Calibration:
     """Domain → int64[L, E]: selections on its train part."""
     own: dict[str, np.ndarray]
     """The same of its test part, for the oracle."""
-    inputs: np.ndarray
-    """float32[n, L, D]: what the experts of a layer see, on the train parts."""
-    ids: np.ndarray
-    """int16[n, L, k]"""
-    weights: np.ndarray
-    """float32[n, L, k]"""
+    inputs: ExpertInputs
+    """What the experts of a layer see, on the train parts."""
 
 
-def calibrate(model: str, domains: Sequence[Domain], train: int, test: int) -> Calibration:
-    """Runs the dense model over the first windows of the train and of the test parts."""
-    with tempfile.TemporaryDirectory() as directory:
-        trace = Path(directory) / "trace"
-        with LLM(**engine_options(model), trace=trace, trace_arrays="gate_input") as llm:
-            score(llm, domains, "train", train)
-            score(llm, domains, "test", test)
-            experts = llm.config.num_experts
-        steps = list(read_trace(trace).step_traces())
+def calibrate(
+    model: str, domains: Sequence[Domain], train: int, test: int, directory: Path
+) -> Calibration:
+    """Runs the dense model over the first windows of the train and of the test parts. directory:
+    for traces, which have to stay while the result is used."""
+    for part, windows, arrays in (("train", train, "gate_input"), ("test", test, None)):
+        traced: dict[str, Any] = {"trace": directory / part}
+        if arrays:
+            traced["trace_arrays"] = arrays
+        with LLM(**engine_options(model), **traced) as llm:
+            score(llm, domains, part, windows)
+            experts, hidden_act = llm.config.num_experts, llm.engine.runner.config.hidden_act
+    text = "".join(domain.parts["train"] for domain in domains)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+    trace = read_trace(directory / "train")
 
-    # Requests are numbered in the order of their windows.
-    def counts(first: int, windows: int) -> dict[str, np.ndarray]:
-        found = {}
+    def counts(part: str, windows: int) -> dict[str, np.ndarray]:
+        found, steps = {}, list(read_trace(directory / part).step_traces())
+        # Requests are numbered in the order of their windows.
         for number, domain in enumerate(domains):
-            mine = first + number * windows + np.arange(windows)
+            mine = number * windows + np.arange(windows)
             ids = np.concatenate([s.ids[np.isin(s.request, mine)] for s in steps])
             found[domain.name] = routed_counts(ids, experts)
         return found
 
-    first = len(domains) * train
-    seen = [
-        np.concatenate([getattr(s, name)[s.request < first] for s in steps])
-        for name in ("gate_input", "ids", "weights")
-    ]
-    return Calibration(counts(0, train), counts(first, test), seen[0].astype(np.float32), *seen[1:])
+    inputs = ExpertInputs(trace, hidden_act, trace.tokens, digest)
+    return Calibration(counts("train", train), counts("test", test), inputs)
 
 
 def output_errors(
@@ -228,44 +274,22 @@ def output_errors(
 
         return jax.numpy.mean(jax.numpy.square(outputs(a) - outputs(b)))
 
-    for layer, expert in np.ndindex(errors.shape):
-        row, place = np.nonzero(found.ids[:, layer] == expert)
-        if not len(row):
-            continue
-        chosen = np.resize(np.linspace(0, len(row) - 1, most).astype(int), most)
-        x = found.inputs[row[chosen], layer]
-        weight = found.weights[row[chosen], layer, place[chosen]]
-        pair = [
-            decode(np.ascontiguousarray(records[layer, expert])[None], like)[0].astype(np.float32)
-            for records in (exact, coarse)
-        ]
-        errors[layer, expert] = float(error(x, *pair)) * float(np.mean(weight**2))
+    for layer in range(engine.layers):
+        inputs, ids = found.inputs.layer(layer)
+        shares = np.concatenate(
+            [chunk.array("token.weights")[:, layer] for chunk in found.inputs.trace.chunks]
+        )
+        for expert in range(engine.experts):
+            row, place = np.nonzero(ids == expert)
+            if not len(row):
+                continue
+            chosen = np.resize(np.linspace(0, len(row) - 1, most).astype(int), most)
+            weight = shares[row[chosen], place[chosen]].astype(np.float64)
+            pair = [
+                decode(np.ascontiguousarray(records[layer, expert])[None], like)[0]
+                for records in (exact, coarse)
+            ]
+            wide = [weights.astype(np.float32) for weights in pair]
+            found_error = float(error(inputs[row[chosen]], *wide))
+            errors[layer, expert] = found_error * float(np.mean(weight**2))
     return errors
-
-
-def run_dynaexq(
-    engine: Mapping[str, Any],
-    settings: Mapping[str, Any],
-    options: Mapping[str, Any],
-    order: Sequence[Domain],
-    part: str,
-    windows: int,
-) -> tuple[Scores, dict[str, Any], VersionHistory]:
-    """(scores, statistics, history) of one run from a cold start over the domains in that order.
-
-    engine: of engine_options. settings: of DynaExq; `interval` in tokens, `weights` an array.
-    options: of LLM.
-    """
-    keys = dict(settings)
-    interval = keys.pop("interval")
-    with tempfile.TemporaryDirectory() as directory:
-        trace = Path(directory) / "trace"
-        if "weights" in keys:
-            np.save(weights := Path(directory) / "weights.npy", keys["weights"])
-            keys["weights"] = weights
-        text = ",".join(["dynaexq", *(f"{key}={value}" for key, value in keys.items())])
-        asked = dict(options, precision=text, interval=f"{interval} tokens", trace=trace)
-        with LLM(**engine, **asked) as llm:
-            scores = score(llm, order, part, windows)
-            stats = llm.stats()["precision"]
-        return scores, stats, version_history(read_trace(trace))

@@ -1,5 +1,6 @@
 """What compare_precision.py says is what the windows say, and pictures show what a trace has."""
 
+import functools
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 import compare_precision
 import plot_versions
+import precision_arms
+import precision_engine
 import precision_report
+import precision_stream
 
 
 def line(values, arm="an arm", **more):
@@ -81,20 +85,179 @@ def test_pairs():
             compare_precision.parse_pair(text)
 
 
-@pytest.mark.parametrize("text", ["dense/int4@int8", "int8/int2@int4", "int4/int2@0.5"])
-@pytest.mark.parametrize("spares", [0, 1, 4])
-def test_every_arm_has_the_rivals_bytes(text, spares):
-    """Within one per cent, spare cells included, for experts of the size of tri's."""
-    pair, total = compare_precision.parse_pair(text), 6 * 32
-    comparison = object.__new__(compare_precision.Comparison)
-    comparison.engine = SimpleNamespace(
+def arms_of_tri():
+    """Arms without an engine: what bytes are needs formats only."""
+    arms = object.__new__(precision_arms.Arms)
+    arms.engine = SimpleNamespace(
         layers=6, experts=32, format=lambda version: RecordFormat(version, 320, 128, "bfloat16")
     )
-    line = comparison._line(pair, "an arm", {}, spares)
-    hi, lo = comparison._bytes(pair.hi), comparison._bytes(pair.lo)
+    return arms
+
+
+@pytest.mark.parametrize("text", ["dense/int4@int8", "int8/int2@int4", "int4/int2@0.5"])
+@pytest.mark.parametrize("spares", [0, 1, 2, 8])
+def test_every_arm_has_the_rivals_bytes(text, spares):
+    """Within one per cent, spare cells included, for experts of the size of tri's."""
+    pair, total, arms = compare_precision.parse_pair(text), 6 * 32, arms_of_tri()
+    line = arms.line(pair, "an arm", {}, spares)
+    hi, lo = arms.bytes_of(pair.hi), arms.bytes_of(pair.lo)
     assert line["bytes"] == (line["high"] + spares) * hi + (total - line["high"] + spares) * lo
-    budget = line["rival_bytes"] or (hi + lo) * total / 2
-    assert abs(line["bytes"] / budget - 1) < 0.01
+    assert line["budget"] == (line["rival_bytes"] or (hi + lo) * total / 2)
+    assert abs(line["bytes"] / line["budget"] - 1) < 0.01
+
+
+def test_an_arm_that_is_off_its_bytes_is_refused():
+    arms = arms_of_tri()
+    with pytest.raises(UserError, match="has room for -1 high experts of 192 beside 2 spare cells"):
+        arms.high(compare_precision.parse_pair("dense/int2@0.01"), 2)
+    arms.engine.layers, arms.engine.experts = 1, 3
+    with pytest.raises(UserError, match=r"dense/int4@int8 with 0 spares is [+-]\d.*off its bytes"):
+        arms.high(compare_precision.parse_pair("dense/int4@int8"))
+
+
+def test_bytes_beyond_a_per_cent_are_marked():
+    stats = {"peak_bytes": 1020}
+    found = line({}, bytes=1005, budget=1000, stats=stats)
+    assert precision_report.bytes_told(found) == "+0.50% (+2.00%!)"
+    assert precision_report.bytes_told(line({}, bytes=985, budget=1000)) == "-1.50%"
+    assert precision_report.bytes_told(line({})) == ""
+
+
+# ---- how soon the high set follows
+
+
+def test_agreement_is_of_the_domain_that_a_step_is_in():
+    version = np.array([[[1, 1, 1, 1]], [[0, 1, 1, 1]], [[0, 0, 1, 1]], [[1, 0, 1, 0]]], np.int8)
+    history = SimpleNamespace(tokens=np.array([4, 4, 4, 4]), version=version)
+    order = [SimpleNamespace(name="x"), SimpleNamespace(name="y")]
+    wanted = {"x": np.array([[1, 1, 0, 0]], bool), "y": np.array([[0, 0, 0, 1]], bool)}
+    found = precision_stream.agreement(history, order, [7, 9], wanted)
+    # The step that begins with token 4 is x's, although y's first token, 7, is in it.
+    assert found == {"x": [[0, 0.0], [4, 0.5]], "y": [[1, 0.0], [5, 1.0]]}
+
+
+def test_tokens_to_follow():
+    curve = [[0, 0.2], [100, 0.4], [200, 0.7], [300, 0.8], [400, 0.8]]
+    assert precision_stream.tokens_to_follow(curve, 0.8) == 300
+    assert precision_stream.tokens_to_follow(curve, 0.7) == 200
+    assert precision_stream.tokens_to_follow(curve, 1.0) is None
+    assert precision_stream.tokens_to_follow(curve, 0.1) == 0  # it began beyond that
+    assert precision_stream.level(curve) == pytest.approx(np.mean([0.7, 0.8, 0.8]))
+    assert precision_stream.by_window([[0, 0.2], [600, 0.4], [700, 0.6]], 3) == [0.2, 0.5, 0.5]
+
+
+def test_shifts_are_measured_against_transitions_that_block(capsys):
+    def run(arm, curve, steps=10):
+        stats = {"promotions": 3, "demotions": 2, "peak_bytes": 1}
+        first = [[0, 0.0], [100, 1.0]]
+        values = {} if arm.startswith("decode") else {"x": [1.0], "y": [2.0]}
+        told = dict(order=["x", "y"], stats=stats, steps=steps, high=7, study="shifts")
+        return line(values, arm, agreement={"x": first, "y": curve}, **told)
+
+    slow = [[0, 0.2], [50, 0.4], [100, 0.6]]
+    quick = [[0, 0.2], [50, 0.8], [100, 0.8]]
+    lines = [run("2 spares", slow), run("8 spares", [[0, 0.2], [50, 0.75], [100, 0.75]])]
+    lines += [run("blocking", quick), run("decode, 2 spares", slow)]
+    lines += [run("decode, blocking", [[0, 0.2], [50, 0.6], [100, 0.6]])]
+    rows = {row["arm"]: row for row in precision_report.shifts_of(lines)}
+    assert rows["2 spares"]["tokens"] == [None] and rows["2 spares"]["reach"] == 0.8
+    assert rows["8 spares"]["tokens"] == [50] and rows["8 spares"]["moves"] == 0.5
+    assert rows["decode, 2 spares"]["tokens"] == [100]  # 0.6 is all that decode reaches
+    dense = dict(pair=None, version="dense", bytes=1, dense_bytes=1)
+    precision_report.show([{**line({"x": [1]}), **dense}, *lines])
+    said = capsys.readouterr().out
+    assert "1 of 1 shifts, mean 50" in said and "0 of 1 shifts" in said and "(sampled)" in said
+
+
+# ---- what cannot be done
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["ablation"], "give the ablation's --name: no-hysteresis, no-ema"),
+        (["run", "--windows", "0"], "--orders and --sweep are at least 1"),
+        (["run", "--pairs", "dense"], "is no pair"),
+        (["run", "--text", "/nowhere.txt"], "cannot read /nowhere.txt"),
+    ],
+)
+def test_what_cannot_be_asked_is_said(tmp_path, capsys, arguments, message):
+    what, *rest = arguments
+    assert compare_precision.main([what, str(tmp_path), "--no-plots", *rest]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_results_of_other_sizes_are_not_mixed(tmp_path, capsys, monkeypatch):
+    """A directory's second run adds to the first one's lines, unless it is of something else."""
+
+    def lines(args, pairs, known):
+        yield line({"x": [1.0]}, f"line {len(known)}", order=["x"], study="shifts")
+
+    monkeypatch.setattr(compare_precision, "_lines", lines)
+    monkeypatch.setattr(compare_precision, "show", lambda lines: print(len(lines), "lines"))
+    arguments = [str(tmp_path), "--no-plots", "--windows", "2"]
+    assert [compare_precision.main(["run", *arguments]) for _ in range(2)] == [0, 0]
+    assert capsys.readouterr().out.split("\n")[:2] == ["1 lines", "2 lines"]
+    assert compare_precision.main(["run", str(tmp_path), "--no-plots"]) == 2
+    assert "has results of --windows 2; give that, or another" in capsys.readouterr().err
+
+
+def test_what_is_known_is_not_made_again():
+    arms, pair = arms_of_tri(), compare_precision.parse_pair("dense/int4@int8")
+    arms.known = [
+        {"pair": None, "arm": "all int8"},
+        {"pair": pair.name, "arm": "random 0"},
+        {"pair": pair.name, "arm": "DynaExq", "order": ["x", "y"]},
+        {"pair": pair.name, "arm": "blocking", "order": ["x", "y"], "study": "shifts"},
+    ]
+    assert arms.has(None, "all int8") and not arms.has(None, "all int4")
+    assert arms.has(pair, "random 0") and not arms.has(pair, "random 0", study="hi-share")
+    assert arms.has(pair, "DynaExq", ["x", "y"]) and not arms.has(pair, "DynaExq", ["y", "x"])
+    assert arms.has(pair, "blocking", ["x", "y"], "shifts")
+    arms.score, arms.say = pytest.fail, lambda text: None
+    assert list(arms.fixed(pair, iter([("random 0", None)]))) == []
+
+
+@pytest.fixture(scope="module")
+def map_engine(tmp_path_factory):
+    """demo's experts, calibrated on two windows of one text."""
+    shared = Path(__file__).resolve().parents[3] / "shared"
+    model = str(shared / "models/demo")
+    domains = precision_engine.read_domains([str(shared / "corpora/math.txt")])
+    directory = tmp_path_factory.mktemp("calibration")
+    found = precision_engine.calibrate(model, domains, 2, 1, directory)
+    engine = precision_engine.MapEngine(model, found.inputs)
+    yield SimpleNamespace(engine=engine, model=model, domains=domains, found=found)
+    engine.close()
+
+
+@pytest.mark.nightly
+def test_the_checkpoint_and_the_maps_have_the_same_weights(map_engine, tmp_path):
+    """gptq is among them. With other quantizers the two differ, and that is said."""
+    m = map_engine
+    quantizers = {"int4": "gptq", "int2": "rtn"}
+    precision_engine.write_versions(m.engine, m.model, quantizers, tmp_path / "versions")
+    experts = np.zeros((m.engine.layers, m.engine.experts), np.int8)
+    experts[:, ::2] = 1
+    told = dict(versions=("int4", "int2"), experts=experts, domains=m.domains)
+    check = functools.partial(
+        precision_stream.check_agreement, m.engine, tmp_path / "versions", **told
+    )
+    check(quantizers=quantizers, dynamic=True)
+    with pytest.raises(UserError, match="the arms would not compute with the same weights"):
+        check(quantizers={"int4": "rtn", "int2": "rtn"}, dynamic=False)
+
+
+@pytest.mark.nightly
+def test_gptq_s_outputs_are_nearer_where_the_calibration_looked(map_engine):
+    m = map_engine
+    errors = {
+        quantizer: precision_engine.output_errors(m.engine, m.found, "int2", quantizer)
+        for quantizer in ("rtn", "gptq")
+    }
+    used = errors["rtn"] > 0
+    assert np.mean(errors["gptq"][used]) < 0.9 * np.mean(errors["rtn"][used])
+    assert (m.found.counts["math"].sum(1) == 2 * 511 * 4).all()
 
 
 def test_what_cannot_be_read_is_said(tmp_path, capsys):
