@@ -322,7 +322,7 @@ def _draw_convergence(plt: Any, lines: Sequence[Line], directory: Path) -> Path:
         arms = dict.fromkeys(x["arm"] for x in mine)
         panels.append((pair, [(arm, [x for x in mine if x["arm"] == arm]) for arm in arms]))
     width = max(len(panels), 1)
-    figure, axes = plt.subplots(1, width, figsize=(4.2 * width, 3.6), squeeze=False, sharey=True)
+    figure, axes = plt.subplots(1, width, figsize=(4.2 * width, 4.2), squeeze=False, sharey=True)
     for panel, (title, curves) in zip(axes[0], panels, strict=False):
         for label, runs in curves:
             first = runs[0]["order"][0]
@@ -337,7 +337,7 @@ def _draw_convergence(plt: Any, lines: Sequence[Line], directory: Path) -> Path:
         panel.set_title(title, fontsize=10)
         panel.set_xlabel("window of 512 tokens; lines: the domain changes", fontsize=8)
         panel.grid(alpha=0.3)
-        panel.legend(fontsize=7, loc="lower right")
+        panel.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=2)
     axes[0][0].set_ylim(0, 1)
     axes[0][0].set_ylabel("share of the domain's own\nhottest experts that is high")
     figure.tight_layout()
