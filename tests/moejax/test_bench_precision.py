@@ -266,7 +266,7 @@ def test_long_prompts_have_fewer_repeats_and_few_have_no_interval():
     assert bounds([1.0] * 5) is None and bounds([1.0, 2, 3, 4, 5, 6]) == (1, 6)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_measure_runs_every_arm_at_one_memory(tmp_path, capsys, monkeypatch):
     small = MODEL | {"hidden_size": 128, "moe_intermediate_size": 128, "num_experts": 8}
     monkeypatch.setattr("precision_measured.MODEL", small)

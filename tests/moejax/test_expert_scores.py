@@ -262,7 +262,7 @@ def test_the_command(source, digest, tmp_path, capsys):
     assert "is no trace" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_from_a_run_to_the_next(tmp_path, capsys):
     """What docs/precision.md says to type, and S is what the run's own DynaExq had."""
     small = dict(max_model_len=128, max_num_seqs=4, max_num_batched_tokens=256, progress=False)

@@ -753,6 +753,7 @@ WRONG = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("run", "mutate"),
     [(FULL[family], mutate) for family, mutations in WRONG.items() for mutate in mutations],

@@ -23,7 +23,7 @@ def quick(tmp_path, monkeypatch):
     monkeypatch.setattr(calibration, "measure", lambda *a, **k: given(*a, rounds=1, **k))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_dynaexq_run_is_predicted_from_the_costs_of_both(tmp_path):
     costs = {v: cost_model_of("demo", precision=v, **SMALL) for v in ("dense", "int4")}
     files = [json.loads(path.read_text()) for path in (tmp_path / "cache").rglob("costs/*.json")]
@@ -60,7 +60,7 @@ def _by_layer(trace):
         yield step._replace(ids=step.ids.transpose(0, 2, 1).reshape(-1, step.ids.shape[1]))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_costs_of_records_decoded_in_transit_are_no_dense_costs():
     files = []
     for precision in ("dense", "lossless12", "lossless12,in_transit=true"):
