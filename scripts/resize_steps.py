@@ -25,6 +25,8 @@ from moejax.sizes import parse_size
 from moejax.startup import Limits, start_engine
 
 GOAL = 1.2
+REPEATS = 3
+"""Rounds of the same prompts with each arm."""
 LENGTH, PROMPT = 256, 96
 """Tokens of a sequence, and of its prompt."""
 
@@ -68,6 +70,9 @@ class Times:
 
     seconds: list[float] = dataclasses.field(default_factory=list)
     misses: list[int] = dataclasses.field(default_factory=list)
+    ratios: list[float] = dataclasses.field(default_factory=list)
+    """To the median of the same step, of the same prompts, in the rounds without resizes (for one
+    of those: in the others)."""
 
 
 def steps(args: argparse.Namespace) -> Iterator[str]:
@@ -144,14 +149,16 @@ def timed_steps(
     rng = np.random.default_rng(0)
     times = {name: Times() for name in ("of a resize", "between resizes", "without resizes")}
     rounds, resizes = 0, 0
-    while resizes < args.resizes:
+    while resizes < args.resizes or rounds < 2:
         # Those that end sooner leave holes between others' pages: so slots have to be emptied.
         shape_ = 3 * args.batch, PROMPT
         prompts = rng.integers(1, engine.runner.config.vocab_size, shape_).tolist()
         lengths = rng.integers(16, LENGTH - PROMPT, 3 * args.batch).tolist()
         arms = [(policy, splits[0]), (None, splits[0]), (policy, splits[1]), (None, splits[1])]
         said = []
-        for number in np.roll(np.arange(len(arms)), rounds).tolist():
+        played: list[tuple[bool, list[tuple[bool, float, int]]]] = []
+        once = np.roll(np.arange(len(arms)), rounds)
+        for number in once.tolist() if not rounds else np.tile(once, REPEATS).tolist():
             arm, split = arms[number]
             use(engine, None)
             engine.set_budget(*split)
@@ -161,18 +168,32 @@ def timed_steps(
             if not rounds:
                 continue  # the first brings whatever compiles late
             resizes += sum(moved for moved, _, _ in found)
-            for place, (moved, seconds, misses) in enumerate(found):
-                near = moved or (place + 1 < len(found) and found[place + 1][0])
-                kind = "of a resize" if near else "between resizes"
-                into = times["without resizes" if arm is None else kind]
-                into.seconds.append(seconds)
-                into.misses.append(misses)
+            played.append((arm is None, found))
+        _add(times, played)
         if any(tokens != said[0] for tokens in said):
             raise UserError("tokens differ between splits, which must never be")
         rounds += 1
         if rounds > 5 and not resizes:
             raise UserError("no slot moved; raise --memory")
     return times
+
+
+def _add(times: dict[str, Times], played: list[tuple[bool, list[tuple[bool, float, int]]]]) -> None:
+    """played: rounds of the same prompts, (whether without resizes, decode_times of it). Steps of
+    the same number compute the same rows; only what they miss differs."""
+    still = np.array([[seconds for _, seconds, _ in found] for fixed, found in played if fixed])
+    which = -1
+    for fixed, found in played:
+        which += fixed
+        others = np.delete(still, which, axis=0) if fixed else still
+        usual = np.median(others, axis=0)
+        for place, (moved, seconds, misses) in enumerate(found):
+            near = moved or (place + 1 < len(found) and found[place + 1][0])
+            kind = "of a resize" if near else "between resizes"
+            into = times["without resizes" if fixed else kind]
+            into.seconds.append(seconds)
+            into.misses.append(misses)
+            into.ratios.append(seconds / float(usual[place]))
 
 
 def use(engine: Engine, policy: Policy | None) -> None:
@@ -232,6 +253,7 @@ def _report(
         if not found.seconds:
             continue
         p50, p99 = np.percentile(found.seconds, [50, 99])
+        same50, same99 = np.percentile(found.ratios, [50, 99])
         lines.append(
             {
                 "steps": name,
@@ -239,6 +261,8 @@ def _report(
                 "ms": p50 * 1e3,
                 "ms_p99": p99 * 1e3,
                 "ratio": p99 / median,
+                "same_step": same50,
+                "same_step_p99": same99,
                 "misses": float(np.mean(found.misses)),
             }
         )
@@ -258,6 +282,8 @@ def _report(
             ("median ms", "{ms:.3f}"),
             ("p99 ms", "{ms_p99:.3f}"),
             ("p99 / median of the run", "{ratio:.2f}"),
+            ("/ the same step without: median", "{same_step:.3f}"),
+            ("p99", "{same_step_p99:.2f}"),
             ("misses", "{misses:.1f}"),
         ],
         lines,

@@ -12,7 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 import bench_resize
-from resize_steps import Times, _report
+from resize_steps import Times, _add, _report
 
 
 @pytest.mark.nightly
@@ -34,9 +34,9 @@ def test_resizes_are_timed(model, capsys):
 def test_the_goal_is_of_the_steps_of_a_resize(slow, within):
     """Slow steps elsewhere are the machine's, and shown; those of a resize decide."""
     times = {
-        "of a resize": Times([slow] * 200, [3] * 200),
-        "between resizes": Times([1.0] * 600, [2] * 600),
-        "without resizes": Times([1.0] * 780 + [5.0] * 20, [2] * 800),
+        "of a resize": Times([slow] * 200, [3] * 200, [slow] * 200),
+        "between resizes": Times([1.0] * 600, [2] * 600, [1.0] * 600),
+        "without resizes": Times([1.0] * 780 + [5.0] * 20, [2] * 800, [1.0] * 800),
     }
     args = argparse.Namespace(json=True)
     *lines, verdict = map(json.loads, _report(args, "cpu", times, {"failed": 0}))
@@ -52,3 +52,13 @@ def test_what_is_refused(capsys):
     said = capsys.readouterr().err
     assert "--resizes, --every and --batch must be at least 1" in said
     assert "--layers are of a --shape" in said and "shape 'other' is unknown" in said
+
+
+def test_a_step_is_compared_with_the_same_one_in_other_rounds():
+    """Two steps of three rounds without resizes, of 1, 2, 3 and 10, 20, 30 s; a resize before the
+    second."""
+    times = {name: Times() for name in ("of a resize", "between resizes", "without resizes")}
+    still = [(True, [(False, 1.0 * n, 0), (False, 10.0 * n, 0)]) for n in (1, 2, 3)]
+    _add(times, [still[0], (False, [(False, 4.0, 0), (True, 30.0, 0)]), *still[1:]])
+    assert times["of a resize"].ratios == [2.0, 1.5] and not times["between resizes"].ratios
+    assert times["without resizes"].ratios == [0.4, 0.4, 1.0, 1.0, 2.0, 2.0]
