@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
-import os
 from collections.abc import Callable
 from typing import Any
 
 from host_offload.budget import ArenaTooSmall, Budget
 from host_offload.device_memory import FreeMemory
-from moejax.cache import cache_root
+from moejax.cache import cache_root, write_whole
 from moejax.errors import UserError
 from moejax.runner import Runner
 
@@ -75,11 +75,7 @@ def known_activations(about: dict[str, Any], measure: Callable[[], int]) -> int:
     except (OSError, ValueError, KeyError, TypeError):
         pass  # not there, or not whole: measured again
     found = measure()
-    partial = path.with_suffix(f".{os.getpid()}.partial")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps({"bytes": found, "of": json.loads(text)}))
-        partial.replace(path)
-    except OSError:
-        partial.unlink(missing_ok=True)  # a cache that cannot be written costs the next start time
+    # A cache that cannot be written costs the next start time.
+    with contextlib.suppress(OSError):
+        write_whole(path, json.dumps({"bytes": found, "of": json.loads(text)}))
     return found

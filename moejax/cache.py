@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -11,6 +12,19 @@ import jax
 def cache_root() -> Path:
     """Where moejax keeps what it can make again: $XDG_CACHE_HOME/moejax or ~/.cache/moejax."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moejax"
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes the file whole or not at all, its directory too. Raises OSError where that is not
+    possible."""
+    partial = path.with_suffix(f".{os.getpid()}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(text)
+        partial.replace(path)
+    finally:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
 
 
 def use_compilation_cache(cache_dir: str | os.PathLike[str] | None) -> None:

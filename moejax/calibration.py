@@ -5,7 +5,6 @@ moejax.step_costs measures. docs/cost_model.md.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import datetime
 import hashlib
@@ -21,7 +20,7 @@ import jax
 
 from host_offload.cost_model import CostError, CostModel
 from host_offload.policy import Costs
-from moejax.cache import cache_root
+from moejax.cache import cache_root, write_whole
 from moejax.errors import UserError
 from moejax.runner import Runner
 from moejax.step_costs import measure
@@ -142,13 +141,7 @@ def load_cost_model(path: str | os.PathLike[str], about: dict[str, Any] | None =
 
 def write_cost_model(path: Path, model: CostModel) -> None:
     """Writes the file whole or not at all. Raises UserError where that is not possible."""
-    partial = path.with_suffix(f".{os.getpid()}.partial")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps(model.to_json(), indent=1) + "\n")
-        partial.replace(path)
+        write_whole(path, json.dumps(model.to_json(), indent=1) + "\n")
     except OSError as error:
         raise UserError(f"costs cannot be written to {path} ({error.strerror})") from error
-    finally:
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)

@@ -4,11 +4,10 @@ named once (`moejax plan --trace T --remember`), kept by the model's configurati
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 from host_offload.traces import Trace
-from moejax.cache import cache_root
+from moejax.cache import cache_root, write_whole
 from moejax.errors import UserError
 
 
@@ -16,11 +15,8 @@ def remember(trace: Trace) -> Path:
     """Keeps a trace's directory as the workload of its model; returns the file that says so, which
     may be deleted. Raises UserError where it cannot be written."""
     path = workload_file(trace.header.config_digest)
-    partial = path.with_suffix(f".{os.getpid()}.partial")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps({"trace": str(trace.directory.absolute())}) + "\n")
-        partial.replace(path)
+        write_whole(path, json.dumps({"trace": str(trace.directory.absolute())}) + "\n")
     except OSError as error:
         raise UserError(f"{path} cannot be written ({error.strerror})") from error
     return path

@@ -87,6 +87,19 @@ REFUSALS = [
 ]
 
 
+def check_requests(monkeypatch, llm, what: str, calls: tuple[int, ...]) -> None:
+    """Each refusal fails one request, and no other has a wrong byte."""
+    made, failed = refuse(monkeypatch, llm, what, calls), 0
+    for _ in range(5):
+        try:
+            llm.generate(PROMPT, LONG)
+        except Refused:
+            failed += 1
+        else:
+            assert faults(llm) == []
+    assert failed == len(calls) and len(made) > max(calls)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "calls"),
@@ -95,15 +108,7 @@ REFUSALS = [
 @pytest.mark.parametrize("driver", ["device", pytest.param("host", marks=pytest.mark.nightly)])
 def test_what_the_device_refused_is_made_up_for(monkeypatch, driver, what, calls):
     with LLM("demo", driver=driver, **OPTIONS) as llm:
-        made, failed = refuse(monkeypatch, llm, what, calls), 0
-        for _ in range(5):
-            try:
-                llm.generate(PROMPT, LONG)
-            except Refused:
-                failed += 1
-            else:
-                assert faults(llm) == []
-        assert failed == len(calls) and len(made) > max(calls)
+        check_requests(monkeypatch, llm, what, calls)
         said = llm.stats()["precision"]
         assert said["moves"] > 3 and said["hi"] + said["lo"] == 64
 
@@ -114,15 +119,7 @@ def test_what_the_device_refused_is_made_up_for(monkeypatch, driver, what, calls
 def test_also_where_the_step_waits_for_transitions(monkeypatch, what, calls):
     options = {**OPTIONS, "precision": OPTIONS["precision"] + ",blocking=true"}
     with LLM("demo", **options) as llm:
-        made, failed = refuse(monkeypatch, llm, what, calls), 0
-        for _ in range(5):
-            try:
-                llm.generate(PROMPT, LONG)
-            except Refused:
-                failed += 1
-            else:
-                assert faults(llm) == []
-        assert failed == len(calls) and len(made) > max(calls)
+        check_requests(monkeypatch, llm, what, calls)
 
 
 @pytest.mark.nightly

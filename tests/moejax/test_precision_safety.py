@@ -8,7 +8,6 @@ import itertools
 from types import SimpleNamespace
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 
@@ -19,16 +18,13 @@ from host_offload.replay import replay
 from host_offload.tables import empty_tables, read_snapshot, with_contents
 from host_offload.traces import read_trace
 from moejax import SamplingParams
-from moejax.cache import use_compilation_cache
 from moejax.control import start_control
-from moejax.precision import with_precision
-from moejax.random_model import random_model, shape
 from moejax.runner import compiler_options
-from moejax.startup import Limits, start_engine
+from moejax.startup import Limits
 from moejax.tracing import start_trace
-from pallas_kernels import parse_ops
 from tests.hlo import read_executable
 from tests.moejax.engine_runs import Job, run
+from tests.moejax.precision_engines import start_precision
 
 pytestmark = pytest.mark.slow
 
@@ -130,22 +126,7 @@ class PagedRestless:
 
 
 def started(driver: str, precision: Precision, slots: int = SLOTS):
-    config = shape("demo", layers=LAYERS)
-    loaded = with_precision(random_model(config, "bfloat16"), precision)
-    layout = config.slot_layout(2, precision.versions)
-    use_compilation_cache(None)
-    engine, _ = start_engine(
-        loaded,
-        dataclasses.replace(LIMITS, expert_budget=slots * layout.slot_bytes),
-        policies=precision.policies,
-        precision=precision,
-        driver=driver,
-        ops=parse_ops("auto"),
-        device=jax.devices()[0],
-        seed=0,
-        listener=None,
-    )
-    return engine
+    return start_precision(driver, precision, LIMITS, layers=LAYERS, slots=slots)
 
 
 MIXED = precision_of("dynaexq", hi="dense", lo="int4")

@@ -8,7 +8,6 @@ import itertools
 from types import SimpleNamespace
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 
@@ -25,14 +24,11 @@ from host_offload.trace_schema import TraceError
 from host_offload.traces import read_trace
 from moejax import LLM, SamplingParams, UserError
 from moejax.budgets import ResidentResizer
-from moejax.cache import use_compilation_cache
 from moejax.control import start_control
-from moejax.precision import with_precision
-from moejax.random_model import random_model, shape
-from moejax.startup import Limits, start_engine
+from moejax.startup import Limits
 from moejax.tracing import start_trace
-from pallas_kernels import parse_ops
 from tests.moejax.engine_runs import Job, Recorded, run
+from tests.moejax.precision_engines import start_precision
 
 LAYERS, EXPERTS, LENGTH = 2, 16, 1024
 GREEDY = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
@@ -42,6 +38,13 @@ JOBS = [
 ]
 LOW = np.ones((LAYERS, EXPERTS), np.int8)
 MIXED = precision_of("dynaexq", hi="dense", lo="int4")
+LIMITS = Limits(
+    max_model_len=LENGTH,
+    max_num_seqs=4,
+    max_num_batched_tokens=192,
+    # A shared prefix was computed in the versions of an earlier run.
+    enable_prefix_caching=False,
+)
 EXPERT_SLOTS = 22
 """Of 10 that all int4 experts take with the spares, so up to 16 of 32 can be dense."""
 
@@ -122,29 +125,7 @@ class Following:
 
 
 def started(driver: str, expert_slots: int = EXPERT_SLOTS):
-    config = shape("demo", layers=LAYERS)
-    loaded = with_precision(random_model(config, "bfloat16"), MIXED)
-    layout = config.slot_layout(2, MIXED.versions)
-    use_compilation_cache(None)
-    engine, _ = start_engine(
-        loaded,
-        Limits(
-            max_model_len=LENGTH,
-            max_num_seqs=4,
-            max_num_batched_tokens=192,
-            expert_budget=expert_slots * layout.slot_bytes,
-            # A shared prefix was computed in the versions of an earlier run.
-            enable_prefix_caching=False,
-        ),
-        policies=MIXED.policies,
-        precision=MIXED,
-        driver=driver,
-        ops=parse_ops("auto"),
-        device=jax.devices()[0],
-        seed=0,
-        listener=None,
-    )
-    return engine
+    return start_precision(driver, MIXED, LIMITS, layers=LAYERS, slots=expert_slots)
 
 
 @pytest.fixture(scope="module", params=["device", pytest.param("host", marks=pytest.mark.nightly)])
