@@ -14,51 +14,67 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 import bench_resize
 from resize_steps import Times, _add, _report
 
+from moejax import UserError
+
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("model", [(), ("--shape", "demo", "--layers", "2")])
 def test_resizes_are_timed(model, capsys):
-    arguments = ["steps", "--resizes", "4", "--every", "3", "--batch", "2", "--json", *model]
-    assert bench_resize.main(arguments) == 0
+    arguments = ["steps", "--resizes", "4", "--every", "3", "--batch", "2", "--repeats", "2"]
+    assert bench_resize.main([*arguments, "--json", *model]) == 0
     *lines, verdict = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     counts = {line["steps"]: line["count"] for line in lines}
     # A resize touches two steps, and as many rounds run without.
-    assert counts["of a resize"] >= 4
+    assert counts["of a resize"] >= 2 * 4
     assert counts["without resizes"] == counts["of a resize"] + counts["between resizes"]
     assert all(line["failed"] == 0 and line["resizes"] >= 4 for line in lines)
     assert lines[0]["pages_moved"] > 0
     assert verdict["ratio"] == lines[0]["ratio"]
+    assert verdict["repeated"] == lines[0]["repeated"]
 
 
 @pytest.mark.parametrize(("slow", "within"), [(1.1, True), (1.3, False)])
 def test_the_goal_is_of_the_steps_of_a_resize(slow, within):
-    """Slow steps elsewhere are the machine's, and shown; those of a resize decide."""
+    """Slow steps elsewhere, and slow repeats, are the machine's, and shown; the medians of the
+    repeats of a resize's steps decide."""
     times = {
-        "of a resize": Times([slow] * 200, [3] * 200, [slow] * 200),
-        "between resizes": Times([1.0] * 600, [2] * 600, [1.0] * 600),
-        "without resizes": Times([1.0] * 780 + [5.0] * 20, [2] * 800, [1.0] * 800),
+        "of a resize": Times([slow, slow, 7.0] * 200, [3] * 600, [slow] * 600, [slow] * 200),
+        "between resizes": Times([1.0] * 1800, [2] * 1800, [1.0] * 1800, [1.0] * 600),
+        "without resizes": Times([1.0] * 780 + [5.0] * 20, [2] * 800, [1.0] * 800, [1.0] * 800),
     }
-    args = argparse.Namespace(json=True)
+    args = argparse.Namespace(json=True, repeats=3)
     *lines, verdict = map(json.loads, _report(args, "cpu", times, {"failed": 0}))
     assert [line["misses"] for line in lines] == [3, 2, 2]
-    assert verdict["within"] is within and verdict["ratio"] == pytest.approx(slow)
-    assert verdict["without"] == pytest.approx(5.0)
+    assert verdict["within"] is within and verdict["repeated"] == pytest.approx(slow)
+    assert verdict["ratio"] == pytest.approx(7.0) and verdict["without"] == pytest.approx(5.0)
 
 
 def test_what_is_refused(capsys):
     assert bench_resize.main(["steps", "--every", "0"]) == 2
+    assert bench_resize.main(["steps", "--repeats", "0"]) == 2
     assert bench_resize.main(["steps", "--layers", "2"]) == 2
     assert bench_resize.main(["steps", "--shape", "other"]) == 2
     said = capsys.readouterr().err
-    assert "--resizes, --every and --batch must be at least 1" in said
+    assert said.count("--resizes, --every, --batch and --repeats must be at least 1") == 2
     assert "--layers are of a --shape" in said and "shape 'other' is unknown" in said
 
 
 def test_a_step_is_compared_with_the_same_one_in_other_rounds():
-    """Two steps of three rounds without resizes, of 1, 2, 3 and 10, 20, 30 s; a resize before the
-    second."""
+    """Two steps of three rounds without resizes, of 1, 2, 3 and 10, 20, 30 s; three repeats of a
+    round with a resize before the second."""
     times = {name: Times() for name in ("of a resize", "between resizes", "without resizes")}
-    still = [(True, [(False, 1.0 * n, 0), (False, 10.0 * n, 0)]) for n in (1, 2, 3)]
-    _add(times, [still[0], (False, [(False, 4.0, 0), (True, 30.0, 0)]), *still[1:]])
-    assert times["of a resize"].ratios == [2.0, 1.5] and not times["between resizes"].ratios
+    still = [(1, [(False, 1.0 * n, 0), (False, 10.0 * n, 0)]) for n in (1, 2, 3)]
+    moves = [(0, [(False, a, 0), (True, b, 0)]) for a, b in ((4.0, 30.0), (6.0, 90.0), (3.0, 32.0))]
+    _add(times, [still[0], moves[0], *still[1:], *moves[1:]], fixed={1})
+    assert times["of a resize"].ratios == [2.0, 1.5, 3.0, 4.5, 1.5, 1.6]
+    assert times["of a resize"].repeated == [4.0, 32.0]
+    assert not times["between resizes"].ratios and not times["between resizes"].repeated
     assert times["without resizes"].ratios == [0.4, 0.4, 1.0, 1.0, 2.0, 2.0]
+    assert times["without resizes"].repeated == [2.0, 20.0]
+
+
+def test_repeats_that_resize_elsewhere_are_no_repeats():
+    times = {name: Times() for name in ("of a resize", "between resizes", "without resizes")}
+    one, other = [(True, 1.0, 0), (False, 1.0, 0)], [(False, 1.0, 0), (False, 1.0, 0)]
+    with pytest.raises(UserError, match="resized at different steps"):
+        _add(times, [(0, one), (0, other), (1, other), (1, other)], fixed={1})
