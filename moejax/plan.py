@@ -24,7 +24,7 @@ from host_offload.joint import DecodeModel, decode_model, generated_sequences
 from host_offload.miss_curves import MissCurves, missed_bytes, trace_curves
 from host_offload.policy import Spec
 from host_offload.prediction import predict
-from host_offload.right_size import WorkingSet, memory_for, users_for, working_sets
+from host_offload.right_size import EPSILON, WorkingSet, memory_for, users_for, working_sets
 from host_offload.simulator import spec_of
 from host_offload.split import Division, MissCosts, division_of, miss_costs
 from host_offload.traces import Trace, TraceError, read_trace
@@ -74,8 +74,9 @@ class Plan:
     tokens_per_s: float | None
     """Predicted, sweeps included; None without costs."""
     working_sets: tuple[WorkingSet, ...]
-    """Of everybody, then of each user: cells of each layer with which at most 1% of the warm
+    """Of everybody, then of each user: cells of each layer with which at most `epsilon` of the warm
     references miss."""
+    epsilon: float
     settled: bool
     """The rule came to rest."""
 
@@ -132,10 +133,18 @@ class Planner:
         if model is not None and (reason := _misfit(trace, self.spec, model)):
             raise UserError(f"the costs do not fit the trace {trace.directory}: {reason}")
 
-    def split(self, memory: int, *, cells: str = "uniform", kv_overflow: str = "swap") -> Plan:
+    def split(
+        self,
+        memory: int,
+        *,
+        cells: str = "uniform",
+        kv_overflow: str = "swap",
+        epsilon: float = EPSILON,
+    ) -> Plan:
         """The split of so many bytes by WiSP's configurator, and what the trace's steps take then.
-        cells: how the experts' slots are shared over layers. Raises UserError for a memory that is
-        too small, with what is needed."""
+        cells: how the experts' slots are shared over layers. epsilon: in [0, 1], the warm miss rate
+        that is small enough for a working set. Raises UserError for a memory that is too small,
+        with what is needed."""
         division = self._division(memory)
         costs = self._miss_costs(kv_overflow)
         prediction = None
@@ -143,7 +152,7 @@ class Planner:
             found = configure(bursts_of(self.trace), division, costs, allocation=cells)
             if self.model is not None:
                 prediction = predict(self.trace, self.model, cells=found.cells, driver="device")
-            sets = self._working_sets
+            sets = tuple(working_sets(self.trace, epsilon))
         curves, layer = self._curves, np.arange(self.spec.layers)
         moved = missed_bytes(curves, self._link_bytes[None])[layer, found.cells]
         slot = division.unit
@@ -165,6 +174,7 @@ class Planner:
             step_s=None if np.isnan(step_s) else step_s,
             tokens_per_s=None if prediction is None else prediction.tokens_per_s,
             working_sets=sets,
+            epsilon=epsilon,
             settled=found.settled,
         )
 
@@ -198,10 +208,6 @@ class Planner:
     @functools.cached_property
     def _curves(self) -> MissCurves:
         return trace_curves(self.trace)
-
-    @functools.cached_property
-    def _working_sets(self) -> tuple[WorkingSet, ...]:
-        return tuple(working_sets(self.trace))
 
     @property
     def _link_bytes(self) -> np.ndarray:

@@ -9,7 +9,14 @@ from fractions import Fraction
 from host_offload.budget import Share, format_bytes
 from moejax.errors import UserError
 
-__all__ = ["Share", "format_bytes", "parse_expert_budget", "parse_rate", "parse_size"]
+__all__ = [
+    "Share",
+    "format_bytes",
+    "parse_expert_budget",
+    "parse_rate",
+    "parse_share",
+    "parse_size",
+]
 
 _PREFIXES = "kmgt"
 _SIZE = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*(?:([kmgt])(i?b)?|b)?", re.IGNORECASE | re.ASCII)
@@ -50,6 +57,18 @@ def parse_rate(value: str) -> int:
     if not rate:
         raise UserError(f'{value!r} is not a rate; write bytes per second, such as "25GB/s"')
     return rate
+
+
+def parse_share(value: str) -> float:
+    """A part from 0 to 1, from "1%" or "0.01". Raises UserError for anything else."""
+    match = _PERCENT.fullmatch(value.strip())
+    try:
+        part = float(Fraction(match[1]) / 100) if match else float(value)
+    except ValueError:
+        part = -1.0
+    if not 0 <= part <= 1:
+        raise UserError(f'{value!r} is not a share from 0 to 1; write it as "1%" or "0.01"')
+    return part
 
 
 def parse_expert_budget(value: int | str | Share) -> int | Share:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from host_offload.budget import format_bytes
 from moejax.commands.tables import new_table, print_table
 from moejax.errors import UserError
-from moejax.sizes import parse_rate, parse_size
+from moejax.sizes import parse_rate, parse_share, parse_size
 
 if TYPE_CHECKING:
     from moejax.plan import Capacity, Plan, Planner
@@ -64,6 +64,12 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "computing it again (default: swap)",
     )
     plan.add_argument(
+        "--epsilon",
+        metavar="SHARE",
+        help="of warm references that may miss with the cells that are said to be enough for "
+        "everybody and for each user, such as 5%% (default: 1%%)",
+    )
+    plan.add_argument(
         "--costs",
         metavar="FILE",
         help="of moejax calibrate (default: the newest of the trace's model on this machine)",
@@ -99,15 +105,16 @@ def _run(args: argparse.Namespace) -> int:
     if asked != ("memory",):
         if args.output:
             raise UserError("--output writes a split; give --memory alone")
-        if args.cells or args.kv_overflow:
+        if args.cells or args.kv_overflow or args.epsilon:
             raise UserError(
-                "--cells and --kv-overflow are of a split; with --tpot every layer has as many "
-                "cells and all KV of the users fits"
+                "--cells, --kv-overflow and --epsilon are of a split; with --tpot every layer has "
+                "as many cells and all KV of the users fits"
             )
 
-    from moejax.plan import Planner, costs_of_trace, open_trace, parse_time, write_options
+    from moejax.plan import EPSILON, Planner, costs_of_trace, open_trace, parse_time, write_options
 
     tpot_s = None if args.tpot is None else parse_time(args.tpot)
+    epsilon = EPSILON if args.epsilon is None else parse_share(args.epsilon)
     trace = open_trace(args.trace)
     link = None if args.link is None else parse_rate(args.link)
     needed = link is None or args.costs is not None or tpot_s is not None
@@ -115,7 +122,7 @@ def _run(args: argparse.Namespace) -> int:
     if tpot_s is None:
         assert memory is not None
         cells, overflow = args.cells or "uniform", args.kv_overflow or "swap"
-        plan = planner.split(memory, cells=cells, kv_overflow=overflow)
+        plan = planner.split(memory, cells=cells, kv_overflow=overflow, epsilon=epsilon)
         if args.output:
             write_options(args.output, plan.options())
         if args.json:
@@ -188,8 +195,9 @@ def _print_plan(plan: Plan, output: str | None) -> None:
 
 
 def _print_working_sets(plan: Plan) -> None:
-    print("cells a layer with which under 1% of warm references miss: for LRU, by reuse distances,")
-    print("and as co-activation predicts")
+    share = f"{plan.epsilon * 100:.3g}%"
+    print(f"cells a layer with which at most {share} of warm references miss: for LRU, by reuse")
+    print("distances, and as co-activation predicts")
     table = new_table("who", "tokens", "LRU", "bytes", "predicted", "bytes")
     for one in plan.working_sets:
         who = "everybody" if one.user is None else f"user {one.user}"

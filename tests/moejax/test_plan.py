@@ -123,6 +123,18 @@ def test_what_each_user_needs_and_everybody(planner, trace):
     assert min(sum(one.by_coactivation) for one in users) < sum(everybody.by_coactivation)
 
 
+def test_more_misses_allowed_take_fewer_cells(planner, trace):
+    sizes = {}
+    for epsilon in (0.0, 0.01, 0.2, 1.0):
+        plan = planner.split(MEMORY, epsilon=epsilon)
+        everybody = plan.working_sets[0]
+        assert plan.epsilon == epsilon
+        assert everybody.by_reuse == tuple(right_size(trace_curves(trace), epsilon))
+        sizes[epsilon] = sum(everybody.by_reuse), sum(everybody.by_coactivation)
+    for some in zip(*sizes.values(), strict=True):
+        assert sorted(some, reverse=True) == list(some) and some[0] > some[2] > some[3]
+
+
 def test_a_user_is_not_known_where_nobody_has_a_session(alone, trace, tmp_path):
     steps = [s._replace(user=np.full_like(s.user, -1)) for s in alone.step_traces()]
     (everybody,) = working_sets(rewritten(tmp_path / "t", alone, steps))
@@ -337,6 +349,8 @@ def re_number(name: str, text: str) -> int:
         (("--memory", "3 furlongs"), "is not a size"),
         (("--memory", "3MiB", "--tpot", "soon"), "is not a time"),
         (("--memory", "3MiB", "--link", "fast"), "is not a rate"),
+        (("--memory", "3MiB", "--epsilon", "150%"), "is not a share from 0 to 1"),
+        (("--users", "3", "--tpot", "1s", "--epsilon", "5%"), "are of a split"),
     ],
 )
 def test_commands_that_mean_nothing(trace, capsys, arguments, match):
