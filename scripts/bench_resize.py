@@ -2,6 +2,7 @@
 
 python scripts/bench_resize.py steps [--resizes 200] [--shape S --layers N]
 python scripts/bench_resize.py bursts [--seeds 20]
+python scripts/bench_resize.py auto [--seeds 5]
 
 `steps`: sequences decode while slots go from KV to experts and back, a third of what is beside
 their KV at once, a move every few steps; the time between the results of two steps, of steps that a
@@ -23,6 +24,10 @@ nothing and starts at the middle one of --caps; mv_wsa-trace starts as budget=mv
 resize=mv_wsa does, by a trace of another seed. Its parameters were chosen on seeds 100 to 111.
 Tokens must be the same with all of them, and no turn unserved that a fixed split serves.
 Goal: lower 95% bound of the ratio ≥ 0.98. Ten minutes on two busy cores.
+
+`auto`: what resize=auto adds where a start without numbers finds less memory than everything takes
+(mv_wsa from a cold start, misses priced by bytes), against the split by the rule (1/8 for KV) held.
+Conversations and batch jobs, priced as in `bursts`, so predicted. Five minutes.
 """
 
 from __future__ import annotations
@@ -31,17 +36,20 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+import resize_auto
 import resize_bursts
 import resize_steps
 
 from host_offload.budget import BudgetError
 from moejax import UserError
 
+MODES = {"steps": resize_steps.steps, "bursts": resize_bursts.bursts, "auto": resize_auto.auto}
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
     try:
-        found = list({"steps": resize_steps.steps, "bursts": resize_bursts.bursts}[args.what](args))
+        found = list(MODES[args.what](args))
     except (UserError, BudgetError) as error:
         print(f"bench_resize: error: {error}", file=sys.stderr)
         return 2
@@ -57,11 +65,13 @@ def _parser() -> argparse.ArgumentParser:
     modes = parser.add_subparsers(dest="what", required=True)
     one = modes.add_parser("steps")
     two = modes.add_parser("bursts")
-    for mode in (one, two):
+    three = modes.add_parser("auto")
+    for mode in (one, two, three):
         mode.add_argument("--model", default="demo", help="(default: demo)")
         mode.add_argument("--json", action="store_true", help="JSON lines, no table")
     resize_steps.add_arguments(one)
     resize_bursts.add_arguments(two)
+    resize_auto.add_arguments(three)
     return parser
 
 

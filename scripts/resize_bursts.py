@@ -47,13 +47,17 @@ def add_arguments(two: argparse.ArgumentParser) -> None:
     two.add_argument(
         "--live", default="mv_wsa,mv_wsa-trace", help=f"of {', '.join(LIVE)} (default: %(default)s)"
     )
+    add_prices(two)
+
+
+def add_prices(mode: argparse.ArgumentParser) -> None:
     for name, ms, text in (
         ("decode", 4.0, "a decode step without misses"),
         ("sweep", 20.0, "a sweep without misses"),
         ("miss", 0.4, "an expert over the link"),
         ("page", 0.3, "a KV page over the link"),
     ):
-        two.add_argument(f"--{name}-ms", type=float, default=ms, help=f"{text} (default: {ms})")
+        mode.add_argument(f"--{name}-ms", type=float, default=ms, help=f"{text} (default: {ms})")
 
 
 class Arm(NamedTuple):
@@ -111,20 +115,20 @@ def bursts(args: argparse.Namespace) -> Iterator[str]:
     if "mv_wsa-trace" in names and args.trace_seed in seeds:
         raise UserError("--trace-seed must be none of the seeds that are reported")
     # The first policy is there from the start, so that costs are asked for once.
-    first = MvWsa(calibrate=False, costs=_costs(args))
+    first = MvWsa(calibrate=False, costs=costs_of(args))
     with (
         tempfile.TemporaryDirectory(prefix="moejax-bursts-") as scratch,
         LLM(args.model, memory=args.memory, progress=False, policies=[first], **LIMITS) as llm,
     ):
         arms = _arms(llm, args, caps, names, Path(scratch))
-        played = [[run(llm, args, arm, seed) for arm in arms] for seed in seeds]
+        played = [[run(llm, args, arm, workload_of(args, seed)) for arm in arms] for seed in seeds]
         stats = llm.engine.resizer.stats()
     for seed, row in zip(seeds, played, strict=True):
         check(arms, row, seed)
     yield from _burst_report(args, arms, played, stats)
 
 
-def _costs(args: argparse.Namespace) -> MissCosts:
+def costs_of(args: argparse.Namespace) -> MissCosts:
     return MissCosts(args.miss_ms / 1e3, 2 * args.page_ms / 1e3)  # out and back again
 
 
@@ -144,15 +148,15 @@ def _arms(
         if name == "peak_headroom":
             arms.append(Arm(name, middle, PeakHeadroom()))
         elif name == "mv_wsa":
-            arms.append(Arm(name, middle, MvWsa(calibrate=False, costs=_costs(args))))
+            arms.append(Arm(name, middle, MvWsa(calibrate=False, costs=costs_of(args))))
         else:
             # As LLM(budget="mv_wsa=TRACE", resize="mv_wsa") begins.
             directory = str(scratch / "trace")
             _record(llm, args, middle, directory)
             spec = spec_of_engine(llm.engine.runner, max_model_len=LIMITS["max_model_len"], seed=0)
             turns = bursts_of(read_trace(directory))
-            cap = configure(turns, division_of(spec), _costs(args)).cap
-            live = MvWsa(calibrate=False, costs=_costs(args), trace=directory)
+            cap = configure(turns, division_of(spec), costs_of(args)).cap
+            live = MvWsa(calibrate=False, costs=costs_of(args), trace=directory)
             arms.append(Arm(name, cap, live))
     return arms
 
@@ -163,7 +167,7 @@ def _record(llm: LLM, args: argparse.Namespace, cap: int, directory: str) -> Non
     tracer = trace_engine(llm.engine, directory, dtype=llm.dtype, seed=0, settings={})
     assert tracer is not None
     try:
-        play(llm, args, args.trace_seed)
+        play(llm, args, workload_of(args, args.trace_seed))
     finally:
         tracer.close()
         llm.engine.tracer = None
@@ -179,14 +183,13 @@ def set_split(llm: LLM, arm: Arm) -> None:
     use(llm, arm.policy)
 
 
-def run(llm: LLM, args: argparse.Namespace, arm: Arm, seed: int) -> Played:
+def run(llm: LLM, args: argparse.Namespace, arm: Arm, workload: Workload) -> Played:
     set_split(llm, arm)
-    return play(llm, args, seed)
+    return play(llm, args, workload)
 
 
-def play(llm: LLM, args: argparse.Namespace, seed: int) -> Played:
-    """One seed's conversations. A refusal ends them, and all turns that were left are unserved."""
-    workload = Workload(
+def workload_of(args: argparse.Namespace, seed: int) -> Workload:
+    return Workload(
         sessions=args.sessions,
         turns=args.turns,
         arrival="bursty",
@@ -196,6 +199,11 @@ def play(llm: LLM, args: argparse.Namespace, seed: int) -> Played:
         answer_tokens=24,
         seed=seed,
     )
+
+
+def play(llm: LLM, args: argparse.Namespace, workload: Workload) -> Played:
+    """A workload's turns. A refusal ends them, and all that were left are unserved."""
+    seed = workload.seed
     found = conversations(workload, synthetic_corpus(llm.config.vocab_size, seed))
     clock, lines, why = PricedClock(llm, args), [], ""
     try:
@@ -261,7 +269,7 @@ def _burst_report(
         ):
             ratio = np.log(rates[:, column] / base)
             # Student's t for the mean of the logarithms, paired by seed.
-            half = _t95(seeds - 1) * ratio.std(ddof=1) / math.sqrt(seeds)
+            half = t95(seeds - 1) * ratio.std(ddof=1) / math.sqrt(seeds)
             mean, low, high = np.exp([ratio.mean(), ratio.mean() - half, ratio.mean() + half])
             lines.append(
                 {
@@ -307,7 +315,7 @@ def _burst_report(
     )
 
 
-def _t95(degrees: int) -> float:
+def t95(degrees: int) -> float:
     """Two-sided 95% point of Student's t."""
     known = [12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14]
     return known[degrees - 1] if degrees <= len(known) else 1.96 + 2.5 / degrees

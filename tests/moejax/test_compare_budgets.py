@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 import bench_resize
 import budget_arms
 import compare_budgets
+import resize_auto
 import resize_bursts
 
 COSTS = MissCosts(expert_s=1.0, page_s=0.5)
@@ -154,14 +155,15 @@ def test_turns_that_are_refused_are_counted():
     as if nothing had been."""
     parser = argparse.ArgumentParser()
     resize_bursts.add_arguments(parser)
-    short = parser.parse_args(["--sessions", "2", "--turns", "2"])
-    long = parser.parse_args(["--sessions", "2", "--turns", "40"])
+    args = parser.parse_args(["--sessions", "2", "--turns", "2"])
+    short = resize_bursts.workload_of(args, 0)
+    long = dataclasses.replace(short, turns=40)
     with LLM("demo", memory="4MiB", progress=False, **resize_bursts.LIMITS) as llm:
         arm = resize_bursts.Arm("cap 6", 6, None)
-        first = resize_bursts.run(llm, short, arm, 0)
-        found = resize_bursts.run(llm, long, arm, 0)
+        first = resize_bursts.run(llm, args, arm, short)
+        found = resize_bursts.run(llm, args, arm, long)
         assert 0 < found.unserved < 80 and "max_model_len" in found.why
-        assert resize_bursts.run(llm, short, arm, 0) == first
+        assert resize_bursts.run(llm, args, arm, short) == first
     assert not first.unserved and len(first.tokens) == 4
 
 
@@ -185,7 +187,22 @@ def test_bursts_that_mean_nothing(capsys):
     assert bench_resize.main(["bursts", "--live", "mv_wsa,best"]) == 2
     assert bench_resize.main(["bursts", "--trace-seed", "3"]) == 2
     assert bench_resize.main(["steps", "--every", "0"]) == 2
-    assert capsys.readouterr().err.count("bench_resize: error") == 5
+    assert bench_resize.main(["auto", "--seeds", "1"]) == 2
+    assert bench_resize.main(["auto", "--memories", "much"]) == 2
+    assert capsys.readouterr().err.count("bench_resize: error") == 7
+
+
+@pytest.mark.nightly
+def test_moving_by_default_is_compared_with_the_rule(capsys, monkeypatch):
+    small = {"batch": resize_auto.Workload(sessions=8, turns=1, rate=1000, document_tokens=30)}
+    monkeypatch.setattr(resize_auto, "WORKLOADS", small)
+    arguments = ["auto", "--seeds", "2", "--memories", "2MiB", "--max-num-seqs", "4"]
+    assert bench_resize.main([*arguments, "--json"]) == 0
+    (line,) = map(json.loads, capsys.readouterr().out.splitlines())
+    assert line["workload"] == "batch" and line["held"] > 0
+    assert line["low"] <= line["ratio"] <= line["high"] and line["worst"] <= line["ratio"]
+    assert bench_resize.main(arguments) == 0
+    assert "moving / held" in capsys.readouterr().out
 
 
 def test_scenes_are_of_the_seed():
