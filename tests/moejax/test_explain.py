@@ -49,7 +49,7 @@ def test_given_numbers_add_up_also_after_a_move():
     ("precision", "said"),
     [
         ("dynaexq,margin=0", "all 64 of 4 layers, each in dense or int4"),
-        ("dynaexq,paged=true", "of 16 in each of 4 layers"),
+        pytest.param("dynaexq,paged=true", "of 16 in each of 4 layers", marks=pytest.mark.nightly),
     ],
 )
 def test_two_versions_add_up(precision, said):

@@ -35,8 +35,8 @@ SHORT = ("DeepseekV3ForCausalLM",)
 
 
 def marks(family: str) -> list:
-    """.ci/run takes a norm of each kind, a window by layer, latent pages; `pytest` takes all."""
-    if family in ("MixtralForCausalLM", "DeepseekV2ForCausalLM"):
+    """.ci/run takes a norm of each kind and latent pages; `pytest` takes all."""
+    if family not in ("Qwen3MoeForCausalLM", "OlmoeForCausalLM", "PhimoeForCausalLM", *SHORT):
         return [pytest.mark.nightly]
     return [pytest.mark.slow] * (family not in SHORT)
 

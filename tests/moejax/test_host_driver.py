@@ -133,6 +133,7 @@ def assert_same_outputs(found: list[StepOutput], wanted: list[StepOutput]) -> No
 # ---- bits
 
 
+@pytest.mark.slow
 @given(mix=mixes, cells=cell_counts)
 @settings(max_examples=15)
 def test_same_bits_as_the_device_driver(host, solo, mix, cells):

@@ -57,7 +57,9 @@ TEMP = {"decode": 20 * MiB, "prefill": 1100 * MiB}
 outputs [8192, k, D] (512 MiB for top-8 of 2048) and hidden rows."""
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    "model", [pytest.param(m, marks=[pytest.mark.nightly] * (m != MODELS[0])) for m in MODELS]
+)
 @pytest.mark.parametrize("name", ["decode@16", "decode", "prefill"])
 def test_step_of_kernels(model, name):
     ops = resolve_ops("pallas", platform="gpu", dtype="bfloat16")

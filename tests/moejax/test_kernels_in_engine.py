@@ -42,6 +42,7 @@ def jobs():
         yield Job(tuple(rng.integers(1, 4096, length).tolist()), params, arrival=i)
 
 
+@pytest.mark.slow
 def test_every_op_is_a_kernel(llm):
     ops = llm.stats()["ops"]
     assert set(OPS) - set(ops) == {"layer_norm", "latent_write", "head_linear"}

@@ -54,7 +54,10 @@ def run_of(tmp_path_factory):
 
 @pytest.mark.parametrize(
     "precision",
-    ["lossless12,in_transit=true", pytest.param("lossless12", marks=pytest.mark.nightly)],
+    [
+        pytest.param("lossless12,in_transit=true", marks=pytest.mark.slow),
+        pytest.param("lossless12", marks=pytest.mark.nightly),
+    ],
 )
 def test_bytes_are_those_that_were_moved(run_of, precision):
     size, stats, trace = run_of(precision)

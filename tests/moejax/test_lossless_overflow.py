@@ -223,9 +223,11 @@ MISSING = {"expert_budget": "63%", "prefetch": None, "interval": "6 tokens"}
 @pytest.mark.parametrize(
     ("precision", "options", "driver"),
     [
-        ("dynaexq,margin=0,alpha=0,spares=4", RESIDENT, "device"),
-        pytest.param(
-            "dynaexq,margin=0,alpha=0,spares=4", RESIDENT, "host", marks=pytest.mark.nightly
+        *(
+            pytest.param(
+                *("dynaexq,margin=0,alpha=0,spares=4", RESIDENT, driver), marks=pytest.mark.nightly
+            )
+            for driver in ("device", "host")
         ),
         ("dynaexq,margin=0,alpha=0,paged=true", MISSING, "host"),
         pytest.param(

@@ -268,6 +268,7 @@ CASES = {
 """Between them every branch of every family's config that ALSO has too."""
 
 NIGHTLY = (
+    "DeepSeek-V3: one group and whole queries (Moonlight), halves rotated",
     "Qwen3-MoE: biases, odd widths, one KV head, linear rope",
     "Qwen3-MoE: dense layers by list, llama3 rope",
     "Mixtral: three experts, longrope beyond its length",

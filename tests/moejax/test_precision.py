@@ -141,7 +141,7 @@ def test_dynaexq_through_the_command_line(tmp_path, capsys):
     assert promoted.max() <= found["hi"] + moved["demotion"] and promoted[-1] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_intervals_of_seconds_are_replayed(tmp_path):
     """The trace has the times at which the policy was asked."""
     plan = dict(hi="dense", lo="int4", interval="0.05 seconds")

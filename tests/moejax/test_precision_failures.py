@@ -103,7 +103,10 @@ def check_requests(monkeypatch, llm, what: str, calls: tuple[int, ...]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "calls"),
-    [*REFUSALS[:2], *(pytest.param(*one, marks=pytest.mark.nightly) for one in REFUSALS[2:])],
+    [
+        pytest.param(*one, marks=[pytest.mark.nightly] * (number != 1))
+        for number, one in enumerate(REFUSALS)
+    ],
 )
 @pytest.mark.parametrize("driver", ["device", pytest.param("host", marks=pytest.mark.nightly)])
 def test_what_the_device_refused_is_made_up_for(monkeypatch, driver, what, calls):

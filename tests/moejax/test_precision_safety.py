@@ -214,10 +214,10 @@ def test_every_step_finds_every_expert_complete(engine):
 @pytest.mark.parametrize(
     ("hi", "lo", "slots"),
     [
-        ("int8", "int4", SLOTS),
         *(
             pytest.param(*pair, marks=pytest.mark.nightly)
             for pair in (
+                ("int8", "int4", SLOTS),
                 ("dense", "int8", 26),
                 ("dense", "int2", SLOTS),
                 ("int4", "int2", SLOTS),

@@ -232,7 +232,7 @@ def test_versions_and_slots_move_at_once(engine, tmp_path):
         replay(trace, policies=[Restless(), Line(seed=9)])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_same_history_of_versions_gives_the_same_bits():
     """In an arena with room for all, where no slot moves and nothing waits, the transitions of a
     run in which slots moved."""

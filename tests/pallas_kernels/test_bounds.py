@@ -10,6 +10,8 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_kernels.triton import triton_call
 from tests.pallas_kernels.contract import compiled
 
+pytestmark = pytest.mark.slow
+
 ROWS, COLUMNS, TILE = 3, 12, 8
 
 

@@ -8,6 +8,8 @@ from pallas_kernels.expert_ffn.specs import Spec
 from pallas_kernels.expert_ffn.tile import GATE, UP
 from tests.pallas_kernels.test_expert_ffn import check
 
+pytestmark = pytest.mark.slow
+
 
 def row_off_by_one(y, x, ids, arena, stores, layer, address, *rest, **options):
     address = jnp.where(address >= 0, address + 1, -1)
