@@ -4,7 +4,6 @@ are shared over layers (docs/memory.md)."""
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,16 +18,15 @@ from host_offload.policies.layer_cells import LayerCells
 from host_offload.policies.mv_wsa import MvWsa
 from host_offload.policies.peak_headroom import PeakHeadroom
 from host_offload.policies.resident_headroom import ResidentHeadroom
-from host_offload.policy import Costs, Policy, Spec
+from host_offload.policy import Costs, Policy
 from host_offload.precision_names import Precision
-from host_offload.split import MissCosts, SplitError, division_of, miss_costs
+from host_offload.split import division_of, miss_costs
 from host_offload.traces import Trace, TraceError, read_trace
 from moejax.budgets import cells_of
 from moejax.control import spec_of_engine
 from moejax.engine import Engine
 from moejax.errors import UserError
 from moejax.remembered import remembered
-from moejax.runner import Runner
 from moejax.startup import Limits
 from moejax.tracing import config_digest
 
@@ -38,7 +36,6 @@ BUDGET = ("fixed", "mv_wsa")
 """Names of budget=: as memory, expert_budget and kv_budget say; by WiSP's configurator."""
 
 RESIZE: dict[str, Callable[[BudgetOptions], tuple[Policy, ...]]] = {
-    "auto": lambda options: options.live_cells(),  # where_cut adds to it
     "none": lambda options: options.live_cells(),
     "peak_headroom": lambda options: (PeakHeadroom(),),
     "mv_wsa": lambda options: (
@@ -54,7 +51,7 @@ class BudgetOptions:
     """What `budget=`, `resize=` and `cells=` came to."""
 
     budget: str = "fixed"
-    resize: str = "auto"
+    resize: str = "none"
     cells: str = "uniform"
     budget_trace: str | None = None
     cells_trace: str | None = None
@@ -63,43 +60,25 @@ class BudgetOptions:
     kv_overflow: str = "swap"
     split_given: bool = False
     """expert_budget or kv_budget says the split."""
-    memory_given: bool = False
 
     def policies(self, precision: Precision | None = None) -> tuple[Policy, ...]:
         """The precision's policies and those that move slots. Raises UserError for a resize that
         the precision forbids."""
-        if precision is None or not precision.mixed or self.resize in ("auto", "none"):
+        if precision is None or not precision.mixed or self.resize == "none":
             return *(() if precision is None else precision.policies), *RESIZE[self.resize](self)
         if reason := _why_not(self.resize, precision):
             raise UserError(f"resize {self.resize} and precision {precision.name}: {reason}")
         assert precision.policy is not None
         return dataclasses.replace(precision.policy, resized=True), ResidentHeadroom()
 
-    @property
-    def asked(self) -> bool:
-        """A name says where the line is or how cells are shared."""
-        return self.budget != "fixed" or self.cells != "uniform" or self.given_cells is not None
-
-    def where_cut(self, policies: Sequence[Policy], precision: Precision) -> WhereCut | None:
-        """What makes the policies that resize=auto adds where not everything fits; None where it
-        adds none: a number says what there is, or somebody else who gets it."""
-        others = any({"cells", "kv_pages"} & policy.writes for policy in policies)
-        numbers = self.memory_given or self.split_given
-        if self.resize != "auto" or numbers or self.asked or others or precision.mixed:
-            return None
-        return functools.partial(_live, self.kv_overflow)
-
     def live_cells(self) -> tuple[Policy, ...]:
         """By live curves, where no trace says how cells are shared."""
         known = self.cells == "uniform" or self.cells_trace or self.budget_trace
         return () if known else (LayerCells(allocation=self.cells),)
 
-    def stats(self, engine: Engine) -> dict[str, Any]:
-        """Plain data, with what resize=auto came to."""
-        found = {name: getattr(self, name) for name in ("budget", "resize", "cells")}
-        if self.resize == "auto":
-            found["resize"] = "mv_wsa" if _is_live(engine) else "none"
-        return found
+    def stats(self) -> dict[str, Any]:
+        """Plain data."""
+        return {name: getattr(self, name) for name in ("budget", "resize", "cells")}
 
 
 def _why_not(resize: str, precision: Precision) -> str:
@@ -154,16 +133,14 @@ def parse_budget_options(
             f"resize {resize} gives every layer as many cells; leave out cells {rule} or take "
             f"resize=mv_wsa"
         )
-    if given is not None and (name == "mv_wsa" or resize not in ("auto", "none")):
+    if given is not None and (name == "mv_wsa" or resize != "none"):
         raise UserError(
             "cells in numbers stay as they are; leave out budget and resize, or give cells (those "
             "in a file of options too) a name: cells=uniform"
         )
     overflow = limits.kv_overflow
     return BudgetOptions(
-        *(name, resize, rule, budget_trace, cells_trace, given, overflow),
-        split_given=bool(fixed),
-        memory_given=limits.memory is not None,
+        *(name, resize, rule, budget_trace, cells_trace, given, overflow), split_given=bool(fixed)
     )
 
 
@@ -187,13 +164,7 @@ def start_budget(engine: Engine, options: BudgetOptions, budget: Budget) -> Budg
     remembered; returns the budget as it is then, with a note of what was decided. Raises UserError
     for a trace that is of no use; one that is only remembered is noted then."""
     arena = engine.scheduler.arena
-    notes = _set_start(engine, options) or _by_rule(engine, options, budget)
-    if options.resize == "auto" and _is_live(engine):
-        notes += (
-            "resize mv_wsa: the line moves while requests run, as no number says where it is "
-            "(resize=none holds it)",
-        )
-    if notes:
+    if notes := _set_start(engine, options) or _by_rule(engine, options, budget):
         budget = dataclasses.replace(
             budget,
             expert_slots=sum(cells_of(arena)),
@@ -242,7 +213,8 @@ def _by_rule(engine: Engine, options: BudgetOptions, budget: Budget) -> tuple[st
     configurator, by the workload that is remembered for the model and by costs that were measured
     before; without either, resolve_budget's rule."""
     runner = engine.runner
-    if not budget.cut or options.asked or options.split_given or len(runner.layout.records) > 1:
+    asked = options.budget != "fixed" or options.cells != "uniform" or options.given_cells
+    if not budget.cut or asked or options.split_given or len(runner.layout.records) > 1:
         return ()
     from moejax.calibration import cost_file, identity, load_cost_model
 
@@ -260,56 +232,6 @@ def _by_rule(engine: Engine, options: BudgetOptions, budget: Budget) -> tuple[st
         log.warning("the workload that is remembered does not split the memory: %s", error)
         return (f"{rule}; the workload that is remembered was of no use: {error}",)
     return (f"split: by the remembered workload {directory}: {how}",)
-
-
-WhereCut = Callable[[Runner, int, int], tuple[Policy, ...]]
-"""Of a runner that has run nothing, max_model_len and max_num_seqs: policies beside the others."""
-
-
-def _live(
-    kv_overflow: str, runner: Runner, max_model_len: int, max_num_seqs: int
-) -> tuple[Policy, ...]:
-    """MV-WSA from a cold start, without measuring anything: by costs that are in the cache, else by
-    bytes, as all that is missed comes over one link. Nothing where neither says what KV costs that
-    is computed again, and where the rule cannot be: an arena of hardly more than one sequence."""
-    spec = spec_of_engine(runner, max_model_len=max_model_len, max_num_seqs=max_num_seqs, seed=0)
-    costs = _cached_costs(runner, spec, kv_overflow)
-    measured = costs is not None
-    if costs is None:
-        if kv_overflow != "swap":
-            return ()
-        costs = costs_by_bytes(spec)
-    policy = MvWsa(calibrate=measured, costs=costs, kv_miss=kv_overflow)
-    try:
-        policy.init(spec)
-    except SplitError as error:
-        log.info("resize none: %s", error)
-        return ()
-    return (policy,)
-
-
-def costs_by_bytes(spec: Spec) -> MissCosts:
-    """At one byte a second over one link, since the rule of the split looks at ratios: an expert
-    comes once, a KV page that has no room goes out and comes back."""
-    return MissCosts(float(next(iter(spec.link_bytes.values())).mean()), 2.0 * spec.page_bytes)
-
-
-def _cached_costs(runner: Runner, spec: Spec, kv_overflow: str) -> MissCosts | None:
-    from moejax.calibration import cost_file, identity, load_cost_model
-
-    about = identity(runner)
-    if not (path := cost_file(about)).exists():
-        return None
-    try:
-        costs = miss_costs(load_cost_model(path, about).costs(), spec, kv_overflow)
-    except UserError as error:
-        log.warning("%s", error)
-        return None
-    return costs if min(costs) > 0 else None
-
-
-def _is_live(engine: Engine) -> bool:
-    return engine.control is not None and MvWsa.__name__ in engine.control.stats()["policies"]
 
 
 def _configured(engine: Engine, options: BudgetOptions, trace: Trace, costs: Costs) -> str:

@@ -58,9 +58,9 @@ class LLM:
 
     memory, expert_budget, kv_budget: bytes (`6 * 2**30` or "6GiB") of the arena and its two parts;
     expert_budget also as a share of all experts ("25%"). Any two fix the third; without numbers all
-    experts and the KV of max_num_seqs × max_model_len are held, or what fits of them, the line
-    between both moving. They decide speed only, no bit. budget, resize, cells: where that line is,
-    whether it moves while requests run, what each layer gets (docs/memory.md).
+    experts and the KV of max_num_seqs × max_model_len are held, both cut to what fits. The budget
+    decides speed only: the output has the same bits. budget, resize, cells: where the line between
+    the two is, whether it moves while requests run, what each layer gets (docs/memory.md).
 
     swap_space: most host memory for KV pages that make room, bytes or "4GiB". kv_overflow: "swap"
     moves them there; "recompute" drops them and computes them again by the prefill path, which
@@ -104,7 +104,7 @@ class LLM:
         expert_budget: int | str | Share | None = None,
         kv_budget: int | str | None = None,
         budget: str = "fixed",
-        resize: str = "auto",
+        resize: str = "none",
         cells: str | Sequence[int] = "uniform",
         eviction: str | None = None,
         prefetch: str | None = None,
@@ -176,7 +176,6 @@ class LLM:
                     loaded,
                     limits,
                     policies=all_policies,
-                    where_cut=self._budgets.where_cut(all_policies, self.precision),
                     precision=self.precision,
                     driver=driver,
                     trace_arrays=arrays,
@@ -204,7 +203,7 @@ class LLM:
                         "prefetch": prefetch,
                         "precision": trace_header(self.precision, self.engine.runner),
                         "driver": driver,
-                        "budgets": self._budgets.stats(self.engine),
+                        "budgets": self._budgets.stats(),
                     },
                     arrays=arrays,
                 )
@@ -349,7 +348,7 @@ class LLM:
         options = {
             "eviction": self._eviction,
             "precision": precision_stats(self.precision, ran["control"], self.engine, self._made),
-            "budget": {**self._budgets.stats(self.engine), **self.engine.resizer.stats()},
+            "budget": {**self._budgets.stats(), **self.engine.resizer.stats()},
         }
         names = {"model": self.model, "dtype": self.dtype, "device": self.device.device_kind}
         return {**names, **options, **ran, "notes": list(self.budget.notes)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -145,7 +145,6 @@ def start_engine(
     *,
     eviction: str = "lru",
     policies: Sequence[Policy] = (),
-    where_cut: Callable[[Runner, int, int], tuple[Policy, ...]] | None = None,
     precision: Precision = DENSE,
     driver: str = "device",
     trace_arrays: Collection[str] = (),
@@ -157,11 +156,9 @@ def start_engine(
     """Decides shapes and budgets, allocates the arena, compiles what a first request needs.
 
     limits: as given. eviction: of host_offload.eviction.EVICTION, until one of the policies changes
-    the weights. where_cut: makes more policies where not everything fits, of a runner that has run
-    nothing, max_model_len and max_num_seqs. precision: loaded has its versions
-    (precision.with_precision), policies its policy. driver: of DRIVERS. trace_arrays: of
-    TRACE_ARRAYS, what steps give out beside what the policies need. ops: of parse_ops. Raises
-    UserError, BudgetError or ArenaTooSmall.
+    the weights. precision: loaded has its versions (precision.with_precision), policies its policy.
+    driver: of DRIVERS. trace_arrays: of TRACE_ARRAYS, what steps give out beside what
+    the policies need. ops: of parse_ops. Raises UserError, BudgetError or ArenaTooSmall.
     """
     config = loaded.config
     try:
@@ -259,8 +256,6 @@ def start_engine(
     if text := note(precision, resident, layout, paged, dense_layers(loaded.store)):
         budget = dataclasses.replace(budget, notes=(*budget.notes, text))
     try:
-        if budget.cut and where_cut is not None:
-            policies = (*policies, *where_cut(runner, length, seqs))
         control = start_control(
             runner,
             policies,

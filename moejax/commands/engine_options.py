@@ -117,8 +117,7 @@ def add_memory_options(group: argparse._ArgumentGroup) -> None:
         metavar="NAME",
         help="whether the line moves while requests run: none, peak_headroom (KV gets its peak and "
         "some headroom), mv_wsa (equal value of a byte on either side), joint (and how many run at "
-        "once, for the most tokens a second), auto (mv_wsa where no size above is given and not "
-        "everything fits, else none) (default: auto)",
+        "once, for the most tokens a second) (default: none)",
     )
     group.add_argument(
         "--cells",

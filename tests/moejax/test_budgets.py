@@ -66,10 +66,7 @@ def test_names_are_policies(options, policies):
     ("options", "match"),
     [
         ({"budget": "mvwsa"}, "unknown budget 'mvwsa'; known: fixed, mv_wsa"),
-        (
-            {"resize": "live"},
-            "unknown resize 'live'; known: auto, none, peak_headroom, mv_wsa, joint",
-        ),
+        ({"resize": "live"}, "unknown resize 'live'; known: none, peak_headroom, mv_wsa, joint"),
         ({"cells": "best"}, "unknown cells 'best'; known: uniform, marginal, optimal"),
         ({"cells": ""}, "unknown cells ''"),
         ({"budget": "mv_wsa"}, r"needs a trace of the workload: mv_wsa=TRACE .*resize=mv_wsa"),
