@@ -43,7 +43,7 @@ hypothesis.settings.register_profile(
     suppress_health_check=_SLOW_DATA,
     derandomize=True,
     print_blob=True,
-    max_examples=30,
+    max_examples=20,
 )
 hypothesis.settings.load_profile("dev")
 

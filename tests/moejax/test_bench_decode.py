@@ -72,7 +72,7 @@ def test_forced_routing_on_random_weights(capsys):
     assert found[0]["active_per_step"] == found[1]["active_per_step"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("as_json", [True, False])
 def test_table_and_profile_of_each_row(capsys, monkeypatch, as_json):
     """The way from --profile to the report, with a device and a trace that a CPU lacks."""

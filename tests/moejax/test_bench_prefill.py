@@ -33,6 +33,7 @@ def test_tokens_by_cells(capsys):
         assert line["ops"]["expert_ffn"] == "xla"
 
 
+@pytest.mark.nightly
 def test_table_has_a_line_for_each_case(capsys):
     assert bench_prefill.main([*QUICK, "--tokens", "100", "--cells", "all,0"]) == 0
     title, rates, heading, *rows = capsys.readouterr().out.splitlines()

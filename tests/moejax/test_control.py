@@ -50,6 +50,7 @@ def llm():
         yield llm
 
 
+@pytest.mark.slow
 def test_policies_change_no_bit_and_break_no_table(llm):
     """Against the same engine without control; every invariant is checked after every step."""
     engine = llm.engine

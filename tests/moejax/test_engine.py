@@ -246,7 +246,7 @@ def test_a_folder_named_demo_does_not_shadow_the_model(tmp_path, monkeypatch):
         LLM("./demo", progress=False)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_program_with_64_bit_integers_switched_on(expected):
     code = (
         "from moejax import LLM, SamplingParams\n"

@@ -82,6 +82,7 @@ def test_windows_out_of_range_are_refused(given, message):
 # ---- figures
 
 
+@pytest.mark.slow
 def test_figures_are_those_of_scores_of_single_windows(llm):
     result = perplexity(llm, {"story": STORY, "code": CODE}, window=48, stride=20)
     for text, found in zip((STORY, CODE), result.texts, strict=True):

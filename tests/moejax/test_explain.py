@@ -65,7 +65,7 @@ def test_two_versions_add_up(precision, said):
             assert cells == counts == 64
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_without_numbers_the_arena_takes_what_the_steps_leave(monkeypatch, tmp_path):
     """Where not everything fits, activations are measured: less is left than by the share."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

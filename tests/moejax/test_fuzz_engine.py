@@ -45,7 +45,7 @@ def llm():
         yield llm
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_sample_of_random_workloads(llm):
     counts = run_some(llm, EPISODES)
     missing = [name for name in REACHED if not counts[name]]

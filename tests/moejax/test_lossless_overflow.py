@@ -125,7 +125,7 @@ def dense(source):
         pytest.param("lossless12", "device", marks=pytest.mark.nightly),
         pytest.param("lossless12,in_transit=true", "device", marks=pytest.mark.nightly),
         pytest.param("lossless12", "host", marks=pytest.mark.nightly),
-        ("lossless12,in_transit=true", "host"),
+        pytest.param("lossless12,in_transit=true", "host", marks=pytest.mark.nightly),
     ],
 )
 def test_same_bits_and_the_same_decisions(source, dense, precision, driver, tmp_path):

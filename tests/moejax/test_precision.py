@@ -115,7 +115,7 @@ def test_a_map_is_between_its_ends(dense, tmp_path):
     assert results["some"] not in (results["hi"], results["lo"])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_dynaexq_through_the_command_line(tmp_path, capsys):
     """The issue's command: what it did is in --json, and the trace has the same."""
     options = ["--precision", "dynaexq,margin=0", "--hi", "dense", "--lo", "int4"]

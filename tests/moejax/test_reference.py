@@ -140,7 +140,9 @@ def test_scores_of_some_windows(llm, stored):
 @pytest.mark.slow
 @on_both_models
 @at_a_quarter
-@pytest.mark.parametrize("domain", DOMAINS)
+@pytest.mark.parametrize(
+    "domain", [pytest.param(d, marks=[pytest.mark.nightly] * (d != DOMAINS[0])) for d in DOMAINS]
+)
 def test_perplexity(llm, stored, domain):
     expected = stored.json["perplexity"][domain]
     scores = llm.score_batch(stored.windows(domain))

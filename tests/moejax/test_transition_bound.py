@@ -77,7 +77,7 @@ def ran(tmp_path_factory):
         yield llm, llm.stats()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_step_has_no_more_than_one_transition_beyond_its_bound(ran):
     """30,000 bytes are one int4 expert (26,112) and no dense one (98,304): a step may have either,
     never two, and the steps with a dense one are counted."""
@@ -101,7 +101,7 @@ def test_the_share_of_time_is_reported(ran):
     assert 1e-13 < per_byte < 1e-6  # of this machine's memory, give or take
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_who_made_the_versions_is_said(ran, tmp_path):
     llm, stats = ran
     assert stats["precision"]["quantizers"] == {"dense": "checkpoint", "int4": "mse"}
