@@ -765,6 +765,7 @@ def test_each_request_gets_what_generate_gives_and_memory_holds_few(llm):
     assert arena.free_pages == arena.pages
 
 
+@pytest.mark.slow
 def test_the_engine_may_be_used_between_results(llm):
     found = []
     for request, _ in llm.generate_each(requests_of(6)):

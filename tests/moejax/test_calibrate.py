@@ -171,7 +171,8 @@ def test_demo_is_calibrated_once_and_runs_as_before(quick, caplog):
     assert model.fill[:, 0].tolist() == [1, 2, 4, 8]
     assert model.read_through[:, 0].tolist() == [1, 2, 4, 8]
     assert model.stage[:, 0].tolist() == [1, 2, 4]
-    assert model.decode[2].step + model.decode[2].expert > 0
+    # How a step's time is shared over its parts is the fit's; where it is noisy a part may be 0.
+    assert sum(dataclasses.astuple(model.decode[2])) > 0
     assert model.link_per_byte > 0 and model.memory_per_byte > 0 and model.kv_swap_per_byte > 0
     assert model.recompute_per_token > 0 and model.cpu_expert is not None
     assert CostModel.from_json(json.loads(path.read_text())).to_json() == model.to_json()

@@ -237,7 +237,7 @@ print(status("VmHWM:") - before)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
 def test_resident_memory_is_bounded(tmp_path, repository):
     """1 GiB in 8 shards, each layer in all of them: weights, one shard, one layer, 256 MiB."""

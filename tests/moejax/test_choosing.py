@@ -343,6 +343,7 @@ def test_nothing_more_is_compiled_or_allocated_without_the_extras(runner):
     assert not {"adjust", "add_bias", "tally", "recount", "logprobs"} & {*runner.executables()}
 
 
+@pytest.mark.slow
 def test_penalties_and_biases_follow_the_formulas_and_leave_neighbours_alone(runner):
     prompt = [7, 8, 9]
     alone = Sequence(prompt, GREEDY)

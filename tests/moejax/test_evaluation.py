@@ -236,7 +236,7 @@ def test_scores_that_are_not_finite_are_refused(llm, monkeypatch):
 # ---- reference values
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_tri_has_the_likelihood_that_transformers_found(shared):
     directory = shared / "models" / "tri"
     with np.load(directory / "reference.npz") as arrays:

@@ -190,7 +190,7 @@ def test_the_arena_is_updated_in_place(experts, compiled):
     assert program.memory.temp_bytes < memory.arena.nbytes // 4
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.nightly)])
 def test_other_arenas_waves_and_more_rows_give_the_same_bits(dtype):
     """Each is another executable."""

@@ -149,6 +149,7 @@ def test_the_trace_says_what_cells_there_were_and_who_chose_them(trace):
     assert simulate(trace).misses.sum() == run
 
 
+@pytest.mark.slow
 def test_a_trace_says_kvs_floor_in_pages(tmp_path):
     """max_model_len 68 is 5 pages; the block table has 8, whole spans of 64 tokens. A replay whose
     policy is told 8 refuses to go below them, which the run did."""

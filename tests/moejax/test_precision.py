@@ -65,6 +65,7 @@ def decoded_store(version: str):
 # ---- one version for all
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text",
     ["lossless12", pytest.param("lossless12,in_transit=true", marks=pytest.mark.nightly)],

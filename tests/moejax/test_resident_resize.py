@@ -207,7 +207,7 @@ def same_bits(one: list[Recorded], other: list[Recorded]) -> bool:
     return all(a.same_bits(b) for a, b in zip(one, other, strict=True))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_versions_and_slots_move_at_once(engine, tmp_path):
     """All bytes are compared with the stores after each step, all books in `check`; the same wishes
     give the same bits, and a replay finds every transfer again."""

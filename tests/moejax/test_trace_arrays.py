@@ -105,6 +105,7 @@ def test_no_bit_depends_on_them_in_bfloat16(driver, tmp_path):
     assert all(a.same_bits(b) for a, b in zip(both.with_arrays, both.without, strict=True))
 
 
+@pytest.mark.slow
 def test_the_drivers_give_the_same_bits(device, host):
     traces = [read_trace(each.directory) for each in (device, host)]
     for name in ("probabilities", "gate_input", "embedding", "ids", "weights"):
