@@ -44,12 +44,12 @@ def test_given_numbers_add_up_also_after_a_move():
         assert after["free"] == 5 * 98304 and "given to neither" in str(llm.explain())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("precision", "said"),
     [
         ("dynaexq,margin=0", "all 64 of 4 layers, each in dense or int4"),
-        pytest.param("dynaexq,paged=true", "of 16 in each of 4 layers", marks=pytest.mark.nightly),
+        ("dynaexq,paged=true", "of 16 in each of 4 layers"),
     ],
 )
 def test_two_versions_add_up(precision, said):
