@@ -152,6 +152,13 @@ def miss_costs(costs: Costs, spec: Spec, kv_miss: str = "swap") -> MissCosts:
     return MissCosts(float(costs.fill[0]) + size * float(costs.fill[1]), page)
 
 
+def link_costs(spec: Spec, bytes_per_s: float) -> MissCosts:
+    """Of bytes over one link: an expert comes once, a KV page that has no room goes out and comes
+    back."""
+    size = float(next(iter(spec.link_bytes.values())).mean())
+    return MissCosts(size / bytes_per_s, 2 * spec.page_bytes / bytes_per_s)
+
+
 # ---- equations (4) and (5)
 
 

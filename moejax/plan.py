@@ -26,7 +26,7 @@ from host_offload.policy import Spec
 from host_offload.prediction import predict
 from host_offload.right_size import EPSILON, WorkingSet, memory_for, users_for, working_sets
 from host_offload.simulator import spec_of
-from host_offload.split import Division, MissCosts, division_of, miss_costs
+from host_offload.split import Division, MissCosts, division_of, link_costs, miss_costs
 from host_offload.traces import Trace, TraceError, read_trace
 from moejax.cache import cache_root
 from moejax.calibration import load_cost_model
@@ -218,9 +218,7 @@ class Planner:
         if self.link is not None:
             if kv_overflow != "swap":
                 raise UserError("a link's rate does not say what computing KV again costs; --costs")
-            # A page that has no room goes out and comes back.
-            page_s = 2 * self.spec.page_bytes / self.link
-            return MissCosts(float(self._link_bytes.mean()) / self.link, page_s)
+            return link_costs(self.spec, self.link)
         costs = miss_costs(self._measured().costs(), self.spec, kv_overflow)
         if costs.expert_s <= 0:
             raise UserError(NO_COST)

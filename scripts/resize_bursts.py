@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from replay_sessions import VirtualClock, replay
+from resize_steps import use
 from text_table import aligned
 
 from host_offload.configurator import bursts_of, configure
@@ -22,7 +23,7 @@ from host_offload.split import MissCosts, division_of
 from host_offload.traces import read_trace
 from moejax import LLM, UserError
 from moejax.budgets import cells_of
-from moejax.control import spec_of_engine, start_control
+from moejax.control import spec_of_engine
 from moejax.tracing import trace_engine
 from moejax.workloads import Workload, conversations, synthetic_corpus
 
@@ -177,10 +178,10 @@ def set_split(llm: LLM, arm: Arm) -> None:
     """The arm's split and policy in an idle engine; no expert is resident and no KV held."""
     arena = llm.engine.scheduler.arena
     layers = len(cells_of(arena))
-    use(llm, None)
+    use(llm.engine, None)
     llm.engine.set_budget([0] * layers, arena.slots)
     llm.engine.set_budget([arm.cap] * layers, arena.slots - arm.cap * layers)
-    use(llm, arm.policy)
+    use(llm.engine, arm.policy)
 
 
 def run(llm: LLM, args: argparse.Namespace, arm: Arm, workload: Workload) -> Played:
@@ -235,19 +236,6 @@ def check(arms: Sequence[Arm], played: Sequence[Played], seed: int) -> None:
         raise UserError(f"seed {seed}: tokens differ between splits, which must never be")
 
 
-def use(llm: LLM, policy: Policy | None) -> None:
-    """This policy in an idle engine, as new; None: none."""
-    engine = llm.engine
-    engine.control = None
-    if policy is not None:
-        length = engine.scheduler.max_model_len
-        engine.control = start_control(
-            engine.runner, [policy], max_model_len=length, seed=0, routers=[]
-        )
-        assert engine.control is not None
-        engine.control.set_budget = engine.try_budget
-
-
 def _burst_report(
     args: argparse.Namespace,
     arms: Sequence[Arm],
@@ -267,18 +255,11 @@ def _burst_report(
             ("best on other seeds", chosen),
             ("best in hindsight", fixed.max(axis=1)),
         ):
-            ratio = np.log(rates[:, column] / base)
-            # Student's t for the mean of the logarithms, paired by seed.
-            half = t95(seeds - 1) * ratio.std(ddof=1) / math.sqrt(seeds)
-            mean, low, high = np.exp([ratio.mean(), ratio.mean() - half, ratio.mean() + half])
             lines.append(
                 {
                     "live": arms[column].name,
                     "against": name,
-                    "ratio": mean,
-                    "low": low,
-                    "high": high,
-                    "worst": math.exp(ratio.min()),
+                    **paired_ratio(rates[:, column], base),
                     "seeds": seeds,
                     "unserved": int(unserved[:, column].sum()),
                 }
@@ -315,7 +296,16 @@ def _burst_report(
     )
 
 
-def t95(degrees: int) -> float:
+def paired_ratio(rates: np.ndarray, base: np.ndarray) -> dict[str, float]:
+    """rates / base, seed by seed: the geometric mean, its 95% interval (Student's t for the mean of
+    the logarithms) and the worst seed."""
+    ratio = np.log(rates / base)
+    half = _t95(len(ratio) - 1) * ratio.std(ddof=1) / math.sqrt(len(ratio))
+    mean, low, high = np.exp([ratio.mean(), ratio.mean() - half, ratio.mean() + half]).tolist()
+    return {"ratio": mean, "low": low, "high": high, "worst": math.exp(ratio.min())}
+
+
+def _t95(degrees: int) -> float:
     """Two-sided 95% point of Student's t."""
     known = [12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14]
     return known[degrees - 1] if degrees <= len(known) else 1.96 + 2.5 / degrees

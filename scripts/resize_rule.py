@@ -5,17 +5,16 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import math
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from resize_bursts import LIMITS, Arm, Played, add_prices, check, costs_of, run, t95
+from resize_bursts import LIMITS, Arm, Played, add_prices, check, costs_of, paired_ratio, run
 from text_table import aligned
 
 from host_offload.policies.mv_wsa import MvWsa
 from host_offload.policy import Policy
-from host_offload.split import MissCosts
+from host_offload.split import link_costs
 from moejax import LLM, UserError
 from moejax.budgets import cells_of
 from moejax.control import spec_of_engine
@@ -84,25 +83,18 @@ def _lines(args: argparse.Namespace, memory: str) -> Iterator[dict[str, Any]]:
                 played.append([run(llm, args, arm, seeded) for arm in arms])
                 check(arms, played[-1], seed)
             rates = np.array([[found.rate for found in row] for row in played])
-            ratio = np.log(rates[:, 1] / rates[:, 0])
-            half = t95(args.seeds - 1) * ratio.std(ddof=1) / math.sqrt(args.seeds)
-            mean, low, high = np.exp([ratio.mean(), ratio.mean() - half, ratio.mean() + half])
             yield {
                 "memory": memory,
                 "workload": name,
                 "cells": cap,
                 "held": float(rates[:, 0].mean()),
-                "ratio": float(mean),
-                "low": float(low),
-                "high": float(high),
-                "worst": math.exp(ratio.min()),
+                **paired_ratio(rates[:, 1], rates[:, 0]),
             }
 
 
 def _policy(llm: LLM) -> Policy:
     """From a cold start, misses priced at one byte a second over one link (the rule of the split
-    looks at ratios): an expert comes once, a KV page that has no room goes out and comes back."""
+    looks at ratios)."""
     length = llm.engine.scheduler.max_model_len
     spec = spec_of_engine(llm.engine.runner, max_model_len=length, seed=0)
-    expert = float(next(iter(spec.link_bytes.values())).mean())
-    return MvWsa(calibrate=False, costs=MissCosts(expert, 2.0 * spec.page_bytes))
+    return MvWsa(calibrate=False, costs=link_costs(spec, bytes_per_s=1.0))
