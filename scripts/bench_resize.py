@@ -1,6 +1,6 @@
 """Budgets that move while requests run: what a resize adds to a step, and what it is worth.
 
-python scripts/bench_resize.py steps [--resizes 200] [--shape S --layers N]
+NPROC=1 python scripts/bench_resize.py steps [--resizes 200] [--shape S --layers N]
 python scripts/bench_resize.py bursts [--seeds 20]
 python scripts/bench_resize.py rule [--seeds 5] [--miss-ms 4]
 
@@ -8,11 +8,11 @@ python scripts/bench_resize.py rule [--seeds 5] [--miss-ms 4]
 their KV at once, a move every few steps; the time between the results of two steps, of steps that a
 resize touches and of the others. Rounds with resizes and rounds of the same prompts with either
 split held take turns; tokens must be the same in all. Goal: p99 of a resize's steps, over at least
---resizes of them, ≤ 1.2 × the median of the run. What rounds without resizes have says what the
-machine and the misses alone add. Each round is repeated with nothing else changed: the medians of a
-step's repeats, which do not decide, leave out what comes from outside at random (a noisy neighbour)
-and whatever a resize costs in few of them. Timed on this machine, by the engine's own loop. --shape
-demo --layers 48 has longer steps than the model demo, random weights. Minutes on two quiet cores.
+--resizes of them, ≤ 1.2 × the median of the run: decode steps of a full batch, every single one.
+What rounds without resizes have says what the machine and the misses alone add. Timed on this
+machine, by the engine's own loop. NPROC=1 keeps XLA on one thread of a CPU: handing parts of a step
+from thread to thread takes longer and longest now and then. --shape demo --layers 48 has longer
+steps than the model demo, random weights. Minutes on two quiet cores.
 
 `bursts`: conversations with bursty arrivals through the engine, embedded model, live resize against
 fixed splits, paired over arrival seeds. Steps, misses, KV moved and requests are the engine's own;
