@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -224,7 +225,7 @@ def _by_rule(engine: Engine, options: BudgetOptions, budget: Budget) -> tuple[st
         if directory is None:
             return (f"{rule}; no workload is remembered (moejax plan --trace T --remember)",)
         trace, about = _trace(directory, engine), identity(runner)
-        if not (path := cost_file(about)).exists():
+        if not os.path.exists(path := cost_file(about)):
             raise UserError("costs of this start were not measured: `moejax calibrate`")
         costs = load_cost_model(path, about).costs()
         how = _configured(engine, options, trace, costs)

@@ -53,7 +53,7 @@ def cost_model_for(
     runner = engine if isinstance(engine, Runner) else engine.engine.runner
     about = identity(runner)
     path = cost_file(about)
-    if path.exists() and not force:
+    if os.path.exists(path) and not force:
         return load_cost_model(path, about)
     granted = None
     if not isinstance(engine, Runner):

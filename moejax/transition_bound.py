@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -141,7 +142,7 @@ def kept_costs(runner: Runner) -> CostModel | None:
     dense = {name: value for name, value in about.items() if name != "versions"}
     dense["expert_bytes"] = about["expert_bytes"][:1]
     for wanted in (about, dense):
-        if (path := cost_file(wanted)).exists():
+        if os.path.exists(path := cost_file(wanted)):
             try:
                 return load_cost_model(path, wanted)
             except UserError as error:

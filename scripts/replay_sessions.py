@@ -23,6 +23,13 @@ from text_table import aligned
 
 from host_offload.budget import BudgetError, format_bytes
 from moejax import LLM, SamplingParams, UserError
+from moejax.commands.engine_options import (
+    add_engine_options,
+    add_memory_options,
+    add_precision_options,
+    add_trace_options,
+    engine_options,
+)
 from moejax.workloads import (
     ARRIVALS,
     Conversation,
@@ -41,6 +48,8 @@ examples:
       KV for about three sessions: the pages of the others go to host memory and back
   replay_sessions.py --kv-budget 1.5MiB --kv-overflow recompute --expert-budget 25%
       the same, dropped and computed again, with a quarter of the experts resident
+  replay_sessions.py --memory 4MiB --resize mv_wsa
+      the line between experts and KV moves to where a byte is worth most
   replay_sessions.py --arrival bursty --rate 5 --clock wall --json > turns.jsonl
       arrivals in bursts and in real time; a JSON line a turn, the last one is the summary
   replay_sessions.py --text ../shared/corpora/*.txt --shift-share 0.5 --trace run1
@@ -82,9 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         workload = Workload(**{name: getattr(args, name) for name in names})
         if args.step_ms <= 0:
             raise UserError(f"--step-ms must be above 0, got {args.step_ms}")
-        wanted = {name: getattr(args, name) for name in _LLM_OPTIONS}
-        options = {name: value for name, value in wanted.items() if value is not None}
-        with LLM(args.model, progress=False, **options) as llm:
+        with LLM(args.model, progress=False, **engine_options(args)) as llm:
             found = make_conversations(llm, workload, args.text)
             clock = WallClock() if args.clock == "wall" else VirtualClock(args.step_ms / 1e3)
             began = time.perf_counter()
@@ -99,20 +106,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         print("\n".join(report(lines, summary)))
     return 0
-
-
-_LLM_OPTIONS = (
-    "max_model_len",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "memory",
-    "expert_budget",
-    "kv_budget",
-    "swap_space",
-    "kv_overflow",
-    "eviction",
-    "trace",
-)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -142,22 +135,10 @@ def _parser() -> argparse.ArgumentParser:
     group.add_argument("--temperature", type=float, default=1.0, help="default: %(default)s")
     group = parser.add_argument_group("engine")
     group.add_argument("--model", default="demo", help="as for moejax generate (default: demo)")
-    for name, text in (
-        ("--memory", "bytes of the arena"),
-        ("--expert-budget", "bytes or a share of the experts, such as 25%%"),
-        ("--kv-budget", "bytes that KV gets"),
-        ("--swap-space", "host memory for KV that makes room"),
-    ):
-        group.add_argument(name, metavar="SIZE", help=text)
-    group.add_argument(
-        "--kv-overflow",
-        choices=("swap", "recompute"),
-        help="what happens to a session's KV that makes room (default: swap)",
-    )
-    group.add_argument("--eviction", help="of experts (default: lru)")
-    for name in ("--max-model-len", "--max-num-seqs", "--max-num-batched-tokens"):
-        group.add_argument(name, type=int, metavar="N", help="as for moejax generate")
-    group.add_argument("--trace", metavar="DIR", help="write a trace into this new directory")
+    add_engine_options(group)
+    add_trace_options(group)
+    add_memory_options(parser.add_argument_group("memory"))
+    add_precision_options(parser.add_argument_group("precision"))
     parser.add_argument("--json", action="store_true", help="JSON lines on stdout, no table")
     return parser
 
@@ -319,6 +300,7 @@ def summarise(
         "cached_tokens": sum(line["cached_tokens"] for line in lines),
         "kv": stats["kv"],
         "experts": stats["experts"],
+        "budget": stats["budget"],
         "steps": stats["steps"],
     }
 
@@ -368,6 +350,8 @@ def report(lines: Sequence[dict[str, Any]], summary: dict[str, Any]) -> Iterator
         f"{kv['sessions_evicted']} sessions evicted"
     )
     yield f"experts: hit rate {experts['hit_rate']:.1%} of {experts['activations']} activations"
+    if (budget := summary["budget"])["resizes"]:
+        yield f"budget: resizes {budget['resizes']}, slots moved {budget['slots_moved']}"
 
 
 if __name__ == "__main__":

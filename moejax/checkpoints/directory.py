@@ -26,8 +26,11 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 def checkpoint_directory(path: str | os.PathLike) -> pathlib.Path:
     """The path as a pathlib.Path; UserError, saying what was expected, if it is no directory."""
     directory = pathlib.Path(path).expanduser()
-    if directory.is_dir():
-        return directory
+    try:
+        if directory.is_dir():
+            return directory
+    except OSError as error:  # a parent that may not be searched, a name that is too long
+        raise UserError(f"{path}: cannot be opened ({error.strerror})") from error
     expected = "expected a local directory with config.json and model.safetensors"
     if directory.exists():
         raise UserError(f"{path}: not a directory; {expected}")

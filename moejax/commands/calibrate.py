@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from typing import TYPE_CHECKING
 
@@ -80,7 +81,7 @@ def _run(args: argparse.Namespace) -> int:
 
     with notes_unsaid(), LLM(args.model, progress=progress, **options) as llm:
         path = cost_file(identity(llm.engine.runner))
-        measured = args.force or not path.exists()
+        measured = args.force or not os.path.exists(path)
         model = cost_model_for(llm, force=args.force, report=report)
     if args.json:
         print(json.dumps({"file": str(path), **model.to_json()}, indent=2))
@@ -91,7 +92,7 @@ def _run(args: argparse.Namespace) -> int:
     print_table(_steps(model))
     print_table(_moves(model))
     print_table(_rates(model))
-    if not path.exists():
+    if not os.path.exists(path):
         raise UserError(f"these were measured, but cannot be kept: {path} cannot be written")
     print(f"{'measured, kept in' if measured else 'measured before, in'} {path}")
     return 0

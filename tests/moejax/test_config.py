@@ -388,3 +388,5 @@ def test_paths(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="not a directory; expected"):
         load_config(tmp_path / "file")
+    with pytest.raises(UserError, match=r"cannot be opened \(File name too long\)"):
+        load_config(tmp_path / ("x" * 300))

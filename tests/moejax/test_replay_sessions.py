@@ -137,6 +137,13 @@ def test_the_table_names_its_columns(capsys):
     assert rows[3].startswith("KV: ") and "swapped out" in rows[3]
 
 
+def test_it_takes_what_moejax_generate_takes(capsys):
+    """The engine's options are the command's own."""
+    options = ("--memory", "3MiB", "--budget", "fixed", "--resize", "peak_headroom")
+    *_, last = json_lines(capsys, replay_sessions.main, *SMALL, *options)
+    assert last["summary"]["budget"]["resizes"] > 0
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
@@ -144,6 +151,7 @@ def test_the_table_names_its_columns(capsys):
         (["--step-ms", "0"], "--step-ms must be above 0"),
         (["--trace", "/dev/null/trace"], "cannot write the trace in /dev/null/trace"),
         (["--kv-budget", "many"], "not a size"),
+        (["--resize", "sometimes"], "unknown resize 'sometimes'"),
     ],
 )
 def test_a_mistake_is_explained(capsys, args, message):

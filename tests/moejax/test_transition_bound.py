@@ -135,6 +135,9 @@ def test_costs_of_the_dense_model_are_found(ran, tmp_path, monkeypatch, caplog):
     cost_file(dense).write_text("{}")
     assert kept_costs(runner) is None
     assert "transitions are bounded without measured costs" in caplog.text
+    # A directory that cannot be looked into, as one that may not be searched, has no costs.
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / ("x" * 300)))
+    assert kept_costs(runner) is None
 
 
 def test_the_bar_while_versions_are_made(monkeypatch, capsys):
