@@ -43,6 +43,8 @@ def test_the_goal_is_of_the_steps_of_a_resize(slow, within):
     assert [line["misses"] for line in lines] == [3, 2, 2]
     assert verdict["within"] is within and verdict["ratio"] == pytest.approx(slow)
     assert verdict["without"] == pytest.approx(5.0)
+    args = argparse.Namespace(json=False, model="demo", shape=None, batch=8)
+    assert "too busy to tell" in [*_report(args, "cpu", times, {})][-1]
 
 
 def test_what_is_refused(capsys):
