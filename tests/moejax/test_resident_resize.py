@@ -289,6 +289,7 @@ OPTIONS: dict[str, Any] = {
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_the_closed_form_moves_slots_of_two_versions(tmp_path):
     """KV that is not used goes to experts, more of which become high; no request is refused that
     the fixed split serves, and longer ones get the slots back."""
