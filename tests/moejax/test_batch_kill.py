@@ -51,6 +51,7 @@ def check_killed(llm, tmp_path, lines: int, kills: int, seed: int) -> list[int]:
     return sizes
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_killed_and_resumed(llm, tmp_path):
     kills = int(os.environ.get("MOEJAX_KILLS", "2"))

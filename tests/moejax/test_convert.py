@@ -329,6 +329,7 @@ def operations(source, tmp_path):
     return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
+@pytest.mark.slow
 def test_killed(source, undisturbed, tmp_path):
     rng = random.Random(5)
     points = [3, rng.randrange(60, 200), rng.randrange(200, 260)]

@@ -52,6 +52,7 @@ def test_a_sample_of_random_workloads(llm):
     assert not missing, (missing, counts)
 
 
+@pytest.mark.nightly
 def test_an_episode_depends_on_its_number_only(llm):
     first = run_episode(llm, SEED, SHORT, check_every=64)
     run_episode(llm, SEED, SHORT + 1, check_every=64)

@@ -74,6 +74,7 @@ def test_bytes_are_those_that_were_moved(run_of, precision):
     assert found.bytes is not None and found.bytes.sum() == sum(moved.values())
 
 
+@pytest.mark.slow
 def test_cells_and_the_link_differ_in_transit_only(run_of):
     size, _, trace = run_of("lossless12,in_transit=true")
     told = spec_of(trace.header)
@@ -84,6 +85,7 @@ def test_cells_and_the_link_differ_in_transit_only(run_of):
     assert plain.link_bytes is plain.version_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fast", [True, False])
 def test_what_is_simulated_and_predicted_moves_the_stores_bytes(run_of, fast):
     """Without the prefetch, so both ways of the simulator are asked."""
@@ -97,6 +99,7 @@ def test_what_is_simulated_and_predicted_moves_the_stores_bytes(run_of, fast):
     assert predicted.bytes == found.bytes.sum()
 
 
+@pytest.mark.slow
 def test_a_traces_bytes_of_the_cells_are_found_out(run_of):
     """A header that says nothing of the link is read as before: cells' bytes, which differ."""
     _, _, trace = run_of("lossless12,in_transit=true")
