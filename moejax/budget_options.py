@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -217,18 +216,17 @@ def _by_rule(engine: Engine, options: BudgetOptions, budget: Budget) -> tuple[st
     asked = options.budget != "fixed" or options.cells != "uniform" or options.given_cells
     if not budget.cut or asked or options.split_given or len(runner.layout.records) > 1:
         return ()
-    from moejax.calibration import cost_file, identity, load_cost_model
+    from moejax.calibration import identity, kept_cost_model
 
     rule = f"split: KV keeps at least 1/{KV_SHARE} or one sequence, experts the rest"
     try:
         directory = remembered(config_digest(runner.config))
         if directory is None:
             return (f"{rule}; no workload is remembered (moejax plan --trace T --remember)",)
-        trace, about = _trace(directory, engine), identity(runner)
-        if not os.path.exists(path := cost_file(about)):
+        trace = _trace(directory, engine)
+        if (kept := kept_cost_model(identity(runner))) is None:
             raise UserError("costs of this start were not measured: `moejax calibrate`")
-        costs = load_cost_model(path, about).costs()
-        how = _configured(engine, options, trace, costs)
+        how = _configured(engine, options, trace, kept.costs())
     except UserError as error:
         log.warning("the workload that is remembered does not split the memory: %s", error)
         return (f"{rule}; the workload that is remembered was of no use: {error}",)

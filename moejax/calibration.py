@@ -53,8 +53,8 @@ def cost_model_for(
     runner = engine if isinstance(engine, Runner) else engine.engine.runner
     about = identity(runner)
     path = cost_file(about)
-    if os.path.exists(path) and not force:
-        return load_cost_model(path, about)
+    if not force and (kept := kept_cost_model(about)) is not None:
+        return kept
     granted = None
     if not isinstance(engine, Runner):
         if engine.engine.statistics.requests or engine.engine.control is not None:
@@ -116,6 +116,13 @@ def cost_file(about: dict[str, Any]) -> Path:
     digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
     kind = "".join(c if c.isalnum() else "-" for c in about["device"].lower())
     return cache_root() / "costs" / f"{kind}-{digest[:16]}.json"
+
+
+def kept_cost_model(about: dict[str, Any]) -> CostModel | None:
+    """The costs that were measured before for this identity; None where none are, or where the
+    cache may not be searched. Raises UserError as load_cost_model."""
+    path = cost_file(about)
+    return load_cost_model(path, about) if os.path.exists(path) else None
 
 
 def load_cost_model(path: str | os.PathLike[str], about: dict[str, Any] | None = None) -> CostModel:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -136,17 +135,17 @@ def read_bytes(params: Mapping[str, Any], runner: Runner) -> int:
 def kept_costs(runner: Runner) -> CostModel | None:
     """Costs that `moejax calibrate` has measured for this run, or for the same one with dense
     experts; None where there are none. Nothing is measured here."""
-    from moejax.calibration import cost_file, identity, load_cost_model  # which runs engines
+    from moejax.calibration import identity, kept_cost_model  # which runs engines
 
     about = identity(runner)
     dense = {name: value for name, value in about.items() if name != "versions"}
     dense["expert_bytes"] = about["expert_bytes"][:1]
     for wanted in (about, dense):
-        if os.path.exists(path := cost_file(wanted)):
-            try:
-                return load_cost_model(path, wanted)
-            except UserError as error:
-                log.warning("transitions are bounded without measured costs: %s", error)
+        try:
+            if (kept := kept_cost_model(wanted)) is not None:
+                return kept
+        except UserError as error:
+            log.warning("transitions are bounded without measured costs: %s", error)
     return None
 
 
