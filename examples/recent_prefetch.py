@@ -11,7 +11,7 @@ import dataclasses
 
 import numpy as np
 
-from host_offload.policy import Decision, Moment, Observation, Spec, Stage
+from host_offload.control.interface import Decision, Moment, Observation, Spec, Stage
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,13 +14,13 @@ from importlib import metadata
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from host_offload.budget import ArenaTooSmall, BudgetError
-    from moejax.async_llm import AsyncLLM
-    from moejax.engine_thread import EngineDeadError
+    from host_offload.memory.budget import ArenaTooSmall, BudgetError
     from moejax.errors import UserError
-    from moejax.llm import LLM
-    from moejax.outputs import CompletionOutput, Logprob, RequestOutput
-    from moejax.sampling_params import SamplingParams
+    from moejax.requests.outputs import CompletionOutput, Logprob, RequestOutput
+    from moejax.requests.sampling_params import SamplingParams
+    from moejax.serve.async_llm import AsyncLLM
+    from moejax.serve.engine_thread import EngineDeadError
+    from moejax.serve.llm import LLM
 
 __all__ = [
     "LLM",
@@ -36,16 +36,16 @@ __all__ = [
 ]
 
 _HOMES = {
-    "LLM": "moejax.llm",
-    "AsyncLLM": "moejax.async_llm",
-    "EngineDeadError": "moejax.engine_thread",
-    "SamplingParams": "moejax.sampling_params",
-    "RequestOutput": "moejax.outputs",
-    "CompletionOutput": "moejax.outputs",
-    "Logprob": "moejax.outputs",
+    "LLM": "moejax.serve.llm",
+    "AsyncLLM": "moejax.serve.async_llm",
+    "EngineDeadError": "moejax.serve.engine_thread",
+    "SamplingParams": "moejax.requests.sampling_params",
+    "RequestOutput": "moejax.requests.outputs",
+    "CompletionOutput": "moejax.requests.outputs",
+    "Logprob": "moejax.requests.outputs",
     "UserError": "moejax.errors",
-    "BudgetError": "host_offload.budget",
-    "ArenaTooSmall": "host_offload.budget",
+    "BudgetError": "host_offload.memory.budget",
+    "ArenaTooSmall": "host_offload.memory.budget",
 }
 
 

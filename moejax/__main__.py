@@ -2,7 +2,7 @@
 
 import sys
 
-from moejax.cli import main
+from moejax.commands.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -23,17 +23,17 @@ from flax import nnx
 from jax import lax
 from jax.sharding import SingleDeviceSharding
 
-from host_offload.arena import place_cells
-from host_offload.budget import Share, cells_per_layer
-from host_offload.eviction import EVICTION
-from host_offload.layout import BLOCK_SIZES, ExpertLayout
-from host_offload.store import ExpertStore, StoreBuilder, record_of
-from host_offload.tables import Tables, empty_tables, regrant
+from host_offload.memory.arena import place_cells
+from host_offload.memory.budget import Share, cells_per_layer
+from host_offload.memory.layout import BLOCK_SIZES, ExpertLayout
+from host_offload.memory.store import ExpertStore, StoreBuilder, record_of
+from host_offload.memory.tables import Tables, empty_tables, regrant
+from host_offload.policies.eviction.names import EVICTION
 from moejax.cache import cache_root
-from moejax.checkpoint import DTYPE_NAMES, NUMPY_DTYPES
+from moejax.checkpoints.load import DTYPE_NAMES, NUMPY_DTYPES
 from moejax.errors import UserError
-from moejax.experts import Paging, add_experts, page_and_compute, zero_after
 from moejax.sizes import parse_expert_budget
+from moejax.step.experts import Paging, add_experts, page_and_compute, zero_after
 from pallas_kernels import Ops, resolve_ops
 from pallas_kernels.expert_ffn import ACTIVATIONS
 from pallas_kernels.linear import linear

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from moejax.requests import Request
+from moejax.requests.request import Request
 
 
 def _progress(*columns):

@@ -6,7 +6,7 @@ import operator
 import re
 from fractions import Fraction
 
-from host_offload.budget import Share, format_bytes
+from host_offload.memory.budget import Share, format_bytes
 from moejax.errors import UserError
 
 __all__ = [

@@ -48,9 +48,9 @@ def test_imports_go_one_way(repository, package):
 @pytest.mark.parametrize(
     "source",
     [
-        "import moejax.engine",
+        "import moejax.engine.loop",
         "def late():\n    from moejax import LLM",
-        "importlib.import_module('moejax.engine')",
+        "importlib.import_module('moejax.engine.loop')",
         "__import__('moejax')",
     ],
 )
@@ -76,7 +76,7 @@ def test_importing_the_package_loads_no_torch_and_no_transformers(repository):
 
 def test_help_does_not_load_jax(repository):
     code = (
-        "import contextlib; from moejax.cli import main\n"
+        "import contextlib; from moejax.commands.main import main\n"
         "with contextlib.suppress(SystemExit): main(['--help'])"
     )
     assert loaded_by(code, repository).isdisjoint(

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pathlib
 from typing import Literal
 
-from moejax.checkpoints.orbax_manifest import JOURNAL, MANIFEST
-from moejax.checkpoints.orbax_steps import is_orbax
-from moejax.checkpoints.shards import INDEX, SINGLE, find_shards
+from moejax.checkpoints.orbax.manifest import JOURNAL, MANIFEST
+from moejax.checkpoints.orbax.steps import is_orbax
+from moejax.checkpoints.safetensors.shards import INDEX, SINGLE, find_shards
 from moejax.errors import UserError
 
 _ORBAX_FILES = ("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt", "checkpoint")

@@ -20,9 +20,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from host_offload.layout import ExpertLayout
-from host_offload.store import copy_transposed
-from moejax.checkpoints.shards import NUMPY_DTYPES, ShardReader, TensorFile, TensorReader
+from host_offload.memory.layout import ExpertLayout
+from host_offload.memory.store import copy_transposed
+from moejax.checkpoints.safetensors.shards import (
+    NUMPY_DTYPES,
+    ShardReader,
+    TensorFile,
+    TensorReader,
+)
 from moejax.checkpoints.tensors import ExpertPlace, ParamPlace, Place
 from moejax.errors import UserError
 
@@ -37,7 +42,7 @@ _PIECE = 64 << 20
 
 
 class RecordSink(Protocol):
-    """Takes expert records; host_offload.store.StoreBuilder is one."""
+    """Takes expert records; host_offload.memory.store.StoreBuilder is one."""
 
     @property
     def layout(self) -> ExpertLayout: ...

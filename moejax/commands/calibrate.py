@@ -8,8 +8,8 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from host_offload.budget import format_bytes
-from moejax.commands.engine_options import (
+from host_offload.memory.budget import format_bytes
+from moejax.commands.options.engine import (
     add_engine_options,
     add_memory_options,
     add_precision_options,
@@ -22,7 +22,7 @@ from moejax.errors import UserError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from host_offload.cost_model import CostModel
+    from host_offload.sizing.cost_model import CostModel
 
 _EPILOG = """\
 examples:
@@ -71,7 +71,7 @@ def _run(args: argparse.Namespace) -> int:
     options = engine_options(args)
 
     from moejax import LLM
-    from moejax.calibration import cost_file, cost_model_for, identity
+    from moejax.costs.calibration import cost_file, cost_model_for, identity
 
     progress = not (args.quiet or args.json)
 

@@ -49,9 +49,9 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 def _run(args: argparse.Namespace) -> int:
     import jax
 
-    from host_offload.budget import format_bytes
+    from host_offload.memory.budget import format_bytes
+    from moejax.checkpoints.convert import convert
     from moejax.checkpoints.directory import model_directory
-    from moejax.convert import convert
     from moejax.progress import loading_progress
 
     # Orbax starts jax's backend, which on a GPU would take most of its memory for nothing.

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from host_offload.budget import format_bytes
-from moejax.commands.engine_options import (
+from host_offload.memory.budget import format_bytes
+from moejax.commands.options.engine import (
     add_engine_options,
     add_memory_options,
     add_precision_options,
@@ -24,7 +24,7 @@ from moejax.commands.engine_options import (
 from moejax.errors import UserError
 
 if TYPE_CHECKING:
-    from moejax.evaluation import Cost, Likelihood, PerplexityResult
+    from moejax.evaluate.evaluation import Cost, Likelihood, PerplexityResult
 
 _EPILOG = """\
 examples:
@@ -96,13 +96,13 @@ def _run(args: argparse.Namespace) -> int:
             raise UserError(f"{name} is named twice in --data; each file is scored once")
         texts[name] = _read_text(name)
 
-    from moejax.evaluation import check_windows
+    from moejax.evaluate.evaluation import check_windows
 
     check_windows(args.window, args.stride, args.limit)
 
     from moejax import LLM
-    from moejax.evaluation import perplexity
-    from moejax.evaluation_report import result_json
+    from moejax.evaluate.evaluation import perplexity
+    from moejax.evaluate.report import result_json
 
     progress = not (args.quiet or args.json)
     with notes_unsaid(), LLM(args.model, progress=progress, **options) as llm:

@@ -11,7 +11,8 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
-from moejax.commands.engine_options import (
+from moejax.commands.generate_file import add_file_options, check_file_options, generate_file
+from moejax.commands.options.engine import (
     add_engine_options,
     add_memory_options,
     add_precision_options,
@@ -19,12 +20,11 @@ from moejax.commands.engine_options import (
     engine_options,
     notes_unsaid,
 )
-from moejax.commands.generate_file import add_file_options, check_file_options, generate_file
 from moejax.errors import UserError
-from moejax.sampling_params import SamplingParams
+from moejax.requests.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from moejax.llm import LLM
+    from moejax.serve.llm import LLM
 
 MAX_TOKENS = 128
 """Of one command; `SamplingParams` has vLLM's 16, which is short for reading."""
@@ -148,7 +148,7 @@ def _print_stats(args: argparse.Namespace, stats: dict[str, Any]) -> None:
     if args.json:
         print(json.dumps(stats), file=sys.stderr)
     elif not args.quiet:
-        from moejax.summary import format_summary
+        from moejax.serve.summary import format_summary
 
         print("\n" + format_summary(stats), file=sys.stderr)
 

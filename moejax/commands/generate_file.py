@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from moejax.commands import EXIT_BAD_LINES, EXIT_INTERRUPTED
 from moejax.errors import UserError
-from moejax.sampling_params import SamplingParams
+from moejax.requests.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from moejax.llm import LLM
+    from moejax.serve.llm import LLM
 
 
 def add_file_options(group: argparse._ArgumentGroup) -> None:
@@ -62,7 +62,7 @@ def generate_file(
     params: of lines that do not say otherwise; its seed is the job's. start: makes the LLM, after
     the files were found to be right. Raises UserError as OpenJob.run does.
     """
-    from moejax.batch import Job, open_job
+    from moejax.serve.batch import Job, open_job
 
     if args.kv_overflow == "recompute":
         raise UserError(

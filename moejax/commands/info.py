@@ -7,15 +7,15 @@ import json
 import os
 from typing import TYPE_CHECKING
 
-from host_offload.budget import format_bytes
-from moejax.commands.checkpoint_options import add_checkpoint_options
+from host_offload.memory.budget import format_bytes
+from moejax.commands.options.checkpoint import add_checkpoint_options
 from moejax.commands.tables import new_table, print_table
 from moejax.sizes import parse_rate, parse_size
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from moejax.info import Fit, ModelInfo, Weights
+    from moejax.start.info import Fit, ModelInfo, Weights
 
 SIZES = tuple(gib << 30 for gib in (8, 16, 24, 40, 80))
 """Memories that are shown where there is no GPU to ask."""
@@ -91,7 +91,7 @@ def _run(args: argparse.Namespace) -> int:
     # jax would else take most of a GPU that is only asked for its size.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
-    from moejax.info import fit, info_json, model_info, read_headers
+    from moejax.start.info import fit, info_json, model_info, read_headers
 
     config, weights = read_headers(args.path, args.step, args.name_map)
     info = model_info(config, args.dtype)
@@ -135,7 +135,7 @@ def _gpu_memory() -> int | None:
 
 
 def _parts(info: ModelInfo) -> Table:
-    from moejax.info import EXPERTS
+    from moejax.start.info import EXPERTS
 
     table = new_table("part", "parameters", "bytes", "memory")
     for part, count in info.parameters.items():

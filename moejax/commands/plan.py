@@ -7,13 +7,13 @@ import dataclasses
 import json
 from typing import TYPE_CHECKING
 
-from host_offload.budget import format_bytes
+from host_offload.memory.budget import format_bytes
 from moejax.commands.tables import new_table, print_table
 from moejax.errors import UserError
 from moejax.sizes import parse_rate, parse_share, parse_size
 
 if TYPE_CHECKING:
-    from moejax.plan import Capacity, Plan, Planner
+    from moejax.costs.workload_plan import Capacity, Plan, Planner
 
 _EPILOG = """\
 examples:
@@ -111,7 +111,14 @@ def _run(args: argparse.Namespace) -> int:
                 "as many cells and all KV of the users fits"
             )
 
-    from moejax.plan import EPSILON, Planner, costs_of_trace, open_trace, parse_time, write_options
+    from moejax.costs.workload_plan import (
+        EPSILON,
+        Planner,
+        costs_of_trace,
+        open_trace,
+        parse_time,
+        write_options,
+    )
 
     tpot_s = None if args.tpot is None else parse_time(args.tpot)
     epsilon = EPSILON if args.epsilon is None else parse_share(args.epsilon)
@@ -143,8 +150,8 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _remember(args: argparse.Namespace) -> int:
-    from moejax.plan import Planner, open_trace
-    from moejax.remembered import remember
+    from moejax.costs.workload_plan import Planner, open_trace
+    from moejax.start.remembered import remember
 
     trace = open_trace(args.trace)
     Planner(trace, None, link=1.0)  # which refuses a trace that is of no use

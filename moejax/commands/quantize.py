@@ -7,7 +7,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from moejax.quantization import Quantization, WrittenVersion
+    from moejax.evaluate.quantization import Quantization, WrittenVersion
 
 _EPILOG = """\
 DST is what `moejax convert` writes, with records of each version beside the dense ones, and in
@@ -74,8 +74,8 @@ def _run(args: argparse.Namespace) -> int:
     import jax
 
     from moejax.checkpoints.directory import model_directory
+    from moejax.evaluate.quantization import quantize
     from moejax.progress import loading_progress
-    from moejax.quantization import quantize
 
     if args.quantizer != "gptq":
         # Orbax starts jax's backend, which on a GPU would take most of its memory for nothing.
@@ -116,7 +116,7 @@ def as_json(done: Quantization) -> dict[str, Any]:
 
 
 def _print(done: Quantization) -> None:
-    from host_offload.budget import format_bytes
+    from host_offload.memory.budget import format_bytes
     from moejax.commands.tables import new_table, print_table
 
     conversion = done.conversion

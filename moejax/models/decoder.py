@@ -17,7 +17,8 @@ from pallas_kernels.linear import linear
 class Decoder(nnx.Module):
     """The dense part of a model; routed experts live in the store and the arena.
 
-    params: the tree that moejax.checkpoint returns. ops: which implementation of each op runs.
+    params: the tree that moejax.checkpoints.load returns. ops: which implementation of each op
+    runs.
     """
 
     def __init__(self, config: ModelConfig, params: dict[str, Any], ops: Ops):

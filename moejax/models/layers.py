@@ -66,7 +66,7 @@ class LayerStack(nnx.Module):
     kernels. `first_layer` counts all layers, `first_moe_layer` those with experts; `window` is the
     run's sliding window.
 
-    params: the run's arrays as moejax.checkpoint returns them, weights in [out, in] order.
+    params: the run's arrays as moejax.checkpoints.load returns them, weights in [out, in] order.
     """
 
     def __init__(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from host_offload.layout import ExpertLayout, SlotLayout, slot_layout
+from host_offload.memory.layout import ExpertLayout, SlotLayout, slot_layout
 from moejax.models.rope import Rope
 from pallas_kernels.route import RouteRule
 
@@ -152,7 +152,7 @@ class ModelConfig:
         dtype: str | None = None,
     ) -> SlotLayout:
         """How slots of an arena are cut for this model. itemsize: bytes of a weight. versions,
-        dtype: see host_offload.layout.slot_layout."""
+        dtype: see host_offload.memory.layout.slot_layout."""
         return slot_layout(
             hidden=self.hidden_size,
             width=self.moe_intermediate_size,

@@ -21,7 +21,7 @@ from pallas_kernels.verification.check import Check
 log = logging.getLogger("moejax")
 
 SHIPPED = Path(__file__).parent / "tables"
-"""Tables that came from scripts/check_gpu.py on real devices."""
+"""Tables that came from `moejax check-gpu` on real devices."""
 
 
 class Unverified(ValueError):

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from host_offload.eviction import victim_weights
-from host_offload.tables import with_contents
+from host_offload.memory.tables import with_contents
+from host_offload.policies.eviction.names import victim_weights
 from moejax import LLM, SamplingParams
-from moejax.arena_report import kv_faults
-from moejax.work import Step
+from moejax.engine.arena_report import kv_faults
+from moejax.engine.step_work import Step
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,9 +7,9 @@ import pytest
 from flax import nnx
 
 from examples import paged_moe_in_your_model as example
-from host_offload.integrity import count_faults, describe_faults
-from host_offload.store import record_of
-from moejax.checkpoint import load_checkpoint
+from host_offload.memory.integrity import count_faults, describe_faults
+from host_offload.memory.store import record_of
+from moejax.checkpoints.load import load_checkpoint
 from moejax.errors import UserError
 from moejax.nn import (
     OPS_USED,
@@ -19,7 +19,7 @@ from moejax.nn import (
     RouteRule,
     kernel_checks,
 )
-from moejax.runner import compiler_options
+from moejax.step.runner import compiler_options
 from pallas_kernels import resolve_ops
 from pallas_kernels.triton import interpreted
 from tests.aot.aot_h200 import compile_for_h200
@@ -316,7 +316,7 @@ def test_refusals(experts, make, match):
 
 
 def _store(experts):
-    from host_offload.store import ExpertStore
+    from host_offload.memory.store import ExpertStore
 
     return ExpertStore({"dense": experts.layout}, {"dense": experts.records.get_value()})
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from host_offload.encoders import DTYPES, decode, encode
+from host_offload.versions.encoders import DTYPES, decode, encode
 from pallas_kernels.records.format import RecordFormat
 from pallas_kernels.records.versions import VersionFormats
 from tests.pallas_kernels.contract import POISON

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from host_offload.encoders import decode
+from host_offload.versions.encoders import decode
 from pallas_kernels.expert_ffn import api, reference
 from pallas_kernels.expert_ffn import tile as expert_tile
 from pallas_kernels.expert_ffn.specs import VERSIONED, Spec

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from host_offload.integrity import count_faults
-from host_offload.tables import empty_tables
+from host_offload.memory.integrity import count_faults
+from host_offload.memory.tables import empty_tables
 from pallas_kernels.move import Moves, api
 from pallas_kernels.move.specs import SPECS, Spec
 from tests.pallas_kernels.contract import POISON, compiled, each, stored

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from host_offload.tables import empty_tables, regrant
+from host_offload.memory.tables import empty_tables, regrant
 from pallas_kernels.plan import api, pallas_triton
 from pallas_kernels.plan.listing import places
 from pallas_kernels.plan.specs import SPECS, Spec

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from host_offload.integrity import count_faults
-from host_offload.tables import empty_tables, regrant
+from host_offload.memory.integrity import count_faults
+from host_offload.memory.tables import empty_tables, regrant
 from pallas_kernels.fill import fill
 from pallas_kernels.plan import plan
 from pallas_kernels.stage import Entries, api

@@ -1,0 +1,407 @@
+"""The controller: asks policies at their moments and turns what they want into contents of tables
+and a bounded list of transfers. Pure host code over numpy: no device, no clock."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from host_offload.control.interface import (
+    Decision,
+    Moment,
+    Observation,
+    Policy,
+    Spec,
+    Transfer,
+    routed_counts,
+)
+from host_offload.control.kv_references import KVReferences, burst_facts
+from host_offload.control.policy_seat import Seat
+from host_offload.control.rules import (
+    PolicyError,
+    check_decision,
+    check_policies,
+    moments_with,
+    name_of,
+    union,
+)
+from host_offload.control.staging import Entry, Residency, Staging, last_used
+from host_offload.control.transfers import COUNTS, Move
+from host_offload.control.transitions import Transitions, check_resident
+
+RESIDENCY = frozenset({"version", "state", "last_used", "clock", "frequency", "cells"})
+"""Needs that are read from a copy of the device's tables."""
+
+TABLE_FIELDS = ("victim_weights", "prior", "fill_version")
+"""Fields of a Decision that are contents of the device's tables."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Decided:
+    """A line of the event log: what a policy wanted changed."""
+
+    step: int
+    moment: Moment
+    policy: str
+    decision: Decision
+
+
+Event = Decided | Transfer
+"""Transfers are logged when they are skipped, first used, or evicted without use."""
+
+
+class Controller:
+    """Feeds observations to policies and holds what they decided until a step takes it.
+
+    The caller (moejax.engine.control in the engine, the simulator over a trace) calls, for each
+    step, begin_step, stages and take_update before it is made, and end_step once it was read; with
+    driver="host" also between_layers. Several steps may be under way: transfers are matched by
+    step number.
+
+    also: see policy_rules.check_policies. log_length: events kept in `events`. listener: called
+    with each event. Raises PolicyError for policies that cannot run; the methods that ask a policy
+    raise it for a decision that cannot be carried out.
+    """
+
+    def __init__(
+        self,
+        spec: Spec,
+        policies: Sequence[Policy],
+        *,
+        also: Collection[str] = frozenset(),
+        log_length: int = 256,
+        listener: Callable[[Event], None] | None = None,
+    ):
+        check_policies(policies, spec.driver, also)
+        self.spec, self.listener = spec, listener
+        self.moments: frozenset[Moment] = union(p.moments for p in policies)
+        self.needs: frozenset[str] = union(p.needs for p in policies)
+        self.writes: frozenset[str] = union(p.writes for p in policies)
+        for missing in ("costs", "router"):
+            if missing in self.needs and getattr(spec, missing) is None:
+                who = next(name_of(p) for p in policies if missing in p.needs)
+                raise PolicyError(f"policy {who} needs {missing!r}, which this Spec does not have")
+        self.events: deque[Event] = deque(maxlen=log_length)
+        self.tables: Residency | None = None
+        """The newest copy of the device's tables, as the next step will find them."""
+        self.wanted_cells: np.ndarray | None = None
+        """int32[L] that a policy wants and that the engine has not carried out yet."""
+        self.wanted_kv_pages: int | None = None
+        self.max_running: int | None = None
+        self.budget_deferred = 0
+        """How often a budget had to wait, since KV in use was in the way."""
+        self._contents: dict[str, np.ndarray] = {}
+        self._changed: dict[str, np.ndarray] = {}
+        if spec.resident is not None:
+            check_resident(policies, spec.resident)
+        self._staging = (Transitions if spec.resident else Staging)(spec, self._log)
+        self._kv_references = KVReferences(spec.page_tokens) if "kv_refs" in self.needs else None
+        self._latest: dict[str, Any] = {}
+        self._decisions: Counter[str] = Counter()
+        self._seats = [Seat(policy, spec) for policy in policies]
+        for seat in self._seats:
+            if (weights := getattr(seat.policy, "victim_weights", None)) is not None:
+                self._change("victim_weights", np.asarray(weights, np.int32))
+
+    @property
+    def asks(self) -> bool:
+        """Some policy is asked at some moment; without, there is nothing to call in a step."""
+        return bool(self.moments)
+
+    @property
+    def transitions(self) -> Transitions | None:
+        """Where every expert is resident: who has the experts' slots."""
+        return self._staging if isinstance(self._staging, Transitions) else None
+
+    def needs_at(self, moments: frozenset[Moment]) -> frozenset[str]:
+        """What policies that are asked at some of these moments need there."""
+        asked = (p.policy for p in self._seats if p.policy.moments & moments)
+        needs = union(policy.needs for policy in asked)
+        return frozenset(need for need in needs if moments_with(need) & moments)
+
+    @property
+    def stages_transfers(self) -> bool:
+        return not self.writes.isdisjoint({"stages", "transitions"})
+
+    @property
+    def needs_residency(self) -> bool:
+        return self.stages_transfers or not self.needs.isdisjoint(RESIDENCY)
+
+    # ---- a step
+
+    def see(self, tables: Residency) -> None:
+        """Takes a newer copy of the device's tables; what was decided since then overrides it."""
+        self.tables = tables._replace(**self._contents)
+
+    def begin_step(self, step: int, *, seconds: float) -> None:
+        """STEP_BEGIN, before the step is made."""
+        self._ask_all(Moment.STEP_BEGIN, step, age=0, seconds=seconds, facts=self._latest)
+
+    def stages(self, step: int) -> list[Entry]:
+        """The list of transfers for the step, at most spec.stage_entries; they are in flight until
+        end_step or forget."""
+        if self.tables is None or not self.stages_transfers:
+            return []
+        return self._staging.entries(step, self.tables)
+
+    def settle_now(self, step: int, done: np.ndarray) -> None:
+        """The list of the step that is being made was carried out already (Spec.blocking), done
+        int32[S]."""
+        self._staging.settle(step, done, self.tables)
+        self._hand_over()
+
+    def take_moves(self) -> list[Move]:
+        """Cells to move within the arena, to be carried out after `stages` and before take_update
+        and the step. With experts that are paged there are none."""
+        return self._staging.take_moves()
+
+    def take_update(self) -> dict[str, np.ndarray]:
+        """Contents of tables that changed since the last call: TABLE_FIELDS → int32 array; where
+        every expert is resident also `cell_row` and `cell_version`, which the device never
+        changes."""
+        changed, self._changed = self._changed, {}
+        return changed | self._staging.take_contents()
+
+    def settle_budget(self, done: bool) -> None:
+        """wanted_cells and wanted_kv_pages were carried out, or have to wait."""
+        if done:
+            self.wanted_cells = self.wanted_kv_pages = None
+        else:
+            self.budget_deferred += 1
+
+    def forget(self, step: int) -> None:
+        """The step was not dispatched after all: its transfers wait again."""
+        self._staging.forget(step)
+
+    def end_step(
+        self,
+        step: int,
+        *,
+        age: int,
+        seconds: float,
+        facts: Mapping[str, Any],
+        tables: Residency | None = None,
+        staged: np.ndarray | None = None,
+        finished: Sequence[int] = (),
+    ) -> None:
+        """A step was read: STEP_END, then INTERVAL and BURST_END as they are due.
+
+        facts: Observation's fields by name, at least `ids` int16[N, L, k] and `missed` bool[L, E];
+        those that are derived (counts, residency, transfers) are not looked at. tables: after the
+        step, needed if needs_residency. staged int32[S]: 1 for each entry that was carried out.
+        finished: requests that ended.
+        """
+        if tables is not None:
+            self.see(tables)
+        self._staging.settle(step, staged, self.tables)
+        rows, counts = len(facts["ids"]), None
+        if self._staging.watching or "counts" in self.needs:
+            counts = self._counts(facts["ids"])
+            assert self.tables is not None or not self._staging.watching
+            if self.tables is not None:
+                self._staging.watch(step, counts > 0, facts["missed"], self.tables)
+        self._hand_over()
+        facts = {**facts, "counts": counts}
+        self._latest = {k: v for k, v in facts.items() if Moment.STEP_BEGIN in moments_with(k)}
+        for seat in self._seats:
+            seat.progress(rows, seconds, counts)
+        times = dict(age=age, seconds=seconds, facts=facts)
+        self._ask_all(Moment.STEP_END, step, **times)
+        for seat in self._seats:
+            if seat.interval_due:
+                summed = {**facts, "counts": seat.next_interval()}
+                self._ask(seat, Moment.INTERVAL, step, **{**times, "facts": summed})
+        for request, told in burst_facts(self._kv_references, facts, finished):
+            self._ask_all(Moment.BURST_END, step, burst=request, **{**times, "facts": told})
+
+    def between_layers(
+        self,
+        moment: Moment,
+        step: int,
+        layer: int,
+        *,
+        seconds: float,
+        facts: Mapping[str, Any],
+        tables: Residency | None = None,
+        done: np.ndarray | None = None,
+    ) -> list[Entry]:
+        """A moment inside a step that runs layer by layer; returns transfers to carry out right
+        now, before anything else of the step.
+
+        facts: at ROUTED and EXPERTS_BEGIN `ids` int[N, 1, k] and `weights` float32[N, 1, k].
+        tables: as they are now, needed if needs_residency. done int32[S]: for the list returned
+        last, 1 for each entry that was carried out; None if that was settled or empty.
+        """
+        if tables is not None:
+            self.see(tables)
+        if done is not None and self.settle_between_layers(done):
+            latest = dict(age=0, seconds=seconds, facts=self._latest)
+            self._ask_all(Moment.TRANSFER, step, layer=layer, **latest)
+        facts = {**self._latest, **facts}
+        if "counts" in self.needs and "ids" in facts:
+            facts["counts"] = self._counts(facts["ids"], layer)
+        self._ask_all(moment, step, layer=layer, age=0, seconds=seconds, facts=facts)
+        if self.tables is None or not any(seat.stages_between_layers for seat in self._seats):
+            return []
+        return self._staging.entries(step, self.tables, between_layers=True)
+
+    def settle_between_layers(self, done: np.ndarray) -> bool:
+        """The list that between_layers returned last was carried out, done int32[S]. Returns
+        whether it had entries."""
+        settled = self._staging.settle_between_layers(done)
+        self._hand_over()
+        return settled
+
+    def finish(self) -> None:
+        """The run ends: transfers that were never used are logged as such."""
+        self._staging.finish()
+        self._hand_over()
+
+    def stats(self) -> dict[str, Any]:
+        """Plain data. transfers: by cause, see staging.COUNTS; bytes are those carried out."""
+        staging = self._staging
+        return {
+            "policies": [seat.name for seat in self._seats],
+            "decisions": {seat.name: self._decisions[seat.name] for seat in self._seats},
+            "transfers": {
+                cause: {what: counts[what] for what in COUNTS}
+                for cause, counts in staging.counts.items()
+            },
+            "queued": staging.queued,
+            "in_flight": len(staging.in_flight),
+            "budget_deferred": self.budget_deferred,
+            **staging.stats(self.tables),
+        }
+
+    # ---- asking
+
+    def _ask_all(self, moment: Moment, step: int, **context) -> None:
+        for seat in self._seats:
+            if moment in seat.policy.moments:
+                self._ask(seat, moment, step, **context)
+
+    def _ask(
+        self,
+        seat: Seat,
+        moment: Moment,
+        step: int,
+        *,
+        age: int,
+        seconds: float,
+        facts: Mapping[str, Any],
+        layer: int = -1,
+        burst: int = -1,
+    ) -> None:
+        fields = {
+            need: _read_only(self._value(need, seat, moment, facts))
+            for need in seat.observed
+            if moment in moments_with(need)
+        }
+        observation = Observation(
+            moment=moment,
+            step=step,
+            age=age,
+            interval=seat.intervals,
+            burst=burst,
+            layer=layer,
+            seconds=seconds,
+            **fields,
+        )
+        when = f"{moment.name} of step {step}"
+        try:
+            answer = seat.policy.decide(seat.state, observation)
+        except Exception as error:
+            error.add_note(f"in policy {seat.name} at {when}")
+            raise
+        if not isinstance(answer, tuple) or len(answer) != 2:
+            raise PolicyError(f"policy {seat.name} at {when}: decide must return (state, Decision)")
+        state, decision = answer
+        accepted = check_decision(decision, seat.policy, self.spec, when)
+        seat.state = state
+        self._accept(accepted, seat, moment, step)
+
+    def _value(self, need: str, seat: Seat, moment: Moment, facts: Mapping[str, Any]) -> Any:
+        match need:
+            case "finished" | "retired":
+                return tuple(seat.news.pop((need, moment), ()))
+            case "in_flight":
+                return self._staging.in_flight
+            case "costs":
+                return self.spec.costs
+            case "capacity":
+                return self._staging.capacity
+        if need not in RESIDENCY:
+            return facts.get(need)
+        tables = self.tables
+        assert tables is not None, "a policy needs residency: give end_step the tables"
+        match need:
+            case "state":
+                return self._staging.state(tables)
+            case "version":
+                return np.where(tables.address >= 0, tables.version, -1).astype(np.int8)
+            case "cells":
+                return np.sum(tables.cell_row >= 0, axis=1, dtype=np.int32)
+            case "last_used":
+                return last_used(tables)
+        return getattr(tables, need)
+
+    def _counts(self, ids: np.ndarray, layer: int | None = None) -> np.ndarray:
+        """int32[L, E] of ids [N, L, k], or [N, 1, k] of one layer."""
+        counts = routed_counts(ids, self.spec.experts).astype(np.int32)
+        if layer is None:
+            return counts
+        every = np.zeros((self.spec.layers, self.spec.experts), np.int32)
+        every[layer] = counts[0]
+        return every
+
+    # ---- what was decided
+
+    def _accept(self, decision: Decision, seat: Seat, moment: Moment, step: int) -> None:
+        if all(getattr(decision, field) is None for field in seat.policy.writes):
+            return
+        self._decisions[seat.name] += 1
+        self._log(Decided(step, moment, seat.name, decision))
+        if decision.cells is not None:
+            self.wanted_cells = decision.cells
+        if decision.kv_pages is not None:
+            self.wanted_kv_pages = decision.kv_pages
+        self.max_running = decision.max_running or self.max_running
+        if decision.pause_stages is not None:
+            self._staging.paused = decision.pause_stages
+        for field in TABLE_FIELDS:
+            if (value := getattr(decision, field)) is not None:
+                self._change(field, value.astype(np.int32))
+        for kind in ("transitions", "stages"):
+            if (queue := getattr(decision, kind)) is not None:
+                assert self.tables is not None, "a policy stages: give the controller the tables"
+                self._staging.want(kind, queue, self.tables)
+
+    def _change(self, field: str, value: np.ndarray) -> None:
+        self._contents[field] = self._changed[field] = value
+        if self.tables is not None:
+            self.tables = self.tables._replace(**{field: value})
+
+    def _hand_over(self) -> None:
+        """What became of transfers, to the policies that want to know."""
+        for name in ("finished", "retired"):
+            news: list[Transfer] = getattr(self._staging, name)
+            if news:
+                for seat in self._seats:
+                    seat.tell(name, news)
+                news.clear()
+
+    def _log(self, event: Event) -> None:
+        self.events.append(event)
+        if self.listener is not None:
+            self.listener(event)
+
+
+def _read_only(value: Any) -> Any:
+    if isinstance(value, np.ndarray) and value.flags.writeable:
+        value = value.view()
+        value.flags.writeable = False
+    return value

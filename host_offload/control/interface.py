@@ -1,0 +1,357 @@
+"""The policy interface: what a policy may see, what it may decide, and when it is asked.
+
+A policy is a frozen dataclass of plain numbers. It gets numpy arrays and returns numpy arrays; it
+holds no device array and reads no clock, so the same object runs in the engine and over a recorded
+trace, and equal observations give equal decisions. docs/write_a_policy.md is the tutorial.
+
+Shapes: L MoE layers, E experts a layer, V versions, N real token rows of a step (no padding),
+k experts a token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from enum import IntEnum
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from host_offload.memory.placement import ResidentSpec
+
+
+class Moment(IntEnum):
+    """When a policy is asked. LAYER_BEGIN to TRANSFER exist with driver="host" only."""
+
+    STEP_BEGIN = 0
+    """Before a step is dispatched; nothing is known of it, so there are no rows to see."""
+    LAYER_BEGIN = 1
+    """Before the router of a layer."""
+    ROUTED = 2
+    """After the router of a layer."""
+    EXPERTS_BEGIN = 3
+    """Before the experts of a layer are filled and computed."""
+    TRANSFER = 4
+    """Transfers that a policy asked for between layers were carried out or skipped."""
+    STEP_END = 5
+    """A step's results were read."""
+    INTERVAL = 6
+    """The policy's `interval` passed with the step just read; comes after its STEP_END."""
+    BURST_END = 7
+    """A request (one turn) ended with the step just read; once for each."""
+
+
+class State(IntEnum):
+    """Of an expert, in Observation.state."""
+
+    ABSENT = 0
+    RESIDENT = 1
+    ARRIVING = 2
+    """Absent, with a transfer in flight."""
+    PROMOTING = 3
+    """Resident, with a transfer of a version of more bytes in flight."""
+    DEMOTING = 4
+    """Resident, with a transfer of a version of no more bytes in flight."""
+    EVICTING = 5
+    """Resident in a new version; the cell of the old one has not been given back."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """What things cost on this machine, measured."""
+
+    fill: np.ndarray
+    """float64[2]: latency in seconds, seconds per byte, at the queue depth used."""
+    stage: np.ndarray
+    """float64[2], as fill."""
+    gpu_expert: np.ndarray
+    """float64[n, 2]: tokens of one expert, seconds."""
+    cpu_expert: np.ndarray
+    """float64[2]: seconds per expert, seconds per token."""
+    step_s: dict[int, float]
+    """Rows of a decode executable → seconds of a step with everything resident."""
+    attention_s: float
+    """Of one layer, for one row and 64 tokens of its context."""
+    prefill_s_per_token: float
+    """Of one more prompt token in a sweep, everything resident."""
+    kv_swap_s_per_byte: float
+    """Of one way, to the host or back (the mean of both)."""
+    read_through: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(2))
+    """float64[2], as fill: what an expert costs that is computed from the store."""
+    recompute_s_per_token: float = 0.0
+    """Of a prompt that is computed again: all of its sweep's time by its tokens (WiSP's r)."""
+    memory_s_per_byte: float = 0.0
+    """Of the device's memory."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """What is known before the first step. Sizes in bytes."""
+
+    layers: int
+    """L"""
+    experts: int
+    """E"""
+    top_k: int
+    hidden: int
+    page_bytes: int
+    page_tokens: int
+    budget_bytes: int
+    """The arena: experts and KV together."""
+    kv_floor_bytes: int
+    """KV of one sequence of max_model_len tokens: no decision may go below."""
+    staging_bytes: int
+    """Most bytes of staged transfers in flight at a time."""
+    seed: int
+    driver: str
+    """`device` or `host`."""
+    version_bytes: dict[str, np.ndarray]
+    """Version → int64[L]: bytes of one expert in a cell. A version's number in tables and decisions
+    is its place in this dict."""
+    min_cells: np.ndarray
+    """int32[L]: the least cells a layer may have."""
+    cell_bound: int
+    """C, the most cells a layer can have."""
+    stage_entries: int
+    """Most transfers that one step can carry out beside its misses."""
+    capacity: tuple[int, ...] | None = None
+    """By version number: experts of all layers together that the arena has room for in that
+    version at once, spare cells left out; None: cells belong to layers."""
+    slot_bytes: int | None = None
+    """A slot, which holds cells or pages and changes sides whole; None: as large as a record."""
+    resident: ResidentSpec | None = None
+    """Where every expert always has a complete version in the arena; None: experts are paged."""
+    router: np.ndarray | None = None
+    """float32[L, D, E]: the routers' weights, for policies that need `router`."""
+    costs: Costs | None = None
+    """None where nothing was measured; a policy that needs `costs` is then refused."""
+    moved_bytes: dict[str, np.ndarray] | None = None
+    """As version_bytes, of one expert over the link; None: the same."""
+    max_num_seqs: int | None = None
+    """Most sequences that run at once; executables may have more rows. None: not known."""
+
+    @property
+    def link_bytes(self) -> dict[str, np.ndarray]:
+        """Version → int64[L]: bytes of one expert over the link. Fewer than version_bytes where
+        experts are decoded in transit."""
+        return self.moved_bytes or self.version_bytes
+
+    @property
+    def blocking(self) -> bool:
+        """Stage lists are carried out before the step, one after the other until one is empty."""
+        return self.resident is not None and self.resident.blocking
+
+
+class Stage(NamedTuple):
+    """An expert wanted in a cell ahead of need."""
+
+    layer: int
+    expert: int
+    version: int = 0
+    cause: str = "prefetch"
+    """For statistics and traces: bytes are counted by cause."""
+
+
+class Transition(NamedTuple):
+    """A version wanted in place of the one that is resident."""
+
+    layer: int
+    expert: int
+    version: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Transfer:
+    """A staged copy from its issue on. Steps are numbers of engine steps."""
+
+    layer: int
+    expert: int
+    version: int
+    cell: int
+    bytes: int
+    cause: str
+    issued: int
+    """The step that was given it."""
+    published: int = -1
+    """The step that carried it out: visible from the next one on. −1: in flight, or skipped."""
+    first_use: int = -1
+    """The first step that found the expert resident and used it; −1: never (so far)."""
+    skipped: bool = False
+    """The step found that it no longer fitted the tables, and moved nothing."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Observation:
+    """What a policy sees. The first seven fields are always there; any other one is None unless
+    the policy `needs` it and the moment has it. Arrays are read-only.
+
+    Rows (request to gate_input) are those of the step just read: at STEP_END, INTERVAL and
+    BURST_END with M = L layers; ids, weights, counts, probs and gate_input also at ROUTED and
+    EXPERTS_BEGIN, of the one layer (M = 1).
+    """
+
+    moment: Moment
+    step: int
+    """Number of the step just read; at STEP_BEGIN and between layers of the one that is made."""
+    age: int
+    """Steps dispatched after the one observed: 1 with driver="device", where the host reads a step
+    while the next one runs, and 0 between layers with driver="host"."""
+    interval: int
+    """Intervals of this policy that have passed; 0 without any."""
+    burst: int
+    """At BURST_END the request that ended, else −1."""
+    layer: int
+    """Between layers the layer, else −1."""
+    seconds: float
+    """From the first step's dispatch to when the step was read, as the trace records it."""
+
+    request: np.ndarray | None = None
+    """int32[N]: number of the row's request."""
+    user: np.ndarray | None = None
+    """int32[N]: number of its session, −1 without one."""
+    position: np.ndarray | None = None
+    """int32[N]: place of the token in its sequence."""
+    phase: np.ndarray | None = None
+    """uint8[N]: 0 prompt, 1 generated."""
+    ids: np.ndarray | None = None
+    """int16[N, M, k]: routed experts, ascending."""
+    weights: np.ndarray | None = None
+    """float32[N, M, k]"""
+    counts: np.ndarray | None = None
+    """int32[L, E]: rows routed to each expert in the step; at INTERVAL since the last interval."""
+    missed: np.ndarray | None = None
+    """bool[L, E]: experts that the step needed and did not find resident."""
+    probs: np.ndarray | None = None
+    """float16[N, M, E]: the router's scores of all experts, from which it chooses."""
+    gate_input: np.ndarray | None = None
+    """float16[N, M, S]: what the router saw, the normalised hidden state (S = D)."""
+    embedding: np.ndarray | None = None
+    """float16[N, D]: of the token fed in."""
+
+    version: np.ndarray | None = None
+    """int8[L, E]: version that is resident; −1: absent."""
+    state: np.ndarray | None = None
+    """int8[L, E], see State."""
+    last_used: np.ndarray | None = None
+    """int32[L, E]: the layer's clock when the resident expert was last used; −1: absent."""
+    clock: np.ndarray | None = None
+    """int32[L]: references of each layer so far."""
+    frequency: np.ndarray | None = None
+    """int32[L, E]: references so far that needed the expert."""
+    cells: np.ndarray | None = None
+    """int32[L]: cells that each layer has."""
+    capacity: int | None = None
+    """Experts that there is room for in version 0, as Spec.capacity, where every expert is
+    resident: it changes with the slots that experts have."""
+
+    finished: tuple[Transfer, ...] | None = None
+    """Transfers carried out or skipped since the policy last saw this moment."""
+    retired: tuple[Transfer, ...] | None = None
+    """Those carried out that were, since then, first used or evicted without use."""
+    in_flight: tuple[Transfer, ...] | None = None
+    """Transfers whose step has not been read."""
+    link_busy_s: float | None = None
+
+    kv_used: int | None = None
+    """KV pages in use. These seven are of the last step read; None before there was one."""
+    kv_peak: int | None = None
+    """Most pages in use so far."""
+    kv_pages: int | None = None
+    """Pages of the KV budget."""
+    kv_swapped: int | None = None
+    """Pages in host memory."""
+    running: int | None = None
+    waiting: int | None = None
+    waiting_tokens: int | None = None
+    """Prompt tokens of the waiting requests."""
+    kv_refs: np.ndarray | None = None
+    """int64[R, 2]: at BURST_END the KV pages that the burst had, each once: (session, or −1 −
+    request without one; place in the sequence)."""
+    bucket: int | None = None
+    """Token rows of the step's executable, padding included."""
+    compiled: bool | None = None
+    """The step was the first to run its executable, so its time says little."""
+    costs: Costs | None = None
+
+
+ALWAYS = frozenset({"moment", "step", "age", "interval", "burst", "layer", "seconds"})
+"""Fields of an Observation that no policy has to ask for."""
+
+NEEDS = frozenset(f.name for f in dataclasses.fields(Observation)) - ALWAYS | {"router"}
+"""What a policy may name in `needs`; `router` is in the Spec."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """What a policy wants. None: unchanged. A decision takes effect with the next step made."""
+
+    victim_weights: np.ndarray | None = None
+    """int32[3]: weights over recency, log frequency and prior of pallas_kernels.plan.victim_key."""
+    prior: np.ndarray | None = None
+    """int32[L, E]: a score per expert in units of 1/LOG2_UNIT; the smallest key is evicted."""
+    stages: tuple[Stage, ...] | None = None
+    """The whole wanted queue, the most urgent first: one that is no longer named is cancelled,
+    unless it is already in flight. An entry stays until it is resident."""
+    pause_stages: bool | None = None
+    """True: hand out no transfers until it is False again."""
+    fill_version: np.ndarray | None = None
+    """int8[L, E]: version that a miss fills; −1 − v: do not cache, read version v through. What
+    finds no cell is read through in the version it would have filled."""
+    transitions: tuple[Transition, ...] | None = None
+    """The whole queue of version changes, as stages; they go before stages. Where every expert is
+    resident one that finds no cell waits, with those behind it that want the same version."""
+    cells: np.ndarray | None = None
+    """int32[L]: cells that each layer should have. Carried out before a step; what is not possible
+    yet, since KV is in the way, waits and counts as deferred."""
+    kv_pages: int | None = None
+    """Pages that KV should have; as cells."""
+    tiers: np.ndarray | None = None
+    """int32[L, V]: experts of each version in device memory (FluxMoE)."""
+    execute: np.ndarray | None = None
+    """int8[a]: where each active expert is computed, 0 GPU, 1 CPU (PreScope)."""
+    load_order: np.ndarray | None = None
+    """int16[a]: order in which missing experts are loaded (PreScope)."""
+    max_running: int | None = None
+    """Most sequences that run at once."""
+
+
+WRITES = frozenset(f.name for f in dataclasses.fields(Decision))
+"""What a policy may name in `writes`."""
+
+
+class Policy(Protocol):
+    """What the controller asks of a policy: a frozen dataclass with these.
+
+    Two more attributes are optional. `interval`: for INTERVAL, "4096 tokens", "16 steps" or
+    "0.5 seconds". `victim_weights`: three integers that hold from the start; with empty moments
+    they are all there is, and the policy costs nothing at run time.
+    """
+
+    @property
+    def moments(self) -> frozenset[Moment]:
+        """When `decide` is called."""
+        ...
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Fields of the Observation that it reads."""
+        ...
+
+    @property
+    def writes(self) -> frozenset[str]:
+        """Fields of the Decision that it may set; no two policies may name the same."""
+        ...
+
+    def init(self, spec: Spec) -> Any:
+        """The state before the first observation."""
+        ...
+
+    def decide(self, state: Any, observation: Observation) -> tuple[Any, Decision]:
+        """The next state and the decision. Pure: neither argument is changed."""
+        ...
+
+
+def routed_counts(ids: np.ndarray, experts: int) -> np.ndarray:
+    """int64[M, E] of ids int[N, M, k]: how many rows were routed to each expert of M layers."""
+    layers = ids.shape[1]
+    flat = ids + (np.arange(layers, dtype=np.int32) * experts)[:, None]
+    return np.bincount(flat.ravel(), minlength=layers * experts).reshape(layers, experts)

@@ -1,0 +1,89 @@
+"""Two versions where experts are paged: each layer has some high and some low cells, and misses."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from host_offload.control.interface import Policy
+from host_offload.control.rules import PolicyError, name_of
+from host_offload.memory.budget import cells_per_layer
+from host_offload.memory.layout import SlotLayout
+
+HI_SHARE = 0.5
+"""Share of the experts' slots that is cut into high cells, where none is given."""
+
+_FIXED = ("cells", "kv_pages", "stages")
+"""Fields of a Decision that would move slots, or put a version of their own choice into cells."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PagedSpec:
+    """The cells of each layer, and the version in which each expert is computed when it is missed.
+
+    A miss fills a cell of its fill version or, where the layer has none to give, is read through
+    in that version. So which version a step computes with follows from the tables alone.
+    """
+
+    cells: np.ndarray
+    """int64[L, V]: cells of each version; they stay as they are."""
+    fill_version: np.ndarray
+    """int8[L, E]: at the start."""
+
+    @property
+    def capacity(self) -> tuple[int, ...]:
+        """By version number: cells of all layers together."""
+        return tuple(self.cells.sum(axis=0).tolist())
+
+    @property
+    def cell_bound(self) -> int:
+        """C of the tables."""
+        return max(int(self.cells.sum(axis=1).max()), 1)
+
+    @property
+    def said(self) -> dict[str, Any]:
+        """As a trace's header says it, for paged_said."""
+        return {name: array.tolist() for name, array in vars(self).items()}
+
+
+def paged_said(said: Mapping[str, Any] | None) -> PagedSpec | None:
+    """What PagedSpec.said gave, back from JSON. Raises KeyError, TypeError or ValueError for
+    anything else."""
+    if said is None:
+        return None
+    cells = np.array(said["cells"], np.int64)
+    return PagedSpec(cells, np.array(said["fill_version"], np.int8))
+
+
+def version_cells(
+    layout: SlotLayout, slots: int, layers: int, experts: int, hi_share: float | None = None
+) -> np.ndarray:
+    """int64[L, 2]: high and low cells of each layer, as even as can be, in so many slots.
+
+    hi_share: share of the slots that is cut into high cells (default HI_SHARE). No layer has more
+    cells of a version than experts; what one version cannot use the other gets. Raises ValueError
+    for other than two versions.
+    """
+    if len(layout.records) != 2:
+        raise ValueError(f"pages mix two versions, not {len(layout.records)}")
+    most, (per_hi, per_lo) = layers * experts, layout.cells_per_slot
+    hi_slots = round((HI_SHARE if hi_share is None else hi_share) * slots)
+    hi_slots = max(hi_slots, slots - -(-most // per_lo))
+    hi_slots = min(hi_slots, -(-most // per_hi))
+    counts = hi_slots * per_hi, (slots - hi_slots) * per_lo
+    each = [cells_per_layer(min(count, most), layers, experts) for count in counts]
+    return np.array(each, np.int64).T
+
+
+def check_paged(policies: Sequence[Policy]) -> None:
+    """Raises PolicyError for policies that cannot run beside cells of two versions."""
+    for policy in policies:
+        if wrong := sorted(policy.writes.intersection(_FIXED)):
+            raise PolicyError(
+                f"policy {name_of(policy)} writes {wrong[0]!r}, and cells of two versions stay "
+                "where they are, filled as the precision says; leave the policy out, or use a "
+                "precision of one version"
+            )

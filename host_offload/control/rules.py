@@ -1,0 +1,344 @@
+"""What the controller refuses: policies that cannot run together, decisions that mean nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from host_offload.control.interface import (
+    ALWAYS,
+    NEEDS,
+    WRITES,
+    Decision,
+    Moment,
+    Policy,
+    Spec,
+    Stage,
+    Transition,
+)
+from pallas_kernels.plan.victim import MAX_PRIOR, MAX_WEIGHT
+
+
+class PolicyError(ValueError):
+    """A policy that cannot run, or a decision that cannot be carried out; names the policy."""
+
+
+BETWEEN_LAYERS = frozenset(
+    {Moment.LAYER_BEGIN, Moment.ROUTED, Moment.EXPERTS_BEGIN, Moment.TRANSFER}
+)
+STEP_READ = frozenset({Moment.STEP_END, Moment.INTERVAL, Moment.BURST_END})
+
+MOMENTS: Mapping[str, frozenset[Moment]] = {
+    "device": frozenset(Moment) - BETWEEN_LAYERS,
+    "host": frozenset(Moment),
+}
+"""Driver → the moments it has."""
+
+_UNOBSERVED = frozenset({"link_busy_s"})
+SEES: Mapping[str, frozenset[str]] = dict.fromkeys(MOMENTS, NEEDS - _UNOBSERVED)
+"""Driver → the needs it meets."""
+
+_UNUSED = frozenset({"tiers", "execute", "load_order"})
+DOES: Mapping[str, frozenset[str]] = dict.fromkeys(MOMENTS, WRITES - _UNUSED)
+"""Driver → the fields of a Decision that it carries out."""
+
+_ROUTING = frozenset({"ids", "weights", "counts", "probs", "gate_input"})
+_ROWS = _ROUTING | {
+    *("request", "user", "position", "phase", "missed", "embedding"),
+    *("bucket", "compiled"),
+}
+
+
+def moments_with(field: str) -> frozenset[Moment]:
+    """The moments at which an Observation can have the field."""
+    if field in _ROUTING:
+        return STEP_READ | {Moment.ROUTED, Moment.EXPERTS_BEGIN}
+    if field == "kv_refs":
+        return frozenset({Moment.BURST_END})
+    return STEP_READ if field in _ROWS else frozenset(Moment)
+
+
+def name_of(policy: Any) -> str:
+    return type(policy).__name__
+
+
+def check_policies(
+    policies: Sequence[Policy], driver: str, also: Collection[str] = frozenset()
+) -> None:
+    """Raises PolicyError for what cannot run, before anything is loaded: not a frozen dataclass, an
+    unknown name, a moment, need or write that the driver does not have (naming one that has it), a
+    need that none of the policy's moments gives, two policies that write one field.
+
+    also: needs that the caller meets beyond the driver's, such as a trace's optional fields.
+    """
+    if driver not in MOMENTS:
+        raise PolicyError(f"unknown driver {driver!r}; known: {', '.join(MOMENTS)}")
+    writers: dict[str, str] = {}
+    for policy in policies:
+        name = _check_form(policy)
+        _check_names(name, "needs", policy.needs, NEEDS, ALWAYS)
+        _check_names(name, "writes", policy.writes, WRITES)
+        if not policy.moments and policy.writes - {"victim_weights"}:
+            raise PolicyError(
+                f"policy {name} writes {', '.join(sorted(policy.writes))} but has no moments, so "
+                f"it is never asked; name some, such as Moment.STEP_END"
+            )
+        sees = {d: fields | frozenset(also) for d, fields in SEES.items()}
+        for moment in sorted(policy.moments):
+            _check_driver(f"{name} asks for {moment.name}", moment, driver, MOMENTS, "has")
+        for field in sorted(policy.needs):
+            _check_driver(f"{name} needs {field!r}", field, driver, sees, "observes")
+            given = moments_with(field)
+            if policy.moments and not given & policy.moments:
+                raise PolicyError(
+                    f"policy {name} needs {field!r}, which its moments do not have; add one of "
+                    f"{', '.join(m.name for m in sorted(given & MOMENTS[driver]))}"
+                )
+        for field in sorted(policy.writes):
+            _check_driver(f"{name} writes {field!r}", field, driver, DOES, "carries out")
+            if field in writers:
+                raise PolicyError(
+                    f"policies {writers[field]} and {name} both write {field!r}; leave one out"
+                )
+            writers[field] = name
+        interval = getattr(policy, "interval", None)
+        if (Moment.INTERVAL in policy.moments) != (interval is not None):
+            raise PolicyError(
+                f"policy {name}: the moment INTERVAL and the attribute `interval`, such as "
+                f"'4096 tokens', go together"
+            )
+        if interval is not None:
+            parse_interval(interval, name)
+        weights = getattr(policy, "victim_weights", None)
+        if weights is not None:
+            if "victim_weights" not in policy.writes:
+                raise PolicyError(f"policy {name} has victim_weights, which its `writes` lacks")
+            check_decision(Decision(victim_weights=np.asarray(weights)), policy, None, "start")
+
+
+def _check_form(policy: Any) -> str:
+    """The policy's name. Raises PolicyError for what is no frozen dataclass of the interface."""
+    if isinstance(policy, type):
+        raise PolicyError(f"{policy.__name__} is a class; give an object, {policy.__name__}()")
+    name, params = name_of(policy), getattr(policy, "__dataclass_params__", None)
+    if params is None or not params.frozen:
+        raise PolicyError(
+            f"policy {name} must be decorated with @dataclasses.dataclass(frozen=True)"
+        )
+    missing = [
+        part
+        for part in ("moments", "needs", "writes", "init", "decide")
+        if not hasattr(policy, part)
+    ]
+    if missing:
+        raise PolicyError(f"policy {name} lacks {', '.join(missing)}")
+    for part in ("moments", "needs", "writes"):
+        if not isinstance(getattr(policy, part), frozenset):
+            raise PolicyError(f"policy {name}: {part} must be a frozenset")
+    if wrong := [m for m in policy.moments if not isinstance(m, Moment)]:
+        raise PolicyError(
+            f"policy {name}: {wrong[0]!r} is no Moment; known: {', '.join(m.name for m in Moment)}"
+        )
+    return name
+
+
+def _check_names(
+    policy: str,
+    part: str,
+    names: frozenset[str],
+    known: frozenset[str],
+    always: frozenset[str] = frozenset(),
+) -> None:
+    for name in sorted(names, key=str):
+        if name in always:
+            raise PolicyError(f"policy {policy}: {name!r} is always given; take it out of {part}")
+        if name not in known:
+            raise PolicyError(
+                f"policy {policy}: unknown name {name!r} in {part}; known: "
+                f"{', '.join(sorted(known))}"
+            )
+
+
+def _check_driver(
+    who: str, wanted: Any, driver: str, table: Mapping[str, Collection], verb: str
+) -> None:
+    if wanted in table[driver]:
+        return
+    can = [d for d in table if wanted in table[d]]
+    if not can:
+        raise PolicyError(f"policy {who}, which no driver of this release {verb}")
+    choices = " or ".join(f"driver={d!r}" for d in can)
+    raise PolicyError(f"policy {who}, which driver={driver!r} lacks; {choices} {verb} it")
+
+
+_UNITS = ("steps", "tokens", "seconds")
+
+
+def parse_interval(text: str, policy: str) -> tuple[float, str]:
+    """(count, unit) of "4096 tokens", "16 steps", "0.5 seconds". Raises PolicyError."""
+    number, _, unit = str(text).partition(" ")
+    try:
+        count = float(number)
+    except ValueError:
+        count = 0.0
+    whole = unit == "seconds" or count.is_integer()
+    if unit not in _UNITS or not 0 < count < float("inf") or not whole:
+        raise PolicyError(
+            f"policy {policy}: interval {text!r} is not a number of {', '.join(_UNITS)}, such as "
+            f"'4096 tokens'"
+        )
+    return count, unit
+
+
+def check_decision(decision: Any, policy: Policy, spec: Spec | None, when: str) -> Decision:
+    """The decision with arrays copied into the interface's dtypes and duplicates dropped.
+
+    when: for messages, such as "STEP_END of step 7". spec: None checks only what needs none. Raises
+    PolicyError, naming the policy, for a field it does not write, a wrong type or shape, a value
+    out of range.
+    """
+    name = name_of(policy)
+
+    def refuse(text: str) -> PolicyError:
+        return PolicyError(f"policy {name} at {when}: {text}")
+
+    if not isinstance(decision, Decision):
+        raise refuse(f"decide must return (state, Decision), not {type(decision).__name__}")
+    set_fields = {
+        f.name: getattr(decision, f.name)
+        for f in dataclasses.fields(decision)
+        if getattr(decision, f.name) is not None
+    }
+    if unsaid := sorted(set_fields.keys() - policy.writes):
+        raise refuse(f"it set {unsaid[0]!r}, which its `writes` lacks")
+    checked = {}
+    for field, value in set_fields.items():
+        checked[field] = _CHECKS[field](value, spec, lambda text, f=field: refuse(f"{f} {text}"))
+    return Decision(**checked)
+
+
+Refuse = Callable[[str], PolicyError]
+
+
+def _array(
+    value: Any, shape: tuple[int, ...], low: int, high: int, dtype: type, refuse: Refuse
+) -> np.ndarray:
+    array = np.asarray(value)
+    if array.dtype.kind not in "iu" or array.shape != shape:
+        raise refuse(f"must be {dtype.__name__}{list(shape)}, not {array.dtype}{list(array.shape)}")
+    if array.size and not (low <= array.min() and array.max() <= high):
+        raise refuse(f"must lie in {low}…{high}, not {array.min()}…{array.max()}")
+    return array.astype(dtype)
+
+
+def _victim_weights(value: Any, spec: Spec | None, refuse: Refuse) -> np.ndarray:
+    return _array(value, (3,), -MAX_WEIGHT, MAX_WEIGHT, np.int32, refuse)
+
+
+def _prior(value: Any, spec: Spec, refuse: Refuse) -> np.ndarray:
+    shape = spec.layers, spec.experts
+    return _array(value, shape, -MAX_PRIOR, MAX_PRIOR, np.int32, refuse)
+
+
+def _fill_version(value: Any, spec: Spec, refuse: Refuse) -> np.ndarray:
+    shape = spec.layers, spec.experts
+    versions = len(spec.version_bytes)
+    return _array(value, shape, -versions, versions - 1, np.int8, refuse)
+
+
+def _cells(value: Any, spec: Spec, refuse: Refuse) -> np.ndarray:
+    cells = _array(value, (spec.layers,), 0, spec.cell_bound, np.int32, refuse)
+    if np.any(cells < spec.min_cells):
+        raise refuse(f"is below min_cells in layer {int(np.argmax(cells < spec.min_cells))}")
+    smallest = np.min(list(spec.version_bytes.values()), axis=0)
+    room = spec.budget_bytes - spec.kv_floor_bytes
+    if (wanted := int(cells @ smallest)) > room:
+        raise refuse(f"takes {wanted} bytes; the arena less the least KV has {room}")
+    return cells
+
+
+def _kv_pages(value: Any, spec: Spec, refuse: Refuse) -> int:
+    if not isinstance(value, int | np.integer) or isinstance(value, bool):
+        raise refuse(f"must be an integer, not {value!r}")
+    least, most = -(-spec.kv_floor_bytes // spec.page_bytes), spec.budget_bytes // spec.page_bytes
+    if not least <= value <= most:
+        raise refuse(f"must lie in {least}…{most}, not {value}")
+    return int(value)
+
+
+def _max_running(value: Any, spec: Spec, refuse: Refuse) -> int:
+    if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 1:
+        raise refuse(f"must be an integer of at least 1, not {value!r}")
+    return int(value)
+
+
+def _pause(value: Any, spec: Spec, refuse: Refuse) -> bool:
+    if not isinstance(value, bool | np.bool_):
+        raise refuse(f"must be True or False, not {value!r}")
+    return bool(value)
+
+
+def _queue(kind: type) -> Callable[[Any, Spec, Refuse], tuple]:
+    def check(value: Any, spec: Spec, refuse: Refuse) -> tuple:
+        if not isinstance(value, tuple | list) or isinstance(value, kind):
+            raise refuse(f"must be a tuple of {kind.__name__}, not {type(value).__name__}")
+        limits = spec.layers, spec.experts, len(spec.version_bytes)
+        if _is_plain(value, kind, limits):
+            return tuple(value)
+        entries: dict[tuple[int, int], Any] = {}
+        for entry in value:
+            if not isinstance(entry, kind):
+                raise refuse(f"has {entry!r}, which is no {kind.__name__}")
+            # Plain integers, because numpy's would make events unfit for JSON.
+            layer, expert, version = (_index(x, refuse) for x in entry[:3])
+            place = layer, expert, version
+            for x, limit, what in zip(place, limits, ("layer", "expert", "version"), strict=True):
+                if not 0 <= x < limit:
+                    raise refuse(f"has {what} {x}, which must lie in 0…{limit - 1}")
+            if kind is Stage and not isinstance(entry[3], str):
+                raise refuse(f"has the cause {entry[3]!r}, which must be a string")
+            # The first one named has the priority.
+            entries.setdefault((layer, expert), kind(*place, *entry[3:]))
+        return tuple(entries.values())
+
+    return check
+
+
+def _is_plain(queue: Sequence, kind: type, limits: tuple[int, int, int]) -> bool:
+    """The queue needs no change: no loop over thousands of entries in each step."""
+    if set(map(type, queue)) != {kind}:
+        return False
+    layers, experts, _ = columns = [[entry[i] for entry in queue] for i in range(3)]
+    return (
+        set().union(*(map(type, column) for column in columns)) == {int}
+        and min(map(min, columns)) >= 0
+        and all(max(c) < limit for c, limit in zip(columns, limits, strict=True))
+        and (kind is not Stage or {type(entry.cause) for entry in queue} == {str})
+        and len(set(zip(layers, experts, strict=True))) == len(queue)
+    )
+
+
+def _index(value: Any, refuse: Refuse) -> int:
+    if not isinstance(value, int | np.integer):
+        raise refuse(f"has {value!r} where an integer belongs")
+    return int(value)
+
+
+_CHECKS: dict[str, Callable[..., Any]] = {
+    "victim_weights": _victim_weights,
+    "prior": _prior,
+    "fill_version": _fill_version,
+    "stages": _queue(Stage),
+    "transitions": _queue(Transition),
+    "pause_stages": _pause,
+    "cells": _cells,
+    "kv_pages": _kv_pages,
+    "max_running": _max_running,
+}
+
+
+def union(parts: Iterable[frozenset]) -> frozenset:
+    return frozenset().union(*parts)

@@ -1,0 +1,246 @@
+"""The slot arena: one fixed buffer on the device and, on the host, what each slot is used for."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+from enum import IntEnum
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from host_offload.memory.layout import SlotLayout
+from host_offload.memory.pools import CellPools
+
+
+class SlotClass(IntEnum):
+    FREE = 0
+    EXPERT = 1
+    KV = 2
+
+
+def allocate_arena(layout: SlotLayout, slots: int, device: jax.Device) -> jax.Array:
+    """The arena itself: uint16[slots · slot_rows, D] on the device, zeros, never reallocated."""
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    shape = (slots * layout.slot_rows, layout.hidden)
+    return jax.jit(lambda: jnp.zeros(shape, jnp.uint16), out_shardings=sharding)()
+
+
+def place_cells(
+    cell_row: np.ndarray, per_layer: Sequence[int], slots: Iterable[int], slot_rows: int
+) -> np.ndarray:
+    """cell_row int32[L, C] with so many cells granted to each layer, one slot of slot_rows arena
+    rows each. Cells stay where they are as far as the numbers allow; new ones take the first of
+    `slots` that no cell holds. A new array.
+    """
+    cell_row = cell_row.copy()
+    for layer, wanted in enumerate(per_layer):
+        cell_row[layer, np.flatnonzero(cell_row[layer] >= 0)[wanted:]] = -1
+    held = set((cell_row[cell_row >= 0] // slot_rows).tolist())
+    free = (int(slot) for slot in slots if slot not in held)
+    for layer, wanted in enumerate(per_layer):
+        have = int(np.sum(cell_row[layer] >= 0))
+        for cell in np.flatnonzero(cell_row[layer] < 0)[: wanted - have]:
+            cell_row[layer, cell] = next(free) * slot_rows
+    return cell_row
+
+
+class OutOfPages(Exception):
+    """No free page: the caller waits or moves something out."""
+
+
+class SlotArena:
+    """Who owns which slot, cell and page. Plain bookkeeping: the device sees table contents only.
+
+    layers: MoE layers. experts: experts a layer. cells: C, the tables' bound of cells a layer.
+    """
+
+    def __init__(self, layout: SlotLayout, slots: int, layers: int, experts: int, cells: int):
+        self.layout, self.slots, self.experts = layout, slots, experts
+        self.slot_class = np.full(slots, SlotClass.FREE, np.int8)
+        self.cell_row = np.full((layers, cells), -1, np.int32)
+        self._by_version = False
+        """Slots are cut into cells of several versions."""
+        self._free_pages: dict[int, list[int]] = {}
+        self._page_slot: dict[int, int] = {}
+        self._free_page_count = 0
+        # Slots by how many of their pages are free, as heaps; an entry may have become wrong, which
+        # is found when it is met. `_filed` has what each heap has.
+        numbers = range(layout.pages_per_slot + 1)
+        self._by_free: list[list[int]] = [[] for _ in numbers]
+        self._filed: list[set[int]] = [set() for _ in numbers]
+
+    # ---- experts
+
+    def grant_cells(self, per_layer: Sequence[int]) -> np.ndarray:
+        """Gives each layer so many dense cells, one slot each; returns the new cell_row [L, C].
+
+        Keeps cells where they are as far as the numbers allow, so that residents survive. Shrinks
+        before it grows. Raises ValueError, changing nothing, when a layer asks for more than C
+        cells or more slots are wanted than KV leaves.
+        """
+        layers, bound = self.cell_row.shape
+        if self._by_version:
+            raise ValueError(
+                "cells of several versions are laid out once, at the start; budgets of experts "
+                "cannot move here"
+            )
+        if len(per_layer) != layers or any(not 0 <= n <= bound for n in per_layer):
+            raise ValueError(f"cells per layer must be {layers} numbers of 0…{bound}: {per_layer}")
+        available = int(np.sum(self.slot_class != SlotClass.KV))
+        if sum(per_layer) > available:
+            raise ValueError(f"{sum(per_layer)} cells wanted, {available} slots are not KV")
+        # Experts fill the arena from the front and KV from the back: fewer moves when either grows.
+        slots, slot_rows = np.flatnonzero(self.slot_class != SlotClass.KV), self.layout.slot_rows
+        self.cell_row = place_cells(self.cell_row, per_layer, slots, slot_rows)
+        self.slot_class[slots] = SlotClass.FREE
+        self.slot_class[self.cell_row[self.cell_row >= 0] // slot_rows] = SlotClass.EXPERT
+        return self.cell_row.copy()
+
+    def grant_versions(self, per_layer: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+        """Gives each layer so many cells of each version, [L, V]; returns the new cell_row and
+        cell_version [L, C]. Cells of a slot may be of several layers, but of one version.
+
+        For a start: nothing stays resident. Raises ValueError, changing nothing, when a layer asks
+        for more than C cells or more slots are wanted than KV leaves.
+        """
+        layers, bound = self.cell_row.shape
+        versions = len(self.layout.records)
+        counts = np.asarray(per_layer)
+        if counts.shape != (layers, versions) or counts.min() < 0 or counts.sum(1).max() > bound:
+            raise ValueError(
+                f"cells per layer must be {layers} × {versions} numbers of 0…{bound}, in a layer "
+                f"{bound} at most: {counts.tolist()}"
+            )
+        slots = np.flatnonzero(self.slot_class != SlotClass.KV).tolist()
+        record_rows = [record.rows for record in self.layout.records]
+        pools = CellPools(slots, self.layout.slot_rows, record_rows, self.layout.cells_per_slot)
+        cell_row = np.full_like(self.cell_row, -1)
+        cell_version = np.zeros_like(cell_row)
+        for version in range(versions):
+            for layer in range(layers):
+                first = int(counts[layer, :version].sum())
+                for cell in range(first, first + int(counts[layer, version])):
+                    row = pools.allocate(version)
+                    if row is None:
+                        raise ValueError(
+                            f"cells {counts.sum(0).tolist()} of {versions} versions wanted; "
+                            f"{len(slots)} slots are not KV"
+                        )
+                    cell_row[layer, cell], cell_version[layer, cell] = row, version
+        self.slot_class[slots] = SlotClass.FREE
+        self.slot_class[cell_row[cell_row >= 0] // self.layout.slot_rows] = SlotClass.EXPERT
+        self.cell_row, self._by_version = cell_row, True
+        return cell_row.copy(), cell_version
+
+    def grant_expert_slots(self, slots: int) -> None:
+        """Makes the first so many slots experts', for cells of any versions: cell_row stays as it
+        is, and host_offload.precision says which cells they are cut into.
+
+        Raises ValueError, changing nothing, where there are not so many or KV holds one of them.
+        """
+        if slots > self.slots or np.any(self.slot_class[:slots] == SlotClass.KV):
+            free = int(np.argmax([*(self.slot_class == SlotClass.KV), True]))
+            raise ValueError(f"{slots} expert slots wanted, {free} at the front are not KV")
+        self.slot_class[self.slot_class == SlotClass.EXPERT] = SlotClass.FREE
+        self.slot_class[:slots] = SlotClass.EXPERT
+        self._by_version = True
+
+    def release_expert_slots(self, slots: Iterable[int]) -> None:
+        """These slots are experts' no longer, but free."""
+        self.slot_class[list(slots)] = SlotClass.FREE
+
+    def take_free_slots(self) -> list[int]:
+        """Makes all free slots experts'; returns their numbers."""
+        slots = np.flatnonzero(self.slot_class == SlotClass.FREE)
+        self.slot_class[slots] = SlotClass.EXPERT
+        return slots.tolist()
+
+    # ---- KV pages
+
+    def grant_kv_slots(self, slots: int) -> None:
+        """Makes exactly so many slots KV, from the back of the arena.
+
+        Raises ValueError, changing nothing, when experts hold the slots wanted or when fewer are
+        wanted than hold live pages (a KV slot must be empty to change class).
+        """
+        kv = np.flatnonzero(self.slot_class == SlotClass.KV).tolist()
+        empty = [s for s in kv if len(self._free_pages[s]) == self.layout.pages_per_slot]
+        free = np.flatnonzero(self.slot_class == SlotClass.FREE)
+        if slots > len(kv) + len(free):
+            raise ValueError(f"{slots} KV slots wanted, {len(kv) + len(free)} are not experts'")
+        if len(kv) - slots > len(empty):
+            raise ValueError(f"{slots} KV slots wanted, {len(kv) - len(empty)} hold live pages")
+        for slot in empty[: max(len(kv) - slots, 0)]:
+            for page in self._free_pages.pop(slot):
+                del self._page_slot[page]
+                self._free_page_count -= 1
+            self.slot_class[slot] = SlotClass.FREE
+        for slot in free[::-1][: max(slots - len(kv), 0)]:
+            pages = [self.layout.page_row(int(slot), p) for p in range(self.layout.pages_per_slot)]
+            self._free_pages[int(slot)] = pages[::-1]
+            self._page_slot.update(dict.fromkeys(pages, int(slot)))
+            self._free_page_count += len(pages)
+            self.slot_class[slot] = SlotClass.KV
+            self._file(int(slot))
+
+    @property
+    def pages(self) -> int:
+        """All KV pages, used or free."""
+        return len(self._page_slot)
+
+    @property
+    def free_pages(self) -> int:
+        return self._free_page_count
+
+    def allocate_pages(self, count: int) -> list[int]:
+        """KV rows of so many pages. Takes from the fullest slots first and stays in a slot as long
+        as it lasts, so that slots become empty together. Raises OutOfPages, taking nothing."""
+        if count > self.free_pages:
+            raise OutOfPages(f"{count} pages wanted, {self.free_pages} of {self.pages} are free")
+        taken: list[int] = []
+        while len(taken) < count:
+            slot = self._fullest()
+            pages = self._free_pages[slot]
+            while pages and len(taken) < count:
+                taken.append(pages.pop())
+            self._file(slot)
+        self._free_page_count -= count
+        return taken
+
+    def _file(self, slot: int) -> None:
+        """Notes how many pages of the slot are free now."""
+        free = len(self._free_pages[slot])
+        if free and slot not in self._filed[free]:
+            self._filed[free].add(slot)
+            heapq.heappush(self._by_free[free], slot)
+
+    def _fullest(self) -> int:
+        """The first of the slots with the fewest free pages, but some."""
+        for free, heap in enumerate(self._by_free):
+            while heap:
+                if len(self._free_pages.get(heap[0], ())) == free:
+                    return heap[0]
+                self._filed[free].remove(heapq.heappop(heap))
+        raise AssertionError("the free pages are miscounted")
+
+    def release_pages(self, pages: Sequence[int]) -> None:
+        """Returns pages. Raises ValueError, returning none, for a page that is not allocated or
+        named twice."""
+        slots = [self._page_slot.get(page) for page in pages]
+        for page, slot in zip(pages, slots, strict=True):
+            if slot is None or page in self._free_pages[slot]:
+                raise ValueError(f"page at KV row {page} is not allocated")
+        if len(set(pages)) != len(pages):
+            raise ValueError("a page is named twice")
+        for page, slot in zip(pages, slots, strict=True):
+            if slot is not None:
+                self._free_pages[slot].append(page)
+                self._free_page_count += 1
+                self._file(slot)
+
+    # ---- what holds the arena
+
+    def count(self, slot_class: SlotClass) -> int:
+        return int(np.sum(self.slot_class == slot_class))

@@ -1,0 +1,266 @@
+"""How the arena's bytes are shared between experts and KV.
+
+Arithmetic only: what a user may give (`memory`, `expert_budget`, `kv_budget`) becomes whole slots.
+Every rounding and every cut is said in `Budget.notes`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # they import jax, and the command line answers before that
+    from host_offload.memory.device_memory import FreeMemory
+    from host_offload.memory.layout import SlotLayout
+
+KV_SHARE = 8
+"""Where not everything fits and no number says otherwise, KV keeps this fraction's part: 1/8."""
+
+
+class BudgetError(ValueError):
+    """Budgets that contradict each other or exceed the device; the message has the arithmetic."""
+
+
+class ArenaTooSmall(BudgetError):
+    """Less KV than one sequence of max_model_len tokens needs."""
+
+    def __init__(self, message: str, smallest_bytes: int, largest_model_len: int):
+        super().__init__(message)
+        self.smallest_bytes = smallest_bytes
+        """The least `kv_budget`, where that was given, else the least arena that works."""
+        self.largest_model_len = largest_model_len
+        """The largest max_model_len that works with the budgets as given; 0 if none does."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """A share of all experts, from 0 (none resident) to 1 (all resident)."""
+
+    fraction: float
+
+    def __post_init__(self):
+        if not 0.0 <= self.fraction <= 1.0:
+            raise ValueError(f"a share of the experts is from 0 to 1, not {self.fraction}")
+
+    def __str__(self) -> str:
+        return f"{self.fraction * 100:.6g}%"
+
+
+@dataclasses.dataclass(frozen=True)
+class Budget:
+    """The arena in slots: ``expert_slots + kv_slots <= slots``, the rest is free."""
+
+    slots: int
+    expert_slots: int
+    """One expert each, all layers together."""
+    kv_slots: int
+    pages: int
+    """KV pages in kv_slots."""
+    notes: tuple[str, ...]
+    """What the numbers came to and what was cut, a line each, for people."""
+    memory: FreeMemory | None = None
+    """What the arena was taken from; None: the device does not say."""
+    cut: bool = False
+    """Experts or KV have less than they can use, and no number of their own said so."""
+
+    @property
+    def free_slots(self) -> int:
+        return self.slots - self.expert_slots - self.kv_slots
+
+
+@dataclasses.dataclass(frozen=True)
+class _Need:
+    """Slots that a model and its limits can use."""
+
+    experts: int
+    """Every expert of every layer."""
+    kv_least: int
+    """KV of one sequence of max_model_len tokens."""
+    kv_full: int
+    """KV of max_num_seqs such sequences."""
+
+
+def resolve_budget(
+    layout: SlotLayout,
+    *,
+    moe_layers: int,
+    experts: int,
+    max_num_seqs: int,
+    max_model_len: int,
+    available_bytes: int,
+    memory: int | None = None,
+    expert_budget: int | Share | None = None,
+    kv_budget: int | None = None,
+    spare_slots: int = 0,
+) -> Budget:
+    """Turn what the user gave into whole slots.
+
+    moe_layers, experts: L and E; there are L·E experts. max_num_seqs × max_model_len: the tokens of
+    KV's full need; max_model_len tokens are the least. available_bytes: the largest arena that the
+    device can take. memory: bytes of the arena. expert_budget: bytes, rounded down to slots, or a
+    share, rounded to experts (100% is every expert even where a slot is larger than one); never
+    more than L·E. kv_budget: bytes, rounded down to slots. spare_slots: that experts can use
+    beyond one each.
+
+    - Two of the three fix the third. With memory and expert_budget, KV gets the whole rest.
+    - Only expert_budget: KV gets its full need, cut to what is available.
+    - Only kv_budget: every expert, cut to what is available.
+    - Only memory, or none of them (then what is available): every expert and the full KV. Where
+      that does not fit KV is cut first, down to an eighth of it (KV_SHARE) or one sequence, then
+      experts: a short queue costs waiting, a missing expert a transfer in every step. With memory,
+      KV also gets what experts cannot use.
+
+    Raises ArenaTooSmall when KV cannot hold one sequence, BudgetError when the numbers contradict
+    each other or exceed available_bytes, and BudgetError for a negative number.
+    """
+    size = layout.slot_bytes
+    need = _need(layout, moe_layers * experts + spare_slots, max_num_seqs, max_model_len)
+    given = {"memory": memory, "expert budget": expert_budget, "kv budget": kv_budget}
+    for name, value in given.items():
+        if isinstance(value, int) and value < 0:
+            raise BudgetError(f"{name} must not be negative, got {value} bytes")
+    if memory is not None and memory // size > available_bytes // size:
+        raise BudgetError(
+            f"memory {format_bytes(memory)} exceeds the {_exact(available_bytes)} that the device "
+            f"has free; lower it"
+        )
+    room = (available_bytes if memory is None else memory) // size
+    expert_slots, kv_slots = _split(
+        room,
+        _expert_slots(expert_budget, need.experts, size),
+        None if kv_budget is None else kv_budget // size,
+        need,
+        keep_rest=memory is not None,
+    )
+    if memory is not None:
+        where = f"memory of {_exact(memory)}"
+    else:
+        where = f"the {_exact(available_bytes)} that the device has free"
+    if kv_budget is not None and expert_slots + kv_slots > room:
+        raise BudgetError(
+            f"{format_bytes(expert_slots * size)} of experts + {format_bytes(kv_slots * size)} of "
+            f"KV = {format_bytes((expert_slots + kv_slots) * size)}, more than {where} "
+            f"({room} slots of {format_bytes(size)}); lower a budget"
+        )
+    if kv_slots < need.kv_least:
+        raise _too_small(layout, max_model_len, need, expert_slots, kv_slots, where, kv_budget)
+
+    pages = kv_slots * layout.pages_per_slot
+    notes = [
+        _line("expert budget", expert_budget, f"{expert_slots} of {need.experts} experts")
+        + f" ({format_bytes(expert_slots * size)})",
+        _line("kv budget", kv_budget, f"{pages} pages of {layout.page.block_size} tokens")
+        + f" ({format_bytes(kv_slots * size)})",
+    ]
+    if expert_budget is None and expert_slots < need.experts:
+        notes[0] += _cut(need.experts * size, expert_slots * size, where, kv_budget is not None)
+    if kv_budget is None and kv_slots < need.kv_full:
+        notes[1] += _cut(need.kv_full * size, kv_slots * size, where, expert_budget is not None)
+    if memory is not None:
+        notes.append(f"memory {format_bytes(memory)} = {room} slots of {format_bytes(size)}")
+    slots = room if memory is not None else expert_slots + kv_slots
+    few = expert_budget is None and expert_slots < need.experts
+    cut = few or (kv_budget is None and kv_slots < need.kv_full)
+    return Budget(slots, expert_slots, kv_slots, pages, tuple(notes), cut=cut)
+
+
+def cells_per_layer(expert_slots: int, layers: int, experts: int) -> tuple[int, ...]:
+    """Share expert_slots evenly over the layers; the first layers take the remainder.
+
+    experts: of one layer, the most cells a layer can use. Returns one number a layer; their sum is
+    expert_slots. Raises ValueError when there are more slots than ``layers · experts``.
+    """
+    if not 0 <= expert_slots <= layers * experts:
+        raise ValueError(
+            f"expert_slots must be in [0, {layers * experts}] for {layers} layers of {experts} "
+            f"experts, got {expert_slots}"
+        )
+    each, more = divmod(expert_slots, layers)
+    return tuple(each + (layer < more) for layer in range(layers))
+
+
+def format_bytes(count: int) -> str:
+    """Bytes for people, in binary units and four digits: ``1.5 MiB``, ``96 KiB``, ``12 B``."""
+    value, unit = float(count), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if abs(value) < 1024:
+            break
+        value, unit = value / 1024, larger
+    return f"{value:.4g} {unit}"
+
+
+def _need(layout: SlotLayout, experts: int, max_num_seqs: int, max_model_len: int) -> _Need:
+    pages = -(-max_model_len // layout.page.block_size)
+    return _Need(
+        experts=experts,
+        kv_least=-(-pages // layout.pages_per_slot),
+        kv_full=-(-max_num_seqs * pages // layout.pages_per_slot),
+    )
+
+
+def _expert_slots(budget: int | Share | None, every: int, slot_bytes: int) -> int | None:
+    if isinstance(budget, Share):
+        return round(budget.fraction * every)
+    return None if budget is None else min(budget // slot_bytes, every)
+
+
+def _split(
+    room: int, experts: int | None, kv: int | None, need: _Need, *, keep_rest: bool
+) -> tuple[int, int]:
+    """Expert and KV slots, filling in what is None; the caller checks that they fit.
+
+    keep_rest: the arena is `room` in any case, so KV takes slots beyond its need too.
+    """
+    if kv is not None:
+        return (min(need.experts, max(room - kv, 0)) if experts is None else experts), kv
+    if experts is None:
+        floor = min(need.kv_full, max(room // KV_SHARE, need.kv_least))
+        experts = min(need.experts, max(room - floor, 0))
+    return experts, (room - experts if keep_rest else min(need.kv_full, room - experts))
+
+
+def _too_small(
+    layout: SlotLayout,
+    max_model_len: int,
+    need: _Need,
+    expert_slots: int,
+    kv_slots: int,
+    where: str,
+    kv_budget: int | None,
+) -> ArenaTooSmall:
+    size = layout.slot_bytes
+    tokens = max(kv_slots, 0) * layout.pages_per_slot * layout.page.block_size
+    least = need.kv_least * size
+    if kv_budget is not None:
+        smallest = least
+        message = f"the kv budget is {format_bytes(kv_budget)}; raise it to {_exact(smallest)}"
+    else:
+        smallest = least + expert_slots * size
+        left = f"leaves {format_bytes(max(kv_slots, 0) * size)}"
+        after = f" after {format_bytes(expert_slots * size)} of experts" if expert_slots else ""
+        message = f"{where} {left}{after}; the smallest arena that works is {_exact(smallest)}"
+        if expert_slots:
+            message += ", or lower the expert budget (0 is legal)"
+    if tokens:
+        message += f", or set max_model_len to at most {tokens}"
+    message = (
+        f"arena too small: one sequence of max_model_len {max_model_len} needs "
+        f"{_exact(least)} of KV and {message}"
+    )
+    return ArenaTooSmall(message, smallest, tokens)
+
+
+def _line(name: str, given: int | Share | None, result: str) -> str:
+    if given is None:
+        return f"{name}: {result}"
+    return f"{name} {given if isinstance(given, Share) else format_bytes(given)} = {result}"
+
+
+def _cut(wanted: int, got: int, where: str, other_given: bool) -> str:
+    other = " less the other budget" if other_given else ""
+    return f", cut from {format_bytes(wanted)} to {format_bytes(got)} to fit {where}{other}"
+
+
+def _exact(count: int) -> str:
+    """Bytes that a user may have to type, so not rounded alone."""
+    return format_bytes(count) if count < 1024 else f"{format_bytes(count)} ({count} bytes)"

@@ -1,0 +1,325 @@
+"""KV pages as a cache: shared by content, evicted when idle, swapped to the host when live.
+
+Blocks are named by opaque keys: whoever publishes one says what makes two blocks equal.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from host_offload.memory.arena import OutOfPages, SlotArena, SlotClass
+
+HostPage = Any
+"""A page's bytes in host memory, whatever the transfer made of them."""
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Block:
+    """`block_size` tokens' KV: a page on the device, or its copy on the host."""
+
+    row: int | None
+    """KV row of the page; None: swapped out."""
+    host: HostPage | None = None
+    refs: int = 1
+    """Sequences and sessions that hold it."""
+    pins: int = 0
+    """Of those, how many run: a step may read the page."""
+    key: bytes | None = None
+    """What it is published as; such a block is never written again."""
+
+
+@dataclasses.dataclass
+class KVCache:
+    """Who holds which page. Blocks are counted references; idle ones are kept while there is room.
+
+    read: copies the pages at these KV rows to the host. write: copies host pages to these KV rows.
+    move: copies the pages at the first KV rows to the second ones. All are carried out in the order
+    of the engine's steps. swap_bytes: most host memory for pages.
+    """
+
+    arena: SlotArena
+    read: Callable[[Sequence[int]], list[HostPage]]
+    write: Callable[[Sequence[HostPage], Sequence[int]], None]
+    move: Callable[[Sequence[int], Sequence[int]], None]
+    swap_bytes: int
+    swapped: int = 0
+    """Blocks on the host now."""
+    swapped_out: int = 0
+    """Pages copied to the host so far."""
+    swapped_in: int = 0
+    dropped: int = 0
+    """Idle blocks whose page was needed."""
+    moved: int = 0
+    """Pages that went to another slot."""
+    _published: dict[bytes, Block] = dataclasses.field(default_factory=dict)
+    _idle: OrderedDict[bytes, Block] = dataclasses.field(default_factory=OrderedDict)
+    _in_slot: dict[int, dict[Block, None]] = dataclasses.field(default_factory=dict)
+    """Slot → the blocks that have a page there, in the order in which they came."""
+
+    @property
+    def page_bytes(self) -> int:
+        return self.arena.layout.page.nbytes
+
+    @property
+    def available(self) -> int:
+        """Pages that can be had without moving anybody's out."""
+        return self.arena.free_pages + len(self._idle)
+
+    @property
+    def idle(self) -> int:
+        """Blocks that nobody holds, kept in case of the same content."""
+        return len(self._idle)
+
+    # ---- single blocks
+
+    def allocate(self, count: int) -> list[Block]:
+        """So many new blocks. Raises OutOfPages, taking nothing."""
+        rows = self._rows(count)
+        blocks = [Block(None) for _ in rows]
+        self._place(blocks, rows)
+        return blocks
+
+    def _rows(self, count: int) -> list[int]:
+        if count > self.available:
+            raise OutOfPages(f"{count} pages wanted, {self.available} available")
+        while self.arena.free_pages < count:
+            self._drop_longest_idle()
+        return self.arena.allocate_pages(count)
+
+    def _place(self, blocks: Sequence[Block], rows: Sequence[int]) -> None:
+        for block, row in zip(blocks, rows, strict=True):
+            block.row, block.host = row, None
+            self._in_slot.setdefault(row // self.arena.layout.kv_rows_per_slot, {})[block] = None
+
+    def _free(self, blocks: Sequence[Block]) -> None:
+        """Gives back the pages of blocks, which then lie nowhere on the device."""
+        self.arena.release_pages([block.row for block in blocks if block.row is not None])
+        for block in blocks:
+            assert block.row is not None
+            slot = block.row // self.arena.layout.kv_rows_per_slot
+            del self._in_slot[slot][block]
+            if not self._in_slot[slot]:
+                del self._in_slot[slot]
+            block.row = None
+
+    def _drop_longest_idle(self) -> None:
+        key, block = self._idle.popitem(last=False)
+        del self._published[key]
+        self._free([block])
+        self.dropped += 1
+
+    def publish(self, block: Block, key: bytes) -> None:
+        """Lets others find the block, from now on unchanging, by its key. Of two equal ones the
+        first stays the one that is found."""
+        if block.key is None and key not in self._published:
+            block.key = key
+            self._published[key] = block
+
+    def lookup(self, key: bytes) -> Block | None:
+        """The block published as key and on the device, with one more reference."""
+        block = self._published.get(key)
+        if block is None or block.row is None:
+            return None
+        self._idle.pop(key, None)
+        block.refs += 1
+        return block
+
+    @staticmethod
+    def hold(blocks: Iterable[Block]) -> None:
+        """One more reference to each."""
+        for block in blocks:
+            block.refs += 1
+
+    def held(self, key: bytes) -> bool:
+        """Whether lookup would find a block that takes no available page."""
+        block = self._published.get(key)
+        return block is not None and block.row is not None and block.refs > 0
+
+    @staticmethod
+    def pin(blocks: Iterable[Block]) -> None:
+        """Keeps blocks on the device until unpinned as often."""
+        for block in blocks:
+            block.pins += 1
+
+    @staticmethod
+    def unpin(blocks: Iterable[Block]) -> None:
+        for block in blocks:
+            block.pins -= 1
+
+    def release(self, blocks: Iterable[Block]) -> None:
+        """Gives up a reference to each. What nobody holds is kept idle if it was published, the
+        last of the sequence to be dropped first."""
+        for block in reversed(list(blocks)):
+            assert block.refs > 0
+            block.refs -= 1
+            if block.refs:
+                continue
+            if block.row is None:
+                self._forget(block)
+                block.host = None
+                self.swapped -= 1
+            elif block.key is not None:
+                self._idle[block.key] = block
+            else:
+                self._free([block])
+
+    def _forget(self, block: Block) -> None:
+        if block.key is not None:
+            del self._published[block.key]
+            block.key = None
+
+    def forget(self, blocks: Iterable[Block]) -> None:
+        """Takes back what was published: the bytes are not what the key says."""
+        for block in blocks:
+            if block.key is not None and block.refs == 0:
+                self._idle.pop(block.key)
+                self._free([block])
+            self._forget(block)
+
+    def drop_idle(self) -> None:
+        """Frees the pages of all idle blocks."""
+        while self._idle:
+            self._drop_longest_idle()
+
+    # ---- swapping
+
+    def copy(self, block: Block) -> Block | None:
+        """A block with the same bytes, on the host until it is swapped in, or on the device where
+        the host has no room; None: neither has."""
+        if self.swap_room < 1:
+            return self._copy_on_device(block) if self.available else None
+        host = self.read([block.row])[0] if block.row is not None else block.host
+        self.swapped += 1
+        return Block(None, host)
+
+    def _copy_on_device(self, block: Block) -> Block:
+        (copy,) = self.allocate(1)
+        assert copy.row is not None
+        try:
+            if block.row is None:
+                self.write([block.host], [copy.row])
+            else:
+                self.move([block.row], [copy.row])
+        except BaseException:
+            self._free([copy])
+            raise
+        return copy
+
+    @property
+    def swap_pages(self) -> int:
+        """Pages that the host memory for them holds."""
+        return self.swap_bytes // self.page_bytes
+
+    @property
+    def swap_room(self) -> int:
+        """How many more pages fit there."""
+        return self.swap_pages - self.swapped
+
+    def movable(self, blocks: Iterable[Block], pins: int = 0) -> list[Block]:
+        """Those on the device that nobody but `pins` running holders pins."""
+        return [b for b in blocks if b.row is not None and b.pins <= pins]
+
+    def swap_out(self, blocks: Iterable[Block]) -> int:
+        """Moves to the host what is not pinned, for all who hold it, as far as there is room;
+        returns how many pages that freed."""
+        moving = self.movable(blocks)[: self.swap_room]
+        pages = self.read([b.row for b in moving if b.row is not None])
+        self._free(moving)
+        for block, page in zip(moving, pages, strict=True):
+            block.row, block.host = None, page
+        self.swapped += len(moving)
+        self.swapped_out += len(moving)
+        return len(moving)
+
+    def missing(self, blocks: Iterable[Block]) -> int:
+        """How many of them are on the host."""
+        return sum(b.row is None for b in blocks)
+
+    def swap_in(self, blocks: Iterable[Block]) -> None:
+        """Brings back those on the host. Raises OutOfPages, moving nothing."""
+        moving = [b for b in blocks if b.row is None]
+        rows = self._rows(len(moving))
+        try:
+            self.write([b.host for b in moving], rows)
+        except BaseException:
+            self.arena.release_pages(rows)
+            raise
+        self._place(moving, rows)
+        self.swapped -= len(moving)
+        self.swapped_in += len(moving)
+
+    # ---- emptying slots
+
+    @property
+    def slots_in_use(self) -> int:
+        """KV slots that are not empty."""
+        return len(self._in_slot)
+
+    def empty_slot(self, most: int) -> list[Block]:
+        """Moves pages out of the KV slot that has the fewest, at most so many, into other slots;
+        returns their blocks. Where the others are full, the longest idle blocks are dropped. None:
+        every slot is empty or the others cannot take what it has."""
+        while self._in_slot:
+            slot = min(self._in_slot, key=lambda slot: (len(self._in_slot[slot]), -slot))
+            held = [*self._in_slot[slot]]
+            elsewhere = self.arena.free_pages - self.arena.layout.pages_per_slot + len(held)
+            if elsewhere >= len(held):
+                self._move(held[:most])
+                return held[:most]
+            if not self._idle:
+                break
+            self._drop_longest_idle()
+        return []
+
+    def _move(self, blocks: Sequence[Block]) -> None:
+        """To other pages. The arena fills its fullest slots first, so the emptiest is the last."""
+        rows = [block.row for block in blocks if block.row is not None]
+        targets = self.arena.allocate_pages(len(rows))
+        try:
+            self.move(rows, targets)
+        except BaseException:
+            self.arena.release_pages(targets)
+            raise
+        self._free(blocks)
+        self._place(blocks, targets)
+        self.moved += len(rows)
+
+    # ---- invariants
+
+    def faults(
+        self, running: Iterable[Sequence[Block]], others: Iterable[Sequence[Block]]
+    ) -> list[str]:
+        """Broken invariants in words. running, others: the blocks of every sequence that runs, and
+        of everybody else who holds some."""
+        faults, pinned = [], Counter(block for blocks in running for block in blocks)
+        held = pinned + Counter(block for blocks in others for block in blocks)
+        rows = Counter()
+        for block in {*held, *self._idle.values()}:
+            if (block.refs, block.pins) != (held[block], pinned[block]):
+                faults.append(
+                    f"a block has {block.refs} references, {block.pins} pins; it has "
+                    f"{held[block]} holders, {pinned[block]} of them running"
+                )
+            if block.pins and block.row is None:
+                faults.append("a block that a running sequence holds is swapped out")
+            if (block.row is None) == (block.host is None):
+                faults.append(f"a block is on both sides or none: {block}")
+            if block.row is not None:
+                rows[block.row] += 1
+                if self.arena.slot_class[block.row // self.arena.layout.kv_rows_per_slot] != (
+                    SlotClass.KV
+                ):
+                    faults.append(f"page at KV row {block.row} lies in a slot that is not KV")
+        faults += [
+            f"page at KV row {row} belongs to {n} blocks" for row, n in rows.items() if n > 1
+        ]
+        if len(rows) + self.arena.free_pages != self.arena.pages:
+            faults.append(
+                f"{len(rows)} pages held + {self.arena.free_pages} free of {self.arena.pages}"
+            )
+        if sum(b.row is None for b in held) != self.swapped:
+            faults.append(f"{self.swapped} blocks are counted as swapped out")
+        return faults

@@ -1,0 +1,240 @@
+"""The device's residency in numpy: what plan, fill and stage do to the tables, without any bytes.
+
+The same decisions as pallas_kernels.plan and pallas_kernels.stage, which tests compare entry by
+entry; the score of a victim is the same function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from host_offload.control.staging import Entry, Residency
+from host_offload.control.transfers import Move
+from host_offload.memory.placement import ResidentSpec, place
+from pallas_kernels.plan.victim import victim_key
+
+
+class Referenced(NamedTuple):
+    """What one reference of some layers did; M layers."""
+
+    hits: np.ndarray
+    """int[M]"""
+    fills: np.ndarray
+    """int[M]"""
+    read_through: np.ndarray
+    """int[M]"""
+    missing: np.ndarray
+    """bool[M, E]: active and not resident before."""
+
+
+def cold_tables(
+    cells: np.ndarray,
+    experts: int,
+    victim_weights: Sequence[int],
+    bound: int | None = None,
+    fill_version: np.ndarray | int = 0,
+) -> Residency:
+    """Tables of a start: the first cells[l] cells of each layer granted, nothing resident.
+
+    cells: int[L], or int[L, V] of each version, version after version. bound: C, the most cells a
+    layer can have (default: as many as experts). fill_version: what misses fill, one or int[L, E].
+    """
+    layers, columns = len(cells), experts if bound is None else bound
+    ends = np.cumsum(np.asarray(cells).reshape(layers, -1), axis=1)
+
+    def full(width: int, value: int) -> np.ndarray:
+        return np.full((layers, width), value, np.int32)
+
+    row = np.arange(layers * columns, dtype=np.int32).reshape(layers, columns)
+    column = np.arange(columns)
+    granted = column < ends[:, -1:]
+    version = np.sum(column >= ends[:, :-1, None], axis=1, dtype=np.int32)
+    return Residency(
+        cell_row=np.where(granted, row, np.int32(-1)),
+        cell_version=np.where(granted, version, np.int32(0)),
+        owner=full(columns, -1),
+        last_used=full(columns, 0),
+        address=full(experts, -1),
+        version=full(experts, 0),
+        frequency=full(experts, 0),
+        fill_version=full(experts, 0) + np.asarray(fill_version, np.int32),
+        prior=full(experts, 0),
+        clock=np.zeros(layers, np.int32),
+        victim_weights=np.array(victim_weights, np.int32),
+    )
+
+
+def resident_tables(resident: ResidentSpec, victim_weights: Sequence[int]) -> Residency:
+    """Tables of a start with every expert resident."""
+    layers, experts = resident.start.shape
+    none = np.zeros(layers, np.int64)
+    tables = cold_tables(none, experts, victim_weights, resident.cell_bound)
+    return tables._replace(**place(resident).contents)
+
+
+class Pager:
+    """Owns tables, all layers in one call or one by one. versions: how many there are."""
+
+    def __init__(self, tables: Residency, versions: int = 1):
+        self.tables, self.versions = tables, versions
+        self._all = slice(0, len(tables.clock))
+
+    def copy(self) -> Residency:
+        """The tables as they are now."""
+        return Residency(*(table.copy() for table in self.tables))
+
+    def set(self, contents: Mapping[str, np.ndarray]) -> None:
+        """Other contents of some tables, as host_offload.memory.tables.with_contents."""
+        for name, values in contents.items():
+            getattr(self.tables, name)[:] = values
+
+    def move(self, moves: Sequence[Move]) -> None:
+        """Cells go to other places of the arena, as pallas_kernels.move."""
+        tables = self.tables
+        for layer, cell, row in moves:
+            before, owner = tables.cell_row[layer, cell], tables.owner[layer, cell]
+            if before < 0 or before == row:
+                continue
+            tables.cell_row[layer, cell] = row
+            if owner >= 0 and tables.address[layer, owner] == before:
+                tables.address[layer, owner] = row
+
+    def regrant(self, cells: np.ndarray) -> None:
+        """Gives each layer cells[l] cells, as SlotArena.grant_cells and tables.regrant do: the last
+        ones go, the first ungranted ones come; who owned a cell that went is absent."""
+        tables = self.tables
+        bound = tables.cell_row.shape[1]
+        for layer, wanted in enumerate(cells):
+            row, owner = tables.cell_row[layer], tables.owner[layer]
+            for cell in np.flatnonzero(row >= 0)[wanted:]:
+                if owner[cell] >= 0 and tables.address[layer, owner[cell]] == row[cell]:
+                    tables.address[layer, owner[cell]] = -1
+                row[cell] = owner[cell] = -1
+            new = np.flatnonzero(row < 0)[: wanted - np.count_nonzero(row >= 0)]
+            row[new] = layer * bound + new
+
+    def reference(self, active: np.ndarray, layer: int | None = None) -> Referenced:
+        """One reference of each layer, or of one, to its set of active experts bool[M, E]: plan
+        and fill, see pallas_kernels.plan."""
+        span = self._all if layer is None else slice(layer, layer + 1)
+        table = self.tables._replace(
+            **{name: value[span] for name, value in zip(_BY_LAYER, self.tables, strict=False)}
+        )
+        clock = table.clock
+        clock += 1
+        missing = active & (table.address < 0)
+        hits = active ^ missing
+        owned = table.owner >= 0
+        current = owned & (table.cell_row == np.take_along_axis(table.address, table.owner, 1))
+        pinned = current & np.take_along_axis(active, table.owner, 1)
+        # What is missing is computed in the version that it would fill, with or without a cell.
+        fill_version = table.fill_version
+        read = np.where(fill_version >= 0, fill_version, -1 - fill_version)
+        np.copyto(table.version, read, where=missing)
+        wants = missing & (fill_version >= 0)
+        filled = np.zeros_like(active)
+        if wants.any():
+            order = self._candidates(table, owned, pinned)
+            for version in range(self.versions):
+                self._fill(table, wants & (fill_version == version), order, version, filled)
+        np.copyto(table.last_used, clock[:, None], where=pinned)
+        np.add(table.frequency, active, out=table.frequency)
+        count = np.count_nonzero
+        fills = count(filled, axis=1)
+        return Referenced(count(hits, axis=1), fills, count(missing, axis=1) - fills, missing)
+
+    def _candidates(self, table: Residency, owned: np.ndarray, pinned: np.ndarray) -> np.ndarray:
+        """int64[M, C]: places of each layer's cells in the order in which they are taken; those
+        that cannot be are last and marked −1."""
+        owner = table.owner
+        # A term of weight zero is not worth its logarithm.
+        recency, frequency, prior = table.victim_weights.tolist()
+        key = victim_key(
+            table.clock[:, None] - table.last_used if recency else np.int32(1),
+            np.take_along_axis(table.frequency, owner, 1) if frequency else np.int32(0),
+            np.take_along_axis(table.prior, owner, 1) if prior else np.zeros_like(owner),
+            table.victim_weights,
+        )
+        free = (table.cell_row >= 0) & ~pinned
+        first = np.where(owned, key.astype(np.int64), _LEAST)
+        first = np.where(free, first, _MOST)
+        columns = owner.shape[1]
+        second = np.where(owned, table.last_used, 0)
+        third = owner.astype(np.int64) * columns + np.arange(columns)
+        order = np.lexsort((third, second, first), axis=1)
+        return np.where(np.take_along_axis(free, order, 1), order, -1)
+
+    def _fill(
+        self,
+        table: Residency,
+        wants: np.ndarray,
+        order: np.ndarray,
+        version: int,
+        filled: np.ndarray,
+    ) -> None:
+        """The n-th miss of the version takes the n-th candidate cell of the version."""
+        layer, expert = np.nonzero(wants)
+        if not layer.size:
+            return
+        rank = np.arange(layer.size) - np.searchsorted(layer, layer)
+        if self.versions > 1:
+            known = np.take_along_axis(table.cell_version, order, 1) == version
+            order = np.where(known, order, -1)
+            order = np.take_along_axis(order, np.argsort(order < 0, axis=1, kind="stable"), 1)
+        inside = rank < order.shape[1]
+        layer, expert, rank = layer[inside], expert[inside], rank[inside]
+        cell = order[layer, rank]
+        layer, expert, cell = layer[cell >= 0], expert[cell >= 0], cell[cell >= 0]
+        row, old = table.cell_row[layer, cell], table.owner[layer, cell]
+        gone = (old >= 0) & (table.address[layer, old] == row)
+        table.address[layer[gone], old[gone]] = -1
+        table.owner[layer, cell] = expert
+        table.last_used[layer, cell] = table.clock[layer]
+        table.address[layer, expert] = row
+        filled[layer, expert] = True
+
+    def stage(
+        self, entries: Sequence[Entry], *, layer: int | None = None, coming: int | None = None
+    ) -> np.ndarray:
+        """Carries out a list; int32[S], 1 for each entry that was. See pallas_kernels.stage.
+
+        layer: only its entries; None: those of all layers. coming: the layer whose experts a
+        running step computes next (driver="host"); entries of it and of those behind it see the
+        clock of their reference to come.
+        """
+        done = np.zeros(len(entries), np.int32)
+        busy: dict[int, np.ndarray] = {}
+        staged: set[tuple[int, int]] = set()
+        tables = self.tables
+        layers, columns = tables.owner.shape
+        experts = tables.address.shape[1]
+        for i, (of, expert, version, cell) in enumerate(entries):
+            limits = (of, layers), (expert, experts), (version, self.versions), (cell, columns)
+            if layer not in (None, of) or not all(0 <= value < limit for value, limit in limits):
+                continue
+            clock = tables.clock[of] + int(coming is not None and of >= coming)
+            row, owner = tables.cell_row[of], tables.owner[of]
+            if of not in busy:
+                busy[of] = (owner >= 0) & (tables.last_used[of] == clock)
+            holds = np.flatnonzero(owner == expert).tolist()
+            has = any(tables.cell_version[of, c] == version or (of, c) in staged for c in holds)
+            taken = busy[of][cell] or (of, cell) in staged
+            if has or taken or row[cell] < 0 or tables.cell_version[of, cell] != version:
+                continue
+            address = tables.address[of]
+            if owner[cell] >= 0 and address[owner[cell]] == row[cell]:
+                address[owner[cell]] = -1
+            owner[holds] = -1
+            owner[cell], address[expert] = expert, row[cell]
+            tables.version[of, expert] = version
+            tables.last_used[of, cell] = clock - 1
+            staged.add((of, cell))
+            done[i] = 1
+        return done
+
+
+_BY_LAYER = Residency._fields[:-1]
+_LEAST, _MOST = np.iinfo(np.int64).min, np.iinfo(np.int64).max

@@ -1,0 +1,237 @@
+"""How many experts of each version fit into whole slots, and where they begin."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from host_offload.memory.layout import SlotLayout
+from host_offload.memory.pools import CellPools
+
+COLUMNS = 4
+"""Cells that a layer can have beyond its experts, at least: copies that are on their way or on
+their way out. One layer can use the spare cells of both versions, so more spares, more columns."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ResidentSpec:
+    """Every expert has a complete version in the arena, and may change it.
+
+    Made by resident_spec. Experts have the first `slots` slots of the arena.
+    """
+
+    slots: int
+    slot_rows: int
+    record_rows: tuple[int, ...]
+    """By version number: arena rows of one record."""
+    cells_per_slot: tuple[int, ...]
+    start: np.ndarray
+    """int8[L, E]: the version that each expert begins in."""
+    capacity: tuple[int, ...]
+    """By version number: most experts that can be in it at once, see `capacity`; with spares=0 as
+    many as begin in it."""
+    spares: int
+    """Cells of each version beyond what is resident; 0: versions never change."""
+    step_bytes: int
+    """Most bytes of transitions that a step is given (one transition is given in any case)."""
+    move_bytes: int
+    """Most bytes moved within the arena before a step (one record in any case)."""
+    columns: int
+    """Cells that a layer can have beyond its experts."""
+    blocking: bool = False
+    """Before a step, all transitions that are wanted are carried out, list after list; the step
+    waits."""
+    step_bytes_from: str = "list"
+    """Where step_bytes comes from, for people; `list`: it bounds nothing that the stage list does
+    not."""
+
+    @property
+    def cell_bound(self) -> int:
+        """C of the tables."""
+        return self.start.shape[1] + self.columns
+
+    @property
+    def said(self) -> dict[str, Any]:
+        """As a trace's header says it, for resident_said."""
+        return {**vars(self), "start": self.start.tolist()}
+
+    def most_high(self, slots: int) -> int:
+        """Experts that can be in version 0 at once in so many slots, as `capacity` says."""
+        return _most_high(self.cells_per_slot, slots, self.start.size, self.spares)
+
+    def least_slots(self, high: int = 0) -> int:
+        """Slots that experts take of which so many are in version 0, with the spares."""
+        return int(_needed(self.cells_per_slot, self.start.size, self.spares)[high])
+
+    def pools(self) -> CellPools:
+        """The slots, with no cell taken."""
+        return CellPools(range(self.slots), self.slot_rows, self.record_rows, self.cells_per_slot)
+
+
+def resident_said(said: Mapping[str, Any] | None) -> ResidentSpec | None:
+    """What ResidentSpec.said gave, back from JSON. Raises TypeError or ValueError for anything
+    else."""
+    if said is None:
+        return None
+    tuples = {name: tuple(v) for name, v in said.items() if isinstance(v, list | tuple)}
+    return ResidentSpec(**{**said, **tuples, "start": np.array(said["start"], np.int8)})
+
+
+class Placement(NamedTuple):
+    """Where every expert lies at the start."""
+
+    resident: ResidentSpec
+    pools: CellPools
+    """With these cells taken."""
+    row: np.ndarray
+    """int32[L, E]: arena row."""
+    version: np.ndarray
+    """int32[L, E]"""
+    cell_row: np.ndarray
+    """int32[L, C]; expert e of a layer has cell e."""
+    cell_version: np.ndarray
+
+    @property
+    def contents(self) -> dict[str, np.ndarray]:
+        """The tables of a device whose arena holds all this, int32."""
+        experts = self.row.shape[1]
+        column = np.arange(self.cell_row.shape[1], dtype=np.int32)
+        owner = np.where(column < experts, column, np.int32(-1))
+        return {
+            "cell_row": self.cell_row.copy(),
+            "cell_version": self.cell_version.copy(),
+            "owner": np.broadcast_to(owner, self.cell_row.shape).copy(),
+            "address": self.row.copy(),
+            "version": self.version.copy(),
+        }
+
+
+def slots_for(layout: SlotLayout, counts: Sequence[int], spares: int = 0) -> int:
+    """Slots that so many experts of each version take. counts: by version number. spares: more of
+    each."""
+    cells = zip(counts, layout.cells_per_slot, strict=True)
+    return sum(-(-(count + spares) // per_slot) for count, per_slot in cells)
+
+
+def _most_high(cells_per_slot: tuple[int, ...], slots: int, total: int, spares: int) -> int:
+    needed = _needed(cells_per_slot, total, spares)
+    return int(np.searchsorted(needed, slots, side="right")) - 1
+
+
+@functools.lru_cache(maxsize=32)
+def _needed(cells_per_slot: tuple[int, ...], total: int, spares: int) -> np.ndarray:
+    """int64[total + 1]: the slots in which so many experts can be high, and every smaller number
+    too, with the spares. Where a slot has several high cells, one high expert more can need a slot
+    less, and on the way there transitions would wait for ever."""
+    high = np.arange(total + 1)
+    per_high, per_low = cells_per_slot
+    slots = -(-(high + spares) // per_high) - (-(total - high + spares) // per_low)
+    return np.maximum.accumulate(slots)
+
+
+def capacity(layout: SlotLayout, slots: int, total: int, spares: int = 1) -> tuple[int, int]:
+    """Experts that can be in each of two versions at once: (n, total).
+
+    n: the most that can be in version 0, the high one, while all others are in version 1 and each
+    has so many spare cells, on the way there too; DynaExq's exclusive n in whole slots. slots: that
+    experts have. total: all experts of all layers. Raises ValueError for other than two versions,
+    for spares below 1, and where not even all experts in version 1 fit.
+    """
+    if len(layout.records) != 2:
+        raise ValueError(f"transitions are between two versions, not {len(layout.records)}")
+    if spares < 1:
+        raise ValueError(
+            "each version needs at least one spare cell, or no transition could begin; give "
+            "spares=1 or more"
+        )
+    if (least := slots_for(layout, (0, total), spares)) > slots:
+        low = layout.records[1].version
+        raise ValueError(
+            f"{total} experts in {low} and {spares} spare of each version take {least} slots of "
+            f"{layout.slot_bytes} bytes, {least * layout.slot_bytes} in all; experts have {slots}: "
+            f"give them more memory, a smaller low version, or page them (paged=true, such as "
+            f"--precision dynaexq,paged=true)"
+        )
+    return _most_high(layout.cells_per_slot, slots, total, spares), total
+
+
+def resident_spec(
+    layout: SlotLayout,
+    slots: int,
+    start: np.ndarray,
+    *,
+    spares: int = 1,
+    step_bytes: int | None = None,
+    move_bytes: int | None = None,
+    columns: int | None = None,
+    blocking: bool = False,
+) -> ResidentSpec:
+    """The resident mode of an arena of this layout whose first `slots` slots are experts'.
+
+    start: int[L, E], the version number of each expert. spares: cells of each version beyond what
+    is resident, so that transitions can begin; 0: the start stays, a fixed map of any number of
+    versions. step_bytes: see ResidentSpec; default: as the stage list allows. move_bytes: default:
+    one slot, and all of them if blocking. columns: see ResidentSpec; default: COLUMNS, or what the
+    spares of both versions take; with spares=0 there are none. blocking: see ResidentSpec.
+
+    Raises ValueError for versions that do not exist, where the start and the spares do not fit, and
+    for bounds below 1.
+    """
+    start = np.asarray(start)
+    versions = len(layout.records)
+    if start.ndim != 2 or start.size == 0 or not 0 <= start.min() <= start.max() < versions:
+        raise ValueError(f"a start is [L, E] of version numbers 0…{versions - 1}")
+    counts = np.bincount(start.ravel(), minlength=versions).tolist()
+    most = tuple(counts)
+    if spares:
+        most = capacity(layout, slots, start.size, spares)
+        if counts[0] > most[0]:
+            raise ValueError(
+                f"{counts[0]} experts begin in {layout.records[0].version}, {most[0]} fit with "
+                f"{spares} spare of each version"
+            )
+    elif (wanted := slots_for(layout, counts)) > slots:
+        raise ValueError(
+            f"the map takes {wanted} slots of {layout.slot_bytes} bytes, "
+            f"{wanted * layout.slot_bytes} in all; experts have {slots}"
+        )
+    columns = max(COLUMNS, versions * spares) if columns is None else columns
+    largest = max(record.nbytes for record in layout.records)
+    limits = {"columns": columns, "step_bytes": step_bytes, "move_bytes": move_bytes}
+    for name, value in limits.items():
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be at least 1, not {value}")
+    return ResidentSpec(
+        slots=slots,
+        slot_rows=layout.slot_rows,
+        record_rows=tuple(record.rows for record in layout.records),
+        cells_per_slot=layout.cells_per_slot,
+        start=start.astype(np.int8),
+        capacity=most,
+        spares=spares,
+        step_bytes=step_bytes or start.size * largest,
+        move_bytes=move_bytes or layout.slot_bytes * (slots if blocking else 1),
+        columns=columns if spares else 0,
+        blocking=blocking,
+    )
+
+
+def place(resident: ResidentSpec) -> Placement:
+    """Gives every expert a cell of its starting version, layer by layer; the high version first, so
+    that it lies at the front."""
+    pools, start = resident.pools(), resident.start
+    layers, experts = start.shape
+    row = np.zeros((layers, experts), np.int32)
+    for version in range(len(resident.record_rows)):
+        for place in np.argwhere(start == version):
+            cell = pools.allocate(version)
+            assert cell is not None, "resident_spec checked that it fits"
+            row[tuple(place)] = cell
+    cell_row = np.full((layers, resident.cell_bound), -1, np.int32)
+    cell_version = np.zeros_like(cell_row)
+    cell_row[:, :experts], cell_version[:, :experts] = row, start
+    return Placement(resident, pools, row, start.astype(np.int32), cell_row, cell_version)

@@ -1,0 +1,268 @@
+"""The expert store: every expert of every MoE layer, as records in pinned host memory."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+import threading
+from collections.abc import Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from host_offload.memory.layout import ExpertLayout
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertStore:
+    """All experts by version, ready to be passed to jit as parameters.
+
+    layouts: version → its record's layout. arrays: version → uint16[L, E, rows, D] in `pinned_host`
+    memory of one device, L counted over MoE layers, rows and D as in the layout. Readers must not
+    donate the arrays. layers: version → the MoE layers that its array has, ascending, for versions
+    that lack some; each of those has the layer in another version.
+    """
+
+    layouts: dict[str, ExpertLayout]
+    arrays: dict[str, jax.Array]
+    layers: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of host memory."""
+        return sum(array.nbytes for array in self.arrays.values())
+
+    def only(self, versions: Sequence[str]) -> ExpertStore:
+        """The store of these versions, in this order; frees the others now, whoever else refers to
+        them. Raises KeyError for a version that is not there."""
+        kept = ExpertStore(
+            {version: self.layouts[version] for version in versions},
+            {version: self.arrays[version] for version in versions},
+            {version: held for version, held in self.layers.items() if version in versions},
+        )
+        for version in self.arrays.keys() - kept.arrays.keys():
+            self.arrays[version].delete()
+        return kept
+
+    def places(self, version: str) -> tuple[int, ...] | None:
+        """Of each MoE layer its index in the version's array, −1 where it lacks the layer; None:
+        it has every layer, in order."""
+        if version not in self.layers:
+            return None
+        held = self.layers[version]
+        count = 1 + max(layer for each in self.layers.values() for layer in each)
+        return tuple(held.index(layer) if layer in held else -1 for layer in range(count))
+
+    def delete(self) -> None:
+        """Frees the arrays now, whoever else refers to them."""
+        for array in self.arrays.values():
+            array.delete()
+
+
+class StoreBuilder:
+    """Fills a store piece by piece; host memory is the store and the pieces in flight.
+
+    The array is allocated once, without passing through device memory. On the CPU, whose
+    `pinned_host` memory is ordinary memory, pieces are written straight into what becomes the
+    array; elsewhere each piece updates it in place (donation). Pieces may come in any order and
+    from several threads, each row exactly once: `finish` raises where one is missing, because on a
+    GPU fresh memory holds whatever was there before.
+    """
+
+    def __init__(self, layout: ExpertLayout, layers: int, experts: int, device: jax.Device):
+        """layers, experts: L and E. Raises MemoryError if the device's pinned host memory cannot
+        hold the array."""
+        self.layout = layout
+        self._sharding = SingleDeviceSharding(device, memory_kind="pinned_host")
+        self._shape = (layers, experts, layout.rows, layout.hidden)
+        self._memory: np.ndarray | None = None
+        self._array: jax.Array | None = None
+        try:
+            if shares_memory(device):
+                self._memory = aligned_empty(self._shape, np.dtype(np.uint16))
+            else:
+                self._array = self._allocate()
+        except (MemoryError, jax.errors.JaxRuntimeError) as error:
+            if isinstance(error, jax.errors.JaxRuntimeError) and (
+                "RESOURCE_EXHAUSTED" not in str(error)
+            ):
+                raise
+            gib = layers * experts * layout.nbytes / 2**30
+            raise MemoryError(
+                f"cannot allocate {gib:.1f} GiB of pinned host memory for the expert store; "
+                "on a GPU the environment variable XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB, set before "
+                "jax starts, raises the limit of 64 GB"
+            ) from error
+        self._written = np.zeros(self._shape[:3], bool)
+        self._lock = threading.Lock()
+
+    def _allocate(self) -> jax.Array:
+        shape = self._shape
+        allocate = jax.jit(lambda: jax.lax.empty(shape, jnp.uint16), out_shardings=self._sharding)
+        return jax.block_until_ready(allocate())
+
+    def put(self, layer: int, first_expert: int, records: np.ndarray, first_row: int = 0) -> None:
+        """Writes a piece: rows first_row … first_row + r − 1 of n consecutive experts.
+
+        layer: counted over MoE layers. records: uint16[n, r, D], r = rows for whole records. Each
+        new shape of records may compile once. Raises ValueError for a piece that lies outside of
+        the store, overlaps rows already written, or comes after finish.
+        """
+        hidden = self._shape[3]
+        if records.dtype != np.uint16 or records.ndim != 3 or records.shape[2] != hidden:
+            raise ValueError(
+                f"records must be uint16[n, r, {hidden}], not {records.dtype}{list(records.shape)}"
+            )
+        place = (layer, first_expert, records.shape[0], first_row, records.shape[1])
+        region = self._claim(*place)
+        if self._memory is not None:
+            self._memory[region] = records
+        else:
+            self._update(records, layer, first_expert, first_row)
+
+    @contextlib.contextmanager
+    def piece(
+        self, layer: int, first_expert: int, experts: int, first_row: int, rows: int
+    ) -> Iterator[np.ndarray]:
+        """uint16[experts, rows, D] to be filled inside of the `with`, and written then.
+
+        As put otherwise, without its copy where the piece can be the store's own memory. Where the
+        block raises, the rows stay missing.
+        """
+        region = self._claim(layer, first_expert, experts, first_row, rows)
+        try:
+            if self._memory is not None:
+                yield self._memory[region]
+            else:
+                records = np.empty((experts, rows, self._shape[3]), np.uint16)
+                yield records
+                self._update(records, layer, first_expert, first_row)
+        except BaseException:
+            self._written[region] = False
+            raise
+
+    def _claim(self, layer: int, first_expert: int, n: int, first_row: int, r: int):
+        """The index of a piece, now marked as written."""
+        with self._lock:
+            if self._memory is None and self._array is None:
+                raise ValueError("the store is finished; build another one")
+            layers, experts, rows, _ = self._shape
+            named = f"layer {layer}, experts {first_expert}+{n}, rows {first_row}+{r}"
+            # Checked here because XLA clamps an update that lies outside instead of refusing it.
+            if not (
+                0 <= layer < layers
+                and 0 <= first_expert <= experts - n
+                and 0 <= first_row <= rows - r
+            ):
+                raise ValueError(f"{named} lie outside of the store [{layers}, {experts}, {rows}]")
+            region = np.s_[layer, first_expert : first_expert + n, first_row : first_row + r]
+            if self._written[region].any():
+                raise ValueError(f"{named}: written twice")
+            self._written[region] = True
+            return region
+
+    def _update(self, records: np.ndarray, layer: int, first_expert: int, first_row: int) -> None:
+        with self._lock:
+            self._array = _updater(self._sharding)(
+                self._array, records[None], layer, first_expert, first_row
+            )
+
+    def finish(self) -> ExpertStore:
+        """The filled store; the builder is used up. Raises ValueError if a row is missing."""
+        if self._memory is None and self._array is None:
+            raise ValueError("the store is finished; build another one")
+        missing = np.argwhere(~self._written)
+        if missing.size:
+            layer, expert, row = missing[0]
+            raise ValueError(
+                f"{len(missing)} rows were never written, "
+                f"first: layer {layer}, expert {expert}, row {row}"
+            )
+        if self._memory is not None:
+            self._array = jax.device_put(self._memory, self._sharding, may_alias=True)
+        array, self._array, self._memory = jax.block_until_ready(self._array), None, None
+        return ExpertStore({self.layout.version: self.layout}, {self.layout.version: array})
+
+    def delete(self) -> None:
+        """Frees the array of a store that will not be finished."""
+        self._memory = None
+        if self._array is not None:
+            self._array.delete()
+            self._array = None
+
+
+def shares_memory(device: jax.Device) -> bool:
+    """Whether `pinned_host` memory of the device is ordinary memory that jax takes without a copy
+    (aligned as by aligned_empty)."""
+    return device.platform == "cpu"
+
+
+def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """np.empty, aligned so that jax on the CPU takes it without a copy. Raises MemoryError."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    try:
+        memory = np.empty(nbytes + _ALIGNMENT, np.uint8)
+    except ValueError as error:  # more than an address can say
+        raise MemoryError(str(error)) from error
+    begin = -memory.ctypes.data % _ALIGNMENT
+    return memory[begin : begin + nbytes].view(dtype).reshape(shape)
+
+
+_ALIGNMENT = 64
+"""Bytes; what XLA asks of a CPU buffer."""
+
+
+def update(
+    store: jax.Array,
+    records: jax.Array,
+    layer: jax.Array | int,
+    expert: jax.Array | int,
+    row: jax.Array | int,
+) -> jax.Array:
+    """store with records[1, n, r, D] written at [layer, expert, row, 0]; in place if donated."""
+    # Not Space.Host: on CPU a pinned_host array is typed as device memory while tracing.
+    records = jax.device_put(records, jax.typeof(store).memory_space)
+    start = [jnp.asarray(i, jnp.int32) for i in (layer, expert, row, 0)]
+    return jax.lax.dynamic_update_slice(store, records, start)
+
+
+@functools.cache
+def _updater(sharding: SingleDeviceSharding):
+    return jax.jit(update, donate_argnums=0, out_shardings=sharding)
+
+
+def copy_transposed(out: np.ndarray, matrix: np.ndarray) -> None:
+    """out[:] = matrix.T for unsigned[N, M] and unsigned[M, N], in tiles that suit the caches: four
+    times as fast as numpy's own, whose inner loop strides over whole rows."""
+    rows, columns = matrix.shape
+    inner, outer = math.gcd(rows, 16), math.gcd(columns, 32)
+    # A ufunc, since an assignment would put the axes in an order of its own.
+    np.positive(
+        matrix.reshape(rows // inner, inner, columns // outer, outer).transpose(2, 0, 3, 1),
+        out=out.reshape(columns // outer, outer, rows // inner, inner).transpose(0, 2, 1, 3),
+        order="C",
+    )
+
+
+def rows_of(weights: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Weight rows [n, D] as arena rows uint16[n · itemsize / 2, D] of the run's dtype.
+
+    Arena rows of 16-bit types are the weights' own bits; a float32 row becomes two arena rows.
+    """
+    width, weights = weights.shape[1], weights.astype(dtype, copy=False)
+    if weights.itemsize == 2:
+        weights = weights.view(np.uint16)  # before the copy: numpy copies its own types faster
+    return np.ascontiguousarray(weights).view(np.uint16).reshape(-1, width)
+
+
+def record_of(gate: np.ndarray, up: np.ndarray, down: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """The dense record uint16[rows, D] of one expert: gate rows, up rows, down^T rows.
+
+    gate, up: [I, D]; down: [D, I]; any float dtype, converted to dtype (float32, float16 or
+    ml_dtypes' bfloat16).
+    """
+    return np.concatenate([rows_of(part, dtype) for part in (gate, up, down.T)])

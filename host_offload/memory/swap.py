@@ -1,0 +1,60 @@
+"""KV pages between the arena and pinned host memory: preemption and evicted sessions."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from host_offload.memory.layout import PageLayout
+
+SWAP_PAGES = 8
+"""Pages of one transfer, a compiled shape. Each is an array of its own on the host, so that one can
+be freed without the others."""
+
+
+def read_pages(arena: jax.Array, rows: jax.Array, page: PageLayout) -> tuple[jax.Array, ...]:
+    """The pages at KV rows `rows` int32[S], each uint16[page.nbytes / 2]. arena uint16[rows, D]."""
+    kv = arena.reshape(-1, page.row_elements)
+    return tuple(
+        lax.dynamic_slice_in_dim(kv, rows[i], page.rows).reshape(-1) for i in range(rows.shape[0])
+    )
+
+
+def write_pages(
+    arena: jax.Array,
+    pages: tuple[jax.Array, ...],
+    rows: jax.Array,
+    count: jax.Array,
+    page: PageLayout,
+) -> jax.Array:
+    """The arena with the first `count` pages at KV rows `rows` int32[S], in place when donated.
+
+    pages: S arrays of uint16[page.nbytes / 2], in device or pinned host memory.
+    """
+    kv = arena.reshape(-1, page.row_elements)
+
+    def put(i, values, kv):
+        values = jax.device_put(values, jax.memory.Space.Device)
+        return lax.dynamic_update_slice_in_dim(kv, values.reshape(page.rows, -1), rows[i], 0)
+
+    for i, values in enumerate(pages):
+        # A loop of 0 or 1 trips: a conditional would copy the arena (jax 0.10.2).
+        used = (i < count).astype(jnp.int32)
+        kv = lax.fori_loop(0, used, lambda _, kv, i=i, values=values: put(i, values, kv), kv)
+    return kv.reshape(arena.shape)
+
+
+def move_pages(
+    arena: jax.Array, source: jax.Array, target: jax.Array, page: PageLayout
+) -> jax.Array:
+    """The arena with the pages at KV rows `source` int32[S] copied to KV rows `target` int32[S], in
+    place when donated. No target is a source; pairs may repeat."""
+    kv = arena.reshape(-1, page.row_elements)
+
+    def move(i, kv):
+        values = lax.dynamic_slice_in_dim(kv, source[i], page.rows)
+        return lax.dynamic_update_slice_in_dim(kv, values, target[i], 0)
+
+    # A loop: written out, XLA fuses reads and writes, and copies the arena.
+    return lax.fori_loop(0, source.shape[0], move, kv).reshape(arena.shape)

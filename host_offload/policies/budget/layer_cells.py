@@ -1,0 +1,63 @@
+"""Cells moved between layers, by live miss curves."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from host_offload.control.interface import Decision, Moment, Observation, Spec
+from host_offload.sizing.cell_allocation import ALLOCATIONS, allocate, hull_misses
+from host_offload.sizing.live_curves import LiveCurves, cold_curves
+
+
+class Layers(NamedTuple):
+    """State of LayerCells."""
+
+    curves: LiveCurves
+    least: np.ndarray
+    """int64[L]"""
+    most: int
+    """Cells that a layer can have."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerCells:
+    """Shares the cells that there are over the layers anew, where that is predicted to save enough
+    (ours; WiSP gives every layer as many). The number of cells stays as it is.
+
+    allocation: `marginal` or `optimal`, see cell_allocation. decay: of the distances, once an
+    interval. gate: the least saving that moves cells, as a part of the misses.
+    """
+
+    allocation: str = "marginal"
+    decay: float = 0.8
+    gate: float = 0.02
+    interval: str = "256 steps"
+
+    moments: frozenset[Moment] = frozenset({Moment.STEP_END, Moment.INTERVAL})
+    needs: frozenset[str] = frozenset({"ids", "cells"})
+    writes: frozenset[str] = frozenset({"cells"})
+
+    def init(self, spec: Spec) -> Layers:
+        if self.allocation not in ALLOCATIONS:
+            raise ValueError(f"cells are {', '.join(ALLOCATIONS)}, not {self.allocation!r}")
+        curves = cold_curves(spec.layers, spec.experts)
+        return Layers(curves, spec.min_cells.astype(np.int64), min(spec.experts, spec.cell_bound))
+
+    def decide(self, state: Layers, observation: Observation) -> tuple[Layers, Decision]:
+        seen: Any = observation
+        if seen.moment == Moment.STEP_END:
+            return state._replace(curves=state.curves.see(seen.ids)), Decision()
+        state = state._replace(curves=state.curves.forget(self.decay))
+        misses = state.curves.misses[:, : state.most + 1]
+        slots = int(seen.cells.sum())
+        least = (1 - self.gate) * misses[np.arange(len(misses)), seen.cells].sum()
+        # No allocation is below the hulls: where they promise nothing none is looked for.
+        if hull_misses(misses, np.array([slots]), state.least)[0] >= least:
+            return state, Decision()
+        found = allocate(self.allocation, misses, slots, least=state.least)
+        if found.misses >= least:
+            return state, Decision()
+        return state, Decision(cells=found.cells.astype(np.int32))

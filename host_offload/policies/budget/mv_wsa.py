@@ -1,0 +1,266 @@
+"""WiSP's online controller of the split between experts and KV."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from host_offload.control.interface import Decision, Moment, Observation, Spec
+from host_offload.sizing.cell_allocation import ALLOCATIONS, Allocation, allocate
+from host_offload.sizing.configurator import Burst, bursts_of, cap_misses, histograms_of
+from host_offload.sizing.kv_reuse import (
+    PageRecency,
+    cold_pages,
+    expected_returns,
+    page_references,
+)
+from host_offload.sizing.live_curves import LiveCurves, cold_curves, tails
+from host_offload.sizing.split import Division, MissCosts, SplitRule, division_of, miss_costs
+from host_offload.sizing.step_times import StepTimes
+from host_offload.traces.reader import read_trace
+
+
+class Learned(NamedTuple):
+    """State of MvWsa."""
+
+    division: Division
+    costs: MissCosts
+    """As measured at the start."""
+    curves: LiveCurves
+    held: PageRecency
+    pages: np.ndarray
+    """float64[P]: the decayed histogram of KV's distances."""
+    times: StepTimes
+    load: tuple[tuple[int, int], ...] = ((0, 0),)
+    """(sequences that ran or waited, summed over steps; steps): of the burst that runs, then of
+    those before it."""
+    rows: int = 0
+    """Of the largest executable seen."""
+    turns: tuple[int, ...] = ()
+    """Pages of the last turns, the newest first."""
+    split: float | None = None
+    """None: as it is, until the first burst ends."""
+    cells: np.ndarray | None = None
+    """int32[L] that was decided last."""
+    shared: int = 0
+    """Bursts since layers were last looked at."""
+    bursts: int = 0
+    """That have ended."""
+    most_running: int | None = None
+    """Spec.max_num_seqs"""
+    pool: int | None = None
+    """KV pages that were wished last."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MvWsa:
+    """Moves the line between experts and KV to where a byte more is worth as much on either side
+    (WiSP, MV-WSA, Algorithm 2), at the end of every burst.
+
+    The paper ran the estimator in a simulation and preset its costs; here it runs in the engine,
+    and what a miss costs is learned from the steps (`calibrate`; see step_times), beginning with
+    measured costs; that of moving a page out and back stays as measured. A step is one reference of
+    every layer, a sweep's waves taken together. KV's distances beyond the largest pool are
+    forgotten: they are misses under every split.
+
+    concurrent: n_conc of the admission floor (6), each with the context of the last turns. None:
+    as many as ran or waited in the mean over the steps of the last `window` bursts, no more than
+    can run at once; requests that never return would else leave KV nothing but one sequence
+    of the model's length. Not the most: with arrivals in bursts memory would stay with a peak that
+    is long over, and what is above the mean waits or is moved out for a while. Whatever waits, this
+    floor takes at most the part `floor_share` of the memory: what a wider batch is worth beyond it
+    is not in equation (4) (see joint_budget).
+
+    allocation: how cap·L slots are shared over layers; other than `uniform` is ours. kv_miss: see
+    split.miss_costs. costs: instead of measured ones.
+
+    expect_returns: as long as little was seen, every held page counts as one that comes back from
+    where it is now (kv_reuse.expected_returns). Algorithm 2 as printed knows only what came back,
+    so until sessions have had time to return KV seems worth nothing, and experts grow at its cost.
+    Ours.
+
+    trace: of the workload; the histograms begin with its turns, as if they had just ended, so that
+    KV has a worth before the first session returns. Recency lists and the floor begin empty: who
+    comes first has a short context. Ours.
+    """
+
+    rule: SplitRule = dataclasses.field(default_factory=SplitRule)
+    allocation: str = "uniform"
+    calibrate: bool = True
+    kv_miss: str = "swap"
+    costs: MissCosts | None = None
+    concurrent: int | None = None
+    window: int = 8
+    floor_share: float = 0.5
+    expect_returns: bool = True
+    trace: str | None = None
+
+    moments: frozenset[Moment] = frozenset({Moment.STEP_END, Moment.BURST_END})
+    writes: frozenset[str] = frozenset({"cells", "kv_pages"})
+
+    @property
+    def needs(self) -> frozenset[str]:
+        needs = {"ids", "kv_refs", "kv_pages", "running", "waiting", "bucket", "phase"}
+        if self.calibrate:
+            needs |= {"missed", "compiled"}
+        return frozenset(needs if self.costs is not None else needs | {"costs"})
+
+    def init(self, spec: Spec) -> Learned:
+        """Knows the trace at most. Raises SplitError where KV's floor does not fit the budget,
+        ValueError for an unknown allocation or a trace of another model, TraceError for one that
+        cannot be read or has no turns."""
+        if self.allocation not in ALLOCATIONS:
+            raise ValueError(f"cells are {', '.join(ALLOCATIONS)}, not {self.allocation!r}")
+        if self.window < 1 or (self.concurrent is not None and self.concurrent < 1):
+            raise ValueError(f"window and concurrent are at least 1: {self}")
+        if not 0 <= self.floor_share <= 1:
+            raise ValueError(f"floor_share lies in [0, 1], not {self.floor_share}")
+        division, costs = division_of(spec), self.costs
+        if costs is None:
+            assert spec.costs is not None, "the controller refuses a policy without its costs"
+            costs = miss_costs(spec.costs, spec, self.kv_miss)
+        pages = np.zeros(max(int(division.pages[0]), 1))
+        curves = cold_curves(spec.layers, spec.experts)
+        most = spec.max_num_seqs
+        state = Learned(
+            division, costs, curves, cold_pages(), pages, StepTimes(), most_running=most
+        )
+        return state if self.trace is None else self._with_trace(state, self.trace, spec)
+
+    def _with_trace(self, state: Learned, directory: str, spec: Spec) -> Learned:
+        trace = read_trace(directory)
+        header = trace.header
+        had = header.layers, header.experts, header.spec.get("page_tokens", spec.page_tokens)
+        if had != (spec.layers, spec.experts, spec.page_tokens):
+            raise ValueError(
+                f"{directory} is of another model: {had[0]} layers of {had[1]} experts, pages of "
+                f"{had[2]} tokens; this one has {spec.layers} of {spec.experts}, pages of "
+                f"{spec.page_tokens}"
+            )
+        ended = 0
+
+        def turns() -> Iterator[Burst]:
+            nonlocal ended
+            for burst in bursts_of(trace):
+                ended += len(burst.pages) > 0
+                yield burst
+
+        experts, pages = state.curves.histogram, state.pages
+        for found in histograms_of(turns(), len(pages)):
+            experts = self.rule.decay * experts + found.experts
+            # What is beyond the largest pool is forgotten here.
+            pages = self.rule.decay * pages + found.pages[:-1]
+        if not ended:
+            raise ValueError(f"no request ends in {directory}: it has no turn to begin with")
+        return state._replace(
+            curves=state.curves._replace(histogram=experts),
+            pages=pages,
+            bursts=ended,
+        )
+
+    def decide(self, state: Learned, observation: Observation) -> tuple[Learned, Decision]:
+        seen: Any = observation
+        if seen.moment == Moment.STEP_END:
+            if self.calibrate:
+                state = state._replace(times=self._timed(state, seen))
+            (load, steps), *before = state.load
+            rows = max(state.rows, seen.bucket) if seen.phase.all() else state.rows
+            now = load + seen.running + seen.waiting, steps + 1
+            return state._replace(
+                curves=state.curves.see(seen.ids), load=(now, *before), rows=rows
+            ), Decision()
+        return self._after_burst(state, seen)
+
+    def division_now(self, state: Learned) -> Division:
+        """What is divided, with the admission floor by what was seen."""
+        division, concurrent = state.division, self.concurrent
+        if concurrent is None:
+            load, steps = np.sum(state.load, axis=0).tolist()
+            rows = max(state.rows, 1)
+            concurrent = min(-(-load // max(steps, 1)), state.most_running or rows, rows)
+        context = -(-sum(state.turns) // max(len(state.turns), 1))
+        most = int(self.floor_share * division.pages_at(0))
+        floor = max(division.floor_pages, min(concurrent * context, most))
+        floor = min(floor, division.pages_at(division.least_cap))
+        return dataclasses.replace(division, floor_pages=floor)
+
+    def _after_burst(self, state: Learned, seen: Any) -> tuple[Learned, Decision]:
+        held, distances = page_references(state.held, seen.kv_refs, len(state.pages))
+        gathered = np.bincount(distances, minlength=len(state.pages))
+        state = state._replace(
+            curves=state.curves.forget(self.rule.decay),
+            held=held,
+            pages=self.rule.decay * state.pages + gathered,
+            turns=(len(seen.kv_refs), *state.turns)[: self.window],
+            bursts=state.bursts + 1,
+        )
+        division = self.division_now(state)
+        state = state._replace(load=((0, 0), *state.load)[: self.window])
+        before = state.split
+        if before is None:
+            units = -(-seen.kv_pages // division.unit_pages)
+            before = max(1 - units * division.unit / division.total_bytes, 0.0)
+        misses = state.curves.misses[:, : division.caps + 1]
+        curve = cap_misses(misses, self.allocation)
+        costs = self.costs_now(state)
+        pages = state.pages
+        if self.expect_returns:
+            pages = pages + expected_returns(held, len(pages), self.rule.decay, state.bursts)
+        split = self.rule.next_split(before, division, curve, tails(pages), costs)
+        state, cap = state._replace(split=split), division.cap_at(split)
+        if split == before and not self._is_worth_sharing_anew(state, misses, curve[cap], cap):
+            return state._replace(shared=(state.shared + 1) % self.window), again(state, seen)
+        cells = self._share(misses, cap).cells.astype(np.int32)
+        if state.cells is not None and np.array_equal(cells, state.cells):
+            return state, again(state, seen)
+        kv_pages = division.pages_at(cap)
+        state = state._replace(cells=cells, pool=kv_pages, shared=0)
+        return state, Decision(cells=cells, kv_pages=kv_pages)
+
+    def _share(self, misses: np.ndarray, cap: int) -> Allocation:
+        return allocate(self.allocation, misses, cap * len(misses))
+
+    def _is_worth_sharing_anew(
+        self, state: Learned, misses: np.ndarray, bound: float, cap: int
+    ) -> bool:
+        """The line stays; layers may have changed among themselves, which is looked at every
+        `window` bursts. bound: no allocation has fewer misses, so that where it promises nothing
+        none is looked for."""
+        if self.allocation == "uniform" or state.shared < self.window - 1:
+            return False
+        cells = np.full(len(misses), cap) if state.cells is None else state.cells
+        now = float(misses[np.arange(len(misses)), cells].sum())
+        least = (1 - self.rule.gate) * now
+        return bound < least and self._share(misses, cap).misses < least
+
+    def costs_now(self, state: Learned) -> MissCosts:
+        """What misses cost by what is known so far."""
+        if not self.calibrate:
+            return state.costs
+        expert_s, page_s = state.costs
+        if self.kv_miss == "recompute" and page_s > 0:
+            tokens = state.division.page_tokens
+            page_s = tokens * state.times.token_s(page_s / tokens)
+        return MissCosts(state.times.miss_s(expert_s), page_s)
+
+    def _timed(self, state: Learned, seen: Any) -> StepTimes:
+        prompt = len(seen.phase) - int(np.count_nonzero(seen.phase))
+        return state.times.see(
+            bucket=seen.bucket,
+            tokens=prompt,
+            misses=int(np.count_nonzero(seen.missed)),
+            read_s=seen.seconds,
+            usable=not seen.compiled and prompt in (0, len(seen.phase)),
+            miss_s=state.times.miss_s(state.costs.expert_s) if prompt else 0.0,
+        )
+
+
+def again(state: Learned, seen: Any) -> Decision:
+    """The last wish once more where the pool is not what it says: it still waits, the device
+    refused it, or KV was given slots because requests were stuck."""
+    if state.pool in (None, seen.kv_pages):
+        return Decision()
+    return Decision(cells=state.cells, kv_pages=state.pool)

@@ -1,0 +1,88 @@
+"""WiSP's closed-form split: KV gets its peak and headroom, experts the rest."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from host_offload.control.interface import Decision, Moment, Observation, Spec
+from host_offload.sizing.split import Division, division_of, peak_headroom
+
+
+class Peaks(NamedTuple):
+    """State of PeakHeadroom."""
+
+    division: Division
+    layers: int
+    now: int = 0
+    """Most pages in use since the last burst ended, on the device and swapped out."""
+    short: bool = False
+    """A request waited since, because its prompt did not fit."""
+    before: tuple[int, ...] = ()
+    """Peaks of the last bursts."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PeakHeadroom:
+    """Equations (8) to (10) of WiSP's Appendix D at the end of every burst, while requests run.
+
+    The paper measures the peak of one burst at a drained barrier; with several requests at once
+    there is none, so the peak is that of the last `window` bursts. A full pool hides how much is
+    wanted. So pages that were swapped out count as in use, also those of sessions that do not come
+    back until they are ended; and where a prompt had to wait for pages, the pool grows at least by
+    the dead zone. The values are ours, the paper's are lost. Every layer has as many cells.
+    """
+
+    headroom: float = 0.1
+    """h"""
+    dead: int = 2
+    """Δ_C, in cells of each layer."""
+    window: int = 16
+    least_cap: int | None = None
+    """C_min; None: top-k, as the paper's, or less where KV's floor leaves less. This engine can run
+    without any cell."""
+
+    moments: frozenset[Moment] = frozenset({Moment.STEP_END, Moment.BURST_END})
+    needs: frozenset[str] = frozenset(
+        {"kv_used", "kv_swapped", "kv_pages", "waiting", "waiting_tokens"}
+    )
+    writes: frozenset[str] = frozenset({"cells", "kv_pages"})
+
+    def init(self, spec: Spec) -> Peaks:
+        """Raises SplitError where KV's floor does not fit, ValueError for other numbers."""
+        if self.headroom < 0 or self.dead < 1 or self.window < 1:
+            raise ValueError(f"headroom is at least 0, dead and window at least 1: {self}")
+        if self.least_cap is None:
+            least = min(spec.top_k, division_of(spec).largest_cap)
+            return Peaks(division_of(spec, least), spec.layers)
+        return Peaks(division_of(spec, self.least_cap), spec.layers)
+
+    def decide(self, state: Peaks, observation: Observation) -> tuple[Peaks, Decision]:
+        seen: Any = observation
+        division = state.division
+        prompt = -(-seen.waiting_tokens // (max(seen.waiting, 1) * division.page_tokens))
+        short = seen.waiting > 0 and seen.kv_used + prompt > seen.kv_pages
+        held = seen.kv_used + seen.kv_swapped
+        state = state._replace(now=max(state.now, held), short=state.short or short)
+        if seen.moment == Moment.STEP_END:
+            return state, Decision()
+        peak = state.now
+        if state.short:
+            wanted = seen.kv_pages + self.dead * division.cap_bytes / (
+                division.unit / division.unit_pages
+            )
+            peak = max(peak, math.ceil(wanted / (1 + self.headroom)))
+        peaks = (*state.before, peak)[-self.window :]
+        units = -(-seen.kv_pages // division.unit_pages)
+        cap = (division.total_bytes - units * division.unit) // division.cap_bytes
+        grant = peak_headroom(
+            division, peak_pages=max(peaks), headroom=self.headroom, cap=cap, dead=self.dead
+        )
+        state = state._replace(now=held, short=False, before=peaks)
+        if grant is None:
+            return state, Decision()
+        cells = np.full(state.layers, grant.cap, np.int32)
+        return state, Decision(cells=cells, kv_pages=grant.pages)

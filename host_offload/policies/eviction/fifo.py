@@ -1,0 +1,45 @@
+"""First in, first out."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from host_offload.control.interface import Decision, Moment, Observation, Spec, State
+
+
+@dataclasses.dataclass(frozen=True)
+class FIFO:
+    """Evicts the expert of the layer that has been in its cell for longest, whatever its use.
+
+    The rank of insertion within the layer is the prior, 0 the oldest, and the only term of the
+    key. Experts that one step inserted rank by id, as the device fills them.
+
+    The host sees an insertion one step late. Until then the newcomer carries the prior of absent
+    experts, which is the newest of all, so it never goes before those that were there; only among
+    those of the last two steps the order is not known, and the least recently used goes first. An
+    expert that was evicted and inserted again within that time keeps its old place.
+    """
+
+    moments: frozenset[Moment] = frozenset({Moment.STEP_END})
+    needs: frozenset[str] = frozenset({"state"})
+    writes: frozenset[str] = frozenset({"victim_weights", "prior"})
+    victim_weights: tuple[int, int, int] = (0, 0, 1)
+
+    def init(self, spec: Spec) -> np.ndarray:
+        """int32[L, E]: rank of insertion, E: absent."""
+        return np.full((spec.layers, spec.experts), spec.experts, np.int32)
+
+    def decide(self, state: np.ndarray, observation: Observation) -> tuple[np.ndarray, Decision]:
+        assert observation.state is not None
+        present = ~np.isin(observation.state, (State.ABSENT, State.ARRIVING))
+        experts = state.shape[1]
+        # Who was there keeps its order; newcomers still have rank E and go behind, by id.
+        order = np.argsort(np.where(present, state, experts + 1), axis=1, kind="stable")
+        rank = np.empty_like(state)
+        np.put_along_axis(rank, order, np.arange(experts, dtype=np.int32)[None], axis=1)
+        rank = np.where(present, rank, np.int32(experts))
+        if np.array_equal(rank, state):
+            return state, Decision()
+        return rank, Decision(prior=rank)

@@ -1,0 +1,87 @@
+"""A static hot set."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from host_offload.control.interface import Decision, Moment, Observation, Spec, Stage
+from pallas_kernels.plan.victim import MAX_PRIOR
+
+
+class Seen(NamedTuple):
+    """State of Static."""
+
+    counts: np.ndarray
+    """int64[L, E] so far."""
+    rows: int
+    cells: np.ndarray | None
+    """int32[L] that the hot set was made for; None: still warming up."""
+    again: int = 0
+    """Steps until the hot set is staged once more; 0: it was."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Static:
+    """Keeps in each layer the experts that are used most, and lets no other one in.
+
+    The hot set is as large as the layer has cells: the first ones of `hot`, or those that most
+    rows were routed to during the first `warmup` rows (ties: the lower id), while LRU runs. From
+    then on the hot ones have the largest prior, are staged until they are resident, and fill when
+    they miss; the others are read through. Once that holds, the set is staged a second time,
+    because steps that were under way may have evicted some of it. When the budget moves, the set is
+    cut anew from the same order.
+    """
+
+    warmup: int = 2048
+    """Token rows of prompts and output that are counted."""
+    hot: tuple[tuple[int, ...], ...] | None = None
+    """Experts of each layer, the hottest first; None: from the warm-up."""
+
+    moments: frozenset[Moment] = frozenset({Moment.STEP_END})
+    needs: frozenset[str] = frozenset({"counts", "phase", "cells"})
+    writes: frozenset[str] = frozenset({"victim_weights", "prior", "fill_version", "stages"})
+    victim_weights: tuple[int, int, int] = (1, 0, 0)
+
+    def init(self, spec: Spec) -> Seen:
+        counts = np.zeros((spec.layers, spec.experts), np.int64)
+        if self.hot is not None:
+            if len(self.hot) != spec.layers:
+                raise ValueError(f"hot names experts of {len(self.hot)} layers, not {spec.layers}")
+            for layer, experts in enumerate(self.hot):
+                if len(set(experts)) != len(experts) or not all(
+                    0 <= e < spec.experts for e in experts
+                ):
+                    raise ValueError(
+                        f"hot[{layer}] must be different experts in 0…{spec.experts - 1}"
+                    )
+                counts[layer, list(experts)] = np.arange(len(experts), 0, -1)
+        return Seen(counts, 0, None)
+
+    def decide(self, state: Seen, observation: Observation) -> tuple[Seen, Decision]:
+        seen: Any = observation
+        rows = state.rows + len(seen.phase)
+        if state.cells is None:
+            counts = state.counts if self.hot is not None else state.counts + seen.counts
+            state = Seen(counts, rows, None)
+            if self.hot is None and rows < self.warmup:
+                return state, Decision()
+        elif np.array_equal(state.cells, seen.cells) and state.again != 1:
+            return state._replace(again=max(state.again - 1, 0)), Decision()
+        order = np.argsort(-state.counts, axis=1, kind="stable")
+        rank = np.argsort(order, axis=1)
+        hot = (rank < seen.cells[:, None]) & (state.counts > 0)
+        # The hottest of all layers first: each transfer saves as much as it can.
+        layer, expert = np.nonzero(hot)
+        first = np.argsort(-state.counts[layer, expert], kind="stable")
+        stages = tuple(Stage(int(layer[i]), int(expert[i]), cause="hot") for i in first)
+        if state.again == 1:
+            return state._replace(again=0), Decision(stages=stages)
+        return Seen(state.counts, rows, seen.cells, again=observation.age + 2), Decision(
+            victim_weights=np.array([1, 0, 1]),
+            prior=np.where(hot, MAX_PRIOR, 0),
+            fill_version=np.where(hot, 0, -1),
+            stages=stages,
+        )

@@ -1,0 +1,210 @@
+"""DynaExq: the hottest experts in the high version, the others in the low one."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from host_offload.control.interface import Decision, Moment, Observation, Spec, State, Transition
+from host_offload.policies.precision.maps import (
+    HI,
+    LO,
+    check_shape,
+    hi_capacity,
+    quotas,
+    top_map,
+    uniform_map,
+)
+
+SCOPES = ("per-layer", "global", "error-weighted")
+
+
+class Hotness(NamedTuple):
+    """State of DynaExq."""
+
+    score: np.ndarray
+    """float64[L, E]: S, selections an interval."""
+    high: np.ndarray
+    """bool[L, E]: H, who is wanted in the high version."""
+    capacity: int
+    """High experts of all layers."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DynaExq:
+    """High and low versions by long-horizon hotness (DynaExq; ../shared/papers.md 2.3).
+
+    At each interval's end S ← α·S + (1 − α)·c, c the interval's counts of selections. A layer's
+    high set H becomes the n experts of largest S with hysteresis: free places go to whoever was
+    used most; then outsiders by S descending are paired with insiders by S ascending, and a pair
+    is swapped while the outsider's S is larger than the insider's by more than m. Ties go to
+    insiders, then to the lower id. What differs from the resident versions is the queue of
+    transitions, the largest difference of scores first. When they run is not decided here, and how
+    many high experts there are is the budget's (Spec.capacity). Everything comes from intervals
+    that have ended, so an interval's residency is decided by those before it.
+
+    The paper gives no values, and leaves open which term α weighs (here the past), what m is
+    measured in (here shares of the mean score, so that it means the same for every interval and
+    model) and what a step of several intervals counts as (here one).
+    """
+
+    alpha: float = 0.5
+    """α, from 0 to below 1: how much of the past stays; 0: only the last interval counts."""
+    margin: float = 0.1
+    """m as a share of the layer's mean score (all layers' for a scope over all); 0: no
+    hysteresis."""
+    slack: int | None = None
+    """r, the paper's alternative to the margin: insiders stay while their rank is at most n + r,
+    and outsiders take only places that became free."""
+    scope: str = "per-layer"
+    """`per-layer`: as many in each layer (one more in the first ones, if need be); `global`: one
+    set over all layers; `error-weighted`: global by S·weights. Where experts are paged layers have
+    cells of their own, so error-weighted is per layer then, and global is refused."""
+    weights: np.ndarray | None = dataclasses.field(default=None, repr=False, compare=False)
+    """float[L, E], of `error-weighted`: how much more error the low version has than the high
+    one."""
+    scores: np.ndarray | None = dataclasses.field(default=None, repr=False, compare=False)
+    """float[L, E]: S of an earlier run, a warm start; None: S = 0 and all low."""
+    paged: bool = False
+    """There are misses, which fill the version that is wanted."""
+    resized: bool = False
+    """The capacity changes while it runs: n follows it at once, by the scores of the last
+    interval."""
+    interval: str = "4096 tokens"
+
+    def __post_init__(self):
+        if not 0 <= self.alpha < 1:
+            raise ValueError(f"alpha must lie from 0 to below 1, not {self.alpha}")
+        if not 0 <= self.margin < float("inf"):
+            raise ValueError(f"margin must be a number from 0 up, not {self.margin}")
+        if self.slack is not None and self.slack < 0:
+            raise ValueError(f"slack must be at least 0, not {self.slack}")
+        if self.scope not in SCOPES:
+            raise ValueError(f"unknown scope {self.scope!r}; known: {', '.join(SCOPES)}")
+        if self.paged and self.scope == "global":
+            raise ValueError(
+                "scope=global means nothing where experts are paged: each layer has high cells of "
+                "its own, and as many high experts; leave scope or paged out"
+            )
+        if (self.weights is not None) != (self.scope == "error-weighted"):
+            raise ValueError("scope=error-weighted and weights go together; give both or neither")
+
+    @property
+    def moments(self) -> frozenset[Moment]:
+        return frozenset({Moment.INTERVAL, *([Moment.STEP_END] if self.resized else [])})
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset({"counts", "version", "state", *(["capacity"] if self.resized else [])})
+
+    @property
+    def writes(self) -> frozenset[str]:
+        return frozenset({"transitions", "fill_version"} if self.paged else {"transitions"})
+
+    def init(self, spec: Spec) -> Hotness:
+        """All low and S = 0, or the warm start. Raises ValueError for other than two versions and
+        arrays of another model."""
+        capacity = hi_capacity(spec)
+        shape = spec.layers, spec.experts
+        for name in ("weights", "scores"):
+            if (array := getattr(self, name)) is not None:
+                check_shape(array, shape, name)
+        score = np.zeros(shape) if self.scores is None else self.scores.astype(np.float64)
+        return Hotness(score, self.start(spec.layers, spec.experts, capacity) == HI, capacity)
+
+    def start(self, layers: int, experts: int, capacity: int) -> np.ndarray:
+        """The map int8[L, E] to begin with; see precision_maps."""
+        if self.scores is None:
+            return uniform_map(layers, experts, LO)
+        return top_map(self._values(self.scores), capacity, per_layer=self._per_layer)
+
+    def decide(self, state: Hotness, observation: Observation) -> tuple[Hotness, Decision]:
+        seen: Any = observation
+        score = state.score
+        if seen.moment == Moment.INTERVAL:
+            score = self.alpha * score + (1 - self.alpha) * seen.counts
+        elif seen.capacity == state.capacity:
+            return state, Decision()
+        if self.resized:
+            state = state._replace(capacity=seen.capacity)
+        values = self._values(score)
+        if self._per_layer:
+            rows, wanted = values, quotas(state.capacity, len(values)).tolist()
+        else:
+            rows, wanted = values.reshape(1, -1), [state.capacity]
+        before = state.high.reshape(rows.shape)
+        layers = zip(rows, before, wanted, strict=True)
+        high = np.array([self._select(*layer) for layer in layers])
+        high = high.reshape(values.shape)
+        decision = Decision(transitions=transitions(values, high, seen.version, seen.state))
+        if self.paged:
+            fill_version = np.where(high, HI, LO).astype(np.int8)
+            decision = dataclasses.replace(decision, fill_version=fill_version)
+        return Hotness(score, high, state.capacity), decision
+
+    @property
+    def _per_layer(self) -> bool:
+        """Whether each layer has a number of its own; where experts are paged it is that of its
+        cells, host_offload.memory.budget.cells_per_layer, which are the quotas."""
+        return self.paged or self.scope == "per-layer"
+
+    def _values(self, score: np.ndarray) -> np.ndarray:
+        return score if self.weights is None else score * self.weights
+
+    def _select(self, value: np.ndarray, high: np.ndarray, capacity: int) -> np.ndarray:
+        """The next high set bool[E] of one layer."""
+        expert, high = np.arange(len(value)), high.copy()
+        if (surplus := int(high.sum()) - capacity) > 0:
+            inside = np.lexsort((-expert, value))
+            high[inside[high[inside]][:surplus]] = False
+        if self.slack is not None:
+            # Insiders come first among equals.
+            rank = np.argsort(np.lexsort((expert, ~high, -value)))
+            high &= rank < capacity + self.slack
+        outside = np.lexsort((expert, -value))
+        outside = outside[~high[outside] & (value[outside] > 0)]
+        free = max(capacity - int(high.sum()), 0)
+        high[outside[:free]] = True
+        if self.slack is not None:
+            return high
+        inside = np.lexsort((-expert, value))
+        inside = inside[high[inside]]
+        outside = outside[free:]
+        pairs = min(len(inside), len(outside))
+        inside, outside = inside[:pairs], outside[:pairs]
+        # The differences fall along the pairs, so those to be swapped are the first ones.
+        swapped = value[outside] > value[inside] + self.margin * value.mean()
+        high[inside[swapped]], high[outside[swapped]] = False, True
+        return high
+
+
+def transitions(
+    value: np.ndarray, high: np.ndarray, version: np.ndarray, state: np.ndarray
+) -> tuple[Transition, ...]:
+    """What turns the residents into the high set: per layer promotions by value descending paired
+    with demotions by value ascending, the largest difference of a pair first.
+
+    value: float[L, E]. high: bool[L, E], as wanted. version: int8[L, E], −1: absent, which needs no
+    transition. state: int8[L, E], policy.State; who is on the way counts as arrived.
+    """
+    hi = ((version == HI) & (state != State.DEMOTING)) | (state == State.PROMOTING)
+    pairs = []
+    for layer in range(len(value)):
+        up = np.flatnonzero(high[layer] & ~hi[layer] & (version[layer] >= 0))
+        down = np.flatnonzero(~high[layer] & hi[layer])
+        up = up[np.argsort(-value[layer, up], kind="stable")]
+        down = down[np.argsort(value[layer, down], kind="stable")]
+        for place in range(max(len(up), len(down))):
+            # A demotion alone frees a place of those that other layers wait for.
+            gap = value[layer, up[place]] if place < len(up) else 0.0
+            gap -= value[layer, down[place]] if place < len(down) else 0.0
+            pair = [(HI, up[place])] if place < len(up) else []
+            pair += [(LO, down[place])] if place < len(down) else []
+            pairs.append((-float(gap), layer, place, pair))
+    return tuple(
+        Transition(layer, int(expert), version)
+        for _, layer, _, pair in sorted(pairs)
+        for version, expert in pair
+    )

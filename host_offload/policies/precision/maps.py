@@ -1,0 +1,104 @@
+"""Fixed maps of versions: which experts are in the high version, decided before the run.
+
+A map is int8[L, E] of version numbers: 0, the high one, and 1, the low one. A file of one, or of
+scores and weights, is an array as numpy.save writes it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import numpy as np
+
+from host_offload.control.interface import Spec
+
+HI, LO = 0, 1
+"""Numbers of the two versions; their place in Spec.version_bytes."""
+
+
+def top(values: np.ndarray, count: int) -> np.ndarray:
+    """bool[..., E]: the `count` experts of largest value along the last axis; ties: the lower
+    id."""
+    order = np.argsort(-values, axis=-1, kind="stable")
+    chosen = np.zeros(values.shape, bool)
+    np.put_along_axis(chosen, order[..., :count], True, axis=-1)
+    return chosen
+
+
+def quotas(capacity: int, layers: int) -> np.ndarray:
+    """High experts of each layer, int64[L]: as even as can be, the first layers have one more."""
+    return capacity // layers + (np.arange(layers) < capacity % layers)
+
+
+def top_map(values: np.ndarray, capacity: int, *, per_layer: bool = True) -> np.ndarray:
+    """The map int8[L, E] that has the experts of largest value in the high version.
+
+    values: [L, E], such as counts of selections. capacity: high experts of all layers together; per
+    layer: `quotas` of them.
+    """
+    if per_layer:
+        each = zip(values, quotas(capacity, len(values)).tolist(), strict=True)
+        high = np.array([top(row, count) for row, count in each])
+    else:
+        high = top(values.reshape(-1), capacity).reshape(values.shape)
+    return np.where(high, HI, LO).astype(np.int8)
+
+
+def random_map(layers: int, experts: int, capacity: int, seed: int) -> np.ndarray:
+    """The map int8[L, E] with as many high experts in each layer as top_map has, drawn evenly."""
+    return top_map(np.random.default_rng(seed).random((layers, experts)), capacity)
+
+
+def uniform_map(layers: int, experts: int, version: int) -> np.ndarray:
+    return np.full((layers, experts), version, np.int8)
+
+
+def read_array(path: str | os.PathLike[str], what: str) -> np.ndarray:
+    """An array [L, E] of real numbers from a .npy file. what: for messages, such as "map". Raises
+    ValueError naming the file for what is none."""
+    try:
+        array = np.load(path, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise ValueError(
+            f"{path}: cannot be read as a {what} ({error}); give an array [layers, experts] that "
+            f"numpy.save wrote"
+        ) from error
+    if not isinstance(array, np.ndarray) or array.ndim != 2 or array.dtype.kind not in "iuf":
+        raise ValueError(f"{path}: a {what} is an array [layers, experts] of numbers")
+    if not np.all(np.isfinite(array)) or np.any(array < 0):
+        raise ValueError(f"{path}: a {what} has only finite numbers from 0 up")
+    return array
+
+
+def check_shape(array: np.ndarray, shape: Sequence[int], what: str) -> None:
+    """Raises ValueError for an array that belongs to another model."""
+    if array.shape != tuple(shape):
+        raise ValueError(
+            f"the {what} is of {array.shape[0]} layers × {array.shape[1]} experts, this model has "
+            f"{shape[0]} × {shape[1]}; make one for this model"
+        )
+
+
+def check_map(array: np.ndarray, versions: int) -> np.ndarray:
+    """The map as int8[L, E]. Raises ValueError for what is no version number."""
+    if array.dtype.kind not in "iu" or np.any(array >= versions):
+        raise ValueError(
+            f"a map has version numbers from 0 to {versions - 1} (0 is the high version), as "
+            f"integers"
+        )
+    return array.astype(np.int8)
+
+
+def hi_capacity(spec: Spec) -> int:
+    """High experts that there is room for. Raises ValueError unless there are a high and a low
+    version, in that order, and cells that layers share."""
+    sizes = [int(np.sum(size)) for size in spec.version_bytes.values()]
+    if len(sizes) != 2 or sizes[HI] <= sizes[LO]:
+        raise ValueError(
+            f"precision needs a high and a low version, the larger first, not "
+            f"{', '.join(spec.version_bytes)}; give hi and lo, such as hi=dense, lo=int4"
+        )
+    if not spec.capacity:
+        raise ValueError("this engine says no capacity by version; start it with precision=…")
+    return spec.capacity[HI]

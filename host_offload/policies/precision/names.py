@@ -1,0 +1,237 @@
+"""Precision by name: which version each expert is in, from the start and while a model runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from host_offload.control.interface import Policy
+from host_offload.policies.precision.dynaexq import DynaExq
+from host_offload.policies.precision.maps import (
+    LO,
+    check_map,
+    check_shape,
+    random_map,
+    read_array,
+    uniform_map,
+)
+from pallas_kernels.records.format import BITS
+
+VERSIONS = ("dense", "lossless12", "int8", "int4", "int2")
+"""Versions, from the most bytes to the fewest."""
+
+PRECISION = (*VERSIONS, "dynaexq", "map", "random")
+"""What LLM(precision=…) and --precision take: a version for all experts, or who mixes two."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Precision:
+    """Which versions there are and who is in which."""
+
+    name: str
+    versions: tuple[str, ...] = ("dense",)
+    """In the tables' order: the one version of all, or the high and the low one."""
+    in_transit: bool = False
+    """The store has the version, cells have dense: decoded while copied."""
+    policy: DynaExq | None = None
+    given: np.ndarray | None = dataclasses.field(default=None, repr=False, compare=False)
+    """int8[L, E]: a map from a file."""
+    seed: int | None = None
+    """Of a random map."""
+    hi_share: float | None = None
+    """Share of the experts that are high; None: as many as the budget has room for."""
+    spares: int = 0
+    """Cells of each version beyond what is resident, which bound how many transitions a step can
+    begin; 0: versions never change."""
+    blocking: bool = False
+    """A step waits for all transitions that are wanted (an ablation)."""
+    step_bytes: int | None = None
+    """Most bytes of transitions in a step; None: as the device allows."""
+    paged: bool = False
+    """Layers have some cells of each version, and experts without one are missed; else every expert
+    is always resident in one of them."""
+
+    @property
+    def lossy(self) -> bool:
+        """Whether the output's bits are others than with dense experts."""
+        return not BITS.keys().isdisjoint(self.versions)
+
+    @property
+    def mixed(self) -> bool:
+        return len(self.versions) > 1
+
+    @property
+    def policies(self) -> tuple[Policy, ...]:
+        return () if self.policy is None else (self.policy,)
+
+    def start(self, layers: int, experts: int, capacity: int) -> np.ndarray:
+        """The map int8[L, E] to begin with. capacity: high experts that there is room for; a map
+        from a file has its own. Raises ValueError for a map of another model."""
+        if self.given is not None:
+            check_shape(self.given, (layers, experts), "map")
+            return self.given
+        if self.seed is not None:
+            return random_map(layers, experts, capacity, self.seed)
+        if self.policy is not None:
+            return self.policy.start(layers, experts, capacity)
+        return uniform_map(layers, experts, LO if self.mixed else 0)
+
+    def report(self) -> dict[str, Any]:
+        """For statistics and results, as plain data."""
+        policy = self.policy
+        settings = (
+            {}
+            if policy is None
+            else {
+                name: getattr(policy, name)
+                for name in ("alpha", "margin", "slack", "scope", "interval")
+            }
+        )
+        return {
+            "name": self.name,
+            "versions": list(self.versions),
+            "in_transit": self.in_transit,
+            "changes_bits": self.lossy,
+            **({"spares": self.spares, "blocking": self.blocking} if self.spares else {}),
+            **({} if self.step_bytes is None else {"step_bytes": self.step_bytes}),
+            **({"paged": self.paged} if self.mixed else {}),
+            **settings,
+        }
+
+
+def precision_of(
+    text: str | None,
+    *,
+    hi: str | None = None,
+    lo: str | None = None,
+    interval: str | None = None,
+    hi_share: float | None = None,
+    seed: int = 0,
+) -> Precision:
+    """The precision called NAME[,key=value…] or NAME=PATH[,…]; None: dense.
+
+    hi, lo: versions that dynaexq, map and random mix (dense and int4). interval: dynaexq's. seed:
+    of random, where the text has none. Keys: _KEYS. Raises ValueError naming the known ones, for
+    what is out of range, for a file that is none, and for an option that means nothing to NAME.
+    """
+    name, path, keys = _parse(text or "dense")
+    mixes = {"hi": hi, "lo": lo, "hi_share": hi_share}
+    if name in VERSIONS:
+        for option, value in {**mixes, "interval": interval}.items():
+            if value is not None:
+                raise ValueError(
+                    f"{option} means nothing to precision {name!r}, which has one version; use it "
+                    f"with precision dynaexq, map or random"
+                )
+        in_transit = keys.get("in_transit", False)
+        if in_transit and name != "lossless12":
+            raise ValueError(
+                f"in_transit is lossless12's: {name} would not give the dense bits when decoded"
+            )
+        return Precision(name, (name,), in_transit=in_transit)
+    if interval is not None and name != "dynaexq":
+        raise ValueError(f"interval means nothing to precision {name!r}; it is dynaexq's")
+    paged = keys.pop("paged", False)
+    plan = Precision(name, _pair(hi, lo), hi_share=_share(hi_share), paged=paged)
+    if name == "map":
+        if path is None:
+            raise ValueError("precision 'map' needs the map: map=FILE (docs/precision.md)")
+        if hi_share is not None and not paged:
+            raise ValueError("hi_share means nothing to precision 'map': the map says who is high")
+        return dataclasses.replace(plan, given=check_map(read_array(path, "map"), 2))
+    if name == "random":
+        return dataclasses.replace(plan, seed=keys.get("seed", seed))
+    if paged and (wrong := [key for key in ("spares", "blocking", "step_bytes") if key in keys]):
+        raise ValueError(f"{wrong[0]} means nothing where experts are paged; leave it or paged out")
+    spares, blocking = keys.pop("spares", 1), keys.pop("blocking", False)
+    if spares < 1:
+        raise ValueError(f"spares must be at least 1, or no transition could begin, not {spares}")
+    step_bytes = keys.pop("step_bytes", None)
+    if step_bytes is not None and step_bytes < 1:
+        raise ValueError(f"step_bytes must be at least 1, not {step_bytes}")
+    for key in ("weights", "scores"):
+        if key in keys:
+            keys[key] = read_array(keys[key], key)
+    if interval is not None:
+        keys["interval"] = interval
+    policy = DynaExq(**keys, paged=paged)
+    if paged:
+        return dataclasses.replace(plan, policy=policy)
+    return dataclasses.replace(
+        plan, policy=policy, spares=spares, blocking=blocking, step_bytes=step_bytes
+    )
+
+
+def _parse(text: str) -> tuple[str, str | None, dict[str, Any]]:
+    """(name, path, keys) of NAME[=PATH][,key=value…]."""
+    first, *rest = text.split(",")
+    name, given, path = first.partition("=")
+    if name not in PRECISION:
+        raise ValueError(f"unknown precision {name!r}; known: {', '.join(PRECISION)}")
+    if given and name != "map":
+        raise ValueError(f"precision {name!r} takes no file; leave out ={path}")
+    known, keys = _KEYS.get(name, {}), {}
+    for part in rest:
+        key, given, value = part.partition("=")
+        if key not in known or not given:
+            settings = ", ".join(f"{key}=…" for key in known) or "none"
+            raise ValueError(f"precision {name!r} has no setting {part!r}; known: {settings}")
+        if key in keys:
+            raise ValueError(f"precision {name!r}: {key} is given twice; leave one of them out")
+        try:
+            keys[key] = known[key](value)
+        except ValueError:
+            raise ValueError(
+                f"precision {name!r}: {key}={value!r} is not {_A[known[key]]}"
+            ) from None
+    return name, path or None, keys
+
+
+def _yes(value: str) -> bool:
+    if value not in ("true", "false"):
+        raise ValueError(value)
+    return value == "true"
+
+
+_KEYS: Mapping[str, Mapping[str, Callable[[str], Any]]] = {
+    "lossless12": {"in_transit": _yes},
+    "random": {"seed": int, "paged": _yes},
+    "map": {"paged": _yes},
+    "dynaexq": {
+        "paged": _yes,
+        "alpha": float,
+        "margin": float,
+        "slack": int,
+        "scope": str,
+        "weights": str,
+        "scores": str,
+        "spares": int,
+        "blocking": _yes,
+        "step_bytes": int,
+    },
+}
+"""Name → its settings."""
+
+_A = {int: "a whole number", float: "a number", _yes: "true or false"}
+
+
+def _pair(hi: str | None, lo: str | None) -> tuple[str, str]:
+    pair = hi or "dense", lo or "int4"
+    for option, version in zip(("hi", "lo"), pair, strict=True):
+        if version not in VERSIONS:
+            raise ValueError(f"unknown version {option}={version}; known: {', '.join(VERSIONS)}")
+    if VERSIONS.index(pair[0]) >= VERSIONS.index(pair[1]):
+        raise ValueError(
+            f"hi={pair[0]} must have more bytes than lo={pair[1]}; from the most to the fewest: "
+            f"{', '.join(VERSIONS)}"
+        )
+    return pair
+
+
+def _share(hi_share: float | None) -> float | None:
+    if hi_share is not None and not 0 <= hi_share <= 1:
+        raise ValueError(f"hi_share is a share of the experts, from 0 to 1, not {hi_share}")
+    return hi_share

@@ -1,0 +1,136 @@
+"""What a policy learned from a trace, as a value and as a file.
+
+A file is a safetensors file; its metadata say the format, its version, the policy, the model (its
+sizes and the digest of its configuration) and the policy's settings as JSON.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import load, save
+
+from host_offload.control.interface import Policy, Spec
+from host_offload.traces.schema import TraceHeader
+
+FORMAT = "moejax.policy"
+VERSION = 1
+_MODEL = ("layers", "experts", "top_k", "hidden")
+
+
+@dataclasses.dataclass(frozen=True)
+class Fitted:
+    """Arrays with the model and the policy that they belong to; a frozen value like the policy
+    that holds it. nbytes counts against its memory."""
+
+    policy: str
+    config_digest: str
+    model: tuple[int, int, int, int]
+    """layers, experts, top-k, hidden size; 0 where the trace does not say it."""
+    settings: str
+    """JSON of the settings that the arrays were made with."""
+    data: bytes
+    """The arrays, as safetensors."""
+
+    @functools.cached_property
+    def arrays(self) -> dict[str, np.ndarray]:
+        arrays = load(self.data)
+        for array in arrays.values():
+            array.flags.writeable = False
+        return arrays
+
+    def setting(self, name: str) -> Any:
+        return json.loads(self.settings)[name]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self.arrays.values())
+
+    def check(self, spec: Spec) -> None:
+        """Raises ValueError if the model is not of the sizes it was fitted to."""
+        found = spec.layers, spec.experts, spec.top_k, spec.hidden
+        for name, mine, other in zip(_MODEL, self.model, found, strict=True):
+            if mine and mine != other:
+                raise ValueError(
+                    f"{self.policy} was fitted to a model with {name} {mine}, this one has {other};"
+                    " fit it to a trace of this model"
+                )
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """Writes the file whole, in place of one that is there."""
+        header = {
+            "format": FORMAT,
+            "version": str(VERSION),
+            "policy": self.policy,
+            "config_digest": self.config_digest,
+            "model": json.dumps(self.model),
+            "settings": self.settings,
+        }
+        new = Path(f"{os.fspath(path)}.new")
+        new.write_bytes(save(dict(self.arrays), header))
+        new.replace(path)
+
+
+def fitted(
+    policy: str, header: TraceHeader, arrays: Mapping[str, np.ndarray], **settings: Any
+) -> Fitted:
+    """What a policy of that name learned from a trace with this header."""
+    hidden = int(header.spec.get("hidden", header.gate_input))
+    model = header.layers, header.experts, header.top_k, hidden
+    data = save({name: np.ascontiguousarray(array) for name, array in arrays.items()})
+    return Fitted(policy, header.config_digest, model, json.dumps(settings), data)
+
+
+def read_fitted(path: str | os.PathLike[str], policy: str) -> Fitted:
+    """Reads a file that Fitted.write wrote. Raises ValueError naming it for what is none, or of
+    another version or policy."""
+    path = Path(path)
+    try:
+        with safe_open(path, framework="numpy") as file:
+            found = file.metadata() or {}
+            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise ValueError(
+            f"{path}: cannot be read as a fitted policy ({error}); give a file that its fit wrote"
+        ) from error
+    if found.get("format") != FORMAT:
+        raise ValueError(f"{path} is no fitted policy; give a file that the policy's fit wrote")
+    if found.get("version") != str(VERSION):
+        raise ValueError(
+            f"{path}: version {found.get('version')}, this moejax reads {VERSION}; fit it again"
+        )
+    if found.get("policy") != policy:
+        raise ValueError(f"{path} was fitted for {found.get('policy')!r}, not for {policy!r}")
+    try:
+        model = tuple(int(size) for size in json.loads(found["model"]))
+        layers, experts, top_k, hidden = model
+        json.loads(found["settings"])
+        sizes = layers, experts, top_k, hidden
+        return Fitted(policy, found["config_digest"], sizes, found["settings"], save(arrays))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path}: its header is damaged ({error!r}); fit it again") from error
+
+
+def check_fitted(policies: Sequence[Policy], config_digest: str) -> None:
+    """Raises ValueError for a policy that was fitted to another model."""
+    for state in _fitted_of(policies):
+        if state.config_digest != config_digest:
+            raise ValueError(
+                f"{state.policy} was fitted to a model of configuration "
+                f"{state.config_digest[:12]}, this one is {config_digest[:12]}; fit it to a trace "
+                "of this model"
+            )
+
+
+def _fitted_of(policies: Sequence[Policy]) -> Iterator[Fitted]:
+    for policy in policies:
+        if isinstance(state := getattr(policy, "fitted", None), Fitted):
+            yield state

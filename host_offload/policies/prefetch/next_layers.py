@@ -1,0 +1,42 @@
+"""From scores of a layer's experts to transfers: what policies that look ahead share."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from host_offload.control.interface import Stage
+
+
+def gate_scores(gate_input: np.ndarray, router: np.ndarray) -> np.ndarray:
+    """float32[N, E]: what a router float32[D, E] says of gate inputs float16[N, D]."""
+    # What was beyond float16 is infinite, and infinity times zero is no number.
+    bound = np.float32(np.finfo(np.float16).max)
+    return np.clip(gate_input.astype(np.float32), -bound, bound) @ router
+
+
+def softmax(scores: np.ndarray) -> np.ndarray:
+    """Over the last axis."""
+    powers = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    return powers / powers.sum(axis=-1, keepdims=True)
+
+
+def summed(rows: np.ndarray) -> np.ndarray:
+    """Sum over the first axis, with the same bits in whatever order the rows are: a replay has
+    them in another one than the engine."""
+    return np.sort(rows, axis=0).sum(axis=0)
+
+
+def chosen_by_rows(scores: np.ndarray, k: int) -> list[int]:
+    """The experts that are among the k best of some row of scores [N, E]: first who is chosen by
+    most rows, of these who has the largest sum of scores, of these the lowest id."""
+    if not len(scores):
+        return []
+    best = np.argsort(-scores, axis=1, kind="stable")[:, :k]
+    rows = np.bincount(best.ravel(), minlength=scores.shape[1])
+    order = np.lexsort((-summed(scores), -rows))
+    return order[: np.count_nonzero(rows)].tolist()
+
+
+def stages_of(layer: int, experts: list[int], cause: str) -> tuple[Stage, ...]:
+    """Transfers of experts of one layer, the most urgent first."""
+    return tuple(Stage(layer, expert, cause=cause) for expert in experts)

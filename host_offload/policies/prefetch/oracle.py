@@ -1,0 +1,90 @@
+"""Oracle prefetch, a control."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import numpy as np
+
+from host_offload.control.interface import Decision, Moment, Observation, Spec, Stage, State
+from host_offload.traces.reader import Trace
+from host_offload.traces.step_sets import read_step_sets
+
+
+@dataclasses.dataclass(frozen=True)
+class Oracle:
+    """Wants whom the steps to come will need, the soonest first: what a prefetch of this lag and of
+    these lists could do at best. The future is a run's trace (see `oracle_of`), so it is for the
+    simulator, or for an engine that does exactly the same again; another run is refused at its
+    first step that differs.
+
+    What it decides goes into the list of a step and is there for the one after. Whom that step
+    itself needs is wanted if it is resident, to be kept, and else left to come as a miss. Eviction
+    on demand stays as `eviction` says, which does not know the future.
+    """
+
+    layers: int
+    experts: int
+    steps: int
+    needed: bytes = dataclasses.field(repr=False)
+    """Bits of bool[steps, layers, experts]: whom each step needs."""
+    horizon: int = 8
+    """Steps that are looked at."""
+
+    moments: frozenset[Moment] = frozenset({Moment.STEP_END})
+    needs: frozenset[str] = frozenset({"counts", "state"})
+    writes: frozenset[str] = frozenset({"stages"})
+
+    def init(self, spec: Spec) -> None:
+        if (spec.layers, spec.experts) != (self.layers, self.experts):
+            raise ValueError(
+                f"the future is of a model with {self.layers} layers of {self.experts} experts, "
+                f"this one has {spec.layers} of {spec.experts}"
+            )
+        if self.horizon < 1:
+            raise ValueError(f"horizon must be at least 1, not {self.horizon}")
+
+    def decide(self, state: None, observation: Observation) -> tuple[None, Decision]:
+        seen: Any = observation
+        future = self._future
+        if seen.step >= len(future):
+            raise ValueError(
+                f"the future ends before step {seen.step}; give all of the run's trace"
+            )
+        if not np.array_equal(future[seen.step], seen.counts > 0):
+            raise ValueError(
+                f"step {seen.step} did not route as the future said: this is another run; an "
+                "oracle is for the simulator"
+            )
+        first = seen.step + seen.age + 1
+        due = future[first : first + self.horizon]
+        missing = due[:1].any(axis=0) & (seen.state == State.ABSENT)
+        wanted: dict[Stage, None] = {}
+        for needed in due:
+            for place in np.argwhere(needed & ~missing).tolist():
+                wanted.setdefault(Stage(*place, cause="oracle"))
+        return None, Decision(stages=tuple(wanted))
+
+    @functools.cached_property
+    def _future(self) -> np.ndarray:
+        shape = self.steps, self.layers, self.experts
+        bits = np.frombuffer(self.needed, np.uint8)
+        return np.unpackbits(bits, count=int(np.prod(shape))).reshape(shape).astype(bool)
+
+
+def oracle_of(trace: Trace, *, horizon: int = 8) -> Oracle:
+    """The oracle of a run, from its trace. Raises ValueError for one that lacks steps."""
+    blocks = list(read_step_sets(trace))
+    numbers = [number for block in blocks for number in block.number.tolist()]
+    if numbers != list(range(len(numbers))):
+        raise ValueError(
+            f"{trace.directory} lacks steps of its run (one failed, or it began later), so an "
+            "oracle would be out of step"
+        )
+    header = trace.header
+    none = np.zeros((0, header.layers, header.experts), bool)
+    active = np.concatenate([none, *(block.active for block in blocks)])
+    bits = np.packbits(active.astype(bool)).tobytes()
+    return Oracle(header.layers, header.experts, len(numbers), bits, horizon)

@@ -1,1 +1,0 @@
-"""Every expert always resident, in one of several versions, and the way from one to another."""

@@ -1,0 +1,223 @@
+"""Predictions: what the steps of a trace would take under any policy and budget, on a machine
+whose costs were measured.
+
+`simulate` says what each step moves, the cost model what that takes. docs/simulator.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from host_offload.control.interface import routed_counts
+from host_offload.memory.placement import ResidentSpec
+from host_offload.policies.eviction.names import with_eviction
+from host_offload.policies.prefetch.names import with_prefetch
+from host_offload.simulate.simulated_engine import SimulatedStep
+from host_offload.simulate.simulator import Simulation, simulate
+from host_offload.sizing import version_costs
+from host_offload.sizing.bounds import stall_bound
+from host_offload.sizing.cost_model import SPAN, CostError, CostModel, Work
+from host_offload.traces.reader import Trace
+from host_offload.traces.schema import KINDS, StepTrace, TraceHeader
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """What the steps of a trace take; T steps."""
+
+    simulation: Simulation
+    """What they move."""
+    seconds: np.ndarray
+    """float64[T]: each step, from the end of the one before it."""
+    compute_s: np.ndarray
+    """float64[T]: the same with every expert resident, so that nothing moves."""
+    read_s: np.ndarray
+    """float64[T]: when the step's results are read, from the first step's dispatch on."""
+    tokens: np.ndarray
+    """int64[T]: token rows of each step."""
+    active_bytes: np.ndarray
+    """int64[T]: of the experts that each step computes with, each once and in its version: what a
+    step must read at least, beside all other weights and KV."""
+    bytes: int
+    """Over the link, of all steps."""
+    link_per_byte: float
+
+    @property
+    def stall_s(self) -> np.ndarray:
+        """float64[T]: what moving experts adds to each step."""
+        return self.seconds - self.compute_s
+
+    @property
+    def stall_share(self) -> float:
+        """Of all steps' time, the part beyond computing."""
+        return float(self.stall_s.sum() / self.seconds.sum())
+
+    @property
+    def stall_bound_share(self) -> float:
+        """What of `stall_share` no overlap of the link with computing could hide, see
+        bounds.stall_bound: the same bytes at the link's rate, less the time in which steps
+        compute, over the time that both then take."""
+        compute = float(self.compute_s.sum())
+        least = stall_bound(self.bytes, compute, seconds_per_byte=self.link_per_byte)
+        return least / (compute + least)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Generated tokens (decode rows) over the time of all steps, sweeps included."""
+        return float(self.tokens[self.of_kind("decode")].sum() / self.seconds.sum())
+
+    def of_kind(self, kind: str) -> np.ndarray:
+        """bool[T]: the steps of that kind, `prefill` or `decode`; one of unknown kind decodes."""
+        found = self.simulation.kind == KINDS.index(kind)
+        return found | (self.simulation.kind < 0) if kind == "decode" else found
+
+    def mean_s(self, kind: str = "decode") -> float:
+        """Mean seconds of the steps of that kind; nan without any."""
+        chosen = self.seconds[self.of_kind(kind)]
+        return float(chosen.mean()) if chosen.size else float("nan")
+
+    def percentile_s(self, q: float, kind: str = "decode") -> float:
+        """Seconds below which q% of the steps of that kind are; nan without any."""
+        chosen = self.seconds[self.of_kind(kind)]
+        return float(np.percentile(chosen, q)) if chosen.size else float("nan")
+
+
+def predict(trace: Trace, model: CostModel | Mapping[str, CostModel], **options: Any) -> Prediction:
+    """What the trace's steps take on the cost model's machine under these policies and budgets.
+
+    model: the costs of the run's version; where it mixes several, or to say which one is meant,
+    those of each (version → costs, see version_costs). The trace's routing may be that of a run in
+    another version. options: as of simulator.simulate (eviction, prefetch, policies, cells, driver,
+    spec, …), from a cold start likewise. Steps are dispatched and read in the trace's order, which
+    is the engine's own whatever steps take; without times one step is dispatched before the one
+    before it is read. What policies see of time (`seconds`, and with it intervals) is the model's,
+    so when transfers are issued and published does not depend on the times in the trace. Policies
+    that are asked something add CostModel.control to each step, but what they compute costs
+    nothing; their `costs` are those of version 0. Waiting for requests is not a part of any step.
+    The same arguments give the same result.
+
+    A trace that does not say rows, kinds or positions (converted, generated) is taken as decode
+    steps of as many rows as tokens, each with one span of context.
+
+    Raises CostError for a trace of another shape than the model's, of more rows than were measured,
+    for versions without costs of their own, and for transitions that block, which move experts
+    outside of any step; the rest as simulate does.
+    """
+    header, spec = trace.header, options.get("spec")
+    sizes = header.spec.get("version_bytes", {}) if spec is None else spec.version_bytes
+    models = version_costs.models_of(model, sizes)
+    for each in models:
+        _check_shape(header, each)
+    resident = header.spec.get("resident") if spec is None else spec.resident
+    said = vars(resident) if isinstance(resident, ResidentSpec) else resident
+    if said and said["blocking"] and options.get("cells") is None:
+        raise CostError(
+            "transitions that block move experts before a step, which no step is charged with; "
+            "predict a run without blocking"
+        )
+    named = with_prefetch(options.get("prefetch"), options.get("policies", ()))
+    _, policies = with_eviction(options.get("eviction"), named)
+    clock = _Clock(trace, models, asked=any(policy.moments for policy in policies))
+    timed = {"costs": models[0].costs(), "watcher": clock.add, "clock": clock.read_s}
+    simulation = simulate(trace, **timed, **options)
+    # Of one version it is the costs' experts that move, whichever the trace was recorded with.
+    moved = int(simulation.transfers.sum()) * models[0].expert_bytes
+    alike = [np.unique(size).tolist() for size in sizes.values()] == [[models[0].expert_bytes]]
+    if simulation.bytes is not None and (alike or len(models) > 1):
+        moved = int(simulation.bytes.sum())  # fewer than cells take, where decoded in transit
+    return Prediction(
+        simulation=simulation,
+        seconds=np.array(clock.seconds),
+        compute_s=np.array(clock.compute_s),
+        read_s=np.array([*clock.ends.values()]),
+        tokens=np.array(clock.tokens, np.int64),
+        active_bytes=np.array(clock.active_bytes, np.int64),
+        bytes=moved,
+        link_per_byte=min(each.link_per_byte for each in models),
+    )
+
+
+def _check_shape(header: TraceHeader, model: CostModel) -> None:
+    of_trace = header.layers, header.experts, header.top_k
+    of_model = model.layers, model.experts, model.top_k
+    if of_trace != of_model:
+        raise CostError(
+            "the trace is of {} MoE layers, {} experts and top-{}, ".format(*of_trace)
+            + "the costs are of {}, {} and top-{}; ".format(*of_model)
+            + "calibrate the trace's model"
+        )
+
+
+class _Clock:
+    """Times of simulated steps, one after the other. models: by version number."""
+
+    def __init__(self, trace: Trace, models: Sequence[CostModel], *, asked: bool):
+        self._models, self._header, self._asked = models, trace.header, asked
+        self._steps: Iterator[StepTrace] = trace.step_traces()
+        self.seconds: list[float] = []
+        self.compute_s: list[float] = []
+        self.tokens: list[int] = []
+        self.active_bytes: list[int] = []
+        self.ends: dict[int, float] = {}
+        """Step → when it is read."""
+        self._now = 0.0
+
+    def add(self, simulated: SimulatedStep) -> None:
+        """A step was dispatched, and these are its moves."""
+        step = next(self._steps)
+        first = self._models[0]
+        work, rows = step_work(step, self._header, first)
+        sweep, counts = rows is None, simulated.versions
+        if counts is None:
+            compute, control = first.compute_s(work, rows), first.control
+            moves = simulated.fills, simulated.read_through, simulated.staged
+            moved = first.move_s(*moves, sweep=sweep)
+            self.active_bytes.append(work.experts * first.expert_bytes)
+        else:
+            routed = routed_counts(step.ids, self._header.experts)
+            tile = first.chunk if sweep else first.row_tile
+            parts = version_costs.version_work(routed, counts.version, tile, len(self._models))
+            compute = version_costs.compute_s(self._models, work, *parts, rows)
+            moved = version_costs.move_s(self._models, counts, sweep=sweep)
+            control = version_costs.control_s(self._models, parts[0])
+            sizes = np.array([model.expert_bytes for model in self._models])
+            self.active_bytes.append(int(parts[0] @ sizes))
+        compute += control if self._asked else 0.0
+        self._now += compute + moved
+        self.ends[step.number] = self._now
+        self.seconds.append(compute + moved)
+        self.compute_s.append(compute)
+        self.tokens.append(len(step.ids))
+
+    def read_s(self, number: int) -> float:
+        """When a step was read."""
+        return self.ends[number]
+
+
+def step_work(step: StepTrace, header: TraceHeader, model: CostModel) -> tuple[Work, int | None]:
+    """(what a step computes, rows of its decode executable; None: it is a sweep)."""
+    sweep = step.kind == KINDS[0]
+    tokens = len(step.ids)
+    tile = model.chunk if sweep else model.row_tile
+    counts = routed_counts(step.ids, header.experts)
+    active = int(np.count_nonzero(counts))
+    tiles = int(np.sum(-(-counts // tile))) - active
+    if sweep:
+        parts, spans = _chunks(step, model.chunk)
+        return Work(parts, spans, active, tiles), None
+    spans = tokens if step.position is None else int(np.sum(step.position // SPAN + 1))
+    return Work(tokens, spans, active, tiles), tokens if step.rows is None else step.rows
+
+
+def _chunks(step: StepTrace, chunk: int) -> tuple[int, int]:
+    """(chunks of a sweep, spans that they attend to)."""
+    if step.position is None or step.request is None:
+        count = -(-len(step.ids) // chunk)
+        return count, count
+    number = step.position // chunk
+    places = np.unique(np.stack([step.request, number]), axis=1)
+    return places.shape[1], int(np.sum((places[1] * chunk) // SPAN + 1))

@@ -1,0 +1,313 @@
+"""The simulator: what the routing of a trace costs under any policy, without a model or a device.
+
+`simulate` is for other policies and budgets than those of the run; host_offload.simulate.replay
+runs the trace again as it was and compares everything. docs/simulator.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from host_offload.control.controller import Controller, Event
+from host_offload.control.interface import Costs, Policy, Spec
+from host_offload.control.paging import paged_said
+from host_offload.control.rules import check_policies
+from host_offload.memory.pager import Pager, Referenced, cold_tables, resident_tables
+from host_offload.memory.placement import ResidentSpec, resident_said
+from host_offload.policies.eviction.names import EVICTION, with_eviction
+from host_offload.policies.prefetch.fitted import check_fitted
+from host_offload.policies.prefetch.names import with_prefetch
+from host_offload.simulate.simulated_engine import SimulatedEngine, SimulatedStep, by_step
+from host_offload.simulate.weighted_pager import WeightedPager, fits
+from host_offload.sizing.version_counts import VersionCounter
+from host_offload.traces.reader import Trace
+from host_offload.traces.schema import KINDS, Budget, TraceError, TraceHeader
+from host_offload.traces.step_sets import StepSets, in_waves, read_step_sets
+
+STAGE_ENTRIES = 8
+"""Entries of a step's list where the trace does not say: those of the engine."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Simulation:
+    """What a simulated run did; T steps, L layers. An expert that was needed was a hit, a fill or
+    read through."""
+
+    number: np.ndarray
+    """int64[T]: the steps' numbers in the trace."""
+    kind: np.ndarray
+    """int8[T]: index into trace_schema.KINDS; −1 where the trace does not know."""
+    hits: np.ndarray
+    """int32[T, L]"""
+    fills: np.ndarray
+    """int32[T, L]"""
+    read_through: np.ndarray
+    """int32[T, L]"""
+    staged: np.ndarray
+    """int32[T, L]: experts moved ahead of need."""
+    bytes: np.ndarray | None
+    """int64[T, L]: over the link; None where the trace does not know an expert's bytes."""
+    control: dict[str, Any] | None = None
+    """Controller.stats(); None where no policy was asked anything."""
+
+    @property
+    def misses(self) -> np.ndarray:
+        """int32[T, L]"""
+        return self.fills + self.read_through
+
+    @property
+    def transfers(self) -> np.ndarray:
+        """int32[T, L]: experts that crossed the link, on demand or ahead."""
+        return self.misses + self.staged
+
+    def of_kind(self, kind: str) -> np.ndarray:
+        """bool[T]: the steps of that kind, `prefill` or `decode`."""
+        return self.kind == KINDS.index(kind)
+
+
+def simulate(
+    trace: Trace,
+    *,
+    eviction: str | None = None,
+    prefetch: str | None = None,
+    policies: Sequence[Policy] = (),
+    cells: int | Sequence[int] | np.ndarray | None = None,
+    driver: str | None = None,
+    spec: Spec | None = None,
+    config_digest: str | None = None,
+    budgets: Sequence[Budget] | None = None,
+    costs: Costs | None = None,
+    listener: Callable[[Event], None] | None = None,
+    watcher: Callable[[SimulatedStep], None] | None = None,
+    clock: Callable[[int], float] | None = None,
+    fast: bool = True,
+) -> Simulation:
+    """What the steps of a trace would have moved under these policies, from a cold start.
+
+    eviction, prefetch, policies: as of moejax.LLM. cells: of each layer, int[L], or int[L, V] of
+    each version; None: the trace's, which may be that every expert is resident. driver: `device`
+    or `host`, which has moments between layers; None: the trace's. spec: what policies are told,
+    for a trace that does not say it (a converted one) and for `router`.
+    config_digest: of the model that is meant; a trace of another one is refused. budgets: when
+    which budget is carried out, as Trace.budgets says of the run. costs: what policies are told of
+    them; None: the spec's. listener: called with each event of the Controller. watcher: called with
+    each step, when it was dispatched. clock: seconds from the start to the reading of a step, by
+    its number; None: the trace's. fast: policies that are only weights take
+    host_offload.simulate.weighted_pager, which gives the same result.
+
+    Steps are dispatched and read in the trace's order and at its times, whatever they would cost
+    now; without times each is read when the next one was dispatched. Without `budgets` cells that a
+    policy wants are granted at once: KV is not simulated, and a policy that decides about it is
+    refused.
+
+    Raises TraceError for a trace that is damaged, of another model, or without what a policy needs;
+    PolicyError or ValueError for policies that cannot run and for cells that do not fit the model.
+    """
+    header = trace.header
+    if config_digest not in (None, header.config_digest):
+        raise TraceError(
+            f"{trace.directory} is of another model: its configuration is "
+            f"{header.config_digest[:12]}, wanted is {str(config_digest)[:12]}"
+        )
+    _, policies = with_eviction(eviction, with_prefetch(prefetch, policies))
+    if driver is None:
+        driver = str(spec.driver if spec else header.spec.get("driver", "device"))
+    check_policies(policies, driver)
+    check_fitted(policies, header.config_digest)
+    granted, fill_version = _cells(header, cells)
+    controller = None
+    if any(policy.moments for policy in policies):
+        told = dataclasses.replace(spec or spec_of(header), driver=driver)
+        told = told if costs is None else dataclasses.replace(told, costs=costs)
+        if cells is not None:
+            sums = tuple(granted.sum(axis=0).tolist()) if granted.ndim > 1 else None
+            bound = max(told.experts, _most(granted))
+            told = dataclasses.replace(told, resident=None, capacity=sums, cell_bound=bound)
+        controller = Controller(told, policies, listener=listener)
+        if not controller.writes.isdisjoint({"kv_pages", "max_running"}) and budgets is None:
+            raise ValueError(
+                "a policy writes 'kv_pages', and the simulator has no KV; leave it out, or give "
+                "budgets=, when which budget is carried out"
+            )
+        if told.resident is None:
+            start = EVICTION["lru"], told.cell_bound, fill_version
+            tables = cold_tables(granted, told.experts, *start)
+        else:
+            tables = resident_tables(told.resident, EVICTION["lru"])
+        pager = Pager(tables, len(told.version_bytes))
+        engine = SimulatedEngine(header, pager, controller, budgets, clock)
+        steps = engine.run(trace.step_traces())
+    else:
+        weights = next((p.victim_weights for p in policies), EVICTION["lru"])  # type: ignore
+        resident = resident_said(header.spec.get("resident")) if cells is None else None
+        start = granted, fill_version
+        steps = _weighted_steps(trace, start, weights, fast, budgets or (), resident)
+    return _collected(trace, steps, controller, watcher)
+
+
+def spec_of(header: TraceHeader) -> Spec:
+    """What the engine that wrote a trace told its policies. Raises TraceError where the header does
+    not say it all."""
+    said = header.spec
+    try:
+        sizes = _sizes(said["version_bytes"], header.layers)
+        moved = said.get("link_bytes")
+        largest = int(max(map(np.max, sizes.values())))
+        resident, paged = resident_said(said.get("resident")), paged_said(said.get("paged"))
+        mixed = resident or paged
+        floor = said.get("kv_floor_bytes")
+        if floor is None:  # an older trace: the block table, which is whole spans wide
+            floor = said["shapes"]["blocks"] * said["page_bytes"]
+        return Spec(
+            layers=header.layers,
+            experts=header.experts,
+            top_k=header.top_k,
+            hidden=said["hidden"],
+            page_bytes=said["page_bytes"],
+            page_tokens=said["page_tokens"],
+            budget_bytes=said["slots"] * said["slot_bytes"],
+            slot_bytes=said["slot_bytes"],
+            kv_floor_bytes=floor,
+            staging_bytes=2 * said.get("stage_entries", STAGE_ENTRIES) * largest,
+            seed=said["seed"],
+            driver=said["driver"],
+            version_bytes=sizes,
+            min_cells=np.zeros(header.layers, np.int32),
+            cell_bound=header.experts if mixed is None else mixed.cell_bound,
+            stage_entries=said.get("stage_entries", STAGE_ENTRIES),
+            capacity=None if mixed is None else mixed.capacity,
+            resident=resident,
+            moved_bytes=None if moved is None else _sizes(moved, header.layers),
+            max_num_seqs=said.get("max_num_seqs"),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise TraceError(
+            f"the trace's spec does not say {error}, which policies are told; give spec="
+        ) from error
+
+
+def _sizes(said: Mapping[str, Any], layers: int) -> dict[str, np.ndarray]:
+    """Version → int64[L], of bytes as a header says them: one number, or one of each layer."""
+    return {name: np.broadcast_to(np.array(size, np.int64), layers) for name, size in said.items()}
+
+
+def _cells(
+    header: TraceHeader, cells: int | Sequence[int] | np.ndarray | None
+) -> tuple[np.ndarray, np.ndarray | int]:
+    """Cells of each layer, int64[L] or [L, V], and what misses fill at the start: the trace's, but
+    version 0 where the cells are all of that."""
+    if cells is None and "cells" not in header.spec:
+        raise TraceError("the trace does not say how many cells its layers had; give cells=")
+    paged = paged_said(header.spec.get("paged"))
+    if cells is None and paged is not None:
+        return paged.cells, paged.fill_version
+    given = np.asarray(header.spec["cells"] if cells is None else cells)
+    by_version = header.layers, len(header.spec.get("version_bytes", ()))
+    if given.dtype.kind not in "iu" or given.shape not in ((), (header.layers,), by_version):
+        raise ValueError(
+            f"cells must be an integer or {header.layers} integers, not {cells!r}; where there are "
+            "several versions also [layers, versions]"
+        )
+    if given.min() < 0 or given.max() > header.experts:
+        raise ValueError(f"cells of a layer must lie in 0…{header.experts}, not {given.tolist()}")
+    if given.shape == by_version:
+        return given.astype(np.int64), 0 if paged is None else paged.fill_version
+    return np.broadcast_to(given, header.layers).astype(np.int64), 0
+
+
+def _weighted_steps(
+    trace: Trace,
+    start: tuple[np.ndarray, np.ndarray | int],
+    weights: Sequence[int],
+    fast: bool,
+    budgets: Sequence[Budget],
+    resident: ResidentSpec | None,
+) -> Iterator[SimulatedStep]:
+    """The steps under a policy that is only weights. start: of _cells."""
+    header, (cells, fill_version) = trace.header, start
+    layers, experts = header.layers, header.experts
+    references = trace.steps
+    if "step.waves" not in header.absent:
+        references = sum(int(chunk.array("step.waves").max(axis=1).sum()) for chunk in trace.chunks)
+    said = header.spec.get("link_bytes") or header.spec.get("version_bytes", {"": 0})
+    sizes = np.stack([*_sizes(said, layers).values()])
+    if resident is None:
+        bound = max(experts, _most(cells))
+        tables = cold_tables(cells, experts, weights, bound, fill_version)
+    else:
+        tables = resident_tables(resident, weights)
+    moves, pager = by_step(budgets), Pager(tables, len(sizes))
+    reference, mixed = pager.reference, resident is not None or cells.ndim > 1
+    if fast and not mixed and not moves and fits(experts, weights, references):
+        reference = WeightedPager(cells, experts, weights, references).reference
+    none = np.zeros(layers, np.int64)
+    for block in read_step_sets(trace):
+        for number, kind, count, active in _each(block):
+            for budget in moves.get(number, ()):
+                pager.regrant(np.array(budget.cells))
+            total = None
+            versions = VersionCounter(pager) if mixed else None
+            for due in in_waves(active, count):
+                done = reference(due)
+                if versions is not None:
+                    versions.referenced(due, done.missing, slice(None))
+                total = done if total is None else Referenced(*map(np.add, total, done))
+            assert total is not None
+            # Nothing is staged: what was missing is in the version that it was missed in.
+            moved = (total.fills + total.read_through) * sizes[0]
+            if mixed:
+                of_layer = np.take_along_axis(sizes.T, pager.tables.version, axis=1)
+                moved = np.sum(of_layer * total.missing, axis=1)
+            name = KINDS[kind] if kind >= 0 else None
+            hits, fills, read_through, missing = total
+            yield SimulatedStep(
+                *(number, name, hits, fills, read_through, missing, none, moved),
+                versions=None if versions is None else versions.counts,
+            )
+
+
+def _most(cells: np.ndarray) -> int:
+    """The most cells of a layer, of all versions."""
+    return int(cells.reshape(len(cells), -1).sum(axis=1).max())
+
+
+def _each(block: StepSets) -> Iterator[tuple[int, int, int, np.ndarray]]:
+    columns = (column.tolist() for column in block[:-1])
+    return zip(*columns, block.active, strict=True)
+
+
+def _collected(
+    trace: Trace,
+    steps: Iterator[SimulatedStep],
+    controller: Controller | None,
+    watcher: Callable[[SimulatedStep], None] | None,
+) -> Simulation:
+    total, layers = trace.steps, trace.header.layers
+    counts = np.zeros((4, total, layers), np.int32)
+    moved = np.zeros((total, layers), np.int64)
+    number, kind = np.zeros(total, np.int64), np.zeros(total, np.int8)
+    for i, step in enumerate(steps):
+        number[i] = step.number
+        kind[i] = -1 if step.kind is None else KINDS.index(step.kind)
+        found = step.hits, step.fills, step.read_through, step.staged
+        for row, values in zip(counts, found, strict=True):
+            row[i] = values
+        moved[i] = step.moved
+        if watcher is not None:
+            watcher(step)
+    known = "version_bytes" in trace.header.spec
+    stats = None if controller is None else controller.stats()
+    return Simulation(
+        number=number,
+        kind=kind,
+        hits=counts[0],
+        fills=counts[1],
+        read_through=counts[2],
+        staged=counts[3],
+        bytes=moved if known or controller else None,
+        control=stats,
+    )

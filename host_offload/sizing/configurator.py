@@ -1,0 +1,236 @@
+"""The offline configurator: a trace of turns in, one split of the memory out (WiSP, equation 7)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from host_offload.control.kv_references import KVReferences
+from host_offload.memory.pager import Pager, cold_tables
+from host_offload.sizing.cell_allocation import allocate, hull_misses
+from host_offload.sizing.kv_reuse import cold_pages, page_keys, page_references
+from host_offload.sizing.live_curves import tails
+from host_offload.sizing.miss_curves import cold_recency, reference
+from host_offload.sizing.split import Division, MissCosts, SplitError, SplitRule, objective
+from host_offload.traces.reader import Trace
+from host_offload.traces.schema import TraceError
+from host_offload.traces.step_sets import in_waves, step_set
+
+MOST_MOVES = 1000
+"""Applications of the rule until a split counts as not settling."""
+
+
+class Burst(NamedTuple):
+    """What happened up to the end of a turn, since the end of the one before it."""
+
+    active: Sequence[np.ndarray]
+    """bool[L, E] each: the references in order, waves one by one."""
+    pages: np.ndarray
+    """int64[R, 2]: (session, page) of the turn that ended, each once; see kv_references."""
+
+
+def bursts_of(trace: Trace) -> Iterator[Burst]:
+    """The bursts of a trace in order; what comes after the last turn's end is one without pages.
+
+    Raises TraceError for a trace that does not say its page_tokens or whose tokens are which
+    request's, and as read_step_sets does.
+    """
+    header = trace.header
+    if lacking := {"token.request", "token.position"} & {*header.absent}:
+        raise TraceError(
+            f"{trace.directory} has no {' and '.join(sorted(lacking))}, so its turns are not known;"
+            " record one with --trace"
+        )
+    if "page_tokens" not in header.spec:
+        raise TraceError(f"the spec of {trace.directory} does not say page_tokens")
+    references = KVReferences(int(header.spec["page_tokens"]))
+    active: list[np.ndarray] = []
+    for step in trace.step_traces():
+        found, waves = step_set(step, header.layers, header.experts)
+        active += in_waves(found, waves)
+        references.see(step.request, step.user, step.position)
+        for request in step.finished:
+            yield Burst(active, references.end(request))
+            active = []
+    if active:
+        yield Burst(active, np.zeros((0, 2), np.int64))
+
+
+class Streams(NamedTuple):
+    """Histograms of finite distances, what Algorithm 2 keeps of both streams."""
+
+    experts: np.ndarray
+    """float64[L, E]"""
+    pages: np.ndarray
+    """float64[P + 1], P the largest pool; the last entry has all distances from P on."""
+
+    @property
+    def expert_misses(self) -> np.ndarray:
+        """float64[L, E + 1]: warm misses of each layer."""
+        return tails(self.experts)
+
+    @property
+    def kv_misses(self) -> np.ndarray:
+        """float64[P + 1]: warm misses of a pool of so many pages; the last column has what comes
+        back but no pool can keep."""
+        return tails(self.pages)[:-1]
+
+
+def cap_misses(expert_misses: np.ndarray, allocation: str = "uniform") -> np.ndarray:
+    """float64[E + 1]: M_E by cap of curves [L, E + 1], with cap·L slots shared by the allocation
+    (by the hulls, for `marginal` and `optimal` alike)."""
+    if allocation == "uniform":
+        return expert_misses.sum(axis=0)
+    layers, columns = expert_misses.shape
+    return hull_misses(expert_misses, np.arange(columns) * layers)
+
+
+@dataclasses.dataclass(frozen=True)
+class Configuration:
+    """A split to start with."""
+
+    cap: int
+    """C* = ⌊B_E*/b_e⌋"""
+    cells: np.ndarray
+    """int64[L]; cap·L in all."""
+    kv_pages: int
+    expert_bytes: int
+    kv_bytes: int
+    """B − C*·b_e"""
+    settled: bool
+    """The rule came to rest."""
+    expert_misses: float
+    """Predicted for the whole trace, first sights left out, as for KV; exact where the cells hold
+    the largest set, see miss_curves."""
+    kv_misses: float
+    seconds: float
+    """J at the cap: what these misses cost."""
+    best_cap: int
+    """The argmin of J over all legal caps, without grid, gate and decay."""
+    path: tuple[float, ...]
+    """The split after each burst, then until it rests."""
+
+
+def configure(
+    bursts: Iterable[Burst],
+    division: Division,
+    costs: MissCosts,
+    rule: SplitRule | None = None,
+    *,
+    allocation: str = "uniform",
+    start: float = 0.5,
+) -> Configuration:
+    """Runs Algorithm 2 open-loop over the bursts, then, with nothing forgotten, until it rests.
+
+    start: the first split. allocation: one of cell_allocation.ALLOCATIONS. Raises SplitError
+    without bursts, or where none has a reference.
+    """
+    rule = SplitRule() if rule is None else rule
+    split, path, known, whole = start, [], None, None
+    for found in histograms_of(bursts, int(division.pages[0])):
+        if known is None or whole is None:
+            known = whole = found
+        else:
+            known = Streams(
+                *(rule.decay * old + new for old, new in zip(known, found, strict=True))
+            )
+            whole = Streams(*(old + new for old, new in zip(whole, found, strict=True)))
+        experts = cap_misses(known.expert_misses, allocation)
+        split = rule.next_split(split, division, experts, known.kv_misses, costs)
+        path.append(split)
+    if known is None or whole is None:
+        raise SplitError("there is no burst to configure from")
+    curves, settled = whole.expert_misses, False
+    experts = cap_misses(curves, allocation)
+    for _ in range(MOST_MOVES):
+        moved = rule.next_split(split, division, experts, whole.kv_misses, costs)
+        if settled := moved == split:
+            break
+        split = moved
+        path.append(split)
+    cap = division.cap_at(split)
+    seconds = objective(division, experts, whole.kv_misses, costs)
+    layers = len(curves)
+    cells = allocate(allocation, curves, cap * layers)
+    pages = division.pages_at(cap)
+    missed = float(whole.kv_misses[pages])
+    return Configuration(
+        cap=cap,
+        cells=cells.cells,
+        kv_pages=pages,
+        expert_bytes=cap * division.cap_bytes,
+        kv_bytes=division.total_bytes - cap * division.cap_bytes,
+        settled=settled,
+        expert_misses=cells.misses,
+        kv_misses=missed,
+        seconds=costs.expert_s * cells.misses + costs.page_s * missed,
+        best_cap=int(seconds.argmin()),
+        path=tuple(path),
+    )
+
+
+def histograms_of(bursts: Iterable[Burst], pages: int) -> Iterator[Streams]:
+    """Of each burst, from a cold start. pages: the largest pool."""
+    recency, held = None, cold_pages()
+    for burst in bursts:
+        held, distances = page_references(held, burst.pages)
+        kv = np.bincount(np.minimum(distances, pages), minlength=pages + 1).astype(np.float64)
+        if recency is None:
+            if not burst.active:
+                continue
+            recency = cold_recency(*burst.active[0].shape)
+        rows, items = recency.place.shape
+        experts = np.zeros(rows * items)
+        for active in burst.active:
+            recency, found = reference(recency, active)
+            warm = found.distance < items
+            place = found.row[warm] * items + found.distance[warm]
+            experts += np.bincount(place, minlength=rows * items)
+        yield Streams(experts.reshape(rows, items), kv)
+
+
+class Replayed(NamedTuple):
+    """What a schedule of splits missed; n bursts."""
+
+    expert_misses: np.ndarray
+    """int64[n], first sights included."""
+    kv_misses: np.ndarray
+    """int64[n]: pages that came back and were not there."""
+    expert_first: int
+    """First sights of experts, the same under every schedule."""
+
+
+def replay_split(
+    bursts: Iterable[Burst], cells: Sequence[np.ndarray], pages: Sequence[int]
+) -> Replayed:
+    """Both streams under given budgets, exactly: experts through the pager (LRU), KV as an LRU pool
+    of pages, which gives up what was used least recently when it shrinks.
+
+    cells: int[L] during each burst. pages: of the KV pool at the end of each burst.
+    """
+    pager, seen = None, None
+    held = np.zeros(0, np.int64)
+    known: set[int] = set()
+    experts, missed = [], []
+    for burst, now, pool in zip(bursts, cells, pages, strict=True):
+        count = 0
+        for active in burst.active:
+            if pager is None or seen is None:
+                pager = Pager(cold_tables(now, active.shape[1], (1, 0, 0)))
+                seen = np.zeros_like(active)
+            if active is burst.active[0]:
+                pager.regrant(now)
+            count += np.count_nonzero(pager.reference(active).missing)
+            seen |= active
+        experts.append(count)
+        turn = page_keys(burst.pages)
+        gone = ~np.isin(turn, held)
+        missed.append(sum(key in known for key in turn[gone].tolist()))
+        known.update(turn[turn >= 0].tolist())
+        kept = np.concatenate([turn, held[~np.isin(held, turn)]])[: max(pool, 0)]
+        held = kept[kept >= 0]
+    first = 0 if seen is None else int(np.count_nonzero(seen))
+    return Replayed(np.array(experts, np.int64), np.array(missed, np.int64), first)

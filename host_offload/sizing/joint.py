@@ -1,0 +1,187 @@
+"""Batch width, KV pages and expert cells chosen together, for the most tokens a second (ours).
+
+A wider batch needs more KV, so fewer cells, and each step then misses more; but a step's experts
+serve more tokens. What a step takes is predicted from miss curves by width and measured costs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from host_offload.sizing.miss_curves import curves_of
+from host_offload.sizing.split import Division, SplitError
+from host_offload.traces.reader import Trace
+from host_offload.traces.schema import TraceError
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeModel:
+    """What a decode step takes: all experts resident, and for each one that misses.
+
+    Raises SplitError where shapes do not fit or widths do not ascend.
+    """
+
+    widths: np.ndarray
+    """int64[n]: sequences that run at once, ascending."""
+    misses: np.ndarray
+    """float64[n, E + 1]: of a step, all layers together, by cap."""
+    resident_s: np.ndarray
+    """float64[n]: seconds of a step without misses."""
+    miss_s: float
+    """Seconds of a miss, c_E."""
+
+    def __post_init__(self):
+        n = len(self.widths)
+        if not n or self.misses.shape[:1] != (n,) or self.resident_s.shape != (n,):
+            raise SplitError(f"misses and resident_s must have a row for each of {n} widths")
+        if (np.diff(self.widths) < 1).any() or self.widths[0] < 1:
+            raise SplitError(f"widths must ascend from at least 1, not {self.widths.tolist()}")
+
+    @property
+    def seconds(self) -> np.ndarray:
+        """float64[n, E + 1]: of a step, by width and cap."""
+        return self.resident_s[:, None] + self.miss_s * self.misses
+
+    def step_s(self, width: float, cap: int) -> float:
+        """Between two widths on a straight line. Raises SplitError beyond the known ones."""
+        if not self.widths[0] <= width <= self.widths[-1]:
+            raise SplitError(
+                f"width {width} is not within {self.widths[0]}…{self.widths[-1]}, of which steps "
+                "are known"
+            )
+        return float(np.interp(width, self.widths, self.seconds[:, cap]))
+
+
+def resident_seconds(step_s: Mapping[int, float], widths: Sequence[int] | np.ndarray) -> np.ndarray:
+    """float64[n]: what Costs.step_s says of widths: rows are padded to those of an executable.
+    Raises SplitError for a width beyond the largest."""
+    rows = np.array(sorted(step_s))
+    place = np.searchsorted(rows, widths)
+    if not len(rows) or place.max(initial=0) == len(rows):
+        raise SplitError(
+            f"steps were measured up to {max(step_s, default=0)} rows, not {max(widths)}; raise "
+            "max_num_seqs and calibrate again"
+        )
+    return np.array([step_s[int(rows[i])] for i in place])
+
+
+def decode_model(
+    trace: Trace, *, step_s: Mapping[int, float], miss_s: float, widths: Sequence[int]
+) -> DecodeModel:
+    """Of a trace's generated tokens, its sequences side by side at each width; first sights left
+    out. Raises TraceError where the trace does not say which tokens are whose, or has too few
+    sequences; SplitError as resident_seconds."""
+    sequences = list(generated_sequences(trace))
+    experts = trace.header.experts
+    rows = []
+    for width in widths:
+        if len(sequences) < width:
+            raise TraceError(
+                f"{trace.directory} has {len(sequences)} sequences with generated tokens; "
+                f"{width} side by side need as many"
+            )
+        curves = curves_of(side_by_side(sequences, width, experts))
+        rows.append(curves.warm.sum(axis=0) / curves.steps)
+    return DecodeModel(
+        np.array(widths, np.int64), np.array(rows), resident_seconds(step_s, widths), miss_s
+    )
+
+
+def generated_sequences(trace: Trace) -> Iterator[np.ndarray]:
+    """int16[n, L, k]: routing of each request's generated tokens, in their order."""
+    columns = {f"token.{name}" for name in ("request", "position", "phase")}
+    if lacking := columns & {*trace.header.absent}:
+        raise TraceError(
+            f"{trace.directory} has no {', '.join(sorted(lacking))}; record one with --trace"
+        )
+    request, position, phase, ids = (
+        trace.array(f"token.{name}") for name in ("request", "position", "phase", "ids")
+    )
+    rows = np.flatnonzero(phase == 1)
+    rows = rows[np.lexsort((position[rows], request[rows]))]
+    starts = np.flatnonzero(np.diff(request[rows])) + 1
+    yield from (ids[part] for part in np.split(rows, starts) if len(part))
+
+
+def side_by_side(sequences: Sequence[np.ndarray], width: int, experts: int) -> Iterator[np.ndarray]:
+    """bool[L, E] of each step of `width` sequences at once; one that ended is followed by the next,
+    and when none is left the steps end, so that all have the same width."""
+    waiting = list(sequences)[::-1]
+    running = [iter(waiting.pop()) for _ in range(width)]
+    layers = sequences[0].shape[1]
+    layer = np.arange(layers)[:, None]
+    while True:
+        active = np.zeros((layers, experts), bool)
+        for i in range(width):
+            token = next(running[i], None)
+            while token is None:
+                if not waiting:
+                    return
+                running[i] = iter(waiting.pop())
+                token = next(running[i], None)
+            active[layer, token] = True
+        yield active
+
+
+class JointChoice(NamedTuple):
+    width: int
+    """Sequences that should run at once."""
+    cap: int
+    pages: int
+    step_s: float
+    """Predicted, of a decode step."""
+    tokens_per_s: float
+    """Predicted."""
+
+
+def choose(
+    model: DecodeModel,
+    division: Division,
+    *,
+    pages_per_sequence: float,
+    demand: int,
+    prompt_s: float = 0.0,
+) -> JointChoice:
+    """The width, cap and pages with the most tokens a second; of equals the narrowest.
+
+    pages_per_sequence: KV that one needs until its end. demand: sequences that run or wait; no
+    width beyond it is worth anything. prompt_s: seconds of prompt processing for each generated
+    token, which no width changes. For a width the largest cap is best that leaves KV what it needs.
+
+    Raises SplitError where not even the narrowest width fits.
+    """
+    most = int(min(max(demand, model.widths[0]), model.widths[-1]))
+    best = None
+    for width in range(int(model.widths[0]), most + 1):
+        cap = cap_beside(division, width * pages_per_sequence)
+        if cap is None:
+            break
+        seconds = model.step_s(width, cap)
+        rate = 1 / (seconds / width + prompt_s)
+        if best is None or rate > best.tokens_per_s:
+            best = JointChoice(width, cap, division.pages_at(cap), seconds, rate)
+    if best is None:
+        raise SplitError(
+            f"{division.total_bytes} bytes have no room for {model.widths[0]} sequences of "
+            f"{pages_per_sequence:g} pages of {division.page_bytes} bytes"
+        )
+    return best
+
+
+def cap_beside(division: Division, pages: float) -> int | None:
+    """The largest legal cap that leaves KV so many pages; None: there is none."""
+    caps = np.flatnonzero(division.legal & (division.pages >= pages))
+    return int(caps[-1]) if len(caps) else None
+
+
+def widened(misses: np.ndarray, width: float, to: np.ndarray, slots: np.ndarray) -> np.ndarray:
+    """float64[n, E + 1]: misses [E + 1] of a step of `width` sequences, for other widths int[n], if
+    sequences were independent: each of the experts that are not resident, slots[c] of them at cap
+    c, is then missed by a sequence with the same chance. For widths that were never run."""
+    absent = np.maximum(slots, 1e-9)
+    share = np.clip(misses / absent, 0.0, 1 - 1e-9)
+    return absent * (1 - (1 - share) ** (np.asarray(to)[:, None] / max(width, 1e-9)))

@@ -1,0 +1,247 @@
+"""Miss curves: how many misses LRU has at every number of cells, from one look at the references.
+
+WiSP, equation (3): a reference hits with c cells iff fewer than c experts were used since (its
+distance d < c). A step references a *set* and no member of it is a victim, so the distance is the
+place in the recency list as it stood when the step began; the list's order is last use, then expert
+id, as in pallas_kernels.plan.victim. Each wave of a sweep is a reference of its own.
+
+docs/miss_curves.md has what follows from where a step does not fit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from host_offload.traces.reader import Trace
+from host_offload.traces.schema import KINDS, TraceError
+from host_offload.traces.step_sets import in_waves, read_step_sets
+
+
+class Recency(NamedTuple):
+    """Recency lists of M rows (layers) over E items each. Never changed in place."""
+
+    place: np.ndarray
+    """int64[M, E]: where each item stands in its row's list, 0 for the one used last; among those
+    used together the larger id comes first; items that were never used come last. Place d of row r
+    is written as r·E + d, an index into an array [M, E]."""
+    seen: np.ndarray
+    """int64[M]: how many were ever used."""
+
+
+class Distances(NamedTuple):
+    """Of one reference; R items, ordered by row, then item."""
+
+    row: np.ndarray
+    """int64[R]"""
+    distance: np.ndarray
+    """int64[R]: items used since; E on first sight."""
+
+
+class Found(NamedTuple):
+    """Of one reference; R items, ordered by row, then item."""
+
+    place: np.ndarray
+    """int64[R]: as in Recency.place, before the reference."""
+    is_first: np.ndarray
+    """bool[R]: they were never used before."""
+    ends: np.ndarray
+    """int64[M]: those of row r end before ends[r]."""
+
+
+def cold_recency(rows: int, items: int) -> Recency:
+    """Nothing was used yet."""
+    return Recency(np.arange(rows * items).reshape(rows, items), np.zeros(rows, np.int64))
+
+
+def reference(recency: Recency, active: np.ndarray) -> tuple[Recency, Distances]:
+    """One reference of all rows to their sets bool[M, E]; an empty set leaves its row as it is.
+    O(M·E), however many are active."""
+    rows, items = recency.place.shape
+    recency, found = find(recency, active)
+    row = np.repeat(np.arange(rows), np.diff(found.ends, prepend=0))
+    return recency, Distances(row, np.where(found.is_first, items, found.place - row * items))
+
+
+def find(recency: Recency, active: np.ndarray) -> tuple[Recency, Found]:
+    """As `reference`, with places instead of distances: what runs beside every step."""
+    rows, items = recency.place.shape
+    # One dimension and take: numpy indexes several dimensions several times slower.
+    place, starts = recency.place.reshape(-1), np.arange(0, rows * items, items)
+    member = np.flatnonzero(active)
+    ends = np.searchsorted(member, starts + items)
+    sizes = np.diff(ends, prepend=0)
+    found = place.take(member)
+    first = found >= np.repeat(starts + recency.seen, sizes)
+    seen = recency.seen
+    if first.any():
+        seen = seen + np.bincount(np.repeat(np.arange(rows), sizes)[first], minlength=rows)
+    # Who is not used moves back by as many of the used ones as stood behind it: all of its row but
+    # those before it. `used` counts from row 0 on, as `ends` does.
+    used = np.zeros(rows * items, np.int64)
+    used[found] = 1
+    moved = place - np.cumsum(used).take(place)
+    by_row = moved.reshape(rows, items)
+    by_row += ends[:, None]
+    # Who is used comes to the front of its row, the larger id first.
+    moved[member] = np.repeat(starts + ends, sizes) - np.arange(1, len(member) + 1)
+    return Recency(by_row, seen), Found(found, first, ends)
+
+
+@dataclasses.dataclass(frozen=True)
+class MissCurves:
+    """Misses by the number of cells, of M rows (layers; with V versions V·L of them) of E items."""
+
+    misses: np.ndarray
+    """int64[M, E + 1]: column c is with c cells, by distances. From `exact_from` on it is what the
+    pager does; below, where a set does not fit, an estimate."""
+    least: np.ndarray
+    """int64[M, E + 1]: a lower bound everywhere, equal to `misses` from `exact_from` on."""
+    exact_from: np.ndarray
+    """int64[M]: the largest set that was referenced, counted or not."""
+    references: np.ndarray
+    """int64[M]: items referenced, each once in a set."""
+    first: np.ndarray
+    """int64[M]: those of them that were never used before; they are in `misses`."""
+    steps: int
+    """Steps that were counted."""
+
+    @property
+    def warm(self) -> np.ndarray:
+        """int64[M, E + 1]: misses without first sights; 0 in the last column."""
+        return self.misses - self.first[:, None]
+
+    @property
+    def per_step(self) -> np.ndarray:
+        """float64[E + 1]: misses of all rows in a step, with as many cells in each."""
+        return self.misses.sum(axis=0) / max(self.steps, 1)
+
+
+class CurveCounts:
+    """Gathers references of M rows of E items into curves."""
+
+    def __init__(self, rows: int, items: int):
+        self.items = items
+        self.recency = cold_recency(rows, items)
+        self._largest = np.zeros(rows, np.int64)
+        self._steps = 0
+        self._sizes: list[np.ndarray] = []
+        self._distances: list[np.ndarray] = []
+
+    def add(self, active: np.ndarray, *, counted: bool = True) -> None:
+        """A reference to sets bool[M, E]. counted: it is in the curves; else it only moves the
+        recency list."""
+        self.recency, found = reference(self.recency, active)
+        sizes = np.bincount(found.row, minlength=len(self._largest))
+        np.maximum(self._largest, sizes, out=self._largest)
+        if counted:
+            self._sizes.append(sizes.astype(np.int32))
+            self._distances.append(found.distance.astype(np.int32))
+
+    def end_step(self) -> None:
+        """What was counted since the last one is a step, for `MissCurves.steps`."""
+        self._steps += 1
+
+    def curves(self) -> MissCurves:
+        rows, items = len(self._largest), self.items
+        sizes = np.array(self._sizes, np.int64).reshape(-1, rows)
+        distances = np.concatenate([np.zeros(0, np.int32), *self._distances])
+        row = np.repeat(np.tile(np.arange(rows), len(sizes)), sizes.ravel())
+        counts = np.bincount(row * (items + 1) + distances, minlength=rows * (items + 1))
+        counts = counts.reshape(rows, items + 1)
+        # A reference at distance d misses with c cells iff d >= c.
+        misses = np.cumsum(counts[:, ::-1], axis=1)[:, ::-1]
+        # With all that the largest set needs, a set has these misses, and with fewer cells no
+        # fewer (docs/miss_curves.md); with c cells at most c of its members can be there.
+        missed = distances >= self._largest[row]
+        place = np.repeat(np.arange(sizes.size), sizes.ravel())
+        missing = np.bincount(place[missed], minlength=sizes.size).reshape(sizes.shape)
+        least = misses.copy()
+        for c in range(int(self._largest.max(initial=0))):
+            bound = np.maximum(sizes - c, missing).sum(axis=0)
+            least[:, c] = np.where(c < self._largest, bound, least[:, c])
+        return MissCurves(
+            misses, least, self._largest.copy(), counts.sum(axis=1), counts[:, items], self._steps
+        )
+
+
+def curves_of(references: Iterable[np.ndarray]) -> MissCurves:
+    """Of references to sets bool[M, E], one after the other, each a step. Raises ValueError for
+    none."""
+    counts = None
+    for active in references:
+        if counts is None:
+            counts = CurveCounts(*active.shape)
+        counts.add(active)
+        counts.end_step()
+    if counts is None:
+        raise ValueError("a miss curve needs at least one reference")
+    return counts.curves()
+
+
+def trace_curves(
+    trace: Trace,
+    *,
+    kind: str | None = None,
+    user: int | None = None,
+    first: int = 0,
+    last: int | None = None,
+    versions: np.ndarray | None = None,
+) -> MissCurves:
+    """Of the steps of a trace, from a cold start.
+
+    kind (`prefill` or `decode`), first, last: count only steps of that kind, and of the trace's
+    steps first … last − 1; the others still move the recency list. user: only the tokens of that
+    user (token.user), as if served alone. versions int8[L, E]: each expert's version; cells of a
+    version hold experts of that version only, so row v·L + l is the list of layer l's version v.
+
+    Raises TraceError as read_step_sets does, and for a trace without such a step.
+    """
+    header = trace.header
+    if kind is not None and kind not in KINDS:
+        raise ValueError(f"kind must be one of {', '.join(KINDS)}, not {kind!r}")
+    if kind is not None and "step.kind" in header.absent:
+        raise TraceError(f"{trace.directory} has no step.kind: it was converted or generated")
+    number = 1 if versions is None else int(versions.max()) + 1
+    counts, steps = CurveCounts(number * header.layers, header.experts), 0
+    for place, (of_kind, waves, active) in enumerate(_steps(trace, user)):
+        wanted = first <= place and (last is None or place < last)
+        wanted &= kind is None or of_kind == KINDS.index(kind)
+        if user is not None and not active.any():
+            continue  # others' steps, which are no reference of this user's
+        for due in in_waves(active, waves):
+            if versions is not None:
+                due = np.concatenate([due & (versions == v) for v in range(number)])
+            counts.add(due, counted=wanted)
+        if wanted and active.any():
+            counts.end_step()
+            steps += 1
+    if not steps:
+        whose = "" if user is None else f" of user {user}"
+        raise TraceError(
+            f"the trace {trace.directory} has no {kind or 'steps'} to look at{whose}, in steps "
+            f"{first}…{'' if last is None else last - 1}"
+        )
+    return counts.curves()
+
+
+def _steps(trace: Trace, user: int | None) -> Iterator[tuple[int, int, np.ndarray]]:
+    for block in read_step_sets(trace, user=user):
+        yield from zip(block.kind.tolist(), block.waves.tolist(), block.active, strict=True)
+
+
+def missed_bytes(curves: MissCurves, sizes: np.ndarray) -> np.ndarray:
+    """int64[V·L, E + 1]: `misses` in bytes, for curves with versions. sizes int64[V, L]: bytes of
+    an expert of each version and layer; row r needs c·sizes.ravel()[r] bytes for c cells.
+
+    Raises ValueError for sizes of another shape."""
+    weights = np.asarray(sizes, np.int64).ravel()
+    if weights.shape != curves.references.shape:
+        raise ValueError(
+            f"sizes must be {len(curves.references)} numbers, one a version and layer, not "
+            f"{weights.size}"
+        )
+    return curves.misses * weights[:, None]

@@ -1,0 +1,183 @@
+"""The smallest memory that is enough: for a user's working set, for a speed, for so many users."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import numpy as np
+
+from host_offload.sizing.joint import DecodeModel, cap_beside
+from host_offload.sizing.miss_curves import MissCurves, trace_curves
+from host_offload.sizing.split import Division, SplitError
+from host_offload.traces.reader import Trace
+
+EPSILON = 0.01
+"""The warm miss rate that counts as none (ours; the paper gives no number)."""
+
+REACH = 4
+"""Layers before that co-activation looks at, as policies.coactivation."""
+
+BLOCK = 1024
+"""Tokens that are counted together."""
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkingSet:
+    """The cells of each layer that are enough for a user, as if served alone, or for everybody."""
+
+    user: int | None
+    """Number of the session in the trace; None: everybody together."""
+    tokens: int
+    by_reuse: tuple[int, ...]
+    """right_size: what LRU needs, by the tokens' own reuse distances."""
+    by_coactivation: tuple[int, ...] | None
+    """right_size_of_use: by the predictor of WiSP's Appendix C, from the counts of the same tokens.
+    None for a model with one MoE layer, which has no layer before it to predict from."""
+
+
+def working_sets(trace: Trace, epsilon: float = EPSILON, most: int = 32) -> list[WorkingSet]:
+    """Of everybody in a trace, then of those users (sessions) who have the most tokens, at most
+    `most`, by their numbers. Raises TraceError as trace_curves does."""
+    users, ids = trace.array("token.user"), trace.array("token.ids")
+    known, tokens = np.unique(users[users >= 0], return_counts=True)
+    chosen = np.sort(known[np.argsort(-tokens, kind="stable")[:most]]).tolist()
+    found = []
+    for user in (None, *chosen):
+        mine = ids if user is None else ids[users == user]
+        predicted = None
+        if ids.shape[1] > 1:
+            pairs = coactivation_counts(mine, trace.header.experts)
+            predicted = right_size_of_use(predicted_use(pairs, trace.header.top_k), epsilon)
+        own = right_size(trace_curves(trace, user=user), epsilon)
+        found.append(
+            WorkingSet(
+                user,
+                len(mine),
+                tuple(own.tolist()),
+                None if predicted is None else tuple(predicted.tolist()),
+            )
+        )
+    return found
+
+
+def coactivation_counts(ids: np.ndarray, experts: int, reach: int = REACH) -> np.ndarray:
+    """float32[L, reach, E, E]: n[(l − 1 − d, i) → (l, j)] at [l, d, i, j], tokens that used expert
+    i in the layer d + 1 before l, and j in l, as policies.coactivation counts them. ids
+    int[N, L, k]: what each token was routed to."""
+    layers = ids.shape[1]
+    pairs = np.zeros((layers, reach, experts, experts), np.float32)
+    for first in range(0, len(ids), BLOCK):
+        block = ids[first : first + BLOCK].astype(np.int64)
+        used = np.zeros((layers, len(block), experts), np.float32)
+        np.put_along_axis(used, block.swapaxes(0, 1), 1, axis=2)
+        for layer in range(1, layers):
+            for d in range(min(reach, layer)):
+                pairs[layer, d] += used[layer - 1 - d].T @ used[layer]
+    return pairs
+
+
+def right_size(curves: MissCurves, epsilon: float = EPSILON) -> np.ndarray:
+    """int64[L]: the fewest cells of each layer with a warm miss rate of at most `epsilon`, by the
+    user's own reuse distances (curves of trace_curves(…, user=…), or of everybody)."""
+    warm = curves.warm
+    allowed = epsilon * (curves.references - curves.first)
+    return (warm > allowed[:, None]).sum(axis=1)
+
+
+def predicted_use(
+    pairs: np.ndarray, top_k: int, *, decay: float = 0.5, first: np.ndarray | None = None
+) -> np.ndarray:
+    """float64[L, E]: shares of each layer's use by WiSP's co-activation counts (Appendix C), rows
+    sum to 1: the score of j is Σ over the layers d + 1 before of decay^d · Σ_i use(i)·P(j|i).
+
+    pairs: float[L, reach, E, E] as of policies.coactivation, of one user or of all. first float[E]:
+    how a user's tokens use the first layer; None: as in the counts. So counts of everybody and the
+    little that is known of a user say what the user will need.
+
+    Raises ValueError where a layer has no counts: the predictor is empty there.
+    """
+    layers, reach, experts, _ = pairs.shape
+    counts = np.asarray(pairs, np.float64)
+    if layers < 2 or not counts[1:, 0].any(axis=(1, 2)).all():
+        raise ValueError(
+            "the co-activation counts are empty in some layer (or there is only one layer); fit "
+            "them on a trace: policies.coactivation.fit"
+        )
+    use = np.zeros((layers, experts))
+    use[0] = counts[1, 0].sum(axis=1) if first is None else np.asarray(first, np.float64)
+    use[0] /= use[0].sum()
+    for layer in range(1, layers):
+        for d in range(min(reach, layer)):
+            together = counts[layer, d]
+            alone = together.sum(axis=1, keepdims=True) / top_k
+            likely = np.divide(together, alone, out=np.zeros_like(together), where=alone > 0)
+            use[layer] += decay**d * (use[layer - 1 - d] @ likely)
+        # Experts that were never seen predict nothing; a user of only such ones is unknown.
+        total = use[layer].sum()
+        use[layer] = use[layer] / total if total else 1 / experts
+    return use
+
+
+def right_size_of_use(use: np.ndarray, epsilon: float = EPSILON) -> np.ndarray:
+    """int64[L]: the fewest cells of each layer whose experts, the most used ones, have all of the
+    predicted use but `epsilon`: the support of a converged working set. A cache that has to find
+    out who they are (LRU) needs as many or more."""
+    shares = np.cumsum(-np.sort(-use, axis=1), axis=1)
+    return (shares < 1 - epsilon - 1e-12).sum(axis=1) + 1
+
+
+class Memory(NamedTuple):
+    bytes: int
+    """Of the arena."""
+    cap: int
+    pages: int
+    step_s: float
+    """Predicted time per output token."""
+
+
+def memory_for(
+    model: DecodeModel, division: Division, *, users: int, tpot_s: float, pages_per_user: float
+) -> Memory:
+    """The least memory with which so many users at once get a token every `tpot_s` seconds.
+
+    division: its sizes; total_bytes is not looked at. Raises SplitError where no memory is enough,
+    saying what everything resident would give, and for users beyond the model's widths.
+    """
+    seconds = np.array([model.step_s(users, cap) for cap in range(division.caps + 1)])
+    enough = np.flatnonzero(seconds[division.least_cap :] <= tpot_s) + division.least_cap
+    if not len(enough):
+        raise SplitError(
+            f"{users} users cannot get a token every {tpot_s * 1e3:.4g} ms: with every expert "
+            f"resident it takes {seconds[-1] * 1e3:.4g} ms; ask for that, or for fewer users"
+        )
+    cap = int(enough[0])
+    wanted = max(users * pages_per_user, division.floor_pages)
+    units = -(-int(np.ceil(wanted)) // division.unit_pages)
+    return Memory(
+        cap * division.cap_bytes + units * division.unit,
+        cap,
+        units * division.unit_pages,
+        float(seconds[cap]),
+    )
+
+
+def users_for(
+    model: DecodeModel, division: Division, *, tpot_s: float, pages_per_user: float
+) -> tuple[int, Memory]:
+    """The most users at once that get a token every `tpot_s` seconds from this memory, and how it
+    is used then. Raises SplitError where not even the model's smallest width does."""
+    best = np.inf
+    for users in range(int(model.widths[-1]), int(model.widths[0]) - 1, -1):
+        cap = cap_beside(division, users * pages_per_user)
+        if cap is None:
+            continue
+        seconds = model.step_s(users, cap)
+        best = min(best, seconds)
+        if seconds <= tpot_s:
+            return users, Memory(division.total_bytes, cap, division.pages_at(cap), seconds)
+    fastest = f"it would take {best * 1e3:.4g} ms" if best < np.inf else "their KV does not fit"
+    raise SplitError(
+        f"{division.total_bytes} bytes do not give {model.widths[0]} users a token every "
+        f"{tpot_s * 1e3:.4g} ms: {fastest}; more memory, or a longer time"
+    )

@@ -1,0 +1,302 @@
+"""One byte budget for experts and KV: the arithmetic of WiSP's split (../shared/papers.md, 1.3).
+
+The paper's units: `cap` C is the cells that every layer has, one unit of it costs b_e bytes; a KV
+page costs b_k. Two streams share B = C·b_e + N·b_k bytes. Policies of it are policies/mv_wsa.py and
+policies/peak_headroom.py; docs/miss_curves.md explains.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from host_offload.control.interface import Costs, Spec
+from host_offload.sizing.cell_allocation import lower_hull
+
+
+class SplitError(ValueError):
+    """A split that cannot be; the message has the arithmetic."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Division:
+    """What is divided, in bytes. Raises SplitError where the floor and the least cap do not fit.
+
+    KV comes in units (in the arena: slots) of `unit_pages` pages; the paper's unit is one page.
+    """
+
+    total_bytes: int
+    """B"""
+    cap_bytes: int
+    """b_e: one slot in every layer."""
+    page_bytes: int
+    """b_k"""
+    caps: int
+    """E, the largest cap."""
+    floor_pages: int
+    """N_floor, equation (6): see admission_floor."""
+    least_cap: int = 0
+    """C_min; the paper's is top-k. With read-through 0 is legal."""
+    unit_bytes: int | None = None
+    """None: page_bytes."""
+    unit_pages: int = 1
+    page_tokens: int = 1
+    """T_b, for messages."""
+
+    def __post_init__(self):
+        sizes = self.total_bytes, self.cap_bytes, self.page_bytes, self.unit, self.unit_pages
+        if min(sizes) < 1 or not 0 <= self.least_cap <= self.caps or self.floor_pages < 0:
+            raise SplitError(f"sizes must be positive and 0 ≤ least_cap ≤ caps: {self}")
+        self.check(self.least_cap)
+
+    @property
+    def unit(self) -> int:
+        """Bytes of a KV unit."""
+        return self.page_bytes if self.unit_bytes is None else self.unit_bytes
+
+    def pages_at(self, cap: int) -> int:
+        """N: the pages that the rest holds beside so many cells a layer; below 0 where cells alone
+        take more than there is."""
+        return (self.total_bytes - cap * self.cap_bytes) // self.unit * self.unit_pages
+
+    @functools.cached_property
+    def pages(self) -> np.ndarray:
+        """int64[E + 1]: pages_at of every cap."""
+        caps = np.arange(self.caps + 1)
+        return (self.total_bytes - caps * self.cap_bytes) // self.unit * self.unit_pages
+
+    @functools.cached_property
+    def legal(self) -> np.ndarray:
+        """bool[E + 1]: caps that leave KV its floor, from the least on."""
+        return (self.pages >= self.floor_pages) & (np.arange(self.caps + 1) >= self.least_cap)
+
+    @property
+    def largest_cap(self) -> int:
+        """The largest legal one."""
+        return int(np.flatnonzero(self.legal)[-1])
+
+    def check(self, cap: int) -> None:
+        """Raises SplitError for a cap that leaves KV less than its floor."""
+        pages = self.pages_at(cap)
+        if pages < self.floor_pages:
+            tokens = max(pages, 0) * self.page_tokens
+            least = self.floor_pages * self.page_tokens
+            if not self.legal.any():
+                most = f"no cap from {self.least_cap} on works: raise the memory or lower the floor"
+            else:
+                most = f"the largest cap that works is {self.largest_cap}"
+            raise SplitError(
+                f"cap {cap} takes {cap * self.cap_bytes} of {self.total_bytes} bytes and leaves KV "
+                f"{tokens} tokens, fewer than its floor of {least}; {most}"
+            )
+
+    def cap_at(self, split: float) -> int:
+        """C = ⌊s·B / b_e⌋ of a split s = B_E / B (equation 1), clamped to legal caps."""
+        # A hair more, or the split of a cap could round to the cap below.
+        cap = math.floor(split * self.total_bytes / self.cap_bytes + 1e-9)
+        return min(max(cap, self.least_cap), self.largest_cap)
+
+    def split_at(self, cap: int) -> float:
+        """s = C·b_e / B."""
+        return cap * self.cap_bytes / self.total_bytes
+
+
+def admission_floor(concurrent: int, context_tokens: int, page_tokens: int) -> int:
+    """N_floor of equation (6), in pages: `concurrent` sessions of so many tokens."""
+    return concurrent * -(-context_tokens // page_tokens)
+
+
+def division_of(spec: Spec, least_cap: int = 0) -> Division:
+    """What the policies of an engine divide: its arena in slots, one for a cell."""
+    (sizes,) = [*spec.version_bytes.values()][:1]
+    slot = spec.slot_bytes or max(int(sizes.max()), spec.page_bytes)
+    return Division(
+        total_bytes=spec.budget_bytes // slot * slot,
+        cap_bytes=slot * spec.layers,
+        page_bytes=spec.page_bytes,
+        caps=min(spec.experts, spec.cell_bound),
+        floor_pages=-(-spec.kv_floor_bytes // spec.page_bytes),
+        least_cap=max(least_cap, int(spec.min_cells.max(initial=0))),
+        unit_bytes=slot,
+        unit_pages=max(slot // spec.page_bytes, 1),
+        page_tokens=spec.page_tokens,
+    )
+
+
+class MissCosts(NamedTuple):
+    """Seconds of a miss; measured or given, never built in."""
+
+    expert_s: float
+    """c_E = b·σ: an expert over the link."""
+    page_s: float
+    """c_K = r·T_b: a KV page that is not there any more."""
+
+
+KV_MISSES = ("swap", "recompute")
+
+
+def miss_costs(costs: Costs, spec: Spec, kv_miss: str = "swap") -> MissCosts:
+    """Of measured costs. kv_miss: what becomes of KV that does not fit, as LLM's kv_overflow: the
+    paper recomputes it (r·T_b); this engine moves it out by default, and it comes back over the
+    link, so that its bytes are moved twice."""
+    if kv_miss not in KV_MISSES:
+        raise ValueError(f"kv_miss is {' or '.join(KV_MISSES)}, not {kv_miss!r}")
+    size = float(next(iter(spec.link_bytes.values())).mean())
+    page = 2 * spec.page_bytes * float(costs.kv_swap_s_per_byte)
+    if kv_miss == "recompute":
+        page = spec.page_tokens * float(costs.recompute_s_per_token or costs.prefill_s_per_token)
+    return MissCosts(float(costs.fill[0]) + size * float(costs.fill[1]), page)
+
+
+def link_costs(spec: Spec, bytes_per_s: float) -> MissCosts:
+    """Of bytes over one link: an expert comes once, a KV page that has no room goes out and comes
+    back."""
+    size = float(next(iter(spec.link_bytes.values())).mean())
+    return MissCosts(size / bytes_per_s, 2 * spec.page_bytes / bytes_per_s)
+
+
+# ---- equations (4) and (5)
+
+
+def objective(
+    division: Division, expert_misses: np.ndarray, kv_misses: np.ndarray, costs: MissCosts
+) -> np.ndarray:
+    """float64[E + 1]: J of equation (4), seconds, at every cap; inf where the cap is not legal.
+
+    expert_misses: [E + 1], M_E of all layers together. kv_misses: [P + 1], M_K; larger pools than P
+    miss as P does.
+    """
+    pages = np.clip(division.pages, 0, len(kv_misses) - 1)
+    total = costs.expert_s * np.asarray(expert_misses, np.float64)
+    total = total + costs.page_s * np.asarray(kv_misses, np.float64)[pages]
+    return np.where(division.legal, total, np.inf)
+
+
+def marginals(
+    division: Division, expert_misses: np.ndarray, kv_misses: np.ndarray, costs: MissCosts
+) -> tuple[np.ndarray, np.ndarray]:
+    """(float64[E + 1], float64[E + 1]): both sides of equation (5) at every cap, seconds saved per
+    byte: c_E·[M_E(C) − M_E(C+1)]/b_e and c_K·[M_K(N) − M_K(N+1)]/b_k, as finite differences."""
+    experts = np.asarray(expert_misses, np.float64)
+    expert = costs.expert_s * -np.diff(experts, append=experts[-1:]) / division.cap_bytes
+    pages = np.clip(division.pages, 0, len(kv_misses) - 1)
+    kv = np.asarray(kv_misses, np.float64)
+    more = kv[np.minimum(pages + 1, len(kv) - 1)]
+    return expert, costs.page_s * (kv[pages] - more) / division.page_bytes
+
+
+def equimarginal_cap(
+    division: Division, expert_misses: np.ndarray, kv_misses: np.ndarray, costs: MissCosts
+) -> int:
+    """The cap up to which experts gain more per byte than KV does (equation 5), clamped to legal
+    caps. Slopes are those of the lower convex hulls, since a difference in a gap of bimodal
+    distances is zero and says nothing; where both curves are convex it is the argmin of J."""
+    experts = _convex(np.asarray(expert_misses, np.float64))
+    kv = _convex(np.asarray(kv_misses, np.float64))
+    sides = marginals(division, experts, kv, costs)
+    # What KV loses to the next cap is its slope there.
+    lost = np.append(sides[1][1:], np.inf)
+    cap = int(np.argmax(sides[0] <= lost))
+    legal = np.flatnonzero(division.legal)
+    return int(np.clip(cap, legal[0], legal[-1]))
+
+
+def _convex(curve: np.ndarray) -> np.ndarray:
+    corners = lower_hull(curve)
+    return np.interp(np.arange(len(curve)), corners, curve[corners])
+
+
+# ---- equations (8) to (10)
+
+
+class Grant(NamedTuple):
+    cap: int
+    """C*"""
+    pages: int
+    """N*"""
+
+
+def peak_headroom(
+    division: Division, *, peak_pages: int, headroom: float, cap: int, dead: int
+) -> Grant | None:
+    """Equations (8) to (10): KV gets its peak and headroom, experts what remains; None: no move.
+
+    peak_pages: P, most pages in use at a time. headroom: h. cap: C as it is. dead: Δ_C, a smaller
+    change of the cap is no move.
+    """
+    wanted = max(math.ceil((1 + headroom) * peak_pages), division.floor_pages)  # (8)
+    wanted = -(-wanted // division.unit_pages) * division.unit
+    rest = (division.total_bytes - wanted) // division.cap_bytes
+    found = min(max(rest, division.least_cap), division.largest_cap)  # (9)
+    if abs(found - cap) < dead:
+        return None
+    return Grant(found, division.pages_at(found))  # (10)
+
+
+# ---- algorithm 2
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitRule:
+    """Parameters of WiSP's online controller (Algorithm 2). The paper's values are lost; these are
+    ours."""
+
+    decay: float = 0.95
+    """γ, of both histograms, once a burst. Turns beyond the last 1 / (1 − γ) are as good as
+    forgotten, so it must reach over all sessions that take turns: with 0.8, five turns, sessions
+    that are away seem to be gone; from 0.95 to 1 nothing changes (docs/miss_curves.md)."""
+    points: int = 41
+    """Of the grid of splits in [0, 1]; costs are compared there, across gaps of the distances."""
+    gate: float = 0.02
+    """The least gain that moves the split, as a part of J."""
+    rate: float = 0.1
+    """The largest move of a burst."""
+    dead: float = 0.02
+    """Nearer targets are no move."""
+
+    def __post_init__(self):
+        if not (0 <= self.decay <= 1 and self.points >= 2 and 0 < self.rate <= 1):
+            raise ValueError(f"decay lies in [0, 1], points ≥ 2, rate in (0, 1]: {self}")
+        if not (0 <= self.gate < 1 and 0 <= self.dead < 1):
+            raise ValueError(f"gate and dead lie in [0, 1): {self}")
+
+    def next_split(
+        self,
+        split: float,
+        division: Division,
+        expert_misses: np.ndarray,
+        kv_misses: np.ndarray,
+        costs: MissCosts,
+    ) -> float:
+        """The split after a burst. The curves are the tails of the decayed histograms. A split
+        below the floor (6) moves up to it at once, whatever gate and rate say."""
+        split = min(max(split, 0.0), division.split_at(division.largest_cap))
+        seconds = objective(division, expert_misses, kv_misses, costs)
+        grid = _grid(division, self.points)
+        now = seconds[division.cap_at(split)]
+        at = seconds[_caps(division, self.points)]
+        best = at.min(initial=np.inf)
+        # The nearest of equals: a flat stretch is no reason to move.
+        nearest = grid[at == best]
+        target = float(nearest[np.argmin(np.abs(nearest - split))]) if len(nearest) else split
+        if abs(target - split) < self.dead or now - best <= self.gate * now:
+            return split
+        return split + min(max(target - split, -self.rate), self.rate)
+
+
+@functools.lru_cache(maxsize=16)
+def _grid(division: Division, points: int) -> np.ndarray:
+    """float64[G]: splits of the grid that leave KV its floor and experts their least cap; with the
+    largest legal one, which may lie between two points."""
+    grid = np.linspace(0, 1, points)
+    edges = [division.split_at(cap) for cap in (division.least_cap, division.largest_cap)]
+    return np.unique([*grid[(grid >= edges[0]) & (grid <= edges[1])], *edges])
+
+
+@functools.lru_cache(maxsize=16)
+def _caps(division: Division, points: int) -> np.ndarray:
+    return np.array([division.cap_at(split) for split in _grid(division, points)])

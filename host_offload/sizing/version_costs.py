@@ -1,0 +1,120 @@
+"""What a step costs whose experts are in several versions, from the costs of each version alone.
+
+A cost model is measured with one version (`moejax calibrate --precision int4`). In a step that
+mixes versions each expert costs what it does in its own; what does not depend on the number of
+experts is that of the version where it is most, of those that the step has. What a layer moves is
+priced as all of it in each version, weighted by their shares. With all experts in one version all
+that is this version's own cost. Not in it: that a step which knows two versions is another
+executable than one that knows one, and cells moved within the arena. docs/cost_model.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from host_offload.sizing.cost_model import MOVES, CostError, CostModel, Work
+from host_offload.sizing.version_counts import VersionCounts
+
+ALIKE = ("layers", "experts", "top_k", "chunk", "row_tile")
+"""Figures in which costs of several versions must agree: those of the model and its shapes."""
+
+
+def models_of(
+    costs: CostModel | Mapping[str, CostModel], sizes: Mapping[str, np.ndarray]
+) -> tuple[CostModel, ...]:
+    """The cost model of each version of a run, by version number.
+
+    costs: of the run's one version, or by version. sizes: version → int64[L], bytes of an expert,
+    in the order of their numbers; empty: one version whose name is not known.
+
+    Raises CostError where a version has no costs, where they are of experts of another size, and
+    where models are of different shapes.
+    """
+    names = list(sizes)
+    if isinstance(costs, CostModel):
+        if len(names) > 1:
+            raise CostError(
+                f"the run mixes {' and '.join(names)}, and these costs are of one version; give "
+                "those of each, {version: costs}, which `moejax calibrate --precision VERSION` "
+                "measures"
+            )
+        return (costs,)
+    if not names:
+        if len(costs) != 1:
+            raise CostError("the trace does not say its versions; give the costs of one")
+        return tuple(costs.values())
+    if missing := [name for name in names if name not in costs]:
+        raise CostError(
+            f"no costs of version {missing[0]}: measure them with `moejax calibrate --precision "
+            f"{missing[0]}`, with the same shapes as those of the others"
+        )
+    found = tuple(costs[name] for name in names)
+    for name, model in zip(names, found, strict=True):
+        said = np.unique(sizes[name]).tolist()
+        if said != [model.expert_bytes]:
+            raise CostError(
+                f"the costs of {name} are of experts of {model.expert_bytes} bytes, the run's have "
+                f"{', '.join(map(str, said))}; calibrate the run's model"
+            )
+        for field in (*ALIKE, "decode"):
+            one, other = (getattr(m, field) for m in (found[0], model))
+            one, other = (sorted(x) if field == "decode" else x for x in (one, other))
+            if one != other:
+                raise CostError(
+                    f"the costs of {names[0]} and {name} have different {field}, {one} and "
+                    f"{other}; calibrate both with the same options"
+                )
+    return found
+
+
+def compute_s(
+    models: Sequence[CostModel],
+    work: Work,
+    experts: np.ndarray,
+    tiles: np.ndarray,
+    rows: int | None,
+) -> float:
+    """Seconds of a step that moves nothing. work: its sums. experts, tiles: int[V], of them in each
+    version. rows: as of CostModel.compute_s."""
+    least = work._replace(experts=0, tiles=0)
+    fixed, seconds = 0.0, 0.0
+    for model, count, beyond in zip(models, experts.tolist(), tiles.tolist(), strict=True):
+        if count:
+            own = model.compute_s(least, rows)
+            fixed = max(fixed, own)
+            parts = least._replace(experts=count, tiles=beyond)
+            seconds += model.compute_s(parts, rows) - own
+    return fixed + seconds
+
+
+def control_s(models: Sequence[CostModel], experts: np.ndarray) -> float:
+    """CostModel.control of a step with so many experts (int[V]) in each version."""
+    return max(model.control for model, count in zip(models, experts, strict=True) if count)
+
+
+def move_s(models: Sequence[CostModel], counts: VersionCounts, *, sweep: bool) -> float:
+    """Seconds that experts add to a step which moves these."""
+    seconds = 0.0
+    for kind, moved in zip(MOVES, counts[1:], strict=True):
+        of_layer = moved.sum(axis=1)
+        share = moved / np.maximum(of_layer, 1)[:, None]
+        for model, of_version in zip(models, share.T, strict=True):
+            seconds += float(model.moves_s(kind, of_layer, sweep=sweep) @ of_version)
+    staged = counts.staged.sum(axis=0).tolist()
+    lists = [model.stage_list for model, some in zip(models, staged, strict=True) if some]
+    return seconds + max(lists, default=0.0)
+
+
+def version_work(
+    rows_of: np.ndarray, version: np.ndarray, tile: int, versions: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """(int64[V] active experts, int64[V] row tiles beyond the first of each) by version. rows_of:
+    int[L, E], rows routed to each expert. version: int[L, E]. tile: rows of one."""
+    active = rows_of > 0
+    beyond = np.where(active, -(-rows_of // tile) - 1, 0)
+    chosen = version[active]
+    experts = np.bincount(chosen, minlength=versions)
+    tiles = np.bincount(chosen, weights=beyond[active], minlength=versions)
+    return experts, tiles.astype(np.int64)

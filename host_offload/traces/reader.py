@@ -1,0 +1,274 @@
+"""Traces: what the steps of an engine routed, missed and moved, as files (docs/trace_format.md).
+
+A trace is a directory: `trace.json` says once what holds for all of it, `decisions.jsonl` has a
+line per decision, and each `chunk-*.safetensors` has whole steps as arrays. A chunk appears under
+its name when it is complete, so a reader never sees half a chunk and a crash costs the newest only.
+This file reads them and has all public names; nothing is read before it is asked for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from host_offload.traces.schema import (
+    FORMAT,
+    KINDS,
+    TRANSFER_TYPES,
+    USES,
+    VERSION,
+    Budget,
+    Mark,
+    StepTrace,
+    TraceError,
+    TraceHeader,
+    TransferTrace,
+    chunk_name,
+    columns,
+)
+from host_offload.traces.writer import TraceWriter, require_new
+
+__all__ = [
+    "FORMAT",
+    "KINDS",
+    "USES",
+    "VERSION",
+    "Budget",
+    "Chunk",
+    "Mark",
+    "StepTrace",
+    "Trace",
+    "TraceError",
+    "TraceHeader",
+    "TraceWriter",
+    "TransferTrace",
+    "columns",
+    "read_trace",
+    "require_new",
+]
+
+_CHUNK = re.compile(r"chunk-(\d{6,})\.safetensors")
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """Whole steps of a trace, in one file that is mapped into memory at first use."""
+
+    path: Path
+    number: int
+    trace_id: str
+    header: TraceHeader
+
+    @property
+    def steps(self) -> int:
+        return int(self._file[1]["steps"])
+
+    @property
+    def tokens(self) -> int:
+        return int(self._file[1]["tokens"])
+
+    def array(self, name: str) -> np.ndarray:
+        """One array, such as "token.ids" int16[N, L, k]; no other is read. Raises KeyError for a
+        name that is not in the chunk, TraceError for one that the whole trace lacks."""
+        if name in self.header.absent:
+            raise TraceError(
+                f"{self.path.parent} has no {name}: it was converted or generated; what needs it "
+                "needs a trace that an engine wrote (--trace DIR)"
+            )
+        file = self._file[0]
+        if name not in file.keys():  # noqa: SIM118 (not a mapping)
+            raise KeyError(f"{name} is not in {self.path.name}; it has {', '.join(file.keys())}")
+        return file.get_tensor(name)
+
+    def step_traces(self) -> Iterator[StepTrace]:
+        """The steps in order; their arrays are views of the chunk's."""
+        arrays = {name: self.array(name) for name in columns(self.header)}
+        token = {n.split(".")[1]: a for n, a in arrays.items() if n.startswith("token.")}
+        step = {n.split(".")[1]: a for n, a in arrays.items() if n.startswith("step.")}
+        if "missed" in step:
+            step["missed"] = np.unpackbits(
+                step["missed"], axis=2, count=self.header.experts, bitorder="little"
+            ).astype(bool)
+        absent = {name.split(".")[1]: None for name in self.header.absent}
+        ended: dict[int, list[int]] = {}
+        finished = self.array("finish.step"), self.array("finish.request")
+        for number, request in zip(*(a.tolist() for a in finished), strict=True):
+            ended.setdefault(number, []).append(request)
+        ends = np.cumsum(step.pop("tokens")).tolist()
+        for i, end in enumerate(ends):
+            begin = ends[i - 1] if i else 0
+            fields: dict[str, Any] = dict(absent)
+            fields |= {name: array[begin:end] for name, array in token.items()}
+            for name, array in step.items():
+                fields[name] = array[i] if array.ndim > 1 else array[i].item()
+            if "kind" in step:
+                fields["kind"] = KINDS[fields["kind"]]
+            fields["finished"] = tuple(ended.get(fields["number"], ()))
+            yield StepTrace(**fields)
+
+    def transfers(self) -> Iterator[TransferTrace]:
+        """The transfers that were written with this chunk."""
+        causes = json.loads(self._file[1]["transfer_causes"])
+        found = [self.array(f"transfer.{name}").tolist() for name in TRANSFER_TYPES]
+        for *numbers, cause in zip(*found, strict=True):
+            yield TransferTrace(*numbers, cause=causes[cause])
+
+    def marks(self) -> tuple[Mark, ...]:
+        """The marks that were written with this chunk."""
+        return tuple(Mark(*mark) for mark in json.loads(self._file[1]["marks"]))
+
+    @functools.cached_property
+    def _file(self) -> tuple[Any, dict[str, str]]:
+        """(the open file, its metadata), checked against the trace's header."""
+        try:
+            file = safe_open(self.path, framework="numpy")
+        except FileNotFoundError:
+            raise self._error("is missing") from None
+        except (SafetensorError, OSError) as error:
+            raise self._error(f"is damaged or cut short ({error})") from error
+        metadata = file.metadata() or {}
+        if metadata.get("trace") != self.trace_id or metadata.get("chunk") != str(self.number):
+            raise self._error("belongs to another trace or was renamed")
+        for name, (dtype, row) in columns(self.header).items():
+            rows = int(metadata["tokens" if name.startswith("token.") else "steps"])
+            wanted = dtype, [rows, *row]
+            if name not in file.keys():  # noqa: SIM118 (not a mapping)
+                raise self._error(f"lacks {name}")
+            found = file.get_slice(name)
+            if (_DTYPES.get(found.get_dtype()), list(found.get_shape())) != wanted:
+                raise self._error(
+                    f"has {name} as {found.get_dtype()}{list(found.get_shape())}, "
+                    f"trace.json says {dtype.name}{wanted[1]}"
+                )
+        return file, metadata
+
+    def _error(self, what: str) -> TraceError:
+        return TraceError(
+            f"{self.path}: the chunk {what}; copy the trace again, or read the chunks before it: "
+            f"read_trace(…).chunks[:{self.number}]"
+        )
+
+
+_DTYPES = {
+    safe: np.dtype(name)
+    for safe, name in (
+        ("BOOL", "bool"),
+        ("U8", "uint8"),
+        ("I16", "int16"),
+        ("I32", "int32"),
+        ("I64", "int64"),
+        ("F16", "float16"),
+        ("F32", "float32"),
+        ("F64", "float64"),
+    )
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Trace:
+    """A trace that was opened: the header is read, chunks are when they are used.
+
+    complete: the run was closed in order. Without it (a crash, or a run that goes on) chunks hold
+    all that was written up to some step.
+    """
+
+    directory: Path
+    header: TraceHeader
+    complete: bool
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def steps(self) -> int:
+        return sum(chunk.steps for chunk in self.chunks)
+
+    @property
+    def tokens(self) -> int:
+        return sum(chunk.tokens for chunk in self.chunks)
+
+    def step_traces(self) -> Iterator[StepTrace]:
+        """All steps in order, with one chunk in memory."""
+        for chunk in self.chunks:
+            yield from chunk.step_traces()
+
+    def array(self, name: str) -> np.ndarray:
+        """One array of all chunks together, such as "token.ids" or "step.seconds"."""
+        if not self.chunks:
+            raise TraceError(f"the trace {self.directory} has no chunk yet")
+        return np.concatenate([chunk.array(name) for chunk in self.chunks])
+
+    def transfers(self) -> Iterator[TransferTrace]:
+        """All transfers, in the order in which their fate became known."""
+        for chunk in self.chunks:
+            yield from chunk.transfers()
+
+    def marks(self) -> tuple[Mark, ...]:
+        return tuple(mark for chunk in self.chunks for mark in chunk.marks())
+
+    def budgets(self) -> tuple[Budget, ...]:
+        """Every budget that was carried out, in order. Raises TraceError as decisions."""
+        lines = [{"step": x["step"], **x["budget"]} for x in self.decisions() if "budget" in x]
+        return tuple(Budget(**{**line, "cells": tuple(line["cells"])}) for line in lines)
+
+    def decisions(self) -> Iterator[dict[str, Any]]:
+        """The lines of decisions.jsonl, of policies and of budgets. The half line of a run that
+        crashed is left out; raises TraceError for any other that is not JSON."""
+        path = self.directory / "decisions.jsonl"
+        if not path.exists():
+            return
+        with open(path) as file:
+            for number, line in enumerate(file, 1):
+                if not line.endswith("\n") and not self.complete:
+                    return
+                try:
+                    yield json.loads(line)
+                except ValueError as error:
+                    raise TraceError(f"{path}, line {number}: not JSON ({error})") from error
+
+
+def read_trace(directory: str | os.PathLike[str]) -> Trace:
+    """Opens a trace without reading its chunks.
+
+    Raises TraceError for what is no trace, or of another version. A chunk that is missing, damaged
+    or of another trace raises TraceError, with its name, when it is used.
+    """
+    directory = Path(directory)
+    path = directory / "trace.json"
+    try:
+        found = json.loads(path.read_text())
+    except OSError as error:
+        raise TraceError(
+            f"{directory} is no trace: cannot read trace.json ({error.strerror}); "
+            "give the directory that --trace wrote"
+        ) from error
+    except ValueError as error:
+        raise TraceError(f"{path} is damaged ({error}); copy the trace again") from error
+    if not isinstance(found, Mapping) or found.get("format") != FORMAT:
+        raise TraceError(f"{path} is not of a moejax trace; give the directory that --trace wrote")
+    if found.get("version") != VERSION:
+        raise TraceError(
+            f"{path}: format version {found.get('version')}, this moejax reads {VERSION}; "
+            "read it with the moejax that wrote it"
+        )
+    try:
+        names = [field.name for field in dataclasses.fields(TraceHeader)]
+        # Traces that were written before there was `absent` lack nothing.
+        header = TraceHeader(**{name: found[name] for name in names if name != "absent"})
+        header = dataclasses.replace(header, absent=found.get("absent", ()))
+        identity, complete = found["id"], found["complete"]
+        count = None if complete is None else int(complete["chunks"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise TraceError(f"{path} is damaged ({error!r}); copy the trace again") from error
+    if count is None:
+        numbers = [int(m[1]) for f in directory.iterdir() if (m := _CHUNK.fullmatch(f.name))]
+        count = max(numbers, default=-1) + 1
+    chunks = (Chunk(directory / chunk_name(i), i, identity, header) for i in range(count))
+    return Trace(directory, header, complete is not None, tuple(chunks))

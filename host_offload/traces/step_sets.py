@@ -1,0 +1,170 @@
+"""What a trace's steps need: for each step and layer the set of experts that were routed to."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from host_offload.traces.reader import Chunk, Trace
+from host_offload.traces.schema import KINDS, StepTrace, TraceError, TraceHeader
+
+BLOCK_BYTES = 4 << 20
+"""Of a block of step sets."""
+
+
+class StepSets(NamedTuple):
+    """Consecutive steps; T of them."""
+
+    number: np.ndarray
+    """int64[T]"""
+    kind: np.ndarray
+    """int8[T]: index into KINDS; −1 where the trace does not know."""
+    waves: np.ndarray
+    """int[T]: passes over a layer's experts."""
+    active: np.ndarray
+    """bool[T, L, E]"""
+
+
+def read_step_sets(trace: Trace, *, user: int | None = None) -> Iterator[StepSets]:
+    """All steps of a trace in order, a few at a time. user: only what that user's tokens
+    (token.user) were routed to; other steps are empty. Raises TraceError for a chunk that cannot be
+    read or names experts that the model does not have."""
+    for chunk in trace.chunks:
+        yield from _of_chunk(chunk, trace.header, user)
+
+
+def _of_chunk(chunk: Chunk, header: TraceHeader, user: int | None) -> Iterator[StepSets]:
+    layers, experts = header.layers, header.experts
+    ids, tokens, number = map(chunk.array, ("token.ids", "step.tokens", "step.number"))
+    known = {
+        name: chunk.array(name) for name in ("step.kind", "step.waves") if name not in header.absent
+    }
+    kind = known.get("step.kind", np.full(len(tokens), -1)).astype(np.int8)
+    waves = known.get("step.waves", np.ones((len(tokens), 1), np.int16))
+    if tokens.sum() != len(ids) or (tokens < 0).any():
+        raise TraceError(
+            f"{chunk.path}: the steps have {tokens.sum()} tokens, {len(ids)} were routed; copy the "
+            "trace again"
+        )
+    _check(f"{chunk.path}", ids, waves, experts)
+    steps = max(BLOCK_BYTES // (layers * experts), 1)
+    ends = np.cumsum(tokens, dtype=np.int64)
+    layer = np.arange(layers)[:, None]
+    for first in range(0, len(tokens), steps):
+        span = slice(first, first + steps)
+        begin = ends[first - 1] if first else 0
+        in_block = tokens[span]
+        active = np.zeros((len(in_block), layers, experts), bool)
+        step = np.repeat(np.arange(len(in_block)), in_block)
+        rows = slice(begin, begin + len(step))
+        if user is None:
+            active[step[:, None, None], layer, ids[rows]] = True
+        else:
+            own = np.flatnonzero(chunk.array("token.user")[rows] == user)
+            active[step[own, None, None], layer, ids[rows][own]] = True
+        yield StepSets(number[span], kind[span], waves[span, 0], active)
+
+
+def step_set(step: StepTrace, layers: int, experts: int) -> tuple[np.ndarray, int]:
+    """(the set bool[L, E], waves: 1 where the trace does not know) of one step. Raises TraceError
+    as read_step_sets."""
+    waves = np.ones(1, np.int16) if step.waves is None else step.waves
+    _check(f"step {step.number}", step.ids, waves[None], experts)
+    active = np.zeros((layers, experts), bool)
+    active[np.arange(layers)[:, None], step.ids] = True
+    return active, int(waves[0])
+
+
+def _check(where: str, ids: np.ndarray, waves: np.ndarray, experts: int) -> None:
+    if ids.size and not (ids.min() >= 0 and ids.max() < experts):
+        raise TraceError(
+            f"{where} names experts {ids.min()}…{ids.max()}, the model has {experts}; trace.json "
+            "is of another model, or the trace is damaged"
+        )
+    if (waves != waves[:, :1]).any() or (waves < 1).any():
+        raise TraceError(f"{where}: the layers of a step must have the same waves, at least one")
+
+
+def in_waves(active: np.ndarray, waves: int) -> Iterator[np.ndarray]:
+    """The sets bool[M, E] of a step, wave by wave: ranges of ids, as a sweep makes them."""
+    if waves == 1:
+        yield active
+        return
+    experts = active.shape[1]
+    wave = np.arange(experts) * waves // experts
+    for i in range(waves):
+        yield active & (wave == i)
+
+
+@dataclasses.dataclass(frozen=True)
+class References:
+    """The references of a sequence of step sets, each step's members once; R in all, ordered by
+    step, layer, expert."""
+
+    steps: int
+    layers: int
+    experts: int
+    step: np.ndarray
+    """int[R]: place of the step in the sequence."""
+    layer: np.ndarray
+    """int[R]"""
+    expert: np.ndarray
+    """int[R]"""
+    unknown: tuple[int, ...] = ()
+    """Steps, ascending, before which something was left out: anything may be resident there. A
+    sequence with none begins cold, with nothing resident."""
+
+    @property
+    def largest(self) -> np.ndarray:
+        """int64[L]: size of each layer's largest step set."""
+        sizes = np.bincount(
+            self.step * self.layers + self.layer, minlength=self.steps * self.layers
+        )
+        return sizes.reshape(self.steps, self.layers).max(axis=0, initial=0)
+
+
+def references_of(active: np.ndarray, unknown: tuple[int, ...] = ()) -> References:
+    """References of step sets bool[T, L, E]."""
+    return References(*active.shape, *np.nonzero(active), unknown=unknown)
+
+
+def read_references(trace: Trace, kind: str | None = None) -> References:
+    """The references of a trace. kind: of one kind of step only, `prefill` or `decode`; what a
+    cache holds where steps were left out is then not known. Raises as read_step_sets, and
+    TraceError where no such step is in the trace or the trace does not know."""
+    if kind is not None and "step.kind" in trace.header.absent:
+        raise TraceError(f"{trace.directory} has no step.kind: it was converted or generated")
+    parts, places, steps = [], [], 0
+    for block in read_step_sets(trace):
+        kept = slice(None) if kind is None else np.flatnonzero(block.kind == KINDS.index(kind))
+        active = block.active[kept]
+        step, layer, expert = np.nonzero(active)
+        first = sum(map(len, places))
+        parts.append((step + first, layer, expert))
+        places.append((np.arange(len(block.kind)) + steps)[kept])
+        steps += len(block.kind)
+    place = np.concatenate(places) if places else np.zeros(0, np.int64)
+    if not place.size:
+        raise TraceError(f"the trace {trace.directory} has no {kind or 'steps'} to look at")
+    unknown = () if kind is None else (0, *(np.flatnonzero(np.diff(place) != 1) + 1).tolist())
+    columns = (np.concatenate(column) for column in zip(*parts, strict=True))
+    header = trace.header
+    return References(place.size, header.layers, header.experts, *columns, unknown=unknown)
+
+
+def in_one_pool(references: References) -> References:
+    """The same references as a policy sees them whose cells are one pool for all layers: layers one
+    after the other, L steps for each step, of one layer with L·E experts."""
+    layers, experts = references.layers, references.experts
+    return References(
+        steps=references.steps * layers,
+        layers=1,
+        experts=layers * experts,
+        step=references.step * layers + references.layer,
+        layer=np.zeros_like(references.layer),
+        expert=references.layer * experts + references.expert,
+        unknown=tuple(step * layers for step in references.unknown),
+    )

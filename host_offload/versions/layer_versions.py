@@ -1,0 +1,102 @@
+"""Runs in which some layers have their own choice of stores, the same for all of their experts.
+
+Layers that overflow lossless12 stay dense, in a store of their own. Policies and the host's copies
+of the tables know one version, or a high and a low one; on the device a version's number is that of
+the store that has the layer (VersionFormats.places). This is the border.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from host_offload.control.staging import Entry
+from host_offload.memory.layout import SlotLayout
+from pallas_kernels.records.versions import Formats
+
+ABOUT_VERSIONS = ("cell_version", "version", "fill_version")
+"""Tables with version numbers."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerVersions:
+    """numbers: of each layer, the device's number of each version that policies know, [L][V]."""
+
+    numbers: tuple[tuple[int, ...], ...]
+
+    def of(self, versions: np.ndarray) -> np.ndarray:
+        """int32[L, ·]: the device's numbers of what policies know. −1 − v, which is read through
+        and not filled, becomes −1 − the device's number of v."""
+        return _looked_up(np.array(self.numbers, np.int32), versions)
+
+    def contents(self, tables: Mapping[str, Any]) -> dict[str, Any]:
+        """Tables of shape [L, ·] as the device has them, of those that policies know."""
+        found = dict(tables)
+        for name in tables.keys() & set(ABOUT_VERSIONS):
+            found[name] = self.of(np.asarray(tables[name], np.int32))
+        return found
+
+    def seen(self, tables: Any) -> Any:
+        """The device's tables, a Residency or Tables, as policies know them."""
+        known = np.zeros((len(self.numbers), 1 + max(map(max, self.numbers))), np.int32)
+        for layer, numbers in enumerate(self.numbers):
+            known[layer, list(numbers)] = range(len(numbers))
+        found = {n: _looked_up(known, np.asarray(getattr(tables, n))) for n in ABOUT_VERSIONS}
+        return tables._replace(**found)
+
+    def entries(self, entries: Sequence[Entry]) -> list[Entry]:
+        """A stage list as the device takes it."""
+        return [
+            entry._replace(version=self.numbers[entry.layer][entry.version]) for entry in entries
+        ]
+
+
+def _looked_up(numbers: np.ndarray, versions: np.ndarray) -> np.ndarray:
+    """numbers[l, v] for v ≥ 0, and −1 − that for −1 − v; numbers int32[L, ·], versions [L, ·]."""
+    found = np.take_along_axis(numbers, np.where(versions >= 0, versions, -1 - versions), axis=1)
+    return np.where(versions >= 0, found, -1 - found).astype(np.int32)
+
+
+def layer_versions(formats: Formats | None) -> LayerVersions | None:
+    """The layers' versions where stores lack layers, None where every version has all of them.
+    Raises ValueError for a layer that is not in exactly one of those stores that lack some."""
+    if formats is None or all(version.places is None for version in formats):
+        return None
+    in_part = [v for v, version in enumerate(formats) if version.places is not None]
+    whole = [v for v, version in enumerate(formats) if version.places is None]
+    found = []
+    for layer, places in enumerate(zip(*(formats[v].places or () for v in in_part), strict=True)):
+        held = [v for v, place in zip(in_part, places, strict=True) if place >= 0]
+        if len(held) != 1:
+            raise ValueError(f"layer {layer} is in {len(held)} stores; each is in one of them")
+        found.append(tuple(sorted([*held, *whole])))
+    return LayerVersions(tuple(found))
+
+
+def cell_bytes(layout: SlotLayout, formats: Formats | None) -> tuple[int, ...]:
+    """Bytes of an expert in a cell, by version number."""
+    if formats is None:
+        return tuple(record.nbytes for record in layout.records)
+    return tuple(version.cell.nbytes for version in formats)
+
+
+def link_bytes(layout: SlotLayout, formats: Formats | None) -> tuple[int, ...]:
+    """Bytes of an expert as it crosses the link, by version number: those of the store, fewer than
+    a cell's where it is decoded in transit."""
+    if formats is None:
+        return tuple(record.nbytes for record in layout.records)
+    return tuple(version.store.nbytes for version in formats)
+
+
+def version_bytes(
+    layout: SlotLayout, formats: Formats | None, sizes: Sequence[int], layers: int
+) -> dict[str, np.ndarray]:
+    """Sizes by version number as policies are told: of each version that they know, int64[L]."""
+    if (versions := layer_versions(formats)) is not None:
+        of_layers = np.array(sizes, np.int64)[np.array(versions.numbers)].T
+        return {record.version: n for record, n in zip(layout.records, of_layers, strict=False)}
+    names = [record.version for record in layout.records]
+    return {name: np.full(layers, n, np.int64) for name, n in zip(names, sizes, strict=True)}

@@ -1,0 +1,153 @@
+"""The version `lossless12` in numpy: bfloat16 weights in 12 bits, the same bits when decoded.
+
+The format is in pallas_kernels.records.format. What is chosen here is the base of a block: its
+largest exponent, or where too many weights are then too small for a code, the window of 15
+exponents that leaves out the fewest distinct values.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from host_offload.versions.packing import pack, part, unpack
+from pallas_kernels.records.format import BLOCK, ESCAPE, MATRICES, RecordFormat
+
+_TILE = 1 << 16
+"""Weights encoded at once: with its temporaries a tile stays in the processor's cache."""
+
+_EXPONENT = 0x7F80
+
+
+class EscapeOverflowError(ValueError):
+    """A block has more distinct values outside of its window than its table has entries."""
+
+
+def encode_expert(matrices: np.ndarray, fmt: RecordFormat, record: np.ndarray) -> None:
+    """Writes a record, uint16[rows, D]. matrices: the bits uint16[3, I, D] of gate, up, down^T.
+
+    Raises EscapeOverflowError.
+    """
+    width, hidden = fmt.width, fmt.hidden
+    record[sum(rows for _, rows in fmt.parts.values()) :] = 0
+    flat = part(record, fmt, "tables")
+    flat[:] = 0
+    tables = flat[: 3 * fmt.blocks * (1 + fmt.escapes)].reshape(3, fmt.blocks, 1 + fmt.escapes)
+    byte, code = np.empty((2, width, hidden), np.uint8)
+    step = max(1, _TILE // (BLOCK * hidden)) * BLOCK
+    for number, matrix in enumerate(MATRICES):
+        for first in range(0, width, step):
+            rows = slice(first, min(first + step, width))
+            blocks = slice(first // BLOCK, -(-rows.stop // BLOCK))
+            _encode_rows(matrices[number, rows], tables[number, blocks], byte[rows], code[rows])
+        down = matrix == "down"
+        pack(byte, 8, down, part(record, fmt, f"{matrix}_bytes"))
+        pack(code, 4, down, part(record, fmt, f"{matrix}_codes"))
+
+
+def _encode_rows(bits: np.ndarray, tables: np.ndarray, byte: np.ndarray, code: np.ndarray) -> None:
+    """Fills tables, bytes and codes of whole blocks (the last one maybe shorter).
+
+    bits: uint16[rows, D]. tables: uint16[blocks, 1 + escapes], zero. byte, code: uint8[rows, D].
+    """
+    whole = len(bits) // BLOCK
+    for first, last in ((0, whole), (whole, len(tables))):
+        if first == last:
+            continue
+        rows = slice(first * BLOCK, min(last * BLOCK, len(bits)))
+        blocks = bits[rows].reshape(last - first, -1)
+        exponents = blocks & np.uint16(_EXPONENT)
+        bases = exponents.max(1)
+        escapes = _encode_blocks(blocks, exponents, bases, byte[rows], code[rows])
+        table = tables[first:last]
+        crowded = _fill_tables(escapes, table[:, 1:], byte[rows])
+        if crowded.size:
+            for block in crowded:
+                bases[block] = _best_base(blocks[block])
+            table[:, 1:] = 0
+            escapes = _encode_blocks(blocks, exponents, bases, byte[rows], code[rows])
+            if _fill_tables(escapes, table[:, 1:], byte[rows]).size:
+                raise EscapeOverflowError(
+                    "too many weights are outside of 15 consecutive exponents for lossless12"
+                )
+        table[:, 0] = bases >> 7
+
+
+def _encode_blocks(blocks, exponents, bases, byte, code) -> tuple[np.ndarray, ...]:
+    """Fills byte and code; returns the escapes' (block, index in byte's flat order, bits), which
+    have got code 15.
+
+    blocks: uint16[n, weights]. exponents: their exponents, in place. bases: likewise, [n].
+    """
+    # Exponents above the base wrap around to large numbers.
+    below = np.subtract(bases[:, None], exponents)
+    below >>= 7
+    codes = code.reshape(blocks.shape)
+    outside = below >= ESCAPE
+    np.copyto(codes, below, casting="unsafe")
+    signs = blocks >> 8
+    signs &= 0x80
+    signs |= blocks & 0x7F
+    np.copyto(byte.reshape(blocks.shape), signs, casting="unsafe")
+    at = np.flatnonzero(outside)
+    codes.reshape(-1)[at] = ESCAPE
+    return at // blocks.shape[1], at, blocks.reshape(-1)[at]
+
+
+def _fill_tables(escapes, tables: np.ndarray, byte: np.ndarray) -> np.ndarray:
+    """Writes each block's distinct escapes into its table, ascending, and their places into the
+    bytes; returns the blocks whose table is too short, of which nothing is right then."""
+    block, at, bits = escapes
+    if not at.size:
+        return at
+    keys, inverse = np.unique((block << 16) | bits, return_inverse=True)
+    owner = keys >> 16
+    place = np.arange(len(keys)) - np.searchsorted(owner, owner)
+    fits = place < tables.shape[1]
+    tables[owner[fits], place[fits]] = keys[fits] & 0xFFFF
+    byte.reshape(-1)[at] = np.minimum(place, 255)[inverse]
+    return np.unique(owner[~fits])
+
+
+def _best_base(block: np.ndarray) -> int:
+    """The top of the 15 exponents that leave out the fewest distinct values, in place; the highest
+    of equals."""
+    distinct = np.bincount((np.unique(block) & _EXPONENT) >> 7, minlength=256)
+    inside = np.convolve(distinct, np.ones(ESCAPE, int))[:256]
+    return (255 - int(np.argmax(inside[::-1]))) << 7
+
+
+def decode_expert(record: np.ndarray, fmt: RecordFormat, bits: np.ndarray) -> None:
+    """Fills the bits uint16[3, I, D] of a record's weights."""
+    tables = _tables(record, fmt)
+    rows = np.arange(fmt.width) // BLOCK
+    for number, matrix in enumerate(MATRICES):
+        code = _codes(record, fmt, matrix)
+        byte = unpack(
+            part(record, fmt, f"{matrix}_bytes"), 8, matrix == "down", (fmt.width, fmt.hidden)
+        )
+        into, table = bits[number], tables[number]
+        np.subtract(table[rows, :1], code, out=into, casting="unsafe")
+        into <<= 7
+        wide = byte.astype(np.uint16)
+        into |= wide & 0x7F
+        wide &= 0x80
+        wide <<= 8
+        into |= wide
+        row, column = np.nonzero(code == ESCAPE)
+        into[row, column] = table[rows[row], 1 + byte[row, column].astype(np.intp)]
+
+
+def count_escapes(record: np.ndarray, fmt: RecordFormat) -> int:
+    """How many weights of a record uint16[rows, D] are looked up in tables."""
+    return sum(int(np.count_nonzero(_codes(record, fmt, m) == ESCAPE)) for m in MATRICES)
+
+
+def _codes(record: np.ndarray, fmt: RecordFormat, matrix: str) -> np.ndarray:
+    shape = (fmt.width, fmt.hidden)
+    return unpack(part(record, fmt, f"{matrix}_codes"), 4, matrix == "down", shape)
+
+
+def _tables(record: np.ndarray, fmt: RecordFormat) -> np.ndarray:
+    """uint16[3, blocks, 1 + escapes]"""
+    shape = (3, fmt.blocks, 1 + fmt.escapes)
+    return part(record, fmt, "tables")[: np.prod(shape)].reshape(shape)

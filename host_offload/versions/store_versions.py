@@ -1,0 +1,245 @@
+"""Further versions of the experts in a store, encoded from the dense one."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
+import numpy as np
+
+from host_offload.memory.layout import ExpertLayout
+from host_offload.memory.store import ExpertStore, StoreBuilder, shares_memory
+from host_offload.versions.encoders import DTYPES, WORKERS, EncodingError, decode, encode
+from host_offload.versions.quantizers import ScaleRule, rtn, to_float32
+
+_BATCH_BYTES = 64 << 20
+"""Of dense records that are encoded at once."""
+
+
+class VersionError(ValueError):
+    """A version that a store cannot get; the message says which experts it cannot hold."""
+
+
+def add_version(
+    store: ExpertStore,
+    version: str,
+    dtype: str,
+    rule: ScaleRule = rtn,
+    progress: Callable[[int, int], None] | None = None,
+) -> ExpertStore:
+    """The store with one version more; it shares the arrays of the others.
+
+    Host memory grows by the new array and some experts. dtype: the run's. rule: chooses the scales
+    of int versions. progress: called with (done, total) bytes of dense records.
+
+    Raises VersionError without a dense version, for weights that the version cannot hold, and where
+    it is there already; ValueError as RecordFormat does; MemoryError as StoreBuilder does.
+    """
+    _require_dense(store, version)
+    layers = range(store.arrays["dense"].shape[0])
+    made, failed = _encoded(store, version, dtype, rule, progress, layers)
+    if made is None:
+        layer, (experts, reason) = next(iter(failed.items()))
+        named = ", ".join(map(str, experts[:8]))
+        raise VersionError(f"{version} cannot hold expert {named} of MoE layer {layer}: {reason}")
+    return ExpertStore(store.layouts | made.layouts, store.arrays | made.arrays, store.layers)
+
+
+def lossless_where_it_fits(
+    store: ExpertStore, dtype: str, progress: Callable[[int, int], None] | None = None
+) -> tuple[ExpertStore, dict[int, str]]:
+    """The store in lossless12 instead of dense, but for the layers that have an expert whose
+    escapes overflow: these are dense, each layer in one of the two arrays, which come first. Also
+    why, by such layer. Other versions stay as they are.
+
+    The dense array of `store` is freed. Host memory grows by the new arrays until then. Where a
+    layer overflows, the others are encoded twice, since arrays cannot shrink. dtype, progress: as
+    of add_version. Raises VersionError where every layer overflows, and as add_version otherwise.
+    """
+    version = "lossless12"
+    _require_dense(store, version)
+    count = store.arrays["dense"].shape[0]
+    made, failed = _encoded(store, version, dtype, rtn, progress, range(count), every=True)
+    if made is not None:
+        return _replaced(store, made), {}
+    if len(failed) == count:
+        raise VersionError(
+            f"in every MoE layer an expert has more escapes than {version} has room for, so there "
+            "is nothing to gain; use dense"
+        )
+    why = {
+        layer: f"expert {', '.join(map(str, experts[:8]))}: {reason}"
+        for layer, (experts, reason) in failed.items()
+    }
+    fitting = tuple(layer for layer in range(count) if layer not in failed)
+    made, _ = _encoded(store, version, dtype, rtn, None, fitting)
+    assert made is not None
+    rest = _copied(store, tuple(failed))
+    both = ExpertStore(
+        made.layouts | rest.layouts,
+        made.arrays | rest.arrays,
+        {version: fitting, "dense": tuple(failed)},
+    )
+    return _replaced(store, both), why
+
+
+def _replaced(store: ExpertStore, made: ExpertStore) -> ExpertStore:
+    """What was made, and the other versions of the store than dense, which is freed."""
+    store.arrays["dense"].delete()
+    rest = [version for version in store.arrays if version != "dense"]
+    return ExpertStore(
+        made.layouts | {version: store.layouts[version] for version in rest},
+        made.arrays | {version: store.arrays[version] for version in rest},
+        made.layers,
+    )
+
+
+def _require_dense(store: ExpertStore, version: str) -> None:
+    if version in store.layouts:
+        raise VersionError(f"the store has version {version} already")
+    if "dense" not in store.layouts:
+        raise VersionError(f"{version} is made from dense, which this store does not have")
+    if "dense" in store.layers:
+        raise VersionError(
+            f"{version} is made from dense, which this store has of {len(store.layers['dense'])} "
+            "layers only, those that overflow lossless12"
+        )
+
+
+def _encoded(
+    store: ExpertStore,
+    version: str,
+    dtype: str,
+    rule: ScaleRule,
+    progress: Callable[[int, int], None] | None,
+    layers: Sequence[int],
+    *,
+    every: bool = False,
+) -> tuple[ExpertStore | None, dict[int, tuple[list[int], str]]]:
+    """A store of these layers, in order, in one version alone; None where an expert cannot be held:
+    then by layer which cannot, and why. every: looks at all layers before it gives up."""
+    layout = dataclasses.replace(store.layouts["dense"], version=version, dtype=dtype)
+    array = store.arrays["dense"]
+    failed: dict[int, tuple[list[int], str]] = {}
+    builder = StoreBuilder(layout, len(layers), array.shape[1], next(iter(array.devices())))
+    done, total = 0, len(layers) * (array.nbytes // array.shape[0])
+    try:
+        for layer, first, weights in dense_weights(store, dtype, layers=layers):
+            place = layers.index(layer)
+            try:
+                with builder.piece(place, first, len(weights), 0, layout.rows) as records:
+                    encode(weights, layout.format, rule, records)
+            except EncodingError as error:
+                before = failed.get(layer, ([], error.reason))
+                failed[layer] = [*before[0], *(first + e for e in error.experts)], before[1]
+                if not every:
+                    break
+            done += weights.nbytes
+            if progress is not None:
+                progress(done, total)
+        if failed:
+            builder.delete()
+            return None, failed
+        return builder.finish(), {}
+    except BaseException:
+        builder.delete()
+        raise
+
+
+def _copied(store: ExpertStore, layers: Sequence[int]) -> ExpertStore:
+    """A dense store of these layers alone, in order."""
+    layout, array = store.layouts["dense"], store.arrays["dense"]
+    builder = StoreBuilder(layout, len(layers), array.shape[1], next(iter(array.devices())))
+    batch = _batch(layout)
+    try:
+        for place, layer in enumerate(layers):
+            for first in range(0, array.shape[1], batch):
+                count = min(batch, array.shape[1] - first)
+                builder.put(place, first, read_records(array, layer, first, count))
+        return builder.finish()
+    except BaseException:
+        builder.delete()
+        raise
+
+
+def _batch(layout: ExpertLayout) -> int:
+    return max(WORKERS, _BATCH_BYTES // layout.nbytes)
+
+
+def dense_weights(
+    store: ExpertStore,
+    dtype: str,
+    batch: int | None = None,
+    layers: Sequence[int] | None = None,
+) -> Iterator[tuple[int, int, np.ndarray]]:
+    """(layer, first expert, weights [n, 3·I, D] in the run's dtype) of all experts, in order.
+
+    batch: the most experts at once; by default as many as take 64 MiB, and one for each thread.
+    layers: only those.
+    """
+    layout, array = store.layouts["dense"], store.arrays["dense"]
+    count, experts = array.shape[:2]
+    batch = batch or _batch(layout)
+    for layer in range(count) if layers is None else layers:
+        for first in range(0, experts, batch):
+            records = read_records(array, layer, first, min(batch, experts - first))
+            yield layer, first, as_weights(records, layout, dtype)
+
+
+def as_weights(records: np.ndarray, layout: ExpertLayout, dtype: str) -> np.ndarray:
+    """Dense records uint16[n, rows, D] as weights [n, 3·I, D], without a copy."""
+    shape = (len(records), layout.weight_rows, layout.hidden)
+    return records.reshape(len(records), -1).view(DTYPES[dtype]).reshape(shape)
+
+
+def read_records(array: jax.Array, layer: int, first: int, count: int) -> np.ndarray:
+    """uint16[count, rows, D]: records of experts first … first + count − 1, from pinned memory.
+
+    array: uint16[L, E, rows, D]. On the CPU a view; elsewhere through the device's memory, which
+    needs room for them.
+    """
+    if shares_memory(next(iter(array.devices()))):
+        return np.asarray(array)[layer, first : first + count]
+    return np.asarray(_reader(count)(array, layer, first))
+
+
+@functools.cache
+def _reader(count: int):
+    def read(array: jax.Array, layer: jax.Array, first: jax.Array) -> jax.Array:
+        found = jax.lax.dynamic_slice(array, (layer, first, 0, 0), (1, count, *array.shape[2:]))
+        return jax.device_put(found, jax.memory.Space.Device)[0]
+
+    return jax.jit(read)
+
+
+def relative_errors(store: ExpertStore, version: str, dtype: str) -> np.ndarray:
+    """float64[L, E]: ‖W − Ŵ‖ / ‖W‖ of each expert (Frobenius), W dense and Ŵ as the version has
+    it; 0 where W is 0. Raises VersionError without a dense version or that one."""
+    if missing := {"dense", version} - store.layouts.keys():
+        raise VersionError(f"the store has no version {', '.join(sorted(missing))}")
+    array, fmt = store.arrays[version], store.layouts[version].format
+    errors = np.zeros(array.shape[:2])
+    for layer, first, weights in dense_weights(store, dtype):
+        place = slice(first, first + len(weights))
+        decoded = decode(read_records(array, layer, first, len(weights)), fmt)
+        errors[layer, place] = relative_error(weights, decoded)
+    return errors
+
+
+def relative_error(weights: np.ndarray, decoded: np.ndarray) -> np.ndarray:
+    """float64[n]: ‖W − Ŵ‖ / ‖W‖ of n experts [n, 3·I, D]; 0 where W is 0, and NaN where W is not
+    finite and Ŵ other than W."""
+    errors = np.zeros(len(weights))
+    for i, (w, d) in enumerate(zip(weights, decoded, strict=True)):
+        if not np.array_equal(_bits(w), _bits(d)):
+            wide = to_float32(w)
+            norm = np.linalg.norm(wide)
+            with np.errstate(invalid="ignore"):
+                errors[i] = np.linalg.norm(wide - to_float32(d)) / norm if norm else 0.0
+    return errors
+
+
+def _bits(weights: np.ndarray) -> np.ndarray:
+    return weights.view(np.dtype(f"uint{8 * weights.itemsize}"))

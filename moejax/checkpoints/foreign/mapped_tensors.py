@@ -1,0 +1,275 @@
+"""Another program's parameter tree as the tensors of a Hugging Face checkpoint, by a name map."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import math
+import pathlib
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from moejax.checkpoints.foreign.name_map import (
+    NameMap,
+    Rule,
+    leaf_pattern,
+    scale_factor,
+    tensor_name,
+)
+from moejax.checkpoints.foreign.name_matching import check_names, match_leaves
+from moejax.checkpoints.orbax.tree import Leaf, LeafReader, Tree, leaf_headers, touched_bytes
+from moejax.checkpoints.safetensors.shards import Header
+from moejax.checkpoints.tensors import expected_tensors, is_ignored
+from moejax.errors import UserError
+from moejax.models.config import ModelConfig
+
+_CACHE = 64 << 20
+
+Index = tuple[int | slice, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Where one tensor's values are in a leaf.
+
+    index: of each axis of the leaf. picks: indices of axes that share one of the leaf's axes with
+    others. sizes: of the rule's axes; scale: the factor, if any. rows: those of the result's first
+    axis, None: all, uncut; shape: what is left of each axis of the result.
+    """
+
+    leaf: Leaf
+    rule: Rule
+    index: Index
+    picks: dict[str, int]
+    sizes: dict[str, int]
+    scale: float | None
+    rows: slice | None = None
+    shape: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class MappedTensors:
+    """The tensors of a tree under the names of transformers' checkpoints; a TensorFile."""
+
+    tree: Tree
+    tensors: dict[str, Header]
+    parts: dict[str, Part]
+
+    @property
+    def path(self) -> pathlib.Path:
+        return self.tree.directory
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[MappedReader]:
+        """Raises UserError while reading where the checkpoint is damaged or lacks chunks."""
+        touched: dict[str, list[int]] = {}
+        for part in self.parts.values():
+            touched.setdefault(part.leaf.path, []).append(touched_bytes(part.leaf, part.index))
+        shared = [max(sizes) for sizes in touched.values() if len(sizes) > 1]
+        # Twice, as reads of two sets of chunks may be under way; with less, every slice would
+        # decode its chunks again (measured: a hundred times slower).
+        yield MappedReader(self, LeafReader(self.tree, max([_CACHE, *(2 * n for n in shared)])))
+
+
+@dataclasses.dataclass(frozen=True)
+class MappedReader:
+    """Reads tensors; from several threads at once."""
+
+    file: MappedTensors
+    leaves: LeafReader
+
+    def get_tensor(self, name: str, /) -> np.ndarray:
+        return _read(self.leaves, self.file.parts[name])
+
+    def get_slice(self, name: str, /) -> MappedRows:
+        return MappedRows(self.leaves, self.file.parts[name])
+
+
+@dataclasses.dataclass(frozen=True)
+class MappedRows:
+    """A tensor that is read along its first axis, only what is asked for where the leaf allows."""
+
+    leaves: LeafReader
+    part: Part
+
+    def __getitem__(self, index: int | slice, /) -> np.ndarray:
+        part, before, after = self.part, self.part.rule.before, self.part.rule.after
+        whole = part.rows is None
+        if whole and after and before and after[0] in before and len(after[0]) == 1:
+            axis = before.index(after[0])
+        elif whole and after is None:
+            axis = 0
+        else:
+            return _read(self.leaves, part)[index]
+        at = (*part.index[:axis], index, *part.index[axis + 1 :])
+        return _read(self.leaves, dataclasses.replace(part, index=at))
+
+
+def map_tensors(config: ModelConfig, tree: Tree, name_map: NameMap, fields: dict) -> MappedTensors:
+    """The config's tensors in the tree; headers are read, values are not.
+
+    fields: config.json's, which the map may name; what it does not say is taken from config.
+    Raises UserError that lists leaves without a rule, rules without a leaf and tensors that are
+    missing or unknown, each with the nearest names.
+    """
+
+    source = f"{tree.directory}: {name_map.source}"
+
+    def field(name: str) -> int:
+        value = fields.get(name)
+        value = getattr(config, name, None) if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise UserError(f"{source}: the config has no integer {name}, which the map names")
+        return value
+
+    matched = match_leaves(name_map, tree)
+    leaves = leaf_headers(tree, list(matched))
+    parts: dict[str, Part] = {}
+    grouped: list[tuple[str, ...]] = []
+    for path, (relative, rule) in matched.items():
+        match = leaf_pattern(rule.leaf).fullmatch(relative)
+        assert match is not None
+        numbers = {name: int(text) for name, text in match.groupdict().items()}
+        where = f"{source}: rule {rule.leaf}"
+        for names, part in _expand(rule, leaves[path], numbers, field, config, where):
+            if all(is_ignored(config, name) for name in names):
+                continue
+            for name in names:
+                if name in parts:
+                    raise UserError(
+                        f"{where}: {path} holds {name}, and {parts[name].leaf.path} does too"
+                    )
+                parts[name] = part
+            grouped.append(names)
+    expected = {name: place.shape for name, place in expected_tensors(config, parts).items()}
+    if config.tie_word_embeddings and "lm_head.weight" in parts:
+        expected["lm_head.weight"] = expected["model.embed_tokens.weight"]
+    check_names(name_map, tree, set(parts), set(expected))
+    for names in grouped:
+        parts |= _placed(names, parts[names[0]], [expected[n] for n in names], source)
+    tensors = {name: Header(p.leaf.header.dtype, p.shape) for name, p in parts.items()}
+    return MappedTensors(tree, tensors, parts)
+
+
+def _expand(
+    rule: Rule,
+    leaf: Leaf,
+    numbers: dict[str, int],
+    field: Callable[[str], int],
+    config: ModelConfig,
+    where: str,
+) -> Iterator[tuple[tuple[str, ...], Part]]:
+    """A rule's tensors in a leaf, those of one chunk after another."""
+    shape = leaf.header.shape
+    scale = scale_factor(rule.scale, field)
+    sizes = _sizes(rule, shape, field, where) if rule.before is not None else {}
+    ranges = [range(sizes[axis]) for axis in rule.unstacked]
+    most = config.num_hidden_layers * config.num_experts * math.prod(map(len, rule.values.values()))
+    if math.prod(map(len, ranges)) > most:
+        raise UserError(
+            f"{where}: the leaf {leaf.path} of shape {list(shape)} stacks more tensors than the "
+            f"config's {config.num_hidden_layers} layers and {config.num_experts} experts have"
+        )
+    alone = {g[0]: dim for dim, g in enumerate(rule.before or []) if len(g) == 1}
+
+    def chunks(indices: tuple[int, ...]) -> list[int]:
+        pairs = zip(rule.unstacked, indices, strict=True)
+        return [i // leaf.chunk[alone[axis]] for axis, i in pairs if axis in alone]
+
+    for indices in sorted(itertools.product(*ranges), key=chunks):
+        at = dict(zip(rule.unstacked, indices, strict=True))
+        index: list[int | slice] = [slice(None)] * len(shape)
+        for axis, i in at.items():
+            if axis in alone:
+                index[alone[axis]] = i
+        labels = {a: rule.values[a][i] if a in rule.values else i for a, i in at.items()}
+        names = tuple(tensor_name(t, {**numbers, **labels}, field) for t in rule.tensors)
+        picks = {axis: i for axis, i in at.items() if axis not in alone}
+        yield names, Part(leaf, rule, tuple(index), picks, sizes, scale)
+
+
+def _sizes(
+    rule: Rule, shape: tuple[int, ...], field: Callable[[str], int], where: str
+) -> dict[str, int]:
+    """The size of each axis of a rule; one of each group follows from the leaf's shape."""
+    assert rule.before is not None
+    sizes = {axis: len(names) for axis, names in rule.values.items()}
+    for axis, size in rule.sizes.items():
+        sizes[axis] = field(size) if isinstance(size, str) else size
+    wrong = UserError(
+        f"{where}: the leaf has shape {list(shape)}, which does not fit the axes "
+        f"{' '.join('(' + ' '.join(g) + ')' for g in rule.before)}"
+        + (f" with sizes {sizes}" if sizes else "")
+    )
+    if len(shape) != len(rule.before):
+        raise wrong
+    for group, total in zip(rule.before, shape, strict=True):
+        unknown = [axis for axis in group if axis not in sizes]
+        if len(unknown) > 1:
+            raise UserError(f"{where}: give sizes for all but one of {', '.join(group)}")
+        known = math.prod(sizes[axis] for axis in group if axis in sizes)
+        if unknown and known and total % known == 0:
+            sizes[unknown[0]] = total // known
+        if math.prod(sizes.get(axis, -1) for axis in group) != total:
+            raise wrong
+    return sizes
+
+
+def _placed(
+    names: tuple[str, ...], part: Part, shapes: list[tuple[int, ...]], source: str
+) -> dict[str, Part]:
+    """The part of each of the tensors that lie one after another in it; UserError if the sizes are
+    not those of the config."""
+    rule = part.rule
+    result = (
+        part.leaf.header.shape
+        if rule.after is None
+        else tuple(math.prod(part.sizes[axis] for axis in group) for group in rule.after)
+    )
+    wanted = (sum(shape[0] for shape in shapes), *shapes[0][1:])
+    fits = len(result) == len(wanted) and all(
+        have == want or (rule.crop and have > want)
+        for have, want in zip(result, wanted, strict=True)
+    )
+    if not fits or any(shape[1:] != shapes[0][1:] for shape in shapes):
+        raise UserError(
+            f"{source}: rule {rule.leaf} makes {', '.join(names)} of shape {list(result)} from the "
+            f"leaf {part.leaf.path} {list(part.leaf.header.shape)}, but the config asks for "
+            f"{list(wanted)}"
+        )
+    if len(names) == 1 and result == wanted:
+        return {names[0]: dataclasses.replace(part, shape=result)}
+    placed, row = {}, 0
+    for name, shape in zip(names, shapes, strict=True):
+        rows = slice(row, row + shape[0])
+        placed[name] = dataclasses.replace(part, rows=rows, shape=shape)
+        row += shape[0]
+    return placed
+
+
+def _read(leaves: LeafReader, part: Part) -> np.ndarray:
+    """The tensor, or the rows of it that the index of the first axis leaves."""
+    values, rule = leaves.read(part.leaf, part.index), part.rule
+    if rule.before is not None and rule.after is not None:
+        # What the index took out has no axis any more; the rest is one axis per name.
+        groups = [
+            g for g, at in zip(rule.before, part.index, strict=True) if not isinstance(at, int)
+        ]
+        axes = [axis for group in groups for axis in group]
+        sizes = {g[0]: n for g, n in zip(groups, values.shape, strict=True) if len(g) == 1}
+        values = values.reshape([{**part.sizes, **sizes}[axis] for axis in axes])
+        values = values[tuple(part.picks.get(axis, slice(None)) for axis in axes)]
+        axes = [axis for axis in axes if axis not in part.picks]
+        kept = [tuple(a for a in group if a in axes) for group in rule.after]
+        kept = [group for group in kept if group]
+        shape = [math.prod(values.shape[axes.index(a)] for a in group) for group in kept]
+        order = [axes.index(axis) for group in kept for axis in group]
+        values = values.transpose(order).reshape(shape)
+    if part.rows is not None:
+        values = values[part.rows][tuple(slice(0, n) for n in part.shape)]
+    if part.scale is not None:
+        # In float32 and back, as MaxText's own conversion does it.
+        values = (values.astype(np.float32) * np.float32(part.scale)).astype(values.dtype)
+    return values

@@ -1,0 +1,283 @@
+"""Declarative maps from another program's parameter tree to transformers' tensor names.
+
+docs/checkpoints.md describes the format. A rule names leaves of the tree, how their axes are
+rearranged (in einops' notation, Rogozhnikov 2022) and the tensors that they hold.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.resources
+import json
+import os
+import pathlib
+import re
+from typing import Any
+
+import yaml
+
+from moejax.errors import UserError
+
+_FIELDS = ("item", "root", "ignore", "config", "rules")
+_RULE_FIELDS = ("leaf", "tensor", "axes", "values", "sizes", "scale", "crop", "optional")
+_NAME = re.compile(r"[A-Za-z_]\w*")
+_PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)(?:\*(\w+))?(?:\+(\w+))?\}")
+_SCALE = re.compile(r"(1/)?sqrt\((\w+)\)")
+
+Groups = tuple[tuple[str, ...], ...]
+"""One tuple of axis names for each axis of an array; several are one axis, the last the fastest."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """leaf: a path pattern with {name} for numbers. tensors: name patterns; several lie one after
+    another along the first axis of the result. before, after: the axes of leaf and result; None:
+    as it is. values: the names that an axis's indices stand for. sizes: of axes, a number or a
+    config field. scale: the factor, a number or "sqrt(field)" or "1/sqrt(field)". crop: cut each
+    axis to the config's size. optional: need not match."""
+
+    leaf: str
+    tensors: tuple[str, ...]
+    before: Groups | None = None
+    after: Groups | None = None
+    values: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    sizes: dict[str, int | str] = dataclasses.field(default_factory=dict)
+    scale: float | str | None = None
+    crop: bool = False
+    optional: bool = False
+
+    @property
+    def unstacked(self) -> tuple[str, ...]:
+        """The leaf's axes whose indices are spread over tensors."""
+        left = () if self.before is None else tuple(name for g in self.before for name in g)
+        kept = {name for group in self.after or () for name in group}
+        return tuple(name for name in left if name not in kept)
+
+
+@dataclasses.dataclass(frozen=True)
+class NameMap:
+    """source: the file's name, for messages. items: the item that holds the tree, the first of
+    these that a step has; empty: the only one. roots: the path above the rules' leaves, the first
+    under which any is. ignore: patterns of leaves that are no weights, from the tree's top.
+    config: config.json's fields, if the map has them."""
+
+    source: str
+    rules: tuple[Rule, ...]
+    items: tuple[str, ...] = ()
+    roots: tuple[str, ...] = ("",)
+    ignore: tuple[str, ...] = ()
+    config: dict[str, Any] | None = None
+
+
+def shipped_maps() -> tuple[str, ...]:
+    """The names of the maps in the package."""
+    folder = importlib.resources.files("moejax.checkpoints.foreign") / "name_maps"
+    return tuple(sorted(f.name[:-5] for f in folder.iterdir() if f.name.endswith(".yaml")))
+
+
+def load_name_map(name_map: str | os.PathLike[str]) -> NameMap:
+    """Reads a map. name_map: a .yaml, .yml or .json file, or the name of a shipped map.
+
+    Raises UserError naming file, rule and field.
+    """
+    shipped = shipped_maps()
+    if str(name_map) in shipped:
+        file = (
+            importlib.resources.files("moejax.checkpoints.foreign")
+            / "name_maps"
+            / f"{name_map}.yaml"
+        )
+        return parse_name_map(yaml.safe_load(file.read_text("utf-8")), str(name_map))
+    path = pathlib.Path(name_map).expanduser()
+    if path.suffix not in (".yaml", ".yml", ".json"):
+        raise UserError(
+            f"{name_map}: no name map; give a .yaml, .yml or .json file, or a map of the package: "
+            f"{', '.join(shipped)}"
+        )
+    try:
+        text = path.read_text(encoding="utf-8")
+        raw = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such name map; the package has {', '.join(shipped)}") from None
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise UserError(f"{path}: cannot be read as a name map: {error}") from None
+    return parse_name_map(raw, str(path))
+
+
+def parse_name_map(raw: Any, source: str = "name map") -> NameMap:
+    """The map of a parsed file. source: its name, for messages. Raises UserError."""
+    _check_fields(raw, _FIELDS, source)
+    rules = raw.get("rules")
+    if not isinstance(rules, list) or not rules:
+        raise UserError(f"{source}: rules must be a list of rules")
+    config = raw.get("config")
+    if config is not None and not isinstance(config, dict):
+        raise UserError(f"{source}: config must be an object of config.json's fields")
+    return NameMap(
+        source,
+        tuple(_rule(rule, f"{source}: rule {i}") for i, rule in enumerate(rules, 1)),
+        _texts(raw, "item", source),
+        tuple(root.strip("/") for root in _texts(raw, "root", source)) or ("",),
+        _texts(raw, "ignore", source),
+        config,
+    )
+
+
+def _rule(raw: Any, where: str) -> Rule:
+    _check_fields(raw, _RULE_FIELDS, where)
+    leaf = raw.get("leaf")
+    if not isinstance(leaf, str) or not leaf:
+        raise UserError(f"{where}: leaf must be a path such as decoder/norm/scale")
+    where = f"{where} ({leaf})"
+    tensors = _texts(raw, "tensor", where)
+    if not tensors:
+        raise UserError(f"{where}: tensor must be a name or a list of names")
+    before, after = _axes(raw["axes"], where) if "axes" in raw else (None, None)
+    scale = raw.get("scale")
+    if isinstance(scale, bool) or not (
+        scale is None
+        or isinstance(scale, int | float)
+        or (isinstance(scale, str) and _SCALE.fullmatch(scale))
+    ):
+        raise UserError(f"{where}: scale must be a number, sqrt(field) or 1/sqrt(field)")
+    for flag in ("crop", "optional"):
+        if not isinstance(raw.get(flag, False), bool):
+            raise UserError(f"{where}: {flag} must be true or false")
+    rule = Rule(
+        leaf,
+        tensors,
+        before,
+        after,
+        {axis: tuple(names) for axis, names in _object(raw, "values", list, where).items()},
+        _object(raw, "sizes", int | str, where),
+        scale,
+        raw.get("crop", False),
+        raw.get("optional", False),
+    )
+    _check_names(rule, where)
+    return rule
+
+
+def _check_names(rule: Rule, where: str) -> None:
+    captured = [m[1] for m in _PLACEHOLDER.finditer(rule.leaf)]
+    known = {*captured, *rule.unstacked}
+    if len(known) != len(captured) + len(rule.unstacked):
+        raise UserError(f"{where}: a name stands for two axes or numbers")
+    if any(m[2] or m[3] for m in _PLACEHOLDER.finditer(rule.leaf)):
+        raise UserError(f"{where}: arithmetic belongs into tensor, not into leaf")
+    for tensor in rule.tensors:
+        used = {m[1] for m in _PLACEHOLDER.finditer(tensor)}
+        if used != known:
+            raise UserError(
+                f"{where}: tensor {tensor} must name {_braces(known)}, and it names {_braces(used)}"
+            )
+    axes = {name for group in rule.before or () for name in group}
+    for name in rule.sizes:
+        if name not in axes:
+            raise UserError(f"{where}: sizes names {name}, which is no axis of the leaf")
+    for name in rule.values:
+        if name not in rule.unstacked:
+            raise UserError(f"{where}: values names {name}, which is no axis that tensor names")
+
+
+def _braces(names: set[str]) -> str:
+    return " and ".join(sorted("{" + name + "}" for name in names)) or "nothing in braces"
+
+
+def _axes(text: Any, where: str) -> tuple[Groups, Groups]:
+    """ "layer in head dim -> (head dim) in" as axes of the leaf and of the result."""
+    example = 'axes must be text like "in layer head dim -> (head dim) in"'
+    sides = text.split("->") if isinstance(text, str) else []
+    if len(sides) != 2:
+        raise UserError(f"{where}: {example}, not {text!r}")
+    groups: list[Groups] = []
+    for side in sides:
+        tokens = re.findall(r"\([^()]*\)|[^\s()]+|[()]", side)
+        parsed = tuple(tuple(token.strip("()").split()) for token in tokens)
+        names = [name for group in parsed for name in group]
+        if not all(parsed) or not all(_NAME.fullmatch(name) for name in names):
+            raise UserError(f"{where}: {example}, not {text!r}")
+        if len(set(names)) != len(names):
+            raise UserError(f"{where}: an axis is named twice in {side.strip()!r}")
+        groups.append(parsed)
+    before, after = groups
+    extra = {n for g in after for n in g} - {n for g in before for n in g}
+    if extra:
+        raise UserError(f"{where}: axis {sorted(extra)[0]} of the result is not in the leaf")
+    return before, after
+
+
+def _check_fields(raw: Any, known: tuple[str, ...], where: str) -> None:
+    if not isinstance(raw, dict):
+        raise UserError(f"{where}: expected an object, found {type(raw).__name__}")
+    for field in raw:
+        if field not in known:
+            raise UserError(f"{where}: unknown field {field!r}; known: {', '.join(known)}")
+
+
+def _texts(raw: dict[str, Any], field: str, where: str) -> tuple[str, ...]:
+    value = raw.get(field, [])
+    value = [value] if isinstance(value, str) else value
+    if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+        raise UserError(f"{where}: {field} must be text or a list of texts")
+    return tuple(value)
+
+
+def _object(raw: dict[str, Any], field: str, kind: Any, where: str) -> dict[str, Any]:
+    def fits(value: Any) -> bool:
+        if isinstance(value, bool) or not isinstance(value, kind):
+            return False
+        return value > 0 if isinstance(value, int) else bool(value)
+
+    value = raw.get(field, {})
+    if not isinstance(value, dict) or not all(
+        isinstance(axis, str) and fits(item) for axis, item in value.items()
+    ):
+        raise UserError(f"{where}: {field} must be an object from axes to their {field}")
+    if kind is list and not all(isinstance(n, str) for names in value.values() for n in names):
+        raise UserError(f"{where}: {field} must be lists of names")
+    return value
+
+
+def leaf_pattern(pattern: str) -> re.Pattern[str]:
+    """A rule's leaf as a regular expression whose groups are numbers; "value", which NNX puts
+    below each variable, may follow."""
+    parts = re.split(r"(\{[A-Za-z_]\w*\})", pattern)
+    text = "".join(rf"(?P<{p[1:-1]}>\d+)" if p.startswith("{") else re.escape(p) for p in parts)
+    return re.compile(text + "(?:/value)?")
+
+
+def ignore_pattern(pattern: str) -> re.Pattern[str]:
+    """Of paths from the tree's top: * is part of a name, ** any number of names."""
+    parts = re.split(r"(\*\*|\*)", pattern)
+    kinds = {"**": ".*", "*": "[^/]*"}
+    return re.compile("".join(kinds.get(part, re.escape(part)) for part in parts))
+
+
+def tensor_name(pattern: str, numbers: dict[str, int | str], field: Any) -> str:
+    """The pattern with its placeholders filled in. numbers: by name, text for axes with values.
+    field: a function that gives a config field's integer."""
+
+    def fill(match: re.Match[str]) -> str:
+        value = numbers[match[1]]
+        if not (match[2] or match[3]):
+            return str(value)
+        if isinstance(value, str):
+            raise UserError(f"tensor {pattern}: {match[1]} has names, so {match[0]} is no number")
+        factor, offset = (
+            default if text is None else int(text) if text.isdigit() else field(text)
+            for text, default in ((match[2], 1), (match[3], 0))
+        )
+        return str(value * factor + offset)
+
+    return _PLACEHOLDER.sub(fill, pattern)
+
+
+def scale_factor(scale: float | str | None, field: Any) -> float | None:
+    """The number that a rule's scale is; field as in tensor_name."""
+    if not isinstance(scale, str):
+        return scale
+    match = _SCALE.fullmatch(scale)
+    assert match is not None
+    root = float(field(match[2])) ** 0.5
+    return 1 / root if match[1] else root

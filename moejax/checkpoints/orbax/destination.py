@@ -1,0 +1,127 @@
+"""The directory that a conversion writes into: DST.partial, which becomes DST at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import pathlib
+import shutil
+from collections.abc import Iterator
+
+from moejax.checkpoints.orbax.manifest import JOURNAL, MANIFEST
+from moejax.errors import UserError
+
+log = logging.getLogger("moejax")
+
+LOCK = "moejax.lock"
+"""In DST.partial, locked while a conversion writes there."""
+
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def free_destination(destination: str | os.PathLike[str]) -> pathlib.Path:
+    """Where a new checkpoint may be written, its links resolved. Raises UserError where something
+    is there already, but for an empty directory."""
+    dst = _resolved(destination)
+    if dst.exists() and not (dst.is_dir() and not any(dst.iterdir())):
+        raise UserError(f"{dst}: already there; delete it or choose another destination")
+    return dst
+
+
+@contextlib.contextmanager
+def written_beside(dst: pathlib.Path) -> Iterator[pathlib.Path]:
+    """DST.partial, locked; whatever the block has written there is DST after it. Where the block
+    raises, DST does not appear. dst: of free_destination. Raises UserError for errors of the
+    filesystem, and where DST.partial holds something else."""
+    work = dst.with_name(dst.name + ".partial")
+    if dst.exists():
+        _remove_empty(dst)
+    try:
+        work.mkdir(parents=True, exist_ok=True)
+        _require_ours(work)
+        with _locked(work):
+            yield work
+            os.rename(work, dst)
+            # Not before: while the directory is at DST.partial, its lock must be there.
+            (dst / LOCK).unlink()
+            _sync_directory(dst.parent)
+    except OSError as error:
+        raise _write_error(work, error) from error
+
+
+def _resolved(destination: str | os.PathLike[str]) -> pathlib.Path:
+    """Without links, since one could not be replaced by a directory in the end."""
+    try:
+        return pathlib.Path(destination).expanduser().resolve()
+    except (OSError, RuntimeError) as error:
+        raise UserError(f"{destination}: cannot be resolved: {error}") from None
+
+
+def _remove_empty(dst: pathlib.Path) -> None:
+    """Now rather than by the rename at the end, which may be hours away."""
+    try:
+        dst.rmdir()
+    except OSError as error:
+        raise UserError(
+            f"{dst}: the empty directory cannot be replaced, as mount points cannot "
+            f"({error.strerror}); give a directory below it, {dst / 'model'}"
+        ) from None
+
+
+def _require_ours(work: pathlib.Path) -> None:
+    names = {path.name for path in work.iterdir()}
+    strangers = sorted(names - {f"{JOURNAL}.new", LOCK})
+    if strangers and not names & {JOURNAL, MANIFEST}:
+        raise UserError(
+            f"{work}: the conversion needs this directory, but it holds {strangers[0]!r} and no "
+            "unfinished conversion; choose another destination, or move it away"
+        )
+
+
+@contextlib.contextmanager
+def _locked(work: pathlib.Path) -> Iterator[None]:
+    """Holds a lock, which ends with the process however it ends."""
+    # Not the directory's own: NFS locks only what is open for writing.
+    with open(work / LOCK, "ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{work}: another conversion is writing it; wait for its end") from None
+        except OSError as error:
+            log.warning(
+                "%s: this filesystem has no locks (%s); run no second conversion to the same place",
+                work,
+                error.strerror,
+            )
+        yield
+
+
+def _sync_directory(path: pathlib.Path) -> None:
+    directory = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def require_space(work: pathlib.Path, nbytes: int) -> None:
+    """Raises UserError where the disk has less free."""
+    free = shutil.disk_usage(work).free
+    if free < nbytes:
+        raise UserError(
+            f"{work}: {nbytes / 2**30:.1f} GiB are still to be written, but the disk has "
+            f"{free / 2**30:.1f} GiB free; free some, or choose another destination"
+        )
+
+
+def _write_error(work: pathlib.Path, error: OSError) -> UserError:
+    path = error.filename or work
+    if error.errno in _NO_SPACE:
+        return UserError(
+            f"{path}: {error.strerror}: the disk is full, or a limit on files is reached. What is "
+            f"whole in {work} is kept: free some space and run the same command again"
+        )
+    return UserError(f"{path}: cannot be read or written: {error.strerror or error}")

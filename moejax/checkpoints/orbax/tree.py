@@ -1,0 +1,208 @@
+"""One tree of an Orbax checkpoint: names, shapes and dtypes of its leaves, and parts of them.
+
+Any program's tree is read, of v0 and v1, with OCDBT or a directory per leaf, zarr 2 or 3, whatever
+mesh wrote it: tensorstore reads the arrays, and nothing that the checkpoint names is imported or
+unpickled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import pathlib
+from typing import Any
+
+import numpy as np
+import tensorstore as ts
+
+from moejax.checkpoints.directory import may_lead_to, read_json
+from moejax.checkpoints.orbax.steps import TREE
+from moejax.checkpoints.safetensors.shards import FLOAT_DTYPES, Header
+from moejax.errors import UserError
+
+_EMPTY = ("None", "Dict", "List", "Tuple", "NamedTuple", "string")
+"""Orbax's value types that are no arrays."""
+_MANIFEST = "manifest.ocdbt"
+_HEADERS_CACHE = 64 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Tree:
+    """leaves: path, the keys joined by "/", → name on disk. sparse: written by an Orbax so old that
+    it left out chunks of zeros. custom: what its writer added."""
+
+    directory: pathlib.Path
+    leaves: dict[str, str]
+    zarr3: bool
+    sparse: bool
+    custom: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """header: dtype and shape. chunk: the shape of what is read and decoded at once."""
+
+    path: str
+    header: Header
+    chunk: tuple[int, ...]
+
+
+def read_tree(directory: pathlib.Path) -> Tree:
+    """The leaves that an item's _METADATA lists; no array is opened.
+
+    Raises UserError for metadata that is not Orbax's, for leaf names that leave the directory or
+    cannot be printed, and for links out of it.
+    """
+    path = directory / TREE
+    raw = read_json(path)
+    entries = raw.get("tree_metadata")
+    if not isinstance(entries, dict) or not entries:
+        raise UserError(f"{path}: tree_metadata must be an object of leaves")
+    leaves: dict[str, str] = {}
+    names: dict[str, str] = {}
+    for entry in entries.values():
+        keys, kind = _keys(entry, path)
+        if kind in _EMPTY:
+            continue
+        leaf, name = "/".join(keys), ".".join(keys)
+        if leaf in leaves or name in names:
+            raise UserError(f"{path}: two leaves are called {leaf}")
+        if not name.isprintable():  # it could write over what the terminal shows
+            raise UserError(f"{path}: the leaf name {leaf!a} has unprintable characters")
+        if any(part in ("", ".", "..") for part in name.split("/")):
+            raise UserError(f"{path}: the leaf {leaf!r} would be outside of the checkpoint")
+        leaves[leaf] = names[name] = name
+    _refuse_links(directory)
+    custom = raw.get("custom_metadata")
+    return Tree(
+        directory,
+        leaves,
+        zarr3=raw.get("use_zarr3") is True,
+        sparse=raw.get("store_array_data_equal_to_fill_value") is not True,
+        custom=custom if isinstance(custom, dict) else {},
+    )
+
+
+def _keys(entry: Any, path: pathlib.Path) -> tuple[list[str], str]:
+    try:
+        keys = [part["key"] for part in entry["key_metadata"]]
+        kind = entry["value_metadata"]["value_type"]
+    except (TypeError, KeyError):
+        keys, kind = [], None
+    if not keys or not all(isinstance(key, str) for key in keys) or not isinstance(kind, str):
+        raise UserError(f"{path}: an entry of tree_metadata has no key_metadata or value_metadata")
+    return keys, kind
+
+
+def _refuse_links(directory: pathlib.Path) -> None:
+    inside = directory.resolve()
+    for folder, folders, files in os.walk(directory):
+        for name in (*folders, *files):
+            path = pathlib.Path(folder, name)
+            if path.is_symlink() and not may_lead_to(path.resolve(), inside):
+                raise UserError(
+                    f"{path}: a link that leaves the checkpoint; copy what it points to "
+                    "(cp -rL), or remove it"
+                )
+
+
+def leaf_headers(tree: Tree, paths: list[str]) -> dict[str, Leaf]:
+    """Dtype, shape and chunks of leaves, none of whose values are read.
+
+    Raises UserError for arrays that are missing or damaged, and for dtypes that are not weights'.
+    """
+    context = _context(_HEADERS_CACHE)
+    opening = [(path, _open(tree, path, context)) for path in paths]
+    leaves = {}
+    for path, future in opening:
+        store = _result(tree, path, future)
+        shape, dtype = tuple(store.shape), store.dtype.name
+        if dtype not in FLOAT_DTYPES.values():
+            raise UserError(
+                f"{tree.directory}: leaf {path} has dtype {dtype}, which is not one of weights "
+                f"({', '.join(FLOAT_DTYPES.values())}); if it is no weight, ignore it in the name "
+                "map"
+            )
+        chunk = tuple(store.chunk_layout.read_chunk.shape or shape)
+        if any(c > max(n, 1) for c, n in zip(chunk, shape, strict=True)):
+            raise UserError(
+                f"{tree.directory}: leaf {path} of shape {list(shape)} has chunks {list(chunk)}, "
+                "larger than itself; the checkpoint is damaged"
+            )
+        leaves[path] = Leaf(path, Header(dtype, shape), chunk)
+    return leaves
+
+
+class LeafReader:
+    """Reads parts of a tree's leaves. Several threads may read at once.
+
+    cache_bytes: of decoded chunks that are kept, so that the next slice of a chunk is a copy.
+    """
+
+    def __init__(self, tree: Tree, cache_bytes: int):
+        self._tree, self._context = tree, _context(cache_bytes)
+        self._stores: dict[str, Any] = {}
+
+    def read(self, leaf: Leaf, index: tuple[int | slice, ...]) -> np.ndarray:
+        """leaf[index] as an array of its own. Raises UserError, also where a chunk is missing:
+        the checkpoint's readers would else take zeros for it."""
+        future = self._stores.get(leaf.path)
+        if future is None:
+            future = self._stores[leaf.path] = _open(self._tree, leaf.path, self._context)
+        store = _result(self._tree, leaf.path, future)
+        if tuple(store.shape) != leaf.header.shape or store.dtype.name != leaf.header.dtype:
+            raise UserError(f"{self._tree.directory}: leaf {leaf.path} changed while being read")
+        return np.asarray(_result(self._tree, leaf.path, store[index].read()))
+
+
+def touched_bytes(leaf: Leaf, index: tuple[int | slice, ...]) -> int:
+    """Bytes of the chunks that reading leaf[index] decodes. Slices in index are whole axes."""
+    cells = [
+        chunk if isinstance(at, int) else -(-size // max(chunk, 1)) * chunk
+        for size, chunk, at in zip(leaf.header.shape, leaf.chunk, index, strict=True)
+    ]
+    return math.prod(cells) * (4 if leaf.header.dtype == "float32" else 2)
+
+
+def _context(cache_bytes: int) -> Any:
+    return ts.Context({"cache_pool": {"total_bytes_limit": cache_bytes}})
+
+
+def _open(tree: Tree, path: str, context: Any) -> Any:
+    directory, name = str(tree.directory.resolve()), tree.leaves[path]
+    if (tree.directory / _MANIFEST).is_file():
+        files = {"driver": "file", "path": f"{directory}/"}
+        store = {"driver": "ocdbt", "base": files, "path": f"{name}/"}
+    else:
+        store = {"driver": "file", "path": f"{directory}/{name}/"}
+    spec = {
+        "driver": "zarr3" if tree.zarr3 else "zarr",
+        "kvstore": store,
+        "fill_missing_data_reads": False,
+        "recheck_cached_metadata": "open",
+        "recheck_cached_data": "open",
+    }
+    try:
+        return ts.open(spec, open=True, read=True, context=context)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise _damaged(tree, path, error) from None
+
+
+def _result(tree: Tree, path: str, future: Any) -> Any:
+    try:
+        return future.result()
+    except (ValueError, TypeError, OverflowError, OSError, MemoryError) as error:
+        raise _damaged(tree, path, error) from None
+
+
+def _damaged(tree: Tree, path: str, error: Exception) -> UserError:
+    text = str(error).split(" [tensorstore_spec", 1)[0]
+    old = (
+        ". It was written by an old Orbax, which left out chunks of zeros, so that they cannot be "
+        "told from lost ones; restore it with Orbax and save it again"
+    )
+    return UserError(
+        f"{tree.directory}: leaf {path} is missing or damaged, in part or whole ({text}); copy the "
+        f"checkpoint again, or use another step{old if tree.sparse else ''}"
+    )

@@ -1,0 +1,174 @@
+"""Random weights in the sizes of known models: for benches and tests, where only sizes matter."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import numpy as np
+
+from host_offload.memory.layout import ExpertLayout
+from host_offload.memory.store import ExpertStore, StoreBuilder
+from moejax.checkpoints import params
+from moejax.checkpoints.load import NUMPY_DTYPES, LoadedModel, run_dtype
+from moejax.errors import UserError
+from moejax.models.config import ModelConfig, parse_config
+
+SHAPES: dict[str, dict[str, int]] = {
+    "demo": dict(
+        num_hidden_layers=4,
+        hidden_size=128,
+        moe_intermediate_size=128,
+        num_experts=16,
+        num_experts_per_tok=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        vocab_size=4096,
+        max_position_embeddings=1024,
+    ),
+    "qwen3-30b-a3b": dict(
+        num_hidden_layers=48,
+        hidden_size=2048,
+        moe_intermediate_size=768,
+        num_experts=128,
+        num_experts_per_tok=8,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        vocab_size=151936,
+        max_position_embeddings=40960,
+    ),
+    "mixtral-8x7b": dict(
+        num_hidden_layers=32,
+        hidden_size=4096,
+        moe_intermediate_size=14336,
+        num_experts=8,
+        num_experts_per_tok=2,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        vocab_size=32000,
+        max_position_embeddings=32768,
+    ),
+    "olmoe": dict(
+        num_hidden_layers=16,
+        hidden_size=2048,
+        moe_intermediate_size=1024,
+        num_experts=64,
+        num_experts_per_tok=8,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        head_dim=128,
+        vocab_size=50304,
+        max_position_embeddings=4096,
+    ),
+}
+"""The sizes, from the models' config.json."""
+
+SPREAD = 0.02
+"""Standard deviation of the weights; that of norms is 0 and their mean 1."""
+
+_BLOCK = 1 << 22
+"""Random values drawn for each dtype; every weight is one of them."""
+
+
+def shape(name: str, layers: int | None = None) -> ModelConfig:
+    """The config of a Qwen3-MoE model with the sizes of `name`, one of SHAPES.
+
+    Only the sizes are theirs: Mixtral and OLMoE differ from Qwen3-MoE in norms, rope and router.
+    layers: fewer or more than the model has. Raises UserError for an unknown name or no layers.
+    """
+    if name not in SHAPES:
+        raise UserError(f"shape {name!r} is unknown; choose {', '.join(SHAPES)}")
+    if layers is not None and layers < 1:
+        raise UserError(f"layers must be at least 1, got {layers}")
+    sizes = SHAPES[name] | ({} if layers is None else {"num_hidden_layers": layers})
+    return parse_config(
+        {"model_type": "qwen3_moe", "norm_topk_prob": True, "dtype": "bfloat16", **sizes}, name
+    )
+
+
+def expert_layout(config: ModelConfig, dtype: str = "auto") -> ExpertLayout:
+    """The dense record of one expert. dtype: as for random_model."""
+    return config.expert_layout(NUMPY_DTYPES[_run_dtype(config, dtype)].itemsize)
+
+
+def abstract_params(config: ModelConfig, dtype: str = "auto") -> dict[str, Any]:
+    """LoadedModel.params as ShapeDtypeStructs. dtype: as for random_model."""
+    return params.abstract_params(config, NUMPY_DTYPES[_run_dtype(config, dtype)])
+
+
+def model_bytes(config: ModelConfig, dtype: str = "auto") -> tuple[int, int]:
+    """Bytes of (the expert store, the other parameters). dtype: as for random_model."""
+    experts = sum(config.moe_layers) * config.num_experts * expert_layout(config, dtype).nbytes
+    leaves = jax.tree.leaves(abstract_params(config, dtype))
+    return experts, sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+
+
+def random_model(
+    config: ModelConfig, dtype: str = "auto", device: jax.Device | None = None, seed: int = 0
+) -> LoadedModel:
+    """A model with random weights, as load_checkpoint would return it.
+
+    dtype: "auto" (the config's) or one of DTYPE_NAMES. device: the first one by default. The same
+    arguments give the same weights. All weights come from one block of _BLOCK normal values, each
+    array and expert from another place in it, so that gigabytes take seconds.
+
+    Raises UserError for an unknown dtype and MemoryError as StoreBuilder does.
+    """
+    to_name = _run_dtype(config, dtype)
+    device = jax.devices()[0] if device is None else device
+    generator = np.random.default_rng(seed)
+    block = (generator.standard_normal(_BLOCK, np.float32) * SPREAD).astype(NUMPY_DTYPES[to_name])
+    layout = expert_layout(config, dtype)
+    store = _random_store(config, layout, block.view(np.uint16), generator, device)
+
+    def fill(path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        if str(path[-1].key).endswith("norm"):
+            values = np.ones(leaf.shape, leaf.dtype)
+        else:
+            values = _piece(block, int(generator.integers(_BLOCK)), leaf.shape)
+        return jax.block_until_ready(jax.device_put(values, device))
+
+    weights = jax.tree_util.tree_map_with_path(fill, abstract_params(config, dtype))
+    config = dataclasses.replace(config, dtype=config.dtype or to_name)
+    return LoadedModel(config, to_name, weights, store, layout)
+
+
+def _run_dtype(config: ModelConfig, dtype: str) -> str:
+    return run_dtype(dtype, config.dtype or "bfloat16")
+
+
+def _random_store(
+    config: ModelConfig,
+    layout: ExpertLayout,
+    bits: np.ndarray,
+    generator: np.random.Generator,
+    device: jax.Device,
+) -> ExpertStore:
+    layers, experts = sum(config.moe_layers), config.num_experts
+    builder = StoreBuilder(layout, layers, experts, device)
+    try:
+        for layer in range(layers):
+            for expert in range(experts):
+                # A float32 is two uint16: an odd start would mix the halves of two values.
+                start = int(generator.integers(bits.size // 2)) * 2
+                record = _piece(bits, start, (1, layout.rows, layout.hidden))
+                builder.put(layer, expert, record)
+        return builder.finish()
+    except BaseException:
+        builder.delete()
+        raise
+
+
+def _piece(block: np.ndarray, start: int, shape: tuple[int, ...]) -> np.ndarray:
+    """An array of that shape: the block from `start`, around and around."""
+    values = np.empty(math.prod(shape), block.dtype)
+    first = min(block.size - start, values.size)
+    values[:first] = block[start : start + first]
+    for at in range(first, values.size, block.size):
+        values[at : at + block.size] = block[: values.size - at]
+    return values.reshape(shape)

@@ -1,0 +1,84 @@
+"""``moejax check-gpu``: whether the kernels compute what they should on this GPU."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+_DESCRIPTION = """\
+Checks on a real GPU. Run it first on a new card, and after any change of jax or driver. Exit status
+1 where a check fails.
+
+kernels  every kernel configuration that dispatch may choose for the shapes named, compared with the
+         XLA reference on this device; right ones are written to the table that dispatch reads,
+         wrong ones are listed and left out
+bits     contract 1 on this device: the tests of a checkout, so not from an installed wheel
+engine   a model of the size of Qwen3-30B-A3B with random weights: 200 decode steps at four expert
+         budgets, which must give equal bits
+"""
+
+_PARTS = ("kernels", "bits", "engine")
+
+
+def _names(text: str) -> list[str]:
+    return text.split(",")
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    """Adds the command; its `run` takes the parsed arguments and returns the exit status."""
+    check = commands.add_parser(
+        "check-gpu",
+        help="check the GPU kernels on this machine's GPU",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    check.set_defaults(run=_run)
+    for part in _PARTS:
+        check.add_argument(f"--{part}", action="store_true", help=f"only {part} (may be combined)")
+    check.add_argument(
+        "--shapes",
+        type=_names,
+        help="comma-separated model shapes for `kernels` (default: all that are known)",
+    )
+    check.add_argument(
+        "--dtypes",
+        type=_names,
+        default=["bfloat16", "float16"],
+        help="comma-separated dtypes for `kernels` (default: bfloat16,float16)",
+    )
+    check.add_argument(
+        "--tables", type=Path, metavar="DIR", help="where the table goes (default: the package)"
+    )
+    check.add_argument(
+        "--engine-shape",
+        default="qwen3-30b-a3b",
+        metavar="SHAPE",
+        help="the model of `engine` (default: qwen3-30b-a3b)",
+    )
+    check.add_argument("--layers", type=int, help="fewer layers for `engine`")
+    check.add_argument("--steps", type=int, default=200, help="decode steps (default: 200)")
+
+
+def _run(args: argparse.Namespace) -> int:
+    # Another process shares the GPU while the tests run: this one may not take most of it before.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    from moejax.checkpoints.random_model import SHAPES
+    from moejax.errors import UserError
+    from moejax.evaluate.gpu_check import check_device
+    from pallas_kernels.verification.table import SHIPPED
+
+    for name in (*(args.shapes or ()), args.engine_shape):
+        if name not in SHAPES:
+            raise UserError(f"no shape is called {name!r}; known: {', '.join(SHAPES)}")
+    failures = check_device(
+        [part for part in _PARTS if getattr(args, part)] or _PARTS,
+        shapes=args.shapes or list(SHAPES),
+        dtypes=args.dtypes,
+        tables=args.tables or SHIPPED,
+        engine_shape=args.engine_shape,
+        layers=args.layers,
+        steps=args.steps,
+    )
+    return 1 if failures else 0

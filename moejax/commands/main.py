@@ -1,0 +1,77 @@
+"""The command ``moejax``.
+
+Nothing heavy is imported before the arguments are known to be right, so ``--help`` and mistakes
+answer at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from host_offload.memory.budget import BudgetError
+from moejax.commands import (
+    EXIT_BROKEN_PIPE,
+    EXIT_INTERRUPTED,
+    EXIT_USER_ERROR,
+    calibrate,
+    check_gpu,
+    convert,
+    eval,
+    generate,
+    info,
+    plan,
+    quantize,
+)
+from moejax.commands.trace import trace
+from moejax.errors import UserError
+
+COMMANDS = (generate, eval, info, convert, quantize, trace, calibrate, plan, check_gpu)
+"""Modules with ``add_parser(commands)``, which adds a command whose default `run` takes the parsed
+arguments and returns the exit status. They import what is heavy when they run."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status. argv: the arguments after ``moejax``."""
+    try:
+        args = _parser().parse_args(argv)
+        return args.run(args)
+    except (UserError, BudgetError) as error:
+        print(f"moejax: error: {error}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    except KeyboardInterrupt:
+        print("moejax: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # What is still buffered would raise again when the interpreter closes stdout.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return EXIT_BROKEN_PIPE
+
+
+class _Version(argparse.Action):
+    """``--version``, looked up only when asked for."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            print(f"moejax {version('moejax')}")
+        except PackageNotFoundError:
+            raise UserError("moejax runs from its source and has no version; install it") from None
+        parser.exit()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="moejax",
+        description="Run Mixture-of-Experts language models that do not fit in device memory.",
+        epilog="moejax COMMAND --help has the options and examples of a command.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for command in COMMANDS:
+        command.add_parser(commands)
+    return parser

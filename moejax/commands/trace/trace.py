@@ -1,0 +1,337 @@
+"""``moejax trace``: what a trace's routing is like, and traces of other programs' routing."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import textwrap
+from typing import TYPE_CHECKING
+
+from moejax.commands.options.checkpoint import add_checkpoint_options
+from moejax.commands.tables import new_table, print_table
+from moejax.commands.trace import scores as trace_scores
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from host_offload.traces.reader import TraceHeader
+    from host_offload.traces.statistics import TraceStatistics
+    from moejax.models.model_config import ModelConfig
+
+_INFO_EPILOG = """\
+Every figure is beside what papers measured of real models, where they did: what holds for a small
+model need not hold for a large one, and a trace of another shape proves nothing of it.
+
+examples:
+  moejax trace info run1
+  moejax trace info run1 --model demo --json
+      refuses a trace of another model
+"""
+
+_CONVERT_EPILOG = """\
+SRC is an array of expert ids [tokens, layers, k] as .npy, or .npz or .parquet with more columns, or
+.jsonl with a request or a response of vLLM or SGLang per line; docs/trace_format.md has them all.
+What SRC does not say is absent from DST, never made up.
+
+examples:
+  moejax trace convert routed.jsonl qwen.trace --model Qwen3-30B-A3B/config.json --batch 8
+  moejax trace convert dump.npz other.trace --experts 64
+"""
+
+_GENERATE_EPILOG = """\
+kinds:
+  qwen3-like  fitted to what is published of Qwen3-30B-A3B
+  uniform     every expert as likely
+  zipf        Zipf's law
+  phases      qwen3-like, and the hot experts change every --phase-tokens tokens
+
+examples:
+  moejax trace generate qwen.trace --kind qwen3-like --sequences 8 --tokens 512
+"""
+
+
+PAIRS = 20
+"""Most pairs of domains that are shown one by one; --json has all."""
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    """Adds the command; its `run` takes the parsed arguments and returns the exit status."""
+    trace = commands.add_parser(
+        "trace",
+        help="look at routing traces, convert and generate them",
+        description="Look at routing traces (generate --trace DIR), convert and generate them.",
+        allow_abbrev=False,
+    )
+    actions = trace.add_subparsers(dest="action", metavar="ACTION", required=True)
+
+    def add(name: str, text: str, epilog: str) -> argparse.ArgumentParser:
+        return actions.add_parser(
+            name,
+            help=text,
+            description=text[0].upper() + text[1:] + ".",
+            epilog=epilog,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+
+    info = add(
+        "info", "show what a trace's routing is like, beside published figures", _INFO_EPILOG
+    )
+    info.set_defaults(run=_info)
+    info.add_argument("directory", metavar="DIR", help="a trace")
+    _add_model(info, "refuse the trace if it is not of this model")
+    info.add_argument("--json", action="store_true", help="one JSON object; shares are 0 … 1")
+
+    scores = add("scores", "write who is used most, for --precision", trace_scores.EPILOG)
+    trace_scores.add_arguments(scores)
+    _add_model(scores, "also write weights of errors; refuse the trace if it is not of this model")
+
+    convert = add(
+        "convert", "make a trace of routing that another program recorded", _CONVERT_EPILOG
+    )
+    convert.set_defaults(run=_convert)
+    convert.add_argument("source", metavar="SRC", help="a .npy, .npz, .jsonl or .parquet file")
+    convert.add_argument("destination", metavar="DST", help="the new trace's directory")
+    _add_model(convert, "of this model; gives the number of experts, and checks shapes")
+    for option, text in (
+        ("--experts", "routed experts of a layer, without --model"),
+        ("--layers", "layers in ids without a shape, dense ones included"),
+        ("--top-k", "experts of a token in ids without a shape"),
+        ("--batch", "requests that a step computes, where SRC has no steps (default: 1)"),
+        ("--prompt-tokens", "first tokens of each request that are prompt, where SRC does not say"),
+    ):
+        convert.add_argument(option, type=int, metavar="N", help=text)
+    convert.add_argument(
+        "--dense-layers", type=int, default=0, metavar="N", help="first layers without experts"
+    )
+
+    generate = add("generate", "write a trace of synthetic routing", _GENERATE_EPILOG)
+    generate.set_defaults(run=_generate)
+    generate.add_argument("destination", metavar="DST", help="the new trace's directory")
+    generate.add_argument(
+        "--kind", default="qwen3-like", metavar="KIND", help="(default: qwen3-like)"
+    )
+    for option, default, text in (
+        ("--layers", 48, "MoE layers"),
+        ("--experts", 128, "routed experts of a layer"),
+        ("--top-k", 8, "experts of a token"),
+        ("--sequences", 1, "sequences that every step goes on with"),
+        ("--tokens", 256, "tokens of a sequence, prompt included"),
+        ("--prompt-tokens", 0, "tokens of its prompt, all in one prefill step"),
+        ("--phase-tokens", 64, "tokens until hot experts change, for phases"),
+        ("--seed", 0, "of the random numbers"),
+    ):
+        generate.add_argument(
+            option, type=int, default=default, metavar="N", help=f"{text} (default: {default})"
+        )
+
+
+def _add_model(parser: argparse.ArgumentParser, text: str) -> None:
+    parser.add_argument("--model", metavar="PATH", help=f"{text}: a checkpoint or a config.json")
+    add_checkpoint_options(parser)
+
+
+def model_config(args: argparse.Namespace) -> ModelConfig | None:
+    """Of --model; None without it."""
+    if args.model is None:
+        return None
+    from moejax.start.info import read_headers
+
+    return read_headers(args.model, args.step, args.name_map)[0]
+
+
+# ---- info
+
+
+def _info(args: argparse.Namespace) -> int:
+    import dataclasses
+
+    from host_offload.traces.reader import TraceError, read_trace
+    from host_offload.traces.statistics import as_json, trace_statistics
+    from moejax.errors import UserError
+    from moejax.traces import published
+
+    try:
+        trace = read_trace(args.directory)
+        check_model(args.directory, trace.header, model_config(args))
+        statistics = trace_statistics(trace)
+    except TraceError as error:
+        raise UserError(str(error)) from error
+    header = trace.header
+    if args.json:
+        shape = {"layers": header.layers, "experts": header.experts, "top_k": header.top_k}
+        published = [dataclasses.asdict(model) for model in published.MODELS]
+        found = {"trace": args.directory, **shape, "complete": trace.complete}
+        found |= {"absent": list(header.absent), "spec": header.spec}
+        found |= {"statistics": as_json(statistics), "published": published}
+        print(json.dumps(found, indent=2))
+        return 0
+    _print_head(args.directory, header, statistics, trace.complete)
+    print_table(_activated(statistics))
+    print(published.ACTIVATED_NOTES)
+    print_table(_measures(header, statistics))
+    print(published.MEASURE_NOTES)
+    if len(statistics.domains) > 1:
+        print_table(_domains(statistics))
+        print(published.DOMAIN_NOTES)
+    return 0
+
+
+def check_model(directory: str, header: TraceHeader, config: ModelConfig | None) -> None:
+    """Raises UserError for a trace of another model."""
+    if config is None:
+        return
+    from moejax.errors import UserError
+    from moejax.traces.tracer import config_digest
+
+    found = header.layers, header.experts, header.top_k
+    wanted = sum(config.moe_layers), config.num_experts, config.num_experts_per_tok
+    if found != wanted:
+        raise UserError(
+            f"{directory} is of another model: it has {found[0]} MoE layers of {found[1]} experts, "
+            f"top-{found[2]}; the model has {wanted[0]} of {wanted[1]}, top-{wanted[2]}"
+        )
+    if header.config_digest and header.config_digest != config_digest(config):
+        raise UserError(
+            f"{directory} is of another model: its configuration's digest is "
+            f"{header.config_digest[:12]}…, the model's {config_digest(config)[:12]}…"
+        )
+
+
+def _print_head(
+    directory: str, header: TraceHeader, statistics: TraceStatistics, complete: bool
+) -> None:
+    from moejax.traces.published import same_shape
+
+    s = statistics
+    shape = f"{header.layers} MoE layers of {header.experts} experts, top-{header.top_k}"
+    print(f"{directory}: {shape}")
+    kinds = {
+        "prefill": s.prefill_steps,
+        "decode": s.decode_steps,
+        "of unknown kind": s.unknown_steps,
+    }
+    steps = ", ".join(f"{n} {kind}" for kind, n in kinds.items() if n) or "none"
+    requests = "unknown requests" if s.requests is None else f"{s.requests} requests"
+    print(f"steps: {steps}; {s.tokens} tokens of {requests}")
+    if not complete:
+        print("The run did not end in order, or goes on: the steps are those that were written.")
+    if header.absent:
+        print(textwrap.fill(f"absent: {', '.join(header.absent)}", 80, break_on_hyphens=False))
+    if model := same_shape(header.layers, header.experts, header.top_k):
+        print(f"The shape is that of {model.name}.")
+    else:
+        print(
+            "No published model has this shape. Published figures are of other models: what this\n"
+            "trace shows need not hold for them."
+        )
+    if "generator" in header.spec:
+        print(f"The routing is synthetic ({header.spec['generator']}): it shows what was put in.")
+
+
+def _percent(share: float) -> str:
+    return "–" if share != share else f"{share:.1%}"
+
+
+def _activated(statistics: TraceStatistics) -> Table:
+    from moejax.traces.published import MODELS
+
+    columns = ("steps", "tokens", "uniform", *(f"[{i + 1}]" for i in range(len(MODELS))))
+    table = new_table("active of a layer, at batch", *columns)
+    for batch, share in statistics.activated.items():
+        table.add_row(
+            str(batch),
+            _percent(statistics.activated_in_steps.get(batch, float("nan"))),
+            _percent(share),
+            _percent(statistics.activated_uniform[batch]),
+            *(_percent(model.activated[batch]) for model in MODELS),
+        )
+    return table
+
+
+def _measures(header: TraceHeader, statistics: TraceStatistics) -> Table:
+    from moejax.traces import published
+
+    s, experts = statistics, header.experts
+    table = new_table("decode", "trace", "by chance", "published")
+    table.add_row(
+        "experts kept from token to token",
+        _percent(s.token_overlap),
+        _percent(s.token_overlap_by_chance),
+        published.TOKEN_OVERLAP,
+    )
+    table.add_row("from step to step", _percent(s.step_overlap), "", published.STEP_OVERLAP)
+    table.add_row(
+        "experts with 90% of all routing",
+        f"{s.experts_for_90:.1f}, {s.experts_for_90 / experts:.0%}",
+        "90%",
+        published.CONCENTRATION,
+    )
+    for quantile, distance in s.reuse_distances.items():
+        found = "–" if distance != distance else f"{distance:.0f}"
+        table.add_row(f"reuse distance, {quantile:.0%} below", found, "", published.NO_NUMBER)
+    for cells, share in s.lru_misses.items():
+        name = f"LRU misses, {cells} cells a layer ({cells / experts:.0%})"
+        bound = "≥ " if cells < s.largest_step else ""
+        table.add_row(name, bound + _percent(share), "", published.NO_NUMBER)
+    return table
+
+
+def _domains(statistics: TraceStatistics) -> Table:
+    table = new_table("domains", "divergence", "variation", "hot experts shared")
+
+    def row(name: str, *measures: float) -> None:
+        table.add_row(name, f"{measures[0]:.3f}", f"{measures[1]:.3f}", _percent(measures[2]))
+
+    for d in statistics.distances[:PAIRS]:
+        row(f"{d.a} – {d.b}", d.divergence, d.variation, d.hot_shared)
+    for name, rows in (("all pairs", statistics.distances), ("halves", statistics.halves)):
+        if rows:
+            fields = ("divergence", "variation", "hot_shared")
+            row(f"mean of {name}", *(sum(getattr(d, f) for d in rows) / len(rows) for f in fields))
+    return table
+
+
+# ---- convert and generate
+
+
+def _convert(args: argparse.Namespace) -> int:
+    from moejax.traces.conversion import convert_trace
+
+    done = convert_trace(
+        args.source,
+        args.destination,
+        config=model_config(args),
+        experts=args.experts,
+        layers=args.layers,
+        top_k=args.top_k,
+        dense_layers=args.dense_layers,
+        batch=args.batch,
+        prompt_tokens=args.prompt_tokens,
+    )
+    kind = "recorded" if done.recorded_steps else "put together"
+    print(
+        f"{done.directory}: {done.tokens} tokens, {done.layers} MoE layers, {done.steps} {kind} "
+        "steps"
+    )
+    print(textwrap.fill(f"absent: {', '.join(done.absent)}", 80, break_on_hyphens=False))
+    return 0
+
+
+def _generate(args: argparse.Namespace) -> int:
+    from moejax.traces.generated import write_generated_trace
+
+    write_generated_trace(
+        args.destination,
+        args.kind,
+        layers=args.layers,
+        experts=args.experts,
+        top_k=args.top_k,
+        sequences=args.sequences,
+        tokens=args.tokens,
+        prompt_tokens=args.prompt_tokens,
+        phase_tokens=args.phase_tokens,
+        seed=args.seed,
+    )
+    print(f"{args.destination}: {args.sequences} sequences of {args.tokens} tokens, {args.kind}")
+    return 0

@@ -1,0 +1,312 @@
+"""Decode steps whose routing and residency are chosen, and sweeps, run by an engine of their own:
+what a step costs is measured on these."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import deque
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from host_offload.control.interface import Decision, Moment, Observation, Spec
+from host_offload.control.staging import Entry
+from host_offload.memory.arena import SlotArena
+from host_offload.memory.kv_cache import KVCache
+from host_offload.memory.pager import Pager
+from host_offload.memory.tables import read_snapshot
+from host_offload.sizing.cost_model import SPAN, Work
+from moejax.engine.control import start_control
+from moejax.engine.loop import Engine
+from moejax.engine.scheduler import Scheduler
+from moejax.engine.statistics import Statistics
+from moejax.engine.step_work import Step
+from moejax.errors import UserError
+from moejax.requests.request import Request
+from moejax.requests.sampling_params import SamplingParams
+from moejax.step.parts import DECODE_TILE, Routing
+from moejax.step.programs import STAGES
+from moejax.step.runner import Runner
+from pallas_kernels.stage import Entries
+
+WARM = 1
+"""Steps of a case before the timed ones."""
+
+SLACK = 8
+"""Tokens that a sequence has room for beyond the planned steps."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Decode steps that are alike. active, missing, staged: experts of each layer, staged of one
+    layer only; missing ones are read through or fill cells."""
+
+    rows: int
+    active: int
+    missing: int = 0
+    read_through: bool = False
+    staged: int | None = None
+    """None: no list of transfers, which is another executable."""
+    observed: bool = False
+    """A policy looks at each step's tables and routing, and decides nothing."""
+    prompt: int = 1
+    """Tokens before the first step."""
+
+
+class StepSample(NamedTuple):
+    """A timed step."""
+
+    seconds: float
+    work: Work
+    fills: int
+    """Of all layers, as read_through."""
+    read_through: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Onlooker:
+    """A policy that sees what others see and wants nothing."""
+
+    moments = frozenset({Moment.STEP_END})
+    needs = frozenset({"state", "last_used", "request", "ids", "counts", "missed"})
+    writes = frozenset()
+
+    def init(self, spec: Spec) -> None: ...
+
+    def decide(self, state: None, observation: Observation) -> tuple[None, Decision]:
+        return None, Decision()
+
+
+class _Forced(NamedTuple):
+    routing: Routing
+    stages: Entries | None
+
+
+class ForcedRunner:
+    """The runner, but decode steps take routing and stage lists from a queue."""
+
+    def __init__(self, runner: Runner):
+        self._runner = runner
+        self.queue: deque[_Forced] = deque()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def decode(self, positions: np.ndarray, block_table: jax.Array, **_: Any) -> Any:
+        routing, stages = self.queue.popleft()
+        return self._runner.decode(positions, block_table, forced=routing, stages=stages)
+
+
+class ForcedSteps:
+    """An engine over a runner that nobody uses. pages: of KV at a time.
+
+    Raises UserError for an arena without room for a token's experts and that KV.
+    """
+
+    def __init__(self, runner: Runner, pages: int, seed: int = 0):
+        self.runner = runner
+        self.layers, self.experts = runner.tables.address.shape
+        self.top_k = runner.config.num_experts_per_tok
+        self._forced = ForcedRunner(runner)
+        self._random = np.random.default_rng(seed)
+        layout, shapes = runner.layout, runner.shapes
+        kv_slots = -(-pages // layout.pages_per_slot)
+        self.cells = min(self.experts, (runner.slots - kv_slots) // self.layers)
+        """Most cells of each layer."""
+        if self.cells < self.top_k:
+            raise UserError(
+                f"an arena of {runner.slots} slots has no room for the {self.top_k} experts of a "
+                f"token in each of {self.layers} layers, and {kv_slots} slots of KV, which "
+                "calibration takes; raise memory or expert_budget"
+            )
+        bound = runner.tables.cell_row.shape[1]
+        self._arena = SlotArena(layout, runner.slots, self.layers, self.experts, cells=bound)
+        self._arena.grant_kv_slots(kv_slots)
+        scheduler = Scheduler(
+            KVCache(
+                self._arena, runner.read_pages, runner.write_pages, runner.move_pages, swap_bytes=0
+            ),
+            shapes,
+            shapes.rows,
+            shapes.blocks * layout.page.block_size,
+            prefix_caching=False,
+        )
+        statistics = Statistics((layout.records[0].nbytes,))
+        forced: Any = self._forced
+        self._engine = Engine(forced, scheduler, statistics, eos_token_ids=())
+        self._control = start_control(
+            runner, [Onlooker()], max_model_len=scheduler.max_model_len, seed=0, routers=()
+        )
+        self._requests: list[Request] = []
+        self._steps: list[Step] = []
+        self._engine.listener = self._steps.append
+
+    # ---- decode
+
+    def begin(self, rows: int, prompt: int, steps: int) -> None:
+        """Prefills so many sequences of `prompt` tokens, for `steps` decode steps."""
+        self.grant(self.cells)
+        params = SamplingParams(temperature=0.0, max_tokens=steps + SLACK, ignore_eos=True)
+        self._requests = [self._engine.add(ids, params) for ids in self._prompts(rows, prompt)]
+        while not all(request.prefill_done for request in self._requests):
+            # Between two sweeps those that are through decode.
+            if decoding := sum(request.prefill_done for request in self._requests):
+                self._plan(Case(decoding, self.top_k), 1)
+            self._engine.step()
+
+    def end(self) -> None:
+        """Takes the sequences out."""
+        self._engine.abort(self._requests)
+        self._engine.drain()
+        self._requests = []
+
+    def measure(self, case: Case, steps: int) -> list[StepSample]:
+        """Runs WARM steps of the case, then so many timed ones, and one after them, so that each
+        timed step is dispatched before the one before it is read. Raises RuntimeError where a step
+        does not move what it should."""
+        count = WARM + steps + 1
+        self.grant(self._cells(case))
+        planned = self._plan(case, count)
+        self._engine.control = self._control if case.observed else None
+        self._steps.clear()
+        reads: list[float] = []
+        for _ in range(count):
+            self._engine.step()
+            reads.append(time.perf_counter())
+        self._engine.control = None
+        samples = []
+        for i in range(WARM, WARM + steps):
+            step, (work, fills, read_through) = self._steps[i], planned[i]
+            found = [int(np.sum(np.asarray(n))) for n in step.output.paging]
+            if found[2:] != [fills, read_through] or found[0] != work.experts:
+                raise RuntimeError(
+                    f"{case}: a step of {work.experts} active experts, {fills} fills and "
+                    f"{read_through} read through was planned; active, hits, fills and read "
+                    f"through were {found}"
+                )
+            spans = int(np.sum(step.positions[step.positions >= 0] // SPAN + 1))
+            # engine.step reads the step before the one that it dispatches.
+            seconds = reads[i + 1] - reads[i]
+            samples.append(StepSample(seconds, work._replace(spans=spans), fills, read_through))
+        return samples
+
+    def grant(self, cells: int) -> None:
+        """Gives every layer so many cells."""
+        self.runner.grant_cells(self._arena.grant_cells([cells] * self.layers))
+
+    def _cells(self, case: Case) -> int:
+        if case.read_through:
+            return case.active - case.missing  # hits pin them all
+        # As many are absent as move, and those that are resident stay so.
+        moved = case.missing
+        if case.staged is not None:
+            moved = min(STAGES, (self.experts - self.top_k) // 2)
+        return min(self.cells, self.experts - moved)
+
+    def _plan(self, case: Case, steps: int) -> list[tuple[Work, int, int]]:
+        """Queues routing and stage lists of so many steps. Returns (work, fills, read through) of
+        each, of the work all but the spans."""
+        snapshot = np.array(self.runner.snapshot())  # a copy that can be written
+        pager = Pager(read_snapshot(snapshot, self.runner.tables))
+        self._forced.queue.clear()
+        rows = self.runner.shapes.bucket(case.rows)
+        tile = min(DECODE_TILE, self.runner.shapes.rows)
+        planned = []
+        for step in range(steps):
+            active = np.zeros((self.layers, self.experts), bool)
+            for layer in range(self.layers):
+                active[layer, self._choose(pager, layer, case)] = True
+            ids, tiles = self._routing(active, case.rows, rows, tile)
+            done = pager.reference(active)
+            stages = None
+            if case.staged is not None:
+                entries = self._entries(pager, step % self.layers, case.staged)
+                pager.stage(entries)
+                stages = _lists(entries)
+            weights = np.full(ids.shape, 1 / self.top_k, np.float32)
+            routing = Routing(*jax.device_put((ids, weights), self.runner.tokens.sharding))
+            self._forced.queue.append(_Forced(routing, stages))
+            work = Work(case.rows, 0, int(active.sum()), tiles)
+            planned.append((work, int(done.fills.sum()), int(done.read_through.sum())))
+        return planned
+
+    def _choose(self, pager: Pager, layer: int, case: Case) -> np.ndarray:
+        """The layer's active experts: as many absent ones as should be missing, the others
+        resident, as far as there are any."""
+        there = pager.tables.address[layer] >= 0
+        order = self._random.permutation(self.experts)
+        absent, resident = order[~there[order]], order[there[order]]
+        hits = resident[: case.active - case.missing]
+        return np.concatenate([hits, absent, resident[len(hits) :]])[: case.active]
+
+    def _routing(
+        self, active: np.ndarray, tokens: int, rows: int, tile: int
+    ) -> tuple[np.ndarray, int]:
+        """(ids int32[L, rows, K], tiles beyond the first of each expert): tokens take the active
+        experts in turn, so that all are used and alike."""
+        ids = np.full((self.layers, rows, self.top_k), self.experts, np.int32)
+        tiles = 0
+        for layer in range(self.layers):
+            chosen = self._random.permutation(np.flatnonzero(active[layer]))
+            turns = np.arange(tokens * self.top_k).reshape(tokens, self.top_k)
+            ids[layer, :tokens] = np.sort(chosen[turns % len(chosen)], axis=1)
+            counts = np.bincount(ids[layer, :tokens].ravel(), minlength=self.experts)
+            tiles += int(np.sum(-(-counts // tile))) - len(chosen)
+        return ids, tiles
+
+    def _entries(self, pager: Pager, layer: int, count: int) -> list[Entry]:
+        """Transfers that will be carried out: absent experts, into the cells used longest ago."""
+        tables = pager.tables
+        absent = self._random.permutation(np.flatnonzero(tables.address[layer] < 0))
+        idle = (tables.cell_row[layer] >= 0) & (tables.last_used[layer] < tables.clock[layer])
+        cells = np.flatnonzero(idle)
+        cells = cells[np.argsort(tables.last_used[layer, cells], kind="stable")]
+        pairs = zip(absent[:count].tolist(), cells[:count].tolist(), strict=False)
+        return [Entry(layer, expert, 0, cell) for expert, cell in pairs]
+
+    # ---- sweeps
+
+    def sweep(self, prompts: int, tokens: int, cells: int, *, cold: bool) -> StepSample:
+        """The seconds of one sweep over prompts of so many tokens, with the model's own routing.
+        cold: nothing is resident when it begins."""
+        if cold:
+            self.grant(0)
+        self.grant(cells)
+        jax.block_until_ready(self.runner.tables)
+        params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+        lists = self._prompts(prompts, tokens)
+        self._steps.clear()
+        began = time.perf_counter()
+        requests = [self._engine.add(ids, params) for ids in lists]
+        while not self._engine.idle:
+            self._engine.step()
+        seconds = time.perf_counter() - began
+        if len(self._steps) != 1 or not all(request.output for request in requests):
+            raise RuntimeError(f"{len(self._steps)} steps for {prompts} prompts instead of one")
+        output, chunk = self._steps[0].output, self.runner.shapes.chunk
+        # The first `length` rows of each chunk hold tokens.
+        used = np.zeros(self.runner.shapes.sweep_chunks * chunk, bool)
+        chunks = self._steps[0].work.chunks
+        for i, one in enumerate(chunks):
+            used[i * chunk : i * chunk + one.length] = True
+        ids = np.asarray(output.routing.ids)[:, used]
+        counts = [np.bincount(layer.ravel(), minlength=self.experts) for layer in ids]
+        tiles = int(np.sum(-(-np.array(counts) // chunk)))
+        _, _, fills, read_through = (int(np.sum(np.asarray(n))) for n in output.paging)
+        spans = sum(one.start // SPAN + 1 for one in chunks)
+        active = int(np.count_nonzero(counts))
+        work = Work(len(chunks), spans, active, tiles - active)
+        return StepSample(seconds, work, fills, read_through)
+
+    def _prompts(self, count: int, tokens: int) -> list[list[int]]:
+        vocabulary = self.runner.config.vocab_size
+        return self._random.integers(vocabulary, size=(count, tokens)).tolist()
+
+
+def _lists(entries: list[Entry]) -> Entries:
+    lists = np.full((len(Entries._fields), STAGES), -1, np.int32)
+    if entries:
+        lists[:, : len(entries)] = np.array(entries, np.int32).T
+    return Entries._make(lists)

@@ -1,0 +1,117 @@
+"""What the machine can do: the rates that floors and cost models are computed from."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from host_offload.memory.layout import DENSE
+from moejax.step.runner import Runner
+from pallas_kernels.fill import fill
+
+QUEUED = {"cpu": 1}
+"""Platform → calls dispatched before waiting for the last; elsewhere 8, so that the device never
+waits for Python."""
+
+COPIED = {"cpu": 1 << 28}
+"""Platform → bytes of the array that memory's rate is measured on; elsewhere 1 GiB."""
+
+SQUARE = {"cpu": 1024}
+"""Platform → rows and columns of the matrices in measure_matrix_rate; elsewhere 8192."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rates:
+    """Bytes per second, measured in this run."""
+
+    link: float
+    memory: float
+
+
+def measure_rates(runner: Runner) -> Rates:
+    """The link's rate (the runner's own fill op, on its store) and the device memory's: the better
+    of reading an array and of rewriting it in place, bytes read and written counted.
+
+    Takes up to 1 GiB of device memory for the time being, beside the arena.
+    """
+    return Rates(measure_link_rate(runner), _memory_rate(runner.device))
+
+
+def measure_link_rate(runner: Runner) -> float:
+    """Bytes per second that the runner's own fill op moves from its store."""
+    layers, experts, rows, hidden = runner.stores[0].shape
+    record = rows * hidden * 2
+    # Enough bytes to leave every cache behind, little enough to be an addition to the arena.
+    count = int(np.clip((256 << 20) // record, 1, experts))
+    arena = jax.device_put(np.zeros((count * rows, hidden), np.uint16), runner.tokens.sharding)
+    index = np.arange(count, dtype=np.int32)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def move(arena, stores, layer):
+        return fill(
+            arena,
+            stores,
+            layer,
+            jnp.asarray(index),
+            jnp.asarray(index * rows),
+            jnp.full(count, DENSE, jnp.int32),
+            jnp.int32(count),
+            implementation=runner.ops.fill,
+        )
+
+    def fill_layer(i: int) -> jax.Array:
+        nonlocal arena
+        arena = move(arena, runner.stores, np.int32(i % layers))
+        return arena
+
+    rate = count * record / _best_s(fill_layer, QUEUED.get(runner.device.platform, 8))
+    arena.delete()
+    return rate
+
+
+def measure_matrix_rate(device: jax.Device, dtype: jax.typing.DTypeLike) -> float:
+    """Floating point operations per second of a large square product by XLA, 2·n³ for n rows."""
+    n = SQUARE.get(device.platform, 8192)
+    a = jax.device_put(np.full((n, n), 0.5, dtype), device)
+    product = jax.jit(jnp.matmul)
+    rate = 2 * n**3 / _best_s(lambda _: product(a, a), QUEUED.get(device.platform, 8))
+    a.delete()
+    return rate
+
+
+def _memory_rate(device: jax.Device) -> float:
+    values = jax.device_put(np.ones(COPIED.get(device.platform, 1 << 30) // 4, np.float32), device)
+    nbytes, calls = values.nbytes, QUEUED.get(device.platform, 8)
+    total = jax.jit(jnp.sum)
+    rewrite = jax.jit(lambda values: values + 1, donate_argnums=0)
+    read = nbytes / _best_s(lambda _: total(values), calls)
+
+    def copy(_: int) -> jax.Array:
+        nonlocal values
+        values = rewrite(values)
+        return values
+
+    copied = 2 * nbytes / _best_s(copy, calls)
+    values.delete()
+    return max(read, copied)
+
+
+def _best_s(work: Callable[[int], jax.Array], calls: int, least_s: float = 0.3) -> float:
+    """Seconds of one call of work(i), the fastest of repeated rounds of so many calls, dispatched
+    one after the other: a floor is what the machine can do, not what it does."""
+    jax.block_until_ready(work(0))
+    best, i = float("inf"), 1
+    began = time.perf_counter()
+    while i < 1 + 3 * calls or time.perf_counter() - began < least_s:
+        start = time.perf_counter()
+        for _ in range(calls):
+            result, i = work(i), i + 1
+        jax.block_until_ready(result)
+        best = min(best, (time.perf_counter() - start) / calls)
+    return best

@@ -1,0 +1,301 @@
+"""Measures what steps cost: decode steps with forced routing and residency, and sweeps.
+
+Each case runs in several rounds that alternate with all others, through an engine as any other
+steps do; a figure is made of medians. moejax.costs.calibration keeps them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from host_offload.memory.swap import SWAP_PAGES
+from host_offload.sizing.cost_model import CostModel, Work, fitted_step, fitted_sweep, fitted_table
+from moejax.costs.forced_steps import SLACK, WARM, Case, ForcedSteps, StepSample
+from moejax.costs.rates import measure_rates
+from moejax.errors import UserError
+from moejax.step.parts import DECODE_TILE
+from moejax.step.programs import STAGES
+from moejax.step.runner import Runner
+
+ROUNDS, STEPS = 7, 4
+"""Rounds over all cases, and timed steps of a case in each."""
+
+SECONDS = 25.0
+"""Of rounds; beyond it no round is begun, but for the first LEAST_ROUNDS."""
+
+LEAST_ROUNDS = 3
+
+LONG = 512
+"""Tokens of a long prompt, where they fit."""
+
+
+def measure(
+    runner: Runner,
+    *,
+    rounds: int = ROUNDS,
+    seconds: float = SECONDS,
+    report: Callable[[str], None] | None = None,
+) -> CostModel:
+    """Measures a runner that has run nothing; its tables are as before, with nothing resident.
+
+    rounds, seconds: at most so many and, after the third, so long. Raises UserError for an arena
+    that is too small, and for experts of several versions.
+    """
+    if len(runner.stores) > 1:
+        raise UserError(
+            "costs are measured with one version of the experts; name one as precision, and "
+            "measure each of a mix by itself"
+        )
+    say = report or (lambda _: None)
+    began = time.perf_counter()
+    before = jax.tree.map(np.asarray, runner.tables)
+    try:
+        groups = _groups(runner)
+        pages = max(rows * _pages(runner, prompt + steps) for rows, prompt, steps in groups)
+        pages = max(pages, *(p * _pages(runner, t) for p, t in _sweeps(runner)))
+        forced = ForcedSteps(runner, pages)
+        say("link and memory")
+        rates = measure_rates(runner)
+        cases = [_cases(runner, forced, rows, prompt) for rows, prompt, _ in groups]
+        decoded: dict[Case, list[list[StepSample]]] = {}
+        swept: dict[tuple[int, int, int, bool], list[StepSample]] = {}
+        started = time.perf_counter()
+        for number in range(rounds + 1):
+            late = time.perf_counter() - started > seconds
+            if late and number > LEAST_ROUNDS:
+                break
+            say(f"round {number} of {rounds}" if number else "compiling")
+            if number:
+                _round(runner, forced, groups, cases, STEPS, decoded, swept)
+            else:  # compiles what is missing, and is not kept
+                _round(runner, forced, groups, cases, 1, {}, {})
+                started = time.perf_counter()
+        say("KV")
+        swap = _swap_per_byte(runner)
+    finally:
+        runner.tables = jax.device_put(before, runner.tokens.sharding)
+    figures = _figures(runner, decoded, swept)
+    return CostModel(
+        **figures,
+        kv_swap_per_byte=swap,
+        memory_per_byte=1 / rates.memory,
+        link_per_byte=1 / rates.link,
+        cpu_expert=_cpu_expert(runner),
+        about={
+            "sizes": _sizes(runner),
+            "cells": forced.cells,
+            "rounds": len(next(iter(decoded.values()))),
+            "seconds": round(time.perf_counter() - began, 1),
+        },
+    )
+
+
+def _round(runner, forced: ForcedSteps, groups, cases, timed: int, decoded, swept) -> None:
+    for (rows, prompt, steps), of_group in zip(groups, cases, strict=True):
+        left = 0
+        for case in of_group:
+            if left < WARM + STEPS + 1:
+                forced.end()
+                forced.begin(rows, prompt, steps)
+                left = steps
+            decoded.setdefault(case, []).append(forced.measure(case, timed))
+            left -= WARM + STEPS + 1
+        forced.end()
+    for prompts, tokens in _sweeps(runner):
+        for cells, cold in ((forced.cells, False), (forced.cells, True), (0, True)):
+            if not cold:  # so that it is not
+                forced.sweep(prompts, tokens, cells, cold=False)
+            sample = forced.sweep(prompts, tokens, cells, cold=cold)
+            swept.setdefault((prompts, tokens, cells, cold), []).append(sample)
+
+
+def _groups(runner: Runner) -> list[tuple[int, int, int]]:
+    """(rows, prompt tokens, decode steps) of sequences that are prefilled together."""
+    # The block table is whole spans wide, so there is always room for a few steps.
+    longest = runner.shapes.blocks * runner.page.block_size
+    one = WARM + STEPS + 1
+    steps = min(longest - SLACK - 1, 16 * one)
+    buckets = runner.shapes.buckets or (runner.shapes.rows,)
+    counts = {1, *buckets, *(bucket + 1 for bucket in buckets[:-1])}
+    found = [(rows, 1, steps) for rows in sorted(counts)]
+    prompt = min(LONG, longest // 2, runner.shapes.sweep_chunks * runner.shapes.chunk)
+    if prompt >= 128:
+        found.append((min(4, runner.shapes.rows), prompt, min(steps, longest - prompt - SLACK)))
+    return found
+
+
+def _cases(runner: Runner, forced: ForcedSteps, rows: int, prompt: int) -> list[Case]:
+    k, most = forced.top_k, min(forced.experts, rows * forced.top_k)
+    few = Case(rows, k, prompt=prompt)
+    if prompt > 1:
+        return [few]
+    first = rows == min(runner.shapes.buckets or (runner.shapes.rows,))
+    doubled = [n for n in _powers(forced.experts) if k < n <= most]
+    counts = sorted({n for n in (k, *doubled, most) if n <= forced.cells})
+    found = [Case(rows, active) for active in counts]
+    if not first:
+        return found
+    found.append(Case(rows, k, observed=True))
+    for missing in _powers(most):
+        if max(k, missing) <= min(forced.cells, forced.experts - missing):
+            found.append(Case(rows, max(k, missing), missing))
+    for missing in _powers(most):
+        found.append(Case(rows, max(k, missing), missing, read_through=True))
+    room = min(forced.cells - k, (forced.experts - k) // 2)
+    for staged in (0, *(n for n in _powers(STAGES) if n <= room)):
+        found.append(Case(rows, k, staged=staged))
+    return list(dict.fromkeys(found))
+
+
+def _powers(most: int) -> Iterator[int]:
+    return itertools.takewhile(lambda n: n <= most, (2**i for i in range(32)))
+
+
+def _sweeps(runner: Runner) -> list[tuple[int, int]]:
+    """(prompts, tokens of each) of the sweeps."""
+    shapes = runner.shapes
+    longest = shapes.blocks * runner.page.block_size - 1
+    chunk, chunks = shapes.chunk, shapes.sweep_chunks
+    # One prompt among others gets a quarter of a sweep.
+    alone = min(LONG, longest // chunk * chunk, max(chunks // 4, 1) * chunk)
+    many = min(shapes.rows, chunks)
+    sizes = [(1, 8), (1, chunk), (1, alone), (min(4, many), chunk), (many, chunk), (many, 8)]
+    return list(dict.fromkeys((p, min(t, longest)) for p, t in sizes if p and t))
+
+
+def _pages(runner: Runner, tokens: int) -> int:
+    return -(-(tokens + SLACK) // runner.page.block_size)
+
+
+def _figures(runner, decoded, swept) -> dict[str, Any]:
+    """Fields of a CostModel, from samples."""
+    layers, experts = runner.tables.address.shape
+    medians = {case: _median(itertools.chain(*rounds)) for case, rounds in decoded.items()}
+    plain = [c for c in medians if not c.missing and c.staged is None and not c.observed]
+    resident = {case: medians[case] for case in plain}
+    costs = {}
+    for bucket in runner.shapes.buckets or (runner.shapes.rows,):
+        chosen = [c for c in resident if runner.shapes.bucket(c.rows) == bucket]
+        works, seconds = [resident[c][1] for c in chosen], [resident[c][0] for c in chosen]
+        costs[bucket] = fitted_step(works, seconds)
+
+    def extra(case: Case, base: Case) -> float:
+        """Seconds beyond those of another case: the median of rounds, since what slows the machine
+        for a while slows both."""
+        if base not in medians:
+            seconds, work = medians[case]
+            return seconds - costs[runner.shapes.bucket(case.rows)].seconds(work)
+        pairs = zip(decoded[case], decoded[base], strict=True)
+        return float(np.median([_median(these)[0] - _median(those)[0] for these, those in pairs]))
+
+    tables = {}
+    for name, read in (("fill", False), ("read_through", True)):
+        chosen = [c for c in medians if c.missing and c.read_through == read]
+        bases = [dataclasses.replace(c, missing=0, read_through=False) for c in chosen]
+        found = [extra(c, base) / layers for c, base in zip(chosen, bases, strict=True)]
+        tables[name] = [c.missing for c in chosen], found
+    unstaged = next(c for c in medians if c.staged == 0)
+    staged = {c.staged: extra(c, unstaged) for c in medians if c.staged}
+    tables["stage"] = [*staged], [*staged.values()]
+    listed = max(extra(unstaged, dataclasses.replace(unstaged, staged=None)), 0.0)
+    observed = next(c for c in medians if c.observed)
+    sweeps = [(key, _median(samples), samples[0]) for key, samples in swept.items()]
+    prefill, fill, read_through = fitted_sweep(
+        [work for _, (_, work), _ in sweeps],
+        [(sample.fills, sample.read_through) for _, _, sample in sweeps],
+        [seconds for _, (seconds, _), _ in sweeps],
+    )
+    (prompts, tokens, *_), (seconds, _), _ = max(
+        (s for s in sweeps if not s[0][3]), key=lambda s: s[0][0] * s[0][1]
+    )
+    return {
+        "layers": layers,
+        "experts": experts,
+        "top_k": runner.config.num_experts_per_tok,
+        "expert_bytes": runner.link_bytes[0],
+        "chunk": runner.shapes.chunk,
+        "row_tile": min(DECODE_TILE, runner.shapes.rows),
+        "decode": costs,
+        "prefill": prefill,
+        # Where there are hardly more experts than a token takes, no step can be made that moves
+        # few of them.
+        **{n: fitted_table(*(t if t[0] else ([1], [fill]))) for n, t in tables.items()},
+        "stage_list": listed,
+        "control": max(extra(observed, dataclasses.replace(observed, observed=False)), 0.0),
+        "sweep_fill": fill,
+        "sweep_read_through": read_through,
+        "recompute_per_token": seconds / (prompts * tokens),
+    }
+
+
+def _median(samples: Iterable[StepSample]) -> tuple[float, Work]:
+    """(median seconds, mean work) of samples that are alike."""
+    found: Sequence[StepSample] = list(samples)
+    work = np.mean([sample.work for sample in found], axis=0)
+    return float(np.median([sample.seconds for sample in found])), Work(*work.tolist())
+
+
+def _swap_per_byte(runner: Runner) -> float:
+    """Seconds a byte, of pages that go to the host and come back, mean of both ways."""
+    layout = runner.layout
+    per_slot = layout.pages_per_slot
+    pages = min(SWAP_PAGES, runner.slots * per_slot)
+    rows = [layout.page_row(runner.slots - 1 - i // per_slot, i % per_slot) for i in range(pages)]
+    found = []
+    for _ in range(8):
+        began = time.perf_counter()
+        copies = jax.block_until_ready(runner.read_pages(rows))
+        runner.write_pages(copies, rows)
+        jax.block_until_ready(runner.arena)
+        found.append(time.perf_counter() - began)
+    return float(np.median(found[1:])) / (2 * pages * layout.page.nbytes)
+
+
+def _sizes(runner: Runner) -> dict[str, int]:
+    """For people."""
+    config = runner.config
+    return {
+        "layers": sum(config.moe_layers),
+        "experts": config.num_experts,
+        "top_k": config.num_experts_per_tok,
+        "hidden": config.hidden_size,
+        "width": config.moe_intermediate_size,
+        "vocabulary": config.vocab_size,
+    }
+
+
+def _cpu_expert(runner: Runner) -> np.ndarray | None:
+    """float64[2]: seconds of an expert's products for no token more, and for each token, on jax's
+    CPU; None where jax has none."""
+    try:
+        device = jax.devices("cpu")[0]
+    except RuntimeError:  # JAX_PLATFORMS names another one only
+        return None
+    hidden, width = runner.config.hidden_size, runner.config.moe_intermediate_size
+    dtype = jax.tree.leaves(runner.state["embedding"])[0].dtype
+    weights = jax.device_put(np.full((3, width, hidden), 0.01, dtype), device)
+
+    @jax.jit
+    def compute(x, weights):
+        return (jax.nn.silu(x @ weights[0].T) * (x @ weights[1].T)) @ weights[2]
+
+    counts, seconds = (1, 16), []
+    for count in counts:
+        x = jax.device_put(jnp.ones((count, hidden), dtype), device)
+        jax.block_until_ready(compute(x, weights))
+        found = []
+        for _ in range(9):
+            began = time.perf_counter()
+            jax.block_until_ready(compute(x, weights))
+            found.append(time.perf_counter() - began)
+        seconds.append(float(np.median(found)))
+    per_token = max(seconds[1] - seconds[0], 0.0) / (counts[1] - counts[0])
+    return np.array([max(seconds[0] - per_token, 0.0), per_token])

@@ -1,0 +1,164 @@
+"""How many bytes of transitions a step is given: what crosses the link in 5% of a decode step.
+
+A transition rides in a step, behind the experts of its layer, and adds its copy's time to it. The
+bound is taken from the shortest decode step, of one row, so that it holds for all others. It must
+not depend on what this run happens to measure, or equal runs would have other histories of versions
+and other bits; so it comes from costs that were measured once and are kept, or from what the
+device's maker states. On a CPU nothing is bounded, since copies and products share the same cores;
+`stats()["precision"]["transition_share"]` says what they took.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+
+from host_offload.memory.layout import SlotLayout
+from host_offload.memory.placement import ResidentSpec
+from host_offload.policies.precision.names import Precision
+from host_offload.sizing.cost_model import CostModel, Work
+from moejax.errors import UserError
+from moejax.step.runner import Runner
+
+log = logging.getLogger("moejax")
+
+STEP_SHARE = 0.05
+"""Of a decode step's time, for transitions."""
+
+
+class Stated(NamedTuple):
+    """Bytes per second as makers state them."""
+
+    link: float
+    """Of the link from host memory, one direction."""
+    memory: float
+    """Of device memory."""
+
+
+STATED: Mapping[str, Stated] = {
+    "B200": Stated(64e9, 8.0e12),
+    "H200": Stated(64e9, 4.8e12),
+    "H100": Stated(64e9, 3.35e12),
+    "A100": Stated(32e9, 2.0e12),
+    "L40S": Stated(32e9, 0.864e12),
+    "RTX 5090": Stated(64e9, 1.79e12),
+    "RTX 4090": Stated(32e9, 1.01e12),
+    "RTX 3090": Stated(32e9, 0.936e12),
+}
+"""By a part of the device's name (`jax.Device.device_kind`). PCIe with 16 lanes."""
+
+ASSUMED = Stated(16e9, 8.0e12)
+"""Of a device that is not in the table: a slow link and a fast memory, so that the bound is rather
+too small than too large."""
+
+LINK_REACHED = 0.75
+"""Of a stated link, what fills inside a step reach: 48 of 64 GB/s on an H200
+(../shared/DESIGN.md, section 6)."""
+
+
+class StepBound(NamedTuple):
+    """Most bytes of transitions of a step."""
+
+    nbytes: int | None
+    """None: as many as fit on the step's list."""
+    source: str
+    """`given`, `costs` (measured, kept), `stated` (by the device's maker), `assumed` (a device that
+    is not known), or `list` (not bounded: a CPU, or transitions that block)."""
+
+
+def step_bound(
+    precision: Precision,
+    platform: str,
+    device_kind: str,
+    *,
+    costs: CostModel | None,
+    step_read_bytes: int,
+) -> StepBound:
+    """The bound of a run with transitions.
+
+    platform, device_kind: of the jax device. costs: of the model with dense experts or of the same
+    run, None where none were measured. step_read_bytes: what a decode step of one row reads at
+    least, from which its time follows where no costs are known.
+    """
+    if precision.step_bytes is not None:
+        return StepBound(precision.step_bytes, "given")
+    if precision.blocking or platform == "cpu":
+        return StepBound(None, "list")
+    if costs is not None:
+        first = costs.decode[min(costs.decode)]
+        step_s = first.seconds(Work(1, 1, costs.layers * costs.top_k, 0))
+        return StepBound(max(int(STEP_SHARE * step_s / costs.link_per_byte), 1), "costs")
+    known = [stated for name, stated in STATED.items() if name in device_kind]
+    rates = known[0] if known else ASSUMED
+    step_s = step_read_bytes / rates.memory
+    nbytes = int(STEP_SHARE * step_s * rates.link * LINK_REACHED)
+    return StepBound(max(nbytes, 1), "stated" if known else "assumed")
+
+
+def bounded(
+    resident: ResidentSpec, precision: Precision, runner: Runner, params: Mapping[str, Any]
+) -> ResidentSpec:
+    """The resident mode with the bound of this run's steps. params: of LoadedModel."""
+    if not resident.spares:
+        return resident
+    device = runner.device
+    bound = step_bound(
+        precision,
+        device.platform,
+        device.device_kind,
+        costs=None if device.platform == "cpu" else kept_costs(runner),
+        step_read_bytes=read_bytes(params, runner),
+    )
+    return dataclasses.replace(
+        resident,
+        step_bytes=resident.step_bytes if bound.nbytes is None else bound.nbytes,
+        step_bytes_from=bound.source,
+    )
+
+
+def read_bytes(params: Mapping[str, Any], runner: Runner) -> int:
+    """Bytes that a decode step of one row reads at least: all parameters but the embeddings (of
+    which it takes a row, unless they are the head too), and the experts of one token in the
+    smallest version."""
+    gathered = {"embed"} if "lm_head" in params else set()
+    read = [part for name, part in params.items() if name not in gathered]
+    dense = sum(leaf.nbytes for leaf in jax.tree.leaves(read))
+    config = runner.config
+    smallest = min(record.nbytes for record in runner.layout.records)
+    return dense + sum(config.moe_layers) * config.num_experts_per_tok * smallest
+
+
+def kept_costs(runner: Runner) -> CostModel | None:
+    """Costs that `moejax calibrate` has measured for this run, or for the same one with dense
+    experts; None where there are none. Nothing is measured here."""
+    from moejax.costs.calibration import identity, kept_cost_model  # which runs engines
+
+    about = identity(runner)
+    dense = {name: value for name, value in about.items() if name != "versions"}
+    dense["expert_bytes"] = about["expert_bytes"][:1]
+    for wanted in (about, dense):
+        try:
+            if (kept := kept_cost_model(wanted)) is not None:
+                return kept
+        except UserError as error:
+            log.warning("transitions are bounded without measured costs: %s", error)
+    return None
+
+
+def said(resident: ResidentSpec, layout: SlotLayout) -> str:
+    """The bound, a part of a line for people; empty where versions never change."""
+    if not resident.spares or resident.step_bytes_from == "list":
+        return ""
+    where = {
+        "given": "as given",
+        "costs": f"{STEP_SHARE:.0%} of a measured decode step",
+        "stated": f"{STEP_SHARE:.0%} of a decode step at the device's stated bandwidth",
+        "assumed": f"{STEP_SHARE:.0%} of a decode step of a device that is not known",
+    }[resident.step_bytes_from]
+    largest = max(record.nbytes for record in layout.records)
+    alone = "; one transition in any case, which is more" if largest > resident.step_bytes else ""
+    return f"; transitions of at most {resident.step_bytes} bytes a step ({where}{alone})"

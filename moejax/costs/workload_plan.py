@@ -1,0 +1,382 @@
+"""Plans from a trace: how a memory should be split, what memory is enough, how many users fit.
+
+Nothing runs: miss curves of the trace (host_offload.sizing.miss_curves, configurator, joint,
+right_size) and the costs that `moejax calibrate` measured say it. docs/memory.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+import platform
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from host_offload.control.interface import Spec
+from host_offload.simulate.prediction import predict
+from host_offload.simulate.simulator import spec_of
+from host_offload.sizing.configurator import bursts_of, configure
+from host_offload.sizing.cost_model import CostModel
+from host_offload.sizing.joint import DecodeModel, decode_model, generated_sequences
+from host_offload.sizing.miss_curves import MissCurves, missed_bytes, trace_curves
+from host_offload.sizing.right_size import EPSILON, WorkingSet, memory_for, users_for, working_sets
+from host_offload.sizing.split import Division, MissCosts, division_of, link_costs, miss_costs
+from host_offload.traces.reader import Trace, TraceError, read_trace
+from moejax.cache import cache_root
+from moejax.costs.calibration import load_cost_model
+from moejax.errors import UserError
+
+_TIME = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*(us|µs|ms|s)")
+_SECONDS = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
+
+
+def parse_time(value: str) -> float:
+    """Seconds from "50ms", "0.05s", "500us". Raises UserError for anything else and for 0."""
+    match = _TIME.fullmatch(value.strip())
+    seconds = float(match[1]) * _SECONDS[match[2]] if match else 0.0
+    if not seconds:
+        raise UserError(f'{value!r} is not a time; write it with a unit, such as "50ms" or "0.2s"')
+    return seconds
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A memory's split."""
+
+    memory: int
+    """Bytes of the arena, whole slots."""
+    slot_bytes: int
+    cap: int
+    """Cells of a layer on average."""
+    cells: tuple[int, ...]
+    """Of each layer."""
+    kv_pages: int
+    kv_tokens: int
+    expert_bytes: int
+    kv_bytes: int
+    references: int
+    """Experts that the trace's steps needed, over all steps and layers."""
+    expert_misses: float
+    """Predicted for the trace, first sights left out."""
+    link_bytes: int
+    """That experts cross the link with, predicted for the trace, first sights included."""
+    kv_misses: float
+    miss_s: float
+    """What they cost."""
+    step_s: float | None
+    """Predicted time of a decode step on the trace; None without such steps or costs."""
+    tokens_per_s: float | None
+    """Predicted, sweeps included; None without costs."""
+    working_sets: tuple[WorkingSet, ...]
+    """Of everybody, then of each user: cells of each layer with which at most `epsilon` of the warm
+    references miss."""
+    epsilon: float
+    settled: bool
+    """The rule came to rest."""
+
+    def options(self) -> dict[str, Any]:
+        """Arguments of LLM, and what `--config FILE` reads. Cells in numbers only where layers have
+        different ones: with equal ones `resize` may go on from the plan."""
+        found: dict[str, Any] = {"expert_budget": self.expert_bytes, "kv_budget": self.kv_bytes}
+        if len(set(self.cells)) > 1:
+            found["cells"] = list(self.cells)
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Capacity:
+    """So many users at once, in a memory."""
+
+    users: int
+    memory: int
+    """Bytes of the arena."""
+    cap: int
+    """Cells of each layer."""
+    kv_pages: int
+    pages_per_user: int
+    """Of the longest turn in the trace."""
+    step_s: float
+    """Predicted time per output token of each user."""
+
+
+class Planner:
+    """What a trace and a machine's costs say about memory.
+
+    model: measured costs; None: only what moves is priced, at link bytes per second, and nothing is
+    said of steps' times. link: goes before the measured rate. Raises UserError for a trace that is
+    of no use, and for costs of another model or dtype, or of experts of another size.
+    """
+
+    def __init__(self, trace: Trace, model: CostModel | None, link: float | None = None):
+        self.trace, self.model, self.link = trace, model, link
+        try:
+            self.spec: Spec = spec_of(trace.header)
+            self.pages_per_user = max((len(burst.pages) for burst in bursts_of(trace)), default=0)
+        except TraceError as error:
+            raise UserError(str(error)) from error
+        if not self.pages_per_user:
+            raise UserError(
+                f"no request ends in the trace {trace.directory}, so it says nothing about KV"
+            )
+        if len(self.spec.version_bytes) > 1:
+            raise UserError(
+                f"the trace {trace.directory} mixes {' and '.join(self.spec.version_bytes)}, whose "
+                "cells differ in size and whose misses in price; a plan is of one version: record "
+                "the workload with --precision of one, its routing is what counts"
+            )
+        if model is not None and (reason := _misfit(trace, self.spec, model)):
+            raise UserError(f"the costs do not fit the trace {trace.directory}: {reason}")
+
+    def split(
+        self,
+        memory: int,
+        *,
+        cells: str = "uniform",
+        kv_overflow: str = "swap",
+        epsilon: float = EPSILON,
+    ) -> Plan:
+        """The split of so many bytes by WiSP's configurator, and what the trace's steps take then.
+        cells: how the experts' slots are shared over layers. epsilon: in [0, 1], the warm miss rate
+        that is small enough for a working set. Raises UserError for a memory that is too small,
+        with what is needed."""
+        division = self._division(memory)
+        costs = self._miss_costs(kv_overflow)
+        prediction = None
+        with _refusals():
+            found = configure(bursts_of(self.trace), division, costs, allocation=cells)
+            if self.model is not None:
+                prediction = predict(self.trace, self.model, cells=found.cells, driver="device")
+            sets = tuple(working_sets(self.trace, epsilon))
+        curves, layer = self._curves, np.arange(self.spec.layers)
+        moved = missed_bytes(curves, self._link_bytes[None])[layer, found.cells]
+        slot = division.unit
+        step_s = np.nan if prediction is None else prediction.mean_s("decode")
+        return Plan(
+            memory=division.total_bytes,
+            slot_bytes=slot,
+            cap=found.cap,
+            cells=tuple(found.cells.tolist()),
+            kv_pages=found.kv_pages,
+            kv_tokens=found.kv_pages * self.spec.page_tokens,
+            expert_bytes=int(found.cells.sum()) * slot,
+            kv_bytes=found.kv_pages // division.unit_pages * slot,
+            references=int(curves.references.sum()),
+            expert_misses=found.expert_misses,
+            link_bytes=int(moved.sum()),
+            kv_misses=found.kv_misses,
+            miss_s=found.seconds,
+            step_s=None if np.isnan(step_s) else step_s,
+            tokens_per_s=None if prediction is None else prediction.tokens_per_s,
+            working_sets=sets,
+            epsilon=epsilon,
+            settled=found.settled,
+        )
+
+    def memory_for(self, users: int, tpot_s: float) -> Capacity:
+        """The least memory with which so many users at once get a token every tpot_s seconds."""
+        if users < 1:
+            raise UserError(f"users must be at least 1, got {users}")
+        with _refusals():
+            # Only its sizes count, so any memory does that holds KV.
+            division = self._division(1 << 62)
+            decode = self._decode_model(users)
+            found = memory_for(
+                decode, division, users=users, tpot_s=tpot_s, pages_per_user=self.pages_per_user
+            )
+        return self._capacity(users, found)
+
+    def users_for(self, memory: int, tpot_s: float) -> Capacity:
+        """The most users at once that get a token every tpot_s seconds from so many bytes."""
+        with _refusals():
+            decode = self._decode_model(None)
+            users, found = users_for(
+                decode,
+                self._division(memory),
+                tpot_s=tpot_s,
+                pages_per_user=self.pages_per_user,
+            )
+        return self._capacity(users, found)
+
+    # ---- pieces
+
+    @functools.cached_property
+    def _curves(self) -> MissCurves:
+        return trace_curves(self.trace)
+
+    @property
+    def _link_bytes(self) -> np.ndarray:
+        """int64[L]: of an expert over the link; there is one version."""
+        return next(iter(self.spec.link_bytes.values()))
+
+    def _miss_costs(self, kv_overflow: str) -> MissCosts:
+        if self.link is not None:
+            if kv_overflow != "swap":
+                raise UserError("a link's rate does not say what computing KV again costs; --costs")
+            return link_costs(self.spec, self.link)
+        costs = miss_costs(self._measured().costs(), self.spec, kv_overflow)
+        if costs.expert_s <= 0:
+            raise UserError(NO_COST)
+        return costs
+
+    def _measured(self) -> CostModel:
+        if self.model is None:
+            raise UserError("times of steps need measured costs: `moejax calibrate`, or --costs")
+        return self.model
+
+    def _capacity(self, users: int, found: Any) -> Capacity:
+        return Capacity(
+            users=users,
+            memory=found.bytes,
+            cap=found.cap,
+            kv_pages=found.pages,
+            pages_per_user=self.pages_per_user,
+            step_s=found.step_s,
+        )
+
+    def _division(self, memory: int) -> Division:
+        slot = self.spec.slot_bytes or 1
+        if memory < slot:
+            raise UserError(f"{memory} bytes are less than one slot, which has {slot}")
+        with _refusals():
+            return division_of(dataclasses.replace(self.spec, budget_bytes=memory))
+
+    def _decode_model(self, users: int | None) -> DecodeModel:
+        costs = self._measured().costs()
+        most = min(sum(1 for _ in generated_sequences(self.trace)), max(costs.step_s))
+        if users is not None and users > most:
+            raise UserError(
+                f"steps of {users} sequences cannot be predicted: the trace has "
+                f"{sum(1 for _ in generated_sequences(self.trace))} with generated tokens, the "
+                f"costs were measured up to {max(costs.step_s)} rows"
+            )
+        widths = [1 << i for i in range(most.bit_length())]
+        widths = sorted({*(w for w in widths if w <= most), most})
+        miss_s = self._miss_costs("swap").expert_s
+        return decode_model(self.trace, step_s=costs.step_s, miss_s=miss_s, widths=widths)
+
+
+NO_COST = (
+    "the measured costs say that a missing expert costs nothing, so there is nothing to weigh; "
+    "measure them again on a quiet machine (`moejax calibrate MODEL --force`) or give --link"
+)
+
+
+class _refusals:
+    """What the arithmetic refuses, as UserError."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if isinstance(error, ValueError) and not isinstance(error, UserError):
+            raise UserError(str(error)) from error
+
+
+def open_trace(directory: str | os.PathLike[str]) -> Trace:
+    """Raises UserError for what is no trace."""
+    try:
+        return read_trace(directory)
+    except TraceError as error:
+        raise UserError(str(error)) from error
+
+
+def costs_of_trace(trace: Trace, path: str | os.PathLike[str] | None = None) -> CostModel:
+    """The costs in a file; None: those that were measured on this machine for the trace's model,
+    device, dtype, driver and version, with its start-up shapes before others, the newest of them.
+
+    Raises UserError where there are none, and as load_cost_model. Costs in a file that is named may
+    be of another device than the trace's: what a trace says holds for any.
+    """
+    if path is not None:
+        return load_cost_model(path)
+    header = trace.header
+    wanted = {"model": header.config_digest, "machine": platform.node()}
+    others = {
+        "device": header.machine.get("device"),
+        "dtype": header.spec.get("dtype"),
+        "driver": header.spec.get("driver"),
+    }
+    wanted |= {name: value for name, value in others.items() if value is not None}
+    found = []
+    for file in sorted((cache_root() / "costs").glob("*.json")):
+        about = _about(file)
+        if all(about.get(name) == value for name, value in wanted.items()):
+            same = about.get("shapes") == header.spec.get("shapes")
+            found.append((same, str(about.get("created", "")), file))
+    reasons: list[str] = []
+    for _, _, file in sorted(found, reverse=True):
+        model = load_cost_model(file)
+        if not (reason := _misfit(trace, spec_of(header), model)):
+            return model
+        reasons.append(f"; {file} does not fit: {reason}")
+    said = ", ".join(f"{name} {value}" for name, value in others.items() if value is not None)
+    raise UserError(
+        f"no costs of the trace's model ({said}) were measured on this machine: run `moejax "
+        "calibrate MODEL` with the options of the run, or name a file with --costs"
+        + "".join(reasons)
+    )
+
+
+def _misfit(trace: Trace, spec: Spec, model: CostModel) -> str:
+    """Why costs are not those of a trace's steps, empty where they may be. Costs that do not say
+    what they are of (`about`) are taken at their figures."""
+    header, about = trace.header, model.about
+    sizes = next(iter(spec.link_bytes.values()))
+    for what, of_trace, of_costs in (
+        ("model", header.config_digest, about.get("model", header.config_digest)),
+        ("dtype", header.spec.get("dtype"), about.get("dtype", header.spec.get("dtype"))),
+        ("MoE layers", spec.layers, model.layers),
+        ("experts", spec.experts, model.experts),
+        ("top-k", spec.top_k, model.top_k),
+    ):
+        if of_trace != of_costs:
+            return f"they are of {what} {of_costs}, the trace is of {of_trace}"
+    if model.expert_bytes not in sizes:
+        said = ", ".join(map(str, np.unique(sizes)))
+        return f"their experts have {model.expert_bytes} bytes over the link, the trace's {said}"
+    return ""
+
+
+def _about(file: Path) -> dict[str, Any]:
+    """Whose costs a file has; nobody's if it cannot be read, which is for who needs it to say."""
+    try:
+        return dict(json.loads(file.read_text())["about"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+# ---- options in a file
+
+OPTIONS = ("memory", "expert_budget", "kv_budget", "budget", "resize", "cells", "eviction")
+"""What a file of options may have: arguments of LLM."""
+
+
+def write_options(path: str | os.PathLike[str], options: Mapping[str, Any]) -> None:
+    """Raises UserError where the file cannot be written."""
+    try:
+        Path(path).write_text(json.dumps(dict(options), indent=1) + "\n")
+    except OSError as error:
+        raise UserError(f"{path} cannot be written ({error.strerror})") from error
+
+
+def read_options(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Arguments of LLM from a JSON file. Raises UserError for a file that cannot be read, is no
+    JSON object, or has another key than OPTIONS."""
+    try:
+        options = json.loads(Path(path).read_text())
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise UserError(f"{path} is no JSON: {error}") from error
+    if not isinstance(options, dict):
+        raise UserError(f"{path} must be a JSON object of options, not {type(options).__name__}")
+    if unknown := sorted(set(options) - set(OPTIONS)):
+        raise UserError(
+            f"{path} has the unknown option {unknown[0]!r}; known: {', '.join(OPTIONS)}"
+        )
+    return options

@@ -1,0 +1,380 @@
+"""The host loop: schedule, dispatch a step, and read the step before it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import jax
+import numpy as np
+
+from host_offload.memory.kv_cache import Block
+from moejax.engine.arena_report import page_use
+from moejax.engine.control import Control
+from moejax.engine.records import step_record
+from moejax.engine.resize import Moved, Resizer, cells_of, check_grant, grant
+from moejax.engine.sampling import Chooser
+from moejax.engine.scheduler import Scheduler
+from moejax.engine.statistics import Statistics
+from moejax.engine.step_work import Step, Work, sweep_of
+from moejax.errors import OutOfKV, UserError
+from moejax.interrupt import deferred_interrupt
+from moejax.requests.outputs import FinishReason, append_logprobs, append_prompt_logprobs
+from moejax.requests.request import Request
+from moejax.requests.sampling_params import SamplingParams
+from moejax.requests.stopping import Ending, require_tokenizer
+from moejax.step.runner import Runner
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+    from moejax.traces.tracer import Tracer
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """A line of the event log."""
+
+    what: str
+    """`dispatch` or `read`."""
+    step: int
+    seconds: float
+
+
+Listener = Callable[[Step], None]
+
+
+class Engine:
+    """Continuous batching over a Runner: a request joins and leaves at any step.
+
+    seed: of requests that bring none; such a request draws from it and from its number in the
+    engine's life. listener: called with each step after its dispatch (for tests, recorders and
+    integrity checks); it may wait for the device, which only costs time. Not for several threads.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        scheduler: Scheduler,
+        statistics: Statistics,
+        *,
+        eos_token_ids: Iterable[int],
+        seed: int = 0,
+        listener: Listener | None = None,
+        control: Control | None = None,
+    ):
+        self.runner, self.scheduler, self.statistics = runner, scheduler, statistics
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self.seed, self.listener, self.control = seed, listener, control
+        self.tracer: Tracer | None = None
+        """Gets a record of every step."""
+        self.tokenizer: PreTrainedTokenizerFast | None = None
+        """For stop strings; None: requests with them are refused."""
+        self.events: deque[Event] = deque(maxlen=1000)
+        self._chooser = Chooser(runner, self.eos_token_ids)
+        self._pending: Step | None = None
+        self._requests = itertools.count()
+        self._steps = itertools.count()
+        self._making = 0
+        """The step that is being made, or was made last."""
+        self._block_table: tuple[int, jax.Array] | None = None
+        self._compiled: set[tuple[str, int]] = set()
+        self.resizer = Resizer(runner, scheduler)
+        if control is not None:
+            control.set_budget, control.limit_running = self.try_budget, self.resizer.limit
+
+    # ---- requests
+
+    def add(
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        targets: list[int] | None = None,
+        *,
+        session_id: str | None = None,
+        priority: int = 0,
+    ) -> Request:
+        """Queues a request. targets: score these tokens, one a prompt position, generate nothing.
+
+        session_id: the request is the next turn of that session, see `LLM.generate`. priority:
+        lower runs first.
+
+        Raises UserError for what could never run: an empty prompt, ids outside of the vocabulary,
+        and what Scheduler.check refuses.
+        """
+        self.check(prompt, params, targets, session_id=session_id)
+        number = next(self._requests)
+        # An unseeded request's draws depend on the engine's seed and its place in the order.
+        derived = np.random.SeedSequence([self.seed, number]).generate_state(1)[0]
+        request = Request(
+            request_id=str(number),
+            number=number,
+            prompt=list(prompt),
+            params=params,
+            seed=int(derived) if params.seed is None else params.seed,
+            arrival_s=time.perf_counter(),
+            priority=priority,
+            session=None if session_id is None else self.scheduler.sessions[session_id],
+            targets=targets,
+            ending=Ending(params, self.eos_token_ids, self.tokenizer, prompt),
+        )
+        if self.idle:
+            self.statistics.start(request.arrival_s)
+        self.scheduler.add(request)
+        self.statistics.add_request(request)
+        return request
+
+    def check(
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        targets: list[int] | None = None,
+        *,
+        session_id: str | None = None,
+    ) -> None:
+        """Raises UserError, as add does, for a request that could never run."""
+        if not prompt:
+            raise UserError("the prompt is empty; give at least one token")
+        vocabulary = self.runner.config.vocab_size
+        bad = [t for t in (*prompt, *(targets or ())) if not 0 <= t < vocabulary]
+        if bad:
+            raise UserError(f"token id {bad[0]} is outside of the vocabulary of {vocabulary}")
+        self._chooser.check(params)
+        require_tokenizer(params, self.tokenizer)
+        if session_id is not None and (targets is not None or params.prompt_logprobs is not None):
+            raise UserError(
+                "log-probabilities of a prompt need all of it computed, and a session's turn takes "
+                "over what is there; leave out session_id or prompt_logprobs"
+            )
+        self.scheduler.check(len(prompt), 0 if targets is not None else params.max_tokens)
+
+    def abort(self, requests: Iterable[Request]) -> None:
+        """Takes requests out; their rows and pages are free at once."""
+        for request in requests:
+            if request.finish_reason is None:
+                self._finish(request, "abort", None, time.perf_counter())
+
+    def set_budget(self, cells_per_layer: Sequence[int], kv_slots: int) -> None:
+        """Moves the line between experts and KV of an idle engine, by table contents only: nothing
+        is allocated or compiled, and no bit of any later result changes.
+
+        cells_per_layer: dense experts that each MoE layer keeps. kv_slots: arena slots for KV.
+        Raises ValueError, as SlotArena's grants, for what the arena cannot give, and when requests
+        are running.
+        """
+        self.drain()
+        if not self.idle:
+            raise ValueError("requests are running; budgets change between them")
+        check_grant(self.scheduler.arena, cells_per_layer, kv_slots)
+        # A slot that changes sides must be empty.
+        self.scheduler.move_out_all()
+        grant(self.runner, self.scheduler.arena, cells_per_layer, kv_slots)
+        self._trace_budget(None)
+
+    def try_budget(self, cells: np.ndarray | None, kv_pages: int | None) -> Moved:
+        """What a policy wants for the step that is being made, as budgets.Resizer.move."""
+        moved = self.resizer.move(cells, kv_pages)
+        if moved.settled or moved.changed:
+            self._trace_budget(self._making, moved.settled)
+        return moved
+
+    def _trace_budget(self, step: int | None, settled: bool = False) -> None:
+        if self.tracer is not None:
+            arena = self.scheduler.arena
+            self.tracer.budget(cells_of(arena), arena.pages, step=step, settled=settled)
+
+    # ---- the loop
+
+    @property
+    def idle(self) -> bool:
+        return self.scheduler.idle and self._pending is None
+
+    def step(self) -> list[Request]:
+        """Dispatches the next step, then reads the one before it; returns the requests that got
+        tokens or finished by that. Ctrl-C waits for the end of it: in the middle, donated buffers
+        would be lost. A step that fails aborts its requests, and no others."""
+        with deferred_interrupt():
+            previous, self._pending = self._pending, None
+            try:
+                work = self._next_work()
+                if work is None and previous is None and not self.scheduler.idle:
+                    work = self._unblocked()
+                if work is not None:
+                    self._pending = self._dispatch(work)
+            finally:
+                touched = [] if previous is None else self._read(previous)
+            if self.listener is not None and self._pending is not None:
+                self.listener(self._pending)
+            return touched
+
+    def drain(self) -> None:
+        """Reads a step that is still pending although no request is left: one that had been
+        dispatched before the last request was found to have ended."""
+        if self.scheduler.idle and self._pending is not None:
+            previous, self._pending = self._pending, None
+            self._read(previous)
+
+    def _next_work(self) -> Work | None:
+        try:
+            return self.scheduler.next_work()
+        except BaseException:
+            # Pages could not be moved: what was counted as dispatched is not.
+            self._give_up(self.scheduler.in_step, self.scheduler.published)
+            raise
+
+    def _unblocked(self) -> Work:
+        """What can be dispatched once experts gave KV some of their slots, where policies move the
+        line. Raises OutOfKV."""
+        control, work = self.control, None
+        if control is not None and "kv_pages" in control.controller.writes:
+            work = self.resizer.unblock(self._next_work, lambda: self._trace_budget(None))
+        if work is None:
+            raise OutOfKV(self._stuck())
+        return work
+
+    def _stuck(self) -> str:
+        cache = self.scheduler.cache
+        return (
+            f"requests wait for KV pages and none can be freed: {cache.swapped} pages of "
+            f"{cache.page_bytes} bytes are swapped out, swap_space is {cache.swap_bytes} bytes; "
+            f"raise swap_space or kv_budget, or end sessions"
+        )
+
+    def _dispatch(self, work: Work) -> Step:
+        try:
+            return self._dispatched(work)
+        except BaseException:
+            self._give_up(work.requests() | {*work.placed}, work.published)
+            raise
+
+    def _give_up(self, requests: set[Request], published: Sequence[Block]) -> None:
+        """Ends the requests of a step that failed, and all who hold what it was to write: those
+        bytes are nobody's."""
+        blocks = set(published)
+        holders = (r for r in self.scheduler.running.values() if not blocks.isdisjoint(r.blocks))
+        self.abort(requests.union(holders))
+        self.scheduler.cache.forget(published)
+
+    def _dispatched(self, work: Work) -> Step:
+        number, runner, rows = next(self._steps), self.runner, self.runner.shapes.rows
+        self._making = number
+        self._place(work.placed)
+        stages = None if self.control is None else self.control.before_step(number)
+        positions = np.full(rows, -1, np.int32)
+        table, bucket = self._device_block_table(), rows
+        if work.chunks:
+            kind = work.chunks[0].request.sweep_kind
+            output = runner.prefill(sweep_of(work, runner.shapes), table, kind=kind, stages=stages)
+        else:
+            kind = "decode"
+            positions[[row for row, _ in work.rows]] = [r.computed - 1 for _, r in work.rows]
+            output = runner.decode(positions, table, stages=stages)
+            bucket = output.logits.shape[0]
+        if self.control is not None:
+            self.control.after_dispatch(number)
+        tokens, logprobs, chosen = runner.tokens, None, work.sampled()
+        if chosen:
+            tokens, logprobs = self._chooser.choose(output.logits, [r for _, r in chosen])
+        now, first = time.perf_counter(), (kind, bucket) not in self._compiled
+        self._compiled.add((kind, bucket))
+        self.events.append(Event("dispatch", number, now))
+        moved = stages, runner.transfers
+        return Step(number, work, output, tokens, logprobs, now, first, positions, *moved)
+
+    def _place(self, placed: Iterable[Request]) -> None:
+        """Prepares the rows of requests that just got them."""
+        values = np.zeros(self.runner.shapes.rows, np.int32)
+        update = np.zeros(self.runner.shapes.rows, bool)
+        now = time.perf_counter()
+        for request in placed:
+            if request.scheduled_s is None:
+                request.scheduled_s = now
+            if request.output:  # it was moved out while it generated
+                values[request.row], update[request.row] = request.output[-1], True
+            self._chooser.place(request)
+        if update.any():
+            self.runner.place_tokens(values, update)
+
+    def _device_block_table(self) -> jax.Array:
+        version = self.scheduler.block_table_version
+        if self._block_table is None or self._block_table[0] != version:
+            table = jax.device_put(self.scheduler.block_table.copy(), self.runner.tokens.sharding)
+            self._block_table = version, table
+        return self._block_table[1]
+
+    # ---- results
+
+    def _read(self, step: Step) -> list[Request]:
+        made = step.output
+        results = step.tokens, step.logprobs, made.paging, made.missed_routes, made.demand
+        # All copies are begun before any is waited for.
+        try:
+            tokens, logprobs, paging, missed, demand = jax.device_get(results)
+        except BaseException:  # what went wrong on the device shows here
+            self._give_up(step.work.requests(), step.work.published)
+            raise
+        now = time.perf_counter()
+        self.events.append(Event("read", step.number, now))
+        self.statistics.add_step(step.kind, paging, now, demand)
+        touched = []
+        # Lists of Python's numbers: reading arrays one by one costs as much as all the rest.
+        tokens, missed = tokens.tolist(), missed.tolist()
+        for row, request in step.work.rows:
+            request.missed_routes += missed[row]
+        for i, chunk in enumerate(step.work.chunks):
+            chunk.request.missed_routes += missed[i]
+        if step.output.scores is not None:
+            touched += self._read_scores(step, now)
+        for row, request in step.sampled():
+            # A request may have ended by a token of the step before, or been aborted: the step
+            # was dispatched without knowing, its result is dropped.
+            if request.finish_reason is None:
+                self._append(request, row, tokens, logprobs, now)
+                touched.append(request)
+        if self.tracer is not None or self.control is not None:
+            record = step_record(step, self.runner, paging, now, touched, demand)
+            use = page_use(self.scheduler)
+            if self.control is not None:
+                self.control.after_read(record, use)
+            if self.tracer is not None:
+                self.tracer.after_read(record, use)  # last: it may find the disk full
+        return touched
+
+    def _read_scores(self, step: Step, now: float) -> list[Request]:
+        scores, ended = jax.device_get(step.output.scores), []
+        for i, chunk in enumerate(step.work.chunks):
+            request = chunk.request
+            if request.finish_reason is not None:
+                continue
+            # A prompt that is computed again has given some of them before.
+            if request.targets is None:
+                first = max(len(request.prompt_logprobs) - chunk.start, 0)
+                last = min(chunk.length, len(request.prompt) - 1 - chunk.start)
+                append_prompt_logprobs(request, scores, i, range(first, last))
+                continue
+            first = max(len(request.scores) - chunk.start, 0)
+            request.scores.extend(scores[i, first : chunk.length].tolist())
+            if chunk.last:
+                self._finish(request, "length", None, now)
+                ended.append(request)
+        return ended
+
+    def _append(self, request: Request, row: int, tokens: list[int], logprobs, now: float) -> None:
+        token = tokens[row]
+        self.statistics.add_token(request, now)
+        request.output.append(token)
+        if request.params.logprobs is not None:
+            append_logprobs(request, logprobs, row)
+        ended = request.ending.push(token)
+        if ended is not None:
+            self._finish(request, *ended, now)
+
+    def _finish(
+        self, request: Request, reason: FinishReason, stop_reason: int | str | None, now: float
+    ) -> None:
+        request.finish_reason, request.stop_reason, request.finished_s = reason, stop_reason, now
+        self.scheduler.release(request)

@@ -1,0 +1,245 @@
+"""From a step's logits to the next tokens of its requests."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import jax
+import numpy as np
+
+from moejax.errors import UserError
+from moejax.requests.sampling_params import (
+    GREEDY_BELOW,
+    MAX_BIASES,
+    MAX_LOGIT_BIAS,
+    MAX_STOP_TOKEN_IDS,
+    SamplingParams,
+)
+
+if TYPE_CHECKING:
+    from moejax.requests.request import Request
+    from moejax.step.runner import Runner
+
+
+_PARAMETERS: dict[str, tuple[type, float]] = {
+    "temperature": (np.float32, 0),
+    "top_k": (np.int32, 0),
+    "top_p": (np.float32, 1),
+    "min_p": (np.float32, 0),
+    "seed": (np.uint32, 0),
+    "repetition_penalty": (np.float32, 1),
+    "presence_penalty": (np.float32, 0),
+    "frequency_penalty": (np.float32, 0),
+    "penalized": (np.bool_, False),
+    "biased": (np.bool_, False),
+    "logprobs": (np.bool_, False),
+}
+"""What of a request's parameters is kept by row: dtype and the value of rows not in use."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Batch:
+    """What of a step's requests stays the same for as long as they are the same in the same rows.
+    Arrays are of all rows and never written again: a step may still read them."""
+
+    rows: list[int]
+    sampled: list[Request]
+    """In the order of rows."""
+    update: np.ndarray
+    sampling: tuple[np.ndarray, ...] | None
+    """temperature, top_k, top_p, min_p, seed; None: all are greedy."""
+    penalties: tuple[np.ndarray, ...] | None
+    """repetition, presence, frequency; None: all are neutral."""
+    penalized: np.ndarray
+    """bool[R]."""
+    biased: tuple[tuple[int, Request], ...]
+    """Those with a logit_bias or min_tokens."""
+    logprobs: bool
+
+
+class Chooser:
+    """Chooses tokens by the parameters of each request; what one of them asks for costs and changes
+    nothing for others.
+
+    eos_token_ids: the model's, which min_tokens bans. Everything is dispatched, nothing read: the
+    tokens of the step before may not be known yet, so the counts of penalties are kept on the
+    device (`Runner.counts`), from the first request that needs them on.
+    """
+
+    def __init__(self, runner: Runner, eos_token_ids: Iterable[int]):
+        """Raises ValueError for more end-of-sequence tokens than can be banned."""
+        self.runner, self.eos_token_ids = runner, frozenset(eos_token_ids)
+        room = MAX_BIASES - MAX_LOGIT_BIAS - MAX_STOP_TOKEN_IDS
+        if len(self.eos_token_ids) > room:
+            raise ValueError(f"{len(self.eos_token_ids)} end-of-sequence tokens, at most {room}")
+        self._counted: dict[int, Request] = {}
+        self._batch: _Batch | None = None
+        count = runner.shapes.rows
+        self._of_row: list[Request | None] = [None] * count
+        """Whose parameters `_parameters` has in each row."""
+        self._parameters = {n: np.full(count, v, t) for n, (t, v) in _PARAMETERS.items()}
+        self._biases_key: tuple[_Batch, tuple[bool, ...]] | None = None
+        self._biases: tuple[np.ndarray, np.ndarray] | None = None
+        shape = (runner.shapes.rows, MAX_BIASES)
+        self._no_biases = np.full(shape, -1, np.int32), np.zeros(shape, np.float32)
+
+    def check(self, params: SamplingParams) -> None:
+        """Raises UserError for token ids that the model does not have."""
+        vocabulary = self.runner.config.vocab_size
+        biased = [token for token, _ in _pairs(params)]
+        for name, ids in (("logit_bias", biased), ("stop_token_ids", params.stop_token_ids or ())):
+            bad = [token for token in ids if token >= vocabulary]
+            if bad:
+                raise UserError(
+                    f"token id {bad[0]} in {name} is outside of the vocabulary of {vocabulary}"
+                )
+
+    def place(self, request: Request) -> None:
+        """The request got a row, for the first time or again: what its penalties count is counted
+        anew before its next token. By then its tokens so far must have been read."""
+        assert request.row is not None
+        self._counted.pop(request.row, None)
+        self._batch = None
+        if has_penalties(request.params):
+            self.runner.prepare_counts()
+
+    def choose(
+        self, logits: jax.Array, sampled: Sequence[Request]
+    ) -> tuple[jax.Array, tuple[jax.Array, ...] | None]:
+        """The next token of each of the requests, made the runner's current tokens in their rows.
+
+        logits: float32[R or fewer, V]. sampled: in any order; their `dispatched` counts the token
+        that is chosen now. Returns (tokens int32[R], what sampler.logprobs returns for all rows or
+        None if no request wants any). Log-probabilities are of the logits as given.
+        """
+        batch = self._batch_of(sampled)
+        tokens = self._choose(self._adjusted(logits, batch), batch)
+        if batch.penalties is not None:
+            self.runner.tally(batch.penalized)
+        return tokens, self.runner.token_logprobs(logits, tokens) if batch.logprobs else None
+
+    def _choose(self, logits: jax.Array, batch: _Batch) -> jax.Array:
+        if batch.sampling is None:
+            return self.runner.choose(logits, batch.update, None)
+        position = np.zeros(len(batch.update), np.int32)
+        position[batch.rows] = [len(r.prompt) + r.dispatched - 1 for r in batch.sampled]
+        return self.runner.choose(logits, batch.update, (*batch.sampling, position))
+
+    def _adjusted(self, logits: jax.Array, batch: _Batch) -> jax.Array:
+        biases = self._biases_of(batch)
+        if batch.penalties is None and biases is None:
+            return logits
+        self._count(batch)
+        return self.runner.adjust(logits, batch.penalties, biases or self._no_biases)
+
+    def _biases_of(self, batch: _Batch) -> tuple[np.ndarray, np.ndarray] | None:
+        """Token ids and biases for the next token of all rows, None if there is none."""
+        banning = tuple(r.dispatched <= r.params.min_tokens for _, r in batch.biased)
+        if self._biases_key != (batch, banning):
+            self._biases_key, self._biases = (batch, banning), self._make_biases(batch, banning)
+        return self._biases
+
+    def _make_biases(
+        self, batch: _Batch, banning: tuple[bool, ...]
+    ) -> tuple[np.ndarray, np.ndarray] | None:
+        if not batch.biased:
+            return None
+        ids, values = (array.copy() for array in self._no_biases)
+        for (row, request), bans in zip(batch.biased, banning, strict=True):
+            pairs = dict(_pairs(request.params))
+            if bans:
+                banned = self.eos_token_ids.union(request.params.stop_token_ids or ())
+                pairs |= dict.fromkeys(sorted(banned), -math.inf)
+            ids[row, : len(pairs)] = [*pairs]
+            values[row, : len(pairs)] = [*pairs.values()]
+        return (ids, values) if (ids >= 0).any() else None
+
+    def _count(self, batch: _Batch) -> None:
+        """Sees to it that the counts of all rows with penalties are their requests'."""
+        for row, request in zip(batch.rows, batch.sampled, strict=True):
+            if not batch.penalized[row] or self._counted.get(row) is request:
+                continue
+            if len(request.output) != request.dispatched - 1:
+                raise ValueError(
+                    f"request {request.request_id} got a row while {request.dispatched - 1} tokens "
+                    f"were dispatched and {len(request.output)} read"
+                )
+            self.runner.recount(row, request.prompt, request.output)
+            self._counted[row] = request
+
+    def _batch_of(self, sampled: Sequence[Request]) -> _Batch:
+        sampled, rows = list(sampled), [request.row for request in sampled]
+        if self._batch is None or self._batch.rows != rows or self._batch.sampled != sampled:
+            self._batch = self._make_batch(sampled)
+        return self._batch
+
+    def _make_batch(self, sampled: list[Request]) -> _Batch:
+        rows = [_row(request) for request in sampled]
+        for row, request in zip(rows, sampled, strict=True):
+            if self._of_row[row] is not request:
+                self._of_row[row] = request
+                for name, value in _values(request).items():
+                    self._parameters[name][row] = value
+        used = {name: values[rows] for name, values in self._parameters.items()}
+
+        def columns(*names: str) -> tuple[np.ndarray, ...]:
+            arrays = []
+            for name in names:
+                dtype, neutral = _PARAMETERS[name]
+                arrays.append(np.full(len(self._of_row), neutral, dtype))
+                arrays[-1][rows] = used[name]
+            return tuple(arrays)
+
+        sampling = penalties = None
+        if not (used["temperature"] < GREEDY_BELOW).all():
+            sampling = columns("temperature", "top_k", "top_p", "min_p", "seed")
+        if used["penalized"].any():
+            penalties = columns("repetition_penalty", "presence_penalty", "frequency_penalty")
+        update = np.zeros(len(self._of_row), np.bool_)
+        update[rows] = True
+        return _Batch(
+            rows=rows,
+            sampled=sampled,
+            update=update,
+            sampling=sampling,
+            penalties=penalties,
+            penalized=columns("penalized")[0],
+            biased=tuple((rows[i], sampled[i]) for i in np.flatnonzero(used["biased"])),
+            logprobs=bool(used["logprobs"].any()),
+        )
+
+
+def has_penalties(params: SamplingParams) -> bool:
+    """Whether tokens must be counted for these parameters."""
+    return (
+        params.repetition_penalty != 1.0
+        or params.presence_penalty != 0.0
+        or params.frequency_penalty != 0.0
+    )
+
+
+def _row(request: Request) -> int:
+    assert request.row is not None
+    return request.row
+
+
+def _pairs(params: SamplingParams) -> Iterable[tuple[int, float]]:
+    """logit_bias, which SamplingParams keeps as pairs."""
+    return () if params.logit_bias is None else params.logit_bias  # pyright: ignore[reportReturnType]
+
+
+def _values(request: Request) -> dict[str, float]:
+    """The request's _PARAMETERS."""
+    params = request.params
+    names = ("temperature", "top_k", "top_p", "min_p")
+    penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+    return {
+        **{name: getattr(params, name) for name in (*names, *penalties)},
+        "seed": request.seed,
+        "penalized": has_penalties(params),
+        "biased": params.logit_bias is not None or params.min_tokens > 0,
+        "logprobs": params.logprobs is not None,
+    }

@@ -1,0 +1,400 @@
+"""Which requests run, what the next step is, and whose KV is on the device."""
+
+from __future__ import annotations
+
+import heapq
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from host_offload.memory.kv_cache import Block, KVCache
+from moejax.engine.prefix_cache import PrefixCache
+from moejax.engine.step_work import Chunk, Work
+from moejax.errors import UserError
+from moejax.requests.request import Request, SweepKind
+from moejax.requests.sessions import Sessions
+from moejax.step.parts import StepShapes
+
+HELD_STEPS = 32
+"""Most decode steps that new prompts wait for others to be swept with."""
+
+
+class Scheduler:
+    """Admission in the order of priority, then arrival, and nobody is passed over: what does not
+    fit waits, and those behind it too.
+
+    Sweeps and decode steps alternate while there is work for both. Pages are taken as they are
+    needed; when none is left, idle shared blocks are dropped, then sessions between turns are moved
+    out, the longest unused first, then running requests, the last in order first.
+
+    overflow: what moving out means: `swap`, to host memory, or `recompute`, which drops KV and
+    changes bits. sweep_share: most tokens of one prompt in a sweep that others wait for.
+    admission: free rows to wait for before new prompts are swept, while others decode: a sweep
+    reads nearly every expert, however few prompts are in it.
+    """
+
+    def __init__(
+        self,
+        cache: KVCache,
+        shapes: StepShapes,
+        max_num_seqs: int,
+        max_model_len: int,
+        *,
+        overflow: str = "swap",
+        prefix_caching: bool = True,
+        sweep_share: int | None = None,
+        admission: int = 1,
+    ):
+        self.cache, self.arena, self.max_model_len = cache, cache.arena, max_model_len
+        self.chunk, self.sweep_chunks = shapes.chunk, shapes.sweep_chunks
+        self.block_size = self.arena.layout.page.block_size
+        self.max_num_seqs = self.max_running = max_num_seqs
+        self.admission = min(admission, max_num_seqs)
+        self.overflow, self.prefixes = overflow, PrefixCache(cache, prefix_caching)
+        share = shapes.sweep_chunks * shapes.chunk // 4 if sweep_share is None else sweep_share
+        self.share_chunks = max(share // shapes.chunk, 1)
+        self.queue: list[tuple[tuple[int, int], Request]] = []
+        self.running: dict[int, Request] = {}
+        # The lowest free row first: rows in use stay in few tiles.
+        self.free_rows = list(range(max_num_seqs))
+        self.block_table = np.zeros((shapes.rows, shapes.blocks), np.int32)
+        self.block_table_version = self.peak_pages = 0
+        self.sessions = Sessions(cache, overflow)
+        self._swept = False
+        # Of the step that is being made:
+        self._placed: list[Request] = []
+        self.published: list[Block] = []
+        """Blocks that it writes and others may already hold."""
+        self.in_step: set[Request] = set()
+        """Requests that it computes."""
+        self._held_steps = 0
+        self.begun_pages = 0  # that those who have begun may come to need
+        self.counts = {"session_hit_tokens": 0, "preemptions": 0}
+
+    # ---- requests
+
+    def pages_for(self, prompt_tokens: int, to_generate: int) -> int:
+        """Pages of a sequence; the last generated token is never attended to."""
+        return -(-(prompt_tokens + max(to_generate - 1, 0)) // self.block_size)
+
+    def check(self, prompt_tokens: int, to_generate: int) -> None:
+        """Refuses, with sizes, what could never run, whatever else finishes first: raises UserError
+        when prompt + max_tokens exceeds max_model_len or needs more KV than the budget."""
+        total = prompt_tokens + to_generate
+        if total > self.max_model_len:
+            raise UserError(
+                f"prompt ({prompt_tokens} tokens) + max_tokens ({to_generate}) is "
+                f"{total} tokens, max_model_len is {self.max_model_len}; shorten the prompt, lower "
+                f"max_tokens or raise max_model_len"
+            )
+        needed = self.pages_for(prompt_tokens, to_generate)
+        if needed > self.arena.pages:
+            page = self.arena.layout.page.nbytes
+            raise UserError(
+                f"the request needs KV for {total} tokens ({needed} pages, {needed * page} bytes), "
+                f"the KV budget holds {self.arena.pages} pages "
+                f"({self.arena.pages * self.block_size} tokens, {self.arena.pages * page} bytes); "
+                f"raise kv_budget or lower max_tokens"
+            )
+
+    def add(self, request: Request) -> None:
+        """Queues a request that passed check; a turn waits for the end of the one before it."""
+        request.prefill_to = len(request.prompt)
+        session = request.session
+        if session is not None and session.turn is not None:
+            session.queue.append(request)
+            return
+        if session is not None:
+            session.turn = request
+        heapq.heappush(self.queue, (request.order, request))
+
+    @property
+    def waiting(self) -> list[Request]:
+        """Those that have not begun, or were moved out, in no order."""
+        queued = [r for s in self.sessions.all for r in s.queue]
+        return [r for _, r in self.queue if r.finish_reason is None] + queued
+
+    def release(self, request: Request) -> None:
+        """Takes a request out, wherever it is. Steps already dispatched run before any that will
+        use its pages, so they are free at once, or its session's."""
+        if request.row is not None:
+            self._free_row(request)
+        # In the waiting heap it stays until it is met there: it has a finish_reason.
+        self.begun_pages -= request.begun_pages
+        request.begun_pages = 0
+        blocks, request.blocks = request.blocks, []
+        session = request.session
+        if session is None:
+            self.cache.release(blocks)
+            return
+        following = self.sessions.end_turn(request, session, blocks)
+        if following is not None:
+            heapq.heappush(self.queue, (following.order, following))
+
+    @property
+    def idle(self) -> bool:
+        self._forget_finished()
+        return not self.queue and not self.running
+
+    # ---- the next step
+
+    def next_work(self) -> Work | None:
+        """The next step's work, counted as dispatched; None when nothing can be dispatched."""
+        self.published, self.in_step = [], set()
+        # In between two sweeps decode goes on.
+        rows = self._decode_rows() if self._swept else []
+        chunks = [] if rows else self._next_chunks()
+        if not rows and not chunks:
+            rows = self._decode_rows()  # also of those that just got their row back
+        self._swept = bool(chunks)
+        if not rows and not chunks:
+            return None
+        self.peak_pages = max(self.peak_pages, self.arena.pages - self.cache.available)
+        # Also those that were placed for a step that failed before it was made.
+        placed, self._placed = [r for r in self._placed if r.row is not None], []
+        return Work(tuple(chunks), tuple(rows), tuple(placed), tuple(self.published))
+
+    def _decoding(self) -> Iterator[Request]:
+        # prefill_done written out: this is asked of every running request in every step.
+        return (
+            r
+            for r in self.running.values()
+            if r.computed >= r.prefill_to and 0 < r.dispatched < r.to_generate
+        )
+
+    def _decode_rows(self) -> list[tuple[int, Request]]:
+        rows, size = [], self.block_size
+        for request in sorted(self._decoding(), key=_order):
+            if request.row is None:  # moved out for one before it
+                continue
+            full = request.computed == len(request.blocks) * size
+            if full and not self.extend(request, 1):
+                continue
+            request.computed += 1
+            request.dispatched += 1
+            rows.append((request.row, request))
+            self.in_step.add(request)
+        return rows
+
+    def _next_chunks(self) -> list[Chunk]:
+        decoding = next(self._decoding(), None) is not None
+        chunks: list[Chunk] = []
+        kind: SweepKind | None = None
+        for request in self._prefilling(decoding, chunks):
+            if kind not in (None, request.sweep_kind):
+                continue  # they are different executables
+            room = self.sweep_chunks - len(chunks)
+            others = decoding or self.queue or len(self.running) > 1
+            more = self._chunks_of(request, min(room, self.share_chunks) if others else room)
+            if more:
+                kind = request.sweep_kind
+            chunks += more
+        if not decoding:  # nobody waits for the step: what is left of the sweep goes by order
+            for request in sorted({c.request for c in chunks}, key=_order):
+                chunks += self._chunks_of(request, self.sweep_chunks - len(chunks))
+        return chunks
+
+    def _prefilling(self, decoding: bool, chunks: list[Chunk]) -> Iterator[Request]:
+        """Those whose prompt is not computed, in order, until the sweep is full; the waiting ones
+        as they are admitted."""
+        pending = sorted((r for r in self.running.values() if not r.prefill_done), key=_order)
+        for request in pending:
+            if len(chunks) < self.sweep_chunks and request.row is not None:  # not moved out since
+                yield request
+        self._forget_finished()
+        if decoding and self._holds_back():
+            return
+        while self.queue and self.free_rows and len(chunks) < self.sweep_chunks:
+            request = self.queue[0][1]
+            if not self._admit(request):
+                return
+            if not request.prefill_done:
+                yield request
+            self._forget_finished()
+
+    def _holds_back(self) -> bool:
+        """Whether new prompts wait for more of them: not long, and not the more urgent."""
+        wanted = min(self.admission, len(self.queue))
+        few = len(self.free_rows) < wanted and self._held_steps < HELD_STEPS
+        if few:
+            first = self.queue[0][1]
+            few = not first.preemptions and first.priority >= min(
+                request.priority for request in self.running.values()
+            )
+        self._held_steps = self._held_steps + 1 if few else 0
+        return few
+
+    def _forget_finished(self) -> None:
+        while self.queue and self.queue[0][1].finish_reason is not None:
+            heapq.heappop(self.queue)
+
+    def _admit(self, request: Request) -> bool:
+        """Gives a waiting request a row, and its KV back if it had any. False: not now."""
+        if len(self.running) >= self.max_running or request.dispatched > len(request.output):
+            return False  # enough run; or moved out a step ago, its last token has not been read
+        session = request.session
+        first = request.begun_pages == 0
+        if first and not self._can_end(request):
+            return False
+        dropped = session is not None and session.dropped
+        if session is not None and first and not self.sessions.begin_turn(request, session):
+            return False
+        if not self._bring_back(request):
+            if session is not None and first:
+                self._take_back(request)
+            return False
+        heapq.heappop(self.queue)
+        request.row = heapq.heappop(self.free_rows)
+        self.running[request.row] = request
+        if first:
+            request.begun_pages = self.pages_for(len(request.prompt), request.to_generate)
+            self.begun_pages += request.begun_pages
+            request.recomputed = dropped
+            self.counts["session_hit_tokens"] += request.cached_tokens
+        if request.output and request.computed == 0:
+            request.prefill_to = len(request.prompt) + len(request.output) - 1
+            request.recomputed = True
+        self.write_table(request, 0)
+        self._placed.append(request)
+        return True
+
+    def _take_back(self, request: Request) -> None:
+        """As if its turn had not begun."""
+        self.cache.release(request.blocks)
+        request.blocks = []
+        request.computed = request.cached_tokens = request.pure = 0
+
+    def _can_end(self, request: Request) -> bool:
+        """Whether all that have begun, and this one, can have all pages they may come to need, on
+        the device or swapped out: otherwise they could wait for each other for ever."""
+        if self.overflow == "recompute" or self.begun_pages == 0:
+            return True
+        worst = self.begun_pages + self.pages_for(len(request.prompt), request.to_generate)
+        return worst + self.sessions.pages <= self.arena.pages + self.cache.swap_pages
+
+    def _bring_back(self, request: Request) -> bool:
+        """Whether all pages that the request needs to go on can be had; if so, its own are back."""
+        swapped = self.cache.missing(request.blocks)
+        needed = max(-(-request.prefill_to // self.block_size), len(request.blocks))
+        # One to decode into, so that it is not the next to be moved out.
+        wanted = swapped + needed - len(request.blocks) + (request.dispatched > 0)
+        wanted -= self.prefixes.held(request)
+        limit = self.arena.pages - (len(request.blocks) - swapped)
+        self.cache.pin(request.blocks)  # those that are there must not be moved out for the others
+        there = False
+        try:
+            there = self._free_pages(min(wanted, limit))
+            if there and swapped:
+                self.cache.swap_in(request.blocks)
+        except BaseException:
+            self.cache.unpin(request.blocks)
+            if request.begun_pages == 0:
+                self._take_back(request)
+            raise
+        if not there:
+            self.cache.unpin(request.blocks)
+        return there
+
+    def _chunks_of(self, request: Request, most: int) -> list[Chunk]:
+        chunks: list[Chunk] = []
+        row = request.row
+        assert row is not None
+        while len(chunks) < most and not request.prefill_done:
+            if found := self.prefixes.find(request):
+                self.write_table(request, len(request.blocks) - found)
+            start = request.computed // self.chunk * self.chunk
+            end = min(start + self.chunk, request.prefill_to)
+            missing = -(-end // self.block_size) - len(request.blocks)
+            if missing > 0 and not self.extend(request, missing):
+                break
+            skip = request.computed - start
+            if request.pure == request.computed:
+                request.pure = end
+                self.published += self.prefixes.publish(request, start + skip, end)
+            request.computed = end
+            last = end == request.prefill_to
+            samples = last and request.to_generate > 0 and request.dispatched == 0
+            if samples:
+                request.dispatched = 1
+            chunks.append(Chunk(request, row, start, skip, end - start, samples, last))
+            self.in_step.add(request)
+        return chunks
+
+    # ---- pages
+
+    def extend(self, request: Request, count: int) -> bool:
+        """Gives a running request more pages, if need be of those behind it."""
+        if not self._free_pages(count, behind=request):
+            return False
+        first, blocks = len(request.blocks), self.cache.allocate(count)
+        self.cache.pin(blocks)
+        request.blocks += blocks
+        self.write_table(request, first)
+        return True
+
+    def write_table(self, request: Request, first: int) -> None:
+        rows: Any = [block.row for block in request.blocks[first:]]  # none is swapped out
+        self.block_table[request.row, first : len(request.blocks)] = rows
+        self.block_table_version += 1
+
+    def _free_pages(self, count: int, behind: Request | None = None) -> bool:
+        """Sees to it that so many pages are available. behind: running requests that come after
+        this one may be moved out for it."""
+        while self.cache.available < count:
+            if not (self.sessions.evict() or self.evict_waiting() or self._preempt_last(behind)):
+                return False
+        return True
+
+    def evict_waiting(self, most: int | None = None) -> bool:
+        """Moves out pages that a request kept when it was preempted, since another ran on them."""
+        for _, request in self.queue:
+            if movable := self.cache.movable(request.blocks):
+                return self.cache.swap_out(movable[:most]) > 0
+        return False
+
+    def _preempt_last(self, behind: Request | None) -> bool:
+        """Moves out the running request that comes last, if it comes after `behind` and the step
+        does not compute it; it waits with its old place in the order."""
+        candidates = [r for r in self.running.values() if r not in self.in_step]
+        if behind is None or not candidates:
+            return False
+        request = max(candidates, key=_order)
+        if request.order <= behind.order:
+            return False
+        movable = self.cache.movable(request.blocks, pins=1)
+        if self.overflow == "swap" and movable and self.cache.swap_room == 0:
+            return False
+        # It waits before its pages move: should that fail, it is not lost.
+        self._free_row(request)
+        heapq.heappush(self.queue, (request.order, request))
+        request.preemptions += 1
+        self.counts["preemptions"] += 1
+        if request in self._placed:
+            self._placed.remove(request)
+        if self.overflow == "swap":
+            self.cache.swap_out(request.blocks)
+        else:
+            # Its session's KV of generated tokens will come through the prefill path.
+            request.recomputed |= request.computed > request.pure
+            self.cache.release(request.blocks)
+            request.blocks = []
+            request.computed = request.pure = request.cached_tokens = 0
+        return True
+
+    def _free_row(self, request: Request) -> None:
+        assert request.row is not None
+        self.cache.unpin(request.blocks)
+        del self.running[request.row]
+        heapq.heappush(self.free_rows, request.row)
+        request.row = None
+
+    def move_out_all(self) -> None:
+        """Empties the arena's KV between requests: idle blocks are dropped, sessions moved out."""
+        while self.sessions.evict():
+            pass
+        self.cache.drop_idle()
+
+
+_order = operator.attrgetter("order")

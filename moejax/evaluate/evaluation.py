@@ -1,0 +1,344 @@
+"""How likely a model finds texts: perplexity by sliding windows."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from moejax.engine.loop import Engine
+from moejax.errors import UserError
+from moejax.interrupt import deferred_interrupt
+from moejax.progress import scoring_progress
+from moejax.requests.request import Request, Submission
+from moejax.requests.sampling_params import SamplingParams
+from moejax.serve.generation import in_engine
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+    from moejax.serve.llm import LLM
+
+__all__ = [
+    "DEFAULT_WINDOW",
+    "Cost",
+    "Likelihood",
+    "PerplexityResult",
+    "TextLikelihood",
+    "Window",
+    "check_windows",
+    "perplexity",
+    "sliding_windows",
+]
+
+DEFAULT_WINDOW = 2048
+"""Tokens, where the model has room for so many: what papers on compressed models mostly use."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """Tokens [begin, end) of a text, computed alone from position 0; [first, end) are scored."""
+
+    begin: int
+    end: int
+    first: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Likelihood:
+    """What windows over one or more texts came to."""
+
+    tokens: int
+    windows: int
+    scored_tokens: int
+    """All but the first of each text; with stride = window all but the first of each window."""
+    scored_bytes: int
+    """Bytes of UTF-8 text that the scored tokens stand for; special tokens stand for none."""
+    nll: float
+    """Sum over the scored tokens of −ln p(token | the window's tokens before it)."""
+
+    @property
+    def bits_per_token(self) -> float:
+        return self.nll / math.log(2) / self.scored_tokens
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Comparable between tokenizers, unlike the other two (lm-eval's bits_per_byte)."""
+        return self.nll / math.log(2) / self.scored_bytes
+
+    @property
+    def perplexity(self) -> float:
+        """exp of the mean −ln p: transformers' "Perplexity of fixed-length models"."""
+        return float(np.exp(self.nll / self.scored_tokens))
+
+
+@dataclasses.dataclass(frozen=True)
+class TextLikelihood(Likelihood):
+    """Of one text."""
+
+    name: str
+    sha256: str
+    """Of the whole text's UTF-8 bytes."""
+    logprobs: np.ndarray = dataclasses.field(repr=False, compare=False)
+    """float64[tokens]: ln p of each token, NaN of those that are not scored."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """What a run took: layer-experts that its sweeps needed, and bytes over the link."""
+
+    seconds: float
+    """Of the scoring, tokenizing left out."""
+    compile_s: float
+    """Of those, the steps that compiled."""
+    computed_tokens: int
+    """Scored tokens and their context."""
+    sweeps: int
+    activations: int
+    hits: int
+    fills: int
+    read_through: int
+    fill_bytes: int
+    read_through_bytes: int
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Computed tokens a second, compilation left out."""
+        return self.computed_tokens / max(self.seconds - self.compile_s, 1e-9)
+
+
+@dataclasses.dataclass(frozen=True)
+class PerplexityResult:
+    """Perplexity of texts, each and all together. No bit of it but `cost` depends on budgets,
+    policies or the other windows."""
+
+    window: int
+    stride: int
+    limit: int | None
+    texts: tuple[TextLikelihood, ...]
+    cost: Cost
+
+    @property
+    def total(self) -> Likelihood:
+        """Over the scored tokens of all texts, each counted alike."""
+        names = [field.name for field in dataclasses.fields(Likelihood)]
+        return Likelihood(**{n: sum(getattr(text, n) for text in self.texts) for n in names})
+
+
+def check_windows(window: int | None, stride: int | None, limit: int | None) -> None:
+    """Raises UserError for what fits no model; see `perplexity`."""
+    if window is not None and window < 2:
+        raise UserError(f"window must be at least 2 tokens, got {window}: the first has no context")
+    if stride is not None and stride < 1:
+        raise UserError(f"stride must be at least 1 token, got {stride}")
+    if window is not None and stride is not None and stride > window:
+        raise UserError(
+            f"stride {stride} is larger than window {window}, so the tokens in between would not "
+            f"be scored; a stride is from 1 to the window"
+        )
+    if limit is not None and limit < 2:
+        raise UserError(f"limit must be at least 2 tokens, got {limit}")
+
+
+def sliding_windows(tokens: int, window: int, stride: int) -> list[Window]:
+    """Windows over a text of so many tokens, as in transformers' "Perplexity of fixed-length
+    models": they begin at multiples of stride, the last one ends with the text, and each scores
+    what the one before did not reach. A window's first token has no context and is not scored, so
+    a window of one token is left out."""
+    found, scored = [], 0
+    for begin in range(0, tokens, stride):
+        end = min(begin + window, tokens)
+        first = max(scored, begin + 1)
+        if first < end:
+            found.append(Window(begin, end, first))
+        scored = end
+        if end == tokens:
+            break
+    return found
+
+
+def perplexity(
+    llm: LLM,
+    texts: str | Sequence[str] | Mapping[str, str],
+    *,
+    window: int | None = None,
+    stride: int | None = None,
+    limit: int | None = None,
+    progress: bool = False,
+) -> PerplexityResult:
+    """Scores texts by sliding windows, many windows a sweep.
+
+    texts: one, several, or several by name. window: tokens a window has (default: DEFAULT_WINDOW,
+    at most the model's max_model_len). stride: tokens from one window's beginning to the next
+    one's (default: half of the window). With less than the window, each token but a text's first
+    is scored once, with at least window − stride tokens of context where there are so many. limit:
+    score only the first tokens of each text. progress: a bar on stderr.
+
+    A text is tokenized whole, as the model's tokenizer does with a prompt (special tokens
+    included). Raises UserError for a model without tokenizer, an empty text or one of less than two
+    tokens, text that is no Unicode, window, stride or limit out of range, and
+    log-probabilities that are not finite.
+    """
+    tokenizer = llm.get_tokenizer()
+    if tokenizer is None:
+        raise UserError(
+            f"{llm.model} has no tokenizer, without which text has no tokens; add its "
+            f"tokenizer.json, or score token ids with LLM.score_batch"
+        )
+    most = llm.engine.scheduler.max_model_len
+    window = min(DEFAULT_WINDOW, most) if window is None else window
+    stride = max(window // 2, 1) if stride is None else stride
+    check_windows(window, stride, limit)
+    if window > most:
+        raise UserError(
+            f"window {window} is larger than max_model_len {most}; use a smaller window, or raise "
+            f"max_model_len if the model was trained for it"
+        )
+    if isinstance(texts, str):
+        texts = [texts]
+    if not isinstance(texts, Mapping):
+        texts = {f"text {i}": text for i, text in enumerate(texts)}
+    if not texts:
+        raise UserError("there is no text to score; give at least one")
+    encoded = [
+        _encode(name, text, tokenizer, window, stride, limit) for name, text in texts.items()
+    ]
+    scored = sum(w.end - w.first for text in encoded for w in text.windows)
+    llm.stats()  # refuses an LLM that is closed or lent
+    with scoring_progress(scored, progress) as report:
+        cost = _score(llm.engine, encoded, report)
+    return PerplexityResult(window, stride, limit, tuple(map(_likelihood, encoded)), cost)
+
+
+# ---- pieces
+
+
+@dataclasses.dataclass(frozen=True)
+class _Encoded:
+    """A text on its way. logprobs is filled in as windows are scored."""
+
+    name: str
+    sha256: str
+    ids: np.ndarray
+    nbytes: np.ndarray
+    """int64[tokens]: bytes of text that each token stands for."""
+    windows: list[Window]
+    logprobs: np.ndarray
+
+
+def _encode(
+    name: str,
+    text: str,
+    tokenizer: PreTrainedTokenizerFast,
+    window: int,
+    stride: int,
+    limit: int | None,
+) -> _Encoded:
+    try:
+        data = text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"{name} is not valid Unicode text ({error})") from None
+    if not data:
+        raise UserError(f"{name} is empty; there is nothing to score")
+    encoding = tokenizer(text, return_offsets_mapping=True)
+    ids = np.asarray(encoding["input_ids"], np.int32)
+    nbytes = _token_bytes(text, np.asarray(encoding["offset_mapping"], np.int64).reshape(-1, 2))
+    ids, nbytes = ids[:limit], nbytes[:limit]
+    windows = sliding_windows(len(ids), window, stride)
+    if not sum(nbytes[w.first : w.end].sum() for w in windows):
+        raise UserError(
+            f"{name} is too short to score (tokens: {len(ids)}); a text needs at least two, since "
+            f"the first has no context"
+        )
+    unknown = np.full(len(ids), np.nan)
+    return _Encoded(name, hashlib.sha256(data).hexdigest(), ids, nbytes, windows, unknown)
+
+
+def _token_bytes(text: str, offsets: np.ndarray) -> np.ndarray:
+    """UTF-8 bytes of the text for each token, int64[tokens]; their sum is the text's.
+
+    offsets int64[tokens, 2]: characters as the tokenizer reports them. A character in several
+    tokens counts for the first of them, text between tokens for the next one; special tokens that
+    the tokenizer added have (0, 0).
+    """
+    codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+    width = 1 + (codes > 0x7F).astype(np.int64) + (codes > 0x7FF) + (codes > 0xFFFF)
+    until = np.concatenate([[0], np.cumsum(width)])
+    ends = np.maximum.accumulate(until[offsets[:, 1]])
+    ends[-1:] = until[-1]
+    return np.diff(ends, prepend=0)
+
+
+def _score(engine: Engine, texts: Sequence[_Encoded], report: Callable[[int], None]) -> Cost:
+    """Fills in the texts' logprobs. As many windows are in the engine as fill two sweeps, so that
+    a sweep, which reads an expert once for all of them, is full while there are windows left."""
+    statistics, most = engine.statistics, 2 * engine.scheduler.sweep_chunks
+    paging, sweeps = dict(statistics.paging), statistics.steps["prefill"]
+    moved = dict(statistics.moved)
+    waiting = iter([(text, window) for text in texts for window in text.windows])
+    places: dict[Request, tuple[_Encoded, Window]] = {}
+    computed, compile_s, began = 0, 0.0, time.perf_counter()
+    with in_engine(engine) as running:
+        while True:
+            with deferred_interrupt():  # what is in the engine is in `running`
+                while len(running) < most and (place := next(waiting, None)) is not None:
+                    text, window = place
+                    ids = text.ids[window.begin : window.end].tolist()
+                    request = engine.add(ids[:-1], SamplingParams(), ids[1:])
+                    running.append(Submission(None, (request,)))
+                    places[request] = place
+            if not running:
+                break
+            executables, start = len(engine.runner.executables()), time.perf_counter()
+            engine.step()
+            if len(engine.runner.executables()) > executables:
+                compile_s += time.perf_counter() - start
+            for (request,) in [s.requests for s in running if s.finished]:
+                text, window = places.pop(request)
+                found = np.asarray(request.scores)[window.first - window.begin - 1 :]
+                text.logprobs[window.first : window.end] = found
+                computed += len(request.prompt)
+                report(len(found))
+            running[:] = [s for s in running if not s.finished]
+    seconds = time.perf_counter() - began
+    counts = {name: statistics.paging[name] - count for name, count in paging.items()}
+    return Cost(
+        seconds=seconds,
+        compile_s=compile_s,
+        computed_tokens=computed,
+        sweeps=statistics.steps["prefill"] - sweeps,
+        activations=counts["active"],
+        hits=counts["hits"],
+        fills=counts["fills"],
+        read_through=counts["read_through"],
+        fill_bytes=statistics.moved["fill"] - moved["fill"],
+        read_through_bytes=statistics.moved["read_through"] - moved["read_through"],
+    )
+
+
+def _likelihood(text: _Encoded) -> TextLikelihood:
+    scored = np.zeros(len(text.ids), bool)
+    for window in text.windows:
+        scored[window.first : window.end] = True
+    bad = np.flatnonzero(scored & ~np.isfinite(text.logprobs))
+    if len(bad):
+        raise UserError(
+            f"{text.name}: the model's log-probability of token {bad[0]} is "
+            f"{text.logprobs[bad[0]]}; values overflow or weights are damaged, try --dtype float32"
+        )
+    return TextLikelihood(
+        tokens=len(text.ids),
+        windows=len(text.windows),
+        scored_tokens=int(scored.sum()),
+        scored_bytes=int(text.nbytes[scored].sum()),
+        # Rounded once, in whatever order windows finished or files were named.
+        nll=-math.fsum(text.logprobs[scored]),
+        name=text.name,
+        sha256=text.sha256,
+        logprobs=text.logprobs,
+    )

@@ -1,0 +1,217 @@
+"""Everything that only a real GPU can show about correctness (`moejax check-gpu`)."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+import moejax
+from host_offload.memory.budget import Share
+from moejax.cache import use_compilation_cache
+from moejax.checkpoints.random_model import random_model, shape
+from moejax.device import select_device
+from moejax.engine.loop import Engine
+from moejax.errors import UserError
+from moejax.models.config import ModelConfig
+from moejax.requests.sampling_params import SamplingParams
+from moejax.start.build import Limits, start_engine
+from moejax.start.kernels import kernel_shapes
+from pallas_kernels import parse_ops, resolve_ops
+from pallas_kernels.records import RecordFormat
+from pallas_kernels.records.versions import Formats, VersionFormats
+from pallas_kernels.triton import is_interpreted
+from pallas_kernels.verification import Unverified, checks, load_table, write_table
+from pallas_kernels.verification.table import entry, file_name, measured
+
+PARTS = ("kernels", "bits", "engine")
+
+TESTS_OF_BITS = "tests/moejax/engine/test_same_bits.py"
+
+
+def check_device(
+    parts: Sequence[str],
+    *,
+    shapes: list[str],
+    dtypes: list[str],
+    tables: Path,
+    engine_shape: str,
+    layers: int | None,
+    steps: int,
+) -> int:
+    """Runs these of PARTS on jax's first device and prints what they find; returns how many checks
+    failed. shapes, dtypes, tables: of `kernels`, as check_kernels. engine_shape, layers, steps: of
+    `engine`, as check_engine. Raises UserError where there is no GPU, and for `bits` outside of a
+    checkout."""
+    tests = Path(moejax.__file__).parent.parent
+    if "bits" in parts and not (tests / TESTS_OF_BITS).exists():
+        raise UserError(f"bits runs {TESTS_OF_BITS} of a checkout of moejax; leave it out here")
+    use_compilation_cache(None)
+    device = select_device()
+    if device.platform != "gpu" and not is_interpreted():
+        raise UserError("there is no GPU here; nothing was checked")
+    print(f"{device.device_kind}, jax {jax.__version__}, {device.client.platform_version}")
+    failures = 0
+    if "kernels" in parts:
+        failures += check_kernels(device, shapes, dtypes, tables)
+    if "bits" in parts:
+        failures += check_bits(tests)
+    if "engine" in parts:
+        failures += check_engine(device, engine_shape, layers, steps)
+    print("all checks passed" if not failures else f"{failures} checks FAILED")
+    return failures
+
+
+VERSIONS = (
+    None,
+    *((version,) for version in ("int8", "int4", "int2", "lossless12")),
+    *(("dense", lo) for lo in ("int8", "int4", "int2")),
+    *(("int8", "int4"), ("int4", "int2"), ("lossless12", "int4")),
+    (("dense", "lossless12"),),
+    (("dense", "lossless12"), ("dense", "dense")),
+    (("dense", "lossless12"), "int4"),
+)
+"""What runs have: one version, pairs of tiers, lossless12 in transit (with layers that it cannot
+hold). A pair: in a cell, in the store; None: dense alone."""
+
+
+def formats_of(versions: tuple | None, config: ModelConfig, dtype: str) -> Formats | None:
+    """The formats of a run with these versions."""
+    if versions is None:
+        return None
+    size = config.hidden_size, config.moe_intermediate_size, dtype
+    pairs = ((version,) * 2 if isinstance(version, str) else version for version in versions)
+    return tuple(
+        VersionFormats(RecordFormat(cell, *size), RecordFormat(held, *size)) for cell, held in pairs
+    )
+
+
+def check_kernels(device: jax.Device, shapes: list[str], dtypes: list[str], tables: Path) -> int:
+    """Runs every check of the shapes; returns how many failed. Writes the table."""
+    path = tables / file_name(device)
+    # Other shapes' entries stay; of another source or driver they do not count.
+    entries = load_table(path)
+    seen: set[str] = set()
+    failed = 0
+    for name in shapes:
+        config = shape(name)
+        for dtype in dtypes:
+            layout = config.slot_layout(itemsize=2)
+            ops = resolve_ops("auto", platform="gpu", dtype=dtype)
+            kernels = [
+                kernel
+                for versions in VERSIONS
+                if dtype == "bfloat16" or "lossless12" not in str(versions)
+                for kernel in kernel_shapes(
+                    config, dtype, layout, formats_of(versions, config, dtype)
+                )
+            ]
+            for check in (c for kernel in kernels for c in checks(kernel, ops, device)):
+                if check.key in seen:
+                    continue
+                seen.add(check.key)
+                began = time.perf_counter()
+                try:
+                    error = measured(check, device)
+                except Unverified as problem:
+                    failed += 1
+                    entries.pop(check.key, None)
+                    print(f"WRONG {check.key}: {problem}", flush=True)
+                    continue
+                entries[check.key] = entry(check, error, device)
+                seconds = time.perf_counter() - began
+                print(f"ok    {check.key}: {error:.1e}, {seconds:.1f} s", flush=True)
+    write_table(path, device, entries)
+    print(f"{len(entries)} checked configurations in {path}")
+    return failed
+
+
+def check_bits(checkout: Path) -> int:
+    """Contract 1's tests on this device; 1 if they fail."""
+    environment = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}
+    environment["JAX_PLATFORMS"] = "cuda,cpu"
+    command = [sys.executable, "-m", "pytest", "-q", TESTS_OF_BITS]
+    return int(subprocess.run(command, cwd=checkout, env=environment).returncode != 0)
+
+
+def check_engine(device: jax.Device, name: str, layers: int | None, steps: int) -> int:
+    """Decodes at four budgets; returns how many differ from full residency."""
+    config = shape(name, layers)
+    began = time.perf_counter()
+    loaded = random_model(config, device=device)
+    limits = Limits(max_model_len=1024, max_num_seqs=64, expert_budget=Share(1.0))
+    try:
+        engine, budget = start_engine(
+            loaded,
+            limits,
+            eviction="lru",
+            ops=parse_ops("auto"),
+            device=device,
+            seed=0,
+            listener=None,
+        )
+    except UserError as error:
+        print(f"the engine does not start: {error}")
+        loaded.store.delete()
+        return 1
+    print(
+        f"{name}, {config.num_hidden_layers} layers: {time.perf_counter() - began:.0f} s to start"
+    )
+    print("; ".join(budget.notes), engine.runner.ops)
+    experts = config.num_experts
+    digests, failed = {}, 0
+    for cells in (experts, experts // 2, experts // 8, 0):
+        began = time.perf_counter()
+        engine.set_budget([cells] * config.num_hidden_layers, budget.kv_slots)
+        digests[cells] = _digest(engine, steps)
+        same = digests[cells] == digests[experts]
+        failed += not same
+        faults = engine.runner.faults()
+        failed += bool(faults)
+        print(
+            f"{cells} cells a layer: {steps} steps in {time.perf_counter() - began:.1f} s, "
+            f"bits {'equal' if same else 'DIFFERENT'}, integrity {faults or 'ok'}",
+            flush=True,
+        )
+    # The same requests among 50 others: decode runs in its larger buckets of rows.
+    engine.set_budget([experts] * config.num_hidden_layers, budget.kv_slots)
+    same = _digest(engine, steps, company=50) == digests[experts]
+    print(f"among 50 other requests: bits {'equal' if same else 'DIFFERENT'}")
+    failed += not same
+    engine.runner.delete()
+    return failed
+
+
+def _digest(engine: Engine, steps: int, company: int = 0) -> str:
+    """sha256 over the logits of every sampled token of a fixed mix of requests. company: so many
+    other requests run beside them, and do not count."""
+    totals: dict[int, Any] = {}
+
+    def record(step) -> None:
+        rows = np.asarray(step.output.logits)
+        for row, request in step.sampled():
+            if id(request) in totals and request.finish_reason is None:
+                totals[id(request)].update(rows[row].tobytes())
+
+    rng = np.random.default_rng(0)
+    vocabulary = engine.runner.config.vocab_size
+    engine.listener = record
+    for length in (1, 17, 64, 65, 200, 300):
+        prompt = rng.integers(0, vocabulary, length).tolist()
+        params = SamplingParams(temperature=0.8, seed=length, max_tokens=steps, ignore_eos=True)
+        totals[id(engine.add(prompt, params))] = hashlib.sha256()
+    for _ in range(company):
+        prompt = rng.integers(0, vocabulary, 20).tolist()
+        engine.add(prompt, SamplingParams(temperature=0, max_tokens=steps, ignore_eos=True))
+    while not engine.idle:
+        engine.step()
+    engine.listener = None
+    return " ".join(total.hexdigest() for total in totals.values())

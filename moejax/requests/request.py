@@ -1,0 +1,143 @@
+"""What a caller asks of the engine, and the sequences that come of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from host_offload.memory.kv_cache import Block
+from moejax.requests.outputs import FinishReason, Logprob, RequestOutput, request_output
+from moejax.requests.sampling_params import SamplingParams
+from moejax.requests.sessions import Session
+from moejax.requests.stopping import Ending
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""Text, token ids, or a mapping with `prompt`, `prompt_token_ids` or `messages`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerationRequest:
+    """One prompt and how to go on from it; `LLM.generate_each` takes a stream of them."""
+
+    prompt: Prompt
+    sampling_params: SamplingParams = dataclasses.field(default_factory=SamplingParams)
+    session_id: str | None = None
+    """Requests with one session id are turns of one conversation: the KV of a finished turn is kept
+    for the next as long as there is room."""
+    priority: int = 0
+    """A smaller number runs earlier, as in vLLM."""
+    tag: object = None
+    """The caller's own; nothing looks at it."""
+
+
+SweepKind = Literal["prefill", "score", "prompt_logprobs"]
+"""The executable that a prompt goes through."""
+
+
+@dataclasses.dataclass(eq=False)
+class Request:
+    """One sequence on its way through the engine. Counts run ahead of `output`: a step is
+    dispatched before the tokens of the one before it have been read."""
+
+    request_id: str
+    number: int
+    prompt: list[int]
+    params: SamplingParams
+    seed: int
+    arrival_s: float
+    ending: Ending
+    """Reads the tokens and keeps their text."""
+    priority: int = 0
+    """Lower runs first."""
+    session: Session | None = None
+    targets: list[int] | None = None
+    """Scoring: the token to score at each prompt position. The request then generates nothing."""
+    row: int | None = None
+    """Row in the decode batch and the block table while it runs."""
+    blocks: list[Block] = dataclasses.field(default_factory=list)
+    computed: int = 0
+    """Leading tokens whose KV is there or dispatched."""
+    pure: int = 0
+    """Of those, how many came through the prefill path, counted from the start."""
+    prefill_to: int = 0
+    """Tokens that go through the prefill path: the prompt, after recomputation also what was
+    generated."""
+    dispatched: int = 0
+    """Generated tokens dispatched."""
+    output: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[tuple[Logprob, dict[int, Logprob]]] = dataclasses.field(default_factory=list)
+    """Per token its own log-probability and the likeliest tokens', when asked for."""
+    prompt_logprobs: list[dict[int, Logprob]] = dataclasses.field(default_factory=list)
+    """Per prompt token but the first, when asked for."""
+    scores: list[float] = dataclasses.field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    begun_pages: int = 0
+    """Pages it may come to need, once it has begun."""
+    scheduled_s: float | None = None
+    """When it first got a row."""
+    first_token_s: float | None = None
+    token_times: list[float] = dataclasses.field(default_factory=list)
+    """Seconds between its tokens."""
+    last_token_s: float | None = None
+    finished_s: float | None = None
+    missed_routes: int = 0
+    """Routed (layer, expert) pairs of its tokens that were not resident."""
+    cached_tokens: int = 0
+    """Prompt tokens whose KV was there already."""
+    preemptions: int = 0
+    recomputed: bool = False
+    """Generated tokens went through the prefill path once more, which changes bits."""
+    block_keys: list[bytes] | None = None
+    """Names of the prompt's whole blocks, once they were needed."""
+
+    @functools.cached_property
+    def to_generate(self) -> int:
+        return 0 if self.targets is not None else self.params.max_tokens
+
+    @property
+    def prefill_done(self) -> bool:
+        return self.computed >= self.prefill_to
+
+    @property
+    def sweep_kind(self) -> SweepKind:
+        if self.targets is not None:
+            return "score"
+        return "prefill" if self.params.prompt_logprobs is None else "prompt_logprobs"
+
+    @functools.cached_property
+    def order(self) -> tuple[int, int]:
+        """Who goes first: by priority, then by arrival."""
+        return self.priority, self.number
+
+    def tokens(self, start: int, stop: int) -> list[int]:
+        """Prompt and generated tokens [start, stop)."""
+        n = len(self.prompt)
+        return self.prompt[start:stop] + self.output[max(start - n, 0) : max(stop - n, 0)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Submission:
+    """A prompt in the engine."""
+
+    text: str | None
+    """Of the prompt; None: it was given as token ids."""
+    requests: tuple[Request, ...]
+    """One for each of its n sequences."""
+    asked: GenerationRequest | None = None
+
+    @property
+    def finished(self) -> bool:
+        return all(request.finish_reason is not None for request in self.requests)
+
+    def output(
+        self, tokenizer: PreTrainedTokenizerFast | None, before: RequestOutput | None = None
+    ) -> RequestOutput:
+        """What there is of its result; before: as of `request_output`."""
+        return request_output(self.requests, self.text, tokenizer, before)

@@ -1,0 +1,148 @@
+"""Conversations whose KV stays after a turn."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from host_offload.memory.kv_cache import Block, KVCache
+from moejax.errors import UserError
+
+if TYPE_CHECKING:
+    from moejax.requests.request import Request
+
+
+@dataclasses.dataclass(eq=False)
+class Session:
+    """The turns of one conversation, one after the other."""
+
+    session_id: str
+    number: int
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    """Tokens whose KV `blocks` hold, in order."""
+    pure: int = 0
+    """Leading tokens that went through the prefill path; generated ones went through decode, whose
+    KV has other bits."""
+    blocks: list[Block] = dataclasses.field(default_factory=list)
+    """A turn holds those it goes on from as well, and replaces them all when it ends."""
+    dropped: bool = False
+    """KV of its history was dropped, now or turns ago: computed again it has other bits, and all
+    later turns go on from them."""
+    turn: Request | None = None
+    """The turn that waits or runs."""
+    queue: deque[Request] = dataclasses.field(default_factory=deque)
+    """Later turns."""
+
+
+class Sessions:
+    """All conversations and the KV they hold between turns, the longest unused first.
+
+    overflow: what making room for others does to that KV, see Scheduler.
+    """
+
+    def __init__(self, cache: KVCache, overflow: str):
+        self.cache, self.overflow, self.evicted = cache, overflow, 0
+        self.block_size = cache.arena.layout.page.block_size
+        self._sessions: OrderedDict[str, Session] = OrderedDict()
+        self._numbers = 0
+
+    @property
+    def all(self) -> tuple[Session, ...]:
+        return tuple(self._sessions.values())
+
+    @property
+    def pages(self) -> int:
+        """Pages that they hold, wherever they are."""
+        return sum(len(session.blocks) for session in self._sessions.values())
+
+    def __getitem__(self, session_id: str) -> Session:
+        """The session of that name, a new one if there is none."""
+        if session_id not in self._sessions:
+            self._sessions[session_id] = Session(session_id, self._numbers)
+            self._numbers += 1
+        return self._sessions[session_id]
+
+    def end(self, session_id: str) -> None:
+        """Forgets a session and frees its KV. Raises UserError for an unknown one or while a turn
+        of it waits or runs."""
+        session = self._sessions.get(session_id)
+        if session is None:
+            raise UserError(f"there is no session {session_id!r}")
+        if session.turn is not None:
+            raise UserError(f"session {session_id!r} has a turn that has not ended")
+        del self._sessions[session_id]
+        self.cache.release(session.blocks)
+        session.blocks = []
+
+    def begin_turn(self, request: Request, session: Session) -> bool:
+        """Gives the request the session's KV as well, as far as the tokens are the same. False: not
+        now, there is no room for a copy of the page where they differ."""
+        same, size = common_prefix(session.tokens, request.prompt[:-1]), self.block_size
+        rewritten = same < len(session.tokens)
+        if rewritten and same <= session.pure:
+            same = same // size * size  # cheaper than a copy, and the same bits
+        blocks = session.blocks[: -(-same // size)]
+        if rewritten and same % size:
+            # What follows in this page is the session's until the turn has ended.
+            copy = self.cache.copy(blocks[-1])
+            if copy is None:
+                return False
+            self.cache.hold(blocks[:-1])
+            blocks[-1] = copy
+        else:
+            self.cache.hold(blocks)
+        request.blocks = blocks
+        request.computed = request.cached_tokens = same
+        request.pure = min(session.pure, same)
+        return True
+
+    def end_turn(self, request: Request, session: Session, blocks: list[Block]) -> Request | None:
+        """Makes the request's blocks the session's; returns the turn that follows, if one waits. An
+        aborted turn leaves its session as it was."""
+        if session.turn is not request:
+            if request in session.queue:
+                session.queue.remove(request)
+            return None
+        if blocks and request.finish_reason != "abort":
+            tokens = len(request.prompt) + len(request.output) - 1
+            pages = -(-tokens // self.block_size)
+            blocks, session.blocks, spare = session.blocks, blocks[:pages], blocks[pages:]
+            self.cache.release(spare)
+            session.tokens, session.pure = request.tokens(0, tokens), min(request.pure, tokens)
+            session.dropped = request.recomputed
+        elif request.finish_reason != "abort":
+            session.dropped = True  # its KV was, before its last token was read
+        self.cache.release(blocks)
+        session.turn = session.queue.popleft() if session.queue else None
+        if session.session_id in self._sessions:
+            self._sessions.move_to_end(session.session_id)
+        return session.turn
+
+    def evict(self, most: int | None = None) -> bool:
+        """Moves out the longest unused session that holds a page it can give, or `most` pages of
+        it; whether that made room."""
+        for session in self._sessions.values():
+            if not (movable := self.cache.movable(session.blocks)):
+                continue
+            before = self.cache.available
+            if self.overflow == "recompute":
+                self.cache.release(session.blocks)
+                session.blocks, session.tokens, session.pure = [], [], 0
+                session.dropped = True
+            else:
+                self.cache.swap_out(movable[:most])
+            if self.cache.available > before:
+                self.evicted += 1
+                return True
+        return False
+
+
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many leading tokens are equal."""
+    n = min(len(a), len(b))
+    different = np.flatnonzero(np.asarray(a[:n]) != np.asarray(b[:n]))
+    return int(different[0]) if len(different) else n

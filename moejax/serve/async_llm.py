@@ -1,0 +1,156 @@
+"""The engine for programs with an event loop: requests from many tasks, results as they come."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import os
+import threading
+import uuid
+from collections.abc import AsyncGenerator, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+from moejax.errors import UserError
+from moejax.requests.outputs import RequestOutput
+from moejax.requests.request import Prompt
+from moejax.requests.sampling_params import SamplingParams
+from moejax.serve.engine_thread import EngineThread, Stream
+from moejax.serve.llm import LLM
+
+_EXIT_S = 30.0
+"""How long the end of the interpreter waits for the step that is running."""
+
+
+class AsyncLLM:
+    """An LLM for asyncio, in the manner of vLLM's AsyncLLM.
+
+        async with AsyncLLM("demo", expert_budget="25%") as llm:
+            async for output in llm.generate("The old house", SamplingParams(max_tokens=64)):
+                print(output.outputs[0].text)
+
+    model: as of LLM, with its options; then starting blocks like LLM's own start, and closing frees
+    the model. Or an LLM that was started: until `close` it belongs to the AsyncLLM and refuses
+    everybody else.
+
+    One thread of its own runs the engine and sleeps while there is nothing to do; any number of
+    tasks may call, of any event loop. Raises UserError as LLM does, for options given with an LLM,
+    and for an LLM that is closed, runs requests or belongs to another AsyncLLM.
+    """
+
+    def __init__(self, model: str | os.PathLike[str] | LLM, **options: Any):
+        if isinstance(model, LLM) and options:
+            raise UserError(
+                f"{', '.join(options)}: this LLM was already started with its own options; "
+                "give them to LLM(...), or give AsyncLLM the model's name"
+            )
+        self._owns = not isinstance(model, LLM)
+        self._llm = LLM(model, **options) if not isinstance(model, LLM) else model
+        self._shutting, self._shut = threading.Lock(), False
+        # One thread, so that prompts reach the engine in order.
+        self._encoder = ThreadPoolExecutor(1, "moejax-encode")
+        tokenizer = self._llm.get_tokenizer()
+        self._engine = EngineThread(self._llm.engine, tokenizer)
+        self._llm.lend(self._engine.thread)
+        if tokenizer is not None:
+            # The first call changes settings that tokenizer.json may bring (truncation, padding);
+            # tokenizers refuse that while another thread decodes.
+            tokenizer("")
+        self._engine.thread.start()
+        # Before jax's own exit, which takes the device away from the running step.
+        atexit.register(self._shut_down, _EXIT_S)
+
+    # ---- what users call
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        session_id: str | None = None,
+        priority: int = 0,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Generates for one prompt: yields all there is so far as tokens come, the last time with
+        finished=True.
+
+        request_id: echoed in the outputs, and for `abort`; default: one of its own. prompt,
+        sampling_params, session_id, priority: as of `LLM.generate`.
+
+        A reader that is slower than the engine gets the newest output and misses those before it.
+        Cancelling the task, closing the generator, or leaving an `async for` over it cancels the
+        request; so does whoever calls `abort`, then the last output has finish_reason "abort".
+
+        Raises UserError for a request that could never run, one with the id of another that has
+        not ended, and when the AsyncLLM is or gets closed; EngineDeadError when a step fails. The
+        first of these concerns no other request.
+        """
+        params = SamplingParams() if sampling_params is None else sampling_params
+        _require("sampling_params", params, SamplingParams, "SamplingParams or None")
+        _require("request_id", request_id, str | None, "a string or None")
+        _require("session_id", session_id, str | None, "a string or None")
+        _require("priority", priority, int, "an integer")
+        engine, loop = self._engine, asyncio.get_running_loop()
+        stream = Stream(uuid.uuid4().hex if request_id is None else request_id, loop)
+        if engine.streams.setdefault(stream.request_id, stream) is not stream:
+            raise UserError(f"request_id {request_id!r} is in use by a request that has not ended")
+        finished = False
+        try:
+            with engine.open():
+                encoding = loop.run_in_executor(self._encoder, self._llm._encode, prompt)
+            encoded = await encoding
+            submit = partial(engine.submit, stream, encoded, params, session_id, priority)
+            await engine.call(submit)
+            while not finished:
+                output = await stream.next()
+                finished = output.finished
+                yield output
+        finally:
+            engine.streams.pop(stream.request_id, None)
+            if not finished:
+                engine.tell(partial(engine.drop, stream))
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """Cancels the request of that id, or of each of several. Row and pages are free when this
+        returns, and the reader gets a last output with finish_reason "abort". An id that no request
+        has, such as of one that has just ended, is not an error."""
+        for each in [request_id] if isinstance(request_id, str) else request_id:
+            if (stream := self._engine.streams.get(each)) is not None:
+                await self._engine.call(partial(self._engine.cancel, stream))
+
+    async def end_session(self, session_id: str) -> None:
+        """`LLM.end_session`."""
+        await self._engine.call(partial(self._llm.end_session, session_id))
+
+    async def stats(self) -> dict[str, Any]:
+        """`LLM.stats`, between two steps."""
+        return await self._engine.call(self._llm.stats)
+
+    async def close(self) -> None:
+        """Ends all requests, whose readers get a UserError, and the engine's thread, after the step
+        that is running; then frees the model, or gives the LLM back. Idempotent. Raises as
+        LLM.close does."""
+        await asyncio.to_thread(self._shut_down)
+
+    async def __aenter__(self) -> AsyncLLM:
+        return self
+
+    async def __aexit__(self, *exception) -> None:
+        await self.close()
+
+    def _shut_down(self, timeout_s: float | None = None) -> None:
+        with self._shutting:
+            if not self._engine.stop(timeout_s) or self._shut:
+                return
+            self._shut = True
+            atexit.unregister(self._shut_down)
+            self._encoder.shutdown()
+            self._llm.lend(None)
+            if self._owns:
+                self._llm.close()
+
+
+def _require(name: str, value: object, kind: Any, what: str) -> None:
+    if not isinstance(value, kind):
+        raise UserError(f"{name} must be {what}, got {value!r}")

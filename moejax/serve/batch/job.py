@@ -1,0 +1,245 @@
+"""A file job: read lines, generate, append results, go on where an earlier process ended."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import IO, TYPE_CHECKING, Any, Literal
+
+from moejax.errors import UserError
+from moejax.serve.batch.lines import Line, read_lines
+from moejax.serve.batch.result_file import ResultFile, open_results
+
+if TYPE_CHECKING:
+    from moejax.requests.request import GenerationRequest
+    from moejax.serve.llm import LLM
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What to generate, and where results go."""
+
+    input: str
+    """JSON lines; `-` is standard input."""
+    output: str
+    """JSON lines, appended to; `-` is standard output."""
+    model: str = "demo"
+    dtype: str = "auto"
+    sampling: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """SamplingParams fields of lines that do not say otherwise."""
+    seed: int = 0
+    """From it and from their ids come the seeds of lines that have none."""
+    on_error: Literal["fail", "skip"] = "fail"
+    """Of a bad line: end the job behind the lines before it, or write an error as its result."""
+    overwrite: bool = False
+    """Start anew where there are results."""
+
+
+@dataclasses.dataclass
+class OpenJob:
+    """A job whose files are open and checked. Made by `open_job`."""
+
+    job: Job
+    input: IO[bytes]
+    results: ResultFile
+    total: int | None
+    """Input lines that are not blank; None where the input can be read only once."""
+    errors: int = 0
+    """Errors among the results."""
+    turns: Counter[str] = dataclasses.field(default_factory=Counter)
+    """Session id -> its turns that have not ended; empty where the input can be read only once."""
+    open_sessions: set[str] = dataclasses.field(default_factory=set)
+    """Sessions that lack a result."""
+    _begun: set[str] = dataclasses.field(default_factory=set)
+    _running: int = 0
+    """Lines in the engine."""
+    _ended_by: str | None = None
+    """The bad line that ends the job, and why."""
+
+    @property
+    def done(self) -> int:
+        """Results in the output, errors included."""
+        return self.results.count
+
+    @property
+    def complete(self) -> bool:
+        """Every line is known to have a result: `run` has nothing to do."""
+        return self.done == self.total
+
+    def lines(self) -> Iterator[Line]:
+        """All lines of the input from where it stands."""
+        job = self.job
+        model = os.path.realpath(job.model) if os.path.isdir(job.model) else job.model
+        made_with = (model, job.dtype)
+        return read_lines(self.input, sampling=job.sampling, seed=job.seed, made_with=made_with)
+
+    def run(
+        self, llm: LLM, *, progress: bool = False, warn: Callable[[str], None] = lambda text: None
+    ) -> None:
+        """Generates for every line that has no result yet. warn: told of each bad line.
+
+        Raises UserError for a bad line unless on_error is "skip", once the lines before it are
+        done, and when the output cannot be written. However it ends, every line of the output is a
+        whole result.
+        """
+        from moejax.progress import batch_progress
+        from moejax.serve.batch.results import success
+
+        self.results.begin(overwrite=self.job.overwrite)
+        statistics = llm.engine.statistics
+        with batch_progress(
+            self.total, self.done, lambda: statistics.generated_tokens, progress
+        ) as report:
+
+            def keep(line: Line, result: bytes) -> None:
+                self.results.append(result)
+                report(self.done)
+
+            for request, output in llm.generate_each(self._requests(keep, warn)):
+                line = request.tag
+                assert isinstance(line, Line)
+                self._running -= 1
+                if line.key in self.results.keys:
+                    pass  # It ran once more only for the later turns of its session.
+                elif isinstance(output, UserError):
+                    self._bad(line, str(output), keep, warn)
+                else:
+                    keep(line, success(line, output, self.job.model))
+                self._turn_ended(llm, request.session_id, begun=not isinstance(output, UserError))
+        if self._ended_by is not None:
+            kept = (
+                f"; {self.done} results are in {self.results.name}: mend the line, and the same "
+                f"command goes on from there"
+            )
+            raise UserError(
+                f"{self._ended_by} (--on-error skip goes on without such lines)"
+                f"{kept if self.results.regular else ''}"
+            )
+
+    def _requests(
+        self, keep: Callable[[Line, bytes], None], warn: Callable[[str], None]
+    ) -> Iterator[GenerationRequest]:
+        for line in self.lines():
+            asked = line.request
+            # A turn goes on from the KV of those before it, which no file has.
+            again = asked is not None and asked.session_id in self.open_sessions
+            if line.key in self.results.keys and not again:
+                continue
+            if asked is None:
+                self._bad(line, line.error or "", keep, warn)
+            elif asked.session_id is not None and self.total is None:
+                # Which turn is a session's last is found by reading the input twice.
+                self._bad(line, "session_id needs an input that is a file, not a pipe", keep, warn)
+            else:
+                self._running += 1
+                yield dataclasses.replace(asked, tag=line)
+            # Not before the next line is read: a pipe may take long to give one.
+            if self._ended_by is not None:
+                return
+
+    def _turn_ended(self, llm: LLM, session_id: str | None, *, begun: bool) -> None:
+        """Ends a session after its last turn, so that its KV makes room."""
+        if session_id is None or session_id not in self.turns:
+            return
+        if begun:
+            self._begun.add(session_id)
+        self.turns[session_id] -= 1
+        if not self.turns[session_id]:
+            del self.turns[session_id]
+            if session_id in self._begun:
+                self._begun.remove(session_id)
+                llm.end_session(session_id)
+
+    def _bad(
+        self,
+        line: Line,
+        message: str,
+        keep: Callable[[Line, bytes], None],
+        warn: Callable[[str], None],
+    ) -> None:
+        from moejax.serve.batch.results import failure
+
+        message_with_place = f"{self.job.input}, line {line.number}: {message}"
+        if self.job.on_error == "fail":
+            if self._running:
+                # Said at once, since what runs may take minutes.
+                warn(f"{message_with_place}; lines that run are finished first: {self._running}")
+            self._ended_by = message_with_place
+            return
+        warn(message_with_place)
+        self.errors += 1
+        keep(line, failure(line, message))
+
+
+@contextmanager
+def open_job(job: Job) -> Iterator[OpenJob]:
+    """Opens and checks the files of a job. Nothing is changed before `OpenJob.run`.
+
+    Raises UserError for what cannot be read or written, and for results that are not of this input
+    with these options.
+    """
+    with _open_input(job.input) as stream:
+        if job.output != "-" and _same_file(stream, job.output):
+            raise UserError(f"{job.output} is both --input and --output; choose another --output")
+        with open_results(job.output, overwrite=job.overwrite) as results:
+            opened = OpenJob(job, stream, results, None, results.errors)
+            if stream.seekable():
+                begin, opened.total, sessions = stream.tell(), 0, False
+                for raw in stream:
+                    opened.total += bool(raw.strip())
+                    sessions |= b'"session_id"' in raw
+                stream.seek(begin)
+                if results.keys or sessions:
+                    _survey(opened)
+                    stream.seek(begin)
+            elif results.keys:
+                raise UserError(
+                    f"{job.output} has results, and what comes from {job.input} cannot be compared "
+                    f"with them beforehand; put it into a file and give that as --input, choose "
+                    f"another --output, or start anew with --overwrite"
+                )
+            yield opened
+
+
+def _survey(opened: OpenJob) -> None:
+    """Reads the input through for its sessions, and raises UserError unless every result in the
+    output belongs to one of its lines."""
+    job, keys = opened.job, opened.results.keys
+    missing = set(keys)
+    for line in opened.lines():
+        missing.discard(line.key)
+        if line.request is not None and (session_id := line.request.session_id) is not None:
+            opened.turns[session_id] += 1
+            if line.key not in keys:
+                opened.open_sessions.add(session_id)
+    if missing:
+        number, id = opened.results.first_not_in(opened.results.keys - missing)
+        raise UserError(
+            f"{job.output}, line {number}: the result of {id!r} does not belong to {job.input} "
+            f"with these options (another line, model, dtype, seed or sampling option); give the "
+            f"same ones, choose another --output, or start anew with --overwrite"
+        )
+
+
+@contextmanager
+def _open_input(name: str) -> Iterator[IO[bytes]]:
+    if name == "-":
+        yield sys.stdin.buffer
+        return
+    try:
+        stream = open(name, "rb")  # noqa: SIM115
+    except OSError as error:
+        raise UserError(f"cannot open {name}: {error.strerror}") from error
+    with stream:
+        yield stream
+
+
+def _same_file(stream: IO[bytes], output: str) -> bool:
+    try:
+        return os.path.samestat(os.fstat(stream.fileno()), os.stat(output))
+    except OSError:  # no such output yet, or an input that is no file
+        return False

@@ -1,0 +1,247 @@
+"""Input lines of a file job: JSON to requests, or to what is wrong with them."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from moejax.errors import UserError
+from moejax.requests.request import GenerationRequest
+from moejax.requests.sampling_params import SamplingParams
+from moejax.serve.batch.openai_fields import completion_request
+
+IGNORED_FIELDS = frozenset(
+    ("metadata", "model", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user")
+)
+"""They change nothing in a result. OpenAI results echo `model`."""
+
+_SAMPLING_FIELDS = frozenset(f.name for f in dataclasses.fields(SamplingParams) if f.init)
+_PROMPT_FIELDS = ("prompt", "prompt_token_ids", "messages")
+_KNOWN_FIELDS = (
+    _SAMPLING_FIELDS | IGNORED_FIELDS | {*_PROMPT_FIELDS, "id", "session_id", "priority"}
+)
+_GIVEN_ID = re.compile(r"line-[0-9]+")
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """One input line that is not blank."""
+
+    number: int
+    """Counted from 1, blank lines included."""
+    id: str | int
+    """`id` or `custom_id`, echoed; `line-<number>` where the line has none that can be used."""
+    request_id: str
+    """Digest of the line's bytes and the job's options: an equal one is an equal request."""
+    url: str | None = None
+    """OpenAI lines: the endpoint."""
+    openai: bool = False
+    """The form of the result. A line too broken to have a form takes that of the line before."""
+    model: str | None = None
+    request: GenerationRequest | None = None
+    error: str | None = None
+    """What is wrong with the line; there is no request then."""
+
+    @property
+    def key(self) -> bytes:
+        return result_key(self.id, self.request_id)
+
+
+def result_key(id: str | int, request_id: str) -> bytes:
+    """16 bytes that tell results apart."""
+    return _digest(json.dumps([id, request_id]).encode(), 16)
+
+
+def derived_seed(seed: int, id: str | int) -> int:
+    """Seed of a line that has none: the same wherever the line stands and whenever it runs.
+
+    In [0, 2^31), so that seed + index of n sequences stays a legal seed.
+    """
+    return int.from_bytes(_digest(json.dumps([seed, id]).encode(), 4), "big") >> 1
+
+
+def read_lines(
+    stream: Iterable[bytes], *, sampling: Mapping[str, Any], seed: int, made_with: Iterable[str]
+) -> Iterator[Line]:
+    """Each line of the stream that is not blank.
+
+    sampling: SamplingParams fields of lines that do not say otherwise. made_with: what else decides
+    results (the model, the dtype). Memory: 16 bytes and a set's entry for every id and session.
+    """
+    options = json.dumps([dict(sampling), seed, *made_with], sort_keys=True).encode()
+    job = _digest(options, 16)
+    seen: set[bytes] = set()
+    sessions: dict[str, bytes] = {}
+    openai = False
+    for number, raw in enumerate(stream, 1):
+        if raw.strip():
+            line = _read(raw, number, openai, seen, job, sampling, seed)
+            openai = line.openai
+            session = None if line.request is None else line.request.session_id
+            if session is not None:
+                # A turn goes on from the KV of those before it, so its result is theirs as well.
+                sessions[session] = _digest(sessions.get(session, b"") + job + raw.strip(), 16)
+                request_id = "req_" + sessions[session].hex()
+                line = dataclasses.replace(line, request_id=request_id)
+            yield line
+
+
+def _read(
+    raw: bytes,
+    number: int,
+    openai: bool,
+    seen: set[bytes],
+    job: bytes,
+    sampling: Mapping[str, Any],
+    seed: int,
+) -> Line:
+    request_id = "req_" + _digest(job + raw.strip(), 16).hex()
+    line = Line(number, f"line-{number}", request_id, openai=openai)
+    try:
+        fields = _json_object(raw, number)
+        line = dataclasses.replace(line, openai="custom_id" in fields or "body" in fields)
+        id = _id(fields, line)
+        digest = _digest(json.dumps(id).encode(), 16)
+        if digest in seen:
+            raise UserError(f"the id {id!r} is also that of an earlier line; ids must be unique")
+        seen.add(digest)
+        line = dataclasses.replace(line, id=id)
+        if line.openai:
+            url, fields = completion_request(fields)
+            line = dataclasses.replace(line, url=url, model=_string(fields, "model"))
+        return dataclasses.replace(line, request=_request(fields, sampling, seed, id))
+    # SamplingParams raises TypeError or ValueError for some values of a wrong type.
+    except (UserError, TypeError, ValueError, RecursionError) as error:
+        return dataclasses.replace(line, error=str(error) or type(error).__name__)
+
+
+def _json_object(raw: bytes, number: int) -> dict[str, Any]:
+    def refused(constant: str):
+        raise UserError(f"{constant} is not JSON")
+
+    try:
+        text = raw.decode("utf-8-sig" if number == 1 else "utf-8")
+        fields = json.loads(text.rstrip(), parse_constant=refused)
+        if "\\ud" in text.lower():
+            # Half of a surrogate pair is JSON but no text; no tokenizer takes it.
+            json.dumps(fields, ensure_ascii=False).encode()
+    except UserError:
+        raise
+    except UnicodeError as error:
+        raise UserError(f"not UTF-8 text ({error})") from None
+    except RecursionError:
+        raise UserError("not JSON that can be read: it is nested too deeply") from None
+    except json.JSONDecodeError as error:
+        raise UserError(f"not JSON: {error.msg}, at character {error.pos + 1}") from None
+    if not isinstance(fields, dict):
+        raise UserError(f"not a JSON object but {_kind(fields)}")
+    return fields
+
+
+def _id(fields: Mapping[str, Any], line: Line) -> str | int:
+    name = "custom_id" if line.openai else "id"
+    id = fields.get(name)
+    if id is None and not line.openai:
+        return line.id
+    if isinstance(id, str) and id:
+        if _GIVEN_ID.fullmatch(id) and id != line.id:
+            raise UserError(f"{name} {id!r} is reserved for line {id[5:]}; choose another")
+        return id
+    if isinstance(id, int) and not isinstance(id, bool) and not line.openai:
+        return id
+    kinds = "a string" if line.openai else "a string or an integer"
+    raise UserError(f"{name} must be {kinds} that is not empty, got {json.dumps(id)}")
+
+
+def _request(
+    fields: Mapping[str, Any], sampling: Mapping[str, Any], seed: int, id: str | int
+) -> GenerationRequest:
+    fields = {name: value for name, value in fields.items() if value is not None}
+    for name in fields:
+        if name not in _KNOWN_FIELDS:
+            close = difflib.get_close_matches(name, _KNOWN_FIELDS, 1, 0.75)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise UserError(f"the field {name!r} is not supported{hint}")
+    prompts = [name for name in _PROMPT_FIELDS if name in fields]
+    if len(prompts) != 1:
+        found = " and ".join(prompts) or "none"
+        raise UserError(f"one of {', '.join(_PROMPT_FIELDS)} is needed, found {found}")
+    priority = fields.get("priority", 0)
+    if not isinstance(priority, int) or isinstance(priority, bool):
+        raise UserError(f"priority must be an integer, got {json.dumps(priority)}")
+    given = dict(sampling) | {n: _value(v) for n, v in fields.items() if n in _SAMPLING_FIELDS}
+    if given.get("seed") in (None, -1):
+        given["seed"] = derived_seed(seed, id)
+    return GenerationRequest(
+        prompt=_prompt(prompts[0], fields[prompts[0]]),
+        sampling_params=SamplingParams(**given),
+        session_id=_string(fields, "session_id"),
+        priority=priority,
+    )
+
+
+def _value(value: Any) -> Any:
+    """JSON has no integer keys, which token ids are."""
+    if not isinstance(value, dict):
+        return value
+    try:
+        return {int(key): each for key, each in value.items()}
+    except ValueError:
+        raise UserError(f"token ids are integers, got the keys {list(value)}") from None
+
+
+def _prompt(name: str, value: Any) -> str | list[int] | dict[str, Any]:
+    if name == "messages":
+        return {"messages": [_message(message) for message in _list(name, value)]}
+    if name == "prompt" and isinstance(value, str):
+        return value
+    ids = _list(name, value)
+    if any(not isinstance(token, int) or isinstance(token, bool) for token in ids):
+        kinds = "text or token ids" if name == "prompt" else "token ids, which are integers"
+        raise UserError(f"{name} must be {kinds}; several prompts need a line each")
+    return ids
+
+
+def _message(message: Any) -> dict[str, Any]:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise UserError('each of messages must be an object with a "role"')
+    content = message.get("content")
+    if isinstance(content, list):
+        for part in content:
+            if not isinstance(part, dict) or part.get("type") != "text":
+                raise UserError("the content of a message must be text; other parts are refused")
+        # vLLM joins text parts so for templates that take plain content.
+        content = "\n".join(str(part.get("text", "")) for part in content)
+    elif not isinstance(content, str | None):
+        raise UserError(f"the content of a message must be text, got {_kind(content)}")
+    return {**message, "content": content}
+
+
+def _list(name: str, value: Any) -> list:
+    if not isinstance(value, list):
+        kinds = "text or a list" if name == "prompt" else "a list"
+        raise UserError(f"{name} must be {kinds}, got {_kind(value)}")
+    if not value:
+        raise UserError(f"{name} is empty")
+    return value
+
+
+def _string(fields: Mapping[str, Any], name: str) -> str | None:
+    value = fields.get(name)
+    if value is not None and not (isinstance(value, str) and value):
+        raise UserError(f"{name} must be a string that is not empty, got {json.dumps(value)}")
+    return value
+
+
+def _kind(value: Any) -> str:
+    kinds = {dict: "an object", list: "a list", str: "a string", type(None): "null"}
+    return kinds.get(type(value), json.dumps(value))
+
+
+def _digest(data: bytes, size: int) -> bytes:
+    return hashlib.blake2b(data, digest_size=size).digest()

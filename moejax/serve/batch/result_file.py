@@ -1,0 +1,174 @@
+"""The output file of a job: locked, scanned for what is there, appended to line by line."""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import IO
+
+from moejax.errors import UserError
+from moejax.interrupt import deferred_interrupt
+from moejax.serve.batch.results import read_result
+
+SYNC_S = 10.0
+"""Seconds of results that a power cut may take; a killed process loses nothing."""
+
+_LINE_BEGIN = b'{"id": '
+
+
+@dataclasses.dataclass
+class ResultFile:
+    """Results already in an output, and the place for more. Made by `open_results`.
+
+    Output that is no regular file (a pipe, a device, `-`) has no results and no lock.
+    """
+
+    name: str
+    file: IO[bytes]
+    """Unbuffered."""
+    regular: bool
+    keys: set[bytes] = dataclasses.field(default_factory=set)
+    """`results.read_result` keys of what was there when it was opened."""
+    errors: int = 0
+    """Errors among them."""
+    count: int = 0
+    """Whole results in it now."""
+    size: int = 0
+    """Bytes of whole results; what comes after is torn."""
+    synced_s: float = dataclasses.field(default_factory=time.monotonic)
+
+    def begin(self, *, overwrite: bool) -> None:
+        """Cuts off a torn last line, or everything; until now the file is as it was found."""
+        if overwrite:
+            self.keys, self.errors, self.count, self.size = set(), 0, 0, 0
+        if self.regular:
+            self.file.truncate(self.size)
+            self.file.seek(self.size)
+
+    def append(self, line: bytes) -> None:
+        """Writes one whole line, with one call unless the system takes only a part.
+
+        Raises UserError when it cannot be written; the file then ends after the line before.
+        """
+        try:
+            with deferred_interrupt():
+                rest = memoryview(line)
+                while rest:
+                    rest = rest[self.file.write(rest) :]
+                if not self.regular:
+                    self.file.flush()
+                self.size += len(line)
+                self.count += 1
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            if self.regular:
+                with suppress(OSError):
+                    self.file.truncate(self.size)
+            raise self._unwritable(error) from error
+        if time.monotonic() - self.synced_s > SYNC_S:
+            self.sync()
+
+    def sync(self) -> None:
+        """Puts what was written on the disk. Raises UserError where the disk does not take it."""
+        if self.regular:
+            try:
+                os.fsync(self.file.fileno())
+            except OSError as error:
+                raise self._unwritable(error) from error
+        self.synced_s = time.monotonic()
+
+    def _unwritable(self, error: OSError) -> UserError:
+        kept = (
+            "; its results so far are whole, and the same command goes on from there"
+            if self.regular
+            else ""
+        )
+        return UserError(f"cannot write to {self.name}: {error.strerror}{kept}")
+
+    def lines(self) -> Iterator[bytes]:
+        """What is in a regular file, line by line."""
+        # Reading from the unbuffered file itself would be one call for every byte.
+        with open(self.file.fileno(), "rb", closefd=False) as reader:
+            reader.seek(0)
+            yield from reader
+
+    def first_not_in(self, keys: set[bytes]) -> tuple[int, str | int]:
+        """(line number, id) of the first result that is not among the keys."""
+        for number, raw in enumerate(self.lines(), 1):
+            id, key, _ = read_result(raw)
+            if key not in keys:
+                return number, id
+        raise LookupError(f"every result of {self.name} is among the keys")
+
+
+@contextmanager
+def open_results(output: str, *, overwrite: bool) -> Iterator[ResultFile]:
+    """Opens, locks and scans the output; nothing is changed yet, but a missing file is made.
+
+    The lock is flock's, on the file itself: it ends with the process however that ends.
+
+    Raises UserError for a file that cannot be opened, that another process writes, or that has
+    something else in it than results.
+    """
+    if output == "-":
+        # Past Python's buffers: what they cannot write they would keep and try again at exit.
+        stream = sys.stdout.buffer
+        yield ResultFile("standard output", getattr(stream, "raw", stream), regular=False)
+        return
+    special = os.path.exists(output) and not os.path.isfile(output)
+    flags = os.O_WRONLY if special else os.O_RDWR | os.O_CREAT
+    try:
+        descriptor = os.open(output, flags | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        raise UserError(f"cannot open {output} for writing: {error.strerror}") from error
+    with os.fdopen(descriptor, "wb", buffering=0) as file:
+        results = ResultFile(output, file, regular=not special)
+        if results.regular:
+            _lock(results)
+            if not overwrite:
+                _scan(results)
+        try:
+            yield results
+        finally:
+            results.sync()
+
+
+def _lock(results: ResultFile) -> None:
+    try:
+        fcntl.flock(results.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(
+            f"another process is writing {results.name}; wait for its end, or choose another "
+            f"--output"
+        ) from None
+
+
+def _scan(results: ResultFile) -> None:
+    for number, raw in enumerate(results.lines(), 1):
+        torn = not raw.endswith(b"\n")
+        try:
+            if torn and not (_LINE_BEGIN.startswith(raw) or raw.startswith(_LINE_BEGIN)):
+                raise ValueError("not the beginning of a result either")
+            if torn:
+                return
+            _, key, error = read_result(raw)
+        except (ValueError, RecursionError):
+            raise UserError(
+                f"{results.name}, line {number}, is no result of moejax; choose another --output, "
+                f"or start anew with --overwrite"
+            ) from None
+        if key in results.keys:
+            raise UserError(
+                f"{results.name}, line {number}: this result is there twice; take one out, or "
+                f"start anew with --overwrite"
+            )
+        results.keys.add(key)
+        results.errors += error
+        results.count += 1
+        results.size += len(raw)

@@ -1,0 +1,224 @@
+"""Output lines of a file job. What cannot be reproduced stands under `metrics`, nothing else."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from moejax.requests.outputs import CompletionOutput, Logprob, RequestOutput
+from moejax.serve.batch.lines import Line, result_key
+from moejax.serve.batch.openai_fields import CHAT
+
+LEAST_LOGPROB = -9999.0
+"""JSON has no −inf; vLLM's servers write this number."""
+
+
+def success(line: Line, output: RequestOutput, model: str) -> bytes:
+    """The output line of a finished request. model: echoed where an OpenAI line names none."""
+    if line.openai:
+        response = {
+            "status_code": 200,
+            "request_id": line.request_id,
+            "body": _openai_body(line, output, model),
+        }
+        record = _openai_record(line, response, None)
+    else:
+        record = {"id": line.id, "request_id": line.request_id}
+        sequences = [_sequence(completion) for completion in output.outputs]
+        if len(sequences) == 1:
+            record |= sequences[0]
+        else:
+            numbered = [
+                {"index": c.index, **s} for c, s in zip(output.outputs, sequences, strict=True)
+            ]
+            record["outputs"] = numbered
+        record |= _prompt_logprobs(output) | {"usage": _usage(output), "error": None}
+    return _encode(record | {"metrics": _metrics(output)})
+
+
+def failure(line: Line, message: str) -> bytes:
+    """The output line of a line that could not run."""
+    error = {"code": "invalid_request", "message": message, "param": None, "line": line.number}
+    if line.openai:
+        body = {"error": {"type": "invalid_request_error", **error}}
+        response = {"status_code": 400, "request_id": line.request_id, "body": body}
+        return _encode(_openai_record(line, response, error))
+    return _encode({"id": line.id, "request_id": line.request_id, "error": error})
+
+
+def read_result(raw: bytes) -> tuple[str | int, bytes, bool]:
+    """(id, key, whether it is an error) of an output line.
+
+    Raises ValueError for what success and failure did not write.
+    """
+    record = json.loads(raw)
+    try:
+        openai = "custom_id" in record
+        id = record["custom_id" if openai else "id"]
+        request_id = record["response"]["request_id"] if openai else record["request_id"]
+        return id, result_key(id, request_id), record["error"] is not None
+    except (TypeError, KeyError):
+        raise ValueError("not a result of moejax") from None
+
+
+def _openai_record(line: Line, response: dict, error: dict | None) -> dict[str, Any]:
+    name = hashlib.blake2b(json.dumps(line.id).encode(), digest_size=16).hexdigest()
+    return {
+        "id": f"batch_req_{name}",
+        "custom_id": line.id,
+        "response": response,
+        "error": error,
+    }
+
+
+def _openai_body(line: Line, output: RequestOutput, model: str) -> dict[str, Any]:
+    chat = line.url == CHAT
+    digest = line.request_id.removeprefix("req_")
+    usage = _usage(output)
+    return {
+        "id": f"{'chatcmpl' if chat else 'cmpl'}-{digest}",
+        "object": "chat.completion" if chat else "text_completion",
+        # Clients want the field; the time is among the metrics.
+        "created": 0,
+        "model": line.model or model,
+        "choices": [_choice(completion, chat, line) for completion in output.outputs],
+        **_prompt_logprobs(output),
+        "usage": {**usage, "total_tokens": sum(usage.values())},
+    }
+
+
+def _choice(completion: CompletionOutput, chat: bool, line: Line) -> dict[str, Any]:
+    logprobs = None
+    if chat:
+        content: dict[str, Any] = {"message": {"role": "assistant", "content": completion.text}}
+        if completion.logprobs is not None and line.request is not None:
+            logprobs = _chat_logprobs(completion, line.request.sampling_params.logprobs or 0)
+    else:
+        content = {"text": completion.text}
+        if completion.logprobs is not None:
+            logprobs = _completion_logprobs(completion)
+    return {
+        "index": completion.index,
+        **content,
+        "logprobs": logprobs,
+        "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_reason,
+    }
+
+
+def _completion_logprobs(completion: CompletionOutput) -> dict[str, Any]:
+    tokens, values, likeliest, offsets, offset = [], [], [], [], 0
+    for token, found in zip(completion.token_ids, completion.logprobs or (), strict=True):
+        tokens.append(_token_text(token, found[token]))
+        values.append(_finite(found[token].logprob))
+        likeliest.append({_token_text(t, e): _finite(e.logprob) for t, e in _ranked(found)})
+        offsets.append(offset)
+        offset += len(tokens[-1])
+    return {
+        "tokens": tokens,
+        "token_logprobs": values,
+        "top_logprobs": likeliest,
+        "text_offset": offsets,
+    }
+
+
+def _chat_logprobs(completion: CompletionOutput, top: int) -> dict[str, Any]:
+    """top: how many likeliest tokens were asked for; the chosen one is not among them by itself."""
+
+    def entry(token: int, found: Logprob) -> dict[str, Any]:
+        text = _token_text(token, found)
+        return {
+            "token": text,
+            "logprob": _finite(found.logprob),
+            "bytes": list(text.encode()),
+        }
+
+    return {
+        "content": [
+            {
+                **entry(token, found[token]),
+                "top_logprobs": [entry(t, e) for t, e in _ranked(found)[:top]],
+            }
+            for token, found in zip(completion.token_ids, completion.logprobs or (), strict=True)
+        ]
+    }
+
+
+def _sequence(completion: CompletionOutput) -> dict[str, Any]:
+    fields: dict[str, Any] = {
+        "text": completion.text,
+        "token_ids": completion.token_ids,
+        "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_reason,
+    }
+    if completion.logprobs is not None:
+        fields["cumulative_logprob"] = _finite(completion.cumulative_logprob or 0.0)
+        fields["logprobs"] = [_position(found) for found in completion.logprobs]
+    return fields
+
+
+def _prompt_logprobs(output: RequestOutput) -> dict[str, Any]:
+    """With the prompt's ids, without which nobody can tell which token is whose."""
+    found = output.prompt_logprobs
+    if found is None:
+        return {}
+    return {
+        "prompt_token_ids": output.prompt_token_ids,
+        "prompt_logprobs": [None if each is None else _position(each) for each in found],
+    }
+
+
+def _position(found: Mapping[int, Logprob]) -> dict[str, Any]:
+    return {
+        str(token): {
+            "logprob": _finite(entry.logprob),
+            "rank": entry.rank,
+            "decoded_token": entry.decoded_token,
+        }
+        for token, entry in _ranked(found)
+    }
+
+
+def _ranked(found: Mapping[int, Logprob]) -> list[tuple[int, Logprob]]:
+    return sorted(found.items(), key=lambda item: (item[1].rank or 0, item[0]))
+
+
+def _token_text(token: int, entry: Logprob) -> str:
+    # vLLM's servers write a token so when there is no text of it.
+    return f"token_id:{token}" if entry.decoded_token is None else entry.decoded_token
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, LEAST_LOGPROB)
+
+
+def _usage(output: RequestOutput) -> dict[str, int]:
+    return {
+        "prompt_tokens": len(output.prompt_token_ids),
+        "completion_tokens": sum(len(c.token_ids) for c in output.outputs),
+    }
+
+
+def _metrics(output: RequestOutput) -> dict[str, Any]:
+    times = output.metrics
+    assert times is not None and times.finished_s is not None
+    return {
+        "created": int(time.time()),
+        "queue_s": _seconds(times.queue_s),
+        "ttft_s": _seconds(times.ttft_s),
+        "total_s": _seconds(times.finished_s - times.arrival_s),
+        "cached_tokens": times.cached_tokens,
+        "preemptions": times.preemptions,
+        "recomputed": times.recomputed,
+    }
+
+
+def _seconds(value: float | None) -> float | None:
+    return None if value is None else round(value, 6)
+
+
+def _encode(record: Mapping[str, Any]) -> bytes:
+    return json.dumps(record, ensure_ascii=False, allow_nan=False).encode() + b"\n"

@@ -1,0 +1,287 @@
+"""One thread that owns the engine: commands of other threads in, outputs to event loops out."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from moejax.engine.loop import Engine
+from moejax.errors import OutOfKV, UserError
+from moejax.requests.outputs import RequestOutput
+from moejax.requests.request import Request, Submission
+from moejax.requests.sampling_params import SamplingParams
+from moejax.serve.generation import submit
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+log = logging.getLogger("moejax")
+
+Command = tuple[Future | None, Callable[[], Any]]
+"""A function for the engine's thread, and who waits for its result; None: nobody."""
+
+News = RequestOutput | Exception
+"""What a reader gets."""
+
+
+class EngineDeadError(RuntimeError):
+    """A step failed, and with it every request of this AsyncLLM. The name is vLLM's; the failure
+    itself is the `__cause__`."""
+
+
+@dataclasses.dataclass(eq=False)
+class Stream:
+    """One request between the engine's thread and the event loop that waits for it.
+
+    The engine makes an output only for who waits for one, so a slow reader holds at most the newest
+    one, and none is made for nobody.
+    """
+
+    request_id: str
+    loop: asyncio.AbstractEventLoop
+    wanted: bool = True
+    """The reader waits. Set by the loop; cleared by the engine with the output it sends, and not
+    set again before that was read, so the two never write at once."""
+
+    # Of the engine's thread:
+    submission: Submission | None = None
+    sent: RequestOutput | None = None
+    """The newest output that was made."""
+    cancelled: bool = False
+    """By its id, before it was in the engine."""
+
+    # Of the event loop:
+    newest: News | None = None
+    news: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
+
+    async def next(self) -> RequestOutput:
+        self.wanted = True
+        await self.news.wait()
+        self.news.clear()
+        newest, self.newest = self.newest, None
+        if isinstance(newest, Exception):
+            raise newest
+        assert newest is not None
+        return newest
+
+
+class EngineThread:
+    """Runs the engine from one thread, which sleeps while there is nothing to do.
+
+    `call` and `tell` carry out a function between two steps; `submit`, `cancel` and `drop` are such
+    functions. After the end every use raises, and everybody who waited has been told.
+    """
+
+    def __init__(self, engine: Engine, tokenizer: PreTrainedTokenizerFast | None):
+        self.thread = threading.Thread(target=self._run, name="moejax-engine", daemon=True)
+        self.streams: dict[str, Stream] = {}
+        """Those that have a reader, by request id; kept by the readers."""
+        self._engine, self._tokenizer = engine, tokenizer
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._gate = threading.Lock()
+        """Held to put something into the queue, or to end that: nothing is put in too late."""
+        self._closed = False
+        self._failure: BaseException | None = None
+
+        # Of the thread:
+        self._live: dict[Stream, None] = {}
+        self._stream_of: dict[Request, Stream] = {}
+        self._unseen: dict[Stream, None] = {}  # have tokens that their reader does not know of
+        self._outbox: dict[asyncio.AbstractEventLoop, list[tuple[Stream, News]]] = {}
+        self._stopping = False
+
+    # ---- for all threads
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """Inside, it does not end. Raises UserError when it is closed, EngineDeadError when a step
+        failed."""
+        with self._gate:
+            if self._ended:
+                raise self._end()
+            yield
+
+    async def call(self, function: Callable[[], Any]) -> Any:
+        """What the function returns or raises on the thread. Raises as open does."""
+        future: Future = Future()
+        with self.open():
+            self._commands.put((future, function))
+        return await asyncio.wrap_future(future)
+
+    def tell(self, function: Callable[[], Any]) -> None:
+        """The same for who does not wait, so an error ends the engine; nothing if it has ended."""
+        with self._gate:
+            if not self._ended:
+                self._commands.put((None, function))
+
+    def stop(self, timeout_s: float | None = None) -> bool:
+        """Ends all requests, and the thread after the step that is running. Returns whether it has
+        ended in that time. Idempotent; not for the thread itself."""
+        with self._gate:
+            if not self._ended:
+                self._commands.put((None, self._stop))
+            self._closed = True
+        self.thread.join(timeout_s)
+        return not self.thread.is_alive()
+
+    @property
+    def _ended(self) -> bool:
+        return self._closed or self._failure is not None
+
+    def _end(self) -> Exception:
+        """Why nothing runs any more; a new exception for each who hears of it."""
+        if self._failure is None:
+            return UserError("this AsyncLLM is closed; make another one")
+        error = EngineDeadError(
+            f"a step of the engine failed ({type(self._failure).__name__}: {self._failure}) and "
+            "all its requests have ended; close this AsyncLLM and start another one"
+        )
+        error.__cause__ = self._failure
+        return error
+
+    # ---- functions for call and tell
+
+    def submit(
+        self,
+        stream: Stream,
+        encoded: tuple[str | None, list[int]],
+        params: SamplingParams,
+        session_id: str | None,
+        priority: int,
+    ) -> None:
+        stream.submission = submit(self._engine, encoded, params, session_id, priority)
+        self._live[stream] = None
+        self._stream_of.update((request, stream) for request in stream.submission.requests)
+        if stream.cancelled:
+            self.cancel(stream)
+
+    def cancel(self, stream: Stream) -> None:
+        if stream.submission is None:
+            stream.cancelled = True
+        elif stream in self._live:
+            self._engine.abort(stream.submission.requests)
+            self._post_output(stream)
+
+    def drop(self, stream: Stream) -> None:
+        """Nobody waits for it any more, or it has ended."""
+        if stream.submission is not None and stream in self._live:
+            self._engine.abort(stream.submission.requests)
+            del self._live[stream]
+            self._unseen.pop(stream, None)
+            for request in stream.submission.requests:
+                del self._stream_of[request]
+
+    # ---- on the thread
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._obey()
+                self._send()
+                if self._live and not self._stopping:
+                    self._step()
+                self._send()
+        except BaseException as error:
+            log.exception("a step of the engine failed; all its requests ended")
+            with self._gate:
+                self._failure = error
+        self._end_all()
+
+    def _obey(self) -> None:
+        """Carries out the commands that are there; sleeps while there is nothing else to do."""
+        if not self._live:
+            self._engine.drain()
+            _carry_out(*self._commands.get())
+        # No more than are there now: a step's turn comes however many arrive.
+        for _ in range(self._commands.qsize()):
+            if self._stopping:
+                return
+            _carry_out(*self._commands.get())
+
+    def _step(self) -> None:
+        try:
+            touched = self._engine.step()
+        except OutOfKV as error:
+            for stream in tuple(self._live):
+                self._post(stream, UserError(str(error)))
+                self.drop(stream)
+            return
+        self._unseen.update((self._stream_of[request], None) for request in touched)
+        for stream in tuple(self._unseen):
+            assert stream.submission is not None
+            if stream.wanted or stream.submission.finished:
+                self._post_output(stream)
+
+    def _post_output(self, stream: Stream) -> None:
+        assert stream.submission is not None
+        output = stream.submission.output(self._tokenizer, stream.sent)
+        stream.wanted, stream.sent = False, output
+        self._unseen.pop(stream, None)
+        self._post(stream, dataclasses.replace(output, request_id=stream.request_id))
+        if output.finished:
+            self.drop(stream)
+
+    def _post(self, stream: Stream, news: News) -> None:
+        self._outbox.setdefault(stream.loop, []).append((stream, news))
+
+    def _send(self) -> None:
+        """Wakes the readers, each event loop once."""
+        outbox, self._outbox = self._outbox, {}
+        for loop, news in outbox.items():
+            try:
+                loop.call_soon_threadsafe(_deliver, news)
+            except RuntimeError:
+                if not loop.is_closed():
+                    raise
+                # It was closed under its tasks: their requests have no reader.
+                for stream, _ in news:
+                    self.streams.pop(stream.request_id, None)
+                    self.drop(stream)
+
+    def _stop(self) -> None:
+        self._stopping = True
+
+    def _end_all(self) -> None:
+        """Nobody is left waiting, and what ran is out of the engine."""
+        while True:
+            try:
+                future, _ = self._commands.get_nowait()
+            except queue.Empty:
+                break
+            if future is not None and future.set_running_or_notify_cancel():
+                future.set_exception(self._end())
+        live = tuple(self._live)
+        for stream in live:
+            self._post(stream, self._end())
+        self._send()
+        try:
+            for stream in live:
+                self.drop(stream)
+            self._engine.drain()
+        except Exception:
+            log.exception("clearing the engine failed as well")
+
+
+def _carry_out(future: Future | None, function: Callable[[], Any]) -> None:
+    if future is None:
+        function()
+        return
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(function())
+    except Exception as error:
+        future.set_exception(error)
+
+
+def _deliver(news: list[tuple[Stream, News]]) -> None:
+    for stream, newest in news:
+        stream.newest = newest
+        stream.news.set()

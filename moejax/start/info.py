@@ -1,0 +1,321 @@
+"""What a model needs: parameters, bytes of each part, and what fits into a given memory.
+
+Arithmetic on a config; of weights at most the headers are read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from host_offload.memory.budget import ArenaTooSmall, cells_per_layer, format_bytes, resolve_budget
+from host_offload.memory.device_memory import SHARE
+from host_offload.memory.layout import ExpertLayout, SlotLayout
+from moejax.checkpoints.directory import checkpoint_directory, model_directory, read_json
+from moejax.checkpoints.formats import checkpoint_format
+from moejax.checkpoints.load import check_orbax_options, open_tensors, plan_tensors
+from moejax.checkpoints.orbax.manifest import MANIFEST, read_manifest
+from moejax.checkpoints.random_model import abstract_params, expert_layout
+from moejax.errors import UserError
+from moejax.models.config import ModelConfig, load_config, parse_config
+from pallas_kernels.records import VERSIONS, RecordFormat
+
+EXPERTS = "experts"
+"""The part that is paged; every other one is on the device for good."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Version:
+    """One encoding of the experts, bytes."""
+
+    record_bytes: int
+    """Of one expert."""
+    store_bytes: int
+    """Of all of them, in host memory."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelInfo:
+    """The sizes of a model in a run's dtype, bytes and counts."""
+
+    architecture: str
+    dtype: str
+    layers: int
+    moe_layers: int
+    experts: int
+    """Of one layer."""
+    experts_per_token: int
+    parameters: dict[str, int]
+    """Counts by part: attention, router, experts, … (see PARTS)."""
+    bytes: dict[str, int]
+    """The same parts in the run's dtype."""
+    active_parameters: int
+    """Without the experts that a token is not routed to; everything else counts, the embedding
+    table too, as in the figures that models are published with."""
+    versions: dict[str, Version]
+    slot_bytes: int
+    page_bytes: int
+    page_tokens: int
+    pages_per_slot: int
+    kv_token_bytes: int
+    """KV of one token in all layers."""
+    kv_sequence_bytes: int
+    """Whole pages of a sequence of max_model_len tokens."""
+    max_model_len: int
+
+    @property
+    def total_parameters(self) -> int:
+        return sum(self.parameters.values())
+
+    @property
+    def device_bytes(self) -> int:
+        """Everything but the experts."""
+        return sum(self.bytes.values()) - self.bytes[EXPERTS]
+
+
+@dataclasses.dataclass(frozen=True)
+class Fit:
+    """What a device of `memory` bytes holds and what a decode step then moves over the link.
+
+    Where nothing runs, `problem` says why and the other numbers are 0.
+    """
+
+    memory: int
+    arena_bytes: int = 0
+    """SHARE of what the dense part leaves: what an engine takes."""
+    resident_experts: int = 0
+    resident_share: float = 0.0
+    kv_tokens: int = 0
+    sequences: int = 0
+    """Sequences of the whole context whose KV fits at once."""
+    step_bytes: float = 0.0
+    """Missing experts that a decode step is expected to move, see expected_step_bytes."""
+    step_floor_s: float = 0.0
+    """step_bytes over the link's rate: no step is faster on average."""
+    problem: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """What a checkpoint's weights are on disk."""
+
+    format: str
+    """As moejax.checkpoints.formats calls it."""
+    files: int
+    bytes: int
+    quantizers: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Version of experts that is there besides the dense one → how it was made."""
+    dense_layers: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    """Version of them → the MoE layers that it lacks, which are dense."""
+
+
+PARTS = (
+    "embedding",
+    "attention",
+    "norms",
+    "router",
+    "feed-forward",
+    "shared experts",
+    "output head",
+    EXPERTS,
+)
+"""Order of the parts; those that a model lacks are left out."""
+
+
+def read_headers(
+    path: str | os.PathLike[str],
+    step: int | str | None = None,
+    name_map: str | os.PathLike[str] | None = None,
+) -> tuple[ModelConfig, Weights | None]:
+    """The config of a checkpoint, with the dtype of the weights where it names none, and what its
+    weights are.
+
+    path: a checkpoint directory of any format, whose tensors must be those that the config asks
+    for, or "demo" for the model in the package; or a config.json alone, for which the weights are
+    None. step, name_map: as in load_checkpoint. Raises UserError as load_checkpoint does.
+    """
+    path = model_directory(path)
+    alone = Path(path).name == "config.json" and Path(path).is_file()
+    directory = Path(path) if alone else checkpoint_directory(path)
+    kind = "config" if alone else checkpoint_format(directory)
+    check_orbax_options(path, kind, step, name_map)
+    if kind == "config":
+        return parse_config(read_json(directory), str(path)), None
+    if kind == "moejax-orbax":
+        manifest = read_manifest(directory / MANIFEST)
+        config = dataclasses.replace(load_config(directory), dtype=manifest.dtype)
+        weights = _weights(kind, directory.rglob("*"))
+        made = {"quantizers": manifest.quantizers, "dense_layers": manifest.dense_layers}
+        return config, dataclasses.replace(weights, **made)
+    config, files = open_tensors(directory, kind, step, name_map)
+    paths = files[0].path.rglob("*") if kind == "orbax" else (file.path for file in files)
+    config, _, _ = plan_tensors(config, files, "auto", str(directory))
+    return config, _weights(kind, paths)
+
+
+def _weights(kind: str, paths: Iterable[Path]) -> Weights:
+    sizes = [path.stat().st_size for path in paths if path.is_file()]
+    return Weights(kind, len(sizes), sum(sizes))
+
+
+def model_info(config: ModelConfig, dtype: str = "auto") -> ModelInfo:
+    """The sizes of a model. dtype: "auto" (the config's) or the run's. Raises UserError for an
+    unknown dtype."""
+    record, slots = expert_layout(config, dtype), _slots(config, dtype)
+    params = abstract_params(config, dtype)
+    moe_layers, expert = sum(config.moe_layers), record.weight_rows * record.hidden
+    found: dict[str, list[int]] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        counts = found.setdefault(_part(str(path[-1].key)), [0, 0])
+        counts[0] += math.prod(leaf.shape)
+        counts[1] += math.prod(leaf.shape) * leaf.dtype.itemsize
+    stored = moe_layers * config.num_experts
+    found[EXPERTS] = [stored * expert, stored * record.nbytes]
+    parameters = {part: found[part][0] for part in PARTS if part in found}
+    idle = moe_layers * (config.num_experts - config.num_experts_per_tok) * expert
+    page = slots.page
+    return ModelInfo(
+        architecture=config.architecture,
+        dtype=params["embed"].dtype.name,
+        layers=config.num_hidden_layers,
+        moe_layers=moe_layers,
+        experts=config.num_experts,
+        experts_per_token=config.num_experts_per_tok,
+        parameters=parameters,
+        bytes={part: found[part][1] for part in parameters},
+        active_parameters=sum(parameters.values()) - idle,
+        versions={
+            version: Version(nbytes, stored * nbytes)
+            for version, nbytes in _record_bytes(record, params["embed"].dtype.name).items()
+        },
+        slot_bytes=slots.slot_bytes,
+        page_bytes=page.nbytes,
+        page_tokens=page.block_size,
+        pages_per_slot=slots.pages_per_slot,
+        kv_token_bytes=page.nbytes // page.block_size,
+        kv_sequence_bytes=-(-config.max_position_embeddings // page.block_size) * page.nbytes,
+        max_model_len=config.max_position_embeddings,
+    )
+
+
+def _record_bytes(dense: ExpertLayout, dtype: str) -> dict[str, int]:
+    """Bytes of an expert in each version that the model can have in this dtype."""
+    found = {}
+    for version in VERSIONS:
+        # A version may need bfloat16, or a D that is a multiple of something.
+        with contextlib.suppress(ValueError):
+            found[version] = RecordFormat(version, dense.hidden, dense.width, dtype).nbytes
+    return found
+
+
+def fit(
+    config: ModelConfig,
+    memory: int,
+    *,
+    dtype: str = "auto",
+    batch: int = 1,
+    context: int | None = None,
+    link: float,
+) -> Fit:
+    """What fits into `memory` bytes of a device: the dense part first, then the arena as an engine
+    would split it (host_offload.memory.budget), for `batch` sequences of `context` tokens (default:
+    the model's longest). link: bytes per second from host memory to the device.
+
+    Raises UserError for a batch or context below one or a context beyond the model's.
+    """
+    longest = config.max_position_embeddings
+    context = longest if context is None else context
+    for name, value in (("batch", batch), ("context", context)):
+        if value < 1:
+            raise UserError(f"{name} must be at least 1, got {value}")
+    if context > longest:
+        raise UserError(f"context {context} is more than the model's {longest} positions; lower it")
+    info, slots = model_info(config, dtype), _slots(config, dtype)
+    if memory < info.device_bytes:
+        alone = format_bytes(info.device_bytes)
+        return Fit(memory, problem=f"too small for the dense part alone, {alone}")
+    arena = int((memory - info.device_bytes) * SHARE)
+    try:
+        budget = resolve_budget(
+            slots,
+            moe_layers=info.moe_layers,
+            experts=info.experts,
+            max_num_seqs=batch,
+            max_model_len=context,
+            available_bytes=arena,
+            memory=arena,
+        )
+    except ArenaTooSmall as error:
+        fits = error.largest_model_len
+        hint = f"; {fits} tokens would fit" if fits else ""
+        return Fit(memory, arena, problem=f"too small for the KV of {context} tokens{hint}")
+    cells = cells_per_layer(budget.expert_slots, info.moe_layers, info.experts)
+    record = info.versions["dense"].record_bytes
+    moved = expected_step_bytes(info.experts, info.experts_per_token, batch, cells, record)
+    return Fit(
+        memory=memory,
+        arena_bytes=arena,
+        resident_experts=budget.expert_slots,
+        resident_share=budget.expert_slots / (info.moe_layers * info.experts),
+        kv_tokens=budget.pages * slots.page.block_size,
+        sequences=budget.pages // -(-context // slots.page.block_size),
+        step_bytes=moved,
+        step_floor_s=moved / link,
+    )
+
+
+def expected_active(experts: int, top_k: int, batch: int) -> float:
+    """Experts of a layer that `batch` tokens are expected to need when each takes `top_k` of
+    `experts` uniformly and on its own: E·(1 − (1 − k/E)^B). Real routers are less even, so a step
+    needs fewer."""
+    return experts * (1 - (1 - top_k / experts) ** batch)
+
+
+def expected_step_bytes(
+    experts: int, top_k: int, batch: int, cells: tuple[int, ...], record_bytes: int
+) -> float:
+    """Bytes of missing experts that a decode step is expected to move.
+
+    Routing is taken as uniform, so each layer misses the share of its active experts (see
+    expected_active) that has no cell, whatever is evicted: 1 − cells / E. Real routing repeats
+    itself, and a policy that uses that misses less. cells: of each MoE layer. record_bytes: of one
+    expert.
+    """
+    active = expected_active(experts, top_k, batch)
+    return sum(active * (1 - count / experts) for count in cells) * record_bytes
+
+
+def info_json(info: ModelInfo, weights: Weights | None, fits: list[Fit]) -> dict[str, Any]:
+    """All of it as one JSON object; sizes in bytes, times in seconds."""
+    return {
+        "weights": None if weights is None else dataclasses.asdict(weights),
+        **dataclasses.asdict(info),
+        "total_parameters": info.total_parameters,
+        "device_bytes": info.device_bytes,
+        "host_bytes": {name: v.store_bytes for name, v in info.versions.items()},
+        "fits": [dataclasses.asdict(f) for f in fits],
+    }
+
+
+def _part(key: str) -> str:
+    """The part that a leaf of LoadedModel.params belongs to, by its key."""
+    if key in ("embed", "lm_head", "lm_head_bias"):
+        return "embedding" if key == "embed" else "output head"
+    if key.startswith("shared"):
+        return "shared experts"
+    if key in ("router", "correction"):
+        return "router"
+    if key.startswith(("gate_up", "down")):
+        return "feed-forward"
+    return "norms" if "norm" in key else "attention"
+
+
+def _slots(config: ModelConfig, dtype: str) -> SlotLayout:
+    return config.slot_layout(expert_layout(config, dtype).itemsize)

@@ -1,0 +1,269 @@
+"""Precision in the engine: from options to stores, formats, slots and where experts begin."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from host_offload.control.paging import PagedSpec, version_cells
+from host_offload.memory.layout import SlotLayout
+from host_offload.memory.placement import (
+    Placement,
+    ResidentSpec,
+    capacity,
+    resident_spec,
+    slots_for,
+)
+from host_offload.memory.store import ExpertStore
+from host_offload.policies.precision.maps import HI, LO
+from host_offload.policies.precision.names import Precision, precision_of
+from moejax.checkpoints.load import LoadedModel
+from moejax.costs.transition_bound import said
+from moejax.errors import UserError
+from moejax.evaluate.quantization import check_quantizer, with_versions
+from moejax.progress import versions_progress
+from pallas_kernels.records.versions import Formats, VersionFormats
+
+if TYPE_CHECKING:
+    from moejax.engine.loop import Engine
+    from moejax.start.build import Limits
+    from moejax.step.runner import Runner
+
+DENSE = Precision("dense")
+
+
+def parse_precision(
+    precision: str | Precision | None,
+    *,
+    seed: int = 0,
+    quantizer: str = "rtn",
+    cells: tuple[Any, Any] = ("fixed", "uniform"),
+    **options: Any,
+) -> Precision:
+    """precision_of, for users: raises UserError, also for a quantizer that does not exist. A
+    Precision is taken as it is, without options. cells: LLM's `budget` and `cells`, which move
+    cells of layers; with two versions layers have none of their own."""
+    check_quantizer(quantizer)
+    if isinstance(precision, Precision):
+        if given := [name for name, value in options.items() if value is not None]:
+            raise UserError(f"{given[0]} is a part of the Precision that is given; leave it out")
+        found = precision
+    else:
+        try:
+            found = precision_of(precision, seed=seed, **options)
+        except ValueError as error:
+            raise UserError(str(error)) from error
+    if found.mixed and cells != ("fixed", "uniform"):
+        where = (
+            "cuts each layer's cells of both versions once, at the start"
+            if found.paged
+            else "keeps every expert resident in cells that layers share"
+        )
+        raise UserError(
+            f"precision {found.name} {where}, so budget and cells say nothing; leave them out"
+        )
+    return found
+
+
+def resident_versions(precision: Precision, store: ExpertStore) -> tuple[str, ...]:
+    """The versions that lie in cells, of which a slot holds the largest. Where layers stay dense,
+    another layer's cells of the one version are lossless12's; beside a second version, high cells
+    are as large as dense experts in every layer, since layers share them, and lossless12 is decoded
+    on the way."""
+    if precision.in_transit:
+        return ("dense",)
+    if store.layers and precision.mixed:
+        return ("dense", precision.versions[LO])
+    return stored_versions(precision, store)
+
+
+def stored_versions(precision: Precision, store: ExpertStore) -> tuple[str, ...]:
+    """The versions of the store, by number."""
+    return tuple(store.arrays) if store.layers else precision.versions
+
+
+def with_precision(
+    loaded: LoadedModel, precision: Precision, quantizer: str = "rtn", progress: bool = False
+) -> LoadedModel:
+    """The model with a store of each version that the precision has and of no other. progress: a
+    bar on stderr for each that has to be made. Raises UserError as
+    moejax.evaluate.quantization.with_versions."""
+    if precision.versions == tuple(loaded.store.arrays):
+        return loaded
+    with versions_progress(progress) as report:
+        return with_versions(loaded, precision.versions, quantizer=quantizer, progress=report)
+
+
+def formats_of(precision: Precision, layout: SlotLayout, store: ExpertStore) -> Formats | None:
+    """How each version lies in cells and in its store; None for dense alone."""
+    if precision.versions == ("dense",):
+        return None
+    versions = stored_versions(precision, store)
+    cells = layout.records * len(versions) if precision.in_transit else layout.records
+    if store.layers and precision.mixed:
+        cells = (layout.records[HI], *layout.records)
+    return tuple(
+        VersionFormats(record.format, store.layouts[version].format, store.places(version))
+        for record, version in zip(cells, versions, strict=True)
+    )
+
+
+def dense_layers(store: ExpertStore) -> tuple[int, ...]:
+    """The MoE layers that stay dense since an expert overflows lossless12."""
+    return store.layers.get("dense", ())
+
+
+def spare_slots(precision: Precision) -> int:
+    """Slots beyond one for each expert that transitions can use: the spares of both versions."""
+    return 2 * precision.spares
+
+
+def with_hi_share(limits: Limits, precision: Precision, layout: SlotLayout, experts: int) -> Limits:
+    """The limits with the expert budget that the share of high experts takes, of so many in all
+    layers. Raises UserError where both are given. Where experts are paged it takes none."""
+    if precision.hi_share is None or precision.paged:
+        return limits
+    if limits.expert_budget is not None:
+        raise UserError(
+            "hi_share and expert_budget both say how many experts are high; give one of them"
+        )
+    high = round(precision.hi_share * experts)
+    slots = slots_for(layout, (high, experts - high), _spares(precision))
+    return dataclasses.replace(limits, expert_budget=slots * layout.slot_bytes)
+
+
+def resident_of(
+    precision: Precision, layout: SlotLayout, slots: int, layers: int, experts: int
+) -> ResidentSpec | None:
+    """Where every expert is from the start, in so many slots; None with one version and where
+    experts are paged. Raises ValueError where they do not fit, saying what would."""
+    if not precision.mixed or precision.paged:
+        return None
+    total = layers * experts
+    if precision.given is not None:
+        return resident_spec(layout, slots, precision.start(layers, experts, total), spares=0)
+    most, _ = capacity(layout, slots, total, _spares(precision))
+    if precision.hi_share is not None:
+        # Whole slots may have room for a few more.
+        most = min(most, round(precision.hi_share * total))
+    start = precision.start(layers, experts, most)
+    if precision.policy is None:
+        return resident_spec(layout, slots, start, spares=0)
+    given = {"spares": precision.spares, "blocking": precision.blocking}
+    resident = resident_spec(layout, slots, start, **given)
+    return dataclasses.replace(resident, capacity=(most, total))
+
+
+def paged_of(
+    precision: Precision, layout: SlotLayout, slots: int, layers: int, experts: int
+) -> PagedSpec | None:
+    """The cells of both versions in so many slots, and what misses fill; None where experts are not
+    paged in two versions. Raises ValueError for a map of another model."""
+    if not precision.paged:
+        return None
+    cells = version_cells(layout, slots, layers, experts, precision.hi_share)
+    start = precision.start(layers, experts, int(cells[:, HI].sum()))
+    return PagedSpec(cells, start.astype(np.int8))
+
+
+def _spares(precision: Precision) -> int:
+    """Of each version; a random map has room for as many high experts as DynaExq with one spare."""
+    return max(precision.spares, 1)
+
+
+def place_experts(runner: Runner, placement: Placement) -> float | None:
+    """Copies every expert to its place; returns the seconds that a byte took, None where versions
+    never change and nobody asks."""
+    if not placement.resident.spares:
+        runner.place(placement)
+        return None
+    # Nothing else may run meanwhile: the figure says what transitions cost.
+    runner.prepare("populate")
+    runner.wait_compiled()
+    jax.block_until_ready(runner.arena)
+    began = time.perf_counter()
+    runner.place(placement)
+    jax.block_until_ready(runner.arena)
+    versions = runner.layer_versions
+    version = placement.version if versions is None else versions.of(placement.version)
+    nbytes = np.array(runner.link_bytes)[version].sum()
+    return (time.perf_counter() - began) / int(nbytes)
+
+
+def precision_stats(
+    precision: Precision,
+    control: Mapping[str, Any] | None,
+    engine: Engine | None = None,
+    quantizers: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """What was asked for and what transitions came to, as plain data.
+
+    control: Control.stats. engine: of lossless12 it says how many layers stay dense, with
+    transitions what share of all steps' time they took. quantizers: of LoadedModel.
+    """
+    found = {**precision.report(), **((control or {}).get("precision") or {})}
+    if quantizers is not None:
+        found["quantizers"] = made_by(precision.versions, quantizers)
+    if engine is None:
+        return found
+    if "lossless12" in precision.versions:
+        found["dense_layers"] = len(dense_layers(engine.runner.store))
+    if (per_byte := engine.statistics.copy_s_per_byte) is not None:
+        moved = found.get("promoted_bytes", 0) + found.get("demoted_bytes", 0)
+        seconds = per_byte * moved
+        steps_s = sum(engine.statistics.seconds.values())
+        found["transition_s"] = seconds
+        found["transition_share"] = seconds / steps_s if steps_s else None
+    return found
+
+
+def made_by(versions: Sequence[str], quantizers: Mapping[str, str]) -> dict[str, str]:
+    """Version → how it was made: rtn, mse or gptq (with its text), `lossless`; `checkpoint` for
+    dense, and for a version whose maker the checkpoint does not name."""
+    return {version: quantizers.get(version, "checkpoint") for version in versions}
+
+
+def trace_header(precision: Precision, runner: Runner) -> dict[str, Any]:
+    """What a trace's header says of it; `start` [L, E]: the versions that experts begin in, where
+    all are resident."""
+    resident = precision.mixed and not precision.paged
+    if not resident:
+        return precision.report()
+    versions = runner.layer_versions
+    tables = runner.tables if versions is None else versions.seen(runner.tables)
+    return {**precision.report(), "start": np.asarray(tables.version).tolist()}
+
+
+def note(
+    precision: Precision,
+    resident: ResidentSpec | None,
+    layout: SlotLayout,
+    paged: PagedSpec | None = None,
+    dense: Sequence[int] = (),
+) -> str:
+    """What the precision comes to, a line for people; empty with dense experts. dense: of
+    dense_layers."""
+    bits = "the output has other bits than with dense experts" if precision.lossy else "same bits"
+    named = ", ".join(map(str, dense))
+    if dense and precision.mixed:
+        bits = f"MoE layers {named} stay dense, so high cells are as large as dense ones; {bits}"
+    if paged is not None:
+        sizes = zip(paged.capacity, layout.records, strict=True)
+        cells = " and ".join(f"{count} {record.version}" for count, record in sizes)
+        return (
+            f"precision {precision.name}: paged, {cells} cells for "
+            f"{paged.fill_version.size} experts; {bits}"
+        )
+    if resident is None:
+        who = f"all experts but those of MoE layers {named}, dense" if dense else "all experts"
+        return "" if precision == DENSE else f"precision {precision.name}: {who}; {bits}"
+    high, low = (record.version for record in layout.records)
+    return (
+        f"precision {precision.name}: {resident.capacity[HI]} of {resident.start.size} "
+        f"experts at most in {high}, the others in {low}; {bits}{said(resident, layout)}"
+    )

@@ -1,0 +1,81 @@
+"""Memory that a model's steps need beside arena, parameters and store, as XLA says it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable
+from typing import Any
+
+from host_offload.memory.budget import ArenaTooSmall, Budget
+from host_offload.memory.device_memory import FreeMemory
+from moejax.cache import cache_root, write_whole
+from moejax.errors import UserError
+from moejax.step.runner import Runner
+
+
+def activation_bytes(runner: Runner) -> int:
+    """The largest executable's temporaries, and the results of two steps: one is read while the
+    other runs. Waits until everything is compiled. Raises UserError where XLA does not say it."""
+    temporaries = results = 0
+    runner.wait_compiled(everything=True)
+    for executable in runner.compiled():
+        memory = executable.memory_analysis()
+        if memory is None:
+            raise UserError(
+                "XLA does not say what memory a step needs on this device; give memory (--memory)"
+            )
+        temporaries = max(temporaries, memory.temp_size_in_bytes)
+        results = max(results, memory.output_size_in_bytes - memory.alias_size_in_bytes)
+    return temporaries + 2 * results
+
+
+def divided(
+    divide: Callable[[FreeMemory | None], Budget],
+    memory: FreeMemory | None,
+    make_runner: Callable[[], Runner],
+    *,
+    automatic: bool,
+) -> Budget:
+    """The budget that `divide` makes of what may be taken of the memory. Where nothing but the
+    device limits it (automatic) and something is cut, what steps need is measured, so that no more
+    than that is left.
+
+    make_runner: a runner with the engine's steps and the smallest arena, which has begun to compile
+    what this start's policies need.
+    """
+    try:
+        budget = divide(memory)
+        if memory is None or not (automatic and budget.cut):
+            return budget
+    except ArenaTooSmall:
+        if memory is None or not automatic:
+            raise
+    runner = make_runner()
+    try:
+        from moejax.costs.calibration import identity  # which runs engines
+
+        about = {**identity(runner), "programs": sorted(runner.executables())}
+        found = known_activations(about, lambda: activation_bytes(runner))
+    finally:
+        runner.delete(given=False)
+    return divide(dataclasses.replace(memory, activations=found))
+
+
+def known_activations(about: dict[str, Any], measure: Callable[[], int]) -> int:
+    """activation_bytes from the cache, or measured and kept. about: what they depend on; measuring
+    compiles every step once more than a start needs, so it is done once."""
+    text = json.dumps(about, sort_keys=True, default=str)
+    name = hashlib.sha256(text.encode()).hexdigest()[:32]
+    path = cache_root() / "activations" / f"{name}.json"
+    try:
+        return int(json.loads(path.read_text())["bytes"])
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # not there, or not whole: measured again
+    found = measure()
+    # A cache that cannot be written costs the next start time.
+    with contextlib.suppress(OSError):
+        write_whole(path, json.dumps({"bytes": found, "of": json.loads(text)}))
+    return found

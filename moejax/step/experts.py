@@ -1,0 +1,161 @@
+"""The third part of a layer: plan, fill, compute and combine its experts."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from host_offload.memory.tables import Tables
+from pallas_kernels import Ops
+from pallas_kernels.combine import combine
+from pallas_kernels.expert_ffn import expert_ffn
+from pallas_kernels.fill import fill
+from pallas_kernels.plan import Plan, plan
+from pallas_kernels.records.versions import Formats
+
+
+class Paging(NamedTuple):
+    """Counts of one layer in one step, int32: active = hits + fills + read_through."""
+
+    active: jax.Array
+    hits: jax.Array
+    fills: jax.Array
+    read_through: jax.Array
+
+
+def page_and_compute(
+    x: jax.Array,
+    ids: jax.Array,
+    arena: jax.Array,
+    tables: Tables,
+    stores: tuple[jax.Array, ...],
+    layer: jax.Array,
+    *,
+    activation: str,
+    row_tile: int,
+    waves: int,
+    ops: Ops,
+    formats: Formats | None = None,
+) -> tuple[jax.Array, jax.Array, Tables, jax.Array]:
+    """Every active expert of one MoE layer on its tokens, in `waves` passes over the experts.
+
+    x [T, D]: normalised hidden states. ids int32[T, K]: ascending, E for padding. A wave pages in
+    its share of the active experts (ranges of ids) without evicting what it needs itself; what
+    gets no cell is read through. More waves fill more; the bits are the same. formats: of the
+    stores' versions, see VersionFormats; None: one version, dense.
+
+    Returns (y float32[T, K, D], arena, tables, counts int32[4 + ⌈E/32⌉]: the fields of Paging and,
+    one bit each, the experts that were missing; one array, since a scan copies each of its outputs
+    by a kernel of its own. With V > 1 versions 2·V more: fills and experts read through of each.
+    See unpack_counts).
+    """
+    tokens, k = ids.shape
+    experts = tables.address.shape[1]
+    expert = jnp.arange(experts)
+    with jax.named_scope("plan"):
+        active = jnp.any(ids.reshape(-1)[:, None] == expert, axis=0)
+
+    def page_in(wave, carry):
+        y, arena, tables, counts = carry
+        with jax.named_scope("plan"):
+            due = active & (expert * waves // experts == wave) if waves > 1 else active
+            tables, work = plan(tables, layer, due, implementation=ops.plan)
+        with jax.named_scope("fill"):
+            arena = fill(
+                arena,
+                stores,
+                layer,
+                work.fill_expert,
+                work.fill_row,
+                work.fill_version,
+                work.fill_count,
+                formats=formats,
+                implementation=ops.fill,
+            )
+        with jax.named_scope("expert_ffn"):
+            y = expert_ffn(
+                y,
+                x,
+                ids,
+                arena,
+                stores,
+                layer,
+                tables.address,
+                tables.version,
+                work.active,
+                work.active_count,
+                activation=activation,
+                row_tile=row_tile,
+                formats=formats,
+                implementation=ops.expert_ffn,
+            )
+        return y, arena, tables, counts + _counts(work, due, tables, layer, len(stores))
+
+    y = jnp.zeros((tokens * k, x.shape[1]), jnp.float32)
+    counts = jnp.zeros(counts_size(experts, len(stores)), jnp.int32)
+    # A loop, because written out one after the other XLA sees that a wave's fill does not depend
+    # on what the wave before it read, and copies the arena (seen on CPU).
+    y, arena, tables, counts = lax.fori_loop(0, waves, page_in, (y, arena, tables, counts))
+    y = lax.optimization_barrier(y).reshape(tokens, k, x.shape[1])
+    return y, arena, tables, counts
+
+
+def zero_after(value: jax.Array) -> jax.Array:
+    """An int32 zero that waits for `value`: added to what decides about a later write of the arena,
+    it keeps XLA from thinking that the write could come before what made `value` has read it, and
+    from copying the arena."""
+    # Nothing exceeds infinity, which XLA does not see.
+    return (value.reshape(-1)[0] > jnp.inf).astype(jnp.int32)
+
+
+def counts_size(experts: int, versions: int = 1) -> int:
+    """int32 values of one layer's counts: the fields of Paging, one bit an expert, and of several
+    versions the fills and the experts read through of each."""
+    return len(Paging._fields) + -(-experts // 32) + (2 * versions if versions > 1 else 0)
+
+
+def _counts(
+    work: Plan, due: jax.Array, tables: Tables, layer: jax.Array, versions: int
+) -> jax.Array:
+    """What one wave adds to the counts; its missing experts are no other wave's, so bits add up.
+    tables: after plan, so that nothing keeps the addresses of before."""
+    address = tables.address[layer]
+    paging = Paging(work.active_count, work.hits, work.fill_count, work.read_through)
+    expert = jnp.arange(due.shape[0])
+    absent = jnp.where(due & (address < 0), expert, -1)  # what is read through
+    word = jnp.arange(-(-due.shape[0] // 32))
+
+    def bits(experts):
+        # Experts are named once, so a sum sets bits; −1 is in no word.
+        bit = jnp.uint32(1) << (experts % 32).astype(jnp.uint32)
+        return jnp.where(experts[:, None] // 32 == word, bit[:, None], jnp.uint32(0))
+
+    # One reduction, so one kernel in every layer.
+    words = jnp.sum(bits(work.fill_expert) + bits(absent), axis=0, dtype=jnp.uint32)
+    parts = [jnp.stack(paging), lax.bitcast_convert_type(words, jnp.int32)]
+    if versions > 1:
+        number = jnp.arange(versions)[:, None]
+        filled = (work.fill_expert >= 0) & (work.fill_version == number)
+        through = (absent >= 0) & (tables.version[layer] == number)
+        parts += [jnp.sum(taken, axis=1, dtype=jnp.int32) for taken in (filled, through)]
+    return jnp.concatenate(parts)
+
+
+def unpack_counts(counts: jax.Array, experts: int) -> tuple[Paging, jax.Array, jax.Array | None]:
+    """(Paging of int32[L], bool[L, E]: the experts that were missing, int32[L, 2, V]: fills and
+    experts read through by version, None of one version) of the counts of all layers."""
+    fields, end = len(Paging._fields), counts_size(experts)
+    bits = (counts[:, fields:end, None] >> jnp.arange(32)) & 1
+    missed = bits.reshape(counts.shape[0], -1)[:, :experts] > 0
+    several = counts.shape[1] > end
+    demand = counts[:, end:].reshape(counts.shape[0], 2, -1) if several else None
+    return Paging(*jnp.unstack(counts[:, :fields], axis=1)), missed, demand
+
+
+def add_experts(x: jax.Array, y: jax.Array, weights: jax.Array, ops: Ops) -> jax.Array:
+    """x [T, D] + Σ_k weights[:, k]·y[:, k] in the order of k."""
+    with jax.named_scope("combine"):
+        return lax.optimization_barrier(combine(x, y, weights, implementation=ops.combine))

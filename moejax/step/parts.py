@@ -1,0 +1,347 @@
+"""What goes into and comes out of a step, and the parts of a step that both drivers share: its
+tokens, a layer's routing and experts, its output."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from host_offload.memory.tables import Tables
+from moejax.models.config import ModelConfig
+from moejax.models.decoder import Decoder
+from moejax.models.layers import LayerStack, Tokens
+from moejax.requests.sampling_params import MAX_LOGPROBS
+from moejax.step.experts import Paging, add_experts, page_and_compute, unpack_counts
+from moejax.step.sampler import logprobs
+from moejax.step.trace_arrays import TraceArrays
+from pallas_kernels import Ops
+from pallas_kernels.kv_write import KVPage
+from pallas_kernels.paged_attention import decode_attention, prefill_attention
+from pallas_kernels.records.versions import Formats
+
+DECODE_TILE = 16
+"""Rows of one matrix product in decode; more rows are more tiles, so that a row's bits do not
+depend on how many there are."""
+
+Leaf = Any
+"""A jax or numpy array, or a jax.ShapeDtypeStruct while a step is lowered."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StepShapes:
+    """The start-up shapes: with the model they decide every bit, and nothing else does."""
+
+    rows: int
+    """Decode rows R: `max_num_seqs`, above DECODE_TILE rounded up to whole tiles."""
+    chunk: int
+    """Prompt tokens computed at once, C; chunks begin at multiples of C in their sequence."""
+    sweep_chunks: int
+    """Chunks of the largest sweep, N."""
+    blocks: int
+    """Pages of the longest sequence, B."""
+    waves: int = 1
+    """Passes over a layer's experts in prefill."""
+    buckets: tuple[int, ...] = ()
+    """Row counts that decode is compiled for, ascending, the last one R; empty: R alone."""
+
+    def bucket(self, rows: int) -> int:
+        """The smallest row count that decode is compiled for and that holds so many rows."""
+        return next((b for b in self.buckets if b >= rows), self.rows)
+
+
+class Sweep(NamedTuple):
+    """Prompt chunks of one prefill step, int32; a sequence's chunks in ascending order."""
+
+    tokens: Leaf
+    """[N, C]."""
+    row: Leaf
+    """[N]: the sequence's row in the block table."""
+    start: Leaf
+    """[N]: position of the chunk's first token, a multiple of C."""
+    skip: Leaf
+    """[N]: leading tokens of the chunk whose KV is in the pages already: computed, not kept."""
+    length: Leaf
+    """[N]: tokens in the chunk, those to skip included."""
+    count: Leaf
+    """Chunks in use."""
+    last: Leaf
+    """[R]: where in the flat sweep a sequence's last prompt token is; −1: not in this sweep."""
+    targets: Leaf
+    """[N, C]: tokens whose log-probability scoring asks for; unused otherwise."""
+
+
+class Routing(NamedTuple):
+    """Expert ids (ascending per token, E for padding) and weights of every MoE layer, [L, T, K]:
+    out of a step as its trace, into a step to force it."""
+
+    ids: Leaf
+    weights: Leaf
+
+
+class PromptLogprobs(NamedTuple):
+    """What raw logits say of the targets of a sweep, as of sampler.logprobs with n likeliest."""
+
+    chosen: Leaf
+    """float32[N, C]: log-probabilities of the targets."""
+    rank: Leaf
+    """int32[N, C]: 1 for the likeliest."""
+    top_ids: Leaf
+    """int32[N, C, n]."""
+    top: Leaf
+    """float32[N, C, n]."""
+
+
+class StepOutput(NamedTuple):
+    logits: jax.Array
+    """float32[R, V]; rows without a sequence (prefill: without a finished prompt) mean nothing."""
+    routing: Routing
+    paging: Paging
+    """int32[L] each."""
+    missed: jax.Array
+    """bool[L, E]: active experts that were not resident when their layer began."""
+    missed_routes: jax.Array
+    """int32[R], in prefill int32[N]: routed (layer, expert) pairs of the row or chunk that were
+    not resident."""
+    scores: jax.Array | PromptLogprobs | None
+    """float32[N, C]: log-probabilities of the targets, when scoring; or more of them."""
+    staged: jax.Array | None
+    """int32[S]: 1 for each entry of the stage list that was carried out."""
+    arrays: TraceArrays = TraceArrays()
+    demand: jax.Array | None = None
+    """int32[L, 2, V]: fills and experts read through by version; None of one version."""
+
+
+class LayerTrace(NamedTuple):
+    """What MoE layers leave behind, one or several."""
+
+    ids: jax.Array
+    """int32[..., T, K]."""
+    weights: jax.Array
+    """float32[..., T, K]."""
+    counts: jax.Array
+    """int32[..., counts_size]: see unpack_counts."""
+    arrays: TraceArrays = TraceArrays()
+    """Of one layer without the embedding."""
+
+
+def decode_tokens(
+    positions: jax.Array, block_table: jax.Array, *, page: KVPage, ops: Ops
+) -> Tokens:
+    """The tokens of a decode step, see decode_step."""
+    valid, lengths = positions >= 0, positions + 1
+    row_tile = min(DECODE_TILE, positions.shape[0])
+
+    def attention(q, arena, layer, *, window, scale):
+        return decode_attention(
+            q,
+            arena,
+            block_table,
+            lengths,
+            layer,
+            page=page,
+            window=window,
+            scale=scale,
+            implementation=ops.paged_attention,
+        )
+
+    return Tokens(
+        positions=positions,
+        valid=valid,
+        pages=_pages(block_table, positions, valid, page),
+        tiles=_tiles(valid, row_tile),
+        row_tile=row_tile,
+        attention=attention,
+    )
+
+
+def sweep_tokens(sweep: Sweep, block_table: jax.Array, *, page: KVPage, ops: Ops) -> Tokens:
+    """The tokens of a sweep, see prefill_step."""
+    chunks, size = sweep.tokens.shape
+    offset = jnp.arange(size)
+    positions = (sweep.start[:, None] + offset).reshape(-1)
+    in_use = jnp.arange(chunks) < sweep.count
+    # Tokens to skip go through the layers, but no expert is fetched for them.
+    new = (offset >= sweep.skip[:, None]) & (offset < sweep.length[:, None])
+    valid = (new & in_use[:, None]).reshape(-1)
+
+    def attention(q, arena, layer, *, window, scale):
+        return prefill_attention(
+            q,
+            arena,
+            block_table,
+            sweep.row,
+            sweep.start,
+            sweep.length,
+            sweep.count,
+            layer,
+            page=page,
+            window=window,
+            scale=scale,
+            implementation=ops.paged_attention,
+        )
+
+    return Tokens(
+        positions=positions,
+        valid=valid,
+        pages=_pages(jnp.repeat(block_table[sweep.row], size, axis=0), positions, valid, page),
+        tiles=sweep.count,
+        row_tile=size,
+        attention=attention,
+    )
+
+
+def route_layer(
+    stack: LayerStack, i: jax.Array, x: jax.Array, tokens: Tokens, forced: Routing | None
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """LayerStack.route, or the forced routing of that layer where the router has no padding."""
+    x, normed, ids, weights = stack.route(i, x, tokens)
+    if forced is not None:
+        layer = stack.first_moe_layer + i
+        ids, weights = _forced(forced, layer, ids, stack.config.num_experts)
+    return x, normed, ids, weights
+
+
+def experts_layer(
+    config: ModelConfig,
+    x: jax.Array,
+    normed: jax.Array,
+    ids: jax.Array,
+    weights: jax.Array,
+    arena: jax.Array,
+    tables: Tables,
+    stores: tuple[jax.Array, ...],
+    moe_layer: jax.Array,
+    *,
+    row_tile: int,
+    waves: int,
+    ops: Ops,
+    formats: Formats | None = None,
+) -> tuple[jax.Array, jax.Array, Tables, jax.Array]:
+    """x [T, D] plus what the experts make of normed [T, D]: plan, fill, compute, combine.
+
+    Returns (x, arena, tables, counts as of page_and_compute).
+    """
+    y, arena, tables, counts = page_and_compute(
+        normed,
+        ids,
+        arena,
+        tables,
+        stores,
+        moe_layer,
+        activation=config.hidden_act,
+        row_tile=row_tile,
+        waves=waves,
+        ops=ops,
+        formats=formats,
+    )
+    return add_experts(x, y, weights, ops), arena, tables, counts
+
+
+def decode_output(
+    model: Decoder, x: jax.Array, trace: LayerTrace, staged: jax.Array | None
+) -> StepOutput:
+    """x [R, D]: after the last layer. trace: of all MoE layers. staged: as of StepOutput."""
+    logits = model.logits(x, min(DECODE_TILE, x.shape[0]))
+    paging, missed, demand = unpack_counts(trace.counts, model.config.num_experts)
+    return StepOutput(
+        logits=logits,
+        routing=Routing(trace.ids, trace.weights),
+        paging=paging,
+        missed=missed,
+        missed_routes=_missed_routes(trace.ids, missed),
+        scores=None,
+        staged=staged,
+        arrays=trace.arrays,
+        demand=demand,
+    )
+
+
+def prefill_output(
+    model: Decoder,
+    x: jax.Array,
+    sweep: Sweep,
+    trace: LayerTrace,
+    staged: jax.Array | None,
+    *,
+    score: bool,
+    prompt_logprobs: bool = False,
+) -> StepOutput:
+    """x [N·C, D]: after the last layer; otherwise as decode_output."""
+    chunks, size = sweep.tokens.shape
+    rows = sweep.last.shape[0]
+    logits = model.logits(x[jnp.maximum(sweep.last, 0)], min(DECODE_TILE, rows))
+    scores = None
+    if score or prompt_logprobs:
+        read = _prompt_logprobs if prompt_logprobs else _score
+        scores = read(model, x.reshape(chunks, size, -1), sweep)
+    paging, missed, demand = unpack_counts(trace.counts, model.config.num_experts)
+    missed_routes = _missed_routes(trace.ids, missed)
+    return StepOutput(
+        logits=logits,
+        routing=Routing(trace.ids, trace.weights),
+        paging=paging,
+        missed=missed,
+        missed_routes=jnp.sum(missed_routes.reshape(chunks, size), axis=1),
+        scores=scores,
+        staged=staged,
+        arrays=trace.arrays,
+        demand=demand,
+    )
+
+
+def _missed_routes(ids, missed):
+    """int32[T]: of each token's routed experts ids [L, T, K], how many were missing, bool[L, E]."""
+    # Padding has the id E, which is not missing.
+    missed = jnp.pad(missed, ((0, 0), (0, 1))).astype(jnp.int32)
+    layer = jnp.arange(ids.shape[0])[:, None, None]
+    return jnp.sum(missed[layer, ids], axis=(0, 2))
+
+
+def _forced(forced, layer, routed, experts):
+    """The forced routing of a layer, padded where the router's ids [T, K] are."""
+    # The ids must depend on the router's, and so on attention: if plan and fill could run before
+    # attention has read the arena, XLA would copy the arena (seen on CPU).
+    padding = routed == experts
+    ids, weights = forced.ids[layer], forced.weights[layer]
+    return jnp.where(padding, experts, ids), jnp.where(padding, 0.0, weights)
+
+
+def _pages(block_table, positions, valid, page):
+    """KV row of each token's page; −1 where not valid. block_table [T, B], positions [T]."""
+    block = jnp.maximum(positions, 0) // page.block_size
+    pages = jnp.take_along_axis(block_table, block[:, None], axis=1, mode="clip")[:, 0]
+    return jnp.where(valid, pages, -1)
+
+
+def _tiles(valid, row_tile):
+    """Row tiles up to the last row in use."""
+    last = jnp.max(jnp.where(valid, jnp.arange(valid.shape[0]) + 1, 0))
+    return (last + row_tile - 1) // row_tile
+
+
+def _score(model, x, sweep):
+    """log p(target) at every position of the sweep, chunk by chunk."""
+
+    def part(c, scores):
+        logp = jax.nn.log_softmax(model.logits(x[c], x.shape[1]), axis=-1)
+        found = jnp.take_along_axis(logp, sweep.targets[c][:, None], axis=1)[:, 0]
+        return scores.at[c].set(found)
+
+    return lax.fori_loop(0, sweep.count, part, jnp.zeros(sweep.tokens.shape, jnp.float32))
+
+
+def _prompt_logprobs(model, x, sweep):
+    """PromptLogprobs of the targets at every position of the sweep, chunk by chunk."""
+    n = min(MAX_LOGPROBS, model.config.vocab_size)
+
+    def part(c, found):
+        of_chunk = logprobs(model.logits(x[c], x.shape[1]), sweep.targets[c], n)
+        return PromptLogprobs(*(a.at[c].set(b) for a, b in zip(found, of_chunk, strict=True)))
+
+    shapes = [(*sweep.tokens.shape, *last) for last in ((), (), (n,), (n,))]
+    dtypes = (jnp.float32, jnp.int32, jnp.int32, jnp.float32)
+    return lax.fori_loop(0, sweep.count, part, PromptLogprobs(*map(jnp.zeros, shapes, dtypes)))

@@ -1,0 +1,405 @@
+"""The device side of the engine: the donated buffers and the compiled executables."""
+
+from __future__ import annotations
+
+import contextvars
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import SingleDeviceSharding
+
+from host_offload.control.transfers import Move
+from host_offload.memory.arena import allocate_arena
+from host_offload.memory.integrity import describe_faults
+from host_offload.memory.layout import SlotLayout
+from host_offload.memory.placement import Placement
+from host_offload.memory.store import ExpertStore
+from host_offload.memory.swap import SWAP_PAGES
+from host_offload.memory.tables import Tables, empty_tables, with_contents
+from host_offload.versions.layer_versions import (
+    cell_bytes,
+    layer_versions,
+    link_bytes,
+    version_bytes,
+)
+from moejax.errors import UserError
+from moejax.models.decoder import Decoder
+from moejax.step.parts import Routing, StepOutput, StepShapes, Sweep
+from moejax.step.programs import MOVES, Program, Programs
+from pallas_kernels import Ops
+from pallas_kernels.kv_write import KVPage
+from pallas_kernels.move import Moves
+from pallas_kernels.records.versions import Formats
+from pallas_kernels.stage import Entries
+
+if TYPE_CHECKING:
+    from moejax.step.hooks import Hooks, Transfers
+
+
+def compiler_options(platform: str) -> dict[str, str | bool]:
+    """XLA options of every executable: without them equal programs may round differently."""
+    options: dict[str, str | bool] = {"xla_allow_excess_precision": False}
+    if platform == "gpu":
+        options["xla_gpu_autotune_level"] = "0"
+    return options
+
+
+class Runner:
+    """Owns model, store, arena and tables, and runs steps on them in dispatch order.
+
+    Nothing here waits for the device: results are jax arrays that the engine reads a step later.
+    A step is one executable; HostRunner calls one a layer and part.
+    """
+
+    driver = "device"
+    transfers: Sequence[Transfers] = ()
+    """What was carried out between the layers of the latest step: driver="host" only."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        store: ExpertStore,
+        layout: SlotLayout,
+        shapes: StepShapes,
+        *,
+        slots: int,
+        cells: int,
+        eviction: str,
+        ops: Ops,
+        device: jax.Device,
+        trace_arrays: frozenset[str] = frozenset(),
+        formats: Formats | None = None,
+    ):
+        """slots: of the arena. cells: C, the tables' bound of cells a layer. trace_arrays: of
+        TRACE_ARRAYS, what every step gives out beside the rest; with any, steps are other
+        executables. formats: by version number, None for dense alone."""
+        self.config, self.shapes, self.device, self.ops = model.config, shapes, device, ops
+        self.trace_arrays = trace_arrays
+        self.layout, self.store, self.slots = layout, store, slots
+        self.graph, state = nnx.split(model)
+        # Constants that the model made itself may lie on jax's default device.
+        self.state = jax.device_put(state, SingleDeviceSharding(device))
+        self.formats = formats
+        stored = [record.version for record in layout.records]
+        if formats is not None:
+            stored = [version.store.version for version in formats]
+        self.stores = tuple(store.arrays[version] for version in stored)
+        self._sharding = SingleDeviceSharding(device)
+        self.arena = allocate_arena(layout, slots, device)
+        layers, experts = sum(self.config.moe_layers), self.stores[0].shape[1]
+        tables = empty_tables(layers, experts, cells, eviction)
+        self.layer_versions = layer_versions(formats)
+        """Where each layer has one version of its own; None: every version has all layers."""
+        if self.layer_versions is not None:
+            tables = tables._replace(**self.layer_versions.contents(tables._asdict()))
+        self.link_bytes = link_bytes(layout, formats)
+        self.version_bytes = version_bytes(layout, formats, cell_bytes(layout, formats), layers)
+        self.tables: Tables = jax.device_put(tables, self._sharding)
+        self.placement: Placement | None = None
+        """Where every expert began; None: experts are paged."""
+        self.tokens = jax.device_put(np.zeros(shapes.rows, np.int32), self._sharding)
+        self.counts: jax.Array | None = None
+        """int32[R, V], as of sampler.adjust, from the first request with penalties on."""
+        page = layout.page
+        self.page = KVPage(page.block_size, page.kv_heads, page.head_dim, page.latent)
+        self._began = time.perf_counter()
+        self.compile_s = 0.0
+        """From the start to when a first request can run."""
+        self._executables: dict[str, Future] = {}
+        # Two threads: tracing holds the interpreter, XLA's compiler does not.
+        self._pool = ThreadPoolExecutor(2, thread_name_prefix="moejax-compile")
+        first = self._bucket(1)
+        steps = [*self._parts(f"decode{first}"), *self._parts("prefill")]
+        self._needed = [*steps, "greedy", f"greedy{first}", "regrant"]
+        # What a later request may need compiles while the first ones run.
+        later = [name for b in shapes.buckets for name in self._parts(f"decode{self._bucket(b)}")]
+        for name in dict.fromkeys([*self._needed, "sample", f"sample{first}", *later]):
+            self._executable(name)
+
+    def _bucket(self, rows: int) -> str:
+        """The ending of the names of programs for so many rows."""
+        bucket = self.shapes.bucket(rows)
+        return "" if bucket == self.shapes.rows else f"@{bucket}"
+
+    @property
+    def hooks(self) -> Hooks | None:
+        """What is called between a layer's parts; with this driver nothing can be."""
+        return None
+
+    @hooks.setter
+    def hooks(self, hooks: Hooks | None) -> None:
+        if hooks is not None:
+            raise UserError(
+                f"driver {self.driver!r} runs a step as one executable, which no hook can enter; "
+                "use driver='host'"
+            )
+
+    # ---- executables
+
+    def _parts(self, step: str) -> list[str]:
+        """The executables that a step calls."""
+        kind, at, bucket = step.partition("@")
+        return [self._name(kind, at + bucket)]
+
+    def _name(self, kind: str, bucket: str = "", *, forced=False, staged=False) -> str:
+        """The name of a step's executable."""
+        given = {"_traced": self.trace_arrays, "_forced": forced, "_staged": staged}
+        return "".join((kind, *(part for part, on in given.items() if on), bucket))
+
+    def _program(self, name: str) -> Program:
+        return self.programs().program(name)
+
+    def _executable(self, name: str) -> Future:
+        if name not in self._executables:
+            # In this thread's context: whether kernels are interpreted is a context variable.
+            run = contextvars.copy_context().run
+            self._executables[name] = self._pool.submit(run, self._compile, name)
+        return self._executables[name]
+
+    def _call(self, name: str, *args):
+        return self._executable(name).result()(*args)
+
+    def wait_compiled(self, everything: bool = False) -> None:
+        """Blocks until the executables that every request needs exist. everything: also those that
+        compile in the background."""
+        for name in [*self._executables] if everything else self._needed:
+            self._executable(name).result()
+        self.compile_s = self.compile_s or time.perf_counter() - self._began
+
+    def prepare(self, *names: str) -> None:
+        """Begins to compile these programs, decode in every bucket, and counts them among those
+        that every request needs."""
+        for name in names:
+            buckets = self.shapes.buckets if name.startswith("decode") else ()
+            for ending in [self._bucket(b) for b in buckets] or [""]:
+                self._executable(name + ending)
+                self._needed.append(name + ending)
+
+    def prepare_stages(self) -> None:
+        """Begins to compile what steps with stage lists need."""
+        self.prepare(*(self._name(kind, staged=True) for kind in ("decode", "prefill")))
+
+    def executables(self) -> tuple[str, ...]:
+        """Names of what was compiled so far. Budgets, policies and placement add none."""
+        return tuple(self._executables)
+
+    def _compile(self, name: str):
+        return self.lower(name).compile(compiler_options=compiler_options(self.device.platform))
+
+    def lower(self, name: str) -> jax.stages.Lowered:
+        """The traced and lowered executable of that name, arena and tables donated."""
+        program = self._program(name)
+        # The ops are written for 32-bit integers, whatever the user set for other code.
+        with jax.enable_x64(False):
+            return jax.jit(
+                program.function,
+                donate_argnums=program.donated,
+                out_shardings=program.memory and self._sharding.with_memory_kind(program.memory),
+            ).lower(*program.args)
+
+    def programs(self) -> Programs:
+        return Programs(
+            config=self.config,
+            graph=self.graph,
+            state=self.state,
+            stores=self.stores,
+            arena=self.arena,
+            tables=self.tables,
+            shapes=self.shapes,
+            page=self.page,
+            ops=self.ops,
+            formats=self.formats,
+            sharding=self._sharding,
+            trace_arrays=self.trace_arrays,
+        )
+
+    # ---- steps
+
+    def _step(
+        self, kind: str, bucket: str, *args, forced: Routing | None, stages: Entries | None
+    ) -> StepOutput:
+        name = self._name(kind, bucket, forced=forced is not None, staged=stages is not None)
+        extras = [value for value in (forced, stages) if value is not None]
+        self.arena, self.tables, output = self._call(
+            name, self.state, self.stores, self.arena, self.tables, *args, *extras
+        )
+        return output
+
+    def decode(
+        self,
+        positions: np.ndarray,
+        block_table: jax.Array,
+        forced: Routing | None = None,
+        stages: Entries | None = None,
+    ) -> StepOutput:
+        """Dispatches a decode step on the current tokens, for as few rows as there is a program
+        for. positions int32[R], −1: empty row. stages: programs.STAGES entries. The results are of
+        that many rows."""
+        used = int(np.max(np.flatnonzero(positions >= 0), initial=-1)) + 1
+        return self._step(
+            "decode",
+            self._bucket(used),
+            self.tokens,
+            positions,
+            block_table,
+            forced=forced,
+            stages=stages,
+        )
+
+    def prefill(
+        self,
+        sweep: Sweep,
+        block_table: jax.Array,
+        *,
+        kind: str = "prefill",
+        forced: Routing | None = None,
+        stages: Entries | None = None,
+    ) -> StepOutput:
+        """Dispatches a sweep. kind: prefill; score or prompt_logprobs, which also give the scores
+        of the output."""
+        return self._step(kind, "", sweep, block_table, forced=forced, stages=stages)
+
+    def choose(self, logits: jax.Array, update: np.ndarray, params: Sequence | None) -> jax.Array:
+        """Samples the rows under `update` bool[R] and makes them the current tokens.
+
+        params: None for greedy, else sampler.sample's arrays after the logits.
+        """
+        name = ("greedy" if params is None else "sample") + self._bucket(logits.shape[0])
+        self.tokens = self._call(name, logits, self.tokens, update, *(params or ()))
+        return self.tokens
+
+    def prepare_counts(self) -> None:
+        """Begins to compile what requests with penalties need, in the background."""
+        for name in ("recount", "adjust", "tally"):
+            self._executable(name)
+
+    def recount(self, row: int, prompt: Sequence[int], output: Sequence[int]) -> None:
+        """Counts the tokens of a row anew; the first call allocates the counts of all rows."""
+        if self.counts is None:
+            shape = (self.shapes.rows, self.config.vocab_size)
+            self.counts = jnp.zeros(shape, jnp.int32, device=self._sharding)
+        ids = np.full(self.shapes.blocks * self.page.block_size, -1, np.int32)
+        end = len(prompt) + len(output)
+        ids[: len(prompt)], ids[len(prompt) : end] = prompt, output
+        is_output = np.arange(len(ids)) >= len(prompt)
+        self.counts = self._call("recount", self.counts, np.int32(row), ids, is_output)
+
+    def tally(self, update: np.ndarray) -> None:
+        """Counts the current tokens of the rows under `update` bool[R] as generated."""
+        self.counts = self._call("tally", self.counts, self.tokens, update)
+
+    def adjust(self, logits: jax.Array, penalties: Sequence | None, biases: Sequence) -> jax.Array:
+        """Logits of all rows after biases and penalties.
+
+        penalties: sampler.adjust's arrays after the counts, of which there must be some; None for
+        biases alone. biases: its arrays after those.
+        """
+        bucket = self._bucket(logits.shape[0])
+        if penalties is None:
+            return self._call(f"add_bias{bucket}", logits, *biases)
+        return self._call(f"adjust{bucket}", logits, self.counts, *penalties, *biases)
+
+    def token_logprobs(self, logits: jax.Array, tokens: jax.Array):
+        return self._call(f"logprobs{self._bucket(logits.shape[0])}", logits, tokens)
+
+    def place_tokens(self, values: np.ndarray, update: np.ndarray) -> None:
+        """Makes values int32[R] the current tokens of the rows under `update` bool[R]."""
+        self.tokens = self._call("place", self.tokens, values, update)
+
+    # ---- between steps
+
+    def read_pages(self, rows: Sequence[int]) -> list[jax.Array]:
+        """Copies the pages at these KV rows, as the steps so far leave them, to pinned host memory.
+        Each an array of its own, uint16[page bytes / 2]."""
+        pages: list[jax.Array] = []
+        for i in range(0, len(rows), SWAP_PAGES):
+            part = rows[i : i + SWAP_PAGES]
+            padded = np.zeros(SWAP_PAGES, np.int32)
+            padded[: len(part)] = part
+            pages += self._call("swap_out", self.arena, padded)[: len(part)]
+        return pages
+
+    def write_pages(self, pages: Sequence[jax.Array], rows: Sequence[int]) -> None:
+        """Copies host pages to these KV rows, for the steps to come."""
+        for i in range(0, len(rows), SWAP_PAGES):
+            part = tuple(pages[i : i + SWAP_PAGES])
+            padded = np.zeros(SWAP_PAGES, np.int32)
+            padded[: len(part)] = rows[i : i + SWAP_PAGES]
+            filled = part + (part[-1],) * (SWAP_PAGES - len(part))
+            self.arena = self._call("swap_in", self.arena, filled, padded, np.int32(len(part)))
+
+    def move_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copies the pages at KV rows `sources` to KV rows `targets`, for the steps to come."""
+        for i in range(0, len(sources), SWAP_PAGES):
+            pairs = np.array([sources[i : i + SWAP_PAGES], targets[i : i + SWAP_PAGES]], np.int32)
+            padded = np.pad(pairs, ((0, 0), (0, SWAP_PAGES - pairs.shape[1])), mode="edge")
+            self.arena = self._call("move_pages", self.arena, *padded)
+
+    def grant_cells(self, cell_row: np.ndarray) -> None:
+        """Makes cell_row int32[L, C] the granted cells; residents of cells that stay stay."""
+        self.tables = self._call("regrant", self.tables, cell_row)
+
+    def place(self, placement: Placement) -> None:
+        """Copies every expert to where the placement says, and says so in the tables; before the
+        first step."""
+        self.placement = placement
+        contents = placement.contents
+        if self.layer_versions is not None:
+            contents = self.layer_versions.contents(contents)
+        self.tables = with_contents(self.tables, contents)
+        for layer, places in enumerate(zip(placement.row, contents["version"], strict=True)):
+            self.arena = self._call("populate", self.arena, self.stores, np.int32(layer), *places)
+
+    def transfer(self, entries: Entries) -> jax.Array:
+        """Carries out a stage list of any layers before the next step; int32[STAGES], 1 for each
+        entry that was."""
+        self.arena, self.tables, done = self._call(
+            "transfer", self.arena, self.tables, self.stores, entries
+        )
+        return done
+
+    def move_cells(self, moves: Sequence[Move]) -> None:
+        """Moves cells within the arena, with what is in them, for the steps to come. No place is
+        both left and taken."""
+        for i in range(0, len(moves), MOVES):
+            lists = np.full((len(Moves._fields), MOVES), -1, np.int32)
+            part = np.array(moves[i : i + MOVES], np.int32)
+            lists[:, : len(part)] = part.T
+            self.arena, self.tables, _ = self._call(
+                "move", self.arena, self.tables, Moves._make(lists)
+            )
+
+    def snapshot(self) -> jax.Array:
+        """A copy of the tables as the steps so far leave them, for tables.read_snapshot. Does not
+        wait for the device."""
+        return self._call("snapshot", self.tables)
+
+    def faults(self) -> list[str]:
+        """Broken invariants of arena, tables and store, in words. Waits for the device."""
+        return describe_faults(np.asarray(self._call("integrity", *self._integrity_args())))
+
+    def _integrity_args(self):
+        return self.arena, self.tables, self.stores
+
+    def compiled(self) -> list[jax.stages.Compiled]:
+        """The executables so far. Waits for those under way."""
+        return [future.result() for future in self._executables.values()]
+
+    def delete(self, *, given: bool = True) -> None:
+        """Frees the arena now, and store and parameters, which it was given."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._executables.clear()
+        mine = (self.arena, self.tables, self.tokens, self.counts, self.state if given else ())
+        try:  # what was donated to a copy that failed is gone
+            jax.block_until_ready([a for a in jax.tree.leaves(mine) if not a.is_deleted()])
+        finally:
+            for array in jax.tree.leaves(mine):
+                array.delete()
+            if given:
+                self.store.delete()

@@ -1,0 +1,1 @@
+"""Times of one thing at a time, each beside its floor."""

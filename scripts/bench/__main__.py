@@ -1,0 +1,5 @@
+"""Times of one thing at a time, each beside its floor."""
+
+from scripts.parts.commands import run
+
+run("bench", ("decode", "prefill", "load", "start", "encoders", "host_loop", "simulator", "trace"))

@@ -1,0 +1,281 @@
+"""Decode steps in the sizes of known models: time per step beside its floor.
+
+python -m scripts.bench decode --help says what is measured and how to read the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import itertools
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import jax
+import numpy as np
+
+import moejax
+from host_offload.memory.budget import BudgetError
+from moejax import LLM
+from moejax.checkpoints.random_model import shape
+from moejax.costs.rates import measure_rates
+from moejax.device import select_device
+from moejax.engine.loop import Engine
+from moejax.errors import UserError
+from moejax.models.config import ModelConfig
+from moejax.start.build import Limits
+from scripts.parts import kernel_profile
+from scripts.parts.bench_engine import (
+    add_options,
+    check_fits,
+    check_names,
+    compiled_engine,
+    grant,
+    largest,
+    no_compilation,
+    parse_cells,
+    parse_numbers,
+    random_weights,
+)
+from scripts.parts.decode_report import measured_line, table
+from scripts.parts.decode_timing import (
+    ROUTINGS,
+    Samples,
+    decode,
+    forced_routings,
+    generate,
+    prefill,
+)
+from scripts.parts.kernel_profile import Profile
+
+DESCRIPTION = """\
+Decode steps through the engine's own executables, in the sizes of known models: random weights
+(demo without --layers: the embedded model), one engine, one compilation. Rows of the table are
+batch size × cells per layer (experts that a layer keeps in the arena); cells change between rows by
+table contents only, and the bench fails if anything is compiled while it measures."""
+
+EPILOG = """\
+columns, each figure beside its floor (the least or most that the measured rates allow):
+  ms/step    median, and p99, of the time between the results of two steps, all steps of all repeats
+  floor      max(memory, link): the bytes a step must read from memory (dense weights, KV, active
+             experts) over the memory's read rate, and the missed experts' bytes over the link's;
+             they may overlap, so it is the larger of the two, not the sum
+  tok/s      batch / median, and batch / floor
+  misses     expert loads per step over all layers = fills (into a cell) + read-through (no cell);
+             least: active experts beyond the layer's cells, which no policy can avoid
+  link GB/s  missed bytes / median, and the link's rate: the fill op alone on the same store
+  host ms    median time a step spends in Python (schedule, dispatch); the device works meanwhile
+             on the step before, unless dispatch itself computes, as on a CPU it may
+
+through:
+  runner     the steps alone; llm: LLM.generate end to end (embedded demo model, real routing)
+
+--profile (GPU), for each row through the runner, after all of the batch's rows were measured:
+  kernels    device events by name: calls and µs a step, share of all events' time
+  idle       the share of the traced time in which nothing runs on the device; apart from it that
+             between two programs, so between steps and between a step and its sampler. The profiler
+             slows Python down, so a step that waits for Python looks worse than it is: compare the
+             traced time of a step with ms/step
+
+routing:
+  real       the model's own router (random weights route almost uniformly)
+  uniform    every token draws its experts anew, all equally likely
+  zipf       likewise, the r-th most popular expert of a layer with probability ~ 1/r
+  qwen3-like a token goes on where the one before it was, as published of Qwen3-30B-A3B
+
+The XLA ops compute in tiles of 16 rows, so a batch of 1 costs some of them as much as 16.
+
+examples:
+  python -m scripts.bench decode --cells 0,4,8,16
+  python -m scripts.bench decode --shape qwen3-30b-a3b --layers 2 --batch 1,8 --cells 0,25%,100%
+  python -m scripts.bench decode --shape olmoe --routing zipf --json > olmoe.jsonl
+  python -m scripts.bench decode --shape qwen3-30b-a3b --context 1024 --cells all,16,0 --profile
+"""
+
+
+SWEEP = 2048
+"""Prompt tokens of the largest sweep, before the steps."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One row of the table. through: "runner" or "llm"."""
+
+    through: str
+    batch: int
+    cells: int
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the bench; returns the exit status, 2 for a mistake that the message explains."""
+    args = _parser().parse_args(argv)
+    try:
+        _run(args)
+    except (UserError, BudgetError, MemoryError) as error:
+        print(f"bench_decode: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="bench_decode",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_options(parser, cells="0,25%,50%,100%")
+    add = parser.add_argument
+    add("--batch", default="1,8", help="sequences decoded at once (default: %(default)s)")
+    add("--routing", default="real", help=f"{', '.join(ROUTINGS)} (default: %(default)s)")
+    add("--context", type=int, default=128, help="tokens before the first step (%(default)s)")
+    add("--steps", type=int, default=50, help="timed steps of each row (default: %(default)s)")
+    add("--warmup", type=int, default=10, help="untimed steps before each repeat (%(default)s)")
+    add(
+        "--repeats",
+        type=int,
+        default=5,
+        help="rounds over all cells that the steps are split into, so that a slow moment of the "
+        "machine meets all of them (default: %(default)s)",
+    )
+    add("--profile", action="store_true", help="also trace steps of each row: time per kernel")
+    return parser
+
+
+def _run(args: argparse.Namespace) -> None:
+    config = shape(args.shape, args.layers)
+    batches = parse_numbers(args.batch, "--batch", least=1)
+    cells = parse_cells(args.cells, config.num_experts)
+    for name in ("context", "steps", "repeats"):
+        if getattr(args, name) < 1:
+            raise UserError(f"--{name} must be at least 1, got {getattr(args, name)}")
+    if args.warmup < 0:
+        raise UserError(f"--warmup must not be negative, got {args.warmup}")
+    if args.routing not in ROUTINGS:
+        raise UserError(f"routing {args.routing!r} is unknown; choose {', '.join(ROUTINGS)}")
+    check_names(args)
+    repeats = min(args.repeats, args.steps)
+    counts = [args.steps // repeats + (i < args.steps % repeats) for i in range(repeats)]
+    longest = args.context + 1 + max(args.warmup, 1) + max(counts)
+    if longest > config.max_position_embeddings:
+        raise UserError(
+            f"--context {args.context} and the steps after it need {longest} positions, the model "
+            f"has {config.max_position_embeddings}; lower --context"
+        )
+    device = select_device()
+    if args.profile:
+        kernel_profile.require_track(device)
+    rows = max(batches)
+    limits = Limits(
+        enable_prefix_caching=False,
+        max_num_seqs=rows,
+        max_model_len=longest,
+        max_num_batched_tokens=SWEEP,
+        expert_budget=largest(cells, config),
+    )
+    check_fits(args, config, device, max(cells), tokens=rows * longest, sweep=SWEEP)
+    with _engine(args, config, device, limits) as (engine, llm):
+        through = ("runner", "llm") if llm and args.routing == "real" else ("runner",)
+        cases = [Case(t, b, c) for t in through for b in batches for c in cells]
+        rates = measure_rates(engine.runner)
+        samples = {case: Samples() for case in cases}
+        profiles: dict[Case, Profile] = {}
+        for _, group in itertools.groupby(cases, lambda case: (case.through, case.batch)):
+            _measure(args, engine, llm, list(group), counts, samples, profiles)
+        lines = [
+            {"shape": args.shape, "routing": args.routing, "through": case.through}
+            | measured_line(
+                engine.runner,
+                rates,
+                samples[case],
+                batch=case.batch,
+                cells=case.cells,
+                context=args.context,
+            )
+            | ({"profile": profiles[case].as_json()} if case in profiles else {})
+            for case in cases
+        ]
+    for line in [json.dumps(line) for line in lines] if args.json else table(lines):
+        print(line)
+    for case, profile in {} if args.json else profiles.items():
+        print(f"\nbatch {case.batch}, {case.cells} cells a layer")
+        for line in kernel_profile.table(profile):
+            print(line)
+
+
+@contextmanager
+def _engine(
+    args: argparse.Namespace, config: ModelConfig, device: jax.Device, limits: Limits
+) -> Iterator[tuple[Engine, LLM | None]]:
+    """The engine; for the embedded model also its LLM."""
+    if args.shape == "demo" and args.layers is None:
+        demo = Path(moejax.__file__).parent / "demo"
+        options = dict(dtype=args.dtype, seed=args.seed, eviction=args.eviction, ops=args.ops)
+        given = {name: value for name, value in vars(limits).items() if value is not None}
+        with LLM(demo, progress=False, device=device, **given, **options) as llm:
+            llm.engine.runner.wait_compiled(everything=True)
+            yield llm.engine, llm
+        return
+    with (
+        random_weights(args, config, device) as loaded,
+        compiled_engine(args, loaded, device, limits) as engine,
+    ):
+        yield engine, None
+
+
+# ---- measuring
+
+
+def _measure(
+    args: argparse.Namespace,
+    engine: Engine,
+    llm: LLM | None,
+    cases: list[Case],
+    counts: list[int],
+    samples: dict[Case, Samples],
+    profiles: dict[Case, Profile],
+) -> None:
+    """All cells of one batch size, in interleaved rounds of counts[i] steps each."""
+    runner, random = engine.runner, np.random.default_rng(args.seed)
+    warmup = max(args.warmup, 1)
+    vocabulary = runner.config.vocab_size
+    prompts = random.integers(vocabulary, size=(cases[0].batch, args.context)).tolist()
+    if cases[0].through == "llm":
+        assert llm is not None
+        requests = []
+
+        def run(first: int, steps: int, samples: Samples) -> None:
+            generate(llm, prompts, steps, samples)
+
+    else:
+        # The same routing for every number of cells: their misses are comparable. Another one for
+        # each round and its warm-up, which would otherwise load what the timed steps need.
+        total = warmup * (len(counts) + 2) + sum(counts) + max(counts)
+        routings = forced_routings(args.routing, runner, cases[0].batch, total, random)
+        requests, sequences = prefill(engine, prompts, warmup + max(counts))
+
+        def run(first: int, steps: int, samples: Samples) -> None:
+            decode(runner, sequences, routings[first : first + steps], samples)
+
+    grant(engine, cases[0].cells)
+    run(0, warmup, Samples())  # compiles what has not been
+    first = warmup
+    with no_compilation(runner):
+        for count in counts:
+            for case in cases:
+                grant(engine, case.cells)
+                run(first, warmup, Samples())
+                run(first + warmup, count, samples[case])
+            first += warmup + count
+        for case in cases if args.profile and cases[0].through == "runner" else ():
+            grant(engine, case.cells)
+            run(first, warmup, Samples())
+            # decode waits for the last step, so the trace holds whole steps.
+            steps = max(counts)
+            traced = functools.partial(run, first + warmup, steps, Samples())
+            profiles[case] = kernel_profile.record(traced, steps)
+    engine.abort(requests)

@@ -1,0 +1,352 @@
+"""WiSP's Table 2: single-stream decode with so many cells a layer, against static layer offload.
+
+python -m scripts.budgets table2                (Qwen3-30B-A3B, on a GPU)
+python -m scripts.budgets table2 --layers 2     (a part of it, elsewhere: some minutes on two cores,
+6 GiB)
+
+Random weights of the shape, routing as published of Qwen3 (--routing), one engine; cells change
+between rows by table contents. Each row compares two ways to use the same bytes:
+  paged      every layer has so many cells, LRU
+  static     as many whole layers as these bytes hold are resident; of the others every step reads
+             the active experts through (measured)
+  streamed   the same, but whole layers cross the link, as the paper describes vLLM's
+             --cpu-offload-gb: the measured time with everything resident plus those bytes at the
+             link's measured rate (predicted)
+Beside them what the cost model says of paged: misses by the routing's miss curve, exact where the
+cells hold a step's experts, and the resident time plus those misses at the link's measured rate.
+With --layers N the vocabulary is cut as the layers are, unless --vocab says otherwise, so that the
+head keeps its share of a step. What ran on a CPU says so; it is no claim about a GPU.
+
+For the whole model a second table is predicted, not measured: a step with everything resident as in
+the paper's row of 128 cells, misses by the curve of all layers, a link of --predict-link GB/s. The
+paper's own columns (H100 NVL, vLLM 0.11.2, eager) are beside it. Whole layers at its offload rates
+would take more than 400 GB/s, so vLLM must have read active experts: compare it with `static`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from host_offload.memory.budget import BudgetError, Share
+from host_offload.sizing.miss_curves import CurveCounts, MissCurves
+from moejax.checkpoints.random_model import shape
+from moejax.costs.rates import measure_link_rate
+from moejax.device import select_device
+from moejax.engine.loop import Engine
+from moejax.errors import UserError
+from moejax.models.model_config import ModelConfig
+from moejax.start.build import Limits
+from moejax.step.parts import Routing
+from moejax.step.runner import Runner
+from scripts.budgets.table2_predicted import PUBLISHED_SHAPE, whole_model
+from scripts.parts.bench_engine import (
+    add_options,
+    check_fits,
+    check_names,
+    compiled_engine,
+    no_compilation,
+    parse_cells,
+    random_weights,
+)
+from scripts.parts.decode_timing import ROUTINGS, Samples, decode, forced_routings, prefill
+from scripts.parts.text_table import aligned
+
+COUNTS = {"steps": (60, 20), "warmup": (20, 8), "repeats": (5, 2)}
+"""Defaults on a GPU, and elsewhere."""
+
+SWEEP = 2048
+"""Prompt tokens of the largest sweep, before the steps."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the bench; returns the exit status, 2 for a mistake that the message explains."""
+    args = _parser().parse_args(argv)
+    try:
+        lines = run(args)
+    except (UserError, BudgetError, MemoryError) as error:
+        print(f"table2: error: {error}", file=sys.stderr)
+        return 2
+    for line in [json.dumps(line) for line in lines] if args.json else report(args, lines):
+        print(line)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="table2", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_options(parser, cells="16,32,64,128")
+    parser.set_defaults(shape=PUBLISHED_SHAPE)
+    add = parser.add_argument
+    add("--batch", type=int, default=1, help="sequences decoded at once (default: 1)")
+    add("--routing", default="qwen3-like", help=f"{', '.join(ROUTINGS)} (default: %(default)s)")
+    add("--context", type=int, default=128, help="tokens before the first step (%(default)s)")
+    for name, text in (
+        ("steps", "timed steps of each row"),
+        ("warmup", "untimed steps before each repeat"),
+        ("repeats", "rounds over all rows"),
+    ):
+        gpu, cpu = COUNTS[name]
+        add(f"--{name}", type=int, help=f"{text} (default: {gpu} on a GPU, else {cpu})")
+    add("--vocab", type=int, help="tokens of the vocabulary (default: the layers' share)")
+    add("--predict-link", type=float, default=50.0, help="GB/s of the second table (%(default)g)")
+    return parser
+
+
+def run(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """A line for each number of cells."""
+    config = part_of(args)
+    device = select_device()
+    for name, (gpu, cpu) in COUNTS.items():
+        if getattr(args, name) is None:
+            setattr(args, name, cpu if device.platform == "cpu" else gpu)
+    cells = [c for c in parse_cells(args.cells, config.num_experts) if c]
+    for name in ("batch", "context", *COUNTS):
+        if getattr(args, name) < 1:
+            raise UserError(f"--{name} must be at least 1, got {getattr(args, name)}")
+    if args.predict_link <= 0:
+        raise UserError(f"--predict-link must be above 0, got {args.predict_link}")
+    if args.routing not in ROUTINGS:
+        raise UserError(f"routing {args.routing!r} is unknown; choose {', '.join(ROUTINGS)}")
+    if not cells:
+        raise UserError("--cells must name at least one number above 0")
+    check_names(args)
+    each = -(-args.steps // args.repeats)
+    covering = -(-config.num_experts // config.num_experts_per_tok)
+    longest = args.context + 1 + max(args.warmup + each, covering)
+    limits = Limits(
+        enable_prefix_caching=False,
+        max_num_seqs=args.batch,
+        max_model_len=longest,
+        max_num_batched_tokens=SWEEP,
+        expert_budget=Share(1.0),
+    )
+    check_fits(args, config, device, config.num_experts, tokens=args.batch * longest, sweep=SWEEP)
+    with (
+        random_weights(args, config, device) as loaded,
+        compiled_engine(args, loaded, device, limits) as engine,
+    ):
+        link = measure_link_rate(engine.runner)
+        splits = splits_of(cells, sum(config.moe_layers), config.num_experts)
+        samples, curves = measure(args, engine, splits, each)
+        return list(lines_of(args, engine, cells, splits, samples, curves, link))
+
+
+def part_of(args: argparse.Namespace) -> ModelConfig:
+    """The shape, with --layers of its layers and --vocab, or the same share, of its vocabulary."""
+    whole, config = shape(args.shape), shape(args.shape, args.layers)
+    vocab, layers = whole.vocab_size, config.num_hidden_layers
+    if args.vocab is not None:
+        vocab = args.vocab
+    elif layers < whole.num_hidden_layers:
+        vocab = max(-(-vocab * layers // whole.num_hidden_layers), 1024)
+    if not 2 <= vocab <= whole.vocab_size:
+        raise UserError(f"--vocab must be in 2…{whole.vocab_size}, got {vocab}")
+    return dataclasses.replace(config, vocab_size=vocab)
+
+
+def splits_of(cells: Sequence[int], layers: int, experts: int) -> dict[str, list[int]]:
+    """Cells of every layer: paged, and static at the same bytes, for each number of cells."""
+    found = {"all": [experts] * layers}
+    for c in cells:
+        whole, rest = divmod(c * layers, experts)
+        # What no whole layer fits into is not left to the paged arm alone.
+        part = [rest] if whole < layers and rest else []
+        found[f"paged {c}"] = [c] * layers
+        found[f"static {c}"] = [experts] * whole + part + [0] * (layers - whole - len(part))
+    return found
+
+
+def measure(
+    args: argparse.Namespace, engine: Engine, splits: dict[str, list[int]], each: int
+) -> tuple[dict[str, Samples], MissCurves | None]:
+    """Steps of every split, in interleaved rounds, with the same routing for all; and the miss
+    curves of the timed ones (None: the routing is the model's own)."""
+    runner, random = engine.runner, np.random.default_rng(args.seed)
+    vocabulary = runner.config.vocab_size
+    prompts = random.integers(vocabulary, size=(args.batch, args.context)).tolist()
+    samples = {name: Samples() for name in splits}
+    total = args.repeats * (args.warmup + each)
+    routings = forced_routings(args.routing, runner, args.batch, total, random)
+    every = covering_routings(runner, args.batch)
+    requests, sequences = prefill(engine, prompts, max(args.warmup + each, len(every)))
+    arena = engine.scheduler.arena
+    decode(runner, sequences, routings[:2], Samples())  # compiles what has not been
+    with no_compilation(runner):
+        for i in range(args.repeats):
+            first = i * (args.warmup + each)
+            middle, last = first + args.warmup, first + args.warmup + each
+            for name, cells in splits.items():
+                runner.grant_cells(arena.grant_cells(cells))
+                # Every expert once, so that first sights are nobody's misses.
+                decode(runner, sequences, every, Samples())
+                decode(runner, sequences, routings[first:middle], Samples())
+                decode(runner, sequences, routings[middle:last], samples[name])
+    engine.abort(requests)
+    if args.routing == "real":
+        return samples, None
+    counts = CurveCounts(*runner.stores[0].shape[:2])
+    for number in range(total):
+        in_round = number % (args.warmup + each)
+        if not in_round:
+            for routing in every:
+                counts.add(active_set(counts.items, routing, sequences.rows), counted=False)
+        timed = in_round >= args.warmup
+        counts.add(active_set(counts.items, routings[number], sequences.rows), counted=timed)
+        if timed:
+            counts.end_step()
+    return samples, counts.curves()
+
+
+def active_set(experts: int, routing: Routing | None, rows: Sequence[int]) -> np.ndarray:
+    """bool[L, E]: who is active in a forced step of these rows."""
+    assert routing is not None
+    ids = np.asarray(routing.ids)[:, list(rows)]
+    active = np.zeros((len(ids), experts), bool)
+    np.put_along_axis(active, ids.reshape(len(ids), -1), True, axis=1)
+    return active
+
+
+def covering_routings(runner: Runner, batch: int) -> list[Routing | None]:
+    """Steps whose rows go to every expert of every layer in turn."""
+    layers, experts = runner.stores[0].shape[:2]
+    rows, k = runner.shapes.bucket(batch), runner.config.num_experts_per_tok
+    found: list[Routing | None] = []
+    for first in range(0, experts, k):
+        start = min(first, experts - k)
+        ids = np.broadcast_to(np.arange(start, start + k, dtype=np.int32), (layers, rows, k))
+        found.append(Routing(ids.copy(), np.full(ids.shape, 1 / k, np.float32)))
+    return found
+
+
+def lines_of(
+    args: argparse.Namespace,
+    engine: Engine,
+    cells: Sequence[int],
+    splits: dict[str, list[int]],
+    samples: dict[str, Samples],
+    curves: MissCurves | None,
+    link: float,
+) -> Iterator[dict[str, Any]]:
+    record, batch = engine.runner.layout.records[0].nbytes, args.batch
+    experts = engine.runner.config.num_experts
+    resident = float(np.median(samples["all"].step_s))
+    for c in cells:
+        paged, static = (samples[f"{way} {c}"] for way in ("paged", "static"))
+        missing = sum(experts - n for n in splits[f"static {c}"])
+        streamed = resident + missing * record / link
+        rates = {
+            "paged": batch / float(np.median(paged.step_s)),
+            "static": batch / float(np.median(static.step_s)),
+            "streamed": batch / streamed,
+        }
+        misses = None if curves is None else float(curves.per_step[c])
+        predicted = None if misses is None else batch / (resident + misses * record / link)
+        yield {
+            "shape": args.shape,
+            "layers": engine.runner.config.num_hidden_layers,
+            "vocab": engine.runner.config.vocab_size,
+            "device": engine.runner.device.device_kind,
+            "routing": args.routing,
+            "batch": batch,
+            "cells": c,
+            "expert_bytes": c * len(splits["all"]) * record,
+            "steps": len(paged.step_s),
+            "link_gb_per_s": link / 1e9,
+            **{f"{name}_tokens_per_s": rate for name, rate in rates.items()},
+            "resident_tokens_per_s": batch / resident,
+            "paged_predicted_tokens_per_s": predicted,
+            "paged_misses": _misses(paged),
+            "paged_predicted_misses": misses,
+            "static_misses": _misses(static),
+            "streamed_experts": missing,
+            "paged_over_static": rates["paged"] / rates["static"],
+            "paged_over_streamed": rates["paged"] / rates["streamed"],
+            "whole_model": whole_model(
+                c,
+                shape_name=args.shape,
+                batch=args.batch,
+                routing=args.routing,
+                link_gb_per_s=args.predict_link,
+                seed=args.seed,
+            ),
+        }
+
+
+def _misses(samples: Samples) -> float:
+    """Of a step, all layers together."""
+    counts = np.array(samples.fills) + np.array(samples.read_through)
+    return float(counts.sum(axis=1).mean())
+
+
+def report(args: argparse.Namespace, lines: Sequence[dict[str, Any]]) -> Iterator[str]:
+    first = lines[0]
+    yield (
+        f"{first['shape']}, {first['layers']} layers, vocabulary {first['vocab']}, measured on "
+        f"{first['device']}, routing {first['routing']}, batch {first['batch']}, link "
+        f"{first['link_gb_per_s']:.1f} GB/s, {first['steps']} steps a row; tokens a second, with "
+        f"everything resident {first['resident_tokens_per_s']:.2f}"
+    )
+    shown = []
+    for line in lines:
+        rate, misses = line["paged_predicted_tokens_per_s"], line["paged_predicted_misses"]
+        shown.append(
+            {
+                **line,
+                "gib": line["expert_bytes"] / 2**30,
+                "rate": "–" if rate is None else f"{rate:.2f}",
+                "curve": "–" if misses is None else f"{misses:.1f}",
+            }
+        )
+    yield from aligned(
+        [
+            ("cells", "{cells}"),
+            ("experts GiB", "{gib:.2f}"),
+            ("paged", "{paged_tokens_per_s:.2f}"),
+            ("predicted", "{rate}"),
+            ("misses", "{paged_misses:.1f}"),
+            ("by curve", "{curve}"),
+            ("static", "{static_tokens_per_s:.2f}"),
+            ("misses", "{static_misses:.1f}"),
+            ("streamed (predicted)", "{streamed_tokens_per_s:.2f}"),
+            ("paged/static", "{paged_over_static:.2f}"),
+            ("paged/streamed", "{paged_over_streamed:.2f}"),
+        ],
+        shown,
+    )
+    whole = [
+        {
+            **line["whole_model"],
+            "cells": line["cells"],
+            "offload": line["whole_model"]["published"][0],
+            "wisp": line["whole_model"]["published"][1],
+        }
+        for line in lines
+        if line["whole_model"]
+    ]
+    if not whole:
+        return
+    yield ""
+    yield (
+        f"all layers of {PUBLISHED_SHAPE}, PREDICTED for a link of {args.predict_link:g} GB/s and "
+        "the paper's step with everything resident; tokens a second"
+    )
+    yield from aligned(
+        [
+            ("cells", "{cells}"),
+            ("misses", "{misses:.1f}"),
+            ("paged", "{paged_tokens_per_s:.2f}"),
+            ("static", "{static_tokens_per_s:.2f}"),
+            ("streamed", "{streamed_tokens_per_s:.2f}"),
+            ("paper: WiSP", "{wisp}"),
+            ("paper: offload", "{offload}"),
+        ],
+        whole,
+    )

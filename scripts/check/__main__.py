@@ -1,0 +1,5 @@
+"""Long runs that look for wrong results."""
+
+from scripts.parts.commands import run
+
+run("check", ("batch", "parity", "requests", "fuzz", "sessions"))

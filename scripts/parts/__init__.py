@@ -1,0 +1,1 @@
+"""What several scripts share: engines to measure, timings, reports, workloads."""

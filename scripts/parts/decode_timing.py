@@ -1,0 +1,150 @@
+"""Timing decode steps on a running engine, with the model's own routing or a forced one."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import deque
+
+import jax
+import numpy as np
+
+from host_offload.traces.generators import routing_generator
+from moejax.engine.loop import Engine
+from moejax.engine.step_work import Step
+from moejax.requests.request import Request
+from moejax.requests.sampling_params import SamplingParams
+from moejax.serve.llm import LLM
+from moejax.step.experts import Paging
+from moejax.step.parts import Routing
+from moejax.step.runner import Runner
+
+ROUTINGS = ("real", "uniform", "zipf", "qwen3-like")
+ZIPF_EXPONENT = 1.0
+
+
+@dataclasses.dataclass
+class Samples:
+    """What the repeats of a case measured, step by step."""
+
+    step_s: list[float] = dataclasses.field(default_factory=list)
+    """Seconds between the results of two steps."""
+    host_s: list[float] = dataclasses.field(default_factory=list)
+    """Seconds from having a result in Python to having dispatched the next step."""
+    active: list[np.ndarray] = dataclasses.field(default_factory=list)
+    """int[L] a step, as the two below."""
+    fills: list[np.ndarray] = dataclasses.field(default_factory=list)
+    read_through: list[np.ndarray] = dataclasses.field(default_factory=list)
+
+    def add(self, step_s: float, paging: Paging) -> None:
+        self.step_s.append(step_s)
+        self.active.append(np.asarray(paging.active))
+        self.fills.append(np.asarray(paging.fills))
+        self.read_through.append(np.asarray(paging.read_through))
+
+
+@dataclasses.dataclass(frozen=True)
+class Sequences:
+    """Prefilled sequences in the engine, ready to be decoded from position `context`."""
+
+    rows: tuple[int, ...]
+    context: int
+    block_table: jax.Array
+
+
+def forced_routings(
+    kind: str, runner: Runner, batch: int, steps: int, random: np.random.Generator
+) -> list[Routing | None]:
+    """Routing of each decode step of `batch` sequences in the first rows; None each for real.
+
+    Ids int32[L, R, K], ascending and distinct, R the rows that run, and equal weights. zipf: each
+    layer has its own order of popularity. qwen3-like: of host_offload.traces.generators.
+    """
+    if kind == "real":
+        return [None] * steps
+    layers, experts = runner.stores[0].shape[:2]
+    rows, k = runner.shapes.bucket(batch), runner.config.num_experts_per_tok
+    if kind == "qwen3-like":
+        generator = routing_generator(kind, layers, experts, k)
+        found = generator.steps(rows, steps, seed=int(random.integers(1 << 31)))
+        every = (step.ids.transpose(1, 0, 2).astype(np.int32) for step in found)
+        return [Routing(ids, np.full(ids.shape, 1 / k, np.float32)) for ids in every]
+    popularity = np.arange(1, experts + 1.0) ** -(ZIPF_EXPONENT if kind == "zipf" else 0.0)
+    order = random.permuted(np.tile(np.arange(experts), (layers, 1)), axis=1)
+    log_p = np.log(popularity)[order][:, None]
+    routings: list[Routing | None] = []
+    for _ in range(steps):
+        # The k largest of log p + Gumbel noise are k draws without replacement.
+        noise = random.gumbel(size=(layers, rows, experts))
+        ids = np.sort(np.argpartition(-(log_p + noise), k - 1)[..., :k], axis=-1)
+        routings.append(Routing(ids.astype(np.int32), np.full(ids.shape, 1 / k, np.float32)))
+    return routings
+
+
+def prefill(
+    engine: Engine, prompts: list[list[int]], steps: int
+) -> tuple[list[Request], Sequences]:
+    """Runs the prompts' prefill through the engine, with pages for `steps` tokens more."""
+    params = SamplingParams(temperature=0.0, max_tokens=steps + 1, ignore_eos=True)
+    requests = [engine.add(prompt, params) for prompt in prompts]
+    while not all(request.output for request in requests):
+        engine.step()
+    for request in requests:
+        pages = engine.scheduler.pages_for(len(request.prompt), request.to_generate)
+        if not engine.scheduler.extend(request, pages - len(request.blocks)):
+            raise RuntimeError(f"the KV budget has no room for {len(requests)} sequences")
+    rows = tuple(request.row for request in requests if request.row is not None)
+    table = jax.device_put(engine.scheduler.block_table.copy(), engine.runner.tokens.sharding)
+    return requests, Sequences(rows, len(prompts[0]), table)
+
+
+def decode(
+    runner: Runner, sequences: Sequences, routings: list[Routing | None], samples: Samples
+) -> None:
+    """A decode step for each routing, from the sequences' context on, as the engine runs them:
+    step t is dispatched before t − 1 is read."""
+    steps = len(routings)
+    rows = list(sequences.rows)
+    update = np.zeros(runner.shapes.rows, bool)
+    update[rows] = True
+    previous = None
+    last_read = began = time.perf_counter()
+    for step in range(steps + 1):
+        current = None
+        if step < steps:
+            positions = np.full(runner.shapes.rows, -1, np.int32)
+            positions[rows] = sequences.context + step
+            output = runner.decode(positions, sequences.block_table, routings[step])
+            current = runner.choose(output.logits, update, None), output.paging
+        dispatched = time.perf_counter()
+        if previous is not None:
+            tokens, paging = jax.device_get(previous)
+            assert tokens.shape == update.shape
+            now = time.perf_counter()
+            samples.add(now - last_read, paging)
+            last_read = now
+        if current is not None:
+            samples.host_s.append(dispatched - began)
+        previous, began = current, last_read
+
+
+def generate(llm: LLM, prompts: list[list[int]], steps: int, samples: Samples) -> None:
+    """LLM.generate with so many decode steps; a prompt's first token is prefill's."""
+    engine, decoded = llm.engine, {}
+
+    def listen(step: Step) -> None:
+        if step.kind == "decode":
+            decoded[step.number] = step
+
+    engine.events, engine.listener = deque(), listen
+    try:
+        params = SamplingParams(temperature=0.0, max_tokens=steps + 1, ignore_eos=True)
+        llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
+    finally:
+        engine.listener = None
+    at = {(event.what, event.step): event.seconds for event in engine.events}
+    for number, step in decoded.items():
+        samples.add(at["read", number] - at["read", number - 1], step.output.paging)
+        # Between the result that Python had in hand and the next dispatch.
+        if ("read", number - 2) in at:
+            samples.host_s.append(at["dispatch", number] - at["read", number - 2])

@@ -1,0 +1,1 @@
+"""Every policy over the same routing: misses, times, predictions."""

@@ -1,0 +1,5 @@
+"""Every policy over the same routing: misses, times, predictions."""
+
+from scripts.parts.commands import run
+
+run("policies", ("compare", "times", "predictions"))

@@ -1,0 +1,396 @@
+"""Does the cost model predict what the engine then takes, and does it order policies likewise?
+
+python -m scripts.policies predictions DIR [--models demo,tri,wide] [--repeats 5]
+
+For each model: calibrates, then runs held-out configurations (batch × prompt × policy × cells) in
+the engine, in rounds that alternate, and predicts each from a trace of its routing. Nothing of
+these runs is used for the calibration. The first round compiles and writes the traces and is not
+timed. A run begins with nothing resident; simulated and measured misses must be equal.
+
+Writes DIR/predictions.jsonl and DIR/predictions.md. A step's time is that from result to result.
+Errors are of decode steps: of a run's p50 and p99 over its steps, a step's time being its median
+over the repeats (what the work takes), and of the p99 of all single times, which has the machine's
+noise too. Kendall's tau compares the order of policies and cells by mean step time within a model,
+batch and prompt; "told apart" leaves out pairs whose 95% intervals of the measured mean overlap.
+
+wide: random weights, 2 layers of 32 experts of 3 MB, and steps of at most 2 rows, so that a miss is
+not lost beside an expert's products even on a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import itertools
+import json
+import shutil
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+import moejax
+from host_offload.memory.tables import empty_tables
+from host_offload.policies.eviction.names import with_eviction
+from host_offload.policies.prefetch.names import with_prefetch
+from host_offload.simulate.prediction import Prediction, predict
+from host_offload.sizing.cost_model import CostModel
+from host_offload.traces.reader import read_trace
+from moejax import SamplingParams, UserError
+from moejax.cache import use_compilation_cache
+from moejax.checkpoints.load import LoadedModel, load_checkpoint
+from moejax.checkpoints.random_model import random_model
+from moejax.costs.calibration import cost_model_for
+from moejax.device import select_device
+from moejax.engine.control import start_control
+from moejax.engine.loop import Engine
+from moejax.models.config import parse_config
+from moejax.start.build import Limits, start_engine
+from moejax.traces.tracer import start_trace
+
+SHARED = Path(__file__).resolve().parents[3] / "shared"
+WIDE = dict(
+    model_type="qwen3_moe",
+    norm_topk_prob=True,
+    dtype="float32",
+    num_hidden_layers=2,
+    hidden_size=512,
+    moe_intermediate_size=512,
+    num_experts=32,
+    num_experts_per_tok=4,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=64,
+    vocab_size=4096,
+    max_position_embeddings=1024,
+)
+POLICIES = ("lru", "lfu", "lru + random", "lru + moe-infinity")
+WORKLOADS = ((1, 24), (8, 24), (4, 200))
+"""(batch, prompt tokens)"""
+WIDE_WORKLOADS = ((1, 24), (2, 24), (2, 200))
+SHARES = (0.25, 0.75)
+"""Cells by a layer's experts."""
+LONGEST = 768
+
+
+@dataclasses.dataclass(frozen=True)
+class Configuration:
+    """A held-out run."""
+
+    model: str
+    batch: int
+    prompt: int
+    policy: str
+    cells: int
+
+    @property
+    def place(self) -> str:
+        name = self.policy.replace(" + ", "-")
+        return f"{self.model}-{self.batch}x{self.prompt}-{name}-{self.cells}"
+
+
+@dataclasses.dataclass
+class Timed:
+    """What the repeats of a configuration took: seconds[repeat][step]."""
+
+    decode: list[list[float]] = dataclasses.field(default_factory=list)
+    total: list[float] = dataclasses.field(default_factory=list)
+    compiled_steps: int = 0
+    moved: int = 0
+    """Misses of the first repeat."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    args = _parser().parse_args(arguments)
+    try:
+        args.directory.mkdir(parents=True, exist_ok=True)
+        if min(args.repeats, args.tokens) < 2:
+            raise UserError("--repeats and --tokens must be at least 2")
+        lines = [line for name in args.models.split(",") for line in check(args, name)]
+    except UserError as error:
+        print(f"check_predictions: error: {error}", file=sys.stderr)
+        return 2
+    text = markdown(lines)
+    with open(args.directory / "predictions.jsonl", "w") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
+    (args.directory / "predictions.md").write_text(text)
+    print(text)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("directory", type=Path, metavar="DIR", help="of traces and results")
+    has_tri = (SHARED / "models/tri").is_dir()
+    models = "demo,tri,wide" if has_tri else "demo,wide"
+    parser.add_argument("--models", default=models, help="default: %(default)s")
+    parser.add_argument("--repeats", type=int, default=5, help="timed rounds (%(default)s)")
+    parser.add_argument("--tokens", type=int, default=16, help="of a sequence (%(default)s)")
+    parser.add_argument("--show", action="store_true", help="print the figures too")
+    parser.add_argument("--driver", default="device", help="device or host (%(default)s)")
+    return parser
+
+
+# ---- running
+
+
+def check(args: argparse.Namespace, name: str) -> Iterator[dict[str, Any]]:
+    """A line for each held-out configuration of a model."""
+    with engine_of(args, name) as engine:
+        runner = engine.runner
+        model = cost_model_for(runner, force=True)
+        if args.show:
+            print(json.dumps(model.to_json()["figures"]))
+        configurations = list(held_out(name, runner.config.num_experts))
+        timed = {each: Timed() for each in configurations}
+        prompts = np.random.default_rng(7).integers(
+            runner.config.vocab_size, size=(runner.shapes.rows, LONGEST)
+        )
+        for repeat in range(args.repeats + 1):
+            for each in configurations:
+                trace = args.directory / each.place if repeat == 0 else None
+                run(engine, each, prompts, args.tokens, timed[each], trace)
+        for each in configurations:
+            trace = read_trace(args.directory / each.place)
+            named = {"eviction": eviction_of(each), "prefetch": prefetch_of(each)}
+            predicted = predict(trace, model, cells=each.cells, **named)
+            misses = int(predicted.simulation.misses.sum())
+            if misses != timed[each].moved:
+                raise RuntimeError(f"{each}: {misses} misses simulated, {timed[each].moved} real")
+            yield line_of(each, timed[each], predicted, model, engine)
+
+
+def held_out(name: str, experts: int) -> Iterator[Configuration]:
+    for (batch, prompt), share in itertools.product(workloads(name), SHARES):
+        for policy in POLICIES:
+            yield Configuration(name, batch, prompt, policy, round(share * experts))
+
+
+def workloads(name: str) -> tuple[tuple[int, int], ...]:
+    return WIDE_WORKLOADS if name == "wide" else WORKLOADS
+
+
+def eviction_of(each: Configuration) -> str | None:
+    # moe-infinity brings its own.
+    return None if "moe-infinity" in each.policy else each.policy.split(" + ")[0]
+
+
+def prefetch_of(each: Configuration) -> str | None:
+    return each.policy.split(" + ")[1] if " + " in each.policy else None
+
+
+@contextmanager
+def engine_of(args: argparse.Namespace, name: str) -> Iterator[Engine]:
+    """An engine with room for all experts and the KV of the largest batch."""
+    use_compilation_cache(None)
+    device = select_device()
+    loaded = load(name, device)
+    limits = Limits(
+        max_num_seqs=max(batch for batch, _ in workloads(name)),
+        max_model_len=min(LONGEST, loaded.config.max_position_embeddings),
+        max_num_batched_tokens=512,
+        enable_prefix_caching=False,
+    )
+    engine, _ = start_engine(
+        loaded, limits, driver=args.driver, ops={}, device=device, seed=0, listener=None
+    )
+    try:
+        engine.runner.wait_compiled(everything=True)
+        yield engine
+    finally:
+        engine.runner.delete()
+
+
+def load(name: str, device: jax.Device) -> LoadedModel:
+    if name == "wide":
+        return random_model(parse_config(WIDE, "wide"), "float32", device)
+    places = {"demo": Path(moejax.__file__).parent / "demo", "tri": SHARED / "models/tri"}
+    return load_checkpoint(places.get(name, Path(name)), "auto", device)
+
+
+def run(
+    engine: Engine,
+    each: Configuration,
+    prompts: np.ndarray,
+    tokens: int,
+    timed: Timed,
+    trace: Path | None,
+) -> None:
+    """One run from a cold start. trace: write one there, and do not time."""
+    cold(engine, each)
+    if trace is not None:
+        shutil.rmtree(trace, ignore_errors=True)
+        settings = {"eviction": eviction_of(each), "driver": engine.runner.driver}
+        engine.tracer = start_trace(trace, engine.runner, dtype="", seed=0, settings=settings)
+    before = dict(engine.statistics.paging)
+    engine.events, kinds, compiled = deque(), {}, []
+
+    def listen(step: Any) -> None:
+        kinds[step.number] = step.kind
+        compiled.append(step.compiled)
+
+    engine.listener = listen
+    jax.block_until_ready(engine.runner.tables)
+    params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+    began = time.perf_counter()
+    for prompt in prompts[: each.batch, : each.prompt].tolist():
+        engine.add(prompt, params)
+    while not engine.idle:
+        engine.step()
+    engine.listener = None
+    reads = [(e.step, e.seconds) for e in engine.events if e.what == "read"]
+    if engine.tracer is not None:
+        engine.tracer.close()
+        engine.tracer = None
+        timed.compiled_steps = sum(compiled)
+        after = engine.statistics.paging
+        timed.moved = sum(after[n] - before[n] for n in ("fills", "read_through"))
+        return
+    times = zip(reads, [began, *(seconds for _, seconds in reads)], strict=False)
+    timed.decode.append([s - last for (n, s), last in times if kinds[n] == "decode"])
+    timed.total.append(reads[-1][1] - began)
+
+
+def cold(engine: Engine, each: Configuration) -> None:
+    """Nothing resident, no uses counted, policies without memory of the run before."""
+    runner, arena = engine.runner, engine.scheduler.arena
+    layers, experts = runner.stores[0].shape[:2]
+    columns = runner.tables.cell_row.shape[1]
+    tables = empty_tables(layers, experts, columns, "lru")
+    runner.tables = jax.device_put(tables, runner.tokens.sharding)
+    runner.grant_cells(arena.grant_cells([each.cells] * layers))
+    prefetch = with_prefetch(prefetch_of(each), ())
+    _, policies = with_eviction(eviction_of(each), prefetch)
+    engine.control = start_control(
+        runner, policies, max_model_len=engine.scheduler.max_model_len, seed=0, routers=()
+    )
+
+
+# ---- results
+
+
+def line_of(
+    each: Configuration, timed: Timed, predicted: Prediction, model: CostModel, engine: Engine
+) -> dict[str, Any]:
+    times = np.array(timed.decode)  # [repeats, steps]
+    of_step = np.median(times, axis=0)
+    means = times.mean(axis=1)
+    decode = predicted.of_kind("decode")
+    measured = {
+        "p50": np.percentile(of_step, 50),
+        "p99": np.percentile(of_step, 99),
+        "p99_raw": np.percentile(times, 99),
+        "mean": np.median(means),
+        "total": np.median(timed.total),
+    }
+    foretold = {
+        "p50": predicted.percentile_s(50),
+        "p99": predicted.percentile_s(99),
+        "p99_raw": predicted.percentile_s(99),
+        "mean": predicted.mean_s(),
+        "total": predicted.seconds.sum(),
+    }
+    spread = np.percentile(_resampled(means), [2.5, 97.5])
+    return {
+        "date": datetime.date.today().isoformat(),
+        "device": "CPU" if engine.runner.device.platform == "cpu" else model.about["device"],
+        **dataclasses.asdict(each),
+        "steps": int(decode.sum()),
+        "repeats": len(timed.decode),
+        "compiled_steps": timed.compiled_steps,
+        "misses_per_step": float(predicted.simulation.misses[decode].sum() / decode.sum()),
+        "staged_per_step": float(predicted.simulation.staged[decode].sum() / decode.sum()),
+        "measured_s": {name: float(value) for name, value in measured.items()},
+        "predicted_s": {name: float(value) for name, value in foretold.items()},
+        "mean_interval_s": spread.tolist(),
+        "stall_share": predicted.stall_share,
+        "stall_bound_share": predicted.stall_bound_share,
+    }
+
+
+def _resampled(values: np.ndarray, times: int = 2000) -> np.ndarray:
+    """Medians of bootstrap samples."""
+    random = np.random.default_rng(0)
+    return np.median(values[random.integers(len(values), size=(times, len(values)))], axis=1)
+
+
+def errors(lines: Sequence[dict[str, Any]], figure: str) -> np.ndarray:
+    """(predicted − measured) / measured"""
+    measured = np.array([line["measured_s"][figure] for line in lines])
+    return np.array([line["predicted_s"][figure] for line in lines]) / measured - 1
+
+
+def kendall(lines: Sequence[dict[str, Any]], *, apart: bool) -> tuple[float, int]:
+    """(Kendall's tau-a of mean step times, pairs) within each model, batch and prompt. apart: only
+    pairs whose measured intervals do not overlap. nan without pairs."""
+    score = pairs = 0
+    for one, other in itertools.combinations(lines, 2):
+        if any(one[name] != other[name] for name in ("model", "batch", "prompt")):
+            continue
+        (low, high), (lower, higher) = one["mean_interval_s"], other["mean_interval_s"]
+        if apart and low <= higher and lower <= high:
+            continue
+        signs = [
+            np.sign(one[kind]["mean"] - other[kind]["mean"])
+            for kind in ("measured_s", "predicted_s")
+        ]
+        score, pairs = score + int(signs[0] * signs[1]), pairs + 1
+    return (score / pairs if pairs else float("nan")), pairs
+
+
+def markdown(lines: Sequence[dict[str, Any]]) -> str:
+    """A table of all configurations, then errors and orders by model."""
+    heading = (
+        *("device", "model", "batch", "prompt", "policy", "cells", "misses", "p50 ms", "predicted"),
+        *("p99 ms", "predicted", "raw p99", "mean ms", "predicted", "stall", "bound"),
+    )
+    rows = [heading, ("---",) * len(heading)]
+    for line in lines:
+        measured, foretold = line["measured_s"], line["predicted_s"]
+        pairs = [f"{s[n] * 1e3:.2f}" for n in ("p50", "p99") for s in (measured, foretold)]
+        mean = [f"{s['mean'] * 1e3:.2f}" for s in (measured, foretold)]
+        names = ("device", "model", "batch", "prompt", "policy", "cells")
+        shares = [f"{line[n]:.0%}" for n in ("stall_share", "stall_bound_share")]
+        found = [f"{line['misses_per_step']:.1f}", *pairs, f"{measured['p99_raw'] * 1e3:.2f}"]
+        rows.append((*(str(line[name]) for name in names), *found, *mean, *shares))
+    text = ["| " + " | ".join(row) + " |" for row in rows]
+    text += ["", "| of | " + " | ".join(SUMMARY) + " |", "|---" * (len(SUMMARY) + 1) + "|"]
+    models = list(dict.fromkeys(line["model"] for line in lines))
+    for name in [*models, "all"] if len(models) > 1 else models:
+        chosen = [line for line in lines if name in ("all", line["model"])]
+        text.append(f"| {name} | " + " | ".join(summary(chosen)) + " |")
+    compiled = sum(line["compiled_steps"] for line in lines)
+    text += [
+        "",
+        f"{len(lines)} held-out configurations, {lines[0]['repeats']} interleaved repeats each; "
+        f"{compiled} steps that compiled were left out. Device: "
+        f"{', '.join(dict.fromkeys(line['device'] for line in lines))}.",
+    ]
+    return "\n".join(text) + "\n"
+
+
+SUMMARY = (
+    *("configurations", "p50: MAPE", "worst", "p99: MAPE", "worst", "raw p99: MAPE", "worst"),
+    *("whole run: MAPE", "worst", "tau", "told apart"),
+)
+
+
+def summary(lines: Sequence[dict[str, Any]]) -> list[str]:
+    """The figures of SUMMARY."""
+    found = [str(len(lines))]
+    for figure in ("p50", "p99", "p99_raw", "total"):
+        off = errors(lines, figure)
+        found += [f"{np.mean(np.abs(off)):.1%}", f"{off[np.argmax(np.abs(off))]:+.1%}"]
+    for apart in (False, True):
+        tau, pairs = kendall(lines, apart=apart)
+        found.append(f"{tau:.2f} of {pairs} pairs")
+    return found

@@ -1,0 +1,1 @@
+"""Versions at equal bytes: quality, speed, and what changed when."""

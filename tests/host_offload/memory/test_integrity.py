@@ -1,0 +1,194 @@
+"""Each fault of FAULTS is found on tables, arena or pages broken in exactly that way."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from host_offload.memory.arena import SlotArena
+from host_offload.memory.integrity import FAULTS, count_faults, describe_faults
+from host_offload.memory.layout import ExpertLayout, slot_layout
+from host_offload.memory.tables import empty_tables, regrant
+from host_offload.versions.encoders import encode
+from pallas_kernels.fill import fill
+from pallas_kernels.plan import plan
+from pallas_kernels.records.versions import VersionFormats
+
+LAYOUT = slot_layout(
+    hidden=32, width=16, itemsize=2, layers=2, kv_heads=1, head_dim=8, block_size=16
+)
+SLOTS, LAYERS, EXPERTS, CELLS = 9, 2, 4, 4
+ROWS = LAYOUT.records[0].rows
+
+
+@jax.jit
+def reference(arena, tables, store, layer, active):
+    tables, work = plan(tables, layer, active)
+    moves = (work.fill_expert, work.fill_row, work.fill_version, work.fill_count)
+    return fill(arena, (store,), layer, *moves), tables
+
+
+@jax.jit
+def off_by_one(arena, tables, store, layer, active):
+    """A broken step: every fill lands one row too far."""
+    tables, work = plan(tables, layer, active)
+    moves = (work.fill_expert, work.fill_row + 1, work.fill_version, work.fill_count)
+    return fill(arena, (store,), layer, *moves), tables
+
+
+def faults(arena, tables, store):
+    return np.asarray(jax.jit(count_faults)(arena, tables, (store,)))
+
+
+@pytest.fixture(scope="module")
+def store():
+    rng = np.random.default_rng(0)
+    return rng.integers(0, 2**16, (LAYERS, EXPERTS, ROWS, LAYOUT.hidden), np.uint16)
+
+
+def after_steps(store, step=reference, cells=(3, 2)):
+    """Arena and tables after some steps. Layer 0: experts 1, 3 in cells 0, 1, cell 2 empty, cell 3
+    not granted. Layer 1: experts 0, 2 in cells 0, 1."""
+    slots = SlotArena(LAYOUT, SLOTS, LAYERS, EXPERTS, CELLS)
+    tables = empty_tables(LAYERS, EXPERTS, CELLS, "lru")
+    tables = regrant(tables, jnp.asarray(slots.grant_cells(cells)))
+    arena = jnp.zeros((SLOTS * LAYOUT.slot_rows, LAYOUT.hidden), jnp.uint16)
+    for layer, active in ((0, (1, 3)), (1, (0, 1)), (1, (1, 2)), (1, (0, 2))):
+        mask = np.isin(np.arange(EXPERTS), active)
+        arena, tables = step(arena, tables, store, jnp.int32(layer), mask)
+    return arena, tables
+
+
+def test_a_sound_state_has_no_faults(store):
+    arena, tables = after_steps(store)
+    np.testing.assert_array_equal(tables.owner[:, :3], [[1, 3, -1], [2, 0, -1]])
+    counts = faults(arena, tables, store)
+    assert counts.dtype == np.int32 and counts.tolist() == [0] * len(FAULTS)
+    assert describe_faults(counts) == []
+
+
+def test_nothing_granted_has_no_faults(store):
+    arena, tables = after_steps(store, cells=(0, 0))
+    assert not faults(arena, tables, store).any()
+
+
+def address_elsewhere(arena, tables):
+    return arena, tables._replace(address=tables.address.at[0, 1].set(tables.cell_row[0, 2]))
+
+
+def address_of_another(arena, tables):
+    return arena, tables._replace(address=tables.address.at[0, 1].set(tables.cell_row[0, 1]))
+
+
+def address_of_nobody(arena, tables):
+    return arena, tables._replace(address=tables.address.at[1, 3].set(tables.cell_row[1, 0]))
+
+
+def address_in_another_version(arena, tables):
+    return arena, tables._replace(version=tables.version.at[0, 3].set(1))
+
+
+def two_cells_of_one_expert(arena, tables):
+    first, second = int(tables.cell_row[0, 0]), int(tables.cell_row[0, 2])
+    arena = arena.at[second : second + ROWS].set(arena[first : first + ROWS])
+    return arena, tables._replace(owner=tables.owner.at[0, 2].set(1))
+
+
+def ungranted_cell_with_an_owner(arena, tables):
+    return arena, tables._replace(owner=tables.owner.at[0, 3].set(2))
+
+
+def shared_row(arena, tables):
+    row = tables.cell_row[0, 1]
+    return arena, tables._replace(cell_row=tables.cell_row.at[0, 2].set(row))
+
+
+def row_shared_by_layers(arena, tables):
+    row = tables.cell_row[1, 0]
+    return arena, tables._replace(cell_row=tables.cell_row.at[0, 2].set(row))
+
+
+def one_wrong_bit(arena, tables):
+    place = tables.cell_row[1, 1] + ROWS - 1, LAYOUT.hidden - 1
+    return arena.at[place].set(arena[place] ^ 1), tables
+
+
+@pytest.mark.parametrize(
+    ("corrupt", "fault"),
+    [
+        (address_elsewhere, 0),
+        (address_of_another, 0),
+        (address_of_nobody, 0),
+        (address_in_another_version, 0),
+        (two_cells_of_one_expert, 1),
+        (ungranted_cell_with_an_owner, 2),
+        (shared_row, 3),
+        (row_shared_by_layers, 3),
+        (one_wrong_bit, 4),
+    ],
+)
+def test_finds(corrupt, fault, store):
+    counts = faults(*corrupt(*after_steps(store)), store)
+    assert counts[fault]
+    if corrupt is not ungranted_cell_with_an_owner:  # which has no bytes that could be right
+        assert np.flatnonzero(counts).tolist() == [fault]
+    assert any(line.startswith(FAULTS[fault]) for line in describe_faults(counts))
+
+
+def test_finds_a_fill_that_is_off_by_one_row(store):
+    counts = faults(*after_steps(store, off_by_one), store)
+    assert counts.tolist() == [0, 0, 0, 0, 4]
+    assert describe_faults(counts) == [
+        "the bytes of a resident expert differ from the store's (4×)"
+    ]
+
+
+def test_checks_bytes_of_each_version_against_its_own_store(store):
+    """An older copy in another version is compared too, with that version's store."""
+    arena, tables = after_steps(store)
+    other = np.random.default_rng(1).integers(0, 2**16, (LAYERS, EXPERTS, 4, 32), np.uint16)
+    row = int(tables.cell_row[0, 2])
+    tables = tables._replace(
+        owner=tables.owner.at[0, 2].set(1), cell_version=tables.cell_version.at[0, 2].set(1)
+    )
+    check = jax.jit(count_faults)
+    copied = arena.at[row : row + 4].set(other[0, 1])
+    assert not np.any(check(copied, tables, (store, other)))
+    assert check(arena, tables, (store, other)).tolist() == [0, 0, 0, 0, 1]
+
+
+def test_cells_of_different_sizes_may_not_overlap(store):
+    """A cell of one version that begins in the middle of another one's."""
+    arena, tables = after_steps(store)
+    other = np.zeros((LAYERS, EXPERTS, 4, 32), np.uint16)
+    inside = tables.cell_row[0, 1] + ROWS - 1
+    for row, found in ((inside, 1), (inside + 1, 0), (tables.cell_row[0, 1] - 4, 0)):
+        moved = tables._replace(
+            cell_row=tables.cell_row.at[0, 3].set(row),
+            cell_version=tables.cell_version.at[0, 3].set(1),
+        )
+        moved = moved._replace(cell_row=moved.cell_row.at[0, 2].set(-1))
+        moved = moved._replace(
+            cell_row=moved.cell_row.at[0, 0].set(-1),
+            owner=moved.owner.at[0, 0].set(-1),
+            address=moved.address.at[0, 1].set(-1),
+        )
+        counts = jax.jit(count_faults)(arena, moved, (store, other))
+        assert counts.tolist() == [0, 0, 0, found, 0]
+
+
+def test_what_was_decoded_on_the_way_is_compared_decoded():
+    """A store of lossless12 under cells of dense records."""
+    dense, packed = (ExpertLayout(32, 16, 2, version).format for version in ("dense", "lossless12"))
+    rng = np.random.default_rng(2)
+    weights = rng.standard_normal((1, 48, 32)).astype(jnp.bfloat16)
+    (record,) = encode(weights, packed)
+    store = jnp.asarray(record)[None, None]
+    tables = regrant(empty_tables(1, 1, 1, "lru"), jnp.zeros((1, 1), jnp.int32))
+    tables = tables._replace(owner=jnp.zeros((1, 1), jnp.int32), address=jnp.zeros((1, 1), int))
+    arena = jnp.asarray(weights[0]).view(jnp.uint16)
+    check = jax.jit(count_faults, static_argnames="formats")
+    formats = (VersionFormats(dense, packed),)
+    assert not np.any(check(arena, tables, (store,), formats=formats))
+    wrong = arena.at[5, 5].set(arena[5, 5] ^ 1)
+    assert check(wrong, tables, (store,), formats=formats).tolist() == [0, 0, 0, 0, 1]

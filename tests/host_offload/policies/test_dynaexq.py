@@ -1,0 +1,396 @@
+"""DynaExq does what its paper says, and its settings are what they are called."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from host_offload.control.interface import Moment, Observation, State
+from host_offload.control.rules import PolicyError, check_policies
+from host_offload.memory.budget import cells_per_layer
+from host_offload.policies.precision.dynaexq import DynaExq, Hotness
+from host_offload.policies.precision.maps import HI, LO, quotas, random_map, top_map
+from host_offload.policies.precision.names import precision_of
+from tests.host_offload.control.policy_runs import EXPERTS, LAYERS, spec
+
+N = 3
+"""High experts of a layer."""
+
+
+def observed(counts: Any, high: Any, state: Any = None, interval: int = 1) -> Observation:
+    """The end of an interval with these counts [L, E]; high bool[L, E]: residents."""
+    version = np.where(high, HI, LO).astype(np.int8)
+    return Observation(
+        moment=Moment.INTERVAL,
+        step=interval,
+        age=1,
+        interval=interval,
+        burst=-1,
+        layer=-1,
+        seconds=0.0,
+        counts=np.asarray(counts, np.int32),
+        version=version,
+        state=np.full(version.shape, State.RESIDENT, np.int8) if state is None else state,
+    )
+
+
+def run(
+    policy: DynaExq, counts: Sequence | np.ndarray, capacity: int = N * LAYERS
+) -> list[Hotness]:
+    """The states after intervals with counts [n, L, E], every transition done at once. Checks that
+    the decision is what turns the residents into the high set."""
+    state = policy.init(spec(capacity=(capacity, LAYERS * EXPERTS)))
+    high, states = state.high, []
+    for number, interval in enumerate(counts, 1):
+        state, decision = policy.decide(state, observed(interval, high, interval=number))
+        assert decision.transitions is not None
+        new = high.copy()
+        for layer, expert, version in decision.transitions:
+            assert new[layer, expert] == (version == LO), "a transition to what is there"
+            new[layer, expert] = version == HI
+        np.testing.assert_array_equal(new, state.high)
+        high = new
+        states.append(state)
+    return states
+
+
+intervals = st.lists(
+    st.lists(st.integers(0, 6), min_size=LAYERS * EXPERTS, max_size=LAYERS * EXPERTS),
+    min_size=1,
+    max_size=8,
+).map(lambda rows: np.array(rows).reshape(-1, LAYERS, EXPERTS))
+"""int[n, L, E], with many ties."""
+
+settings = st.fixed_dictionaries(
+    {
+        "alpha": st.sampled_from([0.0, 0.3, 0.9]),
+        "margin": st.sampled_from([0.0, 0.1, 1.0]),
+        "slack": st.sampled_from([None, 0, 2]),
+        "scope": st.sampled_from(["per-layer", "global"]),
+    }
+)
+
+
+# ---- papers.md 2.7
+
+
+@given(intervals)
+def test_without_memory_and_margin_it_is_the_top_of_the_last_interval(counts):
+    """2.7, item 3: up to ties, which insiders keep."""
+    for interval, state in zip(counts, run(DynaExq(alpha=0, margin=0), counts), strict=True):
+        for count, high in zip(interval, state.high, strict=True):
+            used = min(N, int(np.sum(count > 0)))
+            assert used <= high.sum() <= N
+            assert not high.any() or not (~high).any() or count[high].min() >= count[~high].max()
+
+
+def test_ties_go_to_insiders_then_to_the_lower_id():
+    first, second = np.zeros((2, LAYERS, EXPERTS), int)
+    first[:, [2, 5, 6, 7]] = 4
+    second[:, [0, 5, 6, 7]] = 4
+    states = run(DynaExq(alpha=0, margin=0), [first, second])
+    assert np.flatnonzero(states[0].high[0]).tolist() == [2, 5, 6]
+    assert np.flatnonzero(states[1].high[0]).tolist() == [0, 5, 6]
+
+
+def crossing(below: float, rounds: int = 40) -> np.ndarray:
+    """Two experts that change places in each interval; the one ahead leads by `below` of the mean,
+    six others are equal."""
+    mean = 100
+    counts = np.full((rounds, LAYERS, EXPERTS), mean)
+    lead = int(below * mean)
+    counts[:, :, 0] += lead * (np.arange(rounds) % 2 == 0)[:, None]
+    counts[:, :, 1] += lead * (np.arange(rounds) % 2 == 1)[:, None]
+    counts[:, :, 2] += 1000
+    return counts
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5])
+@pytest.mark.parametrize("scope", ["per-layer", "global"])
+def test_scores_that_cross_by_less_than_the_margin_cause_nothing(alpha, scope):
+    """2.7, item 4, first half: two are high, expert 2 and one of those that cross."""
+    counts = crossing(0.2)
+    steady = run(DynaExq(alpha=alpha, margin=0.2, scope=scope), counts, 2 * LAYERS)
+    assert all(np.array_equal(state.high, steady[0].high) for state in steady)
+    # Without the margin it flutters in every interval, so the test can fail.
+    flutter = run(DynaExq(alpha=alpha, margin=0.0, scope=scope), counts, 2 * LAYERS)
+    changed = [np.sum(a.high != b.high) for a, b in itertools.pairwise(flutter)]
+    assert min(changed) == 2 * LAYERS
+
+
+@pytest.mark.parametrize(("alpha", "horizon"), [(0.0, 1), (0.5, 2), (0.8, 4), (0.9, 8)])
+def test_a_shift_of_the_hot_set_is_followed_within_the_horizon(alpha, horizon):
+    """2.7, item 4, second half. The old score decays as α^t, the new one is 1 − α^t: they meet at
+    t = log ½ / log α; the margin of a tenth of the mean adds less than one interval."""
+    old, new = np.full((2, LAYERS, EXPERTS), 10)
+    old[:, :N], new[:, -N:] = 100, 100
+    states = run(DynaExq(alpha=alpha), [old] * 80 + [new] * 12)
+    assert np.all(states[79].high[:, :N])
+    followed = [bool(np.all(state.high[:, -N:])) for state in states[80:]]
+    assert followed.index(True) + 1 == horizon and all(followed[horizon:])
+
+
+# ---- what always holds
+
+
+@given(intervals, settings, st.integers(0, LAYERS * EXPERTS))
+def test_the_high_set_fits_and_is_made_of_who_was_used(counts, given_settings, capacity):
+    policy = DynaExq(**given_settings)
+    used = np.zeros((LAYERS, EXPERTS), bool)
+    for interval, state in zip(counts, run(policy, counts, capacity), strict=True):
+        used |= interval > 0
+        assert not np.any(state.high & ~used)
+        if policy.scope == "per-layer":
+            most = quotas(capacity, LAYERS)
+            assert most.sum() == capacity and most.max() - most.min() <= 1
+            np.testing.assert_array_equal(state.high.sum(axis=1), np.minimum(most, used.sum(1)))
+        else:
+            assert state.high.sum() == min(capacity, used.sum())
+
+
+@given(intervals, settings)
+def test_decisions_come_from_the_past_and_are_repeated(counts, given_settings):
+    """Causal: what follows does not change them. Deterministic: a second run gives them again."""
+    policy = DynaExq(**given_settings)
+    whole = run(policy, counts)
+    for state, again in zip(whole, run(policy, counts[: len(counts) // 2 + 1]), strict=False):
+        np.testing.assert_array_equal(state.high, again.high)
+        np.testing.assert_array_equal(state.score, again.score)
+
+
+def test_decide_changes_nothing_that_it_is_given():
+    policy = DynaExq()
+    state = policy.init(spec(capacity=(6, 16)))
+    before = pickle.dumps(state)
+    counts = np.arange(LAYERS * EXPERTS, dtype=np.int32).reshape(LAYERS, EXPERTS)
+    observation = observed(counts, state.high)
+    for array in (observation.counts, observation.version, observation.state):
+        assert array is not None
+        array.flags.writeable = False
+    policy.decide(state, observation)
+    assert pickle.dumps(state) == before
+
+
+# ---- rank slack
+
+
+def test_slack_keeps_insiders_that_are_near():
+    counts = np.zeros((3, LAYERS, EXPERTS), int)
+    counts[0, :, :5] = [50, 40, 30, 20, 10]
+    counts[1, :, :5] = [50, 40, 10, 20, 30]  # expert 2 falls to rank 5: 3 + 2
+    counts[2, :, :6] = [50, 40, 5, 20, 30, 10]  # to rank 6
+    states = run(DynaExq(alpha=0, slack=2), counts)
+    high = [np.flatnonzero(state.high[0]).tolist() for state in states]
+    assert high == [[0, 1, 2], [0, 1, 2], [0, 1, 4]]
+    strict = run(DynaExq(alpha=0, slack=0), counts)
+    assert np.flatnonzero(strict[1].high[0]).tolist() == [0, 1, 4]
+
+
+# ---- scopes
+
+
+def test_a_global_set_gives_a_layer_what_it_needs():
+    counts = np.zeros((1, LAYERS, EXPERTS), int)
+    counts[0, 0, :5], counts[0, 1, :1] = 10, 10
+    (state,) = run(DynaExq(scope="global"), counts)
+    assert state.high.sum(axis=1).tolist() == [5, 1]
+    (state,) = run(DynaExq(), counts)
+    assert state.high.sum(axis=1).tolist() == [3, 1]
+
+
+def test_weights_prefer_who_loses_most_by_the_low_version():
+    counts = np.full((1, LAYERS, EXPERTS), 10)
+    weights = np.ones((LAYERS, EXPERTS))
+    weights[1] = 3
+    (state,) = run(DynaExq(scope="error-weighted", weights=weights), counts)
+    assert state.high.sum(axis=1).tolist() == [0, 6]
+
+
+def test_where_experts_are_paged_a_layer_wants_what_it_has_cells_for():
+    """Else what no cell can hold would be filled high, or read through so, in each step."""
+    counts = np.zeros((1, LAYERS, EXPERTS), int)
+    counts[0, 0, :5], counts[0, 1, :1] = 10, 10
+    weights = np.ones((LAYERS, EXPERTS))
+    weights[0, 4] = 2
+    policy = DynaExq(scope="error-weighted", weights=weights, paged=True)
+    (state,) = run(policy, counts)
+    assert [np.flatnonzero(row).tolist() for row in state.high] == [[0, 1, 4], [0]]
+    warm = dataclasses.replace(policy, scores=counts[0])
+    assert (warm.start(LAYERS, EXPERTS, 6) == HI).sum(axis=1).tolist() == [3, 3]
+    for capacity in range(LAYERS * EXPERTS + 1):
+        cells = cells_per_layer(capacity, LAYERS, EXPERTS)
+        assert quotas(capacity, LAYERS).tolist() == list(cells)
+
+
+# ---- transitions
+
+
+def test_the_largest_difference_goes_first_and_who_is_on_the_way_is_not_named():
+    counts = np.zeros((LAYERS, EXPERTS), int)
+    counts[0, :3], counts[1, :3] = [9, 8, 7], [90, 80, 1]
+    policy = DynaExq(alpha=0, margin=0)
+    start = policy.init(spec(capacity=(6, 16)))
+    resident = np.zeros((LAYERS, EXPERTS), bool)
+    resident[:, 5:] = True
+    state = np.full(resident.shape, State.RESIDENT, np.int8)
+    state[1, 0], state[1, 5] = State.PROMOTING, State.DEMOTING
+    _, decision = policy.decide(start, observed(counts, resident, state))
+    assert decision.transitions is not None
+    assert [tuple(t) for t in decision.transitions] == [
+        *((1, 1, HI), (1, 6, LO)),
+        *((0, 0, HI), (0, 5, LO)),
+        *((0, 1, HI), (0, 6, LO)),
+        *((0, 2, HI), (0, 7, LO)),
+        *((1, 2, HI), (1, 7, LO)),
+    ]
+
+
+def test_absent_experts_fill_what_is_wanted():
+    counts = np.zeros((LAYERS, EXPERTS), int)
+    counts[:, :N] = 5
+    policy = DynaExq(paged=True)
+    check_policies([policy], "device")
+    seen = observed(counts, np.zeros((LAYERS, EXPERTS), bool))
+    assert seen.version is not None
+    absent = dataclasses.replace(seen, version=np.full_like(seen.version, -1))
+    _, decision = policy.decide(policy.init(spec(capacity=(6, 16))), absent)
+    assert decision.transitions == ()
+    np.testing.assert_array_equal(decision.fill_version, np.where(counts > 0, HI, LO))
+
+
+# ---- the start
+
+
+def test_a_warm_start_begins_with_the_scores_high_set():
+    scores = np.zeros((LAYERS, EXPERTS))
+    scores[0, :4], scores[1, 4:] = 7, 7
+    policy = DynaExq(scores=scores)
+    start = policy.init(spec(capacity=(6, 16)))
+    assert [np.flatnonzero(row).tolist() for row in start.high] == [[0, 1, 2], [4, 5, 6]]
+    np.testing.assert_array_equal(policy.start(LAYERS, EXPERTS, 6) == HI, start.high)
+    # Scores of before count as an interval of before.
+    (state,) = run(policy, np.zeros((1, LAYERS, EXPERTS), int))
+    np.testing.assert_array_equal(state.score, scores / 2)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"alpha": 1.0}, "alpha must lie from 0 to below 1, not 1.0"),
+        ({"margin": -0.1}, "margin must be a number from 0 up"),
+        ({"slack": -1}, "slack must be at least 0"),
+        ({"scope": "layer"}, "unknown scope 'layer'; known: per-layer, global, error-weighted"),
+        ({"scope": "error-weighted"}, "scope=error-weighted and weights go together"),
+        ({"scope": "global", "paged": True}, "scope=global means nothing where experts are paged"),
+        ({"weights": np.ones((2, 8))}, "scope=error-weighted and weights go together"),
+    ],
+)
+def test_settings_out_of_range_are_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        DynaExq(**fields)
+
+
+def test_what_belongs_to_another_model_is_refused():
+    with pytest.raises(ValueError, match="scores is of 3 layers × 8 experts, this model has 2 × 8"):
+        DynaExq(scores=np.ones((3, 8))).init(spec(capacity=(6, 16)))
+    one = {"dense": np.full(LAYERS, 100)}
+    with pytest.raises(ValueError, match="needs a high and a low version, the larger first"):
+        DynaExq().init(spec(version_bytes=one, capacity=(6,)))
+    with pytest.raises(ValueError, match="says no capacity by version; start it with precision"):
+        DynaExq().init(spec())
+    with pytest.raises(PolicyError, match="interval '16 bytes' is not a number of"):
+        check_policies([DynaExq(interval="16 bytes")], "device")
+
+
+# ---- maps
+
+
+def test_maps_have_as_many_high_experts_as_there_is_room_for():
+    values = np.arange(16.0).reshape(2, 8)
+    assert (top_map(values, 7) == HI).sum(axis=1).tolist() == [4, 3]
+    assert (top_map(values, 7, per_layer=False) == HI).sum(axis=1).tolist() == [0, 7]
+    assert (random_map(2, 8, 6, 1) == HI).sum(axis=1).tolist() == [3, 3]
+    np.testing.assert_array_equal(random_map(2, 8, 6, 1), random_map(2, 8, 6, 1))
+    assert any(np.any(random_map(2, 8, 6, 1) != random_map(2, 8, 6, s)) for s in range(2, 5))
+
+
+# ---- names
+
+
+def test_names(tmp_path):
+    assert precision_of(None).versions == ("dense",) and not precision_of(None).lossy
+    assert precision_of("int4").versions == ("int4",) and precision_of("int4").lossy
+    transit = precision_of("lossless12,in_transit=true")
+    assert transit.in_transit and not transit.lossy
+    hot = precision_of("dynaexq,alpha=0.25,slack=2,scope=global", interval="8 steps", hi_share=0.5)
+    assert hot.versions == ("dense", "int4") and hot.hi_share == 0.5 and hot.lossy
+    assert hot.spares == 1 and precision_of("dynaexq,spares=4").spares == 4
+    assert hot.policy == DynaExq(alpha=0.25, slack=2, scope="global", interval="8 steps")
+    assert not precision_of("dynaexq", hi="dense", lo="lossless12").lossy
+    given_map = np.array([[0, 1], [1, 0]])
+    np.save(tmp_path / "map.npy", given_map)
+    fixed = precision_of(f"map={tmp_path / 'map.npy'}", hi="int8", lo="int2")
+    np.testing.assert_array_equal(fixed.start(2, 2, 2), given_map)
+    np.save(tmp_path / "scores.npy", [[3.0, 1.0], [1.0, 3.0]])
+    warm = precision_of(f"dynaexq,scores={tmp_path / 'scores.npy'}")
+    np.testing.assert_array_equal(warm.start(2, 2, 2), given_map)
+    drawn = precision_of("random,seed=4").start(3, 8, 6)
+    np.testing.assert_array_equal(drawn, random_map(3, 8, 6, 4))
+    assert precision_of("random", seed=5).seed == 5
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "message"),
+    [
+        ("int3", {}, "unknown precision 'int3'; known: dense, lossless12, int8, int4, int2, dyn"),
+        ("int4", {"hi": "dense"}, "hi means nothing to precision 'int4', which has one version"),
+        ("int4", {"interval": "1 steps"}, "interval means nothing to precision 'int4'"),
+        ("int4,in_transit=true", {}, "precision 'int4' has no setting 'in_transit=true'; known: n"),
+        ("lossless12,in_transit=1", {}, "in_transit='1' is not true or false"),
+        ("random", {"interval": "1 steps"}, "interval means nothing to precision 'random'"),
+        ("random,seed=x", {}, "seed='x' is not a whole number"),
+        ("dynaexq,alpha", {}, "precision 'dynaexq' has no setting 'alpha'; known: .*alpha=…, mar"),
+        ("dynaexq,alpha=hot", {}, "alpha='hot' is not a number"),
+        ("dynaexq,alpha=0.1,alpha=0.9", {}, "precision 'dynaexq': alpha is given twice; leave"),
+        ("dynaexq,alpha=2", {}, "alpha must lie from 0 to below 1"),
+        ("dynaexq,spares=0", {}, "spares must be at least 1, or no transition could begin, not 0"),
+        ("dynaexq=file", {}, "precision 'dynaexq' takes no file; leave out =file"),
+        ("dynaexq,scores=/none.npy", {}, "/none.npy: cannot be read as a scores"),
+        ("dynaexq", {"hi": "int4", "lo": "int8"}, "hi=int4 must have more bytes than lo=int8"),
+        ("dynaexq", {"hi": "fp8"}, "unknown version hi=fp8; known: dense, lossless12"),
+        ("dynaexq", {"hi_share": 1.5}, "hi_share is a share of the experts, from 0 to 1, not 1.5"),
+        ("map", {}, "precision 'map' needs the map: map=FILE"),
+    ],
+)
+def test_what_means_nothing_is_refused(text, options, message):
+    with pytest.raises(ValueError, match=message):
+        precision_of(text, **options)
+
+
+def test_maps_that_are_none_are_refused(tmp_path):
+    path = tmp_path / "map.npy"
+    for array, message in (
+        (np.zeros(4, int), "a map is an array"),
+        (np.full((2, 2), -1), "only finite numbers from 0 up"),
+        (np.full((2, 2), 2), "a map has version numbers from 0 to 1"),
+        (np.zeros((2, 2)), "as integers"),
+        (np.array([None]), "cannot be read as a map"),
+    ):
+        np.save(path, array, allow_pickle=True)
+        with pytest.raises(ValueError, match=message):
+            precision_of(f"map={path}")
+    np.save(path, np.zeros((2, 2), int))
+    with pytest.raises(ValueError, match="hi_share means nothing to precision 'map'"):
+        precision_of(f"map={path}", hi_share=0.5)
+    with pytest.raises(
+        ValueError, match="the map is of 2 layers × 2 experts, this model has 3 × 2"
+    ):
+        precision_of(f"map={path}").start(3, 2, 9)

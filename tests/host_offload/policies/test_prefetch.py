@@ -1,0 +1,578 @@
+"""Prefetch policies do what their papers say, learn from traces, and are refused where they cannot
+be."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
+
+from host_offload.control.controller import Controller
+from host_offload.control.interface import Decision, Moment, Observation, Policy, Spec, State
+from host_offload.control.rules import PolicyError, check_policies
+from host_offload.policies.eviction.static_layers import StaticLayers
+from host_offload.policies.prefetch import coactivation, moe_infinity, promoe
+from host_offload.policies.prefetch.coactivation import CoActivation
+from host_offload.policies.prefetch.fate import Fate
+from host_offload.policies.prefetch.fitted import check_fitted, read_fitted
+from host_offload.policies.prefetch.layer_streaming import LayerStreaming
+from host_offload.policies.prefetch.mixtral_offloading import MixtralOffloading
+from host_offload.policies.prefetch.moe_infinity import MoEInfinity
+from host_offload.policies.prefetch.names import (
+    FIT,
+    FROM_PATH,
+    PREFETCH,
+    prefetch_policy,
+    with_prefetch,
+)
+from host_offload.policies.prefetch.oracle import oracle_of
+from host_offload.policies.prefetch.random_prefetch import RandomPrefetch
+from host_offload.simulate.simulator import simulate, spec_of
+from host_offload.sizing.bounds import min_transfers
+from host_offload.traces.reader import Trace, TraceError, TraceWriter, read_trace
+from host_offload.traces.step_sets import in_one_pool, read_references
+from tests.host_offload.memory.layered_device import LayeredDevice
+from tests.host_offload.traces.traces_of import write_trace
+
+LAYERS, EXPERTS, TOP_K, KINDS = 4, 8, 2, 6
+"""A token is of one of some kinds, which decides its experts and, one-hot, its gate inputs."""
+
+ROUTES = np.array(
+    [
+        [
+            np.random.default_rng((layer, kind)).permutation(EXPERTS)[:TOP_K]
+            for layer in range(LAYERS)
+        ]
+        for kind in range(KINDS)
+    ]
+)
+ROUTES.sort(axis=2)
+ROUTER = np.zeros((LAYERS, KINDS, EXPERTS), np.float32)
+for _kind, _layer in itertools.product(range(KINDS), range(LAYERS)):
+    ROUTER[_layer, _kind, ROUTES[_kind, _layer]] = [3, 2]
+
+
+def trace_of_kinds(directory: Path, kinds: list[list[int]], **header: Any) -> Trace:
+    """Steps of tokens of these kinds; row r is of request r, which ends with the last step."""
+    plain = write_trace(directory / "plain", [ROUTES[step] for step in kinds], EXPERTS)
+    spec = {**plain.header.spec, "hidden": KINDS, "slots": 40}
+    facts = dataclasses.replace(plain.header, spec=spec, **{"gate_input": KINDS, **header})
+    with TraceWriter(directory / "kinds", facts) as writer:
+        for step, tokens in zip(plain.step_traces(), kinds, strict=True):
+            inputs = np.repeat(np.eye(KINDS, dtype=np.float16)[tokens][:, None], LAYERS, axis=1)
+            last = step.number == len(kinds) - 1
+            step = step._replace(
+                request=np.arange(len(tokens), dtype=np.int32),
+                gate_input=inputs if facts.gate_input else None,
+                finished=tuple(range(len(tokens))) if last else (),
+            )
+            writer.append(step._replace(**{c.split(".")[1]: None for c in facts.absent}))
+    return read_trace(directory / "kinds")
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory) -> Trace:
+    """Two requests, of kinds 0…2 and of kinds 3…5."""
+    rng = np.random.default_rng(0)
+    kinds = [[int(rng.integers(3)), int(rng.integers(3, 6))] for _ in range(40)]
+    return trace_of_kinds(tmp_path_factory.mktemp("trace"), kinds)
+
+
+@pytest.fixture(scope="module")
+def told(trace) -> Spec:
+    return dataclasses.replace(spec_of(trace.header), driver="host", router=ROUTER)
+
+
+def routed(layer: int, kinds: list[int]) -> Observation:
+    """ROUTED of a layer for tokens of these kinds."""
+    return Observation(
+        *(Moment.ROUTED, 0, 0, 0, -1, layer, 0.0),
+        ids=ROUTES[kinds][:, layer : layer + 1].astype(np.int16),
+        gate_input=np.eye(KINDS, dtype=np.float16)[kinds][:, None],
+    )
+
+
+def wanted(decision: Decision) -> list[tuple[int, int]]:
+    assert decision.stages is not None
+    return [(stage.layer, stage.expert) for stage in decision.stages]
+
+
+def experts(layer: int, *kinds: int) -> set[tuple[int, int]]:
+    return {(layer, int(e)) for kind in kinds for e in ROUTES[kind, layer]}
+
+
+# ---- by name
+
+
+def test_names():
+    known = "coactivation, fate, layer-streaming, mixtral-offloading, moe-infinity, oracle, promoe"
+    assert sorted(PREFETCH.keys() | FROM_PATH.keys()) == [*known.split(", "), "random"]
+    assert set(FIT) == {"coactivation", "moe-infinity", "promoe"}
+    assert prefetch_policy("fate") == Fate()
+    assert with_prefetch(None, [Fate()]) == [Fate()]
+    assert with_prefetch("random", [Fate()]) == (Fate(), RandomPrefetch())
+
+
+@pytest.mark.parametrize(
+    ("name", "match"),
+    [
+        ("belady", "unknown prefetch policy 'belady'; known: coactivation, fate, layer"),
+        ("fate=x", "prefetch 'fate' learns nothing; leave out =x"),
+        ("promoe", "prefetch 'promoe' needs a file that its fit wrote: promoe=PATH"),
+        ("oracle", "prefetch 'oracle' needs the trace of the very run: oracle=PATH"),
+        ("oracle=/nowhere", "/nowhere is no trace"),
+        ("promoe=/nowhere", "/nowhere: cannot be read as a fitted policy"),
+    ],
+)
+def test_names_that_are_refused(name, match):
+    with pytest.raises(ValueError, match=match):
+        prefetch_policy(name)
+
+
+def test_policies_between_layers_name_the_driver_that_has_them(trace):
+    between = [prefetch_policy(name) for name in PREFETCH if name not in ("random", "moe-infinity")]
+    for policy in [*between, promoe.fit(trace)]:
+        with pytest.raises(PolicyError, match="driver='device' lacks; driver='host' has it"):
+            check_policies([policy], "device")
+        check_policies([policy], "host")
+    check_policies([RandomPrefetch()], "device")
+    check_policies([MoEInfinity()], "device")
+
+
+# ---- by the next layer's gate
+
+
+def test_mixtral_offloading_wants_the_likeliest_of_the_next_layer(told):
+    policy = MixtralOffloading(count=1)
+    state = policy.init(told)
+    best = int(np.argmax(ROUTER[2, 4]))
+    _, decision = policy.decide(state, routed(1, [4]))
+    assert wanted(decision) == [(2, best)]
+    # Of several rows the probabilities are summed: two tokens of one kind outweigh another.
+    _, decision = policy.decide(state, routed(1, [0, 4, 4]))
+    assert wanted(decision) == [(2, best)]
+    _, decision = policy.decide(state, routed(LAYERS - 1, [4]))
+    assert decision.stages == ()
+    with pytest.raises(ValueError, match=r"count must lie in 1…8, not 9"):
+        MixtralOffloading(count=9).init(told)
+
+
+def test_fate_wants_whom_every_row_chooses_by_the_next_gate(told):
+    policy = Fate()
+    state = policy.init(told)
+    for kinds in ([1], [0, 3, 3], list(range(KINDS))):
+        _, decision = policy.decide(state, routed(0, kinds))
+        assert set(wanted(decision)) == experts(1, *kinds)
+        rows = [sum(e in ROUTES[kind, 1] for kind in kinds) for _, e in wanted(decision)]
+        assert rows == sorted(rows, reverse=True)
+    assert policy.decide(state, routed(LAYERS - 1, [1]))[1].stages == ()
+    # A step without tokens says nothing.
+    assert policy.decide(state, routed(0, []))[1].stages == ()
+
+
+def test_infinite_gate_inputs_give_a_prediction(told):
+    seen = routed(0, [1])
+    assert seen.gate_input is not None
+    seen = dataclasses.replace(seen, gate_input=np.where(seen.gate_input > 0, np.inf, 0))
+    _, decision = Fate().decide(Fate().init(told), seen)
+    assert set(wanted(decision)) == experts(1, 1)
+
+
+# ---- ProMoE
+
+
+def test_promoe_predicts_a_stride_ahead_the_nearest_layer_first(trace, told):
+    policy = promoe.fit(trace, stride=2, ridge=1e-6)
+    state, decision = policy.decide(policy.init(told), routed(0, [4]))
+    assert set(wanted(decision)) == experts(2, 4)
+    state, decision = policy.decide(state, routed(1, [4]))
+    assert set(wanted(decision)[:2]) == experts(2, 4)
+    assert set(wanted(decision)[2:]) == experts(3, 4)
+    state, decision = policy.decide(state, routed(2, [4]))
+    assert set(wanted(decision)) == experts(3, 4)
+    # A new step knows nothing of the last one's.
+    _, decision = policy.decide(state, routed(0, [1]))
+    assert set(wanted(decision)) == experts(2, 1)
+
+
+def test_promoe_refuses_what_it_cannot_learn_from(trace, tmp_path):
+    with pytest.raises(ValueError, match=r"stride must lie in 1…3, not 4"):
+        promoe.fit(trace, stride=4)
+    with pytest.raises(TraceError, match="has no gate inputs, which promoe learns from"):
+        promoe.fit(trace_of_kinds(tmp_path / "a", [[0]], gate_input=0))
+    with TraceWriter(tmp_path / "empty", trace.header):
+        pass
+    with pytest.raises(TraceError, match="has no tokens to learn from"):
+        promoe.fit(read_trace(tmp_path / "empty"))
+
+
+# ---- co-activation
+
+
+def test_coactivation_scores_are_those_of_appendix_c(told):
+    """Against counts in plain Python: conditional frequencies, summed with decay."""
+    policy: CoActivation = CoActivation(decay=0.5, reach=2)
+    state = policy.init(told)
+    rng = np.random.default_rng(1)
+    history = []
+    for _ in range(12):
+        kinds = rng.integers(KINDS, size=2).tolist()
+        for layer in range(LAYERS):
+            state, decision = policy.decide(state, routed(layer, kinds))
+            if layer == LAYERS - 1:
+                assert decision.stages == ()
+                continue
+            predicted = set()
+            for kind in kinds:
+                score = np.zeros(EXPERTS)
+                for d, source in enumerate(range(layer, max(layer - 2, -1), -1)):
+                    for i in ROUTES[kind, source]:
+                        fired = [k for k in history if i in ROUTES[k, source]]
+                        for k in fired:
+                            score[ROUTES[k, layer + 1]] += 0.5**d / len(fired)
+                best = np.argsort(-score, kind="stable")[:TOP_K]
+                predicted |= {(layer + 1, int(e)) for e in best if score[e] > 1e-9}
+            assert set(wanted(decision)) == predicted
+        history += kinds
+
+
+def test_coactivation_fitted_to_a_trace_counts_what_a_run_counts(trace, told):
+    policy, online = coactivation.fit(trace, reach=2), CoActivation(reach=2)
+    state = online.init(told)
+    for step in trace.step_traces():
+        for layer in range(LAYERS):
+            observation = dataclasses.replace(routed(layer, [0]), ids=step.ids[:, layer, None])
+            state, _ = online.decide(state, observation)
+    for found, counted in zip(policy.init(told).pairs, state.pairs, strict=True):
+        np.testing.assert_array_equal(found, counted)
+    with pytest.raises(ValueError, match="reach 3 is not that of the counts, 2"):
+        CoActivation(fitted=policy.fitted, reach=3).init(told)
+    with pytest.raises(ValueError, match=r"decay must lie in \(0, 1\]"):
+        CoActivation(decay=0).init(told)
+
+
+# ---- MoE-Infinity
+
+
+def ended(request: int) -> Observation:
+    return Observation(Moment.BURST_END, 0, 0, 0, request, -1, 0.0)
+
+
+def stepped(kinds: list[int], requests: list[int]) -> Observation:
+    return Observation(
+        *(Moment.STEP_END, 0, 1, 0, -1, -1, 0.0),
+        ids=ROUTES[kinds].astype(np.int16),
+        request=np.array(requests, np.int32),
+    )
+
+
+def test_moe_infinity_wants_what_the_nearest_sequence_used(told):
+    policy = MoEInfinity()
+    state, decision = policy.decide(policy.init(told), stepped([0, 0, 3], [7, 7, 8]))
+    assert decision.stages == ()
+    # Evicted is who the sequences use least: four times, twice and not at all here.
+    assert decision.prior is not None
+    used = np.zeros((LAYERS, EXPERTS), int)
+    for kind in (0, 0, 3):
+        np.put_along_axis(used, ROUTES[kind], np.take_along_axis(used, ROUTES[kind], 1) + 1, 1)
+    np.testing.assert_array_equal(np.sign(decision.prior), np.sign(used))
+    assert np.all((decision.prior[:, :, None] > decision.prior[:, None]) == _more(used))
+    for request in (7, 8):
+        state, _ = policy.decide(state, ended(request))
+    assert len(state.collection) == 2 and not state.running
+    _, decision = policy.decide(state, stepped([3], [9]))
+    assert set(wanted(decision)) == set().union(*(experts(layer, 3) for layer in range(LAYERS)))
+    # Shares are equal here, so the layer decides.
+    assert [layer for layer, _ in wanted(decision)] == sorted(
+        layer for layer, _ in wanted(decision)
+    )
+    short = dataclasses.replace(policy, limit=3)
+    assert wanted(short.decide(state, stepped([3], [9]))[1]) == wanted(decision)[:3]
+
+
+def _more(used: np.ndarray) -> np.ndarray:
+    return used[:, :, None] > used[:, None]
+
+
+def test_moe_infinity_keeps_what_was_fitted_and_replaces_the_least_used(trace, told):
+    fitted_to = moe_infinity.fit(trace, capacity=4)
+    state = fitted_to.init(told)
+    assert len(state.collection) == 2
+    for request, kind in enumerate((0, 3, 1)):
+        state, _ = fitted_to.decide(state, stepped([kind], [request]))
+        if request == 2:  # now the matrix of kind 0 is used and that of kind 3 is not
+            for again in (0, 0):
+                state, _ = fitted_to.decide(state, stepped([again], [9]))
+        state, _ = fitted_to.decide(state, ended(request))
+    assert len(state.collection) == 4
+    np.testing.assert_array_equal(state.collection[:2], fitted_to.init(told).collection)
+    rest = [set(np.flatnonzero(matrix[0])) for matrix in state.collection[2:]]
+    assert rest == [set(ROUTES[0, 0]), set(ROUTES[1, 0])]
+    # A request that had no token leaves nothing.
+    same, _ = fitted_to.decide(state, ended(77))
+    assert same is state
+
+
+def test_moe_infinity_fits_to_sequences_that_differ(tmp_path, told):
+    kinds = [[0, 0, 0, 3]] * 2
+    policy = moe_infinity.fit(trace_of_kinds(tmp_path, kinds), capacity=4)
+    assert policy.fitted is not None
+    first, second = policy.fitted.arrays["matrices"]
+    assert set(np.flatnonzero(first[0])) == set(ROUTES[0, 0])
+    assert set(np.flatnonzero(second[0])) == set(ROUTES[3, 0])
+    with pytest.raises(ValueError, match="capacity must be at least 1, not 0"):
+        moe_infinity.fit(trace_of_kinds(tmp_path / "x", kinds), capacity=0)
+    with pytest.raises(ValueError, match="capacity and limit must be at least 1, not 4 and 0"):
+        dataclasses.replace(policy, limit=0).init(told)
+    with pytest.raises(ValueError, match="2 matrices are given and capacity is 1"):
+        dataclasses.replace(policy, capacity=1).init(told)
+    nameless = trace_of_kinds(tmp_path / "y", kinds, absent=("token.request",))
+    with pytest.raises(TraceError, match="does not say which request a token belongs to"):
+        moe_infinity.fit(nameless)
+
+
+# ---- controls, and whole layers
+
+
+def test_random_prefetch_draws_absent_experts_and_the_same_again(told):
+    state = np.full((LAYERS, EXPERTS), State.RESIDENT, np.int8)
+    state[1, :5] = State.ABSENT
+    policy = RandomPrefetch(count=3)
+    drawn = []
+    for step in range(30):
+        seen = Observation(Moment.STEP_END, step, 1, 0, -1, -1, 0.0, state=state)
+        _, decision = policy.decide(policy.init(told), seen)
+        assert len(set(wanted(decision))) == 3
+        assert decision == policy.decide(policy.init(told), seen)[1]
+        drawn += wanted(decision)
+    assert set(drawn) == {(1, expert) for expert in range(5)}
+    with pytest.raises(ValueError, match="count must be at least 1, not 0"):
+        RandomPrefetch(count=0).init(told)
+
+
+def test_the_oracle_prefetches_what_comes(tmp_path):
+    kinds = np.random.default_rng(2).integers(KINDS, size=60)
+    trace = trace_of_kinds(tmp_path, [[int(kind)] for kind in kinds])
+    alone = simulate(trace, cells=4)
+    ahead = simulate(trace, cells=4, policies=[oracle_of(trace)])
+    assert ahead.control is not None
+    counts = ahead.control["transfers"]["oracle"]
+    assert ahead.misses.sum() < 0.7 * alone.misses.sum()
+    blind = simulate(trace, cells=4, policies=[RandomPrefetch()])
+    assert blind.control is not None
+    random = blind.control["transfers"]["random"]
+    assert counts["used"] / counts["done"] > 0.8 > 0.6 > random["used"] / random["done"]
+
+
+def test_an_oracle_is_of_one_run_only(trace, told, tmp_path):
+    other = trace_of_kinds(tmp_path / "other", [[0, 3]] * 3)
+    with pytest.raises(ValueError, match="step 0 did not route as the future said"):
+        simulate(trace_of_kinds(tmp_path / "run", [[1, 3]] * 3), policies=[oracle_of(other)])
+    with pytest.raises(ValueError, match="the future ends before step 3"):
+        simulate(trace_of_kinds(tmp_path / "long", [[0, 3]] * 9), policies=[oracle_of(other)])
+    with pytest.raises(ValueError, match="the future is of a model with 4 layers of 8 experts"):
+        oracle_of(other).init(dataclasses.replace(told, layers=3))
+    with pytest.raises(ValueError, match="horizon must be at least 1"):
+        oracle_of(other, horizon=0).init(told)
+    late = _without_its_first_step(other, tmp_path)
+    with pytest.raises(ValueError, match="lacks steps of its run"):
+        oracle_of(late)
+
+
+def _without_its_first_step(trace: Trace, tmp_path: Path) -> Trace:
+    with TraceWriter(tmp_path / "late", trace.header) as writer:
+        for step in itertools.islice(trace.step_traces(), 1, None):
+            writer.append(step)
+    return read_trace(tmp_path / "late")
+
+
+def test_static_layers_has_the_last_layers_whole_and_reads_the_others_through(trace, told):
+    run = simulate(trace, cells=[5, 5, 5, 3], policies=[StaticLayers()])  # 18 cells: two layers
+    assert not run.fills[:, :2].any() and not run.hits[:, :2].any()
+    assert run.read_through[:, :2].all() and not run.read_through[:, 2:].any()
+    assert not run.misses[20:, 2:].any() and run.hits[20:, 2:].all()
+    assert run.control is not None and run.control["decisions"]["StaticLayers"] == 1
+    with pytest.raises(ValueError, match="a layer can have 7 cells and has 8 experts"):
+        StaticLayers().init(dataclasses.replace(told, cell_bound=7))
+
+
+def test_layer_streaming_wants_all_of_the_layer_the_absent_first(trace):
+    state = np.full((LAYERS, EXPERTS), State.ABSENT, np.int8)
+    state[2, [0, 5]] = State.RESIDENT
+    seen = Observation(Moment.LAYER_BEGIN, 0, 0, 0, -1, 2, 0.0, state=state)
+    _, decision = LayerStreaming().decide(None, seen)
+    assert wanted(decision) == [(2, e) for e in (1, 2, 3, 4, 6, 7, 0, 5)]
+    # Half a layer at a time: half of it crosses the link in each step, whatever is routed.
+    run = simulate(trace, cells=4, driver="host", policies=[LayerStreaming()])
+    assert (run.staged[1:] == 4).all()
+    whole = simulate(trace, cells=8, driver="host", policies=[LayerStreaming()])
+    assert not whole.misses.any() and not whole.staged[1:].any()
+
+
+def test_gates_learned_and_counted_predictions_save_misses(trace, told):
+    """Inputs say all here, so the gate and the learned predictor know every layer but the first."""
+    half: dict[str, Any] = dict(cells=4, driver="host", spec=told)
+    alone = simulate(trace, cells=4, driver="host").misses
+    fate = simulate(trace, policies=[Fate()], **half).misses
+    assert not fate[:, 1:].any() and fate[:, 0].sum() == alone[:, 0].sum()
+    learned = simulate(trace, policies=[promoe.fit(trace, stride=1, ridge=1e-6)], **half).misses
+    assert not learned[:, 1:].any()
+    counted = simulate(trace, policies=[coactivation.fit(trace)], **half).misses
+    assert counted.sum() < 0.6 * alone.sum()
+
+
+# ---- what was learned, as a file
+
+
+@pytest.mark.parametrize("name", FIT)
+def test_what_was_learned_comes_back_from_its_file(name, trace, told, tmp_path):
+    policy: Any = FIT[name](trace)
+    path = tmp_path / "learned"
+    policy.fitted.write(path)
+    again: Any = prefetch_policy(f"{name}={path}")
+    assert again.fitted.nbytes == sum(a.nbytes for a in policy.fitted.arrays.values()) > 0
+    for array, found in policy.fitted.arrays.items():
+        np.testing.assert_array_equal(again.fitted.arrays[array], found)
+    again.init(told)
+    check_fitted([again, Fate()], trace.header.config_digest)
+    with pytest.raises(ValueError, match=f"{name} was fitted to a model of configuration 0f0f"):
+        check_fitted([again], "ab" * 32)
+    with pytest.raises(ValueError, match=f"{name} was fitted to a model with experts 8, this one"):
+        again.init(dataclasses.replace(told, experts=9))
+    with pytest.raises(ValueError, match="read-only"):
+        again.fitted.arrays[array][:] = 0
+
+
+def test_files_that_are_refused(trace, tmp_path):
+    good, bad = tmp_path / "good", tmp_path / "bad"
+    promoe.fit(trace).fitted.write(good)
+    with pytest.raises(ValueError, match="was fitted for 'promoe', not for 'coactivation'"):
+        prefetch_policy(f"coactivation={good}")
+    arrays = load_file(good)
+    header = {"format": "moejax.policy", "version": "1", "policy": "promoe"}
+    for metadata, match in (
+        ({}, "is no fitted policy"),
+        (header | {"version": "2"}, "version 2, this moejax reads 1; fit it again"),
+        (header, "its header is damaged"),
+    ):
+        save_file(arrays, bad, metadata)
+        with pytest.raises(ValueError, match=match):
+            read_fitted(bad, "promoe")
+    bad.write_bytes(good.read_bytes()[:-20])
+    with pytest.raises(ValueError, match="bad: cannot be read as a fitted policy"):
+        read_fitted(bad, "promoe")
+
+
+# ---- contract 5
+
+
+def policies_of(trace: Trace) -> dict[str, Policy]:
+    return {
+        **{name: factory() for name, factory in PREFETCH.items()},
+        **{f"{name}, fitted": fit(trace) for name, fit in FIT.items()},
+        "oracle": oracle_of(trace),
+        "static-layers": StaticLayers(),
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Recorder:
+    """Puts what it sees into a list."""
+
+    moments: frozenset[Moment]
+    needs: frozenset[str]
+    seen: list[Observation]
+    writes: frozenset[str] = frozenset()
+
+    def init(self, spec: Spec) -> None:
+        return None
+
+    def decide(self, state: None, observation: Observation) -> tuple[None, Decision]:
+        self.seen.append(observation)
+        return None, Decision()
+
+
+def test_prefetch_policies_are_pure(trace, told):
+    """The same observations give the same decisions, and no state is changed in place."""
+    for name, policy in policies_of(trace).items():
+        observations: list[Observation] = []
+        recorder = Recorder(policy.moments, policy.needs, observations)
+        simulate(trace, driver="host", spec=told, policies=[recorder])
+        assert len(observations) >= 40, name
+
+        def decisions(policy: Policy, observations=observations, name=name) -> list[bytes]:
+            state, made = policy.init(told), []
+            for observation in observations[:60]:
+                before, kept = pickle.dumps((state, observation)), state
+                state, decision = policy.decide(state, observation)
+                assert pickle.dumps((kept, observation)) == before, name
+                made.append(pickle.dumps(decision))
+            return made
+
+        first = decisions(policy)
+        assert first == decisions(copy.deepcopy(policy)), name
+        assert first == decisions(pickle.loads(pickle.dumps(policy))), name
+        assert hash(policy) == hash(copy.deepcopy(policy)), name
+
+
+# ---- any routing: never below MIN, and as plain Python pages
+
+
+SEQUENCES = st.lists(
+    st.lists(st.integers(0, KINDS - 1), min_size=1, max_size=3), min_size=12, max_size=24
+)
+
+
+@settings(max_examples=3, deadline=None)
+@given(kinds=SEQUENCES)
+def test_no_prefetch_moves_less_than_min(tmp_path_factory, kinds):
+    """Every prefetch by name, those that are fitted, the oracle and static layers, with cells for
+    the largest step set; MIN of one pool for the one that moves cells."""
+    trace = trace_of_kinds(tmp_path_factory.mktemp("min"), kinds)
+    spec = dataclasses.replace(spec_of(trace.header), driver="host", router=ROUTER)
+    references = read_references(trace)
+    cells = int(references.largest.max())
+    least = min_transfers(references, cells)
+    pool = min_transfers(in_one_pool(references), cells * LAYERS)
+    for name, policy in policies_of(trace).items():
+        found = simulate(trace, policies=[policy], spec=spec, cells=cells).transfers.sum(axis=0)
+        assert found.sum() >= pool.sum(), name
+        if name != "static-layers":
+            assert (found >= least).all(), name
+
+
+@settings(max_examples=2, deadline=None)
+@given(kinds=SEQUENCES, cells=st.integers(0, EXPERTS))
+def test_prefetch_pages_as_plain_python(tmp_path_factory, kinds, cells):
+    """Every prefetch, through the same controller, beside a device in plain Python that has the
+    moments between layers."""
+    trace = trace_of_kinds(tmp_path_factory.mktemp("plain"), kinds)
+    spec = dataclasses.replace(spec_of(trace.header), driver="host", router=ROUTER)
+    policies = policies_of(trace)
+    del policies["static-layers"]  # moves cells, which this device cannot
+    for name, policy in policies.items():
+        wanted: list = []
+        device = LayeredDevice(Controller(spec, [policy], listener=wanted.append), cells)
+        device.run(trace)
+        events: list = []
+        missed: list = []
+        found = simulate(
+            trace,
+            policies=[policy],
+            spec=spec,
+            cells=cells,
+            listener=events.append,
+            watcher=lambda step, missed=missed: missed.append(step.missed),
+        )
+        np.testing.assert_array_equal(missed, device.missed, err_msg=name)
+        assert found.staged.sum(axis=1).tolist() == device.staged, name
+        assert list(map(repr, events)) == list(map(repr, wanted)), name

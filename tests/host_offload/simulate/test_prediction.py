@@ -1,0 +1,330 @@
+"""Predictions are arithmetic on a trace and costs, and follow both."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from host_offload.control.interface import Decision, Moment, Stage, Transition
+from host_offload.control.paging import PagedSpec
+from host_offload.simulate.prediction import predict
+from host_offload.simulate.simulator import simulate
+from host_offload.sizing.cost_model import CostError, Work
+from host_offload.sizing.version_costs import compute_s, move_s, version_work
+from host_offload.sizing.version_counts import VersionCounts
+from host_offload.traces.reader import TraceHeader
+from host_offload.traces.schema import written_columns
+from tests.host_offload.sizing.cost_models import LOW, MODEL, table
+from tests.host_offload.traces.traces_of import random_routing, write_trace
+
+EXPERTS = 4
+
+
+def one_token(*layers):
+    """A token's experts in each layer, int[1, L, k]."""
+    return np.array([layers])
+
+
+STEPS = [
+    one_token([0, 1], [0, 1]),
+    one_token([0, 1], [0, 2]),
+    one_token([0, 1], [2, 3]),
+    one_token([2, 3], [2, 3]),
+]
+"""From cold with two cells a layer under LRU: fills (2, 2), (0, 1), (0, 1), (2, 0)."""
+
+BASE = 1000 + 10 + 1 + 4 * 100
+"""A decode step of one row with four active experts."""
+
+
+def test_a_trace_by_hand(tmp_path):
+    trace = write_trace(tmp_path / "t", STEPS, EXPERTS)
+    found = predict(trace, MODEL, cells=2)
+    moves = [14 + 14, 10, 10, 14]
+    assert found.simulation.fills.tolist() == [[2, 2], [0, 1], [0, 1], [2, 0]]
+    assert found.compute_s.tolist() == [BASE] * 4
+    assert found.active_bytes.tolist() == [400] * 4
+    assert found.stall_s.tolist() == moves
+    assert found.read_s.tolist() == np.cumsum([BASE + m for m in moves]).tolist()
+    total = 4 * BASE + sum(moves)
+    assert found.tokens_per_s == 4 / total
+    assert found.stall_share == sum(moves) / total
+    assert found.mean_s() == total / 4
+    assert found.percentile_s(50) == BASE + 12
+    assert np.isnan(found.mean_s("prefill")) and np.isnan(found.percentile_s(99, "prefill"))
+    # 8 experts of 100 bytes at 0.05 s a byte fit beside the computing.
+    assert found.bytes == 800 and found.stall_bound_share == 0
+    slow = predict(trace, dataclasses.replace(MODEL, link_per_byte=10.0), cells=2)
+    assert slow.stall_bound_share == pytest.approx((8000 - 4 * BASE) / 8000)
+
+
+def test_what_has_no_cell_is_read_through(tmp_path):
+    trace = write_trace(tmp_path / "t", STEPS, EXPERTS)
+    found = predict(trace, MODEL, cells=0)
+    assert found.stall_s.tolist() == [16 + 16] * 4
+
+
+def test_a_sweep_counts_chunks_spans_tiles_and_experts(tmp_path):
+    # 130 tokens of one request, at positions 0…129: chunks of 64, 64 and 2, which attend to
+    # 1 + 2 + 3 spans. All tokens need experts 0 and 1: 130 rows are 3 tiles of 64 each.
+    ids = np.repeat(one_token([0, 1], [0, 1]), 130, axis=0)
+    trace = write_trace(tmp_path / "t", [ids, STEPS[0]], EXPERTS, waves=[2, 1])
+    found = predict(trace, MODEL, cells=4)
+    compute = 5000 + 3 * 500 + 6 * 20 + 4 * 200 + (3 - 1) * 4 * 100
+    assert found.seconds[0] == compute + 4 * 40  # all cold
+    assert found.of_kind("prefill").tolist() == [True, False]
+    assert found.mean_s("prefill") == found.seconds[0]
+    assert found.tokens.tolist() == [130, 1]
+    assert found.tokens_per_s == 1 / found.seconds.sum()
+
+
+def test_rows_decide_the_executable_and_positions_the_spans(tmp_path):
+    # 9 rows at positions 0…8 of the first step, 60…68 of the 61st.
+    steps = [np.repeat(one_token([0, 1], [0, 1]), 9, axis=0)] * 61
+    found = predict(write_trace(tmp_path / "t", steps, EXPERTS), MODEL, cells=4)
+    tiles = 4 * (3 - 1)  # 9 rows of each expert are three tiles of 4
+    least = 2000 + 90 + 4 * 100 + tiles * 50
+    assert found.compute_s[0] == least + 9
+    assert found.compute_s[60] == least + 4 + 5 * 2  # positions from 64 on have a second span
+
+
+def test_a_trace_without_rows_positions_and_times_is_decoded(tmp_path):
+    every = TraceHeader(2, EXPERTS, 2, "", {}, {}, [], "")
+    kept = ("token.ids", "token.user", "step.number", "step.tokens")
+    absent = [name for name in written_columns(every) if name not in kept]
+    trace = write_trace(tmp_path / "t", STEPS, EXPERTS, absent=absent)
+    full = write_trace(tmp_path / "full", STEPS, EXPERTS)
+    found = predict(trace, MODEL, cells=2)
+    assert found.seconds.tolist() == predict(full, MODEL, cells=2).seconds.tolist()
+    assert found.of_kind("decode").all()
+
+
+@dataclasses.dataclass(frozen=True)
+class Fetching:
+    """Wants the experts 2 and 3 of layer 0 after the first step, and records when it was asked."""
+
+    seen: list = dataclasses.field(default_factory=list, compare=False)
+    moments = frozenset({Moment.STEP_END})
+    needs = frozenset({"ids", "costs", "state"})
+    writes = frozenset({"stages"})
+
+    def init(self, spec):
+        assert spec.costs is not None
+        return spec.costs
+
+    def decide(self, state, observation):
+        assert observation.costs is state
+        self.seen.append((observation.step, observation.seconds))
+        return state, Decision(stages=(Stage(0, 2), Stage(0, 3)))
+
+
+def test_policies_see_the_models_costs_and_times(tmp_path):
+    trace = write_trace(tmp_path / "t", STEPS, EXPERTS)
+    policy = Fetching()
+    found = predict(trace, MODEL, cells=4, policies=[policy])
+    assert policy.seen == list(enumerate(found.read_s.tolist()))  # the trace says 1.5, 2.5, …
+    # Step 0 is read when step 1 was dispatched, so the list goes with step 2.
+    assert found.simulation.staged.tolist() == [[0, 0], [0, 0], [2, 0], [0, 0]]
+    assert found.compute_s.tolist() == [BASE + 3] * 4  # someone looks
+    assert found.stall_s.tolist() == [28, 10, 10 + 7 + 60, 0]
+
+
+def test_it_moves_what_simulate_moves_and_repeats_itself(tmp_path):
+    routed = random_routing(np.random.default_rng(3), 12, 2, EXPERTS, 2)
+    trace = write_trace(tmp_path / "t", routed, EXPERTS)
+    for options in ({"eviction": "lfu"}, {"prefetch": "random"}, {"eviction": "fifo"}):
+        one, other = (predict(trace, MODEL, cells=2, **options) for _ in range(2))
+        plain = simulate(trace, cells=2, costs=MODEL.costs(), **options)
+        assert np.array_equal(one.seconds, other.seconds)
+        assert np.array_equal(one.simulation.transfers, plain.transfers)
+
+
+@settings(max_examples=25)
+@given(seed=st.integers(0, 2**32), factor=st.floats(1, 50), cells=st.integers(0, 4))
+def test_a_slower_link_is_never_faster(tmp_path_factory, seed, factor, cells):
+    rng = np.random.default_rng(seed)
+    trace = write_trace(
+        tmp_path_factory.mktemp("t") / "t", random_routing(rng, 6, 2, EXPERTS, 2), EXPERTS
+    )
+
+    def slower(pairs):
+        return pairs * np.array([1, factor])
+
+    slow = dataclasses.replace(
+        MODEL,
+        fill=slower(MODEL.fill),
+        read_through=slower(MODEL.read_through),
+        stage=slower(MODEL.stage),
+        link_per_byte=MODEL.link_per_byte * factor,
+    )
+    options = {"cells": cells, "prefetch": "random"} if seed % 2 else {"cells": cells}
+    fast, late = predict(trace, MODEL, **options), predict(trace, slow, **options)
+    assert (late.seconds >= fast.seconds).all()
+    assert late.tokens_per_s <= fast.tokens_per_s
+    assert late.stall_bound_share >= fast.stall_bound_share
+
+
+@settings(max_examples=15)
+@given(seed=st.integers(0, 2**32))
+def test_all_resident_is_never_slower_than_less(tmp_path_factory, seed):
+    """Under LRU with the same costs for fills and what is read through, misses fall with cells."""
+    routed = random_routing(np.random.default_rng(seed), 8, 2, EXPERTS, 2)
+    trace = write_trace(tmp_path_factory.mktemp("t") / "t", routed, EXPERTS)
+    same = dataclasses.replace(MODEL, fill=table((1, 10)), read_through=table((1, 10)))
+    times = [predict(trace, same, cells=cells).seconds.sum() for cells in (0, 2, 4)]
+    assert times == sorted(times, reverse=True)
+
+
+def test_another_models_trace_is_refused(tmp_path):
+    trace = write_trace(tmp_path / "t", STEPS, EXPERTS)
+    with pytest.raises(CostError, match=r"2 MoE layers, 4 experts and top-2.*of 3, 4 and top-2"):
+        predict(trace, dataclasses.replace(MODEL, layers=3), cells=2)
+    wide = [np.repeat(STEPS[0], 20, axis=0)]
+    with pytest.raises(CostError, match="at most 16 rows, not 20"):
+        predict(write_trace(tmp_path / "wide", wide, EXPERTS), MODEL, cells=2)
+
+
+# ---- several versions
+
+
+BOTH = {"dense": MODEL, "int4": LOW}
+LOW_BASE = 800 + 10 + 1 + 4 * 40
+"""BASE with all four experts low."""
+
+
+def paged_trace(directory, routed=STEPS, **spec):
+    """Each layer has a high and a low cell; experts 0 and 1 are wanted high, 2 and 3 low."""
+    paged = PagedSpec(np.ones((2, 2), np.int64), np.array([[0, 0, 1, 1]] * 2, np.int8))
+    said = {"version_bytes": {"dense": 100, "int4": 25}, "paged": paged.said, **spec}
+    return write_trace(directory, routed, EXPERTS, spec=said)
+
+
+def test_two_versions_by_hand(tmp_path):
+    found = predict(paged_trace(tmp_path / "t"), BOTH)
+    # 0 and 1 want the one high cell: 0 gets it, 1 is read through, each time. Then the low cell
+    # of layer 1 gets 2, and 3 is read through; at last layer 0's gets 2 as well.
+    assert found.simulation.fills.tolist() == [[1, 1], [0, 1], [0, 0], [1, 0]]
+    assert found.simulation.read_through.tolist() == [[1, 1], [1, 0], [1, 1], [1, 1]]
+    fixed = 1000 + 10 + 1  # the dense one's, which is more than the low one's
+    mixed = [fixed + 3 * 100 + 40, fixed + 2 * 100 + 2 * 40]
+    assert found.compute_s.tolist() == [BASE, *mixed, LOW_BASE]
+    # Filled and read through: high 10 and 8, low 4 and 2.
+    assert found.stall_s.tolist() == [2 * (10 + 8), 8 + 4, 8 + 2, (4 + 2) + 2]
+    assert found.bytes == 4 * 100 + (100 + 25) + (100 + 25) + 3 * 25
+    assert found.active_bytes.tolist() == [400, 325, 250, 100]
+    assert found.link_per_byte == 0.05
+
+
+def test_all_in_one_version_costs_what_that_version_costs(tmp_path):
+    """Two cells of the version, and none of the other one."""
+    plain = write_trace(tmp_path / "t", STEPS, EXPERTS)
+    for number, model in enumerate((MODEL, LOW)):
+        cells = np.zeros((2, 2), np.int64)
+        cells[:, number] = 2
+        paged = PagedSpec(cells, np.full((2, EXPERTS), number, np.int8)).said
+        mixed = predict(paged_trace(tmp_path / f"{number}", paged=paged), BOTH)
+        alone = predict(plain, model, cells=2)
+        np.testing.assert_allclose(mixed.seconds, alone.seconds, rtol=1e-12)
+        assert mixed.bytes == alone.bytes
+
+
+def test_the_costs_version_moves_its_own_bytes(tmp_path):
+    """A trace of dense experts, predicted in int4."""
+    trace = write_trace(tmp_path / "t", STEPS, EXPERTS)
+    found = predict(trace, LOW, cells=2)
+    assert found.bytes == 8 * 25
+    assert found.compute_s.tolist() == [LOW_BASE] * 4
+    by_name = predict(write_trace(tmp_path / "u", STEPS, EXPERTS), {"dense": MODEL}, cells=2)
+    assert by_name.seconds.tolist() == predict(trace, MODEL, cells=2).seconds.tolist()
+
+
+@dataclasses.dataclass(frozen=True)
+class Promoting:
+    """Wants expert 2 of layer 0 high after the first step."""
+
+    moments = frozenset({Moment.STEP_END})
+    needs = frozenset({"ids"})
+    writes = frozenset({"transitions"})
+
+    def init(self, spec): ...
+
+    def decide(self, state, observation):
+        return state, Decision(transitions=(Transition(0, 2, 0),) if observation.step == 0 else ())
+
+
+def test_a_transition_is_staged_in_its_version(tmp_path):
+    paged = PagedSpec(np.array([[1, 2]] * 2), np.ones((2, EXPERTS), np.int8)).said
+    routed = [one_token([2, 3], [2, 3])] * 4
+    found = predict(paged_trace(tmp_path / "t", routed, paged=paged), BOTH, policies=[Promoting()])
+    # The list goes with step 2; then one of four active experts is high.
+    assert found.simulation.staged.tolist() == [[0, 0], [0, 0], [1, 0], [0, 0]]
+    assert found.stall_s.tolist() == [2 * 6, 0, 7 + 30, 0]
+    looked = LOW_BASE + 1
+    assert found.compute_s.tolist() == [looked] * 3 + [1011 + 100 + 3 * 40 + 3]
+    assert found.bytes == 4 * 25 + 100
+
+
+def test_a_layer_that_moves_two_versions_pays_each_share():
+    def counts(**given):
+        none = np.zeros((2, 2), np.int64)
+        return VersionCounts(
+            np.zeros((2, EXPERTS)),
+            *(np.array(given.get(n, none)) for n in VersionCounts._fields[1:]),
+        )
+
+    def seconds(sweep=False, **given):
+        return move_s((MODEL, LOW), counts(**given), sweep=sweep)
+
+    assert seconds() == 0
+    # Two at once are 14 high and 6 low.
+    assert seconds(fills=[[1, 1], [0, 0]]) == (14 + 6) / 2
+    assert seconds(fills=[[2, 0], [0, 2]]) == 14 + 6
+    assert seconds(fills=[[3, 1], [0, 0]]) == 0.75 * 20 + 0.25 * 10
+    assert seconds(read_through=[[1, 2], [0, 0]]) == pytest.approx(8 + 2 * 2)
+    assert seconds(staged=[[1, 0], [0, 1]]) == 30 + 12 + 7  # one list, the dearer
+    assert seconds(sweep=True, fills=[[1, 2], [0, 0]]) == pytest.approx(40 + 2 * 12)
+
+
+def test_experts_and_tiles_are_counted_by_version():
+    rows = np.array([[9, 4, 0, 1], [0, 5, 0, 0]])
+    version = np.array([[0, 1, 1, 1], [0, 0, 0, 0]])
+    experts, tiles = version_work(rows, version, 4, 2)
+    assert experts.tolist() == [2, 2] and tiles.tolist() == [2 + 1, 0]
+    work = Work(parts=9, spans=9, experts=4, tiles=3)
+    high, low = 2 * 100 + 3 * 50, 2 * 40
+    assert compute_s((MODEL, LOW), work, experts, tiles, 9) == 2000 + 90 + 9 + high + low
+    # 5000 + 9·500 + 9·20, then experts and tiles of a sweep, whose costs are alike here.
+    sweep = 5000 + 9 * 500 + 9 * 20 + 4 * 200 + 3 * 100
+    assert compute_s((MODEL, LOW), work, experts, tiles, None) == sweep
+
+
+def test_what_has_no_price_is_refused(tmp_path):
+    mixed = paged_trace(tmp_path / "t")
+    cases = [
+        (MODEL, "the run mixes dense and int4.*costs are of one version.*--precision VERSION"),
+        ({"dense": MODEL}, "no costs of version int4: measure them with `moejax calibrate"),
+        (
+            BOTH | {"int4": MODEL},
+            "the costs of int4 are of experts of 100 bytes, the run's have 25",
+        ),
+        (
+            BOTH | {"int4": dataclasses.replace(LOW, chunk=32)},
+            "dense and int4 have different chunk, 64 and 32",
+        ),
+        (
+            BOTH | {"int4": dataclasses.replace(LOW, decode={8: LOW.decode[8]})},
+            r"different decode, \[8, 16\] and \[8\]",
+        ),
+    ]
+    for costs, message in cases:
+        with pytest.raises(CostError, match=message):
+            predict(mixed, costs)
+    unsaid = write_trace(tmp_path / "u", STEPS, EXPERTS, spec={"version_bytes": {}})
+    with pytest.raises(CostError, match="does not say its versions; give the costs of one"):
+        predict(unsaid, BOTH, cells=2)
+    resident = {"blocking": True}
+    blocking = paged_trace(tmp_path / "b", resident=resident)
+    with pytest.raises(CostError, match="transitions that block"):
+        predict(blocking, BOTH)

@@ -1,0 +1,172 @@
+"""Costs add up as they say, survive a file, and refuse what cannot be."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from host_offload.sizing.cost_model import (
+    CostError,
+    CostModel,
+    StepCost,
+    Work,
+    fitted_step,
+    fitted_sweep,
+    fitted_table,
+    line,
+)
+from tests.host_offload.sizing.cost_models import MODEL
+
+
+def moved(*counts):
+    return np.array(counts, np.int32)
+
+
+NONE = moved(0, 0)
+
+
+def test_a_step_is_the_sum_of_its_parts():
+    work = Work(parts=3, spans=4, experts=5, tiles=6)
+    # 1000 + 3·10 + 4·1 + 5·100 + 6·50
+    assert MODEL.compute_s(work, rows=8) == 1834
+    assert MODEL.compute_s(work, rows=1) == 1834
+    assert MODEL.compute_s(work, rows=16) == 2000 + 834
+    # 5000 + 3·500 + 4·20 + 5·200 + 6·100
+    assert MODEL.compute_s(work, rows=None) == 8180
+
+
+def test_experts_that_move_are_looked_up_by_layer():
+    def seconds(fills=NONE, read_through=NONE, staged=NONE, sweep=False):
+        return MODEL.move_s(fills, read_through, staged, sweep=sweep)
+
+    assert seconds() == 0
+    assert seconds(fills=moved(1, 0)) == 10
+    assert seconds(fills=moved(1, 1)) == 20
+    assert seconds(fills=moved(2, 0)) == 14  # both at once cost less than one after the other
+    assert seconds(fills=moved(3, 0)) == 17  # between 14 of two and 20 of four
+    assert seconds(fills=moved(6, 0)) == 26  # beyond: as from two to four
+    assert seconds(read_through=moved(0, 2)) == 16  # one measured point: proportional
+    assert seconds(staged=moved(1, 0)) == 7 + 30
+    assert seconds(staged=moved(1, 1)) == 7 + 60
+    assert seconds(fills=moved(2, 1), read_through=moved(1, 0), sweep=True) == 3 * 40 + 60
+
+
+def test_more_rows_than_were_measured_are_refused():
+    assert [MODEL.bucket(rows) for rows in (1, 8, 9, 16)] == [8, 8, 16, 16]
+    with pytest.raises(CostError, match="at most 16 rows, not 17; calibrate with max_num_seqs=17"):
+        MODEL.bucket(17)
+
+
+def test_policies_see_lines_and_totals():
+    costs = MODEL.costs()
+    # Fills of 1, 2, 4 experts of 100 bytes take 10, 14, 20 seconds.
+    np.testing.assert_allclose(costs.fill, np.polyfit([100, 200, 400], [10, 14, 20], 1)[::-1])
+    np.testing.assert_allclose(costs.read_through, [0, 8 / 100])
+    assert costs.stage.tolist() == [0, 0.3]
+    # 8 rows in 2 layers of top-2 of 4 experts: 8 active, 32 pairs in tiles of 4.
+    assert costs.step_s[8] == 1000 + 8 * 10 + 8 * 1 + 8 * 100 + 0 * 50
+    assert costs.step_s[16] == 2000 + 16 * 10 + 16 * 1 + 8 * 100 + 8 * 50
+    assert costs.attention_s == 0.5
+    assert costs.prefill_s_per_token == (500 + 20 + 100 * 4) / 64
+    assert costs.recompute_s_per_token == 11
+    assert costs.kv_swap_s_per_byte == 12 and costs.memory_s_per_byte == 13
+    assert costs.gpu_expert.tolist() == [[1, 100], [4, 100], [5, 150], [8, 150]]
+    assert costs.cpu_expert.tolist() == [70, 1]
+    assert np.isnan(dataclasses.replace(MODEL, cpu_expert=None).costs().cpu_expert).all()
+
+
+@pytest.mark.parametrize("changed", [{}, {"cpu_expert": None}])
+def test_a_file_gives_the_same_costs_back(changed):
+    model = dataclasses.replace(MODEL, **changed)
+    again = CostModel.from_json(json.loads(json.dumps(model.to_json())))
+    for field in dataclasses.fields(CostModel):
+        one, other = getattr(again, field.name), getattr(model, field.name)
+        assert np.array_equal(one, other) if isinstance(one, np.ndarray) else one == other
+
+
+def broken(**figures):
+    found = json.loads(json.dumps(MODEL.to_json()))
+    for name, value in figures.items():
+        if value is ...:
+            del found["figures"][name]
+        else:
+            found["figures"][name] = value
+    return found
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        ([], "no costs of moejax"),
+        ({"format": "moejax-trace", "version": 1}, "no costs of moejax"),
+        (MODEL.to_json() | {"version": 99}, "version 99, this moejax reads 1; calibrate again"),
+        (broken(fill=...), "without a figure.*fill"),
+        (broken(extra=1), "one too many.*extra"),
+        (broken(decode={"8": {"step": 1}}), "without a figure"),
+        (broken(decode={}), "at least one number of rows"),
+        (broken(decode={"x": vars(MODEL.prefill)}), "no number"),
+        (broken(control="slow"), "no number"),
+        (broken(fill=[[1, 2], [1, 3]]), "fill must be pairs"),
+        (broken(fill=[[1, 2], [2, 1]]), "fill must be pairs"),
+        (broken(fill=[]), "fill must be pairs"),
+        (broken(stage=[[0, 0], [1, 1]]), "stage must be pairs"),
+        (broken(read_through=[[1, -1]]), "read_through must be pairs"),
+        (broken(stage=[[1, float("nan")]]), "stage must be pairs"),
+        (broken(sweep_fill=-1.0), "sweep_fill must be seconds from 0 on"),
+        (broken(control=float("inf")), "control must be seconds"),
+        (broken(prefill=vars(MODEL.prefill) | {"tile": -1}), "prefill.tile must be seconds"),
+        (broken(cpu_expert=[1, float("nan")]), r"cpu_expert\[1\] must be seconds"),
+        (broken(layers=0), "layers must be a whole number"),
+        (broken(top_k=1.5), "top_k must be a whole number"),
+    ],
+)
+def test_what_is_no_cost_model_is_refused(found, message):
+    with pytest.raises(CostError, match=message):
+        CostModel.from_json(found)
+
+
+# ---- from measured seconds to figures
+
+
+@given(
+    st.lists(st.floats(1e-6, 1e-2), min_size=5, max_size=5),
+    st.lists(st.tuples(*[st.integers(0, 50)] * 4), min_size=30, max_size=30),
+)
+def test_a_fit_finds_the_costs_that_made_the_seconds(costs, works):
+    wanted = StepCost(*costs)
+    works = [Work(*w) for w in works]
+    seconds = [wanted.seconds(work) for work in works]
+    found = fitted_step(works, seconds)
+    np.testing.assert_allclose([found.seconds(w) for w in works], seconds, rtol=1e-6)
+
+
+def test_a_fit_has_no_cost_below_zero():
+    # Alone, least squares would give experts −2.
+    works = [Work(1, 1, n, 0) for n in (1, 2, 3)]
+    found = fitted_step(works, [8.0, 6.0, 4.0])
+    assert min(vars(found).values()) >= 0 and found.expert == 0
+    assert 4 < found.seconds(works[0]) < 8
+
+
+def test_sweeps_also_give_what_a_moved_expert_takes():
+    works = [Work(n, n, 4, t) for n, t in ((1, 0), (2, 3), (5, 9), (8, 2), (8, 7), (3, 3), (4, 1))]
+    moves = [(0, 0), (4, 0), (0, 4), (2, 2), (0, 0), (1, 3), (3, 0)]
+    cost = StepCost(2.0, 3.0, 0.5, 1.0, 0.25)
+    seconds = [cost.seconds(w) + 6 * f + 7 * r for w, (f, r) in zip(works, moves, strict=True)]
+    found, fill, read_through = fitted_sweep(works, moves, seconds)
+    assert (fill, read_through) == (pytest.approx(6), pytest.approx(7))
+    assert found.seconds(Work(9, 9, 4, 9)) == pytest.approx(cost.seconds(Work(9, 9, 4, 9)))
+
+
+def test_a_table_rises():
+    found = fitted_table([4, 1, 2, 8], [3.0, -1.0, 5.0, 9.0])
+    assert found.tolist() == [[1, 0], [2, 5], [4, 5], [8, 9]]
+
+
+def test_a_line_of_one_point_or_a_falling_one_goes_through_the_origin():
+    assert line(np.array([[2.0, 6.0]]), 10).tolist() == [0, 0.3]
+    assert line(np.array([[1.0, 5.0], [2.0, 5.0]]), 10)[0] == 0
+    np.testing.assert_allclose(line(np.array([[1.0, 7.0], [3.0, 11.0]]), 10), [5, 0.2])

@@ -1,0 +1,417 @@
+"""`moejax convert`: what it refuses, what an interruption leaves, and how it goes on."""
+
+import errno
+import fcntl
+import itertools
+import json
+import os
+import pathlib
+import random
+import resource
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from moejax.checkpoints.convert import convert
+from moejax.checkpoints.load import load_checkpoint
+from moejax.checkpoints.orbax.destination import LOCK
+from moejax.checkpoints.orbax.manifest import JOURNAL, MANIFEST
+from moejax.checkpoints.orbax.metadata import orbax_files
+from moejax.commands.main import main
+from moejax.errors import UserError
+from tests.moejax.checkpoints.conversions import assert_same_model, contents, flip, write_source
+from tests.moejax.checkpoints.random_checkpoint import CONFIG, random_tensors, write
+
+KILLED = """
+import os, signal, sys, threading
+from moejax.checkpoints.convert import convert
+source, destination, left, delay = *sys.argv[1:3], int(sys.argv[3]), float(sys.argv[4])
+
+def count(event, args):
+    global left
+    if event in ("open", "os.rename", "os.mkdir", "os.remove") and str(args[0]).startswith(
+        destination
+    ):
+        left -= 1
+        if left == 0:
+            threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
+
+sys.addaudithook(count)
+convert(source, destination)
+print(int(sys.argv[3]) - left, flush=True)
+"""
+"""Converts, and kills itself `delay` seconds after the `left`-th file operation in DST or
+DST.partial; prints how many there were."""
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    return write_source(tmp_path_factory.mktemp("hf") / "model")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(source, tmp_path_factory):
+    return convert(source, tmp_path_factory.mktemp("orbax") / "model").directory
+
+
+class Stop(Exception):
+    """Ends a conversion as Ctrl-C would."""
+
+
+@pytest.fixture
+def unfinished(source, undisturbed, tmp_path):
+    """A destination whose conversion ended after all parameters and one of two MoE layers."""
+    params = len(json.loads((undisturbed / MANIFEST).read_text())["params"])
+    calls = itertools.count()
+
+    def report(done, total):
+        if next(calls) == params + 1:
+            raise Stop
+
+    with pytest.raises(Stop):
+        convert(source, tmp_path / "model", progress=report)
+    return tmp_path / "model"
+
+
+# ---- what is refused
+
+
+def test_a_destination_that_is_there(source, tmp_path):
+    (tmp_path / "mine").write_text("")
+    for there in (tmp_path, tmp_path / "mine"):
+        with pytest.raises(UserError, match="already there; delete it or choose another"):
+            convert(source, there)
+    (tmp_path / "empty").mkdir()
+    assert convert(source, tmp_path / "empty").directory == tmp_path / "empty"
+    assert not (tmp_path / "empty" / LOCK).exists()
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_destination_that_is_a_link(there, source, tmp_path):
+    if there:
+        (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    assert convert(source, tmp_path / "link").directory == tmp_path / "real"
+    assert load_checkpoint(tmp_path / "link").dtype == "bfloat16"
+
+
+def test_a_destination_that_cannot_be_replaced(source, tmp_path, monkeypatch):
+    (tmp_path / "disk").mkdir()
+
+    def mounted(path):
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(path))
+
+    monkeypatch.setattr(pathlib.Path, "rmdir", mounted)
+    with pytest.raises(UserError, match=r"as mount points cannot .*busy\); give .*disk/model$"):
+        convert(source, tmp_path / "disk")
+    assert [path.name for path in tmp_path.iterdir()] == ["disk"]
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(UserError, match=r"loop.*: cannot be (resolved|read or written)"):
+        convert(source, tmp_path / "loop/model")
+
+
+def test_a_destination_below_a_file(source, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot be read or written: Not a directory"):
+        convert(source, tmp_path / "file/model")
+
+
+def test_a_source_that_is_converted_already(undisturbed, tmp_path):
+    with pytest.raises(UserError, match="its format is moejax-orbax; convert reads safetensors"):
+        convert(undisturbed, tmp_path / "again")
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_directory_of_somebody_else(source, tmp_path):
+    (tmp_path / "model.partial").mkdir()
+    (tmp_path / "model.partial/thesis.tex").write_text("")
+    with pytest.raises(UserError, match=r"model.partial: .* holds 'thesis.tex' and no unfinished"):
+        convert(source, tmp_path / "model")
+    assert [path.name for path in (tmp_path / "model.partial").iterdir()] == ["thesis.tex"]
+
+
+def test_a_wrong_source_writes_nothing(source, tmp_path):
+    broken = shutil.copytree(source, tmp_path / "hf")
+    (broken / "part-1.safetensors").unlink()
+    with pytest.raises(UserError, match="shard missing"):
+        convert(broken, tmp_path / "model")
+    with pytest.raises(UserError, match="dtype 'int8' is unknown"):
+        convert(source, tmp_path / "model", dtype="int8")
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_a_link_to_what_is_not_the_models(source, tmp_path):
+    hostile = shutil.copytree(source, tmp_path / "hf")
+    (tmp_path / "secret").write_text("secret")
+    (hostile / "README.md").symlink_to(tmp_path / "secret")
+    with pytest.raises(UserError, match=r"README.md"):
+        convert(hostile, tmp_path / "model")
+
+
+def test_an_orbax_that_lays_trees_out_in_another_way():
+    with pytest.raises(
+        UserError, match=r"orbax-checkpoint \S+ keeps the leaves of a tree in other"
+    ):
+        orbax_files({"embed": 0}, {"dense": [0]}, [])
+
+
+def test_two_conversions_at_once(source, unfinished):
+    with open(unfinished.with_name("model.partial") / LOCK, "ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(UserError, match="another conversion is writing it"):
+            convert(source, unfinished)
+
+
+def test_a_filesystem_without_locks(source, tmp_path, monkeypatch, caplog):
+    def refuse(file, how):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    convert(source, tmp_path / "model")
+    assert "model.partial: this filesystem has no locks (No locks available)" in caplog.text
+
+
+# ---- going on
+
+
+def test_an_unfinished_conversion_is_not_loadable(unfinished):
+    with pytest.raises(UserError, match=r"no such directory, but .*model.partial: if that is an"):
+        load_checkpoint(unfinished)
+    with pytest.raises(UserError, match="an unfinished conversion; run the same `moejax convert`"):
+        load_checkpoint(f"{unfinished}.partial")
+
+
+def test_finished_units_are_not_written_again(source, unfinished, undisturbed):
+    partial = unfinished.with_name("model.partial")
+    times = {p.relative_to(partial): p.stat().st_mtime_ns for p in partial.glob("state/*/c/**/0")}
+    assert len(times) > 20
+    calls = []
+    result = convert(source, unfinished, progress=lambda *call: calls.append(call))
+    assert 0 < result.kept < result.nbytes and calls[0] == (result.kept, result.nbytes)
+    assert all((unfinished / p).stat().st_mtime_ns == time for p, time in times.items())
+    assert contents(unfinished) == contents(undisturbed)
+    assert not partial.exists() and not (unfinished / JOURNAL).exists()
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "state/experts.dense.0/c/1/0/0",
+        "state/params.embed/c/0/0",
+        "state/params.runs.0.qkv/zarr.json",
+        "tokenizer.json",
+    ],
+)
+def test_what_was_damaged_since_is_written_again(file, source, unfinished, undisturbed, caplog):
+    flip(unfinished.with_name("model.partial") / file)
+    convert(source, unfinished)
+    assert "damaged since" in caplog.text
+    assert contents(unfinished) == contents(undisturbed)
+
+
+def test_a_damaged_journal(source, unfinished):
+    flip(unfinished.with_name("model.partial") / JOURNAL, at=200)
+    with pytest.raises(UserError, match=r"partial.json: .*; or delete .*model.partial to begin"):
+        convert(source, unfinished)
+
+
+def test_a_source_that_changed_since(source, unfinished, tmp_path):
+    part = source / "part-0.safetensors"
+    times = part.stat().st_atime_ns, part.stat().st_mtime_ns
+    os.utime(part, ns=(1, 1))
+    with pytest.raises(UserError, match="whose files have changed or are others; delete it"):
+        convert(source, unfinished)
+    os.utime(part, ns=times)
+    # Another model's files may have these names, sizes and times.
+    other = shutil.copytree(source, tmp_path / "other")
+    with pytest.raises(UserError, match="whose files have changed or are others; delete it"):
+        convert(other, unfinished)
+    with pytest.raises(UserError, match=r"an unfinished conversion of .* to bfloat16"):
+        convert(source, unfinished, dtype="float32")
+
+
+def test_a_source_that_changes_meanwhile(source, tmp_path):
+    changing = shutil.copytree(source, tmp_path / "hf")
+
+    def write_to(done, total):
+        flip(changing / "part-1.safetensors")
+
+    with pytest.raises(UserError, match=r"part-1.safetensors: was written to while moejax read it"):
+        convert(changing, tmp_path / "model", progress=write_to)
+    assert not (tmp_path / "model").exists()
+    with pytest.raises(UserError, match="whose files have changed or are others; delete it"):
+        convert(changing, tmp_path / "model")
+
+
+def test_killed_before_the_last_step(source, undisturbed, tmp_path):
+    partial = tmp_path / "model.partial"
+    shutil.copytree(undisturbed, partial)
+    assert_same_model(load_checkpoint(partial), load_checkpoint(undisturbed))  # it is whole
+    result = convert(source, tmp_path / "model")
+    assert result.kept == result.nbytes
+    assert contents(tmp_path / "model") == contents(undisturbed)
+
+
+def test_a_full_disk(source, undisturbed, tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (700, hard))
+        with pytest.raises(UserError, match=r"the disk is full, .* run the same command again"):
+            convert(source, tmp_path / "model")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    convert(source, tmp_path / "model")
+    assert contents(tmp_path / "model") == contents(undisturbed)
+
+
+def test_a_disk_that_fills_up_later(source, undisturbed, tmp_path, monkeypatch):
+    calls = iter(range(60))
+
+    def full(descriptor):
+        if next(calls, None) == 40:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        with pytest.raises(UserError, match=r"No space left on device: the disk is full"):
+            convert(source, tmp_path / "model")
+    assert convert(source, tmp_path / "model").kept > 0
+    assert contents(tmp_path / "model") == contents(undisturbed)
+
+
+def test_too_little_space_is_said_first(source, tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(UserError, match=r"GiB are still to be written, but the disk has 0.0 GiB"):
+        convert(source, tmp_path / "model")
+
+
+@pytest.mark.parametrize("file", ["experts.dense.1/c/0/0/0", "params.runs.0.o/c/0/0/0"])
+def test_verify_finds_what_the_disk_did(file, source, undisturbed, tmp_path):
+    path = tmp_path / "model.partial/state" / file
+
+    def damage(done, total):
+        if 2 * done == total:
+            flip(path)
+
+    with pytest.raises(UserError, match=f"{file}: read back, it is not what the source has"):
+        convert(source, tmp_path / "model", verify=True, progress=damage)
+    assert convert(source, tmp_path / "model", verify=True).kept > 0
+    assert contents(tmp_path / "model") == contents(undisturbed)
+
+
+def check_kills(source, undisturbed, tmp_path, points, delays):
+    """Kills conversions at file operations; resumes each, and compares."""
+    expected, whole = load_checkpoint(undisturbed), contents(undisturbed)
+    for index, (point, delay) in enumerate(zip(points, delays, strict=True)):
+        target = tmp_path / f"model{index}"
+        command = [sys.executable, "-c", KILLED, source, target, str(point), str(delay)]
+        ended = subprocess.run(command, capture_output=True, text=True)
+        assert ended.returncode in (-9, 0), ended.stderr
+        for left in (target, target.with_name(target.name + ".partial")):
+            if (left / MANIFEST).exists():
+                assert_same_model(load_checkpoint(left), expected)
+            elif left.exists() and any(left.iterdir()):
+                assert left != target
+                with pytest.raises(UserError, match=r"unfinished conversion|neither"):
+                    load_checkpoint(left)
+        if not target.exists():
+            convert(source, target)
+        assert contents(target) == whole, (point, delay)
+
+
+def operations(source, tmp_path):
+    """How many file operations an undisturbed conversion has."""
+    command = [sys.executable, "-c", KILLED, source, tmp_path / "whole", str(10**6), "0"]
+    return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+
+@pytest.mark.slow
+def test_killed(source, undisturbed, tmp_path):
+    rng = random.Random(5)
+    points = [3, rng.randrange(60, 200), rng.randrange(200, 260)]
+    check_kills(source, undisturbed, tmp_path, points, [0.0, 0.001, 0.0])
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_killed_at_twenty_points(source, undisturbed, tmp_path):
+    rng, total = random.Random(6), operations(source, tmp_path)
+    points = sorted(rng.sample(range(1, total + 1), 20))
+    check_kills(source, undisturbed, tmp_path, points, [rng.uniform(0, 2e-3) for _ in points])
+
+
+# ---- memory and the command line
+
+MEMORY = """
+import sys
+from orbax.checkpoint import v1
+import jax
+from moejax.checkpoints.convert import convert
+jax.devices()
+
+def most():
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) << 10
+
+before = most()
+convert(*sys.argv[1:3])
+print(most() - before)
+"""
+
+
+@pytest.mark.slow
+def test_memory_is_a_layer_and_not_the_checkpoint(tmp_path):
+    sizes = dict(hidden_size=256, moe_intermediate_size=256, num_experts=16, head_dim=16)
+    config = CONFIG | sizes | {"num_hidden_layers": 24, "mlp_only_layers": []}
+    source = write(tmp_path / "hf", random_tensors(config), config, shards=4)
+    layer, whole = 16 * 3 * 256 * 256 * 2, sum(p.stat().st_size for p in source.glob("*.saf*"))
+    command = [sys.executable, "-c", MEMORY, source, tmp_path / "orbax"]
+    used = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert whole > 23 * layer and used < 4 * layer + whole / 8
+
+
+def test_the_command(source, undisturbed, tmp_path, capsys):
+    assert main(["convert", str(source), str(tmp_path / "model"), "--verify"]) == 0
+    out = capsys.readouterr().out
+    assert out == f"{tmp_path / 'model'}: 19.31 KiB of bfloat16 weights\n"
+    assert contents(tmp_path / "model") == contents(undisturbed)
+    assert main(["convert", str(source), str(tmp_path / "model")]) == 2
+    assert "already there" in capsys.readouterr().err
+    assert main(["convert", str(source), str(tmp_path / "wide"), "--dtype=float32", "--quiet"]) == 0
+    assert capsys.readouterr().out == ""
+    assert json.loads((tmp_path / "wide" / MANIFEST).read_text())["dtype"] == "float32"
+
+
+def test_values_that_are_not_finite_are_warned_of_once(tmp_path, caplog):
+    tensors = random_tensors(CONFIG)
+    names = [name for name in tensors if name.endswith(("up_proj.weight", "norm.weight"))]
+    for name in names:
+        tensors[name].flat[0] = np.nan
+    source = write(tmp_path / "hf", tensors)
+    result = convert(source, tmp_path / "orbax", verify=True).directory
+    load_checkpoint(result)
+    assert [record.getMessage().partition(": ")[0] for record in caplog.records] == [
+        str(source),
+        str(result),
+    ]
+    others = f"are NaN or infinite, and {len(names) - 1} other tensors have such values too"
+    assert all(others in record.getMessage() for record in caplog.records)
+
+
+def test_provenance(source, undisturbed):
+    manifest = json.loads((undisturbed / MANIFEST).read_text())
+    provenance = manifest["provenance"]
+    assert provenance["source"] == str(source) and provenance["versions"]["jax"]
+    assert provenance["files"]["part-0.safetensors"][0] == (
+        (source / "part-0.safetensors").stat().st_size
+    )
+    template = "additional_chat_templates/rag.jinja"
+    assert (undisturbed / template).read_text() == "{{ rag }}"
+    assert {"config.json", "tokenizer.json", template} < manifest["files"].keys()
+    checksums = manifest["experts"]["dense"]["0"]
+    assert len(set(checksums)) == CONFIG["num_experts"]
+    assert np.unique([len(c) for c in checksums]).tolist() == [16]

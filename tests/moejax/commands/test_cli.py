@@ -1,0 +1,292 @@
+import io
+import json
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+import moejax
+from host_offload.memory.budget import ArenaTooSmall
+from moejax.commands import main as cli
+from moejax.errors import UserError
+from moejax.requests.sampling_params import SamplingParams
+from tests.moejax.serve.test_summary import STATS
+
+
+class FakeLLM:
+    """What the command line uses of `moejax.LLM`."""
+
+    pieces: tuple = (" old", " house")
+    raises: BaseException | None = None
+    tokenizer: object = "a tokenizer"
+
+    calls: dict
+
+    def __init__(self, model, **options):
+        type(self).calls = {"model": model, "options": options, "closed": False}
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.calls["closed"] = True
+
+    def stream(self, prompt, sampling_params):
+        self.calls |= {"prompt": prompt, "params": sampling_params}
+        yield from self.pieces
+        if self.raises:
+            raise self.raises
+
+    def get_tokenizer(self):
+        return self.tokenizer
+
+    def stats(self):
+        return STATS
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    class LLM(FakeLLM):
+        pass
+
+    monkeypatch.setattr(moejax, "LLM", LLM, raising=False)
+    return LLM
+
+
+def test_text_goes_to_stdout_and_the_summary_to_stderr(fake, capsys):
+    assert cli.main(["generate", "The"]) == 0
+    out, err = capsys.readouterr()
+    assert out == " old house\n"
+    assert err.startswith("\nmodel    demo, bfloat16 on cpu") and err.endswith(
+        "experts (1.5 MiB)\n"
+    )
+    assert fake.calls == {
+        "model": "demo",
+        "options": {"progress": True},
+        "closed": True,
+        "prompt": "The",
+        "params": SamplingParams(max_tokens=128),
+    }
+
+
+def test_options_reach_the_engine_and_the_request(fake):
+    options = (
+        "--model /m --max-tokens 5 --temperature 0 --top-k 7 --top-p 0.9 --min-p 0.1 --seed 3 "
+        "--ignore-eos --memory 16GiB --expert-budget 25% --kv-budget 1g --dtype float32 "
+        "--max-model-len 64 --max-num-seqs 2 --max-num-batched-tokens 32 --eviction lfu "
+        "--quiet"
+    )
+    assert cli.main(["generate", "x", *options.split()]) == 0
+    assert fake.calls["model"] == "/m"
+    assert fake.calls["options"] == {
+        "progress": False,
+        "memory": "16GiB",
+        "expert_budget": "25%",
+        "kv_budget": "1g",
+        "dtype": "float32",
+        "max_model_len": 64,
+        "max_num_seqs": 2,
+        "max_num_batched_tokens": 32,
+        "eviction": "lfu",
+    }
+    assert fake.calls["params"] == SamplingParams(
+        temperature=0, top_k=7, top_p=0.9, min_p=0.1, seed=3, max_tokens=5, ignore_eos=True
+    )
+
+
+def test_device_and_ops_are_passed_on(fake):
+    assert cli.main(["generate", "x", "--device", "cpu", "--ops", "plan=xla", "--quiet"]) == 0
+    options = {"device": "cpu", "ops": "plan=xla", "progress": False}
+    assert fake.calls["options"] == options
+
+
+def test_a_device_that_is_not_there_is_refused(capsys):
+    assert cli.main(["generate", "x", "--device", "gpu", "--quiet"]) == 2
+    assert capsys.readouterr().err.startswith("moejax: error: jax can use no gpu here")
+
+
+def test_json_is_one_object_on_stderr(fake, capsys):
+    assert cli.main(["generate", "The", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert out == " old house\n"
+    assert json.loads(err) == STATS
+    assert fake.calls["options"] == {"progress": False}
+
+
+def test_quiet_leaves_stderr_empty(fake, capsys):
+    assert cli.main(["generate", "The", "--quiet"]) == 0
+    assert capsys.readouterr() == (" old house\n", "")
+
+
+@pytest.mark.parametrize(
+    ("pieces", "text"), [((), "\n"), (("a\n",), "a\n"), (("a\n", ""), "a\n"), (("", "a"), "a\n")]
+)
+def test_stdout_ends_with_one_newline(fake, capsys, pieces, text):
+    fake.pieces = pieces
+    assert cli.main(["generate", "The", "--quiet"]) == 0
+    assert capsys.readouterr().out == text
+
+
+@pytest.mark.parametrize(("text", "prompt"), [("a\nb\n", "a\nb"), ("a\n\n", "a\n"), ("é", "é")])
+def test_a_dash_reads_standard_input(fake, monkeypatch, text, prompt):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode()), "utf-8"))
+    assert cli.main(["generate", "-"]) == 0
+    assert fake.calls["prompt"] == prompt
+
+
+def test_a_prompt_that_is_not_text_is_refused(fake, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe"), "utf-8"))
+    for argument in ("-", "\udcff"):
+        assert cli.main(["generate", argument]) == 2
+        assert "moejax: error: the prompt is not valid UTF-8" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--temperature", "-1"], "temperature must be in [0, 2], got -1.0"),
+        (["--max-tokens", "0"], "max_tokens must be at least 1, got 0"),
+        (["--memory", "lots"], "'lots' is not a size"),
+        (["--kv-budget", "1.5"], "'1.5' is not a size"),
+        (["--expert-budget", "0.25"], "'0.25' is not an expert budget"),
+    ],
+)
+def test_a_bad_value_is_refused_before_anything_loads(fake, capsys, options, message):
+    assert cli.main(["generate", "The", *options]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith(f"moejax: error: {message}") and err.count("\n") == 1
+    assert not hasattr(fake, "calls")
+
+
+@pytest.mark.parametrize(
+    "error", [UserError("no such model"), ArenaTooSmall("arena too small: no", 1, 2)]
+)
+def test_the_librarys_refusals_are_one_line(fake, capsys, monkeypatch, error):
+    def refuse(*_, **__):
+        raise error
+
+    monkeypatch.setattr(fake, "__init__", refuse)
+    assert cli.main(["generate", "The"]) == 2
+    assert capsys.readouterr() == ("", f"moejax: error: {error}\n")
+
+
+def test_a_programs_mistake_keeps_its_traceback(fake):
+    fake.raises = ValueError("a bug")
+    with pytest.raises(ValueError, match="a bug"):
+        cli.main(["generate", "The"])
+    assert fake.calls["closed"]
+
+
+def test_a_model_without_tokenizer_is_refused(fake, capsys):
+    fake.tokenizer = None
+    assert cli.main(["generate", "The", "--model", "/m"]) == 2
+    assert capsys.readouterr().err.startswith("moejax: error: /m has no tokenizer, which")
+
+
+def test_ctrl_c_keeps_the_text_so_far(fake, capsys):
+    fake.raises = KeyboardInterrupt()
+    assert cli.main(["generate", "The"]) == 130
+    assert capsys.readouterr() == (" old house\n", "moejax: interrupted\n")
+    assert fake.calls["closed"]
+
+
+def _run(
+    *arguments,
+    code="import sys, moejax.commands.main; sys.exit(moejax.commands.main.main())",
+    **options,
+):
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        **options,
+    )
+
+
+def test_a_closed_stdout_ends_quietly():
+    code = """
+        import os, sys, moejax, moejax.commands.main
+        from tests.moejax.commands.test_cli import FakeLLM
+        moejax.LLM = type("LLM", (FakeLLM,), {"pieces": ("x" * 1000,) * 1000})
+        reader, writer = os.pipe()
+        os.close(reader)
+        os.dup2(writer, 1)
+        sys.exit(moejax.commands.main.main(["generate", "The"]))
+    """
+    result = _run(code=code)
+    assert (result.returncode, result.stderr) == (141, "")
+
+
+@pytest.mark.parametrize(("encoding", "shown"), [("utf-8", "é🏚\n"), ("latin-1", "é?\n")])
+def test_a_narrow_locale_does_not_end_the_run(encoding, shown):
+    code = """
+        import sys, moejax, moejax.commands.main
+        from tests.moejax.commands.test_cli import FakeLLM
+        moejax.LLM = type("LLM", (FakeLLM,), {"pieces": ("é🏚",)})
+        sys.exit(moejax.commands.main.main(["generate", "The", "--quiet"]))
+    """
+    result = _run(
+        code=code, env={"PYTHONIOENCODING": encoding, "PYTHONPATH": "."}, encoding=encoding
+    )
+    assert (result.returncode, result.stdout) == (0, shown)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "the following arguments are required: COMMAND"),
+        (["generate"], "the following arguments are required: PROMPT"),
+        (["generate", "x", "--nope"], "unrecognized arguments: --nope"),
+        (["generate", "x", "--max-tok", "3"], "unrecognized arguments: --max-tok"),
+        (["generate", "x", "--eviction", "mru"], "invalid choice: 'mru'"),
+        (["generate", "x", "--top-k", "many"], "invalid int value: 'many'"),
+        (["invent"], "invalid choice: 'invent'"),
+    ],
+)
+def test_a_wrong_command_line_exits_2(capsys, arguments, message):
+    with pytest.raises(SystemExit) as exit:
+        cli.main(arguments)
+    assert exit.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_help_imports_nothing_heavy():
+    code = """
+        import sys, moejax.commands.main
+        try:
+            moejax.commands.main.main(["generate", "--help"])
+        finally:
+            heavy = {"jax", "numpy", "flax", "torch", "transformers", "rich"} & set(sys.modules)
+            assert not heavy, heavy
+    """
+    result = _run(code=code)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "--expert-budget 25%" in result.stdout and "examples:" in result.stdout
+
+
+def test_version(monkeypatch, capsys):
+    monkeypatch.setattr("importlib.metadata.version", lambda name: f"1.2.3 of {name}")
+    with pytest.raises(SystemExit) as exit:
+        cli.main(["--version"])
+    assert exit.value.code == 0
+    assert capsys.readouterr().out == "moejax 1.2.3 of moejax\n"
+
+
+def test_version_of_a_bare_source_tree(monkeypatch, capsys):
+    from importlib.metadata import PackageNotFoundError
+
+    def missing(name):
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.version", missing)
+    assert cli.main(["--version"]) == 2
+    assert "moejax: error: moejax runs from its source" in capsys.readouterr().err
+
+
+def test_python_m_moejax():
+    result = subprocess.run(
+        [sys.executable, "-m", "moejax", "--help"], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0 and "usage: moejax" in result.stdout

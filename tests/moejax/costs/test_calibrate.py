@@ -1,0 +1,346 @@
+"""Calibration measures what it says, keeps it, and refuses what is not its own."""
+
+import dataclasses
+import json
+import logging
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import moejax.serve.llm
+from host_offload.control.interface import Decision, Moment
+from host_offload.sizing.cost_model import CostModel, StepCost
+from moejax import LLM, SamplingParams
+from moejax.commands import main as cli
+from moejax.costs import calibration, step_costs
+from moejax.costs.calibration import (
+    cost_file,
+    cost_model_for,
+    cost_model_of,
+    costs_for,
+    identity,
+    load_cost_model,
+    write_cost_model,
+)
+from moejax.costs.forced_steps import Case, ForcedSteps
+from moejax.errors import UserError
+from pallas_kernels.records import RecordFormat
+from pallas_kernels.records.versions import VersionFormats
+from tests.host_offload.sizing.cost_models import MODEL
+
+SMALL = dict(max_num_seqs=2, max_model_len=64, max_num_batched_tokens=128, progress=False)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Calibration of one round."""
+    monkeypatch.setattr(step_costs, "ROUNDS", 1)
+    monkeypatch.setattr(step_costs, "STEPS", 1)
+    given = calibration.measure
+    monkeypatch.setattr(calibration, "measure", lambda *a, **k: given(*a, rounds=1, **k))
+
+
+# ---- files
+
+
+ABOUT = {"device": "Some GPU", "machine": "here", "jax": "1"}
+
+
+def test_a_file_round_trips_and_is_found_by_what_it_is_of():
+    path = cost_file(ABOUT)
+    assert path.name.startswith("some-gpu-") and path.parent.name == "costs"
+    assert cost_file(dict(reversed(ABOUT.items()))) == path
+    assert cost_file(ABOUT | {"machine": "there"}) != path
+    model = dataclasses.replace(MODEL, about=ABOUT)
+    write_cost_model(path, model)
+    assert load_cost_model(path, ABOUT).to_json() == model.to_json()
+    assert [p.name for p in path.parent.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "damaged: it is no JSON.*calibrate --force"),
+        ("{", "damaged: it is no JSON"),
+        (json.dumps(MODEL.to_json())[:-40], "damaged"),
+        ("[]", "no costs of moejax; delete it"),
+        (json.dumps(MODEL.to_json() | {"version": 2}), "version 2, this moejax reads 1"),
+        (json.dumps(MODEL.to_json() | {"figures": {}}), "without a figure"),
+    ],
+)
+def test_a_damaged_file_is_refused(tmp_path, text, message):
+    path = tmp_path / "costs.json"
+    path.write_text(text)
+    with pytest.raises(UserError, match=message):
+        load_cost_model(path)
+
+
+def test_costs_of_another_machine_are_refused_and_name_it(tmp_path):
+    path = tmp_path / "costs.json"
+    write_cost_model(path, dataclasses.replace(MODEL, about=ABOUT))
+    with pytest.raises(UserError, match="another machine: here, here it is there"):
+        load_cost_model(path, ABOUT | {"machine": "there"})
+    with pytest.raises(UserError, match="another driver: None"):
+        load_cost_model(path, ABOUT | {"driver": "host"})
+    with pytest.raises(UserError, match=r"none\.json cannot be read"):
+        load_cost_model(tmp_path / "none.json")
+
+
+def test_a_place_that_cannot_be_written_is_said(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="costs cannot be written to"):
+        write_cost_model(tmp_path / "file" / "costs.json", MODEL)
+
+
+def test_figures_of_other_executables_are_others():
+    """An encoded expert that is decoded in transit has a dense cell and dense bytes, and steps that
+    give out more are other programs; the default's identity has neither."""
+    device = types.SimpleNamespace(
+        device_kind="Some GPU", client=types.SimpleNamespace(platform_version="1")
+    )
+    runner: Any = types.SimpleNamespace(
+        device=device,
+        driver="device",
+        ops=StepCost(1, 1, 1, 1, 1),
+        config=StepCost(2, 2, 2, 2, 2),
+        state={"embedding": np.zeros(1, np.float32)},
+        layout=types.SimpleNamespace(records=[types.SimpleNamespace(nbytes=96)]),
+        shapes=StepCost(3, 3, 3, 3, 3),
+        formats=None,
+        trace_arrays=frozenset(),
+    )
+    plain = identity(runner)
+    dense = RecordFormat("dense", 128, 128, "bfloat16")
+    packed = dataclasses.replace(dense, version="lossless12")
+    for change in (
+        {"formats": (VersionFormats(dense, packed),)},
+        {"trace_arrays": frozenset({"probs"})},
+    ):
+        other = identity(types.SimpleNamespace(**{**vars(runner), **change}))  # type: ignore
+        assert cost_file(other) != cost_file(plain)
+        assert plain.items() <= other.items() and len(other) == len(plain) + 1
+
+
+# ---- measuring
+
+
+@dataclasses.dataclass(frozen=True)
+class Priced:
+    """Keeps the costs that it is told."""
+
+    moments = frozenset({Moment.STEP_END})
+    needs = frozenset({"costs"})
+    writes = frozenset()
+
+    def init(self, spec):
+        return spec.costs
+
+    def decide(self, state, observation):
+        assert observation.costs is state
+        return state, Decision()
+
+
+@pytest.mark.slow
+def test_demo_is_calibrated_once_and_runs_as_before(quick, caplog):
+    """The first use measures; another LLM, and a policy that needs costs, read the file."""
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    with LLM("demo", **SMALL) as llm:
+        cells = np.array(llm.engine.runner.tables.cell_row)
+        model = cost_model_for(llm)
+        runner = llm.engine.runner
+        path = cost_file(identity(runner))
+        assert path.exists() and not llm.engine.runner.faults()
+        # The tables are those of a start; nothing that was measured is counted.
+        assert np.array_equal(np.array(runner.tables.cell_row), cells)
+        assert np.array(runner.tables.clock).max() == 0
+        assert np.array(runner.tables.address).max() == -1
+        assert llm.stats()["requests"] == 0
+        after = llm.generate("Once", params)[0].outputs[0].token_ids
+        with pytest.raises(UserError, match="has run nothing"):
+            cost_model_for(llm, force=True)
+        assert costs_for(llm).step_s == model.costs().step_s  # from the file
+    assert (model.layers, model.experts, model.top_k) == (4, 16, 4)
+    assert model.expert_bytes == 3 * 128 * 128 * 2
+    assert list(model.decode) == [2] and model.row_tile == 2 and model.chunk == 64
+    assert model.fill[:, 0].tolist() == [1, 2, 4, 8]
+    assert model.read_through[:, 0].tolist() == [1, 2, 4, 8]
+    assert model.stage[:, 0].tolist() == [1, 2, 4]
+    # How a step's time is shared over its parts is the fit's; where it is noisy a part may be 0.
+    assert sum(dataclasses.astuple(model.decode[2])) > 0
+    assert model.link_per_byte > 0 and model.memory_per_byte > 0 and model.kv_swap_per_byte > 0
+    assert model.recompute_per_token > 0 and model.cpu_expert is not None
+    assert CostModel.from_json(json.loads(path.read_text())).to_json() == model.to_json()
+
+    with caplog.at_level(logging.INFO, "moejax"), LLM("demo", policies=[Priced()], **SMALL) as llm:
+        assert llm.generate("Once", params)[0].outputs[0].token_ids == after
+        told = llm.engine.control.controller.spec.costs
+    assert told.step_s == model.costs().step_s
+    assert not [r for r in caplog.records if "measuring what steps cost" in r.message]
+
+
+@pytest.mark.nightly
+def test_a_policy_that_needs_costs_has_them_measured(quick, caplog):
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    with caplog.at_level(logging.INFO, "moejax"), LLM("demo", policies=[Priced()], **SMALL) as llm:
+        assert [r for r in caplog.records if "measuring what steps cost" in r.message]
+        assert cost_file(identity(llm.engine.runner)).exists()
+        first = llm.generate("Once", params)[0].outputs[0].token_ids
+        assert not llm.engine.runner.faults()
+    with LLM("demo", **SMALL) as llm:
+        assert llm.generate("Once", params)[0].outputs[0].token_ids == first
+
+
+OPTIONS = ["--max-num-seqs", "2", "--max-model-len", "64", "--max-num-batched-tokens", "128"]
+
+
+@pytest.mark.nightly
+def test_the_command_measures(quick, capsys):
+    assert cli.main(["calibrate", "demo", "--quiet", *OPTIONS]) == 0
+    path = Path(capsys.readouterr().out.split("measured, kept in ")[1].strip())
+    assert cli.main(["calibrate", "demo", "--json", *OPTIONS]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found.pop("file") == str(path) and found == json.loads(path.read_text())
+    path.write_text("{")
+    assert cli.main(["calibrate", "demo", "--quiet", *OPTIONS]) == 2
+    assert "calibrate --force" in capsys.readouterr().err
+
+
+class StartedLLM:
+    """What calibration asks of an LLM: its identity is ABOUT."""
+
+    def __init__(self, model, **options):
+        self.options, self.closed = options, False
+        self.engine = self
+        self.runner = "a runner"
+        type(self).last = self
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.closed = True
+
+
+@pytest.fixture
+def started(monkeypatch):
+    monkeypatch.setattr(moejax, "LLM", StartedLLM, raising=False)
+    monkeypatch.setattr(moejax.serve.llm, "LLM", StartedLLM)
+    monkeypatch.setattr(calibration, "identity", lambda _: ABOUT)
+    return StartedLLM
+
+
+SIZES = {"layers": 2, "experts": 4}
+MICRO = 1e-6
+
+
+def in_microseconds(cost):
+    return StepCost(**{name: value * MICRO for name, value in vars(cost).items()})
+
+
+def test_the_command_shows_every_figure_and_the_file(started, capsys, monkeypatch):
+    tables = {name: getattr(MODEL, name) * [1, MICRO] for name in ("fill", "read_through", "stage")}
+    names = ("control", "stage_list", "sweep_fill", "sweep_read_through", "recompute_per_token")
+    model = dataclasses.replace(
+        MODEL,
+        **{name: getattr(MODEL, name) * MICRO for name in names},
+        **tables,
+        decode={rows: in_microseconds(cost) for rows, cost in MODEL.decode.items()},
+        prefill=in_microseconds(MODEL.prefill),
+        cpu_expert=np.array([70, 1]) * MICRO,
+        about={**ABOUT, "driver": "device", "sizes": SIZES},
+    )
+    path = cost_file(ABOUT)
+    write_cost_model(path, model)
+    monkeypatch.setattr(calibration, "cost_model_for", lambda llm, **_: model)
+    assert cli.main(["calibrate", "m", "--max-num-seqs", "3"]) == 0
+    shown = capsys.readouterr().out
+    assert started.last.options["max_num_seqs"] == 3 and started.last.closed
+    words = " ".join(shown.split())
+    assert "m: 2 layers, 4 experts Some GPU, jax 1, driver device" in words
+    assert f"measured before, in {path}" in words
+    for name, figures in (
+        ("decode of 8 rows", vars(MODEL.decode[8]).values()),
+        ("decode of 16 rows", vars(MODEL.decode[16]).values()),
+        ("sweep", vars(MODEL.prefill).values()),
+        ("fill", MODEL.fill[:, 1]),
+        ("read through", MODEL.read_through[:, 1]),
+        ("staged", MODEL.stage[:, 1]),
+        ("policies that look at a step", [MODEL.control]),
+        ("a list of transfers in a step", [MODEL.stage_list]),
+        ("expert filled in a sweep", [MODEL.sweep_fill]),
+        ("expert read through in a sweep", [MODEL.sweep_read_through]),
+        ("a prompt computed again", [MODEL.recompute_per_token]),
+        ("expert on the CPU", [70]),
+    ):
+        row = " ".join(f"{value:,.1f}" for value in figures)
+        assert f"{name} {row}" in words, name
+    assert cli.main(["calibrate", "m", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"file": str(path), **model.to_json()}
+    path.unlink()
+    assert cli.main(["calibrate", "m", "--quiet"]) == 2
+    assert "cannot be kept" in capsys.readouterr().err
+
+
+def test_a_path_is_started_and_closed(started, monkeypatch):
+    monkeypatch.setattr(calibration, "cost_model_for", lambda llm: MODEL)
+    assert cost_model_of("m", max_num_seqs=2) is MODEL
+    assert started.last.closed and started.last.options["max_num_seqs"] == 2
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("driver", ["device", "host"])
+def test_forced_steps_move_what_they_should(driver):
+    """measure checks each step's counts; a plan that is off by one is caught."""
+    with LLM("demo", driver=driver, **SMALL) as llm:
+        forced = ForcedSteps(llm.engine.runner, pages=8)
+        forced.begin(2, 1, 30)
+        for case in (
+            Case(2, 8),
+            Case(2, 4, 2),
+            Case(2, 6, 4, read_through=True),
+            Case(2, 4, staged=3),
+            Case(2, 4, observed=True),
+        ):
+            (sample,) = forced.measure(case, 1)
+            assert sample.seconds > 0
+            assert sample.work.experts == 4 * case.active and sample.work.parts == 2
+            assert sample.fills == (0 if case.read_through else 4 * case.missing)
+            assert sample.read_through == (4 * case.missing if case.read_through else 0)
+        forced.grant(0)  # behind the plan's back
+        plan = forced._plan
+        forced._plan = lambda case, steps: [
+            (work, fills + 1, read) for work, fills, read in plan(case, steps)
+        ]
+        with pytest.raises(RuntimeError, match="was planned"):
+            forced.measure(Case(2, 4), 1)
+        forced._plan = plan
+        forced.end()
+        sample = forced.sweep(2, 20, forced.cells, cold=True)
+        assert sample.work.parts == 2 and sample.work.spans == 2
+        assert sample.fills == sample.work.experts and sample.read_through == 0
+
+
+@pytest.mark.nightly
+def test_too_little_memory_is_refused():
+    with LLM("demo", expert_budget=0, **SMALL) as llm:
+        with pytest.raises(UserError, match="no room for the 4 experts of a token"):
+            cost_model_for(llm)
+        # It goes on as if nothing had been asked.
+        params = SamplingParams(temperature=0.0, max_tokens=2)
+        assert llm.generate("Once", params)[0].outputs[0].token_ids
+
+
+def test_experts_of_several_versions_are_refused():
+    class TwoVersions:
+        stores = (None, None)
+
+    with pytest.raises(UserError, match="one version of the experts"):
+        step_costs.measure(TwoVersions())  # type: ignore[arg-type]

@@ -1,0 +1,172 @@
+"""Bytes of transitions in a step: where the bound comes from, and that a step keeps to it. Also who
+made the versions of a run, and the bar while they are made."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+
+from host_offload.policies.precision.names import Precision, precision_of
+from moejax import LLM, SamplingParams, UserError
+from moejax.costs.calibration import cost_file, identity, write_cost_model
+from moejax.costs.transition_bound import kept_costs, step_bound
+from moejax.evaluate.evaluation import perplexity
+from moejax.evaluate.report import result_json
+from moejax.progress import versions_progress
+from moejax.start.precision import made_by
+from tests.host_offload.sizing.cost_models import MODEL
+
+DYNAEXQ = precision_of("dynaexq")
+SMALL: dict[str, Any] = dict(max_model_len=128, max_num_seqs=4, max_num_batched_tokens=256)
+GREEDY = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+
+
+def bound(
+    platform="gpu", kind="NVIDIA H200", precision: Precision = DYNAEXQ, costs=None, read=4 * 10**9
+):
+    return step_bound(precision, platform, kind, costs=costs, step_read_bytes=read)
+
+
+@pytest.mark.parametrize(
+    ("options", "nbytes", "source"),
+    [
+        # 4 GB at 4.8 TB/s are 833 µs; a twentieth of that at 48 GB/s.
+        ({}, 2_000_000, "stated"),
+        # 500 µs at 8 TB/s; a twentieth at 12 GB/s.
+        ({"kind": "Another GPU"}, 300_000, "assumed"),
+        ({"kind": "NVIDIA A100-SXM4-80GB"}, 2_400_000, "stated"),
+        # A row that reads 2 · 2 experts: 1000 + 10 + 1 + 4 · 100 s; a twentieth at 20 bytes/s.
+        ({"costs": MODEL}, 1411, "costs"),
+        ({"costs": MODEL, "precision": precision_of("dynaexq,step_bytes=7")}, 7, "given"),
+        ({"platform": "cpu", "kind": "cpu"}, None, "list"),
+        ({"platform": "cpu", "precision": precision_of("dynaexq,step_bytes=7")}, 7, "given"),
+        ({"precision": precision_of("dynaexq,blocking=true")}, None, "list"),
+        ({"read": 1}, 1, "stated"),
+    ],
+)
+def test_where_the_bound_comes_from(options, nbytes, source):
+    found = bound(**options)
+    assert found.source == source
+    assert found.nbytes == (None if nbytes is None else pytest.approx(nbytes, abs=1))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("dynaexq,step_bytes=0", "step_bytes must be at least 1, not 0"),
+        ("dynaexq,step_bytes=1MiB", "step_bytes='1MiB' is not a whole number"),
+        ("dynaexq,paged=true,step_bytes=9", "step_bytes means nothing where experts are paged"),
+        ("random,step_bytes=9", "precision 'random' has no setting 'step_bytes=9'"),
+    ],
+)
+def test_bounds_that_mean_nothing_are_refused(text, message):
+    with pytest.raises(UserError, match=message):
+        LLM("/no/such/model", precision=text)
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory):
+    """An LLM whose bound is smaller than one expert, with its statistics after a run."""
+    text = "dynaexq,margin=0,spares=4,step_bytes=30000"
+    options = dict(interval="8 tokens", hi_share=0.25, quantizer="mse", progress=False, **SMALL)
+    with LLM("demo", precision=text, **options) as llm:
+        llm.generate(["The old house stood", "def area(width, height):"], GREEDY)
+        yield llm, llm.stats()
+
+
+@pytest.mark.nightly
+def test_a_step_has_no_more_than_one_transition_beyond_its_bound(ran):
+    """30,000 bytes are one int4 expert (26,112) and no dense one (98,304): a step may have either,
+    never two, and the steps with a dense one are counted."""
+    llm, stats = ran
+    found = stats["precision"]
+    low, high = sorted(llm.engine.runner.link_bytes)
+    assert low < found["step_bytes"] == 30_000 < high and found["step_bytes_from"] == "given"
+    assert found["most_step_bytes"] == high
+    assert found["over_step_bytes"] == found["promotions"] > 2
+    assert any("of at most 30000 bytes a step (as given; one" in text for text in stats["notes"])
+
+
+@pytest.mark.slow
+def test_the_share_of_time_is_reported(ran):
+    _, stats = ran
+    found, time = stats["precision"], stats["time"]
+    assert found["transition_s"] > 0 and found["transition_share"] == pytest.approx(
+        found["transition_s"] / (time["prefill_s"] + time["decode_s"])
+    )
+    per_byte = found["transition_s"] / (found["promoted_bytes"] + found["demoted_bytes"])
+    assert 1e-13 < per_byte < 1e-6  # of this machine's memory, give or take
+
+
+@pytest.mark.nightly
+def test_who_made_the_versions_is_said(ran, tmp_path):
+    llm, stats = ran
+    assert stats["precision"]["quantizers"] == {"dense": "checkpoint", "int4": "mse"}
+    (tmp_path / "text").write_text("The old house stood by the sea. " * 8)
+    report = result_json(llm, perplexity(llm, [str(tmp_path / "text")], window=32, stride=32))
+    assert report["model"]["precision"]["quantizers"] == stats["precision"]["quantizers"]
+    assert json.loads(json.dumps(report)) == report
+
+
+def test_a_maker_that_nobody_names_is_the_checkpoint():
+    found = made_by(("dense", "int8", "int4"), {"int4": "gptq, 32768 tokens 1234", "int2": "rtn"})
+    assert found == {"dense": "checkpoint", "int8": "checkpoint", "int4": "gptq, 32768 tokens 1234"}
+
+
+@pytest.mark.slow
+def test_costs_of_the_dense_model_are_found(ran, tmp_path, monkeypatch, caplog):
+    """Measured with one version, used with two; a file of something else, or a damaged one, is
+    not."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    runner = ran[0].engine.runner
+    assert kept_costs(runner) is None
+    about = identity(runner)
+    assert len(about["expert_bytes"]) == 2
+    # As a run with dense experts alone says it: it has no versions to name.
+    dense = {name: value for name, value in about.items() if name != "versions"}
+    dense["expert_bytes"] = about["expert_bytes"][:1]
+    assert dense.keys() < about.keys()
+    write_cost_model(cost_file(dense), dataclasses.replace(MODEL, about=dense))
+    found = kept_costs(runner)
+    assert found is not None and found.link_per_byte == MODEL.link_per_byte
+    cost_file(dense).write_text("{}")
+    assert kept_costs(runner) is None
+    assert "transitions are bounded without measured costs" in caplog.text
+    # A directory that cannot be looked into, as one that may not be searched, has no costs.
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / ("x" * 300)))
+    assert kept_costs(runner) is None
+
+
+def test_the_bar_while_versions_are_made(monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "100")
+    with versions_progress(True) as report:
+        assert report is not None
+        report("int4", 5 * 10**6, 10**7)
+        report("int8", 10**6, 10**7)
+    err = capsys.readouterr().err
+    assert "making int4" in err and "5.0/10.0 MB" in err and "making int8" in err
+    with versions_progress(False) as report:
+        assert report is None
+    assert capsys.readouterr().err == ""
+
+
+def test_versions_are_made_with_a_bar_unless_quiet(monkeypatch):
+    shown = []
+    monkeypatch.setattr("moejax.start.precision.versions_progress", lambda on: _seen(shown, on))
+    for progress in (True, False):
+        with pytest.raises(Stop):
+            LLM("demo", precision="int4", progress=progress, **SMALL)
+    assert shown == [True, False]
+
+
+class Stop(Exception):
+    pass
+
+
+def _seen(shown: list, on: bool):
+    shown.append(on)
+    raise Stop

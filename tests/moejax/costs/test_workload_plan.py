@@ -1,0 +1,415 @@
+"""moejax plan: splits, memories and users from a trace and costs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import platform
+
+import numpy as np
+import pytest
+
+from host_offload.policies.budget.peak_headroom import PeakHeadroom
+from host_offload.simulate.replay import replay
+from host_offload.simulate.simulator import simulate, spec_of
+from host_offload.sizing.configurator import bursts_of, replay_split
+from host_offload.sizing.miss_curves import trace_curves
+from host_offload.sizing.right_size import right_size, working_sets
+from host_offload.traces.reader import TraceError, TraceWriter, read_trace
+from moejax import LLM, SamplingParams, UserError
+from moejax.commands.main import main
+from moejax.costs.workload_plan import Planner, costs_of_trace, parse_time, read_options
+from moejax.engine.control import spec_of_engine
+from moejax.start.budget_options import parse_budget_options
+from moejax.start.build import Limits
+from tests.moejax.engine.budget_workload import (
+    COSTS,
+    EXPERTS,
+    LAYERS,
+    LIMITS,
+    MEMORY,
+    PER_SLOT,
+    SLOT,
+    recorded,
+)
+
+
+@pytest.fixture(scope="module")
+def trace():
+    return read_trace(recorded()[0])
+
+
+@pytest.fixture(scope="module")
+def planner(trace):
+    return Planner(trace, COSTS)
+
+
+@pytest.fixture
+def costs(tmp_path):
+    """Costs in a file."""
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps(COSTS.to_json()))
+    return str(path)
+
+
+@pytest.mark.parametrize("cells", ["uniform", "optimal"])
+def test_a_split_fits_and_its_predictions_are_the_simulators(planner, trace, cells):
+    """Experts' misses bound what LRU does from below where a set does not fit, within a third here;
+    KV's are those of an exact replay."""
+    plan = planner.split(MEMORY, cells=cells)
+    assert plan.expert_bytes + plan.kv_bytes <= plan.memory == MEMORY
+    assert plan.expert_bytes == sum(plan.cells) * SLOT
+    assert plan.kv_bytes * PER_SLOT == plan.kv_pages * SLOT and plan.kv_tokens == plan.kv_pages * 16
+    missed = simulate(trace, cells=plan.cells).misses.sum()
+    replayed = replay_split(bursts_of(trace), [np.array(plan.cells)] * 15, [plan.kv_pages] * 15)
+    first = replayed.expert_first
+    assert plan.expert_misses == pytest.approx(missed - first, rel=0.3)
+    assert plan.link_bytes == (plan.expert_misses + first) * SLOT
+    assert plan.kv_misses == replayed.kv_misses.sum()
+    assert plan.step_s and plan.step_s > 1e-3 and plan.tokens_per_s
+
+
+ROWS = ("request", "user", "position", "phase", "ids", "weights")
+
+
+def rewritten(directory, trace, steps, **header):
+    """A trace of other steps."""
+    with TraceWriter(directory, dataclasses.replace(trace.header, **header)) as writer:
+        writer.append(*steps)
+    return read_trace(directory)
+
+
+@pytest.fixture(scope="module")
+def alone(trace, tmp_path_factory):
+    """The first row of each decode step, as if served alone, one request of each turn."""
+    steps = [
+        step._replace(number=i, **{name: getattr(step, name)[:1] for name in ROWS})
+        for i, step in enumerate(s for s in trace.step_traces() if s.kind == "decode")
+    ]
+    ended = [*steps[:-1], steps[-1]._replace(finished=(int(steps[-1].request[0]),))]
+    return rewritten(tmp_path_factory.mktemp("alone") / "t", trace, ended)
+
+
+def test_where_every_set_fits_the_prediction_is_the_simulators(alone):
+    """With k cells or more in each layer the curve of one row is the pager's own."""
+    plan = Planner(alone, dataclasses.replace(COSTS, kv_swap_per_byte=0.0)).split(MEMORY)
+    assert 4 == alone.header.top_k <= min(plan.cells) <= max(plan.cells) < EXPERTS
+    missed = int(simulate(alone, cells=plan.cells).misses.sum())
+    ids = alone.array("token.ids")
+    seen = sum(len(np.unique(ids[:, layer])) for layer in range(LAYERS))
+    assert plan.expert_misses == missed - seen > 0
+    assert plan.link_bytes == missed * SLOT
+
+
+def test_what_each_user_needs_and_everybody(planner, trace):
+    """Right-size per user and for the population: by each one's own reuse distances and by the
+    co-activation predictor, from their tokens alone."""
+    everybody, *users = planner.split(MEMORY).working_sets
+    ids, owner = trace.array("token.ids"), trace.array("token.user")
+    assert everybody.user is None and everybody.tokens == len(ids)
+    assert [one.user for one in users] == sorted(set(owner[owner >= 0].tolist())) and users
+    assert sum(one.tokens for one in users) == np.count_nonzero(owner >= 0)
+    for one in (everybody, *users):
+        mine = ids if one.user is None else ids[owner == one.user]
+        assert len(mine) == one.tokens
+        for layer in range(LAYERS):
+            uses = np.sort(np.bincount(mine[:, layer].ravel(), minlength=EXPERTS))[::-1]
+            # The least that have all but 1% of the uses. Each layer is predicted from those before
+            # it: nearly, as one expert may be chosen after many.
+            least = int(np.argmax(np.cumsum(uses) >= 0.99 * uses.sum())) + 1
+            assert abs(one.by_coactivation[layer] - least) <= 2
+        curves = trace_curves(trace, user=one.user)
+        assert one.by_reuse == tuple(right_size(curves, 0.01))
+    assert min(sum(one.by_coactivation) for one in users) < sum(everybody.by_coactivation)
+
+
+def test_more_misses_allowed_take_fewer_cells(planner, trace):
+    sizes = {}
+    for epsilon in (0.0, 0.01, 0.2, 1.0):
+        plan = planner.split(MEMORY, epsilon=epsilon)
+        everybody = plan.working_sets[0]
+        assert plan.epsilon == epsilon
+        assert everybody.by_reuse == tuple(right_size(trace_curves(trace), epsilon))
+        sizes[epsilon] = sum(everybody.by_reuse), sum(everybody.by_coactivation)
+    for some in zip(*sizes.values(), strict=True):
+        assert sorted(some, reverse=True) == list(some) and some[0] > some[2] > some[3]
+
+
+def test_a_user_is_not_known_where_nobody_has_a_session(alone, trace, tmp_path):
+    steps = [s._replace(user=np.full_like(s.user, -1)) for s in alone.step_traces()]
+    (everybody,) = working_sets(rewritten(tmp_path / "t", alone, steps))
+    assert everybody.user is None and everybody.tokens == len(steps)
+
+
+def test_the_trace_says_what_cells_there_were_and_who_chose_them(trace):
+    """Without cells= a simulation has those of the run."""
+    spec = trace.header.spec
+    assert spec["cells"] == [7, 7, 7, 7] and spec["budgets"]["cells"] == "uniform"
+    run = sum(int(s.fills.sum() + s.read_through.sum()) for s in trace.step_traces())
+    assert simulate(trace).misses.sum() == run
+
+
+@pytest.mark.slow
+def test_a_trace_says_kvs_floor_in_pages(tmp_path):
+    """max_model_len 68 is 5 pages; the block table has 8, whole spans of 64 tokens. A replay whose
+    policy is told 8 refuses to go below them, which the run did."""
+    limits = {"max_model_len": 68, "max_num_seqs": 4, "max_num_batched_tokens": 256}
+    budgets = {"memory": 29 * SLOT, "expert_budget": 4 * SLOT, "resize": "peak_headroom"}
+    params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
+    with LLM("demo", trace=tmp_path / "t", progress=False, **limits, **budgets) as llm:
+        for i in range(20):
+            llm.generate([[5 + i, 7, 9] * 3], params, use_tqdm=False)
+        told = spec_of_engine(llm.engine.runner, max_model_len=68, seed=0)
+        pages = llm.stats()["arena"]["kv_pages"]
+    trace = read_trace(tmp_path / "t")
+    spec = spec_of(trace.header)
+    assert spec.kv_floor_bytes == told.kv_floor_bytes == 5 * spec.page_bytes
+    assert pages < 8, "the run went below whole spans"
+    replay(trace, policies=[PeakHeadroom()])
+    said = {name: value for name, value in trace.header.spec.items() if name != "kv_floor_bytes"}
+    older = dataclasses.replace(trace, header=dataclasses.replace(trace.header, spec=said))
+    with pytest.raises(TraceError, match="decision: the trace has"):
+        replay(older, policies=[PeakHeadroom()])
+
+
+def test_more_memory_is_never_predicted_to_miss_more(planner):
+    plans = [planner.split(memory << 20) for memory in (2, 3, 4, 6)]
+    lost = [p.miss_s for p in plans]
+    assert lost == sorted(lost, reverse=True) and lost[0] > lost[-1]
+
+
+def test_users_and_memory_are_two_ways_of_the_same_question(planner):
+    capacity = planner.memory_for(4, 3e-3)
+    assert capacity.users == 4 and capacity.step_s <= 3e-3
+    assert capacity.kv_pages >= 4 * capacity.pages_per_user
+    back = planner.users_for(capacity.memory, 3e-3)
+    assert back.users >= 4
+    # A slot less per layer and that many users have a cell less each, or do not fit.
+    less = capacity.memory - LAYERS * SLOT
+    assert least_step_s(planner, 4, less) > 3e-3 >= least_step_s(planner, 4, capacity.memory)
+    assert planner.users_for(less, 3e-3).users < 4
+
+
+def least_step_s(planner: Planner, users: int, memory: int) -> float:
+    """Predicted time of a step of so many users, by hand: whole slots for their KV, the rest in
+    cells, as many in every layer."""
+    slots = memory // SLOT - -(-users * planner.pages_per_user // PER_SLOT)
+    model = planner._decode_model(users)
+    return model.step_s(users, min(slots // LAYERS, EXPERTS))
+
+
+def test_refusals(planner, trace):
+    with pytest.raises(UserError, match="leaves KV 96 tokens, fewer than its floor of 256"):
+        planner.split(100 << 10)
+    with pytest.raises(UserError, match=r"4 users cannot get a token every 0\.001 ms"):
+        planner.memory_for(4, 1e-6)
+    with pytest.raises(UserError, match="users must be at least 1"):
+        planner.memory_for(0, 1.0)
+    with pytest.raises(UserError, match=r"steps of 99 sequences cannot be predicted: the trace"):
+        planner.memory_for(99, 1.0)
+    with pytest.raises(UserError, match="times of steps need measured costs"):
+        Planner(trace, None, link=1e9).users_for(MEMORY, 1.0)
+    with pytest.raises(UserError, match="does not say what computing KV again costs"):
+        Planner(trace, None, link=1e9).split(MEMORY, kv_overflow="recompute")
+    free = dataclasses.replace(COSTS, fill=COSTS.fill * [1, 0])
+    with pytest.raises(UserError, match="a missing expert costs nothing"):
+        Planner(trace, free).split(MEMORY)
+    with pytest.raises(UserError, match="0 bytes are less than one slot, which has 98304"):
+        planner.split(0)
+
+
+def test_a_trace_in_which_no_request_ends(trace, tmp_path):
+    steps = [step._replace(finished=()) for step in trace.step_traces()]
+    with pytest.raises(UserError, match="no request ends in the trace"):
+        Planner(rewritten(tmp_path / "t", trace, steps), COSTS)
+
+
+@pytest.mark.parametrize("model", [None, COSTS])
+def test_a_trace_of_two_versions_is_refused(trace, model):
+    spec = {**trace.header.spec, "version_bytes": {"dense": SLOT, "int4": SLOT // 4}}
+    mixed = dataclasses.replace(trace, header=dataclasses.replace(trace.header, spec=spec))
+    with pytest.raises(UserError, match=r"mixes dense and int4, .* a plan is of one version"):
+        Planner(mixed, model, link=1e9)
+
+
+def test_a_link_prices_layers_of_different_sizes_by_their_mean(trace):
+    """What crosses the link, where a cell has more; a page goes out and comes back."""
+    moved = {"dense": [SLOT, SLOT // 2, SLOT // 2, SLOT]}
+    spec = {**trace.header.spec, "link_bytes": moved}
+    header = dataclasses.replace(trace.header, spec=spec)
+    planner = Planner(dataclasses.replace(trace, header=header), None, link=1e9)
+    page = trace.header.spec["page_bytes"]
+    assert planner._miss_costs("swap") == pytest.approx((0.75 * SLOT / 1e9, 2 * page / 1e9))
+    plan = planner.split(MEMORY)
+    misses = trace_curves(trace).misses[range(LAYERS), plan.cells]
+    assert plan.link_bytes == misses @ np.array(moved["dense"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"expert_bytes": SLOT // 2}, "experts have 49152 bytes over the link, the trace's 98304"),
+        ({"layers": 3}, "they are of MoE layers 3, the trace is of 4"),
+        ({"about": {"dtype": "float16"}}, "they are of dtype float16, the trace is of bfloat16"),
+        ({"about": {"model": "another"}}, "they are of model another"),
+    ],
+)
+def test_costs_of_other_steps_than_the_traces(trace, changes, match):
+    with pytest.raises(UserError, match=match):
+        Planner(trace, dataclasses.replace(COSTS, **changes))
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("50ms", 0.05), ("0.5 s", 0.5), ("20us", 2e-5), (".5ms", 5e-4)]
+)
+def test_times(text, seconds):
+    assert parse_time(text) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("text", ["50", "ms", "0ms", "-5ms", "5 minutes", "1e-3s", ""])
+def test_what_is_no_time(text):
+    with pytest.raises(UserError, match="is not a time"):
+        parse_time(text)
+
+
+# ---- the command
+
+
+def run(capsys, *arguments: str) -> tuple[int, str, str]:
+    status = main(["plan", *arguments])
+    return status, *capsys.readouterr()
+
+
+def test_a_plan_runs(trace, costs, capsys, tmp_path):
+    """The file that --output writes is a run's split, and its tokens are any other's."""
+    output = str(tmp_path / "plan.json")
+    where = ("--trace", str(trace.directory), "--costs", costs)
+    options = ("--memory", "3MiB", "--cells", "marginal", "--output", output)
+    status, out, _ = run(capsys, *where, *options)
+    assert status == 0 and f"run with --config {output}" in out
+    assert "did not come to rest" not in out
+    lines = {line.split()[0]: line.split() for line in out.splitlines() if line.strip()}
+    assert lines["everybody"][-1] == "MiB" and f"{trace.tokens:,}" in lines["everybody"]
+    assert sum(line.split()[:1] == ["user"] for line in out.splitlines()) == 5
+    assert "time per token (a decode step)" in out and "KV pages that come back" in out
+    with LLM("demo", progress=False, **LIMITS, **read_options(output)) as llm:
+        arena = llm.stats()["arena"]
+    assert arena["bytes"] <= MEMORY
+    status, out, _ = run(capsys, *where, "--memory", "3MiB", "--cells", "marginal", "--json")
+    plan = json.loads(out)
+    assert plan["cells"] == arena["cells_per_layer"] and plan["kv_pages"] == arena["kv_pages"]
+
+
+def test_a_plan_with_equal_cells_may_go_on_moving(trace, costs, capsys, tmp_path):
+    """Its file fixes no cells, so that it goes together with --resize."""
+    output = tmp_path / "plan.json"
+    where = ("--trace", str(trace.directory), "--costs", costs, "--memory", "3MiB")
+    status, out, _ = run(capsys, *where, "--output", str(output))
+    found = read_options(output)
+    assert status == 0 and set(found) == {"expert_budget", "kv_budget"}
+    limits = Limits(expert_budget=found["expert_budget"], kv_budget=found["kv_budget"])
+    assert parse_budget_options("fixed", "peak_headroom", "uniform", limits).policies()
+    status, out, _ = run(capsys, *where)
+    assert status == 0 and f"--expert-budget {found['expert_budget']} --kv-budget" in out
+    assert "--cells" not in out
+
+
+def test_what_a_plan_says_that_is_no_good(trace, costs, capsys, tmp_path, monkeypatch):
+    where = ("--trace", str(trace.directory), "--costs", costs, "--memory", "3MiB")
+    status, _, err = run(capsys, *where, "--output", str(tmp_path / "none" / "plan.json"))
+    assert status == 2 and "plan.json cannot be written (No such file" in err
+    monkeypatch.setattr("host_offload.sizing.configurator.MOST_MOVES", 0)
+    status, out, _ = run(capsys, *where)
+    assert status == 0 and "the rule did not come to rest" in out
+
+
+def test_users_for_a_memory_and_back(trace, costs, capsys):
+    where = ("--trace", str(trace.directory), "--costs", costs)
+    status, out, _ = run(capsys, *where, "--users", "4", "--tpot", "3ms", "--json")
+    assert status == 0
+    memory = str(json.loads(out)["memory"])
+    status, out, _ = run(capsys, *where, "--memory", memory, "--tpot", "3ms")
+    assert status == 0 and re_number("users at once", out) >= 4
+
+
+def re_number(name: str, text: str) -> int:
+    (line,) = [line for line in text.splitlines() if name in line]
+    return int(line.split()[-1])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ((), "give --memory for a split"),
+        (("--users", "3"), "give --memory for a split"),
+        (("--memory", "1GiB", "--users", "3", "--tpot", "1s"), "give --memory for a split"),
+        (("--users", "3", "--tpot", "1s", "--output", "x"), "--output writes a split"),
+        (("--memory", "3MiB", "--tpot", "1s", "--cells", "uniform"), "are of a split"),
+        (("--users", "3", "--tpot", "1s", "--kv-overflow", "swap"), "are of a split"),
+        (("--memory", "0", "--link", "1GB/s"), "0 bytes are less than one slot"),
+        (("--memory", "3 furlongs"), "is not a size"),
+        (("--memory", "3MiB", "--tpot", "soon"), "is not a time"),
+        (("--memory", "3MiB", "--link", "fast"), "is not a rate"),
+        (("--memory", "3MiB", "--epsilon", "150%"), "is not a share from 0 to 1"),
+        (("--users", "3", "--tpot", "1s", "--epsilon", "5%"), "are of a split"),
+    ],
+)
+def test_commands_that_mean_nothing(trace, capsys, arguments, match):
+    status, out, err = run(capsys, "--trace", str(trace.directory), *arguments)
+    assert status == 2 and out == "" and match in err
+
+
+def test_a_directory_that_is_no_trace(capsys, tmp_path):
+    status, _, err = run(capsys, "--trace", str(tmp_path), "--memory", "3MiB")
+    assert status == 2 and str(tmp_path) in err
+
+
+def test_costs_are_those_of_the_traces_model_on_this_machine(trace, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(UserError, match=r"no costs of the trace's model .* were measured on this"):
+        costs_of_trace(trace)
+    directory = tmp_path / "moejax" / "costs"
+    directory.mkdir(parents=True)
+    header = trace.header
+    about = {"model": header.config_digest, "machine": platform.node(), "driver": "device"}
+    about |= {"device": header.machine["device"], "dtype": header.spec["dtype"]}
+
+    def put(name: str, created: str, expert_bytes: int = SLOT, **changes) -> None:
+        said = {**about, "created": created, **changes}
+        model = dataclasses.replace(COSTS, about=said, expert_bytes=expert_bytes)
+        (directory / name).write_text(json.dumps(model.to_json()))
+
+    put("other.json", "2031", model="another")
+    put("gpu.json", "2031", device="Some GPU")
+    put("dtype.json", "2031", dtype="float16")
+    put("host.json", "2031", driver="host")
+    with pytest.raises(UserError, match="no costs of the trace's model"):
+        costs_of_trace(trace)
+    put("int4.json", "2031", SLOT // 4)
+    with pytest.raises(UserError, match=r"int4\.json does not fit: their experts have 24576 bytes"):
+        costs_of_trace(trace)
+    put("a.json", "2030", here="new")
+    put("b.json", "2029", here="old")
+    (directory / "damaged.json").write_text("{")
+    assert costs_of_trace(trace).about["here"] == "new"
+    put("c.json", "2028", here="same shapes", shapes=header.spec["shapes"])
+    assert costs_of_trace(trace).about["here"] == "same shapes"
+    # A file that is named may be of another device: what a trace says holds for any.
+    assert costs_of_trace(trace, directory / "gpu.json").about["device"] == "Some GPU"
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("{", "is no JSON"),
+        ("[1]", "must be a JSON object of options, not list"),
+        ('{"max_tokens": 3}', "unknown option 'max_tokens'; known: memory"),
+    ],
+)
+def test_files_of_options_that_mean_nothing(text, match, tmp_path):
+    path = tmp_path / "options.json"
+    path.write_text(text)
+    with pytest.raises(UserError, match=match):
+        read_options(path)
+    with pytest.raises(UserError, match="cannot be read"):
+        read_options(tmp_path / "none.json")

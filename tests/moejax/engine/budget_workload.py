@@ -1,0 +1,76 @@
+"""Conversations, their trace and costs: what tests of budgets and plans share."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from host_offload.sizing.cost_model import CostModel, StepCost
+from moejax import LLM, SamplingParams
+from tests.host_offload.sizing.cost_models import table
+
+LIMITS: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 256}
+MEMORY = 3 << 20
+"""Bytes of the arena: 32 of the 64 + 11 slots that everything would take."""
+LAYERS, EXPERTS, SLOT, PER_SLOT = 4, 16, 98304, 6
+USERS = 5
+
+COSTS = CostModel(
+    layers=LAYERS,
+    experts=EXPERTS,
+    top_k=4,
+    expert_bytes=SLOT,
+    chunk=64,
+    row_tile=4,
+    decode={
+        4: StepCost(step=1e-3, part=1e-5, span=1e-6, expert=1e-5, tile=1e-5),
+        16: StepCost(step=2e-3, part=1e-5, span=1e-6, expert=1e-5, tile=1e-5),
+    },
+    prefill=StepCost(step=5e-3, part=1e-4, span=1e-6, expert=1e-5, tile=1e-5),
+    fill=table((1, 2e-4), (4, 8e-4), (16, 32e-4)),
+    read_through=table((1, 2e-4)),
+    stage=table((1, 2e-4)),
+    stage_list=1e-5,
+    control=1e-5,
+    sweep_fill=2e-4,
+    sweep_read_through=2e-4,
+    recompute_per_token=1e-4,
+    kv_swap_per_byte=2e-9,
+    memory_per_byte=1e-10,
+    link_per_byte=2e-9,
+)
+"""Round figures for the demo model: a step of 1 ms, 0.2 ms for an expert that is missing."""
+
+
+def converse(llm: LLM, rounds: int = 3) -> list[tuple[int, ...]]:
+    """Turns of USERS conversations; returns the tokens of every answer."""
+    params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
+    sessions = [f"user {i}" for i in range(USERS)]
+    said: list[list[int]] = [[] for _ in sessions]
+    answers = []
+    for turn in range(rounds):
+        prompts = [
+            [*said[i], *range(5 + 9 * i + turn, 30 + 7 * i + 2 * turn)] for i in range(USERS)
+        ]
+        for i, output in enumerate(llm.generate(prompts, params, session_id=sessions)):
+            answers.append(tuple(output.outputs[0].token_ids))
+            said[i] = [*prompts[i], *answers[-1]]
+    for name in sessions:
+        llm.end_session(name)
+    return answers
+
+
+@functools.cache
+def recorded() -> tuple[Path, list[tuple[int, ...]]]:
+    """A trace of the conversations with half of the memory, and their answers."""
+    directory = Path(tempfile.mkdtemp(prefix="moejax-tests-budget-")) / "trace"
+    with LLM("demo", memory=MEMORY, trace=directory, progress=False, **LIMITS) as llm:
+        return directory, converse(llm)
+
+
+def cells_now(llm: LLM) -> list[int]:
+    return np.sum(np.asarray(llm.engine.runner.tables.cell_row) >= 0, axis=1).tolist()

@@ -1,0 +1,228 @@
+"""The scheduler over a model of the device: pages hold, for each token, a digest of it, its path
+and the one before, and the next token is a digest of all that a sequence's pages hold. So a page
+that is missing, stale, shared wrongly or computed by the other path shows as another token, in a
+hundredth of the time that a model would need."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Sequence
+
+from host_offload.memory.arena import SlotArena
+from host_offload.memory.kv_cache import KVCache
+from host_offload.memory.layout import slot_layout
+from moejax.engine.arena_report import kv_faults
+from moejax.engine.scheduler import Scheduler
+from moejax.engine.step_work import Work
+from moejax.requests.request import Request
+from moejax.requests.sampling_params import SamplingParams
+from moejax.requests.stopping import Ending
+from moejax.step.parts import StepShapes
+
+EOS = 0
+BLOCK = 16
+CHUNK = 64
+LAYOUT = slot_layout(
+    hidden=64, width=64, itemsize=2, layers=1, kv_heads=1, head_dim=64, block_size=BLOCK
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """A request. prompt: what a turn adds to its session's history, which ends in the answers."""
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    session: str | None = None
+    priority: int = 0
+    arrival: int = 0
+    abort: int | None = None
+    """Steps after which it is cancelled."""
+    rewrite: int = 0
+    """Tokens of the history's end that this turn leaves out."""
+    fork: str | None = None
+    """A session whose history stands before the prompt, of a request that is no turn of it."""
+
+
+class Device:
+    """Scheduler, pages and requests; `step` does what Engine.step does."""
+
+    def __init__(self, *, pages: int, rows: int, sweep_chunks: int, max_model_len: int, **options):
+        per_slot = LAYOUT.pages_per_slot
+        slots = -(-pages // per_slot)
+        arena = options.pop("arena", None) or SlotArena(LAYOUT, slots, 1, 1, 1)
+        arena.grant_kv_slots(slots)
+        # Slots hold several pages; what is left of the last one is nobody's.
+        self.spare = arena.allocate_pages(slots * per_slot - pages)
+        swap_bytes = options.pop("swap_bytes", 10**9)
+        shapes = StepShapes(rows, CHUNK, sweep_chunks, -(-max_model_len // BLOCK))
+        cache = KVCache(arena, self._read, self._write, self._move, swap_bytes)
+        self.scheduler = Scheduler(cache, shapes, rows, max_model_len, **options)
+        self.pages: dict[int, list] = {}
+        self.tokens = [-1] * rows
+        self.pending: tuple[Work, dict[int, int]] | None = None
+        self.number = 0
+
+    def _read(self, rows: Sequence[int]) -> list:
+        return [list(self.pages.get(row, [None] * BLOCK)) for row in rows]
+
+    def _write(self, pages: Sequence, rows: Sequence[int]) -> None:
+        for page, row in zip(pages, rows, strict=True):
+            self.pages[row] = list(page)
+
+    def _move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        self._write(self._read(sources), targets)
+
+    def add(self, prompt: Sequence[int], turn: Turn) -> Request:
+        params = SamplingParams(max_tokens=turn.max_tokens, temperature=0)
+        session = None if turn.session is None else self.scheduler.sessions[turn.session]
+        request = Request(
+            request_id=str(self.number),
+            number=self.number,
+            prompt=list(prompt),
+            params=params,
+            seed=0,
+            arrival_s=0.0,
+            ending=Ending(params, (EOS,), None),
+            priority=turn.priority,
+            session=session,
+        )
+        self.number += 1
+        self.scheduler.check(len(request.prompt), turn.max_tokens)
+        self.scheduler.add(request)
+        return request
+
+    def step(self) -> None:
+        previous, self.pending = self.pending, None
+        try:
+            work = self.scheduler.next_work()
+        except MemoryError:  # as Engine._next_work
+            self._give_up()
+            if previous is not None:
+                self._finish(*previous)
+            raise
+        if work is None and previous is None and not self.scheduler.idle:
+            work = self.unblocked()
+            if work is None:
+                raise RuntimeError("stuck")
+        if work is not None:
+            self.pending = work, self._run(work)
+        if previous is not None:
+            self._finish(*previous)
+
+    def unblocked(self) -> Work | None:
+        """Asked when requests wait and nothing can be dispatched."""
+        return None
+
+    def _give_up(self) -> None:
+        scheduler = self.scheduler
+        blocks = set(scheduler.published)
+        running = scheduler.running.values()
+        holders = {r for r in running if not blocks.isdisjoint(r.blocks)}
+        for request in scheduler.in_step | holders:
+            self.abort(request)
+        scheduler.cache.forget(scheduler.published)
+
+    def _finish(self, work: Work, sampled: dict[int, int]) -> None:
+        pairs = work.rows or [(c.row, c.request) for c in work.chunks if c.samples]
+        for row, request in pairs:
+            if request.finish_reason is not None:
+                continue
+            request.output.append(sampled[row])
+            finish = request.ending.push(sampled[row])
+            if finish is not None:
+                request.finish_reason = finish.finish_reason
+                self.scheduler.release(request)
+
+    def abort(self, request: Request) -> None:
+        if request.finish_reason is None:
+            request.finish_reason = "abort"
+            self.scheduler.release(request)
+
+    # ---- the device
+
+    def _run(self, work: Work) -> dict[int, int]:
+        table = self.scheduler.block_table.copy()
+        for request in work.placed:
+            request.scheduled_s = 0.0
+            if request.output:
+                self.tokens[request.row] = request.output[-1]
+        sampled: dict[int, int] = {}
+
+        def at(row, position):
+            value = self.pages[int(table[row, position // BLOCK])][position % BLOCK]
+            assert value is not None, f"position {position} of row {row} was never written"
+            return value
+
+        def put(row, position, token, path):
+            before = at(row, position - 1) if position else 0
+            page = self.pages.setdefault(int(table[row, position // BLOCK]), [None] * BLOCK)
+            page[position % BLOCK] = _number((before, token, path))
+
+        def digest(row, length):
+            return _number([at(row, position) for position in range(length)]) % 97
+
+        for chunk in work.chunks:
+            assert chunk.start % CHUNK == 0
+            assert 0 <= chunk.skip < chunk.length <= CHUNK
+            stop = chunk.start + chunk.length
+            for position in range(chunk.start + chunk.skip, stop):
+                token = chunk.request.tokens(position, position + 1)[0]
+                put(chunk.row, position, token, "prompt")
+        for chunk in work.chunks:
+            if chunk.samples:
+                sampled[chunk.row] = digest(chunk.row, chunk.start + chunk.length)
+        for row, request in work.rows:
+            put(row, request.computed - 1, self.tokens[row], "generated")
+        for row, request in work.rows:
+            sampled[row] = digest(row, request.computed)
+        for row, token in sampled.items():
+            self.tokens[row] = token
+        return sampled
+
+
+def _number(value: object) -> int:
+    return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=6).digest(), "little")
+
+
+def run(device: Device, turns: Sequence[Turn], *, check: bool = True) -> list:
+    """Runs the turns, a session's in their order; returns their requests."""
+    requests: list[Request | None] = [None] * len(turns)
+    history: dict[str, list[int]] = {}
+    started: dict[int, int] = {}
+    step = 0
+    while True:
+        for i, request in enumerate(requests):
+            if request is None:
+                continue
+            turn = turns[i]
+            if turn.abort is not None and step - started[i] >= turn.abort:
+                device.abort(request)
+            if turn.session is not None and request.finish_reason in ("stop", "length"):
+                # The latest is the last to be built on: turns end in their order.
+                history[turn.session] = request.prompt + request.output
+        for i, turn in enumerate(turns):
+            if requests[i] is not None or turn.arrival > step:
+                continue
+            earlier = [
+                requests[j] for j in range(i) if turn.session and turns[j].session == turn.session
+            ]
+            if any(r is None or r.finish_reason is None for r in earlier):
+                continue
+            told = history.get(turn.session or turn.fork or "", [])
+            prompt = told[: max(len(told) - turn.rewrite, 0)] + list(turn.prompt)
+            requests[i] = device.add(prompt, turn)
+            started[i] = step
+        if all(r is not None and r.finish_reason is not None for r in requests):
+            break
+        device.step()
+        step += 1
+        if check:
+            faults = kv_faults(device.scheduler)
+            faults = [f for f in faults if "pages held" not in f or not device.spare]
+            assert not faults, faults
+        assert step < 100_000, "no end"
+    while device.pending is not None:
+        device.step()
+    return requests

@@ -1,0 +1,217 @@
+"""budget=, resize= and cells=: names to policies and splits, in the engine and refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import numpy as np
+import pytest
+
+import moejax.costs.calibration
+from host_offload.policies.budget.joint_budget import JointBudget
+from host_offload.policies.budget.layer_cells import LayerCells
+from host_offload.policies.budget.mv_wsa import MvWsa
+from host_offload.policies.budget.peak_headroom import PeakHeadroom
+from host_offload.simulate.replay import replay
+from host_offload.sizing.configurator import bursts_of, configure
+from host_offload.sizing.split import division_of, miss_costs
+from host_offload.traces.reader import read_trace
+from moejax import LLM, SamplingParams, UserError
+from moejax.engine.control import spec_of_engine, start_control
+from moejax.start.budget_options import parse_budget_options, start_budget
+from moejax.start.build import Limits
+from tests.moejax.engine.budget_workload import (
+    COSTS,
+    EXPERTS,
+    LAYERS,
+    LIMITS,
+    MEMORY,
+    PER_SLOT,
+    cells_now,
+    converse,
+    recorded,
+)
+
+
+def parsed(budget="fixed", resize="none", cells: str | list[int] = "uniform", **limits):
+    return parse_budget_options(budget, resize, cells, Limits(**limits))
+
+
+@pytest.mark.parametrize(
+    ("options", "policies"),
+    [
+        ({}, ()),
+        ({"resize": "peak_headroom"}, (PeakHeadroom(),)),
+        ({"resize": "mv_wsa"}, (MvWsa(),)),
+        (
+            {"resize": "mv_wsa", "cells": "optimal", "kv_overflow": "recompute"},
+            (MvWsa(allocation="optimal", kv_miss="recompute"),),
+        ),
+        ({"resize": "joint"}, (JointBudget(),)),
+        ({"cells": "marginal"}, (LayerCells(allocation="marginal"),)),
+        # A trace says it once; nothing moves while requests run.
+        ({"cells": "optimal=trace"}, ()),
+        ({"budget": "mv_wsa=trace", "cells": "optimal"}, ()),
+        ({"budget": "mv_wsa=trace", "resize": "mv_wsa"}, (MvWsa(trace="trace"),)),
+        ({"cells": [1, 2, 3, 4]}, ()),
+        ({"cells": "1,2,3,4"}, ()),
+    ],
+)
+def test_names_are_policies(options, policies):
+    assert parsed(**options).policies() == policies
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"budget": "mvwsa"}, "unknown budget 'mvwsa'; known: fixed, mv_wsa"),
+        ({"resize": "live"}, "unknown resize 'live'; known: none, peak_headroom, mv_wsa, joint"),
+        ({"cells": "best"}, "unknown cells 'best'; known: uniform, marginal, optimal"),
+        ({"cells": ""}, "unknown cells ''"),
+        ({"budget": "mv_wsa"}, r"needs a trace of the workload: mv_wsa=TRACE .*resize=mv_wsa"),
+        ({"budget": "fixed=t"}, "budget fixed needs no trace"),
+        ({"cells": "uniform=t"}, "cells uniform needs no trace"),
+        (
+            {"budget": "mv_wsa=t", "kv_budget": 1 << 20},
+            "decides the split; leave out kv_budget",
+        ),
+        ({"resize": "peak_headroom", "cells": "marginal"}, "gives every layer as many cells"),
+        ({"cells": "3,x"}, "a name or a whole number a layer"),
+        ({"cells": [3, None]}, "a name or a whole number a layer"),
+        ({"cells": [3, 3, 3, 3], "resize": "mv_wsa"}, "cells in numbers stay as they are"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(options, match):
+    with pytest.raises(UserError, match=match):
+        parsed(**options)
+
+
+@pytest.fixture(scope="module")
+def llm():
+    """Slots move by MV-WSA, with costs that are not measured: KV is dear at first."""
+    dear = dataclasses.replace(COSTS, kv_swap_per_byte=1e-6)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(moejax.costs.calibration, "costs_for", lambda engine: dear.costs())
+        with LLM("demo", memory=MEMORY, resize="mv_wsa", progress=False, **LIMITS) as llm:
+            yield llm
+
+
+def test_live_resize_changes_no_token_and_says_what_it_did(llm):
+    _, answers = recorded()
+    assert converse(llm) == answers
+    stats = llm.stats()["budget"]
+    assert stats["resize"] == "mv_wsa" and stats["budget"] == "fixed"
+    assert stats["resizes"] > 0 and stats["slots_moved"] > 0 and stats["failed"] == 0
+    assert {"pages_moved", "deferred", "cells"} <= stats.keys()
+    arena = llm.stats()["arena"]
+    assert arena["expert_slots"] + arena["kv_slots"] + arena["free_slots"] == arena["slots"] == 32
+
+
+def test_width_kv_and_cells_together(llm):
+    """The same engine with the joint policy, where a step of one sequence takes a thousandth of one
+    of four: once it knows steps, no other sequence begins beside one that runs, and no token
+    changes."""
+    engine = llm.engine
+    before, narrow = engine.control, dataclasses.replace(COSTS.costs(), step_s={1: 1e-3, 4: 1.0})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(moejax.costs.calibration, "costs_for", lambda engine: narrow)
+        engine.control = start_control(
+            engine.runner, [JointBudget()], max_model_len=256, seed=0, routers=[]
+        )
+    assert engine.control is not None
+    engine.control.set_budget = engine.try_budget
+    engine.control.limit_running = engine.resizer.limit
+    seen: list[tuple[int, int]] = []
+    scheduler = engine.scheduler
+    engine.listener = lambda step: seen.append((scheduler.max_running, len(scheduler.running)))
+    try:
+        assert converse(llm) == recorded()[1]
+        limits, running = zip(*seen, strict=True)
+        assert limits[0] == 4 == max(running) and limits[-1] == 1
+        assert llm.stats()["budget"]["max_running"] == 1
+        # Those that had begun go on.
+        assert list(running[limits.index(1) :]) == sorted(running[limits.index(1) :], reverse=True)
+        assert running.count(1) > len(running) // 2
+    finally:
+        engine.control, engine.listener = before, None
+        engine.resizer.limit(LIMITS["max_num_seqs"])
+
+
+def test_cells_that_follow_live_curves(tmp_path):
+    """By name, without a trace: layers get another number of cells while requests run; tokens and
+    log-probabilities are those of the fixed split, and a replay finds every move and miss again."""
+    prompts = [[*range(5 + i, 25 + i)] for i in range(3)]
+    params = SamplingParams(max_tokens=200, temperature=0, ignore_eos=True, logprobs=2)
+    answers = {}
+    for cells in ("uniform", "marginal"):
+        trace = tmp_path / cells
+        budget = {"memory": MEMORY, "cells": cells, "trace": trace}
+        with LLM("demo", progress=False, **budget, **LIMITS) as llm:
+            outputs = [llm.generate([prompt], params, use_tqdm=False) for prompt in prompts]
+            ended = [output.outputs[0] for (output,) in outputs]
+            answers[cells] = [(answer.token_ids, answer.logprobs) for answer in ended]
+            found = cells_now(llm)
+    assert answers["marginal"] == answers["uniform"]
+    assert sum(found) == 28 and len(set(found)) > 1, found
+    trace = read_trace(tmp_path / "marginal")
+    assert [b.cells for b in trace.budgets() if b.settled][-1] == tuple(found)
+    replayed = replay(trace, policies=[LayerCells(allocation="marginal")])
+    measured = trace.array("step.fills") + trace.array("step.read_through")
+    np.testing.assert_array_equal(replayed.misses, measured)
+
+
+@pytest.fixture
+def still(llm):
+    """The same engine, without what moves slots."""
+    control, llm.engine.control = llm.engine.control, None
+    yield llm
+    llm.engine.control = control
+
+
+def test_the_configurators_split_is_where_the_engine_starts(still, monkeypatch):
+    monkeypatch.setattr(moejax.costs.calibration, "costs_for", lambda engine: COSTS.costs())
+    directory, _ = recorded()
+    spec = spec_of_engine(still.engine.runner, max_model_len=256, seed=0)
+    found = configure(
+        bursts_of(read_trace(directory)), division_of(spec), miss_costs(COSTS.costs(), spec)
+    )
+    budget = start_budget(still.engine, parsed(budget=f"mv_wsa={directory}"), still.budget)
+    assert cells_now(still) == found.cells.tolist() == [found.cap] * LAYERS
+    arena = still.stats()["arena"]
+    assert arena["kv_pages"] == found.kv_pages == budget.pages
+    assert budget.expert_slots == found.cap * LAYERS
+    assert f"budget mv_wsa: {found.cap} cells a layer" in budget.notes[-1]
+
+
+def test_cells_of_a_trace_or_in_numbers(still):
+    directory, _ = recorded()
+    still.engine.set_budget([7] * LAYERS, 4)
+    budget = start_budget(still.engine, parsed(cells=f"optimal={directory}"), still.budget)
+    cells = cells_now(still)
+    assert sum(cells) == 28 and len(set(cells)) > 1 and budget.pages == 4 * PER_SLOT
+    start_budget(still.engine, parsed(cells=[9, 8, 6, 5]), still.budget)
+    assert cells_now(still) == [9, 8, 6, 5]
+    for wrong in ([9, 8, 6], [9, 9, 9, 9]):
+        with pytest.raises(UserError, match=r"the model has 4 layers .* and the budget 28 cells"):
+            start_budget(still.engine, parsed(cells=wrong), still.budget)
+    with pytest.raises(UserError, match="the split cannot be set: cells per layer"):
+        start_budget(still.engine, parsed(cells=[EXPERTS + 1, 0, 0, 0]), still.budget)
+
+
+def test_traces_that_are_of_no_use_are_refused(still, tmp_path, monkeypatch):
+    directory, _ = recorded()
+    with pytest.raises(UserError, match=r"nowhere"):
+        start_budget(still.engine, parsed(cells=f"optimal={tmp_path / 'nowhere'}"), still.budget)
+    header = (directory / "trace.json").read_text()
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "trace.json").write_text(re.sub(r'"layers": 4', '"layers": 5', header))
+    with pytest.raises(UserError, match="of another model: 5 layers"):
+        start_budget(still.engine, parsed(cells=f"optimal={other}"), still.budget)
+    # Without a cost nothing can be weighed.
+    free = COSTS.costs()
+    free = type(free)(**{**vars(free), "fill": np.zeros(2)})
+    monkeypatch.setattr(moejax.costs.calibration, "costs_for", lambda engine: free)
+    with pytest.raises(UserError, match="a missing expert costs nothing"):
+        start_budget(still.engine, parsed(budget=f"mv_wsa={directory}"), still.budget)

@@ -1,0 +1,365 @@
+"""Policies beside a real engine: same bits, transfers carried out, nothing compiled on the way."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+import sys
+import types
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import moejax
+from examples.recent_prefetch import RecentPrefetch
+from host_offload.control.controller import Controller
+from host_offload.control.interface import Decision, Moment, Observation, Spec, Stage
+from host_offload.memory.tables import empty_tables, snapshot
+from host_offload.policies.eviction.names import POLICIES
+from host_offload.policies.eviction.static import Static
+from moejax import LLM, SamplingParams, UserError
+from moejax.commands.main import _parser
+from moejax.engine.control import Control, PageUse
+from moejax.engine.records import StepRecord
+from moejax.engine.resize import Moved
+from moejax.step.experts import Paging
+from moejax.step.programs import STAGES
+from tests.host_offload.control.policy_runs import EXPERTS, LAYERS, facts, scripted, seen, spec
+from tests.moejax.engine_runs import Job, run
+
+LIMITS = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 256}
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+JOBS = [Job(tuple(range(7 * i + 5, 7 * i + 25 + 40 * i)), GREEDY, arrival=15 * i) for i in range(3)]
+
+
+# One expert budget for all, the tutorial's: one set of compiled executables.
+def make_llm(**options) -> LLM:
+    return LLM("demo", dtype="float32", progress=False, **{**LIMITS, **options})
+
+
+# ---- the device driver
+
+
+@pytest.fixture(scope="module")
+def llm():
+    """FIFO and the tutorial's policy, half of the experts."""
+    policies = [RecentPrefetch()]
+    with make_llm(expert_budget="40%", eviction="fifo", policies=policies) as llm:
+        yield llm
+
+
+@pytest.mark.slow
+def test_policies_change_no_bit_and_break_no_table(llm):
+    """Against the same engine without control; every invariant is checked after every step."""
+    engine = llm.engine
+    control, engine.control = engine.control, None
+    alone = run(llm, JOBS, check=False)
+    engine.control = control
+    compiled = set(engine.runner.executables())
+    for got, want in zip(run(llm, JOBS), alone, strict=True):
+        assert got.same_bits(want)
+    transfers = llm.stats()["control"]["transfers"]["recent"]
+    assert transfers["done"] > 0 and transfers["issued"] == transfers["done"] + transfers["skipped"]
+    assert transfers["bytes"] == transfers["done"] * llm.engine.runner.layout.records[0].nbytes
+    np.testing.assert_array_equal(engine.runner.tables.victim_weights, [0, 0, 1])
+    assert np.asarray(engine.runner.tables.prior).max() == llm.config.num_experts
+    # The integrity check belongs to this test, all else was there before.
+    assert set(engine.runner.executables()) - compiled <= {"integrity"}
+    assert {"decode_staged", "prefill_staged", "snapshot"} <= compiled
+
+
+def test_the_observation_is_of_the_step_before(llm, monkeypatch):
+    """One step late while the engine runs, and the copy of the tables is that of the same step."""
+    control, ages, same = llm.engine.control, [], []
+    end_step = control.controller.end_step
+
+    def recorded(step, **given):
+        ages.append(given["age"])
+        # What the step found resident or filled is resident behind it; frequencies agree.
+        active = np.unique(given["facts"]["ids"][:, 0])
+        same.append(bool((given["tables"].address[0, active] >= 0).any()))
+        end_step(step, **given)
+
+    monkeypatch.setattr(control.controller, "end_step", recorded)
+    llm.generate([5, 6, 7], GREEDY)
+    assert set(ages[:-1]) == {1} and ages[-1] in (0, 1)
+    assert all(same)
+
+
+def test_stats_and_names(llm):
+    stats = llm.stats()
+    assert stats["eviction"] == "fifo"
+    assert stats["control"]["policies"] == ["FIFO", "RecentPrefetch"]
+    assert stats["control"]["decisions"]["RecentPrefetch"] > 0
+
+
+def test_policies_that_are_weights_cost_nothing():
+    with make_llm(expert_budget="40%", eviction="lfru") as llm:
+        assert llm.engine.control is None and llm.stats()["control"] is None
+        np.testing.assert_array_equal(llm.engine.runner.tables.victim_weights, [1, 1, 0])
+        assert not {"snapshot", "decode_staged"} & set(llm.engine.runner.executables())
+
+
+@pytest.mark.slow
+def test_static_in_the_engine():
+    hot = tuple((3, 1, 4, 5) for _ in range(4))
+    policies = [Static(hot=hot)]
+    with make_llm(expert_budget="40%", policies=policies) as llm:
+        assert llm.stats()["eviction"] == "Static"
+        params = dataclasses.replace(GREEDY, max_tokens=40)
+        (before,) = llm.generate([[5, 6, 7]], params)
+        fills, runner = llm.stats()["experts"]["fills"], llm.engine.runner
+        resident = np.asarray(runner.tables.address) >= 0
+        assert resident[:, [3, 1, 4, 5]].all() and not runner.faults()
+        # From here on nothing comes in.
+        (after,) = llm.generate([[5, 6, 7]], params)
+        assert after.outputs[0].token_ids == before.outputs[0].token_ids
+        assert llm.stats()["experts"]["fills"] == fills
+
+
+@dataclasses.dataclass(frozen=True)
+class WrongPrior:
+    moments: frozenset = frozenset({Moment.STEP_END})
+    needs: frozenset = frozenset({"router"})
+    writes: frozenset = frozenset({"prior"})
+
+    def init(self, spec: Spec) -> None:
+        if spec.router is not None:
+            raise ValueError(f"the router is {spec.router.dtype}{list(spec.router.shape)}")
+
+    def decide(self, state: None, observation: Observation):
+        return None, Decision()
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"eviction": "mru"}, "unknown eviction policy 'mru'; known: lru, lfu, lfru, fifo, static"),
+        ({"policies": RecentPrefetch()}, "policies must be a list of policies, not RecentPrefetch"),
+        ({"policies": [RecentPrefetch]}, r"RecentPrefetch is a class; give an object"),
+        (
+            {"eviction": "static", "policies": [RecentPrefetch()]},
+            "policies Static and RecentPrefetch both write 'stages'; leave one out",
+        ),
+        (
+            {"policies": [scripted(moments={Moment.ROUTED})]},
+            "Scripted asks for ROUTED, which driver='device' lacks; driver='host' has it",
+        ),
+        # What the policy says of the model comes as it is; the router is given to who needs it.
+        ({"policies": [WrongPrior()]}, r"the router is float32\[4, \d+, 16\]"),
+    ],
+)
+def test_refusals(options, match):
+    with pytest.raises(UserError, match=match):
+        make_llm(**options)
+
+
+def test_the_command_line_knows_every_eviction_policy():
+    choices = re.search(r"--eviction \{([a-z,]+)\}", _help("generate"))
+    assert choices and set(choices[1].split(",")) == set(POLICIES)
+
+
+def _help(command: str) -> str:
+    (action,) = (a for a in _parser()._actions if a.dest == "command")
+    return action.choices[command].format_help()  # type: ignore[index, union-attr]
+
+
+# ---- the host driver
+
+
+@dataclasses.dataclass(frozen=True)
+class NextLayer:
+    """Stages in the layer after the one just routed the experts of the same ids."""
+
+    layers: int = 4
+
+    moments: frozenset = frozenset({Moment.ROUTED, Moment.TRANSFER, Moment.STEP_END})
+    needs: frozenset = frozenset({"ids", "finished", "in_flight"})
+    writes: frozenset = frozenset({"stages"})
+
+    def init(self, spec: Spec) -> tuple:
+        return ()
+
+    def decide(self, state: tuple, observation: Observation):
+        state = (*state, (observation.moment, observation.layer, observation.finished))
+        if observation.moment != Moment.ROUTED or observation.layer == self.layers - 1:
+            return state, Decision()
+        assert observation.ids is not None and observation.ids.shape[1] == 1
+        wanted = (Stage(observation.layer + 1, int(e)) for e in np.unique(observation.ids))
+        return state, Decision(stages=tuple(wanted))
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+def test_policies_between_layers():
+    """Transfers asked for after routing a layer are there, or skipped, before the next one."""
+    with make_llm(expert_budget="40%", driver="host", policies=[NextLayer()]) as llm:
+        engine = llm.engine
+        control, engine.control, engine.runner.hooks = engine.control, None, None
+        alone = run(llm, JOBS, check=False)
+        engine.control, engine.runner.hooks = control, control.hooks()
+        for got, want in zip(run(llm, JOBS), alone, strict=True):
+            assert got.same_bits(want)
+        (seat,) = control.controller._seats[1:]
+        transfers = [s for s in seat.state if s[0] == Moment.TRANSFER]
+        assert transfers and all(s[2] for s in transfers)
+        carried = [t for _, _, finished in transfers for t in finished if not t.skipped]
+        assert carried and all(t.published == t.issued >= 0 for t in carried)
+        counts = llm.stats()["control"]["transfers"]["prefetch"]
+        assert counts["done"] >= len(carried) and counts["used"] > 0
+        assert counts["issued"] == counts["done"] + counts["skipped"]
+
+
+# ---- the border itself
+
+
+class FakeRunner:
+    driver, layer_versions = "device", None
+
+    def __init__(self):
+        self.transfers, self.hooks = [], None
+        self.tables = empty_tables(LAYERS, EXPERTS, 8, "lru")
+        rows = jnp.arange(LAYERS * 8, dtype=jnp.int32).reshape(LAYERS, 8)
+        self.tables = self.tables._replace(cell_row=rows)
+        self.prepared: list[str] = []
+
+    def prepare(self, *names):
+        self.prepared += names
+
+    def prepare_stages(self):
+        self.prepare("decode_staged", "prefill_staged")
+
+    def snapshot(self):
+        return snapshot(self.tables)
+
+
+USE = PageUse(3, 4, 9, 0, running=2, waiting=1, waiting_tokens=30)
+
+
+def record(number: int, staged=None) -> StepRecord:
+    given = facts((0, 1), (2, 3))
+    return StepRecord(
+        number=number,
+        kind="decode",
+        dispatched_s=100.0 + number,
+        read_s=100.5 + number,
+        rows=4,
+        compiled=number == 0,
+        user=np.array([-1]),
+        position=np.array([7]),
+        paging=Paging(*[np.zeros(LAYERS, np.int32)] * 4),
+        staged=staged,
+        staged_bytes=0,
+        finished=(),
+        **{k: given[k] for k in ("request", "phase", "ids", "weights", "missed")},
+    )
+
+
+def test_what_a_control_hands_over():
+    needs = {"running", "kv_used", "bucket", "compiled", "position", "cells"}
+    start = {(Moment.STEP_BEGIN, 0): Decision(stages=(Stage(0, 4), Stage(1, 5)))}
+    policy = scripted(
+        start, moments={Moment.STEP_BEGIN, Moment.STEP_END}, needs=needs, writes={"stages", "prior"}
+    )
+    runner = FakeRunner()
+    control = Control(runner, Controller(spec(), [policy]))  # type: ignore[arg-type]
+    assert runner.prepared == ["snapshot", "decode_staged", "prefill_staged"]
+    assert control.hooks() is None
+    entries = control.before_step(0)
+    assert entries is not None
+    assert all(field.dtype == np.int32 and field.shape == (STAGES,) for field in entries)
+    assert entries.layer.tolist() == [0, 1] + [-1] * (STAGES - 2)
+    assert entries.expert.tolist()[:2] == [4, 5] and entries.cell.tolist()[:2] == [0, 0]
+    # The dispatch failed: the next step gets them.
+    again = control.before_step(1)
+    assert again is not None and again.expert.tolist() == entries.expert.tolist()
+    control.after_dispatch(1)
+    assert control.before_step(2) is None
+    control.after_dispatch(2)
+    control.after_read(record(1, staged=np.array([1, 0] + [0] * 6)), USE)
+    (last,) = [o for o in seen(control.controller) if o.moment == Moment.STEP_END]
+    assert (last.step, last.age, last.seconds) == (1, 1, 0.5)
+    assert (last.running, last.kv_used, last.bucket, last.compiled) == (2, 3, 4, False)
+    assert last.position.tolist() == [7] and (last.cells == 8).all()
+    counts = control.stats()["transfers"]["prefetch"]
+    assert (counts["done"], counts["skipped"], counts["issued"]) == (1, 1, 2)
+    assert set(control._snapshots) == {2}
+
+
+def test_a_step_that_failed_behind_a_hook_leaves_nothing_to_settle():
+    """A hook had returned transfers when the step failed; the next step has none of its own yet."""
+    start = {(Moment.LAYER_BEGIN, 0): Decision(stages=(Stage(0, 4),))}
+    runner = FakeRunner()
+    policy = scripted(start, moments={Moment.LAYER_BEGIN}, writes={"stages"})
+    control = Control(runner, Controller(spec(driver="host"), [policy]))  # type: ignore[arg-type]
+    control.before_step(0)
+    entries = control.between_layers(Moment.LAYER_BEGIN, 0, {})
+    assert entries is not None and entries.expert[0] == 4
+    again = control.before_step(1)
+    assert again is not None and again.expert[0] == 4  # it waited again, and is this step's
+    assert control.between_layers(Moment.LAYER_BEGIN, 0, {}) is None
+    counts = control.stats()["transfers"]["prefetch"]
+    assert (counts["issued"], counts["deferred"], counts["skipped"]) == (1, 1, 0)
+
+
+def test_table_updates_are_contents():
+    prior = np.arange(LAYERS * EXPERTS).reshape(LAYERS, EXPERTS)
+    start = {(Moment.STEP_END, 0): Decision(prior=prior, fill_version=prior * 0 - 1)}
+    runner = FakeRunner()
+    policy = scripted(start, writes={"prior", "fill_version"})
+    control = Control(runner, Controller(spec(), [policy]))  # type: ignore[arg-type]
+    assert runner.prepared == []
+    assert control.before_step(0) is None
+    control.after_dispatch(0)
+    control.after_read(record(0), USE)
+    before = runner.tables
+    assert control.before_step(1) is None
+    np.testing.assert_array_equal(runner.tables.prior, prior)
+    np.testing.assert_array_equal(runner.tables.fill_version, prior * 0 - 1)
+    assert runner.tables.prior.dtype == before.prior.dtype
+    assert runner.tables.owner is before.owner
+
+
+@pytest.mark.parametrize("can", [False, True, None])
+def test_a_budget_goes_to_the_engine(can):
+    start = {(Moment.STEP_END, 0): Decision(cells=np.array([2, 3]))}
+    policy = scripted(start, needs={"cells"}, writes={"cells"})
+    control = Control(FakeRunner(), Controller(spec(), [policy]))  # type: ignore[arg-type]
+    asked = []
+    if can is not None:
+        control.set_budget = lambda cells, pages: asked.append((cells, pages)) or Moved(can, can)
+    control.before_step(0)
+    control.after_dispatch(0)
+    control.after_read(record(0), USE)
+    control.before_step(1)
+    assert control.stats()["budget_deferred"] == (0 if can else 1)
+    if can is not None:
+        ((cells, pages),) = asked
+        assert cells.tolist() == [2, 3] and pages is None
+
+
+def test_the_tutorial_shows_the_file_that_runs(repository):
+    page = (repository / "docs" / "write_a_policy.md").read_text()
+    source = (repository / "examples" / "recent_prefetch.py").read_text()
+    (shown,) = re.findall(r"```python\n(import dataclasses.*?)```", page, re.DOTALL)
+    body = source[source.index("import dataclasses") : source.index('if __name__ == "__main__"')]
+    assert shown.strip() == body.strip()
+
+
+def test_the_tutorials_file_runs_as_a_script(llm, repository, capsys, monkeypatch):
+    """On the engine at hand, which has the same policy and budget."""
+    path, asked = repository / "examples" / "recent_prefetch.py", {}
+
+    def at_hand(model, **options):
+        asked.update(options, model=model)
+        return contextlib.nullcontext(llm)
+
+    monkeypatch.setattr(moejax, "LLM", at_hand)
+    monkeypatch.setitem(sys.modules, "example", module := types.ModuleType("example"))
+    module.__dict__["__name__"] = "__main__"
+    exec(compile(path.read_text(), str(path), "exec"), module.__dict__)
+    assert asked["model"] == "demo" and asked["expert_budget"] == "40%"
+    assert [type(policy).__name__ for policy in asked["policies"]] == ["RecentPrefetch"]
+    assert "'recent': {'issued'" in capsys.readouterr().out

@@ -1,0 +1,270 @@
+"""The engine when something goes wrong in the middle, and between requests."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from host_offload.control.rules import PolicyError
+from moejax import LLM, SamplingParams, UserError
+from moejax.engine.arena_report import kv_faults
+from moejax.engine.resize import Resizer
+from moejax.step.runner import Runner
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+LIMITS = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 128}
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with LLM("demo", expert_budget="50%", progress=False, **LIMITS) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def expected(llm):
+    return llm.generate([7, 8, 9], GREEDY)[0].outputs[0].token_ids
+
+
+def all_free(llm):
+    arena, scheduler = llm.engine.scheduler.arena, llm.engine.scheduler
+    return scheduler.cache.available == arena.pages and sorted(scheduler.free_rows) == [0, 1, 2, 3]
+
+
+def run_to_the_end(llm):
+    while not llm.engine.idle:
+        llm.engine.step()
+
+
+@pytest.mark.slow
+def test_ctrl_c_at_any_moment_leaves_a_working_engine(llm, expected):
+    rng, interrupted = np.random.default_rng(0), 0
+    previous = signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    try:
+        for _ in range(40):
+            signal.setitimer(signal.ITIMER_REAL, float(rng.uniform(0.001, 0.04)))
+            try:
+                llm.generate([[7, 8, 9]] * 3, GREEDY)
+            except KeyboardInterrupt:
+                interrupted += 1
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            assert all_free(llm)
+    finally:
+        signal.signal(signal.SIGALRM, previous)
+    assert interrupted > 5
+    assert llm.generate([7, 8, 9], GREEDY)[0].outputs[0].token_ids == expected
+    assert llm.engine.runner.faults() == []
+
+
+def test_a_failing_listener_costs_nobody_a_token(llm, expected):
+    request = llm.engine.add([7, 8, 9], GREEDY)
+    steps = iter(range(100))
+
+    def fail(step):
+        if next(steps) == 4:
+            raise ZeroDivisionError
+
+    llm.engine.listener = fail
+    failures = 0
+    while request.finish_reason is None:
+        try:
+            llm.engine.step()
+        except ZeroDivisionError:
+            failures += 1
+    llm.engine.listener = None
+    llm.engine.drain()
+    assert failures == 1 and request.output == expected
+
+
+def test_a_failing_step_aborts_its_requests_and_no_others(llm, expected, monkeypatch):
+    first = llm.engine.add([7, 8, 9], GREEDY)
+    for _ in range(3):
+        llm.engine.step()
+
+    def fail(*args, **kwargs):
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine.runner, "prefill", fail)
+        second = llm.engine.add([5, 6], GREEDY)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            llm.engine.step()
+    assert second.finish_reason == "abort"
+    while first.finish_reason is None:
+        llm.engine.step()
+    llm.engine.drain()
+    assert first.output == expected and all_free(llm)
+
+
+def test_pages_that_cannot_be_moved_abort_the_step_and_lose_nobody(llm, expected, monkeypatch):
+    arena, cache = llm.engine.scheduler.arena, llm.engine.scheduler.cache
+    before = llm.stats()["arena"]
+    llm.engine.set_budget([0] * 4, -(-17 // arena.layout.pages_per_slot))
+    long = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+    requests = [llm.engine.add([7 + i, 8, 9] * 20, long) for i in range(3)]
+
+    def fail(rows):
+        raise RuntimeError("no pinned memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cache, "read", fail)
+        with pytest.raises(RuntimeError, match="no pinned memory"):
+            run_to_the_end(llm)
+    assert kv_faults(llm.engine.scheduler) == []
+    run_to_the_end(llm)
+    # Nobody finds KV that was never written.
+    for request in requests:
+        again = llm.generate(request.prompt, long)[0].outputs[0].token_ids
+        assert again[: len(request.output)] == request.output
+    # Who was not part of the step that failed goes on.
+    assert "length" in {r.finish_reason for r in requests} <= {"abort", "length"} and all_free(llm)
+    llm.engine.set_budget(before["cells_per_layer"], before["kv_slots"])
+    assert llm.generate([7, 8, 9], GREEDY)[0].outputs[0].token_ids == expected
+
+
+def test_an_engine_is_idle_after_a_request_that_stopped_early(llm, expected, monkeypatch):
+    monkeypatch.setattr(llm.engine, "eos_token_ids", frozenset(expected[2:3]))
+    llm.generate([7, 8, 9], SamplingParams(temperature=0, max_tokens=12))
+    assert llm.engine.idle
+    cells, kv = [8] * 4, llm.stats()["arena"]["kv_slots"]
+    llm.engine.set_budget([3, 0, 8, 16], kv - 5)
+    assert llm.stats()["arena"]["cells_per_layer"] == [3, 0, 8, 16]
+    llm.engine.set_budget(cells, kv)
+
+
+def test_a_policy_may_shrink_kv_although_prompts_are_cached(llm):
+    scheduler, runner = llm.engine.scheduler, llm.engine.runner
+    arena, before = scheduler.arena, llm.stats()["arena"]
+    llm.generate(np.random.default_rng(5).integers(1, 4096, 200).tolist(), GREEDY)
+    assert scheduler.cache.idle > 8
+    resizer = Resizer(runner, scheduler)
+    while not resizer.move(None, arena.layout.pages_per_slot).settled:
+        assert kv_faults(scheduler) == []
+    assert arena.pages == arena.layout.pages_per_slot and kv_faults(scheduler) == []
+    with pytest.raises(PolicyError, match="wants what the arena cannot give"):
+        resizer.move(None, 10**6)
+    llm.engine.set_budget(before["cells_per_layer"], before["kv_slots"])
+
+
+@pytest.mark.parametrize(
+    ("cells", "kv_slots"), [([2] * 4, -3), ([2] * 3, 5), ([17, 0, 0, 0], 5), ([2] * 4, 10_000)]
+)
+def test_a_budget_that_is_refused_changes_nothing(llm, cells, kv_slots):
+    before = llm.stats()["arena"]
+    with pytest.raises(ValueError, match="cells"):
+        llm.engine.set_budget(cells, kv_slots)
+    assert llm.stats()["arena"] == before
+
+
+def test_budgets_do_not_move_under_running_requests(llm):
+    request = llm.engine.add([7, 8, 9], GREEDY)
+    llm.engine.step()
+    with pytest.raises(ValueError, match="requests are running"):
+        llm.engine.set_budget([1] * 4, 20)
+    llm.engine.abort([request])
+    llm.engine.drain()
+    assert all_free(llm)
+
+
+def test_an_aborted_score_stays_aborted(llm):
+    request = llm.engine.add([7] * 100, GREEDY, targets=[8] * 100)
+    llm.engine.step()
+    llm.engine.abort([request])
+    while not llm.engine.idle:
+        llm.engine.step()
+    assert request.finish_reason == "abort" and all_free(llm)
+
+
+def test_scored_tokens_must_be_in_the_vocabulary(llm):
+    for token in (4096, -1):
+        with pytest.raises(UserError, match=f"token id {token} is outside"):
+            llm.score([5, 6, token])
+
+
+def test_a_prompt_longer_than_a_sweep_and_arrivals_in_between(llm, expected):
+    long = np.random.default_rng(1).integers(1, 4096, 240).tolist()
+    alone = llm.generate(long, GREEDY)[0].outputs[0].token_ids
+    first = llm.engine.add(long, GREEDY)
+    llm.engine.step()  # the first of two sweeps
+    second = llm.engine.add([7, 8, 9], GREEDY)
+    while None in (first.finish_reason, second.finish_reason):
+        llm.engine.step()
+    llm.engine.drain()
+    assert (first.output, second.output) == (alone, expected)
+
+
+def test_one_token(llm, expected):
+    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+    assert llm.generate([7, 8, 9], params)[0].outputs[0].token_ids == expected[:1]
+
+
+def test_a_closed_llm_says_so():
+    llm = LLM("demo", progress=False, **LIMITS)
+    stream = llm.stream("The old house", GREEDY)
+    next(stream)
+    stream.close()
+    llm.close()
+    for use in (llm.stats, lambda: llm.generate([5], GREEDY), lambda: llm.stream("a", GREEDY)):
+        with pytest.raises(UserError, match="closed"):
+            use()
+
+
+def test_a_start_that_fails_frees_what_it_took(monkeypatch):
+    built = []
+    original = Runner.__init__
+
+    def remember(self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        built.append(self)
+
+    def fail(self):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Runner, "__init__", remember)
+    monkeypatch.setattr(Runner, "wait_compiled", fail)
+    with pytest.raises(KeyboardInterrupt):
+        LLM("demo", progress=False, **LIMITS)
+    (runner,) = built
+    arrays = jax.tree.leaves((runner.arena, runner.tables, runner.stores, runner.state))
+    assert all(array.is_deleted() for array in arrays)
+
+
+def test_a_folder_named_demo_does_not_shadow_the_model(tmp_path, monkeypatch):
+    (tmp_path / "demo").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with LLM("demo", progress=False, **LIMITS) as llm:
+        assert llm.config.num_experts == 16
+    with pytest.raises(UserError, match=r"model\.safetensors"):
+        LLM("./demo", progress=False)
+
+
+@pytest.mark.nightly
+def test_a_program_with_64_bit_integers_switched_on(expected):
+    code = (
+        "from moejax import LLM, SamplingParams\n"
+        f"with LLM('demo', progress=False, **{LIMITS}) as llm:\n"
+        "    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)\n"
+        "    print(llm.generate([7, 8, 9], params)[0].outputs[0].token_ids)\n"
+    )
+    environment = {**os.environ, "JAX_ENABLE_X64": "1"}
+    command = [sys.executable, "-c", code]
+    wide = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert wide.returncode == 0, wide.stderr
+    assert json.loads(wide.stdout) == expected
+
+
+def test_statistics_count_from_the_arrival_after_a_pause(llm):
+    before = llm.stats()["time"]
+    time.sleep(1.0)
+    llm.generate([7, 8, 9], GREEDY)
+    after = llm.stats()["time"]
+    spent = sum(after[k] - before[k] for k in ("prefill_s", "decode_s"))
+    assert 0 < spent < 1.0

@@ -1,0 +1,126 @@
+"""Prefetch policies beside an engine: no bit changes, transfers are carried out and used."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from host_offload.control.interface import Policy
+from host_offload.memory.tables import empty_tables, with_contents
+from host_offload.policies.eviction.names import with_eviction
+from host_offload.policies.eviction.static_layers import StaticLayers
+from host_offload.policies.prefetch import coactivation, moe_infinity, promoe
+from host_offload.policies.prefetch.moe_infinity import MoEInfinity
+from host_offload.policies.prefetch.names import PREFETCH, prefetch_policy
+from host_offload.policies.prefetch.oracle import oracle_of
+from host_offload.simulate.replay import replay
+from host_offload.traces.prefetch_score import score_of_trace
+from host_offload.traces.reader import Trace, read_trace
+from moejax import LLM, SamplingParams
+from moejax.commands.main import main
+from moejax.engine.control import start_control
+from moejax.errors import UserError
+from moejax.traces.tracer import start_trace
+from tests.moejax.engine_runs import Job, Recorded, run
+
+LIMITS: dict[str, Any] = dict(max_model_len=256, max_num_seqs=4, max_num_batched_tokens=128)
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+JOBS = [Job(tuple(range(9 * i + 5, 9 * i + 25)), GREEDY, arrival=6 * i) for i in range(3)]
+
+
+def use(llm: LLM, policies: Sequence[Policy], router: np.ndarray | None = None) -> None:
+    """These policies in an engine that is as new: contents only, nothing is compiled."""
+    engine, runner = llm.engine, llm.engine.runner
+    layers, experts = runner.tables.address.shape
+    cold = empty_tables(layers, experts, experts, "lru")._asdict()
+    del cold["cell_row"]
+    runner.tables = with_contents(runner.tables, cold)
+    runner.hooks = None
+    routers = [] if router is None else [jnp.asarray(np.swapaxes(router, 1, 2))]
+    engine.control = start_control(runner, policies, max_model_len=256, seed=0, routers=routers)
+    if engine.control is not None:
+        engine.control.set_budget = engine.try_budget
+    engine._steps = itertools.count()
+
+
+def recorded(
+    llm: LLM, directory: Path, policies: Sequence[Policy], router: np.ndarray | None
+) -> tuple[list[Recorded], Trace]:
+    """What JOBS produce under these policies, and the trace of that."""
+    eviction, policies = with_eviction(None, policies)
+    use(llm, policies, router)
+    engine, runner = llm.engine, llm.engine.runner
+    settings = {"eviction": eviction, "driver": runner.driver}
+    arrays = runner.trace_arrays
+    tracer = start_trace(
+        directory, runner, dtype=llm.dtype, seed=0, settings=settings, arrays=arrays
+    )
+    if engine.control is not None:
+        engine.control.controller.listener = tracer.event
+    engine.tracer = tracer
+    results = run(llm, JOBS, check=bool(policies))
+    if engine.control is not None:
+        engine.control.finish()
+    tracer.close()
+    engine.tracer = None
+    return results, read_trace(directory)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("driver", [pytest.param("device", marks=pytest.mark.nightly), "host"])
+def test_no_bit_depends_on_prefetch(driver, tmp_path):
+    """Every policy by turns in one engine, those that learn from a trace of its own; and the
+    simulator replays what the engine did."""
+    host = driver == "host"
+    options: dict[str, Any] = dict(expert_budget="40%", driver=driver, progress=False)
+    # With prefix caching the second run is not the first one again, which the oracle asks for.
+    options |= dict(prefetch="fate" if host else "random", enable_prefix_caching=False)
+    with LLM("demo", **options, **LIMITS) as llm:
+        assert llm.engine.control is not None
+        router = llm.engine.control.controller.spec.router
+        alone, trace = recorded(llm, tmp_path / "alone", [], router)
+        policies: list[Policy] = [oracle_of(trace), moe_infinity.fit(trace)]
+        if host:
+            policies += [promoe.fit(trace), coactivation.fit(trace)]
+        for name in PREFETCH:
+            if host or name in ("random", "moe-infinity"):
+                policies.append(prefetch_policy(name))
+        # The last one moves cells, which then stay moved.
+        for number, policy in enumerate([*policies, StaticLayers()]):
+            results, trace = recorded(llm, tmp_path / str(number), [policy], router)
+            for got, want in zip(results, alone, strict=True):
+                assert got.same_bits(want), policy
+            control = llm.engine.control
+            assert control is not None
+            # Without a sequence that ended before nothing is predicted in so short a run.
+            if policy != MoEInfinity():
+                assert score_of_trace(trace).used > 0, policy
+            replay(trace, policies=[policy], spec=control.controller.spec)
+        learned = moe_infinity.fit(trace).fitted
+        assert learned is not None
+        other = MoEInfinity(fitted=dataclasses.replace(learned, config_digest="ab" * 32))
+        with pytest.raises(ValueError, match="moe-infinity was fitted to a model of configuration"):
+            use(llm, [other])
+
+
+def test_a_prefetch_that_cannot_run_is_refused_before_anything_is_read():
+    for prefetch, match in (
+        ("fate", "policy Fate asks for ROUTED, which driver='device' lacks; driver='host' has it"),
+        ("belady", "unknown prefetch policy 'belady'"),
+    ):
+        with pytest.raises(UserError, match=match):
+            LLM("/nowhere", prefetch=prefetch, progress=False)
+    with pytest.raises(UserError, match="LFU and MoEInfinity both write 'victim_weights'"):
+        LLM("/nowhere", eviction="lfu", prefetch="moe-infinity", progress=False)
+
+
+def test_the_command_line_takes_prefetch(capsys):
+    assert main(["generate", "x", "--model", "/nowhere", "--prefetch", "promoe"]) == 2
+    assert "prefetch 'promoe' needs a file that its fit wrote" in capsys.readouterr().err

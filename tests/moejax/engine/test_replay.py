@@ -1,0 +1,274 @@
+"""A trace replayed by the simulator is what the engine did: every count, byte and decision."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+
+from examples.recent_prefetch import RecentPrefetch
+from host_offload.control.interface import Decision, Moment, Policy
+from host_offload.control.rules import BETWEEN_LAYERS
+from host_offload.memory.arena import SlotClass
+from host_offload.memory.tables import empty_tables, with_contents
+from host_offload.policies.eviction.fifo import FIFO
+from host_offload.policies.eviction.names import POLICIES, with_eviction
+from host_offload.policies.eviction.static import Static
+from host_offload.policies.prefetch.names import PREFETCH
+from host_offload.simulate.replay import replay
+from host_offload.simulate.simulator import simulate, spec_of
+from host_offload.traces.reader import USES, Trace, TraceError, TraceWriter, read_trace
+from moejax import LLM, SamplingParams
+from moejax.engine.control import start_control
+from moejax.traces.tracer import start_trace
+from tests.host_offload.control.erratic_policy import Erratic
+from tests.host_offload.control.policy_runs import scripted
+from tests.moejax.engine.test_control import NextLayer
+from tests.moejax.engine_runs import Job, run
+
+LIMITS = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 256}
+GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+JOBS = [
+    Job(tuple(range(7 * i + 5, 7 * i + 25 + 40 * i)), GREEDY, arrival=(0, 12, 60)[i])
+    for i in range(3)
+]
+"""The last one arrives when nothing is left to do, so a step is read before the next is made."""
+
+OWN: dict[str, tuple[Policy, ...]] = {
+    "RecentPrefetch": (RecentPrefetch(),),
+    "Static": (Static(warmup=90),),
+    "FIFO": (FIFO(), RecentPrefetch(window=2)),
+    "Erratic": (Erratic(),),
+    "Scripted": (
+        scripted(
+            {(Moment.STEP_END, 7): Decision(cells=np.array([8, 4, 5, 6]))},
+            needs={"cells", "state"},
+            writes={"cells"},
+        ),
+        RecentPrefetch(),
+    ),
+}
+"""Policies beside those that have a name."""
+
+BETWEEN: dict[str, tuple[Policy, ...]] = {
+    "NextLayer": (NextLayer(),),
+    "Erratic between layers": (Erratic(moments=frozenset(Moment)),),
+}
+
+NAMES = {"device": [*POLICIES, *OWN], "host": [*POLICIES, *OWN, *BETWEEN]}
+IN_CI = {"device": NAMES["device"], "host": ["lfru", "FIFO", *BETWEEN]}
+
+
+@pytest.fixture(scope="module")
+def start():
+    """Driver → the demo with half of its experts; sweeps have two waves."""
+    with contextlib.ExitStack() as stack:
+
+        @functools.cache
+        def start(driver: str) -> LLM:
+            # A policy that stages, so that all executables are there.
+            policies, budget = [RecentPrefetch()], {"expert_budget": "40%", "prefill_waves": 2}
+            options: dict[str, Any] = {"driver": driver, "policies": policies, **budget, **LIMITS}
+            return stack.enter_context(LLM("demo", progress=False, **options))
+
+        yield start
+
+
+def traced(
+    llm: LLM, directory, eviction: str | None, policies=(), jobs=JOBS, by_hand=None
+) -> Trace:
+    """The trace of jobs on a cold engine under other policies: contents only, nothing compiled.
+    by_hand: cells of each layer, for the same jobs once more."""
+    engine = llm.engine
+    runner = engine.runner
+    name, policies = with_eviction(eviction, policies)
+    engine.set_budget([6] * 4, engine.scheduler.arena.count(SlotClass.KV))
+    layers, experts = runner.tables.address.shape
+    cold = empty_tables(layers, experts, experts, "lru")._asdict()
+    del cold["cell_row"]
+    runner.tables = with_contents(runner.tables, cold)
+    runner.hooks = None
+    engine.control = start_control(
+        runner, policies, max_model_len=LIMITS["max_model_len"], seed=0, routers=[]
+    )
+    engine._steps = itertools.count()
+    settings = {"model": "demo", "eviction": name, "driver": runner.driver}
+    tracer = start_trace(directory, runner, dtype=llm.dtype, seed=0, settings=settings)
+    if engine.control is not None:
+        engine.control.controller.listener = tracer.event
+        engine.control.set_budget = engine.try_budget
+    engine.tracer = tracer
+    run(llm, jobs, check=False)
+    if by_hand is not None:
+        engine.set_budget(by_hand, engine.scheduler.arena.count(SlotClass.KV))
+        run(llm, jobs, check=False)
+    if engine.control is not None:
+        engine.control.finish()
+    tracer.close()
+    engine.tracer = engine.control = None
+    return read_trace(directory)
+
+
+@pytest.mark.parametrize(
+    ("driver", "name"),
+    [
+        pytest.param(driver, name, marks=() if name in IN_CI[driver] else (pytest.mark.nightly,))
+        for driver, names in NAMES.items()
+        for name in names
+    ],
+)
+def test_a_replay_is_what_the_engine_did(start, driver, name, tmp_path):
+    own = {**OWN, **BETWEEN}.get(name, ())
+    trace = traced(start(driver), tmp_path / "t", None if own else name, own)
+    found = replay(trace, policies=own, config_digest=trace.header.config_digest)
+    for field in ("hits", "fills", "read_through"):
+        np.testing.assert_array_equal(getattr(found, field), trace.array(f"step.{field}"))
+    record = trace.header.spec["version_bytes"]["dense"]
+    np.testing.assert_array_equal(found.bytes, found.transfers * record)
+    assert found.misses.sum() > 0 and found.of_kind("decode").sum() > 20
+    if own and name != "Static":
+        assert found.staged.sum() > 0
+        assert len(list(trace.transfers())) > 0
+    read, dispatched = trace.array("step.read_s"), trace.array("step.start_s")
+    late = read[:-1] > dispatched[1:]
+    assert late.any() and not late.all()
+
+
+def test_rows_have_one_order(start, tmp_path):
+    """The last request runs in the first one's row, before the second in the batch of the device
+    and after it in the engine's order of requests."""
+    longer = dataclasses.replace(GREEDY, max_tokens=50)
+    jobs = [Job((5, 6), GREEDY), Job((8, 9), longer, arrival=1), Job((11,), longer, arrival=30)]
+    own = BETWEEN["Erratic between layers"]
+    replay(traced(start("host"), tmp_path / "t", None, own, jobs), policies=own)
+
+
+def test_what_differs_is_said(start, tmp_path):
+    """Other policies than the run's, and a trace that says something else of a decision."""
+    policies = (RecentPrefetch(),)
+    trace = traced(start("device"), tmp_path / "t", "lru", policies)
+    other = simulate(trace, eviction="lru", policies=(RecentPrefetch(window=1),))
+    assert (other.transfers.sum(axis=0) != replay(trace, policies=policies).transfers.sum(0)).any()
+    with pytest.raises(TraceError, match=r"the trace has .*, the replay .*; give the policies"):
+        replay(trace, policies=(RecentPrefetch(window=1),))
+    with pytest.raises(TraceError, match=r"step \d+: bytes: the trace has \d+, the replay 0"):
+        replay(trace)
+    spec = {**trace.header.spec, "cells": [3, 4, 4, 4]}
+    header = dataclasses.replace(trace.header, spec=spec)
+    with pytest.raises(TraceError, match=r"step 0 \(prefill\), layer 0: \w+: the trace has"):
+        replay(dataclasses.replace(trace, header=header), policies=policies)
+    path = tmp_path / "t" / "decisions.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:-1]))
+    with pytest.raises(TraceError, match="decision: the trace has None, the replay"):
+        replay(trace, policies=policies)
+    path.write_text("".join([*lines, lines[-1]]))
+    with pytest.raises(TraceError, match=r"decision: the trace has .*, the replay none"):
+        replay(trace, policies=policies)
+    path.write_text("".join(lines).replace("recent", "other", 1))
+    with pytest.raises(TraceError, match=r"decision: the trace has .*other.*, the replay .*recent"):
+        replay(trace, policies=policies)
+
+
+def test_what_cannot_be_replayed(start, tmp_path):
+    trace = traced(start("device"), tmp_path / "t", None, (FIFO(),))
+    with pytest.raises(TraceError, match="eviction was by 'FIFO', which is no policy of moejax"):
+        replay(trace)
+    with pytest.raises(TraceError, match="is of another model: its configuration is"):
+        replay(trace, policies=(FIFO(),), config_digest="0f" * 32)
+    with pytest.raises(ValueError, match=r"writes 'kv_pages', and the simulator has no KV"):
+        simulate(trace, policies=(scripted(writes={"kv_pages"}),))
+    steps = [step._replace(number=step.number + 3) for step in trace.step_traces()]
+    with TraceWriter(tmp_path / "late", trace.header) as writer:
+        writer.append(*steps)
+    late = read_trace(tmp_path / "late")
+    with pytest.raises(TraceError, match=r"step 0 is not in the trace .*; use simulate"):
+        replay(late, policies=(FIFO(),))
+    with pytest.raises(TraceError, match="needs 'probs', which this trace does not have; record"):
+        simulate(trace, policies=(scripted(needs={"probs"}),))
+
+
+def moving(cells: list[int], kv_pages: int) -> Policy:
+    """Moves both sides of the budget after step 9, and cells alone later."""
+    script = {
+        (Moment.STEP_END, 9): Decision(cells=np.array(cells), kv_pages=kv_pages),
+        (Moment.STEP_END, 60): Decision(cells=np.array([6, 5, 4, 3])),
+    }
+    return scripted(script, needs={"cells", "state"}, writes={"cells", "kv_pages"})
+
+
+@pytest.mark.parametrize("driver", ["device", pytest.param("host", marks=pytest.mark.nightly)])
+def test_budgets_that_wait_are_replayed(start, driver, tmp_path):
+    """KV in use is in the way of a policy that moves cells and pages at once; the replay waits as
+    long. Then a budget is moved by hand, between two requests."""
+    llm, params = start(driver), dataclasses.replace(GREEDY, max_tokens=30)
+    arena = llm.engine.scheduler.arena
+    jobs = [Job(tuple(range(5, 95)), params), Job(tuple(range(8, 98)), params, arrival=1)]
+    jobs += [Job(tuple(range(3, 93)), dataclasses.replace(params, max_tokens=60), arrival=2)]
+    least = -(-LIMITS["max_model_len"] // arena.layout.page.block_size)
+    policies = (moving([7, 3, 8, 5], least), RecentPrefetch())
+    trace = traced(llm, tmp_path / "t", "lfu", policies, jobs, by_hand=[2, 9, 4, 7])
+    *moved, last, by_hand = trace.budgets()
+    # A decision is read a step late, so step 11 is the first that could have it.
+    assert moved[0].step == 11 and not moved[0].settled and moved[-1].settled
+    assert moved[-1].step > 12 and moved[-1].cells == (7, 3, 8, 5) and last.cells == (6, 5, 4, 3)
+    assert least <= moved[-1].kv_pages < trace.array("step.use")[0, USES.index("kv_pages")]
+    assert by_hand.by_hand and by_hand.cells == (2, 9, 4, 7)
+    assert not any(budget.by_hand for budget in (*moved, last))
+    found = replay(trace, policies=policies)
+    assert found.control is not None
+    assert found.control["budget_deferred"] == moved[-1].step - 11
+    path = trace.directory / "decisions.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    first = next(i for i, line in enumerate(lines) if '"budget"' in line)
+
+    def refused(changed: list[str], match: str) -> None:
+        path.write_text("".join(changed))
+        with pytest.raises(TraceError, match=match):
+            replay(read_trace(trace.directory), policies=policies)
+
+    # Later, never, or by hand in place of a policy: each is another run.
+    late = lines[first].replace('"step": 11', '"step": 16')
+    refused([*lines[:first], late, *lines[first + 1 :]], "the trace has .*, the replay")
+    refused(lines[:first] + lines[first + 1 :], "the trace has .*, the replay")
+    early = lines[first].replace('"step": 11', '"step": 4')
+    refused([*lines[:first], early, *lines[first + 1 :]], "before step 4 a budget was .* no policy")
+
+
+def test_budgets_moved_by_hand_are_replayed_without_policies(start, tmp_path):
+    trace = traced(start("device"), tmp_path / "t", "lru", jobs=JOBS[:2], by_hand=[2, 9, 4, 7])
+    (budget,) = trace.budgets()
+    found = replay(trace)
+    assert 10 < budget.step < trace.steps - 10
+    without = simulate(trace, eviction="lru")
+    assert (without.misses != found.misses).any()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("prefetch", PREFETCH)
+def test_prefetch_by_name(prefetch, tmp_path):
+    """Through the front door, with what the policies need of the model."""
+    moments, needs = PREFETCH[prefetch]().moments, PREFETCH[prefetch]().needs
+    driver = "host" if moments & BETWEEN_LAYERS else "device"
+    arrays = sorted({"probs", "gate_input", "embedding"} & needs)
+    options: dict[str, Any] = {"driver": driver, "expert_budget": "40%", **LIMITS}
+    directory = tmp_path / "t"
+    with LLM(
+        "demo", prefetch=prefetch, trace=directory, trace_arrays=arrays, progress=False, **options
+    ) as llm:
+        run(llm, JOBS, check=False)
+        assert llm.engine.control is not None
+        told = llm.engine.control.controller.spec
+    trace = read_trace(directory)
+    # What the header says is what policies were told, except for the routers.
+    said = spec_of(trace.header)
+    for field in dataclasses.fields(told):
+        if field.name not in ("router", "costs"):
+            assert repr(getattr(said, field.name)) == repr(getattr(told, field.name))
+    found = replay(trace, spec=told)
+    assert found.staged.sum() > 0

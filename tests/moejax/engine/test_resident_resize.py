@@ -1,0 +1,344 @@
+"""The line between KV and experts moves while experts change versions: nothing is lost, and bits
+follow from the history of versions alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from host_offload.control.interface import Decision, Moment, Observation, Spec, State, Transition
+from host_offload.control.rules import PolicyError
+from host_offload.memory.arena import SlotClass
+from host_offload.memory.placement import place, resident_spec
+from host_offload.memory.tables import empty_tables, read_snapshot, with_contents
+from host_offload.policies.budget.resident_headroom import ResidentHeadroom
+from host_offload.policies.precision.dynaexq import DynaExq
+from host_offload.policies.precision.names import precision_of
+from host_offload.simulate.replay import replay
+from host_offload.traces.reader import read_trace
+from host_offload.traces.schema import TraceError
+from moejax import LLM, SamplingParams, UserError
+from moejax.engine.control import start_control
+from moejax.engine.resize import ResidentResizer
+from moejax.start.build import Limits
+from moejax.traces.tracer import start_trace
+from tests.moejax.engine_runs import Job, Recorded, run
+from tests.moejax.start.precision_engines import start_precision
+
+LAYERS, EXPERTS, LENGTH = 2, 16, 1024
+GREEDY = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
+JOBS = [
+    Job(tuple(range(7 * i + 5, 7 * i + 25 + 30 * i)), GREEDY, arrival=(0, 2, 5, 9)[i])
+    for i in range(4)
+]
+LOW = np.ones((LAYERS, EXPERTS), np.int8)
+MIXED = precision_of("dynaexq", hi="dense", lo="int4")
+LIMITS = Limits(
+    max_model_len=LENGTH,
+    max_num_seqs=4,
+    max_num_batched_tokens=192,
+    # A shared prefix was computed in the versions of an earlier run.
+    enable_prefix_caching=False,
+)
+EXPERT_SLOTS = 22
+"""Of 10 that all int4 experts take with the spares, so up to 16 of 32 can be dense."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Restless:
+    """Wants another random high set every few steps, as many as there is room for; n follows the
+    room at once."""
+
+    seed: int = 0
+    every: int = 3
+    moments: frozenset[Moment] = frozenset({Moment.STEP_END})
+    needs: frozenset[str] = frozenset({"version", "state", "capacity"})
+    writes: frozenset[str] = frozenset({"transitions"})
+
+    def init(self, spec: Spec) -> int:
+        return 0
+
+    def decide(self, state: int, observation: Observation):
+        seen: Any = observation
+        order = np.random.default_rng((self.seed, state // self.every)).permutation(LOW.size)
+        wanted = np.ones(LOW.size, int)
+        wanted[order[: seen.capacity]] = 0
+        wanted = wanted.reshape(LOW.shape)
+        heading = np.where(seen.state == State.PROMOTING, 0, seen.version)
+        heading = np.where(seen.state == State.DEMOTING, 1, heading)
+        queue = [
+            Transition(int(layer), int(expert), int(wanted[layer, expert]))
+            for layer, expert in np.argwhere(heading != wanted)
+        ]
+        return state + 1, Decision(transitions=tuple(queue))
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """Wants another number of KV pages every few steps, from the floor to all but the least of
+    experts; often before the last wish was carried out."""
+
+    seed: int = 0
+    every: int = 4
+    moments: frozenset[Moment] = frozenset({Moment.STEP_END})
+    needs: frozenset[str] = frozenset()
+    writes: frozenset[str] = frozenset({"kv_pages"})
+
+    def init(self, spec: Spec) -> tuple[int, int, int, int]:
+        assert spec.slot_bytes is not None and spec.resident is not None
+        per_slot = spec.slot_bytes // spec.page_bytes
+        floor = -(-spec.kv_floor_bytes // (per_slot * spec.page_bytes))
+        most = spec.budget_bytes // spec.slot_bytes - spec.resident.least_slots()
+        return 0, per_slot, floor, most
+
+    def decide(self, state, observation: Observation):
+        calls, per_slot, floor, most = state
+        state = calls + 1, per_slot, floor, most
+        if calls % self.every:
+            return state, Decision()
+        slots = np.random.default_rng((self.seed, calls)).choice([floor, (floor + most) // 2, most])
+        return state, Decision(kv_pages=int(slots) * per_slot)
+
+
+@dataclasses.dataclass(frozen=True)
+class Following:
+    """Wants, for each step, the transitions that another run carried out in it."""
+
+    changes: tuple[tuple[Transition, ...], ...]
+    moments: frozenset[Moment] = frozenset({Moment.STEP_END})
+    needs: frozenset[str] = frozenset()
+    writes: frozenset[str] = frozenset({"transitions"})
+
+    def init(self, spec: Spec) -> None:
+        return None
+
+    def decide(self, state, observation: Observation):
+        # What is decided after step s is read rides in step s + 2.
+        after = observation.step + 2
+        queue = self.changes[after] if after < len(self.changes) else ()
+        return state, Decision(transitions=queue)
+
+
+def started(driver: str, expert_slots: int = EXPERT_SLOTS):
+    return start_precision(driver, MIXED, LIMITS, layers=LAYERS, slots=expert_slots)
+
+
+@pytest.fixture(scope="module", params=["device", pytest.param("host", marks=pytest.mark.nightly)])
+def engine(request):
+    engine = started(request.param)
+    yield engine
+    engine.runner.delete()
+
+
+def check(engine, control) -> None:
+    """The arena is whole: each slot has one owner, experts' cells lie in theirs, within bytes."""
+    arena, runner = engine.scheduler.arena, engine.runner
+    transitions = control.controller.transitions
+    tables = read_snapshot(np.asarray(runner.snapshot()), runner.tables)
+    assert (tables.address >= 0).all(), "every expert is resident"
+    experts = np.flatnonzero(arena.slot_class == SlotClass.EXPERT)
+    assert set(transitions.pools.slots) == set(experts.tolist())
+    assert len(experts) + arena.count(SlotClass.KV) == arena.slots
+    rows = tables.cell_row[tables.cell_row >= 0]
+    assert np.isin(rows // arena.layout.slot_rows, experts).all()
+    sizes = np.array([record.nbytes for record in runner.layout.records])
+    taken = int(sizes[tables.cell_version[tables.cell_row >= 0]].sum())
+    said = control.stats()["precision"]
+    assert taken <= transitions.tracker.used <= said["budget_bytes"]
+    assert said["budget_bytes"] == len(experts) * runner.layout.slot_bytes
+
+
+def played(engine, policies, *, slots=EXPERT_SLOTS, spares=1, directory=None) -> SimpleNamespace:
+    """The jobs from all low under these policies: tokens and logits, versions after each step."""
+    runner, arena = engine.runner, engine.scheduler.arena
+    kv_slots = arena.slots - slots
+    arena.slot_class[arena.slot_class == SlotClass.EXPERT] = SlotClass.FREE
+    arena.grant_kv_slots(0)
+    arena.grant_expert_slots(slots)
+    arena.grant_kv_slots(kv_slots)
+    where = resident_spec(runner.layout, slots, LOW, spares=spares, columns=8)
+    tables = empty_tables(LAYERS, EXPERTS, runner.tables.cell_row.shape[1], "lru")
+    where = dataclasses.replace(where, columns=runner.tables.cell_row.shape[1] - EXPERTS)
+    runner.tables = with_contents(runner.tables, tables._asdict())
+    runner.place(place(where))
+    control: Any = start_control(
+        runner, policies, max_model_len=LENGTH, seed=0, routers=[], resident=where
+    )
+    engine.control, engine._steps = control, itertools.count()
+    engine.resizer = ResidentResizer(
+        runner, engine.scheduler, transitions=control.controller.transitions
+    )
+    control.set_budget = engine.try_budget
+    versions, slots_seen, dispatched = [], [], control.after_dispatch
+
+    def watched(number: int) -> None:
+        dispatched(number)
+        after = read_snapshot(np.asarray(runner.snapshot()), runner.tables)
+        versions.append(after.version)
+        slots_seen.append(control.controller.transitions.slots)
+        check(engine, control)
+
+    control.after_dispatch = watched
+    tracer = None
+    if directory is not None:
+        settings = {"model": "demo", "eviction": "lru", "driver": runner.driver}
+        tracer = start_trace(directory, runner, dtype="bfloat16", seed=0, settings=settings)
+        control.controller.listener, engine.tracer = tracer.event, tracer
+    recorded = run(SimpleNamespace(engine=engine), JOBS)  # pyright: ignore[reportArgumentType]
+    engine.control = engine.tracer = None
+    if tracer is not None:
+        control.finish()
+        tracer.close()
+    return SimpleNamespace(
+        recorded=recorded,
+        versions=versions,
+        slots=slots_seen,
+        stats=control.stats()["precision"],
+        moved=engine.resizer.stats(),
+    )
+
+
+def same_bits(one: list[Recorded], other: list[Recorded]) -> bool:
+    return all(a.same_bits(b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.nightly
+def test_versions_and_slots_move_at_once(engine, tmp_path):
+    """All bytes are compared with the stores after each step, all books in `check`; the same wishes
+    give the same bits, and a replay finds every transfer again."""
+    policies = [Restless(), Line()]
+    first = played(engine, policies, directory=tmp_path / "t")
+    assert first.moved["resizes"] > 1 and first.moved["deferred"] > 2, first.moved
+    assert min(first.slots) < EXPERT_SLOTS - 3 and len(set(first.slots)) > 4
+    assert first.stats["demotions"] > 8 and first.stats["promotions"] > 8
+    shrinks, grows = (np.diff(first.slots) < 0).sum(), (np.diff(first.slots) > 0).sum()
+    assert shrinks > 2 and grows > 0
+    again = played(engine, policies)
+    np.testing.assert_array_equal(first.versions, again.versions)
+    assert first.slots == again.slots and same_bits(first.recorded, again.recorded)
+
+    trace = read_trace(tmp_path / "t")
+    found = replay(trace, policies=policies)
+    assert found.staged.sum() == first.stats["promotions"] + first.stats["demotions"]
+    assert found.control is not None
+    for name in ("slots", "hi", "moves", "deferred", "budget_bytes"):
+        assert found.control["precision"][name] == first.stats[name]
+    with pytest.raises(TraceError, match=r"experts come to have|the trace has|no policy wanted"):
+        replay(trace, policies=[Restless(), Line(seed=9)])
+
+
+@pytest.mark.nightly
+def test_the_same_history_of_versions_gives_the_same_bits():
+    """In an arena with room for all, where no slot moves and nothing waits, the transitions of a
+    run in which slots moved."""
+    engine = started("device", LAYERS * EXPERTS + 12)
+    moving = played(engine, [Restless(seed=3), Line(seed=3)])
+    assert moving.moved["slots_moved"] > 3
+    tables = [LOW, *moving.versions]
+    changes = tuple(
+        tuple(
+            Transition(int(layer), int(expert), int(after[layer, expert]))
+            for layer, expert in np.argwhere(before != after)
+        )
+        for before, after in itertools.pairwise(tables)
+    )
+    fixed = played(engine, [Following(changes)], slots=LAYERS * EXPERTS + 12, spares=6)
+    engine.runner.delete()
+    np.testing.assert_array_equal(fixed.versions, moving.versions)
+    assert fixed.moved["slots_moved"] == 0 and same_bits(fixed.recorded, moving.recorded)
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_both_drivers_move_the_same():
+    found = []
+    for driver in ("device", "host"):
+        engine = started(driver)
+        found.append(played(engine, [Restless(seed=5), Line(seed=5)]))
+        engine.runner.delete()
+    np.testing.assert_array_equal(found[0].versions, found[1].versions)
+    assert found[0].slots == found[1].slots and same_bits(found[0].recorded, found[1].recorded)
+
+
+def test_what_experts_cannot_give_is_the_policys_mistake(engine):
+    played_once = played(engine, [Restless()])
+    assert set(played_once.slots) == {EXPERT_SLOTS}
+    arena = engine.scheduler.arena
+    with pytest.raises(PolicyError, match="KV slots leave 9 for experts, who need 10"):
+        engine.resizer.move(None, (arena.slots - 9) * arena.layout.pages_per_slot)
+    with pytest.raises(PolicyError, match="layers have no cells of their own"):
+        engine.resizer.move(np.ones(LAYERS, np.int32), None)
+
+
+# ---- by name
+
+OPTIONS: dict[str, Any] = {
+    "precision": "dynaexq,margin=0",
+    "interval": "16 tokens",
+    "max_model_len": 256,
+    "max_num_seqs": 6,
+    "max_num_batched_tokens": 256,
+    "enable_prefix_caching": False,
+    "progress": False,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_the_closed_form_moves_slots_of_two_versions(tmp_path):
+    """KV that is not used goes to experts, more of which become high; no request is refused that
+    the fixed split serves, and longer ones get the slots back."""
+    prompts = [{"prompt_token_ids": [*range(5 + i, 25 + i)]} for i in range(6)]
+    longer = [{"prompt_token_ids": [*range(5 + i, 205 + i)]} for i in range(6)]
+    params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+    sizes: dict[str, Any] = {"memory": "6MiB", "kv_budget": "3MiB"}
+    finished, stats = {}, {}
+    for resize in ("none", "peak_headroom"):
+        trace = tmp_path / resize
+        with LLM("demo", resize=resize, trace=trace, **sizes, **OPTIONS) as llm:
+            seen = []
+            for batch in (prompts, prompts, longer, longer):
+                outputs = llm.generate(batch, params)
+                finished.setdefault(resize, []).extend(
+                    (len(o.outputs[0].token_ids), o.outputs[0].finish_reason) for o in outputs
+                )
+                seen.append(llm.stats())
+            stats[resize] = seen
+        if resize == "peak_headroom":
+            policies = [DynaExq(margin=0.0, interval="16 tokens", resized=True), ResidentHeadroom()]
+            found = replay(read_trace(trace), policies=policies)
+            assert found.misses.sum() == 0
+    assert finished["peak_headroom"] == finished["none"]
+    capacity = [s["precision"]["hi_capacity"] for s in stats["peak_headroom"]]
+    (fixed,) = {s["precision"]["hi_capacity"] for s in stats["none"]}
+    assert capacity[1] > fixed and capacity[3] < capacity[1], capacity
+    said = stats["peak_headroom"][-1]
+    assert said["budget"]["resizes"] > 1 and said["budget"]["failed"] == 0
+    assert said["precision"]["hi"] <= said["precision"]["hi_capacity"]
+    assert said["precision"]["absent"] == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"resize": "mv_wsa"}, "it weighs the misses of experts, and where every expert is"),
+        ({"resize": "joint"}, "use resize=peak_headroom"),
+        ({"resize": "peak_headroom", "hi_share": 0.5}, "hi_share fixes how many experts are high"),
+        (
+            {"resize": "peak_headroom", "precision": "random", "interval": None},
+            "versions are fixed",
+        ),
+        (
+            {"resize": "peak_headroom", "precision": "dynaexq,paged=true"},
+            "cells of two versions are laid out once",
+        ),
+    ],
+)
+def test_what_cannot_move_is_refused_by_name(options, message):
+    with pytest.raises(UserError, match=message):
+        LLM("demo", **{**OPTIONS, **options})

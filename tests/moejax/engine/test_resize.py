@@ -1,0 +1,503 @@
+"""Budgets that move while requests run: the same tokens, equal memory, and nothing lost by a move
+that fails. Over a model of the device, and in the engine."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import moejax.engine.resize
+from host_offload.control.interface import Decision, Moment, Observation, Spec
+from host_offload.control.rules import PolicyError
+from host_offload.memory.arena import SlotArena, SlotClass
+from host_offload.memory.kv_cache import KVCache
+from host_offload.policies.budget.peak_headroom import PeakHeadroom
+from host_offload.simulate.replay import replay
+from host_offload.traces.reader import read_trace
+from moejax import LLM, SamplingParams
+from moejax.engine.arena_report import kv_faults
+from moejax.engine.resize import MOVED_PAGES, Resizer, cells_of, within
+from moejax.engine.step_work import Work
+from tests.moejax.engine.budget_workload import MEMORY, SLOT
+from tests.moejax.engine.scheduler_model import LAYOUT, Device, Turn, run
+from tests.moejax.engine.test_same_bits import conversations
+from tests.moejax.engine.test_scheduler import SMALL, check_against_alone, workload
+from tests.moejax.engine_runs import run as run_engine
+
+PER_SLOT = LAYOUT.pages_per_slot
+LAYERS, BOUND = 3, 16
+FLOOR = -(-SMALL["max_model_len"] // 16)
+"""Pages of one sequence of max_model_len tokens."""
+FLOOR_SLOTS = -(-FLOOR // PER_SLOT)
+SLOTS = 24
+
+
+class Refused(jax.errors.JaxRuntimeError):
+    """What a device says that has no memory left for a copy."""
+
+
+@dataclasses.dataclass
+class Tables:
+    """The runner, as far as budgets see it. failing: calls of grant_cells that are refused."""
+
+    host: SlotArena
+    cell_row: np.ndarray = dataclasses.field(init=False)
+    failing: Callable[[], bool] = lambda: False
+    arena = tables = ()
+    """Nothing that could be donated."""
+
+    def __post_init__(self):
+        self.cell_row = self.host.cell_row.copy()
+
+    def grant_cells(self, cell_row: np.ndarray) -> None:
+        if self.failing():
+            raise Refused("RESOURCE_EXHAUSTED")
+        # D1: what the device's tables are given never lies where KV is.
+        kv = set(np.flatnonzero(self.host.slot_class == SlotClass.KV).tolist())
+        rows = cell_row[cell_row >= 0] // LAYOUT.slot_rows
+        assert len(set(rows.tolist())) == rows.size and kv.isdisjoint(rows.tolist())
+        self.cell_row = cell_row.copy()
+
+
+Wish = tuple[np.ndarray | None, int | None]
+
+
+class Moving(Device):
+    """Has its budgets moved before each step, as moejax.engine.control does it. wishes: a step's
+    number → what a policy wants from then on; it waits until it was carried out."""
+
+    def __init__(self, wishes: Callable[[int], Wish | None], kv_slots: int, **options):
+        arena = SlotArena(LAYOUT, SLOTS, LAYERS, BOUND, BOUND)
+        super().__init__(pages=kv_slots * PER_SLOT, arena=arena, **{**SMALL, **options})
+        self.tables = Tables(arena)
+        self.resizer = Resizer(self.tables, self.scheduler)  # type: ignore[arg-type]
+        self.wishes, self.wish, self.steps = wishes, None, 0
+        self.blocked = 0
+        """How often KV had to be given slots for a step to be possible at all."""
+        self.at_once: list[int] = []
+        """Pages that each step's move copied."""
+
+    def _run(self, work: Work) -> dict[int, int]:
+        self.steps += 1
+        self.wish = self.wishes(self.steps) or self.wish
+        if self.wish is not None:
+            before = self.scheduler.cache.moved + self.scheduler.cache.swapped_out
+            split = cells_of(self.arena), self.arena.count(SlotClass.KV)
+            moved = self.resizer.move(*self.wish)
+            has = cells_of(self.arena), self.arena.count(SlotClass.KV)
+            cache = self.scheduler.cache
+            self.at_once.append(cache.moved + cache.swapped_out - before)
+            assert moved.changed == (has != split)
+            assert sum(has[0]) + has[1] <= SLOTS
+            np.testing.assert_array_equal(self.tables.cell_row, self.arena.cell_row)
+            if moved.settled:
+                self.wish = None
+        return super()._run(work)
+
+    def unblocked(self) -> Work | None:
+        self.blocked += 1
+        return self.resizer.unblock(self.scheduler.next_work, lambda: None)
+
+    @property
+    def arena(self) -> SlotArena:
+        return self.scheduler.arena
+
+
+def random_wishes(seed: int, every: int) -> Callable[[int], Wish | None]:
+    """Another split now and then: all slots KV's, all but the floor experts', or in between."""
+    rng = np.random.default_rng(seed)
+
+    def wish(step: int) -> Wish | None:
+        if rng.integers(every):
+            return None
+        kv_slots = int(rng.choice([FLOOR_SLOTS, FLOOR_SLOTS + 1, SLOTS // 2, SLOTS]))
+        cells = rng.multinomial(rng.integers(0, SLOTS - kv_slots + 1), [1 / LAYERS] * LAYERS)
+        return np.minimum(cells, BOUND), kv_slots * PER_SLOT
+
+    return wish
+
+
+def crowd(seed: int, size: int = 32) -> list[Turn]:
+    """A workload whose requests come fast and have less in common."""
+    return [
+        dataclasses.replace(
+            t, arrival=t.arrival // 2, prompt=(i + 1, *t.prompt) if i % 2 else t.prompt
+        )
+        for i, t in enumerate(workload(np.random.default_rng(seed), size))
+    ]
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("every", [1, 5])
+def test_budgets_that_move_change_no_token(seed, every):
+    """Contract 1 and D2, at every point between two steps."""
+    turns = crowd(seed)
+    device = Moving(random_wishes(seed, every), FLOOR_SLOTS + 4)
+    check_against_alone(turns, run(device, turns))
+    assert device.resizer.resizes > 3 and max(device.at_once) <= MOVED_PAGES
+
+
+def test_the_workloads_reach_what_they_are_for():
+    totals = dict.fromkeys(("resizes", "slots_moved", "pages_moved", "deferred"), 0)
+    for seed in range(4):
+        device = Moving(random_wishes(seed, 3), FLOOR_SLOTS + 4)
+        run(device, crowd(seed))
+        totals = {name: n + device.resizer.stats()[name] for name, n in totals.items()}
+    assert all(totals.values()), totals
+
+
+SMALLEST = np.full(LAYERS, 5), FLOOR
+"""As little KV as a policy may want."""
+
+
+@pytest.mark.parametrize("swap_pages", [0, 4, 8, 12])
+def test_no_request_is_refused_that_a_fixed_split_would_serve(swap_pages):
+    """With little or no host memory for KV, requests that have begun could wait for each other, and
+    sessions that have grown leave a turn no room. All KV at first, then as little as can be."""
+    blocked = 0
+    for seed in range(8):
+        turns = [dataclasses.replace(t, abort=None) for t in crowd(seed, 24)]
+        swap_bytes = swap_pages * LAYOUT.page.nbytes
+        fixed = run(Moving(lambda _: None, SLOTS, swap_bytes=swap_bytes), turns, check=False)
+        device = Moving(lambda step: SMALLEST, SLOTS, swap_bytes=swap_bytes)
+        moving = run(device, turns)
+        ends = {r.finish_reason for r in (*fixed, *moving)}
+        assert ends <= {"stop", "length"}
+        if not seed:
+            check_against_alone(turns, moving)
+        blocked += device.blocked
+    assert blocked, "KV was never given slots because requests waited"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_slots", [FLOOR_SLOTS + 1, FLOOR_SLOTS + 3])
+def test_a_tight_fixed_split_serves_nobody_else(kv_slots):
+    """Where the split at the start is so small that it leaves some stuck, any wishes."""
+    stuck = 0
+    for seed in range(20, 32):
+        turns = [dataclasses.replace(t, abort=None) for t in crowd(seed, 24)]
+        swap_bytes = (seed % 4) * 4 * LAYOUT.page.nbytes
+        fixed = Moving(lambda _: None, kv_slots, swap_bytes=swap_bytes)
+        fixed.unblocked = lambda: None  # type: ignore[method-assign]
+        try:
+            run(fixed, turns, check=False)
+        except RuntimeError:
+            stuck += 1
+        for wishes in (random_wishes(seed, 4), lambda step: SMALLEST):
+            moving = run(Moving(wishes, kv_slots, swap_bytes=swap_bytes), turns, check=False)
+            assert {r.finish_reason for r in moving} <= {"stop", "length"}
+    assert 0 < stuck < 12
+
+
+def test_kv_keeps_room_for_one_more_beside_sessions():
+    """The host takes four pages of what six sessions hold; a turn of max_model_len fits beside the
+    rest at once, and nobody is stuck first."""
+    device = Moving(lambda _: None, SLOTS, swap_bytes=4 * LAYOUT.page.nbytes)
+    run(device, [Turn((i + 1, *range(1, 90)), 8, f"s{i}") for i in range(6)])
+    while device.resizer.move(*SMALLEST).changed:
+        pass
+    sessions = device.scheduler.sessions.pages
+    assert sessions > 30 and FLOOR < sessions + FLOOR - 4 <= device.arena.pages < SLOTS * PER_SLOT
+    run(device, [Turn((7, *range(1, 480)), 16)])
+    assert device.blocked == 0
+
+
+def test_a_slot_that_is_in_use_is_emptied_not_waited_for():
+    """Every second of the requests that fill more slots than KV will have is cancelled; the others
+    run on, with pages in all of them."""
+    device = Moving(lambda step: (np.full(LAYERS, 5), FLOOR) if step == 16 else None, SLOTS)
+    turns = [
+        Turn((i + 1, *range(1, 100)), 40, abort=12 if i % 2 else None)  # 7 pages each
+        for i in range(8)
+    ]
+    seen: list[tuple[int, int, int]] = []
+
+    def recorded(work, of=device._run):
+        before = device.scheduler.cache.slots_in_use, len(device.scheduler.running)
+        done = of(work)
+        seen.append((*before, device.arena.count(SlotClass.KV)))
+        return done
+
+    device._run = recorded  # type: ignore[method-assign]
+    run(device, turns)
+    used, running, slots = zip(*seen, strict=True)
+    assert used[15] > FLOOR_SLOTS and slots[14] == SLOTS
+    done = slots.index(FLOOR_SLOTS)
+    assert done < 20 and running[done] == running[15] > 2
+    assert cells_of(device.arena) == [5, 5, 5] and device.scheduler.cache.moved > 0
+
+
+def test_fewer_sequences_run_where_a_policy_says_so():
+    device = Moving(lambda _: None, SLOTS)
+    device.resizer.limit(2)
+    turns = crowd(1)
+    running = []
+    of = device._run
+    device._run = lambda work: running.append(len(device.scheduler.running)) or of(work)  # type: ignore
+    check_against_alone(turns, run(device, turns))
+    assert max(running) == 2
+    device.resizer.limit(99)
+    assert device.resizer.stats()["max_running"] == SMALL["rows"]
+
+
+@given(
+    wanted=st.lists(st.integers(0, 9), min_size=3, max_size=3),
+    have=st.lists(st.integers(0, 9), min_size=3, max_size=3),
+    more=st.integers(0, 9),
+)
+def test_the_way_to_other_cells_never_takes_more_than_there_is(wanted, have, more):
+    room = sum(have) + more
+    cells = within(wanted, have, room)
+    assert sum(cells) == min(room, sum(wanted))
+    for w, h, n in zip(wanted, have, cells, strict=True):
+        assert min(w, h) <= n <= w
+
+
+# ---- D3: a move that fails leaves the earlier split
+
+
+class Nth:
+    """True at the n-th call, once."""
+
+    def __init__(self, n: int):
+        self.left = n
+
+    def __call__(self, *args) -> bool:
+        self.left -= 1
+        return self.left == 0
+
+
+@pytest.mark.parametrize("what", ["tables", "move", "read"])
+@pytest.mark.parametrize("nth", [1, 3])
+def test_a_move_that_fails_leaves_the_earlier_split(what, nth):
+    turns = crowd(5)
+    device = Moving(random_wishes(5, 2), FLOOR_SLOTS + 4)
+    failing = Nth(nth)
+    if what == "tables":
+        device.tables.failing = failing
+    else:
+        name = f"_{what}"
+        copy = getattr(device, name)
+
+        def refusing(*args):
+            if moving and failing():
+                raise Refused("RESOURCE_EXHAUSTED: no memory for the copy")
+            return copy(*args)
+
+        setattr(device.scheduler.cache, what, refusing)
+    move, moving, splits = device.resizer.move, [], []
+
+    def watched(*wish):
+        before = cells_of(device.arena), device.arena.count(SlotClass.KV)
+        failed = device.resizer.failed
+        moving.append(True)
+        moved = move(*wish)
+        moving.clear()
+        if device.resizer.failed > failed:
+            splits.append((before, (cells_of(device.arena), device.arena.count(SlotClass.KV))))
+            assert moved.settled and not moved.changed
+        return moved
+
+    device.resizer.move = watched  # type: ignore[method-assign]
+    check_against_alone(turns, run(device, turns))
+    ((before, after),) = splits
+    assert before == after and device.resizer.failed == 1 and device.resizer.resizes > 0
+
+
+def test_a_refused_move_of_pages_takes_no_page():
+    arena = SlotArena(LAYOUT, 4, 1, 1, 1)
+    arena.grant_kv_slots(3)
+
+    def refuse(*rows):
+        raise Refused("RESOURCE_EXHAUSTED")
+
+    cache = KVCache(arena, lambda rows: [None] * len(rows), lambda *_: None, refuse, 10**9)
+    blocks = cache.allocate(PER_SLOT + 1)
+    rows = [b.row for b in blocks]
+    with pytest.raises(Refused):
+        cache.empty_slot(MOVED_PAGES)
+    assert [b.row for b in blocks] == rows and cache.faults([], [blocks]) == []
+    assert cache.moved == 0
+
+
+def test_what_can_never_be_is_the_policys_mistake():
+    device = Moving(lambda _: None, FLOOR_SLOTS)
+    with pytest.raises(PolicyError, match="what the arena cannot give: 33 cells"):
+        device.resizer.move(np.full(LAYERS, 11), None)
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_pages_that_move_behind_a_sequences_back_are_found(check, monkeypatch):
+    monkeypatch.setattr(
+        moejax.engine.resize,
+        "empty_slot",
+        lambda scheduler, most: len(scheduler.cache.empty_slot(most)),
+    )
+    device, turns = Moving(random_wishes(5, 2), FLOOR_SLOTS + 4), crowd(5)
+    with pytest.raises(AssertionError, match="does not have its" if check else None):
+        check_against_alone(turns, run(device, turns, check=check))
+
+
+def test_a_page_that_is_not_copied_is_found():
+    device, turns = Moving(random_wishes(5, 2), FLOOR_SLOTS + 4), crowd(5)
+    device.scheduler.cache.move = lambda sources, targets: None
+    with pytest.raises(AssertionError):
+        check_against_alone(turns, run(device, turns))
+
+
+# ---- in the engine
+
+LIMITS: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 256}
+DEMO_LAYERS, EXPERTS = 4, 16
+
+
+@dataclasses.dataclass(frozen=True)
+class MoveAlways:
+    """Wants another split after every step that was read."""
+
+    slots: int = 0
+    moments = frozenset({Moment.STEP_END})
+    needs = frozenset({"cells"})
+    writes = frozenset({"cells", "kv_pages"})
+
+    def init(self, spec: Spec) -> tuple[int, int, int]:
+        record = int(spec.version_bytes["dense"][0])
+        return spec.seed, spec.budget_bytes // record, record // spec.page_bytes
+
+    def decide(self, state: tuple[int, int, int], observation: Observation):
+        number, slots, per_slot = state
+        rng = np.random.default_rng(number // 3)  # time to fill what it got
+        floor = -(-LIMITS["max_model_len"] // 16 // per_slot)
+        kv_slots = floor + int(rng.choice([0, 1, 8]))
+        share = rng.dirichlet(np.ones(DEMO_LAYERS)) * (slots - kv_slots)
+        cells = np.minimum(share.astype(np.int32), EXPERTS)
+        return (number + 1, slots, per_slot), Decision(cells=cells, kv_pages=kv_slots * per_slot)
+
+
+@pytest.mark.parametrize(
+    "driver", ["device", pytest.param("host", marks=[pytest.mark.slow, pytest.mark.nightly])]
+)
+def test_resizes_between_all_steps_of_the_engine_change_no_bit(driver):
+    """Sessions, shared beginnings, preemption and cancellation; every invariant of tables, store
+    and pages is checked after every step."""
+    options = {"memory": "3MiB", "driver": driver, "policies": [MoveAlways()]}
+    with LLM("demo", dtype="bfloat16", progress=False, **LIMITS, **options) as llm:
+        engine, jobs = llm.engine, conversations(np.random.default_rng(0))
+        before = set(engine.runner.executables())
+        moving = run_engine(llm, jobs)
+        stats = engine.resizer.stats()
+        assert stats["resizes"] > 10 and stats["pages_moved"] > 0 and stats["failed"] == 0, stats
+        assert set(engine.runner.executables()) - before <= {
+            *("integrity", "sample", "adjust", "add_bias", "tally", "recount", "swap_in"),
+        }
+        engine.control = None
+        for session in [s.session_id for s in engine.scheduler.sessions.all]:
+            llm.end_session(session)
+        fixed = run_engine(llm, jobs, check=False)
+        for job, got, want in zip(jobs, moving, fixed, strict=True):
+            if job.abort is None:
+                assert got.same_bits(want)
+
+
+@dataclasses.dataclass(frozen=True)
+class LittleKV:
+    """Wants as little KV as can be after every turn, whatever that costs."""
+
+    moments = frozenset({Moment.BURST_END})
+    needs = frozenset()
+    writes = frozenset({"cells", "kv_pages"})
+
+    def init(self, spec: Spec) -> Decision:
+        floor = -(-spec.kv_floor_bytes // spec.page_bytes)
+        slots = spec.budget_bytes // spec.slot_bytes - -(-spec.kv_floor_bytes // spec.slot_bytes)
+        cells = np.full(spec.layers, min(slots // spec.layers, spec.experts), np.int32)
+        return Decision(cells=cells, kv_pages=floor)
+
+    def decide(self, state: Decision, observation: Observation):
+        return state, state
+
+
+SESSIONS = {"expert_budget": 12 * SLOT, "memory": MEMORY, "swap_space": 200_000}
+"""20 slots of KV, 120 pages, and 12 on the host."""
+
+
+def grown(llm: LLM) -> tuple[list[Any], list[int]]:
+    """Requests of their own, then turns of four sessions that grow; tokens and log-probabilities,
+    and KV's pages before the first turn and after each."""
+    llm.generate([[5, 7, 9]], dataclasses.replace(TURN, max_tokens=60), use_tqdm=False)
+    llm.generate([[6, 7, 9]], dataclasses.replace(TURN, max_tokens=60), use_tqdm=False)
+    said: list[list[int]] = [[] for _ in range(4)]
+    answers, pages = [], [llm.stats()["arena"]["kv_pages"]]
+    for turn in range(3):
+        for i in range(4):
+            prompt = [*said[i], *range(5 + 9 * i + turn, 45 + 7 * i + 2 * turn)]
+            (output,) = llm.generate([prompt], TURN, session_id=[f"user {i}"], use_tqdm=False)
+            answer = output.outputs[0]
+            answers.append((answer.token_ids, answer.logprobs))
+            said[i] = [*prompt, *answer.token_ids]
+            pages.append(llm.stats()["arena"]["kv_pages"])
+    return answers, pages
+
+
+TURN = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True, logprobs=2)
+
+
+@pytest.mark.parametrize("how", ["policies", "peak_headroom"])
+def test_sessions_that_grow_after_kv_shrank_are_served(how, tmp_path):
+    """By a policy that wants no KV at all, which is given slots when nothing can run, and by the
+    closed form, which sees what is swapped out. The same bits as without, and a replay finds all of
+    it again."""
+    with LLM("demo", progress=False, **SESSIONS, **LIMITS) as llm:
+        fixed, pages = grown(llm)
+        assert set(pages) == {120}
+    options = {"policies": [LittleKV()]} if how == "policies" else {"resize": how}
+    trace = tmp_path / "t"
+    with LLM("demo", progress=False, trace=trace, **options, **SESSIONS, **LIMITS) as llm:
+        moving, pages = grown(llm)
+        assert kv_faults(llm.engine.scheduler) == []
+        stats = llm.engine.resizer.stats()
+    assert moving == fixed and stats["resizes"] > 0
+    assert pages[0] < pages[-1] and pages[0] < 60
+    found = read_trace(trace)
+    policies = [LittleKV()] if how == "policies" else [PeakHeadroom()]
+    replayed = replay(found, policies=policies)
+    measured = found.array("step.fills") + found.array("step.read_through")
+    np.testing.assert_array_equal(replayed.misses, measured)
+    assert any(b.by_hand for b in found.budgets()), "slots that no policy wanted moved"
+
+
+def test_what_a_refused_copy_leaves():
+    """Before the device has taken arena and tables, the split stays, and the requests go on. After
+    that nothing can run any more, so the engine says so instead."""
+    with LLM("demo", progress=False, policies=[MoveAlways()], memory=MEMORY, **LIMITS) as llm:
+        runner, engine = llm.engine.runner, llm.engine
+        call, refused = runner._call, []
+        tokens = llm.generate([[5, 7, 9]], TURN, use_tqdm=False)[0].outputs[0].token_ids
+
+        def before(name, *args):
+            if name == "regrant" and not refused:
+                refused.append(name)
+                raise Refused("RESOURCE_EXHAUSTED")
+            return call(name, *args)
+
+        runner._call = before  # type: ignore[method-assign]
+        again = llm.generate([[5, 7, 9]], TURN, use_tqdm=False)[0].outputs[0].token_ids
+        assert again == tokens and refused and engine.resizer.failed == 1
+
+        def after(name, *args):
+            found = call(name, *args)
+            if name == "regrant":
+                raise Refused("INTERNAL: the copy was lost")
+            return found
+
+        runner._call = after  # type: ignore[method-assign]
+        with pytest.raises(Refused, match="the copy was lost"):
+            llm.generate([[5, 7, 9]], TURN, use_tqdm=False)
+        assert engine.resizer.failed == 1 and engine.idle

@@ -1,0 +1,249 @@
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moejax import LLM
+from moejax.commands import main as cli
+from moejax.errors import UserError
+from moejax.evaluate.evaluation import Window, check_windows, perplexity, sliding_windows
+from moejax.evaluate.report import result_json
+
+LIMITS = {"max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 256}
+STORY = "The old house stood by the sea – nobody had lived there for years. " * 5 + "É fini. 🏚"
+CODE = "def total(values):\n    return sum(v for v in values if v > 0)\n" * 4
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with LLM("demo", progress=False, **LIMITS) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("data")
+    (directory / "story.txt").write_bytes(STORY.encode())
+    (directory / "code.txt").write_bytes(CODE.replace("\n", "\r\n").encode())
+    return [str(directory / "story.txt"), str(directory / "code.txt")]
+
+
+def scored_bytes(llm, text):
+    """Of all tokens but the first."""
+    tokenizer = llm.get_tokenizer()
+    return len(text.encode()) - len(tokenizer.decode(tokenizer(text)["input_ids"][:1]).encode())
+
+
+# ---- windows
+
+
+@given(st.integers(0, 60), st.integers(2, 12), st.data())
+def test_windows_score_each_token_once(tokens, window, data):
+    stride = data.draw(st.integers(1, window))
+    windows = sliding_windows(tokens, window, stride)
+    scored = [i for w in windows for i in range(w.first, w.end)]
+    alone = {0} if stride < window else set(range(0, tokens, window))
+    assert scored == [i for i in range(tokens) if i not in alone]
+    for w in windows:
+        assert w.begin % stride == 0 and w.begin < w.first < w.end <= w.begin + window
+        assert w.first - w.begin >= min(window - stride, w.first)
+
+
+def test_windows_are_those_of_the_guide_of_transformers():
+    assert sliding_windows(10, 4, 2) == [
+        Window(0, 4, 1),
+        Window(2, 6, 4),
+        Window(4, 8, 6),
+        Window(6, 10, 8),
+    ]
+    assert sliding_windows(9, 4, 4) == [Window(0, 4, 1), Window(4, 8, 5)]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ((1, None, None), "window must be at least 2 tokens, got 1"),
+        ((8, 0, None), "stride must be at least 1 token, got 0"),
+        ((8, 9, None), "stride 9 is larger than window 8"),
+        ((8, 8, 1), "limit must be at least 2 tokens, got 1"),
+    ],
+)
+def test_windows_out_of_range_are_refused(given, message):
+    with pytest.raises(UserError, match=message):
+        check_windows(*given)
+
+
+# ---- figures
+
+
+@pytest.mark.slow
+def test_figures_are_those_of_scores_of_single_windows(llm):
+    result = perplexity(llm, {"story": STORY, "code": CODE}, window=48, stride=20)
+    for text, found in zip((STORY, CODE), result.texts, strict=True):
+        ids = llm.get_tokenizer()(text)["input_ids"]
+        scores = np.full(len(ids), np.nan)
+        for begin in range(0, len(ids), 20):
+            end = min(begin + 48, len(ids))
+            known = np.flatnonzero(~np.isnan(scores)).max(initial=begin)
+            scores[known + 1 : end] = llm.score(ids[begin:end])[known - begin :]
+        np.testing.assert_array_equal(found.logprobs, scores)
+        assert (found.tokens, found.scored_tokens) == (len(ids), len(ids) - 1)
+        assert found.perplexity == pytest.approx(math.exp(-np.nanmean(scores)), rel=1e-12)
+        nbytes = scored_bytes(llm, text)
+        assert found.scored_bytes == nbytes
+        assert found.bits_per_byte == pytest.approx(-np.nansum(np.log2(np.exp(scores))) / nbytes)
+    total = result.total
+    assert total.nll == result.texts[0].nll + result.texts[1].nll
+    assert total.bits_per_token == pytest.approx(math.log2(total.perplexity), rel=1e-12)
+
+
+def test_a_short_text_is_one_window(llm):
+    ids = llm.get_tokenizer()(CODE)["input_ids"]
+    (text,) = perplexity(llm, CODE, limit=30).texts
+    np.testing.assert_array_equal(text.logprobs[1:], llm.score(ids[:30]))
+    assert (text.windows, text.tokens, text.name) == (1, 30, "text 0")
+    assert text.scored_bytes == len(llm.get_tokenizer().decode(ids[1:30]).encode())
+
+
+def test_windows_that_do_not_overlap_leave_out_their_first_tokens(llm):
+    (text,) = perplexity(llm, [STORY], window=32, stride=32).texts
+    assert np.flatnonzero(np.isnan(text.logprobs)).tolist() == list(range(0, text.tokens, 32))
+
+
+# ---- the command
+
+
+def test_budgets_change_only_what_a_run_cost(llm, files, capsys):
+    """All experts resident here, none in the command, whose layers are called one by one."""
+    texts = {name: Path(name).read_bytes().decode() for name in files}
+    expected = result_json(llm, perplexity(llm, texts, window=64, stride=32))
+    options = "--window 64 --expert-budget 0 --eviction lfu --driver host --json"
+    limits = [f"--{name.replace('_', '-')}={value}" for name, value in LIMITS.items()]
+    asked = ["eval", "demo", "--task", "perplexity", "--data", *files, *options.split(), *limits]
+    assert cli.main(asked) == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert err == ""
+    run, before = found.pop("run"), expected.pop("run")
+    assert found == expected
+    assert found["versions"]["jax"] and found["model"]["experts"] == {"dense": 98304}
+    assert [text["scored_bytes"] for text in found["data"]["texts"]] == [
+        scored_bytes(llm, text) for text in texts.values()
+    ]
+    # Every expert crosses the link at most once a sweep, however many windows are in it.
+    windows = sum(text["windows"] for text in found["data"]["texts"])
+    assert run["read_through"] == run["activations"] == run["misses"] <= run["sweeps"] * 4 * 16
+    assert run["sweeps"] < windows / 2
+    assert before["sweeps"] == run["sweeps"] and before["read_through"] == 0
+    assert run["read_through_bytes"] == run["read_through"] * 98304
+    assert run["options"]["expert_budget"] == "0" and run["arena"]["expert_slots"] == 0
+    assert 0 < run["scored_tokens_per_s"] < run["tokens_per_s"]
+    assert run["seconds"] > run["compile_s"] > 0
+
+
+def test_results_go_to_stdout_and_cost_to_stderr(llm, files, capsys, monkeypatch):
+    class Kept:
+        """The fixture's, not another one for each command."""
+
+        def __new__(cls, model, **options):
+            return llm
+
+    monkeypatch.setattr("moejax.LLM", Kept, raising=False)
+    monkeypatch.setattr(LLM, "__exit__", lambda *_: None)
+    asked = ["eval", "demo", "--task", "perplexity", "--data", *files, "--limit", "60"]
+    assert cli.main(asked) == 0
+    out, err = capsys.readouterr()
+    header, *rows = out.splitlines()
+    assert header.split() == ["tokens", "scored", "bits/token", "bits/byte", "perplexity"]
+    assert [row.split()[0] for row in rows] == [*files, "all"]
+    assert re.fullmatch(r"all +120 +118( +\d+\.\d{4}){3}", rows[-1])
+    assert re.search(r"^speed +118 tokens computed in .* tokens/s$", err, re.MULTILINE)
+    assert "experts  hit rate" in err and "moved" in err and "note" in err
+    assert cli.main([*asked, "--quiet"]) == 0
+    assert capsys.readouterr() == (out, "")
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "is empty; there is nothing to score"),
+        (b"caf\xe9 au lait", "is not UTF-8 text: byte 3 is 0xe9; convert it"),
+        (None, "cannot be read: No such file"),
+    ],
+)
+def test_files_that_are_no_text_are_refused_before_anything_loads(tmp_path, capsys, data, message):
+    path = tmp_path / "data.txt"
+    if data is not None:
+        path.write_bytes(data)
+    assert cli.main(["eval", "/no/model", "--task", "perplexity", "--data", str(path)]) == 2
+    assert capsys.readouterr().err.startswith(f"moejax: error: {path} {message}")
+
+
+def test_a_file_named_twice_is_refused(files, capsys):
+    asked = ["eval", "/no/model", "--task", "perplexity", "--data", files[0], files[0]]
+    assert cli.main(asked) == 2
+    assert "is named twice in --data" in capsys.readouterr().err
+
+
+# ---- refusals
+
+
+@pytest.mark.parametrize(
+    ("texts", "options", "message"),
+    [
+        ([], {}, "there is no text to score"),
+        ([""], {}, "text 0 is empty"),
+        ({"a.txt": "x"}, {}, r"a.txt is too short to score \(tokens: 1\)"),
+        (["\udcff"], {}, "text 0 is not valid Unicode text"),
+        ([STORY], {"window": 129}, "window 129 is larger than max_model_len 128"),
+        ([STORY], {"window": 32, "stride": 33}, "stride 33 is larger than window 32"),
+        # The default window and stride count too.
+        ([STORY], {"stride": 129}, "stride 129 is larger than window 128"),
+    ],
+)
+def test_what_cannot_be_scored_is_refused(llm, texts, options, message):
+    with pytest.raises(UserError, match=message):
+        perplexity(llm, texts, **options)
+    assert llm.engine.idle
+
+
+def test_a_model_without_tokenizer_is_refused(llm, monkeypatch):
+    monkeypatch.setattr(llm, "_tokenizer", None)
+    with pytest.raises(UserError, match="demo has no tokenizer, without which text has no tokens"):
+        perplexity(llm, "some text")
+
+
+def test_scores_that_are_not_finite_are_refused(llm, monkeypatch):
+    read = llm.engine._read_scores
+
+    def broken(step, now):
+        scores = np.array(step.output.scores)
+        scores[0, 5] = np.nan
+        object.__setattr__(step, "output", step.output._replace(scores=scores))
+        return read(step, now)
+
+    monkeypatch.setattr(llm.engine, "_read_scores", broken)
+    with pytest.raises(UserError, match=r"text 0: .* log-probability of token 6 is nan; values"):
+        perplexity(llm, STORY)
+
+
+# ---- reference values
+
+
+@pytest.mark.nightly
+def test_tri_has_the_likelihood_that_transformers_found(shared):
+    directory = shared / "models" / "tri"
+    with np.load(directory / "reference.npz") as arrays:
+        expected = [arrays[f"window_nll_{domain}"][:3].sum() for domain in ("math", "code")]
+    texts = [(shared / "corpora" / f"{d}.txt").read_bytes().decode() for d in ("math", "code")]
+    with LLM(directory, dtype="float32", expert_budget="25%", progress=False) as llm:
+        result = perplexity(llm, texts, window=512, stride=512, limit=3 * 512)
+    assert [text.scored_tokens for text in result.texts] == [3 * 511, 3 * 511]
+    assert [text.nll for text in result.texts] == pytest.approx(expected, rel=1e-5)

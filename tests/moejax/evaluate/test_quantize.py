@@ -1,0 +1,466 @@
+"""Versions of a model's experts: made at load, and written beside the dense ones."""
+
+import itertools
+import json
+import re
+import signal
+import subprocess
+import sys
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from host_offload.versions.store_versions import relative_errors
+from moejax.checkpoints.convert import convert
+from moejax.checkpoints.load import load_checkpoint
+from moejax.checkpoints.orbax.manifest import MANIFEST, read_manifest
+from moejax.checkpoints.orbax.own import read_expert
+from moejax.commands.main import main
+from moejax.errors import UserError
+from moejax.evaluate.quantization import quantize, with_versions
+from tests.moejax.checkpoints.conversions import (
+    assert_same_model,
+    contents,
+    copied,
+    flip,
+    rewrite_manifest,
+    write_source,
+)
+from tests.moejax.checkpoints.random_checkpoint import CONFIG, UP, random_tensors, write
+
+VERSIONS = ("int8", "int4", "int2", "lossless12")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    return write_source(tmp_path_factory.mktemp("hf") / "model")
+
+
+@pytest.fixture(scope="module")
+def quantized(source, tmp_path_factory):
+    """All versions of it, rounded to nearest."""
+    return quantize(source, tmp_path_factory.mktemp("quantized") / "model", VERSIONS)
+
+
+@pytest.fixture(scope="module")
+def directory(quantized):
+    return quantized.conversion.directory
+
+
+def arrays(loaded):
+    return {version: np.asarray(array) for version, array in loaded.store.arrays.items()}
+
+
+def same_stores(found, expected):
+    assert list(found.store.layouts) == list(expected.store.layouts)
+    for version, array in arrays(expected).items():
+        np.testing.assert_array_equal(arrays(found)[version], array)
+
+
+# ---- made at load
+
+
+def test_versions_are_made_from_the_dense_one(source):
+    dense = arrays(load_checkpoint(source))["dense"]
+    loaded = with_versions(load_checkpoint(source), ("lossless12", "dense", "int4"))
+    assert list(loaded.store.layouts) == ["lossless12", "dense", "int4"]
+    assert loaded.quantizers == {"lossless12": "lossless", "int4": "rtn"}
+    assert loaded.layout == loaded.store.layouts["dense"] and loaded.seconds["versions"] > 0
+    np.testing.assert_array_equal(arrays(loaded)["dense"], dense)
+    for version, array in loaded.store.arrays.items():
+        layout = loaded.store.layouts[version]
+        assert layout.version == version and layout.format.dtype == "bfloat16"
+        assert array.shape == (2, 3, layout.rows, 16)
+        assert array.sharding.memory_kind == "pinned_host"
+    assert not relative_errors(loaded.store, "lossless12", "bfloat16").any()
+    errors = relative_errors(loaded.store, "int4", "bfloat16")
+    assert errors.shape == (2, 3) and ((errors > 0.03) & (errors < 0.15)).all()
+
+
+def test_what_is_not_wanted_is_freed(source):
+    loaded = load_checkpoint(source)
+    kept = with_versions(loaded, ("int8",))
+    assert list(kept.store.layouts) == ["int8"]
+    assert loaded.store.arrays["dense"].is_deleted()
+    assert kept.store.nbytes == 2 * 3 * kept.store.layouts["int8"].nbytes
+
+
+def test_a_better_quantizer(source):
+    errors = {}
+    for quantizer in ("rtn", "mse"):
+        loaded = with_versions(load_checkpoint(source), ("dense", "int4"), quantizer=quantizer)
+        assert loaded.quantizers == {"int4": quantizer}
+        errors[quantizer] = relative_errors(loaded.store, "int4", "bfloat16")
+    assert (errors["mse"] < errors["rtn"]).all()
+
+
+def test_progress_of_what_is_made(source):
+    calls = []
+    with_versions(load_checkpoint(source), ("int8", "int2"), progress=lambda *c: calls.append(c))
+    size = 2 * 3 * 24 * 16 * 2
+    assert calls == [(v, done, size) for v in ("int8", "int2") for done in (size // 2, size)]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "wanted", "message"),
+    [
+        ("auto", ("int3",), "unknown expert version 'int3'; known: dense, int8"),
+        ("auto", ("int4", "int4"), "name each version once, not int4, int4"),
+        ("auto", (), "name each version once, not none"),
+        ("float16", ("lossless12",), "lossless12 holds bfloat16 weights, not float16; run in bf"),
+    ],
+)
+def test_versions_that_a_run_cannot_have(dtype, wanted, message, source):
+    loaded = load_checkpoint(source, dtype)
+    with pytest.raises(UserError, match=message):
+        with_versions(loaded, wanted)
+    loaded.store.delete()
+
+
+def test_an_unknown_quantizer(source, tmp_path):
+    with pytest.raises(UserError, match="quantizer 'awq' is unknown; choose rtn, mse"):
+        with_versions(load_checkpoint(source), ("int4",), quantizer="awq")
+    with pytest.raises(UserError, match="quantizer 'awq' is unknown; choose rtn, mse"):
+        quantize(source, tmp_path / "model", ("int4",), "awq")
+
+
+def test_without_the_dense_version(directory):
+    loaded = load_checkpoint(directory, versions=("int4",))
+    with pytest.raises(UserError, match="int8 is made from dense, which this store does not have"):
+        with_versions(loaded, ("int4", "int8"))
+
+
+def test_weights_that_a_version_cannot_hold(tmp_path):
+    tensors = random_tensors(CONFIG)
+    tensors[UP][0, 0] = np.inf  # MoE layer 1, expert 2
+    source = write(tmp_path / "hf", tensors)
+    message = r"int4 cannot hold expert 2 of MoE layer 1: weights are NaN or infinite"
+    with pytest.raises(UserError, match=f"{message}; use another version"):
+        with_versions(load_checkpoint(source), ("int4",))
+    with pytest.raises(UserError, match=f"{message}; leave this version out"):
+        quantize(source, tmp_path / "model", ("lossless12", "int4"))
+    assert not (tmp_path / "model").exists()
+    exact = with_versions(load_checkpoint(source), ("dense", "lossless12"))
+    assert not relative_errors(exact.store, "lossless12", "bfloat16").any()
+
+
+def test_escapes_that_overflow(tmp_path):
+    tensors = random_tensors(CONFIG)
+    shape = tensors[UP].shape
+    bits = np.random.default_rng(0).integers(0, 0x7F00, shape).astype(np.uint16)
+    tensors[UP] = bits.view(ml_dtypes.bfloat16)
+    source = write(tmp_path / "hf", tensors)
+    with pytest.raises(UserError, match="lossless12 cannot hold expert 2 of MoE layer 1: too many"):
+        with_versions(load_checkpoint(source), ("dense", "lossless12"))
+
+
+# ---- written
+
+
+def test_a_run_takes_what_the_checkpoint_has(directory, source):
+    assert_same_model(load_checkpoint(directory), load_checkpoint(source))
+    made = with_versions(load_checkpoint(source), ("dense", *VERSIONS))
+    taken = load_checkpoint(directory, versions=("dense", *VERSIONS))
+    same_stores(taken, made)
+    assert taken.quantizers == made.quantizers
+    same_stores(with_versions(taken, ("int2", "int8")), with_versions(made, ("int2", "int8")))
+
+
+def test_only_the_wanted_versions_are_read(directory, tmp_path):
+    broken = copied(directory, tmp_path / "model")
+    for path in (broken / read_manifest(broken / MANIFEST).tree).glob("experts.dense.*/c/*/0/0"):
+        flip(path)
+    loaded = load_checkpoint(broken, versions=("int4", "lossless12"))
+    assert list(loaded.store.layouts) == ["int4", "lossless12"]
+    assert loaded.layout.version == "dense"
+    with pytest.raises(UserError, match=r"expert 0 of MoE layer 0, version dense .* damaged"):
+        load_checkpoint(broken)
+
+
+def test_what_the_checkpoint_lacks_is_made(source, tmp_path):
+    directory = quantize(source, tmp_path / "model", ("int4",), "mse").conversion.directory
+    loaded = load_checkpoint(directory, versions=("int4", "int8"))
+    assert list(loaded.store.layouts) == ["dense", "int4"]
+    loaded = with_versions(loaded, ("int4", "int8"))
+    assert loaded.quantizers == {"int4": "mse", "int8": "rtn"}
+
+
+def test_in_another_dtype(directory, source):
+    """Codes stay, decoded to the run's dtype; lossless records are only of bfloat16."""
+    loaded = load_checkpoint(directory, "float32", versions=("int4", "lossless12"))
+    assert list(loaded.store.layouts) == ["dense", "int4"]
+    assert loaded.store.layouts["int4"].format.dtype == "float32"
+    made = with_versions(load_checkpoint(source, "float32"), ("dense", "int4"))
+    same_stores(loaded, made)
+    with pytest.raises(UserError, match="lossless12 holds bfloat16 weights, not float32"):
+        with_versions(loaded, ("int4", "lossless12"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_checkpoints_of_other_dtypes(dtype, tmp_path):
+    config = CONFIG | {"dtype": dtype}
+    source = write(tmp_path / "hf", random_tensors(config, np.dtype(dtype)), config)
+    with pytest.raises(UserError, match=f"lossless12 holds bfloat16 weights, not {dtype}"):
+        quantize(source, tmp_path / "model", ("int4", "lossless12"))
+    directory = quantize(source, tmp_path / "model", ("int4",)).conversion.directory
+    made = with_versions(load_checkpoint(source), ("dense", "int4"))
+    same_stores(load_checkpoint(directory, versions=("dense", "int4")), made)
+
+
+def test_a_converted_checkpoint_is_quantized_too(source, directory, tmp_path):
+    converted = convert(source, tmp_path / "converted").directory
+    again = quantize(converted, tmp_path / "model", VERSIONS).conversion.directory
+    assert contents(again) == contents(directory)
+    provenance = read_manifest(again / MANIFEST).provenance
+    assert provenance["source"] == str(converted) and list(provenance["files"]) == [MANIFEST]
+    fewer = quantize(again, tmp_path / "fewer", ("int4",)).conversion.directory
+    assert list(read_manifest(fewer / MANIFEST).experts) == ["dense", "int4"]
+
+
+@pytest.mark.slow
+def test_what_is_not_finite_is_said_of_a_quantized_checkpoint_too(tmp_path):
+    tensors = random_tensors(CONFIG)
+    tensors["model.norm.weight"][0] = np.nan
+    source = write(tmp_path / "hf", tensors)
+    converted = convert(source, tmp_path / "converted").directory
+    again = quantize(converted, tmp_path / "model", ("int4",)).conversion.directory
+    assert read_manifest(again / MANIFEST).nonfinite == {"model.norm.weight": 1}
+
+
+def test_a_directory_from_before_there_were_versions_loads(source, tmp_path):
+    directory = convert(source, tmp_path / "model").directory
+
+    def older(content):
+        assert content.pop("quantizers") == {} and content.pop("errors") == {}
+
+    rewrite_manifest(directory, older)
+    assert_same_model(load_checkpoint(directory), load_checkpoint(source))
+    assert list(load_checkpoint(directory, versions=("int4",)).store.layouts) == ["dense"]
+
+
+def test_an_expert_is_read_alone(directory, source):
+    made = with_versions(load_checkpoint(source), VERSIONS)
+    for version in VERSIONS:
+        expected = arrays(made)[version][1, 2]
+        np.testing.assert_array_equal(read_expert(directory, 1, 2, version), expected)
+
+
+def test_orbax_itself_loads_it(directory, source):
+    from orbax.checkpoint import v1
+
+    tree = v1.load(str(directory))
+    made = with_versions(load_checkpoint(source), ("dense", *VERSIONS))
+    assert tree["experts"].keys() == {"dense", *VERSIONS}
+    for version, layers in tree["experts"].items():
+        np.testing.assert_array_equal(np.stack(layers), arrays(made)[version])
+
+
+def test_a_flipped_bit_is_named(directory, tmp_path):
+    broken = copied(directory, tmp_path / "model")
+    flip(broken / read_manifest(broken / MANIFEST).tree / "experts.int4.1/c/2/0/0")
+    load_checkpoint(broken)
+    with pytest.raises(UserError, match=r"expert 2 of MoE layer 1, version int4 .* damaged"):
+        load_checkpoint(broken, versions=("int4",))
+
+
+def test_errors_are_those_of_the_store(quantized, directory):
+    loaded = load_checkpoint(directory, versions=("dense", *VERSIONS))
+    for version, written in quantized.versions.items():
+        errors = relative_errors(loaded.store, version, loaded.dtype)
+        np.testing.assert_allclose(list(written.errors.values()), errors, rtol=1e-5)
+        np.testing.assert_allclose(written.layer_errors, errors.mean(1), rtol=1e-5)
+        assert written.record_bytes == loaded.store.layouts[version].nbytes
+
+
+# ---- refusals and interruptions
+
+
+@pytest.mark.parametrize(
+    ("versions", "message"),
+    [
+        (("int4", "int4"), "name each version once"),
+        (("",), "unknown expert version ''; known"),
+        (("dense", "int4"), "dense is always written; name the versions to be made from it"),
+    ],
+)
+def test_versions_that_cannot_be_written(versions, message, source, tmp_path):
+    with pytest.raises(UserError, match=message):
+        quantize(source, tmp_path / "model", versions)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_destination_that_is_there(source, directory):
+    with pytest.raises(UserError, match="already there; delete it or choose another destination"):
+        quantize(source, directory, ("int4",))
+
+
+def test_a_source_of_another_format(tmp_path):
+    (tmp_path / "_CHECKPOINT_METADATA").write_text("{}")
+    with pytest.raises(UserError, match="its format is orbax; quantize reads safetensors"):
+        quantize(tmp_path, tmp_path / "model", ("int4",))
+
+
+class Stop(Exception):
+    """Ends a conversion as Ctrl-C would."""
+
+
+def interrupted(source, directory, destination, units, versions=VERSIONS):
+    """Ends quantize after all parameters and so many layers: the dense ones, then each of a MoE
+    layer's versions, layer by layer."""
+    calls = itertools.count(-len(read_manifest(directory / MANIFEST).params))
+
+    def report(done, total):
+        if next(calls) == units:
+            raise Stop
+
+    with pytest.raises(Stop):
+        quantize(source, destination, versions, progress=report)
+
+
+@pytest.mark.parametrize(
+    "units",
+    [
+        pytest.param(-3, marks=pytest.mark.slow),
+        pytest.param(1, marks=pytest.mark.slow),
+        2,
+        5,
+        pytest.param(9, marks=pytest.mark.slow),
+    ],
+)
+def test_an_interrupted_run_goes_on(units, source, directory, tmp_path):
+    interrupted(source, directory, tmp_path / "model", units)
+    assert not (tmp_path / "model").exists()
+    with pytest.raises(UserError, match="unfinished conversion"):
+        load_checkpoint(tmp_path / "model.partial")
+    assert quantize(source, tmp_path / "model", VERSIONS).conversion.kept > 0
+    assert contents(tmp_path / "model") == contents(directory)
+
+
+def test_an_interrupted_run_asks_for_the_same_again(source, directory, tmp_path):
+    interrupted(source, directory, tmp_path / "model", 3, ("int4",))
+    message = "an unfinished conversion with int4 by rtn; ask for the same, or delete it"
+    with pytest.raises(UserError, match=message):
+        quantize(source, tmp_path / "model", ("int4",), "mse")
+    with pytest.raises(UserError, match=message):
+        convert(source, tmp_path / "model")
+
+
+@pytest.mark.slow
+def test_what_was_damaged_since_is_made_again(source, directory, tmp_path, caplog):
+    interrupted(source, directory, tmp_path / "model", 7)
+    tree = tmp_path / "model.partial" / read_manifest(directory / MANIFEST).tree
+    flip(tree / "experts.int8.0/c/1/0/0")
+    quantize(source, tmp_path / "model", VERSIONS)
+    assert "experts.int8.0: damaged since; written again" in caplog.text
+    assert contents(tmp_path / "model") == contents(directory)
+
+
+# ---- gptq
+
+
+@pytest.mark.nightly
+def test_gptq_looks_at_a_text(demo_dir, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("The old house stood at the end of the lane. " * 40)
+    done = quantize(demo_dir, tmp_path / "model", ("int2", "lossless12"), "gptq", [text], 200)
+    label = done.versions["int2"].quantizer
+    assert label.startswith("gptq, 200 tokens ") and len(label) == 25
+    assert done.versions["lossless12"].quantizer == "lossless"
+    assert {path.name for path in tmp_path.iterdir()} == {"text.txt", "model"}
+    loaded = load_checkpoint(tmp_path / "model", versions=("dense", "int2"))
+    assert loaded.quantizers == {"int2": label}
+    errors = relative_errors(loaded.store, "int2", loaded.dtype)
+    rounded = with_versions(load_checkpoint(demo_dir), ("dense", "int2"))
+    expected = relative_errors(rounded.store, "int2", loaded.dtype)
+    # Weights give way for outputs, but none runs away. Experts that saw nothing are rounded.
+    assert (errors >= 0.9 * expected).all() and (errors < 2 * expected).all()
+    assert (errors > expected).mean() > 0.5
+
+
+@pytest.mark.parametrize(
+    ("quantizer", "data", "message"),
+    [
+        ("gptq", (), r"quantizer gptq needs texts to look at: give files \(--data\)"),
+        ("mse", ("text.txt",), r"texts \(--data\) are for quantizer gptq; mse looks at weights"),
+        ("gptq", ("missing.txt",), r"missing.txt: cannot be read as text in UTF-8"),
+    ],
+)
+def test_texts_are_gptqs(quantizer, data, message, source, tmp_path):
+    with pytest.raises(UserError, match=message):
+        quantize(source, tmp_path / "model", ("int4",), quantizer, data)
+    assert not list(tmp_path.iterdir())
+
+
+def test_gptq_is_not_for_the_start_of_a_run(source):
+    with pytest.raises(UserError, match="moejax quantize --quantizer gptq --data FILE"):
+        with_versions(load_checkpoint(source), ("int4",), quantizer="gptq")
+
+
+KILLED = """
+import os, signal, sys
+from moejax.evaluate.quantization import quantize
+source, destination, left = sys.argv[1], sys.argv[2], int(sys.argv[3])
+
+def count(event, args):
+    global left
+    if event in ("open", "os.rename") and str(args[0]).startswith(destination):
+        left -= 1
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+sys.addaudithook(count)
+quantize(source, destination, ("int4", "lossless12"))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.parametrize("operations", [70, 120, 145])
+def test_killed(operations, source, tmp_path):
+    command = [sys.executable, "-c", KILLED, source, tmp_path / "model", str(operations)]
+    died = subprocess.run(command).returncode
+    assert died == -signal.SIGKILL
+    assert not (tmp_path / "model").exists()
+    quantize(source, tmp_path / "model", ("int4", "lossless12"))
+    made = with_versions(load_checkpoint(source), ("int4", "lossless12"))
+    same_stores(load_checkpoint(tmp_path / "model", versions=("int4", "lossless12")), made)
+
+
+# ---- the command
+
+
+def test_the_command(source, directory, tmp_path, capsys):
+    command = ["quantize", str(source), str(tmp_path / "model"), "--versions"]
+    assert main([*command, ",".join(VERSIONS)]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"{tmp_path / 'model'}: ") and "weights and versions" in out
+    assert "made by" in out and "MoE layer 1" in out
+    assert re.search(r"a matrix took( +[0-9.e-]+ ms){4}", out)
+    assert contents(tmp_path / "model") == contents(directory)
+    assert main([*command, "int4"]) == 2
+    assert "already there" in capsys.readouterr().err
+    assert main(["info", str(tmp_path / "model"), "--json"]) == 0
+    info = json.loads(capsys.readouterr().out)
+    assert info["weights"]["quantizers"] == {
+        **dict.fromkeys(("int8", "int4", "int2"), "rtn"),
+        "lossless12": "lossless",
+    }
+    loaded = load_checkpoint(directory, versions=VERSIONS)
+    for version, layout in loaded.store.layouts.items():
+        assert info["versions"][version]["record_bytes"] == layout.nbytes
+
+
+@pytest.mark.slow
+def test_the_command_as_json(source, tmp_path, capsys):
+    command = ["quantize", str(source), str(tmp_path / "model"), "--versions", "int4,int2"]
+    assert main([*command, "--quantizer", "mse", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["dtype"] == "bfloat16" and found["kept_bytes"] == 0
+    assert found["dense_record_bytes"] == 768
+    assert list(found["versions"]) == ["int4", "int2"]
+    assert found["versions"]["int4"]["quantizer"] == "mse"
+    assert all(version["matrix_s"] > 0 for version in found["versions"].values())
+    int4, int2 = (found["versions"][v]["relative_error"] for v in ("int4", "int2"))
+    assert len(int4) == 2 and all(a < b for a, b in zip(int4, int2, strict=True))

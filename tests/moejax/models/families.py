@@ -1,0 +1,96 @@
+"""A small random checkpoint of every family: a new family takes part in the contract suite
+(test_families.py) by one line here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moejax.checkpoints.load import NUMPY_DTYPES
+from moejax.checkpoints.tensors import expected_tensors
+from moejax.models.config import parse_config
+from tests.moejax.checkpoints.random_checkpoint import write
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 48,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 512,
+    "dtype": "bfloat16",
+    "eos_token_id": 0,
+}
+
+LATENT = dict(
+    num_key_value_heads=4,
+    kv_lora_rank=32,
+    qk_nope_head_dim=16,
+    qk_rope_head_dim=8,
+    v_head_dim=24,
+    n_routed_experts=8,
+    first_k_dense_replace=1,
+    n_group=4,
+    topk_group=2,
+)
+LONGROPE = dict(
+    rope_type="longrope",
+    short_factor=[1.0 + i / 8 for i in range(8)],
+    long_factor=[2.0 + i for i in range(8)],
+    short_mscale=1.1,
+    long_mscale=1.2,
+    original_max_position_embeddings=128,
+    rope_theta=1e4,
+)
+
+SMALL: dict[str, dict[str, Any]] = {
+    "Qwen3MoeForCausalLM": dict(head_dim=16, num_experts=8, mlp_only_layers=[1]),
+    "MixtralForCausalLM": dict(num_local_experts=8, sliding_window=100),
+    "OlmoeForCausalLM": dict(num_experts=8, clip_qkv=1.5),
+    "Qwen2MoeForCausalLM": dict(
+        num_experts=8,
+        shared_expert_intermediate_size=40,
+        use_sliding_window=True,
+        sliding_window=70,
+    ),
+    "PhimoeForCausalLM": dict(
+        num_local_experts=8, attention_bias=True, lm_head_bias=True, rope_parameters=LONGROPE
+    ),
+    "DeepseekV2ForCausalLM": dict(LATENT, topk_method="group_limited_greedy", q_lora_rank=None),
+    "DeepseekV3ForCausalLM": dict(LATENT, q_lora_rank=24, n_shared_experts=2),
+}
+"""architecture → config.json's fields over COMMON."""
+
+
+def config_of(architecture: str, **fields: Any) -> dict[str, Any]:
+    """config.json of the family's small model."""
+    return {"architectures": [architecture], **COMMON, **SMALL[architecture], **fields}
+
+
+def random_weights(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
+    """Tensors of a checkpoint with that config.json, scaled so that every part of a layer matters:
+    matrices by their width, norms about 1, biases and corrections about 0."""
+    rng = np.random.default_rng(seed)
+    tensors = {}
+    for name, place in expected_tensors(parse_config(config), ()).items():
+        values = rng.standard_normal(place.shape)
+        if "norm" in name.split(".")[-2] and name.endswith("weight"):
+            values = 1 + 0.3 * values
+        elif len(place.shape) == 1:
+            values *= 0.3
+        else:
+            values *= 1.5 / place.shape[-1] ** 0.5
+        dtype = getattr(place, "dtype", None) or config["dtype"]
+        tensors[name] = values.astype(NUMPY_DTYPES[dtype])
+    return tensors
+
+
+def write_checkpoint(directory: Path, architecture: str, **fields: Any) -> Path:
+    """The family's small model as a Hugging Face checkpoint without a tokenizer."""
+    config = config_of(architecture, **fields)
+    return write(directory, random_weights(config), config)

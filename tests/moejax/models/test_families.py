@@ -1,0 +1,175 @@
+"""The contract suite on every family: same bits whatever the memory, the driver and the company; no
+stale read; no copy of the arena; clear refusals."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from moejax import LLM, SamplingParams
+from moejax.checkpoints.convert import convert
+from moejax.checkpoints.load import load_checkpoint
+from moejax.engine.arena_report import kv_stats
+from moejax.errors import UserError
+from moejax.models.families import FAMILIES
+from moejax.step.runner import compiler_options
+from tests.hlo import read_executable
+from tests.moejax.checkpoints.random_checkpoint import write
+from tests.moejax.engine_runs import Job, Recorded, run, set_budget
+from tests.moejax.models.families import SMALL, random_weights, write_checkpoint
+
+LIMITS = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 256}
+EXPERTS = 8
+MiB = 1 << 20
+
+
+def test_every_family_takes_part():
+    assert set(SMALL) == set(FAMILIES)
+
+
+SHORT = ("DeepseekV3ForCausalLM",)
+"""Latent pages, groups, shared experts and a dense layer: what the quick suite looks at."""
+
+
+def marks(family: str) -> list:
+    """.ci/run takes norms before and after projections, latent pages; `pytest` takes all."""
+    if family not in ("Qwen3MoeForCausalLM", "OlmoeForCausalLM", *SHORT):
+        return [pytest.mark.nightly]
+    return [pytest.mark.slow] * (family not in SHORT)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(f, marks=marks(f)) for f in SMALL],
+)
+def directory(request, tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("family"), request.param)
+
+
+def start(directory, **options) -> LLM:
+    return LLM(directory, progress=False, **{**LIMITS, **options})
+
+
+@pytest.fixture(scope="module")
+def llm(directory):
+    with start(directory, expert_budget="100%", kv_budget="3MiB") as llm:
+        yield llm
+
+
+def jobs() -> list[Job]:
+    """Prompts around the borders of pages, spans and chunks, greedy and sampled, some with the same
+    beginning, and a session of three turns."""
+    rng = np.random.default_rng(1)
+    document = rng.integers(1, 512, 48).tolist()
+    found = []
+    for i, length in enumerate((1, 16, 63, 65, 129, 20, 30, 9, 12, 7)):
+        words = rng.integers(1, 512, length).tolist()
+        shared = document if i in (5, 6, 7) else []
+        sampling = {"temperature": 0.8, "top_p": 0.9} if i % 2 else {"temperature": 0}
+        params = SamplingParams(max_tokens=6 + i, seed=i, ignore_eos=True, **sampling)
+        session = "chat" if i >= 7 else None
+        found.append(Job((*shared, *words), params, arrival=i // 2, session=session))
+    return found
+
+
+JOBS = jobs()
+
+
+@pytest.fixture(scope="module")
+def solo(llm) -> list[Recorded]:
+    """Each job alone, the session's turns in order, everything resident."""
+    layers = llm.engine.runner.tables.address.shape[0]
+    set_budget(llm, [EXPERTS] * layers, llm.engine.scheduler.arena.slots - layers * EXPERTS)
+    alone = [run(llm, [job])[0] for job in JOBS[:7]]
+    alone += run(llm, [Job(job.prompt, job.params, 0, job.session) for job in JOBS[7:]])
+    llm.end_session("chat")
+    return alone
+
+
+def assert_same(recorded: list[Recorded], solo: list[Recorded]) -> None:
+    for i, (found, wanted) in enumerate(zip(recorded, solo, strict=True)):
+        assert found.same_bits(wanted), f"job {i}"
+
+
+@pytest.mark.parametrize("cells", [[0], [3, 0, 5], [1, 8, 2]], ids=str)
+def test_memory_and_company_change_no_bit(llm, solo, cells):
+    """Every step is followed by the integrity check (no stale read, contract 2)."""
+    arena, layers = llm.engine.scheduler.arena, llm.engine.runner.tables.address.shape[0]
+    pages = -(-LIMITS["max_model_len"] // arena.layout.page.block_size)
+    set_budget(llm, (cells * layers)[:layers], -(-pages // arena.layout.pages_per_slot), "lfu")
+    before = kv_stats(llm.engine.scheduler)
+    assert_same(run(llm, JOBS), solo)
+    llm.end_session("chat")
+    used = kv_stats(llm.engine.scheduler)
+    for name in ("preemptions", "prefix_hit_tokens", "session_hit_tokens", "swapped_out_bytes"):
+        assert used[name] > before[name], name
+
+
+@pytest.mark.parametrize(
+    "directory",
+    [pytest.param(f, marks=[pytest.mark.nightly] * (f != "DeepseekV3ForCausalLM")) for f in SMALL],
+    indirect=True,
+)
+@pytest.mark.slow
+def test_driver_waves_and_arena_change_no_bit(directory, solo):
+    options = {"driver": "host", "prefill_waves": 3, "expert_budget": "40%", "kv_budget": "1MiB"}
+    with start(directory, **options) as other:
+        assert_same(run(other, JOBS), solo)
+
+
+@pytest.mark.nightly
+def test_decode_and_prefill_agree(llm, solo):
+    """Scoring (prefill) and decode are other paths to nearly the same numbers."""
+    job, recorded = JOBS[4], solo[4]
+    (scores,) = llm.score_batch([[*job.prompt, *recorded.tokens]])
+    logits = np.stack(recorded.logits).astype(np.float64)
+    logits -= logits.max(axis=-1, keepdims=True)
+    logits -= np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+    decoded = logits[np.arange(len(recorded.tokens)), recorded.tokens]
+    difference = np.abs(scores[-len(recorded.tokens) :] - decoded)
+    assert difference.max() < 0.25 and difference.mean() < 0.06  # bfloat16, logits about ±2
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["decode", *(pytest.param(s, marks=pytest.mark.nightly) for s in ("prefill", "decode_staged"))],
+)
+def test_step_copies_nothing_of_the_arena(llm, name):
+    runner = llm.engine.runner
+    lowered = runner.lower(name)
+    compiled = read_executable(lowered.compile(compiler_options=compiler_options("cpu")))
+    assert runner.arena.nbytes > MiB
+    assert compiled.copies(MiB) == []
+    assert compiled.memory.alias_bytes >= runner.arena.nbytes
+
+
+def test_converted_checkpoint_loads_to_the_same_bits(directory, tmp_path):
+    """Hugging Face → Orbax → load is Hugging Face → load, in the checkpoint's dtype and another."""
+    convert(directory, tmp_path / "orbax")
+    for dtype in ("auto", "float32"):
+        direct, converted = (load_checkpoint(d, dtype) for d in (directory, tmp_path / "orbax"))
+        assert converted.config == direct.config and converted.dtype == direct.dtype
+        trees = [(m.params, m.store.arrays["dense"]) for m in (direct, converted)]
+        assert jax.tree.structure(trees[0]) == jax.tree.structure(trees[1])
+        for wanted, found in zip(*map(jax.tree.leaves, trees), strict=True):
+            wanted, found = np.asarray(wanted), np.asarray(found)
+            assert found.dtype == wanted.dtype and found.tobytes() == wanted.tobytes()
+
+
+def test_wrong_checkpoints_are_refused(directory, tmp_path):
+    config = json.loads((directory / "config.json").read_text())
+    tensors = random_weights(config)
+    names = sorted(tensors)
+    missing = dict(tensors)
+    del missing[names[len(names) // 2]]
+    cases = {
+        "is missing": missing,
+        "unknown tensor": {**tensors, "model.layers.0.self_attn.sinks": tensors[names[0]]},
+        "has shape": {**tensors, names[3]: np.concatenate([tensors[names[3]]] * 2)},
+    }
+    for message, wrong in cases.items():
+        with pytest.raises(UserError, match=message):
+            load_checkpoint(write(tmp_path / message, wrong, config))

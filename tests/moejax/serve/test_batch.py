@@ -1,0 +1,863 @@
+"""File jobs: formats, resumption, refusals. The model is a fake, except at the end."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import os
+import random
+import re
+import resource
+import signal
+import sys
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+
+import moejax
+from moejax import LLM, SamplingParams, UserError
+from moejax.commands import main as cli
+from moejax.progress import batch_progress
+from moejax.requests.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from moejax.requests.request import GenerationRequest
+from moejax.serve.batch import Job, open_job
+from moejax.serve.batch.lines import derived_seed, read_lines
+from tests.moejax.serve.test_summary import STATS
+
+
+def text_of(prompt) -> str:
+    return prompt if isinstance(prompt, str) else json.dumps(prompt)
+
+
+def output_of(request: GenerationRequest, history: str = "") -> RequestOutput:
+    """A function of the request and of its session so far, as real results are."""
+    params = request.sampling_params
+    sequences = []
+    for index in range(params.n):
+        logprobs = None
+        if params.logprobs is not None:
+            ranked = {5: Logprob(-0.5, 1, "é"), 6: Logprob(float("-inf"), 2, None)}
+            logprobs = [{6: ranked[6], 5: ranked[5]}, {6: Logprob(-1.0, 1, "b")}]
+        sequences.append(
+            CompletionOutput(
+                index=index,
+                text=f"{text_of(request.prompt)}+{params.seed}{history}",
+                token_ids=[5, 6],
+                cumulative_logprob=None if logprobs is None else -1.5,
+                logprobs=logprobs,
+                finish_reason="length",
+            )
+        )
+    return RequestOutput(
+        request_id="7",
+        prompt=None,
+        prompt_token_ids=[1, 2, 3],
+        outputs=sequences,
+        finished=True,
+        metrics=RequestMetrics(10.0, scheduled_s=10.25, first_token_s=10.5, finished_s=12.0),
+    )
+
+
+class FakeLLM:
+    """What a job uses of an LLM. Finishes in another order than asked; a few are in flight."""
+
+    interrupt_after: int | None = None
+    made = 0
+
+    def __init__(self, model="demo", **options):
+        type(self).made += 1
+        self.engine = SimpleNamespace(statistics=SimpleNamespace(generated_tokens=0))
+        self.sessions: dict[str, str] = {}
+        self.ended: list[str] = []
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def stats(self):
+        return STATS
+
+    def generate_each(self, requests):
+        yielded, order = itertools.count(), random.Random(1)
+        while batch := [(r, self.answer(r)) for r in itertools.islice(requests, 3)]:
+            order.shuffle(batch)
+            for pair in batch:
+                if next(yielded) == self.interrupt_after:
+                    raise KeyboardInterrupt
+                yield pair
+
+    def answer(self, request):
+        if text_of(request.prompt) == "too long":
+            return UserError("prompt (9 tokens) + …; shorten the prompt")
+        history = ""
+        if request.session_id is not None:
+            history = self.sessions.get(request.session_id, "") + f"|{request.prompt}"
+            self.sessions[request.session_id] = history
+        return output_of(request, history)
+
+    def end_session(self, session_id):
+        del self.sessions[session_id]
+        self.ended.append(session_id)
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    class Fake(FakeLLM):
+        made = 0
+
+    monkeypatch.setattr(moejax, "LLM", Fake, raising=False)
+    return Fake
+
+
+def write(path, *lines) -> str:
+    path.write_text("".join(f"{x if isinstance(x, str) else json.dumps(x)}\n" for x in lines))
+    return str(path)
+
+
+def run(source, output, **options):
+    """Runs a job with a fake model; returns (the open job, what it warned of)."""
+    said: list[str] = []
+    with open_job(Job(str(source), str(output), **options)) as job:
+        job.run(FakeLLM(), warn=said.append)
+    return job, said
+
+
+def records(path) -> dict:
+    """id -> record without metrics; every line is whole and every id there once."""
+    found = {}
+    for raw in path.read_bytes().splitlines(keepends=True):
+        assert raw.endswith(b"\n")
+        record = json.loads(raw)
+        record.pop("metrics", None)
+        id = record.get("custom_id", record["id"])
+        assert id not in found
+        found[id] = record
+    return found
+
+
+def openai(custom_id, body, url="/v1/completions"):
+    return {"custom_id": custom_id, "method": "POST", "url": url, "body": body}
+
+
+CHAT = "/v1/chat/completions"
+PROMPTS = [{"id": f"p{i}", "prompt": f"prompt {i}"} for i in range(7)]
+
+
+def only_line(path) -> str:
+    (line,) = path.read_text().splitlines()
+    head, _, metrics = line.partition(', "metrics": ')
+    assert json.loads(metrics[:-1]) | {"created": 0} == {
+        "created": 0,
+        "queue_s": 0.25,
+        "ttft_s": 0.5,
+        "total_s": 2.0,
+        "cached_tokens": 0,
+        "preemptions": 0,
+        "recomputed": False,
+    }
+    return head
+
+
+# ---- formats
+
+
+def test_a_plain_line(tmp_path):
+    line = {"id": "a", "prompt": "Fünf 🏚", "seed": 3, "metadata": {"x": 1}}
+    run(write(tmp_path / "in", line), tmp_path / "out")
+    assert only_line(tmp_path / "out") == (
+        '{"id": "a", "request_id": "req_4a", "text": "Fünf 🏚+3", "token_ids": [5, 6], '
+        '"finish_reason": "length", "stop_reason": null, '
+        '"usage": {"prompt_tokens": 3, "completion_tokens": 2}, "error": null'
+    ).replace("req_4a", records(tmp_path / "out")["a"]["request_id"])
+
+
+def test_log_probabilities_and_several_sequences_of_a_plain_line(tmp_path):
+    source = write(
+        tmp_path / "in",
+        {"id": 1, "prompt": "x", "seed": 3, "logprobs": 1},
+        {"id": 2, "prompt": "x", "seed": 3, "n": 2},
+    )
+    run(source, tmp_path / "out")
+    one, two = records(tmp_path / "out").values()
+    if one["id"] == 2:
+        one, two = two, one
+    assert one["cumulative_logprob"] == -1.5
+    assert one["logprobs"] == [
+        {
+            "5": {"logprob": -0.5, "rank": 1, "decoded_token": "é"},
+            "6": {"logprob": -9999.0, "rank": 2, "decoded_token": None},
+        },
+        {"6": {"logprob": -1.0, "rank": 1, "decoded_token": "b"}},
+    ]
+    assert [o["index"] for o in two["outputs"]] == [0, 1] and "text" not in two
+    assert set(two["outputs"][0]) == {"index", "text", "token_ids", "finish_reason", "stop_reason"}
+    assert two["usage"] == {"prompt_tokens": 3, "completion_tokens": 4}
+
+
+def test_an_openai_completion(tmp_path):
+    body = {"model": "m", "prompt": "Fünf", "seed": 3, "user": "u", "stream": False}
+    run(write(tmp_path / "in", openai("c", body)), tmp_path / "out")
+    digest = records(tmp_path / "out")["c"]["response"]["request_id"].removeprefix("req_")
+    assert len(digest) == 32
+    assert only_line(tmp_path / "out") == (
+        '{"id": "batch_req_CUSTOM", "custom_id": "c", "response": {"status_code": 200, '
+        '"request_id": "req_REQUEST", "body": {"id": "cmpl-REQUEST", '
+        '"object": "text_completion", "created": 0, "model": "m", "choices": [{"index": 0, '
+        '"text": "Fünf+3", "logprobs": null, "finish_reason": "length", "stop_reason": null}], '
+        '"usage": {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}}}, '
+        '"error": null'
+    ).replace("REQUEST", digest).replace("CUSTOM", "b2b72e9a1d5e40f6bbab23fba07adf70")
+
+
+def test_an_openai_chat_completion(tmp_path):
+    body = {
+        "messages": [
+            {
+                "role": "system",
+                "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+            },
+            {"role": "user", "content": "Hello"},
+        ],
+        "max_completion_tokens": 9,
+        "logprobs": True,
+        "top_logprobs": 2,
+        "tools": [],
+        "n": 1,
+        "stop": None,
+    }
+    source = write(tmp_path / "in", openai("c", body, CHAT))
+    raw = (tmp_path / "in").read_bytes().splitlines()
+    (line,) = read_lines(raw, sampling={}, seed=0, made_with=())
+    assert line.error is None and line.request is not None
+    assert line.request.sampling_params.max_tokens == 9
+    assert line.request.sampling_params.logprobs == 2
+    assert line.request.prompt == {
+        "messages": [{"role": "system", "content": "a\nb"}, {"role": "user", "content": "Hello"}]
+    }
+    run(source, tmp_path / "out", model="/models/x")
+    body = records(tmp_path / "out")["c"]["response"]["body"]
+    assert body["id"].startswith("chatcmpl-") and body["object"] == "chat.completion"
+    assert body["model"] == "/models/x"
+    (choice,) = body["choices"]
+    assert choice["message"]["role"] == "assistant" and "Hello" in choice["message"]["content"]
+    five = {"token": "é", "logprob": -0.5, "bytes": [195, 169]}
+    six = {"token": "token_id:6", "logprob": -9999.0, "bytes": list(b"token_id:6")}
+    last = {"token": "b", "logprob": -1.0, "bytes": [98]}
+    assert choice["logprobs"] == {
+        "content": [five | {"top_logprobs": [five, six]}, last | {"top_logprobs": [last]}]
+    }
+
+
+def test_log_probabilities_of_an_openai_completion(tmp_path):
+    source = write(tmp_path / "in", openai("c", {"prompt": [1, 2], "logprobs": 2}))
+    run(source, tmp_path / "out")
+    (choice,) = records(tmp_path / "out")["c"]["response"]["body"]["choices"]
+    assert choice["logprobs"] == {
+        "tokens": ["é", "b"],
+        "token_logprobs": [-0.5, -1.0],
+        "top_logprobs": [{"é": -0.5, "token_id:6": -9999.0}, {"b": -1.0}],
+        "text_offset": [0, 1],
+    }
+
+
+def test_blank_lines_a_byte_order_mark_and_no_newline_at_the_end(tmp_path):
+    source = tmp_path / "in"
+    source.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n \n\n{"prompt": "b"}')
+    run(source, tmp_path / "out")
+    found = records(tmp_path / "out")
+    assert {id: r["text"][0] for id, r in found.items()} == {"line-1": "a", "line-4": "b"}
+
+
+def test_sampling_fields_seeds_and_defaults(tmp_path):
+    lines = [
+        {"id": "a", "prompt": "x", "temperature": 0.5, "stop": ["\n"], "logit_bias": {"7": -100}},
+        {"id": "b", "prompt": "x", "top_k": None, "session_id": "s", "priority": -1},
+        {"id": "c", "prompt": "x", "seed": 11},
+        {"id": "d", "prompt_token_ids": [4, 5], "seed": -1},
+    ]
+
+    def read(*order, seed=0):
+        raw = (json.dumps(lines[i]).encode() for i in order)
+        sampling = {"temperature": 0.25, "top_k": 5}
+        found = list(read_lines(raw, sampling=sampling, seed=seed, made_with=("m",)))
+        assert all(line.error is None for line in found)
+        return {line.id: line.request for line in found}
+
+    found = read(0, 1, 2, 3)
+    assert found["a"].sampling_params == SamplingParams(
+        temperature=0.5, top_k=5, stop=["\n"], logit_bias={7: -100}, seed=derived_seed(0, "a")
+    )
+    assert found["b"].sampling_params.temperature == 0.25
+    assert found["b"].sampling_params.top_k == 5
+    assert (found["b"].session_id, found["b"].priority) == ("s", -1)
+    assert found["c"].sampling_params.seed == 11
+    assert found["d"].prompt == [4, 5]
+    # Neither the order nor the company matters; the job's seed and the id do.
+    assert read(3, 1) == {id: found[id] for id in "db"}
+    seeds = {id: request.sampling_params.seed for id, request in found.items()}
+    assert len(set(seeds.values())) == 4
+    others = {id: r.sampling_params.seed for id, r in read(0, 1, 2, 3, seed=1).items()}
+    assert [id for id in "abcd" if seeds[id] == others[id]] == ["c"]
+
+
+# ---- bad lines
+
+BAD = [
+    ("{", "not JSON: "),
+    ("[1]", "not a JSON object but a list"),
+    ('{"prompt": NaN}', "NaN is not JSON"),
+    ("[" * 100_000, "nested too deeply"),
+    ('{"id": "x", "prompt": "\\ud800"}', "not UTF-8 text"),
+    ({"id": ""}, "id must be a string or an integer that is not empty"),
+    ({"id": True, "prompt": "x"}, "id must be a string or an integer"),
+    ({"id": "line-7", "prompt": "x"}, "id 'line-7' is reserved for line 7"),
+    ({"id": "x"}, "one of prompt, prompt_token_ids, messages is needed, found none"),
+    ({"prompt": "x", "messages": []}, "found prompt and messages"),
+    ({"prompt": ["x", "y"]}, "several prompts need a line each"),
+    ({"prompt": 5}, "prompt must be text or a list, got 5"),
+    ({"prompt_token_ids": [1, True]}, "prompt_token_ids must be token ids"),
+    ({"prompt_token_ids": []}, "prompt_token_ids is empty"),
+    ({"prompt": "x", "max_tokns": 5}, "'max_tokns' is not supported; did you mean 'max_tokens'"),
+    ({"prompt": "x", "tools": [1]}, "the field 'tools' is not supported$"),
+    ({"prompt": "x", "max_tokens": 0}, "max_tokens must be at least 1"),
+    ({"prompt": "x", "temperature": "hot"}, "temperature must be a number"),
+    ({"prompt": "x", "logit_bias": {"a": 1}}, "token ids are integers, got the keys"),
+    ({"prompt": "x", "session_id": 5}, "session_id must be a string"),
+    ({"prompt": "x", "priority": "high"}, "priority must be an integer"),
+    ({"messages": ["x"]}, 'each of messages must be an object with a "role"'),
+    ({"messages": [{"role": "user", "content": 5}]}, "content of a message must be text, got 5"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        "content of a message must be text; other parts are refused",
+    ),
+    ({"id": "x", "prompt": "too long"}, "shorten the prompt"),
+    ({"id": "a", "prompt": "x"}, "the id 'a' is also that of an earlier line"),
+]
+BAD_OPENAI = [
+    (openai(5, {"prompt": "x"}), "custom_id must be a string that is not empty, got 5"),
+    ({"url": CHAT, "body": {}}, "custom_id must be a string that is not empty, got null"),
+    (openai("c", {"prompt": "x"}) | {"x": 1}, "'x' is not supported beside custom_id and body"),
+    (openai("c", {"prompt": "x"}) | {"method": "GET"}, 'method must be POST, got "GET"'),
+    (openai("c", {"prompt": "x"}, "/v1/embeddings"), "url must be /v1/completions or /v1/chat"),
+    (openai("c", "x"), "body must be an object"),
+    (openai("c", {"prompt": "x"}, CHAT), "the field 'prompt' is not one of /v1/chat/completions"),
+    (openai("c", {"messages": []}), "the field 'messages' is not one of /v1/completions"),
+    (openai("c", {"prompt": "x", "id": "y"}), "custom_id names a line"),
+    (openai("c", {"prompt": "x", "stream": True}), "the field 'stream' is not supported"),
+    (openai("c", {"prompt": "x", "echo": True}), "the field 'echo' is not supported"),
+    (openai("c", {"prompt": "x", "echo": 0}), "the field 'echo' is not supported"),
+    (
+        openai("c", {"messages": [{"role": "user"}], "reasoning_effort": "low"}, CHAT),
+        "the field 'reasoning_effort' is not supported",
+    ),
+    (
+        openai("c", {"prompt": "x", "max_tokens": 1, "max_completion_tokens": 2}),
+        "max_tokens and max_completion_tokens differ",
+    ),
+    (openai("c", {"messages": [], "logprobs": 5}, CHAT), "logprobs must be true or false"),
+    (openai("c", {"messages": [], "top_logprobs": 5}, CHAT), "top_logprobs needs logprobs: true"),
+    (openai("c", {"prompt": "too long"}), "shorten the prompt"),
+]
+
+
+@pytest.mark.parametrize(("line", "message"), BAD + BAD_OPENAI)
+def test_a_bad_line_ends_the_job_or_gets_an_error(tmp_path, line, message):
+    source = write(tmp_path / "in", {"id": "a", "prompt": "x"}, line, {"id": "b", "prompt": "x"})
+    with pytest.raises(UserError, match=message.replace("$", r" \(--on-error")) as caught:
+        run(source, tmp_path / "out")
+    assert str(caught.value).startswith(f"{source}, line 2: ")
+    job, said = run(source, tmp_path / "out", on_error="skip")
+    assert (job.done, job.errors, len(said)) == (3, 1, 1)
+    assert said[0].startswith(f"{source}, line 2: ")
+    bad = {id: r for id, r in records(tmp_path / "out").items() if r["error"] is not None}
+    ((id, record),) = bad.items()
+    assert record["error"] == {
+        "code": "invalid_request",
+        "message": said[0].partition(", line 2: ")[2],
+        "param": None,
+        "line": 2,
+    }
+    if isinstance(line, dict) and "body" in line:
+        assert id == ("c" if line.get("custom_id") == "c" else "line-2")
+        assert record["response"]["status_code"] == 400
+        assert record["response"]["body"]["error"]["type"] == "invalid_request_error"
+    else:
+        assert id == ("x" if isinstance(line, dict) and line.get("id") == "x" else "line-2")
+    # What is bad once is not reported twice.
+    before = (tmp_path / "out").read_bytes()
+    job, said = run(source, tmp_path / "out", on_error="fail")
+    assert (tmp_path / "out").read_bytes() == before and (job.errors, said) == (1, [])
+
+
+def test_the_lines_before_a_bad_one_are_finished(tmp_path):
+    """Three are in flight at a time, so the bad line is found while two run."""
+    source, output = write(tmp_path / "in", *PROMPTS[:5], "{", *PROMPTS[5:]), tmp_path / "out"
+    said: list[str] = []
+    with open_job(Job(source, str(output))) as job:
+        with pytest.raises(UserError, match="line 6: not JSON") as caught:
+            job.run(FakeLLM(), warn=said.append)
+        assert job.done == 5
+    assert str(caught.value).endswith(
+        f"; 5 results are in {output}: mend the line, and the same command goes on from there"
+    )
+    assert len(said) == 1 and said[0].endswith("; lines that run are finished first: 2")
+    kept = output.read_bytes()
+    assert records(output).keys() == {p["id"] for p in PROMPTS[:5]}
+    source = write(tmp_path / "in", *PROMPTS)
+    run(source, output)
+    assert output.read_bytes().startswith(kept)
+    run(source, tmp_path / "undisturbed")
+    assert records(output) == records(tmp_path / "undisturbed")
+
+
+def test_a_line_without_form_takes_the_one_before(tmp_path):
+    source = write(tmp_path / "in", "{", openai("c", {"prompt": "x"}), "{")
+    run(source, tmp_path / "out", on_error="skip")
+    found = records(tmp_path / "out")
+    assert "response" not in found["line-1"]
+    assert found["line-3"]["response"]["status_code"] == 400
+
+
+# ---- resumption
+
+
+def test_cut_at_every_byte_of_the_last_line(tmp_path):
+    source, output = write(tmp_path / "in", *PROMPTS, "{"), tmp_path / "out"
+    run(source, output, on_error="skip")
+    undisturbed, whole = records(output), output.read_bytes()
+    last = whole.splitlines(keepends=True)[-1]
+    for cut in range(1, len(last) + 1):
+        output.write_bytes(whole[:-cut])
+        job, _ = run(source, output, on_error="skip")
+        assert records(output) == undisturbed
+        assert output.read_bytes().startswith(whole[: -len(last)]) and job.done == 8
+
+
+def test_only_what_is_missing_runs(tmp_path):
+    source, output = write(tmp_path / "in", *PROMPTS), tmp_path / "out"
+    run(source, output)
+    undisturbed, lines = records(output), output.read_text().splitlines(keepends=True)
+    output.write_text("".join(lines[i] for i in (5, 1, 4)))
+    asked = []
+
+    class Listening(FakeLLM):
+        def generate_each(self, requests):
+            return super().generate_each(asked.append(r.prompt) or r for r in requests)
+
+    with open_job(Job(source, str(output))) as job:
+        assert (job.total, job.done, job.complete) == (7, 3, False)
+        job.run(Listening())
+    kept = {json.loads(lines[i])["text"].partition("+")[0] for i in (5, 1, 4)}
+    assert kept | set(asked) == {p["prompt"] for p in PROMPTS} and len(asked) == 4
+    assert records(output) == undisturbed
+
+
+def test_a_session_goes_on_from_its_turns_after_an_end_between_them(tmp_path):
+    def turn(session, i, **more):
+        return {"id": f"{session}{i}", "prompt": f"turn {i}", "session_id": session, **more}
+
+    lines = [turn(s, i) for i in range(4) for s in "abc"] + [turn("bad", 0, prompt="too long")]
+    source, output = write(tmp_path / "in", *lines, *PROMPTS), tmp_path / "out"
+
+    def finish():
+        llm = FakeLLM()
+        with open_job(Job(source, str(output), on_error="skip")) as job:
+            job.run(llm)
+        assert llm.sessions == {}
+        return sorted(llm.ended)
+
+    assert finish() == ["a", "b", "c"]
+    undisturbed, whole = records(output), output.read_text().splitlines(keepends=True)
+    assert undisturbed["b3"]["text"].endswith("|turn 0|turn 1|turn 2|turn 3")
+    # All of a, some of b, nothing of c: the turns of a need not run again, those of b must.
+    kept = [line for line in whole if re.match(r'{"id": "(a.|b0|b1|p.|bad.)"', line)]
+    output.write_text("".join(kept))
+    assert finish() == ["b", "c"]
+    assert records(output) == undisturbed
+    assert output.read_text().startswith("".join(kept))
+
+
+def test_more_lines_may_be_added(tmp_path):
+    source, output = write(tmp_path / "in", *PROMPTS[:3]), tmp_path / "out"
+    run(source, output)
+    write(tmp_path / "in", *PROMPTS)
+    run(source, output)
+    assert len(records(output)) == 7
+
+
+def test_overwrite_starts_anew_but_not_before_the_model_is_there(tmp_path):
+    source, output = write(tmp_path / "in", *PROMPTS), tmp_path / "out"
+    output.write_text("something else\n")
+    with open_job(Job(source, str(output), overwrite=True)):
+        pass
+    assert output.read_text() == "something else\n"
+    run(source, output, overwrite=True)
+    assert len(records(output)) == 7
+    run(write(tmp_path / "other", PROMPTS[0]), output, overwrite=True)
+    assert list(records(output)) == ["p0"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("hello\n", "line 1, is no result of moejax"),
+        ("hello", "line 1, is no result of moejax"),
+        ('{"id": "a"}\n', "line 1, is no result of moejax"),
+        ("[]\n", "line 1, is no result of moejax"),
+    ],
+)
+def test_a_file_of_something_else_is_left_alone(tmp_path, content, message):
+    source, output = write(tmp_path / "in", *PROMPTS), tmp_path / "out"
+    output.write_text(content)
+    with pytest.raises(UserError, match=message):
+        run(source, output)
+    assert output.read_text() == content
+
+
+def test_results_of_another_job_are_refused(tmp_path):
+    source, output = write(tmp_path / "in", *PROMPTS), tmp_path / "out"
+    run(source, output)
+    whole = output.read_bytes()
+    others = (
+        {"seed": 1},
+        {"model": "other"},
+        {"dtype": "float32"},
+        {"sampling": {"temperature": 0.5}},
+    )
+    for options in others:
+        with pytest.raises(UserError, match=r"line 1: the result of 'p\d' does not belong to"):
+            run(source, output, **options)
+    changed = write(tmp_path / "other", *PROMPTS[:6], PROMPTS[6] | {"prompt": "another"})
+    with pytest.raises(UserError, match="the result of 'p6' does not belong to"):
+        run(changed, output)
+    assert output.read_bytes() == whole
+    output.write_bytes(whole + whole.splitlines(keepends=True)[2])
+    with pytest.raises(UserError, match="line 8: this result is there twice"):
+        run(source, output)
+
+
+def test_one_process_at_a_time(tmp_path):
+    source, output = write(tmp_path / "in", *PROMPTS), tmp_path / "out"
+    with open_job(Job(source, str(output))):
+        for overwrite in (False, True):
+            with pytest.raises(UserError, match="another process is writing"):
+                run(source, output, overwrite=overwrite)
+    run(source, output)
+
+
+def test_files_that_cannot_be_opened(tmp_path):
+    source = write(tmp_path / "in", *PROMPTS)
+    with pytest.raises(UserError, match=r"cannot open .*missing: No such file"):
+        run(tmp_path / "missing", tmp_path / "out")
+    with pytest.raises(UserError, match=r"cannot open .*for writing: No such file"):
+        run(source, tmp_path / "nowhere" / "out")
+    with pytest.raises(UserError, match=r"cannot open .*for writing: Is a directory"):
+        run(source, tmp_path)
+    with pytest.raises(UserError, match="is both --input and --output"):
+        run(source, source, overwrite=True)
+    assert len((tmp_path / "in").read_text().splitlines()) == 7
+
+
+def test_a_full_disk(tmp_path):
+    source, output = write(tmp_path / "in", *PROMPTS), tmp_path / "out"
+    with pytest.raises(UserError, match=r"cannot write to /dev/full: No space left on device$"):
+        run(source, "/dev/full")
+    run(source, output)
+    undisturbed, size = records(output), output.stat().st_size
+    output.unlink()
+    # A file size limit takes a part of a line before it refuses the rest, as a disk does.
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size // 2, limits[1]))
+    try:
+        with pytest.raises(UserError, match="File too large; its results so far are whole"):
+            run(source, output)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert 0 < len(records(output)) < 7
+    run(source, output)
+    assert records(output) == undisturbed
+
+
+# ---- the command
+
+
+def command(*options):
+    return cli.main(["generate", *map(str, options)])
+
+
+def test_exit_status_and_what_is_said(fake, tmp_path, capsys):
+    source, output = write(tmp_path / "in", *PROMPTS, "{"), tmp_path / "out"
+    files = ("--input", source, "--output", output)
+    assert command(*files, "--temperature", "0.5", "--json") == 2
+    out, err = capsys.readouterr()
+    early, error = err.splitlines()
+    assert out == "" and error.startswith(f"moejax: error: {source}, line 8: not JSON")
+    assert early.startswith(f"moejax: {source}, line 8: not JSON")
+    assert f"; 7 results are in {output}: " in error
+    assert command(*files, "--temperature", "0.5", "--on-error", "skip") == 3
+    err = capsys.readouterr().err
+    assert f"moejax: {source}, line 8: not JSON" in err
+    assert "\nmoejax: 8 results" in err and ", 1 errors\n\nmodel    demo" in err
+    assert records(output)["p3"]["text"].startswith("prompt 3+")
+    # Done: nothing is loaded, and the status is the same.
+    fake.made = 0
+    assert command(*files, "--temperature", "0.5", "--quiet") == 3
+    assert capsys.readouterr().err == "moejax: 8 results, 8 of them from before, 1 errors\n"
+    assert fake.made == 0
+    with pytest.raises(SystemExit):
+        command("--help")
+    assert "3 a file is done but some of its\n  results are errors" in capsys.readouterr().out
+
+
+def test_an_empty_file(fake, tmp_path, capsys):
+    source, output = write(tmp_path / "in"), tmp_path / "out"
+    assert command("--input", source, "--output", output) == 0
+    assert output.read_bytes() == b"" and fake.made == 0
+    assert capsys.readouterr().err == "moejax: 0 results, 0 errors\n"
+
+
+def test_ctrl_c_says_how_to_go_on(fake, tmp_path, capsys):
+    source, output = write(tmp_path / "in", *PROMPTS), tmp_path / "out"
+    files = ("--input", source, "--output", output, "--quiet")
+    fake.interrupt_after = 4
+    assert command(*files) == 130
+    assert capsys.readouterr().err == (
+        f"moejax: interrupted; 4 of 7 results are in {output}, and the same command goes on from "
+        f"there\n"
+    )
+    assert len(records(output)) == 4
+    fake.interrupt_after = None
+    assert command(*files) == 0
+    assert len(records(output)) == 7
+    fake.interrupt_after = 1
+    assert command("--input", source, "--output", "-") == 130
+    assert capsys.readouterr().err.endswith("moejax: interrupted\n")
+
+
+def test_ctrl_c_in_the_middle_of_a_line(tmp_path):
+    class Interrupting:
+        """Takes ten bytes at a time, and Ctrl-C comes with the first."""
+
+        def __init__(self, file):
+            self.file, self.calls = file, 0
+
+        def write(self, data):
+            self.calls += 1
+            if self.calls == 1:
+                signal.raise_signal(signal.SIGINT)
+            return self.file.write(data[:10])
+
+        def __getattr__(self, name):
+            return getattr(self.file, name)
+
+    source, output = write(tmp_path / "in", *PROMPTS), tmp_path / "out"
+    with open_job(Job(source, str(output))) as job:
+        job.results.file = Interrupting(job.results.file)
+        with pytest.raises(KeyboardInterrupt):
+            job.run(FakeLLM())
+        assert job.done == len(records(output)) == 1
+
+
+def test_standard_input_and_output(fake, tmp_path, monkeypatch, capsys):
+    source = write(tmp_path / "in", *PROMPTS)
+    assert command("--input", source, "--output", "-", "--quiet") == 0
+    out = capsys.readouterr().out
+    assert {json.loads(line)["id"] for line in out.splitlines()} == {p["id"] for p in PROMPTS}
+
+    @contextmanager
+    def piped():
+        reader, writer = os.pipe()
+        # A pipe holds so little without a reader.
+        os.write(writer, (tmp_path / "in").read_bytes())
+        os.close(writer)
+        with os.fdopen(reader, "rb") as binary, io.TextIOWrapper(binary) as text:
+            monkeypatch.setattr(sys, "stdin", text)
+            yield
+
+    with piped():
+        assert command("--input", "-", "--output", tmp_path / "out", "--quiet") == 0
+    assert set(records(tmp_path / "out")) == {p["id"] for p in PROMPTS}
+    # What can be read only once cannot be compared first; in a file it can.
+    with piped():
+        assert command("--input", "-", "--output", tmp_path / "out") == 2
+    assert "cannot be compared with them beforehand" in capsys.readouterr().err
+    assert command("--input", source, "--output", tmp_path / "out", "--quiet") == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["x", "--input", "f", "--output", "g"], "PROMPT and --input exclude each other"),
+        (["--input", "f"], "--input needs --output FILE"),
+        (["x", "--output", "g"], "--output, --on-error and --overwrite need --input"),
+        (["x", "--overwrite"], "--output, --on-error and --overwrite need --input"),
+        (["--input", "f", "--output", "g", "--on-error", "x"], "invalid choice: 'x'"),
+        ([], "the following arguments are required: PROMPT (or --input FILE)"),
+    ],
+)
+def test_a_wrong_command_line(fake, capsys, options, message):
+    with pytest.raises(SystemExit) as caught:
+        command(*options)
+    assert caught.value.code == 2 and message in capsys.readouterr().err and fake.made == 0
+
+
+def test_the_progress_bar(monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "100")
+    generated = [1000]
+    with batch_progress(8, 3, lambda: generated[0], shown=True) as report:
+        assert "3/8" in capsys.readouterr().err
+        generated[0] = 10**9
+        report(5)
+    err = capsys.readouterr().err
+    assert "5/8" in err and re.search(r"[1-9]\d{6,} tokens/s", err)
+    with batch_progress(8, 3, lambda: 0, shown=False) as report:
+        report(5)
+    assert capsys.readouterr().err == ""
+
+
+# ---- the engine's part
+
+LIMITS = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 256}
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with LLM("demo", progress=False, **LIMITS) as llm:
+        yield llm
+
+
+def requests_of(count):
+    return [
+        GenerationRequest([10 + i], SamplingParams(max_tokens=1 + 5 * i % 13, seed=i), tag=i)
+        for i in range(count)
+    ]
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+def test_each_request_gets_what_generate_gives_and_memory_holds_few(llm):
+    requests, pulled, done = requests_of(30), [], []
+
+    def stream():
+        for request in requests:
+            pulled.append(request)
+            yield request
+
+    expected = llm.generate([r.prompt for r in requests], [r.sampling_params for r in requests])
+    for request, output in llm.generate_each(stream(), max_in_flight=7):
+        assert len(pulled) - len(done) <= 7
+        done.append(request.tag)
+        assert output.outputs == expected[request.tag].outputs and output.finished
+    assert sorted(done) == list(range(30)) and done != sorted(done)
+    assert llm.engine.scheduler.idle
+    shapes = llm.engine.runner.shapes
+    pulled.clear()
+    each = llm.generate_each(stream())
+    next(each)
+    assert len(pulled) == min(30, 2 * shapes.rows + shapes.sweep_chunks)
+    each.close()
+    assert llm.engine.scheduler.idle
+    arena = llm.engine.scheduler.arena
+    assert arena.free_pages == arena.pages
+
+
+@pytest.mark.slow
+def test_the_engine_may_be_used_between_results(llm):
+    found = []
+    for request, _ in llm.generate_each(requests_of(6)):
+        found.append(request.tag)
+        llm.generate([3, 4], SamplingParams(max_tokens=20, ignore_eos=True))
+    assert sorted(found) == list(range(6))
+
+
+def test_a_request_that_cannot_run_does_not_end_the_others(llm):
+    bad = [
+        GenerationRequest([5], SamplingParams(max_tokens=1000), tag="long"),
+        GenerationRequest("", tag="empty"),
+        GenerationRequest([10**6], tag="vocabulary"),
+        GenerationRequest({"messages": [{"role": "user", "content": "x"}]}, tag="chat"),
+        GenerationRequest({"nothing": 1}, tag="nothing"),
+    ]
+    found = {r.tag: o for r, o in llm.generate_each([*requests_of(2), *bad, *requests_of(3)[2:]])}
+    assert {tag for tag in found if not isinstance(found[tag], UserError)} == {0, 1, 2}
+    messages = {
+        "long": "max_model_len is 256",
+        "empty": "the prompt is empty",
+        "vocabulary": "outside of the vocabulary",
+        "chat": "no chat template",
+        "nothing": "needs 'prompt', 'prompt_token_ids' or 'messages'",
+    }
+    assert all(text in str(found[tag]) for tag, text in messages.items())
+    assert list(llm.generate_each([])) == []
+    with pytest.raises(UserError, match="max_in_flight must be at least 1, got 0"):
+        llm.generate_each([], max_in_flight=0)
+
+
+def test_an_error_of_the_stream_itself_is_raised_and_leaves_nothing(llm):
+    def stream():
+        yield from requests_of(3)
+        raise UserError("line 4 is bad")
+
+    with pytest.raises(UserError, match="line 4 is bad"):
+        list(llm.generate_each(stream()))
+    assert llm.engine.scheduler.idle
+
+
+def test_a_template_that_refuses_messages_is_the_users_error(llm, monkeypatch):
+    monkeypatch.setattr(
+        llm.get_tokenizer(), "chat_template", "{{ raise_exception('roles must alternate') }}"
+    )
+    with pytest.raises(UserError, match="refuses these messages: roles must alternate"):
+        llm.chat([{"role": "user", "content": "x"}])
+
+
+def test_a_job_with_the_embedded_model(llm, tmp_path):
+    """Text as generate makes it, seeds by line."""
+    source = write(
+        tmp_path / "in",
+        {"id": "a", "prompt": "The old house", "max_tokens": 6},
+        openai("b", {"prompt": "The old house", "max_tokens": 6, "temperature": 0}),
+        {"id": "long", "prompt": "x", "max_tokens": 1000},
+        {"id": "s0", "prompt": "Once upon a time", "session_id": "s"},
+        {"id": "s1", "prompt": "Once upon a time there was", "session_id": "s"},
+    )
+    with open_job(Job(source, str(tmp_path / "out"), on_error="skip")) as job:
+        job.run(llm)
+    found = records(tmp_path / "out")
+    params = SamplingParams(max_tokens=6, seed=derived_seed(0, "a"))
+    (expected,) = llm.generate("The old house", params)
+    assert found["a"]["text"] == expected.outputs[0].text
+    assert found["a"]["token_ids"] == expected.outputs[0].token_ids
+    (choice,) = found["b"]["response"]["body"]["choices"]
+    (expected,) = llm.generate("The old house", SamplingParams(max_tokens=6, temperature=0))
+    assert choice["text"] == expected.outputs[0].text
+    assert "max_model_len is 256" in found["long"]["error"]["message"]
+    assert found["s1"]["usage"]["completion_tokens"] == 16
+    assert llm.engine.scheduler.sessions.all == ()
+
+
+def test_a_turn_is_known_by_the_turns_before_it():
+    first = b'{"prompt_token_ids": [5], "session_id": "s", "id": "a"}\n'
+    second = b'{"prompt_token_ids": [6], "session_id": "s", "id": "b"}\n'
+    other = b'{"prompt_token_ids": [7], "id": "c"}\n'
+
+    def ids(*raw):
+        found = read_lines(raw, sampling={}, seed=0, made_with=())
+        return {line.id: line.request_id for line in found}
+
+    order, reverse = ids(first, second, other), ids(other, second, first)
+    assert order["c"] == reverse["c"]
+    assert order["a"] != reverse["a"] and order["b"] != reverse["b"]
+    assert ids(first, other, second) == order
+
+
+def test_recompute_is_refused_for_files(tmp_path, capsys):
+    (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n')
+    arguments = ["--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.jsonl")]
+    assert cli.main(["generate", *arguments, "--kv-overflow", "recompute"]) == 2
+    assert "could not be resumed" in capsys.readouterr().err.replace("\n", " ")

@@ -1,0 +1,88 @@
+import copy
+
+from moejax.serve.summary import format_summary
+
+STATS = {
+    "model": "demo",
+    "dtype": "bfloat16",
+    "device": "cpu",
+    "jax": "0.11.2",
+    "ops": {"expert_ffn": "xla", "paged_attention": "xla"},
+    "eviction": "lru",
+    "prompt_tokens": 3,
+    "generated_tokens": 128,
+    "requests": 1,
+    "ttft_s": {"mean": 0.0512, "max": 0.0512},
+    "tpot_s": {"mean": 0.00251, "p50": 0.0024, "p99": 0.0041},
+    "tokens_per_s": 398.44,
+    "experts": {
+        "activations": 2048,
+        "hits": 1536,
+        "fills": 500,
+        "read_through": 12,
+        "hit_rate": 0.75,
+    },
+    "bytes": {"fill": 49152000, "read_through": 1179648},
+    "arena": {
+        "bytes": 187 * 98304,
+        "slots": 187,
+        "slot_bytes": 98304,
+        "expert_slots": 16,
+        "kv_slots": 171,
+        "free_slots": 0,
+        "cells_per_layer": [4, 4, 4, 4],
+        "cells_used": 15,
+        "block_size": 16,
+        "kv_pages": 1026,
+        "kv_pages_used_peak": 9,
+    },
+    "kv": {
+        "prefix_hit_tokens": 48,
+        "session_hit_tokens": 7,
+        "preemptions": 2,
+        "swapped_out_bytes": 32768,
+        "swapped_in_bytes": 16384,
+    },
+    "time": {
+        "load_s": 0.31,
+        "compile_s": 2.04,
+        "prefill_s": 0.05,
+        "decode_s": 0.32,
+        "total_s": 2.8,
+    },
+    "steps": {"decode": 127, "prefill": 1},
+    "notes": ["expert budget 25% = 16 of 64 experts (1.5 MiB)"],
+}
+
+
+def test_summary_reads_like_this():
+    expected = """\
+model    demo, bfloat16 on cpu, jax 0.11.2
+tokens   3 prompt, 128 generated, 398.4 tokens/s
+latency  first token 51.2 ms; then per token mean 2.51 ms, p99 4.1 ms
+start    load 0.31 s, compile 2.04 s
+experts  hit rate 75.0% of 2048 activations (500 fills, 12 read through), lru
+moved    46.88 MiB filled, 1.125 MiB read through
+arena    17.53 MiB = 187 slots of 96 KiB: 16 experts (4 a layer, 15 in use), 171 KV (9 of 1026 \
+pages at peak), 0 free
+kv       48 tokens shared, 7 of sessions; 2 preemptions; 32 KiB swapped out, 16 KiB in
+ops      expert_ffn xla, paged_attention xla
+note     expert budget 25% = 16 of 64 experts (1.5 MiB)"""
+    assert format_summary(STATS) == expected
+
+
+def test_uneven_layers_are_a_range():
+    stats = copy.deepcopy(STATS)
+    stats["arena"]["cells_per_layer"] = [5, 5, 4, 4]
+    assert "(4–5 a layer" in format_summary(stats)
+
+
+def test_what_does_not_exist_yet_is_a_dash():
+    stats = copy.deepcopy(STATS)
+    stats["ttft_s"] = {"mean": None, "max": None}
+    stats["tpot_s"] = {"mean": None, "p50": None, "p99": None}
+    stats["tokens_per_s"] = stats["experts"]["hit_rate"] = None
+    stats["arena"]["cells_per_layer"] = []
+    text = format_summary(stats)
+    assert "first token –; then per token mean –, p99 –" in text
+    assert "– tokens/s" in text and "hit rate – of" in text and "(0 a layer" in text

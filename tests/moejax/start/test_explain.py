@@ -1,0 +1,160 @@
+"""llm.explain(): tables that add up, and an arena that takes what steps leave."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+
+import host_offload.memory.device_memory
+from host_offload.memory.budget import Budget
+from host_offload.memory.device_memory import FreeMemory
+from moejax import LLM, UserError
+from moejax.start.explain import Explanation
+from moejax.start.step_memory import activation_bytes, divided
+from tests.moejax.engine.budget_workload import LIMITS, MEMORY
+
+MiB = 1 << 20
+
+
+def check_sums(explanation: Explanation) -> dict[str, int]:
+    """Every block adds up to its last line, and a name means one number. Returns them."""
+    found: dict[str, int] = {}
+    for *parts, total in explanation.blocks:
+        assert sum(line.bytes for line in parts) == total.bytes, total
+        for line in (*parts, total):
+            if line.what != "ends of slots":
+                assert found.setdefault(line.what, line.bytes) == line.bytes, line
+    shown = str(explanation)
+    for line in (line for block in explanation.blocks for line in block):
+        assert f"{line.bytes:,}" in shown
+    return found
+
+
+def test_given_numbers_add_up_also_after_a_move():
+    with LLM("demo", memory=MEMORY, progress=False, **LIMITS) as llm:
+        before = check_sums(llm.explain())
+        assert before["arena"] == before["experts"] + before["KV"] == MEMORY
+        assert "cut from 6 MiB" in str(llm.explain())
+        llm.engine.set_budget([3, 4, 5, 6], 9)
+        after = check_sums(llm.explain())
+        assert after["experts"] == 18 * 98304 and after["KV"] == 9 * 98304
+        assert "3 to 6 of 16 in each of 4 layers" in str(llm.explain())
+        # KV could use them, so that is not why they are free.
+        assert after["free"] == 5 * 98304 and "given to neither" in str(llm.explain())
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("precision", "said"),
+    [
+        ("dynaexq,margin=0", "all 64 of 4 layers, each in dense or int4"),
+        ("dynaexq,paged=true", "of 16 in each of 4 layers"),
+    ],
+)
+def test_two_versions_add_up(precision, said):
+    with LLM("demo", memory="4MiB", precision=precision, progress=False, **LIMITS) as llm:
+        found = check_sums(llm.explain())
+        assert said in str(llm.explain()) and "0 of 16" not in str(llm.explain())
+        counts = llm.stats()["arena"]["cells_used"]
+        records = {r.version: r.nbytes for r in llm.engine.runner.layout.records}
+        cells = sum(found[f"{name} cells"] // nbytes for name, nbytes in records.items())
+        if "paged" in precision:
+            assert cells == sum(llm.stats()["arena"]["cells_per_layer"]) > counts
+        else:
+            assert cells == counts == 64
+
+
+@pytest.mark.nightly
+def test_without_numbers_the_arena_takes_what_the_steps_leave(monkeypatch, tmp_path):
+    """Where not everything fits, activations are measured: less is left than by the share."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    free = 8 * MiB
+    monkeypatch.setattr(host_offload.memory.device_memory, "host_available_bytes", lambda: free)
+    measured = []
+    limits = {**LIMITS, "max_num_batched_tokens": 64}
+
+    def counted(runner):
+        measured.append(activation_bytes(runner))
+        return measured[-1]
+
+    monkeypatch.setattr("moejax.start.step_memory.activation_bytes", counted)
+    for _ in range(2):
+        with LLM("demo", progress=False, **limits) as llm:
+            sums = check_sums(llm.explain())
+            assert -sums["activations"] == measured[0]
+            # The steps that run fit into what was measured with the smallest arena and the reserve.
+            left = sums["free device memory"] - sums["largest arena"]
+            assert 0.8 * measured[0] < activation_bytes(llm.engine.runner) < left
+            arena = llm.stats()["arena"]["bytes"]
+        assert sums["free device memory"] == free and arena == sums["arena"]
+        assert sums["largest arena"] - arena < 98304, "a slot more would not fit"
+    assert len(measured) == 1, "kept for the next start"
+
+
+def test_where_everything_fits_nothing_is_measured(monkeypatch):
+    monkeypatch.setattr("moejax.start.step_memory.activation_bytes", None)
+    with LLM("demo", progress=False, **LIMITS) as llm:
+        sums = check_sums(llm.explain())
+    assert sums["activations and everything else"] < 0 and sums["free"] == 0
+
+
+class SmallRunner:
+    """What measuring asks of a runner with the smallest arena."""
+
+    def __init__(self, programs, temporaries):
+        self.programs, self.deleted = programs, False
+        sizes = dict(output_size_in_bytes=12, alias_size_in_bytes=2)
+        memory = [types.SimpleNamespace(temp_size_in_bytes=n, **sizes) for n in temporaries]
+        self.found = [types.SimpleNamespace(memory_analysis=lambda m=m: m) for m in memory]
+
+    def wait_compiled(self, everything):
+        assert everything
+
+    def compiled(self):
+        return self.found
+
+    def executables(self):
+        return self.programs
+
+    def delete(self, given):
+        self.deleted = not given
+
+
+def test_what_steps_need_is_kept_by_what_they_compile(monkeypatch, tmp_path):
+    """Stage lists are other executables: what was measured without them is not taken for them."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("moejax.costs.calibration.identity", lambda runner: {"device": "a"})
+    made = []
+
+    def measured(*programs: str, temporaries=(70,)) -> int:
+        def make():
+            made.append(SmallRunner(programs, temporaries))
+            return made[-1]
+
+        def divide(memory):
+            return Budget(1, 1, 0, 0, (), memory=memory, cut=True)
+
+        budget = divided(divide, FreeMemory(1000), make, automatic=True)
+        assert made[-1].deleted and budget.memory is not None
+        return budget.memory.activations
+
+    # The largest temporaries, and the results of two steps.
+    assert measured("decode", "prefill", temporaries=(30, 70)) == 70 + 2 * 10
+    assert measured("prefill", "decode", temporaries=(500,)) == 90, "from the file"
+    assert measured("decode", "prefill", "decode_staged", temporaries=(500,)) == 520
+
+
+def test_a_device_that_does_not_say_what_steps_need():
+    runner = SmallRunner(("decode",), (1,))
+    runner.found = [types.SimpleNamespace(memory_analysis=lambda: None)]
+    with pytest.raises(UserError, match=r"does not say what memory a step needs.*--memory"):
+        activation_bytes(runner)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("free", "activations"), [(1000, 0), (1000, 300), (7, 0), (10, 30)])
+def test_free_memory_is_divided_to_the_byte(free, activations):
+    memory = FreeMemory(free, activations)
+    assert memory.available >= 0
+    if memory.available:
+        assert memory.available + memory.reserve + memory.activations == memory.free

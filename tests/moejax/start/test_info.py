@@ -1,0 +1,252 @@
+"""`moejax info`: sizes of known models, what fits, and the refusals."""
+
+import dataclasses
+import json
+import time
+
+import jax
+import pytest
+
+from host_offload.memory.budget import cells_per_layer
+from moejax.checkpoints.convert import convert
+from moejax.checkpoints.load import load_checkpoint
+from moejax.checkpoints.random_model import shape
+from moejax.commands import main as cli
+from moejax.errors import UserError
+from moejax.sizes import parse_rate
+from moejax.start.info import expected_active, expected_step_bytes, fit, model_info, read_headers
+from tests.moejax.checkpoints import foreign_trees
+from tests.moejax.checkpoints.random_checkpoint import CONFIG, random_tensors, write
+from tests.moejax.models import families
+
+GiB = 1 << 30
+QWEN = shape("qwen3-30b-a3b")
+
+
+@pytest.fixture(scope="module")
+def qwen():
+    return model_info(QWEN)
+
+
+def test_parameters_of_a_known_model(qwen):
+    # Qwen/Qwen3-30B-A3B's model card: 30.5B parameters, 3.3B activated, 29.9B without embeddings.
+    assert round(qwen.total_parameters / 1e9, 1) == 30.5
+    assert round(qwen.active_parameters / 1e9, 2) == 3.35
+    table = qwen.parameters["embedding"]
+    assert round((qwen.total_parameters - 2 * table) / 1e9, 1) == 29.9
+    assert sum(qwen.bytes.values()) == 2 * qwen.total_parameters
+    assert qwen.device_bytes + qwen.versions["dense"].store_bytes == sum(qwen.bytes.values())
+
+
+def test_sizes_of_a_known_model(qwen):
+    assert qwen.versions["dense"].record_bytes == 3 * 768 * 2048 * 2
+    assert qwen.slot_bytes == qwen.versions["dense"].record_bytes
+    assert qwen.kv_token_bytes == 48 * 2 * 4 * 128 * 2
+    assert qwen.kv_sequence_bytes == 40960 * qwen.kv_token_bytes
+
+
+def test_sizes_take_no_time_whatever_the_config_says():
+    """Nothing is listed per expert, nor per layer: config.json may come from anyone."""
+    layers = 2000
+    config = dataclasses.replace(
+        QWEN, num_hidden_layers=layers, moe_layers=(True,) * layers, num_experts=1000
+    )
+    began = time.process_time()
+    assert model_info(config).versions["dense"].store_bytes == layers * 1000 * 3 * 768 * 2048 * 2
+    assert time.process_time() - began < 5
+
+
+def test_parts_are_those_of_the_loaded_model(demo_dir):
+    """Also of layers without experts, and of a run in another dtype."""
+    config = dataclasses.replace(
+        shape("demo", layers=3), moe_layers=(False, True, True), intermediate_size=200
+    )
+    info = model_info(config, "float32")
+    assert info.parameters["feed-forward"] == 3 * 200 * 128
+    assert info.moe_layers == 2 and info.dtype == "float32"
+    assert info.bytes["experts"] == 2 * 16 * 3 * 128 * 128 * 4
+    tied = model_info(dataclasses.replace(config, tie_word_embeddings=True))
+    assert "output head" not in tied.parameters
+
+
+@pytest.mark.parametrize("architecture", families.SMALL)
+def test_every_family_agrees_with_what_is_loaded(architecture, tmp_path):
+    loaded = load_checkpoint(families.write_checkpoint(tmp_path, architecture))
+    info, leaves = model_info(loaded.config), jax.tree.leaves(loaded.params)
+    assert info.device_bytes == sum(leaf.nbytes for leaf in leaves)
+    assert info.versions["dense"].store_bytes == loaded.store.nbytes
+    experts = loaded.store.nbytes // loaded.layout.itemsize
+    assert info.total_parameters == sum(leaf.size for leaf in leaves) + experts
+    idle = 1 - info.experts_per_token / info.experts
+    assert info.total_parameters - info.active_parameters == pytest.approx(experts * idle)
+    routers = [run.get(key) for run in loaded.params["runs"] for key in ("router", "correction")]
+    assert info.parameters["router"] == sum(leaf.size for leaf in routers if leaf is not None)
+    assert ("shared experts" in info.parameters) == (loaded.config.shared_width > 0)
+
+
+def test_active_experts():
+    assert expected_active(128, 8, 1) == 8
+    assert expected_active(128, 8, 2) == pytest.approx(8 + 8 * 120 / 128)
+    assert expected_active(128, 8, 10_000) == pytest.approx(128)
+
+
+def test_bytes_of_a_step():
+    assert expected_step_bytes(8, 2, 1, (8, 8), 100) == 0
+    assert expected_step_bytes(8, 2, 1, (0, 0), 100) == 400
+    assert expected_step_bytes(8, 2, 1, (4, 2), 100) == pytest.approx(2 * (0.5 + 0.75) * 100)
+
+
+def test_what_fits(qwen):
+    small, large = (fit(QWEN, n * GiB, context=4096, link=25e9) for n in (16, 80))
+    assert small.arena_bytes == int((16 * GiB - qwen.device_bytes) * 0.85)
+    assert 0.1 < small.resident_share < 0.2
+    used = small.resident_experts * qwen.slot_bytes
+    assert used + small.kv_tokens * qwen.kv_token_bytes <= small.arena_bytes
+    cells = cells_per_layer(small.resident_experts, 48, 128)
+    wanted = expected_step_bytes(128, 8, 1, cells, qwen.slot_bytes)
+    assert small.step_bytes == wanted and small.step_floor_s == wanted / 25e9
+    assert small.step_bytes == pytest.approx(48 * 8 * (1 - small.resident_share) * qwen.slot_bytes)
+    assert large.resident_share == 1 and large.step_bytes == 0
+    assert large.sequences == large.kv_tokens // 4096 > small.sequences >= 1
+
+
+def test_a_larger_batch_moves_more():
+    one, many = (fit(QWEN, 16 * GiB, context=4096, batch=n, link=25e9) for n in (1, 8))
+    assert one.step_bytes < many.step_bytes < 8 * one.step_bytes
+
+
+def test_what_does_not_fit(qwen):
+    assert "dense part alone" in (fit(QWEN, 2 * GiB, link=1).problem or "")
+    tight = fit(QWEN, 4 * GiB, link=1)
+    assert "too small for the KV of 40960 tokens; " in (tight.problem or "")
+    tokens = int((tight.problem or "").split("; ")[1].split()[0])
+    assert fit(QWEN, 4 * GiB, context=tokens, link=1).problem is None
+    assert "KV of 40960 tokens" in (fit(QWEN, qwen.device_bytes, link=1).problem or "")
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        (dict(batch=0), "batch must be at least 1, got 0"),
+        (dict(context=-1), "context must be at least 1, got -1"),
+        (dict(context=50_000), "context 50000 is more than the model's 40960 positions"),
+    ],
+)
+def test_limits_that_mean_nothing_are_refused(options, match):
+    with pytest.raises(UserError, match=match):
+        fit(QWEN, GiB, link=1, **options)
+
+
+def test_headers_of_a_directory_and_of_a_config_alone(tmp_path):
+    config = {key: value for key, value in CONFIG.items() if key != "dtype"}
+    directory = write(tmp_path / "model", random_tensors(CONFIG), config, shards=2)
+    parsed, weights = read_headers(directory)
+    assert parsed.dtype == "bfloat16" and weights is not None
+    files = list(directory.glob("*.safetensors"))
+    assert weights.format == "safetensors" and weights.files == len(files) == 2
+    assert weights.bytes == sum(file.stat().st_size for file in files)
+    alone, none = read_headers(directory / "config.json")
+    assert none is None and dataclasses.replace(alone, dtype="bfloat16") == parsed
+
+
+def test_weights_that_would_not_load_are_refused(tmp_path):
+    tensors = random_tensors(CONFIG)
+    lost = tensors.popitem()[0]
+    with pytest.raises(UserError, match=lost):
+        read_headers(write(tmp_path, tensors))
+
+
+def test_both_kinds_of_orbax_checkpoints(tmp_path):
+    every = CONFIG | {"mlp_only_layers": []}
+    tensors = random_tensors(every)
+    original = write(tmp_path / "hf", tensors, every)
+    config = read_headers(original)[0]
+
+    ours = convert(original, tmp_path / "ours", dtype="float32").directory
+    parsed, weights = read_headers(ours)
+    assert parsed == dataclasses.replace(config, dtype="float32")
+    assert weights is not None and weights.format == "moejax-orbax"
+    assert weights.bytes > model_info(parsed).total_parameters * 4
+
+    theirs = foreign_trees.save(tmp_path / "theirs", foreign_trees.hf_tree(tensors), every)
+    name_map = foreign_trees.write_map(
+        tmp_path, {"rules": [*foreign_trees.HF, *foreign_trees.EXPERTS]}
+    )
+    parsed, weights = read_headers(theirs, name_map=name_map)
+    assert parsed == config and weights is not None and weights.format == "orbax"
+    with pytest.raises(UserError, match="needs name_map"):
+        read_headers(theirs)
+    with pytest.raises(UserError, match="step and name_map are for Orbax checkpoints that other"):
+        read_headers(original, step=3)
+
+
+def test_rates():
+    assert parse_rate("25GB/s") == 25 * 10**9 and parse_rate("1.5 GiB / s") == 3 << 29
+    for text in ("25GB", "GB/s", "0/s", "1/min", "/s", "5/s/s"):
+        with pytest.raises(UserError, match=f"'{text}' is not a rate; write bytes per second"):
+            parse_rate(text)
+
+
+# ---- the command
+
+
+def run(capsys, *arguments):
+    status = cli.main(["info", *map(str, arguments)])
+    return status, *capsys.readouterr()
+
+
+def test_the_table(capsys):
+    status, out, err = run(capsys, "demo", "--context", 512)
+    assert (status, err) == (0, "")
+    assert out.startswith("demo: Qwen3MoeForCausalLM in bfloat16 (safetensors, 1 file, ")
+    for text in ("experts", "3,145,728", "host", "one expert, dense", "80 GiB", "100.0%", "25GB/s"):
+        assert text in out
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_a_memory_that_is_too_small_is_said(capsys):
+    status, out, _ = run(capsys, "demo", "--memory", "2600KiB")
+    assert status == 0
+    assert "2.539 MiB: too small for the KV of 1024 tokens; 96 tokens would fit" in out
+
+
+def test_json(capsys):
+    status, out, _ = run(capsys, "demo", "--json", "--memory", "4MiB", "--link", "1MiB/s")
+    found = json.loads(out)
+    assert status == 0 and found["path"] == "demo" and found["weights"]["format"] == "safetensors"
+    assert found["host_bytes"]["dense"] == 6 << 20 and found["slot_bytes"] == 96 << 10
+    assert found["host_bytes"].keys() == {"dense", "int8", "int4", "int2", "lossless12"}
+    assert found["versions"]["int4"] == {"record_bytes": 25600, "store_bytes": 64 * 25600}
+    assert found["weights"]["quantizers"] == {}
+    (only,) = found["fits"]
+    assert only["memory"] == 4 << 20 and 0 < only["resident_share"] < 1
+    assert only["step_floor_s"] == only["step_bytes"] / (1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere"], "nowhere: no such directory"),
+        (["demo", "--memory", "lots"], "'lots' is not a size"),
+        (["demo", "--link", "25GB"], "'25GB' is not a rate"),
+        (["demo", "--link", "0GB/s"], "'0GB/s' is not a rate"),
+        (["demo", "--dtype", "int4"], "dtype 'int4' is unknown"),
+        (["demo", "--context", "5000"], "context 5000 is more than the model's 1024 positions"),
+    ],
+)
+def test_mistakes_are_one_line(capsys, arguments, message):
+    status, out, err = run(capsys, *arguments)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"moejax: error: {message}")
+
+
+def test_a_gpu_is_asked_for_its_memory(capsys, monkeypatch):
+    class GPU:
+        platform = "gpu"
+
+        def memory_stats(self):
+            return {"bytes_limit": 9 << 20, "bytes_in_use": 1 << 20}
+
+    monkeypatch.setattr(jax, "devices", lambda: [GPU()])
+    (only,) = json.loads(run(capsys, "demo", "--json")[1])["fits"]
+    assert only["memory"] == 8 << 20

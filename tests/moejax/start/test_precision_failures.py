@@ -1,0 +1,221 @@
+"""The device refuses something while experts change versions: that request fails, and the ones that
+follow find every expert where the tables say, with the bytes of its version."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import moejax.engine.control
+from host_offload.control.controller import Controller
+from host_offload.control.interface import Decision, Moment
+from host_offload.memory.tables import read_snapshot
+from moejax import LLM, SamplingParams
+from moejax.engine.arena_report import kv_faults
+from moejax.engine.control import Control
+from moejax.engine.resize import Moved
+from tests.host_offload.control.policy_runs import EXPERTS, LAYERS, scripted, spec
+from tests.moejax.engine.test_control import USE, FakeRunner, record
+from tests.moejax.engine.test_resident_resize import GREEDY, Restless, played, started
+from tests.moejax.engine_runs import Job, run
+
+PROMPT = ["The old house stood on"]
+LONG = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+OPTIONS: dict[str, Any] = dict(
+    precision="dynaexq,margin=0,alpha=0",
+    interval="4 tokens",
+    hi="dense",
+    lo="int4",
+    memory="6MiB",
+    max_model_len=256,
+    max_num_seqs=2,
+    max_num_batched_tokens=64,
+    progress=False,
+)
+"""Cells move for lack of whole slots, in several steps of a request."""
+
+
+class Refused(MemoryError):
+    pass
+
+
+def refuse(monkeypatch, llm: LLM, what: str, calls: tuple[int, ...]) -> list[int]:
+    """Those calls of `what` fail, counted from 1, `in part` behind a first cell; returns a list
+    whose length is how many calls there were."""
+    runner, made = llm.engine.runner, []
+    owner: Any = moejax.engine.control if what == "_set_tables" else runner
+    real = getattr(owner, what.removesuffix(" in part"))
+
+    def maybe(*args, **kwargs):
+        made.append(len(made) + 1)
+        if made[-1] not in calls:
+            return real(*args, **kwargs)
+        if what.endswith("in part"):
+            (moves,) = args
+            real(moves[:1])
+        raise Refused(what)
+
+    monkeypatch.setattr(owner, what.removesuffix(" in part"), maybe)
+    return made
+
+
+def faults(llm: LLM) -> list[str]:
+    """Of the device, and where the host's books say something else."""
+    engine = llm.engine
+    engine.drain()
+    control: Any = engine.control
+    books = control.controller.transitions
+    tables = read_snapshot(np.asarray(engine.runner.snapshot()), engine.runner.tables)
+    found = engine.runner.faults()
+    if not np.array_equal(tables.version, books.version):
+        found.append("the books have other versions")
+    if not np.array_equal(tables.address, np.take_along_axis(books.cell_row, books.column, 1)):
+        found.append("the books have other places")
+    return found
+
+
+REFUSALS = [
+    ("move_cells", (1,)),
+    ("move_cells in part", (2, 3)),
+    ("move_cells in part", (1,)),
+    ("_set_tables", (3, 6)),
+    ("snapshot", (4,)),
+    ("decode", (5, 9)),
+]
+
+
+def check_requests(monkeypatch, llm, what: str, calls: tuple[int, ...]) -> None:
+    """Each refusal fails one request, and no other has a wrong byte."""
+    made, failed = refuse(monkeypatch, llm, what, calls), 0
+    for _ in range(5):
+        try:
+            llm.generate(PROMPT, LONG)
+        except Refused:
+            failed += 1
+        else:
+            assert faults(llm) == []
+    assert failed == len(calls) and len(made) > max(calls)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("what", "calls"),
+    [
+        pytest.param(*one, marks=[pytest.mark.nightly] * (number != 1))
+        for number, one in enumerate(REFUSALS)
+    ],
+)
+@pytest.mark.parametrize("driver", ["device", pytest.param("host", marks=pytest.mark.nightly)])
+def test_what_the_device_refused_is_made_up_for(monkeypatch, driver, what, calls):
+    with LLM("demo", driver=driver, **OPTIONS) as llm:
+        check_requests(monkeypatch, llm, what, calls)
+        said = llm.stats()["precision"]
+        assert said["moves"] > 3 and said["hi"] + said["lo"] == 64
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.parametrize(("what", "calls"), [*REFUSALS[:4], ("transfer", (2, 4))])
+def test_also_where_the_step_waits_for_transitions(monkeypatch, what, calls):
+    options = {**OPTIONS, "precision": OPTIONS["precision"] + ",blocking=true"}
+    with LLM("demo", **options) as llm:
+        check_requests(monkeypatch, llm, what, calls)
+
+
+@pytest.mark.nightly
+def test_a_move_that_is_forgotten_is_found(monkeypatch):
+    """A mutation: what the runner refused is not asked for again."""
+
+    def forgetful(control: Control) -> None:
+        moves, control._moves = control._moves, []
+        if moves:
+            control.runner.move_cells(moves)
+
+    monkeypatch.setattr(Control, "_move_cells", forgetful)
+    with LLM("demo", **OPTIONS) as llm:
+        refuse(monkeypatch, llm, "move_cells", (1,))
+        with pytest.raises(Refused):
+            llm.generate(PROMPT, LONG)
+        llm.generate(PROMPT, LONG)
+        assert "the bytes of a resident expert differ" in " ".join(faults(llm))
+
+
+def test_contents_that_were_refused_are_set_before_the_next_step(monkeypatch):
+    prior = np.arange(LAYERS * EXPERTS).reshape(LAYERS, EXPERTS)
+    decided = {(Moment.STEP_END, 0): Decision(prior=prior)}
+    runner: Any = FakeRunner()
+    control = Control(runner, Controller(spec(), [scripted(decided, writes={"prior"})]))
+    control.before_step(0)
+    control.after_dispatch(0)
+    control.after_read(record(0), USE)
+    with monkeypatch.context() as patch:
+        patch.setattr(moejax.engine.control, "_set_tables", lambda *args: no_memory())
+        with pytest.raises(Refused):
+            control.before_step(1)
+    assert not np.asarray(runner.tables.prior).any()
+    control.before_step(2)
+    np.testing.assert_array_equal(runner.tables.prior, prior)
+
+
+def no_memory() -> None:
+    raise Refused("no memory")
+
+
+# ---- while slots move
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("copies", [0, 2])
+def test_a_resize_that_the_device_refuses_leaves_the_split(monkeypatch, caplog, copies):
+    """KV is to shrink, so sessions go to the host, and the device refuses a copy, at once or behind
+    `copies` of them: slots and cells are as before, and the wish is dropped and counted. The next
+    one is carried out, and the sessions go on."""
+    engine = started("device")
+    played(engine, [Restless()])
+    llm: Any = SimpleNamespace(engine=engine)
+    turns = [Job((*range(5 + i, 605 + i),), GREEDY, session=f"s{i}") for i in range(3)]
+    run(llm, turns)
+    engine.drain()
+    arena, cache, resizer = engine.scheduler.arena, engine.scheduler.cache, engine.resizer
+    per_slot, made = arena.layout.pages_per_slot, []
+
+    def split():
+        tables = read_snapshot(np.asarray(engine.runner.snapshot()), engine.runner.tables)
+        books = resizer.transitions
+        return (
+            *(arena.slot_class.tolist(), arena.pages, books.slots, books.capacity),
+            *(books.pools.slots, tables.cell_row.tolist(), tables.address.tolist()),
+        )
+
+    def maybe(real):
+        def call(*args):
+            made.append(args)
+            if len(made) == copies + 1:
+                raise Refused("no memory for the copy")
+            return real(*args)
+
+        return call
+
+    before, failed = split(), 0
+    wanted = per_slot * (
+        -(-engine.scheduler.max_model_len // arena.layout.page.block_size // per_slot)
+    )
+    with monkeypatch.context() as patch:
+        for name in ("read", "move"):
+            patch.setattr(cache, name, maybe(getattr(cache, name)))
+        while not failed:
+            kept = split()
+            moved = resizer.move(None, wanted)
+            failed = resizer.failed
+    assert moved == Moved(settled=True, changed=False) and len(made) == copies + 1
+    assert split() == kept and (copies > 0 or kept == before)
+    assert "budgets stay as they were" in caplog.text
+    assert kv_faults(engine.scheduler) == engine.runner.faults() == []
+    while not (moved := resizer.move(None, wanted)).settled:
+        assert moved.changed or resizer.deferred < 100
+    assert arena.pages == wanted < before[1] and resizer.transitions.slots > before[2]
+    run(llm, [Job((9, 8, 7), GREEDY, session=f"s{i}") for i in range(3)])
+    engine.runner.delete()

@@ -1,0 +1,347 @@
+"""Transitions in the engine: whatever they do and when, every entry's bytes are its version's, and
+bits follow from the history of versions alone (papers.md 2.7, items 1, 2 and 6)."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from host_offload.control.interface import Decision, Moment, Observation, Spec, State, Transition
+from host_offload.memory.placement import place, resident_spec
+from host_offload.memory.tables import empty_tables, read_snapshot, with_contents
+from host_offload.policies.precision.names import Precision, precision_of
+from host_offload.simulate.replay import replay
+from host_offload.traces.reader import read_trace
+from moejax import SamplingParams
+from moejax.engine.control import start_control
+from moejax.start.build import Limits
+from moejax.step.runner import compiler_options
+from moejax.traces.tracer import start_trace
+from tests.hlo import read_executable
+from tests.moejax.engine_runs import Job, run
+from tests.moejax.start.precision_engines import start_precision
+
+pytestmark = pytest.mark.slow
+
+LAYERS, EXPERTS, SLOTS = 2, 16, 20
+"""Of the slots, 14 experts can be dense while 18 are int4, with a spare cell of each."""
+LIMITS = Limits(
+    max_model_len=192,
+    max_num_seqs=3,
+    max_num_batched_tokens=192,
+    # A shared prefix was computed in the versions of an earlier run.
+    enable_prefix_caching=False,
+)
+GREEDY = SamplingParams(max_tokens=14, temperature=0, ignore_eos=True)
+JOBS = [
+    Job(tuple(range(7 * i + 5, 7 * i + 25 + 30 * i)), GREEDY, arrival=(0, 3, 9)[i])
+    for i in range(3)
+]
+LOW = np.ones((LAYERS, EXPERTS), np.int8)
+
+
+@dataclasses.dataclass(frozen=True)
+class Restless:
+    """Wants another random high set every few steps, sometimes more than fit."""
+
+    seed: int = 0
+    every: int = 2
+    moments: frozenset[Moment] = frozenset({Moment.STEP_END})
+    needs: frozenset[str] = frozenset({"version", "state"})
+    writes: frozenset[str] = frozenset({"transitions"})
+
+    def init(self, spec: Spec) -> tuple[int, int]:
+        assert spec.capacity is not None
+        return 0, spec.capacity[0]
+
+    def decide(self, state, observation: Observation):
+        calls, most = state
+        if calls % self.every:
+            return (calls + 1, most), Decision()
+        rng = np.random.default_rng((self.seed, calls))
+        seen: Any = observation
+        wanted = np.ones(seen.version.size, int)
+        wanted[rng.permutation(wanted.size)[: rng.integers(most + 3)]] = 0
+        wanted = wanted.reshape(seen.version.shape)
+        heading = np.where(seen.state == State.PROMOTING, 0, seen.version)
+        heading = np.where(seen.state == State.DEMOTING, 1, heading)
+        queue = [
+            Transition(int(layer), int(expert), int(wanted[layer, expert]))
+            for layer, expert in rng.permutation(np.argwhere(heading != wanted))
+        ]
+        return (calls + 1, most), Decision(transitions=tuple(queue))
+
+
+@dataclasses.dataclass(frozen=True)
+class Recorded:
+    """Wants, after each step that was read, what was wanted then in another run."""
+
+    queues: tuple[tuple[Transition, ...] | None, ...]
+    moments: frozenset[Moment] = frozenset({Moment.STEP_END})
+    needs: frozenset[str] = frozenset()
+    writes: frozenset[str] = frozenset({"transitions"})
+
+    def init(self, spec: Spec) -> int:
+        return 0
+
+    def decide(self, state: int, observation: Observation):
+        return state + 1, Decision(transitions=self.queues[state])
+
+
+@dataclasses.dataclass(frozen=True)
+class Idle(Restless):
+    """Wants, again and again, every expert in the version that it has."""
+
+    def decide(self, state, observation: Observation):
+        versions = np.ndenumerate(np.asarray(observation.version))
+        queue = tuple(Transition(layer, e, int(version)) for (layer, e), version in versions)
+        return state, Decision(transitions=queue)
+
+
+@dataclasses.dataclass(frozen=True)
+class PagedRestless:
+    """With misses: wants other versions of residents, and of misses, every step."""
+
+    seed: int = 0
+    moments: frozenset[Moment] = frozenset({Moment.STEP_END})
+    needs: frozenset[str] = frozenset({"version"})
+    writes: frozenset[str] = frozenset({"transitions", "fill_version"})
+
+    def init(self, spec: Spec) -> int:
+        return 0
+
+    def decide(self, state: int, observation: Observation):
+        rng = np.random.default_rng((self.seed, state))
+        version = np.asarray(observation.version)
+        resident = rng.permutation(np.argwhere(version >= 0))[:6]
+        queue = [Transition(int(i), int(e), 1 - int(version[i, e])) for i, e in resident]
+        # -1 and -2: not cached, read through in version 0 or 1.
+        fills = rng.choice([0, 1, -1, -2], version.shape, p=[0.3, 0.5, 0.1, 0.1])
+        return state + 1, Decision(transitions=tuple(queue), fill_version=fills)
+
+
+def started(driver: str, precision: Precision, slots: int = SLOTS):
+    return start_precision(driver, precision, LIMITS, layers=LAYERS, slots=slots)
+
+
+MIXED = precision_of("dynaexq", hi="dense", lo="int4")
+
+
+@pytest.fixture(scope="module", params=["device", pytest.param("host", marks=pytest.mark.nightly)])
+def engine(request):
+    engine = started(request.param, MIXED)
+    yield engine
+    engine.runner.delete()
+
+
+def played(
+    engine,
+    start: np.ndarray,
+    policy=None,
+    directory=None,
+    slots: int = SLOTS,
+    blocking=False,
+    watch=True,
+) -> SimpleNamespace:
+    """The jobs from this start under a policy (None: nothing watches), as tokens and logits, with
+    the versions after each step. watch: every step is waited for and looked at."""
+    runner = engine.runner
+    where = resident_spec(runner.layout, slots, start, blocking=blocking)
+    tables = empty_tables(LAYERS, EXPERTS, where.cell_bound, "lru")
+    runner.tables = with_contents(runner.tables, tables._asdict())
+    runner.place(place(where))
+    engine.control, engine._steps, versions = None, itertools.count(), []
+    control: Any = None
+    tracer = None
+    if policy is not None:
+        control = engine.control = start_control(
+            runner, [policy], max_model_len=192, seed=0, routers=[], resident=where
+        )
+        dispatched = control.after_dispatch
+
+        def watched(number: int) -> None:
+            dispatched(number)
+            after = read_snapshot(np.asarray(runner.snapshot()), runner.tables)
+            versions.append(after.version)
+            assert (after.address >= 0).all(), "every expert is resident"
+            granted = after.cell_row >= 0
+            sizes = np.array([record.nbytes for record in runner.layout.records])
+            taken = int(sizes[after.cell_version[granted]].sum())
+            said = control.stats()["precision"]
+            assert taken <= said["peak_bytes"] <= said["budget_bytes"]
+            assert said["budget_bytes"] == slots * runner.layout.slot_bytes
+
+        if watch:
+            control.after_dispatch = watched
+    if directory is not None:
+        settings = {"model": "demo", "eviction": "lru", "driver": runner.driver}
+        tracer = start_trace(directory, runner, dtype="bfloat16", seed=0, settings=settings)
+        control.controller.listener = tracer.event
+        engine.tracer = tracer
+    llm: Any = SimpleNamespace(engine=engine)
+    recorded = run(llm, JOBS, check=watch)
+    engine.control = engine.tracer = None
+    if tracer is not None:
+        control.finish()
+        tracer.close()
+    stats = None if control is None else control.stats()["precision"]
+    return SimpleNamespace(recorded=recorded, versions=versions, stats=stats, control=control)
+
+
+def same_bits(a, b) -> bool:
+    return all(x.same_bits(y) for x, y in zip(a.recorded, b.recorded, strict=True))
+
+
+def test_every_step_finds_every_expert_complete(engine):
+    """run() compares all bytes with the stores after each step."""
+    found = played(engine, LOW, Restless())
+    assert found.stats["promotions"] > 10 and found.stats["demotions"] > 5
+    assert found.stats["deferred"] > 0 and found.stats["moves"] > 0
+    assert found.stats["peak_bytes"] <= found.stats["budget_bytes"]
+    changed = [not np.array_equal(a, b) for a, b in itertools.pairwise(found.versions)]
+    assert sum(changed) > 5
+    # Nor does anything hang on the waiting that looking brings: steps that overlap with what the
+    # host does between them have the same bits.
+    hurried = played(engine, LOW, Restless(), watch=False)
+    assert same_bits(found, hurried) and hurried.stats == found.stats
+
+
+@pytest.mark.parametrize(
+    ("hi", "lo", "slots"),
+    [
+        *(
+            pytest.param(*pair, marks=pytest.mark.nightly)
+            for pair in (
+                ("int8", "int4", SLOTS),
+                ("dense", "int8", 26),
+                ("dense", "int2", SLOTS),
+                ("int4", "int2", SLOTS),
+                ("lossless12", "int4", SLOTS),
+            )
+        ),
+    ],
+)
+def test_every_pair_of_versions(hi, lo, slots):
+    """All bytes after each step, whatever the two versions are; and no bits hang on when the host
+    looked."""
+    engine = started("device", precision_of("dynaexq", hi=hi, lo=lo), slots)
+    try:
+        found = played(engine, LOW, Restless(seed=3), slots=slots)
+        again = played(engine, LOW, Restless(seed=3), slots=slots, watch=False)
+    finally:
+        engine.runner.delete()
+    assert found.stats["promotions"] > 10 and found.stats["demotions"] > 5
+    assert found.stats["peak_bytes"] <= found.stats["budget_bytes"]
+    assert same_bits(found, again) and again.stats == found.stats
+
+
+def test_the_recorded_residency_gives_the_same_bits(engine):
+    """What was wanted, played again by a policy that sees nothing."""
+    queues: list = []
+
+    @dataclasses.dataclass(frozen=True)
+    class Noted(Restless):
+        def decide(self, state, observation):
+            state, decision = super().decide(state, observation)
+            queues.append(decision.transitions)
+            return state, decision
+
+    first = played(engine, LOW, Noted(seed=1))
+    second = played(engine, LOW, Recorded(tuple(queues)))
+    np.testing.assert_array_equal(first.versions, second.versions)
+    assert same_bits(first, second)
+    other = played(engine, LOW, Restless(seed=2))
+    assert not same_bits(first, other)  # int4 is coarse enough to show
+
+
+@pytest.mark.parametrize("start", ["low", "mixed"])
+def test_transitions_that_are_none_give_the_static_bits(engine, start):
+    versions = LOW.copy()
+    if start == "mixed":
+        versions.reshape(-1)[::3] = 0
+    static, idle = played(engine, versions), played(engine, versions, Idle())
+    assert same_bits(static, idle)
+    assert idle.stats["promotions"] == idle.stats["demotions"] == 0
+    assert all(np.array_equal(seen, versions) for seen in idle.versions)
+
+
+def test_a_trace_of_transitions_is_replayed(engine, tmp_path):
+    played(engine, LOW, Restless(), directory=tmp_path / "t")
+    trace = read_trace(tmp_path / "t")
+    found = replay(trace, policies=[Restless()])
+    assert found.staged.sum() > 15 and found.misses.sum() == 0
+    assert found.control is not None and found.control["precision"]["moves"] > 0
+
+
+def test_paged_experts_change_versions_too(engine):
+    """Each layer has 3 dense and 8 int4 cells for 16 experts: misses fill the version that is
+    wanted, transitions evict in the class they go to. The same wishes give the same bits."""
+    runner, found = engine.runner, []
+    for seed in (1, 1, 2):
+        arena = engine.scheduler.arena
+        cell_row, cell_version = arena.grant_versions([(3, 8)] * LAYERS)
+        tables = empty_tables(LAYERS, EXPERTS, cell_row.shape[1], "lru")._asdict()
+        tables |= {"cell_row": cell_row, "cell_version": cell_version}
+        runner.tables, runner.placement = with_contents(runner.tables, tables), None
+        control: Any = start_control(
+            runner, [PagedRestless(seed)], max_model_len=192, seed=0, routers=[]
+        )
+        engine.control = control
+        engine._steps = itertools.count()
+        recorded = run(SimpleNamespace(engine=engine), JOBS)  # pyright: ignore[reportArgumentType]
+        counts = control.stats()["transfers"]
+        assert counts["promotion"]["done"] > 5 and counts["demotion"]["done"] > 5
+        found.append(SimpleNamespace(recorded=recorded))
+    engine.control = None
+    engine.scheduler.arena.grant_expert_slots(SLOTS)
+    assert same_bits(found[0], found[1]) and not same_bits(found[0], found[2])
+
+
+@pytest.mark.parametrize("name", ["move", "populate", "transfer", "snapshot", "integrity"])
+def test_nothing_of_the_arena_is_copied(engine, name):
+    """What runs between steps works in place (contract 3)."""
+    runner = engine.runner
+    lowered = runner.lower(name)
+    compiled = read_executable(lowered.compile(compiler_options=compiler_options("cpu")))
+    assert compiled.copies(runner.arena.nbytes // 2) == []
+    assert compiled.memory.temp_bytes < runner.arena.nbytes // 2
+    if name in ("move", "populate", "transfer"):
+        assert compiled.memory.alias_bytes >= runner.arena.nbytes
+
+
+@pytest.mark.nightly
+def test_uniform_versions_are_those_of_one_version():
+    """n = E gives the bits of a dense engine, n = 0 those of an int4 one."""
+    every = LAYERS * EXPERTS
+    engine = started("device", MIXED, slots=every + 2)
+    mixed = [played(engine, LOW * version, slots=every + 2) for version in (0, 1)]
+    engine.runner.delete()
+    for name, found in zip(("dense", "int4"), mixed, strict=True):
+        one = started("device", Precision(name, (name,)), slots=every)
+        bits = run(SimpleNamespace(engine=one), JOBS)  # pyright: ignore[reportArgumentType]
+        one.runner.delete()
+        assert same_bits(found, SimpleNamespace(recorded=bits))
+
+
+@pytest.mark.nightly
+def test_blocking_transitions_are_done_before_the_next_step(engine):
+    """Every wish that fits is there in the step that follows; nothing rides in a step."""
+    found = played(engine, LOW, Restless(), blocking=True)
+    assert found.stats["promotions"] > 20
+    assert "transfer" in engine.runner.executables()
+
+
+@pytest.mark.nightly
+def test_both_drivers_do_the_same():
+    found = []
+    for driver in ("device", "host"):
+        engine = started(driver, MIXED)
+        found.append(played(engine, LOW, Restless(seed=4)))
+        engine.runner.delete()
+    np.testing.assert_array_equal(found[0].versions, found[1].versions)
+    assert same_bits(*found) and found[0].stats == found[1].stats

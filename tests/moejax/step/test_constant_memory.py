@@ -1,0 +1,275 @@
+"""Contract 3: no program allocates or copies anything of the size of arena, store or KV.
+
+KV lies in the arena, so the arena's copies are its too. Budgets are table contents: a program is
+the same at every budget.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jax.sharding import SingleDeviceSharding
+
+import moejax.step.parts
+from host_offload.memory.swap import SWAP_PAGES
+from host_offload.memory.tables import empty_tables
+from moejax import LLM
+from moejax.checkpoints.random_model import abstract_params, expert_layout, shape
+from moejax.models.config import ModelConfig
+from moejax.models.decoder import Decoder
+from moejax.start.build import step_shapes
+from moejax.step.programs import Programs
+from moejax.step.runner import compiler_options
+from pallas_kernels import Ops, resolve_ops
+from pallas_kernels.kv_write import KVPage
+from tests.aot.aot_h200 import Compiled, compile_for_h200
+from tests.hlo import read_executable
+
+MiB, GiB = 1 << 20, 1 << 30
+
+DEMO_TEMP = {"decode": 2 * MiB, "prefill": 12 * MiB, "score": 12 * MiB, "integrity": MiB}
+"""Most bytes a program may need beside its arguments and results. A sweep's are the experts'
+outputs, float32[2048 tokens, 4, 128] = 4 MiB, and two of its hidden states."""
+
+H200_TEMP = {"decode": 32 * MiB, "prefill": 640 * MiB, "score": 640 * MiB, "integrity": 32 * MiB}
+"""As above, for Qwen3-30B-A3B. Decode: one expert (9 MiB) and the experts' outputs, float32[64
+tokens, 8, 2048] = 4 MiB. A sweep of 8192 tokens: its experts' outputs, float32[8192, 8, 2048] =
+512 MiB, and its hidden states before and after the norm, 2 · 32 MiB."""
+
+STEPS = (
+    "decode",
+    "prefill",
+    "score",
+    "decode_forced",
+    "prefill_forced",
+    "decode_staged",
+    "prefill_staged",
+)
+EVERY_STEP = [
+    *STEPS[:2],
+    pytest.param("decode_staged", marks=pytest.mark.slow),
+    *(pytest.param(s, marks=pytest.mark.nightly) for s in STEPS[2:] if s != "decode_staged"),
+]
+
+
+def nbytes(tree) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def most(limits: dict[str, int], name: str) -> int:
+    kind = name.removesuffix("_forced").removesuffix("_staged")
+    return limits["score" if kind == "prompt_logprobs" else kind]
+
+
+def abstract_programs(
+    config: ModelConfig, arena_bytes: int, *, ops: Ops | None = None, waves: int = 1, **limits: int
+) -> Programs:
+    """The programs of an engine that has no buffers. ops: XLA's by default."""
+    ops, record = ops or resolve_ops("xla"), expert_layout(config)
+    moe_layers, experts = sum(config.moe_layers), config.num_experts
+    layout = config.slot_layout(record.itemsize)
+    slots = arena_bytes // layout.slot_bytes
+    graph, state = nnx.split(Decoder(config, abstract_params(config), ops))
+    store = jax.ShapeDtypeStruct((moe_layers, experts, record.rows, record.hidden), jnp.uint16)
+    return Programs(
+        config=config,
+        graph=graph,
+        state=state,
+        stores=(store,),
+        arena=jax.ShapeDtypeStruct((slots * layout.slot_rows, layout.hidden), jnp.uint16),
+        tables=jax.eval_shape(lambda: empty_tables(moe_layers, experts, experts, "lru")),
+        shapes=step_shapes(layout, waves=waves, **limits),
+        page=KVPage(
+            layout.page.block_size,
+            layout.page.kv_heads,
+            layout.page.head_dim,
+            layout.page.latent,
+        ),
+        ops=ops,
+    )
+
+
+# ---- the demo model on this machine
+
+
+@pytest.fixture(scope="module")
+def runner(demo_dir):
+    with LLM(demo_dir, expert_budget="25%", progress=False) as llm:
+        yield llm.engine.runner
+
+
+def compile_here(programs: Programs, name: str, donate: bool = True) -> Compiled:
+    program = programs.program(name)
+    lowered = jax.jit(program.function, donate_argnums=program.donated if donate else ()).lower(
+        *program.args
+    )
+    return read_executable(lowered.compile(compiler_options=compiler_options("cpu")))
+
+
+@pytest.mark.parametrize(
+    "name", [*EVERY_STEP, pytest.param("prompt_logprobs", marks=pytest.mark.nightly)]
+)
+def test_step_copies_nothing_large(runner, name):
+    lowered = runner.lower(name)
+    compiled = read_executable(lowered.compile(compiler_options=compiler_options("cpu")))
+    assert compiled.copies(MiB) == []
+    assert compiled.memory.alias_bytes == nbytes((runner.arena, runner.tables))
+    assert compiled.memory.temp_bytes < most(DEMO_TEMP, name)
+
+
+def test_swapping_copies_nothing_but_pages(runner):
+    page = runner.layout.page.nbytes
+    options = compiler_options("cpu")
+    pages_in = read_executable(runner.lower("swap_in").compile(compiler_options=options))
+    assert pages_in.copies(runner.layout.slot_bytes) == []
+    assert pages_in.memory.alias_bytes == nbytes(runner.arena)
+    assert pages_in.memory.temp_bytes <= 2 * SWAP_PAGES * page
+    pages_out = read_executable(runner.lower("swap_out").compile(compiler_options=options))
+    assert pages_out.memory.temp_bytes <= 2 * SWAP_PAGES * page
+
+
+def test_moving_pages_copies_nothing_but_pages(runner):
+    page = runner.layout.page.nbytes
+    lowered = runner.lower("move_pages")
+    moved = read_executable(lowered.compile(compiler_options=compiler_options("cpu")))
+    assert moved.copies(runner.layout.slot_bytes) == []
+    assert moved.memory.alias_bytes == nbytes(runner.arena)
+    assert moved.memory.temp_bytes <= 2 * SWAP_PAGES * page
+
+
+def test_sweep_in_waves_copies_nothing_large(runner):
+    programs = runner.programs()
+    waves = dataclasses.replace(programs.shapes, waves=3)
+    compiled = compile_here(dataclasses.replace(programs, shapes=waves), "prefill")
+    assert compiled.copies(MiB) == []
+    assert compiled.memory.temp_bytes < DEMO_TEMP["prefill"]
+
+
+@pytest.mark.parametrize(
+    "name", ["decode", *(pytest.param(s, marks=pytest.mark.nightly) for s in STEPS[1:])]
+)
+def test_layers_without_experts_and_a_window_copy_nothing_large(name):
+    moe = (False, True, True, False, False, True)
+    config = dataclasses.replace(
+        shape("demo", layers=len(moe)), moe_layers=moe, intermediate_size=256, sliding_window=100
+    )
+    programs = abstract_programs(
+        config, 32 * MiB, rows=16, max_model_len=1024, max_num_batched_tokens=1024
+    )
+    compiled = compile_here(programs, name)
+    assert compiled.copies(MiB) == []
+    assert compiled.memory.alias_bytes == nbytes((programs.arena, programs.tables))
+    assert compiled.memory.temp_bytes < most(DEMO_TEMP, name)
+
+
+def test_integrity_check_copies_nothing_large(runner):
+    compiled = compile_here(runner.programs(), "integrity")
+    assert compiled.copies(MiB) == []
+    assert compiled.memory.temp_bytes < DEMO_TEMP["integrity"]
+
+
+def test_regrant_updates_the_tables_in_place(runner):
+    compiled = compile_here(runner.programs(), "regrant")
+    tables = nbytes(runner.tables)
+    # What a regrant does not compute (a table it replaces by its argument) needs no alias.
+    assert compiled.memory.alias_bytes > tables // 2
+    assert compiled.memory.temp_bytes < tables
+
+
+def test_missing_donation_is_found(runner):
+    compiled = compile_here(runner.programs(), "decode", donate=False)
+    assert runner.arena.nbytes in [size for _, size in compiled.copies(MiB)]
+    assert compiled.memory.alias_bytes == 0
+
+
+def test_fill_that_does_not_wait_for_attention_is_found(runner, monkeypatch):
+    def forced(forced, layer, routed, experts):
+        return forced.ids[layer], forced.weights[layer]
+
+    monkeypatch.setattr(moejax.step.parts, "_forced", forced)
+    compiled = compile_here(runner.programs(), "decode_forced")
+    assert runner.arena.nbytes in [size for _, size in compiled.copies(MiB)]
+    assert compiled.memory.temp_bytes > runner.arena.nbytes
+
+
+# ---- Qwen3-30B-A3B on an H200: a 40 GiB arena, a 54 GiB store, and not one buffer here
+
+
+@pytest.fixture(scope="module")
+def large() -> Programs:
+    programs = abstract_programs(
+        shape("qwen3-30b-a3b"), 40 * GiB, rows=64, max_model_len=4096, max_num_batched_tokens=8192
+    )
+    assert nbytes(programs.stores) == 54 * GiB
+    assert nbytes(programs.arena) > 39.9 * GiB
+    return programs
+
+
+def compile_large(programs: Programs, name: str, donate: bool = True) -> Compiled:
+    program = programs.program(name)
+    return compile_for_h200(
+        program.function,
+        *program.args,
+        donate_argnums=program.donated if donate else (),
+        host_argnums=tuple(i for i, arg in enumerate(program.args) if arg is programs.stores),
+    )
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("name", EVERY_STEP)
+def test_step_of_a_large_model_copies_nothing_large(large, name):
+    compiled = compile_large(large, name)
+    (store,) = large.stores
+    expert = nbytes(store) // (store.shape[0] * store.shape[1])
+    # The XLA ops cut out one expert, and one layer's dense weights: at most 20 MiB each.
+    assert [size for _, size in compiled.copies(MiB) if size > 20 * MiB] == []
+    assert {size for _, size in compiled.host_copies(MiB)} == {expert}
+    assert compiled.host_copies(1, to_host=True) == []
+    memory = compiled.memory
+    assert memory.host_argument_bytes == 54 * GiB
+    assert memory.host_temp_bytes == memory.host_output_bytes == 0
+    assert memory.alias_bytes == nbytes((large.arena, large.tables))
+    assert memory.temp_bytes < most(H200_TEMP, name)
+
+
+@pytest.mark.aot
+def test_integrity_check_of_a_large_model_copies_nothing_large(large):
+    compiled = compile_large(large, "integrity")
+    assert compiled.copies(MiB) == []
+    assert compiled.memory.temp_bytes < H200_TEMP["integrity"]
+
+
+@pytest.mark.aot
+def test_swapping_pages_of_a_large_arena_copies_nothing_else(large):
+    page, program = large.page_layout.nbytes, large.program("swap_in")
+    pages_in = compile_for_h200(
+        program.function, *program.args, donate_argnums=program.donated, host_argnums=(1,)
+    )
+    assert [size for _, size in pages_in.copies(MiB) if size > page] == []
+    assert pages_in.memory.alias_bytes == nbytes(large.arena)
+    assert pages_in.memory.temp_bytes <= 2 * SWAP_PAGES * page
+
+    program = large.program("swap_out")
+    pinned = SingleDeviceSharding(jax.devices("cpu")[0], memory_kind=program.memory)
+    pages_out = compile_for_h200(jax.jit(program.function, out_shardings=pinned), *program.args)
+    assert {size for _, size in pages_out.host_copies(MiB, to_host=True)} == {page}
+    assert pages_out.memory.host_output_bytes == SWAP_PAGES * page
+    assert pages_out.memory.temp_bytes <= 2 * SWAP_PAGES * page
+
+
+@pytest.mark.aot
+def test_moving_pages_of_a_large_arena_copies_nothing_else(large):
+    page, program = large.page_layout.nbytes, large.program("move_pages")
+    moved = compile_for_h200(program.function, *program.args, donate_argnums=program.donated)
+    assert [size for _, size in moved.copies(MiB) if size > page] == []
+    assert moved.memory.alias_bytes == nbytes(large.arena)
+    assert moved.memory.temp_bytes <= 2 * SWAP_PAGES * page
+
+
+@pytest.mark.aot
+def test_missing_donation_of_a_large_arena_is_found(large):
+    compiled = compile_large(large, "decode", donate=False)
+    assert nbytes(large.arena) in [size for _, size in compiled.copies()]
+    assert compiled.memory.alias_bytes == 0

@@ -1,0 +1,532 @@
+"""driver="host": the same bits as driver="device" (contract 1), hooks, and constant memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+import moejax
+import moejax.models.layers
+import moejax.step.experts
+from moejax import LLM, SamplingParams
+from moejax.cache import use_compilation_cache
+from moejax.checkpoints.random_model import random_model, shape
+from moejax.commands import main as cli
+from moejax.errors import UserError
+from moejax.start import build as startup
+from moejax.start.build import Limits, start_engine
+from moejax.step import host_driver, runner
+from moejax.step.host_driver import layer_program
+from moejax.step.parts import StepOutput
+from moejax.step.programs import STAGES
+from moejax.step.runner import compiler_options
+from pallas_kernels import parse_ops
+from pallas_kernels.stage import Entries
+from tests.aot.aot_h200 import compile_for_h200
+from tests.hlo import read_executable
+from tests.moejax.engine.test_same_bits import (
+    EXPERTS,
+    LAYERS,
+    POOL,
+    cell_counts,
+    full_residency,
+    make_llm,
+    mixes,
+)
+from tests.moejax.engine_runs import Job, run, set_budget
+from tests.moejax.step.test_constant_memory import GiB, MiB, abstract_programs, nbytes
+
+KV_SLOTS = 11
+"""What the experts leave of these limits' arena where all are resident."""
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param("float32", marks=pytest.mark.nightly), "bfloat16"]
+)
+def drivers(request):
+    """(device, host): the demo model under both drivers."""
+    with (
+        make_llm(request.param) as device,
+        make_llm(request.param, driver="host") as host,
+    ):
+        yield device, host
+
+
+@pytest.fixture(scope="module")
+def host(drivers):
+    return drivers[1]
+
+
+@pytest.fixture(scope="module")
+def solo(drivers):
+    """Each request of the pool alone under the device driver, everything resident."""
+    set_budget(drivers[0], *full_residency(drivers[0]))
+    return [run(drivers[0], [job])[0] for job in POOL]
+
+
+@pytest.fixture
+def hooked(host):
+    """Sets hooks for one test."""
+
+    def use(hooks):
+        host.engine.runner.hooks = hooks
+        return host.engine.runner
+
+    yield use
+    host.engine.runner.hooks = None
+
+
+def random_entries(rng: np.random.Generator) -> Entries:
+    layer, cell = rng.integers(-1, LAYERS, STAGES), rng.integers(0, 9, STAGES)
+    draws = (layer, rng.integers(0, EXPERTS, STAGES), 0 * layer, cell)
+    return Entries._make(values.astype(np.int32) for values in draws)
+
+
+def entries(*moves: tuple[int, int, int]) -> Entries:
+    """Of (layer, expert, cell) each, padded with unused ones."""
+    rows = [*moves, *[(-1, -1, -1)] * (STAGES - len(moves))]
+    layer, expert, cell = np.asarray(rows, np.int32).T
+    return Entries._make((layer, expert, np.zeros(STAGES, np.int32), cell))
+
+
+def cold_start(llm: LLM, cells: list[int]) -> None:
+    """Budgets, with nothing left of earlier runs: residents, and the tokens of unused rows, whose
+    logits mean nothing but are compared."""
+    tokens = llm.engine.runner.tokens
+    llm.engine.runner.tokens = jax.device_put(np.zeros(tokens.shape, np.int32), tokens.sharding)
+    set_budget(llm, [0] * LAYERS, KV_SLOTS)
+    set_budget(llm, cells, KV_SLOTS)
+
+
+def outputs_of(llm: LLM, jobs, monkeypatch, given: Callable[..., dict] = dict) -> list[StepOutput]:
+    """Every output of every step as numpy. given: more arguments of a step."""
+    outputs = []
+    with monkeypatch.context() as patch:
+        for kind in ("decode", "prefill"):
+            step = getattr(llm.engine.runner, kind)
+
+            def recording(*args, step=step, **kwargs):
+                outputs.append(step(*args, **(kwargs | given())))
+                return outputs[-1]
+
+            patch.setattr(llm.engine.runner, kind, recording)
+        # Rows in the order of arrival, whatever ran before.
+        llm.engine.scheduler.free_rows.sort()
+        run(llm, jobs)
+    return [jax.tree.map(np.asarray, output) for output in outputs]
+
+
+def assert_same_outputs(found: list[StepOutput], wanted: list[StepOutput]) -> None:
+    """Bit for bit, every field: logits and scores, routing, paging, what was missed and staged.
+    Rows without a sequence and tokens without a place mean nothing, and are equal all the same."""
+    assert len(found) == len(wanted)
+    for a, b in zip(found, wanted, strict=True):
+        assert jax.tree.structure(a) == jax.tree.structure(b)
+        for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+            assert x.dtype == y.dtype and x.shape == y.shape
+            assert x.tobytes() == y.tobytes()
+
+
+# ---- bits
+
+
+@pytest.mark.slow
+@given(mix=mixes, cells=cell_counts)
+@settings(max_examples=15)
+def test_same_bits_as_the_device_driver(host, solo, mix, cells):
+    set_budget(host, cells, KV_SLOTS)
+    jobs = [Job(POOL[i].prompt, POOL[i].params, arrival) for i, arrival in mix]
+    for (i, _), recorded in zip(mix, run(host, jobs), strict=True):
+        assert recorded.same_bits(solo[i]), f"request {i} of the pool"
+
+
+@pytest.mark.parametrize("staged", [False, True], ids=["alone", "staged"])
+def test_every_output_of_a_step_is_the_same(drivers, monkeypatch, staged):
+    found = []
+    jobs = [Job(job.prompt, job.params, i) for i, job in enumerate(POOL[:7])]
+    for llm in drivers:
+        cold_start(llm, [5, 2, 0, 9])
+        rng = np.random.default_rng(3)
+        found.append(
+            outputs_of(
+                llm,
+                jobs,
+                monkeypatch,
+                lambda rng=rng: {"stages": random_entries(rng)} if staged else {},
+            )
+        )
+    assert_same_outputs(found[1], found[0])
+    assert not staged or sum(int(o.staged.sum()) for o in found[1]) > 0
+
+
+def test_recorded_routing_gives_the_same_bits_and_another_is_used(drivers, monkeypatch):
+    device, host = drivers
+    jobs = [Job(job.prompt, job.params, i) for i, job in enumerate(POOL[:5])]
+    for llm in drivers:
+        cold_start(llm, [5, 2, 0, 9])
+    free = outputs_of(device, jobs, monkeypatch)
+    routing = iter([o.routing for o in free])
+    forced = outputs_of(host, jobs, monkeypatch, lambda: {"forced": next(routing)})
+    assert_same_outputs(forced, free)
+
+    changed = [o.routing._replace(ids=np.sort((o.routing.ids + 1) % EXPERTS)) for o in free]
+    left = iter(changed)
+    other = outputs_of(host, jobs[:1], monkeypatch, lambda: {"forced": next(left)})
+    used = free[0].routing.ids < EXPERTS
+    np.testing.assert_array_equal(other[0].routing.ids[used], changed[0].ids[used])
+    assert (other[0].routing.ids[~used] == EXPERTS).all()
+    assert (other[0].logits[0] != free[0].logits[0]).any()
+
+
+@pytest.mark.parametrize("drivers", ["bfloat16"], indirect=True)
+def test_scores_are_the_same(drivers):
+    tokens = list(POOL[9].prompt)
+    a, b = (llm.score(tokens) for llm in drivers)
+    assert a.tobytes() == b.tobytes() and len(a) == len(tokens) - 1
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16"])
+def test_runs_of_unlike_layers_and_waves_have_the_same_bits(dtype, monkeypatch):
+    """A dense layer before the MoE layers, a sliding window, three waves."""
+    config = dataclasses.replace(
+        shape("demo", layers=3),
+        moe_layers=(False, True, True),
+        intermediate_size=192,
+        sliding_window=70,
+    )
+    limits = Limits(
+        max_model_len=256,
+        max_num_seqs=4,
+        max_num_batched_tokens=256,
+        expert_budget=MiB,
+        prefill_waves=3,
+    )
+    use_compilation_cache(None)
+    found = []
+    for driver in startup.DRIVERS:
+        engine, _ = start_engine(
+            random_model(config, dtype),
+            limits,
+            eviction="lru",
+            driver=driver,
+            ops=parse_ops("auto"),
+            device=jax.devices()[0],
+            seed=0,
+            listener=None,
+        )
+        try:
+            llm = SimpleNamespace(engine=engine)
+            jobs = [Job(job.prompt, job.params) for job in POOL[9:11]]
+            found.append(outputs_of(llm, jobs, monkeypatch))  # pyright: ignore[reportArgumentType]
+        finally:
+            engine.runner.delete()
+    assert_same_outputs(found[1], found[0])
+    assert sum(int(o.paging.fills.sum()) for o in found[1]) > 0
+
+
+# ---- hooks
+
+
+class Recorder:
+    """Hooks that write down what they are called with."""
+
+    def __init__(self):
+        self.calls: list[tuple] = []
+
+    def before_routing(self, layer):
+        self.calls.append(("before_routing", layer))
+
+    def after_routing(self, layer, ids, weights):
+        self.calls.append(("after_routing", layer, ids, weights))
+
+    def before_experts(self, layer):
+        self.calls.append(("before_experts", layer))
+
+
+def test_hooks_come_in_order_and_see_the_routing(host, solo, hooked, monkeypatch):
+    recorder = Recorder()
+    set_budget(host, [3] * LAYERS, KV_SLOTS)
+    hooked(recorder)
+    outputs = outputs_of(host, POOL[3:5], monkeypatch)
+    order = ("before_routing", "after_routing", "before_experts")
+    expected = [(what, layer) for _ in outputs for layer in range(LAYERS) for what in order]
+    assert [call[:2] for call in recorder.calls] == expected
+    seen = [call[2:] for call in recorder.calls if len(call) > 2]
+    wanted = [(o.routing.ids[n], o.routing.weights[n]) for o in outputs for n in range(LAYERS)]
+    for (ids, weights), (step_ids, step_weights) in zip(seen, wanted, strict=True):
+        assert ids.dtype == np.int32 and weights.dtype == np.float32
+        np.testing.assert_array_equal(ids, step_ids)
+        np.testing.assert_array_equal(weights, step_weights)
+    assert any((ids < EXPERTS).any() for ids, _ in seen)
+
+
+def test_transfers_of_hooks_are_carried_out_and_change_no_bit(host, solo, hooked):
+    rng, done = np.random.default_rng(5), 0
+
+    class Random(Recorder):
+        def before_routing(self, layer):
+            return random_entries(rng)
+
+        def after_routing(self, layer, ids, weights):
+            return random_entries(rng) if rng.random() < 0.3 else None
+
+        def before_experts(self, layer):
+            nonlocal done
+            done += sum(int(np.sum(t.done)) for t in engine_runner.transfers)
+            return random_entries(rng) if rng.random() < 0.3 else None
+
+    set_budget(host, [5, 2, 0, 9], KV_SLOTS)
+    engine_runner = hooked(Random())
+    jobs = [Job(job.prompt, job.params, i) for i, job in enumerate(POOL[:9])]
+    for i, recorded in enumerate(run(host, jobs)):  # which checks every invariant
+        assert recorded.same_bits(solo[i]), f"request {i} of the pool"
+    assert done > 0
+
+
+def test_prefetch_for_this_layer_and_a_later_one_makes_hits(host, hooked, monkeypatch):
+    """Also where the cells' owners were all used by the step before."""
+    chosen: list[tuple[int, int]] = []
+
+    class Prefetch(Recorder):
+        def after_routing(self, layer, ids, weights):
+            expert = int(ids[ids < EXPERTS].max())
+            absent = np.asarray(engine_runner.tables.address)[layer, expert] < 0
+            if layer == 1 and absent:
+                chosen.append((1, expert))
+                return entries((1, expert, 0), (3, expert, 2))
+            return None
+
+    cold_start(host, [4] * LAYERS)
+    engine_runner = hooked(Prefetch())
+    params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
+    outputs = outputs_of(host, [Job((5,), params)], monkeypatch)
+    assert len(chosen) > 3  # one row routes to four experts, so its cells were all in use
+    # What was absent at routing was resident when the layer began.
+    prefetched = sum(int(o.paging.hits[1] > 0 and not o.missed[1].all()) for o in outputs)
+    assert prefetched >= len(chosen)
+    done = [np.asarray(t.done) for t in engine_runner.transfers]
+    assert all(flags[:2].sum() > 0 and not flags[2:].any() for flags in done)
+
+
+def test_hooks_may_replace_tables(host, hooked, monkeypatch):
+    class NoFills(Recorder):
+        def before_experts(self, layer):
+            if layer == 1:
+                tables = engine_runner.tables
+                never = jax.device_put(
+                    np.full(tables.fill_version.shape, -1, np.int32), tables.clock.sharding
+                )
+                engine_runner.tables = tables._replace(fill_version=never)
+
+    cold_start(host, [EXPERTS] * LAYERS)
+    before = np.array(host.engine.runner.tables.fill_version)
+    engine_runner = hooked(NoFills())
+    (first, *_) = outputs_of(host, POOL[2:3], monkeypatch)
+    engine_runner.tables = engine_runner.tables._replace(
+        fill_version=jax.device_put(before, engine_runner.tables.clock.sharding)
+    )
+    assert first.paging.fills.tolist()[1:] == [0, 0, 0] and first.paging.fills[0] > 0
+    assert first.paging.read_through[1:].all()
+
+
+def test_without_hooks_nothing_is_read_back(host, monkeypatch):
+    run(host, POOL[:2])
+    # Only numpy reads an array back.
+    monkeypatch.setattr(host_driver, "np", SimpleNamespace())
+    run(host, POOL[:2])
+
+
+def test_nothing_compiles_after_the_first_step_of_a_kind(host, solo, hooked):
+    hooked(Recorder())
+    run(host, POOL[:2])
+    before = host.engine.runner.executables()
+    parts = ("embed", "attend.0", "route.0", "experts", "output")
+    assert {f"{s}/{part}" for s in ("decode", "prefill") for part in parts} <= set(before)
+    set_budget(host, [1, 0, 16, 3], 9, "lfu")
+    hooked(None)
+    run(host, POOL[:4])
+    assert host.engine.runner.executables() == before
+
+
+# ---- refusals
+
+
+def test_unknown_driver_is_refused():
+    with pytest.raises(UserError, match="driver 'stream' does not exist; use one of device, host"):
+        LLM("demo", driver="stream", progress=False)
+
+
+def test_command_line_knows_the_drivers(capsys, monkeypatch):
+    with pytest.raises(SystemExit):
+        cli.main(["generate", "x", "--driver", "stream"])
+    assert "invalid choice: 'stream'" in capsys.readouterr().err
+
+    def refuse(model, **options):
+        raise UserError(f"asked for {options['driver']}")
+
+    monkeypatch.setattr(moejax, "LLM", refuse)
+    assert cli.main(["generate", "x", "--driver", "host"]) == 2
+    assert "asked for host" in capsys.readouterr().err
+
+
+def test_device_driver_refuses_hooks(drivers):
+    device, host = drivers
+    with pytest.raises(UserError, match="use driver='host'"):
+        device.engine.runner.hooks = Recorder()
+    device.engine.runner.hooks = None
+    assert (device.stats()["driver"], host.stats()["driver"]) == ("device", "host")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [[1, 2], Entries._make(np.zeros((4, 3), np.int32)), Entries._make(np.zeros((4, STAGES)))],
+    ids=["no entries", "too few", "floats"],
+)
+def test_wrong_answer_of_a_hook_is_refused_and_the_engine_goes_on(host, solo, hooked, wrong):
+    class Wrong(Recorder):
+        def before_experts(self, layer):
+            return wrong if layer == 2 else None
+
+    hooked(Wrong())
+    with pytest.raises(ValueError, match=rf"Entries of int32\[{STAGES}\] each"):
+        run(host, POOL[:2])
+    hooked(None)
+    assert run(host, POOL[:2])[1].same_bits(solo[1])
+
+
+@pytest.mark.parametrize(
+    "name", ["decode/attend", "decode/head", "greedy/embed", "prefill@4/embed"]
+)
+def test_unknown_program_is_refused(host, name):
+    with pytest.raises(ValueError, match=f"no program '{name}'"):
+        host.engine.runner.lower(name)
+
+
+# ---- constant memory: as in test_constant_memory.py
+
+
+LAYER_PARTS = ("attend.0", "route.0", "forced_route.0", "experts", "output")
+LAYER_PROGRAMS = [f"{step}/{part}" for step in ("decode", "prefill") for part in LAYER_PARTS]
+
+
+def compile_here(programs, name, donate=True):
+    program = layer_program(programs, name)
+    donated = program.donated if donate else ()
+    lowered = jax.jit(program.function, donate_argnums=donated).lower(*program.args)
+    return read_executable(lowered.compile(compiler_options=compiler_options("cpu")))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drivers", ["bfloat16"], indirect=True)
+@pytest.mark.parametrize("name", [*LAYER_PROGRAMS, "score/output", "stage"])
+def test_layer_program_copies_nothing_large(host, name):
+    engine_runner = host.engine.runner
+    compiled = compile_here(engine_runner.programs(), name)
+    assert engine_runner.arena.nbytes > 4 * MiB
+    assert compiled.copies(MiB) == []
+    part = name.partition("/")[2] or name
+    written = {
+        "attend.0": (engine_runner.arena,),
+        "experts": (engine_runner.arena, engine_runner.tables),
+        "stage": (engine_runner.arena, engine_runner.tables),
+    }.get(part, ())
+    hidden = 0  # the hidden states, replaced too
+    if part in ("attend.0", "route.0", "forced_route.0", "experts"):
+        hidden = 2 * 128 * (4 if name.startswith("decode") else 256)
+    assert compiled.memory.alias_bytes == nbytes(written) + hidden
+    assert compiled.memory.temp_bytes < 4 * MiB
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["attend.1", "attend.0", "feed_forward.0", "route.1"])
+def test_layers_without_experts_and_a_window_copy_nothing_large(name):
+    config = dataclasses.replace(
+        shape("demo", layers=3),
+        moe_layers=(False, True, True),
+        intermediate_size=256,
+        sliding_window=100,
+    )
+    programs = abstract_programs(
+        config, 32 * MiB, rows=16, max_model_len=1024, max_num_batched_tokens=1024
+    )
+    compiled = compile_here(programs, f"decode/{name}")
+    assert compiled.copies(MiB) == []
+    arena = programs.arena.size * 2 if name.startswith("attend") else 0
+    assert compiled.memory.alias_bytes >= arena
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.aot
+@pytest.mark.parametrize("name", ["decode/attend.0", "decode/experts", "prefill/experts", "stage"])
+def test_layer_program_of_a_large_model_copies_nothing_large(name):
+    """Qwen3-30B-A3B on an H200: a 40 GiB arena, a 54 GiB store."""
+    programs = abstract_programs(
+        shape("qwen3-30b-a3b"), 40 * GiB, rows=64, max_model_len=4096, max_num_batched_tokens=8192
+    )
+    program = layer_program(programs, name)
+    compiled = compile_for_h200(
+        program.function,
+        *program.args,
+        donate_argnums=program.donated,
+        host_argnums=tuple(i for i, arg in enumerate(program.args) if arg is programs.stores),
+    )
+    assert [size for _, size in compiled.copies(MiB) if size > 20 * MiB] == []
+    assert compiled.memory.alias_bytes >= nbytes(programs.arena)
+    assert compiled.memory.temp_bytes < 640 * MiB
+
+
+@pytest.mark.parametrize("drivers", ["bfloat16"], indirect=True)
+def test_missing_donation_is_found(host):
+    engine_runner = host.engine.runner
+    compiled = compile_here(engine_runner.programs(), "decode/experts", donate=False)
+    assert engine_runner.arena.nbytes in [size for _, size in compiled.copies(MiB)]
+
+
+# ---- the comparison can fail
+
+
+@pytest.mark.parametrize("drivers", ["bfloat16"], indirect=True)
+def test_wrong_layer_index_is_found(host, solo, monkeypatch):
+    set_budget(host, *full_residency(host))
+    assert run(host, POOL[3:4])[0].same_bits(solo[3])
+    with monkeypatch.context() as patch:
+        engine_runner = host.engine.runner
+        steps = {}
+        for key, step in engine_runner._bound.items():
+            first, second, *others = step.layers
+            swapped = second._replace(moe_index=first.moe_index)
+            steps[key] = step._replace(layers=(first, swapped, *others))
+        patch.setattr(engine_runner, "_bound", steps)
+        assert not run(host, POOL[3:4], check=False)[0].same_bits(solo[3])
+
+
+@pytest.mark.nightly
+@pytest.mark.slow  # two starts that no cache holds
+def test_missing_barriers_are_found(monkeypatch):
+    """Where XLA may keep more precision than a border has, a scan and separate executables differ,
+    unless there are barriers. Either guard is enough on CPU; the engine has both."""
+
+    def recorded(options):
+        monkeypatch.setattr(runner, "compiler_options", lambda platform: options)
+        found = []
+        for driver in startup.DRIVERS:
+            with make_llm("bfloat16", driver=driver) as llm:
+                found.append(run(llm, POOL[:6], check=False))
+        return [a.same_bits(b) for a, b in zip(*found, strict=True)]
+
+    excess = {"xla_allow_excess_precision": True}
+    assert all(recorded(excess))
+    for module in (moejax.models.layers, moejax.step.experts):
+        lax = SimpleNamespace(**{**vars(module.lax), "optimization_barrier": lambda x: x})
+        monkeypatch.setattr(module, "lax", lax)
+    assert all(recorded(compiler_options("cpu")))
+    assert not any(recorded(excess))

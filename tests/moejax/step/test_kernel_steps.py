@@ -1,0 +1,89 @@
+"""The whole steps with every op a kernel, compiled for an H200 at the sizes of known models.
+
+Each kernel's own registers, spills and load widths are in tests/pallas_kernels/test_*_aot.py; here
+they are asserted again in the program that runs, with the list of launches and the copies.
+"""
+
+from __future__ import annotations
+
+import collections
+
+import pytest
+
+from moejax.checkpoints.random_model import shape
+from pallas_kernels import resolve_ops
+from tests.aot.ptxas import compile_kernels
+from tests.moejax.step.test_constant_memory import GiB, MiB, abstract_programs, nbytes
+
+pytestmark = pytest.mark.aot
+
+MODELS = ("qwen3-30b-a3b", "mixtral-8x7b", "olmoe")
+
+KERNELS = {
+    "decode": {
+        "linear": 4,  # qkv, output, router; logits
+        "rms_norm": 3,  # before attention, before experts; before logits
+        "kv_write": 1,
+        "decode_attention_split": 1,
+        "decode_attention_merge": 1,
+        "route": 1,
+        "plan": 1,
+        "fill": 1,
+        "expert_gate_up": 1,
+        "expert_down": 1,
+        "combine": 1,
+    },
+    "prefill": {
+        "linear": 4,
+        "rms_norm": 3,
+        "kv_write": 1,
+        "prefill_attention": 1,
+        "route": 1,
+        "plan": 1,
+        "fill": 1,
+        "expert_gate_up_sorted": 1,
+        "expert_down_sorted": 1,
+        "combine": 1,
+    },
+}
+"""Our kernels in each program; all but the logits' two are once a layer."""
+
+XLA_LAUNCHES = {"decode": 26, "prefill": 39}
+"""Most kernels of XLA's own (masks, trace rows, sums, indices), in the layer and around it: what
+reads the trace (which tokens missed experts, counts by name) runs once a step."""
+
+TEMP = {"decode": 20 * MiB, "prefill": 1100 * MiB}
+"""Scratch beside arguments: decode at 64 rows; a sweep of 8192 tokens, mostly the experts' float32
+outputs [8192, k, D] (512 MiB for top-8 of 2048) and hidden rows."""
+
+
+@pytest.mark.parametrize(
+    "model", [pytest.param(m, marks=[pytest.mark.nightly] * (m != MODELS[0])) for m in MODELS]
+)
+@pytest.mark.parametrize("name", ["decode@16", "decode", "prefill"])
+def test_step_of_kernels(model, name):
+    ops = resolve_ops("pallas", platform="gpu", dtype="bfloat16")
+    limits = {"rows": 64, "max_model_len": 4096, "max_num_batched_tokens": 8192}
+    programs = abstract_programs(shape(model), 40 * GiB, ops=ops, waves=8, bucketed=True, **limits)
+    program = programs.program(name)
+    host = tuple(i for i, arg in enumerate(program.args) if arg is programs.stores)
+    compiled, kernels = compile_kernels(
+        program.function, *program.args, donate_argnums=program.donated, host_argnums=host
+    )
+    kind = name.partition("@")[0]
+
+    assert compiled.copies(MiB) == []
+    assert compiled.host_copies(1) == compiled.host_copies(1, to_host=True) == []
+    memory = compiled.memory
+    assert memory.alias_bytes == nbytes((programs.arena, programs.tables))
+    assert memory.host_temp_bytes == memory.host_output_bytes == 0
+    assert memory.temp_bytes < TEMP[kind]
+
+    launches = collections.Counter(compiled.kernels())
+    own = {kernel: n for kernel, n in launches.items() if kernel in KERNELS[kind]}
+    assert own == KERNELS[kind]
+    assert sum(launches.values()) - sum(own.values()) <= XLA_LAUNCHES[kind]
+    for kernel in kernels.values():
+        assert kernel.spill_bytes == 0, kernel.name
+        if kernel.name.partition(".")[0] in ("linear", "expert_gate_up", "expert_down", "fill"):
+            assert kernel.load_bits()[128] > 0, kernel.name

@@ -1,0 +1,332 @@
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import special, stats
+
+from moejax.step import sampler
+
+OPTIONS = {"xla_allow_excess_precision": False}
+greedy = jax.jit(sampler.greedy, compiler_options=OPTIONS)
+sample = jax.jit(sampler.sample, compiler_options=OPTIONS)
+kept = jax.jit(
+    lambda logits, temperature, *rest: sampler.kept(sampler.scale(logits, temperature), *rest),
+    compiler_options=OPTIONS,
+)
+logprobs = jax.jit(sampler.logprobs, static_argnums=2, compiler_options=OPTIONS)
+adjust = jax.jit(sampler.adjust, compiler_options=OPTIONS)
+tally = jax.jit(sampler.tally, compiler_options=OPTIONS)
+recount = jax.jit(sampler.recount, compiler_options=OPTIONS)
+
+
+def _parameters(rows, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
+    return (
+        np.full(rows, temperature, np.float32),
+        np.full(rows, top_k, np.int32),
+        np.full(rows, top_p, np.float32),
+        np.full(rows, min_p, np.float32),
+    )
+
+
+def _seeds(rows):
+    return np.arange(rows, dtype=np.uint32), np.arange(rows, dtype=np.int32)
+
+
+def _reference(logits, temperature, top_k, top_p, min_p):
+    """One row in float64 by sorting: (kept, how near top-p was to another answer)."""
+    scaled = (logits - logits.max()).astype(np.float32) / np.float32(temperature)
+    mass = np.exp(scaled.astype(np.float64))
+    keep = mass >= min_p
+    if top_k > 0:
+        alive = np.sort(scaled[keep])[::-1]
+        keep &= scaled >= alive[min(top_k, len(alive)) - 1]
+    margin = np.inf
+    if top_p < 1:
+        values = np.unique(scaled[keep])[::-1]
+        above = np.array([mass[keep & (scaled > value)].sum() for value in values])
+        above /= mass[keep].sum()
+        keep &= scaled >= values[above < top_p][-1]
+        margin = np.abs(above - top_p).min()
+    return keep, margin
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_truncation_equals_the_sorted_definition(data):
+    rows, vocabulary = 8, 96
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    logits = rng.normal(0, data.draw(st.sampled_from([0.1, 1.0, 5.0])), (rows, vocabulary))
+    if data.draw(st.booleans()):
+        logits = np.round(logits)  # many equal values
+    if data.draw(st.booleans()):
+        logits[:, ::3] = -np.inf
+    logits = logits.astype(np.float32)
+    temperature = rng.uniform(0.05, 2.0, rows).astype(np.float32)
+    top_k = rng.choice([-1, 0, 1, 2, 7, vocabulary - 1, vocabulary, 10 * vocabulary], rows)
+    top_p = rng.choice([1e-6, 0.1, 0.5, 0.9, 0.999, 1.0], rows).astype(np.float32)
+    # Not values where exp of a rounded number decides.
+    min_p = rng.choice([0.0, 0.0123, 0.345, 1.0], rows).astype(np.float32)
+
+    result = np.asarray(kept(logits, temperature, top_k.astype(np.int32), top_p, min_p))
+    for row in range(rows):
+        keep, margin = _reference(logits[row], temperature[row], top_k[row], top_p[row], min_p[row])
+        if margin > 1e-5:
+            np.testing.assert_array_equal(result[row], keep)
+        assert result[row, np.argmax(logits[row])]
+
+
+def test_top_k_keeps_everything_equal_to_the_last():
+    logits = np.array([[3, 2, 2, 2, 1]], np.float32)
+    assert kept(logits, *_parameters(1, top_k=2)).tolist() == [[True] * 4 + [False]]
+
+
+def test_top_p_counts_only_what_top_k_left():
+    logits = np.log(np.array([[0.4, 0.3, 0.2, 0.1]], np.float32))
+    # Of 0.4 + 0.3, the first token has 0.57.
+    assert kept(logits, *_parameters(1, top_k=2, top_p=0.5)).tolist() == [[True] + [False] * 3]
+    assert kept(logits, *_parameters(1, top_p=0.5)).tolist() == [[True] * 2 + [False] * 2]
+
+
+def test_top_p_of_one_keeps_tokens_too_small_to_change_the_sum():
+    logits = np.array([[0.0, -40.0, -80.0]], np.float32)
+    assert kept(logits, *_parameters(1, top_p=1.0)).all()
+    assert kept(logits, *_parameters(1, top_p=0.999)).tolist() == [[True, False, False]]
+
+
+def test_thresholds_hold_for_a_row_of_equal_logits():
+    logits = np.full((1, 50), -7.25, np.float32)
+    assert kept(logits, *_parameters(1, top_k=1, top_p=0.01, min_p=1.0)).all()
+
+
+def test_greedy_takes_the_lowest_of_equals():
+    logits = np.array([[1, 5, 5, 2], [0, -0.0, -1, -2]], np.float32)
+    assert greedy(logits).tolist() == [1, 0]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 9e-6])
+def test_temperature_zero_is_greedy_and_leaves_other_rows_alone(temperature):
+    rows = 6
+    logits = np.random.default_rng(0).normal(size=(rows, 64)).astype(np.float32)
+    logits[0] = 1.0
+    parameters = _parameters(rows)
+    random = np.asarray(sample(logits, *parameters, *_seeds(rows)))
+    parameters[0][::2] = temperature
+    mixed = np.asarray(sample(logits, *parameters, *_seeds(rows)))
+    np.testing.assert_array_equal(mixed[::2], greedy(logits)[::2])
+    np.testing.assert_array_equal(mixed[1::2], random[1::2])
+
+
+def test_the_lowest_temperatures_do_not_overflow():
+    logits = np.array([[300.0, 299.0, -300.0]] * 4, np.float32)
+    parameters = _parameters(4, temperature=1e-5, top_p=0.9, top_k=2)
+    assert sample(logits, *parameters, *_seeds(4)).tolist() == [0] * 4
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        dict(temperature=1.0),
+        dict(temperature=0.7, top_k=5),
+        dict(temperature=1.3, top_p=0.8),
+        dict(temperature=1.0, min_p=0.1),
+        dict(temperature=0.9, min_p=0.02, top_k=9, top_p=0.95),
+    ],
+)
+@pytest.mark.parametrize("vary", ["seed", "position"])
+def test_draws_follow_the_distribution(parameters, vary):
+    draws, vocabulary = 20_000, 12
+    row = np.random.default_rng(1).normal(size=vocabulary).astype(np.float32)
+    columns = _parameters(draws, **parameters)
+    seed, position = np.full(draws, 7, np.uint32), np.full(draws, 7, np.int32)
+    counter = seed if vary == "seed" else position
+    counter[:] = np.arange(draws)
+    tokens = np.asarray(sample(np.tile(row, (draws, 1)), *columns, seed, position))
+
+    keep, _ = _reference(row, *(column[0] for column in columns))
+    scaled = row.astype(np.float64) / columns[0][0]
+    expected = special.softmax(np.where(keep, scaled, -np.inf)) * draws
+    observed = np.bincount(tokens, minlength=vocabulary)
+    assert observed[~keep].sum() == 0
+    assert stats.chisquare(observed[keep], expected[keep]).pvalue > 1e-3
+
+
+def test_a_draw_is_a_function_of_seed_and_position():
+    logits = np.zeros((4, 1000), np.float32)
+    seed, position = np.array([1, 1, 1, 2], np.uint32), np.array([5, 5, 6, 5], np.int32)
+    tokens = sample(logits, *_parameters(4), seed, position).tolist()
+    assert tokens[0] == tokens[1]
+    assert len(set(tokens)) == 3
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_a_row_does_not_depend_on_the_others(data):
+    rows, vocabulary = 16, 257
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+
+    def batch():
+        return (
+            rng.normal(0, 3, (rows, vocabulary)).astype(np.float32),
+            rng.choice([0.0, 0.5, 1.0, 1.7], rows).astype(np.float32),
+            rng.integers(0, vocabulary, rows).astype(np.int32),
+            rng.uniform(0.01, 1.0, rows).astype(np.float32),
+            rng.choice([0.0, 0.01, 0.2], rows).astype(np.float32),
+            rng.integers(0, 2**32, rows).astype(np.uint32),
+            rng.integers(0, 2**31 - 1, rows).astype(np.int32),
+        )
+
+    first, other = batch(), batch()
+    order = rng.permutation(rows)
+    stay = rng.random(rows) < 0.5
+    changed = tuple(
+        np.where(stay.reshape(-1, *[1] * (a.ndim - 1)), a, b)[order]
+        for a, b in zip(first, other, strict=True)
+    )
+    stay = stay[order]
+
+    tokens, scores = sample(*first), logprobs(first[0], greedy(first[0]), 5)
+    np.testing.assert_array_equal(
+        np.asarray(tokens)[order][stay], np.asarray(sample(*changed))[stay]
+    )
+    again = logprobs(changed[0], greedy(changed[0]), 5)
+    for a, b in zip(scores, again, strict=True):
+        np.testing.assert_array_equal(np.asarray(a)[order][stay], np.asarray(b)[stay])
+
+
+@pytest.mark.parametrize("n", [0, 1, 20])
+def test_logprobs_of_raw_logits(n):
+    rng = np.random.default_rng(3)
+    logits = np.round(rng.normal(0, 4, (9, 200)), 1).astype(np.float32)  # with equal values
+    tokens = rng.integers(0, 200, 9).astype(np.int32)
+    tokens[:3] = np.argmax(logits[:3], axis=1)
+    chosen, rank, top_ids, top = (np.asarray(x) for x in logprobs(logits, tokens, n))
+    assert (chosen.dtype, rank.dtype, top_ids.dtype, top.dtype) == ("f4", "i4", "i4", "f4")
+    assert top_ids.shape == top.shape == (9, n)
+
+    expected = special.log_softmax(logits.astype(np.float64), axis=-1)
+    order = np.argsort(-logits, axis=-1, kind="stable")
+    rows = np.arange(9)
+    np.testing.assert_allclose(chosen, expected[rows, tokens], atol=2e-6, rtol=1e-6)
+    np.testing.assert_array_equal(order[rows, rank - 1], tokens)
+    np.testing.assert_array_equal(top_ids, order[:, :n])
+    np.testing.assert_allclose(
+        top, np.take_along_axis(expected, order[:, :n], -1), atol=2e-6, rtol=1e-6
+    )
+    assert (rank[:3] == 1).all()
+
+
+# ---- penalties and biases
+
+
+def _adjustments(rng, rows, vocabulary, biases=5):
+    """Arguments of adjust; a fifth of the rows is neutral, a fifth has no biases."""
+    logits = rng.normal(0, 4, (rows, vocabulary)).astype(np.float32)
+    counts = (rng.integers(0, 4, logits.shape) * (rng.random(logits.shape) < 0.3)) << 1
+    counts |= rng.random(logits.shape) < 0.3
+    repetition, presence, frequency = (
+        rng.uniform(*bounds, rows).astype(np.float32) for bounds in ((0.3, 3), (-2, 2), (-2, 2))
+    )
+    neutral = rng.random(rows) < 0.2
+    repetition[neutral], presence[neutral], frequency[neutral] = 1, 0, 0
+    ids = np.array([rng.choice(vocabulary, biases, replace=False) for _ in range(rows)])
+    ids[rng.random(ids.shape) < 0.3] = -1
+    ids[rng.random(rows) < 0.2] = -1
+    bias = rng.choice([-np.inf, -100.0, 0.5, 100.0], ids.shape).astype(np.float32)
+    penalties = repetition, presence, frequency
+    return logits, counts.astype(np.int32), *penalties, ids.astype(np.int32), bias
+
+
+def _adjusted(logits, counts, repetition, presence, frequency, ids, bias):
+    """vLLM's formulas, token by token, in float64."""
+    result = logits.astype(np.float64)
+    for row in range(len(result)):
+        for token, value in zip(ids[row], bias[row], strict=True):
+            if token >= 0:
+                result[row, token] += value
+        for token in range(result.shape[1]):
+            count, in_prompt = counts[row, token] >> 1, counts[row, token] & 1
+            x = result[row, token]
+            if count or in_prompt:
+                x = x / repetition[row] if x > 0 else x * repetition[row]
+            x -= frequency[row] * count
+            result[row, token] = x - presence[row] * (count > 0)
+    return result
+
+
+def test_adjusted_logits_follow_the_formulas():
+    arguments = _adjustments(np.random.default_rng(5), 40, 50)
+    result = np.asarray(adjust(*arguments))
+    np.testing.assert_allclose(result, _adjusted(*arguments), rtol=1e-6, atol=1e-5)
+    assert np.isneginf(result).any()
+
+
+def test_repetition_counts_the_prompt_and_the_others_do_not():
+    logits = np.array([[2, 2, -2, 2]], np.float32)
+    counts = np.array([[1, 2, 3, 0]], np.int32)  # prompt; output; both; neither
+    none = np.full((1, 1), -1, np.int32), np.zeros((1, 1), np.float32)
+
+    def one(repetition=1.0, presence=0.0, frequency=0.0):
+        columns = (np.full(1, v, np.float32) for v in (repetition, presence, frequency))
+        return adjust(logits, counts, *columns, *none)[0].tolist()
+
+    assert one(repetition=2) == [1, 1, -4, 2]
+    assert one(presence=0.5) == one(frequency=0.5) == [2, 1.5, -2.5, 2]
+
+
+def test_a_neutral_row_keeps_every_bit():
+    rng = np.random.default_rng(6)
+    logits, counts, *penalties, ids, bias = _adjustments(rng, 8, 64)
+    logits[:, :4] = [-0.0, 0.0, 1e-40, -1e-40]
+    for array, neutral in zip(penalties, (1, 0, 0), strict=True):
+        array[:4] = neutral
+    ids[:4] = -1
+    result = np.asarray(adjust(logits, counts, *penalties, ids, bias))
+    np.testing.assert_array_equal(result[:4].view(np.uint32), logits[:4].view(np.uint32))
+    assert (result[4:] != logits[4:]).any(axis=1).all()
+
+
+def test_biases_alone_give_the_bits_of_adjust():
+    logits, counts, _, _, _, ids, bias = _adjustments(np.random.default_rng(7), 8, 64)
+    one, zero = np.ones(8, np.float32), np.zeros(8, np.float32)
+    both = adjust(logits, counts, one, zero, zero, ids, bias)
+    alone = jax.jit(sampler.add_bias, compiler_options=OPTIONS)(logits, ids, bias)
+    np.testing.assert_array_equal(both, alone)
+
+
+def test_an_adjusted_row_does_not_depend_on_the_others():
+    rng = np.random.default_rng(8)
+    first, other = _adjustments(rng, 16, 257), _adjustments(rng, 16, 257)
+    stay, order = rng.random(16) < 0.5, rng.permutation(16)
+    changed = tuple(
+        np.where(stay.reshape(-1, *[1] * (a.ndim - 1)), a, b)[order]
+        for a, b in zip(first, other, strict=True)
+    )
+    np.testing.assert_array_equal(
+        np.asarray(adjust(*first))[order][stay[order]], np.asarray(adjust(*changed))[stay[order]]
+    )
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_tally_and_recount_agree(data):
+    rows, vocabulary, longest = 3, 11, 12
+    tokens = st.lists(st.integers(0, vocabulary - 1), max_size=longest // 2)
+    row, prompt, output = data.draw(st.integers(0, rows - 1)), data.draw(tokens), data.draw(tokens)
+    before = np.full((rows, vocabulary), 9, np.int32)
+
+    def counted(output):
+        ids = np.full(longest, -1, np.int32)
+        ids[: len(prompt) + len(output)] = prompt + output
+        is_output = np.arange(longest) >= len(prompt)
+        return recount(before, np.int32(row), ids, is_output)
+
+    counts = counted([])
+    for token in output:
+        # The rows that are not updated have tokens too.
+        counts = tally(counts, np.full(rows, token, np.int32), np.arange(rows) == row)
+    np.testing.assert_array_equal(counts, counted(output))
+    expected = before.copy()
+    expected[row] = np.bincount(output, minlength=vocabulary) * 2
+    expected[row] += np.isin(np.arange(vocabulary), prompt)
+    np.testing.assert_array_equal(counts, expected)

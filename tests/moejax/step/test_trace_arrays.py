@@ -1,0 +1,203 @@
+"""Router probabilities, gate inputs and embeddings: what they are, and that they change no bit."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from host_offload.control.interface import Decision, Moment, Observation, Spec
+from moejax import LLM, SamplingParams, UserError
+from moejax.checkpoints.random_model import shape
+from moejax.step.trace_arrays import TRACE_ARRAYS, TraceArrays, parse_trace_arrays
+from moejax.traces import read_trace
+from tests.moejax.engine_runs import Job, Recorded, run
+from tests.moejax.step.test_constant_memory import MiB, abstract_programs, compile_here
+
+LIMITS = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 256}
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+JOBS = [Job(tuple(range(7 * i + 5, 7 * i + 15 + 40 * i)), GREEDY, arrival=3 * i) for i in range(3)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Watching:
+    """Keeps every observation as its state, and changes nothing."""
+
+    moments: frozenset = frozenset({Moment.STEP_END})
+    needs: frozenset = TRACE_ARRAYS | {"ids", "position"}
+    writes: frozenset = frozenset()
+
+    def init(self, spec: Spec) -> tuple[Observation, ...]:
+        return ()
+
+    def decide(self, state: tuple, observation: Observation):
+        return (*state, observation), Decision()
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """A run with all arrays and one without, of the same engine."""
+
+    llm: LLM
+    directory: Path
+    with_arrays: list[Recorded]
+    without: list[Recorded]
+    seen: tuple[Observation, ...]
+    executables: tuple[str, ...]
+    """Of the run with arrays."""
+
+
+def traced(directory: Path, driver: str, dtype: str) -> Traced:
+    """The trace is complete; the policy of the host driver looks between layers as well."""
+    between = {Moment.ROUTED, Moment.EXPERTS_BEGIN} if driver == "host" else set()
+    watching = Watching(moments=frozenset({Moment.STEP_END, *between}))
+    with LLM(
+        "demo",
+        dtype=dtype,
+        driver=driver,
+        expert_budget="40%",
+        policies=[watching],
+        trace=directory,
+        trace_arrays=sorted(TRACE_ARRAYS),
+        progress=False,
+        **LIMITS,
+    ) as llm:
+        engine = llm.engine
+        with_arrays = run(llm, JOBS)
+        assert llm.stats()["trace_arrays"] == ["embedding", "gate_input", "probs"]
+        seen = engine.control.controller._seats[1].state
+        executables = engine.runner.executables()
+        engine.tracer = engine.control = engine.runner.hooks = None
+        engine.runner.trace_arrays = frozenset()
+        without = run(llm, JOBS, check=False)
+        assert llm.stats()["trace_arrays"] == []
+        plain = "decode/output" if driver == "host" else "decode"
+        assert plain in set(engine.runner.executables()) - set(executables)
+    return Traced(llm, directory, with_arrays, without, seen, executables)
+
+
+@pytest.fixture(scope="module")
+def device(tmp_path_factory):
+    return traced(tmp_path_factory.mktemp("device") / "t", "device", "float32")
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory):
+    return traced(tmp_path_factory.mktemp("host") / "t", "host", "float32")
+
+
+@pytest.mark.parametrize("driver", ["device", pytest.param("host", marks=pytest.mark.nightly)])
+def test_no_bit_depends_on_them(driver, request):
+    both = request.getfixturevalue(driver)
+    for got, wanted in zip(both.with_arrays, both.without, strict=True):
+        assert got.same_bits(wanted)
+    steps = {"device": {"decode_traced", "prefill_traced"}, "host": {"decode/traced_output"}}
+    assert steps[driver] <= set(both.executables)
+    assert not {"decode", "prefill", "decode/output"} & set(both.executables)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("driver", ["device", "host"])
+def test_no_bit_depends_on_them_in_bfloat16(driver, tmp_path):
+    both = traced(tmp_path / "t", driver, "bfloat16")
+    assert all(a.same_bits(b) for a, b in zip(both.with_arrays, both.without, strict=True))
+
+
+@pytest.mark.slow
+def test_the_drivers_give_the_same_bits(device, host):
+    traces = [read_trace(each.directory) for each in (device, host)]
+    for name in ("probabilities", "gate_input", "embedding", "ids", "weights"):
+        a, b = (trace.array(f"token.{name}") for trace in traces)
+        assert a.dtype == b.dtype and a.tobytes() == b.tobytes(), name
+
+
+def test_what_they_are(device, demo_dir):
+    header = read_trace(device.directory).header
+    assert (header.probabilities, header.gate_input, header.embedding) == (True, 128, 128)
+    tokens = {}
+    for job, recorded in zip(JOBS, device.with_arrays, strict=True):
+        tokens[len(tokens)] = [*job.prompt, *recorded.tokens]
+    from safetensors.numpy import load_file
+
+    table = load_file(demo_dir / "model.safetensors")["model.embed_tokens.weight"]
+    kinds = set()
+    for step in read_trace(device.directory).step_traces():
+        kinds.add(step.kind)
+        assert step.probabilities is not None and step.gate_input is not None
+        probs, ids = step.probabilities.astype(np.float32), step.ids.astype(np.int64)
+        assert np.allclose(probs.sum(axis=-1), 1, atol=2e-3)
+        # The weights are those of the chosen ones, and nobody else is likelier.
+        chosen = np.take_along_axis(probs, ids, axis=-1)
+        weights = chosen / chosen.sum(axis=-1, keepdims=True)
+        np.testing.assert_allclose(weights, step.weights, atol=1e-3)
+        np.put_along_axis(probs, ids, 0, axis=-1)
+        assert (probs.max(axis=-1) <= chosen.min(axis=-1) * 1.001).all()
+        # A norm's output, so of the size of its weights whatever came in.
+        size = np.sqrt(np.mean(step.gate_input.astype(np.float32) ** 2, axis=-1))
+        assert (size > 0.1).all() and (size < 10).all()
+        assert step.embedding is not None
+        fed = [tokens[r][p] for r, p in zip(step.request, step.position, strict=True)]
+        np.testing.assert_array_equal(step.embedding, table[fed].astype(np.float16))
+    assert kinds == {"prefill", "decode"}
+
+
+def test_policies_see_them(device, host):
+    """What is in the trace, also between the layers of the host driver."""
+    columns = ("probabilities", "gate_input", "embedding")
+    arrays = dict(zip(TraceArrays._fields, columns, strict=True))
+    for each in (device, host):
+        steps = {step.number: step for step in read_trace(each.directory).step_traces()}
+        ends = [seen for seen in each.seen if seen.moment == Moment.STEP_END]
+        assert len(ends) == len(steps)
+        for seen in ends:
+            for name, column in arrays.items():
+                np.testing.assert_array_equal(
+                    getattr(seen, name), getattr(steps[seen.step], column)
+                )
+    between = [seen for seen in host.seen if seen.moment != Moment.STEP_END]
+    assert {seen.moment for seen in between} == {Moment.ROUTED, Moment.EXPERTS_BEGIN}
+    steps = {step.number: step for step in read_trace(host.directory).step_traces()}
+    for seen in between:
+        step, layer = steps[seen.step], [seen.layer]
+        np.testing.assert_array_equal(seen.ids, step.ids[:, layer])
+        np.testing.assert_array_equal(seen.probs, step.probabilities[:, layer])
+        np.testing.assert_array_equal(seen.gate_input, step.gate_input[:, layer])
+        assert seen.embedding is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    ["decode_traced", pytest.param("prefill_traced_staged", marks=pytest.mark.nightly)],
+)
+def test_a_traced_step_copies_nothing_large(name):
+    programs = abstract_programs(
+        shape("demo"), 32 * MiB, rows=16, max_model_len=1024, max_num_batched_tokens=1024
+    )
+    programs = dataclasses.replace(programs, trace_arrays=TRACE_ARRAYS)
+    compiled = compile_here(programs, name)
+    # A sweep's gate inputs of all layers are 1 MiB; the arena is 32.
+    assert [size for _, size in compiled.copies(MiB) if size > 4 * MiB] == []
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"trace_arrays": "probs"}, r"are a part of a trace; .* trace \(--trace DIR\)"),
+        (
+            {"trace_arrays": "probs,logits", "trace": "x"},
+            "no array 'logits'; it has probs, gate_input, embedding",
+        ),
+    ],
+)
+def test_refusals(options, match):
+    with pytest.raises(UserError, match=match):
+        LLM("/no/such/model", **options)
+
+
+def test_names():
+    assert parse_trace_arrays("probs, embedding") == {"probs", "embedding"}
+    assert parse_trace_arrays(["gate_input"]) == {"gate_input"}
+    assert parse_trace_arrays(()) == frozenset()

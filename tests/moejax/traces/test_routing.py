@@ -1,0 +1,190 @@
+"""Generated routing has the figures that it was fitted to, by seed, and fits engine and traces."""
+
+import numpy as np
+import pytest
+
+from host_offload.traces.generators import RoutingGenerator
+from moejax.errors import UserError
+from moejax.traces import read_trace
+from moejax.traces.generated import (
+    RoutedTokens,
+    forced_routing,
+    routing_generator,
+    write_generated_trace,
+)
+from moejax.traces.published import MODELS
+
+E, K, LAYERS, ROWS, TOKENS = 128, 8, 3, 32, 90
+QWEN = MODELS[0]
+
+
+def active(generator: RoutingGenerator, seed: int, tokens: int = TOKENS) -> np.ndarray:
+    """bool[tokens, rows, L, E]."""
+    ids = np.stack([step.ids for step in generator.steps(ROWS, tokens, seed)]).astype(np.int64)
+    sets = np.zeros((*ids.shape[:3], generator.experts), bool)
+    np.put_along_axis(sets, ids, True, axis=-1)
+    assert (sets.sum(axis=-1) == generator.top_k).all()
+    assert (np.diff(ids, axis=-1) > 0).all()
+    return sets
+
+
+def activated(sets: np.ndarray, batch: int) -> float:
+    return sets[:, :batch].any(axis=1).mean()
+
+
+def kept(sets: np.ndarray) -> float:
+    return (sets[1:] & sets[:-1]).sum(axis=-1).mean() / K
+
+
+def assert_qwen3_like(sets: np.ndarray) -> None:
+    assert (QWEN.experts, QWEN.top_k) == (E, K)
+    for batch, share in QWEN.activated.items():
+        assert activated(sets, batch) == pytest.approx(share, rel=0.05), batch
+    assert kept(sets) == pytest.approx(0.5, rel=0.05)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_qwen3_like_has_the_published_figures(seed):
+    assert_qwen3_like(active(routing_generator("qwen3-like", LAYERS), seed))
+
+
+def test_layers_tell_of_each_other_as_far_as_noise_is_shared():
+    def together(shared: float) -> float:
+        """How well tokens that share much in layer 0 share much in layer 1."""
+        generator = RoutingGenerator(2, E, K, shared=shared)
+        first = active(generator, 0, tokens=30)[::5].reshape(-1, 2, E).astype(int)
+        common = [first[:, i] @ first[:, i].T for i in (0, 1)]
+        pairs = np.triu_indices(len(first), 1)
+        return np.corrcoef(common[0][pairs], common[1][pairs])[0, 1]
+
+    assert abs(together(0.0)) < 0.02
+    assert together(0.8) > 0.2
+
+
+def test_uniform_routing():
+    sets = active(routing_generator("uniform", LAYERS), 0)
+    for batch in (8, 32):
+        assert activated(sets, batch) == pytest.approx(1 - (1 - K / E) ** batch, rel=0.05)
+    assert kept(sets) == pytest.approx(K / E, rel=0.05)
+
+
+def test_zipf_routing():
+    generator = routing_generator("zipf", LAYERS)
+    sets = active(generator, 0)
+    # Choosing k without replacement is a race of exponential clocks with rates r^-1: an expert is
+    # in if its clock rings before a time at which k have rung in the mean (Rosén, 1997).
+    rates = 1.0 / np.arange(1, E + 1)
+    low, high = 0.0, 1e3
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if (1 - np.exp(-rates * middle)).sum() < K else (low, middle)
+    wanted = 1 - np.exp(-rates * low)
+    found = -np.sort(-sets.mean(axis=(0, 1)), axis=-1).mean(axis=0)
+    np.testing.assert_allclose(found[:16], wanted[:16], rtol=0.05)
+    for batch in (8, 32):
+        share = (1 - (1 - wanted) ** batch).mean()
+        assert activated(sets, batch) == pytest.approx(share, rel=0.05)
+
+
+def test_phases_change_the_hot_experts():
+    generator = routing_generator("phases", LAYERS, phase_tokens=TOKENS)
+    assert [generator.phase(t) for t in (0, TOKENS - 1, TOKENS, 3 * TOKENS)] == [0, 0, 1, 0]
+    sets = active(generator, 0, tokens=2 * TOKENS)
+    assert_qwen3_like(sets[:TOKENS])
+    counts = [part.sum(axis=(0, 1)) for part in (sets[:TOKENS], sets[TOKENS:])]
+    for layer in range(LAYERS):
+        hot = [set(np.argsort(-c[layer])[:10].tolist()) for c in counts]
+        assert not hot[0] & hot[1]
+
+
+def test_a_sequence_is_the_same_in_any_company():
+    generator = routing_generator("qwen3-like", 2, 16, 4)
+    many = list(generator.steps(3, 6, seed=5))
+    few = list(generator.steps(2, 4, seed=5))
+    for a, b in zip(many, few, strict=False):
+        np.testing.assert_array_equal(a.ids[:2], b.ids)
+        np.testing.assert_array_equal(a.weights[:2], b.weights)
+        np.testing.assert_allclose(b.weights.sum(axis=-1), 1, rtol=1e-6)
+    other = list(generator.steps(2, 4, seed=6))
+    assert any((a.ids != b.ids).any() for a, b in zip(few, other, strict=True))
+
+
+def test_all_experts_may_be_chosen():
+    step = next(routing_generator("uniform", 2, 4, 4).steps(1, 1))
+    np.testing.assert_array_equal(step.ids[0], [[0, 1, 2, 3]] * 2)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (dict(top_k=5), "top_k ≤ experts"),
+        (dict(layers=0), "layers ≥ 1"),
+        (dict(skew=-1.0), "at least 0"),
+        (dict(memory=1.0), r"memory is in \[0, 1\)"),
+        (dict(exponent=1.0, skew=0.5), "goes without skew"),
+    ],
+)
+def test_impossible_generators_are_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        RoutingGenerator(**dict(layers=2, experts=4, top_k=2) | fields)
+
+
+def test_forced_routing_has_the_shape_of_a_step():
+    tokens = next(routing_generator("uniform", 3, 16, 4).steps(2, 1))
+    forced = forced_routing(tokens, 16, rows=5, places=np.asarray([3, 0]))
+    assert forced.ids.shape == forced.weights.shape == (3, 5, 4)
+    assert (forced.ids.dtype, forced.weights.dtype) == (np.int32, np.float32)
+    np.testing.assert_array_equal(forced.ids[:, 3], tokens.ids[0])
+    np.testing.assert_array_equal(forced.weights[:, 0], tokens.weights[1])
+    assert (forced.ids[:, [1, 2, 4]] == 16).all() and not forced.weights[:, [1, 2, 4]].any()
+    np.testing.assert_array_equal(forced_routing(tokens, 16, rows=2).ids[:, 1], tokens.ids[1])
+
+
+@pytest.mark.parametrize("places", [None, np.asarray([0, 0]), np.asarray([0, 7])])
+def test_forced_routing_that_does_not_fit_is_refused(places):
+    tokens = next(routing_generator("uniform", 3, 16, 4).steps(2, 1))
+    with pytest.raises(UserError, match="2 different places below 1"):
+        forced_routing(tokens, 16, rows=1, places=places)
+    with pytest.raises(UserError, match="of 4"):
+        forced_routing(RoutedTokens(tokens.ids + 4, tokens.weights), 4, rows=2)
+
+
+def test_a_generated_trace_has_the_routing_that_was_generated(tmp_path):
+    sizes = dict(layers=2, experts=16, top_k=4)
+    write_generated_trace(
+        tmp_path / "t", "phases", sequences=3, tokens=9, prompt_tokens=4, phase_tokens=3, **sizes
+    )
+    trace = read_trace(tmp_path / "t")
+    wanted = list(routing_generator("phases", phase_tokens=3, **sizes).steps(3, 9))
+    sweep, *decode = trace.step_traces()
+    assert trace.complete and (sweep.kind, {s.kind for s in decode}) == ("prefill", {"decode"})
+    for row in range(len(sweep.ids)):
+        token = wanted[sweep.position[row]]
+        np.testing.assert_array_equal(sweep.ids[row], token.ids[sweep.request[row]])
+    for step, token in zip(decode, wanted[4:], strict=True):
+        np.testing.assert_array_equal(step.ids, token.ids)
+        np.testing.assert_array_equal(step.weights, token.weights)
+        assert step.position.tolist() == [step.number + 3] * 3
+    assert sweep.seconds is None and sweep.hits is None
+    assert [(m.step, m.name) for m in trace.marks()] == [
+        (0, "phase 0"),
+        (0, "phase 1"),
+        (3, "phase 2"),
+    ]
+    assert trace.header.spec["generator"] == "phases" and trace.header.spec["skew"] > 0
+    assert [p.name for p in tmp_path.iterdir()] == ["t"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(kind="gauss"), "routing is one of qwen3-like, uniform"),
+        (dict(sequences=0), "at least one sequence"),
+        (dict(tokens=3, prompt_tokens=3), "tokens beyond the prompt"),
+        (dict(top_k=200), "top_k ≤ experts"),
+    ],
+)
+def test_generated_traces_that_cannot_be_are_refused(tmp_path, arguments, message):
+    with pytest.raises(UserError, match=message):
+        write_generated_trace(tmp_path / "t", **dict(kind="uniform") | arguments)
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,623 @@
+"""Traces of other programs' routing, and what `moejax trace info` says of a trace."""
+
+import base64
+import dataclasses
+import io
+import itertools
+import json
+import re
+import shutil
+import sys
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from host_offload.traces.reader import TraceError, TraceHeader, TraceWriter, read_trace
+from host_offload.traces.statistics import as_json, domain_distance, trace_statistics
+from moejax.commands import main as cli
+from moejax.errors import UserError
+from moejax.start.info import read_headers
+from moejax.traces.conversion import convert_trace
+from moejax.traces.generated import new_trace, routed_step, routing_header, write_generated_trace
+from tests.conftest import SHARED
+
+LAYERS, E, K, PROMPT, TOKENS = 3, 16, 4, 5, 12
+
+
+def random_ids(tokens: int, seed: int = 0, layers: int = LAYERS) -> np.ndarray:
+    """int16[tokens, layers, K], unordered."""
+    rng = np.random.default_rng(seed)
+    return rng.permuted(np.tile(np.arange(E, dtype=np.int16), (tokens, layers, 1)), axis=-1)[
+        ..., :K
+    ]
+
+
+def npy(array: np.ndarray) -> str:
+    buffer = io.BytesIO()
+    np.save(buffer, array)
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+def bare(array: np.ndarray) -> str:
+    return base64.b64encode(array.astype("<i4").tobytes()).decode()
+
+
+def lines(*objects) -> str:
+    return "".join(json.dumps(x) + "\n" for x in objects)
+
+
+IDS = random_ids(TOKENS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Dump:
+    """One request as another program writes it down."""
+
+    name: str
+    content: object
+    """Text, or arrays of an .npz."""
+    options: dict = dataclasses.field(default_factory=dict)
+
+    def write(self, directory):
+        path = directory / self.name
+        if isinstance(self.content, str):
+            path.write_text(self.content)
+        elif isinstance(self.content, np.ndarray):
+            np.save(path, self.content)
+        else:
+            np.savez(path, **self.content)
+        return path
+
+
+DUMPS = {
+    "npy": Dump("a.npy", IDS, dict(prompt_tokens=PROMPT)),
+    "npz": Dump("a.npz", dict(ids=IDS, phase=np.arange(TOKENS) >= PROMPT, note="?")),
+    "lists": Dump("a.jsonl", lines(dict(ids=IDS.tolist(), prompt_tokens=PROMPT))),
+    "vllm": Dump(
+        "a.jsonl",
+        lines(
+            dict(
+                choices=[dict(index=0, routed_experts=npy(IDS))],
+                usage=dict(prompt_tokens=PROMPT, completion_tokens=TOKENS - PROMPT + 1),
+            )
+        ),
+    ),
+    "vllm 0.21": Dump(
+        "a.jsonl",
+        lines(
+            dict(
+                choices=[dict(routed_experts=IDS[PROMPT:].tolist())],
+                prompt_routed_experts=IDS[:PROMPT].tolist(),
+            )
+        ),
+    ),
+    "a row of zeros": Dump(
+        "a.jsonl",
+        lines(dict(routed_experts=npy(np.pad(IDS, ((0, 1), (0, 0), (0, 0)))), prompt_tokens=5)),
+    ),
+    "sglang": Dump(
+        "a.jsonl",
+        lines(
+            dict(text="…", meta_info=dict(prompt_tokens=PROMPT, routed_experts=bare(IDS))),
+        )
+        + "\n",
+        dict(layers=LAYERS, top_k=K),
+    ),
+    "dense layer": Dump(
+        "a.npy",
+        np.concatenate([np.zeros_like(IDS[:, :1]), IDS], axis=1),
+        dict(dense_layers=1, prompt_tokens=PROMPT),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DUMPS)
+def test_a_dump_becomes_a_trace(tmp_path, name):
+    dump = DUMPS[name]
+    done = convert_trace(dump.write(tmp_path), tmp_path / "t", experts=E, **dump.options)
+    trace = read_trace(tmp_path / "t")
+    np.testing.assert_array_equal(trace.array("token.ids"), np.sort(IDS, axis=-1))
+    assert trace.array("token.position").tolist() == list(range(TOKENS))
+    assert trace.array("token.phase").tolist() == [0] * PROMPT + [1] * (TOKENS - PROMPT)
+    assert [s.kind for s in trace.step_traces()] == ["prefill"] + ["decode"] * (TOKENS - PROMPT)
+    assert (done.steps, done.tokens, done.layers) == (1 + TOKENS - PROMPT, TOKENS, LAYERS)
+    assert trace.complete and not done.recorded_steps and done.absent == tuple(trace.header.absent)
+
+
+def test_what_a_dump_does_not_say_is_absent(tmp_path):
+    np.save(tmp_path / "a.npy", IDS)
+    convert_trace(tmp_path / "a.npy", tmp_path / "t", experts=E)
+    trace = read_trace(tmp_path / "t")
+    columns = set(load_file(tmp_path / "t" / "chunk-000000.safetensors"))
+    written = {name for name in columns if name.startswith(("token", "step"))}
+    assert written == {
+        "token.ids",
+        "token.user",
+        "token.request",
+        "token.position",
+        "step.number",
+        "step.tokens",
+    }
+    step = next(trace.step_traces())
+    assert step.kind is step.weights is step.phase is step.seconds is step.missed is None
+    with pytest.raises(TraceError, match=r"has no step\.seconds: it was converted or generated"):
+        trace.array("step.seconds")
+    with pytest.raises(ValueError, match=r"token\.ids cannot be absent"):
+        dataclasses.replace(trace.header, absent=("token.ids",))
+
+
+def test_requests_are_computed_side_by_side(tmp_path):
+    lengths, prompts = (9, 7, 8), (4, 0, 3)
+    ids = [random_ids(n, seed) for seed, n in enumerate(lengths)]
+    weights = [np.random.default_rng(i).random(x.shape).tolist() for i, x in enumerate(ids)]
+    text = lines(
+        *(
+            dict(ids=x.tolist(), prompt_tokens=p, weights=w, domain=d)
+            for x, p, w, d in zip(ids, prompts, weights, ("code", "math", "code"), strict=True)
+        )
+    )
+    path = Dump("a.jsonl", text).write(tmp_path)
+    convert_trace(path, tmp_path / "t", experts=E, batch=2)
+    trace = read_trace(tmp_path / "t")
+    found = [(s.kind, s.request.tolist(), s.position.tolist()) for s in trace.step_traces()]
+    assert found == [
+        ("prefill", [0] * 4, [0, 1, 2, 3]),
+        *(("decode", [0, 1], [4 + i, i]) for i in range(5)),
+        *(("decode", [1], [i]) for i in (5, 6)),
+        ("prefill", [2] * 3, [0, 1, 2]),
+        *(("decode", [2], [i]) for i in range(3, 8)),
+    ]
+    for step in trace.step_traces():
+        for request, position, row, given in zip(
+            step.request, step.position, step.ids, step.weights, strict=True
+        ):
+            order = np.argsort(ids[request][position], axis=-1)
+            np.testing.assert_array_equal(
+                row, np.take_along_axis(ids[request][position], order, axis=-1)
+            )
+            wanted = np.asarray(weights[request][position], np.float32)
+            np.testing.assert_array_equal(given, np.take_along_axis(wanted, order, axis=-1))
+    assert trace.array("token.user").tolist() == [
+        {0: 0, 1: 1, 2: 0}[r] for _, q, _ in found for r in q
+    ]
+    assert trace.header.spec["user_names"] == {"code": 0, "math": 1}
+    assert trace.header.spec["steps"] == "put together of 2 requests"
+
+
+def recorder_dump(layers: int = 4, dense: int = 1, places: int = 8):
+    """Records as SGLang's expert distribution recorder keeps them in its mode per_token."""
+    records = []
+    for i, tokens in enumerate((6, 0, 2, 2)):
+        ids = np.full((layers, tokens, places), -1, np.int32)
+        ids[dense:, :, :K] = random_ids(tokens, i, layers - dense).swapaxes(0, 1)
+        records.append(
+            dict(
+                forward_pass_id=i,
+                rank=0,
+                input_ids=list(range(tokens)),
+                positions=list(range(tokens)) if i == 0 else [4 + i, 3 + i][:tokens],
+                extend_seq_lens=[4, 2] if i == 0 else None,
+                forward_mode=1 if i == 0 else 2,
+                topk_ids_of_layer=ids,
+            )
+        )
+    return records
+
+
+@pytest.mark.torch
+def test_the_recipe_for_sglangs_recorder(tmp_path, monkeypatch):
+    import torch
+
+    records = recorder_dump()
+    for record in records:
+        record["topk_ids_of_layer"] = torch.tensor(record["topk_ids_of_layer"])
+    torch.save(dict(records=records, last_physical_to_logical_map=None), tmp_path / "dump.pt")
+    with open("docs/trace_format.md") as file:
+        recipe = re.search(r"```python\n(import numpy\nimport torch\n.*?)```", file.read(), re.S)
+    monkeypatch.chdir(tmp_path)
+    exec(recipe[1], {})
+    done = convert_trace("dump.npz", "t", experts=E)
+    steps = list(read_trace("t").step_traces())
+    assert (done.recorded_steps, done.layers, done.tokens) == (True, 3, 10)
+    assert [(s.number, s.kind, len(s.ids)) for s in steps] == [
+        (0, "prefill", 6),
+        (2, "decode", 2),
+        (3, "decode", 2),
+    ]
+    np.testing.assert_array_equal(steps[1].ids, np.sort(random_ids(2, 2), axis=-1))
+    assert steps[1].position.tolist() == [6, 5] and steps[1].request is None
+
+
+def test_parquet_needs_a_package(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    with pytest.raises(UserError, match="pip install pyarrow"):
+        convert_trace(tmp_path / "a.parquet", tmp_path / "t", experts=E)
+
+
+def test_parquet(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    columns = dict(ids=IDS.tolist(), step=[0] * PROMPT + list(range(1, 1 + TOKENS - PROMPT)))
+    pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
+    done = convert_trace(tmp_path / "a.parquet", tmp_path / "t", experts=E)
+    assert (done.recorded_steps, done.steps) == (True, 1 + TOKENS - PROMPT)
+    np.testing.assert_array_equal(
+        read_trace(tmp_path / "t").array("token.ids"), np.sort(IDS, axis=-1)
+    )
+    (tmp_path / "b.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:-20])
+    with pytest.raises(UserError, match="damaged or no parquet"):
+        convert_trace(tmp_path / "b.parquet", tmp_path / "u", experts=E)
+
+
+def changed(place, value) -> np.ndarray:
+    ids = np.sort(IDS, axis=-1)
+    ids[place] = value
+    return ids
+
+
+def plain(**fields) -> str:
+    return lines({"ids": IDS.tolist(), **fields})
+
+
+BAD = {
+    "pickle": (Dump("a.pt", "x"), {}, "pickled files can run code"),
+    "name": (Dump("a.csv", "x"), {}, "is one of .npy, .npz, .jsonl, .parquet"),
+    "object array": (Dump("a.npz", dict(ids=np.asarray([{}], object))), {}, "pickled"),
+    "no zip": (Dump("a.npz", "PK\x03\x04 cut"), {}, "damaged, cut short or pickled"),
+    "no npy": (Dump("a.npy", "\x93NUMPY"), {}, "damaged, cut short or pickled"),
+    "no ids": (Dump("a.npz", dict(x=IDS)), {}, r"no array ids or routed_experts"),
+    "flat": (Dump("a.npy", IDS[:, 0]), {}, r"\[tokens, layers, k\], not int16\[12, 4\]"),
+    "floats": (Dump("a.npy", IDS.astype(np.float32)), {}, "whole numbers"),
+    "nothing": (Dump("a.npy", IDS[:0]), {}, r"not int16\[0, 3, 4\]"),
+    "step": (Dump("a.npz", dict(ids=IDS, step=np.arange(3))), {}, r"step must be .* int64\[3\]"),
+    "names": (
+        Dump("a.npz", dict(ids=IDS, position=np.full(TOKENS, "x"))),
+        {},
+        r"position must be whole numbers \[tokens\]",
+    ),
+    "step back": (
+        Dump("a.npz", dict(ids=IDS, step=np.arange(TOKENS)[::-1])),
+        {},
+        "steps go back; sort",
+    ),
+    "phases": (Dump("a.npz", dict(ids=IDS, phase=np.arange(TOKENS))), {}, "phase is 0 .* or 1"),
+    "phase back": (
+        Dump("a.npz", dict(ids=IDS, phase=np.arange(TOKENS) % 2)),
+        {},
+        "prompt tokens after generated",
+    ),
+    "request apart": (
+        Dump("a.npz", dict(ids=IDS, request=np.arange(TOKENS) % 2)),
+        {},
+        "a request's tokens are apart",
+    ),
+    "weights": (
+        Dump("a.npz", dict(ids=IDS, weights=IDS[:, 0].astype(float))),
+        {},
+        r"weights must be numbers \[12, 3, 4\]",
+    ),
+    "twice": (Dump("a.npy", changed((7, 1, 1), IDS.min(axis=-1)[7, 1])), {}, "token 7, layer 1"),
+    "beyond": (Dump("a.npy", IDS), dict(experts=8), "beyond the model's 8: it is another model"),
+    "none": (Dump("a.npy", changed((2, 0, 0), -1)), {}, r"token 2, layer 0 has no expert"),
+    "none at all": (Dump("a.npy", IDS * 0 - 1), {}, "no layer has an expert"),
+    "empty": (Dump("a.jsonl", "\n"), {}, "it is empty"),
+    "cut line": (Dump("a.jsonl", plain() + plain()[:40]), {}, "line 2: not JSON, perhaps cut"),
+    "list": (Dump("a.jsonl", "[1]\n"), {}, "line 1: a line is an object"),
+    "off": (Dump("a.jsonl", lines(dict(choices=[{}]))), {}, "turn their recording on"),
+    "choices": (Dump("a.jsonl", lines(dict(choices=[3]))), {}, "are objects"),
+    "ragged": (Dump("a.jsonl", lines(dict(ids=[[[1, 2]], [[1]]]))), {}, "different lengths"),
+    "base64": (Dump("a.jsonl", lines(dict(ids="%"))), {}, "not base64"),
+    "cut npy": (Dump("a.jsonl", lines(dict(ids=npy(IDS)[:120]))), {}, "is cut short"),
+    "shapeless": (Dump("a.jsonl", lines(dict(ids=bare(IDS)))), {}, "say it with --layers"),
+    "other shape": (
+        Dump("a.jsonl", lines(dict(ids=bare(IDS)))),
+        dict(layers=5, top_k=K),
+        "no whole number of tokens of 5 layers",
+    ),
+    "prompt": (Dump("a.jsonl", plain(prompt_tokens=99)), {}, "prompt_tokens is 99 of 12"),
+    "prompt's model": (
+        Dump("a.jsonl", plain(prompt_routed_experts=IDS[:, :2].tolist())),
+        {},
+        "prompt_routed_experts is of another model",
+    ),
+    "mixed": (Dump("a.jsonl", plain() + plain(prompt_tokens=2)), {}, "convert them apart"),
+    "wider": (
+        Dump("a.jsonl", plain() + lines(dict(ids=np.sort(IDS)[:, :2].tolist()))),
+        {},
+        "line 2: recorded routing of different shapes",
+    ),
+    "more": (
+        Dump("a.jsonl", plain() + lines(dict(ids=np.pad(IDS, ((0, 0), (0, 0), (0, 1))).tolist()))),
+        {},
+        "more than 4 experts for a token",
+    ),
+    "both": (Dump("a.npy", IDS), dict(experts=None), "give the model, or its number"),
+    "batch": (Dump("a.npy", IDS), dict(batch=0), "batch is at least 1"),
+    "own steps": (
+        Dump("a.npz", dict(ids=IDS, step=np.arange(TOKENS))),
+        dict(batch=2),
+        "has steps of its own",
+    ),
+    "own phases": (
+        Dump("a.npz", dict(ids=IDS, phase=np.ones(TOKENS, int))),
+        dict(prompt_tokens=2),
+        "says itself which tokens are prompt",
+    ),
+    "too many": (Dump("a.npy", IDS), dict(experts=1 << 20), "1…32767 experts"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_dumps_are_refused(tmp_path, name):
+    dump, options, message = BAD[name]
+    path = dump.write(tmp_path)
+    with pytest.raises(UserError, match=message):
+        convert_trace(path, tmp_path / "t", **dict(experts=E) | options)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_places_that_cannot_be_read_or_written_are_refused(tmp_path):
+    with pytest.raises(UserError, match=r"cannot read .*No such file"):
+        convert_trace(tmp_path / "a.npy", tmp_path / "t", experts=E)
+    with pytest.raises(UserError, match="is a directory"):
+        convert_trace(tmp_path, tmp_path / "t", experts=E)
+    np.save(tmp_path / "a.npy", IDS)
+    convert_trace(tmp_path / "a.npy", tmp_path / "t", experts=E)
+    with pytest.raises(UserError, match="is a trace already"):
+        convert_trace(tmp_path / "t", tmp_path / "u", experts=E)
+    with pytest.raises(UserError, match="a trace is never overwritten"):
+        convert_trace(tmp_path / "a.npy", tmp_path / "t", experts=E)
+
+
+# ---- statistics
+
+
+def random_trace(directory, decode_steps: int = 40, sequences: int = 2, layers: int = 2):
+    """Two sequences with a prompt of 3, some of whose steps have one sequence only."""
+    rng = np.random.default_rng(1)
+    present = ("request", "position", "phase", "kind")
+    header = routing_header(layers, E, K, present, {})
+
+    def some(count: int) -> np.ndarray:
+        keys = rng.gumbel(size=(count, layers, E)) - np.log(np.arange(1, E + 1))
+        return np.sort(np.argsort(-keys, axis=-1)[..., :K], axis=-1)
+
+    position = [3] * sequences
+    with new_trace(directory, header) as writer:
+        steps = [(np.repeat(np.arange(sequences), 3), np.tile(np.arange(3), sequences), 0)]
+        for i in range(decode_steps):
+            rows = np.arange(sequences) if i % 5 else np.asarray([i % sequences])
+            steps.append((rows, np.asarray([position[r] for r in rows]), 1))
+            for row in rows:
+                position[row] += 1
+        for i, (request, place, phase) in enumerate(steps):
+            writer.append(
+                routed_step(
+                    i,
+                    some(len(request)),
+                    request=request,
+                    position=place,
+                    phase=np.full(len(request), phase),
+                    kind=("prefill", "decode")[phase],
+                )
+            )
+    return read_trace(directory)
+
+
+def test_statistics_are_what_a_naive_count_gives(tmp_path):
+    trace = random_trace(tmp_path / "t")
+    found = trace_statistics(trace)
+    steps = list(trace.step_traces())
+    layers = trace.header.layers
+    tokens = {
+        (int(r), int(p)): [set(layer.tolist()) for layer in ids]
+        for s in steps
+        if s.kind == "decode"
+        for r, p, ids in zip(s.request, s.position, s.ids, strict=True)
+    }
+    pairs = [(tokens[r, p], t) for (r, p1), t in tokens.items() if (r, p := p1 - 1) in tokens]
+    kept = [len(a[i] & b[i]) / K for a, b in pairs for i in range(layers)]
+    assert found.token_overlap == pytest.approx(np.mean(kept))
+    sets = [[set(s.ids[:, i].ravel().tolist()) for i in range(layers)] for s in steps]
+    stepped = [
+        sum(len(a[i] & b[i]) for i in range(layers)) / sum(map(len, b))
+        for a, b in itertools.pairwise(sets[1:])
+    ]
+    assert found.step_overlap == pytest.approx(np.mean(stepped))
+    shares = [
+        sum(map(len, x)) / layers / E for s, x in zip(steps, sets, strict=True) if len(s.ids) == 2
+    ]
+    assert found.activated_in_steps[2] == pytest.approx(np.mean(shares))
+    assert found.activated[1] == pytest.approx(K / E)
+    counts = np.zeros((layers, E))
+    for s in steps:
+        for i in range(layers):
+            np.add.at(counts[i], s.ids[:, i], 1)
+    for i in range(layers):
+        hottest = np.sort(counts[i])[::-1]
+        enough = next(n for n in range(E) if hottest[:n].sum() >= 0.9 * hottest.sum())
+        assert found.experts_for_90_by_layer[i] == enough
+    assert (found.prefill_steps, found.decode_steps, found.requests) == (1, 40, 2)
+
+
+def test_lru_misses_are_those_of_a_pager(tmp_path):
+    trace = random_trace(tmp_path / "t")
+    found = trace_statistics(trace)
+    assert any(cells >= found.largest_step for cells in found.lru_misses)
+    for cells, share in found.lru_misses.items():
+        if cells < found.largest_step:
+            continue
+        misses = references = 0
+        for layer in range(trace.header.layers):
+            resident: dict[int, tuple[int, int]] = {}
+            for tick, step in enumerate(trace.step_traces()):
+                wanted = np.unique(step.ids[:, layer]).tolist()
+                missing = [e for e in wanted if e not in resident]
+                resident |= {e: (tick, e) for e in wanted}
+                while len(resident) > cells:
+                    others = set(resident) - set(wanted)
+                    del resident[min(others or resident, key=resident.__getitem__)]
+                if step.kind == "decode":
+                    misses, references = misses + len(missing), references + len(wanted)
+        assert share == pytest.approx(misses / references), cells
+    assert found.lru_misses[E] == pytest.approx(found.first_uses / references)
+
+
+def test_distances_between_domains(tmp_path):
+    one = np.asarray([[4, 4, 0, 0], [1, 2, 3, 2]])
+    other = np.asarray([[0, 0, 3, 5], [1, 2, 3, 2]])
+    same, apart = domain_distance("a", "a", one, one * 3), domain_distance("a", "b", one, other)
+    assert (same.divergence, same.variation, same.hot_shared) == (0, 0, 1)
+    # Disjoint in the first of two layers, equal in the second.
+    assert (apart.variation, apart.hot_shared) == (0.5, 0.5)
+    assert apart.divergence == pytest.approx(0.5)
+
+    sizes = dict(layers=2, experts=64, top_k=4, sequences=2, tokens=384, phase_tokens=128)
+    write_generated_trace(tmp_path / "t", "phases", **sizes)
+    found = trace_statistics(read_trace(tmp_path / "t"))
+    assert found.domains == ("phase 0", "phase 1", "phase 2")
+    assert {(d.a, d.b) for d in found.distances} == {
+        ("phase 0", "phase 1"),
+        ("phase 0", "phase 2"),
+        ("phase 1", "phase 2"),
+    }
+    assert min(d.divergence for d in found.distances) > 3 * max(d.divergence for d in found.halves)
+
+
+@pytest.mark.shared
+@pytest.mark.parametrize("model", ["demo", "tri"])
+def test_variation_is_that_of_the_reference(model):
+    with open(SHARED / "models" / model / "reference.json") as file:
+        wanted = json.load(file)["routing"]["total_variation_between_domains_per_layer"]
+    counts = np.load(SHARED / "models" / model / "reference.npz")["router_counts"]
+    domains = dict(zip(("text", "math", "code"), counts, strict=True))
+    for pair, by_layer in wanted.items():
+        a, b = pair.split("-")
+        found = domain_distance(a, b, domains[a], domains[b]).variation
+        assert found == pytest.approx(np.mean(by_layer), abs=1e-3)
+
+
+def test_a_trace_without_decode_has_no_figures_of_it(tmp_path):
+    with new_trace(tmp_path / "t", routing_header(LAYERS, E, K, ("phase", "kind"), {})) as writer:
+        writer.append(routed_step(0, np.sort(IDS), phase=np.zeros(TOKENS, int), kind="prefill"))
+    found = as_json(trace_statistics(read_trace(tmp_path / "t")))
+    assert found["requests"] is None and found["decode_steps"] == 0
+    for name in ("token_overlap", "step_overlap", "token_overlap_by_chance"):
+        assert found[name] is None, name
+    assert set(found["reuse_distances"].values()) == {None}
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+
+
+# ---- the command
+
+
+@pytest.fixture(scope="module")
+def trace_dir(tmp_path_factory):
+    """A trace of the demo's shape and configuration, in several chunks."""
+    from moejax.traces.tracer import config_digest
+
+    config, _ = read_headers("demo")
+    layers, experts, k = sum(config.moe_layers), config.num_experts, config.num_experts_per_tok
+    origin = {"config_digest": config_digest(config)}
+    header = routing_header(layers, experts, k, ("request", "position"), origin)
+    directory = tmp_path_factory.mktemp("traces") / "t"
+    rng = np.random.default_rng(0)
+    with TraceWriter(directory, header, chunk_bytes=2000) as writer:
+        for i in range(40):
+            ids = np.sort(
+                rng.permuted(np.tile(np.arange(experts), (2, layers, 1)), axis=-1)[..., :k]
+            )
+            fields = dict(request=np.arange(2), position=np.full(2, i))
+            writer.append(routed_step(i, ids, **fields))
+    return directory
+
+
+def run(*argv) -> int:
+    return cli.main(["trace", *map(str, argv)])
+
+
+def test_info_shows_figures_beside_published_ones(trace_dir, capsys):
+    assert run("info", trace_dir, "--model", "demo") == 0
+    text = capsys.readouterr().out
+    assert "No published model has this shape" in text
+    for word in ("62.0%", "uniform", "Qwen3-30B-A3B", "WiSP", "LRU misses, 16 cells", "[3]"):
+        assert word in text, word
+    assert run("info", trace_dir, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["statistics"]["unknown_steps"] == 40 and found["complete"] is True
+    assert found["published"][0]["activated"]["8"] == 0.319
+    assert "step.hits" in found["absent"]
+
+
+def test_info_says_when_the_shape_is_a_published_models(tmp_path, capsys):
+    assert run("generate", tmp_path / "t", "--kind", "zipf", "--tokens", 3) == 0
+    assert run("info", tmp_path / "t") == 0
+    text = capsys.readouterr().out
+    assert "The shape is that of Qwen3-30B-A3B" in text and "synthetic (zipf)" in text
+
+
+def test_convert_by_command(tmp_path, capsys):
+    config, _ = read_headers("demo")
+    ids = random_ids(TOKENS, layers=sum(config.moe_layers))
+    np.save(tmp_path / "a.npy", ids)
+    arguments = ("--model", "demo", "--prompt-tokens", 4)
+    assert run("convert", tmp_path / "a.npy", tmp_path / "t", *arguments) == 0
+    assert f"{TOKENS} tokens, 4 MoE layers, 9 put together steps" in capsys.readouterr().out
+    assert run("info", tmp_path / "t", "--model", "demo") == 0
+    size = 3 * config.moe_intermediate_size * config.hidden_size * 2  # bfloat16
+    assert read_trace(tmp_path / "t").header.spec["version_bytes"] == {"dense": size}
+    np.save(tmp_path / "b.npy", ids[:, :3])
+    assert run("convert", tmp_path / "b.npy", tmp_path / "u", "--model", "demo") == 2
+    assert "routing of 3 layers, top-4; the model has 4 MoE layers" in capsys.readouterr().err
+
+
+def damaged(directory, name, change) -> None:
+    path = directory / name
+    path.write_bytes(change(path.read_bytes()))
+
+
+def edited(**fields):
+    return lambda raw: json.dumps(json.loads(raw) | fields).encode()
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("trace.json", edited(version=2), "format version 2, this moejax reads 1"),
+        ("trace.json", edited(format="x"), "is not of a moejax trace"),
+        ("trace.json", edited(absent=["token.ids"]), "is damaged"),
+        ("trace.json", lambda raw: raw[:100], "is damaged"),
+        ("trace.json", edited(config_digest="ab" * 32), "another model: its configuration's"),
+        ("trace.json", edited(experts=17), "another model: it has 4 MoE layers of 17"),
+        ("chunk-000001.safetensors", lambda raw: raw[:-8], "000001.* is damaged or cut short"),
+    ],
+)
+def test_info_refuses_bad_traces(trace_dir, tmp_path, capsys, name, change, message):
+    shutil.copytree(trace_dir, tmp_path / "t")
+    damaged(tmp_path / "t", name, change)
+    assert run("info", tmp_path / "t", "--model", "demo") == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_info_refuses_chunks_of_another_trace(trace_dir, tmp_path, capsys):
+    shutil.copytree(trace_dir, tmp_path / "t")
+    chunk = tmp_path / "t" / "chunk-000000.safetensors"
+    save_file(load_file(chunk), chunk)
+    assert run("info", tmp_path / "t") == 2
+    assert "belongs to another trace" in capsys.readouterr().err
+    assert run("info", tmp_path) == 2
+    assert "is no trace" in capsys.readouterr().err
+
+
+def test_traces_from_before_absent_columns_are_read(tmp_path):
+    facts = dict(config_digest="", spec={}, machine={}, command=[], created="")
+    with TraceWriter(tmp_path / "t", TraceHeader(layers=1, experts=2, top_k=1, **facts)):
+        pass
+    path = tmp_path / "t" / "trace.json"
+    found = json.loads(path.read_text())
+    del found["absent"]
+    path.write_text(json.dumps(found))
+    assert not read_trace(tmp_path / "t").header.absent

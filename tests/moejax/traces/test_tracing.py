@@ -1,0 +1,265 @@
+"""A traced engine writes what it did, the same outputs as without, and says when it cannot."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import os
+import subprocess
+import sys
+import types
+
+import jax
+import numpy as np
+import pytest
+
+import moejax
+from host_offload.control.interface import Transfer
+from host_offload.traces import writer as trace_writer
+from host_offload.traces.reader import USES, TraceHeader, TraceWriter
+from moejax import LLM, SamplingParams, UserError
+from moejax.commands import main as cli
+from moejax.engine.records import StepRecord
+from moejax.models.config import load_config
+from moejax.step.experts import Paging
+from moejax.traces import read_trace
+from moejax.traces import tracer as tracing
+from moejax.traces.tracer import Tracer, config_digest
+
+LIMITS = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 256}
+PROMPTS = [list(range(5, 5 + n)) for n in (70, 3, 1)]
+PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+HEADER = TraceHeader(
+    2, 8, 2, config_digest="0f", spec={}, machine={}, command=["run"], created="now"
+)
+
+
+def record(number: int, kind: str = "decode", read_s: float = 0.0, staged_bytes=0) -> StepRecord:
+    rng = np.random.default_rng(number)
+    return StepRecord(
+        number=number,
+        kind=kind,
+        dispatched_s=read_s - 0.5,
+        read_s=read_s,
+        rows=4,
+        compiled=number == 0,
+        request=np.arange(3, dtype=np.int32),
+        user=np.full(3, -1, np.int32),
+        position=np.arange(3, dtype=np.int32) + number,
+        phase=np.ones(3, np.uint8),
+        ids=rng.integers(8, size=(3, 2, 2)).astype(np.int16),
+        weights=rng.random((3, 2, 2), dtype=np.float32),
+        paging=Paging(*(np.array(c, np.int32) for c in ([6, 5], [3, 3], [2, 1], [1, 1]))),
+        missed=rng.random((2, 8)) < 0.4,
+        staged=None,
+        staged_bytes=staged_bytes,
+        finished=(1,) if number == 1 else (),
+    )
+
+
+def test_a_record_becomes_a_step(tmp_path, monkeypatch):
+    monkeypatch.setattr(tracing, "BATCH", 2)
+    tracer = Tracer(TraceWriter(tmp_path / "t", HEADER), record_bytes=(100,), waves=3)
+    began = tracer._began
+    records = [
+        record(0, "prefill", began + 1.0),
+        record(1, read_s=began + 1.25, staged_bytes=170),
+        record(2, read_s=began + 9.0),
+    ]
+    use = types.SimpleNamespace(**{name: i for i, name in enumerate(USES)})
+    tracer.mark("all of it")
+    for each in records:
+        tracer.after_read(each, use if each.number == 2 else None)
+    assert tracer.writer._buffer.steps == 2  # copied BATCH at a time
+    tracer.transfers(
+        [Transfer(1, 7, 0, 3, 100, "prefetch", 0, 1, -1), Transfer(0, 2, 0, 0, 9, "x", 2)]
+    )
+    tracer.decision(2, {"pause_stages": True})
+    tracer.close()
+    trace = read_trace(tmp_path / "t")
+    steps = list(trace.step_traces())
+    for step, each in zip(steps, records, strict=True):
+        for name in ("request", "user", "position", "phase", "ids", "weights", "missed"):
+            np.testing.assert_array_equal(getattr(step, name), getattr(each, name))
+        assert (step.number, step.kind, step.rows) == (each.number, each.kind, each.rows)
+        assert (step.compiled, step.finished) == (each.compiled, each.finished)
+        assert (step.hits.tolist(), step.fills.tolist()) == ([3, 3], [2, 1])
+        assert step.read_through.tolist() == [1, 1]
+    # A step costs from its dispatch, or from the read before it, to its read.
+    assert [s.seconds for s in steps] == pytest.approx([0.5, 0.25, 0.5])
+    assert [s.start_s for s in steps] == pytest.approx([0.5, 0.75, 8.5])
+    assert [s.read_s for s in steps] == pytest.approx([1.0, 1.25, 9.0])
+    assert [s.waves.tolist() for s in steps] == [[3, 3], [1, 1], [1, 1]]
+    assert [s.bytes.tolist() for s in steps] == [[300, 200, 0], [300, 200, 170], [300, 200, 0]]
+    assert steps[0].use.tolist() == [-1] * 7 and steps[2].use.tolist() == [*range(7)]
+    assert trace.marks()[0].step == 0 and trace.marks()[0].name == "all of it"
+    assert [(*t[:4], *t[4:]) for t in trace.transfers()] == [
+        (1, 7, 0, 100, 0, 1, -1, "prefetch"),
+        (0, 2, 0, 9, 2, -1, -1, "x"),
+    ]
+    assert list(trace.decisions()) == [{"step": 2, "pause_stages": True}]
+
+
+def test_optional_arrays_are_those_of_the_header(tmp_path, monkeypatch):
+    """A policy may need others than the trace; large ones are not kept for BATCH steps."""
+    header = dataclasses.replace(HEADER, probabilities=True, embedding=4)
+    tracer = Tracer(TraceWriter(tmp_path / "t", header), record_bytes=(1,))
+    probs, wide = np.full((3, 2, 8), 0.125, np.float16), np.ones((3, 2, 4), np.float16)
+    embedding = np.arange(12, dtype=np.float16).reshape(3, 4)
+    arrays = {"probs": probs, "gate_input": wide, "embedding": embedding}
+    monkeypatch.setattr(tracing, "BATCH_BYTES", 2 * (probs.nbytes + embedding.nbytes))
+    for number in range(5):
+        tracer.after_read(dataclasses.replace(record(number), **arrays))
+    assert tracer.writer._buffer.steps == 4
+    tracer.close()
+    trace = read_trace(tmp_path / "t")
+    for step in trace.step_traces():
+        np.testing.assert_array_equal(step.probabilities, probs)
+        np.testing.assert_array_equal(step.embedding, embedding)
+        assert step.gate_input is None
+    assert trace.steps == 5
+
+
+def test_a_trace_that_cannot_go_on_is_a_users_error(tmp_path, monkeypatch):
+    def full(_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    tracer = Tracer(TraceWriter(tmp_path / "t", HEADER), record_bytes=(1,))
+    tracer.after_read(record(0))
+    with monkeypatch.context() as patch:
+        patch.setattr(trace_writer.os, "fsync", full)
+        with pytest.raises(UserError, match="No space left on device; make room"):
+            tracer.close()
+    for call in (
+        lambda: tracer.after_read(record(1)),
+        lambda: tracer.mark("x"),
+        lambda: tracer.decision(0, {}),
+        lambda: tracer.transfers([Transfer(1, 7, 0, 3, 100, "prefetch", 0)]),
+    ):
+        with pytest.raises(UserError, match="is closed"):
+            call()
+
+
+def test_a_full_disk_is_said_while_the_run_goes_on(tmp_path, monkeypatch):
+    def full(_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    tracer = Tracer(TraceWriter(tmp_path / "t", HEADER, chunk_bytes=1000), record_bytes=(1,))
+    monkeypatch.setattr(trace_writer.os, "fsync", full)
+    with pytest.raises(UserError, match="No space left on device; make room"):
+        feed(tracer, 200)
+    tracer.after_read(record(200))
+    tracer.close()  # it has been said
+
+
+def feed(tracer, count):
+    for number in range(count):
+        tracer.after_read(record(number))
+
+
+def test_a_run_that_ends_without_close_completes_its_trace(tmp_path, repository):
+    code = (
+        "import sys; from pathlib import Path; from tests.moejax.traces.test_tracing import *\n"
+        "feed(Tracer(TraceWriter(Path(sys.argv[1]), HEADER), record_bytes=(1,)), 40)"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "t")], cwd=repository, check=True)
+    trace = read_trace(tmp_path / "t")
+    assert trace.complete and trace.steps == 40 > tracing.BATCH
+
+
+def test_the_digest_names_the_configuration(demo_dir):
+    config = load_config(demo_dir)
+    assert config_digest(config) == config_digest(load_config(demo_dir))
+    assert len(config_digest(config)) == 64
+    changed = type(config)(**{**vars(config), "rms_norm_eps": 1e-5})
+    assert config_digest(changed) != config_digest(config)
+
+
+# ---- through the engine
+
+
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory):
+    """(trace, the outputs of the traced run, of a run without, routing by step, statistics)."""
+    directory = tmp_path_factory.mktemp("tracing") / "t"
+    routing = {}
+
+    def listen(step):
+        ids, weights = jax.device_get(step.output.routing)
+        routing[step.number] = ids, weights, np.asarray(step.output.missed)
+
+    options = dict(expert_budget="25%", progress=False, **LIMITS)
+    with LLM("demo", trace=directory, listener=listen, **options) as llm:
+        outputs = llm.generate(PROMPTS, PARAMS)
+        stats = llm.stats()
+        tracer, llm.engine.tracer = llm.engine.tracer, None
+        untraced = llm.generate(PROMPTS, PARAMS)
+        assert tracer is not None
+    return read_trace(directory), outputs, untraced, routing, stats
+
+
+def test_a_trace_has_every_token_of_every_step(traced):
+    trace, outputs, untraced, routing, stats = traced
+    assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in untraced]
+    assert trace.complete
+    steps = list(trace.step_traces())
+    assert [s.number for s in steps] == [*range(len(steps))]
+    assert sum(s.kind == "decode" for s in steps) == stats["steps"]["decode"]
+    assert sum(s.kind == "prefill" for s in steps) == stats["steps"]["prefill"]
+    seen = set()
+    for step in steps:
+        assert step.phase.tolist() == [step.kind == "decode"] * len(step.request)
+        assert (np.diff(step.ids, axis=2) > 0).all()
+        seen |= set(zip(step.request.tolist(), step.position.tolist(), strict=True))
+        ids, weights, missed = routing[step.number]
+        np.testing.assert_array_equal(step.missed, missed)
+        # Every routed token, in batch order, and no padding.
+        real = ids[0, :, 0] < trace.header.experts
+        np.testing.assert_array_equal(step.ids, ids[:, real].transpose(1, 0, 2))
+        np.testing.assert_array_equal(step.weights, weights[:, real].transpose(1, 0, 2))
+    wanted = {(r, p) for r, ids in enumerate(PROMPTS) for p in range(len(ids) + 5)}
+    assert seen == wanted
+    assert {r for s in steps for r in s.finished} == {0, 1, 2}
+
+
+def test_a_trace_adds_up_to_the_statistics(traced):
+    trace, _, _, _, stats = traced
+    experts, moved = stats["experts"], stats["bytes"]
+    for name in ("hits", "fills", "read_through"):
+        assert int(trace.array(f"step.{name}").sum()) == experts[name]
+    missed = sum(int(s.missed.sum()) for s in trace.step_traces())
+    assert missed == experts["fills"] + experts["read_through"] > 0
+    by_cause = dict(zip(trace.header.causes, trace.array("step.bytes").sum(axis=0), strict=True))
+    assert by_cause == {"fill": moved["fill"], "read_through": moved["read_through"], "stage": 0}
+    seconds = trace.array("step.seconds")
+    assert (seconds > 0).all()
+    assert seconds.sum() <= stats["time"]["prefill_s"] + stats["time"]["decode_s"] + 1e-3
+    assert trace.array("step.compiled").sum() == 2  # prefill and decode
+    assert (np.diff(trace.array("step.read_s")) >= 0).all()
+
+
+def test_the_header_says_what_ran(traced, demo_dir):
+    header = traced[0].header
+    assert (header.layers, header.experts, header.top_k) == (4, 16, 4)
+    assert header.config_digest == config_digest(load_config(demo_dir))
+    assert header.spec["cells"] == [4, 4, 4, 4] and header.spec["eviction"] == "lru"
+    assert header.spec["version_bytes"] == {"dense": 98304}
+    assert header.machine["jax"] == jax.__version__
+
+
+def test_a_bad_directory_is_refused_before_anything_is_loaded(tmp_path):
+    (tmp_path / "notes").touch()
+    with pytest.raises(UserError, match="not an empty directory; a trace is never overwritten"):
+        LLM("/no/such/model", trace=tmp_path)
+
+
+def test_the_command_line_passes_the_directory_on(monkeypatch):
+    def made(model, **options):
+        raise UserError(f"trace goes to {options['trace']} with {options['trace_arrays']}")
+
+    monkeypatch.setattr(moejax, "LLM", made, raising=False)
+    errors = []
+    monkeypatch.setattr("builtins.print", lambda *args, **_: errors.append(args[0]))
+    arguments = ["generate", "x", "--trace", "run1", "--trace-arrays", "probs,embedding"]
+    assert cli.main(arguments) == 2
+    assert errors == ["moejax: error: trace goes to run1 with probs,embedding"]

@@ -1,0 +1,321 @@
+"""What bench_precision.py predicts is the arithmetic of its stated costs, and what it names as
+crossovers is where the figures cross."""
+
+import json
+
+import numpy as np
+import pytest
+
+from host_offload.sizing.cost_model import Work
+from host_offload.traces.reader import read_trace
+from moejax.checkpoints.random_model import shape
+from moejax.models.config import parse_config
+from scripts.precision import speed as bench_precision
+from scripts.precision import speed_report as report
+from scripts.precision.costs import (
+    Decoding,
+    Machine,
+    check,
+    other_bytes,
+    stated_costs,
+    version_bytes,
+)
+from scripts.precision.measured import MODEL, bounds, checkpoint, memory_of, repeats_of
+from scripts.precision.predicted import (
+    SWEEP,
+    WARM_SEQUENCES,
+    WARM_STEPS,
+    WARM_TOKENS,
+    Routing,
+    Settings,
+    off,
+    plan,
+    predicted,
+    run,
+    write_run,
+)
+
+QWEN = shape("qwen3-30b-a3b")
+DENSE = 3 * 768 * 2048 * 2
+"""Bytes of an expert."""
+
+
+def settings(**changed):
+    given = dict(
+        config=QWEN, machine=Machine(), steps=4, interval="16 tokens", step_bytes=None, spares=1
+    )
+    return Settings(**given | changed)
+
+
+# ---- stated costs
+
+
+def test_a_decode_step_by_hand():
+    """Dense, 1 row at context 1000, 8 experts in each of 48 layers."""
+    machine = Machine(link=50e9, memory=4e12, overhead=1e-3)
+    attention = 2048 * (32 + 2 * 4) * 128 + 32 * 128 * 2048  # q, k, v and output
+    norms = 2 * 2048 + 2 * 128
+    others = 2 * (48 * (attention + norms + 2048 * 128) + 2048 + 151936 * 2048)
+    assert other_bytes(QWEN) == others
+    kv = 16 * 64 * 48 * 2 * 4 * 128 * 2  # 16 spans of 64 tokens
+    wanted = 1e-3 + (others + kv + 48 * 8 * DENSE) / 4e12
+    model = stated_costs(QWEN, machine, "dense", 32)
+    assert model.compute_s(Work(1, 16, 48 * 8, 0), 1) == pytest.approx(wanted, rel=1e-12)
+    # Two experts that are missing in one layer, over the link.
+    moved = model.move_s(np.array([2] + 47 * [0]), *np.zeros((2, 48), int), sweep=False)
+    assert moved == pytest.approx(2 * DENSE / 50e9)
+
+
+def test_a_row_in_int4_by_hand():
+    machine = Machine(
+        memory=4e12, overhead=1e-3, decoding=Machine().decoding | {"int4": Decoding(0.5, 2e-3)}
+    )
+    model = stated_costs(QWEN, machine, "int4", 32)
+    # Half a byte a weight and two of scales for each 128; in rows of 4096 bytes.
+    assert version_bytes(QWEN, "int4") == model.expert_bytes
+    assert DENSE // 4 + DENSE // 2 // 128 * 2 <= model.expert_bytes < 0.27 * DENSE
+    work = Work(8, 8 * 2, 48 * 40, 0)
+    kv = 16 * 64 * 48 * 2 * 4 * 128 * 2
+    wanted = 3e-3 + (other_bytes(QWEN) + kv) / 4e12 + 48 * 40 * 0.5 * DENSE / 4e12
+    assert model.compute_s(work, 8) == pytest.approx(wanted, rel=1e-12)
+
+
+def test_a_sweep_by_hand():
+    """256 tokens of one prompt that need 100 experts of each layer, 20 of them twice."""
+    machine = Machine(memory=4e12, overhead=1e-3, matrix=5e14, link=50e9)
+    model = stated_costs(QWEN, machine, "dense", 32)
+    head = 2 * 151936 * 2048
+    products = 256 * (other_bytes(QWEN) - head) / 5e14  # two operations for two bytes
+    scores = (1 + 2 + 3 + 4) * 4 * 64 * 64 * 32 * 128 * 48 / 5e14
+    # 64 rows take 604 million operations, 1.2 µs: less than reading the expert, 2.4 µs.
+    reads = 48 * 120 * DENSE / 4e12
+    wanted = 1e-3 + other_bytes(QWEN) / 4e12 + products + scores + reads
+    found = model.compute_s(Work(4, 1 + 2 + 3 + 4, 48 * 100, 48 * 20), None)
+    assert found == pytest.approx(wanted, rel=1e-12)
+
+
+def test_stated_costs_are_near_the_steps_that_design_measured():
+    for line in check(QWEN, Machine()):
+        stated, measured = (float(part.split()[0]) for part in line.split(": ")[1].split(", "))
+        assert abs(stated / measured - 1) < 0.1, line
+
+
+# ---- arms
+
+
+@pytest.mark.parametrize("share", [0.3, 0.6, 0.9])
+def test_every_arm_stays_within_its_bytes(share):
+    given = settings()
+    memory = int(share * given.dense_bytes)
+    scores = np.random.default_rng(0).random((48, 128))
+    for arm in ("dense, paged", "int8, static", "int4, static", "DynaExq", "DynaExq, paged"):
+        made = plan(given, arm, memory, scores)
+        assert made is not None and made.used <= memory
+        size = max(version_bytes(QWEN, version) for version in made.versions)
+        # What is left over is less than an expert of each layer, or all have room.
+        assert memory - made.used < 48 * size * 1.04 or made.note == "all resident"
+    on = plan(given, "DynaExq", memory, scores)
+    assert on is not None
+    fixed = off(given, on, scores)
+    start = np.array(fixed.spec["resident"]["start"])
+    assert np.array_equal(start, np.array(on.spec["resident"]["start"]))
+    # The hottest of each layer, as many as fit beside all others in int4.
+    assert (start == 0).sum() * DENSE + (start == 1).sum() * version_bytes(QWEN, "int4") <= memory
+
+
+def test_dynaexq_does_not_fit_below_all_in_int4():
+    given = settings()
+    assert plan(given, "DynaExq", int(0.25 * given.dense_bytes), np.ones((48, 128))) is None
+
+
+def small_routing(sequences, tokens):
+    rng = np.random.default_rng(1)
+
+    def ids(*shape):
+        drawn = rng.random((*shape, 48, 128)).argpartition(8, axis=-1)
+        return np.sort(drawn[..., :8], axis=-1).astype(np.int16)
+
+    warm = ids(WARM_TOKENS + WARM_STEPS, WARM_SEQUENCES)
+    return Routing(ids(tokens, sequences), warm, np.ones((48, 128)))
+
+
+def test_a_run_is_swept_in_order_and_decoded_together(tmp_path):
+    given, routing = settings(), small_routing(3, 100)
+    before, ends = write_run(tmp_path / "t", given, routing, 3, 90)
+    trace = read_trace(tmp_path / "t")
+    assert before == 1 + WARM_STEPS and ends.tolist() == [0, 0, 0]
+    assert trace.steps == before + 1 + given.steps
+    *_, sweep = (s for s in trace.step_traces() if s.kind == "prefill")
+    assert np.bincount(sweep.request).tolist() == [90, 90, 90]
+    assert np.array_equal(sweep.ids[90:180], routing.ids[:90, 1])
+    last = list(trace.step_traces())[-1]
+    assert last.position.tolist() == [93] * 3 and np.array_equal(last.ids, routing.ids[93, :3])
+    # 200 prompts of 90 tokens take three sweeps, 91 end in the first.
+    assert SWEEP // 90 == 91
+
+
+def test_static_arms_never_move_and_paged_ones_pay_for_each_miss(tmp_path):
+    given, routing = settings(), small_routing(1, 100)
+    before, _ = write_run(tmp_path / "t", given, routing, 1, 90)
+    trace = read_trace(tmp_path / "t")
+    costs = {v: stated_costs(QWEN, given.machine, v, 8) for v in ("dense", "int8", "int4")}
+    memory = int(0.5 * given.dense_bytes)
+    low = plan(given, "int4, static", memory, routing.scores)
+    paged = plan(given, "dense, paged", memory, routing.scores)
+    assert low and paged and low.resident and not paged.resident
+    took, found = run(trace, low, costs, 128)
+    assert took.tolist() == found.compute_s.tolist()
+    took, found = run(trace, paged, costs, 128)
+    misses = found.simulation.misses.sum(axis=1)
+    assert misses[before:].any()
+    np.testing.assert_allclose(took - found.compute_s, misses * DENSE / 48e9, rtol=1e-9)
+
+
+def test_predicted_lines_are_complete_and_ordered_as_their_floors(monkeypatch):
+    monkeypatch.setattr("precision_predicted.route", lambda s, n, t: small_routing(n, max(t, 100)))
+    lines = list(predicted(settings(), [1, 4], [64], [0.4, 1.0]))
+    assert {line["what"] for line in lines} == {"predicted"}
+    assert len(lines) == 2 * 2 * 6
+    for line in lines:
+        assert line["read_floor_s"] <= line["compute_s"] <= line["tpot_s"] * (1 + 1e-9)
+        assert line["link_floor_s"] <= line["tpot_s"] - line["compute_s"] + 1e-9
+        assert line["tpot_s"] <= line["tpot_p99_s"] * (1 + 1e-9) and line["ttft_s"] > 0
+    found = {(x["batch"], x["share"], x["arm"]): x for x in lines}
+    assert found[1, 0.4, "dense, paged"]["misses"] > 0
+    assert found[1, 1.0, "dense, paged"]["misses"] == 0
+    # What is all resident takes the same in any memory.
+    low = [found[4, share, "int4, static"]["tpot_s"] for share in (0.4, 1.0)]
+    assert low[0] == low[1]
+
+
+def test_predict_says_what_it_is_of_and_writes_all_of_it(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("precision_predicted.route", lambda s, n, t: small_routing(n, max(t, 100)))
+    told = ["--batch=1,2", "--prompt=64", "--shares=0.25,1", "--steps=2"]
+    assert bench_precision.main(["predict", str(tmp_path), *told]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("predicted: the cost model at the size of Qwen3-30B-A3B")
+    assert "48 GB/s" in out and "ASSUMED" in out and "none measured here" in out
+    # DynaExq does not fit in a quarter: a dash in the tables of TPOT and of TTFT.
+    rows = [line.split() for line in out.splitlines() if "   DynaExq   " in line]
+    assert [row[3] for row in rows] == ["–"] * 4
+    assert "crossovers by memory" in out and "DynaExq on / off" in out
+    lines = [json.loads(line) for line in (tmp_path / "predicted.jsonl").read_text().splitlines()]
+    assert {line["what"] for line in lines} == {"predicted", "predicted crossover"}
+    detail = (tmp_path / "predicted.txt").read_text()
+    assert detail.count("int4, static") == 4 and detail.count("DynaExq off") == 2
+    assert (tmp_path / "predicted.png").stat().st_size > 10_000
+
+
+# ---- crossovers
+
+
+def crossing(share, one, other, batch=1):
+    place = {"batch": batch, "prompt": 64, "share": share}
+    return [
+        {**place, "arm": a, "tpot_s": s} for a, s in (("dense, paged", one), ("DynaExq", other))
+    ]
+
+
+def test_a_crossover_is_from_where_on_it_holds_throughout():
+    # Faster at 30%, not at 50%, faster from 70% on.
+    lines = crossing(0.3, 1, 2) + crossing(0.5, 3, 2) + crossing(0.7, 1, 2) + crossing(1.0, 1, 2)
+    (found,) = [x for x in report.share_crossovers(lines) if x["first"] == "dense, paged"]
+    assert (found["second"], found["share"], found["below"]) == ("DynaExq", 0.7, 0.5)
+    (text,) = report.crossover_text([found])
+    assert text.endswith("dense, paged is faster than DynaExq: batch 1 from 70% on (not at 50%)")
+    (never,) = report.share_crossovers(crossing(0.3, 2, 1) + crossing(1.0, 2, 1))
+    assert (never["share"], never["below"]) == (None, 1.0)
+    assert "never (up to 100%)" in next(report.crossover_text([never]))
+    (always,) = report.share_crossovers(crossing(0.3, 1, 2))
+    assert (always["share"], always["below"]) == (0.3, None)
+    nobody = [{**line, "tpot_s": None} for line in crossing(0.3, 1, 2)]
+    assert not list(report.share_crossovers(nobody))
+
+
+def test_batches_at_which_arms_change_places_are_named():
+    lines = crossing(0.5, 1, 2, batch=1) + crossing(0.5, 3, 2, batch=8) + crossing(0.5, 3, 2, 32)
+    assert list(report.batch_crossovers(lines, "here")) == [
+        "here, prompt 64: DynaExq is faster than dense, paged from batch 8 on, not at 1"
+    ]
+
+
+def test_the_policys_own_cost_is_on_over_off():
+    line = {"batch": 1, "prompt": 64, "share": 0.5, "staged": 2.0}
+    lines = [{**line, "arm": "DynaExq", "tpot_s": 1.1}, {**line, "arm": "DynaExq off", "tpot_s": 1}]
+    (text,) = report.overhead_text(lines)
+    assert "at most 1.100 (prompt 64, 50%, 2.00 transitions a step); above 1.05 in 1 of 1" in text
+
+
+# ---- measured
+
+
+def test_the_default_memory_is_all_low_the_spares_and_the_share(tmp_path):
+    config = parse_config(MODEL, "random")
+    memory, dense = memory_of(config, 2, 0.5)
+    layout = config.slot_layout(2, ("dense", "int4"))
+    # 32 of 64 experts high and two spares, as many low at 4 a slot.
+    assert memory == (34 + -(-34 // 4)) * layout.slot_bytes and dense == 64 * 3 * 256 * 256 * 2
+    small = MODEL | {"hidden_size": 64, "moe_intermediate_size": 64, "vocab_size": 64}
+    path = checkpoint(tmp_path, small)
+    before = (path / "model.safetensors").stat().st_mtime_ns
+    assert checkpoint(tmp_path, small) == path
+    assert (path / "model.safetensors").stat().st_mtime_ns == before
+
+
+def test_long_prompts_have_fewer_repeats_and_few_have_no_interval():
+    args = bench_precision._parser().parse_args(["measure", "x", "--tokens-a-place", "24576"])
+    assert [repeats_of(args, *p) for p in ((1, 128), (8, 1024), (32, 4096))] == [6, 3, 1]
+    assert bounds([1.0] * 5) is None and bounds([1.0, 2, 3, 4, 5, 6]) == (1, 6)
+
+
+@pytest.mark.nightly
+def test_measure_runs_every_arm_at_one_memory(tmp_path, capsys, monkeypatch):
+    small = MODEL | {"hidden_size": 128, "moe_intermediate_size": 128, "num_experts": 8}
+    monkeypatch.setattr("precision_measured.MODEL", small)
+    sizes = {"batch": 2, "prompt": 40, "max-tokens": 4, "repeats": 1, "pairs": 1}
+    told = [f"--{name}={value}" for name, value in sizes.items()]
+    told += ["--interval=32 tokens"]
+    assert bench_precision.main(["measure", str(tmp_path), *told]) == 0
+    out = capsys.readouterr().out
+    assert "say nothing about a GPU" in out and "CPU engine" in out
+    lines = [json.loads(line) for line in (tmp_path / "measured.jsonl").read_text().splitlines()]
+    arms = {line["arm"]: line for line in lines}
+    assert len(lines) == len(arms) == 7
+    for line in lines[:6]:
+        assert line["ttft_s"] > 0 and line["tpot_p99_s"] >= line["tpot_s"] > 0
+        assert line["to_static_interval"] is None and line["memory"] == lines[0]["memory"]
+    on, off = (arms[name]["residency"] for name in ("DynaExq", "DynaExq off"))
+    assert sum(on) == sum(off) == 16
+    # Equal residency, but for the exchanges that are under way.
+    assert abs(on[0] - off[0]) <= 2 and off[0] > 0
+    assert arms["int4, static"]["residency"] == [16]
+    assert arms["DynaExq on / off"]["tpot_ratio"] > 0
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        ("predict {} --shares 0", "--shares are numbers above 0 and up to 1, not '0'"),
+        ("predict {} --shares a", "--shares are numbers"),
+        ("predict {} --steps 0", "--steps and --spares are from 1 on"),
+        ("predict {} --decoding int2=1:0", "'int2=1:0' is no VERSION=FACTOR:SECONDS"),
+        ("predict {} --decoding int4=x", "is no VERSION=FACTOR:SECONDS"),
+        ("predict {} --step-bytes x", "is not a size"),
+        ("measure {} --max-tokens 1", "--max-tokens from 2"),
+        ("measure {} --hi-share 1", "--hi-share lies between 0 and 1"),
+        ("measure {} --prompt 9000", "are 9064, more than the model's 8192; give fewer"),
+        ("measure {} --model {}/none", "is no checkpoint"),
+    ],
+)
+def test_what_cannot_be_is_refused(tmp_path, capsys, told, message):
+    assert bench_precision.main(told.replace("{}", str(tmp_path)).split()) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_decoding_is_read():
+    assert bench_precision.parse_decoding("int4=0.5:0.001") == ("int4", Decoding(0.5, 0.001))
+    with pytest.raises(SystemExit):
+        bench_precision._parser().parse_args(["predict", "x", "--batch", "0"])

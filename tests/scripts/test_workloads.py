@@ -1,0 +1,168 @@
+"""Workloads are the same for a seed, and have the rates, lengths and turns that were asked for."""
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+
+from moejax.errors import UserError
+from scripts.parts.workloads import (
+    Workload,
+    bursty_arrivals,
+    conversations,
+    poisson_arrivals,
+    synthetic_corpus,
+    text_corpus,
+)
+
+CORPUS = synthetic_corpus(512, seed=1, tokens=4096)
+MANY = Workload(sessions=200, turns=12, tool_share=0.3, shift_share=0.2, seed=5)
+
+
+@pytest.fixture(scope="module")
+def found():
+    return conversations(MANY, CORPUS)
+
+
+def test_a_seed_decides_everything(found):
+    assert conversations(MANY, synthetic_corpus(512, seed=1, tokens=4096)) == found
+    other = conversations(dataclasses.replace(MANY, seed=6), CORPUS)
+    assert all(a.turns != b.turns for a, b in zip(found, other, strict=True))
+    assert other[0].arrival_s != found[0].arrival_s
+    # Fewer sessions are the first of more, and another arrival process changes no turn.
+    assert conversations(dataclasses.replace(MANY, sessions=7), CORPUS) == found[:7]
+    bursty = conversations(dataclasses.replace(MANY, arrival="bursty"), CORPUS)
+    assert [c.turns for c in bursty] == [c.turns for c in found]
+    assert [c.arrival_s for c in bursty] != [c.arrival_s for c in found]
+
+
+def test_every_session_has_a_document_of_its_own_behind_the_common_prefix():
+    workload = dataclasses.replace(MANY, sessions=30, system_tokens=20, document_tokens=100)
+    firsts = [each.turns[0] for each in conversations(workload, CORPUS)]
+    assert {turn.kind for turn in firsts} == {"document"}
+    assert len({turn.new_tokens[:20] for turn in firsts}) == 1
+    assert len({turn.new_tokens[20:120] for turn in firsts}) == 30
+    for turn in firsts:
+        document = np.asarray(turn.new_tokens[20:120])
+        text = np.concatenate([CORPUS[turn.domain]] * 2)
+        starts = np.flatnonzero(text == document[0])
+        assert any(np.array_equal(text[s : s + 100], document) for s in starts)
+
+
+def test_turns_are_of_the_kinds_and_lengths_that_were_asked_for(found):
+    turns = [turn for each in found for turn in each.turns]
+    assert [t.index for t in turns] == [*range(12)] * 200
+    assert [t.session for t in turns] == np.repeat(np.arange(200), 12).tolist()
+    for kind, tokens, answer in (
+        ("question", MANY.question_tokens, MANY.answer_tokens),
+        ("tool", MANY.tool_tokens, MANY.tool_answer_tokens),
+    ):
+        chosen = [t for t in turns if t.kind == kind]
+        lengths = np.array([len(t.new_tokens) for t in chosen])
+        answers = np.array([t.max_tokens for t in chosen])
+        assert (lengths.min(), lengths.max()) == (tokens // 2, tokens * 3 // 2)
+        assert lengths.mean() == pytest.approx(tokens, rel=0.05)
+        assert answers.mean() == pytest.approx(answer, rel=0.05)
+        pause = {"question": MANY.think_s, "tool": MANY.tool_s}[kind]
+        assert np.mean([t.think_s for t in chosen]) == pytest.approx(pause, rel=0.15)
+    for each in found:
+        assert each.tokens == sum(len(t.new_tokens) + t.max_tokens for t in each.turns)
+        domains = [t.domain for t in each.turns]
+        shifts = [t.kind == "shift" for t in each.turns]
+        assert [a != b for a, b in itertools.pairwise(domains)] == shifts[1:]
+
+
+def test_tools_come_in_bursts_and_topics_shift_as_often_as_asked(found):
+    runs, free, shifts, bursts = [], 0, 0, 0
+    for each in found:
+        kinds = [t.kind for t in each.turns]
+        i = 1
+        while i < len(kinds):
+            # Where no burst runs, a turn shifts, or begins a burst, or neither.
+            free += 1
+            shifts += kinds[i] == "shift"
+            if kinds[i] != "tool":
+                i += 1
+                continue
+            bursts += 1
+            runs.append(kinds[i : i + MANY.tool_turns])
+            i += MANY.tool_turns
+    assert all(set(run) == {"tool"} for run in runs)
+    assert shifts / free == pytest.approx(0.2, abs=0.03)
+    assert bursts / (free - shifts) == pytest.approx(0.3, abs=0.03)
+
+
+def counts(times: np.ndarray, window: float) -> np.ndarray:
+    return np.bincount((times // window).astype(int))[:-1]
+
+
+def test_arrivals_have_their_rate_and_only_bursty_ones_are_bursty():
+    dispersion = {}
+    for name, process in (("poisson", poisson_arrivals), ("bursty", bursty_arrivals)):
+        times = process(np.random.default_rng(0), 4.0, 40_000)
+        assert (np.diff(times) > 0).all() and times[0] > 0
+        assert len(times) / times[-1] == pytest.approx(4.0, rel=0.05), name
+        seen = counts(times, 5.0)
+        dispersion[name] = seen.var() / seen.mean()
+    assert dispersion["poisson"] == pytest.approx(1.0, abs=0.1)
+    # The rate is 20/s or 0/s, 0.5 and 2 s long in the mean; its covariance 20²·0.2·0.8·e^(−2.5 t)
+    # integrated over a window of 5 s gives the dispersion of the counts.
+    rate_of_change, variance = 1 / 0.5 + 1 / 2, 20**2 * 0.2 * 0.8
+    within = 1 - (1 - np.exp(-rate_of_change * 5)) / (rate_of_change * 5)
+    expected = 1 + 2 * variance / rate_of_change / 4 * within
+    assert dispersion["bursty"] == pytest.approx(expected, rel=0.1)
+    steady = bursty_arrivals(np.random.default_rng(0), 4.0, 40_000, on_share=1.0)
+    assert len(steady) / steady[-1] == pytest.approx(4.0, rel=0.05)
+
+
+def test_synthetic_domains_differ_and_keep_to_the_vocabulary():
+    tokens = {name: set(np.unique(ids)) for name, ids in CORPUS.items()}
+    assert all(min(ids) > 0 and max(ids) < 512 for ids in tokens.values())
+    top = [np.argsort(-np.bincount(ids, minlength=512))[:8].tolist() for ids in CORPUS.values()]
+    assert len({i for ids in top for i in ids}) > 16
+    assert all(ids.dtype == np.int32 and len(ids) == 4096 for ids in CORPUS.values())
+
+
+def test_documents_are_cut_from_text_files(tmp_path):
+    (tmp_path / "a.txt").write_text("abcdef" * 50)
+    (tmp_path / "b.txt").write_text("XYZ" * 50)
+    corpus = text_corpus([tmp_path / "a.txt", tmp_path / "b.txt"], lambda s: [ord(c) for c in s])
+    assert list(corpus) == ["a", "b"]
+    for each in conversations(Workload(sessions=5, shift_share=0.5), corpus):
+        for turn in each.turns:
+            wanted = {"a": "abcdef", "b": "XYZ"}[turn.domain]
+            assert set(map(chr, turn.new_tokens)) <= set(wanted)
+    (tmp_path / "empty.txt").touch()
+    with pytest.raises(UserError, match=r"the text .*empty.txt is empty"):
+        text_corpus([tmp_path / "empty.txt"], lambda s: [])
+    with pytest.raises(UserError, match=r"cannot read the text .*absent"):
+        text_corpus([tmp_path / "absent"], lambda s: [1])
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("sessions", 0, "sessions must be at least 1, got 0"),
+        ("answer_tokens", 0, "answer_tokens must be at least 1"),
+        ("document_tokens", -1, "document_tokens must be at least 0"),
+        ("tool_share", 1.5, "tool_share is a share from 0 to 1"),
+        ("think_s", float("nan"), "think_s must not be negative"),
+        ("arrival", "uniform", "arrival is one of poisson, bursty, not 'uniform'"),
+    ],
+)
+def test_what_cannot_be_is_refused(field, value, message):
+    with pytest.raises(UserError, match=message):
+        Workload(**{field: value})
+
+
+def test_what_the_processes_cannot_do_is_refused():
+    rng = np.random.default_rng(0)
+    with pytest.raises(UserError, match="rate must be above 0, got 0"):
+        poisson_arrivals(rng, 0.0, 1)
+    with pytest.raises(UserError, match="on_share is in"):
+        bursty_arrivals(rng, 1.0, 1, on_share=0.0)
+    with pytest.raises(UserError, match="at least 2 tokens"):
+        synthetic_corpus(1)
+    with pytest.raises(UserError, match="the corpus has no domain"):
+        conversations(Workload(), {})
