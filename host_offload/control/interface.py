@@ -72,13 +72,14 @@ class Costs:
     attention_s: float
     """Of one layer, for one row and 64 tokens of its context."""
     prefill_s_per_token: float
-    """Of one more prompt token in a sweep, everything resident."""
+    """Of one more prompt token in a prefill step, everything resident."""
     kv_swap_s_per_byte: float
     """Of one way, to the host or back (the mean of both)."""
     read_through: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(2))
     """float64[2], as fill: what an expert costs that is computed from the store."""
     recompute_s_per_token: float = 0.0
-    """Of a prompt that is computed again: all of its sweep's time by its tokens (WiSP's r)."""
+    """Of a prompt that is computed again: all of its prefill step's time by its tokens (WiSP's
+    r)."""
     memory_s_per_byte: float = 0.0
     """Of the device's memory."""
 

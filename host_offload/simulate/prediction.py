@@ -67,7 +67,7 @@ class Prediction:
 
     @property
     def tokens_per_s(self) -> float:
-        """Generated tokens (decode rows) over the time of all steps, sweeps included."""
+        """Generated tokens (decode rows) over the time of all steps, prefill steps included."""
         return float(self.tokens[self.of_kind("decode")].sum() / self.seconds.sum())
 
     def of_kind(self, kind: str) -> np.ndarray:
@@ -171,18 +171,18 @@ class _Clock:
         step = next(self._steps)
         first = self._models[0]
         work, rows = step_work(step, self._header, first)
-        sweep, counts = rows is None, simulated.versions
+        prefill, counts = rows is None, simulated.versions
         if counts is None:
             compute, control = first.compute_s(work, rows), first.control
             moves = simulated.fills, simulated.read_through, simulated.staged
-            moved = first.move_s(*moves, sweep=sweep)
+            moved = first.move_s(*moves, prefill=prefill)
             self.active_bytes.append(work.experts * first.expert_bytes)
         else:
             routed = routed_counts(step.ids, self._header.experts)
-            tile = first.chunk if sweep else first.row_tile
+            tile = first.chunk if prefill else first.row_tile
             parts = version_costs.version_work(routed, counts.version, tile, len(self._models))
             compute = version_costs.compute_s(self._models, work, *parts, rows)
-            moved = version_costs.move_s(self._models, counts, sweep=sweep)
+            moved = version_costs.move_s(self._models, counts, prefill=prefill)
             control = version_costs.control_s(self._models, parts[0])
             sizes = np.array([model.expert_bytes for model in self._models])
             self.active_bytes.append(int(parts[0] @ sizes))
@@ -199,14 +199,14 @@ class _Clock:
 
 
 def step_work(step: StepTrace, header: TraceHeader, model: CostModel) -> tuple[Work, int | None]:
-    """(what a step computes, rows of its decode executable; None: it is a sweep)."""
-    sweep = step.kind == KINDS[0]
+    """(what a step computes, rows of its decode executable; None: it is a prefill step)."""
+    prefill = step.kind == KINDS[0]
     tokens = len(step.ids)
-    tile = model.chunk if sweep else model.row_tile
+    tile = model.chunk if prefill else model.row_tile
     counts = routed_counts(step.ids, header.experts)
     active = int(np.count_nonzero(counts))
     tiles = int(np.sum(-(-counts // tile))) - active
-    if sweep:
+    if prefill:
         parts, spans = _chunks(step, model.chunk)
         return Work(parts, spans, active, tiles), None
     spans = tokens if step.position is None else int(np.sum(step.position // SPAN + 1))
@@ -214,7 +214,7 @@ def step_work(step: StepTrace, header: TraceHeader, model: CostModel) -> tuple[W
 
 
 def _chunks(step: StepTrace, chunk: int) -> tuple[int, int]:
-    """(chunks of a sweep, spans that they attend to)."""
+    """(chunks of a prefill step, spans that they attend to)."""
     if step.position is None or step.request is None:
         count = -(-len(step.ids) // chunk)
         return count, count

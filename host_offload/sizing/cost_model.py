@@ -75,7 +75,7 @@ class CostModel:
     top_k: int
     expert_bytes: int
     chunk: int
-    """Prompt tokens computed at once; rows of a sweep's tile."""
+    """Prompt tokens computed at once; rows of a prefill step's tile."""
     row_tile: int
     """Rows of a decode tile."""
     decode: dict[int, StepCost]
@@ -92,12 +92,12 @@ class CostModel:
     control: float
     """Of a step whose results policies look at, whatever they then do: the copies of tables and
     routing that they see. What a policy computes is not in it."""
-    sweep_fill: float
-    """Of one expert moved into a cell in a sweep."""
-    sweep_read_through: float
-    """Of one expert computed from the store in a sweep."""
+    prefill_fill: float
+    """Of one expert moved into a cell in a prefill step."""
+    prefill_read_through: float
+    """Of one expert computed from the store in a prefill step."""
     recompute_per_token: float
-    """A sweep's seconds with everything resident by its tokens."""
+    """A prefill step's seconds with everything resident by its tokens."""
     kv_swap_per_byte: float
     """Of one way, to the host or back (the mean of both)."""
     memory_per_byte: float
@@ -140,26 +140,30 @@ class CostModel:
         )
 
     def compute_s(self, work: Work, rows: int | None) -> float:
-        """Seconds of a step that moves nothing. rows: of a decode executable; None: a sweep."""
+        """Seconds of a step that moves nothing. rows: of a decode executable; None: a prefill
+        step."""
         if rows is None:
             return self.prefill.seconds(work)
         return self.decode[self.bucket(rows)].seconds(work)
 
     def move_s(
-        self, fills: np.ndarray, read_through: np.ndarray, staged: np.ndarray, *, sweep: bool
+        self, fills: np.ndarray, read_through: np.ndarray, staged: np.ndarray, *, prefill: bool
     ) -> float:
         """Seconds that experts add to a step which moves so many, int[L] each."""
         moves = zip(MOVES, (fills, read_through, staged), strict=True)
-        by_layer = [self.moves_s(kind, counts, sweep=sweep) for kind, counts in moves]
+        by_layer = [self.moves_s(kind, counts, prefill=prefill) for kind, counts in moves]
         return self.stage_list * bool(staged.any()) + float(np.sum(by_layer))
 
-    def moves_s(self, kind: str, counts: np.ndarray, *, sweep: bool) -> np.ndarray:
+    def moves_s(self, kind: str, counts: np.ndarray, *, prefill: bool) -> np.ndarray:
         """float64[L]: what layers that move so many experts (int[L]) in one of the ways of MOVES
         add to a step; a list's own cost (`stage_list`) is not in it."""
         if kind == "stage":
             return _looked_up(self.stage, counts)
-        if sweep:
-            return counts * {"fill": self.sweep_fill, "read_through": self.sweep_read_through}[kind]
+        if prefill:
+            return (
+                counts
+                * {"fill": self.prefill_fill, "read_through": self.prefill_read_through}[kind]
+            )
         return _looked_up(getattr(self, kind), counts)
 
     # ---- what policies see
@@ -238,8 +242,8 @@ _TABLES = MOVES
 _SECONDS = (
     "stage_list",
     "control",
-    "sweep_fill",
-    "sweep_read_through",
+    "prefill_fill",
+    "prefill_read_through",
     "recompute_per_token",
     "kv_swap_per_byte",
     "memory_per_byte",
@@ -261,11 +265,11 @@ def fitted_step(works: Sequence[Work], seconds: Sequence[float]) -> StepCost:
     return StepCost(*_fitted([[1, *work] for work in works], seconds))
 
 
-def fitted_sweep(
+def fitted_prefill(
     works: Sequence[Work], moved: Sequence[tuple[int, int]], seconds: Sequence[float]
 ) -> tuple[StepCost, float, float]:
-    """As fitted_step, of sweeps that moved so many (into cells, read through) experts; also the
-    seconds of one of each."""
+    """As fitted_step, of prefill steps that moved so many (into cells, read through) experts; also
+    the seconds of one of each."""
     rows = [[1, *work, *moves] for work, moves in zip(works, moved, strict=True)]
     *cost, fill, read_through = _fitted(rows, seconds)
     return StepCost(*cost), fill, read_through

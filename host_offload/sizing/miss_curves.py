@@ -3,7 +3,7 @@
 WiSP, equation (3): a reference hits with c cells iff fewer than c experts were used since (its
 distance d < c). A step references a *set* and no member of it is a victim, so the distance is the
 place in the recency list as it stood when the step began; the list's order is last use, then expert
-id, as in pallas_kernels.plan.victim. Each wave of a sweep is a reference of its own.
+id, as in pallas_kernels.plan.victim. Each wave of a prefill step is a reference of its own.
 
 docs/miss_curves.md has what follows from where a step does not fit.
 """

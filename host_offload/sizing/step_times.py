@@ -2,8 +2,8 @@
 
 WiSP presets the cost constants of equation (4) and leaves calibrating itself as future work. Here:
 decode steps of the same executable differ in how many experts they miss, so the slope of seconds
-over misses is c_E; sweeps say what a prompt token costs, r. Both begin with a measured value that
-counts as some steps.
+over misses is c_E; prefill steps say what a prompt token costs, r. Both begin with a measured value
+that counts as some steps.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class StepTimes(NamedTuple):
 
     decode: Mapping[int, Samples] = {}
     """By bucket, of misses."""
-    sweeps: Samples = Samples()
+    prefill_steps: Samples = Samples()
     """Of prompt tokens, without what misses cost."""
     read_s: float = -1.0
     """When the last step was read; below 0: there was none."""
@@ -61,13 +61,13 @@ class StepTimes(NamedTuple):
         self, *, bucket: int, tokens: int, misses: int, read_s: float, usable: bool, miss_s: float
     ) -> StepTimes:
         """A step was read. tokens: of prompts, 0 for a decode step. usable: all its rows are of one
-        kind and its executable had run before. miss_s: what a miss costs, for sweeps."""
+        kind and its executable had run before. miss_s: what a miss costs, for prefill steps."""
         seconds, times = read_s - self.read_s, self._replace(read_s=read_s)
         if not usable or self.read_s < 0 or seconds <= 0:
             return times
         if tokens:
             net = max(seconds - misses * miss_s, 0.0)
-            return times._replace(sweeps=self.sweeps.add(tokens, net, tokens))
+            return times._replace(prefill_steps=self.prefill_steps.add(tokens, net, tokens))
         known = self.decode.get(bucket, Samples())
         return times._replace(decode={**self.decode, bucket: known.add(misses, seconds)})
 
@@ -84,8 +84,8 @@ class StepTimes(NamedTuple):
         return prior if spread < max(steps, 1) else _mixed(steps, joint / spread, prior)
 
     def token_s(self, prior: float) -> float:
-        """r in seconds a prompt token, mixed with `prior` by numbers of sweeps."""
-        n, tokens, seconds, *_ = self.sweeps.sums
+        """r in seconds a prompt token, mixed with `prior` by numbers of prefill steps."""
+        n, tokens, seconds, *_ = self.prefill_steps.sums
         return prior if not n else _mixed(n, seconds / tokens, prior)
 
 

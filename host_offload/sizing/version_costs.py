@@ -94,14 +94,14 @@ def control_s(models: Sequence[CostModel], experts: np.ndarray) -> float:
     return max(model.control for model, count in zip(models, experts, strict=True) if count)
 
 
-def move_s(models: Sequence[CostModel], counts: VersionCounts, *, sweep: bool) -> float:
+def move_s(models: Sequence[CostModel], counts: VersionCounts, *, prefill: bool) -> float:
     """Seconds that experts add to a step which moves these."""
     seconds = 0.0
     for kind, moved in zip(MOVES, counts[1:], strict=True):
         of_layer = moved.sum(axis=1)
         share = moved / np.maximum(of_layer, 1)[:, None]
         for model, of_version in zip(models, share.T, strict=True):
-            seconds += float(model.moves_s(kind, of_layer, sweep=sweep) @ of_version)
+            seconds += float(model.moves_s(kind, of_layer, prefill=prefill) @ of_version)
     staged = counts.staged.sum(axis=0).tolist()
     lists = [model.stage_list for model, some in zip(models, staged, strict=True) if some]
     return seconds + max(lists, default=0.0)

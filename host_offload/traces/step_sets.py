@@ -89,7 +89,7 @@ def _check(where: str, ids: np.ndarray, waves: np.ndarray, experts: int) -> None
 
 
 def in_waves(active: np.ndarray, waves: int) -> Iterator[np.ndarray]:
-    """The sets bool[M, E] of a step, wave by wave: ranges of ids, as a sweep makes them."""
+    """The sets bool[M, E] of a step, wave by wave: ranges of ids, as a prefill step makes them."""
     if waves == 1:
         yield active
         return

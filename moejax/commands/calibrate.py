@@ -104,7 +104,7 @@ def _steps(model: CostModel) -> Table:
         "step, everything resident, µs", "step", "row or chunk", "span", "expert", "further tile"
     )
     costs = {f"decode of {rows} rows": cost for rows, cost in sorted(model.decode.items())}
-    for name, cost in {**costs, "sweep": model.prefill}.items():
+    for name, cost in {**costs, "prefill": model.prefill}.items():
         table.add_row(name, *(f"{value * 1e6:,.1f}" for value in vars(cost).values()))
     return table
 
@@ -130,8 +130,8 @@ def _rates(model: CostModel) -> Table:
         ("one expert", 0, format_bytes(model.expert_bytes)),
         ("a list of transfers in a step", model.stage_list * 1e6, "µs a step"),
         ("policies that look at a step", model.control * 1e6, "µs a step"),
-        ("expert filled in a sweep", model.sweep_fill * 1e6, "µs"),
-        ("expert read through in a sweep", model.sweep_read_through * 1e6, "µs"),
+        ("expert filled in a prefill step", model.prefill_fill * 1e6, "µs"),
+        ("expert read through in a prefill step", model.prefill_read_through * 1e6, "µs"),
         ("one more prompt token", costs.prefill_s_per_token * 1e6, "µs"),
         ("a prompt computed again", model.recompute_per_token * 1e6, "µs a token"),
         ("link", 1e-9 / model.link_per_byte, "GB/s"),

@@ -166,6 +166,7 @@ def _format_cost(cost: Cost, run: Mapping[str, Any]) -> str:
         f"experts  hit rate {hit_rate} of {cost.activations} activations ({cost.fills} fills, "
         f"{cost.read_through} read through), {run['eviction']}",
         f"moved    {format_bytes(cost.fill_bytes)} filled, "
-        f"{format_bytes(cost.read_through_bytes)} read through in {cost.sweeps} sweeps",
+        f"{format_bytes(cost.read_through_bytes)} read through in "
+        f"{cost.prefill_steps} prefill steps",
     ]
     return "\n".join(lines + [f"note     {note}" for note in run["notes"]])

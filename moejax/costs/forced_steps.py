@@ -1,5 +1,5 @@
-"""Decode steps whose routing and residency are chosen, and sweeps, run by an engine of their own:
-what a step costs is measured on these."""
+"""Decode steps whose routing and residency are chosen, and prefill steps, run by an engine of their
+own: what a step costs is measured on these."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ class ForcedSteps:
         params = SamplingParams(temperature=0.0, max_tokens=steps + SLACK, ignore_eos=True)
         self._requests = [self._engine.add(ids, params) for ids in self._prompts(rows, prompt)]
         while not all(request.prefill_done for request in self._requests):
-            # Between two sweeps those that are through decode.
+            # Between two prefill steps those that are through decode.
             if decoding := sum(request.prefill_done for request in self._requests):
                 self._plan(Case(decoding, self.top_k), 1)
             self._engine.step()
@@ -266,11 +266,11 @@ class ForcedSteps:
         pairs = zip(absent[:count].tolist(), cells[:count].tolist(), strict=False)
         return [Entry(layer, expert, 0, cell) for expert, cell in pairs]
 
-    # ---- sweeps
+    # ---- prefill steps
 
-    def sweep(self, prompts: int, tokens: int, cells: int, *, cold: bool) -> StepSample:
-        """The seconds of one sweep over prompts of so many tokens, with the model's own routing.
-        cold: nothing is resident when it begins."""
+    def prefill(self, prompts: int, tokens: int, cells: int, *, cold: bool) -> StepSample:
+        """The seconds of one prefill step over prompts of so many tokens, with the model's own
+        routing. cold: nothing is resident when it begins."""
         if cold:
             self.grant(0)
         self.grant(cells)
@@ -287,7 +287,7 @@ class ForcedSteps:
             raise RuntimeError(f"{len(self._steps)} steps for {prompts} prompts instead of one")
         output, chunk = self._steps[0].output, self.runner.shapes.chunk
         # The first `length` rows of each chunk hold tokens.
-        used = np.zeros(self.runner.shapes.sweep_chunks * chunk, bool)
+        used = np.zeros(self.runner.shapes.prefill_chunks * chunk, bool)
         chunks = self._steps[0].work.chunks
         for i, one in enumerate(chunks):
             used[i * chunk : i * chunk + one.length] = True

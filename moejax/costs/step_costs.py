@@ -1,4 +1,4 @@
-"""Measures what steps cost: decode steps with forced routing and residency, and sweeps.
+"""Measures what steps cost: decode steps with forced routing and residency, and prefill steps.
 
 Each case runs in several rounds that alternate with all others, through an engine as any other
 steps do; a figure is made of medians. moejax.costs.calibration keeps them.
@@ -17,7 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from host_offload.memory.swap import SWAP_PAGES
-from host_offload.sizing.cost_model import CostModel, Work, fitted_step, fitted_sweep, fitted_table
+from host_offload.sizing.cost_model import (
+    CostModel,
+    Work,
+    fitted_prefill,
+    fitted_step,
+    fitted_table,
+)
 from moejax.costs.forced_steps import SLACK, WARM, Case, ForcedSteps, StepSample
 from moejax.costs.rates import measure_rates
 from moejax.errors import UserError
@@ -60,7 +66,7 @@ def measure(
     try:
         groups = _groups(runner)
         pages = max(rows * _pages(runner, prompt + steps) for rows, prompt, steps in groups)
-        pages = max(pages, *(p * _pages(runner, t) for p, t in _sweeps(runner)))
+        pages = max(pages, *(p * _pages(runner, t) for p, t in _prefill_shapes(runner)))
         forced = ForcedSteps(runner, pages)
         say("link and memory")
         rates = measure_rates(runner)
@@ -109,11 +115,11 @@ def _round(runner, forced: ForcedSteps, groups, cases, timed: int, decoded, swep
             decoded.setdefault(case, []).append(forced.measure(case, timed))
             left -= WARM + STEPS + 1
         forced.end()
-    for prompts, tokens in _sweeps(runner):
+    for prompts, tokens in _prefill_shapes(runner):
         for cells, cold in ((forced.cells, False), (forced.cells, True), (0, True)):
             if not cold:  # so that it is not
-                forced.sweep(prompts, tokens, cells, cold=False)
-            sample = forced.sweep(prompts, tokens, cells, cold=cold)
+                forced.prefill(prompts, tokens, cells, cold=False)
+            sample = forced.prefill(prompts, tokens, cells, cold=cold)
             swept.setdefault((prompts, tokens, cells, cold), []).append(sample)
 
 
@@ -126,7 +132,7 @@ def _groups(runner: Runner) -> list[tuple[int, int, int]]:
     buckets = runner.shapes.buckets or (runner.shapes.rows,)
     counts = {1, *buckets, *(bucket + 1 for bucket in buckets[:-1])}
     found = [(rows, 1, steps) for rows in sorted(counts)]
-    prompt = min(LONG, longest // 2, runner.shapes.sweep_chunks * runner.shapes.chunk)
+    prompt = min(LONG, longest // 2, runner.shapes.prefill_chunks * runner.shapes.chunk)
     if prompt >= 128:
         found.append((min(4, runner.shapes.rows), prompt, min(steps, longest - prompt - SLACK)))
     return found
@@ -159,12 +165,12 @@ def _powers(most: int) -> Iterator[int]:
     return itertools.takewhile(lambda n: n <= most, (2**i for i in range(32)))
 
 
-def _sweeps(runner: Runner) -> list[tuple[int, int]]:
-    """(prompts, tokens of each) of the sweeps."""
+def _prefill_shapes(runner: Runner) -> list[tuple[int, int]]:
+    """(prompts, tokens of each) of the prefill steps."""
     shapes = runner.shapes
     longest = shapes.blocks * runner.page.block_size - 1
-    chunk, chunks = shapes.chunk, shapes.sweep_chunks
-    # One prompt among others gets a quarter of a sweep.
+    chunk, chunks = shapes.chunk, shapes.prefill_chunks
+    # One prompt among others gets a quarter of a prefill step.
     alone = min(LONG, longest // chunk * chunk, max(chunks // 4, 1) * chunk)
     many = min(shapes.rows, chunks)
     sizes = [(1, 8), (1, chunk), (1, alone), (min(4, many), chunk), (many, chunk), (many, 8)]
@@ -207,14 +213,14 @@ def _figures(runner, decoded, swept) -> dict[str, Any]:
     tables["stage"] = [*staged], [*staged.values()]
     listed = max(extra(unstaged, dataclasses.replace(unstaged, staged=None)), 0.0)
     observed = next(c for c in medians if c.observed)
-    sweeps = [(key, _median(samples), samples[0]) for key, samples in swept.items()]
-    prefill, fill, read_through = fitted_sweep(
-        [work for _, (_, work), _ in sweeps],
-        [(sample.fills, sample.read_through) for _, _, sample in sweeps],
-        [seconds for _, (seconds, _), _ in sweeps],
+    prefill_steps = [(key, _median(samples), samples[0]) for key, samples in swept.items()]
+    prefill, fill, read_through = fitted_prefill(
+        [work for _, (_, work), _ in prefill_steps],
+        [(sample.fills, sample.read_through) for _, _, sample in prefill_steps],
+        [seconds for _, (seconds, _), _ in prefill_steps],
     )
     (prompts, tokens, *_), (seconds, _), _ = max(
-        (s for s in sweeps if not s[0][3]), key=lambda s: s[0][0] * s[0][1]
+        (s for s in prefill_steps if not s[0][3]), key=lambda s: s[0][0] * s[0][1]
     )
     return {
         "layers": layers,
@@ -230,8 +236,8 @@ def _figures(runner, decoded, swept) -> dict[str, Any]:
         **{n: fitted_table(*(t if t[0] else ([1], [fill]))) for n, t in tables.items()},
         "stage_list": listed,
         "control": max(extra(observed, dataclasses.replace(observed, observed=False)), 0.0),
-        "sweep_fill": fill,
-        "sweep_read_through": read_through,
+        "prefill_fill": fill,
+        "prefill_read_through": read_through,
         "recompute_per_token": seconds / (prompts * tokens),
     }
 

@@ -72,7 +72,7 @@ class Plan:
     step_s: float | None
     """Predicted time of a decode step on the trace; None without such steps or costs."""
     tokens_per_s: float | None
-    """Predicted, sweeps included; None without costs."""
+    """Predicted, prefill steps included; None without costs."""
     working_sets: tuple[WorkingSet, ...]
     """Of everybody, then of each user: cells of each layer with which at most `epsilon` of the warm
     references miss."""

@@ -20,7 +20,7 @@ from moejax.engine.resize import Moved, Resizer, cells_of, check_grant, grant
 from moejax.engine.sampling import Chooser
 from moejax.engine.scheduler import Scheduler
 from moejax.engine.statistics import Statistics
-from moejax.engine.step_work import Step, Work, sweep_of
+from moejax.engine.step_work import Step, Work, prefill_batch
 from moejax.errors import OutOfKV, UserError
 from moejax.interrupt import deferred_interrupt
 from moejax.requests.outputs import FinishReason, append_logprobs, append_prompt_logprobs
@@ -267,8 +267,10 @@ class Engine:
         positions = np.full(rows, -1, np.int32)
         table, bucket = self._device_block_table(), rows
         if work.chunks:
-            kind = work.chunks[0].request.sweep_kind
-            output = runner.prefill(sweep_of(work, runner.shapes), table, kind=kind, stages=stages)
+            kind = work.chunks[0].request.prefill_kind
+            output = runner.prefill(
+                prefill_batch(work, runner.shapes), table, kind=kind, stages=stages
+            )
         else:
             kind = "decode"
             positions[[row for row, _ in work.rows]] = [r.computed - 1 for _, r in work.rows]

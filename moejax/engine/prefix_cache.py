@@ -70,7 +70,7 @@ class PrefixCache:
         return self._of_prompt(request)
 
     def _shared(self, request: Request) -> bool:
-        return self.enabled and request.sweep_kind == "prefill"
+        return self.enabled and request.prefill_kind == "prefill"
 
     def _of_prompt(self, request: Request) -> list[bytes]:
         if request.block_keys is None:

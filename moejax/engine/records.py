@@ -29,7 +29,7 @@ class StepRecord:
     """Of time.perf_counter."""
     read_s: float
     rows: int
-    """Token rows of the executable, padding included: the bucket in decode, the sweep's in
+    """Token rows of the executable, padding included: the bucket in decode, the prefill step's in
     prefill."""
     compiled: bool
     """The step was the first to run its executable."""
@@ -89,7 +89,7 @@ def step_record(
         spans = [np.arange(c.skip, c.length) for c in work.chunks]
         place = np.concatenate([i * shapes.chunk + s for i, s in enumerate(spans)])
         position = np.concatenate([c.start + s for c, s in zip(work.chunks, spans, strict=True)])
-        requests, rows = [c.request for c in work.chunks], shapes.sweep_chunks * shapes.chunk
+        requests, rows = [c.request for c in work.chunks], shapes.prefill_chunks * shapes.chunk
         lengths, phase = [len(s) for s in spans], 0
     given = {n: np.asarray(a) for n, a in output.arrays._asdict().items() if a is not None}
     arrays = {

@@ -13,7 +13,7 @@ from host_offload.memory.kv_cache import Block, KVCache
 from moejax.engine.prefix_cache import PrefixCache
 from moejax.engine.step_work import Chunk, Work
 from moejax.errors import UserError
-from moejax.requests.request import Request, SweepKind
+from moejax.requests.request import PrefillKind, Request
 from moejax.requests.sessions import Sessions
 from moejax.step.parts import StepShapes
 
@@ -25,14 +25,14 @@ class Scheduler:
     """Admission in the order of priority, then arrival, and nobody is passed over: what does not
     fit waits, and those behind it too.
 
-    Sweeps and decode steps alternate while there is work for both. Pages are taken as they are
-    needed; when none is left, idle shared blocks are dropped, then sessions between turns are moved
-    out, the longest unused first, then running requests, the last in order first.
+    Prefill steps and decode steps alternate while there is work for both. Pages are taken as they
+    are needed; when none is left, idle shared blocks are dropped, then sessions between turns are
+    moved out, the longest unused first, then running requests, the last in order first.
 
     overflow: what moving out means: `swap`, to host memory, or `recompute`, which drops KV and
-    changes bits. sweep_share: most tokens of one prompt in a sweep that others wait for.
-    admission: free rows to wait for before new prompts are swept, while others decode: a sweep
-    reads nearly every expert, however few prompts are in it.
+    changes bits. prefill_share: most tokens of one prompt in a prefill step that others wait for.
+    admission: free rows to wait for before new prompts are swept, while others decode: a prefill
+    step reads nearly every expert, however few prompts are in it.
     """
 
     def __init__(
@@ -44,16 +44,18 @@ class Scheduler:
         *,
         overflow: str = "swap",
         prefix_caching: bool = True,
-        sweep_share: int | None = None,
+        prefill_share: int | None = None,
         admission: int = 1,
     ):
         self.cache, self.arena, self.max_model_len = cache, cache.arena, max_model_len
-        self.chunk, self.sweep_chunks = shapes.chunk, shapes.sweep_chunks
+        self.chunk, self.prefill_chunks = shapes.chunk, shapes.prefill_chunks
         self.block_size = self.arena.layout.page.block_size
         self.max_num_seqs = self.max_running = max_num_seqs
         self.admission = min(admission, max_num_seqs)
         self.overflow, self.prefixes = overflow, PrefixCache(cache, prefix_caching)
-        share = shapes.sweep_chunks * shapes.chunk // 4 if sweep_share is None else sweep_share
+        share = (
+            shapes.prefill_chunks * shapes.chunk // 4 if prefill_share is None else prefill_share
+        )
         self.share_chunks = max(share // shapes.chunk, 1)
         self.queue: list[tuple[tuple[int, int], Request]] = []
         self.running: dict[int, Request] = {}
@@ -143,7 +145,7 @@ class Scheduler:
     def next_work(self) -> Work | None:
         """The next step's work, counted as dispatched; None when nothing can be dispatched."""
         self.published, self.in_step = [], set()
-        # In between two sweeps decode goes on.
+        # In between two prefill steps decode goes on.
         rows = self._decode_rows() if self._swept else []
         chunks = [] if rows else self._next_chunks()
         if not rows and not chunks:
@@ -181,32 +183,34 @@ class Scheduler:
     def _next_chunks(self) -> list[Chunk]:
         decoding = next(self._decoding(), None) is not None
         chunks: list[Chunk] = []
-        kind: SweepKind | None = None
+        kind: PrefillKind | None = None
         for request in self._prefilling(decoding, chunks):
-            if kind not in (None, request.sweep_kind):
+            if kind not in (None, request.prefill_kind):
                 continue  # they are different executables
-            room = self.sweep_chunks - len(chunks)
+            room = self.prefill_chunks - len(chunks)
             others = decoding or self.queue or len(self.running) > 1
             more = self._chunks_of(request, min(room, self.share_chunks) if others else room)
             if more:
-                kind = request.sweep_kind
+                kind = request.prefill_kind
             chunks += more
-        if not decoding:  # nobody waits for the step: what is left of the sweep goes by order
+        if (
+            not decoding
+        ):  # nobody waits for the step: what is left of the prefill step goes by order
             for request in sorted({c.request for c in chunks}, key=_order):
-                chunks += self._chunks_of(request, self.sweep_chunks - len(chunks))
+                chunks += self._chunks_of(request, self.prefill_chunks - len(chunks))
         return chunks
 
     def _prefilling(self, decoding: bool, chunks: list[Chunk]) -> Iterator[Request]:
-        """Those whose prompt is not computed, in order, until the sweep is full; the waiting ones
-        as they are admitted."""
+        """Those whose prompt is not computed, in order, until the prefill step is full; the waiting
+        ones as they are admitted."""
         pending = sorted((r for r in self.running.values() if not r.prefill_done), key=_order)
         for request in pending:
-            if len(chunks) < self.sweep_chunks and request.row is not None:  # not moved out since
+            if len(chunks) < self.prefill_chunks and request.row is not None:  # not moved out since
                 yield request
         self._forget_finished()
         if decoding and self._holds_back():
             return
-        while self.queue and self.free_rows and len(chunks) < self.sweep_chunks:
+        while self.queue and self.free_rows and len(chunks) < self.prefill_chunks:
             request = self.queue[0][1]
             if not self._admit(request):
                 return

@@ -11,7 +11,7 @@ import numpy as np
 from host_offload.memory.kv_cache import Block
 from moejax.requests.request import Request
 from moejax.step.hooks import Transfers
-from moejax.step.parts import StepOutput, StepShapes, Sweep
+from moejax.step.parts import PrefillBatch, StepOutput, StepShapes
 from pallas_kernels.stage import Entries
 
 
@@ -32,7 +32,7 @@ class Chunk:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """The next step: `chunks` for a sweep, else `rows` for a decode step."""
+    """The next step: `chunks` for a prefill step, else `rows` for a decode step."""
 
     chunks: tuple[Chunk, ...] = ()
     rows: tuple[tuple[int, Request], ...] = ()
@@ -79,10 +79,10 @@ class Step:
         return self.work.sampled()
 
 
-def sweep_of(work: Work, shapes: StepShapes) -> Sweep:
+def prefill_batch(work: Work, shapes: StepShapes) -> PrefillBatch:
     """What the step of the work's chunks is given."""
-    count = shapes.sweep_chunks
-    sweep = Sweep(
+    count = shapes.prefill_chunks
+    prefill = PrefillBatch(
         tokens=np.zeros((count, shapes.chunk), np.int32),
         row=np.zeros(count, np.int32),
         start=np.zeros(count, np.int32),
@@ -94,14 +94,14 @@ def sweep_of(work: Work, shapes: StepShapes) -> Sweep:
     )
     for i, chunk in enumerate(work.chunks):
         request, end = chunk.request, chunk.start + chunk.length
-        sweep.tokens[i, : chunk.length] = request.tokens(chunk.start, end)
-        sweep.row[i], sweep.start[i] = chunk.row, chunk.start
-        sweep.skip[i], sweep.length[i] = chunk.skip, chunk.length
+        prefill.tokens[i, : chunk.length] = request.tokens(chunk.start, end)
+        prefill.row[i], prefill.start[i] = chunk.row, chunk.start
+        prefill.skip[i], prefill.length[i] = chunk.skip, chunk.length
         if request.targets is not None:
-            sweep.targets[i, : chunk.length] = request.targets[chunk.start : end]
+            prefill.targets[i, : chunk.length] = request.targets[chunk.start : end]
         elif request.params.prompt_logprobs is not None:
             following = request.prompt[chunk.start + 1 : end + 1]
-            sweep.targets[i, : len(following)] = following
+            prefill.targets[i, : len(following)] = following
         if chunk.samples:
-            sweep.last[chunk.row] = i * shapes.chunk + chunk.length - 1
-    return sweep
+            prefill.last[chunk.row] = i * shapes.chunk + chunk.length - 1
+    return prefill

@@ -90,7 +90,7 @@ class TextLikelihood(Likelihood):
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """What a run took: layer-experts that its sweeps needed, and bytes over the link."""
+    """What a run took: layer-experts that its prefill steps needed, and bytes over the link."""
 
     seconds: float
     """Of the scoring, tokenizing left out."""
@@ -98,7 +98,7 @@ class Cost:
     """Of those, the steps that compiled."""
     computed_tokens: int
     """Scored tokens and their context."""
-    sweeps: int
+    prefill_steps: int
     activations: int
     hits: int
     fills: int
@@ -171,7 +171,7 @@ def perplexity(
     limit: int | None = None,
     progress: bool = False,
 ) -> PerplexityResult:
-    """Scores texts by sliding windows, many windows a sweep.
+    """Scores texts by sliding windows, many windows a prefill step.
 
     texts: one, several, or several by name. window: tokens a window has (default: DEFAULT_WINDOW,
     at most the model's max_model_len). stride: tokens from one window's beginning to the next
@@ -275,10 +275,11 @@ def _token_bytes(text: str, offsets: np.ndarray) -> np.ndarray:
 
 
 def _score(engine: Engine, texts: Sequence[_Encoded], report: Callable[[int], None]) -> Cost:
-    """Fills in the texts' logprobs. As many windows are in the engine as fill two sweeps, so that
-    a sweep, which reads an expert once for all of them, is full while there are windows left."""
-    statistics, most = engine.statistics, 2 * engine.scheduler.sweep_chunks
-    paging, sweeps = dict(statistics.paging), statistics.steps["prefill"]
+    """Fills in the texts' logprobs. As many windows are in the engine as fill two prefill steps, so
+    that a prefill step, which reads an expert once for all of them, is full while there are windows
+    left."""
+    statistics, most = engine.statistics, 2 * engine.scheduler.prefill_chunks
+    paging, prefill_steps = dict(statistics.paging), statistics.steps["prefill"]
     moved = dict(statistics.moved)
     waiting = iter([(text, window) for text in texts for window in text.windows])
     places: dict[Request, tuple[_Encoded, Window]] = {}
@@ -311,7 +312,7 @@ def _score(engine: Engine, texts: Sequence[_Encoded], report: Callable[[int], No
         seconds=seconds,
         compile_s=compile_s,
         computed_tokens=computed,
-        sweeps=statistics.steps["prefill"] - sweeps,
+        prefill_steps=statistics.steps["prefill"] - prefill_steps,
         activations=counts["active"],
         hits=counts["hits"],
         fills=counts["fills"],

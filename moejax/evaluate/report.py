@@ -20,7 +20,7 @@ def result_json(llm: LLM, result: PerplexityResult) -> dict[str, Any]:
 
     Everything outside of `run` says what was computed: no budget, policy, driver or other window
     changes it, unless `precision` says that it changes bits and mixes versions. `run` says how, and
-    what it cost. sweep_tokens is a shape of XLA's matrix products, whose last bits depend on it.
+    what it cost. prefill_tokens is a shape of XLA's matrix products, whose last bits depend on it.
     """
     runner, stats = llm.engine.runner, llm.stats()
     files = [{"name": text.name, "sha256": text.sha256, **_figures(text)} for text in result.texts]
@@ -40,7 +40,7 @@ def result_json(llm: LLM, result: PerplexityResult) -> dict[str, Any]:
         "versions": {name: _version(name) for name in _VERSIONS},
         "device": stats["device"],
         "ops": stats["ops"],
-        "sweep_tokens": scheduler.sweep_chunks * scheduler.chunk,
+        "prefill_tokens": scheduler.prefill_chunks * scheduler.chunk,
         "window": result.window,
         "stride": result.stride,
         "limit": result.limit,

@@ -156,8 +156,8 @@ def append_prompt_logprobs(
 ) -> None:
     """Adds the log-probabilities of the next prompt tokens, as many as the request wants.
 
-    scores: of a sweep, on the host. rows: places in that chunk whose targets they were, ascending;
-    so the first of them has the target prompt[1 + len(request.prompt_logprobs)].
+    scores: of a prefill step, on the host. rows: places in that chunk whose targets they were,
+    ascending; so the first of them has the target prompt[1 + len(request.prompt_logprobs)].
     """
     wanted = request.params.prompt_logprobs
     assert wanted is not None

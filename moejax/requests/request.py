@@ -36,7 +36,7 @@ class GenerationRequest:
     """The caller's own; nothing looks at it."""
 
 
-SweepKind = Literal["prefill", "score", "prompt_logprobs"]
+PrefillKind = Literal["prefill", "score", "prompt_logprobs"]
 """The executable that a prompt goes through."""
 
 
@@ -106,7 +106,7 @@ class Request:
         return self.computed >= self.prefill_to
 
     @property
-    def sweep_kind(self) -> SweepKind:
+    def prefill_kind(self) -> PrefillKind:
         if self.targets is not None:
             return "score"
         return "prefill" if self.params.prompt_logprobs is None else "prompt_logprobs"

@@ -62,7 +62,7 @@ class LLM:
     dtype: "auto" (the checkpoint's), "half", "float16", "bfloat16", "float", "float32".
     seed: of requests that bring none. max_model_len: prompt and generated tokens of a sequence
     (default: the model's). max_num_seqs: sequences decoded at once (16 on CPU, 64 on GPU).
-    max_num_batched_tokens: prompt tokens of the largest sweep (2048 on CPU, 8192 on GPU).
+    max_num_batched_tokens: prompt tokens of the largest prefill step (2048 on CPU, 8192 on GPU).
 
     memory, expert_budget, kv_budget: bytes (`6 * 2**30` or "6GiB") of the arena and its two parts;
     expert_budget also as a share of all experts ("25%"). Any two fix the third; without numbers all
@@ -73,8 +73,8 @@ class LLM:
     swap_space: most host memory for KV pages that make room, bytes or "4GiB". kv_overflow: "swap"
     moves them there; "recompute" drops them and computes them again by the prefill path, which
     changes bits (`RequestMetrics.recomputed` says of whom). enable_prefix_caching: prompts with
-    equal beginnings share KV. long_prefill_token_threshold: most tokens of one prompt in a sweep
-    that others wait for (default: a quarter of max_num_batched_tokens).
+    equal beginnings share KV. long_prefill_token_threshold: most tokens of one prompt in a prefill
+    step that others wait for (default: a quarter of max_num_batched_tokens).
 
     driver: "device" runs a step as one executable; "host" calls each layer's parts from Python,
     slower, for policies that look between them (engine.runner.hooks); no bit depends on it.
@@ -89,8 +89,8 @@ class LLM:
     device: "cpu", "gpu" or a jax device (default: jax's first). progress: bars on stderr while
     loading and generating. cache_dir: XLA's compilation cache (default: jax's own setting if there
     is one, else ~/.cache/moejax/xla; "" for none). listener: see Engine. prefill_waves: passes over
-    a layer's experts in a sweep (default: 1 with XLA ops, 8 with kernels); no bit depends on it.
-    trace: an empty or new directory to write a trace of every step into (docs/trace_format.md).
+    a layer's experts in a prefill step (default: 1 with XLA ops, 8 with kernels); no bit depends on
+    it. trace: an empty or new directory to write a trace of every step into (docs/trace_format.md).
     trace_arrays: what else is in it, of "probs", "gate_input" and "embedding"; they are large.
 
     A context manager: leaving it frees arena, store and parameters. Raises UserError, BudgetError
@@ -278,15 +278,15 @@ class LLM:
 
         requests: pulled from only when the engine has room, so an iterable that waits makes the
         engine wait. max_in_flight: most requests in the engine at once (default: twice the decode
-        rows and one sweep of short prompts). A request that could never run is yielded with the
-        UserError that `generate` would raise, and the others go on; what the iterable itself
+        rows and one prefill step of short prompts). A request that could never run is yielded with
+        the UserError that `generate` would raise, and the others go on; what the iterable itself
         raises is raised. Closing the iterator early cancels what is left.
 
         Raises UserError for a max_in_flight below 1.
         """
         shapes = self._open().runner.shapes
         if max_in_flight is None:
-            max_in_flight = 2 * shapes.rows + shapes.sweep_chunks
+            max_in_flight = 2 * shapes.rows + shapes.prefill_chunks
         if max_in_flight < 1:
             raise UserError(f"max_in_flight must be at least 1, got {max_in_flight}")
         return run_each(self._open, iter(requests), max_in_flight, self._encode, self._tokenizer)
@@ -345,7 +345,7 @@ class LLM:
         return self.score_batch([token_ids])[0]
 
     def score_batch(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
-        """score of each sequence, batched by sweeps."""
+        """score of each sequence, batched by prefill steps."""
         if any(len(ids) < 2 for ids in sequences):
             raise UserError("scoring needs at least two tokens a sequence")
         return run_scores(self._open(), sequences)

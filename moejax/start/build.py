@@ -122,8 +122,9 @@ class Limits:
 
 
 KERNEL_WAVES = 8
-"""Waves of a sweep with the expert kernel. It reads an expert that has no cell once per 64 rows
-routed to it, so a sweep wants cells for all; an eighth of the experts fits where not all do."""
+"""Waves of a prefill step with the expert kernel. It reads an expert that has no cell once per 64
+rows routed to it, so a prefill step wants cells for all; an eighth of the experts fits where not
+all do."""
 
 DRIVERS: dict[str, type[Runner]] = {"device": Runner, "host": HostRunner}
 """Who walks through the layers of a step: one executable, or Python with hooks in between."""
@@ -287,8 +288,8 @@ def start_engine(
             length,
             overflow=limits.kv_overflow,
             prefix_caching=limits.enable_prefix_caching,
-            sweep_share=limits.long_prefill_token_threshold,
-            # A sweep with experts to move costs almost the same for one prompt as for many.
+            prefill_share=limits.long_prefill_token_threshold,
+            # A prefill step with experts to move costs almost the same for one prompt as for many.
             admission=1 if min(cells, default=experts) == experts else -(-seqs // 4),
         ),
         Statistics(runner.link_bytes),
@@ -339,7 +340,7 @@ def step_shapes(
     bucketed: bool = False,
 ) -> StepShapes:
     """The start-up shapes for these limits. Attention reads whole spans, so the block table is
-    whole spans wide; a sweep is at least one chunk and no more than all prompts can fill.
+    whole spans wide; a prefill step is at least one chunk and no more than all prompts can fill.
     bucketed: decode is also compiled for fewer rows, since a kernel's grid is static."""
     spans = -(-max_model_len // SPAN)
     chunks = min(max_num_batched_tokens // PREFILL_CHUNK, rows * -(-max_model_len // PREFILL_CHUNK))
@@ -352,7 +353,7 @@ def step_shapes(
         rows=rows,
         buckets=tuple(buckets),
         chunk=PREFILL_CHUNK,
-        sweep_chunks=max(chunks, 1),
+        prefill_chunks=max(chunks, 1),
         blocks=spans * (SPAN // layout.page.block_size),
         waves=waves,
     )

@@ -1,4 +1,5 @@
-"""The two steps as pure functions: decode (one token of many sequences) and prefill (a sweep).
+"""The two steps as pure functions: decode (one token of many sequences) and prefill (a prefill
+step).
 
 Each is compiled once. Arena and tables travel in the carry of a scan over each run of equal layers
 and are donated, so nothing of their size is ever allocated or copied.
@@ -16,15 +17,15 @@ from moejax.models.layers import LayerStack
 from moejax.step.experts import zero_after
 from moejax.step.parts import (
     LayerTrace,
+    PrefillBatch,
     Routing,
     StepOutput,
-    Sweep,
     decode_output,
     decode_tokens,
     experts_layer,
     prefill_output,
+    prefill_tokens,
     route_layer,
-    sweep_tokens,
 )
 from moejax.step.trace_arrays import embedding_array, layer_arrays
 from pallas_kernels import Ops
@@ -72,7 +73,7 @@ def prefill_step(
     stores: tuple[jax.Array, ...],
     arena: jax.Array,
     tables: Tables,
-    sweep: Sweep,
+    prefill: PrefillBatch,
     block_table: jax.Array,
     *,
     forced: Routing | None = None,
@@ -85,7 +86,8 @@ def prefill_step(
     prompt_logprobs: bool = False,
     arrays: frozenset[str] = frozenset(),
 ) -> tuple[jax.Array, Tables, StepOutput]:
-    """A sweep: every layer over all its chunks; an active expert crosses the link once a layer.
+    """A prefill step: every layer over all its chunks; an active expert crosses the link once a
+    layer.
 
     block_table int32[R, B]. score: also compute the targets' log-probabilities; prompt_logprobs:
     and their ranks and the likeliest tokens. forced: [L, N·C, K] each. stages, formats, arrays:
@@ -93,13 +95,13 @@ def prefill_step(
 
     Returns (arena, tables, output).
     """
-    batch = sweep_tokens(sweep, block_table, page=page, ops=ops)
-    x = model.embed(sweep.tokens.reshape(-1))
+    batch = prefill_tokens(prefill, block_table, page=page, ops=ops)
+    x = model.embed(prefill.tokens.reshape(-1))
     x, arena, tables, trace, staged = _layers(
         model, x, arena, tables, stores, batch, forced, stages, page, ops, formats, arrays, waves
     )
     output = prefill_output(
-        model, x, sweep, trace, staged, score=score, prompt_logprobs=prompt_logprobs
+        model, x, prefill, trace, staged, score=score, prompt_logprobs=prompt_logprobs
     )
     return arena, tables, output
 

@@ -30,7 +30,7 @@ class Hooks(Protocol):
 
     def after_routing(self, layer: int, ids: np.ndarray, weights: np.ndarray) -> Entries | None:
         """ids int32[T, K], ascending, E for padding; weights float32[T, K]: what the step uses.
-        T: rows of the decode bucket, or tokens of the largest sweep."""
+        T: rows of the decode bucket, or tokens of the largest prefill step."""
         ...
 
     def before_experts(self, layer: int) -> Entries | None:

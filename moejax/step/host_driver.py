@@ -30,8 +30,8 @@ from moejax.step.parts import (
     decode_tokens,
     experts_layer,
     prefill_output,
+    prefill_tokens,
     route_layer,
-    sweep_tokens,
 )
 from moejax.step.programs import STAGES, Program, Programs
 from moejax.step.runner import Runner
@@ -75,7 +75,7 @@ def layer_program(programs: Programs, name: str) -> Program:
     # Of the step's arguments those after state, stores, arena and tables.
     batch = programs.program(step).args[4:]
     rows = int(step.partition("@")[2] or shapes.rows)
-    size = rows if decode else shapes.sweep_chunks * shapes.chunk
+    size = rows if decode else shapes.prefill_chunks * shapes.chunk
     leaves, structure = jax.tree.flatten(programs.state)
     params = tuple(leaves)
 
@@ -86,7 +86,7 @@ def layer_program(programs: Programs, name: str) -> Program:
         if decode:
             _, positions, block_table = (values[:rows] for values in batch)
             return decode_tokens(positions, block_table, page=page, ops=ops)
-        return sweep_tokens(*batch, page=page, ops=ops)
+        return prefill_tokens(*batch, page=page, ops=ops)
 
     def embed(params, batch):
         ids = batch[0][:rows] if decode else batch[0].tokens.reshape(-1)

@@ -39,8 +39,8 @@ class StepShapes:
     """Decode rows R: `max_num_seqs`, above DECODE_TILE rounded up to whole tiles."""
     chunk: int
     """Prompt tokens computed at once, C; chunks begin at multiples of C in their sequence."""
-    sweep_chunks: int
-    """Chunks of the largest sweep, N."""
+    prefill_chunks: int
+    """Chunks of the largest prefill step, N."""
     blocks: int
     """Pages of the longest sequence, B."""
     waves: int = 1
@@ -53,7 +53,7 @@ class StepShapes:
         return next((b for b in self.buckets if b >= rows), self.rows)
 
 
-class Sweep(NamedTuple):
+class PrefillBatch(NamedTuple):
     """Prompt chunks of one prefill step, int32; a sequence's chunks in ascending order."""
 
     tokens: Leaf
@@ -69,7 +69,8 @@ class Sweep(NamedTuple):
     count: Leaf
     """Chunks in use."""
     last: Leaf
-    """[R]: where in the flat sweep a sequence's last prompt token is; −1: not in this sweep."""
+    """[R]: where in the flat prefill step a sequence's last prompt token is; −1: not in this
+    prefill step."""
     targets: Leaf
     """[N, C]: tokens whose log-probability scoring asks for; unused otherwise."""
 
@@ -83,7 +84,8 @@ class Routing(NamedTuple):
 
 
 class PromptLogprobs(NamedTuple):
-    """What raw logits say of the targets of a sweep, as of sampler.logprobs with n likeliest."""
+    """What raw logits say of the targets of a prefill step, as of sampler.logprobs with n
+    likeliest."""
 
     chosen: Leaf
     """float32[N, C]: log-probabilities of the targets."""
@@ -158,14 +160,16 @@ def decode_tokens(
     )
 
 
-def sweep_tokens(sweep: Sweep, block_table: jax.Array, *, page: KVPage, ops: Ops) -> Tokens:
-    """The tokens of a sweep, see prefill_step."""
-    chunks, size = sweep.tokens.shape
+def prefill_tokens(
+    prefill: PrefillBatch, block_table: jax.Array, *, page: KVPage, ops: Ops
+) -> Tokens:
+    """The tokens of a prefill step, see prefill_step."""
+    chunks, size = prefill.tokens.shape
     offset = jnp.arange(size)
-    positions = (sweep.start[:, None] + offset).reshape(-1)
-    in_use = jnp.arange(chunks) < sweep.count
+    positions = (prefill.start[:, None] + offset).reshape(-1)
+    in_use = jnp.arange(chunks) < prefill.count
     # Tokens to skip go through the layers, but no expert is fetched for them.
-    new = (offset >= sweep.skip[:, None]) & (offset < sweep.length[:, None])
+    new = (offset >= prefill.skip[:, None]) & (offset < prefill.length[:, None])
     valid = (new & in_use[:, None]).reshape(-1)
 
     def attention(q, arena, layer, *, window, scale):
@@ -173,10 +177,10 @@ def sweep_tokens(sweep: Sweep, block_table: jax.Array, *, page: KVPage, ops: Ops
             q,
             arena,
             block_table,
-            sweep.row,
-            sweep.start,
-            sweep.length,
-            sweep.count,
+            prefill.row,
+            prefill.start,
+            prefill.length,
+            prefill.count,
             layer,
             page=page,
             window=window,
@@ -187,8 +191,8 @@ def sweep_tokens(sweep: Sweep, block_table: jax.Array, *, page: KVPage, ops: Ops
     return Tokens(
         positions=positions,
         valid=valid,
-        pages=_pages(jnp.repeat(block_table[sweep.row], size, axis=0), positions, valid, page),
-        tiles=sweep.count,
+        pages=_pages(jnp.repeat(block_table[prefill.row], size, axis=0), positions, valid, page),
+        tiles=prefill.count,
         row_tile=size,
         attention=attention,
     )
@@ -263,7 +267,7 @@ def decode_output(
 def prefill_output(
     model: Decoder,
     x: jax.Array,
-    sweep: Sweep,
+    prefill: PrefillBatch,
     trace: LayerTrace,
     staged: jax.Array | None,
     *,
@@ -271,13 +275,13 @@ def prefill_output(
     prompt_logprobs: bool = False,
 ) -> StepOutput:
     """x [N·C, D]: after the last layer; otherwise as decode_output."""
-    chunks, size = sweep.tokens.shape
-    rows = sweep.last.shape[0]
-    logits = model.logits(x[jnp.maximum(sweep.last, 0)], min(DECODE_TILE, rows))
+    chunks, size = prefill.tokens.shape
+    rows = prefill.last.shape[0]
+    logits = model.logits(x[jnp.maximum(prefill.last, 0)], min(DECODE_TILE, rows))
     scores = None
     if score or prompt_logprobs:
         read = _prompt_logprobs if prompt_logprobs else _score
-        scores = read(model, x.reshape(chunks, size, -1), sweep)
+        scores = read(model, x.reshape(chunks, size, -1), prefill)
     paging, missed, demand = unpack_counts(trace.counts, model.config.num_experts)
     missed_routes = _missed_routes(trace.ids, missed)
     return StepOutput(
@@ -323,25 +327,25 @@ def _tiles(valid, row_tile):
     return (last + row_tile - 1) // row_tile
 
 
-def _score(model, x, sweep):
-    """log p(target) at every position of the sweep, chunk by chunk."""
+def _score(model, x, prefill):
+    """log p(target) at every position of the prefill step, chunk by chunk."""
 
     def part(c, scores):
         logp = jax.nn.log_softmax(model.logits(x[c], x.shape[1]), axis=-1)
-        found = jnp.take_along_axis(logp, sweep.targets[c][:, None], axis=1)[:, 0]
+        found = jnp.take_along_axis(logp, prefill.targets[c][:, None], axis=1)[:, 0]
         return scores.at[c].set(found)
 
-    return lax.fori_loop(0, sweep.count, part, jnp.zeros(sweep.tokens.shape, jnp.float32))
+    return lax.fori_loop(0, prefill.count, part, jnp.zeros(prefill.tokens.shape, jnp.float32))
 
 
-def _prompt_logprobs(model, x, sweep):
-    """PromptLogprobs of the targets at every position of the sweep, chunk by chunk."""
+def _prompt_logprobs(model, x, prefill):
+    """PromptLogprobs of the targets at every position of the prefill step, chunk by chunk."""
     n = min(MAX_LOGPROBS, model.config.vocab_size)
 
     def part(c, found):
-        of_chunk = logprobs(model.logits(x[c], x.shape[1]), sweep.targets[c], n)
+        of_chunk = logprobs(model.logits(x[c], x.shape[1]), prefill.targets[c], n)
         return PromptLogprobs(*(a.at[c].set(b) for a, b in zip(found, of_chunk, strict=True)))
 
-    shapes = [(*sweep.tokens.shape, *last) for last in ((), (), (n,), (n,))]
+    shapes = [(*prefill.tokens.shape, *last) for last in ((), (), (n,), (n,))]
     dtypes = (jnp.float32, jnp.int32, jnp.int32, jnp.float32)
-    return lax.fori_loop(0, sweep.count, part, PromptLogprobs(*map(jnp.zeros, shapes, dtypes)))
+    return lax.fori_loop(0, prefill.count, part, PromptLogprobs(*map(jnp.zeros, shapes, dtypes)))

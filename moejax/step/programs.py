@@ -22,7 +22,7 @@ from host_offload.memory.tables import Tables, regrant, snapshot
 from moejax.models.config import ModelConfig
 from moejax.requests.sampling_params import MAX_BIASES, MAX_LOGPROBS
 from moejax.step.device_driver import decode_step, prefill_step
-from moejax.step.parts import Leaf, Routing, StepShapes, Sweep
+from moejax.step.parts import Leaf, PrefillBatch, Routing, StepShapes
 from moejax.step.sampler import add_bias, adjust, greedy, logprobs, recount, sample, tally
 from pallas_kernels import Ops
 from pallas_kernels.fill import fill
@@ -107,7 +107,7 @@ class Programs:
         name, _, bucket = name.partition("@")
         rows, vocabulary = self.shapes.rows, self.config.vocab_size
         used = int(bucket) if bucket else rows
-        chunks, size = self.shapes.sweep_chunks, self.shapes.chunk
+        chunks, size = self.shapes.prefill_chunks, self.shapes.chunk
         array = functools.partial(jax.ShapeDtypeStruct, sharding=self.sharding)
         ints, floats = array((rows,), jnp.int32), array((rows,), jnp.float32)
         flags = array((rows,), jnp.bool_)
@@ -134,7 +134,7 @@ class Programs:
             return Program(step, (*buffers, ints, ints, block_table, *extra(used)), (2, 3))
         if kind in ("prefill", "score", "prompt"):
             per_chunk, per_token = array((chunks,), jnp.int32), array((chunks, size), jnp.int32)
-            sweep = Sweep(
+            prefill = PrefillBatch(
                 tokens=per_token,
                 row=per_chunk,
                 start=per_chunk,
@@ -147,7 +147,7 @@ class Programs:
             static = {"score": kind == "score", "prompt_logprobs": kind == "prompt"}
             static |= {"waves": self.shapes.waves, "arrays": arrays}
             step = self._bind(prefill_step, extras, **static)
-            return Program(step, (*buffers, sweep, block_table, *extra(chunks * size)), (2, 3))
+            return Program(step, (*buffers, prefill, block_table, *extra(chunks * size)), (2, 3))
         if name == "greedy":
             return Program(functools.partial(_advance, greedy), (logits, ints, flags), ())
         if name == "sample":

@@ -30,7 +30,7 @@ from host_offload.versions.layer_versions import (
 )
 from moejax.errors import UserError
 from moejax.models.decoder import Decoder
-from moejax.step.parts import Routing, StepOutput, StepShapes, Sweep
+from moejax.step.parts import PrefillBatch, Routing, StepOutput, StepShapes
 from moejax.step.programs import MOVES, Program, Programs
 from pallas_kernels import Ops
 from pallas_kernels.kv_write import KVPage
@@ -254,16 +254,16 @@ class Runner:
 
     def prefill(
         self,
-        sweep: Sweep,
+        prefill: PrefillBatch,
         block_table: jax.Array,
         *,
         kind: str = "prefill",
         forced: Routing | None = None,
         stages: Entries | None = None,
     ) -> StepOutput:
-        """Dispatches a sweep. kind: prefill; score or prompt_logprobs, which also give the scores
-        of the output."""
-        return self._step(kind, "", sweep, block_table, forced=forced, stages=stages)
+        """Dispatches a prefill step. kind: prefill; score or prompt_logprobs, which also give the
+        scores of the output."""
+        return self._step(kind, "", prefill, block_table, forced=forced, stages=stages)
 
     def choose(self, logits: jax.Array, update: np.ndarray, params: Sequence | None) -> jax.Array:
         """Samples the rows under `update` bool[R] and makes them the current tokens.

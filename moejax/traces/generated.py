@@ -90,9 +90,9 @@ def write_generated_trace(
     phase_tokens: int = 64,
     seed: int = 0,
 ) -> None:
-    """Writes a trace of generated routing: a sweep over the prompts of all sequences, if they have
-    any, then a decode step for each further token of all. What only an engine knows (times, hits,
-    bytes) is absent. Moments of a change of phase are marked.
+    """Writes a trace of generated routing: a prefill step over the prompts of all sequences, if
+    they have any, then a decode step for each further token of all. What only an engine knows
+    (times, hits, bytes) is absent. Moments of a change of phase are marked.
 
     kind: of host_offload.traces.generators.routing_generator. tokens: of a sequence, its prompt
     included. Raises UserError for what cannot be, or a directory that is not new.

@@ -62,9 +62,10 @@ class Tracer:
     """Feeds a TraceWriter from the records of steps. Owns the writer.
 
     record_bytes: bytes of one expert as it crosses the link, by version number. waves: passes over
-    a layer's experts in a sweep. Optional arrays that the header names must be in every record;
-    others are left out. Its methods raise UserError when the trace can no longer be written; a step
-    may be refused BATCH steps late. What is left at the interpreter's exit is written then.
+    a layer's experts in a prefill step. Optional arrays that the header names must be in every
+    record; others are left out. Its methods raise UserError when the trace can no longer be
+    written; a step may be refused BATCH steps late. What is left at the interpreter's exit is
+    written then.
     """
 
     def __init__(self, writer: TraceWriter, *, record_bytes: Sequence[int], waves: int = 1):

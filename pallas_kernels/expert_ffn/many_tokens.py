@@ -56,7 +56,7 @@ def expert_ffn(y, x, ids, memory, active, active_count, *, formats, activation, 
 
     Between the kernels h [64·N, I] of x's dtype lies in memory, N = T·K / 64 + min(E, T·K): 113 MB
     for 8192 tokens of Qwen3-30B-A3B, 484 MB of Mixtral-8x7B. An expert that is read through crosses
-    the link once per tile of its rows, so give a sweep's experts cells, in waves.
+    the link once per tile of its rows, so give a prefill step's experts cells, in waves.
     """
     groups = group(ids, active, active_count, memory.address.shape[1])
     most, width, hidden = len(groups.expert), formats[0].cell.width, x.shape[1]

@@ -27,7 +27,7 @@ def configuration(heads: int, kv_heads: int, head_dim: int, dtype: jax.typing.DT
     """The tile for so many heads of q, of k (and of v): eight values of each half a thread.
 
     A program per token would leave a lone token to one multiprocessor, a program per head would
-    cost a sweep more launches than work.
+    cost a prefill step more launches than work.
 
     Raises ValueError for float32, whose values do not fill the arena's rows one to one.
     """

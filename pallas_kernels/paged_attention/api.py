@@ -60,7 +60,7 @@ def prefill_attention(
     scale: float | None = None,
     implementation: str = "xla",
 ) -> Float[Array, "NC values"]:
-    """Causal attention of a sweep's chunks, their own keys already written to the pages.
+    """Causal attention of a prefill step's chunks, their own keys already written to the pages.
 
     q: N chunks of C rows. row: each chunk's sequence in the block table. start: position of its
     first token. length: its real tokens, ≥ 1; the results of the rows after them, and of chunks

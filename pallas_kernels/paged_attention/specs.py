@@ -36,7 +36,7 @@ class DecodeSpec:
 @dataclasses.dataclass(frozen=True)
 class PrefillSpec:
     chunks: tuple[tuple[int, int], ...]
-    """(start, real tokens) of each chunk of the sweep, every chunk of another sequence."""
+    """(start, real tokens) of each chunk of the prefill step, every chunk of another sequence."""
     size: int
     """Rows of a chunk."""
     dtype: str

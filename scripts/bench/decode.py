@@ -97,8 +97,8 @@ examples:
 """
 
 
-SWEEP = 2048
-"""Prompt tokens of the largest sweep, before the steps."""
+PREFILL = 2048
+"""Prompt tokens of the largest prefill step, before the steps."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,10 +174,10 @@ def _run(args: argparse.Namespace) -> None:
         enable_prefix_caching=False,
         max_num_seqs=rows,
         max_model_len=longest,
-        max_num_batched_tokens=SWEEP,
+        max_num_batched_tokens=PREFILL,
         expert_budget=largest(cells, config),
     )
-    check_fits(args, config, device, max(cells), tokens=rows * longest, sweep=SWEEP)
+    check_fits(args, config, device, max(cells), tokens=rows * longest, prefill=PREFILL)
     with _engine(args, config, device, limits) as (engine, llm):
         through = ("runner", "llm") if llm and args.routing == "real" else ("runner",)
         cases = [Case(t, b, c) for t in through for b in batches for c in cells]

@@ -64,7 +64,7 @@ PARTS: tuple[tuple[str, str, str], ...] = (
     ("runner", "decode", "device"),
     ("runner", "prefill", "device"),
     ("runner", "choose", "device"),
-    ("module", "sweep_of", "sweep arrays"),
+    ("module", "prefill_batch", "prefill step arrays"),
     ("", "_dispatched", "dispatch"),
     ("", "_read", "read"),
     ("scheduler", "release", "release"),
@@ -120,7 +120,7 @@ class FakeRunner:
         self.tokens = jax.device_put(np.zeros(shapes.rows, np.int32), self.device)
         rng = np.random.default_rng(seed)
         self._decoded = [self._output(rng, shapes.rows, shapes.rows) for _ in range(4)]
-        chunks = shapes.sweep_chunks
+        chunks = shapes.prefill_chunks
         self._swept = self._output(rng, chunks * shapes.chunk, chunks)
         self._chosen = rng.integers(0, config.vocab_size, (16, shapes.rows)).astype(np.int32)
         self._count = 0
@@ -144,7 +144,9 @@ class FakeRunner:
         self._count += 1
         return self._decoded[self._count % len(self._decoded)]
 
-    def prefill(self, sweep: Any, block_table: Any, *, kind: str, stages: Any = None) -> StepOutput:
+    def prefill(
+        self, prefill: Any, block_table: Any, *, kind: str, stages: Any = None
+    ) -> StepOutput:
         return self._swept
 
     def choose(self, logits: Any, update: np.ndarray, params: Any) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Prefill sweeps in the sizes of known models: time per sweep beside its floor.
+"""Prefill steps in the sizes of known models: time per prefill step beside its floor.
 
 python -m scripts.bench prefill --help says what is measured and how to read the table.
 """
@@ -33,31 +33,33 @@ from scripts.parts.bench_engine import (
     random_weights,
 )
 from scripts.parts.prefill_report import Rates, measured_line, table
-from scripts.parts.prefill_timing import SweepSample, sweep, sweeps
+from scripts.parts.prefill_timing import PrefillSample, prefill, prefill_steps
 
 LONGEST_PROMPT = 4096
 """Tokens of a prompt where --prompt does not say."""
 
 DESCRIPTION = f"""\
-Prefill sweeps through the engine's own executable, in the sizes of known models, with random
+Prefill steps through the engine's own executable, in the sizes of known models, with random
 weights: from handing over the prompts to their first tokens in Python, compilation excluded. A
-sweep computes all prompts layer by layer, so that an expert crosses the link once a layer. Rows of
-the table are prompt tokens × cells per layer (experts that a layer keeps in the arena). Each number
-of tokens is a start-up shape and has its own engine; cells change by table contents only, and the
-bench fails if anything is compiled while it measures. Tokens are split into prompts of --prompt
-tokens (default: {LONGEST_PROMPT}, less where the model has fewer positions)."""
+prefill step computes all prompts layer by layer, so that an expert crosses the link once a layer.
+Rows of the table are prompt tokens × cells per layer (experts that a layer keeps in the arena).
+Each number of tokens is a start-up shape and has its own engine; cells change by table contents
+only, and the bench fails if anything is compiled while it measures. Tokens are split into prompts
+of --prompt tokens (default: {LONGEST_PROMPT}, less where the model has fewer positions)."""
 
 EPILOG = """\
 columns, each figure beside its floor (the least that the measured rates allow):
-  cells      of all experts (all): resident, they are there before the sweep. Fewer: paged, every
-             cell is empty before the sweep, so each expert that a token asks for crosses the link
+  cells      of all experts (all): resident, they are there before the prefill step. Fewer: paged,
+  every
+             cell is empty before the prefill step, so each expert that a token asks for crosses the
+             link
   ms         median of the repeats, and best
   floor      max(link, compute), which may overlap: the missed experts' bytes, each once, over the
              link's rate (the fill op alone on the same store), and the products' and attention's
              operations over the matrix rate (a large product by XLA in the run's dtype)
   × floor    median / floor
   tok/s      prompt tokens / median, and / floor
-  filled     GB of experts loaded into cells in a sweep
+  filled     GB of experts loaded into cells in a prefill step
   read-thr   GB of experts read through, without a cell; a kernel may read them more than once,
              which the floor does not count
 
@@ -88,10 +90,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_options(parser, cells="all,25%,0")
     add = parser.add_argument
-    add("--tokens", default="4096", help="prompt tokens of a sweep (default: %(default)s)")
+    add("--tokens", default="4096", help="prompt tokens of a prefill step (default: %(default)s)")
     add("--prompt", type=int, help="tokens of one prompt; the last one has what is left")
     add("--waves", type=int, help="passes over a layer's experts (default: the engine's)")
-    add("--repeats", type=int, default=5, help="timed sweeps of each row (default: %(default)s)")
+    add(
+        "--repeats",
+        type=int,
+        default=5,
+        help="timed prefill steps of each row (default: %(default)s)",
+    )
     return parser
 
 
@@ -107,7 +114,7 @@ def _run(args: argparse.Namespace) -> None:
     device = select_device()
     for tokens in sizes:
         kept = len(lengths[tokens]) * (max(lengths[tokens]) + 1)
-        check_fits(args, config, device, max(cells), tokens=kept, sweep=tokens)
+        check_fits(args, config, device, max(cells), tokens=kept, prefill=tokens)
     lines = []
     with random_weights(args, config, device) as loaded:
         rates = None
@@ -127,7 +134,7 @@ def _run(args: argparse.Namespace) -> None:
 
 
 def prompt_lengths(tokens: int, longest: int | None, config: ModelConfig) -> list[int]:
-    """Splits a sweep's tokens into prompts of `longest` tokens and the rest.
+    """Splits a prefill step's tokens into prompts of `longest` tokens and the rest.
 
     longest: None for LONGEST_PROMPT or the most whole chunks that leave a position for the token
     generated. Raises UserError for a length that the model has no positions for.
@@ -147,7 +154,7 @@ def prompt_lengths(tokens: int, longest: int | None, config: ModelConfig) -> lis
 def _limits(
     args: argparse.Namespace, config: ModelConfig, lengths: list[int], cells: list[int]
 ) -> Limits:
-    """Shapes that hold all prompts in one sweep."""
+    """Shapes that hold all prompts in one prefill step."""
     return Limits(
         enable_prefix_caching=False,
         max_num_seqs=len(lengths),
@@ -163,11 +170,11 @@ def _limits(
 
 def _measure(
     args: argparse.Namespace, engine: Engine, lengths: list[int], cells: list[int]
-) -> list[tuple[int, list[SweepSample]]]:
+) -> list[tuple[int, list[PrefillSample]]]:
     """(cells per layer, samples) of each row of one number of tokens."""
     random, vocabulary = np.random.default_rng(args.seed), engine.runner.config.vocab_size
     prompts = [random.integers(vocabulary, size=length).tolist() for length in lengths]
     grant(engine, max(cells))
-    sweep(engine, prompts)  # compiles what has not been
+    prefill(engine, prompts)  # compiles what has not been
     with no_compilation(engine.runner):
-        return [(count, sweeps(engine, prompts, count, args.repeats)) for count in cells]
+        return [(count, prefill_steps(engine, prompts, count, args.repeats)) for count in cells]

@@ -54,7 +54,7 @@ def add_arguments(two: argparse.ArgumentParser) -> None:
 def add_prices(mode: argparse.ArgumentParser) -> None:
     for name, ms, text in (
         ("decode", 4.0, "a decode step without misses"),
-        ("sweep", 20.0, "a sweep without misses"),
+        ("prefill", 20.0, "a prefill step without misses"),
         ("miss", 0.4, "an expert over the link"),
         ("page", 0.3, "a KV page over the link"),
     ):
@@ -97,7 +97,7 @@ class PricedClock(VirtualClock):
 
     def step(self) -> None:
         counts, args = self._counts(), self.args
-        prices = args.decode_ms, args.sweep_ms, args.miss_ms, args.page_ms
+        prices = args.decode_ms, args.prefill_ms, args.miss_ms, args.page_ms
         self._now += float((counts - self._seen) @ np.array(prices)) / 1e3
         self._seen = counts
 

@@ -145,7 +145,7 @@ def compare(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             for arm in arms:
                 yield {**common, "kind": "split", **_line(arm, scene.bursts, scene, costs)}
             decode = scene.bursts
-            if not args.trace:  # the first of a turn is its sweep
+            if not args.trace:  # the first of a turn is its prefill step
                 decode = [burst._replace(active=burst.active[1:]) for burst in scene.bursts]
             for arm in layer_arms(decode, scene.division):
                 found = _line(arm, decode, scene, costs, first=half_of(decode))
@@ -244,7 +244,7 @@ def sessions(name: str, seed: int, scale: float, first: int) -> Iterator[Burst]:
     for _, session, turn in sorted(turns, key=lambda each: each[0]):
         new = len(turn.new_tokens)
         prompt = next(routes[turn.domain])
-        # A sweep over a prompt reads what all of its tokens are routed to.
+        # A prefill step over a prompt reads what all of its tokens are routed to.
         for _ in range(min(new, 40) - 1):
             prompt = prompt | next(routes[turn.domain])
         active = [prompt, *(next(routes[turn.domain]) for _ in range(turn.max_tokens))]

@@ -16,11 +16,11 @@ steps than the model demo, random weights. Minutes on two quiet cores.
 
 `bursts`: conversations with bursty arrivals through the engine, embedded model, live resize against
 fixed splits, paired over arrival seeds. Steps, misses, KV moved and requests are the engine's own;
-time is priced (--decode-ms, --sweep-ms, --miss-ms, --page-ms: stated, by default those of a large
-model over PCIe), so throughput is predicted, not measured. For each seed the fixed split that is
-best on the other seeds is the one to compare with; the best in hindsight is shown too. mv_wsa knows
-nothing and starts at the middle one of --caps; mv_wsa-trace starts as budget=mv_wsa=TRACE with
-resize=mv_wsa does, by a trace of another seed. Its parameters were chosen on seeds 100 to 111.
+time is priced (--decode-ms, --prefill step-ms, --miss-ms, --page-ms: stated, by default those of a
+large model over PCIe), so throughput is predicted, not measured. For each seed the fixed split that
+is best on the other seeds is the one to compare with; the best in hindsight is shown too. mv_wsa
+knows nothing and starts at the middle one of --caps; mv_wsa-trace starts as budget=mv_wsa=TRACE
+with resize=mv_wsa does, by a trace of another seed. Its parameters were chosen on seeds 100 to 111.
 Tokens must be the same with all of them, and no turn unserved that a fixed split serves.
 Goal: lower 95% bound of the ratio ≥ 0.98. Ten minutes on two busy cores.
 

@@ -61,8 +61,8 @@ from scripts.parts.text_table import aligned
 COUNTS = {"steps": (60, 20), "warmup": (20, 8), "repeats": (5, 2)}
 """Defaults on a GPU, and elsewhere."""
 
-SWEEP = 2048
-"""Prompt tokens of the largest sweep, before the steps."""
+PREFILL = 2048
+"""Prompt tokens of the largest prefill step, before the steps."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -125,10 +125,12 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         enable_prefix_caching=False,
         max_num_seqs=args.batch,
         max_model_len=longest,
-        max_num_batched_tokens=SWEEP,
+        max_num_batched_tokens=PREFILL,
         expert_budget=Share(1.0),
     )
-    check_fits(args, config, device, config.num_experts, tokens=args.batch * longest, sweep=SWEEP)
+    check_fits(
+        args, config, device, config.num_experts, tokens=args.batch * longest, prefill=PREFILL
+    )
     with (
         random_weights(args, config, device) as loaded,
         compiled_engine(args, loaded, device, limits) as engine,

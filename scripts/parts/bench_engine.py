@@ -96,7 +96,7 @@ def check_fits(
     cells: int,
     *,
     tokens: int,
-    sweep: int,
+    prefill: int,
 ) -> None:
     """check_memory for this machine. Call it before anything is allocated."""
     check_memory(
@@ -107,7 +107,7 @@ def check_fits(
         host_available_bytes(),
         None if device.platform == "cpu" else available_bytes(device),
         tokens=tokens,
-        sweep=sweep,
+        prefill=prefill,
     )
 
 
@@ -120,12 +120,12 @@ def check_memory(
     device: int | None = None,
     *,
     tokens: int = 0,
-    sweep: int = 0,
+    prefill: int = 0,
 ) -> None:
     """Raises UserError if the model does not fit, saying how many layers would.
 
     host, device: bytes available there; device None: its memory is the host's. cells: per layer,
-    of the largest arena. tokens: whose KV is kept. sweep: prompt tokens computed at once.
+    of the largest arena. tokens: whose KV is kept. prefill step: prompt tokens computed at once.
     """
 
     def need(layers: int) -> tuple[dict[str, int], dict[str, int]]:
@@ -134,7 +134,7 @@ def check_memory(
         itemsize = expert_layout(config, dtype).itemsize
         kv = 2 * layers * config.num_key_value_heads * config.head_dim * itemsize * tokens
         # The experts' results, float32[T, K, D]: by far the largest activation.
-        results = sweep * config.num_experts_per_tok * config.hidden_size * 4
+        results = prefill * config.num_experts_per_tok * config.hidden_size * 4
         at_host = {"experts": experts, "other weights": rest}
         on_device = {
             f"an arena of {cells} cells a layer": experts * cells // config.num_experts,

@@ -1,4 +1,4 @@
-"""Measured sweeps beside their floors, as data and as a table."""
+"""Measured prefill steps beside their floors, as data and as a table."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from host_offload.memory.layout import DENSE
 from moejax.models.config import ModelConfig
 from moejax.step.runner import Runner
-from scripts.parts.prefill_timing import SweepSample
+from scripts.parts.prefill_timing import PrefillSample
 from scripts.parts.text_table import aligned
 
 
@@ -27,7 +27,7 @@ class Rates:
 
 
 def prefill_operations(config: ModelConfig, lengths: Sequence[int]) -> int:
-    """Floating point operations (a multiplication and an addition are two) that a sweep over
+    """Floating point operations (a multiplication and an addition are two) that a prefill step over
     prompts of these lengths needs: dense products, each token's experts, causal attention, and the
     LM head on each prompt's last token. Norms, rope and softmax are not counted.
     """
@@ -55,7 +55,7 @@ def prefill_operations(config: ModelConfig, lengths: Sequence[int]) -> int:
 def measured_line(
     runner: Runner,
     rates: Rates,
-    samples: Sequence[SweepSample],
+    samples: Sequence[PrefillSample],
     lengths: Sequence[int],
     *,
     cells: int,
@@ -85,7 +85,7 @@ def measured_line(
         "chunk": runner.shapes.chunk,
         "waves": runner.shapes.waves,
         "cells_per_layer": cells,
-        "sweeps": len(samples),
+        "prefill_steps": len(samples),
         "ms": median * 1e3,
         "ms_best": min(sample.seconds for sample in samples) * 1e3,
         "floor_ms": floor * 1e3,
@@ -131,7 +131,9 @@ def table(lines: list[dict[str, Any]]) -> Iterator[str]:
     first = lines[0]
     yield (
         "{shape}, {layers} layers of {experts} experts, {dtype}, on {device}, jax {jax}; "
-        "chunks of {chunk} tokens, {waves} wave(s), {sweeps} sweeps a row".format(**first)
+        "chunks of {chunk} tokens, {waves} wave(s), {prefill steps} prefill steps a row".format(
+            **first
+        )
     )
     yield (
         "measured: link {link_rate_gb_per_s:.2f} GB/s, products {matrix_rate_tflops:.3f} TFLOP/s; "

@@ -1,4 +1,4 @@
-"""Timing prefill sweeps on a running engine, with its experts resident or all of them missing."""
+"""Timing prefill steps on a running engine, with its experts resident or all of them missing."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from scripts.parts.bench_engine import grant
 
 
 @dataclasses.dataclass(frozen=True)
-class SweepSample:
-    """One sweep. active, fills, read_through: experts of all layers together."""
+class PrefillSample:
+    """One prefill step. active, fills, read_through: experts of all layers together."""
 
     seconds: float
     active: int
@@ -24,23 +24,25 @@ class SweepSample:
     read_through: int
 
 
-def sweeps(engine: Engine, prompts: list[list[int]], cells: int, repeats: int) -> list[SweepSample]:
-    """Sweeps that find all experts they need (as many cells as experts) or none."""
+def prefill_steps(
+    engine: Engine, prompts: list[list[int]], cells: int, repeats: int
+) -> list[PrefillSample]:
+    """Prefill steps that find all experts they need (as many cells as experts) or none."""
     resident = cells == engine.runner.config.num_experts
     if resident:
         grant(engine, cells)
-        sweep(engine, prompts)
+        prefill(engine, prompts)
     samples = []
     for _ in range(repeats):
         if not resident:
             grant(engine, 0)
             grant(engine, cells)
         jax.block_until_ready(engine.runner.tables)
-        samples.append(sweep(engine, prompts))
+        samples.append(prefill(engine, prompts))
     return samples
 
 
-def sweep(engine: Engine, prompts: list[list[int]]) -> SweepSample:
+def prefill(engine: Engine, prompts: list[list[int]]) -> PrefillSample:
     """Runs the prompts through an idle engine, up to their first tokens."""
     params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
     steps: list[Step] = []
@@ -52,7 +54,7 @@ def sweep(engine: Engine, prompts: list[list[int]]) -> SweepSample:
         engine.step()
     seconds, engine.listener = time.perf_counter() - began, None
     if len(steps) != 1:
-        raise RuntimeError(f"the prompts took {len(steps)} steps instead of one sweep")
+        raise RuntimeError(f"the prompts took {len(steps)} steps instead of one prefill step")
     paging = jax.device_get(steps[0].output.paging)
     counts = (int(np.sum(n)) for n in (paging.active, paging.fills, paging.read_through))
-    return SweepSample(seconds, *counts)
+    return PrefillSample(seconds, *counts)

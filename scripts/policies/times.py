@@ -6,7 +6,7 @@ Every policy has an engine of its own, all of one batch size at a time, and they
 repeat is one run of each. A run generates from the same prompts with the same seeds (tokens must
 be equal, or the bench stops), short ones and long ones, whose beginnings engines keep between runs.
 A first run of each is not counted. A step takes from the read of the one before it to its own;
-steps that compile, and those next to a sweep, are left out and counted.
+steps that compile, and those next to a prefill step, are left out and counted.
 
 A repeat's figure is the mean of its steps. Shown are the median over repeats and the order
 statistics that hold it with 95% confidence; the same of the ratio to LRU with the same driver in
@@ -59,7 +59,7 @@ class Run:
     """In all decode steps, as the next two."""
     steps: int
     ahead: float
-    """Experts moved ahead of need in a step, sweeps included."""
+    """Experts moved ahead of need in a step, prefill steps included."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

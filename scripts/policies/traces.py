@@ -131,7 +131,7 @@ def routers(llm: LLM) -> np.ndarray:
 
 def generated(args: argparse.Namespace, shared: float) -> Source:
     """qwen3-like routing: of each sequence `tokens`·4 tokens to learn from, as many to report after
-    a sweep of the last `prompt_tokens` before them."""
+    a prefill step of the last `prompt_tokens` before them."""
     tokens, most = 4 * args.tokens, max(args.batches)
     try:
         kind = routing_generator("qwen3-like", args.layers)
@@ -174,23 +174,23 @@ def generated(args: argparse.Namespace, shared: float) -> Source:
 def generated_steps(
     generator: RoutingGenerator, rows: int, first: int, tokens: int, prompt: int
 ) -> Iterator[StepTrace]:
-    """Decode steps of tokens `first`… of `rows` sequences. Before them one sweep of the `prompt`
-    tokens that come before, so that what is resident is not nothing."""
+    """Decode steps of tokens `first`… of `rows` sequences. Before them one prefill step of the
+    `prompt` tokens that come before, so that what is resident is not nothing."""
     swept: list[RoutedTokens] = []
     for token, routed in enumerate(generator.steps(rows, first + tokens)):
-        sweep = token < first
-        if sweep:
+        prefill = token < first
+        if prefill:
             swept += [routed] if token >= first - prompt else []
             if not swept or token < first - 1:
                 continue
-        chosen = swept if sweep else [routed]
+        chosen = swept if prefill else [routed]
         numbers = np.tile(np.arange(rows, dtype=np.int32), len(chosen))
         yield routed_step(
             token - first + (prompt > 0),
             np.concatenate([x.ids for x in chosen]),
             weights=np.concatenate([x.weights for x in chosen]),
-            kind=KINDS[not sweep],
+            kind=KINDS[not prefill],
             request=numbers,
             position=np.repeat(np.arange(token + 1 - len(chosen), token + 1), rows),
-            phase=np.full(len(numbers), not sweep, np.uint8),
+            phase=np.full(len(numbers), not prefill, np.uint8),
         )

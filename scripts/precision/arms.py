@@ -53,7 +53,7 @@ class Arms:
     windows: int
     few: int
     """Windows to choose DynaExq's settings by."""
-    sweep: int
+    prefill: int
     """Tokens of a step under DynaExq."""
     found: Calibration
     engine: MapEngine
@@ -229,7 +229,7 @@ class Arms:
     ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         """(engine's options, DynaExq's settings, options of LLM)."""
         keys = {"margin": 0.1, **settings}
-        engine = engine_options(str(self.checkpoint), keys.pop("sweep", self.sweep))
+        engine = engine_options(str(self.checkpoint), keys.pop("prefill", self.prefill))
         if keys.get("scope") == "error-weighted":
             keys["weights"] = self.weights(pair)
         share = self.high(pair, keys["spares"]) / self.total

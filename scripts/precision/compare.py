@@ -63,16 +63,16 @@ ABLATIONS: Mapping[str, dict[str, Any]] = {
 SHARES = (0.125, 0.25, 0.75)
 
 SHIFTS: Mapping[str, dict[str, Any]] = {
-    "2 spares, steps of 128": {"spares": 2, "sweep": 128},
-    "8 spares, steps of 128": {"spares": 8, "sweep": 128},
-    "2 spares, steps of 64": {"spares": 2, "sweep": 64},
-    "8 spares, steps of 64": {"spares": 8, "sweep": 64},
-    "blocking": {"spares": 2, "sweep": 128, "blocking": "true"},
+    "2 spares, steps of 128": {"spares": 2, "prefill": 128},
+    "8 spares, steps of 128": {"spares": 8, "prefill": 128},
+    "2 spares, steps of 64": {"spares": 2, "prefill": 64},
+    "8 spares, steps of 64": {"spares": 8, "prefill": 64},
+    "blocking": {"spares": 2, "prefill": 128, "blocking": "true"},
 }
 """How many transitions there can be, from few to as many as are wanted."""
 
 
-SAME = "model", "text", "windows", "calibration", "sweep"
+SAME = "model", "text", "windows", "calibration", "prefill"
 """Arguments that all results in a directory have in common."""
 
 
@@ -90,9 +90,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         pairs = [parse_pair(text) for text in args.pairs.split(",")]
         if args.what == "ablation" and args.name is None:
             raise UserError(f"give the ablation's --name: {', '.join(ABLATIONS)}")
-        if min(args.windows, args.seeds, args.orders, args.sweep, args.calibration) < 1:
+        if min(args.windows, args.seeds, args.orders, args.prefill, args.calibration) < 1:
             raise UserError(
-                "--windows, --calibration, --seeds, --orders and --sweep are at least 1"
+                "--windows, --calibration, --seeds, --orders and --prefill step are at least 1"
             )
         args.directory.mkdir(parents=True, exist_ok=True)
         _require_same(args)
@@ -139,7 +139,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seeds", type=int, default=20, help="random maps (default: 20)")
     parser.add_argument("--orders", type=int, default=6, help="of domains (default: all 6)")
     parser.add_argument(
-        "--sweep",
+        "--prefill step",
         type=int,
         default=128,
         help="tokens of a step under DynaExq, from 64: steps and spares bound how many transitions "
@@ -198,7 +198,7 @@ def _arms(
         domains=domains,
         windows=args.windows,
         few=min(args.windows, 6),
-        sweep=args.sweep,
+        prefill=args.prefill,
         found=found,
         engine=engine,
         quantizers={x["version"]: x["quantizer"] for x in known if x.get("quantizer")},
@@ -278,6 +278,6 @@ def _shifts(args: argparse.Namespace, pairs: Sequence[Pair], arms: Arms) -> Iter
             for order in orders_of(arms.domains, min(args.orders, 2)):
                 yield from arms.dynaexq(pair, name, changes, order, study="shifts")
         for name in ("2 spares, steps of 128", "blocking"):
-            changes = {k: v for k, v in SHIFTS[name].items() if k != "sweep"}
+            changes = {k: v for k, v in SHIFTS[name].items() if k != "prefill"}
             arm = "decode, " + ("blocking" if name == "blocking" else "2 spares")
             yield from arms.decode(pair, arm, changes)

@@ -10,9 +10,9 @@ no measured figure is assumed and named so. A step is the sum of
   span      64 tokens of KV of one row at the memory's rate
   a move    the version's bytes at the link's rate
 
-A sweep has the same step; a chunk of 64 tokens computes at the matrix rate what experts do not; an
-expert (and each further 64 rows of it, since the kernel reads it again) is the larger of reading
-and computing. Nothing overlaps: the engine moves experts in the step's own stream.
+A prefill step has the same step; a chunk of 64 tokens computes at the matrix rate what experts do
+not; an expert (and each further 64 rows of it, since the kernel reads it again) is the larger of
+reading and computing. Nothing overlaps: the engine moves experts in the step's own stream.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ SOURCES = (
     "lines, one more expert takes 0.42 of a dense one, and a step 48 × 1.5 × 16.6 µs = 1.2 ms more",
     "int8: ASSUMED halfway between dense and int4, no kernel was timed",
     "a step with any expert in int4 pays that latency whole, so DynaExq does in nearly every step",
-    "matrix products 400 TFLOP/s in sweeps: ASSUMED, 40% of the H200's dense bf16 peak",
+    "matrix products 400 TFLOP/s in prefill steps: ASSUMED, 40% of the H200's dense bf16 peak",
 )
 """Where the defaults come from, for people."""
 
@@ -109,8 +109,8 @@ def stated_costs(config: ModelConfig, machine: Machine, version: str, rows: int)
         stage=np.array([[1, move]]),
         stage_list=0.0,
         control=0.0,
-        sweep_fill=move,
-        sweep_read_through=move,
+        prefill_fill=move,
+        prefill_read_through=move,
         recompute_per_token=0.0,
         kv_swap_per_byte=1 / machine.link,
         memory_per_byte=1 / machine.memory,

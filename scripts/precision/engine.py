@@ -99,8 +99,8 @@ def read_domains(paths: Sequence[str]) -> list[Domain]:
 
 
 def score(llm: LLM, domains: Sequence[Domain], part: str, windows: int) -> Scores:
-    """The first `windows` whole windows of a part of each domain, in that order, one a sweep.
-    Raises UserError for a part that is shorter."""
+    """The first `windows` whole windows of a part of each domain, in that order, one a prefill
+    step. Raises UserError for a part that is shorter."""
     texts = {domain.name: domain.parts[part] for domain in domains}
     result = perplexity(llm, texts, window=WINDOW, stride=WINDOW, limit=windows * WINDOW)
     scores = {}
@@ -114,13 +114,13 @@ def score(llm: LLM, domains: Sequence[Domain], part: str, windows: int) -> Score
     return scores
 
 
-def engine_options(model: str, sweep: int = WINDOW) -> dict[str, Any]:
-    """sweep: tokens of one."""
+def engine_options(model: str, prefill: int = WINDOW) -> dict[str, Any]:
+    """prefill step: tokens of one."""
     return dict(
         model=model,
         max_model_len=WINDOW,
         max_num_seqs=2,
-        max_num_batched_tokens=sweep,
+        max_num_batched_tokens=prefill,
         enable_prefix_caching=False,
         progress=False,
     )

@@ -29,11 +29,11 @@ WARM_SEQUENCES, WARM_TOKENS, WARM_STEPS = 8, 64, 32
 """Other sequences that run first: a prompt each and decode steps, so that caches are full. Their
 counts are DynaExq's scores at the start."""
 
-SWEEP = 8192
-"""Prompt tokens of a sweep (moejax's default on a GPU)."""
+PREFILL = 8192
+"""Prompt tokens of a prefill step (moejax's default on a GPU)."""
 
 WAVES = 8
-"""Of a sweep, as with kernels."""
+"""Of a prefill step, as with kernels."""
 
 VERSIONS = ("dense", "int8", "int4")
 MIX = ("dense", "int4")
@@ -93,9 +93,9 @@ def route(settings: Settings, sequences: int, tokens: int) -> Routing:
 def write_run(
     directory: Path, settings: Settings, routing: Routing, batch: int, prompt: int
 ) -> tuple[int, np.ndarray]:
-    """Writes a trace: the warm sequences, then sweeps over `batch` prompts in order, then decode
-    steps of all. Returns (steps of the warm part, int[batch]: the sweep, counted from there, that
-    ends each prompt)."""
+    """Writes a trace: the warm sequences, then prefill steps over `batch` prompts in order, then
+    decode steps of all. Returns (steps of the warm part, int[batch]: the prefill step, counted from
+    there, that ends each prompt)."""
     layers, experts, k = settings.sizes
     present = ("request", "position", "phase", "kind", "rows", "waves", "ids")
     header = routing_header(layers, experts, k, present, {"generator": "qwen3-like"})
@@ -110,17 +110,17 @@ def write_run(
         first: int = 0,
     ) -> None:
         nonlocal number
-        sweep = kind == "prefill"
+        prefill = kind == "prefill"
         writer.append(
             routed_step(
                 number,
                 ids[position, rows],
                 request=first + rows,
                 position=position,
-                phase=np.full(len(rows), not sweep, np.uint8),
+                phase=np.full(len(rows), not prefill, np.uint8),
                 kind=kind,
-                rows=SWEEP if sweep else len(rows),
-                waves=np.full(layers, WAVES if sweep else 1, np.int16),
+                rows=PREFILL if prefill else len(rows),
+                waves=np.full(layers, WAVES if prefill else 1, np.int16),
             )
         )
         number += 1
@@ -136,13 +136,13 @@ def write_run(
             append(writer, routing.warm, every, position, "decode", **others)
         before = number
         tokens = np.arange(batch * prompt)
-        for first in range(0, batch * prompt, SWEEP):
-            swept = tokens[first : first + SWEEP]
+        for first in range(0, batch * prompt, PREFILL):
+            swept = tokens[first : first + PREFILL]
             append(writer, routing.ids, swept // prompt, swept % prompt, "prefill")
         for step in range(settings.steps):
             position = np.full(batch, prompt + step)
             append(writer, routing.ids, np.arange(batch), position, "decode")
-    return before, ((np.arange(batch) + 1) * prompt - 1) // SWEEP
+    return before, ((np.arange(batch) + 1) * prompt - 1) // PREFILL
 
 
 # ---- arms
@@ -307,8 +307,8 @@ def _figures(
 ) -> dict[str, Any]:
     """Of the steps after the warm ones. others: bytes of weights that are no expert's."""
     last = before + int(ends[-1]) + 1
-    sweeps, decode = seconds[before:last], seconds[last:]
-    first_token = np.cumsum(sweeps)[ends]
+    prefill_steps, decode = seconds[before:last], seconds[last:]
+    first_token = np.cumsum(prefill_steps)[ends]
     moved = found.simulation
     single = len(made.versions) == 1
     resident = single and made.resident
@@ -335,6 +335,6 @@ def _figures(
         "misses": float(misses.mean()),
         "staged": float(0.0 if resident else moved.staged[last:].sum(axis=1).mean()),
         "link_floor_s": float(crossing.mean()) * found.link_per_byte,
-        "sweep_read_through": 0 if resident else int(moved.read_through[before:last].sum()),
+        "prefill_read_through": 0 if resident else int(moved.read_through[before:last].sum()),
         "steps": len(decode),
     }

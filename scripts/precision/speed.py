@@ -24,7 +24,7 @@ this run. Writes DIR/measured.jsonl.
 predict: routing as published of Qwen3 (generated); caches are warm from other sequences, whose
 counts are DynaExq's scores at the start. All sequences arrive at once; their prompts are swept in
 order, 8192 tokens at a time, then all are decoded together (the engine would decode between two
-sweeps). TPOT is a decode step. What policies compute, and the copies that they look at, cost
+prefill steps). TPOT is a decode step. What policies compute, and the copies that they look at, cost
 nothing here. DynaExq's interval is shorter than its own default (4096 tokens), or hardly one would
 end within a run. Writes DIR/predicted.jsonl, predicted.txt (every line, with floors) and
 predicted.png.
@@ -195,9 +195,9 @@ def forecast(args: argparse.Namespace) -> Iterator[str]:
         yield from batch_crossovers(at, f"predicted at {share:.0%}")
     yield ""
     yield from overhead_text(lines)
-    swept = sum(line.get("sweep_read_through", 0) for line in lines)
+    swept = sum(line.get("prefill_read_through", 0) for line in lines)
     if swept:
-        yield f"{swept} experts were read through in sweeps, priced as read once"
+        yield f"{swept} experts were read through in prefill steps, priced as read once"
 
 
 def parse_shares(text: str) -> list[float]:

@@ -28,4 +28,4 @@ _FIRST, *_OTHERS = MODELS
 NAMES = (_FIRST, *(pytest.param(name, marks=pytest.mark.nightly) for name in _OTHERS))
 """Of MODELS, for a test's parameter: .ci/run compiles for one of them."""
 DECODE_ROWS = (16, 64)
-SWEEP_ROWS = 8192
+PREFILL_ROWS = 8192

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels.combine import combine
-from tests.aot.models import DECODE_ROWS, MODELS, SWEEP_ROWS
+from tests.aot.models import DECODE_ROWS, MODELS, PREFILL_ROWS
 from tests.aot.ptxas import compile_kernels
 
 pytestmark = pytest.mark.aot
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.aot
 Array = jax.ShapeDtypeStruct
 
 
-@pytest.mark.parametrize("rows", [*DECODE_ROWS, SWEEP_ROWS])
+@pytest.mark.parametrize("rows", [*DECODE_ROWS, PREFILL_ROWS])
 @pytest.mark.parametrize("name", ["Qwen3-30B-A3B", "Mixtral-8x7B"])
 def test_kernel(name, rows):
     model = MODELS[name]

@@ -224,9 +224,9 @@ def test_the_row_tile_and_the_sizes_decide_the_configuration():
     decode = pallas_triton.configuration(2048, 768, "bfloat16", 16)
     assert decode == Config(16, Tile(64, 128, 4, 4), Tile(64, 128, 4, 3))
     assert decode == pallas_triton.configuration(4096, 14336, "float16", 8)
-    sweep = pallas_triton.configuration(2048, 768, "bfloat16", 64)
-    assert sweep == pallas_triton.configuration(4096, 14336, "float16", 128)
-    assert sweep.rows == 64
+    prefill = pallas_triton.configuration(2048, 768, "bfloat16", 64)
+    assert prefill == pallas_triton.configuration(4096, 14336, "float16", 128)
+    assert prefill.rows == 64
     assert [fit(size, 64) for size in (768, 2880, 96, 80, 24, 40, 10)] == [
         64,
         64,

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels.expert_ffn import expert_ffn
-from tests.aot.models import DECODE_ROWS, MODELS, NAMES, SWEEP_ROWS
+from tests.aot.models import DECODE_ROWS, MODELS, NAMES, PREFILL_ROWS
 from tests.aot.ptxas import compile_kernels
 
 pytestmark = pytest.mark.aot
@@ -59,11 +59,11 @@ def compile_layers(rows, row_tile, dtype=jnp.bfloat16, *, model, **options):
     )
 
 
-@pytest.mark.parametrize("rows", [*DECODE_ROWS, SWEEP_ROWS])
+@pytest.mark.parametrize("rows", [*DECODE_ROWS, PREFILL_ROWS])
 @pytest.mark.parametrize("name", NAMES)
 def test_layers_of_a_model(name, rows):
     model = MODELS[name]
-    few = rows < SWEEP_ROWS
+    few = rows < PREFILL_ROWS
     program, kernels = compile_layers(rows, 16 if few else 64, model=model)
     names = (
         ["expert_gate_up", "expert_down"]

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels.kv_write import KVPage, kv_write
-from tests.aot.models import DECODE_ROWS, MODELS, NAMES, SWEEP_ROWS
+from tests.aot.models import DECODE_ROWS, MODELS, NAMES, PREFILL_ROWS
 from tests.aot.ptxas import compile_kernels
 
 pytestmark = pytest.mark.aot
@@ -39,7 +39,7 @@ def compiled(model, rows, dtype=jnp.bfloat16, *, norms=True):
     )
 
 
-@pytest.mark.parametrize("rows", [*DECODE_ROWS, SWEEP_ROWS])
+@pytest.mark.parametrize("rows", [*DECODE_ROWS, PREFILL_ROWS])
 @pytest.mark.parametrize("name", NAMES)
 def test_kernel(name, rows):
     program, kernels = compiled(MODELS[name], rows)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels.layer_norm import layer_norm
-from tests.aot.models import DECODE_ROWS, SWEEP_ROWS
+from tests.aot.models import DECODE_ROWS, PREFILL_ROWS
 from tests.aot.ptxas import compile_kernels
 
 pytestmark = pytest.mark.aot
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.aot
 Array = jax.ShapeDtypeStruct
 
 
-@pytest.mark.parametrize("rows", [DECODE_ROWS[0], SWEEP_ROWS])
+@pytest.mark.parametrize("rows", [DECODE_ROWS[0], PREFILL_ROWS])
 def test_kernel(rows):
     program, kernels = compile_kernels(
         lambda x, weights, biases, i: layer_norm(

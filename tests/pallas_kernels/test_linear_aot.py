@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels.linear import linear
-from tests.aot.models import DECODE_ROWS, MODELS, NAMES, SWEEP_ROWS
+from tests.aot.models import DECODE_ROWS, MODELS, NAMES, PREFILL_ROWS
 from tests.aot.ptxas import compile_kernels
 
 pytestmark = pytest.mark.aot
@@ -26,12 +26,12 @@ def weights_of(model, dtype):
     return {name: Array((model.layers, *shape), dtype) for name, shape in shapes.items()}
 
 
-@pytest.mark.parametrize("rows", [*DECODE_ROWS, SWEEP_ROWS])
+@pytest.mark.parametrize("rows", [*DECODE_ROWS, PREFILL_ROWS])
 @pytest.mark.parametrize("name", NAMES)
 def test_products_of_a_layer(name, rows):
     """Inside a scan over the layers, as in a step."""
     model, dtype = MODELS[name], jnp.bfloat16
-    row_tile = 64 if rows == SWEEP_ROWS else 16
+    row_tile = 64 if rows == PREFILL_ROWS else 16
 
     def layers(x, weights, tiles):
         def layer(x, i):

@@ -8,7 +8,7 @@ import pytest
 
 from pallas_kernels.kv_write import KVPage, kv_write
 from pallas_kernels.paged_attention import decode_attention, prefill_attention
-from tests.aot.models import DECODE_ROWS, MODELS, NAMES, SWEEP_ROWS, Model
+from tests.aot.models import DECODE_ROWS, MODELS, NAMES, PREFILL_ROWS, Model
 from tests.aot.ptxas import compile_kernels
 
 pytestmark = pytest.mark.aot
@@ -59,9 +59,9 @@ def compile_prefill(model, page, window=None, dtype=jnp.bfloat16):
         options = dict(page=page, window=window, implementation="pallas")
         return prefill_attention(q, arena, *numbers, **options)
 
-    chunks = integers(SWEEP_ROWS // CHUNK)
+    chunks = integers(PREFILL_ROWS // CHUNK)
     numbers = integers(16, MAX_LENGTH // page.block_size), chunks, chunks, chunks, integers()
-    q = Array((SWEEP_ROWS, model.heads, model.head_dim), dtype)
+    q = Array((PREFILL_ROWS, model.heads, model.head_dim), dtype)
     return compile_kernels(attend, q, arena_of(model), *numbers, integers())
 
 
@@ -128,7 +128,7 @@ def test_odd_heads(head_dim):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("rows", [16, SWEEP_ROWS])
+@pytest.mark.parametrize("rows", [16, PREFILL_ROWS])
 def test_layers_update_the_arena_in_place(rows, name):
     """Write, then attend, in a scan over the layers with the arena in its carry, as in a step."""
     model = MODELS[name]

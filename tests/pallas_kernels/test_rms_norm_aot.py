@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels.rms_norm import rms_norm
-from tests.aot.models import DECODE_ROWS, MODELS, SWEEP_ROWS
+from tests.aot.models import DECODE_ROWS, MODELS, PREFILL_ROWS
 from tests.aot.ptxas import compile_kernels
 
 pytestmark = pytest.mark.aot
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.aot
 Array = jax.ShapeDtypeStruct
 
 
-@pytest.mark.parametrize("rows", [*DECODE_ROWS, SWEEP_ROWS])
+@pytest.mark.parametrize("rows", [*DECODE_ROWS, PREFILL_ROWS])
 @pytest.mark.parametrize("hidden", sorted({model.hidden for model in MODELS.values()}))
 def test_kernel(hidden, rows):
     program, kernels = compile_kernels(

@@ -6,7 +6,7 @@ import pytest
 
 from pallas_kernels.route import RouteRule, route
 from pallas_kernels.route.specs import RULES
-from tests.aot.models import DECODE_ROWS, MODELS, NAMES, SWEEP_ROWS
+from tests.aot.models import DECODE_ROWS, MODELS, NAMES, PREFILL_ROWS
 from tests.aot.ptxas import compile_kernels
 
 pytestmark = pytest.mark.aot
@@ -27,7 +27,7 @@ def compile_route(rows, experts, rule, correction=None):
 @pytest.mark.parametrize("name", NAMES)
 def test_real_sizes(name):
     model, instructions = MODELS[name], set()
-    for rows in (*DECODE_ROWS, SWEEP_ROWS):
+    for rows in (*DECODE_ROWS, PREFILL_ROWS):
         rule = RouteRule(model.top_k, normalize=True)
         program, kernels = compile_route(rows, model.experts, rule)
         assert program.kernels() == ["route"]

@@ -158,7 +158,7 @@ def test_memory_that_is_missing_is_counted_in_layers():
 
 def test_memory_that_a_device_lacks_is_counted_apart_from_the_hosts():
     config = shape("qwen3-30b-a3b")
-    plenty = dict(host=200 * GiB, tokens=8 * 1024, sweep=2048)
+    plenty = dict(host=200 * GiB, tokens=8 * 1024, prefill=2048)
     bench_engine.check_memory(config, "qwen3-30b-a3b", "auto", 128, device=80 * GiB, **plenty)
     with pytest.raises(UserError, match=r"of device memory .* 54 GiB for an arena of 128 cells"):
         bench_engine.check_memory(config, "qwen3-30b-a3b", "auto", 128, device=40 * GiB, **plenty)
@@ -191,7 +191,7 @@ def test_compiling_while_measuring_is_found():
 def test_forced_routing_is_distinct_ascending_and_skewed_for_zipf():
     class Runner:
         stores = (np.empty((3, 16, 0, 0)),)
-        shapes = StepShapes(rows=64, buckets=(64,), chunk=64, sweep_chunks=1, blocks=4)
+        shapes = StepShapes(rows=64, buckets=(64,), chunk=64, prefill_chunks=1, blocks=4)
         config = type("Config", (), {"num_experts_per_tok": 4})
 
     top = {}

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from moejax.checkpoints.random_model import shape
-from moejax.engine.step_work import sweep_of
+from moejax.engine.step_work import prefill_batch
 from scripts.bench import host_loop as bench_host_loop
 from scripts.bench.host_loop import Arrivals, Profile, make_engine, measure
 from tests.scripts.bench_runs import json_lines, refusal
@@ -35,10 +35,10 @@ def test_parts_add_up(engine):
         np.testing.assert_allclose(sum(each.parts_s.values()), each.total_s)
     assert 0 < sum(float(each.total_s.sum()) for each in measured) < wall
     (swept,) = (each for each in measured if each.kind == "prefill")
-    assert "sweep arrays" in swept.parts_s
+    assert "prefill step arrays" in swept.parts_s
     # What was timed is as it was.
     assert not [name for name in vars(engine) if name in ("_read", "_place")]
-    assert bench_host_loop.sys.modules["moejax.engine.loop"].sweep_of is sweep_of
+    assert bench_host_loop.sys.modules["moejax.engine.loop"].prefill_batch is prefill_batch
 
 
 def test_time_within_a_part_is_not_counted_twice(monkeypatch):

@@ -22,7 +22,7 @@ from scripts.precision.costs import (
 )
 from scripts.precision.measured import MODEL, bounds, checkpoint, memory_of, repeats_of
 from scripts.precision.predicted import (
-    SWEEP,
+    PREFILL,
     WARM_SEQUENCES,
     WARM_STEPS,
     WARM_TOKENS,
@@ -62,7 +62,7 @@ def test_a_decode_step_by_hand():
     model = stated_costs(QWEN, machine, "dense", 32)
     assert model.compute_s(Work(1, 16, 48 * 8, 0), 1) == pytest.approx(wanted, rel=1e-12)
     # Two experts that are missing in one layer, over the link.
-    moved = model.move_s(np.array([2] + 47 * [0]), *np.zeros((2, 48), int), sweep=False)
+    moved = model.move_s(np.array([2] + 47 * [0]), *np.zeros((2, 48), int), prefill=False)
     assert moved == pytest.approx(2 * DENSE / 50e9)
 
 
@@ -80,7 +80,7 @@ def test_a_row_in_int4_by_hand():
     assert model.compute_s(work, 8) == pytest.approx(wanted, rel=1e-12)
 
 
-def test_a_sweep_by_hand():
+def test_a_prefill_step_by_hand():
     """256 tokens of one prompt that need 100 experts of each layer, 20 of them twice."""
     machine = Machine(memory=4e12, overhead=1e-3, matrix=5e14, link=50e9)
     model = stated_costs(QWEN, machine, "dense", 32)
@@ -145,13 +145,13 @@ def test_a_run_is_swept_in_order_and_decoded_together(tmp_path):
     trace = read_trace(tmp_path / "t")
     assert before == 1 + WARM_STEPS and ends.tolist() == [0, 0, 0]
     assert trace.steps == before + 1 + given.steps
-    *_, sweep = (s for s in trace.step_traces() if s.kind == "prefill")
-    assert np.bincount(sweep.request).tolist() == [90, 90, 90]
-    assert np.array_equal(sweep.ids[90:180], routing.ids[:90, 1])
+    *_, prefill = (s for s in trace.step_traces() if s.kind == "prefill")
+    assert np.bincount(prefill.request).tolist() == [90, 90, 90]
+    assert np.array_equal(prefill.ids[90:180], routing.ids[:90, 1])
     last = list(trace.step_traces())[-1]
     assert last.position.tolist() == [93] * 3 and np.array_equal(last.ids, routing.ids[93, :3])
-    # 200 prompts of 90 tokens take three sweeps, 91 end in the first.
-    assert SWEEP // 90 == 91
+    # 200 prompts of 90 tokens take three prefill steps, 91 end in the first.
+    assert PREFILL // 90 == 91
 
 
 def test_static_arms_never_move_and_paged_ones_pay_for_each_miss(tmp_path):

@@ -17,7 +17,12 @@ def test_tokens_by_cells(capsys):
     keys = [(line["tokens"], line["prompts"], line["cells_per_layer"]) for line in found]
     assert keys == [(t, p, c) for t, p in ((100, 2), (130, 3)) for c in (16, 4, 0)]
     for line in found:
-        assert (line["shape"], line["layers"], line["sweeps"], line["waves"]) == ("demo", 2, 2, 2)
+        assert (line["shape"], line["layers"], line["prefill_steps"], line["waves"]) == (
+            "demo",
+            2,
+            2,
+            2,
+        )
         assert line["floor_ms"] == max(line["floor_link_ms"], line["floor_compute_ms"]) > 0
         assert line["floor_compute_ms"] > 0 and line["link_rate_gb_per_s"] > 0
         assert line["ms"] >= line["ms_best"] > 0
@@ -83,7 +88,7 @@ def test_operations_are_two_for_each_active_weight_and_attention():
     heads = 151936 * 2048
     one = 2 * (layers + heads) + 48 * 4 * 4096
     assert prefill_report.prefill_operations(config, [1]) == one
-    # Attention is quadratic in a prompt, not in a sweep; each prompt has one LM head row.
+    # Attention is quadratic in a prompt, not in a prefill step; each prompt has one LM head row.
     two = 2 * (2 * layers + heads) + 48 * 4 * 4096 * (1 + 2)
     assert prefill_report.prefill_operations(config, [2]) == two
     assert prefill_report.prefill_operations(config, [2, 2, 1]) == 2 * two + one

@@ -172,7 +172,7 @@ def test_shifts_are_measured_against_transitions_that_block(capsys):
     ("arguments", "message"),
     [
         (["ablation"], "give the ablation's --name: no-hysteresis, no-ema"),
-        (["run", "--windows", "0"], "--orders and --sweep are at least 1"),
+        (["run", "--windows", "0"], "--orders and --prefill step are at least 1"),
         (["run", "--pairs", "dense"], "is no pair"),
         (["run", "--text", "/nowhere.txt"], "cannot read /nowhere.txt"),
     ],

@@ -63,7 +63,7 @@ class MvWsa:
     The paper ran the estimator in a simulation and preset its costs; here it runs in the engine,
     and what a miss costs is learned from the steps (`calibrate`; see step_times), beginning with
     measured costs; that of moving a page out and back stays as measured. A step is one reference of
-    every layer, a sweep's waves taken together. KV's distances beyond the largest pool are
+    every layer, a prefill step's waves taken together. KV's distances beyond the largest pool are
     forgotten: they are misses under every split.
 
     concurrent: n_conc of the admission floor (6), each with the context of the last turns. None:

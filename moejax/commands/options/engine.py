@@ -221,11 +221,12 @@ def add_engine_options(group: argparse._ArgumentGroup) -> None:
         "--max-num-batched-tokens",
         type=int,
         metavar="N",
-        help="most prompt tokens in one sweep over the model",
+        help="most prompt tokens in one prefill step over the model",
     )
     group.add_argument(
         "--long-prefill-token-threshold",
         type=int,
         metavar="N",
-        help="most tokens of one prompt in a sweep that others wait for (default: a quarter of it)",
+        help="most tokens of one prompt in a prefill step that others wait for "
+        "(default: a quarter of it)",
     )

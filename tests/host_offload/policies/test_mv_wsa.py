@@ -360,7 +360,7 @@ def seen(times: StepTimes, misses: int, now: float, usable: bool = True, tokens:
 
 
 def test_step_times_refuse_what_says_nothing():
-    """Sweeps, first runs, pauses, and steps that all miss as often."""
+    """Prefill steps, first runs, pauses, and steps that all miss as often."""
     times = StepTimes()
     for step in range(50):
         times = seen(times, 7, 0.01 * (step + 1))
@@ -377,7 +377,7 @@ def test_step_times_refuse_what_says_nothing():
     assert times.miss_s(1e-6) == pytest.approx(1e-5)
 
 
-def test_sweeps_say_what_a_prompt_token_costs():
+def test_prefill_steps_say_what_a_prompt_token_costs():
     """0.3 ms a token beside 1 ms a miss; the start value is 1 ms. Where KV is moved out instead of
     computed again, they say nothing."""
     rng, times, now = np.random.default_rng(0), StepTimes(), 0.0

@@ -66,7 +66,7 @@ def test_what_has_no_cell_is_read_through(tmp_path):
     assert found.stall_s.tolist() == [16 + 16] * 4
 
 
-def test_a_sweep_counts_chunks_spans_tiles_and_experts(tmp_path):
+def test_a_prefill_step_counts_chunks_spans_tiles_and_experts(tmp_path):
     # 130 tokens of one request, at positions 0…129: chunks of 64, 64 and 2, which attend to
     # 1 + 2 + 3 spans. All tokens need experts 0 and 1: 130 rows are 3 tiles of 64 each.
     ids = np.repeat(one_token([0, 1], [0, 1]), 130, axis=0)
@@ -274,8 +274,8 @@ def test_a_layer_that_moves_two_versions_pays_each_share():
             *(np.array(given.get(n, none)) for n in VersionCounts._fields[1:]),
         )
 
-    def seconds(sweep=False, **given):
-        return move_s((MODEL, LOW), counts(**given), sweep=sweep)
+    def seconds(prefill=False, **given):
+        return move_s((MODEL, LOW), counts(**given), prefill=prefill)
 
     assert seconds() == 0
     # Two at once are 14 high and 6 low.
@@ -284,7 +284,7 @@ def test_a_layer_that_moves_two_versions_pays_each_share():
     assert seconds(fills=[[3, 1], [0, 0]]) == 0.75 * 20 + 0.25 * 10
     assert seconds(read_through=[[1, 2], [0, 0]]) == pytest.approx(8 + 2 * 2)
     assert seconds(staged=[[1, 0], [0, 1]]) == 30 + 12 + 7  # one list, the dearer
-    assert seconds(sweep=True, fills=[[1, 2], [0, 0]]) == pytest.approx(40 + 2 * 12)
+    assert seconds(prefill=True, fills=[[1, 2], [0, 0]]) == pytest.approx(40 + 2 * 12)
 
 
 def test_experts_and_tiles_are_counted_by_version():
@@ -295,9 +295,9 @@ def test_experts_and_tiles_are_counted_by_version():
     work = Work(parts=9, spans=9, experts=4, tiles=3)
     high, low = 2 * 100 + 3 * 50, 2 * 40
     assert compute_s((MODEL, LOW), work, experts, tiles, 9) == 2000 + 90 + 9 + high + low
-    # 5000 + 9·500 + 9·20, then experts and tiles of a sweep, whose costs are alike here.
-    sweep = 5000 + 9 * 500 + 9 * 20 + 4 * 200 + 3 * 100
-    assert compute_s((MODEL, LOW), work, experts, tiles, None) == sweep
+    # 5000 + 9·500 + 9·20, then experts and tiles of a prefill step, whose costs are alike here.
+    prefill = 5000 + 9 * 500 + 9 * 20 + 4 * 200 + 3 * 100
+    assert compute_s((MODEL, LOW), work, experts, tiles, None) == prefill
 
 
 def test_what_has_no_price_is_refused(tmp_path):

@@ -149,7 +149,8 @@ def test_keys_that_do_not_fit_are_refused():
 @settings(max_examples=8)
 @given(seed=st.integers(0, 2**32), eviction=st.sampled_from([*EVICTION]))
 def test_policies_that_are_weights_page_as_plain_python(tmp_path_factory, seed, eviction):
-    """Decode steps and sweeps of several waves, in several chunks; both paths of simulate."""
+    """Decode steps and prefill steps of several waves, in several chunks; both paths of
+    simulate."""
     rng = np.random.default_rng(seed)
     layers, experts, k = 2, 9, 2
     routed, waves = [], []

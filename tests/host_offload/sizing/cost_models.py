@@ -28,8 +28,8 @@ MODEL = CostModel(
     stage=table((1, 30)),
     stage_list=7.0,
     control=3.0,
-    sweep_fill=40.0,
-    sweep_read_through=60.0,
+    prefill_fill=40.0,
+    prefill_read_through=60.0,
     recompute_per_token=11.0,
     kv_swap_per_byte=12.0,
     memory_per_byte=13.0,
@@ -51,6 +51,6 @@ LOW = dataclasses.replace(
     stage=table((1, 12)),
     stage_list=5.0,
     control=1.0,
-    sweep_fill=12.0,
+    prefill_fill=12.0,
 )
 """Of the same model's experts in a version of a quarter of the bytes."""

@@ -13,8 +13,8 @@ from host_offload.sizing.cost_model import (
     CostModel,
     StepCost,
     Work,
+    fitted_prefill,
     fitted_step,
-    fitted_sweep,
     fitted_table,
     line,
 )
@@ -39,8 +39,8 @@ def test_a_step_is_the_sum_of_its_parts():
 
 
 def test_experts_that_move_are_looked_up_by_layer():
-    def seconds(fills=NONE, read_through=NONE, staged=NONE, sweep=False):
-        return MODEL.move_s(fills, read_through, staged, sweep=sweep)
+    def seconds(fills=NONE, read_through=NONE, staged=NONE, prefill=False):
+        return MODEL.move_s(fills, read_through, staged, prefill=prefill)
 
     assert seconds() == 0
     assert seconds(fills=moved(1, 0)) == 10
@@ -51,7 +51,7 @@ def test_experts_that_move_are_looked_up_by_layer():
     assert seconds(read_through=moved(0, 2)) == 16  # one measured point: proportional
     assert seconds(staged=moved(1, 0)) == 7 + 30
     assert seconds(staged=moved(1, 1)) == 7 + 60
-    assert seconds(fills=moved(2, 1), read_through=moved(1, 0), sweep=True) == 3 * 40 + 60
+    assert seconds(fills=moved(2, 1), read_through=moved(1, 0), prefill=True) == 3 * 40 + 60
 
 
 def test_more_rows_than_were_measured_are_refused():
@@ -115,7 +115,7 @@ def broken(**figures):
         (broken(stage=[[0, 0], [1, 1]]), "stage must be pairs"),
         (broken(read_through=[[1, -1]]), "read_through must be pairs"),
         (broken(stage=[[1, float("nan")]]), "stage must be pairs"),
-        (broken(sweep_fill=-1.0), "sweep_fill must be seconds from 0 on"),
+        (broken(prefill_fill=-1.0), "prefill_fill must be seconds from 0 on"),
         (broken(control=float("inf")), "control must be seconds"),
         (broken(prefill=vars(MODEL.prefill) | {"tile": -1}), "prefill.tile must be seconds"),
         (broken(cpu_expert=[1, float("nan")]), r"cpu_expert\[1\] must be seconds"),
@@ -151,12 +151,12 @@ def test_a_fit_has_no_cost_below_zero():
     assert 4 < found.seconds(works[0]) < 8
 
 
-def test_sweeps_also_give_what_a_moved_expert_takes():
+def test_prefill_steps_also_give_what_a_moved_expert_takes():
     works = [Work(n, n, 4, t) for n, t in ((1, 0), (2, 3), (5, 9), (8, 2), (8, 7), (3, 3), (4, 1))]
     moves = [(0, 0), (4, 0), (0, 4), (2, 2), (0, 0), (1, 3), (3, 0)]
     cost = StepCost(2.0, 3.0, 0.5, 1.0, 0.25)
     seconds = [cost.seconds(w) + 6 * f + 7 * r for w, (f, r) in zip(works, moves, strict=True)]
-    found, fill, read_through = fitted_sweep(works, moves, seconds)
+    found, fill, read_through = fitted_prefill(works, moves, seconds)
     assert (fill, read_through) == (pytest.approx(6), pytest.approx(7))
     assert found.seconds(Work(9, 9, 4, 9)) == pytest.approx(cost.seconds(Work(9, 9, 4, 9)))
 

@@ -199,18 +199,18 @@ def test_the_policy_widens_for_a_queue_and_only_then():
     assert decision.kv_pages > first.kv_pages
     assert decision.max_running > 2 and decision.kv_pages >= 20 * decision.max_running
     check_decision(decision, policy, TOLD, "a step")
-    # As long as no more come, steps decide nothing, and sweeps change nothing.
+    # As long as no more come, steps decide nothing, and prefill steps change nothing.
     state, again = policy.decide(state, queue)
     assert again == Decision()
-    sweep = dataclasses.replace(queue, phase=np.zeros(2, np.uint8))
-    assert policy.decide(state, sweep)[0] is state
+    prefill = dataclasses.replace(queue, phase=np.zeros(2, np.uint8))
+    assert policy.decide(state, prefill)[0] is state
     seen = observed(Moment.BURST_END, rng, waiting=6, waiting_tokens=6)
     before = pickle.dumps(state)
     answers = [pickle.dumps(policy.decide(state, seen)) for _ in range(2)]
     assert answers[0] == answers[1] and pickle.dumps(state) == before  # pure
 
 
-def test_arrivals_in_a_sweep_are_seen_after_an_idle_engine():
+def test_arrivals_in_a_prefill_step_are_seen_after_an_idle_engine():
     """The last turn ended with nobody left, so a split for one sequence was chosen; five come at
     once."""
     policy, rng = JointBudget(), np.random.default_rng(1)

@@ -125,7 +125,8 @@ def test_misses_collapse_where_the_working_set_fits():
 
 
 def test_a_trace_has_the_curve_that_the_simulator_finds(tmp_path):
-    """With sweeps, whose waves are references of their own; by phase, by part, and in order."""
+    """With prefill steps, whose waves are references of their own; by phase, by part, and in
+    order."""
     rng = np.random.default_rng(0)
     waves = (1 + 2 * (rng.random(80) < 0.1)).tolist()
     trace = write_trace(tmp_path / "t", random_routing(rng, 80, 3, 12, 2, 2), 12, waves=waves)

@@ -35,8 +35,8 @@ def write_trace(
     **header: Any,
 ) -> Trace:
     """A trace of steps with ids int[N, L, k] each. Step n was dispatched at n seconds and read at
-    n + 1.5, after the next one was dispatched; those with several waves are sweeps. What the steps
-    hit and moved is left at zero."""
+    n + 1.5, after the next one was dispatched; those with several waves are prefill steps. What the
+    steps hit and moved is left at zero."""
     _, layers, k = routed[0].shape
     facts = TraceHeader(
         layers,

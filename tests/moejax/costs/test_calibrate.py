@@ -247,7 +247,7 @@ def in_microseconds(cost):
 
 def test_the_command_shows_every_figure_and_the_file(started, capsys, monkeypatch):
     tables = {name: getattr(MODEL, name) * [1, MICRO] for name in ("fill", "read_through", "stage")}
-    names = ("control", "stage_list", "sweep_fill", "sweep_read_through", "recompute_per_token")
+    names = ("control", "stage_list", "prefill_fill", "prefill_read_through", "recompute_per_token")
     model = dataclasses.replace(
         MODEL,
         **{name: getattr(MODEL, name) * MICRO for name in names},
@@ -269,14 +269,14 @@ def test_the_command_shows_every_figure_and_the_file(started, capsys, monkeypatc
     for name, figures in (
         ("decode of 8 rows", vars(MODEL.decode[8]).values()),
         ("decode of 16 rows", vars(MODEL.decode[16]).values()),
-        ("sweep", vars(MODEL.prefill).values()),
+        ("prefill", vars(MODEL.prefill).values()),
         ("fill", MODEL.fill[:, 1]),
         ("read through", MODEL.read_through[:, 1]),
         ("staged", MODEL.stage[:, 1]),
         ("policies that look at a step", [MODEL.control]),
         ("a list of transfers in a step", [MODEL.stage_list]),
-        ("expert filled in a sweep", [MODEL.sweep_fill]),
-        ("expert read through in a sweep", [MODEL.sweep_read_through]),
+        ("expert filled in a prefill step", [MODEL.prefill_fill]),
+        ("expert read through in a prefill step", [MODEL.prefill_read_through]),
         ("a prompt computed again", [MODEL.recompute_per_token]),
         ("expert on the CPU", [70]),
     ):
@@ -323,7 +323,7 @@ def test_forced_steps_move_what_they_should(driver):
             forced.measure(Case(2, 4), 1)
         forced._plan = plan
         forced.end()
-        sample = forced.sweep(2, 20, forced.cells, cold=True)
+        sample = forced.prefill(2, 20, forced.cells, cold=True)
         assert sample.work.parts == 2 and sample.work.spans == 2
         assert sample.fills == sample.work.experts and sample.read_through == 0
 

@@ -48,7 +48,9 @@ class Turn:
 class Device:
     """Scheduler, pages and requests; `step` does what Engine.step does."""
 
-    def __init__(self, *, pages: int, rows: int, sweep_chunks: int, max_model_len: int, **options):
+    def __init__(
+        self, *, pages: int, rows: int, prefill_chunks: int, max_model_len: int, **options
+    ):
         per_slot = LAYOUT.pages_per_slot
         slots = -(-pages // per_slot)
         arena = options.pop("arena", None) or SlotArena(LAYOUT, slots, 1, 1, 1)
@@ -56,7 +58,7 @@ class Device:
         # Slots hold several pages; what is left of the last one is nobody's.
         self.spare = arena.allocate_pages(slots * per_slot - pages)
         swap_bytes = options.pop("swap_bytes", 10**9)
-        shapes = StepShapes(rows, CHUNK, sweep_chunks, -(-max_model_len // BLOCK))
+        shapes = StepShapes(rows, CHUNK, prefill_chunks, -(-max_model_len // BLOCK))
         cache = KVCache(arena, self._read, self._write, self._move, swap_bytes)
         self.scheduler = Scheduler(cache, shapes, rows, max_model_len, **options)
         self.pages: dict[int, list] = {}

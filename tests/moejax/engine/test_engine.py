@@ -189,11 +189,11 @@ def test_scored_tokens_must_be_in_the_vocabulary(llm):
             llm.score([5, 6, token])
 
 
-def test_a_prompt_longer_than_a_sweep_and_arrivals_in_between(llm, expected):
+def test_a_prompt_longer_than_a_prefill_step_and_arrivals_in_between(llm, expected):
     long = np.random.default_rng(1).integers(1, 4096, 240).tolist()
     alone = llm.generate(long, GREEDY)[0].outputs[0].token_ids
     first = llm.engine.add(long, GREEDY)
-    llm.engine.step()  # the first of two sweeps
+    llm.engine.step()  # the first of two prefill steps
     second = llm.engine.add([7, 8, 9], GREEDY)
     while None in (first.finish_reason, second.finish_reason):
         llm.engine.step()

@@ -119,7 +119,7 @@ def test_budgets_hold_at_least_one_longest_sequence(llm):
 
 
 def test_a_turn_moved_out_in_the_step_that_it_came_in_begins_once():
-    device = Device(pages=12, rows=3, sweep_chunks=4, max_model_len=256)
+    device = Device(pages=12, rows=3, prefill_chunks=4, max_model_len=256)
     run(device, [Turn((5,) * 100, 3, "a")])
     first = device.add((7,) * 190, Turn((), 1))
     first.params = dataclasses.replace(first.params, prompt_logprobs=0)  # another executable
@@ -131,7 +131,7 @@ def test_a_turn_moved_out_in_the_step_that_it_came_in_begins_once():
 
 
 def test_turns_after_a_recomputed_one_say_so_too():
-    device = Device(pages=20, overflow="recompute", rows=4, sweep_chunks=4, max_model_len=512)
+    device = Device(pages=20, overflow="recompute", rows=4, prefill_chunks=4, max_model_len=512)
     turns = [
         Turn((5,) * 100, 3, "a"),
         Turn((6,) * 250, 3, arrival=20),

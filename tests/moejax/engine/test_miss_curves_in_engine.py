@@ -17,8 +17,8 @@ from moejax.traces import read_trace
 )
 def test_a_trace_predicts_another_budget_exactly(tmp_path, prompt, waves):
     """The curves of a run that had everything resident are the misses of the one with half, layer
-    by layer. Prompts of a token each, so that sweeps fit as decode steps do; then of many, whose
-    experts fit in two waves."""
+    by layer. Prompts of a token each, so that prefill steps fit as decode steps do; then of many,
+    whose experts fit in two waves."""
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     traces, misses = {}, {}
     for cells in (16, 8):

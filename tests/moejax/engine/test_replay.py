@@ -66,7 +66,7 @@ IN_CI = {"device": NAMES["device"], "host": ["lfru", "FIFO", *BETWEEN]}
 
 @pytest.fixture(scope="module")
 def start():
-    """Driver → the demo with half of its experts; sweeps have two waves."""
+    """Driver → the demo with half of its experts; prefill steps have two waves."""
     with contextlib.ExitStack() as stack:
 
         @functools.cache

@@ -16,7 +16,7 @@ from moejax.engine.sampling import Chooser, has_penalties
 from moejax.models.decoder import Decoder
 from moejax.requests.outputs import append_prompt_logprobs
 from moejax.start.build import step_shapes
-from moejax.step.parts import Sweep
+from moejax.step.parts import PrefillBatch
 from moejax.step.runner import Runner
 from moejax.step.sampler import GREEDY_BELOW
 from pallas_kernels import resolve_ops
@@ -272,8 +272,8 @@ class Loop:
         """Returns the step's output; sets every sequence's first logits."""
         shapes = self.runner.shapes
         chunks = [(s, i) for s in self.sequences for i in range(0, len(s.prompt), shapes.chunk)]
-        n, c = shapes.sweep_chunks, shapes.chunk
-        sweep = Sweep(
+        n, c = shapes.prefill_chunks, shapes.chunk
+        prefill = PrefillBatch(
             tokens=np.zeros((n, c), np.int32),
             row=np.zeros(n, np.int32),
             start=np.zeros(n, np.int32),
@@ -285,10 +285,10 @@ class Loop:
         )
         for i, (sequence, start) in enumerate(chunks):
             part, after = sequence.prompt[start : start + c], sequence.prompt[start + 1 :][:c]
-            sweep.row[i], sweep.start[i], sweep.length[i] = sequence.row, start, len(part)
-            sweep.tokens[i, : len(part)], sweep.targets[i, : len(after)] = part, after
-            sweep.last[sequence.row] = i * c + len(part) - 1
-        return self.runner.prefill(sweep, jax.numpy.asarray(self.table), kind=kind)
+            prefill.row[i], prefill.start[i], prefill.length[i] = sequence.row, start, len(part)
+            prefill.tokens[i, : len(part)], prefill.targets[i, : len(after)] = part, after
+            prefill.last[sequence.row] = i * c + len(part) - 1
+        return self.runner.prefill(prefill, jax.numpy.asarray(self.table), kind=kind)
 
     def run(self, steps):
         """Greedy text of all sequences. Returns the logits each token was chosen from."""
@@ -406,7 +406,7 @@ def test_prompt_logprobs(runner, length):
     np.testing.assert_array_equal(np.asarray(output.logits)[1].view("u4"), plain.view("u4"))
 
     scores, chunk = jax.device_get(output.scores), runner.shapes.chunk
-    assert scores.top_ids.shape == (runner.shapes.sweep_chunks, chunk, 20)
+    assert scores.top_ids.shape == (runner.shapes.prefill_chunks, chunk, 20)
     for i, start in enumerate(range(0, length, chunk)):
         rows = range(min(chunk, length - 1 - start))
         append_prompt_logprobs(sequence, scores, i, rows)

@@ -15,7 +15,7 @@ from moejax.errors import UserError
 from moejax.requests.sessions import Sessions, common_prefix
 from tests.moejax.engine.scheduler_model import BLOCK, CHUNK, Device, Turn, run
 
-SMALL = {"rows": 8, "sweep_chunks": 4, "max_model_len": 512}
+SMALL = {"rows": 8, "prefill_chunks": 4, "max_model_len": 512}
 
 
 def workload(rng: np.random.Generator, size: int) -> list[Turn]:
@@ -176,7 +176,7 @@ def test_a_session_dropped_by_recompute_says_so():
 
 
 def test_priority_then_arrival():
-    device = Device(pages=64, rows=1, sweep_chunks=4, max_model_len=256)
+    device = Device(pages=64, rows=1, prefill_chunks=4, max_model_len=256)
     turns = [Turn((9,) * 5, 2), Turn((8,) * 5, 2), Turn((7,) * 5, 2, priority=-1)]
     order = []
     release = device.scheduler.release
@@ -186,7 +186,7 @@ def test_priority_then_arrival():
 
 
 def test_a_long_prompt_is_not_passed_over_and_stalls_nobody():
-    device = Device(pages=64, rows=4, sweep_chunks=4, max_model_len=1024)
+    device = Device(pages=64, rows=4, prefill_chunks=4, max_model_len=1024)
     short = [Turn((i + 1,) * 10, 60) for i in range(3)]
     long = Turn((50,) * 640, 2, arrival=4)
     later = [Turn((60 + i,) * 10, 30, arrival=5) for i in range(4)]
@@ -200,9 +200,9 @@ def test_a_long_prompt_is_not_passed_over_and_stalls_nobody():
     device.scheduler.next_work = recorded
     requests = run(device, [*short, long, *later])
     number = requests[3].number
-    sweeps = [w for w in works if w and any(c.request.number == number for c in w.chunks)]
-    assert len(sweeps) == 10  # one chunk of 64 at a time: a quarter of the sweep
-    first, last = works.index(sweeps[0]), works.index(sweeps[-1])
+    prefill_steps = [w for w in works if w and any(c.request.number == number for c in w.chunks)]
+    assert len(prefill_steps) == 10  # one chunk of 64 at a time: a quarter of the prefill step
+    first, last = works.index(prefill_steps[0]), works.index(prefill_steps[-1])
     between = works[first:last]
     assert sum(bool(w.rows) for w in between) >= 9  # decode goes on in between
     # Those that came later did not begin before it.
@@ -210,7 +210,7 @@ def test_a_long_prompt_is_not_passed_over_and_stalls_nobody():
     assert starts[0] >= first
 
 
-def test_siblings_share_the_prompt_from_the_first_sweep_on():
+def test_siblings_share_the_prompt_from_the_first_prefill_step_on():
     device = Device(pages=64, **SMALL)
     run(device, [Turn(tuple(range(1, 60)), 4)] * 4)
     # Three whole blocks of 16 each, for three followers.
@@ -243,14 +243,14 @@ def test_sessions_end():
     assert device.scheduler.arena.free_pages + len(device.spare) == device.scheduler.arena.pages
 
 
-def test_the_sweep_of_many_prompts():
-    device = Device(pages=600, rows=256, sweep_chunks=300, max_model_len=256)
+def test_the_prefill_step_of_many_prompts():
+    device = Device(pages=600, rows=256, prefill_chunks=300, max_model_len=256)
     run(device, [Turn((i % 90 + 1, i), 2) for i in range(256)])
     assert device.number == 256
 
 
 def test_admission_waits_for_enough_rows_while_others_decode():
-    device = Device(pages=64, rows=4, sweep_chunks=4, max_model_len=256, admission=3)
+    device = Device(pages=64, rows=4, prefill_chunks=4, max_model_len=256, admission=3)
     turns = [Turn((i + 1,) * 3, 5 + 4 * i) for i in range(4)] + [
         Turn((i + 30,) * 3, 5) for i in range(6)
     ]
@@ -271,9 +271,10 @@ def test_names_of_blocks():
 
 
 def test_more_waiting_requests_do_not_begin_later():
-    """Held back for a fuller sweep, but not as long as others run, and not what is urgent."""
+    """Held back for a fuller prefill step, but not as long as others run, and not what is
+    urgent."""
     for urgent in (0, -1):
-        device = Device(pages=600, rows=16, sweep_chunks=8, max_model_len=512, admission=4)
+        device = Device(pages=600, rows=16, prefill_chunks=8, max_model_len=512, admission=4)
         long = [Turn((i + 1,) * 3, 300) for i in range(13)]
         new = [Turn((40 + i,) * 3, 2, arrival=5, priority=urgent) for i in range(8)]
         requests, begun = [], {}

@@ -137,11 +137,13 @@ def test_budgets_change_only_what_a_run_cost(llm, files, capsys):
     assert [text["scored_bytes"] for text in found["data"]["texts"]] == [
         scored_bytes(llm, text) for text in texts.values()
     ]
-    # Every expert crosses the link at most once a sweep, however many windows are in it.
+    # Every expert crosses the link at most once a prefill step, however many windows are in it.
     windows = sum(text["windows"] for text in found["data"]["texts"])
-    assert run["read_through"] == run["activations"] == run["misses"] <= run["sweeps"] * 4 * 16
-    assert run["sweeps"] < windows / 2
-    assert before["sweeps"] == run["sweeps"] and before["read_through"] == 0
+    assert (
+        run["read_through"] == run["activations"] == run["misses"] <= run["prefill_steps"] * 4 * 16
+    )
+    assert run["prefill_steps"] < windows / 2
+    assert before["prefill_steps"] == run["prefill_steps"] and before["read_through"] == 0
     assert run["read_through_bytes"] == run["read_through"] * 98304
     assert run["options"]["expert_budget"] == "0" and run["arena"]["expert_slots"] == 0
     assert 0 < run["scored_tokens_per_s"] < run["tokens_per_s"]

@@ -759,7 +759,7 @@ def test_each_request_gets_what_generate_gives_and_memory_holds_few(llm):
     pulled.clear()
     each = llm.generate_each(stream())
     next(each)
-    assert len(pulled) == min(30, 2 * shapes.rows + shapes.sweep_chunks)
+    assert len(pulled) == min(30, 2 * shapes.rows + shapes.prefill_chunks)
     each.close()
     assert llm.engine.scheduler.idle
     arena = llm.engine.scheduler.arena

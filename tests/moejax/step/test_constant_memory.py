@@ -30,14 +30,13 @@ from tests.hlo import read_executable
 MiB, GiB = 1 << 20, 1 << 30
 
 DEMO_TEMP = {"decode": 2 * MiB, "prefill": 12 * MiB, "score": 12 * MiB, "integrity": MiB}
-"""Most bytes a program may need beside its arguments and results. A sweep's are the experts'
+"""Most bytes a program may need beside its arguments and results. A prefill step's are the experts'
 outputs, float32[2048 tokens, 4, 128] = 4 MiB, and two of its hidden states."""
 
 H200_TEMP = {"decode": 32 * MiB, "prefill": 640 * MiB, "score": 640 * MiB, "integrity": 32 * MiB}
 """As above, for Qwen3-30B-A3B. Decode: one expert (9 MiB) and the experts' outputs, float32[64
-tokens, 8, 2048] = 4 MiB. A sweep of 8192 tokens: its experts' outputs, float32[8192, 8, 2048] =
-512 MiB, and its hidden states before and after the norm, 2 · 32 MiB."""
-
+tokens, 8, 2048] = 4 MiB. A prefill step of 8192 tokens: its experts' outputs, float32[8192, 8,
+2048] = 512 MiB, and its hidden states before and after the norm, 2 · 32 MiB."""
 STEPS = (
     "decode",
     "prefill",
@@ -139,7 +138,7 @@ def test_moving_pages_copies_nothing_but_pages(runner):
     assert moved.memory.temp_bytes <= 2 * SWAP_PAGES * page
 
 
-def test_sweep_in_waves_copies_nothing_large(runner):
+def test_prefill_step_in_waves_copies_nothing_large(runner):
     programs = runner.programs()
     waves = dataclasses.replace(programs.shapes, waves=3)
     compiled = compile_here(dataclasses.replace(programs, shapes=waves), "prefill")

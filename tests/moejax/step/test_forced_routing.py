@@ -24,7 +24,7 @@ def llm(request, demo_dir):
         max_num_seqs=4,
         max_model_len=128,
         max_num_batched_tokens=256,
-        enable_prefix_caching=False,  # every run sweeps the same tokens
+        enable_prefix_caching=False,  # every run prefill steps the same tokens
         progress=False,
     ) as llm:
         yield llm
@@ -65,7 +65,7 @@ def _others(routing: Routing, experts: int) -> Routing:
 
 def test_recorded_routing_gives_the_same_bits(llm, monkeypatch):
     free, routing = _run(llm, monkeypatch)
-    assert len(free) == PARAMS.max_tokens  # one sweep, then decode steps
+    assert len(free) == PARAMS.max_tokens  # one prefill step, then decode steps
     forced, traced = _run(llm, monkeypatch, routing)
     for a, b in zip(free, forced, strict=True):
         np.testing.assert_array_equal(a, b)

@@ -53,8 +53,8 @@ XLA_LAUNCHES = {"decode": 26, "prefill": 39}
 reads the trace (which tokens missed experts, counts by name) runs once a step."""
 
 TEMP = {"decode": 20 * MiB, "prefill": 1100 * MiB}
-"""Scratch beside arguments: decode at 64 rows; a sweep of 8192 tokens, mostly the experts' float32
-outputs [8192, k, D] (512 MiB for top-8 of 2048) and hidden rows."""
+"""Scratch beside arguments: decode at 64 rows; a prefill step of 8192 tokens, mostly the experts'
+float32 outputs [8192, k, D] (512 MiB for top-8 of 2048) and hidden rows."""
 
 
 @pytest.mark.parametrize(

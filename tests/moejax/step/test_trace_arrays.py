@@ -178,7 +178,7 @@ def test_a_traced_step_copies_nothing_large(name):
     )
     programs = dataclasses.replace(programs, trace_arrays=TRACE_ARRAYS)
     compiled = compile_here(programs, name)
-    # A sweep's gate inputs of all layers are 1 MiB; the arena is 32.
+    # A prefill step's gate inputs of all layers are 1 MiB; the arena is 32.
     assert [size for _, size in compiled.copies(MiB) if size > 4 * MiB] == []
 
 

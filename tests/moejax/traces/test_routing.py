@@ -156,16 +156,16 @@ def test_a_generated_trace_has_the_routing_that_was_generated(tmp_path):
     )
     trace = read_trace(tmp_path / "t")
     wanted = list(routing_generator("phases", phase_tokens=3, **sizes).steps(3, 9))
-    sweep, *decode = trace.step_traces()
-    assert trace.complete and (sweep.kind, {s.kind for s in decode}) == ("prefill", {"decode"})
-    for row in range(len(sweep.ids)):
-        token = wanted[sweep.position[row]]
-        np.testing.assert_array_equal(sweep.ids[row], token.ids[sweep.request[row]])
+    prefill, *decode = trace.step_traces()
+    assert trace.complete and (prefill.kind, {s.kind for s in decode}) == ("prefill", {"decode"})
+    for row in range(len(prefill.ids)):
+        token = wanted[prefill.position[row]]
+        np.testing.assert_array_equal(prefill.ids[row], token.ids[prefill.request[row]])
     for step, token in zip(decode, wanted[4:], strict=True):
         np.testing.assert_array_equal(step.ids, token.ids)
         np.testing.assert_array_equal(step.weights, token.weights)
         assert step.position.tolist() == [step.number + 3] * 3
-    assert sweep.seconds is None and sweep.hits is None
+    assert prefill.seconds is None and prefill.hits is None
     assert [(m.step, m.name) for m in trace.marks()] == [
         (0, "phase 0"),
         (0, "phase 1"),
