@@ -19,7 +19,7 @@ from host_offload.control.interface import (
     Transfer,
     routed_counts,
 )
-from host_offload.control.kv_references import KVReferences, burst_facts
+from host_offload.control.kv_references import KVReferences, turn_facts
 from host_offload.control.policy_seat import Seat
 from host_offload.control.rules import (
     PolicyError,
@@ -188,7 +188,7 @@ class Controller:
         staged: np.ndarray | None = None,
         finished: Sequence[int] = (),
     ) -> None:
-        """A step was read: STEP_END, then INTERVAL and BURST_END as they are due.
+        """A step was read: STEP_END, then INTERVAL and TURN_END as they are due.
 
         facts: Observation's fields by name, at least `ids` int16[N, L, k] and `missed` bool[L, E];
         those that are derived (counts, residency, transfers) are not looked at. tables: after the
@@ -215,8 +215,8 @@ class Controller:
             if seat.interval_due:
                 summed = {**facts, "counts": seat.next_interval()}
                 self._ask(seat, Moment.INTERVAL, step, **{**times, "facts": summed})
-        for request, told in burst_facts(self._kv_references, facts, finished):
-            self._ask_all(Moment.BURST_END, step, burst=request, **{**times, "facts": told})
+        for request, told in turn_facts(self._kv_references, facts, finished):
+            self._ask_all(Moment.TURN_END, step, turn=request, **{**times, "facts": told})
 
     def between_layers(
         self,
@@ -294,7 +294,7 @@ class Controller:
         seconds: float,
         facts: Mapping[str, Any],
         layer: int = -1,
-        burst: int = -1,
+        turn: int = -1,
     ) -> None:
         fields = {
             need: _read_only(self._value(need, seat, moment, facts))
@@ -306,7 +306,7 @@ class Controller:
             step=step,
             age=age,
             interval=seat.intervals,
-            burst=burst,
+            turn=turn,
             layer=layer,
             seconds=seconds,
             **fields,

@@ -36,7 +36,7 @@ class Moment(IntEnum):
     """A step's results were read."""
     INTERVAL = 6
     """The policy's `interval` passed with the step just read; comes after its STEP_END."""
-    BURST_END = 7
+    TURN_END = 7
     """A request (one turn) ended with the step just read; once for each."""
 
 
@@ -186,7 +186,7 @@ class Observation:
     the policy `needs` it and the moment has it. Arrays are read-only.
 
     Rows (request to gate_input) are those of the step just read: at STEP_END, INTERVAL and
-    BURST_END with M = L layers; ids, weights, counts, probs and gate_input also at ROUTED and
+    TURN_END with M = L layers; ids, weights, counts, probs and gate_input also at ROUTED and
     EXPERTS_BEGIN, of the one layer (M = 1).
     """
 
@@ -198,8 +198,8 @@ class Observation:
     while the next one runs, and 0 between layers with driver="host"."""
     interval: int
     """Intervals of this policy that have passed; 0 without any."""
-    burst: int
-    """At BURST_END the request that ended, else −1."""
+    turn: int
+    """At TURN_END the request that ended, else −1."""
     layer: int
     """Between layers the layer, else −1."""
     seconds: float
@@ -265,7 +265,7 @@ class Observation:
     waiting_tokens: int | None = None
     """Prompt tokens of the waiting requests."""
     kv_refs: np.ndarray | None = None
-    """int64[R, 2]: at BURST_END the KV pages that the burst had, each once: (session, or −1 −
+    """int64[R, 2]: at TURN_END the KV pages that the turn had, each once: (session, or −1 −
     request without one; place in the sequence)."""
     bucket: int | None = None
     """Token rows of the step's executable, padding included."""
@@ -274,7 +274,7 @@ class Observation:
     costs: Costs | None = None
 
 
-ALWAYS = frozenset({"moment", "step", "age", "interval", "burst", "layer", "seconds"})
+ALWAYS = frozenset({"moment", "step", "age", "interval", "turn", "layer", "seconds"})
 """Fields of an Observation that no policy has to ask for."""
 
 NEEDS = frozenset(f.name for f in dataclasses.fields(Observation)) - ALWAYS | {"router"}

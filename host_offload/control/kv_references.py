@@ -1,7 +1,7 @@
-"""Which KV pages each burst used: the reference stream of KV's miss curve (WiSP, Eq 4).
+"""Which KV pages each turn used: the reference stream of KV's miss curve (WiSP, Eq 4).
 
-A live decode step touches every page of its own sequences, so a page counts once per burst, and a
-burst is one turn: a request from its prompt to its last token.
+A live decode step touches every page of its own sequences, so a page counts once per turn, and a
+turn is what the paper calls a burst: a request from its prompt to its last token.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-MOST_BURSTS = 100_000
-"""Bursts that are followed at once; requests that were aborted are forgotten in the end."""
+MOST_TURNS = 100_000
+"""Turns that are followed at once; requests that were aborted are forgotten in the end."""
 
 
 class KVReferences:
@@ -25,7 +25,7 @@ class KVReferences:
 
     def __init__(self, page_tokens: int):
         self.page_tokens = page_tokens
-        self._bursts: OrderedDict[int, tuple[int, int]] = OrderedDict()
+        self._turns: OrderedDict[int, tuple[int, int]] = OrderedDict()
         """Request → (its session, or −1 − request; tokens whose KV it has)."""
 
     def see(self, request: np.ndarray, user: np.ndarray, position: np.ndarray) -> None:
@@ -36,19 +36,19 @@ class KVReferences:
         rows = zip(numbers.tolist(), user[first].tolist(), ends.tolist(), strict=True)
         for number, session, end in rows:
             owner = session if session >= 0 else -1 - number
-            self._bursts[number] = owner, max(end, self._bursts.get(number, (owner, 0))[1])
-        while len(self._bursts) > MOST_BURSTS:
-            self._bursts.popitem(last=False)
+            self._turns[number] = owner, max(end, self._turns.get(number, (owner, 0))[1])
+        while len(self._turns) > MOST_TURNS:
+            self._turns.popitem(last=False)
 
     def end(self, request: int) -> np.ndarray:
-        """int64[R, 2] of a burst that ended: its session, or −1 − request without one, and the
+        """int64[R, 2] of a turn that ended: its session, or −1 − request without one, and the
         places of its pages in the sequence. Pages that it shares with others are its own here."""
-        owner, tokens = self._bursts.pop(request, (-1 - request, 0))
+        owner, tokens = self._turns.pop(request, (-1 - request, 0))
         pages = np.arange(-(-tokens // self.page_tokens), dtype=np.int64)
         return np.stack([np.full_like(pages, owner), pages], axis=1)
 
 
-def burst_facts(
+def turn_facts(
     references: KVReferences | None, facts: Mapping[str, Any], finished: Sequence[int]
 ) -> Iterator[tuple[int, Mapping[str, Any]]]:
     """(request, facts with its `kv_refs`) of the requests that ended with a step. facts: of the

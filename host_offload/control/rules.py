@@ -29,7 +29,7 @@ class PolicyError(ValueError):
 BETWEEN_LAYERS = frozenset(
     {Moment.LAYER_BEGIN, Moment.ROUTED, Moment.EXPERTS_BEGIN, Moment.TRANSFER}
 )
-STEP_READ = frozenset({Moment.STEP_END, Moment.INTERVAL, Moment.BURST_END})
+STEP_READ = frozenset({Moment.STEP_END, Moment.INTERVAL, Moment.TURN_END})
 
 MOMENTS: Mapping[str, frozenset[Moment]] = {
     "device": frozenset(Moment) - BETWEEN_LAYERS,
@@ -57,7 +57,7 @@ def moments_with(field: str) -> frozenset[Moment]:
     if field in _ROUTING:
         return STEP_READ | {Moment.ROUTED, Moment.EXPERTS_BEGIN}
     if field == "kv_refs":
-        return frozenset({Moment.BURST_END})
+        return frozenset({Moment.TURN_END})
     return STEP_READ if field in _ROWS else frozenset(Moment)
 
 

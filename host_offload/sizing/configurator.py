@@ -23,7 +23,7 @@ MOST_MOVES = 1000
 """Applications of the rule until a split counts as not settling."""
 
 
-class Burst(NamedTuple):
+class Turn(NamedTuple):
     """What happened up to the end of a turn, since the end of the one before it."""
 
     active: Sequence[np.ndarray]
@@ -32,8 +32,8 @@ class Burst(NamedTuple):
     """int64[R, 2]: (session, page) of the turn that ended, each once; see kv_references."""
 
 
-def bursts_of(trace: Trace) -> Iterator[Burst]:
-    """The bursts of a trace in order; what comes after the last turn's end is one without pages.
+def turns_of(trace: Trace) -> Iterator[Turn]:
+    """The turns of a trace in order; what comes after the last turn's end is one without pages.
 
     Raises TraceError for a trace that does not say its page_tokens or whose tokens are which
     request's, and as read_step_sets does.
@@ -53,10 +53,10 @@ def bursts_of(trace: Trace) -> Iterator[Burst]:
         active += in_waves(found, waves)
         references.see(step.request, step.user, step.position)
         for request in step.finished:
-            yield Burst(active, references.end(request))
+            yield Turn(active, references.end(request))
             active = []
     if active:
-        yield Burst(active, np.zeros((0, 2), np.int64))
+        yield Turn(active, np.zeros((0, 2), np.int64))
 
 
 class Streams(NamedTuple):
@@ -111,11 +111,11 @@ class Configuration:
     best_cap: int
     """The argmin of J over all legal caps, without grid, gate and decay."""
     path: tuple[float, ...]
-    """The split after each burst, then until it rests."""
+    """The split after each turn, then until it rests."""
 
 
 def configure(
-    bursts: Iterable[Burst],
+    turns: Iterable[Turn],
     division: Division,
     costs: MissCosts,
     rule: SplitRule | None = None,
@@ -123,14 +123,14 @@ def configure(
     allocation: str = "uniform",
     start: float = 0.5,
 ) -> Configuration:
-    """Runs Algorithm 2 open-loop over the bursts, then, with nothing forgotten, until it rests.
+    """Runs Algorithm 2 open-loop over the turns, then, with nothing forgotten, until it rests.
 
     start: the first split. allocation: one of cell_allocation.ALLOCATIONS. Raises SplitError
-    without bursts, or where none has a reference.
+    without turns, or where none has a reference.
     """
     rule = SplitRule() if rule is None else rule
     split, path, known, whole = start, [], None, None
-    for found in histograms_of(bursts, int(division.pages[0])):
+    for found in histograms_of(turns, int(division.pages[0])):
         if known is None or whole is None:
             known = whole = found
         else:
@@ -142,7 +142,7 @@ def configure(
         split = rule.next_split(split, division, experts, known.kv_misses, costs)
         path.append(split)
     if known is None or whole is None:
-        raise SplitError("there is no burst to configure from")
+        raise SplitError("there is no turn to configure from")
     curves, settled = whole.expert_misses, False
     experts = cap_misses(curves, allocation)
     for _ in range(MOST_MOVES):
@@ -172,19 +172,19 @@ def configure(
     )
 
 
-def histograms_of(bursts: Iterable[Burst], pages: int) -> Iterator[Streams]:
-    """Of each burst, from a cold start. pages: the largest pool."""
+def histograms_of(turns: Iterable[Turn], pages: int) -> Iterator[Streams]:
+    """Of each turn, from a cold start. pages: the largest pool."""
     recency, held = None, cold_pages()
-    for burst in bursts:
-        held, distances = page_references(held, burst.pages)
+    for turn in turns:
+        held, distances = page_references(held, turn.pages)
         kv = np.bincount(np.minimum(distances, pages), minlength=pages + 1).astype(np.float64)
         if recency is None:
-            if not burst.active:
+            if not turn.active:
                 continue
-            recency = cold_recency(*burst.active[0].shape)
+            recency = cold_recency(*turn.active[0].shape)
         rows, items = recency.place.shape
         experts = np.zeros(rows * items)
-        for active in burst.active:
+        for active in turn.active:
             recency, found = reference(recency, active)
             warm = found.distance < items
             place = found.row[warm] * items + found.distance[warm]
@@ -193,7 +193,7 @@ def histograms_of(bursts: Iterable[Burst], pages: int) -> Iterator[Streams]:
 
 
 class Replayed(NamedTuple):
-    """What a schedule of splits missed; n bursts."""
+    """What a schedule of splits missed; n turns."""
 
     expert_misses: np.ndarray
     """int64[n], first sights included."""
@@ -204,33 +204,33 @@ class Replayed(NamedTuple):
 
 
 def replay_split(
-    bursts: Iterable[Burst], cells: Sequence[np.ndarray], pages: Sequence[int]
+    turns: Iterable[Turn], cells: Sequence[np.ndarray], pages: Sequence[int]
 ) -> Replayed:
     """Both streams under given budgets, exactly: experts through the pager (LRU), KV as an LRU pool
     of pages, which gives up what was used least recently when it shrinks.
 
-    cells: int[L] during each burst. pages: of the KV pool at the end of each burst.
+    cells: int[L] during each turn. pages: of the KV pool at the end of each turn.
     """
     pager, seen = None, None
     held = np.zeros(0, np.int64)
     known: set[int] = set()
     experts, missed = [], []
-    for burst, now, pool in zip(bursts, cells, pages, strict=True):
+    for turn, now, pool in zip(turns, cells, pages, strict=True):
         count = 0
-        for active in burst.active:
+        for active in turn.active:
             if pager is None or seen is None:
                 pager = Pager(cold_tables(now, active.shape[1], (1, 0, 0)))
                 seen = np.zeros_like(active)
-            if active is burst.active[0]:
+            if active is turn.active[0]:
                 pager.regrant(now)
             count += np.count_nonzero(pager.reference(active).missing)
             seen |= active
         experts.append(count)
-        turn = page_keys(burst.pages)
-        gone = ~np.isin(turn, held)
-        missed.append(sum(key in known for key in turn[gone].tolist()))
-        known.update(turn[turn >= 0].tolist())
-        kept = np.concatenate([turn, held[~np.isin(held, turn)]])[: max(pool, 0)]
+        keys = page_keys(turn.pages)
+        gone = ~np.isin(keys, held)
+        missed.append(sum(key in known for key in keys[gone].tolist()))
+        known.update(keys[keys >= 0].tolist())
+        kept = np.concatenate([keys, held[~np.isin(held, keys)]])[: max(pool, 0)]
         held = kept[kept >= 0]
     first = 0 if seen is None else int(np.count_nonzero(seen))
     return Replayed(np.array(experts, np.int64), np.array(missed, np.int64), first)

@@ -1,6 +1,6 @@
 """Reuse of KV pages: the second stream of a budget that experts and KV share.
 
-WiSP's unit of a reference is one (session, page) once per burst, and a burst is one turn: a running
+WiSP's unit of a reference is one (session, page) once per burst, which is a turn here: a running
 sequence needs all its pages in every step, so only the return of a session tells anything.
 """
 
@@ -50,9 +50,9 @@ def page_references(
     return PageRecency(keys, deepest), distances
 
 
-def expected_returns(recency: PageRecency, largest: int, decay: float, bursts: int) -> np.ndarray:
+def expected_returns(recency: PageRecency, largest: int, decay: float, turns: int) -> np.ndarray:
     """float64[largest]: a histogram of distances as if every held page came back now, times
-    decay^(bursts − 1); deeper pages than `largest` are left out. bursts: that have ended, ≥ 1.
+    decay^(turns − 1); deeper pages than `largest` are left out. turns: that have ended, ≥ 1.
 
     What to add to a histogram with that decay that began empty: a session's return is seen a while
     after its turn, so what came back during the first turns says nothing of what KV is worth. The
@@ -60,7 +60,7 @@ def expected_returns(recency: PageRecency, largest: int, decay: float, bursts: i
     counts. Ours.
     """
     depths = recency.deepest[recency.deepest < largest]
-    return decay ** (bursts - 1) * np.bincount(depths, minlength=largest)
+    return decay ** (turns - 1) * np.bincount(depths, minlength=largest)
 
 
 def page_keys(pages: np.ndarray) -> np.ndarray:

@@ -246,7 +246,7 @@ class SplitRule:
     ours."""
 
     decay: float = 0.95
-    """γ, of both histograms, once a burst. Turns beyond the last 1 / (1 − γ) are as good as
+    """γ, of both histograms, once a turn. Turns beyond the last 1 / (1 − γ) are as good as
     forgotten, so it must reach over all sessions that take turns: with 0.8, five turns, sessions
     that are away seem to be gone; from 0.95 to 1 nothing changes (docs/miss_curves.md)."""
     points: int = 41
@@ -254,7 +254,7 @@ class SplitRule:
     gate: float = 0.02
     """The least gain that moves the split, as a part of J."""
     rate: float = 0.1
-    """The largest move of a burst."""
+    """The largest move of a turn."""
     dead: float = 0.02
     """Nearer targets are no move."""
 
@@ -272,7 +272,7 @@ class SplitRule:
         kv_misses: np.ndarray,
         costs: MissCosts,
     ) -> float:
-        """The split after a burst. The curves are the tails of the decayed histograms. A split
+        """The split after a turn. The curves are the tails of the decayed histograms. A split
         below the floor (6) moves up to it at once, whatever gate and rate say."""
         split = min(max(split, 0.0), division.split_at(division.largest_cap))
         seconds = objective(division, expert_misses, kv_misses, costs)

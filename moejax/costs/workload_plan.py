@@ -21,7 +21,7 @@ import numpy as np
 from host_offload.control.interface import Spec
 from host_offload.simulate.prediction import predict
 from host_offload.simulate.simulator import spec_of
-from host_offload.sizing.configurator import bursts_of, configure
+from host_offload.sizing.configurator import configure, turns_of
 from host_offload.sizing.cost_model import CostModel
 from host_offload.sizing.joint import DecodeModel, decode_model, generated_sequences
 from host_offload.sizing.miss_curves import MissCurves, missed_bytes, trace_curves
@@ -117,7 +117,7 @@ class Planner:
         self.trace, self.model, self.link = trace, model, link
         try:
             self.spec: Spec = spec_of(trace.header)
-            self.pages_per_user = max((len(burst.pages) for burst in bursts_of(trace)), default=0)
+            self.pages_per_user = max((len(turn.pages) for turn in turns_of(trace)), default=0)
         except TraceError as error:
             raise UserError(str(error)) from error
         if not self.pages_per_user:
@@ -149,7 +149,7 @@ class Planner:
         costs = self._miss_costs(kv_overflow)
         prediction = None
         with _refusals():
-            found = configure(bursts_of(self.trace), division, costs, allocation=cells)
+            found = configure(turns_of(self.trace), division, costs, allocation=cells)
             if self.model is not None:
                 prediction = predict(self.trace, self.model, cells=found.cells, driver="device")
             sets = tuple(working_sets(self.trace, epsilon))

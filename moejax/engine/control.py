@@ -123,7 +123,7 @@ class Control:
             self._snapshots[number] = copy
 
     def after_read(self, record: StepRecord, use: PageUse) -> None:
-        """A step was read: runs the policies that follow steps, intervals and bursts."""
+        """A step was read: runs the policies that follow steps, intervals and turns."""
         if self._origin_s is None:
             self._origin_s = record.dispatched_s
         self._seconds = record.read_s - self._origin_s

@@ -18,7 +18,7 @@ from host_offload.policies.budget.peak_headroom import PeakHeadroom
 from host_offload.policies.budget.resident_headroom import ResidentHeadroom
 from host_offload.policies.precision.names import Precision
 from host_offload.sizing.cell_allocation import ALLOCATIONS, allocate
-from host_offload.sizing.configurator import bursts_of, configure
+from host_offload.sizing.configurator import configure, turns_of
 from host_offload.sizing.miss_curves import trace_curves
 from host_offload.sizing.split import division_of, miss_costs
 from host_offload.traces.reader import Trace, TraceError, read_trace
@@ -245,7 +245,7 @@ def _configured(engine: Engine, options: BudgetOptions, trace: Trace, costs: Cos
             "calibrate MODEL --force`"
         )
     try:
-        found = configure(bursts_of(trace), division_of(spec), prices, allocation=options.cells)
+        found = configure(turns_of(trace), division_of(spec), prices, allocation=options.cells)
     except ValueError as error:
         raise UserError(f"{trace.directory}: {error}") from error
     pages_per_slot = engine.scheduler.arena.layout.pages_per_slot

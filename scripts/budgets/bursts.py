@@ -15,7 +15,7 @@ import numpy as np
 from host_offload.control.interface import Policy
 from host_offload.policies.budget.mv_wsa import MvWsa
 from host_offload.policies.budget.peak_headroom import PeakHeadroom
-from host_offload.sizing.configurator import bursts_of, configure
+from host_offload.sizing.configurator import configure, turns_of
 from host_offload.sizing.split import MissCosts, division_of
 from host_offload.traces.reader import read_trace
 from moejax import LLM, UserError
@@ -155,7 +155,7 @@ def _arms(
             directory = str(scratch / "trace")
             _record(llm, args, middle, directory)
             spec = spec_of_engine(llm.engine.runner, max_model_len=LIMITS["max_model_len"], seed=0)
-            turns = bursts_of(read_trace(directory))
+            turns = turns_of(read_trace(directory))
             cap = configure(turns, division_of(spec), costs_of(args)).cap
             live = MvWsa(calibrate=False, costs=costs_of(args), trace=directory)
             arms.append(Arm(name, cap, live))

@@ -47,7 +47,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from host_offload.simulate.simulator import spec_of
-from host_offload.sizing.configurator import Burst, bursts_of
+from host_offload.sizing.configurator import Turn, turns_of
 from host_offload.sizing.split import Division, MissCosts, division_of, miss_costs
 from host_offload.traces.generators import RoutingGenerator, routing_generator
 from host_offload.traces.reader import TraceError, read_trace
@@ -67,13 +67,13 @@ REGIMES = ("kv", "experts", "shifts")
 
 
 class Scene(NamedTuple):
-    """Bursts and what they share."""
+    """Turns and what they share."""
 
     name: str
-    bursts: list[Burst]
+    turns: list[Turn]
     workflow: np.ndarray
-    """int[n]: which workflow each burst belongs to."""
-    before: list[Burst]
+    """int[n]: which workflow each turn belongs to."""
+    before: list[Turn]
     """Of another seed, for arms that are chosen ahead."""
     division: Division
 
@@ -139,23 +139,23 @@ def compare(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             )
             page_s = scene.division.page_tokens / args.prefill_rate
             costs = costs or MissCosts(scene.division.unit / link, page_s)
-            common = {"regime": scene.name, "seed": seed, "bursts": len(scene.bursts)}
+            common = {"regime": scene.name, "seed": seed, "turns": len(scene.turns)}
             common["bytes"] = scene.division.total_bytes
-            arms = arms_of(scene.bursts, scene.before, scene.workflow, scene.division, costs)
+            arms = arms_of(scene.turns, scene.before, scene.workflow, scene.division, costs)
             for arm in arms:
-                yield {**common, "kind": "split", **_line(arm, scene.bursts, scene, costs)}
-            decode = scene.bursts
+                yield {**common, "kind": "split", **_line(arm, scene.turns, scene, costs)}
+            decode = scene.turns
             if not args.trace:  # the first of a turn is its prefill step
-                decode = [burst._replace(active=burst.active[1:]) for burst in scene.bursts]
+                decode = [turn._replace(active=turn.active[1:]) for turn in scene.turns]
             for arm in layer_arms(decode, scene.division):
                 found = _line(arm, decode, scene, costs, first=half_of(decode))
                 yield {**common, "kind": "layers", **found}
 
 
 def _line(
-    arm: Arm, bursts: Sequence[Burst], scene: Scene, costs: MissCosts, first: int = 0
+    arm: Arm, turns: Sequence[Turn], scene: Scene, costs: MissCosts, first: int = 0
 ) -> dict[str, Any]:
-    experts, kv = arm.misses(bursts, first)
+    experts, kv = arm.misses(turns, first)
     caps = [float(np.mean(c)) for c in arm.cells]
     return {
         "arm": arm.name,
@@ -175,15 +175,15 @@ def recorded(args: argparse.Namespace) -> tuple[Scene, MissCosts | None]:
     """A trace of the engine; what is chosen ahead is chosen from its first half."""
     trace = read_trace(args.trace)
     spec = dataclasses.replace(spec_of(trace.header), budget_bytes=parse_size(args.memory))
-    bursts = list(bursts_of(trace))
-    if len(bursts) < 4:
-        raise UserError(f"{args.trace} has {len(bursts)} turns; that is too few to compare")
-    half = len(bursts) // 2
+    turns = list(turns_of(trace))
+    if len(turns) < 4:
+        raise UserError(f"{args.trace} has {len(turns)} turns; that is too few to compare")
+    half = len(turns) // 2
     scene = Scene(
         Path(args.trace).name,
-        bursts[half:],
-        np.zeros(len(bursts) - half, int),
-        bursts[:half],
+        turns[half:],
+        np.zeros(len(turns) - half, int),
+        turns[:half],
         division_of(spec),
     )
     if not args.costs:
@@ -206,18 +206,18 @@ def made_up(regime: str, seed: int, memory: int, scale: float = 1.0) -> Scene:
     )
     names = ["kv", "experts", "kv", "experts"] if regime == "shifts" else [regime]
 
-    def play(start: int, first: int = 0) -> tuple[list[Burst], np.ndarray]:
-        bursts: list[Burst] = []
+    def play(start: int, first: int = 0) -> tuple[list[Turn], np.ndarray]:
+        turns: list[Turn] = []
         workflow: list[int] = []
         for part, name in enumerate(names):
             found = list(sessions(name, start + part, scale / len(names), first + part * 1000))
-            bursts += found
+            turns += found
             workflow += [part] * len(found)
-        return bursts, np.array(workflow)
+        return turns, np.array(workflow)
 
-    bursts, workflow = play(100 * seed)
+    turns, workflow = play(100 * seed)
     before, _ = play(100 * seed + 50, 10**6)
-    return Scene(regime, bursts, workflow, before, division)
+    return Scene(regime, turns, workflow, before, division)
 
 
 WORKFLOWS: dict[str, dict[str, Any]] = {
@@ -226,7 +226,7 @@ WORKFLOWS: dict[str, dict[str, Any]] = {
 }
 
 
-def sessions(name: str, seed: int, scale: float, first: int) -> Iterator[Burst]:
+def sessions(name: str, seed: int, scale: float, first: int) -> Iterator[Turn]:
     """Turns in the order of their arrival, one at a time. first: number of the first session."""
     options = dict(WORKFLOWS[name])
     options["turns"] = max(round(options["turns"] * scale), 2)
@@ -250,7 +250,7 @@ def sessions(name: str, seed: int, scale: float, first: int) -> Iterator[Burst]:
         active = [prompt, *(next(routes[turn.domain]) for _ in range(turn.max_tokens))]
         tokens[session] += new + turn.max_tokens
         pages = np.arange(-(-tokens[session] // PAGE_TOKENS), dtype=np.int64)
-        yield Burst(active, np.stack([np.full_like(pages, first + session), pages], axis=1))
+        yield Turn(active, np.stack([np.full_like(pages, first + session), pages], axis=1))
 
 
 def _routing(domain: int) -> Iterator[np.ndarray]:
@@ -280,7 +280,7 @@ def report(lines: Sequence[dict[str, Any]]) -> Iterator[str]:
             best = {x["seed"]: x["seconds"] for x in rows if x["arm"] == first}
             memory, seeds = rows[0]["bytes"] / 2**30, len(best)
             what = "splits of memory" if kind == "split" else "cells of layers at equal bytes"
-            yield f"{regime}: {what}, {memory:.3g} GiB, {seeds} seeds, {rows[0]['bursts']} turns"
+            yield f"{regime}: {what}, {memory:.3g} GiB, {seeds} seeds, {rows[0]['turns']} turns"
             yield from aligned(
                 [
                     ("arm", "{arm:<16}"),

@@ -35,7 +35,7 @@ from host_offload.policies.budget.peak_headroom import PeakHeadroom
 from host_offload.simulate.simulator import spec_of
 from host_offload.simulate.weighted_pager import WeightedPager
 from host_offload.sizing.cell_allocation import ALLOCATIONS, allocate
-from host_offload.sizing.configurator import Burst, Streams, bursts_of, configure, histograms_of
+from host_offload.sizing.configurator import Streams, Turn, configure, histograms_of, turns_of
 from host_offload.sizing.miss_curves import CurveCounts
 from host_offload.sizing.split import (
     Division,
@@ -140,12 +140,12 @@ def timed(policy: Policy, ids: Sequence[np.ndarray], args: argparse.Namespace) -
     state, rng = policy.init(told), np.random.default_rng(0)
     missed = rng.random((args.layers, args.experts)) < 0.03
     cells = np.full(args.layers, args.experts // 2, np.int32)
-    seconds: dict[Moment, list[float]] = {Moment.STEP_END: [], Moment.BURST_END: []}
+    seconds: dict[Moment, list[float]] = {Moment.STEP_END: [], Moment.TURN_END: []}
     for number, rows in enumerate(ids):
         turn = number // args.turn
         held = np.stack([np.full(TURN_PAGES, turn % SESSIONS), np.arange(TURN_PAGES)], axis=1)
         ends = (number + 1) % args.turn == 0
-        for moment in (Moment.STEP_END, *((Moment.BURST_END, Moment.INTERVAL) if ends else ())):
+        for moment in (Moment.STEP_END, *((Moment.TURN_END, Moment.INTERVAL) if ends else ())):
             if moment not in policy.moments:
                 continue
             seen = Observation(
@@ -153,7 +153,7 @@ def timed(policy: Policy, ids: Sequence[np.ndarray], args: argparse.Namespace) -
                 step=number,
                 age=1,
                 interval=turn,
-                burst=turn,
+                turn=turn,
                 layer=-1,
                 seconds=0.02 * number + 1e-3 * rng.random(),
                 ids=rows,
@@ -173,13 +173,13 @@ def timed(policy: Policy, ids: Sequence[np.ndarray], args: argparse.Namespace) -
             )
             began = time.thread_time()
             state, _ = policy.decide(state, seen)
-            key = Moment.STEP_END if moment == Moment.STEP_END else Moment.BURST_END
+            key = Moment.STEP_END if moment == Moment.STEP_END else Moment.TURN_END
             seconds[key].append(time.thread_time() - began)
     total = sum(map(sum, seconds.values()))
     amortised = total / len(ids) * 1e6
     return {
         "step_us": float(np.median(seconds[Moment.STEP_END])) * 1e6,
-        "turn_us": float(np.median(seconds[Moment.BURST_END])) * 1e6,
+        "turn_us": float(np.median(seconds[Moment.TURN_END])) * 1e6,
         "amortised_us": amortised,
         "steps": len(ids),
         "turns": len(ids) // args.turn,
@@ -289,7 +289,7 @@ def step_sets(args: argparse.Namespace, seed: int) -> Iterator[np.ndarray]:
 
 def curves(args: argparse.Namespace) -> int:
     if args.trace is None:
-        bursts, name = list(made_up_sessions(args)), "made-up sessions, qwen3-like routing"
+        turns, name = list(made_up_sessions(args)), "made-up sessions, qwen3-like routing"
         total = args.memory or args.layers * args.experts * EXPERT // 2
         floor = admission_floor(1, 4096, PAGE_TOKENS)
         division = Division(
@@ -297,7 +297,7 @@ def curves(args: argparse.Namespace) -> int:
         )
     else:
         trace = read_trace(args.trace)
-        bursts, name, told = list(bursts_of(trace)), str(args.trace), spec_of(trace.header)
+        turns, name, told = list(turns_of(trace)), str(args.trace), spec_of(trace.header)
         division = division_of(told)
         if args.memory:
             # Slots as they are, more or fewer of them.
@@ -305,7 +305,7 @@ def curves(args: argparse.Namespace) -> int:
             division = Division(**{**vars_of(division), "total_bytes": slots})
     size = division.cap_bytes / args.layers if args.trace is None else division.unit
     costs = MissCosts(args.miss_s or size / 48e9, args.page_s or 2.5e-3)
-    found = chosen(bursts, division, costs)
+    found = chosen(turns, division, costs)
     found["name"] = name
     args.directory.mkdir(parents=True, exist_ok=True)
     (args.directory / "curves.json").write_text(json.dumps(found, indent=1))
@@ -319,17 +319,17 @@ def vars_of(division: Division) -> dict[str, Any]:
     return {name: getattr(division, name) for name in Division.__dataclass_fields__}
 
 
-def chosen(bursts: Sequence[Burst], division: Division, costs: MissCosts) -> dict[str, Any]:
-    """The curves of all bursts, the objective, and who chooses which cap; plain data."""
+def chosen(turns: Sequence[Turn], division: Division, costs: MissCosts) -> dict[str, Any]:
+    """The curves of all turns, the objective, and who chooses which cap; plain data."""
     total = None
-    for streams in histograms_of(bursts, int(division.pages[0])):
+    for streams in histograms_of(turns, int(division.pages[0])):
         total = streams if total is None else Streams(*map(np.add, total, streams))
     if total is None:
         raise TraceError("there is no turn to look at")
     by_layer = total.expert_misses
     experts, kv = by_layer.sum(axis=0), total.kv_misses
     seconds = objective(division, experts, kv, costs)
-    configured = configure(bursts, division, costs)
+    configured = configure(turns, division, costs)
     half = division.cap_at(0.5)
     caps = {
         "configurator": configured.cap,
@@ -352,7 +352,7 @@ def chosen(bursts: Sequence[Burst], division: Division, costs: MissCosts) -> dic
     shared = {rule: allocate(rule, by_layer, slots) for rule in ALLOCATIONS}
     return {
         "points": points,
-        "exact_from": max(int(a.sum(axis=1).max()) for burst in bursts for a in burst.active),
+        "exact_from": max(int(a.sum(axis=1).max()) for turn in turns for a in turn.active),
         "settled": configured.settled,
         "path": configured.path,
         "by_layer": by_layer.tolist(),
@@ -365,7 +365,7 @@ def chosen(bursts: Sequence[Burst], division: Division, costs: MissCosts) -> dic
     }
 
 
-def made_up_sessions(args: argparse.Namespace) -> Iterator[Burst]:
+def made_up_sessions(args: argparse.Namespace) -> Iterator[Turn]:
     """24 sessions of contexts that grow from turn to turn, some of which return more often."""
     rng = np.random.default_rng(0)
     lengths = rng.integers(40, 200, 24)
@@ -378,5 +378,5 @@ def made_up_sessions(args: argparse.Namespace) -> Iterator[Burst]:
             session = int(rng.choice(24, p=share / share.sum()))
             lengths[session] += 4
             pages = np.arange(lengths[session])
-            yield Burst(active, np.stack([np.full_like(pages, session), pages], axis=1))
+            yield Turn(active, np.stack([np.full_like(pages, session), pages], axis=1))
             active = []

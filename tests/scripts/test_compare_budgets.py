@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from host_offload.policies.budget.mv_wsa import MvWsa
-from host_offload.sizing.configurator import Burst, bursts_of, replay_split
+from host_offload.sizing.configurator import Turn, replay_split, turns_of
 from host_offload.sizing.split import MissCosts
 from host_offload.traces.reader import read_trace
 from moejax import LLM, UserError
@@ -32,16 +32,16 @@ def scene():
 
 @pytest.fixture(scope="module")
 def arms(scene):
-    few = scene.bursts[:6]
+    few = scene.turns[:6]
     return few, budget_arms.arms_of(few, scene.before[:4], scene.workflow[:6], *scene[4:], COSTS)
 
 
 def test_all_arms_have_the_same_bytes_and_none_beats_its_bound(scene, arms):
-    bursts, found = arms
-    seconds = {arm.name: budget_arms.cost_of(*arm.misses(bursts), COSTS) for arm in found}
+    turns, found = arms
+    seconds = {arm.name: budget_arms.cost_of(*arm.misses(turns), COSTS) for arm in found}
     for arm in found:
         assert arm.most_bytes(scene.division) <= scene.division.total_bytes
-        assert len(arm.cells) == len(arm.pages) == len(bursts)
+        assert len(arm.cells) == len(arm.pages) == len(turns)
         assert min(arm.pages) >= scene.division.floor_pages
     held = [arm.name for arm in found if len({tuple(c) for c in arm.cells}) == 1]
     assert "50-50" in held and "hindsight" in held and "mv_wsa cold" not in held
@@ -53,40 +53,40 @@ def test_all_arms_have_the_same_bytes_and_none_beats_its_bound(scene, arms):
 def test_the_oracles_are_bounds(scene):
     """No single cap beats the first; caps of each workflow beat it, where experts of one workflow
     and KV of the other are what matters."""
-    first = scene.bursts[:6]
+    first = scene.turns[:6]
     full = np.ones_like(first[0].active[0])
     # Few steps, and six sessions that return and only fit together in a smaller cap's KV.
     second = [
-        Burst([full], np.stack([np.full(120, 100 + i % 6), np.arange(120)], axis=1))
+        Turn([full], np.stack([np.full(120, 100 + i % 6), np.arange(120)], axis=1))
         for i in range(12)
     ]
-    bursts, workflow = [*first, *second], np.repeat([0, 1], [6, 12])
+    turns, workflow = [*first, *second], np.repeat([0, 1], [6, 12])
     division, layers = scene.division, len(full)
-    best, each = budget_arms.oracle_caps(bursts, workflow, division, COSTS)
+    best, each = budget_arms.oracle_caps(turns, workflow, division, COSTS)
 
     def seconds(caps: list[int]) -> float:
         pages = [division.pages_at(cap) for cap in caps]
-        found = replay_split(bursts, [np.full(layers, cap) for cap in caps], pages)
+        found = replay_split(turns, [np.full(layers, cap) for cap in caps], pages)
         return found.expert_misses.sum() * 1.0 + found.kv_misses.sum() * 0.5
 
     legal = np.flatnonzero(division.legal).tolist()
     assert seconds([best] * 18) == min(seconds([cap] * 18) for cap in legal)
     assert len(set(each[:6])) == len(set(each[6:])) == 1
     assert seconds(each) < seconds([best] * 18)
-    assert budget_arms.oracle_caps(bursts, 0 * workflow, division, COSTS) == (best, [best] * 18)
+    assert budget_arms.oracle_caps(turns, 0 * workflow, division, COSTS) == (best, [best] * 18)
 
 
 def test_in_the_experts_regime_the_best_cap_is_not_the_largest():
     """Else an oracle, a rule for experts alone and a wrong price of KV would all look the same."""
     scene = compare_budgets.made_up("experts", 1, 2 << 30, 0.3)
     costs = MissCosts(scene.division.unit / 25e9, scene.division.page_tokens / 1e4)
-    best, _ = budget_arms.oracle_caps(scene.bursts, scene.workflow, scene.division, costs)
+    best, _ = budget_arms.oracle_caps(scene.turns, scene.workflow, scene.division, costs)
     assert best < scene.division.largest_cap
     assert budget_arms.flux_cap(scene.before, scene.division) > best
 
 
 def test_layers_get_what_their_curves_say_and_never_more(scene):
-    decode = [burst._replace(active=burst.active[1:]) for burst in scene.bursts[:6]]
+    decode = [turn._replace(active=turn.active[1:]) for turn in scene.turns[:6]]
     found = {arm.name: arm for arm in budget_arms.layer_arms(decode, scene.division)}
     assert {int(arm.cells[0].sum()) for arm in found.values()} == {
         int(found["uniform"].cells[0].sum())
@@ -108,8 +108,8 @@ def test_a_trace_of_the_engine(capsys, tmp_path):
     lines = [json.loads(x) for x in (tmp_path / "budgets.jsonl").read_text().splitlines()]
     arms = {line["arm"]: line for line in lines if line["kind"] == "split"}
     assert all(line["used_bytes"] <= line["bytes"] <= MEMORY for line in lines)
-    bursts = list(bursts_of(read_trace(directory)))
-    assert {line["bursts"] for line in lines} == {len(bursts) - len(bursts) // 2}
+    turns = list(turns_of(read_trace(directory)))
+    assert {line["turns"] for line in lines} == {len(turns) - len(turns) // 2}
     assert "× hindsight" in capsys.readouterr().out and "per workflow" in arms
 
 
@@ -134,7 +134,7 @@ def test_what_cannot_be_compared(arguments, match, capsys, tmp_path):
 @pytest.mark.nightly
 def test_resizes_under_bursts_are_priced(capsys):
     small = ("--seeds", "2", "--sessions", "2", "--turns", "2", "--caps", "4,8", "--json")
-    assert bench_resize.main(["bursts", *small]) == 0
+    assert bench_resize.main(["turns", *small]) == 0
     *seeds, other, hindsight, warm, _ = map(json.loads, capsys.readouterr().out.splitlines())
     assert [line["seed"] for line in seeds] == [0, 1]
     arms = {"cap 4", "cap 8", "mv_wsa", "mv_wsa-trace"}
@@ -176,11 +176,11 @@ def test_what_resizing_must_not_do():
             resize_bursts.check([fixed, live], [served, other], 7)
 
 
-def test_bursts_that_mean_nothing(capsys):
-    assert bench_resize.main(["bursts", "--seeds", "1"]) == 2
-    assert bench_resize.main(["bursts", "--caps", "many"]) == 2
-    assert bench_resize.main(["bursts", "--live", "mv_wsa,best"]) == 2
-    assert bench_resize.main(["bursts", "--trace-seed", "3"]) == 2
+def test_turns_that_mean_nothing(capsys):
+    assert bench_resize.main(["turns", "--seeds", "1"]) == 2
+    assert bench_resize.main(["turns", "--caps", "many"]) == 2
+    assert bench_resize.main(["turns", "--live", "mv_wsa,best"]) == 2
+    assert bench_resize.main(["turns", "--trace-seed", "3"]) == 2
     assert bench_resize.main(["steps", "--every", "0"]) == 2
     assert bench_resize.main(["rule", "--seeds", "1"]) == 2
     assert bench_resize.main(["rule", "--memories", "much"]) == 2
@@ -203,10 +203,10 @@ def test_moving_is_compared_with_the_rules_split(capsys, monkeypatch):
 
 def test_scenes_are_of_the_seed():
     one, same = (compare_budgets.made_up("experts", 1, 1 << 30, 0.2) for _ in range(2))
-    assert len(one.bursts) == len(same.bursts)
-    for a, b in zip(one.bursts, same.bursts, strict=True):
+    assert len(one.turns) == len(same.turns)
+    for a, b in zip(one.turns, same.turns, strict=True):
         np.testing.assert_array_equal(a.pages, b.pages)
         np.testing.assert_array_equal(np.array(a.active), np.array(b.active))
     # What is chosen ahead has other sessions, so their KV is no help.
-    assert not {int(b.pages[0, 0]) for b in one.bursts} & {int(b.pages[0, 0]) for b in one.before}
+    assert not {int(b.pages[0, 0]) for b in one.turns} & {int(b.pages[0, 0]) for b in one.before}
     assert dataclasses.is_dataclass(one.division)

@@ -62,11 +62,11 @@ class JointBudget:
     """
 
     decay: float = 0.8
-    """Of all that is learned, once a burst."""
+    """Of all that is learned, once a turn."""
     gate: float = 0.02
     """The least predicted gain that changes anything."""
 
-    moments: frozenset[Moment] = frozenset({Moment.STEP_END, Moment.BURST_END})
+    moments: frozenset[Moment] = frozenset({Moment.STEP_END, Moment.TURN_END})
     needs: frozenset[str] = frozenset(
         {"ids", "phase", "kv_refs", "kv_pages", "running", "waiting", "waiting_tokens", "costs"}
     )
@@ -118,7 +118,7 @@ class JointBudget:
         if last is None or self._gains(state, model, last, found, limit, demand, pages):
             state = state._replace(chosen=found, limit=limit)
             return state, self._wish(state, found)
-        if seen.moment == Moment.BURST_END and seen.kv_pages != last.pages:
+        if seen.moment == Moment.TURN_END and seen.kv_pages != last.pages:
             return state, self._wish(state, last)
         return state, Decision()
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from host_offload.control.interface import Decision, Moment, Observation, Spec
 from host_offload.sizing.cell_allocation import ALLOCATIONS, Allocation, allocate
-from host_offload.sizing.configurator import Burst, bursts_of, cap_misses, histograms_of
+from host_offload.sizing.configurator import Turn, cap_misses, histograms_of, turns_of
 from host_offload.sizing.kv_reuse import (
     PageRecency,
     cold_pages,
@@ -35,20 +35,20 @@ class Learned(NamedTuple):
     """float64[P]: the decayed histogram of KV's distances."""
     times: StepTimes
     load: tuple[tuple[int, int], ...] = ((0, 0),)
-    """(sequences that ran or waited, summed over steps; steps): of the burst that runs, then of
+    """(sequences that ran or waited, summed over steps; steps): of the turn that runs, then of
     those before it."""
     rows: int = 0
     """Of the largest executable seen."""
     turns: tuple[int, ...] = ()
     """Pages of the last turns, the newest first."""
     split: float | None = None
-    """None: as it is, until the first burst ends."""
+    """None: as it is, until the first turn ends."""
     cells: np.ndarray | None = None
     """int32[L] that was decided last."""
     shared: int = 0
-    """Bursts since layers were last looked at."""
-    bursts: int = 0
-    """That have ended."""
+    """Turns since layers were last looked at."""
+    ended: int = 0
+    """Turns that have ended."""
     most_running: int | None = None
     """Spec.max_num_seqs"""
     pool: int | None = None
@@ -58,7 +58,7 @@ class Learned(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class MvWsa:
     """Moves the line between experts and KV to where a byte more is worth as much on either side
-    (WiSP, MV-WSA, Algorithm 2), at the end of every burst.
+    (WiSP, MV-WSA, Algorithm 2), at the end of every turn.
 
     The paper ran the estimator in a simulation and preset its costs; here it runs in the engine,
     and what a miss costs is learned from the steps (`calibrate`; see step_times), beginning with
@@ -67,7 +67,7 @@ class MvWsa:
     forgotten: they are misses under every split.
 
     concurrent: n_conc of the admission floor (6), each with the context of the last turns. None:
-    as many as ran or waited in the mean over the steps of the last `window` bursts, no more than
+    as many as ran or waited in the mean over the steps of the last `window` turns, no more than
     can run at once; requests that never return would else leave KV nothing but one sequence
     of the model's length. Not the most: with arrivals in bursts memory would stay with a peak that
     is long over, and what is above the mean waits or is moved out for a while. Whatever waits, this
@@ -98,7 +98,7 @@ class MvWsa:
     expect_returns: bool = True
     trace: str | None = None
 
-    moments: frozenset[Moment] = frozenset({Moment.STEP_END, Moment.BURST_END})
+    moments: frozenset[Moment] = frozenset({Moment.STEP_END, Moment.TURN_END})
     writes: frozenset[str] = frozenset({"cells", "kv_pages"})
 
     @property
@@ -142,11 +142,11 @@ class MvWsa:
             )
         ended = 0
 
-        def turns() -> Iterator[Burst]:
+        def turns() -> Iterator[Turn]:
             nonlocal ended
-            for burst in bursts_of(trace):
-                ended += len(burst.pages) > 0
-                yield burst
+            for turn in turns_of(trace):
+                ended += len(turn.pages) > 0
+                yield turn
 
         experts, pages = state.curves.histogram, state.pages
         for found in histograms_of(turns(), len(pages)):
@@ -158,7 +158,7 @@ class MvWsa:
         return state._replace(
             curves=state.curves._replace(histogram=experts),
             pages=pages,
-            bursts=ended,
+            ended=ended,
         )
 
     def decide(self, state: Learned, observation: Observation) -> tuple[Learned, Decision]:
@@ -172,7 +172,7 @@ class MvWsa:
             return state._replace(
                 curves=state.curves.see(seen.ids), load=(now, *before), rows=rows
             ), Decision()
-        return self._after_burst(state, seen)
+        return self._after_turn(state, seen)
 
     def division_now(self, state: Learned) -> Division:
         """What is divided, with the admission floor by what was seen."""
@@ -187,7 +187,7 @@ class MvWsa:
         floor = min(floor, division.pages_at(division.least_cap))
         return dataclasses.replace(division, floor_pages=floor)
 
-    def _after_burst(self, state: Learned, seen: Any) -> tuple[Learned, Decision]:
+    def _after_turn(self, state: Learned, seen: Any) -> tuple[Learned, Decision]:
         held, distances = page_references(state.held, seen.kv_refs, len(state.pages))
         gathered = np.bincount(distances, minlength=len(state.pages))
         state = state._replace(
@@ -195,7 +195,7 @@ class MvWsa:
             held=held,
             pages=self.rule.decay * state.pages + gathered,
             turns=(len(seen.kv_refs), *state.turns)[: self.window],
-            bursts=state.bursts + 1,
+            ended=state.ended + 1,
         )
         division = self.division_now(state)
         state = state._replace(load=((0, 0), *state.load)[: self.window])
@@ -208,7 +208,7 @@ class MvWsa:
         costs = self.costs_now(state)
         pages = state.pages
         if self.expect_returns:
-            pages = pages + expected_returns(held, len(pages), self.rule.decay, state.bursts)
+            pages = pages + expected_returns(held, len(pages), self.rule.decay, state.ended)
         split = self.rule.next_split(before, division, curve, tails(pages), costs)
         state, cap = state._replace(split=split), division.cap_at(split)
         if split == before and not self._is_worth_sharing_anew(state, misses, curve[cap], cap):
@@ -227,7 +227,7 @@ class MvWsa:
         self, state: Learned, misses: np.ndarray, bound: float, cap: int
     ) -> bool:
         """The line stays; layers may have changed among themselves, which is looked at every
-        `window` bursts. bound: no allocation has fewer misses, so that where it promises nothing
+        `window` turns. bound: no allocation has fewer misses, so that where it promises nothing
         none is looked for."""
         if self.allocation == "uniform" or state.shared < self.window - 1:
             return False

@@ -18,19 +18,19 @@ class Peaks(NamedTuple):
     division: Division
     layers: int
     now: int = 0
-    """Most pages in use since the last burst ended, on the device and swapped out."""
+    """Most pages in use since the last turn ended, on the device and swapped out."""
     short: bool = False
     """A request waited since, because its prompt did not fit."""
     before: tuple[int, ...] = ()
-    """Peaks of the last bursts."""
+    """Peaks of the last turns."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PeakHeadroom:
-    """Equations (8) to (10) of WiSP's Appendix D at the end of every burst, while requests run.
+    """Equations (8) to (10) of WiSP's Appendix D at the end of every turn, while requests run.
 
-    The paper measures the peak of one burst at a drained barrier; with several requests at once
-    there is none, so the peak is that of the last `window` bursts. A full pool hides how much is
+    The paper measures the peak of one turn at a drained barrier; with several requests at once
+    there is none, so the peak is that of the last `window` turns. A full pool hides how much is
     wanted. So pages that were swapped out count as in use, also those of sessions that do not come
     back until they are ended; and where a prompt had to wait for pages, the pool grows at least by
     the dead zone. The values are ours, the paper's are lost. Every layer has as many cells.
@@ -45,7 +45,7 @@ class PeakHeadroom:
     """C_min; None: top-k, as the paper's, or less where KV's floor leaves less. This engine can run
     without any cell."""
 
-    moments: frozenset[Moment] = frozenset({Moment.STEP_END, Moment.BURST_END})
+    moments: frozenset[Moment] = frozenset({Moment.STEP_END, Moment.TURN_END})
     needs: frozenset[str] = frozenset(
         {"kv_used", "kv_swapped", "kv_pages", "waiting", "waiting_tokens"}
     )

@@ -49,7 +49,7 @@ class MoEInfinity:
     limit: int = 256
     """Most experts that are wanted at a time."""
 
-    moments: frozenset[Moment] = frozenset({Moment.STEP_END, Moment.BURST_END})
+    moments: frozenset[Moment] = frozenset({Moment.STEP_END, Moment.TURN_END})
     needs: frozenset[str] = frozenset({"request", "ids"})
     writes: frozenset[str] = frozenset({"victim_weights", "prior", "stages"})
     victim_weights: tuple[int, int, int] = (0, 0, 1)
@@ -73,8 +73,8 @@ class MoEInfinity:
 
     def decide(self, state: Traced, observation: Observation) -> tuple[Traced, Decision]:
         seen: Any = observation
-        if observation.moment == Moment.BURST_END:
-            return self._ended(state, observation.burst), Decision()
+        if observation.moment == Moment.TURN_END:
+            return self._ended(state, observation.turn), Decision()
         shape = state.collection.shape[1:]
         running = {**state.running}
         predicted, used = np.zeros(shape), state.used.copy()

@@ -11,7 +11,7 @@ import numpy as np
 from host_offload.control.interface import Decision, Moment, Observation, Spec, Stage
 from host_offload.control.rules import SEES
 
-STEP_MOMENTS = frozenset({Moment.STEP_BEGIN, Moment.STEP_END, Moment.INTERVAL, Moment.BURST_END})
+STEP_MOMENTS = frozenset({Moment.STEP_BEGIN, Moment.STEP_END, Moment.INTERVAL, Moment.TURN_END})
 
 
 @dataclasses.dataclass(frozen=True)

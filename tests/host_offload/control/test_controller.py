@@ -67,7 +67,7 @@ def test_a_policy_sees_what_it_needs_at_the_moments_it_asked_for_and_nothing_els
     assert (begin.moment, begin.step, begin.age) == (BEGIN, 0, 0)
     assert begin.counts is None and begin.running is None  # no step was read yet
     assert (begin.cells == CELLS).all() and begin.in_flight == ()
-    assert (after.moment, after.step, after.age, after.burst, after.layer) == (END, 0, 1, -1, -1)
+    assert (after.moment, after.step, after.age, after.turn, after.layer) == (END, 0, 1, -1, -1)
     want = np.zeros((LAYERS, EXPERTS), int)
     want[0, [0, 1]] = want[1, [1, 7]] = 1
     np.testing.assert_array_equal(after.counts, want)
@@ -174,11 +174,11 @@ def test_a_long_step_passes_several_intervals_at_once():
     assert mark.interval == 2 and mark.counts[0, 0] == 5
 
 
-def test_a_burst_ends_with_each_finished_request():
-    controller = Controller(spec(), [scripted(moments={Moment.BURST_END}, needs={"request"})])
+def test_a_turn_ends_with_each_finished_request():
+    controller = Controller(spec(), [scripted(moments={Moment.TURN_END}, needs={"request"})])
     end(controller, 0)
     end(controller, 1, finished=(4, 9))
-    assert [(o.step, o.burst) for o in seen(controller)] == [(1, 4), (1, 9)]
+    assert [(o.step, o.turn) for o in seen(controller)] == [(1, 4), (1, 9)]
 
 
 # ---- decisions

@@ -1,4 +1,4 @@
-"""The pages of bursts, from the rows of steps alone."""
+"""The pages of turns, from the rows of steps alone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def see(references: KVReferences, *rows: tuple[int, int, int]) -> None:
     references.see(request, user, position)
 
 
-def test_a_burst_has_each_page_once():
+def test_a_turn_has_each_page_once():
     references = KVReferences(page_tokens=16)
     see(references, *((4, 7, position) for position in range(17)), (5, -1, 0))
     see(references, (5, -1, 1), (4, 7, 17))
@@ -35,11 +35,11 @@ def test_the_next_turn_of_a_session_has_its_pages_again():
 
 
 def test_requests_that_never_end_are_forgotten(monkeypatch):
-    monkeypatch.setattr(host_offload.control.kv_references, "MOST_BURSTS", 3)
+    monkeypatch.setattr(host_offload.control.kv_references, "MOST_TURNS", 3)
     references = KVReferences(page_tokens=16)
     for request in range(10):
         see(references, (request, -1, 0))
-    assert len(references._bursts) == 3 and len(references.end(9)) == 1
+    assert len(references._turns) == 3 and len(references.end(9)) == 1
 
 
 @given(

@@ -32,7 +32,7 @@ from tests.host_offload.control.policy_runs import EXPERTS, LAYERS, scripted, sp
 def test_the_interface_has_what_the_design_lists():
     """DESIGN section 5: refined, not narrowed."""
     fields = {field.name for field in dataclasses.fields(Observation)}
-    listed = """moment step age interval burst layer seconds request user position phase ids weights
+    listed = """moment step age interval turn layer seconds request user position phase ids weights
         counts probs gate_input embedding version state last_used frequency finished in_flight
         link_busy_s kv_used kv_peak kv_pages kv_swapped running waiting waiting_tokens kv_refs
         costs"""
@@ -105,7 +105,7 @@ END = {Moment.STEP_END}
         (
             [scripted(needs={"kv_refs"})],
             "host",
-            "needs 'kv_refs', which its moments do not have; add one of BURST_END",
+            "needs 'kv_refs', which its moments do not have; add one of TURN_END",
         ),
         (
             [scripted(writes={"execute"})],
@@ -115,7 +115,7 @@ END = {Moment.STEP_END}
         (
             [scripted(moments={Moment.STEP_BEGIN}, needs={"ids"})],
             "device",
-            "needs 'ids', which its moments do not have; add one of STEP_END, INTERVAL, BURST_END",
+            "needs 'ids', which its moments do not have; add one of STEP_END, INTERVAL, TURN_END",
         ),
         (
             [scripted(writes={"prior", "stages"}), Other(writes=frozenset({"prior"}))],

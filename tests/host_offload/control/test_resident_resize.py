@@ -233,7 +233,7 @@ def test_the_closed_form_never_asks_for_less_than_all_low():
     state = ResidentHeadroom().init(told)
     assert state.division.least_cap == -(-where.least_slots() // 2) == 3
     seen = Observation(
-        *(Moment.BURST_END, 1, 1, 0, 7, -1, 0.0),
+        *(Moment.TURN_END, 1, 1, 0, 7, -1, 0.0),
         kv_used=39,
         kv_swapped=0,
         kv_pages=16,

@@ -33,7 +33,7 @@ def observed(counts: Any, high: Any, state: Any = None, interval: int = 1) -> Ob
         step=interval,
         age=1,
         interval=interval,
-        burst=-1,
+        turn=-1,
         layer=-1,
         seconds=0.0,
         counts=np.asarray(counts, np.int32),

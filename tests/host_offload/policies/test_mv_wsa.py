@@ -52,7 +52,7 @@ class Run:
         self.step, self.seconds = 0, 0.0
         self.decisions: list[Decision] = []
 
-    def burst(self, ids: np.ndarray, pages: np.ndarray, *, miss_s: float = 0.0, rng=None) -> None:
+    def turn(self, ids: np.ndarray, pages: np.ndarray, *, miss_s: float = 0.0, rng=None) -> None:
         """ids int[steps, L, k]. miss_s: what a miss costs in this world."""
         for row in ids:
             missed = np.zeros((LAYERS, EXPERTS), bool)
@@ -61,7 +61,7 @@ class Run:
             self.seconds += 0.01 + miss_s * np.count_nonzero(missed)
             self.ask(Moment.STEP_END, ids=row[None].astype(np.int16), missed=missed)
             self.step += 1
-        decision = self.ask(Moment.BURST_END, kv_refs=pages)
+        decision = self.ask(Moment.TURN_END, kv_refs=pages)
         if decision.kv_pages is not None:
             self.decisions.append(decision)
             self.kv_pages = decision.kv_pages
@@ -74,7 +74,7 @@ class Run:
                 step=self.step,
                 age=1,
                 interval=0,
-                burst=-1,
+                turn=-1,
                 layer=-1,
                 seconds=self.seconds,
                 kv_pages=self.kv_pages,
@@ -95,15 +95,15 @@ class Run:
 
 
 def turns(
-    seed: int, *, sessions: int, pages: int, skew: float, bursts: int = 60, steps: int = 40
+    seed: int, *, sessions: int, pages: int, skew: float, count: int = 60, steps: int = 40
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Stationary: routing by a fixed popularity, sessions that return in turn with all pages."""
     rng = np.random.default_rng(seed)
     share = np.arange(1, EXPERTS + 1.0) ** -skew
-    for burst in range(bursts):
+    for turn in range(count):
         score = np.log(share) + rng.gumbel(size=(steps, LAYERS, EXPERTS))
         ids = np.argsort(-score, axis=2)[..., :2]
-        held = [(burst % sessions, page) for page in range(pages)]
+        held = [(turn % sessions, page) for page in range(pages)]
         yield ids, np.array(held, np.int64)
 
 
@@ -119,7 +119,7 @@ def test_it_ends_within_a_grid_step_of_the_exhaustive_argmin(sessions, pages, sk
         run = Run(MvWsa(costs=costs, calibrate=False), kv_pages=start)
         total = None
         for ids, held in turns(0, sessions=sessions, pages=pages, skew=skew):
-            run.burst(ids, held)
+            run.turn(ids, held)
             now = run.state
             found = Streams(now.curves.histogram, now.pages)
             total = (
@@ -147,8 +147,8 @@ def test_it_follows_a_workflow():
     run = Run(MvWsa(costs=MissCosts(1.0, 10.0), calibrate=False))
     division, splits, before = division_of(TOLD), [], None
     for phase in (1, 8, 1):
-        for ids, held in turns(phase, sessions=phase, pages=18, skew=0.6, bursts=40):
-            run.burst(ids, held + np.array([100 * phase, 0]))
+        for ids, held in turns(phase, sessions=phase, pages=18, skew=0.6, count=40):
+            run.turn(ids, held + np.array([100 * phase, 0]))
             assert before is None or abs(run.split - before) <= 0.1 + 1e-9
             before = run.split
         splits.append(run.split)
@@ -167,9 +167,9 @@ def test_the_floor_is_what_runs_at_once():
     def pages(policy: MvWsa, waiting: int) -> int:
         run = Run(policy, running=2, waiting=waiting)
         for number, (ids, held) in enumerate(
-            turns(0, sessions=1, pages=12, skew=0.2, bursts=20, steps=20)
+            turns(0, sessions=1, pages=12, skew=0.2, count=20, steps=20)
         ):
-            run.burst(ids, held - np.array([1 + number, 0]))
+            run.turn(ids, held - np.array([1 + number, 0]))
         assert not run.state.pages.any()
         return run.kv_pages
 
@@ -187,8 +187,8 @@ def test_the_floor_has_no_more_than_can_run():
     for most in (None, 3):
         run = Run(policy, waiting=90)
         run.state = policy.init(dataclasses.replace(TOLD, max_num_seqs=most))
-        for ids, held in turns(0, sessions=1, pages=12, skew=0.2, bursts=3):
-            run.burst(ids, held)
+        for ids, held in turns(0, sessions=1, pages=12, skew=0.2, count=3):
+            run.turn(ids, held)
         floors.append(policy.division_now(run.state).floor_pages)
     assert floors == [8 * 12, 3 * 12]
 
@@ -198,15 +198,15 @@ def test_a_wish_that_was_not_carried_out_is_wished_again():
     it decided last. Once the pool is as wished it says nothing."""
     run = Run(MvWsa(costs=MissCosts(1.0, 1.0), calibrate=False), kv_pages=150)
     made = []
-    for ids, held in turns(0, sessions=1, pages=12, skew=0.2, bursts=40, steps=20):
-        run.burst(ids, held)
+    for ids, held in turns(0, sessions=1, pages=12, skew=0.2, count=40, steps=20):
+        run.turn(ids, held)
         made.append(run.decisions[-1].kv_pages if run.decisions else None)
         run.kv_pages = 150
     last = made[-1]
     assert last is not None and last < 150 and len(run.decisions) > 30
     assert run.decisions[-1].cells.tolist() == run.state.cells.tolist()
     run.decisions, run.kv_pages = [], last
-    run.burst(ids, held)
+    run.turn(ids, held)
     assert run.decisions == []
 
 
@@ -214,13 +214,13 @@ def test_the_floor_forgets_a_peak():
     """Ten more wait for a tenth of the steps: the floor has the two that run or wait in the mean,
     not eleven, whom a rule by the most (the mutation) keeps room for during `window` turns."""
     run = Run(MvWsa(costs=MissCosts(1.0, 1.0), calibrate=False))
-    for number, (ids, held) in enumerate(turns(0, sessions=1, pages=12, skew=0.2, bursts=3)):
+    for number, (ids, held) in enumerate(turns(0, sessions=1, pages=12, skew=0.2, count=3)):
         run.waiting = 10
         for row in ids[:4]:
             facts = {"ids": row[None].astype(np.int16), "missed": np.zeros((LAYERS, EXPERTS), bool)}
             run.ask(Moment.STEP_END, **facts)
         run.waiting = 0
-        run.burst(ids[4:], held - np.array([1 + number, 0]))
+        run.turn(ids[4:], held - np.array([1 + number, 0]))
         assert run.policy.division_now(run.state).floor_pages == 2 * 12
 
 
@@ -231,15 +231,15 @@ def turns_in_a_trace(directory: Path, stream, **header) -> Path:
     plain = write_trace(directory / "plain", routing, EXPERTS, **header)
     number, steps = 0, plain.step_traces()
     with TraceWriter(directory / "turns", plain.header) as writer:
-        for burst, (rows, held) in enumerate(stream):
+        for turn, (rows, held) in enumerate(stream):
             for _ in rows:
                 step = next(steps)
-                done = number == len(rows) * (burst + 1) - 1
+                done = number == len(rows) * (turn + 1) - 1
                 step = step._replace(
-                    request=np.array([burst], np.int32),
+                    request=np.array([turn], np.int32),
                     user=held[:1, 0].astype(np.int32),
                     position=np.array([16 * len(held) - 1], np.int32),
-                    finished=(burst,) if done else (),
+                    finished=(turn,) if done else (),
                 )
                 writer.append(step)
                 number += 1
@@ -249,18 +249,18 @@ def turns_in_a_trace(directory: Path, stream, **header) -> Path:
 def test_a_trace_is_what_it_begins_with(tmp_path):
     """The histograms that turns in an engine would have left, so that KV has a worth before a
     session returns; without them experts grow at KV's cost."""
-    stream = [*turns(0, sessions=4, pages=20, skew=1.0, bursts=12)]
+    stream = [*turns(0, sessions=4, pages=20, skew=1.0, count=12)]
     plain = dict(costs=MissCosts(1.0, 10.0), calibrate=False, expect_returns=False)
     cold = MvWsa(**plain)
     warm = MvWsa(**plain, trace=str(turns_in_a_trace(tmp_path, stream)))
     live = Run(cold)
     for ids, held in stream:
-        live.burst(ids, held)
+        live.turn(ids, held)
     state = warm.init(TOLD)
     np.testing.assert_allclose(state.curves.histogram, live.state.curves.histogram)
     np.testing.assert_allclose(state.pages, live.state.pages)
     assert state.pages.any() and state.turns == ()
-    assert state.bursts == live.state.bursts == 12
+    assert state.ended == live.state.ended == 12
     assert not len(state.held.keys) and state.split is None
     first = [(ids, held + np.array([100, 0])) for ids, held in stream[:4]]  # nobody has returned
     assert kv_pages_after(cold, first) + 10 <= kv_pages_after(warm, first)
@@ -269,7 +269,7 @@ def test_a_trace_is_what_it_begins_with(tmp_path):
 def kv_pages_after(policy: MvWsa, stream) -> int:
     run = Run(policy)
     for ids, held in stream:
-        run.burst(ids, held)
+        run.turn(ids, held)
     return run.kv_pages
 
 
@@ -287,7 +287,7 @@ def test_sessions_are_expected_back_until_they_had_time_to_return():
     Where none ever returns it wears off; requests without a session are not expected at all."""
     plain = MvWsa(costs=MissCosts(1.0, 10.0), calibrate=False, expect_returns=False)
     hopeful = dataclasses.replace(plain, expect_returns=True)
-    stream = [*turns(0, sessions=4, pages=20, skew=1.0, bursts=60)]
+    stream = [*turns(0, sessions=4, pages=20, skew=1.0, count=60)]
     assert kv_pages_after(plain, stream[:4]) + 10 <= kv_pages_after(hopeful, stream[:4])
     ends = [kv_pages_after(policy, stream) for policy in (plain, hopeful)]
     assert abs(ends[0] - ends[1]) <= 10  # a unit of the cap
@@ -320,26 +320,26 @@ def test_traces_that_are_of_no_use(tmp_path):
 def test_policies_are_pure():
     """Neither the state nor the observation changes, and equal ones give equal decisions."""
     run = Run(MvWsa(costs=MissCosts(1.0, 1.0), allocation="marginal"))
-    for ids, held in turns(0, sessions=2, pages=9, skew=1.0, bursts=6):
+    for ids, held in turns(0, sessions=2, pages=9, skew=1.0, count=6):
         before = pickle.dumps(run.state)
         states = []
         for _ in range(2):
             again = Run(run.policy)
             again.state, again.step, again.seconds = run.state, run.step, run.seconds
-            again.burst(ids, held)
+            again.turn(ids, held)
             states.append(pickle.dumps((again.state, again.decisions)))
         assert states[0] == states[1] and pickle.dumps(run.state) == before
-        run.burst(ids, held)
+        run.turn(ids, held)
 
 
 def test_noise_moves_nothing():
     """White noise: after it settled the line is still."""
     run = Run(MvWsa(costs=MissCosts(1.0, 0.0), calibrate=False), kv_pages=40)
-    for ids, held in turns(5, sessions=1, pages=1, skew=0.0, bursts=30, steps=100):
-        run.burst(ids, held)
+    for ids, held in turns(5, sessions=1, pages=1, skew=0.0, count=30, steps=100):
+        run.turn(ids, held)
     settled = len(run.decisions)
-    for ids, held in turns(6, sessions=1, pages=1, skew=0.0, bursts=60, steps=100):
-        run.burst(ids, held)
+    for ids, held in turns(6, sessions=1, pages=1, skew=0.0, count=60, steps=100):
+        run.turn(ids, held)
     assert len(run.decisions) == settled
 
 
@@ -347,8 +347,8 @@ def test_it_learns_what_a_miss_costs():
     """The start value is ten times too small; steps say 2 ms."""
     policy = MvWsa(costs=MissCosts(2e-4, 1.0))
     run, rng = Run(policy), np.random.default_rng(0)
-    for ids, held in turns(0, sessions=2, pages=3, skew=1.0, bursts=30):
-        run.burst(ids, held, miss_s=2e-3, rng=rng)
+    for ids, held in turns(0, sessions=2, pages=3, skew=1.0, count=30):
+        run.turn(ids, held, miss_s=2e-3, rng=rng)
     # It may leave the start value by a factor of 10 and no more.
     assert policy.costs_now(run.state).expert_s == pytest.approx(2e-3, rel=0.1)
     still = MvWsa(costs=MissCosts(2e-4, 1.0), calibrate=False)
@@ -397,10 +397,10 @@ def test_prefill_steps_say_what_a_prompt_token_costs():
 def test_slots_per_layer_live():
     """One layer loops over many experts, one over few: `marginal` moves cells to the first."""
     run = Run(MvWsa(costs=MissCosts(1.0, 0.0), calibrate=False, allocation="marginal"), 100)
-    for burst in range(20):
-        loop = np.add.outer(np.arange(24), [0, 1]) + 24 * burst
+    for turn in range(20):
+        loop = np.add.outer(np.arange(24), [0, 1]) + 24 * turn
         ids = np.stack([loop % 14, loop % 4], axis=1)
-        run.burst(np.sort(ids, axis=2), np.array([(0, 0)]))
+        run.turn(np.sort(ids, axis=2), np.array([(0, 0)]))
     cells = run.decisions[-1].cells
     assert cells is not None and cells[0] >= 14 > cells[1] >= 4
     assert run.decisions[-1].kv_pages == (40 - cells.sum()) * 5
@@ -412,7 +412,7 @@ def test_layer_cells_keeps_the_number_of_cells():
     cells = np.array([8, 12], np.int32)
     for step in range(24):
         ids = np.array([[[step % 14, (step + 1) % 14], [step % 4, (step + 1) % 4]]], np.int16)
-        facts = dict(step=step, age=1, interval=0, burst=-1, layer=-1, seconds=0.0)
+        facts = dict(step=step, age=1, interval=0, turn=-1, layer=-1, seconds=0.0)
         seen = Observation(moment=Moment.STEP_END, ids=np.sort(ids), cells=cells, **facts)
         state, decision = policy.decide(state, seen)
         assert decision.cells is None
@@ -442,13 +442,13 @@ def test_it_runs_under_the_controller():
     controller = Controller(dataclasses.replace(TOLD, costs=costs), [MvWsa()])
     assert not controller.needs_residency
     step = 0
-    for burst, (ids, _) in enumerate(turns(0, sessions=1, pages=1, skew=0.3, bursts=20)):
+    for turn, (ids, _) in enumerate(turns(0, sessions=1, pages=1, skew=0.3, count=20)):
         for row in ids:
             controller.begin_step(step, seconds=0.01 * step)
             facts = {
                 "ids": np.sort(row[None].astype(np.int16)),
                 "missed": np.zeros((LAYERS, EXPERTS), bool),
-                "request": np.array([burst], np.int32),
+                "request": np.array([turn], np.int32),
                 "user": np.array([-1], np.int32),
                 "position": np.array([step % 40], np.int32),
                 "phase": np.array([1], np.uint8),
@@ -458,7 +458,7 @@ def test_it_runs_under_the_controller():
                 "running": 1,
                 "waiting": 0,
             }
-            done = (burst,) if step % 40 == 39 else ()
+            done = (turn,) if step % 40 == 39 else ()
             controller.end_step(step, age=1, seconds=0.01 * step, facts=facts, finished=done)
             step += 1
     assert controller.wanted_cells is not None

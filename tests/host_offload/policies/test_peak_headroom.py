@@ -75,23 +75,23 @@ TOLD = spec(
 def run(
     policy: PeakHeadroom, used, kv_pages: int, waiting: int = 0, swapped: int = 0
 ) -> list[Decision]:
-    """The decisions after each burst, where the engine carries them out. used: for each burst, the
+    """The decisions after each turn, where the engine carries them out. used: for each turn, the
     pages in use at its steps. waiting: requests with prompts of 40 tokens, three pages. swapped:
     pages on the host."""
     state, made = policy.init(TOLD), []
 
     def ask(moment: Moment, pages: int) -> Decision:
         nonlocal state
-        facts = dict(step=0, age=1, interval=0, burst=-1, layer=-1, seconds=0.0)
+        facts = dict(step=0, age=1, interval=0, turn=-1, layer=-1, seconds=0.0)
         use = dict(waiting=waiting, waiting_tokens=40 * waiting)
         use |= dict(kv_used=pages, kv_swapped=swapped, kv_pages=kv_pages)
         seen = Observation(moment=moment, **use, **facts)
         state, decision = policy.decide(state, seen)
         return decision
 
-    for burst in used:
-        assert all(ask(Moment.STEP_END, pages) == Decision() for pages in burst)
-        decision = ask(Moment.BURST_END, burst[-1])
+    for turn in used:
+        assert all(ask(Moment.STEP_END, pages) == Decision() for pages in turn)
+        decision = ask(Moment.TURN_END, turn[-1])
         made.append(decision)
         kv_pages = kv_pages if decision.kv_pages is None else decision.kv_pages
     return made
@@ -130,8 +130,8 @@ def test_sessions_that_take_each_others_pages_make_the_pool_grow():
     assert [d.kv_pages for d in later] == [None, None]
 
 
-def test_the_peak_of_some_bursts_counts():
-    """A peak is remembered for `window` bursts, then forgotten; a small change is none."""
+def test_the_peak_of_some_turns_counts():
+    """A peak is remembered for `window` turns, then forgotten; a small change is none."""
     made = run(PeakHeadroom(window=3, dead=2), [[90, 5], [5], [5], [5]], kv_pages=100)
     assert [d.kv_pages for d in made] == [None, None, None, 40]
     assert made[-1].cells is not None and made[-1].cells.tolist() == [8, 8]

@@ -264,7 +264,7 @@ def test_coactivation_fitted_to_a_trace_counts_what_a_run_counts(trace, told):
 
 
 def ended(request: int) -> Observation:
-    return Observation(Moment.BURST_END, 0, 0, 0, request, -1, 0.0)
+    return Observation(Moment.TURN_END, 0, 0, 0, request, -1, 0.0)
 
 
 def stepped(kinds: list[int], requests: list[int]) -> Observation:

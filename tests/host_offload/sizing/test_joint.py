@@ -162,10 +162,10 @@ TOLD = spec(
 
 def observed(moment: Moment, rng: np.random.Generator, **facts) -> Observation:
     """Two rows that decode, of requests with contexts of 20 pages."""
-    told = dict(step=0, age=1, interval=0, burst=-1, layer=-1, seconds=0.0, running=2)
+    told = dict(step=0, age=1, interval=0, turn=-1, layer=-1, seconds=0.0, running=2)
     told |= dict(waiting=0, waiting_tokens=0, phase=np.ones(2, np.uint8))
     ids = np.sort(rng.permuted(np.tile(np.arange(8), (2, 2, 1)), axis=2)[..., :2])
-    if moment == Moment.BURST_END:
+    if moment == Moment.TURN_END:
         told["kv_refs"] = np.stack([np.zeros(20, np.int64), np.arange(20)], axis=1)
     return Observation(moment=moment, ids=ids.astype(np.int16), **(told | facts))
 
@@ -178,9 +178,9 @@ def after_turns(policy: JointBudget, turns: int = 8, refuses: bool = False, **fa
         for _ in range(20):
             state, decision = policy.decide(state, observed(Moment.STEP_END, rng, **facts))
             assert decision == Decision()
-        state, decision = policy.decide(state, observed(Moment.BURST_END, rng, **facts))
+        state, decision = policy.decide(state, observed(Moment.TURN_END, rng, **facts))
         if decision.max_running is not None:
-            check_decision(decision, policy, TOLD, "a burst")
+            check_decision(decision, policy, TOLD, "a turn")
             decisions.append(decision)
             if not refuses:
                 facts["kv_pages"] = decision.kv_pages
@@ -204,7 +204,7 @@ def test_the_policy_widens_for_a_queue_and_only_then():
     assert again == Decision()
     prefill = dataclasses.replace(queue, phase=np.zeros(2, np.uint8))
     assert policy.decide(state, prefill)[0] is state
-    seen = observed(Moment.BURST_END, rng, waiting=6, waiting_tokens=6)
+    seen = observed(Moment.TURN_END, rng, waiting=6, waiting_tokens=6)
     before = pickle.dumps(state)
     answers = [pickle.dumps(policy.decide(state, seen)) for _ in range(2)]
     assert answers[0] == answers[1] and pickle.dumps(state) == before  # pure
@@ -232,7 +232,7 @@ def test_nothing_is_planned_for_rows_that_never_run():
     facts = dict(waiting=6, waiting_tokens=6, kv_pages=60)
     for _ in range(20):
         state, _ = policy.decide(state, observed(Moment.STEP_END, rng, **facts))
-    state, decision = policy.decide(state, observed(Moment.BURST_END, rng, **facts))
+    state, decision = policy.decide(state, observed(Moment.TURN_END, rng, **facts))
     assert decision.max_running <= 3 and decision.kv_pages < 8 * 20
 
 
@@ -242,7 +242,7 @@ def test_a_wish_that_was_not_carried_out_is_wished_again():
     state, decisions = after_turns(policy, refuses=True)
     assert len(decisions) == 8 and len({d.kv_pages for d in decisions}) == 1
     rng, kv_pages = np.random.default_rng(1), decisions[-1].kv_pages
-    seen = observed(Moment.BURST_END, rng, kv_pages=kv_pages)
+    seen = observed(Moment.TURN_END, rng, kv_pages=kv_pages)
     assert policy.decide(state, seen)[1] == Decision()
     assert len(after_turns(policy)[1]) == 1
 
@@ -270,7 +270,7 @@ def test_what_is_known_is_of_the_same_turns():
         later, _ = after_turns(policy, turns=turns)
         assert later.model is not None
         assert later.model.misses[1, 0] == pytest.approx(state.model.misses[1, 0], rel=0.15)
-    huge = observed(Moment.BURST_END, np.random.default_rng(0))
+    huge = observed(Moment.TURN_END, np.random.default_rng(0))
     huge = dataclasses.replace(huge, kv_refs=np.zeros((100_000, 2), np.int64))
     blocked, decision = policy.decide(state, huge)
     assert decision == Decision()  # no cap leaves KV that much

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from host_offload.control.interface import Costs
 from host_offload.sizing.configurator import (
-    Burst,
     Streams,
-    bursts_of,
+    Turn,
     configure,
     histograms_of,
     replay_split,
+    turns_of,
 )
 from host_offload.sizing.kv_reuse import cold_pages, kv_misses, page_references
 from host_offload.sizing.miss_curves import curves_of
@@ -152,7 +152,7 @@ def test_the_rule_ends_beside_the_minimum(seed, start):
 
 
 def test_no_stall_between_two_modes():
-    """Distances within a burst and across sessions, nothing between: at the start both densities
+    """Distances within a turn and across sessions, nothing between: at the start both densities
     are zero, so a rule that compares them there (the mutation) stays for ever."""
     division = Division(1000, 20, 5, 40, 4, 1)
     experts = step_curve(35, 80.0, 41)  # pays from cap 35 on, 70% of the bytes
@@ -244,15 +244,15 @@ def pool(turns, size: int) -> int:
 )
 def test_kv_misses_are_those_of_an_lru_pool(turns, size):
     """Exactly, at every size, with pages that are released in between."""
-    recency, distances, bursts = cold_pages(), [], []
+    recency, distances, played = cold_pages(), [], []
     for session, count in turns:
         pages = np.array([(session, p) for p in range(count)], np.int64).reshape(-1, 2)
         recency, found = page_references(recency, pages)
         distances.extend(found.tolist())
-        bursts.append(Burst([np.ones((1, 1), bool)], pages))
+        played.append(Turn([np.ones((1, 1), bool)], pages))
     curve = kv_misses(np.array(distances, np.int64), 200)
     assert curve[size] == pool(turns, size)
-    replayed = replay_split(bursts, [np.ones(1, np.int64)] * len(turns), [size] * len(turns))
+    replayed = replay_split(played, [np.ones(1, np.int64)] * len(turns), [size] * len(turns))
     assert replayed.kv_misses.sum() == pool(turns, size)
 
 
@@ -270,16 +270,16 @@ def test_deep_pages_are_forgotten():
 # ---- the configurator
 
 
-def turns(rng: np.random.Generator, sessions: int, pages: int, bursts: int, steps: int = 6):
+def turns(rng: np.random.Generator, sessions: int, pages: int, count: int, steps: int = 6):
     """Sessions in turn; one layer of 16 experts, more popular ones first."""
     share = 1 / np.arange(1, 17) ** 1.5
-    for burst in range(bursts):
+    for turn in range(count):
         active = []
         for _ in range(steps):
             chosen = rng.choice(16, 2, replace=False, p=share / share.sum())
             active.append(np.isin(np.arange(16), chosen)[None])
-        held = [(burst % sessions, p) for p in range(pages)]
-        yield Burst(active, np.array(held, np.int64).reshape(-1, 2))
+        held = [(turn % sessions, p) for p in range(pages)]
+        yield Turn(active, np.array(held, np.int64).reshape(-1, 2))
 
 
 @pytest.mark.parametrize(("sessions", "page_s"), [(3, 1.0), (3, 0.01), (9, 0.3)])
@@ -288,25 +288,25 @@ def test_the_configurator_finds_the_split(sessions, page_s):
     what an exact replay misses."""
     division = Division(1000, 50, 10, 16, 5, 2)
     costs = MissCosts(1.0, page_s)
-    bursts = list(turns(np.random.default_rng(0), sessions, 6, 60))
-    found = configure(bursts, division, costs)
+    played = list(turns(np.random.default_rng(0), sessions, 6, 60))
+    found = configure(played, division, costs)
     assert found.settled
     assert found.expert_bytes + found.kv_bytes == 1000
     assert found.kv_pages == found.kv_bytes // 10 >= 5
 
     # M_K is that of the whole trace; its last column has what no pool could keep.
-    streams = list(histograms_of(bursts, 100))
+    streams = list(histograms_of(played, 100))
     whole = Streams(*(sum(parts) for parts in zip(*streams, strict=True)))
     seconds = objective(division, whole.expert_misses.sum(axis=0), whole.kv_misses, costs)
     assert found.best_cap == seconds.argmin()
     near = abs(found.cap - found.best_cap) * 50 / 1000 <= 1 / 40 + 50 / 1000
     assert near or seconds[found.cap] <= seconds.min() / (1 - 0.02)
 
-    replayed = replay_split(bursts, [found.cells] * 60, [found.kv_pages] * 60)
+    replayed = replay_split(played, [found.cells] * 60, [found.kv_pages] * 60)
     assert replayed.expert_misses.sum() - replayed.expert_first == found.expert_misses
     assert replayed.kv_misses.sum() == found.kv_misses
     assert found.seconds == pytest.approx(found.expert_misses + page_s * found.kv_misses)
-    exact = curves_of([a for burst in bursts for a in burst.active])
+    exact = curves_of([a for turn in played for a in turn.active])
     assert exact.warm[0, found.cap] == found.expert_misses
 
 
@@ -315,23 +315,23 @@ def test_pages_that_no_pool_can_keep_are_missed_by_every_pool(sessions):
     """Sessions return deeper than the largest pool, or than all but the largest: KV's misses are
     those of an exact replay at every cap, cap 0 and its whole memory of KV too."""
     division = Division(320, 32, 8, 16, 1)
-    bursts = list(turns(np.random.default_rng(1), sessions, 10, 60))
+    played = list(turns(np.random.default_rng(1), sessions, 10, 60))
     costs = MissCosts(1.0, 10.0)
-    streams = list(histograms_of(bursts, int(division.pages[0])))
+    streams = list(histograms_of(played, int(division.pages[0])))
     whole = Streams(*(sum(parts) for parts in zip(*streams, strict=True)))
     caps = np.flatnonzero(division.legal)
     assert caps[0] == 0 and len(whole.kv_misses) == division.pages[0] + 1 == 41
     for cap in caps:
         pages = division.pages_at(cap)
-        replayed = replay_split(bursts, [np.full(1, cap)] * 60, [pages] * 60)
+        replayed = replay_split(played, [np.full(1, cap)] * 60, [pages] * 60)
         assert replayed.kv_misses.sum() == whole.kv_misses[pages]
-    found = configure(bursts, division, costs)
+    found = configure(played, division, costs)
     # No pool keeps anything, so all of it is better spent on experts.
     assert found.kv_misses == whole.kv_misses[found.kv_pages] == (60 - sessions) * 10
     assert found.best_cap > 0 and found.cap > 0
 
 
-def test_bursts_of_a_trace(tmp_path):
+def test_turns_of_a_trace(tmp_path):
     """Steps up to each turn's end, with the pages of the request that ended."""
     routing = random_routing(np.random.default_rng(0), 9, 2, 8, 2)
     trace = write_trace(tmp_path / "t", routing, 8, spec={"page_tokens": 4})
@@ -340,18 +340,18 @@ def test_bursts_of_a_trace(tmp_path):
         for step in trace.step_traces()
     ]
     ended = dataclasses.replace(trace, chunks=(Ended(steps),))
-    bursts = list(bursts_of(ended))
-    assert [len(burst.active) for burst in bursts] == [5, 2, 2]
+    count = list(turns_of(ended))
+    assert [len(turn.active) for turn in count] == [5, 2, 2]
     # Request 5 had positions 0 … 4: two pages of four tokens; 7 is unknown; then nobody ended.
-    assert [burst.pages.tolist() for burst in bursts] == [[[-6, 0], [-6, 1]], [], []]
-    with pytest.raises(SplitError, match="there is no burst to configure from"):
+    assert [turn.pages.tolist() for turn in count] == [[[-6, 0], [-6, 1]], [], []]
+    with pytest.raises(SplitError, match="there is no turn to configure from"):
         configure([], Division(1000, 50, 10, 16, 5), MissCosts(1, 1))
     header = dataclasses.replace(trace.header, absent=["token.request"])
     with pytest.raises(TraceError, match=r"has no token\.request, so its turns are not known"):
-        list(bursts_of(dataclasses.replace(trace, header=header)))
+        list(turns_of(dataclasses.replace(trace, header=header)))
     header = dataclasses.replace(trace.header, spec={})
     with pytest.raises(TraceError, match="does not say page_tokens"):
-        list(bursts_of(dataclasses.replace(trace, header=header)))
+        list(turns_of(dataclasses.replace(trace, header=header)))
 
 
 @dataclasses.dataclass(frozen=True)

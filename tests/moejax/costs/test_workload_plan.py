@@ -12,7 +12,7 @@ import pytest
 from host_offload.policies.budget.peak_headroom import PeakHeadroom
 from host_offload.simulate.replay import replay
 from host_offload.simulate.simulator import simulate, spec_of
-from host_offload.sizing.configurator import bursts_of, replay_split
+from host_offload.sizing.configurator import replay_split, turns_of
 from host_offload.sizing.miss_curves import trace_curves
 from host_offload.sizing.right_size import right_size, working_sets
 from host_offload.traces.reader import TraceError, TraceWriter, read_trace
@@ -61,7 +61,7 @@ def test_a_split_fits_and_its_predictions_are_the_simulators(planner, trace, cel
     assert plan.expert_bytes == sum(plan.cells) * SLOT
     assert plan.kv_bytes * PER_SLOT == plan.kv_pages * SLOT and plan.kv_tokens == plan.kv_pages * 16
     missed = simulate(trace, cells=plan.cells).misses.sum()
-    replayed = replay_split(bursts_of(trace), [np.array(plan.cells)] * 15, [plan.kv_pages] * 15)
+    replayed = replay_split(turns_of(trace), [np.array(plan.cells)] * 15, [plan.kv_pages] * 15)
     first = replayed.expert_first
     assert plan.expert_misses == pytest.approx(missed - first, rel=0.3)
     assert plan.link_bytes == (plan.expert_misses + first) * SLOT

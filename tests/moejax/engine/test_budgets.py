@@ -14,7 +14,7 @@ from host_offload.policies.budget.layer_cells import LayerCells
 from host_offload.policies.budget.mv_wsa import MvWsa
 from host_offload.policies.budget.peak_headroom import PeakHeadroom
 from host_offload.simulate.replay import replay
-from host_offload.sizing.configurator import bursts_of, configure
+from host_offload.sizing.configurator import configure, turns_of
 from host_offload.sizing.split import division_of, miss_costs
 from host_offload.traces.reader import read_trace
 from moejax import LLM, SamplingParams, UserError
@@ -174,7 +174,7 @@ def test_the_configurators_split_is_where_the_engine_starts(still, monkeypatch):
     directory, _ = recorded()
     spec = spec_of_engine(still.engine.runner, max_model_len=256, seed=0)
     found = configure(
-        bursts_of(read_trace(directory)), division_of(spec), miss_costs(COSTS.costs(), spec)
+        turns_of(read_trace(directory)), division_of(spec), miss_costs(COSTS.costs(), spec)
     )
     budget = start_budget(still.engine, parsed(budget=f"mv_wsa={directory}"), still.budget)
     assert cells_now(still) == found.cells.tolist() == [found.cap] * LAYERS

@@ -410,7 +410,7 @@ def test_resizes_between_all_steps_of_the_engine_change_no_bit(driver):
 class LittleKV:
     """Wants as little KV as can be after every turn, whatever that costs."""
 
-    moments = frozenset({Moment.BURST_END})
+    moments = frozenset({Moment.TURN_END})
     needs = frozenset()
     writes = frozenset({"cells", "kv_pages"})
 

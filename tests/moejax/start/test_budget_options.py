@@ -10,7 +10,7 @@ import pytest
 
 from host_offload.memory.arena import SlotArena
 from host_offload.memory.layout import slot_layout
-from host_offload.sizing.configurator import bursts_of, configure
+from host_offload.sizing.configurator import configure, turns_of
 from host_offload.sizing.split import division_of, miss_costs
 from host_offload.traces.reader import read_trace
 from moejax import LLM, UserError
@@ -95,7 +95,7 @@ def test_memory_is_split_by_what_is_remembered(tmp_path):
         assert cells_now(llm) == before
         budget = start_budget(llm.engine, plain, llm.budget)
         spec = spec_of_engine(llm.engine.runner, max_model_len=256, seed=0)
-        found = configure(bursts_of(trace), division_of(spec), miss_costs(dear.costs(), spec))
+        found = configure(turns_of(trace), division_of(spec), miss_costs(dear.costs(), spec))
         assert cells_now(llm) == [found.cap] * LAYERS != before
         assert budget.pages == found.kv_pages == llm.stats()["arena"]["kv_pages"]
         assert f"split: by the remembered workload {kept}: {found.cap} cells" in budget.notes[-1]
