@@ -12,8 +12,7 @@ from host_offload.control.kv_references import KVReferences
 from host_offload.memory.pager import Pager, cold_tables
 from host_offload.sizing.cell_allocation import allocate, hull_misses
 from host_offload.sizing.kv_reuse import cold_pages, page_keys, page_references
-from host_offload.sizing.live_curves import tails
-from host_offload.sizing.miss_curves import cold_recency, reference
+from host_offload.sizing.miss_curves import cold_curves, tails
 from host_offload.sizing.split import Division, MissCosts, SplitError, SplitRule, objective
 from host_offload.traces.reader import Trace
 from host_offload.traces.schema import TraceError
@@ -173,23 +172,19 @@ def configure(
 
 
 def histograms_of(turns: Iterable[Turn], pages: int) -> Iterator[Streams]:
-    """Of each turn, from a cold start. pages: the largest pool."""
-    recency, held = None, cold_pages()
+    """Each turn's histograms, from a cold start. pages: the largest pool."""
+    curves, held = None, cold_pages()
     for turn in turns:
         held, distances = page_references(held, turn.pages)
-        kv = np.bincount(np.minimum(distances, pages), minlength=pages + 1).astype(np.float64)
-        if recency is None:
+        if curves is None:
             if not turn.active:
                 continue
-            recency = cold_recency(*turn.active[0].shape)
-        rows, items = recency.place.shape
-        experts = np.zeros(rows * items)
+            curves = cold_curves(*turn.active[0].shape)
         for active in turn.active:
-            recency, found = reference(recency, active)
-            warm = found.distance < items
-            place = found.row[warm] * items + found.distance[warm]
-            experts += np.bincount(place, minlength=rows * items)
-        yield Streams(experts.reshape(rows, items), kv)
+            curves = curves.reference(active)
+        curves = curves.forget(0)
+        kv = np.bincount(np.minimum(distances, pages), minlength=pages + 1)
+        yield Streams(curves.histogram, kv.astype(np.float64))
 
 
 class Replayed(NamedTuple):

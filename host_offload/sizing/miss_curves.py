@@ -33,23 +33,14 @@ class Recency(NamedTuple):
 
 
 class Distances(NamedTuple):
-    """Of one reference; R items, ordered by row, then item."""
-
-    row: np.ndarray
-    """int64[R]"""
-    distance: np.ndarray
-    """int64[R]: items used since; E on first sight."""
-
-
-class Found(NamedTuple):
-    """Of one reference; R items, ordered by row, then item."""
+    """Where the R items of one reference stood; ordered by row, then item."""
 
     place: np.ndarray
     """int64[R]: as in Recency.place, before the reference."""
     is_first: np.ndarray
     """bool[R]: they were never used before."""
-    ends: np.ndarray
-    """int64[M]: those of row r end before ends[r]."""
+    sizes: np.ndarray
+    """int64[M]: items of each row."""
 
 
 def cold_recency(rows: int, items: int) -> Recency:
@@ -60,14 +51,6 @@ def cold_recency(rows: int, items: int) -> Recency:
 def reference(recency: Recency, active: np.ndarray) -> tuple[Recency, Distances]:
     """One reference of all rows to their sets bool[M, E]; an empty set leaves its row as it is.
     O(M·E), however many are active."""
-    rows, items = recency.place.shape
-    recency, found = find(recency, active)
-    row = np.repeat(np.arange(rows), np.diff(found.ends, prepend=0))
-    return recency, Distances(row, np.where(found.is_first, items, found.place - row * items))
-
-
-def find(recency: Recency, active: np.ndarray) -> tuple[Recency, Found]:
-    """As `reference`, with places instead of distances: what runs beside every step."""
     rows, items = recency.place.shape
     # One dimension and take: numpy indexes several dimensions several times slower.
     place, starts = recency.place.reshape(-1), np.arange(0, rows * items, items)
@@ -88,7 +71,55 @@ def find(recency: Recency, active: np.ndarray) -> tuple[Recency, Found]:
     by_row += ends[:, None]
     # Who is used comes to the front of its row, the larger id first.
     moved[member] = np.repeat(starts + ends, sizes) - np.arange(1, len(member) + 1)
-    return Recency(by_row, seen), Found(found, first, ends)
+    return Recency(by_row, seen), Distances(found, first, sizes)
+
+
+def tails(histogram: np.ndarray) -> np.ndarray:
+    """[..., n + 1] of [..., n]: column c sums what is at c and beyond, since a reference at
+    distance d misses with c cells iff d >= c."""
+    sums = np.cumsum(histogram[..., ::-1], axis=-1)[..., ::-1]
+    return np.concatenate([sums, np.zeros_like(sums[..., :1])], axis=-1)
+
+
+class LiveCurves(NamedTuple):
+    """Miss curves of L layers of E experts while requests run: distances as they come, in
+    histograms that forget. Never changed in place; first sights are left out, since at a cold start
+    they would pull memory to whom was seen least (WiSP, Algorithm 2)."""
+
+    recency: Recency
+    gathered: np.ndarray
+    """int64[L·E]: finite distances since the last `forget`."""
+    histogram: np.ndarray
+    """float64[L, E]: decayed."""
+
+    @property
+    def misses(self) -> np.ndarray:
+        """float64[L, E + 1]: warm misses by cells."""
+        return tails(self.histogram)
+
+    def see(self, ids: np.ndarray) -> LiveCurves:
+        """A step's rows, ids int[N, L, k], as one reference of every layer. O(L·E)."""
+        layers, experts = self.recency.place.shape
+        active = np.zeros(layers * experts, bool)
+        active[(ids + np.arange(0, layers * experts, experts)[:, None]).reshape(-1)] = True
+        return self.reference(active)
+
+    def reference(self, active: np.ndarray) -> LiveCurves:
+        """One reference to sets bool[L, E]."""
+        recency, found = reference(self.recency, active)
+        warm = found.place[~found.is_first] if found.is_first.any() else found.place
+        gathered = self.gathered + np.bincount(warm, minlength=len(self.gathered))
+        return LiveCurves(recency, gathered, self.histogram)
+
+    def forget(self, decay: float) -> LiveCurves:
+        """H ← decay·H + what was gathered."""
+        histogram = decay * self.histogram + self.gathered.reshape(self.histogram.shape)
+        return LiveCurves(self.recency, np.zeros_like(self.gathered), histogram)
+
+
+def cold_curves(layers: int, experts: int) -> LiveCurves:
+    recency = cold_recency(layers, experts)
+    return LiveCurves(recency, np.zeros(layers * experts, np.int64), np.zeros((layers, experts)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,11 +166,11 @@ class CurveCounts:
         """A reference to sets bool[M, E]. counted: it is in the curves; else it only moves the
         recency list."""
         self.recency, found = reference(self.recency, active)
-        sizes = np.bincount(found.row, minlength=len(self._largest))
-        np.maximum(self._largest, sizes, out=self._largest)
+        np.maximum(self._largest, found.sizes, out=self._largest)
         if counted:
-            self._sizes.append(sizes.astype(np.int32))
-            self._distances.append(found.distance.astype(np.int32))
+            self._sizes.append(found.sizes.astype(np.int32))
+            distances = np.where(found.is_first, self.items, found.place % self.items)
+            self._distances.append(distances.astype(np.int32))
 
     def end_step(self) -> None:
         """What was counted since the last one is a step, for `MissCurves.steps`."""
@@ -152,8 +183,7 @@ class CurveCounts:
         row = np.repeat(np.tile(np.arange(rows), len(sizes)), sizes.ravel())
         counts = np.bincount(row * (items + 1) + distances, minlength=rows * (items + 1))
         counts = counts.reshape(rows, items + 1)
-        # A reference at distance d misses with c cells iff d >= c.
-        misses = np.cumsum(counts[:, ::-1], axis=1)[:, ::-1]
+        misses = tails(counts)[:, :-1]
         # With all that the largest set needs, a set has these misses, and with fewer cells no
         # fewer (docs/miss_curves.md); with c cells at most c of its members can be there.
         missed = distances >= self._largest[row]
@@ -169,12 +199,11 @@ class CurveCounts:
 
 
 def curves_of(references: Iterable[np.ndarray]) -> MissCurves:
-    """Of references to sets bool[M, E], one after the other, each a step. Raises ValueError for
-    none."""
+    """Curves of references to sets bool[M, E], one after the other, each a step. Raises ValueError
+    for none."""
     counts = None
     for active in references:
-        if counts is None:
-            counts = CurveCounts(*active.shape)
+        counts = counts or CurveCounts(*active.shape)
         counts.add(active)
         counts.end_step()
     if counts is None:

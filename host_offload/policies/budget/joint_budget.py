@@ -16,7 +16,7 @@ from host_offload.sizing.joint import (
     resident_seconds,
     widened,
 )
-from host_offload.sizing.live_curves import LiveCurves, cold_curves
+from host_offload.sizing.miss_curves import LiveCurves, cold_curves
 from host_offload.sizing.split import Division, division_of, miss_costs
 
 

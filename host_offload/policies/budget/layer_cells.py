@@ -9,7 +9,7 @@ import numpy as np
 
 from host_offload.control.interface import Decision, Moment, Observation, Spec
 from host_offload.sizing.cell_allocation import ALLOCATIONS, allocate, hull_misses
-from host_offload.sizing.live_curves import LiveCurves, cold_curves
+from host_offload.sizing.miss_curves import LiveCurves, cold_curves
 
 
 class Layers(NamedTuple):

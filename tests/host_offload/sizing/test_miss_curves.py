@@ -13,13 +13,14 @@ from host_offload.memory.pager import Pager, cold_tables
 from host_offload.simulate.simulator import simulate
 from host_offload.sizing import miss_curves
 from host_offload.sizing.bounds import min_transfers
-from host_offload.sizing.live_curves import cold_curves, tails
 from host_offload.sizing.miss_curves import (
     Recency,
+    cold_curves,
     cold_recency,
     curves_of,
     missed_bytes,
     reference,
+    tails,
     trace_curves,
 )
 from host_offload.traces.reader import TraceError
@@ -80,12 +81,10 @@ def one_by_one(recency: Recency, active: np.ndarray):
         alone = active & (np.arange(active.shape[1]) == expert)
         recency, distances = reference(recency, alone)
         found.append(distances)
-    joined = (np.concatenate(parts) for parts in zip(*found, strict=True)) if found else None
-    return recency, (
-        miss_curves.Distances(*joined)
-        if joined
-        else miss_curves.Distances(np.zeros(0, np.int64), np.zeros(0, np.int64))
-    )
+    if not found:
+        return reference(recency, active)
+    places, first, sizes = zip(*found, strict=True)
+    return recency, miss_curves.Distances(np.concatenate(places), np.concatenate(first), sum(sizes))
 
 
 def smaller_id_first(recency: Recency, active: np.ndarray):
