@@ -23,7 +23,7 @@ from host_offload.policies.prefetch.fitted import check_fitted
 from host_offload.policies.prefetch.names import with_prefetch
 from host_offload.simulate.simulated_engine import SimulatedEngine, SimulatedStep, by_step
 from host_offload.simulate.weighted_pager import WeightedPager, fits
-from host_offload.sizing.version_counts import VersionCounter
+from host_offload.sizing.version_costs import VersionCounter
 from host_offload.traces.reader import Trace
 from host_offload.traces.schema import KINDS, Budget, TraceError, TraceHeader
 from host_offload.traces.step_sets import StepSets, in_waves, read_step_sets

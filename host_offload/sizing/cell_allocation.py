@@ -127,21 +127,6 @@ def lower_hulls(curves: np.ndarray, floor: np.ndarray) -> np.ndarray:
         place, value, row = place[kept], value[kept], row[kept]
 
 
-def lower_hull(curve: np.ndarray) -> np.ndarray:
-    """int64[H]: the corners of one curve's lower convex hull, both ends included (Andrew's monotone
-    chain); O(n) however long the curve is."""
-    corners: list[int] = []
-    values = curve.tolist()
-    for c in range(len(values)):
-        while len(corners) > 1:
-            a, b = corners[-2:]
-            if (values[b] - values[a]) * (c - a) < (values[c] - values[a]) * (b - a):
-                break
-            corners.pop()
-        corners.append(c)
-    return np.array(corners)
-
-
 def hull_misses(misses: np.ndarray, slots: np.ndarray, least: int | np.ndarray = 0) -> np.ndarray:
     """float64[n]: what the lower hulls of curves [L, C + 1] have with slots int[n] in all, one
     piece in part. No allocation is below it; where pieces end (everywhere, if curves are convex)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from host_offload.sizing.coactivation import coactivation_counts, predicted_use
 from host_offload.sizing.joint import DecodeModel, cap_beside
 from host_offload.sizing.miss_curves import MissCurves, trace_curves
 from host_offload.sizing.split import Division, SplitError
@@ -14,12 +15,6 @@ from host_offload.traces.reader import Trace
 
 EPSILON = 0.01
 """The warm miss rate that counts as none (ours; the paper gives no number)."""
-
-REACH = 4
-"""Layers before that co-activation looks at, as policies.coactivation."""
-
-BLOCK = 1024
-"""Tokens that are counted together."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,62 +56,12 @@ def working_sets(trace: Trace, epsilon: float = EPSILON, most: int = 32) -> list
     return found
 
 
-def coactivation_counts(ids: np.ndarray, experts: int, reach: int = REACH) -> np.ndarray:
-    """float32[L, reach, E, E]: n[(l − 1 − d, i) → (l, j)] at [l, d, i, j], tokens that used expert
-    i in the layer d + 1 before l, and j in l, as policies.coactivation counts them. ids
-    int[N, L, k]: what each token was routed to."""
-    layers = ids.shape[1]
-    pairs = np.zeros((layers, reach, experts, experts), np.float32)
-    for first in range(0, len(ids), BLOCK):
-        block = ids[first : first + BLOCK].astype(np.int64)
-        used = np.zeros((layers, len(block), experts), np.float32)
-        np.put_along_axis(used, block.swapaxes(0, 1), 1, axis=2)
-        for layer in range(1, layers):
-            for d in range(min(reach, layer)):
-                pairs[layer, d] += used[layer - 1 - d].T @ used[layer]
-    return pairs
-
-
 def right_size(curves: MissCurves, epsilon: float = EPSILON) -> np.ndarray:
     """int64[L]: the fewest cells of each layer with a warm miss rate of at most `epsilon`, by the
     user's own reuse distances (curves of trace_curves(…, user=…), or of everybody)."""
     warm = curves.warm
     allowed = epsilon * (curves.references - curves.first)
     return (warm > allowed[:, None]).sum(axis=1)
-
-
-def predicted_use(
-    pairs: np.ndarray, top_k: int, *, decay: float = 0.5, first: np.ndarray | None = None
-) -> np.ndarray:
-    """float64[L, E]: shares of each layer's use by WiSP's co-activation counts (Appendix C), rows
-    sum to 1: the score of j is Σ over the layers d + 1 before of decay^d · Σ_i use(i)·P(j|i).
-
-    pairs: float[L, reach, E, E] as of policies.coactivation, of one user or of all. first float[E]:
-    how a user's tokens use the first layer; None: as in the counts. So counts of everybody and the
-    little that is known of a user say what the user will need.
-
-    Raises ValueError where a layer has no counts: the predictor is empty there.
-    """
-    layers, reach, experts, _ = pairs.shape
-    counts = np.asarray(pairs, np.float64)
-    if layers < 2 or not counts[1:, 0].any(axis=(1, 2)).all():
-        raise ValueError(
-            "the co-activation counts are empty in some layer (or there is only one layer); fit "
-            "them on a trace: policies.coactivation.fit"
-        )
-    use = np.zeros((layers, experts))
-    use[0] = counts[1, 0].sum(axis=1) if first is None else np.asarray(first, np.float64)
-    use[0] /= use[0].sum()
-    for layer in range(1, layers):
-        for d in range(min(reach, layer)):
-            together = counts[layer, d]
-            alone = together.sum(axis=1, keepdims=True) / top_k
-            likely = np.divide(together, alone, out=np.zeros_like(together), where=alone > 0)
-            use[layer] += decay**d * (use[layer - 1 - d] @ likely)
-        # Experts that were never seen predict nothing; a user of only such ones is unknown.
-        total = use[layer].sum()
-        use[layer] = use[layer] / total if total else 1 / experts
-    return use
 
 
 def right_size_of_use(use: np.ndarray, epsilon: float = EPSILON) -> np.ndarray:

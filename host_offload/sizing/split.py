@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from host_offload.control.interface import Costs, Spec
-from host_offload.sizing.cell_allocation import lower_hull
+from host_offload.sizing.cell_allocation import lower_hulls
 
 
 class SplitError(ValueError):
@@ -206,7 +206,7 @@ def equimarginal_cap(
 
 
 def _convex(curve: np.ndarray) -> np.ndarray:
-    corners = lower_hull(curve)
+    corners = lower_hulls(curve[None], np.zeros(1, np.int64))
     return np.interp(np.arange(len(curve)), corners, curve[corners])
 
 

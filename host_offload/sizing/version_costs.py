@@ -1,24 +1,66 @@
 """What a step costs whose experts are in several versions, from the costs of each version alone.
 
-A cost model is measured with one version (`moejax calibrate --precision int4`). In a step that
-mixes versions each expert costs what it does in its own; what does not depend on the number of
-experts is that of the version where it is most, of those that the step has. What a layer moves is
-priced as all of it in each version, weighted by their shares. With all experts in one version all
-that is this version's own cost. Not in it: that a step which knows two versions is another
-executable than one that knows one, and cells moved within the arena. docs/cost_model.md.
+docs/cost_model.md says how and what is left out. With all experts in one version everything here is
+this version's own cost.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
+from host_offload.control.staging import Entry
+from host_offload.memory.pager import Pager
 from host_offload.sizing.cost_model import MOVES, CostError, CostModel, Work
-from host_offload.sizing.version_counts import VersionCounts
 
 ALIKE = ("layers", "experts", "top_k", "chunk", "row_tile")
 """Figures in which costs of several versions must agree: those of the model and its shapes."""
+
+
+class VersionCounts(NamedTuple):
+    """In which versions one step computed and moved its experts: L layers, V versions. Sums over
+    versions are the step's own counts."""
+
+    version: np.ndarray
+    """int32[L, E]: the version that each needed expert was computed in; 0 for all others."""
+    fills: np.ndarray
+    """int64[L, V]: experts moved into a cell, by the version that moved."""
+    read_through: np.ndarray
+    """int64[L, V]"""
+    staged: np.ndarray
+    """int64[L, V]"""
+
+
+class VersionCounter:
+    """Counts one step beside a pager that carries it out."""
+
+    def __init__(self, pager: Pager):
+        self._pager = pager
+        layers, experts = pager.tables.address.shape
+        fills, read_through, staged = np.zeros((3, layers, pager.versions), np.int64)
+        version = np.zeros((layers, experts), np.int32)
+        self.counts = VersionCounts(version, fills, read_through, staged)
+
+    def referenced(self, active: np.ndarray, missing: np.ndarray, span: slice) -> None:
+        """A reference of the layers of `span` was carried out just now; active, missing:
+        bool[M, E]."""
+        tables, counts = self._pager.tables, self.counts
+        version = tables.version[span]
+        np.copyto(counts.version[span], version, where=active)
+        # What found a cell has an address now.
+        filled = missing & (tables.address[span] >= 0)
+        for number in range(self._pager.versions):
+            mine = version == number
+            counts.fills[span, number] += np.count_nonzero(filled & mine, axis=1)
+            through = missing & ~filled & mine
+            counts.read_through[span, number] += np.count_nonzero(through, axis=1)
+
+    def staged(self, entries: Sequence[Entry], done: np.ndarray) -> None:
+        """done: int[S], 1 for each entry that was carried out."""
+        for entry, carried_out in zip(entries, done.tolist(), strict=True):
+            self.counts.staged[entry.layer, entry.version] += carried_out
 
 
 def models_of(

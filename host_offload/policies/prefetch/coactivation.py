@@ -10,6 +10,13 @@ import numpy as np
 from host_offload.control.interface import Decision, Moment, Observation, Spec
 from host_offload.policies.prefetch.fitted import Fitted, fitted
 from host_offload.policies.prefetch.next_layers import chosen_by_rows, stages_of
+from host_offload.sizing.coactivation import (
+    REACH,
+    add_pairs,
+    coactivation_counts,
+    likelihoods,
+    one_hot,
+)
 from host_offload.traces.reader import Trace
 
 NAME = "coactivation"
@@ -40,8 +47,7 @@ class CoActivation:
 
     fitted: Fitted | None = None
     decay: float = 0.5
-    reach: int = 4
-    """Layers that are looked back."""
+    reach: int = REACH
 
     moments: frozenset[Moment] = frozenset({Moment.ROUTED})
     needs: frozenset[str] = frozenset({"ids"})
@@ -68,48 +74,28 @@ class CoActivation:
         layer = seen.layer
         experts = state.pairs[0].shape[1]
         before = state.fired[-self.reach :] if layer else ()
-        fired = (*before, _one_hot(seen.ids[:, 0], experts))
+        fired = (*before, one_hot(seen.ids[:, 0], experts))
         pairs = list(state.pairs)
         if before:
-            pairs[layer] = _counted(pairs[layer], fired)
+            pairs[layer] = pairs[layer].copy()
+            add_pairs(pairs[layer], fired)
         state = Counted(state.top_k, tuple(pairs), fired)
         if layer + 1 == len(pairs):
             return state, Decision(stages=())
         scores = np.zeros((len(seen.ids), experts), np.float32)
         for d, chosen in enumerate(fired[: -self.reach - 1 : -1]):
-            # Every token chooses top-k experts, so the sum over j counts each firing of i so often.
-            together = pairs[layer + 1][d]
-            alone = together.sum(axis=1, keepdims=True) / state.top_k
-            likely = np.divide(together, alone, out=np.zeros_like(together), where=alone > 0)
+            likely = likelihoods(pairs[layer + 1][d], state.top_k)
             scores += self.decay**d * (chosen @ likely)
         # Who was never seen together with them is no prediction.
         wanted = [e for e in chosen_by_rows(scores, state.top_k) if scores[:, e].any()]
         return state, Decision(stages=stages_of(layer + 1, wanted, NAME))
 
 
-def fit(trace: Trace, *, reach: int = 4, decay: float = 0.5) -> CoActivation:
+def fit(trace: Trace, *, reach: int = REACH, decay: float = 0.5) -> CoActivation:
     """CoActivation that begins with the counts of a trace."""
     header = trace.header
-    shape = header.layers, reach, header.experts, header.experts
-    pairs = np.zeros(shape, np.float32)
-    for step in trace.step_traces():
-        fired = [_one_hot(step.ids[:, layer], header.experts) for layer in range(header.layers)]
-        for layer in range(1, header.layers):
-            pairs[layer] = _counted(pairs[layer], fired[max(0, layer - reach) : layer + 1])
+    pairs = np.zeros((header.layers, reach, header.experts, header.experts), np.float32)
+    for chunk in trace.chunks:
+        pairs += coactivation_counts(chunk.array("token.ids"), header.experts, reach)
     found = fitted(NAME, header, {"pairs": pairs}, reach=reach)
     return CoActivation(fitted=found, decay=decay, reach=reach)
-
-
-def _one_hot(ids: np.ndarray, experts: int) -> np.ndarray:
-    """float32[N, E] of ids [N, k]."""
-    hot = np.zeros((len(ids), experts), np.float32)
-    np.put_along_axis(hot, ids.astype(np.int64), 1, axis=1)
-    return hot
-
-
-def _counted(pairs: np.ndarray, fired: Any) -> np.ndarray:
-    """pairs [reach, E, E] of a layer and its tokens; fired: of the layers up to this one."""
-    pairs = pairs.copy()
-    for d, source in enumerate(fired[-2::-1]):
-        pairs[d] += source.T @ fired[-1]
-    return pairs

@@ -12,8 +12,7 @@ from host_offload.control.paging import PagedSpec
 from host_offload.simulate.prediction import predict
 from host_offload.simulate.simulator import simulate
 from host_offload.sizing.cost_model import CostError, Work
-from host_offload.sizing.version_costs import compute_s, move_s, version_work
-from host_offload.sizing.version_counts import VersionCounts
+from host_offload.sizing.version_costs import VersionCounts, compute_s, move_s, version_work
 from host_offload.traces.reader import TraceHeader
 from host_offload.traces.schema import written_columns
 from tests.host_offload.sizing.cost_models import LOW, MODEL, table

@@ -16,7 +16,6 @@ from host_offload.sizing.cell_allocation import (
     ALLOCATIONS,
     allocate,
     hull_misses,
-    lower_hull,
     lower_hulls,
 )
 from host_offload.sizing.miss_curves import trace_curves
@@ -84,6 +83,20 @@ def test_what_the_hulls_rule_out_is_never_the_optimum(seed):
     found = allocate("optimal", misses, slots, least=least)
     assert found.misses == pytest.approx(every_product(misses, slots, least), rel=1e-9)
     assert found.cells.sum() == slots and (found.cells >= least).all()
+
+
+def lower_hull(curve: np.ndarray) -> np.ndarray:
+    """int64[H]: the corners of one curve's lower convex hull (Andrew's monotone chain)."""
+    corners: list[int] = []
+    values = curve.tolist()
+    for c in range(len(values)):
+        while len(corners) > 1:
+            a, b = corners[-2:]
+            if (values[b] - values[a]) * (c - a) < (values[c] - values[a]) * (b - a):
+                break
+            corners.pop()
+        corners.append(c)
+    return np.array(corners)
 
 
 @settings(max_examples=60)

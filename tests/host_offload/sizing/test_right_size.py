@@ -9,14 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import host_offload.sizing.right_size
+import host_offload.sizing.coactivation
 from host_offload.policies.prefetch.coactivation import fit
+from host_offload.sizing.coactivation import coactivation_counts, predicted_use
 from host_offload.sizing.joint import DecodeModel
 from host_offload.sizing.miss_curves import curves_of, trace_curves
 from host_offload.sizing.right_size import (
-    coactivation_counts,
     memory_for,
-    predicted_use,
     right_size,
     right_size_of_use,
     users_for,
@@ -53,7 +52,7 @@ def test_the_counts_are_the_predictors(tmp_path, monkeypatch):
     """Those that the policy counts step by step, in blocks that end anywhere."""
     routing = random_routing(np.random.default_rng(4), 40, 6, 12, 3, rows=2)
     trace = write_trace(tmp_path / "t", routing, 12)
-    monkeypatch.setattr(host_offload.sizing.right_size, "BLOCK", 17)
+    monkeypatch.setattr(host_offload.sizing.coactivation, "BLOCK", 17)
     counts = coactivation_counts(trace.array("token.ids"), 12)
     np.testing.assert_array_equal(counts, fit(trace).fitted.arrays["pairs"])
 

@@ -1,0 +1,77 @@
+"""Co-activation: which experts tokens use together, and what that predicts (WiSP, Appendix C)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+REACH = 4
+"""Layers that are looked back."""
+
+BLOCK = 1024
+"""Tokens that are counted together."""
+
+
+def one_hot(ids: np.ndarray, experts: int) -> np.ndarray:
+    """float32[…, E]: 1 for who is in ids int[…, k]."""
+    hot = np.zeros((*ids.shape[:-1], experts), np.float32)
+    np.put_along_axis(hot, ids.astype(np.int64), 1, axis=-1)
+    return hot
+
+
+def add_pairs(pairs: np.ndarray, used: Sequence[np.ndarray] | np.ndarray) -> None:
+    """Counts a layer's tokens into its pairs float32[reach, E, E]. used: float32[N, E] of each of
+    the layers up to this one, 1 for who was chosen."""
+    for d, source in enumerate(used[-2::-1][: len(pairs)]):
+        pairs[d] += source.T @ used[-1]
+
+
+def coactivation_counts(ids: np.ndarray, experts: int, reach: int = REACH) -> np.ndarray:
+    """float32[L, reach, E, E]: n[(l − 1 − d, i) → (l, j)] at [l, d, i, j], tokens that used expert
+    i in the layer d + 1 before l, and j in l. ids int[N, L, k]: what each token was routed to."""
+    layers = ids.shape[1]
+    pairs = np.zeros((layers, reach, experts, experts), np.float32)
+    for first in range(0, len(ids), BLOCK):
+        used = one_hot(ids[first : first + BLOCK].swapaxes(0, 1), experts)
+        for layer in range(1, layers):
+            add_pairs(pairs[layer], used[: layer + 1])
+    return pairs
+
+
+def likelihoods(pairs: np.ndarray, top_k: int) -> np.ndarray:
+    """float[E, E]: P(j | i) by counts [E, E]. Every token chooses top-k experts, so the sum over j
+    counts each use of i so often."""
+    alone = pairs.sum(axis=1, keepdims=True) / top_k
+    return np.divide(pairs, alone, out=np.zeros_like(pairs), where=alone > 0)
+
+
+def predicted_use(
+    pairs: np.ndarray, top_k: int, *, decay: float = 0.5, first: np.ndarray | None = None
+) -> np.ndarray:
+    """float64[L, E]: shares of each layer's use by co-activation counts, rows sum to 1: the score
+    of j is Σ over the layers d + 1 before of decay^d · Σ_i use(i)·P(j|i).
+
+    pairs: float[L, reach, E, E], of one user or of all. first float[E]: how a user's tokens use the
+    first layer; None: as in the counts. So counts of everybody and the little that is known of a
+    user say what the user will need.
+
+    Raises ValueError where a layer has no counts: the predictor is empty there.
+    """
+    layers, reach, experts, _ = pairs.shape
+    counts = np.asarray(pairs, np.float64)
+    if layers < 2 or not counts[1:, 0].any(axis=(1, 2)).all():
+        raise ValueError(
+            "the co-activation counts are empty in some layer (or there is only one layer); fit "
+            "them on a trace: policies.coactivation.fit"
+        )
+    use = np.zeros((layers, experts))
+    use[0] = counts[1, 0].sum(axis=1) if first is None else np.asarray(first, np.float64)
+    use[0] /= use[0].sum()
+    for layer in range(1, layers):
+        for d in range(min(reach, layer)):
+            use[layer] += decay**d * (use[layer - 1 - d] @ likelihoods(counts[layer, d], top_k))
+        # Experts that were never seen predict nothing; a user of only such ones is unknown.
+        total = use[layer].sum()
+        use[layer] = use[layer] / total if total else 1 / experts
+    return use
