@@ -7,7 +7,7 @@ Every rounding and every cut is said in `Budget.notes`.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:  # they import jax, and the command line answers before that
     from host_offload.memory.device_memory import FreeMemory
@@ -68,8 +68,7 @@ class Budget:
         return self.slots - self.expert_slots - self.kv_slots
 
 
-@dataclasses.dataclass(frozen=True)
-class _Need:
+class _Need(NamedTuple):
     """Slots that a model and its limits can use."""
 
     experts: int
@@ -93,38 +92,33 @@ def resolve_budget(
     kv_budget: int | None = None,
     spare_slots: int = 0,
 ) -> Budget:
-    """Turn what the user gave into whole slots.
+    """Turn what the user gave into whole slots, by the rules of docs/memory.md ("Numbers").
 
-    moe_layers, experts: L and E; there are L·E experts. max_num_seqs × max_model_len: the tokens of
-    KV's full need; max_model_len tokens are the least. available_bytes: the largest arena that the
+    moe_layers, experts: L and E; there are L·E experts. available_bytes: the largest arena that the
     device can take. memory: bytes of the arena. expert_budget: bytes, rounded down to slots, or a
     share, rounded to experts (100% is every expert even where a slot is larger than one); never
     more than L·E. kv_budget: bytes, rounded down to slots. spare_slots: that experts can use
     beyond one each.
 
-    - Two of the three fix the third. With memory and expert_budget, KV gets the whole rest.
-    - Only expert_budget: KV gets its full need, cut to what is available.
-    - Only kv_budget: every expert, cut to what is available.
-    - Only memory, or none of them (then what is available): every expert and the full KV. Where
-      that does not fit KV is cut first, down to an eighth of it (KV_SHARE) or one sequence, then
-      experts: a short queue costs waiting, a missing expert a transfer in every step. With memory,
-      KV also gets what experts cannot use.
-
-    Raises ArenaTooSmall when KV cannot hold one sequence, BudgetError when the numbers contradict
-    each other or exceed available_bytes, and BudgetError for a negative number.
+    Raises ArenaTooSmall when KV cannot hold one sequence, BudgetError when the numbers are
+    negative, contradict each other or exceed available_bytes.
     """
     size = layout.slot_bytes
-    need = _need(layout, moe_layers * experts + spare_slots, max_num_seqs, max_model_len)
+    per_sequence = -(-max_model_len // layout.page.block_size)
+    need = _Need(
+        experts=moe_layers * experts + spare_slots,
+        kv_least=-(-per_sequence // layout.pages_per_slot),
+        kv_full=-(-max_num_seqs * per_sequence // layout.pages_per_slot),
+    )
     given = {"memory": memory, "expert budget": expert_budget, "kv budget": kv_budget}
     for name, value in given.items():
         if isinstance(value, int) and value < 0:
             raise BudgetError(f"{name} must not be negative, got {value} bytes")
+    device = f"the {_exact(available_bytes)} that the device has free"
     if memory is not None and memory // size > available_bytes // size:
-        raise BudgetError(
-            f"memory {format_bytes(memory)} exceeds the {_exact(available_bytes)} that the device "
-            f"has free; lower it"
-        )
+        raise BudgetError(f"memory {format_bytes(memory)} exceeds {device}; lower it")
     room = (available_bytes if memory is None else memory) // size
+    where = device if memory is None else f"memory of {_exact(memory)}"
     expert_slots, kv_slots = _split(
         room,
         _expert_slots(expert_budget, need.experts, size),
@@ -132,10 +126,6 @@ def resolve_budget(
         need,
         keep_rest=memory is not None,
     )
-    if memory is not None:
-        where = f"memory of {_exact(memory)}"
-    else:
-        where = f"the {_exact(available_bytes)} that the device has free"
     if kv_budget is not None and expert_slots + kv_slots > room:
         raise BudgetError(
             f"{format_bytes(expert_slots * size)} of experts + {format_bytes(kv_slots * size)} of "
@@ -144,23 +134,23 @@ def resolve_budget(
         )
     if kv_slots < need.kv_least:
         raise _too_small(layout, max_model_len, need, expert_slots, kv_slots, where, kv_budget)
-
     pages = kv_slots * layout.pages_per_slot
+    experts_cut = expert_budget is None and expert_slots < need.experts
+    kv_cut = kv_budget is None and kv_slots < need.kv_full
     notes = [
         _line("expert budget", expert_budget, f"{expert_slots} of {need.experts} experts")
         + f" ({format_bytes(expert_slots * size)})",
         _line("kv budget", kv_budget, f"{pages} pages of {layout.page.block_size} tokens")
         + f" ({format_bytes(kv_slots * size)})",
     ]
-    if expert_budget is None and expert_slots < need.experts:
+    if experts_cut:
         notes[0] += _cut(need.experts * size, expert_slots * size, where, kv_budget is not None)
-    if kv_budget is None and kv_slots < need.kv_full:
+    if kv_cut:
         notes[1] += _cut(need.kv_full * size, kv_slots * size, where, expert_budget is not None)
     if memory is not None:
         notes.append(f"memory {format_bytes(memory)} = {room} slots of {format_bytes(size)}")
     slots = room if memory is not None else expert_slots + kv_slots
-    few = expert_budget is None and expert_slots < need.experts
-    cut = few or (kv_budget is None and kv_slots < need.kv_full)
+    cut = experts_cut or kv_cut
     return Budget(slots, expert_slots, kv_slots, pages, tuple(notes), cut=cut)
 
 
@@ -187,15 +177,6 @@ def format_bytes(count: int) -> str:
             break
         value, unit = value / 1024, larger
     return f"{value:.4g} {unit}"
-
-
-def _need(layout: SlotLayout, experts: int, max_num_seqs: int, max_model_len: int) -> _Need:
-    pages = -(-max_model_len // layout.page.block_size)
-    return _Need(
-        experts=experts,
-        kv_least=-(-pages // layout.pages_per_slot),
-        kv_full=-(-max_num_seqs * pages // layout.pages_per_slot),
-    )
 
 
 def _expert_slots(budget: int | Share | None, every: int, slot_bytes: int) -> int | None:
@@ -228,26 +209,24 @@ def _too_small(
     where: str,
     kv_budget: int | None,
 ) -> ArenaTooSmall:
-    size = layout.slot_bytes
-    tokens = max(kv_slots, 0) * layout.pages_per_slot * layout.page.block_size
+    size, left = layout.slot_bytes, max(kv_slots, 0)
+    tokens = left * layout.pages_per_slot * layout.page.block_size
     least = need.kv_least * size
+    smallest = least + (0 if kv_budget is not None else expert_slots * size)
     if kv_budget is not None:
-        smallest = least
-        message = f"the kv budget is {format_bytes(kv_budget)}; raise it to {_exact(smallest)}"
+        why = f"the kv budget is {format_bytes(kv_budget)}; raise it to {_exact(smallest)}"
     else:
-        smallest = least + expert_slots * size
-        left = f"leaves {format_bytes(max(kv_slots, 0) * size)}"
         after = f" after {format_bytes(expert_slots * size)} of experts" if expert_slots else ""
-        message = f"{where} {left}{after}; the smallest arena that works is {_exact(smallest)}"
-        if expert_slots:
-            message += ", or lower the expert budget (0 is legal)"
-    if tokens:
-        message += f", or set max_model_len to at most {tokens}"
-    message = (
-        f"arena too small: one sequence of max_model_len {max_model_len} needs "
-        f"{_exact(least)} of KV and {message}"
+        why = f"{where} leaves {format_bytes(left * size)}{after}; "
+        why += f"the smallest arena that works is {_exact(smallest)}"
+        why += ", or lower the expert budget (0 is legal)" if expert_slots else ""
+    why += f", or set max_model_len to at most {tokens}" if tokens else ""
+    return ArenaTooSmall(
+        f"arena too small: one sequence of max_model_len {max_model_len} needs {_exact(least)} of "
+        f"KV and {why}",
+        smallest,
+        tokens,
     )
-    return ArenaTooSmall(message, smallest, tokens)
 
 
 def _line(name: str, given: int | Share | None, result: str) -> str:
