@@ -47,18 +47,15 @@ class Load(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class JointBudget:
     """Chooses how many sequences run at once, how much KV they get and how many cells a layer has,
-    for the most predicted tokens a second (ours; see host_offload.sizing.joint), whenever a turn
-    ends, and as soon as more want to run than when it chose last: what was right for a few would
-    else keep a burst of arrivals waiting until one of the few ends.
+    for the most predicted tokens a second (ours; docs/memory.md, host_offload.sizing.joint),
+    whenever a turn ends, and as soon as more want to run than when it chose last: what was right
+    for a few would else keep arrivals waiting until one of the few ends.
 
     Fewer sequences than can run at once are let run only where a narrower batch than the demand is
-    predicted to be faster: how many there are now is no limit for those to come. Where the pool is
-    not what was wished, since the device refused it or requests were stuck, a turn's end wishes it
-    again.
-
-    Misses by width are those of the decode steps seen, carried over to other widths as if sequences
-    were independent. Demand is what runs and waits. A sequence needs the KV that turns ended with
-    lately; one that waits, its prompt's if that is more. Needs measured costs.
+    predicted to be faster. Where the pool is not what was asked for, since the device refused it or
+    requests were stuck, a turn's end asks again. Misses by width are those of the decode steps
+    seen, carried over as if sequences were independent. A sequence needs the KV that turns ended
+    with lately; one that waits, its prompt's if that is more. Needs measured costs.
     """
 
     decay: float = 0.8
@@ -114,15 +111,15 @@ class JointBudget:
             return state, Decision()
         found = choose(model, state.division, pages_per_sequence=pages, demand=demand)
         limit = found.width if found.width < demand else int(state.widths[-1])
-        last = state.chosen
-        if last is None or self._gains(state, model, last, found, limit, demand, pages):
+        if self._gains(state, model, found, limit, pages):
             state = state._replace(chosen=found, limit=limit)
-            return state, self._wish(state, found)
-        if seen.moment == Moment.TURN_END and seen.kv_pages != last.pages:
-            return state, self._wish(state, last)
+            return state, self._request(state, found)
+        last = state.chosen
+        if last and seen.moment == Moment.TURN_END and seen.kv_pages != last.pages:
+            return state, self._request(state, last)
         return state, Decision()
 
-    def _wish(self, state: Load, choice: JointChoice) -> Decision:
+    def _request(self, state: Load, choice: JointChoice) -> Decision:
         cells = np.full(len(state.curves.histogram), choice.cap, np.int32)
         return Decision(cells=cells, kv_pages=choice.pages, max_running=state.limit)
 
@@ -136,19 +133,15 @@ class JointBudget:
         return DecodeModel(state.widths, by_width, state.resident_s, state.miss_s)
 
     def _gains(
-        self,
-        state: Load,
-        model: DecodeModel,
-        last: JointChoice,
-        found: JointChoice,
-        limit: int,
-        demand: int,
-        pages: float,
+        self, state: Load, model: DecodeModel, found: JointChoice, limit: int, pages: float
     ) -> bool:
         """Whether it is better enough than what was chosen last, by what is known now."""
+        last = state.chosen
+        if last is None:
+            return True
         if (last.width, last.cap, state.limit) == (found.width, found.cap, limit):
             return False
-        width = min(state.limit, max(demand, 1))
+        width = min(state.limit, max(state.demand, 1))
         held = last.pages >= width * pages
         rate = width / model.step_s(width, last.cap)
         return not held or found.tokens_per_s > (1 + self.gate) * rate

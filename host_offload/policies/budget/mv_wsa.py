@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from host_offload.control.interface import Decision, Moment, Observation, Spec
-from host_offload.sizing.cell_allocation import ALLOCATIONS, Allocation, allocate
+from host_offload.sizing.cell_allocation import ALLOCATIONS, allocate
 from host_offload.sizing.configurator import Turn, cap_misses, histograms_of, turns_of
 from host_offload.sizing.kv_reuse import (
     PageRecency,
@@ -52,39 +52,24 @@ class Learned(NamedTuple):
     most_running: int | None = None
     """Spec.max_num_seqs"""
     pool: int | None = None
-    """KV pages that were wished last."""
+    """KV pages that were asked for last."""
 
 
 @dataclasses.dataclass(frozen=True)
 class MvWsa:
     """Moves the line between experts and KV to where a byte more is worth as much on either side
-    (WiSP, MV-WSA, Algorithm 2), at the end of every turn.
+    (WiSP, MV-WSA, Algorithm 2), at the end of every turn. docs/miss_curves.md has what is ours,
+    why, and how much the values matter.
 
-    The paper ran the estimator in a simulation and preset its costs; here it runs in the engine,
-    and what a miss costs is learned from the steps (`calibrate`; see step_times), beginning with
-    measured costs; that of moving a page out and back stays as measured. A step is one reference of
-    every layer, a prefill step's waves taken together. KV's distances beyond the largest pool are
-    forgotten: they are misses under every split.
+    A step is one reference of every layer, a prefill step's waves taken together.
 
-    concurrent: n_conc of the admission floor (6), each with the context of the last turns. None:
-    as many as ran or waited in the mean over the steps of the last `window` turns, no more than
-    can run at once; requests that never return would else leave KV nothing but one sequence
-    of the model's length. Not the most: with arrivals in bursts memory would stay with a peak that
-    is long over, and what is above the mean waits or is moved out for a while. Whatever waits, this
-    floor takes at most the part `floor_share` of the memory: what a wider batch is worth beyond it
-    is not in equation (4) (see joint_budget).
-
-    allocation: how cap·L slots are shared over layers; other than `uniform` is ours. kv_miss: see
-    split.miss_costs. costs: instead of measured ones.
-
-    expect_returns: as long as little was seen, every held page counts as one that comes back from
-    where it is now (kv_reuse.expected_returns). Algorithm 2 as printed knows only what came back,
-    so until sessions have had time to return KV seems worth nothing, and experts grow at its cost.
-    Ours.
-
-    trace: of the workload; the histograms begin with its turns, as if they had just ended, so that
-    KV has a worth before the first session returns. Recency lists and the floor begin empty: who
-    comes first has a short context. Ours.
+    allocation: how cap·L slots are shared over layers; other than `uniform` is ours. calibrate:
+    what a miss costs is learned from the steps (step_times). kv_miss: see split.miss_costs. costs:
+    instead of measured ones. concurrent: n_conc of the admission floor (6), each with the context
+    of the last turns; None: as many as ran or waited in the mean over the steps of the last
+    `window` turns, no more than can run at once. floor_share: the part of the memory that this
+    floor takes at most. expect_returns: see kv_reuse.expected_returns. trace: of the workload; the
+    histograms begin with its turns, as if they had just ended, recency lists and the floor empty.
     """
 
     rule: SplitRule = dataclasses.field(default_factory=SplitRule)
@@ -125,9 +110,8 @@ class MvWsa:
         pages = np.zeros(max(int(division.pages[0]), 1))
         curves = cold_curves(spec.layers, spec.experts)
         most = spec.max_num_seqs
-        state = Learned(
-            division, costs, curves, cold_pages(), pages, StepTimes(), most_running=most
-        )
+        times = StepTimes()
+        state = Learned(division, costs, curves, cold_pages(), pages, times, most_running=most)
         return state if self.trace is None else self._with_trace(state, self.trace, spec)
 
     def _with_trace(self, state: Learned, directory: str, spec: Spec) -> Learned:
@@ -156,9 +140,7 @@ class MvWsa:
         if not ended:
             raise ValueError(f"no request ends in {directory}: it has no turn to begin with")
         return state._replace(
-            curves=state.curves._replace(histogram=experts),
-            pages=pages,
-            ended=ended,
+            curves=state.curves._replace(histogram=experts), pages=pages, ended=ended
         )
 
     def decide(self, state: Learned, observation: Observation) -> tuple[Learned, Decision]:
@@ -213,15 +195,12 @@ class MvWsa:
         state, cap = state._replace(split=split), division.cap_at(split)
         if split == before and not self._is_worth_sharing_anew(state, misses, curve[cap], cap):
             return state._replace(shared=(state.shared + 1) % self.window), again(state, seen)
-        cells = self._share(misses, cap).cells.astype(np.int32)
+        cells = allocate(self.allocation, misses, cap * len(misses)).cells.astype(np.int32)
         if state.cells is not None and np.array_equal(cells, state.cells):
             return state, again(state, seen)
         kv_pages = division.pages_at(cap)
         state = state._replace(cells=cells, pool=kv_pages, shared=0)
         return state, Decision(cells=cells, kv_pages=kv_pages)
-
-    def _share(self, misses: np.ndarray, cap: int) -> Allocation:
-        return allocate(self.allocation, misses, cap * len(misses))
 
     def _is_worth_sharing_anew(
         self, state: Learned, misses: np.ndarray, bound: float, cap: int
@@ -234,7 +213,9 @@ class MvWsa:
         cells = np.full(len(misses), cap) if state.cells is None else state.cells
         now = float(misses[np.arange(len(misses)), cells].sum())
         least = (1 - self.rule.gate) * now
-        return bound < least and self._share(misses, cap).misses < least
+        if bound >= least:
+            return False
+        return allocate(self.allocation, misses, cap * len(misses)).misses < least
 
     def costs_now(self, state: Learned) -> MissCosts:
         """What misses cost by what is known so far."""
@@ -259,8 +240,8 @@ class MvWsa:
 
 
 def again(state: Learned, seen: Any) -> Decision:
-    """The last wish once more where the pool is not what it says: it still waits, the device
-    refused it, or KV was given slots because requests were stuck."""
+    """The last resize request once more where the pool is not what it says: it still waits, the
+    device refused it, or KV was given slots because requests were stuck."""
     if state.pool in (None, seen.kv_pages):
         return Decision()
     return Decision(cells=state.cells, kv_pages=state.pool)

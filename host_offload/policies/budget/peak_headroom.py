@@ -29,11 +29,10 @@ class Peaks(NamedTuple):
 class PeakHeadroom:
     """Equations (8) to (10) of WiSP's Appendix D at the end of every turn, while requests run.
 
-    The paper measures the peak of one turn at a drained barrier; with several requests at once
-    there is none, so the peak is that of the last `window` turns. A full pool hides how much is
-    wanted. So pages that were swapped out count as in use, also those of sessions that do not come
-    back until they are ended; and where a prompt had to wait for pages, the pool grows at least by
-    the dead zone. The values are ours, the paper's are lost. Every layer has as many cells.
+    The peak is that of the last `window` turns. Pages that were swapped out count as in use, and
+    where a prompt had to wait for pages the pool grows at least by the dead zone, since a full pool
+    hides how much is wanted (docs/miss_curves.md). The values are ours, the paper's are lost. Every
+    layer has as many cells.
     """
 
     headroom: float = 0.1
@@ -55,10 +54,10 @@ class PeakHeadroom:
         """Raises SplitError where KV's floor does not fit, ValueError for other numbers."""
         if self.headroom < 0 or self.dead < 1 or self.window < 1:
             raise ValueError(f"headroom is at least 0, dead and window at least 1: {self}")
-        if self.least_cap is None:
+        least = self.least_cap
+        if least is None:
             least = min(spec.top_k, division_of(spec).largest_cap)
-            return Peaks(division_of(spec, least), spec.layers)
-        return Peaks(division_of(spec, self.least_cap), spec.layers)
+        return Peaks(division_of(spec, least), spec.layers)
 
     def decide(self, state: Peaks, observation: Observation) -> tuple[Peaks, Decision]:
         seen: Any = observation
@@ -71,9 +70,8 @@ class PeakHeadroom:
             return state, Decision()
         peak = state.now
         if state.short:
-            wanted = seen.kv_pages + self.dead * division.cap_bytes / (
-                division.unit / division.unit_pages
-            )
+            page_bytes = division.unit / division.unit_pages
+            wanted = seen.kv_pages + self.dead * division.cap_bytes / page_bytes
             peak = max(peak, math.ceil(wanted / (1 + self.headroom)))
         peaks = (*state.before, peak)[-self.window :]
         units = -(-seen.kv_pages // division.unit_pages)

@@ -27,10 +27,9 @@ class Counted(NamedTuple):
 
     top_k: int
     pairs: tuple[np.ndarray, ...]
-    """Of each layer float32[reach, E, E]: [d, i, j] counts tokens that chose expert i in the layer
-    d + 1 before, and j in this one."""
+    """Each layer's float32[reach, E, E], see sizing.coactivation."""
     fired: tuple[np.ndarray, ...] = ()
-    """Of the layers routed last in this step float32[N, E]: 1 for who was chosen."""
+    """float32[N, E] of the layers routed last in this step: 1 for who was chosen."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,9 +39,9 @@ class CoActivation:
     Σ_{l < l'} decay^(l'−l−1) · Σ_{i chosen in l} P(j | i).
 
     Counts are of tokens, from all steps so far, beginning with those of `fitted` if there are some
-    (see `fit`). Each row's best top-k are wanted, those of most rows first. Ours: the decay, whose
-    value the paper's text has lost, and `reach`, since the farthest layers weigh next to nothing.
-    The first layer has no prediction. Needs driver="host".
+    (see `fit`). Each row's best top-k are wanted, those of most rows first. The decay is ours, as
+    the paper's value is lost, and so is `reach`. The first layer has no prediction. Needs
+    driver="host".
     """
 
     fitted: Fitted | None = None

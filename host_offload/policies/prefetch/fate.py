@@ -14,13 +14,10 @@ from host_offload.policies.prefetch.next_layers import chosen_by_rows, gate_scor
 @dataclasses.dataclass(frozen=True)
 class Fate:
     """Cross-layer gate (Fang et al. 2025, arXiv:2502.12224; as a baseline in PreScope,
-    section 6.1): gate inputs of adjacent layers are alike, so the next
-    layer's gate on the present input says whom each token will choose. Everybody whom some row
-    chooses is wanted, those of most rows first.
-
-    Only the prefetch: Fate's cache, which favours shallow layers and evicts by ARC, and its
-    transfers in fewer bits are not here; eviction is what `eviction` says. A router's bias and
-    groups are not looked at. The first layer has no prediction. Needs driver="host".
+    section 6.1): gate inputs of adjacent layers are alike, so the next layer's gate on the present
+    input says whom each token will choose. Everybody whom some row chooses is wanted, those of most
+    rows first. The first layer has no prediction. Needs driver="host". What is left out of the
+    paper: docs/policies.md.
     """
 
     moments: frozenset[Moment] = frozenset({Moment.ROUTED})

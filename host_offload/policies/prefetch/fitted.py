@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -110,27 +110,21 @@ def read_fitted(path: str | os.PathLike[str], policy: str) -> Fitted:
     if found.get("policy") != policy:
         raise ValueError(f"{path} was fitted for {found.get('policy')!r}, not for {policy!r}")
     try:
-        model = tuple(int(size) for size in json.loads(found["model"]))
-        layers, experts, top_k, hidden = model
+        layers, experts, top_k, hidden = (int(size) for size in json.loads(found["model"]))
         json.loads(found["settings"])
-        sizes = layers, experts, top_k, hidden
-        return Fitted(policy, found["config_digest"], sizes, found["settings"], save(arrays))
+        model = layers, experts, top_k, hidden
+        return Fitted(policy, found["config_digest"], model, found["settings"], save(arrays))
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: its header is damaged ({error!r}); fit it again") from error
 
 
 def check_fitted(policies: Sequence[Policy], config_digest: str) -> None:
     """Raises ValueError for a policy that was fitted to another model."""
-    for state in _fitted_of(policies):
-        if state.config_digest != config_digest:
+    for policy in policies:
+        state = getattr(policy, "fitted", None)
+        if isinstance(state, Fitted) and state.config_digest != config_digest:
             raise ValueError(
                 f"{state.policy} was fitted to a model of configuration "
                 f"{state.config_digest[:12]}, this one is {config_digest[:12]}; fit it to a trace "
                 "of this model"
             )
-
-
-def _fitted_of(policies: Sequence[Policy]) -> Iterator[Fitted]:
-    for policy in policies:
-        if isinstance(state := getattr(policy, "fitted", None), Fitted):
-            yield state

@@ -15,11 +15,8 @@ class LayerStreaming:
     """Before each layer all of its experts are wanted, whatever the router will say
     (DeepSpeed-Inference, Aminabadi et al. 2022, arXiv:2207.00032; as a baseline in fMoE, section
     6.1: expert-agnostic, layer-wise, with an expert cache added). Who is absent comes first, so a
-    layer that does not fit streams through its cells in each step.
-
-    DeepSpeed has a buffer of whole layers that all of them pass through. Cells belong to a layer
-    here, and a moment hands out at most the spec's stage_entries transfers, three times a layer: of
-    larger layers not all is moved, and what the step then lacks is filled. Needs driver="host".
+    layer that does not fit streams through its cells in each step. Needs driver="host". What
+    differs from the paper: docs/policies.md.
     """
 
     moments: frozenset[Moment] = frozenset({Moment.LAYER_BEGIN})

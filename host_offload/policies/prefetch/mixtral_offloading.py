@@ -15,13 +15,9 @@ from host_offload.policies.prefetch.next_layers import gate_scores, softmax, sta
 class MixtralOffloading:
     """Speculative expert loading (Eliseev and Mazur 2023, arXiv:2312.17238, "Speculative Expert
     Loading"; as a baseline in fMoE, section 6.1): when a layer was routed, the gate of the next one
-    is applied to the hidden state that is there, and the likeliest experts are loaded. Eviction is
-    LRU, moejax's default.
-
-    The paper has one sequence; of several rows the probabilities are summed. Its speculated
-    experts wait in buffers of their own and replace an old one when they are used; here they take
-    the cell of the layer's victim at once. The hidden state is the normalised one that the present
-    gate saw. The first layer has no prediction. Needs driver="host".
+    is applied to the hidden state that is there, the normalised one that the present gate saw, and
+    the likeliest experts are loaded, by probabilities summed over rows. The first layer has no
+    prediction. Needs driver="host". What is left out of the paper: docs/policies.md.
     """
 
     count: int = 2

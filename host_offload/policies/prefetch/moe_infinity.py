@@ -36,11 +36,8 @@ class MoEInfinity:
     the least used when it is full, but never of those of `fitted`. The nearest of the collection,
     by the mean over layers of the cosine, predicts a sequence's experts. Wanted first is who has
     the largest share of its layer × (1 − l/(L + 1)), summed over the sequences of the step.
-    Evicted is who the running sequences routed fewest tokens to.
-
-    The code predicts anew at every layer and wants all experts of all layers to come. This asks
-    once after each step, from the first layer on, so it runs with either driver, and wants at most
-    `limit`, of those whom the nearest matrix has.
+    Evicted is who the running sequences routed fewest tokens to. docs/policies.md says what differs
+    from the paper and its code.
     """
 
     fitted: Fitted | None = None
@@ -79,8 +76,8 @@ class MoEInfinity:
         running = {**state.running}
         predicted, used = np.zeros(shape), state.used.copy()
         for request in np.unique(seen.request).tolist():
-            matrix = _matrix(seen.ids[seen.request == request], shape[1])
-            running[request] = matrix = running.get(request, 0) + matrix
+            tokens = routed_counts(seen.ids[seen.request == request], shape[1])
+            running[request] = matrix = running.get(request, 0) + tokens.astype(np.int32)
             if len(state.collection):
                 nearest = int(np.argmax(_similarity(state.collection, _shares(matrix))))
                 used[nearest] += 1
@@ -133,8 +130,8 @@ def fit(trace: Trace, *, capacity: int = 128) -> MoEInfinity:
     running: dict[int, np.ndarray] = {}
     for step in trace.step_traces():
         for request in np.unique(step.request).tolist():
-            matrix = _matrix(step.ids[step.request == request], shape[1])
-            running[request] = running.get(request, 0) + matrix
+            tokens = routed_counts(step.ids[step.request == request], shape[1])
+            running[request] = running.get(request, 0) + tokens
     matrices = np.array([_shares(matrix) for matrix in running.values()], np.float32)
     chosen = [0] if running else []
     if running:
@@ -145,11 +142,6 @@ def fit(trace: Trace, *, capacity: int = 128) -> MoEInfinity:
             likest = np.maximum(likest, _similarity(matrices, matrices[chosen[-1]]))
     arrays = {"matrices": matrices.reshape(-1, *shape)[chosen]}
     return MoEInfinity(fitted=fitted(NAME, header, arrays, capacity=capacity), capacity=capacity)
-
-
-def _matrix(ids: np.ndarray, experts: int) -> np.ndarray:
-    """int32[L, E] of ids [N, L, k]."""
-    return routed_counts(ids, experts).astype(np.int32)
 
 
 def _shares(matrix: np.ndarray) -> np.ndarray:

@@ -21,8 +21,7 @@ class Oracle:
     first step that differs.
 
     What it decides goes into the list of a step and is there for the one after. Whom that step
-    itself needs is wanted if it is resident, to be kept, and else left to come as a miss. Eviction
-    on demand stays as `eviction` says, which does not know the future.
+    itself needs is wanted if it is resident, to be kept, and else left to come as a miss.
     """
 
     layers: int

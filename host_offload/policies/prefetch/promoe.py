@@ -28,11 +28,9 @@ class ProMoE:
     """Stride prefetching with learned predictors (Song et al. 2024, arXiv:2410.22134; as a baseline
     in fMoE, sections 6.1 and 7): what the router of layer l saw predicts the experts of layer
     l + stride, so that transfers have several layers' time. Everybody whom some row is predicted
-    to choose is wanted, the nearest layer first.
-
-    The paper trains a small network per layer; here it is a linear one by ridge regression on the
-    chosen experts, see `fit`. Chunks, pre-emption and the reordering of a layer's experts are not
-    here. The first `stride` layers have no prediction. Needs driver="host".
+    to choose is wanted, the nearest layer first. The predictors are linear, see `fit`. The first
+    `stride` layers have no prediction. Needs driver="host". What is left out of the paper:
+    docs/policies.md.
     """
 
     fitted: Fitted
