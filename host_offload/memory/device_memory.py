@@ -47,11 +47,6 @@ def free_memory(device: jax.Device) -> FreeMemory:
     raise RuntimeError(f"{device} does not report its free memory; give memory=")
 
 
-def available_bytes(device: jax.Device) -> int:
-    """Bytes an arena may take on the device now, see FreeMemory. Raises as free_memory."""
-    return free_memory(device).available
-
-
 def host_available_bytes() -> int:
     """Bytes of host memory that new allocations can take now."""
     # MemAvailable counts what the kernel can give back, which sysconf's free pages do not.

@@ -117,21 +117,16 @@ class StoreBuilder:
             raise ValueError(
                 f"records must be uint16[n, r, {hidden}], not {records.dtype}{list(records.shape)}"
             )
-        place = (layer, first_expert, records.shape[0], first_row, records.shape[1])
-        region = self._claim(*place)
-        if self._memory is not None:
-            self._memory[region] = records
-        else:
-            self._update(records, layer, first_expert, first_row)
+        with self.piece(layer, first_expert, len(records), first_row, records.shape[1]) as rows:
+            rows[:] = records
 
     @contextlib.contextmanager
     def piece(
         self, layer: int, first_expert: int, experts: int, first_row: int, rows: int
     ) -> Iterator[np.ndarray]:
-        """uint16[experts, rows, D] to be filled inside of the `with`, and written then.
-
-        As put otherwise, without its copy where the piece can be the store's own memory. Where the
-        block raises, the rows stay missing.
+        """uint16[experts, rows, D] to be filled inside of the `with`, and written then: the store's
+        own memory where that can be. Arguments and errors as of put. Where the block raises, the
+        rows stay missing.
         """
         region = self._claim(layer, first_expert, experts, first_row, rows)
         try:
@@ -140,7 +135,10 @@ class StoreBuilder:
             else:
                 records = np.empty((experts, rows, self._shape[3]), np.uint16)
                 yield records
-                self._update(records, layer, first_expert, first_row)
+                with self._lock:
+                    self._array = _updater(self._sharding)(
+                        self._array, records[None], layer, first_expert, first_row
+                    )
         except BaseException:
             self._written[region] = False
             raise
@@ -164,12 +162,6 @@ class StoreBuilder:
                 raise ValueError(f"{named}: written twice")
             self._written[region] = True
             return region
-
-    def _update(self, records: np.ndarray, layer: int, first_expert: int, first_row: int) -> None:
-        with self._lock:
-            self._array = _updater(self._sharding)(
-                self._array, records[None], layer, first_expert, first_row
-            )
 
     def finish(self) -> ExpertStore:
         """The filled store; the builder is used up. Raises ValueError if a row is missing."""

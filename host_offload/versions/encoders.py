@@ -36,7 +36,7 @@ DTYPES = {
 
 
 class EncodingError(ValueError):
-    """Experts that a version cannot hold. experts: their indices in what was to be encoded."""
+    """Experts that a version cannot hold. experts: their places among what was to be encoded."""
 
     def __init__(self, experts: tuple[int, ...], reason: str):
         super().__init__(f"experts {', '.join(map(str, experts[:8]))}: {reason}")
@@ -65,9 +65,7 @@ def encode(
             f"weights must be {dtype.name}[n, {3 * fmt.width}, {fmt.hidden}], not "
             f"{weights.dtype.name}{list(weights.shape)}"
         )
-    if out is None:
-        out = np.empty((len(weights), fmt.rows, fmt.hidden), np.uint16)
-    records = out
+    records = np.empty((len(weights), fmt.rows, fmt.hidden), np.uint16) if out is None else out
 
     def one(expert: int) -> str | None:
         matrices = weights[expert].reshape(3, fmt.width, fmt.hidden)

@@ -29,9 +29,8 @@ def encode_expert(matrices: np.ndarray, fmt: RecordFormat, record: np.ndarray) -
     """
     width, hidden = fmt.width, fmt.hidden
     record[sum(rows for _, rows in fmt.parts.values()) :] = 0
-    flat = part(record, fmt, "tables")
-    flat[:] = 0
-    tables = flat[: 3 * fmt.blocks * (1 + fmt.escapes)].reshape(3, fmt.blocks, 1 + fmt.escapes)
+    part(record, fmt, "tables")[:] = 0
+    tables = _tables(record, fmt)
     byte, code = np.empty((2, width, hidden), np.uint8)
     step = max(1, _TILE // (BLOCK * hidden)) * BLOCK
     for number, matrix in enumerate(MATRICES):
@@ -121,9 +120,9 @@ def decode_expert(record: np.ndarray, fmt: RecordFormat, bits: np.ndarray) -> No
     tables = _tables(record, fmt)
     rows = np.arange(fmt.width) // BLOCK
     for number, matrix in enumerate(MATRICES):
-        code = _codes(record, fmt, matrix)
-        byte = unpack(
-            part(record, fmt, f"{matrix}_bytes"), 8, matrix == "down", (fmt.width, fmt.hidden)
+        code, byte = (
+            _unpacked(record, fmt, matrix, "codes", 4),
+            _unpacked(record, fmt, matrix, "bytes", 8),
         )
         into, table = bits[number], tables[number]
         np.subtract(table[rows, :1], code, out=into, casting="unsafe")
@@ -139,12 +138,16 @@ def decode_expert(record: np.ndarray, fmt: RecordFormat, bits: np.ndarray) -> No
 
 def count_escapes(record: np.ndarray, fmt: RecordFormat) -> int:
     """How many weights of a record uint16[rows, D] are looked up in tables."""
-    return sum(int(np.count_nonzero(_codes(record, fmt, m) == ESCAPE)) for m in MATRICES)
+    codes = (_unpacked(record, fmt, matrix, "codes", 4) for matrix in MATRICES)
+    return sum(int(np.count_nonzero(code == ESCAPE)) for code in codes)
 
 
-def _codes(record: np.ndarray, fmt: RecordFormat, matrix: str) -> np.ndarray:
+def _unpacked(
+    record: np.ndarray, fmt: RecordFormat, matrix: str, name: str, bits: int
+) -> np.ndarray:
+    """uint8[I, D]"""
     shape = (fmt.width, fmt.hidden)
-    return unpack(part(record, fmt, f"{matrix}_codes"), 4, matrix == "down", shape)
+    return unpack(part(record, fmt, f"{matrix}_{name}"), bits, matrix == "down", shape)
 
 
 def _tables(record: np.ndarray, fmt: RecordFormat) -> np.ndarray:

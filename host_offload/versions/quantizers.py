@@ -140,18 +140,8 @@ def dequantize(codes: np.ndarray, scales: np.ndarray, axis: int, group: int, bit
     """float32 weights, exact: products of 8 and 11 bits. Arguments as `quantize` has them."""
     weights = codes.astype(np.float32)
     weights -= np.float32(ZEROS[bits])
-    wide = scales.astype(np.float32)
-    whole = codes.shape[axis] // group * group
-    for first, last in ((0, whole), (whole, codes.shape[axis])):
-        if first == last:
-            continue
-        length = min(group, last - first)
-        if axis == 1:
-            part = weights[:, first:last]
-            part *= np.repeat(wide[:, first // group : -(-last // group)], length, axis=1)
-        else:
-            part = weights[first:last].reshape(-1, length, weights.shape[1])
-            part *= wide[first // group : -(-last // group), None]
+    wide = np.repeat(scales.astype(np.float32), group, axis)
+    weights *= wide[: codes.shape[0], : codes.shape[1]]
     return weights
 
 
@@ -167,28 +157,21 @@ def to_float32(weights: np.ndarray) -> np.ndarray:
 def _tiles(shape: tuple[int, ...], axis: int, group: int):
     """(index of weights, index of scales) of all tiles, none of which splits a group."""
     rows, columns = shape
-    whole = shape[axis] // group * group
-    for first, last in ((0, whole), (whole, shape[axis])):
-        if first == last:
-            continue
-        if axis == 1:
-            step = max(1, _TILE // (last - first))
-            at = slice(first // group, -(-last // group))
+    if axis == 0:
+        step = max(64, _TILE // group)
+        for row in range(0, rows, group):
+            span, at = slice(row, min(row + group, rows)), slice(row // group, row // group + 1)
+            for column in range(0, columns, step):
+                place = slice(column, min(column + step, columns))
+                yield (span, place), (at, place)
+        return
+    whole = columns // group * group
+    for first, last in ((0, whole), (whole, columns)):
+        if first < last:
+            step, at = max(1, _TILE // (last - first)), slice(first // group, -(-last // group))
             for row in range(0, rows, step):
                 place = slice(row, min(row + step, rows))
                 yield (place, slice(first, last)), (place, at)
-        else:
-            step = max(64, _TILE // group)
-            for row in range(first, last, group):
-                for column in range(0, columns, step):
-                    place = slice(column, min(column + step, columns))
-                    yield (
-                        (slice(row, min(row + group, last)), place),
-                        (
-                            slice(row // group, row // group + 1),
-                            place,
-                        ),
-                    )
 
 
 def _absmax(weights: np.ndarray, axis: int) -> np.ndarray:

@@ -15,7 +15,7 @@ from host_offload.versions.encoders import DTYPES, WORKERS, EncodingError, decod
 from host_offload.versions.quantizers import ScaleRule, rtn, to_float32
 
 _BATCH_BYTES = 64 << 20
-"""Of dense records that are encoded at once."""
+"""Bytes of dense records that are encoded at once."""
 
 
 class VersionError(ValueError):
@@ -31,8 +31,8 @@ def add_version(
 ) -> ExpertStore:
     """The store with one version more; it shares the arrays of the others.
 
-    Host memory grows by the new array and some experts. dtype: the run's. rule: chooses the scales
-    of int versions. progress: called with (done, total) bytes of dense records.
+    dtype: the run's. rule: chooses the scales of int versions. progress: called with (done, total)
+    bytes of dense records.
 
     Raises VersionError without a dense version, for weights that the version cannot hold, and where
     it is there already; ValueError as RecordFormat does; MemoryError as StoreBuilder does.
@@ -54,9 +54,9 @@ def lossless_where_it_fits(
     escapes overflow: these are dense, each layer in one of the two arrays, which come first. Also
     why, by such layer. Other versions stay as they are.
 
-    The dense array of `store` is freed. Host memory grows by the new arrays until then. Where a
-    layer overflows, the others are encoded twice, since arrays cannot shrink. dtype, progress: as
-    of add_version. Raises VersionError where every layer overflows, and as add_version otherwise.
+    The dense array of `store` is freed. Where a layer overflows, the others are encoded twice,
+    since arrays cannot shrink. Arguments as of add_version. Raises VersionError where every layer
+    overflows, and as add_version otherwise.
     """
     version = "lossless12"
     _require_dense(store, version)
@@ -75,8 +75,8 @@ def lossless_where_it_fits(
     }
     fitting = tuple(layer for layer in range(count) if layer not in failed)
     made, _ = _encoded(store, version, dtype, rtn, None, fitting)
-    assert made is not None
-    rest = _copied(store, tuple(failed))
+    rest, _ = _encoded(store, "dense", dtype, rtn, None, tuple(failed))
+    assert made is not None and rest is not None
     both = ExpertStore(
         made.layouts | rest.layouts,
         made.arrays | rest.arrays,
@@ -148,26 +148,6 @@ def _encoded(
         raise
 
 
-def _copied(store: ExpertStore, layers: Sequence[int]) -> ExpertStore:
-    """A dense store of these layers alone, in order."""
-    layout, array = store.layouts["dense"], store.arrays["dense"]
-    builder = StoreBuilder(layout, len(layers), array.shape[1], next(iter(array.devices())))
-    batch = _batch(layout)
-    try:
-        for place, layer in enumerate(layers):
-            for first in range(0, array.shape[1], batch):
-                count = min(batch, array.shape[1] - first)
-                builder.put(place, first, read_records(array, layer, first, count))
-        return builder.finish()
-    except BaseException:
-        builder.delete()
-        raise
-
-
-def _batch(layout: ExpertLayout) -> int:
-    return max(WORKERS, _BATCH_BYTES // layout.nbytes)
-
-
 def dense_weights(
     store: ExpertStore,
     dtype: str,
@@ -181,7 +161,7 @@ def dense_weights(
     """
     layout, array = store.layouts["dense"], store.arrays["dense"]
     count, experts = array.shape[:2]
-    batch = batch or _batch(layout)
+    batch = batch or max(WORKERS, _BATCH_BYTES // layout.nbytes)
     for layer in range(count) if layers is None else layers:
         for first in range(0, experts, batch):
             records = read_records(array, layer, first, min(batch, experts - first))

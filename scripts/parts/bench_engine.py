@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import jax
 
 from host_offload.memory.budget import Share, format_bytes
-from host_offload.memory.device_memory import available_bytes, host_available_bytes
+from host_offload.memory.device_memory import free_memory, host_available_bytes
 from host_offload.policies.eviction.names import victim_weights
 from moejax.cache import use_compilation_cache
 from moejax.checkpoints.load import LoadedModel
@@ -105,7 +105,7 @@ def check_fits(
         args.dtype,
         cells,
         host_available_bytes(),
-        None if device.platform == "cpu" else available_bytes(device),
+        None if device.platform == "cpu" else free_memory(device).available,
         tokens=tokens,
         prefill=prefill,
     )
