@@ -157,7 +157,7 @@ def _first_uses(references: References, place: np.ndarray) -> dict[int, np.ndarr
 
 
 def _keep_nearest(kept: np.ndarray, cells: np.ndarray) -> None:
-    """Drops of each layer all but the `cells` smallest ranks."""
+    """Drops all but the `cells` smallest ranks of each layer."""
     rows = np.flatnonzero(np.count_nonzero(kept != _NEVER, axis=1) > cells)
     if not rows.size:
         return

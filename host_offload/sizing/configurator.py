@@ -77,6 +77,10 @@ class Streams(NamedTuple):
         back but no pool can keep."""
         return tails(self.pages)[:-1]
 
+    def then(self, later: Streams, decay: float = 1.0) -> Streams:
+        """Both together, this one decayed."""
+        return Streams(decay * self.experts + later.experts, decay * self.pages + later.pages)
+
 
 def cap_misses(expert_misses: np.ndarray, allocation: str = "uniform") -> np.ndarray:
     """float64[E + 1]: M_E by cap of curves [L, E + 1], with cap·L slots shared by the allocation
@@ -110,7 +114,7 @@ class Configuration:
     best_cap: int
     """The argmin of J over all legal caps, without grid, gate and decay."""
     path: tuple[float, ...]
-    """The split after each turn, then until it rests."""
+    """The split after each turn, then after each move until it rests."""
 
 
 def configure(
@@ -130,32 +134,24 @@ def configure(
     rule = SplitRule() if rule is None else rule
     split, path, known, whole = start, [], None, None
     for found in histograms_of(turns, int(division.pages[0])):
-        if known is None or whole is None:
-            known = whole = found
-        else:
-            known = Streams(
-                *(rule.decay * old + new for old, new in zip(known, found, strict=True))
-            )
-            whole = Streams(*(old + new for old, new in zip(whole, found, strict=True)))
+        known = known.then(found, rule.decay) if known else found
+        whole = whole.then(found) if whole else found
         experts = cap_misses(known.expert_misses, allocation)
         split = rule.next_split(split, division, experts, known.kv_misses, costs)
         path.append(split)
-    if known is None or whole is None:
+    if whole is None:
         raise SplitError("there is no turn to configure from")
-    curves, settled = whole.expert_misses, False
+    curves, kv, settled = whole.expert_misses, whole.kv_misses, False
     experts = cap_misses(curves, allocation)
     for _ in range(MOST_MOVES):
-        moved = rule.next_split(split, division, experts, whole.kv_misses, costs)
+        moved = rule.next_split(split, division, experts, kv, costs)
         if settled := moved == split:
             break
         split = moved
         path.append(split)
     cap = division.cap_at(split)
-    seconds = objective(division, experts, whole.kv_misses, costs)
-    layers = len(curves)
-    cells = allocate(allocation, curves, cap * layers)
-    pages = division.pages_at(cap)
-    missed = float(whole.kv_misses[pages])
+    cells, pages = allocate(allocation, curves, cap * len(curves)), division.pages_at(cap)
+    missed = float(kv[pages])
     return Configuration(
         cap=cap,
         cells=cells.cells,
@@ -166,7 +162,7 @@ def configure(
         expert_misses=cells.misses,
         kv_misses=missed,
         seconds=costs.expert_s * cells.misses + costs.page_s * missed,
-        best_cap=int(seconds.argmin()),
+        best_cap=int(objective(division, experts, kv, costs).argmin()),
         path=tuple(path),
     )
 

@@ -1,13 +1,11 @@
-"""Batch width, KV pages and expert cells chosen together, for the most tokens a second (ours).
-
-A wider batch needs more KV, so fewer cells, and each step then misses more; but a step's experts
-serve more tokens. What a step takes is predicted from miss curves by width and measured costs.
-"""
+"""Batch width, KV pages and expert cells chosen together, for the most tokens a second (ours), as
+predicted from miss curves by width and measured costs. docs/miss_curves.md explains."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -72,9 +70,9 @@ def resident_seconds(step_s: Mapping[int, float], widths: Sequence[int] | np.nda
 def decode_model(
     trace: Trace, *, step_s: Mapping[int, float], miss_s: float, widths: Sequence[int]
 ) -> DecodeModel:
-    """Of a trace's generated tokens, its sequences side by side at each width; first sights left
-    out. Raises TraceError where the trace does not say which tokens are whose, or has too few
-    sequences; SplitError as resident_seconds."""
+    """The model of a trace's generated tokens, its sequences side by side at each width; first
+    sights left out. Raises TraceError where the trace does not say which tokens are whose, or has
+    too few sequences; SplitError as resident_seconds."""
     sequences = list(generated_sequences(trace))
     experts = trace.header.experts
     rows = []
@@ -92,7 +90,7 @@ def decode_model(
 
 
 def generated_sequences(trace: Trace) -> Iterator[np.ndarray]:
-    """int16[n, L, k]: routing of each request's generated tokens, in their order."""
+    """int16[n, L, k]: routing of each request's generated tokens, in order."""
     columns = {f"token.{name}" for name in ("request", "position", "phase")}
     if lacking := columns & {*trace.header.absent}:
         raise TraceError(
@@ -110,20 +108,11 @@ def generated_sequences(trace: Trace) -> Iterator[np.ndarray]:
 def side_by_side(sequences: Sequence[np.ndarray], width: int, experts: int) -> Iterator[np.ndarray]:
     """bool[L, E] of each step of `width` sequences at once; one that ended is followed by the next,
     and when none is left the steps end, so that all have the same width."""
-    waiting = list(sequences)[::-1]
-    running = [iter(waiting.pop()) for _ in range(width)]
-    layers = sequences[0].shape[1]
-    layer = np.arange(layers)[:, None]
-    while True:
-        active = np.zeros((layers, experts), bool)
-        for i in range(width):
-            token = next(running[i], None)
-            while token is None:
-                if not waiting:
-                    return
-                running[i] = iter(waiting.pop())
-                token = next(running[i], None)
-            active[layer, token] = True
+    waiting = iter(sequences)
+    layer = np.arange(sequences[0].shape[1])[:, None]
+    for tokens in zip(*(chain.from_iterable(waiting) for _ in range(width)), strict=False):
+        active = np.zeros((len(layer), experts), bool)
+        active[layer, np.concatenate(tokens, axis=1)] = True
         yield active
 
 
@@ -148,11 +137,9 @@ def choose(
 ) -> JointChoice:
     """The width, cap and pages with the most tokens a second; of equals the narrowest.
 
-    pages_per_sequence: KV that one needs until its end. demand: sequences that run or wait; no
-    width beyond it is worth anything. prompt_s: seconds of prompt processing for each generated
-    token, which no width changes. For a width the largest cap is best that leaves KV what it needs.
-
-    Raises SplitError where not even the narrowest width fits.
+    pages_per_sequence: KV that one needs until its end. demand: sequences that run or wait.
+    prompt_s: seconds of prompt processing for each generated token. Raises SplitError where not
+    even the narrowest width fits.
     """
     most = int(min(max(demand, model.widths[0]), model.widths[-1]))
     best = None

@@ -1,8 +1,5 @@
-"""Reuse of KV pages: the second stream of a budget that experts and KV share.
-
-WiSP's unit of a reference is one (session, page) once per burst, which is a turn here: a running
-sequence needs all its pages in every step, so only the return of a session tells anything.
-"""
+"""Reuse of KV pages: the second stream of a budget that experts and KV share (docs/miss_curves.md).
+A reference is one (session, page), once per turn (WiSP's burst)."""
 
 from __future__ import annotations
 
@@ -54,10 +51,8 @@ def expected_returns(recency: PageRecency, largest: int, decay: float, turns: in
     """float64[largest]: a histogram of distances as if every held page came back now, times
     decay^(turns − 1); deeper pages than `largest` are left out. turns: that have ended, ≥ 1.
 
-    What to add to a histogram with that decay that began empty: a session's return is seen a while
-    after its turn, so what came back during the first turns says nothing of what KV is worth. The
-    weight goes as what the histogram has forgotten of its beginning, and then only what was seen
-    counts. Ours.
+    What to add to a histogram with that decay that began empty, since what came back during the
+    first turns says nothing of what KV is worth. Ours; docs/miss_curves.md.
     """
     depths = recency.deepest[recency.deepest < largest]
     return decay ** (turns - 1) * np.bincount(depths, minlength=largest)

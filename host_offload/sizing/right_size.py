@@ -32,8 +32,8 @@ class WorkingSet:
 
 
 def working_sets(trace: Trace, epsilon: float = EPSILON, most: int = 32) -> list[WorkingSet]:
-    """Of everybody in a trace, then of those users (sessions) who have the most tokens, at most
-    `most`, by their numbers. Raises TraceError as trace_curves does."""
+    """The set of everybody in a trace, then of those users (sessions) who have the most tokens, at
+    most `most`, by their numbers. Raises TraceError as trace_curves does."""
     users, ids = trace.array("token.user"), trace.array("token.ids")
     known, tokens = np.unique(users[users >= 0], return_counts=True)
     chosen = np.sort(known[np.argsort(-tokens, kind="stable")[:most]]).tolist()
@@ -42,17 +42,10 @@ def working_sets(trace: Trace, epsilon: float = EPSILON, most: int = 32) -> list
         mine = ids if user is None else ids[users == user]
         predicted = None
         if ids.shape[1] > 1:
-            pairs = coactivation_counts(mine, trace.header.experts)
-            predicted = right_size_of_use(predicted_use(pairs, trace.header.top_k), epsilon)
-        own = right_size(trace_curves(trace, user=user), epsilon)
-        found.append(
-            WorkingSet(
-                user,
-                len(mine),
-                tuple(own.tolist()),
-                None if predicted is None else tuple(predicted.tolist()),
-            )
-        )
+            use = predicted_use(coactivation_counts(mine, trace.header.experts), trace.header.top_k)
+            predicted = tuple(right_size_of_use(use, epsilon).tolist())
+        own = tuple(right_size(trace_curves(trace, user=user), epsilon).tolist())
+        found.append(WorkingSet(user, len(mine), own, predicted))
     return found
 
 
@@ -74,7 +67,7 @@ def right_size_of_use(use: np.ndarray, epsilon: float = EPSILON) -> np.ndarray:
 
 class Memory(NamedTuple):
     bytes: int
-    """Of the arena."""
+    """The arena's."""
     cap: int
     pages: int
     step_s: float

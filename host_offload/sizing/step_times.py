@@ -1,10 +1,5 @@
-"""What misses cost, learned from how long steps take.
-
-WiSP presets the cost constants of equation (4) and leaves calibrating itself as future work. Here:
-decode steps of the same executable differ in how many experts they miss, so the slope of seconds
-over misses is c_E; prefill steps say what a prompt token costs, r. Both begin with a measured value
-that counts as some steps.
-"""
+"""What misses cost, learned from how long steps take (docs/miss_curves.md): the slope of decode
+steps' seconds over their misses is c_E; prefill steps say what a prompt token costs, r."""
 
 from __future__ import annotations
 
@@ -14,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 DECAY = 0.999
-"""Of what is known, once a step of the kind."""
+"""Factor on what is known, once a step of the kind."""
 PRIOR_STEPS = 64
 """The weight of the value to begin with."""
 FIRST = 8

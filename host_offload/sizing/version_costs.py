@@ -101,8 +101,9 @@ def models_of(
                 f"{', '.join(map(str, said))}; calibrate the run's model"
             )
         for field in (*ALIKE, "decode"):
-            one, other = (getattr(m, field) for m in (found[0], model))
-            one, other = (sorted(x) if field == "decode" else x for x in (one, other))
+            one, other = getattr(found[0], field), getattr(model, field)
+            if field == "decode":
+                one, other = sorted(one), sorted(other)
             if one != other:
                 raise CostError(
                     f"the costs of {names[0]} and {name} have different {field}, {one} and "
