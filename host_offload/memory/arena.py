@@ -93,10 +93,14 @@ class SlotArena:
             raise ValueError(f"{sum(per_layer)} cells wanted, {available} slots are not KV")
         # Experts fill the arena from the front and KV from the back: fewer moves when either grows.
         slots, slot_rows = np.flatnonzero(self.slot_class != SlotClass.KV), self.layout.slot_rows
-        self.cell_row = place_cells(self.cell_row, per_layer, slots, slot_rows)
+        return self._set_cells(slots, place_cells(self.cell_row, per_layer, slots, slot_rows))
+
+    def _set_cells(self, slots: np.ndarray, cell_row: np.ndarray) -> np.ndarray:
+        """Experts have those of the slots that cells lie in; returns the new cell_row."""
         self.slot_class[slots] = SlotClass.FREE
-        self.slot_class[self.cell_row[self.cell_row >= 0] // slot_rows] = SlotClass.EXPERT
-        return self.cell_row.copy()
+        self.slot_class[cell_row[cell_row >= 0] // self.layout.slot_rows] = SlotClass.EXPERT
+        self.cell_row = cell_row
+        return cell_row.copy()
 
     def grant_versions(self, per_layer: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
         """Gives each layer so many cells of each version, [L, V]; returns the new cell_row and
@@ -113,30 +117,28 @@ class SlotArena:
                 f"cells per layer must be {layers} × {versions} numbers of 0…{bound}, in a layer "
                 f"{bound} at most: {counts.tolist()}"
             )
-        slots = np.flatnonzero(self.slot_class != SlotClass.KV).tolist()
+        slots = np.flatnonzero(self.slot_class != SlotClass.KV)
         record_rows = [record.rows for record in self.layout.records]
-        pools = CellPools(slots, self.layout.slot_rows, record_rows, self.layout.cells_per_slot)
+        rows, per_slot = self.layout.slot_rows, self.layout.cells_per_slot
+        pools = CellPools(slots.tolist(), rows, record_rows, per_slot)
         cell_row = np.full_like(self.cell_row, -1)
         cell_version = np.zeros_like(cell_row)
-        for version in range(versions):
-            for layer in range(layers):
-                first = int(counts[layer, :version].sum())
-                for cell in range(first, first + int(counts[layer, version])):
-                    row = pools.allocate(version)
-                    if row is None:
-                        raise ValueError(
-                            f"cells {counts.sum(0).tolist()} of {versions} versions wanted; "
-                            f"{len(slots)} slots are not KV"
-                        )
-                    cell_row[layer, cell], cell_version[layer, cell] = row, version
-        self.slot_class[slots] = SlotClass.FREE
-        self.slot_class[cell_row[cell_row >= 0] // self.layout.slot_rows] = SlotClass.EXPERT
-        self.cell_row, self._by_version = cell_row, True
-        return cell_row.copy(), cell_version
+        for version, layer in np.ndindex(versions, layers):
+            first = int(counts[layer, :version].sum())
+            for cell in range(first, first + int(counts[layer, version])):
+                row = pools.allocate(version)
+                if row is None:
+                    raise ValueError(
+                        f"cells {counts.sum(0).tolist()} of {versions} versions wanted; "
+                        f"{len(slots)} slots are not KV"
+                    )
+                cell_row[layer, cell], cell_version[layer, cell] = row, version
+        self._by_version = True
+        return self._set_cells(slots, cell_row), cell_version
 
     def grant_expert_slots(self, slots: int) -> None:
         """Makes the first so many slots experts', for cells of any versions: cell_row stays as it
-        is, and host_offload.precision says which cells they are cut into.
+        is, and the placement says which cells they are cut into.
 
         Raises ValueError, changing nothing, where there are not so many or KV holds one of them.
         """

@@ -8,12 +8,12 @@ import os
 import jax
 
 SHARE = 0.85
-"""Of the free memory the arena may take where nothing is known of activations; the rest is for
-them and for other processes."""
+"""The part of free memory that the arena may take where nothing is known of activations; the rest
+is for them and for other processes."""
 
 RESERVE = 0.03
-"""Of the free memory is left where activations are known: for what requests bring later (counts of
-tokens, pages on their way) and for fragments."""
+"""The part of free memory that is left where activations are known: for what requests bring later
+(counts of tokens, pages on their way) and for fragments."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,8 +37,8 @@ class FreeMemory:
 
 
 def free_memory(device: jax.Device) -> FreeMemory:
-    """Of a device now. On a GPU what the allocator reports; on a CPU the host's available memory.
-    Raises RuntimeError when the machine tells neither; give `memory` in that case."""
+    """What a device has now: on a GPU what the allocator reports, on a CPU the host's available
+    memory. Raises RuntimeError when the machine tells neither; give `memory` in that case."""
     statistics = device.memory_stats()
     if statistics and "bytes_limit" in statistics:
         return FreeMemory(int(statistics["bytes_limit"] - statistics["bytes_in_use"]))

@@ -5,9 +5,10 @@ Blocks are named by opaque keys: whoever publishes one says what makes two block
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from host_offload.memory.arena import OutOfPages, SlotArena, SlotClass
@@ -36,8 +37,8 @@ class KVCache:
     """Who holds which page. Blocks are counted references; idle ones are kept while there is room.
 
     read: copies the pages at these KV rows to the host. write: copies host pages to these KV rows.
-    move: copies the pages at the first KV rows to the second ones. All are carried out in the order
-    of the engine's steps. swap_bytes: most host memory for pages.
+    move: copies the pages at the first KV rows to the second ones. All run in the order of the
+    engine's steps. swap_bytes: most host memory for pages.
     """
 
     arena: SlotArena
@@ -196,17 +197,24 @@ class KVCache:
         return Block(None, host)
 
     def _copy_on_device(self, block: Block) -> Block:
-        (copy,) = self.allocate(1)
-        assert copy.row is not None
-        try:
+        rows = self._rows(1)
+        with self._returned_on_failure(rows):
             if block.row is None:
-                self.write([block.host], [copy.row])
+                self.write([block.host], rows)
             else:
-                self.move([block.row], [copy.row])
-        except BaseException:
-            self._free([copy])
-            raise
+                self.move([block.row], rows)
+        copy = Block(None)
+        self._place([copy], rows)
         return copy
+
+    @contextlib.contextmanager
+    def _returned_on_failure(self, rows: Sequence[int]) -> Iterator[None]:
+        """Gives back pages that a failed transfer did not fill."""
+        try:
+            yield
+        except BaseException:
+            self.arena.release_pages(rows)
+            raise
 
     @property
     def swap_pages(self) -> int:
@@ -242,11 +250,8 @@ class KVCache:
         """Brings back those on the host. Raises OutOfPages, moving nothing."""
         moving = [b for b in blocks if b.row is None]
         rows = self._rows(len(moving))
-        try:
+        with self._returned_on_failure(rows):
             self.write([b.host for b in moving], rows)
-        except BaseException:
-            self.arena.release_pages(rows)
-            raise
         self._place(moving, rows)
         self.swapped -= len(moving)
         self.swapped_in += len(moving)
@@ -278,11 +283,8 @@ class KVCache:
         """To other pages. The arena fills its fullest slots first, so the emptiest is the last."""
         rows = [block.row for block in blocks if block.row is not None]
         targets = self.arena.allocate_pages(len(rows))
-        try:
+        with self._returned_on_failure(targets):
             self.move(rows, targets)
-        except BaseException:
-            self.arena.release_pages(targets)
-            raise
         self._free(blocks)
         self._place(blocks, targets)
         self.moved += len(rows)
@@ -309,9 +311,8 @@ class KVCache:
                 faults.append(f"a block is on both sides or none: {block}")
             if block.row is not None:
                 rows[block.row] += 1
-                if self.arena.slot_class[block.row // self.arena.layout.kv_rows_per_slot] != (
-                    SlotClass.KV
-                ):
+                slot = block.row // self.arena.layout.kv_rows_per_slot
+                if self.arena.slot_class[slot] != SlotClass.KV:
                     faults.append(f"page at KV row {block.row} lies in a slot that is not KV")
         faults += [
             f"page at KV row {row} belongs to {n} blocks" for row, n in rows.items() if n > 1

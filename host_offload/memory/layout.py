@@ -18,18 +18,13 @@ DENSE = 0
 BLOCK_SIZES = (16, 32, 64)
 """Tokens a KV page may hold. Attention reduces over spans of 64 tokens, so each divides 64."""
 
-
 _DTYPES = {2: "bfloat16", 4: "float32"}
 """Bytes of a value → the dtype where none is said."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ExpertLayout:
-    """One expert of one version as a contiguous record of arena rows.
-
-    The version `dense` is ``[3·I, D]`` in the run's dtype: I gate rows, I up rows, I rows of down
-    transposed, so that every tile of every matrix is a run of rows. `format` has the parts of every
-    version.
+    """One expert of one version as a contiguous record of arena rows, which `format` defines.
 
     Raises ValueError for an itemsize other than 2 and 4, and for what RecordFormat refuses.
     """
@@ -180,17 +175,13 @@ def slot_layout(
     dtype: str | None = None,
 ) -> SlotLayout:
     """The slot for a model: one record of the largest version, rounded up so that a whole number of
-    the smaller ones fits, and as many whole pages as fit into it.
+    the smaller ones fits where that wastes less, and as many whole pages as fit into it.
 
-    hidden, width: D and I. itemsize: bytes of a value, of weights and of KV. layers: all attention
-    layers. kv_heads, head_dim, latent: of a page, see PageLayout. block_size: tokens per page;
-    by default the one of 16, 32, 64 that wastes least of a slot, the smaller of equals. Where
-    not even one page of the smallest block fits into a record (few narrow experts, many
-    layers), the slot grows to hold one. versions: those that can be resident, in the order of their
-    numbers. dtype: of the run, see ExpertLayout.
-
-    Rounding up is left out where it would waste more of the slots that hold the large version than
-    it saves of the others (dense and lossless12: one of each a slot).
+    Arguments as of ExpertLayout and PageLayout; itemsize is that of weights and of KV, layers are
+    all attention layers. block_size: by default the one of 16, 32, 64 that wastes least of a slot,
+    the smaller of equals. Where not even one page of the smallest block fits into a record (few
+    narrow experts, many layers), the slot grows to hold one. versions: those that can be resident,
+    in the order of their numbers.
 
     Raises ValueError for a block_size that is not legal, for no version or one named twice, and for
     what ExpertLayout and PageLayout refuse.

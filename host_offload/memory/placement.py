@@ -19,10 +19,8 @@ their way out. One layer can use the spare cells of both versions, so more spare
 
 @dataclasses.dataclass(frozen=True)
 class ResidentSpec:
-    """Every expert has a complete version in the arena, and may change it.
-
-    Made by resident_spec. Experts have the first `slots` slots of the arena.
-    """
+    """Every expert has a complete version in the first `slots` slots of the arena, and may change
+    it. Made by resident_spec."""
 
     slots: int
     slot_rows: int
@@ -32,8 +30,7 @@ class ResidentSpec:
     start: np.ndarray
     """int8[L, E]: the version that each expert begins in."""
     capacity: tuple[int, ...]
-    """By version number: most experts that can be in it at once, see `capacity`; with spares=0 as
-    many as begin in it."""
+    """By version number: most experts that can be in it at once, see `capacity`."""
     spares: int
     """Cells of each version beyond what is resident; 0: versions never change."""
     step_bytes: int
@@ -46,8 +43,7 @@ class ResidentSpec:
     """Before a step, all transitions that are wanted are carried out, list after list; the step
     waits."""
     step_bytes_from: str = "list"
-    """Where step_bytes comes from, for people; `list`: it bounds nothing that the stage list does
-    not."""
+    """Where step_bytes comes from, for people; `list`: only the stage list bounds a step."""
 
     @property
     def cell_bound(self) -> int:
@@ -56,7 +52,7 @@ class ResidentSpec:
 
     @property
     def said(self) -> dict[str, Any]:
-        """As a trace's header says it, for resident_said."""
+        """As JSON, for a trace's header and for resident_said."""
         return {**vars(self), "start": self.start.tolist()}
 
     def most_high(self, slots: int) -> int:
@@ -137,9 +133,9 @@ def capacity(layout: SlotLayout, slots: int, total: int, spares: int = 1) -> tup
     """Experts that can be in each of two versions at once: (n, total).
 
     n: the most that can be in version 0, the high one, while all others are in version 1 and each
-    has so many spare cells, on the way there too; DynaExq's exclusive n in whole slots. slots: that
-    experts have. total: all experts of all layers. Raises ValueError for other than two versions,
-    for spares below 1, and where not even all experts in version 1 fit.
+    has so many spare cells, on the way there too; DynaExq's exclusive n in whole slots. total: all
+    experts of all layers. Raises ValueError for other than two versions, for spares below 1, and
+    where not even all experts in version 1 fit.
     """
     if len(layout.records) != 2:
         raise ValueError(f"transitions are between two versions, not {len(layout.records)}")
@@ -170,13 +166,11 @@ def resident_spec(
     columns: int | None = None,
     blocking: bool = False,
 ) -> ResidentSpec:
-    """The resident mode of an arena of this layout whose first `slots` slots are experts'.
+    """The resident mode of an arena of this layout; arguments as ResidentSpec's fields.
 
-    start: int[L, E], the version number of each expert. spares: cells of each version beyond what
-    is resident, so that transitions can begin; 0: the start stays, a fixed map of any number of
-    versions. step_bytes: see ResidentSpec; default: as the stage list allows. move_bytes: default:
-    one slot, and all of them if blocking. columns: see ResidentSpec; default: COLUMNS, or what the
-    spares of both versions take; with spares=0 there are none. blocking: see ResidentSpec.
+    start: int[L, E]; with spares=0 it stays, a fixed map of any number of versions. Defaults:
+    step_bytes as the stage list allows; move_bytes one slot, and all of them if blocking; columns
+    COLUMNS, or what the spares of both versions take.
 
     Raises ValueError for versions that do not exist, where the start and the spares do not fit, and
     for bounds below 1.

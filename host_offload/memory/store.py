@@ -19,12 +19,11 @@ from host_offload.memory.layout import ExpertLayout
 
 @dataclasses.dataclass(frozen=True)
 class ExpertStore:
-    """All experts by version, ready to be passed to jit as parameters.
+    """All experts by version, ready to be passed to jit as parameters (never to be donated).
 
     layouts: version → its record's layout. arrays: version → uint16[L, E, rows, D] in `pinned_host`
-    memory of one device, L counted over MoE layers, rows and D as in the layout. Readers must not
-    donate the arrays. layers: version → the MoE layers that its array has, ascending, for versions
-    that lack some; each of those has the layer in another version.
+    memory of one device, L counted over MoE layers. layers: version → the MoE layers that its array
+    has, ascending, for versions that lack some; each of those has the layer in another version.
     """
 
     layouts: dict[str, ExpertLayout]
@@ -49,8 +48,8 @@ class ExpertStore:
         return kept
 
     def places(self, version: str) -> tuple[int, ...] | None:
-        """Of each MoE layer its index in the version's array, −1 where it lacks the layer; None:
-        it has every layer, in order."""
+        """Each MoE layer's index in the version's array, −1 where it lacks the layer; None: it has
+        every layer, in order."""
         if version not in self.layers:
             return None
         held = self.layers[version]
