@@ -12,9 +12,10 @@ from host_offload.control.kv_references import KVReferences
 from host_offload.memory.pager import Pager, cold_tables
 from host_offload.sizing.cell_allocation import allocate, hull_misses
 from host_offload.sizing.kv_reuse import cold_pages, page_keys, page_references
-from host_offload.sizing.miss_curves import cold_curves, tails
+from host_offload.sizing.miss_curves import cold_curves
 from host_offload.sizing.split import Division, MissCosts, SplitError, SplitRule, objective
 from host_offload.traces.reader import Trace
+from host_offload.traces.recency import tails
 from host_offload.traces.schema import TraceError
 from host_offload.traces.step_sets import in_waves, step_set
 

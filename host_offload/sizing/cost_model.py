@@ -237,18 +237,11 @@ class CostModel:
             raise CostError(f"costs with a figure that is no number ({error})") from error
 
 
-_COUNTS = ("layers", "experts", "top_k", "expert_bytes", "chunk", "row_tile")
-_TABLES = MOVES
-_SECONDS = (
-    "stage_list",
-    "control",
-    "prefill_fill",
-    "prefill_read_through",
-    "recompute_per_token",
-    "kv_swap_per_byte",
-    "memory_per_byte",
-    "link_per_byte",
-)
+def _fields(kind: str) -> tuple[str, ...]:
+    return tuple(f.name for f in dataclasses.fields(CostModel) if f.type == kind)
+
+
+_COUNTS, _TABLES, _SECONDS = _fields("int"), _fields("np.ndarray"), _fields("float")
 
 
 def fitted_table(counts: Sequence[float], seconds: Sequence[float]) -> np.ndarray:

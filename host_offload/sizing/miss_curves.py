@@ -1,11 +1,7 @@
 """Miss curves: how many misses LRU has at every number of cells, from one look at the references.
 
-WiSP, equation (3): a reference hits with c cells iff fewer than c experts were used since (its
-distance d < c). A step references a *set* and no member of it is a victim, so the distance is the
-place in the recency list as it stood when the step began; the list's order is last use, then expert
-id, as in pallas_kernels.plan.victim. Each wave of a prefill step is a reference of its own.
-
-docs/miss_curves.md has what follows from where a step does not fit.
+WiSP, equation (3): a reference hits with c cells iff its distance (traces.recency) is below c. Each
+wave of a prefill step is a reference of its own. docs/miss_curves.md explains.
 """
 
 from __future__ import annotations
@@ -17,68 +13,9 @@ from typing import NamedTuple
 import numpy as np
 
 from host_offload.traces.reader import Trace
+from host_offload.traces.recency import Recency, cold_recency, reference, tails
 from host_offload.traces.schema import KINDS, TraceError
 from host_offload.traces.step_sets import in_waves, read_step_sets
-
-
-class Recency(NamedTuple):
-    """Recency lists of M rows (layers) over E items each. Never changed in place."""
-
-    place: np.ndarray
-    """int64[M, E]: where each item stands in its row's list, 0 for the one used last; among those
-    used together the larger id comes first; items that were never used come last. Place d of row r
-    is written as r·E + d, an index into an array [M, E]."""
-    seen: np.ndarray
-    """int64[M]: how many were ever used."""
-
-
-class Distances(NamedTuple):
-    """Where the R items of one reference stood; ordered by row, then item."""
-
-    place: np.ndarray
-    """int64[R]: as in Recency.place, before the reference."""
-    is_first: np.ndarray
-    """bool[R]: they were never used before."""
-    sizes: np.ndarray
-    """int64[M]: items of each row."""
-
-
-def cold_recency(rows: int, items: int) -> Recency:
-    """Nothing was used yet."""
-    return Recency(np.arange(rows * items).reshape(rows, items), np.zeros(rows, np.int64))
-
-
-def reference(recency: Recency, active: np.ndarray) -> tuple[Recency, Distances]:
-    """One reference of all rows to their sets bool[M, E]; an empty set leaves its row as it is.
-    O(M·E), however many are active."""
-    rows, items = recency.place.shape
-    # One dimension and take: numpy indexes several dimensions several times slower.
-    place, starts = recency.place.reshape(-1), np.arange(0, rows * items, items)
-    member = np.flatnonzero(active)
-    ends = np.searchsorted(member, starts + items)
-    sizes = np.diff(ends, prepend=0)
-    found = place.take(member)
-    first = found >= np.repeat(starts + recency.seen, sizes)
-    seen = recency.seen
-    if first.any():
-        seen = seen + np.bincount(np.repeat(np.arange(rows), sizes)[first], minlength=rows)
-    # Who is not used moves back by as many of the used ones as stood behind it: all of its row but
-    # those before it. `used` counts from row 0 on, as `ends` does.
-    used = np.zeros(rows * items, np.int64)
-    used[found] = 1
-    moved = place - np.cumsum(used).take(place)
-    by_row = moved.reshape(rows, items)
-    by_row += ends[:, None]
-    # Who is used comes to the front of its row, the larger id first.
-    moved[member] = np.repeat(starts + ends, sizes) - np.arange(1, len(member) + 1)
-    return Recency(by_row, seen), Distances(found, first, sizes)
-
-
-def tails(histogram: np.ndarray) -> np.ndarray:
-    """[..., n + 1] of [..., n]: column c sums what is at c and beyond, since a reference at
-    distance d misses with c cells iff d >= c."""
-    sums = np.cumsum(histogram[..., ::-1], axis=-1)[..., ::-1]
-    return np.concatenate([sums, np.zeros_like(sums[..., :1])], axis=-1)
 
 
 class LiveCurves(NamedTuple):

@@ -10,6 +10,8 @@ import numpy as np
 
 from host_offload.control.interface import routed_counts
 from host_offload.traces.reader import KINDS, Chunk, Trace
+from host_offload.traces.recency import cold_recency, reference, tails
+from host_offload.traces.step_sets import chunk_step_sets
 
 BATCHES = (1, 2, 4, 8, 16, 32)
 QUANTILES = (0.5, 0.9, 0.99)
@@ -82,7 +84,7 @@ class TraceStatistics:
     """What was compared: sessions, or parts between marks; at most MAX_GROUPS."""
     distances: tuple[DomainDistance, ...]
     halves: tuple[DomainDistance, ...]
-    """Of each domain's one half to its other: what is left of distances by chance."""
+    """Each domain's one half to its other: what is left of distances by chance."""
 
 
 def uniform_share(experts: int, top_k: int, tokens: int) -> float:
@@ -113,65 +115,60 @@ class _Counts:
         if not marks:
             self.names = list(header.spec.get("user_names", ()))
         self.absent = set(header.absent)
-        self.kinds = dict.fromkeys((*KINDS, None), 0)
+        self.header = header
+        self.kinds = dict.fromkeys((*range(len(KINDS)), -1), 0)
         self.tokens = 0
         self.requests: set[int] = set()
         self.routed = np.zeros(shape, np.int64)
         self.generated = np.zeros(shape, np.int64)
         self.generated_tokens = 0
-        self.ends: tuple[np.ndarray, ...] | None = None
+        none = np.zeros(0, np.int64)
+        # ids, request and position of each sequence's last token so far.
+        self.ends = np.zeros((0, self.layers, self.top_k), np.int16), none, none
         self.same = np.zeros(self.layers, np.int64)
         self.pairs = 0
         self.before: np.ndarray | None = None
         self.step_shares: list[float] = []
         self.sizes: dict[int, list[float]] = {}
-        self.last = np.full(shape, -1, np.int64)
-        self.tick = self.largest_step = 0
+        self.recency = cold_recency(*shape)
+        self.largest_step = 0
         self.distances = np.zeros(self.experts, np.int64)
         self.first_uses = 0
         self.groups: dict[int, np.ndarray] = {}
         self.group_tokens: dict[int, int] = {}
 
     def add(self, chunk: Chunk) -> None:
-        ids = chunk.array("token.ids")
-        steps = chunk.array("step.number")
-        ends = np.cumsum(chunk.array("step.tokens"))
-        kinds = None if "step.kind" in self.absent else chunk.array("step.kind")
-        request = None if "token.request" in self.absent else chunk.array("token.request")
-        phase = None if "token.phase" in self.absent else chunk.array("token.phase")
-        decoded = np.ones(len(ids), bool) if phase is None else phase == 1
+        ids, tokens = chunk.array("token.ids"), chunk.array("step.tokens")
+        columns = {
+            name: chunk.array(f"token.{name}")
+            for name in ("request", "position", "phase")
+            if f"token.{name}" not in self.absent
+        }
+        decoded = columns["phase"] == 1 if "phase" in columns else np.ones(len(ids), bool)
         self.tokens += len(ids)
         self.routed += routed_counts(ids, self.experts)
         self.generated += routed_counts(ids[decoded], self.experts)
         self.generated_tokens += int(decoded.sum())
-        if request is not None:
+        if (request := columns.get("request")) is not None:
             self.requests.update(np.unique(request).tolist())
-            absent = "token.position" in self.absent
-            position = None if absent else chunk.array("token.position")
-            self._neighbours(ids[decoded], request[decoded], position, decoded)
-        for i, end in enumerate(ends.tolist()):
-            kind = None if kinds is None else KINDS[kinds[i]]
-            self.kinds[kind] += 1
-            self._step(ids[ends[i - 1] if i else 0 : end], kind != "prefill")
-        self._group(chunk, ids, np.repeat(steps, np.diff(ends, prepend=0)))
+            place = columns.get("position", np.zeros(len(ids), np.int64))
+            self._neighbours(ids[decoded], request[decoded], place[decoded])
+        sizes = iter(tokens.tolist())
+        for block in chunk_step_sets(chunk, self.header):
+            for kind, active in zip(block.kind.tolist(), block.active, strict=True):
+                self.kinds[kind] += 1
+                self._step(active, next(sizes), decode=kind != KINDS.index("prefill"))
+        self._group(chunk, ids, np.repeat(chunk.array("step.number"), tokens))
 
-    def _neighbours(
-        self,
-        ids: np.ndarray,
-        request: np.ndarray,
-        position: np.ndarray | None,
-        decoded: np.ndarray,
-    ) -> None:
+    def _neighbours(self, ids: np.ndarray, request: np.ndarray, place: np.ndarray) -> None:
         """Compares each generated token with the one before it in its sequence."""
-        # Where there are no positions, a request's tokens are taken as neighbours.
-        place = np.full(len(request), -1) if position is None else position[decoded]
-        if self.ends is not None:
-            joined = zip(self.ends, (ids, request, place), strict=True)
-            ids, request, place = (np.concatenate(pair) for pair in joined)
+        joined = zip(self.ends, (ids, request, place), strict=True)
+        ids, request, place = (np.concatenate(pair) for pair in joined)
         order = np.argsort(request, kind="stable")
         ids, request, place = ids[order], request[order], place[order]
         follows = request[1:] == request[:-1]
-        if position is not None:
+        # Where there are no positions, a request's tokens are taken as neighbours.
+        if "token.position" not in self.absent:
             follows &= place[1:] == place[:-1] + 1
         rows = np.flatnonzero(follows)
         for part in np.array_split(rows, len(rows) // 1024 + 1):
@@ -181,26 +178,19 @@ class _Counts:
         final = np.append(request[1:] != request[:-1], True)[: len(request)]
         self.ends = ids[final], request[final], place[final]
 
-    def _step(self, ids: np.ndarray, decode: bool) -> None:
-        active = np.zeros((self.layers, self.experts), bool)
-        active[np.arange(self.layers)[:, None], ids] = True
-        if decode:
-            total = int(active.sum())
-            if self.before is not None and total:
-                self.step_shares.append(int((active & self.before).sum()) / total)
-            self.before = active
-            self.largest_step = max(self.largest_step, int(active.sum(axis=1).max()))
-            self.sizes.setdefault(len(ids), []).append(total / active.size)
-            # Distance: experts that are before it in the recency list as the step begins.
-            rank = np.empty_like(self.last)
-            order = np.argsort(-self.last, axis=1, kind="stable")
-            np.put_along_axis(rank, order, np.arange(self.experts)[None], axis=1)
-            seen = active & (self.last >= 0)
-            self.distances += np.bincount(rank[seen], minlength=self.experts)
-            self.first_uses += total - int(seen.sum())
-        stamps = self.tick * self.experts + np.arange(self.experts)
-        self.last = np.where(active, stamps, self.last)
-        self.tick += 1
+    def _step(self, active: np.ndarray, tokens: int, *, decode: bool) -> None:
+        self.recency, found = reference(self.recency, active)
+        if not decode:
+            return
+        total = int(active.sum())
+        if self.before is not None and total:
+            self.step_shares.append(int((active & self.before).sum()) / total)
+        self.before = active
+        self.largest_step = max(self.largest_step, int(found.sizes.max()))
+        self.sizes.setdefault(tokens, []).append(total / active.size)
+        distances = found.place[~found.is_first] % self.experts
+        self.distances += np.bincount(distances, minlength=self.experts)
+        self.first_uses += int(found.is_first.sum())
 
     def _group(self, chunk: Chunk, ids: np.ndarray, steps: np.ndarray) -> None:
         user = chunk.array("token.user")
@@ -235,9 +225,9 @@ class _Counts:
         whole = {name: counts.sum(axis=0) for name, counts in halves.items()}
         pairs = [(a, b) for i, a in enumerate(whole) for b in list(whole)[i + 1 :]]
         return TraceStatistics(
-            prefill_steps=self.kinds["prefill"],
-            decode_steps=self.kinds["decode"],
-            unknown_steps=self.kinds[None],
+            prefill_steps=self.kinds[KINDS.index("prefill")],
+            decode_steps=self.kinds[KINDS.index("decode")],
+            unknown_steps=self.kinds[-1],
             tokens=self.tokens,
             requests=None if "token.request" in self.absent else len(self.requests),
             token_overlap=float(overlaps.mean()),
@@ -273,19 +263,14 @@ class _Counts:
         return {q: float(np.searchsorted(total, q * total[-1])) for q in QUANTILES}
 
     def _misses(self) -> dict[int, float]:
-        references = self.first_uses + int(self.distances.sum())
-        wanted = [self.top_k, *(self.experts * i // 8 for i in (1, 2, 4, 6, 8))]
-        cells = sorted({c for c in wanted if c >= self.top_k})
-        return {
-            c: (self.first_uses + int(self.distances[c:].sum())) / references
-            if references
-            else np.nan
-            for c in cells
-        }
+        missed = self.first_uses + tails(self.distances)
+        wanted = {self.top_k, *(self.experts * i // 8 for i in (1, 2, 4, 6, 8))}
+        cells = sorted(c for c in wanted if c >= self.top_k)
+        return {c: int(missed[c]) / int(missed[0]) if missed[0] else np.nan for c in cells}
 
 
 def domain_distance(a: str, b: str, p: np.ndarray, q: np.ndarray) -> DomainDistance:
-    """Of two domains' counts [L, E], each with at least one. a, b: their names."""
+    """The distance of two domains by counts [L, E], each with at least one. a, b: their names."""
     p, q = (x / x.sum(axis=1, keepdims=True) for x in (p, q))
     hot = max(min(HOT, p.shape[1] // 4), 1)
     tops = [np.argsort(-x, axis=1, kind="stable")[:, :hot] for x in (p, q)]
@@ -302,7 +287,7 @@ def domain_distance(a: str, b: str, p: np.ndarray, q: np.ndarray) -> DomainDista
 
 
 def _entropy(shares: np.ndarray) -> np.ndarray:
-    """In bits, of each row."""
+    """Bits of each row."""
     positive = np.where(shares > 0, shares, 1)
     return -(shares * np.log2(positive)).sum(axis=1)
 

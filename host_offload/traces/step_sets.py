@@ -33,10 +33,13 @@ def read_step_sets(trace: Trace, *, user: int | None = None) -> Iterator[StepSet
     (token.user) were routed to; other steps are empty. Raises TraceError for a chunk that cannot be
     read or names experts that the model does not have."""
     for chunk in trace.chunks:
-        yield from _of_chunk(chunk, trace.header, user)
+        yield from chunk_step_sets(chunk, trace.header, user)
 
 
-def _of_chunk(chunk: Chunk, header: TraceHeader, user: int | None) -> Iterator[StepSets]:
+def chunk_step_sets(
+    chunk: Chunk, header: TraceHeader, user: int | None = None
+) -> Iterator[StepSets]:
+    """As read_step_sets, of one chunk."""
     layers, experts = header.layers, header.experts
     ids, tokens, number = map(chunk.array, ("token.ids", "step.tokens", "step.number"))
     known = {

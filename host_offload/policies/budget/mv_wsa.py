@@ -17,10 +17,11 @@ from host_offload.sizing.kv_reuse import (
     expected_returns,
     page_references,
 )
-from host_offload.sizing.miss_curves import LiveCurves, cold_curves, tails
+from host_offload.sizing.miss_curves import LiveCurves, cold_curves
 from host_offload.sizing.split import Division, MissCosts, SplitRule, division_of, miss_costs
 from host_offload.sizing.step_times import StepTimes
 from host_offload.traces.reader import read_trace
+from host_offload.traces.recency import tails
 
 
 class Learned(NamedTuple):

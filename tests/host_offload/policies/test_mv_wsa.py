@@ -18,10 +18,10 @@ from host_offload.policies.budget.layer_cells import LayerCells
 from host_offload.policies.budget.mv_wsa import MvWsa
 from host_offload.sizing.configurator import Streams
 from host_offload.sizing.kv_reuse import cold_pages, expected_returns, page_references
-from host_offload.sizing.miss_curves import tails
 from host_offload.sizing.split import MissCosts, SplitError, division_of, objective
 from host_offload.sizing.step_times import StepTimes
 from host_offload.traces.reader import TraceError, TraceWriter
+from host_offload.traces.recency import tails
 from tests.host_offload.control.policy_runs import spec
 from tests.host_offload.traces.traces_of import random_routing, write_trace
 

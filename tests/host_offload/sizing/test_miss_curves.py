@@ -13,17 +13,9 @@ from host_offload.memory.pager import Pager, cold_tables
 from host_offload.simulate.simulator import simulate
 from host_offload.sizing import miss_curves
 from host_offload.sizing.bounds import min_transfers
-from host_offload.sizing.miss_curves import (
-    Recency,
-    cold_curves,
-    cold_recency,
-    curves_of,
-    missed_bytes,
-    reference,
-    tails,
-    trace_curves,
-)
+from host_offload.sizing.miss_curves import cold_curves, curves_of, missed_bytes, trace_curves
 from host_offload.traces.reader import TraceError
+from host_offload.traces.recency import Distances, Recency, cold_recency, reference, tails
 from host_offload.traces.statistics import trace_statistics
 from host_offload.traces.step_sets import references_of
 from tests.host_offload.traces.traces_of import random_routing, write_trace
@@ -84,7 +76,7 @@ def one_by_one(recency: Recency, active: np.ndarray):
     if not found:
         return reference(recency, active)
     places, first, sizes = zip(*found, strict=True)
-    return recency, miss_curves.Distances(np.concatenate(places), np.concatenate(first), sum(sizes))
+    return recency, Distances(np.concatenate(places), np.concatenate(first), sum(sizes))
 
 
 def smaller_id_first(recency: Recency, active: np.ndarray):

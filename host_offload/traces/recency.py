@@ -1,0 +1,72 @@
+"""Recency lists: how many items were used since each was used last (LRU's stack distance).
+
+A reference is to a *set* and no member of it is a victim, so an item's distance is its place in the
+list as it stood before the reference. The list's order is last use, then id, as in
+pallas_kernels.plan.victim.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Recency(NamedTuple):
+    """Recency lists of M rows (layers) over E items each. Never changed in place."""
+
+    place: np.ndarray
+    """int64[M, E]: where each item stands in its row's list, 0 for the one used last; among those
+    used together the larger id comes first; items that were never used come last. Place d of row r
+    is written as r·E + d, an index into an array [M, E]."""
+    seen: np.ndarray
+    """int64[M]: how many were ever used."""
+
+
+class Distances(NamedTuple):
+    """Where the R items of one reference stood; ordered by row, then item."""
+
+    place: np.ndarray
+    """int64[R]: as in Recency.place, before the reference."""
+    is_first: np.ndarray
+    """bool[R]: they were never used before."""
+    sizes: np.ndarray
+    """int64[M]: items of each row."""
+
+
+def cold_recency(rows: int, items: int) -> Recency:
+    """Nothing was used yet."""
+    return Recency(np.arange(rows * items).reshape(rows, items), np.zeros(rows, np.int64))
+
+
+def reference(recency: Recency, active: np.ndarray) -> tuple[Recency, Distances]:
+    """One reference of all rows to their sets bool[M, E]; an empty set leaves its row as it is.
+    O(M·E), however many are active."""
+    rows, items = recency.place.shape
+    # One dimension and take: numpy indexes several dimensions several times slower.
+    place, starts = recency.place.reshape(-1), np.arange(0, rows * items, items)
+    member = np.flatnonzero(active)
+    ends = np.searchsorted(member, starts + items)
+    sizes = np.diff(ends, prepend=0)
+    found = place.take(member)
+    first = found >= np.repeat(starts + recency.seen, sizes)
+    seen = recency.seen
+    if first.any():
+        seen = seen + np.bincount(np.repeat(np.arange(rows), sizes)[first], minlength=rows)
+    # Who is not used moves back by as many of the used ones as stood behind it: all of its row but
+    # those before it. `used` counts from row 0 on, as `ends` does.
+    used = np.zeros(rows * items, np.int64)
+    used[found] = 1
+    moved = place - np.cumsum(used).take(place)
+    by_row = moved.reshape(rows, items)
+    by_row += ends[:, None]
+    # Who is used comes to the front of its row, the larger id first.
+    moved[member] = np.repeat(starts + ends, sizes) - np.arange(1, len(member) + 1)
+    return Recency(by_row, seen), Distances(found, first, sizes)
+
+
+def tails(histogram: np.ndarray) -> np.ndarray:
+    """[..., n + 1] of [..., n]: column c sums what is at c and beyond, since a reference at
+    distance d misses with c cells iff d >= c."""
+    sums = np.cumsum(histogram[..., ::-1], axis=-1)[..., ::-1]
+    return np.concatenate([sums, np.zeros_like(sums[..., :1])], axis=-1)
