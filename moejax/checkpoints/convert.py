@@ -24,9 +24,8 @@ from host_offload.memory.layout import ExpertLayout
 from host_offload.versions.encoders import EncodingError, decode
 from host_offload.versions.store_versions import as_weights, relative_error
 from moejax.checkpoints.conversion_source import Source, open_source
-from moejax.checkpoints.directory import checkpoint_directory
 from moejax.checkpoints.formats import checkpoint_format
-from moejax.checkpoints.load import warn_nonfinite
+from moejax.checkpoints.loaded_model import counted, warn_nonfinite
 from moejax.checkpoints.orbax.destination import free_destination, require_space, written_beside
 from moejax.checkpoints.orbax.layout import DENSE, Leaf, expert_leaves
 from moejax.checkpoints.orbax.manifest import (
@@ -48,6 +47,7 @@ from moejax.checkpoints.placement import WORKERS
 from moejax.checkpoints.safetensors.shards import NUMPY_DTYPES, find_shards
 from moejax.errors import UserError
 from moejax.models.config import load_config
+from moejax.models.directory import checkpoint_directory
 
 log = logging.getLogger("moejax")
 
@@ -130,14 +130,7 @@ def _complete(
     dense = layers[DENSE]
     total = sum(leaf.nbytes for leaf in [*params.values(), *itertools.chain(*layers.values())])
     compared = sum(leaf.nbytes for leaf in [*params.values(), *dense]) if verify else 0
-    done = 0
-
-    def advance(nbytes: int) -> None:
-        nonlocal done
-        done += nbytes
-        if progress is not None:
-            progress(done, total + compared)
-
+    advance = counted(progress, total + compared)
     manifest = _begin(source, work, encodings)
     tree = work / manifest.tree
     kept = sum(params[key].nbytes for key in manifest.params)

@@ -12,7 +12,8 @@ import numpy as np
 from host_offload.memory.layout import ExpertLayout
 from host_offload.memory.store import ExpertStore, StoreBuilder
 from moejax.checkpoints import params
-from moejax.checkpoints.load import NUMPY_DTYPES, LoadedModel, run_dtype
+from moejax.checkpoints.loaded_model import LoadedModel, run_dtype
+from moejax.checkpoints.safetensors.shards import NUMPY_DTYPES
 from moejax.errors import UserError
 from moejax.models.config import ModelConfig, parse_config
 

@@ -20,8 +20,14 @@ import numpy as np
 
 from host_offload.memory.layout import ExpertLayout
 from host_offload.memory.store import ExpertStore, StoreBuilder, aligned_empty
-from moejax.checkpoints.directory import checkpoint_directory, read_json, require_own_file
-from moejax.checkpoints.load import LoadedModel, check_dtype, new_store, run_dtype, warn_nonfinite
+from moejax.checkpoints.loaded_model import (
+    LoadedModel,
+    check_dtype,
+    counted,
+    new_store,
+    run_dtype,
+    warn_nonfinite,
+)
 from moejax.checkpoints.orbax.layout import DENSE, Leaf, expert_leaf, param_leaves
 from moejax.checkpoints.orbax.manifest import (
     MANIFEST,
@@ -36,9 +42,10 @@ from moejax.checkpoints.placement import WORKERS, count_nonfinite
 from moejax.checkpoints.safetensors.shards import NUMPY_DTYPES
 from moejax.errors import UserError
 from moejax.models.config import ModelConfig, load_config
+from moejax.models.directory import checkpoint_directory, read_json, require_own_file
 
 _PHASES = ("headers", "allocate", "read")
-"""Of moejax.start.start_times; parameters go to the device while others are read."""
+"""The phases of moejax.start.start_times; parameters go to the device while others are read."""
 
 _AGAIN = "copy the checkpoint again, or convert the original again"
 
@@ -61,7 +68,7 @@ class StoredCheckpoint:
         return param_leaves(self.config, NUMPY_DTYPES[self.manifest.dtype])
 
     def layout_of(self, version: str) -> ExpertLayout:
-        """Of the records as they are stored. Raises UserError for an unknown version."""
+        """How a version's records are stored. Raises UserError for an unknown version."""
         try:
             return dataclasses.replace(self.layout, version=version, dtype=self.manifest.dtype)
         except ValueError as error:
@@ -106,13 +113,7 @@ def load_orbax(
     to = NUMPY_DTYPES[to_name]
     dense = dataclasses.replace(stored.layout, itemsize=to.itemsize)
     expert_bytes = sum(leaf.nbytes for each in layers.values() for leaf in each)
-    done, total = 0, sum(leaf.nbytes for leaf in leaves.values()) + expert_bytes
-
-    def advance(nbytes: int) -> None:
-        nonlocal done
-        done += nbytes
-        if progress is not None:
-            progress(done, total)
+    advance = counted(progress, sum(leaf.nbytes for leaf in leaves.values()) + expert_bytes)
 
     builders: dict[str, StoreBuilder] = {}
     try:

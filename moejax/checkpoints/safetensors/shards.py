@@ -14,7 +14,6 @@ from typing import Protocol
 import ml_dtypes
 import numpy as np
 
-from moejax.checkpoints.directory import read_json
 from moejax.checkpoints.safetensors.headers import (
     FLOAT_DTYPES,
     Header,
@@ -23,6 +22,7 @@ from moejax.checkpoints.safetensors.headers import (
     read_header,
 )
 from moejax.errors import UserError
+from moejax.models.directory import read_json
 
 __all__ = [
     "FLOAT_DTYPES",

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from moejax.checkpoints.load import NUMPY_DTYPES, load_checkpoint, load_tensors
-from moejax.checkpoints.safetensors.shards import Header
+from moejax.checkpoints.load import load_checkpoint, load_tensors
+from moejax.checkpoints.safetensors.shards import NUMPY_DTYPES, Header
 from moejax.checkpoints.tensors import expected_tensors
 from moejax.errors import UserError
 from moejax.models.config import parse_config

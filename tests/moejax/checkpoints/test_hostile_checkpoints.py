@@ -17,13 +17,13 @@ from safetensors import SafetensorError
 from safetensors.numpy import load as load_bytes
 from safetensors.numpy import load_file, save
 
-from moejax.checkpoints.directory import FOLLOW_LINKS, parse_json, read_json
 from moejax.checkpoints.load import load_checkpoint
 from moejax.checkpoints.placement import count_nonfinite
 from moejax.checkpoints.safetensors.headers import MOST_HEADER
 from moejax.checkpoints.safetensors.shards import NUMPY_DTYPES, find_shards
 from moejax.errors import UserError
 from moejax.models.config import load_config
+from moejax.models.directory import FOLLOW_LINKS, parse_json, read_json
 from moejax.requests.prompts import encode_prompt
 from moejax.requests.tokenizer import check_vocabulary, load_tokenizer
 from tests.moejax.checkpoints.random_checkpoint import (
