@@ -42,9 +42,9 @@ from moejax.checkpoints.orbax.manifest import (
     write_file,
 )
 from moejax.checkpoints.orbax.metadata import orbax_files
-from moejax.checkpoints.params import abstract_params
-from moejax.checkpoints.placement import WORKERS
+from moejax.checkpoints.placement import WORKERS, in_order
 from moejax.checkpoints.safetensors.shards import NUMPY_DTYPES, find_shards
+from moejax.checkpoints.tensors import abstract_params
 from moejax.errors import UserError
 from moejax.models.config import load_config
 from moejax.models.directory import checkpoint_directory
@@ -304,19 +304,14 @@ def _record(work: pathlib.Path, manifest: Manifest) -> Manifest:
 def _write_chunks(tree: pathlib.Path, leaf: Leaf, chunks: Iterator[np.ndarray]) -> tuple[str, ...]:
     """Writes a leaf, several chunks at once; returns their checksums."""
 
-    def write(name: str, chunk: np.ndarray) -> str:
+    def write(named: tuple[str, np.ndarray]) -> str:
+        name, chunk = named
         path = tree / leaf.name / name
         path.parent.mkdir(parents=True, exist_ok=True)
         return write_file(path, as_bytes(chunk))
 
-    checksums: list[str] = []
     with concurrent.futures.ThreadPoolExecutor(WORKERS) as pool:
-        writing: collections.deque[concurrent.futures.Future[str]] = collections.deque()
-        for name, chunk in zip(leaf.chunks, chunks, strict=True):
-            if len(writing) > WORKERS:  # no more chunks in memory than are being written
-                checksums.append(writing.popleft().result())
-            writing.append(pool.submit(write, name, chunk))
-        return (*checksums, *(each.result() for each in writing))
+        return tuple(in_order(pool, write, zip(leaf.chunks, chunks, strict=True)))
 
 
 def _read_chunks(tree: pathlib.Path, leaf: Leaf, checksums: Sequence[str]) -> np.ndarray:

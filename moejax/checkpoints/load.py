@@ -27,10 +27,9 @@ from moejax.checkpoints.loaded_model import (
     warn_nonfinite,
 )
 from moejax.checkpoints.orbax.own import load_orbax
-from moejax.checkpoints.params import abstract_params
 from moejax.checkpoints.placement import load_file
 from moejax.checkpoints.safetensors.shards import NUMPY_DTYPES, TensorFile, find_shards
-from moejax.checkpoints.tensors import Place, expected_tensors, is_ignored
+from moejax.checkpoints.tensors import Place, abstract_params, expected_tensors, is_ignored
 from moejax.errors import UserError
 from moejax.models.config import ModelConfig, load_config
 from moejax.models.directory import checkpoint_directory
@@ -219,13 +218,11 @@ def _check_tied(files: Sequence[TensorFile]) -> None:
             owner[_HEAD].open() as head_file,
             owner[_EMBED].open() as embed_file,
         ):
-            head, embed = head_file.get_slice(_HEAD), embed_file.get_slice(_EMBED)
             rows = owner[_HEAD].tensors[_HEAD].shape[0]
+            pieces = [slice(row, min(row + 4096, rows)) for row in range(0, rows, 4096)]
             same = all(
-                np.array_equal(
-                    head[row : min(row + 4096, rows)], embed[row : min(row + 4096, rows)]
-                )
-                for row in range(0, rows, 4096)
+                np.array_equal(head_file.get_rows(_HEAD, at), embed_file.get_rows(_EMBED, at))
+                for at in pieces
             )
     if not same:
         raise UserError(

@@ -20,7 +20,7 @@ def open_mapped(
 ) -> tuple[ModelConfig, MappedTensors]:
     """The model's config and its tensors, of which nothing but headers is read.
 
-    directory: a root, a step or an item, see orbax_steps. name_map: a file or the name of a shipped
+    directory: a root, a step or an item, see orbax.steps. name_map: a file or the name of a shipped
     map. Raises UserError.
     """
     items = find_items(directory, step)

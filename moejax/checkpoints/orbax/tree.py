@@ -17,7 +17,7 @@ import numpy as np
 import tensorstore as ts
 
 from moejax.checkpoints.orbax.steps import TREE
-from moejax.checkpoints.safetensors.shards import FLOAT_DTYPES, Header
+from moejax.checkpoints.safetensors.headers import FLOAT_DTYPES, Header
 from moejax.errors import UserError
 from moejax.models.directory import may_lead_to, read_json
 
