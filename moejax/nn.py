@@ -30,7 +30,8 @@ from host_offload.memory.store import ExpertStore, StoreBuilder, record_of
 from host_offload.memory.tables import Tables, empty_tables, regrant
 from host_offload.policies.eviction.names import EVICTION
 from moejax.cache import cache_root
-from moejax.checkpoints.load import DTYPE_NAMES, NUMPY_DTYPES
+from moejax.checkpoints.loaded_model import DTYPE_NAMES
+from moejax.checkpoints.safetensors.shards import NUMPY_DTYPES
 from moejax.errors import UserError
 from moejax.sizes import parse_expert_budget
 from moejax.step.experts import Paging, add_experts, page_and_compute, zero_after

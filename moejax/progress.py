@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-
-from moejax.requests.request import Request
 
 
 def _progress(*columns):
@@ -15,6 +13,13 @@ def _progress(*columns):
     console = Console(stderr=True)
     # Into a file or a pipe a bar would only leave blank lines.
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+def _byte_progress():
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
+
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
+    return _progress(*columns)
 
 
 def _token_progress(verb: str):
@@ -38,15 +43,7 @@ def loading_progress(
     if not shown:
         yield None
         return
-    from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-    )
-    with _progress(*columns) as progress:
+    with _byte_progress() as progress:
         task = progress.add_task(f"{verb} {name}", total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)
 
@@ -58,10 +55,7 @@ def versions_progress(shown: bool) -> Iterator[Callable[[str, int, int], None] |
     if not shown:
         yield None
         return
-    from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
-
-    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
-    with _progress(*columns) as progress:
+    with _byte_progress() as progress:
         tasks = {}
 
         def report(version: str, done: int, total: int) -> None:
@@ -73,26 +67,21 @@ def versions_progress(shown: bool) -> Iterator[Callable[[str, int, int], None] |
 
 
 @contextmanager
-def generation_progress(
-    requests: int, tokens: int, shown: bool
-) -> Iterator[Callable[[int, Sequence[Request]], None]]:
-    """A bar over requests with tokens a second; yields report(generated tokens, touched requests).
-
-    tokens: the most that can be generated. Time left is by requests finished.
-    """
+def generation_progress(requests: int, shown: bool) -> Iterator[Callable[[int, int], None]]:
+    """A bar over requests with tokens a second; yields report(tokens so far, requests that ended
+    since the last call). Time left is by requests finished."""
     if not shown:
-        yield lambda generated, touched: None
+        yield lambda generated, ended: None
         return
     with _token_progress("generating") as progress:
         task = progress.add_task("", total=requests, rate=0.0)
         start: list[int] = []
 
-        def report(generated: int, touched: Sequence[Request]) -> None:
+        def report(generated: int, ended: int) -> None:
             if not start:
                 start.append(generated)
             elapsed = progress.tasks[task].elapsed or 1e-9
-            finished = sum(r.finish_reason is not None for r in touched)
-            progress.update(task, advance=finished, rate=(generated - start[0]) / elapsed)
+            progress.update(task, advance=ended, rate=(generated - start[0]) / elapsed)
 
         yield report
 

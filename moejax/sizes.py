@@ -6,17 +6,8 @@ import operator
 import re
 from fractions import Fraction
 
-from host_offload.memory.budget import Share, format_bytes
+from host_offload.memory.budget import Share
 from moejax.errors import UserError
-
-__all__ = [
-    "Share",
-    "format_bytes",
-    "parse_expert_budget",
-    "parse_rate",
-    "parse_share",
-    "parse_size",
-]
 
 _PREFIXES = "kmgt"
 _SIZE = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*(?:([kmgt])(i?b)?|b)?", re.IGNORECASE | re.ASCII)

@@ -14,13 +14,13 @@ from typing import Any, Protocol
 import numpy as np
 
 from host_offload.memory.layout import ExpertLayout
-from moejax.checkpoints.directory import read_json, require_own_file
 from moejax.checkpoints.load import plan_tensors
 from moejax.checkpoints.orbax.layout import Leaf, expert_leaves, param_leaves
 from moejax.checkpoints.placement import RecordSink, load_file
 from moejax.checkpoints.safetensors.shards import NUMPY_DTYPES, TensorFile
 from moejax.checkpoints.tensors import ExpertPlace, Place
 from moejax.models.config import ModelConfig
+from moejax.models.directory import read_json, require_own_file
 
 COPIED = (
     "config.json",

@@ -24,9 +24,8 @@ from host_offload.memory.layout import ExpertLayout
 from host_offload.versions.encoders import EncodingError, decode
 from host_offload.versions.store_versions import as_weights, relative_error
 from moejax.checkpoints.conversion_source import Source, open_source
-from moejax.checkpoints.directory import checkpoint_directory
 from moejax.checkpoints.formats import checkpoint_format
-from moejax.checkpoints.load import warn_nonfinite
+from moejax.checkpoints.loaded_model import counted, warn_nonfinite
 from moejax.checkpoints.orbax.destination import free_destination, require_space, written_beside
 from moejax.checkpoints.orbax.layout import DENSE, Leaf, expert_leaves
 from moejax.checkpoints.orbax.manifest import (
@@ -43,11 +42,12 @@ from moejax.checkpoints.orbax.manifest import (
     write_file,
 )
 from moejax.checkpoints.orbax.metadata import orbax_files
-from moejax.checkpoints.params import abstract_params
-from moejax.checkpoints.placement import WORKERS
+from moejax.checkpoints.placement import WORKERS, in_order
 from moejax.checkpoints.safetensors.shards import NUMPY_DTYPES, find_shards
+from moejax.checkpoints.tensors import abstract_params
 from moejax.errors import UserError
 from moejax.models.config import load_config
+from moejax.models.directory import checkpoint_directory
 
 log = logging.getLogger("moejax")
 
@@ -130,14 +130,7 @@ def _complete(
     dense = layers[DENSE]
     total = sum(leaf.nbytes for leaf in [*params.values(), *itertools.chain(*layers.values())])
     compared = sum(leaf.nbytes for leaf in [*params.values(), *dense]) if verify else 0
-    done = 0
-
-    def advance(nbytes: int) -> None:
-        nonlocal done
-        done += nbytes
-        if progress is not None:
-            progress(done, total + compared)
-
+    advance = counted(progress, total + compared)
     manifest = _begin(source, work, encodings)
     tree = work / manifest.tree
     kept = sum(params[key].nbytes for key in manifest.params)
@@ -311,19 +304,14 @@ def _record(work: pathlib.Path, manifest: Manifest) -> Manifest:
 def _write_chunks(tree: pathlib.Path, leaf: Leaf, chunks: Iterator[np.ndarray]) -> tuple[str, ...]:
     """Writes a leaf, several chunks at once; returns their checksums."""
 
-    def write(name: str, chunk: np.ndarray) -> str:
+    def write(named: tuple[str, np.ndarray]) -> str:
+        name, chunk = named
         path = tree / leaf.name / name
         path.parent.mkdir(parents=True, exist_ok=True)
         return write_file(path, as_bytes(chunk))
 
-    checksums: list[str] = []
     with concurrent.futures.ThreadPoolExecutor(WORKERS) as pool:
-        writing: collections.deque[concurrent.futures.Future[str]] = collections.deque()
-        for name, chunk in zip(leaf.chunks, chunks, strict=True):
-            if len(writing) > WORKERS:  # no more chunks in memory than are being written
-                checksums.append(writing.popleft().result())
-            writing.append(pool.submit(write, name, chunk))
-        return (*checksums, *(each.result() for each in writing))
+        return tuple(in_order(pool, write, zip(leaf.chunks, chunks, strict=True)))
 
 
 def _read_chunks(tree: pathlib.Path, leaf: Leaf, checksums: Sequence[str]) -> np.ndarray:

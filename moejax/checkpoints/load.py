@@ -4,71 +4,41 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
 import math
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from host_offload.memory.layout import ExpertLayout
-from host_offload.memory.store import ExpertStore, StoreBuilder, aligned_empty
-from moejax.checkpoints.directory import checkpoint_directory
+from host_offload.memory.store import aligned_empty
+from moejax.checkpoints.foreign.checkpoint import open_mapped
 from moejax.checkpoints.formats import checkpoint_format
-from moejax.checkpoints.params import abstract_params
+from moejax.checkpoints.loaded_model import (
+    LoadedModel,
+    check_dtype,
+    counted,
+    new_store,
+    run_dtype,
+    warn_nonfinite,
+)
+from moejax.checkpoints.orbax.own import load_orbax
 from moejax.checkpoints.placement import load_file
 from moejax.checkpoints.safetensors.shards import NUMPY_DTYPES, TensorFile, find_shards
-from moejax.checkpoints.tensors import Place, expected_tensors, is_ignored
-from moejax.device import require_pinned_memory
+from moejax.checkpoints.tensors import Place, abstract_params, expected_tensors, is_ignored
 from moejax.errors import UserError
 from moejax.models.config import ModelConfig, load_config
-
-log = logging.getLogger("moejax")
-
-DTYPE_NAMES = {
-    "half": "float16",
-    "float16": "float16",
-    "bfloat16": "bfloat16",
-    "float": "float32",
-    "float32": "float32",
-}
-"""What the option dtype may be besides "auto" (vLLM's names) → the run's dtype."""
+from moejax.models.directory import checkpoint_directory
 
 MOST_EXPERTS = 10**6
-"""Of all layers; the largest models have 25,000."""
+"""In all layers; the largest models have 25,000."""
 
 _PHASES = ("headers", "allocate", "read", "transfer")
 _EMBED, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-
-
-@dataclasses.dataclass(frozen=True)
-class LoadedModel:
-    """A checkpoint in memory.
-
-    dtype: the run's, "bfloat16", "float16" or "float32"; config.dtype is the checkpoint's.
-    params: jax arrays on the device in the run's dtype (a family's wide_params in float32),
-    matrices as [out, in]: "embed" [V, D], "final_norm" [D], "lm_head" [V, D] (absent if tied),
-    biases where the family has them, and "runs", one dict for each of config.runs with leading axis
-    n, its layers. Their names and shapes are the family's layer_params (docs/add_a_model.md), of
-    Qwen3-MoE "input_norm" [n, D], "qkv" [n, (H + 2·KH)·hd, D] (rows of q, k, v), "q_norm", "k_norm"
-    [n, hd], "o" [n, D, H·hd], "post_norm" [n, D], "router" [n, E, D]. store: all experts, dense
-    unless other versions were asked for. layout: of a dense record. seconds: how long the phases of
-    loading took, as in moejax.start.start_times. quantizers: how the store's versions besides the
-    dense one were made.
-    """
-
-    config: ModelConfig
-    dtype: str
-    params: dict[str, Any]
-    store: ExpertStore
-    layout: ExpertLayout
-    seconds: dict[str, float] = dataclasses.field(default_factory=dict)
-    quantizers: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 def load_checkpoint(
@@ -98,8 +68,6 @@ def load_checkpoint(
     kind = checkpoint_format(directory)
     check_orbax_options(directory, kind, step, name_map)
     if kind == "moejax-orbax":
-        from moejax.checkpoints.orbax.own import load_orbax
-
         return load_orbax(directory, dtype, device, progress, versions)
     config, files = open_tensors(directory, kind, step, name_map)
     source = str(files[0].path if kind == "orbax" else directory)
@@ -133,8 +101,6 @@ def open_tensors(
     only. kind: of checkpoint_format, "safetensors" or "orbax". Raises as load_checkpoint."""
     if kind != "orbax":
         return load_config(directory), find_shards(directory)
-    from moejax.checkpoints.foreign.checkpoint import open_mapped
-
     config, tensors = open_mapped(directory, step, name_map)
     return config, (tensors,)
 
@@ -169,15 +135,13 @@ def load_tensors(
     marks.append(time.perf_counter())
     nonfinite: Counter[str] = Counter()
     try:
-        done, total = 0, _nbytes(files, places)
+        advance = counted(progress, _nbytes(files, places))
         for file in files:
             with contextlib.closing(
                 load_file(file, places, to, params, builder, nonfinite)
             ) as pieces:
                 for nbytes in pieces:
-                    done += nbytes
-                    if progress is not None:
-                        progress(done, total)
+                    advance(nbytes)
         store = builder.finish()
     except BaseException:
         builder.delete()  # a traceback that is kept must not keep the store
@@ -206,35 +170,6 @@ def plan_tensors(
         stored = next(f.tensors[_EMBED].dtype for f in files if _EMBED in f.tensors)
         config = dataclasses.replace(config, dtype=stored)
     return config, run_dtype(dtype, str(config.dtype)), places
-
-
-def check_dtype(dtype: str) -> None:
-    """Raises UserError for a dtype that is neither "auto" nor one of DTYPE_NAMES."""
-    if dtype != "auto" and dtype not in DTYPE_NAMES:
-        raise UserError(f"dtype {dtype!r} is unknown; choose auto, {', '.join(DTYPE_NAMES)}")
-
-
-def run_dtype(dtype: str, stored: str) -> str:
-    """The run's dtype. dtype: as in load_checkpoint; "auto" is `stored`. Raises UserError."""
-    check_dtype(dtype)
-    return stored if dtype == "auto" else DTYPE_NAMES[dtype]
-
-
-def new_store(
-    config: ModelConfig,
-    layout: ExpertLayout,
-    device: jax.Device,
-    source: str,
-    layers: int | None = None,
-) -> StoreBuilder:
-    """An empty store for all experts, or for those of so many layers. Raises UserError where the
-    device's pinned memory is too small for it. source: the checkpoint's path, for messages."""
-    layers = sum(config.moe_layers) if layers is None else layers
-    require_pinned_memory(device, layers * config.num_experts * layout.nbytes)
-    try:
-        return StoreBuilder(layout, layers, config.num_experts, device)
-    except MemoryError as error:
-        raise UserError(f"{source}: {error}") from error
 
 
 def check_tensors(
@@ -283,13 +218,11 @@ def _check_tied(files: Sequence[TensorFile]) -> None:
             owner[_HEAD].open() as head_file,
             owner[_EMBED].open() as embed_file,
         ):
-            head, embed = head_file.get_slice(_HEAD), embed_file.get_slice(_EMBED)
             rows = owner[_HEAD].tensors[_HEAD].shape[0]
+            pieces = [slice(row, min(row + 4096, rows)) for row in range(0, rows, 4096)]
             same = all(
-                np.array_equal(
-                    head[row : min(row + 4096, rows)], embed[row : min(row + 4096, rows)]
-                )
-                for row in range(0, rows, 4096)
+                np.array_equal(head_file.get_rows(_HEAD, at), embed_file.get_rows(_EMBED, at))
+                for at in pieces
             )
     if not same:
         raise UserError(
@@ -305,14 +238,6 @@ def _nbytes(files: Sequence[TensorFile], places: dict[str, Place]) -> int:
         for name, header in file.tensors.items()
         if name in places
     )
-
-
-def warn_nonfinite(source: str, nonfinite: Mapping[str, int]) -> None:
-    """Says once that weights are NaN or infinite: such a model loads, and mostly answers NaN."""
-    if nonfinite:
-        (name, count), others = next(iter(nonfinite.items())), len(nonfinite) - 1
-        more = f", and {others} other tensors have such values too" if others else ""
-        log.warning("%s: %d values of tensor %s are NaN or infinite%s", source, count, name, more)
 
 
 def _to_device(params: Any, device: jax.Device) -> Any:

@@ -14,9 +14,9 @@ import math
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -30,6 +30,8 @@ from moejax.checkpoints.safetensors.shards import (
 )
 from moejax.checkpoints.tensors import ExpertPlace, ParamPlace, Place
 from moejax.errors import UserError
+
+T, S = TypeVar("T"), TypeVar("S")
 
 WORKERS = min(8, os.cpu_count() or 1)
 """Threads that read; a disk of this age wants several requests at once."""
@@ -99,25 +101,30 @@ def load_file(
             nbytes = out.size * NUMPY_DTYPES[header.dtype].itemsize
             return piece, bad, nbytes
 
-        waiting: collections.deque[concurrent.futures.Future] = collections.deque()
         pieces = _pieces(file, places, split=isinstance(reader, ShardReader))
-        try:
-            # No more than a few, so that little waits in memory and an error ends it soon.
-            for piece in pieces:
-                waiting.append(pool.submit(load, piece))
-                if len(waiting) > 2 * WORKERS:
-                    yield _done(waiting.popleft(), nonfinite)
-            while waiting:
-                yield _done(waiting.popleft(), nonfinite)
-        finally:
-            pool.shutdown(cancel_futures=True)
+        with contextlib.closing(in_order(pool, load, pieces)) as loaded:
+            for piece, bad, nbytes in loaded:
+                if bad and nonfinite is not None:
+                    nonfinite[piece.name] += bad
+                yield nbytes
 
 
-def _done(future: concurrent.futures.Future, nonfinite: Counter[str] | None) -> int:
-    piece, bad, nbytes = future.result()
-    if bad and nonfinite is not None:
-        nonfinite[piece.name] += bad
-    return nbytes
+def in_order(
+    pool: concurrent.futures.Executor, function: Callable[[T], S], items: Iterable[T]
+) -> Generator[S, None, None]:
+    """What the function makes of each item, computed by the pool. No more than a few are under way,
+    so that little waits in memory and an error ends it soon."""
+    waiting: collections.deque[concurrent.futures.Future[S]] = collections.deque()
+    try:
+        for item in items:
+            waiting.append(pool.submit(function, item))
+            if len(waiting) > 2 * WORKERS:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        for future in waiting:
+            future.cancel()
 
 
 def _pieces(file: TensorFile, places: dict[str, Place], split: bool) -> Iterator[_Piece]:
@@ -170,11 +177,10 @@ def _source(
             reader.read_into(piece.name, (piece.first + first) * shape[-1], out)
 
         return read_into
-    whole = (
-        reader.get_tensor(piece.name)
-        if piece.expert is None
-        else reader.get_slice(piece.name)[piece.expert]
-    )
+    if piece.expert is None:
+        whole = reader.get_tensor(piece.name)
+    else:
+        whole = reader.get_rows(piece.name, piece.expert)
     matrix = whole.reshape(-1, shape[-1])
 
     def copy_into(first: int, out: np.ndarray) -> None:
@@ -211,17 +217,23 @@ def _fill(
             continue
         if stored != out.dtype:
             converted = _buffer(scratch, "converted", out.dtype, into.shape) if transposed else into
-            with np.errstate(over="ignore", invalid="ignore"):
-                np.copyto(converted, values, casting="unsafe")
-            if count_nonfinite(converted) > found:
-                raise UserError(
-                    f"{named} has values that {out.dtype.name} cannot hold; "
-                    "run with dtype float32 or the checkpoint's own"
-                )
+            cast(values, converted, found, named)
             values = converted
         if transposed:
             copy_transposed(_bits(into.T), _bits(values))
     return bad
+
+
+def cast(values: np.ndarray, into: np.ndarray, nonfinite: int, named: str) -> None:
+    """Fills an array of another dtype; UserError if a finite value becomes infinite. nonfinite: how
+    many of the values are not finite. named: where they are from, for messages."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        np.copyto(into, values, casting="unsafe")
+    if count_nonfinite(into) > nonfinite:
+        raise UserError(
+            f"{named} has values that {into.dtype.name} cannot hold; "
+            "run with dtype float32 or the checkpoint's own"
+        )
 
 
 def _buffer(

@@ -11,60 +11,32 @@ import numpy as np
 
 from host_offload.memory.layout import ExpertLayout
 from host_offload.memory.store import ExpertStore, StoreBuilder
-from moejax.checkpoints import params
-from moejax.checkpoints.load import NUMPY_DTYPES, LoadedModel, run_dtype
+from moejax.checkpoints import tensors
+from moejax.checkpoints.loaded_model import LoadedModel, run_dtype
+from moejax.checkpoints.safetensors.shards import NUMPY_DTYPES
 from moejax.errors import UserError
 from moejax.models.config import ModelConfig, parse_config
 
+_SIZES = (
+    "num_hidden_layers",
+    "hidden_size",
+    "moe_intermediate_size",
+    "num_experts",
+    "num_experts_per_tok",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "max_position_embeddings",
+)
 SHAPES: dict[str, dict[str, int]] = {
-    "demo": dict(
-        num_hidden_layers=4,
-        hidden_size=128,
-        moe_intermediate_size=128,
-        num_experts=16,
-        num_experts_per_tok=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        vocab_size=4096,
-        max_position_embeddings=1024,
-    ),
-    "qwen3-30b-a3b": dict(
-        num_hidden_layers=48,
-        hidden_size=2048,
-        moe_intermediate_size=768,
-        num_experts=128,
-        num_experts_per_tok=8,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-        head_dim=128,
-        vocab_size=151936,
-        max_position_embeddings=40960,
-    ),
-    "mixtral-8x7b": dict(
-        num_hidden_layers=32,
-        hidden_size=4096,
-        moe_intermediate_size=14336,
-        num_experts=8,
-        num_experts_per_tok=2,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-        vocab_size=32000,
-        max_position_embeddings=32768,
-    ),
-    "olmoe": dict(
-        num_hidden_layers=16,
-        hidden_size=2048,
-        moe_intermediate_size=1024,
-        num_experts=64,
-        num_experts_per_tok=8,
-        num_attention_heads=16,
-        num_key_value_heads=16,
-        head_dim=128,
-        vocab_size=50304,
-        max_position_embeddings=4096,
-    ),
+    name: dict(zip(_SIZES, sizes, strict=True))
+    for name, sizes in {
+        "demo": (4, 128, 128, 16, 4, 4, 2, 32, 4096, 1024),
+        "qwen3-30b-a3b": (48, 2048, 768, 128, 8, 32, 4, 128, 151936, 40960),
+        "mixtral-8x7b": (32, 4096, 14336, 8, 2, 32, 8, 128, 32000, 32768),
+        "olmoe": (16, 2048, 1024, 64, 8, 16, 16, 128, 50304, 4096),
+    }.items()
 }
 """The sizes, from the models' config.json."""
 
@@ -98,7 +70,7 @@ def expert_layout(config: ModelConfig, dtype: str = "auto") -> ExpertLayout:
 
 def abstract_params(config: ModelConfig, dtype: str = "auto") -> dict[str, Any]:
     """LoadedModel.params as ShapeDtypeStructs. dtype: as for random_model."""
-    return params.abstract_params(config, NUMPY_DTYPES[_run_dtype(config, dtype)])
+    return tensors.abstract_params(config, NUMPY_DTYPES[_run_dtype(config, dtype)])
 
 
 def model_bytes(config: ModelConfig, dtype: str = "auto") -> tuple[int, int]:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Container
+from typing import Any
+
+import jax
+import numpy as np
 
 from moejax.models.families import FAMILIES
 from moejax.models.family import Parts
@@ -73,6 +77,21 @@ def param_dtype(config: ModelConfig, key: str) -> str | None:
 def param_shape(parts: Parts) -> tuple[int, ...]:
     """The shape of the parts concatenated along their first axis."""
     return (sum(shape[0] for _, shape in parts), *parts[0][1][1:])
+
+
+def abstract_params(config: ModelConfig, dtype: np.dtype) -> dict[str, Any]:
+    """LoadedModel.params as ShapeDtypeStructs. dtype: the run's, of all whose place names none."""
+
+    def leaves(params: dict[str, Parts], *layers: int) -> dict[str, Any]:
+        return {
+            key: jax.ShapeDtypeStruct(
+                (*layers, *param_shape(parts)), np.dtype(param_dtype(config, key) or dtype)
+            )
+            for key, parts in params.items()
+        }
+
+    runs = [leaves(layer_params(config, run.moe), run.count) for run in config.runs]
+    return {"runs": runs, **leaves(model_params(config))}
 
 
 def is_ignored(config: ModelConfig, name: str) -> bool:

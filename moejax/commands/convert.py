@@ -51,7 +51,7 @@ def _run(args: argparse.Namespace) -> int:
 
     from host_offload.memory.budget import format_bytes
     from moejax.checkpoints.convert import convert
-    from moejax.checkpoints.directory import model_directory
+    from moejax.models.directory import model_directory
     from moejax.progress import loading_progress
 
     # Orbax starts jax's backend, which on a GPU would take most of its memory for nothing.

@@ -73,8 +73,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 def _run(args: argparse.Namespace) -> int:
     import jax
 
-    from moejax.checkpoints.directory import model_directory
     from moejax.evaluate.quantization import quantize
+    from moejax.models.directory import model_directory
     from moejax.progress import loading_progress
 
     if args.quantizer != "gptq":

@@ -23,8 +23,8 @@ from moejax.engine.statistics import Statistics
 from moejax.engine.step_work import Step, Work, prefill_batch
 from moejax.errors import OutOfKV, UserError
 from moejax.interrupt import deferred_interrupt
-from moejax.requests.outputs import FinishReason, append_logprobs, append_prompt_logprobs
-from moejax.requests.request import Request
+from moejax.requests.outputs import FinishReason
+from moejax.requests.request import Request, append_logprobs, append_prompt_logprobs
 from moejax.requests.sampling_params import SamplingParams
 from moejax.requests.stopping import Ending, require_tokenizer
 from moejax.step.runner import Runner

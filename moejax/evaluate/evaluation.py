@@ -15,8 +15,9 @@ from moejax.engine.loop import Engine
 from moejax.errors import UserError
 from moejax.interrupt import deferred_interrupt
 from moejax.progress import scoring_progress
-from moejax.requests.request import Request, Submission
+from moejax.requests.request import Request
 from moejax.requests.sampling_params import SamplingParams
+from moejax.requests.submission import Submission
 from moejax.serve.generation import in_engine
 
 if TYPE_CHECKING:

@@ -19,12 +19,13 @@ from host_offload.traces.reader import StepTrace, Trace
 from host_offload.versions.encoders import decode
 from host_offload.versions.quantizers import to_float32
 from host_offload.versions.store_versions import as_weights, read_records
-from moejax.checkpoints.directory import checkpoint_directory
 from moejax.checkpoints.formats import checkpoint_format
-from moejax.checkpoints.load import LoadedModel, load_checkpoint
+from moejax.checkpoints.load import load_checkpoint
+from moejax.checkpoints.loaded_model import LoadedModel
 from moejax.checkpoints.orbax.manifest import MANIFEST, read_manifest
 from moejax.errors import UserError
 from moejax.evaluate.quantization import with_versions
+from moejax.models.directory import checkpoint_directory
 from pallas_kernels.expert_ffn.activation import ACTIVATIONS
 from pallas_kernels.records.format import BITS
 

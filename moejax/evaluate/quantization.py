@@ -18,9 +18,8 @@ from host_offload.versions.quantizers import QUANTIZERS, rtn
 from host_offload.versions.store_versions import VersionError, add_version, lossless_where_it_fits
 from moejax.checkpoints.conversion_source import Source, open_source
 from moejax.checkpoints.convert import Conversion, Encoding, free_destination, write_checkpoint
-from moejax.checkpoints.directory import checkpoint_directory
 from moejax.checkpoints.formats import checkpoint_format
-from moejax.checkpoints.load import LoadedModel
+from moejax.checkpoints.loaded_model import LoadedModel
 from moejax.checkpoints.orbax.manifest import MANIFEST, read_manifest
 from moejax.checkpoints.orbax.source import OrbaxSource
 from moejax.checkpoints.safetensors.shards import find_shards
@@ -28,6 +27,7 @@ from moejax.device import require_pinned_memory
 from moejax.errors import UserError
 from moejax.evaluate.expert_inputs import ExpertInputs, expert_inputs, gptq_records
 from moejax.models.config import load_config
+from moejax.models.directory import checkpoint_directory
 from pallas_kernels.records import RecordFormat
 from pallas_kernels.records.format import MATRICES
 

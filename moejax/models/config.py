@@ -5,14 +5,12 @@ from __future__ import annotations
 import dataclasses
 import os
 
-from moejax.checkpoints.directory import checkpoint_directory, read_json
 from moejax.errors import UserError
+from moejax.models.directory import checkpoint_directory, read_json
 from moejax.models.families import FAMILIES
 from moejax.models.family import Family
 from moejax.models.fields import Fields, token_ids
-from moejax.models.model_config import ModelConfig, Run
-
-__all__ = ["ModelConfig", "Run", "load_config", "parse_config"]
+from moejax.models.model_config import ModelConfig
 
 
 def load_config(directory: str | os.PathLike) -> ModelConfig:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from moejax.errors import UserError
 
-ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
-
 LARGEST = 1e30
-"""Of a config's numbers; a float32 still holds it. JSON's integers have no end."""
+"""The largest number of a config; a float32 still holds it. JSON's integers have no end."""
 
 _REFUSED_TYPES = {
     "dynamic": "its frequencies depend on the length of the sequence, so cached keys would change",
@@ -81,31 +81,7 @@ def parse_rope(
     if new and old and {**new, "rope_theta": 0} != {**old, "rope_theta": 0}:
         raise UserError(f"{source}: rope_scaling and rope_parameters contradict each other")
     table = {**old, **new}
-
-    def optional(field: str, above: float = 0.0, zero: bool = False) -> float | None:
-        value = table.get(field)
-        if value is None:
-            return None
-        where = f"{source}: rope_parameters.{field}"
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise UserError(f"{where} must be a number, not {value!r}")
-        if not (above < value <= LARGEST or (zero and value == 0)):
-            bounds = f"above {above:g}, at most {LARGEST:g}{', or 0' if zero else ''}"
-            raise UserError(f"{where} must be a number {bounds}, not {value!r}")
-        return float(value)
-
-    def required(field: str, default: float | None = None, above: float = 0.0) -> float:
-        value = optional(field, above)
-        value = default if value is None else value
-        if value is None:
-            raise UserError(f"{source}: rope type {kind!r} needs rope_parameters.{field}")
-        return value
-
-    thetas = [
-        t
-        for t in (new.get("rope_theta"), old.get("rope_theta"), raw.get("rope_theta"))
-        if t is not None
-    ]
+    thetas = [t["rope_theta"] for t in (new, old, raw) if t.get("rope_theta") is not None]
     if any(theta != thetas[0] for theta in thetas):
         raise UserError(f"{source}: contradicting values of rope_theta: {thetas}")
     table["rope_theta"] = thetas[0] if thetas else None
@@ -115,68 +91,128 @@ def parse_rope(
                 f"{source}: partial_rotary_factor {partial!r} is not implemented: "
                 "only whole heads are rotated"
             )
-
     kind = table.get("rope_type", "default")
-    if not isinstance(kind, str) or kind not in ROPE_TYPES:
+    if not isinstance(kind, str) or kind not in _FIELDS_OF:
         why = _REFUSED_TYPES.get(kind, "unknown") if isinstance(kind, str) else "not a name"
         raise UserError(
             f"{source}: rope type {kind!r} is not supported ({why}); "
             f"supported: {', '.join(ROPE_TYPES)}"
         )
-    theta = required("rope_theta", theta, above=1.0)
-    if kind == "default":
-        return Rope(theta=theta)
-    if kind == "linear":
-        return Rope(theta=theta, type=kind, factor=required("factor"))
-
-    original = _original_length(raw, table, max_position_embeddings, source)
-    if kind == "longrope":
-        return Rope(
-            theta=theta,
-            type=kind,
-            original_max_position_embeddings=original,
-            # A factor of null means the ratio of the context lengths, as in transformers.
-            factor=optional("factor") or max_position_embeddings / original,
-            attention_factor=optional("attention_factor"),
-            short_factor=_factors(table, "short_factor", source),
-            long_factor=_factors(table, "long_factor", source),
-            short_mscale=optional("short_mscale"),
-            long_mscale=optional("long_mscale"),
-        )
-    if kind == "llama3":
-        low, high = required("low_freq_factor"), required("high_freq_factor")
-        if high <= low:
-            raise UserError(
-                f"{source}: rope_parameters.high_freq_factor ({high:g}) must be greater "
-                f"than low_freq_factor ({low:g})"
-            )
-        return Rope(
-            theta=theta,
-            type=kind,
-            factor=required("factor"),
-            low_freq_factor=low,
-            high_freq_factor=high,
-            original_max_position_embeddings=original,
-        )
-
-    if "factor" not in table:
-        raise UserError(f"{source}: rope type 'yarn' needs rope_parameters.factor")
-    truncate = table.get("truncate", True)
-    if not isinstance(truncate, bool):
-        raise UserError(f"{source}: rope_parameters.truncate must be true or false")
-    # A factor of null means the ratio of the context lengths, as in transformers.
+    original = 0
+    if kind not in _WITHOUT_LENGTH:
+        original = _original_length(raw, table, max_position_embeddings, source)
+    given = _Given(table, kind, source, max_position_embeddings, original)
     return Rope(
-        theta=theta,
+        theta=given.required("rope_theta", theta, above=1.0),
         type=kind,
         original_max_position_embeddings=original,
-        truncate=truncate,
-        factor=required("factor", max_position_embeddings / original),
-        beta_fast=required("beta_fast", 32.0),
-        beta_slow=required("beta_slow", 1.0),
-        attention_factor=optional("attention_factor"),
-        mscale=optional("mscale", zero=True),
-        mscale_all_dim=optional("mscale_all_dim", zero=True),
+        **_FIELDS_OF[kind](given),
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Given:
+    """rope_parameters of one kind, read with their types checked. longest, original: tokens, of the
+    model and before scaling; 0 where the kind does not use them."""
+
+    table: dict[str, Any]
+    kind: str
+    source: str
+    longest: int
+    original: int
+
+    def optional(self, field: str, above: float = 0.0, zero: bool = False) -> float | None:
+        value = self.table.get(field)
+        if value is None:
+            return None
+        where = f"{self.source}: rope_parameters.{field}"
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise UserError(f"{where} must be a number, not {value!r}")
+        if not (above < value <= LARGEST or (zero and value == 0)):
+            bounds = f"above {above:g}, at most {LARGEST:g}{', or 0' if zero else ''}"
+            raise UserError(f"{where} must be a number {bounds}, not {value!r}")
+        return float(value)
+
+    def required(self, field: str, default: float | None = None, above: float = 0.0) -> float:
+        value = self.optional(field, above)
+        value = default if value is None else value
+        if value is None:
+            raise self.lacks(field)
+        return value
+
+    def lacks(self, field: str, what: str = "") -> UserError:
+        return UserError(
+            f"{self.source}: rope type {self.kind!r} needs rope_parameters.{field}{what}"
+        )
+
+    def factors(self, field: str) -> tuple[float, ...]:
+        values = self.table.get(field)
+        numbers = isinstance(values, list) and all(
+            isinstance(v, int | float) and not isinstance(v, bool) and 0 < v <= LARGEST
+            for v in values
+        )
+        if not numbers or not values:
+            raise self.lacks(field, f", a list of numbers above 0, not {values!r}")
+        return tuple(float(v) for v in values)
+
+
+def _linear_fields(given: _Given) -> dict[str, Any]:
+    return dict(factor=given.required("factor"))
+
+
+def _longrope_fields(given: _Given) -> dict[str, Any]:
+    return dict(
+        # A factor of null means the ratio of the context lengths, as in transformers.
+        factor=given.optional("factor") or given.longest / given.original,
+        attention_factor=given.optional("attention_factor"),
+        short_factor=given.factors("short_factor"),
+        long_factor=given.factors("long_factor"),
+        short_mscale=given.optional("short_mscale"),
+        long_mscale=given.optional("long_mscale"),
+    )
+
+
+def _llama3_fields(given: _Given) -> dict[str, Any]:
+    low, high = given.required("low_freq_factor"), given.required("high_freq_factor")
+    if high <= low:
+        raise UserError(
+            f"{given.source}: rope_parameters.high_freq_factor ({high:g}) must be greater "
+            f"than low_freq_factor ({low:g})"
+        )
+    return dict(factor=given.required("factor"), low_freq_factor=low, high_freq_factor=high)
+
+
+def _yarn_fields(given: _Given) -> dict[str, Any]:
+    if "factor" not in given.table:
+        raise given.lacks("factor")
+    truncate = given.table.get("truncate", True)
+    if not isinstance(truncate, bool):
+        raise UserError(f"{given.source}: rope_parameters.truncate must be true or false")
+    return dict(
+        truncate=truncate,
+        # A factor of null means the ratio of the context lengths, as in transformers.
+        factor=given.required("factor", given.longest / given.original),
+        beta_fast=given.required("beta_fast", 32.0),
+        beta_slow=given.required("beta_slow", 1.0),
+        attention_factor=given.optional("attention_factor"),
+        mscale=given.optional("mscale", zero=True),
+        mscale_all_dim=given.optional("mscale_all_dim", zero=True),
+    )
+
+
+_FIELDS_OF: dict[str, Callable[[_Given], dict[str, Any]]] = {
+    "default": lambda given: {},
+    "linear": _linear_fields,
+    "llama3": _llama3_fields,
+    "yarn": _yarn_fields,
+    "longrope": _longrope_fields,
+}
+"""Rope's fields of each type, but those that all have."""
+
+_WITHOUT_LENGTH = ("default", "linear")
+"""Types that read no original_max_position_embeddings, whatever it is."""
+
+ROPE_TYPES = tuple(_FIELDS_OF)
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> tuple[np.ndarray, float]:
@@ -258,19 +294,6 @@ def _yarn_attention_factor(rope: Rope) -> float:
     if rope.mscale and rope.mscale_all_dim:
         return yarn_mscale(rope.factor, rope.mscale) / yarn_mscale(rope.factor, rope.mscale_all_dim)
     return yarn_mscale(rope.factor)
-
-
-def _factors(table: dict, field: str, source: str) -> tuple[float, ...]:
-    values = table.get(field)
-    numbers = isinstance(values, list) and all(
-        isinstance(v, int | float) and not isinstance(v, bool) and 0 < v <= LARGEST for v in values
-    )
-    if not numbers or not values:
-        raise UserError(
-            f"{source}: rope type 'longrope' needs rope_parameters.{field}, a list of numbers "
-            f"above 0, not {values!r}"
-        )
-    return tuple(float(v) for v in values)
 
 
 def _table(raw: dict, key: str, source: str) -> dict:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
+
+import numpy as np
 
 from host_offload.memory.kv_cache import Block
-from moejax.requests.outputs import FinishReason, Logprob, RequestOutput, request_output
+from moejax.requests.outputs import FinishReason, Logprob
 from moejax.requests.sampling_params import SamplingParams
-from moejax.requests.sessions import Session
 from moejax.requests.stopping import Ending
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
-
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or a mapping with `prompt`, `prompt_token_ids` or `messages`."""
@@ -38,6 +36,28 @@ class GenerationRequest:
 
 PrefillKind = Literal["prefill", "score", "prompt_logprobs"]
 """The executable that a prompt goes through."""
+
+
+@dataclasses.dataclass(eq=False)
+class Session:
+    """The turns of one conversation, one after the other."""
+
+    session_id: str
+    number: int
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    """Tokens whose KV `blocks` hold, in order."""
+    pure: int = 0
+    """Leading tokens that went through the prefill path; generated ones went through decode, whose
+    KV has other bits."""
+    blocks: list[Block] = dataclasses.field(default_factory=list)
+    """A turn holds those it goes on from as well, and replaces them all when it ends."""
+    dropped: bool = False
+    """KV of its history was dropped, now or turns ago: computed again it has other bits, and all
+    later turns go on from them."""
+    turn: Request | None = None
+    """The turn that waits or runs."""
+    queue: deque[Request] = dataclasses.field(default_factory=deque)
+    """Later turns."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -64,7 +84,7 @@ class Request:
     computed: int = 0
     """Leading tokens whose KV is there or dispatched."""
     pure: int = 0
-    """Of those, how many came through the prefill path, counted from the start."""
+    """How many of those came through the prefill path, counted from the start."""
     prefill_to: int = 0
     """Tokens that go through the prefill path: the prompt, after recomputation also what was
     generated."""
@@ -122,22 +142,35 @@ class Request:
         return self.prompt[start:stop] + self.output[max(start - n, 0) : max(stop - n, 0)]
 
 
-@dataclasses.dataclass(frozen=True)
-class Submission:
-    """A prompt in the engine."""
+def append_logprobs(request: Request, logprobs: Sequence[np.ndarray], row: int) -> None:
+    """Adds the log-probabilities of the request's newest token, as many as it wants.
 
-    text: str | None
-    """Of the prompt; None: it was given as token ids."""
-    requests: tuple[Request, ...]
-    """One for each of its n sequences."""
-    asked: GenerationRequest | None = None
+    logprobs: what sampler.logprobs returns, on the host. row: the request's, when it was chosen.
+    """
+    assert request.params.logprobs is not None
+    chosen, rank, top_ids, top = (values[row] for values in logprobs)
+    likeliest = _likeliest(top_ids, top, request.params.logprobs)
+    request.logprobs.append((Logprob(float(chosen), int(rank)), likeliest))
 
-    @property
-    def finished(self) -> bool:
-        return all(request.finish_reason is not None for request in self.requests)
 
-    def output(
-        self, tokenizer: PreTrainedTokenizerFast | None, before: RequestOutput | None = None
-    ) -> RequestOutput:
-        """What there is of its result; before: as of `request_output`."""
-        return request_output(self.requests, self.text, tokenizer, before)
+def append_prompt_logprobs(
+    request: Request, scores: Sequence[np.ndarray], chunk: int, rows: Sequence[int]
+) -> None:
+    """Adds the log-probabilities of the next prompt tokens, as many as the request wants.
+
+    scores: what step.parts.PromptLogprobs has of a prefill step, on the host. rows: places in that
+    chunk whose targets they were, ascending; so the first of them has the target
+    prompt[1 + len(request.prompt_logprobs)].
+    """
+    wanted = request.params.prompt_logprobs
+    assert wanted is not None
+    chosen, rank, top_ids, top = (values[chunk] for values in scores)
+    for row in rows:
+        token = request.prompt[1 + len(request.prompt_logprobs)]
+        entry = _likeliest(top_ids[row], top[row], wanted)
+        entry[token] = Logprob(float(chosen[row]), int(rank[row]))
+        request.prompt_logprobs.append(entry)
+
+
+def _likeliest(top_ids: np.ndarray, top: np.ndarray, wanted: int) -> dict[int, Logprob]:
+    return {int(top_ids[i]): Logprob(float(top[i]), i + 1) for i in range(min(wanted, len(top)))}

@@ -101,36 +101,26 @@ class SamplingParams:
             put("top_k", 0)
         if self.seed == -1:
             put("seed", None)
-        self._check_choosing()
+        self._check_sampling()
         self._check_ending()
 
-    def _check_choosing(self) -> None:
-        if self.n < 1:
-            raise UserError(f"n must be at least 1, got {self.n}")
-        if self.n > MAX_N:
-            raise UserError(f"n must be at most {MAX_N}, got {self.n}")
-        if not 0.0 <= self.temperature <= 2.0:
-            raise UserError(f"temperature must be in [0, 2], got {self.temperature}")
+    def _check_sampling(self) -> None:
+        self._require("n", self.n >= 1, "at least 1")
+        self._require("n", self.n <= MAX_N, f"at most {MAX_N}")
+        self._require("temperature", 0.0 <= self.temperature <= 2.0, "in [0, 2]")
         if self.n > 1 and self.temperature < GREEDY_BELOW:
             raise UserError(
                 f"n must be 1 when using greedy sampling, got {self.n}: all would be equal; "
                 "raise temperature"
             )
-        if not 0.0 < self.top_p <= 1.0:
-            raise UserError(f"top_p must be in (0, 1], got {self.top_p}")
-        if self.top_k < 0:
-            raise UserError(f"top_k must be 0 (disable), or at least 1, got {self.top_k}")
-        if not 0.0 <= self.min_p <= 1.0:
-            raise UserError(f"min_p must be in [0, 1], got {self.min_p}")
-        if self.repetition_penalty <= 0.0:
-            raise UserError(
-                f"repetition_penalty must be greater than zero, got {self.repetition_penalty}"
-            )
+        self._require("top_p", 0.0 < self.top_p <= 1.0, "in (0, 1]")
+        self._require("top_k", self.top_k >= 0, "0 (disable), or at least 1")
+        self._require("min_p", 0.0 <= self.min_p <= 1.0, "in [0, 1]")
+        self._require("repetition_penalty", self.repetition_penalty > 0.0, "greater than zero")
         for name in ("presence_penalty", "frequency_penalty"):
-            if not -2.0 <= getattr(self, name) <= 2.0:
-                raise UserError(f"{name} must be in [-2, 2], got {getattr(self, name)}")
-        if self.seed is not None and not 0 <= self.seed <= MAX_SEED:
-            raise UserError(f"seed must be in [0, {MAX_SEED}], got {self.seed}")
+            self._require(name, -2.0 <= getattr(self, name) <= 2.0, "in [-2, 2]")
+        seeds = f"in [0, {MAX_SEED}]"
+        self._require("seed", self.seed is None or 0 <= self.seed <= MAX_SEED, seeds)
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             if value is not None and not 0 <= value <= MAX_LOGPROBS:
@@ -140,19 +130,16 @@ class SamplingParams:
                 )
 
     def _check_ending(self) -> None:
-        if self.max_tokens < 1:
-            raise UserError(f"max_tokens must be at least 1, got {self.max_tokens}")
-        if self.min_tokens < 0:
-            raise UserError(f"min_tokens must be greater than or equal to 0, got {self.min_tokens}")
-        if self.min_tokens > self.max_tokens:
-            raise UserError(
-                f"min_tokens must be less than or equal to max_tokens={self.max_tokens}, "
-                f"got {self.min_tokens}"
-            )
+        most = f"less than or equal to max_tokens={self.max_tokens}"
+        self._require("max_tokens", self.max_tokens >= 1, "at least 1")
+        self._require("min_tokens", self.min_tokens >= 0, "greater than or equal to 0")
+        self._require("min_tokens", self.min_tokens <= self.max_tokens, most)
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
-            value = getattr(self, name)
-            if not isinstance(value, bool):
-                raise UserError(f"{name} must be True or False, got {value!r}")
+            self._require(name, isinstance(getattr(self, name), bool), "True or False")
+
+    def _require(self, name: str, holds: bool, range_: str) -> None:
+        if not holds:
+            raise UserError(f"{name} must be {range_}, got {getattr(self, name)!r}")
 
 
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")

@@ -2,40 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from host_offload.memory.kv_cache import Block, KVCache
 from moejax.errors import UserError
-
-if TYPE_CHECKING:
-    from moejax.requests.request import Request
-
-
-@dataclasses.dataclass(eq=False)
-class Session:
-    """The turns of one conversation, one after the other."""
-
-    session_id: str
-    number: int
-    tokens: list[int] = dataclasses.field(default_factory=list)
-    """Tokens whose KV `blocks` hold, in order."""
-    pure: int = 0
-    """Leading tokens that went through the prefill path; generated ones went through decode, whose
-    KV has other bits."""
-    blocks: list[Block] = dataclasses.field(default_factory=list)
-    """A turn holds those it goes on from as well, and replaces them all when it ends."""
-    dropped: bool = False
-    """KV of its history was dropped, now or turns ago: computed again it has other bits, and all
-    later turns go on from them."""
-    turn: Request | None = None
-    """The turn that waits or runs."""
-    queue: deque[Request] = dataclasses.field(default_factory=deque)
-    """Later turns."""
+from moejax.requests.request import Request, Session
 
 
 class Sessions:

@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moejax.checkpoints.directory import require_own_file
 from moejax.errors import UserError
 from moejax.models.config import ModelConfig
+from moejax.models.directory import require_own_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

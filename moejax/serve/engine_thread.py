@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 from moejax.engine.loop import Engine
 from moejax.errors import OutOfKV, UserError
 from moejax.requests.outputs import RequestOutput
-from moejax.requests.request import Request, Submission
+from moejax.requests.request import Request
 from moejax.requests.sampling_params import SamplingParams
+from moejax.requests.submission import Submission
 from moejax.serve.generation import submit
 
 if TYPE_CHECKING:

@@ -14,8 +14,9 @@ from moejax.errors import UserError
 from moejax.interrupt import deferred_interrupt
 from moejax.requests.outputs import RequestOutput
 from moejax.requests.prompts import EncodedPrompt, list_of_prompts, one_each
-from moejax.requests.request import GenerationRequest, Prompt, Submission
+from moejax.requests.request import GenerationRequest, Prompt
 from moejax.requests.sampling_params import SamplingParams, child_params
+from moejax.requests.submission import Submission
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -19,12 +19,12 @@ from host_offload.policies.eviction.names import with_eviction
 from host_offload.policies.precision.names import Precision
 from host_offload.policies.prefetch.names import with_prefetch
 from moejax.cache import use_compilation_cache
-from moejax.checkpoints.directory import model_directory
 from moejax.checkpoints.load import load_checkpoint
 from moejax.device import select_device
 from moejax.engine.loop import Engine, Listener
 from moejax.errors import UserError
 from moejax.models.config import ModelConfig
+from moejax.models.directory import model_directory
 from moejax.progress import generation_progress, loading_progress
 from moejax.requests.outputs import RequestOutput
 from moejax.requests.prompts import EncodedPrompt, encode_prompt
@@ -263,11 +263,11 @@ class LLM:
         with in_engine(self._open()) as submissions:
             submissions += [submit(self.engine, *one) for one in asked]
             requests = [r for s in submissions for r in s.requests]
-            total = sum(r.params.max_tokens for r in requests)
-            with generation_progress(len(requests), total, self._progress and use_tqdm) as report:
+            with generation_progress(len(requests), self._progress and use_tqdm) as report:
                 while not all(s.finished for s in submissions):
                     touched = self.engine.step()
-                    report(self.engine.statistics.generated_tokens, touched)
+                    finished = sum(r.finish_reason is not None for r in touched)
+                    report(self.engine.statistics.generated_tokens, finished)
             return [submission.output(self._tokenizer) for submission in submissions]
 
     def generate_each(

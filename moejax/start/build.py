@@ -21,7 +21,7 @@ from host_offload.memory.layout import BLOCK_SIZES, SlotLayout
 from host_offload.memory.placement import place
 from host_offload.memory.tables import with_contents
 from host_offload.policies.precision.names import Precision
-from moejax.checkpoints.load import LoadedModel
+from moejax.checkpoints.loaded_model import LoadedModel
 from moejax.checkpoints.tensors import layer_params
 from moejax.costs.transition_bound import bounded
 from moejax.engine.control import start_control

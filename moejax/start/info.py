@@ -18,13 +18,13 @@ import jax
 from host_offload.memory.budget import ArenaTooSmall, cells_per_layer, format_bytes, resolve_budget
 from host_offload.memory.device_memory import SHARE
 from host_offload.memory.layout import ExpertLayout, SlotLayout
-from moejax.checkpoints.directory import checkpoint_directory, model_directory, read_json
 from moejax.checkpoints.formats import checkpoint_format
 from moejax.checkpoints.load import check_orbax_options, open_tensors, plan_tensors
 from moejax.checkpoints.orbax.manifest import MANIFEST, read_manifest
 from moejax.checkpoints.random_model import abstract_params, expert_layout
 from moejax.errors import UserError
 from moejax.models.config import ModelConfig, load_config, parse_config
+from moejax.models.directory import checkpoint_directory, model_directory, read_json
 from pallas_kernels.records import VERSIONS, RecordFormat
 
 EXPERTS = "experts"

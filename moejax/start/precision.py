@@ -22,7 +22,7 @@ from host_offload.memory.placement import (
 from host_offload.memory.store import ExpertStore
 from host_offload.policies.precision.maps import HI, LO
 from host_offload.policies.precision.names import Precision, precision_of
-from moejax.checkpoints.load import LoadedModel
+from moejax.checkpoints.loaded_model import LoadedModel
 from moejax.costs.transition_bound import said
 from moejax.errors import UserError
 from moejax.evaluate.quantization import check_quantizer, with_versions

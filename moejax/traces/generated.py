@@ -13,16 +13,11 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from host_offload.traces.generators import (
-    KINDS,
-    RoutedTokens,
-    RoutingGenerator,
-    routing_generator,
-)
+from host_offload.traces.generators import RoutedTokens, routing_generator
 from host_offload.traces.reader import KINDS as STEP_KINDS
 from host_offload.traces.reader import (
     Mark,
@@ -34,19 +29,7 @@ from host_offload.traces.reader import (
 )
 from host_offload.traces.schema import written_columns
 from moejax.errors import UserError
-
-if TYPE_CHECKING:
-    from moejax.step.parts import Routing
-
-__all__ = [
-    "KINDS",
-    "RoutedTokens",
-    "RoutingGenerator",
-    "forced_routing",
-    "routing_generator",
-    "routing_header",
-    "write_generated_trace",
-]
+from moejax.step.parts import Routing
 
 PRESENT = ("request", "position", "phase", "ids", "weights", "kind")
 """What generated routing has of a trace's columns, besides those that every trace has."""
@@ -62,8 +45,6 @@ def forced_routing(
     Returns ids int32[L, rows, k] and weights float32[L, rows, k]. Raises UserError where they do
     not fit.
     """
-    from moejax.step.parts import Routing
-
     n, layers, k = tokens.ids.shape
     places = np.arange(n) if places is None else np.asarray(places)
     if places.shape != (n,) or len(np.unique(places)) < n or (n and places.max() >= rows):

@@ -13,7 +13,7 @@ from host_offload.memory.budget import Share, format_bytes
 from host_offload.memory.device_memory import free_memory, host_available_bytes
 from host_offload.policies.eviction.names import victim_weights
 from moejax.cache import use_compilation_cache
-from moejax.checkpoints.load import LoadedModel
+from moejax.checkpoints.loaded_model import LoadedModel
 from moejax.checkpoints.random_model import SHAPES, expert_layout, model_bytes, random_model, shape
 from moejax.engine.loop import Engine
 from moejax.errors import UserError

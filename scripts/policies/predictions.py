@@ -45,7 +45,8 @@ from host_offload.sizing.cost_model import CostModel
 from host_offload.traces.reader import read_trace
 from moejax import SamplingParams, UserError
 from moejax.cache import use_compilation_cache
-from moejax.checkpoints.load import LoadedModel, load_checkpoint
+from moejax.checkpoints.load import load_checkpoint
+from moejax.checkpoints.loaded_model import LoadedModel
 from moejax.checkpoints.random_model import random_model
 from moejax.costs.calibration import cost_model_for
 from moejax.device import select_device

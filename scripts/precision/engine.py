@@ -26,13 +26,13 @@ from host_offload.versions.quantizers import QUANTIZERS
 from moejax import LLM, UserError
 from moejax.checkpoints.conversion_source import open_source
 from moejax.checkpoints.convert import Encoding, write_checkpoint
-from moejax.checkpoints.directory import checkpoint_directory
 from moejax.checkpoints.orbax.destination import free_destination
 from moejax.checkpoints.safetensors.shards import find_shards
 from moejax.evaluate.evaluation import perplexity
 from moejax.evaluate.expert_inputs import ExpertInputs, gptq_records
 from moejax.evaluate.quantization import GPTQ
 from moejax.models.config import load_config
+from moejax.models.directory import checkpoint_directory
 from pallas_kernels.records import RecordFormat
 
 WINDOW = 512

@@ -17,15 +17,15 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
-from host_offload.memory.budget import Share
+from host_offload.memory.budget import Share, format_bytes
 from host_offload.memory.placement import slots_for
 from moejax import LLM, SamplingParams, UserError
-from moejax.checkpoints.load import NUMPY_DTYPES
+from moejax.checkpoints.safetensors.shards import NUMPY_DTYPES
 from moejax.checkpoints.tensors import expected_tensors
 from moejax.costs.rates import Rates, measure_rates
 from moejax.models.config import parse_config
 from moejax.models.model_config import ModelConfig
-from moejax.sizes import format_bytes, parse_size
+from moejax.sizes import parse_size
 from scripts.policies.times import interval
 
 MODEL = {

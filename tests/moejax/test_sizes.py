@@ -3,8 +3,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from host_offload.memory.budget import Share, format_bytes
 from moejax.errors import UserError
-from moejax.sizes import Share, format_bytes, parse_expert_budget, parse_share, parse_size
+from moejax.sizes import parse_expert_budget, parse_share, parse_size
 
 
 @pytest.mark.parametrize(

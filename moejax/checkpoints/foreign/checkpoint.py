@@ -6,13 +6,13 @@ import os
 import pathlib
 from typing import Any
 
-from moejax.checkpoints.directory import read_json
 from moejax.checkpoints.foreign.mapped_tensors import MappedTensors, map_tensors
 from moejax.checkpoints.foreign.name_map import NameMap, load_name_map, shipped_maps
 from moejax.checkpoints.orbax.steps import CHECKPOINT, Items, Step, find_items
 from moejax.checkpoints.orbax.tree import Tree, read_tree
 from moejax.errors import UserError
 from moejax.models.config import ModelConfig, load_config, parse_config
+from moejax.models.directory import read_json
 
 
 def open_mapped(
@@ -20,7 +20,7 @@ def open_mapped(
 ) -> tuple[ModelConfig, MappedTensors]:
     """The model's config and its tensors, of which nothing but headers is read.
 
-    directory: a root, a step or an item, see orbax_steps. name_map: a file or the name of a shipped
+    directory: a root, a step or an item, see orbax.steps. name_map: a file or the name of a shipped
     map. Raises UserError.
     """
     items = find_items(directory, step)

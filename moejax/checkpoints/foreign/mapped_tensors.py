@@ -20,7 +20,7 @@ from moejax.checkpoints.foreign.name_map import (
 )
 from moejax.checkpoints.foreign.name_matching import check_names, match_leaves
 from moejax.checkpoints.orbax.tree import Leaf, LeafReader, Tree, leaf_headers, touched_bytes
-from moejax.checkpoints.safetensors.shards import Header
+from moejax.checkpoints.safetensors.headers import Header
 from moejax.checkpoints.tensors import expected_tensors, is_ignored
 from moejax.errors import UserError
 from moejax.models.config import ModelConfig
@@ -83,19 +83,9 @@ class MappedReader:
     def get_tensor(self, name: str, /) -> np.ndarray:
         return _read(self.leaves, self.file.parts[name])
 
-    def get_slice(self, name: str, /) -> MappedRows:
-        return MappedRows(self.leaves, self.file.parts[name])
-
-
-@dataclasses.dataclass(frozen=True)
-class MappedRows:
-    """A tensor that is read along its first axis, only what is asked for where the leaf allows."""
-
-    leaves: LeafReader
-    part: Part
-
-    def __getitem__(self, index: int | slice, /) -> np.ndarray:
-        part, before, after = self.part, self.part.rule.before, self.part.rule.after
+    def get_rows(self, name: str, index: int | slice, /) -> np.ndarray:
+        part = self.file.parts[name]
+        before, after = part.rule.before, part.rule.after
         whole = part.rows is None
         if whole and after and before and after[0] in before and len(after[0]) == 1:
             axis = before.index(after[0])

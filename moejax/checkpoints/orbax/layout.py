@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from host_offload.memory.layout import ExpertLayout
-from moejax.checkpoints.params import abstract_params
+from moejax.checkpoints.tensors import abstract_params
 from moejax.models.config import ModelConfig
 
 DENSE = "dense"

@@ -15,8 +15,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from moejax.checkpoints.directory import read_json
 from moejax.errors import UserError
+from moejax.models.directory import read_json
 
 MANIFEST, JOURNAL = "moejax.json", "moejax.partial.json"
 FORMAT, FORMAT_VERSION = "moejax-orbax", 1

@@ -1,27 +1,35 @@
 """Loading what `moejax convert` wrote: experts into the pinned store, the rest onto the device.
 
-The arrays are read from Orbax's files directly (orbax_layout): an expert is a file of its record's
-bytes. Orbax itself can load the checkpoint too, but fills nothing in place and checks nothing.
+The arrays are read from Orbax's files directly (orbax/layout.py): an expert is a file of its
+record's bytes. Orbax itself can load the checkpoint too, but fills nothing in place and checks
+nothing.
 """
 
 from __future__ import annotations
 
-import collections
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
+import itertools
 import os
 import pathlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 
 import jax
 import numpy as np
 
 from host_offload.memory.layout import ExpertLayout
 from host_offload.memory.store import ExpertStore, StoreBuilder, aligned_empty
-from moejax.checkpoints.directory import checkpoint_directory, read_json, require_own_file
-from moejax.checkpoints.load import LoadedModel, check_dtype, new_store, run_dtype, warn_nonfinite
+from moejax.checkpoints.loaded_model import (
+    LoadedModel,
+    check_dtype,
+    counted,
+    new_store,
+    run_dtype,
+    warn_nonfinite,
+)
 from moejax.checkpoints.orbax.layout import DENSE, Leaf, expert_leaf, param_leaves
 from moejax.checkpoints.orbax.manifest import (
     MANIFEST,
@@ -31,14 +39,15 @@ from moejax.checkpoints.orbax.manifest import (
     read_file,
     read_manifest,
 )
-from moejax.checkpoints.params import abstract_params
-from moejax.checkpoints.placement import WORKERS, count_nonfinite
+from moejax.checkpoints.placement import WORKERS, cast, count_nonfinite, in_order
 from moejax.checkpoints.safetensors.shards import NUMPY_DTYPES
+from moejax.checkpoints.tensors import abstract_params
 from moejax.errors import UserError
 from moejax.models.config import ModelConfig, load_config
+from moejax.models.directory import checkpoint_directory, read_json, require_own_file
 
 _PHASES = ("headers", "allocate", "read")
-"""Of moejax.start.start_times; parameters go to the device while others are read."""
+"""The phases of moejax.start.start_times; parameters go to the device while others are read."""
 
 _AGAIN = "copy the checkpoint again, or convert the original again"
 
@@ -61,7 +70,7 @@ class StoredCheckpoint:
         return param_leaves(self.config, NUMPY_DTYPES[self.manifest.dtype])
 
     def layout_of(self, version: str) -> ExpertLayout:
-        """Of the records as they are stored. Raises UserError for an unknown version."""
+        """How a version's records are stored. Raises UserError for an unknown version."""
         try:
             return dataclasses.replace(self.layout, version=version, dtype=self.manifest.dtype)
         except ValueError as error:
@@ -106,13 +115,7 @@ def load_orbax(
     to = NUMPY_DTYPES[to_name]
     dense = dataclasses.replace(stored.layout, itemsize=to.itemsize)
     expert_bytes = sum(leaf.nbytes for each in layers.values() for leaf in each)
-    done, total = 0, sum(leaf.nbytes for leaf in leaves.values()) + expert_bytes
-
-    def advance(nbytes: int) -> None:
-        nonlocal done
-        done += nbytes
-        if progress is not None:
-            progress(done, total)
+    advance = counted(progress, sum(leaf.nbytes for leaf in leaves.values()) + expert_bytes)
 
     builders: dict[str, StoreBuilder] = {}
     try:
@@ -134,8 +137,11 @@ def load_orbax(
 
             params = jax.tree.map(param, abstract_params(config, to))
             for version, builder in builders.items():
-                for _ in _load_experts(stored, version, held[version], builder, to, pool):
-                    advance(layers[version][0].chunk_bytes)
+                with contextlib.closing(
+                    _load_experts(stored, version, held[version], builder, to, pool)
+                ) as loaded:
+                    for _ in loaded:
+                        advance(layers[version][0].chunk_bytes)
         stores = [builder.finish() for builder in builders.values()]
     except BaseException:
         for builder in builders.values():
@@ -181,25 +187,16 @@ def _load_experts(
     builder: StoreBuilder,
     dtype: np.dtype,
     pool: concurrent.futures.Executor,
-) -> Iterator[None]:
+) -> Generator[None, None, None]:
     """Fills the store of a version, which has these layers; yields after each expert."""
 
-    def load(place: int, layer: int, expert: int) -> None:
+    def load(at: tuple[int, int]) -> None:
+        place, expert = at
         with builder.piece(place, expert, 1, 0, builder.layout.rows) as records:
-            read_record(stored, version, layer, expert, dtype, records[0])
+            read_record(stored, version, layers[place], expert, dtype, records[0])
 
-    waiting: collections.deque[concurrent.futures.Future[None]] = collections.deque()
-    try:
-        for place, layer in enumerate(layers):
-            for expert in range(stored.config.num_experts):
-                waiting.append(pool.submit(load, place, layer, expert))
-                if len(waiting) > 2 * WORKERS:  # an error ends it soon
-                    yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
-    finally:
-        for future in waiting:
-            future.cancel()
+    places = itertools.product(range(len(layers)), range(stored.config.num_experts))
+    return in_order(pool, load, places)
 
 
 def read_expert(
@@ -336,7 +333,7 @@ def read_param(
     if leaf.dtype == dtype:
         return weights
     converted = aligned_empty(leaf.shape, dtype)
-    _convert(weights, converted, str(stored.tree / leaf.name))
+    cast(weights, converted, count_nonfinite(weights), str(stored.tree / leaf.name))
     return converted
 
 
@@ -355,16 +352,6 @@ def read_record(
     record = into if same else np.empty(leaf.shape[1:], np.uint16)
     _read_chunk(stored.tree, leaf, expert, expected[expert], record)
     if not same:
+        weights = record.reshape(-1).view(of)
         where = str(stored.tree / leaf.name / leaf.chunk(expert))
-        _convert(record.reshape(-1).view(of), into.reshape(-1).view(dtype), where)
-
-
-def _convert(weights: np.ndarray, into: np.ndarray, where: str) -> None:
-    """UserError if a finite value becomes infinite."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        np.copyto(into, weights, casting="unsafe")
-    if count_nonfinite(into) > count_nonfinite(weights):
-        raise UserError(
-            f"{where} has values that {into.dtype.name} cannot hold; "
-            "run with dtype float32 or the checkpoint's own"
-        )
+        cast(weights, into.reshape(-1).view(dtype), count_nonfinite(weights), where)

@@ -16,8 +16,8 @@ import pathlib
 import re
 from typing import Any
 
-from moejax.checkpoints.directory import read_json
 from moejax.errors import UserError
+from moejax.models.directory import read_json
 
 Step = int | str | None
 """Which step of a root: its number, "latest" (None is that too), "best", "best:METRIC",

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from moejax.checkpoints.directory import may_lead_to, read_json
 from moejax.checkpoints.orbax.steps import TREE
-from moejax.checkpoints.safetensors.shards import FLOAT_DTYPES, Header
+from moejax.checkpoints.safetensors.headers import FLOAT_DTYPES, Header
 from moejax.errors import UserError
+from moejax.models.directory import may_lead_to, read_json
 
 _EMPTY = ("None", "Dict", "List", "Tuple", "NamedTuple", "string")
 """Orbax's value types that are no arrays."""

@@ -11,8 +11,8 @@ import os
 import pathlib
 from typing import Any
 
-from moejax.checkpoints.directory import parse_json, require_own_file
 from moejax.errors import UserError
+from moejax.models.directory import parse_json, require_own_file
 
 FLOAT_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 """safetensors' name → numpy's, of the dtypes a checkpoint may hold."""

@@ -14,27 +14,9 @@ from typing import Protocol
 import ml_dtypes
 import numpy as np
 
-from moejax.checkpoints.directory import read_json
-from moejax.checkpoints.safetensors.headers import (
-    FLOAT_DTYPES,
-    Header,
-    damaged,
-    file_stamp,
-    read_header,
-)
+from moejax.checkpoints.safetensors.headers import Header, damaged, file_stamp, read_header
 from moejax.errors import UserError
-
-__all__ = [
-    "FLOAT_DTYPES",
-    "NUMPY_DTYPES",
-    "Header",
-    "Rows",
-    "Shard",
-    "ShardReader",
-    "TensorFile",
-    "TensorReader",
-    "find_shards",
-]
+from moejax.models.directory import read_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -45,14 +27,6 @@ NUMPY_DTYPES = {
 }
 
 
-class Rows(Protocol):
-    """A tensor that is read piece by piece; numpy arrays are some."""
-
-    def __getitem__(self, index: int | slice, /) -> np.ndarray:
-        """Those of its first axis."""
-        ...
-
-
 class TensorReader(Protocol):
     """An open file of tensors. Several threads may read at once; what they get is theirs."""
 
@@ -60,8 +34,8 @@ class TensorReader(Protocol):
         """The whole tensor, of the announced dtype and shape."""
         ...
 
-    def get_slice(self, name: str, /) -> Rows:
-        """The tensor, to be indexed along its first axis."""
+    def get_rows(self, name: str, index: int | slice, /) -> np.ndarray:
+        """tensor[index], without reading the rest where the format allows."""
         ...
 
 
@@ -134,8 +108,15 @@ class ShardReader:
         self.read_into(name, 0, values)
         return values
 
-    def get_slice(self, name: str) -> Rows:
-        return _ShardRows(self, name)
+    def get_rows(self, name: str, index: int | slice) -> np.ndarray:
+        header = self.shard.tensors[name]
+        rows = range(header.shape[0])[index]
+        one = isinstance(rows, int)
+        rows = range(rows, rows + 1) if one else rows
+        assert rows.step == 1, "rows that lie one after the other"
+        values = np.empty((len(rows), *header.shape[1:]), NUMPY_DTYPES[header.dtype])
+        self.read_into(name, rows.start * math.prod(header.shape[1:]), values)
+        return values[0] if one else values
 
     def read_into(self, name: str, first: int, out: np.ndarray) -> None:
         """Reads from value number `first` of the flat tensor on, until out is full.
@@ -154,22 +135,6 @@ class ShardReader:
             if read == 0:
                 raise damaged(path, f"ends within tensor {name}; it was whole a moment ago")
             rest, offset = rest[read:], offset + read
-
-
-@dataclasses.dataclass(frozen=True)
-class _ShardRows:
-    reader: ShardReader
-    name: str
-
-    def __getitem__(self, index: int | slice) -> np.ndarray:
-        header = self.reader.shard.tensors[self.name]
-        rows = range(header.shape[0])[index]
-        one = isinstance(rows, int)
-        rows = range(rows, rows + 1) if one else rows
-        assert rows.step == 1, "rows that lie one after the other"
-        values = np.empty((len(rows), *header.shape[1:]), NUMPY_DTYPES[header.dtype])
-        self.reader.read_into(self.name, rows.start * math.prod(header.shape[1:]), values)
-        return values[0] if one else values
 
 
 def find_shards(directory: pathlib.Path) -> tuple[Shard, ...]:

@@ -6,6 +6,7 @@ import argparse
 import json
 from typing import TYPE_CHECKING
 
+from moejax.commands.trace.model import check_model, model_config
 from moejax.errors import UserError
 
 if TYPE_CHECKING:
@@ -78,7 +79,6 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _written(args: argparse.Namespace, trace: Trace) -> int:
-    from moejax.commands.trace.trace import check_model, model_config
     from moejax.evaluate.expert_scores import error_weights, expert_scores, write_scores
 
     check_model(args.trace, trace.header, model_config(args))
@@ -89,7 +89,7 @@ def _written(args: argparse.Namespace, trace: Trace) -> int:
     if args.model is not None:
         import jax
 
-        from moejax.checkpoints.directory import model_directory
+        from moejax.models.directory import model_directory
 
         jax.config.update("jax_platforms", "cpu")  # nothing here is worth a GPU's memory
         model, pair = model_directory(args.model), (args.hi, args.lo)

@@ -7,16 +7,15 @@ import json
 import textwrap
 from typing import TYPE_CHECKING
 
-from moejax.commands.options.checkpoint import add_checkpoint_options
 from moejax.commands.tables import new_table, print_table
 from moejax.commands.trace import scores as trace_scores
+from moejax.commands.trace.model import add_model, check_model, model_config
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from host_offload.traces.reader import TraceHeader
     from host_offload.traces.statistics import TraceStatistics
-    from moejax.models.model_config import ModelConfig
 
 _INFO_EPILOG = """\
 Every figure is beside what papers measured of real models, where they did: what holds for a small
@@ -79,12 +78,12 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     )
     info.set_defaults(run=_info)
     info.add_argument("directory", metavar="DIR", help="a trace")
-    _add_model(info, "refuse the trace if it is not of this model")
+    add_model(info, "refuse the trace if it is not of this model")
     info.add_argument("--json", action="store_true", help="one JSON object; shares are 0 … 1")
 
     scores = add("scores", "write who is used most, for --precision", trace_scores.EPILOG)
     trace_scores.add_arguments(scores)
-    _add_model(scores, "also write weights of errors; refuse the trace if it is not of this model")
+    add_model(scores, "also write weights of errors; refuse the trace if it is not of this model")
 
     convert = add(
         "convert", "make a trace of routing that another program recorded", _CONVERT_EPILOG
@@ -92,7 +91,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     convert.set_defaults(run=_convert)
     convert.add_argument("source", metavar="SRC", help="a .npy, .npz, .jsonl or .parquet file")
     convert.add_argument("destination", metavar="DST", help="the new trace's directory")
-    _add_model(convert, "of this model; gives the number of experts, and checks shapes")
+    add_model(convert, "of this model; gives the number of experts, and checks shapes")
     for option, text in (
         ("--experts", "routed experts of a layer, without --model"),
         ("--layers", "layers in ids without a shape, dense ones included"),
@@ -124,20 +123,6 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         generate.add_argument(
             option, type=int, default=default, metavar="N", help=f"{text} (default: {default})"
         )
-
-
-def _add_model(parser: argparse.ArgumentParser, text: str) -> None:
-    parser.add_argument("--model", metavar="PATH", help=f"{text}: a checkpoint or a config.json")
-    add_checkpoint_options(parser)
-
-
-def model_config(args: argparse.Namespace) -> ModelConfig | None:
-    """Of --model; None without it."""
-    if args.model is None:
-        return None
-    from moejax.start.info import read_headers
-
-    return read_headers(args.model, args.step, args.name_map)[0]
 
 
 # ---- info
@@ -175,27 +160,6 @@ def _info(args: argparse.Namespace) -> int:
         print_table(_domains(statistics))
         print(published.DOMAIN_NOTES)
     return 0
-
-
-def check_model(directory: str, header: TraceHeader, config: ModelConfig | None) -> None:
-    """Raises UserError for a trace of another model."""
-    if config is None:
-        return
-    from moejax.errors import UserError
-    from moejax.traces.tracer import config_digest
-
-    found = header.layers, header.experts, header.top_k
-    wanted = sum(config.moe_layers), config.num_experts, config.num_experts_per_tok
-    if found != wanted:
-        raise UserError(
-            f"{directory} is of another model: it has {found[0]} MoE layers of {found[1]} experts, "
-            f"top-{found[2]}; the model has {wanted[0]} of {wanted[1]}, top-{wanted[2]}"
-        )
-    if header.config_digest and header.config_digest != config_digest(config):
-        raise UserError(
-            f"{directory} is of another model: its configuration's digest is "
-            f"{header.config_digest[:12]}…, the model's {config_digest(config)[:12]}…"
-        )
 
 
 def _print_head(

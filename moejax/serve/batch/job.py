@@ -11,11 +11,13 @@ from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING, Any, Literal
 
 from moejax.errors import UserError
+from moejax.progress import batch_progress
+from moejax.requests.request import GenerationRequest
 from moejax.serve.batch.lines import Line, read_lines
 from moejax.serve.batch.result_file import ResultFile, open_results
+from moejax.serve.batch.results import failure, success
 
 if TYPE_CHECKING:
-    from moejax.requests.request import GenerationRequest
     from moejax.serve.llm import LLM
 
 
@@ -34,7 +36,7 @@ class Job:
     seed: int = 0
     """From it and from their ids come the seeds of lines that have none."""
     on_error: Literal["fail", "skip"] = "fail"
-    """Of a bad line: end the job behind the lines before it, or write an error as its result."""
+    """A bad line ends the job behind the lines before it, or gets an error as its result."""
     overwrite: bool = False
     """Start anew where there are results."""
 
@@ -86,9 +88,6 @@ class OpenJob:
         done, and when the output cannot be written. However it ends, every line of the output is a
         whole result.
         """
-        from moejax.progress import batch_progress
-        from moejax.serve.batch.results import success
-
         self.results.begin(overwrite=self.job.overwrite)
         statistics = llm.engine.statistics
         with batch_progress(
@@ -161,8 +160,6 @@ class OpenJob:
         keep: Callable[[Line, bytes], None],
         warn: Callable[[str], None],
     ) -> None:
-        from moejax.serve.batch.results import failure
-
         message_with_place = f"{self.job.input}, line {line.number}: {message}"
         if self.job.on_error == "fail":
             if self._running:

@@ -7,7 +7,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from host_offload.memory.store import record_of
-from moejax.checkpoints.load import NUMPY_DTYPES
+from moejax.checkpoints.safetensors.shards import NUMPY_DTYPES
 from moejax.checkpoints.tensors import expected_tensors
 from moejax.models.config import parse_config
 

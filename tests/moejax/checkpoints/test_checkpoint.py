@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from moejax.checkpoints.load import NUMPY_DTYPES, load_checkpoint, load_tensors
-from moejax.checkpoints.safetensors.shards import Header
+from moejax.checkpoints.load import load_checkpoint, load_tensors
+from moejax.checkpoints.safetensors.headers import Header
+from moejax.checkpoints.safetensors.shards import NUMPY_DTYPES
 from moejax.checkpoints.tensors import expected_tensors
 from moejax.errors import UserError
 from moejax.models.config import parse_config
@@ -194,8 +195,8 @@ class InMemory:
     def get_tensor(self, name):
         return self.arrays[name]
 
-    def get_slice(self, name):
-        return self.arrays[name]
+    def get_rows(self, name, index):
+        return self.arrays[name][index]
 
 
 @pytest.mark.parametrize("dtype", ["auto", "float32"])

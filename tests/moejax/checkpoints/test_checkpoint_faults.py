@@ -256,6 +256,6 @@ def test_store_beyond_the_machine(tmp_path, monkeypatch):
         raise MemoryError("cannot allocate 99.0 GiB of pinned host memory")
 
     write(tmp_path, random_tensors(CONFIG))
-    monkeypatch.setattr("moejax.checkpoints.load.StoreBuilder", refuse)
+    monkeypatch.setattr("moejax.checkpoints.loaded_model.StoreBuilder", refuse)
     with pytest.raises(UserError, match=r"cannot allocate 99\.0 GiB"):
         load_checkpoint(tmp_path)

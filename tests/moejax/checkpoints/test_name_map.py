@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from moejax import UserError
-from moejax.checkpoints.foreign import checkpoint as mapped_checkpoint
+from moejax.checkpoints import load
 from moejax.checkpoints.foreign.checkpoint import open_mapped
 from moejax.checkpoints.foreign.name_map import load_name_map, parse_name_map, shipped_maps
 from moejax.checkpoints.load import load_checkpoint
@@ -88,8 +88,8 @@ def test_shipped_maps_read_the_tensors_back(tmp_path, name):
             header = mapped.tensors[tensor]
             assert header.shape == expected.shape and header.dtype == expected.dtype.name
             np.testing.assert_array_equal(reader.get_tensor(tensor), expected)
-            np.testing.assert_array_equal(reader.get_slice(tensor)[2], expected[2])
-            np.testing.assert_array_equal(reader.get_slice(tensor)[1:3], expected[1:3])
+            np.testing.assert_array_equal(reader.get_rows(tensor, 2), expected[2])
+            np.testing.assert_array_equal(reader.get_rows(tensor, slice(1, 3)), expected[1:3])
 
 
 def test_loaded_model_equals_the_tensors(tmp_path):
@@ -128,7 +128,7 @@ def test_experts_stacked_as_transformers_keeps_them(tmp_path):
         for name, expected in tensors.items():
             np.testing.assert_array_equal(reader.get_tensor(name), expected)
         for name in (gate_up.format(1), down.format(1)):
-            np.testing.assert_array_equal(reader.get_slice(name)[1], tensors[name][1])
+            np.testing.assert_array_equal(reader.get_rows(name, 1), tensors[name][1])
 
 
 def test_numbers_may_be_computed(tmp_path):
@@ -283,7 +283,7 @@ def test_reading_headers_is_a_phase_of_the_start(plain, tmp_path, monkeypatch):
         time.sleep(0.1)
         return open_mapped(*args)
 
-    monkeypatch.setattr(mapped_checkpoint, "open_mapped", slow)
+    monkeypatch.setattr(load, "open_mapped", slow)
     name_map = write_map(tmp_path, {"rules": [*HF, *EXPERTS]})
     assert load_checkpoint(plain[0], name_map=name_map).seconds["headers"] > 0.1
 

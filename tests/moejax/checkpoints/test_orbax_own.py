@@ -14,9 +14,10 @@ import pytest
 from moejax import LLM, SamplingParams
 from moejax.checkpoints.convert import convert
 from moejax.checkpoints.formats import checkpoint_format
-from moejax.checkpoints.load import NUMPY_DTYPES, load_checkpoint
+from moejax.checkpoints.load import load_checkpoint
 from moejax.checkpoints.orbax.manifest import checksum
 from moejax.checkpoints.orbax.own import load_orbax, read_expert
+from moejax.checkpoints.safetensors.shards import NUMPY_DTYPES
 from moejax.errors import UserError
 from tests.moejax.checkpoints.conversions import assert_same_model, copied, flip, rewrite_manifest
 from tests.moejax.checkpoints.random_checkpoint import CONFIG, UP, random_tensors, stacked, write
@@ -329,7 +330,7 @@ def test_a_store_that_does_not_fit(converted, monkeypatch):
     def refuse(*args):
         raise MemoryError("no room")
 
-    monkeypatch.setattr("moejax.checkpoints.load.StoreBuilder", refuse)
+    monkeypatch.setattr("moejax.checkpoints.loaded_model.StoreBuilder", refuse)
     with pytest.raises(UserError, match="no room"):
         load_checkpoint(converted)
 

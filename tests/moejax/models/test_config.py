@@ -6,7 +6,8 @@ import json
 import pytest
 
 from moejax.errors import UserError
-from moejax.models.config import ModelConfig, Run, load_config, parse_config
+from moejax.models.config import load_config, parse_config
+from moejax.models.model_config import ModelConfig, Run
 from moejax.models.rope import Rope
 
 BASE = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}

@@ -11,11 +11,10 @@ from moejax.requests.outputs import (
     Logprob,
     RequestMetrics,
     RequestOutput,
-    append_logprobs,
-    append_prompt_logprobs,
-    request_output,
 )
+from moejax.requests.request import append_logprobs, append_prompt_logprobs
 from moejax.requests.stopping import Ending
+from moejax.requests.submission import request_output
 from moejax.requests.tokenizer import load_tokenizer
 
 EOS = 0

@@ -15,7 +15,7 @@ import pytest
 from moejax import LLM, AsyncLLM, EngineDeadError, SamplingParams, UserError
 from moejax.engine.arena_report import kv_faults
 from moejax.errors import OutOfKV
-from moejax.requests.outputs import _with_text
+from moejax.requests.submission import _with_text
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=180, ignore_eos=True)
@@ -113,7 +113,7 @@ def test_log_probabilities_are_written_out_once(llm, monkeypatch):
     )
     plain = llm.generate([[5, 6, 7]], params)[0]
     made = mock.Mock(wraps=_with_text)
-    monkeypatch.setattr("moejax.requests.outputs._with_text", made)
+    monkeypatch.setattr("moejax.requests.submission._with_text", made)
 
     async def main():
         async with AsyncLLM(llm) as served:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from host_offload.traces.generators import routing_generator
 from moejax import LLM, SamplingParams
 from moejax.step.parts import Routing
-from moejax.traces.generated import forced_routing, routing_generator
+from moejax.traces.generated import forced_routing
 
 PROMPTS = [[5, 6, 7], list(range(100, 170)), [9] * 20]
 PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)

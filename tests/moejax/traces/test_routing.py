@@ -3,15 +3,10 @@
 import numpy as np
 import pytest
 
-from host_offload.traces.generators import RoutingGenerator
+from host_offload.traces.generators import RoutedTokens, RoutingGenerator, routing_generator
 from moejax.errors import UserError
 from moejax.traces import read_trace
-from moejax.traces.generated import (
-    RoutedTokens,
-    forced_routing,
-    routing_generator,
-    write_generated_trace,
-)
+from moejax.traces.generated import forced_routing, write_generated_trace
 from moejax.traces.published import MODELS
 
 E, K, LAYERS, ROWS, TOKENS = 128, 8, 3, 32, 90

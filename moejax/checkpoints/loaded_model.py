@@ -1,0 +1,102 @@
+"""A checkpoint in memory, and what every way of loading one needs."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from host_offload.memory.layout import ExpertLayout
+from host_offload.memory.store import ExpertStore, StoreBuilder
+from moejax.device import require_pinned_memory
+from moejax.errors import UserError
+from moejax.models.config import ModelConfig
+
+log = logging.getLogger("moejax")
+
+DTYPE_NAMES = {
+    "half": "float16",
+    "float16": "float16",
+    "bfloat16": "bfloat16",
+    "float": "float32",
+    "float32": "float32",
+}
+"""What the option dtype may be besides "auto" (vLLM's names) → the run's dtype."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedModel:
+    """A checkpoint in memory.
+
+    dtype: the run's, "bfloat16", "float16" or "float32"; config.dtype is the checkpoint's.
+    params: jax arrays on the device in the run's dtype (a family's wide_params in float32),
+    matrices as [out, in]: "embed" [V, D], "final_norm" [D], "lm_head" [V, D] (absent if tied),
+    biases where the family has them, and "runs", one dict for each of config.runs with leading axis
+    n, its layers. Their names and shapes are the family's layer_params (docs/add_a_model.md), of
+    Qwen3-MoE "input_norm" [n, D], "qkv" [n, (H + 2·KH)·hd, D] (rows of q, k, v), "q_norm", "k_norm"
+    [n, hd], "o" [n, D, H·hd], "post_norm" [n, D], "router" [n, E, D]. store: all experts, dense
+    unless other versions were asked for. layout: of a dense record. seconds: how long the phases of
+    loading took, as in moejax.start.start_times. quantizers: how the store's versions besides the
+    dense one were made.
+    """
+
+    config: ModelConfig
+    dtype: str
+    params: dict[str, Any]
+    store: ExpertStore
+    layout: ExpertLayout
+    seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+    quantizers: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+def check_dtype(dtype: str) -> None:
+    """Raises UserError for a dtype that is neither "auto" nor one of DTYPE_NAMES."""
+    if dtype != "auto" and dtype not in DTYPE_NAMES:
+        raise UserError(f"dtype {dtype!r} is unknown; choose auto, {', '.join(DTYPE_NAMES)}")
+
+
+def run_dtype(dtype: str, stored: str) -> str:
+    """The run's dtype. dtype: as in load_checkpoint; "auto" is `stored`. Raises UserError."""
+    check_dtype(dtype)
+    return stored if dtype == "auto" else DTYPE_NAMES[dtype]
+
+
+def new_store(
+    config: ModelConfig,
+    layout: ExpertLayout,
+    device: jax.Device,
+    source: str,
+    layers: int | None = None,
+) -> StoreBuilder:
+    """An empty store for all experts, or for those of so many layers. Raises UserError where the
+    device's pinned memory is too small for it. source: the checkpoint's path, for messages."""
+    layers = sum(config.moe_layers) if layers is None else layers
+    require_pinned_memory(device, layers * config.num_experts * layout.nbytes)
+    try:
+        return StoreBuilder(layout, layers, config.num_experts, device)
+    except MemoryError as error:
+        raise UserError(f"{source}: {error}") from error
+
+
+def warn_nonfinite(source: str, nonfinite: Mapping[str, int]) -> None:
+    """Says once that weights are NaN or infinite: such a model loads, and mostly answers NaN."""
+    if nonfinite:
+        (name, count), others = next(iter(nonfinite.items())), len(nonfinite) - 1
+        more = f", and {others} other tensors have such values too" if others else ""
+        log.warning("%s: %d values of tensor %s are NaN or infinite%s", source, count, name, more)
+
+
+def counted(progress: Callable[[int, int], None] | None, total: int) -> Callable[[int], None]:
+    """advance(nbytes): calls progress with (bytes so far, total)."""
+    done = 0
+
+    def advance(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        if progress is not None:
+            progress(done, total)
+
+    return advance
