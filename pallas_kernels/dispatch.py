@@ -3,35 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from importlib import import_module
 
-from pallas_kernels.triton import is_interpreted
-
-OPS: dict[str, tuple[str, ...]] = {
-    "linear": ("xla", "pallas"),
-    "head_linear": ("xla",),
-    "rms_norm": ("xla", "pallas"),
-    "layer_norm": ("xla", "pallas"),
-    "route": ("xla", "pallas"),
-    "plan": ("xla", "pallas"),
-    "fill": ("xla", "pallas"),
-    "stage": ("xla", "pallas"),
-    "move": ("xla", "pallas"),
-    "expert_ffn": ("xla", "pallas"),
-    "combine": ("xla", "pallas"),
-    "kv_write": ("xla", "pallas"),
-    "latent_write": ("xla",),
-    "paged_attention": ("xla", "pallas"),
-}
-"""Every op and the implementations this release has."""
-
-KERNEL_DTYPES = ("bfloat16", "float16")
-"""What the Pallas kernels compute in: a float32 product would be rounded to TF32."""
+from pallas_kernels.triton import KERNEL_DTYPES, is_interpreted
 
 
 @dataclasses.dataclass(frozen=True)
 class Ops:
-    """The chosen implementation of each op."""
+    """The chosen implementation of each op; a field is the name of the op's folder."""
 
     linear: str
     head_linear: str
@@ -47,6 +27,13 @@ class Ops:
     kv_write: str
     latent_write: str
     paged_attention: str
+
+
+OPS: dict[str, tuple[str, ...]] = {
+    field.name: tuple(import_module(f"pallas_kernels.{field.name}.api").IMPLEMENTATIONS)
+    for field in dataclasses.fields(Ops)
+}
+"""Every op and the implementations that its `api` lists."""
 
 
 def parse_ops(ops: str | Mapping[str, str]) -> dict[str, str]:
@@ -112,12 +99,3 @@ def resolve_ops(
             raise ValueError(f"op {op!r}: {no_kernel[op]}; use xla or auto")
         resolved[op] = name
     return Ops(**resolved)
-
-
-def pick(op: str, implementations: Mapping[str, Callable], name: str) -> Callable:
-    """The function of one implementation. Raises ValueError naming what exists."""
-    if name not in implementations:
-        raise ValueError(
-            f"op {op!r} has no implementation {name!r}; it has {', '.join(implementations)}"
-        )
-    return implementations[name]

@@ -11,6 +11,9 @@ import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+KERNEL_DTYPES = ("bfloat16", "float16")
+"""What the Pallas kernels compute in: a float32 product would be rounded to TF32."""
+
 _interpreted: ContextVar[bool] = ContextVar("interpreted", default=False)
 
 

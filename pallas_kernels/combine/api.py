@@ -2,10 +2,9 @@ from __future__ import annotations
 
 from jaxtyping import Array, Float
 
-from pallas_kernels.combine import pallas_triton, reference
-from pallas_kernels.dispatch import pick
+from pallas_kernels.implementations import implementations, pick
 
-IMPLEMENTATIONS = {"xla": reference.combine, "pallas": pallas_triton.combine}
+IMPLEMENTATIONS = implementations("combine", ("xla", "pallas"))
 
 
 def combine(

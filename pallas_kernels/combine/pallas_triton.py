@@ -10,8 +10,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.dispatch import KERNEL_DTYPES
-from pallas_kernels.triton import triton_call
+from pallas_kernels.triton import KERNEL_DTYPES, triton_call
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ import dataclasses
 class Spec:
     tokens: int
     dtype: str
-    """Of the residual and the result."""
+    """The dtype of the residual and the result."""
     top_k: int = 4
     hidden: int = 40
 

@@ -2,13 +2,12 @@ from __future__ import annotations
 
 from jaxtyping import Array, Float, Int, UInt16
 
-from pallas_kernels.dispatch import pick
-from pallas_kernels.expert_ffn import pallas_triton, reference
 from pallas_kernels.expert_ffn.activation import ACTIVATIONS
+from pallas_kernels.implementations import implementations, pick
 from pallas_kernels.records.format import RecordFormat
 from pallas_kernels.records.versions import Formats, VersionFormats, check_formats
 
-IMPLEMENTATIONS = {"xla": reference.expert_ffn, "pallas": pallas_triton.expert_ffn}
+IMPLEMENTATIONS = implementations("expert_ffn", ("xla", "pallas"))
 
 
 def expert_ffn(

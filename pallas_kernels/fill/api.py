@@ -2,11 +2,10 @@ from __future__ import annotations
 
 from jaxtyping import Array, Int, UInt16
 
-from pallas_kernels.dispatch import pick
-from pallas_kernels.fill import pallas_triton, reference
+from pallas_kernels.implementations import implementations, pick
 from pallas_kernels.records.versions import Formats, check_formats
 
-IMPLEMENTATIONS = {"xla": reference.fill, "pallas": pallas_triton.fill}
+IMPLEMENTATIONS = implementations("fill", ("xla", "pallas"))
 
 
 def fill(

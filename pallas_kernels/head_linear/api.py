@@ -2,10 +2,9 @@ from __future__ import annotations
 
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.dispatch import pick
-from pallas_kernels.head_linear import reference
+from pallas_kernels.implementations import implementations, pick
 
-IMPLEMENTATIONS = {"xla": reference.head_linear}
+IMPLEMENTATIONS = implementations("head_linear", ("xla",))
 
 
 def head_linear(

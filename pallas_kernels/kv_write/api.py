@@ -4,8 +4,7 @@ from typing import NamedTuple
 
 from jaxtyping import Array, Float, Int, UInt16
 
-from pallas_kernels.dispatch import pick
-from pallas_kernels.kv_write import pallas_triton, reference
+from pallas_kernels.implementations import implementations, pick
 
 
 class KVPage(NamedTuple):
@@ -35,7 +34,7 @@ class KVPage(NamedTuple):
         return self.block_size * self.rows_per_token
 
 
-IMPLEMENTATIONS = {"xla": reference.kv_write, "pallas": pallas_triton.kv_write}
+IMPLEMENTATIONS = implementations("kv_write", ("xla", "pallas"))
 
 
 def kv_write(

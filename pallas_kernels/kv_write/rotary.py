@@ -4,7 +4,8 @@ import jax.numpy as jnp
 
 
 def cosine_and_sine(positions, inverse_frequencies, factor, dtype):
-    """Of every token's angles, each [T, 1, half]; angles in float32, `factor` scales both."""
+    """Cosine and sine of every token's angles, each [T, 1, half], scaled by `factor`; angles in
+    float32."""
     angles = positions[:, None].astype(jnp.float32) * inverse_frequencies
     cos, sin = ((fn(angles) * factor).astype(dtype)[:, None] for fn in (jnp.cos, jnp.sin))
     return cos, sin

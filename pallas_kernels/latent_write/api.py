@@ -2,11 +2,10 @@ from __future__ import annotations
 
 from jaxtyping import Array, Float, Int, UInt16
 
-from pallas_kernels.dispatch import pick
+from pallas_kernels.implementations import implementations, pick
 from pallas_kernels.kv_write import KVPage
-from pallas_kernels.latent_write import reference
 
-IMPLEMENTATIONS = {"xla": reference.latent_write}
+IMPLEMENTATIONS = implementations("latent_write", ("xla",))
 
 
 def latent_write(

@@ -2,10 +2,9 @@ from __future__ import annotations
 
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.dispatch import pick
-from pallas_kernels.layer_norm import pallas_triton, reference
+from pallas_kernels.implementations import implementations, pick
 
-IMPLEMENTATIONS = {"xla": reference.layer_norm, "pallas": pallas_triton.layer_norm}
+IMPLEMENTATIONS = implementations("layer_norm", ("xla", "pallas"))
 
 
 def layer_norm(

@@ -12,7 +12,7 @@ class Spec:
     width: int = 40
     layers: int = 2
     scale: float = 1.0
-    """Of the inputs: small ones show eps."""
+    """The inputs' standard deviation: small ones show eps."""
 
 
 SPECS = (

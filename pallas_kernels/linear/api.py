@@ -3,10 +3,9 @@ from __future__ import annotations
 import jax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.dispatch import pick
-from pallas_kernels.linear import pallas_triton, reference
+from pallas_kernels.implementations import implementations, pick
 
-IMPLEMENTATIONS = {"xla": reference.linear, "pallas": pallas_triton.linear}
+IMPLEMENTATIONS = implementations("linear", ("xla", "pallas"))
 
 
 def linear(

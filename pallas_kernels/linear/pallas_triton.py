@@ -11,8 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.dispatch import KERNEL_DTYPES
-from pallas_kernels.triton import triton_call
+from pallas_kernels.triton import KERNEL_DTYPES, triton_call
 
 DECODE_TILES = ((128, 128), (32, 256), (16, 512))
 """columns × depth, the widest first."""

@@ -5,8 +5,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Int, UInt16
 
-from pallas_kernels.dispatch import pick
-from pallas_kernels.move import pallas_triton, reference
+from pallas_kernels.implementations import implementations, pick
 from pallas_kernels.plan import Tables
 
 
@@ -21,7 +20,7 @@ class Moves(NamedTuple):
     """The arena row that the cell shall begin at."""
 
 
-IMPLEMENTATIONS = {"xla": reference.copy, "pallas": pallas_triton.copy}
+IMPLEMENTATIONS = implementations("move", ("xla", "pallas"), "copy")
 
 
 def move(

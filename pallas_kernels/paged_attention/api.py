@@ -2,13 +2,13 @@ from __future__ import annotations
 
 from jaxtyping import Array, Float, Int, UInt16
 
-from pallas_kernels.dispatch import pick
+from pallas_kernels.implementations import implementations, pick
 from pallas_kernels.kv_write import KVPage
-from pallas_kernels.paged_attention import pallas_triton, reference
 from pallas_kernels.paged_attention.span import SPAN
 
-DECODE = {"xla": reference.decode_attention, "pallas": pallas_triton.decode_attention}
-PREFILL = {"xla": reference.prefill_attention, "pallas": pallas_triton.prefill_attention}
+IMPLEMENTATIONS = ("xla", "pallas")
+DECODE = implementations("paged_attention", IMPLEMENTATIONS, "decode_attention")
+PREFILL = implementations("paged_attention", IMPLEMENTATIONS, "prefill_attention")
 
 
 def decode_attention(

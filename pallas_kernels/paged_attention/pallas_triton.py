@@ -20,7 +20,7 @@ MAX_HEAD_DIM = 256
 @dataclasses.dataclass(frozen=True)
 class DecodeConfig:
     rows: int
-    """Of a program's tile: the query heads that share a KV head, padded."""
+    """Rows of a program's tile: the query heads that share a KV head, padded."""
     split: int
     """Tokens of a program, a multiple of SPAN. A constant: the order of sums depends on it."""
     num_warps: int
@@ -32,9 +32,9 @@ class DecodeConfig:
 @dataclasses.dataclass(frozen=True)
 class PrefillConfig:
     queries: int
-    """Of a program's tile."""
+    """Queries of a program's tile."""
     heads: int
-    """Of a program's tile; they share a KV head."""
+    """Heads of a program's tile; they share a KV head."""
     num_warps: int
     num_stages: int
     """As DecodeConfig's."""

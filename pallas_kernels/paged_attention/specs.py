@@ -16,7 +16,7 @@ LONG = (2400, 257, 2049, 0, 255, 256, 511)
 @dataclasses.dataclass(frozen=True)
 class DecodeSpec:
     lengths: tuple[int, ...]
-    """Of each row; their number is T."""
+    """Each row's length; their number is T."""
     dtype: str
     block_size: int = 16
     window: int | None = None
@@ -104,7 +104,7 @@ LATENT_DECODE_SPECS = (
         scale=0.1,
     ),
 )
-"""Of pages that the kernels do not read."""
+"""Latent pages, which the kernels do not read."""
 
 LATENT_PREFILL_SPECS = (
     PrefillSpec(
@@ -122,4 +122,4 @@ LATENT_PREFILL_SPECS = (
         scale=0.3,
     ),
 )
-"""Of pages that the kernels do not read."""
+"""Latent pages, which the kernels do not read."""

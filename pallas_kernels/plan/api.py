@@ -4,8 +4,7 @@ from typing import NamedTuple
 
 from jaxtyping import Array, Bool, Int
 
-from pallas_kernels.dispatch import pick
-from pallas_kernels.plan import pallas_triton, reference
+from pallas_kernels.implementations import implementations, pick
 
 
 class Tables(NamedTuple):
@@ -55,7 +54,7 @@ class Plan(NamedTuple):
     """Active experts that got no cell."""
 
 
-IMPLEMENTATIONS = {"xla": reference.plan, "pallas": pallas_triton.plan}
+IMPLEMENTATIONS = implementations("plan", ("xla", "pallas"))
 
 
 def plan(

@@ -124,7 +124,7 @@ def _plan(layer, active, *refs, config):
         version = at("cell_version", index, index < cells, -1)
         return _Candidates((some.row >= 0) & ~some.pinned, version, order)
 
-    def wishes_at(index):
+    def missing_at(index):
         """(experts that want a cell, its version)."""
         inside = index < experts
         version = at("fill_version", index, inside, -1)
@@ -139,18 +139,18 @@ def _plan(layer, active, *refs, config):
         )
 
     def assign():
-        """The n-th wish of a version takes the n-th candidate cell of that version, as
+        """The n-th miss of a version takes the n-th candidate cell of that version, as
         (new owner of each cell, cell row of each expert that fills, whether it is evicted)."""
         mine = candidates_at(cell, cells_at(cell))
-        wants, wish = wishes_at(expert)
+        wants, wanted = missing_at(expert)
 
-        def rank_wishes(index, rank):
-            others, version = wishes_at(index)
-            same = others[:, None] & (version[:, None] == wish[None, :])
+        def rank_missing(index, rank):
+            others, version = missing_at(index)
+            same = others[:, None] & (version[:, None] == wanted[None, :])
             earlier = index[:, None] < expert[None, :]
             return rank + jnp.sum((same & earlier).astype(jnp.int32), axis=0)
 
-        wish_rank = blocks(rank_wishes, jnp.zeros_like(expert), expert.size)
+        miss_rank = blocks(rank_missing, jnp.zeros_like(expert), expert.size)
 
         def match(index, carry):
             new_owner, new_row, evicted = carry
@@ -161,8 +161,8 @@ def _plan(layer, active, *refs, config):
             rank = jnp.sum((rivals & before).astype(jnp.int32), axis=1)
             matched = (
                 (candidate[:, None] & wants[None, :])
-                & (version[:, None] == wish[None, :])
-                & (rank[:, None] == wish_rank[None, :])
+                & (version[:, None] == wanted[None, :])
+                & (rank[:, None] == miss_rank[None, :])
             )
             taker = jnp.max(jnp.where(matched, expert[None, :], -1), axis=1)
             row = jnp.max(jnp.where(matched, some.row[:, None], -1), axis=0)
@@ -184,7 +184,7 @@ def _plan(layer, active, *refs, config):
     inside = expert < experts
     needed = is_active(expert, inside)
     hit = needed & (at("address", expert, inside, -1) >= 0)
-    wants, wish = wishes_at(expert)
+    wants, wanted = missing_at(expert)
     pinned = cells_at(cell).pinned
     frequency = at("frequency", expert, inside, 0)
     # Nothing is missing in most steps of a warm layer.
@@ -200,7 +200,7 @@ def _plan(layer, active, *refs, config):
     put("last_used", cell, jnp.full_like(cell, clock), taken | pinned)
     put("address", expert, new_row, fills | (evicted > 0))
     # What is missing is computed in the version that it would fill, with or without a cell.
-    put("version", expert, jnp.where(wish >= 0, wish, -1 - wish), needed & ~hit)
+    put("version", expert, jnp.where(wanted >= 0, wanted, -1 - wanted), needed & ~hit)
     put("frequency", expert, frequency + 1, needed)
     tables["clock"][layer] = clock
 
@@ -211,7 +211,7 @@ def _plan(layer, active, *refs, config):
     place = places(fills)
     put_list(fill_expert, place, fills, expert)
     put_list(fill_row, place, fills, new_row)
-    put_list(fill_version, place, fills, wish)
+    put_list(fill_version, place, fills, wanted)
     totals = (fills, hit, needed & ~hit & ~fills)
     active_count[...] = count(needed)
     for ref, mask in zip(counts, totals, strict=True):

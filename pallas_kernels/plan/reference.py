@@ -25,32 +25,25 @@ def plan(tables, layer, active):
     hit = active & (address >= 0)
     missing = active & ~hit
 
-    # Victims: rank the candidate cells of each version. The [C, C] comparison is lexicographic on
-    # (free first, key, last use, owner, index), so equal keys never depend on a sort's stability.
+    # Victims: rank the candidate cells of each version.
     def of_owner(values):
         return jnp.sum(jnp.where(owns, values, 0), axis=1)
 
     key = victim_key(clock - last_used, of_owner(frequency), of_owner(prior), tables.victim_weights)
     candidate = granted & ~pinned
-    less = jnp.zeros((cells, cells), bool)
-    equal = jnp.ones((cells, cells), bool)
-    for field in (owned.astype(jnp.int32), key * owned, last_used * owned, owner, cell):
-        a, b = field[:, None], field[None, :]
-        less = less | (equal & (a < b))
-        equal = equal & (a == b)
-    rivals = candidate[:, None] & (cell_version[:, None] == cell_version)
-    cell_rank = jnp.sum(less & rivals, axis=0)
+    order = owned.astype(jnp.int32), key * owned, last_used * owned, owner, cell
+    cell_rank = _rank(order, candidate, cell_version)
 
     # The n-th miss of a version takes the n-th candidate cell of that version.
     # What is missing is computed in the version that it would fill, with or without a cell.
     read_version = jnp.where(fill_version >= 0, fill_version, -1 - fill_version)
     wants = missing & (fill_version >= 0)
     earlier = (expert[:, None] < expert) & (fill_version[:, None] == fill_version)
-    wish_rank = jnp.sum(earlier & wants[:, None], axis=0)
+    miss_rank = jnp.sum(earlier & wants[:, None], axis=0)
     match = (
         (wants[:, None] & candidate)
         & (fill_version[:, None] == cell_version)
-        & (wish_rank[:, None] == cell_rank)
+        & (miss_rank[:, None] == cell_rank)
     )  # [E, C]
     fills = jnp.any(match, axis=1)
     taken = jnp.any(match, axis=0)
@@ -72,16 +65,8 @@ def plan(tables, layer, active):
         clock=put(tables.clock, clock),
     )
 
-    def compact(mask, *values):
-        """The entries under mask moved to the front, the rest −1."""
-        rank = jnp.cumsum(mask) - 1
-        place = mask[:, None] & (rank[:, None] == expert)
-        listed = expert < jnp.sum(mask)
-        moved = (jnp.sum(jnp.where(place, v[:, None], 0), axis=0) for v in values)
-        return [jnp.where(listed, v, -1).astype(jnp.int32) for v in moved]
-
-    (active_list,) = compact(active, expert)
-    fill_expert, fill_row, fill_list_version = compact(fills, expert, new_row, fill_version)
+    (active_list,) = _compact(active, expert)
+    fill_expert, fill_row, fill_list_version = _compact(fills, expert, new_row, fill_version)
 
     def count(mask):
         return jnp.sum(mask, dtype=jnp.int32)
@@ -96,3 +81,28 @@ def plan(tables, layer, active):
         count(hit),
         count(missing & ~fills),
     )
+
+
+def _rank(order, candidate, version):
+    """int[C]: how many candidates of each cell's version come before it. The [C, C] comparison is
+    lexicographic on the fields of `order` (free first, key, last use, owner, index), so equal keys
+    never depend on a sort's stability."""
+    cells = version.shape[0]
+    less = jnp.zeros((cells, cells), bool)
+    equal = jnp.ones((cells, cells), bool)
+    for field in order:
+        a, b = field[:, None], field[None, :]
+        less = less | (equal & (a < b))
+        equal = equal & (a == b)
+    rivals = candidate[:, None] & (version[:, None] == version)
+    return jnp.sum(less & rivals, axis=0)
+
+
+def _compact(mask, *values):
+    """The entries under mask moved to the front, the rest −1."""
+    index = jnp.arange(mask.shape[0])
+    rank = jnp.cumsum(mask) - 1
+    place = mask[:, None] & (rank[:, None] == index)
+    listed = index < jnp.sum(mask)
+    moved = (jnp.sum(jnp.where(place, v[:, None], 0), axis=0) for v in values)
+    return [jnp.where(listed, v, -1).astype(jnp.int32) for v in moved]

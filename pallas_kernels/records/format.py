@@ -112,7 +112,7 @@ class RecordFormat:
 
     @property
     def zero(self) -> float:
-        """Of an int version: a weight is (code − zero)·scale."""
+        """An int version's weight is (code − zero)·scale."""
         return ZEROS[self.bits]
 
     @property

@@ -31,8 +31,8 @@ class Plane(NamedTuple):
     end: Any
     """No index from here on is of this plane; None: all are."""
     weights: Callable[[], jax.Array]
-    """Of gate and up [columns, depth], of down [depth, columns]; 0 outside of matrix and plane.
-    Called where they are needed, so that the others need no registers."""
+    """The weights: gate and up [columns, depth], down [depth, columns]; 0 outside of matrix and
+    plane. Called where they are needed, so that the others need no registers."""
 
 
 def span(start: Any, size: int) -> jax.Array:

@@ -18,8 +18,8 @@ class VersionFormats(NamedTuple):
     store: RecordFormat
     """The cell's, or lossless12 where that is dense: decoded while it is copied."""
     places: tuple[int, ...] | None = None
-    """Of each layer, its index in this version's store, −1 where the store lacks it; None: the
-    store has every layer, in order."""
+    """Each layer's index in this version's store, −1 where the store lacks it; None: the store has
+    every layer, in order."""
 
     @property
     def in_transit(self) -> bool:

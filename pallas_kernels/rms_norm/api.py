@@ -2,10 +2,9 @@ from __future__ import annotations
 
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.dispatch import pick
-from pallas_kernels.rms_norm import pallas_triton, reference
+from pallas_kernels.implementations import implementations, pick
 
-IMPLEMENTATIONS = {"xla": reference.rms_norm, "pallas": pallas_triton.rms_norm}
+IMPLEMENTATIONS = implementations("rms_norm", ("xla", "pallas"))
 
 
 def rms_norm(

@@ -12,8 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.dispatch import KERNEL_DTYPES
-from pallas_kernels.triton import triton_call
+from pallas_kernels.triton import KERNEL_DTYPES, triton_call
 
 
 @dataclasses.dataclass(frozen=True)

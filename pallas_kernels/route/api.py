@@ -2,14 +2,13 @@ from __future__ import annotations
 
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.dispatch import pick
-from pallas_kernels.route import pallas_triton, reference
+from pallas_kernels.implementations import implementations, pick
 from pallas_kernels.route.pallas_triton import why_not_pallas
 from pallas_kernels.route.rule import RouteRule
 
 __all__ = ["IMPLEMENTATIONS", "RouteRule", "route", "why_not_pallas"]
 
-IMPLEMENTATIONS = {"xla": reference.route, "pallas": pallas_triton.route}
+IMPLEMENTATIONS = implementations("route", ("xla", "pallas"))
 
 
 def route(

@@ -4,10 +4,9 @@ from typing import NamedTuple
 
 from jaxtyping import Array, Int, UInt16
 
-from pallas_kernels.dispatch import pick
+from pallas_kernels.implementations import implementations, pick
 from pallas_kernels.plan import Tables
 from pallas_kernels.records.versions import Formats, check_formats
-from pallas_kernels.stage import pallas_triton, reference
 
 
 class Entries(NamedTuple):
@@ -21,7 +20,7 @@ class Entries(NamedTuple):
     """Where it goes: an index into the layer's cells."""
 
 
-IMPLEMENTATIONS = {"xla": reference.stage, "pallas": pallas_triton.stage}
+IMPLEMENTATIONS = implementations("stage", ("xla", "pallas"))
 
 
 def stage(

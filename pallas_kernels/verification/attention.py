@@ -17,35 +17,52 @@ def attention_checks(shape: ModelShape, least: int) -> Iterator[Check]:
     latent pages, which no kernel reads."""
     if shape.latent:
         return
-    page = KVPage(shape.block_size, shape.kv_heads, shape.head_dim)
-    blocks = 1024 // shape.block_size
-    page_rows = 2 * page.rows_per_layer  # two layers, of which the second is used
-    used = 4 * blocks * page_rows
-    unused = max(0, -(-least // (2 * shape.head_dim)) - used)
-    kv = f"heads {shape.heads}/{shape.kv_heads}x{shape.head_dim} block {shape.block_size}"
-    kv += " offsets 64" if least else ""
+    pages = _Pages(shape, least)
+    yield _kv_write_check(pages)
+    yield from _attention_checks(pages)
 
-    def table():
-        pages = jax.random.permutation(jax.random.key(3), 4 * blocks).reshape(4, blocks)
-        return (unused + pages * page_rows).astype(jnp.int32)
 
-    def arena():
-        values = draw(4, (used, shape.head_dim), shape.dtype)
+class _Pages:
+    """An arena of at least `least` bytes: behind what is unused, four sequences of 1024 tokens."""
+
+    def __init__(self, shape: ModelShape, least: int):
+        self.shape = shape
+        self.page = KVPage(shape.block_size, shape.kv_heads, shape.head_dim)
+        self.blocks = 1024 // shape.block_size
+        self.page_rows = 2 * self.page.rows_per_layer  # two layers, of which the second is used
+        self.used = 4 * self.blocks * self.page_rows
+        self.unused = max(0, -(-least // (2 * shape.head_dim)) - self.used)
+        self.what = (
+            f"heads {shape.heads}/{shape.kv_heads}x{shape.head_dim} block {shape.block_size}"
+        )
+        self.what += " offsets 64" if least else ""
+
+    def table(self) -> jax.Array:
+        pages = jax.random.permutation(jax.random.key(3), 4 * self.blocks).reshape(4, self.blocks)
+        return (self.unused + pages * self.page_rows).astype(jnp.int32)
+
+    def arena(self) -> jax.Array:
+        values = draw(4, (self.used, self.shape.head_dim), self.shape.dtype)
         bits = jax.lax.bitcast_convert_type(values, jnp.uint16)
-        whole = jnp.zeros((unused + used, shape.head_dim), jnp.uint16)
-        return jax.lax.dynamic_update_slice(whole, bits, (unused, 0))
+        whole = jnp.zeros((self.unused + self.used, self.shape.head_dim), jnp.uint16)
+        return jax.lax.dynamic_update_slice(whole, bits, (self.unused, 0))
 
-    def tokens():
+
+def _kv_write_check(pages: _Pages) -> Check:
+    shape = pages.shape
+
+    def operands():
         columns = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
         inverse = 1e4 ** (-jnp.arange(shape.head_dim // 2) / (shape.head_dim // 2))
         norms = (None, None)
         if shape.qk_norm:
             norms = (draw(i, (2, shape.head_dim), shape.dtype) for i in (1, 2))
-        return draw(0, (33, columns), shape.dtype), *norms, inverse, arena(), table()
+        qkv = draw(0, (33, columns), shape.dtype)
+        return qkv, *norms, inverse, pages.arena(), pages.table()
 
     def written(name, qkv, q_norm, k_norm, inverse, arena, table):
         positions = jnp.arange(33, dtype=jnp.int32) * 29
-        pages = jnp.where(positions % 7 == 6, -1, table[0][positions // shape.block_size])
+        at = jnp.where(positions % 7 == 6, -1, table[0][positions // shape.block_size])
         q, result = kv_write(
             qkv,
             q_norm,
@@ -54,34 +71,35 @@ def attention_checks(shape: ModelShape, least: int) -> Iterator[Check]:
             positions,
             inverse,
             arena,
-            pages,
+            at,
             jnp.int32(1),
-            page=page,
+            page=pages.page,
             attention_factor=1.0,
             eps=1e-6,
             implementation=name,
         )
-        return q, jax.lax.bitcast_convert_type(result[unused:], jnp.dtype(shape.dtype))
+        return q, jax.lax.bitcast_convert_type(result[pages.unused :], jnp.dtype(shape.dtype))
 
-    what = kv if shape.qk_norm else f"{kv} no norms"
-    yield make_check("kv_write", what, shape.dtype, tokens, written)
+    what = pages.what if shape.qk_norm else f"{pages.what} no norms"
+    return make_check("kv_write", what, shape.dtype, operands, written)
+
+
+def _attention_checks(pages: _Pages) -> Iterator[Check]:
+    shape, page = pages.shape, pages.page
 
     def queries(count: int):
-        return lambda: (
-            draw(5, (count, shape.heads, shape.head_dim), shape.dtype),
-            arena(),
-            table(),
-        )
+        size = count, shape.heads, shape.head_dim
+        return lambda: (draw(5, size, shape.dtype), pages.arena(), pages.table())
 
     def decoded(name, q, arena, table):
         lengths = jnp.asarray([1, 0, 65, 1000], jnp.int32)
         arguments = {"page": page, "window": shape.window, "implementation": name}
         return decode_attention(q, arena, table, lengths, jnp.int32(1), **arguments)
 
-    what = f"decode {kv} window {shape.window}"
+    what = f"decode {pages.what} window {shape.window}"
     yield make_check("paged_attention", what, shape.dtype, queries(4), decoded)
 
-    def swept(name, q, arena, table):
+    def prefilled(name, q, arena, table):
         start, length = jnp.asarray([0, 64, 640, 0]), jnp.asarray([64, 64, 17, 1])
         out = prefill_attention(
             q,
@@ -99,5 +117,5 @@ def attention_checks(shape: ModelShape, least: int) -> Iterator[Check]:
         real = (jnp.arange(64) < length[:, None]).reshape(-1)
         return jnp.where(real[:, None], out, 0)
 
-    what = f"prefill {kv} window {shape.window}"
-    yield make_check("paged_attention", what, shape.dtype, queries(4 * 64), swept)
+    what = f"prefill {pages.what} window {shape.window}"
+    yield make_check("paged_attention", what, shape.dtype, queries(4 * 64), prefilled)

@@ -25,7 +25,7 @@ class ModelShape:
     kv_heads: int
     head_dim: int
     products: tuple[tuple[int, int, bool, str], ...]
-    """Of `linear`: outputs, inputs, whether there is a bias, the result's dtype."""
+    """The shapes of `linear`: outputs, inputs, whether there is a bias, the result's dtype."""
     block_size: int
     window: int | None
     activation: str
@@ -33,7 +33,7 @@ class ModelShape:
     qk_norm: bool = True
     """Whether the heads of queries and keys are normalised as they are written."""
     latent: int = 0
-    """Of its pages, see KVPage."""
+    """As KVPage.latent of its pages."""
     correction: bool = False
     """Whether routers add a correction to the scores they choose by."""
     norm: str = "rms_norm"
@@ -41,7 +41,7 @@ class ModelShape:
     other_norms: tuple[int, ...] = ()
     """Widths of rms_norms beside `hidden`: of compressed queries, of all heads of q or k."""
     versions: tuple[tuple[str, str], ...] = (("dense", "dense"),)
-    """Of experts, by number: in a cell, in the store."""
+    """The versions of experts, by number: in a cell, in the store."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Check:
     run: Callable[..., object]
     """(implementation, *operands) -> results."""
     tolerance: float
-    """Of |got − want| / (1 + |want|); 0: exact."""
+    """The largest |got − want| / (1 + |want|) that passes; 0: exact."""
 
     def error(self, device: jax.Device) -> float:
         """Largest deviation of the kernel from the reference, as `tolerance` measures it; infinite

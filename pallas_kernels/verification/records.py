@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from pallas_kernels.expert_ffn import expert_ffn
 from pallas_kernels.fill import fill
 from pallas_kernels.move import Moves, move
+from pallas_kernels.plan import Tables
 from pallas_kernels.records import RecordFormat, decode
 from pallas_kernels.records.versions import VersionFormats
 from pallas_kernels.stage import Entries, stage
@@ -22,64 +23,94 @@ EXPERTS_CHECKED = 4
 
 
 def record_checks(shape: ModelShape, device: jax.Device, least: int) -> Iterator[Check]:
-    """fill, stage, move and expert_ffn on stores and an arena of at least so many bytes, the
-    records at their ends. Of each version one expert has a cell and one is read through."""
-    d = shape.hidden
-    size = d, shape.width, shape.dtype
-    formats = tuple(
-        VersionFormats(RecordFormat(cell, *size), RecordFormat(held, *size))
-        for cell, held in shape.versions
-    )
-    given = None if shape.versions == (("dense", "dense"),) else formats
-    count = len(formats)
-    experts = max(EXPERTS_CHECKED, shape.rule.top_k, 2 * count)
-    rows = max(f.cell.rows for f in formats)
-    layers = max(1, -(-least // (experts * min(f.store.nbytes for f in formats))))
-    # Three cells and a free place for each version.
-    places = 4 * count
-    total = max(places, -(-least // (rows * d * 2)))
-    layer, first = jnp.int32(layers - 1), (total - places) * rows
-    cell_row = first + jnp.arange(3 * count, dtype=jnp.int32) * rows
-    cell_version = jnp.arange(3 * count, dtype=jnp.int32) % count
-    what = f"{formats[0].cell.rows}x{d}{' offsets 64' if least else ''}"
-    if given is not None:
+    """fill, stage, move and expert_ffn on stores and an arena of at least so many bytes."""
+    records = _Records(shape, device, least)
+    yield from _copy_checks(records)
+    yield _move_check(records)
+    for tokens, row_tile in ((16, 16), (32, 16), (64, 16), (192, 64)):
+        yield _expert_ffn_check(records, tokens, row_tile)
+
+
+class _Records:
+    """Stores and an arena of at least `least` bytes, the records at their ends.
+
+    A version has three cells and a free place in the arena. Experts v and v + count are of version
+    v, 2·count … of the first versions again: one of each version has a cell, one is read through.
+    """
+
+    def __init__(self, shape: ModelShape, device: jax.Device, least: int):
+        size = shape.hidden, shape.width, shape.dtype
+        self.shape, self.device = shape, device
+        self.formats = tuple(
+            VersionFormats(RecordFormat(cell, *size), RecordFormat(held, *size))
+            for cell, held in shape.versions
+        )
+        dense = shape.versions == (("dense", "dense"),)
+        self.given = None if dense else self.formats
+        """The ops' argument `formats`."""
+        self.count = count = len(self.formats)
+        self.experts = max(EXPERTS_CHECKED, shape.rule.top_k, 2 * count)
+        self.rows = max(f.cell.rows for f in self.formats)
+        smallest = min(f.store.nbytes for f in self.formats)
+        self.layers = max(1, -(-least // (self.experts * smallest)))
+        self.layer = jnp.int32(self.layers - 1)
+        self.total = max(4 * count, -(-least // (self.rows * shape.hidden * 2)))
+        self.first = (self.total - 4 * count) * self.rows
+        self.cell_row = self.first + jnp.arange(3 * count, dtype=jnp.int32) * self.rows
+        self.cell_version = jnp.arange(3 * count, dtype=jnp.int32) % count
+        self.version_of = jnp.arange(self.experts, dtype=jnp.int32) % count
+        d, offsets = shape.hidden, " offsets 64" if least else ""
         names = (cell if cell == held else f"{held} to {cell}" for cell, held in shape.versions)
-        what = f"{3 * shape.width}x{d} {', '.join(names)}{' offsets 64' if least else ''}"
+        self.what = f"{self.formats[0].cell.rows}x{d}{offsets}"
+        if not dense:
+            self.what = f"{3 * shape.width}x{d} {', '.join(names)}{offsets}"
 
-    def bits() -> list[jax.Array]:
-        return [random_records(7 + 64 * v, experts, f.store) for v, f in enumerate(formats)]
+    def bits(self) -> list[jax.Array]:
+        """The records of each version."""
+        return [
+            random_records(7 + 64 * v, self.experts, f.store) for v, f in enumerate(self.formats)
+        ]
 
-    def stores(records: list[jax.Array]) -> tuple[jax.Array, ...]:
-        return tuple(pinned_store(each, layers, device) for each in records)
+    def stores(self, records: list[jax.Array]) -> tuple[jax.Array, ...]:
+        return tuple(pinned_store(each, self.layers, self.device) for each in records)
 
-    def empty():
-        return jnp.zeros((total * rows, d), jnp.uint16)
+    def empty(self) -> jax.Array:
+        """An arena of zeros."""
+        return jnp.zeros((self.total * self.rows, self.shape.hidden), jnp.uint16)
 
-    # Experts v and v + count are of version v; 2·count … are of the first versions again.
-    version_of = jnp.arange(experts, dtype=jnp.int32) % count
+    def tables(self) -> Tables:
+        """All cells granted, and empty."""
+        cells = 3 * self.count
+
+        def all_layers(values):
+            return jnp.broadcast_to(values, (self.layers, cells))
+
+        return empty_tables(self.experts, cells, self.layers)._replace(
+            cell_row=all_layers(self.cell_row),
+            cell_version=all_layers(self.cell_version),
+            clock=jnp.ones(self.layers, jnp.int32),
+        )
+
+
+def _copy_checks(records: _Records) -> Iterator[Check]:
+    """fill and stage."""
+    count, cell_row = records.count, records.cell_row
+
+    def operands():
+        return records.stores(records.bits()), records.empty()
 
     def filled(name, stores, arena):
         expert = jnp.append(jnp.arange(count, dtype=jnp.int32)[::-1], jnp.asarray([count, -1]))
         row = jnp.append(cell_row[: count + 1], -1)
-        version = jnp.append(version_of[expert[:-1]], 0)
-        counted = jnp.int32(count + 1)
-        options = {"formats": given, "implementation": name}
-        return fill(arena, stores, layer, expert, row, version, counted, **options)[first:]
+        version = jnp.append(records.version_of[expert[:-1]], 0)
+        work = expert, row, version, jnp.int32(count + 1)
+        options = {"formats": records.given, "implementation": name}
+        return fill(arena, stores, records.layer, *work, **options)[records.first :]
 
-    yield make_check("fill", what, "uint16", lambda: (stores(bits()), empty()), filled)
-
-    def tables():
-        def all_layers(row):
-            return jnp.broadcast_to(row, (layers, 3 * count))
-
-        return empty_tables(experts, 3 * count, layers)._replace(
-            cell_row=all_layers(cell_row),
-            cell_version=all_layers(cell_version),
-            clock=jnp.ones(layers, jnp.int32),
-        )
+    yield make_check("fill", records.what, "uint16", operands, filled)
 
     def staged(name, stores, arena):
-        last, version = layers - 1, count - 1
+        last, version = records.layers - 1, count - 1
         fields = (
             [last, last, -1, last],
             [2, 1, 0, 2],
@@ -87,62 +118,71 @@ def record_checks(shape: ModelShape, device: jax.Device, least: int) -> Iterator
             [0, count + version, 1, 2 * count],
         )
         entries = Entries._make(jnp.asarray(field, jnp.int32) for field in fields)
-        options = {"formats": given, "implementation": name}
-        arena, *results = stage(arena, tables(), stores, layer, entries, **options)
-        return arena[first:], results
+        options = {"formats": records.given, "implementation": name}
+        tables = records.tables()
+        arena, *results = stage(arena, tables, stores, records.layer, entries, **options)
+        return arena[records.first :], results
 
-    yield make_check("stage", what, "uint16", lambda: (stores(bits()), empty()), staged)
+    yield make_check("stage", records.what, "uint16", operands, staged)
+
+
+def _move_check(records: _Records) -> Check:
+    count, rows, first, last = records.count, records.rows, records.first, records.layers - 1
 
     def moved(name, arena):
-        used = jax.random.bits(jax.random.key(5), (places * rows, d), jnp.uint16)
+        size = 4 * count * rows, records.shape.hidden
+        used = jax.random.bits(jax.random.key(5), size, jnp.uint16)
         arena = jax.lax.dynamic_update_slice(arena, used, (first, 0))
         cells = [0, count - 1, 3 * count]
         targets = [first + (3 * count + i) * rows for i in range(3)]
-        fields = ([layers - 1] * 3, cells, [targets[0], targets[-1] if count > 2 else -1, 0])
+        fields = ([last] * 3, cells, [targets[0], targets[-1] if count > 2 else -1, 0])
         moves = Moves._make(jnp.asarray(field, jnp.int32) for field in fields)
-        record_rows = tuple(f.cell.rows for f in formats)
-        arena, *results = move(arena, tables(), moves, record_rows=record_rows, implementation=name)
+        options = {"record_rows": tuple(f.cell.rows for f in records.formats)}
+        arena, *results = move(arena, records.tables(), moves, **options, implementation=name)
         return arena[first:], results
 
-    yield make_check("move", what, "uint16", lambda: (empty(),), moved)
+    return make_check("move", records.what, "uint16", lambda: (records.empty(),), moved)
 
-    k = min(shape.rule.top_k, experts)
-    for tokens, row_tile in ((16, 16), (32, 16), (64, 16), (192, 64)):
 
-        def inputs_of(tokens=tokens):
-            records = bits()
-            arena = empty()
-            for v, f in enumerate(formats):
-                weights = decode(records[v][0, v], f.store)
-                record = jax.lax.bitcast_convert_type(weights, jnp.uint16)
-                record = record if f.cell.version == "dense" else records[v][0, v]
-                place = (first + v * rows, 0)
-                arena = jax.lax.dynamic_update_slice(arena, record, place)
-            ids = jnp.sort(jax.lax.top_k(draw(1, (tokens, experts), "float32"), k)[1], axis=1)
-            ids = jnp.where(jnp.arange(tokens)[:, None] % 11 == 10, experts, ids)
-            return stores(records), arena, draw(0, (tokens, d), shape.dtype), ids
+def _expert_ffn_check(records: _Records, tokens: int, row_tile: int) -> Check:
+    shape, experts, count = records.shape, records.experts, records.count
+    layers, layer = records.layers, records.layer
+    d, k = shape.hidden, min(shape.rule.top_k, experts)
 
-        def computed(name, stores, arena, x, ids, row_tile=row_tile):
-            cells = jnp.full(experts, -1, jnp.int32).at[:count].set(cell_row[:count])
-            return expert_ffn(
-                jnp.zeros((ids.size, d), jnp.float32),
-                x,
-                ids,
-                arena,
-                stores,
-                layer,
-                jnp.full((layers, experts), -1, jnp.int32).at[layer].set(cells),
-                jnp.zeros((layers, experts), jnp.int32).at[layer].set(version_of),
-                jnp.arange(experts, dtype=jnp.int32),
-                jnp.int32(experts),
-                activation=shape.activation,
-                row_tile=row_tile,
-                formats=given,
-                implementation=name,
-            )
+    def operands():
+        bits = records.bits()
+        arena = records.empty()
+        for v, f in enumerate(records.formats):
+            weights = decode(bits[v][0, v], f.store)
+            record = jax.lax.bitcast_convert_type(weights, jnp.uint16)
+            record = record if f.cell.version == "dense" else bits[v][0, v]
+            place = (records.first + v * records.rows, 0)
+            arena = jax.lax.dynamic_update_slice(arena, record, place)
+        ids = jnp.sort(jax.lax.top_k(draw(1, (tokens, experts), "float32"), k)[1], axis=1)
+        ids = jnp.where(jnp.arange(tokens)[:, None] % 11 == 10, experts, ids)
+        return records.stores(bits), arena, draw(0, (tokens, d), shape.dtype), ids
 
-        full = f"{what} {shape.activation} top {k} tokens {tokens} rows {row_tile}"
-        yield make_check("expert_ffn", full, shape.dtype, inputs_of, computed)
+    def computed(name, stores, arena, x, ids):
+        cells = jnp.full(experts, -1, jnp.int32).at[:count].set(records.cell_row[:count])
+        return expert_ffn(
+            jnp.zeros((ids.size, d), jnp.float32),
+            x,
+            ids,
+            arena,
+            stores,
+            layer,
+            jnp.full((layers, experts), -1, jnp.int32).at[layer].set(cells),
+            jnp.zeros((layers, experts), jnp.int32).at[layer].set(records.version_of),
+            jnp.arange(experts, dtype=jnp.int32),
+            jnp.int32(experts),
+            activation=shape.activation,
+            row_tile=row_tile,
+            formats=records.given,
+            implementation=name,
+        )
+
+    what = f"{records.what} {shape.activation} top {k} tokens {tokens} rows {row_tile}"
+    return make_check("expert_ffn", what, shape.dtype, operands, computed)
 
 
 def pinned_store(records: jax.Array, layers: int, device: jax.Device) -> jax.Array:

@@ -55,9 +55,9 @@ class Pager:
                 self.where[e].last_used = self.clock
         fills = []
         for e in missing:
-            wish = self.fill_version[e]
-            self.version[e] = wish if wish >= 0 else -1 - wish
-            cell = self._cell_for(wish, set(active), weights)
+            wanted = self.fill_version[e]
+            self.version[e] = wanted if wanted >= 0 else -1 - wanted
+            cell = self._cell_for(wanted, set(active), weights)
             if cell is None:
                 continue
             if cell.owner is not None:

@@ -97,7 +97,7 @@ def test_other_shapes_in_transit(spec, implementation):
 
 
 PLACES = ((1, -1, 0), (0, 1, 2), (-1, -1, 0))
-"""Of three layers in the stores of three versions, one of which has every layer."""
+"""Where three layers lie in the stores of three versions, one of which has every layer."""
 
 
 @pytest.mark.slow

@@ -121,7 +121,7 @@ def test_bits_are_independent_of_page_size_and_place(implementation, dtype):
 
 @BITS
 def test_a_row_is_independent_of_the_others(implementation, dtype):
-    """Of how far its chunk is filled, and of the other queries."""
+    """How far its chunk is filled and what the other queries are changes nothing."""
     spec = PrefillSpec(CHUNKS, 16, dtype, window=WINDOWS[dtype])
     q, keys, values = case(spec, 0)
     want = run(spec, implementation, q, laid_out(spec, keys, values))

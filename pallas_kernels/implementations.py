@@ -1,0 +1,28 @@
+"""The implementations of an op: modules of its folder, named in the op's `api`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+
+MODULES = {"xla": "reference", "pallas": "pallas_triton"}
+"""Name → module of the two that most ops have; any other one is in the module of its name."""
+
+
+def implementations(op: str, names: Sequence[str], function: str = "") -> dict[str, Callable]:
+    """Name → function. function: what it is called in the modules, if not as the op."""
+    return {
+        name: getattr(
+            import_module(f"pallas_kernels.{op}.{MODULES.get(name, name)}"), function or op
+        )
+        for name in names
+    }
+
+
+def pick(op: str, implementations: Mapping[str, Callable], name: str) -> Callable:
+    """The function of one implementation. Raises ValueError naming what exists."""
+    if name not in implementations:
+        raise ValueError(
+            f"op {op!r} has no implementation {name!r}; it has {', '.join(implementations)}"
+        )
+    return implementations[name]
