@@ -16,9 +16,9 @@ import numpy as np
 from host_offload.control.controller import Controller
 from host_offload.control.interface import Moment
 from host_offload.control.rules import BETWEEN_LAYERS
-from host_offload.control.staging import Entry
 from host_offload.control.transitions import Transitions
 from host_offload.memory.pager import Pager
+from host_offload.memory.tables import Entry
 from host_offload.sizing.version_counts import VersionCounter, VersionCounts
 from host_offload.traces.schema import USES, Budget, StepTrace, TraceError, TraceHeader
 from host_offload.traces.step_sets import in_waves, step_set

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from host_offload.control.staging import Entry
 from host_offload.memory.pager import Pager
+from host_offload.memory.tables import Entry
 
 
 class VersionCounts(NamedTuple):

@@ -12,11 +12,10 @@ import jax
 import numpy as np
 
 from host_offload.control.interface import Decision, Moment, Observation, Spec
-from host_offload.control.staging import Entry
 from host_offload.memory.arena import SlotArena
 from host_offload.memory.kv_cache import KVCache
 from host_offload.memory.pager import Pager
-from host_offload.memory.tables import read_snapshot
+from host_offload.memory.tables import Entry, read_snapshot
 from host_offload.sizing.cost_model import SPAN, Work
 from moejax.engine.control import start_control
 from moejax.engine.loop import Engine

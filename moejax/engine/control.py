@@ -13,10 +13,8 @@ from host_offload.control.controller import Controller
 from host_offload.control.interface import Moment, Policy, Spec
 from host_offload.control.paging import PagedSpec
 from host_offload.control.rules import BETWEEN_LAYERS
-from host_offload.control.staging import Entry, Residency
-from host_offload.control.transfers import Move
 from host_offload.memory.placement import ResidentSpec
-from host_offload.memory.tables import read_snapshot, with_contents
+from host_offload.memory.tables import Entry, Move, Residency, read_snapshot, with_contents
 from host_offload.policies.prefetch.fitted import check_fitted
 from moejax.engine.records import StepRecord
 from moejax.engine.resize import Moved

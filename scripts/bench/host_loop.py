@@ -116,7 +116,7 @@ class FakeRunner:
         self.version_bytes = version_bytes(self.layout, None, self.link_bytes, layers)
         self.device = jax.devices()[0]
         self.stores = (np.empty((layers, experts)),)
-        self.tables = empty_tables(layers, experts, experts, "lru")
+        self.tables = empty_tables(layers, experts, experts)
         self.tokens = jax.device_put(np.zeros(shapes.rows, np.int32), self.device)
         rng = np.random.default_rng(seed)
         self._decoded = [self._output(rng, shapes.rows, shapes.rows) for _ in range(4)]

@@ -34,6 +34,7 @@ import numpy as np
 
 from host_offload.control.interface import Decision, Moment, Observation, Spec, Stage
 from host_offload.memory.tables import empty_tables
+from host_offload.policies.eviction.names import EVICTION
 from moejax import LLM, SamplingParams, UserError
 from moejax.engine.arena_report import kv_faults, kv_stats
 from moejax.engine.control import start_control
@@ -414,7 +415,7 @@ def reset(llm: LLM, cells: list[int], kv_slots: int, *, eviction: str = "lru") -
     engine, runner, arena = llm.engine, llm.engine.runner, llm.engine.scheduler.arena
     layers, experts = arena.cell_row.shape
     engine.set_budget([0] * layers, 0)
-    tables = empty_tables(layers, experts, experts, eviction)
+    tables = empty_tables(layers, experts, experts, EVICTION[eviction])
     runner.tables = jax.device_put(tables, runner.tokens.sharding)
     engine.set_budget(cells, kv_slots)
 

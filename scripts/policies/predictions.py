@@ -265,7 +265,7 @@ def cold(engine: Engine, each: Configuration) -> None:
     runner, arena = engine.runner, engine.scheduler.arena
     layers, experts = runner.stores[0].shape[:2]
     columns = runner.tables.cell_row.shape[1]
-    tables = empty_tables(layers, experts, columns, "lru")
+    tables = empty_tables(layers, experts, columns)
     runner.tables = jax.device_put(tables, runner.tokens.sharding)
     runner.grant_cells(arena.grant_cells([each.cells] * layers))
     prefetch = with_prefetch(prefetch_of(each), ())

@@ -9,7 +9,7 @@ import numpy as np
 
 from host_offload.control.controller import Controller
 from host_offload.control.interface import Decision, Moment, Observation, Spec
-from host_offload.control.staging import Residency
+from host_offload.memory.tables import Residency
 from pallas_kernels.stage import specs
 from tests.pallas_kernels.pager import tables_of
 from tests.pallas_kernels.staged_memory import Memory

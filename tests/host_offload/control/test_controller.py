@@ -21,8 +21,9 @@ from host_offload.control.interface import (
     Transition,
 )
 from host_offload.control.rules import PolicyError
-from host_offload.control.staging import Residency, choose_cell
-from host_offload.memory.tables import empty_tables, read_snapshot, snapshot
+from host_offload.control.staging import choose_cell
+from host_offload.memory.tables import Residency, empty_tables, read_snapshot, snapshot
+from host_offload.policies.eviction.names import EVICTION
 from pallas_kernels.plan import Tables, plan
 from pallas_kernels.stage import Entries, stage
 from tests.host_offload.control.policy_runs import (
@@ -43,7 +44,7 @@ END, BEGIN = Moment.STEP_END, Moment.STEP_BEGIN
 
 def empty() -> Residency:
     """Eight free dense cells a layer."""
-    tables = empty_tables(LAYERS, EXPERTS, CELLS, "lru")
+    tables = empty_tables(LAYERS, EXPERTS, CELLS)
     row = np.arange(LAYERS * CELLS, dtype=np.int32).reshape(LAYERS, CELLS)
     return Residency(*map(np.asarray, tables._replace(cell_row=row)))
 
@@ -598,7 +599,7 @@ def test_lists_stay_legal_under_lag(seed, age, cells):
 
 
 def test_a_snapshot_reads_back_as_the_tables():
-    tables = empty_tables(LAYERS, EXPERTS, 5, "lfru")
+    tables = empty_tables(LAYERS, EXPERTS, 5, EVICTION["lfru"])
     tables = tables._replace(frequency=jnp.arange(16, dtype=jnp.int32).reshape(2, 8))
     copy = read_snapshot(np.asarray(snapshot(tables)), tables)
     for name, a, b in zip(Tables._fields, copy, tables, strict=True):

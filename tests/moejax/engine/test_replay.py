@@ -89,7 +89,7 @@ def traced(
     name, policies = with_eviction(eviction, policies)
     engine.set_budget([6] * 4, engine.scheduler.arena.count(SlotClass.KV))
     layers, experts = runner.tables.address.shape
-    cold = empty_tables(layers, experts, experts, "lru")._asdict()
+    cold = empty_tables(layers, experts, experts)._asdict()
     del cold["cell_row"]
     runner.tables = with_contents(runner.tables, cold)
     runner.hooks = None
