@@ -18,10 +18,10 @@ from host_offload.memory.tables import Entry, Move, Residency, read_snapshot, wi
 from host_offload.policies.prefetch.fitted import check_fitted
 from moejax.engine.records import StepRecord
 from moejax.engine.resize import Moved
+from moejax.models.model_config import config_digest
 from moejax.step.programs import STAGES
 from moejax.step.runner import Runner
 from moejax.step.trace_arrays import TraceArrays
-from moejax.traces.tracer import config_digest, moved_bytes
 from pallas_kernels.stage import Entries
 
 
@@ -331,7 +331,7 @@ def spec_of_engine(
         seed=seed,
         driver=runner.driver,
         version_bytes=runner.version_bytes,
-        moved_bytes=moved_bytes(runner),
+        moved_bytes=runner.moved_bytes(),
         min_cells=np.zeros(layers, np.int32),
         cell_bound=runner.tables.cell_row.shape[1],
         stage_entries=STAGES,

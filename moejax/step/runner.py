@@ -122,6 +122,13 @@ class Runner:
         for name in dict.fromkeys([*self._needed, "sample", f"sample{first}", *later]):
             self._executable(name)
 
+    def moved_bytes(self) -> dict[str, np.ndarray] | None:
+        """Version → int64[L]: bytes of an expert over the link; None where they are a cell's."""
+        layers = self.tables.address.shape[0]
+        moved = version_bytes(self.layout, self.formats, self.link_bytes, layers)
+        same = all(np.array_equal(moved[name], n) for name, n in self.version_bytes.items())
+        return None if same else moved
+
     def _bucket(self, rows: int) -> str:
         """The ending of the names of programs for so many rows."""
         bucket = self.shapes.bucket(rows)

@@ -67,8 +67,8 @@ def convert_trace(
         raise UserError("batch is at least 1, dense_layers and prompt_tokens at least 0")
     origin: dict[str, Any] = {"source": Path(source).name}
     if config is not None:
+        from moejax.models.model_config import config_digest
         from moejax.start.info import model_info
-        from moejax.traces.tracer import config_digest
 
         versions = model_info(config).versions
         origin["config_digest"] = config_digest(config)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import datetime
-import hashlib
-import json
 import os
 import platform
 import sys
@@ -30,26 +28,15 @@ from host_offload.traces.reader import (
     TransferTrace,
     require_new,
 )
-from host_offload.versions.layer_versions import version_bytes
 from moejax.engine.records import StepRecord
 from moejax.errors import UserError
-from moejax.models.config import ModelConfig
+from moejax.models.model_config import config_digest
 from moejax.step.programs import STAGES
 from moejax.step.runner import Runner
 from moejax.step.trace_arrays import TraceArrays, parse_trace_arrays
 
 if TYPE_CHECKING:
     from moejax.engine.loop import Engine
-
-__all__ = [
-    "Tracer",
-    "check_trace",
-    "config_digest",
-    "moved_bytes",
-    "start_trace",
-    "trace_engine",
-]
-
 
 BATCH = 32
 """Records that are copied at once: one by one, most of the time would go into numpy's calls."""
@@ -261,7 +248,7 @@ def start_trace(
     """
     config, layout, shapes = runner.config, runner.layout, runner.shapes
     cells = np.sum(np.asarray(runner.tables.cell_row) >= 0, axis=1)
-    moved = moved_bytes(runner)
+    moved = runner.moved_bytes()
     spec = {
         "layers": sum(config.moe_layers),
         "experts": config.num_experts,
@@ -324,23 +311,9 @@ def trace_engine(
     return tracer
 
 
-def config_digest(config: ModelConfig) -> str:
-    """Names a model's configuration: SHA-256 of its fields as JSON with sorted keys, in hex."""
-    text = json.dumps(dataclasses.asdict(config), sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
 def _number(sizes: np.ndarray) -> int | list[int]:
     """Bytes of an expert: one number, or one of each layer where layers differ."""
     return int(sizes[0]) if np.all(sizes == sizes[0]) else sizes.tolist()
-
-
-def moved_bytes(runner: Runner) -> dict[str, np.ndarray] | None:
-    """Version → int64[L]: bytes of an expert over the link; None where they are those of a cell."""
-    layers = runner.tables.address.shape[0]
-    moved = version_bytes(runner.layout, runner.formats, runner.link_bytes, layers)
-    same = all(np.array_equal(moved[name], n) for name, n in runner.version_bytes.items())
-    return None if same else moved
 
 
 def _paged(runner: Runner) -> dict[str, Any] | None:

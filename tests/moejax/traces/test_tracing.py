@@ -21,10 +21,11 @@ from moejax import LLM, SamplingParams, UserError
 from moejax.commands import main as cli
 from moejax.engine.records import StepRecord
 from moejax.models.config import load_config
+from moejax.models.model_config import config_digest
 from moejax.step.experts import Paging
 from moejax.traces import read_trace
 from moejax.traces import tracer as tracing
-from moejax.traces.tracer import Tracer, config_digest
+from moejax.traces.tracer import Tracer
 
 LIMITS = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 256}
 PROMPTS = [list(range(5, 5 + n)) for n in (70, 3, 1)]
