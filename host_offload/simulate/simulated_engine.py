@@ -16,11 +16,12 @@ import numpy as np
 from host_offload.control.controller import Controller
 from host_offload.control.interface import Moment
 from host_offload.control.rules import BETWEEN_LAYERS
+from host_offload.control.step_record import USES, StepRecord
 from host_offload.control.transitions import Transitions
 from host_offload.memory.pager import Pager
 from host_offload.memory.tables import Entry
 from host_offload.sizing.version_counts import VersionCounter, VersionCounts
-from host_offload.traces.schema import USES, Budget, StepTrace, TraceError, TraceHeader
+from host_offload.traces.schema import BudgetMove, TraceError, TraceHeader
 from host_offload.traces.step_sets import in_waves, step_set
 
 ARRAYS = {"probs": "probabilities", "gate_input": "gate_input", "embedding": "embedding"}
@@ -73,7 +74,7 @@ class SimulatedEngine:
         header: TraceHeader,
         pager: Pager,
         controller: Controller,
-        budgets: Sequence[Budget] | None = None,
+        budgets: Sequence[BudgetMove] | None = None,
         clock: Callable[[int], float] | None = None,
     ):
         self.header, self.pager, self.controller = header, pager, controller
@@ -83,7 +84,7 @@ class SimulatedEngine:
         """Slots that experts gave to KV, where every expert is resident."""
         self._link_bytes = np.stack([*controller.spec.link_bytes.values()])
         self._between = controller.moments & BETWEEN_LAYERS
-        self._reading: list[tuple[StepTrace, dict[str, Any]]] = []
+        self._reading: list[tuple[StepRecord, dict[str, Any]]] = []
         """Steps that were dispatched and not read, with what end_step is told of them."""
         self._timed = not {"step.start_s", "step.read_s"} & {*header.absent}
         """Without times a step is read when the next one was dispatched, and seconds are 0."""
@@ -96,7 +97,7 @@ class SimulatedEngine:
         _check_needs(header, controller)
         pager.set(controller.take_update())
 
-    def run(self, steps: Iterable[StepTrace]) -> Iterator[SimulatedStep]:
+    def run(self, steps: Iterable[StepRecord]) -> Iterator[SimulatedStep]:
         """The steps in order; each is yielded when it was dispatched."""
         for step in steps:
             while self._reading and self._is_read_before(self._reading[0][0], step):
@@ -108,7 +109,7 @@ class SimulatedEngine:
 
     # ---- a step, as moejax.engine.control.Control.before_step and after_dispatch
 
-    def _dispatch(self, step: StepTrace) -> SimulatedStep:
+    def _dispatch(self, step: StepRecord) -> SimulatedStep:
         controller, pager = self.controller, self.pager
         for budget in (self._budgets or {}).get(step.number, ()):
             if budget.by_hand:
@@ -254,7 +255,7 @@ class SimulatedEngine:
     # ---- between layers, as Control.between_layers and HostRunner
 
     def _look_between(
-        self, step: StepTrace, layer: int, staged: np.ndarray, moved: np.ndarray
+        self, step: StepRecord, layer: int, staged: np.ndarray, moved: np.ndarray
     ) -> None:
         rows = slice(layer, layer + 1)
         routed: dict[str, Any] = {"ids": step.ids[:, rows]}
@@ -307,7 +308,7 @@ class SimulatedEngine:
             finished=step.finished,
         )
 
-    def _is_read_before(self, step: StepTrace, following: StepTrace) -> bool:
+    def _is_read_before(self, step: StepRecord, following: StepRecord) -> bool:
         """Whether the step was read before the other one was dispatched."""
         if not self._timed:
             return following.number > step.number + 1
@@ -321,9 +322,9 @@ def _unwanted(step: int) -> TraceError:
     )
 
 
-def by_step(budgets: Iterable[Budget]) -> Mapping[int, Sequence[Budget]]:
+def by_step(budgets: Iterable[BudgetMove]) -> Mapping[int, Sequence[BudgetMove]]:
     """What moves before each step, in order."""
-    found: dict[int, list[Budget]] = {}
+    found: dict[int, list[BudgetMove]] = {}
     for budget in budgets:
         found.setdefault(budget.step, []).append(budget)
     return found

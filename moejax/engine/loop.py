@@ -15,7 +15,7 @@ import numpy as np
 from host_offload.memory.kv_cache import Block
 from moejax.engine.arena_report import page_use
 from moejax.engine.control import Control
-from moejax.engine.records import step_record
+from moejax.engine.records import Tracer, step_record
 from moejax.engine.resize import Moved, Resizer, cells_of, check_grant, grant
 from moejax.engine.sampling import Chooser
 from moejax.engine.scheduler import Scheduler
@@ -31,8 +31,6 @@ from moejax.step.runner import Runner
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
-
-    from moejax.traces.tracer import Tracer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -338,12 +336,12 @@ class Engine:
                 self._append(request, row, tokens, logprobs, now)
                 touched.append(request)
         if self.tracer is not None or self.control is not None:
-            record = step_record(step, self.runner, paging, now, touched, demand)
             use = page_use(self.scheduler)
+            record = step_record(step, self.runner, paging, now, touched, demand, use)
             if self.control is not None:
-                self.control.after_read(record, use)
+                self.control.after_read(record)
             if self.tracer is not None:
-                self.tracer.after_read(record, use)  # last: it may find the disk full
+                self.tracer.after_read(record)  # last: it may find the disk full
         return touched
 
     def _read_scores(self, step: Step, now: float) -> list[Request]:

@@ -9,8 +9,9 @@ import numpy as np
 
 from host_offload.control.controller import Controller
 from host_offload.control.interface import Moment
+from host_offload.control.step_record import StepRecord
 from host_offload.memory.tables import Residency
-from host_offload.traces.reader import StepTrace, Trace
+from host_offload.traces.reader import Trace
 from pallas_kernels.stage import specs
 from tests.pallas_kernels.pager import tables_of
 from tests.pallas_kernels.staged_memory import Memory
@@ -32,7 +33,7 @@ class LayeredDevice:
         self.weights = np.array([1, 0, 0], np.int32)
         self.missed: list[np.ndarray] = []
         self.staged: list[int] = []
-        self._pending: list[tuple[StepTrace, dict[str, Any]]] = []
+        self._pending: list[tuple[StepRecord, dict[str, Any]]] = []
         self._seconds, self._handed = 0.0, None
         self._take(controller.take_update())
 
@@ -50,7 +51,7 @@ class LayeredDevice:
     def tables(self) -> Residency:
         return Residency(*tables_of(self.memory.pagers, self.weights))
 
-    def _dispatch(self, step: StepTrace) -> None:
+    def _dispatch(self, step: StepRecord) -> None:
         controller, pagers = self.controller, self.memory.pagers
         if controller.tables is None:
             controller.see(self.tables)
@@ -74,7 +75,7 @@ class LayeredDevice:
         told = {"tables": self.tables, "staged": np.array(done, np.int32) if entries else None}
         self._pending.append((step, told))
 
-    def _look(self, step: StepTrace, layer: int) -> None:
+    def _look(self, step: StepRecord, layer: int) -> None:
         """The three moments of a layer; a list is carried out at once, for layers to come as if
         their next reference had begun."""
         rows = slice(layer, layer + 1)
