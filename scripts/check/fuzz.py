@@ -37,9 +37,10 @@ from host_offload.memory.tables import empty_tables
 from host_offload.policies.eviction.names import EVICTION
 from moejax import LLM, SamplingParams, UserError
 from moejax.engine.arena_report import kv_faults, kv_stats
-from moejax.engine.control import start_control
+from moejax.engine.control import control_of
 from moejax.requests.request import Request
 from moejax.requests.sampling_params import child_params
+from moejax.start.policies import start_controller
 
 LIMITS: dict[str, Any] = {
     "max_model_len": 192,
@@ -425,15 +426,9 @@ def apply(llm: LLM, conditions: Conditions, seed: int) -> None:
     engine, scheduler = llm.engine, llm.engine.scheduler
     engine.control = None
     if conditions.stages:
-        engine.control = start_control(
-            engine.runner,
-            [RandomStages(seed)],
-            max_model_len=scheduler.max_model_len,
-            seed=seed,
-            routers=[],
-        )
-        assert engine.control is not None
-        engine.control.set_budget = engine.try_budget
+        policies, length = [RandomStages(seed)], scheduler.max_model_len
+        controller = start_controller(engine.runner, policies, max_model_len=length, seed=seed)
+        engine.control = control_of(engine.runner, controller, engine.resizer)
     scheduler.overflow = scheduler.sessions.overflow = conditions.overflow
     scheduler.admission = conditions.admission
     scheduler.prefixes.enabled = conditions.prefix_caching

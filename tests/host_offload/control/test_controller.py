@@ -31,8 +31,8 @@ from tests.host_offload.control.policy_runs import (
     EXPERTS,
     LAYERS,
     Simulation,
-    facts,
     random_sets,
+    record,
     scripted,
     seen,
     spec,
@@ -50,8 +50,9 @@ def empty() -> Residency:
 
 
 def end(controller: Controller, step: int, *, sets=((0, 1), (2, 3)), **changes) -> None:
-    given = dict(age=1, seconds=float(step), facts=facts(*sets), tables=empty())
-    controller.end_step(step, **{**given, **changes})
+    given = {"age": 1, "seconds": float(step), "tables": empty()}
+    given |= {name: changes.pop(name) for name in given if name in changes}
+    controller.end_step(record(step, *sets, **changes), **given)
 
 
 # ---- what a policy sees
@@ -410,7 +411,7 @@ def test_a_miss_means_that_it_was_evicted_before_its_use():
     end(controller, 0, staged=flags(1), tables=there)
     missed = facts((4, 0), (1, 2))
     missed["missed"][0, 4] = True
-    end(controller, 1, facts=missed, tables=there)
+    end(controller, 1, sets=((4, 0), (1, 2)), missed=missed, tables=there)
     assert counts(controller)["unused"] == 1
 
 
@@ -531,12 +532,12 @@ def test_policies_between_layers():
     )
     controller = Controller(spec(driver="host"), [policy])
     call = functools.partial(controller.between_layers, step=3, seconds=0.0, tables=empty())
-    routed = {"ids": np.array([[[0, 5]], [[5, 7]]]), "weights": np.ones((2, 1, 2))}
-    assert call(Moment.LAYER_BEGIN, layer=0, facts={}) == []
-    assert [tuple(e) for e in call(Moment.ROUTED, layer=0, facts=routed)] == [(1, 4, 0, 0)]
+    routed = LayerRouting(np.array([[[0, 5]], [[5, 7]]]), np.ones((2, 1, 2)))
+    assert call(Moment.LAYER_BEGIN, layer=0) == []
+    assert [tuple(e) for e in call(Moment.ROUTED, layer=0, routing=routed)] == [(1, 4, 0, 0)]
     # Not asked for EXPERTS_BEGIN; its call settles the list, so TRANSFER comes before layer 1.
-    assert call(Moment.EXPERTS_BEGIN, layer=0, facts=routed, done=flags(1)) == []
-    assert call(Moment.LAYER_BEGIN, layer=1, facts={}) == []
+    assert call(Moment.EXPERTS_BEGIN, layer=0, routing=routed, done=flags(1)) == []
+    assert call(Moment.LAYER_BEGIN, layer=1) == []
     asked = [(o.moment.name, o.layer, o.age) for o in seen(controller)]
     assert asked == [
         ("LAYER_BEGIN", 0, 0),

@@ -208,7 +208,6 @@ def test_policies_page_as_plain_python(name, tmp_path):
     told = spec(version_bytes={"dense": np.full(LAYERS, 100)})
     controller = Controller(told, policies, listener=events.append)
     device = Simulation(controller, cells)
-    device.weights = controller.take_update().get("victim_weights", device.weights)
     for step in sets:
         device.step(*step)
     while device.pending:
