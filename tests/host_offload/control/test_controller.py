@@ -22,6 +22,7 @@ from host_offload.control.interface import (
 )
 from host_offload.control.rules import PolicyError
 from host_offload.control.staging import choose_cell
+from host_offload.control.step_record import LayerRouting
 from host_offload.memory.tables import Residency, empty_tables, read_snapshot, snapshot
 from host_offload.policies.eviction.names import EVICTION
 from pallas_kernels.plan import Tables, plan
@@ -168,10 +169,7 @@ def test_intervals_sum_counts(interval, steps):
 def test_a_long_step_passes_several_intervals_at_once():
     policy = scripted(moments={Moment.INTERVAL}, needs={"counts"}, interval="2 tokens")
     controller = Controller(spec(), [policy])
-    rows = {
-        name: np.repeat(v, 5, axis=0) for name, v in facts((0, 1), (2, 3)).items() if name == "ids"
-    }
-    end(controller, 0, facts={**facts((0, 1), (2, 3)), **rows})
+    end(controller, 0, ids=np.repeat(record().ids, 5, axis=0))
     (mark,) = seen(controller)
     assert mark.interval == 2 and mark.counts[0, 0] == 5
 
@@ -409,8 +407,8 @@ def test_a_miss_means_that_it_was_evicted_before_its_use():
     tables = empty()
     there = tables._replace(address=np.where(np.arange(16).reshape(2, 8) == 4, 4, -1))
     end(controller, 0, staged=flags(1), tables=there)
-    missed = facts((4, 0), (1, 2))
-    missed["missed"][0, 4] = True
+    missed = np.zeros((LAYERS, EXPERTS), bool)
+    missed[0, 4] = True
     end(controller, 1, sets=((4, 0), (1, 2)), missed=missed, tables=there)
     assert counts(controller)["unused"] == 1
 
