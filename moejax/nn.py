@@ -173,7 +173,8 @@ class PagedExperts(nnx.Module):
         memory = ExpertMemory(
             arena=jax.jit(lambda: jnp.zeros(shape, jnp.uint16), out_shardings=sharding)(),
             tables=jax.device_put(
-                empty_tables(self.layers, self.experts, self.experts, eviction), sharding
+                empty_tables(self.layers, self.experts, self.experts, EVICTION[eviction]),
+                sharding,
             ),
             counts=jnp.zeros((self.layers, len(Paging._fields)), jnp.int32, device=sharding),
         )

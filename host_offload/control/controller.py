@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,19 +19,22 @@ from host_offload.control.interface import (
     Transfer,
     routed_counts,
 )
-from host_offload.control.kv_references import KVReferences, turn_facts
-from host_offload.control.policy_seat import Seat
+from host_offload.control.kv_references import KVReferences
 from host_offload.control.rules import (
+    BETWEEN_LAYERS,
     PolicyError,
     check_decision,
     check_policies,
     moments_with,
     name_of,
+    parse_interval,
     union,
 )
-from host_offload.control.staging import Entry, Residency, Staging, last_used
-from host_offload.control.transfers import COUNTS, Move
+from host_offload.control.staging import Staging, last_used
+from host_offload.control.step_record import SEEN, USES, LayerRouting, StepRecord
+from host_offload.control.transfers import COUNTS
 from host_offload.control.transitions import Transitions, check_resident
+from host_offload.memory.tables import Entry, Move, Residency
 
 RESIDENCY = frozenset({"version", "state", "last_used", "clock", "frequency", "cells"})
 """Needs that are read from a copy of the device's tables."""
@@ -54,15 +57,81 @@ Event = Decided | Transfer
 """Transfers are logged when they are skipped, first used, or evicted without use."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Shown:
+    """What a moment shows, beside the tables and transfers."""
+
+    step: int
+    age: int
+    seconds: float
+    use: np.ndarray | None
+    """int64[len(USES)] of the step read last."""
+    rows: StepRecord | LayerRouting | None = None
+    counts: np.ndarray | None = None
+    kv_refs: np.ndarray | None = None
+
+
+class Seat:
+    """A policy in the controller: its state, and what has gathered since it was last asked."""
+
+    def __init__(self, policy: Policy, spec: Spec):
+        self.policy, self.name = policy, name_of(policy)
+        self.observed = policy.needs - {"router"}
+        self.stages_between_layers = bool(policy.moments & BETWEEN_LAYERS) and not (
+            policy.writes.isdisjoint({"stages", "transitions"})
+        )
+        if "router" not in policy.needs:
+            spec = dataclasses.replace(spec, router=None)
+        try:
+            self.state = policy.init(spec)
+        except Exception as error:
+            error.add_note(f"in policy {self.name} at its init")
+            raise
+        self.news: dict[tuple[str, Moment], list[Transfer]] = {}
+        interval = getattr(policy, "interval", None)
+        self._every = None if interval is None else parse_interval(interval, self.name)
+        self._passed = {"steps": 0.0, "tokens": 0.0, "seconds": 0.0}
+        self._sums = self._every is not None and "counts" in policy.needs
+        self.intervals = 0
+        self.counts: np.ndarray | None = None
+
+    def progress(self, rows: int, seconds: float, counts: np.ndarray | None) -> None:
+        self._passed["steps"] += 1
+        self._passed["tokens"] += rows
+        self._passed["seconds"] = seconds
+        if self._sums and counts is not None:
+            self.counts = counts if self.counts is None else self.counts + counts
+
+    @property
+    def _whole(self) -> int:
+        if self._every is None:
+            return 0
+        count, unit = self._every
+        return int(self._passed[unit] // count)
+
+    @property
+    def interval_due(self) -> bool:
+        return self._whole > self.intervals
+
+    def next_interval(self) -> np.ndarray | None:
+        """Begins one; returns the counts of the one that ended."""
+        self.intervals, counts, self.counts = self._whole, self.counts, None
+        return counts
+
+    def tell(self, name: str, news: Sequence[Transfer]) -> None:
+        if name in self.policy.needs:
+            for moment in self.policy.moments:
+                self.news.setdefault((name, moment), []).extend(news)
+
+
 class Controller:
     """Feeds observations to policies and holds what they decided until a step takes it.
 
-    The caller (moejax.engine.control in the engine, the simulator over a trace) calls, for each
-    step, begin_step, stages and take_update before it is made, and end_step once it was read; with
-    driver="host" also between_layers. Several steps may be under way: transfers are matched by
-    step number.
+    A Control calls, for each step, begin_step, stages and take_update before it is made, and
+    end_step once it was read; with driver="host" also between_layers. Several steps may be under
+    way: transfers are matched by step number.
 
-    also: see policy_rules.check_policies. log_length: events kept in `events`. listener: called
+    also: see check_policies. log_length: events kept in `events`. listener: called
     with each event. Raises PolicyError for policies that cannot run; the methods that ask a policy
     raise it for a decision that cannot be carried out.
     """
@@ -100,7 +169,8 @@ class Controller:
             check_resident(policies, spec.resident)
         self._staging = (Transitions if spec.resident else Staging)(spec, self._log)
         self._kv_references = KVReferences(spec.page_tokens) if "kv_refs" in self.needs else None
-        self._latest: dict[str, Any] = {}
+        self._use: np.ndarray | None = None
+        """Of the step that was read last."""
         self._decisions: Counter[str] = Counter()
         self._seats = [Seat(policy, spec) for policy in policies]
         for seat in self._seats:
@@ -139,7 +209,7 @@ class Controller:
 
     def begin_step(self, step: int, *, seconds: float) -> None:
         """STEP_BEGIN, before the step is made."""
-        self._ask_all(Moment.STEP_BEGIN, step, age=0, seconds=seconds, facts=self._latest)
+        self._ask_all(Moment.STEP_BEGIN, Shown(step, 0, seconds, self._use))
 
     def stages(self, step: int) -> list[Entry]:
         """The list of transfers for the step, at most spec.stage_entries; they are in flight until
@@ -178,45 +248,37 @@ class Controller:
         self._staging.forget(step)
 
     def end_step(
-        self,
-        step: int,
-        *,
-        age: int,
-        seconds: float,
-        facts: Mapping[str, Any],
-        tables: Residency | None = None,
-        staged: np.ndarray | None = None,
-        finished: Sequence[int] = (),
+        self, record: StepRecord, *, age: int, seconds: float, tables: Residency | None = None
     ) -> None:
-        """A step was read: STEP_END, then INTERVAL and TURN_END as they are due.
-
-        facts: Observation's fields by name, at least `ids` int16[N, L, k] and `missed` bool[L, E];
-        those that are derived (counts, residency, transfers) are not looked at. tables: after the
-        step, needed if needs_residency. staged int32[S]: 1 for each entry that was carried out.
-        finished: requests that ended.
-        """
+        """A step was read: STEP_END, then INTERVAL and TURN_END as they are due. tables: after the
+        step, needed if needs_residency."""
         if tables is not None:
             self.see(tables)
-        self._staging.settle(step, staged, self.tables)
-        rows, counts = len(facts["ids"]), None
+        step = record.number
+        self._staging.settle(step, record.staged, self.tables)
+        counts = None
         if self._staging.watching or "counts" in self.needs:
-            counts = self._counts(facts["ids"])
+            counts = self._counts(record.ids)
             assert self.tables is not None or not self._staging.watching
             if self.tables is not None:
-                self._staging.watch(step, counts > 0, facts["missed"], self.tables)
+                self._staging.watch(step, counts > 0, record.missed, self.tables)
         self._hand_over()
-        facts = {**facts, "counts": counts}
-        self._latest = {k: v for k, v in facts.items() if Moment.STEP_BEGIN in moments_with(k)}
+        self._use = record.use
         for seat in self._seats:
-            seat.progress(rows, seconds, counts)
-        times = dict(age=age, seconds=seconds, facts=facts)
-        self._ask_all(Moment.STEP_END, step, **times)
+            seat.progress(len(record.ids), seconds, counts)
+        shown = Shown(step, age, seconds, record.use, record, counts)
+        self._ask_all(Moment.STEP_END, shown)
         for seat in self._seats:
             if seat.interval_due:
-                summed = {**facts, "counts": seat.next_interval()}
-                self._ask(seat, Moment.INTERVAL, step, **{**times, "facts": summed})
-        for request, told in turn_facts(self._kv_references, facts, finished):
-            self._ask_all(Moment.TURN_END, step, turn=request, **{**times, "facts": told})
+                summed = dataclasses.replace(shown, counts=seat.next_interval())
+                self._ask(seat, Moment.INTERVAL, summed)
+        references = self._kv_references
+        if references is not None:
+            references.see(record.request, record.user, record.position)
+        for request in record.finished:
+            if references is not None:
+                shown = dataclasses.replace(shown, kv_refs=references.end(request))
+            self._ask_all(Moment.TURN_END, shown, turn=request)
 
     def between_layers(
         self,
@@ -225,26 +287,27 @@ class Controller:
         layer: int,
         *,
         seconds: float,
-        facts: Mapping[str, Any],
+        routing: LayerRouting | None = None,
         tables: Residency | None = None,
         done: np.ndarray | None = None,
     ) -> list[Entry]:
         """A moment inside a step that runs layer by layer; returns transfers to carry out right
         now, before anything else of the step.
 
-        facts: at ROUTED and EXPERTS_BEGIN `ids` int[N, 1, k] and `weights` float32[N, 1, k].
-        tables: as they are now, needed if needs_residency. done int32[S]: for the list returned
-        last, 1 for each entry that was carried out; None if that was settled or empty.
+        routing: at ROUTED and EXPERTS_BEGIN. tables: as they are now, needed if needs_residency.
+        done int32[S]: for the list returned last, 1 for each entry that was carried out; None if
+        that was settled or empty.
         """
         if tables is not None:
             self.see(tables)
         if done is not None and self.settle_between_layers(done):
-            latest = dict(age=0, seconds=seconds, facts=self._latest)
-            self._ask_all(Moment.TRANSFER, step, layer=layer, **latest)
-        facts = {**self._latest, **facts}
-        if "counts" in self.needs and "ids" in facts:
-            facts["counts"] = self._counts(facts["ids"], layer)
-        self._ask_all(moment, step, layer=layer, age=0, seconds=seconds, facts=facts)
+            latest = Shown(step, 0, seconds, self._use)
+            self._ask_all(Moment.TRANSFER, latest, layer=layer)
+        counts = None
+        if "counts" in self.needs and routing is not None:
+            counts = self._counts(routing.ids, layer)
+        shown = Shown(step, 0, seconds, self._use, routing, counts)
+        self._ask_all(moment, shown, layer=layer)
         if self.tables is None or not any(seat.stages_between_layers for seat in self._seats):
             return []
         return self._staging.entries(step, self.tables, between_layers=True)
@@ -279,39 +342,30 @@ class Controller:
 
     # ---- asking
 
-    def _ask_all(self, moment: Moment, step: int, **context) -> None:
+    def _ask_all(self, moment: Moment, shown: Shown, *, layer: int = -1, turn: int = -1) -> None:
         for seat in self._seats:
             if moment in seat.policy.moments:
-                self._ask(seat, moment, step, **context)
+                self._ask(seat, moment, shown, layer=layer, turn=turn)
 
     def _ask(
-        self,
-        seat: Seat,
-        moment: Moment,
-        step: int,
-        *,
-        age: int,
-        seconds: float,
-        facts: Mapping[str, Any],
-        layer: int = -1,
-        turn: int = -1,
+        self, seat: Seat, moment: Moment, shown: Shown, *, layer: int = -1, turn: int = -1
     ) -> None:
         fields = {
-            need: _read_only(self._value(need, seat, moment, facts))
+            need: _read_only(self._value(need, seat, moment, shown))
             for need in seat.observed
             if moment in moments_with(need)
         }
         observation = Observation(
             moment=moment,
-            step=step,
-            age=age,
+            step=shown.step,
+            age=shown.age,
             interval=seat.intervals,
             turn=turn,
             layer=layer,
-            seconds=seconds,
+            seconds=shown.seconds,
             **fields,
         )
-        when = f"{moment.name} of step {step}"
+        when = f"{moment.name} of step {shown.step}"
         try:
             answer = seat.policy.decide(seat.state, observation)
         except Exception as error:
@@ -322,10 +376,16 @@ class Controller:
         state, decision = answer
         accepted = check_decision(decision, seat.policy, self.spec, when)
         seat.state = state
-        self._accept(accepted, seat, moment, step)
+        self._accept(accepted, seat, moment, shown.step)
 
-    def _value(self, need: str, seat: Seat, moment: Moment, facts: Mapping[str, Any]) -> Any:
+    def _value(self, need: str, seat: Seat, moment: Moment, shown: Shown) -> Any:
+        if need in SEEN:
+            return getattr(shown.rows, SEEN[need])
+        if need in USES:
+            return None if shown.use is None else int(shown.use[USES.index(need)])
         match need:
+            case "counts" | "kv_refs":
+                return getattr(shown, need)
             case "finished" | "retired":
                 return tuple(seat.news.pop((need, moment), ()))
             case "in_flight":
@@ -334,8 +394,6 @@ class Controller:
                 return self.spec.costs
             case "capacity":
                 return self._staging.capacity
-        if need not in RESIDENCY:
-            return facts.get(need)
         tables = self.tables
         assert tables is not None, "a policy needs residency: give end_step the tables"
         match need:

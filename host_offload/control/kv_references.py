@@ -7,8 +7,6 @@ turn is what the paper calls a burst: a request from its prompt to its last toke
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -46,15 +44,3 @@ class KVReferences:
         owner, tokens = self._turns.pop(request, (-1 - request, 0))
         pages = np.arange(-(-tokens // self.page_tokens), dtype=np.int64)
         return np.stack([np.full_like(pages, owner), pages], axis=1)
-
-
-def turn_facts(
-    references: KVReferences | None, facts: Mapping[str, Any], finished: Sequence[int]
-) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """(request, facts with its `kv_refs`) of the requests that ended with a step. facts: of the
-    step, as of Controller.end_step. references: followed so far; None: nobody asks for them."""
-    if references is not None:
-        references.see(facts["request"], facts["user"], facts["position"])
-    for request in finished:
-        more = {} if references is None else {"kv_refs": references.end(request)}
-        yield request, {**facts, **more}

@@ -19,6 +19,7 @@ from host_offload.control.interface import (
     Stage,
     Transition,
 )
+from host_offload.control.step_record import SEEN, LayerRouting
 from pallas_kernels.plan.victim import MAX_PRIOR, MAX_WEIGHT
 
 
@@ -45,11 +46,8 @@ _UNUSED = frozenset({"tiers", "execute", "load_order"})
 DOES: Mapping[str, frozenset[str]] = dict.fromkeys(MOMENTS, WRITES - _UNUSED)
 """Driver → the fields of a Decision that it carries out."""
 
-_ROUTING = frozenset({"ids", "weights", "counts", "probs", "gate_input"})
-_ROWS = _ROUTING | {
-    *("request", "user", "position", "phase", "missed", "embedding"),
-    *("bucket", "compiled"),
-}
+_ROUTING = {seen for seen, field in SEEN.items() if field in LayerRouting._fields} | {"counts"}
+"""What is known of one layer as soon as it was routed."""
 
 
 def moments_with(field: str) -> frozenset[Moment]:
@@ -58,7 +56,7 @@ def moments_with(field: str) -> frozenset[Moment]:
         return STEP_READ | {Moment.ROUTED, Moment.EXPERTS_BEGIN}
     if field == "kv_refs":
         return frozenset({Moment.TURN_END})
-    return STEP_READ if field in _ROWS else frozenset(Moment)
+    return STEP_READ if field in SEEN else frozenset(Moment)
 
 
 def name_of(policy: Any) -> str:

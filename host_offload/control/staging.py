@@ -5,42 +5,14 @@ of each transfer after that. Host code over numpy; the device has the last word 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from host_offload.control.interface import Spec, Stage, State, Transfer, Transition
 from host_offload.control.transfers import Flight, Transfers
+from host_offload.memory.tables import Entry, Residency
 from pallas_kernels.plan.victim import victim_key
-
-
-class Residency(NamedTuple):
-    """A copy of the device's tables, int32: the fields of pallas_kernels.plan.Tables."""
-
-    cell_row: np.ndarray
-    """[L, C]"""
-    cell_version: np.ndarray
-    owner: np.ndarray
-    last_used: np.ndarray
-    address: np.ndarray
-    """[L, E]"""
-    version: np.ndarray
-    frequency: np.ndarray
-    fill_version: np.ndarray
-    prior: np.ndarray
-    clock: np.ndarray
-    """[L]"""
-    victim_weights: np.ndarray
-    """[3]"""
-
-
-class Entry(NamedTuple):
-    """One transfer of a step's stage list."""
-
-    layer: int
-    expert: int
-    version: int
-    cell: int
 
 
 def last_used(tables: Residency) -> np.ndarray:

@@ -10,21 +10,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from host_offload.control.interface import Transfer
+from host_offload.memory.tables import Move, Residency
 
 COUNTS = ("issued", "done", "skipped", "deferred", "cancelled", "used", "unused", "bytes")
 """Of transfers by cause. issued: put on a step's list. done, skipped: as the step said. deferred:
 wanted and not put on a list, since that was full or there was no cell or no staging bytes: once for
 each list that was made meanwhile. cancelled: left the queue unissued. used,
 unused: of those done, found resident by a later step, or evicted first. bytes: of those done."""
-
-
-class Move(NamedTuple):
-    """A cell that moves within the arena, with what is in it."""
-
-    layer: int
-    cell: int
-    row: int
-    """Arena row where it goes."""
 
 
 class Flight(NamedTuple):
@@ -91,9 +83,9 @@ class Transfers:
         """Contents of tables that changed since the last call."""
         return {}
 
-    def stats(self, tables: Any = None) -> dict[str, Any]:
-        """What there is to say beyond the counts, plain data. tables: a
-        host_offload.control.staging. Residency, None where there is none yet."""
+    def stats(self, tables: Residency | None = None) -> dict[str, Any]:
+        """What there is to say beyond the counts, plain data. tables: None
+        where there are none yet."""
         return {}
 
     def transition_counts(self) -> dict[str, int]:
@@ -114,11 +106,11 @@ class Transfers:
         """Some transfer waits for its first use."""
         return bool(self._unused)
 
-    def watch(self, step: int, active: np.ndarray, missed: np.ndarray, tables) -> None:
+    def watch(self, step: int, active: np.ndarray, missed: np.ndarray, tables: Residency) -> None:
         """Who was first used by the step, and who was evicted before any use.
 
         active bool[L, E]: experts that the step needed. missed bool[L, E]: those of them that it
-        did not find. tables: host_offload.control.staging.Residency after the step.
+        did not find. tables: after the step.
         """
         for place, flight in list(self._unused.items()):
             transfer, same_step = flight.transfer, flight.transfer.published == step

@@ -24,10 +24,10 @@ import numpy as np
 from host_offload.control.interface import Policy, Spec, Stage, State, Transfer, Transition
 from host_offload.control.reservations import BudgetTracker
 from host_offload.control.rules import PolicyError, name_of
-from host_offload.control.staging import Entry, Residency
-from host_offload.control.transfers import Flight, Move, Transfers
+from host_offload.control.transfers import Flight, Transfers
 from host_offload.memory import placement
 from host_offload.memory.placement import ResidentSpec
+from host_offload.memory.tables import Entry, Move, Residency
 
 _PAGED = ("stages", "cells")
 """Fields of a Decision that mean nothing, or would take cells away, where all are resident."""

@@ -11,9 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from host_offload.control.staging import Entry, Residency
-from host_offload.control.transfers import Move
 from host_offload.memory.placement import ResidentSpec, place
+from host_offload.memory.tables import Entry, Move, Residency
 from pallas_kernels.plan.victim import victim_key
 
 

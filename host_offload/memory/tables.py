@@ -2,33 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from numpy.typing import ArrayLike
 
-from host_offload.control.staging import Residency
 from host_offload.memory.layout import DENSE
-from host_offload.policies.eviction.names import victim_weights
 from pallas_kernels.plan import Tables
 
-__all__ = [
-    "Tables",
-    "empty_tables",
-    "read_snapshot",
-    "regrant",
-    "snapshot",
-    "with_contents",
-]
+LRU_WEIGHTS = (1, 0, 0)
+"""Weights of pallas_kernels.plan.victim_key with which the expert used longest ago goes."""
 
 
-def empty_tables(layers: int, experts: int, cells: int, eviction: str) -> Tables:
+class Residency(NamedTuple):
+    """A copy of the device's tables, int32: the fields of pallas_kernels.plan.Tables."""
+
+    cell_row: np.ndarray
+    """[L, C]"""
+    cell_version: np.ndarray
+    owner: np.ndarray
+    last_used: np.ndarray
+    address: np.ndarray
+    """[L, E]"""
+    version: np.ndarray
+    frequency: np.ndarray
+    fill_version: np.ndarray
+    prior: np.ndarray
+    clock: np.ndarray
+    """[L]"""
+    victim_weights: np.ndarray
+    """[3]"""
+
+
+class Entry(NamedTuple):
+    """One transfer of a step's stage list."""
+
+    layer: int
+    expert: int
+    version: int
+    cell: int
+
+
+class Move(NamedTuple):
+    """A cell that moves within the arena, with what is in it."""
+
+    layer: int
+    cell: int
+    row: int
+    """Arena row where it goes."""
+
+
+def empty_tables(
+    layers: int, experts: int, cells: int, victim_weights: Sequence[int] = LRU_WEIGHTS
+) -> Tables:
     """Tables of a cold start: nothing granted, nothing resident.
 
-    cells: C, the constant upper bound of cells a layer. eviction: see
-    host_offload.policies.eviction.names. Raises ValueError for an unknown eviction policy.
+    cells: C, the constant upper bound of cells a layer. victim_weights: of
+    pallas_kernels.plan.victim_key.
     """
 
     def full(columns: int, value: int) -> jax.Array:
@@ -45,7 +78,7 @@ def empty_tables(layers: int, experts: int, cells: int, eviction: str) -> Tables
         fill_version=full(experts, DENSE),
         prior=full(experts, 0),
         clock=jnp.zeros(layers, jnp.int32),
-        victim_weights=jnp.asarray(victim_weights(eviction), jnp.int32),
+        victim_weights=jnp.asarray(victim_weights, jnp.int32),
     )
 
 

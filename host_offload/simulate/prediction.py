@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from host_offload.control.interface import routed_counts
+from host_offload.control.step_record import StepRecord
 from host_offload.memory.placement import ResidentSpec
 from host_offload.policies.eviction.names import with_eviction
 from host_offload.policies.prefetch.names import with_prefetch
@@ -22,7 +23,7 @@ from host_offload.sizing import version_costs
 from host_offload.sizing.bounds import stall_bound
 from host_offload.sizing.cost_model import SPAN, CostError, CostModel, Work
 from host_offload.traces.reader import Trace
-from host_offload.traces.schema import KINDS, StepTrace, TraceHeader
+from host_offload.traces.schema import KINDS, TraceHeader
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,7 +158,7 @@ class _Clock:
 
     def __init__(self, trace: Trace, models: Sequence[CostModel], *, asked: bool):
         self._models, self._header, self._asked = models, trace.header, asked
-        self._steps: Iterator[StepTrace] = trace.step_traces()
+        self._steps: Iterator[StepRecord] = trace.step_traces()
         self.seconds: list[float] = []
         self.compute_s: list[float] = []
         self.tokens: list[int] = []
@@ -198,7 +199,7 @@ class _Clock:
         return self.ends[number]
 
 
-def step_work(step: StepTrace, header: TraceHeader, model: CostModel) -> tuple[Work, int | None]:
+def step_work(step: StepRecord, header: TraceHeader, model: CostModel) -> tuple[Work, int | None]:
     """(what a step computes, rows of its decode executable; None: it is a prefill step)."""
     prefill = step.kind == KINDS[0]
     tokens = len(step.ids)
@@ -213,7 +214,7 @@ def step_work(step: StepTrace, header: TraceHeader, model: CostModel) -> tuple[W
     return Work(tokens, spans, active, tiles), tokens if step.rows is None else step.rows
 
 
-def _chunks(step: StepTrace, chunk: int) -> tuple[int, int]:
+def _chunks(step: StepRecord, chunk: int) -> tuple[int, int]:
     """(chunks of a prefill step, spans that they attend to)."""
     if step.position is None or step.request is None:
         count = -(-len(step.ids) // chunk)

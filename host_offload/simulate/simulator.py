@@ -25,7 +25,7 @@ from host_offload.simulate.simulated_engine import SimulatedEngine, SimulatedSte
 from host_offload.simulate.weighted_pager import WeightedPager, fits
 from host_offload.sizing.version_costs import VersionCounter
 from host_offload.traces.reader import Trace
-from host_offload.traces.schema import KINDS, Budget, TraceError, TraceHeader
+from host_offload.traces.schema import KINDS, BudgetMove, TraceError, TraceHeader
 from host_offload.traces.step_sets import StepSets, in_waves, read_step_sets
 
 STAGE_ENTRIES = 8
@@ -79,7 +79,7 @@ def simulate(
     driver: str | None = None,
     spec: Spec | None = None,
     config_digest: str | None = None,
-    budgets: Sequence[Budget] | None = None,
+    budgets: Sequence[BudgetMove] | None = None,
     costs: Costs | None = None,
     listener: Callable[[Event], None] | None = None,
     watcher: Callable[[SimulatedStep], None] | None = None,
@@ -224,7 +224,7 @@ def _weighted_steps(
     start: tuple[np.ndarray, np.ndarray | int],
     weights: Sequence[int],
     fast: bool,
-    budgets: Sequence[Budget],
+    budgets: Sequence[BudgetMove],
     resident: ResidentSpec | None,
 ) -> Iterator[SimulatedStep]:
     """The steps under a policy that is only weights. start: of _cells."""

@@ -10,10 +10,11 @@ import numpy as np
 
 from host_offload.control.interface import Decision, Moment, Observation, Spec, Transition
 from host_offload.control.rules import BETWEEN_LAYERS
+from host_offload.control.step_record import StepRecord
 from host_offload.policies.eviction.names import POLICIES
 from host_offload.simulate.simulated_engine import SimulatedStep
 from host_offload.simulate.simulator import simulate
-from host_offload.traces.reader import StepTrace, Trace, TraceError, TransferTrace
+from host_offload.traces.reader import Trace, TraceError, TransferTrace
 
 CAUSES = ("promotion", "demotion")
 
@@ -177,7 +178,7 @@ def _simulated(trace: Trace) -> np.ndarray:
     steps = trace.step_traces()
 
     def check(found: SimulatedStep) -> None:
-        was: StepTrace = next(steps)
+        was: StepRecord = next(steps)
         same = np.array_equal(found.missed, was.missed) and np.array_equal(found.fills, was.fills)
         if not same:
             raise TraceError(

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from host_offload.control.staging import Entry
 from host_offload.memory.pager import Pager
+from host_offload.memory.tables import Entry
 from host_offload.sizing.cost_model import MOVES, CostError, CostModel, Work
 
 ALIKE = ("layers", "experts", "top_k", "chunk", "row_tile")

@@ -20,15 +20,14 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from host_offload.control.step_record import StepRecord
 from host_offload.traces.schema import (
     FORMAT,
     KINDS,
     TRANSFER_TYPES,
-    USES,
     VERSION,
-    Budget,
+    BudgetMove,
     Mark,
-    StepTrace,
     TraceError,
     TraceHeader,
     TransferTrace,
@@ -40,12 +39,10 @@ from host_offload.traces.writer import TraceWriter, require_new
 __all__ = [
     "FORMAT",
     "KINDS",
-    "USES",
     "VERSION",
-    "Budget",
+    "BudgetMove",
     "Chunk",
     "Mark",
-    "StepTrace",
     "Trace",
     "TraceError",
     "TraceHeader",
@@ -89,7 +86,7 @@ class Chunk:
             raise KeyError(f"{name} is not in {self.path.name}; it has {', '.join(file.keys())}")
         return file.get_tensor(name)
 
-    def step_traces(self) -> Iterator[StepTrace]:
+    def step_traces(self) -> Iterator[StepRecord]:
         """The steps in order; their arrays are views of the chunk's."""
         arrays = {name: self.array(name) for name in columns(self.header)}
         token = {n.split(".")[1]: a for n, a in arrays.items() if n.startswith("token.")}
@@ -113,7 +110,7 @@ class Chunk:
             if "kind" in step:
                 fields["kind"] = KINDS[fields["kind"]]
             fields["finished"] = tuple(ended.get(fields["number"], ()))
-            yield StepTrace(**fields)
+            yield StepRecord(**fields)
 
     def transfers(self) -> Iterator[TransferTrace]:
         """The transfers that were written with this chunk."""
@@ -194,7 +191,7 @@ class Trace:
     def tokens(self) -> int:
         return sum(chunk.tokens for chunk in self.chunks)
 
-    def step_traces(self) -> Iterator[StepTrace]:
+    def step_traces(self) -> Iterator[StepRecord]:
         """All steps in order, with one chunk in memory."""
         for chunk in self.chunks:
             yield from chunk.step_traces()
@@ -213,10 +210,10 @@ class Trace:
     def marks(self) -> tuple[Mark, ...]:
         return tuple(mark for chunk in self.chunks for mark in chunk.marks())
 
-    def budgets(self) -> tuple[Budget, ...]:
+    def budgets(self) -> tuple[BudgetMove, ...]:
         """Every budget that was carried out, in order. Raises TraceError as decisions."""
         lines = [{"step": x["step"], **x["budget"]} for x in self.decisions() if "budget" in x]
-        return tuple(Budget(**{**line, "cells": tuple(line["cells"])}) for line in lines)
+        return tuple(BudgetMove(**{**line, "cells": tuple(line["cells"])}) for line in lines)
 
     def decisions(self) -> Iterator[dict[str, Any]]:
         """The lines of decisions.jsonl, of policies and of budgets. The half line of a run that

@@ -12,19 +12,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from host_offload.control.step_record import COLUMNS, USES
+
 FORMAT, VERSION = "moejax-trace", 1
 KINDS = ("prefill", "decode")
-USES = (
-    "kv_used",
-    "kv_peak",
-    "kv_pages",
-    "kv_swapped",
-    "running",
-    "waiting",
-    "waiting_tokens",
-)
-"""Columns of `step.use`."""
-
 ALWAYS = ("token.ids", "token.user", "step.number", "step.tokens")
 """Columns that no trace lacks."""
 
@@ -74,59 +65,6 @@ class TraceHeader:
             )
 
 
-class StepTrace(NamedTuple):
-    """One step of N tokens (no padding), as it is written and as it is read back. What the header
-    calls absent is None."""
-
-    request: np.ndarray
-    """int32[N]: number of the token's request."""
-    user: np.ndarray
-    """int32[N]: number of its session, −1 without one."""
-    position: np.ndarray
-    """int32[N]: place in its sequence."""
-    phase: np.ndarray
-    """uint8[N]: 0 prompt, 1 generated."""
-    ids: np.ndarray
-    """int16[N, L, k]: routed experts, ascending."""
-    weights: np.ndarray
-    """float32[N, L, k] or float16."""
-    number: int
-    kind: str
-    """One of KINDS."""
-    start_s: float
-    """When it was dispatched, in seconds since the trace began."""
-    read_s: float
-    """When its results were on the host, likewise."""
-    seconds: float
-    """What it cost: steps overlap, so from its dispatch or the read before it to its read."""
-    rows: int
-    """Token rows of its executable, padding included."""
-    compiled: bool
-    """It was the first to run its executable."""
-    hits: np.ndarray
-    """int32[L]: active experts that were resident."""
-    fills: np.ndarray
-    """int32[L]: experts moved into a cell inside the step."""
-    read_through: np.ndarray
-    """int32[L]: experts computed from the store."""
-    waves: np.ndarray
-    """int16[L]: passes over the layer's experts."""
-    missed: np.ndarray
-    """bool[L, E]: active experts that were not resident."""
-    bytes: np.ndarray
-    """int64[causes]: bytes over the link, by the header's causes."""
-    use: np.ndarray
-    """int64[len(USES)]: state of KV and queue, −1 where it is not known."""
-    finished: tuple[int, ...]
-    """Numbers of requests that ended with this step's results."""
-    probabilities: np.ndarray | None = None
-    """float16[N, L, E], when the header says so."""
-    gate_input: np.ndarray | None = None
-    """float16[N, L, S]."""
-    embedding: np.ndarray | None = None
-    """float16[N, D]."""
-
-
 class TransferTrace(NamedTuple):
     """An expert moved ahead of need. issued, published, first_use: step numbers; −1: never."""
 
@@ -148,7 +86,7 @@ class Mark(NamedTuple):
     name: str
 
 
-class Budget(NamedTuple):
+class BudgetMove(NamedTuple):
     """The line between experts and KV was moved, before step `step`."""
 
     step: int
@@ -175,47 +113,29 @@ TRANSFER_TYPES = {
 
 def columns(header: TraceHeader) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
     """Arrays of a chunk that have a row per token or per step: name → (dtype, shape of a row)."""
-    rows = written_columns(header)
-    layers, experts = header.layers, header.experts
-    if header.probabilities:
-        rows["token.probabilities"] = np.float16, (layers, experts)
-    if header.gate_input:
-        rows["token.gate_input"] = np.float16, (layers, header.gate_input)
-    if header.embedding:
-        rows["token.embedding"] = np.float16, (header.embedding,)
-    return {
-        name: (np.dtype(dtype), shape)
-        for name, (dtype, shape) in rows.items()
-        if name not in header.absent
-    }
+    rows = _columns(header, optional=False)
+    rows["step.tokens"] = np.dtype(np.int32), ()
+    rows |= _columns(header, optional=True)
+    return {name: row for name, row in rows.items() if name not in header.absent}
 
 
-def written_columns(header: TraceHeader) -> dict[str, tuple[Any, tuple[int, ...]]]:
+def written_columns(header: TraceHeader) -> list[str]:
     """The columns of every trace that our engine wrote."""
-    layers, experts = header.layers, header.experts
-    routed = (layers, header.top_k)
+    return [*_columns(header, optional=False), "step.tokens"]
+
+
+def _columns(header: TraceHeader, optional: bool) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
+    """Columns of a StepRecord's fields, either those of every trace or those that are asked for."""
+    axes = {name: int(getattr(header, name)) for name in ("layers", "experts", "top_k")}
+    axes |= {"gate_input": header.gate_input, "embedding": header.embedding}
+    axes |= {"causes": len(header.causes), "uses": len(USES), "experts/8": -(-header.experts // 8)}
     return {
-        "token.request": (np.int32, ()),
-        "token.user": (np.int32, ()),
-        "token.position": (np.int32, ()),
-        "token.phase": (np.uint8, ()),
-        "token.ids": (np.int16, routed),
-        "token.weights": (header.weights, routed),
-        "step.number": (np.int64, ()),
-        "step.kind": (np.uint8, ()),
-        "step.start_s": (np.float64, ()),
-        "step.read_s": (np.float64, ()),
-        "step.seconds": (np.float64, ()),
-        "step.rows": (np.int32, ()),
-        "step.compiled": (np.bool_, ()),
-        "step.hits": (np.int32, (layers,)),
-        "step.fills": (np.int32, (layers,)),
-        "step.read_through": (np.int32, (layers,)),
-        "step.waves": (np.int16, (layers,)),
-        "step.missed": (np.uint8, (layers, -(-experts // 8))),
-        "step.bytes": (np.int64, (len(header.causes),)),
-        "step.use": (np.int64, (len(USES),)),
-        "step.tokens": (np.int32, ()),
+        f"{column.per}.{field}": (
+            np.dtype(column.dtype or header.weights),
+            tuple(axes[axis] for axis in column.row),
+        )
+        for field, column in COLUMNS.items()
+        if column.optional == optional and (not optional or getattr(header, field))
     }
 
 

@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from host_offload.control.step_record import StepRecord
 from host_offload.traces.reader import Chunk, Trace
-from host_offload.traces.schema import KINDS, StepTrace, TraceError, TraceHeader
+from host_offload.traces.schema import KINDS, TraceError, TraceHeader
 
 BLOCK_BYTES = 4 << 20
 """Of a block of step sets."""
@@ -71,7 +72,7 @@ def chunk_step_sets(
         yield StepSets(number[span], kind[span], waves[span, 0], active)
 
 
-def step_set(step: StepTrace, layers: int, experts: int) -> tuple[np.ndarray, int]:
+def step_set(step: StepRecord, layers: int, experts: int) -> tuple[np.ndarray, int]:
     """(the set bool[L, E], waves: 1 where the trace does not know) of one step. Raises TraceError
     as read_step_sets."""
     waves = np.ones(1, np.int16) if step.waves is None else step.waves

@@ -15,14 +15,13 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save
 
+from host_offload.control.step_record import USES, StepRecord
 from host_offload.traces.schema import (
     FORMAT,
     KINDS,
     TRANSFER_TYPES,
-    USES,
     VERSION,
     Mark,
-    StepTrace,
     TraceError,
     TraceHeader,
     TransferTrace,
@@ -86,7 +85,7 @@ class TraceWriter:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="trace-writer")
         atexit.register(self.close)
 
-    def append(self, *steps: StepTrace) -> None:
+    def append(self, *steps: StepRecord) -> None:
         """Adds steps; copies everything. Several at once cost much less than one by one. Raises
         ValueError, adding none, where an array is not of the header's shapes."""
         routed = (self.header.layers, self.header.top_k)
@@ -239,7 +238,7 @@ class _Buffer:
             name: np.empty((rows[name.split(".")[0]], *shape), dtype)
             for name, (dtype, shape) in columns.items()
         }
-        field = {name: i for i, name in enumerate(StepTrace._fields)}
+        field = {name: i for i, name in enumerate(StepRecord._fields)}
         self.token_arrays, self.vectors, self.scalars = [], [], []
         for name, array in self.arrays.items():
             if name in ("step.kind", "step.missed", "step.tokens"):
@@ -256,7 +255,7 @@ class _Buffer:
         self.marks: list[Mark] = []
         self.decisions: list[str] = []
 
-    def put(self, steps: Sequence[StepTrace], sizes: Sequence[int]) -> None:
+    def put(self, steps: Sequence[StepRecord], sizes: Sequence[int]) -> None:
         """Copies steps of so many tokens, which must have room."""
         if not steps:
             return

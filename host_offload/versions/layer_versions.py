@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from host_offload.control.staging import Entry
 from host_offload.memory.layout import SlotLayout
+from host_offload.memory.tables import Entry
 from pallas_kernels.records.versions import Formats
 
 ABOUT_VERSIONS = ("cell_version", "version", "fill_version")

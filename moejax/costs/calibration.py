@@ -23,8 +23,8 @@ from host_offload.sizing.cost_model import CostError, CostModel
 from moejax.cache import cache_root, write_whole
 from moejax.costs.step_costs import measure
 from moejax.errors import UserError
+from moejax.models.model_config import config_digest
 from moejax.step.runner import Runner
-from moejax.traces.tracer import config_digest
 
 if TYPE_CHECKING:
     from moejax.serve.llm import LLM

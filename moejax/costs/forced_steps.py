@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from host_offload.control.controller import Controller
 from host_offload.control.interface import Decision, Moment, Observation, Spec
-from host_offload.control.staging import Entry
 from host_offload.memory.arena import SlotArena
 from host_offload.memory.kv_cache import KVCache
 from host_offload.memory.pager import Pager
-from host_offload.memory.tables import read_snapshot
+from host_offload.memory.tables import Entry, read_snapshot
 from host_offload.sizing.cost_model import SPAN, Work
-from moejax.engine.control import start_control
+from moejax.engine.control import control_of, spec_of_engine
 from moejax.engine.loop import Engine
 from moejax.engine.scheduler import Scheduler
 from moejax.engine.statistics import Statistics
@@ -136,9 +136,8 @@ class ForcedSteps:
         statistics = Statistics((layout.records[0].nbytes,))
         forced: Any = self._forced
         self._engine = Engine(forced, scheduler, statistics, eos_token_ids=())
-        self._control = start_control(
-            runner, [Onlooker()], max_model_len=scheduler.max_model_len, seed=0, routers=()
-        )
+        spec = spec_of_engine(runner, max_model_len=scheduler.max_model_len, seed=0)
+        self._control = control_of(runner, Controller(spec, [Onlooker()]))
         self._requests: list[Request] = []
         self._steps: list[Step] = []
         self._engine.listener = self._steps.append

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from host_offload.control.step_record import PageUse
 from host_offload.memory.arena import SlotClass
 from host_offload.memory.kv_cache import Block
 from host_offload.memory.tables import Tables
-from moejax.engine.control import PageUse
 from moejax.engine.scheduler import Scheduler
 
 

@@ -1,313 +1,130 @@
-"""The border between engine and controller: step records in, tables and stage lists out."""
+"""The engine's runner as the device of a Control, and its layers' moments as hooks."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
 
-import jax
 import numpy as np
 
+from host_offload.control.control import Control
 from host_offload.control.controller import Controller
-from host_offload.control.interface import Moment, Policy, Spec
-from host_offload.control.paging import PagedSpec
+from host_offload.control.device import Operation, Resizer
+from host_offload.control.interface import Moment, Spec
 from host_offload.control.rules import BETWEEN_LAYERS
-from host_offload.control.staging import Entry, Residency
-from host_offload.control.transfers import Move
-from host_offload.memory.placement import ResidentSpec
-from host_offload.memory.tables import read_snapshot, with_contents
-from host_offload.policies.prefetch.fitted import check_fitted
-from moejax.engine.records import StepRecord
-from moejax.engine.resize import Moved
+from host_offload.control.step_record import SEEN, LayerRouting
+from host_offload.memory.tables import Entry, Move, Residency, read_snapshot, with_contents
+from moejax.step.host_driver import HostRunner
 from moejax.step.programs import STAGES
 from moejax.step.runner import Runner
-from moejax.step.trace_arrays import TraceArrays
-from moejax.traces.tracer import config_digest, moved_bytes
 from pallas_kernels.stage import Entries
 
 
 @dataclasses.dataclass(frozen=True)
-class PageUse:
-    """KV and queues when a step was read, see host_offload.control.interface.Observation."""
+class RunnerDevice:
+    """A host_offload.control.device.Device whose executables are all compiled at the start."""
 
-    kv_used: int
-    kv_peak: int
-    kv_pages: int
-    kv_swapped: int
-    running: int
-    waiting: int
-    waiting_tokens: int
+    runner: Runner
 
-
-class Control:
-    """Runs the policies beside an engine's steps.
-
-    The engine calls before_step and after_dispatch around each dispatch, and after_read when the
-    step was read, which is after the next one was dispatched. Nothing here waits for a step that
-    runs: a copy of the tables follows each step, and is read with it. What the policies decide
-    reaches the device as contents of tables and as the next step's stage list; all executables are
-    compiled at the start.
-    """
-
-    def __init__(self, runner: Runner, controller: Controller):
-        self.runner, self.controller = runner, controller
-        self.set_budget: Callable[[np.ndarray | None, int | None], Moved] | None = None
-        """Called before a step with wanted (cells int32[L], KV pages), None: as it is. Without it,
-        and where that is not settled, the wish waits and counts as deferred."""
-        self.limit_running: Callable[[int], None] | None = None
-        """Called with how many sequences a policy wants to run at once."""
-        self._snapshots: dict[int, jax.Array] = {}
-        self._begun: int | None = None
-        """A step that before_step was called for and after_dispatch was not."""
-        self._dispatched = -1
-        self._origin_s: float | None = None
-        self._seconds = 0.0
-        self._routed: dict[str, np.ndarray] = {}
-        between = controller.needs_at(frozenset({Moment.ROUTED, Moment.EXPERTS_BEGIN}))
-        self._layer_needs = [name for name in TraceArrays._fields if name in between]
-        self._handed = False
-        """The runner has carried out a list from between layers that was not settled."""
-        # The controller counts what it handed out as done. Where the runner failed, it is still to
-        # be done, before anything that the controller hands out later.
-        self._moves: list[Move] = []
-        self._contents: dict[str, np.ndarray] = {}
-        if controller.needs_residency:
-            runner.prepare("snapshot")
-        if controller.stages_transfers:
-            if controller.spec.blocking:
-                runner.prepare("transfer")
+    def prepare(self, operations: Collection[Operation]) -> None:
+        names = {
+            Operation.SNAPSHOT: ("snapshot",),
+            Operation.TRANSFER: ("transfer",),
+            Operation.MOVE_CELLS: ("move",),
+            Operation.MOVE_PAGES: ("move_pages", "swap_out", "swap_in"),
+        }
+        for operation in operations:
+            if operation == Operation.STAGE:
+                self.runner.prepare_stages()
             else:
-                runner.prepare_stages()
-            if controller.spec.resident is not None:
-                runner.prepare("move")
-        if "kv_pages" in controller.writes:
-            runner.prepare("move_pages", "swap_out", "swap_in")
-        if controller.moments & BETWEEN_LAYERS:
-            runner.hooks = self.hooks()
+                self.runner.prepare(*names[operation])
 
-    def before_step(self, number: int) -> Entries | None:
-        """What policies decided so far becomes the tables' contents; returns the step's stage list,
-        int32[STAGES] each, None when there is nothing to stage."""
-        controller = self.controller
-        if self._begun is not None:
-            controller.forget(self._begun)
-            self._handed = False
-        self._begun = number
-        self._move_cells()
-        if controller.needs_residency and controller.tables is None:
-            controller.see(self._tables_now())
-        controller.begin_step(number, seconds=self._seconds)
-        self._move_budget()
-        entries = self._stages(number)
-        while controller.spec.blocking and entries is not None:
-            controller.settle_now(number, np.asarray(self.runner.transfer(entries)))
-            entries = self._stages(number)
-        return entries
+    def snapshot(self) -> Callable[[], Residency]:
+        runner, copy = self.runner, self.runner.snapshot()
+        copy.copy_to_host_async()
 
-    def _stages(self, number: int) -> Entries | None:
-        entries = self.controller.stages(number)
-        self._moves = self.controller.take_moves()
-        self._move_cells()
-        self._update_tables()
-        return self._as_lists(entries)
+        def read() -> Residency:
+            tables = read_snapshot(np.asarray(copy), runner.tables)
+            versions = runner.layer_versions
+            return tables if versions is None else versions.seen(tables)
 
-    def after_dispatch(self, number: int) -> None:
-        """Right after the step: has its tables copied."""
-        self._begun, self._dispatched = None, number
-        if self._handed:
-            self.controller.settle_between_layers(self._done())
-        if self.controller.needs_residency:
-            copy = self.runner.snapshot()
-            copy.copy_to_host_async()
-            self._snapshots[number] = copy
+        return read
 
-    def after_read(self, record: StepRecord, use: PageUse) -> None:
-        """A step was read: runs the policies that follow steps, intervals and turns."""
-        if self._origin_s is None:
-            self._origin_s = record.dispatched_s
-        self._seconds = record.read_s - self._origin_s
-        copy = self._snapshots.pop(record.number, None)
-        for earlier in [number for number in self._snapshots if number < record.number]:
-            del self._snapshots[earlier]
-        facts = {name: getattr(record, name) for name in _OF_RECORD}
-        facts |= {"bucket": record.rows, **vars(use)}
-        self.controller.end_step(
-            record.number,
-            age=self._dispatched - record.number,
-            seconds=self._seconds,
-            facts=facts,
-            tables=None if copy is None else self._read(copy),
-            staged=record.staged,
-            finished=record.finished,
-        )
+    def set_tables(self, contents: Mapping[str, np.ndarray]) -> None:
+        runner = self.runner
+        if runner.layer_versions is not None:
+            contents = runner.layer_versions.contents(contents)
+        runner.tables = with_contents(runner.tables, contents)
 
-    def hooks(self) -> LayerHooks | None:
-        """For moejax.step.host_driver.HostRunner.hooks; None when no policy looks between
-        layers."""
-        return LayerHooks(self) if self.controller.moments & BETWEEN_LAYERS else None
+    def move_cells(self, moves: Sequence[Move]) -> None:
+        self.runner.move_cells(moves)
 
-    def between_layers(
-        self, moment: Moment, layer: int, facts: dict[str, np.ndarray]
-    ) -> Entries | None:
-        """A hook of the step that is running; returns transfers to carry out right now."""
-        controller = self.controller
-        if moment not in controller.moments and not self._handed:
-            return None
-        done = self._done() if self._handed else None
-        entries = controller.between_layers(
-            moment,
-            self._begun if self._begun is not None else self._dispatched,
-            layer,
-            seconds=self._seconds,
-            facts=facts,
-            tables=self._tables_now() if controller.needs_residency else None,
-            done=done,
-        )
-        self._update_tables()
-        self._handed = bool(entries)
-        return self._as_lists(entries)
+    def transfer(self, entries: Sequence[Entry]) -> np.ndarray:
+        lists = stage_list(self.runner, entries)
+        assert lists is not None
+        return np.asarray(self.runner.transfer(lists))
 
-    def finish(self) -> None:
-        """The engine ends; see Controller.finish."""
-        self.controller.finish()
-
-    def stats(self) -> dict[str, Any]:
-        return self.controller.stats()
-
-    def layer_arrays(self, rows: np.ndarray) -> dict[str, np.ndarray]:
-        """What policies between layers need of the layer that was just routed, float16[N, 1, ·].
-        rows bool[T]: those that hold a token."""
-        arrays = self.runner.layer_arrays  # type: ignore[attr-defined]
-        wanted = {name: getattr(arrays, name) for name in self._layer_needs}
-        return {name: np.asarray(array)[rows, None] for name, array in wanted.items()}
-
-    # ---- pieces
-
-    def _done(self) -> np.ndarray:
-        self._handed = False
-        return np.asarray(self.runner.transfers[-1].done)  # type: ignore[attr-defined]
-
-    def _tables_now(self) -> Residency:
-        """Waits for what was dispatched: at the start and between layers only."""
-        return self._read(self.runner.snapshot())
-
-    def _read(self, copy: jax.Array) -> Residency:
-        tables = read_snapshot(np.asarray(copy), self.runner.tables)
-        versions = self.runner.layer_versions
-        return tables if versions is None else versions.seen(tables)
-
-    def _move_cells(self) -> None:
-        """A cell that was moved before the runner failed is where it should be, and stays."""
-        if self._moves:
-            self.runner.move_cells(self._moves)
-            self._moves = []
-
-    def _update_tables(self) -> None:
-        self._contents |= self.controller.take_update()
-        if self._contents:
-            _set_tables(self.runner, self._contents)
-            self._contents = {}
-
-    def _as_lists(self, entries: Sequence[Entry]) -> Entries | None:
-        if not entries:
-            return None
-        versions = self.runner.layer_versions
-        return _lists(entries if versions is None else versions.entries(entries))
-
-    def _move_budget(self) -> None:
-        controller = self.controller
-        if controller.max_running is not None and self.limit_running is not None:
-            self.limit_running(controller.max_running)
-        cells, kv_pages = controller.wanted_cells, controller.wanted_kv_pages
-        if cells is None and kv_pages is None:
-            return
-        moved = Moved(False, False) if self.set_budget is None else self.set_budget(cells, kv_pages)
-        controller.settle_budget(moved.settled)
-        # Where every expert is resident, slots that move hold nobody.
-        seen = controller.needs_residency and controller.transitions is None
-        if (moved.changed or moved.settled) and seen:
-            controller.see(self._tables_now())
+    def carried_out(self) -> np.ndarray:
+        return np.asarray(self.runner.transfers[-1].done)
 
 
-_OF_RECORD = (
-    *("request", "user", "position", "phase", "ids", "weights", "missed", "compiled"),
-    *TraceArrays._fields,
-)
-"""Fields that a StepRecord and an Observation share."""
-
-
-@dataclasses.dataclass(frozen=True)
-class LayerHooks:
-    """moejax.step.host_driver.Hooks for the policies of a Control."""
-
-    control: Control
-
-    def before_routing(self, layer: int) -> Entries | None:
-        return self.control.between_layers(Moment.LAYER_BEGIN, layer, {})
-
-    def after_routing(self, layer: int, ids: np.ndarray, weights: np.ndarray) -> Entries | None:
-        """ids int32[T, k], the number of experts for padding; weights float32[T, k]."""
-        rows = ids[:, 0] < self.control.controller.spec.experts
-        routed = {"ids": ids[rows, None].astype(np.int16), "weights": weights[rows, None]}
-        routed |= self.control.layer_arrays(rows)
-        self.control._routed = routed
-        return self.control.between_layers(Moment.ROUTED, layer, routed)
-
-    def before_experts(self, layer: int) -> Entries | None:
-        return self.control.between_layers(Moment.EXPERTS_BEGIN, layer, self.control._routed)
-
-
-def _set_tables(runner: Runner, changed: Mapping[str, np.ndarray]) -> None:
-    """What a controller wants tables to have."""
+def stage_list(runner: Runner, entries: Sequence[Entry]) -> Entries | None:
+    """The list that a step of the runner takes, int32[STAGES] each; None for one of nothing."""
+    if not entries:
+        return None
     if runner.layer_versions is not None:
-        changed = runner.layer_versions.contents(changed)
-    runner.tables = with_contents(runner.tables, changed)
-
-
-def _lists(entries: Sequence[Entry]) -> Entries:
+        entries = runner.layer_versions.entries(entries)
     lists = np.full((len(Entries._fields), STAGES), -1, np.int32)
     lists[:, : len(entries)] = np.array(entries, np.int32).T
     return Entries._make(lists)
 
 
-def start_control(
-    runner: Runner,
-    policies: Sequence[Policy],
-    *,
-    max_model_len: int,
-    max_num_seqs: int | None = None,
-    seed: int,
-    routers: Sequence[jax.Array],
-    resident: ResidentSpec | None = None,
-    paged: PagedSpec | None = None,
+class LayerHooks:
+    """moejax.step.hooks.Hooks for the policies of a Control."""
+
+    def __init__(self, control: Control, runner: HostRunner):
+        self._control, self._runner = control, runner
+        needs = control.controller.needs_at(frozenset({Moment.ROUTED, Moment.EXPERTS_BEGIN}))
+        self._arrays = [name for name in runner.layer_arrays._fields if name in needs]
+        self._routing: LayerRouting | None = None
+
+    def before_routing(self, layer: int) -> Entries | None:
+        return self._ask(Moment.LAYER_BEGIN, layer, None)
+
+    def after_routing(self, layer: int, ids: np.ndarray, weights: np.ndarray) -> Entries | None:
+        """ids int32[T, k], the number of experts for padding; weights float32[T, k]."""
+        rows = ids[:, 0] < self._control.controller.spec.experts
+        arrays = {
+            SEEN[name]: np.asarray(getattr(self._runner.layer_arrays, name))[rows, None]
+            for name in self._arrays
+        }
+        ids, weights = ids[rows, None].astype(np.int16), weights[rows, None]
+        self._routing = LayerRouting(ids, weights, **arrays)
+        return self._ask(Moment.ROUTED, layer, self._routing)
+
+    def before_experts(self, layer: int) -> Entries | None:
+        return self._ask(Moment.EXPERTS_BEGIN, layer, self._routing)
+
+    def _ask(self, moment: Moment, layer: int, routing: LayerRouting | None) -> Entries | None:
+        return stage_list(self._runner, self._control.between_layers(moment, layer, routing))
+
+
+def layer_hooks(control: Control, runner: Runner) -> LayerHooks | None:
+    """None where no policy looks between layers."""
+    if control.controller.moments.isdisjoint(BETWEEN_LAYERS):
+        return None
+    assert isinstance(runner, HostRunner), "check_policies knows the driver"
+    return LayerHooks(control, runner)
+
+
+def control_of(
+    runner: Runner, controller: Controller, resizer: Resizer | None = None
 ) -> Control | None:
-    """The control of an engine with these policies; None when none of them is asked anything, so
-    that they cost nothing. routers: of each run of MoE layers, [n, E, D]. resident: where every
-    expert has a version in the arena. paged: where layers have cells of two versions.
-    Costs, for a policy that needs them, are read from the cache, or measured now, once
-    (moejax.costs.calibration).
-
-    Raises ValueError for policies that cannot run, UserError for costs that cannot be had.
-    """
-    router = None
-    if any("router" in policy.needs for policy in policies):
-        weights = np.concatenate([np.asarray(r, np.float32) for r in routers])
-        router = np.swapaxes(weights, 1, 2)
-    costs = None
-    if any("costs" in policy.needs for policy in policies):
-        from moejax.costs.calibration import costs_for  # which runs engines
-
-        costs = costs_for(runner)
-    spec = spec_of_engine(runner, max_model_len=max_model_len, max_num_seqs=max_num_seqs, seed=seed)
-    if resident is not None:
-        spec = dataclasses.replace(spec, resident=resident, capacity=resident.capacity)
-    if paged is not None:
-        spec = dataclasses.replace(spec, capacity=paged.capacity)
-    check_fitted(policies, config_digest(runner.config))
-    controller = Controller(dataclasses.replace(spec, router=router, costs=costs), policies)
-    _set_tables(runner, controller.take_update())
-    return Control(runner, controller) if controller.asks else None
+    """The control of the runner's steps; None where no policy is asked anything, so that they cost
+    nothing. What the policies want of tables from the start is set either way."""
+    control = Control(RunnerDevice(runner), controller, resizer)
+    runner.hooks = layer_hooks(control, runner)
+    return control if controller.asks else None
 
 
 def spec_of_engine(
@@ -333,7 +150,7 @@ def spec_of_engine(
         seed=seed,
         driver=runner.driver,
         version_bytes=runner.version_bytes,
-        moved_bytes=moved_bytes(runner),
+        moved_bytes=runner.moved_bytes(),
         min_cells=np.zeros(layers, np.int32),
         cell_bound=runner.tables.cell_row.shape[1],
         stage_entries=STAGES,

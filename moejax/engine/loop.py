@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING
 import jax
 import numpy as np
 
+from host_offload.control.control import Control
 from host_offload.memory.kv_cache import Block
 from moejax.engine.arena_report import page_use
-from moejax.engine.control import Control
-from moejax.engine.records import step_record
-from moejax.engine.resize import Moved, Resizer, cells_of, check_grant, grant
+from moejax.engine.control import stage_list
+from moejax.engine.records import Tracer, step_record
+from moejax.engine.resize import Resizer, cells_of, check_grant, grant
 from moejax.engine.sampling import Chooser
 from moejax.engine.scheduler import Scheduler
 from moejax.engine.statistics import Statistics
@@ -28,11 +29,10 @@ from moejax.requests.request import Request, append_logprobs, append_prompt_logp
 from moejax.requests.sampling_params import SamplingParams
 from moejax.requests.stopping import Ending, require_tokenizer
 from moejax.step.runner import Runner
+from pallas_kernels.stage import Entries
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
-
-    from moejax.traces.tracer import Tracer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +66,7 @@ class Engine:
         seed: int = 0,
         listener: Listener | None = None,
         control: Control | None = None,
+        resizer: Resizer | None = None,
     ):
         self.runner, self.scheduler, self.statistics = runner, scheduler, statistics
         self.eos_token_ids = frozenset(eos_token_ids)
@@ -79,13 +80,9 @@ class Engine:
         self._pending: Step | None = None
         self._requests = itertools.count()
         self._steps = itertools.count()
-        self._making = 0
-        """The step that is being made, or was made last."""
         self._block_table: tuple[int, jax.Array] | None = None
         self._compiled: set[tuple[str, int]] = set()
-        self.resizer = Resizer(runner, scheduler)
-        if control is not None:
-            control.set_budget, control.limit_running = self.try_budget, self.resizer.limit
+        self.resizer = resizer or Resizer(runner, scheduler)
 
     # ---- requests
 
@@ -175,13 +172,6 @@ class Engine:
         grant(self.runner, self.scheduler.arena, cells_per_layer, kv_slots)
         self._trace_budget(None)
 
-    def try_budget(self, cells: np.ndarray | None, kv_pages: int | None) -> Moved:
-        """What a policy wants for the step that is being made, as budgets.Resizer.move."""
-        moved = self.resizer.move(cells, kv_pages)
-        if moved.settled or moved.changed:
-            self._trace_budget(self._making, moved.settled)
-        return moved
-
     def _trace_budget(self, step: int | None, settled: bool = False) -> None:
         if self.tracer is not None:
             arena = self.scheduler.arena
@@ -261,9 +251,8 @@ class Engine:
 
     def _dispatched(self, work: Work) -> Step:
         number, runner, rows = next(self._steps), self.runner, self.runner.shapes.rows
-        self._making = number
         self._place(work.placed)
-        stages = None if self.control is None else self.control.before_step(number)
+        stages = self._before_step(number)
         positions = np.full(rows, -1, np.int32)
         table, bucket = self._device_block_table(), rows
         if work.chunks:
@@ -286,6 +275,17 @@ class Engine:
         self.events.append(Event("dispatch", number, now))
         moved = stages, runner.transfers
         return Step(number, work, output, tokens, logprobs, now, first, positions, *moved)
+
+    def _before_step(self, number: int) -> Entries | None:
+        """What policies want of the step that is being made; returns its list of transfers."""
+        control = self.control
+        if control is None:
+            return None
+        try:
+            return stage_list(self.runner, control.before_step(number))
+        finally:
+            if control.resized is not None:
+                self._trace_budget(number, control.resized.settled)
 
     def _place(self, placed: Iterable[Request]) -> None:
         """Prepares the rows of requests that just got them."""
@@ -338,12 +338,12 @@ class Engine:
                 self._append(request, row, tokens, logprobs, now)
                 touched.append(request)
         if self.tracer is not None or self.control is not None:
-            record = step_record(step, self.runner, paging, now, touched, demand)
             use = page_use(self.scheduler)
+            record = step_record(step, self.runner, paging, now, touched, demand, use)
             if self.control is not None:
-                self.control.after_read(record, use)
+                self.control.after_read(record)
             if self.tracer is not None:
-                self.tracer.after_read(record, use)  # last: it may find the disk full
+                self.tracer.after_read(record)  # last: it may find the disk full
         return touched
 
     def _read_scores(self, step: Step, now: float) -> list[Request]:

@@ -6,11 +6,12 @@ import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 
+from host_offload.control.device import Moved
 from host_offload.control.rules import PolicyError
 from host_offload.control.transitions import Transitions
 from host_offload.memory.arena import SlotArena, SlotClass
@@ -64,15 +65,6 @@ def _all_or_nothing(arena: SlotArena) -> Iterator[None]:
         arena.slot_class[experts] = SlotClass.EXPERT
         arena.grant_kv_slots(kv_slots)
         raise
-
-
-class Moved(NamedTuple):
-    """What became of a wish."""
-
-    settled: bool
-    """Nothing is left to do: it was carried out, or it failed and the earlier split stands."""
-    changed: bool
-    """The split is another one than before."""
 
 
 @dataclasses.dataclass
@@ -228,12 +220,11 @@ class ResidentResizer(Resizer):
     def _move(self, wanted: list[int], kv_wanted: int) -> None:
         arena, transitions = self.scheduler.arena, self.transitions
         kv_had = arena.count(SlotClass.KV)
+        gone = transitions.aim(arena.slots - kv_wanted)
         if kv_wanted > kv_had:
-            gone = transitions.aim(arena.slots - kv_wanted)
             arena.release_expert_slots(gone)
             arena.grant_kv_slots(kv_had + len(gone))
             return
-        transitions.aim(transitions.slots)
         with _all_or_nothing(arena):
             kv_slots = self._kv_target(kv_wanted)
             if kv_slots < kv_had:

@@ -13,9 +13,10 @@ import numpy as np
 
 from host_offload.control.interface import routed_counts
 from host_offload.control.rules import PolicyError, parse_interval
+from host_offload.control.step_record import StepRecord
 from host_offload.policies.precision.maps import top_map
 from host_offload.policies.precision.names import precision_of
-from host_offload.traces.reader import StepTrace, Trace
+from host_offload.traces.reader import Trace
 from host_offload.versions.encoders import decode
 from host_offload.versions.quantizers import to_float32
 from host_offload.versions.store_versions import as_weights, read_records
@@ -78,7 +79,7 @@ def expert_scores(trace: Trace, alpha: float, interval: str) -> ExpertScores:
     return ExpertScores(counts, scores, ended)
 
 
-def _passed(trace: Trace, unit: str) -> Iterator[tuple[StepTrace, float]]:
+def _passed(trace: Trace, unit: str) -> Iterator[tuple[StepRecord, float]]:
     """The steps, each with how many units there were until it was read."""
     if unit == "seconds" and {"step.start_s", "step.read_s"} & {*trace.header.absent}:
         raise UserError("the trace has no times; give --interval in tokens or steps")

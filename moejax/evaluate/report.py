@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from moejax.evaluate.evaluation import Likelihood, PerplexityResult, TextLikelihood
+from moejax.models.model_config import config_digest
 from moejax.serve.llm import LLM
-from moejax.traces.tracer import config_digest
 
 _VERSIONS = ("moejax", "jax", "jaxlib", "numpy", "tokenizers")
 

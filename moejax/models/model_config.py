@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 from collections.abc import Sequence
 
 from host_offload.memory.layout import ExpertLayout, SlotLayout, slot_layout
@@ -164,3 +166,9 @@ class ModelConfig:
             versions=versions,
             dtype=dtype,
         )
+
+
+def config_digest(config: ModelConfig) -> str:
+    """Names a model's configuration: SHA-256 of its fields as JSON with sorted keys, in hex."""
+    text = json.dumps(dataclasses.asdict(config), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()

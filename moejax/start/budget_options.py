@@ -26,9 +26,9 @@ from moejax.engine.control import spec_of_engine
 from moejax.engine.loop import Engine
 from moejax.engine.resize import cells_of
 from moejax.errors import UserError
+from moejax.models.model_config import config_digest
 from moejax.start.build import Limits
 from moejax.start.remembered import remembered
-from moejax.traces.tracer import config_digest
 
 log = logging.getLogger("moejax")
 

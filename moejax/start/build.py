@@ -23,16 +23,18 @@ from host_offload.memory.tables import with_contents
 from host_offload.policies.precision.names import Precision
 from moejax.checkpoints.loaded_model import LoadedModel
 from moejax.checkpoints.tensors import layer_params
+from moejax.costs import calibration
 from moejax.costs.transition_bound import bounded
-from moejax.engine.control import start_control
+from moejax.engine.control import control_of
 from moejax.engine.loop import Engine, Listener
-from moejax.engine.resize import ResidentResizer
+from moejax.engine.resize import ResidentResizer, Resizer
 from moejax.engine.scheduler import Scheduler
 from moejax.engine.statistics import Statistics
 from moejax.errors import UserError
 from moejax.models.config import ModelConfig
 from moejax.models.decoder import Decoder
 from moejax.start.kernels import verify_kernels
+from moejax.start.policies import start_controller
 from moejax.start.precision import (
     DENSE,
     dense_layers,
@@ -258,7 +260,8 @@ def start_engine(
     if text := note(precision, resident, layout, paged, dense_layers(loaded.store)):
         budget = dataclasses.replace(budget, notes=(*budget.notes, text))
     try:
-        control = start_control(
+        costly = any("costs" in policy.needs for policy in policies)
+        controller = start_controller(
             runner,
             policies,
             max_model_len=length,
@@ -267,6 +270,7 @@ def start_engine(
             resident=resident,
             paged=paged,
             routers=[run["router"] for run in loaded.params["runs"] if "router" in run],
+            costs=calibration.costs_for(runner) if costly else None,
         )
     except BaseException as error:
         runner.delete()
@@ -277,30 +281,33 @@ def start_engine(
         cells = tuple(np.minimum(paged.cells.sum(axis=1), experts).tolist())
     else:
         cells = () if resident else cells_per_layer(budget.expert_slots, moe_layers, experts)
-    engine = Engine(
-        runner,
-        Scheduler(
-            KVCache(
-                arena, runner.read_pages, runner.write_pages, runner.move_pages, limits.swap_space
-            ),
-            shapes,
-            seqs,
-            length,
-            overflow=limits.kv_overflow,
-            prefix_caching=limits.enable_prefix_caching,
-            prefill_share=limits.long_prefill_token_threshold,
-            # A prefill step with experts to move costs almost the same for one prompt as for many.
-            admission=1 if min(cells, default=experts) == experts else -(-seqs // 4),
-        ),
-        Statistics(runner.link_bytes),
-        eos_token_ids=config.eos_token_ids,
-        seed=seed,
-        listener=listener,
-        control=control,
+    scheduler = Scheduler(
+        KVCache(arena, runner.read_pages, runner.write_pages, runner.move_pages, limits.swap_space),
+        shapes,
+        seqs,
+        length,
+        overflow=limits.kv_overflow,
+        prefix_caching=limits.enable_prefix_caching,
+        prefill_share=limits.long_prefill_token_threshold,
+        # A prefill step with experts to move costs almost the same for one prompt as for many.
+        admission=1 if min(cells, default=experts) == experts else -(-seqs // 4),
     )
-    if control is not None and (transitions := control.controller.transitions) is not None:
-        engine.resizer = ResidentResizer(runner, engine.scheduler, transitions=transitions)
+    transitions = controller.transitions if controller.asks else None
+    if transitions is None:
+        resizer = Resizer(runner, scheduler)
+    else:
+        resizer = ResidentResizer(runner, scheduler, transitions=transitions)
     try:
+        engine = Engine(
+            runner,
+            scheduler,
+            Statistics(runner.link_bytes),
+            eos_token_ids=config.eos_token_ids,
+            seed=seed,
+            listener=listener,
+            control=control_of(runner, controller, resizer),
+            resizer=resizer,
+        )
         if paged is not None:
             cell_row, cell_version = arena.grant_versions(paged.cells.tolist())
             contents = {"cell_row": cell_row, "cell_version": cell_version}

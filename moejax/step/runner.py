@@ -14,14 +14,14 @@ import numpy as np
 from flax import nnx
 from jax.sharding import SingleDeviceSharding
 
-from host_offload.control.transfers import Move
 from host_offload.memory.arena import allocate_arena
 from host_offload.memory.integrity import describe_faults
 from host_offload.memory.layout import SlotLayout
 from host_offload.memory.placement import Placement
 from host_offload.memory.store import ExpertStore
 from host_offload.memory.swap import SWAP_PAGES
-from host_offload.memory.tables import Tables, empty_tables, with_contents
+from host_offload.memory.tables import Move, Tables, empty_tables, with_contents
+from host_offload.policies.eviction.names import victim_weights
 from host_offload.versions.layer_versions import (
     cell_bytes,
     layer_versions,
@@ -93,7 +93,7 @@ class Runner:
         self._sharding = SingleDeviceSharding(device)
         self.arena = allocate_arena(layout, slots, device)
         layers, experts = sum(self.config.moe_layers), self.stores[0].shape[1]
-        tables = empty_tables(layers, experts, cells, eviction)
+        tables = empty_tables(layers, experts, cells, victim_weights(eviction))
         self.layer_versions = layer_versions(formats)
         """Where each layer has one version of its own; None: every version has all layers."""
         if self.layer_versions is not None:
@@ -121,6 +121,13 @@ class Runner:
         later = [name for b in shapes.buckets for name in self._parts(f"decode{self._bucket(b)}")]
         for name in dict.fromkeys([*self._needed, "sample", f"sample{first}", *later]):
             self._executable(name)
+
+    def moved_bytes(self) -> dict[str, np.ndarray] | None:
+        """Version → int64[L]: bytes of an expert over the link; None where they are a cell's."""
+        layers = self.tables.address.shape[0]
+        moved = version_bytes(self.layout, self.formats, self.link_bytes, layers)
+        same = all(np.array_equal(moved[name], n) for name, n in self.version_bytes.items())
+        return None if same else moved
 
     def _bucket(self, rows: int) -> str:
         """The ending of the names of programs for so many rows."""

@@ -3,10 +3,10 @@ docs/trace_format.md."""
 
 from __future__ import annotations
 
+from host_offload.control.step_record import StepRecord as StepTrace
 from host_offload.traces.reader import (
     Chunk,
     Mark,
-    StepTrace,
     Trace,
     TraceError,
     TraceHeader,

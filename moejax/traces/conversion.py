@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from host_offload.traces.reader import KINDS, StepTrace
+from host_offload.control.step_record import StepRecord
+from host_offload.traces.reader import KINDS
 from moejax.checkpoints.random_model import expert_layout
 from moejax.errors import UserError
-from moejax.models.model_config import ModelConfig
+from moejax.models.model_config import ModelConfig, config_digest
 from moejax.traces.dumps import PER_TOKEN, RoutedBlock, read_dump
 from moejax.traces.generated import new_trace, routed_step, routing_header
-from moejax.traces.tracer import config_digest
 
 MIXED = "recorded routing of different shapes or with different things known"
 
@@ -203,7 +203,7 @@ def _numbered(block: RoutedBlock, requests: dict[str, int], users: dict[str, int
     return dataclasses.replace(block, request=numbers(block.request, requests), user=user)
 
 
-def _recorded(blocks: Iterator[RoutedBlock]) -> Iterator[StepTrace]:
+def _recorded(blocks: Iterator[RoutedBlock]) -> Iterator[StepRecord]:
     """Steps as the dump has them. A step is a prefill if it has any token of a prompt."""
     for block in blocks:
         assert block.step is not None
@@ -214,7 +214,7 @@ def _recorded(blocks: Iterator[RoutedBlock]) -> Iterator[StepTrace]:
 
 def _together(
     blocks: Iterator[RoutedBlock], batch: int, prompt_tokens: int | None
-) -> Iterator[StepTrace]:
+) -> Iterator[StepRecord]:
     """Steps of `batch` requests in the order of the dump: their prompts at once, then the next
     token of each that has one. Without phases every token is such a next one."""
     requests = itertools.chain.from_iterable(_by_request(b, prompt_tokens) for b in blocks)
@@ -257,7 +257,7 @@ def _by_request(block: RoutedBlock, prompt_tokens: int | None) -> Iterator[Route
         yield RoutedBlock(block.where, request=request[rows], **part)
 
 
-def _step(number: int, parts: list[tuple[RoutedBlock, np.ndarray]]) -> StepTrace:
+def _step(number: int, parts: list[tuple[RoutedBlock, np.ndarray]]) -> StepRecord:
     """A step of some rows of some blocks, which have the same things known."""
     fields: dict[str, Any] = {}
     for name in ("ids", "weights", "request", "position", "phase", "user"):

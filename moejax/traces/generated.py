@@ -17,16 +17,10 @@ from typing import Any
 
 import numpy as np
 
+from host_offload.control.step_record import StepRecord
 from host_offload.traces.generators import RoutedTokens, routing_generator
 from host_offload.traces.reader import KINDS as STEP_KINDS
-from host_offload.traces.reader import (
-    Mark,
-    StepTrace,
-    TraceError,
-    TraceHeader,
-    TraceWriter,
-    require_new,
-)
+from host_offload.traces.reader import Mark, TraceError, TraceHeader, TraceWriter, require_new
 from host_offload.traces.schema import written_columns
 from moejax.errors import UserError
 from moejax.step.parts import Routing
@@ -128,7 +122,7 @@ def routing_header(
     """The header of a trace that has routing and nothing else. Raises UserError for sizes that
     cannot be.
 
-    present: fields of StepTrace that the steps have, besides ids, user, number and tokens. origin:
+    present: fields of StepRecord that the steps have, besides ids, user, number and tokens. origin:
     where it is from, kept in `spec`.
     """
     try:
@@ -167,14 +161,14 @@ def new_trace(directory: str | os.PathLike[str], header: TraceHeader) -> Iterato
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def routed_step(number: int, ids: np.ndarray, **present: Any) -> StepTrace:
+def routed_step(number: int, ids: np.ndarray, **present: Any) -> StepRecord:
     """A step of which only the routing is known: ids int[n, L, k], ascending, and the fields that
     are given, with a row per token where they are arrays."""
-    fields: dict[str, Any] = dict.fromkeys(StepTrace._fields)
+    fields: dict[str, Any] = dict.fromkeys(StepRecord._fields)
     fields |= {"user": np.full(len(ids), -1, np.int32), "finished": ()}
     types = {"request": np.int32, "position": np.int32, "phase": np.uint8}
     fields |= {
         name: value.astype(types[name]) if name in types else value
         for name, value in present.items()
     }
-    return StepTrace(**fields | {"number": number, "ids": ids.astype(np.int16)})
+    return StepRecord(**fields | {"number": number, "ids": ids.astype(np.int16)})

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
 import datetime
-import hashlib
-import json
 import os
 import platform
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -20,36 +19,23 @@ import numpy as np
 from host_offload.control.controller import Decided
 from host_offload.control.interface import Transfer
 from host_offload.control.paging import PagedSpec
+from host_offload.control.step_record import COLUMNS, StepRecord
 from host_offload.traces.reader import (
-    USES,
     Mark,
-    StepTrace,
     TraceError,
     TraceHeader,
     TraceWriter,
     TransferTrace,
     require_new,
 )
-from host_offload.versions.layer_versions import version_bytes
-from moejax.engine.records import StepRecord
 from moejax.errors import UserError
-from moejax.models.config import ModelConfig
+from moejax.models.model_config import config_digest
 from moejax.step.programs import STAGES
 from moejax.step.runner import Runner
-from moejax.step.trace_arrays import TraceArrays, parse_trace_arrays
+from moejax.step.trace_arrays import parse_trace_arrays
 
 if TYPE_CHECKING:
     from moejax.engine.loop import Engine
-
-__all__ = [
-    "Tracer",
-    "check_trace",
-    "config_digest",
-    "moved_bytes",
-    "start_trace",
-    "trace_engine",
-]
-
 
 BATCH = 32
 """Records that are copied at once: one by one, most of the time would go into numpy's calls."""
@@ -61,120 +47,55 @@ BATCH_BYTES = 8 << 20
 class Tracer:
     """Feeds a TraceWriter from the records of steps. Owns the writer.
 
-    record_bytes: bytes of one expert as it crosses the link, by version number. waves: passes over
-    a layer's experts in a prefill step. Optional arrays that the header names must be in every
-    record; others are left out. Its methods raise UserError when the trace can no longer be
-    written; a step may be refused BATCH steps late. What is left at the interpreter's exit is
-    written then.
+    Optional arrays that the header names must be in every record; others are left out. Its methods
+    raise UserError when the trace can no longer be written; a step may be refused BATCH steps late.
+    What is left at the interpreter's exit is written then.
     """
 
-    def __init__(self, writer: TraceWriter, *, record_bytes: Sequence[int], waves: int = 1):
-        self.writer, self._record_bytes = writer, np.asarray(record_bytes, np.int64)
+    def __init__(self, writer: TraceWriter):
+        self.writer = writer
         self._began = self._last_read = time.perf_counter()
         self._next_step = 0
         self._queues: dict[tuple[str, str], tuple] = {}
         """What each policy's queues were when they were last written out."""
-        layers = writer.header.layers
-        self._waves = {
-            "prefill": np.full(layers, waves, np.int16),
-            "decode": np.ones(layers, np.int16),
-        }
-        self._records: list[tuple[StepRecord, Any]] = []
-        header = writer.header
-        wanted = header.probabilities, header.gate_input, header.embedding
-        self._arrays = [n for n, on in zip(TraceArrays._fields, wanted, strict=True) if on]
+        self._records: list[StepRecord] = []
+        optional = [name for name, column in COLUMNS.items() if column.optional]
+        self._arrays = [name for name in optional if getattr(writer.header, name)]
+        self._dropped = dict.fromkeys({*optional} - {*self._arrays})
         self._bytes = 0
         """Of the records' optional arrays."""
         atexit.register(self.close)
 
-    def after_read(self, record: StepRecord, use: Any = None) -> None:
-        """Adds a step; keeps the record until BATCH are there, so its arrays must not change.
-
-        use: state of KV and queue after it, an object with the attributes USES, or None where it
-        is not known.
-        """
+    def after_read(self, record: StepRecord) -> None:
+        """Adds a step; keeps the record until BATCH are there, so its arrays must not change."""
         if self.writer.closed:
             raise UserError(f"the trace {self.writer.directory} is closed")
-        self._records.append((record, use))
         self._next_step = record.number + 1
         self._bytes += sum(getattr(record, name).nbytes for name in self._arrays)
+        seconds = record.read_s - max(record.start_s, self._last_read)
+        self._last_read = record.read_s
+        times = {"start_s": record.start_s - self._began, "read_s": record.read_s - self._began}
+        self._records.append(record._replace(seconds=seconds, **times, **self._dropped))
         if len(self._records) >= BATCH or self._bytes >= BATCH_BYTES:
             self._write_records()
 
     def _write_records(self) -> None:
         records, self._records, self._bytes = self._records, [], 0
-        if not records:
-            return
-        moved = self._moved([record for record, _ in records])
-        uses = np.full((len(records), len(USES)), -1)
-        for i, (_, use) in enumerate(records):
-            if use is not None:
-                uses[i] = [getattr(use, name) for name in USES]
-        steps = []
-        for (record, _), count, use in zip(records, moved, uses, strict=True):
-            hits, fills, read_through = record.paging[1:]
-            step = StepTrace(
-                request=record.request,
-                user=record.user,
-                position=record.position,
-                phase=record.phase,
-                ids=record.ids,
-                weights=record.weights,
-                number=record.number,
-                kind=record.kind,
-                start_s=record.dispatched_s - self._began,
-                read_s=record.read_s - self._began,
-                seconds=record.read_s - max(record.dispatched_s, self._last_read),
-                rows=record.rows,
-                compiled=record.compiled,
-                hits=np.asarray(hits),
-                fills=np.asarray(fills),
-                read_through=np.asarray(read_through),
-                waves=self._waves[record.kind],
-                missed=record.missed,
-                bytes=count,
-                use=use,
-                finished=record.finished,
-                probabilities=record.probs if "probs" in self._arrays else None,
-                gate_input=record.gate_input if "gate_input" in self._arrays else None,
-                embedding=record.embedding if "embedding" in self._arrays else None,
-            )
-            self._last_read = record.read_s
-            steps.append(step)
-        try:
-            self.writer.append(*steps)
-        except TraceError as error:
-            raise UserError(str(error)) from error
-
-    def _moved(self, records: Sequence[StepRecord]) -> np.ndarray:
-        """Bytes over the link, int64[records, 3], by the header's causes."""
-        experts = np.zeros((len(records), 3), np.int64)
-        if records[0].demand is not None:
-            demand = np.stack([record.demand for record in records])  # type: ignore[arg-type]
-            experts[:, :2] = demand.sum(axis=1, dtype=np.int64) @ self._record_bytes
-        else:
-            for i, name in enumerate(("fills", "read_through")):
-                counts = np.concatenate([getattr(record.paging, name) for record in records])
-                experts[:, i] = counts.reshape(len(records), -1).sum(axis=1)
-            experts *= self._record_bytes[0]
-        experts[:, 2] = [record.staged_bytes for record in records]
-        return experts
+        if records:
+            with _user_errors():
+                self.writer.append(*records)
 
     def transfers(self, transfers: Iterable[Transfer]) -> None:
         """Adds transfers, each once: when it was used, evicted or skipped, or at the end."""
-        try:
+        with _user_errors():
             for each in transfers:
                 fields = (getattr(each, name) for name in TransferTrace._fields)
                 self.writer.transfer(TransferTrace(*fields))
-        except TraceError as error:
-            raise UserError(str(error)) from error
 
     def decision(self, step: int, fields: Mapping[str, Any]) -> None:
         """Adds a line to decisions.jsonl: what was decided after reading step `step`."""
-        try:
+        with _user_errors():
             self.writer.decision(step, fields)
-        except TraceError as error:
-            raise UserError(str(error)) from error
 
     def event(self, event: Any) -> None:
         """Adds an event of a Controller's log: a policy's decision, or a transfer's fate."""
@@ -196,19 +117,16 @@ class Tracer:
         self, cells: Sequence[int], kv_pages: int, *, step: int | None, settled: bool
     ) -> None:
         """Adds a line to decisions.jsonl: the layers have so many cells and KV so many pages from
-        `step` on; None: from the next step on, without a policy. settled: a policy's wish has its
-        end with that."""
+        `step` on; None: from the next step on, without a policy. settled: a policy's request has
+        its end with that."""
         moved = {"cells": list(map(int, cells)), "kv_pages": kv_pages}
         moved |= {"settled": settled, "by_hand": step is None}
         self.decision(self._next_step if step is None else step, {"budget": moved})
 
     def mark(self, name: str) -> None:
         """Names the moment: what follows belongs to it (a warm-up's end, another workload)."""
-        mark = Mark(self._next_step, time.perf_counter() - self._began, name)
-        try:
-            self.writer.mark(mark)
-        except TraceError as error:
-            raise UserError(str(error)) from error
+        with _user_errors():
+            self.writer.mark(Mark(self._next_step, time.perf_counter() - self._began, name))
 
     def close(self) -> None:
         """Completes the trace. Idempotent. Raises UserError for what could not be written, unless
@@ -218,10 +136,16 @@ class Tracer:
             if self.writer.failure is None:
                 self._write_records()
         finally:
-            try:
+            with _user_errors():
                 self.writer.close()
-            except TraceError as error:
-                raise UserError(str(error)) from error
+
+
+@contextlib.contextmanager
+def _user_errors() -> Iterator[None]:
+    try:
+        yield
+    except TraceError as error:
+        raise UserError(str(error)) from error
 
 
 def check_trace(
@@ -237,10 +161,8 @@ def check_trace(
                 "trace (--trace DIR)"
             )
         return wanted
-    try:
+    with _user_errors():
         require_new(directory)
-    except TraceError as error:
-        raise UserError(str(error)) from error
     return wanted
 
 
@@ -261,7 +183,7 @@ def start_trace(
     """
     config, layout, shapes = runner.config, runner.layout, runner.shapes
     cells = np.sum(np.asarray(runner.tables.cell_row) >= 0, axis=1)
-    moved = moved_bytes(runner)
+    moved = runner.moved_bytes()
     spec = {
         "layers": sum(config.moe_layers),
         "experts": config.num_experts,
@@ -295,11 +217,8 @@ def start_trace(
         gate_input=config.hidden_size if "gate_input" in arrays else 0,
         embedding=config.hidden_size if "embedding" in arrays else 0,
     )
-    try:
-        writer = TraceWriter(directory, header)
-    except TraceError as error:
-        raise UserError(str(error)) from error
-    return Tracer(writer, record_bytes=runner.link_bytes, waves=shapes.waves)
+    with _user_errors():
+        return Tracer(TraceWriter(directory, header))
 
 
 def trace_engine(
@@ -324,23 +243,9 @@ def trace_engine(
     return tracer
 
 
-def config_digest(config: ModelConfig) -> str:
-    """Names a model's configuration: SHA-256 of its fields as JSON with sorted keys, in hex."""
-    text = json.dumps(dataclasses.asdict(config), sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
 def _number(sizes: np.ndarray) -> int | list[int]:
     """Bytes of an expert: one number, or one of each layer where layers differ."""
     return int(sizes[0]) if np.all(sizes == sizes[0]) else sizes.tolist()
-
-
-def moved_bytes(runner: Runner) -> dict[str, np.ndarray] | None:
-    """Version → int64[L]: bytes of an expert over the link; None where they are those of a cell."""
-    layers = runner.tables.address.shape[0]
-    moved = version_bytes(runner.layout, runner.formats, runner.link_bytes, layers)
-    same = all(np.array_equal(moved[name], n) for name, n in runner.version_bytes.items())
-    return None if same else moved
 
 
 def _paged(runner: Runner) -> dict[str, Any] | None:

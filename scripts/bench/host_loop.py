@@ -36,11 +36,12 @@ from host_offload.memory.tables import empty_tables
 from host_offload.versions.layer_versions import link_bytes, version_bytes
 from moejax import SamplingParams, UserError
 from moejax.checkpoints.random_model import SHAPES, shape
-from moejax.engine.control import start_control
+from moejax.engine.control import control_of
 from moejax.engine.loop import Engine
 from moejax.engine.scheduler import Scheduler
 from moejax.engine.statistics import Statistics
 from moejax.models.config import ModelConfig
+from moejax.start.policies import start_controller
 from moejax.step.experts import Paging
 from moejax.step.parts import Routing, StepOutput, StepShapes
 from moejax.traces.tracer import start_trace
@@ -116,7 +117,7 @@ class FakeRunner:
         self.version_bytes = version_bytes(self.layout, None, self.link_bytes, layers)
         self.device = jax.devices()[0]
         self.stores = (np.empty((layers, experts)),)
-        self.tables = empty_tables(layers, experts, experts, "lru")
+        self.tables = empty_tables(layers, experts, experts)
         self.tokens = jax.device_put(np.zeros(shapes.rows, np.int32), self.device)
         rng = np.random.default_rng(seed)
         self._decoded = [self._output(rng, shapes.rows, shapes.rows) for _ in range(4)]
@@ -124,6 +125,9 @@ class FakeRunner:
         self._swept = self._output(rng, chunks * shapes.chunk, chunks)
         self._chosen = rng.integers(0, config.vocab_size, (16, shapes.rows)).astype(np.int32)
         self._count = 0
+
+    def moved_bytes(self) -> None:
+        return None
 
     def _output(self, rng: np.random.Generator, tokens: int, routed: int) -> Any:
         layers, experts, k = *self.stores[0].shape, self.config.num_experts_per_tok
@@ -288,9 +292,9 @@ def run(config: ModelConfig, args: argparse.Namespace, mode: str) -> list[Measur
     runner: Any = engine.runner
     with contextlib.ExitStack() as stack:
         if mode in ("control", "both"):
-            engine.control = start_control(
-                runner, [FollowRouting()], max_model_len=16, seed=args.seed, routers=[]
-            )
+            policies = [FollowRouting()]
+            controller = start_controller(runner, policies, max_model_len=16, seed=args.seed)
+            engine.control = control_of(runner, controller)
         if mode in ("trace", "both"):
             directory = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "trace"
             engine.tracer = start_trace(

@@ -22,10 +22,11 @@ from typing import Any
 
 import numpy as np
 
+from host_offload.control.step_record import StepRecord
 from host_offload.policies.eviction.names import POLICIES
 from host_offload.simulate.simulator import simulate
 from host_offload.sizing.bounds import min_transfers
-from host_offload.traces.reader import StepTrace, Trace, TraceHeader, TraceWriter, read_trace
+from host_offload.traces.reader import Trace, TraceHeader, TraceWriter, read_trace
 from host_offload.traces.step_sets import read_references
 from scripts.parts.text_table import aligned
 
@@ -133,7 +134,7 @@ def made_up(directory: Path, args: argparse.Namespace, cells: int) -> Trace:
                 np.put_along_axis(score, ids.astype(int), kept, 2)
             ids = np.sort(np.argpartition(-score, k - 1, axis=2)[..., :k], axis=2).astype(np.int16)
             writer.append(
-                StepTrace(
+                StepRecord(
                     request=number,
                     user=number - rows,
                     position=number + step,

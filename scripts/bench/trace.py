@@ -27,13 +27,12 @@ from typing import Any
 import numpy as np
 
 from host_offload.control.interface import Policy
+from host_offload.control.step_record import USES, StepRecord
 from host_offload.memory.budget import BudgetError
 from host_offload.policies.eviction.names import POLICIES
 from host_offload.traces.reader import TraceHeader, TraceWriter, read_trace
 from moejax import LLM, SamplingParams, UserError
 from moejax.engine.loop import Engine
-from moejax.engine.records import StepRecord
-from moejax.step.experts import Paging
 from moejax.traces.tracer import BATCH, Tracer
 
 SIZES = {"demo": (4, 16, 4), "qwen3-30b-a3b": (48, 128, 8)}
@@ -119,12 +118,13 @@ def load_policy(name: str) -> dict[str, Any]:
 def record_us(layers: int, experts: int, top_k: int, rows: int, steps: int = 3000) -> float:
     """Microseconds of Tracer.after_read for a made-up record, the writing of chunks included."""
     rng = np.random.default_rng(0)
-    counts = [np.ones(layers, np.int32)] * 4
+    none = np.zeros(layers, np.int32)
     record = StepRecord(
         number=0,
         kind="decode",
-        dispatched_s=0.0,
+        start_s=0.0,
         read_s=1.0,
+        seconds=0.0,
         rows=rows,
         compiled=False,
         request=np.arange(rows, dtype=np.int32),
@@ -133,17 +133,20 @@ def record_us(layers: int, experts: int, top_k: int, rows: int, steps: int = 300
         phase=np.ones(rows, np.uint8),
         ids=rng.integers(experts, size=(rows, layers, top_k)).astype(np.int16),
         weights=rng.random((rows, layers, top_k), dtype=np.float32),
-        paging=Paging(*counts),  # type: ignore[arg-type]  (numpy, once read)
+        hits=none,
+        fills=none,
+        read_through=none,
+        waves=none.astype(np.int16),
         missed=rng.random((layers, experts)) < 0.5,
-        staged=None,
-        staged_bytes=0,
+        bytes=np.zeros(3, np.int64),
+        use=np.zeros(len(USES), np.int64),
         finished=(),
     )
     header = TraceHeader(
         layers, experts, top_k, config_digest="", spec={}, machine={}, command=[], created=""
     )
     with tempfile.TemporaryDirectory() as directory:
-        tracer = Tracer(TraceWriter(Path(directory) / "trace", header), record_bytes=(1,))
+        tracer = Tracer(TraceWriter(Path(directory) / "trace", header))
         began = time.perf_counter()
         for _ in range(steps):
             tracer.after_read(record)

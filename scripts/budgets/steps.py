@@ -17,11 +17,12 @@ from host_offload.control.interface import Decision, Moment, Observation, Policy
 from moejax import LLM, SamplingParams, UserError
 from moejax.checkpoints.random_model import expert_layout, random_model, shape
 from moejax.device import select_device
-from moejax.engine.control import start_control
+from moejax.engine.control import control_of
 from moejax.engine.loop import Engine
 from moejax.engine.resize import cells_of
 from moejax.sizes import parse_size
 from moejax.start.build import Limits, start_engine
+from moejax.start.policies import start_controller
 from scripts.parts.text_table import aligned
 
 GOAL = 1.2
@@ -209,10 +210,8 @@ def use(engine: Engine, policy: Policy | None) -> None:
     engine.control = None
     if policy is not None:
         length = engine.scheduler.max_model_len
-        control = start_control(engine.runner, [policy], max_model_len=length, seed=0, routers=[])
-        assert control is not None
-        control.set_budget = engine.try_budget
-        engine.control = control
+        controller = start_controller(engine.runner, [policy], max_model_len=length, seed=0)
+        engine.control = control_of(engine.runner, controller, engine.resizer)
 
 
 def decode_times(

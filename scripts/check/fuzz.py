@@ -34,11 +34,13 @@ import numpy as np
 
 from host_offload.control.interface import Decision, Moment, Observation, Spec, Stage
 from host_offload.memory.tables import empty_tables
+from host_offload.policies.eviction.names import EVICTION
 from moejax import LLM, SamplingParams, UserError
 from moejax.engine.arena_report import kv_faults, kv_stats
-from moejax.engine.control import start_control
+from moejax.engine.control import control_of
 from moejax.requests.request import Request
 from moejax.requests.sampling_params import child_params
+from moejax.start.policies import start_controller
 
 LIMITS: dict[str, Any] = {
     "max_model_len": 192,
@@ -414,7 +416,7 @@ def reset(llm: LLM, cells: list[int], kv_slots: int, *, eviction: str = "lru") -
     engine, runner, arena = llm.engine, llm.engine.runner, llm.engine.scheduler.arena
     layers, experts = arena.cell_row.shape
     engine.set_budget([0] * layers, 0)
-    tables = empty_tables(layers, experts, experts, eviction)
+    tables = empty_tables(layers, experts, experts, EVICTION[eviction])
     runner.tables = jax.device_put(tables, runner.tokens.sharding)
     engine.set_budget(cells, kv_slots)
 
@@ -424,15 +426,9 @@ def apply(llm: LLM, conditions: Conditions, seed: int) -> None:
     engine, scheduler = llm.engine, llm.engine.scheduler
     engine.control = None
     if conditions.stages:
-        engine.control = start_control(
-            engine.runner,
-            [RandomStages(seed)],
-            max_model_len=scheduler.max_model_len,
-            seed=seed,
-            routers=[],
-        )
-        assert engine.control is not None
-        engine.control.set_budget = engine.try_budget
+        policies, length = [RandomStages(seed)], scheduler.max_model_len
+        controller = start_controller(engine.runner, policies, max_model_len=length, seed=seed)
+        engine.control = control_of(engine.runner, controller, engine.resizer)
     scheduler.overflow = scheduler.sessions.overflow = conditions.overflow
     scheduler.admission = conditions.admission
     scheduler.prefixes.enabled = conditions.prefix_caching

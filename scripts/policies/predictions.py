@@ -50,10 +50,11 @@ from moejax.checkpoints.loaded_model import LoadedModel
 from moejax.checkpoints.random_model import random_model
 from moejax.costs.calibration import cost_model_for
 from moejax.device import select_device
-from moejax.engine.control import start_control
+from moejax.engine.control import control_of
 from moejax.engine.loop import Engine
 from moejax.models.config import parse_config
 from moejax.start.build import Limits, start_engine
+from moejax.start.policies import start_controller
 from moejax.traces.tracer import start_trace
 
 SHARED = Path(__file__).resolve().parents[3] / "shared"
@@ -266,14 +267,14 @@ def cold(engine: Engine, each: Configuration) -> None:
     runner, arena = engine.runner, engine.scheduler.arena
     layers, experts = runner.stores[0].shape[:2]
     columns = runner.tables.cell_row.shape[1]
-    tables = empty_tables(layers, experts, columns, "lru")
+    tables = empty_tables(layers, experts, columns)
     runner.tables = jax.device_put(tables, runner.tokens.sharding)
     runner.grant_cells(arena.grant_cells([each.cells] * layers))
     prefetch = with_prefetch(prefetch_of(each), ())
     _, policies = with_eviction(eviction_of(each), prefetch)
-    engine.control = start_control(
-        runner, policies, max_model_len=engine.scheduler.max_model_len, seed=0, routers=()
-    )
+    length = engine.scheduler.max_model_len
+    controller = start_controller(runner, policies, max_model_len=length, seed=0)
+    engine.control = control_of(runner, controller)
 
 
 # ---- results

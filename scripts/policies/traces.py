@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from host_offload.control.step_record import StepRecord
 from host_offload.traces.generators import RoutedTokens, RoutingGenerator, routing_generator
-from host_offload.traces.reader import KINDS, StepTrace, Trace, read_trace
+from host_offload.traces.reader import KINDS, Trace, read_trace
 from moejax import LLM, SamplingParams, UserError
 from moejax.traces.generated import PRESENT, new_trace, routed_step, routing_header
 from scripts.parts.workloads import text_corpus
@@ -173,7 +174,7 @@ def generated(args: argparse.Namespace, shared: float) -> Source:
 
 def generated_steps(
     generator: RoutingGenerator, rows: int, first: int, tokens: int, prompt: int
-) -> Iterator[StepTrace]:
+) -> Iterator[StepRecord]:
     """Decode steps of tokens `first`… of `rows` sequences. Before them one prefill step of the
     `prompt` tokens that come before, so that what is resident is not nothing."""
     swept: list[RoutedTokens] = []

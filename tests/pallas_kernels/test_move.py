@@ -58,7 +58,7 @@ def check(spec: Spec, implementation: str, state) -> None:
     # Rows of every place differ, so that a copy that is too long shows.
     size = (len(places) + spec.entries) * place_rows(spec) + 2, spec.hidden
     arena = rng.integers(0, POISON, size, np.uint16)
-    tables = jax.tree.map(np.array, empty_tables(spec.layers, spec.experts, spec.cells, "lru"))
+    tables = jax.tree.map(np.array, empty_tables(spec.layers, spec.experts, spec.cells))
     for layer in range(spec.layers):
         for cell in range(spec.cells):
             i = layer * spec.cells + cell
@@ -112,7 +112,7 @@ def test_contract(spec, implementation, data):
 
 def test_a_superseded_copy_moves_without_its_address():
     """Expert 1's address points to cell 1; the copy in cell 0 moves."""
-    tables = empty_tables(1, 2, 2, "lru")._replace(
+    tables = empty_tables(1, 2, 2)._replace(
         cell_row=jnp.asarray([[0, 6]]),
         cell_version=jnp.asarray([[0, 1]]),
         owner=jnp.asarray([[1, 1]]),
@@ -166,7 +166,7 @@ def test_contract_catches(mutant, implementation, monkeypatch):
 @each(api.IMPLEMENTATIONS)
 def test_updates_donated_buffers_in_place(implementation):
     arena = jnp.zeros((40, 16), jnp.uint16)
-    tables = jax.tree.map(jnp.array, empty_tables(1, 2, 2, "lru"))
+    tables = jax.tree.map(jnp.array, empty_tables(1, 2, 2))
     tables = tables._replace(cell_row=jnp.asarray([[0, 6]], jnp.int32))
     op = compiled(api.move, ("arena", "tables"), record_rows=(5,), implementation=implementation)
     address = arena.unsafe_buffer_pointer()
@@ -179,7 +179,7 @@ def test_the_kernel_refuses_an_arena_beyond_its_addresses():
     """D odd: every element is a row, and int32 counts no 2^31 of them."""
     arena = jax.ShapeDtypeStruct((2**29, 7), jnp.uint16)
     moves = Moves(*[jax.ShapeDtypeStruct((1,), jnp.int32)] * 3)
-    tables = jax.eval_shape(lambda: empty_tables(1, 2, 2, "lru"))
+    tables = jax.eval_shape(lambda: empty_tables(1, 2, 2))
     op = functools.partial(api.move, record_rows=(5,), implementation="pallas")
     with pytest.raises(ValueError, match=r"rows of 1 elements.*'xla' takes it"):
         jax.eval_shape(op, arena, tables, moves)
@@ -197,4 +197,4 @@ def test_refuses(sizes, options, message):
     moves = Moves(*(jnp.zeros(size, jnp.int32) for size in sizes))
     arena = jnp.zeros((9, 8), jnp.uint16)
     with pytest.raises(ValueError, match=message):
-        api.move(arena, empty_tables(1, 2, 2, "lru"), moves, **{"record_rows": (3,), **options})
+        api.move(arena, empty_tables(1, 2, 2), moves, **{"record_rows": (3,), **options})

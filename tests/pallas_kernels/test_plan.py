@@ -10,6 +10,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from host_offload.memory.tables import empty_tables, regrant
+from host_offload.policies.eviction.names import EVICTION
 from pallas_kernels.plan import api, pallas_triton
 from pallas_kernels.plan.listing import places
 from pallas_kernels.plan.specs import SPECS, Spec
@@ -133,7 +134,7 @@ def test_places_are_a_permutation():
 
 def cold(cells: int, experts: int, granted: int, eviction: str = "lru"):
     """Tables of one layer with so many cells granted; cell c lies at row 10·c."""
-    tables = empty_tables(1, experts, cells, eviction)
+    tables = empty_tables(1, experts, cells, EVICTION[eviction])
     row = jnp.where(jnp.arange(cells) < granted, 10 * jnp.arange(cells), -1)
     return tables._replace(cell_row=row[None].astype(jnp.int32))
 
@@ -225,6 +226,6 @@ def test_contract_catches(mutant, implementation, monkeypatch):
     ],
 )
 def test_refuses(change, active, options, message):
-    tables = empty_tables(2, 8, 5, "lru")._replace(**change)
+    tables = empty_tables(2, 8, 5)._replace(**change)
     with pytest.raises(ValueError, match=message):
         api.plan(tables, 0, jnp.zeros(active, bool), **options)

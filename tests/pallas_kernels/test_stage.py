@@ -106,7 +106,7 @@ def test_contract(spec, implementation, data):
 
 def one_layer(**changes):
     """Tables of one layer of 4 experts with 3 cells of versions 0, 0, 1, its clock at 7."""
-    tables = empty_tables(1, 4, 3, "lru")._replace(
+    tables = empty_tables(1, 4, 3)._replace(
         cell_row=INT([[0, 3, 6]]), cell_version=INT([[0, 0, 1]]), clock=INT([7])
     )
     return tables._replace(**{name: INT([row]) for name, row in changes.items()})
@@ -169,7 +169,7 @@ def test_formats(implementation, layer):
     of_versions = formats((("dense", "lossless12"), "dense"), 40, 10, "bfloat16", places)
     kept = [records(np.random.default_rng(v), 8, f.store) for v, f in enumerate(of_versions)]
     stores = kept[0].reshape(2, 4, -1, 40), kept[1][:4].reshape(1, 4, -1, 40)
-    tables = jax.tree.map(np.array, empty_tables(3, 4, 2, "lru"))
+    tables = jax.tree.map(np.array, empty_tables(3, 4, 2))
     tables.cell_row[:] = [0, 30]
     tables.cell_version[:] = [0, 1]
     entries = Entries(INT([layer, layer]), INT([3, 2]), INT([0, 1]), INT([0, 1]))

@@ -31,7 +31,7 @@ def check_model(directory: str, header: TraceHeader, config: ModelConfig | None)
     """Raises UserError for a trace of another model."""
     if config is None:
         return
-    from moejax.traces.tracer import config_digest
+    from moejax.models.model_config import config_digest
 
     found = header.layers, header.experts, header.top_k
     wanted = sum(config.moe_layers), config.num_experts, config.num_experts_per_tok

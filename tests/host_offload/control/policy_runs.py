@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
+from host_offload.control.control import Control
 from host_offload.control.controller import Controller
+from host_offload.control.device import Operation
 from host_offload.control.interface import Decision, Moment, Observation, Spec
-from host_offload.control.staging import Residency
+from host_offload.control.step_record import USES, PageUse, StepRecord
+from host_offload.memory.tables import Entry, Move, Residency
 from pallas_kernels.stage import specs
 from tests.pallas_kernels.pager import tables_of
 from tests.pallas_kernels.staged_memory import Memory
@@ -70,71 +74,126 @@ def seen(controller: Controller, policy: int = 0) -> tuple[Observation, ...]:
     return controller._seats[policy].state
 
 
-def facts(*sets: Sequence[int]) -> dict:
-    """Facts of a step with one row whose layers were routed to these sets, nothing missed."""
-    ids = np.array(sets, np.int16)[None]
-    return {
-        "ids": ids,
-        "weights": np.ones(ids.shape, np.float32),
-        "missed": np.zeros((LAYERS, EXPERTS), bool),
-        "request": np.array([5], np.int32),
-        "phase": np.array([1], np.uint8),
-        "running": 1,
-    }
+def record(number: int = 0, *sets: Sequence[int], **fields: Any) -> StepRecord:
+    """Of a step with one row whose layers were routed to these sets, nothing missed; what is not
+    said is not known."""
+    ids = np.array(sets or ((0, 1), (2, 3)), np.int16)[None]
+    known = dict(
+        number=number,
+        ids=ids,
+        weights=np.ones(ids.shape, np.float32),
+        missed=np.zeros((LAYERS, EXPERTS), bool),
+        request=np.array([5], np.int32),
+        phase=np.array([1], np.uint8),
+        use=use(running=1),
+        finished=(),
+    )
+    return StepRecord(**{**dict.fromkeys(StepRecord._fields), **known, **fields})
 
 
-class Simulation:
-    """Steps of the device in plain Python under a controller, results read `age` steps late."""
+def use(**known: int) -> np.ndarray:
+    """StepRecord.use."""
+    return np.array(PageUse(**{**dict.fromkeys(USES, -1), **known}))
 
-    def __init__(self, controller: Controller, cells: int, *, age: int = 1):
-        self.controller, self.age = controller, age
-        shape = specs.Spec(CELLS, EXPERTS, controller.spec.stage_entries, (1, 1), LAYERS)
-        stores = [np.zeros((LAYERS, EXPERTS, 1, shape.hidden), np.uint16) for _ in range(2)]
-        self.memory = Memory(shape, [0] * CELLS, stores)
+
+class MemoryDevice:
+    """A host_offload.control.device.Device in plain Python: tables and bytes of every cell."""
+
+    def __init__(self, layers: int, experts: int, entries: int, cells: int):
+        shape = specs.Spec(experts, experts, entries, (1, 1), layers)
+        stores = [np.zeros((layers, experts, 1, shape.hidden), np.uint16) for _ in range(2)]
+        self.memory = Memory(shape, [0] * experts, stores)
         self.weights = np.array([1, 0, 0], np.int32)
-        for layer in range(LAYERS):
-            self.memory.regrant(layer, [0 if c < cells else -1 for c in range(CELLS)])
-        self.pending: list[dict] = []
-        self.missed: list[np.ndarray] = []
-        """Per step bool[L, E]."""
-        if controller.needs_residency:
-            controller.see(self.tables)
+        for layer in range(layers):
+            self.memory.regrant(layer, [0 if c < cells else -1 for c in range(experts)])
+        self._done = np.zeros(0, np.int32)
 
     @property
     def tables(self) -> Residency:
         return Residency(*tables_of(self.memory.pagers, self.weights))
+
+    def prepare(self, operations: Collection[Operation]) -> None: ...
+
+    def snapshot(self) -> Callable[[], Residency]:
+        tables = self.tables
+        return lambda: tables
+
+    def set_tables(self, contents: Mapping[str, np.ndarray]) -> None:
+        for name, values in contents.items():
+            if name == "victim_weights":
+                self.weights = values
+            else:
+                for layer, pager in enumerate(self.memory.pagers):
+                    setattr(pager, name, values[layer].tolist())
+
+    def move_cells(self, moves: Sequence[Move]) -> None:
+        raise AssertionError("experts are paged")
+
+    def transfer(self, entries: Sequence[Entry]) -> np.ndarray:
+        raise AssertionError("no policy blocks")
+
+    def carried_out(self) -> np.ndarray:
+        return self._done
+
+    def carry_out(self, entries: Sequence[Entry], coming: int) -> int:
+        """At once, for layers to come as if their next reference had begun; how many were."""
+        self._done = np.zeros(len(entries), np.int32)
+        for layer, pager in enumerate(self.memory.pagers):
+            pager.clock += layer >= coming
+            self._done |= np.array(self.memory.stage(layer, entries), np.int32)
+            pager.clock -= layer >= coming
+        return int(self._done.sum())
+
+    def reference(self, layer: int, active: Iterable[int]) -> np.ndarray:
+        """A layer's experts are computed; bool[E]: who of them was missing."""
+        pager, active = self.memory.pagers[layer], {int(e) for e in active}
+        missing = np.array(
+            [e in active and e not in pager.where for e in range(len(pager.version))]
+        )
+        pager.reference(active, self.weights)
+        return missing
+
+    def stage(self, layer: int, entries: Sequence[Entry]) -> np.ndarray:
+        """A layer's part of a list, behind its experts."""
+        return np.array(self.memory.stage(layer, entries), np.int32)
+
+
+class Simulation:
+    """Steps of a MemoryDevice under a controller, results read `age` steps late."""
+
+    def __init__(self, controller: Controller, cells: int, *, age: int = 1):
+        self.device = MemoryDevice(LAYERS, EXPERTS, controller.spec.stage_entries, cells)
+        self.control, self.age = Control(self.device, controller), age
+        self.pending: list[StepRecord] = []
+        self.missed: list[np.ndarray] = []
+        """Per step bool[L, E]."""
+
+    @property
+    def tables(self) -> Residency:
+        return self.device.tables
 
     def resident(self, layer: int) -> set[int]:
         return set(np.flatnonzero(self.tables.address[layer] >= 0).tolist())
 
     def step(self, *sets: Sequence[int]) -> None:
         """One step, each layer routed to its set of as many experts."""
-        number, controller = len(self.missed), self.controller
-        controller.begin_step(number, seconds=float(number))
-        entries = controller.stages(number)
-        for name, values in controller.take_update().items():
-            if name == "victim_weights":
-                self.weights = values
-            else:
-                for layer, pager in enumerate(self.memory.pagers):
-                    setattr(pager, name, values[layer].tolist())
-        before, now = self.tables.address, facts(*sets)
+        number, device = len(self.missed), self.device
+        entries = self.control.before_step(number)
         done = np.zeros(len(entries), np.int32)
+        missed = []
         for layer, active in enumerate(sets):
-            self.memory.pagers[layer].reference(set(map(int, active)), self.weights)
-            done |= np.array(self.memory.stage(layer, entries), np.int32)
-            needed = np.isin(np.arange(EXPERTS), active)
-            now["missed"][layer] = needed & (before[layer] < 0)
-        self.missed.append(now["missed"])
-        self.pending.append(dict(step=number, facts=now, tables=self.tables, staged=done))
+            missed.append(device.reference(layer, active))
+            done |= device.stage(layer, entries)
+        self.control.after_dispatch(number)
+        self.missed.append(np.array(missed))
+        times = {"start_s": 0.0, "read_s": float(number)}
+        self.pending.append(record(number, *sets, missed=self.missed[-1], staged=done, **times))
         if len(self.pending) > self.age:
             self.read()
 
     def read(self) -> None:
         """Reads the oldest step that is under way."""
-        step = self.pending.pop(0)
-        age = len(self.pending)
-        self.controller.end_step(**step, age=age, seconds=float(step["step"]))
+        self.control.after_read(self.pending.pop(0))
 
 
 def random_sets(rng: np.random.Generator, steps: int, size: int = 2) -> list[list[list[int]]]:

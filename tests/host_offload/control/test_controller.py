@@ -21,8 +21,10 @@ from host_offload.control.interface import (
     Transition,
 )
 from host_offload.control.rules import PolicyError
-from host_offload.control.staging import Residency, choose_cell
-from host_offload.memory.tables import empty_tables, read_snapshot, snapshot
+from host_offload.control.staging import choose_cell
+from host_offload.control.step_record import LayerRouting
+from host_offload.memory.tables import Residency, empty_tables, read_snapshot, snapshot
+from host_offload.policies.eviction.names import EVICTION
 from pallas_kernels.plan import Tables, plan
 from pallas_kernels.stage import Entries, stage
 from tests.host_offload.control.policy_runs import (
@@ -30,8 +32,8 @@ from tests.host_offload.control.policy_runs import (
     EXPERTS,
     LAYERS,
     Simulation,
-    facts,
     random_sets,
+    record,
     scripted,
     seen,
     spec,
@@ -43,14 +45,15 @@ END, BEGIN = Moment.STEP_END, Moment.STEP_BEGIN
 
 def empty() -> Residency:
     """Eight free dense cells a layer."""
-    tables = empty_tables(LAYERS, EXPERTS, CELLS, "lru")
+    tables = empty_tables(LAYERS, EXPERTS, CELLS)
     row = np.arange(LAYERS * CELLS, dtype=np.int32).reshape(LAYERS, CELLS)
     return Residency(*map(np.asarray, tables._replace(cell_row=row)))
 
 
 def end(controller: Controller, step: int, *, sets=((0, 1), (2, 3)), **changes) -> None:
-    given = dict(age=1, seconds=float(step), facts=facts(*sets), tables=empty())
-    controller.end_step(step, **{**given, **changes})
+    given = {"age": 1, "seconds": float(step), "tables": empty()}
+    given |= {name: changes.pop(name) for name in given if name in changes}
+    controller.end_step(record(step, *sets, **changes), **given)
 
 
 # ---- what a policy sees
@@ -166,10 +169,7 @@ def test_intervals_sum_counts(interval, steps):
 def test_a_long_step_passes_several_intervals_at_once():
     policy = scripted(moments={Moment.INTERVAL}, needs={"counts"}, interval="2 tokens")
     controller = Controller(spec(), [policy])
-    rows = {
-        name: np.repeat(v, 5, axis=0) for name, v in facts((0, 1), (2, 3)).items() if name == "ids"
-    }
-    end(controller, 0, facts={**facts((0, 1), (2, 3)), **rows})
+    end(controller, 0, ids=np.repeat(record().ids, 5, axis=0))
     (mark,) = seen(controller)
     assert mark.interval == 2 and mark.counts[0, 0] == 5
 
@@ -407,9 +407,9 @@ def test_a_miss_means_that_it_was_evicted_before_its_use():
     tables = empty()
     there = tables._replace(address=np.where(np.arange(16).reshape(2, 8) == 4, 4, -1))
     end(controller, 0, staged=flags(1), tables=there)
-    missed = facts((4, 0), (1, 2))
-    missed["missed"][0, 4] = True
-    end(controller, 1, facts=missed, tables=there)
+    missed = np.zeros((LAYERS, EXPERTS), bool)
+    missed[0, 4] = True
+    end(controller, 1, sets=((4, 0), (1, 2)), missed=missed, tables=there)
     assert counts(controller)["unused"] == 1
 
 
@@ -530,12 +530,12 @@ def test_policies_between_layers():
     )
     controller = Controller(spec(driver="host"), [policy])
     call = functools.partial(controller.between_layers, step=3, seconds=0.0, tables=empty())
-    routed = {"ids": np.array([[[0, 5]], [[5, 7]]]), "weights": np.ones((2, 1, 2))}
-    assert call(Moment.LAYER_BEGIN, layer=0, facts={}) == []
-    assert [tuple(e) for e in call(Moment.ROUTED, layer=0, facts=routed)] == [(1, 4, 0, 0)]
+    routed = LayerRouting(np.array([[[0, 5]], [[5, 7]]]), np.ones((2, 1, 2)))
+    assert call(Moment.LAYER_BEGIN, layer=0) == []
+    assert [tuple(e) for e in call(Moment.ROUTED, layer=0, routing=routed)] == [(1, 4, 0, 0)]
     # Not asked for EXPERTS_BEGIN; its call settles the list, so TRANSFER comes before layer 1.
-    assert call(Moment.EXPERTS_BEGIN, layer=0, facts=routed, done=flags(1)) == []
-    assert call(Moment.LAYER_BEGIN, layer=1, facts={}) == []
+    assert call(Moment.EXPERTS_BEGIN, layer=0, routing=routed, done=flags(1)) == []
+    assert call(Moment.LAYER_BEGIN, layer=1) == []
     asked = [(o.moment.name, o.layer, o.age) for o in seen(controller)]
     assert asked == [
         ("LAYER_BEGIN", 0, 0),
@@ -598,7 +598,7 @@ def test_lists_stay_legal_under_lag(seed, age, cells):
 
 
 def test_a_snapshot_reads_back_as_the_tables():
-    tables = empty_tables(LAYERS, EXPERTS, 5, "lfru")
+    tables = empty_tables(LAYERS, EXPERTS, 5, EVICTION["lfru"])
     tables = tables._replace(frequency=jnp.arange(16, dtype=jnp.int32).reshape(2, 8))
     copy = read_snapshot(np.asarray(snapshot(tables)), tables)
     for name, a, b in zip(Tables._fields, copy, tables, strict=True):

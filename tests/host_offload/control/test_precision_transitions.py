@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from host_offload.control.controller import Controller
 from host_offload.control.interface import Decision, Moment, State
 from host_offload.control.rules import PolicyError
-from host_offload.control.transfers import Move
 from host_offload.control.transitions import Transitions
+from host_offload.memory.tables import Move
 from pallas_kernels.move import Moves, move
 from pallas_kernels.plan import Tables
 from tests.host_offload.control.policy_runs import scripted

@@ -12,11 +12,10 @@ import copy
 import numpy as np
 
 from host_offload.control.interface import Transition
-from host_offload.control.staging import Entry, Residency
-from host_offload.control.transfers import Move
 from host_offload.control.transitions import Transitions
 from host_offload.memory.pager import Pager
 from host_offload.memory.placement import ResidentSpec, place
+from host_offload.memory.tables import Entry, Move, Residency
 from tests.host_offload.control.policy_runs import spec as policy_spec
 
 HIDDEN = 1

@@ -50,7 +50,7 @@ def after_steps(store, step=reference, cells=(3, 2)):
     """Arena and tables after some steps. Layer 0: experts 1, 3 in cells 0, 1, cell 2 empty, cell 3
     not granted. Layer 1: experts 0, 2 in cells 0, 1."""
     slots = SlotArena(LAYOUT, SLOTS, LAYERS, EXPERTS, CELLS)
-    tables = empty_tables(LAYERS, EXPERTS, CELLS, "lru")
+    tables = empty_tables(LAYERS, EXPERTS, CELLS)
     tables = regrant(tables, jnp.asarray(slots.grant_cells(cells)))
     arena = jnp.zeros((SLOTS * LAYOUT.slot_rows, LAYOUT.hidden), jnp.uint16)
     for layer, active in ((0, (1, 3)), (1, (0, 1)), (1, (1, 2)), (1, (0, 2))):
@@ -184,7 +184,7 @@ def test_what_was_decoded_on_the_way_is_compared_decoded():
     weights = rng.standard_normal((1, 48, 32)).astype(jnp.bfloat16)
     (record,) = encode(weights, packed)
     store = jnp.asarray(record)[None, None]
-    tables = regrant(empty_tables(1, 1, 1, "lru"), jnp.zeros((1, 1), jnp.int32))
+    tables = regrant(empty_tables(1, 1, 1), jnp.zeros((1, 1), jnp.int32))
     tables = tables._replace(owner=jnp.zeros((1, 1), jnp.int32), address=jnp.zeros((1, 1), int))
     arena = jnp.asarray(weights[0]).view(jnp.uint16)
     check = jax.jit(count_faults, static_argnames="formats")

@@ -22,7 +22,7 @@ from host_offload.sizing.split import MissCosts, SplitError, division_of, object
 from host_offload.sizing.step_times import StepTimes
 from host_offload.traces.reader import TraceError, TraceWriter
 from host_offload.traces.recency import tails
-from tests.host_offload.control.policy_runs import spec
+from tests.host_offload.control.policy_runs import record, spec, use
 from tests.host_offload.traces.traces_of import random_routing, write_trace
 
 LAYERS, EXPERTS = 2, 16
@@ -445,21 +445,19 @@ def test_it_runs_under_the_controller():
     for turn, (ids, _) in enumerate(turns(0, sessions=1, pages=1, skew=0.3, count=20)):
         for row in ids:
             controller.begin_step(step, seconds=0.01 * step)
-            facts = {
-                "ids": np.sort(row[None].astype(np.int16)),
-                "missed": np.zeros((LAYERS, EXPERTS), bool),
-                "request": np.array([turn], np.int32),
-                "user": np.array([-1], np.int32),
-                "position": np.array([step % 40], np.int32),
-                "phase": np.array([1], np.uint8),
-                "bucket": 1,
-                "compiled": False,
-                "kv_pages": 150,
-                "running": 1,
-                "waiting": 0,
-            }
-            done = (turn,) if step % 40 == 39 else ()
-            controller.end_step(step, age=1, seconds=0.01 * step, facts=facts, finished=done)
+            done = record(
+                step,
+                ids=np.sort(row[None].astype(np.int16)),
+                missed=np.zeros((LAYERS, EXPERTS), bool),
+                request=np.array([turn], np.int32),
+                user=np.array([-1], np.int32),
+                position=np.array([step % 40], np.int32),
+                rows=1,
+                compiled=False,
+                use=use(kv_pages=150, running=1, waiting=0),
+                finished=(turn,) if step % 40 == 39 else (),
+            )
+            controller.end_step(done, age=1, seconds=0.01 * step)
             step += 1
     assert controller.wanted_cells is not None
     assert controller.wanted_cells.tolist() == [16, 16]

@@ -13,7 +13,7 @@ import pytest
 from jax import lax
 
 from host_offload.memory.tables import empty_tables, with_contents
-from host_offload.policies.eviction.names import victim_weights
+from host_offload.policies.eviction.names import EVICTION, victim_weights
 from pallas_kernels.plan import plan
 
 EXPERTS, STEPS, LARGEST = 16, 60, 4
@@ -63,7 +63,7 @@ def replayer():
 
 
 def replay(sets, capacity, eviction):
-    tables = empty_tables(1, EXPERTS, EXPERTS, eviction)
+    tables = empty_tables(1, EXPERTS, EXPERTS, EVICTION[eviction])
     cell_row = jnp.where(jnp.arange(EXPERTS) < capacity, jnp.arange(EXPERTS), -1)
     active = np.array([[e in s for e in range(EXPERTS)] for s in sets])
     tables, (fills, read_through) = replayer()(
@@ -152,7 +152,7 @@ def test_the_policy_changes_without_recompilation():
     op = jax.jit(plan)
     dropped = {}
     for eviction in ("lru", "lfu"):
-        tables = empty_tables(1, 4, 2, "lru")._replace(cell_row=jnp.int32([[0, 1]]))
+        tables = empty_tables(1, 4, 2)._replace(cell_row=jnp.int32([[0, 1]]))
         tables = jax.device_put(tables, jax.devices()[0])  # committed, as the engine's are
         for e in (0, 0, 0, 1):
             tables, _ = op(tables, jnp.int32(0), jnp.arange(4) == e)

@@ -111,7 +111,7 @@ def test_among_the_newcomers_of_two_steps_the_least_recently_used_goes():
 
 def test_fifo_decides_only_when_somebody_came_or_went():
     simulation = run([FIFO()], [[[0, 1], [2, 3]]] * 5, cells=6)
-    assert simulation.controller.stats()["decisions"] == {"FIFO": 1}
+    assert simulation.control.controller.stats()["decisions"] == {"FIFO": 1}
 
 
 # ---- static
@@ -126,7 +126,7 @@ def test_static_keeps_the_experts_of_its_warm_up_and_lets_no_other_in():
     # What is not hot is read through, again and again, once the two steps of lag are over.
     for missed in simulation.missed[-4:]:
         assert missed[0].sum() == missed[1].sum() == 2
-    stats = simulation.controller.stats()
+    stats = simulation.control.controller.stats()
     assert stats["decisions"] == {"Static": 2} and stats["queued"] == 0
 
 
@@ -134,7 +134,7 @@ def test_static_brings_a_given_hot_set_in():
     hot = ((7, 6, 5), (4, 3, 2))
     simulation = run([Static(hot=hot)], [[[0, 1], [0, 1]], [[2, 3], [5, 6]]] * 5, cells=2)
     assert simulation.resident(0) == {7, 6} and simulation.resident(1) == {4, 3}
-    assert simulation.controller.stats()["transfers"]["hot"]["done"] == 4
+    assert simulation.control.controller.stats()["transfers"]["hot"]["done"] == 4
 
 
 def test_static_follows_a_budget_that_moves():
@@ -143,9 +143,9 @@ def test_static_follows_a_budget_that_moves():
         simulation.step([e], [5 + e])
     assert simulation.resident(0) == {7, 6} and simulation.resident(1) == {4, 3}
     for layer in range(LAYERS):
-        rows = [cell.row for cell in simulation.memory.pagers[layer].cells]
-        simulation.memory.pagers[layer].regrant([*rows[:2], 1000 + layer, *rows[3:]])
-    simulation.memory.arena = np.pad(simulation.memory.arena, ((0, 2000), (0, 0)))
+        rows = [cell.row for cell in simulation.device.memory.pagers[layer].cells]
+        simulation.device.memory.pagers[layer].regrant([*rows[:2], 1000 + layer, *rows[3:]])
+    simulation.device.memory.arena = np.pad(simulation.device.memory.arena, ((0, 2000), (0, 0)))
     for e in (0, 1, 2) * 2:
         simulation.step([e], [5 + e])
     assert simulation.resident(0) == {7, 6, 5} and simulation.resident(1) == {4, 3, 2}
@@ -192,7 +192,7 @@ def test_policies_are_pure(policy):
     everything = policy.needs or {"counts"}
     recorder = scripted(needs=everything, moments=policy.moments or {Moment.STEP_END})
     simulation = run([recorder], random_sets(np.random.default_rng(3), 20), cells=3)
-    observations = seen(simulation.controller)
+    observations = seen(simulation.control.controller)
     assert len(observations) == 20
 
     def decisions(policy):

@@ -14,9 +14,8 @@ from safetensors.numpy import load_file, save_file
 from examples.recent_prefetch import RecentPrefetch
 from host_offload.control.controller import Controller
 from host_offload.control.interface import Decision, Moment, Transfer
-from host_offload.control.staging import Entry, Residency
 from host_offload.memory.pager import Pager, cold_tables
-from host_offload.memory.tables import regrant
+from host_offload.memory.tables import Entry, Residency, regrant
 from host_offload.policies.eviction.fifo import FIFO
 from host_offload.policies.eviction.names import EVICTION
 from host_offload.policies.eviction.static import Static
@@ -209,7 +208,6 @@ def test_policies_page_as_plain_python(name, tmp_path):
     told = spec(version_bytes={"dense": np.full(LAYERS, 100)})
     controller = Controller(told, policies, listener=events.append)
     device = Simulation(controller, cells)
-    device.weights = controller.take_update().get("victim_weights", device.weights)
     for step in sets:
         device.step(*step)
     while device.pending:

@@ -18,11 +18,10 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 import host_offload.traces.reader
+from host_offload.control.step_record import USES, StepRecord
 from host_offload.traces import writer as trace_writer
 from host_offload.traces.reader import (
-    USES,
     Mark,
-    StepTrace,
     TraceError,
     TraceHeader,
     TraceWriter,
@@ -37,7 +36,7 @@ CHUNK = 1000
 """Bytes of a chunk of a few steps of HEADER's shape."""
 
 
-def step(header=HEADER, number=0, tokens=3, seed=0) -> StepTrace:
+def step(header=HEADER, number=0, tokens=3, seed=0) -> StepRecord:
     rng = np.random.default_rng([seed, number])
     layers, experts, k = header.layers, header.experts, header.top_k
 
@@ -47,7 +46,7 @@ def step(header=HEADER, number=0, tokens=3, seed=0) -> StepTrace:
     def half(width, *shape):
         return rng.random((tokens, *shape)).astype(np.float16) if width else None
 
-    return StepTrace(
+    return StepRecord(
         request=integers(np.int32, tokens),
         user=integers(np.int32, tokens) - 1,
         position=integers(np.int32, tokens),
@@ -75,8 +74,8 @@ def step(header=HEADER, number=0, tokens=3, seed=0) -> StepTrace:
     )
 
 
-def assert_equal(found: StepTrace, wanted: StepTrace) -> None:
-    for name, a, b in zip(StepTrace._fields, found, wanted, strict=True):
+def assert_equal(found: StepRecord, wanted: StepRecord) -> None:
+    for name, a, b in zip(StepRecord._fields, found, wanted, strict=True):
         if isinstance(b, np.ndarray):
             assert a.dtype == b.dtype, name
             np.testing.assert_array_equal(a, b, err_msg=name)

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from host_offload.traces.reader import USES, StepTrace, Trace, TraceHeader, TraceWriter, read_trace
+from host_offload.control.step_record import USES, StepRecord
+from host_offload.traces.reader import Trace, TraceHeader, TraceWriter, read_trace
 
 SPEC = {
     "hidden": 4,
@@ -56,10 +57,10 @@ def write_trace(
     return read_trace(directory)
 
 
-def _step(number: int, ids: np.ndarray, experts: int, waves: int) -> StepTrace:
+def _step(number: int, ids: np.ndarray, experts: int, waves: int) -> StepRecord:
     rows, layers, _ = ids.shape
     none = np.zeros(layers, np.int32)
-    return StepTrace(
+    return StepRecord(
         request=np.full(rows, 5, np.int32),
         user=np.full(rows, -1, np.int32),
         position=np.arange(rows, dtype=np.int32) + number,

@@ -220,7 +220,7 @@ class FakeRunner:
 
     def __init__(self):
         self.transfers, self.hooks = [], None
-        self.tables = empty_tables(LAYERS, EXPERTS, 8, "lru")
+        self.tables = empty_tables(LAYERS, EXPERTS, 8)
         rows = jnp.arange(LAYERS * 8, dtype=jnp.int32).reshape(LAYERS, 8)
         self.tables = self.tables._replace(cell_row=rows)
         self.prepared: list[str] = []

@@ -39,7 +39,7 @@ def use(llm: LLM, policies: Sequence[Policy], router: np.ndarray | None = None) 
     """These policies in an engine that is as new: contents only, nothing is compiled."""
     engine, runner = llm.engine, llm.engine.runner
     layers, experts = runner.tables.address.shape
-    cold = empty_tables(layers, experts, experts, "lru")._asdict()
+    cold = empty_tables(layers, experts, experts)._asdict()
     del cold["cell_row"]
     runner.tables = with_contents(runner.tables, cold)
     runner.hooks = None

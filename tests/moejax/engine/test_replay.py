@@ -14,6 +14,7 @@ import pytest
 from examples.recent_prefetch import RecentPrefetch
 from host_offload.control.interface import Decision, Moment, Policy
 from host_offload.control.rules import BETWEEN_LAYERS
+from host_offload.control.step_record import USES
 from host_offload.memory.arena import SlotClass
 from host_offload.memory.tables import empty_tables, with_contents
 from host_offload.policies.eviction.fifo import FIFO
@@ -22,7 +23,7 @@ from host_offload.policies.eviction.static import Static
 from host_offload.policies.prefetch.names import PREFETCH
 from host_offload.simulate.replay import replay
 from host_offload.simulate.simulator import simulate, spec_of
-from host_offload.traces.reader import USES, Trace, TraceError, TraceWriter, read_trace
+from host_offload.traces.reader import Trace, TraceError, TraceWriter, read_trace
 from moejax import LLM, SamplingParams
 from moejax.engine.control import start_control
 from moejax.traces.tracer import start_trace
@@ -89,7 +90,7 @@ def traced(
     name, policies = with_eviction(eviction, policies)
     engine.set_budget([6] * 4, engine.scheduler.arena.count(SlotClass.KV))
     layers, experts = runner.tables.address.shape
-    cold = empty_tables(layers, experts, experts, "lru")._asdict()
+    cold = empty_tables(layers, experts, experts)._asdict()
     del cold["cell_row"]
     runner.tables = with_contents(runner.tables, cold)
     runner.hooks = None

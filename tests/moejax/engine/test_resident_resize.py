@@ -162,7 +162,7 @@ def played(engine, policies, *, slots=EXPERT_SLOTS, spares=1, directory=None) ->
     arena.grant_expert_slots(slots)
     arena.grant_kv_slots(kv_slots)
     where = resident_spec(runner.layout, slots, LOW, spares=spares, columns=8)
-    tables = empty_tables(LAYERS, EXPERTS, runner.tables.cell_row.shape[1], "lru")
+    tables = empty_tables(LAYERS, EXPERTS, runner.tables.cell_row.shape[1])
     where = dataclasses.replace(where, columns=runner.tables.cell_row.shape[1] - EXPERTS)
     runner.tables = with_contents(runner.tables, tables._asdict())
     runner.place(place(where))

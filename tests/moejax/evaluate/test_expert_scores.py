@@ -24,7 +24,7 @@ from moejax.errors import UserError
 from moejax.evaluate.expert_scores import error_weights, expert_scores, write_scores
 from moejax.evaluate.quantization import quantize, with_versions
 from moejax.models.config import load_config
-from moejax.traces.tracer import config_digest
+from moejax.models.model_config import config_digest
 from tests.host_offload.traces.traces_of import _step, random_routing, write_trace
 from tests.moejax.checkpoints.conversions import write_source
 

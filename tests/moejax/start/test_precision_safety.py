@@ -152,7 +152,7 @@ def played(
     the versions after each step. watch: every step is waited for and looked at."""
     runner = engine.runner
     where = resident_spec(runner.layout, slots, start, blocking=blocking)
-    tables = empty_tables(LAYERS, EXPERTS, where.cell_bound, "lru")
+    tables = empty_tables(LAYERS, EXPERTS, where.cell_bound)
     runner.tables = with_contents(runner.tables, tables._asdict())
     runner.place(place(where))
     engine.control, engine._steps, versions = None, itertools.count(), []
@@ -285,7 +285,7 @@ def test_paged_experts_change_versions_too(engine):
     for seed in (1, 1, 2):
         arena = engine.scheduler.arena
         cell_row, cell_version = arena.grant_versions([(3, 8)] * LAYERS)
-        tables = empty_tables(LAYERS, EXPERTS, cell_row.shape[1], "lru")._asdict()
+        tables = empty_tables(LAYERS, EXPERTS, cell_row.shape[1])._asdict()
         tables |= {"cell_row": cell_row, "cell_version": cell_version}
         runner.tables, runner.placement = with_contents(runner.tables, tables), None
         control: Any = start_control(

@@ -78,7 +78,7 @@ def abstract_programs(
         state=state,
         stores=(store,),
         arena=jax.ShapeDtypeStruct((slots * layout.slot_rows, layout.hidden), jnp.uint16),
-        tables=jax.eval_shape(lambda: empty_tables(moe_layers, experts, experts, "lru")),
+        tables=jax.eval_shape(lambda: empty_tables(moe_layers, experts, experts)),
         shapes=step_shapes(layout, waves=waves, **limits),
         page=KVPage(
             layout.page.block_size,

@@ -517,7 +517,7 @@ def test_a_trace_without_decode_has_no_figures_of_it(tmp_path):
 @pytest.fixture(scope="module")
 def trace_dir(tmp_path_factory):
     """A trace of the demo's shape and configuration, in several chunks."""
-    from moejax.traces.tracer import config_digest
+    from moejax.models.model_config import config_digest
 
     config, _ = read_headers("demo")
     layers, experts, k = sum(config.moe_layers), config.num_experts, config.num_experts_per_tok

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import types
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,16 +16,18 @@ import pytest
 
 import moejax
 from host_offload.control.interface import Transfer
+from host_offload.control.step_record import USES, StepRecord
 from host_offload.traces import writer as trace_writer
-from host_offload.traces.reader import USES, TraceHeader, TraceWriter
+from host_offload.traces.reader import TraceHeader, TraceWriter
 from moejax import LLM, SamplingParams, UserError
 from moejax.commands import main as cli
-from moejax.engine.records import StepRecord
+from moejax.engine.records import moved_bytes
 from moejax.models.config import load_config
+from moejax.models.model_config import config_digest
 from moejax.step.experts import Paging
 from moejax.traces import read_trace
 from moejax.traces import tracer as tracing
-from moejax.traces.tracer import Tracer, config_digest
+from moejax.traces.tracer import Tracer
 
 LIMITS = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 256}
 PROMPTS = [list(range(5, 5 + n)) for n in (70, 3, 1)]
@@ -36,11 +39,13 @@ HEADER = TraceHeader(
 
 def record(number: int, kind: str = "decode", read_s: float = 0.0, staged_bytes=0) -> StepRecord:
     rng = np.random.default_rng(number)
+    waves = 3 if kind == "prefill" else 1
     return StepRecord(
         number=number,
         kind=kind,
-        dispatched_s=read_s - 0.5,
+        start_s=read_s - 0.5,
         read_s=read_s,
+        seconds=0.0,
         rows=4,
         compiled=number == 0,
         request=np.arange(3, dtype=np.int32),
@@ -49,27 +54,29 @@ def record(number: int, kind: str = "decode", read_s: float = 0.0, staged_bytes=
         phase=np.ones(3, np.uint8),
         ids=rng.integers(8, size=(3, 2, 2)).astype(np.int16),
         weights=rng.random((3, 2, 2), dtype=np.float32),
-        paging=Paging(*(np.array(c, np.int32) for c in ([6, 5], [3, 3], [2, 1], [1, 1]))),
+        hits=np.array([3, 3], np.int32),
+        fills=np.array([2, 1], np.int32),
+        read_through=np.array([1, 1], np.int32),
+        waves=np.full(2, waves, np.int16),
         missed=rng.random((2, 8)) < 0.4,
-        staged=None,
-        staged_bytes=staged_bytes,
+        bytes=np.array([300, 200, staged_bytes]),
+        use=np.arange(len(USES)) if number == 2 else np.full(len(USES), -1),
         finished=(1,) if number == 1 else (),
     )
 
 
 def test_a_record_becomes_a_step(tmp_path, monkeypatch):
     monkeypatch.setattr(tracing, "BATCH", 2)
-    tracer = Tracer(TraceWriter(tmp_path / "t", HEADER), record_bytes=(100,), waves=3)
+    tracer = Tracer(TraceWriter(tmp_path / "t", HEADER))
     began = tracer._began
     records = [
         record(0, "prefill", began + 1.0),
         record(1, read_s=began + 1.25, staged_bytes=170),
         record(2, read_s=began + 9.0),
     ]
-    use = types.SimpleNamespace(**{name: i for i, name in enumerate(USES)})
     tracer.mark("all of it")
     for each in records:
-        tracer.after_read(each, use if each.number == 2 else None)
+        tracer.after_read(each)
     assert tracer.writer._buffer.steps == 2  # copied BATCH at a time
     tracer.transfers(
         [Transfer(1, 7, 0, 3, 100, "prefetch", 0, 1, -1), Transfer(0, 2, 0, 0, 9, "x", 2)]
@@ -100,16 +107,27 @@ def test_a_record_becomes_a_step(tmp_path, monkeypatch):
     assert list(trace.decisions()) == [{"step": 2, "pause_stages": True}]
 
 
+def test_bytes_are_by_version_and_cause():
+    """Of one version by the counts, of several by the demand; ahead of need by the lists."""
+    paging = Paging(*(np.array(c, np.int32) for c in ([6, 5], [3, 3], [2, 1], [1, 1])))
+    entries = types.SimpleNamespace(version=np.array([1, 0, 1]))
+    none: Any = types.SimpleNamespace(between=(), stages=None)
+    step: Any = types.SimpleNamespace(between=[(entries, np.array([1, 1, 0]))], stages=None)
+    assert moved_bytes(none, paging, None, (100,)).tolist() == [300, 200, 0]
+    demand = np.array([[[1, 1], [0, 1]], [[0, 1], [1, 0]]], np.int32)
+    assert moved_bytes(step, paging, demand, (100, 30)).tolist() == [160, 130, 130]
+
+
 def test_optional_arrays_are_those_of_the_header(tmp_path, monkeypatch):
     """A policy may need others than the trace; large ones are not kept for BATCH steps."""
     header = dataclasses.replace(HEADER, probabilities=True, embedding=4)
-    tracer = Tracer(TraceWriter(tmp_path / "t", header), record_bytes=(1,))
+    tracer = Tracer(TraceWriter(tmp_path / "t", header))
     probs, wide = np.full((3, 2, 8), 0.125, np.float16), np.ones((3, 2, 4), np.float16)
     embedding = np.arange(12, dtype=np.float16).reshape(3, 4)
-    arrays = {"probs": probs, "gate_input": wide, "embedding": embedding}
+    arrays = {"probabilities": probs, "gate_input": wide, "embedding": embedding}
     monkeypatch.setattr(tracing, "BATCH_BYTES", 2 * (probs.nbytes + embedding.nbytes))
     for number in range(5):
-        tracer.after_read(dataclasses.replace(record(number), **arrays))
+        tracer.after_read(record(number)._replace(**arrays))
     assert tracer.writer._buffer.steps == 4
     tracer.close()
     trace = read_trace(tmp_path / "t")
@@ -124,7 +142,7 @@ def test_a_trace_that_cannot_go_on_is_a_users_error(tmp_path, monkeypatch):
     def full(_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    tracer = Tracer(TraceWriter(tmp_path / "t", HEADER), record_bytes=(1,))
+    tracer = Tracer(TraceWriter(tmp_path / "t", HEADER))
     tracer.after_read(record(0))
     with monkeypatch.context() as patch:
         patch.setattr(trace_writer.os, "fsync", full)
@@ -144,7 +162,7 @@ def test_a_full_disk_is_said_while_the_run_goes_on(tmp_path, monkeypatch):
     def full(_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    tracer = Tracer(TraceWriter(tmp_path / "t", HEADER, chunk_bytes=1000), record_bytes=(1,))
+    tracer = Tracer(TraceWriter(tmp_path / "t", HEADER, chunk_bytes=1000))
     monkeypatch.setattr(trace_writer.os, "fsync", full)
     with pytest.raises(UserError, match="No space left on device; make room"):
         feed(tracer, 200)
@@ -160,7 +178,7 @@ def feed(tracer, count):
 def test_a_run_that_ends_without_close_completes_its_trace(tmp_path, repository):
     code = (
         "import sys; from pathlib import Path; from tests.moejax.traces.test_tracing import *\n"
-        "feed(Tracer(TraceWriter(Path(sys.argv[1]), HEADER), record_bytes=(1,)), 40)"
+        "feed(Tracer(TraceWriter(Path(sys.argv[1]), HEADER)), 40)"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "t")], cwd=repository, check=True)
     trace = read_trace(tmp_path / "t")

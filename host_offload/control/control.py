@@ -1,0 +1,171 @@
+"""The protocol of a step: what policies decide goes to the device before it, what the step did goes
+to the policies after it was read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from host_offload.control.controller import Controller
+from host_offload.control.device import Device, Moved, Operation, Resizer
+from host_offload.control.interface import Moment
+from host_offload.control.step_record import LayerRouting, StepRecord
+from host_offload.memory.tables import Entry, Move, Residency
+
+
+class Control:
+    """Runs the policies of a controller beside the steps of a device.
+
+    The caller calls before_step and after_dispatch around each dispatch, and after_read when the
+    step was read, which is after the next one was dispatched; between layers, where there are
+    moments, between_layers. Nothing but between_layers waits for a step that runs: a copy of the
+    tables follows each step, and is read with it. What policies decide reaches the device as
+    contents of tables and as the next step's list of transfers.
+
+    resizer: carries out what policies want of budgets; without it that waits, and counts as
+    deferred.
+    """
+
+    def __init__(self, device: Device, controller: Controller, resizer: Resizer | None = None):
+        self.device, self.controller, self.resizer = device, controller, resizer
+        self.resized: Moved | None = None
+        """What the step that is being made has changed of budgets; None: nothing."""
+        self._snapshots: dict[int, Callable[[], Residency]] = {}
+        self._making: int | None = None
+        """A step that before_step was called for and after_dispatch was not."""
+        self._dispatched = -1
+        self._origin_s: float | None = None
+        self._seconds = 0.0
+        self._handed = False
+        """A list was returned from between layers that was not settled."""
+        # The controller counts what it handed out as done. Where the device failed, it is still to
+        # be done, before anything that the controller hands out later.
+        self._moves: list[Move] = []
+        self._contents: dict[str, np.ndarray] = {}
+        device.prepare(_operations(controller))
+        self._update_tables()
+
+    def before_step(self, number: int) -> list[Entry]:
+        """What policies decided so far becomes the tables' contents; returns the step's list of
+        transfers, at most spec.stage_entries."""
+        controller = self.controller
+        if self._making is not None:
+            controller.forget(self._making)
+            self._handed = False
+        self._making, self.resized = number, None
+        self._move_cells()
+        if controller.needs_residency and controller.tables is None:
+            controller.see(self.device.snapshot()())
+        controller.begin_step(number, seconds=self._seconds)
+        self._resize()
+        entries = self._stages(number)
+        while controller.spec.blocking and entries:
+            controller.settle_now(number, self.device.transfer(entries))
+            entries = self._stages(number)
+        return entries
+
+    def after_dispatch(self, number: int) -> None:
+        """Right after the step: has its tables copied."""
+        self._making, self._dispatched = None, number
+        if self._handed:
+            self.controller.settle_between_layers(self._done())
+        if self.controller.needs_residency:
+            self._snapshots[number] = self.device.snapshot()
+
+    def after_read(self, record: StepRecord) -> None:
+        """A step was read: runs the policies that follow steps, intervals and turns."""
+        if self._origin_s is None:
+            self._origin_s = record.start_s
+        self._seconds = record.read_s - self._origin_s
+        tables = self._snapshots.pop(record.number, None)
+        for earlier in [number for number in self._snapshots if number < record.number]:
+            del self._snapshots[earlier]
+        self.controller.end_step(
+            record,
+            age=self._dispatched - record.number,
+            seconds=self._seconds,
+            tables=None if tables is None else tables(),
+        )
+
+    def between_layers(
+        self, moment: Moment, layer: int, routing: LayerRouting | None = None
+    ) -> list[Entry]:
+        """A moment inside the step that runs; returns transfers to carry out right now. routing: of
+        the layer, once it is known."""
+        controller = self.controller
+        if moment not in controller.moments and not self._handed:
+            return []
+        done = self._done() if self._handed else None
+        entries = controller.between_layers(
+            moment,
+            self._making if self._making is not None else self._dispatched,
+            layer,
+            seconds=self._seconds,
+            routing=routing,
+            tables=self.device.snapshot()() if controller.needs_residency else None,
+            done=done,
+        )
+        self._update_tables()
+        self._handed = bool(entries)
+        return entries
+
+    def finish(self) -> None:
+        """The run ends; see Controller.finish."""
+        self.controller.finish()
+
+    def stats(self) -> dict[str, Any]:
+        return self.controller.stats()
+
+    # ---- pieces
+
+    def _stages(self, number: int) -> list[Entry]:
+        entries = self.controller.stages(number)
+        self._moves = self.controller.take_moves()
+        self._move_cells()
+        self._update_tables()
+        return entries
+
+    def _done(self) -> np.ndarray:
+        self._handed = False
+        return self.device.carried_out()
+
+    def _move_cells(self) -> None:
+        """A cell that was moved before the device failed is where it should be, and stays."""
+        if self._moves:
+            self.device.move_cells(self._moves)
+            self._moves = []
+
+    def _update_tables(self) -> None:
+        self._contents |= self.controller.take_update()
+        if self._contents:
+            self.device.set_tables(self._contents)
+            self._contents = {}
+
+    def _resize(self) -> None:
+        controller, resizer = self.controller, self.resizer
+        if controller.max_running is not None and resizer is not None:
+            resizer.limit(controller.max_running)
+        cells, kv_pages = controller.wanted_cells, controller.wanted_kv_pages
+        if cells is None and kv_pages is None:
+            return
+        moved = Moved(False, False) if resizer is None else resizer.move(cells, kv_pages)
+        if moved.changed or moved.settled:
+            self.resized = moved
+        controller.settle_budget(moved.settled)
+        # Where every expert is resident, slots that move hold nobody.
+        if self.resized and controller.needs_residency and controller.transitions is None:
+            controller.see(self.device.snapshot()())
+
+
+def _operations(controller: Controller) -> list[Operation]:
+    """What the controller will ask of a device."""
+    operations = [Operation.SNAPSHOT] if controller.needs_residency else []
+    if controller.stages_transfers:
+        operations.append(Operation.TRANSFER if controller.spec.blocking else Operation.STAGE)
+        if controller.spec.resident is not None:
+            operations.append(Operation.MOVE_CELLS)
+    if "kv_pages" in controller.writes:
+        operations.append(Operation.MOVE_PAGES)
+    return operations

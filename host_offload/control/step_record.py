@@ -1,0 +1,133 @@
+"""What a step did. The engine makes a StepRecord, the controller shows it to policies, and a trace
+keeps it: each field is written down once, here."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, NamedTuple, get_type_hints
+
+import numpy as np
+
+
+class PageUse(NamedTuple):
+    """State of KV and queue after a step, see the fields of an Observation; −1: not known."""
+
+    kv_used: int
+    kv_peak: int
+    kv_pages: int
+    kv_swapped: int
+    running: int
+    waiting: int
+    waiting_tokens: int
+
+
+USES = PageUse._fields
+"""Columns of StepRecord.use."""
+
+
+class Column(NamedTuple):
+    """How a trace keeps a field, and whether policies see it."""
+
+    per: str
+    """A row per `token` or per `step`."""
+    dtype: Any = None
+    """In the trace; None: as its header says."""
+    row: tuple[str, ...] = ()
+    """Axes of a row, see traces.schema.columns."""
+    seen: str | None = None
+    """Field of an Observation; None: policies do not see it."""
+    optional: bool = False
+    """The trace has it if its header's field of the same name is not 0."""
+
+
+def _token(dtype: Any, *row: str, seen: str, optional: bool = False) -> Column:
+    return Column("token", dtype, row, seen, optional)
+
+
+def _step(dtype: Any, *row: str, seen: str | None = None) -> Column:
+    return Column("step", dtype, row, seen)
+
+
+class StepRecord(NamedTuple):
+    """A step of N real tokens (no padding) whose results were read; L MoE layers, E experts a
+    layer, k experts a token. A trace that no engine wrote lacks some of it: None."""
+
+    request: Annotated[np.ndarray, _token(np.int32, seen="request")]
+    """int32[N]: number of the token's request."""
+    user: Annotated[np.ndarray, _token(np.int32, seen="user")]
+    """int32[N]: number of its session, −1 without one."""
+    position: Annotated[np.ndarray, _token(np.int32, seen="position")]
+    """int32[N]: place in its sequence."""
+    phase: Annotated[np.ndarray, _token(np.uint8, seen="phase")]
+    """uint8[N]: 0 prompt, 1 generated."""
+    ids: Annotated[np.ndarray, _token(np.int16, "layers", "top_k", seen="ids")]
+    """int16[N, L, k]: routed experts, ascending."""
+    weights: Annotated[np.ndarray, _token(None, "layers", "top_k", seen="weights")]
+    """float32[N, L, k]; in a trace perhaps float16."""
+    number: Annotated[int, _step(np.int64)]
+    kind: Annotated[str, _step(np.uint8)]
+    """`prefill` or `decode`."""
+    start_s: Annotated[float, _step(np.float64)]
+    """When it was dispatched: of time.perf_counter, in a trace in seconds since that began."""
+    read_s: Annotated[float, _step(np.float64)]
+    """When its results were on the host, likewise."""
+    seconds: Annotated[float, _step(np.float64)]
+    """What it cost: steps overlap, so from its dispatch or the read before it to its read. Known
+    in a trace only."""
+    rows: Annotated[int, _step(np.int32, seen="bucket")]
+    """Token rows of its executable, padding included."""
+    compiled: Annotated[bool, _step(np.bool_, seen="compiled")]
+    """It was the first to run its executable."""
+    hits: Annotated[np.ndarray, _step(np.int32, "layers")]
+    """int32[L]: active experts that were resident."""
+    fills: Annotated[np.ndarray, _step(np.int32, "layers")]
+    """int32[L]: experts moved into a cell inside the step."""
+    read_through: Annotated[np.ndarray, _step(np.int32, "layers")]
+    """int32[L]: experts computed from the store."""
+    waves: Annotated[np.ndarray, _step(np.int16, "layers")]
+    """int16[L]: passes over the layer's experts."""
+    missed: Annotated[np.ndarray, _step(np.uint8, "layers", "experts/8", seen="missed")]
+    """bool[L, E]: active experts that were not resident; a trace has them as bits."""
+    bytes: Annotated[np.ndarray, _step(np.int64, "causes")]
+    """int64[causes]: bytes over the link, by the causes of a trace's header."""
+    use: Annotated[np.ndarray, _step(np.int64, "uses")]
+    """int64[len(USES)]: a PageUse."""
+    finished: tuple[int, ...]
+    """Numbers of requests that ended with this step's results."""
+    probabilities: Annotated[
+        np.ndarray | None, _token(np.float16, "layers", "experts", seen="probs", optional=True)
+    ] = None
+    """float16[N, L, E], where the step gave it out, as the next two: the router's scores."""
+    gate_input: Annotated[
+        np.ndarray | None,
+        _token(np.float16, "layers", "gate_input", seen="gate_input", optional=True),
+    ] = None
+    """float16[N, L, S]: what the router saw."""
+    embedding: Annotated[
+        np.ndarray | None, _token(np.float16, "embedding", seen="embedding", optional=True)
+    ] = None
+    """float16[N, D]: of the tokens fed in."""
+    staged: np.ndarray | None = None
+    """int32[S]: 1 for each entry of the step's stage list that was carried out; None without one,
+    and in a trace."""
+
+
+class LayerRouting(NamedTuple):
+    """What a step has routed in one layer, as the fields of a StepRecord of that layer alone."""
+
+    ids: np.ndarray
+    """int[N, 1, k]"""
+    weights: np.ndarray | None
+    """float32[N, 1, k]"""
+    probabilities: np.ndarray | None = None
+    gate_input: np.ndarray | None = None
+
+
+COLUMNS: dict[str, Column] = {
+    name: hint.__metadata__[0]
+    for name, hint in get_type_hints(StepRecord, include_extras=True).items()
+    if hasattr(hint, "__metadata__")
+}
+"""Field of a StepRecord → how it is kept."""
+
+SEEN: dict[str, str] = {column.seen: name for name, column in COLUMNS.items() if column.seen}
+"""Field of an Observation → that of the StepRecord."""
