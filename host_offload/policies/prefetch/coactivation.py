@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from host_offload.control.interface import Decision, Moment, Observation, Spec
-from host_offload.policies.prefetch.fitted import Fitted, fitted
+from host_offload.policies.prefetch.fitted import Fitted, fitted, read_fitted
 from host_offload.policies.prefetch.next_layers import chosen_by_rows, stages_of
 from host_offload.traces.reader import Trace
 
@@ -98,6 +98,12 @@ def fit(trace: Trace, *, reach: int = 4, decay: float = 0.5) -> CoActivation:
             pairs[layer] = _counted(pairs[layer], fired[max(0, layer - reach) : layer + 1])
     found = fitted(NAME, header, {"pairs": pairs}, reach=reach)
     return CoActivation(fitted=found, decay=decay, reach=reach)
+
+
+def read(path: str) -> CoActivation:
+    """The policy with the counts that a fit wrote to the file."""
+    state = read_fitted(path, NAME)
+    return CoActivation(fitted=state, reach=state.setting("reach"))
 
 
 def _one_hot(ids: np.ndarray, experts: int) -> np.ndarray:
