@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from host_offload.control.interface import Policy
 
-POLICIES: dict[str, Callable[[], Policy]] = {
+
+class EvictionPolicy(Policy, Protocol):
+    """A policy whose victim is the smallest w0·(−log2 age) + w1·log2(1 + frequency) + w2·prior."""
+
+    @property
+    def victim_weights(self) -> tuple[int, int, int]: ...
+
+
+POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
     name: pkgutil.resolve_name(f"{__package__}.{place}")
     for name, place in {
         "lru": "weights:LRU",
@@ -36,7 +45,7 @@ def victim_weights(eviction: str) -> tuple[int, int, int]:
     return EVICTION[eviction]
 
 
-def eviction_policy(eviction: str) -> Policy:
+def eviction_policy(eviction: str) -> EvictionPolicy:
     """The policy of that name. Raises ValueError naming the known ones."""
     if eviction not in POLICIES:
         raise ValueError(f"unknown eviction policy {eviction!r}; known: {', '.join(POLICIES)}")
