@@ -6,7 +6,6 @@ import tomllib
 
 PACKAGES = ("pallas_kernels", "host_offload", "moejax")
 GRAB_BAGS = {"utils", "util", "helpers", "common", "misc"}
-MAX_LINES = 400
 
 
 def python_files(repository, *folders):
@@ -18,13 +17,8 @@ def test_no_file_has_a_grab_bag_name(repository):
     assert not [str(path) for path in files if path.stem in GRAB_BAGS]
 
 
-def test_no_source_file_is_too_long(repository):
-    lengths = {path: path.read_text().count("\n") for path in python_files(repository, *PACKAGES)}
-    assert not {str(path): lines for path, lines in lengths.items() if lines > MAX_LINES}
-
-
 def test_readme_is_short(repository):
-    assert len((repository / "README.md").read_text().splitlines()) <= 150
+    assert len((repository / "README.md").read_text().splitlines()) <= 120
 
 
 def test_no_stubs_and_no_swallowed_errors(repository):
