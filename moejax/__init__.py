@@ -10,7 +10,7 @@ bits as if everything fitted.
 
 from __future__ import annotations
 
-from importlib import metadata
+from importlib import import_module, metadata
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -54,7 +54,5 @@ def __getattr__(name: str):
     if name == "__version__":
         return metadata.version("moejax")
     if name in _HOMES:
-        from importlib import import_module
-
         return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'moejax' has no attribute {name!r}")

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import jax
+from jax._src import xla_bridge
 
 from moejax.errors import UserError
 
@@ -70,8 +71,7 @@ def require_pinned_memory(device: jax.Device, nbytes: int) -> None:
 
 
 def _backend_runs() -> bool:
-    from jax._src import xla_bridge  # jax has no public way to ask without starting it
-
+    # jax has no public way to ask without starting it.
     return xla_bridge.backends_are_initialized()
 
 

@@ -2,30 +2,39 @@
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from host_offload.control.interface import Policy
-from host_offload.policies.eviction.fifo import FIFO
-from host_offload.policies.eviction.lfru import LFRU
-from host_offload.policies.eviction.lfu import LFU
-from host_offload.policies.eviction.lru import LRU
-from host_offload.policies.eviction.static import Static
+
+
+class EvictionPolicy(Policy, Protocol):
+    """A policy whose victim is the smallest w0·(−log2 age) + w1·log2(1 + frequency) + w2·prior."""
+
+    @property
+    def victim_weights(self) -> tuple[int, int, int]: ...
+
+
+POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
+    name: pkgutil.resolve_name(f"{__package__}.{place}")
+    for name, place in {
+        "lru": "weights:LRU",
+        "lfu": "weights:LFU",
+        "lfru": "weights:LFRU",
+        "fifo": "fifo:FIFO",
+        "static": "static:Static",
+    }.items()
+}
+"""Name → policy: what LLM(eviction=…) and --eviction take. A new one is a file of its own and a
+line here."""
 
 EVICTION: dict[str, tuple[int, int, int]] = {
-    "lru": LRU().victim_weights,
-    "lfu": LFU().victim_weights,
-    "lfru": LFRU().victim_weights,
+    name: policy.victim_weights
+    for name, policy in ((name, make()) for name, make in POLICIES.items())
+    if not policy.moments
 }
 """Name → weights of pallas_kernels.plan.victim_key, of the policies that are nothing else."""
-
-POLICIES: dict[str, Callable[[], Policy]] = {
-    "lru": LRU,
-    "lfu": LFU,
-    "lfru": LFRU,
-    "fifo": FIFO,
-    "static": Static,
-}
-"""Name → policy: what LLM(eviction=…) and --eviction take."""
 
 
 def victim_weights(eviction: str) -> tuple[int, int, int]:
@@ -36,7 +45,7 @@ def victim_weights(eviction: str) -> tuple[int, int, int]:
     return EVICTION[eviction]
 
 
-def eviction_policy(eviction: str) -> Policy:
+def eviction_policy(eviction: str) -> EvictionPolicy:
     """The policy of that name. Raises ValueError naming the known ones."""
     if eviction not in POLICIES:
         raise ValueError(f"unknown eviction policy {eviction!r}; known: {', '.join(POLICIES)}")

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from host_offload.control.interface import Decision, Moment, Observation, Spec, Stage, routed_counts
-from host_offload.policies.prefetch.fitted import Fitted, fitted
+from host_offload.policies.prefetch.fitted import Fitted, fitted, read_fitted
 from host_offload.traces.reader import Trace
 from host_offload.traces.schema import TraceError
 from pallas_kernels.plan.victim import log2_fixed
@@ -142,6 +142,12 @@ def fit(trace: Trace, *, capacity: int = 128) -> MoEInfinity:
             likest = np.maximum(likest, _similarity(matrices, matrices[chosen[-1]]))
     arrays = {"matrices": matrices.reshape(-1, *shape)[chosen]}
     return MoEInfinity(fitted=fitted(NAME, header, arrays, capacity=capacity), capacity=capacity)
+
+
+def read(path: str) -> MoEInfinity:
+    """The policy with the matrices that a fit wrote to the file."""
+    state = read_fitted(path, NAME)
+    return MoEInfinity(fitted=state, capacity=state.setting("capacity"))
 
 
 def _shares(matrix: np.ndarray) -> np.ndarray:

@@ -2,55 +2,50 @@
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from host_offload.control.interface import Policy
-from host_offload.policies.prefetch import coactivation, moe_infinity, promoe
-from host_offload.policies.prefetch.coactivation import CoActivation
-from host_offload.policies.prefetch.fate import Fate
-from host_offload.policies.prefetch.fitted import read_fitted
-from host_offload.policies.prefetch.layer_streaming import LayerStreaming
-from host_offload.policies.prefetch.mixtral_offloading import MixtralOffloading
-from host_offload.policies.prefetch.moe_infinity import MoEInfinity
-from host_offload.policies.prefetch.oracle import oracle_of
-from host_offload.policies.prefetch.promoe import ProMoE
-from host_offload.policies.prefetch.random_prefetch import RandomPrefetch
-from host_offload.traces.reader import Trace, read_trace
+from host_offload.traces.reader import Trace
 
-PREFETCH: dict[str, Callable[[], Policy]] = {
-    "coactivation": CoActivation,
-    "fate": Fate,
-    "layer-streaming": LayerStreaming,
-    "mixtral-offloading": MixtralOffloading,
-    "moe-infinity": MoEInfinity,
-    "random": RandomPrefetch,
+
+class _Made(NamedTuple):
+    """MODULE:NAME of what makes a policy from nothing, from a trace, from a file; None: nothing."""
+
+    plain: str | None = None
+    fit: str | None = None
+    read: str | None = None
+
+
+_MADE: dict[str, _Made] = {
+    "coactivation": _Made("coactivation:CoActivation", "coactivation:fit", "coactivation:read"),
+    "fate": _Made("fate:Fate"),
+    "layer-streaming": _Made("layer_streaming:LayerStreaming"),
+    "mixtral-offloading": _Made("mixtral_offloading:MixtralOffloading"),
+    "moe-infinity": _Made("moe_infinity:MoEInfinity", "moe_infinity:fit", "moe_infinity:read"),
+    "oracle": _Made(read="oracle:read"),
+    "promoe": _Made(fit="promoe:fit", read="promoe:read"),
+    "random": _Made("random_prefetch:RandomPrefetch"),
 }
+"""A new policy is a file of its own and a line here."""
+
+
+def _resolved(places: dict[str, str | None]) -> dict[str, Any]:
+    return {
+        name: pkgutil.resolve_name(f"{__package__}.{place}")
+        for name, place in places.items()
+        if place
+    }
+
+
+PREFETCH: dict[str, Callable[[], Policy]] = _resolved({n: m.plain for n, m in _MADE.items()})
 """Name → policy that needs nothing learned: what LLM(prefetch=…) and --prefetch take."""
 
-FIT: dict[str, Callable[[Trace], Policy]] = {
-    "coactivation": coactivation.fit,
-    "moe-infinity": moe_infinity.fit,
-    "promoe": promoe.fit,
-}
+FIT: dict[str, Callable[[Trace], Policy]] = _resolved({n: m.fit for n, m in _MADE.items()})
 """Name → function that fits the policy to a trace; `policy.fitted.write(FILE)` keeps it."""
 
-
-def _coactivation(path: str) -> Policy:
-    state = read_fitted(path, "coactivation")
-    return CoActivation(fitted=state, reach=state.setting("reach"))
-
-
-def _moe_infinity(path: str) -> Policy:
-    state = read_fitted(path, "moe-infinity")
-    return MoEInfinity(fitted=state, capacity=state.setting("capacity"))
-
-
-FROM_PATH: dict[str, Callable[[str], Policy]] = {
-    "coactivation": _coactivation,
-    "moe-infinity": _moe_infinity,
-    "oracle": lambda path: oracle_of(read_trace(path)),
-    "promoe": lambda path: ProMoE(read_fitted(path, "promoe")),
-}
+FROM_PATH: dict[str, Callable[[str], Policy]] = _resolved({n: m.read for n, m in _MADE.items()})
 """Name → policy from NAME=PATH: a file of what it learned; for the oracle the trace of the run."""
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from host_offload.control.interface import Decision, Moment, Observation, Spec, Stage, State
-from host_offload.traces.reader import Trace
+from host_offload.traces.reader import Trace, read_trace
 from host_offload.traces.step_sets import read_step_sets
 
 
@@ -87,3 +87,8 @@ def oracle_of(trace: Trace, *, horizon: int = 8) -> Oracle:
     active = np.concatenate([none, *(block.active for block in blocks)])
     bits = np.packbits(active.astype(bool)).tobytes()
     return Oracle(header.layers, header.experts, len(numbers), bits, horizon)
+
+
+def read(path: str) -> Oracle:
+    """The oracle of the run whose trace is in the directory."""
+    return oracle_of(read_trace(path))

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from host_offload.control.interface import Decision, Moment, Observation, Spec
-from host_offload.policies.prefetch.fitted import Fitted, fitted
+from host_offload.policies.prefetch.fitted import Fitted, fitted, read_fitted
 from host_offload.policies.prefetch.next_layers import chosen_by_rows, gate_scores, stages_of
 from host_offload.traces.reader import Trace, TraceError
 
@@ -93,3 +93,8 @@ def fit(trace: Trace, *, stride: int = 2, ridge: float = 1e-2) -> ProMoE:
     solved = np.array([*map(np.linalg.solve, squares, products)], np.float32)
     arrays = {"weights": solved[:, :-1], "bias": solved[:, -1]}
     return ProMoE(fitted(NAME, header, arrays, stride=stride, ridge=ridge))
+
+
+def read(path: str) -> ProMoE:
+    """The policy with the predictors that a fit wrote to the file."""
+    return ProMoE(read_fitted(path, NAME))

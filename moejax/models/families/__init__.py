@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from moejax.models.families import deepseek, mixtral, olmoe, phimoe, qwen2_moe, qwen3_moe
+import pkgutil
+
 from moejax.models.family import Family
 
-FAMILIES: dict[str, Family] = {
-    family.architecture: family
-    for family in (
-        qwen3_moe.FAMILY,
-        mixtral.FAMILY,
-        olmoe.FAMILY,
-        qwen2_moe.FAMILY,
-        phimoe.FAMILY,
-        deepseek.V2,
-        deepseek.V3,
-    )
-}
+_PLACES = (
+    "qwen3_moe:FAMILY",
+    "mixtral:FAMILY",
+    "olmoe:FAMILY",
+    "qwen2_moe:FAMILY",
+    "phimoe:FAMILY",
+    "deepseek:V2",
+    "deepseek:V3",
+)
+
+_families: list[Family] = [pkgutil.resolve_name(f"{__name__}.{place}") for place in _PLACES]
+
+FAMILIES: dict[str, Family] = {family.architecture: family for family in _families}
 """architectures' entry in config.json → the family."""

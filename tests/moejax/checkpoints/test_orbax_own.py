@@ -19,6 +19,7 @@ from moejax.checkpoints.orbax.manifest import checksum
 from moejax.checkpoints.orbax.own import load_orbax, read_expert
 from moejax.checkpoints.safetensors.shards import NUMPY_DTYPES
 from moejax.errors import UserError
+from moejax.models.families import FAMILIES
 from tests.moejax.checkpoints.conversions import assert_same_model, copied, flip, rewrite_manifest
 from tests.moejax.checkpoints.random_checkpoint import CONFIG, UP, random_tensors, stacked, write
 from tests.moejax.models import families
@@ -46,7 +47,7 @@ def broken(converted, tmp_path):
 # ---- the same bits
 
 
-@pytest.mark.parametrize("architecture", families.SMALL)
+@pytest.mark.parametrize("architecture", FAMILIES)
 def test_every_family_loads_as_its_source_does(architecture, tmp_path):
     original = families.write_checkpoint(tmp_path / "hf", architecture)
     result = convert(original, tmp_path / "orbax").directory

@@ -1,5 +1,5 @@
-"""A small random checkpoint of every family: a new family takes part in the contract suite
-(test_families.py) by one line here."""
+"""A small random checkpoint of every family: with it a new family takes part in the contract suite
+(test_families.py), by itself or, where its config needs more than COMMON says, by a line here."""
 
 from __future__ import annotations
 
@@ -64,12 +64,13 @@ SMALL: dict[str, dict[str, Any]] = {
     "DeepseekV2ForCausalLM": dict(LATENT, topk_method="group_limited_greedy", q_lora_rank=None),
     "DeepseekV3ForCausalLM": dict(LATENT, q_lora_rank=24, n_shared_experts=2),
 }
-"""architecture → config.json's fields over COMMON."""
+"""architecture → config.json's fields over COMMON; not named: 8 experts and nothing else."""
 
 
 def config_of(architecture: str, **fields: Any) -> dict[str, Any]:
     """config.json of the family's small model."""
-    return {"architectures": [architecture], **COMMON, **SMALL[architecture], **fields}
+    small = SMALL.get(architecture, {"num_experts": 8})
+    return {"architectures": [architecture], **COMMON, **small, **fields}
 
 
 def random_weights(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]:

@@ -26,8 +26,9 @@ EXPERTS = 8
 MiB = 1 << 20
 
 
-def test_every_family_takes_part():
-    assert set(SMALL) == set(FAMILIES)
+def test_every_line_is_of_a_family():
+    """Every family takes part, since all tests run over FAMILIES."""
+    assert set(SMALL) <= set(FAMILIES)
 
 
 SHORT = ("DeepseekV3ForCausalLM",)
@@ -43,7 +44,7 @@ def marks(family: str) -> list:
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(f, marks=marks(f)) for f in SMALL],
+    params=[pytest.param(f, marks=marks(f)) for f in FAMILIES],
 )
 def directory(request, tmp_path_factory):
     return write_checkpoint(tmp_path_factory.mktemp("family"), request.param)
@@ -110,7 +111,10 @@ def test_memory_and_company_change_no_bit(llm, solo, cells):
 
 @pytest.mark.parametrize(
     "directory",
-    [pytest.param(f, marks=[pytest.mark.nightly] * (f != "DeepseekV3ForCausalLM")) for f in SMALL],
+    [
+        pytest.param(f, marks=[pytest.mark.nightly] * (f != "DeepseekV3ForCausalLM"))
+        for f in FAMILIES
+    ],
     indirect=True,
 )
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from moejax.checkpoints.load import load_checkpoint
 from moejax.checkpoints.random_model import shape
 from moejax.commands import main as cli
 from moejax.errors import UserError
+from moejax.models.families import FAMILIES
 from moejax.sizes import parse_rate
 from moejax.start.info import expected_active, expected_step_bytes, fit, model_info, read_headers
 from tests.moejax.checkpoints import foreign_trees
@@ -69,7 +70,7 @@ def test_parts_are_those_of_the_loaded_model(demo_dir):
     assert "output head" not in tied.parameters
 
 
-@pytest.mark.parametrize("architecture", families.SMALL)
+@pytest.mark.parametrize("architecture", FAMILIES)
 def test_every_family_agrees_with_what_is_loaded(architecture, tmp_path):
     loaded = load_checkpoint(families.write_checkpoint(tmp_path, architecture))
     info, leaves = model_info(loaded.config), jax.tree.leaves(loaded.params)
