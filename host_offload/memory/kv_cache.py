@@ -27,7 +27,7 @@ class Block:
     refs: int = 1
     """Sequences and sessions that hold it."""
     pins: int = 0
-    """Of those, how many run: a step may read the page."""
+    """Those of the holders that run: a step may read the page."""
     key: bytes | None = None
     """What it is published as; such a block is never written again."""
 

@@ -42,7 +42,7 @@ class CellPools:
         return len(self._free_slots)
 
     def free_cells(self, version: int) -> int:
-        """Of the slots cut for that version."""
+        """Free cells of the slots cut for that version."""
         return self._free_cells[version]
 
     def add(self, slots: Sequence[int]) -> None:
