@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
 
@@ -62,14 +61,8 @@ class SlotArena:
         self.cell_row = np.full((layers, cells), -1, np.int32)
         self._by_version = False
         """Slots are cut into cells of several versions."""
-        self._free_pages: dict[int, list[int]] = {}
-        self._page_slot: dict[int, int] = {}
-        self._free_page_count = 0
-        # Slots by how many of their pages are free, as heaps; an entry may have become wrong, which
-        # is found when it is met. `_filed` has what each heap has.
-        numbers = range(layout.pages_per_slot + 1)
-        self._by_free: list[list[int]] = [[] for _ in numbers]
-        self._filed: list[set[int]] = [set() for _ in numbers]
+        kv_rows, page = layout.kv_rows_per_slot, layout.page
+        self._kv = CellPools((), kv_rows, (page.rows,), (layout.pages_per_slot,))
 
     # ---- experts
 
@@ -167,80 +160,45 @@ class SlotArena:
         Raises ValueError, changing nothing, when experts hold the slots wanted or when fewer are
         wanted than hold live pages (a KV slot must be empty to change class).
         """
-        kv = np.flatnonzero(self.slot_class == SlotClass.KV).tolist()
-        empty = [s for s in kv if len(self._free_pages[s]) == self.layout.pages_per_slot]
-        free = np.flatnonzero(self.slot_class == SlotClass.FREE)
-        if slots > len(kv) + len(free):
-            raise ValueError(f"{slots} KV slots wanted, {len(kv) + len(free)} are not experts'")
-        if len(kv) - slots > len(empty):
-            raise ValueError(f"{slots} KV slots wanted, {len(kv) - len(empty)} hold live pages")
-        for slot in empty[: max(len(kv) - slots, 0)]:
-            for page in self._free_pages.pop(slot):
-                del self._page_slot[page]
-                self._free_page_count -= 1
-            self.slot_class[slot] = SlotClass.FREE
-        for slot in free[::-1][: max(slots - len(kv), 0)]:
-            pages = [self.layout.page_row(int(slot), p) for p in range(self.layout.pages_per_slot)]
-            self._free_pages[int(slot)] = pages[::-1]
-            self._page_slot.update(dict.fromkeys(pages, int(slot)))
-            self._free_page_count += len(pages)
-            self.slot_class[slot] = SlotClass.KV
-            self._file(int(slot))
+        have, free = len(self._kv.slots), np.flatnonzero(self.slot_class == SlotClass.FREE)
+        if slots > have + len(free):
+            raise ValueError(f"{slots} KV slots wanted, {have + len(free)} are not experts'")
+        if have - slots > self._kv.free_slots:
+            live = have - self._kv.free_slots
+            raise ValueError(f"{slots} KV slots wanted, {live} hold live pages")
+        gone = self._kv.remove(max(have - slots, 0), lowest=True)
+        new = free[::-1][: max(slots - have, 0)].tolist()
+        self._kv.add(new)
+        self.slot_class[gone], self.slot_class[new] = SlotClass.FREE, SlotClass.KV
 
     @property
     def pages(self) -> int:
         """All KV pages, used or free."""
-        return len(self._page_slot)
+        return len(self._kv.slots) * self.layout.pages_per_slot
 
     @property
     def free_pages(self) -> int:
-        return self._free_page_count
+        return self._kv.free_cells(0) + self._kv.free_slots * self.layout.pages_per_slot
 
-    def allocate_pages(self, count: int) -> list[int]:
+    def allocate_pages(self, count: int, but: int | None = None) -> list[int]:
         """KV rows of so many pages. Takes from the fullest slots first and stays in a slot as long
-        as it lasts, so that slots become empty together. Raises OutOfPages, taking nothing."""
+        as it lasts, so that slots become empty together. but: a slot of which none is taken; the
+        caller has looked that there are enough elsewhere. Raises OutOfPages, taking nothing."""
         if count > self.free_pages:
             raise OutOfPages(f"{count} pages wanted, {self.free_pages} of {self.pages} are free")
-        taken: list[int] = []
-        while len(taken) < count:
-            slot = self._fullest()
-            pages = self._free_pages[slot]
-            while pages and len(taken) < count:
-                taken.append(pages.pop())
-            self._file(slot)
-        self._free_page_count -= count
-        return taken
-
-    def _file(self, slot: int) -> None:
-        """Notes how many pages of the slot are free now."""
-        free = len(self._free_pages[slot])
-        if free and slot not in self._filed[free]:
-            self._filed[free].add(slot)
-            heapq.heappush(self._by_free[free], slot)
-
-    def _fullest(self) -> int:
-        """The first of the slots with the fewest free pages, but some."""
-        for free, heap in enumerate(self._by_free):
-            while heap:
-                if len(self._free_pages.get(heap[0], ())) == free:
-                    return heap[0]
-                self._filed[free].remove(heapq.heappop(heap))
-        raise AssertionError("the free pages are miscounted")
+        rows = (self._kv.allocate(0, but=but) for _ in range(count))
+        return [row for row in rows if row is not None]
 
     def release_pages(self, pages: Sequence[int]) -> None:
         """Returns pages. Raises ValueError, returning none, for a page that is not allocated or
         named twice."""
-        slots = [self._page_slot.get(page) for page in pages]
-        for page, slot in zip(pages, slots, strict=True):
-            if slot is None or page in self._free_pages[slot]:
+        for page in pages:
+            if not self._kv.taken(page):
                 raise ValueError(f"page at KV row {page} is not allocated")
         if len(set(pages)) != len(pages):
             raise ValueError("a page is named twice")
-        for page, slot in zip(pages, slots, strict=True):
-            if slot is not None:
-                self._free_pages[slot].append(page)
-                self._free_page_count += 1
-                self._file(slot)
+        for page in pages:
+            self._kv.release(page)
 
     # ---- what holds the arena
 

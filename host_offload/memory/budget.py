@@ -48,7 +48,7 @@ class Share:
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """The arena in slots: ``expert_slots + kv_slots <= slots``, the rest is free."""
+    """How the arena is split, in slots: ``expert_slots + kv_slots <= slots``, the rest is free."""
 
     slots: int
     expert_slots: int

@@ -27,7 +27,7 @@ class Block:
     refs: int = 1
     """Sequences and sessions that hold it."""
     pins: int = 0
-    """Of those, how many run: a step may read the page."""
+    """Those of the holders that run: a step may read the page."""
     key: bytes | None = None
     """What it is published as; such a block is never written again."""
 
@@ -272,17 +272,17 @@ class KVCache:
             held = [*self._in_slot[slot]]
             elsewhere = self.arena.free_pages - self.arena.layout.pages_per_slot + len(held)
             if elsewhere >= len(held):
-                self._move(held[:most])
+                self._move(held[:most], slot)
                 return held[:most]
             if not self._idle:
                 break
             self._drop_longest_idle()
         return []
 
-    def _move(self, blocks: Sequence[Block]) -> None:
-        """To other pages. The arena fills its fullest slots first, so the emptiest is the last."""
+    def _move(self, blocks: Sequence[Block], slot: int) -> None:
+        """Moves blocks out of their slot."""
         rows = [block.row for block in blocks if block.row is not None]
-        targets = self.arena.allocate_pages(len(rows))
+        targets = self.arena.allocate_pages(len(rows), but=slot)
         with self._returned_on_failure(targets):
             self.move(rows, targets)
         self._free(blocks)

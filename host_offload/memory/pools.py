@@ -1,7 +1,9 @@
-"""Cells of several versions out of whole slots: free lists, and moves that empty slots again."""
+"""Cells of several versions, or KV pages, out of whole slots: free lists, and moves that empty
+slots again."""
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Sequence
 
 
@@ -9,11 +11,11 @@ class CellPools:
     """The slots that experts have, and which of their cells are taken.
 
     A slot is free, or cut into the cells of one version until all of them are free again. Taking
-    and giving back a cell is O(1) in the number of slots. Cells come from the fullest slot of their
-    version, so that slots become empty together.
+    and giving back a cell looks at no more slots than have as many free cells. Cells come from the
+    fullest slot of their version, of equals from the lowest, so that slots become empty together.
 
-    slots: their numbers, handed out in this order. slot_rows: arena rows of one.
-    record_rows, cells_per_slot: by version number.
+    slots: their numbers. slot_rows: arena rows of one. record_rows, cells_per_slot: by version
+    number.
     """
 
     def __init__(
@@ -26,7 +28,7 @@ class CellPools:
         self.slots = tuple(slots)
         self._slot_rows, self._record_rows = slot_rows, tuple(record_rows)
         self.cells_per_slot = tuple(cells_per_slot)
-        self._free_slots = [*reversed(self.slots)]
+        self._free_slots = sorted(self.slots)
         self._version: dict[int, int] = {}
         """Slot → the version it is cut for."""
         self._free: dict[int, list[int]] = {}
@@ -42,20 +44,22 @@ class CellPools:
         return len(self._free_slots)
 
     def free_cells(self, version: int) -> int:
-        """Of the slots cut for that version."""
+        """Free cells of the slots cut for that version."""
         return self._free_cells[version]
 
     def add(self, slots: Sequence[int]) -> None:
-        """These slots too, all free; they are cut after all others."""
+        """These slots too, all free."""
         self.slots = (*self.slots, *slots)
-        self._free_slots[:0] = reversed(slots)
+        self._free_slots = sorted([*self._free_slots, *slots])
 
-    def remove(self, count: int) -> list[int]:
-        """Gives away so many free slots, those that would be cut last. Raises ValueError, giving
-        none, where there are not so many."""
+    def remove(self, count: int, *, lowest: bool = False) -> list[int]:
+        """Gives away so many free slots, the highest or the lowest. Raises ValueError, giving none,
+        where there are not so many."""
         if count > len(self._free_slots):
             raise ValueError(f"{count} slots wanted, {len(self._free_slots)} are free")
-        gone, self._free_slots = self._free_slots[:count], self._free_slots[count:]
+        at = count if lowest else len(self._free_slots) - count
+        low, high = self._free_slots[:at], self._free_slots[at:]
+        gone, self._free_slots = (low, high) if lowest else (high[::-1], low)
         self.slots = tuple(slot for slot in self.slots if slot not in gone)
         return gone
 
@@ -63,35 +67,33 @@ class CellPools:
         """Slots cut for that version that are neither full nor free."""
         return sum(map(len, self._by_free[version][1:]))
 
-    def allocate(self, version: int, keep: int = 0) -> int | None:
+    def allocate(self, version: int, keep: int = 0, but: int | None = None) -> int | None:
         """The arena row of a free cell; None where there is none and no more than `keep` free
-        slots."""
-        slot = self._fullest(version)
+        slots. but: a slot of which none is taken."""
+        slot = self._fullest(version, but)
         if slot is None:
             if len(self._free_slots) <= keep:
                 return None
             slot = self._cut(version)
         return self._take(slot)
 
+    def taken(self, row: int) -> bool:
+        """Whether a cell that was allocated begins at this arena row."""
+        slot = row // self._slot_rows
+        return slot in self._version and row in self._rows(slot) and row not in self._free[slot]
+
     def release(self, row: int) -> None:
         """Gives back a cell by its arena row. Raises ValueError where none is taken there."""
-        slot = row // self._slot_rows
-        version = self._version.get(slot)
-        offset = row - slot * self._slot_rows
-        if (
-            version is None
-            or row in self._free[slot]
-            or offset % self._record_rows[version]
-            or offset // self._record_rows[version] >= self.cells_per_slot[version]
-        ):
+        if not self.taken(row):
             raise ValueError(f"no cell is taken at arena row {row}")
-        before = len(self._free[slot])
+        slot = row // self._slot_rows
+        version, before = self._version[slot], len(self._free[slot])
         self._free[slot].append(row)
         self._refile(slot, before)
         if before + 1 == self.cells_per_slot[version]:
             del self._by_free[version][before + 1][slot], self._version[slot], self._free[slot]
             self._free_cells[version] -= self.cells_per_slot[version]
-            self._free_slots.append(slot)
+            bisect.insort(self._free_slots, slot)
 
     def compact(
         self, version: int, movable: Callable[[int], bool], most: int
@@ -119,23 +121,22 @@ class CellPools:
             self.release(row)
         return moves
 
-    def _rows(self, slot: int) -> list[int]:
+    def _rows(self, slot: int) -> range:
         version = self._version[slot]
         size, count = self._record_rows[version], self.cells_per_slot[version]
-        return [slot * self._slot_rows + cell * size for cell in range(count)]
+        return range(slot * self._slot_rows, slot * self._slot_rows + count * size, size)
 
     def _fullest(self, version: int, but: int | None = None) -> int | None:
         """The slot with the fewest free cells, but some."""
         for slots in self._by_free[version][1:]:
-            for slot in slots:
-                if slot != but:
-                    return slot
+            if found := slots.keys() - {but} if but in slots else slots:
+                return min(found)
         return None
 
     def _cut(self, version: int) -> int:
-        slot, count = self._free_slots.pop(), self.cells_per_slot[version]
+        slot, count = self._free_slots.pop(0), self.cells_per_slot[version]
         self._version[slot] = version
-        self._free[slot] = self._rows(slot)[::-1]
+        self._free[slot] = [*reversed(self._rows(slot))]
         self._by_free[version][count][slot] = None
         self._free_cells[version] += count
         return slot

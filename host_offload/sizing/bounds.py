@@ -1,14 +1,10 @@
 """What no policy can do better than: bounds on experts moved, bytes moved and time lost.
 
 A cache holds experts between two steps, at most as many as it has cells. A step costs a transfer
-for each expert that it needs and that is not there, and leaves behind any of those that were there
-or that it moved; a transfer ahead of need costs as much. So an expert that stays from one use to
-the next saves one transfer and takes a cell at each moment between the two steps. Which experts a
-step needs is given, and so is who shares the cells (`scope`): each layer its own, or one pool.
-
-Inside a step nothing is asked of the cache: an expert that is read through needs no cell, and a
-cell may change hands. That makes the bounds hold for every policy of the engine, whatever its
-fills, transfers and waves.
+for each expert that it needs and that is not there; a transfer ahead of need costs as much. So an
+expert that stays from one use to the next saves one transfer and takes a cell at each moment
+between the two steps. Inside a step nothing is asked of the cache, so the bounds hold for every
+policy of the engine, whatever its fills, transfers and waves.
 """
 
 from __future__ import annotations

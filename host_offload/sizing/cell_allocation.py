@@ -1,8 +1,5 @@
-"""Slots per layer: how many cells each layer gets of a number of slots, by its miss curve.
-
-Ours: WiSP gives every layer as many. The marginal rule is the paper's equation (5) across layers
-instead of across experts and KV: the next slot goes where it saves most.
-"""
+"""Slots per layer: how many cells each layer gets of a number of slots, by its miss curve (ours;
+WiSP gives every layer as many). docs/miss_curves.md explains."""
 
 from __future__ import annotations
 
@@ -31,13 +28,8 @@ def allocate(
     """Shares slots over layers by one of ALLOCATIONS; what no layer can use stays unused.
 
     misses: float64[L, C + 1], non-increasing along c, in any unit that adds up over layers (misses,
-    seconds). least: the least cells, of every layer or int[L].
-
-    uniform: as many each, the first layers take the remainder. marginal: greedy along the lower
-    convex hulls, looking ahead where a curve is not convex, or uniform where that misses less; the
-    optimum lies above the hulls, which gives `gap`: at most what the one hull piece saves that did
-    not fit. optimal: dynamic programming over the layers, O(L·slots·C). So optimal ≤ marginal ≤
-    uniform in misses.
+    seconds). least: the least cells, of every layer or int[L]. optimal takes O(L·slots·C) at worst;
+    optimal ≤ marginal ≤ uniform in misses.
 
     Raises ValueError for another rule, for curves that increase, and for fewer slots than `least`
     takes.
@@ -100,7 +92,7 @@ class _Pieces:
         self._before = _total(curves, floor)
 
     def misses(self, slots: np.ndarray) -> np.ndarray:
-        """As hull_misses."""
+        """float64[n], see hull_misses."""
         saved = np.concatenate([[0.0], np.cumsum(self.saved)])
         return self._before - np.interp(slots, self.used, saved)
 
@@ -113,8 +105,7 @@ class _Pieces:
 def lower_hulls(curves: np.ndarray, floor: np.ndarray) -> np.ndarray:
     """int64[H]: the corners of each row's lower convex hull from its floor int[L] on, both ends
     included, as places in the flat array [L·(C + 1)]; ascending. All rows at once: what is not
-    below the line between its neighbours is no corner; again, until all are. As a rule that is ten
-    rounds; a round for each place of a row at worst."""
+    below the line between its neighbours is no corner; again, until all are (some ten rounds)."""
     columns = curves.shape[1]
     place = np.flatnonzero(np.arange(columns) >= floor[:, None])
     value, row = curves.reshape(-1)[place], place // columns

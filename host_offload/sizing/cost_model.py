@@ -2,8 +2,7 @@
 
 A step's seconds are those of its work with every expert resident, a sum of counts times measured
 seconds, and those of the experts that it moves, from tables by how many a layer moves at once.
-The engine moves them in the step's own stream, so both add up. moejax.costs.calibration measures;
-docs/cost_model.md says how, and how well the model predicts.
+docs/cost_model.md says how they are measured, and how well the model predicts.
 """
 
 from __future__ import annotations
@@ -88,22 +87,22 @@ class CostModel:
     stage: np.ndarray
     """Table of experts moved ahead of need."""
     stage_list: float
-    """Of a step that is given a list of transfers, whatever is in it."""
+    """Added by a list of transfers, whatever is in it."""
     control: float
-    """Of a step whose results policies look at, whatever they then do: the copies of tables and
-    routing that they see. What a policy computes is not in it."""
+    """Added where policies look at a step's results: the copies of tables and routing that they
+    see, not what they compute."""
     prefill_fill: float
-    """Of one expert moved into a cell in a prefill step."""
+    """An expert moved into a cell in a prefill step."""
     prefill_read_through: float
-    """Of one expert computed from the store in a prefill step."""
+    """An expert computed from the store in a prefill step."""
     recompute_per_token: float
     """A prefill step's seconds with everything resident by its tokens."""
     kv_swap_per_byte: float
-    """Of one way, to the host or back (the mean of both)."""
+    """One way, to the host or back (the mean of both)."""
     memory_per_byte: float
-    """Of reading or writing the device's memory."""
+    """Reading or writing the device's memory."""
     link_per_byte: float
-    """Of a long row of fills without a step around them: the least there is."""
+    """A long row of fills without a step around them: the least there is."""
     cpu_expert: np.ndarray | None = None
     """float64[2]: seconds per expert, seconds per token, on the CPU; None: jax has no CPU here."""
     about: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -160,10 +159,7 @@ class CostModel:
         if kind == "stage":
             return _looked_up(self.stage, counts)
         if prefill:
-            return (
-                counts
-                * {"fill": self.prefill_fill, "read_through": self.prefill_read_through}[kind]
-            )
+            return counts * (self.prefill_fill if kind == "fill" else self.prefill_read_through)
         return _looked_up(getattr(self, kind), counts)
 
     # ---- what policies see
@@ -261,8 +257,8 @@ def fitted_step(works: Sequence[Work], seconds: Sequence[float]) -> StepCost:
 def fitted_prefill(
     works: Sequence[Work], moved: Sequence[tuple[int, int]], seconds: Sequence[float]
 ) -> tuple[StepCost, float, float]:
-    """As fitted_step, of prefill steps that moved so many (into cells, read through) experts; also
-    the seconds of one of each."""
+    """fitted_step's costs of prefill steps that moved so many (into cells, read through) experts;
+    also the seconds of one of each."""
     rows = [[1, *work, *moves] for work, moves in zip(works, moved, strict=True)]
     *cost, fill, read_through = _fitted(rows, seconds)
     return StepCost(*cost), fill, read_through

@@ -157,7 +157,7 @@ def trace_curves(
     last: int | None = None,
     versions: np.ndarray | None = None,
 ) -> MissCurves:
-    """Of the steps of a trace, from a cold start.
+    """Curves of the steps of a trace, from a cold start.
 
     kind (`prefill` or `decode`), first, last: count only steps of that kind, and of the trace's
     steps first … last − 1; the others still move the recency list. user: only the tokens of that

@@ -1,8 +1,7 @@
-"""One byte budget for experts and KV: the arithmetic of WiSP's split (../shared/papers.md, 1.3).
+"""One byte budget for experts and KV: the arithmetic of WiSP's split (docs/miss_curves.md).
 
 The paper's units: `cap` C is the cells that every layer has, one unit of it costs b_e bytes; a KV
-page costs b_k. Two streams share B = C·b_e + N·b_k bytes. Policies of it are policies/mv_wsa.py and
-policies/peak_headroom.py; docs/miss_curves.md explains.
+page costs b_k. Two streams share B = C·b_e + N·b_k bytes.
 """
 
 from __future__ import annotations
@@ -140,9 +139,8 @@ KV_MISSES = ("swap", "recompute")
 
 
 def miss_costs(costs: Costs, spec: Spec, kv_miss: str = "swap") -> MissCosts:
-    """Of measured costs. kv_miss: what becomes of KV that does not fit, as LLM's kv_overflow: the
-    paper recomputes it (r·T_b); this engine moves it out by default, and it comes back over the
-    link, so that its bytes are moved twice."""
+    """What misses cost by measured costs. kv_miss: what becomes of KV that does not fit, as LLM's
+    kv_overflow: the paper recomputes it (r·T_b); this engine moves it out and back by default."""
     if kv_miss not in KV_MISSES:
         raise ValueError(f"kv_miss is {' or '.join(KV_MISSES)}, not {kv_miss!r}")
     size = float(next(iter(spec.link_bytes.values())).mean())
@@ -153,8 +151,8 @@ def miss_costs(costs: Costs, spec: Spec, kv_miss: str = "swap") -> MissCosts:
 
 
 def link_costs(spec: Spec, bytes_per_s: float) -> MissCosts:
-    """Of bytes over one link: an expert comes once, a KV page that has no room goes out and comes
-    back."""
+    """What misses cost by bytes over one link: an expert comes once, a KV page that has no room
+    goes out and comes back."""
     size = float(next(iter(spec.link_bytes.values())).mean())
     return MissCosts(size / bytes_per_s, 2 * spec.page_bytes / bytes_per_s)
 
@@ -247,10 +245,9 @@ class SplitRule:
 
     decay: float = 0.95
     """γ, of both histograms, once a turn. Turns beyond the last 1 / (1 − γ) are as good as
-    forgotten, so it must reach over all sessions that take turns: with 0.8, five turns, sessions
-    that are away seem to be gone; from 0.95 to 1 nothing changes (docs/miss_curves.md)."""
+    forgotten, so it must reach over all sessions that take turns (docs/miss_curves.md)."""
     points: int = 41
-    """Of the grid of splits in [0, 1]; costs are compared there, across gaps of the distances."""
+    """Points of the grid of splits in [0, 1] where costs are compared, across gaps of distances."""
     gate: float = 0.02
     """The least gain that moves the split, as a part of J."""
     rate: float = 0.1

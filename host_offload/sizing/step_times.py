@@ -48,7 +48,7 @@ class StepTimes(NamedTuple):
     decode: Mapping[int, Samples] = {}
     """By bucket, of misses."""
     prefill_steps: Samples = Samples()
-    """Of prompt tokens, without what misses cost."""
+    """By prompt tokens, without what misses cost."""
     read_s: float = -1.0
     """When the last step was read; below 0: there was none."""
 

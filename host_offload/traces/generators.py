@@ -34,13 +34,12 @@ class RoutedTokens(NamedTuple):
 class RoutingGenerator:
     """How scores arise. Raises ValueError for what cannot be.
 
-    skew: standard deviation of popularities, which are the quantiles of a normal distribution in an
-    order that is drawn per layer; noise has 1. memory: correlation of a sequence's noise from token
-    to token. shared: part of the noise's variance that layers have in common. exponent: above 0,
-    popularities are those of Zipf's law instead and noise is Gumbel's, so that an expert of rank r
-    is the best with probability ∝ r^-exponent (the Gumbel-max trick) and the others follow without
-    replacement. phase_tokens: above 0, after so many tokens popularities move to other experts, in
-    a cycle of `phases`, whose hot experts (the best E/phases) are disjoint.
+    skew: standard deviation of popularities, quantiles of a normal distribution in an order that is
+    drawn per layer; noise has 1. memory: correlation of a sequence's noise from token to token.
+    shared: part of the noise's variance that layers have in common. exponent: above 0, popularities
+    are Zipf's and noise is Gumbel's, so that an expert of rank r is the best with probability
+    ∝ r^-exponent and the others follow without replacement. phase_tokens: above 0, after so many
+    tokens popularities move to other experts, in a cycle of `phases` with disjoint hot experts.
     """
 
     layers: int

@@ -14,20 +14,20 @@ VERSION_CHANGES = frozenset({"promotion", "demotion"})
 
 @dataclasses.dataclass(frozen=True)
 class PrefetchScore:
-    """Of one run. A transfer is an expert copied into a cell ahead of need; its first use is the
-    first step that needs the expert and finds it. What a step needs and does not find is a miss,
-    whether it then fills a cell or is read through."""
+    """The score of one run. A transfer is an expert copied into a cell ahead of need; its first use
+    is the first step that needs the expert and finds it. What a step needs and does not find is a
+    miss, whether it then fills a cell or is read through."""
 
     transfers: int
     """Carried out."""
     used: int
-    """Of these, found by a step before they were evicted."""
+    """Transfers found by a step before they were evicted."""
     misses: int
     """Experts that steps needed and did not find, one for each step and layer."""
     bytes: int
     """Moved ahead."""
     wasted_bytes: int
-    """Of these, for transfers that were never used."""
+    """Moved for transfers that were never used."""
 
     @property
     def precision(self) -> float:

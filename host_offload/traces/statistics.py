@@ -114,8 +114,7 @@ class _Counts:
         self.parts = np.asarray([self.names.index(name) for name in parts])
         if not marks:
             self.names = list(header.spec.get("user_names", ()))
-        self.absent = set(header.absent)
-        self.header = header
+        self.header, self.absent = header, set(header.absent)
         self.kinds = dict.fromkeys((*range(len(KINDS)), -1), 0)
         self.tokens = 0
         self.requests: set[int] = set()

@@ -13,7 +13,7 @@ from host_offload.traces.reader import Chunk, Trace
 from host_offload.traces.schema import KINDS, TraceError, TraceHeader
 
 BLOCK_BYTES = 4 << 20
-"""Of a block of step sets."""
+"""Bytes of a block of step sets."""
 
 
 class StepSets(NamedTuple):
@@ -40,7 +40,7 @@ def read_step_sets(trace: Trace, *, user: int | None = None) -> Iterator[StepSet
 def chunk_step_sets(
     chunk: Chunk, header: TraceHeader, user: int | None = None
 ) -> Iterator[StepSets]:
-    """As read_step_sets, of one chunk."""
+    """The step sets of one chunk, see read_step_sets."""
     layers, experts = header.layers, header.experts
     ids, tokens, number = map(chunk.array, ("token.ids", "step.tokens", "step.number"))
     known = {
@@ -131,7 +131,7 @@ class References:
 
 
 def references_of(active: np.ndarray, unknown: tuple[int, ...] = ()) -> References:
-    """References of step sets bool[T, L, E]."""
+    """The references of step sets bool[T, L, E]."""
     return References(*active.shape, *np.nonzero(active), unknown=unknown)
 
 

@@ -17,7 +17,7 @@ _BLOCK = 128
 groups divide it."""
 
 DAMPING = 0.01
-"""Of the mean diagonal element, added to the diagonal (the paper's 1%)."""
+"""The part of the mean diagonal element that is added to the diagonal (the paper's 1%)."""
 
 
 def gptq(

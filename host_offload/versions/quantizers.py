@@ -175,13 +175,13 @@ def _tiles(shape: tuple[int, ...], axis: int, group: int):
 
 
 def _absmax(weights: np.ndarray, axis: int) -> np.ndarray:
-    """As integers without their sign, floats are in order, NaN last."""
+    """Largest magnitudes: without their sign, floats are in order as integers, NaN last."""
     bits = weights.view(np.uint32) & np.uint32(0x7FFFFFFF)
     return bits.max(axis, keepdims=True).view(np.float32)
 
 
 def _half(scale: np.ndarray) -> np.ndarray:
-    """As float16, 0 only for 0."""
+    """The scale in float16, 0 only for 0."""
     with np.errstate(over="ignore"):
         half = scale.astype(np.float16)
     if not np.isfinite(half).all():

@@ -39,7 +39,7 @@ class Load(NamedTuple):
     limit: int = 0
     """The max_running that was decided with it."""
     model: DecodeModel | None = None
-    """As of the last turn's end."""
+    """Made at the last turn's end."""
     demand: int = 0
     """Sequences that ran or waited when this was looked at last."""
 
@@ -59,7 +59,7 @@ class JointBudget:
     """
 
     decay: float = 0.8
-    """Of all that is learned, once a turn."""
+    """Factor on all that is learned, once a turn."""
     gate: float = 0.02
     """The least predicted gain that changes anything."""
 

@@ -29,7 +29,7 @@ class Learned(NamedTuple):
 
     division: Division
     costs: MissCosts
-    """As measured at the start."""
+    """Measured at the start."""
     curves: LiveCurves
     held: PageRecency
     pages: np.ndarray
@@ -39,7 +39,7 @@ class Learned(NamedTuple):
     """(sequences that ran or waited, summed over steps; steps): of the turn that runs, then of
     those before it."""
     rows: int = 0
-    """Of the largest executable seen."""
+    """Rows of the largest executable seen."""
     turns: tuple[int, ...] = ()
     """Pages of the last turns, the newest first."""
     split: float | None = None

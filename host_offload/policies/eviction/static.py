@@ -30,9 +30,8 @@ class Static:
     The hot set is as large as the layer has cells: the first ones of `hot`, or those that most
     rows were routed to during the first `warmup` rows (ties: the lower id), while LRU runs. From
     then on the hot ones have the largest prior, are staged until they are resident, and fill when
-    they miss; the others are read through. Once that holds, the set is staged a second time,
-    because steps that were under way may have evicted some of it. When the budget moves, the set is
-    cut anew from the same order.
+    they miss; the others are read through. The set is staged a second time, because steps that were
+    under way may have evicted some of it, and cut anew when the budget moves.
     """
 
     warmup: int = 2048

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from host_offload.control.interface import Decision, Moment, Observation, Spec, State, Transition
+from host_offload.memory.budget import cells_per_layer
 from host_offload.policies.precision.maps import (
     HI,
     LO,
     check_shape,
     hi_capacity,
-    quotas,
     top_map,
     uniform_map,
 )
@@ -42,12 +42,11 @@ class DynaExq:
     is swapped while the outsider's S is larger than the insider's by more than m. Ties go to
     insiders, then to the lower id. What differs from the resident versions is the queue of
     transitions, the largest difference of scores first. When they run is not decided here, and how
-    many high experts there are is the budget's (Spec.capacity). Everything comes from intervals
-    that have ended, so an interval's residency is decided by those before it.
+    many high experts there are is the budget's (Spec.capacity).
 
     The paper gives no values, and leaves open which term α weighs (here the past), what m is
-    measured in (here shares of the mean score, so that it means the same for every interval and
-    model) and what a step of several intervals counts as (here one).
+    measured in (here shares of the mean score) and what a step of several intervals counts as
+    (here one). docs/precision.md has the settings.
     """
 
     alpha: float = 0.5
@@ -60,8 +59,7 @@ class DynaExq:
     and outsiders take only places that became free."""
     scope: str = "per-layer"
     """`per-layer`: as many in each layer (one more in the first ones, if need be); `global`: one
-    set over all layers; `error-weighted`: global by S·weights. Where experts are paged layers have
-    cells of their own, so error-weighted is per layer then, and global is refused."""
+    set over all layers; `error-weighted`: global by S·weights, but per layer where paged."""
     weights: np.ndarray | None = dataclasses.field(default=None, repr=False, compare=False)
     """float[L, E], of `error-weighted`: how much more error the low version has than the high
     one."""
@@ -131,7 +129,7 @@ class DynaExq:
             state = state._replace(capacity=seen.capacity)
         values = self._values(score)
         if self._per_layer:
-            rows, wanted = values, quotas(state.capacity, len(values)).tolist()
+            rows, wanted = values, cells_per_layer(state.capacity, *values.shape)
         else:
             rows, wanted = values.reshape(1, -1), [state.capacity]
         before = state.high.reshape(rows.shape)
@@ -146,8 +144,7 @@ class DynaExq:
 
     @property
     def _per_layer(self) -> bool:
-        """Whether each layer has a number of its own; where experts are paged it is that of its
-        cells, host_offload.memory.budget.cells_per_layer, which are the quotas."""
+        """Whether each layer has a number of its own; where experts are paged that of its cells."""
         return self.paged or self.scope == "per-layer"
 
     def _values(self, score: np.ndarray) -> np.ndarray:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from host_offload.control.interface import Spec
+from host_offload.memory.budget import cells_per_layer
 
 HI, LO = 0, 1
 """Numbers of the two versions; their place in Spec.version_bytes."""
@@ -26,19 +27,14 @@ def top(values: np.ndarray, count: int) -> np.ndarray:
     return chosen
 
 
-def quotas(capacity: int, layers: int) -> np.ndarray:
-    """High experts of each layer, int64[L]: as even as can be, the first layers have one more."""
-    return capacity // layers + (np.arange(layers) < capacity % layers)
-
-
 def top_map(values: np.ndarray, capacity: int, *, per_layer: bool = True) -> np.ndarray:
     """The map int8[L, E] that has the experts of largest value in the high version.
 
     values: [L, E], such as counts of selections. capacity: high experts of all layers together; per
-    layer: `quotas` of them.
+    layer: as even as can be (cells_per_layer).
     """
     if per_layer:
-        each = zip(values, quotas(capacity, len(values)).tolist(), strict=True)
+        each = zip(values, cells_per_layer(capacity, *values.shape), strict=True)
         high = np.array([top(row, count) for row, count in each])
     else:
         high = top(values.reshape(-1), capacity).reshape(values.shape)

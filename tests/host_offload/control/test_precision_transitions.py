@@ -404,7 +404,7 @@ class ForgetsMoves(Transitions):
 def shuffle(host: Host) -> None:
     """Experts change places for a while, more than fit at once."""
     rng = np.random.default_rng(0)
-    for _ in range(25):
+    for _ in range(100):
         host.wanted.reshape(-1)[:] = 1
         high = rng.permutation(host.wanted.size)[: host.where.capacity[0]]
         host.wanted.reshape(-1)[high] = 0

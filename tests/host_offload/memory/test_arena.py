@@ -32,8 +32,8 @@ def state(arena: SlotArena):
         (
             arena.slot_class.tolist(),
             arena.cell_row.tolist(),
-            {slot: sorted(pages) for slot, pages in arena._free_pages.items()},
-            arena._page_slot,
+            {slot: sorted(pages) for slot, pages in arena._kv._free.items()},
+            arena._kv.slots,
         )
     )
 

@@ -17,7 +17,7 @@ from host_offload.control.interface import Moment, Observation, State
 from host_offload.control.rules import PolicyError, check_policies
 from host_offload.memory.budget import cells_per_layer
 from host_offload.policies.precision.dynaexq import DynaExq, Hotness
-from host_offload.policies.precision.maps import HI, LO, quotas, random_map, top_map
+from host_offload.policies.precision.maps import HI, LO, random_map, top_map
 from host_offload.policies.precision.names import precision_of
 from tests.host_offload.control.policy_runs import EXPERTS, LAYERS, spec
 
@@ -149,7 +149,7 @@ def test_the_high_set_fits_and_is_made_of_who_was_used(counts, given_settings, c
         used |= interval > 0
         assert not np.any(state.high & ~used)
         if policy.scope == "per-layer":
-            most = quotas(capacity, LAYERS)
+            most = np.array(cells_per_layer(capacity, LAYERS, EXPERTS))
             assert most.sum() == capacity and most.max() - most.min() <= 1
             np.testing.assert_array_equal(state.high.sum(axis=1), np.minimum(most, used.sum(1)))
         else:
@@ -227,7 +227,7 @@ def test_where_experts_are_paged_a_layer_wants_what_it_has_cells_for():
     assert (warm.start(LAYERS, EXPERTS, 6) == HI).sum(axis=1).tolist() == [3, 3]
     for capacity in range(LAYERS * EXPERTS + 1):
         cells = cells_per_layer(capacity, LAYERS, EXPERTS)
-        assert quotas(capacity, LAYERS).tolist() == list(cells)
+        assert (top_map(weights, capacity) == HI).sum(axis=1).tolist() == list(cells)
 
 
 # ---- transitions
