@@ -98,8 +98,11 @@ def _run(args: argparse.Namespace) -> int:
     sizes = SIZES if memory is None else (memory,)
     if memory is None and (gpu := _gpu_memory()):
         sizes = (gpu,)
-    options = {"dtype": args.dtype, "batch": args.batch, "context": args.context, "link": link}
-    fits = [fit(config, size, **options) for size in sizes]
+    batch, context = args.batch, args.context
+    fits = [
+        fit(config, size, dtype=args.dtype, batch=batch, context=context, link=link)
+        for size in sizes
+    ]
     if args.json:
         asked = {"path": args.path, "link": link, "batch": args.batch, "context": args.context}
         print(json.dumps({**asked, **info_json(info, weights, fits)}, indent=2))

@@ -137,7 +137,7 @@ def _print(done: Quantization) -> None:
 
 
 def _errors(version: WrittenVersion) -> list[str]:
-    """Of each MoE layer."""
+    """A table's column: the mean error of each MoE layer."""
     found = [f"{error:.5f}" for error in version.layer_errors]
     for layer in version.dense_layers:
         found[layer] = "stays dense"

@@ -82,9 +82,9 @@ def _written(args: argparse.Namespace, trace: Trace) -> int:
     from moejax.evaluate.expert_scores import error_weights, expert_scores, write_scores
 
     check_model(args.trace, trace.header, model_config(args))
-    said = trace.header.spec.get("precision") or {}
-    alpha = said.get("alpha", 0.5) if args.alpha is None else args.alpha
-    interval = args.interval or said.get("interval", "4096 tokens")
+    recorded = trace.header.spec.get("precision") or {}
+    alpha = recorded.get("alpha", 0.5) if args.alpha is None else args.alpha
+    interval = args.interval or recorded.get("interval", "4096 tokens")
     found, errors = expert_scores(trace, alpha, interval), None
     if args.model is not None:
         import jax
@@ -93,8 +93,9 @@ def _written(args: argparse.Namespace, trace: Trace) -> int:
 
         jax.config.update("jax_platforms", "cpu")  # nothing here is worth a GPU's memory
         model, pair = model_directory(args.model), (args.hi, args.lo)
-        options = {"step": args.step, "name_map": args.name_map}
-        errors = error_weights(model, trace, *pair, args.quantizer, **options)
+        errors = error_weights(
+            model, trace, *pair, args.quantizer, step=args.step, name_map=args.name_map
+        )
     files = write_scores(args.directory, found, args.hi_share, errors)
     tokens, of = trace.tokens, None if errors is None else errors.of
     if args.json:
