@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from host_offload.memory.budget import format_bytes
 from moejax.commands.options.checkpoint import add_checkpoint_options
+from moejax.commands.parsers import add_command
 from moejax.commands.tables import new_table, print_table
 from moejax.sizes import parse_rate, parse_size
 
@@ -45,17 +46,15 @@ cost:
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Adds the command; its `run` takes the parsed arguments and returns the exit status."""
-    info = commands.add_parser(
+    info = add_command(
+        commands,
         "info",
-        help="show what a checkpoint needs and what fits",
-        description="Show a checkpoint's sizes, what of it fits into a device and what a step then "
-        "moves.\nReads the config and the headers of the weights only.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        _run,
+        "show what a checkpoint needs and what fits",
+        _EPILOG,
+        "Show a checkpoint's sizes, what of it fits into a device and what a step then moves.\n"
+        "Reads the config and the headers of the weights only.",
     )
-    info.set_defaults(run=_run)
     info.add_argument(
         "path",
         metavar="PATH",

@@ -6,13 +6,14 @@ import argparse
 import json
 from typing import TYPE_CHECKING
 
-from moejax.commands.trace.model import check_model, model_config
+from moejax.commands.parsers import add_command
+from moejax.commands.trace.model import add_model, check_model, model_config
 from moejax.errors import UserError
 
 if TYPE_CHECKING:
     from host_offload.traces.reader import Trace
 
-EPILOG = """\
+_EPILOG = """\
 writes, for --precision:
   DIR/map.npy       the experts that the trace selected most are high: map=DIR/map.npy
   DIR/scores.npy    DynaExq's S at the trace's end, to begin with: dynaexq,scores=DIR/scores.npy
@@ -31,9 +32,9 @@ examples:
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """--model and the options of checkpoints are the caller's."""
-    parser.set_defaults(run=_run)
+def add_parser(actions: argparse._SubParsersAction) -> None:
+    text = "write who is used most, for --precision"
+    parser = add_command(actions, "scores", _run, text, _EPILOG)
     parser.add_argument("trace", metavar="TRACE", help="a trace")
     parser.add_argument("directory", metavar="DIR", help="of the files")
     parser.add_argument(
@@ -66,14 +67,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="rtn or mse, of versions that the checkpoint lacks (default: rtn)",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout instead")
+    add_model(parser, "also write weights of errors; refuse the trace if it is not of this model")
 
 
 def _run(args: argparse.Namespace) -> int:
     from host_offload.traces.reader import TraceError, read_trace
 
     try:
-        trace = read_trace(args.trace)
-        return _written(args, trace)
+        return _written(args, read_trace(args.trace))
     except TraceError as error:
         raise UserError(str(error)) from error
 
