@@ -22,19 +22,6 @@ def _byte_progress():
     return _progress(*columns)
 
 
-def _token_progress(verb: str):
-    """Counts what is done; tokens a second are the field `rate`."""
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-
-    return _progress(
-        TextColumn(verb),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[rate]:.0f} tokens/s"),
-        TimeRemainingColumn(),
-    )
-
-
 @contextmanager
 def loading_progress(
     name: str, shown: bool, verb: str = "loading"
@@ -67,33 +54,13 @@ def versions_progress(shown: bool) -> Iterator[Callable[[str, int, int], None] |
 
 
 @contextmanager
-def generation_progress(requests: int, shown: bool) -> Iterator[Callable[[int, int], None]]:
-    """A bar over requests with tokens a second; yields report(tokens so far, requests that ended
-    since the last call). Time left is by requests finished."""
-    if not shown:
-        yield lambda generated, ended: None
-        return
-    with _token_progress("generating") as progress:
-        task = progress.add_task("", total=requests, rate=0.0)
-        start: list[int] = []
-
-        def report(generated: int, ended: int) -> None:
-            if not start:
-                start.append(generated)
-            elapsed = progress.tasks[task].elapsed or 1e-9
-            progress.update(task, advance=ended, rate=(generated - start[0]) / elapsed)
-
-        yield report
-
-
-@contextmanager
-def batch_progress(
-    total: int | None, done: int, generated: Callable[[], int], shown: bool
+def token_progress(
+    verb: str, total: int | None, done: int, tokens: Callable[[], int], shown: bool
 ) -> Iterator[Callable[[int], None]]:
-    """A bar over the results of a file job; yields report(results so far).
+    """A bar over results with tokens a second; yields report(results so far).
 
-    total: of results, None when unknown. done: results that were there before. generated: tokens
-    generated so far, asked for whenever the bar is drawn, since a result may take long.
+    total: of results, None when unknown. done: results that were there before. tokens: computed so
+    far, asked for whenever the bar is drawn, since a result may take long.
     """
     if not shown:
         yield lambda done: None
@@ -108,14 +75,14 @@ def batch_progress(
     )
     from rich.text import Text
 
-    begin = generated()
+    begin = tokens()
 
     class TokenRate(ProgressColumn):
         def render(self, task: Task) -> Text:
-            return Text(f"{(generated() - begin) / (task.elapsed or 1e-9):.0f} tokens/s")
+            return Text(f"{(tokens() - begin) / (task.elapsed or 1e-9):.0f} tokens/s")
 
     columns = (
-        TextColumn("generating"),
+        TextColumn(verb),
         BarColumn(),
         MofNCompleteColumn(),
         TokenRate(),
@@ -129,15 +96,12 @@ def batch_progress(
 @contextmanager
 def scoring_progress(tokens: int, shown: bool) -> Iterator[Callable[[int], None]]:
     """A bar over tokens to score, with tokens a second; yields report(tokens more)."""
-    if not shown:
-        yield lambda scored: None
-        return
-    with _token_progress("scoring") as progress:
-        task = progress.add_task("", total=tokens, rate=0.0)
+    scored = 0
+    with token_progress("scoring", tokens, 0, lambda: scored, shown) as show:
 
-        def report(scored: int) -> None:
-            state = progress.tasks[task]
-            rate = (state.completed + scored) / (state.elapsed or 1e-9)
-            progress.update(task, advance=scored, rate=rate)
+        def report(more: int) -> None:
+            nonlocal scored
+            scored += more
+            show(scored)
 
         yield report

@@ -8,8 +8,8 @@ import json
 import os
 import pathlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -45,75 +45,79 @@ TEMPLATES = "additional_chat_templates"
 """A directory whose files are copied too."""
 
 
-class Source(Protocol):
-    """A checkpoint to be written as ours: its config, the dtype of the result, how an expert's
-    dense record lies, and the leaves of the result."""
-
-    @property
-    def directory(self) -> pathlib.Path: ...
-    @property
-    def config(self) -> ModelConfig: ...
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def layout(self) -> ExpertLayout: ...
-    @property
-    def params(self) -> dict[str, Leaf]: ...
-    @property
-    def layers(self) -> tuple[Leaf, ...]: ...
-    @property
-    def nonfinite(self) -> dict[str, int]:
-        """What is known before anything is read, as in Manifest.nonfinite."""
-        ...
-
-    def param_chunks(self, key: str, nonfinite: Counter[str] | None = None) -> Iterator[np.ndarray]:
-        """The chunks of a parameter of `params`, one at a time. nonfinite: as in load_file."""
-        ...
-
-    def expert_chunks(
-        self, layer: int, nonfinite: Counter[str] | None = None
-    ) -> Iterator[np.ndarray]:
-        """The dense records uint16[rows, D] of a MoE layer's experts. nonfinite: likewise."""
-        ...
-
-    def files(self) -> dict[str, list[int]]:
-        """Size and time of change (ns) of each file that decides the result."""
-        ...
-
-    def copied(self) -> dict[str, bytes]:
-        """The files to copy; config.json with the dtype that the weights have in the result."""
-        ...
-
-
 @dataclasses.dataclass(frozen=True)
-class TensorSource:
-    """A Hugging Face checkpoint; a Source. dtype: of the result. tensor_files: the shards. places:
-    by parameter (run, key, layer) and by MoE layer, the tensors that each is made of and where they
-    go."""
+class Source:
+    """A checkpoint to be written as ours."""
 
     directory: pathlib.Path
     config: ModelConfig
     dtype: str
-    tensor_files: Sequence[TensorFile]
+    """The result's."""
+    layout: ExpertLayout
+    """How an expert's dense record lies."""
+    params: dict[str, Leaf]
+    """The leaves of the result: parameters by key, and `layers`, the experts of each MoE layer."""
+    layers: tuple[Leaf, ...]
+    nonfinite: dict[str, int]
+    """What is known before anything is read, as in Manifest.nonfinite."""
+    files: dict[str, list[int]]
+    """Size and time of change (ns) of each file that decides the result."""
+    copied: dict[str, bytes]
+    """The files to copy; config.json with the dtype that the weights have in the result."""
+    param_chunks: Callable[[str, Counter[str] | None], Iterator[np.ndarray]]
+    """(key, nonfinite) → the chunks of a parameter, one at a time. nonfinite: as in load_file."""
+    expert_chunks: Callable[[int, Counter[str] | None], Iterator[np.ndarray]]
+    """(MoE layer, nonfinite) → the dense records uint16[rows, D] of its experts."""
+
+
+def open_source(
+    directory: pathlib.Path, config: ModelConfig, files: Sequence[TensorFile], dtype: str
+) -> Source:
+    """A Hugging Face checkpoint whose tensors are all checked. files: its shards. dtype: as in
+    load_checkpoint. Raises UserError as load_tensors does."""
+    config, dtype, places = plan_tensors(config, files, dtype, str(directory))
+    groups: dict[tuple[int | None, str, int] | int, dict[str, Place]] = {}
+    for name, place in places.items():
+        expert = isinstance(place, ExpertPlace)
+        group = place.layer if expert else (place.run, place.key, place.layer)
+        groups.setdefault(group, {})[name] = place
+    layout = config.expert_layout(NUMPY_DTYPES[dtype].itemsize)
+    params = param_leaves(config, NUMPY_DTYPES[dtype])
+    tensors = _Tensors(files, groups, NUMPY_DTYPES[dtype], params, layout, config.num_experts)
+    copied = _copied(directory)
+    copies = {path.relative_to(directory).as_posix(): path.read_bytes() for path in copied}
+    if config.dtype != dtype:
+        fields = read_json(directory / "config.json")
+        fields.pop("torch_dtype", None)
+        copies["config.json"] = json.dumps({**fields, "dtype": dtype}, indent=2).encode()
+    return Source(
+        directory,
+        config,
+        dtype,
+        layout,
+        params,
+        layers=expert_leaves(config, layout),
+        nonfinite={},
+        files=file_times((*(file.path for file in files), *copied), directory),
+        copied=copies,
+        param_chunks=tensors.param_chunks,
+        expert_chunks=tensors.expert_chunks,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tensors:
+    """The tensors of shards, put together leaf by leaf. places: by parameter (run, key, layer) and
+    by MoE layer, the tensors that each is made of and where they go. dtype: the result's."""
+
+    files: Sequence[TensorFile]
     places: dict[tuple[int | None, str, int] | int, dict[str, Place]]
+    dtype: np.dtype
+    params: dict[str, Leaf]
+    layout: ExpertLayout
+    experts: int
 
-    @property
-    def layout(self) -> ExpertLayout:
-        return self.config.expert_layout(NUMPY_DTYPES[self.dtype].itemsize)
-
-    @property
-    def params(self) -> dict[str, Leaf]:
-        return param_leaves(self.config, NUMPY_DTYPES[self.dtype])
-
-    @property
-    def layers(self) -> tuple[Leaf, ...]:
-        return expert_leaves(self.config, self.layout)
-
-    @property
-    def nonfinite(self) -> dict[str, int]:
-        return {}
-
-    def param_chunks(self, key: str, nonfinite: Counter[str] | None = None) -> Iterator[np.ndarray]:
+    def param_chunks(self, key: str, nonfinite: Counter[str] | None) -> Iterator[np.ndarray]:
         leaf = self.params[key]
         run, _, name = key.removeprefix("runs.").rpartition(".")
         for layer in range(leaf.shape[0] if leaf.stacked else 1):
@@ -123,56 +127,26 @@ class TensorSource:
             self._read((int(run) if run else None, name, layer), tree, None, nonfinite)
             yield array
 
-    def expert_chunks(
-        self, layer: int, nonfinite: Counter[str] | None = None
-    ) -> Iterator[np.ndarray]:
+    def expert_chunks(self, layer: int, nonfinite: Counter[str] | None) -> Iterator[np.ndarray]:
         """The layer is in memory at once."""
-        sink = _LayerRecords(self.layout, self.config.num_experts)
+        sink = _LayerRecords(self.layout, self.experts)
         self._read(layer, {}, sink, nonfinite)
         assert sink.written.all(), "rows without a tensor"
         yield from sink.records
 
     def _read(
         self,
-        group: Any,
+        group: tuple[int | None, str, int] | int,
         params: dict[str, Any],
         experts: RecordSink | None,
         nonfinite: Counter[str] | None,
     ) -> None:
         """Puts a group's tensors into params and experts, just as load_tensors does with all."""
-        places, dtype = self.places[group], NUMPY_DTYPES[self.dtype]
-        for file in self.tensor_files:
+        places = self.places[group]
+        for file in self.files:
             if not file.tensors.keys().isdisjoint(places):
-                for _ in load_file(file, places, dtype, params, experts, nonfinite):
+                for _ in load_file(file, places, self.dtype, params, experts, nonfinite):
                     pass
-
-    def files(self) -> dict[str, list[int]]:
-        paths = (*(file.path for file in self.tensor_files), *_copied(self.directory))
-        return file_times(paths, self.directory)
-
-    def copied(self) -> dict[str, bytes]:
-        copies = {
-            path.relative_to(self.directory).as_posix(): path.read_bytes()
-            for path in _copied(self.directory)
-        }
-        if self.config.dtype != self.dtype:
-            config = read_json(self.directory / "config.json")
-            config.pop("torch_dtype", None)
-            copies["config.json"] = json.dumps({**config, "dtype": self.dtype}, indent=2).encode()
-        return copies
-
-
-def open_source(
-    directory: pathlib.Path, config: ModelConfig, files: Sequence[TensorFile], dtype: str
-) -> TensorSource:
-    """Checks all tensors. dtype: as in load_checkpoint. Raises UserError as load_tensors does."""
-    config, dtype, places = plan_tensors(config, files, dtype, str(directory))
-    groups: dict[tuple[int | None, str, int] | int, dict[str, Place]] = {}
-    for name, place in places.items():
-        expert = isinstance(place, ExpertPlace)
-        group = place.layer if expert else (place.run, place.key, place.layer)
-        groups.setdefault(group, {})[name] = place
-    return TensorSource(directory, config, dtype, files, groups)
 
 
 class _LayerRecords:

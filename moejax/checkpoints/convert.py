@@ -176,10 +176,10 @@ def _complete(
         manifest = _without(source, work, manifest, layers)
     if verify:
         for key, leaf in params.items():
-            _compare_chunks(tree, leaf, source.param_chunks(key))
+            _compare_chunks(tree, leaf, source.param_chunks(key, None))
             advance(leaf.nbytes)
         for layer, leaf in enumerate(dense):
-            _compare_chunks(tree, leaf, source.expert_chunks(layer))
+            _compare_chunks(tree, leaf, source.expert_chunks(layer, None))
             advance(leaf.nbytes)
     os.replace(work / JOURNAL, work / MANIFEST)
     return total - sum(layers[version][layer].nbytes for version, layer in left_out), kept
@@ -203,10 +203,10 @@ def _without(
     experts = [layers[version][i] for version, numbers in held.items() for i in numbers]
     params = abstract_params(source.config, NUMPY_DTYPES[source.dtype])
     _, described = orbax_files(params, held, [*source.params.values(), *experts])
-    for name in manifest.files.keys() - described.keys() - source.copied().keys():
+    for name in manifest.files.keys() - described.keys() - source.copied.keys():
         (work / name).unlink(missing_ok=True)
     checksums = {name: write_file(work / name, content) for name, content in described.items()}
-    kept = {n: c for n, c in manifest.files.items() if n in source.copied()}
+    kept = {n: c for n, c in manifest.files.items() if n in source.copied}
     return _record(work, dataclasses.replace(manifest, files=kept | checksums))
 
 
@@ -219,7 +219,7 @@ def _layers(source: Source, encodings: Mapping[str, Encoding]) -> dict[str, tupl
 def _begin(source: Source, work: pathlib.Path, encodings: Mapping[str, Encoding]) -> Manifest:
     """The journal to go on with: what is whole of the one that is there, or a new one."""
     # The path too: files of another model may have the same sizes and, in some images, times.
-    origin = {"source": str(source.directory.resolve()), "files": source.files()}
+    origin = {"source": str(source.directory.resolve()), "files": source.files}
     quantizers = {version: encoding.quantizer for version, encoding in encodings.items()}
     if (work / MANIFEST).exists():  # killed between the last two steps
         os.replace(work / MANIFEST, work / JOURNAL)
@@ -265,7 +265,7 @@ def _begin(source: Source, work: pathlib.Path, encodings: Mapping[str, Encoding]
     )
     _record(work, manifest)
     checksums = {}
-    for name, content in (files | source.copied()).items():
+    for name, content in (files | source.copied).items():
         path = work / name
         path.parent.mkdir(parents=True, exist_ok=True)
         checksums[name] = write_file(path, content)

@@ -6,6 +6,8 @@ import argparse
 import os
 from pathlib import Path
 
+from moejax.commands.parsers import add_command
+
 _DESCRIPTION = """\
 Checks on a real GPU. Run it first on a new card, and after any change of jax or driver. Exit status
 1 where a check fails.
@@ -26,15 +28,8 @@ def _names(text: str) -> list[str]:
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Adds the command; its `run` takes the parsed arguments and returns the exit status."""
-    check = commands.add_parser(
-        "check-gpu",
-        help="check the GPU kernels on this machine's GPU",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    check.set_defaults(run=_run)
+    text = "check the GPU kernels on this machine's GPU"
+    check = add_command(commands, "check-gpu", _run, text, description=_DESCRIPTION)
     for part in _PARTS:
         check.add_argument(f"--{part}", action="store_true", help=f"only {part} (may be combined)")
     check.add_argument(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from moejax.commands.parsers import add_command
+
 _EPILOG = """\
 DST holds one Orbax tree, {"params": …, "experts": {"dense": [a leaf for each MoE layer]}}, in which
 every expert is a file of its own, the model's configuration and tokenizer, and moejax.json with the
@@ -19,17 +21,15 @@ examples:
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Adds the command; its `run` takes the parsed arguments and returns the exit status."""
-    convert = commands.add_parser(
+    convert = add_command(
+        commands,
         "convert",
-        help="write a Hugging Face checkpoint as an Orbax checkpoint",
-        description="Write a Hugging Face checkpoint as an Orbax checkpoint whose experts can be "
-        "read one by one.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        _run,
+        "write a Hugging Face checkpoint as an Orbax checkpoint",
+        _EPILOG,
+        "Write a Hugging Face checkpoint as an Orbax checkpoint whose experts can be read one by "
+        "one.",
     )
-    convert.set_defaults(run=_run)
     convert.add_argument("source", metavar="SRC", help="a Hugging Face model directory, or demo")
     convert.add_argument("destination", metavar="DST", help="the new directory")
     convert.add_argument(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from host_offload.memory.budget import format_bytes
 from moejax.commands.options.checkpoint import add_checkpoint_options
+from moejax.commands.parsers import add_command
 from moejax.commands.tables import new_table, print_table
 from moejax.sizes import parse_rate, parse_size
 
@@ -45,17 +46,15 @@ cost:
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Adds the command; its `run` takes the parsed arguments and returns the exit status."""
-    info = commands.add_parser(
+    info = add_command(
+        commands,
         "info",
-        help="show what a checkpoint needs and what fits",
-        description="Show a checkpoint's sizes, what of it fits into a device and what a step then "
-        "moves.\nReads the config and the headers of the weights only.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        _run,
+        "show what a checkpoint needs and what fits",
+        _EPILOG,
+        "Show a checkpoint's sizes, what of it fits into a device and what a step then moves.\n"
+        "Reads the config and the headers of the weights only.",
     )
-    info.set_defaults(run=_run)
     info.add_argument(
         "path",
         metavar="PATH",
@@ -98,8 +97,11 @@ def _run(args: argparse.Namespace) -> int:
     sizes = SIZES if memory is None else (memory,)
     if memory is None and (gpu := _gpu_memory()):
         sizes = (gpu,)
-    options = {"dtype": args.dtype, "batch": args.batch, "context": args.context, "link": link}
-    fits = [fit(config, size, **options) for size in sizes]
+    batch, context = args.batch, args.context
+    fits = [
+        fit(config, size, dtype=args.dtype, batch=batch, context=context, link=link)
+        for size in sizes
+    ]
     if args.json:
         asked = {"path": args.path, "link": link, "batch": args.batch, "context": args.context}
         print(json.dumps({**asked, **info_json(info, weights, fits)}, indent=2))

@@ -6,6 +6,8 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any
 
+from moejax.commands.parsers import add_command
+
 if TYPE_CHECKING:
     from moejax.evaluate.quantization import Quantization, WrittenVersion
 
@@ -25,17 +27,14 @@ examples:
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Adds the command; its `run` takes the parsed arguments and returns the exit status."""
-    quantize = commands.add_parser(
+    quantize = add_command(
+        commands,
         "quantize",
-        help="write a checkpoint with further versions of its experts",
-        description="Write a checkpoint that has its experts in further versions, beside the dense "
-        "one.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        _run,
+        "write a checkpoint with further versions of its experts",
+        _EPILOG,
+        "Write a checkpoint that has its experts in further versions, beside the dense one.",
     )
-    quantize.set_defaults(run=_run)
     quantize.add_argument(
         "source",
         metavar="SRC",
@@ -137,7 +136,7 @@ def _print(done: Quantization) -> None:
 
 
 def _errors(version: WrittenVersion) -> list[str]:
-    """Of each MoE layer."""
+    """A table's column: the mean error of each MoE layer."""
     found = [f"{error:.5f}" for error in version.layer_errors]
     for layer in version.dense_layers:
         found[layer] = "stays dense"

@@ -21,7 +21,7 @@ from moejax.checkpoints.convert import Conversion, Encoding, free_destination, w
 from moejax.checkpoints.formats import checkpoint_format
 from moejax.checkpoints.loaded_model import LoadedModel
 from moejax.checkpoints.orbax.manifest import MANIFEST, read_manifest
-from moejax.checkpoints.orbax.source import OrbaxSource
+from moejax.checkpoints.orbax.source import orbax_source
 from moejax.checkpoints.safetensors.shards import find_shards
 from moejax.device import require_pinned_memory
 from moejax.errors import UserError
@@ -219,7 +219,7 @@ def quantize(
 def _open_source(directory: pathlib.Path) -> Source:
     kind = checkpoint_format(directory)
     if kind == "moejax-orbax":
-        return OrbaxSource(directory)
+        return orbax_source(directory)
     if kind == "safetensors":
         return open_source(directory, load_config(directory), find_shards(directory), "auto")
     raise UserError(

@@ -22,7 +22,7 @@ from pallas_kernels.rms_norm import rms_norm
 from pallas_kernels.route import route, route_scores
 
 MLA_EPS = 1e-6
-"""Of the norms inside latent attention: transformers' default, whatever rms_norm_eps is."""
+"""Epsilon of the norms inside latent attention: transformers' default, whatever rms_norm_eps is."""
 
 
 class Attention(Protocol):

@@ -25,7 +25,7 @@ from moejax.engine.loop import Engine, Listener
 from moejax.errors import UserError
 from moejax.models.config import ModelConfig
 from moejax.models.directory import model_directory
-from moejax.progress import generation_progress, loading_progress
+from moejax.progress import loading_progress, token_progress
 from moejax.requests.outputs import RequestOutput
 from moejax.requests.prompts import EncodedPrompt, encode_prompt
 from moejax.requests.request import GenerationRequest, Prompt
@@ -263,11 +263,14 @@ class LLM:
         with in_engine(self._open()) as submissions:
             submissions += [submit(self.engine, *one) for one in asked]
             requests = [r for s in submissions for r in s.requests]
-            with generation_progress(len(requests), self._progress and use_tqdm) as report:
+            shown, ended, statistics = self._progress and use_tqdm, 0, self.engine.statistics
+            with token_progress(
+                "generating", len(requests), 0, lambda: statistics.generated_tokens, shown
+            ) as report:
                 while not all(s.finished for s in submissions):
                     touched = self.engine.step()
-                    finished = sum(r.finish_reason is not None for r in touched)
-                    report(self.engine.statistics.generated_tokens, finished)
+                    ended += sum(r.finish_reason is not None for r in touched)
+                    report(ended)
             return [submission.output(self._tokenizer) for submission in submissions]
 
     def generate_each(

@@ -209,7 +209,7 @@ def _recorded(blocks: Iterator[RoutedBlock]) -> Iterator[StepRecord]:
         assert block.step is not None
         starts = np.flatnonzero(np.diff(block.step, prepend=block.step[0] - 1))
         for rows in np.split(np.arange(len(block.ids)), starts[1:]):
-            yield _step(int(block.step[rows[0]]), [(block, rows)])
+            yield _step(int(block.step[rows[0]]), [block.take(rows)])
 
 
 def _together(
@@ -222,16 +222,12 @@ def _together(
     while group := list(itertools.islice(requests, batch)):
         heads = [int((block.phase == 0).sum()) if block.phase is not None else 0 for block in group]
         if any(heads):
-            parts = [(b, np.arange(n)) for b, n in zip(group, heads, strict=True) if n]
-            yield _step(number, parts)
+            prompts = zip(group, heads, strict=True)
+            yield _step(number, [b.take(np.arange(n)) for b, n in prompts if n])
             number += 1
         for i in range(max(len(b.ids) - n for b, n in zip(group, heads, strict=True))):
-            parts = [
-                (b, np.asarray([n + i]))
-                for b, n in zip(group, heads, strict=True)
-                if n + i < len(b.ids)
-            ]
-            yield _step(number, parts)
+            places = [(b, n + i) for b, n in zip(group, heads, strict=True)]
+            yield _step(number, [b.take(np.asarray([at])) for b, at in places if at < len(b.ids)])
             number += 1
 
 
@@ -243,34 +239,28 @@ def _by_request(block: RoutedBlock, prompt_tokens: int | None) -> Iterator[Route
     if len(starts) + 1 > len(np.unique(request)):
         raise UserError(f"{block.where}: a request's tokens are apart; sort them by request")
     for rows in np.split(np.arange(n), starts):
-        part = {
-            name: value[rows]
-            for name in ("ids", "weights", "position", "phase", "user")
-            if (value := getattr(block, name)) is not None
-        }
-        part.setdefault("position", np.arange(len(rows), dtype=np.int32))
-        if prompt_tokens is not None:
+        part = dataclasses.replace(block, request=request).take(rows)
+        if part.position is None:
+            part = dataclasses.replace(part, position=np.arange(len(rows), dtype=np.int32))
+        if part.phase is None and prompt_tokens is not None:
             generated = np.arange(len(rows)) >= prompt_tokens
-            part.setdefault("phase", generated.astype(np.uint8))
-        if "phase" in part and (np.diff(part["phase"].astype(int)) < 0).any():
+            part = dataclasses.replace(part, phase=generated.astype(np.uint8))
+        if part.phase is not None and (np.diff(part.phase.astype(int)) < 0).any():
             raise UserError(f"{block.where}: a request has prompt tokens after generated ones")
-        yield RoutedBlock(block.where, request=request[rows], **part)
+        yield part
 
 
-def _step(number: int, parts: list[tuple[RoutedBlock, np.ndarray]]) -> StepRecord:
-    """A step of some rows of some blocks, which have the same things known."""
+def _step(number: int, blocks: list[RoutedBlock]) -> StepRecord:
+    """A step of blocks that have the same things known."""
     fields: dict[str, Any] = {}
     for name in ("ids", "weights", "request", "position", "phase", "user"):
-        values = [getattr(block, name) for block, _ in parts]
+        values = [getattr(block, name) for block in blocks]
         if name == "user":
             # Some requests may have one and others not.
-            values = [
-                np.full(len(block.ids), -1, np.int32) if v is None else v
-                for v, (block, _) in zip(values, parts, strict=True)
-            ]
+            unknown = [np.full(len(block.ids), -1, np.int32) for block in blocks]
+            values = [u if v is None else v for v, u in zip(values, unknown, strict=True)]
         if values[0] is not None:
-            rows = [value[rows] for value, (_, rows) in zip(values, parts, strict=True)]
-            fields[name] = np.concatenate(rows)
+            fields[name] = np.concatenate(values)
     if "phase" in fields:
         fields["kind"] = KINDS[bool(fields["phase"].all())]
     return routed_step(number, fields.pop("ids"), **fields)

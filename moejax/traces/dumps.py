@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import binascii
 import dataclasses
+import functools
 import io
 import json
 import os
@@ -54,6 +55,12 @@ class RoutedBlock:
     user: np.ndarray | None = None
     """[N], numbers or names: a session, a domain."""
 
+    def take(self, rows: np.ndarray) -> RoutedBlock:
+        """Some of its tokens."""
+        names = ("ids", "weights", *PER_TOKEN)
+        given = {n: value[rows] for n in names if (value := getattr(self, n)) is not None}
+        return dataclasses.replace(self, **given)
+
 
 def read_dump(
     source: str | os.PathLike[str], layers: int | None = None, top_k: int | None = None
@@ -72,7 +79,8 @@ def read_dump(
             f"{path}: pickled files can run code when they are read, so moejax does not; save its "
             "arrays as .npz first (docs/trace_format.md has the lines for SGLang's recorder)"
         )
-    readers = {".npy": _numpy, ".npz": _numpy, ".jsonl": _json_lines, ".parquet": _parquet}
+    json_lines = functools.partial(_json_lines, layers=layers, top_k=top_k)
+    readers = {".npy": _numpy, ".npz": _numpy, ".jsonl": json_lines, ".parquet": _parquet}
     if path.suffix not in readers:
         raise UserError(f"{path}: a dump of routing is one of {', '.join(readers)} by its name")
     try:
@@ -80,8 +88,6 @@ def read_dump(
             pass
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
-    if path.suffix == ".jsonl":
-        return _json_lines(path, layers, top_k)
     return readers[path.suffix](path)
 
 
@@ -203,8 +209,8 @@ def _array(found: Any, name: str, where: str) -> Any:
 
 def _parquet(path: Path) -> Iterator[RoutedBlock]:
     try:
-        import pyarrow  # type: ignore[import-not-found]
-        import pyarrow.parquet  # type: ignore[import-not-found]
+        import pyarrow
+        import pyarrow.parquet
     except ImportError as error:
         raise UserError(
             f"{path}: parquet needs the package pyarrow; pip install pyarrow, or write the "

@@ -248,7 +248,7 @@ def leaf_pattern(pattern: str) -> re.Pattern[str]:
 
 
 def ignore_pattern(pattern: str) -> re.Pattern[str]:
-    """Of paths from the tree's top: * is part of a name, ** any number of names."""
+    """A pattern of paths from the tree's top: * is part of a name, ** any number of names."""
     parts = re.split(r"(\*\*|\*)", pattern)
     kinds = {"**": ".*", "*": "[^/]*"}
     return re.compile("".join(kinds.get(part, re.escape(part)) for part in parts))

@@ -6,13 +6,14 @@ import argparse
 import json
 from typing import TYPE_CHECKING
 
-from moejax.commands.trace.model import check_model, model_config
+from moejax.commands.parsers import add_command
+from moejax.commands.trace.model import add_model, check_model, model_config
 from moejax.errors import UserError
 
 if TYPE_CHECKING:
     from host_offload.traces.reader import Trace
 
-EPILOG = """\
+_EPILOG = """\
 writes, for --precision:
   DIR/map.npy       the experts that the trace selected most are high: map=DIR/map.npy
   DIR/scores.npy    DynaExq's S at the trace's end, to begin with: dynaexq,scores=DIR/scores.npy
@@ -31,9 +32,9 @@ examples:
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """--model and the options of checkpoints are the caller's."""
-    parser.set_defaults(run=_run)
+def add_parser(actions: argparse._SubParsersAction) -> None:
+    text = "write who is used most, for --precision"
+    parser = add_command(actions, "scores", _run, text, _EPILOG)
     parser.add_argument("trace", metavar="TRACE", help="a trace")
     parser.add_argument("directory", metavar="DIR", help="of the files")
     parser.add_argument(
@@ -66,14 +67,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="rtn or mse, of versions that the checkpoint lacks (default: rtn)",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout instead")
+    add_model(parser, "also write weights of errors; refuse the trace if it is not of this model")
 
 
 def _run(args: argparse.Namespace) -> int:
     from host_offload.traces.reader import TraceError, read_trace
 
     try:
-        trace = read_trace(args.trace)
-        return _written(args, trace)
+        return _written(args, read_trace(args.trace))
     except TraceError as error:
         raise UserError(str(error)) from error
 
@@ -82,9 +83,9 @@ def _written(args: argparse.Namespace, trace: Trace) -> int:
     from moejax.evaluate.expert_scores import error_weights, expert_scores, write_scores
 
     check_model(args.trace, trace.header, model_config(args))
-    said = trace.header.spec.get("precision") or {}
-    alpha = said.get("alpha", 0.5) if args.alpha is None else args.alpha
-    interval = args.interval or said.get("interval", "4096 tokens")
+    recorded = trace.header.spec.get("precision") or {}
+    alpha = recorded.get("alpha", 0.5) if args.alpha is None else args.alpha
+    interval = args.interval or recorded.get("interval", "4096 tokens")
     found, errors = expert_scores(trace, alpha, interval), None
     if args.model is not None:
         import jax
@@ -93,8 +94,9 @@ def _written(args: argparse.Namespace, trace: Trace) -> int:
 
         jax.config.update("jax_platforms", "cpu")  # nothing here is worth a GPU's memory
         model, pair = model_directory(args.model), (args.hi, args.lo)
-        options = {"step": args.step, "name_map": args.name_map}
-        errors = error_weights(model, trace, *pair, args.quantizer, **options)
+        errors = error_weights(
+            model, trace, *pair, args.quantizer, step=args.step, name_map=args.name_map
+        )
     files = write_scores(args.directory, found, args.hi_share, errors)
     tokens, of = trace.tokens, None if errors is None else errors.of
     if args.json:

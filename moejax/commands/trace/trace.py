@@ -7,6 +7,7 @@ import json
 import textwrap
 from typing import TYPE_CHECKING
 
+from moejax.commands.parsers import add_command
 from moejax.commands.tables import new_table, print_table
 from moejax.commands.trace import scores as trace_scores
 from moejax.commands.trace.model import add_model, check_model, model_config
@@ -54,7 +55,6 @@ PAIRS = 20
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Adds the command; its `run` takes the parsed arguments and returns the exit status."""
     trace = commands.add_parser(
         "trace",
         help="look at routing traces, convert and generate them",
@@ -63,32 +63,16 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     )
     actions = trace.add_subparsers(dest="action", metavar="ACTION", required=True)
 
-    def add(name: str, text: str, epilog: str) -> argparse.ArgumentParser:
-        return actions.add_parser(
-            name,
-            help=text,
-            description=text[0].upper() + text[1:] + ".",
-            epilog=epilog,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-        )
-
-    info = add(
-        "info", "show what a trace's routing is like, beside published figures", _INFO_EPILOG
-    )
-    info.set_defaults(run=_info)
+    text = "show what a trace's routing is like, beside published figures"
+    info = add_command(actions, "info", _info, text, _INFO_EPILOG)
     info.add_argument("directory", metavar="DIR", help="a trace")
     add_model(info, "refuse the trace if it is not of this model")
     info.add_argument("--json", action="store_true", help="one JSON object; shares are 0 … 1")
 
-    scores = add("scores", "write who is used most, for --precision", trace_scores.EPILOG)
-    trace_scores.add_arguments(scores)
-    add_model(scores, "also write weights of errors; refuse the trace if it is not of this model")
+    trace_scores.add_parser(actions)
 
-    convert = add(
-        "convert", "make a trace of routing that another program recorded", _CONVERT_EPILOG
-    )
-    convert.set_defaults(run=_convert)
+    text = "make a trace of routing that another program recorded"
+    convert = add_command(actions, "convert", _convert, text, _CONVERT_EPILOG)
     convert.add_argument("source", metavar="SRC", help="a .npy, .npz, .jsonl or .parquet file")
     convert.add_argument("destination", metavar="DST", help="the new trace's directory")
     add_model(convert, "of this model; gives the number of experts, and checks shapes")
@@ -104,8 +88,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "--dense-layers", type=int, default=0, metavar="N", help="first layers without experts"
     )
 
-    generate = add("generate", "write a trace of synthetic routing", _GENERATE_EPILOG)
-    generate.set_defaults(run=_generate)
+    text = "write a trace of synthetic routing"
+    generate = add_command(actions, "generate", _generate, text, _GENERATE_EPILOG)
     generate.add_argument("destination", metavar="DST", help="the new trace's directory")
     generate.add_argument(
         "--kind", default="qwen3-like", metavar="KIND", help="(default: qwen3-like)"

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING, Any, Literal
 
 from moejax.errors import UserError
-from moejax.progress import batch_progress
+from moejax.progress import token_progress
 from moejax.requests.request import GenerationRequest
 from moejax.serve.batch.lines import Line, read_lines
 from moejax.serve.batch.result_file import ResultFile, open_results
@@ -90,8 +90,8 @@ class OpenJob:
         """
         self.results.begin(overwrite=self.job.overwrite)
         statistics = llm.engine.statistics
-        with batch_progress(
-            self.total, self.done, lambda: statistics.generated_tokens, progress
+        with token_progress(
+            "generating", self.total, self.done, lambda: statistics.generated_tokens, progress
         ) as report:
 
             def keep(line: Line, result: bytes) -> None:
