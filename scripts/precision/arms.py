@@ -1,4 +1,4 @@
-"""The arms that compare_precision.py compares: their bytes, their maps and their runs.
+"""The arms that the command `compare` compares: their bytes, their maps and their runs.
 
 Every line has what it is and `nll`: domain → −ln p of each window.
 """
@@ -32,7 +32,7 @@ from scripts.precision.engine import (
 from scripts.precision.stream import agreement, run_decode, run_dynaexq
 
 TOLERANCE = 0.01
-"""Of bytes: an arm that is farther from the budget is refused."""
+"""An arm whose bytes are farther from the budget is refused."""
 
 TUNED = tuple(
     {"alpha": alpha, "interval": interval, "spares": 2}
