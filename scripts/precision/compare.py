@@ -261,10 +261,11 @@ def _shares(args: argparse.Namespace, pair: Pair, arms: Arms) -> Iterator[Line]:
     for share in SHARES:
         other = Pair(pair.hi, pair.lo, None, share)
         arms.settings[other.name] = arms.settings[pair.name]
-        more: dict[str, Any] = {"study": "hi-share"}
-        yield from arms.fixed(other, arms.maps(other, min(args.seeds, 5), each=False), **more)
-        yield from arms.dynaexq(other, "DynaExq", {}, arms.domains, **more)
-        yield from arms.dynaexq(other, "DynaExq error-weighted", WEIGHTED, arms.domains, **more)
+        study, order = "hi-share", arms.domains
+        maps = arms.maps(other, min(args.seeds, 5), each=False)
+        yield from arms.fixed(other, maps, study)
+        yield from arms.dynaexq(other, "DynaExq", {}, order, study)
+        yield from arms.dynaexq(other, "DynaExq error-weighted", WEIGHTED, order, study)
 
 
 def _shifts(args: argparse.Namespace, pairs: Sequence[Pair], arms: Arms) -> Iterator[Line]:

@@ -137,8 +137,8 @@ def write_run(
         before = number
         tokens = np.arange(batch * prompt)
         for first in range(0, batch * prompt, PREFILL):
-            prompts = tokens[first : first + PREFILL]
-            append(writer, routing.ids, prompts // prompt, prompts % prompt, "prefill")
+            some = tokens[first : first + PREFILL]
+            append(writer, routing.ids, some // prompt, some % prompt, "prefill")
         for step in range(settings.steps):
             position = np.full(batch, prompt + step)
             append(writer, routing.ids, np.arange(batch), position, "decode")

@@ -22,8 +22,8 @@ rate, "link" all bytes that crossed the link in a run at the fill op's rate; bot
 this run. Writes DIR/measured.jsonl.
 
 predict: routing as published of Qwen3 (generated); caches are warm from other sequences, whose
-counts are DynaExq's scores at the start. All sequences arrive at once; their prompts are prefilled in
-order, 8192 tokens at a time, then all are decoded together (the engine would decode between two
+counts are DynaExq's scores at the start. All sequences arrive at once; their prompts are prefilled
+in order, 8192 tokens at a time, then all are decoded together (the engine would decode between two
 prefill steps). TPOT is a decode step. What policies compute, and the copies that they look at, cost
 nothing here. DynaExq's interval is shorter than its own default (4096 tokens), or hardly one would
 end within a run. Writes DIR/predicted.jsonl, predicted.txt (every line, with floors) and

@@ -73,7 +73,7 @@ def test_a_group_lists_its_commands(group, capsys, monkeypatch):
 
 # ---- what texts name
 
-SCRIPT = re.compile(r"python -m scripts\.([a-z]\w*) (\w+)(.*)")
+SCRIPT = re.compile(r"python -m scripts\.([a-z]\w*) (\w+)\b(?!:)(.*)")
 MOEJAX = re.compile(r"(?:^|&& )(?:\$ )?moejax ([a-z][\w-]*)(.*)")
 END = re.compile(r" [|><;&]|   |  #| \(|…|`")
 
