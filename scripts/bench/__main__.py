@@ -2,4 +2,4 @@
 
 from scripts.parts.commands import run
 
-run("bench", ("decode", "prefill", "load", "start", "encoders", "host_loop", "simulator", "trace"))
+run("bench")

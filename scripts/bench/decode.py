@@ -10,15 +10,12 @@ import dataclasses
 import functools
 import itertools
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
 import jax
 import numpy as np
 
-import moejax
 from host_offload.memory.budget import BudgetError
 from moejax import LLM
 from moejax.checkpoints.random_model import shape
@@ -28,7 +25,9 @@ from moejax.engine.loop import Engine
 from moejax.errors import UserError
 from moejax.models.config import ModelConfig
 from moejax.start.build import Limits
-from scripts.parts import kernel_profile
+from scripts.bench import kernel_profile
+from scripts.bench.decode_report import measured_line, table
+from scripts.bench.kernel_profile import Profile
 from scripts.parts.bench_engine import (
     add_options,
     check_fits,
@@ -41,7 +40,7 @@ from scripts.parts.bench_engine import (
     parse_numbers,
     random_weights,
 )
-from scripts.parts.decode_report import measured_line, table
+from scripts.parts.commands import new_parser, refuse
 from scripts.parts.decode_timing import (
     ROUTINGS,
     Samples,
@@ -50,7 +49,7 @@ from scripts.parts.decode_timing import (
     generate,
     prefill,
 )
-from scripts.parts.kernel_profile import Profile
+from scripts.parts.places import DEMO
 
 DESCRIPTION = """\
 Decode steps through the engine's own executables, in the sizes of known models: random weights
@@ -110,24 +109,18 @@ class Case:
     cells: int
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the bench; returns the exit status, 2 for a mistake that the message explains."""
-    args = _parser().parse_args(argv)
+    args = _parser().parse_args(arguments)
     try:
         _run(args)
     except (UserError, BudgetError, MemoryError) as error:
-        print(f"bench_decode: error: {error}", file=sys.stderr)
-        return 2
+        return refuse(__name__, error)
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="bench_decode",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = new_parser(__name__, DESCRIPTION, EPILOG)
     add_options(parser, cells="0,25%,50%,100%")
     add = parser.add_argument
     add("--batch", default="1,8", help="sequences decoded at once (default: %(default)s)")
@@ -213,10 +206,9 @@ def _engine(
 ) -> Iterator[tuple[Engine, LLM | None]]:
     """The engine; for the embedded model also its LLM."""
     if args.shape == "demo" and args.layers is None:
-        demo = Path(moejax.__file__).parent / "demo"
         options = dict(dtype=args.dtype, seed=args.seed, eviction=args.eviction, ops=args.ops)
         given = {name: value for name, value in vars(limits).items() if value is not None}
-        with LLM(demo, progress=False, device=device, **given, **options) as llm:
+        with LLM(DEMO, progress=False, device=device, **given, **options) as llm:
             llm.engine.runner.wait_compiled(everything=True)
             yield llm.engine, llm
         return

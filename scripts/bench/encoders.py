@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -23,6 +22,7 @@ import numpy as np
 from host_offload.versions.encoders import DTYPES, decode, encode
 from host_offload.versions.quantizers import QUANTIZERS
 from pallas_kernels.records import VERSIONS, RecordFormat
+from scripts.parts.commands import new_parser, refuse
 from scripts.parts.text_table import aligned
 
 COLUMNS = [
@@ -36,9 +36,7 @@ COLUMNS = [
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__name__, __doc__)
     sizes = (("hidden", 2048), ("width", 768), ("experts", 8), ("repeats", 5))
     for name, value in sizes:
         parser.add_argument(f"--{name}", type=int, default=value, help=f"default: {value}")
@@ -49,13 +47,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = args.quantizers.split(",")
     if min(getattr(args, name) for name, _ in sizes) < 1 or not set(names) <= QUANTIZERS.keys():
         known = ", ".join(QUANTIZERS)
-        print(f"sizes must be positive, quantizers of {known}", file=sys.stderr)
-        return 2
+        return refuse(__name__, f"sizes must be positive, quantizers of {known}")
     try:
         lines = list(measure(args, names))
     except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
+        return refuse(__name__, error)
     if args.json:
         for line in lines:
             print(json.dumps(line | {"load_average": os.getloadavg()[0]}))

@@ -45,13 +45,14 @@ from moejax.start.policies import start_controller
 from moejax.step.experts import Paging
 from moejax.step.parts import Routing, StepOutput, StepShapes
 from moejax.traces.tracer import start_trace
+from scripts.parts.commands import new_parser, refuse
 from scripts.parts.text_table import aligned
 
 MODES = ("plain", "control", "trace", "both")
 """What runs beside the engine: nothing, a policy that follows the routing, a tracer."""
 
 TARGET_MS = 1.5
-"""Of a decode step of 256 sequences without control and trace."""
+"""The goal for a decode step of 256 sequences without control and trace."""
 
 GPU_STEPS = {"paged 30B model": 20.0, "resident, one sequence": 4.8}
 """Milliseconds that a step takes on an H200, what the host's time is compared with."""
@@ -122,7 +123,7 @@ class FakeRunner:
         rng = np.random.default_rng(seed)
         self._decoded = [self._output(rng, shapes.rows, shapes.rows) for _ in range(4)]
         chunks = shapes.prefill_chunks
-        self._swept = self._output(rng, chunks * shapes.chunk, chunks)
+        self._prefilled = self._output(rng, chunks * shapes.chunk, chunks)
         self._chosen = rng.integers(0, config.vocab_size, (16, shapes.rows)).astype(np.int32)
         self._count = 0
 
@@ -151,7 +152,7 @@ class FakeRunner:
     def prefill(
         self, prefill: Any, block_table: Any, *, kind: str, stages: Any = None
     ) -> StepOutput:
-        return self._swept
+        return self._prefilled
 
     def choose(self, logits: Any, update: np.ndarray, params: Any) -> np.ndarray:
         return self._chosen[self._count % len(self._chosen)]
@@ -388,8 +389,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = dataclasses.replace(config, num_experts=args.experts)
         measured = [m for mode in args.modes for m in run(config, args, mode)]
     except UserError as error:
-        print(f"bench_host_loop: error: {error}", file=sys.stderr)
-        return 2
+        return refuse(__name__, error)
     found = [*lines(measured, floor_s(args.sequences))]
     if args.json:
         for line in found:
@@ -400,9 +400,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__name__, __doc__)
     add = parser.add_argument
     add("--sequences", type=int, default=256, help="that decode (default: %(default)s)")
     add("--shape", default="qwen3-30b-a3b", help=f"{', '.join(SHAPES)} (default: %(default)s)")

@@ -22,11 +22,9 @@ over the time of the line that it is compared with.
 
 from __future__ import annotations
 
-import argparse
 import concurrent.futures
 import json
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -44,6 +42,7 @@ from moejax.checkpoints.random_model import SHAPES, model_bytes, shape
 from moejax.checkpoints.tensors import expected_tensors
 from moejax.models.config import ModelConfig
 from moejax.sizes import parse_size
+from scripts.parts.commands import new_parser, refuse
 from scripts.parts.text_table import aligned
 
 SHARD = 512 * 2**20
@@ -61,9 +60,7 @@ COLUMNS = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__name__, __doc__)
     parser.add_argument("directory", type=Path, help="where the checkpoint is, or will be written")
     parser.add_argument("--shape", default="olmoe", help=f"{', '.join(SHAPES)} (default: olmoe)")
     parser.add_argument("--size", default="2GiB", help="about; whole layers (default: 2GiB)")
@@ -76,8 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         directory = checkpoint(args.directory, args.shape, parse_size(args.size))
         lines = list(measure(directory, args.repeats))
     except (UserError, OSError) as error:
-        print(f"bench_load: error: {error}", file=sys.stderr)
-        return 2
+        return refuse(__name__, error)
     for line in [json.dumps(line) for line in lines] if args.json else aligned(COLUMNS, lines):
         print(line)
     if not args.json:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 
 import numpy as np
@@ -20,6 +19,8 @@ from moejax.engine.loop import Engine
 from moejax.errors import UserError
 from moejax.models.config import ModelConfig
 from moejax.start.build import PREFILL_CHUNK, Limits
+from scripts.bench.prefill_report import Rates, measured_line, table
+from scripts.bench.prefill_timing import PrefillSample, prefill, prefill_steps
 from scripts.parts.bench_engine import (
     add_options,
     check_fits,
@@ -32,8 +33,7 @@ from scripts.parts.bench_engine import (
     parse_numbers,
     random_weights,
 )
-from scripts.parts.prefill_report import Rates, measured_line, table
-from scripts.parts.prefill_timing import PrefillSample, prefill, prefill_steps
+from scripts.parts.commands import new_parser, refuse
 
 LONGEST_PROMPT = 4096
 """Tokens of a prompt where --prompt does not say."""
@@ -70,24 +70,18 @@ examples:
 """
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the bench; returns the exit status, 2 for a mistake that the message explains."""
-    args = _parser().parse_args(argv)
+    args = _parser().parse_args(arguments)
     try:
         _run(args)
     except (UserError, BudgetError, MemoryError) as error:
-        print(f"bench_prefill: error: {error}", file=sys.stderr)
-        return 2
+        return refuse(__name__, error)
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="bench_prefill",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = new_parser(__name__, DESCRIPTION, EPILOG)
     add_options(parser, cells="all,25%,0")
     add = parser.add_argument
     add("--tokens", default="4096", help="prompt tokens of a prefill step (default: %(default)s)")

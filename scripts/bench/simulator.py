@@ -28,6 +28,7 @@ from host_offload.simulate.simulator import simulate
 from host_offload.sizing.bounds import min_transfers
 from host_offload.traces.reader import Trace, TraceHeader, TraceWriter, read_trace
 from host_offload.traces.step_sets import read_references
+from scripts.parts.commands import new_parser, refuse
 from scripts.parts.text_table import aligned
 
 COLUMNS = [
@@ -41,9 +42,7 @@ COLUMNS = [
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__name__, __doc__)
     for name, value in (("layers", 48), ("experts", 128), ("top-k", 8), ("batch", 1)):
         parser.add_argument(f"--{name}", type=int, default=value, help=f"default: {value}")
     parser.add_argument("--steps", type=int, default=1000, help="default: 1000")
@@ -54,8 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cells = args.experts // 2 if args.cells is None else args.cells
     least = min(args.layers, args.top_k, args.batch, args.steps, args.repeats)
     if least < 1 or args.top_k > args.experts or not 0 <= cells <= args.experts:
-        print("bench_simulator: error: sizes must be positive and fit the experts", file=sys.stderr)
-        return 2
+        return refuse(__name__, "sizes must be positive and fit the experts")
     lines = []
     with tempfile.TemporaryDirectory() as directory:
         trace = made_up(Path(directory) / "trace", args, cells)

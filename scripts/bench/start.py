@@ -17,14 +17,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+
+from scripts.parts.commands import new_parser
 
 PROMPT = "The old house"
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = new_parser(__name__, __doc__)
     parser.add_argument("--model", default="demo", help="as for moejax generate (default: demo)")
     parser.add_argument("--expert-budget", default="25%", help="default: 25%%")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each kind (default: 3)")

@@ -17,7 +17,6 @@ import dataclasses
 import json
 import os
 import runpy
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -34,15 +33,14 @@ from host_offload.traces.reader import TraceHeader, TraceWriter, read_trace
 from moejax import LLM, SamplingParams, UserError
 from moejax.engine.loop import Engine
 from moejax.traces.tracer import BATCH, Tracer
+from scripts.parts.commands import new_parser, refuse
 
 SIZES = {"demo": (4, 16, 4), "qwen3-30b-a3b": (48, 128, 8)}
 """Model → MoE layers, experts, experts a token."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__name__, __doc__)
     parser.add_argument("--model", default="demo", help="as for moejax generate (default: demo)")
     parser.add_argument("--expert-budget", default="25%", help="default: 25%%")
     parser.add_argument(
@@ -72,8 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         }
         result |= overhead(args)
     except (UserError, BudgetError) as error:
-        print(f"bench_trace: error: {error}", file=sys.stderr)
-        return 2
+        return refuse(__name__, error)
     if args.json:
         print(json.dumps(result))
         return 0

@@ -2,4 +2,4 @@
 
 from scripts.parts.commands import run
 
-run("budgets", ("curves", "compare", "resize", "table2"))
+run("budgets")

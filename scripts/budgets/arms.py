@@ -1,4 +1,4 @@
-"""The arms of compare_budgets.py: each is a schedule of cells and KV pages at equal bytes."""
+"""The arms of the command `compare`: each is a schedule of cells and KV pages at equal bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What live resizing is worth under bursty arrivals: the `bursts` mode of bench_resize.py."""
+"""What live resizing is worth under bursty arrivals: the mode `bursts` of `resize`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from moejax.engine.control import spec_of_engine
 from moejax.engine.resize import cells_of
 from moejax.traces.tracer import trace_engine
 from scripts.budgets.steps import use
-from scripts.check.sessions import VirtualClock, replay
+from scripts.parts.replay import VirtualClock, replay
 from scripts.parts.text_table import aligned
 from scripts.parts.workloads import Workload, conversations, synthetic_corpus
 
@@ -32,7 +32,7 @@ LIMITS: dict[str, Any] = dict(max_model_len=768, max_num_seqs=6, max_num_batched
 
 
 def add_arguments(two: argparse.ArgumentParser) -> None:
-    """Of the mode, but for those that both modes have."""
+    """Adds the options of the mode, but for those that all modes have."""
     two.add_argument("--seeds", type=int, default=20, help="of arrivals (default: 20)")
     two.add_argument("--first-seed", type=int, default=0, help="(default: 0)")
     two.add_argument(
@@ -75,7 +75,7 @@ class Played(NamedTuple):
     rate: float
     """Generated tokens a priced second."""
     tokens: list[tuple[int, ...]]
-    """Of every turn that ended."""
+    """The tokens of every turn that ended."""
     unserved: int
     """Turns that were refused, failed, or got fewer tokens than they asked for."""
     why: str = ""

@@ -4,9 +4,9 @@ python -m scripts.budgets compare DIR [--seeds 5] [--link 25GB/s] [--costs FILE]
 python -m scripts.budgets compare DIR --trace T --memory 3MiB [--costs FILE]
 
 Without --trace, sessions are made up: conversations with a document of their own that take turns
-(scripts/check/sessions.py plays the same ones), whose routing is drawn by a generator fitted to
-Qwen3 (host_offload.traces.generators), other hot experts for each domain, and half of the layers
-more skewed than the other half. Regimes:
+(`python -m scripts.check sessions` plays the same ones), whose routing is drawn by a generator
+fitted to Qwen3 (host_offload.traces.generators), other hot experts for each domain, and half of the
+layers more skewed than the other half. Regimes:
   kv        many sessions with long documents: KV that is gone must come back
   experts   some sessions, short documents, long answers: experts are what is missed, but the
             largest cap leaves too little KV (the best one lies below it)
@@ -39,7 +39,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -55,14 +54,15 @@ from moejax import UserError
 from moejax.costs.calibration import load_cost_model
 from moejax.sizes import parse_rate, parse_size
 from scripts.budgets.arms import Arm, arms_of, cost_of, half_of, layer_arms
+from scripts.parts.commands import new_parser, refuse
+from scripts.parts.plots import pyplot
 from scripts.parts.text_table import aligned
 from scripts.parts.workloads import Workload, conversations, synthetic_corpus
-from scripts.policies.report import pyplot
 
 EXPERT, PAGE, PAGE_TOKENS = 9 << 20, 16 * 96 << 10, 16
 """Bytes of Qwen3-30B-A3B: an expert, and a page of 16 tokens over all of its layers."""
 LAYERS, EXPERTS, TOP_K = 8, 64, 6
-"""Of what is made up; KV is scaled with the layers."""
+"""The made-up model; KV is scaled with the layers."""
 REGIMES = ("kv", "experts", "shifts")
 
 
@@ -74,7 +74,7 @@ class Scene(NamedTuple):
     workflow: np.ndarray
     """int[n]: which workflow each turn belongs to."""
     before: list[Turn]
-    """Of another seed, for arms that are chosen ahead."""
+    """Turns of another seed, for arms that are chosen ahead."""
     division: Division
 
 
@@ -83,8 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         lines = list(compare(args))
     except (UserError, TraceError, ValueError) as error:
-        print(f"compare_budgets: error: {error}", file=sys.stderr)
-        return 2
+        return refuse(__name__, error)
     args.directory.mkdir(parents=True, exist_ok=True)
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (args.directory / "budgets.jsonl").write_text(text)
@@ -96,9 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__name__, __doc__)
     parser.add_argument("directory", type=Path, metavar="DIR")
     add = parser.add_argument
     add("--regimes", default=",".join(REGIMES), help="of those above (default: all)")

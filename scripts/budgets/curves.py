@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -51,13 +50,14 @@ from host_offload.traces.reader import TraceError, read_trace
 from moejax import UserError
 from moejax.sizes import parse_size
 from scripts.budgets.plots import draw
+from scripts.parts.commands import new_parser, refuse
 from scripts.parts.text_table import aligned
 
 GOAL_US = 250.0
 EXPERT, PAGE, PAGE_TOKENS = 9 << 20, 16 * 96 << 10, 16
 """Bytes of Qwen3-30B-A3B: an expert, and a page of 16 tokens."""
 SESSIONS, TURN_PAGES = 32, 200
-"""Of the controller's KV stream: sessions that return in turn, with contexts of 3200 tokens."""
+"""The controller's KV stream: sessions that return in turn, with contexts of 3200 tokens."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -66,14 +66,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return run(args)
     except (UserError, TraceError, SplitError, ValueError) as error:
-        print(f"bench_budget: error: {error}", file=sys.stderr)
-        return 2
+        return refuse(__name__, error)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__name__, __doc__)
     modes = parser.add_subparsers(dest="what", required=True)
 
     def mode(name: str, layers: int) -> argparse.ArgumentParser:

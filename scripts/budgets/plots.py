@@ -1,4 +1,4 @@
-"""A plot of miss curves with the points that bench_budget.py found to be chosen."""
+"""A plot of miss curves with the points that the command `curves` found to be chosen."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from scripts.policies.report import pyplot
+from scripts.parts.plots import pyplot
 
 _COLOURS = ("#d62728", "#2ca02c", "#9467bd", "#7f7f7f")
 _MARKERS = "osD^"

@@ -16,7 +16,7 @@ steps than the model demo, random weights. Minutes on two quiet cores.
 
 `bursts`: conversations with bursty arrivals through the engine, embedded model, live resize against
 fixed splits, paired over arrival seeds. Steps, misses, KV moved and requests are the engine's own;
-time is priced (--decode-ms, --prefill step-ms, --miss-ms, --page-ms: stated, by default those of a
+time is priced (--decode-ms, --prefill-ms, --miss-ms, --page-ms: stated, by default those of a
 large model over PCIe), so throughput is predicted, not measured. For each seed the fixed split that
 is best on the other seeds is the one to compare with; the best in hindsight is shown too. mv_wsa
 knows nothing and starts at the middle one of --caps; mv_wsa-trace starts as budget=mv_wsa=TRACE
@@ -33,7 +33,6 @@ Minutes a memory.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 
 from host_offload.memory.budget import BudgetError
@@ -41,6 +40,7 @@ from moejax import UserError
 from scripts.budgets import bursts as resize_bursts
 from scripts.budgets import rule as resize_rule
 from scripts.budgets import steps as resize_steps
+from scripts.parts.commands import new_parser, refuse
 
 MODES = {"steps": resize_steps.steps, "bursts": resize_bursts.bursts, "rule": resize_rule.rule}
 
@@ -50,17 +50,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         found = list(MODES[args.what](args))
     except (UserError, BudgetError) as error:
-        print(f"bench_resize: error: {error}", file=sys.stderr)
-        return 2
+        return refuse(__name__, error)
     for line in found:
         print(line)
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__name__, __doc__)
     modes = parser.add_subparsers(dest="what", required=True)
     one = modes.add_parser("steps")
     two = modes.add_parser("bursts")

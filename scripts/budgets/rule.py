@@ -1,4 +1,4 @@
-"""Whether a split that nobody named should move by itself: scripts/budgets/resize.py rule."""
+"""Whether a split that nobody named should move by itself: the mode `rule` of `resize`."""
 
 from __future__ import annotations
 

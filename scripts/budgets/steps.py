@@ -1,4 +1,4 @@
-"""What a resize adds to a step: scripts/budgets/resize.py steps."""
+"""What a resize adds to a step: the mode `steps` of `resize`."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def _add(times: dict[str, Times], played: list[tuple[bool, Round]]) -> None:
 
 
 def _kinds(found: Round, fixed: bool) -> list[str]:
-    """Of each step of a round, which of Times it belongs to."""
+    """Which of Times each step of a round belongs to."""
     if fixed:
         return ["without resizes"] * len(found)
     near = [now or after for now, after, *_ in found]
@@ -217,7 +217,7 @@ def use(engine: Engine, policy: Policy | None) -> None:
 def decode_times(
     engine: Engine, prompts: list[list[int]], lengths: list[int]
 ) -> tuple[Round, list[list[int]]]:
-    """Of each decode step of a full batch after another one: whether slots moved before it and
+    """For each decode step of a full batch after another one: whether slots moved before it and
     before the step that follows, the seconds between both results, its misses; and the tokens of
     all requests."""
     resizer, seen, before = engine.resizer, [], engine.resizer.slots_moved

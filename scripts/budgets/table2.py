@@ -28,7 +28,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -55,6 +54,7 @@ from scripts.parts.bench_engine import (
     parse_cells,
     random_weights,
 )
+from scripts.parts.commands import new_parser, refuse
 from scripts.parts.decode_timing import ROUTINGS, Samples, decode, forced_routings, prefill
 from scripts.parts.text_table import aligned
 
@@ -65,23 +65,20 @@ PREFILL = 2048
 """Prompt tokens of the largest prefill step, before the steps."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the bench; returns the exit status, 2 for a mistake that the message explains."""
-    args = _parser().parse_args(argv)
+    args = _parser().parse_args(arguments)
     try:
         lines = run(args)
     except (UserError, BudgetError, MemoryError) as error:
-        print(f"table2: error: {error}", file=sys.stderr)
-        return 2
+        return refuse(__name__, error)
     for line in [json.dumps(line) for line in lines] if args.json else report(args, lines):
         print(line)
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="table2", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__name__, __doc__)
     add_options(parser, cells="16,32,64,128")
     parser.set_defaults(shape=PUBLISHED_SHAPE)
     add = parser.add_argument
@@ -283,7 +280,7 @@ def lines_of(
 
 
 def _misses(samples: Samples) -> float:
-    """Of a step, all layers together."""
+    """Misses of a step, all layers together."""
     counts = np.array(samples.fills) + np.array(samples.read_through)
     return float(counts.sum(axis=1).mean())
 

@@ -1,4 +1,4 @@
-"""Table 2 of the whole model, predicted: what scripts/budgets/table2.py cannot run without a large
+"""Table 2 of the whole model, predicted: what the command `table2` cannot run without a large
 GPU.
 
 A step takes what the paper's row with every expert resident says, and for each miss an expert's
@@ -22,7 +22,7 @@ PUBLISHED = {16: (8.96, 13.79), 32: (10.27, 18.51), 64: (13.21, 25.75), 128: (26
 PUBLISHED_SHAPE = "qwen3-30b-a3b"
 
 PREDICTED_STEPS = 512
-"""Of the curve for the whole model; as many before them only fill the recency lists."""
+"""Steps of the curve for the whole model; as many before them only fill the recency lists."""
 
 
 def whole_model(

@@ -2,4 +2,4 @@
 
 from scripts.parts.commands import run
 
-run("check", ("batch", "parity", "requests", "fuzz", "sessions"))
+run("check")

@@ -13,7 +13,6 @@ Exits with status 1 if one of them fails. --kills 0 or --prompts 0 leaves its pa
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -24,6 +23,8 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+
+from scripts.parts.commands import new_parser
 
 TOLERANCE_BYTES = 16 << 20
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -157,12 +158,12 @@ def check_memory(directory: Path, prompts: int, seed: int) -> bool:
     return flat
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = new_parser(__name__, __doc__)
     parser.add_argument("--kills", type=int, default=20, help="default: 20")
     parser.add_argument("--prompts", type=int, default=1000, help="default: 1000")
     parser.add_argument("--seed", type=int, default=0, help="of inputs and kills (default: 0)")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as name:
         directory, good = Path(name), True
         if args.kills:

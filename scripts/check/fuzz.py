@@ -41,6 +41,7 @@ from moejax.engine.control import control_of
 from moejax.requests.request import Request
 from moejax.requests.sampling_params import child_params
 from moejax.start.policies import start_controller
+from scripts.parts.commands import new_parser, refuse
 
 LIMITS: dict[str, Any] = {
     "max_model_len": 192,
@@ -53,7 +54,7 @@ LIMITS: dict[str, Any] = {
 """Small shapes, so that a step takes milliseconds; budgets move within this arena."""
 
 MOST_STEPS = 20_000
-"""Of an episode; one that takes more has no end."""
+"""An episode that takes more has no end."""
 
 STOP_STRINGS = ("e", " a", "th", "ing", ".", "qu", "the old")
 
@@ -607,8 +608,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with LLM("demo", dtype=args.dtype, **LIMITS) as llm:
             return run(llm, args)
     except UserError as error:
-        print(f"fuzz_engine: error: {error}", file=sys.stderr, flush=True)
-        return 2
+        return refuse(__name__, error)
 
 
 def run(llm: LLM, args: argparse.Namespace) -> int:
@@ -664,9 +664,7 @@ def run(llm: LLM, args: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__name__, __doc__)
     add = parser.add_argument
     add("--steps", type=int, default=2000, help="at least so many (default: %(default)s)")
     add("--seed", type=int, default=0, help="of everything random (default: 0)")

@@ -10,31 +10,31 @@ perplexity in its first four digits.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
-import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from moejax import LLM, SamplingParams
 from moejax.engine.step_work import Step
+from scripts.parts.commands import new_parser
+from scripts.parts.places import SHARED
 
-SHARED = Path(__file__).resolve().parents[3] / "shared"
 WINDOW = 512
 TIE = 1e-4
 LOGPROB_TOLERANCE = 1e-4
 PERPLEXITY_TOLERANCE = 5e-5
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = new_parser(__name__, __doc__)
     parser.add_argument("models", nargs="*", default=["demo", "tri"], help="default: demo tri")
     parser.add_argument("--expert-budget", default="25%", help="default: 25%%")
-    parser.add_argument("--shared", type=Path, default=os.environ.get("MOEJAX_SHARED", SHARED))
-    args = parser.parse_args()
+    parser.add_argument("--shared", type=Path, default=SHARED)
+    args = parser.parse_args(arguments)
     results = [check(args.shared / "models" / name, args.expert_budget) for name in args.models]
     print("all agree" if all(results) else "DISAGREEMENT: see the lines marked with ✗")
     return 0 if all(results) else 1

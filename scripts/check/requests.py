@@ -1,7 +1,7 @@
 """Records what 20 requests give, bit for bit, and compares the same requests of another commit.
 
-python -m scripts.check.requests record OUT.npz [--models demo DIR]   # on one commit
-python -m scripts.check.requests compare OUT.npz [--models demo DIR]  # on another one
+python -m scripts.check requests record OUT.npz [--models demo DIR]   # on one commit
+python -m scripts.check requests compare OUT.npz [--models demo DIR]  # on another one
 
 Every model runs in float32 and bfloat16 under both drivers, a quarter of its experts resident and
 KV for few sequences, so that misses, waits and swaps occur. Tokens, the bits of their
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -73,12 +74,16 @@ def run(model: str, dtype: str, driver: str) -> dict[str, np.ndarray]:
     }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.check requests",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("mode", choices=("record", "compare"))
     parser.add_argument("file", help="the recording, an .npz file")
     parser.add_argument("--models", nargs="+", default=["demo"], help="demo and directories")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     found = {}
     for model, dtype, driver in itertools.product(
         args.models, ("float32", "bfloat16"), ("device", "host")

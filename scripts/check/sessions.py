@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import heapq
 import json
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -21,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from host_offload.memory.budget import BudgetError, format_bytes
-from moejax import LLM, SamplingParams, UserError
+from moejax import LLM, UserError
 from moejax.commands.options.engine import (
     add_engine_options,
     add_memory_options,
@@ -29,11 +27,12 @@ from moejax.commands.options.engine import (
     add_trace_options,
     engine_options,
 )
+from scripts.parts.commands import new_parser, refuse
+from scripts.parts.replay import VirtualClock, WallClock, replay
 from scripts.parts.text_table import aligned
 from scripts.parts.workloads import (
     ARRIVALS,
     Conversation,
-    Turn,
     Workload,
     conversations,
     synthetic_corpus,
@@ -42,17 +41,17 @@ from scripts.parts.workloads import (
 
 EPILOG = """\
 examples:
-  replay_sessions.py
+  python -m scripts.check sessions
       8 sessions of 6 turns on the embedded model, all memory it wants
-  replay_sessions.py --kv-budget 1.5MiB --kv-overflow swap
+  python -m scripts.check sessions --kv-budget 1.5MiB --kv-overflow swap
       KV for about three sessions: the pages of the others go to host memory and back
-  replay_sessions.py --kv-budget 1.5MiB --kv-overflow recompute --expert-budget 25%
+  python -m scripts.check sessions --kv-budget 1.5MiB --kv-overflow recompute --expert-budget 25%
       the same, dropped and computed again, with a quarter of the experts resident
-  replay_sessions.py --memory 4MiB --resize mv_wsa
+  python -m scripts.check sessions --memory 4MiB --resize mv_wsa
       the line between experts and KV moves to where a byte is worth most
-  replay_sessions.py --arrival bursty --rate 5 --clock wall --json > turns.jsonl
+  python -m scripts.check sessions --arrival bursty --rate 5 --clock wall --json > turns.jsonl
       arrivals in bursts and in real time; a JSON line a turn, the last one is the summary
-  replay_sessions.py --text ../shared/corpora/*.txt --shift-share 0.5 --trace run1
+  python -m scripts.check sessions --text ../shared/corpora/*.txt --shift-share 0.5 --trace run1
       documents cut from files, every second turn changes the topic, and a trace of all steps
 
 time:
@@ -98,8 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             lines = list(replay(llm, found, clock, temperature=args.temperature, seed=args.seed))
             summary = summarise(llm, lines, time.perf_counter() - began, clock.now())
     except (UserError, BudgetError) as error:
-        print(f"replay_sessions: error: {error}", file=sys.stderr)
-        return 2
+        return refuse(__name__, error)
     if args.json:
         for line in (*lines, {"summary": summary}):
             print(json.dumps(line))
@@ -109,9 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__name__, __doc__, EPILOG)
     group = parser.add_argument_group("workload")
     for field in dataclasses.fields(Workload):
         if field.name in WORKLOAD_OPTIONS:
@@ -163,122 +159,6 @@ def make_conversations(
             "--document-tokens, --turns, --question-tokens or --answer-tokens"
         )
     return found
-
-
-# ---- time
-
-
-class WallClock:
-    """Seconds since it was made."""
-
-    def __init__(self) -> None:
-        self._began = time.perf_counter()
-
-    def now(self) -> float:
-        return time.perf_counter() - self._began
-
-    def step(self) -> None:
-        """A step ran: time passed by itself."""
-
-    def wait_until(self, moment: float) -> None:
-        time.sleep(max(moment - self.now(), 0.0))
-
-
-class VirtualClock:
-    """Every step takes step_s; pauses take no time."""
-
-    def __init__(self, step_s: float) -> None:
-        self._now, self._step_s = 0.0, step_s
-
-    def now(self) -> float:
-        return self._now
-
-    def step(self) -> None:
-        self._now += self._step_s
-
-    def wait_until(self, moment: float) -> None:
-        self._now = max(self._now, moment)
-
-
-# ---- the replay
-
-
-def replay(
-    llm: LLM,
-    found: Sequence[Conversation],
-    clock: WallClock | VirtualClock,
-    *,
-    temperature: float = 1.0,
-    seed: int = 0,
-) -> Iterator[dict[str, Any]]:
-    """Runs the conversations to their end; yields a line per turn as turns finish.
-
-    A turn is added when the one before has finished and its pause has passed. Answers have the
-    length that the workload says, whatever the model would end with.
-    """
-    engine = llm.engine
-    due = [(each.arrival_s, each.number, 0) for each in found]
-    heapq.heapify(due)
-    history: dict[int, list[int]] = {each.number: [] for each in found}
-    running: dict[int, tuple[Turn, float, Any]] = {}
-    try:
-        while due or running:
-            while due and due[0][0] <= clock.now():
-                moment, number, index = heapq.heappop(due)
-                turn = found[number].turns[index]
-                if engine.tracer is not None and turn.kind == "shift":
-                    engine.tracer.mark(f"session {number} turn {index}: {turn.domain}")
-                drawn = np.random.SeedSequence([seed, number, index]).generate_state(1)
-                params = SamplingParams(
-                    temperature=temperature,
-                    max_tokens=turn.max_tokens,
-                    ignore_eos=True,
-                    seed=int(drawn[0]),
-                )
-                prompt = [*history[number], *turn.new_tokens]
-                request = engine.add(prompt, params, session_id=f"session {number}")
-                running[number] = turn, moment, request
-            if not running:
-                clock.wait_until(due[0][0])
-                continue
-            engine.step()
-            clock.step()
-            for number, (turn, moment, request) in [*running.items()]:
-                if request.finish_reason is None:
-                    continue
-                del running[number]
-                history[number] = [*request.prompt, *request.output]
-                turns = found[number].turns
-                if turn.index + 1 < len(turns):
-                    after = clock.now() + turns[turn.index + 1].think_s
-                    heapq.heappush(due, (after, number, turn.index + 1))
-                else:
-                    llm.end_session(f"session {number}")
-                yield _line(turn, moment, request)
-        engine.drain()
-    finally:
-        engine.abort([request for _, _, request in running.values()])
-        engine.drain()
-
-
-def _line(turn: Turn, moment: float, request: Any) -> dict[str, Any]:
-    times = request.token_times
-    return {
-        "session": turn.session,
-        "turn": turn.index,
-        "kind": turn.kind,
-        "domain": turn.domain,
-        "arrival_s": moment,
-        "prompt_tokens": len(request.prompt),
-        "cached_tokens": request.cached_tokens,
-        "output_tokens": len(request.output),
-        "output_token_ids": list(request.output),
-        "ttft_s": request.first_token_s - request.arrival_s,
-        "tpot_s": float(np.mean(times)) if times else None,
-        "preemptions": request.preemptions,
-        "recomputed": request.recomputed,
-        "missed_routes": request.missed_routes,
-    }
 
 
 # ---- the report

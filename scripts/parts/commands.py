@@ -1,21 +1,69 @@
-"""Groups of scripts: `python -m scripts.GROUP NAME [argument...]`."""
+"""The scripts: `python -m scripts.GROUP NAME [argument...]`; `python -m scripts` lists them.
+
+A command is a module of its group with `main(arguments) -> exit status` and a line in COMMANDS;
+other modules of a group are parts of its commands.
+"""
 
 from __future__ import annotations
 
+import argparse
+import ast
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator
 from importlib import import_module
+from pathlib import Path
+
+COMMANDS = {
+    "bench": ("decode", "prefill", "load", "start", "encoders", "host_loop", "simulator", "trace"),
+    "budgets": ("curves", "compare", "resize", "table2"),
+    "policies": ("compare", "times", "predictions"),
+    "precision": ("compare", "speed", "plot"),
+    "check": ("batch", "parity", "requests", "fuzz", "sessions"),
+}
+"""Group → names."""
 
 
-def run(group: str, names: Sequence[str]) -> None:
-    """Runs the script that the command line names, as a program; lists all where it names none."""
-    program = f"python -m scripts.{group}"
-    if len(sys.argv) < 2 or sys.argv[1] not in names:
-        print(f"usage: {program} NAME [argument...]\n")
-        for name in names:
-            first = (import_module(f"scripts.{group}.{name}").__doc__ or "").partition("\n")[0]
-            print(f"  {name:12} {first}")
-        sys.exit(0 if sys.argv[1:] in (["-h"], ["--help"]) else 2)
-    name = sys.argv.pop(1)
-    sys.argv[0] = f"{program} {name}"
-    sys.exit(import_module(f"scripts.{group}.{name}").main())
+def run(group: str) -> None:
+    """Runs the command of the group that the command line names; lists all where it names none."""
+    name, *arguments = sys.argv[1:] or [""]
+    if name in COMMANDS[group]:
+        sys.exit(import_module(f"scripts.{group}.{name}").main(arguments))
+    print(*listed(group), sep="\n")
+    sys.exit(0 if name in ("-h", "--help") else 2)
+
+
+def listed(group: str) -> Iterator[str]:
+    """What a group is and has. No command is imported for it."""
+    folder = Path(__file__).parents[1] / group
+    yield f"python -m scripts.{group} NAME [argument...]: {_summary(folder / '__init__.py')}"
+    for name in COMMANDS[group]:
+        yield f"  {name:12} {_summary(folder / f'{name}.py')}"
+
+
+def _summary(module: Path) -> str:
+    """The first paragraph of its docstring."""
+    text = ast.get_docstring(ast.parse(module.read_text())) or ""
+    return " ".join(text.partition("\n\n")[0].split())
+
+
+def new_parser(
+    module: str, description: str | None, epilog: str | None = None
+) -> argparse.ArgumentParser:
+    """A parser for the command in this module, a `__name__`; the texts stay as they are."""
+    return argparse.ArgumentParser(
+        prog=_program(module),
+        description=description,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+def refuse(module: str, error: object) -> int:
+    """Says what is wrong on stderr, as argparse does; returns the exit status."""
+    print(f"{_program(module)}: error: {error}", file=sys.stderr, flush=True)
+    return 2
+
+
+def _program(module: str) -> str:
+    group, _, name = module.rpartition(".")
+    return f"python -m {group} {name}"

@@ -50,7 +50,7 @@ class Conversation:
 
     @property
     def tokens(self) -> int:
-        """Of the whole conversation at its longest: max_model_len must be at least this."""
+        """Tokens of the whole conversation at its longest: max_model_len must be at least this."""
         return sum(len(turn.new_tokens) + turn.max_tokens for turn in self.turns)
 
 

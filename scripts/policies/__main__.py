@@ -2,4 +2,4 @@
 
 from scripts.parts.commands import run
 
-run("policies", ("compare", "times", "predictions"))
+run("policies")

@@ -1,4 +1,4 @@
-"""What compare_policies.py and bench_policies.py compare, and what one of them did in a trace."""
+"""What the commands `compare` and `times` compare, and what one of them did in a trace."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from host_offload.traces.step_sets import References, in_one_pool, read_referenc
 from scripts.policies.report import BOUNDS
 
 SEEDS = 10
-"""Of policies that draw (docs/protocol.md, 9)."""
+"""Runs of policies that draw (docs/protocol.md, 9)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Place:
     test: Path
     """Directories of traces."""
     router: Path | None
-    """Of float32[L, D, E]; None: no gate inputs either."""
+    """A file of float32[L, D, E]; None: no gate inputs either."""
 
 
 def arms(train: Trace, test: Trace | None, router: np.ndarray | None) -> Iterator[Arm]:

@@ -27,7 +27,6 @@ import functools
 import json
 import multiprocessing
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -40,8 +39,11 @@ from host_offload.policies.prefetch.names import FIT
 from host_offload.traces.reader import TraceError
 from host_offload.traces.step_sets import read_references
 from moejax import UserError
+from scripts.parts.commands import new_parser, refuse
+from scripts.parts.places import TEXTS, TRI
+from scripts.parts.plots import pyplot
 from scripts.policies.arms import Arm, Link, Place, about, lines_of, measure
-from scripts.policies.report import draw, pyplot, show, write_tables
+from scripts.policies.report import draw, show, write_tables
 from scripts.policies.traces import Source, generated, recorded
 
 
@@ -69,8 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 lines.append(line)
                 print(json.dumps(line), file=file, flush=True)
     except (UserError, TraceError) as error:
-        print(f"compare_policies: error: {error}", file=sys.stderr)
-        return 2
+        return refuse(__name__, error)
     show(lines)
     if args.what == "curves":
         write_tables(lines, args.directory)
@@ -80,18 +81,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__name__, __doc__)
     add = parser.add_argument
     add("what", choices=("curves", "coactivation", "draw"))
     add("directory", type=Path, metavar="DIR", help="of traces and results")
-    shared = Path(__file__).resolve().parents[3] / "shared"
-    add("--model", default=str(shared / "models/tri"), help="default: %(default)s")
+    add("--model", default=str(TRI), help="default: %(default)s")
     add(
         "--text",
         nargs="*",
-        default=[str(shared / f"corpora/{name}.txt") for name in ("text", "math", "code")],
+        default=TEXTS,
         help="files, a domain each (default: ../shared/corpora); none: only generated routing",
     )
     add("--batches", type=_numbers(int), metavar="B,…", default=[1, 8, 32])

@@ -25,7 +25,6 @@ import datetime
 import itertools
 import json
 import shutil
-import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -36,7 +35,6 @@ from typing import Any
 import jax
 import numpy as np
 
-import moejax
 from host_offload.memory.tables import empty_tables
 from host_offload.policies.eviction.names import with_eviction
 from host_offload.policies.prefetch.names import with_prefetch
@@ -56,8 +54,9 @@ from moejax.models.config import parse_config
 from moejax.start.build import Limits, start_engine
 from moejax.start.policies import start_controller
 from moejax.traces.tracer import start_trace
+from scripts.parts.commands import new_parser, refuse
+from scripts.parts.places import DEMO, TRI
 
-SHARED = Path(__file__).resolve().parents[3] / "shared"
 WIDE = dict(
     model_type="qwen3_moe",
     norm_topk_prob=True,
@@ -117,8 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise UserError("--repeats and --tokens must be at least 2")
         lines = [line for name in args.models.split(",") for line in check(args, name)]
     except UserError as error:
-        print(f"check_predictions: error: {error}", file=sys.stderr)
-        return 2
+        return refuse(__name__, error)
     text = markdown(lines)
     with open(args.directory / "predictions.jsonl", "w") as file:
         file.writelines(json.dumps(line) + "\n" for line in lines)
@@ -128,11 +126,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__name__, __doc__)
     parser.add_argument("directory", type=Path, metavar="DIR", help="of traces and results")
-    has_tri = (SHARED / "models/tri").is_dir()
+    has_tri = TRI.is_dir()
     models = "demo,tri,wide" if has_tri else "demo,wide"
     parser.add_argument("--models", default=models, help="default: %(default)s")
     parser.add_argument("--repeats", type=int, default=5, help="timed rounds (%(default)s)")
@@ -215,7 +211,7 @@ def engine_of(args: argparse.Namespace, name: str) -> Iterator[Engine]:
 def load(name: str, device: jax.Device) -> LoadedModel:
     if name == "wide":
         return random_model(parse_config(WIDE, "wide"), "float32", device)
-    places = {"demo": Path(moejax.__file__).parent / "demo", "tri": SHARED / "models/tri"}
+    places = {"demo": DEMO, "tri": TRI}
     return load_checkpoint(places.get(name, Path(name)), "auto", device)
 
 

@@ -1,4 +1,4 @@
-"""What compare_policies.py found: a table and plots."""
+"""What the command `compare` found: a table and plots."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from moejax import UserError
+from scripts.parts.plots import pyplot
 
 BOUNDS = ("MIN", "MIN, one pool")
 """Names of bounds.min_transfers with cells of each layer, and with cells that all layers share."""
@@ -104,20 +104,6 @@ def _cell(line: Mapping[str, Any] | None) -> str:
     found = [f"{100 * line[what] / line['references']:.1f}" for what in ("misses", "transfers")]
     stall = f" ({1e3 * line['stall_s']:.2f} ms)" if "stall_s" in line else ""
     return " / ".join(found) + stall
-
-
-def pyplot() -> Any:
-    """matplotlib.pyplot, drawing into files. Raises UserError without matplotlib."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise UserError(
-            "plots need matplotlib: pip install matplotlib; or leave them out with --no-plots"
-        ) from error
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    return plt
 
 
 def draw(lines: Sequence[Mapping[str, Any]], directory: Path) -> list[Path]:

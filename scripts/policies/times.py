@@ -13,7 +13,7 @@ statistics that hold it with 95% confidence; the same of the ratio to LRU with t
 the same repeat, which a machine that is busy disturbs less. Policies that look between layers need
 driver="host", whose steps cost more: compare within a driver. What is stochastic draws anew in each
 run, at least 10 times. What learns was fitted to DIR's train trace, recorded where it is not there
-(compare_policies.py makes the same one). Nothing is tuned.
+(the command `compare` makes the same one). Nothing is tuned.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import contextlib
 import dataclasses
 import json
 import math
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,11 +35,13 @@ from host_offload.traces.reader import Trace, TraceError
 from moejax import LLM, SamplingParams, UserError
 from moejax.costs.rates import measure_link_rate
 from moejax.engine.step_work import Step
+from scripts.parts.commands import new_parser, refuse
+from scripts.parts.intervals import median_interval
+from scripts.parts.places import TEXTS, TRI
 from scripts.parts.workloads import text_corpus
 from scripts.policies.arms import SEEDS, Arm, arms
 from scripts.policies.traces import TEST, TRAIN, recorded_trace, windows
 
-CONFIDENCE = 0.95
 BASELINES = {"device": "lru", "host": "lru (host)"}
 """Driver → the arm that its others are compared with."""
 
@@ -51,10 +52,10 @@ class Run:
 
     tokens: list[list[int]]
     seconds: list[float]
-    """Of the decode steps that count."""
+    """One for each decode step that counts."""
     left_out: int
     compiled: int
-    """Of those left out."""
+    """How many of the decode steps compiled."""
     misses: int
     """In all decode steps, as the next two."""
     steps: int
@@ -68,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sizes = args.tokens - 4, args.prompt_tokens, args.sequences, *args.batches
         if min(sizes) < 1 or args.long_prompt_tokens < 0:
             raise UserError("sizes must be at least 1, and --tokens at least 5")
-        interval([0.0] * args.repeats)
+        median_interval([0.0] * args.repeats)
         root = args.directory / f"{Path(args.model).name}-{args.sequences}x{args.prompt_tokens}"
         root = root.with_name(f"{root.name}+32-rows{args.sequences}")
         root.mkdir(parents=True, exist_ok=True)
@@ -83,23 +84,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 if args.json:
                     print(json.dumps(line), flush=True)
     except (UserError, TraceError, ValueError) as error:
-        print(f"bench_policies: error: {error}", file=sys.stderr)
-        return 2
+        return refuse(__name__, error)
     if not args.json:
         show(lines)
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__name__, __doc__)
     add = parser.add_argument
-    shared = Path(__file__).resolve().parents[3] / "shared"
     add("directory", type=Path, metavar="DIR", help="of the train trace and times.jsonl")
-    add("--model", default=str(shared / "models/tri"), help="default: %(default)s")
-    texts = [str(shared / f"corpora/{name}.txt") for name in ("text", "math", "code")]
-    add("--text", nargs="+", default=texts, help="files of prompts (default: ../shared/corpora)")
+    add("--model", default=str(TRI), help="default: %(default)s")
+    add("--text", nargs="+", default=TEXTS, help="files of prompts (default: ../shared/corpora)")
     numbers = lambda text: [int(part) for part in text.split(",")]  # noqa: E731
     add("--batches", type=numbers, metavar="B,…", default=[1, 8, 32])
     add("--expert-budget", default="50%", help="as of moejax.LLM (default: %(default)s)")
@@ -249,9 +245,9 @@ def summary(arm: Arm, runs: dict[str, list[list[Run]]], llm: LLM, link: float) -
         "policy": arm.name,
         "settings": [name_of(policy) for policy in arm.policies],
         "ms_per_step": ms,
-        "ms_interval": interval(means),
+        "ms_interval": median_interval(means),
         "to_lru": ratio,
-        "to_lru_interval": interval(ratios),
+        "to_lru_interval": median_interval(ratios),
         "misses_per_step": moved,
         "ahead_per_step": ahead,
         "floor_link_ms": (moved + ahead) * record / link * 1e3,
@@ -265,21 +261,6 @@ def summary(arm: Arm, runs: dict[str, list[list[Run]]], llm: LLM, link: float) -
 
 def _mean_ms(repeat: Sequence[Run]) -> float:
     return 1e3 * float(np.mean([s for each in repeat for s in each.seconds]))
-
-
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Order statistics that hold the median with at least 95% confidence, whatever the values'
-    distribution (binomial). Raises UserError for fewer than six."""
-    n, ordered = len(values), sorted(values)
-    tail, cut = 0.0, -1
-    while cut + 1 < n // 2:
-        tail += math.comb(n, cut + 1) / 2**n
-        if 2 * tail > 1 - CONFIDENCE:
-            break
-        cut += 1
-    if cut < 0:
-        raise UserError(f"--repeats {n}: the median of fewer than 6 has no 95% interval")
-    return ordered[cut], ordered[n - 1 - cut]
 
 
 def show(lines: Sequence[dict[str, Any]]) -> None:

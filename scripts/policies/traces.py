@@ -1,4 +1,4 @@
-"""Routing that compare_policies.py looks at: recorded by the engine, or generated."""
+"""Routing that the command `compare` looks at: recorded by the engine, or generated."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from scripts.parts.workloads import text_corpus
 TRAIN, TEST = (0.0, 0.6), (0.8, 1.0)
 """Contiguous parts of a text; what is between them is for tuning, and nothing is tuned here."""
 EXPERT_BYTES = 9 * 2**20
-"""Of generated routing: Qwen3-30B-A3B's."""
+"""An expert of generated routing: Qwen3-30B-A3B's."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Source:
     test: Mapping[int, Trace]
     """By batch size."""
     router: Path | None = None
-    """Of float32[L, D, E]; None: generated routing, which has no gate inputs either."""
+    """A file of float32[L, D, E]; None: generated routing, which has no gate inputs either."""
 
 
 def recorded(args: argparse.Namespace) -> Iterator[Source]:
@@ -177,14 +177,14 @@ def generated_steps(
 ) -> Iterator[StepRecord]:
     """Decode steps of tokens `first`… of `rows` sequences. Before them one prefill step of the
     `prompt` tokens that come before, so that what is resident is not nothing."""
-    swept: list[RoutedTokens] = []
+    prefilled: list[RoutedTokens] = []
     for token, routed in enumerate(generator.steps(rows, first + tokens)):
         prefill = token < first
         if prefill:
-            swept += [routed] if token >= first - prompt else []
-            if not swept or token < first - 1:
+            prefilled += [routed] if token >= first - prompt else []
+            if not prefilled or token < first - 1:
                 continue
-        chosen = swept if prefill else [routed]
+        chosen = prefilled if prefill else [routed]
         numbers = np.tile(np.arange(rows, dtype=np.int32), len(chosen))
         yield routed_step(
             token - first + (prompt > 0),

@@ -2,4 +2,4 @@
 
 from scripts.parts.commands import run
 
-run("precision", ("compare", "speed", "plot"))
+run("precision")

@@ -1,4 +1,4 @@
-"""The arms that compare_precision.py compares: their bytes, their maps and their runs.
+"""The arms that the command `compare` compares: their bytes, their maps and their runs.
 
 Every line has what it is and `nll`: domain → −ln p of each window.
 """
@@ -32,7 +32,7 @@ from scripts.precision.engine import (
 from scripts.precision.stream import agreement, run_decode, run_dynaexq
 
 TOLERANCE = 0.01
-"""Of bytes: an arm that is farther from the budget is refused."""
+"""An arm whose bytes are farther from the budget is refused."""
 
 TUNED = tuple(
     {"alpha": alpha, "interval": interval, "spares": 2}
@@ -120,7 +120,7 @@ class Arms:
         return high
 
     def line(
-        self, pair: Pair, arm: str, scores: Scores, spares: int = 0, **more: Any
+        self, pair: Pair, arm: str, scores: Scores, spares: int = 0, study: str | None = None
     ) -> dict[str, Any]:
         high = self.high(pair, spares)
         rival = None if pair.rival is None else self.total * self.bytes_of(pair.rival)
@@ -134,7 +134,7 @@ class Arms:
             "rival": pair.rival,
             "rival_bytes": rival,
             "dense_bytes": self.total * self.bytes_of("dense"),
-            **more,
+            **({} if study is None else {"study": study}),
             "nll": {name: values.tolist() for name, values in scores.items()},
             "tokens": WINDOW - 1,
         }
@@ -144,10 +144,18 @@ class Arms:
     def same(self) -> np.ndarray:
         return uniform_map(self.engine.layers, self.engine.experts, 0)
 
-    def score(self, versions: Sequence[str], experts: np.ndarray, **where: Any) -> Scores:
-        told = {"domains": self.domains, "part": "test", "windows": self.windows}
-        told |= {"quantizers": self.quantizers, **where}
-        return self.engine.score(versions, experts, **told)
+    def score(
+        self,
+        versions: Sequence[str],
+        experts: np.ndarray,
+        domains: Sequence[Domain] | None = None,
+        part: str = "test",
+        quantizers: Mapping[str, str] | None = None,
+    ) -> Scores:
+        """None: all domains, the quantizers that were chosen."""
+        domains = self.domains if domains is None else domains
+        quantizers = self.quantizers if quantizers is None else quantizers
+        return self.engine.score(versions, experts, domains, part, self.windows, quantizers)
 
     def choose_quantizers(self) -> Iterator[dict[str, Any]]:
         """Lines of the versions alone, each with the quantizer of least −ln p on the validation
@@ -157,8 +165,9 @@ class Arms:
                 continue
             found = {}
             for name in CHOICES if version in BITS else ():
-                where = dict(part="validation", quantizers={version: name})
-                scores = self.score((version,), self.same(), **where)
+                scores = self.score(
+                    (version,), self.same(), part="validation", quantizers={version: name}
+                )
                 found[name] = sum(float(values.sum()) for values in scores.values())
             if found:
                 self.quantizers[version] = min(found, key=found.__getitem__)
@@ -200,13 +209,14 @@ class Arms:
         return np.maximum(self.errors[pair.lo] - self.errors[pair.hi], 0)
 
     def fixed(
-        self, pair: Pair, maps: Iterator[tuple[str, Any]], **more: Any
+        self, pair: Pair, maps: Iterator[tuple[str, Any]], study: str | None = None
     ) -> Iterator[dict[str, Any]]:
-        """maps: of `maps`. more: what else the lines say."""
+        """maps: of `maps`."""
         self.say(f"{pair.name}: fixed maps")
         for arm, experts in maps:
-            if not self.has(pair, arm, study=more.get("study")):
-                yield self.line(pair, arm, self.score((pair.hi, pair.lo), experts), **more)
+            if not self.has(pair, arm, study=study):
+                scores = self.score((pair.hi, pair.lo), experts)
+                yield self.line(pair, arm, scores, study=study)
 
     def oracles(self, pair: Pair) -> Iterator[dict[str, Any]]:
         """They know the test part's own routing: what no map of one domain can be better informed
@@ -251,12 +261,12 @@ class Arms:
         arm: str,
         changes: Mapping[str, Any],
         order: Sequence[Domain],
-        **more: Any,
+        study: str | None = None,
     ) -> Iterator[dict[str, Any]]:
         """The line of one run over the test parts. changes: of the pair's settings."""
         settings = {**self.settings[pair.name], **changes}
         names = [domain.name for domain in order]
-        if self.has(pair, arm, names, more.get("study")):
+        if self.has(pair, arm, names, study):
             return
         self.say(f"{pair.name}: {arm} over {', '.join(names)}")
         asked = self._asked(pair, settings)
@@ -264,18 +274,13 @@ class Arms:
         high = self.high(pair, settings["spares"])
         wanted = {n: top(c, -(-high // self.engine.layers)) for n, c in self.found.own.items()}
         lengths = [self.windows * (WINDOW - 1)] * len(order)
-        yield self.line(
-            pair,
-            arm,
-            scores,
-            spares=settings["spares"],
-            order=names,
-            settings=settings,
-            stats=stats,
-            steps=len(history.step),
-            agreement=agreement(history, order, lengths, wanted),
-            **more,
-        )
+        yield self.line(pair, arm, scores, settings["spares"], study) | {
+            "order": names,
+            "settings": settings,
+            "stats": stats,
+            "steps": len(history.step),
+            "agreement": agreement(history, order, lengths, wanted),
+        }
 
     def decode(self, pair: Pair, arm: str, changes: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """The line of one stream of decode steps; without −ln p, as its tokens are sampled."""
@@ -288,5 +293,10 @@ class Arms:
         each = -(-high // self.engine.layers)
         asked, prompts = self._asked(pair, settings), 2 * self.windows
         stats, steps, agreed = run_decode(*asked, self.domains, prompts, each)
-        more = dict(settings=settings, stats=stats, steps=steps, agreement=agreed, order=names)
-        yield self.line(pair, arm, {}, spares=settings["spares"], study="shifts", **more)
+        yield self.line(pair, arm, {}, settings["spares"], "shifts") | {
+            "order": names,
+            "settings": settings,
+            "stats": stats,
+            "steps": steps,
+            "agreement": agreed,
+        }

@@ -25,7 +25,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -33,6 +32,9 @@ from typing import Any
 
 from host_offload.traces.reader import TraceError
 from moejax import UserError
+from scripts.parts.commands import new_parser, refuse
+from scripts.parts.places import TEXTS, TRI
+from scripts.parts.plots import pyplot
 from scripts.precision.arms import TUNED, WEIGHTED, Arms
 from scripts.precision.engine import (
     MapEngine,
@@ -42,7 +44,7 @@ from scripts.precision.engine import (
     read_domains,
     write_versions,
 )
-from scripts.precision.report import draw, pyplot, show
+from scripts.precision.report import draw, show
 from scripts.precision.stream import check_agreement, orders_of
 
 Line = dict[str, Any]
@@ -92,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise UserError(f"give the ablation's --name: {', '.join(ABLATIONS)}")
         if min(args.windows, args.seeds, args.orders, args.prefill, args.calibration) < 1:
             raise UserError(
-                "--windows, --calibration, --seeds, --orders and --prefill step are at least 1"
+                "--windows, --calibration, --seeds, --orders and --prefill are at least 1"
             )
         args.directory.mkdir(parents=True, exist_ok=True)
         _require_same(args)
@@ -103,8 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(json.dumps(line), file=file)
             _arguments(args.directory).write_text(json.dumps(_same(args)))
     except (UserError, TraceError) as error:
-        print(f"compare_precision: error: {error}", file=sys.stderr)
-        return 2
+        return refuse(__name__, error)
     show(lines)
     if not args.no_plots:
         draw(lines, args.directory)
@@ -112,18 +113,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__name__, __doc__)
     kinds = ("run", "fixed", "dynamic", "ablation", "shifts", "draw")
     parser.add_argument("what", choices=kinds)
     parser.add_argument("directory", type=Path, metavar="DIR", help="of results")
-    shared = Path(__file__).resolve().parents[3] / "shared"
-    parser.add_argument("--model", default=str(shared / "models/tri"), help="default: %(default)s")
+    parser.add_argument("--model", default=str(TRI), help="default: %(default)s")
     parser.add_argument(
         "--text",
         nargs="+",
-        default=[str(shared / f"corpora/{name}.txt") for name in ("text", "math", "code")],
+        default=TEXTS,
         help="files, a domain each (default: ../shared/corpora)",
     )
     parser.add_argument(
@@ -139,7 +137,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seeds", type=int, default=20, help="random maps (default: 20)")
     parser.add_argument("--orders", type=int, default=6, help="of domains (default: all 6)")
     parser.add_argument(
-        "--prefill step",
+        "--prefill",
         type=int,
         default=128,
         help="tokens of a step under DynaExq, from 64: steps and spares bound how many transitions "
@@ -263,10 +261,11 @@ def _shares(args: argparse.Namespace, pair: Pair, arms: Arms) -> Iterator[Line]:
     for share in SHARES:
         other = Pair(pair.hi, pair.lo, None, share)
         arms.settings[other.name] = arms.settings[pair.name]
-        more: dict[str, Any] = {"study": "hi-share"}
-        yield from arms.fixed(other, arms.maps(other, min(args.seeds, 5), each=False), **more)
-        yield from arms.dynaexq(other, "DynaExq", {}, arms.domains, **more)
-        yield from arms.dynaexq(other, "DynaExq error-weighted", WEIGHTED, arms.domains, **more)
+        study, order = "hi-share", arms.domains
+        maps = arms.maps(other, min(args.seeds, 5), each=False)
+        yield from arms.fixed(other, maps, study)
+        yield from arms.dynaexq(other, "DynaExq", {}, order, study)
+        yield from arms.dynaexq(other, "DynaExq error-weighted", WEIGHTED, order, study)
 
 
 def _shifts(args: argparse.Namespace, pairs: Sequence[Pair], arms: Arms) -> Iterator[Line]:

@@ -1,4 +1,4 @@
-"""Stated costs of a GPU for bench_precision.py: a roofline of one model's steps in each version.
+"""Stated costs of a GPU for the command `speed`: a roofline of one model's steps in each version.
 
 The figures are those measured on one H200 in ../shared/DESIGN.md, section 6, with its own kernels;
 nothing here was measured on this machine, and moejax's kernels have not been timed there. What has

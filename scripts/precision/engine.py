@@ -1,8 +1,8 @@
-"""What compare_precision.py computes fixed maps with, and what it calibrates on.
+"""What the command `compare` computes fixed maps with, and what it calibrates on.
 
 A version's experts compute with exactly the weights that its records decode to, so a fixed map has
 the bits of a dense store of decoded records. That is what the engine of fixed maps holds: the next
-map is another array for the same executables. (precision_stream.check_agreement compares it with an
+map is another array for the same executables. (stream.check_agreement compares it with an
 engine that has the versions.)
 """
 
@@ -52,7 +52,7 @@ Scores = dict[str, np.ndarray]
 class Domain:
     name: str
     parts: Mapping[str, str]
-    """Of PARTS: texts."""
+    """Part, of PARTS → its text."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Pair:
     rival: str | None
     """Its bytes are the budget."""
     share: float | None
-    """Of high experts, where no rival says it."""
+    """The share of high experts, where no rival says it."""
 
     @property
     def name(self) -> str:

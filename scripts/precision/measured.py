@@ -1,4 +1,4 @@
-"""Measured runs for bench_precision.py: engines of one memory, one per arm, that take turns."""
+"""Measured runs for the command `speed`: engines of one memory, one per arm, that take turns."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from moejax.costs.rates import Rates, measure_rates
 from moejax.models.config import parse_config
 from moejax.models.model_config import ModelConfig
 from moejax.sizes import parse_size
-from scripts.policies.times import interval
+from scripts.parts.intervals import median_interval
 
 MODEL = {
     "model_type": "qwen3_moe",
@@ -70,7 +70,7 @@ class Run:
 
     ttft_s: list[float]
     tpot_s: list[float]
-    """Of all sequences."""
+    """All sequences, one after the other."""
     misses: int
     link_bytes: int
     active: float
@@ -338,7 +338,7 @@ def compared(runs: dict[str, list[Run]], engines: dict[str, LLM]) -> dict[str, A
 
 def bounds(values: Sequence[float]) -> tuple[float, float] | None:
     """The median's 95% interval; None of fewer than six values, which have none."""
-    return interval(values) if len(values) >= 6 else None
+    return median_interval(values) if len(values) >= 6 else None
 
 
 def about(line: dict[str, Any]) -> str:

@@ -9,8 +9,6 @@ and DIR/heat.png, layer × expert over time.
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,16 +18,15 @@ import numpy as np
 from host_offload.simulate.version_history import VersionHistory, version_history
 from host_offload.traces.reader import TraceError, read_trace
 from moejax import UserError
-from scripts.policies.report import pyplot
+from scripts.parts.commands import new_parser, refuse
+from scripts.parts.plots import pyplot
 
 _HEAT_SHOTS = 6
 """Moments that are shown beside the share of time."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__name__, __doc__)
     parser.add_argument("trace", metavar="TRACE")
     parser.add_argument("directory", type=Path, metavar="DIR", help="of the pictures")
     args = parser.parse_args(arguments)
@@ -39,8 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         history = version_history(trace)
         names = list(trace.header.spec["version_bytes"])
     except (UserError, TraceError) as error:
-        print(f"plot_versions: error: {error}", file=sys.stderr)
-        return 2
+        return refuse(__name__, error)
     args.directory.mkdir(parents=True, exist_ok=True)
     draw_versions(plt, history, names, args.directory / "versions.png")
     draw_heat(plt, history, names, args.directory / "heat.png")

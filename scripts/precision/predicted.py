@@ -1,4 +1,4 @@
-"""Predictions for bench_precision.py: routing, the arms' memory, times from stated costs."""
+"""Predictions for the command `speed`: routing, the arms' memory, times from stated costs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PREFILL = 8192
 """Prompt tokens of a prefill step (moejax's default on a GPU)."""
 
 WAVES = 8
-"""Of a prefill step, as with kernels."""
+"""Waves of a prefill step, as with kernels."""
 
 VERSIONS = ("dense", "int8", "int4")
 MIX = ("dense", "int4")
@@ -50,7 +50,7 @@ class Settings:
     """Decode steps of each run."""
     interval: str
     step_bytes: int | None
-    """Of transitions in a step; None: as the stage list allows (8 experts)."""
+    """Bytes of transitions in a step; None: as the stage list allows (8 experts)."""
     spares: int
     seed: int = 0
 
@@ -137,8 +137,8 @@ def write_run(
         before = number
         tokens = np.arange(batch * prompt)
         for first in range(0, batch * prompt, PREFILL):
-            swept = tokens[first : first + PREFILL]
-            append(writer, routing.ids, swept // prompt, swept % prompt, "prefill")
+            some = tokens[first : first + PREFILL]
+            append(writer, routing.ids, some // prompt, some % prompt, "prefill")
         for step in range(settings.steps):
             position = np.full(batch, prompt + step)
             append(writer, routing.ids, np.arange(batch), position, "decode")
@@ -159,7 +159,7 @@ class Plan:
     resident: bool
     """Nothing ever moves on demand."""
     spec: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Of a trace's header, for versions that mix."""
+    """The spec of a trace's header, for versions that mix."""
     cells: np.ndarray | None = None
     policies: tuple[Policy, ...] = ()
 
@@ -305,7 +305,7 @@ def _figures(
     made: Plan,
     others: int,
 ) -> dict[str, Any]:
-    """Of the steps after the warm ones. others: bytes of weights that are no expert's."""
+    """Figures of the steps after the warm ones. others: bytes of weights that are no expert's."""
     last = before + int(ends[-1]) + 1
     prefill_steps, decode = seconds[before:last], seconds[last:]
     first_token = np.cumsum(prefill_steps)[ends]

@@ -1,4 +1,4 @@
-"""What compare_precision.py found: tables with paired intervals, and plots."""
+"""What the command `compare` found: tables with paired intervals, and plots."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from scripts.policies.report import pyplot
+from scripts.parts.plots import pyplot
 from scripts.precision.stream import by_window, level, tokens_to_follow
 
 __all__ = ["difference", "draw", "pyplot", "shifts_of", "show"]
 
 DRAWS = 10_000
-"""Of the bootstrap."""
+"""Draws of the bootstrap."""
 
 Line = Mapping[str, Any]
 

@@ -22,8 +22,8 @@ rate, "link" all bytes that crossed the link in a run at the fill op's rate; bot
 this run. Writes DIR/measured.jsonl.
 
 predict: routing as published of Qwen3 (generated); caches are warm from other sequences, whose
-counts are DynaExq's scores at the start. All sequences arrive at once; their prompts are swept in
-order, 8192 tokens at a time, then all are decoded together (the engine would decode between two
+counts are DynaExq's scores at the start. All sequences arrive at once; their prompts are prefilled
+in order, 8192 tokens at a time, then all are decoded together (the engine would decode between two
 prefill steps). TPOT is a decode step. What policies compute, and the copies that they look at, cost
 nothing here. DynaExq's interval is shorter than its own default (4096 tokens), or hardly one would
 end within a run. Writes DIR/predicted.jsonl, predicted.txt (every line, with floors) and
@@ -36,7 +36,6 @@ import argparse
 import datetime
 import json
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -45,6 +44,7 @@ from host_offload.memory.budget import BudgetError
 from moejax import UserError
 from moejax.checkpoints.random_model import shape
 from moejax.sizes import parse_rate, parse_size
+from scripts.parts.commands import new_parser, refuse
 from scripts.precision.costs import SOURCES, Decoding, Machine, check
 from scripts.precision.measured import about, measured
 from scripts.precision.predicted import Settings, predicted
@@ -69,15 +69,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for line in args.run(args):
             print(line, flush=True)
     except (UserError, BudgetError, OSError) as error:
-        print(f"bench_precision: error: {error}", file=sys.stderr)
-        return 2
+        return refuse(__name__, error)
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__name__, __doc__)
     commands = parser.add_subparsers(dest="what", required=True)
 
     def command(name: str, run: Any, batches: str) -> Any:
@@ -195,9 +192,9 @@ def forecast(args: argparse.Namespace) -> Iterator[str]:
         yield from batch_crossovers(at, f"predicted at {share:.0%}")
     yield ""
     yield from overhead_text(lines)
-    swept = sum(line.get("prefill_read_through", 0) for line in lines)
-    if swept:
-        yield f"{swept} experts were read through in prefill steps, priced as read once"
+    read = sum(line.get("prefill_read_through", 0) for line in lines)
+    if read:
+        yield f"{read} experts were read through in prefill steps, priced as read once"
 
 
 def parse_shares(text: str) -> list[float]:

@@ -1,4 +1,4 @@
-"""Tables, crossovers and the plot of bench_precision.py."""
+"""Tables, crossovers and the plot of the command `speed`."""
 
 from __future__ import annotations
 

@@ -18,15 +18,15 @@ from moejax import LLM, SamplingParams, UserError
 from scripts.precision.engine import WINDOW, Domain, MapEngine, Scores, engine_options, score
 
 PROMPT, GENERATED, ROWS = 32, 128, 8
-"""Of the decode stream: tokens of a prompt, tokens generated of it, and prompts at once."""
+"""The decode stream: tokens of a prompt, tokens generated of it, and prompts at once."""
 
 Agreement = dict[str, list[list[float]]]
 """Domain → [tokens since it began, share of its own hottest experts that is high], by step."""
 
 
 def dynaexq_options(settings: Mapping[str, Any], directory: Path) -> dict[str, Any]:
-    """Of LLM. settings: of DynaExq, with `interval` in tokens and `weights` an array, which is
-    written into the directory."""
+    """Options of LLM. settings: DynaExq's, with `interval` in tokens and `weights` an array, which
+    is written into the directory."""
     keys = dict(settings)
     interval = keys.pop("interval")
     if "weights" in keys:

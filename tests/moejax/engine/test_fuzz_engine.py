@@ -1,4 +1,4 @@
-"""Random workloads under all invariants: a sample of what scripts/check/fuzz.py runs at length."""
+"""Random workloads under all invariants: a sample of what `python -m scripts.check fuzz` does."""
 
 import dataclasses
 from collections import Counter
@@ -12,7 +12,7 @@ from moejax.engine.arena_report import kv_faults
 from scripts.check import fuzz as fuzz_engine
 from scripts.check.fuzz import Fault, run_episode
 from tests.moejax.engine.scheduler_model import Device, Turn, run
-from tests.scripts.bench_runs import json_lines, refusal
+from tests.scripts.runs import json_lines, refusal
 
 SEED = 0
 EPISODES = 4

@@ -1,6 +1,6 @@
-"""File jobs ended with SIGKILL and resumed; `scripts/check/batch.py` is the larger check.
+"""File jobs ended with SIGKILL and resumed; `python -m scripts.check batch` is the larger check.
 
-MOEJAX_KILLS sets how often (default: 2); scripts/check/batch.py --kills 20 is the full size.
+MOEJAX_KILLS sets how often (default: 2); with `--kills 20` that one is the full size.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""scripts/budgets/table2.py: both arms have the same bytes, and what is predicted beside them."""
+"""Table 2: both arms have the same bytes, and what is predicted beside them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_active_sets_are_of_the_rows_that_run():
 def test_the_whole_model_is_predicted_near_what_is_published(monkeypatch):
     """At 50 GB/s, with nothing fitted but the step with everything resident: paging within a
     fifth of the paper's WiSP, and its offload is the reading of active experts, not of layers."""
-    monkeypatch.setattr("table2_predicted.PREDICTED_STEPS", 128)
+    monkeypatch.setattr("scripts.budgets.table2_predicted.PREDICTED_STEPS", 128)
     found = {cells: predicted(cells) for cells in PUBLISHED}
     for cells, row in found.items():
         offload, wisp = PUBLISHED[cells]

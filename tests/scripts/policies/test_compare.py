@@ -3,13 +3,14 @@
 import json
 import math
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from host_offload.traces.reader import read_trace
 from moejax.errors import UserError
+from scripts.parts.intervals import median_interval
+from scripts.parts.places import SHARED
 from scripts.policies import arms as policy_arms
 from scripts.policies import compare as compare_policies
 from scripts.policies import report as policy_report
@@ -36,7 +37,7 @@ def lines(directory):
 
 
 def lru_misses(trace, cells):
-    """Of decode steps, by hand."""
+    """Misses of decode steps, by hand."""
     misses = 0
     used = [{} for _ in range(trace.header.layers)]  # who is resident → when it was last used
     for step in trace.step_traces():
@@ -144,7 +145,7 @@ def test_processes_change_nothing(directory, lines):
 def test_the_interval_of_a_median(n, cut):
     """Order statistics of the sign test's table; one further in would be below 95%."""
     values = [float(v) for v in np.random.default_rng(n).permutation(n)]
-    assert bench_policies.interval(values) == (cut, n - 1 - cut)
+    assert median_interval(values) == (cut, n - 1 - cut)
     below = [math.comb(n, k) / 2**n for k in range(cut + 2)]
     assert 1 - 2 * sum(below[: cut + 1]) >= 0.95 > 1 - 2 * sum(below)
 
@@ -160,8 +161,7 @@ def test_too_few_repeats_are_refused(tmp_path, capsys):
 @pytest.mark.shared
 def test_times_of_policies(tmp_path, capsys):
     """The demo model: every arm once in a short regime, the same tokens, both drivers."""
-    shared = Path(__file__).resolve().parents[3] / "shared"
-    options = ["--model", "demo", "--text", str(shared / "corpora/text.txt"), "--batches", "2"]
+    options = ["--model", "demo", "--text", str(SHARED / "corpora/text.txt"), "--batches", "2"]
     options += ["--sequences", "2", "--prompt-tokens", "8", "--long-prompt-tokens", "0", "--json"]
     assert bench_policies.main([str(tmp_path), *options, "--policies", "lfu,fate,random"]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]

@@ -10,7 +10,7 @@ from moejax.checkpoints.random_model import shape
 from moejax.engine.step_work import prefill_batch
 from scripts.bench import host_loop as bench_host_loop
 from scripts.bench.host_loop import Arrivals, Profile, make_engine, measure
-from tests.scripts.bench_runs import json_lines, refusal
+from tests.scripts.runs import json_lines, refusal
 
 TINY = (
     *("--sequences", "4", "--shape", "demo", "--experts", "16", "--mean-tokens", "20"),
@@ -34,8 +34,8 @@ def test_parts_add_up(engine):
         assert "device" not in each.parts_s
         np.testing.assert_allclose(sum(each.parts_s.values()), each.total_s)
     assert 0 < sum(float(each.total_s.sum()) for each in measured) < wall
-    (swept,) = (each for each in measured if each.kind == "prefill")
-    assert "prefill step arrays" in swept.parts_s
+    (prefilled,) = (each for each in measured if each.kind == "prefill")
+    assert "prefill step arrays" in prefilled.parts_s
     # What was timed is as it was.
     assert not [name for name in vars(engine) if name in ("_read", "_place")]
     assert bench_host_loop.sys.modules["moejax.engine.loop"].prefill_batch is prefill_batch

@@ -1,7 +1,6 @@
-"""What compare_precision.py says is what the windows say, and pictures show what a trace has."""
+"""What the command `compare` says is what the windows say, and pictures show what a trace has."""
 
 import functools
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,6 +11,7 @@ from host_offload.simulate.version_history import steps_to_converge, version_his
 from host_offload.traces.reader import TraceError, TransferTrace, read_trace
 from moejax.errors import UserError
 from pallas_kernels.records import RecordFormat
+from scripts.parts.places import SHARED
 from scripts.precision import arms as precision_arms
 from scripts.precision import compare as compare_precision
 from scripts.precision import engine as precision_engine
@@ -172,7 +172,7 @@ def test_shifts_are_measured_against_transitions_that_block(capsys):
     ("arguments", "message"),
     [
         (["ablation"], "give the ablation's --name: no-hysteresis, no-ema"),
-        (["run", "--windows", "0"], "--orders and --prefill step are at least 1"),
+        (["run", "--windows", "0"], "--orders and --prefill are at least 1"),
         (["run", "--pairs", "dense"], "is no pair"),
         (["run", "--text", "/nowhere.txt"], "cannot read /nowhere.txt"),
     ],
@@ -217,9 +217,8 @@ def test_what_is_known_is_not_made_again():
 @pytest.fixture(scope="module")
 def map_engine(tmp_path_factory):
     """demo's experts, calibrated on two windows of one text."""
-    shared = Path(__file__).resolve().parents[3] / "shared"
-    model = str(shared / "models/demo")
-    domains = precision_engine.read_domains([str(shared / "corpora/math.txt")])
+    model = str(SHARED / "models/demo")
+    domains = precision_engine.read_domains([str(SHARED / "corpora/math.txt")])
     directory = tmp_path_factory.mktemp("calibration")
     found = precision_engine.calibrate(model, domains, 2, 1, directory)
     engine = precision_engine.MapEngine(model, found.inputs)

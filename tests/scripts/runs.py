@@ -1,22 +1,7 @@
-"""Runs of the benches' main, and the modules of scripts/, imported as `python scripts/…` does."""
+"""Runs of commands in this process."""
 
 import json
 from collections.abc import Callable
-
-from scripts.bench import decode as bench_decode
-from scripts.bench import prefill as bench_prefill
-from scripts.parts import bench_engine, decode_timing, kernel_profile, prefill_report
-
-__all__ = [
-    "bench_decode",
-    "bench_engine",
-    "bench_prefill",
-    "decode_timing",
-    "json_lines",
-    "kernel_profile",
-    "prefill_report",
-    "refusal",
-]
 
 
 def json_lines(capsys, main: Callable, *args: str) -> list[dict]:

@@ -1,4 +1,4 @@
-"""bench_budget.py runs, and says what it was asked; figures are what the other tests hold."""
+"""The command `curves` runs, and says what it was asked; figures are what the other tests hold."""
 
 import json
 

@@ -12,7 +12,7 @@ import numpy as np
 from host_offload.memory.layout import DENSE
 from moejax.models.config import ModelConfig
 from moejax.step.runner import Runner
-from scripts.parts.prefill_timing import PrefillSample
+from scripts.bench.prefill_timing import PrefillSample
 from scripts.parts.text_table import aligned
 
 

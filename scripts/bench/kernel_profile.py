@@ -31,7 +31,7 @@ class Kernel:
     """Per step, as the time."""
     us: float
     share: float
-    """Of all events' time, 0 to 1."""
+    """The share of all events' time, 0 to 1."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Profile:
     gap_us: float
     """Their time."""
     gap_median_us: float
-    """Of one gap."""
+    """The median of a gap."""
     between_us: float | None
     """Idle between two programs, so between steps and between a step and its sampler; None when
     the trace does not say which program an event belongs to."""

@@ -4,7 +4,9 @@ import pytest
 
 from moejax.checkpoints.random_model import shape
 from moejax.errors import UserError
-from tests.scripts.bench_runs import bench_prefill, json_lines, prefill_report, refusal
+from scripts.bench import prefill as bench_prefill
+from scripts.bench import prefill_report
+from tests.scripts.runs import json_lines, refusal
 
 QUICK = ("--layers", "2", "--repeats", "2", "--prompt", "64", "--waves", "2")
 

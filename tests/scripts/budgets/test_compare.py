@@ -134,7 +134,7 @@ def test_what_cannot_be_compared(arguments, match, capsys, tmp_path):
 @pytest.mark.nightly
 def test_resizes_under_bursts_are_priced(capsys):
     small = ("--seeds", "2", "--sessions", "2", "--turns", "2", "--caps", "4,8", "--json")
-    assert bench_resize.main(["turns", *small]) == 0
+    assert bench_resize.main(["bursts", *small]) == 0
     *seeds, other, hindsight, warm, _ = map(json.loads, capsys.readouterr().out.splitlines())
     assert [line["seed"] for line in seeds] == [0, 1]
     arms = {"cap 4", "cap 8", "mv_wsa", "mv_wsa-trace"}
@@ -176,15 +176,15 @@ def test_what_resizing_must_not_do():
             resize_bursts.check([fixed, live], [served, other], 7)
 
 
-def test_turns_that_mean_nothing(capsys):
-    assert bench_resize.main(["turns", "--seeds", "1"]) == 2
-    assert bench_resize.main(["turns", "--caps", "many"]) == 2
-    assert bench_resize.main(["turns", "--live", "mv_wsa,best"]) == 2
-    assert bench_resize.main(["turns", "--trace-seed", "3"]) == 2
+def test_bursts_that_mean_nothing(capsys):
+    assert bench_resize.main(["bursts", "--seeds", "1"]) == 2
+    assert bench_resize.main(["bursts", "--caps", "many"]) == 2
+    assert bench_resize.main(["bursts", "--live", "mv_wsa,best"]) == 2
+    assert bench_resize.main(["bursts", "--trace-seed", "3"]) == 2
     assert bench_resize.main(["steps", "--every", "0"]) == 2
     assert bench_resize.main(["rule", "--seeds", "1"]) == 2
     assert bench_resize.main(["rule", "--memories", "much"]) == 2
-    assert capsys.readouterr().err.count("bench_resize: error") == 7
+    assert capsys.readouterr().err.count("python -m scripts.budgets resize: error") == 7
 
 
 @pytest.mark.nightly

@@ -6,8 +6,9 @@ import types
 import pytest
 
 from scripts.check import sessions as replay_sessions
+from scripts.parts import replay
 from scripts.parts.workloads import Workload, conversations, synthetic_corpus
-from tests.scripts.bench_runs import json_lines, refusal
+from tests.scripts.runs import json_lines, refusal
 
 SMALL = (
     *("--max-model-len", "256", "--max-num-seqs", "4", "--max-num-batched-tokens", "256"),
@@ -62,9 +63,9 @@ class FakeEngine:
 def test_a_turn_begins_after_the_one_before_and_its_pause(rate):
     workload = Workload(sessions=5, turns=6, rate=rate, think_s=0.7, tool_share=0.5, seed=2)
     found = conversations(workload, synthetic_corpus(64))
-    engine, clock = FakeEngine(), replay_sessions.VirtualClock(0.01)
+    engine, clock = FakeEngine(), replay.VirtualClock(0.01)
     llm = types.SimpleNamespace(engine=engine, end_session=engine.ended.append)
-    lines = list(replay_sessions.replay(llm, found, clock))
+    lines = list(replay.replay(llm, found, clock))
     assert len(lines) == 30 and len(set(engine.ended)) == 5
     by_place = {(line["session"], line["turn"]): line for line in lines}
     for session in found:
@@ -86,7 +87,7 @@ def test_a_turn_begins_after_the_one_before_and_its_pause(rate):
 def test_a_wall_clock_waits(monkeypatch):
     slept = []
     monkeypatch.setattr(replay_sessions.time, "sleep", slept.append)
-    clock = replay_sessions.WallClock()
+    clock = replay.WallClock()
     clock.wait_until(clock.now() + 5)
     clock.wait_until(clock.now() - 5)
     clock.step()

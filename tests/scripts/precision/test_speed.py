@@ -1,4 +1,4 @@
-"""What bench_precision.py predicts is the arithmetic of its stated costs, and what it names as
+"""What the command `speed` predicts is the arithmetic of its stated costs, and what it names as
 crossovers is where the figures cross."""
 
 import json
@@ -139,7 +139,7 @@ def small_routing(sequences, tokens):
     return Routing(ids(tokens, sequences), warm, np.ones((48, 128)))
 
 
-def test_a_run_is_swept_in_order_and_decoded_together(tmp_path):
+def test_a_run_is_prefilled_in_order_and_decoded_together(tmp_path):
     given, routing = settings(), small_routing(3, 100)
     before, ends = write_run(tmp_path / "t", given, routing, 3, 90)
     trace = read_trace(tmp_path / "t")
@@ -172,7 +172,9 @@ def test_static_arms_never_move_and_paged_ones_pay_for_each_miss(tmp_path):
 
 
 def test_predicted_lines_are_complete_and_ordered_as_their_floors(monkeypatch):
-    monkeypatch.setattr("precision_predicted.route", lambda s, n, t: small_routing(n, max(t, 100)))
+    monkeypatch.setattr(
+        "scripts.precision.predicted.route", lambda s, n, t: small_routing(n, max(t, 100))
+    )
     lines = list(predicted(settings(), [1, 4], [64], [0.4, 1.0]))
     assert {line["what"] for line in lines} == {"predicted"}
     assert len(lines) == 2 * 2 * 6
@@ -189,7 +191,9 @@ def test_predicted_lines_are_complete_and_ordered_as_their_floors(monkeypatch):
 
 
 def test_predict_says_what_it_is_of_and_writes_all_of_it(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("precision_predicted.route", lambda s, n, t: small_routing(n, max(t, 100)))
+    monkeypatch.setattr(
+        "scripts.precision.predicted.route", lambda s, n, t: small_routing(n, max(t, 100))
+    )
     told = ["--batch=1,2", "--prompt=64", "--shares=0.25,1", "--steps=2"]
     assert bench_precision.main(["predict", str(tmp_path), *told]) == 0
     out = capsys.readouterr().out
@@ -271,7 +275,7 @@ def test_long_prompts_have_fewer_repeats_and_few_have_no_interval():
 @pytest.mark.nightly
 def test_measure_runs_every_arm_at_one_memory(tmp_path, capsys, monkeypatch):
     small = MODEL | {"hidden_size": 128, "moe_intermediate_size": 128, "num_experts": 8}
-    monkeypatch.setattr("precision_measured.MODEL", small)
+    monkeypatch.setattr("scripts.precision.measured.MODEL", small)
     sizes = {"batch": 2, "prompt": 40, "max-tokens": 4, "repeats": 1, "pairs": 1}
     told = [f"--{name}={value}" for name, value in sizes.items()]
     told += ["--interval=32 tokens"]

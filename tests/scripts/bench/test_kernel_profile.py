@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from moejax.errors import UserError
-from tests.scripts.bench_runs import kernel_profile
+from scripts.bench import kernel_profile
 
 
 def track(pid: int, tid: int, process: str, thread: str) -> list[dict]:

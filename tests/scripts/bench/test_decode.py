@@ -9,14 +9,10 @@ import pytest
 from moejax.checkpoints.random_model import SHAPES, model_bytes, random_model, shape
 from moejax.errors import UserError
 from moejax.step.parts import StepShapes
-from tests.scripts.bench_runs import (
-    bench_decode,
-    bench_engine,
-    decode_timing,
-    json_lines,
-    kernel_profile,
-    refusal,
-)
+from scripts.bench import decode as bench_decode
+from scripts.bench import kernel_profile
+from scripts.parts import bench_engine, decode_timing
+from tests.scripts.runs import json_lines, refusal
 
 QUICK = ("--steps", "2", "--warmup", "1", "--context", "8")
 GiB = 1 << 30
