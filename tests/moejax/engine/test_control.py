@@ -25,7 +25,7 @@ from host_offload.policies.eviction.names import POLICIES
 from host_offload.policies.eviction.static import Static
 from moejax import LLM, SamplingParams, UserError
 from moejax.commands.main import _parser
-from moejax.engine.control import RunnerDevice, layer_hooks
+from moejax.engine.control import RunnerDevice, layer_hooks, stage_list
 from moejax.step.programs import STAGES
 from tests.host_offload.control.policy_runs import (
     EXPERTS,
