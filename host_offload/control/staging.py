@@ -173,7 +173,7 @@ class Staging(Transfers):
                 self.flying.append(flight)
             else:
                 known = staged if issued == step else None
-                self._settle(flight, known is not None and bool(known[flight.place]))
+                self._settle(flight, known is not None and bool(known[flight.index]))
 
     def settle_between_layers(self, done: np.ndarray) -> bool:
         """The list that was issued last between layers is complete. done int32[S]: as staged.
@@ -182,7 +182,7 @@ class Staging(Transfers):
         before = len(self.finished)
         for flight in flying:
             if flight.between_layers:
-                self._settle(flight, bool(done[flight.place]))
+                self._settle(flight, bool(done[flight.index]))
             else:
                 self.flying.append(flight)
         return len(self.finished) > before

@@ -21,8 +21,8 @@ unused: of those done, found resident by a later step, or evicted first. bytes: 
 
 class Flight(NamedTuple):
     transfer: Transfer
-    place: int
-    """In its list."""
+    index: int
+    """Of its entry in its list."""
     between_layers: bool
 
 
@@ -52,9 +52,9 @@ class Transfers:
     def count(self, cause: str, what: str, n: int = 1) -> None:
         self.counts.setdefault(cause, Counter())[what] += n
 
-    def issue(self, transfer: Transfer, place: int, between_layers: bool = False) -> None:
-        """The transfer is on a list, in that place."""
-        self.flying.append(Flight(transfer, place, between_layers))
+    def issue(self, transfer: Transfer, index: int, between_layers: bool = False) -> None:
+        """The transfer is on a list, as that entry."""
+        self.flying.append(Flight(transfer, index, between_layers))
         self.count(transfer.cause, "issued")
 
     def land(self, flight: Flight, done: bool) -> None:

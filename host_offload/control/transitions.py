@@ -302,7 +302,7 @@ class Transitions(Transfers):
                 self.flying.append(flight)
                 continue
             if transfer.issued == step and staged is not None:
-                done = bool(staged[flight.place])
+                done = bool(staged[flight.index])
             else:
                 assert tables is not None, "a lost step is known by its tables only"
                 done = bool(tables.owner[transfer.layer, transfer.cell] == transfer.expert)
