@@ -93,7 +93,7 @@ class Staging(Transfers):
     ) -> None:
         """Replaces a queue, `transitions` or `stages`; who is no longer named is cancelled."""
         new = {(entry.layer, entry.expert): entry for entry in queue}
-        flying = {(t.layer, t.expert) for t in self.in_flight}
+        flying = self.flying_places()
         for place, entry in self._queues[kind].items():
             if place not in new and place not in flying and not _satisfied(entry, tables):
                 self.count(self._cause(entry, tables), "cancelled")
@@ -112,7 +112,7 @@ class Staging(Transfers):
         entries: list[Entry] = []
         if self.paused or not self.queued:
             return entries
-        flying = {(t.layer, t.expert) for t in self.in_flight}
+        flying = self.flying_places()
         taken: dict[int, set[int]] = {}
         for t in self.in_flight:
             taken.setdefault(t.layer, set()).add(t.cell)

@@ -16,8 +16,9 @@ from host_offload.control.controller import Controller, Event
 from host_offload.control.interface import Costs, Policy, Spec
 from host_offload.control.paging import paged_said
 from host_offload.control.rules import check_policies
-from host_offload.memory.pager import Pager, cold_tables, resident_tables
+from host_offload.memory.pager import Pager, resident_tables
 from host_offload.memory.placement import ResidentSpec, resident_said
+from host_offload.memory.tables import cold_tables
 from host_offload.policies.eviction.names import EVICTION, with_eviction
 from host_offload.policies.prefetch.fitted import check_fitted
 from host_offload.policies.prefetch.names import with_prefetch
