@@ -17,8 +17,9 @@ import numpy as np
 
 from host_offload.control.step_record import StepRecord
 from host_offload.traces.reader import KINDS
+from moejax.checkpoints.random_model import expert_layout
 from moejax.errors import UserError
-from moejax.models.model_config import ModelConfig
+from moejax.models.model_config import ModelConfig, config_digest
 from moejax.traces.dumps import PER_TOKEN, RoutedBlock, read_dump
 from moejax.traces.generated import new_trace, routed_step, routing_header
 
@@ -68,12 +69,8 @@ def convert_trace(
         raise UserError("batch is at least 1, dense_layers and prompt_tokens at least 0")
     origin: dict[str, Any] = {"source": Path(source).name}
     if config is not None:
-        from moejax.models.model_config import config_digest
-        from moejax.start.info import model_info
-
-        versions = model_info(config).versions
         origin["config_digest"] = config_digest(config)
-        origin["version_bytes"] = {"dense": versions["dense"].record_bytes}
+        origin["version_bytes"] = {"dense": expert_layout(config).nbytes}
         layers = layers or config.num_hidden_layers
         top_k = top_k or config.num_experts_per_tok
     blocks = read_dump(source, layers, top_k)
