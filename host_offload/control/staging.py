@@ -93,7 +93,7 @@ class Staging(Transfers):
     ) -> None:
         """Replaces a queue, `transitions` or `stages`; who is no longer named is cancelled."""
         new = {(entry.layer, entry.expert): entry for entry in queue}
-        flying = {(t.layer, t.expert) for t in self.in_flight}
+        flying = self.flying_places()
         for place, entry in self._queues[kind].items():
             if place not in new and place not in flying and not _satisfied(entry, tables):
                 self.count(self._cause(entry, tables), "cancelled")
@@ -112,7 +112,7 @@ class Staging(Transfers):
         entries: list[Entry] = []
         if self.paused or not self.queued:
             return entries
-        flying = {(t.layer, t.expert) for t in self.in_flight}
+        flying = self.flying_places()
         taken: dict[int, set[int]] = {}
         for t in self.in_flight:
             taken.setdefault(t.layer, set()).add(t.cell)
@@ -173,7 +173,7 @@ class Staging(Transfers):
                 self.flying.append(flight)
             else:
                 known = staged if issued == step else None
-                self._settle(flight, known is not None and bool(known[flight.place]))
+                self._settle(flight, known is not None and bool(known[flight.index]))
 
     def settle_between_layers(self, done: np.ndarray) -> bool:
         """The list that was issued last between layers is complete. done int32[S]: as staged.
@@ -182,7 +182,7 @@ class Staging(Transfers):
         before = len(self.finished)
         for flight in flying:
             if flight.between_layers:
-                self._settle(flight, bool(done[flight.place]))
+                self._settle(flight, bool(done[flight.index]))
             else:
                 self.flying.append(flight)
         return len(self.finished) > before

@@ -49,16 +49,14 @@ def _step(dtype: Any, *row: str, seen: str | None = None) -> Column:
 
 class StepRecord(NamedTuple):
     """A step of N real tokens (no padding) whose results were read; L MoE layers, E experts a
-    layer, k experts a token. A trace that no engine wrote lacks some of it: None."""
+    layer, k experts a token. An Observation says more of what policies see. A trace that no engine
+    wrote lacks some of it: None."""
 
     request: Annotated[np.ndarray, _token(np.int32, seen="request")]
     """int32[N]: number of the token's request."""
     user: Annotated[np.ndarray, _token(np.int32, seen="user")]
-    """int32[N]: number of its session, −1 without one."""
     position: Annotated[np.ndarray, _token(np.int32, seen="position")]
-    """int32[N]: place in its sequence."""
     phase: Annotated[np.ndarray, _token(np.uint8, seen="phase")]
-    """uint8[N]: 0 prompt, 1 generated."""
     ids: Annotated[np.ndarray, _token(np.int16, "layers", "top_k", seen="ids")]
     """int16[N, L, k]: routed experts, ascending."""
     weights: Annotated[np.ndarray, _token(None, "layers", "top_k", seen="weights")]
@@ -76,7 +74,6 @@ class StepRecord(NamedTuple):
     rows: Annotated[int, _step(np.int32, seen="bucket")]
     """Token rows of its executable, padding included."""
     compiled: Annotated[bool, _step(np.bool_, seen="compiled")]
-    """It was the first to run its executable."""
     hits: Annotated[np.ndarray, _step(np.int32, "layers")]
     """int32[L]: active experts that were resident."""
     fills: Annotated[np.ndarray, _step(np.int32, "layers")]

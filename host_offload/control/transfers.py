@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,8 +21,8 @@ unused: of those done, found resident by a later step, or evicted first. bytes: 
 
 class Flight(NamedTuple):
     transfer: Transfer
-    place: int
-    """In its list."""
+    index: int
+    """Of its entry in its list."""
     between_layers: bool
 
 
@@ -49,12 +49,16 @@ class Transfers:
     def in_flight(self) -> tuple[Transfer, ...]:
         return tuple(flight.transfer for flight in self.flying)
 
+    def flying_places(self) -> set[tuple[int, int]]:
+        """(layer, expert) of those in flight."""
+        return {(t.layer, t.expert) for t in self.in_flight}
+
     def count(self, cause: str, what: str, n: int = 1) -> None:
         self.counts.setdefault(cause, Counter())[what] += n
 
-    def issue(self, transfer: Transfer, place: int, between_layers: bool = False) -> None:
-        """The transfer is on a list, in that place."""
-        self.flying.append(Flight(transfer, place, between_layers))
+    def issue(self, transfer: Transfer, index: int, between_layers: bool = False) -> None:
+        """The transfer is on a list, as that entry."""
+        self.flying.append(Flight(transfer, index, between_layers))
         self.count(transfer.cause, "issued")
 
     def land(self, flight: Flight, done: bool) -> None:
@@ -81,11 +85,6 @@ class Transfers:
 
     def take_contents(self) -> dict[str, np.ndarray]:
         """Contents of tables that changed since the last call."""
-        return {}
-
-    def stats(self, tables: Residency | None = None) -> dict[str, Any]:
-        """What there is to say beyond the counts, plain data. tables: None
-        where there are none yet."""
         return {}
 
     def transition_counts(self) -> dict[str, int]:

@@ -168,7 +168,7 @@ class Transitions(Transfers):
     def want(self, kind: str, queue: Sequence[Stage | Transition], tables: Residency) -> None:
         """Replaces the queue; who is no longer named is cancelled, unless in flight."""
         assert kind == "transitions", "check_resident lets no policy write stages"
-        flying = self._flying_places()
+        flying = self.flying_places()
         new = {(entry.layer, entry.expert): Transition(*entry[:3]) for entry in queue}
         for place, entry in self._queue.items():
             if place not in new and place not in flying and self.version[place] != entry.version:
@@ -191,13 +191,13 @@ class Transitions(Transfers):
         entries: list[Entry] = []
         if not self.paused and self._queue:
             self._issue_queue(step, entries)
-        flying = self._flying_places()
+        flying = self.flying_places()
         while self.pools.free_slots < self.keep_free and self._compact(None, flying):
             pass
         return entries
 
     def _issue_queue(self, step: int, entries: list[Entry]) -> None:
-        flying = self._flying_places()
+        flying = self.flying_places()
         room = self.spec.staging_bytes - sum(t.bytes for t in self.in_flight)
         step_room = self.resident.step_bytes
         full = False
@@ -302,7 +302,7 @@ class Transitions(Transfers):
                 self.flying.append(flight)
                 continue
             if transfer.issued == step and staged is not None:
-                done = bool(staged[flight.place])
+                done = bool(staged[flight.index])
             else:
                 assert tables is not None, "a lost step is known by its tables only"
                 done = bool(tables.owner[transfer.layer, transfer.cell] == transfer.expert)
@@ -382,9 +382,6 @@ class Transitions(Transfers):
                 "over_step_bytes": self._step_bytes[1],
             }
         }
-
-    def _flying_places(self) -> set[tuple[int, int]]:
-        return {(t.layer, t.expert) for t in self.in_flight}
 
     def _cause(self, entry: Transition) -> str:
         have = self.version[entry.layer, entry.expert]

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from host_offload.memory.placement import ResidentSpec, place
-from host_offload.memory.tables import Entry, Move, Residency
+from host_offload.memory.tables import Entry, Move, Residency, cold_tables
 from pallas_kernels.plan.victim import victim_key
 
 
@@ -27,43 +27,6 @@ class Referenced(NamedTuple):
     """int[M]"""
     missing: np.ndarray
     """bool[M, E]: active and not resident before."""
-
-
-def cold_tables(
-    cells: np.ndarray,
-    experts: int,
-    victim_weights: Sequence[int],
-    bound: int | None = None,
-    fill_version: np.ndarray | int = 0,
-) -> Residency:
-    """Tables of a start: the first cells[l] cells of each layer granted, nothing resident.
-
-    cells: int[L], or int[L, V] of each version, version after version. bound: C, the most cells a
-    layer can have (default: as many as experts). fill_version: what misses fill, one or int[L, E].
-    """
-    layers, columns = len(cells), experts if bound is None else bound
-    ends = np.cumsum(np.asarray(cells).reshape(layers, -1), axis=1)
-
-    def full(width: int, value: int) -> np.ndarray:
-        return np.full((layers, width), value, np.int32)
-
-    row = np.arange(layers * columns, dtype=np.int32).reshape(layers, columns)
-    column = np.arange(columns)
-    granted = column < ends[:, -1:]
-    version = np.sum(column >= ends[:, :-1, None], axis=1, dtype=np.int32)
-    return Residency(
-        cell_row=np.where(granted, row, np.int32(-1)),
-        cell_version=np.where(granted, version, np.int32(0)),
-        owner=full(columns, -1),
-        last_used=full(columns, 0),
-        address=full(experts, -1),
-        version=full(experts, 0),
-        frequency=full(experts, 0),
-        fill_version=full(experts, 0) + np.asarray(fill_version, np.int32),
-        prior=full(experts, 0),
-        clock=np.zeros(layers, np.int32),
-        victim_weights=np.array(victim_weights, np.int32),
-    )
 
 
 def resident_tables(resident: ResidentSpec, victim_weights: Sequence[int]) -> Residency:

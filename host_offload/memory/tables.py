@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import ArrayLike
 
-from host_offload.memory.layout import DENSE
 from pallas_kernels.plan import Tables
 
 LRU_WEIGHTS = (1, 0, 0)
@@ -55,31 +54,50 @@ class Move(NamedTuple):
     """Arena row where it goes."""
 
 
+def cold_tables(
+    cells: np.ndarray,
+    experts: int,
+    victim_weights: Sequence[int] = LRU_WEIGHTS,
+    bound: int | None = None,
+    fill_version: np.ndarray | int = 0,
+) -> Residency:
+    """Tables of a start: the first cells[l] cells of each layer granted, nothing resident.
+
+    cells: int[L], or int[L, V] of each version, version after version. bound: C, the most cells a
+    layer can have (default: as many as experts). fill_version: what misses fill, one or int[L, E].
+    """
+    layers, columns = len(cells), experts if bound is None else bound
+    ends = np.cumsum(np.asarray(cells).reshape(layers, -1), axis=1)
+
+    def full(width: int, value: int) -> np.ndarray:
+        return np.full((layers, width), value, np.int32)
+
+    row = np.arange(layers * columns, dtype=np.int32).reshape(layers, columns)
+    column = np.arange(columns)
+    granted = column < ends[:, -1:]
+    version = np.sum(column >= ends[:, :-1, None], axis=1, dtype=np.int32)
+    return Residency(
+        cell_row=np.where(granted, row, np.int32(-1)),
+        cell_version=np.where(granted, version, np.int32(0)),
+        owner=full(columns, -1),
+        last_used=full(columns, 0),
+        address=full(experts, -1),
+        version=full(experts, 0),
+        frequency=full(experts, 0),
+        fill_version=full(experts, 0) + np.asarray(fill_version, np.int32),
+        prior=full(experts, 0),
+        clock=np.zeros(layers, np.int32),
+        victim_weights=np.array(victim_weights, np.int32),
+    )
+
+
 def empty_tables(
     layers: int, experts: int, cells: int, victim_weights: Sequence[int] = LRU_WEIGHTS
 ) -> Tables:
-    """Tables of a cold start: nothing granted, nothing resident.
-
-    cells: C, the constant upper bound of cells a layer. victim_weights: of
-    pallas_kernels.plan.victim_key.
-    """
-
-    def full(columns: int, value: int) -> jax.Array:
-        return jnp.full((layers, columns), value, jnp.int32)
-
-    return Tables(
-        cell_row=full(cells, -1),
-        cell_version=full(cells, DENSE),
-        owner=full(cells, -1),
-        last_used=full(cells, 0),
-        address=full(experts, -1),
-        version=full(experts, DENSE),
-        frequency=full(experts, 0),
-        fill_version=full(experts, DENSE),
-        prior=full(experts, 0),
-        clock=jnp.zeros(layers, jnp.int32),
-        victim_weights=jnp.asarray(victim_weights, jnp.int32),
-    )
+    """Tables of a cold start with nothing granted, on the device. cells: C, the bound of cells a
+    layer."""
+    tables = cold_tables(np.zeros(layers, np.int32), experts, victim_weights, cells)
+    return Tables(*map(jnp.array, tables))
 
 
 def regrant(tables: Tables, cell_row: jax.Array) -> Tables:

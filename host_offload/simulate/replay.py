@@ -18,9 +18,6 @@ from host_offload.simulate.simulator import Simulation, simulate
 from host_offload.traces.reader import Trace
 from host_offload.traces.schema import TraceError, TransferTrace
 
-QUEUES = ("stages", "transitions")
-"""Fields of a decision that decisions.jsonl writes as "as before" where nothing changed."""
-
 
 def replay(
     trace: Trace,
@@ -79,7 +76,7 @@ class _Check:
         self.trace = trace
         self._steps = trace.step_traces()
         self._transfers = trace.transfers()
-        self._decisions = _decisions(trace)
+        self._decisions = trace.decided()
         self._next = 0
 
     def step(self, step: SimulatedStep) -> None:
@@ -127,21 +124,6 @@ class _Check:
             "policies of the run, with their settings (an engine that was not new when the trace "
             "began cannot be replayed)"
         )
-
-
-def _decisions(trace: Trace) -> Iterator[dict[str, Any]]:
-    """The lines of decisions.jsonl with the queues written out."""
-    queues: dict[tuple[str, str], Any] = {}
-    for line in trace.decisions():
-        if "budget" in line:
-            continue
-        decision = dict(line["decision"])
-        for name in QUEUES:
-            if decision.get(name) == "as before":
-                decision[name] = queues[line["policy"], name]
-            elif name in decision:
-                queues[line["policy"], name] = decision[name]
-        yield {**line, "decision": decision}
 
 
 def _plain(event: Decided) -> dict[str, Any]:

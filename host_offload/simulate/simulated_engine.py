@@ -18,7 +18,7 @@ from host_offload.control.interface import Moment
 from host_offload.control.rules import BETWEEN_LAYERS
 from host_offload.control.step_record import COLUMNS, SEEN, USES, LayerRouting, StepRecord
 from host_offload.control.transitions import Transitions
-from host_offload.memory.pager import Pager
+from host_offload.memory.pager import Pager, Referenced
 from host_offload.memory.tables import Entry, Move, Residency
 from host_offload.sizing.version_costs import VersionCounter, VersionCounts
 from host_offload.traces.schema import BudgetMove, TraceError, TraceHeader
@@ -48,18 +48,82 @@ class SimulatedStep(NamedTuple):
 
 
 class PagerDevice:
-    """A host_offload.control.device.Device without bytes: counts what each layer is brought."""
+    """A host_offload.control.device.Device without bytes: steps as sets of experts, counted.
 
-    def __init__(self, pager: Pager, link_bytes: np.ndarray):
-        self.pager, self._link_bytes = pager, link_bytes
-        self._done = np.zeros(0, np.int32)
+    link_bytes: int64[V, L], of an expert. mixed: cells may have several versions. reference: takes
+    the place of Pager.reference.
+    """
+
+    def __init__(
+        self,
+        pager: Pager,
+        link_bytes: np.ndarray,
+        *,
+        mixed: bool,
+        reference: Callable[[np.ndarray], Referenced] | None = None,
+    ):
+        self.pager, self._link_bytes, self._mixed = pager, link_bytes, mixed
+        self._reference = reference
+        self._carried_out = np.zeros(0, np.int32)
         self.begin_step()
+
+    # ---- a step
 
     def begin_step(self) -> None:
         """Counts anew."""
-        layers = len(self.pager.tables.clock)
-        self.staged, self.staged_bytes = np.zeros((2, layers), np.int64)
-        self.versions = VersionCounter(self.pager) if self.pager.versions > 1 else None
+        layers, experts = self.pager.tables.address.shape
+        self._counts = np.zeros((3, layers), np.int64)
+        self._moved, self._staged = np.zeros((2, layers), np.int64)
+        self._missed = np.zeros((layers, experts), bool)
+        self._versions = VersionCounter(self.pager) if self._mixed else None
+
+    def compute(self, active: np.ndarray, waves: int, layer: int | None = None) -> None:
+        """References all layers, or one, to their sets of active experts bool[M, E]."""
+        span = slice(None) if layer is None else slice(layer, layer + 1)
+        for due in in_waves(active, waves):
+            if self._reference is None:
+                done = self.pager.reference(due, layer)
+            else:
+                done = self._reference(due)
+            self._counts[:, span] += done[:3]
+            self._missed[span] |= done.missing
+            self._moved[span] += self._demand(done.missing, span)
+            if self._versions is not None:
+                self._versions.referenced(due, done.missing, span)
+
+    def stage(
+        self, entries: Sequence[Entry], *, layer: int | None = None, coming: int | None = None
+    ) -> np.ndarray:
+        """As Pager.stage."""
+        done = self.pager.stage(entries, layer=layer, coming=coming)
+        for entry, carried_out in zip(entries, done.tolist(), strict=True):
+            self._staged[entry.layer] += carried_out
+            nbytes = self._link_bytes[entry.version, entry.layer]
+            self._moved[entry.layer] += carried_out * nbytes
+        if self._versions is not None:
+            self._versions.staged(entries, done)
+        return done
+
+    def carry_out(self, entries: Sequence[Entry], coming: int) -> None:
+        """Stages a list from between layers, before the experts of layer `coming`."""
+        self._carried_out = self.stage(entries, coming=coming)
+
+    def simulated(self, number: int, kind: str | None) -> SimulatedStep:
+        """What the step did."""
+        versions = None if self._versions is None else self._versions.counts
+        done = *self._counts, self._missed, self._staged, self._moved
+        return SimulatedStep(number, kind, *done, versions)
+
+    def _demand(self, missing: np.ndarray, span: slice) -> np.ndarray:
+        """int64[M]: bytes of experts that were filled or read through."""
+        if not self._mixed:
+            return np.count_nonzero(missing, axis=1) * self._link_bytes[0, span]
+        # What a fill moved, and what a miss without a cell was computed from.
+        version = self.pager.tables.version[span]
+        layers = np.arange(self._link_bytes.shape[1])[span, None]
+        return np.sum(self._link_bytes[version, layers] * missing, axis=1)
+
+    # ---- for a Control
 
     def prepare(self, operations: Collection[Operation]) -> None: ...
 
@@ -77,24 +141,7 @@ class PagerDevice:
         return self.pager.stage(entries)
 
     def carried_out(self) -> np.ndarray:
-        return self._done
-
-    def carry_out(self, entries: Sequence[Entry], coming: int) -> None:
-        """A list from between layers, before the experts of layer `coming`."""
-        self._done = self.stage(entries, coming=coming)
-
-    def stage(
-        self, entries: Sequence[Entry], *, layer: int | None = None, coming: int | None = None
-    ) -> np.ndarray:
-        """As Pager.stage, inside a step."""
-        done = self.pager.stage(entries, layer=layer, coming=coming)
-        for entry, carried_out in zip(entries, done.tolist(), strict=True):
-            self.staged[entry.layer] += carried_out
-            nbytes = self._link_bytes[entry.version, entry.layer]
-            self.staged_bytes[entry.layer] += carried_out * nbytes
-        if self.versions is not None:
-            self.versions.staged(entries, done)
-        return done
+        return self._carried_out
 
 
 class TraceResizer:
@@ -184,9 +231,9 @@ class SimulatedEngine:
         clock: Callable[[int], float] | None = None,
     ):
         _check_needs(header, controller)
-        self.header, self.pager, self.controller = header, pager, controller
-        self._link_bytes = np.stack([*controller.spec.link_bytes.values()])
-        self._device = PagerDevice(pager, self._link_bytes)
+        self.header, self.controller = header, controller
+        link_bytes = np.stack([*controller.spec.link_bytes.values()])
+        self._device = PagerDevice(pager, link_bytes, mixed=pager.versions > 1)
         self._resizer = TraceResizer(pager, controller, budgets)
         self._control = Control(self._device, controller, self._resizer)
         self._clock = clock
@@ -212,49 +259,19 @@ class SimulatedEngine:
         entries = control.before_step(step.number)
         self._resizer.end_step()
         device.begin_step()
-        layers, experts = self.header.layers, self.header.experts
-        counts = np.zeros((3, layers), np.int64)
-        missed = np.zeros((layers, experts), bool)
-        moved = np.zeros(layers, np.int64)
-        active, waves = step_set(step, layers, experts)
+        active, waves = step_set(step, self.header.layers, self.header.experts)
         carried_out = np.zeros(len(entries), np.int32)
-        for layer in range(layers) if self._between else [None]:
+        for layer in range(len(active)) if self._between else [None]:
             if layer is not None:
                 self._look_between(step, layer)
-            span = slice(None) if layer is None else slice(layer, layer + 1)
-            for due in in_waves(active[span], waves):
-                done = self.pager.reference(due, layer)
-                counts[:, span] += done[:3]
-                missed[span] |= done.missing
-                moved[span] += self._demand(done.missing, span)
-                if device.versions is not None:
-                    device.versions.referenced(due, done.missing, span)
+            device.compute(active if layer is None else active[layer : layer + 1], waves, layer)
             # A layer's transfers follow its experts, so hooks of the next layer find them done.
             carried_out |= device.stage(entries, layer=layer)
         control.after_dispatch(step.number)
-        found = step._replace(missed=missed, staged=carried_out if entries else None)
+        done = device.simulated(step.number, step.kind)
+        found = step._replace(missed=done.missed, staged=carried_out if entries else None)
         self._reading.append((step, found))
-        hits, fills, read_through = counts
-        return SimulatedStep(
-            number=step.number,
-            kind=step.kind,
-            hits=hits,
-            fills=fills,
-            read_through=read_through,
-            missed=missed,
-            staged=device.staged,
-            moved=moved + device.staged_bytes,
-            versions=None if device.versions is None else device.versions.counts,
-        )
-
-    def _demand(self, missing: np.ndarray, span: slice) -> np.ndarray:
-        """int64[M]: bytes of experts that were filled or read through."""
-        if len(self._link_bytes) == 1:
-            return np.count_nonzero(missing, axis=1) * self._link_bytes[0, span]
-        # What a fill moved, and what a miss without a cell was computed from.
-        version = self.pager.tables.version[span]
-        layers = np.arange(len(self.pager.tables.clock))[span, None]
-        return np.sum(self._link_bytes[version, layers] * missing, axis=1)
+        return done
 
     def _look_between(self, step: StepRecord, layer: int) -> None:
         fields = (getattr(step, name) for name in LayerRouting._fields[1:])

@@ -16,17 +16,22 @@ from host_offload.control.controller import Controller, Event
 from host_offload.control.interface import Costs, Policy, Spec
 from host_offload.control.paging import paged_said
 from host_offload.control.rules import check_policies
-from host_offload.memory.pager import Pager, Referenced, cold_tables, resident_tables
+from host_offload.memory.pager import Pager, resident_tables
 from host_offload.memory.placement import ResidentSpec, resident_said
+from host_offload.memory.tables import cold_tables
 from host_offload.policies.eviction.names import EVICTION, with_eviction
 from host_offload.policies.prefetch.fitted import check_fitted
 from host_offload.policies.prefetch.names import with_prefetch
-from host_offload.simulate.simulated_engine import SimulatedEngine, SimulatedStep, by_step
+from host_offload.simulate.simulated_engine import (
+    PagerDevice,
+    SimulatedEngine,
+    SimulatedStep,
+    by_step,
+)
 from host_offload.simulate.weighted_pager import WeightedPager, fits
-from host_offload.sizing.version_costs import VersionCounter
 from host_offload.traces.reader import Trace
 from host_offload.traces.schema import KINDS, BudgetMove, TraceError, TraceHeader
-from host_offload.traces.step_sets import StepSets, in_waves, read_step_sets
+from host_offload.traces.step_sets import StepSets, read_step_sets
 
 STAGE_ENTRIES = 8
 """Entries of a step's list where the trace does not say: those of the engine."""
@@ -142,7 +147,8 @@ def simulate(
         engine = SimulatedEngine(header, pager, controller, budgets, clock)
         steps = engine.run(trace.step_traces())
     else:
-        weights = next((p.victim_weights for p in policies), EVICTION["lru"])  # type: ignore
+        chosen = [getattr(policy, "victim_weights", None) for policy in policies]
+        weights = chosen[0] if chosen and chosen[0] is not None else EVICTION["lru"]
         resident = resident_said(header.spec.get("resident")) if cells is None else None
         start = granted, fill_version
         steps = _weighted_steps(trace, start, weights, fast, budgets or (), resident)
@@ -240,34 +246,18 @@ def _weighted_steps(
         tables = cold_tables(cells, experts, weights, bound, fill_version)
     else:
         tables = resident_tables(resident, weights)
-    moves, pager = by_step(budgets), Pager(tables, len(sizes))
-    reference, mixed = pager.reference, resident is not None or cells.ndim > 1
+    pager, moves = Pager(tables, len(sizes)), by_step(budgets)
+    reference, mixed = None, resident is not None or cells.ndim > 1
     if fast and not mixed and not moves and fits(experts, weights, references):
         reference = WeightedPager(cells, experts, weights, references).reference
-    none = np.zeros(layers, np.int64)
+    device = PagerDevice(pager, sizes, mixed=mixed, reference=reference)
     for block in read_step_sets(trace):
-        for number, kind, count, active in _each(block):
+        for number, kind, waves, active in _each(block):
             for budget in moves.get(number, ()):
                 pager.regrant(np.array(budget.cells))
-            total = None
-            versions = VersionCounter(pager) if mixed else None
-            for due in in_waves(active, count):
-                done = reference(due)
-                if versions is not None:
-                    versions.referenced(due, done.missing, slice(None))
-                total = done if total is None else Referenced(*map(np.add, total, done))
-            assert total is not None
-            # Nothing is staged: what was missing is in the version that it was missed in.
-            moved = (total.fills + total.read_through) * sizes[0]
-            if mixed:
-                of_layer = np.take_along_axis(sizes.T, pager.tables.version, axis=1)
-                moved = np.sum(of_layer * total.missing, axis=1)
-            name = KINDS[kind] if kind >= 0 else None
-            hits, fills, read_through, missing = total
-            yield SimulatedStep(
-                *(number, name, hits, fills, read_through, missing, none, moved),
-                versions=None if versions is None else versions.counts,
-            )
+            device.begin_step()
+            device.compute(active, waves)
+            yield device.simulated(number, KINDS[kind] if kind >= 0 else None)
 
 
 def _most(cells: np.ndarray) -> int:

@@ -114,13 +114,9 @@ def _waiting(trace: Trace, step: np.ndarray, version: np.ndarray) -> np.ndarray:
 def _wanted(trace: Trace) -> dict[int, list[list[int]]]:
     """Step that was read → the queue of transitions decided then."""
     found: dict[int, list[list[int]]] = {}
-    latest: list[list[int]] = []
-    for line in trace.decisions():
-        queue = line.get("decision", {}).get("transitions")
-        if queue is None:
-            continue
-        latest = latest if queue == "as before" else queue
-        found[line["step"]] = latest
+    for line in trace.decided():
+        if "transitions" in line["decision"]:
+            found[line["step"]] = line["decision"]["transitions"]
     return found
 
 
@@ -198,8 +194,7 @@ def _written(trace: Trace, eviction: str) -> list[_Written]:
     """What the policies of the run decided, as one policy, without the one that evicts; none where
     none decided. Of several decisions at a time the last one of each field holds."""
     fields: dict[tuple[bool, int], dict[str, Any]] = {}
-    queue: tuple[Transition, ...] = ()
-    for line in trace.decisions():
+    for line in trace.decided():
         if line.get("policy") in (None, eviction):
             continue
         moment, decision = Moment[line["moment"]], dict(line["decision"])
@@ -209,8 +204,7 @@ def _written(trace: Trace, eviction: str) -> list[_Written]:
                 "is not known"
             )
         if (named := decision.get("transitions")) is not None:
-            queue = queue if named == "as before" else tuple(Transition(*t) for t in named)
-            decision["transitions"] = queue
+            decision["transitions"] = tuple(Transition(*t) for t in named)
         fields.setdefault((moment == Moment.STEP_BEGIN, line["step"]), {}).update(decision)
     writes = frozenset().union(*fields.values())
     if not writes:

@@ -9,7 +9,8 @@ from typing import NamedTuple
 import numpy as np
 
 from host_offload.control.kv_references import KVReferences
-from host_offload.memory.pager import Pager, cold_tables
+from host_offload.memory.pager import Pager
+from host_offload.memory.tables import cold_tables
 from host_offload.sizing.cell_allocation import allocate, hull_misses
 from host_offload.sizing.kv_reuse import cold_pages, page_keys, page_references
 from host_offload.sizing.miss_curves import cold_curves

@@ -24,6 +24,7 @@ from host_offload.control.step_record import StepRecord
 from host_offload.traces.schema import (
     FORMAT,
     KINDS,
+    QUEUES,
     TRANSFER_TYPES,
     VERSION,
     BudgetMove,
@@ -229,6 +230,20 @@ class Trace:
                     yield json.loads(line)
                 except ValueError as error:
                     raise TraceError(f"{path}, line {number}: not JSON ({error})") from error
+
+    def decided(self) -> Iterator[dict[str, Any]]:
+        """The lines of policies alone, with every queue written out that is "as before"."""
+        queues: dict[tuple[str, str], Any] = {}
+        for line in self.decisions():
+            if "budget" in line:
+                continue
+            decision = dict(line.get("decision", {}))
+            for name in QUEUES & decision.keys():
+                place = line.get("policy", ""), name
+                if decision[name] == "as before":
+                    decision[name] = queues[place]
+                queues[place] = decision[name]
+            yield {**line, "decision": decision}
 
 
 def read_trace(directory: str | os.PathLike[str]) -> Trace:

@@ -16,6 +16,9 @@ from host_offload.control.step_record import COLUMNS, USES
 
 FORMAT, VERSION = "moejax-trace", 1
 KINDS = ("prefill", "decode")
+QUEUES = frozenset({"stages", "transitions"})
+"""Fields of a decision that decisions.jsonl writes as "as before" where nothing changed."""
+
 ALWAYS = ("token.ids", "token.user", "step.number", "step.tokens")
 """Columns that no trace lacks."""
 

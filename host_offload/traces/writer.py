@@ -290,9 +290,10 @@ class _Buffer:
         arrays["finish.step"] = np.ascontiguousarray(finished[:, 0])
         arrays["finish.request"] = np.ascontiguousarray(finished[:, 1])
         causes = list(dict.fromkeys(t.cause for t in self.transfers))
-        coded = [t._replace(cause=causes.index(t.cause)) for t in self.transfers]  # type: ignore
-        for i, (name, dtype) in enumerate(TRANSFER_TYPES.items()):
-            arrays[f"transfer.{name}"] = np.asarray([t[i] for t in coded], dtype)
+        for name, dtype in TRANSFER_TYPES.items():
+            values = [getattr(transfer, name) for transfer in self.transfers]
+            values = [causes.index(cause) for cause in values] if name == "cause" else values
+            arrays[f"transfer.{name}"] = np.asarray(values, dtype)
         metadata = {
             "format": FORMAT,
             "trace": trace,

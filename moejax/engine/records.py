@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from host_offload.control.controller import Event
 from host_offload.control.step_record import SEEN, PageUse, StepRecord
 from moejax.requests.request import Request
 from moejax.step.experts import Paging
@@ -25,6 +26,8 @@ class Tracer(Protocol):
     def budget(
         self, cells: Sequence[int], kv_pages: int, *, step: int | None, settled: bool
     ) -> None: ...
+
+    def event(self, event: Event) -> None: ...
 
     def mark(self, name: str) -> None: ...
 

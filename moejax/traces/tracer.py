@@ -28,6 +28,7 @@ from host_offload.traces.reader import (
     TransferTrace,
     require_new,
 )
+from host_offload.traces.schema import QUEUES
 from moejax.errors import UserError
 from moejax.models.model_config import config_digest
 from moejax.step.programs import STAGES
@@ -104,12 +105,12 @@ class Tracer:
             return
         values = vars(event.decision).items()
         wanted = {name: value for name, value in values if value is not None}
-        for name in ("stages", "transitions"):
+        for name in QUEUES & wanted.keys():
             # Thousands of entries; most policies want the same ones for many steps.
-            if name in wanted and self._queues.get((event.policy, name)) == wanted[name]:
+            queue, place = wanted[name], (event.policy, name)
+            if self._queues.get(place) == queue:
                 wanted[name] = "as before"
-            elif name in wanted:
-                self._queues[event.policy, name] = wanted[name]
+            self._queues[place] = queue
         fields = {"moment": event.moment.name, "policy": event.policy, "decision": wanted}
         self.decision(event.step, fields)
 

@@ -176,7 +176,7 @@ def test_recent_prefetch_restores_what_was_used_before():
     ahead = run([eviction_policy("lfu"), RecentPrefetch(window=4)], pattern, cells=4)
     assert all(missed.sum() == LAYERS for missed in plain.missed[-6:])
     assert not any(missed.any() for missed in ahead.missed[-6:])
-    counts = ahead.controller.stats()["transfers"]["recent"]
+    counts = ahead.control.controller.stats()["transfers"]["recent"]
     assert counts["used"] > 0 and counts["done"] == counts["used"] + counts["unused"]
 
 

@@ -14,8 +14,8 @@ from safetensors.numpy import load_file, save_file
 from examples.recent_prefetch import RecentPrefetch
 from host_offload.control.controller import Controller
 from host_offload.control.interface import Decision, Moment, Transfer
-from host_offload.memory.pager import Pager, cold_tables
-from host_offload.memory.tables import Entry, Residency, regrant
+from host_offload.memory.pager import Pager
+from host_offload.memory.tables import Entry, Residency, cold_tables, regrant
 from host_offload.policies.eviction.fifo import FIFO
 from host_offload.policies.eviction.names import EVICTION
 from host_offload.policies.eviction.static import Static

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from host_offload.memory.pager import Pager, cold_tables
+from host_offload.memory.pager import Pager
+from host_offload.memory.tables import cold_tables
 from host_offload.simulate.simulator import simulate
 from host_offload.sizing import miss_curves
 from host_offload.sizing.bounds import min_transfers

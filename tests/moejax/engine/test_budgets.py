@@ -18,9 +18,10 @@ from host_offload.sizing.configurator import configure, turns_of
 from host_offload.sizing.split import division_of, miss_costs
 from host_offload.traces.reader import read_trace
 from moejax import LLM, SamplingParams, UserError
-from moejax.engine.control import spec_of_engine, start_control
+from moejax.engine.control import control_of, spec_of_engine
 from moejax.start.budget_options import parse_budget_options, start_budget
 from moejax.start.build import Limits
+from moejax.start.policies import start_controller
 from tests.moejax.engine.budget_workload import (
     COSTS,
     EXPERTS,
@@ -114,14 +115,10 @@ def test_width_kv_and_cells_together(llm):
     changes."""
     engine = llm.engine
     before, narrow = engine.control, dataclasses.replace(COSTS.costs(), step_s={1: 1e-3, 4: 1.0})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(moejax.costs.calibration, "costs_for", lambda engine: narrow)
-        engine.control = start_control(
-            engine.runner, [JointBudget()], max_model_len=256, seed=0, routers=[]
-        )
-    assert engine.control is not None
-    engine.control.set_budget = engine.try_budget
-    engine.control.limit_running = engine.resizer.limit
+    controller = start_controller(
+        engine.runner, [JointBudget()], max_model_len=256, seed=0, costs=narrow
+    )
+    engine.control = control_of(engine.runner, controller, engine.resizer)
     seen: list[tuple[int, int]] = []
     scheduler = engine.scheduler
     engine.listener = lambda step: seen.append((scheduler.max_running, len(scheduler.running)))

@@ -7,6 +7,7 @@ import dataclasses
 import re
 import sys
 import types
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,19 +15,27 @@ import pytest
 
 import moejax
 from examples.recent_prefetch import RecentPrefetch
+from host_offload.control.control import Control
 from host_offload.control.controller import Controller
+from host_offload.control.device import Moved
 from host_offload.control.interface import Decision, Moment, Observation, Spec, Stage
+from host_offload.control.step_record import StepRecord
 from host_offload.memory.tables import empty_tables, snapshot
 from host_offload.policies.eviction.names import POLICIES
 from host_offload.policies.eviction.static import Static
 from moejax import LLM, SamplingParams, UserError
 from moejax.commands.main import _parser
-from moejax.engine.control import Control, PageUse
-from moejax.engine.records import StepRecord
-from moejax.engine.resize import Moved
-from moejax.step.experts import Paging
+from moejax.engine.control import RunnerDevice, layer_hooks, stage_list
 from moejax.step.programs import STAGES
-from tests.host_offload.control.policy_runs import EXPERTS, LAYERS, facts, scripted, seen, spec
+from tests.host_offload.control.policy_runs import (
+    EXPERTS,
+    LAYERS,
+    record,
+    scripted,
+    seen,
+    spec,
+    use,
+)
 from tests.moejax.engine_runs import Job, run
 
 LIMITS = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 256}
@@ -78,7 +87,7 @@ def test_the_observation_is_of_the_step_before(llm, monkeypatch):
     def recorded(step, **given):
         ages.append(given["age"])
         # What the step found resident or filled is resident behind it; frequencies agree.
-        active = np.unique(given["facts"]["ids"][:, 0])
+        active = np.unique(step.ids[:, 0])
         same.append(bool((given["tables"].address[0, active] >= 0).any()))
         end_step(step, **given)
 
@@ -199,7 +208,8 @@ def test_policies_between_layers():
         engine = llm.engine
         control, engine.control, engine.runner.hooks = engine.control, None, None
         alone = run(llm, JOBS, check=False)
-        engine.control, engine.runner.hooks = control, control.hooks()
+        engine.control = control
+        engine.runner.hooks = layer_hooks(control, engine.runner)
         for got, want in zip(run(llm, JOBS), alone, strict=True):
             assert got.same_bits(want)
         (seat,) = control.controller._seats[1:]
@@ -235,25 +245,16 @@ class FakeRunner:
         return snapshot(self.tables)
 
 
-USE = PageUse(3, 4, 9, 0, running=2, waiting=1, waiting_tokens=30)
-
-
-def record(number: int, staged=None) -> StepRecord:
-    given = facts((0, 1), (2, 3))
-    return StepRecord(
-        number=number,
-        kind="decode",
-        dispatched_s=100.0 + number,
+def step_record(number: int, staged=None) -> StepRecord:
+    return record(
+        number,
+        start_s=100.0 + number,
         read_s=100.5 + number,
         rows=4,
         compiled=number == 0,
-        user=np.array([-1]),
         position=np.array([7]),
-        paging=Paging(*[np.zeros(LAYERS, np.int32)] * 4),
         staged=staged,
-        staged_bytes=0,
-        finished=(),
-        **{k: given[k] for k in ("request", "phase", "ids", "weights", "missed")},
+        use=use(kv_used=3, running=2, waiting=1, waiting_tokens=30),
     )
 
 
@@ -263,22 +264,22 @@ def test_what_a_control_hands_over():
     policy = scripted(
         start, moments={Moment.STEP_BEGIN, Moment.STEP_END}, needs=needs, writes={"stages", "prior"}
     )
-    runner = FakeRunner()
-    control = Control(runner, Controller(spec(), [policy]))  # type: ignore[arg-type]
+    runner: Any = FakeRunner()
+    control = Control(RunnerDevice(runner), Controller(spec(), [policy]))
     assert runner.prepared == ["snapshot", "decode_staged", "prefill_staged"]
-    assert control.hooks() is None
-    entries = control.before_step(0)
+    assert layer_hooks(control, runner) is None
+    entries = stage_list(runner, control.before_step(0))
     assert entries is not None
     assert all(field.dtype == np.int32 and field.shape == (STAGES,) for field in entries)
     assert entries.layer.tolist() == [0, 1] + [-1] * (STAGES - 2)
     assert entries.expert.tolist()[:2] == [4, 5] and entries.cell.tolist()[:2] == [0, 0]
     # The dispatch failed: the next step gets them.
-    again = control.before_step(1)
+    again = stage_list(runner, control.before_step(1))
     assert again is not None and again.expert.tolist() == entries.expert.tolist()
     control.after_dispatch(1)
-    assert control.before_step(2) is None
+    assert stage_list(runner, control.before_step(2)) is None
     control.after_dispatch(2)
-    control.after_read(record(1, staged=np.array([1, 0] + [0] * 6)), USE)
+    control.after_read(step_record(1, staged=np.array([1, 0] + [0] * 6)))
     (last,) = [o for o in seen(control.controller) if o.moment == Moment.STEP_END]
     assert (last.step, last.age, last.seconds) == (1, 1, 0.5)
     assert (last.running, last.kv_used, last.bucket, last.compiled) == (2, 3, 4, False)
@@ -291,15 +292,15 @@ def test_what_a_control_hands_over():
 def test_a_step_that_failed_behind_a_hook_leaves_nothing_to_settle():
     """A hook had returned transfers when the step failed; the next step has none of its own yet."""
     start = {(Moment.LAYER_BEGIN, 0): Decision(stages=(Stage(0, 4),))}
-    runner = FakeRunner()
+    runner: Any = FakeRunner()
     policy = scripted(start, moments={Moment.LAYER_BEGIN}, writes={"stages"})
-    control = Control(runner, Controller(spec(driver="host"), [policy]))  # type: ignore[arg-type]
+    control = Control(RunnerDevice(runner), Controller(spec(driver="host"), [policy]))
     control.before_step(0)
-    entries = control.between_layers(Moment.LAYER_BEGIN, 0, {})
-    assert entries is not None and entries.expert[0] == 4
-    again = control.before_step(1)
-    assert again is not None and again.expert[0] == 4  # it waited again, and is this step's
-    assert control.between_layers(Moment.LAYER_BEGIN, 0, {}) is None
+    (entry,) = control.between_layers(Moment.LAYER_BEGIN, 0)
+    assert entry.expert == 4
+    (again,) = control.before_step(1)
+    assert again.expert == 4  # it waited again, and is this step's
+    assert control.between_layers(Moment.LAYER_BEGIN, 0) == []
     counts = control.stats()["transfers"]["prefetch"]
     assert (counts["issued"], counts["deferred"], counts["skipped"]) == (1, 1, 0)
 
@@ -307,15 +308,15 @@ def test_a_step_that_failed_behind_a_hook_leaves_nothing_to_settle():
 def test_table_updates_are_contents():
     prior = np.arange(LAYERS * EXPERTS).reshape(LAYERS, EXPERTS)
     start = {(Moment.STEP_END, 0): Decision(prior=prior, fill_version=prior * 0 - 1)}
-    runner = FakeRunner()
+    runner: Any = FakeRunner()
     policy = scripted(start, writes={"prior", "fill_version"})
-    control = Control(runner, Controller(spec(), [policy]))  # type: ignore[arg-type]
+    control = Control(RunnerDevice(runner), Controller(spec(), [policy]))
     assert runner.prepared == []
-    assert control.before_step(0) is None
+    assert control.before_step(0) == []
     control.after_dispatch(0)
-    control.after_read(record(0), USE)
+    control.after_read(step_record(0))
     before = runner.tables
-    assert control.before_step(1) is None
+    assert control.before_step(1) == []
     np.testing.assert_array_equal(runner.tables.prior, prior)
     np.testing.assert_array_equal(runner.tables.fill_version, prior * 0 - 1)
     assert runner.tables.prior.dtype == before.prior.dtype
@@ -326,13 +327,21 @@ def test_table_updates_are_contents():
 def test_a_budget_goes_to_the_engine(can):
     start = {(Moment.STEP_END, 0): Decision(cells=np.array([2, 3]))}
     policy = scripted(start, needs={"cells"}, writes={"cells"})
-    control = Control(FakeRunner(), Controller(spec(), [policy]))  # type: ignore[arg-type]
+    runner: Any = FakeRunner()
     asked = []
-    if can is not None:
-        control.set_budget = lambda cells, pages: asked.append((cells, pages)) or Moved(can, can)
+
+    class Resizer:
+        def move(self, cells, kv_pages) -> Moved:
+            asked.append((cells, kv_pages))
+            return Moved(bool(can), bool(can))
+
+        def limit(self, max_running): ...
+
+    resizer = None if can is None else Resizer()
+    control = Control(RunnerDevice(runner), Controller(spec(), [policy]), resizer)
     control.before_step(0)
     control.after_dispatch(0)
-    control.after_read(record(0), USE)
+    control.after_read(step_record(0))
     control.before_step(1)
     assert control.stats()["budget_deferred"] == (0 if can else 1)
     if can is not None:

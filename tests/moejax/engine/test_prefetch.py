@@ -25,8 +25,9 @@ from host_offload.traces.prefetch_score import score_of_trace
 from host_offload.traces.reader import Trace, read_trace
 from moejax import LLM, SamplingParams
 from moejax.commands.main import main
-from moejax.engine.control import start_control
+from moejax.engine.control import control_of
 from moejax.errors import UserError
+from moejax.start.policies import start_controller
 from moejax.traces.tracer import start_trace
 from tests.moejax.engine_runs import Job, Recorded, run
 
@@ -42,11 +43,9 @@ def use(llm: LLM, policies: Sequence[Policy], router: np.ndarray | None = None) 
     cold = empty_tables(layers, experts, experts)._asdict()
     del cold["cell_row"]
     runner.tables = with_contents(runner.tables, cold)
-    runner.hooks = None
     routers = [] if router is None else [jnp.asarray(np.swapaxes(router, 1, 2))]
-    engine.control = start_control(runner, policies, max_model_len=256, seed=0, routers=routers)
-    if engine.control is not None:
-        engine.control.set_budget = engine.try_budget
+    controller = start_controller(runner, policies, max_model_len=256, seed=0, routers=routers)
+    engine.control = control_of(runner, controller, engine.resizer)
     engine._steps = itertools.count()
 
 

@@ -25,7 +25,8 @@ from host_offload.simulate.replay import replay
 from host_offload.simulate.simulator import simulate, spec_of
 from host_offload.traces.reader import Trace, TraceError, TraceWriter, read_trace
 from moejax import LLM, SamplingParams
-from moejax.engine.control import start_control
+from moejax.engine.control import control_of
+from moejax.start.policies import start_controller
 from moejax.traces.tracer import start_trace
 from tests.host_offload.control.erratic_policy import Erratic
 from tests.host_offload.control.policy_runs import scripted
@@ -93,16 +94,14 @@ def traced(
     cold = empty_tables(layers, experts, experts)._asdict()
     del cold["cell_row"]
     runner.tables = with_contents(runner.tables, cold)
-    runner.hooks = None
-    engine.control = start_control(
-        runner, policies, max_model_len=LIMITS["max_model_len"], seed=0, routers=[]
-    )
+    length = LIMITS["max_model_len"]
+    controller = start_controller(runner, policies, max_model_len=length, seed=0)
+    engine.control = control_of(runner, controller, engine.resizer)
     engine._steps = itertools.count()
     settings = {"model": "demo", "eviction": name, "driver": runner.driver}
     tracer = start_trace(directory, runner, dtype=llm.dtype, seed=0, settings=settings)
     if engine.control is not None:
         engine.control.controller.listener = tracer.event
-        engine.control.set_budget = engine.try_budget
     engine.tracer = tracer
     run(llm, jobs, check=False)
     if by_hand is not None:

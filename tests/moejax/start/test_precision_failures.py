@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-import moejax.engine.control
+from host_offload.control.control import Control
 from host_offload.control.controller import Controller
 from host_offload.control.interface import Decision, Moment
 from host_offload.memory.tables import read_snapshot
 from moejax import LLM, SamplingParams
 from moejax.engine.arena_report import kv_faults
-from moejax.engine.control import Control
+from moejax.engine.control import RunnerDevice
 from moejax.engine.resize import Moved
 from tests.host_offload.control.policy_runs import EXPERTS, LAYERS, scripted, spec
-from tests.moejax.engine.test_control import USE, FakeRunner, record
+from tests.moejax.engine.test_control import FakeRunner, step_record
 from tests.moejax.engine.test_resident_resize import GREEDY, Restless, played, started
 from tests.moejax.engine_runs import Job, run
 
@@ -46,7 +46,7 @@ def refuse(monkeypatch, llm: LLM, what: str, calls: tuple[int, ...]) -> list[int
     """Those calls of `what` fail, counted from 1, `in part` behind a first cell; returns a list
     whose length is how many calls there were."""
     runner, made = llm.engine.runner, []
-    owner: Any = moejax.engine.control if what == "_set_tables" else runner
+    owner: Any = RunnerDevice if what == "set_tables" else runner
     real = getattr(owner, what.removesuffix(" in part"))
 
     def maybe(*args, **kwargs):
@@ -81,7 +81,7 @@ REFUSALS = [
     ("move_cells", (1,)),
     ("move_cells in part", (2, 3)),
     ("move_cells in part", (1,)),
-    ("_set_tables", (3, 6)),
+    ("set_tables", (3, 6)),
     ("snapshot", (4,)),
     ("decode", (5, 9)),
 ]
@@ -147,12 +147,14 @@ def test_contents_that_were_refused_are_set_before_the_next_step(monkeypatch):
     prior = np.arange(LAYERS * EXPERTS).reshape(LAYERS, EXPERTS)
     decided = {(Moment.STEP_END, 0): Decision(prior=prior)}
     runner: Any = FakeRunner()
-    control = Control(runner, Controller(spec(), [scripted(decided, writes={"prior"})]))
+    control = Control(
+        RunnerDevice(runner), Controller(spec(), [scripted(decided, writes={"prior"})])
+    )
     control.before_step(0)
     control.after_dispatch(0)
-    control.after_read(record(0), USE)
+    control.after_read(step_record(0))
     with monkeypatch.context() as patch:
-        patch.setattr(moejax.engine.control, "_set_tables", lambda *args: no_memory())
+        patch.setattr(RunnerDevice, "set_tables", lambda *args: no_memory())
         with pytest.raises(Refused):
             control.before_step(1)
     assert not np.asarray(runner.tables.prior).any()

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from host_offload.control.paging import PagedSpec, paged_said, version_cells
-from host_offload.memory.pager import cold_tables
+from host_offload.memory.tables import cold_tables
 from host_offload.policies.budget.layer_cells import LayerCells
 from host_offload.policies.precision.dynaexq import DynaExq
 from host_offload.policies.precision.maps import HI, LO

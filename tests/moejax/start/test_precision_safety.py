@@ -18,8 +18,9 @@ from host_offload.policies.precision.names import Precision, precision_of
 from host_offload.simulate.replay import replay
 from host_offload.traces.reader import read_trace
 from moejax import SamplingParams
-from moejax.engine.control import start_control
+from moejax.engine.control import control_of
 from moejax.start.build import Limits
+from moejax.start.policies import start_controller
 from moejax.step.runner import compiler_options
 from moejax.traces.tracer import start_trace
 from tests.hlo import read_executable
@@ -159,9 +160,8 @@ def played(
     control: Any = None
     tracer = None
     if policy is not None:
-        control = engine.control = start_control(
-            runner, [policy], max_model_len=192, seed=0, routers=[], resident=where
-        )
+        controller = start_controller(runner, [policy], max_model_len=192, seed=0, resident=where)
+        control = engine.control = control_of(runner, controller)
         dispatched = control.after_dispatch
 
         def watched(number: int) -> None:
@@ -280,7 +280,7 @@ def test_a_trace_of_transitions_is_replayed(engine, tmp_path):
 
 def test_paged_experts_change_versions_too(engine):
     """Each layer has 3 dense and 8 int4 cells for 16 experts: misses fill the version that is
-    wanted, transitions evict in the class they go to. The same wishes give the same bits."""
+    wanted, transitions evict in the class they go to. The same requests give the same bits."""
     runner, found = engine.runner, []
     for seed in (1, 1, 2):
         arena = engine.scheduler.arena
@@ -288,9 +288,9 @@ def test_paged_experts_change_versions_too(engine):
         tables = empty_tables(LAYERS, EXPERTS, cell_row.shape[1])._asdict()
         tables |= {"cell_row": cell_row, "cell_version": cell_version}
         runner.tables, runner.placement = with_contents(runner.tables, tables), None
-        control: Any = start_control(
-            runner, [PagedRestless(seed)], max_model_len=192, seed=0, routers=[]
-        )
+        policies = [PagedRestless(seed)]
+        controller = start_controller(runner, policies, max_model_len=192, seed=0)
+        control: Any = control_of(runner, controller)
         engine.control = control
         engine._steps = itertools.count()
         recorded = run(SimpleNamespace(engine=engine), JOBS)  # pyright: ignore[reportArgumentType]
