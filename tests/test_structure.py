@@ -189,6 +189,14 @@ def functions(path: str, tree: ast.AST) -> Iterator[tuple[str, Function]]:
         open_nodes += [(name, child) for child in ast.iter_child_nodes(node)]
 
 
+def definitions(path: str, tree: ast.AST) -> set[str]:
+    """Full names of functions, methods and classes at the top of a module."""
+    found = {name for name, _ in functions(path, tree)}
+    return found | {
+        f"{module_of(path)}.{n.name}" for n in ast.walk(tree) if isinstance(n, ast.ClassDef)
+    }
+
+
 def long_functions(files: Sources) -> dict[str, int]:
     return {
         name: length
@@ -277,6 +285,35 @@ def drawn_tree(page: str) -> dict[str, list[str]]:
     return tree
 
 
+def walks(page: str) -> dict[str, list[tuple[str, list[str]]]]:
+    """Value → (folder, names) of each folder that it passes, as the page lists them."""
+    section = page[page.index("## Four walks") : page.index("## Contracts")]
+    found = {}
+    for item in section.split("\n- **")[1:]:
+        value, _, steps = item.partition("**: ")
+        parts = re.split(r"\*(\w+)\*", steps.split(". ")[0])
+        found[value] = [
+            (folder, re.findall(r"`([\w.]+)`", names))
+            for folder, names in zip(parts[1::2], parts[2::2], strict=True)
+        ]
+    return found
+
+
+def lost(walk: list[tuple[str, list[str]]], files: Sources) -> list[str]:
+    """What is wrong with a walk: folders that it enters twice, names that their folder lacks."""
+    folders = [folder for folder, _ in walk]
+    wrong = [f"{folder} twice" for folder in {f for f in folders if folders.count(f) > 1}]
+    for folder, names in walk:
+        defined = {
+            name.removeprefix(f"{module_of(path)}.")
+            for path, tree in files.items()
+            if path.split("/")[1] == folder
+            for name in definitions(path, tree)
+        }
+        wrong += [f"{folder} has no {name}" for name in names if name not in defined]
+    return wrong
+
+
 def paths_of(*packages: str) -> list[PurePosixPath]:
     """Files of packages, in the repository."""
     return [
@@ -312,6 +349,15 @@ def test_the_page_draws_the_order():
     hidden = {"host_offload": "__init__", "pallas_kernels": "__init__"}
     for package, names in ORDER.items():
         assert drawn[package] == [n for n in names if n != hidden.get(package)]
+
+
+@pytest.mark.parametrize(
+    "value", ["A prompt", "`expert_budget`", "A policy's decision", "A checkpoint tensor"]
+)
+def test_a_value_goes_one_way(value):
+    walk = walks((REPOSITORY / "docs" / "architecture.md").read_text())[value]
+    assert len(walk) >= 3
+    assert not lost(walk, sources(*PACKAGES))
 
 
 def test_a_level_is_seen_at_once():
@@ -445,6 +491,16 @@ def test_tests_of_no_folder_are_found(tmp_path):
     assert not without_a_folder(tests, tmp_path)
     tests.append(PurePosixPath("tests/moejax/gone/test_c.py"))
     assert without_a_folder(tests, tmp_path) == {"tests/moejax/gone"}
+
+
+def test_a_walk_that_returns_or_is_lost_is_found():
+    steps = "*step* `f` → `C.g` → *fill* `h` → *step* `f`. `x`"
+    page = f"## Four walks\n\n- **A**: {steps}\n\n## Contracts"
+    files = parsed(moejax__step__a="def f(): ...\nclass C:\n def g(self): ...", moejax__fill__b="")
+    (walk,) = walks(page).values()
+    assert walk == [("step", ["f", "C.g"]), ("fill", ["h"]), ("step", ["f"])]
+    assert lost(walk, files) == ["step twice", "fill has no h"]
+    assert not lost(walk[:1], files)
 
 
 def test_the_tree_is_read_as_drawn():

@@ -40,7 +40,7 @@ class Precision:
     given: np.ndarray | None = dataclasses.field(default=None, repr=False, compare=False)
     """int8[L, E]: a map from a file."""
     seed: int | None = None
-    """Of a random map."""
+    """What a random map is drawn from."""
     hi_share: float | None = None
     """Share of the experts that are high; None: as many as the budget has room for."""
     spares: int = 0
