@@ -62,9 +62,3 @@ def page_keys(pages: np.ndarray) -> np.ndarray:
     """int64[R] of (session, page) int64[R, 2], descending; negative for a negative session."""
     session, page = np.asarray(pages, np.int64).reshape(-1, 2).T
     return np.sort((session << _PAGE_BITS) | page)[::-1]
-
-
-def kv_misses(distances: np.ndarray, largest: int, first: int = 0) -> np.ndarray:
-    """int64[largest + 1]: misses of a pool of n pages by distances, plus `first` first sights."""
-    counts = np.bincount(np.minimum(distances, largest), minlength=largest + 1)
-    return first + np.cumsum(counts[::-1])[::-1]

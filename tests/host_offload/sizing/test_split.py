@@ -18,7 +18,7 @@ from host_offload.sizing.configurator import (
     replay_split,
     turns_of,
 )
-from host_offload.sizing.kv_reuse import cold_pages, kv_misses, page_references
+from host_offload.sizing.kv_reuse import cold_pages, page_references
 from host_offload.sizing.miss_curves import curves_of
 from host_offload.sizing.split import (
     Division,
@@ -250,7 +250,8 @@ def test_kv_misses_are_those_of_an_lru_pool(turns, size):
         recency, found = page_references(recency, pages)
         distances.extend(found.tolist())
         played.append(Turn([np.ones((1, 1), bool)], pages))
-    curve = kv_misses(np.array(distances, np.int64), 200)
+    pages = np.bincount(np.array(distances, np.int64), minlength=201).astype(np.float64)
+    curve = Streams(np.zeros((1, 1)), pages).kv_misses
     assert curve[size] == pool(turns, size)
     replayed = replay_split(played, [np.ones(1, np.int64)] * len(turns), [size] * len(turns))
     assert replayed.kv_misses.sum() == pool(turns, size)
