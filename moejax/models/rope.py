@@ -156,10 +156,6 @@ class _Given:
         return tuple(float(v) for v in values)
 
 
-def _linear_fields(given: _Given) -> dict[str, Any]:
-    return dict(factor=given.required("factor"))
-
-
 def _longrope_fields(given: _Given) -> dict[str, Any]:
     return dict(
         # A factor of null means the ratio of the context lengths, as in transformers.
@@ -202,7 +198,7 @@ def _yarn_fields(given: _Given) -> dict[str, Any]:
 
 _FIELDS_OF: dict[str, Callable[[_Given], dict[str, Any]]] = {
     "default": lambda given: {},
-    "linear": _linear_fields,
+    "linear": lambda given: {"factor": given.required("factor")},
     "llama3": _llama3_fields,
     "yarn": _yarn_fields,
     "longrope": _longrope_fields,

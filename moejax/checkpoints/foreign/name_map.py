@@ -18,6 +18,7 @@ import yaml
 
 from moejax.errors import UserError
 
+_SHIPPED = importlib.resources.files("moejax.checkpoints.foreign") / "name_maps"
 _FIELDS = ("item", "root", "ignore", "config", "rules")
 _RULE_FIELDS = ("leaf", "tensor", "axes", "values", "sizes", "scale", "crop", "optional")
 _NAME = re.compile(r"[A-Za-z_]\w*")
@@ -71,8 +72,7 @@ class NameMap:
 
 def shipped_maps() -> tuple[str, ...]:
     """The names of the maps in the package."""
-    folder = importlib.resources.files("moejax.checkpoints.foreign") / "name_maps"
-    return tuple(sorted(f.name[:-5] for f in folder.iterdir() if f.name.endswith(".yaml")))
+    return tuple(sorted(f.name[:-5] for f in _SHIPPED.iterdir() if f.name.endswith(".yaml")))
 
 
 def load_name_map(name_map: str | os.PathLike[str]) -> NameMap:
@@ -82,12 +82,8 @@ def load_name_map(name_map: str | os.PathLike[str]) -> NameMap:
     """
     shipped = shipped_maps()
     if str(name_map) in shipped:
-        file = (
-            importlib.resources.files("moejax.checkpoints.foreign")
-            / "name_maps"
-            / f"{name_map}.yaml"
-        )
-        return parse_name_map(yaml.safe_load(file.read_text("utf-8")), str(name_map))
+        text = (_SHIPPED / f"{name_map}.yaml").read_text("utf-8")
+        return parse_name_map(yaml.safe_load(text), str(name_map))
     path = pathlib.Path(name_map).expanduser()
     if path.suffix not in (".yaml", ".yml", ".json"):
         raise UserError(
