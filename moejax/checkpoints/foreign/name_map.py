@@ -17,6 +17,7 @@ from typing import Any
 import yaml
 
 from moejax.errors import UserError
+from moejax.models.json_values import is_number
 
 _SHIPPED = importlib.resources.files("moejax.checkpoints.foreign") / "name_maps"
 _FIELDS = ("item", "root", "ignore", "config", "rules")
@@ -130,11 +131,8 @@ def _rule(raw: Any, where: str) -> Rule:
         raise UserError(f"{where}: tensor must be a name or a list of names")
     before, after = _axes(raw["axes"], where) if "axes" in raw else (None, None)
     scale = raw.get("scale")
-    if isinstance(scale, bool) or not (
-        scale is None
-        or isinstance(scale, int | float)
-        or (isinstance(scale, str) and _SCALE.fullmatch(scale))
-    ):
+    named = isinstance(scale, str) and _SCALE.fullmatch(scale)
+    if not (scale is None or is_number(scale) or named):
         raise UserError(f"{where}: scale must be a number, sqrt(field) or 1/sqrt(field)")
     for flag in ("crop", "optional"):
         if not isinstance(raw.get(flag, False), bool):
