@@ -21,15 +21,12 @@ from moejax.checkpoints.safetensors.shards import NUMPY_DTYPES, TensorFile
 from moejax.checkpoints.tensors import ExpertPlace, Place
 from moejax.models.config import ModelConfig
 from moejax.models.directory import read_json, require_own_file
+from moejax.requests.tokenizer import FILES, TEMPLATES
 
 COPIED = (
     "config.json",
     "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
+    *FILES,
     "chat_template.json",
     "tokenizer.model",
     "vocab.json",
@@ -39,10 +36,8 @@ COPIED = (
     "NOTICE",
     "README.md",
 )
-"""Files of the source that belong to the model; those that are there are copied."""
-
-TEMPLATES = "additional_chat_templates"
-"""A directory whose files are copied too."""
+"""Files of the source that belong to the model; those that are there are copied, and what is in
+TEMPLATES."""
 
 
 @dataclasses.dataclass(frozen=True)

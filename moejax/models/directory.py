@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import importlib.resources
-import json
-import math
 import os
 import pathlib
 import re
 import stat
-from collections.abc import Iterable
-from typing import Any
 
 from moejax.errors import UserError
+from moejax.models.json_values import parse_json
 
 FOLLOW_LINKS = "MOEJAX_FOLLOW_LINKS"
 """Environment variable; "1" allows files that are links out of the checkpoint's directory."""
@@ -97,26 +94,6 @@ def may_lead_to(real: pathlib.Path, home: pathlib.Path) -> bool:
     )
 
 
-def parse_json(text: str | bytes, nan: bool = False) -> Any:
-    """The value of a JSON text as the standard has it; ValueError otherwise.
-
-    Unlike json.loads, refuses a key given twice (readers disagree on which one counts), NaN and
-    infinite numbers and names that are not Unicode, and brackets nested beyond Python's stack.
-    nan: NaN and infinite numbers are allowed.
-    """
-    if isinstance(text, bytes):
-        text = text.decode("utf-8")
-    try:
-        return json.loads(
-            text,
-            object_pairs_hook=_object,
-            parse_constant=float if nan else _refuse_constant,
-            parse_float=float if nan else _finite,
-        )
-    except RecursionError:
-        raise ValueError("brackets are nested too deeply") from None
-
-
 def read_json(path: pathlib.Path, nan: bool = False) -> dict:
     """The JSON object in a file; UserError if it is missing, malformed or something else. nan: as
     in parse_json."""
@@ -134,26 +111,4 @@ def read_json(path: pathlib.Path, nan: bool = False) -> dict:
         raise UserError(f"{path}: cannot be read as JSON: {error}") from None
     if not isinstance(value, dict):
         raise UserError(f"{path}: expected a JSON object, found {type(value).__name__}")
-    return value
-
-
-def _object(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    value: dict[str, Any] = {}
-    for key, item in pairs:
-        if key in value:
-            raise ValueError(f"the key {key!a} is there twice")
-        if not key.isascii():
-            key.encode()  # UnicodeEncodeError, a ValueError, for half a surrogate pair
-        value[key] = item
-    return value
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a JSON number")
-
-
-def _finite(digits: str) -> float:
-    value = float(digits)
-    if math.isinf(value):
-        raise ValueError(f"the number {digits[:40]} is too large")
     return value

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from moejax.errors import UserError
+from moejax.models.json_values import is_integer, is_number
 from moejax.models.rope import LARGEST, parse_rope
 
 ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
@@ -39,7 +40,7 @@ class Fields:
     def integer(self, key: str, default: int | None, least: int = 1) -> int:
         """default None: the field must be there."""
         value = self.raw.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int):
+        if not is_integer(value):
             raise self.refuse(f"{key} must be an integer, not {value!r}")
         if value < least:
             raise self.refuse(f"{key} must be at least {least}, not {value}")
@@ -56,8 +57,7 @@ class Fields:
     def number(self, key: str, default: float, least: float = 0.0) -> float:
         """A number from `least` to LARGEST."""
         value = self.raw.get(key, default)
-        number = not isinstance(value, bool) and isinstance(value, int | float)
-        if not number or not least <= value <= LARGEST:
+        if not is_number(value) or not least <= value <= LARGEST:
             bound = "zero" if least == 0 else f"{least:g}"
             raise self.refuse(
                 f"{key} must be a number from {bound} up, at most {LARGEST:g}, not {value!r}"
@@ -126,7 +126,7 @@ class Fields:
         """A list of integers; empty if null or absent."""
         value = self.raw.get(key)
         value = [] if value is None else value
-        if not isinstance(value, list) or not all(type(i) is int for i in value):
+        if not isinstance(value, list) or not all(map(is_integer, value)):
             raise self.refuse(f"{key} must be a list of integers, not {value!r}")
         return value
 
@@ -202,7 +202,7 @@ class Fields:
 def token_ids(value: Any, source: str) -> tuple[int, ...]:
     """eos_token_id: one, a list, or none."""
     ids = [] if value is None else value if isinstance(value, list) else [value]
-    if not all(type(i) is int and i >= 0 for i in ids):
+    if not all(is_integer(i) and i >= 0 for i in ids):
         raise UserError(
             f"{source}: eos_token_id must be a token id or a list of them, not {value!r}"
         )

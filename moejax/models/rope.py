@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from moejax.errors import UserError
+from moejax.models.json_values import is_integer, is_number
 
 LARGEST = 1e30
 """The largest number of a config; a float32 still holds it. JSON's integers have no end."""
@@ -126,7 +127,7 @@ class _Given:
         if value is None:
             return None
         where = f"{self.source}: rope_parameters.{field}"
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        if not is_number(value):
             raise UserError(f"{where} must be a number, not {value!r}")
         if not (above < value <= LARGEST or (zero and value == 0)):
             bounds = f"above {above:g}, at most {LARGEST:g}{', or 0' if zero else ''}"
@@ -148,16 +149,11 @@ class _Given:
     def factors(self, field: str) -> tuple[float, ...]:
         values = self.table.get(field)
         numbers = isinstance(values, list) and all(
-            isinstance(v, int | float) and not isinstance(v, bool) and 0 < v <= LARGEST
-            for v in values
+            is_number(v) and 0 < v <= LARGEST for v in values
         )
         if not numbers or not values:
             raise self.lacks(field, f", a list of numbers above 0, not {values!r}")
         return tuple(float(v) for v in values)
-
-
-def _linear_fields(given: _Given) -> dict[str, Any]:
-    return dict(factor=given.required("factor"))
 
 
 def _longrope_fields(given: _Given) -> dict[str, Any]:
@@ -202,7 +198,7 @@ def _yarn_fields(given: _Given) -> dict[str, Any]:
 
 _FIELDS_OF: dict[str, Callable[[_Given], dict[str, Any]]] = {
     "default": lambda given: {},
-    "linear": _linear_fields,
+    "linear": lambda given: {"factor": given.required("factor")},
     "llama3": _llama3_fields,
     "yarn": _yarn_fields,
     "longrope": _longrope_fields,
@@ -321,6 +317,6 @@ def _original_length(raw: dict, table: dict, max_length: int, source: str) -> in
     if any(value != values[0] for value in values):
         raise UserError(f"{source}: contradicting values of {field}: {values}")
     value = values[0] if values else max_length
-    if type(value) is not int or not 1 < value < 2**31:
+    if not is_integer(value) or not 1 < value < 2**31:
         raise UserError(f"{source}: {field} must be an integer from 2 to 2^31 - 1, not {value!r}")
     return value

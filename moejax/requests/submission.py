@@ -18,7 +18,7 @@ class Submission:
     """A prompt in the engine."""
 
     text: str | None
-    """Of the prompt; None: it was given as token ids."""
+    """The prompt's; None: it was given as token ids."""
     requests: tuple[Request, ...]
     """One for each of its n sequences."""
     asked: GenerationRequest | None = None

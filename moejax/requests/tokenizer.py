@@ -21,14 +21,17 @@ if TYPE_CHECKING:
 
 _OTHER_FORMATS = ("tokenizer.model", "vocab.json", "merges.txt", "vocab.txt", "tekken.json")
 
-_FILES = (
+FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
 )
-"""What transformers reads of a directory with tokenizer.json."""
+"""What transformers reads of a directory with tokenizer.json, besides TEMPLATES."""
+
+TEMPLATES = "additional_chat_templates"
+"""A directory of further chat templates."""
 
 _NO_LIMIT = int(1e30)
 """transformers' own figure for no limit. The engine refuses long prompts with its max_model_len; a
@@ -50,7 +53,7 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> PreTrainedTokenizerFast
     format without ``tokenizer.json``.
     """
     directory = Path(directory)
-    for name in [*_FILES, *directory.glob("additional_chat_templates/*")]:
+    for name in [*FILES, *directory.glob(f"{TEMPLATES}/*")]:
         if os.path.lexists(directory / name):
             require_own_file(directory / name, directory)
     if not (directory / "tokenizer.json").exists():

@@ -24,6 +24,7 @@ from moejax.checkpoints.safetensors.headers import Header
 from moejax.checkpoints.tensors import expected_tensors, is_ignored
 from moejax.errors import UserError
 from moejax.models.config import ModelConfig
+from moejax.models.json_values import is_integer
 
 _CACHE = 64 << 20
 
@@ -110,7 +111,7 @@ def map_tensors(config: ModelConfig, tree: Tree, name_map: NameMap, fields: dict
     def field(name: str) -> int:
         value = fields.get(name)
         value = getattr(config, name, None) if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int):
+        if not is_integer(value):
             raise UserError(f"{source}: the config has no integer {name}, which the map names")
         return value
 

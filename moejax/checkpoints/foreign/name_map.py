@@ -17,7 +17,9 @@ from typing import Any
 import yaml
 
 from moejax.errors import UserError
+from moejax.models.json_values import is_number
 
+_SHIPPED = importlib.resources.files("moejax.checkpoints.foreign") / "name_maps"
 _FIELDS = ("item", "root", "ignore", "config", "rules")
 _RULE_FIELDS = ("leaf", "tensor", "axes", "values", "sizes", "scale", "crop", "optional")
 _NAME = re.compile(r"[A-Za-z_]\w*")
@@ -71,8 +73,7 @@ class NameMap:
 
 def shipped_maps() -> tuple[str, ...]:
     """The names of the maps in the package."""
-    folder = importlib.resources.files("moejax.checkpoints.foreign") / "name_maps"
-    return tuple(sorted(f.name[:-5] for f in folder.iterdir() if f.name.endswith(".yaml")))
+    return tuple(sorted(f.name[:-5] for f in _SHIPPED.iterdir() if f.name.endswith(".yaml")))
 
 
 def load_name_map(name_map: str | os.PathLike[str]) -> NameMap:
@@ -82,12 +83,8 @@ def load_name_map(name_map: str | os.PathLike[str]) -> NameMap:
     """
     shipped = shipped_maps()
     if str(name_map) in shipped:
-        file = (
-            importlib.resources.files("moejax.checkpoints.foreign")
-            / "name_maps"
-            / f"{name_map}.yaml"
-        )
-        return parse_name_map(yaml.safe_load(file.read_text("utf-8")), str(name_map))
+        text = (_SHIPPED / f"{name_map}.yaml").read_text("utf-8")
+        return parse_name_map(yaml.safe_load(text), str(name_map))
     path = pathlib.Path(name_map).expanduser()
     if path.suffix not in (".yaml", ".yml", ".json"):
         raise UserError(
@@ -134,11 +131,8 @@ def _rule(raw: Any, where: str) -> Rule:
         raise UserError(f"{where}: tensor must be a name or a list of names")
     before, after = _axes(raw["axes"], where) if "axes" in raw else (None, None)
     scale = raw.get("scale")
-    if isinstance(scale, bool) or not (
-        scale is None
-        or isinstance(scale, int | float)
-        or (isinstance(scale, str) and _SCALE.fullmatch(scale))
-    ):
+    named = isinstance(scale, str) and _SCALE.fullmatch(scale)
+    if not (scale is None or is_number(scale) or named):
         raise UserError(f"{where}: scale must be a number, sqrt(field) or 1/sqrt(field)")
     for flag in ("crop", "optional"):
         if not isinstance(raw.get(flag, False), bool):

@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from moejax.checkpoints.orbax.layout import Leaf
@@ -29,8 +30,7 @@ def orbax_files(
     has; a list in the tree, or where it lacks some, a dict by number. leaves: all of them. Raises
     UserError if this Orbax names their directories in another way.
     """
-    import jax
-    from orbax.checkpoint import v1
+    from orbax.checkpoint import v1  # seconds, and only what writes needs it
 
     byte = np.zeros(1, np.uint8)
     tree = {

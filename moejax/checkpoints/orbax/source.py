@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from moejax.checkpoints.conversion_source import COPIED, TEMPLATES, Source, file_times
+from moejax.checkpoints.conversion_source import COPIED, Source, file_times
 from moejax.checkpoints.orbax.layout import DENSE
 from moejax.checkpoints.orbax.manifest import MANIFEST
 from moejax.checkpoints.orbax.own import (
@@ -22,6 +22,7 @@ from moejax.checkpoints.orbax.own import (
 )
 from moejax.checkpoints.placement import WORKERS
 from moejax.checkpoints.safetensors.shards import NUMPY_DTYPES
+from moejax.requests.tokenizer import TEMPLATES
 
 
 def orbax_source(directory: pathlib.Path) -> Source:

@@ -18,6 +18,7 @@ from typing import Any
 
 from moejax.errors import UserError
 from moejax.models.directory import read_json
+from moejax.models.json_values import is_number
 
 Step = int | str | None
 """Which step of a root: its number, "latest" (None is that too), "best", "best:METRIC",
@@ -192,5 +193,5 @@ def _metrics(step: pathlib.Path) -> dict[str, float]:
     return {
         name: float(value)
         for name, value in found.items()
-        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if is_number(value) and math.isfinite(value)
     }

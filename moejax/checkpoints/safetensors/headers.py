@@ -12,7 +12,8 @@ import pathlib
 from typing import Any
 
 from moejax.errors import UserError
-from moejax.models.directory import parse_json, require_own_file
+from moejax.models.directory import require_own_file
+from moejax.models.json_values import is_integer, parse_json
 
 FLOAT_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 """safetensors' name → numpy's, of the dtypes a checkpoint may hold."""
@@ -129,7 +130,7 @@ def _tensors(
 
 def _sizes(name: str, entry: dict, key: str) -> tuple[int, ...]:
     values = entry[key]
-    if not isinstance(values, list) or not all(type(v) is int and v >= 0 for v in values):
+    if not isinstance(values, list) or not all(is_integer(v) and v >= 0 for v in values):
         raise ValueError(f"{key} of tensor {name} must be a list of numbers, {_short(values)}")
     return tuple(values)
 

@@ -56,7 +56,8 @@ class OpenJob:
     """Session id -> its turns that have not ended; empty where the input can be read only once."""
     open_sessions: set[str] = dataclasses.field(default_factory=set)
     """Sessions that lack a result."""
-    _begun: set[str] = dataclasses.field(default_factory=set)
+    _kept_sessions: set[str] = dataclasses.field(default_factory=set)
+    """Sessions of which the engine may hold KV."""
     _running: int = 0
     """Lines in the engine."""
     _ended_by: str | None = None
@@ -93,22 +94,18 @@ class OpenJob:
         with token_progress(
             "generating", self.total, self.done, lambda: statistics.generated_tokens, progress
         ) as report:
-
-            def keep(line: Line, result: bytes) -> None:
-                self.results.append(result)
-                report(self.done)
-
-            for request, output in llm.generate_each(self._requests(keep, warn)):
+            for request, output in llm.generate_each(self._requests(warn)):
                 line = request.tag
                 assert isinstance(line, Line)
                 self._running -= 1
                 if line.key in self.results.keys:
                     pass  # It ran once more only for the later turns of its session.
                 elif isinstance(output, UserError):
-                    self._bad(line, str(output), keep, warn)
+                    self._bad(line, str(output), warn)
                 else:
-                    keep(line, success(line, output, self.job.model))
-                self._turn_ended(llm, request.session_id, begun=not isinstance(output, UserError))
+                    self.results.append(success(line, output, self.job.model))
+                report(self.done)
+                self._turn_ended(llm, request.session_id, ran=not isinstance(output, UserError))
         if self._ended_by is not None:
             kept = (
                 f"; {self.done} results are in {self.results.name}: mend the line, and the same "
@@ -119,9 +116,7 @@ class OpenJob:
                 f"{kept if self.results.regular else ''}"
             )
 
-    def _requests(
-        self, keep: Callable[[Line, bytes], None], warn: Callable[[str], None]
-    ) -> Iterator[GenerationRequest]:
+    def _requests(self, warn: Callable[[str], None]) -> Iterator[GenerationRequest]:
         for line in self.lines():
             asked = line.request
             # A turn goes on from the KV of those before it, which no file has.
@@ -129,10 +124,10 @@ class OpenJob:
             if line.key in self.results.keys and not again:
                 continue
             if asked is None:
-                self._bad(line, line.error or "", keep, warn)
+                self._bad(line, line.error or "", warn)
             elif asked.session_id is not None and self.total is None:
                 # Which turn is a session's last is found by reading the input twice.
-                self._bad(line, "session_id needs an input that is a file, not a pipe", keep, warn)
+                self._bad(line, "session_id needs an input that is a file, not a pipe", warn)
             else:
                 self._running += 1
                 yield dataclasses.replace(asked, tag=line)
@@ -140,26 +135,20 @@ class OpenJob:
             if self._ended_by is not None:
                 return
 
-    def _turn_ended(self, llm: LLM, session_id: str | None, *, begun: bool) -> None:
+    def _turn_ended(self, llm: LLM, session_id: str | None, *, ran: bool) -> None:
         """Ends a session after its last turn, so that its KV makes room."""
         if session_id is None or session_id not in self.turns:
             return
-        if begun:
-            self._begun.add(session_id)
+        if ran:
+            self._kept_sessions.add(session_id)
         self.turns[session_id] -= 1
         if not self.turns[session_id]:
             del self.turns[session_id]
-            if session_id in self._begun:
-                self._begun.remove(session_id)
+            if session_id in self._kept_sessions:
+                self._kept_sessions.remove(session_id)
                 llm.end_session(session_id)
 
-    def _bad(
-        self,
-        line: Line,
-        message: str,
-        keep: Callable[[Line, bytes], None],
-        warn: Callable[[str], None],
-    ) -> None:
+    def _bad(self, line: Line, message: str, warn: Callable[[str], None]) -> None:
         message_with_place = f"{self.job.input}, line {line.number}: {message}"
         if self.job.on_error == "fail":
             if self._running:
@@ -169,7 +158,7 @@ class OpenJob:
             return
         warn(message_with_place)
         self.errors += 1
-        keep(line, failure(line, message))
+        self.results.append(failure(line, message))
 
 
 @contextmanager

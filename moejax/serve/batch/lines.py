@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from moejax.errors import UserError
+from moejax.models.json_values import is_integer
 from moejax.requests.request import GenerationRequest
 from moejax.requests.sampling_params import SamplingParams
 from moejax.serve.batch.openai_fields import completion_request
@@ -152,7 +153,7 @@ def _id(fields: Mapping[str, Any], line: Line) -> str | int:
         if _GIVEN_ID.fullmatch(id) and id != line.id:
             raise UserError(f"{name} {id!r} is reserved for line {id[5:]}; choose another")
         return id
-    if isinstance(id, int) and not isinstance(id, bool) and not line.openai:
+    if is_integer(id) and not line.openai:
         return id
     kinds = "a string" if line.openai else "a string or an integer"
     raise UserError(f"{name} must be {kinds} that is not empty, got {json.dumps(id)}")
@@ -172,7 +173,7 @@ def _request(
         found = " and ".join(prompts) or "none"
         raise UserError(f"one of {', '.join(_PROMPT_FIELDS)} is needed, found {found}")
     priority = fields.get("priority", 0)
-    if not isinstance(priority, int) or isinstance(priority, bool):
+    if not is_integer(priority):
         raise UserError(f"priority must be an integer, got {json.dumps(priority)}")
     given = dict(sampling) | {n: _value(v) for n, v in fields.items() if n in _SAMPLING_FIELDS}
     if given.get("seed") in (None, -1):
@@ -201,7 +202,7 @@ def _prompt(name: str, value: Any) -> str | list[int] | dict[str, Any]:
     if name == "prompt" and isinstance(value, str):
         return value
     ids = _list(name, value)
-    if any(not isinstance(token, int) or isinstance(token, bool) for token in ids):
+    if not all(map(is_integer, ids)):
         kinds = "text or token ids" if name == "prompt" else "token ids, which are integers"
         raise UserError(f"{name} must be {kinds}; several prompts need a line each")
     return ids

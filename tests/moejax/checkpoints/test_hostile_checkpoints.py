@@ -23,7 +23,8 @@ from moejax.checkpoints.safetensors.headers import MOST_HEADER
 from moejax.checkpoints.safetensors.shards import NUMPY_DTYPES, find_shards
 from moejax.errors import UserError
 from moejax.models.config import load_config
-from moejax.models.directory import FOLLOW_LINKS, parse_json, read_json
+from moejax.models.directory import FOLLOW_LINKS, read_json
+from moejax.models.json_values import parse_json
 from moejax.requests.prompts import encode_prompt
 from moejax.requests.tokenizer import check_vocabulary, load_tokenizer
 from tests.moejax.checkpoints.random_checkpoint import (
