@@ -33,6 +33,7 @@ from moejax.cache import cache_root
 from moejax.checkpoints.load import DTYPE_NAMES, NUMPY_DTYPES
 from moejax.errors import UserError
 from moejax.sizes import parse_expert_budget
+from moejax.step.context import DeviceMemory, ExpertContext
 from moejax.step.experts import Paging, add_experts, page_and_compute, zero_after
 from pallas_kernels import Ops, resolve_ops
 from pallas_kernels.expert_ffn import ACTIVATIONS
@@ -290,17 +291,16 @@ class PagedMoE(nnx.Module):
             )
             ids, weights = route(logits, given, rule=self.rule, implementation=self.ops.route)
             rows, ids, weights = lax.optimization_barrier((rows, ids, weights))
-        y, arena, tables, counts = page_and_compute(
-            rows,
-            ids,
-            memory.arena,
-            memory.tables,
-            (experts.records.get_value(),),
-            jnp.int32(self.layer),
+        context = ExpertContext(
+            stores=(experts.records.get_value(),),
+            ops=self.ops,
             activation=experts.activation,
             row_tile=self.row_tile,
             waves=self.waves,
-            ops=self.ops,
+        )
+        device = DeviceMemory(memory.arena, memory.tables)
+        y, (arena, tables), counts = page_and_compute(
+            rows, ids, device, jnp.int32(self.layer), context
         )
         # For the next layer's plan, where both take the same x.
         tables = tables._replace(clock=tables.clock + zero_after(y))

@@ -83,8 +83,6 @@ class Control:
                 runner.prepare("move")
         if "kv_pages" in controller.writes:
             runner.prepare("move_pages", "swap_out", "swap_in")
-        if controller.moments & BETWEEN_LAYERS:
-            runner.hooks = self.hooks()
 
     def before_step(self, number: int) -> Entries | None:
         """What policies decided so far becomes the tables' contents; returns the step's stage list,
@@ -143,8 +141,7 @@ class Control:
         )
 
     def hooks(self) -> LayerHooks | None:
-        """For moejax.step.host_driver.HostRunner.hooks; None when no policy looks between
-        layers."""
+        """For Engine; None when no policy looks between layers."""
         return LayerHooks(self) if self.controller.moments & BETWEEN_LAYERS else None
 
     def between_layers(

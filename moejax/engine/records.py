@@ -10,7 +10,7 @@ import numpy as np
 
 from moejax.requests.request import Request
 from moejax.step.experts import Paging
-from moejax.step.hooks import Transfers
+from moejax.step.hooks import LayerTransfers
 
 if TYPE_CHECKING:
     from moejax.engine.step_work import Step
@@ -127,7 +127,7 @@ def _staged_bytes(step: Step, link_bytes: Sequence[int]) -> int:
     """link_bytes: of an expert over the link, by version."""
     lists = list(step.between)
     if step.stages is not None and step.output.staged is not None:
-        lists.append(Transfers(step.stages, step.output.staged))
+        lists.append(LayerTransfers(step.stages, step.output.staged))
     moved = 0
     for entries, done in lists:
         carried_out = np.asarray(done) > 0

@@ -60,8 +60,8 @@ class _Batch:
     logprobs: bool
 
 
-class Chooser:
-    """Chooses tokens by the parameters of each request; what one of them asks for costs and changes
+class TokenSampler:
+    """Samples tokens by the parameters of each request; what one of them asks for costs and changes
     nothing for others.
 
     eos_token_ids: the model's, which min_tokens bans. Everything is dispatched, nothing read: the
@@ -106,27 +106,20 @@ class Chooser:
         if has_penalties(request.params):
             self.runner.prepare_counts()
 
-    def choose(
+    def sample(
         self, logits: jax.Array, sampled: Sequence[Request]
     ) -> tuple[jax.Array, tuple[jax.Array, ...] | None]:
         """The next token of each of the requests, made the runner's current tokens in their rows.
 
         logits: float32[R or fewer, V]. sampled: in any order; their `dispatched` counts the token
-        that is chosen now. Returns (tokens int32[R], what sampler.logprobs returns for all rows or
+        that is drawn now. Returns (tokens int32[R], what sampler.logprobs returns for all rows or
         None if no request wants any). Log-probabilities are of the logits as given.
         """
         batch = self._batch_of(sampled)
-        tokens = self._choose(self._adjusted(logits, batch), batch)
+        tokens = self.runner.sample(self._adjusted(logits, batch), batch.update, _drawn_by(batch))
         if batch.penalties is not None:
             self.runner.tally(batch.penalized)
         return tokens, self.runner.token_logprobs(logits, tokens) if batch.logprobs else None
-
-    def _choose(self, logits: jax.Array, batch: _Batch) -> jax.Array:
-        if batch.sampling is None:
-            return self.runner.choose(logits, batch.update, None)
-        position = np.zeros(len(batch.update), np.int32)
-        position[batch.rows] = [len(r.prompt) + r.dispatched - 1 for r in batch.sampled]
-        return self.runner.choose(logits, batch.update, (*batch.sampling, position))
 
     def _adjusted(self, logits: jax.Array, batch: _Batch) -> jax.Array:
         biases = self._biases_of(batch)
@@ -210,6 +203,15 @@ class Chooser:
             biased=tuple((rows[i], sampled[i]) for i in np.flatnonzero(used["biased"])),
             logprobs=bool(used["logprobs"].any()),
         )
+
+
+def _drawn_by(batch: _Batch) -> tuple[np.ndarray, ...] | None:
+    """sampler.sample's arrays after the logits; None: all are greedy."""
+    if batch.sampling is None:
+        return None
+    position = np.zeros(len(batch.update), np.int32)
+    position[batch.rows] = [len(r.prompt) + r.dispatched - 1 for r in batch.sampled]
+    return *batch.sampling, position
 
 
 def has_penalties(params: SamplingParams) -> bool:

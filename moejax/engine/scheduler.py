@@ -11,7 +11,7 @@ import numpy as np
 
 from host_offload.memory.kv_cache import Block, KVCache
 from moejax.engine.prefix_cache import PrefixCache
-from moejax.engine.step_work import Chunk, Work
+from moejax.engine.step_work import Chunk, ScheduledWork
 from moejax.errors import UserError
 from moejax.requests.request import PrefillKind, Request
 from moejax.requests.sessions import Sessions
@@ -72,7 +72,7 @@ class Scheduler:
         self.in_step: set[Request] = set()
         """Requests that it computes."""
         self._held_steps = 0
-        self.begun_pages = 0  # that those who have begun may come to need
+        self.admitted_pages = 0  # that requests which have been admitted may come to need
         self.counts = {"session_hit_tokens": 0, "preemptions": 0}
 
     # ---- requests
@@ -114,7 +114,7 @@ class Scheduler:
 
     @property
     def waiting(self) -> list[Request]:
-        """Those that have not begun, or were moved out, in no order."""
+        """Those that were never admitted, or were moved out, in no order."""
         queued = [r for s in self.sessions.all for r in s.queue]
         return [r for _, r in self.queue if r.finish_reason is None] + queued
 
@@ -124,8 +124,8 @@ class Scheduler:
         if request.row is not None:
             self._free_row(request)
         # In the waiting heap it stays until it is met there: it has a finish_reason.
-        self.begun_pages -= request.begun_pages
-        request.begun_pages = 0
+        self.admitted_pages -= request.admitted_pages
+        request.admitted_pages = 0
         blocks, request.blocks = request.blocks, []
         session = request.session
         if session is None:
@@ -142,7 +142,7 @@ class Scheduler:
 
     # ---- the next step
 
-    def next_work(self) -> Work | None:
+    def next_work(self) -> ScheduledWork | None:
         """The next step's work, counted as dispatched; None when nothing can be dispatched."""
         self.published, self.in_step = [], set()
         # In between two prefill steps decode goes on.
@@ -156,7 +156,7 @@ class Scheduler:
         self.peak_pages = max(self.peak_pages, self.arena.pages - self.cache.available)
         # Also those that were placed for a step that failed before it was made.
         placed, self._placed = [r for r in self._placed if r.row is not None], []
-        return Work(tuple(chunks), tuple(rows), tuple(placed), tuple(self.published))
+        return ScheduledWork(tuple(chunks), tuple(rows), tuple(placed), tuple(self.published))
 
     def _decoding(self) -> Iterator[Request]:
         # prefill_done written out: this is asked of every running request in every step.
@@ -239,7 +239,7 @@ class Scheduler:
         if len(self.running) >= self.max_running or request.dispatched > len(request.output):
             return False  # enough run; or moved out a step ago, its last token has not been read
         session = request.session
-        first = request.begun_pages == 0
+        first = request.admitted_pages == 0
         if first and not self._can_end(request):
             return False
         dropped = session is not None and session.dropped
@@ -253,8 +253,8 @@ class Scheduler:
         request.row = heapq.heappop(self.free_rows)
         self.running[request.row] = request
         if first:
-            request.begun_pages = self.pages_for(len(request.prompt), request.to_generate)
-            self.begun_pages += request.begun_pages
+            request.admitted_pages = self.pages_for(len(request.prompt), request.to_generate)
+            self.admitted_pages += request.admitted_pages
             request.recomputed = dropped
             self.counts["session_hit_tokens"] += request.cached_tokens
         if request.output and request.computed == 0:
@@ -271,11 +271,11 @@ class Scheduler:
         request.computed = request.cached_tokens = request.pure = 0
 
     def _can_end(self, request: Request) -> bool:
-        """Whether all that have begun, and this one, can have all pages they may come to need, on
-        the device or swapped out: otherwise they could wait for each other for ever."""
-        if self.overflow == "recompute" or self.begun_pages == 0:
+        """Whether all that were admitted, and this one, can have all pages they may need, on the
+        device or swapped out: otherwise they could wait for each other for ever."""
+        if self.overflow == "recompute" or self.admitted_pages == 0:
             return True
-        worst = self.begun_pages + self.pages_for(len(request.prompt), request.to_generate)
+        worst = self.admitted_pages + self.pages_for(len(request.prompt), request.to_generate)
         return worst + self.sessions.pages <= self.arena.pages + self.cache.swap_pages
 
     def _bring_back(self, request: Request) -> bool:
@@ -294,7 +294,7 @@ class Scheduler:
                 self.cache.swap_in(request.blocks)
         except BaseException:
             self.cache.unpin(request.blocks)
-            if request.begun_pages == 0:
+            if request.admitted_pages == 0:
                 self._take_back(request)
             raise
         if not there:

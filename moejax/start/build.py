@@ -46,6 +46,7 @@ from moejax.start.precision import (
     with_hi_share,
 )
 from moejax.start.step_memory import divided
+from moejax.step.hooks import Hooks
 from moejax.step.host_driver import HostRunner
 from moejax.step.parts import DECODE_TILE, StepShapes
 from moejax.step.runner import Runner
@@ -153,15 +154,17 @@ def start_engine(
     device: jax.Device,
     seed: int,
     listener: Listener | None,
+    hooks: Hooks | None = None,
 ) -> tuple[Engine, Budget]:
     """Decides shapes and budgets, allocates the arena, compiles what a first request needs.
 
     limits: as given. eviction: of host_offload.policies.eviction.names.EVICTION, until one of the
     policies changes the weights. precision: loaded has its versions (precision.with_precision),
     policies its policy. driver: of DRIVERS. trace_arrays: of TRACE_ARRAYS, what steps give out
-    beside what the policies need. ops: of parse_ops. Raises UserError, BudgetError or
-    ArenaTooSmall.
+    beside what the policies need. ops: of parse_ops. hooks: of the host
+    driver. Raises UserError, BudgetError or ArenaTooSmall.
     """
+    DRIVERS[driver].check_hooks(hooks)
     config = loaded.config
     try:
         resolved = resolve_ops(
@@ -297,6 +300,7 @@ def start_engine(
         seed=seed,
         listener=listener,
         control=control,
+        hooks=hooks,
     )
     if control is not None and (transitions := control.controller.transitions) is not None:
         engine.resizer = ResidentResizer(runner, engine.scheduler, transitions=transitions)

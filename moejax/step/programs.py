@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,16 +20,19 @@ from host_offload.memory.layout import PageLayout
 from host_offload.memory.swap import SWAP_PAGES, move_pages, read_pages, write_pages
 from host_offload.memory.tables import Tables, regrant, snapshot
 from moejax.models.config import ModelConfig
+from moejax.requests.request import PrefillKind
 from moejax.requests.sampling_params import MAX_BIASES, MAX_LOGPROBS
+from moejax.step.context import DeviceMemory, StepContext
 from moejax.step.device_driver import decode_step, prefill_step
-from moejax.step.parts import Leaf, PrefillBatch, Routing, StepShapes
+from moejax.step.experts import stage_layer
+from moejax.step.parts import DECODE_TILE, Leaf, PrefillBatch, Routing, StepShapes
 from moejax.step.sampler import add_bias, adjust, greedy, logprobs, recount, sample, tally
 from pallas_kernels import Ops
 from pallas_kernels.fill import fill
 from pallas_kernels.kv_write import KVPage
 from pallas_kernels.move import Moves, move
 from pallas_kernels.records.versions import Formats
-from pallas_kernels.stage import Entries, stage
+from pallas_kernels.stage import Entries
 
 STAGES = 8
 """Entries of a stage list, a compiled shape: most transfers of one step ahead of need."""
@@ -37,10 +40,44 @@ STAGES = 8
 MOVES = 16
 """Entries of a list of moves within the arena, a compiled shape."""
 
-_EXTRAS = {"forced": "forced", "staged": "stages"}
-"""Part of a step's name → the argument it adds."""
+Kind = (
+    Literal["decode", "greedy", "sample", "add_bias", "adjust", "tally", "recount", "logprobs"]
+    | PrefillKind
+    | Literal["place", "swap_out", "swap_in", "move_pages", "regrant", "populate", "transfer"]
+    | Literal["stage", "move", "snapshot", "integrity"]
+)
 
-_TRACED = "traced"
+STEPS: tuple[Kind, ...] = ("decode", "prefill", "score", "prompt_logprobs")
+
+_BY_ROWS = ("decode", "greedy", "sample", "add_bias", "adjust", "logprobs")
+
+
+class ProgramKey(NamedTuple):
+    """Which program; it prints as `prefill_staged`, `decode@16` or `decode/attend.0`."""
+
+    kind: Kind
+    rows: int | None = None
+    """The bucket of decode and of what takes its logits: for the first rows only, though adjusted
+    logits are of all rows. None: all rows."""
+    traced: bool = False
+    """A step that gives out the trace arrays."""
+    forced: bool = False
+    """A step with routing as an argument."""
+    staged: bool = False
+    """A step with a stage list as the last argument."""
+    part: str | None = None
+    """Of a step, see layer_programs; None: all of it."""
+    run: int | None = None
+    """Which run of equal layers the part belongs to."""
+
+    def __str__(self) -> str:
+        given = {"traced": self.traced, "forced": self.forced, "staged": self.staged}
+        flags = [flag for flag, on in given.items() if on]
+        rows = "" if self.rows is None else f"@{self.rows}"
+        if self.part is None:
+            return "_".join((self.kind, *flags)) + rows
+        run = "" if self.run is None else f".{self.run}"
+        return f"{self.kind}{rows}/{'_'.join((*flags, self.part))}{run}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +100,7 @@ class Programs:
     graph, state: of nnx.split(model). stores: per version uint16[L, E, rows, D]. arena
     uint16[rows, D]. sharding: of the arguments that a step gets from the host; None: undecided.
     formats: of the stores' versions; None: one, dense.
-    trace_arrays: what steps called `_traced` give out beside the rest, of TRACE_ARRAYS.
+    trace_arrays: what traced steps give out beside the rest, of TRACE_ARRAYS.
     """
 
     config: ModelConfig
@@ -97,134 +134,221 @@ class Programs:
         shape = (self.page_layout.nbytes // 2,)
         return jax.ShapeDtypeStruct(shape, jnp.uint16, sharding=sharding)
 
-    def program(self, name: str) -> Program:
-        """The program of that name: decode, prefill, score, prompt_logprobs, add_bias, adjust,
-        greedy, sample, tally, recount, logprobs, place, swap_out, swap_in, move_pages, regrant,
-        populate, transfer, move, snapshot, integrity. The steps also with `_traced`, which gives
-        out the trace arrays, then `_forced`, routing as an argument, and `_staged`, a stage list as
-        the last one. decode and what takes its logits also with `@N`: for the first N rows only;
-        adjusted logits are of all rows. Raises ValueError for another."""
-        name, _, bucket = name.partition("@")
-        rows, vocabulary = self.shapes.rows, self.config.vocab_size
-        used = int(bucket) if bucket else rows
-        chunks, size = self.shapes.prefill_chunks, self.shapes.chunk
-        array = functools.partial(jax.ShapeDtypeStruct, sharding=self.sharding)
-        ints, floats = array((rows,), jnp.int32), array((rows,), jnp.float32)
-        flags = array((rows,), jnp.bool_)
-        logits = array((used, vocabulary), jnp.float32)
-        block_table = array((rows, self.shapes.blocks), jnp.int32)
-        buffers = (self.state, self.stores, self.arena, self.tables)
-        kind, *extras = name.replace("prompt_logprobs", "prompt").split("_")
-        arrays = self.trace_arrays if _TRACED in extras else frozenset[str]()
-        extras = [e for e in extras if e != _TRACED]
+    def program(self, key: ProgramKey) -> Program:
+        """Raises ValueError for a key that no whole program has."""
+        is_step = key.kind in STEPS
+        if (
+            key.kind not in _PROGRAMS
+            or (key.part, key.run) != (None, None)
+            or (key.rows is not None and key.kind not in _BY_ROWS)
+            or ((key.traced or key.forced or key.staged) and not is_step)
+        ):
+            raise ValueError(f"no program {str(key)!r}")
+        return _PROGRAMS[key.kind](self, key)
 
-        def extra(tokens: int) -> tuple[Leaf, ...]:
-            shape = (self.tables.clock.shape[0], tokens, self.config.num_experts_per_tok)
-            entries = array((STAGES,), jnp.int32)
-            known = {
-                "forced": Routing(array(shape, jnp.int32), array(shape, jnp.float32)),
-                "staged": Entries._make([entries] * len(Entries._fields)),
-            }
-            if any(e not in known for e in extras):
-                raise ValueError(f"no program {name!r}")
-            return tuple(known[e] for e in extras)
+    # ---- arguments
 
-        if kind == "decode":
-            step = self._bind(_first_rows(decode_step, used), extras, arrays=arrays)
-            return Program(step, (*buffers, ints, ints, block_table, *extra(used)), (2, 3))
-        if kind in ("prefill", "score", "prompt"):
-            per_chunk, per_token = array((chunks,), jnp.int32), array((chunks, size), jnp.int32)
-            prefill = PrefillBatch(
-                tokens=per_token,
-                row=per_chunk,
-                start=per_chunk,
-                skip=per_chunk,
-                length=per_chunk,
-                count=array((), jnp.int32),
-                last=ints,
-                targets=per_token,
-            )
-            static = {"score": kind == "score", "prompt_logprobs": kind == "prompt"}
-            static |= {"waves": self.shapes.waves, "arrays": arrays}
-            step = self._bind(prefill_step, extras, **static)
-            return Program(step, (*buffers, prefill, block_table, *extra(chunks * size)), (2, 3))
-        if name == "greedy":
-            return Program(functools.partial(_advance, greedy), (logits, ints, flags), ())
-        if name == "sample":
-            seeds = array((rows,), jnp.uint32)
-            params = (floats, ints, floats, floats, seeds, ints)
-            function = functools.partial(_advance, sample)
-            return Program(function, (logits, ints, flags, *params), ())
-        counts = array((rows, vocabulary), jnp.int32)
-        biases = (array((rows, MAX_BIASES), jnp.int32), array((rows, MAX_BIASES), jnp.float32))
-        if name == "add_bias":
-            return Program(functools.partial(_of_all_rows, add_bias), (logits, *biases), ())
-        if name == "adjust":
-            function = functools.partial(_of_all_rows, adjust)
-            return Program(function, (logits, counts, floats, floats, floats, *biases), ())
-        if name == "tally":
-            return Program(tally, (counts, ints, flags), (0,))
-        if name == "recount":
-            most = self.shapes.blocks * self.page.block_size
-            row, ids = array((), jnp.int32), array((most,), jnp.int32)
-            return Program(recount, (counts, row, ids, array((most,), jnp.bool_)), (0,))
-        if name == "logprobs":
-            n = min(MAX_LOGPROBS, vocabulary)
-            function = functools.partial(_of_all_rows, functools.partial(logprobs, n=n))
-            return Program(function, (logits, ints), ())
-        if name == "place":
-            return Program(_place, (ints, ints, flags), ())
-        if name in ("swap_out", "swap_in"):
-            layout, rows = self.page_layout, array((SWAP_PAGES,), jnp.int32)
-            if name == "swap_out":
-                function = functools.partial(read_pages, page=layout)
-                return Program(function, (self.arena, rows), (), memory="pinned_host")
-            pages = (self.host_page(),) * SWAP_PAGES
-            function = functools.partial(write_pages, page=layout)
-            return Program(function, (self.arena, pages, rows, array((), jnp.int32)), (0,))
-        if name == "move_pages":
-            rows = array((SWAP_PAGES,), jnp.int32)
-            function = functools.partial(move_pages, page=self.page_layout)
-            return Program(function, (self.arena, rows, rows), (0,))
-        if name == "regrant":
-            cell_row = array(self.tables.cell_row.shape, jnp.int32)
-            return Program(regrant, (self.tables, cell_row), (0,))
-        if name == "populate":
-            layer, experts = array((), jnp.int32), self.tables.address.shape[1:]
-            function = functools.partial(_populate, ops=self.ops, formats=self.formats)
-            places = array(experts, jnp.int32), array(experts, jnp.int32)
-            return Program(function, (self.arena, self.stores, layer, *places), (0,))
-        if name == "transfer":
-            entries = Entries._make([array((STAGES,), jnp.int32)] * len(Entries._fields))
-            function = functools.partial(_transfer, ops=self.ops, formats=self.formats)
-            return Program(function, (self.arena, self.tables, self.stores, entries), (0, 1))
-        if name == "move":
-            entries = array((MOVES,), jnp.int32)
-            moves = Moves._make([entries] * len(Moves._fields))
-            if self.formats is None:
-                rows = tuple(store.shape[2] for store in self.stores)
+    def array(self, *shape: int, dtype: jax.typing.DTypeLike = jnp.int32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self.sharding)
+
+    def _per_row(self, dtype: jax.typing.DTypeLike = jnp.int32) -> jax.ShapeDtypeStruct:
+        return self.array(self.shapes.rows, dtype=dtype)
+
+    def _logits(self, key: ProgramKey) -> jax.ShapeDtypeStruct:
+        rows = key.rows or self.shapes.rows
+        return self.array(rows, self.config.vocab_size, dtype=jnp.float32)
+
+    def _biases(self) -> tuple[Leaf, Leaf]:
+        shape = (self.shapes.rows, MAX_BIASES)
+        return self.array(*shape), self.array(*shape, dtype=jnp.float32)
+
+    def _counts(self) -> jax.ShapeDtypeStruct:
+        return self.array(self.shapes.rows, self.config.vocab_size)
+
+    def entries(self) -> Entries:
+        return Entries._make([self.array(STAGES)] * len(Entries._fields))
+
+    def routing(self, key: ProgramKey, *layers: int) -> Routing:
+        """The routing of one layer, or of as many as given, of the step's tokens."""
+        shape = (*layers, self.tokens(key), self.config.num_experts_per_tok)
+        return Routing(self.array(*shape), self.array(*shape, dtype=jnp.float32))
+
+    def tokens(self, key: ProgramKey) -> int:
+        """How many tokens the step computes, padding included."""
+        if key.kind == "decode":
+            return key.rows or self.shapes.rows
+        return self.shapes.prefill_chunks * self.shapes.chunk
+
+    def batch(self, key: ProgramKey) -> tuple:
+        """What a step is given beside model and memory, forced routing and stage list: of decode
+        all rows, so that the caller's arrays are the same for every bucket."""
+        block_table = self.array(self.shapes.rows, self.shapes.blocks)
+        if key.kind == "decode":
+            return self._per_row(), self._per_row(), block_table
+        chunks = self.shapes.prefill_chunks
+        per_chunk, per_token = self.array(chunks), self.array(chunks, self.shapes.chunk)
+        prefill = PrefillBatch(
+            tokens=per_token,
+            row=per_chunk,
+            start=per_chunk,
+            skip=per_chunk,
+            length=per_chunk,
+            count=self.array(),
+            last=self._per_row(),
+            targets=per_token,
+        )
+        return prefill, block_table
+
+    def context(self, key: ProgramKey, stores: tuple[jax.Array, ...] = ()) -> StepContext:
+        """The context of a step, or of what moves experts outside of one. stores: as traced."""
+        decode = key.kind == "decode"
+        return StepContext(
+            stores=stores,
+            ops=self.ops,
+            activation=self.config.hidden_act,
+            row_tile=min(DECODE_TILE, self.tokens(key)) if decode else self.shapes.chunk,
+            waves=1 if decode else self.shapes.waves,
+            formats=self.formats,
+            page=self.page,
+            arrays=self.trace_arrays if key.traced else frozenset(),
+        )
+
+    # ---- steps
+
+    def _step(self, key: ProgramKey) -> Program:
+        def run(state, stores, arena, tables, *args):
+            args = list(args)
+            stages = args.pop() if key.staged else None
+            forced = args.pop() if key.forced else None
+            given = nnx.merge(self.graph, state), self.context(key, stores)
+            memory = DeviceMemory(arena, tables)
+            if key.kind == "decode":
+                rows = (values[: self.tokens(key)] for values in args)
+                step = functools.partial(decode_step, *given, memory, *rows)
             else:
-                rows = tuple(version.cell.rows for version in self.formats)
-            function = functools.partial(move, record_rows=rows, implementation=self.ops.move)
-            return Program(function, (self.arena, self.tables, moves), (0, 1))
-        if name == "snapshot":
-            return Program(snapshot, (self.tables,), ())
-        if name == "integrity":
-            function = functools.partial(count_faults, formats=self.formats)
-            return Program(function, (self.arena, self.tables, self.stores), ())
-        raise ValueError(f"no program {name!r}")
+                step = functools.partial(prefill_step, *given, memory, *args, key.kind)
+            memory, output = step(forced=forced, stages=stages)
+            return *memory, output
 
-    def _bind(self, step: Callable, extras: Sequence[str], **static) -> Callable:
-        """step of the merged model; the last arguments are the extras, by name."""
+        buffers = self.state, self.stores, self.arena, self.tables
+        layers = self.tables.clock.shape[0]
+        forced = (self.routing(key, layers),) if key.forced else ()
+        staged = (self.entries(),) if key.staged else ()
+        return Program(run, (*buffers, *self.batch(key), *forced, *staged), (2, 3))
 
-        def run(state, *args):
-            model = nnx.merge(self.graph, state)
-            args, last = args[: len(args) - len(extras)], args[len(args) - len(extras) :]
-            named = {_EXTRAS[e]: value for e, value in zip(extras, last, strict=True)}
-            options = {"page": self.page, "ops": self.ops, "formats": self.formats, **static}
-            return step(model, *args, **named, **options)
+    # ---- from logits to tokens
 
-        return run
+    def _greedy(self, key: ProgramKey) -> Program:
+        args = self._logits(key), self._per_row(), self._per_row(jnp.bool_)
+        return Program(functools.partial(_advance, greedy), args, ())
+
+    def _sample(self, key: ProgramKey) -> Program:
+        ints, floats = self._per_row(), self._per_row(jnp.float32)
+        params = floats, ints, floats, floats, self._per_row(jnp.uint32), ints
+        args = self._logits(key), ints, self._per_row(jnp.bool_), *params
+        return Program(functools.partial(_advance, sample), args, ())
+
+    def _add_bias(self, key: ProgramKey) -> Program:
+        function = functools.partial(_of_all_rows, add_bias)
+        return Program(function, (self._logits(key), *self._biases()), ())
+
+    def _adjust(self, key: ProgramKey) -> Program:
+        penalties = (self._per_row(jnp.float32),) * 3
+        args = self._logits(key), self._counts(), *penalties, *self._biases()
+        return Program(functools.partial(_of_all_rows, adjust), args, ())
+
+    def _tally(self, _: ProgramKey) -> Program:
+        return Program(tally, (self._counts(), self._per_row(), self._per_row(jnp.bool_)), (0,))
+
+    def _recount(self, _: ProgramKey) -> Program:
+        most = self.shapes.blocks * self.page.block_size
+        ids, is_output = self.array(most), self.array(most, dtype=jnp.bool_)
+        return Program(recount, (self._counts(), self.array(), ids, is_output), (0,))
+
+    def _logprobs(self, key: ProgramKey) -> Program:
+        n = min(MAX_LOGPROBS, self.config.vocab_size)
+        function = functools.partial(_of_all_rows, functools.partial(logprobs, n=n))
+        return Program(function, (self._logits(key), self._per_row()), ())
+
+    def _place(self, _: ProgramKey) -> Program:
+        return Program(_place, (self._per_row(), self._per_row(), self._per_row(jnp.bool_)), ())
+
+    # ---- pages, cells and tables between steps
+
+    def _swap_out(self, _: ProgramKey) -> Program:
+        function = functools.partial(read_pages, page=self.page_layout)
+        return Program(function, (self.arena, self.array(SWAP_PAGES)), (), memory="pinned_host")
+
+    def _swap_in(self, _: ProgramKey) -> Program:
+        function = functools.partial(write_pages, page=self.page_layout)
+        pages = (self.host_page(),) * SWAP_PAGES
+        return Program(function, (self.arena, pages, self.array(SWAP_PAGES), self.array()), (0,))
+
+    def _move_pages(self, _: ProgramKey) -> Program:
+        function = functools.partial(move_pages, page=self.page_layout)
+        return Program(function, (self.arena, *[self.array(SWAP_PAGES)] * 2), (0,))
+
+    def _regrant(self, _: ProgramKey) -> Program:
+        return Program(regrant, (self.tables, self.array(*self.tables.cell_row.shape)), (0,))
+
+    def _populate(self, _: ProgramKey) -> Program:
+        function = functools.partial(_populate, ops=self.ops, formats=self.formats)
+        places = [self.array(*self.tables.address.shape[1:])] * 2
+        return Program(function, (self.arena, self.stores, self.array(), *places), (0,))
+
+    def _transfer(self, key: ProgramKey) -> Program:
+        """A stage list, all layers, outside of a step; as stage."""
+
+        def transfer(arena, tables, stores, entries):
+            context = self.context(key, stores)
+
+            def layer(i, carry):
+                memory, now = stage_layer(carry[0], i, entries, context)
+                return memory, jnp.maximum(carry[1], now)
+
+            start = DeviceMemory(arena, tables), jnp.zeros_like(entries.layer)
+            memory, done = jax.lax.fori_loop(0, tables.clock.shape[0], layer, start)
+            return *memory, done
+
+        return Program(transfer, (self.arena, self.tables, self.stores, self.entries()), (0, 1))
+
+    def _move(self, _: ProgramKey) -> Program:
+        if self.formats is None:
+            rows = tuple(store.shape[2] for store in self.stores)
+        else:
+            rows = tuple(version.cell.rows for version in self.formats)
+        moves = Moves._make([self.array(MOVES)] * len(Moves._fields))
+        function = functools.partial(move, record_rows=rows, implementation=self.ops.move)
+        return Program(function, (self.arena, self.tables, moves), (0, 1))
+
+    def _snapshot(self, _: ProgramKey) -> Program:
+        return Program(snapshot, (self.tables,), ())
+
+    def _integrity(self, _: ProgramKey) -> Program:
+        function = functools.partial(count_faults, formats=self.formats)
+        return Program(function, (self.arena, self.tables, self.stores), ())
+
+
+_PROGRAMS: dict[Kind, Callable[[Programs, ProgramKey], Program]] = {
+    **dict.fromkeys(STEPS, Programs._step),
+    "greedy": Programs._greedy,
+    "sample": Programs._sample,
+    "add_bias": Programs._add_bias,
+    "adjust": Programs._adjust,
+    "tally": Programs._tally,
+    "recount": Programs._recount,
+    "logprobs": Programs._logprobs,
+    "place": Programs._place,
+    "swap_out": Programs._swap_out,
+    "swap_in": Programs._swap_in,
+    "move_pages": Programs._move_pages,
+    "regrant": Programs._regrant,
+    "populate": Programs._populate,
+    "transfer": Programs._transfer,
+    "move": Programs._move,
+    "snapshot": Programs._snapshot,
+    "integrity": Programs._integrity,
+}
 
 
 def _populate(
@@ -236,33 +360,8 @@ def _populate(
     return fill(arena, stores, layer, *listed, formats=formats, implementation=ops.fill)
 
 
-def _transfer(arena, tables, stores, entries, *, ops: Ops, formats: Formats | None):
-    """A stage list, all layers, outside of a step; as stage."""
-
-    def layer(i, carry):
-        arena, tables, done = carry
-        arena, tables, now = stage(
-            arena, tables, stores, i, entries, formats=formats, implementation=ops.stage
-        )
-        return arena, tables, jnp.maximum(done, now)
-
-    start = arena, tables, jnp.zeros_like(entries.layer)
-    return jax.lax.fori_loop(0, tables.clock.shape[0], layer, start)
-
-
 def _place(tokens: jax.Array, values: jax.Array, update: jax.Array) -> jax.Array:
     return jnp.where(update, values, tokens)
-
-
-def _first_rows(step: Callable, rows: int) -> Callable:
-    """step on the first rows of tokens, positions and block table; all R rows are passed, so that
-    the caller's arrays are the same for every bucket."""
-
-    def run(model, stores, arena, tables, tokens, positions, block_table, **others):
-        inputs = (a[:rows] for a in (tokens, positions, block_table))
-        return step(model, stores, arena, tables, *inputs, **others)
-
-    return run
 
 
 def _of_all_rows(function: Callable, logits: jax.Array, first: jax.Array, *args) -> Any:
@@ -272,10 +371,10 @@ def _of_all_rows(function: Callable, logits: jax.Array, first: jax.Array, *args)
     return function(jnp.pad(logits, ((0, missing), (0, 0))), first, *args)
 
 
-def _advance(choose: Callable, logits, tokens, update, *params) -> jax.Array:
-    """choose(logits, …) for the rows to update, the old tokens for the others."""
+def _advance(draw: Callable, logits, tokens, update, *params) -> jax.Array:
+    """draw(logits, …) for the rows to update, the old tokens for the others."""
 
-    def chosen(logits, tokens, *params):
-        return jnp.where(update, choose(logits, *params), tokens)
+    def drawn(logits, tokens, *params):
+        return jnp.where(update, draw(logits, *params), tokens)
 
-    return _of_all_rows(chosen, logits, tokens, *params)
+    return _of_all_rows(drawn, logits, tokens, *params)

@@ -42,11 +42,11 @@ def use(llm: LLM, policies: Sequence[Policy], router: np.ndarray | None = None) 
     cold = empty_tables(layers, experts, experts, "lru")._asdict()
     del cold["cell_row"]
     runner.tables = with_contents(runner.tables, cold)
-    runner.hooks = None
     routers = [] if router is None else [jnp.asarray(np.swapaxes(router, 1, 2))]
     engine.control = start_control(runner, policies, max_model_len=256, seed=0, routers=routers)
     if engine.control is not None:
         engine.control.set_budget = engine.try_budget
+    engine.hooks = None if engine.control is None else engine.control.hooks()
     engine._steps = itertools.count()
 
 

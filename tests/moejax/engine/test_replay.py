@@ -92,10 +92,10 @@ def traced(
     cold = empty_tables(layers, experts, experts, "lru")._asdict()
     del cold["cell_row"]
     runner.tables = with_contents(runner.tables, cold)
-    runner.hooks = None
     engine.control = start_control(
         runner, policies, max_model_len=LIMITS["max_model_len"], seed=0, routers=[]
     )
+    engine.hooks = None if engine.control is None else engine.control.hooks()
     engine._steps = itertools.count()
     settings = {"model": "demo", "eviction": name, "driver": runner.driver}
     tracer = start_trace(directory, runner, dtype=llm.dtype, seed=0, settings=settings)
