@@ -18,7 +18,7 @@ from moejax.requests.sessions import Sessions
 from moejax.step.parts import StepShapes
 
 HELD_STEPS = 32
-"""Most decode steps that new prompts wait for others to be swept with."""
+"""Most decode steps that new prompts wait for others to share their prefill step."""
 
 
 class Scheduler:
@@ -31,7 +31,7 @@ class Scheduler:
 
     overflow: what moving out means: `swap`, to host memory, or `recompute`, which drops KV and
     changes bits. prefill_share: most tokens of one prompt in a prefill step that others wait for.
-    admission: free rows to wait for before new prompts are swept, while others decode: a prefill
+    admission: free rows to wait for before new prompts are admitted, while others decode: a prefill
     step reads nearly every expert, however few prompts are in it.
     """
 
@@ -64,8 +64,8 @@ class Scheduler:
         self.block_table = np.zeros((shapes.rows, shapes.blocks), np.int32)
         self.block_table_version = self.peak_pages = 0
         self.sessions = Sessions(cache, overflow)
-        self._swept = False
-        # Of the step that is being made:
+        self._prefilled = False
+        # The step that is being made:
         self._placed: list[Request] = []
         self.published: list[Block] = []
         """Blocks that it writes and others may already hold."""
@@ -146,11 +146,11 @@ class Scheduler:
         """The next step's work, counted as dispatched; None when nothing can be dispatched."""
         self.published, self.in_step = [], set()
         # In between two prefill steps decode goes on.
-        rows = self._decode_rows() if self._swept else []
+        rows = self._decode_rows() if self._prefilled else []
         chunks = [] if rows else self._next_chunks()
         if not rows and not chunks:
             rows = self._decode_rows()  # also of those that just got their row back
-        self._swept = bool(chunks)
+        self._prefilled = bool(chunks)
         if not rows and not chunks:
             return None
         self.peak_pages = max(self.peak_pages, self.arena.pages - self.cache.available)
@@ -339,8 +339,8 @@ class Scheduler:
         return True
 
     def write_table(self, request: Request, first: int) -> None:
-        rows: Any = [block.row for block in request.blocks[first:]]  # none is swapped out
-        self.block_table[request.row, first : len(request.blocks)] = rows
+        kv_rows: Any = [block.row for block in request.blocks[first:]]  # none is swapped out
+        self.block_table[request.row, first : len(request.blocks)] = kv_rows
         self.block_table_version += 1
 
     def _free_pages(self, count: int, behind: Request | None = None) -> bool:

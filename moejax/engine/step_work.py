@@ -25,7 +25,7 @@ class Chunk:
     skip: int
     length: int
     samples: bool
-    """The request's first token is chosen from the chunk's last one."""
+    """The request's first token is sampled from the chunk's last one."""
     last: bool
     """The prompt ends here."""
 

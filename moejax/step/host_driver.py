@@ -145,7 +145,7 @@ class HostRunner(Runner):
     def _step(
         self,
         step: ProgramKey,
-        *args,
+        args: tuple,
         forced: Routing | None,
         stages: Entries | None,
         hooks: Hooks | None,

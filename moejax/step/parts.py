@@ -124,7 +124,7 @@ class LayerTrace(NamedTuple):
     counts: Leaf
     """int32[..., counts_size]: see unpack_counts."""
     arrays: TraceArrays = TraceArrays()
-    """Of one layer without the embedding."""
+    """One layer has no embedding."""
 
 
 def decode_tokens(positions: jax.Array, block_table: jax.Array, context: StepContext) -> Tokens:

@@ -66,7 +66,7 @@ class ProgramKey(NamedTuple):
     staged: bool = False
     """A step with a stage list as the last argument."""
     part: str | None = None
-    """Of a step, see layer_programs; None: all of it."""
+    """Which part of a step, see layer_programs; None: all of it."""
     run: int | None = None
     """Which run of equal layers the part belongs to."""
 
@@ -110,23 +110,12 @@ class Programs:
     arena: Leaf
     tables: Tables
     shapes: StepShapes
+    page_layout: PageLayout
     page: KVPage
     ops: Ops
     formats: Formats | None = None
     sharding: jax.sharding.Sharding | None = None
     trace_arrays: frozenset[str] = frozenset()
-
-    @property
-    def page_layout(self) -> PageLayout:
-        """A page over all layers, in the dtype of the model."""
-        return PageLayout(
-            layers=self.config.num_hidden_layers,
-            kv_heads=self.page.kv_heads,
-            head_dim=self.page.head_dim,
-            itemsize=jax.tree.leaves(self.state["embedding"])[0].dtype.itemsize,
-            block_size=self.page.block_size,
-            latent=self.page.latent,
-        )
 
     def host_page(self) -> jax.ShapeDtypeStruct:
         """A page as it is swapped out."""
@@ -136,34 +125,19 @@ class Programs:
 
     def program(self, key: ProgramKey) -> Program:
         """Raises ValueError for a key that no whole program has."""
-        is_step = key.kind in STEPS
-        if (
-            key.kind not in _PROGRAMS
-            or (key.part, key.run) != (None, None)
-            or (key.rows is not None and key.kind not in _BY_ROWS)
-            or ((key.traced or key.forced or key.staged) and not is_step)
-        ):
-            raise ValueError(f"no program {str(key)!r}")
-        return _PROGRAMS[key.kind](self, key)
+        of_step = key.traced or key.forced or key.staged
+        if key.part is None and key.run is None and (key.rows is None or key.kind in _BY_ROWS):
+            if key.kind in STEPS:
+                return self._step(key)
+            programs = self._token_programs(key) | self._memory_programs(key)
+            if key.kind in programs and not of_step:
+                return programs[key.kind]
+        raise ValueError(f"no program {str(key)!r}")
 
     # ---- arguments
 
     def array(self, *shape: int, dtype: jax.typing.DTypeLike = jnp.int32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.sharding)
-
-    def _per_row(self, dtype: jax.typing.DTypeLike = jnp.int32) -> jax.ShapeDtypeStruct:
-        return self.array(self.shapes.rows, dtype=dtype)
-
-    def _logits(self, key: ProgramKey) -> jax.ShapeDtypeStruct:
-        rows = key.rows or self.shapes.rows
-        return self.array(rows, self.config.vocab_size, dtype=jnp.float32)
-
-    def _biases(self) -> tuple[Leaf, Leaf]:
-        shape = (self.shapes.rows, MAX_BIASES)
-        return self.array(*shape), self.array(*shape, dtype=jnp.float32)
-
-    def _counts(self) -> jax.ShapeDtypeStruct:
-        return self.array(self.shapes.rows, self.config.vocab_size)
 
     def entries(self) -> Entries:
         return Entries._make([self.array(STAGES)] * len(Entries._fields))
@@ -182,9 +156,10 @@ class Programs:
     def batch(self, key: ProgramKey) -> tuple:
         """What a step is given beside model and memory, forced routing and stage list: of decode
         all rows, so that the caller's arrays are the same for every bucket."""
+        rows = self.array(self.shapes.rows)
         block_table = self.array(self.shapes.rows, self.shapes.blocks)
         if key.kind == "decode":
-            return self._per_row(), self._per_row(), block_table
+            return rows, rows, block_table
         chunks = self.shapes.prefill_chunks
         per_chunk, per_token = self.array(chunks), self.array(chunks, self.shapes.chunk)
         prefill = PrefillBatch(
@@ -194,7 +169,7 @@ class Programs:
             skip=per_chunk,
             length=per_chunk,
             count=self.array(),
-            last=self._per_row(),
+            last=rows,
             targets=per_token,
         )
         return prefill, block_table
@@ -236,70 +211,57 @@ class Programs:
         staged = (self.entries(),) if key.staged else ()
         return Program(run, (*buffers, *self.batch(key), *forced, *staged), (2, 3))
 
-    # ---- from logits to tokens
-
-    def _greedy(self, key: ProgramKey) -> Program:
-        args = self._logits(key), self._per_row(), self._per_row(jnp.bool_)
-        return Program(functools.partial(_advance, greedy), args, ())
-
-    def _sample(self, key: ProgramKey) -> Program:
-        ints, floats = self._per_row(), self._per_row(jnp.float32)
-        params = floats, ints, floats, floats, self._per_row(jnp.uint32), ints
-        args = self._logits(key), ints, self._per_row(jnp.bool_), *params
-        return Program(functools.partial(_advance, sample), args, ())
-
-    def _add_bias(self, key: ProgramKey) -> Program:
-        function = functools.partial(_of_all_rows, add_bias)
-        return Program(function, (self._logits(key), *self._biases()), ())
-
-    def _adjust(self, key: ProgramKey) -> Program:
-        penalties = (self._per_row(jnp.float32),) * 3
-        args = self._logits(key), self._counts(), *penalties, *self._biases()
-        return Program(functools.partial(_of_all_rows, adjust), args, ())
-
-    def _tally(self, _: ProgramKey) -> Program:
-        return Program(tally, (self._counts(), self._per_row(), self._per_row(jnp.bool_)), (0,))
-
-    def _recount(self, _: ProgramKey) -> Program:
+    def _token_programs(self, key: ProgramKey) -> dict[Kind, Program]:
+        """From logits to tokens."""
+        rows, vocabulary, array = self.shapes.rows, self.config.vocab_size, self.array
+        ints, flags = array(rows), array(rows, dtype=jnp.bool_)
+        floats, seeds = array(rows, dtype=jnp.float32), array(rows, dtype=jnp.uint32)
+        logits = array(key.rows or rows, vocabulary, dtype=jnp.float32)
+        counts = array(rows, vocabulary)
+        biases = array(rows, MAX_BIASES), array(rows, MAX_BIASES, dtype=jnp.float32)
         most = self.shapes.blocks * self.page.block_size
-        ids, is_output = self.array(most), self.array(most, dtype=jnp.bool_)
-        return Program(recount, (self._counts(), self.array(), ids, is_output), (0,))
+        prompt = array(), array(most), array(most, dtype=jnp.bool_)
+        likeliest = functools.partial(logprobs, n=min(MAX_LOGPROBS, vocabulary))
 
-    def _logprobs(self, key: ProgramKey) -> Program:
-        n = min(MAX_LOGPROBS, self.config.vocab_size)
-        function = functools.partial(_of_all_rows, functools.partial(logprobs, n=n))
-        return Program(function, (self._logits(key), self._per_row()), ())
+        def drawn(function: Callable, *params: Leaf) -> Program:
+            advance = functools.partial(_advance, function)
+            return Program(advance, (logits, ints, flags, *params), ())
 
-    def _place(self, _: ProgramKey) -> Program:
-        return Program(_place, (self._per_row(), self._per_row(), self._per_row(jnp.bool_)), ())
+        def of_logits(function: Callable, *args: Leaf) -> Program:
+            return Program(functools.partial(_of_all_rows, function), (logits, *args), ())
 
-    # ---- pages, cells and tables between steps
+        return {
+            "greedy": drawn(greedy),
+            "sample": drawn(sample, floats, ints, floats, floats, seeds, ints),
+            "add_bias": of_logits(add_bias, *biases),
+            "adjust": of_logits(adjust, counts, floats, floats, floats, *biases),
+            "logprobs": of_logits(likeliest, ints),
+            "tally": Program(tally, (counts, ints, flags), (0,)),
+            "recount": Program(recount, (counts, *prompt), (0,)),
+            "place": Program(_place, (ints, ints, flags), ()),
+        }
 
-    def _swap_out(self, _: ProgramKey) -> Program:
-        function = functools.partial(read_pages, page=self.page_layout)
-        return Program(function, (self.arena, self.array(SWAP_PAGES)), (), memory="pinned_host")
-
-    def _swap_in(self, _: ProgramKey) -> Program:
-        function = functools.partial(write_pages, page=self.page_layout)
-        pages = (self.host_page(),) * SWAP_PAGES
-        return Program(function, (self.arena, pages, self.array(SWAP_PAGES), self.array()), (0,))
-
-    def _move_pages(self, _: ProgramKey) -> Program:
-        function = functools.partial(move_pages, page=self.page_layout)
-        return Program(function, (self.arena, *[self.array(SWAP_PAGES)] * 2), (0,))
-
-    def _regrant(self, _: ProgramKey) -> Program:
-        return Program(regrant, (self.tables, self.array(*self.tables.cell_row.shape)), (0,))
-
-    def _populate(self, _: ProgramKey) -> Program:
-        function = functools.partial(_populate, ops=self.ops, formats=self.formats)
-        places = [self.array(*self.tables.address.shape[1:])] * 2
-        return Program(function, (self.arena, self.stores, self.array(), *places), (0,))
-
-    def _transfer(self, key: ProgramKey) -> Program:
-        """A stage list, all layers, outside of a step; as stage."""
+    def _memory_programs(self, key: ProgramKey) -> dict[Kind, Program]:
+        """What moves and checks pages, cells and tables between steps."""
+        arena, tables, stores, array = self.arena, self.tables, self.stores, self.array
+        pages, places = array(SWAP_PAGES), array(*tables.address.shape[1:])
+        if self.formats is None:
+            record_rows = tuple(store.shape[2] for store in stores)
+        else:
+            record_rows = tuple(version.cell.rows for version in self.formats)
+        moves = Moves._make([array(MOVES)] * len(Moves._fields))
+        bind = functools.partial
+        read, write, copy = (
+            bind(function, page=self.page_layout)
+            for function in (read_pages, write_pages, move_pages)
+        )
+        swapped = (self.host_page(),) * SWAP_PAGES
+        populate = bind(_populate, ops=self.ops, formats=self.formats)
+        moved = bind(move, record_rows=record_rows, implementation=self.ops.move)
+        faults = bind(count_faults, formats=self.formats)
 
         def transfer(arena, tables, stores, entries):
+            """A stage list of all layers."""
             context = self.context(key, stores)
 
             def layer(i, carry):
@@ -310,53 +272,25 @@ class Programs:
             memory, done = jax.lax.fori_loop(0, tables.clock.shape[0], layer, start)
             return *memory, done
 
-        return Program(transfer, (self.arena, self.tables, self.stores, self.entries()), (0, 1))
-
-    def _move(self, _: ProgramKey) -> Program:
-        if self.formats is None:
-            rows = tuple(store.shape[2] for store in self.stores)
-        else:
-            rows = tuple(version.cell.rows for version in self.formats)
-        moves = Moves._make([self.array(MOVES)] * len(Moves._fields))
-        function = functools.partial(move, record_rows=rows, implementation=self.ops.move)
-        return Program(function, (self.arena, self.tables, moves), (0, 1))
-
-    def _snapshot(self, _: ProgramKey) -> Program:
-        return Program(snapshot, (self.tables,), ())
-
-    def _integrity(self, _: ProgramKey) -> Program:
-        function = functools.partial(count_faults, formats=self.formats)
-        return Program(function, (self.arena, self.tables, self.stores), ())
-
-
-_PROGRAMS: dict[Kind, Callable[[Programs, ProgramKey], Program]] = {
-    **dict.fromkeys(STEPS, Programs._step),
-    "greedy": Programs._greedy,
-    "sample": Programs._sample,
-    "add_bias": Programs._add_bias,
-    "adjust": Programs._adjust,
-    "tally": Programs._tally,
-    "recount": Programs._recount,
-    "logprobs": Programs._logprobs,
-    "place": Programs._place,
-    "swap_out": Programs._swap_out,
-    "swap_in": Programs._swap_in,
-    "move_pages": Programs._move_pages,
-    "regrant": Programs._regrant,
-    "populate": Programs._populate,
-    "transfer": Programs._transfer,
-    "move": Programs._move,
-    "snapshot": Programs._snapshot,
-    "integrity": Programs._integrity,
-}
+        return {
+            "swap_out": Program(read, (arena, pages), (), memory="pinned_host"),
+            "swap_in": Program(write, (arena, swapped, pages, array()), (0,)),
+            "move_pages": Program(copy, (arena, pages, pages), (0,)),
+            "regrant": Program(regrant, (tables, array(*tables.cell_row.shape)), (0,)),
+            "populate": Program(populate, (arena, stores, array(), places, places), (0,)),
+            "transfer": Program(transfer, (arena, tables, stores, self.entries()), (0, 1)),
+            "move": Program(moved, (arena, tables, moves), (0, 1)),
+            "snapshot": Program(snapshot, (tables,), ()),
+            "integrity": Program(faults, (arena, tables, stores), ()),
+        }
 
 
 def _populate(
-    arena, stores, layer, row, version, *, ops: Ops, formats: Formats | None
+    arena, stores, layer, cell_row, version, *, ops: Ops, formats: Formats | None
 ) -> jax.Array:
-    """The arena with every expert of the layer at row int32[E], in version int32[E]."""
-    experts = jnp.arange(row.shape[0])
-    listed = experts, row, version, jnp.int32(row.shape[0])
+    """The arena with every expert of the layer at cell_row int32[E], in version int32[E]."""
+    experts = jnp.arange(cell_row.shape[0])
+    listed = experts, cell_row, version, jnp.int32(len(experts))
     return fill(arena, stores, layer, *listed, formats=formats, implementation=ops.fill)
 
 

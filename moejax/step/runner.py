@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import jax
@@ -214,6 +214,7 @@ class Runner:
             arena=self.arena,
             tables=self.tables,
             shapes=self.shapes,
+            page_layout=self.layout.page,
             page=self.page,
             ops=self.ops,
             formats=self.formats,
@@ -226,7 +227,7 @@ class Runner:
     def _step(
         self,
         step: ProgramKey,
-        *args,
+        args: tuple,
         forced: Routing | None,
         stages: Entries | None,
         hooks: Hooks | None,
@@ -251,8 +252,8 @@ class Runner:
         for. positions int32[R], −1: empty row. stages: programs.STAGES entries. hooks: called
         between a layer's parts, driver="host" only. The results are of that many rows."""
         used = int(np.max(np.flatnonzero(positions >= 0), initial=-1)) + 1
-        step, args = ProgramKey("decode", self._bucket(used)), (self.tokens, positions, block_table)
-        return self._step(step, *args, forced=forced, stages=stages, hooks=hooks)
+        args = self.tokens, positions, block_table
+        return self._step(ProgramKey("decode", self._bucket(used)), args, forced, stages, hooks)
 
     def prefill(
         self,
@@ -266,8 +267,7 @@ class Runner:
     ) -> StepOutput:
         """Dispatches a prefill step. kind: prefill; score or prompt_logprobs, which also give the
         scores of the output. Others as of decode."""
-        step = ProgramKey(kind)
-        return self._step(step, prefill, block_table, forced=forced, stages=stages, hooks=hooks)
+        return self._step(ProgramKey(kind), (prefill, block_table), forced, stages, hooks)
 
     def sample(self, logits: jax.Array, update: np.ndarray, params: Sequence | None) -> jax.Array:
         """Samples the rows under `update` bool[R] and makes them the current tokens.
@@ -320,33 +320,23 @@ class Runner:
 
     # ---- between steps
 
-    def read_pages(self, rows: Sequence[int]) -> list[jax.Array]:
+    def read_pages(self, kv_rows: Sequence[int]) -> list[jax.Array]:
         """Copies the pages at these KV rows, as the steps so far leave them, to pinned host memory.
         Each an array of its own, uint16[page bytes / 2]."""
         pages: list[jax.Array] = []
-        for i in range(0, len(rows), SWAP_PAGES):
-            part = rows[i : i + SWAP_PAGES]
-            padded = np.zeros(SWAP_PAGES, np.int32)
-            padded[: len(part)] = part
-            pages += self._call(ProgramKey("swap_out"), self.arena, padded)[: len(part)]
+        for count, (padded,) in _batches(SWAP_PAGES, kv_rows):
+            pages += self._call(ProgramKey("swap_out"), self.arena, padded)[:count]
         return pages
 
-    def write_pages(self, pages: Sequence[jax.Array], rows: Sequence[int]) -> None:
+    def write_pages(self, pages: Sequence[jax.Array], kv_rows: Sequence[int]) -> None:
         """Copies host pages to these KV rows, for the steps to come."""
-        for i in range(0, len(rows), SWAP_PAGES):
-            part = tuple(pages[i : i + SWAP_PAGES])
-            padded = np.zeros(SWAP_PAGES, np.int32)
-            padded[: len(part)] = rows[i : i + SWAP_PAGES]
-            filled = part + (part[-1],) * (SWAP_PAGES - len(part))
-            self.arena = self._call(
-                ProgramKey("swap_in"), self.arena, filled, padded, np.int32(len(part))
-            )
+        for count, (number, padded) in _batches(SWAP_PAGES, range(len(kv_rows)), kv_rows):
+            given = tuple(pages[i] for i in number), padded, np.int32(count)
+            self.arena = self._call(ProgramKey("swap_in"), self.arena, *given)
 
     def move_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copies the pages at KV rows `sources` to KV rows `targets`, for the steps to come."""
-        for i in range(0, len(sources), SWAP_PAGES):
-            pairs = np.array([sources[i : i + SWAP_PAGES], targets[i : i + SWAP_PAGES]], np.int32)
-            padded = np.pad(pairs, ((0, 0), (0, SWAP_PAGES - pairs.shape[1])), mode="edge")
+        for _, padded in _batches(SWAP_PAGES, sources, targets):
             self.arena = self._call(ProgramKey("move_pages"), self.arena, *padded)
 
     def grant_cells(self, cell_row: np.ndarray) -> None:
@@ -392,12 +382,8 @@ class Runner:
 
     def faults(self) -> list[str]:
         """Broken invariants of arena, tables and store, in words. Waits for the device."""
-        return describe_faults(
-            np.asarray(self._call(ProgramKey("integrity"), *self._integrity_args()))
-        )
-
-    def _integrity_args(self):
-        return self.arena, self.tables, self.stores
+        found = self._call(ProgramKey("integrity"), self.arena, self.tables, self.stores)
+        return describe_faults(np.asarray(found))
 
     def compiled(self) -> list[jax.stages.Compiled]:
         """The executables so far. Waits for those under way."""
@@ -415,3 +401,11 @@ class Runner:
                 array.delete()
             if given:
                 self.store.delete()
+
+
+def _batches(most: int, *lists: Sequence[int]) -> Iterator[tuple[int, np.ndarray]]:
+    """So many entries of the lists at a time: how many, and int32[lists, most], in which the last
+    one repeats."""
+    for i in range(0, len(lists[0]), most):
+        part = np.array([values[i : i + most] for values in lists], np.int32)
+        yield part.shape[1], np.pad(part, ((0, 0), (0, most - part.shape[1])), mode="edge")

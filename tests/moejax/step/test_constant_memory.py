@@ -79,6 +79,7 @@ def abstract_programs(
         arena=jax.ShapeDtypeStruct((slots * layout.slot_rows, layout.hidden), jnp.uint16),
         tables=jax.eval_shape(lambda: empty_tables(moe_layers, experts, experts, "lru")),
         shapes=step_shapes(layout, waves=waves, **limits),
+        page_layout=layout.page,
         page=KVPage(
             layout.page.block_size,
             layout.page.kv_heads,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,6 +19,7 @@ from moejax import LLM, SamplingParams
 from moejax.cache import use_compilation_cache
 from moejax.checkpoints.random_model import random_model, shape
 from moejax.commands import main as cli
+from moejax.engine.loop import Engine
 from moejax.errors import UserError
 from moejax.start import build as startup
 from moejax.start.build import Limits, start_engine
@@ -385,6 +387,34 @@ def test_device_driver_refuses_hooks(drivers, monkeypatch):
         with pytest.raises(UserError, match="use driver='host'"):
             device.generate([5], SamplingParams(max_tokens=1))
     assert (device.stats()["driver"], host.stats()["driver"]) == ("device", "host")
+
+
+def test_hooks_are_given_at_the_start(host):
+    recorder, other = Recorder(), host.engine
+    with pytest.raises(UserError, match="use driver='host'"):
+        start_engine(
+            random_model(shape("demo", layers=1), "bfloat16"),
+            Limits(),
+            driver="device",
+            ops=parse_ops("auto"),
+            device=jax.devices()[0],
+            seed=0,
+            listener=None,
+            hooks=recorder,
+        )
+
+    def engine(**given: Any) -> Engine:
+        parts = other.runner, other.scheduler, other.statistics
+        return Engine(*parts, eos_token_ids=(), hooks=recorder, **given)
+
+    made = engine()
+    made.add([5, 6], SamplingParams(max_tokens=1))
+    while not made.idle:
+        made.step()
+    order = ("before_routing", "after_routing", "before_experts")
+    assert [call[:2] for call in recorder.calls[:3]] == [(what, 0) for what in order]
+    with pytest.raises(UserError, match="hooks and policies that look between layers"):
+        engine(control=SimpleNamespace(hooks=Recorder))
 
 
 @pytest.mark.parametrize(
