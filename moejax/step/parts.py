@@ -4,6 +4,7 @@ tokens, a layer's routing and experts, its output."""
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -131,26 +132,13 @@ def decode_tokens(positions: jax.Array, block_table: jax.Array, context: StepCon
     """The tokens of a decode step, see decode_step."""
     valid, lengths = positions >= 0, positions + 1
 
-    def attention(q, arena, layer, *, window, scale):
-        return decode_attention(
-            q,
-            arena,
-            block_table,
-            lengths,
-            layer,
-            page=context.page,
-            window=window,
-            scale=scale,
-            implementation=context.ops.paged_attention,
-        )
-
     return Tokens(
         positions=positions,
         valid=valid,
         pages=_pages(block_table, positions, valid, context.page),
         tiles=_tiles(valid, context.row_tile),
         row_tile=context.row_tile,
-        attention=attention,
+        attention=_attention(decode_attention, context, block_table, lengths),
     )
 
 
@@ -164,22 +152,7 @@ def prefill_tokens(prefill: PrefillBatch, block_table: jax.Array, context: StepC
     new = (offset >= prefill.skip[:, None]) & (offset < prefill.length[:, None])
     valid = (new & in_use[:, None]).reshape(-1)
 
-    def attention(q, arena, layer, *, window, scale):
-        return prefill_attention(
-            q,
-            arena,
-            block_table,
-            prefill.row,
-            prefill.start,
-            prefill.length,
-            prefill.count,
-            layer,
-            page=context.page,
-            window=window,
-            scale=scale,
-            implementation=context.ops.paged_attention,
-        )
-
+    chunk = prefill.row, prefill.start, prefill.length, prefill.count
     tables = jnp.repeat(block_table[prefill.row], size, axis=0)
     return Tokens(
         positions=positions,
@@ -187,8 +160,26 @@ def prefill_tokens(prefill: PrefillBatch, block_table: jax.Array, context: StepC
         pages=_pages(tables, positions, valid, context.page),
         tiles=prefill.count,
         row_tile=context.row_tile,
-        attention=attention,
+        attention=_attention(prefill_attention, context, block_table, *chunk),
     )
+
+
+def _attention(op: Callable, context: StepContext, *queries: jax.Array) -> Callable:
+    """Tokens.attention by one of the paged ops. queries: its arguments between arena and layer."""
+
+    def attention(q, arena, layer, *, window, scale):
+        return op(
+            q,
+            arena,
+            *queries,
+            layer,
+            page=context.page,
+            window=window,
+            scale=scale,
+            implementation=context.ops.paged_attention,
+        )
+
+    return attention
 
 
 def route_layer(

@@ -117,12 +117,6 @@ class Programs:
     sharding: jax.sharding.Sharding | None = None
     trace_arrays: frozenset[str] = frozenset()
 
-    def host_page(self) -> jax.ShapeDtypeStruct:
-        """A page as it is swapped out."""
-        sharding = None if self.sharding is None else self.sharding.with_memory_kind("pinned_host")
-        shape = (self.page_layout.nbytes // 2,)
-        return jax.ShapeDtypeStruct(shape, jnp.uint16, sharding=sharding)
-
     def program(self, key: ProgramKey) -> Program:
         """Raises ValueError for a key that no whole program has."""
         of_step = key.traced or key.forced or key.staged
@@ -255,7 +249,9 @@ class Programs:
             bind(function, page=self.page_layout)
             for function in (read_pages, write_pages, move_pages)
         )
-        swapped = (self.host_page(),) * SWAP_PAGES
+        pinned = self.sharding and self.sharding.with_memory_kind("pinned_host")
+        shape = (self.page_layout.nbytes // 2,)
+        swapped = (jax.ShapeDtypeStruct(shape, jnp.uint16, sharding=pinned),) * SWAP_PAGES
         populate = bind(_populate, ops=self.ops, formats=self.formats)
         moved = bind(move, record_rows=record_rows, implementation=self.ops.move)
         faults = bind(count_faults, formats=self.formats)
