@@ -34,6 +34,7 @@ from moejax.checkpoints.loaded_model import DTYPE_NAMES
 from moejax.checkpoints.safetensors.shards import NUMPY_DTYPES
 from moejax.errors import UserError
 from moejax.sizes import parse_expert_budget
+from moejax.step.context import DeviceMemory, ExpertContext
 from moejax.step.experts import Paging, add_experts, page_and_compute, zero_after
 from pallas_kernels import Ops, resolve_ops
 from pallas_kernels.expert_ffn import ACTIVATIONS
@@ -126,8 +127,20 @@ class PagedExperts(nnx.Module):
         builder, shape = None, ()
         try:
             for layer, (gate, up, down) in enumerate(layers):
-                shape = shape or np.shape(gate)
-                _check_shapes(layer, shape, np.shape(gate), np.shape(up), np.shape(down))
+                found, shape = np.shape(gate), shape or np.shape(gate)
+                if (
+                    len(found) != 3
+                    or np.shape(up) != found
+                    or np.shape(down) != (found[0], found[2], found[1])
+                ):
+                    raise UserError(
+                        f"layer {layer}: gate {list(found)}, up {list(np.shape(up))} and down "
+                        f"{list(np.shape(down))} must be [E, I, D], [E, I, D] and [E, D, I]"
+                    )
+                if found != shape:
+                    raise UserError(
+                        f"layer {layer}: gate is {list(found)}, that of layer 0 {list(shape)}"
+                    )
                 experts, width, hidden = shape
                 if builder is None:
                     layout = ExpertLayout(hidden, width, to.itemsize)
@@ -238,12 +251,20 @@ class PagedMoE(nnx.Module):
         shape = (experts.experts, experts.layout.hidden)
         try:
             rule.check(experts.experts, correction=False)
-            self.ops = _resolve_ops(ops, experts, rule)
+            reason = why_not_pallas(rule)
+            self.ops = resolve_ops(
+                ops,
+                platform=experts.device.platform,
+                dtype=experts.dtype,
+                no_kernel={} if reason is None else {"route": reason},
+            )
             if "pallas" in dataclasses.astuple(self.ops) and row_tile not in KERNEL_ROW_TILES:
                 raise ValueError(
                     f"row_tile is {row_tile}; kernels are checked for {KERNEL_ROW_TILES} rows"
                 )
-            _verify_kernels(self.ops, experts, rule)
+            if experts.device.platform == "gpu":
+                wanted = kernel_checks(self.ops, experts, rule)
+                require_verified(wanted, experts.device, cache_root() / "verified")
         except ValueError as error:
             raise UserError(str(error)) from error
         if router is None:
@@ -292,17 +313,16 @@ class PagedMoE(nnx.Module):
             )
             ids, weights = route(logits, given, rule=self.rule, implementation=self.ops.route)
             rows, ids, weights = lax.optimization_barrier((rows, ids, weights))
-        y, arena, tables, counts = page_and_compute(
-            rows,
-            ids,
-            memory.arena,
-            memory.tables,
-            (experts.records.get_value(),),
-            jnp.int32(self.layer),
+        context = ExpertContext(
+            stores=(experts.records.get_value(),),
+            ops=self.ops,
             activation=experts.activation,
             row_tile=self.row_tile,
             waves=self.waves,
-            ops=self.ops,
+        )
+        device = DeviceMemory(memory.arena, memory.tables)
+        y, (arena, tables), counts = page_and_compute(
+            rows, ids, device, jnp.int32(self.layer), context
         )
         # For the next layer's plan, where both take the same x.
         tables = tables._replace(clock=tables.clock + zero_after(y))
@@ -312,24 +332,6 @@ class PagedMoE(nnx.Module):
 
 
 _regrant = jax.jit(regrant)
-
-
-def _resolve_ops(ops: str | Mapping[str, str], experts: PagedExperts, rule: RouteRule) -> Ops:
-    reason = why_not_pallas(rule)
-    return resolve_ops(
-        ops,
-        platform=experts.device.platform,
-        dtype=experts.dtype,
-        no_kernel={} if reason is None else {"route": reason},
-    )
-
-
-def _verify_kernels(ops: Ops, experts: PagedExperts, rule: RouteRule) -> None:
-    """Raises ValueError where a kernel that a layer would run is wrong on its device."""
-    if experts.device.platform != "gpu":
-        return
-    wanted = kernel_checks(ops, experts, rule)
-    require_verified(wanted, experts.device, cache_root() / "verified")
 
 
 def kernel_checks(ops: Ops, experts: PagedExperts, rule: RouteRule) -> list[Check]:
@@ -356,19 +358,3 @@ def _dtype_name(dtype: str) -> str:
     if dtype not in DTYPE_NAMES:
         raise UserError(f"dtype {dtype!r} is unknown; choose {', '.join(DTYPE_NAMES)}")
     return DTYPE_NAMES[dtype]
-
-
-def _check_shapes(
-    layer: int,
-    first: tuple[int, ...],
-    gate: tuple[int, ...],
-    up: tuple[int, ...],
-    down: tuple[int, ...],
-) -> None:
-    if len(gate) != 3 or up != gate or down != (gate[0], gate[2], gate[1]):
-        raise UserError(
-            f"layer {layer}: gate {list(gate)}, up {list(up)} and down {list(down)} must be "
-            "[E, I, D], [E, I, D] and [E, D, I]"
-        )
-    if gate != first:
-        raise UserError(f"layer {layer}: gate is {list(gate)}, that of layer 0 {list(first)}")

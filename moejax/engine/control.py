@@ -123,7 +123,6 @@ def control_of(
     """The control of the runner's steps; None where no policy is asked anything, so that they cost
     nothing. What the policies want of tables from the start is set either way."""
     control = Control(RunnerDevice(runner), controller, resizer)
-    runner.hooks = layer_hooks(control, runner)
     return control if controller.asks else None
 
 

@@ -15,19 +15,20 @@ import numpy as np
 from host_offload.control.control import Control
 from host_offload.memory.kv_cache import Block
 from moejax.engine.arena_report import page_use
-from moejax.engine.control import stage_list
+from moejax.engine.control import layer_hooks, stage_list
 from moejax.engine.records import Tracer, step_record
 from moejax.engine.resize import Resizer, cells_of, check_grant, grant
-from moejax.engine.sampling import Chooser
+from moejax.engine.sampling import TokenSampler
 from moejax.engine.scheduler import Scheduler
 from moejax.engine.statistics import Statistics
-from moejax.engine.step_work import Step, Work, prefill_batch
+from moejax.engine.step_work import ScheduledWork, Step, prefill_batch
 from moejax.errors import OutOfKV, UserError
 from moejax.interrupt import deferred_interrupt
 from moejax.requests.outputs import FinishReason
 from moejax.requests.request import Request, append_logprobs, append_prompt_logprobs
 from moejax.requests.sampling_params import SamplingParams
 from moejax.requests.stopping import Ending, require_tokenizer
+from moejax.step.hooks import Hooks
 from moejax.step.runner import Runner
 from pallas_kernels.stage import Entries
 
@@ -53,7 +54,8 @@ class Engine:
 
     seed: of requests that bring none; such a request draws from it and from its number in the
     engine's life. listener: called with each step after its dispatch (for tests, recorders and
-    integrity checks); it may wait for the device, which only costs time. Not for several threads.
+    integrity checks); it may wait for the device, which only costs time. hooks: called between the
+    layers of every step, with driver="host" only. Not for several threads.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class Engine:
         listener: Listener | None = None,
         control: Control | None = None,
         resizer: Resizer | None = None,
+        hooks: Hooks | None = None,
     ):
         self.runner, self.scheduler, self.statistics = runner, scheduler, statistics
         self.eos_token_ids = frozenset(eos_token_ids)
@@ -76,13 +79,17 @@ class Engine:
         self.tokenizer: PreTrainedTokenizerFast | None = None
         """For stop strings; None: requests with them are refused."""
         self.events: deque[Event] = deque(maxlen=1000)
-        self._chooser = Chooser(runner, self.eos_token_ids)
+        self._sampler = TokenSampler(runner, self.eos_token_ids)
         self._pending: Step | None = None
         self._requests = itertools.count()
         self._steps = itertools.count()
         self._block_table: tuple[int, jax.Array] | None = None
         self._compiled: set[tuple[str, int]] = set()
         self.resizer = resizer or Resizer(runner, scheduler)
+        wanted = None if control is None else layer_hooks(control, runner)
+        if hooks is not None and wanted is not None:
+            raise UserError("hooks and policies that look between layers cannot both be given")
+        self.hooks = wanted if hooks is None else hooks
 
     # ---- requests
 
@@ -140,7 +147,7 @@ class Engine:
         bad = [t for t in (*prompt, *(targets or ())) if not 0 <= t < vocabulary]
         if bad:
             raise UserError(f"token id {bad[0]} is outside of the vocabulary of {vocabulary}")
-        self._chooser.check(params)
+        self._sampler.check(params)
         require_tokenizer(params, self.tokenizer)
         if session_id is not None and (targets is not None or params.prompt_logprobs is not None):
             raise UserError(
@@ -208,7 +215,7 @@ class Engine:
             previous, self._pending = self._pending, None
             self._read(previous)
 
-    def _next_work(self) -> Work | None:
+    def _next_work(self) -> ScheduledWork | None:
         try:
             return self.scheduler.next_work()
         except BaseException:
@@ -216,7 +223,7 @@ class Engine:
             self._give_up(self.scheduler.in_step, self.scheduler.published)
             raise
 
-    def _unblocked(self) -> Work:
+    def _unblocked(self) -> ScheduledWork:
         """What can be dispatched once experts gave KV some of their slots, where policies move the
         line. Raises OutOfKV."""
         control, work = self.control, None
@@ -234,7 +241,7 @@ class Engine:
             f"raise swap_space or kv_budget, or end sessions"
         )
 
-    def _dispatch(self, work: Work) -> Step:
+    def _dispatch(self, work: ScheduledWork) -> Step:
         try:
             return self._dispatched(work)
         except BaseException:
@@ -249,7 +256,7 @@ class Engine:
         self.abort(requests.union(holders))
         self.scheduler.cache.forget(published)
 
-    def _dispatched(self, work: Work) -> Step:
+    def _dispatched(self, work: ScheduledWork) -> Step:
         number, runner, rows = next(self._steps), self.runner, self.runner.shapes.rows
         self._place(work.placed)
         stages = self._before_step(number)
@@ -258,18 +265,22 @@ class Engine:
         if work.chunks:
             kind = work.chunks[0].request.prefill_kind
             output = runner.prefill(
-                prefill_batch(work, runner.shapes), table, kind=kind, stages=stages
+                prefill_batch(work, runner.shapes),
+                table,
+                kind=kind,
+                stages=stages,
+                hooks=self.hooks,
             )
         else:
             kind = "decode"
             positions[[row for row, _ in work.rows]] = [r.computed - 1 for _, r in work.rows]
-            output = runner.decode(positions, table, stages=stages)
+            output = runner.decode(positions, table, stages=stages, hooks=self.hooks)
             bucket = output.logits.shape[0]
         if self.control is not None:
             self.control.after_dispatch(number)
         tokens, logprobs, chosen = runner.tokens, None, work.sampled()
         if chosen:
-            tokens, logprobs = self._chooser.choose(output.logits, [r for _, r in chosen])
+            tokens, logprobs = self._sampler.sample(output.logits, [r for _, r in chosen])
         now, first = time.perf_counter(), (kind, bucket) not in self._compiled
         self._compiled.add((kind, bucket))
         self.events.append(Event("dispatch", number, now))
@@ -297,7 +308,7 @@ class Engine:
                 request.scheduled_s = now
             if request.output:  # it was moved out while it generated
                 values[request.row], update[request.row] = request.output[-1], True
-            self._chooser.place(request)
+            self._sampler.place(request)
         if update.any():
             self.runner.place_tokens(values, update)
 

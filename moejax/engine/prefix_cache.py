@@ -35,7 +35,7 @@ class PrefixCache:
     def find(self, request: Request) -> int:
         """Gives a running request the blocks that go on where it is; returns how many."""
         size, found = self.block_size, 0
-        # The last token of a prompt is always computed: what follows it is chosen from it.
+        # The last token of a prompt is always computed: what follows it is sampled from it.
         while request.computed + size < len(request.prompt):
             names = self._names(request)
             block = self.cache.lookup(names[len(request.blocks)]) if names else None

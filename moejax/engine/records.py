@@ -11,7 +11,7 @@ from host_offload.control.controller import Event
 from host_offload.control.step_record import SEEN, PageUse, StepRecord
 from moejax.requests.request import Request
 from moejax.step.experts import Paging
-from moejax.step.hooks import Transfers
+from moejax.step.hooks import LayerTransfers
 
 if TYPE_CHECKING:
     from moejax.engine.step_work import Step
@@ -109,7 +109,7 @@ def moved_bytes(
         counts = np.sum(demand, axis=0)
     lists, ahead = list(step.between), 0
     if step.stages is not None and step.output.staged is not None:
-        lists.append(Transfers(step.stages, step.output.staged))
+        lists.append(LayerTransfers(step.stages, step.output.staged))
     for entries, done in lists:
         carried_out = np.asarray(done) > 0
         ahead += sum(link_bytes[v] for v in np.asarray(entries.version)[carried_out].tolist())

@@ -17,7 +17,7 @@ from host_offload.control.transitions import Transitions
 from host_offload.memory.arena import SlotArena, SlotClass
 from host_offload.memory.swap import SWAP_PAGES
 from moejax.engine.scheduler import Scheduler
-from moejax.engine.step_work import Work
+from moejax.engine.step_work import ScheduledWork
 from moejax.step.runner import Runner
 
 log = logging.getLogger("moejax")
@@ -123,8 +123,8 @@ class Resizer:
         return Moved(settled, changed)
 
     def unblock(
-        self, next_work: Callable[[], Work | None], moved: Callable[[], None]
-    ) -> Work | None:
+        self, next_work: Callable[[], ScheduledWork | None], moved: Callable[[], None]
+    ) -> ScheduledWork | None:
         """For a moment when requests wait for pages and nothing can be dispatched: gives KV slots
         of experts, one at a time, until next_work has a step; None: experts have none left. So
         nobody waits for ever whom the split at the start would have served; no wish is needed, and
@@ -241,13 +241,13 @@ def _lost(runner: Runner) -> bool:
 
 def least_pages(scheduler: Scheduler) -> int:
     """Pages that KV must keep: all that the longest of those who wait or run may come to need; and,
-    as far as host memory does not take it, what all who have begun may come to need, what sessions
+    as far as host memory does not take it, what admitted requests may come to need, what sessions
     hold, and one more sequence of max_model_len."""
     live = [*scheduler.running.values(), *scheduler.waiting]
     alone = max((scheduler.pages_for(len(r.prompt), r.to_generate) for r in live), default=0)
     if scheduler.overflow == "recompute":
         return alone
-    together = scheduler.begun_pages + scheduler.sessions.pages
+    together = scheduler.admitted_pages + scheduler.sessions.pages
     longest = scheduler.pages_for(scheduler.max_model_len, 0)
     return max(alone, together + longest - scheduler.cache.swap_pages)
 

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from moejax.step.runner import Runner
 
 
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
+_PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+
 _PARAMETERS: dict[str, tuple[type, float]] = {
     "temperature": (np.float32, 0),
     "top_k": (np.int32, 0),
@@ -50,9 +53,9 @@ class _Batch:
     """In the order of rows."""
     update: np.ndarray
     sampling: tuple[np.ndarray, ...] | None
-    """temperature, top_k, top_p, min_p, seed; None: all are greedy."""
+    """_SAMPLING; None: all are greedy."""
     penalties: tuple[np.ndarray, ...] | None
-    """repetition, presence, frequency; None: all are neutral."""
+    """_PENALTIES; None: all are neutral."""
     penalized: np.ndarray
     """bool[R]."""
     biased: tuple[tuple[int, Request], ...]
@@ -60,8 +63,8 @@ class _Batch:
     logprobs: bool
 
 
-class Chooser:
-    """Chooses tokens by the parameters of each request; what one of them asks for costs and changes
+class TokenSampler:
+    """Samples tokens by the parameters of each request; what one of them asks for costs and changes
     nothing for others.
 
     eos_token_ids: the model's, which min_tokens bans. Everything is dispatched, nothing read: the
@@ -83,13 +86,13 @@ class Chooser:
         self._parameters = {n: np.full(count, v, t) for n, (t, v) in _PARAMETERS.items()}
         self._biases_key: tuple[_Batch, tuple[bool, ...]] | None = None
         self._biases: tuple[np.ndarray, np.ndarray] | None = None
-        shape = (runner.shapes.rows, MAX_BIASES)
+        shape = (count, MAX_BIASES)
         self._no_biases = np.full(shape, -1, np.int32), np.zeros(shape, np.float32)
 
     def check(self, params: SamplingParams) -> None:
         """Raises UserError for token ids that the model does not have."""
         vocabulary = self.runner.config.vocab_size
-        biased = [token for token, _ in _pairs(params)]
+        biased = dict(params.logit_bias or ())
         for name, ids in (("logit_bias", biased), ("stop_token_ids", params.stop_token_ids or ())):
             bad = [token for token in ids if token >= vocabulary]
             if bad:
@@ -106,27 +109,23 @@ class Chooser:
         if has_penalties(request.params):
             self.runner.prepare_counts()
 
-    def choose(
+    def sample(
         self, logits: jax.Array, sampled: Sequence[Request]
     ) -> tuple[jax.Array, tuple[jax.Array, ...] | None]:
         """The next token of each of the requests, made the runner's current tokens in their rows.
 
         logits: float32[R or fewer, V]. sampled: in any order; their `dispatched` counts the token
-        that is chosen now. Returns (tokens int32[R], what sampler.logprobs returns for all rows or
+        that is drawn now. Returns (tokens int32[R], what sampler.logprobs returns for all rows or
         None if no request wants any). Log-probabilities are of the logits as given.
         """
-        batch = self._batch_of(sampled)
-        tokens = self._choose(self._adjusted(logits, batch), batch)
+        batch, sampled = self._batch, [*sampled]
+        rows = [request.row for request in sampled]
+        if batch is None or batch.rows != rows or batch.sampled != sampled:
+            batch = self._batch = self._make_batch(sampled)
+        tokens = self.runner.sample(self._adjusted(logits, batch), batch.update, _drawn_by(batch))
         if batch.penalties is not None:
             self.runner.tally(batch.penalized)
         return tokens, self.runner.token_logprobs(logits, tokens) if batch.logprobs else None
-
-    def _choose(self, logits: jax.Array, batch: _Batch) -> jax.Array:
-        if batch.sampling is None:
-            return self.runner.choose(logits, batch.update, None)
-        position = np.zeros(len(batch.update), np.int32)
-        position[batch.rows] = [len(r.prompt) + r.dispatched - 1 for r in batch.sampled]
-        return self.runner.choose(logits, batch.update, (*batch.sampling, position))
 
     def _adjusted(self, logits: jax.Array, batch: _Batch) -> jax.Array:
         biases = self._biases_of(batch)
@@ -136,7 +135,7 @@ class Chooser:
         return self.runner.adjust(logits, batch.penalties, biases or self._no_biases)
 
     def _biases_of(self, batch: _Batch) -> tuple[np.ndarray, np.ndarray] | None:
-        """Token ids and biases for the next token of all rows, None if there is none."""
+        """Token ids and biases for the next token of all rows; None where there are none."""
         banning = tuple(r.dispatched <= r.params.min_tokens for _, r in batch.biased)
         if self._biases_key != (batch, banning):
             self._biases_key, self._biases = (batch, banning), self._make_biases(batch, banning)
@@ -149,7 +148,7 @@ class Chooser:
             return None
         ids, values = (array.copy() for array in self._no_biases)
         for (row, request), bans in zip(batch.biased, banning, strict=True):
-            pairs = dict(_pairs(request.params))
+            pairs = dict(request.params.logit_bias or ())
             if bans:
                 banned = self.eos_token_ids.union(request.params.stop_token_ids or ())
                 pairs |= dict.fromkeys(sorted(banned), -math.inf)
@@ -170,12 +169,6 @@ class Chooser:
             self.runner.recount(row, request.prompt, request.output)
             self._counted[row] = request
 
-    def _batch_of(self, sampled: Sequence[Request]) -> _Batch:
-        sampled, rows = list(sampled), [request.row for request in sampled]
-        if self._batch is None or self._batch.rows != rows or self._batch.sampled != sampled:
-            self._batch = self._make_batch(sampled)
-        return self._batch
-
     def _make_batch(self, sampled: list[Request]) -> _Batch:
         rows = [_row(request) for request in sampled]
         for row, request in zip(rows, sampled, strict=True):
@@ -195,9 +188,9 @@ class Chooser:
 
         sampling = penalties = None
         if not (used["temperature"] < GREEDY_BELOW).all():
-            sampling = columns("temperature", "top_k", "top_p", "min_p", "seed")
+            sampling = columns(*_SAMPLING)
         if used["penalized"].any():
-            penalties = columns("repetition_penalty", "presence_penalty", "frequency_penalty")
+            penalties = columns(*_PENALTIES)
         update = np.zeros(len(self._of_row), np.bool_)
         update[rows] = True
         return _Batch(
@@ -212,13 +205,18 @@ class Chooser:
         )
 
 
+def _drawn_by(batch: _Batch) -> tuple[np.ndarray, ...] | None:
+    """sampler.sample's arrays after the logits; None: all are greedy."""
+    if batch.sampling is None:
+        return None
+    position = np.zeros(len(batch.update), np.int32)
+    position[batch.rows] = [len(r.prompt) + r.dispatched - 1 for r in batch.sampled]
+    return *batch.sampling, position
+
+
 def has_penalties(params: SamplingParams) -> bool:
     """Whether tokens must be counted for these parameters."""
-    return (
-        params.repetition_penalty != 1.0
-        or params.presence_penalty != 0.0
-        or params.frequency_penalty != 0.0
-    )
+    return any(getattr(params, name) != _PARAMETERS[name][1] for name in _PENALTIES)
 
 
 def _row(request: Request) -> int:
@@ -226,18 +224,11 @@ def _row(request: Request) -> int:
     return request.row
 
 
-def _pairs(params: SamplingParams) -> Iterable[tuple[int, float]]:
-    """logit_bias, which SamplingParams keeps as pairs."""
-    return () if params.logit_bias is None else params.logit_bias  # pyright: ignore[reportReturnType]
-
-
 def _values(request: Request) -> dict[str, float]:
     """The request's _PARAMETERS."""
     params = request.params
-    names = ("temperature", "top_k", "top_p", "min_p")
-    penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
     return {
-        **{name: getattr(params, name) for name in (*names, *penalties)},
+        **{name: getattr(params, name) for name in (*_SAMPLING[:-1], *_PENALTIES)},
         "seed": request.seed,
         "penalized": has_penalties(params),
         "biased": params.logit_bias is not None or params.min_tokens > 0,

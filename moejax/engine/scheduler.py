@@ -11,14 +11,14 @@ import numpy as np
 
 from host_offload.memory.kv_cache import Block, KVCache
 from moejax.engine.prefix_cache import PrefixCache
-from moejax.engine.step_work import Chunk, Work
+from moejax.engine.step_work import Chunk, ScheduledWork
 from moejax.errors import UserError
 from moejax.requests.request import PrefillKind, Request
 from moejax.requests.sessions import Sessions
 from moejax.step.parts import StepShapes
 
 HELD_STEPS = 32
-"""Most decode steps that new prompts wait for others to be swept with."""
+"""Most decode steps that new prompts wait for others to share their prefill step."""
 
 
 class Scheduler:
@@ -31,7 +31,7 @@ class Scheduler:
 
     overflow: what moving out means: `swap`, to host memory, or `recompute`, which drops KV and
     changes bits. prefill_share: most tokens of one prompt in a prefill step that others wait for.
-    admission: free rows to wait for before new prompts are swept, while others decode: a prefill
+    admission: free rows to wait for before new prompts are admitted, while others decode: a prefill
     step reads nearly every expert, however few prompts are in it.
     """
 
@@ -64,15 +64,15 @@ class Scheduler:
         self.block_table = np.zeros((shapes.rows, shapes.blocks), np.int32)
         self.block_table_version = self.peak_pages = 0
         self.sessions = Sessions(cache, overflow)
-        self._swept = False
-        # Of the step that is being made:
+        self._prefilled = False
+        # The step that is being made:
         self._placed: list[Request] = []
         self.published: list[Block] = []
         """Blocks that it writes and others may already hold."""
         self.in_step: set[Request] = set()
         """Requests that it computes."""
         self._held_steps = 0
-        self.begun_pages = 0  # that those who have begun may come to need
+        self.admitted_pages = 0  # that requests which have been admitted may come to need
         self.counts = {"session_hit_tokens": 0, "preemptions": 0}
 
     # ---- requests
@@ -114,7 +114,7 @@ class Scheduler:
 
     @property
     def waiting(self) -> list[Request]:
-        """Those that have not begun, or were moved out, in no order."""
+        """Those that were never admitted, or were moved out, in no order."""
         queued = [r for s in self.sessions.all for r in s.queue]
         return [r for _, r in self.queue if r.finish_reason is None] + queued
 
@@ -124,8 +124,8 @@ class Scheduler:
         if request.row is not None:
             self._free_row(request)
         # In the waiting heap it stays until it is met there: it has a finish_reason.
-        self.begun_pages -= request.begun_pages
-        request.begun_pages = 0
+        self.admitted_pages -= request.admitted_pages
+        request.admitted_pages = 0
         blocks, request.blocks = request.blocks, []
         session = request.session
         if session is None:
@@ -142,21 +142,21 @@ class Scheduler:
 
     # ---- the next step
 
-    def next_work(self) -> Work | None:
+    def next_work(self) -> ScheduledWork | None:
         """The next step's work, counted as dispatched; None when nothing can be dispatched."""
         self.published, self.in_step = [], set()
         # In between two prefill steps decode goes on.
-        rows = self._decode_rows() if self._swept else []
+        rows = self._decode_rows() if self._prefilled else []
         chunks = [] if rows else self._next_chunks()
         if not rows and not chunks:
             rows = self._decode_rows()  # also of those that just got their row back
-        self._swept = bool(chunks)
+        self._prefilled = bool(chunks)
         if not rows and not chunks:
             return None
         self.peak_pages = max(self.peak_pages, self.arena.pages - self.cache.available)
         # Also those that were placed for a step that failed before it was made.
         placed, self._placed = [r for r in self._placed if r.row is not None], []
-        return Work(tuple(chunks), tuple(rows), tuple(placed), tuple(self.published))
+        return ScheduledWork(tuple(chunks), tuple(rows), tuple(placed), tuple(self.published))
 
     def _decoding(self) -> Iterator[Request]:
         # prefill_done written out: this is asked of every running request in every step.
@@ -239,7 +239,7 @@ class Scheduler:
         if len(self.running) >= self.max_running or request.dispatched > len(request.output):
             return False  # enough run; or moved out a step ago, its last token has not been read
         session = request.session
-        first = request.begun_pages == 0
+        first = request.admitted_pages == 0
         if first and not self._can_end(request):
             return False
         dropped = session is not None and session.dropped
@@ -253,8 +253,8 @@ class Scheduler:
         request.row = heapq.heappop(self.free_rows)
         self.running[request.row] = request
         if first:
-            request.begun_pages = self.pages_for(len(request.prompt), request.to_generate)
-            self.begun_pages += request.begun_pages
+            request.admitted_pages = self.pages_for(len(request.prompt), request.to_generate)
+            self.admitted_pages += request.admitted_pages
             request.recomputed = dropped
             self.counts["session_hit_tokens"] += request.cached_tokens
         if request.output and request.computed == 0:
@@ -271,11 +271,11 @@ class Scheduler:
         request.computed = request.cached_tokens = request.pure = 0
 
     def _can_end(self, request: Request) -> bool:
-        """Whether all that have begun, and this one, can have all pages they may come to need, on
-        the device or swapped out: otherwise they could wait for each other for ever."""
-        if self.overflow == "recompute" or self.begun_pages == 0:
+        """Whether all that were admitted, and this one, can have all pages they may need, on the
+        device or swapped out: otherwise they could wait for each other for ever."""
+        if self.overflow == "recompute" or self.admitted_pages == 0:
             return True
-        worst = self.begun_pages + self.pages_for(len(request.prompt), request.to_generate)
+        worst = self.admitted_pages + self.pages_for(len(request.prompt), request.to_generate)
         return worst + self.sessions.pages <= self.arena.pages + self.cache.swap_pages
 
     def _bring_back(self, request: Request) -> bool:
@@ -294,7 +294,7 @@ class Scheduler:
                 self.cache.swap_in(request.blocks)
         except BaseException:
             self.cache.unpin(request.blocks)
-            if request.begun_pages == 0:
+            if request.admitted_pages == 0:
                 self._take_back(request)
             raise
         if not there:
@@ -339,8 +339,8 @@ class Scheduler:
         return True
 
     def write_table(self, request: Request, first: int) -> None:
-        rows: Any = [block.row for block in request.blocks[first:]]  # none is swapped out
-        self.block_table[request.row, first : len(request.blocks)] = rows
+        kv_rows: Any = [block.row for block in request.blocks[first:]]  # none is swapped out
+        self.block_table[request.row, first : len(request.blocks)] = kv_rows
         self.block_table_version += 1
 
     def _free_pages(self, count: int, behind: Request | None = None) -> bool:

@@ -40,7 +40,7 @@ class Statistics:
     )
     """Bytes over the link, by cause."""
     copy_s_per_byte: float | None = None
-    """Of experts over the link before the first step; None: not measured."""
+    """The link's rate for experts, before the first step; None: not measured."""
     first_token_times: deque[float] = dataclasses.field(default_factory=_times)
     token_times: deque[float] = dataclasses.field(default_factory=_times)
     last_read_s: float | None = None

@@ -10,7 +10,7 @@ import numpy as np
 
 from host_offload.memory.kv_cache import Block
 from moejax.requests.request import Request
-from moejax.step.hooks import Transfers
+from moejax.step.hooks import LayerTransfers
 from moejax.step.parts import PrefillBatch, StepOutput, StepShapes
 from pallas_kernels.stage import Entries
 
@@ -25,13 +25,13 @@ class Chunk:
     skip: int
     length: int
     samples: bool
-    """The request's first token is chosen from the chunk's last one."""
+    """The request's first token is sampled from the chunk's last one."""
     last: bool
     """The prompt ends here."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
+class ScheduledWork:
     """The next step: `chunks` for a prefill step, else `rows` for a decode step."""
 
     chunks: tuple[Chunk, ...] = ()
@@ -56,7 +56,7 @@ class Step:
     """A dispatched step whose results have not been read."""
 
     number: int
-    work: Work
+    work: ScheduledWork
     output: StepOutput
     tokens: jax.Array
     logprobs: tuple | None
@@ -67,7 +67,7 @@ class Step:
     """int32[R]: of the decoded tokens, −1 elsewhere."""
     stages: Entries | None
     """Its list of transfers."""
-    between: Sequence[Transfers]
+    between: Sequence[LayerTransfers]
     """What was carried out between its layers."""
 
     @property
@@ -79,7 +79,7 @@ class Step:
         return self.work.sampled()
 
 
-def prefill_batch(work: Work, shapes: StepShapes) -> PrefillBatch:
+def prefill_batch(work: ScheduledWork, shapes: StepShapes) -> PrefillBatch:
     """What the step of the work's chunks is given."""
     count = shapes.prefill_chunks
     prefill = PrefillBatch(

@@ -98,8 +98,8 @@ class Request:
     scores: list[float] = dataclasses.field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    begun_pages: int = 0
-    """Pages it may come to need, once it has begun."""
+    admitted_pages: int = 0
+    """Pages it may come to need, once it has been admitted."""
     scheduled_s: float | None = None
     """When it first got a row."""
     first_token_s: float | None = None

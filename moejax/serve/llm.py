@@ -77,7 +77,7 @@ class LLM:
     step that others wait for (default: a quarter of max_num_batched_tokens).
 
     driver: "device" runs a step as one executable; "host" calls each layer's parts from Python,
-    slower, for policies that look between them (engine.runner.hooks); no bit depends on it.
+    slower, for policies that look between them; no bit depends on it.
     eviction: which expert makes room, "lru" (default), "lfu", "lfru", "fifo" or "static", see
     host_offload.policies. policies: more of them, of your own (docs/write_a_policy.md); one that
     writes victim_weights takes the place of eviction. prefetch: NAME or NAME=PATH, which experts

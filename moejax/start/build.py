@@ -48,6 +48,7 @@ from moejax.start.precision import (
     with_hi_share,
 )
 from moejax.start.step_memory import divided
+from moejax.step.hooks import Hooks
 from moejax.step.host_driver import HostRunner
 from moejax.step.parts import DECODE_TILE, StepShapes
 from moejax.step.runner import Runner
@@ -155,15 +156,17 @@ def start_engine(
     device: jax.Device,
     seed: int,
     listener: Listener | None,
+    hooks: Hooks | None = None,
 ) -> tuple[Engine, Budget]:
     """Decides shapes and budgets, allocates the arena, compiles what a first request needs.
 
     limits: as given. eviction: of host_offload.policies.eviction.names.EVICTION, until one of the
     policies changes the weights. precision: loaded has its versions (precision.with_precision),
     policies its policy. driver: of DRIVERS. trace_arrays: of TRACE_ARRAYS, what steps give out
-    beside what the policies need. ops: of parse_ops. Raises UserError, BudgetError or
-    ArenaTooSmall.
+    beside what the policies need. ops: of parse_ops. hooks: of the host
+    driver. Raises UserError, BudgetError or ArenaTooSmall.
     """
+    DRIVERS[driver].check_hooks(hooks)
     config = loaded.config
     try:
         resolved = resolve_ops(
@@ -307,6 +310,7 @@ def start_engine(
             listener=listener,
             control=control_of(runner, controller, resizer),
             resizer=resizer,
+            hooks=hooks,
         )
         if paged is not None:
             cell_row, cell_version = arena.grant_versions(paged.cells.tolist())

@@ -57,7 +57,7 @@ def divided(
     try:
         from moejax.costs.calibration import identity  # which runs engines
 
-        about = {**identity(runner), "programs": sorted(runner.executables())}
+        about = {**identity(runner), "programs": sorted(map(str, runner.executables()))}
         found = known_activations(about, lambda: activation_bytes(runner))
     finally:
         runner.delete(given=False)

@@ -9,12 +9,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from host_offload.memory.tables import Tables
+from moejax.step.context import DeviceMemory, ExpertContext
 from pallas_kernels import Ops
 from pallas_kernels.combine import combine
 from pallas_kernels.expert_ffn import expert_ffn
 from pallas_kernels.fill import fill
 from pallas_kernels.plan import Plan, plan
-from pallas_kernels.records.versions import Formats
+from pallas_kernels.stage import Entries, stage
 
 
 class Paging(NamedTuple):
@@ -26,40 +27,43 @@ class Paging(NamedTuple):
     read_through: jax.Array
 
 
-def page_and_compute(
+def experts_layer(
     x: jax.Array,
+    normed: jax.Array,
     ids: jax.Array,
-    arena: jax.Array,
-    tables: Tables,
-    stores: tuple[jax.Array, ...],
+    weights: jax.Array,
+    memory: DeviceMemory,
     layer: jax.Array,
-    *,
-    activation: str,
-    row_tile: int,
-    waves: int,
-    ops: Ops,
-    formats: Formats | None = None,
-) -> tuple[jax.Array, jax.Array, Tables, jax.Array]:
-    """Every active expert of one MoE layer on its tokens, in `waves` passes over the experts.
+    context: ExpertContext,
+) -> tuple[jax.Array, DeviceMemory, jax.Array]:
+    """x [T, D] plus what the experts make of normed [T, D]; otherwise as page_and_compute."""
+    y, memory, counts = page_and_compute(normed, ids, memory, layer, context)
+    return add_experts(x, y, weights, context.ops), memory, counts
+
+
+def page_and_compute(
+    x: jax.Array, ids: jax.Array, memory: DeviceMemory, layer: jax.Array, context: ExpertContext
+) -> tuple[jax.Array, DeviceMemory, jax.Array]:
+    """Every active expert of one MoE layer on its tokens, in waves over the experts.
 
     x [T, D]: normalised hidden states. ids int32[T, K]: ascending, E for padding. A wave pages in
     its share of the active experts (ranges of ids) without evicting what it needs itself; what
-    gets no cell is read through. More waves fill more; the bits are the same. formats: of the
-    stores' versions, see VersionFormats; None: one version, dense.
+    gets no cell is read through. More waves fill more; the bits are the same.
 
-    Returns (y float32[T, K, D], arena, tables, counts int32[4 + ⌈E/32⌉]: the fields of Paging and,
-    one bit each, the experts that were missing; one array, since a scan copies each of its outputs
-    by a kernel of its own. With V > 1 versions 2·V more: fills and experts read through of each.
-    See unpack_counts).
+    Returns (y float32[T, K, D], memory, counts int32[4 + ⌈E/32⌉]: the fields of Paging and, one
+    bit each, the experts that were missing; one array, since a scan copies each of its outputs by
+    a kernel of its own. With V > 1 versions 2·V more: fills and experts read through of each. See
+    unpack_counts).
     """
     tokens, k = ids.shape
-    experts = tables.address.shape[1]
+    ops, stores, formats, waves = context.ops, context.stores, context.formats, context.waves
+    experts = memory.tables.address.shape[1]
     expert = jnp.arange(experts)
     with jax.named_scope("plan"):
         active = jnp.any(ids.reshape(-1)[:, None] == expert, axis=0)
 
     def page_in(wave, carry):
-        y, arena, tables, counts = carry
+        y, (arena, tables), counts = carry
         with jax.named_scope("plan"):
             due = active & (expert * waves // experts == wave) if waves > 1 else active
             tables, work = plan(tables, layer, due, implementation=ops.plan)
@@ -87,20 +91,37 @@ def page_and_compute(
                 tables.version,
                 work.active,
                 work.active_count,
-                activation=activation,
-                row_tile=row_tile,
+                activation=context.activation,
+                row_tile=context.row_tile,
                 formats=formats,
                 implementation=ops.expert_ffn,
             )
-        return y, arena, tables, counts + _counts(work, due, tables, layer, len(stores))
+        counts += _counts(work, due, tables, layer, len(stores))
+        return y, DeviceMemory(arena, tables), counts
 
     y = jnp.zeros((tokens * k, x.shape[1]), jnp.float32)
     counts = jnp.zeros(counts_size(experts, len(stores)), jnp.int32)
     # A loop, because written out one after the other XLA sees that a wave's fill does not depend
     # on what the wave before it read, and copies the arena (seen on CPU).
-    y, arena, tables, counts = lax.fori_loop(0, waves, page_in, (y, arena, tables, counts))
+    y, memory, counts = lax.fori_loop(0, waves, page_in, (y, memory, counts))
     y = lax.optimization_barrier(y).reshape(tokens, k, x.shape[1])
-    return y, arena, tables, counts
+    return y, memory, counts
+
+
+def stage_layer(
+    memory: DeviceMemory, layer: jax.Array, entries: Entries, context: ExpertContext
+) -> tuple[DeviceMemory, jax.Array]:
+    """A stage list's entries of one MoE layer, as the op; int32[S] 1 for each carried out."""
+    with jax.named_scope("stage"):
+        arena, tables, done = stage(
+            *memory,
+            context.stores,
+            layer,
+            entries,
+            formats=context.formats,
+            implementation=context.ops.stage,
+        )
+    return DeviceMemory(arena, tables), done
 
 
 def zero_after(value: jax.Array) -> jax.Array:

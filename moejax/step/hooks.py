@@ -38,7 +38,7 @@ class Hooks(Protocol):
         ...
 
 
-class Transfers(NamedTuple):
+class LayerTransfers(NamedTuple):
     """A list of transfers that a hook returned."""
 
     entries: Entries

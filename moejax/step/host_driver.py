@@ -7,178 +7,21 @@ can move experts in between. Whatever crosses from one to the next is behind an
 
 from __future__ import annotations
 
-import functools
-import re
 from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
-from moejax.models.decoder import Decoder
-from moejax.models.layers import Tokens
-from moejax.step.experts import counts_size
-from moejax.step.hooks import Hooks, Transfers
-from moejax.step.parts import (
-    DECODE_TILE,
-    LayerTrace,
-    Routing,
-    StepOutput,
-    decode_output,
-    decode_tokens,
-    experts_layer,
-    prefill_output,
-    prefill_tokens,
-    route_layer,
-)
-from moejax.step.programs import STAGES, Program, Programs
+from moejax.step.hooks import Hooks, LayerTransfers
+from moejax.step.layer_programs import layer_program
+from moejax.step.parts import LayerTrace, Routing, StepOutput
+from moejax.step.programs import STAGES, Program, ProgramKey
 from moejax.step.runner import Runner
-from moejax.step.trace_arrays import TraceArrays, embedding_array, layer_arrays
-from pallas_kernels.stage import Entries, stage
+from moejax.step.trace_arrays import TraceArrays
+from pallas_kernels.stage import Entries
 
-# ---- programs
-
-
-_NAME = re.compile(
-    r"(?P<step>decode(@\d+)?|prefill|score|prompt_logprobs)/"
-    r"((?P<part>embed|embedding|experts|output|traced_output)"
-    r"|(?P<layer>attend|route|forced_route|observe|feed_forward)\.(?P<run>\d+))"
-)
-
-
-def layer_program(programs: Programs, name: str) -> Program:
-    """The program of that name: STEP/PART, or `stage`, one layer's part of a list of transfers.
-
-    STEP: as in Programs.program, without traced, forced and staged. PART: embed, embedding (the
-    array of that name), experts, output, traced_output, and for each run r of equal layers
-    attend.r, route.r, forced_route.r, observe.r (the layer's arrays) or feed_forward.r. Which
-    layer is an argument, its index in the run, for experts and stage over all MoE layers. Raises
-    ValueError for another name.
-    """
-    array = functools.partial(jax.ShapeDtypeStruct, sharding=programs.sharding)
-    index = array((), jnp.int32)
-    arena, tables, stores = programs.arena, programs.tables, programs.stores
-    if name == "stage":
-        entries = Entries._make([array((STAGES,), jnp.int32)] * len(Entries._fields))
-        args = (arena, tables, stores, index, index, entries, entries.layer)
-        function = functools.partial(_stage_layer, ops=programs.ops, formats=programs.formats)
-        return Program(function, args, (0, 1))
-
-    match = _NAME.fullmatch(name)
-    if match is None:
-        raise ValueError(f"no program {name!r}")
-    step, part, run = match["step"], match["part"] or match["layer"], int(match["run"] or 0)
-    decode = step.startswith("decode")
-    config, shapes, page, ops = programs.config, programs.shapes, programs.page, programs.ops
-    # Of the step's arguments those after state, stores, arena and tables.
-    batch = programs.program(step).args[4:]
-    rows = int(step.partition("@")[2] or shapes.rows)
-    size = rows if decode else shapes.prefill_chunks * shapes.chunk
-    leaves, structure = jax.tree.flatten(programs.state)
-    params = tuple(leaves)
-
-    def model_of(params) -> Decoder:
-        return nnx.merge(programs.graph, jax.tree.unflatten(structure, params))
-
-    def tokens_of(batch) -> Tokens:
-        if decode:
-            _, positions, block_table = (values[:rows] for values in batch)
-            return decode_tokens(positions, block_table, page=page, ops=ops)
-        return prefill_tokens(*batch, page=page, ops=ops)
-
-    def embed(params, batch):
-        ids = batch[0][:rows] if decode else batch[0].tokens.reshape(-1)
-        return model_of(params).embed(ids)
-
-    def attend(params, arena, x, batch, i):
-        return model_of(params).runs[run].attend(i, x, arena, tokens_of(batch), page)
-
-    def route(params, x, batch, i, forced=None):
-        return route_layer(model_of(params).runs[run], i, x, tokens_of(batch), forced)
-
-    def observe(params, normed, batch, i):
-        stack = model_of(params).runs[run]
-        return layer_arrays(stack, i, normed, tokens_of(batch), programs.trace_arrays)
-
-    def feed_forward(params, x, batch, i):
-        return model_of(params).runs[run].feed_forward(i, x, tokens_of(batch))
-
-    def experts(stores, arena, tables, x, normed, ids, weights, layer):
-        return experts_layer(
-            config,
-            x,
-            normed,
-            ids,
-            weights,
-            arena,
-            tables,
-            stores,
-            layer,
-            row_tile=min(DECODE_TILE, rows) if decode else shapes.chunk,
-            waves=1 if decode else shapes.waves,
-            ops=ops,
-            formats=programs.formats,
-        )
-
-    def output(params, x, batch, traces):
-        trace = jax.tree.map(lambda *parts: jnp.stack(parts), *traces)
-        if decode:
-            return decode_output(model_of(params), x, trace, None)
-        return prefill_output(
-            model_of(params),
-            x,
-            batch[0],
-            trace,
-            None,
-            score=step == "score",
-            prompt_logprobs=step == "prompt_logprobs",
-        )
-
-    x = array((size, config.hidden_size), jax.eval_shape(embed, params, batch).dtype)
-    k = config.num_experts_per_tok
-    routing = Routing(array((size, k), jnp.int32), array((size, k), jnp.float32))
-    counts = array((counts_size(config.num_experts, len(stores)),), jnp.int32)
-    if part == "embed":
-        return Program(embed, (params, batch), ())
-    if part == "attend":
-        return Program(attend, (params, arena, x, batch, index), (1, 2))
-    if part == "route":
-        return Program(route, (params, x, batch, index), (1,))
-    if part == "forced_route":
-        kind, at, bucket = step.partition("@")
-        forced = programs.program(f"{kind}_forced{at}{bucket}").args[-1]
-        return Program(route, (params, x, batch, index, forced), (1,))
-    if part == "embedding":
-        return Program(lambda x: embedding_array(x, programs.trace_arrays), (x,), ())
-    if part == "observe":
-        return Program(observe, (params, x, batch, index), ())
-    if part == "feed_forward":
-        return Program(feed_forward, (params, x, batch, index), (1,))
-    if part == "experts":
-        return Program(experts, (stores, arena, tables, x, x, *routing, index), (1, 2, 3))
-    seen = TraceArrays()
-    if part == "traced_output":
-        widths = {"probs": config.num_experts, "gate_input": config.hidden_size}
-        wanted = widths.keys() & programs.trace_arrays
-        seen = TraceArrays(**{name: array((size, widths[name]), jnp.float16) for name in wanted})
-    traces = (LayerTrace._make((*routing, counts, seen)),) * tables.clock.shape[0]
-    return Program(output, (params, x, batch, traces), ())
-
-
-def _stage_layer(arena, tables, stores, layer, ahead, entries, done, *, ops, formats):
-    """The layer's entries. ahead: 1 before the layer's plan, when what the last step used may go;
-    its clock is then read as that of the coming reference. done int32[STAGES]: of other layers."""
-    tables = tables._replace(clock=tables.clock.at[layer].add(ahead))
-    arena, tables, now = stage(
-        arena, tables, stores, layer, entries, formats=formats, implementation=ops.stage
-    )
-    tables = tables._replace(clock=tables.clock.at[layer].add(-ahead))
-    return arena, tables, jnp.maximum(done, now)
-
-
-# ---- the loop
+_STAGE = ProgramKey("stage")
 
 
 class _Layer(NamedTuple):
@@ -216,30 +59,23 @@ class HostRunner(Runner):
 
     driver = "host"
 
-    def __init__(self, model: Decoder, *args, **kwargs):
-        self.transfers: list[Transfers] = []
+    layer_arrays = TraceArrays()
+    """[T, ·] each, of the layer routed last."""
+
+    def _compile_first(self, runs: list[tuple[int, bool]]) -> None:
+        self.transfers: list[LayerTransfers] = []
         """What the hooks had carried out in the latest step, in order."""
-        self.layer_arrays = TraceArrays()
-        """[T, ·] each, of the layer routed last."""
-        self._hooks: Hooks | None = None
-        self._runs = [(stack.size, stack.is_moe) for stack in model.runs]
-        self._bound: dict[tuple[str, str, bool, bool], _Executables] = {}
-        super().__init__(model, *args, **kwargs)
+        self._runs = runs
+        self._bound: dict[ProgramKey, _Executables] = {}
         self._params = tuple(jax.tree.leaves(self.state))
         most = max(self.config.num_hidden_layers, 2)
         self._index = jax.device_put([*np.arange(most, dtype=np.int32)], self._sharding)
         self._none_done = jax.device_put(np.zeros(STAGES, np.int32), self._sharding)
+        super()._compile_first(runs)
 
-    @property
-    def hooks(self) -> Hooks | None:
-        """Called between a layer's parts from the next step on; None: no hooks."""
-        return self._hooks
-
-    @hooks.setter
-    def hooks(self, hooks: Hooks | None) -> None:
-        self._hooks = hooks
-        if hooks is not None:
-            self._executable("stage")
+    @classmethod
+    def check_hooks(cls, hooks: Hooks | None) -> None:
+        """All are welcome."""
 
     def delete(self, *, given: bool = True) -> None:
         self._bound.clear()
@@ -249,82 +85,75 @@ class HostRunner(Runner):
 
     # ---- executables
 
-    def _program(self, name: str) -> Program:
-        if name == "stage" or "/" in name:
-            return layer_program(self.programs(), name)
-        return super()._program(name)
+    def _program(self, key: ProgramKey) -> Program:
+        if key.part is not None or key == _STAGE:
+            return layer_program(self.programs(), key)
+        return super()._program(key)
 
     def prepare_stages(self) -> None:
-        self.prepare("stage")
+        self._need(_STAGE)
 
-    def _parts(self, step: str) -> list[str]:
-        parts = ["embed", "experts", self._output]
+    def _calls(self, step: ProgramKey) -> list[ProgramKey]:
+        parts: list[tuple[str, int | None]] = [("embed", None), ("experts", None), ("output", None)]
         for run, (_, is_moe) in enumerate(self._runs):
-            parts += [f"attend.{run}", f"route.{run}" if is_moe else f"feed_forward.{run}"]
-            if is_moe and self._observes:
-                parts.append(f"observe.{run}")
+            parts += [("attend", run), ("route" if is_moe else "feed_forward", run)]
+            if is_moe and not self.trace_arrays <= {"embedding"}:
+                parts.append(("observe", run))
         if "embedding" in self.trace_arrays:
-            parts.append("embedding")
-        return [f"{step}/{part}" for part in parts]
+            parts.append(("embedding", None))
+        return [self._part(step, *part) for part in parts]
 
-    @property
-    def _output(self) -> str:
-        return "traced_output" if self.trace_arrays else "output"
+    def _part(self, step: ProgramKey, part: str, run: int | None) -> ProgramKey:
+        """All prefill steps share their parts but the output."""
+        output = part == "output"
+        kind = step.kind if output or step.kind == "decode" else "prefill"
+        traced, forced = output and bool(self.trace_arrays), step.forced and part == "route"
+        return ProgramKey(kind, step.rows, traced=traced, forced=forced, part=part, run=run)
 
-    @property
-    def _observes(self) -> bool:
-        """Layers have arrays of their own."""
-        return not self.trace_arrays <= {"embedding"}
-
-    def _bind(self, step: str, output: str, forced: bool) -> _Executables:
-        """step: decode, decode@N or prefill. output: the same, score or prompt_logprobs."""
-        key = (step, output, forced, bool(self.trace_arrays))
-        if key in self._bound:
-            return self._bound[key]
-
-        def executable(name: str) -> Callable:
-            return self._executable(name).result()
-
+    def _bind(self, step: ProgramKey) -> _Executables:
+        step = step._replace(traced=bool(self.trace_arrays))
+        if step in self._bound:
+            return self._bound[step]
         # Ask for all of them first: they compile side by side.
-        route = "forced_route" if forced else "route"
-        names = [name.replace("/route", f"/{route}") for name in self._parts(step)]
-        for name in (*names, f"{output}/{self._output}"):
-            self._executable(name)
+        asked = [(key.part, key.run, self._executable(key)) for key in self._calls(step)]
+        calls = {(part, run): future.result() for part, run, future in asked}
         layers, moe_layer = [], 0
         for run, (size, is_moe) in enumerate(self._runs):
-            attend = executable(f"{step}/attend.{run}")
-            second = executable(f"{step}/{route if is_moe else 'feed_forward'}.{run}")
-            observes = is_moe and self._observes
-            observe = executable(f"{step}/observe.{run}") if observes else None
             for i in range(size):
                 layers.append(
                     _Layer(
                         index=self._index[i],
                         moe_layer=moe_layer if is_moe else -1,
                         moe_index=self._index[moe_layer] if is_moe else None,
-                        attend=attend,
-                        route_or_feed_forward=second,
-                        observe=observe,
+                        attend=calls["attend", run],
+                        route_or_feed_forward=calls["route" if is_moe else "feed_forward", run],
+                        observe=calls.get(("observe", run)),
                     )
                 )
                 moe_layer += is_moe
-        self._bound[key] = _Executables(
-            embed=executable(f"{step}/embed"),
-            embedding=executable(f"{step}/embedding") if "embedding" in self.trace_arrays else None,
+        self._bound[step] = _Executables(
+            embed=calls["embed", None],
+            embedding=calls.get(("embedding", None)),
             layers=tuple(layers),
-            experts=executable(f"{step}/experts"),
-            output=executable(f"{output}/{self._output}"),
+            experts=calls["experts", None],
+            output=calls["output", None],
         )
-        return self._bound[key]
+        return self._bound[step]
 
     # ---- steps
 
     def _step(
-        self, kind: str, bucket: str, *args, forced: Routing | None, stages: Entries | None
+        self,
+        step: ProgramKey,
+        args: tuple,
+        forced: Routing | None,
+        stages: Entries | None,
+        hooks: Hooks | None,
     ) -> StepOutput:
-        step = f"decode{bucket}" if kind == "decode" else "prefill"
-        run = self._bind(step, f"{kind}{bucket}", forced is not None)
-        params, stores, hooks = self._params, self.stores, self._hooks
+        if hooks is not None:
+            self._executable(_STAGE)
+        run = self._bind(step._replace(forced=forced is not None))
+        params, stores = self._params, self.stores
         # Once for all layers; what lies on the device already stays as it is.
         batch = jax.device_put(args, self._sharding)
         extra = () if forced is None else (jax.device_put(forced, self._sharding),)
@@ -364,7 +193,7 @@ class HostRunner(Runner):
 
     def _stage(self, layer: int, entries, done, *, ahead: bool) -> jax.Array:
         self.arena, self.tables, done = self._call(
-            "stage",
+            _STAGE,
             self.arena,
             self.tables,
             self.stores,
@@ -395,4 +224,4 @@ class HostRunner(Runner):
         for layer in layers:
             if 0 <= layer < len(self.tables.clock):
                 done = self._stage(layer, given, done, ahead=layer >= current)
-        self.transfers.append(Transfers(given, done))
+        self.transfers.append(LayerTransfers(given, done))

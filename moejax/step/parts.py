@@ -4,24 +4,22 @@ tokens, a layer's routing and experts, its output."""
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from host_offload.memory.tables import Tables
-from moejax.models.config import ModelConfig
 from moejax.models.decoder import Decoder
 from moejax.models.layers import LayerStack, Tokens
+from moejax.requests.request import PrefillKind
 from moejax.requests.sampling_params import MAX_LOGPROBS
-from moejax.step.experts import Paging, add_experts, page_and_compute, unpack_counts
+from moejax.step.context import StepContext
+from moejax.step.experts import Paging, unpack_counts
 from moejax.step.sampler import logprobs
 from moejax.step.trace_arrays import TraceArrays
-from pallas_kernels import Ops
-from pallas_kernels.kv_write import KVPage
 from pallas_kernels.paged_attention import decode_attention, prefill_attention
-from pallas_kernels.records.versions import Formats
 
 DECODE_TILE = 16
 """Rows of one matrix product in decode; more rows are more tiles, so that a row's bits do not
@@ -120,49 +118,31 @@ class StepOutput(NamedTuple):
 class LayerTrace(NamedTuple):
     """What MoE layers leave behind, one or several."""
 
-    ids: jax.Array
+    ids: Leaf
     """int32[..., T, K]."""
-    weights: jax.Array
+    weights: Leaf
     """float32[..., T, K]."""
-    counts: jax.Array
+    counts: Leaf
     """int32[..., counts_size]: see unpack_counts."""
     arrays: TraceArrays = TraceArrays()
-    """Of one layer without the embedding."""
+    """One layer has no embedding."""
 
 
-def decode_tokens(
-    positions: jax.Array, block_table: jax.Array, *, page: KVPage, ops: Ops
-) -> Tokens:
+def decode_tokens(positions: jax.Array, block_table: jax.Array, context: StepContext) -> Tokens:
     """The tokens of a decode step, see decode_step."""
     valid, lengths = positions >= 0, positions + 1
-    row_tile = min(DECODE_TILE, positions.shape[0])
-
-    def attention(q, arena, layer, *, window, scale):
-        return decode_attention(
-            q,
-            arena,
-            block_table,
-            lengths,
-            layer,
-            page=page,
-            window=window,
-            scale=scale,
-            implementation=ops.paged_attention,
-        )
 
     return Tokens(
         positions=positions,
         valid=valid,
-        pages=_pages(block_table, positions, valid, page),
-        tiles=_tiles(valid, row_tile),
-        row_tile=row_tile,
-        attention=attention,
+        pages=_pages(block_table, positions, valid, context.page),
+        tiles=_tiles(valid, context.row_tile),
+        row_tile=context.row_tile,
+        attention=_attention(decode_attention, context, block_table, lengths),
     )
 
 
-def prefill_tokens(
-    prefill: PrefillBatch, block_table: jax.Array, *, page: KVPage, ops: Ops
-) -> Tokens:
+def prefill_tokens(prefill: PrefillBatch, block_table: jax.Array, context: StepContext) -> Tokens:
     """The tokens of a prefill step, see prefill_step."""
     chunks, size = prefill.tokens.shape
     offset = jnp.arange(size)
@@ -172,30 +152,34 @@ def prefill_tokens(
     new = (offset >= prefill.skip[:, None]) & (offset < prefill.length[:, None])
     valid = (new & in_use[:, None]).reshape(-1)
 
-    def attention(q, arena, layer, *, window, scale):
-        return prefill_attention(
-            q,
-            arena,
-            block_table,
-            prefill.row,
-            prefill.start,
-            prefill.length,
-            prefill.count,
-            layer,
-            page=page,
-            window=window,
-            scale=scale,
-            implementation=ops.paged_attention,
-        )
-
+    chunk = prefill.row, prefill.start, prefill.length, prefill.count
+    tables = jnp.repeat(block_table[prefill.row], size, axis=0)
     return Tokens(
         positions=positions,
         valid=valid,
-        pages=_pages(jnp.repeat(block_table[prefill.row], size, axis=0), positions, valid, page),
+        pages=_pages(tables, positions, valid, context.page),
         tiles=prefill.count,
-        row_tile=size,
-        attention=attention,
+        row_tile=context.row_tile,
+        attention=_attention(prefill_attention, context, block_table, *chunk),
     )
+
+
+def _attention(op: Callable, context: StepContext, *queries: jax.Array) -> Callable:
+    """Tokens.attention by one of the paged ops. queries: its arguments between arena and layer."""
+
+    def attention(q, arena, layer, *, window, scale):
+        return op(
+            q,
+            arena,
+            *queries,
+            layer,
+            page=context.page,
+            window=window,
+            scale=scale,
+            implementation=context.ops.paged_attention,
+        )
+
+    return attention
 
 
 def route_layer(
@@ -209,59 +193,11 @@ def route_layer(
     return x, normed, ids, weights
 
 
-def experts_layer(
-    config: ModelConfig,
-    x: jax.Array,
-    normed: jax.Array,
-    ids: jax.Array,
-    weights: jax.Array,
-    arena: jax.Array,
-    tables: Tables,
-    stores: tuple[jax.Array, ...],
-    moe_layer: jax.Array,
-    *,
-    row_tile: int,
-    waves: int,
-    ops: Ops,
-    formats: Formats | None = None,
-) -> tuple[jax.Array, jax.Array, Tables, jax.Array]:
-    """x [T, D] plus what the experts make of normed [T, D]: plan, fill, compute, combine.
-
-    Returns (x, arena, tables, counts as of page_and_compute).
-    """
-    y, arena, tables, counts = page_and_compute(
-        normed,
-        ids,
-        arena,
-        tables,
-        stores,
-        moe_layer,
-        activation=config.hidden_act,
-        row_tile=row_tile,
-        waves=waves,
-        ops=ops,
-        formats=formats,
-    )
-    return add_experts(x, y, weights, ops), arena, tables, counts
-
-
 def decode_output(
     model: Decoder, x: jax.Array, trace: LayerTrace, staged: jax.Array | None
 ) -> StepOutput:
     """x [R, D]: after the last layer. trace: of all MoE layers. staged: as of StepOutput."""
-    logits = model.logits(x, min(DECODE_TILE, x.shape[0]))
-    paging, missed, demand = unpack_counts(trace.counts, model.config.num_experts)
-    return StepOutput(
-        logits=logits,
-        routing=Routing(trace.ids, trace.weights),
-        paging=paging,
-        missed=missed,
-        missed_routes=_missed_routes(trace.ids, missed),
-        scores=None,
-        staged=staged,
-        arrays=trace.arrays,
-        demand=demand,
-    )
+    return _output(model, model.logits(x, min(DECODE_TILE, x.shape[0])), trace, staged)
 
 
 def prefill_output(
@@ -270,27 +206,30 @@ def prefill_output(
     prefill: PrefillBatch,
     trace: LayerTrace,
     staged: jax.Array | None,
-    *,
-    score: bool,
-    prompt_logprobs: bool = False,
+    kind: PrefillKind,
 ) -> StepOutput:
-    """x [N·C, D]: after the last layer; otherwise as decode_output."""
+    """As decode_output, of x [N·C, D]. kind: what to compute of the targets."""
     chunks, size = prefill.tokens.shape
     rows = prefill.last.shape[0]
     logits = model.logits(x[jnp.maximum(prefill.last, 0)], min(DECODE_TILE, rows))
-    scores = None
-    if score or prompt_logprobs:
-        read = _prompt_logprobs if prompt_logprobs else _score
+    read, scores = _TARGETS.get(kind), None
+    if read is not None:
         scores = read(model, x.reshape(chunks, size, -1), prefill)
+    output = _output(model, logits, trace, staged)
+    missed_routes = jnp.sum(output.missed_routes.reshape(chunks, size), axis=1)
+    return output._replace(scores=scores, missed_routes=missed_routes)
+
+
+def _output(model, logits, trace, staged) -> StepOutput:
+    """What both kinds of step give out; the missed routes by token."""
     paging, missed, demand = unpack_counts(trace.counts, model.config.num_experts)
-    missed_routes = _missed_routes(trace.ids, missed)
     return StepOutput(
         logits=logits,
         routing=Routing(trace.ids, trace.weights),
         paging=paging,
         missed=missed,
-        missed_routes=jnp.sum(missed_routes.reshape(chunks, size), axis=1),
-        scores=scores,
+        missed_routes=_missed_routes(trace.ids, missed),
+        scores=None,
         staged=staged,
         arrays=trace.arrays,
         demand=demand,
@@ -349,3 +288,7 @@ def _prompt_logprobs(model, x, prefill):
     shapes = [(*prefill.tokens.shape, *last) for last in ((), (), (n,), (n,))]
     dtypes = (jnp.float32, jnp.int32, jnp.int32, jnp.float32)
     return lax.fori_loop(0, prefill.count, part, PromptLogprobs(*map(jnp.zeros, shapes, dtypes)))
+
+
+_TARGETS = {"score": _score, "prompt_logprobs": _prompt_logprobs}
+"""What kinds of prefill step say of the targets."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,16 +20,19 @@ from host_offload.memory.layout import PageLayout
 from host_offload.memory.swap import SWAP_PAGES, move_pages, read_pages, write_pages
 from host_offload.memory.tables import Tables, regrant, snapshot
 from moejax.models.config import ModelConfig
+from moejax.requests.request import PrefillKind
 from moejax.requests.sampling_params import MAX_BIASES, MAX_LOGPROBS
+from moejax.step.context import DeviceMemory, StepContext
 from moejax.step.device_driver import decode_step, prefill_step
-from moejax.step.parts import Leaf, PrefillBatch, Routing, StepShapes
+from moejax.step.experts import stage_layer
+from moejax.step.parts import DECODE_TILE, Leaf, PrefillBatch, Routing, StepShapes
 from moejax.step.sampler import add_bias, adjust, greedy, logprobs, recount, sample, tally
 from pallas_kernels import Ops
 from pallas_kernels.fill import fill
 from pallas_kernels.kv_write import KVPage
 from pallas_kernels.move import Moves, move
 from pallas_kernels.records.versions import Formats
-from pallas_kernels.stage import Entries, stage
+from pallas_kernels.stage import Entries
 
 STAGES = 8
 """Entries of a stage list, a compiled shape: most transfers of one step ahead of need."""
@@ -37,10 +40,44 @@ STAGES = 8
 MOVES = 16
 """Entries of a list of moves within the arena, a compiled shape."""
 
-_EXTRAS = {"forced": "forced", "staged": "stages"}
-"""Part of a step's name → the argument it adds."""
+Kind = (
+    Literal["decode", "greedy", "sample", "add_bias", "adjust", "tally", "recount", "logprobs"]
+    | PrefillKind
+    | Literal["place", "swap_out", "swap_in", "move_pages", "regrant", "populate", "transfer"]
+    | Literal["stage", "move", "snapshot", "integrity"]
+)
 
-_TRACED = "traced"
+STEPS: tuple[Kind, ...] = ("decode", "prefill", "score", "prompt_logprobs")
+
+_BY_ROWS = ("decode", "greedy", "sample", "add_bias", "adjust", "logprobs")
+
+
+class ProgramKey(NamedTuple):
+    """Which program; it prints as `prefill_staged`, `decode@16` or `decode/attend.0`."""
+
+    kind: Kind
+    rows: int | None = None
+    """The bucket of decode and of what takes its logits: for the first rows only, though adjusted
+    logits are of all rows. None: all rows."""
+    traced: bool = False
+    """A step that gives out the trace arrays."""
+    forced: bool = False
+    """A step with routing as an argument."""
+    staged: bool = False
+    """A step with a stage list as the last argument."""
+    part: str | None = None
+    """Which part of a step, see layer_programs; None: all of it."""
+    run: int | None = None
+    """Which run of equal layers the part belongs to."""
+
+    def __str__(self) -> str:
+        given = {"traced": self.traced, "forced": self.forced, "staged": self.staged}
+        flags = [flag for flag, on in given.items() if on]
+        rows = "" if self.rows is None else f"@{self.rows}"
+        if self.part is None:
+            return "_".join((self.kind, *flags)) + rows
+        run = "" if self.run is None else f".{self.run}"
+        return f"{self.kind}{rows}/{'_'.join((*flags, self.part))}{run}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +100,7 @@ class Programs:
     graph, state: of nnx.split(model). stores: per version uint16[L, E, rows, D]. arena
     uint16[rows, D]. sharding: of the arguments that a step gets from the host; None: undecided.
     formats: of the stores' versions; None: one, dense.
-    trace_arrays: what steps called `_traced` give out beside the rest, of TRACE_ARRAYS.
+    trace_arrays: what traced steps give out beside the rest, of TRACE_ARRAYS.
     """
 
     config: ModelConfig
@@ -73,196 +110,188 @@ class Programs:
     arena: Leaf
     tables: Tables
     shapes: StepShapes
+    page_layout: PageLayout
     page: KVPage
     ops: Ops
     formats: Formats | None = None
     sharding: jax.sharding.Sharding | None = None
     trace_arrays: frozenset[str] = frozenset()
 
-    @property
-    def page_layout(self) -> PageLayout:
-        """A page over all layers, in the dtype of the model."""
-        return PageLayout(
-            layers=self.config.num_hidden_layers,
-            kv_heads=self.page.kv_heads,
-            head_dim=self.page.head_dim,
-            itemsize=jax.tree.leaves(self.state["embedding"])[0].dtype.itemsize,
-            block_size=self.page.block_size,
-            latent=self.page.latent,
+    def program(self, key: ProgramKey) -> Program:
+        """Raises ValueError for a key that no whole program has."""
+        of_step = key.traced or key.forced or key.staged
+        if key.part is None and key.run is None and (key.rows is None or key.kind in _BY_ROWS):
+            if key.kind in STEPS:
+                return self._step(key)
+            programs = self._token_programs(key) | self._memory_programs(key)
+            if key.kind in programs and not of_step:
+                return programs[key.kind]
+        raise ValueError(f"no program {str(key)!r}")
+
+    # ---- arguments
+
+    def array(self, *shape: int, dtype: jax.typing.DTypeLike = jnp.int32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self.sharding)
+
+    def entries(self) -> Entries:
+        return Entries._make([self.array(STAGES)] * len(Entries._fields))
+
+    def routing(self, key: ProgramKey, *layers: int) -> Routing:
+        """The routing of one layer, or of as many as given, of the step's tokens."""
+        shape = (*layers, self.tokens(key), self.config.num_experts_per_tok)
+        return Routing(self.array(*shape), self.array(*shape, dtype=jnp.float32))
+
+    def tokens(self, key: ProgramKey) -> int:
+        """How many tokens the step computes, padding included."""
+        if key.kind == "decode":
+            return key.rows or self.shapes.rows
+        return self.shapes.prefill_chunks * self.shapes.chunk
+
+    def batch(self, key: ProgramKey) -> tuple:
+        """What a step is given beside model and memory, forced routing and stage list: of decode
+        all rows, so that the caller's arrays are the same for every bucket."""
+        rows = self.array(self.shapes.rows)
+        block_table = self.array(self.shapes.rows, self.shapes.blocks)
+        if key.kind == "decode":
+            return rows, rows, block_table
+        chunks = self.shapes.prefill_chunks
+        per_chunk, per_token = self.array(chunks), self.array(chunks, self.shapes.chunk)
+        prefill = PrefillBatch(
+            tokens=per_token,
+            row=per_chunk,
+            start=per_chunk,
+            skip=per_chunk,
+            length=per_chunk,
+            count=self.array(),
+            last=rows,
+            targets=per_token,
+        )
+        return prefill, block_table
+
+    def context(self, key: ProgramKey, stores: tuple[jax.Array, ...] = ()) -> StepContext:
+        """The context of a step, or of what moves experts outside of one. stores: as traced."""
+        decode = key.kind == "decode"
+        return StepContext(
+            stores=stores,
+            ops=self.ops,
+            activation=self.config.hidden_act,
+            row_tile=min(DECODE_TILE, self.tokens(key)) if decode else self.shapes.chunk,
+            waves=1 if decode else self.shapes.waves,
+            formats=self.formats,
+            page=self.page,
+            arrays=self.trace_arrays if key.traced else frozenset(),
         )
 
-    def host_page(self) -> jax.ShapeDtypeStruct:
-        """A page as it is swapped out."""
-        sharding = None if self.sharding is None else self.sharding.with_memory_kind("pinned_host")
-        shape = (self.page_layout.nbytes // 2,)
-        return jax.ShapeDtypeStruct(shape, jnp.uint16, sharding=sharding)
+    # ---- steps
 
-    def program(self, name: str) -> Program:
-        """The program of that name: decode, prefill, score, prompt_logprobs, add_bias, adjust,
-        greedy, sample, tally, recount, logprobs, place, swap_out, swap_in, move_pages, regrant,
-        populate, transfer, move, snapshot, integrity. The steps also with `_traced`, which gives
-        out the trace arrays, then `_forced`, routing as an argument, and `_staged`, a stage list as
-        the last one. decode and what takes its logits also with `@N`: for the first N rows only;
-        adjusted logits are of all rows. Raises ValueError for another."""
-        name, _, bucket = name.partition("@")
-        rows, vocabulary = self.shapes.rows, self.config.vocab_size
-        used = int(bucket) if bucket else rows
-        chunks, size = self.shapes.prefill_chunks, self.shapes.chunk
-        array = functools.partial(jax.ShapeDtypeStruct, sharding=self.sharding)
-        ints, floats = array((rows,), jnp.int32), array((rows,), jnp.float32)
-        flags = array((rows,), jnp.bool_)
-        logits = array((used, vocabulary), jnp.float32)
-        block_table = array((rows, self.shapes.blocks), jnp.int32)
-        buffers = (self.state, self.stores, self.arena, self.tables)
-        kind, *extras = name.replace("prompt_logprobs", "prompt").split("_")
-        arrays = self.trace_arrays if _TRACED in extras else frozenset[str]()
-        extras = [e for e in extras if e != _TRACED]
-
-        def extra(tokens: int) -> tuple[Leaf, ...]:
-            shape = (self.tables.clock.shape[0], tokens, self.config.num_experts_per_tok)
-            entries = array((STAGES,), jnp.int32)
-            known = {
-                "forced": Routing(array(shape, jnp.int32), array(shape, jnp.float32)),
-                "staged": Entries._make([entries] * len(Entries._fields)),
-            }
-            if any(e not in known for e in extras):
-                raise ValueError(f"no program {name!r}")
-            return tuple(known[e] for e in extras)
-
-        if kind == "decode":
-            step = self._bind(_first_rows(decode_step, used), extras, arrays=arrays)
-            return Program(step, (*buffers, ints, ints, block_table, *extra(used)), (2, 3))
-        if kind in ("prefill", "score", "prompt"):
-            per_chunk, per_token = array((chunks,), jnp.int32), array((chunks, size), jnp.int32)
-            prefill = PrefillBatch(
-                tokens=per_token,
-                row=per_chunk,
-                start=per_chunk,
-                skip=per_chunk,
-                length=per_chunk,
-                count=array((), jnp.int32),
-                last=ints,
-                targets=per_token,
-            )
-            static = {"score": kind == "score", "prompt_logprobs": kind == "prompt"}
-            static |= {"waves": self.shapes.waves, "arrays": arrays}
-            step = self._bind(prefill_step, extras, **static)
-            return Program(step, (*buffers, prefill, block_table, *extra(chunks * size)), (2, 3))
-        if name == "greedy":
-            return Program(functools.partial(_advance, greedy), (logits, ints, flags), ())
-        if name == "sample":
-            seeds = array((rows,), jnp.uint32)
-            params = (floats, ints, floats, floats, seeds, ints)
-            function = functools.partial(_advance, sample)
-            return Program(function, (logits, ints, flags, *params), ())
-        counts = array((rows, vocabulary), jnp.int32)
-        biases = (array((rows, MAX_BIASES), jnp.int32), array((rows, MAX_BIASES), jnp.float32))
-        if name == "add_bias":
-            return Program(functools.partial(_of_all_rows, add_bias), (logits, *biases), ())
-        if name == "adjust":
-            function = functools.partial(_of_all_rows, adjust)
-            return Program(function, (logits, counts, floats, floats, floats, *biases), ())
-        if name == "tally":
-            return Program(tally, (counts, ints, flags), (0,))
-        if name == "recount":
-            most = self.shapes.blocks * self.page.block_size
-            row, ids = array((), jnp.int32), array((most,), jnp.int32)
-            return Program(recount, (counts, row, ids, array((most,), jnp.bool_)), (0,))
-        if name == "logprobs":
-            n = min(MAX_LOGPROBS, vocabulary)
-            function = functools.partial(_of_all_rows, functools.partial(logprobs, n=n))
-            return Program(function, (logits, ints), ())
-        if name == "place":
-            return Program(_place, (ints, ints, flags), ())
-        if name in ("swap_out", "swap_in"):
-            layout, rows = self.page_layout, array((SWAP_PAGES,), jnp.int32)
-            if name == "swap_out":
-                function = functools.partial(read_pages, page=layout)
-                return Program(function, (self.arena, rows), (), memory="pinned_host")
-            pages = (self.host_page(),) * SWAP_PAGES
-            function = functools.partial(write_pages, page=layout)
-            return Program(function, (self.arena, pages, rows, array((), jnp.int32)), (0,))
-        if name == "move_pages":
-            rows = array((SWAP_PAGES,), jnp.int32)
-            function = functools.partial(move_pages, page=self.page_layout)
-            return Program(function, (self.arena, rows, rows), (0,))
-        if name == "regrant":
-            cell_row = array(self.tables.cell_row.shape, jnp.int32)
-            return Program(regrant, (self.tables, cell_row), (0,))
-        if name == "populate":
-            layer, experts = array((), jnp.int32), self.tables.address.shape[1:]
-            function = functools.partial(_populate, ops=self.ops, formats=self.formats)
-            places = array(experts, jnp.int32), array(experts, jnp.int32)
-            return Program(function, (self.arena, self.stores, layer, *places), (0,))
-        if name == "transfer":
-            entries = Entries._make([array((STAGES,), jnp.int32)] * len(Entries._fields))
-            function = functools.partial(_transfer, ops=self.ops, formats=self.formats)
-            return Program(function, (self.arena, self.tables, self.stores, entries), (0, 1))
-        if name == "move":
-            entries = array((MOVES,), jnp.int32)
-            moves = Moves._make([entries] * len(Moves._fields))
-            if self.formats is None:
-                rows = tuple(store.shape[2] for store in self.stores)
+    def _step(self, key: ProgramKey) -> Program:
+        def run(state, stores, arena, tables, *args):
+            args = list(args)
+            stages = args.pop() if key.staged else None
+            forced = args.pop() if key.forced else None
+            given = nnx.merge(self.graph, state), self.context(key, stores)
+            memory = DeviceMemory(arena, tables)
+            if key.kind == "decode":
+                rows = (values[: self.tokens(key)] for values in args)
+                step = functools.partial(decode_step, *given, memory, *rows)
             else:
-                rows = tuple(version.cell.rows for version in self.formats)
-            function = functools.partial(move, record_rows=rows, implementation=self.ops.move)
-            return Program(function, (self.arena, self.tables, moves), (0, 1))
-        if name == "snapshot":
-            return Program(snapshot, (self.tables,), ())
-        if name == "integrity":
-            function = functools.partial(count_faults, formats=self.formats)
-            return Program(function, (self.arena, self.tables, self.stores), ())
-        raise ValueError(f"no program {name!r}")
+                step = functools.partial(prefill_step, *given, memory, *args, key.kind)
+            memory, output = step(forced=forced, stages=stages)
+            return *memory, output
 
-    def _bind(self, step: Callable, extras: Sequence[str], **static) -> Callable:
-        """step of the merged model; the last arguments are the extras, by name."""
+        buffers = self.state, self.stores, self.arena, self.tables
+        layers = self.tables.clock.shape[0]
+        forced = (self.routing(key, layers),) if key.forced else ()
+        staged = (self.entries(),) if key.staged else ()
+        return Program(run, (*buffers, *self.batch(key), *forced, *staged), (2, 3))
 
-        def run(state, *args):
-            model = nnx.merge(self.graph, state)
-            args, last = args[: len(args) - len(extras)], args[len(args) - len(extras) :]
-            named = {_EXTRAS[e]: value for e, value in zip(extras, last, strict=True)}
-            options = {"page": self.page, "ops": self.ops, "formats": self.formats, **static}
-            return step(model, *args, **named, **options)
+    def _token_programs(self, key: ProgramKey) -> dict[Kind, Program]:
+        """From logits to tokens."""
+        rows, vocabulary, array = self.shapes.rows, self.config.vocab_size, self.array
+        ints, flags = array(rows), array(rows, dtype=jnp.bool_)
+        floats, seeds = array(rows, dtype=jnp.float32), array(rows, dtype=jnp.uint32)
+        logits = array(key.rows or rows, vocabulary, dtype=jnp.float32)
+        counts = array(rows, vocabulary)
+        biases = array(rows, MAX_BIASES), array(rows, MAX_BIASES, dtype=jnp.float32)
+        most = self.shapes.blocks * self.page.block_size
+        prompt = array(), array(most), array(most, dtype=jnp.bool_)
+        likeliest = functools.partial(logprobs, n=min(MAX_LOGPROBS, vocabulary))
 
-        return run
+        def drawn(function: Callable, *params: Leaf) -> Program:
+            advance = functools.partial(_advance, function)
+            return Program(advance, (logits, ints, flags, *params), ())
+
+        def of_logits(function: Callable, *args: Leaf) -> Program:
+            return Program(functools.partial(_of_all_rows, function), (logits, *args), ())
+
+        return {
+            "greedy": drawn(greedy),
+            "sample": drawn(sample, floats, ints, floats, floats, seeds, ints),
+            "add_bias": of_logits(add_bias, *biases),
+            "adjust": of_logits(adjust, counts, floats, floats, floats, *biases),
+            "logprobs": of_logits(likeliest, ints),
+            "tally": Program(tally, (counts, ints, flags), (0,)),
+            "recount": Program(recount, (counts, *prompt), (0,)),
+            "place": Program(_place, (ints, ints, flags), ()),
+        }
+
+    def _memory_programs(self, key: ProgramKey) -> dict[Kind, Program]:
+        """What moves and checks pages, cells and tables between steps."""
+        arena, tables, stores, array = self.arena, self.tables, self.stores, self.array
+        pages, places = array(SWAP_PAGES), array(*tables.address.shape[1:])
+        if self.formats is None:
+            record_rows = tuple(store.shape[2] for store in stores)
+        else:
+            record_rows = tuple(version.cell.rows for version in self.formats)
+        moves = Moves._make([array(MOVES)] * len(Moves._fields))
+        bind = functools.partial
+        read, write, copy = (
+            bind(function, page=self.page_layout)
+            for function in (read_pages, write_pages, move_pages)
+        )
+        pinned = self.sharding and self.sharding.with_memory_kind("pinned_host")
+        shape = (self.page_layout.nbytes // 2,)
+        swapped = (jax.ShapeDtypeStruct(shape, jnp.uint16, sharding=pinned),) * SWAP_PAGES
+        populate = bind(_populate, ops=self.ops, formats=self.formats)
+        moved = bind(move, record_rows=record_rows, implementation=self.ops.move)
+        faults = bind(count_faults, formats=self.formats)
+
+        def transfer(arena, tables, stores, entries):
+            """A stage list of all layers."""
+            context = self.context(key, stores)
+
+            def layer(i, carry):
+                memory, now = stage_layer(carry[0], i, entries, context)
+                return memory, jnp.maximum(carry[1], now)
+
+            start = DeviceMemory(arena, tables), jnp.zeros_like(entries.layer)
+            memory, done = jax.lax.fori_loop(0, tables.clock.shape[0], layer, start)
+            return *memory, done
+
+        return {
+            "swap_out": Program(read, (arena, pages), (), memory="pinned_host"),
+            "swap_in": Program(write, (arena, swapped, pages, array()), (0,)),
+            "move_pages": Program(copy, (arena, pages, pages), (0,)),
+            "regrant": Program(regrant, (tables, array(*tables.cell_row.shape)), (0,)),
+            "populate": Program(populate, (arena, stores, array(), places, places), (0,)),
+            "transfer": Program(transfer, (arena, tables, stores, self.entries()), (0, 1)),
+            "move": Program(moved, (arena, tables, moves), (0, 1)),
+            "snapshot": Program(snapshot, (tables,), ()),
+            "integrity": Program(faults, (arena, tables, stores), ()),
+        }
 
 
 def _populate(
-    arena, stores, layer, row, version, *, ops: Ops, formats: Formats | None
+    arena, stores, layer, cell_row, version, *, ops: Ops, formats: Formats | None
 ) -> jax.Array:
-    """The arena with every expert of the layer at row int32[E], in version int32[E]."""
-    experts = jnp.arange(row.shape[0])
-    listed = experts, row, version, jnp.int32(row.shape[0])
+    """The arena with every expert of the layer at cell_row int32[E], in version int32[E]."""
+    experts = jnp.arange(cell_row.shape[0])
+    listed = experts, cell_row, version, jnp.int32(len(experts))
     return fill(arena, stores, layer, *listed, formats=formats, implementation=ops.fill)
-
-
-def _transfer(arena, tables, stores, entries, *, ops: Ops, formats: Formats | None):
-    """A stage list, all layers, outside of a step; as stage."""
-
-    def layer(i, carry):
-        arena, tables, done = carry
-        arena, tables, now = stage(
-            arena, tables, stores, i, entries, formats=formats, implementation=ops.stage
-        )
-        return arena, tables, jnp.maximum(done, now)
-
-    start = arena, tables, jnp.zeros_like(entries.layer)
-    return jax.lax.fori_loop(0, tables.clock.shape[0], layer, start)
 
 
 def _place(tokens: jax.Array, values: jax.Array, update: jax.Array) -> jax.Array:
     return jnp.where(update, values, tokens)
-
-
-def _first_rows(step: Callable, rows: int) -> Callable:
-    """step on the first rows of tokens, positions and block table; all R rows are passed, so that
-    the caller's arrays are the same for every bucket."""
-
-    def run(model, stores, arena, tables, tokens, positions, block_table, **others):
-        inputs = (a[:rows] for a in (tokens, positions, block_table))
-        return step(model, stores, arena, tables, *inputs, **others)
-
-    return run
 
 
 def _of_all_rows(function: Callable, logits: jax.Array, first: jax.Array, *args) -> Any:
@@ -272,10 +301,10 @@ def _of_all_rows(function: Callable, logits: jax.Array, first: jax.Array, *args)
     return function(jnp.pad(logits, ((0, missing), (0, 0))), first, *args)
 
 
-def _advance(choose: Callable, logits, tokens, update, *params) -> jax.Array:
-    """choose(logits, …) for the rows to update, the old tokens for the others."""
+def _advance(draw: Callable, logits, tokens, update, *params) -> jax.Array:
+    """draw(logits, …) for the rows to update, the old tokens for the others."""
 
-    def chosen(logits, tokens, *params):
-        return jnp.where(update, choose(logits, *params), tokens)
+    def drawn(logits, tokens, *params):
+        return jnp.where(update, draw(logits, *params), tokens)
 
-    return _of_all_rows(chosen, logits, tokens, *params)
+    return _of_all_rows(drawn, logits, tokens, *params)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextvars
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -30,16 +29,15 @@ from host_offload.versions.layer_versions import (
 )
 from moejax.errors import UserError
 from moejax.models.decoder import Decoder
+from moejax.requests.request import PrefillKind
+from moejax.step.hooks import Hooks, LayerTransfers
 from moejax.step.parts import PrefillBatch, Routing, StepOutput, StepShapes
-from moejax.step.programs import MOVES, Program, Programs
+from moejax.step.programs import MOVES, Kind, Program, ProgramKey, Programs
 from pallas_kernels import Ops
 from pallas_kernels.kv_write import KVPage
 from pallas_kernels.move import Moves
 from pallas_kernels.records.versions import Formats
 from pallas_kernels.stage import Entries
-
-if TYPE_CHECKING:
-    from moejax.step.hooks import Hooks, Transfers
 
 
 def compiler_options(platform: str) -> dict[str, str | bool]:
@@ -58,7 +56,7 @@ class Runner:
     """
 
     driver = "device"
-    transfers: Sequence[Transfers] = ()
+    transfers: Sequence[LayerTransfers] = ()
     """What was carried out between the layers of the latest step: driver="host" only."""
 
     def __init__(
@@ -111,16 +109,23 @@ class Runner:
         self._began = time.perf_counter()
         self.compile_s = 0.0
         """From the start to when a first request can run."""
-        self._executables: dict[str, Future] = {}
+        self._executables: dict[ProgramKey, Future] = {}
         # Two threads: tracing holds the interpreter, XLA's compiler does not.
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="moejax-compile")
+        self._needed: list[ProgramKey] = []
+        """What every request needs."""
+        self._compile_first([(stack.size, stack.is_moe) for stack in model.runs])
+
+    def _compile_first(self, runs: list[tuple[int, bool]]) -> None:
+        """Begins to compile what the first requests need, then what later ones may, while those
+        run. runs: of equal layers, how many and whether they have experts."""
         first = self._bucket(1)
-        steps = [*self._parts(f"decode{first}"), *self._parts("prefill")]
-        self._needed = [*steps, "greedy", f"greedy{first}", "regrant"]
-        # What a later request may need compiles while the first ones run.
-        later = [name for b in shapes.buckets for name in self._parts(f"decode{self._bucket(b)}")]
-        for name in dict.fromkeys([*self._needed, "sample", f"sample{first}", *later]):
-            self._executable(name)
+        drawn = [ProgramKey("greedy"), ProgramKey("greedy", first), ProgramKey("regrant")]
+        steps = ProgramKey("decode", first), ProgramKey("prefill")
+        self._need(*(key for step in steps for key in self._calls(step)), *drawn)
+        later = [ProgramKey("sample"), ProgramKey("sample", first)]
+        for key in (*later, *(key for step in self._decodes() for key in self._calls(step))):
+            self._executable(key)
 
     def moved_bytes(self) -> dict[str, np.ndarray] | None:
         """Version → int64[L]: bytes of an expert over the link; None where they are a cell's."""
@@ -129,79 +134,76 @@ class Runner:
         same = all(np.array_equal(moved[name], n) for name, n in self.version_bytes.items())
         return None if same else moved
 
-    def _bucket(self, rows: int) -> str:
-        """The ending of the names of programs for so many rows."""
-        bucket = self.shapes.bucket(rows)
-        return "" if bucket == self.shapes.rows else f"@{bucket}"
-
-    @property
-    def hooks(self) -> Hooks | None:
-        """What is called between a layer's parts; with this driver nothing can be."""
-        return None
-
-    @hooks.setter
-    def hooks(self, hooks: Hooks | None) -> None:
+    @classmethod
+    def check_hooks(cls, hooks: Hooks | None) -> None:
+        """Raises UserError for hooks that this driver cannot call."""
         if hooks is not None:
             raise UserError(
-                f"driver {self.driver!r} runs a step as one executable, which no hook can enter; "
+                f"driver {cls.driver!r} runs a step as one executable, which no hook can enter; "
                 "use driver='host'"
             )
 
     # ---- executables
 
-    def _parts(self, step: str) -> list[str]:
+    def _bucket(self, rows: int) -> int | None:
+        """ProgramKey.rows of programs for so many rows."""
+        bucket = self.shapes.bucket(rows)
+        return None if bucket == self.shapes.rows else bucket
+
+    def _decodes(self) -> list[ProgramKey]:
+        """A decode step in every bucket."""
+        buckets = self.shapes.buckets or (self.shapes.rows,)
+        return [ProgramKey("decode", self._bucket(rows)) for rows in buckets]
+
+    def _calls(self, step: ProgramKey) -> list[ProgramKey]:
         """The executables that a step calls."""
-        kind, at, bucket = step.partition("@")
-        return [self._name(kind, at + bucket)]
+        return [step._replace(traced=bool(self.trace_arrays))]
 
-    def _name(self, kind: str, bucket: str = "", *, forced=False, staged=False) -> str:
-        """The name of a step's executable."""
-        given = {"_traced": self.trace_arrays, "_forced": forced, "_staged": staged}
-        return "".join((kind, *(part for part, on in given.items() if on), bucket))
+    def _program(self, key: ProgramKey) -> Program:
+        return self.programs().program(key)
 
-    def _program(self, name: str) -> Program:
-        return self.programs().program(name)
-
-    def _executable(self, name: str) -> Future:
-        if name not in self._executables:
+    def _executable(self, key: ProgramKey) -> Future:
+        if key not in self._executables:
             # In this thread's context: whether kernels are interpreted is a context variable.
             run = contextvars.copy_context().run
-            self._executables[name] = self._pool.submit(run, self._compile, name)
-        return self._executables[name]
+            self._executables[key] = self._pool.submit(run, self._compile, key)
+        return self._executables[key]
 
-    def _call(self, name: str, *args):
-        return self._executable(name).result()(*args)
+    def _call(self, key: ProgramKey, *args):
+        return self._executable(key).result()(*args)
 
     def wait_compiled(self, everything: bool = False) -> None:
         """Blocks until the executables that every request needs exist. everything: also those that
         compile in the background."""
-        for name in [*self._executables] if everything else self._needed:
-            self._executable(name).result()
+        for key in [*self._executables] if everything else self._needed:
+            self._executable(key).result()
         self.compile_s = self.compile_s or time.perf_counter() - self._began
 
-    def prepare(self, *names: str) -> None:
-        """Begins to compile these programs, decode in every bucket, and counts them among those
-        that every request needs."""
-        for name in names:
-            buckets = self.shapes.buckets if name.startswith("decode") else ()
-            for ending in [self._bucket(b) for b in buckets] or [""]:
-                self._executable(name + ending)
-                self._needed.append(name + ending)
+    def _need(self, *keys: ProgramKey) -> None:
+        for key in keys:
+            self._executable(key)
+            self._needed.append(key)
+
+    def prepare(self, *kinds: Kind) -> None:
+        """Begins to compile what runs between steps, and counts it among what every request
+        needs."""
+        self._need(*map(ProgramKey, kinds))
 
     def prepare_stages(self) -> None:
-        """Begins to compile what steps with stage lists need."""
-        self.prepare(*(self._name(kind, staged=True) for kind in ("decode", "prefill")))
+        """As prepare, of what steps with stage lists need."""
+        for step in (*self._decodes(), ProgramKey("prefill")):
+            self._need(*self._calls(step._replace(staged=True)))
 
-    def executables(self) -> tuple[str, ...]:
-        """Names of what was compiled so far. Budgets, policies and placement add none."""
+    def executables(self) -> tuple[ProgramKey, ...]:
+        """What was compiled so far. Budgets, policies and placement add nothing."""
         return tuple(self._executables)
 
-    def _compile(self, name: str):
-        return self.lower(name).compile(compiler_options=compiler_options(self.device.platform))
+    def _compile(self, key: ProgramKey):
+        return self.lower(key).compile(compiler_options=compiler_options(self.device.platform))
 
-    def lower(self, name: str) -> jax.stages.Lowered:
-        """The traced and lowered executable of that name, arena and tables donated."""
-        program = self._program(name)
+    def lower(self, key: ProgramKey) -> jax.stages.Lowered:
+        """The traced and lowered program, arena and tables donated."""
+        program = self._program(key)
         # The ops are written for 32-bit integers, whatever the user set for other code.
         with jax.enable_x64(False):
             return jax.jit(
@@ -219,6 +221,7 @@ class Runner:
             arena=self.arena,
             tables=self.tables,
             shapes=self.shapes,
+            page_layout=self.layout.page,
             page=self.page,
             ops=self.ops,
             formats=self.formats,
@@ -229,12 +232,18 @@ class Runner:
     # ---- steps
 
     def _step(
-        self, kind: str, bucket: str, *args, forced: Routing | None, stages: Entries | None
+        self,
+        step: ProgramKey,
+        args: tuple,
+        forced: Routing | None,
+        stages: Entries | None,
+        hooks: Hooks | None,
     ) -> StepOutput:
-        name = self._name(kind, bucket, forced=forced is not None, staged=stages is not None)
+        self.check_hooks(hooks)
+        (key,) = self._calls(step._replace(forced=forced is not None, staged=stages is not None))
         extras = [value for value in (forced, stages) if value is not None]
         self.arena, self.tables, output = self._call(
-            name, self.state, self.stores, self.arena, self.tables, *args, *extras
+            key, self.state, self.stores, self.arena, self.tables, *args, *extras
         )
         return output
 
@@ -244,47 +253,42 @@ class Runner:
         block_table: jax.Array,
         forced: Routing | None = None,
         stages: Entries | None = None,
+        hooks: Hooks | None = None,
     ) -> StepOutput:
         """Dispatches a decode step on the current tokens, for as few rows as there is a program
-        for. positions int32[R], −1: empty row. stages: programs.STAGES entries. The results are of
-        that many rows."""
+        for. positions int32[R], −1: empty row. stages: programs.STAGES entries. hooks: called
+        between a layer's parts, driver="host" only. The results are of that many rows."""
         used = int(np.max(np.flatnonzero(positions >= 0), initial=-1)) + 1
-        return self._step(
-            "decode",
-            self._bucket(used),
-            self.tokens,
-            positions,
-            block_table,
-            forced=forced,
-            stages=stages,
-        )
+        args = self.tokens, positions, block_table
+        return self._step(ProgramKey("decode", self._bucket(used)), args, forced, stages, hooks)
 
     def prefill(
         self,
         prefill: PrefillBatch,
         block_table: jax.Array,
         *,
-        kind: str = "prefill",
+        kind: PrefillKind = "prefill",
         forced: Routing | None = None,
         stages: Entries | None = None,
+        hooks: Hooks | None = None,
     ) -> StepOutput:
         """Dispatches a prefill step. kind: prefill; score or prompt_logprobs, which also give the
-        scores of the output."""
-        return self._step(kind, "", prefill, block_table, forced=forced, stages=stages)
+        scores of the output. Others as of decode."""
+        return self._step(ProgramKey(kind), (prefill, block_table), forced, stages, hooks)
 
-    def choose(self, logits: jax.Array, update: np.ndarray, params: Sequence | None) -> jax.Array:
+    def sample(self, logits: jax.Array, update: np.ndarray, params: Sequence | None) -> jax.Array:
         """Samples the rows under `update` bool[R] and makes them the current tokens.
 
         params: None for greedy, else sampler.sample's arrays after the logits.
         """
-        name = ("greedy" if params is None else "sample") + self._bucket(logits.shape[0])
-        self.tokens = self._call(name, logits, self.tokens, update, *(params or ()))
+        key = ProgramKey("greedy" if params is None else "sample", self._bucket(logits.shape[0]))
+        self.tokens = self._call(key, logits, self.tokens, update, *(params or ()))
         return self.tokens
 
     def prepare_counts(self) -> None:
         """Begins to compile what requests with penalties need, in the background."""
-        for name in ("recount", "adjust", "tally"):
-            self._executable(name)
+        for kind in ("recount", "adjust", "tally"):
+            self._executable(ProgramKey(kind))
 
     def recount(self, row: int, prompt: Sequence[int], output: Sequence[int]) -> None:
         """Counts the tokens of a row anew; the first call allocates the counts of all rows."""
@@ -295,11 +299,11 @@ class Runner:
         end = len(prompt) + len(output)
         ids[: len(prompt)], ids[len(prompt) : end] = prompt, output
         is_output = np.arange(len(ids)) >= len(prompt)
-        self.counts = self._call("recount", self.counts, np.int32(row), ids, is_output)
+        self.counts = self._call(ProgramKey("recount"), self.counts, np.int32(row), ids, is_output)
 
     def tally(self, update: np.ndarray) -> None:
         """Counts the current tokens of the rows under `update` bool[R] as generated."""
-        self.counts = self._call("tally", self.counts, self.tokens, update)
+        self.counts = self._call(ProgramKey("tally"), self.counts, self.tokens, update)
 
     def adjust(self, logits: jax.Array, penalties: Sequence | None, biases: Sequence) -> jax.Array:
         """Logits of all rows after biases and penalties.
@@ -309,48 +313,42 @@ class Runner:
         """
         bucket = self._bucket(logits.shape[0])
         if penalties is None:
-            return self._call(f"add_bias{bucket}", logits, *biases)
-        return self._call(f"adjust{bucket}", logits, self.counts, *penalties, *biases)
+            return self._call(ProgramKey("add_bias", bucket), logits, *biases)
+        key = ProgramKey("adjust", bucket)
+        return self._call(key, logits, self.counts, *penalties, *biases)
 
     def token_logprobs(self, logits: jax.Array, tokens: jax.Array):
-        return self._call(f"logprobs{self._bucket(logits.shape[0])}", logits, tokens)
+        key = ProgramKey("logprobs", self._bucket(logits.shape[0]))
+        return self._call(key, logits, tokens)
 
     def place_tokens(self, values: np.ndarray, update: np.ndarray) -> None:
         """Makes values int32[R] the current tokens of the rows under `update` bool[R]."""
-        self.tokens = self._call("place", self.tokens, values, update)
+        self.tokens = self._call(ProgramKey("place"), self.tokens, values, update)
 
     # ---- between steps
 
-    def read_pages(self, rows: Sequence[int]) -> list[jax.Array]:
+    def read_pages(self, kv_rows: Sequence[int]) -> list[jax.Array]:
         """Copies the pages at these KV rows, as the steps so far leave them, to pinned host memory.
         Each an array of its own, uint16[page bytes / 2]."""
         pages: list[jax.Array] = []
-        for i in range(0, len(rows), SWAP_PAGES):
-            part = rows[i : i + SWAP_PAGES]
-            padded = np.zeros(SWAP_PAGES, np.int32)
-            padded[: len(part)] = part
-            pages += self._call("swap_out", self.arena, padded)[: len(part)]
+        for count, (padded,) in _batches(SWAP_PAGES, kv_rows):
+            pages += self._call(ProgramKey("swap_out"), self.arena, padded)[:count]
         return pages
 
-    def write_pages(self, pages: Sequence[jax.Array], rows: Sequence[int]) -> None:
+    def write_pages(self, pages: Sequence[jax.Array], kv_rows: Sequence[int]) -> None:
         """Copies host pages to these KV rows, for the steps to come."""
-        for i in range(0, len(rows), SWAP_PAGES):
-            part = tuple(pages[i : i + SWAP_PAGES])
-            padded = np.zeros(SWAP_PAGES, np.int32)
-            padded[: len(part)] = rows[i : i + SWAP_PAGES]
-            filled = part + (part[-1],) * (SWAP_PAGES - len(part))
-            self.arena = self._call("swap_in", self.arena, filled, padded, np.int32(len(part)))
+        for count, (number, padded) in _batches(SWAP_PAGES, range(len(kv_rows)), kv_rows):
+            given = tuple(pages[i] for i in number), padded, np.int32(count)
+            self.arena = self._call(ProgramKey("swap_in"), self.arena, *given)
 
     def move_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copies the pages at KV rows `sources` to KV rows `targets`, for the steps to come."""
-        for i in range(0, len(sources), SWAP_PAGES):
-            pairs = np.array([sources[i : i + SWAP_PAGES], targets[i : i + SWAP_PAGES]], np.int32)
-            padded = np.pad(pairs, ((0, 0), (0, SWAP_PAGES - pairs.shape[1])), mode="edge")
-            self.arena = self._call("move_pages", self.arena, *padded)
+        for _, padded in _batches(SWAP_PAGES, sources, targets):
+            self.arena = self._call(ProgramKey("move_pages"), self.arena, *padded)
 
     def grant_cells(self, cell_row: np.ndarray) -> None:
         """Makes cell_row int32[L, C] the granted cells; residents of cells that stay stay."""
-        self.tables = self._call("regrant", self.tables, cell_row)
+        self.tables = self._call(ProgramKey("regrant"), self.tables, cell_row)
 
     def place(self, placement: Placement) -> None:
         """Copies every expert to where the placement says, and says so in the tables; before the
@@ -361,13 +359,15 @@ class Runner:
             contents = self.layer_versions.contents(contents)
         self.tables = with_contents(self.tables, contents)
         for layer, places in enumerate(zip(placement.row, contents["version"], strict=True)):
-            self.arena = self._call("populate", self.arena, self.stores, np.int32(layer), *places)
+            self.arena = self._call(
+                ProgramKey("populate"), self.arena, self.stores, np.int32(layer), *places
+            )
 
     def transfer(self, entries: Entries) -> jax.Array:
         """Carries out a stage list of any layers before the next step; int32[STAGES], 1 for each
         entry that was."""
         self.arena, self.tables, done = self._call(
-            "transfer", self.arena, self.tables, self.stores, entries
+            ProgramKey("transfer"), self.arena, self.tables, self.stores, entries
         )
         return done
 
@@ -379,20 +379,18 @@ class Runner:
             part = np.array(moves[i : i + MOVES], np.int32)
             lists[:, : len(part)] = part.T
             self.arena, self.tables, _ = self._call(
-                "move", self.arena, self.tables, Moves._make(lists)
+                ProgramKey("move"), self.arena, self.tables, Moves._make(lists)
             )
 
     def snapshot(self) -> jax.Array:
         """A copy of the tables as the steps so far leave them, for tables.read_snapshot. Does not
         wait for the device."""
-        return self._call("snapshot", self.tables)
+        return self._call(ProgramKey("snapshot"), self.tables)
 
     def faults(self) -> list[str]:
         """Broken invariants of arena, tables and store, in words. Waits for the device."""
-        return describe_faults(np.asarray(self._call("integrity", *self._integrity_args())))
-
-    def _integrity_args(self):
-        return self.arena, self.tables, self.stores
+        found = self._call(ProgramKey("integrity"), self.arena, self.tables, self.stores)
+        return describe_faults(np.asarray(found))
 
     def compiled(self) -> list[jax.stages.Compiled]:
         """The executables so far. Waits for those under way."""
@@ -410,3 +408,11 @@ class Runner:
                 array.delete()
             if given:
                 self.store.delete()
+
+
+def _batches(most: int, *lists: Sequence[int]) -> Iterator[tuple[int, np.ndarray]]:
+    """So many entries of the lists at a time: how many, and int32[lists, most], in which the last
+    one repeats."""
+    for i in range(0, len(lists[0]), most):
+        part = np.array([values[i : i + most] for values in lists], np.int32)
+        yield part.shape[1], np.pad(part, ((0, 0), (0, most - part.shape[1])), mode="edge")

@@ -2,7 +2,7 @@
 
 python -m scripts.bench host_loop [--sequences 256 --layers 48 --experts 128] [--json]
 
-Engine, scheduler, cache of KV pages, statistics, chooser, controller and tracer are the real ones;
+Engine, scheduler, cache of KV pages, statistics, sampler, controller and tracer are the real ones;
 the runner returns made-up numpy results at once. So the figures are pure host code: without the
 dispatch of executables (65 us each on an H200's machine) and without the copies of results. The
 state is steady: all rows decode, pages grow, and for each request that ends another one arrives.
@@ -62,10 +62,10 @@ PARTS: tuple[tuple[str, str, str], ...] = (
     ("scheduler", "next_work", "schedule"),
     ("", "_place", "place"),
     ("", "_device_block_table", "table upload"),
-    ("_chooser", "choose", "choose arrays"),
+    ("_sampler", "sample", "choose arrays"),
     ("runner", "decode", "device"),
     ("runner", "prefill", "device"),
-    ("runner", "choose", "device"),
+    ("runner", "sample", "device"),
     ("module", "prefill_batch", "prefill step arrays"),
     ("", "_dispatched", "dispatch"),
     ("", "_read", "read"),
@@ -108,7 +108,7 @@ class FakeRunner:
     """Stands in for moejax.step.runner.Runner: results of the right shapes, at once."""
 
     driver, transfers = "device", ()
-    hooks = placement = layer_versions = formats = None
+    placement = layer_versions = formats = None
 
     def __init__(self, config: ModelConfig, shapes: StepShapes, slots: int, seed: int):
         self.config, self.shapes, self.slots = config, shapes, slots
@@ -145,16 +145,18 @@ class FakeRunner:
             staged=None,
         )
 
-    def decode(self, positions: np.ndarray, block_table: Any, stages: Any = None) -> StepOutput:
+    def decode(
+        self, positions: np.ndarray, block_table: Any, stages: Any = None, hooks: Any = None
+    ) -> StepOutput:
         self._count += 1
         return self._decoded[self._count % len(self._decoded)]
 
     def prefill(
-        self, prefill: Any, block_table: Any, *, kind: str, stages: Any = None
+        self, prefill: Any, block_table: Any, *, kind: str, stages: Any = None, hooks: Any = None
     ) -> StepOutput:
         return self._prefilled
 
-    def choose(self, logits: Any, update: np.ndarray, params: Any) -> np.ndarray:
+    def sample(self, logits: Any, update: np.ndarray, params: Any) -> np.ndarray:
         return self._chosen[self._count % len(self._chosen)]
 
     def prepare(self, *names: str) -> None:

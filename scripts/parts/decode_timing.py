@@ -115,7 +115,7 @@ def decode(
             positions = np.full(runner.shapes.rows, -1, np.int32)
             positions[rows] = sequences.context + step
             output = runner.decode(positions, sequences.block_table, routings[step])
-            current = runner.choose(output.logits, update, None), output.paging
+            current = runner.sample(output.logits, update, None), output.paging
         dispatched = time.perf_counter()
         if previous is not None:
             tokens, paging = jax.device_get(previous)

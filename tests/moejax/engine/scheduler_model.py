@@ -14,7 +14,7 @@ from host_offload.memory.kv_cache import KVCache
 from host_offload.memory.layout import slot_layout
 from moejax.engine.arena_report import kv_faults
 from moejax.engine.scheduler import Scheduler
-from moejax.engine.step_work import Work
+from moejax.engine.step_work import ScheduledWork
 from moejax.requests.request import Request
 from moejax.requests.sampling_params import SamplingParams
 from moejax.requests.stopping import Ending
@@ -63,7 +63,7 @@ class Device:
         self.scheduler = Scheduler(cache, shapes, rows, max_model_len, **options)
         self.pages: dict[int, list] = {}
         self.tokens = [-1] * rows
-        self.pending: tuple[Work, dict[int, int]] | None = None
+        self.pending: tuple[ScheduledWork, dict[int, int]] | None = None
         self.number = 0
 
     def _read(self, rows: Sequence[int]) -> list:
@@ -113,7 +113,7 @@ class Device:
         if previous is not None:
             self._finish(*previous)
 
-    def unblocked(self) -> Work | None:
+    def unblocked(self) -> ScheduledWork | None:
         """Asked when requests wait and nothing can be dispatched."""
         return None
 
@@ -126,7 +126,7 @@ class Device:
             self.abort(request)
         scheduler.cache.forget(scheduler.published)
 
-    def _finish(self, work: Work, sampled: dict[int, int]) -> None:
+    def _finish(self, work: ScheduledWork, sampled: dict[int, int]) -> None:
         pairs = work.rows or [(c.row, c.request) for c in work.chunks if c.samples]
         for row, request in pairs:
             if request.finish_reason is not None:
@@ -144,7 +144,7 @@ class Device:
 
     # ---- the device
 
-    def _run(self, work: Work) -> dict[int, int]:
+    def _run(self, work: ScheduledWork) -> dict[int, int]:
         table = self.scheduler.block_table.copy()
         for request in work.placed:
             request.scheduled_s = 0.0

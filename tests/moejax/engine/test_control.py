@@ -26,7 +26,7 @@ from host_offload.policies.eviction.static import Static
 from moejax import LLM, SamplingParams, UserError
 from moejax.commands.main import _parser
 from moejax.engine.control import RunnerDevice, layer_hooks, stage_list
-from moejax.step.programs import STAGES
+from moejax.step.programs import STAGES, ProgramKey
 from tests.host_offload.control.policy_runs import (
     EXPERTS,
     LAYERS,
@@ -75,8 +75,8 @@ def test_policies_change_no_bit_and_break_no_table(llm):
     np.testing.assert_array_equal(engine.runner.tables.victim_weights, [0, 0, 1])
     assert np.asarray(engine.runner.tables.prior).max() == llm.config.num_experts
     # The integrity check belongs to this test, all else was there before.
-    assert set(engine.runner.executables()) - compiled <= {"integrity"}
-    assert {"decode_staged", "prefill_staged", "snapshot"} <= compiled
+    assert set(engine.runner.executables()) - compiled <= {ProgramKey("integrity")}
+    assert {"decode_staged", "prefill_staged", "snapshot"} <= {*map(str, compiled)}
 
 
 def test_the_observation_is_of_the_step_before(llm, monkeypatch):
@@ -108,7 +108,7 @@ def test_policies_that_are_weights_cost_nothing():
     with make_llm(expert_budget="40%", eviction="lfru") as llm:
         assert llm.engine.control is None and llm.stats()["control"] is None
         np.testing.assert_array_equal(llm.engine.runner.tables.victim_weights, [1, 1, 0])
-        assert not {"snapshot", "decode_staged"} & set(llm.engine.runner.executables())
+        assert not {"snapshot", "decode_staged"} & {*map(str, llm.engine.runner.executables())}
 
 
 @pytest.mark.slow
@@ -206,10 +206,10 @@ def test_policies_between_layers():
     """Transfers asked for after routing a layer are there, or skipped, before the next one."""
     with make_llm(expert_budget="40%", driver="host", policies=[NextLayer()]) as llm:
         engine = llm.engine
-        control, engine.control, engine.runner.hooks = engine.control, None, None
+        control, engine.control, engine.hooks = engine.control, None, None
         alone = run(llm, JOBS, check=False)
         engine.control = control
-        engine.runner.hooks = layer_hooks(control, engine.runner)
+        engine.hooks = layer_hooks(control, engine.runner)
         for got, want in zip(run(llm, JOBS), alone, strict=True):
             assert got.same_bits(want)
         (seat,) = control.controller._seats[1:]
@@ -229,7 +229,7 @@ class FakeRunner:
     driver, layer_versions = "device", None
 
     def __init__(self):
-        self.transfers, self.hooks = [], None
+        self.transfers = []
         self.tables = empty_tables(LAYERS, EXPERTS, 8)
         rows = jnp.arange(LAYERS * 8, dtype=jnp.int32).reshape(LAYERS, 8)
         self.tables = self.tables._replace(cell_row=rows)

@@ -60,7 +60,7 @@ def test_budgets_and_company_change_no_bit(llm):
         set_budget(llm, cells, kv)
         together = run(llm, [*others, *jobs()])[len(others) :]
         assert all(a.same_bits(b) for a, b in zip(alone, together, strict=True))
-    assert {"decode@16", "decode"} <= set(llm.engine.runner.executables())
+    assert {"decode@16", "decode"} <= {*map(str, llm.engine.runner.executables())}
 
 
 @pytest.mark.nightly

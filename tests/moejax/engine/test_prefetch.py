@@ -25,7 +25,7 @@ from host_offload.traces.prefetch_score import score_of_trace
 from host_offload.traces.reader import Trace, read_trace
 from moejax import LLM, SamplingParams
 from moejax.commands.main import main
-from moejax.engine.control import control_of
+from moejax.engine.control import control_of, layer_hooks
 from moejax.errors import UserError
 from moejax.start.policies import start_controller
 from moejax.traces.tracer import start_trace
@@ -46,6 +46,7 @@ def use(llm: LLM, policies: Sequence[Policy], router: np.ndarray | None = None) 
     routers = [] if router is None else [jnp.asarray(np.swapaxes(router, 1, 2))]
     controller = start_controller(runner, policies, max_model_len=256, seed=0, routers=routers)
     engine.control = control_of(runner, controller, engine.resizer)
+    engine.hooks = None if engine.control is None else layer_hooks(engine.control, runner)
     engine._steps = itertools.count()
 
 

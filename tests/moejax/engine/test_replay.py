@@ -25,7 +25,7 @@ from host_offload.simulate.replay import replay
 from host_offload.simulate.simulator import simulate, spec_of
 from host_offload.traces.reader import Trace, TraceError, TraceWriter, read_trace
 from moejax import LLM, SamplingParams
-from moejax.engine.control import control_of
+from moejax.engine.control import control_of, layer_hooks
 from moejax.start.policies import start_controller
 from moejax.traces.tracer import start_trace
 from tests.host_offload.control.erratic_policy import Erratic
@@ -97,6 +97,7 @@ def traced(
     length = LIMITS["max_model_len"]
     controller = start_controller(runner, policies, max_model_len=length, seed=0)
     engine.control = control_of(runner, controller, engine.resizer)
+    engine.hooks = None if engine.control is None else layer_hooks(engine.control, runner)
     engine._steps = itertools.count()
     settings = {"model": "demo", "eviction": name, "driver": runner.driver}
     tracer = start_trace(directory, runner, dtype=llm.dtype, seed=0, settings=settings)

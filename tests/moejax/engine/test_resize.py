@@ -24,7 +24,7 @@ from host_offload.traces.reader import read_trace
 from moejax import LLM, SamplingParams
 from moejax.engine.arena_report import kv_faults
 from moejax.engine.resize import MOVED_PAGES, Resizer, cells_of, within
-from moejax.engine.step_work import Work
+from moejax.engine.step_work import ScheduledWork
 from tests.moejax.engine.budget_workload import MEMORY, SLOT
 from tests.moejax.engine.scheduler_model import LAYOUT, Device, Turn, run
 from tests.moejax.engine.test_same_bits import conversations
@@ -84,7 +84,7 @@ class Moving(Device):
         self.at_once: list[int] = []
         """Pages that each step's move copied."""
 
-    def _run(self, work: Work) -> dict[int, int]:
+    def _run(self, work: ScheduledWork) -> dict[int, int]:
         self.steps += 1
         self.wish = self.wishes(self.steps) or self.wish
         if self.wish is not None:
@@ -101,7 +101,7 @@ class Moving(Device):
                 self.wish = None
         return super()._run(work)
 
-    def unblocked(self) -> Work | None:
+    def unblocked(self) -> ScheduledWork | None:
         self.blocked += 1
         return self.resizer.unblock(self.scheduler.next_work, lambda: None)
 
@@ -159,7 +159,7 @@ SMALLEST = np.full(LAYERS, 5), FLOOR
 
 @pytest.mark.parametrize("swap_pages", [0, 4, 8, 12])
 def test_no_request_is_refused_that_a_fixed_split_would_serve(swap_pages):
-    """With little or no host memory for KV, requests that have begun could wait for each other, and
+    """With little or no host memory for KV, admitted requests could wait for each other, and
     sessions that have grown leave a turn no room. All KV at first, then as little as can be."""
     blocked = 0
     for seed in range(8):
@@ -394,9 +394,8 @@ def test_resizes_between_all_steps_of_the_engine_change_no_bit(driver):
         moving = run_engine(llm, jobs)
         stats = engine.resizer.stats()
         assert stats["resizes"] > 10 and stats["pages_moved"] > 0 and stats["failed"] == 0, stats
-        assert set(engine.runner.executables()) - before <= {
-            *("integrity", "sample", "adjust", "add_bias", "tally", "recount", "swap_in"),
-        }
+        new = {*map(str, {*engine.runner.executables()} - before)}
+        assert new <= {"integrity", "sample", "adjust", "add_bias", "tally", "recount", "swap_in"}
         engine.control = None
         for session in [s.session_id for s in engine.scheduler.sessions.all]:
             llm.end_session(session)

@@ -12,11 +12,12 @@ from scipy import special
 from host_offload.memory.arena import SlotArena
 from moejax import SamplingParams, UserError
 from moejax.checkpoints.load import load_checkpoint
-from moejax.engine.sampling import Chooser, has_penalties
+from moejax.engine.sampling import TokenSampler, has_penalties
 from moejax.models.decoder import Decoder
 from moejax.requests.request import append_prompt_logprobs
 from moejax.start.build import step_shapes
 from moejax.step.parts import PrefillBatch
+from moejax.step.programs import ProgramKey
 from moejax.step.runner import Runner
 from moejax.step.sampler import GREEDY_BELOW
 from pallas_kernels import resolve_ops
@@ -26,7 +27,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=100)
 
 @dataclasses.dataclass(eq=False)
 class Sequence:
-    """What a Chooser sees of a request."""
+    """What a TokenSampler sees of a request."""
 
     prompt: list[int]
     params: SamplingParams
@@ -52,7 +53,7 @@ class CalledRunner:
     def __getattr__(self, name):
         def call(*args):
             self.calls.append((name, args))
-            return {"adjust": "adjusted", "choose": "tokens", "token_logprobs": "found"}.get(name)
+            return {"adjust": "adjusted", "sample": "tokens", "token_logprobs": "found"}.get(name)
 
         return call
 
@@ -61,16 +62,16 @@ class CalledRunner:
         return names
 
 
-def _choose(runner, chooser, *sequences):
+def _sample(runner, sampler, *sequences):
     for sequence in sequences:
         sequence.output, sequence.dispatched = [*sequence.output, 3], sequence.dispatched + 1
-    result = chooser.choose("logits", sequences)
+    result = sampler.sample("logits", sequences)
     return result, runner.names()
 
 
 def test_a_request_without_extras_is_chosen_as_ever():
     rng, runner = np.random.default_rng(0), CalledRunner(rows=5)
-    chooser = Chooser(runner, {0})
+    sampler = TokenSampler(runner, {0})
     for _ in range(20):
         sampled = [
             Sequence(
@@ -85,8 +86,8 @@ def test_a_request_without_extras_is_chosen_as_ever():
             for row in rng.permutation(5)[: rng.integers(1, 6)]
         ]
         for sequence in sampled:
-            chooser.place(sequence)
-        assert chooser.choose("logits", sampled) == ("tokens", None)
+            sampler.place(sequence)
+        assert sampler.sample("logits", sampled) == ("tokens", None)
         ((name, (logits, update, given)),) = runner.calls
         runner.calls = []
         expected = {
@@ -102,7 +103,7 @@ def test_a_request_without_extras_is_chosen_as_ever():
                 expected[key][sequence.row] = getattr(sequence.params, key)
             expected["seed"][sequence.row] = sequence.seed
             expected["position"][sequence.row] = len(sequence.prompt) + sequence.dispatched - 1
-        assert (name, logits) == ("choose", "logits")
+        assert (name, logits) == ("sample", "logits")
         assert set(np.flatnonzero(update)) == {s.row for s in sampled}
         if all(s.params.temperature < GREEDY_BELOW for s in sampled):
             assert given is None
@@ -114,11 +115,11 @@ def test_a_request_without_extras_is_chosen_as_ever():
 
 def test_positions_and_requests_change_from_step_to_step():
     runner = CalledRunner()
-    chooser = Chooser(runner, {0})
+    sampler = TokenSampler(runner, {0})
     first, second = (Sequence([1, 2], SamplingParams(), row=r, dispatched=5) for r in (0, 1))
 
     def position(*sampled):
-        chooser.choose("logits", sampled)
+        sampler.sample("logits", sampled)
         (_, (_, update, params)) = runner.calls.pop()
         return update.tolist(), params[-1].tolist()
 
@@ -132,72 +133,72 @@ def test_positions_and_requests_change_from_step_to_step():
 
 def test_only_what_a_request_asks_for_is_launched():
     runner = CalledRunner()
-    chooser = Chooser(runner, {0})
+    sampler = TokenSampler(runner, {0})
     plain = Sequence([1], GREEDY, dispatched=0)
     biased = Sequence([1], dataclasses.replace(GREEDY, logit_bias={2: 1}), row=1, dispatched=0)
     penalized = dataclasses.replace(GREEDY, presence_penalty=1, logprobs=3)
     penalized = Sequence([1], penalized, row=2, dispatched=0)
-    chooser.place(plain)
-    chooser.place(biased)
+    sampler.place(plain)
+    sampler.place(biased)
     assert runner.names() == []
-    assert _choose(runner, chooser, plain)[1] == ["choose"]
-    assert _choose(runner, chooser, plain, biased)[1] == ["adjust", "choose"]
-    chooser.place(penalized)
+    assert _sample(runner, sampler, plain)[1] == ["sample"]
+    assert _sample(runner, sampler, plain, biased)[1] == ["adjust", "sample"]
+    sampler.place(penalized)
     assert runner.names() == ["prepare_counts"]
     penalized.output, penalized.dispatched = [], 1
-    (tokens, found), names = chooser.choose("logits", [plain, penalized]), runner.names()
-    assert names == ["recount", "adjust", "choose", "tally", "token_logprobs"]
+    (tokens, found), names = sampler.sample("logits", [plain, penalized]), runner.names()
+    assert names == ["recount", "adjust", "sample", "tally", "token_logprobs"]
     assert (tokens, found) == ("tokens", "found")
     # The row's counts go on by themselves, and the tokens need not be read.
     penalized.dispatched = 2
-    chooser.choose("logits", [penalized])
-    assert runner.names() == ["adjust", "choose", "tally", "token_logprobs"]
+    sampler.sample("logits", [penalized])
+    assert runner.names() == ["adjust", "sample", "tally", "token_logprobs"]
 
 
 def test_log_probabilities_are_of_the_logits_before_penalties():
     runner = CalledRunner()
     params = dataclasses.replace(GREEDY, repetition_penalty=2.0, logprobs=0)
-    Chooser(runner, {0}).choose("logits", [Sequence([1], params)])
+    TokenSampler(runner, {0}).sample("logits", [Sequence([1], params)])
     called = dict(runner.calls)
-    assert called["choose"][0] == "adjusted"
+    assert called["sample"][0] == "adjusted"
     assert called["token_logprobs"] == ("logits", "tokens")
 
 
 def test_a_row_is_counted_anew_for_every_request_and_after_it_was_moved_out():
     runner = CalledRunner()
-    chooser = Chooser(runner, {0})
+    sampler = TokenSampler(runner, {0})
     params = dataclasses.replace(GREEDY, frequency_penalty=0.5)
     first = Sequence([1, 2], params, row=1)
-    chooser.place(first)
-    chooser.choose("logits", [first])
+    sampler.place(first)
+    sampler.sample("logits", [first])
     assert runner.calls[1] == ("recount", (1, [1, 2], []))
     other = Sequence([5], params, row=1, request_id="8")
     runner.calls = []
-    chooser.choose("logits", [other])
+    sampler.sample("logits", [other])
     assert runner.calls[0] == ("recount", (1, [5], []))
     first.row, first.output, first.dispatched = 3, [3, 4], 3
-    chooser.place(first)
+    sampler.place(first)
     runner.calls = []
-    chooser.choose("logits", [first])
+    sampler.sample("logits", [first])
     assert runner.calls[0] == ("recount", (3, [1, 2], [3, 4]))
     first.dispatched = 5  # token 3 was chosen, token 4 too, neither was read
-    chooser.place(first)
+    sampler.place(first)
     with pytest.raises(
         ValueError, match="request 7 got a row while 4 tokens were dispatched and 2"
     ):
-        chooser.choose("logits", [first])
+        sampler.sample("logits", [first])
 
 
 def test_min_tokens_bans_what_would_end_the_sequence():
     runner = CalledRunner()
-    chooser = Chooser(runner, {0, 9})
+    sampler = TokenSampler(runner, {0, 9})
     bias = {2: 5.0, 7: 1.0}
     params = dataclasses.replace(GREEDY, min_tokens=2, stop_token_ids=[4, 7], logit_bias=bias)
     sequence = Sequence([1], params, row=2)
 
     def biases():
         runner.calls = []
-        chooser.choose("logits", [sequence])
+        sampler.sample("logits", [sequence])
         ids, values = runner.calls[0][1][2]
         assert (ids[[0, 1, 3]] == -1).all() and ids.shape[0] == 4
         used = ids[2] >= 0
@@ -213,17 +214,17 @@ def test_min_tokens_bans_what_would_end_the_sequence():
 
 @pytest.mark.parametrize("name", ["logit_bias", "stop_token_ids"])
 def test_token_ids_must_be_in_the_vocabulary(name):
-    chooser = Chooser(CalledRunner(), {0})
+    sampler = TokenSampler(CalledRunner(), {0})
     values = {"logit_bias": {9: 1, 10: 1}, "stop_token_ids": [9, 10]}
     message = f"token id 10 in {name} is outside of the vocabulary of 10"
     with pytest.raises(UserError, match=message):
-        chooser.check(SamplingParams(**{name: values[name]}))
-    chooser.check(SamplingParams(logit_bias={9: 1}, stop_token_ids=[9]))
+        sampler.check(SamplingParams(**{name: values[name]}))
+    sampler.check(SamplingParams(logit_bias={9: 1}, stop_token_ids=[9]))
 
 
 def test_too_many_end_of_sequence_tokens_are_refused():
     with pytest.raises(ValueError, match="85 end-of-sequence tokens, at most 84"):
-        Chooser(CalledRunner(), range(85))
+        TokenSampler(CalledRunner(), range(85))
 
 
 # ---- what comes out: the embedded model, without an engine
@@ -258,7 +259,7 @@ class Loop:
     """An engine's loop without a scheduler: every sequence has a row of its own from the start."""
 
     def __init__(self, runner, *sequences):
-        self.runner, self.chooser, self.sequences = runner, Chooser(runner, {0}), sequences
+        self.runner, self.sampler, self.sequences = runner, TokenSampler(runner, {0}), sequences
         shapes, layout = runner.shapes, runner.layout
         arena = SlotArena(layout, runner.slots, 1, 1, 1)
         arena.grant_kv_slots(runner.slots)
@@ -266,7 +267,7 @@ class Loop:
         for row in range(shapes.rows):
             self.table[row] = arena.allocate_pages(shapes.blocks)
         for sequence in sequences:
-            self.chooser.place(sequence)
+            self.sampler.place(sequence)
 
     def prefill(self, kind="prefill"):
         """Returns the step's output; sets every sequence's first logits."""
@@ -301,7 +302,7 @@ class Loop:
                 output = self.runner.decode(positions, jax.numpy.asarray(self.table))
             for sequence in self.sequences:
                 sequence.dispatched = step + 1
-            tokens, _ = self.chooser.choose(output.logits, self.sequences)
+            tokens, _ = self.sampler.sample(output.logits, self.sequences)
             self._read(unread)
             unread = tokens
             seen.append(np.asarray(output.logits))
@@ -340,7 +341,9 @@ def test_nothing_more_is_compiled_or_allocated_without_the_extras(runner):
     sequences = [Sequence([7, 8, 9], GREEDY), Sequence([5], GREEDY, row=1)]
     Loop(runner, *sequences).run(4)
     assert runner.counts is None
-    assert not {"adjust", "add_bias", "tally", "recount", "logprobs"} & {*runner.executables()}
+    assert not {"adjust", "add_bias", "tally", "recount", "logprobs"} & {
+        *map(str, runner.executables())
+    }
 
 
 @pytest.mark.slow
@@ -376,7 +379,7 @@ def test_a_moved_row_counts_as_if_it_had_stayed(runner):
     loop.run(6)
     stayed = np.asarray(runner.counts)[0]
     assert stayed.sum() >= 2 * 6 + 3
-    loop.chooser.place(dataclasses.replace(sequence, row=2))
+    loop.sampler.place(dataclasses.replace(sequence, row=2))
     moved = Sequence([7, 8, 9], params, row=2, dispatched=7, output=sequence.output)
     runner.recount(2, moved.prompt, moved.output)
     np.testing.assert_array_equal(np.asarray(runner.counts)[2], stayed)
@@ -385,12 +388,12 @@ def test_a_moved_row_counts_as_if_it_had_stayed(runner):
 @pytest.mark.parametrize("name", ["adjust", "add_bias"])
 def test_logits_of_fewer_rows_become_those_of_all_rows(runner, name):
     programs, rng = runner.programs(), np.random.default_rng(0)
-    program = programs.program(f"{name}@2")
+    program = programs.program(ProgramKey(name, 2))
     logits, *others = (rng.integers(0, 3, a.shape).astype(a.dtype) for a in program.args)
     others[-2][:] = np.arange(others[-2].shape[1])  # ids, each once
     whole = np.concatenate([logits, np.zeros_like(logits[:1])])
     found = jax.jit(program.function)(logits, *others)
-    expected = jax.jit(programs.program(name).function)(whole, *others)
+    expected = jax.jit(programs.program(ProgramKey(name)).function)(whole, *others)
     np.testing.assert_array_equal(found, expected)
     assert found.shape == (ROWS, runner.config.vocab_size)
 

@@ -20,6 +20,7 @@ from tests.hlo import read_executable
 from tests.moejax.checkpoints.random_checkpoint import write
 from tests.moejax.engine_runs import Job, Recorded, run, set_budget
 from tests.moejax.models.families import SMALL, random_weights, write_checkpoint
+from tests.moejax.step.test_constant_memory import DECODE, PREFILL, STAGED
 
 LIMITS = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 256}
 EXPERTS = 8
@@ -138,12 +139,13 @@ def test_decode_and_prefill_agree(llm, solo):
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["decode", *(pytest.param(s, marks=pytest.mark.nightly) for s in ("prefill", "decode_staged"))],
+    "key",
+    [DECODE, *(pytest.param(key, marks=pytest.mark.nightly) for key in (PREFILL, STAGED))],
+    ids=str,
 )
-def test_step_copies_nothing_of_the_arena(llm, name):
+def test_step_copies_nothing_of_the_arena(llm, key):
     runner = llm.engine.runner
-    lowered = runner.lower(name)
+    lowered = runner.lower(key)
     compiled = read_executable(lowered.compile(compiler_options=compiler_options("cpu")))
     assert runner.arena.nbytes > MiB
     assert compiled.copies(MiB) == []

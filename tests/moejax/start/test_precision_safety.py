@@ -21,6 +21,7 @@ from moejax import SamplingParams
 from moejax.engine.control import control_of
 from moejax.start.build import Limits
 from moejax.start.policies import start_controller
+from moejax.step.programs import ProgramKey
 from moejax.step.runner import compiler_options
 from moejax.traces.tracer import start_trace
 from tests.hlo import read_executable
@@ -306,7 +307,7 @@ def test_paged_experts_change_versions_too(engine):
 def test_nothing_of_the_arena_is_copied(engine, name):
     """What runs between steps works in place (contract 3)."""
     runner = engine.runner
-    lowered = runner.lower(name)
+    lowered = runner.lower(ProgramKey(name))
     compiled = read_executable(lowered.compile(compiler_options=compiler_options("cpu")))
     assert compiled.copies(runner.arena.nbytes // 2) == []
     assert compiled.memory.temp_bytes < runner.arena.nbytes // 2
@@ -333,7 +334,7 @@ def test_blocking_transitions_are_done_before_the_next_step(engine):
     """Every wish that fits is there in the step that follows; nothing rides in a step."""
     found = played(engine, LOW, Restless(), blocking=True)
     assert found.stats["promotions"] > 20
-    assert "transfer" in engine.runner.executables()
+    assert ProgramKey("transfer") in engine.runner.executables()
 
 
 @pytest.mark.nightly

@@ -20,7 +20,7 @@ from moejax.checkpoints.random_model import abstract_params, expert_layout, shap
 from moejax.models.config import ModelConfig
 from moejax.models.decoder import Decoder
 from moejax.start.build import step_shapes
-from moejax.step.programs import Programs
+from moejax.step.programs import ProgramKey, Programs
 from moejax.step.runner import compiler_options
 from pallas_kernels import Ops, resolve_ops
 from pallas_kernels.kv_write import KVPage
@@ -37,19 +37,19 @@ H200_TEMP = {"decode": 32 * MiB, "prefill": 640 * MiB, "score": 640 * MiB, "inte
 """As above, for Qwen3-30B-A3B. Decode: one expert (9 MiB) and the experts' outputs, float32[64
 tokens, 8, 2048] = 4 MiB. A prefill step of 8192 tokens: its experts' outputs, float32[8192, 8,
 2048] = 512 MiB, and its hidden states before and after the norm, 2 · 32 MiB."""
-STEPS = (
-    "decode",
-    "prefill",
-    "score",
-    "decode_forced",
-    "prefill_forced",
-    "decode_staged",
-    "prefill_staged",
+DECODE, PREFILL, SCORE = map(ProgramKey, ("decode", "prefill", "score"))
+STAGED = DECODE._replace(staged=True)
+OTHERS = (
+    SCORE,
+    DECODE._replace(forced=True),
+    PREFILL._replace(forced=True),
+    PREFILL._replace(staged=True),
 )
 EVERY_STEP = [
-    *STEPS[:2],
-    pytest.param("decode_staged", marks=pytest.mark.slow),
-    *(pytest.param(s, marks=pytest.mark.nightly) for s in STEPS[2:] if s != "decode_staged"),
+    DECODE,
+    PREFILL,
+    pytest.param(STAGED, marks=pytest.mark.slow),
+    *(pytest.param(key, marks=pytest.mark.nightly) for key in OTHERS),
 ]
 
 
@@ -57,9 +57,8 @@ def nbytes(tree) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def most(limits: dict[str, int], name: str) -> int:
-    kind = name.removesuffix("_forced").removesuffix("_staged")
-    return limits["score" if kind == "prompt_logprobs" else kind]
+def most(limits: dict[str, int], key: ProgramKey) -> int:
+    return limits["score" if key.kind == "prompt_logprobs" else key.kind]
 
 
 def abstract_programs(
@@ -80,6 +79,7 @@ def abstract_programs(
         arena=jax.ShapeDtypeStruct((slots * layout.slot_rows, layout.hidden), jnp.uint16),
         tables=jax.eval_shape(lambda: empty_tables(moe_layers, experts, experts)),
         shapes=step_shapes(layout, waves=waves, **limits),
+        page_layout=layout.page,
         page=KVPage(
             layout.page.block_size,
             layout.page.kv_heads,
@@ -99,8 +99,8 @@ def runner(demo_dir):
         yield llm.engine.runner
 
 
-def compile_here(programs: Programs, name: str, donate: bool = True) -> Compiled:
-    program = programs.program(name)
+def compile_here(programs: Programs, key: ProgramKey, donate: bool = True) -> Compiled:
+    program = programs.program(key)
     lowered = jax.jit(program.function, donate_argnums=program.donated if donate else ()).lower(
         *program.args
     )
@@ -108,30 +108,36 @@ def compile_here(programs: Programs, name: str, donate: bool = True) -> Compiled
 
 
 @pytest.mark.parametrize(
-    "name", [*EVERY_STEP, pytest.param("prompt_logprobs", marks=pytest.mark.nightly)]
+    "key",
+    [*EVERY_STEP, pytest.param(ProgramKey("prompt_logprobs"), marks=pytest.mark.nightly)],
+    ids=str,
 )
-def test_step_copies_nothing_large(runner, name):
-    lowered = runner.lower(name)
+def test_step_copies_nothing_large(runner, key):
+    lowered = runner.lower(key)
     compiled = read_executable(lowered.compile(compiler_options=compiler_options("cpu")))
     assert compiled.copies(MiB) == []
     assert compiled.memory.alias_bytes == nbytes((runner.arena, runner.tables))
-    assert compiled.memory.temp_bytes < most(DEMO_TEMP, name)
+    assert compiled.memory.temp_bytes < most(DEMO_TEMP, key)
 
 
 def test_swapping_copies_nothing_but_pages(runner):
     page = runner.layout.page.nbytes
     options = compiler_options("cpu")
-    pages_in = read_executable(runner.lower("swap_in").compile(compiler_options=options))
+    pages_in = read_executable(
+        runner.lower(ProgramKey("swap_in")).compile(compiler_options=options)
+    )
     assert pages_in.copies(runner.layout.slot_bytes) == []
     assert pages_in.memory.alias_bytes == nbytes(runner.arena)
     assert pages_in.memory.temp_bytes <= 2 * SWAP_PAGES * page
-    pages_out = read_executable(runner.lower("swap_out").compile(compiler_options=options))
+    pages_out = read_executable(
+        runner.lower(ProgramKey("swap_out")).compile(compiler_options=options)
+    )
     assert pages_out.memory.temp_bytes <= 2 * SWAP_PAGES * page
 
 
 def test_moving_pages_copies_nothing_but_pages(runner):
     page = runner.layout.page.nbytes
-    lowered = runner.lower("move_pages")
+    lowered = runner.lower(ProgramKey("move_pages"))
     moved = read_executable(lowered.compile(compiler_options=compiler_options("cpu")))
     assert moved.copies(runner.layout.slot_bytes) == []
     assert moved.memory.alias_bytes == nbytes(runner.arena)
@@ -141,15 +147,17 @@ def test_moving_pages_copies_nothing_but_pages(runner):
 def test_prefill_step_in_waves_copies_nothing_large(runner):
     programs = runner.programs()
     waves = dataclasses.replace(programs.shapes, waves=3)
-    compiled = compile_here(dataclasses.replace(programs, shapes=waves), "prefill")
+    compiled = compile_here(dataclasses.replace(programs, shapes=waves), PREFILL)
     assert compiled.copies(MiB) == []
     assert compiled.memory.temp_bytes < DEMO_TEMP["prefill"]
 
 
 @pytest.mark.parametrize(
-    "name", ["decode", *(pytest.param(s, marks=pytest.mark.nightly) for s in STEPS[1:])]
+    "key",
+    [DECODE, *(pytest.param(k, marks=pytest.mark.nightly) for k in (PREFILL, STAGED, *OTHERS))],
+    ids=str,
 )
-def test_layers_without_experts_and_a_window_copy_nothing_large(name):
+def test_layers_without_experts_and_a_window_copy_nothing_large(key):
     moe = (False, True, True, False, False, True)
     config = dataclasses.replace(
         shape("demo", layers=len(moe)), moe_layers=moe, intermediate_size=256, sliding_window=100
@@ -157,20 +165,20 @@ def test_layers_without_experts_and_a_window_copy_nothing_large(name):
     programs = abstract_programs(
         config, 32 * MiB, rows=16, max_model_len=1024, max_num_batched_tokens=1024
     )
-    compiled = compile_here(programs, name)
+    compiled = compile_here(programs, key)
     assert compiled.copies(MiB) == []
     assert compiled.memory.alias_bytes == nbytes((programs.arena, programs.tables))
-    assert compiled.memory.temp_bytes < most(DEMO_TEMP, name)
+    assert compiled.memory.temp_bytes < most(DEMO_TEMP, key)
 
 
 def test_integrity_check_copies_nothing_large(runner):
-    compiled = compile_here(runner.programs(), "integrity")
+    compiled = compile_here(runner.programs(), ProgramKey("integrity"))
     assert compiled.copies(MiB) == []
     assert compiled.memory.temp_bytes < DEMO_TEMP["integrity"]
 
 
 def test_regrant_updates_the_tables_in_place(runner):
-    compiled = compile_here(runner.programs(), "regrant")
+    compiled = compile_here(runner.programs(), ProgramKey("regrant"))
     tables = nbytes(runner.tables)
     # What a regrant does not compute (a table it replaces by its argument) needs no alias.
     assert compiled.memory.alias_bytes > tables // 2
@@ -178,7 +186,7 @@ def test_regrant_updates_the_tables_in_place(runner):
 
 
 def test_missing_donation_is_found(runner):
-    compiled = compile_here(runner.programs(), "decode", donate=False)
+    compiled = compile_here(runner.programs(), DECODE, donate=False)
     assert runner.arena.nbytes in [size for _, size in compiled.copies(MiB)]
     assert compiled.memory.alias_bytes == 0
 
@@ -188,7 +196,7 @@ def test_fill_that_does_not_wait_for_attention_is_found(runner, monkeypatch):
         return forced.ids[layer], forced.weights[layer]
 
     monkeypatch.setattr(moejax.step.parts, "_forced", forced)
-    compiled = compile_here(runner.programs(), "decode_forced")
+    compiled = compile_here(runner.programs(), DECODE._replace(forced=True))
     assert runner.arena.nbytes in [size for _, size in compiled.copies(MiB)]
     assert compiled.memory.temp_bytes > runner.arena.nbytes
 
@@ -206,8 +214,8 @@ def large() -> Programs:
     return programs
 
 
-def compile_large(programs: Programs, name: str, donate: bool = True) -> Compiled:
-    program = programs.program(name)
+def compile_large(programs: Programs, key: ProgramKey, donate: bool = True) -> Compiled:
+    program = programs.program(key)
     return compile_for_h200(
         program.function,
         *program.args,
@@ -217,9 +225,9 @@ def compile_large(programs: Programs, name: str, donate: bool = True) -> Compile
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize("name", EVERY_STEP)
-def test_step_of_a_large_model_copies_nothing_large(large, name):
-    compiled = compile_large(large, name)
+@pytest.mark.parametrize("key", EVERY_STEP, ids=str)
+def test_step_of_a_large_model_copies_nothing_large(large, key):
+    compiled = compile_large(large, key)
     (store,) = large.stores
     expert = nbytes(store) // (store.shape[0] * store.shape[1])
     # The XLA ops cut out one expert, and one layer's dense weights: at most 20 MiB each.
@@ -230,19 +238,19 @@ def test_step_of_a_large_model_copies_nothing_large(large, name):
     assert memory.host_argument_bytes == 54 * GiB
     assert memory.host_temp_bytes == memory.host_output_bytes == 0
     assert memory.alias_bytes == nbytes((large.arena, large.tables))
-    assert memory.temp_bytes < most(H200_TEMP, name)
+    assert memory.temp_bytes < most(H200_TEMP, key)
 
 
 @pytest.mark.aot
 def test_integrity_check_of_a_large_model_copies_nothing_large(large):
-    compiled = compile_large(large, "integrity")
+    compiled = compile_large(large, ProgramKey("integrity"))
     assert compiled.copies(MiB) == []
     assert compiled.memory.temp_bytes < H200_TEMP["integrity"]
 
 
 @pytest.mark.aot
 def test_swapping_pages_of_a_large_arena_copies_nothing_else(large):
-    page, program = large.page_layout.nbytes, large.program("swap_in")
+    page, program = large.page_layout.nbytes, large.program(ProgramKey("swap_in"))
     pages_in = compile_for_h200(
         program.function, *program.args, donate_argnums=program.donated, host_argnums=(1,)
     )
@@ -250,7 +258,7 @@ def test_swapping_pages_of_a_large_arena_copies_nothing_else(large):
     assert pages_in.memory.alias_bytes == nbytes(large.arena)
     assert pages_in.memory.temp_bytes <= 2 * SWAP_PAGES * page
 
-    program = large.program("swap_out")
+    program = large.program(ProgramKey("swap_out"))
     pinned = SingleDeviceSharding(jax.devices("cpu")[0], memory_kind=program.memory)
     pages_out = compile_for_h200(jax.jit(program.function, out_shardings=pinned), *program.args)
     assert {size for _, size in pages_out.host_copies(MiB, to_host=True)} == {page}
@@ -260,7 +268,7 @@ def test_swapping_pages_of_a_large_arena_copies_nothing_else(large):
 
 @pytest.mark.aot
 def test_moving_pages_of_a_large_arena_copies_nothing_else(large):
-    page, program = large.page_layout.nbytes, large.program("move_pages")
+    page, program = large.page_layout.nbytes, large.program(ProgramKey("move_pages"))
     moved = compile_for_h200(program.function, *program.args, donate_argnums=program.donated)
     assert [size for _, size in moved.copies(MiB) if size > page] == []
     assert moved.memory.alias_bytes == nbytes(large.arena)
@@ -269,6 +277,6 @@ def test_moving_pages_of_a_large_arena_copies_nothing_else(large):
 
 @pytest.mark.aot
 def test_missing_donation_of_a_large_arena_is_found(large):
-    compiled = compile_large(large, "decode", donate=False)
+    compiled = compile_large(large, DECODE, donate=False)
     assert nbytes(large.arena) in [size for _, size in compiled.copies()]
     assert compiled.memory.alias_bytes == 0

@@ -10,7 +10,15 @@ from moejax.start.build import without_kernel
 from pallas_kernels import resolve_ops
 from tests.aot.aot_h200 import compile_for_h200
 from tests.moejax.models.test_published_configs import PUBLISHED
-from tests.moejax.step.test_constant_memory import GiB, MiB, abstract_programs, nbytes
+from tests.moejax.step.test_constant_memory import (
+    DECODE,
+    PREFILL,
+    STAGED,
+    GiB,
+    MiB,
+    abstract_programs,
+    nbytes,
+)
 
 pytestmark = [pytest.mark.aot, pytest.mark.nightly]
 
@@ -25,13 +33,13 @@ MODELS = (
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("name", ["decode", "decode_staged", "prefill"])
-def test_step_copies_nothing_of_the_arena(model, name):
+@pytest.mark.parametrize("key", [DECODE, STAGED, PREFILL], ids=str)
+def test_step_copies_nothing_of_the_arena(model, key):
     config = parse_config(PUBLISHED[model].raw)
     ops = resolve_ops("auto", platform="gpu", dtype="bfloat16", no_kernel=without_kernel(config))
     limits = {"rows": 64, "max_model_len": 4096, "max_num_batched_tokens": 2048}
     programs = abstract_programs(config, 20 * GiB, ops=ops, waves=8, bucketed=True, **limits)
-    program = programs.program(name)
+    program = programs.program(key)
     compiled = compile_for_h200(
         program.function,
         *program.args,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,13 +19,14 @@ from moejax import LLM, SamplingParams
 from moejax.cache import use_compilation_cache
 from moejax.checkpoints.random_model import random_model, shape
 from moejax.commands import main as cli
+from moejax.engine.loop import Engine
 from moejax.errors import UserError
 from moejax.start import build as startup
 from moejax.start.build import Limits, start_engine
 from moejax.step import host_driver, runner
-from moejax.step.host_driver import layer_program
+from moejax.step.layer_programs import layer_program
 from moejax.step.parts import StepOutput
-from moejax.step.programs import STAGES
+from moejax.step.programs import STAGES, ProgramKey
 from moejax.step.runner import compiler_options
 from pallas_kernels import parse_ops
 from pallas_kernels.stage import Entries
@@ -72,14 +74,14 @@ def solo(drivers):
 
 @pytest.fixture
 def hooked(host):
-    """Sets hooks for one test."""
+    """Gives the engine's next steps hooks, as if it had been made with them, for one test."""
 
     def use(hooks):
-        host.engine.runner.hooks = hooks
+        host.engine.hooks = hooks
         return host.engine.runner
 
     yield use
-    host.engine.runner.hooks = None
+    host.engine.hooks = None
 
 
 def random_entries(rng: np.random.Generator) -> Entries:
@@ -349,7 +351,8 @@ def test_nothing_compiles_after_the_first_step_of_a_kind(host, solo, hooked):
     run(host, POOL[:2])
     before = host.engine.runner.executables()
     parts = ("embed", "attend.0", "route.0", "experts", "output")
-    assert {f"{s}/{part}" for s in ("decode", "prefill") for part in parts} <= set(before)
+    wanted = {f"{s}/{part}" for s in ("decode", "prefill") for part in parts}
+    assert wanted <= {*map(str, before)}
     set_budget(host, [1, 0, 16, 3], 9, "lfu")
     hooked(None)
     run(host, POOL[:4])
@@ -377,12 +380,41 @@ def test_command_line_knows_the_drivers(capsys, monkeypatch):
     assert "asked for host" in capsys.readouterr().err
 
 
-def test_device_driver_refuses_hooks(drivers):
+def test_device_driver_refuses_hooks(drivers, monkeypatch):
     device, host = drivers
-    with pytest.raises(UserError, match="use driver='host'"):
-        device.engine.runner.hooks = Recorder()
-    device.engine.runner.hooks = None
+    with monkeypatch.context() as patch:
+        patch.setattr(device.engine, "hooks", Recorder())
+        with pytest.raises(UserError, match="use driver='host'"):
+            device.generate([5], SamplingParams(max_tokens=1))
     assert (device.stats()["driver"], host.stats()["driver"]) == ("device", "host")
+
+
+def test_hooks_are_given_at_the_start(host):
+    recorder, other = Recorder(), host.engine
+    with pytest.raises(UserError, match="use driver='host'"):
+        start_engine(
+            random_model(shape("demo", layers=1), "bfloat16"),
+            Limits(),
+            driver="device",
+            ops=parse_ops("auto"),
+            device=jax.devices()[0],
+            seed=0,
+            listener=None,
+            hooks=recorder,
+        )
+
+    def engine(**given: Any) -> Engine:
+        parts = other.runner, other.scheduler, other.statistics
+        return Engine(*parts, eos_token_ids=(), hooks=recorder, **given)
+
+    made = engine()
+    made.add([5, 6], SamplingParams(max_tokens=1))
+    while not made.idle:
+        made.step()
+    order = ("before_routing", "after_routing", "before_experts")
+    assert [call[:2] for call in recorder.calls[:3]] == [(what, 0) for what in order]
+    with pytest.raises(UserError, match="hooks and policies that look between layers"):
+        engine(control=SimpleNamespace(hooks=Recorder))
 
 
 @pytest.mark.parametrize(
@@ -403,22 +435,47 @@ def test_wrong_answer_of_a_hook_is_refused_and_the_engine_goes_on(host, solo, ho
 
 
 @pytest.mark.parametrize(
-    "name", ["decode/attend", "decode/head", "greedy/embed", "prefill@4/embed"]
+    ("key", "name"),
+    [
+        (ProgramKey("decode", part="attend"), "decode/attend"),
+        (ProgramKey("decode", part="embed", run=0), "decode/embed.0"),
+        (ProgramKey("decode", part="head"), "decode/head"),
+        (ProgramKey("decode", part="embed", forced=True), "decode/forced_embed"),
+        (ProgramKey("greedy", part="embed"), "greedy/embed"),
+        (ProgramKey("greedy", staged=True), "greedy_staged"),
+        (ProgramKey("prefill", 4, part="embed"), "prefill@4/embed"),
+        (ProgramKey("prefill", 4), "prefill@4"),
+    ],
+    ids=str,
 )
-def test_unknown_program_is_refused(host, name):
+def test_unknown_program_is_refused(host, key, name):
     with pytest.raises(ValueError, match=f"no program '{name}'"):
-        host.engine.runner.lower(name)
+        host.engine.runner.lower(key)
 
 
 # ---- constant memory: as in test_constant_memory.py
 
 
-LAYER_PARTS = ("attend.0", "route.0", "forced_route.0", "experts", "output")
-LAYER_PROGRAMS = [f"{step}/{part}" for step in ("decode", "prefill") for part in LAYER_PARTS]
+OF_RUNS = ("attend", "route", "observe", "feed_forward")
 
 
-def compile_here(programs, name, donate=True):
-    program = layer_program(programs, name)
+def part(kind, name, run=0, **flags) -> ProgramKey:
+    return ProgramKey(kind, part=name, run=run if name in OF_RUNS else None, **flags)
+
+
+STAGE = ProgramKey("stage")
+LAYER_PROGRAMS = [
+    key
+    for kind in ("decode", "prefill")
+    for key in (
+        *(part(kind, name) for name in ("attend", "route", "experts", "output")),
+        part(kind, "route", forced=True),
+    )
+]
+
+
+def compile_here(programs, key, donate=True):
+    program = layer_program(programs, key)
     donated = program.donated if donate else ()
     lowered = jax.jit(program.function, donate_argnums=donated).lower(*program.args)
     return read_executable(lowered.compile(compiler_options=compiler_options("cpu")))
@@ -426,28 +483,31 @@ def compile_here(programs, name, donate=True):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("drivers", ["bfloat16"], indirect=True)
-@pytest.mark.parametrize("name", [*LAYER_PROGRAMS, "score/output", "stage"])
-def test_layer_program_copies_nothing_large(host, name):
+@pytest.mark.parametrize("key", [*LAYER_PROGRAMS, part("score", "output"), STAGE], ids=str)
+def test_layer_program_copies_nothing_large(host, key):
     engine_runner = host.engine.runner
-    compiled = compile_here(engine_runner.programs(), name)
+    compiled = compile_here(engine_runner.programs(), key)
     assert engine_runner.arena.nbytes > 4 * MiB
     assert compiled.copies(MiB) == []
-    part = name.partition("/")[2] or name
     written = {
-        "attend.0": (engine_runner.arena,),
+        "attend": (engine_runner.arena,),
         "experts": (engine_runner.arena, engine_runner.tables),
-        "stage": (engine_runner.arena, engine_runner.tables),
-    }.get(part, ())
+        None: (engine_runner.arena, engine_runner.tables),
+    }.get(key.part, ())
     hidden = 0  # the hidden states, replaced too
-    if part in ("attend.0", "route.0", "forced_route.0", "experts"):
-        hidden = 2 * 128 * (4 if name.startswith("decode") else 256)
+    if key.part in ("attend", "route", "experts"):
+        hidden = 2 * 128 * (4 if key.kind == "decode" else 256)
     assert compiled.memory.alias_bytes == nbytes(written) + hidden
     assert compiled.memory.temp_bytes < 4 * MiB
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["attend.1", "attend.0", "feed_forward.0", "route.1"])
-def test_layers_without_experts_and_a_window_copy_nothing_large(name):
+@pytest.mark.parametrize(
+    "key",
+    [part("decode", *p) for p in (("attend", 1), ("attend", 0), ("feed_forward", 0), ("route", 1))],
+    ids=str,
+)
+def test_layers_without_experts_and_a_window_copy_nothing_large(key):
     config = dataclasses.replace(
         shape("demo", layers=3),
         moe_layers=(False, True, True),
@@ -457,22 +517,26 @@ def test_layers_without_experts_and_a_window_copy_nothing_large(name):
     programs = abstract_programs(
         config, 32 * MiB, rows=16, max_model_len=1024, max_num_batched_tokens=1024
     )
-    compiled = compile_here(programs, f"decode/{name}")
+    compiled = compile_here(programs, key)
     assert compiled.copies(MiB) == []
-    arena = programs.arena.size * 2 if name.startswith("attend") else 0
+    arena = programs.arena.size * 2 if key.part == "attend" else 0
     assert compiled.memory.alias_bytes >= arena
 
 
 @pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.aot
-@pytest.mark.parametrize("name", ["decode/attend.0", "decode/experts", "prefill/experts", "stage"])
-def test_layer_program_of_a_large_model_copies_nothing_large(name):
+@pytest.mark.parametrize(
+    "key",
+    [part("decode", "attend"), part("decode", "experts"), part("prefill", "experts"), STAGE],
+    ids=str,
+)
+def test_layer_program_of_a_large_model_copies_nothing_large(key):
     """Qwen3-30B-A3B on an H200: a 40 GiB arena, a 54 GiB store."""
     programs = abstract_programs(
         shape("qwen3-30b-a3b"), 40 * GiB, rows=64, max_model_len=4096, max_num_batched_tokens=8192
     )
-    program = layer_program(programs, name)
+    program = layer_program(programs, key)
     compiled = compile_for_h200(
         program.function,
         *program.args,
@@ -487,7 +551,7 @@ def test_layer_program_of_a_large_model_copies_nothing_large(name):
 @pytest.mark.parametrize("drivers", ["bfloat16"], indirect=True)
 def test_missing_donation_is_found(host):
     engine_runner = host.engine.runner
-    compiled = compile_here(engine_runner.programs(), "decode/experts", donate=False)
+    compiled = compile_here(engine_runner.programs(), part("decode", "experts"), donate=False)
     assert engine_runner.arena.nbytes in [size for _, size in compiled.copies(MiB)]
 
 

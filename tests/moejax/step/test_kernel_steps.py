@@ -11,9 +11,17 @@ import collections
 import pytest
 
 from moejax.checkpoints.random_model import shape
+from moejax.step.programs import ProgramKey
 from pallas_kernels import resolve_ops
 from tests.aot.ptxas import compile_kernels
-from tests.moejax.step.test_constant_memory import GiB, MiB, abstract_programs, nbytes
+from tests.moejax.step.test_constant_memory import (
+    DECODE,
+    PREFILL,
+    GiB,
+    MiB,
+    abstract_programs,
+    nbytes,
+)
 
 pytestmark = pytest.mark.aot
 
@@ -60,17 +68,17 @@ float32 outputs [8192, k, D] (512 MiB for top-8 of 2048) and hidden rows."""
 @pytest.mark.parametrize(
     "model", [pytest.param(m, marks=[pytest.mark.nightly] * (m != MODELS[0])) for m in MODELS]
 )
-@pytest.mark.parametrize("name", ["decode@16", "decode", "prefill"])
-def test_step_of_kernels(model, name):
+@pytest.mark.parametrize("key", [ProgramKey("decode", 16), DECODE, PREFILL], ids=str)
+def test_step_of_kernels(model, key):
     ops = resolve_ops("pallas", platform="gpu", dtype="bfloat16")
     limits = {"rows": 64, "max_model_len": 4096, "max_num_batched_tokens": 8192}
     programs = abstract_programs(shape(model), 40 * GiB, ops=ops, waves=8, bucketed=True, **limits)
-    program = programs.program(name)
+    program = programs.program(key)
     host = tuple(i for i, arg in enumerate(program.args) if arg is programs.stores)
     compiled, kernels = compile_kernels(
         program.function, *program.args, donate_argnums=program.donated, host_argnums=host
     )
-    kind = name.partition("@")[0]
+    kind = key.kind
 
     assert compiled.copies(MiB) == []
     assert compiled.host_copies(1) == compiled.host_copies(1, to_host=True) == []

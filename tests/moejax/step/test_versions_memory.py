@@ -12,6 +12,9 @@ from pallas_kernels.records import RecordFormat
 from pallas_kernels.records.versions import VersionFormats
 from tests.aot.aot_h200 import compile_for_h200
 from tests.moejax.step.test_constant_memory import (
+    DECODE,
+    PREFILL,
+    STAGED,
     GiB,
     MiB,
     abstract_programs,
@@ -40,22 +43,22 @@ def with_versions(programs, versions):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("versions", "name"),
+    ("versions", "key"),
     [
-        (TIERS, "decode_staged"),
+        (TIERS, STAGED),
         *(
-            pytest.param(versions, name, marks=pytest.mark.nightly)
+            pytest.param(versions, key, marks=pytest.mark.nightly)
             for versions in MIXES
-            for name in ("decode", "prefill", "prefill_staged")
+            for key in (DECODE, PREFILL, PREFILL._replace(staged=True))
         ),
     ],
     ids=str,
 )
-def test_step_copies_nothing_large(versions, name):
+def test_step_copies_nothing_large(versions, key):
     limits = {"rows": 16, "max_model_len": 1024, "max_num_batched_tokens": 1024}
     config = dataclasses.replace(shape("demo", layers=3))
     programs = with_versions(abstract_programs(config, 32 * MiB, **limits), versions)
-    compiled = compile_here(programs, name)
+    compiled = compile_here(programs, key)
     assert compiled.copies(MiB) == []
     assert compiled.memory.alias_bytes == nbytes((programs.arena, programs.tables))
     assert compiled.memory.temp_bytes < 14 * MiB
@@ -71,7 +74,7 @@ def test_decode_of_a_large_model_copies_nothing_large(versions, ops):
     limits = {"rows": 64, "max_model_len": 4096, "max_num_batched_tokens": 8192}
     config = shape("qwen3-30b-a3b", layers=3)
     programs = with_versions(abstract_programs(config, 40 * GiB, ops=chosen, **limits), versions)
-    program = programs.program("decode_staged")
+    program = programs.program(STAGED)
     compiled = compile_for_h200(
         program.function,
         *program.args,

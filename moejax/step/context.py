@@ -1,0 +1,46 @@
+"""What the layers of a step share: the memory that each changes, and what none does."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+
+from host_offload.memory.tables import Tables
+from pallas_kernels import Ops
+from pallas_kernels.kv_write import KVPage
+from pallas_kernels.records.versions import Formats
+
+
+class DeviceMemory(NamedTuple):
+    """What steps change in place: donated, and in the carry of a scan over layers."""
+
+    arena: jax.Array
+    """uint16[rows, D]."""
+    tables: Tables
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExpertContext:
+    """What the experts of every layer of a step have in common; all but the stores is static."""
+
+    stores: tuple[jax.Array, ...]
+    """By version number uint16[L, E, rows, D], in pinned host memory."""
+    ops: Ops
+    activation: str
+    row_tile: int
+    """Rows of one matrix product."""
+    waves: int = 1
+    """Passes over a layer's experts."""
+    formats: Formats | None = None
+    """By version number, see VersionFormats; None: one version, dense."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepContext(ExpertContext):
+    """What all layers of a step have in common."""
+
+    page: KVPage
+    arrays: frozenset[str] = frozenset()
+    """The TRACE_ARRAYS that the step gives out."""

@@ -1,0 +1,147 @@
+"""What the host driver compiles: the parts of a step, each a program of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from moejax.models.decoder import Decoder
+from moejax.models.layers import LayerStack, Tokens
+from moejax.step.context import DeviceMemory
+from moejax.step.experts import counts_size, experts_layer, stage_layer
+from moejax.step.parts import (
+    LayerTrace,
+    decode_output,
+    decode_tokens,
+    prefill_output,
+    prefill_tokens,
+    route_layer,
+)
+from moejax.step.programs import STEPS, Program, ProgramKey, Programs
+from moejax.step.trace_arrays import TraceArrays, embedding_array, layer_arrays
+
+OF_RUNS = ("attend", "route", "observe", "feed_forward")
+"""Parts that each run of equal layers has."""
+
+
+def layer_program(programs: Programs, key: ProgramKey) -> Program:
+    """The program of a part of a step, or of kind `stage`: one layer's part of a stage list.
+
+    Parts: embed, embedding (the array of that name), experts, output (traced: of steps with trace
+    arrays), and for each run of equal layers attend, route (forced: with a routing as the last
+    argument), observe (the layer's arrays) and feed_forward. Which layer is an argument, its index
+    in the run, for experts and stage over all MoE layers. Raises ValueError for another key.
+    """
+    parts = _Parts(programs, key)
+    if key == ProgramKey("stage"):
+        args = programs.arena, programs.tables, programs.stores
+        index, entries = programs.array(), programs.entries()
+        return Program(parts.stage, (*args, index, index, entries, entries.layer), (0, 1))
+    flags = (key.traced and key.part != "output") or (key.forced and key.part != "route")
+    bucket, of_run = key.rows is not None and key.kind != "decode", key.run is not None
+    if (
+        key.kind in STEPS
+        and not (flags or bucket or key.staged)
+        and of_run == (key.part in OF_RUNS)
+    ):
+        args, donated = parts.args().get(key.part or "", (None, ()))
+        if args is not None:
+            return Program(getattr(parts, key.part or ""), args, donated)
+    raise ValueError(f"no program {str(key)!r}")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Parts:
+    """The parts of one kind of step, each a function by its name."""
+
+    programs: Programs
+    key: ProgramKey
+
+    def args(self) -> dict[str, tuple[tuple, tuple[int, ...]]]:
+        """Each part's arguments, and which of them are donated."""
+        programs, config, key = self.programs, self.programs.config, self.key
+        params, batch = tuple(jax.tree.leaves(programs.state)), programs.batch(key)
+        dtype = jax.eval_shape(self.embed, params, batch).dtype
+        x = programs.array(programs.tokens(key), config.hidden_size, dtype=dtype)
+        index, layers = programs.array(), programs.tables.clock.shape[0]
+        routing, layer = programs.routing(key), (params, x, batch, index)
+        forced = (programs.routing(key, layers),) if key.forced else ()
+        memory = programs.stores, programs.arena, programs.tables
+        counts = programs.array(counts_size(config.num_experts, len(programs.stores)))
+        widths = {"probs": config.num_experts, "gate_input": config.hidden_size}
+        seen = TraceArrays()
+        for name in widths.keys() & programs.trace_arrays if key.traced else ():
+            array = programs.array(x.shape[0], widths[name], dtype=jnp.float16)
+            seen = seen._replace(**{name: array})
+        traces = (LayerTrace(*routing, counts, seen),) * layers
+        return {
+            "embed": ((params, batch), ()),
+            "embedding": ((x,), ()),
+            "attend": ((params, programs.arena, x, batch, index), (1, 2)),
+            "route": ((*layer, *forced), (1,)),
+            "observe": (layer, ()),
+            "feed_forward": (layer, (1,)),
+            "experts": ((*memory, x, x, *routing, index), (1, 2, 3)),
+            "output": ((params, x, batch, traces), ()),
+        }
+
+    def embed(self, params, batch):
+        decodes, size = self.key.kind == "decode", self.programs.tokens(self.key)
+        ids = batch[0][:size] if decodes else batch[0].tokens.reshape(-1)
+        return self._model(params).embed(ids)
+
+    def embedding(self, x):
+        return embedding_array(x, self.programs.trace_arrays)
+
+    def attend(self, params, arena, x, batch, i):
+        stack, tokens = self._stack(params), self._tokens(batch)
+        return stack.attend(i, x, arena, tokens, self.programs.page)
+
+    def route(self, params, x, batch, i, forced=None):
+        return route_layer(self._stack(params), i, x, self._tokens(batch), forced)
+
+    def observe(self, params, normed, batch, i):
+        wanted = self.programs.trace_arrays
+        return layer_arrays(self._stack(params), i, normed, self._tokens(batch), wanted)
+
+    def feed_forward(self, params, x, batch, i):
+        return self._stack(params).feed_forward(i, x, self._tokens(batch))
+
+    def experts(self, stores, arena, tables, x, normed, ids, weights, layer):
+        context, memory = self.programs.context(self.key, stores), DeviceMemory(arena, tables)
+        x, memory, counts = experts_layer(x, normed, ids, weights, memory, layer, context)
+        return x, *memory, counts
+
+    def output(self, params, x, batch, traces):
+        trace = jax.tree.map(lambda *parts: jnp.stack(parts), *traces)
+        model, kind = self._model(params), self.key.kind
+        if kind in ("prefill", "score", "prompt_logprobs"):
+            return prefill_output(model, x, batch[0], trace, None, kind)
+        return decode_output(model, x, trace, None)
+
+    def stage(self, arena, tables, stores, layer, ahead, entries, done):
+        """ahead: 1 before the layer's plan, when what the last step used may go; its clock is then
+        read as that of the coming reference. done int32[STAGES]: of other layers."""
+        tables = tables._replace(clock=tables.clock.at[layer].add(ahead))
+        memory, context = DeviceMemory(arena, tables), self.programs.context(self.key, stores)
+        (arena, tables), now = stage_layer(memory, layer, entries, context)
+        tables = tables._replace(clock=tables.clock.at[layer].add(-ahead))
+        return arena, tables, jnp.maximum(done, now)
+
+    def _model(self, params) -> Decoder:
+        structure = jax.tree.structure(self.programs.state)
+        return nnx.merge(self.programs.graph, jax.tree.unflatten(structure, params))
+
+    def _stack(self, params) -> LayerStack:
+        return self._model(params).runs[self.key.run]
+
+    def _tokens(self, batch) -> Tokens:
+        context = self.programs.context(self.key)
+        if self.key.kind == "decode":
+            size = self.programs.tokens(self.key)
+            _, positions, block_table = (values[:size] for values in batch)
+            return decode_tokens(positions, block_table, context)
+        return prefill_tokens(*batch, context)
