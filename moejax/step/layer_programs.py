@@ -136,12 +136,14 @@ class _Parts:
         return nnx.merge(self.programs.graph, jax.tree.unflatten(structure, params))
 
     def _stack(self, params) -> LayerStack:
+        assert self.key.run is not None
         return self._model(params).runs[self.key.run]
 
     def _tokens(self, batch) -> Tokens:
         context = self.programs.context(self.key)
         if self.key.kind == "decode":
             size = self.programs.tokens(self.key)
-            _, positions, block_table = (values[:size] for values in batch)
-            return decode_tokens(positions, block_table, context)
-        return prefill_tokens(*batch, context)
+            _, positions, block_table = batch
+            return decode_tokens(positions[:size], block_table[:size], context)
+        prefill, block_table = batch
+        return prefill_tokens(prefill, block_table, context)

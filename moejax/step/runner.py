@@ -240,7 +240,9 @@ class Runner:
         hooks: Hooks | None,
     ) -> StepOutput:
         self.check_hooks(hooks)
-        (key,) = self._calls(step._replace(forced=forced is not None, staged=stages is not None))
+        key = step._replace(
+            traced=bool(self.trace_arrays), forced=forced is not None, staged=stages is not None
+        )
         extras = [value for value in (forced, stages) if value is not None]
         self.arena, self.tables, output = self._call(
             key, self.state, self.stores, self.arena, self.tables, *args, *extras
