@@ -13,7 +13,7 @@ from moejax.errors import UserError
 from moejax.sizes import parse_rate, parse_share, parse_size
 
 if TYPE_CHECKING:
-    from moejax.costs.workload_plan import Capacity, Plan, Planner
+    from moejax.costs.workload_plan import Capacity, Planner, Split
 
 _EPILOG = """\
 examples:
@@ -117,8 +117,8 @@ def _run(args: argparse.Namespace) -> int:
         costs_of_trace,
         open_trace,
         parse_time,
-        write_options,
     )
+    from moejax.start.options_file import write_options
 
     tpot_s = None if args.tpot is None else parse_time(args.tpot)
     epsilon = EPSILON if args.epsilon is None else parse_share(args.epsilon)
@@ -164,7 +164,7 @@ def _remember(args: argparse.Namespace) -> int:
     return 0
 
 
-def _print_plan(plan: Plan, output: str | None) -> None:
+def _print_plan(plan: Split, output: str | None) -> None:
     table = new_table("split", "bytes", "slots", "")
     slots = plan.memory // plan.slot_bytes
     experts, kv = plan.expert_bytes // plan.slot_bytes, plan.kv_bytes // plan.slot_bytes
@@ -201,7 +201,7 @@ def _print_plan(plan: Plan, output: str | None) -> None:
     print(options)
 
 
-def _print_working_sets(plan: Plan) -> None:
+def _print_working_sets(plan: Split) -> None:
     share = f"{plan.epsilon * 100:.3g}%"
     print(f"cells a layer with which at most {share} of warm references miss: for LRU, by reuse")
     print("distances, and as co-activation predicts")

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from host_offload.control.controller import Controller
-from host_offload.control.interface import Moment, Policy, Spec
+from host_offload.control.controller import Controller, Event
+from host_offload.control.interface import Costs, Moment, Policy, Spec
 from host_offload.control.paging import PagedSpec
 from host_offload.control.rules import BETWEEN_LAYERS
 from host_offload.control.staging import Entry, Residency
@@ -19,7 +19,7 @@ from host_offload.memory.placement import ResidentSpec
 from host_offload.memory.tables import read_snapshot, with_contents
 from host_offload.policies.prefetch.fitted import check_fitted
 from moejax.engine.records import StepRecord
-from moejax.engine.resize import Moved
+from moejax.engine.resize import Moved, Resizer
 from moejax.step.programs import STAGES
 from moejax.step.runner import Runner
 from moejax.step.trace_arrays import TraceArrays
@@ -50,13 +50,12 @@ class Control:
     compiled at the start.
     """
 
-    def __init__(self, runner: Runner, controller: Controller):
-        self.runner, self.controller = runner, controller
-        self.set_budget: Callable[[np.ndarray | None, int | None], Moved] | None = None
-        """Called before a step with wanted (cells int32[L], KV pages), None: as it is. Without it,
-        and where that is not settled, the wish waits and counts as deferred."""
-        self.limit_running: Callable[[int], None] | None = None
-        """Called with how many sequences a policy wants to run at once."""
+    def __init__(self, runner: Runner, controller: Controller, resizer: Resizer | None = None):
+        """resizer: carries out what policies want of budgets; without it that waits, and counts as
+        deferred."""
+        self.runner, self.controller, self.resizer = runner, controller, resizer
+        self.resized: Moved | None = None
+        """What the step that is being made has changed of budgets; None: nothing was wanted."""
         self._snapshots: dict[int, jax.Array] = {}
         self._begun: int | None = None
         """A step that before_step was called for and after_dispatch was not."""
@@ -217,12 +216,15 @@ class Control:
 
     def _move_budget(self) -> None:
         controller = self.controller
-        if controller.max_running is not None and self.limit_running is not None:
-            self.limit_running(controller.max_running)
+        self.resized = None
+        if controller.max_running is not None and self.resizer is not None:
+            self.resizer.limit(controller.max_running)
         cells, kv_pages = controller.wanted_cells, controller.wanted_kv_pages
         if cells is None and kv_pages is None:
             return
-        moved = Moved(False, False) if self.set_budget is None else self.set_budget(cells, kv_pages)
+        moved = Moved(False, False)
+        if self.resizer is not None:
+            moved = self.resized = self.resizer.move(cells, kv_pages)
         controller.settle_budget(moved.settled)
         # Where every expert is resident, slots that move hold nobody.
         seen = controller.needs_residency and controller.transitions is None
@@ -276,38 +278,51 @@ def start_control(
     policies: Sequence[Policy],
     *,
     max_model_len: int,
+    seed: int,
+    routers: Sequence[jax.Array],
+    costs: Costs | None = None,
+    resizer: Resizer | None = None,
+) -> Control | None:
+    """The control of start_controller's controller, where its policies are asked anything."""
+    controller = start_controller(
+        runner, policies, max_model_len=max_model_len, seed=seed, routers=routers, costs=costs
+    )
+    return Control(runner, controller, resizer) if controller.asks else None
+
+
+def start_controller(
+    runner: Runner,
+    policies: Sequence[Policy],
+    *,
+    max_model_len: int,
     max_num_seqs: int | None = None,
     seed: int,
     routers: Sequence[jax.Array],
     resident: ResidentSpec | None = None,
     paged: PagedSpec | None = None,
-) -> Control | None:
-    """The control of an engine with these policies; None when none of them is asked anything, so
-    that they cost nothing. routers: of each run of MoE layers, [n, E, D]. resident: where every
-    expert has a version in the arena. paged: where layers have cells of two versions.
-    Costs, for a policy that needs them, are read from the cache, or measured now, once
-    (moejax.costs.calibration).
+    costs: Costs | None = None,
+    listener: Callable[[Event], None] | None = None,
+) -> Controller:
+    """The controller of an engine with these policies, whose eviction weights the tables get.
+    routers: of each run of MoE layers, [n, E, D]. resident: where every expert has a version in the
+    arena. paged: where layers have cells of two versions. costs: for policies that need them.
 
-    Raises ValueError for policies that cannot run, UserError for costs that cannot be had.
+    Raises ValueError for policies that cannot run.
     """
     router = None
     if any("router" in policy.needs for policy in policies):
         weights = np.concatenate([np.asarray(r, np.float32) for r in routers])
         router = np.swapaxes(weights, 1, 2)
-    costs = None
-    if any("costs" in policy.needs for policy in policies):
-        from moejax.costs.calibration import costs_for  # which runs engines
-
-        costs = costs_for(runner)
     spec = spec_of_engine(runner, max_model_len=max_model_len, max_num_seqs=max_num_seqs, seed=seed)
     if resident is not None:
         spec = dataclasses.replace(spec, resident=resident, capacity=resident.capacity)
     if paged is not None:
         spec = dataclasses.replace(spec, capacity=paged.capacity)
     check_fitted(policies, config_digest(runner.config))
-    controller = Controller(dataclasses.replace(spec, router=router, costs=costs), policies)
+    spec = dataclasses.replace(spec, router=router, costs=costs)
+    controller = Controller(spec, policies, listener=listener)
     _set_tables(runner, controller.take_update())
-    return Control(runner, controller) if controller.asks else None
+    return controller
 
 
 def spec_of_engine(

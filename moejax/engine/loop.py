@@ -16,7 +16,7 @@ from host_offload.memory.kv_cache import Block
 from moejax.engine.arena_report import page_use
 from moejax.engine.control import Control
 from moejax.engine.records import step_record
-from moejax.engine.resize import Moved, Resizer, cells_of, check_grant, grant
+from moejax.engine.resize import Resizer, cells_of, check_grant, grant
 from moejax.engine.sampling import Chooser
 from moejax.engine.scheduler import Scheduler
 from moejax.engine.statistics import Statistics
@@ -27,7 +27,9 @@ from moejax.requests.outputs import FinishReason, append_logprobs, append_prompt
 from moejax.requests.request import Request
 from moejax.requests.sampling_params import SamplingParams
 from moejax.requests.stopping import Ending, require_tokenizer
+from moejax.step.hooks import Hooks
 from moejax.step.runner import Runner
+from pallas_kernels.stage import Entries
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -53,7 +55,10 @@ class Engine:
 
     seed: of requests that bring none; such a request draws from it and from its number in the
     engine's life. listener: called with each step after its dispatch (for tests, recorders and
-    integrity checks); it may wait for the device, which only costs time. Not for several threads.
+    integrity checks); it may wait for the device, which only costs time. control: the policies'.
+    resizer: the control's (default: one of the engine's own). tracer: gets a record of every step.
+    tokenizer: for stop strings; without one, requests with them are refused. hooks: called between
+    the parts of a layer. Not for several threads.
     """
 
     def __init__(
@@ -66,26 +71,25 @@ class Engine:
         seed: int = 0,
         listener: Listener | None = None,
         control: Control | None = None,
+        resizer: Resizer | None = None,
+        tracer: Tracer | None = None,
+        tokenizer: PreTrainedTokenizerFast | None = None,
+        hooks: Hooks | None = None,
     ):
         self.runner, self.scheduler, self.statistics = runner, scheduler, statistics
         self.eos_token_ids = frozenset(eos_token_ids)
         self.seed, self.listener, self.control = seed, listener, control
-        self.tracer: Tracer | None = None
-        """Gets a record of every step."""
-        self.tokenizer: PreTrainedTokenizerFast | None = None
-        """For stop strings; None: requests with them are refused."""
+        self.resizer = Resizer(runner, scheduler) if resizer is None else resizer
+        self.tracer, self.tokenizer = tracer, tokenizer
+        if hooks is not None:
+            runner.hooks = hooks
         self.events: deque[Event] = deque(maxlen=1000)
         self._chooser = Chooser(runner, self.eos_token_ids)
         self._pending: Step | None = None
         self._requests = itertools.count()
         self._steps = itertools.count()
-        self._making = 0
-        """The step that is being made, or was made last."""
         self._block_table: tuple[int, jax.Array] | None = None
         self._compiled: set[tuple[str, int]] = set()
-        self.resizer = Resizer(runner, scheduler)
-        if control is not None:
-            control.set_budget, control.limit_running = self.try_budget, self.resizer.limit
 
     # ---- requests
 
@@ -169,18 +173,12 @@ class Engine:
         self.drain()
         if not self.idle:
             raise ValueError("requests are running; budgets change between them")
-        check_grant(self.scheduler.arena, cells_per_layer, kv_slots)
+        arena = self.scheduler.arena
+        check_grant(arena.cell_row.shape, arena.slots, cells_per_layer, kv_slots)
         # A slot that changes sides must be empty.
         self.scheduler.move_out_all()
         grant(self.runner, self.scheduler.arena, cells_per_layer, kv_slots)
         self._trace_budget(None)
-
-    def try_budget(self, cells: np.ndarray | None, kv_pages: int | None) -> Moved:
-        """What a policy wants for the step that is being made, as budgets.Resizer.move."""
-        moved = self.resizer.move(cells, kv_pages)
-        if moved.settled or moved.changed:
-            self._trace_budget(self._making, moved.settled)
-        return moved
 
     def _trace_budget(self, step: int | None, settled: bool = False) -> None:
         if self.tracer is not None:
@@ -261,9 +259,8 @@ class Engine:
 
     def _dispatched(self, work: Work) -> Step:
         number, runner, rows = next(self._steps), self.runner, self.runner.shapes.rows
-        self._making = number
         self._place(work.placed)
-        stages = None if self.control is None else self.control.before_step(number)
+        stages = self._before_step(number)
         positions = np.full(rows, -1, np.int32)
         table, bucket = self._device_block_table(), rows
         if work.chunks:
@@ -286,6 +283,14 @@ class Engine:
         self.events.append(Event("dispatch", number, now))
         moved = stages, runner.transfers
         return Step(number, work, output, tokens, logprobs, now, first, positions, *moved)
+
+    def _before_step(self, number: int) -> Entries | None:
+        if self.control is None:
+            return None
+        stages, moved = self.control.before_step(number), self.control.resized
+        if moved is not None and (moved.settled or moved.changed):
+            self._trace_budget(number, moved.settled)
+        return stages
 
     def _place(self, placed: Iterable[Request]) -> None:
         """Prepares the rows of requests that just got them."""

@@ -23,8 +23,8 @@ from moejax.checkpoints.directory import checkpoint_directory
 from moejax.checkpoints.formats import checkpoint_format
 from moejax.checkpoints.load import LoadedModel, load_checkpoint
 from moejax.checkpoints.orbax.manifest import MANIFEST, read_manifest
+from moejax.checkpoints.versions import with_versions
 from moejax.errors import UserError
-from moejax.evaluate.quantization import with_versions
 from pallas_kernels.expert_ffn.activation import ACTIVATIONS
 from pallas_kernels.records.format import BITS
 

@@ -12,7 +12,7 @@ import platform
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -38,16 +38,12 @@ from moejax.step.programs import STAGES
 from moejax.step.runner import Runner
 from moejax.step.trace_arrays import TraceArrays, parse_trace_arrays
 
-if TYPE_CHECKING:
-    from moejax.engine.loop import Engine
-
 __all__ = [
     "Tracer",
     "check_trace",
     "config_digest",
     "moved_bytes",
     "start_trace",
-    "trace_engine",
 ]
 
 
@@ -196,8 +192,8 @@ class Tracer:
         self, cells: Sequence[int], kv_pages: int, *, step: int | None, settled: bool
     ) -> None:
         """Adds a line to decisions.jsonl: the layers have so many cells and KV so many pages from
-        `step` on; None: from the next step on, without a policy. settled: a policy's wish has its
-        end with that."""
+        `step` on; None: from the next step on, without a policy. settled: a policy's
+        request has its end with that."""
         moved = {"cells": list(map(int, cells)), "kv_pages": kv_pages}
         moved |= {"settled": settled, "by_hand": step is None}
         self.decision(self._next_step if step is None else step, {"budget": moved})
@@ -300,28 +296,6 @@ def start_trace(
     except TraceError as error:
         raise UserError(str(error)) from error
     return Tracer(writer, record_bytes=runner.link_bytes, waves=shapes.waves)
-
-
-def trace_engine(
-    engine: Engine,
-    directory: str | os.PathLike[str] | None,
-    *,
-    settings: Mapping[str, Any],
-    **options: Any,
-) -> Tracer | None:
-    """Has every step of an engine written into a directory, by start_trace(…, **options); None:
-    none of them."""
-    if directory is None:
-        return None
-    # The shapes' block table is whole spans wide, which may be more pages than a sequence has.
-    page = engine.runner.layout.page
-    floor = -(-engine.scheduler.max_model_len // page.block_size) * page.nbytes
-    settings = {**settings, "kv_floor_bytes": floor}
-    settings |= {"max_num_seqs": engine.scheduler.max_num_seqs}
-    engine.tracer = tracer = start_trace(directory, engine.runner, settings=settings, **options)
-    if engine.control is not None:
-        engine.control.controller.listener = tracer.event
-    return tracer
 
 
 def config_digest(config: ModelConfig) -> str:

@@ -21,7 +21,8 @@ from moejax.engine.control import start_control
 from moejax.engine.loop import Engine
 from moejax.engine.resize import cells_of
 from moejax.sizes import parse_size
-from moejax.start.build import Limits, start_engine
+from moejax.start.build import start_engine
+from moejax.start.options import Options
 from scripts.parts.text_table import aligned
 
 GOAL = 1.2
@@ -124,15 +125,8 @@ def engine_of(args: argparse.Namespace) -> Iterator[Engine]:
         memory = records * expert_layout(config).nbytes // 2
     loaded = random_model(config, "auto", device, 0)
     try:
-        engine, _ = start_engine(
-            loaded,
-            Limits(memory=memory, **sizes),
-            policies=[probe],
-            ops={},
-            device=device,
-            seed=0,
-            listener=None,
-        )
+        options = Options(args.shape, memory=memory, policies=[probe], **sizes)
+        engine, _ = start_engine(loaded, options, device)
         engine.runner.wait_compiled(everything=True)
         yield engine
     finally:
@@ -209,10 +203,14 @@ def use(engine: Engine, policy: Policy | None) -> None:
     engine.control = None
     if policy is not None:
         length = engine.scheduler.max_model_len
-        control = start_control(engine.runner, [policy], max_model_len=length, seed=0, routers=[])
-        assert control is not None
-        control.set_budget = engine.try_budget
-        engine.control = control
+        engine.control = start_control(
+            engine.runner,
+            [policy],
+            max_model_len=length,
+            seed=0,
+            routers=[],
+            resizer=engine.resizer,
+        )
 
 
 def decode_times(

@@ -430,9 +430,8 @@ def apply(llm: LLM, conditions: Conditions, seed: int) -> None:
             max_model_len=scheduler.max_model_len,
             seed=seed,
             routers=[],
+            resizer=engine.resizer,
         )
-        assert engine.control is not None
-        engine.control.set_budget = engine.try_budget
     scheduler.overflow = scheduler.sessions.overflow = conditions.overflow
     scheduler.admission = conditions.admission
     scheduler.prefixes.enabled = conditions.prefix_caching

@@ -7,7 +7,7 @@ import json
 import textwrap
 from typing import TYPE_CHECKING
 
-from moejax.commands.options.checkpoint import add_checkpoint_options
+from moejax.commands.options.engine import add_options
 from moejax.commands.tables import new_table, print_table
 from moejax.commands.trace import scores as trace_scores
 
@@ -128,7 +128,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 def _add_model(parser: argparse.ArgumentParser, text: str) -> None:
     parser.add_argument("--model", metavar="PATH", help=f"{text}: a checkpoint or a config.json")
-    add_checkpoint_options(parser)
+    add_options(parser, "checkpoint")
 
 
 def model_config(args: argparse.Namespace) -> ModelConfig | None:

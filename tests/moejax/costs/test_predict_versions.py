@@ -10,7 +10,8 @@ from host_offload.sizing.cost_model import CostError
 from host_offload.traces.reader import read_trace
 from moejax import LLM, SamplingParams
 from moejax.costs import calibration, step_costs
-from moejax.costs.calibration import cost_file, cost_model_of, identity
+from moejax.costs.store import cost_file, identity, spec_of_steps
+from moejax.serve.costs import cost_model_of
 
 SMALL = dict(max_num_seqs=2, max_model_len=64, max_num_batched_tokens=128)
 
@@ -37,7 +38,7 @@ def test_a_dynaexq_run_is_predicted_from_the_costs_of_both(tmp_path):
     with LLM("demo", trace=tmp_path / "t", **told) as llm:
         params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
         llm.generate([{"prompt_token_ids": [1, 2, 3]}, {"prompt_token_ids": [4, 5]}], params)
-        policies = llm.precision.policies
+        policies = llm.plan.settings.precision.policies
         stats = llm.stats()["precision"]
     trace = read_trace(tmp_path / "t")
     found = predict(trace, costs, policies=policies)

@@ -22,7 +22,8 @@ from moejax.checkpoints.load import load_checkpoint
 from moejax.commands import main as cli
 from moejax.errors import UserError
 from moejax.evaluate.expert_scores import error_weights, expert_scores, write_scores
-from moejax.evaluate.quantization import quantize, with_versions
+from moejax.checkpoints.versions import with_versions
+from moejax.evaluate.quantization import quantize
 from moejax.models.config import load_config
 from moejax.traces.tracer import config_digest
 from tests.host_offload.traces.traces_of import _step, random_routing, write_trace

@@ -18,7 +18,8 @@ from moejax.checkpoints.orbax.manifest import MANIFEST, read_manifest
 from moejax.checkpoints.orbax.own import read_expert
 from moejax.commands.main import main
 from moejax.errors import UserError
-from moejax.evaluate.quantization import quantize, with_versions
+from moejax.checkpoints.versions import with_versions
+from moejax.evaluate.quantization import quantize
 from tests.moejax.checkpoints.conversions import (
     assert_same_model,
     contents,
