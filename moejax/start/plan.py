@@ -74,7 +74,8 @@ class Plan:
         """C: the most cells a layer can come to have."""
         return _bound(self.steps, self.resident, self.paged)
 
-    def __str__(self) -> str:
+    def describe(self) -> dict[str, str]:
+        """What was decided, a line for people under each name."""
         budget, steps, size = self.budget, self.steps, self.steps.layout.slot_bytes
         options, page = self.settings.options, steps.layout.page
         cells = "none of their own"
@@ -92,7 +93,7 @@ class Plan:
         versions = [f.store.version for f in steps.formats] if steps.formats else ["dense"]
         config, shapes, dtype = steps.config, steps.shapes, steps.dtype
         ops = ops_in_use(config, steps.ops)
-        lines = {
+        return {
             "device": f"{steps.device_kind}, free for the arena: {memory}",
             "model": f"{sum(config.moe_layers)} layers of {config.num_experts} experts, {dtype}",
             "ops": ", ".join(f"{op} {name}" for op, name in ops.items()),
@@ -109,9 +110,12 @@ class Plan:
             f"{options.kv_overflow} beyond, to {format_bytes(options.swap_space)} of host memory",
             "policies": ", ".join(type(policy).__name__ for policy in self.settings.policies),
         }
+
+    def __str__(self) -> str:
+        lines = self.describe()
         width = max(map(len, lines))
         table = [f"{name:<{width}}  {text}" for name, text in lines.items()]
-        return "\n".join([*table, *(f"{'note':<{width}}  {text}" for text in budget.notes)])
+        return "\n".join([*table, *(f"{'note':<{width}}  {text}" for text in self.budget.notes)])
 
 
 def step_spec(settings: Settings, model: ModelFacts, device: DeviceFacts) -> StepSpec:

@@ -67,5 +67,5 @@ def test_costs_of_records_decoded_in_transit_are_no_dense_costs():
     files = []
     for precision in ("dense", "lossless12", "lossless12,in_transit=true"):
         with LLM("demo", precision=precision, progress=False, **SMALL) as llm:
-            files.append(cost_file(identity(llm.engine.runner)))
+            files.append(cost_file(identity(spec_of_steps(llm.engine.runner))))
     assert len(set(files)) == 3

@@ -44,9 +44,9 @@ def use(llm: LLM, policies: Sequence[Policy], router: np.ndarray | None = None) 
     runner.tables = with_contents(runner.tables, cold)
     runner.hooks = None
     routers = [] if router is None else [jnp.asarray(np.swapaxes(router, 1, 2))]
-    engine.control = start_control(runner, policies, max_model_len=256, seed=0, routers=routers)
-    if engine.control is not None:
-        engine.control.set_budget = engine.try_budget
+    engine.control = start_control(
+        runner, policies, max_model_len=256, seed=0, routers=routers, resizer=engine.resizer
+    )
     engine._steps = itertools.count()
 
 

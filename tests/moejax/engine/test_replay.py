@@ -94,14 +94,18 @@ def traced(
     runner.tables = with_contents(runner.tables, cold)
     runner.hooks = None
     engine.control = start_control(
-        runner, policies, max_model_len=LIMITS["max_model_len"], seed=0, routers=[]
+        runner,
+        policies,
+        max_model_len=LIMITS["max_model_len"],
+        seed=0,
+        routers=[],
+        resizer=engine.resizer,
     )
     engine._steps = itertools.count()
     settings = {"model": "demo", "eviction": name, "driver": runner.driver}
     tracer = start_trace(directory, runner, dtype=llm.dtype, seed=0, settings=settings)
     if engine.control is not None:
         engine.control.controller.listener = tracer.event
-        engine.control.set_budget = engine.try_budget
     engine.tracer = tracer
     run(llm, jobs, check=False)
     if by_hand is not None:

@@ -23,9 +23,9 @@ from host_offload.simulate.replay import replay
 from host_offload.traces.reader import read_trace
 from host_offload.traces.schema import TraceError
 from moejax import LLM, SamplingParams, UserError
-from moejax.engine.control import start_control
+from moejax.engine.control import Control, start_controller
 from moejax.engine.resize import ResidentResizer
-from moejax.start.build import Limits
+from moejax.start.options import Options
 from moejax.traces.tracer import start_trace
 from tests.moejax.engine_runs import Job, Recorded, run
 from tests.moejax.start.precision_engines import start_precision
@@ -38,7 +38,8 @@ JOBS = [
 ]
 LOW = np.ones((LAYERS, EXPERTS), np.int8)
 MIXED = precision_of("dynaexq", hi="dense", lo="int4")
-LIMITS = Limits(
+LIMITS = Options(
+    "demo",
     max_model_len=LENGTH,
     max_num_seqs=4,
     max_num_batched_tokens=192,
@@ -166,14 +167,13 @@ def played(engine, policies, *, slots=EXPERT_SLOTS, spares=1, directory=None) ->
     where = dataclasses.replace(where, columns=runner.tables.cell_row.shape[1] - EXPERTS)
     runner.tables = with_contents(runner.tables, tables._asdict())
     runner.place(place(where))
-    control: Any = start_control(
+    controller = start_controller(
         runner, policies, max_model_len=LENGTH, seed=0, routers=[], resident=where
     )
+    transitions: Any = controller.transitions
+    engine.resizer = ResidentResizer(runner, engine.scheduler, transitions=transitions)
+    control: Any = Control(runner, controller, engine.resizer)
     engine.control, engine._steps = control, itertools.count()
-    engine.resizer = ResidentResizer(
-        runner, engine.scheduler, transitions=control.controller.transitions
-    )
-    control.set_budget = engine.try_budget
     versions, slots_seen, dispatched = [], [], control.after_dispatch
 
     def watched(number: int) -> None:

@@ -19,10 +19,10 @@ from host_offload.traces.writer import TraceWriter
 from host_offload.versions.encoders import decode
 from moejax import LLM, SamplingParams
 from moejax.checkpoints.load import load_checkpoint
+from moejax.checkpoints.versions import with_versions
 from moejax.commands import main as cli
 from moejax.errors import UserError
 from moejax.evaluate.expert_scores import error_weights, expert_scores, write_scores
-from moejax.checkpoints.versions import with_versions
 from moejax.evaluate.quantization import quantize
 from moejax.models.config import load_config
 from moejax.traces.tracer import config_digest
