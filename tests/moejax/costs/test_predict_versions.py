@@ -9,7 +9,7 @@ from host_offload.simulate.prediction import predict
 from host_offload.sizing.cost_model import CostError
 from host_offload.traces.reader import read_trace
 from moejax import LLM, SamplingParams
-from moejax.costs import calibration, step_costs
+from moejax.costs import measure
 from moejax.costs.store import cost_file, identity, spec_of_steps
 from moejax.serve.costs import cost_model_of
 
@@ -20,9 +20,9 @@ SMALL = dict(max_num_seqs=2, max_model_len=64, max_num_batched_tokens=128)
 def quick(tmp_path, monkeypatch):
     """Calibration of one round, kept in a place of its own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(step_costs, "STEPS", 1)
-    given = calibration.measure
-    monkeypatch.setattr(calibration, "measure", lambda *a, **k: given(*a, rounds=1, **k))
+    monkeypatch.setattr(measure, "STEPS", 1)
+    given = measure.measure
+    monkeypatch.setattr(measure, "measure", lambda *a, **k: given(*a, rounds=1, **k))
 
 
 @pytest.mark.nightly
