@@ -1,3 +1,4 @@
+# ruff: noqa: RUF009  _option is dataclasses.field with a description
 """The options of a model that runs: one list of names, defaults and descriptions.
 
 `moejax.LLM` and `AsyncLLM` take them as keywords, the command line as `--option-name`, and
@@ -7,10 +8,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import operator
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import field
 from typing import TYPE_CHECKING, Any
 
 from moejax.errors import UserError
@@ -39,24 +40,27 @@ class Description:
     group: str | None = None
     """Of the command line's groups; None: it has no such option."""
     metavar: str | None = None
-    type: Callable[[str], Any] = str
-    """How the command line reads it; of int and float, also what Python may give."""
+    type: Callable[[str], Any] | None = None
+    """How the command line reads it; None: as the field's annotation says (int, float, bool), else
+    as text."""
     choices: tuple[str, ...] | None = None
     in_file: bool = True
     """`--config FILE` may have it."""
 
 
 def _option(
+    default: Any,
     help: str,
     group: str | None = None,
     *,
     metavar: str | None = None,
-    type: Callable[[str], Any] = str,
+    type: Callable[[str], Any] | None = None,
     choices: tuple[str, ...] | None = None,
     in_file: bool = True,
-) -> dict[str, Description]:
-    """Metadata of a field of Options."""
-    return {"option": Description(help, group, metavar, type, choices, in_file)}
+) -> Any:
+    """A field of Options with its Description."""
+    description = Description(help, group, metavar, type, choices, in_file)
+    return dataclasses.field(default=default, metadata={"option": description})
 
 
 def _step(text: str) -> int | str:
@@ -72,283 +76,193 @@ class Options:
     """A Hugging Face or Orbax checkpoint directory, or "demo" for the model in the package
     ("./demo" is a directory)."""
     _: dataclasses.KW_ONLY
-    step: int | str | None = field(
-        default=None,
-        metadata=_option(
-            "of an Orbax checkpoint with steps: latest, best, best:METRIC:min or a number "
-            "(default: latest)",
-            "checkpoint",
-            metavar="STEP",
-            type=_step,
-        ),
+    step: int | str | None = _option(
+        None,
+        "of an Orbax checkpoint with steps: latest, best, best:METRIC:min or a number (default: "
+        "latest)",
+        "checkpoint",
+        metavar="STEP",
+        type=_step,
     )
-    name_map: str | os.PathLike[str] | None = field(
-        default=None,
-        metadata=_option(
-            "which leaf of an Orbax checkpoint is which tensor: a .yaml or .json file, or the name "
-            "of a shipped map (docs/checkpoints.md)",
-            "checkpoint",
-            metavar="MAP",
-        ),
+    name_map: str | os.PathLike[str] | None = _option(
+        None,
+        "which leaf of an Orbax checkpoint is which tensor: a .yaml or .json file, or the name of "
+        "a shipped map (docs/checkpoints.md)",
+        "checkpoint",
+        metavar="MAP",
     )
-    dtype: str = field(
-        default="auto",
-        metadata=_option(
-            "bfloat16 or half, float16, float32 or float, auto: the checkpoint's (default: auto)",
-            "engine",
-            metavar="DTYPE",
-        ),
+    dtype: str = _option(
+        "auto",
+        "bfloat16 or half, float16, float32 or float, auto: the checkpoint's (default: auto)",
+        "engine",
+        metavar="DTYPE",
     )
-    seed: int = field(default=0, metadata=_option("of requests that bring none", type=int))
-    max_model_len: int | None = field(
-        default=None,
-        metadata=_option(
-            "most tokens of prompt and text together (default: the model's)",
-            "engine",
-            metavar="N",
-            type=int,
-        ),
+    seed: int = _option(0, "of requests that bring none")
+    max_model_len: int | None = _option(
+        None, "most tokens of prompt and text together (default: the model's)", "engine"
     )
-    max_num_seqs: int | None = field(
-        default=None,
-        metadata=_option(
-            "sequences that run at once (default: 16 on CPU, 64 on GPU)",
-            "engine",
-            metavar="N",
-            type=int,
-        ),
+    max_num_seqs: int | None = _option(
+        None, "sequences that run at once (default: 16 on CPU, 64 on GPU)", "engine"
     )
-    max_num_batched_tokens: int | None = field(
-        default=None,
-        metadata=_option(
-            "most prompt tokens in one prefill step over the model (default: 2048 on CPU, 8192 on "
-            "GPU)",
-            "engine",
-            metavar="N",
-            type=int,
-        ),
+    max_num_batched_tokens: int | None = _option(
+        None,
+        "most prompt tokens in one prefill step over the model (default: 2048 on CPU, 8192 on GPU)",
+        "engine",
     )
-    memory: int | None = field(
-        default=None,
-        metadata=_option(
-            "bytes of the arena, such as 16GiB; any two of it and its parts fix the third; without "
-            "numbers everything is held, cut to what fits",
-            "memory",
-            metavar="SIZE",
-        ),
+    memory: int | None = _option(
+        None,
+        "bytes of the arena, such as 16GiB; any two of it and its parts fix the third; without "
+        "numbers everything is held, cut to what fits",
+        "memory",
+        metavar="SIZE",
     )
-    expert_budget: int | Share | None = field(
-        default=None,
-        metadata=_option(
-            "what experts get: bytes such as 6GiB, or a share of them such as 25%; 0 is legal; it "
-            "decides speed only, the output has the same bits",
-            "memory",
-            metavar="SIZE|SHARE",
-        ),
+    expert_budget: int | Share | None = _option(
+        None,
+        "what experts get: bytes such as 6GiB, or a share of them such as 25%; 0 is legal; it "
+        "decides speed only, the output has the same bits",
+        "memory",
+        metavar="SIZE|SHARE",
     )
-    kv_budget: int | None = field(
-        default=None, metadata=_option("bytes that KV gets, such as 2GiB", "memory", metavar="SIZE")
+    kv_budget: int | None = _option(
+        None, "bytes that KV gets, such as 2GiB", "memory", metavar="SIZE"
     )
-    budget: str = field(
-        default="fixed",
-        metadata=_option(
-            "where the line between experts and KV is: fixed, by the sizes above, or mv_wsa=TRACE, "
-            "where it costs least on a trace's requests; see docs/memory.md (default: fixed)",
-            "memory",
-            metavar="NAME[=TRACE]",
-        ),
+    budget: str = _option(
+        "fixed",
+        "where the line between experts and KV is: fixed, by the sizes above, or mv_wsa=TRACE, "
+        "where it costs least on a trace's requests; see docs/memory.md (default: fixed)",
+        "memory",
+        metavar="NAME[=TRACE]",
     )
-    resize: str = field(
-        default="none",
-        metadata=_option(
-            "whether the line moves while requests run: none, peak_headroom (KV gets its peak and "
-            "some headroom), mv_wsa (equal value of a byte on either side), joint (and how many "
-            "run at once, for the most tokens a second) (default: none)",
-            "memory",
-            metavar="NAME",
-        ),
+    resize: str = _option(
+        "none",
+        "whether the line moves while requests run: none, peak_headroom (KV gets its peak and some "
+        "headroom), mv_wsa (equal value of a byte on either side), joint (and how many run at "
+        "once, for the most tokens a second) (default: none)",
+        "memory",
+        metavar="NAME",
     )
-    cells: str | Sequence[int] = field(
-        default="uniform",
-        metadata=_option(
-            "what each layer gets of the experts' share: uniform, marginal or optimal, by the miss "
-            "curves of a trace or, without one, live; or a number a layer such as 9,8,8,7 "
-            "(default: uniform)",
-            "memory",
-            metavar="NAME[=TRACE]",
-        ),
+    cells: str | Sequence[int] = _option(
+        "uniform",
+        "what each layer gets of the experts' share: uniform, marginal or optimal, by the miss "
+        "curves of a trace or, without one, live; or a number a layer such as 9,8,8,7 (default: "
+        "uniform)",
+        "memory",
+        metavar="NAME[=TRACE]",
     )
-    eviction: str | None = field(
-        default=None,
-        metadata=_option(
-            "which expert makes room: the least recently used, the least frequently used, the "
-            "smallest frequency over age, the one that came first, or none of a hot set (default: "
-            "lru)",
-            "memory",
-            choices=("lru", "lfu", "lfru", "fifo", "static"),
-        ),
+    eviction: str | None = _option(
+        None,
+        "which expert makes room: the least recently used, the least frequently used, the smallest "
+        "frequency over age, the one that came first, or none of a hot set (default: lru)",
+        "memory",
+        choices=("lru", "lfu", "lfru", "fifo", "static"),
     )
-    prefetch: str | None = field(
-        default=None,
-        metadata=_option(
-            "which experts come ahead of need: random and moe-infinity with either driver; fate, "
-            "mixtral-offloading, promoe=FILE, coactivation and layer-streaming with --driver host; "
-            "=FILE is what a policy's fit learned from a trace, see docs/policies.md (default: "
-            "none)",
-            "memory",
-            metavar="NAME[=PATH]",
-        ),
+    prefetch: str | None = _option(
+        None,
+        "which experts come ahead of need: random and moe-infinity with either driver; fate, "
+        "mixtral-offloading, promoe=FILE, coactivation and layer-streaming with --driver host; "
+        "=FILE is what a policy's fit learned from a trace, see docs/policies.md (default: none)",
+        "memory",
+        metavar="NAME[=PATH]",
     )
-    policies: Sequence[Policy] = field(
-        default=(),
-        metadata=_option(
-            "more policies, of your own (docs/write_a_policy.md); one that writes victim_weights "
-            "takes the place of eviction",
-            in_file=False,
-        ),
+    policies: Sequence[Policy] = _option(
+        (),
+        "more policies, of your own (docs/write_a_policy.md); one that writes victim_weights takes "
+        "the place of eviction",
+        in_file=False,
     )
-    precision: str | Precision | None = field(
-        default=None,
-        metadata=_option(
-            "the version that experts are in: dense, lossless12 (same bits), int8, int4, int2 "
-            "(other bits), or dynaexq, map=FILE, random, which mix two; see docs/precision.md "
-            "(default: dense)",
-            "precision",
-            metavar="NAME[,KEY=VALUE…]",
-        ),
+    precision: str | Precision | None = _option(
+        None,
+        "the version that experts are in: dense, lossless12 (same bits), int8, int4, int2 (other "
+        "bits), or dynaexq, map=FILE, random, which mix two; see docs/precision.md (default: "
+        "dense)",
+        "precision",
+        metavar="NAME[,KEY=VALUE…]",
     )
-    hi: str | None = field(
-        default=None,
-        metadata=_option("of the hot experts (default: dense)", "precision", metavar="VERSION"),
+    hi: str | None = _option(
+        None, "of the hot experts (default: dense)", "precision", metavar="VERSION"
     )
-    lo: str | None = field(
-        default=None,
-        metadata=_option("of the others (default: int4)", "precision", metavar="VERSION"),
+    lo: str | None = _option(None, "of the others (default: int4)", "precision", metavar="VERSION")
+    interval: str | None = _option(
+        None,
+        "how often dynaexq decides, in tokens, steps or seconds (default: '4096 tokens')",
+        "precision",
+        metavar="'N UNIT'",
     )
-    interval: str | None = field(
-        default=None,
-        metadata=_option(
-            "how often dynaexq decides, in tokens, steps or seconds (default: '4096 tokens')",
-            "precision",
-            metavar="'N UNIT'",
-        ),
+    hi_share: float | None = _option(
+        None,
+        "share of the experts that are in --hi, 0 to 1 (default: as many as fit)",
+        "precision",
+        metavar="SHARE",
     )
-    hi_share: float | None = field(
-        default=None,
-        metadata=_option(
-            "share of the experts that are in --hi, 0 to 1 (default: as many as fit)",
-            "precision",
-            metavar="SHARE",
-            type=float,
-        ),
+    quantizer: str = _option(
+        "rtn",
+        "how versions are made that the checkpoint lacks: rtn, mse (default: rtn)",
+        "precision",
+        metavar="NAME",
     )
-    quantizer: str = field(
-        default="rtn",
-        metadata=_option(
-            "how versions are made that the checkpoint lacks: rtn, mse (default: rtn)",
-            "precision",
-            metavar="NAME",
-        ),
+    driver: str = _option(
+        "device",
+        "who walks through the layers: device runs a step as one executable, host calls them from "
+        "Python, slower, for policies that look in between; no bit depends on it (default: device)",
+        "engine",
+        choices=DRIVERS,
     )
-    driver: str = field(
-        default="device",
-        metadata=_option(
-            "who walks through the layers: device runs a step as one executable, host calls them "
-            "from Python, slower, for policies that look in between; no bit depends on it "
-            "(default: device)",
-            "engine",
-            choices=DRIVERS,
-        ),
+    ops: str | Mapping[str, str] = _option(
+        "auto",
+        "implementation of the ops: auto (Pallas kernels on a GPU, else XLA), xla, pallas, or "
+        "pairs such as plan=xla,route=pallas (default: auto)",
+        "engine",
+        metavar="OPS",
     )
-    ops: str | Mapping[str, str] = field(
-        default="auto",
-        metadata=_option(
-            "implementation of the ops: auto (Pallas kernels on a GPU, else XLA), xla, pallas, or "
-            "pairs such as plan=xla,route=pallas (default: auto)",
-            "engine",
-            metavar="OPS",
-        ),
+    device: str | jax.Device | None = _option(
+        None, "where to run (default: a GPU if there is one)", "engine", choices=("cpu", "gpu")
     )
-    device: str | jax.Device | None = field(
-        default=None,
-        metadata=_option(
-            "where to run (default: a GPU if there is one)",
-            "engine",
-            choices=("cpu", "gpu"),
-        ),
+    progress: bool = _option(True, "bars on stderr while loading and generating", in_file=False)
+    cache_dir: str | os.PathLike[str] | None = _option(
+        None,
+        "XLA's compilation cache (default: jax's own setting if there is one, else "
+        "~/.cache/moejax/xla; empty for none)",
     )
-    progress: bool = field(
-        default=True, metadata=_option("bars on stderr while loading and generating", in_file=False)
+    trace: str | os.PathLike[str] | None = _option(
+        None,
+        "write what each step routed, missed and moved into this new directory, for "
+        "moejax.traces.read_trace (docs/trace_format.md)",
+        "trace",
+        metavar="DIR",
     )
-    cache_dir: str | os.PathLike[str] | None = field(
-        default=None,
-        metadata=_option(
-            "XLA's compilation cache (default: jax's own setting if there is one, else "
-            "~/.cache/moejax/xla; empty for none)",
-        ),
+    trace_arrays: str | Sequence[str] = _option(
+        (),
+        "what else the trace has of every token, of probs,gate_input,embedding: the router's "
+        "scores of all experts, what it saw, the token's embedding; large",
+        "trace",
+        metavar="NAMES",
     )
-    trace: str | os.PathLike[str] | None = field(
-        default=None,
-        metadata=_option(
-            "write what each step routed, missed and moved into this new directory, for "
-            "moejax.traces.read_trace (docs/trace_format.md)",
-            "trace",
-            metavar="DIR",
-        ),
+    prefill_waves: int | None = _option(
+        None,
+        "passes over a layer's experts in a prefill step; no bit depends on it (default: 1 with "
+        "XLA ops, 8 with kernels)",
     )
-    trace_arrays: str | Sequence[str] = field(
-        default=(),
-        metadata=_option(
-            "what else the trace has of every token, of probs,gate_input,embedding: the router's "
-            "scores of all experts, what it saw, the token's embedding; large",
-            "trace",
-            metavar="NAMES",
-        ),
+    swap_space: int = _option(
+        4 << 30, "host memory for KV that makes room (default: 4GiB)", "memory", metavar="SIZE"
     )
-    prefill_waves: int | None = field(
-        default=None,
-        metadata=_option(
-            "passes over a layer's experts in a prefill step; no bit depends on it (default: 1 "
-            "with XLA ops, 8 with kernels)",
-            type=int,
-        ),
+    kv_overflow: str = _option(
+        "swap",
+        "KV that makes room is swapped to host memory, or dropped and computed again, which "
+        "changes bits (default: swap)",
+        "memory",
+        choices=KV_OVERFLOW,
     )
-    swap_space: int = field(
-        default=4 << 30,
-        metadata=_option(
-            "host memory for KV that makes room (default: 4GiB)",
-            "memory",
-            metavar="SIZE",
-        ),
+    enable_prefix_caching: bool = _option(
+        True, "prompts with equal beginnings share KV (default: they do)", "memory"
     )
-    kv_overflow: str = field(
-        default="swap",
-        metadata=_option(
-            "KV that makes room is swapped to host memory, or dropped and computed again, which "
-            "changes bits (default: swap)",
-            "memory",
-            choices=KV_OVERFLOW,
-        ),
+    long_prefill_token_threshold: int | None = _option(
+        None,
+        "most tokens of one prompt in a prefill step that others wait for (default: a quarter of "
+        "it)",
+        "engine",
     )
-    enable_prefix_caching: bool = field(
-        default=True,
-        metadata=_option(
-            "prompts with equal beginnings share KV (default: they do)", "memory", type=bool
-        ),
-    )
-    long_prefill_token_threshold: int | None = field(
-        default=None,
-        metadata=_option(
-            "most tokens of one prompt in a prefill step that others wait for (default: a quarter "
-            "of it)",
-            "engine",
-            metavar="N",
-            type=int,
-        ),
-    )
-    listener: Listener | None = field(
-        default=None,
-        metadata=_option("called with each step after its dispatch, see Engine", in_file=False),
+    listener: Listener | None = _option(
+        None, "called with each step after its dispatch, see Engine", in_file=False
     )
 
     def __post_init__(self):
@@ -394,10 +308,21 @@ _COUNTS = frozenset(
 )
 
 
+@functools.cache
 def descriptions() -> dict[str, Description]:
     """Name → what is said of it, of every option but the model."""
-    fields = dataclasses.fields(Options)
-    return {f.name: f.metadata["option"] for f in fields if "option" in f.metadata}
+    found = {}
+    for field in dataclasses.fields(Options):
+        if (option := field.metadata.get("option")) is not None:
+            kind = option.type or _KINDS.get(str(field.type).partition(" ")[0], str)
+            # Sizes are numbers that may be written with a unit.
+            kind = str if field.name in _SIZES else kind
+            metavar = "N" if kind is int else option.metavar
+            found[field.name] = dataclasses.replace(option, type=kind, metavar=metavar)
+    return found
+
+
+_KINDS: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "bool": bool}
 
 
 def _why_not(description: Description, value: Any) -> str:
