@@ -280,12 +280,19 @@ def start_control(
     max_model_len: int,
     seed: int,
     routers: Sequence[jax.Array],
+    resident: ResidentSpec | None = None,
     costs: Costs | None = None,
     resizer: Resizer | None = None,
 ) -> Control | None:
     """The control of start_controller's controller, where its policies are asked anything."""
     controller = start_controller(
-        runner, policies, max_model_len=max_model_len, seed=seed, routers=routers, costs=costs
+        runner,
+        policies,
+        max_model_len=max_model_len,
+        seed=seed,
+        routers=routers,
+        resident=resident,
+        costs=costs,
     )
     return Control(runner, controller, resizer) if controller.asks else None
 

@@ -326,10 +326,13 @@ def test_table_updates_are_contents():
 def test_a_budget_goes_to_the_engine(can):
     start = {(Moment.STEP_END, 0): Decision(cells=np.array([2, 3]))}
     policy = scripted(start, needs={"cells"}, writes={"cells"})
-    control = Control(FakeRunner(), Controller(spec(), [policy]))  # type: ignore[arg-type]
     asked = []
+    resizer = None
     if can is not None:
-        control.set_budget = lambda cells, pages: asked.append((cells, pages)) or Moved(can, can)
+        resizer = types.SimpleNamespace(
+            move=lambda cells, pages: asked.append((cells, pages)) or Moved(can, can)
+        )
+    control = Control(FakeRunner(), Controller(spec(), [policy]), resizer)  # type: ignore[arg-type]
     control.before_step(0)
     control.after_dispatch(0)
     control.after_read(record(0), USE)
