@@ -137,6 +137,7 @@ class LLM:
                 raise
             self._start.end("engine")
         self.dtype, self._made = loaded.dtype, loaded.quantizers
+        self._tracer = self.engine.tracer
         self._start.end("tokenizer")
         self._closed = False
         self._borrower: threading.Thread | None = None
@@ -315,8 +316,8 @@ class LLM:
         try:
             if self.engine.control is not None:
                 self.engine.control.finish()
-            if self.engine.tracer is not None:
-                self.engine.tracer.close()
+            if self._tracer is not None:
+                self._tracer.close()
         finally:
             self.engine.runner.delete()
 
