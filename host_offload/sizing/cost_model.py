@@ -2,7 +2,8 @@
 
 A step's seconds are those of its work with every expert resident, a sum of counts times measured
 seconds, and those of the experts that it moves, from tables by how many a layer moves at once.
-docs/cost_model.md says how they are measured, and how well the model predicts.
+The engine moves them in the step's own stream, so both add up. moejax.costs.measure measures;
+docs/cost_model.md says how, and how well the model predicts.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def load_checkpoint(
     another program wrote: which step (moejax.checkpoints.orbax.steps.Step), and which leaf is which
     tensor, a file or the name of a shipped map (docs/checkpoints.md). versions: of the experts, in
     the store if the checkpoint has them; if it lacks one, the store has dense, from which
-    moejax.evaluate.quantization.with_versions makes it. Raises UserError, naming file and tensor,
+    moejax.checkpoints.versions.with_versions makes it. Raises UserError, naming file and tensor,
     for whatever is wrong with them; all names, shapes and dtypes are checked before the first
     weight is read.
     """

@@ -9,13 +9,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from host_offload.memory.budget import format_bytes
-from moejax.commands.options.engine import (
-    add_engine_options,
-    add_memory_options,
-    add_precision_options,
-    engine_options,
-    notes_unsaid,
-)
+from moejax.commands.options.engine import add_model_options, engine_options, notes_unsaid
 from moejax.commands.tables import new_table, print_table
 from moejax.errors import UserError
 
@@ -58,20 +52,18 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     calibrate.add_argument(
         "--force", action="store_true", help="measure again, whatever was measured before"
     )
-    add_memory_options(calibrate.add_argument_group("memory"))
-    add_precision_options(calibrate.add_argument_group("precision"))
-    add_engine_options(calibrate.add_argument_group("engine"))
+    add_model_options(calibrate)
     output = calibrate.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="the file's content, and no table")
     output.add_argument("--quiet", action="store_true", help="no progress")
-    calibrate.set_defaults(trace=None, trace_arrays=None)
 
 
 def _run(args: argparse.Namespace) -> int:
     options = engine_options(args)
 
     from moejax import LLM
-    from moejax.costs.calibration import cost_file, cost_model_for, identity
+    from moejax.costs.store import cost_file, identity, spec_of_steps
+    from moejax.serve.costs import cost_model_for
 
     progress = not (args.quiet or args.json)
 
@@ -80,7 +72,7 @@ def _run(args: argparse.Namespace) -> int:
             print(f"moejax: {what}", file=sys.stderr)
 
     with notes_unsaid(), LLM(args.model, progress=progress, **options) as llm:
-        path = cost_file(identity(llm.engine.runner))
+        path = cost_file(identity(spec_of_steps(llm.engine.runner)))
         measured = args.force or not os.path.exists(path)
         model = cost_model_for(llm, force=args.force, report=report)
     if args.json:

@@ -14,10 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from host_offload.memory.budget import format_bytes
 from moejax.commands.options.engine import (
-    add_engine_options,
-    add_memory_options,
-    add_precision_options,
-    add_trace_options,
+    add_model_options,
+    add_options,
     engine_options,
     notes_unsaid,
 )
@@ -79,13 +77,11 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help="tokens from one window's beginning to the next one's (default: half a window)",
     )
     task.add_argument("--limit", type=int, metavar="N", help="only the first N tokens of each file")
-    add_memory_options(evaluate.add_argument_group("memory"))
-    add_precision_options(evaluate.add_argument_group("precision"))
-    add_engine_options(evaluate.add_argument_group("engine"))
+    add_model_options(evaluate)
     output = evaluate.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="one JSON object, and no progress")
     output.add_argument("--quiet", action="store_true", help="results only")
-    add_trace_options(output)
+    add_options(output, "trace")
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -13,10 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from moejax.commands.generate_file import add_file_options, check_file_options, generate_file
 from moejax.commands.options.engine import (
-    add_engine_options,
-    add_memory_options,
-    add_precision_options,
-    add_trace_options,
+    add_model_options,
+    add_options,
     engine_options,
     notes_unsaid,
 )
@@ -85,9 +83,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     )
     add_file_options(generate.add_argument_group("files"))
     _add_sampling(generate.add_argument_group("sampling"))
-    add_memory_options(generate.add_argument_group("memory"))
-    add_precision_options(generate.add_argument_group("precision"))
-    add_engine_options(generate.add_argument_group("engine"))
+    add_model_options(generate)
     output = generate.add_argument_group("output")
     output.add_argument(
         "--json",
@@ -95,7 +91,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help="no progress, and the statistics as one JSON object on stderr, not the summary",
     )
     output.add_argument("--quiet", action="store_true", help="no progress and no summary")
-    add_trace_options(output)
+    add_options(output, "trace")
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -8,7 +8,7 @@ import os
 from typing import TYPE_CHECKING
 
 from host_offload.memory.budget import format_bytes
-from moejax.commands.options.checkpoint import add_checkpoint_options
+from moejax.commands.options.engine import add_options
 from moejax.commands.parsers import add_command
 from moejax.commands.tables import new_table, print_table
 from moejax.sizes import parse_rate, parse_size
@@ -80,7 +80,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     info.add_argument(
         "--dtype", default="auto", metavar="DTYPE", help="of the run (default: the checkpoint's)"
     )
-    add_checkpoint_options(info)
+    add_options(info, "checkpoint")
     info.add_argument("--json", action="store_true", help="one JSON object, sizes in bytes")
 
 

@@ -8,12 +8,13 @@ import json
 from typing import TYPE_CHECKING
 
 from host_offload.memory.budget import format_bytes
+from moejax.commands.options.engine import add_model_options, engine_options
 from moejax.commands.tables import new_table, print_table
 from moejax.errors import UserError
 from moejax.sizes import parse_rate, parse_share, parse_size
 
 if TYPE_CHECKING:
-    from moejax.costs.workload_plan import Capacity, Plan, Planner
+    from moejax.costs.workload_plan import Capacity, Planner, Split
 
 _EPILOG = """\
 examples:
@@ -29,6 +30,8 @@ examples:
       how many users 4 MiB serve like that
   moejax plan --trace t --remember
       from now on runs of the trace's model without numbers are split by it
+  moejax plan --dry-run demo --memory 4MiB --max-num-seqs 4
+      what a run with these options would decide at its start, without reading weights
 
 Figures are predictions from miss curves and measured costs; docs/memory.md says how good they are.
 """
@@ -46,22 +49,21 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         allow_abbrev=False,
     )
     plan.set_defaults(run=_run)
-    plan.add_argument("--trace", required=True, metavar="DIR", help="of the workload, see generate")
-    plan.add_argument("--memory", metavar="SIZE", help="bytes of the arena, such as 16GiB")
+    plan.add_argument(
+        "model", nargs="?", metavar="MODEL", help="of --dry-run: a checkpoint directory, or demo"
+    )
+    plan.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print what a run of MODEL with these options would decide at its start; no weight is "
+        "read",
+    )
+    plan.add_argument(
+        "--trace", dest="workload", metavar="DIR", help="of the workload, see generate"
+    )
     plan.add_argument("--users", type=int, metavar="N", help="who generate at once")
     plan.add_argument(
         "--tpot", metavar="TIME", help="time per output token that each gets, such as 50ms"
-    )
-    plan.add_argument(
-        "--cells",
-        choices=("uniform", "marginal", "optimal"),
-        help="what each layer gets of the experts' share, in a split (default: uniform)",
-    )
-    plan.add_argument(
-        "--kv-overflow",
-        choices=("swap", "recompute"),
-        help="what a KV page that has no room costs in a split: its way to the host and back, or "
-        "computing it again (default: swap)",
     )
     plan.add_argument(
         "--epsilon",
@@ -90,9 +92,13 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "split by this trace where not everything fits",
     )
     plan.add_argument("--json", action="store_true", help="one JSON object, sizes in bytes")
+    add_model_options(plan)
 
 
 def _run(args: argparse.Namespace) -> int:
+    if args.dry_run:
+        return _dry_run(args)
+    _check_of_a_trace(args)
     memory = None if args.memory is None else parse_size(args.memory)
     asked = tuple(name for name in ("memory", "users", "tpot") if getattr(args, name) is not None)
     if args.remember and not asked:
@@ -117,12 +123,12 @@ def _run(args: argparse.Namespace) -> int:
         costs_of_trace,
         open_trace,
         parse_time,
-        write_options,
     )
+    from moejax.start.options_file import write_options
 
     tpot_s = None if args.tpot is None else parse_time(args.tpot)
     epsilon = EPSILON if args.epsilon is None else parse_share(args.epsilon)
-    trace = open_trace(args.trace)
+    trace = open_trace(args.workload)
     link = None if args.link is None else parse_rate(args.link)
     needed = link is None or args.costs is not None or tpot_s is not None
     planner = Planner(trace, costs_of_trace(trace, args.costs) if needed else None, link)
@@ -149,11 +155,52 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
+_SPLIT = {"memory", "cells", "kv_overflow"}
+"""Options of a start that a plan from a trace has too."""
+
+_OF_A_TRACE = ("workload", "users", "tpot", "epsilon", "costs", "link", "output", "remember")
+
+
+def _check_of_a_trace(args: argparse.Namespace) -> None:
+    """Raises UserError for options of a start, which a plan from a trace has not."""
+    if args.workload is None:
+        raise UserError("name the trace of a workload (--trace DIR), or --dry-run and a model")
+    options = engine_options(args)
+    if args.model is not None or args.config is not None or options.keys() - _SPLIT:
+        named = ["MODEL"] if args.model is not None else []
+        named += ["--config"] if args.config is not None else []
+        named += ["--" + name.replace("_", "-") for name in sorted(options.keys() - _SPLIT)]
+        raise UserError(f"{named[0]} is of --dry-run; a plan from a trace has no such option")
+    if options.get("cells") not in (None, "uniform", "marginal", "optimal"):
+        raise UserError("--cells of a plan is uniform, marginal or optimal")
+
+
+def _dry_run(args: argparse.Namespace) -> int:
+    for name in _OF_A_TRACE:
+        if getattr(args, name):
+            flag = "trace" if name == "workload" else name
+            raise UserError(f"--{flag} is of a plan from a trace; leave it out, or --dry-run")
+    if args.model is None:
+        raise UserError("--dry-run needs a model: moejax plan --dry-run MODEL")
+
+    from moejax.start.dry_run import dry_run
+    from moejax.start.options import Options
+
+    plan, assumed = dry_run(Options(args.model, **engine_options(args)))
+    if args.json:
+        notes = {"notes": list(plan.budget.notes), "assumed": list(assumed)}
+        print(json.dumps({**plan.describe(), **notes}, indent=2))
+        return 0
+    print(plan)
+    print("\n".join(f"assumed: {text}" for text in assumed))
+    return 0
+
+
 def _remember(args: argparse.Namespace) -> int:
     from moejax.costs.workload_plan import Planner, open_trace
     from moejax.start.remembered import remember
 
-    trace = open_trace(args.trace)
+    trace = open_trace(args.workload)
     Planner(trace, None, link=1.0)  # which refuses a trace that is of no use
     file = remember(trace)
     if args.json:
@@ -164,7 +211,7 @@ def _remember(args: argparse.Namespace) -> int:
     return 0
 
 
-def _print_plan(plan: Plan, output: str | None) -> None:
+def _print_plan(plan: Split, output: str | None) -> None:
     table = new_table("split", "bytes", "slots", "")
     slots = plan.memory // plan.slot_bytes
     experts, kv = plan.expert_bytes // plan.slot_bytes, plan.kv_bytes // plan.slot_bytes
@@ -201,7 +248,7 @@ def _print_plan(plan: Plan, output: str | None) -> None:
     print(options)
 
 
-def _print_working_sets(plan: Plan) -> None:
+def _print_working_sets(plan: Split) -> None:
     share = f"{plan.epsilon * 100:.3g}%"
     print(f"cells a layer with which at most {share} of warm references miss: for LRU, by reuse")
     print("distances, and as co-activation predicts")

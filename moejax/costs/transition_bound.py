@@ -13,16 +13,14 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Mapping
-from typing import Any, NamedTuple
-
-import jax
+from typing import NamedTuple
 
 from host_offload.memory.layout import SlotLayout
 from host_offload.memory.placement import ResidentSpec
 from host_offload.policies.precision.names import Precision
 from host_offload.sizing.cost_model import CostModel, Work
+from moejax.costs.store import StepSpec, identity, kept_cost_model
 from moejax.errors import UserError
-from moejax.step.runner import Runner
 
 log = logging.getLogger("moejax")
 
@@ -100,18 +98,21 @@ def step_bound(
 
 
 def bounded(
-    resident: ResidentSpec, precision: Precision, runner: Runner, params: Mapping[str, Any]
+    resident: ResidentSpec, precision: Precision, steps: StepSpec, platform: str, read_bytes: int
 ) -> ResidentSpec:
-    """The resident mode with the bound of this run's steps. params: of LoadedModel."""
+    """The resident mode with the bound of this run's steps. platform: of the device. read_bytes: of
+    all parameters that a decode step of one row reads, experts left out."""
     if not resident.spares:
         return resident
-    device = runner.device
+    config = steps.config
+    smallest = min(record.nbytes for record in steps.layout.records)
+    experts = sum(config.moe_layers) * config.num_experts_per_tok * smallest
     bound = step_bound(
         precision,
-        device.platform,
-        device.device_kind,
-        costs=None if device.platform == "cpu" else kept_costs(runner),
-        step_read_bytes=read_bytes(params, runner),
+        platform,
+        steps.device_kind,
+        costs=None if platform == "cpu" else kept_costs(steps),
+        step_read_bytes=read_bytes + experts,
     )
     return dataclasses.replace(
         resident,
@@ -120,24 +121,10 @@ def bounded(
     )
 
 
-def read_bytes(params: Mapping[str, Any], runner: Runner) -> int:
-    """Bytes that a decode step of one row reads at least: all parameters but the embeddings (of
-    which it takes a row, unless they are the head too), and the experts of one token in the
-    smallest version."""
-    gathered = {"embed"} if "lm_head" in params else set()
-    read = [part for name, part in params.items() if name not in gathered]
-    dense = sum(leaf.nbytes for leaf in jax.tree.leaves(read))
-    config = runner.config
-    smallest = min(record.nbytes for record in runner.layout.records)
-    return dense + sum(config.moe_layers) * config.num_experts_per_tok * smallest
-
-
-def kept_costs(runner: Runner) -> CostModel | None:
+def kept_costs(steps: StepSpec) -> CostModel | None:
     """Costs that `moejax calibrate` has measured for this run, or for the same one with dense
     experts; None where there are none. Nothing is measured here."""
-    from moejax.costs.calibration import identity, kept_cost_model  # which runs engines
-
-    about = identity(runner)
+    about = identity(steps)
     dense = {name: value for name, value in about.items() if name != "versions"}
     dense["expert_bytes"] = about["expert_bytes"][:1]
     for wanted in (about, dense):

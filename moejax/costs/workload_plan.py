@@ -12,7 +12,6 @@ import json
 import os
 import platform
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from host_offload.sizing.right_size import EPSILON, WorkingSet, memory_for, user
 from host_offload.sizing.split import Division, MissCosts, division_of, link_costs, miss_costs
 from host_offload.traces.reader import Trace, TraceError, read_trace
 from moejax.cache import cache_root
-from moejax.costs.calibration import load_cost_model
+from moejax.costs.store import load_cost_model
 from moejax.errors import UserError
 
 _TIME = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*(us|µs|ms|s)")
@@ -46,8 +45,8 @@ def parse_time(value: str) -> float:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """A memory's split."""
+class Split:
+    """A memory's split between experts and KV, and what it is predicted to cost."""
 
     memory: int
     """Bytes of the arena, whole slots."""
@@ -140,7 +139,7 @@ class Planner:
         cells: str = "uniform",
         kv_overflow: str = "swap",
         epsilon: float = EPSILON,
-    ) -> Plan:
+    ) -> Split:
         """The split of so many bytes by WiSP's configurator, and what the trace's steps take then.
         cells: how the experts' slots are shared over layers. epsilon: in [0, 1], the warm miss rate
         that is small enough for a working set. Raises UserError for a memory that is too small,
@@ -157,7 +156,7 @@ class Planner:
         moved = missed_bytes(curves, self._link_bytes[None])[layer, found.cells]
         slot = division.unit
         step_s = np.nan if prediction is None else prediction.mean_s("decode")
-        return Plan(
+        return Split(
             memory=division.total_bytes,
             slot_bytes=slot,
             cap=found.cap,
@@ -348,35 +347,3 @@ def _about(file: Path) -> dict[str, Any]:
         return dict(json.loads(file.read_text())["about"])
     except (OSError, ValueError, KeyError, TypeError):
         return {}
-
-
-# ---- options in a file
-
-OPTIONS = ("memory", "expert_budget", "kv_budget", "budget", "resize", "cells", "eviction")
-"""What a file of options may have: arguments of LLM."""
-
-
-def write_options(path: str | os.PathLike[str], options: Mapping[str, Any]) -> None:
-    """Raises UserError where the file cannot be written."""
-    try:
-        Path(path).write_text(json.dumps(dict(options), indent=1) + "\n")
-    except OSError as error:
-        raise UserError(f"{path} cannot be written ({error.strerror})") from error
-
-
-def read_options(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Arguments of LLM from a JSON file. Raises UserError for a file that cannot be read, is no
-    JSON object, or has another key than OPTIONS."""
-    try:
-        options = json.loads(Path(path).read_text())
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror})") from error
-    except ValueError as error:
-        raise UserError(f"{path} is no JSON: {error}") from error
-    if not isinstance(options, dict):
-        raise UserError(f"{path} must be a JSON object of options, not {type(options).__name__}")
-    if unknown := sorted(set(options) - set(OPTIONS)):
-        raise UserError(
-            f"{path} has the unknown option {unknown[0]!r}; known: {', '.join(OPTIONS)}"
-        )
-    return options

@@ -54,8 +54,10 @@ class Engine:
 
     seed: of requests that bring none; such a request draws from it and from its number in the
     engine's life. listener: called with each step after its dispatch (for tests, recorders and
-    integrity checks); it may wait for the device, which only costs time. hooks: called between the
-    layers of every step, with driver="host" only. Not for several threads.
+    integrity checks); it may wait for the device, which only costs time. control: the policies'.
+    resizer: the control's (default: one of the engine's own). tracer: gets a record of every step.
+    tokenizer: for stop strings; without one, requests with them are refused. hooks: called between
+    the parts of a layer. Not for several threads.
     """
 
     def __init__(
@@ -69,15 +71,19 @@ class Engine:
         listener: Listener | None = None,
         control: Control | None = None,
         resizer: Resizer | None = None,
+        tracer: Tracer | None = None,
+        tokenizer: PreTrainedTokenizerFast | None = None,
         hooks: Hooks | None = None,
     ):
         self.runner, self.scheduler, self.statistics = runner, scheduler, statistics
         self.eos_token_ids = frozenset(eos_token_ids)
         self.seed, self.listener, self.control = seed, listener, control
-        self.tracer: Tracer | None = None
-        """Gets a record of every step."""
-        self.tokenizer: PreTrainedTokenizerFast | None = None
-        """For stop strings; None: requests with them are refused."""
+        self.resizer = Resizer(runner, scheduler) if resizer is None else resizer
+        self.tracer, self.tokenizer = tracer, tokenizer
+        wanted = None if control is None else layer_hooks(control, runner)
+        if hooks is not None and wanted is not None:
+            raise UserError("hooks and policies that look between layers cannot both be given")
+        self.hooks = wanted if hooks is None else hooks
         self.events: deque[Event] = deque(maxlen=1000)
         self._sampler = TokenSampler(runner, self.eos_token_ids)
         self._pending: Step | None = None
@@ -85,11 +91,6 @@ class Engine:
         self._steps = itertools.count()
         self._block_table: tuple[int, jax.Array] | None = None
         self._compiled: set[tuple[str, int]] = set()
-        self.resizer = resizer or Resizer(runner, scheduler)
-        wanted = None if control is None else layer_hooks(control, runner)
-        if hooks is not None and wanted is not None:
-            raise UserError("hooks and policies that look between layers cannot both be given")
-        self.hooks = wanted if hooks is None else hooks
 
     # ---- requests
 
@@ -173,7 +174,8 @@ class Engine:
         self.drain()
         if not self.idle:
             raise ValueError("requests are running; budgets change between them")
-        check_grant(self.scheduler.arena, cells_per_layer, kv_slots)
+        arena = self.scheduler.arena
+        check_grant(arena.cell_row.shape, arena.slots, cells_per_layer, kv_slots)
         # A slot that changes sides must be empty.
         self.scheduler.move_out_all()
         grant(self.runner, self.scheduler.arena, cells_per_layer, kv_slots)

@@ -26,13 +26,16 @@ MOVED_PAGES = SWAP_PAGES
 """Most KV pages that a resize moves before one step, so that the step takes little longer."""
 
 
-def check_grant(arena: SlotArena, cells: Sequence[int], kv_slots: int) -> None:
-    """Raises ValueError for cells per layer and KV slots that the arena cannot have at once."""
-    layers, bound = arena.cell_row.shape
+def check_grant(
+    cells_shape: tuple[int, ...], slots: int, cells: Sequence[int], kv_slots: int
+) -> None:
+    """Raises ValueError for cells per layer and KV slots that an arena cannot have at once.
+    cells_shape: (layers, most cells of one). slots: of the arena."""
+    layers, bound = cells_shape
     if len(cells) != layers or any(not 0 <= n <= bound for n in cells):
         raise ValueError(f"cells per layer must be {layers} numbers of 0…{bound}: {cells}")
-    if kv_slots < 0 or sum(cells) + kv_slots > arena.slots:
-        raise ValueError(f"{sum(cells)} cells + {kv_slots} KV slots of {arena.slots} slots")
+    if kv_slots < 0 or sum(cells) + kv_slots > slots:
+        raise ValueError(f"{sum(cells)} cells + {kv_slots} KV slots of {slots} slots")
 
 
 def grant(runner: Runner, arena: SlotArena, cells: Sequence[int], kv_slots: int) -> None:
@@ -75,20 +78,20 @@ class Resizer:
     moved together and sessions between turns moved out, at most MOVED_PAGES pages before a step;
     layers get the slots as they become empty. KV that requests run on is not moved out, and KV
     keeps what all who run and all sessions hold beside a new request (least_pages): the rest of
-    such a wish waits. What that cannot foresee, sessions that grow later, `unblock` is for.
+    such a request waits. What that cannot foresee, sessions that grow later, `unblock` is for.
     """
 
     runner: Runner
     scheduler: Scheduler
     resizes: int = 0
-    """Wishes carried out that changed something."""
+    """Requests carried out that changed something."""
     slots_moved: int = 0
     """Slots that KV gave or got."""
     deferred: int = 0
-    """Steps that went by with a wish that was not carried out in full."""
+    """Steps that went by with a request that was not carried out in full."""
     failed: int = 0
-    """Wishes dropped because the device refused a copy."""
-    _begun: bool = False
+    """Requests dropped because the device refused a copy."""
+    _moving: bool = False
 
     def move(self, cells: np.ndarray | None, kv_pages: int | None) -> Moved:
         """cells: of each layer; None: as they are. kv_pages: rounded up to slots; None: as it is.
@@ -113,13 +116,13 @@ class Resizer:
         has, kv_has = cells_of(arena), arena.count(SlotClass.KV)
         changed = has != had or kv_has != kv_had
         settled = failed or (has == wanted and kv_has == kv_wanted)
-        self._begun |= changed
+        self._moving |= changed
         self.slots_moved += abs(kv_has - kv_had)
         self.failed += failed
         self.deferred += not settled
         if settled:
-            self.resizes += self._begun and not failed
-            self._begun = False
+            self.resizes += self._moving and not failed
+            self._moving = False
         return Moved(settled, changed)
 
     def unblock(
@@ -127,8 +130,9 @@ class Resizer:
     ) -> ScheduledWork | None:
         """For a moment when requests wait for pages and nothing can be dispatched: gives KV slots
         of experts, one at a time, until next_work has a step; None: experts have none left. So
-        nobody waits for ever whom the split at the start would have served; no wish is needed, and
-        one that is unfinished goes on before the next step. moved: called after each slot."""
+        nobody waits for ever whom the split at the start would have served; no request is
+        needed, and one that is unfinished goes on before the next step. moved: called after each
+        slot."""
         work = None
         while work is None and self._take_slot():
             self.slots_moved += 1
@@ -164,7 +168,8 @@ class Resizer:
 
     def _check(self, wanted: list[int], kv_wanted: int) -> None:
         """Raises ValueError for what can never be."""
-        check_grant(self.scheduler.arena, wanted, kv_wanted)
+        arena = self.scheduler.arena
+        check_grant(arena.cell_row.shape, arena.slots, wanted, kv_wanted)
 
     def _move(self, wanted: list[int], kv_wanted: int) -> None:
         arena = self.scheduler.arena
@@ -201,8 +206,8 @@ class ResidentResizer(Resizer):
     do without once fewer are high, and experts make more of theirs high when KV gives slots back.
 
     Policies say how many pages KV should have; who is demoted is the precision's decision, and
-    which slot becomes empty that of its transitions (Transitions.aim), so a wish of KV waits until
-    enough were demoted and cells were moved together, within the bounds of each step.
+    which slot becomes empty that of its transitions (Transitions.aim), so a request of KV waits
+    until enough were demoted and cells were moved together, within the bounds of each step.
     """
 
     transitions: Transitions = dataclasses.field(kw_only=True)

@@ -18,6 +18,8 @@ from host_offload.versions.encoders import WORKERS, EncodingError, pack_quantize
 from host_offload.versions.gptq import gptq_expert
 from host_offload.versions.quantizers import UnquantizableError, to_float32
 from moejax.errors import UserError
+from moejax.evaluate.evaluation import perplexity
+from moejax.serve.llm import LLM
 from pallas_kernels.expert_ffn.activation import ACTIVATIONS
 from pallas_kernels.records import RecordFormat
 
@@ -61,9 +63,6 @@ def expert_inputs(
     scratch: a directory with room for tokens · MoE layers · 2·D bytes, given back at the end.
     Raises UserError for files that cannot be read and as LLM and perplexity do.
     """
-    from moejax.evaluate.evaluation import perplexity
-    from moejax.serve.llm import LLM
-
     texts = {str(file): _text(file) for file in files}
     with tempfile.TemporaryDirectory(dir=scratch, prefix=".calibration-") as directory:
         trace = pathlib.Path(directory) / "trace"

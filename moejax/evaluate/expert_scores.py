@@ -24,8 +24,8 @@ from moejax.checkpoints.formats import checkpoint_format
 from moejax.checkpoints.load import load_checkpoint
 from moejax.checkpoints.loaded_model import LoadedModel
 from moejax.checkpoints.orbax.manifest import MANIFEST, read_manifest
+from moejax.checkpoints.versions import with_versions
 from moejax.errors import UserError
-from moejax.evaluate.quantization import with_versions
 from moejax.models.directory import checkpoint_directory
 from pallas_kernels.expert_ffn.activation import ACTIVATIONS
 from pallas_kernels.records.format import BITS

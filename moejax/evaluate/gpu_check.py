@@ -23,9 +23,10 @@ from moejax.engine.loop import Engine
 from moejax.errors import UserError
 from moejax.models.config import ModelConfig
 from moejax.requests.sampling_params import SamplingParams
-from moejax.start.build import Limits, start_engine
+from moejax.start.build import start_engine
 from moejax.start.kernels import kernel_shapes
-from pallas_kernels import parse_ops, resolve_ops
+from moejax.start.options import Options
+from pallas_kernels import resolve_ops
 from pallas_kernels.records import RecordFormat
 from pallas_kernels.records.versions import Formats, VersionFormats
 from pallas_kernels.triton import is_interpreted
@@ -147,17 +148,9 @@ def check_engine(device: jax.Device, name: str, layers: int | None, steps: int) 
     config = shape(name, layers)
     began = time.perf_counter()
     loaded = random_model(config, device=device)
-    limits = Limits(max_model_len=1024, max_num_seqs=64, expert_budget=Share(1.0))
+    options = Options(name, max_model_len=1024, max_num_seqs=64, expert_budget=Share(1.0))
     try:
-        engine, budget = start_engine(
-            loaded,
-            limits,
-            eviction="lru",
-            ops=parse_ops("auto"),
-            device=device,
-            seed=0,
-            listener=None,
-        )
+        engine, plan = start_engine(loaded, options, device)
     except UserError as error:
         print(f"the engine does not start: {error}")
         loaded.store.delete()
@@ -165,6 +158,7 @@ def check_engine(device: jax.Device, name: str, layers: int | None, steps: int) 
     print(
         f"{name}, {config.num_hidden_layers} layers: {time.perf_counter() - began:.0f} s to start"
     )
+    budget = plan.budget
     print("; ".join(budget.notes), engine.runner.ops)
     experts = config.num_experts
     digests, failed = {}, 0

@@ -1,10 +1,9 @@
-"""Versions of a model's experts: those that a run wants, and those that a checkpoint gets."""
+"""Versions that a checkpoint gets beside its dense experts: `moejax quantize`."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
 import os
 import pathlib
 import time
@@ -12,35 +11,23 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from host_offload.memory.layout import ExpertLayout
 from host_offload.versions.encoders import EncodingError, encode
 from host_offload.versions.quantizers import QUANTIZERS, rtn
-from host_offload.versions.store_versions import VersionError, add_version, lossless_where_it_fits
 from moejax.checkpoints.conversion_source import Source, open_source
 from moejax.checkpoints.convert import Conversion, Encoding, free_destination, write_checkpoint
 from moejax.checkpoints.formats import checkpoint_format
-from moejax.checkpoints.loaded_model import LoadedModel
 from moejax.checkpoints.orbax.manifest import MANIFEST, read_manifest
 from moejax.checkpoints.orbax.source import orbax_source
 from moejax.checkpoints.safetensors.shards import find_shards
-from moejax.device import require_pinned_memory
+from moejax.checkpoints.versions import GPTQ, LOSSLESS, check_quantizer, check_versions
 from moejax.errors import UserError
 from moejax.evaluate.expert_inputs import ExpertInputs, expert_inputs, gptq_records
 from moejax.models.config import load_config
 from moejax.models.directory import checkpoint_directory
-from pallas_kernels.records import RecordFormat
 from pallas_kernels.records.format import MATRICES
-
-log = logging.getLogger("moejax")
-
-GPTQ = "gptq"
-"""The quantizer that looks at what experts see of a text (host_offload.versions.gptq)."""
 
 CALIBRATION_TOKENS = 32768
 """Of each file, unless the caller says otherwise."""
-
-LOSSLESS = "lossless"
-"""Stands for a quantizer where a version keeps all bits."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,89 +58,6 @@ class Quantization:
     conversion: Conversion
     dense_bytes: int
     versions: dict[str, WrittenVersion]
-
-
-def check_versions(layout: ExpertLayout, dtype: str, versions: Sequence[str]) -> None:
-    """Raises UserError for versions that experts of this dense layout cannot have in a run's dtype,
-    saying what to do, and for one named twice or none."""
-    if not versions or len(set(versions)) < len(versions):
-        raise UserError(f"name each version once, not {', '.join(versions) or 'none'}")
-    for version in versions:
-        try:
-            RecordFormat(version, layout.hidden, layout.width, dtype)
-        except ValueError as error:
-            raise UserError(str(error)) from None
-
-
-def check_quantizer(name: str) -> None:
-    """Raises UserError for a quantizer that cannot make versions when a run starts."""
-    if name == GPTQ:
-        raise UserError(
-            "quantizer 'gptq' needs a text, and long; write its versions once with moejax quantize "
-            "--quantizer gptq --data FILE, and run what it writes"
-        )
-    if name not in QUANTIZERS:
-        raise UserError(f"quantizer {name!r} is unknown; choose {', '.join(QUANTIZERS)}")
-
-
-def with_versions(
-    loaded: LoadedModel,
-    wanted: Sequence[str],
-    *,
-    quantizer: str = "rtn",
-    progress: Callable[[str, int, int], None] | None = None,
-) -> LoadedModel:
-    """The model with a store of exactly these versions, in this order.
-
-    wanted: of pallas_kernels.records.VERSIONS, each once. Those that the checkpoint has are taken;
-    the others are encoded from the dense version, which is freed afterwards if it is not wanted.
-    Of lossless12, unless dense is wanted too, layers with an expert that it cannot hold stay dense,
-    each in one of the two arrays (ExpertStore.layers), and the log says which and why.
-    quantizer: how int versions are made. progress: called with (version, done, total bytes).
-
-    Raises UserError for unknown names, where the dense version is needed and not there, for what
-    the version cannot hold (its message says what to do), and where host memory is too small.
-    """
-    check_quantizer(quantizer)
-    check_versions(loaded.layout, loaded.dtype, wanted)
-    store, began, quantizers = loaded.store, time.perf_counter(), dict(loaded.quantizers)
-    # Last what takes the place of dense, which the others are made from.
-    replacing = {"lossless12"} if "dense" not in wanted else set()
-    for version in sorted(wanted, key=replacing.__contains__):
-        if version in store.layouts:
-            continue
-        layout = dataclasses.replace(loaded.layout, version=version, dtype=loaded.dtype)
-        device = next(iter(next(iter(store.arrays.values())).devices()))
-        layers, experts = next(iter(store.arrays.values())).shape[:2]
-        require_pinned_memory(device, store.nbytes + layers * experts * layout.nbytes)
-
-        def report(done: int, total: int, version: str = version) -> None:
-            if progress is not None:
-                progress(version, done, total)
-
-        try:
-            if version in replacing:
-                store, dense = lossless_where_it_fits(store, loaded.dtype, report)
-                for layer, reason in dense.items():
-                    log.warning("lossless12: MoE layer %d stays dense: %s", layer, reason)
-            else:
-                store = add_version(store, version, loaded.dtype, QUANTIZERS[quantizer], report)
-        except VersionError as error:
-            raise UserError(f"{error}; use another version") from None
-        except MemoryError as error:
-            raise UserError(str(error)) from error
-        if version != "dense":
-            quantizers[version] = quantizer if layout.format.lossy else LOSSLESS
-    kept = list(wanted)
-    if store.layers:
-        kept.insert(kept.index("lossless12") + 1, "dense")
-    seconds = loaded.seconds | {"versions": time.perf_counter() - began}
-    return dataclasses.replace(
-        loaded,
-        store=store.only(kept),
-        seconds=seconds,
-        quantizers={version: name for version, name in quantizers.items() if version in wanted},
-    )
 
 
 def quantize(

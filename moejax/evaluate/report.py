@@ -33,7 +33,7 @@ def result_json(llm: LLM, result: PerplexityResult) -> dict[str, Any]:
             "dtype": llm.dtype,
             "experts": {record.version: record.nbytes for record in runner.layout.records},
             "precision": {
-                **llm.precision.report(),
+                **llm.plan.settings.precision.report(),
                 "quantizers": stats["precision"]["quantizers"],
             },
         },

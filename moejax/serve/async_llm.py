@@ -18,6 +18,7 @@ from moejax.requests.request import Prompt
 from moejax.requests.sampling_params import SamplingParams
 from moejax.serve.engine_thread import EngineThread, Stream
 from moejax.serve.llm import LLM
+from moejax.start.options import Options
 
 _EXIT_S = 30.0
 """How long the end of the interpreter waits for the step that is running."""
@@ -30,23 +31,27 @@ class AsyncLLM:
             async for output in llm.generate("The old house", SamplingParams(max_tokens=64)):
                 print(output.outputs[0].text)
 
-    model: as of LLM, with its options; then starting blocks like LLM's own start, and closing frees
-    the model. Or an LLM that was started: until `close` it belongs to the AsyncLLM and refuses
-    everybody else.
+    model: as of LLM, with its options as keywords, or its Options; then starting blocks like LLM's
+    own start, and closing frees the model. Or an LLM that was started: until `close` it belongs to
+    the AsyncLLM and refuses everybody else.
 
     One thread of its own runs the engine and sleeps while there is nothing to do; any number of
     tasks may call, of any event loop. Raises UserError as LLM does, for options given with an LLM,
     and for an LLM that is closed, runs requests or belongs to another AsyncLLM.
     """
 
-    def __init__(self, model: str | os.PathLike[str] | LLM, **options: Any):
+    def __init__(self, model: str | os.PathLike[str] | Options | LLM, **options: Any):
         if isinstance(model, LLM) and options:
             raise UserError(
                 f"{', '.join(options)}: this LLM was already started with its own options; "
                 "give them to LLM(...), or give AsyncLLM the model's name"
             )
         self._owns = not isinstance(model, LLM)
-        self._llm = LLM(model, **options) if not isinstance(model, LLM) else model
+        if isinstance(model, LLM):
+            self._llm = model
+        else:
+            given = model if isinstance(model, Options) else Options(model, **options)
+            self._llm = LLM.from_options(given)
         self._shutting, self._shut = threading.Lock(), False
         # One thread, so that prompts reach the engine in order.
         self._encoder = ThreadPoolExecutor(1, "moejax-encode")

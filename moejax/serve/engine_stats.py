@@ -8,7 +8,7 @@ import jax
 
 from moejax.engine.arena_report import arena_stats, kv_stats
 from moejax.engine.loop import Engine
-from moejax.start.build import ops_in_use
+from moejax.start.shapes import ops_in_use
 from moejax.start.start_times import StartTimes
 
 

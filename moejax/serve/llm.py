@@ -13,13 +13,11 @@ import jax
 import numpy as np
 
 from host_offload.control.interface import Policy
-from host_offload.control.rules import check_policies
 from host_offload.memory.budget import Share
-from host_offload.policies.eviction.names import with_eviction
 from host_offload.policies.precision.names import Precision
-from host_offload.policies.prefetch.names import with_prefetch
 from moejax.cache import use_compilation_cache
 from moejax.checkpoints.load import load_checkpoint
+from moejax.checkpoints.loaded_model import LoadedModel
 from moejax.device import select_device
 from moejax.engine.loop import Engine, Listener
 from moejax.errors import UserError
@@ -41,14 +39,13 @@ from moejax.serve.generation import (
     run_stream,
     submit,
 )
-from moejax.sizes import parse_expert_budget, parse_size
-from moejax.start.budget_options import parse_budget_options, start_budget
-from moejax.start.build import Limits, check_driver, start_engine
+from moejax.start.build import start_engine
 from moejax.start.explain import Explanation, explain
-from moejax.start.precision import parse_precision, precision_stats, trace_header, with_precision
+from moejax.start.options import Options
+from moejax.start.precision import precision_stats, with_precision
+from moejax.start.settings import Settings, settings_of
 from moejax.start.start_times import StartTimes
-from moejax.traces.tracer import check_trace, trace_engine
-from pallas_kernels import parse_ops
+from moejax.step.hooks import Hooks
 
 log = logging.getLogger("moejax")
 
@@ -56,42 +53,11 @@ log = logging.getLogger("moejax")
 class LLM:
     """A Mixture-of-Experts model that runs from a fixed arena of expert slots and KV pages.
 
-    model: a Hugging Face or Orbax checkpoint directory, or "demo" for the model in the package
-    ("./demo" is a directory). step, name_map: of an Orbax checkpoint that another program wrote,
-    see load_checkpoint and docs/checkpoints.md.
-    dtype: "auto" (the checkpoint's), "half", "float16", "bfloat16", "float", "float32".
-    seed: of requests that bring none. max_model_len: prompt and generated tokens of a sequence
-    (default: the model's). max_num_seqs: sequences decoded at once (16 on CPU, 64 on GPU).
-    max_num_batched_tokens: prompt tokens of the largest prefill step (2048 on CPU, 8192 on GPU).
-
-    memory, expert_budget, kv_budget: bytes (`6 * 2**30` or "6GiB") of the arena and its two parts;
-    expert_budget also as a share of all experts ("25%"). Any two fix the third; without numbers all
-    experts and the KV of max_num_seqs × max_model_len are held, both cut to what fits. The budget
-    decides speed only: the output has the same bits. budget, resize, cells: where the line between
-    the two is, whether it moves while requests run, what each layer gets (docs/memory.md).
-
-    swap_space: most host memory for KV pages that make room, bytes or "4GiB". kv_overflow: "swap"
-    moves them there; "recompute" drops them and computes them again by the prefill path, which
-    changes bits (`RequestMetrics.recomputed` says of whom). enable_prefix_caching: prompts with
-    equal beginnings share KV. long_prefill_token_threshold: most tokens of one prompt in a prefill
-    step that others wait for (default: a quarter of max_num_batched_tokens).
-
-    driver: "device" runs a step as one executable; "host" calls each layer's parts from Python,
-    slower, for policies that look between them; no bit depends on it.
-    eviction: which expert makes room, "lru" (default), "lfu", "lfru", "fifo" or "static", see
-    host_offload.policies. policies: more of them, of your own (docs/write_a_policy.md); one that
-    writes victim_weights takes the place of eviction. prefetch: NAME or NAME=PATH, which experts
-    come ahead of need (docs/policies.md). No bit depends on any of them.
-    precision, hi, lo, interval, hi_share, quantizer: which version experts are in, "int8", "int4",
-    "int2" (which change bits), "lossless12", or a mix of two by "dynaexq", "map=FILE" or "random":
-    docs/precision.md.
-    ops: "auto", "xla", "pallas", or per op, "plan=xla,route=pallas" (pallas_kernels.resolve_ops).
-    device: "cpu", "gpu" or a jax device (default: jax's first). progress: bars on stderr while
-    loading and generating. cache_dir: XLA's compilation cache (default: jax's own setting if there
-    is one, else ~/.cache/moejax/xla; "" for none). listener: see Engine. prefill_waves: passes over
-    a layer's experts in a prefill step (default: 1 with XLA ops, 8 with kernels); no bit depends on
-    it. trace: an empty or new directory to write a trace of every step into (docs/trace_format.md).
-    trace_arrays: what else is in it, of "probs", "gate_input" and "embedding"; they are large.
+    The keywords are those of moejax.start.options.Options, where each is described. model: a
+    checkpoint directory, or "demo" for the model in the package. Sizes are bytes or text ("6GiB",
+    of experts also "25%"); any two of memory, expert_budget and kv_budget fix the third. No bit of
+    the output depends on budgets, policies or driver; on lossy versions (precision), ops and dtype
+    it does.
 
     A context manager: leaving it frees arena, store and parameters. Raises UserError, BudgetError
     or ArenaTooSmall for what the caller can mend.
@@ -136,93 +102,64 @@ class LLM:
         enable_prefix_caching: bool = True,
         long_prefill_token_threshold: int | None = None,
         listener: Listener | None = None,
+        hooks: Hooks | None = None,
     ):
+        self._begin(Options(**{name: value for name, value in locals().items() if name != "self"}))
+
+    @classmethod
+    def from_options(cls, options: Options) -> LLM:
+        """LLM(**options)."""
+        llm = cls.__new__(cls)
+        llm._begin(options)
+        return llm
+
+    def _begin(self, options: Options) -> None:
         self._start = StartTimes()
         # Everything that can be wrong without reading the weights is found before reading them.
-        limits = Limits(
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            memory=None if memory is None else parse_size(memory),
-            expert_budget=None if expert_budget is None else parse_expert_budget(expert_budget),
-            kv_budget=None if kv_budget is None else parse_size(kv_budget),
-            prefill_waves=prefill_waves,
-            swap_space=parse_size(swap_space),
-            kv_overflow=kv_overflow,
-            enable_prefix_caching=enable_prefix_caching,
-            long_prefill_token_threshold=long_prefill_token_threshold,
-        )
-        check_driver(driver)
-        self._budgets = parse_budget_options(budget, resize, cells, limits)
-        mix: Any = dict(hi=hi, lo=lo, interval=interval, hi_share=hi_share, quantizer=quantizer)
-        self.precision = parse_precision(precision, seed=seed, cells=(budget, cells), **mix)
-        others = self._budgets.policies(self.precision)
-        try:
-            eviction, all_policies = with_eviction(eviction, with_prefetch(prefetch, policies))
-            all_policies = *all_policies, *others
-            check_policies(all_policies, driver)
-            wanted_ops = parse_ops(ops)
-        except ValueError as error:
-            raise UserError(str(error)) from error
-        arrays = check_trace(trace, trace_arrays)
-        use_compilation_cache(cache_dir)
-        self.model, self._progress, self._eviction = str(model), progress, eviction
-        self.device = select_device(device)
-        directory = model_directory(model)
+        settings = settings_of(options)
+        use_compilation_cache(options.cache_dir)
+        self.options, self.model = options, str(options.model)
+        self.device = select_device(options.device)
+        directory = model_directory(options.model)
         self._start.end("backend")
         with ThreadPoolExecutor(1) as pool:
             tokenizer = pool.submit(load_tokenizer, directory)
-            with loading_progress(self.model, progress) as report:
-                versions = self.precision.versions
-                loaded = load_checkpoint(
-                    directory, dtype, self.device, report, step, name_map, versions
-                )
-            loaded = with_precision(loaded, self.precision, quantizer, progress)
+            loaded = self._load(settings, directory)
             self._start.end("load", loaded.seconds)
             try:
-                self.engine, self.budget = start_engine(
+                self.engine, self.plan = start_engine(
                     loaded,
-                    limits,
-                    policies=all_policies,
-                    precision=self.precision,
-                    driver=driver,
-                    trace_arrays=arrays,
-                    ops=wanted_ops,
-                    device=self.device,
-                    seed=seed,
-                    listener=listener,
+                    settings,
+                    self.device,
+                    tokenizer=lambda: check_vocabulary(
+                        tokenizer.result(), loaded.config, directory
+                    ),
                 )
             except BaseException:
                 loaded.store.delete()
                 raise
             self._start.end("engine")
-            try:
-                self._tokenizer = check_vocabulary(tokenizer.result(), self.config, directory)
-                self.engine.tokenizer = self._tokenizer
-                self.budget = start_budget(self.engine, self._budgets, self.budget)
-                self._tracer = trace_engine(
-                    self.engine,
-                    trace,
-                    dtype=loaded.dtype,
-                    seed=seed,
-                    settings={
-                        "model": self.model,
-                        "eviction": eviction,
-                        "prefetch": prefetch,
-                        "precision": trace_header(self.precision, self.engine.runner),
-                        "driver": driver,
-                        "budgets": self._budgets.stats(),
-                    },
-                    arrays=arrays,
-                )
-            except BaseException:
-                self.engine.runner.delete()
-                raise
         self.dtype, self._made = loaded.dtype, loaded.quantizers
+        self._tracer = self.engine.tracer
         self._start.end("tokenizer")
         self._closed = False
         self._borrower: threading.Thread | None = None
         log.info("%s: ops %s; %s", self.model, self.engine.runner.ops, self._start)
+
+    def _load(self, settings: Settings, directory: str | os.PathLike[str]) -> LoadedModel:
+        """The checkpoint's weights, in the versions of the precision."""
+        options, precision = settings.options, settings.precision
+        with loading_progress(self.model, options.progress) as report:
+            loaded = load_checkpoint(
+                directory,
+                options.dtype,
+                self.device,
+                report,
+                options.step,
+                options.name_map,
+                precision.versions,
+            )
+        return with_precision(loaded, precision, options.quantizer, options.progress)
 
     # ---- what users call
 
@@ -232,7 +169,7 @@ class LLM:
 
     def get_tokenizer(self):
         """The tokenizer (transformers' PreTrainedTokenizerFast), None if the model has none."""
-        return self._tokenizer
+        return self.engine.tokenizer
 
     def generate(
         self,
@@ -263,7 +200,7 @@ class LLM:
         with in_engine(self._open()) as submissions:
             submissions += [submit(self.engine, *one) for one in asked]
             requests = [r for s in submissions for r in s.requests]
-            shown, ended, statistics = self._progress and use_tqdm, 0, self.engine.statistics
+            shown, ended, statistics = self.options.progress and use_tqdm, 0, self.engine.statistics
             with token_progress(
                 "generating", len(requests), 0, lambda: statistics.generated_tokens, shown
             ) as report:
@@ -271,7 +208,7 @@ class LLM:
                     touched = self.engine.step()
                     ended += sum(r.finish_reason is not None for r in touched)
                     report(ended)
-            return [submission.output(self._tokenizer) for submission in submissions]
+            return [submission.output(self.engine.tokenizer) for submission in submissions]
 
     def generate_each(
         self, requests: Iterable[GenerationRequest], *, max_in_flight: int | None = None
@@ -292,7 +229,9 @@ class LLM:
             max_in_flight = 2 * shapes.rows + shapes.prefill_chunks
         if max_in_flight < 1:
             raise UserError(f"max_in_flight must be at least 1, got {max_in_flight}")
-        return run_each(self._open, iter(requests), max_in_flight, self._encode, self._tokenizer)
+        return run_each(
+            self._open, iter(requests), max_in_flight, self._encode, self.engine.tokenizer
+        )
 
     def end_session(self, session_id: str) -> None:
         """Forgets a session and frees its KV. Raises UserError for a session that does not exist or
@@ -312,7 +251,7 @@ class LLM:
         session_id, priority: as of generate. Closing the iterator early cancels the request. Raises
         UserError as generate does, and for n > 1.
         """
-        if self._tokenizer is None:
+        if self.engine.tokenizer is None:
             raise UserError(f"{self.model} has no tokenizer; use generate() with token ids")
         encoded, params = self._encode(prompt), sampling_params or SamplingParams()
         if params.n > 1:
@@ -356,17 +295,20 @@ class LLM:
     def stats(self) -> dict[str, Any]:
         """What ran and what it cost, as plain data; the command line's --json prints it."""
         ran = engine_stats(self._open(), self._start)
+        settings = self.plan.settings
         options = {
-            "eviction": self._eviction,
-            "precision": precision_stats(self.precision, ran["control"], self.engine, self._made),
-            "budget": {**self._budgets.stats(), **self.engine.resizer.stats()},
+            "eviction": settings.eviction,
+            "precision": precision_stats(
+                settings.precision, ran["control"], self.engine, self._made
+            ),
+            "budget": {**settings.budgets.stats(), **self.engine.resizer.stats()},
         }
         names = {"model": self.model, "dtype": self.dtype, "device": self.device.device_kind}
-        return {**names, **options, **ran, "notes": list(self.budget.notes)}
+        return {**names, **options, **ran, "notes": list(self.plan.budget.notes)}
 
     def explain(self) -> Explanation:
         """How memory is divided now, as a table that adds up line by line: `print` it."""
-        return explain(self._open(), self.budget)
+        return explain(self._open(), self.plan.budget)
 
     def close(self) -> None:
         """Completes the trace and frees arena, store and parameters. Idempotent. Raises UserError
@@ -400,7 +342,7 @@ class LLM:
     # ---- pieces
 
     def _encode(self, prompt: Prompt) -> EncodedPrompt:
-        return encode_prompt(prompt, self._tokenizer, self.model)
+        return encode_prompt(prompt, self.engine.tokenizer, self.model)
 
     def _open(self) -> Engine:
         if self._closed:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
 
-from host_offload.control.controller import Controller
+from host_offload.control.controller import Controller, Event
 from host_offload.control.interface import Costs, Policy
 from host_offload.control.paging import PagedSpec
 from host_offload.memory.placement import ResidentSpec
@@ -29,10 +29,11 @@ def start_controller(
     resident: ResidentSpec | None = None,
     paged: PagedSpec | None = None,
     costs: Costs | None = None,
+    listener: Callable[[Event], None] | None = None,
 ) -> Controller:
     """The controller of an engine's policies. routers: of each run of MoE layers, [n, E, D], for
     policies that need them; costs likewise. resident: where every expert has a version in the
-    arena. paged: where layers have cells of two versions. Raises ValueError for policies that
+    arena. paged: where layers have cells of two versions. listener: see Controller. Raises ValueError for policies that
     cannot run."""
     router = None
     if any("router" in policy.needs for policy in policies):
@@ -44,4 +45,5 @@ def start_controller(
     if paged is not None:
         spec = dataclasses.replace(spec, capacity=paged.capacity)
     check_fitted(policies, config_digest(runner.config))
-    return Controller(dataclasses.replace(spec, router=router, costs=costs), policies)
+    spec = dataclasses.replace(spec, router=router, costs=costs)
+    return Controller(spec, policies, listener=listener)

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from host_offload.control.paging import PagedSpec, version_cells
+from host_offload.memory.budget import Share
 from host_offload.memory.layout import SlotLayout
 from host_offload.memory.placement import (
     Placement,
@@ -23,42 +24,43 @@ from host_offload.memory.store import ExpertStore
 from host_offload.policies.precision.maps import HI, LO
 from host_offload.policies.precision.names import Precision, precision_of
 from moejax.checkpoints.loaded_model import LoadedModel
+from moejax.checkpoints.versions import check_quantizer, with_versions
 from moejax.costs.transition_bound import said
 from moejax.errors import UserError
-from moejax.evaluate.quantization import check_quantizer, with_versions
 from moejax.progress import versions_progress
+from moejax.start.options import Options
 from pallas_kernels.records.versions import Formats, VersionFormats
 
 if TYPE_CHECKING:
     from moejax.engine.loop import Engine
-    from moejax.start.build import Limits
     from moejax.step.runner import Runner
 
 DENSE = Precision("dense")
 
 
-def parse_precision(
-    precision: str | Precision | None,
-    *,
-    seed: int = 0,
-    quantizer: str = "rtn",
-    cells: tuple[Any, Any] = ("fixed", "uniform"),
-    **options: Any,
-) -> Precision:
+def parse_precision(options: Options) -> Precision:
     """precision_of, for users: raises UserError, also for a quantizer that does not exist. A
-    Precision is taken as it is, without options. cells: LLM's `budget` and `cells`, which move
-    cells of layers; with two versions layers have none of their own."""
-    check_quantizer(quantizer)
-    if isinstance(precision, Precision):
-        if given := [name for name, value in options.items() if value is not None]:
-            raise UserError(f"{given[0]} is a part of the Precision that is given; leave it out")
-        found = precision
+    Precision is taken as it is, without hi, lo, interval and hi_share. With two versions layers
+    have no cells of their own that budget and cells could move."""
+    check_quantizer(options.quantizer)
+    if isinstance(options.precision, Precision):
+        for name in ("hi", "lo", "interval", "hi_share"):
+            if getattr(options, name) is not None:
+                raise UserError(f"{name} is a part of the Precision that is given; leave it out")
+        found = options.precision
     else:
         try:
-            found = precision_of(precision, seed=seed, **options)
+            found = precision_of(
+                options.precision,
+                hi=options.hi,
+                lo=options.lo,
+                interval=options.interval,
+                hi_share=options.hi_share,
+                seed=options.seed,
+            )
         except ValueError as error:
             raise UserError(str(error)) from error
-    if found.mixed and cells != ("fixed", "uniform"):
+    if found.mixed and (options.budget, options.cells) != ("fixed", "uniform"):
         where = (
             "cuts each layer's cells of both versions once, at the start"
             if found.paged
@@ -84,7 +86,7 @@ def resident_versions(precision: Precision, store: ExpertStore) -> tuple[str, ..
 
 def stored_versions(precision: Precision, store: ExpertStore) -> tuple[str, ...]:
     """The versions of the store, by number."""
-    return tuple(store.arrays) if store.layers else precision.versions
+    return tuple(store.layouts) if store.layers else precision.versions
 
 
 def with_precision(
@@ -92,7 +94,7 @@ def with_precision(
 ) -> LoadedModel:
     """The model with a store of each version that the precision has and of no other. progress: a
     bar on stderr for each that has to be made. Raises UserError as
-    moejax.evaluate.quantization.with_versions."""
+    moejax.checkpoints.versions.with_versions."""
     if precision.versions == tuple(loaded.store.arrays):
         return loaded
     with versions_progress(progress) as report:
@@ -123,18 +125,19 @@ def spare_slots(precision: Precision) -> int:
     return 2 * precision.spares
 
 
-def with_hi_share(limits: Limits, precision: Precision, layout: SlotLayout, experts: int) -> Limits:
-    """The limits with the expert budget that the share of high experts takes, of so many in all
+def expert_budget_of(
+    given: int | Share | None, precision: Precision, layout: SlotLayout, experts: int
+) -> int | Share | None:
+    """The expert budget as given, or that which the share of high experts takes, of so many in all
     layers. Raises UserError where both are given. Where experts are paged it takes none."""
     if precision.hi_share is None or precision.paged:
-        return limits
-    if limits.expert_budget is not None:
+        return given
+    if given is not None:
         raise UserError(
             "hi_share and expert_budget both say how many experts are high; give one of them"
         )
     high = round(precision.hi_share * experts)
-    slots = slots_for(layout, (high, experts - high), _spares(precision))
-    return dataclasses.replace(limits, expert_budget=slots * layout.slot_bytes)
+    return slots_for(layout, (high, experts - high), _spares(precision)) * layout.slot_bytes
 
 
 def resident_of(

@@ -20,7 +20,6 @@ from host_offload.memory.placement import Placement
 from host_offload.memory.store import ExpertStore
 from host_offload.memory.swap import SWAP_PAGES
 from host_offload.memory.tables import Move, Tables, empty_tables, with_contents
-from host_offload.policies.eviction.names import victim_weights
 from host_offload.versions.layer_versions import (
     cell_bytes,
     layer_versions,
@@ -68,7 +67,6 @@ class Runner:
         *,
         slots: int,
         cells: int,
-        eviction: str,
         ops: Ops,
         device: jax.Device,
         trace_arrays: frozenset[str] = frozenset(),
@@ -91,7 +89,7 @@ class Runner:
         self._sharding = SingleDeviceSharding(device)
         self.arena = allocate_arena(layout, slots, device)
         layers, experts = sum(self.config.moe_layers), self.stores[0].shape[1]
-        tables = empty_tables(layers, experts, cells, victim_weights(eviction))
+        tables = empty_tables(layers, experts, cells)
         self.layer_versions = layer_versions(formats)
         """Where each layer has one version of its own; None: every version has all layers."""
         if self.layer_versions is not None:

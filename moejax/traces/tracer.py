@@ -11,7 +11,7 @@ import platform
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -34,9 +34,6 @@ from moejax.models.model_config import config_digest
 from moejax.step.programs import STAGES
 from moejax.step.runner import Runner
 from moejax.step.trace_arrays import parse_trace_arrays
-
-if TYPE_CHECKING:
-    from moejax.engine.loop import Engine
 
 BATCH = 32
 """Records that are copied at once: one by one, most of the time would go into numpy's calls."""
@@ -220,28 +217,6 @@ def start_trace(
     )
     with _user_errors():
         return Tracer(TraceWriter(directory, header))
-
-
-def trace_engine(
-    engine: Engine,
-    directory: str | os.PathLike[str] | None,
-    *,
-    settings: Mapping[str, Any],
-    **options: Any,
-) -> Tracer | None:
-    """Has every step of an engine written into a directory, by start_trace(…, **options); None:
-    none of them."""
-    if directory is None:
-        return None
-    # The shapes' block table is whole spans wide, which may be more pages than a sequence has.
-    page = engine.runner.layout.page
-    floor = -(-engine.scheduler.max_model_len // page.block_size) * page.nbytes
-    settings = {**settings, "kv_floor_bytes": floor}
-    settings |= {"max_num_seqs": engine.scheduler.max_num_seqs}
-    engine.tracer = tracer = start_trace(directory, engine.runner, settings=settings, **options)
-    if engine.control is not None:
-        engine.control.controller.listener = tracer.event
-    return tracer
 
 
 def _number(sizes: np.ndarray) -> int | list[int]:

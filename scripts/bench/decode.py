@@ -24,7 +24,7 @@ from moejax.device import select_device
 from moejax.engine.loop import Engine
 from moejax.errors import UserError
 from moejax.models.config import ModelConfig
-from moejax.start.build import Limits
+from moejax.start.options import Options
 from scripts.bench import kernel_profile
 from scripts.bench.decode_report import measured_line, table
 from scripts.bench.kernel_profile import Profile
@@ -163,7 +163,8 @@ def _run(args: argparse.Namespace) -> None:
     if args.profile:
         kernel_profile.require_track(device)
     rows = max(batches)
-    limits = Limits(
+    limits = Options(
+        args.shape,
         enable_prefix_caching=False,
         max_num_seqs=rows,
         max_model_len=longest,
@@ -202,7 +203,7 @@ def _run(args: argparse.Namespace) -> None:
 
 @contextmanager
 def _engine(
-    args: argparse.Namespace, config: ModelConfig, device: jax.Device, limits: Limits
+    args: argparse.Namespace, config: ModelConfig, device: jax.Device, limits: Options
 ) -> Iterator[tuple[Engine, LLM | None]]:
     """The engine; for the embedded model also its LLM."""
     if args.shape == "demo" and args.layers is None:

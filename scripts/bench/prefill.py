@@ -18,7 +18,8 @@ from moejax.device import select_device
 from moejax.engine.loop import Engine
 from moejax.errors import UserError
 from moejax.models.config import ModelConfig
-from moejax.start.build import PREFILL_CHUNK, Limits
+from moejax.start.options import Options
+from moejax.start.shapes import PREFILL_CHUNK
 from scripts.bench.prefill_report import Rates, measured_line, table
 from scripts.bench.prefill_timing import PrefillSample, prefill, prefill_steps
 from scripts.parts.bench_engine import (
@@ -147,9 +148,10 @@ def prompt_lengths(tokens: int, longest: int | None, config: ModelConfig) -> lis
 
 def _limits(
     args: argparse.Namespace, config: ModelConfig, lengths: list[int], cells: list[int]
-) -> Limits:
+) -> Options:
     """Shapes that hold all prompts in one prefill step."""
-    return Limits(
+    return Options(
+        "",
         enable_prefix_caching=False,
         max_num_seqs=len(lengths),
         max_model_len=max(lengths) + 1,

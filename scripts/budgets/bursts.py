@@ -21,7 +21,7 @@ from host_offload.traces.reader import read_trace
 from moejax import LLM, UserError
 from moejax.engine.control import spec_of_engine
 from moejax.engine.resize import cells_of
-from moejax.traces.tracer import trace_engine
+from moejax.traces.tracer import start_trace
 from scripts.budgets.steps import use
 from scripts.parts.replay import VirtualClock, replay
 from scripts.parts.text_table import aligned
@@ -165,13 +165,16 @@ def _arms(
 def _record(llm: LLM, args: argparse.Namespace, cap: int, directory: str) -> None:
     """A trace of another seed's conversations under a fixed split."""
     set_split(llm, Arm("", cap, None))
-    tracer = trace_engine(llm.engine, directory, dtype=llm.dtype, seed=0, settings={})
-    assert tracer is not None
+    engine, page = llm.engine, llm.engine.runner.layout.page
+    floor = -(-engine.scheduler.max_model_len // page.block_size) * page.nbytes
+    settings = {"kv_floor_bytes": floor, "max_num_seqs": engine.scheduler.max_num_seqs}
+    tracer = start_trace(directory, engine.runner, dtype=llm.dtype, seed=0, settings=settings)
+    engine.tracer = tracer
     try:
         play(llm, args, workload_of(args, args.trace_seed))
     finally:
         tracer.close()
-        llm.engine.tracer = None
+        engine.tracer = None
 
 
 def set_split(llm: LLM, arm: Arm) -> None:

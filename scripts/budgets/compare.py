@@ -51,7 +51,7 @@ from host_offload.sizing.split import Division, MissCosts, division_of, miss_cos
 from host_offload.traces.generators import RoutingGenerator, routing_generator
 from host_offload.traces.reader import TraceError, read_trace
 from moejax import UserError
-from moejax.costs.calibration import load_cost_model
+from moejax.costs.store import load_cost_model
 from moejax.sizes import parse_rate, parse_size
 from scripts.budgets.arms import Arm, arms_of, cost_of, half_of, layer_arms
 from scripts.parts.commands import new_parser, refuse

@@ -21,7 +21,8 @@ from moejax.engine.control import control_of
 from moejax.engine.loop import Engine
 from moejax.engine.resize import cells_of
 from moejax.sizes import parse_size
-from moejax.start.build import Limits, start_engine
+from moejax.start.build import start_engine
+from moejax.start.options import Options
 from moejax.start.policies import start_controller
 from scripts.parts.text_table import aligned
 
@@ -125,15 +126,8 @@ def engine_of(args: argparse.Namespace) -> Iterator[Engine]:
         memory = records * expert_layout(config).nbytes // 2
     loaded = random_model(config, "auto", device, 0)
     try:
-        engine, _ = start_engine(
-            loaded,
-            Limits(memory=memory, **sizes),
-            policies=[probe],
-            ops={},
-            device=device,
-            seed=0,
-            listener=None,
-        )
+        options = Options(args.shape, memory=memory, policies=[probe], **sizes)
+        engine, _ = start_engine(loaded, options, device)
         engine.runner.wait_compiled(everything=True)
         yield engine
     finally:

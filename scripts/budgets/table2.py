@@ -41,7 +41,7 @@ from moejax.device import select_device
 from moejax.engine.loop import Engine
 from moejax.errors import UserError
 from moejax.models.model_config import ModelConfig
-from moejax.start.build import Limits
+from moejax.start.options import Options
 from moejax.step.parts import Routing
 from moejax.step.runner import Runner
 from scripts.budgets.table2_predicted import PUBLISHED_SHAPE, whole_model
@@ -118,7 +118,8 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     each = -(-args.steps // args.repeats)
     covering = -(-config.num_experts // config.num_experts_per_tok)
     longest = args.context + 1 + max(args.warmup + each, covering)
-    limits = Limits(
+    limits = Options(
+        "",
         enable_prefix_caching=False,
         max_num_seqs=args.batch,
         max_model_len=longest,

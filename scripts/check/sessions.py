@@ -20,13 +20,7 @@ import numpy as np
 
 from host_offload.memory.budget import BudgetError, format_bytes
 from moejax import LLM, UserError
-from moejax.commands.options.engine import (
-    add_engine_options,
-    add_memory_options,
-    add_precision_options,
-    add_trace_options,
-    engine_options,
-)
+from moejax.commands.options.engine import add_model_options, add_options, engine_options
 from scripts.parts.commands import new_parser, refuse
 from scripts.parts.replay import VirtualClock, WallClock, replay
 from scripts.parts.text_table import aligned
@@ -129,12 +123,9 @@ def _parser() -> argparse.ArgumentParser:
         "--step-ms", type=float, default=10.0, help="of the virtual clock (default: %(default)s)"
     )
     group.add_argument("--temperature", type=float, default=1.0, help="default: %(default)s")
-    group = parser.add_argument_group("engine")
-    group.add_argument("--model", default="demo", help="as for moejax generate (default: demo)")
-    add_engine_options(group)
-    add_trace_options(group)
-    add_memory_options(parser.add_argument_group("memory"))
-    add_precision_options(parser.add_argument_group("precision"))
+    parser.add_argument("--model", default="demo", help="as for moejax generate (default: demo)")
+    add_model_options(parser)
+    add_options(parser, "trace")
     parser.add_argument("--json", action="store_true", help="JSON lines on stdout, no table")
     return parser
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +19,8 @@ from moejax.checkpoints.random_model import SHAPES, expert_layout, model_bytes, 
 from moejax.engine.loop import Engine
 from moejax.errors import UserError
 from moejax.models.config import ModelConfig
-from moejax.start.build import Limits, start_engine
+from moejax.start.build import start_engine
+from moejax.start.options import Options
 from moejax.step.runner import Runner
 from pallas_kernels.dispatch import parse_ops
 
@@ -179,19 +181,12 @@ def random_weights(
 
 @contextmanager
 def compiled_engine(
-    args: argparse.Namespace, loaded: LoadedModel, device: jax.Device, limits: Limits
+    args: argparse.Namespace, loaded: LoadedModel, device: jax.Device, limits: Options
 ) -> Iterator[Engine]:
     """An engine that needs no more compilation; leaving the context frees its arena, not the
     weights, so that the next engine, of other shapes, can have them."""
-    engine, _ = start_engine(
-        loaded,
-        limits,
-        eviction=args.eviction,
-        ops=parse_ops(args.ops),
-        device=device,
-        seed=args.seed,
-        listener=None,
-    )
+    given = {"eviction": args.eviction, "ops": args.ops, "seed": args.seed}
+    engine, _ = start_engine(loaded, dataclasses.replace(limits, **given), device)
     runner = engine.runner
     try:
         runner.wait_compiled(everything=True)

@@ -149,7 +149,7 @@ def link_of(args: argparse.Namespace) -> Link | None:
         return Link(1e-9 / args.bandwidth, dict.fromkeys(args.batches, 0.0))
     if args.costs is None:
         return None
-    from moejax.costs.calibration import load_cost_model
+    from moejax.costs.store import load_cost_model
 
     model = load_cost_model(args.costs)
     try:

@@ -46,12 +46,13 @@ from moejax.cache import use_compilation_cache
 from moejax.checkpoints.load import load_checkpoint
 from moejax.checkpoints.loaded_model import LoadedModel
 from moejax.checkpoints.random_model import random_model
-from moejax.costs.calibration import cost_model_for
+from moejax.costs.measure import cost_model_for
 from moejax.device import select_device
 from moejax.engine.control import control_of
 from moejax.engine.loop import Engine
 from moejax.models.config import parse_config
-from moejax.start.build import Limits, start_engine
+from moejax.start.build import start_engine
+from moejax.start.options import Options
 from moejax.start.policies import start_controller
 from moejax.traces.tracer import start_trace
 from scripts.parts.commands import new_parser, refuse
@@ -192,15 +193,15 @@ def engine_of(args: argparse.Namespace, name: str) -> Iterator[Engine]:
     use_compilation_cache(None)
     device = select_device()
     loaded = load(name, device)
-    limits = Limits(
+    options = Options(
+        name,
+        driver=args.driver,
         max_num_seqs=max(batch for batch, _ in workloads(name)),
         max_model_len=min(LONGEST, loaded.config.max_position_embeddings),
         max_num_batched_tokens=512,
         enable_prefix_caching=False,
     )
-    engine, _ = start_engine(
-        loaded, limits, driver=args.driver, ops={}, device=device, seed=0, listener=None
-    )
+    engine, _ = start_engine(loaded, options, device)
     try:
         engine.runner.wait_compiled(everything=True)
         yield engine

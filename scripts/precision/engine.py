@@ -28,9 +28,9 @@ from moejax.checkpoints.conversion_source import open_source
 from moejax.checkpoints.convert import Encoding, write_checkpoint
 from moejax.checkpoints.orbax.destination import free_destination
 from moejax.checkpoints.safetensors.shards import find_shards
+from moejax.checkpoints.versions import GPTQ
 from moejax.evaluate.evaluation import perplexity
 from moejax.evaluate.expert_inputs import ExpertInputs, gptq_records
-from moejax.evaluate.quantization import GPTQ
 from moejax.models.config import load_config
 from moejax.models.directory import checkpoint_directory
 from pallas_kernels.records import RecordFormat

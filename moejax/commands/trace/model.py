@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from moejax.commands.options.checkpoint import add_checkpoint_options
+from moejax.commands.options.engine import add_options
 from moejax.errors import UserError
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def add_model(parser: argparse.ArgumentParser, text: str) -> None:
     parser.add_argument("--model", metavar="PATH", help=f"{text}: a checkpoint or a config.json")
-    add_checkpoint_options(parser)
+    add_options(parser, "checkpoint")
 
 
 def model_config(args: argparse.Namespace) -> ModelConfig | None:

@@ -15,18 +15,19 @@ from host_offload.control.interface import Decision, Moment
 from host_offload.sizing.cost_model import CostModel, StepCost
 from moejax import LLM, SamplingParams
 from moejax.commands import main as cli
-from moejax.costs import calibration, step_costs
-from moejax.costs.calibration import (
+from moejax.costs import measure, store
+from moejax.costs.forced import Case, ForcedSteps
+from moejax.costs.store import (
+    StepSpec,
     cost_file,
-    cost_model_for,
-    cost_model_of,
-    costs_for,
     identity,
     load_cost_model,
+    spec_of_steps,
     write_cost_model,
 )
-from moejax.costs.forced_steps import Case, ForcedSteps
 from moejax.errors import UserError
+from moejax.serve import costs
+from moejax.serve.costs import cost_model_for, cost_model_of, costs_for
 from pallas_kernels.records import RecordFormat
 from pallas_kernels.records.versions import VersionFormats
 from tests.host_offload.sizing.cost_models import MODEL
@@ -42,10 +43,10 @@ def cache(tmp_path, monkeypatch):
 @pytest.fixture
 def quick(monkeypatch):
     """Calibration of one round."""
-    monkeypatch.setattr(step_costs, "ROUNDS", 1)
-    monkeypatch.setattr(step_costs, "STEPS", 1)
-    given = calibration.measure
-    monkeypatch.setattr(calibration, "measure", lambda *a, **k: given(*a, rounds=1, **k))
+    monkeypatch.setattr(measure, "ROUNDS", 1)
+    monkeypatch.setattr(measure, "STEPS", 1)
+    given = measure.measure
+    monkeypatch.setattr(measure, "measure", lambda *a, **k: given(*a, rounds=1, **k))
 
 
 # ---- files
@@ -103,28 +104,24 @@ def test_a_place_that_cannot_be_written_is_said(tmp_path):
 def test_figures_of_other_executables_are_others():
     """An encoded expert that is decoded in transit has a dense cell and dense bytes, and steps that
     give out more are other programs; the default's identity has neither."""
-    device = types.SimpleNamespace(
-        device_kind="Some GPU", client=types.SimpleNamespace(platform_version="1")
-    )
-    runner: Any = types.SimpleNamespace(
-        device=device,
+    steps: Any = StepSpec(
+        device_kind="Some GPU",
+        runtime="1",
         driver="device",
-        ops=StepCost(1, 1, 1, 1, 1),
-        config=StepCost(2, 2, 2, 2, 2),
-        state={"embedding": np.zeros(1, np.float32)},
-        layout=types.SimpleNamespace(records=[types.SimpleNamespace(nbytes=96)]),
-        shapes=StepCost(3, 3, 3, 3, 3),
-        formats=None,
-        trace_arrays=frozenset(),
+        ops=StepCost(1, 1, 1, 1, 1),  # type: ignore[arg-type]
+        config=StepCost(2, 2, 2, 2, 2),  # type: ignore[arg-type]
+        dtype="float32",
+        layout=types.SimpleNamespace(records=[types.SimpleNamespace(nbytes=96)]),  # type: ignore[arg-type]
+        shapes=StepCost(3, 3, 3, 3, 3),  # type: ignore[arg-type]
     )
-    plain = identity(runner)
+    plain = identity(steps)
     dense = RecordFormat("dense", 128, 128, "bfloat16")
     packed = dataclasses.replace(dense, version="lossless12")
     for change in (
         {"formats": (VersionFormats(dense, packed),)},
         {"trace_arrays": frozenset({"probs"})},
     ):
-        other = identity(types.SimpleNamespace(**{**vars(runner), **change}))  # type: ignore
+        other = identity(dataclasses.replace(steps, **change))
         assert cost_file(other) != cost_file(plain)
         assert plain.items() <= other.items() and len(other) == len(plain) + 1
 
@@ -156,7 +153,7 @@ def test_demo_is_calibrated_once_and_runs_as_before(quick, caplog):
         cells = np.array(llm.engine.runner.tables.cell_row)
         model = cost_model_for(llm)
         runner = llm.engine.runner
-        path = cost_file(identity(runner))
+        path = cost_file(identity(spec_of_steps(runner)))
         assert path.exists() and not llm.engine.runner.faults()
         # The tables are those of a start; nothing that was measured is counted.
         assert np.array_equal(np.array(runner.tables.cell_row), cells)
@@ -191,7 +188,7 @@ def test_a_policy_that_needs_costs_has_them_measured(quick, caplog):
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     with caplog.at_level(logging.INFO, "moejax"), LLM("demo", policies=[Priced()], **SMALL) as llm:
         assert [r for r in caplog.records if "measuring what steps cost" in r.message]
-        assert cost_file(identity(llm.engine.runner)).exists()
+        assert cost_file(identity(spec_of_steps(llm.engine.runner))).exists()
         first = llm.generate("Once", params)[0].outputs[0].token_ids
         assert not llm.engine.runner.faults()
     with LLM("demo", **SMALL) as llm:
@@ -232,8 +229,9 @@ class StartedLLM:
 @pytest.fixture
 def started(monkeypatch):
     monkeypatch.setattr(moejax, "LLM", StartedLLM, raising=False)
-    monkeypatch.setattr(moejax.serve.llm, "LLM", StartedLLM)
-    monkeypatch.setattr(calibration, "identity", lambda _: ABOUT)
+    monkeypatch.setattr(costs, "LLM", StartedLLM)
+    monkeypatch.setattr(store, "spec_of_steps", lambda _: None)
+    monkeypatch.setattr(store, "identity", lambda _: ABOUT)
     return StartedLLM
 
 
@@ -259,7 +257,7 @@ def test_the_command_shows_every_figure_and_the_file(started, capsys, monkeypatc
     )
     path = cost_file(ABOUT)
     write_cost_model(path, model)
-    monkeypatch.setattr(calibration, "cost_model_for", lambda llm, **_: model)
+    monkeypatch.setattr(costs, "cost_model_for", lambda llm, **_: model)
     assert cli.main(["calibrate", "m", "--max-num-seqs", "3"]) == 0
     shown = capsys.readouterr().out
     assert started.last.options["max_num_seqs"] == 3 and started.last.closed
@@ -290,7 +288,7 @@ def test_the_command_shows_every_figure_and_the_file(started, capsys, monkeypatc
 
 
 def test_a_path_is_started_and_closed(started, monkeypatch):
-    monkeypatch.setattr(calibration, "cost_model_for", lambda llm: MODEL)
+    monkeypatch.setattr(costs, "cost_model_for", lambda llm: MODEL)
     assert cost_model_of("m", max_num_seqs=2) is MODEL
     assert started.last.closed and started.last.options["max_num_seqs"] == 2
 
@@ -343,4 +341,4 @@ def test_experts_of_several_versions_are_refused():
         stores = (None, None)
 
     with pytest.raises(UserError, match="one version of the experts"):
-        step_costs.measure(TwoVersions())  # type: ignore[arg-type]
+        measure.measure(TwoVersions())  # type: ignore[arg-type]

@@ -9,8 +9,9 @@ from host_offload.simulate.prediction import predict
 from host_offload.sizing.cost_model import CostError
 from host_offload.traces.reader import read_trace
 from moejax import LLM, SamplingParams
-from moejax.costs import calibration, step_costs
-from moejax.costs.calibration import cost_file, cost_model_of, identity
+from moejax.costs import measure
+from moejax.costs.store import cost_file, identity, spec_of_steps
+from moejax.serve.costs import cost_model_of
 
 SMALL = dict(max_num_seqs=2, max_model_len=64, max_num_batched_tokens=128)
 
@@ -19,9 +20,9 @@ SMALL = dict(max_num_seqs=2, max_model_len=64, max_num_batched_tokens=128)
 def quick(tmp_path, monkeypatch):
     """Calibration of one round, kept in a place of its own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(step_costs, "STEPS", 1)
-    given = calibration.measure
-    monkeypatch.setattr(calibration, "measure", lambda *a, **k: given(*a, rounds=1, **k))
+    monkeypatch.setattr(measure, "STEPS", 1)
+    given = measure.measure
+    monkeypatch.setattr(measure, "measure", lambda *a, **k: given(*a, rounds=1, **k))
 
 
 @pytest.mark.nightly
@@ -37,7 +38,7 @@ def test_a_dynaexq_run_is_predicted_from_the_costs_of_both(tmp_path):
     with LLM("demo", trace=tmp_path / "t", **told) as llm:
         params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
         llm.generate([{"prompt_token_ids": [1, 2, 3]}, {"prompt_token_ids": [4, 5]}], params)
-        policies = llm.precision.policies
+        policies = llm.plan.settings.precision.policies
         stats = llm.stats()["precision"]
     trace = read_trace(tmp_path / "t")
     found = predict(trace, costs, policies=policies)
@@ -66,5 +67,5 @@ def test_costs_of_records_decoded_in_transit_are_no_dense_costs():
     files = []
     for precision in ("dense", "lossless12", "lossless12,in_transit=true"):
         with LLM("demo", precision=precision, progress=False, **SMALL) as llm:
-            files.append(cost_file(identity(llm.engine.runner)))
+            files.append(cost_file(identity(spec_of_steps(llm.engine.runner))))
     assert len(set(files)) == 3

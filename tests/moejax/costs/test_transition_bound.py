@@ -11,7 +11,7 @@ import pytest
 
 from host_offload.policies.precision.names import Precision, precision_of
 from moejax import LLM, SamplingParams, UserError
-from moejax.costs.calibration import cost_file, identity, write_cost_model
+from moejax.costs.store import cost_file, identity, spec_of_steps, write_cost_model
 from moejax.costs.transition_bound import kept_costs, step_bound
 from moejax.evaluate.evaluation import perplexity
 from moejax.evaluate.report import result_json
@@ -121,23 +121,24 @@ def test_costs_of_the_dense_model_are_found(ran, tmp_path, monkeypatch, caplog):
     """Measured with one version, used with two; a file of something else, or a damaged one, is
     not."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    runner = ran[0].engine.runner
-    assert kept_costs(runner) is None
-    about = identity(runner)
+    steps = spec_of_steps(ran[0].engine.runner)
+    assert steps == ran[0].plan.steps
+    assert kept_costs(steps) is None
+    about = identity(steps)
     assert len(about["expert_bytes"]) == 2
     # As a run with dense experts alone says it: it has no versions to name.
     dense = {name: value for name, value in about.items() if name != "versions"}
     dense["expert_bytes"] = about["expert_bytes"][:1]
     assert dense.keys() < about.keys()
     write_cost_model(cost_file(dense), dataclasses.replace(MODEL, about=dense))
-    found = kept_costs(runner)
+    found = kept_costs(steps)
     assert found is not None and found.link_per_byte == MODEL.link_per_byte
     cost_file(dense).write_text("{}")
-    assert kept_costs(runner) is None
+    assert kept_costs(steps) is None
     assert "transitions are bounded without measured costs" in caplog.text
     # A directory that cannot be looked into, as one that may not be searched, has no costs.
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / ("x" * 300)))
-    assert kept_costs(runner) is None
+    assert kept_costs(steps) is None
 
 
 def test_the_bar_while_versions_are_made(monkeypatch, capsys):

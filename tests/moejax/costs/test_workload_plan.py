@@ -18,10 +18,11 @@ from host_offload.sizing.right_size import right_size, working_sets
 from host_offload.traces.reader import TraceError, TraceWriter, read_trace
 from moejax import LLM, SamplingParams, UserError
 from moejax.commands.main import main
-from moejax.costs.workload_plan import Planner, costs_of_trace, parse_time, read_options
+from moejax.costs.workload_plan import Planner, costs_of_trace, parse_time
 from moejax.engine.control import spec_of_engine
 from moejax.start.budget_options import parse_budget_options
-from moejax.start.build import Limits
+from moejax.start.options import Options
+from moejax.start.options_file import read_options
 from tests.moejax.engine.budget_workload import (
     COSTS,
     EXPERTS,
@@ -307,8 +308,7 @@ def test_a_plan_with_equal_cells_may_go_on_moving(trace, costs, capsys, tmp_path
     status, out, _ = run(capsys, *where, "--output", str(output))
     found = read_options(output)
     assert status == 0 and set(found) == {"expert_budget", "kv_budget"}
-    limits = Limits(expert_budget=found["expert_budget"], kv_budget=found["kv_budget"])
-    assert parse_budget_options("fixed", "peak_headroom", "uniform", limits).policies()
+    assert parse_budget_options(Options("demo", resize="peak_headroom", **found)).policies()
     status, out, _ = run(capsys, *where)
     assert status == 0 and f"--expert-budget {found['expert_budget']} --kv-budget" in out
     assert "--cells" not in out
@@ -401,9 +401,9 @@ def test_costs_are_those_of_the_traces_model_on_this_machine(trace, tmp_path, mo
 @pytest.mark.parametrize(
     ("text", "match"),
     [
-        ("{", "is no JSON"),
-        ("[1]", "must be a JSON object of options, not list"),
-        ('{"max_tokens": 3}', "unknown option 'max_tokens'; known: memory"),
+        ("{", "is no YAML"),
+        ("[1]", "must be a mapping of options, not list"),
+        ('{"max_tokens": 3}', "unknown option 'max_tokens'; known: step, name_map"),
     ],
 )
 def test_files_of_options_that_mean_nothing(text, match, tmp_path):

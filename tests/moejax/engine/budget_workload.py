@@ -7,10 +7,18 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
+from host_offload.control.interface import Costs
 from host_offload.sizing.cost_model import CostModel, StepCost
 from moejax import LLM, SamplingParams
+from moejax.start.dry_run import facts_without_weights
+from moejax.start.facts import device_facts
+from moejax.start.info import read_headers
+from moejax.start.options import Options
+from moejax.start.plan import Plan, decide
+from moejax.start.settings import settings_of
 from tests.host_offload.sizing.cost_models import table
 
 LIMITS: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 256}
@@ -18,6 +26,15 @@ MEMORY = 3 << 20
 """Bytes of the arena: 32 of the 64 + 11 slots that everything would take."""
 LAYERS, EXPERTS, SLOT, PER_SLOT = 4, 16, 98304, 6
 USERS = 5
+
+
+def planned(costs: Costs | None = None, **options: Any) -> Plan:
+    """What a start of the demo decides, without one."""
+    settings = settings_of(Options("demo", **{"memory": MEMORY, **LIMITS, **options}))
+    config, _ = read_headers("demo")
+    model = facts_without_weights(config, "auto", settings.precision.versions)
+    return decide(settings, model, device_facts(jax.devices()[0], automatic=False), costs)
+
 
 COSTS = CostModel(
     layers=LAYERS,

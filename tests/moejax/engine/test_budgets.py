@@ -8,7 +8,6 @@ import re
 import numpy as np
 import pytest
 
-import moejax.costs.calibration
 from host_offload.policies.budget.joint_budget import JointBudget
 from host_offload.policies.budget.layer_cells import LayerCells
 from host_offload.policies.budget.mv_wsa import MvWsa
@@ -19,8 +18,8 @@ from host_offload.sizing.split import division_of, miss_costs
 from host_offload.traces.reader import read_trace
 from moejax import LLM, SamplingParams, UserError
 from moejax.engine.control import control_of, spec_of_engine
-from moejax.start.budget_options import parse_budget_options, start_budget
-from moejax.start.build import Limits
+from moejax.start.budget_options import parse_budget_options
+from moejax.start.options import Options
 from moejax.start.policies import start_controller
 from tests.moejax.engine.budget_workload import (
     COSTS,
@@ -31,12 +30,14 @@ from tests.moejax.engine.budget_workload import (
     PER_SLOT,
     cells_now,
     converse,
+    planned,
     recorded,
 )
 
 
 def parsed(budget="fixed", resize="none", cells: str | list[int] = "uniform", **limits):
-    return parse_budget_options(budget, resize, cells, Limits(**limits))
+    options = Options("demo", budget=budget, resize=resize, cells=cells, **limits)
+    return parse_budget_options(options)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +94,7 @@ def llm():
     """Slots move by MV-WSA, with costs that are not measured: KV is dear at first."""
     dear = dataclasses.replace(COSTS, kv_swap_per_byte=1e-6)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(moejax.costs.calibration, "costs_for", lambda engine: dear.costs())
+        patch.setattr("moejax.start.build.step_costs", lambda steps, runner: dear.costs())
         with LLM("demo", memory=MEMORY, resize="mv_wsa", progress=False, **LIMITS) as llm:
             yield llm
 
@@ -158,57 +159,49 @@ def test_cells_that_follow_live_curves(tmp_path):
     np.testing.assert_array_equal(replayed.misses, measured)
 
 
-@pytest.fixture
-def still(llm):
-    """The same engine, without what moves slots."""
-    control, llm.engine.control = llm.engine.control, None
-    yield llm
-    llm.engine.control = control
-
-
-def test_the_configurators_split_is_where_the_engine_starts(still, monkeypatch):
-    monkeypatch.setattr(moejax.costs.calibration, "costs_for", lambda engine: COSTS.costs())
+def test_the_configurators_split_is_where_the_engine_starts(llm, monkeypatch):
+    monkeypatch.setattr("moejax.start.build.step_costs", lambda steps, runner: COSTS.costs())
     directory, _ = recorded()
-    spec = spec_of_engine(still.engine.runner, max_model_len=256, seed=0)
+    spec = spec_of_engine(llm.engine.runner, max_model_len=256, seed=0)
     found = configure(
         turns_of(read_trace(directory)), division_of(spec), miss_costs(COSTS.costs(), spec)
     )
-    budget = start_budget(still.engine, parsed(budget=f"mv_wsa={directory}"), still.budget)
-    assert cells_now(still) == found.cells.tolist() == [found.cap] * LAYERS
-    arena = still.stats()["arena"]
+    options = {"memory": MEMORY, "budget": f"mv_wsa={directory}", **LIMITS}
+    with LLM("demo", progress=False, **options) as split:
+        assert cells_now(split) == found.cells.tolist() == [found.cap] * LAYERS
+        arena, budget = split.stats()["arena"], split.plan.budget
     assert arena["kv_pages"] == found.kv_pages == budget.pages
     assert budget.expert_slots == found.cap * LAYERS
     assert f"budget mv_wsa: {found.cap} cells a layer" in budget.notes[-1]
 
 
-def test_cells_of_a_trace_or_in_numbers(still):
+def test_cells_of_a_trace_or_in_numbers():
     directory, _ = recorded()
-    still.engine.set_budget([7] * LAYERS, 4)
-    budget = start_budget(still.engine, parsed(cells=f"optimal={directory}"), still.budget)
-    cells = cells_now(still)
-    assert sum(cells) == 28 and len(set(cells)) > 1 and budget.pages == 4 * PER_SLOT
-    start_budget(still.engine, parsed(cells=[9, 8, 6, 5]), still.budget)
-    assert cells_now(still) == [9, 8, 6, 5]
+    plan = planned(cells=f"optimal={directory}")
+    assert sum(plan.cells) == 28 and len(set(plan.cells)) > 1
+    assert plan.budget.pages == 4 * PER_SLOT
+    assert planned(cells=[9, 8, 6, 5]).cells == (9, 8, 6, 5)
     for wrong in ([9, 8, 6], [9, 9, 9, 9]):
         with pytest.raises(UserError, match=r"the model has 4 layers .* and the budget 28 cells"):
-            start_budget(still.engine, parsed(cells=wrong), still.budget)
+            planned(cells=wrong)
     with pytest.raises(UserError, match="the split cannot be set: cells per layer"):
-        start_budget(still.engine, parsed(cells=[EXPERTS + 1, 0, 0, 0]), still.budget)
+        planned(cells=[EXPERTS + 1, 0, 0, 0])
+    with LLM("demo", memory=MEMORY, cells=[9, 8, 6, 5], progress=False, **LIMITS) as given:
+        assert cells_now(given) == [9, 8, 6, 5]
 
 
-def test_traces_that_are_of_no_use_are_refused(still, tmp_path, monkeypatch):
+def test_traces_that_are_of_no_use_are_refused(tmp_path):
     directory, _ = recorded()
     with pytest.raises(UserError, match=r"nowhere"):
-        start_budget(still.engine, parsed(cells=f"optimal={tmp_path / 'nowhere'}"), still.budget)
+        planned(cells=f"optimal={tmp_path / 'nowhere'}")
     header = (directory / "trace.json").read_text()
     other = tmp_path / "other"
     other.mkdir()
     (other / "trace.json").write_text(re.sub(r'"layers": 4', '"layers": 5', header))
     with pytest.raises(UserError, match="of another model: 5 layers"):
-        start_budget(still.engine, parsed(cells=f"optimal={other}"), still.budget)
+        planned(cells=f"optimal={other}")
     # Without a cost nothing can be weighed.
     free = COSTS.costs()
     free = type(free)(**{**vars(free), "fill": np.zeros(2)})
-    monkeypatch.setattr(moejax.costs.calibration, "costs_for", lambda engine: free)
     with pytest.raises(UserError, match="a missing expert costs nothing"):
-        start_budget(still.engine, parsed(budget=f"mv_wsa={directory}"), still.budget)
+        planned(free, budget=f"mv_wsa={directory}")

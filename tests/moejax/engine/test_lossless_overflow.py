@@ -23,8 +23,9 @@ from moejax import LLM, SamplingParams, UserError
 from moejax.checkpoints.load import load_checkpoint
 from moejax.checkpoints.orbax.manifest import MANIFEST, read_manifest
 from moejax.checkpoints.orbax.own import read_expert
+from moejax.checkpoints.versions import with_versions
 from moejax.commands import main as cli
-from moejax.evaluate.quantization import quantize, with_versions
+from moejax.evaluate.quantization import quantize
 from pallas_kernels.records import RecordFormat
 from pallas_kernels.records.versions import VersionFormats
 from tests.moejax.checkpoints.conversions import contents

@@ -25,7 +25,7 @@ from host_offload.traces.schema import TraceError
 from moejax import LLM, SamplingParams, UserError
 from moejax.engine.control import control_of
 from moejax.engine.resize import ResidentResizer
-from moejax.start.build import Limits
+from moejax.start.options import Options
 from moejax.start.policies import start_controller
 from moejax.traces.tracer import start_trace
 from tests.moejax.engine_runs import Job, Recorded, run
@@ -39,7 +39,8 @@ JOBS = [
 ]
 LOW = np.ones((LAYERS, EXPERTS), np.int8)
 MIXED = precision_of("dynaexq", hi="dense", lo="int4")
-LIMITS = Limits(
+LIMITS = Options(
+    "demo",
     max_model_len=LENGTH,
     max_num_seqs=4,
     max_num_batched_tokens=192,

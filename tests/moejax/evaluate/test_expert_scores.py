@@ -19,10 +19,11 @@ from host_offload.traces.writer import TraceWriter
 from host_offload.versions.encoders import decode
 from moejax import LLM, SamplingParams
 from moejax.checkpoints.load import load_checkpoint
+from moejax.checkpoints.versions import with_versions
 from moejax.commands import main as cli
 from moejax.errors import UserError
 from moejax.evaluate.expert_scores import error_weights, expert_scores, write_scores
-from moejax.evaluate.quantization import quantize, with_versions
+from moejax.evaluate.quantization import quantize
 from moejax.models.config import load_config
 from moejax.models.model_config import config_digest
 from tests.host_offload.traces.traces_of import _step, random_routing, write_trace

@@ -16,9 +16,10 @@ from moejax.checkpoints.convert import convert
 from moejax.checkpoints.load import load_checkpoint
 from moejax.checkpoints.orbax.manifest import MANIFEST, read_manifest
 from moejax.checkpoints.orbax.own import read_expert
+from moejax.checkpoints.versions import with_versions
 from moejax.commands.main import main
 from moejax.errors import UserError
-from moejax.evaluate.quantization import quantize, with_versions
+from moejax.evaluate.quantization import quantize
 from tests.moejax.checkpoints.conversions import (
     assert_same_model,
     contents,

@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-import types
 
 import pytest
 
-from host_offload.memory.arena import SlotArena
-from host_offload.memory.layout import slot_layout
 from host_offload.sizing.configurator import configure, turns_of
 from host_offload.sizing.split import division_of, miss_costs
 from host_offload.traces.reader import read_trace
 from moejax import LLM, UserError
 from moejax.commands.main import main
-from moejax.costs.calibration import cost_file, identity, write_cost_model
+from moejax.costs.store import cost_file, identity, write_cost_model
 from moejax.engine.control import spec_of_engine
-from moejax.start.budget_options import BudgetOptions, parse_budget_options, start_budget
-from moejax.start.build import Limits
+from moejax.start.budget_options import parse_budget_options
+from moejax.start.options import Options
 from moejax.start.remembered import remember, remembered, workload_file
-from tests.moejax.engine.budget_workload import COSTS, LAYERS, LIMITS, MEMORY, cells_now, recorded
+from moejax.start.split import check_split
+from tests.moejax.engine.budget_workload import (
+    COSTS,
+    LAYERS,
+    LIMITS,
+    MEMORY,
+    cells_now,
+    planned,
+    recorded,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -30,21 +36,16 @@ def cache(tmp_path, monkeypatch):
 
 def test_a_trace_that_would_not_be_opened_is_refused():
     with pytest.raises(UserError, match="shares its cells by its own trace; leave out =b of cells"):
-        parse_budget_options("mv_wsa=a", "none", "optimal=b", Limits())
+        parse_budget_options(Options("demo", budget="mv_wsa=a", cells="optimal=b"))
 
 
-@pytest.mark.parametrize("options", [{"given_cells": (1, 1)}, {"given_cells": (2, 0)}])
-def test_slots_of_two_versions_do_not_move(options):
+def test_slots_of_two_versions_do_not_move():
     """As in a run whose layers are in versions of their own."""
-    layout = slot_layout(hidden=128, width=128, itemsize=2, layers=2, kv_heads=2, head_dim=32)
-    arena = SlotArena(layout, 9, 2, 4, cells=4)
-    arena.grant_cells([1, 1])
-    records = types.SimpleNamespace(records=layout.records * 2)
-    engine = types.SimpleNamespace(
-        scheduler=types.SimpleNamespace(arena=arena), runner=types.SimpleNamespace(layout=records)
-    )
+    plan = planned()
+    two = dataclasses.replace(plan.steps.layout, records=plan.steps.layout.records * 2)
+    steps = dataclasses.replace(plan.steps, layout=two)
     with pytest.raises(UserError, match="with two versions of the experts in memory slots do not"):
-        start_budget(engine, BudgetOptions(**options), None)  # type: ignore[arg-type]
+        check_split(None, steps, (1, 1), 0)  # type: ignore[arg-type]
 
 
 # ---- a workload that is remembered
@@ -75,36 +76,33 @@ def test_memory_is_split_by_what_is_remembered(tmp_path):
     """Without numbers, where not everything fits: by the marginal rule if a workload is remembered
     and costs were measured, else by the stated rule; the explanation says by which."""
     directory, _ = recorded()
+    rule = "split: KV keeps at least 1/8 or one sequence, experts the rest; "
+    plain = planned()
+    assert rule + "no workload is remembered" in plain.budget.notes[-1]
+    kept = tmp_path / "kept"
+    shutil.copytree(directory, kept)
+    trace = read_trace(kept)
+    remember(trace)
+    assert planned().budget.notes[-1] == (
+        rule + "the workload that is remembered was of no use: costs of this start were not "
+        "measured: `moejax calibrate`"
+    )
+    assert planned().cells == plain.cells
+    # KV is dear, so that the split is another one.
+    about = identity(plain.steps)
+    dear = dataclasses.replace(COSTS, kv_swap_per_byte=1e-6, about=about)
+    write_cost_model(cost_file(about), dear)
     with LLM("demo", memory=MEMORY, progress=False, **LIMITS) as llm:
-        rule = "split: KV keeps at least 1/8 or one sequence, experts the rest; "
-        assert rule + "no workload is remembered" in str(llm.explain())
-        plain, before = parse_budget_options("fixed", "none", "uniform", Limits()), cells_now(llm)
-        kept = tmp_path / "kept"
-        shutil.copytree(directory, kept)
-        trace = read_trace(kept)
-        remember(trace)
-        note = start_budget(llm.engine, plain, llm.budget).notes[-1]
-        assert note == (
-            rule + "the workload that is remembered was of no use: costs of this start were not "
-            "measured: `moejax calibrate`"
-        )
-        # KV is dear, so that the split is another one.
-        about = identity(llm.engine.runner)
-        dear = dataclasses.replace(COSTS, kv_swap_per_byte=1e-6, about=about)
-        write_cost_model(cost_file(about), dear)
-        assert cells_now(llm) == before
-        budget = start_budget(llm.engine, plain, llm.budget)
         spec = spec_of_engine(llm.engine.runner, max_model_len=256, seed=0)
         found = configure(turns_of(trace), division_of(spec), miss_costs(dear.costs(), spec))
-        assert cells_now(llm) == [found.cap] * LAYERS != before
+        assert cells_now(llm) == [found.cap] * LAYERS != list(plain.cells)
+        budget = llm.plan.budget
         assert budget.pages == found.kv_pages == llm.stats()["arena"]["kv_pages"]
-        assert f"split: by the remembered workload {kept}: {found.cap} cells" in budget.notes[-1]
-        # Nothing is decided for who said something.
-        for given in (Limits(kv_budget=1 << 20), Limits(expert_budget=1 << 20)):
-            said = parse_budget_options("fixed", "none", "uniform", given)
-            assert start_budget(llm.engine, said, llm.budget) == llm.budget
-        uncut = dataclasses.replace(llm.budget, cut=False)
-        assert start_budget(llm.engine, plain, uncut) == uncut
-        shutil.rmtree(kept)
-        note = start_budget(llm.engine, plain, llm.budget).notes[-1]
-        assert rule in note and "kept is no trace" in note
+        note = f"split: by the remembered workload {kept}: {found.cap} cells"
+        assert note in budget.notes[-1] and note in str(llm.explain())
+    # Nothing is decided for who said something, or where everything fits.
+    for given in ({"kv_budget": 1 << 20}, {"expert_budget": 1 << 20}, {"memory": 8 << 20}):
+        assert not any("split:" in note for note in planned(**given).budget.notes)
+    shutil.rmtree(kept)
+    note = planned().budget.notes[-1]
+    assert rule in note and "kept is no trace" in note

@@ -11,7 +11,7 @@ from host_offload.memory.budget import Budget
 from host_offload.memory.device_memory import FreeMemory
 from moejax import LLM, UserError
 from moejax.start.explain import Explanation
-from moejax.start.step_memory import activation_bytes, divided
+from moejax.start.probe import activation_bytes, divided
 from tests.moejax.engine.budget_workload import LIMITS, MEMORY
 
 MiB = 1 << 20
@@ -78,7 +78,7 @@ def test_without_numbers_the_arena_takes_what_the_steps_leave(monkeypatch, tmp_p
         measured.append(activation_bytes(runner))
         return measured[-1]
 
-    monkeypatch.setattr("moejax.start.step_memory.activation_bytes", counted)
+    monkeypatch.setattr("moejax.start.probe.activation_bytes", counted)
     for _ in range(2):
         with LLM("demo", progress=False, **limits) as llm:
             sums = check_sums(llm.explain())
@@ -93,7 +93,7 @@ def test_without_numbers_the_arena_takes_what_the_steps_leave(monkeypatch, tmp_p
 
 
 def test_where_everything_fits_nothing_is_measured(monkeypatch):
-    monkeypatch.setattr("moejax.start.step_memory.activation_bytes", None)
+    monkeypatch.setattr("moejax.start.probe.activation_bytes", None)
     with LLM("demo", progress=False, **LIMITS) as llm:
         sums = check_sums(llm.explain())
     assert sums["activations and everything else"] < 0 and sums["free"] == 0
@@ -124,7 +124,8 @@ class SmallRunner:
 def test_what_steps_need_is_kept_by_what_they_compile(monkeypatch, tmp_path):
     """Stage lists are other executables: what was measured without them is not taken for them."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("moejax.costs.calibration.identity", lambda runner: {"device": "a"})
+    monkeypatch.setattr("moejax.start.probe.spec_of_steps", lambda runner: None)
+    monkeypatch.setattr("moejax.start.probe.identity", lambda steps: {"device": "a"})
     made = []
 
     def measured(*programs: str, temporaries=(70,)) -> int:

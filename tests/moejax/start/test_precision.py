@@ -17,6 +17,7 @@ from host_offload.traces.schema import TraceError
 from host_offload.versions.encoders import decode, encode
 from moejax import LLM, SamplingParams, UserError
 from moejax.commands import main as cli
+from moejax.start.options import Options
 from moejax.start.precision import parse_precision, precision_stats
 from pallas_kernels.records import RecordFormat
 
@@ -230,7 +231,7 @@ def test_a_map_of_another_model_is_refused(tmp_path):
 
 
 def test_stats_without_control_say_what_was_asked_for():
-    plan = parse_precision("int4")
+    plan = parse_precision(Options("", precision="int4"))
     assert precision_stats(plan, None) == plan.report()
     counts = {"precision": {"promotions": 3}}
     assert precision_stats(plan, counts)["promotions"] == 3

@@ -27,11 +27,11 @@ from moejax.cache import use_compilation_cache
 from moejax.checkpoints.random_model import random_model, shape
 from moejax.commands import main as cli
 from moejax.engine.statistics import demand_bytes
-from moejax.start.build import Limits, start_engine
+from moejax.start.build import start_engine
+from moejax.start.options import Options
 from moejax.start.precision import with_precision
 from moejax.step.experts import Paging
 from moejax.traces.tracer import start_trace
-from pallas_kernels import parse_ops
 from tests.moejax.engine_runs import Job, run
 
 pytestmark = pytest.mark.slow
@@ -39,8 +39,12 @@ pytestmark = pytest.mark.slow
 LAYERS, EXPERTS, SLOTS = 2, 16, 8
 """4 slots of dense cells and 4 of int4 ones, 4 in a slot: 2 and 8 in each layer, of 16 experts."""
 HOT = DynaExq(margin=0, interval="16 tokens", paged=True)
-LIMITS = Limits(
-    max_model_len=192, max_num_seqs=3, max_num_batched_tokens=192, enable_prefix_caching=False
+LIMITS = Options(
+    "demo",
+    max_model_len=192,
+    max_num_seqs=3,
+    max_num_batched_tokens=192,
+    enable_prefix_caching=False,
 )
 GREEDY = SamplingParams(max_tokens=14, temperature=0, ignore_eos=True)
 JOBS = [
@@ -61,17 +65,14 @@ def played(
     config = shape("demo", layers=LAYERS)
     loaded = with_precision(random_model(config, "bfloat16"), precision)
     use_compilation_cache(None)
-    engine, budget = start_engine(
-        loaded,
-        dataclasses.replace(LIMITS, expert_budget=slots * layout(precision).slot_bytes),
-        policies=precision.policies,
+    options = dataclasses.replace(
+        LIMITS,
+        expert_budget=slots * layout(precision).slot_bytes,
         precision=precision,
         driver=driver,
-        ops=parse_ops("xla"),
-        device=jax.devices("cpu")[0],
-        seed=0,
-        listener=None,
+        ops="xla",
     )
+    engine, plan = start_engine(loaded, options, jax.devices("cpu")[0])
     settings = {"model": "demo", "eviction": "lru", "driver": driver}
     tracer = start_trace(directory, engine.runner, dtype="bfloat16", seed=0, settings=settings)
     engine.tracer = tracer
@@ -100,7 +101,7 @@ def played(
         control=control,
         bytes=engine.statistics.summary()["bytes"],
         paging=dict(engine.statistics.paging),
-        notes=budget.notes,
+        notes=plan.budget.notes,
     )
     engine.runner.delete()
     return found

@@ -19,7 +19,7 @@ from host_offload.simulate.replay import replay
 from host_offload.traces.reader import read_trace
 from moejax import SamplingParams
 from moejax.engine.control import control_of
-from moejax.start.build import Limits
+from moejax.start.options import Options
 from moejax.start.policies import start_controller
 from moejax.step.programs import ProgramKey
 from moejax.step.runner import compiler_options
@@ -32,7 +32,8 @@ pytestmark = pytest.mark.slow
 
 LAYERS, EXPERTS, SLOTS = 2, 16, 20
 """Of the slots, 14 experts can be dense while 18 are int4, with a spare cell of each."""
-LIMITS = Limits(
+LIMITS = Options(
+    "demo",
     max_model_len=192,
     max_num_seqs=3,
     max_num_batched_tokens=192,

@@ -21,14 +21,13 @@ from moejax.checkpoints.random_model import random_model, shape
 from moejax.commands import main as cli
 from moejax.engine.loop import Engine
 from moejax.errors import UserError
-from moejax.start import build as startup
-from moejax.start.build import Limits, start_engine
+from moejax.start.build import RUNNERS, start_engine
+from moejax.start.options import Options
 from moejax.step import host_driver, runner
 from moejax.step.layer_programs import layer_program
 from moejax.step.parts import StepOutput
 from moejax.step.programs import STAGES, ProgramKey
 from moejax.step.runner import compiler_options
-from pallas_kernels import parse_ops
 from pallas_kernels.stage import Entries
 from tests.aot.aot_h200 import compile_for_h200
 from tests.hlo import read_executable
@@ -204,7 +203,8 @@ def test_runs_of_unlike_layers_and_waves_have_the_same_bits(dtype, monkeypatch):
         intermediate_size=192,
         sliding_window=70,
     )
-    limits = Limits(
+    options = Options(
+        "demo",
         max_model_len=256,
         max_num_seqs=4,
         max_num_batched_tokens=256,
@@ -213,17 +213,9 @@ def test_runs_of_unlike_layers_and_waves_have_the_same_bits(dtype, monkeypatch):
     )
     use_compilation_cache(None)
     found = []
-    for driver in startup.DRIVERS:
-        engine, _ = start_engine(
-            random_model(config, dtype),
-            limits,
-            eviction="lru",
-            driver=driver,
-            ops=parse_ops("auto"),
-            device=jax.devices()[0],
-            seed=0,
-            listener=None,
-        )
+    for driver in RUNNERS:
+        of_driver = dataclasses.replace(options, driver=driver)
+        engine, _ = start_engine(random_model(config, dtype), of_driver, jax.devices()[0])
         try:
             llm = SimpleNamespace(engine=engine)
             jobs = [Job(job.prompt, job.params) for job in POOL[9:11]]
@@ -582,7 +574,7 @@ def test_missing_barriers_are_found(monkeypatch):
     def recorded(options):
         monkeypatch.setattr(runner, "compiler_options", lambda platform: options)
         found = []
-        for driver in startup.DRIVERS:
+        for driver in RUNNERS:
             with make_llm("bfloat16", driver=driver) as llm:
                 found.append(run(llm, POOL[:6], check=False))
         return [a.same_bits(b) for a, b in zip(*found, strict=True)]

@@ -1,4 +1,4 @@
-"""Memory that a model's steps need beside arena, parameters and store, as XLA says it."""
+"""What has to be measured before a start can decide: memory that steps need, and their costs."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+from host_offload.control.interface import Costs
 from host_offload.memory.budget import ArenaTooSmall, Budget
 from host_offload.memory.device_memory import FreeMemory
 from moejax.cache import cache_root, write_whole
+from moejax.costs.measure import cost_model_for
+from moejax.costs.store import StepSpec, identity, kept_cost_model, spec_of_steps
 from moejax.errors import UserError
 from moejax.step.runner import Runner
 
@@ -32,6 +35,18 @@ def activation_bytes(runner: Runner) -> int:
     return temporaries + 2 * results
 
 
+def step_costs(steps: StepSpec, make_runner: Callable[[], Runner]) -> Costs:
+    """What policies see of the costs of these steps, as kept, or measured on a runner that is made
+    for it. Raises UserError as moejax.costs.measure.cost_model_for."""
+    if (kept := kept_cost_model(identity(steps))) is not None:
+        return kept.costs()
+    runner = make_runner()
+    try:
+        return cost_model_for(runner).costs()
+    finally:
+        runner.delete(given=False)
+
+
 def divided(
     divide: Callable[[FreeMemory | None], Budget],
     memory: FreeMemory | None,
@@ -41,7 +56,7 @@ def divided(
 ) -> Budget:
     """The budget that `divide` makes of what may be taken of the memory. Where nothing but the
     device limits it (automatic) and something is cut, what steps need is measured, so that no more
-    than that is left.
+    than that is left; the budget's memory says it.
 
     make_runner: a runner with the engine's steps and the smallest arena, which has begun to compile
     what this start's policies need.
@@ -55,9 +70,10 @@ def divided(
             raise
     runner = make_runner()
     try:
-        from moejax.costs.calibration import identity  # which runs engines
-
-        about = {**identity(runner), "programs": sorted(map(str, runner.executables()))}
+        about = {
+            **identity(spec_of_steps(runner)),
+            "programs": sorted(map(str, runner.executables())),
+        }
         found = known_activations(about, lambda: activation_bytes(runner))
     finally:
         runner.delete(given=False)

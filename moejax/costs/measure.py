@@ -1,13 +1,15 @@
 """Measures what steps cost: decode steps with forced routing and residency, and prefill steps.
 
 Each case runs in several rounds that alternate with all others, through an engine as any other
-steps do; a figure is made of medians. moejax.costs.calibration keeps them.
+steps do; a figure is made of medians. moejax.costs.store keeps them.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import itertools
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -24,12 +26,21 @@ from host_offload.sizing.cost_model import (
     fitted_step,
     fitted_table,
 )
-from moejax.costs.forced_steps import SLACK, WARM, Case, ForcedSteps, StepSample
+from moejax.costs.forced import SLACK, WARM, Case, ForcedSteps, StepSample
 from moejax.costs.rates import measure_rates
+from moejax.costs.store import (
+    cost_file,
+    identity,
+    kept_cost_model,
+    spec_of_steps,
+    write_cost_model,
+)
 from moejax.errors import UserError
 from moejax.step.parts import DECODE_TILE
 from moejax.step.programs import STAGES
 from moejax.step.runner import Runner
+
+log = logging.getLogger("moejax")
 
 ROUNDS, STEPS = 7, 4
 """Rounds over all cases, and timed steps of a case in each."""
@@ -41,6 +52,30 @@ LEAST_ROUNDS = 3
 
 LONG = 512
 """Tokens of a long prompt, where they fit."""
+
+
+def cost_model_for(
+    runner: Runner, *, force: bool = False, report: Callable[[str], None] | None = None
+) -> CostModel:
+    """The costs of a runner's steps, as kept; measured where none are kept for this machine,
+    device, versions, model and start-up shapes, or with force, and kept.
+
+    Measuring takes seconds to a minute and a runner that has not run anything; it leaves nothing
+    resident. report: called with what is done now. Raises UserError for an arena that is too small,
+    and for a kept file that is damaged. Costs that cannot be kept are only warned of.
+    """
+    about = identity(spec_of_steps(runner))
+    if not force and (kept := kept_cost_model(about)) is not None:
+        return kept
+    log.info("measuring what steps cost here, once; `moejax calibrate` does it ahead of need")
+    model = measure(runner, report=report)
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    model = dataclasses.replace(model, about={**about, **model.about, "created": now})
+    try:
+        write_cost_model(cost_file(about), model)
+    except UserError as error:
+        log.warning("%s: they are measured at every start", error)
+    return model
 
 
 def measure(

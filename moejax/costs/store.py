@@ -1,0 +1,126 @@
+"""What steps cost, by what they are steps of: figures that were measured once and are kept.
+
+moejax.costs.measure measures them. docs/cost_model.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from host_offload.memory.layout import SlotLayout
+from host_offload.sizing.cost_model import CostError, CostModel
+from moejax.cache import cache_root, write_whole
+from moejax.errors import UserError
+from moejax.models.config import ModelConfig
+from moejax.step.parts import StepShapes
+from moejax.step.runner import Runner
+from moejax.traces.tracer import config_digest
+from pallas_kernels import Ops
+from pallas_kernels.records.versions import Formats
+
+
+@dataclasses.dataclass(frozen=True)
+class StepSpec:
+    """What compiled steps are made from, all that their costs depend on but the machine."""
+
+    device_kind: str
+    runtime: str
+    """Version of the device's platform."""
+    driver: str
+    ops: Ops
+    config: ModelConfig
+    dtype: str
+    layout: SlotLayout
+    shapes: StepShapes
+    formats: Formats | None = None
+    trace_arrays: frozenset[str] = frozenset()
+
+
+def spec_of_steps(runner: Runner) -> StepSpec:
+    """What a runner's steps are made from."""
+    return StepSpec(
+        device_kind=runner.device.device_kind,
+        runtime=runner.device.client.platform_version,
+        driver=runner.driver,
+        ops=runner.ops,
+        config=runner.config,
+        dtype=str(jax.tree.leaves(runner.state["embedding"])[0].dtype),
+        layout=runner.layout,
+        shapes=runner.shapes,
+        formats=runner.formats,
+        trace_arrays=runner.trace_arrays,
+    )
+
+
+def identity(steps: StepSpec) -> dict[str, Any]:
+    """What figures depend on; others are not taken for these. As JSON would give it back."""
+    found = {
+        "machine": platform.node(),
+        "processors": os.cpu_count(),
+        "device": steps.device_kind,
+        "runtime": steps.runtime,
+        "jax": jax.__version__,
+        "driver": steps.driver,
+        "ops": dataclasses.asdict(steps.ops),
+        "model": config_digest(steps.config),
+        "dtype": steps.dtype,
+        "expert_bytes": [record.nbytes for record in steps.layout.records],
+        "shapes": dataclasses.asdict(steps.shapes),
+    }
+    if steps.formats is not None:
+        # Versions of equal bytes in cells may be others in the store (lossless12 in transit).
+        found["versions"] = [[v.cell.version, v.store.version] for v in steps.formats]
+    if steps.trace_arrays:  # other executables, which give out more
+        found["trace_arrays"] = sorted(steps.trace_arrays)
+    return json.loads(json.dumps(found))
+
+
+def cost_file(about: dict[str, Any]) -> Path:
+    """Where the costs with this identity are kept."""
+    digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
+    kind = "".join(c if c.isalnum() else "-" for c in about["device"].lower())
+    return cache_root() / "costs" / f"{kind}-{digest[:16]}.json"
+
+
+def kept_cost_model(about: dict[str, Any]) -> CostModel | None:
+    """The costs that were measured before for this identity; None where none are, or where the
+    cache may not be searched. Raises UserError as load_cost_model."""
+    path = cost_file(about)
+    return load_cost_model(path, about) if os.path.exists(path) else None
+
+
+def load_cost_model(path: str | os.PathLike[str], about: dict[str, Any] | None = None) -> CostModel:
+    """The costs in a file. about: whose they must be; None: whoever's. Raises UserError for a file
+    that cannot be read, is damaged, of another version, or somebody else's."""
+    mend = "delete it, or run `moejax calibrate --force`"
+    try:
+        model = CostModel.from_json(json.loads(Path(path).read_text()))
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror})") from error
+    except CostError as error:
+        raise UserError(f"{path}: {error}; {mend}") from error
+    except ValueError as error:
+        raise UserError(f"{path} is damaged: it is no JSON ({error}); {mend}") from error
+    for name, value in (about or {}).items():
+        if model.about.get(name) != value:
+            raise UserError(
+                f"{path} has costs of another {name}: {model.about.get(name)}, here it is {value}; "
+                f"{mend}"
+            )
+    return model
+
+
+def write_cost_model(path: Path, model: CostModel) -> None:
+    """Writes the file whole or not at all. Raises UserError where that is not possible."""
+    try:
+        write_whole(path, json.dumps(model.to_json(), indent=1) + "\n")
+    except OSError as error:
+        raise UserError(f"costs cannot be written to {path} ({error.strerror})") from error

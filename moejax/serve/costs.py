@@ -1,0 +1,45 @@
+"""What a model's steps cost, for who has an LLM or only a model's name (docs/cost_model.md)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from host_offload.control.interface import Costs
+from host_offload.sizing.cost_model import CostModel
+from moejax.costs import measure
+from moejax.costs.store import identity, kept_cost_model, spec_of_steps
+from moejax.errors import UserError
+from moejax.serve.llm import LLM
+
+
+def costs_for(llm: LLM) -> Costs:
+    """What policies see of cost_model_for."""
+    return cost_model_for(llm).costs()
+
+
+def cost_model_for(
+    llm: LLM, *, force: bool = False, report: Callable[[str], None] | None = None
+) -> CostModel:
+    """moejax.costs.measure.cost_model_for of an LLM, which has its cells again afterwards. Raises
+    UserError also for one that has run something and whose costs are not kept."""
+    runner = llm.engine.runner
+    kept = None if force else kept_cost_model(identity(spec_of_steps(runner)))
+    if kept is not None:
+        return kept
+    if llm.engine.statistics.requests or llm.engine.control is not None:
+        raise UserError(
+            "costs are measured on an LLM that has run nothing and has no policies that look "
+            "at steps; call it first, or `moejax calibrate` with the same options"
+        )
+    granted = llm.engine.scheduler.arena.cell_row.copy()
+    model = measure.cost_model_for(runner, force=force, report=report)
+    runner.grant_cells(granted)
+    return model
+
+
+def cost_model_of(model: str | os.PathLike[str], **options: Any) -> CostModel:
+    """cost_model_for of LLM(model, **options), which is closed again."""
+    with LLM(model, progress=False, **options) as llm:
+        return cost_model_for(llm)

@@ -1,0 +1,64 @@
+"""What a start has to know of a model and of a device before it can decide: plain facts."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+
+from host_offload.memory.device_memory import FreeMemory, free_memory
+from host_offload.memory.store import ExpertStore
+from moejax.checkpoints.load import LoadedModel
+from moejax.errors import UserError
+from moejax.models.config import ModelConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelFacts:
+    """What decisions depend on of a model whose weights are, or will be, loaded."""
+
+    config: ModelConfig
+    dtype: str
+    itemsize: int
+    store: ExpertStore
+    """Which versions of which layers there are, without their arrays."""
+    read_bytes: int
+    """Bytes of parameters beside experts that a decode step of one row reads: all but the
+    embeddings, of which it takes a row, unless they are the head too."""
+
+
+def facts_of(loaded: LoadedModel) -> ModelFacts:
+    """The facts of a loaded model; no array is read."""
+    store = ExpertStore(loaded.store.layouts, {}, loaded.store.layers)
+    itemsize = loaded.layout.itemsize
+    return ModelFacts(loaded.config, loaded.dtype, itemsize, store, read_bytes(loaded.params))
+
+
+def read_bytes(params: dict) -> int:
+    """ModelFacts.read_bytes. params: of LoadedModel, or their jax.ShapeDtypeStructs."""
+    gathered = {"embed"} if "lm_head" in params else set()
+    read = [part for name, part in params.items() if name not in gathered]
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(read))
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceFacts:
+    """What decisions depend on of a device."""
+
+    platform: str
+    kind: str
+    runtime: str
+    memory: FreeMemory | None = None
+    """None: it does not say, and the user gave a limit."""
+
+
+def device_facts(device: jax.Device, *, automatic: bool) -> DeviceFacts:
+    """The facts of a device now. automatic: its memory decides, not numbers; then one that does not
+    say what it has is refused with a UserError."""
+    memory = None
+    try:
+        memory = free_memory(device)
+    except RuntimeError as error:
+        if automatic:
+            raise UserError(str(error)) from error
+    return DeviceFacts(device.platform, device.device_kind, device.client.platform_version, memory)

@@ -1,0 +1,345 @@
+# ruff: noqa: RUF009  _option is dataclasses.field with a description
+"""The options of a model that runs: one list of names, defaults and descriptions.
+
+`moejax.LLM` and `AsyncLLM` take them as keywords, the command line as `--option-name`, and
+`--config FILE.yaml` as a mapping of names (moejax.start.options_file).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from moejax.errors import UserError
+from moejax.sizes import Share, parse_expert_budget, parse_size
+
+if TYPE_CHECKING:  # the command line answers before jax is imported
+    import jax
+
+    from host_offload.control.interface import Policy
+    from host_offload.policies.precision.names import Precision
+    from moejax.engine.loop import Listener
+    from moejax.step.hooks import Hooks
+
+DRIVERS = ("device", "host")
+"""Who walks through the layers of a step: one executable, or Python with hooks in between."""
+
+KV_OVERFLOW = ("swap", "recompute")
+"""What happens to KV that makes room: moved to host memory, or dropped and computed again by the
+prefill path, which changes the bits of generated tokens' KV."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Description:
+    """What is said of an option beside its name and default."""
+
+    help: str
+    group: str | None = None
+    """Of the command line's groups; None: it has no such option."""
+    metavar: str | None = None
+    type: Callable[[str], Any] | None = None
+    """How the command line reads it; None: as the field's annotation says (int, float, bool), else
+    as text."""
+    choices: tuple[str, ...] | None = None
+    in_file: bool = True
+    """`--config FILE` may have it."""
+
+
+def _option(
+    default: Any,
+    help: str,
+    group: str | None = None,
+    *,
+    metavar: str | None = None,
+    type: Callable[[str], Any] | None = None,
+    choices: tuple[str, ...] | None = None,
+    in_file: bool = True,
+) -> Any:
+    """A field of Options with its Description."""
+    description = Description(help, group, metavar, type, choices, in_file)
+    return dataclasses.field(default=default, metadata={"option": description})
+
+
+def _step(text: str) -> int | str:
+    return int(text) if text.isdigit() else text
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Everything that a model can be started with. Sizes may be given as text ("6GiB", "25%") and
+    are bytes (or a Share) afterwards. Raises UserError for a value that can never be."""
+
+    model: str | os.PathLike[str]
+    """A Hugging Face or Orbax checkpoint directory, or "demo" for the model in the package
+    ("./demo" is a directory)."""
+    _: dataclasses.KW_ONLY
+    step: int | str | None = _option(
+        None,
+        "of an Orbax checkpoint with steps: latest, best, best:METRIC:min or a number (default: "
+        "latest)",
+        "checkpoint",
+        metavar="STEP",
+        type=_step,
+    )
+    name_map: str | os.PathLike[str] | None = _option(
+        None,
+        "which leaf of an Orbax checkpoint is which tensor: a .yaml or .json file, or the name of "
+        "a shipped map (docs/checkpoints.md)",
+        "checkpoint",
+        metavar="MAP",
+    )
+    dtype: str = _option(
+        "auto",
+        "bfloat16 or half, float16, float32 or float, auto: the checkpoint's (default: auto)",
+        "engine",
+        metavar="DTYPE",
+    )
+    seed: int = _option(0, "of requests that bring none")
+    max_model_len: int | None = _option(
+        None, "most tokens of prompt and text together (default: the model's)", "engine"
+    )
+    max_num_seqs: int | None = _option(
+        None, "sequences that run at once (default: 16 on CPU, 64 on GPU)", "engine"
+    )
+    max_num_batched_tokens: int | None = _option(
+        None,
+        "most prompt tokens in one prefill step over the model (default: 2048 on CPU, 8192 on GPU)",
+        "engine",
+    )
+    memory: int | None = _option(
+        None,
+        "bytes of the arena, such as 16GiB; any two of it and its parts fix the third; without "
+        "numbers everything is held, cut to what fits",
+        "memory",
+        metavar="SIZE",
+    )
+    expert_budget: int | Share | None = _option(
+        None,
+        "what experts get: bytes such as 6GiB, or a share of them such as 25%; 0 is legal; it "
+        "decides speed only, the output has the same bits",
+        "memory",
+        metavar="SIZE|SHARE",
+    )
+    kv_budget: int | None = _option(
+        None, "bytes that KV gets, such as 2GiB", "memory", metavar="SIZE"
+    )
+    budget: str = _option(
+        "fixed",
+        "where the line between experts and KV is: fixed, by the sizes above, or mv_wsa=TRACE, "
+        "where it costs least on a trace's requests; see docs/memory.md (default: fixed)",
+        "memory",
+        metavar="NAME[=TRACE]",
+    )
+    resize: str = _option(
+        "none",
+        "whether the line moves while requests run: none, peak_headroom (KV gets its peak and some "
+        "headroom), mv_wsa (equal value of a byte on either side), joint (and how many run at "
+        "once, for the most tokens a second) (default: none)",
+        "memory",
+        metavar="NAME",
+    )
+    cells: str | Sequence[int] = _option(
+        "uniform",
+        "what each layer gets of the experts' share: uniform, marginal or optimal, by the miss "
+        "curves of a trace or, without one, live; or a number a layer such as 9,8,8,7 (default: "
+        "uniform)",
+        "memory",
+        metavar="NAME[=TRACE]",
+    )
+    eviction: str | None = _option(
+        None,
+        "which expert makes room: the least recently used, the least frequently used, the smallest "
+        "frequency over age, the one that came first, or none of a hot set (default: lru)",
+        "memory",
+        choices=("lru", "lfu", "lfru", "fifo", "static"),
+    )
+    prefetch: str | None = _option(
+        None,
+        "which experts come ahead of need: random and moe-infinity with either driver; fate, "
+        "mixtral-offloading, promoe=FILE, coactivation and layer-streaming with --driver host; "
+        "=FILE is what a policy's fit learned from a trace, see docs/policies.md (default: none)",
+        "memory",
+        metavar="NAME[=PATH]",
+    )
+    policies: Sequence[Policy] = _option(
+        (),
+        "more policies, of your own (docs/write_a_policy.md); one that writes victim_weights takes "
+        "the place of eviction",
+        in_file=False,
+    )
+    precision: str | Precision | None = _option(
+        None,
+        "the version that experts are in: dense, lossless12 (same bits), int8, int4, int2 (other "
+        "bits), or dynaexq, map=FILE, random, which mix two; see docs/precision.md (default: "
+        "dense)",
+        "precision",
+        metavar="NAME[,KEY=VALUE…]",
+    )
+    hi: str | None = _option(
+        None, "of the hot experts (default: dense)", "precision", metavar="VERSION"
+    )
+    lo: str | None = _option(None, "of the others (default: int4)", "precision", metavar="VERSION")
+    interval: str | None = _option(
+        None,
+        "how often dynaexq decides, in tokens, steps or seconds (default: '4096 tokens')",
+        "precision",
+        metavar="'N UNIT'",
+    )
+    hi_share: float | None = _option(
+        None,
+        "share of the experts that are in --hi, 0 to 1 (default: as many as fit)",
+        "precision",
+        metavar="SHARE",
+    )
+    quantizer: str = _option(
+        "rtn",
+        "how versions are made that the checkpoint lacks: rtn, mse (default: rtn)",
+        "precision",
+        metavar="NAME",
+    )
+    driver: str = _option(
+        "device",
+        "who walks through the layers: device runs a step as one executable, host calls them from "
+        "Python, slower, for policies that look in between; no bit depends on it (default: device)",
+        "engine",
+        choices=DRIVERS,
+    )
+    ops: str | Mapping[str, str] = _option(
+        "auto",
+        "implementation of the ops: auto (Pallas kernels on a GPU, else XLA), xla, pallas, or "
+        "pairs such as plan=xla,route=pallas (default: auto)",
+        "engine",
+        metavar="OPS",
+    )
+    device: str | jax.Device | None = _option(
+        None, "where to run (default: a GPU if there is one)", "engine", choices=("cpu", "gpu")
+    )
+    progress: bool = _option(True, "bars on stderr while loading and generating", in_file=False)
+    cache_dir: str | os.PathLike[str] | None = _option(
+        None,
+        "XLA's compilation cache (default: jax's own setting if there is one, else "
+        "~/.cache/moejax/xla; empty for none)",
+    )
+    trace: str | os.PathLike[str] | None = _option(
+        None,
+        "write what each step routed, missed and moved into this new directory, for "
+        "moejax.traces.read_trace (docs/trace_format.md)",
+        "trace",
+        metavar="DIR",
+    )
+    trace_arrays: str | Sequence[str] = _option(
+        (),
+        "what else the trace has of every token, of probs,gate_input,embedding: the router's "
+        "scores of all experts, what it saw, the token's embedding; large",
+        "trace",
+        metavar="NAMES",
+    )
+    prefill_waves: int | None = _option(
+        None,
+        "passes over a layer's experts in a prefill step; no bit depends on it (default: 1 with "
+        "XLA ops, 8 with kernels)",
+    )
+    swap_space: int = _option(
+        4 << 30, "host memory for KV that makes room (default: 4GiB)", "memory", metavar="SIZE"
+    )
+    kv_overflow: str = _option(
+        "swap",
+        "KV that makes room is swapped to host memory, or dropped and computed again, which "
+        "changes bits (default: swap)",
+        "memory",
+        choices=KV_OVERFLOW,
+    )
+    enable_prefix_caching: bool = _option(
+        True, "prompts with equal beginnings share KV (default: they do)", "memory"
+    )
+    long_prefill_token_threshold: int | None = _option(
+        None,
+        "most tokens of one prompt in a prefill step that others wait for (default: a quarter of "
+        "it)",
+        "engine",
+    )
+    listener: Listener | None = _option(
+        None, "called with each step after its dispatch, see Engine", in_file=False
+    )
+    hooks: Hooks | None = _option(
+        None,
+        "called between the parts of every layer (moejax.step.hooks), with driver=host",
+        in_file=False,
+    )
+
+    def __post_init__(self):
+        for name, parse in _SIZES.items():
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, parse(value))
+        for name, description in descriptions().items():
+            value = getattr(self, name)
+            if value is not None and (what := _why_not(description, value)):
+                raise UserError(f"{name} must be {what}, got {value!r}")
+            if name in _COUNTS and value is not None and value < 1:
+                raise UserError(f"{name} must be at least 1, got {value}")
+        if self.kv_overflow not in KV_OVERFLOW:
+            raise UserError(
+                f"kv_overflow is one of {', '.join(KV_OVERFLOW)}, not {self.kv_overflow!r}"
+            )
+        if self.driver not in DRIVERS:
+            raise UserError(
+                f"driver {self.driver!r} does not exist; use one of {', '.join(DRIVERS)}"
+            )
+
+    @property
+    def automatic(self) -> bool:
+        """The device's memory decides, not numbers."""
+        return self.memory is None and None in (self.expert_budget, self.kv_budget)
+
+
+_SIZES: dict[str, Callable[[Any], Any]] = {
+    "memory": parse_size,
+    "expert_budget": parse_expert_budget,
+    "kv_budget": parse_size,
+    "swap_space": parse_size,
+}
+
+_COUNTS = frozenset(
+    {
+        "max_model_len",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "prefill_waves",
+        "long_prefill_token_threshold",
+    }
+)
+
+
+@functools.cache
+def descriptions() -> dict[str, Description]:
+    """Name → what is said of it, of every option but the model."""
+    found = {}
+    for field in dataclasses.fields(Options):
+        if (option := field.metadata.get("option")) is not None:
+            kind = option.type or _KINDS.get(str(field.type).partition(" ")[0], str)
+            # Sizes are numbers that may be written with a unit.
+            kind = str if field.name in _SIZES else kind
+            metavar = "N" if kind is int else option.metavar
+            found[field.name] = dataclasses.replace(option, type=kind, metavar=metavar)
+    return found
+
+
+_KINDS: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "bool": bool}
+
+
+def _why_not(description: Description, value: Any) -> str:
+    """What a value of this option is, where this one is not; empty: it may be."""
+    if description.type is int:
+        try:
+            operator.index(value)
+        except TypeError:
+            return "a whole number"
+    elif description.type is float and not isinstance(value, int | float):
+        return "a number"
+    elif description.type is bool and not isinstance(value, bool):
+        return "true or false"
+    return ""

@@ -1,0 +1,301 @@
+"""Everything that a start decides, before anything is allocated."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+
+import numpy as np
+
+from host_offload.control.interface import Costs, Spec
+from host_offload.control.paging import PagedSpec, check_paged
+from host_offload.control.transitions import check_resident
+from host_offload.memory.budget import Budget, cells_per_layer, format_bytes, resolve_budget
+from host_offload.memory.device_memory import FreeMemory
+from host_offload.memory.placement import ResidentSpec
+from host_offload.policies.prefetch.fitted import check_fitted
+from host_offload.versions.layer_versions import cell_bytes, link_bytes, version_bytes
+from moejax.costs.store import StepSpec
+from moejax.costs.transition_bound import bounded
+from moejax.errors import UserError
+from moejax.start.facts import DeviceFacts, ModelFacts
+from moejax.start.precision import (
+    dense_layers,
+    expert_budget_of,
+    formats_of,
+    note,
+    paged_of,
+    resident_of,
+    resident_versions,
+    spare_slots,
+)
+from moejax.start.settings import Settings
+from moejax.start.shapes import (
+    KERNEL_WAVES,
+    decodes_in_buckets,
+    ops_in_use,
+    step_shapes,
+    without_kernel,
+)
+from moejax.start.split import check_split, start_split
+from moejax.step.programs import STAGES
+from moejax.step.trace_arrays import TRACE_ARRAYS
+from moejax.traces.tracer import config_digest
+from pallas_kernels import resolve_ops
+
+_LIMITS = {"cpu": (16, 2048), "gpu": (64, 8192)}
+"""Platform → (max_num_seqs, max_num_batched_tokens)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What build makes an engine from, without deciding anything more."""
+
+    settings: Settings
+    steps: StepSpec
+    """Shapes, ops, formats and layout of the compiled steps."""
+    max_num_seqs: int
+    max_model_len: int
+    budget: Budget
+    """Slots of the arena, of experts and of KV, with notes of what was decided."""
+    cells: tuple[int, ...]
+    """Of each layer; none where every expert is resident or cells are of two versions."""
+    resident: ResidentSpec | None
+    """Where every expert has one of two versions in the arena."""
+    paged: PagedSpec | None
+    """Where layers have cells of two versions."""
+    admission: int
+    """Prompts that a prefill step waits for while others decode."""
+    costs: Costs | None
+    """What policies are told that steps cost."""
+
+    @property
+    def bound(self) -> int:
+        """C: the most cells a layer can come to have."""
+        return _bound(self.steps, self.resident, self.paged)
+
+    def describe(self) -> dict[str, str]:
+        """What was decided, a line for people under each name."""
+        budget, steps, size = self.budget, self.steps, self.steps.layout.slot_bytes
+        options, page = self.settings.options, steps.layout.page
+        cells = "none of their own"
+        if self.paged is not None:
+            cells = " and ".join(
+                f"{count} {record.version}"
+                for count, record in zip(self.paged.capacity, steps.layout.records, strict=True)
+            )
+        elif self.cells:
+            cells = ", ".join(map(str, self.cells))
+        memory = "not known"
+        if budget.memory is not None:
+            free = budget.memory
+            memory = f"{format_bytes(free.available)} of {format_bytes(free.free)}"
+        versions = [f.store.version for f in steps.formats] if steps.formats else ["dense"]
+        config, shapes, dtype = steps.config, steps.shapes, steps.dtype
+        ops = ops_in_use(config, steps.ops)
+        return {
+            "device": f"{steps.device_kind}, free for the arena: {memory}",
+            "model": f"{sum(config.moe_layers)} layers of {config.num_experts} experts, {dtype}",
+            "ops": ", ".join(f"{op} {name}" for op, name in ops.items()),
+            "steps": f"driver {steps.driver}, decode rows {', '.join(map(str, shapes.buckets))}, "
+            f"prefill {shapes.prefill_chunks} chunks of {shapes.chunk} tokens in {shapes.waves} "
+            "waves",
+            "sequences": f"{self.max_num_seqs} at once of {self.max_model_len} tokens; a prefill "
+            f"step waits for {self.admission}",
+            "arena": f"{budget.slots} slots of {size} bytes, {format_bytes(budget.slots * size)}",
+            "experts": f"{budget.expert_slots} slots, precision {self.settings.precision.name} "
+            f"({', '.join(versions)})",
+            "cells": cells,
+            "KV": f"{budget.kv_slots} slots, {budget.pages} pages of {page.block_size} tokens; "
+            f"{options.kv_overflow} beyond, to {format_bytes(options.swap_space)} of host memory",
+            "policies": ", ".join(type(policy).__name__ for policy in self.settings.policies),
+        }
+
+    def __str__(self) -> str:
+        lines = self.describe()
+        width = max(map(len, lines))
+        table = [f"{name:<{width}}  {text}" for name, text in lines.items()]
+        return "\n".join([*table, *(f"{'note':<{width}}  {text}" for text in self.budget.notes)])
+
+
+def step_spec(settings: Settings, model: ModelFacts, device: DeviceFacts) -> StepSpec:
+    """What steps are compiled from. Raises UserError for ops that the model or device cannot run,
+    and for more tokens than the model has positions."""
+    options, config, precision = settings.options, model.config, settings.precision
+    try:
+        ops = resolve_ops(
+            settings.ops,
+            platform=device.platform,
+            dtype=model.dtype,
+            no_kernel=without_kernel(config),
+        )
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    seqs, tokens, length = limits_of(settings, model, device)
+    config = dataclasses.replace(config, rope=config.rope.for_length(length))
+    layout = config.slot_layout(
+        model.itemsize, resident_versions(precision, model.store), model.dtype
+    )
+    needs = (need for policy in settings.policies for need in policy.needs)
+    return StepSpec(
+        device_kind=device.kind,
+        runtime=device.runtime,
+        driver=options.driver,
+        ops=ops,
+        config=config,
+        dtype=model.dtype,
+        layout=layout,
+        shapes=step_shapes(
+            layout,
+            rows=seqs,
+            max_model_len=length,
+            max_num_batched_tokens=tokens,
+            waves=options.prefill_waves or (KERNEL_WAVES if ops.expert_ffn == "pallas" else 1),
+            bucketed=decodes_in_buckets(config, ops),
+        ),
+        formats=formats_of(precision, layout, model.store),
+        trace_arrays=TRACE_ARRAYS & {*settings.trace_arrays, *needs},
+    )
+
+
+def limits_of(settings: Settings, model: ModelFacts, device: DeviceFacts) -> tuple[int, int, int]:
+    """(max_num_seqs, max_num_batched_tokens, max_model_len), as given or by the platform and the
+    model. Raises UserError for a length beyond the model's."""
+    options, longest = settings.options, model.config.max_position_embeddings
+    seqs, tokens = _LIMITS.get(device.platform, _LIMITS["gpu"])
+    if options.max_model_len is not None and options.max_model_len > longest:
+        raise UserError(
+            f"max_model_len {options.max_model_len} is more than the model's "
+            f"max_position_embeddings, {longest}; lower it"
+        )
+    return (
+        options.max_num_seqs or seqs,
+        options.max_num_batched_tokens or tokens,
+        options.max_model_len or longest,
+    )
+
+
+def divide(
+    settings: Settings,
+    model: ModelFacts,
+    device: DeviceFacts,
+    steps: StepSpec,
+    memory: FreeMemory | None,
+) -> Budget:
+    """The arena in slots by the sizes that were given, of what may be taken of the memory. Raises
+    UserError, BudgetError or ArenaTooSmall."""
+    options, precision, config = settings.options, settings.precision, steps.config
+    moe_layers, experts = sum(config.moe_layers), config.num_experts
+    seqs, _, length = limits_of(settings, model, device)
+    budget = resolve_budget(
+        steps.layout,
+        moe_layers=moe_layers,
+        experts=experts,
+        max_num_seqs=seqs,
+        max_model_len=length,
+        available_bytes=sys.maxsize if memory is None else memory.available,
+        memory=options.memory,
+        expert_budget=expert_budget_of(
+            options.expert_budget, precision, steps.layout, moe_layers * experts
+        ),
+        kv_budget=options.kv_budget,
+        spare_slots=spare_slots(precision),
+    )
+    return dataclasses.replace(budget, memory=memory)
+
+
+def decide(
+    settings: Settings, model: ModelFacts, device: DeviceFacts, costs: Costs | None = None
+) -> Plan:
+    """The whole plan of a start. Reads traces and kept costs that options name; touches no device.
+
+    costs: of these steps, measured, where Settings.needs_costs. device.memory: with what steps need
+    of it, where that matters (moejax.start.probe). Raises UserError, BudgetError or ArenaTooSmall.
+    """
+    precision, policies = settings.precision, settings.policies
+    steps = step_spec(settings, model, device)
+    budget = divide(settings, model, device, steps, device.memory)
+    seqs, _, length = limits_of(settings, model, device)
+    moe_layers, experts = sum(steps.config.moe_layers), steps.config.num_experts
+    size = steps.layout, budget.expert_slots, moe_layers, experts
+    try:
+        resident, paged = resident_of(precision, *size), paged_of(precision, *size)
+        if resident is not None:
+            check_resident(policies, resident)
+        if paged is not None:
+            check_paged(policies)
+    except ValueError as error:
+        raise UserError(f"precision {precision.name}: {error}") from error
+    try:
+        check_fitted(policies, config_digest(steps.config))
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    if resident is not None:
+        resident = bounded(resident, precision, steps, device.platform, model.read_bytes)
+    notes = [*budget.notes]
+    if text := note(precision, resident, steps.layout, paged, dense_layers(model.store)):
+        notes.append(text)
+    cells: tuple[int, ...] = ()
+    if resident is None and paged is None:
+        cells = cells_per_layer(budget.expert_slots, moe_layers, experts)
+    spec = _spec(settings, steps, budget, length, _bound(steps, resident, paged))
+    split = start_split(settings.budgets, budget, cells, spec, steps, costs)
+    if split is not None:
+        check_split(spec, steps, split.cells, split.kv_slots)
+        cells, notes = split.cells, [*notes, split.note]
+        budget = dataclasses.replace(
+            budget,
+            expert_slots=sum(cells),
+            kv_slots=split.kv_slots,
+            pages=split.kv_slots * steps.layout.pages_per_slot,
+        )
+    least = cells if paged is None else paged.cells.sum(axis=1).tolist()
+    return Plan(
+        settings=settings,
+        steps=steps,
+        max_num_seqs=seqs,
+        max_model_len=length,
+        budget=dataclasses.replace(budget, notes=tuple(notes)),
+        cells=cells,
+        resident=resident,
+        paged=paged,
+        # A prefill step with experts to move costs almost the same for one prompt as for many.
+        admission=1 if min(least, default=experts) >= experts else -(-seqs // 4),
+        costs=costs,
+    )
+
+
+def _bound(steps: StepSpec, resident: ResidentSpec | None, paged: PagedSpec | None) -> int:
+    mixed = resident or paged
+    return steps.config.num_experts if mixed is None else mixed.cell_bound
+
+
+def _spec(
+    settings: Settings, steps: StepSpec, budget: Budget, max_model_len: int, bound: int
+) -> Spec:
+    """What the division of the arena depends on, as policies are told of it."""
+    layout, config = steps.layout, steps.config
+    layers = sum(config.moe_layers)
+    in_cells, moved = (
+        version_bytes(layout, steps.formats, sizes(layout, steps.formats), layers)
+        for sizes in (cell_bytes, link_bytes)
+    )
+    return Spec(
+        layers=layers,
+        experts=config.num_experts,
+        top_k=config.num_experts_per_tok,
+        hidden=config.hidden_size,
+        page_bytes=layout.page.nbytes,
+        page_tokens=layout.page.block_size,
+        budget_bytes=budget.slots * layout.slot_bytes,
+        slot_bytes=layout.slot_bytes,
+        kv_floor_bytes=-(-max_model_len // layout.page.block_size) * layout.page.nbytes,
+        staging_bytes=2 * STAGES * max(record.nbytes for record in layout.records),
+        seed=settings.options.seed,
+        driver=steps.driver,
+        version_bytes=in_cells,
+        moved_bytes=moved,
+        min_cells=np.zeros(layers, np.int32),
+        cell_bound=bound,
+        stage_entries=STAGES,
+    )

@@ -1,0 +1,82 @@
+"""The shapes and ops of a model's steps: what a start decides from the model alone."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from host_offload.memory.layout import BLOCK_SIZES, SlotLayout
+from moejax.checkpoints.tensors import layer_params
+from moejax.models.config import ModelConfig
+from moejax.step.parts import DECODE_TILE, StepShapes
+from pallas_kernels import Ops
+from pallas_kernels.kv_write import KVPage
+from pallas_kernels.paged_attention import SPAN
+from pallas_kernels.paged_attention import why_not_pallas as attention_why_not
+from pallas_kernels.route import why_not_pallas as route_why_not
+
+PREFILL_CHUNK = 64
+"""Prompt tokens computed at once. A start-up shape: it decides bits (contract 1)."""
+
+KERNEL_WAVES = 8
+"""Waves of a prefill step with the expert kernel. It reads an expert that has no cell once per 64
+rows routed to it, so a prefill step wants cells for all; an eighth of the experts fits where not
+all do."""
+
+
+def step_shapes(
+    layout: SlotLayout,
+    *,
+    rows: int,
+    max_model_len: int,
+    max_num_batched_tokens: int,
+    waves: int,
+    bucketed: bool = False,
+) -> StepShapes:
+    """The start-up shapes for these limits. Attention reads whole spans, so the block table is
+    whole spans wide; a prefill step is at least one chunk and no more than all prompts can fill.
+    bucketed: decode is also compiled for fewer rows, since a kernel's grid is static."""
+    spans = -(-max_model_len // SPAN)
+    chunks = min(max_num_batched_tokens // PREFILL_CHUNK, rows * -(-max_model_len // PREFILL_CHUNK))
+    if rows > DECODE_TILE or bucketed:
+        rows = -(-rows // DECODE_TILE) * DECODE_TILE
+    buckets = [rows]
+    while bucketed and buckets[0] > DECODE_TILE:
+        buckets.insert(0, -(-buckets[0] // (2 * DECODE_TILE)) * DECODE_TILE)
+    return StepShapes(
+        rows=rows,
+        buckets=tuple(buckets),
+        chunk=PREFILL_CHUNK,
+        prefill_chunks=max(chunks, 1),
+        blocks=spans * (SPAN // layout.page.block_size),
+        waves=waves,
+    )
+
+
+def without_kernel(config: ModelConfig) -> dict[str, str]:
+    """The ops whose Pallas kernel this model cannot use, and why; the reference runs instead, as
+    the log and `stats` say."""
+    page = KVPage(BLOCK_SIZES[0], config.kv_heads, config.kv_width, config.kv_latent)
+    reasons = {
+        "route": route_why_not(config.route_rule),
+        "paged_attention": attention_why_not(page),
+    }
+    return {op: reason for op, reason in reasons.items() if reason is not None}
+
+
+def decodes_in_buckets(config: ModelConfig, ops: Ops) -> bool:
+    """Whether decode is compiled for fewer rows too: where kernels compute every product. Those of
+    XLA are held to one number of rows (contract 1e): in another program the same product is fused
+    with other neighbours."""
+    products = {ops.linear, ops.expert_ffn, ops.paged_attention}
+    return (products | {ops.head_linear} if config.mla else products) == {"pallas"}
+
+
+def ops_in_use(config: ModelConfig, ops: Ops) -> dict[str, str]:
+    """Op → implementation, of the ops that this model's steps have."""
+    names = {key for run in config.runs for key in layer_params(config, run.moe)}
+    unused = {"kv_write"} if config.mla else {"latent_write", "head_linear"}
+    if "input_norm_bias" not in names:
+        unused.add("layer_norm")
+    elif not any(name in names for name in ("q_norm", "q_a_norm")):
+        unused.add("rms_norm")
+    return {op: name for op, name in dataclasses.asdict(ops).items() if op not in unused}
