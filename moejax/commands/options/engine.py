@@ -41,7 +41,7 @@ def add_options(group: argparse._ActionsContainer, name: str) -> None:
         group.add_argument(
             flag,
             metavar=description.metavar,
-            type=description.type,
+            type=description.type or str,
             choices=description.choices,
             help=help,
         )
