@@ -111,8 +111,9 @@ class PagerDevice:
     def simulated(self, number: int, kind: str | None) -> SimulatedStep:
         """What the step did."""
         versions = None if self._versions is None else self._versions.counts
-        done = *self._counts, self._missed, self._staged, self._moved
-        return SimulatedStep(number, kind, *done, versions)
+        hits, fills, read_through = self._counts
+        counts = hits, fills, read_through, self._missed, self._staged, self._moved
+        return SimulatedStep(number, kind, *counts, versions=versions)
 
     def _demand(self, missing: np.ndarray, span: slice) -> np.ndarray:
         """int64[M]: bytes of experts that were filled or read through."""
