@@ -59,6 +59,7 @@ def start_engine(
     (moejax.start.precision.with_precision). tokenizer: called when everything is decided. Raises
     UserError, BudgetError or ArenaTooSmall; the model is freed where it fails late."""
     settings = options if isinstance(options, Settings) else settings_of(options)
+    RUNNERS[settings.options.driver].check_hooks(settings.options.hooks)
     model = facts_of(loaded)
     plan = probed(loaded, settings, model, device)
     rope = plan.steps.config.rope

@@ -33,8 +33,8 @@ def start_controller(
 ) -> Controller:
     """The controller of an engine's policies. routers: of each run of MoE layers, [n, E, D], for
     policies that need them; costs likewise. resident: where every expert has a version in the
-    arena. paged: where layers have cells of two versions. listener: see Controller. Raises ValueError for policies that
-    cannot run."""
+    arena. paged: where layers have cells of two versions. listener: see Controller. Raises
+    ValueError for policies that cannot run."""
     router = None
     if any("router" in policy.needs for policy in policies):
         weights = np.concatenate([np.asarray(r, np.float32) for r in routers])

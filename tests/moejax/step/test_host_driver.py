@@ -386,13 +386,8 @@ def test_hooks_are_given_at_the_start(host):
     with pytest.raises(UserError, match="use driver='host'"):
         start_engine(
             random_model(shape("demo", layers=1), "bfloat16"),
-            Limits(),
-            driver="device",
-            ops=parse_ops("auto"),
-            device=jax.devices()[0],
-            seed=0,
-            listener=None,
-            hooks=recorder,
+            Options("demo", hooks=recorder),
+            jax.devices()[0],
         )
 
     def engine(**given: Any) -> Engine:
