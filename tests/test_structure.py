@@ -61,7 +61,11 @@ WIDE_CONSTRUCTORS: dict[str, str] = {
 }
 """Constructor with more → why."""
 
-BAGS: dict[str, str] = {}
+BAGS: dict[str, str] = {
+    "moejax.serve.async_llm.AsyncLLM.__init__": "the keywords of LLM, which Options checks",
+    "moejax.serve.costs.cost_model_of": "the keywords of LLM, which Options checks",
+    "host_offload.simulate.prediction.predict": "the keywords of simulate, which checks them",
+}
 """Function of host_offload or moejax that takes **keywords → why."""
 
 LATE_IMPORTS: tuple[tuple[str, str, str], ...] = (
@@ -166,7 +170,7 @@ def crowded(paths: list[PurePosixPath]) -> dict[str, tuple[int, int]]:
     files: dict[PurePosixPath, set[str]] = {}
     folders: dict[PurePosixPath, set[str]] = {}
     for path in paths:
-        if path.name != "__init__.py":
+        if path.name not in ("__init__.py", "__main__.py"):
             files.setdefault(path.parent, set()).add(path.name)
         for folder in path.parents:
             folders.setdefault(folder.parent, set()).add(folder.name)

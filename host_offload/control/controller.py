@@ -170,7 +170,7 @@ class Controller:
         self._staging = (Transitions if spec.resident else Staging)(spec, self._log)
         self._kv_references = KVReferences(spec.page_tokens) if "kv_refs" in self.needs else None
         self._use: np.ndarray | None = None
-        """Of the step that was read last."""
+        """What is known of the step that was read last."""
         self._decisions: Counter[str] = Counter()
         self._seats = [Seat(policy, spec) for policy in policies]
         for seat in self._seats:

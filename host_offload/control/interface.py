@@ -41,7 +41,7 @@ class Moment(IntEnum):
 
 
 class State(IntEnum):
-    """Of an expert, in Observation.state."""
+    """Where an expert is, in Observation.state."""
 
     ABSENT = 0
     RESIDENT = 1
@@ -70,18 +70,18 @@ class Costs:
     step_s: dict[int, float]
     """Rows of a decode executable → seconds of a step with everything resident."""
     attention_s: float
-    """Of one layer, for one row and 64 tokens of its context."""
+    """Seconds of one layer, for one row and 64 tokens of its context."""
     prefill_s_per_token: float
-    """Of one more prompt token in a prefill step, everything resident."""
+    """Seconds of one more prompt token in a prefill step, everything resident."""
     kv_swap_s_per_byte: float
-    """Of one way, to the host or back (the mean of both)."""
+    """Seconds a byte, one way, to the host or back (the mean of both)."""
     read_through: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(2))
     """float64[2], as fill: what an expert costs that is computed from the store."""
     recompute_s_per_token: float = 0.0
-    """Of a prompt that is computed again: all of its prefill step's time by its tokens (WiSP's
-    r)."""
+    """Seconds a token of a prompt that is computed again: all of its prefill step's time by its
+    tokens (WiSP's r)."""
     memory_s_per_byte: float = 0.0
-    """Of the device's memory."""
+    """Seconds that the device's memory takes for a byte."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -71,7 +71,7 @@ class Staging(Transfers):
         super().__init__(log)
         self.spec = spec
         self._bytes = [b.tolist() for b in spec.version_bytes.values()]
-        """Of an expert in a cell, by version and layer."""
+        """Bytes of an expert in a cell, by version and layer."""
         self._moved = [b.tolist() for b in spec.link_bytes.values()]
         """The same, over the link."""
         self._queues: dict[str, dict[tuple[int, int], Stage | Transition]] = {

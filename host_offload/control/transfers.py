@@ -13,16 +13,16 @@ from host_offload.control.interface import Transfer
 from host_offload.memory.tables import Move, Residency
 
 COUNTS = ("issued", "done", "skipped", "deferred", "cancelled", "used", "unused", "bytes")
-"""Of transfers by cause. issued: put on a step's list. done, skipped: as the step said. deferred:
-wanted and not put on a list, since that was full or there was no cell or no staging bytes: once for
-each list that was made meanwhile. cancelled: left the queue unissued. used,
+"""What is counted of transfers by cause. issued: put on a step's list. done, skipped: as the step
+said. deferred: wanted and not put on a list, since that was full or there was no cell or no staging
+bytes: once for each list that was made meanwhile. cancelled: left the queue unissued. used,
 unused: of those done, found resident by a later step, or evicted first. bytes: of those done."""
 
 
 class Flight(NamedTuple):
     transfer: Transfer
     index: int
-    """Of its entry in its list."""
+    """The place of its entry in its list."""
     between_layers: bool
 
 

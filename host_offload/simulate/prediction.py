@@ -54,7 +54,7 @@ class Prediction:
 
     @property
     def stall_share(self) -> float:
-        """Of all steps' time, the part beyond computing."""
+        """The part of all steps' time beyond computing."""
         return float(self.stall_s.sum() / self.seconds.sum())
 
     @property

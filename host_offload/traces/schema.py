@@ -94,7 +94,7 @@ class BudgetMove(NamedTuple):
 
     step: int
     cells: tuple[int, ...]
-    """Of each layer, from then on."""
+    """Cells of each layer from then on."""
     kv_pages: int
     settled: bool
     """Nothing is left to do of what a policy wanted."""

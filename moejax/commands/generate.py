@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from moejax.serve.llm import LLM
 
 MAX_TOKENS = 128
-"""Of one command; `SamplingParams` has vLLM's 16, which is short for reading."""
+"""Default of the command; `SamplingParams` has vLLM's 16, which is short for reading."""
 
 _SAMPLING_OPTIONS = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "ignore_eos")
 _EPILOG = """\

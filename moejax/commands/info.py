@@ -16,7 +16,7 @@ from moejax.sizes import parse_rate, parse_size
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from moejax.start.info import Fit, ModelInfo, Weights
+    from moejax.start.report.info import Fit, ModelInfo, Weights
 
 SIZES = tuple(gib << 30 for gib in (8, 16, 24, 40, 80))
 """Memories that are shown where there is no GPU to ask."""
@@ -90,7 +90,7 @@ def _run(args: argparse.Namespace) -> int:
     # jax would else take most of a GPU that is only asked for its size.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
-    from moejax.start.info import fit, info_json, model_info, read_headers
+    from moejax.start.report.info import fit, info_json, model_info, read_headers
 
     config, weights = read_headers(args.path, args.step, args.name_map)
     info = model_info(config, args.dtype)
@@ -137,7 +137,7 @@ def _gpu_memory() -> int | None:
 
 
 def _parts(info: ModelInfo) -> Table:
-    from moejax.start.info import EXPERTS
+    from moejax.start.report.info import EXPERTS
 
     table = new_table("part", "parameters", "bytes", "memory")
     for part, count in info.parameters.items():

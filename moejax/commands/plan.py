@@ -183,8 +183,8 @@ def _dry_run(args: argparse.Namespace) -> int:
     if args.model is None:
         raise UserError("--dry-run needs a model: moejax plan --dry-run MODEL")
 
-    from moejax.start.dry_run import dry_run
     from moejax.start.options import Options
+    from moejax.start.report.dry_run import dry_run
 
     plan, assumed = dry_run(Options(args.model, **engine_options(args)))
     if args.json:

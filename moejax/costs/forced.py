@@ -26,7 +26,7 @@ from moejax.engine.step_work import Step
 from moejax.errors import UserError
 from moejax.requests.request import Request
 from moejax.requests.sampling_params import SamplingParams
-from moejax.step.parts import DECODE_TILE, Routing
+from moejax.step.parts import DECODE_TILE, Routing, StepOutput
 from moejax.step.programs import STAGES
 from moejax.step.runner import Runner
 from pallas_kernels.stage import Entries
@@ -61,7 +61,7 @@ class StepSample(NamedTuple):
     seconds: float
     work: Work
     fills: int
-    """Of all layers, as read_through."""
+    """Experts of all layers, as read_through."""
     read_through: int
 
 
@@ -94,9 +94,11 @@ class ForcedRunner:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
 
-    def decode(self, positions: np.ndarray, block_table: jax.Array, **_: Any) -> Any:
-        routing, stages = self.queue.popleft()
-        return self._runner.decode(positions, block_table, forced=routing, stages=stages)
+    def decode(
+        self, positions: np.ndarray, block_table: jax.Array, stages: None, hooks: None
+    ) -> StepOutput:
+        routing, listed = self.queue.popleft()
+        return self._runner.decode(positions, block_table, forced=routing, stages=listed)
 
 
 class ForcedSteps:

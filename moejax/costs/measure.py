@@ -46,7 +46,7 @@ ROUNDS, STEPS = 7, 4
 """Rounds over all cases, and timed steps of a case in each."""
 
 SECONDS = 25.0
-"""Of rounds; beyond it no round is begun, but for the first LEAST_ROUNDS."""
+"""Seconds of rounds; beyond it no round is begun, but for the first LEAST_ROUNDS."""
 
 LEAST_ROUNDS = 3
 

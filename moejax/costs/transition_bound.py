@@ -25,16 +25,16 @@ from moejax.errors import UserError
 log = logging.getLogger("moejax")
 
 STEP_SHARE = 0.05
-"""Of a decode step's time, for transitions."""
+"""Share of a decode step's time for transitions."""
 
 
 class Stated(NamedTuple):
     """Bytes per second as makers state them."""
 
     link: float
-    """Of the link from host memory, one direction."""
+    """Bytes a second of the link from host memory, one direction."""
     memory: float
-    """Of device memory."""
+    """Bytes a second of device memory."""
 
 
 STATED: Mapping[str, Stated] = {
@@ -50,11 +50,11 @@ STATED: Mapping[str, Stated] = {
 """By a part of the device's name (`jax.Device.device_kind`). PCIe with 16 lanes."""
 
 ASSUMED = Stated(16e9, 8.0e12)
-"""Of a device that is not in the table: a slow link and a fast memory, so that the bound is rather
-too small than too large."""
+"""Rates for a device that is not in the table: a slow link and a fast memory, so that the bound is
+rather too small than too large."""
 
 LINK_REACHED = 0.75
-"""Of a stated link, what fills inside a step reach: 48 of 64 GB/s on an H200
+"""What fills inside a step reach of a stated link: 48 of 64 GB/s on an H200
 (../shared/DESIGN.md, section 6)."""
 
 

@@ -54,7 +54,7 @@ class Split:
     cap: int
     """Cells of a layer on average."""
     cells: tuple[int, ...]
-    """Of each layer."""
+    """Cells of each layer."""
     kv_pages: int
     kv_tokens: int
     expert_bytes: int
@@ -73,8 +73,8 @@ class Split:
     tokens_per_s: float | None
     """Predicted, prefill steps included; None without costs."""
     working_sets: tuple[WorkingSet, ...]
-    """Of everybody, then of each user: cells of each layer with which at most `epsilon` of the warm
-    references miss."""
+    """For everybody, then for each user: cells of each layer with which at most `epsilon` of the
+    warm references miss."""
     epsilon: float
     settled: bool
     """The rule came to rest."""
@@ -99,7 +99,7 @@ class Capacity:
     """Cells of each layer."""
     kv_pages: int
     pages_per_user: int
-    """Of the longest turn in the trace."""
+    """KV pages of the longest turn in the trace."""
     step_s: float
     """Predicted time per output token of each user."""
 

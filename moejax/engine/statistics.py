@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 
@@ -87,12 +87,14 @@ class Statistics:
             "requests": self.requests,
             "prompt_tokens": self.prompt_tokens,
             "generated_tokens": self.generated_tokens,
-            "ttft_s": _summary(self.first_token_times, mean=np.mean, max=np.max),
+            "ttft_s": _summary(self.first_token_times, {"mean": np.mean, "max": np.max}),
             "tpot_s": _summary(
                 self.token_times,
-                mean=np.mean,
-                p50=lambda times: np.percentile(times, 50),
-                p99=lambda times: np.percentile(times, 99),
+                {
+                    "mean": np.mean,
+                    "p50": lambda times: np.percentile(times, 50),
+                    "p99": lambda times: np.percentile(times, 99),
+                },
             ),
             "tokens_per_s": self.generated_tokens / wall if wall else None,
             "steps": dict(self.steps),
@@ -119,6 +121,8 @@ def demand_bytes(
     return int(fills), int(through)
 
 
-def _summary(times: Collection[float], **functions: Callable) -> dict[str, float | None]:
+def _summary(
+    times: Collection[float], functions: Mapping[str, Callable]
+) -> dict[str, float | None]:
     """Each function of the times; None where there are none."""
     return {n: float(f(np.asarray(times))) if times else None for n, f in functions.items()}

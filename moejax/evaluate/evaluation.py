@@ -80,11 +80,11 @@ class Likelihood:
 
 @dataclasses.dataclass(frozen=True)
 class TextLikelihood(Likelihood):
-    """Of one text."""
+    """What was found of one text."""
 
     name: str
     sha256: str
-    """Of the whole text's UTF-8 bytes."""
+    """SHA-256 of the whole text's UTF-8 bytes."""
     logprobs: np.ndarray = dataclasses.field(repr=False, compare=False)
     """float64[tokens]: ln p of each token, NaN of those that are not scored."""
 
@@ -94,9 +94,9 @@ class Cost:
     """What a run took: layer-experts that its prefill steps needed, and bytes over the link."""
 
     seconds: float
-    """Of the scoring, tokenizing left out."""
+    """Seconds of the scoring, tokenizing left out."""
     compile_s: float
-    """Of those, the steps that compiled."""
+    """Seconds of the steps among them that compiled."""
     computed_tokens: int
     """Scored tokens and their context."""
     prefill_steps: int

@@ -6,7 +6,6 @@ import dataclasses
 import os
 import pathlib
 from collections.abc import Iterator
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -108,7 +107,9 @@ def error_weights(
     hi: str,
     lo: str,
     quantizer: str = "rtn",
-    **options: Any,
+    *,
+    step: int | str | None = None,
+    name_map: str | os.PathLike[str] | None = None,
 ) -> ErrorWeights:
     """The mean square error of what an expert adds to its layer's output, over up to TOKENS of the
     trace's tokens that were routed to it, where the trace has the routers' inputs (gate_input):
@@ -116,9 +117,9 @@ def error_weights(
     routed to gets the mean of its layer. Else the squares of the relative errors of the weights in
     moejax.json.
 
-    model: a checkpoint; versions that it lacks are made by `quantizer` (rtn or mse). options: of
-    load_checkpoint. Raises UserError for what is no pair of versions with a lossy low one, for a
-    model without what is needed, and as load_checkpoint and with_versions do.
+    model: a checkpoint; versions that it lacks are made by `quantizer` (rtn or mse). step,
+    name_map: see load_checkpoint. Raises UserError for what is no pair of versions with a lossy low
+    one, for a model without what is needed, and as load_checkpoint and with_versions do.
     """
     try:
         precision_of("dynaexq", hi=hi, lo=lo)
@@ -130,7 +131,8 @@ def error_weights(
         return ErrorWeights(_of_weights(checkpoint_directory(model), hi, lo), "weights")
     lossy = tuple(version for version in (hi, lo) if version in BITS)
     dtype = trace.header.spec.get("dtype", "auto")
-    loaded = load_checkpoint(model, dtype, versions=("dense", *lossy), **options)
+    versions = ("dense", *lossy)
+    loaded = load_checkpoint(model, dtype, step=step, name_map=name_map, versions=versions)
     loaded = with_versions(loaded, ("dense", *lossy), quantizer=quantizer)
     errors = _of_outputs(loaded, trace)
     return ErrorWeights(np.maximum(errors[lo] - errors.get(hi, 0.0), 0.0), "outputs")

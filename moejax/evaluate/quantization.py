@@ -27,7 +27,7 @@ from moejax.models.directory import checkpoint_directory
 from pallas_kernels.records.format import MATRICES
 
 CALIBRATION_TOKENS = 32768
-"""Of each file, unless the caller says otherwise."""
+"""Tokens of each file, unless the caller says otherwise."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,8 +8,8 @@ import jax
 
 from moejax.engine.arena_report import arena_stats, kv_stats
 from moejax.engine.loop import Engine
-from moejax.start.shapes import ops_in_use
-from moejax.start.start_times import StartTimes
+from moejax.start.decide.shapes import ops_in_use
+from moejax.start.report.start_times import StartTimes
 
 
 def engine_stats(engine: Engine, start: StartTimes) -> dict[str, Any]:

@@ -40,11 +40,11 @@ from moejax.serve.generation import (
     submit,
 )
 from moejax.start.build import start_engine
-from moejax.start.explain import Explanation, explain
 from moejax.start.options import Options
 from moejax.start.precision import precision_stats, with_precision
+from moejax.start.report.explain import Explanation, explain
+from moejax.start.report.start_times import StartTimes
 from moejax.start.settings import Settings, settings_of
-from moejax.start.start_times import StartTimes
 from moejax.step.hooks import Hooks
 
 log = logging.getLogger("moejax")

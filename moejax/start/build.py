@@ -22,10 +22,10 @@ from moejax.engine.scheduler import Scheduler
 from moejax.engine.statistics import Statistics
 from moejax.errors import UserError
 from moejax.models.decoder import Decoder
-from moejax.start.facts import DeviceFacts, ModelFacts, device_facts, facts_of
+from moejax.start.decide.facts import DeviceFacts, ModelFacts, device_facts, facts_of
+from moejax.start.decide.plan import Plan, decide, divide, step_spec
 from moejax.start.kernels import verify_kernels
 from moejax.start.options import Options
-from moejax.start.plan import Plan, decide, divide, step_spec
 from moejax.start.policies import start_controller
 from moejax.start.precision import place_experts, trace_header
 from moejax.start.probe import divided, step_costs

@@ -39,7 +39,7 @@ class Description:
 
     help: str
     group: str | None = None
-    """Of the command line's groups; None: it has no such option."""
+    """One of the command line's groups; None: it has no such option."""
     metavar: str | None = None
     type: Callable[[str], Any] | None = None
     """How the command line reads it; None: as the field's annotation says (int, float, bool), else

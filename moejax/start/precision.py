@@ -175,7 +175,8 @@ def paged_of(
 
 
 def _spares(precision: Precision) -> int:
-    """Of each version; a random map has room for as many high experts as DynaExq with one spare."""
+    """Spare cells of each version; a random map has room for as many high experts as DynaExq with
+    one spare."""
     return max(precision.spares, 1)
 
 

@@ -161,14 +161,33 @@ def new_trace(directory: str | os.PathLike[str], header: TraceHeader) -> Iterato
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def routed_step(number: int, ids: np.ndarray, **present: Any) -> StepRecord:
-    """A step of which only the routing is known: ids int[n, L, k], ascending, and the fields that
-    are given, with a row per token where they are arrays."""
-    fields: dict[str, Any] = dict.fromkeys(StepRecord._fields)
-    fields |= {"user": np.full(len(ids), -1, np.int32), "finished": ()}
-    types = {"request": np.int32, "position": np.int32, "phase": np.uint8}
-    fields |= {
-        name: value.astype(types[name]) if name in types else value
-        for name, value in present.items()
-    }
-    return StepRecord(**fields | {"number": number, "ids": ids.astype(np.int16)})
+def routed_step(
+    number: int,
+    ids: np.ndarray,
+    *,
+    request: np.ndarray | None = None,
+    user: np.ndarray | None = None,
+    position: np.ndarray | None = None,
+    phase: np.ndarray | None = None,
+    weights: np.ndarray | None = None,
+    kind: str | None = None,
+    rows: int | None = None,
+    waves: np.ndarray | None = None,
+    finished: tuple[int, ...] = (),
+) -> StepRecord:
+    """A step of which only the routing is known: ids int[n, L, k], ascending, and what is given,
+    with a row per token where it is an array."""
+    unknown: dict[str, Any] = dict.fromkeys(StepRecord._fields)
+    return StepRecord(**unknown)._replace(
+        number=number,
+        ids=ids.astype(np.int16),
+        user=np.full(len(ids), -1, np.int32) if user is None else user,
+        request=None if request is None else request.astype(np.int32),
+        position=None if position is None else position.astype(np.int32),
+        phase=None if phase is None else phase.astype(np.uint8),
+        weights=weights,
+        kind=kind,
+        rows=rows,
+        waves=waves,
+        finished=finished,
+    )

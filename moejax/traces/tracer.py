@@ -61,7 +61,7 @@ class Tracer:
         self._arrays = [name for name in optional if getattr(writer.header, name)]
         self._dropped = dict.fromkeys({*optional} - {*self._arrays})
         self._bytes = 0
-        """Of the records' optional arrays."""
+        """Bytes of the records' optional arrays."""
         atexit.register(self.close)
 
     def after_read(self, record: StepRecord) -> None:

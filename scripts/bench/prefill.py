@@ -18,8 +18,8 @@ from moejax.device import select_device
 from moejax.engine.loop import Engine
 from moejax.errors import UserError
 from moejax.models.config import ModelConfig
+from moejax.start.decide.shapes import PREFILL_CHUNK
 from moejax.start.options import Options
-from moejax.start.shapes import PREFILL_CHUNK
 from scripts.bench.prefill_report import Rates, measured_line, table
 from scripts.bench.prefill_timing import PrefillSample, prefill, prefill_steps
 from scripts.parts.bench_engine import (

@@ -96,7 +96,7 @@ def fit(trace: Trace, *, reach: int = REACH, decay: float = 0.5) -> CoActivation
     pairs = np.zeros((header.layers, reach, header.experts, header.experts), np.float32)
     for chunk in trace.chunks:
         pairs += coactivation_counts(chunk.array("token.ids"), header.experts, reach)
-    found = fitted(NAME, header, {"pairs": pairs}, reach=reach)
+    found = fitted(NAME, header, {"pairs": pairs}, {"reach": reach})
     return CoActivation(fitted=found, decay=decay, reach=reach)
 
 

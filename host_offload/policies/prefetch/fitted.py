@@ -80,9 +80,13 @@ class Fitted:
 
 
 def fitted(
-    policy: str, header: TraceHeader, arrays: Mapping[str, np.ndarray], **settings: Any
+    policy: str,
+    header: TraceHeader,
+    arrays: Mapping[str, np.ndarray],
+    settings: Mapping[str, float],
 ) -> Fitted:
-    """What a policy of that name learned from a trace with this header."""
+    """What a policy of that name learned from a trace with this header. settings: the policy's
+    fields that the arrays depend on."""
     hidden = int(header.spec.get("hidden", header.gate_input))
     model = header.layers, header.experts, header.top_k, hidden
     data = save({name: np.ascontiguousarray(array) for name, array in arrays.items()})

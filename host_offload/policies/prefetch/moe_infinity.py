@@ -141,7 +141,9 @@ def fit(trace: Trace, *, capacity: int = 128) -> MoEInfinity:
             chosen.append(int(np.argmin(likest)))
             likest = np.maximum(likest, _similarity(matrices, matrices[chosen[-1]]))
     arrays = {"matrices": matrices.reshape(-1, *shape)[chosen]}
-    return MoEInfinity(fitted=fitted(NAME, header, arrays, capacity=capacity), capacity=capacity)
+    return MoEInfinity(
+        fitted=fitted(NAME, header, arrays, {"capacity": capacity}), capacity=capacity
+    )
 
 
 def read(path: str) -> MoEInfinity:

@@ -92,7 +92,7 @@ def fit(trace: Trace, *, stride: int = 2, ridge: float = 1e-2) -> ProMoE:
     # One by one: a solver copies what it is given.
     solved = np.array([*map(np.linalg.solve, squares, products)], np.float32)
     arrays = {"weights": solved[:, :-1], "bias": solved[:, -1]}
-    return ProMoE(fitted(NAME, header, arrays, stride=stride, ridge=ridge))
+    return ProMoE(fitted(NAME, header, arrays, {"stride": stride, "ridge": ridge}))
 
 
 def read(path: str) -> ProMoE:

@@ -47,7 +47,8 @@ from moejax.models.config import ModelConfig, load_config
 from moejax.models.directory import checkpoint_directory, read_json, require_own_file
 
 _PHASES = ("headers", "allocate", "read")
-"""The phases of moejax.start.start_times; parameters go to the device while others are read."""
+"""The phases of moejax.start.report.start_times; parameters go to the device while others are
+read."""
 
 _AGAIN = "copy the checkpoint again, or convert the original again"
 

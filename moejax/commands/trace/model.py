@@ -22,7 +22,7 @@ def model_config(args: argparse.Namespace) -> ModelConfig | None:
     """The configuration of --model; None without it."""
     if args.model is None:
         return None
-    from moejax.start.info import read_headers
+    from moejax.start.report.info import read_headers
 
     return read_headers(args.model, args.step, args.name_map)[0]
 

@@ -13,11 +13,11 @@ import numpy as np
 from host_offload.control.interface import Costs
 from host_offload.sizing.cost_model import CostModel, StepCost
 from moejax import LLM, SamplingParams
-from moejax.start.dry_run import facts_without_weights
-from moejax.start.facts import device_facts
-from moejax.start.info import read_headers
+from moejax.start.decide.facts import device_facts
+from moejax.start.decide.plan import Plan, decide
 from moejax.start.options import Options
-from moejax.start.plan import Plan, decide
+from moejax.start.report.dry_run import facts_without_weights
+from moejax.start.report.info import read_headers
 from moejax.start.settings import settings_of
 from tests.host_offload.sizing.cost_models import table
 

@@ -15,7 +15,7 @@ from moejax.checkpoints.load import load_checkpoint
 from moejax.engine.sampling import TokenSampler, has_penalties
 from moejax.models.decoder import Decoder
 from moejax.requests.request import append_prompt_logprobs
-from moejax.start.shapes import step_shapes
+from moejax.start.decide.shapes import step_shapes
 from moejax.step.parts import PrefillBatch
 from moejax.step.programs import ProgramKey
 from moejax.step.runner import Runner

@@ -10,8 +10,8 @@ import host_offload.memory.device_memory
 from host_offload.memory.budget import Budget
 from host_offload.memory.device_memory import FreeMemory
 from moejax import LLM, UserError
-from moejax.start.explain import Explanation
 from moejax.start.probe import activation_bytes, divided
+from moejax.start.report.explain import Explanation
 from tests.moejax.engine.budget_workload import LIMITS, MEMORY
 
 MiB = 1 << 20

@@ -15,7 +15,13 @@ from moejax.commands import main as cli
 from moejax.errors import UserError
 from moejax.models.families import FAMILIES
 from moejax.sizes import parse_rate
-from moejax.start.info import expected_active, expected_step_bytes, fit, model_info, read_headers
+from moejax.start.report.info import (
+    expected_active,
+    expected_step_bytes,
+    fit,
+    model_info,
+    read_headers,
+)
 from tests.moejax.checkpoints import foreign_trees
 from tests.moejax.checkpoints.random_checkpoint import CONFIG, random_tensors, write
 from tests.moejax.models import families

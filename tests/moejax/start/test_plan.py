@@ -11,8 +11,8 @@ import pytest
 from host_offload.memory.arena import SlotClass
 from moejax import LLM, UserError
 from moejax.commands.main import main
-from moejax.start.dry_run import dry_run
 from moejax.start.options import Options
+from moejax.start.report.dry_run import dry_run
 from tests.moejax.engine.budget_workload import LIMITS, MEMORY, cells_now, planned, recorded
 
 VARIANTS = [

@@ -2,8 +2,8 @@
 
 import pytest
 
-from moejax.start import start_times
-from moejax.start.start_times import StartTimes
+from moejax.start.report import start_times
+from moejax.start.report.start_times import StartTimes
 
 
 def test_phases_add_up(monkeypatch):

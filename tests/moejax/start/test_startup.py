@@ -3,8 +3,8 @@
 import pytest
 
 from moejax.models.config import parse_config
+from moejax.start.decide.shapes import decodes_in_buckets, without_kernel
 from moejax.start.kernels import kernel_shapes
-from moejax.start.shapes import decodes_in_buckets, without_kernel
 from pallas_kernels import resolve_ops
 from tests.moejax.models.families import config_of
 

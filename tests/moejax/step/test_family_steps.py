@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from moejax.models.config import parse_config
-from moejax.start.shapes import without_kernel
+from moejax.start.decide.shapes import without_kernel
 from pallas_kernels import resolve_ops
 from tests.aot.aot_h200 import compile_for_h200
 from tests.moejax.models.test_published_configs import PUBLISHED

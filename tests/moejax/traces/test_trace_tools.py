@@ -17,7 +17,7 @@ from host_offload.traces.reader import TraceError, TraceHeader, TraceWriter, rea
 from host_offload.traces.statistics import as_json, domain_distance, trace_statistics
 from moejax.commands import main as cli
 from moejax.errors import UserError
-from moejax.start.info import read_headers
+from moejax.start.report.info import read_headers
 from moejax.traces.conversion import convert_trace
 from moejax.traces.generated import new_trace, routed_step, routing_header, write_generated_trace
 from tests.conftest import SHARED

@@ -36,9 +36,9 @@ class Version:
     """One encoding of the experts, bytes."""
 
     record_bytes: int
-    """Of one expert."""
+    """Bytes of one expert."""
     store_bytes: int
-    """Of all of them, in host memory."""
+    """Bytes of all of them, in host memory."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,7 @@ class ModelInfo:
     layers: int
     moe_layers: int
     experts: int
-    """Of one layer."""
+    """Experts of one layer."""
     experts_per_token: int
     parameters: dict[str, int]
     """Counts by part: attention, router, experts, … (see PARTS)."""

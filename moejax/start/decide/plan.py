@@ -18,7 +18,15 @@ from host_offload.versions.layer_versions import cell_bytes, link_bytes, version
 from moejax.costs.store import StepSpec
 from moejax.costs.transition_bound import bounded
 from moejax.errors import UserError
-from moejax.start.facts import DeviceFacts, ModelFacts
+from moejax.start.decide.facts import DeviceFacts, ModelFacts
+from moejax.start.decide.shapes import (
+    KERNEL_WAVES,
+    decodes_in_buckets,
+    ops_in_use,
+    step_shapes,
+    without_kernel,
+)
+from moejax.start.decide.split import check_split, start_split
 from moejax.start.precision import (
     dense_layers,
     expert_budget_of,
@@ -30,14 +38,6 @@ from moejax.start.precision import (
     spare_slots,
 )
 from moejax.start.settings import Settings
-from moejax.start.shapes import (
-    KERNEL_WAVES,
-    decodes_in_buckets,
-    ops_in_use,
-    step_shapes,
-    without_kernel,
-)
-from moejax.start.split import check_split, start_split
 from moejax.step.programs import STAGES
 from moejax.step.trace_arrays import TRACE_ARRAYS
 from moejax.traces.tracer import config_digest
@@ -59,7 +59,7 @@ class Plan:
     budget: Budget
     """Slots of the arena, of experts and of KV, with notes of what was decided."""
     cells: tuple[int, ...]
-    """Of each layer; none where every expert is resident or cells are of two versions."""
+    """Cells of each layer; none where every expert is resident or cells are of two versions."""
     resident: ResidentSpec | None
     """Where every expert has one of two versions in the arena."""
     paged: PagedSpec | None

@@ -16,10 +16,10 @@ from moejax.costs.store import identity, kept_cost_model
 from moejax.device import select_device
 from moejax.errors import UserError
 from moejax.models.config import ModelConfig
-from moejax.start.facts import DeviceFacts, ModelFacts, device_facts, read_bytes
-from moejax.start.info import read_headers
+from moejax.start.decide.facts import DeviceFacts, ModelFacts, device_facts, read_bytes
+from moejax.start.decide.plan import Plan, decide, step_spec
 from moejax.start.options import Options
-from moejax.start.plan import Plan, decide, step_spec
+from moejax.start.report.info import read_headers
 from moejax.start.settings import Settings, settings_of
 
 

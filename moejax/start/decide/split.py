@@ -26,7 +26,7 @@ log = logging.getLogger("moejax")
 
 class Split(NamedTuple):
     cells: tuple[int, ...]
-    """Of each layer."""
+    """Cells of each layer."""
     kv_slots: int
     note: str
     """Who decided it and what it is, for people."""
