@@ -482,7 +482,7 @@ def failing(llm: LLM, rng: np.random.Generator, chance: float) -> Iterator[None]
 
         return call
 
-    names = ("decode", "prefill", "choose", "place_tokens") if chance else ()
+    names = ("decode", "prefill", "sample", "place_tokens") if chance else ()
     for name in names:
         setattr(runner, name, fallible(getattr(runner, name)))
     try:

@@ -481,7 +481,7 @@ def test_what_a_refused_copy_leaves():
         tokens = llm.generate([[5, 7, 9]], TURN, use_tqdm=False)[0].outputs[0].token_ids
 
         def before(name, *args):
-            if name == "regrant" and not refused:
+            if str(name) == "regrant" and not refused:
                 refused.append(name)
                 raise Refused("RESOURCE_EXHAUSTED")
             return call(name, *args)
@@ -492,7 +492,7 @@ def test_what_a_refused_copy_leaves():
 
         def after(name, *args):
             found = call(name, *args)
-            if name == "regrant":
+            if str(name) == "regrant":
                 raise Refused("INTERNAL: the copy was lost")
             return found
 

@@ -247,7 +247,6 @@ def runner(demo_dir):
         step_shapes(layout, rows=ROWS, max_model_len=LIMIT, max_num_batched_tokens=256, waves=1),
         slots=32,
         cells=config.num_experts,
-        eviction="lru",
         ops=ops,
         device=device,
     )

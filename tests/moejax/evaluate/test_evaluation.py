@@ -217,7 +217,7 @@ def test_what_cannot_be_scored_is_refused(llm, texts, options, message):
 
 
 def test_a_model_without_tokenizer_is_refused(llm, monkeypatch):
-    monkeypatch.setattr(llm, "_tokenizer", None)
+    monkeypatch.setattr(llm.engine, "tokenizer", None)
     with pytest.raises(UserError, match="demo has no tokenizer, without which text has no tokens"):
         perplexity(llm, "some text")
 

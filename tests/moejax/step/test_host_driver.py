@@ -15,6 +15,7 @@ from hypothesis import given, settings
 import moejax
 import moejax.models.layers
 import moejax.step.experts
+from host_offload.control.rules import BETWEEN_LAYERS
 from moejax import LLM, SamplingParams
 from moejax.cache import use_compilation_cache
 from moejax.checkpoints.random_model import random_model, shape
@@ -401,7 +402,10 @@ def test_hooks_are_given_at_the_start(host):
     order = ("before_routing", "after_routing", "before_experts")
     assert [call[:2] for call in recorder.calls[:3]] == [(what, 0) for what in order]
     with pytest.raises(UserError, match="hooks and policies that look between layers"):
-        engine(control=SimpleNamespace(hooks=Recorder))
+        controller = SimpleNamespace(
+            moments=BETWEEN_LAYERS, needs_at=lambda moments: frozenset[str]()
+        )
+        engine(control=SimpleNamespace(controller=controller))
 
 
 @pytest.mark.parametrize(
