@@ -9,7 +9,7 @@ from moejax.checkpoints.random_model import abstract_params
 from moejax.models.config import parse_config
 from moejax.models.decoder import Decoder
 from moejax.step.context import StepContext
-from moejax.step.parts import DECODE_TILE, decode_tokens
+from moejax.step.parts import decode_tokens
 from pallas_kernels import resolve_ops
 from pallas_kernels.kv_write import KVPage
 from tests.moejax.models.families import config_of
@@ -26,9 +26,7 @@ def test_clipped_keys_and_values_are_clipped_after_their_norms(heads):
     ops, page = resolve_ops(), KVPage(16, 1, config.head_dim)
     stack = Decoder(config, jax.tree.unflatten(tree, draws), ops).runs[0]
     rows = jnp.arange(4)
-    context = StepContext(
-        stores=(), ops=ops, activation=config.hidden_act, row_tile=DECODE_TILE, page=page
-    )
+    context = StepContext(stores=(), ops=ops, activation=config.hidden_act, row_tile=4, page=page)
     tokens = decode_tokens(rows * 0, jnp.zeros((4, 4), int) + 32 * rows[:, None], context)
     arena = jnp.zeros((128 * config.head_dim // 32, 64), jnp.uint16)
     _, arena = stack.attend(jnp.int32(0), draws[0][:4], arena, tokens, page)

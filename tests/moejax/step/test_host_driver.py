@@ -401,10 +401,8 @@ def test_hooks_are_given_at_the_start(host):
         made.step()
     order = ("before_routing", "after_routing", "before_experts")
     assert [call[:2] for call in recorder.calls[:3]] == [(what, 0) for what in order]
+    controller = SimpleNamespace(moments=BETWEEN_LAYERS, needs_at=lambda moments: frozenset[str]())
     with pytest.raises(UserError, match="hooks and policies that look between layers"):
-        controller = SimpleNamespace(
-            moments=BETWEEN_LAYERS, needs_at=lambda moments: frozenset[str]()
-        )
         engine(control=SimpleNamespace(controller=controller))
 
 
