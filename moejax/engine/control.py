@@ -13,7 +13,7 @@ from host_offload.control.device import Operation, Resizer
 from host_offload.control.interface import Moment, Spec
 from host_offload.control.rules import BETWEEN_LAYERS
 from host_offload.control.step_record import SEEN, LayerRouting
-from host_offload.memory.tables import Entry, Move, Residency, read_snapshot, with_contents
+from host_offload.memory.tables import Entry, Move, Residency, read_snapshot
 from moejax.step.host_driver import HostRunner
 from moejax.step.programs import STAGES
 from moejax.step.runner import Runner
@@ -44,17 +44,12 @@ class RunnerDevice:
         copy.copy_to_host_async()
 
         def read() -> Residency:
-            tables = read_snapshot(np.asarray(copy), runner.tables)
-            versions = runner.layer_versions
-            return tables if versions is None else versions.seen(tables)
+            return runner.seen(read_snapshot(np.asarray(copy), runner.tables))
 
         return read
 
     def set_tables(self, contents: Mapping[str, np.ndarray]) -> None:
-        runner = self.runner
-        if runner.layer_versions is not None:
-            contents = runner.layer_versions.contents(contents)
-        runner.tables = with_contents(runner.tables, contents)
+        self.runner.set_tables(contents)
 
     def move_cells(self, moves: Sequence[Move]) -> None:
         self.runner.move_cells(moves)

@@ -12,7 +12,6 @@ from host_offload.control.control import Control
 from host_offload.memory.arena import SlotArena
 from host_offload.memory.kv_cache import KVCache
 from host_offload.memory.placement import place
-from host_offload.memory.tables import with_contents
 from moejax.checkpoints.loaded_model import LoadedModel
 from moejax.costs.store import StepSpec
 from moejax.engine.control import control_of
@@ -200,9 +199,7 @@ def _grant(plan: Plan, arena: SlotArena, runner: Runner) -> float | None:
         cell_row, cell_version = arena.grant_versions(plan.paged.cells.tolist())
         contents = {"cell_row": cell_row, "cell_version": cell_version}
         contents |= {"fill_version": plan.paged.fill_version}
-        if runner.layer_versions is not None:
-            contents = runner.layer_versions.contents(contents)
-        runner.tables = with_contents(runner.tables, contents)
+        runner.set_tables(contents)
     else:
         runner.grant_cells(arena.grant_cells(plan.cells))
     return None

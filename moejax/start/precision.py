@@ -238,9 +238,8 @@ def trace_header(precision: Precision, runner: Runner) -> dict[str, Any]:
     resident = precision.mixed and not precision.paged
     if not resident:
         return precision.report()
-    versions = runner.layer_versions
-    tables = runner.tables if versions is None else versions.seen(runner.tables)
-    return {**precision.report(), "start": np.asarray(tables.version).tolist()}
+    version = runner.seen(runner.tables).version
+    return {**precision.report(), "start": np.asarray(version).tolist()}
 
 
 def note(

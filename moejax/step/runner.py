@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextvars
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -350,13 +351,23 @@ class Runner:
         """Makes cell_row int32[L, C] the granted cells; residents of cells that stay stay."""
         self.tables = self._call(ProgramKey("regrant"), self.tables, cell_row)
 
+    def set_tables(self, contents: Mapping[str, np.ndarray]) -> None:
+        """Gives tables other contents, for the steps to come; versions as policies see them."""
+        self.tables = with_contents(self.tables, self._as_stored(contents))
+
+    def seen(self, tables: Any) -> Any:
+        """Tables of this runner with versions as policies see them."""
+        return tables if self.layer_versions is None else self.layer_versions.seen(tables)
+
+    def _as_stored(self, contents: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+        versions = self.layer_versions
+        return contents if versions is None else versions.contents(contents)
+
     def place(self, placement: Placement) -> None:
         """Copies every expert to where the placement says, and says so in the tables; before the
         first step."""
         self.placement = placement
-        contents = placement.contents
-        if self.layer_versions is not None:
-            contents = self.layer_versions.contents(contents)
+        contents = self._as_stored(placement.contents)
         self.tables = with_contents(self.tables, contents)
         for layer, places in enumerate(zip(placement.row, contents["version"], strict=True)):
             self.arena = self._call(

@@ -228,8 +228,7 @@ def _paged(runner: Runner) -> dict[str, Any] | None:
     """The cells of each version and what misses fill, where experts are paged in several."""
     if len(runner.version_bytes) == 1 or runner.placement is not None:
         return None
-    versions = runner.layer_versions
-    tables = runner.tables if versions is None else versions.seen(runner.tables)
+    tables = runner.seen(runner.tables)
     version = np.where(np.asarray(tables.cell_row) >= 0, np.asarray(tables.cell_version), -1)
     cells = [np.sum(version == v, axis=1) for v in range(len(runner.layout.records))]
     return PagedSpec(np.stack(cells, axis=1), np.asarray(tables.fill_version)).said

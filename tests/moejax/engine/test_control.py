@@ -27,6 +27,7 @@ from moejax import LLM, SamplingParams, UserError
 from moejax.commands.main import _parser
 from moejax.engine.control import RunnerDevice, layer_hooks, stage_list
 from moejax.step.programs import STAGES, ProgramKey
+from moejax.step.runner import Runner
 from tests.host_offload.control.policy_runs import (
     EXPERTS,
     LAYERS,
@@ -227,6 +228,7 @@ def test_policies_between_layers():
 
 class FakeRunner:
     driver, layer_versions = "device", None
+    set_tables, seen, _as_stored = Runner.set_tables, Runner.seen, Runner._as_stored
 
     def __init__(self):
         self.transfers = []
