@@ -13,10 +13,14 @@ from host_offload.control.device import Operation, Resizer
 from host_offload.control.interface import Moment, Spec
 from host_offload.control.rules import BETWEEN_LAYERS
 from host_offload.control.step_record import SEEN, LayerRouting
+from host_offload.memory.layout import SlotLayout
 from host_offload.memory.tables import Entry, Move, Residency, read_snapshot
+from host_offload.versions.layer_versions import cell_bytes, link_bytes, version_bytes
+from moejax.models.config import ModelConfig
 from moejax.step.host_driver import HostRunner
 from moejax.step.programs import STAGES
 from moejax.step.runner import Runner
+from pallas_kernels.records.versions import Formats
 from pallas_kernels.stage import Entries
 
 
@@ -124,29 +128,57 @@ def control_of(
 def spec_of_engine(
     runner: Runner, *, max_model_len: int, max_num_seqs: int | None = None, seed: int
 ) -> Spec:
-    """What policies are told of an engine, but for the router and costs. max_num_seqs: None: as
-    many as steps have rows."""
-    layout = runner.layout
-    layers, experts = runner.tables.address.shape
-    most = max(record.nbytes for record in layout.records)
+    """policy_spec of an engine's runner. max_num_seqs: None: as many as steps have rows."""
+    return policy_spec(
+        runner.config,
+        runner.layout,
+        runner.formats,
+        driver=runner.driver,
+        slots=runner.slots,
+        bound=runner.tables.cell_row.shape[1],
+        max_model_len=max_model_len,
+        max_num_seqs=runner.shapes.rows if max_num_seqs is None else max_num_seqs,
+        seed=seed,
+    )
+
+
+def policy_spec(
+    config: ModelConfig,
+    layout: SlotLayout,
+    formats: Formats | None,
+    *,
+    driver: str,
+    slots: int,
+    bound: int,
+    max_model_len: int,
+    max_num_seqs: int,
+    seed: int,
+) -> Spec:
+    """What policies are told of an engine, but for the router and costs. formats: of the stores'
+    versions. slots: of the arena. bound: most cells of a layer."""
+    layers, page = sum(config.moe_layers), layout.page
+    in_cells, moved = (
+        version_bytes(layout, formats, sizes(layout, formats), layers)
+        for sizes in (cell_bytes, link_bytes)
+    )
     return Spec(
         layers=layers,
-        experts=experts,
-        top_k=runner.config.num_experts_per_tok,
-        hidden=runner.config.hidden_size,
-        page_bytes=layout.page.nbytes,
-        page_tokens=layout.page.block_size,
-        budget_bytes=runner.slots * layout.slot_bytes,
+        experts=config.num_experts,
+        top_k=config.num_experts_per_tok,
+        hidden=config.hidden_size,
+        page_bytes=page.nbytes,
+        page_tokens=page.block_size,
+        budget_bytes=slots * layout.slot_bytes,
         slot_bytes=layout.slot_bytes,
-        kv_floor_bytes=-(-max_model_len // layout.page.block_size) * layout.page.nbytes,
+        kv_floor_bytes=-(-max_model_len // page.block_size) * page.nbytes,
         # The lists of two steps: one that runs and the next one.
-        staging_bytes=2 * STAGES * most,
+        staging_bytes=2 * STAGES * max(record.nbytes for record in layout.records),
         seed=seed,
-        driver=runner.driver,
-        version_bytes=runner.version_bytes,
-        moved_bytes=runner.moved_bytes(),
+        driver=driver,
+        version_bytes=in_cells,
+        moved_bytes=moved,
         min_cells=np.zeros(layers, np.int32),
-        cell_bound=runner.tables.cell_row.shape[1],
+        cell_bound=bound,
         stage_entries=STAGES,
-        max_num_seqs=runner.shapes.rows if max_num_seqs is None else max_num_seqs,
+        max_num_seqs=max_num_seqs,
     )

@@ -5,18 +5,16 @@ from __future__ import annotations
 import dataclasses
 import sys
 
-import numpy as np
-
-from host_offload.control.interface import Costs, Spec
+from host_offload.control.interface import Costs
 from host_offload.control.paging import PagedSpec, check_paged
 from host_offload.control.transitions import check_resident
 from host_offload.memory.budget import Budget, cells_per_layer, format_bytes, resolve_budget
 from host_offload.memory.device_memory import FreeMemory
 from host_offload.memory.placement import ResidentSpec
 from host_offload.policies.prefetch.fitted import check_fitted
-from host_offload.versions.layer_versions import cell_bytes, link_bytes, version_bytes
 from moejax.costs.store import StepSpec
 from moejax.costs.transition_bound import bounded
+from moejax.engine.control import policy_spec
 from moejax.errors import UserError
 from moejax.start.decide.facts import DeviceFacts, ModelFacts
 from moejax.start.decide.shapes import (
@@ -38,7 +36,6 @@ from moejax.start.precision import (
     spare_slots,
 )
 from moejax.start.settings import Settings
-from moejax.step.programs import STAGES
 from moejax.step.trace_arrays import TRACE_ARRAYS
 from moejax.traces.tracer import config_digest
 from pallas_kernels import resolve_ops
@@ -238,7 +235,17 @@ def decide(
     cells: tuple[int, ...] = ()
     if resident is None and paged is None:
         cells = cells_per_layer(budget.expert_slots, moe_layers, experts)
-    spec = _spec(settings, steps, budget, length, _bound(steps, resident, paged))
+    spec = policy_spec(
+        steps.config,
+        steps.layout,
+        steps.formats,
+        driver=steps.driver,
+        slots=budget.slots,
+        bound=_bound(steps, resident, paged),
+        max_model_len=length,
+        max_num_seqs=seqs,
+        seed=settings.options.seed,
+    )
     split = start_split(settings.budgets, budget, cells, spec, steps, costs)
     if split is not None:
         check_split(spec, steps, split.cells, split.kv_slots)
@@ -268,34 +275,3 @@ def decide(
 def _bound(steps: StepSpec, resident: ResidentSpec | None, paged: PagedSpec | None) -> int:
     mixed = resident or paged
     return steps.config.num_experts if mixed is None else mixed.cell_bound
-
-
-def _spec(
-    settings: Settings, steps: StepSpec, budget: Budget, max_model_len: int, bound: int
-) -> Spec:
-    """What the division of the arena depends on, as policies are told of it."""
-    layout, config = steps.layout, steps.config
-    layers = sum(config.moe_layers)
-    in_cells, moved = (
-        version_bytes(layout, steps.formats, sizes(layout, steps.formats), layers)
-        for sizes in (cell_bytes, link_bytes)
-    )
-    return Spec(
-        layers=layers,
-        experts=config.num_experts,
-        top_k=config.num_experts_per_tok,
-        hidden=config.hidden_size,
-        page_bytes=layout.page.nbytes,
-        page_tokens=layout.page.block_size,
-        budget_bytes=budget.slots * layout.slot_bytes,
-        slot_bytes=layout.slot_bytes,
-        kv_floor_bytes=-(-max_model_len // layout.page.block_size) * layout.page.nbytes,
-        staging_bytes=2 * STAGES * max(record.nbytes for record in layout.records),
-        seed=settings.options.seed,
-        driver=steps.driver,
-        version_bytes=in_cells,
-        moved_bytes=moved,
-        min_cells=np.zeros(layers, np.int32),
-        cell_bound=bound,
-        stage_entries=STAGES,
-    )
