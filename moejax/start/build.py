@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import jax
 
 from host_offload.control.control import Control
+from host_offload.control.controller import Event
 from host_offload.memory.arena import SlotArena
 from host_offload.memory.kv_cache import KVCache
 from host_offload.memory.placement import place
@@ -165,28 +166,29 @@ def _engine(
         prefill_share=options.long_prefill_token_threshold,
         admission=plan.admission,
     )
-    tracer = _tracer(plan, loaded, runner)
-    try:
-        control, resizer = _control(plan, loaded, runner, scheduler, tracer)
-        engine = Engine(
-            runner,
-            scheduler,
-            statistics,
-            eos_token_ids=config.eos_token_ids,
-            seed=options.seed,
-            listener=options.listener,
-            control=control,
-            resizer=resizer,
-            tracer=tracer,
-            tokenizer=tokenizer,
-            hooks=options.hooks,
-        )
-        runner.wait_compiled()
-    except BaseException:
+    tracer: Tracer | None = None
+
+    def traced(event: Event) -> None:
         if tracer is not None:
-            tracer.close()
-        raise
-    return engine
+            tracer.event(event)
+
+    control, resizer = _control(plan, loaded, runner, scheduler, traced)
+    runner.wait_compiled()
+    # Last, so that a start that fails leaves no trace directory, which the next one must not find.
+    tracer = _tracer(plan, loaded, runner)
+    return Engine(
+        runner,
+        scheduler,
+        statistics,
+        eos_token_ids=config.eos_token_ids,
+        seed=options.seed,
+        listener=options.listener,
+        control=control,
+        resizer=resizer,
+        tracer=tracer,
+        tokenizer=tokenizer,
+        hooks=options.hooks,
+    )
 
 
 def _grant(plan: Plan, arena: SlotArena, runner: Runner) -> float | None:
@@ -210,7 +212,7 @@ def _control(
     loaded: LoadedModel,
     runner: Runner,
     scheduler: Scheduler,
-    tracer: Tracer | None,
+    listener: Callable[[Event], None],
 ) -> tuple[Control | None, Resizer]:
     """The policies' control, None where they are never asked, and what carries out its budgets."""
     try:
@@ -224,7 +226,7 @@ def _control(
             resident=plan.resident,
             paged=plan.paged,
             costs=plan.costs,
-            listener=None if tracer is None else tracer.event,
+            listener=listener,
         )
     except ValueError as error:
         raise UserError(str(error)) from error

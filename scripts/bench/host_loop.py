@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ import numpy as np
 from host_offload.control.interface import Decision, Moment, Observation, Spec
 from host_offload.memory.arena import SlotArena
 from host_offload.memory.kv_cache import KVCache
-from host_offload.memory.tables import empty_tables
+from host_offload.memory.tables import empty_tables, with_contents
 from host_offload.versions.layer_versions import link_bytes, version_bytes
 from moejax import SamplingParams, UserError
 from moejax.checkpoints.random_model import SHAPES, shape
@@ -129,6 +129,9 @@ class FakeRunner:
 
     def moved_bytes(self) -> None:
         return None
+
+    def set_tables(self, contents: Mapping[str, np.ndarray]) -> None:
+        self.tables = with_contents(self.tables, contents)
 
     def _output(self, rng: np.random.Generator, tokens: int, routed: int) -> Any:
         layers, experts, k = *self.stores[0].shape, self.config.num_experts_per_tok

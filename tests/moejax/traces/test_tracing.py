@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import moejax
-from host_offload.control.interface import Transfer
+from host_offload.control.interface import Moment, Transfer
 from host_offload.control.step_record import USES, StepRecord
 from host_offload.traces import writer as trace_writer
 from host_offload.traces.reader import TraceHeader, TraceWriter
@@ -269,6 +269,25 @@ def test_a_bad_directory_is_refused_before_anything_is_loaded(tmp_path):
     (tmp_path / "notes").touch()
     with pytest.raises(UserError, match="not an empty directory; a trace is never overwritten"):
         LLM("/no/such/model", trace=tmp_path)
+
+
+def test_a_start_that_fails_leaves_no_directory(tmp_path):
+    """So that the same command runs once what was wrong is mended."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Fails:
+        moments = frozenset({Moment.STEP_END})
+        needs = writes = frozenset[str]()
+
+        def init(self, spec):
+            raise RuntimeError("nothing learned yet")
+
+        def decide(self, state, observation):
+            raise AssertionError("it never starts")
+
+    with pytest.raises(RuntimeError, match="nothing learned yet"):
+        LLM("demo", trace=tmp_path / "trace", policies=[Fails()], progress=False, max_num_seqs=2)
+    assert not (tmp_path / "trace").exists()
 
 
 def test_the_command_line_passes_the_directory_on(monkeypatch):
