@@ -12,9 +12,9 @@ import numpy as np
 
 from host_offload.control.interface import routed_counts
 from host_offload.policies.precision.maps import HI, LO, top, uniform_map
-from host_offload.simulate.version_history import VersionHistory, version_history
 from host_offload.traces.reader import Trace, read_trace
 from moejax import LLM, SamplingParams, UserError
+from scripts.parts.version_history import VersionHistory, version_history
 from scripts.precision.engine import WINDOW, Domain, MapEngine, Scores, engine_options, score
 
 PROMPT, GENERATED, ROWS = 32, 128, 8
