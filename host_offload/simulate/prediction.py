@@ -20,7 +20,6 @@ from host_offload.policies.prefetch.names import with_prefetch
 from host_offload.simulate.simulated_engine import SimulatedStep
 from host_offload.simulate.simulator import Simulation, simulate
 from host_offload.sizing import version_costs
-from host_offload.sizing.bounds import stall_bound
 from host_offload.sizing.cost_model import SPAN, CostError, CostModel, Work
 from host_offload.traces.reader import Trace
 from host_offload.traces.schema import KINDS, TraceHeader
@@ -59,11 +58,11 @@ class Prediction:
 
     @property
     def stall_bound_share(self) -> float:
-        """What of `stall_share` no overlap of the link with computing could hide, see
-        bounds.stall_bound: the same bytes at the link's rate, less the time in which steps
-        compute, over the time that both then take."""
+        """What of `stall_share` no overlap of the link with computing could hide: the same bytes
+        at the link's rate, less the time in which steps compute, over the time that both then
+        take."""
         compute = float(self.compute_s.sum())
-        least = stall_bound(self.bytes, compute, seconds_per_byte=self.link_per_byte)
+        least = max(self.bytes * self.link_per_byte - compute, 0.0)
         return least / (compute + least)
 
     @property

@@ -36,9 +36,8 @@ from host_offload.policies.prefetch.names import (
 from host_offload.policies.prefetch.oracle import oracle_of
 from host_offload.policies.prefetch.random_prefetch import RandomPrefetch
 from host_offload.simulate.simulator import simulate, spec_of
-from host_offload.sizing.bounds import min_transfers
 from host_offload.traces.reader import Trace, TraceError, TraceWriter, read_trace
-from host_offload.traces.step_sets import in_one_pool, read_references
+from scripts.parts.bounds import in_one_pool, min_transfers, read_references
 from scripts.policies.static_layers import StaticLayers
 from tests.host_offload.memory.layered_device import LayeredDevice
 from tests.host_offload.traces.traces_of import write_trace

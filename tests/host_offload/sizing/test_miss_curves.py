@@ -13,12 +13,11 @@ from host_offload.memory.pager import Pager
 from host_offload.memory.tables import cold_tables
 from host_offload.simulate.simulator import simulate
 from host_offload.sizing import miss_curves
-from host_offload.sizing.bounds import min_transfers
 from host_offload.sizing.miss_curves import cold_curves, curves_of, missed_bytes, trace_curves
 from host_offload.traces.reader import TraceError
 from host_offload.traces.recency import Distances, Recency, cold_recency, reference, tails
 from host_offload.traces.statistics import trace_statistics
-from host_offload.traces.step_sets import references_of
+from scripts.parts.bounds import min_transfers, references_of
 from tests.host_offload.traces.traces_of import random_routing, write_trace
 
 
