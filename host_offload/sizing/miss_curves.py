@@ -82,11 +82,6 @@ class MissCurves:
         """int64[M, E + 1]: misses without first sights; 0 in the last column."""
         return self.misses - self.first[:, None]
 
-    @property
-    def per_step(self) -> np.ndarray:
-        """float64[E + 1]: misses of all rows in a step, with as many cells in each."""
-        return self.misses.sum(axis=0) / max(self.steps, 1)
-
 
 class CurveCounts:
     """Gathers references of M rows of E items into curves."""

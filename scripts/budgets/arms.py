@@ -8,10 +8,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from host_offload.sizing.cell_allocation import ALLOCATIONS, allocate
-from host_offload.sizing.configurator import Streams, Turn, configure, histograms_of, replay_split
+from host_offload.sizing.configurator import Streams, Turn, configure, histograms_of
 from host_offload.sizing.kv_reuse import cold_pages, expected_returns, page_references
 from host_offload.sizing.miss_curves import curves_of, tails
 from host_offload.sizing.split import Division, MissCosts, SplitRule, peak_headroom
+from scripts.budgets.replay import replay_split
 
 
 @dataclasses.dataclass(frozen=True)

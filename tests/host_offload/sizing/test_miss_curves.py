@@ -137,7 +137,6 @@ def test_a_trace_has_the_curve_that_the_simulator_finds(tmp_path):
         for half, rows in zip(halves, (misses[:40], misses[40:]), strict=True):
             np.testing.assert_array_equal(half.misses[:, cells], rows.sum(axis=0))
     assert whole.steps == 80 == sum(part.steps for part in parts.values())
-    np.testing.assert_allclose(whole.per_step, whole.misses.sum(axis=0) / 80)
 
 
 def test_statistics_and_curves_agree(tmp_path):

@@ -15,7 +15,6 @@ from host_offload.sizing.configurator import (
     Turn,
     configure,
     histograms_of,
-    replay_split,
     turns_of,
 )
 from host_offload.sizing.kv_reuse import cold_pages, page_references
@@ -25,14 +24,13 @@ from host_offload.sizing.split import (
     MissCosts,
     SplitError,
     SplitRule,
-    admission_floor,
     division_of,
-    equimarginal_cap,
-    marginals,
     miss_costs,
     objective,
 )
 from host_offload.traces.reader import TraceError
+from scripts.budgets.equations import admission_floor, equimarginal_cap, marginals
+from scripts.budgets.replay import replay_split
 from tests.host_offload.control.policy_runs import spec
 from tests.host_offload.traces.traces_of import random_routing, write_trace
 
