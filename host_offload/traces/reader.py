@@ -3,7 +3,7 @@
 A trace is a directory: `trace.json` says once what holds for all of it, `decisions.jsonl` has a
 line per decision, and each `chunk-*.safetensors` has whole steps as arrays. A chunk appears under
 its name when it is complete, so a reader never sees half a chunk and a crash costs the newest only.
-This file reads them and has all public names; nothing is read before it is asked for.
+This file reads them; nothing is read before it is asked for.
 """
 
 from __future__ import annotations
@@ -35,24 +35,6 @@ from host_offload.traces.schema import (
     chunk_name,
     columns,
 )
-from host_offload.traces.writer import TraceWriter, require_new
-
-__all__ = [
-    "FORMAT",
-    "KINDS",
-    "VERSION",
-    "BudgetMove",
-    "Chunk",
-    "Mark",
-    "Trace",
-    "TraceError",
-    "TraceHeader",
-    "TraceWriter",
-    "TransferTrace",
-    "columns",
-    "read_trace",
-    "require_new",
-]
 
 _CHUNK = re.compile(r"chunk-(\d{6,})\.safetensors")
 

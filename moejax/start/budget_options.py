@@ -11,8 +11,7 @@ from host_offload.control.interface import Policy
 from host_offload.policies.budget.joint_budget import JointBudget
 from host_offload.policies.budget.layer_cells import LayerCells
 from host_offload.policies.budget.mv_wsa import MvWsa
-from host_offload.policies.budget.peak_headroom import PeakHeadroom
-from host_offload.policies.budget.resident_headroom import ResidentHeadroom
+from host_offload.policies.budget.peak_headroom import PeakHeadroom, ResidentHeadroom
 from host_offload.policies.precision.names import Precision
 from host_offload.sizing.cell_allocation import ALLOCATIONS
 from moejax.errors import UserError

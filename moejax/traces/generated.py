@@ -19,9 +19,9 @@ import numpy as np
 
 from host_offload.control.step_record import StepRecord
 from host_offload.traces.generators import RoutedTokens, routing_generator
-from host_offload.traces.reader import KINDS as STEP_KINDS
-from host_offload.traces.reader import Mark, TraceError, TraceHeader, TraceWriter, require_new
-from host_offload.traces.schema import written_columns
+from host_offload.traces.schema import KINDS as STEP_KINDS
+from host_offload.traces.schema import Mark, TraceError, TraceHeader, written_columns
+from host_offload.traces.writer import TraceWriter, require_new
 from moejax.errors import UserError
 from moejax.step.parts import Routing
 

@@ -20,15 +20,8 @@ from host_offload.control.controller import Decided
 from host_offload.control.interface import Transfer
 from host_offload.control.paging import PagedSpec
 from host_offload.control.step_record import COLUMNS, StepRecord
-from host_offload.traces.reader import (
-    Mark,
-    TraceError,
-    TraceHeader,
-    TraceWriter,
-    TransferTrace,
-    require_new,
-)
-from host_offload.traces.schema import QUEUES
+from host_offload.traces.schema import QUEUES, Mark, TraceError, TraceHeader, TransferTrace
+from host_offload.traces.writer import TraceWriter, require_new
 from moejax.errors import UserError
 from moejax.models.model_config import config_digest
 from moejax.step.programs import STAGES

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from host_offload.control.interface import Moment, Observation
 from host_offload.control.transitions import Transitions
 from host_offload.memory.pools import CellPools
-from host_offload.policies.budget.resident_headroom import ResidentHeadroom
+from host_offload.policies.budget.peak_headroom import ResidentHeadroom
 from host_offload.policies.precision.dynaexq import DynaExq
 from tests.host_offload.control.policy_runs import spec as policy_spec
 from tests.host_offload.memory.resident_device import Host, StaleRead, resident, spec_for

@@ -20,8 +20,9 @@ from host_offload.sizing.configurator import Streams
 from host_offload.sizing.kv_reuse import cold_pages, expected_returns, page_references
 from host_offload.sizing.split import MissCosts, SplitError, division_of, objective
 from host_offload.sizing.step_times import StepTimes
-from host_offload.traces.reader import TraceError, TraceWriter
+from host_offload.traces.reader import TraceError
 from host_offload.traces.recency import tails
+from host_offload.traces.writer import TraceWriter
 from tests.host_offload.control.policy_runs import record, spec, use
 from tests.host_offload.traces.traces_of import random_routing, write_trace
 

@@ -15,7 +15,8 @@ from host_offload.simulate.simulator import simulate, spec_of
 from host_offload.sizing.configurator import turns_of
 from host_offload.sizing.miss_curves import trace_curves
 from host_offload.sizing.right_size import right_size, working_sets
-from host_offload.traces.reader import TraceError, TraceWriter, read_trace
+from host_offload.traces.reader import TraceError, read_trace
+from host_offload.traces.writer import TraceWriter
 from moejax import LLM, SamplingParams, UserError
 from moejax.commands.main import main
 from moejax.costs.workload_plan import Planner, costs_of_trace, parse_time

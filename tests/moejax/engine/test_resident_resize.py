@@ -16,7 +16,7 @@ from host_offload.control.rules import PolicyError
 from host_offload.memory.arena import SlotClass
 from host_offload.memory.placement import place, resident_spec
 from host_offload.memory.tables import empty_tables, read_snapshot, with_contents
-from host_offload.policies.budget.resident_headroom import ResidentHeadroom
+from host_offload.policies.budget.peak_headroom import ResidentHeadroom
 from host_offload.policies.precision.dynaexq import DynaExq
 from host_offload.policies.precision.names import precision_of
 from host_offload.simulate.replay import replay

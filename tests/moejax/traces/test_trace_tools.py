@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from host_offload.traces.reader import TraceError, TraceHeader, TraceWriter, read_trace
+from host_offload.traces.reader import TraceError, TraceHeader, read_trace
 from host_offload.traces.statistics import as_json, domain_distance, trace_statistics
+from host_offload.traces.writer import TraceWriter
 from moejax.commands import main as cli
 from moejax.errors import UserError
 from moejax.start.report.info import read_headers

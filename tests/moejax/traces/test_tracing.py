@@ -18,7 +18,8 @@ import moejax
 from host_offload.control.interface import Moment, Transfer
 from host_offload.control.step_record import USES, StepRecord
 from host_offload.traces import writer as trace_writer
-from host_offload.traces.reader import TraceHeader, TraceWriter
+from host_offload.traces.reader import TraceHeader
+from host_offload.traces.writer import TraceWriter
 from moejax import LLM, SamplingParams, UserError
 from moejax.commands import main as cli
 from moejax.engine.records import moved_bytes
