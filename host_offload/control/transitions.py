@@ -22,32 +22,28 @@ from typing import Any
 import numpy as np
 
 from host_offload.control.interface import Policy, Spec, State, Transfer
-from host_offload.control.rules import PolicyError, name_of
+from host_offload.control.rules import refuse_writes
 from host_offload.control.transfers import Flight, Transfers, Wanted
-from host_offload.memory import placement
-from host_offload.memory.placement import ResidentSpec
+from host_offload.memory.placement import ResidentSpec, place
 from host_offload.memory.tables import Entry, Move, Residency
-
-_PAGED = ("stages", "cells")
-"""Fields of a Decision that mean nothing, or would take cells away, where all are resident."""
-
-_CHANGING = ("transitions", "kv_pages")
-"""Fields that need spare cells: what takes slots from experts makes room by transitions."""
 
 
 def check_resident(policies: Sequence[Policy], resident: ResidentSpec) -> None:
     """Raises PolicyError for policies that cannot run where every expert is resident."""
-    for policy in policies:
-        if wrong := sorted(policy.writes.intersection(_PAGED)):
-            raise PolicyError(
-                f"policy {name_of(policy)} writes {wrong[0]!r}, and every expert is resident; "
-                "leave the policy out, or use a precision that pages"
-            )
-        if not resident.spares and (wrong := [f for f in _CHANGING if f in policy.writes]):
-            raise PolicyError(
-                f"policy {name_of(policy)} writes {wrong[0]!r}, and the versions are fixed: there "
-                "are no spare cells; leave the policy out, or give spares"
-            )
+    # What means nothing there, or would take cells away.
+    refuse_writes(
+        policies,
+        ("cells", "stages"),
+        "every expert is resident; leave the policy out, or use a precision that pages",
+    )
+    if not resident.spares:
+        # What takes slots from experts makes room by transitions.
+        refuse_writes(
+            policies,
+            ("transitions", "kv_pages"),
+            "the versions are fixed: there are no spare cells; leave the policy out, or give "
+            "spares",
+        )
 
 
 class Transitions(Transfers):
@@ -68,13 +64,13 @@ class Transitions(Transfers):
         """Slots that experts should have; they may have more, which they are to give away."""
         self._step_bytes = [0, 0]
         """The most of a step so far, and steps that were given more than resident.step_bytes."""
-        placed = placement.place(spec.resident)
+        placed = place(spec.resident)
+        contents = placed.contents
         self.pools = placed.pools
-        self.cell_row, self.cell_version = placed.cell_row, placed.cell_version
-        layers, experts = placed.row.shape
-        self.column = np.broadcast_to(np.arange(experts), (layers, experts)).copy()
-        """int[L, E]: the cell that each expert's entry points to, as of the last step read."""
-        self.version = placed.version.copy()
+        self.cell_row, self.cell_version = contents["cell_row"], contents["cell_version"]
+        self.column = contents["owner"][:, : spec.experts]
+        """int32[L, E]: the cell that each expert's entry points to, as of the last step read."""
+        self.version = contents["version"]
         """int32[L, E], likewise."""
         self.evicting: list[tuple[int, int, int]] = []
         """(layer, cell, expert) of old copies that are to be given back before the next step."""
@@ -94,7 +90,7 @@ class Transitions(Transfers):
 
     @property
     def used_bytes(self) -> int:
-        """Of all copies: complete, on their way, or to be given back."""
+        """What all copies take: complete ones, those on their way, and those to be given back."""
         return sum(self.pools.taken_cells(v) * size for v, size in enumerate(self._sizes))
 
     # ---- more and fewer slots
