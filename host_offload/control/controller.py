@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -131,9 +131,9 @@ class Controller:
     end_step once it was read; with driver="host" also between_layers. Several steps may be under
     way: transfers are matched by step number.
 
-    also: see check_policies. log_length: events kept in `events`. listener: called
-    with each event. Raises PolicyError for policies that cannot run; the methods that ask a policy
-    raise it for a decision that cannot be carried out.
+    log_length: events kept in `events`. listener: called with each event. Raises PolicyError for
+    policies that cannot run; the methods that ask a policy raise it for a decision that cannot be
+    carried out.
     """
 
     def __init__(
@@ -141,11 +141,10 @@ class Controller:
         spec: Spec,
         policies: Sequence[Policy],
         *,
-        also: Collection[str] = frozenset(),
         log_length: int = 256,
         listener: Callable[[Event], None] | None = None,
     ):
-        check_policies(policies, spec.driver, also)
+        check_policies(policies, spec.driver)
         self.spec, self.listener = spec, listener
         self.moments: frozenset[Moment] = union(p.moments for p in policies)
         self.needs: frozenset[str] = union(p.needs for p in policies)

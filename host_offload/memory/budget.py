@@ -63,10 +63,6 @@ class Budget:
     cut: bool = False
     """Experts or KV have less than they can use, and no number of their own said so."""
 
-    @property
-    def free_slots(self) -> int:
-        return self.slots - self.expert_slots - self.kv_slots
-
 
 class _Need(NamedTuple):
     """Slots that a model and its limits can use."""

@@ -47,6 +47,14 @@ class CellPools:
         """Free cells of the slots cut for that version."""
         return self._free_cells[version]
 
+    def partial_slots(self, version: int) -> int:
+        """Slots cut for that version that are neither full nor free."""
+        return sum(map(len, self._by_free[version][1:]))
+
+    def taken_cells(self, version: int) -> int:
+        cut = sum(map(len, self._by_free[version]))
+        return cut * self.cells_per_slot[version] - self._free_cells[version]
+
     def add(self, slots: Sequence[int]) -> None:
         """These slots too, all free."""
         self.slots = (*self.slots, *slots)
@@ -62,10 +70,6 @@ class CellPools:
         gone, self._free_slots = (low, high) if lowest else (high[::-1], low)
         self.slots = tuple(slot for slot in self.slots if slot not in gone)
         return gone
-
-    def partial_slots(self, version: int) -> int:
-        """Slots cut for that version that are neither full nor free."""
-        return sum(map(len, self._by_free[version][1:]))
 
     def allocate(self, version: int, keep: int = 0, but: int | None = None) -> int | None:
         """The arena row of a free cell; None where there is none and no more than `keep` free

@@ -136,12 +136,6 @@ def decode_expert(record: np.ndarray, fmt: RecordFormat, bits: np.ndarray) -> No
         into[row, column] = table[rows[row], 1 + byte[row, column].astype(np.intp)]
 
 
-def count_escapes(record: np.ndarray, fmt: RecordFormat) -> int:
-    """How many weights of a record uint16[rows, D] are looked up in tables."""
-    codes = (_unpacked(record, fmt, matrix, "codes", 4) for matrix in MATRICES)
-    return sum(int(np.count_nonzero(code == ESCAPE)) for code in codes)
-
-
 def _unpacked(
     record: np.ndarray, fmt: RecordFormat, matrix: str, name: str, bits: int
 ) -> np.ndarray:

@@ -11,7 +11,7 @@ import numpy as np
 
 from host_offload.memory.layout import ExpertLayout
 from host_offload.memory.store import ExpertStore, StoreBuilder, shares_memory
-from host_offload.versions.encoders import DTYPES, WORKERS, EncodingError, decode, encode
+from host_offload.versions.encoders import DTYPES, WORKERS, EncodingError, encode
 from host_offload.versions.quantizers import ScaleRule, rtn, to_float32
 
 _BATCH_BYTES = 64 << 20
@@ -194,23 +194,9 @@ def _reader(count: int):
     return jax.jit(read)
 
 
-def relative_errors(store: ExpertStore, version: str, dtype: str) -> np.ndarray:
-    """float64[L, E]: ‖W − Ŵ‖ / ‖W‖ of each expert (Frobenius), W dense and Ŵ as the version has
-    it; 0 where W is 0. Raises VersionError without a dense version or that one."""
-    if missing := {"dense", version} - store.layouts.keys():
-        raise VersionError(f"the store has no version {', '.join(sorted(missing))}")
-    array, fmt = store.arrays[version], store.layouts[version].format
-    errors = np.zeros(array.shape[:2])
-    for layer, first, weights in dense_weights(store, dtype):
-        place = slice(first, first + len(weights))
-        decoded = decode(read_records(array, layer, first, len(weights)), fmt)
-        errors[layer, place] = relative_error(weights, decoded)
-    return errors
-
-
 def relative_error(weights: np.ndarray, decoded: np.ndarray) -> np.ndarray:
-    """float64[n]: ‖W − Ŵ‖ / ‖W‖ of n experts [n, 3·I, D]; 0 where W is 0, and NaN where W is not
-    finite and Ŵ other than W."""
+    """float64[n]: ‖W − Ŵ‖ / ‖W‖ (Frobenius) of n experts [n, 3·I, D]; 0 where W is 0, and NaN where
+    W is not finite and Ŵ other than W."""
     errors = np.zeros(len(weights))
     for i, (w, d) in enumerate(zip(weights, decoded, strict=True)):
         if not np.array_equal(_bits(w), _bits(d)):

@@ -151,7 +151,7 @@ def check(engine, control) -> None:
     sizes = np.array([record.nbytes for record in runner.layout.records])
     taken = int(sizes[tables.cell_version[tables.cell_row >= 0]].sum())
     said = control.stats()["precision"]
-    assert taken <= transitions.tracker.used <= said["budget_bytes"]
+    assert taken <= transitions.used_bytes <= said["budget_bytes"]
     assert said["budget_bytes"] == len(experts) * runner.layout.slot_bytes
 
 

@@ -11,7 +11,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from host_offload.versions.store_versions import relative_errors
 from moejax.checkpoints.convert import convert
 from moejax.checkpoints.load import load_checkpoint
 from moejax.checkpoints.orbax.manifest import MANIFEST, read_manifest
@@ -20,6 +19,7 @@ from moejax.checkpoints.versions import with_versions
 from moejax.commands.main import main
 from moejax.errors import UserError
 from moejax.evaluate.quantization import quantize
+from tests.host_offload.versions.store_errors import relative_errors
 from tests.moejax.checkpoints.conversions import (
     assert_same_model,
     contents,
