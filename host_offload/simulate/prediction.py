@@ -170,7 +170,8 @@ class _Clock:
         """A step was dispatched, and these are its moves."""
         step = next(self._steps)
         first = self._models[0]
-        work, rows = step_work(step, self._header, first)
+        experts = self._header.experts
+        work, rows = step_work(step, experts, chunk=first.chunk, row_tile=first.row_tile)
         prefill, counts = rows is None, simulated.versions
         if counts is None:
             compute, control = first.compute_s(work, rows), first.control
@@ -178,7 +179,7 @@ class _Clock:
             moved = first.move_s(*moves, prefill=prefill)
             self.active_bytes.append(work.experts * first.expert_bytes)
         else:
-            routed = routed_counts(step.ids, self._header.experts)
+            routed = routed_counts(step.ids, experts)
             tile = first.chunk if prefill else first.row_tile
             parts = version_costs.version_work(routed, counts.version, tile, len(self._models))
             compute = version_costs.compute_s(self._models, work, *parts, rows)
@@ -198,16 +199,19 @@ class _Clock:
         return self.ends[number]
 
 
-def step_work(step: StepRecord, header: TraceHeader, model: CostModel) -> tuple[Work, int | None]:
-    """(what a step computes, rows of its decode executable; None: it is a prefill step)."""
+def step_work(
+    step: StepRecord, experts: int, *, chunk: int, row_tile: int
+) -> tuple[Work, int | None]:
+    """(what a step computes, rows of its decode executable; None: it is a prefill step). experts:
+    of a layer. chunk, row_tile: of a CostModel."""
     prefill = step.kind == KINDS[0]
     tokens = len(step.ids)
-    tile = model.chunk if prefill else model.row_tile
-    counts = routed_counts(step.ids, header.experts)
+    tile = chunk if prefill else row_tile
+    counts = routed_counts(step.ids, experts)
     active = int(np.count_nonzero(counts))
     tiles = int(np.sum(-(-counts // tile))) - active
     if prefill:
-        parts, spans = _chunks(step, model.chunk)
+        parts, spans = _chunks(step, chunk)
         return Work(parts, spans, active, tiles), None
     spans = tokens if step.position is None else int(np.sum(step.position // SPAN + 1))
     return Work(tokens, spans, active, tiles), tokens if step.rows is None else step.rows

@@ -62,7 +62,7 @@ def _run(args: argparse.Namespace) -> int:
     options = engine_options(args)
 
     from moejax import LLM
-    from moejax.costs.store import cost_file, identity, spec_of_steps
+    from moejax.costs.store import cost_file, identity
     from moejax.serve.costs import cost_model_for
 
     progress = not (args.quiet or args.json)
@@ -72,7 +72,7 @@ def _run(args: argparse.Namespace) -> int:
             print(f"moejax: {what}", file=sys.stderr)
 
     with notes_unsaid(), LLM(args.model, progress=progress, **options) as llm:
-        path = cost_file(identity(spec_of_steps(llm.engine.runner)))
+        path = cost_file(identity(llm.plan.steps))
         measured = args.force or not os.path.exists(path)
         model = cost_model_for(llm, force=args.force, report=report)
     if args.json:

@@ -25,18 +25,6 @@ if TYPE_CHECKING:
 
     from moejax.serve.llm import LLM
 
-__all__ = [
-    "DEFAULT_WINDOW",
-    "Cost",
-    "Likelihood",
-    "PerplexityResult",
-    "TextLikelihood",
-    "Window",
-    "check_windows",
-    "perplexity",
-    "sliding_windows",
-]
-
 DEFAULT_WINDOW = 2048
 """Tokens, where the model has room for so many: what papers on compressed models mostly use."""
 

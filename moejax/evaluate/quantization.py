@@ -149,15 +149,11 @@ def _encoding(
 
     def encoded(layer: int, weights: np.ndarray) -> np.ndarray:
         began = time.perf_counter()
-        records = made(layer, weights)
-        spent.append((time.perf_counter() - began) / (len(MATRICES) * len(weights)))
-        return records
-
-    def made(layer: int, weights: np.ndarray) -> np.ndarray:
         try:
             if inputs is not None and fmt.lossy:
-                return gptq_records(weights, fmt, inputs, layer)
-            return encode(weights, fmt, QUANTIZERS.get(quantizer, rtn))
+                records = gptq_records(weights, fmt, inputs, layer)
+            else:
+                records = encode(weights, fmt, QUANTIZERS.get(quantizer, rtn))
         except EncodingError as error:
             if not fmt.lossy:
                 raise
@@ -165,5 +161,7 @@ def _encoding(
                 f"{source.directory}: {version} cannot hold expert {error.experts[0]} of MoE layer "
                 f"{layer}: {error.reason}; leave this version out"
             ) from None
+        spent.append((time.perf_counter() - began) / (len(MATRICES) * len(weights)))
+        return records
 
     return Encoding(layout, named, encoded)

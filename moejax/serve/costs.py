@@ -9,7 +9,7 @@ from typing import Any
 from host_offload.control.interface import Costs
 from host_offload.sizing.cost_model import CostModel
 from moejax.costs import measure
-from moejax.costs.store import identity, kept_cost_model, spec_of_steps
+from moejax.costs.store import identity, kept_cost_model
 from moejax.errors import UserError
 from moejax.serve.llm import LLM
 
@@ -24,8 +24,8 @@ def cost_model_for(
 ) -> CostModel:
     """moejax.costs.measure.cost_model_for of an LLM, which has its cells again afterwards. Raises
     UserError also for one that has run something and whose costs are not kept."""
-    runner = llm.engine.runner
-    kept = None if force else kept_cost_model(identity(spec_of_steps(runner)))
+    runner, steps = llm.engine.runner, llm.plan.steps
+    kept = None if force else kept_cost_model(identity(steps))
     if kept is not None:
         return kept
     if llm.engine.statistics.requests or llm.engine.control is not None:
@@ -34,7 +34,7 @@ def cost_model_for(
             "at steps; call it first, or `moejax calibrate` with the same options"
         )
     granted = llm.engine.scheduler.arena.cell_row.copy()
-    model = measure.cost_model_for(runner, force=force, report=report)
+    model = measure.cost_model_for(runner, steps, force=force, report=report)
     runner.grant_cells(granted)
     return model
 

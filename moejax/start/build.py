@@ -92,6 +92,7 @@ def probed(loaded: LoadedModel, settings: Settings, model: ModelFacts, device: j
         return runner
 
     budget = divided(
+        steps,
         lambda memory: divide(settings, model, facts, steps, memory),
         facts.memory,
         smallest,

@@ -47,6 +47,7 @@ from moejax.checkpoints.load import load_checkpoint
 from moejax.checkpoints.loaded_model import LoadedModel
 from moejax.checkpoints.random_model import random_model
 from moejax.costs.measure import cost_model_for
+from moejax.costs.store import StepSpec
 from moejax.device import select_device
 from moejax.engine.control import control_of
 from moejax.engine.loop import Engine
@@ -144,9 +145,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def check(args: argparse.Namespace, name: str) -> Iterator[dict[str, Any]]:
     """A line for each held-out configuration of a model."""
-    with engine_of(args, name) as engine:
+    with engine_of(args, name) as (engine, steps):
         runner = engine.runner
-        model = cost_model_for(runner, force=True)
+        model = cost_model_for(runner, steps, force=True)
         if args.show:
             print(json.dumps(model.to_json()["figures"]))
         configurations = list(held_out(name, runner.config.num_experts))
@@ -188,8 +189,8 @@ def prefetch_of(each: Configuration) -> str | None:
 
 
 @contextmanager
-def engine_of(args: argparse.Namespace, name: str) -> Iterator[Engine]:
-    """An engine with room for all experts and the KV of the largest batch."""
+def engine_of(args: argparse.Namespace, name: str) -> Iterator[tuple[Engine, StepSpec]]:
+    """An engine with room for all experts and the KV of the largest batch, and its steps."""
     use_compilation_cache(None)
     device = select_device()
     loaded = load(name, device)
@@ -201,10 +202,10 @@ def engine_of(args: argparse.Namespace, name: str) -> Iterator[Engine]:
         max_num_batched_tokens=512,
         enable_prefix_caching=False,
     )
-    engine, _ = start_engine(loaded, options, device)
+    engine, plan = start_engine(loaded, options, device)
     try:
         engine.runner.wait_compiled(everything=True)
-        yield engine
+        yield engine, plan.steps
     finally:
         engine.runner.delete()
 

@@ -30,7 +30,7 @@ from moejax.checkpoints.orbax.destination import free_destination
 from moejax.checkpoints.safetensors.shards import find_shards
 from moejax.checkpoints.versions import GPTQ
 from moejax.evaluate.evaluation import perplexity
-from moejax.evaluate.expert_inputs import ExpertInputs, gptq_records
+from moejax.evaluate.expert_inputs import ExpertInputs, gptq_records, layer_inputs
 from moejax.models.config import load_config
 from moejax.models.directory import checkpoint_directory
 from pallas_kernels.records import RecordFormat
@@ -275,10 +275,7 @@ def output_errors(
         return jax.numpy.mean(jax.numpy.square(outputs(a) - outputs(b)))
 
     for layer in range(engine.layers):
-        inputs, ids = found.inputs.layer(layer)
-        shares = np.concatenate(
-            [chunk.array("token.weights")[:, layer] for chunk in found.inputs.trace.chunks]
-        )
+        inputs, ids, shares = layer_inputs(found.inputs.trace, layer, "leave this model out")
         for expert in range(engine.experts):
             row, place = np.nonzero(ids == expert)
             if not len(row):
@@ -290,6 +287,6 @@ def output_errors(
                 for records in (exact, coarse)
             ]
             wide = [weights.astype(np.float32) for weights in pair]
-            found_error = float(error(inputs[row[chosen]], *wide))
+            found_error = float(error(inputs[row[chosen]].astype(np.float32), *wide))
             errors[layer, expert] = found_error * float(np.mean(weight**2))
     return errors
