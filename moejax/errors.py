@@ -1,7 +1,5 @@
 """What moejax raises when the user, not the program, has to change something."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 
@@ -19,12 +17,12 @@ class OutOfKV(UserError):
 
 
 @contextlib.contextmanager
-def as_user_error(*kinds: type[Exception]) -> Iterator[None]:
-    """What is raised of these kinds is raised as a UserError of the same message; one that is a
-    UserError already passes."""
+def user_errors(kind: type[Exception] = ValueError, where: str = "") -> Iterator[None]:
+    """What is refused below with an error of this kind, as UserError; one that is a UserError
+    passes where nothing is to be said before its message. where: that."""
     try:
         yield
-    except UserError:
-        raise
-    except kinds as error:
-        raise UserError(str(error)) from error
+    except kind as error:
+        if isinstance(error, UserError) and not where:
+            raise
+        raise UserError(f"{where}{error}") from error

@@ -28,7 +28,7 @@ from host_offload.sizing.split import Division, MissCosts, division_of, link_cos
 from host_offload.traces.reader import Trace, TraceError, read_trace
 from moejax.cache import cache_root
 from moejax.costs.store import load_cost_model
-from moejax.errors import UserError, as_user_error
+from moejax.errors import UserError, user_errors
 
 _TIME = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*(us|µs|ms|s)")
 _SECONDS = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
@@ -111,7 +111,7 @@ class Planner:
     of no use, and for costs of another model or dtype, or of experts of another size.
     """
 
-    @as_user_error(TraceError)
+    @user_errors(TraceError)
     def __init__(self, trace: Trace, model: CostModel | None, link: float | None = None):
         self.trace, self.model, self.link = trace, model, link
         self.spec: Spec = spec_of(trace.header)
@@ -129,7 +129,7 @@ class Planner:
         if model is not None and (reason := _misfit(trace, self.spec, model)):
             raise UserError(f"the costs do not fit the trace {trace.directory}: {reason}")
 
-    @as_user_error(ValueError)
+    @user_errors()
     def split(
         self,
         memory: int,
@@ -173,7 +173,7 @@ class Planner:
             settled=found.settled,
         )
 
-    @as_user_error(ValueError)
+    @user_errors()
     def memory_for(self, users: int, tpot_s: float) -> Capacity:
         """The least memory with which so many users at once get a token every tpot_s seconds."""
         if users < 1:
@@ -184,7 +184,7 @@ class Planner:
         found = memory_for(decode, division, users=users, tpot_s=tpot_s, pages_per_user=pages)
         return Capacity(users, found.bytes, found.cap, found.pages, pages, found.step_s)
 
-    @as_user_error(ValueError)
+    @user_errors()
     def users_for(self, memory: int, tpot_s: float) -> Capacity:
         """The most users at once that get a token every tpot_s seconds from so many bytes."""
         decode, division = self._decode_model(None), self._division(memory)
@@ -234,7 +234,7 @@ class Planner:
         return decode_model(self.trace, step_s=costs.step_s, miss_s=miss_s, widths=widths)
 
 
-@as_user_error(TraceError)
+@user_errors(TraceError)
 def open_trace(directory: str | os.PathLike[str]) -> Trace:
     """Raises UserError for what is no trace."""
     return read_trace(directory)

@@ -21,12 +21,16 @@ BUDGET = ("fixed", "mv_wsa")
 """Names of budget=: as memory, expert_budget and kv_budget say; by WiSP's configurator."""
 
 RESIZE: dict[str, Callable[[BudgetOptions], tuple[Policy, ...]]] = {
-    "none": lambda options: options.live_cells(),
-    "peak_headroom": lambda options: (PeakHeadroom(),),
-    "mv_wsa": lambda options: (
-        MvWsa(allocation=options.cells, kv_miss=options.kv_overflow, trace=options.budget_trace),
+    "none": lambda budgets: budgets.live_cells(),
+    "peak_headroom": lambda budgets: (PeakHeadroom(),),
+    "mv_wsa": lambda budgets: (
+        MvWsa(
+            allocation=budgets.cells,
+            kv_miss=budgets.options.kv_overflow,
+            trace=budgets.budget_trace,
+        ),
     ),
-    "joint": lambda options: (JointBudget(),),
+    "joint": lambda budgets: (JointBudget(),),
 }
 """Names of resize= → the policies that move slots while requests run."""
 
@@ -35,24 +39,28 @@ RESIZE: dict[str, Callable[[BudgetOptions], tuple[Policy, ...]]] = {
 class BudgetOptions:
     """What `budget=`, `resize=` and `cells=` came to."""
 
-    budget: str = "fixed"
-    resize: str = "none"
+    options: Options
     cells: str = "uniform"
+    """One of ALLOCATIONS; uniform where numbers are given."""
     budget_trace: str | None = None
+    """By which budget= decides; None: the sizes of the options do."""
     cells_trace: str | None = None
     given_cells: tuple[int, ...] | None = None
     """Cells of each layer, in numbers."""
-    kv_overflow: str = "swap"
-    split_given: bool = False
-    """expert_budget or kv_budget says the split."""
+
+    @property
+    def split_given(self) -> bool:
+        """expert_budget or kv_budget says the split."""
+        return (self.options.expert_budget, self.options.kv_budget) != (None, None)
 
     def policies(self, precision: Precision | None = None) -> tuple[Policy, ...]:
         """The precision's policies and those that move slots. Raises UserError for a resize that
         the precision forbids."""
-        if precision is None or not precision.mixed or self.resize == "none":
-            return *(() if precision is None else precision.policies), *RESIZE[self.resize](self)
-        if reason := _why_not(self.resize, precision):
-            raise UserError(f"resize {self.resize} and precision {precision.name}: {reason}")
+        resize = self.options.resize
+        if precision is None or not precision.mixed or resize == "none":
+            return *(() if precision is None else precision.policies), *RESIZE[resize](self)
+        if reason := _why_not(resize, precision):
+            raise UserError(f"resize {resize} and precision {precision.name}: {reason}")
         assert precision.policy is not None
         return dataclasses.replace(precision.policy, resized=True), ResidentHeadroom()
 
@@ -63,7 +71,8 @@ class BudgetOptions:
 
     def stats(self) -> dict[str, Any]:
         """Plain data."""
-        return {name: getattr(self, name) for name in ("budget", "resize", "cells")}
+        budget = "fixed" if self.budget_trace is None else "mv_wsa"
+        return {"budget": budget, "resize": self.options.resize, "cells": self.cells}
 
 
 def _why_not(resize: str, precision: Precision) -> str:
@@ -87,11 +96,8 @@ def parse_budget_options(options: Options) -> BudgetOptions:
     fixed = [n for n in ("expert_budget", "kv_budget") if getattr(options, n) is not None]
     name, budget_trace = _name_and_path("budget", options.budget, BUDGET)
     given, resize, cells = None, options.resize, options.cells
-    if not isinstance(cells, str):
-        given = _numbers(cells)
-        cells = "uniform"
-    elif cells and cells[0].isdigit():
-        given = _numbers(cells.split(","))
+    if not isinstance(cells, str) or cells[:1].isdigit():
+        given = _numbers(cells.split(",") if isinstance(cells, str) else cells)
         cells = "uniform"
     rule, cells_trace = _name_and_path("cells", cells, ALLOCATIONS)
     if resize not in RESIZE:
@@ -121,10 +127,7 @@ def parse_budget_options(options: Options) -> BudgetOptions:
             "cells in numbers stay as they are; leave out budget and resize, or give cells (those "
             "in a file of options too) a name: cells=uniform"
         )
-    overflow = options.kv_overflow
-    return BudgetOptions(
-        *(name, resize, rule, budget_trace, cells_trace, given, overflow), split_given=bool(fixed)
-    )
+    return BudgetOptions(options, rule, budget_trace, cells_trace, given)
 
 
 def _name_and_path(option: str, value: str, known: Sequence[str]) -> tuple[str, str | None]:
@@ -136,7 +139,6 @@ def _name_and_path(option: str, value: str, known: Sequence[str]) -> tuple[str, 
 
 def _numbers(cells: Sequence[Any]) -> tuple[int, ...]:
     try:
-        numbers = tuple(int(n) for n in cells)
+        return tuple(int(n) for n in cells)
     except (TypeError, ValueError) as error:
         raise UserError(f"cells are a name or a whole number a layer, not {cells!r}") from error
-    return numbers

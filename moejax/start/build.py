@@ -20,7 +20,7 @@ from moejax.engine.loop import Engine
 from moejax.engine.resize import ResidentResizer, Resizer
 from moejax.engine.scheduler import Scheduler
 from moejax.engine.statistics import Statistics
-from moejax.errors import UserError
+from moejax.errors import user_errors
 from moejax.models.decoder import Decoder
 from moejax.start.decide.facts import DeviceFacts, ModelFacts, device_facts, facts_of
 from moejax.start.decide.plan import Plan, decide, divide, step_spec
@@ -216,7 +216,7 @@ def _control(
     listener: Callable[[Event], None],
 ) -> tuple[Control | None, Resizer]:
     """The policies' control, None where they are never asked, and what carries out its budgets."""
-    try:
+    with user_errors():
         controller = start_controller(
             runner,
             plan.settings.policies,
@@ -229,8 +229,6 @@ def _control(
             costs=plan.costs,
             listener=listener,
         )
-    except ValueError as error:
-        raise UserError(str(error)) from error
     resizer = Resizer(runner, scheduler)
     if controller.asks and (transitions := controller.transitions) is not None:
         resizer = ResidentResizer(runner, scheduler, transitions=transitions)

@@ -41,12 +41,15 @@ class Description:
     group: str | None = None
     """One of the command line's groups; None: it has no such option."""
     metavar: str | None = None
+    """None of a whole number: N."""
     type: Callable[[str], Any] | None = None
     """How the command line reads it; None: as the field's annotation says (int, float, bool), else
     as text."""
     choices: tuple[str, ...] | None = None
     in_file: bool = True
     """`--config FILE` may have it."""
+    default: Any = None
+    """What the command line takes where it is not given."""
 
 
 def _option(
@@ -276,10 +279,11 @@ class Options:
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, parse(value))
         for name, description in descriptions().items():
-            value = getattr(self, name)
-            if value is not None and (what := _why_not(description, value)):
+            if (value := getattr(self, name)) is None:
+                continue
+            if what := _why_not(description, value):
                 raise UserError(f"{name} must be {what}, got {value!r}")
-            if name in _COUNTS and value is not None and value < 1:
+            if description.type is int and name != "seed" and value < 1:
                 raise UserError(f"{name} must be at least 1, got {value}")
         if self.kv_overflow not in KV_OVERFLOW:
             raise UserError(
@@ -303,16 +307,6 @@ _SIZES: dict[str, Callable[[Any], Any]] = {
     "swap_space": parse_size,
 }
 
-_COUNTS = frozenset(
-    {
-        "max_model_len",
-        "max_num_seqs",
-        "max_num_batched_tokens",
-        "prefill_waves",
-        "long_prefill_token_threshold",
-    }
-)
-
 
 @functools.cache
 def descriptions() -> dict[str, Description]:
@@ -323,8 +317,7 @@ def descriptions() -> dict[str, Description]:
             kind = option.type or _KINDS.get(str(field.type).partition(" ")[0], str)
             # Sizes are numbers that may be written with a unit.
             kind = str if field.name in _SIZES else kind
-            metavar = "N" if kind is int else option.metavar
-            found[field.name] = dataclasses.replace(option, type=kind, metavar=metavar)
+            found[field.name] = dataclasses.replace(option, type=kind)
     return found
 
 

@@ -26,7 +26,7 @@ from host_offload.policies.precision.names import Precision, precision_of
 from moejax.checkpoints.loaded_model import LoadedModel
 from moejax.checkpoints.versions import check_quantizer, with_versions
 from moejax.costs.transition_bound import said
-from moejax.errors import UserError
+from moejax.errors import UserError, user_errors
 from moejax.progress import versions_progress
 from moejax.start.options import Options
 from pallas_kernels.records.versions import Formats, VersionFormats
@@ -43,23 +43,15 @@ def parse_precision(options: Options) -> Precision:
     Precision is taken as it is, without hi, lo, interval and hi_share. With two versions layers
     have no cells of their own that budget and cells could move."""
     check_quantizer(options.quantizer)
+    parts = {name: getattr(options, name) for name in ("hi", "lo", "interval", "hi_share")}
     if isinstance(options.precision, Precision):
-        for name in ("hi", "lo", "interval", "hi_share"):
-            if getattr(options, name) is not None:
+        for name, value in parts.items():
+            if value is not None:
                 raise UserError(f"{name} is a part of the Precision that is given; leave it out")
         found = options.precision
     else:
-        try:
-            found = precision_of(
-                options.precision,
-                hi=options.hi,
-                lo=options.lo,
-                interval=options.interval,
-                hi_share=options.hi_share,
-                seed=options.seed,
-            )
-        except ValueError as error:
-            raise UserError(str(error)) from error
+        with user_errors():
+            found = precision_of(options.precision, **parts, seed=options.seed)
     if found.mixed and (options.budget, options.cells) != ("fixed", "uniform"):
         where = (
             "cuts each layer's cells of both versions once, at the start"
@@ -113,16 +105,6 @@ def formats_of(precision: Precision, layout: SlotLayout, store: ExpertStore) -> 
         VersionFormats(record.format, store.layouts[version].format, store.places(version))
         for record, version in zip(cells, versions, strict=True)
     )
-
-
-def dense_layers(store: ExpertStore) -> tuple[int, ...]:
-    """The MoE layers that stay dense since an expert overflows lossless12."""
-    return store.layers.get("dense", ())
-
-
-def spare_slots(precision: Precision) -> int:
-    """Slots beyond one for each expert that transitions can use: the spares of both versions."""
-    return 2 * precision.spares
 
 
 def expert_budget_of(
@@ -216,7 +198,7 @@ def precision_stats(
     if engine is None:
         return found
     if "lossless12" in precision.versions:
-        found["dense_layers"] = len(dense_layers(engine.runner.store))
+        found["dense_layers"] = len(engine.runner.store.layers.get("dense", ()))
     if (per_byte := engine.statistics.copy_s_per_byte) is not None:
         moved = found.get("promoted_bytes", 0) + found.get("demoted_bytes", 0)
         seconds = per_byte * moved
@@ -242,6 +224,12 @@ def trace_header(precision: Precision, runner: Runner) -> dict[str, Any]:
     return {**precision.report(), "start": np.asarray(version).tolist()}
 
 
+def paged_cells(paged: PagedSpec, layout: SlotLayout) -> str:
+    """How many cells there are of each version, for people."""
+    sizes = zip(paged.capacity, layout.records, strict=True)
+    return " and ".join(f"{count} {record.version}" for count, record in sizes)
+
+
 def note(
     precision: Precision,
     resident: ResidentSpec | None,
@@ -249,17 +237,15 @@ def note(
     paged: PagedSpec | None = None,
     dense: Sequence[int] = (),
 ) -> str:
-    """What the precision comes to, a line for people; empty with dense experts. dense: of
-    dense_layers."""
+    """What the precision comes to, a line for people; empty with dense experts. dense: the
+    MoE layers that stay dense since an expert overflows lossless12."""
     bits = "the output has other bits than with dense experts" if precision.lossy else "same bits"
     named = ", ".join(map(str, dense))
     if dense and precision.mixed:
         bits = f"MoE layers {named} stay dense, so high cells are as large as dense ones; {bits}"
     if paged is not None:
-        sizes = zip(paged.capacity, layout.records, strict=True)
-        cells = " and ".join(f"{count} {record.version}" for count, record in sizes)
         return (
-            f"precision {precision.name}: paged, {cells} cells for "
+            f"precision {precision.name}: paged, {paged_cells(paged, layout)} cells for "
             f"{paged.fill_version.size} experts; {bits}"
         )
     if resident is None:

@@ -10,7 +10,7 @@ from host_offload.control.rules import check_policies
 from host_offload.policies.eviction.names import with_eviction
 from host_offload.policies.precision.names import Precision
 from host_offload.policies.prefetch.names import with_prefetch
-from moejax.errors import UserError
+from moejax.errors import user_errors
 from moejax.start.budget_options import BudgetOptions, parse_budget_options
 from moejax.start.options import Options
 from moejax.start.precision import parse_precision
@@ -46,13 +46,11 @@ def settings_of(options: Options) -> Settings:
     budgets = parse_budget_options(options)
     precision = parse_precision(options)
     others = budgets.policies(precision)
-    try:
+    with user_errors():
         given = with_prefetch(options.prefetch, options.policies)
         eviction, policies = with_eviction(options.eviction, given)
         policies = *policies, *others
         check_policies(policies, options.driver)
         ops = parse_ops(options.ops)
-    except ValueError as error:
-        raise UserError(str(error)) from error
     arrays = check_trace(options.trace, options.trace_arrays)
     return Settings(options, precision, budgets, eviction, policies, ops, arrays)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from moejax.commands.options.engine import add_options
+from moejax.commands.model import add_options
 from moejax.errors import UserError
 
 if TYPE_CHECKING:

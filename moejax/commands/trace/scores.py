@@ -6,9 +6,9 @@ import argparse
 import json
 from typing import TYPE_CHECKING
 
-from moejax.commands.parsers import add_command
+from moejax.commands import add_command
 from moejax.commands.trace.model import add_model, check_model, model_config
-from moejax.errors import UserError
+from moejax.errors import user_errors
 
 if TYPE_CHECKING:
     from host_offload.traces.reader import Trace
@@ -73,10 +73,8 @@ def add_parser(actions: argparse._SubParsersAction) -> None:
 def _run(args: argparse.Namespace) -> int:
     from host_offload.traces.reader import TraceError, read_trace
 
-    try:
+    with user_errors(TraceError):
         return _written(args, read_trace(args.trace))
-    except TraceError as error:
-        raise UserError(str(error)) from error
 
 
 def _written(args: argparse.Namespace, trace: Trace) -> int:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import argparse
 import json
 import textwrap
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from moejax.commands.parsers import add_command
-from moejax.commands.tables import new_table, print_table
+from moejax.commands import add_command
+from moejax.commands.model import add_described, asked
+from moejax.commands.tables import print_table
 from moejax.commands.trace import scores as trace_scores
 from moejax.commands.trace.model import add_model, check_model, model_config
+from moejax.errors import user_errors
+from moejax.start.options import Description
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from host_offload.traces.reader import TraceHeader
     from host_offload.traces.statistics import TraceStatistics
 
@@ -49,6 +51,32 @@ examples:
   moejax trace generate qwen.trace --kind qwen3-like --sequences 8 --tokens 512
 """
 
+_OF_A_DUMP = {
+    name: Description(text, type=int)
+    for name, text in (
+        ("experts", "routed experts of a layer, without --model"),
+        ("layers", "layers in ids without a shape, dense ones included"),
+        ("top_k", "experts of a token in ids without a shape"),
+        ("batch", "requests that a step computes, where SRC has no steps (default: 1)"),
+        ("prompt_tokens", "first tokens of each request that are prompt, where SRC does not say"),
+    )
+} | {"dense_layers": Description("first layers without experts", type=int, default=0)}
+"""Keywords of convert_trace."""
+
+_OF_ROUTING = {
+    name: Description(f"{text} (default: {default})", type=int, default=default)
+    for name, default, text in (
+        ("layers", 48, "MoE layers"),
+        ("experts", 128, "routed experts of a layer"),
+        ("top_k", 8, "experts of a token"),
+        ("sequences", 1, "sequences that every step goes on with"),
+        ("tokens", 256, "tokens of a sequence, prompt included"),
+        ("prompt_tokens", 0, "tokens of its prompt, all in one prefill step"),
+        ("phase_tokens", 64, "tokens until hot experts change, for phases"),
+        ("seed", 0, "of the random numbers"),
+    )
+}
+"""Keywords of write_generated_trace."""
 
 PAIRS = 20
 """Most pairs of domains that are shown one by one; --json has all."""
@@ -76,17 +104,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     convert.add_argument("source", metavar="SRC", help="a .npy, .npz, .jsonl or .parquet file")
     convert.add_argument("destination", metavar="DST", help="the new trace's directory")
     add_model(convert, "of this model; gives the number of experts, and checks shapes")
-    for option, text in (
-        ("--experts", "routed experts of a layer, without --model"),
-        ("--layers", "layers in ids without a shape, dense ones included"),
-        ("--top-k", "experts of a token in ids without a shape"),
-        ("--batch", "requests that a step computes, where SRC has no steps (default: 1)"),
-        ("--prompt-tokens", "first tokens of each request that are prompt, where SRC does not say"),
-    ):
-        convert.add_argument(option, type=int, metavar="N", help=text)
-    convert.add_argument(
-        "--dense-layers", type=int, default=0, metavar="N", help="first layers without experts"
-    )
+    add_described(convert, _OF_A_DUMP)
 
     text = "write a trace of synthetic routing"
     generate = add_command(actions, "generate", _generate, text, _GENERATE_EPILOG)
@@ -94,19 +112,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     generate.add_argument(
         "--kind", default="qwen3-like", metavar="KIND", help="(default: qwen3-like)"
     )
-    for option, default, text in (
-        ("--layers", 48, "MoE layers"),
-        ("--experts", 128, "routed experts of a layer"),
-        ("--top-k", 8, "experts of a token"),
-        ("--sequences", 1, "sequences that every step goes on with"),
-        ("--tokens", 256, "tokens of a sequence, prompt included"),
-        ("--prompt-tokens", 0, "tokens of its prompt, all in one prefill step"),
-        ("--phase-tokens", 64, "tokens until hot experts change, for phases"),
-        ("--seed", 0, "of the random numbers"),
-    ):
-        generate.add_argument(
-            option, type=int, default=default, metavar="N", help=f"{text} (default: {default})"
-        )
+    add_described(generate, _OF_ROUTING)
 
 
 # ---- info
@@ -117,15 +123,12 @@ def _info(args: argparse.Namespace) -> int:
 
     from host_offload.traces.reader import TraceError, read_trace
     from host_offload.traces.statistics import as_json, trace_statistics
-    from moejax.errors import UserError
     from moejax.traces import published
 
-    try:
+    with user_errors(TraceError):
         trace = read_trace(args.directory)
         check_model(args.directory, trace.header, model_config(args))
         statistics = trace_statistics(trace)
-    except TraceError as error:
-        raise UserError(str(error)) from error
     header = trace.header
     if args.json:
         shape = {"layers": header.layers, "experts": header.experts, "top_k": header.top_k}
@@ -136,12 +139,17 @@ def _info(args: argparse.Namespace) -> int:
         print(json.dumps(found, indent=2))
         return 0
     _print_head(args.directory, header, statistics, trace.complete)
-    print_table(_activated(statistics))
+    models = (f"[{i + 1}]" for i in range(len(published.MODELS)))
+    columns = "active of a layer, at batch", "steps", "tokens", "uniform", *models
+    print_table(columns, _activated(statistics))
     print(published.ACTIVATED_NOTES)
-    print_table(_measures(header, statistics))
+    print_table(
+        ("decode", "trace", "by chance", "published"), _measures(statistics, header.experts)
+    )
     print(published.MEASURE_NOTES)
     if len(statistics.domains) > 1:
-        print_table(_domains(statistics))
+        columns = "domains", "divergence", "variation", "hot experts shared"
+        print_table(columns, _domains(statistics))
         print(published.DOMAIN_NOTES)
     return 0
 
@@ -181,63 +189,43 @@ def _percent(share: float) -> str:
     return "–" if share != share else f"{share:.1%}"
 
 
-def _activated(statistics: TraceStatistics) -> Table:
+def _activated(s: TraceStatistics) -> Iterator[tuple[str, ...]]:
     from moejax.traces.published import MODELS
 
-    columns = ("steps", "tokens", "uniform", *(f"[{i + 1}]" for i in range(len(MODELS))))
-    table = new_table("active of a layer, at batch", *columns)
-    for batch, share in statistics.activated.items():
-        table.add_row(
-            str(batch),
-            _percent(statistics.activated_in_steps.get(batch, float("nan"))),
-            _percent(share),
-            _percent(statistics.activated_uniform[batch]),
-            *(_percent(model.activated[batch]) for model in MODELS),
-        )
-    return table
+    for batch, share in s.activated.items():
+        in_steps = s.activated_in_steps.get(batch, float("nan"))
+        models = (model.activated[batch] for model in MODELS)
+        yield str(batch), *map(_percent, (in_steps, share, s.activated_uniform[batch], *models))
 
 
-def _measures(header: TraceHeader, statistics: TraceStatistics) -> Table:
+def _measures(s: TraceStatistics, experts: int) -> Iterator[tuple[str, ...]]:
     from moejax.traces import published
 
-    s, experts = statistics, header.experts
-    table = new_table("decode", "trace", "by chance", "published")
-    table.add_row(
-        "experts kept from token to token",
-        _percent(s.token_overlap),
-        _percent(s.token_overlap_by_chance),
-        published.TOKEN_OVERLAP,
-    )
-    table.add_row("from step to step", _percent(s.step_overlap), "", published.STEP_OVERLAP)
-    table.add_row(
-        "experts with 90% of all routing",
-        f"{s.experts_for_90:.1f}, {s.experts_for_90 / experts:.0%}",
-        "90%",
-        published.CONCENTRATION,
-    )
+    overlap = _percent(s.token_overlap), _percent(s.token_overlap_by_chance)
+    yield "experts kept from token to token", *overlap, published.TOKEN_OVERLAP
+    yield "from step to step", _percent(s.step_overlap), "", published.STEP_OVERLAP
+    most = f"{s.experts_for_90:.1f}, {s.experts_for_90 / experts:.0%}"
+    yield "experts with 90% of all routing", most, "90%", published.CONCENTRATION
     for quantile, distance in s.reuse_distances.items():
         found = "–" if distance != distance else f"{distance:.0f}"
-        table.add_row(f"reuse distance, {quantile:.0%} below", found, "", published.NO_NUMBER)
+        yield f"reuse distance, {quantile:.0%} below", found, "", published.NO_NUMBER
     for cells, share in s.lru_misses.items():
         name = f"LRU misses, {cells} cells a layer ({cells / experts:.0%})"
         bound = "≥ " if cells < s.largest_step else ""
-        table.add_row(name, bound + _percent(share), "", published.NO_NUMBER)
-    return table
+        yield name, bound + _percent(share), "", published.NO_NUMBER
 
 
-def _domains(statistics: TraceStatistics) -> Table:
-    table = new_table("domains", "divergence", "variation", "hot experts shared")
+def _domains(s: TraceStatistics) -> Iterator[tuple[str, ...]]:
+    def row(name: str, divergence: float, variation: float, shared: float) -> tuple[str, ...]:
+        return name, f"{divergence:.3f}", f"{variation:.3f}", _percent(shared)
 
-    def row(name: str, *measures: float) -> None:
-        table.add_row(name, f"{measures[0]:.3f}", f"{measures[1]:.3f}", _percent(measures[2]))
-
-    for d in statistics.distances[:PAIRS]:
-        row(f"{d.a} – {d.b}", d.divergence, d.variation, d.hot_shared)
-    for name, rows in (("all pairs", statistics.distances), ("halves", statistics.halves)):
+    for d in s.distances[:PAIRS]:
+        yield row(f"{d.a} – {d.b}", d.divergence, d.variation, d.hot_shared)
+    for name, rows in (("all pairs", s.distances), ("halves", s.halves)):
         if rows:
             fields = ("divergence", "variation", "hot_shared")
-            row(f"mean of {name}", *(sum(getattr(d, f) for d in rows) / len(rows) for f in fields))
-    return table
+            means = (sum(getattr(d, field) for d in rows) / len(rows) for field in fields)
+            yield row(f"mean of {name}", *means)
 
 
 # ---- convert and generate
@@ -246,17 +234,8 @@ def _domains(statistics: TraceStatistics) -> Table:
 def _convert(args: argparse.Namespace) -> int:
     from moejax.traces.conversion import convert_trace
 
-    done = convert_trace(
-        args.source,
-        args.destination,
-        config=model_config(args),
-        experts=args.experts,
-        layers=args.layers,
-        top_k=args.top_k,
-        dense_layers=args.dense_layers,
-        batch=args.batch,
-        prompt_tokens=args.prompt_tokens,
-    )
+    config, given = model_config(args), asked(args, _OF_A_DUMP)
+    done = convert_trace(args.source, args.destination, config=config, **given)
     kind = "recorded" if done.recorded_steps else "put together"
     print(
         f"{done.directory}: {done.tokens} tokens, {done.layers} MoE layers, {done.steps} {kind} "
@@ -269,17 +248,6 @@ def _convert(args: argparse.Namespace) -> int:
 def _generate(args: argparse.Namespace) -> int:
     from moejax.traces.generated import write_generated_trace
 
-    write_generated_trace(
-        args.destination,
-        args.kind,
-        layers=args.layers,
-        experts=args.experts,
-        top_k=args.top_k,
-        sequences=args.sequences,
-        tokens=args.tokens,
-        prompt_tokens=args.prompt_tokens,
-        phase_tokens=args.phase_tokens,
-        seed=args.seed,
-    )
+    write_generated_trace(args.destination, args.kind, **asked(args, _OF_ROUTING))
     print(f"{args.destination}: {args.sequences} sequences of {args.tokens} tokens, {args.kind}")
     return 0

@@ -1,14 +1,22 @@
-"""Options of every command that runs a model: those of moejax.start.options.Options."""
+"""The model that a command runs: its options (moejax.start.options) and its start."""
 
 from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from moejax.start.options import Options, descriptions
+from moejax.start.options import Description, Options, descriptions
+
+if TYPE_CHECKING:
+    from moejax.serve.llm import LLM
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """MODEL, of a command that runs one."""
+    parser.add_argument("model", metavar="MODEL", help="a Hugging Face or Orbax directory, or demo")
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -29,22 +37,33 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 def add_options(group: argparse._ActionsContainer, name: str) -> None:
     """The options of one of Description.group's groups."""
-    for option, description in descriptions().items():
-        if description.group != name:
-            continue
-        flag = "--" + option.replace("_", "-")
+    of_group = {key: said for key, said in descriptions().items() if said.group == name}
+    add_described(group, of_group)
+
+
+def add_described(group: argparse._ActionsContainer, described: Mapping[str, Description]) -> None:
+    """An option for each name."""
+    for name, said in described.items():
+        flag = "--" + name.replace("_", "-")
         # argparse formats it with %.
-        help = description.help.replace("%", "%%")
-        if description.type is bool:
-            group.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=help)
+        help = said.help.replace("%", "%%")
+        if said.type is bool:
+            action = argparse.BooleanOptionalAction if said.default is None else "store_true"
+            group.add_argument(flag, action=action, default=said.default, help=help)
             continue
         group.add_argument(
             flag,
-            metavar=description.metavar,
-            type=description.type or str,
-            choices=description.choices,
+            default=said.default,
+            metavar=said.metavar or ("N" if said.type is int else None),
+            type=said.type or str,
+            choices=said.choices,
             help=help,
         )
+
+
+def asked(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
+    """Arguments by name."""
+    return {name: getattr(args, name) for name in names}
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -65,12 +84,16 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 @contextmanager
-def notes_unsaid() -> Iterator[None]:
-    """The summary has every note; a warning would only say it twice."""
+def started(args: argparse.Namespace, options: Mapping[str, Any]) -> Iterator[LLM]:
+    """The model with its progress as --quiet and --json say. Notes are not logged: what a command
+    prints has every note, and a warning would only say it twice."""
+    from moejax import LLM
+
     log = logging.getLogger("moejax")
     before = log.level
     log.setLevel(logging.ERROR)
     try:
-        yield
+        with LLM(args.model, progress=not (args.quiet or args.json), **options) as llm:
+            yield llm
     finally:
         log.setLevel(before)
