@@ -29,7 +29,13 @@ from moejax.checkpoints.loaded_model import (
 from moejax.checkpoints.orbax.own import load_orbax
 from moejax.checkpoints.placement import load_file
 from moejax.checkpoints.safetensors.shards import NUMPY_DTYPES, TensorFile, find_shards
-from moejax.checkpoints.tensors import Place, abstract_params, expected_tensors, is_ignored
+from moejax.checkpoints.tensors import (
+    ParamPlace,
+    Place,
+    abstract_params,
+    expected_tensors,
+    is_ignored,
+)
 from moejax.errors import UserError
 from moejax.models.config import ModelConfig, load_config
 from moejax.models.directory import checkpoint_directory
@@ -134,11 +140,17 @@ def load_tensors(
     builder = new_store(config, layout, device, source)
     marks.append(time.perf_counter())
     nonfinite: Counter[str] = Counter()
+
+    def param(place: ParamPlace) -> np.ndarray:
+        if place.run is None:
+            return params[place.key]
+        return params["runs"][place.run][place.key][place.layer]
+
     try:
         advance = counted(progress, _nbytes(files, places))
         for file in files:
             with contextlib.closing(
-                load_file(file, places, to, params, builder, nonfinite)
+                load_file(file, places, to, param, builder, nonfinite)
             ) as pieces:
                 for nbytes in pieces:
                     advance(nbytes)

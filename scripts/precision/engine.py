@@ -27,11 +27,9 @@ from moejax import LLM, UserError
 from moejax.checkpoints.conversion_source import open_source
 from moejax.checkpoints.convert import Encoding, write_checkpoint
 from moejax.checkpoints.orbax.destination import free_destination
-from moejax.checkpoints.safetensors.shards import find_shards
 from moejax.checkpoints.versions import GPTQ
 from moejax.evaluate.evaluation import perplexity
 from moejax.evaluate.expert_inputs import ExpertInputs, gptq_records, layer_inputs
-from moejax.models.config import load_config
 from moejax.models.directory import checkpoint_directory
 from pallas_kernels.records import RecordFormat
 
@@ -205,12 +203,11 @@ def write_versions(
     quantizers: version → of CHOICES. Raises UserError for a model that is no safetensors
     checkpoint and for a destination that is there already."""
     directory = checkpoint_directory(model)
-    source = open_source(directory, load_config(directory), find_shards(directory), "auto")
+    source = open_source(directory, "auto")
 
     def encoding(version: str, quantizer: str) -> Encoding:
-        layout = dataclasses.replace(source.layout, version=version, dtype=source.dtype)
         records = engine.records(version, quantizer)
-        return Encoding(layout, quantizer, lambda layer, _: records[layer])
+        return Encoding(quantizer, lambda layer, _: records[layer])
 
     encodings = {version: encoding(version, name) for version, name in quantizers.items()}
     write_checkpoint(source, free_destination(destination), encodings)

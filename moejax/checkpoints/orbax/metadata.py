@@ -11,7 +11,7 @@ import json
 import logging
 import pathlib
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -22,21 +22,18 @@ from moejax.errors import UserError
 
 
 def orbax_files(
-    params: Mapping[str, Any], experts: Mapping[str, Sequence[int]], leaves: Iterable[Leaf]
+    params: Any, experts: Mapping[str, Mapping[int, Leaf]]
 ) -> tuple[str, dict[str, bytes]]:
     """(the directory of the tree, relative path → content) of all files but the chunks.
 
-    params: the tree of parameters, whatever its leaves. experts: version → the MoE layers that it
-    has; a list in the tree, or where it lacks some, a dict by number. leaves: all of them. Raises
-    UserError if this Orbax names their directories in another way.
+    params: the tree of parameters' leaves. experts: version → MoE layer → leaf; a list in the tree,
+    or where layers are missing, a dict by number. Raises UserError if this Orbax names their
+    directories in another way.
     """
     from orbax.checkpoint import v1  # seconds, and only what writes needs it
 
+    tree = {"params": params, "experts": {v: _numbered(each) for v, each in experts.items()}}
     byte = np.zeros(1, np.uint8)
-    tree = {
-        "params": jax.tree.map(lambda _: byte, params),
-        "experts": {version: _numbered(layers, byte) for version, layers in experts.items()},
-    }
     context = v1.Context()
     context.array.saving.use_ocdbt = False
     quiet = logging.getLogger("absl")
@@ -46,12 +43,12 @@ def orbax_files(
         try:
             quiet.setLevel(logging.ERROR)  # Orbax warns that it finds nothing to merge
             with context:
-                v1.save(str(root), tree)
+                v1.save(str(root), jax.tree.map(lambda _: byte, tree))
         finally:
             quiet.setLevel(level)
         (name,) = [path.parent.name for path in root.glob("*/_METADATA")]
         directories = {path.name for path in (root / name).iterdir() if path.is_dir()}
-        wanted = {leaf.name: leaf for leaf in leaves}
+        wanted = {leaf.name: leaf for leaf in jax.tree.leaves(tree)}
         if directories != set(wanted):
             version = importlib.metadata.version("orbax-checkpoint")
             raise UserError(
@@ -69,6 +66,6 @@ def orbax_files(
     return name, files
 
 
-def _numbered(layers: Sequence[int], leaf: np.ndarray) -> list[np.ndarray] | dict[str, np.ndarray]:
+def _numbered(layers: Mapping[int, Leaf]) -> list[Leaf] | dict[str, Leaf]:
     whole = list(layers) == list(range(len(layers)))
-    return [leaf] * len(layers) if whole else {str(layer): leaf for layer in layers}
+    return list(layers.values()) if whole else {str(i): leaf for i, leaf in layers.items()}
