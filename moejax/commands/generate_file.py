@@ -62,7 +62,7 @@ def generate_file(
     params: of lines that do not say otherwise; its seed is the job's. start: makes the LLM, after
     the files were found to be right. Raises UserError as OpenJob.run does.
     """
-    from moejax.serve.batch import Job, open_job
+    from moejax.serve.batch.job import Job, open_job
 
     if args.kv_overflow == "recompute":
         raise UserError(
