@@ -183,7 +183,7 @@ def _generate_text(args: argparse.Namespace, params: SamplingParams, options: di
 
 def _generate_file(args: argparse.Namespace, params: SamplingParams, options: dict) -> int:
     """The job of --input. params: of lines that do not say otherwise; its seed is the job's."""
-    from moejax.serve.batch import Job, open_job
+    from moejax.serve.batch.job import Job, open_job
 
     if args.kv_overflow == "recompute":
         raise UserError(

@@ -11,8 +11,9 @@ from typing import Any, Literal
 import numpy as np
 
 from host_offload.memory.kv_cache import Block
+from moejax.errors import UserError
 from moejax.requests.outputs import FinishReason, Logprob
-from moejax.requests.sampling_params import SamplingParams
+from moejax.requests.sampling_params import SamplingParams, shown
 from moejax.requests.stopping import Ending
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -32,6 +33,21 @@ class GenerationRequest:
     """A smaller number runs earlier, as in vLLM."""
     tag: object = None
     """The caller's own; nothing looks at it."""
+
+    def __post_init__(self):
+        """Raises UserError for a value of another type, and for several sequences in a session."""
+        params = self.sampling_params
+        require_type("sampling_params", params, SamplingParams, "SamplingParams or None")
+        require_type("session_id", self.session_id, str | None, "a string or None")
+        require_type("priority", self.priority, int, "an integer")
+        if self.session_id is not None and params.n > 1:
+            raise UserError("a session goes on from one answer; leave out session_id or n")
+
+
+def require_type(name: str, value: object, kind: Any, what: str) -> None:
+    """Raises UserError, naming what is expected, for a value that is not of that kind."""
+    if isinstance(value, bool) or not isinstance(value, kind):
+        raise UserError(f"{name} must be {what}, got {shown(value)}")
 
 
 PrefillKind = Literal["prefill", "score", "prompt_logprobs"]

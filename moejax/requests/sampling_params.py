@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from moejax.errors import UserError
 
@@ -14,11 +15,20 @@ MAX_LOGPROBS = 20
 
 MAX_SEED = 2**32 - 1
 
+MAX_COUNT = 2**31 - 1
+"""Most of what is counted in int32: top_k, tokens."""
+
+MAX_REPETITION = 1e10
+"""Logits stay finite in float32 when they are multiplied by it, or divided by the inverse."""
+
 MAX_N = 16384
 """Most sequences of a request (vLLM's default VLLM_MAX_N_SEQUENCES)."""
 
 MAX_LOGIT_BIAS = 300
 """Most tokens that a request's logit_bias names (OpenAI's limit); they are a compiled shape."""
+
+MAX_STOP = 1024
+"""Most stop strings of a request: each is looked for after every token."""
 
 MAX_STOP_TOKEN_IDS = 128
 """Most stop_token_ids of a request: min_tokens bans them through the list of biases."""
@@ -45,12 +55,12 @@ class SamplingParams:
     top_p: float = 1.0
     """Draw from the likeliest tokens that together have this probability, in (0, 1]. 1: all."""
     top_k: int = 0
-    """Draw from this many of the likeliest tokens. 0 (or -1): all."""
+    """Draw from this many of the likeliest tokens, at most 2^31 - 1. 0 (or -1): all."""
     min_p: float = 0.0
     """Draw from tokens at least this much as likely as the likeliest, in [0, 1]. 0: all."""
     repetition_penalty: float = 1.0
     """Divides the positive and multiplies the negative logits of tokens in the prompt or generated
-    before; above 0. Over 1 fewer repetitions, below 1 more."""
+    before; above 0, from 1e-10 to 1e10. Over 1 fewer repetitions, below 1 more."""
     presence_penalty: float = 0.0
     """Subtracted from the logits of tokens generated before, in [-2, 2]."""
     frequency_penalty: float = 0.0
@@ -68,8 +78,8 @@ class SamplingParams:
     ignore_eos: bool = False
     """Go on after the end-of-sequence token."""
     stop: str | Sequence[str] | None = None
-    """Strings that end the sequence when they appear in its text; the text ends before them.
-    Kept as a tuple."""
+    """Strings, at most 1024, that end the sequence when they appear in its text; the text ends
+    before them. Kept as a tuple."""
     stop_token_ids: Sequence[int] | None = None
     """Tokens that end the sequence, at most 128; token_ids has them, the text does not. Kept as a
     tuple without repetitions."""
@@ -87,62 +97,26 @@ class SamplingParams:
         def put(name: str, value: object) -> None:
             object.__setattr__(self, name, value)
 
-        for name in (*_PENALTIES, "temperature", "top_p", "min_p"):
-            put(name, _number(name, getattr(self, name)))
-        for name in ("n", "top_k", "max_tokens", "min_tokens"):
-            put(name, _integer(name, getattr(self, name)))
-        for name in ("seed", "logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                put(name, _integer(name, getattr(self, name)))
+        for name, allowed in _RANGES.items():
+            put(name, allowed.checked(name, getattr(self, name)))
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            if not isinstance(given := getattr(self, name), bool):
+                raise UserError(f"{name} must be True or False, got {shown(given)}")
         put("stop", _strings(self.stop))
         put("stop_token_ids", _token_ids(self.stop_token_ids))
         put("logit_bias", _biases(self.logit_bias))
-        if self.top_k == -1:
-            put("top_k", 0)
-        if self.seed == -1:
-            put("seed", None)
-        self._check_sampling()
-        self._check_ending()
-
-    def _check_sampling(self) -> None:
-        self._require("n", self.n >= 1, "at least 1")
-        self._require("n", self.n <= MAX_N, f"at most {MAX_N}")
-        self._require("temperature", 0.0 <= self.temperature <= 2.0, "in [0, 2]")
+        put("top_k", max(self.top_k, 0))
+        put("seed", None if self.seed == -1 else self.seed)
         if self.n > 1 and self.temperature < GREEDY_BELOW:
             raise UserError(
                 f"n must be 1 when using greedy sampling, got {self.n}: all would be equal; "
                 "raise temperature"
             )
-        self._require("top_p", 0.0 < self.top_p <= 1.0, "in (0, 1]")
-        self._require("top_k", self.top_k >= 0, "0 (disable), or at least 1")
-        self._require("min_p", 0.0 <= self.min_p <= 1.0, "in [0, 1]")
-        self._require("repetition_penalty", self.repetition_penalty > 0.0, "greater than zero")
-        for name in ("presence_penalty", "frequency_penalty"):
-            self._require(name, -2.0 <= getattr(self, name) <= 2.0, "in [-2, 2]")
-        seeds = f"in [0, {MAX_SEED}]"
-        self._require("seed", self.seed is None or 0 <= self.seed <= MAX_SEED, seeds)
-        for name in ("logprobs", "prompt_logprobs"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value <= MAX_LOGPROBS:
-                raise UserError(
-                    f"{name} must be in [0, {MAX_LOGPROBS}] or None, got {value}; "
-                    f"{MAX_LOGPROBS} is the most (the whole vocabulary, vLLM's -1, is not offered)"
-                )
-
-    def _check_ending(self) -> None:
-        most = f"less than or equal to max_tokens={self.max_tokens}"
-        self._require("max_tokens", self.max_tokens >= 1, "at least 1")
-        self._require("min_tokens", self.min_tokens >= 0, "greater than or equal to 0")
-        self._require("min_tokens", self.min_tokens <= self.max_tokens, most)
-        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
-            self._require(name, isinstance(getattr(self, name), bool), "True or False")
-
-    def _require(self, name: str, holds: bool, range_: str) -> None:
-        if not holds:
-            raise UserError(f"{name} must be {range_}, got {getattr(self, name)!r}")
-
-
-_PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+        if self.min_tokens > self.max_tokens:
+            raise UserError(
+                f"min_tokens must be less than or equal to max_tokens={self.max_tokens}, got "
+                f"{self.min_tokens}"
+            )
 
 
 def child_params(params: SamplingParams, index: int) -> SamplingParams:
@@ -154,43 +128,110 @@ def child_params(params: SamplingParams, index: int) -> SamplingParams:
     return dataclasses.replace(params, n=1, seed=seed, prompt_logprobs=prompt_logprobs)
 
 
+def shown(value: object) -> str:
+    """A value for a message: of a long one the beginning."""
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of more digits than Python writes
+        text = f"a value of type {type(value).__name__} with too many digits to show"
+    return text if len(text) <= 100 else f"{text[:100]}…"
+
+
 def _number(name: str, value: object) -> float:
-    if isinstance(value, bool | str | bytes) or not hasattr(value, "__float__"):
-        raise UserError(f"{name} must be a number, got {value!r}")
-    number = float(value)  # pyright: ignore[reportArgumentType]
+    try:
+        if isinstance(value, bool | str | bytes):
+            raise TypeError
+        number = float(value)  # pyright: ignore[reportArgumentType]
+    except (TypeError, ValueError):
+        raise UserError(f"{name} must be a number, got {shown(value)}") from None
+    except OverflowError:  # an integer of hundreds of digits
+        number = math.inf
     if not math.isfinite(number):
-        raise UserError(f"{name} must be a finite number, got {number}")
+        raise UserError(f"{name} must be a finite number, got {shown(value)}")
     return number
 
 
 def _integer(name: str, value: object) -> int:
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise UserError(f"{name} must be an integer, got {value!r}")
-    return operator.index(value)  # pyright: ignore[reportArgumentType]
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return operator.index(value)  # pyright: ignore[reportArgumentType]
+    except TypeError:
+        raise UserError(f"{name} must be an integer, got {shown(value)}") from None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Range:
+    """The values of one numeric parameter, from least to most inclusive."""
+
+    least: float
+    most: float
+    demanded: str
+    """What a message asks for: an interval, or only the least, then the most is said by itself."""
+    number: Callable[[str, object], float] = _integer
+    optional: bool = False
+    hint: str = ""
+
+    def checked(self, name: str, given: object) -> float | None:
+        """The number as Python's own. Raises UserError for what is none or outside."""
+        if given is None and self.optional:
+            return None
+        value = self.number(name, given)
+        if not self.least <= value <= self.most:
+            interval = value < self.least or self.demanded.startswith("in ")
+            demanded = self.demanded if interval else f"at most {self.most}"
+            raise UserError(f"{name} must be {demanded}, got {shown(value)}{self.hint}")
+        return value
+
+
+_PENALTY = _Range(-2, 2, "in [-2, 2]", _number)
+_LOGPROBS = _Range(
+    *(0, MAX_LOGPROBS, f"in [0, {MAX_LOGPROBS}] or None"),
+    optional=True,
+    hint=f"; {MAX_LOGPROBS} is the most (the whole vocabulary, vLLM's -1, is not offered)",
+)
+_RANGES = {
+    "n": _Range(1, MAX_N, "at least 1"),
+    "temperature": _Range(0, 2, "in [0, 2]", _number),
+    "top_p": _Range(sys.float_info.min, 1, "in (0, 1]", _number),
+    "top_k": _Range(-1, MAX_COUNT, "0 (disable), or at least 1"),
+    "min_p": _Range(0, 1, "in [0, 1]", _number),
+    "repetition_penalty": _Range(1 / MAX_REPETITION, MAX_REPETITION, "greater than zero", _number),
+    "presence_penalty": _PENALTY,
+    "frequency_penalty": _PENALTY,
+    "seed": _Range(-1, MAX_SEED, f"in [0, {MAX_SEED}]", optional=True),
+    "max_tokens": _Range(1, MAX_COUNT, "at least 1"),
+    "min_tokens": _Range(0, MAX_COUNT, "greater than or equal to 0"),
+    "logprobs": _LOGPROBS,
+    "prompt_logprobs": _LOGPROBS,
+}
+"""Every numeric parameter. What the compiled step reads is within its dtype then."""
 
 
 def _strings(value: object) -> tuple[str, ...]:
     strings = (value,) if isinstance(value, str) else () if value is None else value
     if not isinstance(strings, Iterable) or isinstance(strings, bytes | Mapping):
-        raise UserError(f"stop must be a string or a list of strings, got {value!r}")
-    found: list[str] = []
-    for string in strings:
+        raise UserError(f"stop must be a string or a list of strings, got {shown(value)}")
+    found = tuple(strings)
+    for string in found:
         if not isinstance(string, str):
-            raise UserError(f"stop must be a string or a list of strings, got {string!r} in it")
+            wrong = shown(string)
+            raise UserError(f"stop must be a string or a list of strings, got {wrong} in it")
         if not string:
             raise UserError("stop cannot contain an empty string")
-        found.append(string)
-    return tuple(found)
+    if len(found) > MAX_STOP:
+        raise UserError(f"at most {MAX_STOP} stop strings are possible, got {len(found)}")
+    return found
 
 
 def _token_ids(value: object) -> tuple[int, ...]:
     if value is None:
         return ()
     if not isinstance(value, Iterable) or isinstance(value, str | bytes | Mapping):
-        raise UserError(f"stop_token_ids must be a list of token ids, got {value!r}")
+        raise UserError(f"stop_token_ids must be a list of token ids, got {shown(value)}")
     ids = tuple(dict.fromkeys(_integer("each of stop_token_ids", token) for token in value))
     if any(token < 0 for token in ids):
-        raise UserError(f"stop_token_ids must be token ids of 0 or more, got {min(ids)}")
+        raise UserError(f"stop_token_ids must be token ids of 0 or more, got {shown(min(ids))}")
     if len(ids) > MAX_STOP_TOKEN_IDS:
         raise UserError(f"at most {MAX_STOP_TOKEN_IDS} stop_token_ids are possible, got {len(ids)}")
     return ids
@@ -206,7 +247,7 @@ def _biases(value: object) -> tuple[tuple[int, float], ...] | None:
         given = [(token, bias) for token, bias in pairs]
     except (TypeError, ValueError):
         raise UserError(
-            f"logit_bias must map token ids to numbers, got {value!r}; for example {{42: -5}}"
+            f"logit_bias must map token ids to numbers, got {shown(value)}; for example {{42: -5}}"
         ) from None
     found: dict[int, float] = {}
     for token, bias in given:
@@ -214,7 +255,7 @@ def _biases(value: object) -> tuple[tuple[int, float], ...] | None:
         is_number = isinstance(token, str) and token.isdecimal()
         token = int(token) if is_number else _integer("a token id in logit_bias", token)
         if token < 0:
-            raise UserError(f"a token id in logit_bias must be 0 or more, got {token}")
+            raise UserError(f"a token id in logit_bias must be 0 or more, got {shown(token)}")
         found[token] = min(100.0, max(-100.0, _number(f"logit_bias[{token}]", bias)))
     if len(found) > MAX_LOGIT_BIAS:
         raise UserError(

@@ -20,7 +20,7 @@ class Submission:
     text: str | None
     """The prompt's; None: it was given as token ids."""
     requests: tuple[Request, ...]
-    """One for each of its n sequences."""
+    """One for each of its n sequences, in order of index."""
     asked: GenerationRequest | None = None
 
     @property
@@ -30,40 +30,29 @@ class Submission:
     def output(
         self, tokenizer: PreTrainedTokenizerFast | None, before: RequestOutput | None = None
     ) -> RequestOutput:
-        """What there is of its result; before: as of `request_output`."""
-        return request_output(self.requests, self.text, tokenizer, before)
+        """What there is of its result, finished or not.
 
-
-def request_output(
-    requests: Sequence[Request],
-    prompt: str | None,
-    tokenizer: PreTrainedTokenizerFast | None,
-    before: RequestOutput | None = None,
-) -> RequestOutput:
-    """The result of a request, finished or not.
-
-    requests: one a sequence, in order of index; the first one's prompt_logprobs count. prompt: its
-    text, if it was given as text. before: an earlier result of it, whose log-probabilities are
-    taken over: all results of a long request then cost as much as its last one.
-    """
-    first = requests[0]
-    prompt_logprobs = None
-    if first.params.prompt_logprobs is not None:
-        known = [None] if before is None else before.prompt_logprobs or [None]
-        new = first.prompt_logprobs[len(known) - 1 :]
-        prompt_logprobs = [*known, *(_with_text(entry, tokenizer) for entry in new)]
-    return RequestOutput(
-        request_id=first.request_id,
-        prompt=prompt,
-        prompt_token_ids=list(first.prompt),
-        outputs=[
-            _completion(i, request, tokenizer, None if before is None else before.outputs[i])
-            for i, request in enumerate(requests)
-        ],
-        finished=all(request.finish_reason is not None for request in requests),
-        metrics=_metrics(requests),
-        prompt_logprobs=prompt_logprobs,
-    )
+        before: an earlier result of it, whose log-probabilities are taken over: all results of a
+        long request then cost as much as its last one.
+        """
+        first = self.requests[0]  # the only one whose prompt_logprobs count
+        prompt_logprobs = None
+        if first.params.prompt_logprobs is not None:
+            known = [None] if before is None else before.prompt_logprobs or [None]
+            new = first.prompt_logprobs[len(known) - 1 :]
+            prompt_logprobs = [*known, *(_with_text(entry, tokenizer) for entry in new)]
+        return RequestOutput(
+            request_id=first.request_id,
+            prompt=self.text,
+            prompt_token_ids=list(first.prompt),
+            outputs=[
+                _completion(i, request, tokenizer, None if before is None else before.outputs[i])
+                for i, request in enumerate(self.requests)
+            ],
+            finished=self.finished,
+            metrics=_metrics(self.requests),
+            prompt_logprobs=prompt_logprobs,
+        )
 
 
 def _completion(

@@ -14,7 +14,7 @@ from typing import Any
 
 from moejax.errors import UserError
 from moejax.requests.outputs import RequestOutput
-from moejax.requests.request import Prompt
+from moejax.requests.request import GenerationRequest, Prompt, require_type
 from moejax.requests.sampling_params import SamplingParams
 from moejax.serve.engine_thread import EngineThread, Stream
 from moejax.serve.llm import LLM
@@ -47,11 +47,10 @@ class AsyncLLM:
                 "give them to LLM(...), or give AsyncLLM the model's name"
             )
         self._owns = not isinstance(model, LLM)
-        if isinstance(model, LLM):
-            self._llm = model
-        else:
+        if not isinstance(model, LLM):
             given = model if isinstance(model, Options) else Options(model, **options)
-            self._llm = LLM.from_options(given)
+            model = LLM.from_options(given)
+        self._llm = model
         self._shutting, self._shut = threading.Lock(), False
         # One thread, so that prompts reach the engine in order.
         self._encoder = ThreadPoolExecutor(1, "moejax-encode")
@@ -92,10 +91,8 @@ class AsyncLLM:
         first of these concerns no other request.
         """
         params = SamplingParams() if sampling_params is None else sampling_params
-        _require("sampling_params", params, SamplingParams, "SamplingParams or None")
-        _require("request_id", request_id, str | None, "a string or None")
-        _require("session_id", session_id, str | None, "a string or None")
-        _require("priority", priority, int, "an integer")
+        asked = GenerationRequest(prompt, params, session_id, priority)
+        require_type("request_id", request_id, str | None, "a string or None")
         engine, loop = self._engine, asyncio.get_running_loop()
         stream = Stream(uuid.uuid4().hex if request_id is None else request_id, loop)
         if engine.streams.setdefault(stream.request_id, stream) is not stream:
@@ -105,8 +102,7 @@ class AsyncLLM:
             with engine.open():
                 encoding = loop.run_in_executor(self._encoder, self._llm._encode, prompt)
             encoded = await encoding
-            submit = partial(engine.submit, stream, encoded, params, session_id, priority)
-            await engine.call(submit)
+            await engine.call(partial(engine.submit, stream, encoded, asked))
             while not finished:
                 output = await stream.next()
                 finished = output.finished
@@ -154,8 +150,3 @@ class AsyncLLM:
             self._llm.lend(None)
             if self._owns:
                 self._llm.close()
-
-
-def _require(name: str, value: object, kind: Any, what: str) -> None:
-    if not isinstance(value, kind):
-        raise UserError(f"{name} must be {what}, got {value!r}")

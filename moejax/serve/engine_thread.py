@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from moejax.engine.loop import Engine
 from moejax.errors import OutOfKV, UserError
 from moejax.requests.outputs import RequestOutput
-from moejax.requests.request import Request
-from moejax.requests.sampling_params import SamplingParams
+from moejax.requests.prompts import EncodedPrompt
+from moejax.requests.request import GenerationRequest, Request
 from moejax.requests.submission import Submission
 from moejax.serve.generation import submit
 
@@ -149,15 +149,8 @@ class EngineThread:
 
     # ---- functions for call and tell
 
-    def submit(
-        self,
-        stream: Stream,
-        encoded: tuple[str | None, list[int]],
-        params: SamplingParams,
-        session_id: str | None,
-        priority: int,
-    ) -> None:
-        stream.submission = submit(self._engine, encoded, params, session_id, priority)
+    def submit(self, stream: Stream, encoded: EncodedPrompt, asked: GenerationRequest) -> None:
+        stream.submission = submit(self._engine, encoded, asked)
         self._live[stream] = None
         self._stream_of.update((request, stream) for request in stream.submission.requests)
         if stream.cancelled:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -23,50 +22,35 @@ if TYPE_CHECKING:
 
 
 def asked_for(
-    encode: Callable[[Prompt], EncodedPrompt],
     prompts: Prompt | Sequence[Prompt],
     sampling_params: SamplingParams | Sequence[SamplingParams] | None,
     session_id: str | Sequence[str | None] | None,
     priority: int | Sequence[int] | None,
-) -> list[tuple[EncodedPrompt, SamplingParams, str | None, int]]:
-    """What LLM.generate was asked for, a tuple a prompt. Raises UserError for lists that do not
+) -> list[GenerationRequest]:
+    """What LLM.generate was asked for, a request a prompt. Raises UserError for lists that do not
     match."""
-    encoded = [encode(prompt) for prompt in list_of_prompts(prompts)]
-    given = SamplingParams() if sampling_params is None else sampling_params
-    params = one_each("sampling_params", given, len(encoded), SamplingParams)
-    sessions = one_each("session_id", session_id, len(encoded), (str, type(None)))
-    priorities = one_each("priority", priority or 0, len(encoded), int)
-    return list(zip(encoded, params, sessions, priorities, strict=True))
+    given, params = list_of_prompts(prompts), sampling_params
+    params = SamplingParams() if params is None else params
+    each = (
+        given,
+        one_each("sampling_params", params, len(given), SamplingParams),
+        one_each("session_id", session_id, len(given), (str, type(None))),
+        one_each("priority", priority or 0, len(given), int),
+    )
+    return [GenerationRequest(*one) for one in zip(*each, strict=True)]
 
 
-def check(
-    engine: Engine, encoded: EncodedPrompt, params: SamplingParams, session_id: str | None = None
-) -> None:
-    """Raises UserError, as submit does, for what could never run."""
-    _check_n(params, session_id)
-    engine.check(encoded[1], params, session_id=session_id)
-
-
-def _check_n(params: SamplingParams, session_id: str | None) -> None:
-    if session_id is not None and params.n > 1:
-        raise UserError("a session goes on from one answer; leave out session_id or n")
-
-
-def submit(
-    engine: Engine,
-    encoded: EncodedPrompt,
-    params: SamplingParams,
-    session_id: str | None = None,
-    priority: int = 0,
-) -> Submission:
+def submit(engine: Engine, encoded: EncodedPrompt, asked: GenerationRequest) -> Submission:
     """Puts a prompt into the engine, one request for each of its n sequences. Raises UserError for
     what could never run, and then leaves nothing in the engine."""
-    _check_n(params, session_id)
-    text, ids = encoded
+    (text, ids), params = encoded, asked.sampling_params
+    each = [params] if params.n == 1 else [child_params(params, i) for i in range(params.n)]
     # The engine checks each; what it lets pass of the first one it lets pass of all.
-    each = [params if params.n == 1 else child_params(params, i) for i in range(params.n)]
-    requests = [engine.add(ids, c, session_id=session_id, priority=priority) for c in each]
-    return Submission(text, tuple(requests))
+    requests = [
+        engine.add(ids, child, session_id=asked.session_id, priority=asked.priority)
+        for child in each
+    ]
+    return Submission(text, tuple(requests), asked)
 
 
 @contextmanager
@@ -92,11 +76,6 @@ def run_each(
     again whenever the caller had the word."""
     engine = open_engine()
 
-    def submitted(asked: GenerationRequest) -> Submission:
-        encoded, params = encode(asked.prompt), asked.sampling_params
-        submission = submit(engine, encoded, params, asked.session_id, asked.priority)
-        return dataclasses.replace(submission, asked=asked)
-
     more = True
     with in_engine(engine) as running:
         while running or more:
@@ -108,7 +87,7 @@ def run_each(
                 refusal = None
                 with deferred_interrupt():  # what is in the engine is in `running`
                     try:
-                        running.append(submitted(asked))
+                        running.append(submit(engine, encode(asked.prompt), asked))
                     except UserError as error:
                         refusal = error
                 if refusal is not None:
@@ -127,16 +106,12 @@ def run_each(
 
 
 def run_stream(
-    open_engine: Callable[[], Engine],
-    encoded: EncodedPrompt,
-    params: SamplingParams,
-    session_id: str | None,
-    priority: int,
+    open_engine: Callable[[], Engine], encoded: EncodedPrompt, asked: GenerationRequest
 ) -> Iterator[str]:
     """See LLM.stream. open_engine: as of run_each."""
     engine = open_engine()
     with in_engine(engine) as submissions:
-        submissions.append(submit(engine, encoded, params, session_id, priority))
+        submissions.append(submit(engine, encoded, asked))
         (request,) = submissions[0].requests
         while request.finish_reason is None:
             engine.step()

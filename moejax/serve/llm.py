@@ -19,6 +19,7 @@ from moejax.cache import use_compilation_cache
 from moejax.checkpoints.load import load_checkpoint
 from moejax.checkpoints.loaded_model import LoadedModel
 from moejax.device import select_device
+from moejax.engine.arena_report import arena_stats, kv_stats
 from moejax.engine.loop import Engine, Listener
 from moejax.errors import UserError
 from moejax.models.config import ModelConfig
@@ -29,10 +30,8 @@ from moejax.requests.prompts import EncodedPrompt, encode_prompt
 from moejax.requests.request import GenerationRequest, Prompt
 from moejax.requests.sampling_params import SamplingParams
 from moejax.requests.tokenizer import check_vocabulary, load_tokenizer
-from moejax.serve.engine_stats import engine_stats
 from moejax.serve.generation import (
     asked_for,
-    check,
     in_engine,
     run_each,
     run_scores,
@@ -40,6 +39,7 @@ from moejax.serve.generation import (
     submit,
 )
 from moejax.start.build import start_engine
+from moejax.start.decide.shapes import ops_in_use
 from moejax.start.options import Options
 from moejax.start.precision import precision_stats, with_precision
 from moejax.start.report.explain import Explanation, explain
@@ -140,7 +140,6 @@ class LLM:
                 raise
             self._start.end("engine")
         self.dtype, self._made = loaded.dtype, loaded.quantizers
-        self._tracer = self.engine.tracer
         self._start.end("tokenizer")
         self._closed = False
         self._borrower: threading.Thread | None = None
@@ -194,11 +193,12 @@ class LLM:
 
         Raises UserError, before anything runs, if one of the requests could never run.
         """
-        asked = asked_for(self._encode, prompts, sampling_params, session_id, priority)
-        for prompt, wanted, session, _ in asked:
-            check(self._open(), prompt, wanted, session)
+        asked = asked_for(prompts, sampling_params, session_id, priority)
+        each = [(self._encode(one.prompt), one) for one in asked]
+        for (_, ids), one in each:
+            self._open().check(ids, one.sampling_params, session_id=one.session_id)
         with in_engine(self._open()) as submissions:
-            submissions += [submit(self.engine, *one) for one in asked]
+            submissions += [submit(self.engine, encoded, one) for encoded, one in each]
             requests = [r for s in submissions for r in s.requests]
             shown, ended, statistics = self.options.progress and use_tqdm, 0, self.engine.statistics
             with token_progress(
@@ -253,11 +253,13 @@ class LLM:
         """
         if self.engine.tokenizer is None:
             raise UserError(f"{self.model} has no tokenizer; use generate() with token ids")
-        encoded, params = self._encode(prompt), sampling_params or SamplingParams()
+        params = SamplingParams() if sampling_params is None else sampling_params
+        asked = GenerationRequest(prompt, params, session_id, priority)
         if params.n > 1:
             raise UserError("a stream is of one sequence; use generate() for n > 1")
-        check(self._open(), encoded, params, session_id)
-        return run_stream(self._open, encoded, params, session_id, priority)
+        encoded = self._encode(prompt)
+        self._open().check(encoded[1], params, session_id=session_id)
+        return run_stream(self._open, encoded, asked)
 
     def chat(
         self,
@@ -294,17 +296,34 @@ class LLM:
 
     def stats(self) -> dict[str, Any]:
         """What ran and what it cost, as plain data; the command line's --json prints it."""
-        ran = engine_stats(self._open(), self._start)
-        settings = self.plan.settings
-        options = {
+        engine, settings = self._open(), self.plan.settings
+        runner, seconds = engine.runner, engine.statistics.seconds
+        control = None if engine.control is None else engine.control.stats()
+        return {
+            "model": self.model,
+            "dtype": self.dtype,
+            "device": self.device.device_kind,
             "eviction": settings.eviction,
-            "precision": precision_stats(
-                settings.precision, ran["control"], self.engine, self._made
-            ),
-            "budget": {**settings.budgets.stats(), **self.engine.resizer.stats()},
+            "precision": precision_stats(settings.precision, control, engine, self._made),
+            "budget": {**settings.budgets.stats(), **engine.resizer.stats()},
+            "jax": jax.__version__,
+            "ops": ops_in_use(runner.config, runner.ops),
+            "driver": runner.driver,
+            "trace_arrays": sorted(runner.trace_arrays),
+            "control": control,
+            **engine.statistics.summary(),
+            "arena": arena_stats(engine.scheduler, runner.tables),
+            "kv": kv_stats(engine.scheduler),
+            "store_bytes": runner.store.nbytes,
+            "time": {
+                **self._start.report(),
+                "compile_s": runner.compile_s,
+                "prefill_s": seconds["prefill"],
+                "decode_s": seconds["decode"],
+                "total_s": self._start.total_s + sum(seconds.values()),
+            },
+            "notes": list(self.plan.budget.notes),
         }
-        names = {"model": self.model, "dtype": self.dtype, "device": self.device.device_kind}
-        return {**names, **options, **ran, "notes": list(self.plan.budget.notes)}
 
     def explain(self) -> Explanation:
         """How memory is divided now, as a table that adds up line by line: `print` it."""
@@ -320,8 +339,8 @@ class LLM:
         try:
             if self.engine.control is not None:
                 self.engine.control.finish()
-            if self._tracer is not None:
-                self._tracer.close()
+            if self.engine.tracer is not None:
+                self.engine.tracer.close()
         finally:
             self.engine.runner.delete()
 

@@ -81,30 +81,24 @@ def read_lines(
     openai = False
     for number, raw in enumerate(stream, 1):
         if raw.strip():
-            line = _read(raw, number, openai, seen, job, sampling, seed)
+            digest = _digest(job + raw.strip(), 16)
+            line = Line(number, f"line-{number}", f"req_{digest.hex()}", openai=openai)
+            line = _read(line, raw, seen, sampling, seed)
             openai = line.openai
             session = None if line.request is None else line.request.session_id
             if session is not None:
                 # A turn goes on from the KV of those before it, so its result is theirs as well.
                 sessions[session] = _digest(sessions.get(session, b"") + job + raw.strip(), 16)
-                request_id = "req_" + sessions[session].hex()
+                request_id = f"req_{sessions[session].hex()}"
                 line = dataclasses.replace(line, request_id=request_id)
             yield line
 
 
-def _read(
-    raw: bytes,
-    number: int,
-    openai: bool,
-    seen: set[bytes],
-    job: bytes,
-    sampling: Mapping[str, Any],
-    seed: int,
-) -> Line:
-    request_id = "req_" + _digest(job + raw.strip(), 16).hex()
-    line = Line(number, f"line-{number}", request_id, openai=openai)
+def _read(line: Line, raw: bytes, seen: set[bytes], sampling: Mapping[str, Any], seed: int) -> Line:
+    """The line with what is in it, or with what is wrong with it. seen: digests of the ids before
+    it, to which its own is added."""
     try:
-        fields = _json_object(raw, number)
+        fields = _json_object(raw, line.number)
         line = dataclasses.replace(line, openai="custom_id" in fields or "body" in fields)
         id = _id(fields, line)
         digest = _digest(json.dumps(id).encode(), 16)
@@ -172,9 +166,6 @@ def _request(
     if len(prompts) != 1:
         found = " and ".join(prompts) or "none"
         raise UserError(f"one of {', '.join(_PROMPT_FIELDS)} is needed, found {found}")
-    priority = fields.get("priority", 0)
-    if not is_integer(priority):
-        raise UserError(f"priority must be an integer, got {json.dumps(priority)}")
     given = dict(sampling) | {n: _value(v) for n, v in fields.items() if n in _SAMPLING_FIELDS}
     if given.get("seed") in (None, -1):
         given["seed"] = derived_seed(seed, id)
@@ -182,7 +173,7 @@ def _request(
         prompt=_prompt(prompts[0], fields[prompts[0]]),
         sampling_params=SamplingParams(**given),
         session_id=_string(fields, "session_id"),
-        priority=priority,
+        priority=fields.get("priority", 0),
     )
 
 

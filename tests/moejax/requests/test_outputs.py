@@ -14,7 +14,7 @@ from moejax.requests.outputs import (
 )
 from moejax.requests.request import append_logprobs, append_prompt_logprobs
 from moejax.requests.stopping import Ending
-from moejax.requests.submission import request_output
+from moejax.requests.submission import Submission
 from moejax.requests.tokenizer import load_tokenizer
 
 EOS = 0
@@ -22,7 +22,7 @@ EOS = 0
 
 @dataclasses.dataclass(eq=False)
 class Sequence:
-    """What request_output reads of a request."""
+    """What Submission.output reads of a request."""
 
     request_id: str
     prompt: list
@@ -50,6 +50,10 @@ class Sequence:
             if finish is not None:
                 self.finish_reason, self.stop_reason = finish
         return self
+
+
+def request_output(requests, prompt, tokenizer):
+    return Submission(prompt, tuple(requests)).output(tokenizer)
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from moejax.commands import main as cli
 from moejax.progress import token_progress
 from moejax.requests.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from moejax.requests.request import GenerationRequest
-from moejax.serve.batch import Job, open_job
+from moejax.serve.batch.job import Job, open_job
 from moejax.serve.batch.lines import derived_seed, read_lines
 from tests.moejax.serve.test_summary import STATS
 

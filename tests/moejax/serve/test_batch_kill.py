@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from moejax import LLM
-from moejax.serve.batch import Job, open_job
+from moejax.serve.batch.job import Job, open_job
 from scripts.check import batch as check_batch
 
 
