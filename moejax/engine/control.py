@@ -15,7 +15,7 @@ from host_offload.control.rules import BETWEEN_LAYERS
 from host_offload.control.step_record import SEEN, LayerRouting
 from host_offload.memory.layout import SlotLayout
 from host_offload.memory.tables import Entry, Move, Residency, read_snapshot
-from host_offload.versions.layer_versions import cell_bytes, link_bytes, version_bytes
+from host_offload.versions.layer_versions import version_bytes
 from moejax.models.config import ModelConfig
 from moejax.step.host_driver import HostRunner
 from moejax.step.programs import STAGES
@@ -157,10 +157,6 @@ def policy_spec(
     """What policies are told of an engine, but for the router and costs. formats: of the stores'
     versions. slots: of the arena. bound: most cells of a layer."""
     layers, page = sum(config.moe_layers), layout.page
-    in_cells, moved = (
-        version_bytes(layout, formats, sizes(layout, formats), layers)
-        for sizes in (cell_bytes, link_bytes)
-    )
     return Spec(
         layers=layers,
         experts=config.num_experts,
@@ -175,8 +171,8 @@ def policy_spec(
         staging_bytes=2 * STAGES * max(record.nbytes for record in layout.records),
         seed=seed,
         driver=driver,
-        version_bytes=in_cells,
-        moved_bytes=moved,
+        version_bytes=version_bytes(layout, formats, layers),
+        moved_bytes=version_bytes(layout, formats, layers, moved=True),
         min_cells=np.zeros(layers, np.int32),
         cell_bound=bound,
         stage_entries=STAGES,

@@ -93,7 +93,7 @@ def record(number: int = 0, *sets: Sequence[int], **fields: Any) -> StepRecord:
 
 def use(**known: int) -> np.ndarray:
     """StepRecord.use."""
-    return np.array(PageUse(**{**dict.fromkeys(USES, -1), **known}))
+    return np.array(dataclasses.astuple(PageUse(**{**dict.fromkeys(USES, -1), **known})))
 
 
 class MemoryDevice:

@@ -17,10 +17,9 @@ from host_offload.memory.store import (
     StoreBuilder,
     aligned_empty,
     copy_transposed,
-    record_of,
-    rows_of,
     update,
 )
+from host_offload.versions.encoders import DTYPES, encode
 
 LAYOUT = ExpertLayout(hidden=16, width=4, itemsize=2)
 RECORDS = np.arange(2 * 3 * 12 * 16, dtype=np.uint16).reshape(2, 3, 12, 16)
@@ -187,8 +186,9 @@ def test_record(dtype):
     dtype, (width, hidden) = np.dtype(dtype), (4, 16)
     gate, up = (rng.normal(size=(width, hidden)).astype(np.float32) for _ in range(2))
     down = rng.normal(size=(hidden, width)).astype(np.float32)
-    record = record_of(gate, up, down, dtype)
-    layout = ExpertLayout(hidden, width, dtype.itemsize)
+    layout = ExpertLayout(hidden, width, dtype.itemsize, dtype=dtype.name)
+    weights = np.concatenate([gate, up, down.T]).astype(dtype)
+    record = encode(weights[None], layout.format)[0]
     assert record.dtype == np.uint16 and record.shape == (layout.rows, hidden)
     rows = record.view(dtype).reshape(3 * width, hidden)
     np.testing.assert_array_equal(rows[:4], gate.astype(dtype))
@@ -203,8 +203,11 @@ def test_record(dtype):
 def test_rows_keep_bits():
     """No conversion touches bits that are already of the run's dtype, NaN payloads included."""
     bits = np.arange(2**16, dtype=np.uint16).reshape(256, 256)
-    np.testing.assert_array_equal(rows_of(bits.view(ml_dtypes.bfloat16), ml_dtypes.bfloat16), bits)
-    np.testing.assert_array_equal(rows_of(bits.view(np.float16).T, np.dtype(np.float16)), bits.T)
+    for dtype in ("bfloat16", "float16"):
+        layout = ExpertLayout(hidden=256, width=256, itemsize=2, dtype=dtype)
+        weights = np.concatenate([bits, bits, bits.T]).view(DTYPES[dtype])
+        record = encode(weights[None], layout.format)[0]
+        np.testing.assert_array_equal(record, np.concatenate([bits, bits, bits.T]))
 
 
 def test_store_of_several_versions():
