@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from host_offload.control.control import Control
 from host_offload.control.controller import Controller
-from host_offload.control.device import Operation, Resizer
+from host_offload.control.device import Resizer
 from host_offload.control.interface import Moment, Spec
 from host_offload.control.rules import BETWEEN_LAYERS
 from host_offload.control.step_record import SEEN, LayerRouting
@@ -30,18 +30,18 @@ class RunnerDevice:
 
     runner: Runner
 
-    def prepare(self, operations: Collection[Operation]) -> None:
-        names = {
-            Operation.SNAPSHOT: ("snapshot",),
-            Operation.TRANSFER: ("transfer",),
-            Operation.MOVE_CELLS: ("move",),
-            Operation.MOVE_PAGES: ("move_pages", "swap_out", "swap_in"),
-        }
-        for operation in operations:
-            if operation == Operation.STAGE:
-                self.runner.prepare_stages()
-            else:
-                self.runner.prepare(*names[operation])
+    def prepare(self, controller: Controller) -> None:
+        runner, spec = self.runner, controller.spec
+        if controller.needs_residency:
+            runner.prepare("snapshot")
+        if controller.stages_transfers and spec.blocking:
+            runner.prepare("transfer")
+        elif controller.stages_transfers:
+            runner.prepare_stages()
+        if controller.stages_transfers and spec.resident is not None:
+            runner.prepare("move")
+        if "kv_pages" in controller.writes:
+            runner.prepare("move_pages", "swap_out", "swap_in")
 
     def snapshot(self) -> Callable[[], Residency]:
         runner, copy = self.runner, self.runner.snapshot()
