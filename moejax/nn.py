@@ -25,7 +25,7 @@ from jax.sharding import SingleDeviceSharding
 
 from host_offload.memory.arena import allocate_arena, place_cells
 from host_offload.memory.budget import Share, cells_per_layer, expert_slots_of
-from host_offload.memory.layout import BLOCK_SIZES, ExpertLayout
+from host_offload.memory.layout import BLOCK_SIZES
 from host_offload.memory.store import ExpertStore, StoreBuilder
 from host_offload.memory.tables import Tables, empty_tables, regrant
 from host_offload.policies.eviction.names import EVICTION
@@ -40,6 +40,7 @@ from moejax.step.experts import Paging, add_experts, page_and_compute, zero_afte
 from pallas_kernels import Ops, resolve_ops
 from pallas_kernels.expert_ffn import ACTIVATIONS
 from pallas_kernels.linear import linear
+from pallas_kernels.records import RecordFormat
 from pallas_kernels.route import RouteRule, route, why_not_pallas
 from pallas_kernels.verification import Check, ModelShape, checks, require_verified
 
@@ -144,13 +145,13 @@ class PagedExperts(nnx.Module):
                     )
                 experts, width, hidden = shape
                 if builder is None:
-                    layout = ExpertLayout(hidden, width, to.itemsize, dtype=to.name)
+                    layout = RecordFormat("dense", hidden, width, to.name)
                     device = jax.devices()[0] if device is None else device
                     builder = StoreBuilder(layout, len(layers), experts, device)
                 for e in range(experts):
                     rows = (np.asarray(gate[e]), np.asarray(up[e]), np.asarray(down[e]).T)
                     weights = np.concatenate([part.astype(to, copy=False) for part in rows])
-                    builder.put(layer, e, encode(weights[None], builder.layout.format))
+                    builder.put(layer, e, encode(weights[None], builder.layout))
             assert builder is not None
             return cls(builder.finish(), to.name, activation)
         except BaseException as error:

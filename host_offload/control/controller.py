@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -45,7 +45,7 @@ TABLE_FIELDS = ("victim_weights", "prior", "fill_version")
 
 @dataclasses.dataclass(frozen=True)
 class Decided:
-    """A line of the event log: what a policy wanted changed."""
+    """An event: what a policy wanted changed."""
 
     step: int
     moment: Moment
@@ -54,7 +54,7 @@ class Decided:
 
 
 Event = Decided | Transfer
-"""Transfers are logged when they are skipped, first used, or evicted without use."""
+"""Transfers are events when they are skipped, first used, or evicted without use."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,9 +120,8 @@ class Controller:
     end_step once it was read; with driver="host" also between_layers. Several steps may be under
     way: transfers are matched by step number.
 
-    log_length: events kept in `events`. listener: called with each event. Raises PolicyError for
-    policies that cannot run; the methods that ask a policy raise it for a decision that cannot be
-    carried out.
+    listener: called with each event. Raises PolicyError for policies that cannot run; the methods
+    that ask a policy raise it for a decision that cannot be carried out.
     """
 
     def __init__(
@@ -130,7 +129,6 @@ class Controller:
         spec: Spec,
         policies: Sequence[Policy],
         *,
-        log_length: int = 256,
         listener: Callable[[Event], None] | None = None,
     ):
         check_policies(policies, spec.driver)
@@ -142,7 +140,6 @@ class Controller:
             if missing in self.needs and getattr(spec, missing) is None:
                 who = next(name_of(p) for p in policies if missing in p.needs)
                 raise PolicyError(f"policy {who} needs {missing!r}, which this Spec does not have")
-        self.events: deque[Event] = deque(maxlen=log_length)
         self.tables: Residency | None = None
         """The newest copy of the device's tables, as the next step will find them."""
         self.wanted_cells: np.ndarray | None = None
@@ -443,7 +440,6 @@ class Controller:
                 news.clear()
 
     def _log(self, event: Event) -> None:
-        self.events.append(event)
         if self.listener is not None:
             self.listener(event)
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from host_offload.memory.layout import ExpertLayout
+from pallas_kernels.records import RecordFormat
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +26,7 @@ class ExpertStore:
     has, ascending, for versions that lack some; each of those has the layer in another version.
     """
 
-    layouts: dict[str, ExpertLayout]
+    layouts: dict[str, RecordFormat]
     arrays: dict[str, jax.Array]
     layers: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
 
@@ -72,7 +72,7 @@ class StoreBuilder:
     GPU fresh memory holds whatever was there before.
     """
 
-    def __init__(self, layout: ExpertLayout, layers: int, experts: int, device: jax.Device):
+    def __init__(self, layout: RecordFormat, layers: int, experts: int, device: jax.Device):
         """layers, experts: L and E. Raises MemoryError if the device's pinned host memory cannot
         hold the array."""
         self.layout = layout

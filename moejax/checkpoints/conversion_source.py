@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from host_offload.memory.layout import ExpertLayout
 from moejax.checkpoints.load import plan_tensors
 from moejax.checkpoints.orbax.layout import Leaf, expert_leaves, param_leaves
 from moejax.checkpoints.placement import RecordSink, load_file
@@ -22,6 +21,7 @@ from moejax.checkpoints.tensors import ExpertPlace, Place
 from moejax.models.config import ModelConfig
 from moejax.models.directory import read_json, require_own_file
 from moejax.requests.tokenizer import FILES, TEMPLATES
+from pallas_kernels.records import RecordFormat
 
 COPIED = (
     "config.json",
@@ -48,7 +48,7 @@ class Source:
     config: ModelConfig
     dtype: str
     """The result's."""
-    layout: ExpertLayout
+    layout: RecordFormat
     """How an expert's dense record lies."""
     params: dict[str, Leaf]
     """The leaves of the result: parameters by key, and `layers`, the experts of each MoE layer."""
@@ -109,7 +109,7 @@ class _Tensors:
     places: dict[tuple[int | None, str, int] | int, dict[str, Place]]
     dtype: np.dtype
     params: dict[str, Leaf]
-    layout: ExpertLayout
+    layout: RecordFormat
     experts: int
 
     def param_chunks(self, key: str, nonfinite: Counter[str] | None) -> Iterator[np.ndarray]:
@@ -147,7 +147,7 @@ class _Tensors:
 class _LayerRecords:
     """The records of one layer; a RecordSink."""
 
-    def __init__(self, layout: ExpertLayout, experts: int):
+    def __init__(self, layout: RecordFormat, experts: int):
         self.layout = layout
         self.records = np.empty((experts, layout.rows, layout.hidden), np.uint16)
         self.written = np.zeros((experts, layout.rows), bool)

@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from host_offload.memory.layout import ExpertLayout
 from host_offload.versions.encoders import EncodingError, decode
 from host_offload.versions.store_versions import as_weights, relative_error
 from moejax.checkpoints.conversion_source import Source, open_source
@@ -48,6 +47,7 @@ from moejax.checkpoints.tensors import abstract_params
 from moejax.errors import UserError
 from moejax.models.config import load_config
 from moejax.models.directory import checkpoint_directory
+from pallas_kernels.records import RecordFormat
 
 log = logging.getLogger("moejax")
 
@@ -72,7 +72,7 @@ class Encoding:
     raises EncodingError where the layer has to stay dense.
     """
 
-    layout: ExpertLayout
+    layout: RecordFormat
     quantizer: str
     encode: Callable[[int, np.ndarray], np.ndarray]
 
@@ -166,7 +166,7 @@ def _complete(
                 manifest = _record(work, manifest.with_dense_layer(version, layer))
                 advance(made.nbytes)
                 continue
-            errors = relative_error(weights, decode(encoded, encoding.layout.format))
+            errors = relative_error(weights, decode(encoded, encoding.layout))
             checksums = _write_chunks(tree, made, iter(encoded))
             manifest = manifest.with_layer(version, layer, checksums)
             manifest = _record(work, manifest.with_errors(version, layer, errors))

@@ -140,8 +140,8 @@ def _encoding(
     spent: list[float],
 ) -> Encoding:
     """spent: gets the seconds of a matrix, of each layer that is made."""
-    layout = dataclasses.replace(source.layout, version=version, dtype=source.dtype)
-    fmt, named = layout.format, quantizer
+    fmt = dataclasses.replace(source.layout, version=version, dtype=source.dtype)
+    named = quantizer
     if not fmt.lossy:
         named = LOSSLESS
     elif inputs is not None:
@@ -166,4 +166,4 @@ def _encoding(
                 f"{layer}: {error.reason}; leave this version out"
             ) from None
 
-    return Encoding(layout, named, encoded)
+    return Encoding(fmt, named, encoded)

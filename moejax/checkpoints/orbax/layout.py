@@ -14,9 +14,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from host_offload.memory.layout import ExpertLayout
 from moejax.checkpoints.tensors import abstract_params
 from moejax.models.config import ModelConfig
+from pallas_kernels.records import RecordFormat
 
 DENSE = "dense"
 """The version of experts that a conversion writes."""
@@ -83,12 +83,12 @@ def param_leaves(config: ModelConfig, dtype: np.dtype) -> dict[str, Leaf]:
     return leaves
 
 
-def expert_leaf(config: ModelConfig, layout: ExpertLayout, layer: int) -> Leaf:
+def expert_leaf(config: ModelConfig, layout: RecordFormat, layer: int) -> Leaf:
     """All experts of a MoE layer, uint16[E, rows, D]."""
     shape = (config.num_experts, layout.rows, layout.hidden)
     return Leaf(f"experts.{layout.version}.{layer}", np.dtype(np.uint16), shape, True)
 
 
-def expert_leaves(config: ModelConfig, layout: ExpertLayout) -> tuple[Leaf, ...]:
+def expert_leaves(config: ModelConfig, layout: RecordFormat) -> tuple[Leaf, ...]:
     """`expert_leaf` of each MoE layer."""
     return tuple(expert_leaf(config, layout, i) for i in range(sum(config.moe_layers)))

@@ -20,7 +20,6 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 import jax
 import numpy as np
 
-from host_offload.memory.layout import ExpertLayout
 from host_offload.memory.store import ExpertStore, StoreBuilder, aligned_empty
 from moejax.checkpoints.loaded_model import (
     LoadedModel,
@@ -45,6 +44,7 @@ from moejax.checkpoints.tensors import abstract_params
 from moejax.errors import UserError
 from moejax.models.config import ModelConfig, load_config
 from moejax.models.directory import checkpoint_directory, read_json, require_own_file
+from pallas_kernels.records import RecordFormat
 
 _PHASES = ("headers", "allocate", "read")
 """The phases of moejax.start.report.start_times; parameters go to the device while others are
@@ -60,7 +60,7 @@ class StoredCheckpoint:
     directory: pathlib.Path
     manifest: Manifest
     config: ModelConfig
-    layout: ExpertLayout
+    layout: RecordFormat
 
     @property
     def tree(self) -> pathlib.Path:
@@ -70,7 +70,7 @@ class StoredCheckpoint:
     def params(self) -> dict[str, Leaf]:
         return param_leaves(self.config, NUMPY_DTYPES[self.manifest.dtype])
 
-    def layout_of(self, version: str) -> ExpertLayout:
+    def layout_of(self, version: str) -> RecordFormat:
         """How a version's records are stored. Raises UserError for an unknown version."""
         try:
             return dataclasses.replace(self.layout, version=version, dtype=self.manifest.dtype)
@@ -175,7 +175,7 @@ def _held(
         for version in dict.fromkeys(versions)
         if version != DENSE
         and version in manifest.experts
-        and (exact or stored.layout_of(version).format.lossy)
+        and (exact or stored.layout_of(version).lossy)
         and version not in manifest.dense_layers
     ]
     return dict.fromkeys(taken if len(taken) == len(set(versions)) else [DENSE, *taken], every)
