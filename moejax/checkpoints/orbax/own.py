@@ -114,7 +114,7 @@ def load_orbax(
     marks.append(time.perf_counter())
 
     to = NUMPY_DTYPES[to_name]
-    dense = dataclasses.replace(stored.layout, itemsize=to.itemsize)
+    dense = config.expert_layout(to.itemsize)
     expert_bytes = sum(leaf.nbytes for each in layers.values() for leaf in each)
     advance = counted(progress, sum(leaf.nbytes for leaf in leaves.values()) + expert_bytes)
 
