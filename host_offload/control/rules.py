@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -335,7 +335,3 @@ _CHECKS: dict[str, Callable[..., Any]] = {
     "kv_pages": _kv_pages,
     "max_running": _max_running,
 }
-
-
-def union(parts: Iterable[frozenset]) -> frozenset:
-    return frozenset().union(*parts)

@@ -158,8 +158,8 @@ class Transitions(Transfers):
 
         def find_cell(entry: Wanted) -> int | None:
             layer, _, version = entry[:3]
-            columns = np.flatnonzero(self.cell_row[layer] < 0)
-            if version in waiting or not columns.size:
+            columns = () if version in waiting else np.flatnonzero(self.cell_row[layer] < 0)
+            if not len(columns):
                 return None
             row = self._reserve(version)
             if row is None:

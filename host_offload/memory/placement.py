@@ -215,10 +215,4 @@ def place(resident: ResidentSpec) -> Placement:
     that it lies at the front."""
     start, sizes = resident.start, (resident.record_rows, resident.cells_per_slot)
     pools = CellPools(range(resident.slots), resident.slot_rows, *sizes)
-    row = np.zeros(start.shape, np.int32)
-    for version in range(len(resident.record_rows)):
-        for place in np.argwhere(start == version):
-            cell = pools.allocate(version)
-            assert cell is not None, "resident_spec checked that it fits"
-            row[tuple(place)] = cell
-    return Placement(resident, pools, row, start.astype(np.int32))
+    return Placement(resident, pools, pools.allocate_all(start), start.astype(np.int32))

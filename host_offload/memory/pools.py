@@ -6,6 +6,8 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 
 class CellPools:
     """The slots that experts have, and which of their cells are taken.
@@ -80,6 +82,17 @@ class CellPools:
                 return None
             slot = self._cut(version)
         return self._take(slot)
+
+    def allocate_all(self, versions: np.ndarray) -> np.ndarray:
+        """int32 of the shape of `versions`: the arena row of a free cell of each, one version after
+        the other, in order; −1 where the version is. Raises ValueError where there are too few."""
+        rows = np.full(versions.shape, -1, np.int32)
+        for version in range(len(self.cells_per_slot)):
+            for place in np.argwhere(versions == version):
+                if (row := self.allocate(version)) is None:
+                    raise ValueError(f"{len(self.slots)} slots have too few cells")
+                rows[tuple(place)] = row
+        return rows
 
     def taken(self, row: int) -> bool:
         """Whether a cell that was allocated begins at this arena row."""

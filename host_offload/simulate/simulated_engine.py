@@ -6,14 +6,14 @@ decides reaches the same step as in the engine. The device is a Pager.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from host_offload.control.control import Control
 from host_offload.control.controller import Controller
-from host_offload.control.device import Moved, Operation
+from host_offload.control.device import Moved
 from host_offload.control.interface import Moment
 from host_offload.control.rules import BETWEEN_LAYERS
 from host_offload.control.step_record import COLUMNS, SEEN, USES, LayerRouting, StepRecord
@@ -126,7 +126,7 @@ class PagerDevice:
 
     # ---- for a Control
 
-    def prepare(self, operations: Collection[Operation]) -> None: ...
+    def prepare(self, controller: Controller) -> None: ...
 
     def snapshot(self) -> Callable[[], Residency]:
         copy = self.pager.copy()

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 import jax
 import numpy as np
 
-from host_offload.memory.layout import ExpertLayout
 from host_offload.memory.store import ExpertStore, StoreBuilder, shares_memory
 from host_offload.versions.encoders import DTYPES, WORKERS, EncodingError, encode
 from host_offload.versions.quantizers import ScaleRule, rtn, to_float32
+from pallas_kernels.records import RecordFormat
 
 _BATCH_BYTES = 64 << 20
 """Bytes of dense records that are encoded at once."""
@@ -130,7 +130,7 @@ def _encoded(
             place = layers.index(layer)
             try:
                 with builder.piece(place, first, len(weights), 0, layout.rows) as records:
-                    encode(weights, layout.format, rule, records)
+                    encode(weights, layout, rule, records)
             except EncodingError as error:
                 before = failed.get(layer, ([], error.reason))
                 failed[layer] = [*before[0], *(first + e for e in error.experts)], before[1]
@@ -168,9 +168,9 @@ def dense_weights(
             yield layer, first, as_weights(records, layout, dtype)
 
 
-def as_weights(records: np.ndarray, layout: ExpertLayout, dtype: str) -> np.ndarray:
+def as_weights(records: np.ndarray, layout: RecordFormat, dtype: str) -> np.ndarray:
     """Dense records uint16[n, rows, D] as weights [n, 3·I, D], without a copy."""
-    shape = (len(records), layout.weight_rows, layout.hidden)
+    shape = (len(records), 3 * layout.width, layout.hidden)
     return records.reshape(len(records), -1).view(DTYPES[dtype]).reshape(shape)
 
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
-from host_offload.memory.layout import ExpertLayout
 from moejax.checkpoints.load import plan_tensors
 from moejax.checkpoints.orbax.layout import DENSE, Leaf, StoredModel
 from moejax.checkpoints.placement import RecordSink, load_file
@@ -21,6 +20,7 @@ from moejax.checkpoints.tensors import ExpertPlace, Place
 from moejax.models.config import ModelConfig, load_config
 from moejax.models.directory import read_json, require_own_file
 from moejax.requests.tokenizer import FILES, TEMPLATES
+from pallas_kernels.records import RecordFormat
 
 COPIED = (
     "config.json",
@@ -134,7 +134,7 @@ class _Tensors:
 class _LayerRecords:
     """The records of one layer; a RecordSink."""
 
-    def __init__(self, layout: ExpertLayout, experts: int):
+    def __init__(self, layout: RecordFormat, experts: int):
         self.layout = layout
         self.records = np.empty((experts, layout.rows, layout.hidden), np.uint16)
         self.written = np.zeros((experts, layout.rows), bool)

@@ -159,7 +159,7 @@ def _complete(
                 manifest.dense_layers[version] = tuple(sorted(lacking))
             else:
                 manifest.put(made, _write_chunks(tree, made, iter(encoded)))
-                errors = relative_error(weights, decode(encoded, source.layout(version).format))
+                errors = relative_error(weights, decode(encoded, source.layout(version)))
                 rounded = tuple(float(f"{error:.6g}") for error in errors)
                 manifest.errors.setdefault(version, {})[layer] = rounded
             _record(work, manifest)

@@ -9,11 +9,11 @@ from typing import Any
 
 import jax
 
-from host_offload.memory.layout import ExpertLayout
 from host_offload.memory.store import ExpertStore, StoreBuilder
 from moejax.device import require_pinned_memory
 from moejax.errors import UserError
 from moejax.models.config import ModelConfig
+from pallas_kernels.records import RecordFormat
 
 log = logging.getLogger("moejax")
 
@@ -47,7 +47,7 @@ class LoadedModel:
     dtype: str
     params: dict[str, Any]
     store: ExpertStore
-    layout: ExpertLayout
+    layout: RecordFormat
     seconds: dict[str, float] = dataclasses.field(default_factory=dict)
     quantizers: dict[str, str] = dataclasses.field(default_factory=dict)
 
@@ -66,7 +66,7 @@ def run_dtype(dtype: str, stored: str) -> str:
 
 def new_store(
     config: ModelConfig,
-    layout: ExpertLayout,
+    layout: RecordFormat,
     device: jax.Device,
     source: str,
     layers: int | None = None,

@@ -20,7 +20,6 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
-from host_offload.memory.layout import ExpertLayout
 from host_offload.memory.store import copy_transposed
 from moejax.checkpoints.safetensors.shards import (
     NUMPY_DTYPES,
@@ -30,6 +29,7 @@ from moejax.checkpoints.safetensors.shards import (
 )
 from moejax.checkpoints.tensors import ExpertPlace, ParamPlace, Place
 from moejax.errors import UserError
+from pallas_kernels.records import RecordFormat
 
 T, S = TypeVar("T"), TypeVar("S")
 
@@ -47,7 +47,7 @@ class RecordSink(Protocol):
     """Takes expert records; host_offload.memory.store.StoreBuilder is one."""
 
     @property
-    def layout(self) -> ExpertLayout: ...
+    def layout(self) -> RecordFormat: ...
 
     def piece(
         self, layer: int, first_expert: int, experts: int, first_row: int, rows: int

@@ -9,13 +9,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from host_offload.memory.layout import ExpertLayout
 from host_offload.memory.store import ExpertStore, StoreBuilder
 from moejax.checkpoints import tensors
 from moejax.checkpoints.loaded_model import LoadedModel, run_dtype
 from moejax.checkpoints.safetensors.shards import NUMPY_DTYPES
 from moejax.errors import UserError
 from moejax.models.config import ModelConfig, parse_config
+from pallas_kernels.records import RecordFormat
 
 _SIZES = (
     "num_hidden_layers",
@@ -63,7 +63,7 @@ def shape(name: str, layers: int | None = None) -> ModelConfig:
     )
 
 
-def expert_layout(config: ModelConfig, dtype: str = "auto") -> ExpertLayout:
+def expert_layout(config: ModelConfig, dtype: str = "auto") -> RecordFormat:
     """The dense record of one expert. dtype: as for random_model."""
     return config.expert_layout(NUMPY_DTYPES[_run_dtype(config, dtype)].itemsize)
 
@@ -116,7 +116,7 @@ def _run_dtype(config: ModelConfig, dtype: str) -> str:
 
 def _random_store(
     config: ModelConfig,
-    layout: ExpertLayout,
+    layout: RecordFormat,
     bits: np.ndarray,
     generator: np.random.Generator,
     device: jax.Device,

@@ -1,4 +1,4 @@
-"""What the arena and a scheduler's KV look like: invariants and figures."""
+"""Figures of the arena and of a scheduler's KV."""
 
 from __future__ import annotations
 
@@ -13,26 +13,10 @@ from host_offload.memory.tables import Tables
 from moejax.engine.scheduler import Scheduler
 
 
-def _at_rest(scheduler: Scheduler) -> Iterator[list[Block]]:
+def at_rest(scheduler: Scheduler) -> Iterator[list[Block]]:
     """The blocks of those who hold some and do not run."""
     yield from (r.blocks for _, r in scheduler.queue)
     yield from (s.blocks for s in scheduler.sessions.all)
-
-
-def kv_faults(scheduler: Scheduler) -> list[str]:
-    """Broken invariants of pages, blocks and rows, in words."""
-    running = (r.blocks for r in scheduler.running.values())
-    faults = scheduler.cache.faults(running, _at_rest(scheduler))
-    rows = sorted([*scheduler.free_rows, *scheduler.running])
-    if rows != list(range(scheduler.max_num_seqs)):
-        faults.append(f"rows free and in use: {rows}")
-    for row, request in scheduler.running.items():
-        expected = [b.row for b in request.blocks]
-        if request.row != row or scheduler.block_table[row, : len(expected)].tolist() != expected:
-            faults.append(f"row {row} does not have its request's pages")
-        if len(expected) * scheduler.block_size < request.computed:
-            faults.append(f"row {row} has too few pages for {request.computed} tokens")
-    return faults
 
 
 def kv_stats(scheduler: Scheduler) -> dict:
@@ -53,7 +37,7 @@ def kv_stats(scheduler: Scheduler) -> dict:
 def page_states(scheduler: Scheduler) -> dict[str, int]:
     """How many pages are in which state."""
     running = {b for r in scheduler.running.values() for b in r.blocks}
-    held = {b for blocks in _at_rest(scheduler) for b in blocks if b.row is not None}
+    held = {b for blocks in at_rest(scheduler) for b in blocks if b.row is not None}
     return {
         "running": len(running),
         "session": len(held - running),

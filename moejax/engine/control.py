@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from host_offload.control.control import Control
 from host_offload.control.controller import Controller
-from host_offload.control.device import Operation, Resizer
+from host_offload.control.device import Resizer
 from host_offload.control.interface import Moment, Spec
 from host_offload.control.rules import BETWEEN_LAYERS
 from host_offload.control.step_record import SEEN, LayerRouting
 from host_offload.memory.layout import SlotLayout
 from host_offload.memory.tables import Entry, Move, Residency, read_snapshot
-from host_offload.versions.layer_versions import cell_bytes, link_bytes, version_bytes
+from host_offload.versions.layer_versions import version_bytes
 from moejax.models.config import ModelConfig
 from moejax.step.host_driver import HostRunner
 from moejax.step.programs import STAGES
@@ -30,18 +30,18 @@ class RunnerDevice:
 
     runner: Runner
 
-    def prepare(self, operations: Collection[Operation]) -> None:
-        names = {
-            Operation.SNAPSHOT: ("snapshot",),
-            Operation.TRANSFER: ("transfer",),
-            Operation.MOVE_CELLS: ("move",),
-            Operation.MOVE_PAGES: ("move_pages", "swap_out", "swap_in"),
-        }
-        for operation in operations:
-            if operation == Operation.STAGE:
-                self.runner.prepare_stages()
-            else:
-                self.runner.prepare(*names[operation])
+    def prepare(self, controller: Controller) -> None:
+        runner, spec = self.runner, controller.spec
+        if controller.needs_residency:
+            runner.prepare("snapshot")
+        if controller.stages_transfers and spec.blocking:
+            runner.prepare("transfer")
+        elif controller.stages_transfers:
+            runner.prepare_stages()
+        if controller.stages_transfers and spec.resident is not None:
+            runner.prepare("move")
+        if "kv_pages" in controller.writes:
+            runner.prepare("move_pages", "swap_out", "swap_in")
 
     def snapshot(self) -> Callable[[], Residency]:
         runner, copy = self.runner, self.runner.snapshot()
@@ -157,10 +157,6 @@ def policy_spec(
     """What policies are told of an engine, but for the router and costs. formats: of the stores'
     versions. slots: of the arena. bound: most cells of a layer."""
     layers, page = sum(config.moe_layers), layout.page
-    in_cells, moved = (
-        version_bytes(layout, formats, sizes(layout, formats), layers)
-        for sizes in (cell_bytes, link_bytes)
-    )
     return Spec(
         layers=layers,
         experts=config.num_experts,
@@ -175,8 +171,8 @@ def policy_spec(
         staging_bytes=2 * STAGES * max(record.nbytes for record in layout.records),
         seed=seed,
         driver=driver,
-        version_bytes=in_cells,
-        moved_bytes=moved,
+        version_bytes=version_bytes(layout, formats, layers),
+        moved_bytes=version_bytes(layout, formats, layers, moved=True),
         min_cells=np.zeros(layers, np.int32),
         cell_bound=bound,
         stage_entries=STAGES,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
@@ -91,7 +92,7 @@ def step_record(
         waves=np.full(len(missed), waves, np.int16),
         missed=missed,
         bytes=moved_bytes(step, paging, demand, runner.link_bytes),
-        use=np.array(use),
+        use=np.array(dataclasses.astuple(use)),
         finished=tuple(r.number for r in touched if r.finish_reason is not None),
         staged=None if output.staged is None else np.asarray(output.staged),
         **arrays,

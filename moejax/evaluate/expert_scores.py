@@ -142,7 +142,7 @@ def _of_outputs(loaded: LoadedModel, trace: Trace) -> dict[str, np.ndarray]:
     """Lossy version → float64[L, E]."""
     store, config = loaded.store, loaded.config
     count, experts = store.arrays["dense"].shape[:2]
-    formats = {v: store.layouts[v].format for v in store.arrays if v in BITS}
+    formats = {v: store.layouts[v] for v in store.arrays if v in BITS}
     errors = {version: np.full((count, experts), np.nan) for version in formats}
     for layer in range(count):
         inputs, ids, shares = layer_inputs(trace, layer, "record a trace without gate_input")

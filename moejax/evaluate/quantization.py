@@ -138,7 +138,7 @@ def _encoding(
     spent: list[float],
 ) -> Encoding:
     """spent: gets the seconds of a matrix, of each layer that is made."""
-    fmt, named = source.layout(version).format, quantizer
+    fmt, named = source.layout(version), quantizer
     if not fmt.lossy:
         named = LOSSLESS
     elif inputs is not None:

@@ -102,7 +102,7 @@ def formats_of(precision: Precision, layout: SlotLayout, store: ExpertStore) -> 
     if store.layers and precision.mixed:
         cells = (layout.records[HI], *layout.records)
     return tuple(
-        VersionFormats(record.format, store.layouts[version].format, store.places(version))
+        VersionFormats(record, store.layouts[version], store.places(version))
         for record, version in zip(cells, versions, strict=True)
     )
 

@@ -22,9 +22,8 @@ from host_offload.memory.store import ExpertStore
 from host_offload.memory.swap import SWAP_PAGES
 from host_offload.memory.tables import Move, Tables, empty_tables, with_contents
 from host_offload.versions.layer_versions import (
-    cell_bytes,
     layer_versions,
-    link_bytes,
+    record_bytes,
     version_bytes,
 )
 from moejax.errors import UserError
@@ -88,15 +87,15 @@ class Runner:
             stored = [version.store.version for version in formats]
         self.stores = tuple(store.arrays[version] for version in stored)
         self._sharding = SingleDeviceSharding(device)
-        self.arena = allocate_arena(layout, slots, device)
+        self.arena = allocate_arena(slots * layout.slot_rows, layout.hidden, device)
         layers, experts = sum(self.config.moe_layers), self.stores[0].shape[1]
         tables = empty_tables(layers, experts, cells)
         self.layer_versions = layer_versions(formats)
         """Where each layer has one version of its own; None: every version has all layers."""
         if self.layer_versions is not None:
             tables = tables._replace(**self.layer_versions.contents(tables._asdict()))
-        self.link_bytes = link_bytes(layout, formats)
-        self.version_bytes = version_bytes(layout, formats, cell_bytes(layout, formats), layers)
+        self.link_bytes = record_bytes(layout, formats, moved=True)
+        self.version_bytes = version_bytes(layout, formats, layers)
         self.tables: Tables = jax.device_put(tables, self._sharding)
         self.placement: Placement | None = None
         """Where every expert began; None: experts are paged."""
@@ -129,7 +128,7 @@ class Runner:
     def moved_bytes(self) -> dict[str, np.ndarray] | None:
         """Version → int64[L]: bytes of an expert over the link; None where they are a cell's."""
         layers = self.tables.address.shape[0]
-        moved = version_bytes(self.layout, self.formats, self.link_bytes, layers)
+        moved = version_bytes(self.layout, self.formats, layers, moved=True)
         same = all(np.array_equal(moved[name], n) for name, n in self.version_bytes.items())
         return None if same else moved
 

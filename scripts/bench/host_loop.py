@@ -33,7 +33,7 @@ from host_offload.control.interface import Decision, Moment, Observation, Spec
 from host_offload.memory.arena import SlotArena
 from host_offload.memory.kv_cache import KVCache
 from host_offload.memory.tables import empty_tables, with_contents
-from host_offload.versions.layer_versions import link_bytes, version_bytes
+from host_offload.versions.layer_versions import record_bytes, version_bytes
 from moejax import SamplingParams, UserError
 from moejax.checkpoints.random_model import SHAPES, shape
 from moejax.engine.control import control_of
@@ -114,8 +114,8 @@ class FakeRunner:
         self.config, self.shapes, self.slots = config, shapes, slots
         self.layout = config.slot_layout(itemsize=2)
         layers, experts = sum(config.moe_layers), config.num_experts
-        self.link_bytes = link_bytes(self.layout, None)
-        self.version_bytes = version_bytes(self.layout, None, self.link_bytes, layers)
+        self.link_bytes = record_bytes(self.layout, None, moved=True)
+        self.version_bytes = version_bytes(self.layout, None, layers)
         self.device = jax.devices()[0]
         self.stores = (np.empty((layers, experts)),)
         self.tables = empty_tables(layers, experts, experts)

@@ -17,11 +17,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from host_offload.memory.layout import ExpertLayout
 from moejax.checkpoints.safetensors.shards import NUMPY_DTYPES
 from moejax.checkpoints.tensors import abstract_params
 from moejax.errors import UserError
 from moejax.models.config import ModelConfig
+from pallas_kernels.records import RecordFormat
 
 DENSE = "dense"
 """The version of experts that a conversion writes."""
@@ -86,7 +86,7 @@ class StoredModel:
     config: ModelConfig
     dtype: str
 
-    def layout(self, version: str = DENSE) -> ExpertLayout:
+    def layout(self, version: str = DENSE) -> RecordFormat:
         """How a version's records lie. Raises UserError for an unknown version."""
         dense = self.config.expert_layout(NUMPY_DTYPES[self.dtype].itemsize)
         if version == DENSE:

@@ -150,7 +150,7 @@ def _held(
         for version in dict.fromkeys(versions)
         if version != DENSE
         and version in manifest.experts
-        and (exact or stored.layout(version).format.lossy)
+        and (exact or stored.layout(version).lossy)
         and version not in manifest.dense_layers
     ]
     return dict.fromkeys(taken if len(taken) == len(set(versions)) else [DENSE, *taken], every)

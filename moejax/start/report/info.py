@@ -17,7 +17,7 @@ import jax
 
 from host_offload.memory.budget import ArenaTooSmall, cells_per_layer, format_bytes, resolve_budget
 from host_offload.memory.device_memory import SHARE
-from host_offload.memory.layout import ExpertLayout, SlotLayout
+from host_offload.memory.layout import SlotLayout
 from moejax.checkpoints.formats import checkpoint_format
 from moejax.checkpoints.load import check_orbax_options, open_tensors, plan_tensors
 from moejax.checkpoints.orbax.manifest import MANIFEST, read_manifest
@@ -170,7 +170,7 @@ def model_info(config: ModelConfig, dtype: str = "auto") -> ModelInfo:
     unknown dtype."""
     record, slots = expert_layout(config, dtype), _slots(config, dtype)
     params = abstract_params(config, dtype)
-    moe_layers, expert = sum(config.moe_layers), record.weight_rows * record.hidden
+    moe_layers, expert = sum(config.moe_layers), 3 * record.width * record.hidden
     found: dict[str, list[int]] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         counts = found.setdefault(_part(str(path[-1].key)), [0, 0])
@@ -205,7 +205,7 @@ def model_info(config: ModelConfig, dtype: str = "auto") -> ModelInfo:
     )
 
 
-def _record_bytes(dense: ExpertLayout, dtype: str) -> dict[str, int]:
+def _record_bytes(dense: RecordFormat, dtype: str) -> dict[str, int]:
     """Bytes of an expert in each version that the model can have in this dtype."""
     found = {}
     for version in VERSIONS:

@@ -11,7 +11,7 @@ from host_offload.versions.store_versions import dense_weights, read_records, re
 
 def relative_errors(store: ExpertStore, version: str, dtype: str) -> np.ndarray:
     """float64[L, E]: relative_error of each expert in that version."""
-    array, fmt = store.arrays[version], store.layouts[version].format
+    array, fmt = store.arrays[version], store.layouts[version]
     errors = np.zeros(array.shape[:2])
     for layer, first, weights in dense_weights(store, dtype):
         place = slice(first, first + len(weights))

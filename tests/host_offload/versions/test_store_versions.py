@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from host_offload.memory import store as store_module
-from host_offload.memory.layout import ExpertLayout
 from host_offload.memory.store import ExpertStore, StoreBuilder
 from host_offload.versions import store_versions
 from host_offload.versions.encoders import encode
@@ -18,9 +17,10 @@ from host_offload.versions.store_versions import (
     read_records,
     relative_error,
 )
+from pallas_kernels.records import RecordFormat
 from tests.host_offload.versions.store_errors import relative_errors
 
-LAYOUT = ExpertLayout(hidden=32, width=10, itemsize=2)
+LAYOUT = RecordFormat("dense", 32, 10, "bfloat16")
 LAYERS, EXPERTS = 2, 5
 
 
@@ -54,7 +54,7 @@ def test_a_version_is_the_encoder_s_work(version, monkeypatch):
     layout, array = store.layouts[version], store.arrays[version]
     assert (layout.version, layout.dtype) == (version, "bfloat16")
     assert array.sharding.memory_kind == "pinned_host"
-    expected = encode(values.reshape(-1, 30, 32), layout.format, mse)
+    expected = encode(values.reshape(-1, 30, 32), layout, mse)
     np.testing.assert_array_equal(np.asarray(array).reshape(expected.shape), expected)
     np.testing.assert_array_equal(np.asarray(store.arrays["dense"]), values.view(np.uint16))
     assert len(calls) == 6 and calls[-1] == (values.nbytes, values.nbytes)
