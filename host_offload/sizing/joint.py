@@ -133,13 +133,11 @@ def choose(
     *,
     pages_per_sequence: float,
     demand: int,
-    prompt_s: float = 0.0,
 ) -> JointChoice:
     """The width, cap and pages with the most tokens a second; of equals the narrowest.
 
-    pages_per_sequence: KV that one needs until its end. demand: sequences that run or wait.
-    prompt_s: seconds of prompt processing for each generated token. Raises SplitError where not
-    even the narrowest width fits.
+    pages_per_sequence: KV that one needs until its end. demand: sequences that run or wait. Raises
+    SplitError where not even the narrowest width fits.
     """
     most = int(min(max(demand, model.widths[0]), model.widths[-1]))
     best = None
@@ -148,7 +146,7 @@ def choose(
         if cap is None:
             break
         seconds = model.step_s(width, cap)
-        rate = 1 / (seconds / width + prompt_s)
+        rate = width / seconds
         if best is None or rate > best.tokens_per_s:
             best = JointChoice(width, cap, division.pages_at(cap), seconds, rate)
     if best is None:

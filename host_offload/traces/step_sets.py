@@ -12,33 +12,33 @@ from host_offload.traces.reader import Chunk, Trace
 from host_offload.traces.schema import TraceError, TraceHeader
 
 BLOCK_BYTES = 4 << 20
-"""Bytes of a block of step sets."""
+"""Bytes of the step sets that are made together."""
 
 
-class StepSets(NamedTuple):
-    """Consecutive steps; T of them."""
+class StepSet(NamedTuple):
+    """What one step needs."""
 
-    number: np.ndarray
-    """int64[T]"""
-    kind: np.ndarray
-    """int8[T]: index into KINDS; −1 where the trace does not know."""
-    waves: np.ndarray
-    """int[T]: passes over a layer's experts."""
+    number: int
+    kind: int
+    """Index into KINDS; −1 where the trace does not know."""
+    waves: int
+    """Passes over a layer's experts."""
+    tokens: int
     active: np.ndarray
-    """bool[T, L, E]"""
+    """bool[L, E]"""
 
 
-def read_step_sets(trace: Trace, *, user: int | None = None) -> Iterator[StepSets]:
-    """All steps of a trace in order, a few at a time. user: only what that user's tokens
-    (token.user) were routed to; other steps are empty. Raises TraceError for a chunk that cannot be
-    read or names experts that the model does not have."""
+def read_step_sets(trace: Trace, *, user: int | None = None) -> Iterator[StepSet]:
+    """All steps of a trace in order. user: only what that user's tokens (token.user) were routed
+    to; other steps are empty. Raises TraceError for a chunk that cannot be read or names experts
+    that the model does not have."""
     for chunk in trace.chunks:
         yield from chunk_step_sets(chunk, trace.header, user)
 
 
 def chunk_step_sets(
     chunk: Chunk, header: TraceHeader, user: int | None = None
-) -> Iterator[StepSets]:
+) -> Iterator[StepSet]:
     """The step sets of one chunk, see read_step_sets."""
     layers, experts = header.layers, header.experts
     ids, tokens, number = map(chunk.array, ("token.ids", "step.tokens", "step.number"))
@@ -68,7 +68,8 @@ def chunk_step_sets(
         else:
             own = np.flatnonzero(chunk.array("token.user")[rows] == user)
             active[step[own, None, None], layer, ids[rows][own]] = True
-        yield StepSets(number[span], kind[span], waves[span, 0], active)
+        each = (column[span].tolist() for column in (number, kind, waves[:, 0], tokens))
+        yield from map(StepSet, *each, active)
 
 
 def step_set(step: StepRecord, layers: int, experts: int) -> tuple[np.ndarray, int]:

@@ -24,7 +24,14 @@ from host_offload.sizing.configurator import configure, turns_of
 from host_offload.sizing.cost_model import CostModel
 from host_offload.sizing.joint import DecodeModel, decode_model, generated_sequences
 from host_offload.sizing.miss_curves import MissCurves, missed_bytes, trace_curves
-from host_offload.sizing.right_size import EPSILON, WorkingSet, memory_for, users_for, working_sets
+from host_offload.sizing.right_size import (
+    EPSILON,
+    Capacity,
+    WorkingSet,
+    memory_for,
+    users_for,
+    working_sets,
+)
 from host_offload.sizing.split import Division, MissCosts, division_of, link_costs, miss_costs
 from host_offload.traces.reader import Trace, TraceError, read_trace
 from moejax.cache import cache_root
@@ -86,22 +93,6 @@ class Split:
         if len(set(self.cells)) > 1:
             found["cells"] = list(self.cells)
         return found
-
-
-@dataclasses.dataclass(frozen=True)
-class Capacity:
-    """So many users at once, in a memory."""
-
-    users: int
-    memory: int
-    """Bytes of the arena."""
-    cap: int
-    """Cells of each layer."""
-    kv_pages: int
-    pages_per_user: int
-    """KV pages of the longest turn in the trace."""
-    step_s: float
-    """Predicted time per output token of each user."""
 
 
 class Planner:
@@ -185,22 +176,16 @@ class Planner:
             # Only its sizes count, so any memory does that holds KV.
             division = self._division(1 << 62)
             decode = self._decode_model(users)
-            found = memory_for(
+            return memory_for(
                 decode, division, users=users, tpot_s=tpot_s, pages_per_user=self.pages_per_user
             )
-        return self._capacity(users, found)
 
     def users_for(self, memory: int, tpot_s: float) -> Capacity:
         """The most users at once that get a token every tpot_s seconds from so many bytes."""
         with _refusals():
             decode = self._decode_model(None)
-            users, found = users_for(
-                decode,
-                self._division(memory),
-                tpot_s=tpot_s,
-                pages_per_user=self.pages_per_user,
-            )
-        return self._capacity(users, found)
+            division = self._division(memory)
+            return users_for(decode, division, tpot_s=tpot_s, pages_per_user=self.pages_per_user)
 
     # ---- pieces
 
@@ -227,16 +212,6 @@ class Planner:
         if self.model is None:
             raise UserError("times of steps need measured costs: `moejax calibrate`, or --costs")
         return self.model
-
-    def _capacity(self, users: int, found: Any) -> Capacity:
-        return Capacity(
-            users=users,
-            memory=found.bytes,
-            cap=found.cap,
-            kv_pages=found.pages,
-            pages_per_user=self.pages_per_user,
-            step_s=found.step_s,
-        )
 
     def _division(self, memory: int) -> Division:
         slot = self.spec.slot_bytes or 1

@@ -81,15 +81,7 @@ class Precision:
 
     def report(self) -> dict[str, Any]:
         """For statistics and results, as plain data."""
-        policy = self.policy
-        settings = (
-            {}
-            if policy is None
-            else {
-                name: getattr(policy, name)
-                for name in ("alpha", "margin", "slack", "scope", "interval")
-            }
-        )
+        names = ("alpha", "margin", "slack", "scope", "interval") if self.policy else ()
         return {
             "name": self.name,
             "versions": list(self.versions),
@@ -98,7 +90,7 @@ class Precision:
             **({"spares": self.spares, "blocking": self.blocking} if self.spares else {}),
             **({} if self.step_bytes is None else {"step_bytes": self.step_bytes}),
             **({"paged": self.paged} if self.mixed else {}),
-            **settings,
+            **{name: getattr(self.policy, name) for name in names},
         }
 
 
