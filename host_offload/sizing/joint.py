@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from host_offload.control.interface import routed_counts
 from host_offload.sizing.miss_curves import curves_of
 from host_offload.sizing.split import Division, SplitError
 from host_offload.traces.reader import Trace
@@ -109,11 +110,8 @@ def side_by_side(sequences: Sequence[np.ndarray], width: int, experts: int) -> I
     """bool[L, E] of each step of `width` sequences at once; one that ended is followed by the next,
     and when none is left the steps end, so that all have the same width."""
     waiting = iter(sequences)
-    layer = np.arange(sequences[0].shape[1])[:, None]
     for tokens in zip(*(chain.from_iterable(waiting) for _ in range(width)), strict=False):
-        active = np.zeros((len(layer), experts), bool)
-        active[layer, np.concatenate(tokens, axis=1)] = True
-        yield active
+        yield routed_counts(np.stack(tokens), experts) > 0
 
 
 class JointChoice(NamedTuple):

@@ -167,7 +167,7 @@ def trace_curves(
     if kind is not None and "step.kind" in header.absent:
         raise TraceError(f"{trace.directory} has no step.kind: it was converted or generated")
     number = 1 if versions is None else int(versions.max()) + 1
-    counts, steps = CurveCounts(number * header.layers, header.experts), 0
+    counts = CurveCounts(number * header.layers, header.experts)
     for place, step in enumerate(read_step_sets(trace, user=user)):
         wanted = first <= place and (last is None or place < last)
         wanted &= kind is None or step.kind == KINDS.index(kind)
@@ -179,25 +179,11 @@ def trace_curves(
             counts.add(due, counted=wanted)
         if wanted and step.active.any():
             counts.end_step()
-            steps += 1
-    if not steps:
+    curves = counts.curves()
+    if not curves.steps:
         whose = "" if user is None else f" of user {user}"
         raise TraceError(
             f"the trace {trace.directory} has no {kind or 'steps'} to look at{whose}, in steps "
             f"{first}…{'' if last is None else last - 1}"
         )
-    return counts.curves()
-
-
-def missed_bytes(curves: MissCurves, sizes: np.ndarray) -> np.ndarray:
-    """int64[V·L, E + 1]: `misses` in bytes, for curves with versions. sizes int64[V, L]: bytes of
-    an expert of each version and layer; row r needs c·sizes.ravel()[r] bytes for c cells.
-
-    Raises ValueError for sizes of another shape."""
-    weights = np.asarray(sizes, np.int64).ravel()
-    if weights.shape != curves.references.shape:
-        raise ValueError(
-            f"sizes must be {len(curves.references)} numbers, one a version and layer, not "
-            f"{weights.size}"
-        )
-    return curves.misses * weights[:, None]
+    return curves

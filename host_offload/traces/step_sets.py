@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from host_offload.control.interface import routed_counts
 from host_offload.control.step_record import StepRecord
 from host_offload.traces.reader import Chunk, Trace
 from host_offload.traces.schema import TraceError, TraceHeader
@@ -62,24 +63,20 @@ def chunk_step_sets(
         in_block = tokens[span]
         active = np.zeros((len(in_block), layers, experts), bool)
         step = np.repeat(np.arange(len(in_block)), in_block)
-        rows = slice(begin, begin + len(step))
-        if user is None:
-            active[step[:, None, None], layer, ids[rows]] = True
-        else:
+        rows, own = slice(begin, begin + len(step)), slice(None)
+        if user is not None:
             own = np.flatnonzero(chunk.array("token.user")[rows] == user)
-            active[step[own, None, None], layer, ids[rows][own]] = True
+        active[step[own, None, None], layer, ids[rows][own]] = True
         each = (column[span].tolist() for column in (number, kind, waves[:, 0], tokens))
         yield from map(StepSet, *each, active)
 
 
-def step_set(step: StepRecord, layers: int, experts: int) -> tuple[np.ndarray, int]:
+def step_set(step: StepRecord, experts: int) -> tuple[np.ndarray, int]:
     """(the set bool[L, E], waves: 1 where the trace does not know) of one step. Raises TraceError
     as read_step_sets."""
     waves = np.ones(1, np.int16) if step.waves is None else step.waves
     _check(f"step {step.number}", step.ids, waves[None], experts)
-    active = np.zeros((layers, experts), bool)
-    active[np.arange(layers)[:, None], step.ids] = True
-    return active, int(waves[0])
+    return routed_counts(step.ids, experts) > 0, int(waves[0])
 
 
 def _check(where: str, ids: np.ndarray, waves: np.ndarray, experts: int) -> None:

@@ -17,7 +17,7 @@ from host_offload.memory.arena import SlotArena
 from host_offload.memory.kv_cache import KVCache
 from host_offload.memory.pager import Pager
 from host_offload.memory.tables import Entry, read_snapshot
-from host_offload.sizing.cost_model import SPAN, Work
+from host_offload.sizing.cost_model import Work
 from moejax.engine.control import control_of, spec_of_engine
 from moejax.engine.loop import Engine
 from moejax.engine.scheduler import Scheduler
@@ -29,6 +29,7 @@ from moejax.requests.sampling_params import SamplingParams
 from moejax.step.parts import DECODE_TILE, Routing, StepOutput
 from moejax.step.programs import STAGES
 from moejax.step.runner import Runner
+from pallas_kernels.paged_attention import SPAN
 from pallas_kernels.stage import Entries
 
 WARM = 1

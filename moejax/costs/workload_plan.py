@@ -23,7 +23,7 @@ from host_offload.simulate.simulator import spec_of
 from host_offload.sizing.configurator import configure, turns_of
 from host_offload.sizing.cost_model import CostModel
 from host_offload.sizing.joint import DecodeModel, decode_model, generated_sequences
-from host_offload.sizing.miss_curves import MissCurves, missed_bytes, trace_curves
+from host_offload.sizing.miss_curves import MissCurves, trace_curves
 from host_offload.sizing.right_size import (
     EPSILON,
     Capacity,
@@ -143,8 +143,8 @@ class Planner:
             if self.model is not None:
                 prediction = predict(self.trace, self.model, cells=found.cells, driver="device")
             sets = tuple(working_sets(self.trace, epsilon))
-        curves, layer = self._curves, np.arange(self.spec.layers)
-        moved = missed_bytes(curves, self._link_bytes[None])[layer, found.cells]
+        curves = self._curves
+        moved = curves.misses[np.arange(self.spec.layers), found.cells] * self._link_bytes
         slot = division.unit
         step_s = np.nan if prediction is None else prediction.mean_s("decode")
         return Split(

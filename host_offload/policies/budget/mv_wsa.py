@@ -11,12 +11,7 @@ import numpy as np
 from host_offload.control.interface import Decision, Moment, Observation, Spec
 from host_offload.sizing.cell_allocation import ALLOCATIONS, allocate, shared_anew
 from host_offload.sizing.configurator import Turn, cap_misses, histograms_of, turns_of
-from host_offload.sizing.kv_reuse import (
-    PageRecency,
-    cold_pages,
-    expected_returns,
-    page_references,
-)
+from host_offload.sizing.kv_reuse import PageRecency, expected_returns, page_references
 from host_offload.sizing.miss_curves import LiveCurves, cold_curves
 from host_offload.sizing.split import Division, MissCosts, SplitRule, division_of, miss_costs
 from host_offload.sizing.step_times import StepTimes
@@ -112,7 +107,7 @@ class MvWsa:
         curves = cold_curves(spec.layers, spec.experts)
         most = spec.max_num_seqs
         times = StepTimes()
-        state = Learned(division, costs, curves, cold_pages(), pages, times, most_running=most)
+        state = Learned(division, costs, curves, PageRecency(), pages, times, most_running=most)
         return state if self.trace is None else self._with_trace(state, self.trace, spec)
 
     def _with_trace(self, state: Learned, directory: str, spec: Spec) -> Learned:
