@@ -10,7 +10,7 @@ import numpy as np
 
 from host_offload.control.kv_references import KVReferences
 from host_offload.sizing.cell_allocation import allocate, hull_misses
-from host_offload.sizing.kv_reuse import cold_pages, page_references
+from host_offload.sizing.kv_reuse import PageRecency, page_references
 from host_offload.sizing.miss_curves import cold_curves
 from host_offload.sizing.split import Division, MissCosts, SplitError, SplitRule, objective
 from host_offload.traces.reader import Trace
@@ -48,7 +48,7 @@ def turns_of(trace: Trace) -> Iterator[Turn]:
     references = KVReferences(int(header.spec["page_tokens"]))
     active: list[np.ndarray] = []
     for step in trace.step_traces():
-        found, waves = step_set(step, header.layers, header.experts)
+        found, waves = step_set(step, header.experts)
         active += in_waves(found, waves)
         references.see(step.request, step.user, step.position)
         for request in step.finished:
@@ -100,9 +100,6 @@ class Configuration:
     cells: np.ndarray
     """int64[L]; cap·L in all."""
     kv_pages: int
-    expert_bytes: int
-    kv_bytes: int
-    """B − C*·b_e"""
     settled: bool
     """The rule came to rest."""
     expert_misses: float
@@ -156,8 +153,6 @@ def configure(
         cap=cap,
         cells=cells.cells,
         kv_pages=pages,
-        expert_bytes=cap * division.cap_bytes,
-        kv_bytes=division.total_bytes - cap * division.cap_bytes,
         settled=settled,
         expert_misses=cells.misses,
         kv_misses=missed,
@@ -169,7 +164,7 @@ def configure(
 
 def histograms_of(turns: Iterable[Turn], pages: int) -> Iterator[Streams]:
     """Each turn's histograms, from a cold start. pages: the largest pool."""
-    curves, held = None, cold_pages()
+    curves, held = None, PageRecency()
     for turn in turns:
         held, distances = page_references(held, turn.pages)
         if curves is None:

@@ -171,17 +171,11 @@ def objective(
 # ---- equations (8) to (10)
 
 
-class Grant(NamedTuple):
-    cap: int
-    """C*"""
-    pages: int
-    """N*"""
-
-
 def peak_headroom(
     division: Division, *, peak_pages: int, headroom: float, cap: int, dead: int
-) -> Grant | None:
-    """Equations (8) to (10): KV gets its peak and headroom, experts what remains; None: no move.
+) -> int | None:
+    """C* by equations (8) to (10): KV gets its peak and headroom, experts what remains; None: no
+    move. N* is Division.pages_at of it.
 
     peak_pages: P, most pages in use at a time. headroom: h. cap: C as it is. dead: Δ_C, a smaller
     change of the cap is no move.
@@ -190,9 +184,7 @@ def peak_headroom(
     wanted = -(-wanted // division.unit_pages) * division.unit
     rest = (division.total_bytes - wanted) // division.cap_bytes
     found = min(max(rest, division.least_cap), division.largest_cap)  # (9)
-    if abs(found - cap) < dead:
-        return None
-    return Grant(found, division.pages_at(found))  # (10)
+    return None if abs(found - cap) < dead else found
 
 
 # ---- algorithm 2

@@ -120,14 +120,14 @@ class Chunk:
             raise self._error("belongs to another trace or was renamed")
         for name, (dtype, row) in columns(self.header).items():
             rows = int(metadata["tokens" if name.startswith("token.") else "steps"])
-            wanted = dtype, [rows, *row]
+            wanted = _type_in_file(dtype), [rows, *row]
             if name not in file.keys():  # noqa: SIM118 (not a mapping)
                 raise self._error(f"lacks {name}")
-            found = file.get_slice(name)
-            if (_DTYPES.get(found.get_dtype()), list(found.get_shape())) != wanted:
+            part = file.get_slice(name)
+            found = part.get_dtype(), list(part.get_shape())
+            if found != wanted:
                 raise self._error(
-                    f"has {name} as {found.get_dtype()}{list(found.get_shape())}, "
-                    f"trace.json says {dtype.name}{wanted[1]}"
+                    f"has {name} as {found[0]}{found[1]}, trace.json says {dtype.name}{wanted[1]}"
                 )
         return file, metadata
 
@@ -138,19 +138,9 @@ class Chunk:
         )
 
 
-_DTYPES = {
-    safe: np.dtype(name)
-    for safe, name in (
-        ("BOOL", "bool"),
-        ("U8", "uint8"),
-        ("I16", "int16"),
-        ("I32", "int32"),
-        ("I64", "int64"),
-        ("F16", "float16"),
-        ("F32", "float32"),
-        ("F64", "float64"),
-    )
-}
+def _type_in_file(dtype: np.dtype) -> str:
+    """What safetensors calls it."""
+    return "BOOL" if dtype == np.bool_ else f"{dtype.kind.upper()}{8 * dtype.itemsize}"
 
 
 @dataclasses.dataclass(frozen=True)

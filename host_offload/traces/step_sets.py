@@ -7,38 +7,39 @@ from typing import NamedTuple
 
 import numpy as np
 
+from host_offload.control.interface import routed_counts
 from host_offload.control.step_record import StepRecord
 from host_offload.traces.reader import Chunk, Trace
 from host_offload.traces.schema import TraceError, TraceHeader
 
 BLOCK_BYTES = 4 << 20
-"""Bytes of a block of step sets."""
+"""Bytes of the step sets that are made together."""
 
 
-class StepSets(NamedTuple):
-    """Consecutive steps; T of them."""
+class StepSet(NamedTuple):
+    """What one step needs."""
 
-    number: np.ndarray
-    """int64[T]"""
-    kind: np.ndarray
-    """int8[T]: index into KINDS; −1 where the trace does not know."""
-    waves: np.ndarray
-    """int[T]: passes over a layer's experts."""
+    number: int
+    kind: int
+    """Index into KINDS; −1 where the trace does not know."""
+    waves: int
+    """Passes over a layer's experts."""
+    tokens: int
     active: np.ndarray
-    """bool[T, L, E]"""
+    """bool[L, E]"""
 
 
-def read_step_sets(trace: Trace, *, user: int | None = None) -> Iterator[StepSets]:
-    """All steps of a trace in order, a few at a time. user: only what that user's tokens
-    (token.user) were routed to; other steps are empty. Raises TraceError for a chunk that cannot be
-    read or names experts that the model does not have."""
+def read_step_sets(trace: Trace, *, user: int | None = None) -> Iterator[StepSet]:
+    """All steps of a trace in order. user: only what that user's tokens (token.user) were routed
+    to; other steps are empty. Raises TraceError for a chunk that cannot be read or names experts
+    that the model does not have."""
     for chunk in trace.chunks:
         yield from chunk_step_sets(chunk, trace.header, user)
 
 
 def chunk_step_sets(
     chunk: Chunk, header: TraceHeader, user: int | None = None
-) -> Iterator[StepSets]:
+) -> Iterator[StepSet]:
     """The step sets of one chunk, see read_step_sets."""
     layers, experts = header.layers, header.experts
     ids, tokens, number = map(chunk.array, ("token.ids", "step.tokens", "step.number"))
@@ -62,23 +63,20 @@ def chunk_step_sets(
         in_block = tokens[span]
         active = np.zeros((len(in_block), layers, experts), bool)
         step = np.repeat(np.arange(len(in_block)), in_block)
-        rows = slice(begin, begin + len(step))
-        if user is None:
-            active[step[:, None, None], layer, ids[rows]] = True
-        else:
+        rows, own = slice(begin, begin + len(step)), slice(None)
+        if user is not None:
             own = np.flatnonzero(chunk.array("token.user")[rows] == user)
-            active[step[own, None, None], layer, ids[rows][own]] = True
-        yield StepSets(number[span], kind[span], waves[span, 0], active)
+        active[step[own, None, None], layer, ids[rows][own]] = True
+        each = (column[span].tolist() for column in (number, kind, waves[:, 0], tokens))
+        yield from map(StepSet, *each, active)
 
 
-def step_set(step: StepRecord, layers: int, experts: int) -> tuple[np.ndarray, int]:
+def step_set(step: StepRecord, experts: int) -> tuple[np.ndarray, int]:
     """(the set bool[L, E], waves: 1 where the trace does not know) of one step. Raises TraceError
     as read_step_sets."""
     waves = np.ones(1, np.int16) if step.waves is None else step.waves
     _check(f"step {step.number}", step.ids, waves[None], experts)
-    active = np.zeros((layers, experts), bool)
-    active[np.arange(layers)[:, None], step.ids] = True
-    return active, int(waves[0])
+    return routed_counts(step.ids, experts) > 0, int(waves[0])
 
 
 def _check(where: str, ids: np.ndarray, waves: np.ndarray, experts: int) -> None:

@@ -15,7 +15,8 @@ from moejax.errors import UserError
 from moejax.sizes import parse_rate, parse_share, parse_size
 
 if TYPE_CHECKING:
-    from moejax.costs.workload_plan import Capacity, Planner, Split
+    from host_offload.sizing.right_size import Capacity
+    from moejax.costs.workload_plan import Planner, Split
 
 _EPILOG = """\
 examples:

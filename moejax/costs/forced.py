@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from host_offload.control.controller import Controller
-from host_offload.control.interface import Decision, Moment, Observation, Spec
+from host_offload.control.interface import Decision, Moment, Observation, Spec, routed_counts
 from host_offload.control.step_record import PageUse
 from host_offload.memory.arena import SlotArena
 from host_offload.memory.kv_cache import KVCache
@@ -20,6 +20,7 @@ from host_offload.memory.pager import Pager
 from host_offload.memory.tables import Entry, read_snapshot
 from host_offload.simulate.prediction import step_work
 from host_offload.sizing.cost_model import Work
+from host_offload.sizing.version_costs import version_work
 from moejax.engine.control import control_of, spec_of_engine
 from moejax.engine.loop import Engine
 from moejax.engine.records import step_record
@@ -193,8 +194,11 @@ class ForcedSteps:
         paging = jax.device_get(step.output.paging)
         unknown = PageUse(*[-1] * len(PageUse._fields))
         record = step_record(step, self.runner, paging, seconds, (), None, unknown)
-        tile = min(DECODE_TILE, shapes.rows)
-        work, _ = step_work(record, self.experts, chunk=shapes.chunk, row_tile=tile)
+        work, rows = step_work(record, shapes.chunk)
+        tile = shapes.chunk if rows is None else min(DECODE_TILE, shapes.rows)
+        routed = routed_counts(record.ids, self.experts)
+        experts, tiles = version_work(routed, np.zeros_like(routed), tile, 1)
+        work = work._replace(experts=int(experts.sum()), tiles=int(tiles.sum()))
         moved = int(record.fills.sum()), int(record.read_through.sum())
         return StepSample(seconds, work, *moved)
 

@@ -22,8 +22,15 @@ from host_offload.simulate.simulator import spec_of
 from host_offload.sizing.configurator import configure, turns_of
 from host_offload.sizing.cost_model import CostModel
 from host_offload.sizing.joint import DecodeModel, decode_model, generated_sequences
-from host_offload.sizing.miss_curves import missed_bytes, trace_curves
-from host_offload.sizing.right_size import EPSILON, WorkingSet, memory_for, users_for, working_sets
+from host_offload.sizing.miss_curves import trace_curves
+from host_offload.sizing.right_size import (
+    EPSILON,
+    Capacity,
+    WorkingSet,
+    memory_for,
+    users_for,
+    working_sets,
+)
 from host_offload.sizing.split import Division, MissCosts, division_of, link_costs, miss_costs
 from host_offload.traces.reader import Trace, TraceError, read_trace
 from moejax.cache import cache_root
@@ -87,22 +94,6 @@ class Split:
         return found
 
 
-@dataclasses.dataclass(frozen=True)
-class Capacity:
-    """So many users at once, in a memory."""
-
-    users: int
-    memory: int
-    """Bytes of the arena."""
-    cap: int
-    """Cells of each layer."""
-    kv_pages: int
-    pages_per_user: int
-    """KV pages of the longest turn in the trace."""
-    step_s: float
-    """Predicted time per output token of each user."""
-
-
 class Planner:
     """What a trace and a machine's costs say about memory.
 
@@ -149,7 +140,7 @@ class Planner:
         if self.model is not None:
             prediction = predict(self.trace, self.model, cells=found.cells, driver="device")
         curves, (sizes,) = trace_curves(self.trace), self.spec.link_bytes.values()
-        moved = missed_bytes(curves, sizes[None])[np.arange(self.spec.layers), found.cells]
+        moved = curves.misses[np.arange(self.spec.layers), found.cells] * sizes
         slot = division.unit
         step_s = np.nan if prediction is None else prediction.mean_s("decode")
         return Split(
@@ -181,16 +172,13 @@ class Planner:
         # Only its sizes count, so any memory does that holds KV.
         division, decode = self._division(1 << 62), self._decode_model(users)
         pages = self.pages_per_user
-        found = memory_for(decode, division, users=users, tpot_s=tpot_s, pages_per_user=pages)
-        return Capacity(users, found.bytes, found.cap, found.pages, pages, found.step_s)
+        return memory_for(decode, division, users=users, tpot_s=tpot_s, pages_per_user=pages)
 
     @user_errors()
     def users_for(self, memory: int, tpot_s: float) -> Capacity:
         """The most users at once that get a token every tpot_s seconds from so many bytes."""
         decode, division = self._decode_model(None), self._division(memory)
-        pages = self.pages_per_user
-        users, found = users_for(decode, division, tpot_s=tpot_s, pages_per_user=pages)
-        return Capacity(users, found.bytes, found.cap, found.pages, pages, found.step_s)
+        return users_for(decode, division, tpot_s=tpot_s, pages_per_user=self.pages_per_user)
 
     # ---- pieces
 

@@ -59,22 +59,18 @@ def read_references(trace: Trace, kind: str | None = None) -> References:
     TraceError where no such step is in the trace or the trace does not know."""
     if kind is not None and "step.kind" in trace.header.absent:
         raise TraceError(f"{trace.directory} has no step.kind: it was converted or generated")
-    parts, places, steps = [], [], 0
-    for block in read_step_sets(trace):
-        kept = slice(None) if kind is None else np.flatnonzero(block.kind == KINDS.index(kind))
-        active = block.active[kept]
-        step, layer, expert = np.nonzero(active)
-        first = sum(map(len, places))
-        parts.append((step + first, layer, expert))
-        places.append((np.arange(len(block.kind)) + steps)[kept])
-        steps += len(block.kind)
-    place = np.concatenate(places) if places else np.zeros(0, np.int64)
-    if not place.size:
+    parts, places = [], []
+    for place, step in enumerate(read_step_sets(trace)):
+        if kind is None or step.kind == KINDS.index(kind):
+            layer, expert = np.nonzero(step.active)
+            parts.append((np.full(len(layer), len(places)), layer, expert))
+            places.append(place)
+    if not places:
         raise TraceError(f"the trace {trace.directory} has no {kind or 'steps'} to look at")
-    unknown = () if kind is None else (0, *(np.flatnonzero(np.diff(place) != 1) + 1).tolist())
+    unknown = () if kind is None else (0, *(np.flatnonzero(np.diff(places) != 1) + 1).tolist())
     columns = (np.concatenate(column) for column in zip(*parts, strict=True))
     header = trace.header
-    return References(place.size, header.layers, header.experts, *columns, unknown=unknown)
+    return References(len(places), header.layers, header.experts, *columns, unknown=unknown)
 
 
 def in_one_pool(references: References) -> References:

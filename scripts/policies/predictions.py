@@ -56,6 +56,7 @@ from moejax.start.build import start_engine
 from moejax.start.options import Options
 from moejax.start.policies import start_controller
 from moejax.traces.tracer import start_trace
+from scripts.parts.bounds import stall_bound
 from scripts.parts.commands import new_parser, refuse
 from scripts.parts.places import DEMO, TRI
 
@@ -293,9 +294,9 @@ def line_of(
         "total": np.median(timed.total),
     }
     foretold = {
-        "p50": predicted.percentile_s(50),
-        "p99": predicted.percentile_s(99),
-        "p99_raw": predicted.percentile_s(99),
+        "p50": np.percentile(predicted.seconds[decode], 50),
+        "p99": np.percentile(predicted.seconds[decode], 99),
+        "p99_raw": np.percentile(predicted.seconds[decode], 99),
         "mean": predicted.mean_s(),
         "total": predicted.seconds.sum(),
     }
@@ -313,8 +314,17 @@ def line_of(
         "predicted_s": {name: float(value) for name, value in foretold.items()},
         "mean_interval_s": spread.tolist(),
         "stall_share": predicted.stall_share,
-        "stall_bound_share": predicted.stall_bound_share,
+        "stall_bound_share": stall_bound_share(predicted),
     }
+
+
+def stall_bound_share(predicted: Prediction) -> float:
+    """What of its `stall_share` no overlap of the link with computing could hide, see
+    bounds.stall_bound: the same bytes at the link's rate, less the time in which steps compute,
+    over the time that both then take."""
+    compute = float(predicted.compute_s.sum())
+    least = stall_bound(predicted.bytes, compute, seconds_per_byte=predicted.link_per_byte)
+    return least / (compute + least)
 
 
 def _resampled(values: np.ndarray, times: int = 2000) -> np.ndarray:

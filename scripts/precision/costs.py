@@ -22,9 +22,10 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from host_offload.sizing.cost_model import SPAN, CostModel, StepCost, Work
+from host_offload.sizing.cost_model import CostModel, StepCost, Work
 from moejax.checkpoints.random_model import expert_layout, model_bytes
 from moejax.models.model_config import ModelConfig
+from pallas_kernels.paged_attention import SPAN
 from pallas_kernels.records import RecordFormat
 
 CHUNK, ROW_TILE = 64, 16
@@ -142,4 +143,4 @@ def uniform_step_s(model: CostModel, rows: int, context: int = 1024) -> float:
     """A decode step in which every expert is as likely, everything resident."""
     absent = (1 - model.top_k / model.experts) ** rows
     experts = round(model.layers * model.experts * (1 - absent))
-    return model.compute_s(Work(rows, rows * context // SPAN, experts, 0), rows)
+    return model.step_cost(rows).seconds(Work(rows, rows * context // SPAN, experts, 0))

@@ -77,14 +77,14 @@ class PeakHeadroom:
         peaks = (*state.before, peak)[-self.window :]
         units = -(-seen.kv_pages // division.unit_pages)
         cap = (division.total_bytes - units * division.unit) // division.cap_bytes
-        grant = peak_headroom(
+        found = peak_headroom(
             division, peak_pages=max(peaks), headroom=self.headroom, cap=cap, dead=self.dead
         )
         state = state._replace(now=held, short=False, before=peaks)
-        if grant is None:
+        if found is None:
             return state, Decision()
-        cells = np.full(state.layers, grant.cap, np.int32)
-        return state, Decision(cells=cells, kv_pages=grant.pages)
+        cells = np.full(state.layers, found, np.int32)
+        return state, Decision(cells=cells, kv_pages=division.pages_at(found))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ from host_offload.memory.pager import Pager
 from host_offload.memory.tables import cold_tables
 from host_offload.simulate.simulator import simulate
 from host_offload.sizing import miss_curves
-from host_offload.sizing.miss_curves import cold_curves, curves_of, missed_bytes, trace_curves
+from host_offload.sizing.miss_curves import cold_curves, curves_of, trace_curves
 from host_offload.traces.reader import TraceError
 from host_offload.traces.recency import Distances, Recency, cold_recency, reference, tails
 from host_offload.traces.statistics import trace_statistics
@@ -186,7 +186,7 @@ def test_versions_are_lists_of_their_own(seed, tmp_path_factory):
     if versions.max() == 0:
         return
     sizes = np.array([[100, 120], [30, 40]])
-    bytes_missed = missed_bytes(curves, sizes)
+    bytes_missed = curves.misses * sizes.ravel()[:, None]
     for hi, lo in ((8, 8), (4, 4), (5, 4)):
         if (np.array([hi, lo]) < curves.exact_from.reshape(2, 2).max(axis=1)).any():
             continue
@@ -200,8 +200,6 @@ def test_versions_are_lists_of_their_own(seed, tmp_path_factory):
             missing = pager.reference(active).missing
             moved += int((sizes[versions, np.arange(2)[:, None]] * missing).sum())
         assert moved == bytes_missed[:2, hi].sum() + bytes_missed[2:, lo].sum()
-    with pytest.raises(ValueError, match="sizes must be 4 numbers, one a version and layer, not 2"):
-        missed_bytes(curves, sizes[0])
 
 
 def test_live_curves_are_the_same_counts():
