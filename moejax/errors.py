@@ -1,7 +1,5 @@
 """What moejax raises when the user, not the program, has to change something."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 
@@ -19,12 +17,9 @@ class OutOfKV(UserError):
 
 
 @contextlib.contextmanager
-def as_user_error(*kinds: type[Exception]) -> Iterator[None]:
-    """What is raised of these kinds is raised as a UserError of the same message; one that is a
-    UserError already passes."""
+def user_errors(kind: type[ValueError] = ValueError, where: str = "") -> Iterator[None]:
+    """What is refused below with a ValueError, as UserError. where: before its message."""
     try:
         yield
-    except UserError:
-        raise
-    except kinds as error:
-        raise UserError(str(error)) from error
+    except kind as error:
+        raise UserError(f"{where}{error}") from error

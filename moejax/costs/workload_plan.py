@@ -6,12 +6,12 @@ right_size) and the costs that `moejax calibrate` measured say it. docs/memory.m
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import platform
 import re
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,7 @@ from host_offload.sizing.split import Division, MissCosts, division_of, link_cos
 from host_offload.traces.reader import Trace, TraceError, read_trace
 from moejax.cache import cache_root
 from moejax.costs.store import load_cost_model
-from moejax.errors import UserError, as_user_error
+from moejax.errors import UserError, user_errors
 
 _TIME = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*(us|µs|ms|s)")
 _SECONDS = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
@@ -111,7 +111,7 @@ class Planner:
     of no use, and for costs of another model or dtype, or of experts of another size.
     """
 
-    @as_user_error(TraceError)
+    @user_errors(TraceError)
     def __init__(self, trace: Trace, model: CostModel | None, link: float | None = None):
         self.trace, self.model, self.link = trace, model, link
         self.spec: Spec = spec_of(trace.header)
@@ -129,7 +129,7 @@ class Planner:
         if model is not None and (reason := _misfit(trace, self.spec, model)):
             raise UserError(f"the costs do not fit the trace {trace.directory}: {reason}")
 
-    @as_user_error(ValueError)
+    @user_errors()
     def split(
         self,
         memory: int,
@@ -173,7 +173,7 @@ class Planner:
             settled=found.settled,
         )
 
-    @as_user_error(ValueError)
+    @user_errors()
     def memory_for(self, users: int, tpot_s: float) -> Capacity:
         """The least memory with which so many users at once get a token every tpot_s seconds."""
         if users < 1:
@@ -184,7 +184,7 @@ class Planner:
         found = memory_for(decode, division, users=users, tpot_s=tpot_s, pages_per_user=pages)
         return Capacity(users, found.bytes, found.cap, found.pages, pages, found.step_s)
 
-    @as_user_error(ValueError)
+    @user_errors()
     def users_for(self, memory: int, tpot_s: float) -> Capacity:
         """The most users at once that get a token every tpot_s seconds from so many bytes."""
         decode, division = self._decode_model(None), self._division(memory)
@@ -234,7 +234,7 @@ class Planner:
         return decode_model(self.trace, step_s=costs.step_s, miss_s=miss_s, widths=widths)
 
 
-@as_user_error(TraceError)
+@user_errors(TraceError)
 def open_trace(directory: str | os.PathLike[str]) -> Trace:
     """Raises UserError for what is no trace."""
     return read_trace(directory)
@@ -259,7 +259,9 @@ def costs_of_trace(trace: Trace, path: str | os.PathLike[str] | None = None) -> 
     wanted |= {name: value for name, value in others.items() if value is not None}
     found = []
     for file in sorted((cache_root() / "costs").glob("*.json")):
-        about = _about(file)
+        about = {}  # nobody's if it cannot be read, which is for who needs it to say
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            about = dict(json.loads(file.read_text())["about"])
         if all(about.get(name) == value for name, value in wanted.items()):
             same = about.get("shapes") == header.spec.get("shapes")
             found.append((same, str(about.get("created", "")), file))
@@ -295,11 +297,3 @@ def _misfit(trace: Trace, spec: Spec, model: CostModel) -> str:
         said = ", ".join(map(str, np.unique(sizes)))
         return f"their experts have {model.expert_bytes} bytes over the link, the trace's {said}"
     return ""
-
-
-def _about(file: Path) -> dict[str, Any]:
-    """Whose costs a file has; nobody's if it cannot be read, which is for who needs it to say."""
-    try:
-        return dict(json.loads(file.read_text())["about"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}

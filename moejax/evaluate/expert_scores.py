@@ -22,7 +22,7 @@ from moejax.checkpoints.load import load_checkpoint
 from moejax.checkpoints.loaded_model import LoadedModel
 from moejax.checkpoints.orbax.manifest import MANIFEST, read_manifest
 from moejax.checkpoints.versions import with_versions
-from moejax.errors import UserError, as_user_error
+from moejax.errors import UserError, user_errors
 from moejax.evaluate.expert_inputs import inside, layer_inputs
 from moejax.models.directory import checkpoint_directory
 from pallas_kernels.records.format import BITS
@@ -49,7 +49,7 @@ def expert_scores(trace: Trace, alpha: float, interval: str) -> ExpertScores:
     alpha, interval: as of host_offload.policies.precision.dynaexq. Raises UserError for settings
     that are out of range and where no interval ended.
     """
-    with as_user_error(ValueError):
+    with user_errors():
         DynaExq(alpha)  # which refuses what it cannot have
         every, unit = parse_interval(interval, DynaExq.__name__)
     if unit == "seconds" and {"step.start_s", "step.read_s"} & {*trace.header.absent}:
@@ -107,7 +107,7 @@ def error_weights(
     name_map: see load_checkpoint. Raises UserError for what is no pair of versions with a lossy low
     one, for a model without what is needed, and as load_checkpoint and with_versions do.
     """
-    with as_user_error(ValueError):
+    with user_errors():
         precision_of("dynaexq", hi=hi, lo=lo)
     if lo not in BITS:
         raise UserError(f"{lo} has the bits of dense, so it makes no errors; leave --model out")

@@ -257,12 +257,13 @@ def _convert(args: argparse.Namespace) -> int:
         batch=args.batch,
         prompt_tokens=args.prompt_tokens,
     )
-    kind = "recorded" if done.recorded_steps else "put together"
+    header = done.header
+    kind = "recorded" if header.spec["steps"] == "recorded" else "put together"
     print(
-        f"{done.directory}: {done.tokens} tokens, {done.layers} MoE layers, {done.steps} {kind} "
+        f"{done.directory}: {done.tokens} tokens, {header.layers} MoE layers, {done.steps} {kind} "
         "steps"
     )
-    print(textwrap.fill(f"absent: {', '.join(done.absent)}", 80, break_on_hyphens=False))
+    print(textwrap.fill(f"absent: {', '.join(header.absent)}", 80, break_on_hyphens=False))
     return 0
 
 
