@@ -15,8 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from host_offload.control.controller import Decided
-from host_offload.control.interface import Transfer
+from host_offload.control.controller import Decided, Event
 from host_offload.control.paging import PagedSpec
 from host_offload.control.step_record import COLUMNS, StepRecord
 from host_offload.traces.reader import (
@@ -83,21 +82,12 @@ class Tracer:
             self.writer.append(*records)
 
     @user_errors(TraceError)
-    def transfers(self, transfers: Iterable[Transfer]) -> None:
-        """Adds transfers, each once: when it was used, evicted or skipped, or at the end."""
-        for each in transfers:
-            fields = (getattr(each, name) for name in TransferTrace._fields)
-            self.writer.transfer(TransferTrace(*fields))
-
-    @user_errors(TraceError)
-    def decision(self, step: int, fields: Mapping[str, Any]) -> None:
-        """Adds a line to decisions.jsonl: what was decided after reading step `step`."""
-        self.writer.decision(step, fields)
-
-    def event(self, event: Any) -> None:
-        """Adds an event of a Controller's log: a policy's decision, or a transfer's fate."""
+    def event(self, event: Event) -> None:
+        """Adds an event of a Controller's log: a policy's decision, a line of decisions.jsonl, or a
+        transfer, once: when it was used, evicted or skipped, or at the end."""
         if not isinstance(event, Decided):
-            self.transfers([event])
+            fields = (getattr(event, name) for name in TransferTrace._fields)
+            self.writer.transfer(TransferTrace(*fields))
             return
         values = vars(event.decision).items()
         wanted = {name: value for name, value in values if value is not None}
@@ -108,8 +98,9 @@ class Tracer:
                 wanted[name] = "as before"
             self._queues[place] = queue
         fields = {"moment": event.moment.name, "policy": event.policy, "decision": wanted}
-        self.decision(event.step, fields)
+        self.writer.decision(event.step, fields)
 
+    @user_errors(TraceError)
     def budget(
         self, cells: Sequence[int], kv_pages: int, *, step: int | None, settled: bool
     ) -> None:
@@ -118,7 +109,7 @@ class Tracer:
         its end with that."""
         moved = {"cells": list(map(int, cells)), "kv_pages": kv_pages}
         moved |= {"settled": settled, "by_hand": step is None}
-        self.decision(self._next_step if step is None else step, {"budget": moved})
+        self.writer.decision(self._next_step if step is None else step, {"budget": moved})
 
     @user_errors(TraceError)
     def mark(self, name: str) -> None:
