@@ -238,7 +238,9 @@ def _begin(
         **origin,
         "dtype": source.config.dtype,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "versions": {name: _version(name) for name in ("moejax", "orbax-checkpoint", "jax")},
+        "versions": {
+            name: installed_version(name) for name in ("moejax", "orbax-checkpoint", "jax")
+        },
     }
     manifest = Manifest(
         provenance,
@@ -330,8 +332,9 @@ def _checksum_of(path: pathlib.Path) -> str | None:
         return None
 
 
-def _version(name: str) -> str:
+def installed_version(name: str) -> str:
+    """A package's version; "unknown" where it is run from its source."""
     try:
         return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:  # run from its source
+    except importlib.metadata.PackageNotFoundError:
         return "unknown"

@@ -11,7 +11,7 @@ import datetime
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -32,7 +32,6 @@ from moejax.costs.store import (
     StepSpec,
     cost_file,
     identity,
-    kept_cost_model,
     write_cost_model,
 )
 from moejax.errors import UserError
@@ -54,26 +53,19 @@ LONG = 512
 """Tokens of a long prompt, where they fit."""
 
 
-def cost_model_for(
-    runner: Runner,
-    steps: StepSpec,
-    *,
-    force: bool = False,
-    report: Callable[[str], None] | None = None,
+def calibrate(
+    runner: Runner, steps: StepSpec, report: Callable[[str], None] | None = None
 ) -> CostModel:
-    """The costs of a runner's steps, as kept; measured where none are kept for this machine,
-    device, versions, model and start-up shapes, or with force, and kept.
+    """Measures the costs of a runner's steps and keeps them for this machine, device, versions,
+    model and start-up shapes.
 
-    Measuring takes seconds to a minute and a runner that has not run anything; it leaves nothing
+    It takes seconds to a minute and a runner that has not run anything, and leaves nothing
     resident. steps: what the runner's are made from. report: called with what is done now. Raises
-    UserError for an arena that is too small, and for a kept file that is damaged. Costs that cannot
-    be kept are only warned of.
+    UserError for an arena that is too small. Costs that cannot be kept are only warned of.
     """
-    about = identity(steps)
-    if not force and (kept := kept_cost_model(about)) is not None:
-        return kept
     log.info("measuring what steps cost here, once; `moejax calibrate` does it ahead of need")
     model = measure(runner, report=report)
+    about = identity(steps)
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     model = dataclasses.replace(model, about={**about, **model.about, "created": now})
     try:
@@ -177,9 +169,8 @@ def _groups(runner: Runner) -> list[tuple[int, int, int]]:
 
 def _cases(runner: Runner, forced: ForcedSteps, rows: int, prompt: int) -> list[Case]:
     k, most = forced.top_k, min(forced.experts, rows * forced.top_k)
-    few = Case(rows, k, prompt=prompt)
     if prompt > 1:
-        return [few]
+        return [Case(rows, k, prompt=prompt)]
     first = rows == min(runner.shapes.buckets or (runner.shapes.rows,))
     doubled = [n for n in _powers(forced.experts) if k < n <= most]
     counts = sorted({n for n in (k, *doubled, most) if n <= forced.cells})
@@ -198,8 +189,8 @@ def _cases(runner: Runner, forced: ForcedSteps, rows: int, prompt: int) -> list[
     return list(dict.fromkeys(found))
 
 
-def _powers(most: int) -> Iterator[int]:
-    return itertools.takewhile(lambda n: n <= most, (2**i for i in range(32)))
+def _powers(most: int) -> list[int]:
+    return [1 << i for i in range(most.bit_length())]
 
 
 def _prefill_shapes(runner: Runner) -> list[tuple[int, int]]:

@@ -31,9 +31,9 @@ class Rates:
     """Bytes per second, measured or stated."""
 
     link: float
-    """Of the link from host memory, one direction."""
+    """The link from host memory, one direction."""
     memory: float
-    """Of device memory."""
+    """The device's memory."""
 
 
 def measure_rates(runner: Runner) -> Rates:

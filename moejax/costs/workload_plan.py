@@ -6,12 +6,12 @@ right_size) and the costs that `moejax calibrate` measured say it. docs/memory.m
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import platform
 import re
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -247,7 +247,9 @@ def costs_of_trace(trace: Trace, path: str | os.PathLike[str] | None = None) -> 
     wanted |= {name: value for name, value in others.items() if value is not None}
     found = []
     for file in sorted((cache_root() / "costs").glob("*.json")):
-        about = _about(file)
+        about = {}  # nobody's if it cannot be read, which is for who needs it to say
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            about = dict(json.loads(file.read_text())["about"])
         if all(about.get(name) == value for name, value in wanted.items()):
             same = about.get("shapes") == header.spec.get("shapes")
             found.append((same, str(about.get("created", "")), file))
@@ -283,11 +285,3 @@ def _misfit(trace: Trace, spec: Spec, model: CostModel) -> str:
         said = ", ".join(map(str, np.unique(sizes)))
         return f"their experts have {model.expert_bytes} bytes over the link, the trace's {said}"
     return ""
-
-
-def _about(file: Path) -> dict[str, Any]:
-    """Whose costs a file has; nobody's if it cannot be read, which is for who needs it to say."""
-    try:
-        return dict(json.loads(file.read_text())["about"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}

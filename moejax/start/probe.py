@@ -13,7 +13,7 @@ from host_offload.control.interface import Costs
 from host_offload.memory.budget import ArenaTooSmall, Budget
 from host_offload.memory.device_memory import FreeMemory
 from moejax.cache import cache_root, write_whole
-from moejax.costs.measure import cost_model_for
+from moejax.costs.measure import calibrate
 from moejax.costs.store import StepSpec, identity, kept_cost_model
 from moejax.errors import UserError
 from moejax.step.runner import Runner
@@ -37,12 +37,12 @@ def activation_bytes(runner: Runner) -> int:
 
 def step_costs(steps: StepSpec, make_runner: Callable[[], Runner]) -> Costs:
     """What policies see of the costs of these steps, as kept, or measured on a runner that is made
-    for it. Raises UserError as moejax.costs.measure.cost_model_for."""
+    for it. Raises UserError as moejax.costs.measure.calibrate."""
     if (kept := kept_cost_model(identity(steps))) is not None:
         return kept.costs()
     runner = make_runner()
     try:
-        return cost_model_for(runner, steps).costs()
+        return calibrate(runner, steps).costs()
     finally:
         runner.delete(given=False)
 

@@ -46,7 +46,7 @@ from moejax.cache import use_compilation_cache
 from moejax.checkpoints.load import load_checkpoint
 from moejax.checkpoints.loaded_model import LoadedModel
 from moejax.checkpoints.random_model import random_model
-from moejax.costs.measure import cost_model_for
+from moejax.costs.measure import calibrate
 from moejax.costs.store import StepSpec
 from moejax.device import select_device
 from moejax.engine.control import control_of
@@ -148,7 +148,7 @@ def check(args: argparse.Namespace, name: str) -> Iterator[dict[str, Any]]:
     """A line for each held-out configuration of a model."""
     with engine_of(args, name) as (engine, steps):
         runner = engine.runner
-        model = cost_model_for(runner, steps, force=True)
+        model = calibrate(runner, steps)
         if args.show:
             print(json.dumps(model.to_json()["figures"]))
         configurations = list(held_out(name, runner.config.num_experts))

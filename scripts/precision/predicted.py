@@ -120,6 +120,7 @@ def write_run(
                 position=position,
                 phase=np.full(len(rows), not prefill, np.uint8),
                 kind=kind,
+            )._replace(
                 rows=PREFILL if prefill else len(rows),
                 waves=np.full(layers, WAVES if prefill else 1, np.int16),
             )

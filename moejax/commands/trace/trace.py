@@ -236,12 +236,13 @@ def _convert(args: argparse.Namespace) -> int:
 
     config, given = model_config(args), asked(args, _OF_A_DUMP)
     done = convert_trace(args.source, args.destination, config=config, **given)
-    kind = "recorded" if done.recorded_steps else "put together"
+    header = done.header
+    kind = "recorded" if header.spec["steps"] == "recorded" else "put together"
     print(
-        f"{done.directory}: {done.tokens} tokens, {done.layers} MoE layers, {done.steps} {kind} "
+        f"{done.directory}: {done.tokens} tokens, {header.layers} MoE layers, {done.steps} {kind} "
         "steps"
     )
-    print(textwrap.fill(f"absent: {', '.join(done.absent)}", 80, break_on_hyphens=False))
+    print(textwrap.fill(f"absent: {', '.join(header.absent)}", 80, break_on_hyphens=False))
     return 0
 
 
