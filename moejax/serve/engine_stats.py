@@ -6,8 +6,8 @@ from typing import Any
 
 import jax
 
-from moejax.engine.arena_report import arena_stats, kv_stats
 from moejax.engine.loop import Engine
+from moejax.engine.statistics import arena_stats, kv_stats
 from moejax.start.decide.shapes import ops_in_use
 from moejax.start.report.start_times import StartTimes
 

@@ -28,7 +28,7 @@ from host_offload.versions.layer_versions import (
     version_bytes,
 )
 from moejax.errors import UserError
-from moejax.models.decoder import Decoder
+from moejax.models.layers import Decoder
 from moejax.requests.request import PrefillKind
 from moejax.step.hooks import Hooks, LayerTransfers
 from moejax.step.parts import PrefillBatch, Routing, StepOutput, StepShapes
@@ -324,7 +324,7 @@ class Runner:
 
     def place_tokens(self, values: np.ndarray, update: np.ndarray) -> None:
         """Makes values int32[R] the current tokens of the rows under `update` bool[R]."""
-        self.tokens = self._call(ProgramKey("place"), self.tokens, values, update)
+        self.tokens = self._call(ProgramKey("place"), update, values, self.tokens)
 
     # ---- between steps
 

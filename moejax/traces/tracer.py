@@ -31,9 +31,9 @@ from host_offload.traces.reader import (
 from host_offload.traces.schema import QUEUES
 from moejax.errors import UserError
 from moejax.models.model_config import config_digest
+from moejax.step.parts import parse_trace_arrays
 from moejax.step.programs import STAGES
 from moejax.step.runner import Runner
-from moejax.step.trace_arrays import parse_trace_arrays
 
 BATCH = 32
 """Records that are copied at once: one by one, most of the time would go into numpy's calls."""

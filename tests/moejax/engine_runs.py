@@ -11,8 +11,8 @@ import numpy as np
 from host_offload.memory.tables import with_contents
 from host_offload.policies.eviction.names import victim_weights
 from moejax import LLM, SamplingParams
-from moejax.engine.arena_report import kv_faults
 from moejax.engine.step_work import Step
+from scripts.parts.kv_faults import kv_faults
 
 
 @dataclasses.dataclass(frozen=True)

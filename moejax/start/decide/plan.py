@@ -36,7 +36,7 @@ from moejax.start.precision import (
     spare_slots,
 )
 from moejax.start.settings import Settings
-from moejax.step.trace_arrays import TRACE_ARRAYS
+from moejax.step.parts import TRACE_ARRAYS
 from moejax.traces.tracer import config_digest
 from pallas_kernels import resolve_ops
 
