@@ -25,7 +25,7 @@ class Operation(Enum):
 
 class Device(Protocol):
     """Tables and arena that steps are run on, in dispatch order: the engine's runner with either
-    driver (moejax.engine.control) or a simulator's pager (host_offload.simulate)."""
+    driver (moejax.step.runner) or a simulator's pager (host_offload.simulate)."""
 
     def prepare(self, operations: Collection[Operation]) -> None:
         """These will be asked for."""

@@ -16,7 +16,7 @@ from host_offload.control.interface import Decision, Moment, Observation, Spec
 from host_offload.memory.arena import SlotArena
 from host_offload.memory.kv_cache import KVCache
 from host_offload.memory.pager import Pager
-from host_offload.memory.tables import Entry, read_snapshot
+from host_offload.memory.tables import Entry, Residency
 from host_offload.sizing.cost_model import SPAN, Work
 from moejax.engine.control import control_of, spec_of_engine
 from moejax.engine.loop import Engine
@@ -209,8 +209,7 @@ class ForcedSteps:
     def _plan(self, case: Case, steps: int) -> list[tuple[Work, int, int]]:
         """Queues routing and stage lists of so many steps. Returns (work, fills, read through) of
         each, of the work all but the spans."""
-        snapshot = np.array(self.runner.snapshot())  # a copy that can be written
-        pager = Pager(read_snapshot(snapshot, self.runner.tables))
+        pager = Pager(Residency(*map(np.array, self.runner.tables)))  # copies, to be written
         self._forced.queue.clear()
         rows = self.runner.shapes.bucket(case.rows)
         tile = min(DECODE_TILE, self.runner.shapes.rows)

@@ -14,7 +14,7 @@ import numpy as np
 
 from host_offload.control.control import Control
 from host_offload.memory.kv_cache import Block
-from moejax.engine.control import layer_hooks, stage_list
+from moejax.engine.control import layer_hooks
 from moejax.engine.records import Tracer, step_record
 from moejax.engine.resize import Resizer, cells_of, check_grant, grant
 from moejax.engine.sampling import TokenSampler
@@ -291,7 +291,7 @@ class Engine:
         if control is None:
             return None
         try:
-            return stage_list(self.runner, control.before_step(number))
+            return self.runner.stage_list(control.before_step(number))
         finally:
             if control.resized is not None:
                 self._trace_budget(number, control.resized.settled)

@@ -109,6 +109,7 @@ class Resizer:
         try:
             self._move(wanted, kv_wanted)
         except (jax.errors.JaxRuntimeError, MemoryError) as error:
+            # Those were given to an executable that returned none.
             given = jax.tree.leaves((self.runner.arena, self.runner.tables))
             if any(array.is_deleted() for array in given):
                 raise

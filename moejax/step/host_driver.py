@@ -83,7 +83,7 @@ class HostRunner(Runner):
         return super()._program(key)
 
     def prepare_stages(self) -> None:
-        self._need(_STAGE)
+        self.need(_STAGE)
 
     def _calls(self, step: ProgramKey) -> list[ProgramKey]:
         parts: list[tuple[str, int | None]] = [("embed", None), ("experts", None), ("output", None)]

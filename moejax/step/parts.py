@@ -178,6 +178,7 @@ def step_tokens(batch: tuple, context: StepContext) -> tuple[jax.Array, Tokens]:
 
 
 def decode_tokens(positions: jax.Array, block_table: jax.Array, context: StepContext) -> Tokens:
+    """The tokens of a decode step, see device_step."""
     valid, row_tile = positions >= 0, context.row_tile
     last = jnp.max(jnp.where(valid, jnp.arange(valid.shape[0]) + 1, 0))
     return Tokens(
