@@ -17,7 +17,7 @@ from host_offload.control.step_record import PageUse
 from host_offload.memory.arena import SlotArena
 from host_offload.memory.kv_cache import KVCache
 from host_offload.memory.pager import Pager
-from host_offload.memory.tables import Entry, read_snapshot
+from host_offload.memory.tables import Entry, Residency
 from host_offload.simulate.prediction import step_work
 from host_offload.sizing.cost_model import Work
 from host_offload.sizing.version_costs import version_work
@@ -218,8 +218,7 @@ class ForcedSteps:
     def _plan(self, case: Case, steps: int) -> list[tuple[int, int, int]]:
         """Queues routing and stage lists of so many steps. Returns (active experts, fills, experts
         read through) of each."""
-        snapshot = np.array(self.runner.snapshot())  # a copy that can be written
-        pager = Pager(read_snapshot(snapshot, self.runner.tables))
+        pager = Pager(Residency(*map(np.array, self.runner.tables)))  # copies, to be written
         self._forced.queue.clear()
         planned = []
         for step in range(steps):

@@ -21,7 +21,7 @@ from moejax.engine.resize import ResidentResizer, Resizer
 from moejax.engine.scheduler import Scheduler
 from moejax.engine.statistics import Statistics
 from moejax.errors import user_errors
-from moejax.models.decoder import Decoder
+from moejax.models.layers import Decoder
 from moejax.start.decide.facts import DeviceFacts, ModelFacts, device_facts, facts_of
 from moejax.start.decide.plan import Plan, decide, divide, step_spec
 from moejax.start.kernels import verify_kernels

@@ -29,6 +29,7 @@ from moejax.costs.transition_bound import said
 from moejax.errors import UserError, user_errors
 from moejax.progress import versions_progress
 from moejax.start.options import Options
+from moejax.step.programs import ProgramKey
 from pallas_kernels.records.versions import Formats, VersionFormats
 
 if TYPE_CHECKING:
@@ -169,7 +170,7 @@ def place_experts(runner: Runner, placement: Placement) -> float | None:
         runner.place(placement)
         return None
     # Nothing else may run meanwhile: the figure says what transitions cost.
-    runner.prepare("populate")
+    runner.need(ProgramKey("populate"))
     runner.wait_compiled()
     jax.block_until_ready(runner.arena)
     began = time.perf_counter()

@@ -22,9 +22,9 @@ from host_offload.traces.schema import QUEUES, Mark, TraceError, TraceHeader, Tr
 from host_offload.traces.writer import TraceWriter, require_new
 from moejax.errors import UserError, user_errors
 from moejax.models.model_config import config_digest
+from moejax.step.parts import parse_trace_arrays
 from moejax.step.programs import STAGES
 from moejax.step.runner import Runner
-from moejax.step.trace_arrays import parse_trace_arrays
 
 BATCH = 32
 """Records that are copied at once: one by one, most of the time would go into numpy's calls."""

@@ -162,7 +162,10 @@ class FakeRunner:
     def sample(self, logits: Any, update: np.ndarray, params: Any) -> np.ndarray:
         return self._chosen[self._count % len(self._chosen)]
 
-    def prepare(self, *names: str) -> None:
+    def prepare(self, controller: Any) -> None:
+        pass
+
+    def stage_list(self, entries: Any) -> None:
         pass
 
 

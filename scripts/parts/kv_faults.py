@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from host_offload.memory.arena import SlotClass
 from host_offload.memory.kv_cache import Block, KVCache
-from moejax.engine.arena_report import at_rest
 from moejax.engine.scheduler import Scheduler
 
 
 def kv_faults(scheduler: Scheduler) -> list[str]:
     """Broken invariants of pages, blocks and rows, in words."""
     running = (r.blocks for r in scheduler.running.values())
-    faults = cache_faults(scheduler.cache, running, at_rest(scheduler))
+    waiting = (r.blocks for _, r in scheduler.queue)
+    between_turns = (s.blocks for s in scheduler.sessions.all)
+    faults = cache_faults(scheduler.cache, running, itertools.chain(waiting, between_turns))
     rows = sorted([*scheduler.free_rows, *scheduler.running])
     if rows != list(range(scheduler.max_num_seqs)):
         faults.append(f"rows free and in use: {rows}")

@@ -35,7 +35,7 @@ from moejax.start.precision import (
     resident_versions,
 )
 from moejax.start.settings import Settings
-from moejax.step.trace_arrays import TRACE_ARRAYS
+from moejax.step.parts import TRACE_ARRAYS
 from moejax.traces.tracer import config_digest
 from pallas_kernels import resolve_ops
 

@@ -13,7 +13,7 @@ import pytest
 
 from host_offload.control.interface import Decision, Moment, Observation, Spec, State, Transition
 from host_offload.memory.placement import place, resident_spec
-from host_offload.memory.tables import empty_tables, read_snapshot, with_contents
+from host_offload.memory.tables import empty_tables, with_contents
 from host_offload.policies.precision.names import Precision, precision_of
 from host_offload.simulate.replay import replay
 from host_offload.traces.reader import read_trace
@@ -168,7 +168,7 @@ def played(
 
         def watched(number: int) -> None:
             dispatched(number)
-            after = read_snapshot(np.asarray(runner.snapshot()), runner.tables)
+            after = runner.snapshot()()
             versions.append(after.version)
             assert (after.address >= 0).all(), "every expert is resident"
             granted = after.cell_row >= 0
