@@ -2,7 +2,7 @@
 """The options of a model that runs: one list of names, defaults and descriptions.
 
 `moejax.LLM` and `AsyncLLM` take them as keywords, the command line as `--option-name`, and
-`--config FILE.yaml` as a mapping of names (moejax.start.options_file).
+`--config FILE.yaml` as a mapping of names (moejax.commands.model).
 """
 
 from __future__ import annotations
