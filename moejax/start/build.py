@@ -27,7 +27,7 @@ from moejax.start.decide.plan import Plan, decide, divide, step_spec
 from moejax.start.kernels import verify_kernels
 from moejax.start.options import Options
 from moejax.start.policies import start_controller
-from moejax.start.precision import place_experts, trace_header
+from moejax.start.precision import place_experts
 from moejax.start.probe import divided, step_costs
 from moejax.start.settings import Settings, settings_of
 from moejax.step.host_driver import HostRunner
@@ -242,11 +242,14 @@ def _tracer(plan: Plan, loaded: LoadedModel, runner: Runner) -> Tracer | None:
     # The shapes' block table is whole spans wide, which may be more pages than a sequence has.
     page = plan.steps.layout.page
     pages = -(-plan.max_model_len // page.block_size)
+    precision = settings.precision.report()
+    if plan.resident is not None:
+        precision["start"] = plan.resident.start.tolist()
     about = {
         "model": str(options.model),
         "eviction": settings.eviction,
         "prefetch": options.prefetch,
-        "precision": trace_header(settings.precision, runner),
+        "precision": precision,
         "driver": options.driver,
         "budgets": settings.budgets.stats(),
         "kv_floor_bytes": pages * page.nbytes,

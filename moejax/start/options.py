@@ -41,7 +41,7 @@ class Description:
     group: str | None = None
     """One of the command line's groups; None: it has no such option."""
     metavar: str | None = None
-    """None of a whole number: N."""
+    """None: N of a whole number, SIZE of bytes."""
     type: Callable[[str], Any] | None = None
     """How the command line reads it; None: as the field's annotation says (int, float, bool), else
     as text."""
@@ -118,7 +118,6 @@ class Options:
         "bytes of the arena, such as 16GiB; any two of it and its parts fix the third; without "
         "numbers everything is held, cut to what fits",
         "memory",
-        metavar="SIZE",
     )
     expert_budget: int | Share | None = _option(
         None,
@@ -127,9 +126,7 @@ class Options:
         "memory",
         metavar="SIZE|SHARE",
     )
-    kv_budget: int | None = _option(
-        None, "bytes that KV gets, such as 2GiB", "memory", metavar="SIZE"
-    )
+    kv_budget: int | None = _option(None, "bytes that KV gets, such as 2GiB", "memory")
     budget: str = _option(
         "fixed",
         "where the line between experts and KV is: fixed, by the sizes above, or mv_wsa=TRACE, "
@@ -247,7 +244,7 @@ class Options:
         "XLA ops, 8 with kernels)",
     )
     swap_space: int = _option(
-        4 << 30, "host memory for KV that makes room (default: 4GiB)", "memory", metavar="SIZE"
+        4 << 30, "host memory for KV that makes room (default: 4GiB)", "memory"
     )
     kv_overflow: str = _option(
         "swap",
@@ -317,7 +314,8 @@ def descriptions() -> dict[str, Description]:
             kind = option.type or _KINDS.get(str(field.type).partition(" ")[0], str)
             # Sizes are numbers that may be written with a unit.
             kind = str if field.name in _SIZES else kind
-            found[field.name] = dataclasses.replace(option, type=kind)
+            metavar = option.metavar or ("SIZE" if field.name in _SIZES else None)
+            found[field.name] = dataclasses.replace(option, type=kind, metavar=metavar)
     return found
 
 

@@ -187,16 +187,6 @@ def made_by(versions: Sequence[str], quantizers: Mapping[str, str]) -> dict[str,
     return {version: quantizers.get(version, "checkpoint") for version in versions}
 
 
-def trace_header(precision: Precision, runner: Runner) -> dict[str, Any]:
-    """What a trace's header says of it; `start` [L, E]: the versions that experts begin in, where
-    all are resident."""
-    resident = precision.mixed and not precision.paged
-    if not resident:
-        return precision.report()
-    version = runner.seen(runner.tables).version
-    return {**precision.report(), "start": np.asarray(version).tolist()}
-
-
 def paged_cells(paged: PagedSpec, layout: SlotLayout) -> str:
     """How many cells there are of each version, for people."""
     sizes = zip(paged.capacity, layout.records, strict=True)

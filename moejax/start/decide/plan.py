@@ -12,6 +12,7 @@ from host_offload.memory.budget import Budget, cells_per_layer, format_bytes, re
 from host_offload.memory.device_memory import FreeMemory
 from host_offload.memory.placement import ResidentSpec
 from host_offload.policies.prefetch.fitted import check_fitted
+from moejax.checkpoints.safetensors.shards import NUMPY_DTYPES
 from moejax.costs.store import StepSpec
 from moejax.costs.transition_bound import bounded
 from moejax.engine.control import policy_spec
@@ -122,7 +123,7 @@ def step_spec(settings: Settings, model: ModelFacts, device: DeviceFacts) -> Ste
     seqs, tokens, length = limits_of(settings, model, device)
     config = dataclasses.replace(config, rope=config.rope.for_length(length))
     layout = config.slot_layout(
-        model.itemsize, resident_versions(precision, model.store), model.dtype
+        NUMPY_DTYPES[model.dtype].itemsize, resident_versions(precision, model.store), model.dtype
     )
     needs = (need for policy in settings.policies for need in policy.needs)
     return StepSpec(
