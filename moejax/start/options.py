@@ -308,18 +308,28 @@ _SIZES: dict[str, Callable[[Any], Any]] = {
 @functools.cache
 def descriptions() -> dict[str, Description]:
     """Name → what is said of it, of every option but the model."""
-    found = {}
-    for field in dataclasses.fields(Options):
-        if (option := field.metadata.get("option")) is not None:
-            kind = option.type or _KINDS.get(str(field.type).partition(" ")[0], str)
-            # Sizes are numbers that may be written with a unit.
-            kind = str if field.name in _SIZES else kind
-            metavar = option.metavar or ("SIZE" if field.name in _SIZES else None)
-            found[field.name] = dataclasses.replace(option, type=kind, metavar=metavar)
-    return found
+    fields = dataclasses.fields(Options)
+    said = {f.name: f.metadata["option"] for f in fields if "option" in f.metadata}
+    for name in _SIZES:
+        # Numbers that may be written with a unit.
+        metavar = said[name].metavar or "SIZE"
+        said[name] = dataclasses.replace(said[name], type=str, metavar=metavar)
+    return of_fields(Options, said)
 
 
-_KINDS: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "bool": bool}
+def of_fields(
+    cls: type, said: Mapping[str, Description], defaults: Any = None
+) -> dict[str, Description]:
+    """Descriptions of fields of a dataclass, with the type of the field where none is said.
+    defaults: an instance that the command line takes them from; None: what is not given is None."""
+    kinds: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "bool": bool}
+    names = {field.name: str(field.type).partition(" ")[0] for field in dataclasses.fields(cls)}
+    return {
+        name: dataclasses.replace(
+            one, type=one.type or kinds.get(names[name], str), default=getattr(defaults, name, None)
+        )
+        for name, one in said.items()
+    }
 
 
 def _why_not(description: Description, value: Any) -> str:
