@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import dataclasses
 import datetime
 import os
 import platform
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -29,7 +28,7 @@ from host_offload.traces.reader import (
     require_new,
 )
 from host_offload.traces.schema import QUEUES
-from moejax.errors import UserError
+from moejax.errors import UserError, user_errors
 from moejax.models.model_config import config_digest
 from moejax.step.programs import STAGES
 from moejax.step.runner import Runner
@@ -80,19 +79,19 @@ class Tracer:
     def _write_records(self) -> None:
         records, self._records, self._bytes = self._records, [], 0
         if records:
-            with _user_errors():
+            with user_errors(TraceError):
                 self.writer.append(*records)
 
     def transfers(self, transfers: Iterable[Transfer]) -> None:
         """Adds transfers, each once: when it was used, evicted or skipped, or at the end."""
-        with _user_errors():
+        with user_errors(TraceError):
             for each in transfers:
                 fields = (getattr(each, name) for name in TransferTrace._fields)
                 self.writer.transfer(TransferTrace(*fields))
 
     def decision(self, step: int, fields: Mapping[str, Any]) -> None:
         """Adds a line to decisions.jsonl: what was decided after reading step `step`."""
-        with _user_errors():
+        with user_errors(TraceError):
             self.writer.decision(step, fields)
 
     def event(self, event: Any) -> None:
@@ -123,7 +122,7 @@ class Tracer:
 
     def mark(self, name: str) -> None:
         """Names the moment: what follows belongs to it (a warm-up's end, another workload)."""
-        with _user_errors():
+        with user_errors(TraceError):
             self.writer.mark(Mark(self._next_step, time.perf_counter() - self._began, name))
 
     def close(self) -> None:
@@ -134,16 +133,8 @@ class Tracer:
             if self.writer.failure is None:
                 self._write_records()
         finally:
-            with _user_errors():
+            with user_errors(TraceError):
                 self.writer.close()
-
-
-@contextlib.contextmanager
-def _user_errors() -> Iterator[None]:
-    try:
-        yield
-    except TraceError as error:
-        raise UserError(str(error)) from error
 
 
 def check_trace(
@@ -159,7 +150,7 @@ def check_trace(
                 "trace (--trace DIR)"
             )
         return wanted
-    with _user_errors():
+    with user_errors(TraceError):
         require_new(directory)
     return wanted
 
@@ -215,7 +206,7 @@ def start_trace(
         gate_input=config.hidden_size if "gate_input" in arrays else 0,
         embedding=config.hidden_size if "embedding" in arrays else 0,
     )
-    with _user_errors():
+    with user_errors(TraceError):
         return Tracer(TraceWriter(directory, header))
 
 
