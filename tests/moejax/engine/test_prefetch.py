@@ -27,8 +27,8 @@ from moejax import LLM, SamplingParams
 from moejax.commands.main import main
 from moejax.engine.control import control_of, layer_hooks
 from moejax.errors import UserError
-from moejax.start.policies import start_controller
 from moejax.traces.tracer import start_trace
+from scripts.parts.controllers import start_controller
 from tests.moejax.engine_runs import Job, Recorded, run
 
 LIMITS: dict[str, Any] = dict(max_model_len=256, max_num_seqs=4, max_num_batched_tokens=128)
