@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moejax.errors import UserError
+from moejax.errors import UserError, user_errors
 from moejax.start.options import Description, Options, descriptions
 
 if TYPE_CHECKING:
@@ -101,10 +101,8 @@ def read_options(path: str | os.PathLike[str]) -> dict[str, Any]:
     known = [name for name, option in descriptions().items() if option.in_file]
     if unknown := sorted(map(str, options.keys() - set(known))):
         raise UserError(f"{path} has the unknown option {unknown[0]!r}; known: {', '.join(known)}")
-    try:
+    with user_errors(where=f"{path}: "):
         Options("", **options)
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from error
     return options
 
 
