@@ -29,7 +29,7 @@ from host_offload.sizing.split import Division, MissCosts, division_of, link_cos
 from host_offload.traces.reader import Trace, TraceError, read_trace
 from moejax.cache import cache_root
 from moejax.costs.store import load_cost_model
-from moejax.errors import UserError, user_errors
+from moejax.errors import UserError
 
 _TIME = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*(us|µs|ms|s)")
 _SECONDS = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
@@ -114,9 +114,11 @@ class Planner:
 
     def __init__(self, trace: Trace, model: CostModel | None, link: float | None = None):
         self.trace, self.model, self.link = trace, model, link
-        with user_errors(TraceError):
+        try:
             self.spec: Spec = spec_of(trace.header)
             self.pages_per_user = max((len(turn.pages) for turn in turns_of(trace)), default=0)
+        except TraceError as error:
+            raise UserError(str(error)) from error
         if not self.pages_per_user:
             raise UserError(
                 f"no request ends in the trace {trace.directory}, so it says nothing about KV"
@@ -145,7 +147,7 @@ class Planner:
         division = self._division(memory)
         costs = self._miss_costs(kv_overflow)
         prediction = None
-        with user_errors():
+        with _refusals():
             found = configure(turns_of(self.trace), division, costs, allocation=cells)
             if self.model is not None:
                 prediction = predict(self.trace, self.model, cells=found.cells, driver="device")
@@ -179,7 +181,7 @@ class Planner:
         """The least memory with which so many users at once get a token every tpot_s seconds."""
         if users < 1:
             raise UserError(f"users must be at least 1, got {users}")
-        with user_errors():
+        with _refusals():
             # Only its sizes count, so any memory does that holds KV.
             division = self._division(1 << 62)
             decode = self._decode_model(users)
@@ -190,7 +192,7 @@ class Planner:
 
     def users_for(self, memory: int, tpot_s: float) -> Capacity:
         """The most users at once that get a token every tpot_s seconds from so many bytes."""
-        with user_errors():
+        with _refusals():
             decode = self._decode_model(None)
             users, found = users_for(
                 decode,
@@ -240,7 +242,7 @@ class Planner:
         slot = self.spec.slot_bytes or 1
         if memory < slot:
             raise UserError(f"{memory} bytes are less than one slot, which has {slot}")
-        with user_errors():
+        with _refusals():
             return division_of(dataclasses.replace(self.spec, budget_bytes=memory))
 
     def _decode_model(self, users: int | None) -> DecodeModel:
@@ -264,10 +266,22 @@ NO_COST = (
 )
 
 
+class _refusals:
+    """What the arithmetic refuses, as UserError."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if isinstance(error, ValueError) and not isinstance(error, UserError):
+            raise UserError(str(error)) from error
+
+
 def open_trace(directory: str | os.PathLike[str]) -> Trace:
     """Raises UserError for what is no trace."""
-    with user_errors(TraceError):
+    try:
         return read_trace(directory)
+    except TraceError as error:
+        raise UserError(str(error)) from error
 
 
 def costs_of_trace(trace: Trace, path: str | os.PathLike[str] | None = None) -> CostModel:

@@ -24,7 +24,7 @@ from moejax.checkpoints.load import load_checkpoint
 from moejax.checkpoints.loaded_model import LoadedModel
 from moejax.checkpoints.orbax.manifest import MANIFEST, read_manifest
 from moejax.checkpoints.versions import with_versions
-from moejax.errors import UserError, user_errors
+from moejax.errors import UserError
 from moejax.models.directory import checkpoint_directory
 from pallas_kernels.expert_ffn.activation import ACTIVATIONS
 from pallas_kernels.records.format import BITS
@@ -53,8 +53,10 @@ def expert_scores(trace: Trace, alpha: float, interval: str) -> ExpertScores:
     """
     if not 0 <= alpha < 1:
         raise UserError(f"alpha must lie from 0 to below 1, not {alpha}")
-    with user_errors(PolicyError):
+    try:
         every, unit = parse_interval(interval, "DynaExq")
+    except PolicyError as error:
+        raise UserError(str(error)) from error
     shape = trace.header.layers, trace.header.experts
     counts, since = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
     scores, ended, passed = np.zeros(shape), 0, 0.0
@@ -119,8 +121,10 @@ def error_weights(
     name_map: see load_checkpoint. Raises UserError for what is no pair of versions with a lossy low
     one, for a model without what is needed, and as load_checkpoint and with_versions do.
     """
-    with user_errors():
+    try:
         precision_of("dynaexq", hi=hi, lo=lo)
+    except ValueError as error:
+        raise UserError(str(error)) from error
     if lo not in BITS:
         raise UserError(f"{lo} has the bits of dense, so it makes no errors; leave --model out")
     if not trace.header.gate_input:

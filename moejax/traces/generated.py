@@ -22,7 +22,7 @@ from host_offload.traces.generators import RoutedTokens, routing_generator
 from host_offload.traces.reader import KINDS as STEP_KINDS
 from host_offload.traces.reader import Mark, TraceError, TraceHeader, TraceWriter, require_new
 from host_offload.traces.schema import written_columns
-from moejax.errors import UserError, user_errors
+from moejax.errors import UserError
 from moejax.step.parts import Routing
 
 PRESENT = ("request", "position", "phase", "ids", "weights", "kind")
@@ -77,8 +77,10 @@ def write_generated_trace(
             "generated routing needs at least one sequence, and tokens beyond the prompt; got "
             f"{sequences} sequences of {tokens} tokens, {prompt_tokens} of them prompt"
         )
-    with user_errors():
+    try:
         generator = routing_generator(kind, layers, experts, top_k, phase_tokens)
+    except ValueError as error:
+        raise UserError(str(error)) from error
     origin = {"generator": kind, **dataclasses.asdict(generator), "seed": seed}
     header = routing_header(layers, experts, top_k, PRESENT, origin)
     numbers = np.arange(sequences, dtype=np.int32)
@@ -123,7 +125,7 @@ def routing_header(
     present: fields of StepRecord that the steps have, besides ids, user, number and tokens. origin:
     where it is from, kept in `spec`.
     """
-    with user_errors():
+    try:
         header = TraceHeader(
             layers=layers,
             experts=experts,
@@ -134,6 +136,8 @@ def routing_header(
             command=sys.argv,
             created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         )
+    except ValueError as error:
+        raise UserError(str(error)) from error
     have = {*present, "ids", "user", "number", "tokens"}
     missing = [name for name in written_columns(header) if name.split(".")[1] not in have]
     return dataclasses.replace(header, absent=tuple(missing))

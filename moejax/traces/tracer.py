@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
 import datetime
 import os
 import platform
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -28,7 +29,7 @@ from host_offload.traces.reader import (
     require_new,
 )
 from host_offload.traces.schema import QUEUES
-from moejax.errors import UserError, user_errors
+from moejax.errors import UserError
 from moejax.models.model_config import config_digest
 from moejax.step.programs import STAGES
 from moejax.step.runner import Runner
@@ -79,19 +80,19 @@ class Tracer:
     def _write_records(self) -> None:
         records, self._records, self._bytes = self._records, [], 0
         if records:
-            with user_errors(TraceError):
+            with _user_errors():
                 self.writer.append(*records)
 
     def transfers(self, transfers: Iterable[Transfer]) -> None:
         """Adds transfers, each once: when it was used, evicted or skipped, or at the end."""
-        with user_errors(TraceError):
+        with _user_errors():
             for each in transfers:
                 fields = (getattr(each, name) for name in TransferTrace._fields)
                 self.writer.transfer(TransferTrace(*fields))
 
     def decision(self, step: int, fields: Mapping[str, Any]) -> None:
         """Adds a line to decisions.jsonl: what was decided after reading step `step`."""
-        with user_errors(TraceError):
+        with _user_errors():
             self.writer.decision(step, fields)
 
     def event(self, event: Any) -> None:
@@ -122,7 +123,7 @@ class Tracer:
 
     def mark(self, name: str) -> None:
         """Names the moment: what follows belongs to it (a warm-up's end, another workload)."""
-        with user_errors(TraceError):
+        with _user_errors():
             self.writer.mark(Mark(self._next_step, time.perf_counter() - self._began, name))
 
     def close(self) -> None:
@@ -133,8 +134,16 @@ class Tracer:
             if self.writer.failure is None:
                 self._write_records()
         finally:
-            with user_errors(TraceError):
+            with _user_errors():
                 self.writer.close()
+
+
+@contextlib.contextmanager
+def _user_errors() -> Iterator[None]:
+    try:
+        yield
+    except TraceError as error:
+        raise UserError(str(error)) from error
 
 
 def check_trace(
@@ -150,7 +159,7 @@ def check_trace(
                 "trace (--trace DIR)"
             )
         return wanted
-    with user_errors(TraceError):
+    with _user_errors():
         require_new(directory)
     return wanted
 
@@ -206,7 +215,7 @@ def start_trace(
         gate_input=config.hidden_size if "gate_input" in arrays else 0,
         embedding=config.hidden_size if "embedding" in arrays else 0,
     )
-    with user_errors(TraceError):
+    with _user_errors():
         return Tracer(TraceWriter(directory, header))
 
 
