@@ -23,46 +23,35 @@ from moejax.commands.model import (
 )
 from moejax.errors import UserError
 from moejax.requests.sampling_params import SamplingParams
-from moejax.start.options import Description
+from moejax.start.options import Description, of_fields
 
 MAX_TOKENS = 128
 """Default of the command; `SamplingParams` has vLLM's 16, which is short for reading."""
 
-_DEFAULTS = SamplingParams()
-_SAMPLING = {
-    "max_tokens": Description(
-        f"most tokens to generate (default: {MAX_TOKENS})", type=int, default=MAX_TOKENS
-    ),
-    "temperature": Description(
-        f"randomness, 0 to 2; 0 always takes the likeliest token "
-        f"(default: {_DEFAULTS.temperature}, as in vLLM)",
-        metavar="T",
-        type=float,
-        default=_DEFAULTS.temperature,
-    ),
-    "top_k": Description(
-        "draw from the K likeliest tokens (default: 0, all)",
-        metavar="K",
-        type=int,
-        default=_DEFAULTS.top_k,
-    ),
-    "top_p": Description(
-        "draw from the likeliest tokens with probability P together (default: 1.0, all)",
-        metavar="P",
-        type=float,
-        default=_DEFAULTS.top_p,
-    ),
-    "min_p": Description(
-        "draw from tokens at least P times as likely as the likeliest (default: 0.0, all)",
-        metavar="P",
-        type=float,
-        default=_DEFAULTS.min_p,
-    ),
-    "seed": Description(
-        "seed of the draws; another seed, another text (default: one that never changes)", type=int
-    ),
-    "ignore_eos": Description("go on after the end-of-sequence token", type=bool, default=False),
-}
+_SAMPLING = of_fields(
+    SamplingParams,
+    {
+        "max_tokens": Description(f"most tokens to generate (default: {MAX_TOKENS})"),
+        "temperature": Description(
+            "randomness, 0 to 2; 0 always takes the likeliest token (default: 1.0, as in vLLM)",
+            metavar="T",
+        ),
+        "top_k": Description("draw from the K likeliest tokens (default: 0, all)", metavar="K"),
+        "top_p": Description(
+            "draw from the likeliest tokens with probability P together (default: 1.0, all)",
+            metavar="P",
+        ),
+        "min_p": Description(
+            "draw from tokens at least P times as likely as the likeliest (default: 0.0, all)",
+            metavar="P",
+        ),
+        "seed": Description(
+            "seed of the draws; another seed, another text (default: one that never changes)"
+        ),
+        "ignore_eos": Description("go on after the end-of-sequence token"),
+    },
+    SamplingParams(max_tokens=MAX_TOKENS),
+)
 _EPILOG = """\
 examples:
   moejax generate "The old house"

@@ -1,13 +1,17 @@
-"""The model that a command runs: its options (moejax.start.options) and its start."""
+"""The model that a command runs: its options, also from a file, and its start."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import logging
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moejax.errors import UserError, user_errors
 from moejax.start.options import Description, Options, descriptions
 
 if TYPE_CHECKING:
@@ -71,8 +75,6 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     values that can never be."""
     given: dict[str, Any] = {}
     if args.config is not None:
-        from moejax.start.options_file import read_options
-
         given = read_options(args.config)
     for name, description in descriptions().items():
         # What was not given keeps the file's value or the library's default.
@@ -81,6 +83,35 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
             given[name] = value
     Options("", **given)
     return given
+
+
+def read_options(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Keyword arguments of Options from a YAML or JSON file. Raises UserError for a file that
+    cannot be read, is no mapping, has an unknown key, or a value that can never be."""
+    import yaml
+
+    try:
+        options = yaml.safe_load(Path(path).read_text("utf-8"))
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror})") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is no YAML: {error}") from error
+    if not isinstance(options, dict):
+        raise UserError(f"{path} must be a mapping of options, not {type(options).__name__}")
+    known = [name for name, option in descriptions().items() if option.in_file]
+    if unknown := sorted(map(str, options.keys() - set(known))):
+        raise UserError(f"{path} has the unknown option {unknown[0]!r}; known: {', '.join(known)}")
+    with user_errors(where=f"{path}: "):
+        Options("", **options)
+    return options
+
+
+def write_options(path: str | os.PathLike[str], options: Mapping[str, Any]) -> None:
+    """Raises UserError where the file cannot be written."""
+    try:
+        Path(path).write_text(json.dumps(dict(options), indent=1) + "\n")
+    except OSError as error:
+        raise UserError(f"{path} cannot be written ({error.strerror})") from error
 
 
 @contextmanager

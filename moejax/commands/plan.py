@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from host_offload.memory.budget import format_bytes
 from moejax.commands import add_command
-from moejax.commands.model import add_model_options, engine_options
+from moejax.commands.model import add_model_options, engine_options, write_options
 from moejax.commands.tables import print_table
 from moejax.errors import UserError
 from moejax.sizes import parse_rate, parse_share, parse_size
@@ -124,7 +124,6 @@ def _run(args: argparse.Namespace) -> int:
         open_trace,
         parse_time,
     )
-    from moejax.start.options_file import write_options
 
     tpot_s = None if args.tpot is None else parse_time(args.tpot)
     epsilon = EPSILON if args.epsilon is None else parse_share(args.epsilon)

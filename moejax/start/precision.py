@@ -1,4 +1,4 @@
-"""Precision in the engine: from options to stores, formats, slots and where experts begin."""
+"""Precision in the engine: stores, formats, slots and where experts begin."""
 
 from __future__ import annotations
 
@@ -22,13 +22,12 @@ from host_offload.memory.placement import (
 )
 from host_offload.memory.store import ExpertStore
 from host_offload.policies.precision.maps import HI, LO
-from host_offload.policies.precision.names import Precision, precision_of
+from host_offload.policies.precision.names import Precision
 from moejax.checkpoints.loaded_model import LoadedModel
-from moejax.checkpoints.versions import check_quantizer, with_versions
+from moejax.checkpoints.versions import with_versions
 from moejax.costs.transition_bound import said
-from moejax.errors import UserError, user_errors
+from moejax.errors import UserError
 from moejax.progress import versions_progress
-from moejax.start.options import Options
 from moejax.step.programs import ProgramKey
 from pallas_kernels.records.versions import Formats, VersionFormats
 
@@ -37,32 +36,6 @@ if TYPE_CHECKING:
     from moejax.step.runner import Runner
 
 DENSE = Precision("dense")
-
-
-def parse_precision(options: Options) -> Precision:
-    """precision_of, for users: raises UserError, also for a quantizer that does not exist. A
-    Precision is taken as it is, without hi, lo, interval and hi_share. With two versions layers
-    have no cells of their own that budget and cells could move."""
-    check_quantizer(options.quantizer)
-    parts = {name: getattr(options, name) for name in ("hi", "lo", "interval", "hi_share")}
-    if isinstance(options.precision, Precision):
-        for name, value in parts.items():
-            if value is not None:
-                raise UserError(f"{name} is a part of the Precision that is given; leave it out")
-        found = options.precision
-    else:
-        with user_errors():
-            found = precision_of(options.precision, **parts, seed=options.seed)
-    if found.mixed and (options.budget, options.cells) != ("fixed", "uniform"):
-        where = (
-            "cuts each layer's cells of both versions once, at the start"
-            if found.paged
-            else "keeps every expert resident in cells that layers share"
-        )
-        raise UserError(
-            f"precision {found.name} {where}, so budget and cells say nothing; leave them out"
-        )
-    return found
 
 
 def resident_versions(precision: Precision, store: ExpertStore) -> tuple[str, ...]:
@@ -213,16 +186,6 @@ def made_by(versions: Sequence[str], quantizers: Mapping[str, str]) -> dict[str,
     """Version → how it was made: rtn, mse or gptq (with its text), `lossless`; `checkpoint` for
     dense, and for a version whose maker the checkpoint does not name."""
     return {version: quantizers.get(version, "checkpoint") for version in versions}
-
-
-def trace_header(precision: Precision, runner: Runner) -> dict[str, Any]:
-    """What a trace's header says of it; `start` [L, E]: the versions that experts begin in, where
-    all are resident."""
-    resident = precision.mixed and not precision.paged
-    if not resident:
-        return precision.report()
-    version = runner.seen(runner.tables).version
-    return {**precision.report(), "start": np.asarray(version).tolist()}
 
 
 def paged_cells(paged: PagedSpec, layout: SlotLayout) -> str:

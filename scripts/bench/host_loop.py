@@ -41,11 +41,11 @@ from moejax.engine.loop import Engine
 from moejax.engine.scheduler import Scheduler
 from moejax.engine.statistics import Statistics
 from moejax.models.config import ModelConfig
-from moejax.start.policies import start_controller
 from moejax.step.experts import Paging
 from moejax.step.parts import Routing, StepOutput, StepShapes
 from moejax.traces.tracer import start_trace
 from scripts.parts.commands import new_parser, refuse
+from scripts.parts.controllers import start_controller
 from scripts.parts.text_table import aligned
 
 MODES = ("plain", "control", "trace", "both")

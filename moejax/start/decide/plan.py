@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import sys
 
-from host_offload.control.interface import Costs
+from host_offload.control.interface import Costs, Spec
 from host_offload.control.paging import PagedSpec, check_paged
 from host_offload.control.transitions import check_resident
 from host_offload.memory.budget import Budget, cells_per_layer, format_bytes, resolve_budget
 from host_offload.memory.device_memory import FreeMemory
 from host_offload.memory.placement import ResidentSpec
 from host_offload.policies.prefetch.fitted import check_fitted
+from moejax.checkpoints.safetensors.shards import NUMPY_DTYPES
 from moejax.costs.store import StepSpec
 from moejax.costs.transition_bound import bounded
 from moejax.engine.control import policy_spec
@@ -60,12 +61,10 @@ class Plan:
     """Where every expert has one of two versions in the arena."""
     paged: PagedSpec | None
     """Where layers have cells of two versions."""
-    bound: int
-    """C: the most cells a layer can come to have."""
+    spec: Spec
+    """What policies are told of the engine, but for the router's weights."""
     admission: int
     """Prompts that a prefill step waits for while others decode."""
-    costs: Costs | None
-    """What policies are told that steps cost."""
 
     def describe(self) -> dict[str, str]:
         """What was decided, a line for people under each name."""
@@ -122,7 +121,7 @@ def step_spec(settings: Settings, model: ModelFacts, device: DeviceFacts) -> Ste
     seqs, tokens, length = limits_of(settings, model, device)
     config = dataclasses.replace(config, rope=config.rope.for_length(length))
     layout = config.slot_layout(
-        model.itemsize, resident_versions(precision, model.store), model.dtype
+        NUMPY_DTYPES[model.dtype].itemsize, resident_versions(precision, model.store), model.dtype
     )
     needs = (need for policy in settings.policies for need in policy.needs)
     return StepSpec(
@@ -224,14 +223,13 @@ def decide(
     cells: tuple[int, ...] = ()
     if mixed is None:
         cells = cells_per_layer(budget.expert_slots, moe_layers, experts)
-    bound = experts if mixed is None else mixed.cell_bound
     spec = policy_spec(
         steps.config,
         steps.layout,
         steps.formats,
         driver=steps.driver,
         slots=budget.slots,
-        bound=bound,
+        bound=experts if mixed is None else mixed.cell_bound,
         max_model_len=length,
         max_num_seqs=seqs,
         seed=settings.options.seed,
@@ -256,8 +254,9 @@ def decide(
         cells=cells,
         resident=resident,
         paged=paged,
-        bound=bound,
+        spec=dataclasses.replace(
+            spec, resident=resident, capacity=None if mixed is None else mixed.capacity, costs=costs
+        ),
         # A prefill step with experts to move costs almost the same for one prompt as for many.
         admission=1 if min(least, default=experts) >= experts else -(-seqs // 4),
-        costs=costs,
     )

@@ -21,7 +21,7 @@ from moejax.cache import cache_root, write_whole
 from moejax.costs.store import StepSpec, identity, kept_cost_model
 from moejax.engine.resize import check_grant
 from moejax.errors import UserError, user_errors
-from moejax.start.budget_options import BudgetOptions
+from moejax.start.settings import BudgetOptions
 from moejax.traces.tracer import config_digest
 
 log = logging.getLogger("moejax")

@@ -65,6 +65,4 @@ def facts_without_weights(
         for version in kept
     }
     store = ExpertStore(layouts, {}, layers)
-    return ModelFacts(
-        config, named, dense.itemsize, store, read_bytes(abstract_params(config, dtype))
-    )
+    return ModelFacts(config, named, store, read_bytes(abstract_params(config, dtype)))

@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import math
 import os
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -151,18 +150,14 @@ def read_headers(
     if kind == "moejax-orbax":
         manifest = read_manifest(directory / MANIFEST)
         config = dataclasses.replace(load_config(directory), dtype=manifest.dtype)
-        weights = _weights(kind, directory.rglob("*"))
-        made = {"quantizers": manifest.quantizers, "dense_layers": manifest.dense_layers}
-        return config, dataclasses.replace(weights, **made)
-    config, files = open_tensors(directory, kind, step, name_map)
-    paths = files[0].path.rglob("*") if kind == "orbax" else (file.path for file in files)
-    config, _, _ = plan_tensors(config, files, "auto", str(directory))
-    return config, _weights(kind, paths)
-
-
-def _weights(kind: str, paths: Iterable[Path]) -> Weights:
+        paths, made = directory.rglob("*"), (manifest.quantizers, manifest.dense_layers)
+    else:
+        config, files = open_tensors(directory, kind, step, name_map)
+        paths = files[0].path.rglob("*") if kind == "orbax" else (file.path for file in files)
+        config, _, _ = plan_tensors(config, files, "auto", str(directory))
+        made = {}, {}
     sizes = [path.stat().st_size for path in paths if path.is_file()]
-    return Weights(kind, len(sizes), sum(sizes))
+    return config, Weights(kind, len(sizes), sum(sizes), *made)
 
 
 def model_info(config: ModelConfig, dtype: str = "auto") -> ModelInfo:

@@ -19,11 +19,11 @@ from host_offload.traces.reader import TraceError, read_trace
 from host_offload.traces.writer import TraceWriter
 from moejax import LLM, SamplingParams, UserError
 from moejax.commands.main import main
+from moejax.commands.model import read_options
 from moejax.costs.workload_plan import Planner, costs_of_trace, parse_time
 from moejax.engine.control import spec_of_engine
-from moejax.start.budget_options import parse_budget_options
 from moejax.start.options import Options
-from moejax.start.options_file import read_options
+from moejax.start.settings import parse_budget_options
 from scripts.budgets.replay import replay_split
 from tests.moejax.engine.budget_workload import (
     COSTS,

@@ -25,8 +25,8 @@ from moejax import LLM, SamplingParams
 from moejax.commands.main import main
 from moejax.engine.control import control_of, layer_hooks
 from moejax.errors import UserError
-from moejax.start.policies import start_controller
 from moejax.traces.tracer import start_trace
+from scripts.parts.controllers import start_controller
 from scripts.policies.prefetch_score import score_of_trace
 from scripts.policies.static_layers import StaticLayers
 from tests.moejax.engine_runs import Job, Recorded, run

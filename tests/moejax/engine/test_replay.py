@@ -27,8 +27,8 @@ from host_offload.traces.reader import Trace, TraceError, read_trace
 from host_offload.traces.writer import TraceWriter
 from moejax import LLM, SamplingParams
 from moejax.engine.control import control_of, layer_hooks
-from moejax.start.policies import start_controller
 from moejax.traces.tracer import start_trace
+from scripts.parts.controllers import start_controller
 from tests.host_offload.control.erratic_policy import Erratic
 from tests.host_offload.control.policy_runs import scripted
 from tests.moejax.engine.test_control import NextLayer

@@ -26,8 +26,8 @@ from moejax import LLM, SamplingParams, UserError
 from moejax.engine.control import control_of
 from moejax.engine.resize import ResidentResizer
 from moejax.start.options import Options
-from moejax.start.policies import start_controller
 from moejax.traces.tracer import start_trace
+from scripts.parts.controllers import start_controller
 from tests.moejax.engine_runs import Job, Recorded, run
 from tests.moejax.start.precision_engines import start_precision
 

@@ -17,7 +17,8 @@ from host_offload.versions.encoders import decode, encode
 from moejax import LLM, SamplingParams, UserError
 from moejax.commands import main as cli
 from moejax.start.options import Options
-from moejax.start.precision import parse_precision, precision_stats
+from moejax.start.precision import precision_stats
+from moejax.start.settings import parse_precision
 from pallas_kernels.records import RecordFormat
 from scripts.parts.version_history import version_history
 

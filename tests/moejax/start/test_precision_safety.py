@@ -20,10 +20,10 @@ from host_offload.traces.reader import read_trace
 from moejax import SamplingParams
 from moejax.engine.control import control_of
 from moejax.start.options import Options
-from moejax.start.policies import start_controller
 from moejax.step.programs import ProgramKey
 from moejax.step.runner import compiler_options
 from moejax.traces.tracer import start_trace
+from scripts.parts.controllers import start_controller
 from tests.hlo import read_executable
 from tests.moejax.engine_runs import Job, run
 from tests.moejax.start.precision_engines import start_precision

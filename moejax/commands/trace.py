@@ -1,24 +1,24 @@
-"""``moejax trace``: what a trace's routing is like, and traces of other programs' routing."""
+"""``moejax trace``: what a trace's routing is like and says of precision, and other programs'."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import textwrap
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from moejax.commands import add_command
-from moejax.commands.model import add_described, asked
+from moejax.commands.model import add_described, add_options, asked
 from moejax.commands.tables import print_table
-from moejax.commands.trace import scores as trace_scores
-from moejax.commands.trace.model import add_model, check_model, model_config
-from moejax.errors import user_errors
+from moejax.errors import UserError, user_errors
 from moejax.start.options import Description
 
 if TYPE_CHECKING:
-    from host_offload.traces.reader import TraceHeader
+    from host_offload.traces.reader import Trace, TraceHeader
     from host_offload.traces.statistics import TraceStatistics
+    from moejax.models.model_config import ModelConfig
 
 _INFO_EPILOG = """\
 Every figure is beside what papers measured of real models, where they did: what holds for a small
@@ -28,6 +28,24 @@ examples:
   moejax trace info run1
   moejax trace info run1 --model demo --json
       refuses a trace of another model
+"""
+
+_SCORES_EPILOG = """\
+writes, for --precision:
+  DIR/map.npy       the experts that the trace selected most are high: map=DIR/map.npy
+  DIR/scores.npy    DynaExq's S at the trace's end, to begin with: dynaexq,scores=DIR/scores.npy
+and with --model, which has to be the trace's:
+  DIR/weights.npy   how much more error each expert's low version makes:
+                    dynaexq,scope=error-weighted,weights=DIR/weights.npy
+  DIR/weighted-map.npy
+                    like map.npy, by selections times error, over all layers
+Errors are of the experts' outputs if the trace has their inputs (--trace-arrays gate_input), else
+of their weights, which moejax quantize wrote down.
+
+examples:
+  moejax trace scores run1 hot --hi-share 0.25
+  moejax generate "The old house" --precision map=hot/map.npy
+  moejax trace scores run1 hot --model demo --lo int4
 """
 
 _CONVERT_EPILOG = """\
@@ -94,16 +112,50 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     text = "show what a trace's routing is like, beside published figures"
     info = add_command(actions, "info", _info, text, _INFO_EPILOG)
     info.add_argument("directory", metavar="DIR", help="a trace")
-    add_model(info, "refuse the trace if it is not of this model")
+    _add_model(info, "refuse the trace if it is not of this model")
     info.add_argument("--json", action="store_true", help="one JSON object; shares are 0 … 1")
 
-    trace_scores.add_parser(actions)
+    text = "write who is used most, for --precision"
+    scores = add_command(actions, "scores", _scores, text, _SCORES_EPILOG)
+    scores.add_argument("trace", metavar="TRACE", help="a trace")
+    scores.add_argument("directory", metavar="DIR", help="of the files")
+    scores.add_argument(
+        "--hi-share",
+        type=float,
+        default=0.25,
+        metavar="SHARE",
+        help="of the experts are high in maps (default: 0.25)",
+    )
+    scores.add_argument(
+        "--alpha",
+        type=float,
+        metavar="A",
+        help="of S, as DynaExq has it (default: the trace's, else 0.5)",
+    )
+    scores.add_argument(
+        "--interval", metavar="N UNIT", help="of S (default: the trace's, else '4096 tokens')"
+    )
+    for option, default in (("--hi", "dense"), ("--lo", "int4")):
+        scores.add_argument(
+            option,
+            default=default,
+            metavar="VERSION",
+            help=f"whose errors are compared (default: {default})",
+        )
+    scores.add_argument(
+        "--quantizer",
+        default="rtn",
+        metavar="NAME",
+        help="rtn or mse, of versions that the checkpoint lacks (default: rtn)",
+    )
+    scores.add_argument("--json", action="store_true", help="one JSON object on stdout instead")
+    _add_model(scores, "also write weights of errors; refuse the trace if it is not of this model")
 
     text = "make a trace of routing that another program recorded"
     convert = add_command(actions, "convert", _convert, text, _CONVERT_EPILOG)
     convert.add_argument("source", metavar="SRC", help="a .npy, .npz, .jsonl or .parquet file")
     convert.add_argument("destination", metavar="DST", help="the new trace's directory")
-    add_model(convert, "of this model; gives the number of experts, and checks shapes")
+    _add_model(convert, "of this model; gives the number of experts, and checks shapes")
     add_described(convert, _OF_A_DUMP)
 
     text = "write a trace of synthetic routing"
@@ -115,19 +167,57 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     add_described(generate, _OF_ROUTING)
 
 
+# ---- the model that a trace has to be of
+
+
+def _add_model(parser: argparse.ArgumentParser, text: str) -> None:
+    parser.add_argument("--model", metavar="PATH", help=f"{text}: a checkpoint or a config.json")
+    add_options(parser, "checkpoint")
+
+
+def _model_config(args: argparse.Namespace) -> ModelConfig | None:
+    """The configuration of --model; None without it."""
+    if args.model is None:
+        return None
+    from moejax.start.report.info import read_headers
+
+    return read_headers(args.model, args.step, args.name_map)[0]
+
+
+def _opened(path: str, args: argparse.Namespace) -> Trace:
+    """The trace. Raises TraceError, and UserError where it is of another model than --model."""
+    from host_offload.traces.reader import read_trace
+    from moejax.models.model_config import config_digest
+
+    trace, config = read_trace(path), _model_config(args)
+    if config is None:
+        return trace
+    header, digest = trace.header, config_digest(config)
+    found = header.layers, header.experts, header.top_k
+    wanted = sum(config.moe_layers), config.num_experts, config.num_experts_per_tok
+    if found != wanted:
+        raise UserError(
+            f"{path} is of another model: it has {found[0]} MoE layers of {found[1]} experts, "
+            f"top-{found[2]}; the model has {wanted[0]} of {wanted[1]}, top-{wanted[2]}"
+        )
+    if header.config_digest and header.config_digest != digest:
+        raise UserError(
+            f"{path} is of another model: its configuration's digest is "
+            f"{header.config_digest[:12]}…, the model's {digest[:12]}…"
+        )
+    return trace
+
+
 # ---- info
 
 
 def _info(args: argparse.Namespace) -> int:
-    import dataclasses
-
-    from host_offload.traces.reader import TraceError, read_trace
+    from host_offload.traces.reader import TraceError
     from host_offload.traces.statistics import as_json, trace_statistics
     from moejax.traces import published
 
     with user_errors(TraceError):
-        trace = read_trace(args.directory)
-        check_model(args.directory, trace.header, model_config(args))
+        trace = _opened(args.directory, args)
         statistics = trace_statistics(trace)
     header = trace.header
     if args.json:
@@ -228,13 +318,64 @@ def _domains(s: TraceStatistics) -> Iterator[tuple[str, ...]]:
             yield row(f"mean of {name}", *means)
 
 
+# ---- scores
+
+
+def _scores(args: argparse.Namespace) -> int:
+    from host_offload.traces.reader import TraceError
+
+    with user_errors(TraceError):
+        return _write_scores(args, _opened(args.trace, args))
+
+
+def _write_scores(args: argparse.Namespace, trace: Trace) -> int:
+    from moejax.evaluate.expert_scores import error_weights, expert_scores, write_scores
+
+    recorded = trace.header.spec.get("precision") or {}
+    alpha = recorded.get("alpha", 0.5) if args.alpha is None else args.alpha
+    interval = args.interval or recorded.get("interval", "4096 tokens")
+    found, errors = expert_scores(trace, alpha, interval), None
+    if args.model is not None:
+        import jax
+
+        from moejax.models.directory import model_directory
+
+        jax.config.update("jax_platforms", "cpu")  # nothing here is worth a GPU's memory
+        model, pair = model_directory(args.model), (args.hi, args.lo)
+        errors = error_weights(
+            model, trace, *pair, args.quantizer, step=args.step, name_map=args.name_map
+        )
+    files = write_scores(args.directory, found, args.hi_share, errors)
+    tokens, of = trace.tokens, None if errors is None else errors.of
+    if args.json:
+        report = {
+            "trace": args.trace,
+            "tokens": tokens,
+            "alpha": alpha,
+            "interval": interval,
+            "intervals": found.intervals,
+            "hi_share": args.hi_share,
+            "errors_of": of,
+            "files": [str(file) for file in files],
+        }
+        print(json.dumps(report, indent=2))
+        return 0
+    print(
+        f"{tokens} tokens, intervals of {interval}: {found.intervals}, alpha {alpha:g}"
+        + ("" if of is None else f"; errors of {args.lo} by {of}")
+    )
+    for file in files:
+        print(f"  {file}")
+    return 0
+
+
 # ---- convert and generate
 
 
 def _convert(args: argparse.Namespace) -> int:
     from moejax.traces.conversion import convert_trace
 
-    config, given = model_config(args), asked(args, _OF_A_DUMP)
+    config, given = _model_config(args), asked(args, _OF_A_DUMP)
     done = convert_trace(args.source, args.destination, config=config, **given)
     header = done.header
     kind = "recorded" if header.spec["steps"] == "recorded" else "put together"
