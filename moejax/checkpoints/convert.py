@@ -23,7 +23,7 @@ import numpy as np
 from host_offload.versions.encoders import EncodingError, decode
 from host_offload.versions.store_versions import as_weights, relative_error
 from moejax.checkpoints.conversion_source import Source, open_source
-from moejax.checkpoints.formats import checkpoint_format
+from moejax.checkpoints.load import checkpoint_format
 from moejax.checkpoints.loaded_model import counted, warn_nonfinite
 from moejax.checkpoints.orbax.destination import free_destination, require_space, written_beside
 from moejax.checkpoints.orbax.layout import DENSE, Leaf

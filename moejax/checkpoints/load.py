@@ -10,14 +10,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import jax
 import numpy as np
 
 from host_offload.memory.store import aligned_empty
 from moejax.checkpoints.foreign.checkpoint import open_mapped
-from moejax.checkpoints.formats import checkpoint_format
 from moejax.checkpoints.loaded_model import (
     LoadedModel,
     check_dtype,
@@ -26,9 +25,17 @@ from moejax.checkpoints.loaded_model import (
     run_dtype,
     warn_nonfinite,
 )
+from moejax.checkpoints.orbax.manifest import JOURNAL, MANIFEST
 from moejax.checkpoints.orbax.own import load_orbax
+from moejax.checkpoints.orbax.steps import is_orbax
 from moejax.checkpoints.placement import load_file
-from moejax.checkpoints.safetensors.shards import NUMPY_DTYPES, TensorFile, find_shards
+from moejax.checkpoints.safetensors.shards import (
+    INDEX,
+    NUMPY_DTYPES,
+    SINGLE,
+    TensorFile,
+    find_shards,
+)
 from moejax.checkpoints.tensors import (
     ParamPlace,
     Place,
@@ -43,6 +50,7 @@ from moejax.models.directory import checkpoint_directory
 MOST_EXPERTS = 10**6
 """In all layers; the largest models have 25,000."""
 
+_ORBAX_FILES = ("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt", "checkpoint")
 _PHASES = ("headers", "allocate", "read", "transfer")
 _EMBED, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -81,6 +89,32 @@ def load_checkpoint(
     loaded = load_tensors(config, files, dtype, device, progress, source)
     seconds = loaded.seconds | {"headers": loaded.seconds["headers"] + headers_s}
     return dataclasses.replace(loaded, seconds=seconds)
+
+
+def checkpoint_format(
+    directory: Path,
+) -> Literal["safetensors", "moejax-orbax", "orbax"]:
+    """ "safetensors": a Hugging Face directory; "moejax-orbax": written by `moejax convert`;
+    "orbax": any other Orbax checkpoint, or a directory of steps of them.
+
+    Reads nothing. Raises UserError for an unfinished conversion and where nothing known is there.
+    """
+    if (directory / MANIFEST).exists():
+        return "moejax-orbax"
+    if (directory / JOURNAL).exists():
+        raise UserError(
+            f"{directory}: an unfinished conversion; run the same `moejax convert` again, which "
+            "writes what is missing, and load what it makes"
+        )
+    if (directory / SINGLE).exists() or (directory / INDEX).exists():
+        return "safetensors"
+    # A root whose only step is unfinished has these files too: the loader says so better.
+    inside = [directory, *(path for path in directory.iterdir() if path.is_dir())]
+    files = (path / name for path in inside for name in _ORBAX_FILES)
+    if is_orbax(directory) or any(file.exists() for file in files):
+        return "orbax"
+    find_shards(directory)
+    raise AssertionError("find_shards refuses a directory without shards")
 
 
 def check_orbax_options(
@@ -137,8 +171,6 @@ def load_tensors(
         )
     except MemoryError as error:
         raise UserError(f"{source}: {error}") from error
-    builder = new_store(config, layout, device, source)
-    marks.append(time.perf_counter())
     nonfinite: Counter[str] = Counter()
 
     def param(place: ParamPlace) -> np.ndarray:
@@ -146,24 +178,24 @@ def load_tensors(
             return params[place.key]
         return params["runs"][place.run][place.key][place.layer]
 
-    try:
+    with new_store(config, layout, device, source) as builder:
+        marks.append(time.perf_counter())
         advance = counted(progress, _nbytes(files, places))
         for file in files:
-            with contextlib.closing(
-                load_file(file, places, to, param, builder, nonfinite)
-            ) as pieces:
+            pieces = load_file(file, places, to, param, builder, nonfinite)
+            with contextlib.closing(pieces):
                 for nbytes in pieces:
                     advance(nbytes)
         store = builder.finish()
-    except BaseException:
-        builder.delete()  # a traceback that is kept must not keep the store
-        raise
     warn_nonfinite(source, nonfinite)
     marks.append(time.perf_counter())
-    on_device = _to_device(params, device)
+    leaves, tree = jax.tree.flatten(params)
+    params.clear()  # each host array goes as soon as it has been copied
+    for index, leaf in enumerate(leaves):
+        leaves[index] = jax.block_until_ready(jax.device_put(leaf, device))
     marks.append(time.perf_counter())
     seconds: dict[str, float] = dict(zip(_PHASES, np.diff(marks).tolist(), strict=True))
-    return LoadedModel(config, to_name, on_device, store, layout, seconds)
+    return LoadedModel(config, to_name, jax.tree.unflatten(tree, leaves), store, layout, seconds)
 
 
 def plan_tensors(
@@ -250,18 +282,3 @@ def _nbytes(files: Sequence[TensorFile], places: dict[str, Place]) -> int:
         for name, header in file.tensors.items()
         if name in places
     )
-
-
-def _to_device(params: Any, device: jax.Device) -> Any:
-    """The same tree on the device, each host array released as soon as it has been copied."""
-    if isinstance(params, list):
-        return [_to_device(item, device) for item in params]
-    moved = {}
-    for key in list(params):
-        value = params.pop(key)
-        moved[key] = (
-            _to_device(value, device)
-            if key == "runs"
-            else jax.block_until_ready(jax.device_put(value, device))
-        )
-    return moved

@@ -24,8 +24,9 @@ import numpy as np
 
 from host_offload.memory.layout import ExpertLayout
 from host_offload.sizing.cost_model import SPAN, CostModel, StepCost, Work
-from moejax.checkpoints.random_model import expert_layout, model_bytes
+from moejax.checkpoints.random_model import expert_layout
 from moejax.models.model_config import ModelConfig
+from scripts.parts.bench_engine import model_bytes
 
 CHUNK, ROW_TILE = 64, 16
 
