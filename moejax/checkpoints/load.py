@@ -19,7 +19,6 @@ from host_offload.memory.store import aligned_empty
 from moejax.checkpoints.foreign.checkpoint import open_mapped
 from moejax.checkpoints.loaded_model import (
     LoadedModel,
-    check_dtype,
     counted,
     new_store,
     run_dtype,
@@ -206,63 +205,45 @@ def plan_tensors(
     Reads no weights, but for an lm_head beside tied embeddings. dtype, source and what is raised as
     in load_tensors.
     """
-    check_dtype(dtype)
-    places = check_tensors(config, files, source)
-    if config.tie_word_embeddings:
-        _check_tied(files)
-    if config.dtype is None:
-        stored = next(f.tensors[_EMBED].dtype for f in files if _EMBED in f.tensors)
-        config = dataclasses.replace(config, dtype=stored)
-    return config, run_dtype(dtype, str(config.dtype)), places
-
-
-def check_tensors(
-    config: ModelConfig, files: Sequence[TensorFile], source: str
-) -> dict[str, Place]:
-    """Where each tensor goes; UserError if one is missing, unknown or of the wrong shape."""
-    found = {name for file in files for name in file.tensors}
+    owner = {name: file for file in files for name in file.tensors}
     experts = sum(config.moe_layers) * config.num_experts
     if experts > MOST_EXPERTS:
         raise UserError(
             f"{source}: config.json has {experts} experts in all; at most {MOST_EXPERTS}"
         )
-    places = expected_tensors(config, found)
-    for file in files:
-        for name, header in file.tensors.items():
-            if name == _HEAD and config.tie_word_embeddings:
-                continue
-            if is_ignored(config, name):
-                continue
-            if name not in places:
-                raise UserError(
-                    f"{file.path}: unknown tensor {name}: {config.architecture} with "
-                    "this config.json has none of that name"
-                )
-            if header.shape != places[name].shape:
-                raise UserError(
-                    f"{file.path}: tensor {name} has shape {list(header.shape)}, but "
-                    f"config.json asks for {list(places[name].shape)}"
-                )
-    missing = [name for name in places if name not in found]
+    places = expected_tensors(config, owner)
+    for name, file in owner.items():
+        shape = file.tensors[name].shape
+        if is_ignored(config, name) or (name == _HEAD and config.tie_word_embeddings):
+            continue
+        if name not in places:
+            raise UserError(
+                f"{file.path}: unknown tensor {name}: {config.architecture} with "
+                "this config.json has none of that name"
+            )
+        if shape != places[name].shape:
+            raise UserError(
+                f"{file.path}: tensor {name} has shape {list(shape)}, but "
+                f"config.json asks for {list(places[name].shape)}"
+            )
+    missing = [name for name in places if name not in owner]
     if missing:
         others = f" (and {len(missing) - 1} others)" if len(missing) > 1 else ""
         raise UserError(f"{source}: tensor {missing[0]} is missing{others}")
-    return places
+    if config.tie_word_embeddings and _HEAD in owner:
+        _check_tied(owner[_HEAD], owner[_EMBED])
+    if config.dtype is None:
+        config = dataclasses.replace(config, dtype=owner[_EMBED].tensors[_EMBED].dtype)
+    return config, run_dtype(dtype, str(config.dtype)), places
 
 
-def _check_tied(files: Sequence[TensorFile]) -> None:
+def _check_tied(head: TensorFile, embed: TensorFile) -> None:
     """An lm_head beside tied embeddings is redundant, or UserError: transformers 5 would use it,
     contrary to its config."""
-    owner = {name: file for file in files for name in file.tensors}
-    if _HEAD not in owner:
-        return
-    same = owner[_HEAD].tensors[_HEAD].shape == owner[_EMBED].tensors[_EMBED].shape
+    same = head.tensors[_HEAD].shape == embed.tensors[_EMBED].shape
     if same:
-        with (
-            owner[_HEAD].open() as head_file,
-            owner[_EMBED].open() as embed_file,
-        ):
-            rows = owner[_HEAD].tensors[_HEAD].shape[0]
+        with head.open() as head_file, embed.open() as embed_file:
+            rows = head.tensors[_HEAD].shape[0]
             pieces = [slice(row, min(row + 4096, rows)) for row in range(0, rows, 4096)]
             same = all(
                 np.array_equal(head_file.get_rows(_HEAD, at), embed_file.get_rows(_EMBED, at))
@@ -270,7 +251,7 @@ def _check_tied(files: Sequence[TensorFile]) -> None:
             )
     if not same:
         raise UserError(
-            f"{owner[_HEAD].path}: tensor {_HEAD} differs from {_EMBED}, though "
+            f"{head.path}: tensor {_HEAD} differs from {_EMBED}, though "
             "config.json ties them; set tie_word_embeddings to false to use it"
         )
 

@@ -53,15 +53,11 @@ class LoadedModel:
     quantizers: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
-def check_dtype(dtype: str) -> None:
-    """Raises UserError for a dtype that is neither "auto" nor one of DTYPE_NAMES."""
+def run_dtype(dtype: str, stored: str) -> str:
+    """The run's dtype. dtype: as in load_checkpoint; "auto" is `stored`. Raises UserError for a
+    dtype that is neither "auto" nor one of DTYPE_NAMES."""
     if dtype != "auto" and dtype not in DTYPE_NAMES:
         raise UserError(f"dtype {dtype!r} is unknown; choose auto, {', '.join(DTYPE_NAMES)}")
-
-
-def run_dtype(dtype: str, stored: str) -> str:
-    """The run's dtype. dtype: as in load_checkpoint; "auto" is `stored`. Raises UserError."""
-    check_dtype(dtype)
     return stored if dtype == "auto" else DTYPE_NAMES[dtype]
 
 
