@@ -23,10 +23,10 @@ import numpy as np
 from host_offload.versions.encoders import EncodingError, decode
 from host_offload.versions.store_versions import as_weights, relative_error
 from moejax.checkpoints.conversion_source import Source, open_source
-from moejax.checkpoints.formats import checkpoint_format
+from moejax.checkpoints.load import checkpoint_format
 from moejax.checkpoints.loaded_model import counted, warn_nonfinite
 from moejax.checkpoints.orbax.destination import free_destination, require_space, written_beside
-from moejax.checkpoints.orbax.layout import DENSE, Leaf
+from moejax.checkpoints.orbax.layout import DENSE, Leaf, orbax_files
 from moejax.checkpoints.orbax.manifest import (
     JOURNAL,
     MANIFEST,
@@ -35,11 +35,9 @@ from moejax.checkpoints.orbax.manifest import (
     file_checksum,
     read_file,
     read_manifest,
-    replace_file,
-    to_bytes,
     write_file,
+    write_manifest,
 )
-from moejax.checkpoints.orbax.metadata import orbax_files
 from moejax.checkpoints.placement import WORKERS, in_order
 from moejax.errors import UserError
 from moejax.models.directory import checkpoint_directory
@@ -136,7 +134,7 @@ def _complete(
             nonfinite: Counter[str] = Counter()
             manifest.put(leaf, _write_chunks(tree, leaf, source.chunks(leaf, nonfinite)))
             manifest.nonfinite |= nonfinite
-            _record(work, manifest)
+            write_manifest(work / JOURNAL, manifest)
             advance(leaf.nbytes)
     warn_nonfinite(str(source.directory), manifest.nonfinite)
     for layer, leaf in enumerate(layers[DENSE]):
@@ -162,7 +160,7 @@ def _complete(
                 errors = relative_error(weights, decode(encoded, source.layout(version)))
                 rounded = tuple(float(f"{error:.6g}") for error in errors)
                 manifest.errors.setdefault(version, {})[layer] = rounded
-            _record(work, manifest)
+            write_manifest(work / JOURNAL, manifest)
             advance(made.nbytes)
     left_out = [layers[v][i] for v, lacking in manifest.dense_layers.items() for i in lacking]
     if left_out:
@@ -250,7 +248,7 @@ def _begin(
         nonfinite=dict(source.nonfinite),
         quantizers=quantizers,
     )
-    _record(work, manifest)
+    write_manifest(work / JOURNAL, manifest)
     _write_files(work, manifest, files | source.copied)
     return manifest
 
@@ -274,11 +272,7 @@ def _write_files(work: pathlib.Path, manifest: Manifest, files: Mapping[str, byt
     for name in files:
         (work / name).parent.mkdir(parents=True, exist_ok=True)
     manifest.files = {name: write_file(work / name, files[name]) for name in files}
-    _record(work, manifest)
-
-
-def _record(work: pathlib.Path, manifest: Manifest) -> None:
-    replace_file(work / JOURNAL, to_bytes(manifest))
+    write_manifest(work / JOURNAL, manifest)
 
 
 def _write_chunks(tree: pathlib.Path, leaf: Leaf, chunks: Iterator[np.ndarray]) -> tuple[str, ...]:

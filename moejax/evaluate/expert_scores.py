@@ -17,8 +17,7 @@ from host_offload.traces.reader import Trace
 from host_offload.versions.encoders import decode
 from host_offload.versions.quantizers import to_float32
 from host_offload.versions.store_versions import as_weights, read_records
-from moejax.checkpoints.formats import checkpoint_format
-from moejax.checkpoints.load import load_checkpoint
+from moejax.checkpoints.load import checkpoint_format, load_checkpoint
 from moejax.checkpoints.loaded_model import LoadedModel
 from moejax.checkpoints.orbax.manifest import MANIFEST, read_manifest
 from moejax.checkpoints.versions import with_versions

@@ -13,11 +13,10 @@ import numpy as np
 
 from host_offload.versions.encoders import EncodingError, encode
 from host_offload.versions.quantizers import QUANTIZERS, rtn
-from moejax.checkpoints.conversion_source import Source, open_source
+from moejax.checkpoints.conversion_source import Source, open_source, orbax_source
 from moejax.checkpoints.convert import Conversion, Encoding, free_destination, write_checkpoint
-from moejax.checkpoints.formats import checkpoint_format
+from moejax.checkpoints.load import checkpoint_format
 from moejax.checkpoints.orbax.manifest import MANIFEST, read_manifest
-from moejax.checkpoints.orbax.source import orbax_source
 from moejax.checkpoints.versions import GPTQ, LOSSLESS, check_quantizer, check_versions
 from moejax.errors import UserError
 from moejax.evaluate.expert_inputs import ExpertInputs, expert_inputs, gptq_records

@@ -121,20 +121,15 @@ def read_file(path: pathlib.Path, into: memoryview) -> str | None:
     return digest.hexdigest()[:16]
 
 
-def replace_file(path: pathlib.Path, data: bytes) -> None:
-    """Writes a file in one step: whoever reads it finds the old one or the new one."""
-    new = path.with_name(path.name + ".new")
-    write_file(new, data)
-    os.replace(new, path)
-
-
-def to_bytes(manifest: Manifest) -> bytes:
-    """The manifest as JSON with a checksum of its own."""
+def write_manifest(path: pathlib.Path, manifest: Manifest) -> None:
+    """Writes it as JSON with a checksum of its own, in one step: whoever reads the file finds the
+    old one or the new one."""
     content = {"format": FORMAT, "format_version": FORMAT_VERSION, "checksum": CHECKSUM}
     content = json.loads(json.dumps({**content, **dataclasses.asdict(manifest)}))
-    return (
-        json.dumps({**content, "self": checksum(_canonical(content))}, indent=1) + "\n"
-    ).encode()
+    text = json.dumps({**content, "self": checksum(_canonical(content))}, indent=1) + "\n"
+    new = path.with_name(path.name + ".new")
+    write_file(new, text.encode())
+    os.replace(new, path)
 
 
 def _canonical(content: dict[str, Any]) -> bytes:

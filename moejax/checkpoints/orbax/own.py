@@ -23,7 +23,6 @@ import numpy as np
 from host_offload.memory.store import ExpertStore, StoreBuilder, aligned_empty
 from moejax.checkpoints.loaded_model import (
     LoadedModel,
-    check_dtype,
     counted,
     new_store,
     run_dtype,
@@ -78,7 +77,6 @@ def load_orbax(
     naming the layer, expert and file that are damaged or missing; shapes, dtypes and the files'
     sizes are checked before the first weight is read.
     """
-    check_dtype(dtype)
     marks = [time.perf_counter()]
     stored = open_stored(checkpoint_directory(directory))
     config = dataclasses.replace(stored.config, dtype=stored.dtype)
@@ -94,38 +92,34 @@ def load_orbax(
     total = sum(leaf.nbytes for leaf in itertools.chain(stored.params.values(), experts))
     advance = counted(progress, total)
     builders: dict[str, StoreBuilder] = {}
-    try:
+    with contextlib.ExitStack() as stack:
         for version, leaves in layers.items():
             layout, source = run.layout(version), str(stored.directory)
-            builders[version] = new_store(config, layout, device, source, len(leaves))
+            store = new_store(config, layout, device, source, len(leaves))
+            builders[version] = stack.enter_context(store)
         marks.append(time.perf_counter())
-        with concurrent.futures.ThreadPoolExecutor(WORKERS) as pool:
+        pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(WORKERS))
 
-            def param(leaf: Leaf, dtype: np.dtype) -> jax.Array:
-                weights = aligned_empty(leaf.shape, dtype)
-                chunks = weights if leaf.stacked else weights[None]
-                read = functools.partial(_read_as, stored, leaf, leaf.dtype)
-                list(pool.map(read, leaf.chunks, chunks))
-                advance(leaf.nbytes)
-                return jax.block_until_ready(jax.device_put(weights, device))
+        def param(leaf: Leaf, dtype: np.dtype) -> jax.Array:
+            weights = aligned_empty(leaf.shape, dtype)
+            chunks = weights if leaf.stacked else weights[None]
+            read = functools.partial(_read_as, stored, leaf, leaf.dtype)
+            list(pool.map(read, leaf.chunks, chunks))
+            advance(leaf.nbytes)
+            return jax.block_until_ready(jax.device_put(weights, device))
 
-            params = run.params_tree(
-                param(leaf, run.params[key].dtype) for key, leaf in stored.params.items()
-            )
-            for version, builder in builders.items():
-                with contextlib.closing(
-                    _load_experts(stored, layers[version], builder, to, pool)
-                ) as loaded:
-                    for _ in loaded:
-                        advance(layers[version][0].chunk_bytes)
-        stores = [builder.finish() for builder in builders.values()]
-    except BaseException:
-        for builder in builders.values():
-            builder.delete()  # a traceback that is kept must not keep the store
-        raise
+        params = run.params_tree(
+            param(leaf, run.params[key].dtype) for key, leaf in stored.params.items()
+        )
+        for version, builder in builders.items():
+            loaded = _load_experts(stored, layers[version], builder, to, pool)
+            with contextlib.closing(loaded):
+                for _ in loaded:
+                    advance(layers[version][0].chunk_bytes)
+        stores = {version: builder.finish() for version, builder in builders.items()}
     store = ExpertStore(
-        {version: store.layouts[version] for version, store in zip(held, stores, strict=True)},
-        {version: store.arrays[version] for version, store in zip(held, stores, strict=True)},
+        {version: store.layouts[version] for version, store in stores.items()},
+        {version: store.arrays[version] for version, store in stores.items()},
         {v: tuple(i) for v, i in held.items() if len(i) < sum(config.moe_layers)},
     )
     warn_nonfinite(str(stored.directory), stored.manifest.nonfinite)

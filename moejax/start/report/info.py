@@ -17,8 +17,12 @@ import jax
 from host_offload.memory.budget import ArenaTooSmall, cells_per_layer, format_bytes, resolve_budget
 from host_offload.memory.device_memory import SHARE
 from host_offload.memory.layout import SlotLayout
-from moejax.checkpoints.formats import checkpoint_format
-from moejax.checkpoints.load import check_orbax_options, open_tensors, plan_tensors
+from moejax.checkpoints.load import (
+    check_orbax_options,
+    checkpoint_format,
+    open_tensors,
+    plan_tensors,
+)
 from moejax.checkpoints.orbax.manifest import MANIFEST, read_manifest
 from moejax.checkpoints.random_model import abstract_params, expert_layout
 from moejax.errors import UserError
@@ -106,7 +110,7 @@ class Weights:
     """What a checkpoint's weights are on disk."""
 
     format: str
-    """As moejax.checkpoints.formats calls it."""
+    """As checkpoint_format calls it."""
     files: int
     bytes: int
     quantizers: dict[str, str] = dataclasses.field(default_factory=dict)

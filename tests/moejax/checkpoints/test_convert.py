@@ -18,9 +18,8 @@ import pytest
 from moejax.checkpoints.convert import convert
 from moejax.checkpoints.load import load_checkpoint
 from moejax.checkpoints.orbax.destination import LOCK
-from moejax.checkpoints.orbax.layout import Leaf
+from moejax.checkpoints.orbax.layout import Leaf, orbax_files
 from moejax.checkpoints.orbax.manifest import JOURNAL, MANIFEST
-from moejax.checkpoints.orbax.metadata import orbax_files
 from moejax.commands.main import main
 from moejax.errors import UserError
 from tests.moejax.checkpoints.conversions import assert_same_model, contents, flip, write_source
