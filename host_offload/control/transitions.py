@@ -158,8 +158,10 @@ class Transitions(Transfers):
 
         def find_cell(entry: Wanted) -> int | None:
             layer, _, version = entry[:3]
-            columns = () if version in waiting else np.flatnonzero(self.cell_row[layer] < 0)
-            if not len(columns):
+            if version in waiting:
+                return None
+            columns = np.flatnonzero(self.cell_row[layer] < 0)
+            if not columns.size:
                 return None
             row = self._reserve(version)
             if row is None:
