@@ -29,7 +29,6 @@ from moejax.engine.step_work import Step
 from moejax.errors import UserError
 from moejax.requests.request import Request
 from moejax.requests.sampling_params import SamplingParams
-from moejax.step.experts import Paging
 from moejax.step.parts import DECODE_TILE, Routing, StepOutput
 from moejax.step.programs import STAGES
 from moejax.step.runner import Runner
@@ -191,7 +190,7 @@ class ForcedSteps:
 
     def _sample(self, step: Step, seconds: float) -> StepSample:
         shapes = self.runner.shapes
-        paging = Paging(*(np.asarray(counts) for counts in step.output.paging))
+        paging = jax.device_get(step.output.paging)
         unknown = PageUse(*[-1] * len(PageUse._fields))
         record = step_record(step, self.runner, paging, seconds, (), None, unknown)
         tile = min(DECODE_TILE, shapes.rows)
