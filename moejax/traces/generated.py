@@ -104,7 +104,7 @@ def routing_header(
     present: fields of StepRecord that the steps have, besides ids, user, number and tokens. origin:
     where it is from, kept in `spec`.
     """
-    sizes = {"layers": layers, "experts": experts, "top_k": top_k}
+    sizes: dict[str, Any] = {"layers": layers, "experts": experts, "top_k": top_k}
     header = TraceHeader(
         **sizes,
         config_digest=origin.get("config_digest", ""),

@@ -158,7 +158,7 @@ def start_trace(
     config, layout, shapes = runner.config, runner.layout, runner.shapes
     cells = np.sum(np.asarray(runner.tables.cell_row) >= 0, axis=1)
     moved = runner.moved_bytes()
-    sizes = {
+    sizes: dict[str, Any] = {
         "layers": sum(config.moe_layers),
         "experts": config.num_experts,
         "top_k": config.num_experts_per_tok,
