@@ -13,7 +13,7 @@ import numpy as np
 
 from host_offload.control.controller import Controller
 from host_offload.control.interface import Decision, Moment, Observation, Spec, routed_counts
-from host_offload.control.step_record import PageUse
+from host_offload.control.step_record import USES, PageUse
 from host_offload.memory.arena import SlotArena
 from host_offload.memory.kv_cache import KVCache
 from host_offload.memory.pager import Pager
@@ -192,7 +192,7 @@ class ForcedSteps:
     def _sample(self, step: Step, seconds: float) -> StepSample:
         shapes = self.runner.shapes
         paging = jax.device_get(step.output.paging)
-        unknown = PageUse(*[-1] * len(PageUse._fields))
+        unknown = PageUse(**dict.fromkeys(USES, -1))
         record = step_record(step, self.runner, paging, seconds, (), None, unknown)
         work, rows = step_work(record, shapes.chunk)
         tile = shapes.chunk if rows is None else min(DECODE_TILE, shapes.rows)

@@ -38,11 +38,10 @@ from host_offload.memory.store import copy_transposed
 from moejax import UserError
 from moejax.checkpoints.load import load_checkpoint
 from moejax.checkpoints.placement import WORKERS
-from moejax.checkpoints.random_model import SHAPES, shape
+from moejax.checkpoints.random_model import SHAPES, model_bytes, shape
 from moejax.checkpoints.tensors import expected_tensors
 from moejax.models.config import ModelConfig
 from moejax.sizes import parse_size
-from scripts.parts.bench_engine import model_bytes
 from scripts.parts.commands import new_parser, refuse
 from scripts.parts.text_table import aligned
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -18,8 +17,8 @@ from moejax.cache import use_compilation_cache
 from moejax.checkpoints.loaded_model import LoadedModel
 from moejax.checkpoints.random_model import (
     SHAPES,
-    abstract_params,
     expert_layout,
+    model_bytes,
     random_model,
     shape,
 )
@@ -98,13 +97,6 @@ def parse_cells(text: str, experts: int) -> list[int]:
 
 
 # ---- memory
-
-
-def model_bytes(config: ModelConfig, dtype: str = "auto") -> tuple[int, int]:
-    """Bytes of (the expert store, the other parameters). dtype: as for random_model."""
-    experts = sum(config.moe_layers) * config.num_experts * expert_layout(config, dtype).nbytes
-    leaves = jax.tree.leaves(abstract_params(config, dtype))
-    return experts, sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
 
 
 def check_fits(

@@ -23,11 +23,10 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from host_offload.sizing.cost_model import CostModel, StepCost, Work
-from moejax.checkpoints.random_model import expert_layout
+from moejax.checkpoints.random_model import expert_layout, model_bytes
 from moejax.models.model_config import ModelConfig
 from pallas_kernels.paged_attention import SPAN
 from pallas_kernels.records import RecordFormat
-from scripts.parts.bench_engine import model_bytes
 
 CHUNK, ROW_TILE = 64, 16
 

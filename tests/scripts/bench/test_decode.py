@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from moejax.checkpoints.random_model import SHAPES, random_model, shape
+from moejax.checkpoints.random_model import SHAPES, model_bytes, random_model, shape
 from moejax.errors import UserError
 from moejax.step.parts import StepShapes
 from scripts.bench import decode as bench_decode
@@ -206,11 +206,11 @@ def test_forced_routing_is_distinct_ascending_and_skewed_for_zipf():
 
 
 def test_shapes_have_the_bytes_of_their_models():
-    experts = {name: bench_engine.model_bytes(shape(name))[0] / GiB for name in SHAPES}
+    experts = {name: model_bytes(shape(name))[0] / GiB for name in SHAPES}
     assert experts["qwen3-30b-a3b"] == 54
     assert experts["mixtral-8x7b"] == 84
     assert experts["olmoe"] == 12
-    total = sum(bench_engine.model_bytes(shape("qwen3-30b-a3b")))
+    total = sum(model_bytes(shape("qwen3-30b-a3b")))
     assert total == pytest.approx(30.5e9 * 2, rel=0.01)  # "30B", bfloat16
 
 
