@@ -40,9 +40,9 @@ from moejax.engine.control import control_of
 from moejax.engine.statistics import kv_stats
 from moejax.requests.request import Request
 from moejax.requests.sampling_params import child_params
+from scripts.check.kv_faults import kv_faults
 from scripts.parts.commands import new_parser, refuse
 from scripts.parts.controllers import start_controller
-from scripts.parts.kv_faults import kv_faults
 
 LIMITS: dict[str, Any] = {
     "max_model_len": 192,

@@ -12,7 +12,7 @@ from host_offload.memory.tables import with_contents
 from host_offload.policies.eviction.names import EVICTION
 from moejax import LLM, SamplingParams
 from moejax.engine.step_work import Step
-from scripts.parts.kv_faults import kv_faults
+from scripts.check.kv_faults import kv_faults
 
 
 @dataclasses.dataclass(frozen=True)

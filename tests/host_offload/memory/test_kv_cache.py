@@ -10,7 +10,7 @@ from host_offload.memory.arena import OutOfPages, SlotArena
 from host_offload.memory.kv_cache import Block, KVCache
 from host_offload.memory.layout import PageLayout, slot_layout
 from host_offload.memory.swap import SWAP_PAGES, move_pages, read_pages, write_pages
-from scripts.parts.kv_faults import cache_faults
+from scripts.check.kv_faults import cache_faults
 
 LAYOUT = slot_layout(
     hidden=64, width=64, itemsize=2, layers=1, kv_heads=1, head_dim=64, block_size=16

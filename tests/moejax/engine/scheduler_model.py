@@ -18,7 +18,7 @@ from moejax.requests.request import Request
 from moejax.requests.sampling_params import SamplingParams
 from moejax.requests.stopping import Ending
 from moejax.step.parts import StepShapes
-from scripts.parts.kv_faults import kv_faults
+from scripts.check.kv_faults import kv_faults
 
 EOS = 0
 BLOCK = 16

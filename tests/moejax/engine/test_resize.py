@@ -24,7 +24,7 @@ from host_offload.traces.reader import read_trace
 from moejax import LLM, SamplingParams
 from moejax.engine.resize import MOVED_PAGES, Resizer, cells_of, within
 from moejax.engine.step_work import ScheduledWork
-from scripts.parts.kv_faults import cache_faults, kv_faults
+from scripts.check.kv_faults import cache_faults, kv_faults
 from tests.moejax.engine.budget_workload import MEMORY, SLOT
 from tests.moejax.engine.scheduler_model import LAYOUT, Device, Turn, run
 from tests.moejax.engine.test_same_bits import conversations

@@ -14,7 +14,7 @@ from host_offload.control.controller import Controller
 from host_offload.control.interface import Decision, Moment
 from moejax import LLM, SamplingParams
 from moejax.engine.resize import Moved
-from scripts.parts.kv_faults import kv_faults
+from scripts.check.kv_faults import kv_faults
 from tests.host_offload.control.policy_runs import EXPERTS, LAYERS, scripted, spec
 from tests.moejax.engine.test_control import FakeRunner, step_record
 from tests.moejax.engine.test_resident_resize import GREEDY, Restless, played, started
