@@ -21,6 +21,7 @@ from moejax.checkpoints.loaded_model import (
     LoadedModel,
     counted,
     new_store,
+    require_host_memory,
     run_dtype,
     warn_nonfinite,
 )
@@ -164,10 +165,12 @@ def load_tensors(
     device = jax.devices()[0] if device is None else device
     to = NUMPY_DTYPES[to_name]
     layout = config.expert_layout(to.itemsize)
+    wanted = abstract_params(config, to)
+    nbytes = sum(math.prod(p.shape) * p.dtype.itemsize for p in jax.tree.leaves(wanted))
+    nbytes += sum(config.moe_layers) * config.num_experts * layout.nbytes
+    require_host_memory(nbytes, source)
     try:
-        params = jax.tree.map(
-            lambda p: aligned_empty(p.shape, p.dtype), abstract_params(config, to)
-        )
+        params = jax.tree.map(lambda p: aligned_empty(p.shape, p.dtype), wanted)
     except MemoryError as error:
         raise UserError(f"{source}: {error}") from error
     nonfinite: Counter[str] = Counter()

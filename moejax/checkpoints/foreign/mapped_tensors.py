@@ -111,7 +111,7 @@ def map_tensors(config: ModelConfig, tree: Tree, name_map: NameMap, fields: dict
     def field(name: str) -> int:
         value = fields.get(name)
         value = getattr(config, name, None) if value is None else value
-        if not is_integer(value):
+        if not is_integer(value) or not 0 <= value < 1 << 53:
             raise UserError(f"{source}: the config has no integer {name}, which the map names")
         return value
 
@@ -188,7 +188,7 @@ def _sizes(
     assert rule.before is not None
     sizes = {axis: len(names) for axis, names in rule.values.items()}
     for axis, size in rule.sizes.items():
-        sizes[axis] = field(size) if isinstance(size, str) else size
+        sizes[axis] = max(1, field(size)) if isinstance(size, str) else size
     wrong = UserError(
         f"{where}: the leaf has shape {list(shape)}, which does not fit the axes "
         f"{' '.join('(' + ' '.join(g) + ')' for g in rule.before)}"

@@ -25,6 +25,7 @@ from moejax.checkpoints.loaded_model import (
     LoadedModel,
     counted,
     new_store,
+    require_host_memory,
     run_dtype,
     warn_nonfinite,
 )
@@ -46,6 +47,9 @@ from moejax.models.directory import checkpoint_directory, read_json, require_own
 _PHASES = ("headers", "allocate", "read")
 """The phases of moejax.start.report.start_times; parameters go to the device while others are
 read."""
+
+MOST_FILES = 1 << 30
+"""Bytes of all files but the chunks; the tokenizer of a large model has 30 MB."""
 
 _AGAIN = "copy the checkpoint again, or convert the original again"
 
@@ -89,6 +93,11 @@ def load_orbax(
     marks.append(time.perf_counter())
 
     run, to = StoredModel(stored.directory, config, to_name), NUMPY_DTYPES[to_name]
+    sizes = [leaf.nbytes for leaf in run.params.values()]
+    nbytes = sum(sizes) if device.platform == "cpu" else max(sizes)
+    for version, leaves in layers.items():
+        nbytes += len(leaves) * config.num_experts * run.layout(version).nbytes
+    require_host_memory(nbytes, str(stored.directory))
     total = sum(leaf.nbytes for leaf in itertools.chain(stored.params.values(), experts))
     advance = counted(progress, total)
     builders: dict[str, StoreBuilder] = {}
@@ -211,9 +220,10 @@ def open_stored(directory: pathlib.Path) -> StoredCheckpoint:
     manifest = read_manifest(directory / MANIFEST)
     if manifest.dtype not in NUMPY_DTYPES:
         raise UserError(f"{directory / MANIFEST}: dtype {manifest.dtype!r} is unknown")
+    left = MOST_FILES
     for name, expected in manifest.files.items():
         try:
-            require_own_file(directory / name, directory)
+            left -= require_own_file(directory / name, directory, left, "all files but the weights")
             found = file_checksum(directory / name)
         except OSError as error:
             raise UserError(f"{directory / name}: {error.strerror}; {_AGAIN}") from None
