@@ -27,9 +27,9 @@ _PLACEHOLDER = re.compile(
 )
 _SCALE = re.compile(r"(1/)?sqrt\((\w+)\)", re.ASCII)
 _LARGEST = 1e30
-"""Of scales; larger ones leave nothing of float32 weights."""
+"""The largest scale; larger ones leave nothing of float32 weights."""
 MOST_RULES, MOST_ROOTS = 500, 8
-"""Of a map, whose texts have at most MOST_NAME characters."""
+"""What a map may have; its texts have at most MOST_NAME characters."""
 
 Groups = tuple[tuple[str, ...], ...]
 """One tuple of axis names for each axis of an array; several are one axis, the last the fastest."""

@@ -13,7 +13,7 @@ from moejax.errors import UserError
 _SHOWN, _COMPARED = 5, 300
 """Names in a message, and those that each is compared with for the nearest."""
 _MOST_TRIES = 10_000_000
-"""Of a pattern with a path, a few seconds."""
+"""Patterns times paths, a few seconds."""
 
 
 def match_leaves(name_map: NameMap, tree: Tree) -> dict[str, tuple[str, Rule]]:

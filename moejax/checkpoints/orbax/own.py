@@ -85,7 +85,7 @@ def load_orbax(
     stored = open_stored(checkpoint_directory(directory))
     config = dataclasses.replace(stored.config, dtype=stored.dtype)
     to_name = run_dtype(dtype, stored.dtype)
-    device = jax.devices()[0] if device is None else device
+    device = device or jax.devices()[0]
     held = _held(stored, to_name, versions)
     layers = {v: [stored.layers(v)[i] for i in numbers] for v, numbers in held.items()}
     experts = list(itertools.chain(*layers.values()))

@@ -28,7 +28,7 @@ _MANIFEST = "manifest.ocdbt"
 _DESCRIPTIONS = {"zarr.json": 1 << 20, ".zarray": 1 << 20, _MANIFEST: 16 << 20}
 """Files that tensorstore reads whole, and their most bytes."""
 MOST_LEAVES, MOST_NAME = 200_000, 500
-"""Of a tree; characters of a leaf's path."""
+"""Leaves of a tree, and characters of a leaf's path."""
 _HEADERS_CACHE = 64 << 20
 
 
