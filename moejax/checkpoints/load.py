@@ -40,15 +40,13 @@ from moejax.checkpoints.tensors import (
     ParamPlace,
     Place,
     abstract_params,
+    check_experts,
     expected_tensors,
     is_ignored,
 )
 from moejax.errors import UserError
 from moejax.models.config import ModelConfig, load_config
 from moejax.models.directory import checkpoint_directory
-
-MOST_EXPERTS = 10**6
-"""In all layers; the largest models have 25,000."""
 
 _ORBAX_FILES = ("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt", "checkpoint")
 _PHASES = ("headers", "allocate", "read", "transfer")
@@ -209,11 +207,7 @@ def plan_tensors(
     in load_tensors.
     """
     owner = {name: file for file in files for name in file.tensors}
-    experts = sum(config.moe_layers) * config.num_experts
-    if experts > MOST_EXPERTS:
-        raise UserError(
-            f"{source}: config.json has {experts} experts in all; at most {MOST_EXPERTS}"
-        )
+    check_experts(config, source)
     places = expected_tensors(config, owner)
     for name, file in owner.items():
         shape = file.tensors[name].shape

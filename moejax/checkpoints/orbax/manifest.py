@@ -152,7 +152,7 @@ def read_manifest(path: pathlib.Path) -> Manifest:
         raise UserError(f"{path}: damaged: its checksum does not fit; copy or convert it again")
     try:
         return _parse(content)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise UserError(f"{path}: not a manifest that moejax wrote: {error!r}") from None
 
 

@@ -147,7 +147,8 @@ def _held(
     manifest, every = stored.manifest, range(sum(stored.config.moe_layers))
     exact = dtype == manifest.dtype
     if len(versions) == 1 and exact and (lacking := manifest.dense_layers.get(versions[0])):
-        return {versions[0]: [i for i in every if i not in lacking], DENSE: list(lacking)}
+        dense = [i for i in every if i in lacking]
+        return {versions[0]: [i for i in every if i not in dense], DENSE: dense}
     taken = [
         version
         for version in dict.fromkeys(versions)

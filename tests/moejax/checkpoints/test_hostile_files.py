@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import time
 
@@ -22,7 +23,7 @@ from moejax.errors import MOST_LINE, MOST_LINES, UserError, shown
 from moejax.models.directory import open_regular, read_bounded
 from moejax.models.json_values import MOST_VALUES, MOST_YAML, parse_yaml
 from tests.moejax.checkpoints import foreign_trees
-from tests.moejax.checkpoints.conversions import copied
+from tests.moejax.checkpoints.conversions import copied, rewrite_manifest
 from tests.moejax.checkpoints.random_checkpoint import CONFIG, random_tensors, write
 
 ENORMOUS = 200 << 30
@@ -115,6 +116,23 @@ def test_files_of_ours_without_end(file, converted, tmp_path):
     directory = copied(converted, tmp_path / "model")
     sparse(directory / file)
     refused(f"{ENORMOUS} bytes are too many", load_checkpoint, directory)
+
+
+def test_numbers_in_our_manifest(converted, tmp_path):
+    def overflow(content):
+        content["errors"] = {"int4": {"0": [10**400]}}
+
+    def elsewhere(content):
+        content["experts"]["lossless12"] = {}
+        content["dense_layers"] = {"lossless12": [-1, 0, 10**9]}
+
+    directory = copied(converted, tmp_path / "model")
+    rewrite_manifest(directory, overflow)
+    refused("not a manifest that moejax wrote", load_checkpoint, directory)
+    shutil.copy(converted / "moejax.json", directory / "moejax.json")
+    rewrite_manifest(directory, elsewhere)
+    load = load_checkpoint
+    refused("0 checksums for experts.lossless12.1", load, directory, versions=("lossless12",))
 
 
 @pytest.mark.parametrize("file", ["README.md", "tokenizer.json", "additional_chat_templates/a"])
@@ -296,6 +314,27 @@ def test_scales_of_fields_that_are_none(fields, foreign, tmp_path):
         )
     )
     refused("the config's zero is 0|no integer huge", load_checkpoint, directory, name_map=path)
+
+
+def test_a_leaf_that_stands_for_endless_tensors(foreign, tmp_path):
+    """Its shape is a line of text, and names of its axes lift the bound of the config's sizes."""
+    directory, names = copied(foreign, tmp_path / "tree"), [str(i) for i in range(5000)]
+    path = directory / "params.params.token_embedder.embedding/.zarray"
+    sizes = {"shape": [5000] * 3 + [1], "chunks": [1, 1, 1, 1]}
+    path.write_text(json.dumps(json.loads(path.read_text()) | sizes))
+    rule = {"axes": "a b c d -> d", "tensor": "x{a}{b}{c}", "values": dict.fromkeys("abc", names)}
+    rule["leaf"] = "params/params/token_embedder/embedding"
+    content = {"ignore": ["params/params/decoder/**"], "rules": [rule]}
+    (tmp_path / "map.json").write_text(json.dumps(content))
+    refused("stacks more tensors", load_checkpoint, directory, name_map=tmp_path / "map.json")
+
+
+def test_a_config_of_endless_experts(foreign, tmp_path):
+    directory = copied(foreign, tmp_path / "tree")
+    config = json.loads((directory / "config.json").read_text())
+    config |= {"num_hidden_layers": 4000, "num_experts": 60000}
+    (directory / "config.json").write_text(json.dumps(config))
+    refused("experts in all", load_checkpoint, directory, name_map="maxtext_qwen3_moe")
 
 
 def naive(pattern):
