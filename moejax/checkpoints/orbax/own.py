@@ -87,7 +87,10 @@ def load_orbax(
     to_name = run_dtype(dtype, stored.dtype)
     device = device or jax.devices()[0]
     held = _held(stored, to_name, versions)
-    layers = {v: [stored.layers(v)[i] for i in numbers] for v, numbers in held.items()}
+    layers: dict[str, list[Leaf]] = {}
+    for version, numbers in held.items():
+        every = stored.layers(version)
+        layers[version] = [every[i] for i in numbers]
     experts = list(itertools.chain(*layers.values()))
     check_files(stored, experts)
     marks.append(time.perf_counter())
@@ -147,8 +150,8 @@ def _held(
     manifest, every = stored.manifest, range(sum(stored.config.moe_layers))
     exact = dtype == manifest.dtype
     if len(versions) == 1 and exact and (lacking := manifest.dense_layers.get(versions[0])):
-        dense = [i for i in every if i in lacking]
-        return {versions[0]: [i for i in every if i not in dense], DENSE: dense}
+        dense = set(lacking).intersection(every)
+        return {versions[0]: [i for i in every if i not in dense], DENSE: sorted(dense)}
     taken = [
         version
         for version in dict.fromkeys(versions)
