@@ -116,8 +116,13 @@ def _check_files(directory: pathlib.Path) -> None:
                     f"{path}: a link that leaves the checkpoint; copy what it points to "
                     "(cp -rL), or remove it"
                 )
-            if name in files:
-                check_size(path, path.stat(), _DESCRIPTIONS.get(name), "the description of a tree")
+        for name in files:
+            path = pathlib.Path(folder, name)
+            try:
+                status = path.stat()
+            except OSError as error:
+                raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
+            check_size(path, status, _DESCRIPTIONS.get(name), "the description of a tree")
 
 
 def leaf_headers(tree: Tree, paths: list[str]) -> dict[str, Leaf]:

@@ -91,6 +91,21 @@ def test_chunks_of_another_program(file, edit, message, foreign, tmp_path):
     refused(message, load_checkpoint, directory, name_map="maxtext_qwen3_moe")
 
 
+def test_a_link_to_nothing_in_a_tree(foreign, tmp_path):
+    directory = copied(foreign, tmp_path / "tree")
+    (directory / "more").symlink_to("nothing")
+    message = "more: cannot be read: No such file"
+    refused(message, load_checkpoint, directory, name_map="maxtext_qwen3_moe")
+
+
+def test_a_tree_of_many_files_takes_no_longer_for_each(foreign, tmp_path):
+    directory = copied(foreign, tmp_path / "tree")
+    (directory / "more").mkdir()
+    for i in range(20_000):
+        (directory / "more" / str(i)).touch()
+    load_checkpoint(directory, name_map="maxtext_qwen3_moe").store.delete()
+
+
 def test_a_tree_that_nobody_touched_is_read(foreign):
     load_checkpoint(foreign, name_map="maxtext_qwen3_moe").store.delete()
 
