@@ -20,7 +20,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 import jax
 import numpy as np
 
-from host_offload.memory.store import ExpertStore, StoreBuilder, aligned_empty
+from host_offload.memory.store import ExpertStore, StoreBuilder, aligned_empty, shares_memory
 from moejax.checkpoints.loaded_model import (
     LoadedModel,
     counted,
@@ -85,7 +85,7 @@ def load_orbax(
     stored = open_stored(checkpoint_directory(directory))
     config = dataclasses.replace(stored.config, dtype=stored.dtype)
     to_name = run_dtype(dtype, stored.dtype)
-    device = device or jax.devices()[0]
+    device = jax.devices()[0] if device is None else device
     held = _held(stored, to_name, versions)
     layers: dict[str, list[Leaf]] = {}
     for version, numbers in held.items():
@@ -97,7 +97,7 @@ def load_orbax(
 
     run, to = StoredModel(stored.directory, config, to_name), NUMPY_DTYPES[to_name]
     sizes = [leaf.nbytes for leaf in run.params.values()]
-    nbytes = sum(sizes) if device.platform == "cpu" else max(sizes)
+    nbytes = sum(sizes) if shares_memory(device) else max(sizes)
     for version, leaves in layers.items():
         nbytes += len(leaves) * config.num_experts * run.layout(version).nbytes
     require_host_memory(nbytes, str(stored.directory))

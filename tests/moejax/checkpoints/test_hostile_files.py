@@ -258,7 +258,7 @@ def test_lists_in_a_config_that_are_searched(source, tmp_path):
     config = json.dumps(CONFIG | {"num_hidden_layers": 4096, "mlp_only_layers": "LAYERS"})
     text = config.replace('"LAYERS"', f"[{'5000,' * 2_000_000}5000]")
     (directory / "config.json").write_text(text)
-    refused("is missing", load_checkpoint, directory)
+    refused("unknown tensor", load_checkpoint, directory)
     (directory / "config.json").write_text(json.dumps(CONFIG | {"eos_token_id": [1] * 1001}))
     refused("eos_token_id has 1001 token ids; at most 1000", load_checkpoint, directory)
 
