@@ -253,9 +253,11 @@ def _object(raw: dict[str, Any], field: str, kind: Any, where: str) -> dict[str,
 def leaf_pattern(pattern: str) -> re.Pattern[str]:
     """A rule's leaf as a regular expression whose groups are numbers; "value", which NNX puts
     below each variable, may follow."""
-    parts = re.split(r"(\{[A-Za-z_]\w*\})", pattern, flags=re.ASCII)
+    parts = re.split(r"\{([A-Za-z_]\w*)\}", pattern, flags=re.ASCII)
     # No digit follows a number, so it is taken whole ("++") and no match is tried twice.
-    text = "".join(rf"(?P<{p[1:-1]}>\d++)" if p.startswith("{") else re.escape(p) for p in parts)
+    text = "".join(
+        rf"(?P<{part}>\d++)" if number % 2 else re.escape(part) for number, part in enumerate(parts)
+    )
     return re.compile(text + "(?:/value)?", re.ASCII)
 
 

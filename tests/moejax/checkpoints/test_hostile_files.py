@@ -362,6 +362,12 @@ def test_a_config_of_endless_experts(foreign, tmp_path):
     refused("experts in all", load_checkpoint, directory, name_map="maxtext_qwen3_moe")
 
 
+def test_a_leaf_with_other_braces(foreign, tmp_path):
+    path = tmp_path / "map.json"
+    path.write_text(json.dumps({"rules": [{"leaf": "{a²}", "tensor": "b"}]}))
+    refused("rules without a leaf", load_checkpoint, foreign, name_map=path)
+
+
 def naive(pattern):
     """ignore_pattern as a regular expression that tries everything."""
     kinds = {"**": ".*", "*": "[^/]*"}
