@@ -3,12 +3,25 @@
 import contextlib
 from collections.abc import Iterator
 
+MOST_LINE, MOST_LINES = 800, 40
+"""Characters of a message's line, and its lines; what is beyond is left out, in the middle."""
+
 
 class UserError(ValueError):
     """A mistake the user can mend: the message says what is wrong and what to do.
 
+    A message may quote what a stranger's file holds, so each is cut to MOST_LINE and MOST_LINES.
     The command line prints it without a traceback and exits with status 2.
     """
+
+    def __init__(self, message: str = ""):
+        lines = [
+            line if len(line) <= MOST_LINE else f"{line[: MOST_LINE - 303]} … {line[-300:]}"
+            for line in message.split("\n")
+        ]
+        if len(lines) > MOST_LINES:
+            lines[MOST_LINES // 2 : -MOST_LINES // 2] = ["…"]
+        super().__init__("\n".join(lines))
 
 
 class OutOfKV(UserError):
@@ -26,3 +39,14 @@ def user_errors(kind: type[Exception] = ValueError, where: str = "") -> Iterator
         if isinstance(error, UserError) and not where:
             raise
         raise UserError(f"{where}{error}") from error
+
+
+def shown(value: object, most: int = 80) -> str:
+    """A value for a message: on one line and short, whatever a stranger's file holds."""
+    try:
+        text = ascii(value)
+    except ValueError:  # an integer of more digits than Python prints
+        text = "an enormous number"
+    except RecursionError:
+        text = "a value that is nested too deeply"
+    return text if len(text) <= most else f"{text[: most - 3]}..."

@@ -15,7 +15,7 @@ import numpy as np
 from moejax.checkpoints.load import plan_tensors
 from moejax.checkpoints.orbax.layout import DENSE, Leaf, StoredModel
 from moejax.checkpoints.orbax.manifest import MANIFEST
-from moejax.checkpoints.orbax.own import check_files, open_stored, read_chunk
+from moejax.checkpoints.orbax.own import MOST_FILES, check_files, open_stored, read_chunk
 from moejax.checkpoints.placement import RecordSink, load_file
 from moejax.checkpoints.safetensors.shards import NUMPY_DTYPES, Shard, find_shards
 from moejax.checkpoints.tensors import ExpertPlace, Place
@@ -188,6 +188,8 @@ def _copied(directory: pathlib.Path) -> dict[str, bytes]:
     paths = [directory / name for name in COPIED]
     paths = [path for path in paths if os.path.lexists(path)]
     paths += directory.glob(f"{TEMPLATES}/*")
+    copied, left = {}, MOST_FILES
     for path in paths:
-        require_own_file(path, directory)
-    return {path.relative_to(directory).as_posix(): path.read_bytes() for path in paths}
+        left -= require_own_file(path, directory, left, "all files but the weights")
+        copied[path.relative_to(directory).as_posix()] = path.read_bytes()
+    return copied

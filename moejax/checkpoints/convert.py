@@ -24,7 +24,7 @@ from host_offload.versions.encoders import EncodingError, decode
 from host_offload.versions.store_versions import as_weights, relative_error
 from moejax.checkpoints.conversion_source import Source, open_source
 from moejax.checkpoints.load import checkpoint_format
-from moejax.checkpoints.loaded_model import counted, warn_nonfinite
+from moejax.checkpoints.loaded_model import counted, require_host_memory, warn_nonfinite
 from moejax.checkpoints.orbax.destination import free_destination, require_space, written_beside
 from moejax.checkpoints.orbax.layout import DENSE, Leaf, orbax_files
 from moejax.checkpoints.orbax.manifest import (
@@ -129,6 +129,9 @@ def _complete(
     kept = sum(leaf.nbytes for leaf in leaves if manifest.checksums(leaf))
     advance(kept)
     require_space(work, total - kept)
+    at_once = [leaf.chunk_bytes for leaf in source.params.values()]
+    at_once += [leaf.nbytes for leaf in layers[DENSE]]
+    require_host_memory(max(at_once), str(source.directory))
     for leaf in dense:
         if not manifest.checksums(leaf):
             nonfinite: Counter[str] = Counter()

@@ -21,6 +21,7 @@ from moejax.checkpoints.loaded_model import (
     LoadedModel,
     counted,
     new_store,
+    require_host_memory,
     run_dtype,
     warn_nonfinite,
 )
@@ -39,15 +40,13 @@ from moejax.checkpoints.tensors import (
     ParamPlace,
     Place,
     abstract_params,
+    check_experts,
     expected_tensors,
     is_ignored,
 )
 from moejax.errors import UserError
 from moejax.models.config import ModelConfig, load_config
 from moejax.models.directory import checkpoint_directory
-
-MOST_EXPERTS = 10**6
-"""In all layers; the largest models have 25,000."""
 
 _ORBAX_FILES = ("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt", "checkpoint")
 _PHASES = ("headers", "allocate", "read", "transfer")
@@ -164,10 +163,12 @@ def load_tensors(
     device = jax.devices()[0] if device is None else device
     to = NUMPY_DTYPES[to_name]
     layout = config.expert_layout(to.itemsize)
+    wanted = abstract_params(config, to)
+    nbytes = sum(math.prod(p.shape) * p.dtype.itemsize for p in jax.tree.leaves(wanted))
+    nbytes += sum(config.moe_layers) * config.num_experts * layout.nbytes
+    require_host_memory(nbytes, source)
     try:
-        params = jax.tree.map(
-            lambda p: aligned_empty(p.shape, p.dtype), abstract_params(config, to)
-        )
+        params = jax.tree.map(lambda p: aligned_empty(p.shape, p.dtype), wanted)
     except MemoryError as error:
         raise UserError(f"{source}: {error}") from error
     nonfinite: Counter[str] = Counter()
@@ -206,11 +207,7 @@ def plan_tensors(
     in load_tensors.
     """
     owner = {name: file for file in files for name in file.tensors}
-    experts = sum(config.moe_layers) * config.num_experts
-    if experts > MOST_EXPERTS:
-        raise UserError(
-            f"{source}: config.json has {experts} experts in all; at most {MOST_EXPERTS}"
-        )
+    check_experts(config, source)
     places = expected_tensors(config, owner)
     for name, file in owner.items():
         shape = file.tensors[name].shape

@@ -10,6 +10,8 @@ from typing import Any
 
 import jax
 
+from host_offload.memory.budget import format_bytes
+from host_offload.memory.device_memory import host_available_bytes
 from host_offload.memory.store import ExpertStore, StoreBuilder
 from moejax.device import require_pinned_memory
 from moejax.errors import UserError
@@ -59,6 +61,18 @@ def run_dtype(dtype: str, stored: str) -> str:
     if dtype != "auto" and dtype not in DTYPE_NAMES:
         raise UserError(f"dtype {dtype!r} is unknown; choose auto, {', '.join(DTYPE_NAMES)}")
     return stored if dtype == "auto" else DTYPE_NAMES[dtype]
+
+
+def require_host_memory(nbytes: int, source: str) -> None:
+    """Raises UserError where host memory has less free: what is allocated is used only when weights
+    are read into it, and then the process would be killed. source: the checkpoint's path."""
+    available = host_available_bytes()
+    if nbytes > available:
+        raise UserError(
+            f"{source}: its config.json asks for {format_bytes(nbytes)} of weights in host memory, "
+            f"of which {format_bytes(available)} are free; use a machine with more, or look "
+            "whether this is the model that you think it is"
+        )
 
 
 @contextlib.contextmanager

@@ -9,9 +9,13 @@ from typing import Any
 import jax
 import numpy as np
 
+from moejax.errors import UserError
 from moejax.models.families import FAMILIES
 from moejax.models.family import Parts
 from moejax.models.model_config import ModelConfig
+
+MOST_EXPERTS = 10**6
+"""Experts of all layers; the largest models have 25,000."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +95,16 @@ def abstract_params(config: ModelConfig, dtype: np.dtype) -> dict[str, Any]:
 def is_ignored(config: ModelConfig, name: str) -> bool:
     """Whether a checkpoint may hold this tensor although the model does not use it."""
     return FAMILIES[config.architecture].ignores(config, name)
+
+
+def check_experts(config: ModelConfig, source: str) -> None:
+    """Raises UserError for more experts than expected_tensors should list. source: the
+    checkpoint's path, for messages."""
+    experts = sum(config.moe_layers) * config.num_experts
+    if experts > MOST_EXPERTS:
+        raise UserError(
+            f"{source}: config.json has {experts} experts in all; at most {MOST_EXPERTS}"
+        )
 
 
 def expected_tensors(config: ModelConfig, found: Container[str]) -> dict[str, Place]:

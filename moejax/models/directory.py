@@ -1,8 +1,13 @@
-"""The checkpoint's directory and the JSON files in it, which come from strangers."""
+"""The checkpoint's directory and the gate that each of its files passes: they come from strangers.
+
+Whatever opens a file of a checkpoint opens it by open_regular or read_bounded, or, where another
+library opens it, after require_own_file.
+"""
 
 from __future__ import annotations
 
 import importlib.resources
+import io
 import os
 import pathlib
 import re
@@ -53,15 +58,45 @@ def model_directory(model: str | os.PathLike[str]) -> str | os.PathLike[str]:
     return model
 
 
-def require_own_file(path: pathlib.Path, directory: pathlib.Path | None = None) -> None:
-    """Raises UserError unless path is a regular file of the checkpoint.
+def open_regular(
+    path: pathlib.Path, most: int | None = None, what: str = "a checkpoint"
+) -> io.FileIO:
+    """A file of at most so many bytes, opened for reading, without a buffer. what: it is for
+    messages.
+
+    Raises OSError, and UserError for what is larger or no regular file, at once: whoever opens a
+    pipe waits for somebody to write into it.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        check_size(path, os.fstat(descriptor), most, what)
+    except UserError:
+        os.close(descriptor)
+        raise
+    return io.FileIO(descriptor)
+
+
+def read_bounded(path: pathlib.Path, most: int, what: str) -> bytes:
+    """The bytes of a file. Arguments and errors as of open_regular."""
+    with io.BufferedReader(open_regular(path, most, what)) as file:
+        return file.read(most)
+
+
+def require_own_file(
+    path: pathlib.Path,
+    directory: pathlib.Path | None = None,
+    most: int | None = None,
+    what: str = "a checkpoint",
+) -> int:
+    """The size of a file. Raises UserError unless path is a regular file of the checkpoint, of at
+    most so many bytes.
 
     directory: the checkpoint's (default: path's parent). A link must lead to where may_lead_to
     allows: a checkpoint from a stranger must not make moejax read, or copy into a converted
-    checkpoint, other files of this machine.
+    checkpoint, other files of this machine. what: it is, for messages.
     """
     try:
-        kind = stat.S_IFMT(path.stat().st_mode)
+        status = path.stat()
         real = path.resolve()
         home = (path.parent if directory is None else directory).resolve()
     except FileNotFoundError:
@@ -69,14 +104,25 @@ def require_own_file(path: pathlib.Path, directory: pathlib.Path | None = None) 
         raise UserError(f"{path}: {what}; download it again") from None
     except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: a loop of links
         raise UserError(f"{path}: cannot be read: {error}") from None
-    if kind != stat.S_IFREG:
-        what = "a directory" if kind == stat.S_IFDIR else "a pipe, socket or device"
-        raise UserError(f"{path}: {what}, where a file is expected")
+    check_size(path, status, most, what)
     if not may_lead_to(real, home):
         raise UserError(
             f"{path}: a link out of the checkpoint's directory, to {real}; put the file itself "
             f"there, or, if you made that link, set the environment variable {FOLLOW_LINKS}=1"
         )
+    return status.st_size
+
+
+def check_size(
+    path: pathlib.Path, status: os.stat_result, most: int | None, what: str = "a checkpoint"
+) -> None:
+    """Raises UserError for what is no regular file, or larger. Arguments as of open_regular."""
+    kind = stat.S_IFMT(status.st_mode)
+    if kind != stat.S_IFREG:
+        found = "a directory" if kind == stat.S_IFDIR else "a pipe, socket or device"
+        raise UserError(f"{path}: {found}, where a file is expected")
+    if most is not None and status.st_size > most:
+        raise UserError(f"{path}: {status.st_size} bytes are too many for {what}; at most {most}")
 
 
 def may_lead_to(real: pathlib.Path, home: pathlib.Path) -> bool:
@@ -101,10 +147,7 @@ def read_json(path: pathlib.Path, nan: bool = False) -> dict:
         raise UserError(f"{path}: no such file; is {path.parent} a Hugging Face checkpoint?")
     require_own_file(path)
     try:
-        size = path.stat().st_size
-        if size > MOST_JSON:
-            raise UserError(f"{path}: {size} bytes are too many for a checkpoint's JSON file")
-        value = parse_json(path.read_bytes(), nan)
+        value = parse_json(read_bounded(path, MOST_JSON, "a checkpoint's JSON file"), nan)
     except UserError:
         raise
     except (OSError, ValueError) as error:

@@ -20,6 +20,8 @@ MOST = {
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 2**16),
 }
 """Fields whose number of things is built while reading: a hostile one must not fill the memory."""
+MOST_EOS = 1000
+"""End-of-sequence ids, in which each generated token is looked for."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,13 +125,13 @@ class Fields:
             raise self.refuse(f"num_experts_per_tok ({top_k}) exceeds num_experts ({experts})")
         return dict(num_experts=experts, num_experts_per_tok=top_k)
 
-    def integers(self, key: str) -> list[int]:
-        """A list of integers; empty if null or absent."""
+    def integers(self, key: str) -> frozenset[int]:
+        """The integers of a list, in which each layer is looked for; none if null or absent."""
         value = self.raw.get(key)
         value = [] if value is None else value
         if not isinstance(value, list) or not all(map(is_integer, value)):
             raise self.refuse(f"{key} must be a list of integers, not {value!r}")
-        return value
+        return frozenset(value)
 
     def layer_types(self, default: Sequence[bool]) -> tuple[bool, ...]:
         """Per layer, whether it has the sliding window: layer_types, or the default."""
@@ -207,6 +209,8 @@ def token_ids(value: Any, source: str) -> tuple[int, ...]:
         raise UserError(
             f"{source}: eos_token_id must be a token id or a list of them, not {value!r}"
         )
+    if len(ids) > MOST_EOS:
+        raise UserError(f"{source}: eos_token_id has {len(ids)} token ids; at most {MOST_EOS}")
     return tuple(ids)
 
 

@@ -1,4 +1,4 @@
-"""JSON from strangers: what is accepted, and which numbers its values are."""
+"""JSON and YAML from strangers: what is accepted, and which numbers its values are."""
 
 from __future__ import annotations
 
@@ -6,6 +6,14 @@ import json
 import math
 from collections.abc import Iterable
 from typing import Any, TypeGuard
+
+import yaml
+
+MOST_VALUES = 4_000_000
+"""Values of a JSON text, a few seconds of parsing; the header of 100,000 tensors has 800,000."""
+
+MOST_YAML = 256 << 10
+"""Characters of a YAML text, a few seconds of parsing."""
 
 
 def is_integer(value: object) -> TypeGuard[int]:
@@ -21,11 +29,14 @@ def parse_json(text: str | bytes, nan: bool = False) -> Any:
     """The value of a JSON text as the standard has it; ValueError otherwise.
 
     Unlike json.loads, refuses a key given twice (readers disagree on which one counts), NaN and
-    infinite numbers and names that are not Unicode, and brackets nested beyond Python's stack.
-    nan: NaN and infinite numbers are allowed.
+    infinite numbers and names that are not Unicode, brackets nested beyond Python's stack, and more
+    than MOST_VALUES values. nan: NaN and infinite numbers are allowed.
     """
     if isinstance(text, bytes):
         text = text.decode("utf-8")
+    values = sum(map(text.count, ",[{")) if len(text) > MOST_VALUES else 0
+    if values > MOST_VALUES:
+        raise ValueError(f"about {values} values; at most {MOST_VALUES} are read")
     try:
         return json.loads(
             text,
@@ -57,3 +68,36 @@ def _finite(digits: str) -> float:
     if math.isinf(value):
         raise ValueError(f"the number {digits[:40]} is too large")
     return value
+
+
+def parse_yaml(text: str) -> Any:
+    """The value of a YAML text without aliases, which make a short text a value without end.
+
+    ValueError for those, for more than MOST_YAML characters and for what is no YAML.
+    """
+    if len(text) > MOST_YAML:
+        raise ValueError(f"{len(text)} characters of YAML; at most {MOST_YAML} are read")
+    try:
+        return yaml.load(text, _PlainLoader)
+    except RecursionError:
+        raise ValueError("brackets are nested too deeply") from None
+    except Exception as error:  # of YAML, and whatever int, float and datetime raise
+        raise ValueError(str(error) or repr(error)) from None
+
+
+class _PlainLoader(yaml.SafeLoader):
+    """YAML's plain values; of integers those that Python prints."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("aliases (*name) are not read; write the value out")
+        return super().compose_node(parent, index)
+
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        value = super().construct_yaml_int(node)
+        if abs(value) >= 1 << 63:
+            raise ValueError("an integer of more than 64 bits")
+        return value
+
+
+_PlainLoader.add_constructor("tag:yaml.org,2002:int", _PlainLoader.construct_yaml_int)

@@ -83,7 +83,7 @@ def _config(
     for other, differing, _ in found[1:]:
         if differing != fields:
             keys = sorted(
-                key for key in {*fields, *differing} if fields.get(key) != differing.get(key)
+                str(key) for key in {*fields, *differing} if fields.get(key) != differing.get(key)
             )
             raise UserError(f"{source} and {other} differ in {', '.join(keys[:5])}; keep one")
     if place is not None and source == str(place / "config.json"):

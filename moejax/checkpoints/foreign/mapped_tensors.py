@@ -21,12 +21,14 @@ from moejax.checkpoints.foreign.name_map import (
 from moejax.checkpoints.foreign.name_matching import check_names, match_leaves
 from moejax.checkpoints.orbax.tree import Leaf, LeafReader, Tree, leaf_headers, touched_bytes
 from moejax.checkpoints.safetensors.headers import Header
-from moejax.checkpoints.tensors import expected_tensors, is_ignored
+from moejax.checkpoints.tensors import check_experts, expected_tensors, is_ignored
 from moejax.errors import UserError
 from moejax.models.config import ModelConfig
 from moejax.models.json_values import is_integer
 
 _CACHE = 64 << 20
+MOST_TENSORS = 1_000_000
+"""Tensors that a map makes of a tree, ignored ones too; the largest models have 100,000."""
 
 Index = tuple[int | slice, ...]
 
@@ -111,20 +113,25 @@ def map_tensors(config: ModelConfig, tree: Tree, name_map: NameMap, fields: dict
     def field(name: str) -> int:
         value = fields.get(name)
         value = getattr(config, name, None) if value is None else value
-        if not is_integer(value):
+        if not is_integer(value) or not 0 <= value < 1 << 53:
             raise UserError(f"{source}: the config has no integer {name}, which the map names")
         return value
 
+    check_experts(config, source)
     matched = match_leaves(name_map, tree)
     leaves = leaf_headers(tree, list(matched))
     parts: dict[str, Part] = {}
     grouped: list[tuple[str, ...]] = []
+    made = 0
     for path, (relative, rule) in matched.items():
         match = leaf_pattern(rule.leaf).fullmatch(relative)
         assert match is not None
         numbers = {name: int(text) for name, text in match.groupdict().items()}
         where = f"{source}: rule {rule.leaf}"
         for names, part in _expand(rule, leaves[path], numbers, field, config, where):
+            made += 1
+            if made > MOST_TENSORS:
+                raise UserError(f"{where}: the map makes more than {MOST_TENSORS} tensors")
             if all(is_ignored(config, name) for name in names):
                 continue
             for name in names:
@@ -158,7 +165,7 @@ def _expand(
     sizes = _sizes(rule, shape, field, where) if rule.before is not None else {}
     ranges = [range(sizes[axis]) for axis in rule.unstacked]
     most = config.num_hidden_layers * config.num_experts * math.prod(map(len, rule.values.values()))
-    if math.prod(map(len, ranges)) > most:
+    if math.prod(map(len, ranges)) > min(most, MOST_TENSORS):
         raise UserError(
             f"{where}: the leaf {leaf.path} of shape {list(shape)} stacks more tensors than the "
             f"config's {config.num_hidden_layers} layers and {config.num_experts} experts have"
@@ -188,7 +195,7 @@ def _sizes(
     assert rule.before is not None
     sizes = {axis: len(names) for axis, names in rule.values.items()}
     for axis, size in rule.sizes.items():
-        sizes[axis] = field(size) if isinstance(size, str) else size
+        sizes[axis] = max(1, field(size)) if isinstance(size, str) else size
     wrong = UserError(
         f"{where}: the leaf has shape {list(shape)}, which does not fit the axes "
         f"{' '.join('(' + ' '.join(g) + ')' for g in rule.before)}"

@@ -8,23 +8,28 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.resources
-import json
 import os
 import pathlib
 import re
 from typing import Any
 
-import yaml
-
-from moejax.errors import UserError
-from moejax.models.json_values import is_number
+from moejax.checkpoints.orbax.tree import MOST_NAME
+from moejax.errors import UserError, shown
+from moejax.models.directory import read_bounded
+from moejax.models.json_values import MOST_YAML, is_number, parse_json, parse_yaml
 
 _SHIPPED = importlib.resources.files("moejax.checkpoints.foreign") / "name_maps"
 _FIELDS = ("item", "root", "ignore", "config", "rules")
 _RULE_FIELDS = ("leaf", "tensor", "axes", "values", "sizes", "scale", "crop", "optional")
-_NAME = re.compile(r"[A-Za-z_]\w*")
-_PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)(?:\*(\w+))?(?:\+(\w+))?\}")
-_SCALE = re.compile(r"(1/)?sqrt\((\w+)\)")
+_NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+_PLACEHOLDER = re.compile(
+    r"\{([A-Za-z_]\w*)(?:\*(\d{1,9}|[A-Za-z_]\w*))?(?:\+(\d{1,9}|[A-Za-z_]\w*))?\}", re.ASCII
+)
+_SCALE = re.compile(r"(1/)?sqrt\((\w+)\)", re.ASCII)
+_LARGEST = 1e30
+"""The largest scale; larger ones leave nothing of float32 weights."""
+MOST_RULES, MOST_ROOTS = 500, 8
+"""What a map may have; its texts have at most MOST_NAME characters."""
 
 Groups = tuple[tuple[str, ...], ...]
 """One tuple of axis names for each axis of an array; several are one axis, the last the fastest."""
@@ -84,7 +89,7 @@ def load_name_map(name_map: str | os.PathLike[str]) -> NameMap:
     shipped = shipped_maps()
     if str(name_map) in shipped:
         text = (_SHIPPED / f"{name_map}.yaml").read_text("utf-8")
-        return parse_name_map(yaml.safe_load(text), str(name_map))
+        return parse_name_map(parse_yaml(text), str(name_map))
     path = pathlib.Path(name_map).expanduser()
     if path.suffix not in (".yaml", ".yml", ".json"):
         raise UserError(
@@ -92,11 +97,13 @@ def load_name_map(name_map: str | os.PathLike[str]) -> NameMap:
             f"{', '.join(shipped)}"
         )
     try:
-        text = path.read_text(encoding="utf-8")
-        raw = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+        text = read_bounded(path, MOST_YAML, "a name map").decode("utf-8")
+        raw = parse_json(text) if path.suffix == ".json" else parse_yaml(text)
     except FileNotFoundError:
         raise UserError(f"{path}: no such name map; the package has {', '.join(shipped)}") from None
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+    except UserError:
+        raise
+    except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be read as a name map: {error}") from None
     return parse_name_map(raw, str(path))
 
@@ -107,6 +114,8 @@ def parse_name_map(raw: Any, source: str = "name map") -> NameMap:
     rules = raw.get("rules")
     if not isinstance(rules, list) or not rules:
         raise UserError(f"{source}: rules must be a list of rules")
+    if len(rules) > MOST_RULES:
+        raise UserError(f"{source}: {len(rules)} rules; at most {MOST_RULES}")
     config = raw.get("config")
     if config is not None and not isinstance(config, dict):
         raise UserError(f"{source}: config must be an object of config.json's fields")
@@ -114,7 +123,7 @@ def parse_name_map(raw: Any, source: str = "name map") -> NameMap:
         source,
         tuple(_rule(rule, f"{source}: rule {i}") for i, rule in enumerate(rules, 1)),
         _texts(raw, "item", source),
-        tuple(root.strip("/") for root in _texts(raw, "root", source)) or ("",),
+        tuple(root.strip("/") for root in _texts(raw, "root", source, MOST_ROOTS)) or ("",),
         _texts(raw, "ignore", source),
         config,
     )
@@ -123,7 +132,7 @@ def parse_name_map(raw: Any, source: str = "name map") -> NameMap:
 def _rule(raw: Any, where: str) -> Rule:
     _check_fields(raw, _RULE_FIELDS, where)
     leaf = raw.get("leaf")
-    if not isinstance(leaf, str) or not leaf:
+    if not isinstance(leaf, str) or not 0 < len(leaf) <= MOST_NAME:
         raise UserError(f"{where}: leaf must be a path such as decoder/norm/scale")
     where = f"{where} ({leaf})"
     tensors = _texts(raw, "tensor", where)
@@ -132,8 +141,10 @@ def _rule(raw: Any, where: str) -> Rule:
     before, after = _axes(raw["axes"], where) if "axes" in raw else (None, None)
     scale = raw.get("scale")
     named = isinstance(scale, str) and _SCALE.fullmatch(scale)
-    if not (scale is None or is_number(scale) or named):
-        raise UserError(f"{where}: scale must be a number, sqrt(field) or 1/sqrt(field)")
+    if not (scale is None or named or (is_number(scale) and abs(scale) <= _LARGEST)):
+        raise UserError(
+            f"{where}: scale must be a number up to {_LARGEST:g}, sqrt(field) or 1/sqrt(field)"
+        )
     for flag in ("crop", "optional"):
         if not isinstance(raw.get(flag, False), bool):
             raise UserError(f"{where}: {flag} must be true or false")
@@ -157,6 +168,8 @@ def _check_names(rule: Rule, where: str) -> None:
     known = {*captured, *rule.unstacked}
     if len(known) != len(captured) + len(rule.unstacked):
         raise UserError(f"{where}: a name stands for two axes or numbers")
+    if re.search(r"\}[\d{]", rule.leaf):
+        raise UserError(f"{where}: where does the number in braces end that a digit follows?")
     if any(m[2] or m[3] for m in _PLACEHOLDER.finditer(rule.leaf)):
         raise UserError(f"{where}: arithmetic belongs into tensor, not into leaf")
     for tensor in rule.tensors:
@@ -181,16 +194,16 @@ def _braces(names: set[str]) -> str:
 def _axes(text: Any, where: str) -> tuple[Groups, Groups]:
     """ "layer in head dim -> (head dim) in" as axes of the leaf and of the result."""
     example = 'axes must be text like "in layer head dim -> (head dim) in"'
-    sides = text.split("->") if isinstance(text, str) else []
+    sides = text.split("->") if isinstance(text, str) and len(text) <= MOST_NAME else []
     if len(sides) != 2:
-        raise UserError(f"{where}: {example}, not {text!r}")
+        raise UserError(f"{where}: {example}, not {shown(text)}")
     groups: list[Groups] = []
     for side in sides:
         tokens = re.findall(r"\([^()]*\)|[^\s()]+|[()]", side)
         parsed = tuple(tuple(token.strip("()").split()) for token in tokens)
         names = [name for group in parsed for name in group]
         if not all(parsed) or not all(_NAME.fullmatch(name) for name in names):
-            raise UserError(f"{where}: {example}, not {text!r}")
+            raise UserError(f"{where}: {example}, not {shown(text)}")
         if len(set(names)) != len(names):
             raise UserError(f"{where}: an axis is named twice in {side.strip()!r}")
         groups.append(parsed)
@@ -206,14 +219,18 @@ def _check_fields(raw: Any, known: tuple[str, ...], where: str) -> None:
         raise UserError(f"{where}: expected an object, found {type(raw).__name__}")
     for field in raw:
         if field not in known:
-            raise UserError(f"{where}: unknown field {field!r}; known: {', '.join(known)}")
+            raise UserError(f"{where}: unknown field {shown(field)}; known: {', '.join(known)}")
 
 
-def _texts(raw: dict[str, Any], field: str, where: str) -> tuple[str, ...]:
+def _texts(raw: dict[str, Any], field: str, where: str, most: int = MOST_RULES) -> tuple[str, ...]:
     value = raw.get(field, [])
     value = [value] if isinstance(value, str) else value
     if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
         raise UserError(f"{where}: {field} must be text or a list of texts")
+    if len(value) > most or any(len(text) > MOST_NAME for text in value):
+        raise UserError(
+            f"{where}: {field} may be {most} texts, each of at most {MOST_NAME} characters"
+        )
     return tuple(value)
 
 
@@ -221,7 +238,7 @@ def _object(raw: dict[str, Any], field: str, kind: Any, where: str) -> dict[str,
     def fits(value: Any) -> bool:
         if isinstance(value, bool) or not isinstance(value, kind):
             return False
-        return value > 0 if isinstance(value, int) else bool(value)
+        return 0 < value < 1 << 53 if isinstance(value, int) else bool(value)
 
     value = raw.get(field, {})
     if not isinstance(value, dict) or not all(
@@ -236,16 +253,36 @@ def _object(raw: dict[str, Any], field: str, kind: Any, where: str) -> dict[str,
 def leaf_pattern(pattern: str) -> re.Pattern[str]:
     """A rule's leaf as a regular expression whose groups are numbers; "value", which NNX puts
     below each variable, may follow."""
-    parts = re.split(r"(\{[A-Za-z_]\w*\})", pattern)
-    text = "".join(rf"(?P<{p[1:-1]}>\d+)" if p.startswith("{") else re.escape(p) for p in parts)
-    return re.compile(text + "(?:/value)?")
+    parts = re.split(r"\{([A-Za-z_]\w*)\}", pattern, flags=re.ASCII)
+    # No digit follows a number, so it is taken whole ("++") and no match is tried twice.
+    text = "".join(
+        rf"(?P<{part}>\d++)" if number % 2 else re.escape(part) for number, part in enumerate(parts)
+    )
+    return re.compile(text + "(?:/value)?", re.ASCII)
 
 
 def ignore_pattern(pattern: str) -> re.Pattern[str]:
-    """A pattern of paths from the tree's top: * is part of a name, ** any number of names."""
-    parts = re.split(r"(\*\*|\*)", pattern)
-    kinds = {"**": ".*", "*": "[^/]*"}
-    return re.compile("".join(kinds.get(part, re.escape(part)) for part in parts))
+    """A pattern of paths from the tree's top: * is part of a name, ** any number of names.
+
+    What follows a wildcard is looked for where it comes first, and kept ("(?>"), since a later
+    place would leave less to the rest: so the time is not exponential in the wildcards. Only what
+    follows the last one is looked for at the end.
+    """
+    first, *others = (
+        [re.escape(text) for text in part.split("*")] for part in re.split(r"\*{2}", pattern)
+    )
+
+    def within(texts: list[str], last: bool) -> str:
+        """A part without **; last: it ends the path."""
+        found = [f"(?>[^/]*?{text})" for text in texts[1:]]
+        if last and found:
+            found[-1] = f"[^/]*{texts[-1]}"
+        return texts[0] + "".join(found)
+
+    if not others:
+        return re.compile(within(first, last=True))
+    middle = "".join(f"(?>.*?{within(texts, last=False)})" for texts in others[:-1])
+    return re.compile(f"{within(first, False)}{middle}.*{within(others[-1], True)}")
 
 
 def tensor_name(pattern: str, numbers: dict[str, int | str], field: Any) -> str:
@@ -273,5 +310,8 @@ def scale_factor(scale: float | str | None, field: Any) -> float | None:
         return scale
     match = _SCALE.fullmatch(scale)
     assert match is not None
-    root = float(field(match[2])) ** 0.5
+    value = field(match[2])
+    if not value:
+        raise UserError(f"the config's {match[2]} is 0, which the map's scale {scale} cannot be of")
+    root = float(value) ** 0.5
     return 1 / root if match[1] else root

@@ -10,7 +10,10 @@ from moejax.checkpoints.foreign.name_map import NameMap, Rule, ignore_pattern, l
 from moejax.checkpoints.orbax.tree import Tree
 from moejax.errors import UserError
 
-_SHOWN = 5
+_SHOWN, _COMPARED = 5, 300
+"""Names in a message, and those that each is compared with for the nearest."""
+_MOST_TRIES = 10_000_000
+"""Patterns times paths, a few seconds."""
 
 
 def match_leaves(name_map: NameMap, tree: Tree) -> dict[str, tuple[str, Rule]]:
@@ -21,6 +24,11 @@ def match_leaves(name_map: NameMap, tree: Tree) -> dict[str, tuple[str, Rule]]:
     """
     rules = [(leaf_pattern(rule.leaf), rule) for rule in name_map.rules]
     ignored = [ignore_pattern(pattern) for pattern in name_map.ignore]
+    if len(tree.leaves) * (len(rules) + len(ignored)) > _MOST_TRIES:
+        raise UserError(
+            f"{tree.directory}: {len(tree.leaves)} leaves are too many for the {len(rules)} rules "
+            f"of {name_map.source}"
+        )
     root = _root(name_map, tree, [pattern for pattern, _ in rules])
     matched: dict[str, tuple[str, Rule]] = {}
     unmapped: list[str] = []
@@ -91,10 +99,11 @@ def _listed(
     if not alike:
         return []
     candidates = {_skeleton(o.removeprefix(strip)): o for o in reversed(list(others))}
+    compared = list(candidates)[-_COMPARED:]
     lines = [f"{what} ({len(names)}):"]
     for name in alike[:_SHOWN]:
         near = difflib.get_close_matches(
-            _skeleton(name.removeprefix(root)), candidates, n=1, cutoff=0.4
+            _skeleton(name.removeprefix(root)), compared, n=1, cutoff=0.4
         )
         lines.append(f"  {name}" + (f" (nearest {kind}: {candidates[near[0]]})" if near else ""))
     if len(alike) > _SHOWN:

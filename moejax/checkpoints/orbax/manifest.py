@@ -16,7 +16,7 @@ from typing import Any
 
 from moejax.checkpoints.orbax.layout import Leaf
 from moejax.errors import UserError
-from moejax.models.directory import read_json
+from moejax.models.directory import open_regular, read_json
 
 MANIFEST, JOURNAL = "moejax.json", "moejax.partial.json"
 FORMAT, FORMAT_VERSION = "moejax-orbax", 1
@@ -86,7 +86,7 @@ def checksum(data: Any) -> str:
 
 def file_checksum(path: pathlib.Path) -> str:
     """`checksum` of a file's bytes, without holding them. Raises OSError."""
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()[:16]
 
 
@@ -111,7 +111,7 @@ def write_file(path: pathlib.Path, data: Any) -> str:
 def read_file(path: pathlib.Path, into: memoryview) -> str | None:
     """Fills `into` from a file; returns the checksum, None if it is too short. Raises OSError."""
     digest = hashlib.sha256()
-    with open(path, "rb", buffering=0) as file:
+    with open_regular(path) as file:
         while len(into):
             count = file.readinto(into[:PIECE])
             if not count:
@@ -152,7 +152,7 @@ def read_manifest(path: pathlib.Path) -> Manifest:
         raise UserError(f"{path}: damaged: its checksum does not fit; copy or convert it again")
     try:
         return _parse(content)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise UserError(f"{path}: not a manifest that moejax wrote: {error!r}") from None
 
 

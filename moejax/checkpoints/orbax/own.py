@@ -20,11 +20,12 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 import jax
 import numpy as np
 
-from host_offload.memory.store import ExpertStore, StoreBuilder, aligned_empty
+from host_offload.memory.store import ExpertStore, StoreBuilder, aligned_empty, shares_memory
 from moejax.checkpoints.loaded_model import (
     LoadedModel,
     counted,
     new_store,
+    require_host_memory,
     run_dtype,
     warn_nonfinite,
 )
@@ -46,6 +47,9 @@ from moejax.models.directory import checkpoint_directory, read_json, require_own
 _PHASES = ("headers", "allocate", "read")
 """The phases of moejax.start.report.start_times; parameters go to the device while others are
 read."""
+
+MOST_FILES = 1 << 30
+"""Bytes of all files but the chunks; the tokenizer of a large model has 30 MB."""
 
 _AGAIN = "copy the checkpoint again, or convert the original again"
 
@@ -83,12 +87,20 @@ def load_orbax(
     to_name = run_dtype(dtype, stored.dtype)
     device = jax.devices()[0] if device is None else device
     held = _held(stored, to_name, versions)
-    layers = {v: [stored.layers(v)[i] for i in numbers] for v, numbers in held.items()}
+    layers: dict[str, list[Leaf]] = {}
+    for version, numbers in held.items():
+        every = stored.layers(version)
+        layers[version] = [every[i] for i in numbers]
     experts = list(itertools.chain(*layers.values()))
     check_files(stored, experts)
     marks.append(time.perf_counter())
 
     run, to = StoredModel(stored.directory, config, to_name), NUMPY_DTYPES[to_name]
+    sizes = [leaf.nbytes for leaf in run.params.values()]
+    nbytes = sum(sizes) if shares_memory(device) else max(sizes)
+    for version, leaves in layers.items():
+        nbytes += len(leaves) * config.num_experts * run.layout(version).nbytes
+    require_host_memory(nbytes, str(stored.directory))
     total = sum(leaf.nbytes for leaf in itertools.chain(stored.params.values(), experts))
     advance = counted(progress, total)
     builders: dict[str, StoreBuilder] = {}
@@ -138,7 +150,8 @@ def _held(
     manifest, every = stored.manifest, range(sum(stored.config.moe_layers))
     exact = dtype == manifest.dtype
     if len(versions) == 1 and exact and (lacking := manifest.dense_layers.get(versions[0])):
-        return {versions[0]: [i for i in every if i not in lacking], DENSE: list(lacking)}
+        dense = set(lacking).intersection(every)
+        return {versions[0]: [i for i in every if i not in dense], DENSE: sorted(dense)}
     taken = [
         version
         for version in dict.fromkeys(versions)
@@ -211,9 +224,10 @@ def open_stored(directory: pathlib.Path) -> StoredCheckpoint:
     manifest = read_manifest(directory / MANIFEST)
     if manifest.dtype not in NUMPY_DTYPES:
         raise UserError(f"{directory / MANIFEST}: dtype {manifest.dtype!r} is unknown")
+    left = MOST_FILES
     for name, expected in manifest.files.items():
         try:
-            require_own_file(directory / name, directory)
+            left -= require_own_file(directory / name, directory, left, "all files but the weights")
             found = file_checksum(directory / name)
         except OSError as error:
             raise UserError(f"{directory / name}: {error.strerror}; {_AGAIN}") from None

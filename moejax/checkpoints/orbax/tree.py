@@ -18,12 +18,17 @@ import tensorstore as ts
 
 from moejax.checkpoints.orbax.steps import TREE
 from moejax.checkpoints.safetensors.headers import FLOAT_DTYPES, Header
-from moejax.errors import UserError
-from moejax.models.directory import may_lead_to, read_json
+from moejax.checkpoints.safetensors.shards import NUMPY_DTYPES
+from moejax.errors import UserError, shown
+from moejax.models.directory import check_size, may_lead_to, read_json
 
 _EMPTY = ("None", "Dict", "List", "Tuple", "NamedTuple", "string")
 """Orbax's value types that are no arrays."""
 _MANIFEST = "manifest.ocdbt"
+_DESCRIPTIONS = {"zarr.json": 1 << 20, ".zarray": 1 << 20, _MANIFEST: 16 << 20}
+"""Files that tensorstore reads whole, and their most bytes."""
+MOST_LEAVES, MOST_NAME = 200_000, 500
+"""Leaves of a tree, and characters of a leaf's path."""
 _HEADERS_CACHE = 64 << 20
 
 
@@ -59,6 +64,8 @@ def read_tree(directory: pathlib.Path) -> Tree:
     entries = raw.get("tree_metadata")
     if not isinstance(entries, dict) or not entries:
         raise UserError(f"{path}: tree_metadata must be an object of leaves")
+    if len(entries) > MOST_LEAVES:
+        raise UserError(f"{path}: {len(entries)} leaves; at most {MOST_LEAVES} are read")
     leaves: dict[str, str] = {}
     names: dict[str, str] = {}
     for entry in entries.values():
@@ -66,6 +73,8 @@ def read_tree(directory: pathlib.Path) -> Tree:
         if kind in _EMPTY:
             continue
         leaf, name = "/".join(keys), ".".join(keys)
+        if len(name) > MOST_NAME:
+            raise UserError(f"{path}: the leaf name {shown(name)} has {len(name)} characters")
         if leaf in leaves or name in names:
             raise UserError(f"{path}: two leaves are called {leaf}")
         if not name.isprintable():  # it could write over what the terminal shows
@@ -73,7 +82,7 @@ def read_tree(directory: pathlib.Path) -> Tree:
         if any(part in ("", ".", "..") for part in name.split("/")):
             raise UserError(f"{path}: the leaf {leaf!r} would be outside of the checkpoint")
         leaves[leaf] = names[name] = name
-    _refuse_links(directory)
+    _check_files(directory)
     custom = raw.get("custom_metadata")
     return Tree(
         directory,
@@ -95,7 +104,9 @@ def _keys(entry: Any, path: pathlib.Path) -> tuple[list[str], str]:
     return keys, kind
 
 
-def _refuse_links(directory: pathlib.Path) -> None:
+def _check_files(directory: pathlib.Path) -> None:
+    """UserError for links that leave the directory, and for files that tensorstore would wait or
+    run out of memory for: those that are no files, and descriptions without end."""
     inside = directory.resolve()
     for folder, folders, files in os.walk(directory):
         for name in (*folders, *files):
@@ -105,6 +116,13 @@ def _refuse_links(directory: pathlib.Path) -> None:
                     f"{path}: a link that leaves the checkpoint; copy what it points to "
                     "(cp -rL), or remove it"
                 )
+        for name in files:
+            path = pathlib.Path(folder, name)
+            try:
+                status = path.stat()
+            except OSError as error:
+                raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
+            check_size(path, status, _DESCRIPTIONS.get(name), "the description of a tree")
 
 
 def leaf_headers(tree: Tree, paths: list[str]) -> dict[str, Leaf]:
@@ -131,7 +149,18 @@ def leaf_headers(tree: Tree, paths: list[str]) -> dict[str, Leaf]:
                 "larger than itself; the checkpoint is damaged"
             )
         leaves[path] = Leaf(path, Header(dtype, shape), chunk)
+        _check_chunks(tree, leaves[path])
     return leaves
+
+
+def _check_chunks(tree: Tree, leaf: Leaf) -> None:
+    """UserError for a chunk's file that is larger than the array: tensorstore would read it whole,
+    and where that is more than the memory, end the process."""
+    # Compressed chunks may be a little larger than what is in them; a directory may hold one more.
+    most = 2 * math.prod(leaf.header.shape) * NUMPY_DTYPES[leaf.header.dtype].itemsize + (1 << 20)
+    for path in (tree.directory / tree.leaves[leaf.path]).rglob("*"):
+        if path.is_file():
+            check_size(path, path.stat(), most, f"an array of shape {list(leaf.header.shape)}")
 
 
 class LeafReader:

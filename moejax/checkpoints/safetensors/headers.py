@@ -11,8 +11,8 @@ import os
 import pathlib
 from typing import Any
 
-from moejax.errors import UserError
-from moejax.models.directory import require_own_file
+from moejax.errors import UserError, shown
+from moejax.models.directory import open_regular, require_own_file
 from moejax.models.json_values import is_integer, parse_json
 
 FLOAT_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
@@ -23,6 +23,9 @@ MOST_HEADER = 100_000_000
 
 _PICKLES = (b"PK\3\4", b"\x80\2", b"\x80\3", b"\x80\4", b"\x80\5")
 """What they begin with; a header's length may, so this is looked at where the header is bad."""
+
+_MOST_TENSORS = 200_000
+"""Tensors of a file; the largest models have 100,000 in all, in many files."""
 
 _MOST_AXES = 32
 """What every numpy can hold."""
@@ -63,7 +66,7 @@ def read_header(
     require_own_file(path, directory)
     start = b""
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             stamp = file_stamp(file.fileno())
             size = stamp[0]
             start = file.read(8)
@@ -92,6 +95,8 @@ def read_header(
 def _tensors(
     path: pathlib.Path, table: dict[str, Any], begin: int, size: int
 ) -> tuple[dict[str, Header], dict[str, int]]:
+    if len(table) > _MOST_TENSORS:
+        raise ValueError(f"{len(table)} tensors; at most {_MOST_TENSORS} are read of a file")
     headers, spans = {}, []
     for name, entry in table.items():
         if name == "__metadata__":
@@ -111,8 +116,8 @@ def _tensors(
         nbytes = math.prod(shape) * _ITEMSIZE[entry["dtype"]]
         if offsets[1] - offsets[0] != nbytes:
             raise ValueError(
-                f"tensor {name} of shape {_short(shape)} needs {_short(nbytes)} bytes, "
-                f"its data_offsets are {_short(offsets)}"
+                f"tensor {name} of shape {shown(list(shape))} needs {shown(nbytes)} bytes, "
+                f"its data_offsets are {shown(list(offsets))}"
             )
         headers[name] = Header(dtype, shape)
         spans.append((offsets, name))
@@ -120,18 +125,18 @@ def _tensors(
     for (first, last), name in sorted(spans):
         if first != end:
             raise ValueError(
-                f"tensor {name} begins at byte {_short(first)}, where the one before ends at {end}"
+                f"tensor {name} begins at byte {shown(first)}, where the one before ends at {end}"
             )
         end = last
     if begin + end != size:
-        raise ValueError(f"the tensors end at byte {_short(begin + end)} of {size}")
+        raise ValueError(f"the tensors end at byte {shown(begin + end)} of {size}")
     return headers, {name: begin + first for (first, _), name in spans}
 
 
 def _sizes(name: str, entry: dict, key: str) -> tuple[int, ...]:
     values = entry[key]
     if not isinstance(values, list) or not all(is_integer(v) and v >= 0 for v in values):
-        raise ValueError(f"{key} of tensor {name} must be a list of numbers, {_short(values)}")
+        raise ValueError(f"{key} of tensor {name} must be a list of numbers, {shown(values)}")
     return tuple(values)
 
 
@@ -139,26 +144,15 @@ def _float_dtype(path: pathlib.Path, name: str, dtype: Any) -> str:
     if isinstance(dtype, str) and dtype in FLOAT_DTYPES:
         return FLOAT_DTYPES[dtype]
     if not isinstance(dtype, str):
-        raise ValueError(f"dtype of tensor {name} must be a name, {_short(dtype)}")
+        raise ValueError(f"dtype of tensor {name} must be a name, {shown(dtype)}")
     if dtype.startswith("F8"):
         why = "the checkpoint is quantized to FP8"
     elif dtype.startswith(("I", "U")):
         why = "packed integers, as in GPTQ, AWQ or bitsandbytes checkpoints"
     else:
         why = "not a dtype of weights that moejax reads"
+    named = shown(dtype).strip("'")
     raise UserError(
-        f"{path}: tensor {name} has dtype {_short(dtype, str)} ({why}), which is not supported; "
+        f"{path}: tensor {name} has dtype {named} ({why}), which is not supported; "
         "use the model's bfloat16, float16 or float32 checkpoint"
     )
-
-
-def _short(value: Any, shown: Any = None) -> str:
-    """The value for a message, which must stay one line whatever the file holds."""
-    if isinstance(value, tuple):
-        value = list(value)
-    try:
-        text = ascii(value)
-    except ValueError:  # an integer of more digits than Python prints
-        text = "an enormous number"
-    text = text[1:-1] if shown is str else text
-    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -74,7 +74,7 @@ class Shard:
         """Raises UserError where the file cannot be opened any more, and, at either end of the
         `with`, where it is not the one whose header was read."""
         try:
-            descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             raise _unreadable(self.path, error) from None
         try:
@@ -148,8 +148,11 @@ def find_shards(directory: pathlib.Path) -> tuple[Shard, ...]:
     if not os.path.lexists(directory / INDEX):
         raise UserError(_nothing_found(directory))
     owner = _read_index(directory / INDEX)
+    placed: dict[str, list[str]] = {}
+    for name, file in owner.items():
+        placed.setdefault(file, []).append(name)
     shards = []
-    for file in sorted(set(owner.values())):
+    for file, names in sorted(placed.items()):
         path = directory / file
         if not os.path.lexists(path):
             raise UserError(f"{path}: shard missing, though {INDEX} names it; download it again")
@@ -159,7 +162,7 @@ def find_shards(directory: pathlib.Path) -> tuple[Shard, ...]:
                 elsewhere = f"places it in {owner[name]}" if name in owner else "does not know it"
                 raise UserError(f"{path}: holds the tensor {name}, but {INDEX} {elsewhere}")
         shards.append(shard)
-        absent = [n for n, f in owner.items() if f == file and n not in shard.tensors]
+        absent = [name for name in names if name not in shard.tensors]
         if absent:
             raise UserError(f"{path}: lacks the tensor {absent[0]}, which {INDEX} places there")
     return tuple(shards)
