@@ -1,5 +1,8 @@
 """What moejax raises when the user, not the program, has to change something."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class UserError(ValueError):
     """A mistake the user can mend: the message says what is wrong and what to do.
@@ -11,3 +14,18 @@ class UserError(ValueError):
 class OutOfKV(UserError):
     """Requests wait for KV pages that nobody can give. The engine is whole; those in it cannot go
     on as things are."""
+
+
+@contextmanager
+def as_user_error(what: str) -> Iterator[None]:
+    """Raises UserError for everything that goes wrong inside: what it does belongs to one request,
+    and must end nothing else. what: begins the message, of which a long one is cut.
+
+    Compiled libraries panic with exceptions that are no Exception (pyo3's PanicException).
+    """
+    try:
+        yield
+    except (UserError, KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:
+        raise UserError(f"{what} ({type(error).__name__}: {str(error)[:300]})") from error

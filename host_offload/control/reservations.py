@@ -22,7 +22,7 @@ class BudgetTracker:
         self.reserved = dict.fromkeys(limits, 0)
         """Tier → bytes of copies that are on their way."""
         self.peak = 0
-        """Most bytes held and reserved so far."""
+        """Most bytes held and reserved since the budget changed."""
 
     @property
     def used(self) -> int:
@@ -31,8 +31,9 @@ class BudgetTracker:
 
     def resize(self, budget: int, limits: Mapping[str, int]) -> None:
         """Other bytes from now on. What is held and reserved must lie within the budget; a tier may
-        have more than its limit, and then nothing more is reserved there."""
-        self.budget, self.limits = budget, dict(limits)
+        have more than its limit, and then nothing more is reserved there. peak begins anew: what
+        another budget allowed says nothing about this one."""
+        self.budget, self.limits, self.peak = budget, dict(limits), self.used
         self._check()
 
     def try_reserve(self, tier: str, nbytes: int) -> bool:

@@ -355,9 +355,9 @@ class Transitions(Transfers):
 
     def stats(self, tables: Residency | None = None) -> dict[str, Any]:
         """precision: plain integers. deferred: how often one had to wait, each for each list.
-        queued: who waits now. peak_bytes: of all budgets so far. most_step_bytes, over_step_bytes:
-        the most bytes of a step's transitions, and steps with more than the bound, which is smaller
-        than one expert then."""
+        queued: who waits now. peak_bytes: since the budget changed. most_step_bytes,
+        over_step_bytes: the most bytes of a step's transitions, and steps with more than the bound,
+        which is smaller than one expert then."""
         moves, moved_bytes = self._compacted.tolist()
         low = len(self._bytes) - 1
         return {

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moejax.errors import UserError
+from moejax.errors import UserError, as_user_error
 from moejax.requests.request import Prompt
 
 if TYPE_CHECKING:
@@ -40,7 +40,8 @@ def encode_prompt(
         return None, _token_ids(prompt)
     if tokenizer is None:
         raise UserError(f"{model} has no tokenizer; give token ids instead of text")
-    return prompt, tokenizer(prompt)["input_ids"]
+    with as_user_error("the tokenizer fails on this text"):
+        return prompt, tokenizer(prompt)["input_ids"]
 
 
 def _token_ids(prompt: Any) -> list[int]:

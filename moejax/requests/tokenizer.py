@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moejax.errors import UserError
+from moejax.errors import UserError, as_user_error
 from moejax.models.config import ModelConfig
 from moejax.models.directory import require_own_file
 
@@ -146,11 +146,12 @@ class Detokenizer:
         return piece
 
     def _decode(self, token_ids: list[int]) -> str:
-        text = self._tokenizer.decode(
-            token_ids,
-            skip_special_tokens=self._skip_special_tokens,
-            clean_up_tokenization_spaces=False,
-        )
+        with as_user_error("the tokenizer fails on these tokens"):
+            text = self._tokenizer.decode(
+                token_ids,
+                skip_special_tokens=self._skip_special_tokens,
+                clean_up_tokenization_spaces=False,
+            )
         assert isinstance(text, str)
         return text
 

@@ -215,7 +215,12 @@ class EngineThread:
 
     def _post_output(self, stream: Stream) -> None:
         assert stream.submission is not None
-        output = stream.submission.output(self._tokenizer, stream.sent)
+        try:
+            output = stream.submission.output(self._tokenizer, stream.sent)
+        except UserError as error:  # of this request alone
+            self._post(stream, error)
+            self.drop(stream)
+            return
         stream.wanted, stream.sent = False, output
         self._unseen.pop(stream, None)
         self._post(stream, dataclasses.replace(output, request_id=stream.request_id))

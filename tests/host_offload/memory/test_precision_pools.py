@@ -133,6 +133,16 @@ def test_the_budget_is_never_exceeded():
     assert tracker.used == 0 and tracker.peak == 100
 
 
+def test_the_peak_is_of_the_budget_that_there_is():
+    tracker = BudgetTracker(100, {"hi": 100})
+    assert tracker.try_reserve("hi", 90)
+    tracker.cancel("hi", 60)
+    assert tracker.peak == 90
+    tracker.resize(50, {"hi": 50})
+    assert tracker.peak == tracker.used == 30
+    assert tracker.try_reserve("hi", 20) and tracker.peak == tracker.budget
+
+
 @pytest.mark.parametrize("action", ["commit", "cancel", "release"])
 def test_more_cannot_be_given_up_than_there_was(action):
     with pytest.raises(AssertionError, match="more was given up"):
