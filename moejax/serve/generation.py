@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,16 @@ from moejax.requests.submission import Submission
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+
+def require_owner(process: int) -> None:
+    """Raises UserError unless this is that process, which made an LLM, and no fork of it: there
+    jax's threads and the engine's are missing, and whatever waits for them waits for ever."""
+    if os.getpid() != process:
+        raise UserError(
+            "this LLM was made before a fork and cannot be used after it; make it in the process "
+            'that uses it (multiprocessing: the start method "spawn")'
+        )
 
 
 def asked_for(
@@ -120,7 +131,7 @@ def run_each(
     max_in_flight: int,
     encode: Callable[[Prompt], EncodedPrompt],
     tokenizer: PreTrainedTokenizerFast | None,
-) -> Iterator[tuple[GenerationRequest, RequestOutput | UserError]]:
+) -> Generator[tuple[GenerationRequest, RequestOutput | UserError], None, None]:
     """See LLM.generate_each."""
     more = True
     with in_engine(engine) as running:
@@ -151,7 +162,9 @@ def run_each(
                     yield submission.asked, result
 
 
-def run_stream(engine: Engine, encoded: EncodedPrompt, asked: GenerationRequest) -> Iterator[str]:
+def run_stream(
+    engine: Engine, encoded: EncodedPrompt, asked: GenerationRequest
+) -> Generator[str, None, None]:
     """See LLM.stream."""
     with in_engine(engine) as submissions:
         with deferred_interrupt():

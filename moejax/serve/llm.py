@@ -28,12 +28,13 @@ from moejax.models.config import ModelConfig
 from moejax.models.directory import model_directory
 from moejax.progress import loading_progress, token_progress
 from moejax.requests.outputs import RequestOutput
-from moejax.requests.prompts import EncodedPrompt, encode_prompt
+from moejax.requests.prompts import EncodedPrompt, PromptEncoder
 from moejax.requests.request import GenerationRequest, Prompt
 from moejax.requests.sampling_params import SamplingParams
 from moejax.requests.tokenizer import check_vocabulary, load_tokenizer
 from moejax.serve.generation import (
     asked_for,
+    require_owner,
     run_all,
     run_each,
     run_scores,
@@ -144,9 +145,11 @@ class LLM:
             self._start.end("engine")
         self.dtype, self._made = loaded.dtype, loaded.quantizers
         self._start.end("tokenizer")
+        longest = self.engine.scheduler.max_model_len
+        self.encoder = PromptEncoder(self.engine.tokenizer, self.model, longest)
         self._closed = False
         self._borrower: threading.Thread | None = None
-        self._lock, self._holder = threading.RLock(), ""
+        self._lock, self._holder, self._process = threading.RLock(), "", os.getpid()
         log.info("%s: ops %s; %s", self.model, self.engine.runner.ops, self._start)
 
     def _load(self, settings: Settings, directory: str | os.PathLike[str]) -> LoadedModel:
@@ -333,10 +336,11 @@ class LLM:
     def close(self) -> None:
         """Completes the trace and frees arena, store and parameters. Idempotent. Raises UserError
         where the trace could not be written, and while the LLM is lent."""
-        if self._closed:
+        if self._closed or os.getpid() != self._process:
             return
         self._open()
         self._closed = True
+        self.encoder.close()
         try:
             if self.engine.control is not None:
                 self.engine.control.finish()
@@ -362,7 +366,7 @@ class LLM:
     # ---- pieces
 
     def _encode(self, prompt: Prompt) -> EncodedPrompt:
-        return encode_prompt(prompt, self.engine.tokenizer, self.model)
+        return self.encoder(prompt)
 
     @contextmanager
     def _held(self) -> Iterator[Engine]:
@@ -380,7 +384,7 @@ class LLM:
         finally:
             self._lock.release()
 
-    def _held_each(self, results: Generator[T]) -> Iterator[T]:
+    def _held_each(self, results: Generator[T, None, None]) -> Iterator[T]:
         """The results of a generator that runs the engine, which is held while it works and not
         while the caller has the word."""
         try:
@@ -391,11 +395,13 @@ class LLM:
                     return
                 yield result
         finally:
-            results.close()
+            with self._lock:
+                results.close()
 
     def _open(self) -> Engine:
         if self._closed:
             raise UserError("this LLM is closed; make another one")
+        require_owner(self._process)
         if self._borrower not in (None, threading.current_thread()):
             raise UserError("this LLM belongs to an AsyncLLM; use that, or close it first")
         return self.engine

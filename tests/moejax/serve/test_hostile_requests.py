@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 import signal
 import threading
@@ -18,6 +19,7 @@ from moejax import LLM, AsyncLLM, SamplingParams, UserError
 from moejax.engine.resize import cells_of
 from moejax.engine.sampling import _PARAMETERS
 from moejax.interrupt import deferred_interrupt
+from moejax.requests import bounded_process
 from moejax.requests.request import GenerationRequest
 from moejax.requests.sampling_params import _RANGES
 from moejax.serve.batch.job import MOST_MESSAGE, Job, open_job
@@ -63,12 +65,14 @@ WIDE = [2**31, -(2**31), 2**63, -(2**64), 10**400, -(10**400), 10**5000, 1e39, 1
 def test_a_number_is_refused_by_name_or_fits_what_the_step_reads(name):
     for value in WIDE:
         given: Any = {name: value}
+        refusal, params = None, None
         try:
             params = SamplingParams(**given)
         except UserError as error:
-            assert f"{name} must be" in str(error) and len(str(error)) < 300
-            continue
-        if name in _PARAMETERS:
+            refusal = str(error)
+        if params is None:
+            assert refusal is not None and f"{name} must be" in refusal and len(refusal) < 300
+        elif name in _PARAMETERS:
             dtype, _ = _PARAMETERS[name]
             with np.errstate(all="raise", under="ignore"):
                 assert np.isfinite(np.array(getattr(params, name), dtype))
@@ -289,13 +293,16 @@ def test_an_interrupt_at_any_moment_leaves_the_engine_idle(llm, seed):
     assert main is not None
     wait = random.Random(seed).uniform(0.0, 0.2)
     timer = threading.Timer(wait, lambda: signal.pthread_kill(main, signal.SIGINT))
-    with pytest.raises(KeyboardInterrupt), deferred_interrupt() as held:
-        timer.start()
-        while not held:  # what comes before or after is no matter of generate
-            try:
+
+    def generate() -> None:
+        with deferred_interrupt() as held:  # in generate, and neither before nor after it
+            timer.start()
+            while not held:
                 llm.generate(prompts, SamplingParams(max_tokens=2), use_tqdm=False)
-            finally:
                 assert llm.engine.idle
+
+    with pytest.raises(KeyboardInterrupt):
+        generate()
     timer.join()
     arena = llm.engine.scheduler.arena
     llm.engine.set_budget(cells_of(arena), arena.count(SlotClass.KV))
@@ -314,12 +321,12 @@ def test_an_interrupt_while_requests_are_submitted(llm, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         llm.generate([[5, 6]] * 100, GREEDY)
     assert llm.engine.idle and len(calls) == 7
+    calls.clear()
     with pytest.raises(KeyboardInterrupt):
-        calls.clear()
         list(llm.generate_each(GenerationRequest([5], GREEDY) for _ in range(100)))
     assert llm.engine.idle
+    calls[:] = [1] * 6
     with pytest.raises(KeyboardInterrupt):
-        calls[:] = [1] * 6
         list(llm.stream([5], GREEDY))
 
 
@@ -355,3 +362,99 @@ def test_another_thread_may_call_between_the_results_of_a_generator(llm):
     thread.start()
     thread.join(60)
     assert found and first[1].finished and len(list(results)) == 7
+
+
+# ---- clients
+
+
+@pytest.fixture
+def looping(llm, monkeypatch):
+    """A chat template that never ends."""
+    loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    monkeypatch.setattr(llm.get_tokenizer(), "chat_template", loop)
+    return {"messages": [{"role": "user", "content": "x"}]}
+
+
+def test_a_prompt_that_takes_long_keeps_no_other_waiting(llm, looping, monkeypatch):
+    monkeypatch.setattr(bounded_process, "WORK_S", 3.0)
+
+    async def main():
+        async with AsyncLLM(llm) as served:
+            hostile = [
+                asyncio.create_task(last(served.generate(prompt, GREEDY)))
+                for prompt in (looping, "a b" * 2_000_000, looping)
+            ]
+            await asyncio.sleep(0)
+            for _ in range(5):
+                assert (await last(served.generate("The old house", GREEDY))).finished
+            assert not hostile[2].done()
+            return await asyncio.gather(*hostile, return_exceptions=True)
+
+    refused = run(main())
+    assert all(isinstance(error, UserError) for error in refused)
+    assert "characters" in str(refused[1])
+
+
+def test_close_does_not_wait_for_a_template(llm, looping):
+    async def main():
+        served = AsyncLLM(llm)
+        calls = [asyncio.create_task(last(served.generate(looping, GREEDY))) for _ in range(3)]
+        while llm.encoder._bounded._connection is None:  # it stands, and works
+            await asyncio.sleep(0.01)
+        began = time.monotonic()
+        await served.close()
+        took = time.monotonic() - began
+        return took, await asyncio.gather(*calls, return_exceptions=True)
+
+    took, refused = run(main())
+    assert took < 5 and all(isinstance(error, UserError) for error in refused)
+    assert llm.generate("The old house", GREEDY)[0].finished
+
+
+def test_turns_of_a_session_keep_their_order(llm, monkeypatch):
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    monkeypatch.setattr(llm.get_tokenizer(), "chat_template", template)
+    add, order = llm.engine.add, []
+
+    def noted(ids, *rest, **options):
+        order.append(len(ids))
+        return add(ids, *rest, **options)
+
+    monkeypatch.setattr(llm.engine, "add", noted)
+    slow = {"messages": [{"role": "user", "content": "The old house"}]}
+
+    async def main():
+        async with AsyncLLM(llm) as served:
+            turns = [slow, [7] * 40, [7] * 50]
+            calls = [last(served.generate(turn, GREEDY, session_id="s")) for turn in turns]
+            await asyncio.gather(*calls)
+            assert not served._slow_sessions
+            await served.end_session("s")
+
+    run(main())
+    assert order[1:] == [40, 50]
+
+
+# ---- forks
+
+
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
+def test_a_fork_is_refused_and_the_process_that_made_the_llm_goes_on(llm):
+    own = llm.generate([[7, 8, 9]], GREEDY)[0].outputs
+    served = AsyncLLM(llm)
+
+    def refused(use) -> bool:
+        try:
+            use()
+        except UserError as error:
+            return "before a fork" in str(error)
+        return False
+
+    child = os.fork()
+    if child == 0:
+        signal.alarm(30)
+        uses = (llm.stats, lambda: llm.generate([[5]], GREEDY), lambda: run(served.stats()))
+        os._exit(0 if all(map(refused, uses)) else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    run(served.close())
+    assert llm.generate([[7, 8, 9]], GREEDY)[0].outputs == own
