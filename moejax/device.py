@@ -30,8 +30,10 @@ def select_device(device: str | jax.Device | None = None) -> jax.Device:
     machine with an NVIDIA GPU (unless the CPU was asked for, here or by JAX_PLATFORMS), and a GPU
     older than compute capability 8.0.
     """
-    if PINNED_LIMIT not in os.environ and not _backend_runs():
-        os.environ[PINNED_LIMIT] = str(max(_host_memory_gb(), DEFAULT_PINNED_GB))
+    # jax has no public way to ask without starting it.
+    if PINNED_LIMIT not in os.environ and not xla_bridge.backends_are_initialized():
+        memory_gb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 10**9
+        os.environ[PINNED_LIMIT] = str(max(memory_gb, DEFAULT_PINNED_GB))
     if isinstance(device, str):
         try:
             chosen = jax.devices(device)[0]
@@ -70,15 +72,6 @@ def require_pinned_memory(device: jax.Device, nbytes: int) -> None:
         )
 
 
-def _backend_runs() -> bool:
-    # jax has no public way to ask without starting it.
-    return xla_bridge.backends_are_initialized()
-
-
 def _cpu_was_asked_for() -> bool:
     platforms = jax.config.values["jax_platforms"] or os.environ.get("JAX_PLATFORMS", "")
     return platforms.split(",")[0] == "cpu"
-
-
-def _host_memory_gb() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 10**9

@@ -1,7 +1,7 @@
 """What moejax raises when the user, not the program, has to change something."""
 
+import contextlib
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 
 class UserError(ValueError):
@@ -16,7 +16,19 @@ class OutOfKV(UserError):
     on as things are."""
 
 
-@contextmanager
+@contextlib.contextmanager
+def user_errors(kind: type[Exception] = ValueError, where: str = "") -> Iterator[None]:
+    """What is refused below with an error of this kind, as UserError; one that is a UserError
+    passes where nothing is to be said before its message. where: that."""
+    try:
+        yield
+    except kind as error:
+        if isinstance(error, UserError) and not where:
+            raise
+        raise UserError(f"{where}{error}") from error
+
+
+@contextlib.contextmanager
 def as_user_error(what: str) -> Iterator[None]:
     """Raises UserError for everything that goes wrong inside: what it does belongs to one request,
     and must end nothing else. what: begins the message, of which a long one is cut.

@@ -23,12 +23,13 @@ from flax import nnx
 from jax import lax
 from jax.sharding import SingleDeviceSharding
 
-from host_offload.memory.arena import place_cells
-from host_offload.memory.budget import Share, cells_per_layer
-from host_offload.memory.layout import BLOCK_SIZES, ExpertLayout
-from host_offload.memory.store import ExpertStore, StoreBuilder, record_of
+from host_offload.memory.arena import allocate_arena, place_cells
+from host_offload.memory.budget import Share, cells_per_layer, expert_slots_of
+from host_offload.memory.layout import BLOCK_SIZES
+from host_offload.memory.store import ExpertStore, StoreBuilder
 from host_offload.memory.tables import Tables, empty_tables, regrant
 from host_offload.policies.eviction.names import EVICTION
+from host_offload.versions.encoders import encode
 from moejax.cache import cache_root
 from moejax.checkpoints.loaded_model import DTYPE_NAMES
 from moejax.checkpoints.safetensors.shards import NUMPY_DTYPES
@@ -39,6 +40,7 @@ from moejax.step.experts import Paging, add_experts, page_and_compute, zero_afte
 from pallas_kernels import Ops, resolve_ops
 from pallas_kernels.expert_ffn import ACTIVATIONS
 from pallas_kernels.linear import linear
+from pallas_kernels.records import RecordFormat
 from pallas_kernels.route import RouteRule, route, why_not_pallas
 from pallas_kernels.verification import Check, ModelShape, checks, require_verified
 
@@ -143,12 +145,13 @@ class PagedExperts(nnx.Module):
                     )
                 experts, width, hidden = shape
                 if builder is None:
-                    layout = ExpertLayout(hidden, width, to.itemsize)
+                    layout = RecordFormat("dense", hidden, width, to.name)
                     device = jax.devices()[0] if device is None else device
                     builder = StoreBuilder(layout, len(layers), experts, device)
                 for e in range(experts):
-                    record = record_of(*(np.asarray(m[e]) for m in (gate, up, down)), dtype=to)
-                    builder.put(layer, e, record[None])
+                    rows = (np.asarray(gate[e]), np.asarray(up[e]), np.asarray(down[e]).T)
+                    weights = np.concatenate([part.astype(to, copy=False) for part in rows])
+                    builder.put(layer, e, encode(weights[None], builder.layout))
             assert builder is not None
             return cls(builder.finish(), to.name, activation)
         except BaseException as error:
@@ -175,16 +178,13 @@ class PagedExperts(nnx.Module):
         budget = parse_expert_budget(budget)
         if eviction not in EVICTION:
             raise UserError(f"eviction {eviction!r} is unknown; known: {', '.join(EVICTION)}")
-        every = self.layers * self.experts
-        if isinstance(budget, Share):
-            cells = round(budget.fraction * every)
-        else:
-            cells = min(budget // (self._cell_rows * self.layout.hidden * 2), every)
+        hidden = self.layout.hidden
+        cell_bytes = self._cell_rows * hidden * 2
+        cells = expert_slots_of(budget, self.layers * self.experts, cell_bytes)
         sharding = SingleDeviceSharding(self.device)
-        # Zero rows would be no array that a step could slice.
-        shape = (max(cells, 1) * self._cell_rows, self.layout.hidden)
         memory = ExpertMemory(
-            arena=jax.jit(lambda: jnp.zeros(shape, jnp.uint16), out_shardings=sharding)(),
+            # Zero rows would be no array that a step could slice.
+            arena=allocate_arena(max(cells, 1) * self._cell_rows, hidden, self.device),
             tables=jax.device_put(
                 empty_tables(self.layers, self.experts, self.experts, EVICTION[eviction]),
                 sharding,

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from host_offload.control.controller import Controller
-from host_offload.control.device import Device, Moved, Operation, Resizer
+from host_offload.control.device import Device, Moved, Resizer
 from host_offload.control.interface import Moment
 from host_offload.control.step_record import LayerRouting, StepRecord
 from host_offload.memory.tables import Entry, Move, Residency
@@ -44,7 +44,7 @@ class Control:
         # be done, before anything that the controller hands out later.
         self._moves: list[Move] = []
         self._contents: dict[str, np.ndarray] = {}
-        device.prepare(_operations(controller))
+        device.prepare(controller)
         self._update_tables()
 
     def before_step(self, number: int) -> list[Entry]:
@@ -157,15 +157,3 @@ class Control:
         # Where every expert is resident, slots that move hold nobody.
         if self.resized and controller.needs_residency and controller.transitions is None:
             controller.see(self.device.snapshot()())
-
-
-def _operations(controller: Controller) -> list[Operation]:
-    """What the controller will ask of a device."""
-    operations = [Operation.SNAPSHOT] if controller.needs_residency else []
-    if controller.stages_transfers:
-        operations.append(Operation.TRANSFER if controller.spec.blocking else Operation.STAGE)
-        if controller.spec.resident is not None:
-            operations.append(Operation.MOVE_CELLS)
-    if "kv_pages" in controller.writes:
-        operations.append(Operation.MOVE_PAGES)
-    return operations

@@ -4,8 +4,9 @@ and a bounded list of transfers. Pure host code over numpy: no device, no clock.
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter, deque
-from collections.abc import Callable, Collection, Sequence
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,6 @@ from host_offload.control.rules import (
     moments_with,
     name_of,
     parse_interval,
-    union,
 )
 from host_offload.control.staging import Staging, last_used
 from host_offload.control.step_record import SEEN, USES, LayerRouting, StepRecord
@@ -45,7 +45,7 @@ TABLE_FIELDS = ("victim_weights", "prior", "fill_version")
 
 @dataclasses.dataclass(frozen=True)
 class Decided:
-    """A line of the event log: what a policy wanted changed."""
+    """An event: what a policy wanted changed."""
 
     step: int
     moment: Moment
@@ -54,7 +54,7 @@ class Decided:
 
 
 Event = Decided | Transfer
-"""Transfers are logged when they are skipped, first used, or evicted without use."""
+"""Transfers are events when they are skipped, first used, or evicted without use."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,8 +64,6 @@ class Shown:
     step: int
     age: int
     seconds: float
-    use: np.ndarray | None
-    """int64[len(USES)] of the step read last."""
     rows: StepRecord | LayerRouting | None = None
     counts: np.ndarray | None = None
     kv_refs: np.ndarray | None = None
@@ -89,9 +87,10 @@ class Seat:
             raise
         self.news: dict[tuple[str, Moment], list[Transfer]] = {}
         interval = getattr(policy, "interval", None)
-        self._every = None if interval is None else parse_interval(interval, self.name)
+        never = math.inf, "steps"
+        self._every = never if interval is None else parse_interval(interval, self.name)
         self._passed = {"steps": 0.0, "tokens": 0.0, "seconds": 0.0}
-        self._sums = self._every is not None and "counts" in policy.needs
+        self._sums = interval is not None and "counts" in policy.needs
         self.intervals = 0
         self.counts: np.ndarray | None = None
 
@@ -102,21 +101,11 @@ class Seat:
         if self._sums and counts is not None:
             self.counts = counts if self.counts is None else self.counts + counts
 
-    @property
-    def _whole(self) -> int:
-        if self._every is None:
-            return 0
-        count, unit = self._every
-        return int(self._passed[unit] // count)
-
-    @property
-    def interval_due(self) -> bool:
-        return self._whole > self.intervals
-
-    def next_interval(self) -> np.ndarray | None:
-        """Begins one; returns the counts of the one that ended."""
-        self.intervals, counts, self.counts = self._whole, self.counts, None
-        return counts
+    def interval_passed(self) -> bool:
+        """Whether the number of whole intervals is another one than before; it is taken on."""
+        (count, unit), before = self._every, self.intervals
+        self.intervals = int(self._passed[unit] // count)
+        return self.intervals > before
 
     def tell(self, name: str, news: Sequence[Transfer]) -> None:
         if name in self.policy.needs:
@@ -131,9 +120,8 @@ class Controller:
     end_step once it was read; with driver="host" also between_layers. Several steps may be under
     way: transfers are matched by step number.
 
-    also: see check_policies. log_length: events kept in `events`. listener: called
-    with each event. Raises PolicyError for policies that cannot run; the methods that ask a policy
-    raise it for a decision that cannot be carried out.
+    listener: called with each event. Raises PolicyError for policies that cannot run; the methods
+    that ask a policy raise it for a decision that cannot be carried out.
     """
 
     def __init__(
@@ -141,20 +129,17 @@ class Controller:
         spec: Spec,
         policies: Sequence[Policy],
         *,
-        also: Collection[str] = frozenset(),
-        log_length: int = 256,
         listener: Callable[[Event], None] | None = None,
     ):
-        check_policies(policies, spec.driver, also)
+        check_policies(policies, spec.driver)
         self.spec, self.listener = spec, listener
-        self.moments: frozenset[Moment] = union(p.moments for p in policies)
-        self.needs: frozenset[str] = union(p.needs for p in policies)
-        self.writes: frozenset[str] = union(p.writes for p in policies)
+        self.moments: frozenset[Moment] = frozenset().union(*(p.moments for p in policies))
+        self.needs: frozenset[str] = frozenset().union(*(p.needs for p in policies))
+        self.writes: frozenset[str] = frozenset().union(*(p.writes for p in policies))
         for missing in ("costs", "router"):
             if missing in self.needs and getattr(spec, missing) is None:
                 who = next(name_of(p) for p in policies if missing in p.needs)
                 raise PolicyError(f"policy {who} needs {missing!r}, which this Spec does not have")
-        self.events: deque[Event] = deque(maxlen=log_length)
         self.tables: Residency | None = None
         """The newest copy of the device's tables, as the next step will find them."""
         self.wanted_cells: np.ndarray | None = None
@@ -170,7 +155,7 @@ class Controller:
         self._staging = (Transitions if spec.resident else Staging)(spec, self._log)
         self._kv_references = KVReferences(spec.page_tokens) if "kv_refs" in self.needs else None
         self._use: np.ndarray | None = None
-        """What is known of the step that was read last."""
+        """int64[len(USES)] of the step that was read last."""
         self._decisions: Counter[str] = Counter()
         self._seats = [Seat(policy, spec) for policy in policies]
         for seat in self._seats:
@@ -189,9 +174,10 @@ class Controller:
 
     def needs_at(self, moments: frozenset[Moment]) -> frozenset[str]:
         """What policies that are asked at some of these moments need there."""
-        asked = (p.policy for p in self._seats if p.policy.moments & moments)
-        needs = union(policy.needs for policy in asked)
-        return frozenset(need for need in needs if moments_with(need) & moments)
+        asked = (seat.policy for seat in self._seats if seat.policy.moments & moments)
+        return frozenset(
+            need for policy in asked for need in policy.needs if moments_with(need) & moments
+        )
 
     @property
     def stages_transfers(self) -> bool:
@@ -209,7 +195,7 @@ class Controller:
 
     def begin_step(self, step: int, *, seconds: float) -> None:
         """STEP_BEGIN, before the step is made."""
-        self._ask_all(Moment.STEP_BEGIN, Shown(step, 0, seconds, self._use))
+        self._ask_all(Moment.STEP_BEGIN, Shown(step, 0, seconds))
 
     def stages(self, step: int) -> list[Entry]:
         """The list of transfers for the step, at most spec.stage_entries; they are in flight until
@@ -266,11 +252,12 @@ class Controller:
         self._use = record.use
         for seat in self._seats:
             seat.progress(len(record.ids), seconds, counts)
-        shown = Shown(step, age, seconds, record.use, record, counts)
+        shown = Shown(step, age, seconds, record, counts)
         self._ask_all(Moment.STEP_END, shown)
         for seat in self._seats:
-            if seat.interval_due:
-                summed = dataclasses.replace(shown, counts=seat.next_interval())
+            if seat.interval_passed():
+                summed = dataclasses.replace(shown, counts=seat.counts)
+                seat.counts = None
                 self._ask(seat, Moment.INTERVAL, summed)
         references = self._kv_references
         if references is not None:
@@ -301,12 +288,12 @@ class Controller:
         if tables is not None:
             self.see(tables)
         if done is not None and self.settle_between_layers(done):
-            latest = Shown(step, 0, seconds, self._use)
+            latest = Shown(step, 0, seconds)
             self._ask_all(Moment.TRANSFER, latest, layer=layer)
         counts = None
         if "counts" in self.needs and routing is not None:
             counts = self._counts(routing.ids, layer)
-        shown = Shown(step, 0, seconds, self._use, routing, counts)
+        shown = Shown(step, 0, seconds, routing, counts)
         self._ask_all(moment, shown, layer=layer)
         if self.tables is None or not any(seat.stages_between_layers for seat in self._seats):
             return []
@@ -382,7 +369,7 @@ class Controller:
         if need in SEEN:
             return getattr(shown.rows, SEEN[need])
         if need in USES:
-            return None if shown.use is None else int(shown.use[USES.index(need)])
+            return None if self._use is None else int(self._use[USES.index(need)])
         match need:
             case "counts" | "kv_refs":
                 return getattr(shown, need)
@@ -453,7 +440,6 @@ class Controller:
                 news.clear()
 
     def _log(self, event: Event) -> None:
-        self.events.append(event)
         if self.listener is not None:
             self.listener(event)
 

@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from enum import Enum
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from host_offload.control.controller import Controller
 from host_offload.memory.tables import Entry, Move, Residency
-
-
-class Operation(Enum):
-    """What a device may have to compile before the first step."""
-
-    SNAPSHOT = "snapshot"
-    STAGE = "stage"
-    """Steps that carry out a list."""
-    TRANSFER = "transfer"
-    MOVE_CELLS = "move_cells"
-    MOVE_PAGES = "move_pages"
-    """KV pages within the arena, and to the host and back."""
 
 
 class Device(Protocol):
     """Tables and arena that steps are run on, in dispatch order: the engine's runner with either
-    driver (moejax.engine.control) or a simulator's pager (host_offload.simulate)."""
+    driver (moejax.step.runner) or a simulator's pager (host_offload.simulate)."""
 
-    def prepare(self, operations: Collection[Operation]) -> None:
-        """These will be asked for."""
+    def prepare(self, controller: Controller) -> None:
+        """What this controller's policies may decide will be asked for, from the first step on."""
         ...
 
     def snapshot(self) -> Callable[[], Residency]:

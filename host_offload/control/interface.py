@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from host_offload.control.step_record import PageUse
 from host_offload.memory.placement import ResidentSpec
 
 
@@ -181,9 +182,9 @@ class Transfer:
 
 
 @dataclasses.dataclass(frozen=True)
-class Observation:
-    """What a policy sees. The first seven fields are always there; any other one is None unless
-    the policy `needs` it and the moment has it. Arrays are read-only.
+class Observation(PageUse):
+    """What a policy sees. The first seven fields are always there; any other one, a PageUse's
+    too, is None unless the policy `needs` it and the moment has it. Arrays are read-only.
 
     Rows (request to gate_input) are those of the step just read: at STEP_END, INTERVAL and
     TURN_END with M = L layers; ids, weights, counts, probs and gate_input also at ROUTED and
@@ -252,18 +253,6 @@ class Observation:
     """Transfers whose step has not been read."""
     link_busy_s: float | None = None
 
-    kv_used: int | None = None
-    """KV pages in use. These seven are of the last step read; None before there was one."""
-    kv_peak: int | None = None
-    """Most pages in use so far."""
-    kv_pages: int | None = None
-    """Pages of the KV budget."""
-    kv_swapped: int | None = None
-    """Pages in host memory."""
-    running: int | None = None
-    waiting: int | None = None
-    waiting_tokens: int | None = None
-    """Prompt tokens of the waiting requests."""
     kv_refs: np.ndarray | None = None
     """int64[R, 2]: at TURN_END the KV pages that the turn had, each once: (session, or −1 −
     request without one; place in the sequence)."""

@@ -9,15 +9,12 @@ from typing import Any
 import numpy as np
 
 from host_offload.control.interface import Policy
-from host_offload.control.rules import PolicyError, name_of
+from host_offload.control.rules import refuse_writes
 from host_offload.memory.budget import cells_per_layer
 from host_offload.memory.layout import SlotLayout
 
 HI_SHARE = 0.5
 """Share of the experts' slots that is cut into high cells, where none is given."""
-
-_FIXED = ("cells", "kv_pages", "stages")
-"""Fields of a Decision that would move slots, or put a version of their own choice into cells."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,10 +77,10 @@ def version_cells(
 
 def check_paged(policies: Sequence[Policy]) -> None:
     """Raises PolicyError for policies that cannot run beside cells of two versions."""
-    for policy in policies:
-        if wrong := sorted(policy.writes.intersection(_FIXED)):
-            raise PolicyError(
-                f"policy {name_of(policy)} writes {wrong[0]!r}, and cells of two versions stay "
-                "where they are, filled as the precision says; leave the policy out, or use a "
-                "precision of one version"
-            )
+    # What would move slots, or put a version of its own choice into cells.
+    refuse_writes(
+        policies,
+        ("cells", "kv_pages", "stages"),
+        "cells of two versions stay where they are, filled as the precision says; leave the policy "
+        "out, or use a precision of one version",
+    )

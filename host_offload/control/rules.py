@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -38,13 +38,11 @@ MOMENTS: Mapping[str, frozenset[Moment]] = {
 }
 """Driver → the moments it has."""
 
-_UNOBSERVED = frozenset({"link_busy_s"})
-SEES: Mapping[str, frozenset[str]] = dict.fromkeys(MOMENTS, NEEDS - _UNOBSERVED)
-"""Driver → the needs it meets."""
+OBSERVED = NEEDS - {"link_busy_s"}
+"""The needs that both drivers meet."""
 
-_UNUSED = frozenset({"tiers", "execute", "load_order"})
-DOES: Mapping[str, frozenset[str]] = dict.fromkeys(MOMENTS, WRITES - _UNUSED)
-"""Driver → the fields of a Decision that it carries out."""
+CARRIED_OUT = WRITES - {"tiers", "execute", "load_order"}
+"""The fields of a Decision that both drivers carry out."""
 
 _ROUTING = {seen for seen, field in SEEN.items() if field in LayerRouting._fields} | {"counts"}
 """What is known of one layer as soon as it was routed."""
@@ -63,15 +61,11 @@ def name_of(policy: Any) -> str:
     return type(policy).__name__
 
 
-def check_policies(
-    policies: Sequence[Policy], driver: str, also: Collection[str] = frozenset()
-) -> None:
+def check_policies(policies: Sequence[Policy], driver: str) -> None:
     """Raises PolicyError for what cannot run, before anything is loaded: not a frozen dataclass, an
-    unknown name, a moment, need or write that the driver does not have (naming one that has it), a
-    need that none of the policy's moments gives, two policies that write one field.
-
-    also: needs that the caller meets beyond the driver's, such as a trace's optional fields.
-    """
+    unknown name, a moment that the driver does not have (naming one that has it), a need or write
+    that none has, a need that none of the policy's moments gives, two policies that write one
+    field."""
     if driver not in MOMENTS:
         raise PolicyError(f"unknown driver {driver!r}; known: {', '.join(MOMENTS)}")
     writers: dict[str, str] = {}
@@ -84,11 +78,16 @@ def check_policies(
                 f"policy {name} writes {', '.join(sorted(policy.writes))} but has no moments, so "
                 f"it is never asked; name some, such as Moment.STEP_END"
             )
-        sees = {d: fields | frozenset(also) for d, fields in SEES.items()}
-        for moment in sorted(policy.moments):
-            _check_driver(f"{name} asks for {moment.name}", moment, driver, MOMENTS, "has")
+        for moment in sorted(policy.moments - MOMENTS[driver]):
+            can = " or ".join(f"driver={d!r}" for d in MOMENTS if moment in MOMENTS[d])
+            raise PolicyError(
+                f"policy {name} asks for {moment.name}, which driver={driver!r} lacks; {can} has it"
+            )
         for field in sorted(policy.needs):
-            _check_driver(f"{name} needs {field!r}", field, driver, sees, "observes")
+            if field not in OBSERVED:
+                raise PolicyError(
+                    f"policy {name} needs {field!r}, which no driver of this release observes"
+                )
             given = moments_with(field)
             if policy.moments and not given & policy.moments:
                 raise PolicyError(
@@ -96,7 +95,10 @@ def check_policies(
                     f"{', '.join(m.name for m in sorted(given & MOMENTS[driver]))}"
                 )
         for field in sorted(policy.writes):
-            _check_driver(f"{name} writes {field!r}", field, driver, DOES, "carries out")
+            if field not in CARRIED_OUT:
+                raise PolicyError(
+                    f"policy {name} writes {field!r}, which no driver of this release carries out"
+                )
             if field in writers:
                 raise PolicyError(
                     f"policies {writers[field]} and {name} both write {field!r}; leave one out"
@@ -160,16 +162,13 @@ def _check_names(
             )
 
 
-def _check_driver(
-    who: str, wanted: Any, driver: str, table: Mapping[str, Collection], verb: str
-) -> None:
-    if wanted in table[driver]:
-        return
-    can = [d for d in table if wanted in table[d]]
-    if not can:
-        raise PolicyError(f"policy {who}, which no driver of this release {verb}")
-    choices = " or ".join(f"driver={d!r}" for d in can)
-    raise PolicyError(f"policy {who}, which driver={driver!r} lacks; {choices} {verb} it")
+def refuse_writes(policies: Sequence[Policy], fields: Sequence[str], why: str) -> None:
+    """Raises PolicyError for a policy that writes one of the fields. why: what the message says
+    behind its name."""
+    for policy in policies:
+        for field in fields:
+            if field in policy.writes:
+                raise PolicyError(f"policy {name_of(policy)} writes {field!r}, and {why}")
 
 
 _UNITS = ("steps", "tokens", "seconds")
@@ -336,7 +335,3 @@ _CHECKS: dict[str, Callable[..., Any]] = {
     "kv_pages": _kv_pages,
     "max_running": _max_running,
 }
-
-
-def union(parts: Iterable[frozenset]) -> frozenset:
-    return frozenset().union(*parts)

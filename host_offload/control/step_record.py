@@ -3,24 +3,32 @@ keeps it: each field is written down once, here."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import numpy as np
 
 
-class PageUse(NamedTuple):
-    """State of KV and queue after a step, see the fields of an Observation; −1: not known."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PageUse:
+    """State of KV and queue after a step; what policies see is of the last step read, None before
+    there was one."""
 
-    kv_used: int
-    kv_peak: int
-    kv_pages: int
-    kv_swapped: int
-    running: int
-    waiting: int
-    waiting_tokens: int
+    kv_used: int | None = None
+    """KV pages in use."""
+    kv_peak: int | None = None
+    """Most pages in use so far."""
+    kv_pages: int | None = None
+    """Pages of the KV budget."""
+    kv_swapped: int | None = None
+    """Pages in host memory."""
+    running: int | None = None
+    waiting: int | None = None
+    waiting_tokens: int | None = None
+    """Prompt tokens of the waiting requests."""
 
 
-USES = PageUse._fields
+USES = tuple(field.name for field in dataclasses.fields(PageUse))
 """Columns of StepRecord.use."""
 
 
@@ -39,68 +47,62 @@ class Column(NamedTuple):
     """The trace has it if its header's field of the same name is not 0."""
 
 
-def _token(dtype: Any, *row: str, seen: str, optional: bool = False) -> Column:
-    return Column("token", dtype, row, seen, optional)
-
-
-def _step(dtype: Any, *row: str, seen: str | None = None) -> Column:
-    return Column("step", dtype, row, seen)
-
-
 class StepRecord(NamedTuple):
     """A step of N real tokens (no padding) whose results were read; L MoE layers, E experts a
     layer, k experts a token. An Observation says more of what policies see. A trace that no engine
     wrote lacks some of it: None."""
 
-    request: Annotated[np.ndarray, _token(np.int32, seen="request")]
+    request: Annotated[np.ndarray, Column("token", np.int32, seen="request")]
     """int32[N]: number of the token's request."""
-    user: Annotated[np.ndarray, _token(np.int32, seen="user")]
-    position: Annotated[np.ndarray, _token(np.int32, seen="position")]
-    phase: Annotated[np.ndarray, _token(np.uint8, seen="phase")]
-    ids: Annotated[np.ndarray, _token(np.int16, "layers", "top_k", seen="ids")]
+    user: Annotated[np.ndarray, Column("token", np.int32, seen="user")]
+    position: Annotated[np.ndarray, Column("token", np.int32, seen="position")]
+    phase: Annotated[np.ndarray, Column("token", np.uint8, seen="phase")]
+    ids: Annotated[np.ndarray, Column("token", np.int16, ("layers", "top_k"), seen="ids")]
     """int16[N, L, k]: routed experts, ascending."""
-    weights: Annotated[np.ndarray, _token(None, "layers", "top_k", seen="weights")]
+    weights: Annotated[np.ndarray, Column("token", None, ("layers", "top_k"), seen="weights")]
     """float32[N, L, k]; in a trace perhaps float16."""
-    number: Annotated[int, _step(np.int64)]
-    kind: Annotated[str, _step(np.uint8)]
+    number: Annotated[int, Column("step", np.int64)]
+    kind: Annotated[str, Column("step", np.uint8)]
     """`prefill` or `decode`."""
-    start_s: Annotated[float, _step(np.float64)]
+    start_s: Annotated[float, Column("step", np.float64)]
     """When it was dispatched: of time.perf_counter, in a trace in seconds since that began."""
-    read_s: Annotated[float, _step(np.float64)]
+    read_s: Annotated[float, Column("step", np.float64)]
     """When its results were on the host, likewise."""
-    seconds: Annotated[float, _step(np.float64)]
+    seconds: Annotated[float, Column("step", np.float64)]
     """What it cost: steps overlap, so from its dispatch or the read before it to its read. Known
     in a trace only."""
-    rows: Annotated[int, _step(np.int32, seen="bucket")]
+    rows: Annotated[int, Column("step", np.int32, seen="bucket")]
     """Token rows of its executable, padding included."""
-    compiled: Annotated[bool, _step(np.bool_, seen="compiled")]
-    hits: Annotated[np.ndarray, _step(np.int32, "layers")]
+    compiled: Annotated[bool, Column("step", np.bool_, seen="compiled")]
+    hits: Annotated[np.ndarray, Column("step", np.int32, ("layers",))]
     """int32[L]: active experts that were resident."""
-    fills: Annotated[np.ndarray, _step(np.int32, "layers")]
+    fills: Annotated[np.ndarray, Column("step", np.int32, ("layers",))]
     """int32[L]: experts moved into a cell inside the step."""
-    read_through: Annotated[np.ndarray, _step(np.int32, "layers")]
+    read_through: Annotated[np.ndarray, Column("step", np.int32, ("layers",))]
     """int32[L]: experts computed from the store."""
-    waves: Annotated[np.ndarray, _step(np.int16, "layers")]
+    waves: Annotated[np.ndarray, Column("step", np.int16, ("layers",))]
     """int16[L]: passes over the layer's experts."""
-    missed: Annotated[np.ndarray, _step(np.uint8, "layers", "experts/8", seen="missed")]
+    missed: Annotated[np.ndarray, Column("step", np.uint8, ("layers", "experts/8"), seen="missed")]
     """bool[L, E]: active experts that were not resident; a trace has them as bits."""
-    bytes: Annotated[np.ndarray, _step(np.int64, "causes")]
+    bytes: Annotated[np.ndarray, Column("step", np.int64, ("causes",))]
     """int64[causes]: bytes over the link, by the causes of a trace's header."""
-    use: Annotated[np.ndarray, _step(np.int64, "uses")]
-    """int64[len(USES)]: a PageUse."""
+    use: Annotated[np.ndarray, Column("step", np.int64, ("uses",))]
+    """int64[len(USES)]: a PageUse; −1: not known."""
     finished: tuple[int, ...]
     """Numbers of requests that ended with this step's results."""
     probabilities: Annotated[
-        np.ndarray | None, _token(np.float16, "layers", "experts", seen="probs", optional=True)
+        np.ndarray | None,
+        Column("token", np.float16, ("layers", "experts"), seen="probs", optional=True),
     ] = None
     """float16[N, L, E], where the step gave it out, as the next two: the router's scores."""
     gate_input: Annotated[
         np.ndarray | None,
-        _token(np.float16, "layers", "gate_input", seen="gate_input", optional=True),
+        Column("token", np.float16, ("layers", "gate_input"), seen="gate_input", optional=True),
     ] = None
     """float16[N, L, S]: what the router saw."""
     embedding: Annotated[
-        np.ndarray | None, _token(np.float16, "embedding", seen="embedding", optional=True)
+        np.ndarray | None,
+        Column("token", np.float16, ("embedding",), seen="embedding", optional=True),
     ] = None
     """float16[N, D]: of the tokens fed in."""
     staged: np.ndarray | None = None

@@ -1,16 +1,20 @@
-"""The life of transfers from the list that they are put on: carried out or not, used or not."""
+"""The life of transfers: wanted, put on a step's list, carried out or not, used or not."""
 
 from __future__ import annotations
 
+import abc
 import dataclasses
+import math
 from collections import Counter
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from host_offload.control.interface import Transfer
-from host_offload.memory.tables import Move, Residency
+from host_offload.control.interface import Spec, Stage, State, Transfer, Transition
+from host_offload.memory.tables import Entry, Move, Residency
+
+Wanted = Stage | Transition
 
 COUNTS = ("issued", "done", "skipped", "deferred", "cancelled", "used", "unused", "bytes")
 """What is counted of transfers by cause. issued: put on a step's list. done, skipped: as the step
@@ -26,14 +30,21 @@ class Flight(NamedTuple):
     between_layers: bool
 
 
-class Transfers:
-    """Transfers in flight, and those that wait for their first use.
+class Transfers(abc.ABC):
+    """The queues of wanted transfers, beside those in flight and those that wait for a first use.
 
-    log: called with a Transfer when it is skipped, first used, or evicted without use.
+    spec.staging_bytes bounds the bytes in flight, spec.stage_entries the entries of a step. log:
+    called with a Transfer when it is skipped, first used, or evicted without use. kinds: of
+    queues, `transitions` and `stages`, the first one goes first.
     """
 
-    def __init__(self, log: Callable[[Transfer], None]):
-        self._log = log
+    def __init__(self, spec: Spec, log: Callable[[Transfer], None], kinds: Sequence[str]):
+        self.spec, self._log = spec, log
+        self._bytes = [b.tolist() for b in spec.version_bytes.values()]
+        """Bytes of an expert in a cell, by version and layer."""
+        self._moved = [b.tolist() for b in spec.link_bytes.values()]
+        """The same, over the link: fewer where experts are decoded on the way."""
+        self._queues: dict[str, dict[tuple[int, int], Wanted]] = {kind: {} for kind in kinds}
         self.paused = False
         self.capacity: int | None = None
         """Experts that there is room for in version 0, where every expert is resident."""
@@ -46,6 +57,11 @@ class Transfers:
         """Cause → COUNTS, see there."""
 
     @property
+    def queued(self) -> int:
+        """Wanted and not there yet."""
+        return sum(map(len, self._queues.values()))
+
+    @property
     def in_flight(self) -> tuple[Transfer, ...]:
         return tuple(flight.transfer for flight in self.flying)
 
@@ -56,12 +72,124 @@ class Transfers:
     def count(self, cause: str, what: str, n: int = 1) -> None:
         self.counts.setdefault(cause, Counter())[what] += n
 
-    def issue(self, transfer: Transfer, index: int, between_layers: bool = False) -> None:
+    # ---- what is wanted
+
+    @abc.abstractmethod
+    def version_of(self, place: tuple[int, int], tables: Residency) -> int:
+        """The version in which the expert is resident; −1: absent."""
+
+    def want(self, kind: str, queue: Sequence[Wanted], tables: Residency) -> None:
+        """Replaces a queue; who is no longer named is cancelled, unless in flight."""
+        new = {(entry.layer, entry.expert): entry for entry in queue}
+        flying = self.flying_places()
+        for place, entry in self._queues[kind].items():
+            if place not in new and place not in flying and not self._arrived(entry, tables):
+                self.count(self._cause(entry, tables), "cancelled")
+        self._queues[kind] = new
+
+    @abc.abstractmethod
+    def entries(self, step: int, tables: Residency, *, between_layers: bool = False) -> list[Entry]:
+        """The next list for a step, counted as in flight: transitions before stages, each in the
+        order of its queue. Nobody is copied who is resident (a transition: in that version) or in
+        flight, and no cell is given twice."""
+
+    def _issue(
+        self,
+        step: int,
+        tables: Residency,
+        find_cell: Callable[[Wanted], int | None],
+        *,
+        step_bytes: float = math.inf,
+        between_layers: bool = False,
+    ) -> list[Entry]:
+        """Puts on a list what find_cell has a cell for; the rest waits. step_bytes: the most of the
+        list, but for its first entry."""
+        entries: list[Entry] = []
+        if self.paused or not self.queued:
+            return entries
+        flying = self.flying_places()
+        room = self.spec.staging_bytes - sum(t.bytes for t in self.in_flight)
+        full = False
+        for queue in self._queues.values():
+            for place, entry in list(queue.items()):
+                layer, expert, version = entry[:3]
+                if place in flying:
+                    continue
+                if self._arrived(entry, tables):
+                    del queue[place]
+                    continue
+                size, cause = self._moved[version][layer], self._cause(entry, tables)
+                # Nothing less urgent overtakes what the list has no place or no bytes for.
+                full = full or len(entries) == self.spec.stage_entries
+                full = full or size > room or (bool(entries) and size > step_bytes)
+                cell = None if full else find_cell(entry)
+                if cell is None:
+                    self.count(cause, "deferred")
+                    continue
+                flying.add(place)
+                room, step_bytes = room - size, step_bytes - size
+                transfer = Transfer(layer, expert, version, cell, size, cause, step)
+                self.issue(transfer, len(entries), between_layers)
+                entries.append(Entry(layer, expert, version, cell))
+        return entries
+
+    def issue(self, transfer: Transfer, index: int, between_layers: bool) -> None:
         """The transfer is on a list, as that entry."""
         self.flying.append(Flight(transfer, index, between_layers))
         self.count(transfer.cause, "issued")
 
-    def land(self, flight: Flight, done: bool) -> None:
+    def _arrived(self, entry: Wanted, tables: Residency) -> bool:
+        have = self.version_of((entry.layer, entry.expert), tables)
+        return have >= 0 if isinstance(entry, Stage) else have == entry.version
+
+    def _cause(self, entry: Wanted, tables: Residency) -> str:
+        if isinstance(entry, Stage):
+            return entry.cause
+        have = self.version_of((entry.layer, entry.expert), tables)
+        smaller = self._bytes[entry.version][entry.layer] < self._bytes[have][entry.layer]
+        return "demotion" if smaller and have >= 0 else "promotion"
+
+    # ---- what became of it
+
+    def settle(self, step: int, staged: np.ndarray | None, tables: Residency | None = None) -> None:
+        """The step was read. staged int32[S]: 1 for each entry of its list that was carried out.
+        tables: after the step."""
+        flying, self.flying = self.flying, []
+        for flight in flying:
+            issued = flight.transfer.issued
+            if issued > step or (issued == step and flight.between_layers):
+                self.flying.append(flight)
+            elif issued == step and staged is not None:
+                self._settle(flight, bool(staged[flight.index]))
+            else:
+                self._settle(flight, self.was_done(flight.transfer, tables))
+
+    @abc.abstractmethod
+    def was_done(self, transfer: Transfer, tables: Residency | None) -> bool:
+        """Whether a transfer of a step whose results were lost counts as carried out. tables: after
+        a later step."""
+
+    def settle_between_layers(self, done: np.ndarray) -> bool:
+        """The list that was issued last between layers is complete. done int32[S]: as staged.
+        Returns whether there was one."""
+        flying, self.flying = self.flying, []
+        before = len(self.finished)
+        for flight in flying:
+            if flight.between_layers:
+                self._settle(flight, bool(done[flight.index]))
+            else:
+                self.flying.append(flight)
+        return len(self.finished) > before
+
+    def forget(self, step: int) -> None:
+        """The step was never dispatched: what its list named waits again."""
+        for flight in self.flying:
+            if flight.transfer.issued == step:
+                self.count(flight.transfer.cause, "issued", -1)
+                self.count(flight.transfer.cause, "deferred")
+        self.flying = [f for f in self.flying if f.transfer.issued != step]
+
+    def _settle(self, flight: Flight, done: bool) -> None:
         """A transfer that is no longer in flight was carried out, or skipped."""
         transfer = flight.transfer
         place = transfer.layer, transfer.expert
@@ -73,10 +201,30 @@ class Transfers:
             transfer = dataclasses.replace(transfer, published=transfer.issued)
             self.count(transfer.cause, "done")
             self.count(transfer.cause, "bytes", transfer.bytes)
+            for queue in self._queues.values():
+                if place in queue and queue[place].version == transfer.version:
+                    del queue[place]
             if place in self._unused:
                 self._retire(self._unused.pop(place).transfer)
             self._unused[place] = flight._replace(transfer=transfer)
         self.finished.append(transfer)
+
+    def state(self, tables: Residency) -> np.ndarray:
+        """int8[L, E], see interface.State."""
+        state = np.where(tables.address >= 0, State.RESIDENT, State.ABSENT).astype(np.int8)
+        for t in self.in_flight:
+            place = t.layer, t.expert
+            if state[place] == State.ABSENT:
+                state[place] = State.ARRIVING
+            elif (have := self.version_of(place, tables)) != t.version:
+                more = self._bytes[t.version][t.layer] > self._bytes[have][t.layer]
+                state[place] = State.PROMOTING if more else State.DEMOTING
+        return state
+
+    @abc.abstractmethod
+    def stats(self, tables: Residency | None = None) -> dict[str, Any]:
+        """With several versions `precision`, plain integers. queued: who waits now. hi, lo and
+        absent: experts. budget_bytes: the cells'."""
 
     def take_moves(self) -> list[Move]:
         """Cells to move within the arena before the next step, in order; each is handed out once.
@@ -114,7 +262,8 @@ class Transfers:
         for place, flight in list(self._unused.items()):
             transfer, same_step = flight.transfer, flight.transfer.published == step
             # A step's list is carried out behind its experts; between layers, before some of them.
-            if transfer.published > step or (same_step and not flight.between_layers):
+            early = flight.between_layers or self.spec.blocking
+            if transfer.published > step or (same_step and not early):
                 continue
             if active[place] and not missed[place]:
                 transfer = dataclasses.replace(transfer, first_use=step)

@@ -11,6 +11,7 @@ import numpy as np
 
 from host_offload.memory.layout import SlotLayout
 from host_offload.memory.pools import CellPools
+from host_offload.memory.tables import cold_tables
 
 
 class SlotClass(IntEnum):
@@ -19,11 +20,10 @@ class SlotClass(IntEnum):
     KV = 2
 
 
-def allocate_arena(layout: SlotLayout, slots: int, device: jax.Device) -> jax.Array:
-    """The arena itself: uint16[slots · slot_rows, D] on the device, zeros, never reallocated."""
+def allocate_arena(rows: int, hidden: int, device: jax.Device) -> jax.Array:
+    """The arena itself: uint16[rows, D] on the device, zeros, never reallocated."""
     sharding = jax.sharding.SingleDeviceSharding(device)
-    shape = (slots * layout.slot_rows, layout.hidden)
-    return jax.jit(lambda: jnp.zeros(shape, jnp.uint16), out_shardings=sharding)()
+    return jax.jit(lambda: jnp.zeros((rows, hidden), jnp.uint16), out_shardings=sharding)()
 
 
 def place_cells(
@@ -114,18 +114,15 @@ class SlotArena:
         record_rows = [record.rows for record in self.layout.records]
         rows, per_slot = self.layout.slot_rows, self.layout.cells_per_slot
         pools = CellPools(slots.tolist(), rows, record_rows, per_slot)
-        cell_row = np.full_like(self.cell_row, -1)
-        cell_version = np.zeros_like(cell_row)
-        for version, layer in np.ndindex(versions, layers):
-            first = int(counts[layer, :version].sum())
-            for cell in range(first, first + int(counts[layer, version])):
-                row = pools.allocate(version)
-                if row is None:
-                    raise ValueError(
-                        f"cells {counts.sum(0).tolist()} of {versions} versions wanted; "
-                        f"{len(slots)} slots are not KV"
-                    )
-                cell_row[layer, cell], cell_version[layer, cell] = row, version
+        tables = cold_tables(counts, self.experts, bound=bound)
+        cell_version = tables.cell_version
+        try:
+            cell_row = pools.allocate_all(np.where(tables.cell_row >= 0, cell_version, -1))
+        except ValueError as error:
+            raise ValueError(
+                f"cells {counts.sum(0).tolist()} of {versions} versions wanted; {len(slots)} slots "
+                "are not KV"
+            ) from error
         self._by_version = True
         return self._set_cells(slots, cell_row), cell_version
 

@@ -63,10 +63,6 @@ class Budget:
     cut: bool = False
     """Experts or KV have less than they can use, and no number of their own said so."""
 
-    @property
-    def free_slots(self) -> int:
-        return self.slots - self.expert_slots - self.kv_slots
-
 
 class _Need(NamedTuple):
     """Slots that a model and its limits can use."""
@@ -121,7 +117,7 @@ def resolve_budget(
     where = device if memory is None else f"memory of {_exact(memory)}"
     expert_slots, kv_slots = _split(
         room,
-        _expert_slots(expert_budget, need.experts, size),
+        None if expert_budget is None else expert_slots_of(expert_budget, need.experts, size),
         None if kv_budget is None else kv_budget // size,
         need,
         keep_rest=memory is not None,
@@ -169,6 +165,14 @@ def cells_per_layer(expert_slots: int, layers: int, experts: int) -> tuple[int, 
     return tuple(each + (layer < more) for layer in range(layers))
 
 
+def expert_slots_of(budget: int | Share, every: int, slot_bytes: int) -> int:
+    """The slots, of one expert each, that a budget of bytes or a share of `every` expert comes
+    to."""
+    if isinstance(budget, Share):
+        return round(budget.fraction * every)
+    return min(budget // slot_bytes, every)
+
+
 def format_bytes(count: int) -> str:
     """Bytes for people, in binary units and four digits: ``1.5 MiB``, ``96 KiB``, ``12 B``."""
     value, unit = float(count), "B"
@@ -177,12 +181,6 @@ def format_bytes(count: int) -> str:
             break
         value, unit = value / 1024, larger
     return f"{value:.4g} {unit}"
-
-
-def _expert_slots(budget: int | Share | None, every: int, slot_bytes: int) -> int | None:
-    if isinstance(budget, Share):
-        return round(budget.fraction * every)
-    return None if budget is None else min(budget // slot_bytes, every)
 
 
 def _split(

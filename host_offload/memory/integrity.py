@@ -1,5 +1,5 @@
 """The invariants of arena, tables and store, checked inside jit: a live host view of the arena
-would defeat its donation. Those of KV pages are KVCache's."""
+would defeat its donation."""
 
 from __future__ import annotations
 

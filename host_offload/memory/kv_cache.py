@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from host_offload.memory.arena import OutOfPages, SlotArena, SlotClass
+from host_offload.memory.arena import OutOfPages, SlotArena
 
 HostPage = Any
 """A page's bytes in host memory, whatever the transfer made of them."""
@@ -288,39 +288,3 @@ class KVCache:
         self._free(blocks)
         self._place(blocks, targets)
         self.moved += len(rows)
-
-    # ---- invariants
-
-    def faults(
-        self, running: Iterable[Sequence[Block]], others: Iterable[Sequence[Block]]
-    ) -> list[str]:
-        """Broken invariants in words. running, others: the blocks of every sequence that runs, and
-        of everybody else who holds some."""
-        faults, pinned = [], Counter(block for blocks in running for block in blocks)
-        held = pinned + Counter(block for blocks in others for block in blocks)
-        rows = Counter()
-        for block in {*held, *self._idle.values()}:
-            if (block.refs, block.pins) != (held[block], pinned[block]):
-                faults.append(
-                    f"a block has {block.refs} references, {block.pins} pins; it has "
-                    f"{held[block]} holders, {pinned[block]} of them running"
-                )
-            if block.pins and block.row is None:
-                faults.append("a block that a running sequence holds is swapped out")
-            if (block.row is None) == (block.host is None):
-                faults.append(f"a block is on both sides or none: {block}")
-            if block.row is not None:
-                rows[block.row] += 1
-                slot = block.row // self.arena.layout.kv_rows_per_slot
-                if self.arena.slot_class[slot] != SlotClass.KV:
-                    faults.append(f"page at KV row {block.row} lies in a slot that is not KV")
-        faults += [
-            f"page at KV row {row} belongs to {n} blocks" for row, n in rows.items() if n > 1
-        ]
-        if len(rows) + self.arena.free_pages != self.arena.pages:
-            faults.append(
-                f"{len(rows)} pages held + {self.arena.free_pages} free of {self.arena.pages}"
-            )
-        if sum(b.row is None for b in held) != self.swapped:
-            faults.append(f"{self.swapped} blocks are counted as swapped out")
-        return faults

@@ -19,51 +19,14 @@ BLOCK_SIZES = (16, 32, 64)
 """Tokens a KV page may hold. Attention reduces over spans of 64 tokens, so each divides 64."""
 
 _DTYPES = {2: "bfloat16", 4: "float32"}
-"""Bytes of a value → the dtype where none is said."""
 
 
-@dataclasses.dataclass(frozen=True)
-class ExpertLayout:
-    """One expert of one version as a contiguous record of arena rows, which `format` defines.
-
-    Raises ValueError for an itemsize other than 2 and 4, and for what RecordFormat refuses.
-    """
-
-    hidden: int
-    """D, values per weight row."""
-    width: int
-    """I, the expert's intermediate size."""
-    itemsize: int
-    """Bytes of one value of the run's dtype: 2 or 4."""
-    version: str = "dense"
-    dtype: str | None = None
-    """The run's; None: bfloat16 where values have 2 bytes, float32 where they have 4."""
-
-    def __post_init__(self):
-        if self.itemsize not in _DTYPES:
-            raise ValueError(f"expert weights are 2 or 4 bytes a value, not {self.itemsize}")
-        if self.format.itemsize != self.itemsize:
-            raise ValueError(f"a value of {self.dtype} does not have {self.itemsize} bytes")
-
-    @property
-    def format(self) -> RecordFormat:
-        """What the rows of a record are."""
-        dtype = self.dtype or _DTYPES[self.itemsize]
-        return RecordFormat(self.version, self.hidden, self.width, dtype)
-
-    @property
-    def weight_rows(self) -> int:
-        """Rows of D values: 3·I."""
-        return 3 * self.width
-
-    @property
-    def rows(self) -> int:
-        """Arena rows of one record."""
-        return self.format.rows
-
-    @property
-    def nbytes(self) -> int:
-        return self.rows * self.hidden * 2
+def default_dtype(itemsize: int) -> str:
+    """The dtype of values of so many bytes where none is said. Raises ValueError for other than 2
+    and 4."""
+    if itemsize not in _DTYPES:
+        raise ValueError(f"expert weights are 2 or 4 bytes a value, not {itemsize}")
+    return _DTYPES[itemsize]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +87,7 @@ class PageLayout:
 class SlotLayout:
     """The fixed size of a slot and how experts and pages are cut from it."""
 
-    records: tuple[ExpertLayout, ...]
+    records: tuple[RecordFormat, ...]
     """Resident versions; the index is the version number in the tables."""
     page: PageLayout
     slot_rows: int
@@ -177,20 +140,23 @@ def slot_layout(
     """The slot for a model: one record of the largest version, rounded up so that a whole number of
     the smaller ones fits where that wastes less, and as many whole pages as fit into it.
 
-    Arguments as of ExpertLayout and PageLayout; itemsize is that of weights and of KV, layers are
+    Arguments as of RecordFormat and PageLayout; itemsize is that of weights and of KV, layers are
     all attention layers. block_size: by default the one of 16, 32, 64 that wastes least of a slot,
     the smaller of equals. Where not even one page of the smallest block fits into a record (few
     narrow experts, many layers), the slot grows to hold one. versions: those that can be resident,
     in the order of their numbers.
 
     Raises ValueError for a block_size that is not legal, for no version or one named twice, and for
-    what ExpertLayout and PageLayout refuse.
+    what RecordFormat and PageLayout refuse.
     """
     if block_size is not None and block_size not in BLOCK_SIZES:
         raise ValueError(f"block_size must be one of {BLOCK_SIZES}, not {block_size}")
     if not versions or len(set(versions)) < len(versions):
         raise ValueError(f"name each resident version once, not {', '.join(versions) or 'none'}")
-    records = tuple(ExpertLayout(hidden, width, itemsize, name, dtype) for name in versions)
+    dtype = default_dtype(itemsize) if dtype is None else dtype
+    records = tuple(RecordFormat(name, hidden, width, dtype) for name in versions)
+    if records[0].itemsize != itemsize:
+        raise ValueError(f"a value of {dtype} does not have {itemsize} bytes")
     pages = [
         PageLayout(layers, kv_heads, head_dim, itemsize, size, latent)
         for size in ((block_size,) if block_size else BLOCK_SIZES)
@@ -208,7 +174,7 @@ def slot_layout(
     return SlotLayout(records, page, slot_rows)
 
 
-def _whole_records(records: Sequence[ExpertLayout]) -> int:
+def _whole_records(records: Sequence[RecordFormat]) -> int:
     """Rows of a slot of the largest record or a little more, by what is wasted in slots of each
     version: the least in sum, the smaller of equals."""
     largest = max(record.rows for record in records)

@@ -63,10 +63,6 @@ class ResidentSpec:
         """Slots that experts take of which so many are in version 0, with the spares."""
         return int(_needed(self.cells_per_slot, self.start.size, self.spares)[high])
 
-    def pools(self) -> CellPools:
-        """The slots, with no cell taken."""
-        return CellPools(range(self.slots), self.slot_rows, self.record_rows, self.cells_per_slot)
-
 
 def resident_said(said: Mapping[str, Any] | None) -> ResidentSpec | None:
     """What ResidentSpec.said gave, back from JSON. Raises TypeError or ValueError for anything
@@ -87,20 +83,20 @@ class Placement(NamedTuple):
     """int32[L, E]: arena row."""
     version: np.ndarray
     """int32[L, E]"""
-    cell_row: np.ndarray
-    """int32[L, C]; expert e of a layer has cell e."""
-    cell_version: np.ndarray
 
     @property
     def contents(self) -> dict[str, np.ndarray]:
-        """The tables of a device whose arena holds all this, int32."""
-        experts = self.row.shape[1]
-        column = np.arange(self.cell_row.shape[1], dtype=np.int32)
-        owner = np.where(column < experts, column, np.int32(-1))
+        """The tables of a device whose arena holds all this, int32; expert e of a layer has cell
+        e."""
+        layers, experts = self.row.shape
+        cell_row = np.full((layers, self.resident.cell_bound), -1, np.int32)
+        cell_version, owner = np.zeros_like(cell_row), cell_row.copy()
+        cell_row[:, :experts], cell_version[:, :experts] = self.row, self.version
+        owner[:, :experts] = np.arange(experts)
         return {
-            "cell_row": self.cell_row.copy(),
-            "cell_version": self.cell_version.copy(),
-            "owner": np.broadcast_to(owner, self.cell_row.shape).copy(),
+            "cell_row": cell_row,
+            "cell_version": cell_version,
+            "owner": owner,
             "address": self.row.copy(),
             "version": self.version.copy(),
         }
@@ -217,15 +213,6 @@ def resident_spec(
 def place(resident: ResidentSpec) -> Placement:
     """Gives every expert a cell of its starting version, layer by layer; the high version first, so
     that it lies at the front."""
-    pools, start = resident.pools(), resident.start
-    layers, experts = start.shape
-    row = np.zeros((layers, experts), np.int32)
-    for version in range(len(resident.record_rows)):
-        for place in np.argwhere(start == version):
-            cell = pools.allocate(version)
-            assert cell is not None, "resident_spec checked that it fits"
-            row[tuple(place)] = cell
-    cell_row = np.full((layers, resident.cell_bound), -1, np.int32)
-    cell_version = np.zeros_like(cell_row)
-    cell_row[:, :experts], cell_version[:, :experts] = row, start
-    return Placement(resident, pools, row, start.astype(np.int32), cell_row, cell_version)
+    start, sizes = resident.start, (resident.record_rows, resident.cells_per_slot)
+    pools = CellPools(range(resident.slots), resident.slot_rows, *sizes)
+    return Placement(resident, pools, pools.allocate_all(start), start.astype(np.int32))

@@ -6,6 +6,8 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 
 class CellPools:
     """The slots that experts have, and which of their cells are taken.
@@ -47,6 +49,14 @@ class CellPools:
         """Free cells of the slots cut for that version."""
         return self._free_cells[version]
 
+    def partial_slots(self, version: int) -> int:
+        """Slots cut for that version that are neither full nor free."""
+        return sum(map(len, self._by_free[version][1:]))
+
+    def taken_cells(self, version: int) -> int:
+        cut = sum(map(len, self._by_free[version]))
+        return cut * self.cells_per_slot[version] - self._free_cells[version]
+
     def add(self, slots: Sequence[int]) -> None:
         """These slots too, all free."""
         self.slots = (*self.slots, *slots)
@@ -63,10 +73,6 @@ class CellPools:
         self.slots = tuple(slot for slot in self.slots if slot not in gone)
         return gone
 
-    def partial_slots(self, version: int) -> int:
-        """Slots cut for that version that are neither full nor free."""
-        return sum(map(len, self._by_free[version][1:]))
-
     def allocate(self, version: int, keep: int = 0, but: int | None = None) -> int | None:
         """The arena row of a free cell; None where there is none and no more than `keep` free
         slots. but: a slot of which none is taken."""
@@ -76,6 +82,17 @@ class CellPools:
                 return None
             slot = self._cut(version)
         return self._take(slot)
+
+    def allocate_all(self, versions: np.ndarray) -> np.ndarray:
+        """int32 of the shape of `versions`: the arena row of a free cell of each, one version after
+        the other, in order; −1 where the version is. Raises ValueError where there are too few."""
+        rows = np.full(versions.shape, -1, np.int32)
+        for version in range(len(self.cells_per_slot)):
+            for place in np.argwhere(versions == version):
+                if (row := self.allocate(version)) is None:
+                    raise ValueError(f"{len(self.slots)} slots have too few cells")
+                rows[tuple(place)] = row
+        return rows
 
     def taken(self, row: int) -> bool:
         """Whether a cell that was allocated begins at this arena row."""

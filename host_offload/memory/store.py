@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from host_offload.memory.layout import ExpertLayout
+from pallas_kernels.records import RecordFormat
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +26,7 @@ class ExpertStore:
     has, ascending, for versions that lack some; each of those has the layer in another version.
     """
 
-    layouts: dict[str, ExpertLayout]
+    layouts: dict[str, RecordFormat]
     arrays: dict[str, jax.Array]
     layers: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
 
@@ -72,7 +72,7 @@ class StoreBuilder:
     GPU fresh memory holds whatever was there before.
     """
 
-    def __init__(self, layout: ExpertLayout, layers: int, experts: int, device: jax.Device):
+    def __init__(self, layout: RecordFormat, layers: int, experts: int, device: jax.Device):
         """layers, experts: L and E. Raises MemoryError if the device's pinned host memory cannot
         hold the array."""
         self.layout = layout
@@ -237,23 +237,3 @@ def copy_transposed(out: np.ndarray, matrix: np.ndarray) -> None:
         out=out.reshape(columns // outer, outer, rows // inner, inner).transpose(0, 2, 1, 3),
         order="C",
     )
-
-
-def rows_of(weights: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Weight rows [n, D] as arena rows uint16[n · itemsize / 2, D] of the run's dtype.
-
-    Arena rows of 16-bit types are the weights' own bits; a float32 row becomes two arena rows.
-    """
-    width, weights = weights.shape[1], weights.astype(dtype, copy=False)
-    if weights.itemsize == 2:
-        weights = weights.view(np.uint16)  # before the copy: numpy copies its own types faster
-    return np.ascontiguousarray(weights).view(np.uint16).reshape(-1, width)
-
-
-def record_of(gate: np.ndarray, up: np.ndarray, down: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """The dense record uint16[rows, D] of one expert: gate rows, up rows, down^T rows.
-
-    gate, up: [I, D]; down: [D, I]; any float dtype, converted to dtype (float32, float16 or
-    ml_dtypes' bfloat16).
-    """
-    return np.concatenate([rows_of(part, dtype) for part in (gate, up, down.T)])

@@ -20,10 +20,10 @@ from host_offload.policies.prefetch.names import with_prefetch
 from host_offload.simulate.simulated_engine import SimulatedStep
 from host_offload.simulate.simulator import Simulation, simulate
 from host_offload.sizing import version_costs
-from host_offload.sizing.bounds import stall_bound
-from host_offload.sizing.cost_model import SPAN, CostError, CostModel, Work
+from host_offload.sizing.cost_model import CostError, CostModel, Work
 from host_offload.traces.reader import Trace
 from host_offload.traces.schema import KINDS, TraceHeader
+from pallas_kernels.paged_attention import SPAN
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,15 +58,6 @@ class Prediction:
         return float(self.stall_s.sum() / self.seconds.sum())
 
     @property
-    def stall_bound_share(self) -> float:
-        """What of `stall_share` no overlap of the link with computing could hide, see
-        bounds.stall_bound: the same bytes at the link's rate, less the time in which steps
-        compute, over the time that both then take."""
-        compute = float(self.compute_s.sum())
-        least = stall_bound(self.bytes, compute, seconds_per_byte=self.link_per_byte)
-        return least / (compute + least)
-
-    @property
     def tokens_per_s(self) -> float:
         """Generated tokens (decode rows) over the time of all steps, prefill steps included."""
         return float(self.tokens[self.of_kind("decode")].sum() / self.seconds.sum())
@@ -80,11 +71,6 @@ class Prediction:
         """Mean seconds of the steps of that kind; nan without any."""
         chosen = self.seconds[self.of_kind(kind)]
         return float(chosen.mean()) if chosen.size else float("nan")
-
-    def percentile_s(self, q: float, kind: str = "decode") -> float:
-        """Seconds below which q% of the steps of that kind are; nan without any."""
-        chosen = self.seconds[self.of_kind(kind)]
-        return float(np.percentile(chosen, q)) if chosen.size else float("nan")
 
 
 def predict(trace: Trace, model: CostModel | Mapping[str, CostModel], **options: Any) -> Prediction:
@@ -169,25 +155,17 @@ class _Clock:
 
     def add(self, simulated: SimulatedStep) -> None:
         """A step was dispatched, and these are its moves."""
-        step = next(self._steps)
-        first = self._models[0]
-        work, rows = step_work(step, self._header, first)
-        prefill, counts = rows is None, simulated.versions
-        if counts is None:
-            compute, control = first.compute_s(work, rows), first.control
-            moves = simulated.fills, simulated.read_through, simulated.staged
-            moved = first.move_s(*moves, prefill=prefill)
-            self.active_bytes.append(work.experts * first.expert_bytes)
-        else:
-            routed = routed_counts(step.ids, self._header.experts)
-            tile = first.chunk if prefill else first.row_tile
-            parts = version_costs.version_work(routed, counts.version, tile, len(self._models))
-            compute = version_costs.compute_s(self._models, work, *parts, rows)
-            moved = version_costs.move_s(self._models, counts, prefill=prefill)
-            control = version_costs.control_s(self._models, parts[0])
-            sizes = np.array([model.expert_bytes for model in self._models])
-            self.active_bytes.append(int(parts[0] @ sizes))
-        compute += control if self._asked else 0.0
+        step, models, counts = next(self._steps), self._models, simulated.versions
+        work, rows = step_work(step, models[0].chunk)
+        prefill = rows is None
+        tile = models[0].chunk if prefill else models[0].row_tile
+        routed = routed_counts(step.ids, self._header.experts)
+        experts, tiles = version_costs.version_work(routed, counts.version, tile, len(models))
+        compute = version_costs.compute_s(models, work, experts, tiles, rows)
+        moved = version_costs.move_s(models, counts, prefill=prefill)
+        self.active_bytes.append(int(experts @ [model.expert_bytes for model in models]))
+        if self._asked:
+            compute += version_costs.control_s(models, experts)
         self._now += compute + moved
         self.ends[step.number] = self._now
         self.seconds.append(compute + moved)
@@ -199,19 +177,14 @@ class _Clock:
         return self.ends[number]
 
 
-def step_work(step: StepRecord, header: TraceHeader, model: CostModel) -> tuple[Work, int | None]:
-    """(what a step computes, rows of its decode executable; None: it is a prefill step)."""
-    prefill = step.kind == KINDS[0]
+def step_work(step: StepRecord, chunk: int) -> tuple[Work, int | None]:
+    """(what a step computes beside its experts, rows of its decode executable; None: it is a
+    prefill step). chunk: of a CostModel."""
+    if step.kind == KINDS[0]:
+        return Work(*_chunks(step, chunk), 0, 0), None
     tokens = len(step.ids)
-    tile = model.chunk if prefill else model.row_tile
-    counts = routed_counts(step.ids, header.experts)
-    active = int(np.count_nonzero(counts))
-    tiles = int(np.sum(-(-counts // tile))) - active
-    if prefill:
-        parts, spans = _chunks(step, model.chunk)
-        return Work(parts, spans, active, tiles), None
     spans = tokens if step.position is None else int(np.sum(step.position // SPAN + 1))
-    return Work(tokens, spans, active, tiles), tokens if step.rows is None else step.rows
+    return Work(tokens, spans, 0, 0), tokens if step.rows is None else step.rows
 
 
 def _chunks(step: StepRecord, chunk: int) -> tuple[int, int]:

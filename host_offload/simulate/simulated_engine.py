@@ -6,21 +6,21 @@ decides reaches the same step as in the engine. The device is a Pager.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from host_offload.control.control import Control
 from host_offload.control.controller import Controller
-from host_offload.control.device import Moved, Operation
+from host_offload.control.device import Moved
 from host_offload.control.interface import Moment
 from host_offload.control.rules import BETWEEN_LAYERS
 from host_offload.control.step_record import COLUMNS, SEEN, USES, LayerRouting, StepRecord
 from host_offload.control.transitions import Transitions
 from host_offload.memory.pager import Pager, Referenced
 from host_offload.memory.tables import Entry, Move, Residency
-from host_offload.sizing.version_costs import VersionCounter, VersionCounts
+from host_offload.sizing.version_costs import VersionCounts
 from host_offload.traces.schema import BudgetMove, TraceError, TraceHeader
 from host_offload.traces.step_sets import in_waves, step_set
 
@@ -43,8 +43,7 @@ class SimulatedStep(NamedTuple):
     """int[L]: experts moved ahead of need, by the step's list and between layers."""
     moved: np.ndarray
     """int64[L]: bytes over the link."""
-    versions: VersionCounts | None = None
-    """None where there is one version."""
+    versions: VersionCounts
 
 
 class PagerDevice:
@@ -75,7 +74,8 @@ class PagerDevice:
         self._counts = np.zeros((3, layers), np.int64)
         self._moved, self._staged = np.zeros((2, layers), np.int64)
         self._missed = np.zeros((layers, experts), bool)
-        self._versions = VersionCounter(self.pager) if self._mixed else None
+        moves = np.zeros((3, layers, self.pager.versions), np.int64)
+        self._versions = VersionCounts(np.zeros((layers, experts), np.int32), *moves)
 
     def compute(self, active: np.ndarray, waves: int, layer: int | None = None) -> None:
         """References all layers, or one, to their sets of active experts bool[M, E]."""
@@ -88,8 +88,8 @@ class PagerDevice:
             self._counts[:, span] += done[:3]
             self._missed[span] |= done.missing
             self._moved[span] += self._demand(done.missing, span)
-            if self._versions is not None:
-                self._versions.referenced(due, done.missing, span)
+            if self._mixed:
+                self._count_versions(due, done.missing, span)
 
     def stage(
         self, entries: Sequence[Entry], *, layer: int | None = None, coming: int | None = None
@@ -98,10 +98,9 @@ class PagerDevice:
         done = self.pager.stage(entries, layer=layer, coming=coming)
         for entry, carried_out in zip(entries, done.tolist(), strict=True):
             self._staged[entry.layer] += carried_out
+            self._versions.staged[entry.layer, entry.version] += carried_out
             nbytes = self._link_bytes[entry.version, entry.layer]
             self._moved[entry.layer] += carried_out * nbytes
-        if self._versions is not None:
-            self._versions.staged(entries, done)
         return done
 
     def carry_out(self, entries: Sequence[Entry], coming: int) -> None:
@@ -110,10 +109,11 @@ class PagerDevice:
 
     def simulated(self, number: int, kind: str | None) -> SimulatedStep:
         """What the step did."""
-        versions = None if self._versions is None else self._versions.counts
         hits, fills, read_through = self._counts
+        if not self._mixed:
+            self._versions.fills[:, 0], self._versions.read_through[:, 0] = fills, read_through
         counts = hits, fills, read_through, self._missed, self._staged, self._moved
-        return SimulatedStep(number, kind, *counts, versions=versions)
+        return SimulatedStep(number, kind, *counts, self._versions)
 
     def _demand(self, missing: np.ndarray, span: slice) -> np.ndarray:
         """int64[M]: bytes of experts that were filled or read through."""
@@ -124,9 +124,22 @@ class PagerDevice:
         layers = np.arange(self._link_bytes.shape[1])[span, None]
         return np.sum(self._link_bytes[version, layers] * missing, axis=1)
 
+    def _count_versions(self, active: np.ndarray, missing: np.ndarray, span: slice) -> None:
+        """In which versions the layers of `span` were computed just now, and what moved."""
+        tables, counts = self.pager.tables, self._versions
+        version = tables.version[span]
+        np.copyto(counts.version[span], version, where=active)
+        # What found a cell has an address now.
+        filled = missing & (tables.address[span] >= 0)
+        for number in range(self.pager.versions):
+            mine = version == number
+            counts.fills[span, number] += np.count_nonzero(filled & mine, axis=1)
+            through = missing & ~filled & mine
+            counts.read_through[span, number] += np.count_nonzero(through, axis=1)
+
     # ---- for a Control
 
-    def prepare(self, operations: Collection[Operation]) -> None: ...
+    def prepare(self, controller: Controller) -> None: ...
 
     def snapshot(self) -> Callable[[], Residency]:
         copy = self.pager.copy()
@@ -260,7 +273,7 @@ class SimulatedEngine:
         entries = control.before_step(step.number)
         self._resizer.end_step()
         device.begin_step()
-        active, waves = step_set(step, self.header.layers, self.header.experts)
+        active, waves = step_set(step, self.header.experts)
         carried_out = np.zeros(len(entries), np.int32)
         for layer in range(len(active)) if self._between else [None]:
             if layer is not None:

@@ -31,7 +31,7 @@ from host_offload.simulate.simulated_engine import (
 from host_offload.simulate.weighted_pager import WeightedPager, fits
 from host_offload.traces.reader import Trace
 from host_offload.traces.schema import KINDS, BudgetMove, TraceError, TraceHeader
-from host_offload.traces.step_sets import StepSets, read_step_sets
+from host_offload.traces.step_sets import read_step_sets
 
 STAGE_ENTRIES = 8
 """Entries of a step's list where the trace does not say: those of the engine."""
@@ -251,23 +251,17 @@ def _weighted_steps(
     if fast and not mixed and not moves and fits(experts, weights, references):
         reference = WeightedPager(cells, experts, weights, references).reference
     device = PagerDevice(pager, sizes, mixed=mixed, reference=reference)
-    for block in read_step_sets(trace):
-        for number, kind, waves, active in _each(block):
-            for budget in moves.get(number, ()):
-                pager.regrant(np.array(budget.cells))
-            device.begin_step()
-            device.compute(active, waves)
-            yield device.simulated(number, KINDS[kind] if kind >= 0 else None)
+    for step in read_step_sets(trace):
+        for budget in moves.get(step.number, ()):
+            pager.regrant(np.array(budget.cells))
+        device.begin_step()
+        device.compute(step.active, step.waves)
+        yield device.simulated(step.number, KINDS[step.kind] if step.kind >= 0 else None)
 
 
 def _most(cells: np.ndarray) -> int:
     """The most cells of a layer, of all versions."""
     return int(cells.reshape(len(cells), -1).sum(axis=1).max())
-
-
-def _each(block: StepSets) -> Iterator[tuple[int, int, int, np.ndarray]]:
-    columns = (column.tolist() for column in block[:-1])
-    return zip(*columns, block.active, strict=True)
 
 
 def _collected(

@@ -83,12 +83,8 @@ class WeightedPager:
 
 def fits(experts: int, weights: Sequence[int], references: int) -> bool:
     """Whether keys of so many references fit."""
-    largest = max(abs(int(key)) for key in _extremes(weights, references))
-    return (largest + 1) * (references + 1) * experts < _NEVER
-
-
-def _extremes(weights: Sequence[int], references: int) -> list[np.ndarray]:
-    weights = [int(w) for w in weights]
     age = np.array([1, references + 1, 1, references + 1], np.int32)
     frequency = np.array([0, 0, references, references], np.int32)
-    return list(victim_key(age, frequency, np.int32(0), weights))
+    extremes = victim_key(age, frequency, np.int32(0), [int(w) for w in weights])
+    largest = max(abs(int(key)) for key in extremes)
+    return (largest + 1) * (references + 1) * experts < _NEVER

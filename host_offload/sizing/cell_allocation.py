@@ -59,6 +59,25 @@ def allocate(
     return Allocation(cells, total, 0.0 if rule == "optimal" else max(total - bound, 0.0))
 
 
+def shared_anew(
+    rule: str,
+    misses: np.ndarray,
+    slots: int,
+    cells: np.ndarray,
+    *,
+    gate: float,
+    least: int | np.ndarray = 0,
+) -> np.ndarray | None:
+    """int64[L]: so many slots as `allocate` shares them; None where that saves no more than `gate`
+    of the misses that the curves have at `cells`."""
+    enough = (1 - gate) * misses[np.arange(len(misses)), cells].sum()
+    # No allocation is below the hulls: where they promise nothing none is looked for.
+    if hull_misses(misses, np.array([slots]), least)[0] >= enough:
+        return None
+    found = allocate(rule, misses, slots, least=least)
+    return found.cells if found.misses < enough else None
+
+
 def _total(curves: np.ndarray, cells: np.ndarray) -> float:
     return float(curves[np.arange(len(curves)), cells].sum())
 

@@ -9,10 +9,8 @@ from typing import NamedTuple
 import numpy as np
 
 from host_offload.control.kv_references import KVReferences
-from host_offload.memory.pager import Pager
-from host_offload.memory.tables import cold_tables
 from host_offload.sizing.cell_allocation import allocate, hull_misses
-from host_offload.sizing.kv_reuse import cold_pages, page_keys, page_references
+from host_offload.sizing.kv_reuse import PageRecency, page_references
 from host_offload.sizing.miss_curves import cold_curves
 from host_offload.sizing.split import Division, MissCosts, SplitError, SplitRule, objective
 from host_offload.traces.reader import Trace
@@ -50,7 +48,7 @@ def turns_of(trace: Trace) -> Iterator[Turn]:
     references = KVReferences(int(header.spec["page_tokens"]))
     active: list[np.ndarray] = []
     for step in trace.step_traces():
-        found, waves = step_set(step, header.layers, header.experts)
+        found, waves = step_set(step, header.experts)
         active += in_waves(found, waves)
         references.see(step.request, step.user, step.position)
         for request in step.finished:
@@ -102,9 +100,6 @@ class Configuration:
     cells: np.ndarray
     """int64[L]; cap·L in all."""
     kv_pages: int
-    expert_bytes: int
-    kv_bytes: int
-    """B − C*·b_e"""
     settled: bool
     """The rule came to rest."""
     expert_misses: float
@@ -158,8 +153,6 @@ def configure(
         cap=cap,
         cells=cells.cells,
         kv_pages=pages,
-        expert_bytes=cap * division.cap_bytes,
-        kv_bytes=division.total_bytes - cap * division.cap_bytes,
         settled=settled,
         expert_misses=cells.misses,
         kv_misses=missed,
@@ -171,7 +164,7 @@ def configure(
 
 def histograms_of(turns: Iterable[Turn], pages: int) -> Iterator[Streams]:
     """Each turn's histograms, from a cold start. pages: the largest pool."""
-    curves, held = None, cold_pages()
+    curves, held = None, PageRecency()
     for turn in turns:
         held, distances = page_references(held, turn.pages)
         if curves is None:
@@ -183,47 +176,3 @@ def histograms_of(turns: Iterable[Turn], pages: int) -> Iterator[Streams]:
         curves = curves.forget(0)
         kv = np.bincount(np.minimum(distances, pages), minlength=pages + 1)
         yield Streams(curves.histogram, kv.astype(np.float64))
-
-
-class Replayed(NamedTuple):
-    """What a schedule of splits missed; n turns."""
-
-    expert_misses: np.ndarray
-    """int64[n], first sights included."""
-    kv_misses: np.ndarray
-    """int64[n]: pages that came back and were not there."""
-    expert_first: int
-    """First sights of experts, the same under every schedule."""
-
-
-def replay_split(
-    turns: Iterable[Turn], cells: Sequence[np.ndarray], pages: Sequence[int]
-) -> Replayed:
-    """Both streams under given budgets, exactly: experts through the pager (LRU), KV as an LRU pool
-    of pages, which gives up what was used least recently when it shrinks.
-
-    cells: int[L] during each turn. pages: of the KV pool at the end of each turn.
-    """
-    pager, seen = None, None
-    held = np.zeros(0, np.int64)
-    known: set[int] = set()
-    experts, missed = [], []
-    for turn, now, pool in zip(turns, cells, pages, strict=True):
-        count = 0
-        for active in turn.active:
-            if pager is None or seen is None:
-                pager = Pager(cold_tables(now, active.shape[1], (1, 0, 0)))
-                seen = np.zeros_like(active)
-            if active is turn.active[0]:
-                pager.regrant(now)
-            count += np.count_nonzero(pager.reference(active).missing)
-            seen |= active
-        experts.append(count)
-        keys = page_keys(turn.pages)
-        gone = ~np.isin(keys, held)
-        missed.append(sum(key in known for key in keys[gone].tolist()))
-        known.update(keys[keys >= 0].tolist())
-        kept = np.concatenate([keys, held[~np.isin(held, keys)]])[: max(pool, 0)]
-        held = kept[kept >= 0]
-    first = 0 if seen is None else int(np.count_nonzero(seen))
-    return Replayed(np.array(experts, np.int64), np.array(missed, np.int64), first)

@@ -19,9 +19,6 @@ from host_offload.control.interface import Costs
 
 FORMAT, VERSION = "moejax-costs", 1
 
-SPAN = 64
-"""Tokens that attention takes at once."""
-
 MOVES = ("fill", "read_through", "stage")
 """Ways in which an expert crosses the link: into a cell in time, beside any cell, into a cell ahead
 of need."""
@@ -38,7 +35,7 @@ class Work(NamedTuple):
     parts: int
     """Rows with a token (decode), chunks of a prompt (prefill)."""
     spans: int
-    """Spans of 64 tokens that the parts attend to."""
+    """Spans (pallas_kernels.paged_attention.SPAN tokens) that the parts attend to."""
     experts: int
     """Active experts of all layers together."""
     tiles: int
@@ -139,20 +136,10 @@ class CostModel:
             f"calibrate with max_num_seqs={rows}"
         )
 
-    def compute_s(self, work: Work, rows: int | None) -> float:
-        """Seconds of a step that moves nothing. rows: of a decode executable; None: a prefill
+    def step_cost(self, rows: int | None) -> StepCost:
+        """The costs of a step that moves nothing. rows: of a decode executable; None: a prefill
         step."""
-        if rows is None:
-            return self.prefill.seconds(work)
-        return self.decode[self.bucket(rows)].seconds(work)
-
-    def move_s(
-        self, fills: np.ndarray, read_through: np.ndarray, staged: np.ndarray, *, prefill: bool
-    ) -> float:
-        """Seconds that experts add to a step which moves so many, int[L] each."""
-        moves = zip(MOVES, (fills, read_through, staged), strict=True)
-        by_layer = [self.moves_s(kind, counts, prefill=prefill) for kind, counts in moves]
-        return self.stage_list * bool(staged.any()) + float(np.sum(by_layer))
+        return self.prefill if rows is None else self.decode[self.bucket(rows)]
 
     def moves_s(self, kind: str, counts: np.ndarray, *, prefill: bool) -> np.ndarray:
         """float64[L]: what layers that move so many experts (int[L]) in one of the ways of MOVES

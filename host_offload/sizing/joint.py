@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from host_offload.control.interface import routed_counts
 from host_offload.sizing.miss_curves import curves_of
 from host_offload.sizing.split import Division, SplitError
 from host_offload.traces.reader import Trace
@@ -109,11 +110,8 @@ def side_by_side(sequences: Sequence[np.ndarray], width: int, experts: int) -> I
     """bool[L, E] of each step of `width` sequences at once; one that ended is followed by the next,
     and when none is left the steps end, so that all have the same width."""
     waiting = iter(sequences)
-    layer = np.arange(sequences[0].shape[1])[:, None]
     for tokens in zip(*(chain.from_iterable(waiting) for _ in range(width)), strict=False):
-        active = np.zeros((len(layer), experts), bool)
-        active[layer, np.concatenate(tokens, axis=1)] = True
-        yield active
+        yield routed_counts(np.stack(tokens), experts) > 0
 
 
 class JointChoice(NamedTuple):
@@ -133,13 +131,11 @@ def choose(
     *,
     pages_per_sequence: float,
     demand: int,
-    prompt_s: float = 0.0,
 ) -> JointChoice:
     """The width, cap and pages with the most tokens a second; of equals the narrowest.
 
-    pages_per_sequence: KV that one needs until its end. demand: sequences that run or wait.
-    prompt_s: seconds of prompt processing for each generated token. Raises SplitError where not
-    even the narrowest width fits.
+    pages_per_sequence: KV that one needs until its end. demand: sequences that run or wait. Raises
+    SplitError where not even the narrowest width fits.
     """
     most = int(min(max(demand, model.widths[0]), model.widths[-1]))
     best = None
@@ -148,7 +144,7 @@ def choose(
         if cap is None:
             break
         seconds = model.step_s(width, cap)
-        rate = 1 / (seconds / width + prompt_s)
+        rate = width / seconds
         if best is None or rate > best.tokens_per_s:
             best = JointChoice(width, cap, division.pages_at(cap), seconds, rate)
     if best is None:

@@ -13,15 +13,11 @@ _PAGE_BITS = 32
 class PageRecency(NamedTuple):
     """Recency list of KV pages between turns; P of them. Never changed in place."""
 
-    keys: np.ndarray
+    keys: np.ndarray = np.zeros(0, np.int64)
     """int64[P]: (session, page), the last used first; of one turn the higher page first."""
-    deepest: np.ndarray
+    deepest: np.ndarray = np.zeros(0, np.int64)
     """int64[P]: the deepest place that a page had since its last use. A pool of N pages still has
     it iff that is below N: pages that are released make room, but bring nothing back."""
-
-
-def cold_pages() -> PageRecency:
-    return PageRecency(np.zeros(0, np.int64), np.zeros(0, np.int64))
 
 
 def page_references(

@@ -7,7 +7,7 @@ wave of a prefill step is a reference of its own. docs/miss_curves.md explains.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -81,11 +81,6 @@ class MissCurves:
     def warm(self) -> np.ndarray:
         """int64[M, E + 1]: misses without first sights; 0 in the last column."""
         return self.misses - self.first[:, None]
-
-    @property
-    def per_step(self) -> np.ndarray:
-        """float64[E + 1]: misses of all rows in a step, with as many cells in each."""
-        return self.misses.sum(axis=0) / max(self.steps, 1)
 
 
 class CurveCounts:
@@ -172,42 +167,23 @@ def trace_curves(
     if kind is not None and "step.kind" in header.absent:
         raise TraceError(f"{trace.directory} has no step.kind: it was converted or generated")
     number = 1 if versions is None else int(versions.max()) + 1
-    counts, steps = CurveCounts(number * header.layers, header.experts), 0
-    for place, (of_kind, waves, active) in enumerate(_steps(trace, user)):
+    counts = CurveCounts(number * header.layers, header.experts)
+    for place, step in enumerate(read_step_sets(trace, user=user)):
         wanted = first <= place and (last is None or place < last)
-        wanted &= kind is None or of_kind == KINDS.index(kind)
-        if user is not None and not active.any():
+        wanted &= kind is None or step.kind == KINDS.index(kind)
+        if user is not None and not step.active.any():
             continue  # others' steps, which are no reference of this user's
-        for due in in_waves(active, waves):
+        for due in in_waves(step.active, step.waves):
             if versions is not None:
                 due = np.concatenate([due & (versions == v) for v in range(number)])
             counts.add(due, counted=wanted)
-        if wanted and active.any():
+        if wanted and step.active.any():
             counts.end_step()
-            steps += 1
-    if not steps:
+    curves = counts.curves()
+    if not curves.steps:
         whose = "" if user is None else f" of user {user}"
         raise TraceError(
             f"the trace {trace.directory} has no {kind or 'steps'} to look at{whose}, in steps "
             f"{first}…{'' if last is None else last - 1}"
         )
-    return counts.curves()
-
-
-def _steps(trace: Trace, user: int | None) -> Iterator[tuple[int, int, np.ndarray]]:
-    for block in read_step_sets(trace, user=user):
-        yield from zip(block.kind.tolist(), block.waves.tolist(), block.active, strict=True)
-
-
-def missed_bytes(curves: MissCurves, sizes: np.ndarray) -> np.ndarray:
-    """int64[V·L, E + 1]: `misses` in bytes, for curves with versions. sizes int64[V, L]: bytes of
-    an expert of each version and layer; row r needs c·sizes.ravel()[r] bytes for c cells.
-
-    Raises ValueError for sizes of another shape."""
-    weights = np.asarray(sizes, np.int64).ravel()
-    if weights.shape != curves.references.shape:
-        raise ValueError(
-            f"sizes must be {len(curves.references)} numbers, one a version and layer, not "
-            f"{weights.size}"
-        )
-    return curves.misses * weights[:, None]
+    return curves

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
 
 import numpy as np
 
@@ -65,18 +64,24 @@ def right_size_of_use(use: np.ndarray, epsilon: float = EPSILON) -> np.ndarray:
     return (shares < 1 - epsilon - 1e-12).sum(axis=1) + 1
 
 
-class Memory(NamedTuple):
-    bytes: int
-    """The arena's."""
+@dataclasses.dataclass(frozen=True)
+class Capacity:
+    """So many users at once, in a memory."""
+
+    users: int
+    memory: int
+    """Bytes of the arena."""
     cap: int
-    pages: int
+    """Cells of each layer."""
+    kv_pages: int
+    pages_per_user: int
     step_s: float
-    """Predicted time per output token."""
+    """Predicted time per output token of each user."""
 
 
 def memory_for(
-    model: DecodeModel, division: Division, *, users: int, tpot_s: float, pages_per_user: float
-) -> Memory:
+    model: DecodeModel, division: Division, *, users: int, tpot_s: float, pages_per_user: int
+) -> Capacity:
     """The least memory with which so many users at once get a token every `tpot_s` seconds.
 
     division: its sizes; total_bytes is not looked at. Raises SplitError where no memory is enough,
@@ -91,20 +96,22 @@ def memory_for(
         )
     cap = int(enough[0])
     wanted = max(users * pages_per_user, division.floor_pages)
-    units = -(-int(np.ceil(wanted)) // division.unit_pages)
-    return Memory(
-        cap * division.cap_bytes + units * division.unit,
-        cap,
-        units * division.unit_pages,
-        float(seconds[cap]),
+    units = -(-wanted // division.unit_pages)
+    return Capacity(
+        users=users,
+        memory=cap * division.cap_bytes + units * division.unit,
+        cap=cap,
+        kv_pages=units * division.unit_pages,
+        pages_per_user=pages_per_user,
+        step_s=float(seconds[cap]),
     )
 
 
 def users_for(
-    model: DecodeModel, division: Division, *, tpot_s: float, pages_per_user: float
-) -> tuple[int, Memory]:
-    """The most users at once that get a token every `tpot_s` seconds from this memory, and how it
-    is used then. Raises SplitError where not even the model's smallest width does."""
+    model: DecodeModel, division: Division, *, tpot_s: float, pages_per_user: int
+) -> Capacity:
+    """The most users at once that get a token every `tpot_s` seconds from this memory. Raises
+    SplitError where not even the model's smallest width does."""
     best = np.inf
     for users in range(int(model.widths[-1]), int(model.widths[0]) - 1, -1):
         cap = cap_beside(division, users * pages_per_user)
@@ -113,7 +120,8 @@ def users_for(
         seconds = model.step_s(users, cap)
         best = min(best, seconds)
         if seconds <= tpot_s:
-            return users, Memory(division.total_bytes, cap, division.pages_at(cap), seconds)
+            pages = division.pages_at(cap)
+            return Capacity(users, division.total_bytes, cap, pages, pages_per_user, seconds)
     fastest = f"it would take {best * 1e3:.4g} ms" if best < np.inf else "their KV does not fit"
     raise SplitError(
         f"{division.total_bytes} bytes do not give {model.widths[0]} users a token every "

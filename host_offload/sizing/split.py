@@ -14,7 +14,6 @@ from typing import NamedTuple
 import numpy as np
 
 from host_offload.control.interface import Costs, Spec
-from host_offload.sizing.cell_allocation import lower_hulls
 
 
 class SplitError(ValueError):
@@ -37,7 +36,7 @@ class Division:
     caps: int
     """E, the largest cap."""
     floor_pages: int
-    """N_floor, equation (6): see admission_floor."""
+    """N_floor, equation (6): n_conc sessions of so many tokens each."""
     least_cap: int = 0
     """C_min; the paper's is top-k. With read-through 0 is legal."""
     unit_bytes: int | None = None
@@ -104,11 +103,6 @@ class Division:
         return cap * self.cap_bytes / self.total_bytes
 
 
-def admission_floor(concurrent: int, context_tokens: int, page_tokens: int) -> int:
-    """N_floor of equation (6), in pages: `concurrent` sessions of so many tokens."""
-    return concurrent * -(-context_tokens // page_tokens)
-
-
 def division_of(spec: Spec, least_cap: int = 0) -> Division:
     """What the policies of an engine divide: its arena in slots, one for a cell."""
     (sizes,) = [*spec.version_bytes.values()][:1]
@@ -157,7 +151,7 @@ def link_costs(spec: Spec, bytes_per_s: float) -> MissCosts:
     return MissCosts(size / bytes_per_s, 2 * spec.page_bytes / bytes_per_s)
 
 
-# ---- equations (4) and (5)
+# ---- equation (4)
 
 
 def objective(
@@ -174,54 +168,14 @@ def objective(
     return np.where(division.legal, total, np.inf)
 
 
-def marginals(
-    division: Division, expert_misses: np.ndarray, kv_misses: np.ndarray, costs: MissCosts
-) -> tuple[np.ndarray, np.ndarray]:
-    """(float64[E + 1], float64[E + 1]): both sides of equation (5) at every cap, seconds saved per
-    byte: c_E·[M_E(C) − M_E(C+1)]/b_e and c_K·[M_K(N) − M_K(N+1)]/b_k, as finite differences."""
-    experts = np.asarray(expert_misses, np.float64)
-    expert = costs.expert_s * -np.diff(experts, append=experts[-1:]) / division.cap_bytes
-    pages = np.clip(division.pages, 0, len(kv_misses) - 1)
-    kv = np.asarray(kv_misses, np.float64)
-    more = kv[np.minimum(pages + 1, len(kv) - 1)]
-    return expert, costs.page_s * (kv[pages] - more) / division.page_bytes
-
-
-def equimarginal_cap(
-    division: Division, expert_misses: np.ndarray, kv_misses: np.ndarray, costs: MissCosts
-) -> int:
-    """The cap up to which experts gain more per byte than KV does (equation 5), clamped to legal
-    caps. Slopes are those of the lower convex hulls, since a difference in a gap of bimodal
-    distances is zero and says nothing; where both curves are convex it is the argmin of J."""
-    experts = _convex(np.asarray(expert_misses, np.float64))
-    kv = _convex(np.asarray(kv_misses, np.float64))
-    sides = marginals(division, experts, kv, costs)
-    # What KV loses to the next cap is its slope there.
-    lost = np.append(sides[1][1:], np.inf)
-    cap = int(np.argmax(sides[0] <= lost))
-    legal = np.flatnonzero(division.legal)
-    return int(np.clip(cap, legal[0], legal[-1]))
-
-
-def _convex(curve: np.ndarray) -> np.ndarray:
-    corners = lower_hulls(curve[None], np.zeros(1, np.int64))
-    return np.interp(np.arange(len(curve)), corners, curve[corners])
-
-
 # ---- equations (8) to (10)
-
-
-class Grant(NamedTuple):
-    cap: int
-    """C*"""
-    pages: int
-    """N*"""
 
 
 def peak_headroom(
     division: Division, *, peak_pages: int, headroom: float, cap: int, dead: int
-) -> Grant | None:
-    """Equations (8) to (10): KV gets its peak and headroom, experts what remains; None: no move.
+) -> int | None:
+    """C* by equations (8) to (10): KV gets its peak and headroom, experts what remains; None: no
+    move. N* is Division.pages_at of it.
 
     peak_pages: P, most pages in use at a time. headroom: h. cap: C as it is. dead: Δ_C, a smaller
     change of the cap is no move.
@@ -230,9 +184,7 @@ def peak_headroom(
     wanted = -(-wanted // division.unit_pages) * division.unit
     rest = (division.total_bytes - wanted) // division.cap_bytes
     found = min(max(rest, division.least_cap), division.largest_cap)  # (9)
-    if abs(found - cap) < dead:
-        return None
-    return Grant(found, division.pages_at(found))  # (10)
+    return None if abs(found - cap) < dead else found
 
 
 # ---- algorithm 2

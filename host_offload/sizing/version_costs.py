@@ -11,8 +11,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from host_offload.memory.pager import Pager
-from host_offload.memory.tables import Entry
 from host_offload.sizing.cost_model import MOVES, CostError, CostModel, Work
 
 ALIKE = ("layers", "experts", "top_k", "chunk", "row_tile")
@@ -31,36 +29,6 @@ class VersionCounts(NamedTuple):
     """int64[L, V]"""
     staged: np.ndarray
     """int64[L, V]"""
-
-
-class VersionCounter:
-    """Counts one step beside a pager that carries it out."""
-
-    def __init__(self, pager: Pager):
-        self._pager = pager
-        layers, experts = pager.tables.address.shape
-        fills, read_through, staged = np.zeros((3, layers, pager.versions), np.int64)
-        version = np.zeros((layers, experts), np.int32)
-        self.counts = VersionCounts(version, fills, read_through, staged)
-
-    def referenced(self, active: np.ndarray, missing: np.ndarray, span: slice) -> None:
-        """A reference of the layers of `span` was carried out just now; active, missing:
-        bool[M, E]."""
-        tables, counts = self._pager.tables, self.counts
-        version = tables.version[span]
-        np.copyto(counts.version[span], version, where=active)
-        # What found a cell has an address now.
-        filled = missing & (tables.address[span] >= 0)
-        for number in range(self._pager.versions):
-            mine = version == number
-            counts.fills[span, number] += np.count_nonzero(filled & mine, axis=1)
-            through = missing & ~filled & mine
-            counts.read_through[span, number] += np.count_nonzero(through, axis=1)
-
-    def staged(self, entries: Sequence[Entry], done: np.ndarray) -> None:
-        """done: int[S], 1 for each entry that was carried out."""
-        for entry, carried_out in zip(entries, done.tolist(), strict=True):
-            self.counts.staged[entry.layer, entry.version] += carried_out
 
 
 def models_of(
@@ -119,35 +87,36 @@ def compute_s(
     tiles: np.ndarray,
     rows: int | None,
 ) -> float:
-    """Seconds of a step that moves nothing. work: its sums. experts, tiles: int[V], of them in each
-    version. rows: as of CostModel.compute_s."""
-    least = work._replace(experts=0, tiles=0)
-    fixed, seconds = 0.0, 0.0
-    for model, count, beyond in zip(models, experts.tolist(), tiles.tolist(), strict=True):
-        if count:
-            own = model.compute_s(least, rows)
-            fixed = max(fixed, own)
-            parts = least._replace(experts=count, tiles=beyond)
-            seconds += model.compute_s(parts, rows) - own
-    return fixed + seconds
+    """Seconds of a step that moves nothing. work: without experts and tiles. experts, tiles: int[V]
+    of them in each version; without any the costs are those of version 0. rows: as of
+    CostModel.step_cost."""
+    each = zip(models, experts.tolist(), tiles.tolist(), strict=True)
+    used = [(model.step_cost(rows), count, beyond) for model, count, beyond in each if count]
+    used = used or [(models[0].step_cost(rows), 0, 0)]
+    seconds = max(cost.seconds(work) for cost, _, _ in used)
+    for cost, count, beyond in used:
+        seconds += cost.expert * count
+        seconds += cost.tile * beyond
+    return seconds
 
 
 def control_s(models: Sequence[CostModel], experts: np.ndarray) -> float:
     """CostModel.control of a step with so many experts (int[V]) in each version."""
-    return max(model.control for model, count in zip(models, experts, strict=True) if count)
+    used = [model.control for model, count in zip(models, experts, strict=True) if count]
+    return max(used, default=models[0].control)
 
 
 def move_s(models: Sequence[CostModel], counts: VersionCounts, *, prefill: bool) -> float:
     """Seconds that experts add to a step which moves these."""
-    seconds = 0.0
+    by_layer = []
     for kind, moved in zip(MOVES, counts[1:], strict=True):
         of_layer = moved.sum(axis=1)
         share = moved / np.maximum(of_layer, 1)[:, None]
         for model, of_version in zip(models, share.T, strict=True):
-            seconds += float(model.moves_s(kind, of_layer, prefill=prefill) @ of_version)
+            by_layer.append(model.moves_s(kind, of_layer, prefill=prefill) * of_version)
     staged = counts.staged.sum(axis=0).tolist()
     lists = [model.stage_list for model, some in zip(models, staged, strict=True) if some]
-    return seconds + max(lists, default=0.0)
+    return max(lists, default=0.0) + float(np.sum(by_layer))
 
 
 def version_work(

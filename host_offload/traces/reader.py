@@ -3,7 +3,7 @@
 A trace is a directory: `trace.json` says once what holds for all of it, `decisions.jsonl` has a
 line per decision, and each `chunk-*.safetensors` has whole steps as arrays. A chunk appears under
 its name when it is complete, so a reader never sees half a chunk and a crash costs the newest only.
-This file reads them and has all public names; nothing is read before it is asked for.
+This file reads them; nothing is read before it is asked for.
 """
 
 from __future__ import annotations
@@ -35,24 +35,6 @@ from host_offload.traces.schema import (
     chunk_name,
     columns,
 )
-from host_offload.traces.writer import TraceWriter, require_new
-
-__all__ = [
-    "FORMAT",
-    "KINDS",
-    "VERSION",
-    "BudgetMove",
-    "Chunk",
-    "Mark",
-    "Trace",
-    "TraceError",
-    "TraceHeader",
-    "TraceWriter",
-    "TransferTrace",
-    "columns",
-    "read_trace",
-    "require_new",
-]
 
 _CHUNK = re.compile(r"chunk-(\d{6,})\.safetensors")
 
@@ -138,14 +120,14 @@ class Chunk:
             raise self._error("belongs to another trace or was renamed")
         for name, (dtype, row) in columns(self.header).items():
             rows = int(metadata["tokens" if name.startswith("token.") else "steps"])
-            wanted = dtype, [rows, *row]
+            wanted = _type_in_file(dtype), [rows, *row]
             if name not in file.keys():  # noqa: SIM118 (not a mapping)
                 raise self._error(f"lacks {name}")
-            found = file.get_slice(name)
-            if (_DTYPES.get(found.get_dtype()), list(found.get_shape())) != wanted:
+            part = file.get_slice(name)
+            found = part.get_dtype(), list(part.get_shape())
+            if found != wanted:
                 raise self._error(
-                    f"has {name} as {found.get_dtype()}{list(found.get_shape())}, "
-                    f"trace.json says {dtype.name}{wanted[1]}"
+                    f"has {name} as {found[0]}{found[1]}, trace.json says {dtype.name}{wanted[1]}"
                 )
         return file, metadata
 
@@ -156,19 +138,9 @@ class Chunk:
         )
 
 
-_DTYPES = {
-    safe: np.dtype(name)
-    for safe, name in (
-        ("BOOL", "bool"),
-        ("U8", "uint8"),
-        ("I16", "int16"),
-        ("I32", "int32"),
-        ("I64", "int64"),
-        ("F16", "float16"),
-        ("F32", "float32"),
-        ("F64", "float64"),
-    )
-}
+def _type_in_file(dtype: np.dtype) -> str:
+    """What safetensors calls it."""
+    return "BOOL" if dtype == np.bool_ else f"{dtype.kind.upper()}{8 * dtype.itemsize}"
 
 
 @dataclasses.dataclass(frozen=True)

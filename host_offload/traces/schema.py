@@ -1,14 +1,13 @@
 """What a trace holds: its header, its steps and transfers, and the arrays of a chunk.
 
-docs/trace_format.md describes the files; host_offload.traces.reader reads them, trace_writer writes
-them.
+docs/trace_format.md describes the files; host_offload.traces.reader reads them, writer writes them.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import numpy as np
 
@@ -71,14 +70,21 @@ class TraceHeader:
 class TransferTrace(NamedTuple):
     """An expert moved ahead of need. issued, published, first_use: step numbers; −1: never."""
 
-    layer: int
-    expert: int
-    version: int
-    bytes: int
-    issued: int
-    published: int
-    first_use: int
-    cause: str
+    layer: Annotated[int, np.int16]
+    expert: Annotated[int, np.int16]
+    version: Annotated[int, np.int8]
+    bytes: Annotated[int, np.int64]
+    issued: Annotated[int, np.int64]
+    published: Annotated[int, np.int64]
+    first_use: Annotated[int, np.int64]
+    cause: Annotated[str, np.int32]
+
+
+TRANSFER_TYPES: dict[str, Any] = {
+    name: hint.__metadata__[0]
+    for name, hint in get_type_hints(TransferTrace, include_extras=True).items()
+}
+"""Field of a transfer → its type in a chunk; a cause is a number there."""
 
 
 class Mark(NamedTuple):
@@ -100,18 +106,6 @@ class BudgetMove(NamedTuple):
     """Nothing is left to do of what a policy wanted."""
     by_hand: bool
     """No policy wanted it: the engine was idle, or KV was given slots since nothing could run."""
-
-
-TRANSFER_TYPES = {
-    "layer": np.int16,
-    "expert": np.int16,
-    "version": np.int8,
-    "bytes": np.int64,
-    "issued": np.int64,
-    "published": np.int64,
-    "first_use": np.int64,
-    "cause": np.int32,
-}
 
 
 def columns(header: TraceHeader) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:

@@ -11,7 +11,7 @@ import numpy as np
 from host_offload.control.interface import routed_counts
 from host_offload.traces.reader import KINDS, Chunk, Trace
 from host_offload.traces.recency import cold_recency, reference, tails
-from host_offload.traces.step_sets import chunk_step_sets
+from host_offload.traces.step_sets import StepSet, chunk_step_sets
 
 BATCHES = (1, 2, 4, 8, 16, 32)
 QUANTILES = (0.5, 0.9, 0.99)
@@ -87,11 +87,6 @@ class TraceStatistics:
     """Each domain's one half to its other: what is left of distances by chance."""
 
 
-def uniform_share(experts: int, top_k: int, tokens: int) -> float:
-    """Expected share of experts that tokens activate if each takes any k as likely."""
-    return 1 - (1 - top_k / experts) ** tokens
-
-
 def trace_statistics(trace: Trace) -> TraceStatistics:
     """Reads the whole trace once, a chunk at a time. Raises TraceError for a bad chunk."""
     counts = _Counts(trace)
@@ -152,11 +147,9 @@ class _Counts:
             self.requests.update(np.unique(request).tolist())
             place = columns.get("position", np.zeros(len(ids), np.int64))
             self._neighbours(ids[decoded], request[decoded], place[decoded])
-        sizes = iter(tokens.tolist())
-        for block in chunk_step_sets(chunk, self.header):
-            for kind, active in zip(block.kind.tolist(), block.active, strict=True):
-                self.kinds[kind] += 1
-                self._step(active, next(sizes), decode=kind != KINDS.index("prefill"))
+        for step in chunk_step_sets(chunk, self.header):
+            self.kinds[step.kind] += 1
+            self._step(step)
         self._group(chunk, ids, np.repeat(chunk.array("step.number"), tokens))
 
     def _neighbours(self, ids: np.ndarray, request: np.ndarray, place: np.ndarray) -> None:
@@ -177,16 +170,17 @@ class _Counts:
         final = np.append(request[1:] != request[:-1], True)[: len(request)]
         self.ends = ids[final], request[final], place[final]
 
-    def _step(self, active: np.ndarray, tokens: int, *, decode: bool) -> None:
+    def _step(self, step: StepSet) -> None:
+        active = step.active
         self.recency, found = reference(self.recency, active)
-        if not decode:
+        if step.kind == KINDS.index("prefill"):
             return
         total = int(active.sum())
         if self.before is not None and total:
             self.step_shares.append(int((active & self.before).sum()) / total)
         self.before = active
         self.largest_step = max(self.largest_step, int(found.sizes.max()))
-        self.sizes.setdefault(tokens, []).append(total / active.size)
+        self.sizes.setdefault(step.tokens, []).append(total / active.size)
         distances = found.place[~found.is_first] % self.experts
         self.distances += np.bincount(distances, minlength=self.experts)
         self.first_uses += int(found.is_first.sum())
@@ -239,7 +233,7 @@ class _Counts:
                 b: float((1 - (1 - share) ** b).mean()) if known else np.nan for b in BATCHES
             },
             activated_in_steps={n: _mean(v) for n, v in sorted(self.sizes.items())},
-            activated_uniform={b: uniform_share(self.experts, self.top_k, b) for b in BATCHES},
+            activated_uniform={b: 1 - (1 - self.top_k / self.experts) ** b for b in BATCHES},
             experts_for_90=float(enough.mean()),
             experts_for_90_by_layer=tuple(enough.tolist()),
             first_uses=self.first_uses,

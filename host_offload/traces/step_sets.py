@@ -2,44 +2,44 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 
+from host_offload.control.interface import routed_counts
 from host_offload.control.step_record import StepRecord
 from host_offload.traces.reader import Chunk, Trace
-from host_offload.traces.schema import KINDS, TraceError, TraceHeader
+from host_offload.traces.schema import TraceError, TraceHeader
 
 BLOCK_BYTES = 4 << 20
-"""Bytes of a block of step sets."""
+"""Bytes of the step sets that are made together."""
 
 
-class StepSets(NamedTuple):
-    """Consecutive steps; T of them."""
+class StepSet(NamedTuple):
+    """What one step needs."""
 
-    number: np.ndarray
-    """int64[T]"""
-    kind: np.ndarray
-    """int8[T]: index into KINDS; −1 where the trace does not know."""
-    waves: np.ndarray
-    """int[T]: passes over a layer's experts."""
+    number: int
+    kind: int
+    """Index into KINDS; −1 where the trace does not know."""
+    waves: int
+    """Passes over a layer's experts."""
+    tokens: int
     active: np.ndarray
-    """bool[T, L, E]"""
+    """bool[L, E]"""
 
 
-def read_step_sets(trace: Trace, *, user: int | None = None) -> Iterator[StepSets]:
-    """All steps of a trace in order, a few at a time. user: only what that user's tokens
-    (token.user) were routed to; other steps are empty. Raises TraceError for a chunk that cannot be
-    read or names experts that the model does not have."""
+def read_step_sets(trace: Trace, *, user: int | None = None) -> Iterator[StepSet]:
+    """All steps of a trace in order. user: only what that user's tokens (token.user) were routed
+    to; other steps are empty. Raises TraceError for a chunk that cannot be read or names experts
+    that the model does not have."""
     for chunk in trace.chunks:
         yield from chunk_step_sets(chunk, trace.header, user)
 
 
 def chunk_step_sets(
     chunk: Chunk, header: TraceHeader, user: int | None = None
-) -> Iterator[StepSets]:
+) -> Iterator[StepSet]:
     """The step sets of one chunk, see read_step_sets."""
     layers, experts = header.layers, header.experts
     ids, tokens, number = map(chunk.array, ("token.ids", "step.tokens", "step.number"))
@@ -63,23 +63,20 @@ def chunk_step_sets(
         in_block = tokens[span]
         active = np.zeros((len(in_block), layers, experts), bool)
         step = np.repeat(np.arange(len(in_block)), in_block)
-        rows = slice(begin, begin + len(step))
-        if user is None:
-            active[step[:, None, None], layer, ids[rows]] = True
-        else:
+        rows, own = slice(begin, begin + len(step)), slice(None)
+        if user is not None:
             own = np.flatnonzero(chunk.array("token.user")[rows] == user)
-            active[step[own, None, None], layer, ids[rows][own]] = True
-        yield StepSets(number[span], kind[span], waves[span, 0], active)
+        active[step[own, None, None], layer, ids[rows][own]] = True
+        each = (column[span].tolist() for column in (number, kind, waves[:, 0], tokens))
+        yield from map(StepSet, *each, active)
 
 
-def step_set(step: StepRecord, layers: int, experts: int) -> tuple[np.ndarray, int]:
+def step_set(step: StepRecord, experts: int) -> tuple[np.ndarray, int]:
     """(the set bool[L, E], waves: 1 where the trace does not know) of one step. Raises TraceError
     as read_step_sets."""
     waves = np.ones(1, np.int16) if step.waves is None else step.waves
     _check(f"step {step.number}", step.ids, waves[None], experts)
-    active = np.zeros((layers, experts), bool)
-    active[np.arange(layers)[:, None], step.ids] = True
-    return active, int(waves[0])
+    return routed_counts(step.ids, experts) > 0, int(waves[0])
 
 
 def _check(where: str, ids: np.ndarray, waves: np.ndarray, experts: int) -> None:
@@ -101,74 +98,3 @@ def in_waves(active: np.ndarray, waves: int) -> Iterator[np.ndarray]:
     wave = np.arange(experts) * waves // experts
     for i in range(waves):
         yield active & (wave == i)
-
-
-@dataclasses.dataclass(frozen=True)
-class References:
-    """The references of a sequence of step sets, each step's members once; R in all, ordered by
-    step, layer, expert."""
-
-    steps: int
-    layers: int
-    experts: int
-    step: np.ndarray
-    """int[R]: place of the step in the sequence."""
-    layer: np.ndarray
-    """int[R]"""
-    expert: np.ndarray
-    """int[R]"""
-    unknown: tuple[int, ...] = ()
-    """Steps, ascending, before which something was left out: anything may be resident there. A
-    sequence with none begins cold, with nothing resident."""
-
-    @property
-    def largest(self) -> np.ndarray:
-        """int64[L]: size of each layer's largest step set."""
-        sizes = np.bincount(
-            self.step * self.layers + self.layer, minlength=self.steps * self.layers
-        )
-        return sizes.reshape(self.steps, self.layers).max(axis=0, initial=0)
-
-
-def references_of(active: np.ndarray, unknown: tuple[int, ...] = ()) -> References:
-    """The references of step sets bool[T, L, E]."""
-    return References(*active.shape, *np.nonzero(active), unknown=unknown)
-
-
-def read_references(trace: Trace, kind: str | None = None) -> References:
-    """The references of a trace. kind: of one kind of step only, `prefill` or `decode`; what a
-    cache holds where steps were left out is then not known. Raises as read_step_sets, and
-    TraceError where no such step is in the trace or the trace does not know."""
-    if kind is not None and "step.kind" in trace.header.absent:
-        raise TraceError(f"{trace.directory} has no step.kind: it was converted or generated")
-    parts, places, steps = [], [], 0
-    for block in read_step_sets(trace):
-        kept = slice(None) if kind is None else np.flatnonzero(block.kind == KINDS.index(kind))
-        active = block.active[kept]
-        step, layer, expert = np.nonzero(active)
-        first = sum(map(len, places))
-        parts.append((step + first, layer, expert))
-        places.append((np.arange(len(block.kind)) + steps)[kept])
-        steps += len(block.kind)
-    place = np.concatenate(places) if places else np.zeros(0, np.int64)
-    if not place.size:
-        raise TraceError(f"the trace {trace.directory} has no {kind or 'steps'} to look at")
-    unknown = () if kind is None else (0, *(np.flatnonzero(np.diff(place) != 1) + 1).tolist())
-    columns = (np.concatenate(column) for column in zip(*parts, strict=True))
-    header = trace.header
-    return References(place.size, header.layers, header.experts, *columns, unknown=unknown)
-
-
-def in_one_pool(references: References) -> References:
-    """The same references as a policy sees them whose cells are one pool for all layers: layers one
-    after the other, L steps for each step, of one layer with L·E experts."""
-    layers, experts = references.layers, references.experts
-    return References(
-        steps=references.steps * layers,
-        layers=1,
-        experts=layers * experts,
-        step=references.step * layers + references.layer,
-        layer=np.zeros_like(references.layer),
-        expert=references.layer * experts + references.expert,
-        unknown=tuple(step * layers for step in references.unknown),
-    )

@@ -76,25 +76,21 @@ def layer_versions(formats: Formats | None) -> LayerVersions | None:
     return LayerVersions(tuple(found))
 
 
-def cell_bytes(layout: SlotLayout, formats: Formats | None) -> tuple[int, ...]:
-    """Bytes of an expert in a cell, by version number."""
+def record_bytes(
+    layout: SlotLayout, formats: Formats | None, *, moved: bool = False
+) -> tuple[int, ...]:
+    """Bytes of an expert by version number: in a cell or, if `moved`, as it crosses the link: those
+    of the store, fewer than a cell's where it is decoded in transit."""
     if formats is None:
         return tuple(record.nbytes for record in layout.records)
-    return tuple(version.cell.nbytes for version in formats)
-
-
-def link_bytes(layout: SlotLayout, formats: Formats | None) -> tuple[int, ...]:
-    """Bytes of an expert as it crosses the link, by version number: those of the store, fewer than
-    a cell's where it is decoded in transit."""
-    if formats is None:
-        return tuple(record.nbytes for record in layout.records)
-    return tuple(version.store.nbytes for version in formats)
+    return tuple((version.store if moved else version.cell).nbytes for version in formats)
 
 
 def version_bytes(
-    layout: SlotLayout, formats: Formats | None, sizes: Sequence[int], layers: int
+    layout: SlotLayout, formats: Formats | None, layers: int, *, moved: bool = False
 ) -> dict[str, np.ndarray]:
-    """Sizes by version number as policies are told: of each version that they know, int64[L]."""
+    """record_bytes as policies are told: of each version that they know, int64[L]."""
+    sizes = record_bytes(layout, formats, moved=moved)
     if (versions := layer_versions(formats)) is not None:
         of_layers = np.array(sizes, np.int64)[np.array(versions.numbers)].T
         return {record.version: n for record, n in zip(layout.records, of_layers, strict=False)}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from host_offload.versions.packing import pack, part, unpack
+from host_offload.versions.packing import pack, part
 from pallas_kernels.records.format import BLOCK, ESCAPE, MATRICES, RecordFormat
 
 _TILE = 1 << 16
@@ -113,41 +113,6 @@ def _best_base(block: np.ndarray) -> int:
     distinct = np.bincount((np.unique(block) & _EXPONENT) >> 7, minlength=256)
     inside = np.convolve(distinct, np.ones(ESCAPE, int))[:256]
     return (255 - int(np.argmax(inside[::-1]))) << 7
-
-
-def decode_expert(record: np.ndarray, fmt: RecordFormat, bits: np.ndarray) -> None:
-    """Fills the bits uint16[3, I, D] of a record's weights."""
-    tables = _tables(record, fmt)
-    rows = np.arange(fmt.width) // BLOCK
-    for number, matrix in enumerate(MATRICES):
-        code, byte = (
-            _unpacked(record, fmt, matrix, "codes", 4),
-            _unpacked(record, fmt, matrix, "bytes", 8),
-        )
-        into, table = bits[number], tables[number]
-        np.subtract(table[rows, :1], code, out=into, casting="unsafe")
-        into <<= 7
-        wide = byte.astype(np.uint16)
-        into |= wide & 0x7F
-        wide &= 0x80
-        wide <<= 8
-        into |= wide
-        row, column = np.nonzero(code == ESCAPE)
-        into[row, column] = table[rows[row], 1 + byte[row, column].astype(np.intp)]
-
-
-def count_escapes(record: np.ndarray, fmt: RecordFormat) -> int:
-    """How many weights of a record uint16[rows, D] are looked up in tables."""
-    codes = (_unpacked(record, fmt, matrix, "codes", 4) for matrix in MATRICES)
-    return sum(int(np.count_nonzero(code == ESCAPE)) for code in codes)
-
-
-def _unpacked(
-    record: np.ndarray, fmt: RecordFormat, matrix: str, name: str, bits: int
-) -> np.ndarray:
-    """uint8[I, D]"""
-    shape = (fmt.width, fmt.hidden)
-    return unpack(part(record, fmt, f"{matrix}_{name}"), bits, matrix == "down", shape)
 
 
 def _tables(record: np.ndarray, fmt: RecordFormat) -> np.ndarray:

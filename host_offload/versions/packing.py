@@ -44,17 +44,3 @@ def pack(codes: np.ndarray, bits: int, down: bool, into: np.ndarray) -> None:
             np.copyto(shifted, source)
             shifted <<= bits * j
             tile[: len(source)] |= shifted
-
-
-def unpack(part: np.ndarray, bits: int, down: bool, shape: tuple[int, int]) -> np.ndarray:
-    """uint8[I, D]: the codes that `pack` wrote. shape: [I, D]."""
-    planes, (rows, columns) = 16 // bits, shape
-    height, width = (-(-rows // planes), columns) if down else (rows, columns // planes)
-    packed = part[: height * width].reshape(height, width)
-    codes = np.empty(shape, np.uint8)
-    for j in range(planes):
-        into = codes[j * height :][:height] if down else codes[:, j * width :][:, :width]
-        np.copyto(into, packed[: len(into)] >> (bits * j), casting="unsafe")
-    if bits < 8:
-        codes &= (1 << bits) - 1
-    return codes

@@ -136,15 +136,6 @@ def _rounded(weights: np.ndarray, scales: np.ndarray, bits: int) -> np.ndarray:
     return scaled
 
 
-def dequantize(codes: np.ndarray, scales: np.ndarray, axis: int, group: int, bits: int):
-    """float32 weights, exact: products of 8 and 11 bits. Arguments as `quantize` has them."""
-    weights = codes.astype(np.float32)
-    weights -= np.float32(ZEROS[bits])
-    wide = np.repeat(scales.astype(np.float32), group, axis)
-    weights *= wide[: codes.shape[0], : codes.shape[1]]
-    return weights
-
-
 def to_float32(weights: np.ndarray) -> np.ndarray:
     """A copy in float32; of bfloat16 by its bits, in cache and faster than numpy converts."""
     if weights.dtype.name != "bfloat16":

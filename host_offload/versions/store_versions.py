@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 import jax
 import numpy as np
 
-from host_offload.memory.layout import ExpertLayout
 from host_offload.memory.store import ExpertStore, StoreBuilder, shares_memory
-from host_offload.versions.encoders import DTYPES, WORKERS, EncodingError, decode, encode
+from host_offload.versions.encoders import DTYPES, WORKERS, EncodingError, encode
 from host_offload.versions.quantizers import ScaleRule, rtn, to_float32
+from pallas_kernels.records import RecordFormat
 
 _BATCH_BYTES = 64 << 20
 """Bytes of dense records that are encoded at once."""
@@ -130,7 +130,7 @@ def _encoded(
             place = layers.index(layer)
             try:
                 with builder.piece(place, first, len(weights), 0, layout.rows) as records:
-                    encode(weights, layout.format, rule, records)
+                    encode(weights, layout, rule, records)
             except EncodingError as error:
                 before = failed.get(layer, ([], error.reason))
                 failed[layer] = [*before[0], *(first + e for e in error.experts)], before[1]
@@ -168,9 +168,9 @@ def dense_weights(
             yield layer, first, as_weights(records, layout, dtype)
 
 
-def as_weights(records: np.ndarray, layout: ExpertLayout, dtype: str) -> np.ndarray:
+def as_weights(records: np.ndarray, layout: RecordFormat, dtype: str) -> np.ndarray:
     """Dense records uint16[n, rows, D] as weights [n, 3·I, D], without a copy."""
-    shape = (len(records), layout.weight_rows, layout.hidden)
+    shape = (len(records), 3 * layout.width, layout.hidden)
     return records.reshape(len(records), -1).view(DTYPES[dtype]).reshape(shape)
 
 
@@ -194,23 +194,9 @@ def _reader(count: int):
     return jax.jit(read)
 
 
-def relative_errors(store: ExpertStore, version: str, dtype: str) -> np.ndarray:
-    """float64[L, E]: ‖W − Ŵ‖ / ‖W‖ of each expert (Frobenius), W dense and Ŵ as the version has
-    it; 0 where W is 0. Raises VersionError without a dense version or that one."""
-    if missing := {"dense", version} - store.layouts.keys():
-        raise VersionError(f"the store has no version {', '.join(sorted(missing))}")
-    array, fmt = store.arrays[version], store.layouts[version].format
-    errors = np.zeros(array.shape[:2])
-    for layer, first, weights in dense_weights(store, dtype):
-        place = slice(first, first + len(weights))
-        decoded = decode(read_records(array, layer, first, len(weights)), fmt)
-        errors[layer, place] = relative_error(weights, decoded)
-    return errors
-
-
 def relative_error(weights: np.ndarray, decoded: np.ndarray) -> np.ndarray:
-    """float64[n]: ‖W − Ŵ‖ / ‖W‖ of n experts [n, 3·I, D]; 0 where W is 0, and NaN where W is not
-    finite and Ŵ other than W."""
+    """float64[n]: ‖W − Ŵ‖ / ‖W‖ (Frobenius) of n experts [n, 3·I, D]; 0 where W is 0, and NaN where
+    W is not finite and Ŵ other than W."""
     errors = np.zeros(len(weights))
     for i, (w, d) in enumerate(zip(weights, decoded, strict=True)):
         if not np.array_equal(_bits(w), _bits(d)):

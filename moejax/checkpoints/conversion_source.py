@@ -9,19 +9,20 @@ import os
 import pathlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 
-from host_offload.memory.layout import ExpertLayout
 from moejax.checkpoints.load import plan_tensors
-from moejax.checkpoints.orbax.layout import Leaf, expert_leaves, param_leaves
+from moejax.checkpoints.orbax.layout import DENSE, Leaf, StoredModel
+from moejax.checkpoints.orbax.manifest import MANIFEST
+from moejax.checkpoints.orbax.own import check_files, open_stored, read_chunk
 from moejax.checkpoints.placement import RecordSink, load_file
-from moejax.checkpoints.safetensors.shards import NUMPY_DTYPES, TensorFile
+from moejax.checkpoints.safetensors.shards import NUMPY_DTYPES, Shard, find_shards
 from moejax.checkpoints.tensors import ExpertPlace, Place
-from moejax.models.config import ModelConfig
+from moejax.models.config import ModelConfig, load_config
 from moejax.models.directory import read_json, require_own_file
 from moejax.requests.tokenizer import FILES, TEMPLATES
+from pallas_kernels.records import RecordFormat
 
 COPIED = (
     "config.json",
@@ -41,113 +42,127 @@ TEMPLATES."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Source:
-    """A checkpoint to be written as ours."""
+class Source(StoredModel):
+    """A checkpoint to be written as ours, with what the result holds."""
 
-    directory: pathlib.Path
-    config: ModelConfig
-    dtype: str
-    """The result's."""
-    layout: ExpertLayout
-    """How an expert's dense record lies."""
-    params: dict[str, Leaf]
-    """The leaves of the result: parameters by key, and `layers`, the experts of each MoE layer."""
-    layers: tuple[Leaf, ...]
     nonfinite: dict[str, int]
     """What is known before anything is read, as in Manifest.nonfinite."""
     files: dict[str, list[int]]
     """Size and time of change (ns) of each file that decides the result."""
     copied: dict[str, bytes]
     """The files to copy; config.json with the dtype that the weights have in the result."""
-    param_chunks: Callable[[str, Counter[str] | None], Iterator[np.ndarray]]
-    """(key, nonfinite) → the chunks of a parameter, one at a time. nonfinite: as in load_file."""
-    expert_chunks: Callable[[int, Counter[str] | None], Iterator[np.ndarray]]
-    """(MoE layer, nonfinite) → the dense records uint16[rows, D] of its experts."""
+    chunks: Callable[[Leaf, Counter[str]], Iterator[np.ndarray]]
+    """(leaf, nonfinite) → the chunks of a parameter or of the dense experts of a layer, one at a
+    time. nonfinite: as in load_file."""
 
 
-def open_source(
-    directory: pathlib.Path, config: ModelConfig, files: Sequence[TensorFile], dtype: str
-) -> Source:
-    """A Hugging Face checkpoint whose tensors are all checked. files: its shards. dtype: as in
-    load_checkpoint. Raises UserError as load_tensors does."""
-    config, dtype, places = plan_tensors(config, files, dtype, str(directory))
-    groups: dict[tuple[int | None, str, int] | int, dict[str, Place]] = {}
-    for name, place in places.items():
-        expert = isinstance(place, ExpertPlace)
-        group = place.layer if expert else (place.run, place.key, place.layer)
-        groups.setdefault(group, {})[name] = place
-    layout = config.expert_layout(NUMPY_DTYPES[dtype].itemsize)
-    params = param_leaves(config, NUMPY_DTYPES[dtype])
-    tensors = _Tensors(files, groups, NUMPY_DTYPES[dtype], params, layout, config.num_experts)
+def open_source(directory: pathlib.Path, dtype: str) -> Source:
+    """A Hugging Face checkpoint whose tensors are all checked. dtype: as in load_checkpoint.
+    Raises UserError as load_tensors does."""
+    files = find_shards(directory)
+    config, dtype, places = plan_tensors(load_config(directory), files, dtype, str(directory))
     copied = _copied(directory)
-    copies = {path.relative_to(directory).as_posix(): path.read_bytes() for path in copied}
     if config.dtype != dtype:
         fields = read_json(directory / "config.json")
         fields.pop("torch_dtype", None)
-        copies["config.json"] = json.dumps({**fields, "dtype": dtype}, indent=2).encode()
+        copied["config.json"] = json.dumps({**fields, "dtype": dtype}, indent=2).encode()
     return Source(
         directory,
         config,
         dtype,
-        layout,
-        params,
-        layers=expert_leaves(config, layout),
         nonfinite={},
-        files=file_times((*(file.path for file in files), *copied), directory),
-        copied=copies,
-        param_chunks=tensors.param_chunks,
-        expert_chunks=tensors.expert_chunks,
+        files=file_times(
+            [*(file.path for file in files), *map(directory.joinpath, copied)], directory
+        ),
+        copied=copied,
+        chunks=_Tensors(files, _by_leaf(places), config, NUMPY_DTYPES[dtype]).chunks,
     )
+
+
+def _by_leaf(places: dict[str, Place]) -> dict[str, dict[str, Place]]:
+    """Leaf name → the tensors that the leaf is made of, and where they go."""
+    leaves: dict[str, dict[str, Place]] = {}
+    for name, place in places.items():
+        if isinstance(place, ExpertPlace):
+            leaf = f"experts.{DENSE}.{place.layer}"
+        else:
+            run = "" if place.run is None else f"runs.{place.run}."
+            leaf = f"params.{run}{place.key}"
+        leaves.setdefault(leaf, {})[name] = place
+    return leaves
 
 
 @dataclasses.dataclass(frozen=True)
 class _Tensors:
-    """The tensors of shards, put together leaf by leaf. places: by parameter (run, key, layer) and
-    by MoE layer, the tensors that each is made of and where they go. dtype: the result's."""
+    """The tensors of shards, put together leaf by leaf. places: as of _by_leaf. dtype: the result's
+    dtype."""
 
-    files: Sequence[TensorFile]
-    places: dict[tuple[int | None, str, int] | int, dict[str, Place]]
+    files: Sequence[Shard]
+    places: dict[str, dict[str, Place]]
+    config: ModelConfig
     dtype: np.dtype
-    params: dict[str, Leaf]
-    layout: ExpertLayout
-    experts: int
 
-    def param_chunks(self, key: str, nonfinite: Counter[str] | None) -> Iterator[np.ndarray]:
-        leaf = self.params[key]
-        run, _, name = key.removeprefix("runs.").rpartition(".")
-        for layer in range(leaf.shape[0] if leaf.stacked else 1):
+    def chunks(self, leaf: Leaf, nonfinite: Counter[str]) -> Iterator[np.ndarray]:
+        """As Source.chunks; all experts of a layer are in memory at once."""
+        places = self.places[leaf.name]
+        if leaf.name.startswith("experts."):
+            layout = self.config.expert_layout(self.dtype.itemsize)
+            sink = _LayerRecords(layout, self.config.num_experts)
+            self._read(places, None, sink, nonfinite)
+            assert sink.written.all(), "rows without a tensor"
+            yield from sink.records
+            return
+        for layer in leaf.chunks:
             array = np.empty(leaf.shape[1:] if leaf.stacked else leaf.shape, leaf.dtype)
-            # As load_tensors sees the parameters, with nothing but this one in them.
-            tree = {"runs": {int(run): {name: {layer: array}}}} if run else {name: array}
-            self._read((int(run) if run else None, name, layer), tree, None, nonfinite)
+            here = {name: place for name, place in places.items() if place.layer == layer}
+            self._read(here, array, None, nonfinite)
             yield array
-
-    def expert_chunks(self, layer: int, nonfinite: Counter[str] | None) -> Iterator[np.ndarray]:
-        """The layer is in memory at once."""
-        sink = _LayerRecords(self.layout, self.experts)
-        self._read(layer, {}, sink, nonfinite)
-        assert sink.written.all(), "rows without a tensor"
-        yield from sink.records
 
     def _read(
         self,
-        group: tuple[int | None, str, int] | int,
-        params: dict[str, Any],
+        places: dict[str, Place],
+        param: np.ndarray | None,
         experts: RecordSink | None,
-        nonfinite: Counter[str] | None,
+        nonfinite: Counter[str],
     ) -> None:
-        """Puts a group's tensors into params and experts, just as load_tensors does with all."""
-        places = self.places[group]
+        """Puts the tensors of a leaf into it, just as load_tensors does with all."""
+        into = None if param is None else lambda _: param
         for file in self.files:
             if not file.tensors.keys().isdisjoint(places):
-                for _ in load_file(file, places, self.dtype, params, experts, nonfinite):
+                for _ in load_file(file, places, self.dtype, into, experts, nonfinite):
                     pass
+
+
+def orbax_source(directory: pathlib.Path) -> Source:
+    """The parameters and dense experts of what `moejax convert` or `moejax quantize` wrote, in the
+    dtype they have. Raises UserError for whatever is missing or damaged but contents of chunks,
+    which are verified when they are read."""
+    stored = open_stored(directory)
+    check_files(stored, stored.layers())
+
+    def chunks(leaf: Leaf, nonfinite: Counter[str]) -> Iterator[np.ndarray]:
+        for number in leaf.chunks:
+            chunk = np.empty(leaf.chunk_shape, leaf.dtype)
+            read_chunk(stored, leaf, number, chunk)
+            yield chunk
+
+    copied = (n for n in stored.manifest.files if n in COPIED or n.startswith(f"{TEMPLATES}/"))
+    return Source(
+        directory,
+        stored.config,
+        stored.dtype,
+        stored.manifest.nonfinite,
+        # The manifest has checksums of all others.
+        files=file_times([directory / MANIFEST], directory),
+        copied={name: (directory / name).read_bytes() for name in copied},
+        chunks=chunks,
+    )
 
 
 class _LayerRecords:
     """The records of one layer; a RecordSink."""
 
-    def __init__(self, layout: ExpertLayout, experts: int):
+    def __init__(self, layout: RecordFormat, experts: int):
         self.layout = layout
         self.records = np.empty((experts, layout.rows, layout.hidden), np.uint16)
         self.written = np.zeros((experts, layout.rows), bool)
@@ -167,11 +182,12 @@ def file_times(paths: Iterable[pathlib.Path], directory: pathlib.Path) -> dict[s
     return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in found.items()}
 
 
-def _copied(directory: pathlib.Path) -> list[pathlib.Path]:
-    """Raises UserError for a link out of the checkpoint, whose target is nobody's to copy."""
+def _copied(directory: pathlib.Path) -> dict[str, bytes]:
+    """The files of COPIED by their path within the directory. Raises UserError for a link out of
+    the checkpoint, whose target is nobody's to copy."""
     paths = [directory / name for name in COPIED]
     paths = [path for path in paths if os.path.lexists(path)]
     paths += directory.glob(f"{TEMPLATES}/*")
     for path in paths:
         require_own_file(path, directory)
-    return paths
+    return {path.relative_to(directory).as_posix(): path.read_bytes() for path in paths}

@@ -10,26 +10,38 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import jax
 import numpy as np
 
 from host_offload.memory.store import aligned_empty
 from moejax.checkpoints.foreign.checkpoint import open_mapped
-from moejax.checkpoints.formats import checkpoint_format
 from moejax.checkpoints.loaded_model import (
     LoadedModel,
-    check_dtype,
     counted,
     new_store,
     run_dtype,
     warn_nonfinite,
 )
+from moejax.checkpoints.orbax.manifest import JOURNAL, MANIFEST
 from moejax.checkpoints.orbax.own import load_orbax
+from moejax.checkpoints.orbax.steps import is_orbax
 from moejax.checkpoints.placement import load_file
-from moejax.checkpoints.safetensors.shards import NUMPY_DTYPES, TensorFile, find_shards
-from moejax.checkpoints.tensors import Place, abstract_params, expected_tensors, is_ignored
+from moejax.checkpoints.safetensors.shards import (
+    INDEX,
+    NUMPY_DTYPES,
+    SINGLE,
+    TensorFile,
+    find_shards,
+)
+from moejax.checkpoints.tensors import (
+    ParamPlace,
+    Place,
+    abstract_params,
+    expected_tensors,
+    is_ignored,
+)
 from moejax.errors import UserError
 from moejax.models.config import ModelConfig, load_config
 from moejax.models.directory import checkpoint_directory
@@ -37,6 +49,7 @@ from moejax.models.directory import checkpoint_directory
 MOST_EXPERTS = 10**6
 """In all layers; the largest models have 25,000."""
 
+_ORBAX_FILES = ("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt", "checkpoint")
 _PHASES = ("headers", "allocate", "read", "transfer")
 _EMBED, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -75,6 +88,32 @@ def load_checkpoint(
     loaded = load_tensors(config, files, dtype, device, progress, source)
     seconds = loaded.seconds | {"headers": loaded.seconds["headers"] + headers_s}
     return dataclasses.replace(loaded, seconds=seconds)
+
+
+def checkpoint_format(
+    directory: Path,
+) -> Literal["safetensors", "moejax-orbax", "orbax"]:
+    """ "safetensors": a Hugging Face directory; "moejax-orbax": written by `moejax convert`;
+    "orbax": any other Orbax checkpoint, or a directory of steps of them.
+
+    Reads nothing. Raises UserError for an unfinished conversion and where nothing known is there.
+    """
+    if (directory / MANIFEST).exists():
+        return "moejax-orbax"
+    if (directory / JOURNAL).exists():
+        raise UserError(
+            f"{directory}: an unfinished conversion; run the same `moejax convert` again, which "
+            "writes what is missing, and load what it makes"
+        )
+    if (directory / SINGLE).exists() or (directory / INDEX).exists():
+        return "safetensors"
+    # A root whose only step is unfinished has these files too: the loader says so better.
+    inside = [directory, *(path for path in directory.iterdir() if path.is_dir())]
+    files = (path / name for path in inside for name in _ORBAX_FILES)
+    if is_orbax(directory) or any(file.exists() for file in files):
+        return "orbax"
+    find_shards(directory)
+    raise AssertionError("find_shards refuses a directory without shards")
 
 
 def check_orbax_options(
@@ -131,27 +170,31 @@ def load_tensors(
         )
     except MemoryError as error:
         raise UserError(f"{source}: {error}") from error
-    builder = new_store(config, layout, device, source)
-    marks.append(time.perf_counter())
     nonfinite: Counter[str] = Counter()
-    try:
+
+    def param(place: ParamPlace) -> np.ndarray:
+        if place.run is None:
+            return params[place.key]
+        return params["runs"][place.run][place.key][place.layer]
+
+    with new_store(config, layout, device, source) as builder:
+        marks.append(time.perf_counter())
         advance = counted(progress, _nbytes(files, places))
         for file in files:
-            with contextlib.closing(
-                load_file(file, places, to, params, builder, nonfinite)
-            ) as pieces:
+            pieces = load_file(file, places, to, param, builder, nonfinite)
+            with contextlib.closing(pieces):
                 for nbytes in pieces:
                     advance(nbytes)
         store = builder.finish()
-    except BaseException:
-        builder.delete()  # a traceback that is kept must not keep the store
-        raise
     warn_nonfinite(source, nonfinite)
     marks.append(time.perf_counter())
-    on_device = _to_device(params, device)
+    leaves, tree = jax.tree.flatten(params)
+    params.clear()  # each host array goes as soon as it has been copied
+    for index, leaf in enumerate(leaves):
+        leaves[index] = jax.block_until_ready(jax.device_put(leaf, device))
     marks.append(time.perf_counter())
     seconds: dict[str, float] = dict(zip(_PHASES, np.diff(marks).tolist(), strict=True))
-    return LoadedModel(config, to_name, on_device, store, layout, seconds)
+    return LoadedModel(config, to_name, jax.tree.unflatten(tree, leaves), store, layout, seconds)
 
 
 def plan_tensors(
@@ -162,63 +205,45 @@ def plan_tensors(
     Reads no weights, but for an lm_head beside tied embeddings. dtype, source and what is raised as
     in load_tensors.
     """
-    check_dtype(dtype)
-    places = check_tensors(config, files, source)
-    if config.tie_word_embeddings:
-        _check_tied(files)
-    if config.dtype is None:
-        stored = next(f.tensors[_EMBED].dtype for f in files if _EMBED in f.tensors)
-        config = dataclasses.replace(config, dtype=stored)
-    return config, run_dtype(dtype, str(config.dtype)), places
-
-
-def check_tensors(
-    config: ModelConfig, files: Sequence[TensorFile], source: str
-) -> dict[str, Place]:
-    """Where each tensor goes; UserError if one is missing, unknown or of the wrong shape."""
-    found = {name for file in files for name in file.tensors}
+    owner = {name: file for file in files for name in file.tensors}
     experts = sum(config.moe_layers) * config.num_experts
     if experts > MOST_EXPERTS:
         raise UserError(
             f"{source}: config.json has {experts} experts in all; at most {MOST_EXPERTS}"
         )
-    places = expected_tensors(config, found)
-    for file in files:
-        for name, header in file.tensors.items():
-            if name == _HEAD and config.tie_word_embeddings:
-                continue
-            if is_ignored(config, name):
-                continue
-            if name not in places:
-                raise UserError(
-                    f"{file.path}: unknown tensor {name}: {config.architecture} with "
-                    "this config.json has none of that name"
-                )
-            if header.shape != places[name].shape:
-                raise UserError(
-                    f"{file.path}: tensor {name} has shape {list(header.shape)}, but "
-                    f"config.json asks for {list(places[name].shape)}"
-                )
-    missing = [name for name in places if name not in found]
+    places = expected_tensors(config, owner)
+    for name, file in owner.items():
+        shape = file.tensors[name].shape
+        if is_ignored(config, name) or (name == _HEAD and config.tie_word_embeddings):
+            continue
+        if name not in places:
+            raise UserError(
+                f"{file.path}: unknown tensor {name}: {config.architecture} with "
+                "this config.json has none of that name"
+            )
+        if shape != places[name].shape:
+            raise UserError(
+                f"{file.path}: tensor {name} has shape {list(shape)}, but "
+                f"config.json asks for {list(places[name].shape)}"
+            )
+    missing = [name for name in places if name not in owner]
     if missing:
         others = f" (and {len(missing) - 1} others)" if len(missing) > 1 else ""
         raise UserError(f"{source}: tensor {missing[0]} is missing{others}")
-    return places
+    if config.tie_word_embeddings and _HEAD in owner:
+        _check_tied(owner[_HEAD], owner[_EMBED])
+    if config.dtype is None:
+        config = dataclasses.replace(config, dtype=owner[_EMBED].tensors[_EMBED].dtype)
+    return config, run_dtype(dtype, str(config.dtype)), places
 
 
-def _check_tied(files: Sequence[TensorFile]) -> None:
+def _check_tied(head: TensorFile, embed: TensorFile) -> None:
     """An lm_head beside tied embeddings is redundant, or UserError: transformers 5 would use it,
     contrary to its config."""
-    owner = {name: file for file in files for name in file.tensors}
-    if _HEAD not in owner:
-        return
-    same = owner[_HEAD].tensors[_HEAD].shape == owner[_EMBED].tensors[_EMBED].shape
+    same = head.tensors[_HEAD].shape == embed.tensors[_EMBED].shape
     if same:
-        with (
-            owner[_HEAD].open() as head_file,
-            owner[_EMBED].open() as embed_file,
-        ):
-            rows = owner[_HEAD].tensors[_HEAD].shape[0]
+        with head.open() as head_file, embed.open() as embed_file:
+            rows = head.tensors[_HEAD].shape[0]
             pieces = [slice(row, min(row + 4096, rows)) for row in range(0, rows, 4096)]
             same = all(
                 np.array_equal(head_file.get_rows(_HEAD, at), embed_file.get_rows(_EMBED, at))
@@ -226,7 +251,7 @@ def _check_tied(files: Sequence[TensorFile]) -> None:
             )
     if not same:
         raise UserError(
-            f"{owner[_HEAD].path}: tensor {_HEAD} differs from {_EMBED}, though "
+            f"{head.path}: tensor {_HEAD} differs from {_EMBED}, though "
             "config.json ties them; set tie_word_embeddings to false to use it"
         )
 
@@ -238,18 +263,3 @@ def _nbytes(files: Sequence[TensorFile], places: dict[str, Place]) -> int:
         for name, header in file.tensors.items()
         if name in places
     )
-
-
-def _to_device(params: Any, device: jax.Device) -> Any:
-    """The same tree on the device, each host array released as soon as it has been copied."""
-    if isinstance(params, list):
-        return [_to_device(item, device) for item in params]
-    moved = {}
-    for key in list(params):
-        value = params.pop(key)
-        moved[key] = (
-            _to_device(value, device)
-            if key == "runs"
-            else jax.block_until_ready(jax.device_put(value, device))
-        )
-    return moved

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 
-from host_offload.memory.layout import ExpertLayout
 from host_offload.memory.store import ExpertStore, StoreBuilder
 from moejax.device import require_pinned_memory
 from moejax.errors import UserError
 from moejax.models.config import ModelConfig
+from pallas_kernels.records import RecordFormat
 
 log = logging.getLogger("moejax")
 
@@ -47,38 +48,41 @@ class LoadedModel:
     dtype: str
     params: dict[str, Any]
     store: ExpertStore
-    layout: ExpertLayout
+    layout: RecordFormat
     seconds: dict[str, float] = dataclasses.field(default_factory=dict)
     quantizers: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
-def check_dtype(dtype: str) -> None:
-    """Raises UserError for a dtype that is neither "auto" nor one of DTYPE_NAMES."""
+def run_dtype(dtype: str, stored: str) -> str:
+    """The run's dtype. dtype: as in load_checkpoint; "auto" is `stored`. Raises UserError for a
+    dtype that is neither "auto" nor one of DTYPE_NAMES."""
     if dtype != "auto" and dtype not in DTYPE_NAMES:
         raise UserError(f"dtype {dtype!r} is unknown; choose auto, {', '.join(DTYPE_NAMES)}")
-
-
-def run_dtype(dtype: str, stored: str) -> str:
-    """The run's dtype. dtype: as in load_checkpoint; "auto" is `stored`. Raises UserError."""
-    check_dtype(dtype)
     return stored if dtype == "auto" else DTYPE_NAMES[dtype]
 
 
+@contextlib.contextmanager
 def new_store(
     config: ModelConfig,
-    layout: ExpertLayout,
+    layout: RecordFormat,
     device: jax.Device,
     source: str,
     layers: int | None = None,
-) -> StoreBuilder:
-    """An empty store for all experts, or for those of so many layers. Raises UserError where the
-    device's pinned memory is too small for it. source: the checkpoint's path, for messages."""
+) -> Iterator[StoreBuilder]:
+    """An empty store for all experts, or for those of so many layers, to be filled and finished
+    inside of the `with`. Raises UserError where the device's pinned memory is too small for it.
+    source: the checkpoint's path, for messages."""
     layers = sum(config.moe_layers) if layers is None else layers
     require_pinned_memory(device, layers * config.num_experts * layout.nbytes)
     try:
-        return StoreBuilder(layout, layers, config.num_experts, device)
+        builder = StoreBuilder(layout, layers, config.num_experts, device)
     except MemoryError as error:
         raise UserError(f"{source}: {error}") from error
+    try:
+        yield builder
+    except BaseException:
+        builder.delete()  # a traceback that is kept must not keep the store
+        raise
 
 
 def warn_nonfinite(source: str, nonfinite: Mapping[str, int]) -> None:

@@ -16,11 +16,10 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 
-from host_offload.memory.layout import ExpertLayout
 from host_offload.memory.store import copy_transposed
 from moejax.checkpoints.safetensors.shards import (
     NUMPY_DTYPES,
@@ -30,6 +29,7 @@ from moejax.checkpoints.safetensors.shards import (
 )
 from moejax.checkpoints.tensors import ExpertPlace, ParamPlace, Place
 from moejax.errors import UserError
+from pallas_kernels.records import RecordFormat
 
 T, S = TypeVar("T"), TypeVar("S")
 
@@ -47,7 +47,7 @@ class RecordSink(Protocol):
     """Takes expert records; host_offload.memory.store.StoreBuilder is one."""
 
     @property
-    def layout(self) -> ExpertLayout: ...
+    def layout(self) -> RecordFormat: ...
 
     def piece(
         self, layer: int, first_expert: int, experts: int, first_row: int, rows: int
@@ -71,22 +71,23 @@ def load_file(
     file: TensorFile,
     places: dict[str, Place],
     dtype: np.dtype,
-    params: Any,
+    param: Callable[[ParamPlace], np.ndarray] | None,
     experts: RecordSink | None,
-    nonfinite: Counter[str] | None = None,
+    nonfinite: Counter[str],
 ) -> Generator[int, None, None]:
     """Puts every tensor of a file that has a place there; yields the bytes read, piece by piece.
 
-    dtype: the run's. params: numpy arrays as in LoadedModel.params. experts: may be None where no
-    place is an expert's. nonfinite: counts each tensor's values that are NaN or infinite. Raises
-    UserError where the file cannot be read or a finite value would become infinite.
+    dtype: the run's. param: gives the parameter of a layer whose rows a tensor becomes. param,
+    experts: may be None where no place is one of theirs. nonfinite: counts each tensor's values
+    that are NaN or infinite. Raises UserError where the file cannot be read or a finite value would
+    become infinite.
     """
     scratch = threading.local()
     with file.open() as reader, concurrent.futures.ThreadPoolExecutor(WORKERS) as pool:
 
         def load(piece: _Piece) -> tuple[_Piece, int, int]:
             place, header = places[piece.name], file.tensors[piece.name]
-            target = _target(piece, place, dtype, params, experts)
+            target = _target(piece, place, dtype, param, experts)
             source = _source(reader, piece, place, header.shape)
             transposed = isinstance(place, ExpertPlace) and place.matrix == "down"
             with target as out:
@@ -104,7 +105,7 @@ def load_file(
         pieces = _pieces(file, places, split=isinstance(reader, ShardReader))
         with contextlib.closing(in_order(pool, load, pieces)) as loaded:
             for piece, bad, nbytes in loaded:
-                if bad and nonfinite is not None:
+                if bad:
                     nonfinite[piece.name] += bad
                 yield nbytes
 
@@ -147,13 +148,16 @@ def _pieces(file: TensorFile, places: dict[str, Place], split: bool) -> Iterator
 
 @contextlib.contextmanager
 def _target(
-    piece: _Piece, place: Place, dtype: np.dtype, params: Any, experts: RecordSink | None
+    piece: _Piece,
+    place: Place,
+    dtype: np.dtype,
+    param: Callable[[ParamPlace], np.ndarray] | None,
+    experts: RecordSink | None,
 ) -> Iterator[np.ndarray]:
     """What the piece becomes, [rows, width] in the dtype that is kept; down transposed."""
     if isinstance(place, ParamPlace):
-        tree = params if place.run is None else params["runs"][place.run]
-        array = tree[place.key] if place.run is None else tree[place.key][place.layer]
-        rows = array[place.row : place.row + place.shape[0]]
+        assert param is not None
+        rows = param(place)[place.row : place.row + place.shape[0]]
         yield rows.reshape(-1, place.shape[-1])[piece.first : piece.first + piece.rows]
         return
     assert experts is not None

@@ -9,13 +9,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from host_offload.memory.layout import ExpertLayout
-from host_offload.memory.store import ExpertStore, StoreBuilder
 from moejax.checkpoints import tensors
-from moejax.checkpoints.loaded_model import LoadedModel, run_dtype
+from moejax.checkpoints.loaded_model import LoadedModel, new_store, run_dtype
 from moejax.checkpoints.safetensors.shards import NUMPY_DTYPES
 from moejax.errors import UserError
 from moejax.models.config import ModelConfig, parse_config
+from pallas_kernels.records import RecordFormat
 
 _SIZES = (
     "num_hidden_layers",
@@ -63,7 +62,7 @@ def shape(name: str, layers: int | None = None) -> ModelConfig:
     )
 
 
-def expert_layout(config: ModelConfig, dtype: str = "auto") -> ExpertLayout:
+def expert_layout(config: ModelConfig, dtype: str = "auto") -> RecordFormat:
     """The dense record of one expert. dtype: as for random_model."""
     return config.expert_layout(NUMPY_DTYPES[_run_dtype(config, dtype)].itemsize)
 
@@ -89,14 +88,20 @@ def random_model(
     arguments give the same weights. All weights come from one block of _BLOCK normal values, each
     array and expert from another place in it, so that gigabytes take seconds.
 
-    Raises UserError for an unknown dtype and MemoryError as StoreBuilder does.
+    Raises UserError for an unknown dtype, and as new_store does.
     """
     to_name = _run_dtype(config, dtype)
     device = jax.devices()[0] if device is None else device
     generator = np.random.default_rng(seed)
     block = (generator.standard_normal(_BLOCK, np.float32) * SPREAD).astype(NUMPY_DTYPES[to_name])
     layout = expert_layout(config, dtype)
-    store = _random_store(config, layout, block.view(np.uint16), generator, device)
+    bits = block.view(np.uint16)
+    with new_store(config, layout, device, "random weights") as builder:
+        for layer, expert in np.ndindex(sum(config.moe_layers), config.num_experts):
+            # A float32 is two uint16: an odd start would mix the halves of two values.
+            start = int(generator.integers(bits.size // 2)) * 2
+            builder.put(layer, expert, _piece(bits, start, (1, layout.rows, layout.hidden)))
+        store = builder.finish()
 
     def fill(path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.Array:
         if str(path[-1].key).endswith("norm"):
@@ -112,28 +117,6 @@ def random_model(
 
 def _run_dtype(config: ModelConfig, dtype: str) -> str:
     return run_dtype(dtype, config.dtype or "bfloat16")
-
-
-def _random_store(
-    config: ModelConfig,
-    layout: ExpertLayout,
-    bits: np.ndarray,
-    generator: np.random.Generator,
-    device: jax.Device,
-) -> ExpertStore:
-    layers, experts = sum(config.moe_layers), config.num_experts
-    builder = StoreBuilder(layout, layers, experts, device)
-    try:
-        for layer in range(layers):
-            for expert in range(experts):
-                # A float32 is two uint16: an odd start would mix the halves of two values.
-                start = int(generator.integers(bits.size // 2)) * 2
-                record = _piece(bits, start, (1, layout.rows, layout.hidden))
-                builder.put(layer, expert, record)
-        return builder.finish()
-    except BaseException:
-        builder.delete()
-        raise
 
 
 def _piece(block: np.ndarray, start: int, shape: tuple[int, ...]) -> np.ndarray:

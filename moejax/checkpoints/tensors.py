@@ -19,8 +19,7 @@ class ParamPlace:
     """A tensor of the given shape becomes rows of a parameter.
 
     run: index of the run of equal layers, None for the model's own parameters. layer: position in
-    the run. row: the first row; several tensors may be concatenated in one parameter. dtype: kept
-    in this one whatever the run's, None for the run's.
+    the run. row: the first row; several tensors may be concatenated in one parameter.
     """
 
     shape: tuple[int, ...]
@@ -28,7 +27,6 @@ class ParamPlace:
     key: str
     layer: int
     row: int
-    dtype: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,23 +67,19 @@ def layer_params(config: ModelConfig, moe: bool) -> dict[str, Parts]:
     return FAMILIES[config.architecture].layer_params(config, moe)
 
 
-def param_dtype(config: ModelConfig, key: str) -> str | None:
-    """The dtype that a layer's parameter is kept in whatever the run's; None: the run's."""
-    return "float32" if key in FAMILIES[config.architecture].wide_params else None
-
-
 def param_shape(parts: Parts) -> tuple[int, ...]:
     """The shape of the parts concatenated along their first axis."""
     return (sum(shape[0] for _, shape in parts), *parts[0][1][1:])
 
 
 def abstract_params(config: ModelConfig, dtype: np.dtype) -> dict[str, Any]:
-    """LoadedModel.params as ShapeDtypeStructs. dtype: the run's, of all whose place names none."""
+    """LoadedModel.params as ShapeDtypeStructs. dtype: the run's, of all but the wide parameters."""
+    wide = FAMILIES[config.architecture].wide_params
 
     def leaves(params: dict[str, Parts], *layers: int) -> dict[str, Any]:
         return {
             key: jax.ShapeDtypeStruct(
-                (*layers, *param_shape(parts)), np.dtype(param_dtype(config, key) or dtype)
+                (*layers, *param_shape(parts)), np.dtype(np.float32) if key in wide else dtype
             )
             for key, parts in params.items()
         }
@@ -109,9 +103,9 @@ def expected_tensors(config: ModelConfig, found: Container[str]) -> dict[str, Pl
 
     def add(params: dict[str, Parts], prefix: str, run: int | None, layer: int) -> None:
         for key, parts in params.items():
-            row, dtype = 0, param_dtype(config, key)
+            row = 0
             for name, shape in parts:
-                places[prefix + name] = ParamPlace(shape, run, key, layer, row, dtype)
+                places[prefix + name] = ParamPlace(shape, run, key, layer, row)
                 row += shape[0]
 
     add(model_params(config), "", None, 0)

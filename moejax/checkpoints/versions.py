@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from host_offload.memory.layout import ExpertLayout
 from host_offload.versions.quantizers import QUANTIZERS
 from host_offload.versions.store_versions import VersionError, add_version, lossless_where_it_fits
 from moejax.checkpoints.load import LoadedModel
@@ -24,7 +23,7 @@ LOSSLESS = "lossless"
 """Stands for a quantizer where a version keeps all bits."""
 
 
-def check_versions(layout: ExpertLayout, dtype: str, versions: Sequence[str]) -> None:
+def check_versions(layout: RecordFormat, dtype: str, versions: Sequence[str]) -> None:
     """Raises UserError for versions that experts of this dense layout cannot have in a run's dtype,
     saying what to do, and for one named twice or none."""
     if not versions or len(set(versions)) < len(versions):
@@ -94,7 +93,7 @@ def with_versions(
         except MemoryError as error:
             raise UserError(str(error)) from error
         if version != "dense":
-            quantizers[version] = quantizer if layout.format.lossy else LOSSLESS
+            quantizers[version] = quantizer if layout.lossy else LOSSLESS
     kept = list(wanted)
     if store.layers:
         kept.insert(kept.index("lossless12") + 1, "dense")

@@ -6,16 +6,16 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from host_offload.memory.budget import format_bytes
-from moejax.commands.options.engine import add_model_options, engine_options, notes_unsaid
-from moejax.commands.tables import new_table, print_table
+from moejax.commands import add_command
+from moejax.commands.model import add_model, add_model_options, engine_options, started
+from moejax.commands.tables import print_table
 from moejax.errors import UserError
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from host_offload.sizing.cost_model import CostModel
 
 _EPILOG = """\
@@ -35,20 +35,16 @@ what costs are of:
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Adds the command; its `run` takes the parsed arguments and returns the exit status."""
-    calibrate = commands.add_parser(
+    calibrate = add_command(
+        commands,
         "calibrate",
-        help="measure what a model's steps cost on this machine",
-        description="Measure what a model's steps cost on this machine: each step's parts, experts "
-        "moved by how\nmany move at once, KV that is swapped. Kept for policies and predictions.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        _run,
+        "measure what a model's steps cost on this machine",
+        _EPILOG,
+        "Measure what a model's steps cost on this machine: each step's parts, experts moved by "
+        "how\nmany move at once, KV that is swapped. Kept for policies and predictions.",
     )
-    calibrate.set_defaults(run=_run)
-    calibrate.add_argument(
-        "model", metavar="MODEL", help="a Hugging Face or Orbax directory, or demo"
-    )
+    add_model(calibrate)
     calibrate.add_argument(
         "--force", action="store_true", help="measure again, whatever was measured before"
     )
@@ -61,18 +57,15 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 def _run(args: argparse.Namespace) -> int:
     options = engine_options(args)
 
-    from moejax import LLM
-    from moejax.costs.store import cost_file, identity, spec_of_steps
+    from moejax.costs.store import cost_file, identity
     from moejax.serve.costs import cost_model_for
 
-    progress = not (args.quiet or args.json)
-
     def report(what: str) -> None:
-        if progress:
+        if not (args.quiet or args.json):
             print(f"moejax: {what}", file=sys.stderr)
 
-    with notes_unsaid(), LLM(args.model, progress=progress, **options) as llm:
-        path = cost_file(identity(spec_of_steps(llm.engine.runner)))
+    with started(args, options) as llm:
+        path = cost_file(identity(llm.plan.steps))
         measured = args.force or not os.path.exists(path)
         model = cost_model_for(llm, force=args.force, report=report)
     if args.json:
@@ -81,50 +74,53 @@ def _run(args: argparse.Namespace) -> int:
     sizes = ", ".join(f"{value} {name}" for name, value in model.about["sizes"].items())
     print(f"{args.model}: {sizes}")
     print(f"{model.about['device']}, jax {model.about['jax']}, driver {model.about['driver']}")
-    print_table(_steps(model))
-    print_table(_moves(model))
-    print_table(_rates(model))
+    parts = (
+        "step, everything resident, µs",
+        "step",
+        "row or chunk",
+        "span",
+        "expert",
+        "further tile",
+    )
+    print_table(parts, _steps(model))
+    _print_moves(model)
+    print_table(("other figures", "value", "unit"), _figures(model))
     if not os.path.exists(path):
         raise UserError(f"these were measured, but cannot be kept: {path} cannot be written")
     print(f"{'measured, kept in' if measured else 'measured before, in'} {path}")
     return 0
 
 
-def _steps(model: CostModel) -> Table:
+def _steps(model: CostModel) -> Iterator[list[str]]:
     """Microseconds of what steps are made of."""
-    table = new_table(
-        "step, everything resident, µs", "step", "row or chunk", "span", "expert", "further tile"
-    )
     costs = {f"decode of {rows} rows": cost for rows, cost in sorted(model.decode.items())}
     for name, cost in {**costs, "prefill": model.prefill}.items():
-        table.add_row(name, *(f"{value * 1e6:,.1f}" for value in vars(cost).values()))
-    return table
+        yield [name, *(f"{value * 1e6:,.1f}" for value in vars(cost).values())]
 
 
-def _moves(model: CostModel) -> Table:
+def _print_moves(model: CostModel) -> None:
     """Microseconds by how many experts one layer moves at once."""
     tables = {"fill": model.fill, "read through": model.read_through, "staged": model.stage}
     counts = sorted({int(n) for found in tables.values() for n in found[:, 0]})
-    table = new_table("experts moved in one layer, µs", *map(str, counts), "GB/s")
+    rows = []
     for name, found in tables.items():
         seconds = dict(zip(found[:, 0].astype(int).tolist(), found[:, 1].tolist(), strict=True))
         shown = [f"{seconds[n] * 1e6:,.1f}" if n in seconds else "" for n in counts]
         most, last = found[-1]
         rate = f"{most * model.expert_bytes / last / 1e9:.1f}" if last else "–"
-        table.add_row(name, *shown, rate)
-    return table
+        rows.append([name, *shown, rate])
+    print_table(["experts moved in one layer, µs", *map(str, counts), "GB/s"], rows)
 
 
-def _rates(model: CostModel) -> Table:
-    costs = model.costs()
-    table = new_table("other figures", "value", "unit")
-    rows: list[tuple[str, float, str]] = [
-        ("one expert", 0, format_bytes(model.expert_bytes)),
+def _figures(model: CostModel) -> Iterator[tuple[str, str, str]]:
+    yield "one expert", "", format_bytes(model.expert_bytes)
+    per_prompt_token = model.costs().prefill_s_per_token
+    rows = [
         ("a list of transfers in a step", model.stage_list * 1e6, "µs a step"),
         ("policies that look at a step", model.control * 1e6, "µs a step"),
         ("expert filled in a prefill step", model.prefill_fill * 1e6, "µs"),
         ("expert read through in a prefill step", model.prefill_read_through * 1e6, "µs"),
-        ("one more prompt token", costs.prefill_s_per_token * 1e6, "µs"),
+        ("one more prompt token", per_prompt_token * 1e6, "µs"),
         ("a prompt computed again", model.recompute_per_token * 1e6, "µs a token"),
         ("link", 1e-9 / model.link_per_byte, "GB/s"),
         ("memory", 1e-9 / model.memory_per_byte, "GB/s"),
@@ -137,5 +133,4 @@ def _rates(model: CostModel) -> Table:
             ("expert on the CPU, a token", per_token, "µs"),
         ]
     for name, value, unit in rows:
-        table.add_row(name, f"{value:,.1f}" if value else "", unit)
-    return table
+        yield name, f"{value:,.1f}" if value else "", unit

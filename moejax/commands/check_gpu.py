@@ -6,7 +6,7 @@ import argparse
 import os
 from pathlib import Path
 
-from moejax.commands.parsers import add_command
+from moejax.commands import add_command
 
 _DESCRIPTION = """\
 Checks on a real GPU. Run it first on a new card, and after any change of jax or driver. Exit status

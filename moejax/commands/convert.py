@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from moejax.commands.parsers import add_command
+from moejax.commands import add_command
 
 _EPILOG = """\
 DST holds one Orbax tree, {"params": …, "experts": {"dense": [a leaf for each MoE layer]}}, in which

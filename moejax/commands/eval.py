@@ -13,17 +13,31 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from host_offload.memory.budget import format_bytes
-from moejax.commands.options.engine import (
+from moejax.commands import add_command
+from moejax.commands.model import (
+    add_described,
+    add_model,
     add_model_options,
     add_options,
+    asked,
     engine_options,
-    notes_unsaid,
+    started,
 )
 from moejax.errors import UserError
+from moejax.start.options import Description
 
 if TYPE_CHECKING:
     from moejax.evaluate.evaluation import Cost, Likelihood, PerplexityResult
 
+_WINDOWS = {
+    "window": Description(
+        "tokens that are computed together (default: 2048, at most --max-model-len)", type=int
+    ),
+    "stride": Description(
+        "tokens from one window's beginning to the next one's (default: half a window)", type=int
+    ),
+    "limit": Description("only the first N tokens of each file", type=int),
+}
 _EPILOG = """\
 examples:
   moejax eval demo --task perplexity --data book.txt code.txt
@@ -45,38 +59,22 @@ exit status:
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Adds the command; its `run` takes the parsed arguments and returns the exit status."""
-    evaluate = commands.add_parser(
+    evaluate = add_command(
+        commands,
         "eval",
-        help="measure a model's perplexity on text files",
-        description="Measure how likely a model finds text files. Results go to stdout, progress "
-        "and what\nthe run cost to stderr.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        _run,
+        "measure a model's perplexity on text files",
+        _EPILOG,
+        "Measure how likely a model finds text files. Results go to stdout, progress and what\n"
+        "the run cost to stderr.",
     )
-    evaluate.set_defaults(run=_run)
-    evaluate.add_argument(
-        "model", metavar="MODEL", help="a Hugging Face or Orbax directory, or demo"
-    )
+    add_model(evaluate)
     task = evaluate.add_argument_group("task")
     task.add_argument("--task", choices=("perplexity",), required=True, help="what to measure")
     task.add_argument(
         "--data", nargs="+", required=True, metavar="FILE", help="text files in UTF-8"
     )
-    task.add_argument(
-        "--window",
-        type=int,
-        metavar="N",
-        help="tokens that are computed together (default: 2048, at most --max-model-len)",
-    )
-    task.add_argument(
-        "--stride",
-        type=int,
-        metavar="N",
-        help="tokens from one window's beginning to the next one's (default: half a window)",
-    )
-    task.add_argument("--limit", type=int, metavar="N", help="only the first N tokens of each file")
+    add_described(task, _WINDOWS)
     add_model_options(evaluate)
     output = evaluate.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="one JSON object, and no progress")
@@ -85,31 +83,19 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    options = engine_options(args)
+    options, windows = engine_options(args), asked(args, _WINDOWS)
     texts = {}
     for name in args.data:
         if name in texts:
             raise UserError(f"{name} is named twice in --data; each file is scored once")
         texts[name] = _read_text(name)
 
-    from moejax.evaluate.evaluation import check_windows
-
-    check_windows(args.window, args.stride, args.limit)
-
-    from moejax import LLM
-    from moejax.evaluate.evaluation import perplexity
+    from moejax.evaluate.evaluation import check_windows, perplexity
     from moejax.evaluate.report import result_json
 
-    progress = not (args.quiet or args.json)
-    with notes_unsaid(), LLM(args.model, progress=progress, **options) as llm:
-        result = perplexity(
-            llm,
-            texts,
-            window=args.window,
-            stride=args.stride,
-            limit=args.limit,
-            progress=progress,
-        )
+    check_windows(**windows)
+    with started(args, options) as llm:
+        result = perplexity(llm, texts, **windows, progress=not (args.quiet or args.json))
         report = result_json(llm, result)
     report["run"]["options"] = options
     if args.json:

@@ -6,28 +6,52 @@ Nothing heavy is imported before the arguments are known to be right.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import io
 import json
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from moejax.commands.generate_file import add_file_options, check_file_options, generate_file
-from moejax.commands.options.engine import (
+from moejax.commands import EXIT_BAD_LINES, EXIT_INTERRUPTED, add_command
+from moejax.commands.model import (
+    add_described,
     add_model_options,
     add_options,
+    asked,
     engine_options,
-    notes_unsaid,
+    started,
 )
 from moejax.errors import UserError
 from moejax.requests.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from moejax.serve.llm import LLM
+from moejax.start.options import Description, of_fields
 
 MAX_TOKENS = 128
 """Default of the command; `SamplingParams` has vLLM's 16, which is short for reading."""
 
-_SAMPLING_OPTIONS = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "ignore_eos")
+_SAMPLING = of_fields(
+    SamplingParams,
+    {
+        "max_tokens": Description(f"most tokens to generate (default: {MAX_TOKENS})"),
+        "temperature": Description(
+            "randomness, 0 to 2; 0 always takes the likeliest token (default: 1.0, as in vLLM)",
+            metavar="T",
+        ),
+        "top_k": Description("draw from the K likeliest tokens (default: 0, all)", metavar="K"),
+        "top_p": Description(
+            "draw from the likeliest tokens with probability P together (default: 1.0, all)",
+            metavar="P",
+        ),
+        "min_p": Description(
+            "draw from tokens at least P times as likely as the likeliest (default: 0.0, all)",
+            metavar="P",
+        ),
+        "seed": Description(
+            "seed of the draws; another seed, another text (default: one that never changes)"
+        ),
+        "ignore_eos": Description("go on after the end-of-sequence token"),
+    },
+    SamplingParams(max_tokens=MAX_TOKENS),
+)
 _EPILOG = """\
 examples:
   moejax generate "The old house"
@@ -60,18 +84,16 @@ exit status:
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Adds the command; its `run` takes the parsed arguments and returns the exit status."""
-    generate = commands.add_parser(
+    generate = add_command(
+        commands,
         "generate",
-        help="generate text from a prompt",
-        description="Generate text from a prompt. The text goes to stdout as it is made, without "
-        "the prompt;\nprogress and a summary go to stderr. Or, with --input, from every line of a "
-        "file.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        _run,
+        "generate text from a prompt",
+        _EPILOG,
+        "Generate text from a prompt. The text goes to stdout as it is made, without the prompt;\n"
+        "progress and a summary go to stderr. Or, with --input, from every line of a file.",
     )
-    generate.set_defaults(run=_run, refuse=generate.error)
+    generate.set_defaults(refuse=generate.error)
     generate.add_argument(
         "prompt", metavar="PROMPT", nargs="?", help="text to continue; - reads stdin"
     )
@@ -81,8 +103,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         metavar="PATH",
         help="a Hugging Face or Orbax directory, or demo, the embedded model (default: demo)",
     )
-    add_file_options(generate.add_argument_group("files"))
-    _add_sampling(generate.add_argument_group("sampling"))
+    _add_file_options(generate.add_argument_group("files"))
+    add_described(generate.add_argument_group("sampling"), _SAMPLING)
     add_model_options(generate)
     output = generate.add_argument_group("output")
     output.add_argument(
@@ -94,26 +116,49 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     add_options(output, "trace")
 
 
+def _add_file_options(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--input",
+        metavar="FILE",
+        help="JSON lines with a prompt each, instead of PROMPT; - reads stdin",
+    )
+    group.add_argument(
+        "--output",
+        metavar="FILE",
+        help="JSON lines, appended as they finish; results that are there are kept and not made "
+        "again; - writes to stdout",
+    )
+    group.add_argument(
+        "--on-error",
+        choices=("fail", "skip"),
+        help="a bad line ends the job, or gets an error as its result (default: fail)",
+    )
+    group.add_argument(
+        "--overwrite", action="store_true", help="remove the results in --output, start anew"
+    )
+
+
 def _run(args: argparse.Namespace) -> int:
-    check_file_options(args)
-    return _generate_text(args) if args.input is None else _generate_file(args)
+    if args.prompt is None and args.input is None:
+        args.refuse("the following arguments are required: PROMPT (or --input FILE)")
+    if args.prompt is not None and args.input is not None:
+        args.refuse("PROMPT and --input exclude each other")
+    if args.input is not None and args.output is None:
+        args.refuse("--input needs --output FILE, or --output - for standard output")
+    if args.input is None and (args.output or args.on_error or args.overwrite):
+        args.refuse("--output, --on-error and --overwrite need --input")
+    params, options = SamplingParams(**asked(args, _SAMPLING)), engine_options(args)
+    if args.input is None:
+        return _generate_text(args, params, options)
+    return _generate_file(args, params, options)
 
 
-def _sampling(args: argparse.Namespace) -> SamplingParams:
-    return SamplingParams(**{name: getattr(args, name) for name in _SAMPLING_OPTIONS})
-
-
-def _generate_text(args: argparse.Namespace) -> int:
-    params, options = _sampling(args), engine_options(args)
+def _generate_text(args: argparse.Namespace, params: SamplingParams, options: dict) -> int:
     prompt = _read_prompt(args.prompt)
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A locale that cannot show a character must not end the run.
         sys.stdout.reconfigure(errors="replace")
-
-    from moejax import LLM
-
-    progress = not (args.quiet or args.json)
-    with notes_unsaid(), LLM(args.model, progress=progress, **options) as llm:
+    with started(args, options) as llm:
         if llm.get_tokenizer() is None:
             raise UserError(
                 f"{args.model} has no tokenizer, which the command line needs; add its "
@@ -125,19 +170,64 @@ def _generate_text(args: argparse.Namespace) -> int:
     return 0
 
 
-def _generate_file(args: argparse.Namespace) -> int:
-    params, options = _sampling(args), engine_options(args)
+def _generate_file(args: argparse.Namespace, params: SamplingParams, options: dict) -> int:
+    """The job of --input. params: of lines that do not say otherwise; its seed is the job's."""
+    from moejax.serve.batch.job import Job, open_job
 
-    def start() -> LLM:
-        from moejax import LLM
-
-        return LLM(args.model, progress=not (args.quiet or args.json), **options)
-
-    with notes_unsaid():
-        status, stats = generate_file(args, params, start)
+    if args.kv_overflow == "recompute":
+        raise UserError(
+            "--kv-overflow recompute makes results depend on what else runs, so a job could not be "
+            "resumed to the same ones; use swap, with more --swap-space if it is too small"
+        )
+    job = Job(
+        input=args.input,
+        output=args.output,
+        model=args.model,
+        dtype=args.dtype or "auto",
+        sampling=_not_default(params),
+        seed=params.seed or 0,
+        on_error=args.on_error or "fail",
+        overwrite=args.overwrite,
+    )
+    # A bar among result lines on one terminal would be no good to anybody.
+    bar = not (args.quiet or args.json or (args.output == "-" and sys.stdout.isatty()))
+    with open_job(job) as work:
+        before, stats = work.done, None
+        try:
+            # A model takes long to load; a job that is done already, or empty, needs none.
+            if work.complete:
+                work.results.begin(overwrite=job.overwrite)
+            else:
+                with started(args, options) as llm:
+                    work.run(llm, progress=bar, warn=_say)
+                    stats = llm.stats()
+        except KeyboardInterrupt:
+            if args.output == "-":
+                raise
+            of = "" if work.total is None else f" of {work.total}"
+            _say(
+                f"interrupted; {work.done}{of} results are in {args.output}, and the same command "
+                f"goes on from there"
+            )
+            return EXIT_INTERRUPTED
+    if work.errors or not args.quiet:
+        kept = f", {before} of them from before" if before else ""
+        _say(f"{work.done} results{kept}, {work.errors} errors")
     if stats is not None:
         _print_stats(args, stats)
-    return status
+    return EXIT_BAD_LINES if work.errors else 0
+
+
+def _not_default(params: SamplingParams) -> dict[str, Any]:
+    """Fields other than the seed that do not only repeat a default, so that a new field of a later
+    release does not make the results of this one foreign."""
+    fields = (f.name for f in dataclasses.fields(params) if f.name != "seed")
+    given = {name: getattr(params, name) for name in fields}
+    return {n: value for n, value in given.items() if value != getattr(SamplingParams(), n)}
+
+
+def _say(text: str) -> None:
+    print(f"moejax: {text}", file=sys.stderr)
 
 
 def _print_stats(args: argparse.Namespace, stats: dict[str, Any]) -> None:
@@ -155,17 +245,14 @@ def _stream(llm: Any, prompt: str, params: SamplingParams) -> None:
     try:
         for piece in llm.stream(prompt, params):
             if piece:
-                sys.stdout.write(piece)
-                sys.stdout.flush()
+                print(piece, end="", flush=True)
                 last = piece
     except BaseException:
         if last and not last.endswith("\n"):
-            sys.stdout.write("\n")
-            sys.stdout.flush()
+            print(flush=True)
         raise
     if not last.endswith("\n"):
-        sys.stdout.write("\n")
-        sys.stdout.flush()
+        print(flush=True)
 
 
 def _read_prompt(prompt: str) -> str:
@@ -176,52 +263,3 @@ def _read_prompt(prompt: str) -> str:
     except UnicodeError as error:
         raise UserError(f"the prompt is not valid UTF-8 text ({error})") from None
     return prompt
-
-
-def _add_sampling(group: argparse._ArgumentGroup) -> None:
-    default = SamplingParams()
-    group.add_argument(
-        "--max-tokens",
-        type=int,
-        default=MAX_TOKENS,
-        metavar="N",
-        help=f"most tokens to generate (default: {MAX_TOKENS})",
-    )
-    group.add_argument(
-        "--temperature",
-        type=float,
-        default=default.temperature,
-        metavar="T",
-        help=f"randomness, 0 to 2; 0 always takes the likeliest token "
-        f"(default: {default.temperature}, as in vLLM)",
-    )
-    group.add_argument(
-        "--top-k",
-        type=int,
-        default=default.top_k,
-        metavar="K",
-        help="draw from the K likeliest tokens (default: 0, all)",
-    )
-    group.add_argument(
-        "--top-p",
-        type=float,
-        default=default.top_p,
-        metavar="P",
-        help="draw from the likeliest tokens with probability P together (default: 1.0, all)",
-    )
-    group.add_argument(
-        "--min-p",
-        type=float,
-        default=default.min_p,
-        metavar="P",
-        help="draw from tokens at least P times as likely as the likeliest (default: 0.0, all)",
-    )
-    group.add_argument(
-        "--seed",
-        type=int,
-        metavar="N",
-        help="seed of the draws; another seed, another text (default: one that never changes)",
-    )
-    group.add_argument(
-        "--ignore-eos", action="store_true", help="go on after the end-of-sequence token"
-    )

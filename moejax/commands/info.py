@@ -5,17 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from host_offload.memory.budget import format_bytes
-from moejax.commands.options.engine import add_options
-from moejax.commands.parsers import add_command
-from moejax.commands.tables import new_table, print_table
+from moejax.commands import add_command
+from moejax.commands.model import add_options, asked
+from moejax.commands.tables import SECTION, print_table
 from moejax.sizes import parse_rate, parse_size
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from moejax.start.report.info import Fit, ModelInfo, Weights
 
 SIZES = tuple(gib << 30 for gib in (8, 16, 24, 40, 80))
@@ -94,32 +93,30 @@ def _run(args: argparse.Namespace) -> int:
 
     config, weights = read_headers(args.path, args.step, args.name_map)
     info = model_info(config, args.dtype)
-    sizes = SIZES if memory is None else (memory,)
-    if memory is None and (gpu := _gpu_memory()):
-        sizes = (gpu,)
-    batch, context = args.batch, args.context
-    fits = [
-        fit(config, size, dtype=args.dtype, batch=batch, context=context, link=link)
-        for size in sizes
-    ]
+    known = _gpu_memory() if memory is None else memory
+    sizes = SIZES if known is None else (known,)
+    run = asked(args, ("batch", "context"))
+    fits = [fit(config, size, dtype=args.dtype, link=link, **run) for size in sizes]
     if args.json:
-        asked = {"path": args.path, "link": link, "batch": args.batch, "context": args.context}
-        print(json.dumps({**asked, **info_json(info, weights, fits)}, indent=2))
+        given = {"path": args.path, "link": link, **run}
+        print(json.dumps({**given, **info_json(info, weights, fits)}, indent=2))
         return 0
     kind = "config alone"
     if weights is not None:
         files = "1 file" if weights.files == 1 else f"{weights.files} files"
         kind = f"{weights.format}, {files}, {format_bytes(weights.bytes)}"
     print(f"{args.path}: {info.architecture} in {info.dtype} ({kind})")
-    print_table(_parts(info))
-    print_table(_layout(info))
-    print_table(_versions(info, weights))
+    print_table(("part", "parameters", "bytes", "memory"), _parts(info))
+    sizes = ((what, format_bytes(nbytes)) for what, nbytes in _layout(info).items())
+    print_table(("memory", "bytes"), sizes)
+    print_table(("expert", "bytes", "of dense", "of all", "made by"), _versions(info, weights))
     tokens = args.context or info.max_model_len
     print(
         f"\nWhat fits, and what a decode step of {args.batch} then moves at {args.link} if routing "
         f"is\nuniform; sequences of {tokens} tokens:"
     )
-    print_table(_fits(fits))
+    columns = "device", "arena", "experts", "KV tokens", "sequences", "moved", "at least"
+    print_table(columns, map(_fit, fits))
     for size in fits:
         if size.problem is not None:
             print(f"{format_bytes(size.memory)}: {size.problem}")
@@ -136,63 +133,53 @@ def _gpu_memory() -> int | None:
     return statistics["bytes_limit"] - statistics["bytes_in_use"]
 
 
-def _parts(info: ModelInfo) -> Table:
+def _parts(info: ModelInfo) -> Iterator[tuple[str, ...]]:
     from moejax.start.report.info import EXPERTS
 
-    table = new_table("part", "parameters", "bytes", "memory")
     for part, count in info.parameters.items():
         tier = "host" if part == EXPERTS else "device"
-        table.add_row(part, f"{count:,}", format_bytes(info.bytes[part]), tier)
-    table.add_section()
-    total = sum(info.bytes.values())
-    table.add_row("all", f"{info.total_parameters:,}", format_bytes(total), "")
-    table.add_row("for a token", f"{info.active_parameters:,}", "", "")
-    return table
+        yield part, f"{count:,}", format_bytes(info.bytes[part]), tier
+    yield SECTION
+    yield "all", f"{info.total_parameters:,}", format_bytes(sum(info.bytes.values())), ""
+    yield "for a token", f"{info.active_parameters:,}", "", ""
 
 
-def _layout(info: ModelInfo) -> Table:
-    table = new_table("memory", "bytes")
-    table.add_row("on the device for good", format_bytes(info.device_bytes))
-    dense = info.versions["dense"]
-    table.add_row("experts in host memory, dense", format_bytes(dense.store_bytes))
-    table.add_row("one expert, dense", format_bytes(dense.record_bytes))
-    holds = f"one expert or {info.pages_per_slot} pages"
-    table.add_row(f"slot of the arena: {holds}", format_bytes(info.slot_bytes))
-    table.add_row(f"KV page of {info.page_tokens} tokens", format_bytes(info.page_bytes))
-    table.add_row("KV of a token", format_bytes(info.kv_token_bytes))
-    longest = f"KV of {info.max_model_len} tokens, the longest sequence"
-    table.add_row(longest, format_bytes(info.kv_sequence_bytes))
-    return table
+def _layout(info: ModelInfo) -> dict[str, int]:
+    dense, holds = info.versions["dense"], f"one expert or {info.pages_per_slot} pages"
+    return {
+        "on the device for good": info.device_bytes,
+        "experts in host memory, dense": dense.store_bytes,
+        "one expert, dense": dense.record_bytes,
+        f"slot of the arena: {holds}": info.slot_bytes,
+        f"KV page of {info.page_tokens} tokens": info.page_bytes,
+        "KV of a token": info.kv_token_bytes,
+        f"KV of {info.max_model_len} tokens, the longest sequence": info.kv_sequence_bytes,
+    }
 
 
-def _versions(info: ModelInfo, weights: Weights | None) -> Table:
+def _versions(info: ModelInfo, weights: Weights | None) -> Iterator[tuple[str, ...]]:
     """weights: with the versions in the checkpoint; the others are made when a run starts."""
     made_by = {}
     if weights is not None:
         made_by = {name: by.split(",")[0] for name, by in weights.quantizers.items()}
         for name, layers in weights.dense_layers.items():
             made_by[name] += f"; {len(layers)} of {info.moe_layers} layers dense"
-    table = new_table("expert", "bytes", "of dense", "of all", "made by")
     dense = info.versions["dense"].record_bytes
     for name, version in info.versions.items():
         share = f"{version.record_bytes / dense:.1%}"
         sizes = format_bytes(version.record_bytes), share, format_bytes(version.store_bytes)
-        table.add_row(name, *sizes, made_by.get(name, "–"))
-    return table
+        yield name, *sizes, made_by.get(name, "–")
 
 
-def _fits(fits: list[Fit]) -> Table:
-    table = new_table("device", "arena", "experts", "KV tokens", "sequences", "moved", "at least")
-    for size in fits:
-        cells = ("–",) * 6
-        if size.problem is None:
-            cells = (
-                format_bytes(size.arena_bytes),
-                f"{size.resident_share:.1%}",
-                f"{size.kv_tokens:,}",
-                f"{size.sequences:,}",
-                format_bytes(round(size.step_bytes)),
-                f"{size.step_floor_s * 1e3:.3g} ms",
-            )
-        table.add_row(format_bytes(size.memory), *cells)
-    return table
+def _fit(size: Fit) -> tuple[str, ...]:
+    if size.problem is not None:
+        return format_bytes(size.memory), *("–",) * 6
+    return (
+        format_bytes(size.memory),
+        format_bytes(size.arena_bytes),
+        f"{size.resident_share:.1%}",
+        f"{size.kv_tokens:,}",
+        f"{size.sequences:,}",
+        format_bytes(round(size.step_bytes)),
+        f"{size.step_floor_s * 1e3:.3g} ms",
+    )

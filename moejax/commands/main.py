@@ -24,8 +24,8 @@ from moejax.commands import (
     info,
     plan,
     quantize,
+    trace,
 )
-from moejax.commands.trace import trace
 from moejax.errors import UserError
 
 COMMANDS = (generate, eval, info, convert, quantize, trace, calibrate, plan, check_gpu)

@@ -8,13 +8,15 @@ import json
 from typing import TYPE_CHECKING
 
 from host_offload.memory.budget import format_bytes
-from moejax.commands.options.engine import add_model_options, engine_options
-from moejax.commands.tables import new_table, print_table
+from moejax.commands import add_command
+from moejax.commands.model import add_model_options, engine_options, write_options
+from moejax.commands.tables import print_table
 from moejax.errors import UserError
 from moejax.sizes import parse_rate, parse_share, parse_size
 
 if TYPE_CHECKING:
-    from moejax.costs.workload_plan import Capacity, Planner, Split
+    from host_offload.sizing.right_size import Capacity
+    from moejax.costs.workload_plan import Planner, Split
 
 _EPILOG = """\
 examples:
@@ -38,17 +40,15 @@ Figures are predictions from miss curves and measured costs; docs/memory.md says
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Adds the command; its `run` takes the parsed arguments and returns the exit status."""
-    plan = commands.add_parser(
+    plan = add_command(
+        commands,
         "plan",
-        help="split a memory between experts and KV by a trace",
-        description="Say how to split a memory between experts and KV, what memory is enough, or "
-        "how many users\nfit, from a trace of the workload and this machine's costs.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        _run,
+        "split a memory between experts and KV by a trace",
+        _EPILOG,
+        "Say how to split a memory between experts and KV, what memory is enough, or how many "
+        "users\nfit, from a trace of the workload and this machine's costs.",
     )
-    plan.set_defaults(run=_run)
     plan.add_argument(
         "model", nargs="?", metavar="MODEL", help="of --dry-run: a checkpoint directory, or demo"
     )
@@ -124,7 +124,6 @@ def _run(args: argparse.Namespace) -> int:
         open_trace,
         parse_time,
     )
-    from moejax.start.options_file import write_options
 
     tpot_s = None if args.tpot is None else parse_time(args.tpot)
     epsilon = EPSILON if args.epsilon is None else parse_share(args.epsilon)
@@ -198,7 +197,7 @@ def _dry_run(args: argparse.Namespace) -> int:
 
 def _remember(args: argparse.Namespace) -> int:
     from moejax.costs.workload_plan import Planner, open_trace
-    from moejax.start.remembered import remember
+    from moejax.start.decide.split import remember
 
     trace = open_trace(args.workload)
     Planner(trace, None, link=1.0)  # which refuses a trace that is of no use
@@ -212,31 +211,34 @@ def _remember(args: argparse.Namespace) -> int:
 
 
 def _print_plan(plan: Split, output: str | None) -> None:
-    table = new_table("split", "bytes", "slots", "")
-    slots = plan.memory // plan.slot_bytes
     experts, kv = plan.expert_bytes // plan.slot_bytes, plan.kv_bytes // plan.slot_bytes
+    free = plan.memory // plan.slot_bytes - experts - kv
     cells = f"{min(plan.cells)} to {max(plan.cells)} cells a layer"
-    table.add_row("experts", format_bytes(plan.expert_bytes), str(experts), cells)
     pages = f"{plan.kv_pages} pages, {plan.kv_tokens} tokens"
-    table.add_row("KV", format_bytes(plan.kv_bytes), str(kv), pages)
-    free = plan.memory - plan.expert_bytes - plan.kv_bytes
-    table.add_row("free", format_bytes(free), str(slots - experts - kv), "")
-    table.add_row("memory", format_bytes(plan.memory), str(slots), "")
-    print_table(table)
+    rest = plan.memory - plan.expert_bytes - plan.kv_bytes
+    parts = (
+        ("experts", plan.expert_bytes, experts, cells),
+        ("KV", plan.kv_bytes, kv, pages),
+        ("free", rest, free, ""),
+        ("memory", plan.memory, experts + kv + free, ""),
+    )
+    shown = ((name, format_bytes(size), str(slots), what) for name, size, slots, what in parts)
+    print_table(("split", "bytes", "slots", ""), shown)
     print("cells of each layer:", " ".join(map(str, plan.cells)))
     _print_working_sets(plan)
-    table = new_table("predicted for the trace", "")
     share = plan.expert_misses / max(plan.references, 1)
-    table.add_row("expert misses, first sights left out", f"{plan.expert_misses:,.0f}")
-    table.add_row("share of references", f"{share:.1%}")
-    table.add_row("experts over the link, first sights too", format_bytes(plan.link_bytes))
-    table.add_row("KV pages that come back", f"{plan.kv_misses:,.0f}")
-    table.add_row("time of both", f"{plan.miss_s * 1e3:,.1f} ms")
+    predicted = {
+        "expert misses, first sights left out": f"{plan.expert_misses:,.0f}",
+        "share of references": f"{share:.1%}",
+        "experts over the link, first sights too": format_bytes(plan.link_bytes),
+        "KV pages that come back": f"{plan.kv_misses:,.0f}",
+        "time of both": f"{plan.miss_s * 1e3:,.1f} ms",
+    }
     if plan.step_s is not None:
-        table.add_row("time per token (a decode step)", f"{plan.step_s * 1e3:,.3f} ms")
+        predicted["time per token (a decode step)"] = f"{plan.step_s * 1e3:,.3f} ms"
     if plan.tokens_per_s is not None:
-        table.add_row("generated tokens a second", f"{plan.tokens_per_s:,.1f}")
-    print_table(table)
+        predicted["generated tokens a second"] = f"{plan.tokens_per_s:,.1f}"
+    print_table(("predicted for the trace", ""), predicted.items())
     if not plan.settled:
         print("the rule did not come to rest: the trace may be too short")
     if output:
@@ -252,30 +254,27 @@ def _print_working_sets(plan: Split) -> None:
     share = f"{plan.epsilon * 100:.3g}%"
     print(f"cells a layer with which at most {share} of warm references miss: for LRU, by reuse")
     print("distances, and as co-activation predicts")
-    table = new_table("who", "tokens", "LRU", "bytes", "predicted", "bytes")
+    rows = []
     for one in plan.working_sets:
-        who = "everybody" if one.user is None else f"user {one.user}"
-        row = [who, f"{one.tokens:,}"]
+        row = ["everybody" if one.user is None else f"user {one.user}", f"{one.tokens:,}"]
         for cells in (one.by_reuse, one.by_coactivation):
             if cells is None:
                 row += ["–", "–"]
             else:
                 size = format_bytes(sum(cells) * plan.slot_bytes)
                 row += [f"{min(cells)} to {max(cells)}", size]
-        table.add_row(*row)
-    print_table(table)
+        rows.append(row)
+    print_table(("who", "tokens", "LRU", "bytes", "predicted", "bytes"), rows)
 
 
 def _print_capacity(capacity: Capacity, planner: Planner) -> None:
-    table = new_table("predicted", "")
-    kv_bytes = planner.spec.page_bytes * capacity.kv_pages
-    for name, value in (
-        ("users at once", str(capacity.users)),
-        ("memory (arena)", f"{format_bytes(capacity.memory)} ({capacity.memory} bytes)"),
-        ("cells of each layer", f"{capacity.cap} of {planner.spec.experts}"),
-        ("KV", f"{capacity.kv_pages} pages ({format_bytes(kv_bytes)})"),
-        ("KV of a user", f"{capacity.pages_per_user} pages, the longest turn of the trace"),
-        ("time per token", f"{capacity.step_s * 1e3:.3f} ms"),
-    ):
-        table.add_row(name, value)
-    print_table(table)
+    memory, kv_bytes = capacity.memory, planner.spec.page_bytes * capacity.kv_pages
+    predicted = {
+        "users at once": str(capacity.users),
+        "memory (arena)": f"{format_bytes(memory)} ({memory} bytes)",
+        "cells of each layer": f"{capacity.cap} of {planner.spec.experts}",
+        "KV": f"{capacity.kv_pages} pages ({format_bytes(kv_bytes)})",
+        "KV of a user": f"{capacity.pages_per_user} pages, the longest turn of the trace",
+        "time per token": f"{capacity.step_s * 1e3:.3f} ms",
+    }
+    print_table(("predicted", ""), predicted.items())

@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any
 
-from moejax.commands.parsers import add_command
+from moejax.commands import add_command
 
 if TYPE_CHECKING:
     from moejax.evaluate.quantization import Quantization, WrittenVersion
@@ -116,23 +116,25 @@ def as_json(done: Quantization) -> dict[str, Any]:
 
 def _print(done: Quantization) -> None:
     from host_offload.memory.budget import format_bytes
-    from moejax.commands.tables import new_table, print_table
+    from moejax.commands.tables import SECTION, print_table
 
     conversion = done.conversion
     there = f", {format_bytes(conversion.kept)} of them from before" if conversion.kept else ""
     written = f"{format_bytes(conversion.nbytes)} of {conversion.dtype} weights and versions"
     print(f"{conversion.directory}: {written}{there}")
-    table = new_table("relative error", *done.versions)
-    sizes = (version.record_bytes / done.dense_bytes for version in done.versions.values())
-    table.add_row("bytes, of dense", *(f"{size:.1%}" for size in sizes))
-    table.add_row("made by", *(v.quantizer.split(",")[0] for v in done.versions.values()))
-    costs = (v.matrix_s for v in done.versions.values())
-    table.add_row("a matrix took", *("–" if s is None else f"{s * 1e3:.3g} ms" for s in costs))
-    table.add_section()
-    columns = [_errors(version) for version in done.versions.values()]
-    for layer, errors in enumerate(zip(*columns, strict=True)):
-        table.add_row(f"MoE layer {layer}", *errors)
-    print_table(table)
+    made = done.versions.values()
+    costs = ("–" if v.matrix_s is None else f"{v.matrix_s * 1e3:.3g} ms" for v in made)
+    columns = [_errors(version) for version in made]
+    print_table(
+        ["relative error", *done.versions],
+        [
+            ["bytes, of dense", *(f"{v.record_bytes / done.dense_bytes:.1%}" for v in made)],
+            ["made by", *(v.quantizer.split(",")[0] for v in made)],
+            ["a matrix took", *costs],
+            SECTION,
+            *([f"MoE layer {i}", *row] for i, row in enumerate(zip(*columns, strict=True))),
+        ],
+    )
 
 
 def _errors(version: WrittenVersion) -> list[str]:

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
 
-if TYPE_CHECKING:
-    from rich.table import Table
+SECTION: tuple[str, ...] = ()
+"""A row that draws a line."""
 
 
-def new_table(*columns: str) -> Table:
-    """A table whose first column is words and whose others are numbers."""
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """To stdout through `print`, so that a reader who goes away ends the command as usual. The
+    first column is words, the others are numbers."""
     from rich import box
+    from rich.console import Console
     from rich.table import Table
 
     table = Table(box=box.SIMPLE, pad_edge=False)
     for i, column in enumerate(columns):
         table.add_column(column, justify="right" if i else "left")
-    return table
-
-
-def print_table(table: Table) -> None:
-    """To stdout through `print`, so that a reader who goes away ends the command as usual."""
-    from rich.console import Console
-
+    for row in rows:
+        if row == SECTION:
+            table.add_section()
+        else:
+            table.add_row(*row)
     console = Console()
     with console.capture() as capture:
         console.print(table)

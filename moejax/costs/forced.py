@@ -12,14 +12,18 @@ import jax
 import numpy as np
 
 from host_offload.control.controller import Controller
-from host_offload.control.interface import Decision, Moment, Observation, Spec
+from host_offload.control.interface import Decision, Moment, Observation, Spec, routed_counts
+from host_offload.control.step_record import USES, PageUse
 from host_offload.memory.arena import SlotArena
 from host_offload.memory.kv_cache import KVCache
 from host_offload.memory.pager import Pager
-from host_offload.memory.tables import Entry, read_snapshot
-from host_offload.sizing.cost_model import SPAN, Work
+from host_offload.memory.tables import Entry, Residency
+from host_offload.simulate.prediction import step_work
+from host_offload.sizing.cost_model import Work
+from host_offload.sizing.version_costs import version_work
 from moejax.engine.control import control_of, spec_of_engine
 from moejax.engine.loop import Engine
+from moejax.engine.records import step_record
 from moejax.engine.scheduler import Scheduler
 from moejax.engine.statistics import Statistics
 from moejax.engine.step_work import Step
@@ -79,17 +83,12 @@ class Onlooker:
         return None, Decision()
 
 
-class _Forced(NamedTuple):
-    routing: Routing
-    stages: Entries | None
-
-
 class ForcedRunner:
     """The runner, but decode steps take routing and stage lists from a queue."""
 
     def __init__(self, runner: Runner):
         self._runner = runner
-        self.queue: deque[_Forced] = deque()
+        self.queue: deque[tuple[Routing, Entries | None]] = deque()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
@@ -177,21 +176,31 @@ class ForcedSteps:
             self._engine.step()
             reads.append(time.perf_counter())
         self._engine.control = None
-        samples = []
+        samples: list[StepSample] = []
         for i in range(WARM, WARM + steps):
-            step, (work, fills, read_through) = self._steps[i], planned[i]
-            found = [int(np.sum(np.asarray(n))) for n in step.output.paging]
-            if found[2:] != [fills, read_through] or found[0] != work.experts:
-                raise RuntimeError(
-                    f"{case}: a step of {work.experts} active experts, {fills} fills and "
-                    f"{read_through} read through was planned; active, hits, fills and read "
-                    f"through were {found}"
-                )
-            spans = int(np.sum(step.positions[step.positions >= 0] // SPAN + 1))
             # engine.step reads the step before the one that it dispatches.
-            seconds = reads[i + 1] - reads[i]
-            samples.append(StepSample(seconds, work._replace(spans=spans), fills, read_through))
+            sample = self._sample(self._steps[i], reads[i + 1] - reads[i])
+            found = sample.work.experts, sample.fills, sample.read_through
+            if found != planned[i]:
+                raise RuntimeError(
+                    f"{case}: a step of {planned[i]} active experts, fills and experts read "
+                    f"through was planned; they were {found}"
+                )
+            samples.append(sample)
         return samples
+
+    def _sample(self, step: Step, seconds: float) -> StepSample:
+        shapes = self.runner.shapes
+        paging = jax.device_get(step.output.paging)
+        unknown = PageUse(**dict.fromkeys(USES, -1))
+        record = step_record(step, self.runner, paging, seconds, (), None, unknown)
+        work, rows = step_work(record, shapes.chunk)
+        tile = shapes.chunk if rows is None else min(DECODE_TILE, shapes.rows)
+        routed = routed_counts(record.ids, self.experts)
+        experts, tiles = version_work(routed, np.zeros_like(routed), tile, 1)
+        work = work._replace(experts=int(experts.sum()), tiles=int(tiles.sum()))
+        moved = int(record.fills.sum()), int(record.read_through.sum())
+        return StepSample(seconds, work, *moved)
 
     def grant(self, cells: int) -> None:
         """Gives every layer so many cells."""
@@ -206,31 +215,25 @@ class ForcedSteps:
             moved = min(STAGES, (self.experts - self.top_k) // 2)
         return min(self.cells, self.experts - moved)
 
-    def _plan(self, case: Case, steps: int) -> list[tuple[Work, int, int]]:
-        """Queues routing and stage lists of so many steps. Returns (work, fills, read through) of
-        each, of the work all but the spans."""
-        snapshot = np.array(self.runner.snapshot())  # a copy that can be written
-        pager = Pager(read_snapshot(snapshot, self.runner.tables))
+    def _plan(self, case: Case, steps: int) -> list[tuple[int, int, int]]:
+        """Queues routing and stage lists of so many steps. Returns (active experts, fills, experts
+        read through) of each."""
+        pager = Pager(Residency(*map(np.array, self.runner.tables)))  # copies, to be written
         self._forced.queue.clear()
-        rows = self.runner.shapes.bucket(case.rows)
-        tile = min(DECODE_TILE, self.runner.shapes.rows)
         planned = []
         for step in range(steps):
             active = np.zeros((self.layers, self.experts), bool)
             for layer in range(self.layers):
                 active[layer, self._choose(pager, layer, case)] = True
-            ids, tiles = self._routing(active, case.rows, rows, tile)
             done = pager.reference(active)
             stages = None
             if case.staged is not None:
                 entries = self._entries(pager, step % self.layers, case.staged)
                 pager.stage(entries)
                 stages = _lists(entries)
-            weights = np.full(ids.shape, 1 / self.top_k, np.float32)
-            routing = Routing(*jax.device_put((ids, weights), self.runner.tokens.sharding))
-            self._forced.queue.append(_Forced(routing, stages))
-            work = Work(case.rows, 0, int(active.sum()), tiles)
-            planned.append((work, int(done.fills.sum()), int(done.read_through.sum())))
+            self._forced.queue.append((self._routing(active, case.rows), stages))
+            counts = active, done.fills, done.read_through
+            planned.append(tuple(int(n.sum()) for n in counts))
         return planned
 
     def _choose(self, pager: Pager, layer: int, case: Case) -> np.ndarray:
@@ -242,20 +245,16 @@ class ForcedSteps:
         hits = resident[: case.active - case.missing]
         return np.concatenate([hits, absent, resident[len(hits) :]])[: case.active]
 
-    def _routing(
-        self, active: np.ndarray, tokens: int, rows: int, tile: int
-    ) -> tuple[np.ndarray, int]:
-        """(ids int32[L, rows, K], tiles beyond the first of each expert): tokens take the active
-        experts in turn, so that all are used and alike."""
+    def _routing(self, active: np.ndarray, tokens: int) -> Routing:
+        """Tokens take the active experts, bool[L, E], in turn, so that all are used and alike."""
+        rows = self.runner.shapes.bucket(tokens)
         ids = np.full((self.layers, rows, self.top_k), self.experts, np.int32)
-        tiles = 0
         for layer in range(self.layers):
             chosen = self._random.permutation(np.flatnonzero(active[layer]))
             turns = np.arange(tokens * self.top_k).reshape(tokens, self.top_k)
             ids[layer, :tokens] = np.sort(chosen[turns % len(chosen)], axis=1)
-            counts = np.bincount(ids[layer, :tokens].ravel(), minlength=self.experts)
-            tiles += int(np.sum(-(-counts // tile))) - len(chosen)
-        return ids, tiles
+        weights = np.full(ids.shape, 1 / self.top_k, np.float32)
+        return Routing(*jax.device_put((ids, weights), self.runner.tokens.sharding))
 
     def _entries(self, pager: Pager, layer: int, count: int) -> list[Entry]:
         """Transfers that will be carried out: absent experts, into the cells used longest ago."""
@@ -286,20 +285,7 @@ class ForcedSteps:
         seconds = time.perf_counter() - began
         if len(self._steps) != 1 or not all(request.output for request in requests):
             raise RuntimeError(f"{len(self._steps)} steps for {prompts} prompts instead of one")
-        output, chunk = self._steps[0].output, self.runner.shapes.chunk
-        # The first `length` rows of each chunk hold tokens.
-        used = np.zeros(self.runner.shapes.prefill_chunks * chunk, bool)
-        chunks = self._steps[0].work.chunks
-        for i, one in enumerate(chunks):
-            used[i * chunk : i * chunk + one.length] = True
-        ids = np.asarray(output.routing.ids)[:, used]
-        counts = [np.bincount(layer.ravel(), minlength=self.experts) for layer in ids]
-        tiles = int(np.sum(-(-np.array(counts) // chunk)))
-        _, _, fills, read_through = (int(np.sum(np.asarray(n))) for n in output.paging)
-        spans = sum(one.start // SPAN + 1 for one in chunks)
-        active = int(np.count_nonzero(counts))
-        work = Work(len(chunks), spans, active, tiles - active)
-        return StepSample(seconds, work, fills, read_through)
+        return self._sample(self._steps[0], seconds)
 
     def _prompts(self, count: int, tokens: int) -> list[list[int]]:
         vocabulary = self.runner.config.vocab_size

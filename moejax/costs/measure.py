@@ -11,7 +11,7 @@ import datetime
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -29,10 +29,9 @@ from host_offload.sizing.cost_model import (
 from moejax.costs.forced import SLACK, WARM, Case, ForcedSteps, StepSample
 from moejax.costs.rates import measure_rates
 from moejax.costs.store import (
+    StepSpec,
     cost_file,
     identity,
-    kept_cost_model,
-    spec_of_steps,
     write_cost_model,
 )
 from moejax.errors import UserError
@@ -54,21 +53,19 @@ LONG = 512
 """Tokens of a long prompt, where they fit."""
 
 
-def cost_model_for(
-    runner: Runner, *, force: bool = False, report: Callable[[str], None] | None = None
+def calibrate(
+    runner: Runner, steps: StepSpec, report: Callable[[str], None] | None = None
 ) -> CostModel:
-    """The costs of a runner's steps, as kept; measured where none are kept for this machine,
-    device, versions, model and start-up shapes, or with force, and kept.
+    """Measures the costs of a runner's steps and keeps them for this machine, device, versions,
+    model and start-up shapes.
 
-    Measuring takes seconds to a minute and a runner that has not run anything; it leaves nothing
-    resident. report: called with what is done now. Raises UserError for an arena that is too small,
-    and for a kept file that is damaged. Costs that cannot be kept are only warned of.
+    It takes seconds to a minute and a runner that has not run anything, and leaves nothing
+    resident. steps: what the runner's are made from. report: called with what is done now. Raises
+    UserError for an arena that is too small. Costs that cannot be kept are only warned of.
     """
-    about = identity(spec_of_steps(runner))
-    if not force and (kept := kept_cost_model(about)) is not None:
-        return kept
     log.info("measuring what steps cost here, once; `moejax calibrate` does it ahead of need")
     model = measure(runner, report=report)
+    about = identity(steps)
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     model = dataclasses.replace(model, about={**about, **model.about, "created": now})
     try:
@@ -78,17 +75,10 @@ def cost_model_for(
     return model
 
 
-def measure(
-    runner: Runner,
-    *,
-    rounds: int = ROUNDS,
-    seconds: float = SECONDS,
-    report: Callable[[str], None] | None = None,
-) -> CostModel:
+def measure(runner: Runner, *, report: Callable[[str], None] | None = None) -> CostModel:
     """Measures a runner that has run nothing; its tables are as before, with nothing resident.
 
-    rounds, seconds: at most so many and, after the third, so long. Raises UserError for an arena
-    that is too small, and for experts of several versions.
+    Raises UserError for an arena that is too small, and for experts of several versions.
     """
     if len(runner.stores) > 1:
         raise UserError(
@@ -105,33 +95,37 @@ def measure(
         forced = ForcedSteps(runner, pages)
         say("link and memory")
         rates = measure_rates(runner)
-        cases = [_cases(runner, forced, rows, prompt) for rows, prompt, _ in groups]
+        cases = {group: _cases(runner, forced, group[0], group[1]) for group in groups}
         decoded: dict[Case, list[list[StepSample]]] = {}
         swept: dict[tuple[int, int, int, bool], list[StepSample]] = {}
+        say("compiling")
+        _round(forced, cases, 1, {}, {})  # is not kept
         started = time.perf_counter()
-        for number in range(rounds + 1):
-            late = time.perf_counter() - started > seconds
-            if late and number > LEAST_ROUNDS:
+        for number in range(1, ROUNDS + 1):
+            if number > LEAST_ROUNDS and time.perf_counter() - started > SECONDS:
                 break
-            say(f"round {number} of {rounds}" if number else "compiling")
-            if number:
-                _round(runner, forced, groups, cases, STEPS, decoded, swept)
-            else:  # compiles what is missing, and is not kept
-                _round(runner, forced, groups, cases, 1, {}, {})
-                started = time.perf_counter()
+            say(f"round {number} of {ROUNDS}")
+            _round(forced, cases, STEPS, decoded, swept)
         say("KV")
         swap = _swap_per_byte(runner)
     finally:
         runner.tables = jax.device_put(before, runner.tokens.sharding)
-    figures = _figures(runner, decoded, swept)
+    config = runner.config
     return CostModel(
-        **figures,
+        **_figures(runner, decoded, swept),
         kv_swap_per_byte=swap,
         memory_per_byte=1 / rates.memory,
         link_per_byte=1 / rates.link,
         cpu_expert=_cpu_expert(runner),
         about={
-            "sizes": _sizes(runner),
+            "sizes": {
+                "layers": sum(config.moe_layers),
+                "experts": config.num_experts,
+                "top_k": config.num_experts_per_tok,
+                "hidden": config.hidden_size,
+                "width": config.moe_intermediate_size,
+                "vocabulary": config.vocab_size,
+            },
             "cells": forced.cells,
             "rounds": len(next(iter(decoded.values()))),
             "seconds": round(time.perf_counter() - began, 1),
@@ -139,8 +133,8 @@ def measure(
     )
 
 
-def _round(runner, forced: ForcedSteps, groups, cases, timed: int, decoded, swept) -> None:
-    for (rows, prompt, steps), of_group in zip(groups, cases, strict=True):
+def _round(forced: ForcedSteps, cases, timed: int, decoded, swept) -> None:
+    for (rows, prompt, steps), of_group in cases.items():
         left = 0
         for case in of_group:
             if left < WARM + STEPS + 1:
@@ -150,7 +144,7 @@ def _round(runner, forced: ForcedSteps, groups, cases, timed: int, decoded, swep
             decoded.setdefault(case, []).append(forced.measure(case, timed))
             left -= WARM + STEPS + 1
         forced.end()
-    for prompts, tokens in _prefill_shapes(runner):
+    for prompts, tokens in _prefill_shapes(forced.runner):
         for cells, cold in ((forced.cells, False), (forced.cells, True), (0, True)):
             if not cold:  # so that it is not
                 forced.prefill(prompts, tokens, cells, cold=False)
@@ -175,9 +169,8 @@ def _groups(runner: Runner) -> list[tuple[int, int, int]]:
 
 def _cases(runner: Runner, forced: ForcedSteps, rows: int, prompt: int) -> list[Case]:
     k, most = forced.top_k, min(forced.experts, rows * forced.top_k)
-    few = Case(rows, k, prompt=prompt)
     if prompt > 1:
-        return [few]
+        return [Case(rows, k, prompt=prompt)]
     first = rows == min(runner.shapes.buckets or (runner.shapes.rows,))
     doubled = [n for n in _powers(forced.experts) if k < n <= most]
     counts = sorted({n for n in (k, *doubled, most) if n <= forced.cells})
@@ -196,8 +189,8 @@ def _cases(runner: Runner, forced: ForcedSteps, rows: int, prompt: int) -> list[
     return list(dict.fromkeys(found))
 
 
-def _powers(most: int) -> Iterator[int]:
-    return itertools.takewhile(lambda n: n <= most, (2**i for i in range(32)))
+def _powers(most: int) -> list[int]:
+    return [1 << i for i in range(most.bit_length())]
 
 
 def _prefill_shapes(runner: Runner) -> list[tuple[int, int]]:
@@ -221,12 +214,10 @@ def _figures(runner, decoded, swept) -> dict[str, Any]:
     layers, experts = runner.tables.address.shape
     medians = {case: _median(itertools.chain(*rounds)) for case, rounds in decoded.items()}
     plain = [c for c in medians if not c.missing and c.staged is None and not c.observed]
-    resident = {case: medians[case] for case in plain}
     costs = {}
     for bucket in runner.shapes.buckets or (runner.shapes.rows,):
-        chosen = [c for c in resident if runner.shapes.bucket(c.rows) == bucket]
-        works, seconds = [resident[c][1] for c in chosen], [resident[c][0] for c in chosen]
-        costs[bucket] = fitted_step(works, seconds)
+        resident = [medians[c] for c in plain if runner.shapes.bucket(c.rows) == bucket]
+        costs[bucket] = fitted_step([work for _, work in resident], [s for s, _ in resident])
 
     def extra(case: Case, base: Case) -> float:
         """Seconds beyond those of another case: the median of rounds, since what slows the machine
@@ -290,27 +281,13 @@ def _swap_per_byte(runner: Runner) -> float:
     per_slot = layout.pages_per_slot
     pages = min(SWAP_PAGES, runner.slots * per_slot)
     rows = [layout.page_row(runner.slots - 1 - i // per_slot, i % per_slot) for i in range(pages)]
-    found = []
-    for _ in range(8):
-        began = time.perf_counter()
+
+    def there_and_back() -> jax.Array:
         copies = jax.block_until_ready(runner.read_pages(rows))
         runner.write_pages(copies, rows)
-        jax.block_until_ready(runner.arena)
-        found.append(time.perf_counter() - began)
-    return float(np.median(found[1:])) / (2 * pages * layout.page.nbytes)
+        return runner.arena
 
-
-def _sizes(runner: Runner) -> dict[str, int]:
-    """For people."""
-    config = runner.config
-    return {
-        "layers": sum(config.moe_layers),
-        "experts": config.num_experts,
-        "top_k": config.num_experts_per_tok,
-        "hidden": config.hidden_size,
-        "width": config.moe_intermediate_size,
-        "vocabulary": config.vocab_size,
-    }
+    return _median_s(there_and_back) / (2 * pages * layout.page.nbytes)
 
 
 def _cpu_expert(runner: Runner) -> np.ndarray | None:
@@ -328,15 +305,20 @@ def _cpu_expert(runner: Runner) -> np.ndarray | None:
     def compute(x, weights):
         return (jax.nn.silu(x @ weights[0].T) * (x @ weights[1].T)) @ weights[2]
 
-    counts, seconds = (1, 16), []
-    for count in counts:
-        x = jax.device_put(jnp.ones((count, hidden), dtype), device)
-        jax.block_until_ready(compute(x, weights))
-        found = []
-        for _ in range(9):
-            began = time.perf_counter()
-            jax.block_until_ready(compute(x, weights))
-            found.append(time.perf_counter() - began)
-        seconds.append(float(np.median(found)))
-    per_token = max(seconds[1] - seconds[0], 0.0) / (counts[1] - counts[0])
-    return np.array([max(seconds[0] - per_token, 0.0), per_token])
+    def seconds(tokens: int) -> float:
+        x = jax.device_put(jnp.ones((tokens, hidden), dtype), device)
+        return _median_s(lambda: compute(x, weights))
+
+    one, many = seconds(1), seconds(16)
+    per_token = max(many - one, 0.0) / (16 - 1)
+    return np.array([max(one - per_token, 0.0), per_token])
+
+
+def _median_s(work: Callable[[], jax.Array]) -> float:
+    """Median seconds of a call until its result is there, the first call left out."""
+    found = []
+    for _ in range(10):
+        began = time.perf_counter()
+        jax.block_until_ready(work())
+        found.append(time.perf_counter() - began)
+    return float(np.median(found[1:]))

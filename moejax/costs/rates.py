@@ -19,19 +19,21 @@ QUEUED = {"cpu": 1}
 """Platform → calls dispatched before waiting for the last; elsewhere 8, so that the device never
 waits for Python."""
 
+LEAST_S = 0.3
+"""Seconds of repeated rounds."""
+
 COPIED = {"cpu": 1 << 28}
 """Platform → bytes of the array that memory's rate is measured on; elsewhere 1 GiB."""
-
-SQUARE = {"cpu": 1024}
-"""Platform → rows and columns of the matrices in measure_matrix_rate; elsewhere 8192."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-    """Bytes per second, measured in this run."""
+    """Bytes per second, measured or stated."""
 
     link: float
+    """The link from host memory, one direction."""
     memory: float
+    """The device's memory."""
 
 
 def measure_rates(runner: Runner) -> Rates:
@@ -70,45 +72,36 @@ def measure_link_rate(runner: Runner) -> float:
         arena = move(arena, runner.stores, np.int32(i % layers))
         return arena
 
-    rate = count * record / _best_s(fill_layer, QUEUED.get(runner.device.platform, 8))
+    rate = count * record / best_s(fill_layer, runner.device)
     arena.delete()
-    return rate
-
-
-def measure_matrix_rate(device: jax.Device, dtype: jax.typing.DTypeLike) -> float:
-    """Floating point operations per second of a large square product by XLA, 2·n³ for n rows."""
-    n = SQUARE.get(device.platform, 8192)
-    a = jax.device_put(np.full((n, n), 0.5, dtype), device)
-    product = jax.jit(jnp.matmul)
-    rate = 2 * n**3 / _best_s(lambda _: product(a, a), QUEUED.get(device.platform, 8))
-    a.delete()
     return rate
 
 
 def _memory_rate(device: jax.Device) -> float:
     values = jax.device_put(np.ones(COPIED.get(device.platform, 1 << 30) // 4, np.float32), device)
-    nbytes, calls = values.nbytes, QUEUED.get(device.platform, 8)
+    nbytes = values.nbytes
     total = jax.jit(jnp.sum)
     rewrite = jax.jit(lambda values: values + 1, donate_argnums=0)
-    read = nbytes / _best_s(lambda _: total(values), calls)
+    read = nbytes / best_s(lambda _: total(values), device)
 
     def copy(_: int) -> jax.Array:
         nonlocal values
         values = rewrite(values)
         return values
 
-    copied = 2 * nbytes / _best_s(copy, calls)
+    copied = 2 * nbytes / best_s(copy, device)
     values.delete()
     return max(read, copied)
 
 
-def _best_s(work: Callable[[int], jax.Array], calls: int, least_s: float = 0.3) -> float:
-    """Seconds of one call of work(i), the fastest of repeated rounds of so many calls, dispatched
+def best_s(work: Callable[[int], jax.Array], device: jax.Device) -> float:
+    """Seconds of one call of work(i), the fastest of repeated rounds of QUEUED calls, dispatched
     one after the other: a floor is what the machine can do, not what it does."""
+    calls = QUEUED.get(device.platform, 8)
     jax.block_until_ready(work(0))
     best, i = float("inf"), 1
     began = time.perf_counter()
-    while i < 1 + 3 * calls or time.perf_counter() - began < least_s:
+    while i < 1 + 3 * calls or time.perf_counter() - began < LEAST_S:
         start = time.perf_counter()
         for _ in range(calls):
             result, i = work(i), i + 1

@@ -19,10 +19,8 @@ from host_offload.memory.layout import SlotLayout
 from host_offload.sizing.cost_model import CostError, CostModel
 from moejax.cache import cache_root, write_whole
 from moejax.errors import UserError
-from moejax.models.config import ModelConfig
+from moejax.models.model_config import ModelConfig, config_digest
 from moejax.step.parts import StepShapes
-from moejax.step.runner import Runner
-from moejax.traces.tracer import config_digest
 from pallas_kernels import Ops
 from pallas_kernels.records.versions import Formats
 
@@ -42,22 +40,6 @@ class StepSpec:
     shapes: StepShapes
     formats: Formats | None = None
     trace_arrays: frozenset[str] = frozenset()
-
-
-def spec_of_steps(runner: Runner) -> StepSpec:
-    """What a runner's steps are made from."""
-    return StepSpec(
-        device_kind=runner.device.device_kind,
-        runtime=runner.device.client.platform_version,
-        driver=runner.driver,
-        ops=runner.ops,
-        config=runner.config,
-        dtype=str(jax.tree.leaves(runner.state["embedding"])[0].dtype),
-        layout=runner.layout,
-        shapes=runner.shapes,
-        formats=runner.formats,
-        trace_arrays=runner.trace_arrays,
-    )
 
 
 def identity(steps: StepSpec) -> dict[str, Any]:

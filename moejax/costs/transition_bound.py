@@ -19,6 +19,7 @@ from host_offload.memory.layout import SlotLayout
 from host_offload.memory.placement import ResidentSpec
 from host_offload.policies.precision.names import Precision
 from host_offload.sizing.cost_model import CostModel, Work
+from moejax.costs.rates import Rates
 from moejax.costs.store import StepSpec, identity, kept_cost_model
 from moejax.errors import UserError
 
@@ -28,28 +29,20 @@ STEP_SHARE = 0.05
 """Share of a decode step's time for transitions."""
 
 
-class Stated(NamedTuple):
-    """Bytes per second as makers state them."""
-
-    link: float
-    """Bytes a second of the link from host memory, one direction."""
-    memory: float
-    """Bytes a second of device memory."""
-
-
-STATED: Mapping[str, Stated] = {
-    "B200": Stated(64e9, 8.0e12),
-    "H200": Stated(64e9, 4.8e12),
-    "H100": Stated(64e9, 3.35e12),
-    "A100": Stated(32e9, 2.0e12),
-    "L40S": Stated(32e9, 0.864e12),
-    "RTX 5090": Stated(64e9, 1.79e12),
-    "RTX 4090": Stated(32e9, 1.01e12),
-    "RTX 3090": Stated(32e9, 0.936e12),
+STATED: Mapping[str, Rates] = {
+    "B200": Rates(64e9, 8.0e12),
+    "H200": Rates(64e9, 4.8e12),
+    "H100": Rates(64e9, 3.35e12),
+    "A100": Rates(32e9, 2.0e12),
+    "L40S": Rates(32e9, 0.864e12),
+    "RTX 5090": Rates(64e9, 1.79e12),
+    "RTX 4090": Rates(32e9, 1.01e12),
+    "RTX 3090": Rates(32e9, 0.936e12),
 }
-"""By a part of the device's name (`jax.Device.device_kind`). PCIe with 16 lanes."""
+"""What makers state, by a part of the device's name (`jax.Device.device_kind`). PCIe with 16
+lanes."""
 
-ASSUMED = Stated(16e9, 8.0e12)
+ASSUMED = Rates(16e9, 8.0e12)
 """Rates for a device that is not in the table: a slow link and a fast memory, so that the bound is
 rather too small than too large."""
 

@@ -6,13 +6,12 @@ right_size) and the costs that `moejax calibrate` measured say it. docs/memory.m
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import functools
 import json
 import os
 import platform
 import re
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,13 +22,20 @@ from host_offload.simulate.simulator import spec_of
 from host_offload.sizing.configurator import configure, turns_of
 from host_offload.sizing.cost_model import CostModel
 from host_offload.sizing.joint import DecodeModel, decode_model, generated_sequences
-from host_offload.sizing.miss_curves import MissCurves, missed_bytes, trace_curves
-from host_offload.sizing.right_size import EPSILON, WorkingSet, memory_for, users_for, working_sets
+from host_offload.sizing.miss_curves import trace_curves
+from host_offload.sizing.right_size import (
+    EPSILON,
+    Capacity,
+    WorkingSet,
+    memory_for,
+    users_for,
+    working_sets,
+)
 from host_offload.sizing.split import Division, MissCosts, division_of, link_costs, miss_costs
 from host_offload.traces.reader import Trace, TraceError, read_trace
 from moejax.cache import cache_root
 from moejax.costs.store import load_cost_model
-from moejax.errors import UserError
+from moejax.errors import UserError, user_errors
 
 _TIME = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*(us|µs|ms|s)")
 _SECONDS = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
@@ -88,22 +94,6 @@ class Split:
         return found
 
 
-@dataclasses.dataclass(frozen=True)
-class Capacity:
-    """So many users at once, in a memory."""
-
-    users: int
-    memory: int
-    """Bytes of the arena."""
-    cap: int
-    """Cells of each layer."""
-    kv_pages: int
-    pages_per_user: int
-    """KV pages of the longest turn in the trace."""
-    step_s: float
-    """Predicted time per output token of each user."""
-
-
 class Planner:
     """What a trace and a machine's costs say about memory.
 
@@ -112,13 +102,11 @@ class Planner:
     of no use, and for costs of another model or dtype, or of experts of another size.
     """
 
+    @user_errors(TraceError)
     def __init__(self, trace: Trace, model: CostModel | None, link: float | None = None):
         self.trace, self.model, self.link = trace, model, link
-        try:
-            self.spec: Spec = spec_of(trace.header)
-            self.pages_per_user = max((len(turn.pages) for turn in turns_of(trace)), default=0)
-        except TraceError as error:
-            raise UserError(str(error)) from error
+        self.spec: Spec = spec_of(trace.header)
+        self.pages_per_user = max((len(turn.pages) for turn in turns_of(trace)), default=0)
         if not self.pages_per_user:
             raise UserError(
                 f"no request ends in the trace {trace.directory}, so it says nothing about KV"
@@ -132,6 +120,7 @@ class Planner:
         if model is not None and (reason := _misfit(trace, self.spec, model)):
             raise UserError(f"the costs do not fit the trace {trace.directory}: {reason}")
 
+    @user_errors()
     def split(
         self,
         memory: int,
@@ -147,13 +136,11 @@ class Planner:
         division = self._division(memory)
         costs = self._miss_costs(kv_overflow)
         prediction = None
-        with _refusals():
-            found = configure(turns_of(self.trace), division, costs, allocation=cells)
-            if self.model is not None:
-                prediction = predict(self.trace, self.model, cells=found.cells, driver="device")
-            sets = tuple(working_sets(self.trace, epsilon))
-        curves, layer = self._curves, np.arange(self.spec.layers)
-        moved = missed_bytes(curves, self._link_bytes[None])[layer, found.cells]
+        found = configure(turns_of(self.trace), division, costs, allocation=cells)
+        if self.model is not None:
+            prediction = predict(self.trace, self.model, cells=found.cells, driver="device")
+        curves, (sizes,) = trace_curves(self.trace), self.spec.link_bytes.values()
+        moved = curves.misses[np.arange(self.spec.layers), found.cells] * sizes
         slot = division.unit
         step_s = np.nan if prediction is None else prediction.mean_s("decode")
         return Split(
@@ -172,46 +159,28 @@ class Planner:
             miss_s=found.seconds,
             step_s=None if np.isnan(step_s) else step_s,
             tokens_per_s=None if prediction is None else prediction.tokens_per_s,
-            working_sets=sets,
+            working_sets=tuple(working_sets(self.trace, epsilon)),
             epsilon=epsilon,
             settled=found.settled,
         )
 
+    @user_errors()
     def memory_for(self, users: int, tpot_s: float) -> Capacity:
         """The least memory with which so many users at once get a token every tpot_s seconds."""
         if users < 1:
             raise UserError(f"users must be at least 1, got {users}")
-        with _refusals():
-            # Only its sizes count, so any memory does that holds KV.
-            division = self._division(1 << 62)
-            decode = self._decode_model(users)
-            found = memory_for(
-                decode, division, users=users, tpot_s=tpot_s, pages_per_user=self.pages_per_user
-            )
-        return self._capacity(users, found)
+        # Only its sizes count, so any memory does that holds KV.
+        division, decode = self._division(1 << 62), self._decode_model(users)
+        pages = self.pages_per_user
+        return memory_for(decode, division, users=users, tpot_s=tpot_s, pages_per_user=pages)
 
+    @user_errors()
     def users_for(self, memory: int, tpot_s: float) -> Capacity:
         """The most users at once that get a token every tpot_s seconds from so many bytes."""
-        with _refusals():
-            decode = self._decode_model(None)
-            users, found = users_for(
-                decode,
-                self._division(memory),
-                tpot_s=tpot_s,
-                pages_per_user=self.pages_per_user,
-            )
-        return self._capacity(users, found)
+        decode, division = self._decode_model(None), self._division(memory)
+        return users_for(decode, division, tpot_s=tpot_s, pages_per_user=self.pages_per_user)
 
     # ---- pieces
-
-    @functools.cached_property
-    def _curves(self) -> MissCurves:
-        return trace_curves(self.trace)
-
-    @property
-    def _link_bytes(self) -> np.ndarray:
-        """int64[L]: of an expert over the link; there is one version."""
-        return next(iter(self.spec.link_bytes.values()))
 
     def _miss_costs(self, kv_overflow: str) -> MissCosts:
         if self.link is not None:
@@ -220,7 +189,11 @@ class Planner:
             return link_costs(self.spec, self.link)
         costs = miss_costs(self._measured().costs(), self.spec, kv_overflow)
         if costs.expert_s <= 0:
-            raise UserError(NO_COST)
+            raise UserError(
+                "the measured costs say that a missing expert costs nothing, so there is nothing "
+                "to weigh; measure them again on a quiet machine (`moejax calibrate MODEL "
+                "--force`) or give --link"
+            )
         return costs
 
     def _measured(self) -> CostModel:
@@ -228,31 +201,20 @@ class Planner:
             raise UserError("times of steps need measured costs: `moejax calibrate`, or --costs")
         return self.model
 
-    def _capacity(self, users: int, found: Any) -> Capacity:
-        return Capacity(
-            users=users,
-            memory=found.bytes,
-            cap=found.cap,
-            kv_pages=found.pages,
-            pages_per_user=self.pages_per_user,
-            step_s=found.step_s,
-        )
-
     def _division(self, memory: int) -> Division:
         slot = self.spec.slot_bytes or 1
         if memory < slot:
             raise UserError(f"{memory} bytes are less than one slot, which has {slot}")
-        with _refusals():
-            return division_of(dataclasses.replace(self.spec, budget_bytes=memory))
+        return division_of(dataclasses.replace(self.spec, budget_bytes=memory))
 
     def _decode_model(self, users: int | None) -> DecodeModel:
         costs = self._measured().costs()
-        most = min(sum(1 for _ in generated_sequences(self.trace)), max(costs.step_s))
+        generated = sum(1 for _ in generated_sequences(self.trace))
+        most = min(generated, max(costs.step_s))
         if users is not None and users > most:
             raise UserError(
-                f"steps of {users} sequences cannot be predicted: the trace has "
-                f"{sum(1 for _ in generated_sequences(self.trace))} with generated tokens, the "
-                f"costs were measured up to {max(costs.step_s)} rows"
+                f"steps of {users} sequences cannot be predicted: the trace has {generated} with "
+                f"generated tokens, the costs were measured up to {max(costs.step_s)} rows"
             )
         widths = [1 << i for i in range(most.bit_length())]
         widths = sorted({*(w for w in widths if w <= most), most})
@@ -260,28 +222,10 @@ class Planner:
         return decode_model(self.trace, step_s=costs.step_s, miss_s=miss_s, widths=widths)
 
 
-NO_COST = (
-    "the measured costs say that a missing expert costs nothing, so there is nothing to weigh; "
-    "measure them again on a quiet machine (`moejax calibrate MODEL --force`) or give --link"
-)
-
-
-class _refusals:
-    """What the arithmetic refuses, as UserError."""
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if isinstance(error, ValueError) and not isinstance(error, UserError):
-            raise UserError(str(error)) from error
-
-
+@user_errors(TraceError)
 def open_trace(directory: str | os.PathLike[str]) -> Trace:
     """Raises UserError for what is no trace."""
-    try:
-        return read_trace(directory)
-    except TraceError as error:
-        raise UserError(str(error)) from error
+    return read_trace(directory)
 
 
 def costs_of_trace(trace: Trace, path: str | os.PathLike[str] | None = None) -> CostModel:
@@ -303,7 +247,9 @@ def costs_of_trace(trace: Trace, path: str | os.PathLike[str] | None = None) -> 
     wanted |= {name: value for name, value in others.items() if value is not None}
     found = []
     for file in sorted((cache_root() / "costs").glob("*.json")):
-        about = _about(file)
+        about = {}  # nobody's if it cannot be read, which is for who needs it to say
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            about = dict(json.loads(file.read_text())["about"])
         if all(about.get(name) == value for name, value in wanted.items()):
             same = about.get("shapes") == header.spec.get("shapes")
             found.append((same, str(about.get("created", "")), file))
@@ -339,11 +285,3 @@ def _misfit(trace: Trace, spec: Spec, model: CostModel) -> str:
         said = ", ".join(map(str, np.unique(sizes)))
         return f"their experts have {model.expert_bytes} bytes over the link, the trace's {said}"
     return ""
-
-
-def _about(file: Path) -> dict[str, Any]:
-    """Whose costs a file has; nobody's if it cannot be read, which is for who needs it to say."""
-    try:
-        return dict(json.loads(file.read_text())["about"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}

@@ -1,81 +1,23 @@
-"""The engine's runner as the device of a Control, and its layers' moments as hooks."""
+"""The control of an engine's steps, with its layers' moments as hooks."""
 
 from __future__ import annotations
-
-import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 
 from host_offload.control.control import Control
 from host_offload.control.controller import Controller
-from host_offload.control.device import Operation, Resizer
+from host_offload.control.device import Resizer
 from host_offload.control.interface import Moment, Spec
 from host_offload.control.rules import BETWEEN_LAYERS
 from host_offload.control.step_record import SEEN, LayerRouting
 from host_offload.memory.layout import SlotLayout
-from host_offload.memory.tables import Entry, Move, Residency, read_snapshot
-from host_offload.versions.layer_versions import cell_bytes, link_bytes, version_bytes
+from host_offload.versions.layer_versions import version_bytes
 from moejax.models.config import ModelConfig
 from moejax.step.host_driver import HostRunner
 from moejax.step.programs import STAGES
 from moejax.step.runner import Runner
 from pallas_kernels.records.versions import Formats
 from pallas_kernels.stage import Entries
-
-
-@dataclasses.dataclass(frozen=True)
-class RunnerDevice:
-    """A host_offload.control.device.Device whose executables are all compiled at the start."""
-
-    runner: Runner
-
-    def prepare(self, operations: Collection[Operation]) -> None:
-        names = {
-            Operation.SNAPSHOT: ("snapshot",),
-            Operation.TRANSFER: ("transfer",),
-            Operation.MOVE_CELLS: ("move",),
-            Operation.MOVE_PAGES: ("move_pages", "swap_out", "swap_in"),
-        }
-        for operation in operations:
-            if operation == Operation.STAGE:
-                self.runner.prepare_stages()
-            else:
-                self.runner.prepare(*names[operation])
-
-    def snapshot(self) -> Callable[[], Residency]:
-        runner, copy = self.runner, self.runner.snapshot()
-        copy.copy_to_host_async()
-
-        def read() -> Residency:
-            return runner.seen(read_snapshot(np.asarray(copy), runner.tables))
-
-        return read
-
-    def set_tables(self, contents: Mapping[str, np.ndarray]) -> None:
-        self.runner.set_tables(contents)
-
-    def move_cells(self, moves: Sequence[Move]) -> None:
-        self.runner.move_cells(moves)
-
-    def transfer(self, entries: Sequence[Entry]) -> np.ndarray:
-        lists = stage_list(self.runner, entries)
-        assert lists is not None
-        return np.asarray(self.runner.transfer(lists))
-
-    def carried_out(self) -> np.ndarray:
-        return np.asarray(self.runner.transfers[-1].done)
-
-
-def stage_list(runner: Runner, entries: Sequence[Entry]) -> Entries | None:
-    """The list that a step of the runner takes, int32[STAGES] each; None for one of nothing."""
-    if not entries:
-        return None
-    if runner.layer_versions is not None:
-        entries = runner.layer_versions.entries(entries)
-    lists = np.full((len(Entries._fields), STAGES), -1, np.int32)
-    lists[:, : len(entries)] = np.array(entries, np.int32).T
-    return Entries._make(lists)
 
 
 class LayerHooks:
@@ -105,7 +47,7 @@ class LayerHooks:
         return self._ask(Moment.EXPERTS_BEGIN, layer, self._routing)
 
     def _ask(self, moment: Moment, layer: int, routing: LayerRouting | None) -> Entries | None:
-        return stage_list(self._runner, self._control.between_layers(moment, layer, routing))
+        return self._runner.stage_list(self._control.between_layers(moment, layer, routing))
 
 
 def layer_hooks(control: Control, runner: Runner) -> LayerHooks | None:
@@ -121,7 +63,7 @@ def control_of(
 ) -> Control | None:
     """The control of the runner's steps; None where no policy is asked anything, so that they cost
     nothing. What the policies want of tables from the start is set either way."""
-    control = Control(RunnerDevice(runner), controller, resizer)
+    control = Control(runner, controller, resizer)
     return control if controller.asks else None
 
 
@@ -157,10 +99,6 @@ def policy_spec(
     """What policies are told of an engine, but for the router and costs. formats: of the stores'
     versions. slots: of the arena. bound: most cells of a layer."""
     layers, page = sum(config.moe_layers), layout.page
-    in_cells, moved = (
-        version_bytes(layout, formats, sizes(layout, formats), layers)
-        for sizes in (cell_bytes, link_bytes)
-    )
     return Spec(
         layers=layers,
         experts=config.num_experts,
@@ -175,8 +113,8 @@ def policy_spec(
         staging_bytes=2 * STAGES * max(record.nbytes for record in layout.records),
         seed=seed,
         driver=driver,
-        version_bytes=in_cells,
-        moved_bytes=moved,
+        version_bytes=version_bytes(layout, formats, layers),
+        moved_bytes=version_bytes(layout, formats, layers, moved=True),
         min_cells=np.zeros(layers, np.int32),
         cell_bound=bound,
         stage_entries=STAGES,

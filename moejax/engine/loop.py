@@ -14,13 +14,12 @@ import numpy as np
 
 from host_offload.control.control import Control
 from host_offload.memory.kv_cache import Block
-from moejax.engine.arena_report import page_use
-from moejax.engine.control import layer_hooks, stage_list
+from moejax.engine.control import layer_hooks
 from moejax.engine.records import Tracer, step_record
 from moejax.engine.resize import Resizer, cells_of, check_grant, grant
 from moejax.engine.sampling import TokenSampler
 from moejax.engine.scheduler import Scheduler
-from moejax.engine.statistics import Statistics
+from moejax.engine.statistics import Statistics, page_use
 from moejax.engine.step_work import ScheduledWork, Step, prefill_batch
 from moejax.errors import OutOfKV, UserError, as_user_error
 from moejax.interrupt import deferred_interrupt
@@ -236,13 +235,10 @@ class Engine:
         control, work = self.control, None
         if control is not None and "kv_pages" in control.controller.writes:
             work = self.resizer.unblock(self._next_work, lambda: self._trace_budget(None))
-        if work is None:
-            raise OutOfKV(self._stuck())
-        return work
-
-    def _stuck(self) -> str:
+        if work is not None:
+            return work
         cache = self.scheduler.cache
-        return (
+        raise OutOfKV(
             f"requests wait for KV pages and none can be freed: {cache.swapped} pages of "
             f"{cache.page_bytes} bytes are swapped out, swap_space is {cache.swap_bytes} bytes; "
             f"raise swap_space or kv_budget, or end sessions"
@@ -300,7 +296,7 @@ class Engine:
         if control is None:
             return None
         try:
-            return stage_list(self.runner, control.before_step(number))
+            return self.runner.stage_list(control.before_step(number))
         finally:
             if control.resized is not None:
                 self._trace_budget(number, control.resized.settled)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
@@ -9,6 +10,7 @@ import numpy as np
 
 from host_offload.control.controller import Event
 from host_offload.control.step_record import SEEN, PageUse, StepRecord
+from moejax.engine.statistics import demand_bytes
 from moejax.requests.request import Request
 from moejax.step.experts import Paging
 from moejax.step.hooks import LayerTransfers
@@ -48,32 +50,29 @@ def step_record(
     work, output, shapes = step.work, step.output, runner.shapes
     # One by one: all of it is there, and a pytree costs more than the copies.
     ids, weights, missed = (np.asarray(a) for a in (*output.routing, output.missed))
-    lengths = None
     if work.rows:
         # By row, which is the order that policies see between layers.
         by_row = sorted(work.rows, key=lambda placed: placed[0])
         place = [row for row, _ in by_row]
         requests, position = [r for _, r in by_row], step.positions[place]
-        rows, phase = output.logits.shape[0], 1
+        lengths, rows, phase, waves = [1] * len(place), output.logits.shape[0], 1, 1
     else:
         spans = [np.arange(c.skip, c.length) for c in work.chunks]
         place = np.concatenate([i * shapes.chunk + s for i, s in enumerate(spans)])
         position = np.concatenate([c.start + s for c, s in zip(work.chunks, spans, strict=True)])
         requests, rows = [c.request for c in work.chunks], shapes.prefill_chunks * shapes.chunk
-        lengths, phase = [len(s) for s in spans], 0
-    given = {n: np.asarray(a) for n, a in output.arrays._asdict().items() if a is not None}
-    arrays = {
-        SEEN[name]: array[place] if name == "embedding" else array[:, place].swapaxes(0, 1)
-        for name, array in given.items()
-    }
+        lengths, phase, waves = [len(s) for s in spans], 0, shapes.waves
+    arrays = {}
+    for name, given in output.arrays._asdict().items():
+        if given is not None:
+            array = np.asarray(given)
+            by_token = array if name == "embedding" else array.swapaxes(0, 1)
+            arrays[SEEN[name]] = by_token[place]
     number = np.array([r.number for r in requests], np.int32)
     user = np.array([-1 if r.session is None else r.session.number for r in requests], np.int32)
-    if lengths is not None:
-        number, user = np.repeat(number, lengths), np.repeat(user, lengths)
-    waves = 1 if work.rows else shapes.waves
     return StepRecord(
-        request=number,
-        user=user,
+        request=np.repeat(number, lengths),
+        user=np.repeat(user, lengths),
         position=position.astype(np.int32),
         phase=np.full(len(place), phase, np.uint8),
         ids=ids.transpose(1, 0, 2)[place].astype(np.int16),
@@ -91,7 +90,7 @@ def step_record(
         waves=np.full(len(missed), waves, np.int16),
         missed=missed,
         bytes=moved_bytes(step, paging, demand, runner.link_bytes),
-        use=np.array(use),
+        use=np.array(dataclasses.astuple(use)),
         finished=tuple(r.number for r in touched if r.finish_reason is not None),
         staged=None if output.staged is None else np.asarray(output.staged),
         **arrays,
@@ -103,14 +102,10 @@ def moved_bytes(
 ) -> np.ndarray:
     """int64[3]: bytes over the link, of fills, of experts read through, and ahead of need.
     demand: None of one version. link_bytes: of an expert, by version."""
-    if demand is None:
-        counts = np.array([[np.sum(paging.fills)], [np.sum(paging.read_through)]])
-    else:
-        counts = np.sum(demand, axis=0)
     lists, ahead = list(step.between), 0
     if step.stages is not None and step.output.staged is not None:
         lists.append(LayerTransfers(step.stages, step.output.staged))
     for entries, done in lists:
         carried_out = np.asarray(done) > 0
         ahead += sum(link_bytes[v] for v in np.asarray(entries.version)[carried_out].tolist())
-    return np.append(counts @ np.array(link_bytes[: counts.shape[1]], np.int64), ahead)
+    return np.array([*demand_bytes(paging, demand, link_bytes), ahead], np.int64)

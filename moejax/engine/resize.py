@@ -109,7 +109,9 @@ class Resizer:
         try:
             self._move(wanted, kv_wanted)
         except (jax.errors.JaxRuntimeError, MemoryError) as error:
-            if _lost(self.runner):
+            # Those were given to an executable that returned none.
+            given = jax.tree.leaves((self.runner.arena, self.runner.tables))
+            if any(array.is_deleted() for array in given):
                 raise
             log.warning("budgets stay as they were, a resize failed: %s", error)
             failed = True
@@ -237,11 +239,6 @@ class ResidentResizer(Resizer):
         # Bookkeeping only: cells are cut from them when a transition needs one.
         if slots := arena.take_free_slots():
             transitions.add(slots)
-
-
-def _lost(runner: Runner) -> bool:
-    """Arena or tables were given to an executable that returned none."""
-    return any(array.is_deleted() for array in jax.tree.leaves((runner.arena, runner.tables)))
 
 
 def least_pages(scheduler: Scheduler) -> int:

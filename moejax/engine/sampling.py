@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -121,10 +121,15 @@ class TokenSampler:
         None if no request wants any). Log-probabilities are of the logits as given.
         """
         batch, sampled = self._batch, [*sampled]
-        rows = [request.row for request in sampled]
+        rows: Any = [request.row for request in sampled]  # all have one
         if batch is None or batch.rows != rows or batch.sampled != sampled:
-            batch = self._batch = self._make_batch(sampled)
-        tokens = self.runner.sample(self._adjusted(logits, batch), batch.update, _drawn_by(batch))
+            batch = self._batch = self._make_batch(rows, sampled)
+        params = batch.sampling
+        if params is not None:
+            position = np.zeros(len(batch.update), np.int32)
+            position[rows] = [len(r.prompt) + r.dispatched - 1 for r in sampled]
+            params = *params, position
+        tokens = self.runner.sample(self._adjusted(logits, batch), batch.update, params)
         if batch.penalties is not None:
             self.runner.tally(batch.penalized)
         return tokens, self.runner.token_logprobs(logits, tokens) if batch.logprobs else None
@@ -171,8 +176,7 @@ class TokenSampler:
             self.runner.recount(row, request.prompt, request.output)
             self._counted[row] = request
 
-    def _make_batch(self, sampled: list[Request]) -> _Batch:
-        rows = [_row(request) for request in sampled]
+    def _make_batch(self, rows: list[int], sampled: list[Request]) -> _Batch:
         for row, request in zip(rows, sampled, strict=True):
             if self._of_row[row] is not request:
                 self._of_row[row] = request
@@ -180,21 +184,18 @@ class TokenSampler:
                     self._parameters[name][row] = value
         used = {name: values[rows] for name, values in self._parameters.items()}
 
+        update = np.zeros(len(self._of_row), np.bool_)
+        update[rows] = True
+
         def columns(*names: str) -> tuple[np.ndarray, ...]:
-            arrays = []
-            for name in names:
-                dtype, neutral = _PARAMETERS[name]
-                arrays.append(np.full(len(self._of_row), neutral, dtype))
-                arrays[-1][rows] = used[name]
-            return tuple(arrays)
+            values = ((self._parameters[name], *_PARAMETERS[name]) for name in names)
+            return tuple(np.where(update, mine, kind(other)) for mine, kind, other in values)
 
         sampling = penalties = None
         if not (used["temperature"] < GREEDY_BELOW).all():
             sampling = columns(*_SAMPLING)
         if used["penalized"].any():
             penalties = columns(*_PENALTIES)
-        update = np.zeros(len(self._of_row), np.bool_)
-        update[rows] = True
         return _Batch(
             rows=rows,
             sampled=sampled,
@@ -207,23 +208,9 @@ class TokenSampler:
         )
 
 
-def _drawn_by(batch: _Batch) -> tuple[np.ndarray, ...] | None:
-    """sampler.sample's arrays after the logits; None: all are greedy."""
-    if batch.sampling is None:
-        return None
-    position = np.zeros(len(batch.update), np.int32)
-    position[batch.rows] = [len(r.prompt) + r.dispatched - 1 for r in batch.sampled]
-    return *batch.sampling, position
-
-
 def has_penalties(params: SamplingParams) -> bool:
     """Whether tokens must be counted for these parameters."""
     return any(getattr(params, name) != _PARAMETERS[name][1] for name in _PENALTIES)
-
-
-def _row(request: Request) -> int:
-    assert request.row is not None
-    return request.row
 
 
 def _values(request: Request) -> dict[str, float]:

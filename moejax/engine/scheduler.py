@@ -53,10 +53,8 @@ class Scheduler:
         self.max_num_seqs = self.max_running = max_num_seqs
         self.admission = min(admission, max_num_seqs)
         self.overflow, self.prefixes = overflow, PrefixCache(cache, prefix_caching)
-        share = (
-            shapes.prefill_chunks * shapes.chunk // 4 if prefill_share is None else prefill_share
-        )
-        self.share_chunks = max(share // shapes.chunk, 1)
+        share = self.prefill_chunks * self.chunk // 4 if prefill_share is None else prefill_share
+        self.share_chunks = max(share // self.chunk, 1)
         self.queue: list[tuple[tuple[int, int], Request]] = []
         self.running: dict[int, Request] = {}
         # The lowest free row first: rows in use stay in few tiles.
@@ -193,9 +191,7 @@ class Scheduler:
             if more:
                 kind = request.prefill_kind
             chunks += more
-        if (
-            not decoding
-        ):  # nobody waits for the step: what is left of the prefill step goes by order
+        if not decoding:  # nobody waits for the step: what is left of it goes by order
             for request in sorted({c.request for c in chunks}, key=_order):
                 chunks += self._chunks_of(request, self.prefill_chunks - len(chunks))
         return chunks
@@ -247,7 +243,7 @@ class Scheduler:
             return False
         if not self._bring_back(request):
             if session is not None and first:
-                self._take_back(request)
+                self._drop_kv(request)  # as if its turn had not begun
             return False
         heapq.heappop(self.queue)
         request.row = heapq.heappop(self.free_rows)
@@ -264,8 +260,7 @@ class Scheduler:
         self._placed.append(request)
         return True
 
-    def _take_back(self, request: Request) -> None:
-        """As if its turn had not begun."""
+    def _drop_kv(self, request: Request) -> None:
         self.cache.release(request.blocks)
         request.blocks = []
         request.computed = request.cached_tokens = request.pure = 0
@@ -295,7 +290,7 @@ class Scheduler:
         except BaseException:
             self.cache.unpin(request.blocks)
             if request.admitted_pages == 0:
-                self._take_back(request)
+                self._drop_kv(request)
             raise
         if not there:
             self.cache.unpin(request.blocks)
@@ -382,9 +377,7 @@ class Scheduler:
         else:
             # Its session's KV of generated tokens will come through the prefill path.
             request.recomputed |= request.computed > request.pure
-            self.cache.release(request.blocks)
-            request.blocks = []
-            request.computed = request.pure = request.cached_tokens = 0
+            self._drop_kv(request)
         return True
 
     def _free_row(self, request: Request) -> None:

@@ -1,4 +1,5 @@
-"""What ran, how long it took and what was moved: the numbers behind `LLM.stats()`."""
+"""What ran, how long it took, what was moved and what holds the arena: the numbers behind
+`LLM.stats()`."""
 
 from __future__ import annotations
 
@@ -8,6 +9,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 
+from host_offload.control.step_record import PageUse
+from host_offload.memory.arena import SlotClass
+from host_offload.memory.tables import Tables
+from moejax.engine.scheduler import Scheduler
 from moejax.requests.request import Request
 from moejax.step.experts import Paging
 
@@ -126,3 +131,65 @@ def _summary(
 ) -> dict[str, float | None]:
     """Each function of the times; None where there are none."""
     return {n: float(f(np.asarray(times))) if times else None for n, f in functions.items()}
+
+
+def kv_stats(scheduler: Scheduler) -> dict:
+    """Pages by state, what was found in them and what was moved, as plain data."""
+    cache = scheduler.cache
+    return {
+        "prefix_hit_tokens": scheduler.prefixes.hit_tokens,
+        **scheduler.counts,
+        "pages": page_states(scheduler),
+        "swapped_out_bytes": cache.swapped_out * cache.page_bytes,
+        "swapped_in_bytes": cache.swapped_in * cache.page_bytes,
+        "cached_pages_dropped": cache.dropped,
+        "sessions": len(scheduler.sessions.all),
+        "sessions_evicted": scheduler.sessions.evicted,
+    }
+
+
+def page_states(scheduler: Scheduler) -> dict[str, int]:
+    """How many pages are in which state."""
+    running = {b for r in scheduler.running.values() for b in r.blocks}
+    holders = (*(r for _, r in scheduler.queue), *scheduler.sessions.all)
+    held = {b for holder in holders for b in holder.blocks if b.row is not None}
+    return {
+        "running": len(running),
+        "session": len(held - running),
+        "cached": scheduler.cache.idle,
+        "free": scheduler.arena.free_pages,
+        "swapped": scheduler.cache.swapped,
+    }
+
+
+def page_use(scheduler: Scheduler) -> PageUse:
+    """KV and queues as policies and traces see them."""
+    waiting = scheduler.waiting
+    return PageUse(
+        kv_used=scheduler.arena.pages - scheduler.cache.available,
+        kv_peak=scheduler.peak_pages,
+        kv_pages=scheduler.arena.pages,
+        kv_swapped=scheduler.cache.swapped,
+        running=len(scheduler.running),
+        waiting=len(waiting),
+        waiting_tokens=sum(len(r.prompt) for r in waiting),
+    )
+
+
+def arena_stats(scheduler: Scheduler, tables: Tables) -> dict:
+    """What holds the arena, as plain data. Waits for the device."""
+    arena, layout = scheduler.arena, scheduler.arena.layout
+    return {
+        "bytes": arena.slots * layout.slot_bytes,
+        "slots": arena.slots,
+        "slot_bytes": layout.slot_bytes,
+        "expert_slots": arena.count(SlotClass.EXPERT),
+        "kv_slots": arena.count(SlotClass.KV),
+        "free_slots": arena.count(SlotClass.FREE),
+        # The tables': where every expert is resident, the arena has no cells of layers to grant.
+        "cells_per_layer": np.sum(np.asarray(tables.cell_row) >= 0, axis=1).tolist(),
+        "cells_used": int(np.sum(np.asarray(tables.owner) >= 0)),
+        "block_size": layout.page.block_size,
+        "kv_pages": arena.pages,
+        "kv_pages_used_peak": scheduler.peak_pages,
+    }

@@ -11,7 +11,7 @@ import numpy as np
 from host_offload.memory.kv_cache import Block
 from moejax.requests.request import Request
 from moejax.step.hooks import LayerTransfers
-from moejax.step.parts import PrefillBatch, StepOutput, StepShapes
+from moejax.step.parts import PrefillBatch, StepOutput, StepShapes, empty_prefill
 from pallas_kernels.stage import Entries
 
 
@@ -81,17 +81,7 @@ class Step:
 
 def prefill_batch(work: ScheduledWork, shapes: StepShapes) -> PrefillBatch:
     """What the step of the work's chunks is given."""
-    count = shapes.prefill_chunks
-    prefill = PrefillBatch(
-        tokens=np.zeros((count, shapes.chunk), np.int32),
-        row=np.zeros(count, np.int32),
-        start=np.zeros(count, np.int32),
-        skip=np.zeros(count, np.int32),
-        length=np.zeros(count, np.int32),
-        count=np.int32(len(work.chunks)),
-        last=np.full(shapes.rows, -1, np.int32),
-        targets=np.zeros((count, shapes.chunk), np.int32),
-    )
+    prefill = empty_prefill(shapes)._replace(count=np.int32(len(work.chunks)))
     for i, chunk in enumerate(work.chunks):
         request, end = chunk.request, chunk.start + chunk.length
         prefill.tokens[i, : chunk.length] = request.tokens(chunk.start, end)

@@ -25,18 +25,6 @@ if TYPE_CHECKING:
 
     from moejax.serve.llm import LLM
 
-__all__ = [
-    "DEFAULT_WINDOW",
-    "Cost",
-    "Likelihood",
-    "PerplexityResult",
-    "TextLikelihood",
-    "Window",
-    "check_windows",
-    "perplexity",
-    "sliding_windows",
-]
-
 DEFAULT_WINDOW = 2048
 """Tokens, where the model has room for so many: what papers on compressed models mostly use."""
 
@@ -309,17 +297,14 @@ def _score(engine: Engine, texts: Sequence[_Encoded], report: Callable[[int], No
             running[:] = [s for s in running if not s.finished]
     seconds = time.perf_counter() - began
     counts = {name: statistics.paging[name] - count for name, count in paging.items()}
+    counts |= {f"{name}_bytes": statistics.moved[name] - count for name, count in moved.items()}
     return Cost(
         seconds=seconds,
         compile_s=compile_s,
         computed_tokens=computed,
         prefill_steps=statistics.steps["prefill"] - prefill_steps,
-        activations=counts["active"],
-        hits=counts["hits"],
-        fills=counts["fills"],
-        read_through=counts["read_through"],
-        fill_bytes=statistics.moved["fill"] - moved["fill"],
-        read_through_bytes=statistics.moved["read_through"] - moved["read_through"],
+        activations=counts.pop("active"),
+        **counts,
     )
 
 

@@ -34,24 +34,28 @@ class ExpertInputs:
     tokens: int
     digest: str
 
-    def layer(self, layer: int) -> tuple[np.ndarray, np.ndarray]:
-        """(inputs float32[N, D], ids int16[N, k]) of all tokens in a MoE layer. Raises UserError
-        where an input is beyond float16."""
-        chunks = self.trace.chunks
-        inputs = [chunk.array("token.gate_input")[:, layer] for chunk in chunks]
-        ids = [chunk.array("token.ids")[:, layer] for chunk in chunks]
-        found = np.concatenate(inputs).astype(np.float32)
-        if not np.isfinite(found).all():
-            raise UserError(
-                f"inputs of MoE layer {layer} are beyond float16, in which they are recorded; use "
-                "quantizer rtn or mse"
-            )
-        return found, np.concatenate(ids)
 
-    def inside(self, inputs: np.ndarray, gate: np.ndarray, up: np.ndarray) -> np.ndarray:
-        """float32[n, I], what an expert's down sees of inputs [n, D]. gate, up: float32[I, D]."""
-        gated = np.asarray(ACTIVATIONS[self.hidden_act](jnp.asarray(inputs @ gate.T)))
-        return gated * (inputs @ up.T)
+def layer_inputs(
+    trace: Trace, layer: int, otherwise: str
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(inputs float16[N, D], ids int16[N, k], weights float[N, k]) of all tokens in a MoE layer.
+    Raises UserError, with what to do otherwise, where an input is beyond float16."""
+    inputs, ids, weights = (
+        np.concatenate([chunk.array(f"token.{name}")[:, layer] for chunk in trace.chunks])
+        for name in ("gate_input", "ids", "weights")
+    )
+    if not np.isfinite(inputs).all():
+        raise UserError(
+            f"inputs of MoE layer {layer} are beyond float16, in which they are recorded; "
+            f"{otherwise}"
+        )
+    return inputs, ids, weights
+
+
+def inside(inputs: np.ndarray, gate: np.ndarray, up: np.ndarray, hidden_act: str) -> np.ndarray:
+    """float32[n, I], what an expert's down sees of inputs [n, D]. gate, up: float32[I, D]."""
+    gated = np.asarray(ACTIVATIONS[hidden_act](jnp.asarray(inputs @ gate.T)))
+    return gated * (inputs @ up.T)
 
 
 @contextlib.contextmanager
@@ -81,15 +85,15 @@ def gptq_records(
     """uint16[E, rows, D]: a MoE layer's experts by host_offload.versions.gptq, each for what it
     sees of the texts. weights: [E, 3·I, D]. Raises EncodingError for weights that no scale
     holds."""
-    seen, ids = inputs.layer(layer)
+    seen, ids, _ = layer_inputs(inputs.trace, layer, "use quantizer rtn or mse")
     records = np.empty((len(weights), fmt.rows, fmt.hidden), np.uint16)
 
     def one(expert: int) -> str | None:
         matrices = to_float32(weights[expert]).reshape(3, fmt.width, fmt.hidden)
         if not np.isfinite(matrices).all():
             return "weights are NaN or infinite"
-        mine = seen[(ids == expert).any(1)]
-        hidden = inputs.inside(mine, matrices[0], matrices[1])
+        mine = seen[(ids == expert).any(1)].astype(np.float32)
+        hidden = inside(mine, matrices[0], matrices[1], inputs.hidden_act)
         try:
             pack_quantized(gptq_expert(matrices, mine, hidden, fmt), fmt, records[expert])
         except UnquantizableError as error:

@@ -5,28 +5,25 @@ from __future__ import annotations
 import dataclasses
 import os
 import pathlib
-from collections.abc import Iterator
 
-import jax.numpy as jnp
 import numpy as np
 
 from host_offload.control.interface import routed_counts
-from host_offload.control.rules import PolicyError, parse_interval
-from host_offload.control.step_record import StepRecord
+from host_offload.control.rules import parse_interval
+from host_offload.policies.precision.dynaexq import DynaExq
 from host_offload.policies.precision.maps import top_map
 from host_offload.policies.precision.names import precision_of
 from host_offload.traces.reader import Trace
 from host_offload.versions.encoders import decode
 from host_offload.versions.quantizers import to_float32
 from host_offload.versions.store_versions import as_weights, read_records
-from moejax.checkpoints.formats import checkpoint_format
-from moejax.checkpoints.load import load_checkpoint
+from moejax.checkpoints.load import checkpoint_format, load_checkpoint
 from moejax.checkpoints.loaded_model import LoadedModel
 from moejax.checkpoints.orbax.manifest import MANIFEST, read_manifest
 from moejax.checkpoints.versions import with_versions
-from moejax.errors import UserError
+from moejax.errors import UserError, user_errors
+from moejax.evaluate.expert_inputs import inside, layer_inputs
 from moejax.models.directory import checkpoint_directory
-from pallas_kernels.expert_ffn.activation import ACTIVATIONS
 from pallas_kernels.records.format import BITS
 
 TOKENS = 48
@@ -51,37 +48,13 @@ def expert_scores(trace: Trace, alpha: float, interval: str) -> ExpertScores:
     alpha, interval: as of host_offload.policies.precision.dynaexq. Raises UserError for settings
     that are out of range and where no interval ended.
     """
-    if not 0 <= alpha < 1:
-        raise UserError(f"alpha must lie from 0 to below 1, not {alpha}")
-    try:
-        every, unit = parse_interval(interval, "DynaExq")
-    except PolicyError as error:
-        raise UserError(str(error)) from error
-    shape = trace.header.layers, trace.header.experts
-    counts, since = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
-    scores, ended, passed = np.zeros(shape), 0, 0.0
-    whole = 0
-    for step, passed in _passed(trace, unit):
-        found = routed_counts(step.ids, trace.header.experts)
-        counts += found
-        since += found
-        # A step of several intervals counts as one, as in the engine.
-        if passed // every > whole:
-            whole, ended = int(passed // every), ended + 1
-            scores = alpha * scores + (1 - alpha) * since
-            since = np.zeros(shape, np.int64)
-    if not ended:
-        raise UserError(
-            f"the trace has {passed:g} {unit}, less than an interval of {interval}; give a shorter "
-            "--interval, the same as for the run to come"
-        )
-    return ExpertScores(counts, scores, ended)
-
-
-def _passed(trace: Trace, unit: str) -> Iterator[tuple[StepRecord, float]]:
-    """The steps, each with how many units there were until it was read."""
+    with user_errors():
+        DynaExq(alpha)  # which refuses what it cannot have
+        every, unit = parse_interval(interval, DynaExq.__name__)
     if unit == "seconds" and {"step.start_s", "step.read_s"} & {*trace.header.absent}:
         raise UserError("the trace has no times; give --interval in tokens or steps")
+    counts = since = np.zeros((trace.header.layers, trace.header.experts), np.int64)
+    scores, ended, whole = np.zeros(counts.shape), 0, 0
     passed, origin = 0.0, None
     for step in trace.step_traces():
         if unit == "seconds":
@@ -89,7 +62,19 @@ def _passed(trace: Trace, unit: str) -> Iterator[tuple[StepRecord, float]]:
             passed = step.read_s - origin
         else:
             passed += len(step.ids) if unit == "tokens" else 1
-        yield step, passed
+        found = routed_counts(step.ids, trace.header.experts)
+        counts, since = counts + found, since + found
+        # A step of several intervals counts as one, as in the engine.
+        if passed // every > whole:
+            whole, ended = int(passed // every), ended + 1
+            scores = alpha * scores + (1 - alpha) * since
+            since = np.zeros_like(counts)
+    if not ended:
+        raise UserError(
+            f"the trace has {passed:g} {unit}, less than an interval of {interval}; give a shorter "
+            "--interval, the same as for the run to come"
+        )
+    return ExpertScores(counts, scores, ended)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,19 +106,16 @@ def error_weights(
     name_map: see load_checkpoint. Raises UserError for what is no pair of versions with a lossy low
     one, for a model without what is needed, and as load_checkpoint and with_versions do.
     """
-    try:
+    with user_errors():
         precision_of("dynaexq", hi=hi, lo=lo)
-    except ValueError as error:
-        raise UserError(str(error)) from error
     if lo not in BITS:
         raise UserError(f"{lo} has the bits of dense, so it makes no errors; leave --model out")
     if not trace.header.gate_input:
         return ErrorWeights(_of_weights(checkpoint_directory(model), hi, lo), "weights")
-    lossy = tuple(version for version in (hi, lo) if version in BITS)
     dtype = trace.header.spec.get("dtype", "auto")
-    versions = ("dense", *lossy)
+    versions = ("dense", *(version for version in (hi, lo) if version in BITS))
     loaded = load_checkpoint(model, dtype, step=step, name_map=name_map, versions=versions)
-    loaded = with_versions(loaded, ("dense", *lossy), quantizer=quantizer)
+    loaded = with_versions(loaded, versions, quantizer=quantizer)
     errors = _of_outputs(loaded, trace)
     return ErrorWeights(np.maximum(errors[lo] - errors.get(hi, 0.0), 0.0), "outputs")
 
@@ -159,22 +141,14 @@ def _of_outputs(loaded: LoadedModel, trace: Trace) -> dict[str, np.ndarray]:
     """Lossy version → float64[L, E]."""
     store, config = loaded.store, loaded.config
     count, experts = store.arrays["dense"].shape[:2]
-    formats = {v: store.layouts[v].format for v in store.arrays if v in BITS}
+    formats = {v: store.layouts[v] for v in store.arrays if v in BITS}
     errors = {version: np.full((count, experts), np.nan) for version in formats}
     for layer in range(count):
-        inputs, ids, shares = (
-            np.concatenate([chunk.array(f"token.{name}")[:, layer] for chunk in trace.chunks])
-            for name in ("gate_input", "ids", "weights")
-        )
+        inputs, ids, shares = layer_inputs(trace, layer, "record a trace without gate_input")
         for expert in np.unique(ids).tolist():
             row, place = np.nonzero(ids == expert)
             chosen = np.unique(np.linspace(0, len(row) - 1, TOKENS).astype(int))
             seen = inputs[row[chosen]].astype(np.float32)
-            if not np.isfinite(seen).all():
-                raise UserError(
-                    f"inputs of MoE layer {layer} are beyond float16, in which they are recorded; "
-                    "record a trace without gate_input"
-                )
             share = shares[row[chosen], place[chosen]].astype(np.float64)[:, None]
             records = read_records(store.arrays["dense"], layer, expert, 1)
             weights = as_weights(records, store.layouts["dense"], loaded.dtype)
@@ -189,8 +163,7 @@ def _of_outputs(loaded: LoadedModel, trace: Trace) -> dict[str, np.ndarray]:
 def _output(inputs: np.ndarray, weights: np.ndarray, hidden_act: str) -> np.ndarray:
     """float32[n, D]: what an expert makes of inputs [n, D]. weights: [1, 3·I, D]."""
     gate, up, down = np.split(to_float32(weights[0]), 3)
-    gated = np.asarray(ACTIVATIONS[hidden_act](jnp.asarray(inputs @ gate.T)))
-    return (gated * (inputs @ up.T)) @ down
+    return inside(inputs, gate, up, hidden_act) @ down
 
 
 def _filled(errors: np.ndarray) -> np.ndarray:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+import itertools
 import os
 import subprocess
 import sys
@@ -21,19 +23,14 @@ from moejax.checkpoints.random_model import random_model, shape
 from moejax.device import select_device
 from moejax.engine.loop import Engine
 from moejax.errors import UserError
-from moejax.models.config import ModelConfig
 from moejax.requests.sampling_params import SamplingParams
 from moejax.start.build import start_engine
 from moejax.start.kernels import kernel_shapes
 from moejax.start.options import Options
 from pallas_kernels import resolve_ops
-from pallas_kernels.records import RecordFormat
-from pallas_kernels.records.versions import Formats, VersionFormats
 from pallas_kernels.triton import is_interpreted
 from pallas_kernels.verification import Unverified, checks, load_table, write_table
 from pallas_kernels.verification.table import entry, file_name, measured
-
-PARTS = ("kernels", "bits", "engine")
 
 TESTS_OF_BITS = "tests/moejax/engine/test_same_bits.py"
 
@@ -48,10 +45,10 @@ def check_device(
     layers: int | None,
     steps: int,
 ) -> int:
-    """Runs these of PARTS on jax's first device and prints what they find; returns how many checks
-    failed. shapes, dtypes, tables: of `kernels`, as check_kernels. engine_shape, layers, steps: of
-    `engine`, as check_engine. Raises UserError where there is no GPU, and for `bits` outside of a
-    checkout."""
+    """Runs these parts on jax's first device and prints what they find; returns how many checks
+    failed. parts: `kernels`, with shapes, dtypes and tables as check_kernels; `bits`; `engine`,
+    with engine_shape, layers and steps as check_engine. Raises UserError where there is no GPU, and
+    for `bits` outside of a checkout."""
     tests = Path(moejax.__file__).parent.parent
     if "bits" in parts and not (tests / TESTS_OF_BITS).exists():
         raise UserError(f"bits runs {TESTS_OF_BITS} of a checkout of moejax; leave it out here")
@@ -71,28 +68,18 @@ def check_device(
     return failures
 
 
-VERSIONS = (
-    None,
-    *((version,) for version in ("int8", "int4", "int2", "lossless12")),
-    *(("dense", lo) for lo in ("int8", "int4", "int2")),
-    *(("int8", "int4"), ("int4", "int2"), ("lossless12", "int4")),
-    (("dense", "lossless12"),),
-    (("dense", "lossless12"), ("dense", "dense")),
-    (("dense", "lossless12"), "int4"),
+DENSE, INT8, INT4, INT2, LOSSLESS = (
+    (name, name) for name in ("dense", "int8", "int4", "int2", "lossless12")
 )
-"""What runs have: one version, pairs of tiers, lossless12 in transit (with layers that it cannot
-hold). A pair: in a cell, in the store; None: dense alone."""
-
-
-def formats_of(versions: tuple | None, config: ModelConfig, dtype: str) -> Formats | None:
-    """The formats of a run with these versions."""
-    if versions is None:
-        return None
-    size = config.hidden_size, config.moe_intermediate_size, dtype
-    pairs = ((version,) * 2 if isinstance(version, str) else version for version in versions)
-    return tuple(
-        VersionFormats(RecordFormat(cell, *size), RecordFormat(held, *size)) for cell, held in pairs
-    )
+IN_TRANSIT = ("dense", "lossless12")
+VERSIONS = (
+    *((version,) for version in (DENSE, INT8, INT4, INT2, LOSSLESS)),
+    *((DENSE, lo) for lo in (INT8, INT4, INT2)),
+    *((INT8, INT4), (INT4, INT2), (LOSSLESS, INT4)),
+    *((IN_TRANSIT,), (IN_TRANSIT, DENSE), (IN_TRANSIT, INT4)),
+)
+"""ModelShape.versions that runs have: one version, pairs of tiers, lossless12 in transit (with
+layers that it cannot hold)."""
 
 
 def check_kernels(device: jax.Device, shapes: list[str], dtypes: list[str], tables: Path) -> int:
@@ -102,34 +89,30 @@ def check_kernels(device: jax.Device, shapes: list[str], dtypes: list[str], tabl
     entries = load_table(path)
     seen: set[str] = set()
     failed = 0
-    for name in shapes:
+    for name, dtype in itertools.product(shapes, dtypes):
         config = shape(name)
-        for dtype in dtypes:
-            layout = config.slot_layout(itemsize=2)
-            ops = resolve_ops("auto", platform="gpu", dtype=dtype)
-            kernels = [
-                kernel
-                for versions in VERSIONS
-                if dtype == "bfloat16" or "lossless12" not in str(versions)
-                for kernel in kernel_shapes(
-                    config, dtype, layout, formats_of(versions, config, dtype)
-                )
-            ]
-            for check in (c for kernel in kernels for c in checks(kernel, ops, device)):
-                if check.key in seen:
-                    continue
-                seen.add(check.key)
-                began = time.perf_counter()
-                try:
-                    error = measured(check, device)
-                except Unverified as problem:
-                    failed += 1
-                    entries.pop(check.key, None)
-                    print(f"WRONG {check.key}: {problem}", flush=True)
-                    continue
-                entries[check.key] = entry(check, error, device)
-                seconds = time.perf_counter() - began
-                print(f"ok    {check.key}: {error:.1e}, {seconds:.1f} s", flush=True)
+        ops = resolve_ops("auto", platform="gpu", dtype=dtype)
+        kernels = [
+            dataclasses.replace(kernel, versions=versions)
+            for versions in VERSIONS
+            if dtype == "bfloat16" or "lossless12" not in str(versions)
+            for kernel in kernel_shapes(config, dtype, config.slot_layout(itemsize=2))
+        ]
+        for check in (c for kernel in kernels for c in checks(kernel, ops, device)):
+            if check.key in seen:
+                continue
+            seen.add(check.key)
+            began = time.perf_counter()
+            try:
+                error = measured(check, device)
+            except Unverified as problem:
+                failed += 1
+                entries.pop(check.key, None)
+                print(f"WRONG {check.key}: {problem}", flush=True)
+                continue
+            entries[check.key] = entry(check, error, device)
+            seconds = time.perf_counter() - began
+            print(f"ok    {check.key}: {error:.1e}, {seconds:.1f} s", flush=True)
     write_table(path, device, entries)
     print(f"{len(entries)} checked configurations in {path}")
     return failed
@@ -155,20 +138,19 @@ def check_engine(device: jax.Device, name: str, layers: int | None, steps: int) 
         print(f"the engine does not start: {error}")
         loaded.store.delete()
         return 1
-    print(
-        f"{name}, {config.num_hidden_layers} layers: {time.perf_counter() - began:.0f} s to start"
-    )
+    took = time.perf_counter() - began
+    print(f"{name}, {config.num_hidden_layers} layers: {took:.0f} s to start")
     budget = plan.budget
     print("; ".join(budget.notes), engine.runner.ops)
     experts = config.num_experts
-    digests, failed = {}, 0
+    wanted, failed = None, 0
     for cells in (experts, experts // 2, experts // 8, 0):
         began = time.perf_counter()
         engine.set_budget([cells] * config.num_hidden_layers, budget.kv_slots)
-        digests[cells] = _digest(engine, steps)
-        same = digests[cells] == digests[experts]
+        found = _digest(engine, steps)
+        wanted = wanted or found
+        same, faults = found == wanted, engine.runner.faults()
         failed += not same
-        faults = engine.runner.faults()
         failed += bool(faults)
         print(
             f"{cells} cells a layer: {steps} steps in {time.perf_counter() - began:.1f} s, "
@@ -177,7 +159,7 @@ def check_engine(device: jax.Device, name: str, layers: int | None, steps: int) 
         )
     # The same requests among 50 others: decode runs in its larger buckets of rows.
     engine.set_budget([experts] * config.num_hidden_layers, budget.kv_slots)
-    same = _digest(engine, steps, company=50) == digests[experts]
+    same = _digest(engine, steps, company=50) == wanted
     print(f"among 50 other requests: bits {'equal' if same else 'DIFFERENT'}")
     failed += not same
     engine.runner.delete()

@@ -13,16 +13,13 @@ import numpy as np
 
 from host_offload.versions.encoders import EncodingError, encode
 from host_offload.versions.quantizers import QUANTIZERS, rtn
-from moejax.checkpoints.conversion_source import Source, open_source
+from moejax.checkpoints.conversion_source import Source, open_source, orbax_source
 from moejax.checkpoints.convert import Conversion, Encoding, free_destination, write_checkpoint
-from moejax.checkpoints.formats import checkpoint_format
+from moejax.checkpoints.load import checkpoint_format
 from moejax.checkpoints.orbax.manifest import MANIFEST, read_manifest
-from moejax.checkpoints.orbax.source import orbax_source
-from moejax.checkpoints.safetensors.shards import find_shards
 from moejax.checkpoints.versions import GPTQ, LOSSLESS, check_quantizer, check_versions
 from moejax.errors import UserError
 from moejax.evaluate.expert_inputs import ExpertInputs, expert_inputs, gptq_records
-from moejax.models.config import load_config
 from moejax.models.directory import checkpoint_directory
 from pallas_kernels.records.format import MATRICES
 
@@ -95,7 +92,7 @@ def quantize(
     opened = _open_source(src)
     if "dense" in versions:
         raise UserError("dense is always written; name the versions to be made from it")
-    check_versions(opened.layout, opened.dtype, versions)
+    check_versions(opened.layout(), opened.dtype, versions)
     dst = free_destination(destination)
     with contextlib.ExitStack() as stack:
         inputs = None
@@ -110,14 +107,14 @@ def quantize(
     written = {
         version: WrittenVersion(
             encoding.quantizer,
-            encoding.layout.nbytes,
+            opened.layout(version).nbytes,
             manifest.errors[version],
             manifest.dense_layers.get(version, ()),
             float(np.mean(spent[version])) if spent[version] else None,
         )
         for version, encoding in encodings.items()
     }
-    return Quantization(conversion, opened.layout.nbytes, written)
+    return Quantization(conversion, opened.layout().nbytes, written)
 
 
 def _open_source(directory: pathlib.Path) -> Source:
@@ -125,7 +122,7 @@ def _open_source(directory: pathlib.Path) -> Source:
     if kind == "moejax-orbax":
         return orbax_source(directory)
     if kind == "safetensors":
-        return open_source(directory, load_config(directory), find_shards(directory), "auto")
+        return open_source(directory, "auto")
     raise UserError(
         f"{directory}: its format is {kind}; quantize reads safetensors checkpoints and what "
         "moejax convert wrote"
@@ -140,8 +137,7 @@ def _encoding(
     spent: list[float],
 ) -> Encoding:
     """spent: gets the seconds of a matrix, of each layer that is made."""
-    layout = dataclasses.replace(source.layout, version=version, dtype=source.dtype)
-    fmt, named = layout.format, quantizer
+    fmt, named = source.layout(version), quantizer
     if not fmt.lossy:
         named = LOSSLESS
     elif inputs is not None:
@@ -149,15 +145,11 @@ def _encoding(
 
     def encoded(layer: int, weights: np.ndarray) -> np.ndarray:
         began = time.perf_counter()
-        records = made(layer, weights)
-        spent.append((time.perf_counter() - began) / (len(MATRICES) * len(weights)))
-        return records
-
-    def made(layer: int, weights: np.ndarray) -> np.ndarray:
         try:
             if inputs is not None and fmt.lossy:
-                return gptq_records(weights, fmt, inputs, layer)
-            return encode(weights, fmt, QUANTIZERS.get(quantizer, rtn))
+                records = gptq_records(weights, fmt, inputs, layer)
+            else:
+                records = encode(weights, fmt, QUANTIZERS.get(quantizer, rtn))
         except EncodingError as error:
             if not fmt.lossy:
                 raise
@@ -165,5 +157,7 @@ def _encoding(
                 f"{source.directory}: {version} cannot hold expert {error.experts[0]} of MoE layer "
                 f"{layer}: {error.reason}; leave this version out"
             ) from None
+        spent.append((time.perf_counter() - began) / (len(MATRICES) * len(weights)))
+        return records
 
-    return Encoding(layout, named, encoded)
+    return Encoding(named, encoded)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import importlib.metadata
 from collections.abc import Sequence
 from typing import Any
 
+from moejax.checkpoints.convert import installed_version
 from moejax.evaluate.evaluation import Likelihood, PerplexityResult, TextLikelihood
 from moejax.models.model_config import config_digest
 from moejax.serve.llm import LLM
@@ -37,7 +37,7 @@ def result_json(llm: LLM, result: PerplexityResult) -> dict[str, Any]:
                 "quantizers": stats["precision"]["quantizers"],
             },
         },
-        "versions": {name: _version(name) for name in _VERSIONS},
+        "versions": {name: installed_version(name) for name in _VERSIONS},
         "device": stats["device"],
         "ops": stats["ops"],
         "prefill_tokens": scheduler.prefill_chunks * scheduler.chunk,
@@ -75,10 +75,3 @@ def _figures(found: Likelihood) -> dict[str, Any]:
 def _data_digest(texts: Sequence[TextLikelihood]) -> str:
     """Names the texts in their order: SHA-256 of their digests, a line each."""
     return hashlib.sha256("".join(f"{text.sha256}\n" for text in texts).encode()).hexdigest()
-
-
-def _version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:  # moejax, run from its source
-        return "unknown"

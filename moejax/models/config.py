@@ -8,8 +8,7 @@ import os
 from moejax.errors import UserError
 from moejax.models.directory import checkpoint_directory, read_json
 from moejax.models.families import FAMILIES
-from moejax.models.family import Family
-from moejax.models.fields import Fields, token_ids
+from moejax.models.family import Family, Fields, token_ids
 from moejax.models.model_config import ModelConfig
 
 

@@ -3,10 +3,212 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from moejax.models.fields import Fields
+from moejax.errors import UserError
+from moejax.models.json_values import is_integer, is_number
 from moejax.models.model_config import ModelConfig
+from moejax.models.rope import LARGEST, parse_rope
+
+ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
+DTYPES = ("bfloat16", "float16", "float32")
+
+_MOST = 2**31 - 1
+MOST = {
+    "num_hidden_layers": 4096,
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 2**16),
+}
+"""Fields whose number of things is built while reading: a hostile one must not fill the memory."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Fields:
+    """raw: the parsed config.json. source: the file's name, for messages. Every method raises
+    UserError, naming the field, for a value of the wrong type or out of range."""
+
+    raw: dict
+    source: str
+
+    def refuse(self, message: str) -> UserError:
+        """The error to raise, with the file's name in front."""
+        return UserError(f"{self.source}: {message}")
+
+    def has(self, key: str) -> bool:
+        """Whether the field is there and not null."""
+        return self.raw.get(key) is not None
+
+    def integer(self, key: str, default: int | None, least: int = 1) -> int:
+        """default None: the field must be there."""
+        value = self.raw.get(key, default)
+        if not is_integer(value):
+            raise self.refuse(f"{key} must be an integer, not {value!r}")
+        if value < least:
+            raise self.refuse(f"{key} must be at least {least}, not {value}")
+        if value > MOST.get(key, _MOST):
+            raise self.refuse(f"{key} must be at most {MOST.get(key, _MOST)}, not {value}")
+        return value
+
+    def optional_integer(self, key: str, default: int | None = None, least: int = 1) -> int | None:
+        """None where the field is null, or absent without a default."""
+        if self.raw.get(key, default) is None:
+            return None
+        return self.integer(key, default, least)
+
+    def number(self, key: str, default: float, least: float = 0.0) -> float:
+        """A number from `least` to LARGEST."""
+        value = self.raw.get(key, default)
+        if not is_number(value) or not least <= value <= LARGEST:
+            bound = "zero" if least == 0 else f"{least:g}"
+            raise self.refuse(
+                f"{key} must be a number from {bound} up, at most {LARGEST:g}, not {value!r}"
+            )
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self.raw.get(key, default)
+        if not isinstance(value, bool):
+            raise self.refuse(f"{key} must be true or false, not {value!r}")
+        return value
+
+    def only(self, key: str, *values: Any) -> None:
+        """Refuses the field unless it is absent, null or one of the values."""
+        value = self.raw.get(key)
+        if value is not None and not any(value == v and type(value) is type(v) for v in values):
+            wanted = " or ".join(repr(v) for v in values)
+            raise self.refuse(f"{key} {value!r} is not implemented for this model, only {wanted}")
+
+    def alias(self, first: str, second: str) -> Any:
+        """The value under either name; UserError if they differ."""
+        values = {key: self.raw[key] for key in (first, second) if self.has(key)}
+        if len(values) == 2 and values[first] != values[second]:
+            raise self.refuse(
+                f"{first} ({values[first]!r}) contradicts {second} ({values[second]!r})"
+            )
+        return next(iter(values.values()), None)
+
+    def experts(self, first: str, second: str, default: int) -> int:
+        """The number of experts, under either name."""
+        self.alias(first, second)
+        return self.integer(first if self.has(first) else second, default, least=0)
+
+    def activation(self) -> str:
+        name = self.raw.get("hidden_act", "silu")
+        name = "silu" if name == "swish" else name
+        if not isinstance(name, str) or name not in ACTIVATIONS:
+            raise self.refuse(
+                f"hidden_act {name!r} is not supported; supported: swish, {', '.join(ACTIVATIONS)}"
+            )
+        return name
+
+    def heads(self, default: int, default_kv: int | None, hidden: int) -> dict[str, int]:
+        """num_attention_heads, num_key_value_heads and head_dim (hidden // heads if absent)."""
+        heads = self.integer("num_attention_heads", default)
+        kv = self.optional_integer("num_key_value_heads", default_kv) or heads
+        if heads % kv:
+            raise self.refuse(
+                f"num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({kv})"
+            )
+        derived = not self.has("head_dim")
+        head_dim = hidden // heads if derived else self.integer("head_dim", 0)
+        if head_dim < 2 or head_dim % 2:
+            origin = f", hidden_size {hidden} // num_attention_heads {heads}," if derived else ""
+            raise self.refuse(f"head_dim{origin} must be even and positive, not {head_dim}")
+        return dict(num_attention_heads=heads, num_key_value_heads=kv, head_dim=head_dim)
+
+    def routed(self, experts: int, default_top_k: int | None) -> dict[str, int]:
+        """num_experts and num_experts_per_tok, which fit together."""
+        top_k = self.integer("num_experts_per_tok", default_top_k)
+        if top_k > experts:
+            raise self.refuse(f"num_experts_per_tok ({top_k}) exceeds num_experts ({experts})")
+        return dict(num_experts=experts, num_experts_per_tok=top_k)
+
+    def integers(self, key: str) -> list[int]:
+        """A list of integers; empty if null or absent."""
+        value = self.raw.get(key)
+        value = [] if value is None else value
+        if not isinstance(value, list) or not all(map(is_integer, value)):
+            raise self.refuse(f"{key} must be a list of integers, not {value!r}")
+        return value
+
+    def layer_types(self, default: Sequence[bool]) -> tuple[bool, ...]:
+        """Per layer, whether it has the sliding window: layer_types, or the default."""
+        types = self.raw.get("layer_types")
+        if types is None:
+            return tuple(default)
+        known = {"full_attention": False, "sliding_attention": True}
+        if (
+            not isinstance(types, list)
+            or len(types) != len(default)
+            or not all(isinstance(t, str) and t in known for t in types)
+        ):
+            raise self.refuse(
+                f"layer_types must be {' or '.join(map(repr, known))} for each of {len(default)} "
+                f"layers, not {types!r}"
+            )
+        return tuple(known[t] for t in types)
+
+    def same_attention(self, window: int | None, layers: int) -> None:
+        """Refuses layer_types other than the one window (tokens; None: none) in every layer."""
+        everywhere = (window is not None,) * layers
+        if self.layer_types(everywhere) != everywhere:
+            wanted = "full_attention" if window is None else "sliding_attention"
+            raise self.refuse(
+                f"layer_types must be {wanted!r} for each of {layers} layers, as the sliding "
+                "window of this model is the same in every layer"
+            )
+
+    def window_everywhere(self, layers: int) -> int | None:
+        """sliding_window, of every layer."""
+        window = self.optional_integer("sliding_window")
+        self.same_attention(window, layers)
+        return window
+
+    def dtype(self) -> str | None:
+        name = self.alias("dtype", "torch_dtype")
+        if name is not None and (not isinstance(name, str) or name not in DTYPES):
+            raise self.refuse(f"dtype {name!r} is not supported; supported: {', '.join(DTYPES)}")
+        return name
+
+    def decoder(
+        self,
+        *,
+        eps: float,
+        max_positions: int,
+        vocabulary: int,
+        theta: float = 10_000.0,
+        eos: int | None = None,
+        mscales: bool = False,
+    ) -> dict[str, Any]:
+        """What every decoder has, under ModelConfig's names; the arguments are the family's
+        defaults. mscales: its longrope has short_mscale and long_mscale."""
+        longest = self.integer("max_position_embeddings", max_positions)
+        rope = parse_rope(self.raw, longest, self.source, theta=theta)
+        if not mscales and (rope.short_mscale, rope.long_mscale) != (None, None):
+            raise self.refuse(
+                "rope_parameters.short_mscale and long_mscale are not implemented for this model"
+            )
+        return dict(
+            vocab_size=self.integer("vocab_size", vocabulary),
+            hidden_act=self.activation(),
+            rms_norm_eps=self.number("rms_norm_eps", eps),
+            rope=rope,
+            tie_word_embeddings=self.flag("tie_word_embeddings", False),
+            max_position_embeddings=longest,
+            dtype=self.dtype(),
+            eos_token_ids=token_ids(self.raw.get("eos_token_id", eos), self.source),
+        )
+
+
+def token_ids(value: Any, source: str) -> tuple[int, ...]:
+    """eos_token_id: one, a list, or none."""
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(is_integer(i) and i >= 0 for i in ids):
+        raise UserError(
+            f"{source}: eos_token_id must be a token id or a list of them, not {value!r}"
+        )
+    return tuple(ids)
+
 
 Parts = tuple[tuple[str, tuple[int, ...]], ...]
 """Tensor names and shapes, in the order in which a parameter concatenates them."""
@@ -61,19 +263,13 @@ def feed_forward_params(
     config: ModelConfig, width: int, name: str = "mlp.", key: str = ""
 ) -> dict[str, Parts]:
     """gate, up and down of a gated feed-forward; key: in front of the parameters' names."""
-    hidden = config.hidden_size
+    hidden, into = config.hidden_size, (f"{name}gate_proj", f"{name}up_proj")
     params: dict[str, Parts] = {
-        f"{key}gate_up": (
-            (f"{name}gate_proj.weight", (width, hidden)),
-            (f"{name}up_proj.weight", (width, hidden)),
-        ),
+        f"{key}gate_up": tuple((f"{matrix}.weight", (width, hidden)) for matrix in into),
         f"{key}down": ((f"{name}down_proj.weight", (hidden, width)),),
     }
     if config.mlp_bias:
-        params[f"{key}gate_up_bias"] = (
-            (f"{name}gate_proj.bias", (width,)),
-            (f"{name}up_proj.bias", (width,)),
-        )
+        params[f"{key}gate_up_bias"] = tuple((f"{matrix}.bias", (width,)) for matrix in into)
         params[f"{key}down_bias"] = ((f"{name}down_proj.bias", (hidden,)),)
     return params
 

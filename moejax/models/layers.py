@@ -1,8 +1,9 @@
-"""Decoder layers over stacked parameters: what the model families are made of."""
+"""The decoder of every family: embedding, layers over stacked parameters, final norm and head."""
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,22 +26,6 @@ MLA_EPS = 1e-6
 """Epsilon of the norms inside latent attention: transformers' default, whatever rms_norm_eps is."""
 
 
-class Attention(Protocol):
-    """Decode's or prefill's reading of the pages."""
-
-    def __call__(
-        self,
-        q: jax.Array,
-        arena: jax.Array,
-        layer: jax.Array,
-        *,
-        window: int | None,
-        scale: float | None,
-    ) -> jax.Array:
-        """q [T, H, hd] -> [T, H·hd], of latent pages [T, H·latent]."""
-        ...
-
-
 class Tokens(NamedTuple):
     """The tokens a step computes, T rows of which the first `tiles` · row_tile are in use."""
 
@@ -54,7 +39,9 @@ class Tokens(NamedTuple):
     """int32: row tiles in use."""
     row_tile: int
     """Rows of one matrix product."""
-    attention: Attention
+    attention: Callable[..., jax.Array]
+    """Decode's or prefill's reading of the pages: (q [T, H, hd], arena, layer=, window=, scale=) ->
+    [T, H·hd], of latent pages [T, H·latent]."""
 
 
 class LayerStack(nnx.Module):
@@ -150,7 +137,7 @@ class LayerStack(nnx.Module):
             implementation=self.ops.kv_write,
         )
         layer, scale = self.first_layer + i, config.attention_scale
-        return tokens.attention(q, arena, layer, window=self.window, scale=scale), arena
+        return tokens.attention(q, arena, layer=layer, window=self.window, scale=scale), arena
 
     def _norm_projections(self, i, qkv, page):
         """qkv with q and k normalised, over as many values at once as the norms have: all heads
@@ -208,7 +195,7 @@ class LayerStack(nnx.Module):
 
         q = jnp.concatenate([by_head(q[..., :nope], keys.swapaxes(1, 2)), q_rope], axis=-1)
         layer, scale = self.first_layer + i, config.attention_scale
-        out = tokens.attention(q, arena, layer, window=self.window, scale=scale)
+        out = tokens.attention(q, arena, layer=layer, window=self.window, scale=scale)
         out = by_head(out.reshape(out.shape[0], heads, -1), values)
         return out.reshape(out.shape[0], -1), arena
 
@@ -272,3 +259,58 @@ def norm(
     if biases is None:
         return rms_norm(x, weights, layer, eps, implementation=ops.rms_norm)
     return layer_norm(x, weights, biases, layer, eps, implementation=ops.layer_norm)
+
+
+class Decoder(nnx.Module):
+    """The dense part of a model; routed experts live in the store and the arena.
+
+    params: the tree that moejax.checkpoints.load returns. ops: which implementation of each op
+    runs.
+    """
+
+    def __init__(self, config: ModelConfig, params: dict[str, Any], ops: Ops):
+        self.config, self.ops = config, ops
+        self.embedding = nnx.Param(params["embed"])
+        self.final_norm = nnx.Param(params["final_norm"])
+        self.final_norm_bias = _param(params, "final_norm_bias")
+        self.lm_head = _param(params, "lm_head")
+        self.lm_head_bias = _param(params, "lm_head_bias")
+        runs, moe_layer = [], 0
+        for run, of_run in zip(config.runs, params["runs"], strict=True):
+            stack = LayerStack(
+                config,
+                of_run,
+                first_layer=run.start,
+                first_moe_layer=moe_layer,
+                window=run.window,
+                ops=ops,
+            )
+            runs.append(stack)
+            moe_layer += stack.size if stack.is_moe else 0
+        self.runs = nnx.List(runs)
+
+    def embed(self, tokens: jax.Array) -> jax.Array:
+        """tokens int32[...] -> [..., D]."""
+        return self.embedding[...][tokens]
+
+    def logits(self, x: jax.Array, row_tile: int) -> jax.Array:
+        """Hidden states [T, D] after the last layer -> float32 logits [T, V]. row_tile: rows of
+        one matrix product."""
+        with jax.named_scope("logits"):
+            weight, bias = self.final_norm[...][None], self.final_norm_bias
+            bias = None if bias is None else bias[...][None]
+            x = norm(x, weight, bias, 0, self.config.rms_norm_eps, self.ops)
+            head = self.embedding if self.lm_head is None else self.lm_head
+            return linear(
+                x,
+                head[...][None],
+                0,
+                None if self.lm_head_bias is None else self.lm_head_bias[...][None],
+                row_tile=row_tile,
+                out_dtype=jnp.float32,
+                implementation=self.ops.linear,
+            )
+
+
+def _param(params: dict[str, Any], key: str) -> nnx.Param | None:
+    return nnx.Param(params[key]) if key in params else None

@@ -7,8 +7,9 @@ import hashlib
 import json
 from collections.abc import Sequence
 
-from host_offload.memory.layout import ExpertLayout, SlotLayout, slot_layout
+from host_offload.memory.layout import SlotLayout, default_dtype, slot_layout
 from moejax.models.rope import Rope
+from pallas_kernels.records import RecordFormat
 from pallas_kernels.route import RouteRule
 
 
@@ -143,9 +144,10 @@ class ModelConfig:
         """Values of a KV row that are the latent; 0: keys and values have rows of their own."""
         return self.mla.kv_lora_rank if self.mla else 0
 
-    def expert_layout(self, itemsize: int) -> ExpertLayout:
+    def expert_layout(self, itemsize: int) -> RecordFormat:
         """The dense record of one expert. itemsize: bytes of a weight."""
-        return ExpertLayout(self.hidden_size, self.moe_intermediate_size, itemsize)
+        dtype = default_dtype(itemsize)
+        return RecordFormat("dense", self.hidden_size, self.moe_intermediate_size, dtype)
 
     def slot_layout(
         self,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,17 @@ from moejax.models.json_values import is_integer, is_number
 
 LARGEST = 1e30
 """The largest number of a config; a float32 still holds it. JSON's integers have no end."""
+
+_NUMBERS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"),
+    "longrope": ("factor", "attention_factor", "short_mscale", "long_mscale"),
+}
+"""The numbers among Rope's fields that a type reads, beside theta and the context length."""
+
+ROPE_TYPES = tuple(_NUMBERS)
 
 _REFUSED_TYPES = {
     "dynamic": "its frequencies depend on the length of the sequence, so cached keys would change",
@@ -85,7 +95,7 @@ def parse_rope(
     thetas = [t["rope_theta"] for t in (new, old, raw) if t.get("rope_theta") is not None]
     if any(theta != thetas[0] for theta in thetas):
         raise UserError(f"{source}: contradicting values of rope_theta: {thetas}")
-    table["rope_theta"] = thetas[0] if thetas else None
+    table["rope_theta"] = thetas[0] if thetas else theta
     for partial in (raw.get("partial_rotary_factor"), table.get("partial_rotary_factor")):
         if partial is not None and partial != 1:
             raise UserError(
@@ -93,122 +103,67 @@ def parse_rope(
                 "only whole heads are rotated"
             )
     kind = table.get("rope_type", "default")
-    if not isinstance(kind, str) or kind not in _FIELDS_OF:
+    if not isinstance(kind, str) or kind not in _NUMBERS:
         why = _REFUSED_TYPES.get(kind, "unknown") if isinstance(kind, str) else "not a name"
         raise UserError(
             f"{source}: rope type {kind!r} is not supported ({why}); "
             f"supported: {', '.join(ROPE_TYPES)}"
         )
-    original = 0
-    if kind not in _WITHOUT_LENGTH:
+    fields: dict[str, Any] = {"theta": _number(table, "rope_theta", source, above=1.0)}
+    if kind not in ("default", "linear"):  # which read no length, whatever it is
         original = _original_length(raw, table, max_position_embeddings, source)
-    given = _Given(table, kind, source, max_position_embeddings, original)
-    return Rope(
-        theta=given.required("rope_theta", theta, above=1.0),
-        type=kind,
-        original_max_position_embeddings=original,
-        **_FIELDS_OF[kind](given),
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Given:
-    """rope_parameters of one kind, read with their types checked. longest, original: tokens, of the
-    model and before scaling; 0 where the kind does not use them."""
-
-    table: dict[str, Any]
-    kind: str
-    source: str
-    longest: int
-    original: int
-
-    def optional(self, field: str, above: float = 0.0, zero: bool = False) -> float | None:
-        value = self.table.get(field)
-        if value is None:
-            return None
-        where = f"{self.source}: rope_parameters.{field}"
-        if not is_number(value):
-            raise UserError(f"{where} must be a number, not {value!r}")
-        if not (above < value <= LARGEST or (zero and value == 0)):
-            bounds = f"above {above:g}, at most {LARGEST:g}{', or 0' if zero else ''}"
-            raise UserError(f"{where} must be a number {bounds}, not {value!r}")
-        return float(value)
-
-    def required(self, field: str, default: float | None = None, above: float = 0.0) -> float:
-        value = self.optional(field, above)
-        value = default if value is None else value
-        if value is None:
-            raise self.lacks(field)
-        return value
-
-    def lacks(self, field: str, what: str = "") -> UserError:
-        return UserError(
-            f"{self.source}: rope type {self.kind!r} needs rope_parameters.{field}{what}"
-        )
-
-    def factors(self, field: str) -> tuple[float, ...]:
-        values = self.table.get(field)
-        numbers = isinstance(values, list) and all(
-            is_number(v) and 0 < v <= LARGEST for v in values
-        )
-        if not numbers or not values:
-            raise self.lacks(field, f", a list of numbers above 0, not {values!r}")
-        return tuple(float(v) for v in values)
-
-
-def _longrope_fields(given: _Given) -> dict[str, Any]:
-    return dict(
+        fields["original_max_position_embeddings"] = original
         # A factor of null means the ratio of the context lengths, as in transformers.
-        factor=given.optional("factor") or given.longest / given.original,
-        attention_factor=given.optional("attention_factor"),
-        short_factor=given.factors("short_factor"),
-        long_factor=given.factors("long_factor"),
-        short_mscale=given.optional("short_mscale"),
-        long_mscale=given.optional("long_mscale"),
-    )
+        fields["factor"] = max_position_embeddings / original
+    return Rope(type=kind, **fields | _scaling(table, kind, source))
 
 
-def _llama3_fields(given: _Given) -> dict[str, Any]:
-    low, high = given.required("low_freq_factor"), given.required("high_freq_factor")
-    if high <= low:
+def _scaling(table: dict[str, Any], kind: str, source: str) -> dict[str, Any]:
+    """What a table of this type says of the scaling, under Rope's names; no null."""
+
+    def lacks(field: str, what: str = "") -> UserError:
+        return UserError(f"{source}: rope type {kind!r} needs rope_parameters.{field}{what}")
+
+    numbers = {name: _number(table, name, source) for name in _NUMBERS[kind]}
+    found: dict[str, Any] = {name: n for name, n in numbers.items() if n is not None}
+    if kind in ("linear", "llama3"):
+        for name in numbers:
+            if name not in found:
+                raise lacks(name)
+    if kind == "llama3" and found["high_freq_factor"] <= found["low_freq_factor"]:
         raise UserError(
-            f"{given.source}: rope_parameters.high_freq_factor ({high:g}) must be greater "
-            f"than low_freq_factor ({low:g})"
+            f"{source}: rope_parameters.high_freq_factor ({found['high_freq_factor']:g}) must be "
+            f"greater than low_freq_factor ({found['low_freq_factor']:g})"
         )
-    return dict(factor=given.required("factor"), low_freq_factor=low, high_freq_factor=high)
+    if kind == "yarn":
+        if "factor" not in table:
+            raise lacks("factor")
+        found["truncate"] = table.get("truncate", True)
+        if not isinstance(found["truncate"], bool):
+            raise UserError(f"{source}: rope_parameters.truncate must be true or false")
+    if kind == "longrope":
+        for name in ("short_factor", "long_factor"):
+            values = table.get(name)
+            if not (isinstance(values, list) and values) or not all(
+                is_number(v) and 0 < v <= LARGEST for v in values
+            ):
+                raise lacks(name, f", a list of numbers above 0, not {values!r}")
+            found[name] = tuple(float(v) for v in values)
+    return found
 
 
-def _yarn_fields(given: _Given) -> dict[str, Any]:
-    if "factor" not in given.table:
-        raise given.lacks("factor")
-    truncate = given.table.get("truncate", True)
-    if not isinstance(truncate, bool):
-        raise UserError(f"{given.source}: rope_parameters.truncate must be true or false")
-    return dict(
-        truncate=truncate,
-        # A factor of null means the ratio of the context lengths, as in transformers.
-        factor=given.required("factor", given.longest / given.original),
-        beta_fast=given.required("beta_fast", 32.0),
-        beta_slow=given.required("beta_slow", 1.0),
-        attention_factor=given.optional("attention_factor"),
-        mscale=given.optional("mscale", zero=True),
-        mscale_all_dim=given.optional("mscale_all_dim", zero=True),
-    )
-
-
-_FIELDS_OF: dict[str, Callable[[_Given], dict[str, Any]]] = {
-    "default": lambda given: {},
-    "linear": lambda given: {"factor": given.required("factor")},
-    "llama3": _llama3_fields,
-    "yarn": _yarn_fields,
-    "longrope": _longrope_fields,
-}
-"""Rope's fields of each type, but those that all have."""
-
-_WITHOUT_LENGTH = ("default", "linear")
-"""Types that read no original_max_position_embeddings, whatever it is."""
-
-ROPE_TYPES = tuple(_FIELDS_OF)
+def _number(table: dict[str, Any], field: str, source: str, above: float = 0.0) -> float | None:
+    """A number of rope_parameters, None where it is null or absent."""
+    value = table.get(field)
+    if value is None:
+        return None
+    where, zero = f"{source}: rope_parameters.{field}", field in ("mscale", "mscale_all_dim")
+    if not is_number(value):
+        raise UserError(f"{where} must be a number, not {value!r}")
+    if not (above < value <= LARGEST or (zero and value == 0)):
+        bounds = f"above {above:g}, at most {LARGEST:g}{', or 0' if zero else ''}"
+        raise UserError(f"{where} must be a number {bounds}, not {value!r}")
+    return float(value)
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> tuple[np.ndarray, float]:

@@ -8,8 +8,8 @@ from typing import Any
 
 from host_offload.control.interface import Costs
 from host_offload.sizing.cost_model import CostModel
-from moejax.costs import measure
-from moejax.costs.store import identity, kept_cost_model, spec_of_steps
+from moejax.costs.measure import calibrate
+from moejax.costs.store import identity, kept_cost_model
 from moejax.errors import UserError
 from moejax.serve.llm import LLM
 
@@ -22,10 +22,12 @@ def costs_for(llm: LLM) -> Costs:
 def cost_model_for(
     llm: LLM, *, force: bool = False, report: Callable[[str], None] | None = None
 ) -> CostModel:
-    """moejax.costs.measure.cost_model_for of an LLM, which has its cells again afterwards. Raises
-    UserError also for one that has run something and whose costs are not kept."""
-    runner = llm.engine.runner
-    kept = None if force else kept_cost_model(identity(spec_of_steps(runner)))
+    """The costs of an LLM's steps, as kept; measured where none are kept or with force, and kept
+    (moejax.costs.measure.calibrate). The LLM has its cells again afterwards. Raises UserError also
+    for a kept file that is damaged, and for an LLM that has run something and whose costs are not
+    kept."""
+    runner, steps = llm.engine.runner, llm.plan.steps
+    kept = None if force else kept_cost_model(identity(steps))
     if kept is not None:
         return kept
     if llm.engine.statistics.requests or llm.engine.control is not None:
@@ -34,7 +36,7 @@ def cost_model_for(
             "at steps; call it first, or `moejax calibrate` with the same options"
         )
     granted = llm.engine.scheduler.arena.cell_row.copy()
-    model = measure.cost_model_for(runner, force=force, report=report)
+    model = calibrate(runner, steps, report)
     runner.grant_cells(granted)
     return model
 

@@ -20,8 +20,8 @@ from moejax.cache import use_compilation_cache
 from moejax.checkpoints.load import load_checkpoint
 from moejax.checkpoints.loaded_model import LoadedModel
 from moejax.device import select_device
-from moejax.engine.arena_report import arena_stats, kv_stats
 from moejax.engine.loop import Engine, Listener
+from moejax.engine.statistics import arena_stats, kv_stats
 from moejax.errors import UserError
 from moejax.interrupt import deferred_interrupt
 from moejax.models.config import ModelConfig

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax
+import numpy as np
 
 from host_offload.control.control import Control
-from host_offload.control.controller import Event
+from host_offload.control.controller import Controller, Event
 from host_offload.memory.arena import SlotArena
 from host_offload.memory.kv_cache import KVCache
 from host_offload.memory.placement import place
@@ -20,14 +22,13 @@ from moejax.engine.loop import Engine
 from moejax.engine.resize import ResidentResizer, Resizer
 from moejax.engine.scheduler import Scheduler
 from moejax.engine.statistics import Statistics
-from moejax.errors import UserError
-from moejax.models.decoder import Decoder
+from moejax.errors import user_errors
+from moejax.models.layers import Decoder
 from moejax.start.decide.facts import DeviceFacts, ModelFacts, device_facts, facts_of
 from moejax.start.decide.plan import Plan, decide, divide, step_spec
 from moejax.start.kernels import verify_kernels
 from moejax.start.options import Options
-from moejax.start.policies import start_controller
-from moejax.start.precision import place_experts, trace_header
+from moejax.start.precision import place_experts
 from moejax.start.probe import divided, step_costs
 from moejax.start.settings import Settings, settings_of
 from moejax.step.host_driver import HostRunner
@@ -92,6 +93,7 @@ def probed(loaded: LoadedModel, settings: Settings, model: ModelFacts, device: j
         return runner
 
     budget = divided(
+        steps,
         lambda memory: divide(settings, model, facts, steps, memory),
         facts.memory,
         smallest,
@@ -133,7 +135,9 @@ def build(
     """The engine of a plan: allocates the arena, places experts, compiles what a first request
     needs. tokenizer: called while steps compile. Where it fails, everything that the model holds is
     freed."""
-    runner = make_runner(plan.steps, loaded, device, slots=plan.budget.slots, bound=plan.bound)
+    runner = make_runner(
+        plan.steps, loaded, device, slots=plan.budget.slots, bound=plan.spec.cell_bound
+    )
     try:
         return _engine(plan, loaded, runner, tokenizer())
     except BaseException:
@@ -150,7 +154,7 @@ def _engine(
     options, budget = plan.settings.options, plan.budget
     config, layout = plan.steps.config, plan.steps.layout
     layers, experts = sum(config.moe_layers), config.num_experts
-    arena = SlotArena(layout, budget.slots, layers, experts, cells=plan.bound)
+    arena = SlotArena(layout, budget.slots, layers, experts, cells=plan.spec.cell_bound)
     arena.grant_kv_slots(budget.kv_slots)
     statistics = Statistics(runner.link_bytes, copy_s_per_byte=_grant(plan, arena, runner))
     cache = KVCache(
@@ -215,21 +219,13 @@ def _control(
     listener: Callable[[Event], None],
 ) -> tuple[Control | None, Resizer]:
     """The policies' control, None where they are never asked, and what carries out its budgets."""
-    try:
-        controller = start_controller(
-            runner,
-            plan.settings.policies,
-            max_model_len=plan.max_model_len,
-            max_num_seqs=plan.max_num_seqs,
-            seed=plan.settings.options.seed,
-            routers=[run["router"] for run in loaded.params["runs"] if "router" in run],
-            resident=plan.resident,
-            paged=plan.paged,
-            costs=plan.costs,
-            listener=listener,
-        )
-    except ValueError as error:
-        raise UserError(str(error)) from error
+    spec, policies = plan.spec, plan.settings.policies
+    if any("router" in policy.needs for policy in policies):
+        runs = [run["router"] for run in loaded.params["runs"] if "router" in run]
+        weights = np.concatenate([np.asarray(run, np.float32) for run in runs])
+        spec = dataclasses.replace(spec, router=np.swapaxes(weights, 1, 2))
+    with user_errors():
+        controller = Controller(spec, policies, listener=listener)
     resizer = Resizer(runner, scheduler)
     if controller.asks and (transitions := controller.transitions) is not None:
         resizer = ResidentResizer(runner, scheduler, transitions=transitions)
@@ -244,11 +240,14 @@ def _tracer(plan: Plan, loaded: LoadedModel, runner: Runner) -> Tracer | None:
     # The shapes' block table is whole spans wide, which may be more pages than a sequence has.
     page = plan.steps.layout.page
     pages = -(-plan.max_model_len // page.block_size)
+    precision = settings.precision.report()
+    if plan.resident is not None:
+        precision["start"] = plan.resident.start.tolist()
     about = {
         "model": str(options.model),
         "eviction": settings.eviction,
         "prefetch": options.prefetch,
-        "precision": trace_header(settings.precision, runner),
+        "precision": precision,
         "driver": options.driver,
         "budgets": settings.budgets.stats(),
         "kv_floor_bytes": pages * page.nbytes,

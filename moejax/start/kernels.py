@@ -10,7 +10,7 @@ import jax
 from host_offload.memory.layout import SlotLayout
 from moejax.cache import cache_root
 from moejax.checkpoints.tensors import layer_params, param_shape
-from moejax.errors import UserError
+from moejax.errors import user_errors
 from moejax.models.config import ModelConfig
 from moejax.models.family import Parts
 from pallas_kernels import Ops
@@ -34,11 +34,9 @@ def verify_kernels(
     """
     if device.platform != "gpu":
         return
-    try:
+    with user_errors():
         for shape in kernel_shapes(config, dtype, layout, formats):
             require_verified(checks(shape, ops, device), device, cache_root() / "verified")
-    except ValueError as error:
-        raise UserError(str(error)) from error
 
 
 def kernel_shapes(

@@ -2,7 +2,7 @@
 """The options of a model that runs: one list of names, defaults and descriptions.
 
 `moejax.LLM` and `AsyncLLM` take them as keywords, the command line as `--option-name`, and
-`--config FILE.yaml` as a mapping of names (moejax.start.options_file).
+`--config FILE.yaml` as a mapping of names (moejax.commands.model).
 """
 
 from __future__ import annotations
@@ -41,12 +41,15 @@ class Description:
     group: str | None = None
     """One of the command line's groups; None: it has no such option."""
     metavar: str | None = None
+    """None: N of a whole number, SIZE of bytes."""
     type: Callable[[str], Any] | None = None
     """How the command line reads it; None: as the field's annotation says (int, float, bool), else
     as text."""
     choices: tuple[str, ...] | None = None
     in_file: bool = True
     """`--config FILE` may have it."""
+    default: Any = None
+    """What the command line takes where it is not given."""
 
 
 def _option(
@@ -115,7 +118,6 @@ class Options:
         "bytes of the arena, such as 16GiB; any two of it and its parts fix the third; without "
         "numbers everything is held, cut to what fits",
         "memory",
-        metavar="SIZE",
     )
     expert_budget: int | Share | None = _option(
         None,
@@ -124,9 +126,7 @@ class Options:
         "memory",
         metavar="SIZE|SHARE",
     )
-    kv_budget: int | None = _option(
-        None, "bytes that KV gets, such as 2GiB", "memory", metavar="SIZE"
-    )
+    kv_budget: int | None = _option(None, "bytes that KV gets, such as 2GiB", "memory")
     budget: str = _option(
         "fixed",
         "where the line between experts and KV is: fixed, by the sizes above, or mv_wsa=TRACE, "
@@ -244,7 +244,7 @@ class Options:
         "XLA ops, 8 with kernels)",
     )
     swap_space: int = _option(
-        4 << 30, "host memory for KV that makes room (default: 4GiB)", "memory", metavar="SIZE"
+        4 << 30, "host memory for KV that makes room (default: 4GiB)", "memory"
     )
     kv_overflow: str = _option(
         "swap",
@@ -276,10 +276,11 @@ class Options:
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, parse(value))
         for name, description in descriptions().items():
-            value = getattr(self, name)
-            if value is not None and (what := _why_not(description, value)):
+            if (value := getattr(self, name)) is None:
+                continue
+            if what := _why_not(description, value):
                 raise UserError(f"{name} must be {what}, got {value!r}")
-            if name in _COUNTS and value is not None and value < 1:
+            if description.type is int and name != "seed" and value < 1:
                 raise UserError(f"{name} must be at least 1, got {value}")
         if self.kv_overflow not in KV_OVERFLOW:
             raise UserError(
@@ -303,32 +304,32 @@ _SIZES: dict[str, Callable[[Any], Any]] = {
     "swap_space": parse_size,
 }
 
-_COUNTS = frozenset(
-    {
-        "max_model_len",
-        "max_num_seqs",
-        "max_num_batched_tokens",
-        "prefill_waves",
-        "long_prefill_token_threshold",
-    }
-)
-
 
 @functools.cache
 def descriptions() -> dict[str, Description]:
     """Name → what is said of it, of every option but the model."""
-    found = {}
-    for field in dataclasses.fields(Options):
-        if (option := field.metadata.get("option")) is not None:
-            kind = option.type or _KINDS.get(str(field.type).partition(" ")[0], str)
-            # Sizes are numbers that may be written with a unit.
-            kind = str if field.name in _SIZES else kind
-            metavar = "N" if kind is int else option.metavar
-            found[field.name] = dataclasses.replace(option, type=kind, metavar=metavar)
-    return found
+    fields = dataclasses.fields(Options)
+    said = {f.name: f.metadata["option"] for f in fields if "option" in f.metadata}
+    for name in _SIZES:
+        # Numbers that may be written with a unit.
+        metavar = said[name].metavar or "SIZE"
+        said[name] = dataclasses.replace(said[name], type=str, metavar=metavar)
+    return of_fields(Options, said)
 
 
-_KINDS: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "bool": bool}
+def of_fields(
+    cls: type, said: Mapping[str, Description], defaults: Any = None
+) -> dict[str, Description]:
+    """Descriptions of fields of a dataclass, with the type of the field where none is said.
+    defaults: an instance that the command line takes them from; None: what is not given is None."""
+    kinds: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "bool": bool}
+    names = {field.name: str(field.type).partition(" ")[0] for field in dataclasses.fields(cls)}
+    return {
+        name: dataclasses.replace(
+            one, type=one.type or kinds.get(names[name], str), default=getattr(defaults, name, None)
+        )
+        for name, one in said.items()
+    }
 
 
 def _why_not(description: Description, value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Precision in the engine: from options to stores, formats, slots and where experts begin."""
+"""Precision in the engine: stores, formats, slots and where experts begin."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from host_offload.memory.placement import (
 )
 from host_offload.memory.store import ExpertStore
 from host_offload.policies.precision.maps import HI, LO
-from host_offload.policies.precision.names import Precision, precision_of
+from host_offload.policies.precision.names import Precision
 from moejax.checkpoints.loaded_model import LoadedModel
-from moejax.checkpoints.versions import check_quantizer, with_versions
+from moejax.checkpoints.versions import with_versions
 from moejax.costs.transition_bound import said
 from moejax.errors import UserError
 from moejax.progress import versions_progress
-from moejax.start.options import Options
+from moejax.step.programs import ProgramKey
 from pallas_kernels.records.versions import Formats, VersionFormats
 
 if TYPE_CHECKING:
@@ -36,40 +36,6 @@ if TYPE_CHECKING:
     from moejax.step.runner import Runner
 
 DENSE = Precision("dense")
-
-
-def parse_precision(options: Options) -> Precision:
-    """precision_of, for users: raises UserError, also for a quantizer that does not exist. A
-    Precision is taken as it is, without hi, lo, interval and hi_share. With two versions layers
-    have no cells of their own that budget and cells could move."""
-    check_quantizer(options.quantizer)
-    if isinstance(options.precision, Precision):
-        for name in ("hi", "lo", "interval", "hi_share"):
-            if getattr(options, name) is not None:
-                raise UserError(f"{name} is a part of the Precision that is given; leave it out")
-        found = options.precision
-    else:
-        try:
-            found = precision_of(
-                options.precision,
-                hi=options.hi,
-                lo=options.lo,
-                interval=options.interval,
-                hi_share=options.hi_share,
-                seed=options.seed,
-            )
-        except ValueError as error:
-            raise UserError(str(error)) from error
-    if found.mixed and (options.budget, options.cells) != ("fixed", "uniform"):
-        where = (
-            "cuts each layer's cells of both versions once, at the start"
-            if found.paged
-            else "keeps every expert resident in cells that layers share"
-        )
-        raise UserError(
-            f"precision {found.name} {where}, so budget and cells say nothing; leave them out"
-        )
-    return found
 
 
 def resident_versions(precision: Precision, store: ExpertStore) -> tuple[str, ...]:
@@ -110,19 +76,9 @@ def formats_of(precision: Precision, layout: SlotLayout, store: ExpertStore) -> 
     if store.layers and precision.mixed:
         cells = (layout.records[HI], *layout.records)
     return tuple(
-        VersionFormats(record.format, store.layouts[version].format, store.places(version))
+        VersionFormats(record, store.layouts[version], store.places(version))
         for record, version in zip(cells, versions, strict=True)
     )
-
-
-def dense_layers(store: ExpertStore) -> tuple[int, ...]:
-    """The MoE layers that stay dense since an expert overflows lossless12."""
-    return store.layers.get("dense", ())
-
-
-def spare_slots(precision: Precision) -> int:
-    """Slots beyond one for each expert that transitions can use: the spares of both versions."""
-    return 2 * precision.spares
 
 
 def expert_budget_of(
@@ -187,7 +143,7 @@ def place_experts(runner: Runner, placement: Placement) -> float | None:
         runner.place(placement)
         return None
     # Nothing else may run meanwhile: the figure says what transitions cost.
-    runner.prepare("populate")
+    runner.need(ProgramKey("populate"))
     runner.wait_compiled()
     jax.block_until_ready(runner.arena)
     began = time.perf_counter()
@@ -216,7 +172,7 @@ def precision_stats(
     if engine is None:
         return found
     if "lossless12" in precision.versions:
-        found["dense_layers"] = len(dense_layers(engine.runner.store))
+        found["dense_layers"] = len(engine.runner.store.layers.get("dense", ()))
     if (per_byte := engine.statistics.copy_s_per_byte) is not None:
         moved = found.get("promoted_bytes", 0) + found.get("demoted_bytes", 0)
         seconds = per_byte * moved
@@ -232,14 +188,10 @@ def made_by(versions: Sequence[str], quantizers: Mapping[str, str]) -> dict[str,
     return {version: quantizers.get(version, "checkpoint") for version in versions}
 
 
-def trace_header(precision: Precision, runner: Runner) -> dict[str, Any]:
-    """What a trace's header says of it; `start` [L, E]: the versions that experts begin in, where
-    all are resident."""
-    resident = precision.mixed and not precision.paged
-    if not resident:
-        return precision.report()
-    version = runner.seen(runner.tables).version
-    return {**precision.report(), "start": np.asarray(version).tolist()}
+def paged_cells(paged: PagedSpec, layout: SlotLayout) -> str:
+    """How many cells there are of each version, for people."""
+    sizes = zip(paged.capacity, layout.records, strict=True)
+    return " and ".join(f"{count} {record.version}" for count, record in sizes)
 
 
 def note(
@@ -249,17 +201,15 @@ def note(
     paged: PagedSpec | None = None,
     dense: Sequence[int] = (),
 ) -> str:
-    """What the precision comes to, a line for people; empty with dense experts. dense: of
-    dense_layers."""
+    """What the precision comes to, a line for people; empty with dense experts. dense: the
+    MoE layers that stay dense since an expert overflows lossless12."""
     bits = "the output has other bits than with dense experts" if precision.lossy else "same bits"
     named = ", ".join(map(str, dense))
     if dense and precision.mixed:
         bits = f"MoE layers {named} stay dense, so high cells are as large as dense ones; {bits}"
     if paged is not None:
-        sizes = zip(paged.capacity, layout.records, strict=True)
-        cells = " and ".join(f"{count} {record.version}" for count, record in sizes)
         return (
-            f"precision {precision.name}: paged, {cells} cells for "
+            f"precision {precision.name}: paged, {paged_cells(paged, layout)} cells for "
             f"{paged.fill_version.size} experts; {bits}"
         )
     if resident is None:

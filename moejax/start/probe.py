@@ -13,8 +13,8 @@ from host_offload.control.interface import Costs
 from host_offload.memory.budget import ArenaTooSmall, Budget
 from host_offload.memory.device_memory import FreeMemory
 from moejax.cache import cache_root, write_whole
-from moejax.costs.measure import cost_model_for
-from moejax.costs.store import StepSpec, identity, kept_cost_model, spec_of_steps
+from moejax.costs.measure import calibrate
+from moejax.costs.store import StepSpec, identity, kept_cost_model
 from moejax.errors import UserError
 from moejax.step.runner import Runner
 
@@ -37,17 +37,18 @@ def activation_bytes(runner: Runner) -> int:
 
 def step_costs(steps: StepSpec, make_runner: Callable[[], Runner]) -> Costs:
     """What policies see of the costs of these steps, as kept, or measured on a runner that is made
-    for it. Raises UserError as moejax.costs.measure.cost_model_for."""
+    for it. Raises UserError as moejax.costs.measure.calibrate."""
     if (kept := kept_cost_model(identity(steps))) is not None:
         return kept.costs()
     runner = make_runner()
     try:
-        return cost_model_for(runner).costs()
+        return calibrate(runner, steps).costs()
     finally:
         runner.delete(given=False)
 
 
 def divided(
+    steps: StepSpec,
     divide: Callable[[FreeMemory | None], Budget],
     memory: FreeMemory | None,
     make_runner: Callable[[], Runner],
@@ -58,7 +59,7 @@ def divided(
     device limits it (automatic) and something is cut, what steps need is measured, so that no more
     than that is left; the budget's memory says it.
 
-    make_runner: a runner with the engine's steps and the smallest arena, which has begun to compile
+    make_runner: a runner with these steps and the smallest arena, which has begun to compile
     what this start's policies need.
     """
     try:
@@ -70,10 +71,7 @@ def divided(
             raise
     runner = make_runner()
     try:
-        about = {
-            **identity(spec_of_steps(runner)),
-            "programs": sorted(map(str, runner.executables())),
-        }
+        about = {**identity(steps), "programs": sorted(map(str, runner.executables()))}
         found = known_activations(about, lambda: activation_bytes(runner))
     finally:
         runner.delete(given=False)

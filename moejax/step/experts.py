@@ -27,20 +27,6 @@ class Paging(NamedTuple):
     read_through: jax.Array
 
 
-def experts_layer(
-    x: jax.Array,
-    normed: jax.Array,
-    ids: jax.Array,
-    weights: jax.Array,
-    memory: DeviceMemory,
-    layer: jax.Array,
-    context: ExpertContext,
-) -> tuple[jax.Array, DeviceMemory, jax.Array]:
-    """x [T, D] plus what the experts make of normed [T, D]; otherwise as page_and_compute."""
-    y, memory, counts = page_and_compute(normed, ids, memory, layer, context)
-    return add_experts(x, y, weights, context.ops), memory, counts
-
-
 def page_and_compute(
     x: jax.Array, ids: jax.Array, memory: DeviceMemory, layer: jax.Array, context: ExpertContext
 ) -> tuple[jax.Array, DeviceMemory, jax.Array]:

@@ -7,6 +7,7 @@ can move experts in between. Whatever crosses from one to the next is behind an
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -15,46 +16,31 @@ import numpy as np
 
 from moejax.step.hooks import Hooks, LayerTransfers
 from moejax.step.layer_programs import layer_program
-from moejax.step.parts import LayerTrace, Routing, StepOutput
+from moejax.step.parts import LayerTrace, Routing, StepOutput, TraceArrays
 from moejax.step.programs import STAGES, Program, ProgramKey
 from moejax.step.runner import Runner
-from moejax.step.trace_arrays import TraceArrays
 from pallas_kernels.stage import Entries
 
 _STAGE = ProgramKey("stage")
 
+_Parts = dict[tuple[str | None, int | None], Callable]
+"""(part of a step, run of equal layers) → its executable."""
+
 
 class _Layer(NamedTuple):
-    """What the loop needs for one layer, looked up before the first step of its kind."""
-
+    run: int
+    """Which run of equal layers it belongs to."""
     index: jax.Array
     """int32: in its run."""
     moe_layer: int
     """−1: a layer without experts."""
-    moe_index: jax.Array | None
-    attend: Callable
-    route_or_feed_forward: Callable
-    observe: Callable | None
-
-
-class _Executables(NamedTuple):
-    """The executables of one kind of step."""
-
-    embed: Callable
-    embedding: Callable | None
-    layers: tuple[_Layer, ...]
-    experts: Callable
-    output: Callable
 
 
 class HostRunner(Runner):
-    """A Runner whose steps are calls of layer executables, with hooks in between.
+    """A Runner whose steps are calls of layer executables, three a layer, with hooks in between.
 
     Without hooks nothing is read back, so the host runs ahead of the device as with the device
-    driver. A step is three dispatches a layer. Measured on two CPU cores (jax 0.10.2, 48 layers of
-    the demo's size, decode without rows): 180 µs a layer, 45 µs in the device driver's scan; a
-    dispatch of nothing is 13 µs, parameters and tables as arguments are 7 to 13 µs more. With hooks
-    360 µs.
+    driver.
     """
 
     driver = "host"
@@ -66,10 +52,16 @@ class HostRunner(Runner):
         self.transfers: list[LayerTransfers] = []
         """What the hooks had carried out in the latest step, in order."""
         self._runs = runs
-        self._bound: dict[ProgramKey, _Executables] = {}
+        self._bound: dict[ProgramKey, _Parts] = {}
         self._params = tuple(jax.tree.leaves(self.state))
         most = max(self.config.num_hidden_layers, 2)
         self._index = jax.device_put([*np.arange(most, dtype=np.int32)], self._sharding)
+        moe_layers = itertools.count()
+        self._layers = [
+            _Layer(run, self._index[i], next(moe_layers) if is_moe else -1)
+            for run, (size, is_moe) in enumerate(runs)
+            for i in range(size)
+        ]
         self._none_done = jax.device_put(np.zeros(STAGES, np.int32), self._sharding)
         super()._compile_first(runs)
 
@@ -91,7 +83,7 @@ class HostRunner(Runner):
         return super()._program(key)
 
     def prepare_stages(self) -> None:
-        self._need(_STAGE)
+        self.need(_STAGE)
 
     def _calls(self, step: ProgramKey) -> list[ProgramKey]:
         parts: list[tuple[str, int | None]] = [("embed", None), ("experts", None), ("output", None)]
@@ -110,34 +102,12 @@ class HostRunner(Runner):
         traced, forced = output and bool(self.trace_arrays), step.forced and part == "route"
         return ProgramKey(kind, step.rows, traced=traced, forced=forced, part=part, run=run)
 
-    def _bind(self, step: ProgramKey) -> _Executables:
-        step = step._replace(traced=bool(self.trace_arrays))
-        if step in self._bound:
-            return self._bound[step]
-        # Ask for all of them first: they compile side by side.
-        asked = [(key.part, key.run, self._executable(key)) for key in self._calls(step)]
-        calls = {(part, run): future.result() for part, run, future in asked}
-        layers, moe_layer = [], 0
-        for run, (size, is_moe) in enumerate(self._runs):
-            for i in range(size):
-                layers.append(
-                    _Layer(
-                        index=self._index[i],
-                        moe_layer=moe_layer if is_moe else -1,
-                        moe_index=self._index[moe_layer] if is_moe else None,
-                        attend=calls["attend", run],
-                        route_or_feed_forward=calls["route" if is_moe else "feed_forward", run],
-                        observe=calls.get(("observe", run)),
-                    )
-                )
-                moe_layer += is_moe
-        self._bound[step] = _Executables(
-            embed=calls["embed", None],
-            embedding=calls.get(("embedding", None)),
-            layers=tuple(layers),
-            experts=calls["experts", None],
-            output=calls["output", None],
-        )
+    def _bind(self, step: ProgramKey) -> _Parts:
+        """The executables of a kind of step."""
+        if step not in self._bound:
+            # Ask for all of them first: they compile side by side.
+            asked = [(key, self._executable(key)) for key in self._calls(step)]
+            self._bound[step] = {(key.part, key.run): future.result() for key, future in asked}
         return self._bound[step]
 
     # ---- steps
@@ -152,7 +122,7 @@ class HostRunner(Runner):
     ) -> StepOutput:
         if hooks is not None:
             self._executable(_STAGE)
-        run = self._bind(step._replace(forced=forced is not None))
+        parts = self._bind(step._replace(forced=forced is not None))
         params, stores = self._params, self.stores
         # Once for all layers; what lies on the device already stays as it is.
         batch = jax.device_put(args, self._sharding)
@@ -161,33 +131,33 @@ class HostRunner(Runner):
         staged = None if stages is None else self._none_done
         self.transfers, traces = [], []
 
-        x = run.embed(params, batch)
-        embedding = None if run.embedding is None else run.embedding(x)
-        for layer in run.layers:
-            x, self.arena = layer.attend(params, self.arena, x, batch, layer.index)
-            if layer.moe_layer < 0:
-                x = layer.route_or_feed_forward(params, x, batch, layer.index)
+        x = parts["embed", None](params, batch)
+        embedding = None
+        if ("embedding", None) in parts:
+            embedding = parts["embedding", None](x)
+        for run, index, layer in self._layers:
+            x, self.arena = parts["attend", run](params, self.arena, x, batch, index)
+            if layer < 0:
+                x = parts["feed_forward", run](params, x, batch, index)
                 continue
             if hooks is not None:
-                self._carry_out(hooks.before_routing(layer.moe_layer), layer.moe_layer)
-            x, normed, ids, weights = layer.route_or_feed_forward(
-                params, x, batch, layer.index, *extra
-            )
-            if layer.observe is not None:
-                self.layer_arrays = layer.observe(params, normed, batch, layer.index)
+                self._carry_out(hooks.before_routing(layer), layer)
+            x, normed, ids, weights = parts["route", run](params, x, batch, index, *extra)
+            if ("observe", run) in parts:
+                self.layer_arrays = parts["observe", run](params, normed, batch, index)
             if hooks is not None:
                 ids.copy_to_host_async()
                 weights.copy_to_host_async()
                 seen = np.asarray(ids), np.asarray(weights)
-                self._carry_out(hooks.after_routing(layer.moe_layer, *seen), layer.moe_layer)
-                self._carry_out(hooks.before_experts(layer.moe_layer), layer.moe_layer)
-            x, self.arena, self.tables, counts = run.experts(
-                stores, self.arena, self.tables, x, normed, ids, weights, layer.moe_index
+                self._carry_out(hooks.after_routing(layer, *seen), layer)
+                self._carry_out(hooks.before_experts(layer), layer)
+            x, self.arena, self.tables, counts = parts["experts", None](
+                stores, self.arena, self.tables, x, normed, ids, weights, self._index[layer]
             )
             traces.append(LayerTrace(ids, weights, counts, self.layer_arrays))
-            if layer.moe_layer in due:
-                staged = self._stage(layer.moe_layer, stages, staged, ahead=False)
-        output = run.output(params, x, batch, tuple(traces))
+            if layer in due:
+                staged = self._stage(layer, stages, staged, ahead=False)
+        output = parts["output", None](params, x, batch, tuple(traces))
         arrays, self.layer_arrays = output.arrays._replace(embedding=embedding), TraceArrays()
         return output._replace(staged=staged, arrays=arrays)
 

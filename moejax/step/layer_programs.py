@@ -8,20 +8,19 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from moejax.models.decoder import Decoder
-from moejax.models.layers import LayerStack, Tokens
+from moejax.models.layers import Decoder, LayerStack, Tokens
 from moejax.step.context import DeviceMemory
-from moejax.step.experts import counts_size, experts_layer, stage_layer
+from moejax.step.experts import add_experts, counts_size, page_and_compute, stage_layer
 from moejax.step.parts import (
     LayerTrace,
-    decode_output,
-    decode_tokens,
-    prefill_output,
-    prefill_tokens,
+    TraceArrays,
+    embedding_array,
+    layer_arrays,
     route_layer,
+    step_output,
+    step_tokens,
 )
 from moejax.step.programs import STEPS, Program, ProgramKey, Programs
-from moejax.step.trace_arrays import TraceArrays, embedding_array, layer_arrays
 
 OF_RUNS = ("attend", "route", "observe", "feed_forward")
 """Parts that each run of equal layers has."""
@@ -89,38 +88,33 @@ class _Parts:
         }
 
     def embed(self, params, batch):
-        decodes, size = self.key.kind == "decode", self.programs.tokens(self.key)
-        ids = batch[0][:size] if decodes else batch[0].tokens.reshape(-1)
-        return self._model(params).embed(ids)
+        return self._model(params).embed(self._tokens(batch)[0])
 
     def embedding(self, x):
         return embedding_array(x, self.programs.trace_arrays)
 
     def attend(self, params, arena, x, batch, i):
-        stack, tokens = self._stack(params), self._tokens(batch)
+        stack, tokens = self._stack(params), self._tokens(batch)[1]
         return stack.attend(i, x, arena, tokens, self.programs.page)
 
     def route(self, params, x, batch, i, forced=None):
-        return route_layer(self._stack(params), i, x, self._tokens(batch), forced)
+        return route_layer(self._stack(params), i, x, self._tokens(batch)[1], forced)
 
     def observe(self, params, normed, batch, i):
         wanted = self.programs.trace_arrays
-        return layer_arrays(self._stack(params), i, normed, self._tokens(batch), wanted)
+        return layer_arrays(self._stack(params), i, normed, self._tokens(batch)[1], wanted)
 
     def feed_forward(self, params, x, batch, i):
-        return self._stack(params).feed_forward(i, x, self._tokens(batch))
+        return self._stack(params).feed_forward(i, x, self._tokens(batch)[1])
 
     def experts(self, stores, arena, tables, x, normed, ids, weights, layer):
         context, memory = self.programs.context(self.key, stores), DeviceMemory(arena, tables)
-        x, memory, counts = experts_layer(x, normed, ids, weights, memory, layer, context)
-        return x, *memory, counts
+        y, memory, counts = page_and_compute(normed, ids, memory, layer, context)
+        return add_experts(x, y, weights, context.ops), *memory, counts
 
     def output(self, params, x, batch, traces):
         trace = jax.tree.map(lambda *parts: jnp.stack(parts), *traces)
-        model, kind = self._model(params), self.key.kind
-        if kind in ("prefill", "score", "prompt_logprobs"):
-            return prefill_output(model, x, batch[0], trace, None, kind)
-        return decode_output(model, x, trace, None)
+        return step_output(self._model(params), x, batch, trace, None, self.key.kind)
 
     def stage(self, arena, tables, stores, layer, ahead, entries, done):
         """ahead: 1 before the layer's plan, when what the last step used may go; its clock is then
@@ -139,11 +133,6 @@ class _Parts:
         assert self.key.run is not None
         return self._model(params).runs[self.key.run]
 
-    def _tokens(self, batch) -> Tokens:
-        context = self.programs.context(self.key)
-        if self.key.kind == "decode":
-            size = self.programs.tokens(self.key)
-            _, positions, block_table = batch
-            return decode_tokens(positions[:size], block_table[:size], context)
-        prefill, block_table = batch
-        return prefill_tokens(prefill, block_table, context)
+    def _tokens(self, batch) -> tuple[jax.Array, Tokens]:
+        batch = self.programs.in_use(self.key, batch)
+        return step_tokens(batch, self.programs.context(self.key))

@@ -4,21 +4,21 @@ tokens, a layer's routing and experts, its output."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from moejax.models.decoder import Decoder
-from moejax.models.layers import LayerStack, Tokens
-from moejax.requests.request import PrefillKind
+from moejax.errors import UserError
+from moejax.models.layers import Decoder, LayerStack, Tokens
 from moejax.requests.sampling_params import MAX_LOGPROBS
 from moejax.step.context import StepContext
 from moejax.step.experts import Paging, unpack_counts
 from moejax.step.sampler import logprobs
-from moejax.step.trace_arrays import TraceArrays
 from pallas_kernels.paged_attention import decode_attention, prefill_attention
 
 DECODE_TILE = 16
@@ -73,6 +73,21 @@ class PrefillBatch(NamedTuple):
     """[N, C]: tokens whose log-probability scoring asks for; unused otherwise."""
 
 
+def empty_prefill(shapes: StepShapes) -> PrefillBatch:
+    """A batch without chunks, in numpy arrays to write to."""
+    chunks, size = shapes.prefill_chunks, shapes.chunk
+    return PrefillBatch(
+        tokens=np.zeros((chunks, size), np.int32),
+        row=np.zeros(chunks, np.int32),
+        start=np.zeros(chunks, np.int32),
+        skip=np.zeros(chunks, np.int32),
+        length=np.zeros(chunks, np.int32),
+        count=np.int32(0),
+        last=np.full(shapes.rows, -1, np.int32),
+        targets=np.zeros((chunks, size), np.int32),
+    )
+
+
 class Routing(NamedTuple):
     """Expert ids (ascending per token, E for padding) and weights of every MoE layer, [L, T, K]:
     out of a step as its trace, into a step to force it."""
@@ -93,6 +108,31 @@ class PromptLogprobs(NamedTuple):
     """int32[N, C, n]."""
     top: Leaf
     """float32[N, C, n]."""
+
+
+class TraceArrays(NamedTuple):
+    """What a step gives out when asked; None: not asked for. All float16: beyond ±65504 infinite.
+    The names are those of an Observation's fields."""
+
+    probs: Any = None
+    """[L, T, E]: the router's scores of all experts, from which it chooses."""
+    gate_input: Any = None
+    """[L, T, D]: what the router saw, the normalised hidden state."""
+    embedding: Any = None
+    """[T, D]: of the tokens fed in."""
+
+
+TRACE_ARRAYS = frozenset(TraceArrays._fields)
+
+
+def parse_trace_arrays(names: str | Iterable[str]) -> frozenset[str]:
+    """The arrays named, "probs,gate_input" or one by one. Raises UserError for another name."""
+    given = [n.strip() for n in names.split(",")] if isinstance(names, str) else [*names]
+    for name in given:
+        if name not in TRACE_ARRAYS:
+            known = ", ".join(TraceArrays._fields)
+            raise UserError(f"trace_arrays has no array {name!r}; it has {known}")
+    return frozenset(given)
 
 
 class StepOutput(NamedTuple):
@@ -128,22 +168,36 @@ class LayerTrace(NamedTuple):
     """One layer has no embedding."""
 
 
-def decode_tokens(positions: jax.Array, block_table: jax.Array, context: StepContext) -> Tokens:
-    """The tokens of a decode step, see decode_step."""
-    valid, lengths = positions >= 0, positions + 1
+def step_tokens(batch: tuple, context: StepContext) -> tuple[jax.Array, Tokens]:
+    """The ids int32[T] of a step's tokens, and where they are. batch: as of device_step."""
+    if isinstance(batch[0], PrefillBatch):
+        prefill, block_table = batch
+        return prefill.tokens.reshape(-1), _prefill_tokens(prefill, block_table, context)
+    tokens, positions, block_table = batch
+    return tokens, decode_tokens(positions, block_table, context)
 
+
+def decode_tokens(positions: jax.Array, block_table: jax.Array, context: StepContext) -> Tokens:
+    """The tokens of a decode step, see device_step."""
+    valid, row_tile = positions >= 0, context.row_tile
+    last = jnp.max(jnp.where(valid, jnp.arange(valid.shape[0]) + 1, 0))
     return Tokens(
         positions=positions,
         valid=valid,
         pages=_pages(block_table, positions, valid, context.page),
-        tiles=_tiles(valid, context.row_tile),
-        row_tile=context.row_tile,
-        attention=_attention(decode_attention, context, block_table, lengths),
+        tiles=(last + row_tile - 1) // row_tile,
+        row_tile=row_tile,
+        attention=functools.partial(
+            decode_attention,
+            block_table=block_table,
+            lengths=positions + 1,
+            page=context.page,
+            implementation=context.ops.paged_attention,
+        ),
     )
 
 
-def prefill_tokens(prefill: PrefillBatch, block_table: jax.Array, context: StepContext) -> Tokens:
-    """The tokens of a prefill step, see prefill_step."""
+def _prefill_tokens(prefill: PrefillBatch, block_table: jax.Array, context: StepContext) -> Tokens:
     chunks, size = prefill.tokens.shape
     offset = jnp.arange(size)
     positions = (prefill.start[:, None] + offset).reshape(-1)
@@ -151,8 +205,6 @@ def prefill_tokens(prefill: PrefillBatch, block_table: jax.Array, context: StepC
     # Tokens to skip go through the layers, but no expert is fetched for them.
     new = (offset >= prefill.skip[:, None]) & (offset < prefill.length[:, None])
     valid = (new & in_use[:, None]).reshape(-1)
-
-    chunk = prefill.row, prefill.start, prefill.length, prefill.count
     tables = jnp.repeat(block_table[prefill.row], size, axis=0)
     return Tokens(
         positions=positions,
@@ -160,26 +212,17 @@ def prefill_tokens(prefill: PrefillBatch, block_table: jax.Array, context: StepC
         pages=_pages(tables, positions, valid, context.page),
         tiles=prefill.count,
         row_tile=context.row_tile,
-        attention=_attention(prefill_attention, context, block_table, *chunk),
-    )
-
-
-def _attention(op: Callable, context: StepContext, *queries: jax.Array) -> Callable:
-    """Tokens.attention by one of the paged ops. queries: its arguments between arena and layer."""
-
-    def attention(q, arena, layer, *, window, scale):
-        return op(
-            q,
-            arena,
-            *queries,
-            layer,
+        attention=functools.partial(
+            prefill_attention,
+            block_table=block_table,
+            row=prefill.row,
+            start=prefill.start,
+            length=prefill.length,
+            count=prefill.count,
             page=context.page,
-            window=window,
-            scale=scale,
             implementation=context.ops.paged_attention,
-        )
-
-    return attention
+        ),
+    )
 
 
 def route_layer(
@@ -193,43 +236,55 @@ def route_layer(
     return x, normed, ids, weights
 
 
-def decode_output(
-    model: Decoder, x: jax.Array, trace: LayerTrace, staged: jax.Array | None
-) -> StepOutput:
-    """x [R, D]: after the last layer. trace: of all MoE layers. staged: as of StepOutput."""
-    return _output(model, model.logits(x, min(DECODE_TILE, x.shape[0])), trace, staged)
+def layer_arrays(
+    stack: LayerStack, i: jax.Array, normed: jax.Array, tokens: Tokens, wanted: frozenset[str]
+) -> TraceArrays:
+    """What is wanted of a layer's routing. normed [T, D]: what it gave to the experts.
+
+    The scores are computed once more, behind the border to the experts: the routing itself is
+    compiled as it is without, and so has the same bits.
+    """
+    probs = gate_input = None
+    with jax.named_scope("observe"):
+        if "probs" in wanted:
+            probs = stack.router_scores(i, normed, tokens).astype(jnp.float16)
+        if "gate_input" in wanted:
+            gate_input = normed.astype(jnp.float16)
+    return TraceArrays(probs, gate_input)
 
 
-def prefill_output(
+def embedding_array(x: jax.Array, wanted: frozenset[str]) -> jax.Array | None:
+    """The embedded tokens x [T, D], if they are wanted."""
+    return x.astype(jnp.float16) if "embedding" in wanted else None
+
+
+def step_output(
     model: Decoder,
     x: jax.Array,
-    prefill: PrefillBatch,
+    batch: tuple,
     trace: LayerTrace,
     staged: jax.Array | None,
-    kind: PrefillKind,
+    kind: str,
 ) -> StepOutput:
-    """As decode_output, of x [N·C, D]. kind: what to compute of the targets."""
-    chunks, size = prefill.tokens.shape
-    rows = prefill.last.shape[0]
-    logits = model.logits(x[jnp.maximum(prefill.last, 0)], min(DECODE_TILE, rows))
+    """x [T, D]: after the last layer. batch: as of device_step; of decode only its kind matters.
+    trace: of all MoE layers. staged: as of StepOutput. kind: as of device_step."""
+    prefill = batch[0] if isinstance(batch[0], PrefillBatch) else None
+    ends = x if prefill is None else x[jnp.maximum(prefill.last, 0)]
+    logits = model.logits(ends, min(DECODE_TILE, ends.shape[0]))
     read, scores = _TARGETS.get(kind), None
-    if read is not None:
-        scores = read(model, x.reshape(chunks, size, -1), prefill)
-    output = _output(model, logits, trace, staged)
-    missed_routes = jnp.sum(output.missed_routes.reshape(chunks, size), axis=1)
-    return output._replace(scores=scores, missed_routes=missed_routes)
-
-
-def _output(model, logits, trace, staged) -> StepOutput:
-    """What both kinds of step give out; the missed routes by token."""
+    if prefill is not None and read is not None:
+        scores = read(model, x.reshape(*prefill.tokens.shape, -1), prefill)
     paging, missed, demand = unpack_counts(trace.counts, model.config.num_experts)
+    missed_routes = _missed_routes(trace.ids, missed)
+    if prefill is not None:
+        missed_routes = jnp.sum(missed_routes.reshape(prefill.tokens.shape), axis=1)
     return StepOutput(
         logits=logits,
         routing=Routing(trace.ids, trace.weights),
         paging=paging,
         missed=missed,
-        missed_routes=_missed_routes(trace.ids, missed),
-        scores=None,
+        missed_routes=missed_routes,
+        scores=scores,
         staged=staged,
         arrays=trace.arrays,
         demand=demand,
@@ -258,12 +313,6 @@ def _pages(block_table, positions, valid, page):
     block = jnp.maximum(positions, 0) // page.block_size
     pages = jnp.take_along_axis(block_table, block[:, None], axis=1, mode="clip")[:, 0]
     return jnp.where(valid, pages, -1)
-
-
-def _tiles(valid, row_tile):
-    """Row tiles up to the last row in use."""
-    last = jnp.max(jnp.where(valid, jnp.arange(valid.shape[0]) + 1, 0))
-    return (last + row_tile - 1) // row_tile
 
 
 def _score(model, x, prefill):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -23,9 +23,9 @@ from moejax.models.config import ModelConfig
 from moejax.requests.request import PrefillKind
 from moejax.requests.sampling_params import MAX_BIASES, MAX_LOGPROBS
 from moejax.step.context import DeviceMemory, StepContext
-from moejax.step.device_driver import decode_step, prefill_step
+from moejax.step.device_driver import device_step
 from moejax.step.experts import stage_layer
-from moejax.step.parts import DECODE_TILE, Leaf, PrefillBatch, Routing, StepShapes
+from moejax.step.parts import DECODE_TILE, Leaf, PrefillBatch, Routing, StepShapes, empty_prefill
 from moejax.step.sampler import add_bias, adjust, greedy, logprobs, recount, sample, tally
 from pallas_kernels import Ops
 from pallas_kernels.fill import fill
@@ -154,19 +154,13 @@ class Programs:
         block_table = self.array(self.shapes.rows, self.shapes.blocks)
         if key.kind == "decode":
             return rows, rows, block_table
-        chunks = self.shapes.prefill_chunks
-        per_chunk, per_token = self.array(chunks), self.array(chunks, self.shapes.chunk)
-        prefill = PrefillBatch(
-            tokens=per_token,
-            row=per_chunk,
-            start=per_chunk,
-            skip=per_chunk,
-            length=per_chunk,
-            count=self.array(),
-            last=rows,
-            targets=per_token,
-        )
-        return prefill, block_table
+        prefill = (self.array(*values.shape) for values in empty_prefill(self.shapes))
+        return PrefillBatch._make(prefill), block_table
+
+    def in_use(self, key: ProgramKey, batch: Sequence[Any]) -> tuple:
+        """What the step computes of a batch: the first rows, all chunks."""
+        rows = self.tokens(key) if key.kind == "decode" else None
+        return tuple(batch) if rows is None else tuple(values[:rows] for values in batch)
 
     def context(self, key: ProgramKey, stores: tuple[jax.Array, ...] = ()) -> StepContext:
         """The context of a step, or of what moves experts outside of one. stores: as traced."""
@@ -186,17 +180,18 @@ class Programs:
 
     def _step(self, key: ProgramKey) -> Program:
         def run(state, stores, arena, tables, *args):
-            args = list(args)
-            stages = args.pop() if key.staged else None
-            forced = args.pop() if key.forced else None
-            given = nnx.merge(self.graph, state), self.context(key, stores)
-            memory = DeviceMemory(arena, tables)
-            if key.kind == "decode":
-                rows = (values[: self.tokens(key)] for values in args)
-                step = functools.partial(decode_step, *given, memory, *rows)
-            else:
-                step = functools.partial(prefill_step, *given, memory, *args, key.kind)
-            memory, output = step(forced=forced, stages=stages)
+            batch = list(args)
+            stages = batch.pop() if key.staged else None
+            forced = batch.pop() if key.forced else None
+            memory, output = device_step(
+                nnx.merge(self.graph, state),
+                self.context(key, stores),
+                DeviceMemory(arena, tables),
+                self.in_use(key, batch),
+                key.kind,
+                forced=forced,
+                stages=stages,
+            )
             return *memory, output
 
         buffers = self.state, self.stores, self.arena, self.tables
@@ -232,7 +227,7 @@ class Programs:
             "logprobs": of_logits(likeliest, ints),
             "tally": Program(tally, (counts, ints, flags), (0,)),
             "recount": Program(recount, (counts, *prompt), (0,)),
-            "place": Program(_place, (ints, ints, flags), ()),
+            "place": Program(jnp.where, (flags, ints, ints), ()),
         }
 
     def _memory_programs(self, key: ProgramKey) -> dict[Kind, Program]:
@@ -288,10 +283,6 @@ def _populate(
     experts = jnp.arange(cell_row.shape[0])
     listed = experts, cell_row, version, jnp.int32(len(experts))
     return fill(arena, stores, layer, *listed, formats=formats, implementation=ops.fill)
-
-
-def _place(tokens: jax.Array, values: jax.Array, update: jax.Array) -> jax.Array:
-    return jnp.where(update, values, tokens)
 
 
 def _of_all_rows(function: Callable, logits: jax.Array, first: jax.Array, *args) -> Any:

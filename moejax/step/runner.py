@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -14,25 +14,33 @@ import numpy as np
 from flax import nnx
 from jax.sharding import SingleDeviceSharding
 
+from host_offload.control.controller import Controller
 from host_offload.memory.arena import allocate_arena
 from host_offload.memory.integrity import describe_faults
 from host_offload.memory.layout import SlotLayout
 from host_offload.memory.placement import Placement
 from host_offload.memory.store import ExpertStore
 from host_offload.memory.swap import SWAP_PAGES
-from host_offload.memory.tables import Move, Tables, empty_tables, with_contents
+from host_offload.memory.tables import (
+    Entry,
+    Move,
+    Residency,
+    Tables,
+    empty_tables,
+    read_snapshot,
+    with_contents,
+)
 from host_offload.versions.layer_versions import (
-    cell_bytes,
     layer_versions,
-    link_bytes,
+    record_bytes,
     version_bytes,
 )
 from moejax.errors import UserError
-from moejax.models.decoder import Decoder
+from moejax.models.layers import Decoder
 from moejax.requests.request import PrefillKind
 from moejax.step.hooks import Hooks, LayerTransfers
 from moejax.step.parts import PrefillBatch, Routing, StepOutput, StepShapes
-from moejax.step.programs import MOVES, Kind, Program, ProgramKey, Programs
+from moejax.step.programs import MOVES, STAGES, Kind, Program, ProgramKey, Programs
 from pallas_kernels import Ops
 from pallas_kernels.kv_write import KVPage
 from pallas_kernels.move import Moves
@@ -49,7 +57,8 @@ def compiler_options(platform: str) -> dict[str, str | bool]:
 
 
 class Runner:
-    """Owns model, store, arena and tables, and runs steps on them in dispatch order.
+    """Owns model, store, arena and tables, and runs steps on them in dispatch order: the
+    host_offload.control.device.Device of the engine's Control.
 
     Nothing here waits for the device: results are jax arrays that the engine reads a step later.
     A step is one executable; HostRunner calls one a layer and part.
@@ -88,15 +97,15 @@ class Runner:
             stored = [version.store.version for version in formats]
         self.stores = tuple(store.arrays[version] for version in stored)
         self._sharding = SingleDeviceSharding(device)
-        self.arena = allocate_arena(layout, slots, device)
+        self.arena = allocate_arena(slots * layout.slot_rows, layout.hidden, device)
         layers, experts = sum(self.config.moe_layers), self.stores[0].shape[1]
         tables = empty_tables(layers, experts, cells)
         self.layer_versions = layer_versions(formats)
         """Where each layer has one version of its own; None: every version has all layers."""
         if self.layer_versions is not None:
             tables = tables._replace(**self.layer_versions.contents(tables._asdict()))
-        self.link_bytes = link_bytes(layout, formats)
-        self.version_bytes = version_bytes(layout, formats, cell_bytes(layout, formats), layers)
+        self.link_bytes = record_bytes(layout, formats, moved=True)
+        self.version_bytes = version_bytes(layout, formats, layers)
         self.tables: Tables = jax.device_put(tables, self._sharding)
         self.placement: Placement | None = None
         """Where every expert began; None: experts are paged."""
@@ -121,7 +130,7 @@ class Runner:
         first = self._bucket(1)
         drawn = [ProgramKey("greedy"), ProgramKey("greedy", first), ProgramKey("regrant")]
         steps = ProgramKey("decode", first), ProgramKey("prefill")
-        self._need(*(key for step in steps for key in self._calls(step)), *drawn)
+        self.need(*(key for step in steps for key in self._calls(step)), *drawn)
         later = [ProgramKey("sample"), ProgramKey("sample", first)]
         for key in (*later, *(key for step in self._decodes() for key in self._calls(step))):
             self._executable(key)
@@ -129,7 +138,7 @@ class Runner:
     def moved_bytes(self) -> dict[str, np.ndarray] | None:
         """Version → int64[L]: bytes of an expert over the link; None where they are a cell's."""
         layers = self.tables.address.shape[0]
-        moved = version_bytes(self.layout, self.formats, self.link_bytes, layers)
+        moved = version_bytes(self.layout, self.formats, layers, moved=True)
         same = all(np.array_equal(moved[name], n) for name, n in self.version_bytes.items())
         return None if same else moved
 
@@ -178,20 +187,33 @@ class Runner:
             self._executable(key).result()
         self.compile_s = self.compile_s or time.perf_counter() - self._began
 
-    def _need(self, *keys: ProgramKey) -> None:
+    def need(self, *keys: ProgramKey) -> None:
+        """Begins to compile what every request will need."""
         for key in keys:
             self._executable(key)
             self._needed.append(key)
 
-    def prepare(self, *kinds: Kind) -> None:
-        """Begins to compile what runs between steps, and counts it among what every request
-        needs."""
-        self._need(*map(ProgramKey, kinds))
+    def prepare(self, controller: Controller) -> None:
+        """Begins to compile what the controller's policies will ask for, and counts it among what
+        every request needs."""
+        staged = controller.stages_transfers
+        kinds: list[Kind] = []
+        if controller.needs_residency:
+            kinds.append("snapshot")
+        if staged and controller.spec.blocking:
+            kinds.append("transfer")
+        elif staged:
+            self.prepare_stages()
+        if staged and controller.spec.resident is not None:
+            kinds.append("move")
+        if "kv_pages" in controller.writes:
+            kinds += "move_pages", "swap_out", "swap_in"
+        self.need(*map(ProgramKey, kinds))
 
     def prepare_stages(self) -> None:
         """As prepare, of what steps with stage lists need."""
         for step in (*self._decodes(), ProgramKey("prefill")):
-            self._need(*self._calls(step._replace(staged=True)))
+            self.need(*self._calls(step._replace(staged=True)))
 
     def executables(self) -> tuple[ProgramKey, ...]:
         """What was compiled so far. Budgets, policies and placement add nothing."""
@@ -324,7 +346,7 @@ class Runner:
 
     def place_tokens(self, values: np.ndarray, update: np.ndarray) -> None:
         """Makes values int32[R] the current tokens of the rows under `update` bool[R]."""
-        self.tokens = self._call(ProgramKey("place"), self.tokens, values, update)
+        self.tokens = self._call(ProgramKey("place"), update, values, self.tokens)
 
     # ---- between steps
 
@@ -374,13 +396,27 @@ class Runner:
                 ProgramKey("populate"), self.arena, self.stores, np.int32(layer), *places
             )
 
-    def transfer(self, entries: Entries) -> jax.Array:
-        """Carries out a stage list of any layers before the next step; int32[STAGES], 1 for each
-        entry that was."""
+    def stage_list(self, entries: Sequence[Entry]) -> Entries | None:
+        """The list that a step takes, int32[STAGES] each; None for one of nothing."""
+        if not entries:
+            return None
+        if self.layer_versions is not None:
+            entries = self.layer_versions.entries(entries)
+        lists = np.full((len(Entries._fields), STAGES), -1, np.int32)
+        lists[:, : len(entries)] = np.array(entries, np.int32).T
+        return Entries._make(lists)
+
+    def transfer(self, entries: Sequence[Entry]) -> np.ndarray:
+        """Carries out a list of any layers before the next step; int32[STAGES], 1 for each entry
+        that was. Waits for the device."""
         self.arena, self.tables, done = self._call(
-            ProgramKey("transfer"), self.arena, self.tables, self.stores, entries
+            ProgramKey("transfer"), self.arena, self.tables, self.stores, self.stage_list(entries)
         )
-        return done
+        return np.asarray(done)
+
+    def carried_out(self) -> np.ndarray:
+        """As of transfer, for the list that was carried out last between two layers."""
+        return np.asarray(self.transfers[-1].done)
 
     def move_cells(self, moves: Sequence[Move]) -> None:
         """Moves cells within the arena, with what is in them, for the steps to come. No place is
@@ -393,10 +429,12 @@ class Runner:
                 ProgramKey("move"), self.arena, self.tables, Moves._make(lists)
             )
 
-    def snapshot(self) -> jax.Array:
-        """A copy of the tables as the steps so far leave them, for tables.read_snapshot. Does not
-        wait for the device."""
-        return self._call(ProgramKey("snapshot"), self.tables)
+    def snapshot(self) -> Callable[[], Residency]:
+        """Copies the tables as the steps so far leave them, versions as policies see them; what it
+        returns waits for the copy."""
+        copy = self._call(ProgramKey("snapshot"), self.tables)
+        copy.copy_to_host_async()
+        return lambda: self.seen(read_snapshot(np.asarray(copy), self.tables))
 
     def faults(self) -> list[str]:
         """Broken invariants of arena, tables and store, in words. Waits for the device."""

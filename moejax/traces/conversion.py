@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from host_offload.control.step_record import StepRecord
-from host_offload.traces.reader import KINDS
+from host_offload.traces.reader import KINDS, Trace, read_trace
 from moejax.checkpoints.random_model import expert_layout
 from moejax.errors import UserError
 from moejax.models.model_config import ModelConfig, config_digest
@@ -24,19 +24,6 @@ from moejax.traces.dumps import PER_TOKEN, RoutedBlock, read_dump
 from moejax.traces.generated import new_trace, routed_step, routing_header
 
 MIXED = "recorded routing of different shapes or with different things known"
-
-
-@dataclasses.dataclass(frozen=True)
-class Conversion:
-    """What convert_trace wrote."""
-
-    directory: Path
-    layers: int
-    steps: int
-    tokens: int
-    recorded_steps: bool
-    """The dump said which tokens were computed together."""
-    absent: tuple[str, ...]
 
 
 def convert_trace(
@@ -50,8 +37,8 @@ def convert_trace(
     dense_layers: int = 0,
     batch: int | None = None,
     prompt_tokens: int | None = None,
-) -> Conversion:
-    """Writes the trace `destination` from the dump `source` (moejax.traces.dumps).
+) -> Trace:
+    """Writes the trace `destination` from the dump `source` (moejax.traces.dumps), and opens it.
 
     config: the model; or experts, the routed experts of a layer, since ids alone do not say.
     layers, top_k: shape of ids that come without one, dense layers included. dense_layers: first
@@ -77,7 +64,7 @@ def convert_trace(
     first = next(blocks, None)
     if first is None:
         raise UserError(f"{source} has no routing: it is empty")
-    kept = _kept(first, config, dense_layers)
+    moe_layers, k = _kept(first, config, dense_layers)
     known = _known(first, prompt_tokens)
     recorded = first.step is not None
     if recorded and (batch is not None or prompt_tokens is not None):
@@ -91,34 +78,25 @@ def convert_trace(
         for block in itertools.chain([first], blocks):
             if _known(block, prompt_tokens) != known or (block.step is not None) != recorded:
                 raise UserError(f"{block.where}: {MIXED} than {first.where}; convert them apart")
-            yield _numbered(_checked(block, kept, size), requests, users)
+            yield _numbered(_checked(block, moe_layers, k, size), requests, users)
 
-    present = ("ids", *(n for n in ("request", "position", "phase", "weights") if n in known))
-    present += ("kind",) if "phase" in known else ()
+    present = known | ({"kind"} if "phase" in known else set())
     origin["steps"] = "recorded" if recorded else f"put together of {batch or 1} requests"
     # The dictionary fills while steps are written; the header is written again at the end.
     origin["user_names"] = users
-    header = routing_header(len(kept.layers), size, kept.top_k, present, origin)
+    header = routing_header(len(moe_layers), size, k, present, origin)
     steps = _recorded(clean()) if recorded else _together(clean(), batch or 1, prompt_tokens)
-    count = tokens = 0
     with new_trace(destination, header) as writer:
         for step in steps:
             writer.append(step)
-            count, tokens = count + 1, tokens + len(step.ids)
-    return Conversion(
-        Path(destination), header.layers, count, tokens, recorded, tuple(header.absent)
-    )
+    return read_trace(destination)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Kept:
-    layers: tuple[int, ...]
-    """Numbers of those in the dump that are MoE layers."""
-    top_k: int
-
-
-def _kept(block: RoutedBlock, config: ModelConfig | None, dense_layers: int) -> _Kept:
-    """What of the first block's shape is routing: MoE layers, and places that are ever taken."""
+def _kept(
+    block: RoutedBlock, config: ModelConfig | None, dense_layers: int
+) -> tuple[list[int], int]:
+    """What of the first block's shape is routing: (numbers of those of the dump's layers that are
+    MoE layers, places that are ever taken)."""
     ids = block.ids
     if ids.ndim != 3 or ids.dtype.kind not in "iu" or not ids.size:
         raise UserError(
@@ -139,7 +117,7 @@ def _kept(block: RoutedBlock, config: ModelConfig | None, dense_layers: int) -> 
             )
     if not layers:
         raise UserError(f"{block.where}: no layer has an expert; every id is negative")
-    return _Kept(tuple(layers), places)
+    return layers, places
 
 
 def _known(block: RoutedBlock, prompt_tokens: int | None) -> frozenset[str]:
@@ -150,14 +128,14 @@ def _known(block: RoutedBlock, prompt_tokens: int | None) -> frozenset[str]:
     return frozenset(names - {"step", "user"})
 
 
-def _checked(block: RoutedBlock, kept: _Kept, experts: int) -> RoutedBlock:
+def _checked(block: RoutedBlock, layers: list[int], k: int, experts: int) -> RoutedBlock:
     """The block with ids ascending, weights in their order, and nothing but routing."""
-    n, ids = len(block.ids), block.ids
-    if ids.ndim != 3 or ids.shape[1] <= kept.layers[-1] or ids.shape[2] < kept.top_k:
+    ids = block.ids
+    if ids.ndim != 3 or ids.shape[1] <= layers[-1] or ids.shape[2] < k:
         raise UserError(f"{block.where}: {MIXED} than the lines before; convert them apart")
-    if (ids[:, kept.layers, kept.top_k :] >= 0).any():
-        raise UserError(f"{block.where}: more than {kept.top_k} experts for a token")
-    ids = ids[:, kept.layers, : kept.top_k]
+    if (ids[:, layers, k:] >= 0).any():
+        raise UserError(f"{block.where}: more than {k} experts for a token")
+    ids = ids[:, layers, :k]
     order = np.argsort(ids, axis=-1, kind="stable")
     ids = np.take_along_axis(ids, order, axis=-1)
     for bad, what in (
@@ -171,7 +149,7 @@ def _checked(block: RoutedBlock, kept: _Kept, experts: int) -> RoutedBlock:
     ):
         if bad.any():
             token, layer = np.argwhere(bad)[0][:2]
-            raise UserError(f"{block.where}: token {token}, layer {kept.layers[layer]} {what}")
+            raise UserError(f"{block.where}: token {token}, layer {layers[layer]} {what}")
     weights = block.weights
     if weights is not None:
         if weights.shape != block.ids.shape or weights.dtype.kind != "f":
@@ -179,16 +157,13 @@ def _checked(block: RoutedBlock, kept: _Kept, experts: int) -> RoutedBlock:
                 f"{block.where}: weights must be numbers {list(block.ids.shape)} as ids are, not "
                 f"{weights.dtype}{list(weights.shape)}"
             )
-        weights = np.take_along_axis(weights[:, kept.layers, : kept.top_k], order, axis=-1)
+        weights = np.take_along_axis(weights[:, layers, :k], order, axis=-1)
         weights = weights.astype(np.float32)
-    phase, position = block.phase, block.position
-    if phase is not None and not np.isin(phase, (0, 1)).all():
+    if block.phase is not None and not np.isin(block.phase, (0, 1)).all():
         raise UserError(f"{block.where}: phase is 0 (prompt) or 1 (generated)")
-    position = None if position is None else position.astype(np.int32)
-    phase = None if phase is None else phase.astype(np.uint8)
-    if n and block.step is not None and (np.diff(block.step.astype(np.int64)) < 0).any():
+    if block.step is not None and (np.diff(block.step.astype(np.int64)) < 0).any():
         raise UserError(f"{block.where}: steps go back; sort the tokens by step")
-    return dataclasses.replace(block, ids=ids, weights=weights, phase=phase, position=position)
+    return dataclasses.replace(block, ids=ids, weights=weights)
 
 
 def _numbered(block: RoutedBlock, requests: dict[str, int], users: dict[str, int]) -> RoutedBlock:
@@ -241,10 +216,9 @@ def _by_request(block: RoutedBlock, prompt_tokens: int | None) -> Iterator[Route
     for rows in np.split(np.arange(n), starts):
         part = dataclasses.replace(block, request=request).take(rows)
         if part.position is None:
-            part = dataclasses.replace(part, position=np.arange(len(rows), dtype=np.int32))
+            part = dataclasses.replace(part, position=np.arange(len(rows)))
         if part.phase is None and prompt_tokens is not None:
-            generated = np.arange(len(rows)) >= prompt_tokens
-            part = dataclasses.replace(part, phase=generated.astype(np.uint8))
+            part = dataclasses.replace(part, phase=np.arange(len(rows)) >= prompt_tokens)
         if part.phase is not None and (np.diff(part.phase.astype(int)) < 0).any():
             raise UserError(f"{block.where}: a request has prompt tokens after generated ones")
         yield part
@@ -253,14 +227,12 @@ def _by_request(block: RoutedBlock, prompt_tokens: int | None) -> Iterator[Route
 def _step(number: int, blocks: list[RoutedBlock]) -> StepRecord:
     """A step of blocks that have the same things known."""
     fields: dict[str, Any] = {}
-    for name in ("ids", "weights", "request", "position", "phase", "user"):
-        values = [getattr(block, name) for block in blocks]
-        if name == "user":
-            # Some requests may have one and others not.
-            unknown = [np.full(len(block.ids), -1, np.int32) for block in blocks]
-            values = [u if v is None else v for v, u in zip(values, unknown, strict=True)]
-        if values[0] is not None:
-            fields[name] = np.concatenate(values)
+    for name in ("ids", "weights", "request", "position", "phase"):
+        if getattr(blocks[0], name) is not None:
+            fields[name] = np.concatenate([getattr(block, name) for block in blocks])
+    # Some requests may have a user and others not.
+    users = [np.full(len(b.ids), -1) if b.user is None else b.user for b in blocks]
+    fields["user"] = np.concatenate(users)
     if "phase" in fields:
         fields["kind"] = KINDS[bool(fields["phase"].all())]
     return routed_step(number, fields.pop("ids"), **fields)

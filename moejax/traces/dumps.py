@@ -57,9 +57,8 @@ class RoutedBlock:
 
     def take(self, rows: np.ndarray) -> RoutedBlock:
         """Some of its tokens."""
-        names = ("ids", "weights", *PER_TOKEN)
-        given = {n: value[rows] for n in names if (value := getattr(self, n)) is not None}
-        return dataclasses.replace(self, **given)
+        arrays = {n: v[rows] for n, v in vars(self).items() if isinstance(v, np.ndarray)}
+        return dataclasses.replace(self, **arrays)
 
 
 def read_dump(
@@ -107,17 +106,12 @@ def _numpy(path: Path) -> Iterator[RoutedBlock]:
 
 
 def _json_lines(path: Path, layers: int | None, top_k: int | None) -> Iterator[RoutedBlock]:
-    with open(path, encoding="utf-8") as file:
-        number = 0
-        while True:
-            number += 1
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
             where = f"{path}, line {number}"
+            if not line.strip():
+                continue
             try:
-                line = file.readline()
-                if not line:
-                    return
-                if not line.strip():
-                    continue
                 found = json.loads(line)
             except ValueError as error:
                 raise UserError(

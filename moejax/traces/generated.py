@@ -1,4 +1,4 @@
-"""Generated routing for the engine (forced) and for simulations (as a trace).
+"""Traces that no engine of ours wrote: of generated routing, and what all of them are written with.
 
 host_offload.traces.generators says how it arises and what it was fitted to.
 """
@@ -8,48 +8,24 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import itertools
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from host_offload.control.step_record import StepRecord
-from host_offload.traces.generators import RoutedTokens, routing_generator
-from host_offload.traces.reader import KINDS as STEP_KINDS
-from host_offload.traces.reader import Mark, TraceError, TraceHeader, TraceWriter, require_new
-from host_offload.traces.schema import written_columns
-from moejax.errors import UserError
-from moejax.step.parts import Routing
+from host_offload.control.step_record import COLUMNS, StepRecord
+from host_offload.traces.generators import routing_generator
+from host_offload.traces.schema import Mark, TraceError, TraceHeader, written_columns
+from host_offload.traces.writer import TraceWriter, require_new
+from moejax.errors import UserError, user_errors
 
 PRESENT = ("request", "position", "phase", "ids", "weights", "kind")
 """What generated routing has of a trace's columns, besides those that every trace has."""
-
-
-def forced_routing(
-    tokens: RoutedTokens, experts: int, rows: int, places: np.ndarray | None = None
-) -> Routing:
-    """Routing to force on a step: Runner.decode(forced=) or Runner.prefill(forced=).
-
-    rows: token rows of the step's executable (decode: of its bucket; prefill: chunks times chunk).
-    places: int[n], in which row each token stands; None: the first n. Other rows are padding.
-    Returns ids int32[L, rows, k] and weights float32[L, rows, k]. Raises UserError where they do
-    not fit.
-    """
-    n, layers, k = tokens.ids.shape
-    places = np.arange(n) if places is None else np.asarray(places)
-    if places.shape != (n,) or len(np.unique(places)) < n or (n and places.max() >= rows):
-        raise UserError(f"{n} routed tokens need {n} different places below {rows}")
-    if n and tokens.ids.max() >= experts:
-        raise UserError(f"routing names expert {tokens.ids.max()} of {experts}")
-    ids = np.full((layers, rows, k), experts, np.int32)
-    weights = np.zeros((layers, rows, k), np.float32)
-    ids[:, places] = tokens.ids.swapaxes(0, 1)
-    weights[:, places] = tokens.weights.swapaxes(0, 1)
-    return Routing(ids, weights)
 
 
 def write_generated_trace(
@@ -77,47 +53,50 @@ def write_generated_trace(
             "generated routing needs at least one sequence, and tokens beyond the prompt; got "
             f"{sequences} sequences of {tokens} tokens, {prompt_tokens} of them prompt"
         )
-    try:
+    with user_errors():
         generator = routing_generator(kind, layers, experts, top_k, phase_tokens)
-    except ValueError as error:
-        raise UserError(str(error)) from error
     origin = {"generator": kind, **dataclasses.asdict(generator), "seed": seed}
     header = routing_header(layers, experts, top_k, PRESENT, origin)
-    numbers = np.arange(sequences, dtype=np.int32)
-    prompt: list[RoutedTokens] = []
+    numbers, first = np.arange(sequences), int(prompt_tokens > 0)
     last_phase = None
     with new_trace(directory, header) as writer:
-        for token, routed in enumerate(generator.steps(sequences, tokens, seed)):
-            number = max(token - prompt_tokens, -1) + (prompt_tokens > 0)
-            if generator.phase_tokens and (phase := generator.phase(token)) != last_phase:
-                writer.mark(Mark(number, 0.0, f"phase {phase}"))
+        for token in range(tokens) if generator.phase_tokens else ():
+            if (phase := generator.phase(token)) != last_phase:
+                step = max(token - prompt_tokens, -1) + first
+                writer.mark(Mark(step, 0.0, f"phase {phase}"))
                 last_phase = phase
-            position = np.full(sequences, token, np.int32)
-            if token < prompt_tokens:
-                prompt.append(routed)
-                if token + 1 < prompt_tokens:
-                    continue
-                ids = np.stack([x.ids for x in prompt], axis=1)
-                weights = np.stack([x.weights for x in prompt], axis=1)
-                shape = (-1, layers, top_k)
-                routed = RoutedTokens(ids.reshape(shape), weights.reshape(shape))
-                position = np.tile(np.arange(prompt_tokens, dtype=np.int32), sequences)
-            swept = token < prompt_tokens
+        steps = generator.steps(sequences, tokens, seed)
+        if prompt := list(itertools.islice(steps, prompt_tokens)):
+            # A sequence's tokens one after the other.
+            ids, weights = (np.concatenate(np.stack(x, axis=1)) for x in zip(*prompt, strict=True))
             writer.append(
                 routed_step(
-                    number,
+                    0,
+                    ids,
+                    weights=weights,
+                    kind="prefill",
+                    request=np.repeat(numbers, prompt_tokens),
+                    position=np.tile(np.arange(prompt_tokens), sequences),
+                    phase=np.zeros(len(ids)),
+                )
+            )
+        for token, routed in enumerate(steps, prompt_tokens):
+            writer.append(
+                routed_step(
+                    token - prompt_tokens + first,
                     routed.ids,
                     weights=routed.weights,
-                    kind=STEP_KINDS[not swept],
-                    request=np.repeat(numbers, prompt_tokens) if swept else numbers,
-                    position=position,
-                    phase=np.full(len(position), not swept, np.uint8),
+                    kind="decode",
+                    request=numbers,
+                    position=np.full(sequences, token),
+                    phase=np.ones(sequences),
                 )
             )
 
 
+@user_errors()
 def routing_header(
-    layers: int, experts: int, top_k: int, present: tuple[str, ...], origin: dict[str, Any]
+    layers: int, experts: int, top_k: int, present: Iterable[str], origin: dict[str, Any]
 ) -> TraceHeader:
     """The header of a trace that has routing and nothing else. Raises UserError for sizes that
     cannot be.
@@ -125,19 +104,15 @@ def routing_header(
     present: fields of StepRecord that the steps have, besides ids, user, number and tokens. origin:
     where it is from, kept in `spec`.
     """
-    try:
-        header = TraceHeader(
-            layers=layers,
-            experts=experts,
-            top_k=top_k,
-            config_digest=origin.get("config_digest", ""),
-            spec={"layers": layers, "experts": experts, "top_k": top_k, **origin},
-            machine={},
-            command=sys.argv,
-            created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        )
-    except ValueError as error:
-        raise UserError(str(error)) from error
+    sizes: dict[str, Any] = {"layers": layers, "experts": experts, "top_k": top_k}
+    header = TraceHeader(
+        **sizes,
+        config_digest=origin.get("config_digest", ""),
+        spec={**sizes, **origin},
+        machine={},
+        command=sys.argv,
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    )
     have = {*present, "ids", "user", "number", "tokens"}
     missing = [name for name in written_columns(header) if name.split(".")[1] not in have]
     return dataclasses.replace(header, absent=tuple(missing))
@@ -171,23 +146,11 @@ def routed_step(
     phase: np.ndarray | None = None,
     weights: np.ndarray | None = None,
     kind: str | None = None,
-    rows: int | None = None,
-    waves: np.ndarray | None = None,
-    finished: tuple[int, ...] = (),
 ) -> StepRecord:
     """A step of which only the routing is known: ids int[n, L, k], ascending, and what is given,
     with a row per token where it is an array."""
+    user = np.full(len(ids), -1) if user is None else user
+    tokens = {"ids": ids, "request": request, "user": user, "position": position, "phase": phase}
     unknown: dict[str, Any] = dict.fromkeys(StepRecord._fields)
-    return StepRecord(**unknown)._replace(
-        number=number,
-        ids=ids.astype(np.int16),
-        user=np.full(len(ids), -1, np.int32) if user is None else user,
-        request=None if request is None else request.astype(np.int32),
-        position=None if position is None else position.astype(np.int32),
-        phase=None if phase is None else phase.astype(np.uint8),
-        weights=weights,
-        kind=kind,
-        rows=rows,
-        waves=waves,
-        finished=finished,
-    )
+    unknown |= {n: x.astype(COLUMNS[n].dtype) for n, x in tokens.items() if x is not None}
+    return StepRecord(**unknown)._replace(number=number, weights=weights, kind=kind, finished=())

@@ -3,37 +3,28 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import dataclasses
 import datetime
 import os
 import platform
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from host_offload.control.controller import Decided
-from host_offload.control.interface import Transfer
+from host_offload.control.controller import Decided, Event
 from host_offload.control.paging import PagedSpec
 from host_offload.control.step_record import COLUMNS, StepRecord
-from host_offload.traces.reader import (
-    Mark,
-    TraceError,
-    TraceHeader,
-    TraceWriter,
-    TransferTrace,
-    require_new,
-)
-from host_offload.traces.schema import QUEUES
-from moejax.errors import UserError
+from host_offload.traces.schema import QUEUES, Mark, TraceError, TraceHeader, TransferTrace
+from host_offload.traces.writer import TraceWriter, require_new
+from moejax.errors import UserError, user_errors
 from moejax.models.model_config import config_digest
+from moejax.step.parts import parse_trace_arrays
 from moejax.step.programs import STAGES
 from moejax.step.runner import Runner
-from moejax.step.trace_arrays import parse_trace_arrays
 
 BATCH = 32
 """Records that are copied at once: one by one, most of the time would go into numpy's calls."""
@@ -77,28 +68,19 @@ class Tracer:
         if len(self._records) >= BATCH or self._bytes >= BATCH_BYTES:
             self._write_records()
 
+    @user_errors(TraceError)
     def _write_records(self) -> None:
         records, self._records, self._bytes = self._records, [], 0
         if records:
-            with _user_errors():
-                self.writer.append(*records)
+            self.writer.append(*records)
 
-    def transfers(self, transfers: Iterable[Transfer]) -> None:
-        """Adds transfers, each once: when it was used, evicted or skipped, or at the end."""
-        with _user_errors():
-            for each in transfers:
-                fields = (getattr(each, name) for name in TransferTrace._fields)
-                self.writer.transfer(TransferTrace(*fields))
-
-    def decision(self, step: int, fields: Mapping[str, Any]) -> None:
-        """Adds a line to decisions.jsonl: what was decided after reading step `step`."""
-        with _user_errors():
-            self.writer.decision(step, fields)
-
-    def event(self, event: Any) -> None:
-        """Adds an event of a Controller's log: a policy's decision, or a transfer's fate."""
+    @user_errors(TraceError)
+    def event(self, event: Event) -> None:
+        """Adds an event of a Controller's log: a policy's decision, a line of decisions.jsonl, or a
+        transfer, once: when it was used, evicted or skipped, or at the end."""
         if not isinstance(event, Decided):
-            self.transfers([event])
+            fields = (getattr(event, name) for name in TransferTrace._fields)
+            self.writer.transfer(TransferTrace(*fields))
             return
         values = vars(event.decision).items()
         wanted = {name: value for name, value in values if value is not None}
@@ -109,8 +91,9 @@ class Tracer:
                 wanted[name] = "as before"
             self._queues[place] = queue
         fields = {"moment": event.moment.name, "policy": event.policy, "decision": wanted}
-        self.decision(event.step, fields)
+        self.writer.decision(event.step, fields)
 
+    @user_errors(TraceError)
     def budget(
         self, cells: Sequence[int], kv_pages: int, *, step: int | None, settled: bool
     ) -> None:
@@ -119,13 +102,14 @@ class Tracer:
         its end with that."""
         moved = {"cells": list(map(int, cells)), "kv_pages": kv_pages}
         moved |= {"settled": settled, "by_hand": step is None}
-        self.decision(self._next_step if step is None else step, {"budget": moved})
+        self.writer.decision(self._next_step if step is None else step, {"budget": moved})
 
+    @user_errors(TraceError)
     def mark(self, name: str) -> None:
         """Names the moment: what follows belongs to it (a warm-up's end, another workload)."""
-        with _user_errors():
-            self.writer.mark(Mark(self._next_step, time.perf_counter() - self._began, name))
+        self.writer.mark(Mark(self._next_step, time.perf_counter() - self._began, name))
 
+    @user_errors(TraceError)
     def close(self) -> None:
         """Completes the trace. Idempotent. Raises UserError for what could not be written, unless
         it has been said."""
@@ -134,18 +118,10 @@ class Tracer:
             if self.writer.failure is None:
                 self._write_records()
         finally:
-            with _user_errors():
-                self.writer.close()
+            self.writer.close()
 
 
-@contextlib.contextmanager
-def _user_errors() -> Iterator[None]:
-    try:
-        yield
-    except TraceError as error:
-        raise UserError(str(error)) from error
-
-
+@user_errors(TraceError)
 def check_trace(
     directory: str | os.PathLike[str] | None, arrays: str | Iterable[str]
 ) -> frozenset[str]:
@@ -159,11 +135,11 @@ def check_trace(
                 "trace (--trace DIR)"
             )
         return wanted
-    with _user_errors():
-        require_new(directory)
+    require_new(directory)
     return wanted
 
 
+@user_errors(TraceError)
 def start_trace(
     directory: str | os.PathLike[str],
     runner: Runner,
@@ -182,10 +158,13 @@ def start_trace(
     config, layout, shapes = runner.config, runner.layout, runner.shapes
     cells = np.sum(np.asarray(runner.tables.cell_row) >= 0, axis=1)
     moved = runner.moved_bytes()
-    spec = {
+    sizes: dict[str, Any] = {
         "layers": sum(config.moe_layers),
         "experts": config.num_experts,
         "top_k": config.num_experts_per_tok,
+    }
+    spec = {
+        **sizes,
         "hidden": config.hidden_size,
         "dtype": dtype,
         "version_bytes": {v: _number(sizes) for v, sizes in runner.version_bytes.items()},
@@ -203,20 +182,24 @@ def start_trace(
         **settings,
     }
     header = TraceHeader(
-        layers=sum(config.moe_layers),
-        experts=config.num_experts,
-        top_k=config.num_experts_per_tok,
+        **sizes,
         config_digest=config_digest(config),
         spec=spec,
-        machine=_machine(runner.device),
+        machine={
+            "device": runner.device.device_kind,
+            "platform": platform.platform(),
+            "cpus": os.cpu_count(),
+            "python": platform.python_version(),
+            "jax": jax.__version__,
+            "numpy": np.__version__,
+        },
         command=sys.argv,
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         probabilities="probs" in arrays,
         gate_input=config.hidden_size if "gate_input" in arrays else 0,
         embedding=config.hidden_size if "embedding" in arrays else 0,
     )
-    with _user_errors():
-        return Tracer(TraceWriter(directory, header))
+    return Tracer(TraceWriter(directory, header))
 
 
 def _number(sizes: np.ndarray) -> int | list[int]:
@@ -232,14 +215,3 @@ def _paged(runner: Runner) -> dict[str, Any] | None:
     version = np.where(np.asarray(tables.cell_row) >= 0, np.asarray(tables.cell_version), -1)
     cells = [np.sum(version == v, axis=1) for v in range(len(runner.layout.records))]
     return PagedSpec(np.stack(cells, axis=1), np.asarray(tables.fill_version)).said
-
-
-def _machine(device: jax.Device) -> dict[str, Any]:
-    return {
-        "device": device.device_kind,
-        "platform": platform.platform(),
-        "cpus": os.cpu_count(),
-        "python": platform.python_version(),
-        "jax": jax.__version__,
-        "numpy": np.__version__,
-    }

@@ -83,7 +83,7 @@ def measure(args: argparse.Namespace, quantizers: Sequence[str]) -> Iterator[dic
                 return encode(weights, fmt, rule, records, workers=1)
 
             def decoded(fmt=fmt, records=records):
-                return decode(records, fmt, workers=1)
+                return decode(records, fmt)
 
             encoding = rate(encoded, weights.nbytes, args.repeats)
             difference = decoded().astype(np.float32) - exact

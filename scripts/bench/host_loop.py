@@ -33,7 +33,7 @@ from host_offload.control.interface import Decision, Moment, Observation, Spec
 from host_offload.memory.arena import SlotArena
 from host_offload.memory.kv_cache import KVCache
 from host_offload.memory.tables import empty_tables, with_contents
-from host_offload.versions.layer_versions import link_bytes, version_bytes
+from host_offload.versions.layer_versions import record_bytes, version_bytes
 from moejax import SamplingParams, UserError
 from moejax.checkpoints.random_model import SHAPES, shape
 from moejax.engine.control import control_of
@@ -41,11 +41,11 @@ from moejax.engine.loop import Engine
 from moejax.engine.scheduler import Scheduler
 from moejax.engine.statistics import Statistics
 from moejax.models.config import ModelConfig
-from moejax.start.policies import start_controller
 from moejax.step.experts import Paging
 from moejax.step.parts import Routing, StepOutput, StepShapes
 from moejax.traces.tracer import start_trace
 from scripts.parts.commands import new_parser, refuse
+from scripts.parts.controllers import start_controller
 from scripts.parts.text_table import aligned
 
 MODES = ("plain", "control", "trace", "both")
@@ -114,8 +114,8 @@ class FakeRunner:
         self.config, self.shapes, self.slots = config, shapes, slots
         self.layout = config.slot_layout(itemsize=2)
         layers, experts = sum(config.moe_layers), config.num_experts
-        self.link_bytes = link_bytes(self.layout, None)
-        self.version_bytes = version_bytes(self.layout, None, self.link_bytes, layers)
+        self.link_bytes = record_bytes(self.layout, None, moved=True)
+        self.version_bytes = version_bytes(self.layout, None, layers)
         self.device = jax.devices()[0]
         self.stores = (np.empty((layers, experts)),)
         self.tables = empty_tables(layers, experts, experts)
@@ -162,7 +162,10 @@ class FakeRunner:
     def sample(self, logits: Any, update: np.ndarray, params: Any) -> np.ndarray:
         return self._chosen[self._count % len(self._chosen)]
 
-    def prepare(self, *names: str) -> None:
+    def prepare(self, controller: Any) -> None:
+        pass
+
+    def stage_list(self, entries: Any) -> None:
         pass
 
 

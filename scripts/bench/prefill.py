@@ -13,7 +13,7 @@ import numpy as np
 
 from host_offload.memory.budget import BudgetError
 from moejax.checkpoints.random_model import shape
-from moejax.costs.rates import measure_link_rate, measure_matrix_rate
+from moejax.costs.rates import measure_link_rate
 from moejax.device import select_device
 from moejax.engine.loop import Engine
 from moejax.errors import UserError
@@ -21,7 +21,12 @@ from moejax.models.config import ModelConfig
 from moejax.start.decide.shapes import PREFILL_CHUNK
 from moejax.start.options import Options
 from scripts.bench.prefill_report import Rates, measured_line, table
-from scripts.bench.prefill_timing import PrefillSample, prefill, prefill_steps
+from scripts.bench.prefill_timing import (
+    PrefillSample,
+    measure_matrix_rate,
+    prefill,
+    prefill_steps,
+)
 from scripts.parts.bench_engine import (
     add_options,
     check_fits,

@@ -1,4 +1,5 @@
-"""Timing prefill steps on a running engine, with its experts resident or all of them missing."""
+"""Timing prefill steps on a running engine, with its experts resident or all of them missing, and
+the matrix products that are their floor."""
 
 from __future__ import annotations
 
@@ -6,12 +7,17 @@ import dataclasses
 import time
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from moejax.costs.rates import best_s
 from moejax.engine.loop import Engine
 from moejax.engine.step_work import Step
 from moejax.requests.sampling_params import SamplingParams
 from scripts.parts.bench_engine import grant
+
+SQUARE = {"cpu": 1024}
+"""Platform → rows and columns of the matrices in measure_matrix_rate; elsewhere 8192."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,3 +64,13 @@ def prefill(engine: Engine, prompts: list[list[int]]) -> PrefillSample:
     paging = jax.device_get(steps[0].output.paging)
     counts = (int(np.sum(n)) for n in (paging.active, paging.fills, paging.read_through))
     return PrefillSample(seconds, *counts)
+
+
+def measure_matrix_rate(device: jax.Device, dtype: jax.typing.DTypeLike) -> float:
+    """Floating point operations per second of a large square product by XLA, 2·n³ for n rows."""
+    n = SQUARE.get(device.platform, 8192)
+    a = jax.device_put(np.full((n, n), 0.5, dtype), device)
+    product = jax.jit(jnp.matmul)
+    rate = 2 * n**3 / best_s(lambda _: product(a, a), device)
+    a.delete()
+    return rate

@@ -29,7 +29,8 @@ from host_offload.control.interface import Policy
 from host_offload.control.step_record import USES, StepRecord
 from host_offload.memory.budget import BudgetError
 from host_offload.policies.eviction.names import POLICIES
-from host_offload.traces.reader import TraceHeader, TraceWriter, read_trace
+from host_offload.traces.reader import TraceHeader, read_trace
+from host_offload.traces.writer import TraceWriter
 from moejax import LLM, SamplingParams, UserError
 from moejax.engine.loop import Engine
 from moejax.traces.tracer import BATCH, Tracer

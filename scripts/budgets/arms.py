@@ -8,10 +8,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from host_offload.sizing.cell_allocation import ALLOCATIONS, allocate
-from host_offload.sizing.configurator import Streams, Turn, configure, histograms_of, replay_split
-from host_offload.sizing.kv_reuse import cold_pages, expected_returns, page_references
+from host_offload.sizing.configurator import Streams, Turn, configure, histograms_of
+from host_offload.sizing.kv_reuse import PageRecency, expected_returns, page_references
 from host_offload.sizing.miss_curves import curves_of, tails
 from host_offload.sizing.split import Division, MissCosts, SplitRule, peak_headroom
+from scripts.budgets.replay import replay_split
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +107,7 @@ def online_caps(
     expect_returns: bool = True,
 ) -> list[int]:
     """Algorithm 2: the cap that each turn runs with is what the ones before it say. See MvWsa."""
-    split, caps, held = 0.5, [], cold_pages()
+    split, caps, held = 0.5, [], PageRecency()
     known: Streams | None = None
     most = int(division.pages[0])
     for number, (turn, histogram) in enumerate(
@@ -137,10 +138,10 @@ def peak_caps(turns: Sequence[Turn], division: Division, window: int = 16) -> li
         caps.append(cap)
         seen = [*seen, turn.pages][-window:]
         last = {int(pages[0, 0]): len(pages) for pages in seen if len(pages)}
-        grant = peak_headroom(
+        found = peak_headroom(
             division, peak_pages=sum(last.values()), headroom=0.1, cap=cap, dead=2
         )
-        cap = cap if grant is None else grant.cap
+        cap = cap if found is None else found
     return caps
 
 

@@ -26,7 +26,7 @@ Arms, all with the same bytes:
   hindsight      the best single split of all caps, in hindsight
   per workflow   that, then the best of each workflow, one after the other, in hindsight
 
-Both streams are replayed exactly (host_offload.sizing.configurator.replay_split: the engine's pager
+Both streams are replayed exactly (scripts.budgets.replay.replay_split: the engine's pager
 for experts, an LRU pool for KV): counts are the simulator's. Seconds are predicted: misses times
 measured costs (--costs), or an expert's bytes over --link, and a page's tokens over --prefill-rate,
 since KV that is gone is computed again (WiSP's r). Computing is not in them. The second table

@@ -40,15 +40,14 @@ from host_offload.sizing.split import (
     Division,
     MissCosts,
     SplitError,
-    admission_floor,
     division_of,
-    equimarginal_cap,
     objective,
 )
 from host_offload.traces.generators import routing_generator
 from host_offload.traces.reader import TraceError, read_trace
 from moejax import UserError
 from moejax.sizes import parse_size
+from scripts.budgets.equations import admission_floor, equimarginal_cap
 from scripts.budgets.plots import draw
 from scripts.parts.commands import new_parser, refuse
 from scripts.parts.text_table import aligned

@@ -23,7 +23,7 @@ from moejax.engine.resize import cells_of
 from moejax.sizes import parse_size
 from moejax.start.build import start_engine
 from moejax.start.options import Options
-from moejax.start.policies import start_controller
+from scripts.parts.controllers import start_controller
 from scripts.parts.text_table import aligned
 
 GOAL = 1.2

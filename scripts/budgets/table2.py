@@ -247,7 +247,7 @@ def lines_of(
             "static": batch / float(np.median(static.step_s)),
             "streamed": batch / streamed,
         }
-        misses = None if curves is None else float(curves.per_step[c])
+        misses = None if curves is None else float(curves.misses[:, c].sum() / curves.steps)
         predicted = None if misses is None else batch / (resident + misses * record / link)
         yield {
             "shape": args.shape,

@@ -36,12 +36,13 @@ from host_offload.control.interface import Decision, Moment, Observation, Spec, 
 from host_offload.memory.tables import empty_tables
 from host_offload.policies.eviction.names import EVICTION
 from moejax import LLM, SamplingParams, UserError
-from moejax.engine.arena_report import kv_faults, kv_stats
 from moejax.engine.control import control_of
+from moejax.engine.statistics import kv_stats
 from moejax.requests.request import Request
 from moejax.requests.sampling_params import child_params
-from moejax.start.policies import start_controller
 from scripts.parts.commands import new_parser, refuse
+from scripts.parts.controllers import start_controller
+from scripts.parts.kv_faults import kv_faults
 
 LIMITS: dict[str, Any] = {
     "max_model_len": 192,

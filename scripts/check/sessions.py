@@ -20,7 +20,7 @@ import numpy as np
 
 from host_offload.memory.budget import BudgetError, format_bytes
 from moejax import LLM, UserError
-from moejax.commands.options.engine import add_model_options, add_options, engine_options
+from moejax.commands.model import add_model_options, add_options, engine_options
 from scripts.parts.commands import new_parser, refuse
 from scripts.parts.replay import VirtualClock, WallClock, replay
 from scripts.parts.text_table import aligned

@@ -12,10 +12,16 @@ import jax
 
 from host_offload.memory.budget import Share, format_bytes
 from host_offload.memory.device_memory import free_memory, host_available_bytes
-from host_offload.policies.eviction.names import victim_weights
+from host_offload.policies.eviction.names import EVICTION
 from moejax.cache import use_compilation_cache
 from moejax.checkpoints.loaded_model import LoadedModel
-from moejax.checkpoints.random_model import SHAPES, expert_layout, model_bytes, random_model, shape
+from moejax.checkpoints.random_model import (
+    SHAPES,
+    expert_layout,
+    model_bytes,
+    random_model,
+    shape,
+)
 from moejax.engine.loop import Engine
 from moejax.errors import UserError
 from moejax.models.config import ModelConfig
@@ -55,8 +61,10 @@ def add_options(parser: argparse.ArgumentParser, cells: str) -> None:
 
 def check_names(args: argparse.Namespace) -> None:
     """Raises UserError for an eviction policy or an op that does not exist."""
+    if args.eviction not in EVICTION:
+        known = ", ".join(EVICTION)
+        raise UserError(f"unknown eviction policy {args.eviction!r}; known: {known}")
     try:
-        victim_weights(args.eviction)
         parse_ops(args.ops)
     except ValueError as error:
         raise UserError(str(error)) from error

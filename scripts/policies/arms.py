@@ -16,15 +16,20 @@ from host_offload.control.interface import Policy, Transfer
 from host_offload.control.rules import BETWEEN_LAYERS
 from host_offload.policies.eviction.names import POLICIES
 from host_offload.policies.eviction.static import Static
-from host_offload.policies.eviction.static_layers import StaticLayers
 from host_offload.policies.prefetch.names import FIT, PREFETCH
 from host_offload.policies.prefetch.oracle import oracle_of
 from host_offload.simulate.simulator import simulate, spec_of
-from host_offload.sizing.bounds import min_transfers, stall_bound
-from host_offload.traces.prefetch_score import PrefetchScore
 from host_offload.traces.reader import Trace, read_trace
-from host_offload.traces.step_sets import References, in_one_pool, read_references
+from scripts.parts.bounds import (
+    References,
+    in_one_pool,
+    min_transfers,
+    read_references,
+    stall_bound,
+)
+from scripts.policies.prefetch_score import PrefetchScore
 from scripts.policies.report import BOUNDS
+from scripts.policies.static_layers import StaticLayers
 
 SEEDS = 10
 """Runs of policies that draw (docs/protocol.md, 9)."""

@@ -17,7 +17,7 @@ docs/protocol.md has the rules.
 
 Times need a link: `moejax calibrate` writes --costs, or --bandwidth says it. They are predicted:
 `moving` is what the link needs for what moved, `stall` what of it no overlap with the step's
-arithmetic can hide (host_offload.sizing.bounds.stall_bound).
+arithmetic can hide (scripts.parts.bounds.stall_bound).
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ import numpy as np
 from host_offload.policies.eviction.names import POLICIES
 from host_offload.policies.prefetch.names import FIT
 from host_offload.traces.reader import TraceError
-from host_offload.traces.step_sets import read_references
 from moejax import UserError
+from scripts.parts.bounds import read_references
 from scripts.parts.commands import new_parser, refuse
 from scripts.parts.places import TEXTS, TRI
 from scripts.parts.plots import pyplot

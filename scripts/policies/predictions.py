@@ -46,16 +46,18 @@ from moejax.cache import use_compilation_cache
 from moejax.checkpoints.load import load_checkpoint
 from moejax.checkpoints.loaded_model import LoadedModel
 from moejax.checkpoints.random_model import random_model
-from moejax.costs.measure import cost_model_for
+from moejax.costs.measure import calibrate
+from moejax.costs.store import StepSpec
 from moejax.device import select_device
 from moejax.engine.control import control_of
 from moejax.engine.loop import Engine
 from moejax.models.config import parse_config
 from moejax.start.build import start_engine
 from moejax.start.options import Options
-from moejax.start.policies import start_controller
 from moejax.traces.tracer import start_trace
+from scripts.parts.bounds import stall_bound
 from scripts.parts.commands import new_parser, refuse
+from scripts.parts.controllers import start_controller
 from scripts.parts.places import DEMO, TRI
 
 WIDE = dict(
@@ -144,9 +146,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def check(args: argparse.Namespace, name: str) -> Iterator[dict[str, Any]]:
     """A line for each held-out configuration of a model."""
-    with engine_of(args, name) as engine:
+    with engine_of(args, name) as (engine, steps):
         runner = engine.runner
-        model = cost_model_for(runner, force=True)
+        model = calibrate(runner, steps)
         if args.show:
             print(json.dumps(model.to_json()["figures"]))
         configurations = list(held_out(name, runner.config.num_experts))
@@ -188,8 +190,8 @@ def prefetch_of(each: Configuration) -> str | None:
 
 
 @contextmanager
-def engine_of(args: argparse.Namespace, name: str) -> Iterator[Engine]:
-    """An engine with room for all experts and the KV of the largest batch."""
+def engine_of(args: argparse.Namespace, name: str) -> Iterator[tuple[Engine, StepSpec]]:
+    """An engine with room for all experts and the KV of the largest batch, and its steps."""
     use_compilation_cache(None)
     device = select_device()
     loaded = load(name, device)
@@ -201,10 +203,10 @@ def engine_of(args: argparse.Namespace, name: str) -> Iterator[Engine]:
         max_num_batched_tokens=512,
         enable_prefix_caching=False,
     )
-    engine, _ = start_engine(loaded, options, device)
+    engine, plan = start_engine(loaded, options, device)
     try:
         engine.runner.wait_compiled(everything=True)
-        yield engine
+        yield engine, plan.steps
     finally:
         engine.runner.delete()
 
@@ -292,9 +294,9 @@ def line_of(
         "total": np.median(timed.total),
     }
     foretold = {
-        "p50": predicted.percentile_s(50),
-        "p99": predicted.percentile_s(99),
-        "p99_raw": predicted.percentile_s(99),
+        "p50": np.percentile(predicted.seconds[decode], 50),
+        "p99": np.percentile(predicted.seconds[decode], 99),
+        "p99_raw": np.percentile(predicted.seconds[decode], 99),
         "mean": predicted.mean_s(),
         "total": predicted.seconds.sum(),
     }
@@ -312,8 +314,17 @@ def line_of(
         "predicted_s": {name: float(value) for name, value in foretold.items()},
         "mean_interval_s": spread.tolist(),
         "stall_share": predicted.stall_share,
-        "stall_bound_share": predicted.stall_bound_share,
+        "stall_bound_share": stall_bound_share(predicted),
     }
+
+
+def stall_bound_share(predicted: Prediction) -> float:
+    """What of its `stall_share` no overlap of the link with computing could hide, see
+    bounds.stall_bound: the same bytes at the link's rate, less the time in which steps compute,
+    over the time that both then take."""
+    compute = float(predicted.compute_s.sum())
+    least = stall_bound(predicted.bytes, compute, seconds_per_byte=predicted.link_per_byte)
+    return least / (compute + least)
 
 
 def _resampled(values: np.ndarray, times: int = 2000) -> np.ndarray:

@@ -22,10 +22,11 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from host_offload.memory.layout import ExpertLayout
-from host_offload.sizing.cost_model import SPAN, CostModel, StepCost, Work
+from host_offload.sizing.cost_model import CostModel, StepCost, Work
 from moejax.checkpoints.random_model import expert_layout, model_bytes
 from moejax.models.model_config import ModelConfig
+from pallas_kernels.paged_attention import SPAN
+from pallas_kernels.records import RecordFormat
 
 CHUNK, ROW_TILE = 64, 16
 
@@ -77,7 +78,7 @@ DESIGN_STEPS = {1: 3.6e-3, 8: 9.0e-3, 32: 17.9e-3}
 def version_bytes(config: ModelConfig, version: str) -> int:
     """Bytes of one expert."""
     dense = expert_layout(config)
-    return ExpertLayout(dense.hidden, dense.width, dense.itemsize, version).nbytes
+    return RecordFormat(version, dense.hidden, dense.width, dense.dtype).nbytes
 
 
 def stated_costs(config: ModelConfig, machine: Machine, version: str, rows: int) -> CostModel:
@@ -93,7 +94,7 @@ def stated_costs(config: ModelConfig, machine: Machine, version: str, rows: int)
     products = 2 * CHUNK * (others - _head_bytes(config)) / 2 / machine.matrix
     heads = config.num_attention_heads * config.head_dim
     attention = 4 * CHUNK * SPAN * heads * config.num_hidden_layers / machine.matrix
-    tile = max(expert, 2 * CHUNK * dense.weight_rows * dense.hidden / machine.matrix)
+    tile = max(expert, 2 * CHUNK * 3 * dense.width * dense.hidden / machine.matrix)
     move = nbytes / machine.link
     return CostModel(
         layers=layers,
@@ -142,4 +143,4 @@ def uniform_step_s(model: CostModel, rows: int, context: int = 1024) -> float:
     """A decode step in which every expert is as likely, everything resident."""
     absent = (1 - model.top_k / model.experts) ** rows
     experts = round(model.layers * model.experts * (1 - absent))
-    return model.compute_s(Work(rows, rows * context // SPAN, experts, 0), rows)
+    return model.step_cost(rows).seconds(Work(rows, rows * context // SPAN, experts, 0))

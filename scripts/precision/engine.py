@@ -27,11 +27,9 @@ from moejax import LLM, UserError
 from moejax.checkpoints.conversion_source import open_source
 from moejax.checkpoints.convert import Encoding, write_checkpoint
 from moejax.checkpoints.orbax.destination import free_destination
-from moejax.checkpoints.safetensors.shards import find_shards
 from moejax.checkpoints.versions import GPTQ
 from moejax.evaluate.evaluation import perplexity
-from moejax.evaluate.expert_inputs import ExpertInputs, gptq_records
-from moejax.models.config import load_config
+from moejax.evaluate.expert_inputs import ExpertInputs, gptq_records, layer_inputs
 from moejax.models.directory import checkpoint_directory
 from pallas_kernels.records import RecordFormat
 
@@ -205,12 +203,11 @@ def write_versions(
     quantizers: version → of CHOICES. Raises UserError for a model that is no safetensors
     checkpoint and for a destination that is there already."""
     directory = checkpoint_directory(model)
-    source = open_source(directory, load_config(directory), find_shards(directory), "auto")
+    source = open_source(directory, "auto")
 
     def encoding(version: str, quantizer: str) -> Encoding:
-        layout = dataclasses.replace(source.layout, version=version, dtype=source.dtype)
         records = engine.records(version, quantizer)
-        return Encoding(layout, quantizer, lambda layer, _: records[layer])
+        return Encoding(quantizer, lambda layer, _: records[layer])
 
     encodings = {version: encoding(version, name) for version, name in quantizers.items()}
     write_checkpoint(source, free_destination(destination), encodings)
@@ -275,10 +272,7 @@ def output_errors(
         return jax.numpy.mean(jax.numpy.square(outputs(a) - outputs(b)))
 
     for layer in range(engine.layers):
-        inputs, ids = found.inputs.layer(layer)
-        shares = np.concatenate(
-            [chunk.array("token.weights")[:, layer] for chunk in found.inputs.trace.chunks]
-        )
+        inputs, ids, shares = layer_inputs(found.inputs.trace, layer, "leave this model out")
         for expert in range(engine.experts):
             row, place = np.nonzero(ids == expert)
             if not len(row):
@@ -290,6 +284,6 @@ def output_errors(
                 for records in (exact, coarse)
             ]
             wide = [weights.astype(np.float32) for weights in pair]
-            found_error = float(error(inputs[row[chosen]], *wide))
+            found_error = float(error(inputs[row[chosen]].astype(np.float32), *wide))
             errors[layer, expert] = found_error * float(np.mean(weight**2))
     return errors

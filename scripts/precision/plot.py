@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from host_offload.simulate.version_history import VersionHistory, version_history
 from host_offload.traces.reader import TraceError, read_trace
 from moejax import UserError
 from scripts.parts.commands import new_parser, refuse
 from scripts.parts.plots import pyplot
+from scripts.parts.version_history import VersionHistory, version_history
 
 _HEAT_SHOTS = 6
 """Moments that are shown beside the share of time."""

@@ -19,7 +19,8 @@ from host_offload.policies.precision.maps import LO, top_map
 from host_offload.simulate.prediction import Prediction, predict
 from host_offload.sizing.cost_model import CostModel
 from host_offload.traces.generators import routing_generator
-from host_offload.traces.reader import Trace, TraceWriter, read_trace
+from host_offload.traces.reader import Trace, read_trace
+from host_offload.traces.writer import TraceWriter
 from moejax.checkpoints.random_model import expert_layout
 from moejax.models.model_config import ModelConfig
 from moejax.traces.generated import new_trace, routed_step, routing_header
@@ -119,6 +120,7 @@ def write_run(
                 position=position,
                 phase=np.full(len(rows), not prefill, np.uint8),
                 kind=kind,
+            )._replace(
                 rows=PREFILL if prefill else len(rows),
                 waves=np.full(layers, WAVES if prefill else 1, np.int16),
             )

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from host_offload.control.interface import routed_counts
-from host_offload.policies.precision.maps import HI, LO, top, uniform_map
-from host_offload.simulate.version_history import VersionHistory, version_history
+from host_offload.policies.precision.maps import HI, LO, top
 from host_offload.traces.reader import Trace, read_trace
 from moejax import LLM, SamplingParams, UserError
+from scripts.parts.version_history import VersionHistory, version_history
 from scripts.precision.engine import WINDOW, Domain, MapEngine, Scores, engine_options, score
 
 PROMPT, GENERATED, ROWS = 32, 128, 8
@@ -141,7 +141,7 @@ def check_agreement(
     engine of fixed maps gives over one window of each domain: with this map of both, and if
     `dynamic` with DynaExq where none may be high."""
     names = dict(zip(("hi", "lo"), versions, strict=True))
-    low = uniform_map(engine.layers, engine.experts, LO)
+    low = np.full((engine.layers, engine.experts), LO, np.int8)
     with tempfile.TemporaryDirectory() as directory:
         np.save(file := Path(directory) / "map.npy", experts)
         arms: dict[str, Any] = {"a fixed map": (experts, {"precision": f"map={file}"})}

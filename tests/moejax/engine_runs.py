@@ -9,10 +9,10 @@ import jax
 import numpy as np
 
 from host_offload.memory.tables import with_contents
-from host_offload.policies.eviction.names import victim_weights
+from host_offload.policies.eviction.names import EVICTION
 from moejax import LLM, SamplingParams
-from moejax.engine.arena_report import kv_faults
 from moejax.engine.step_work import Step
+from scripts.parts.kv_faults import kv_faults
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +55,7 @@ def set_budget(llm: LLM, cells: Sequence[int], kv_slots: int, eviction: str = "l
     """Other budgets and policy for an idle engine: table contents only, nothing is compiled."""
     llm.engine.set_budget(cells, kv_slots)
     runner = llm.engine.runner
-    weights = {"victim_weights": victim_weights(eviction)}
+    weights = {"victim_weights": EVICTION[eviction]}
     runner.tables = with_contents(runner.tables, weights)
 
 

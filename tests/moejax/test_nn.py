@@ -8,7 +8,6 @@ from flax import nnx
 
 from examples import paged_moe_in_your_model as example
 from host_offload.memory.integrity import count_faults, describe_faults
-from host_offload.memory.store import record_of
 from moejax.checkpoints.load import load_checkpoint
 from moejax.errors import UserError
 from moejax.nn import (
@@ -24,6 +23,7 @@ from pallas_kernels import resolve_ops
 from pallas_kernels.triton import interpreted
 from tests.aot.aot_h200 import compile_for_h200
 from tests.hlo import read_executable
+from tests.host_offload.memory.dense_records import record_of
 
 L, E, D, WIDTH, ROWS = 2, 16, 64, 96, 5
 RULE = RouteRule(top_k=2, normalize=True)

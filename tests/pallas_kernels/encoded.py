@@ -2,9 +2,10 @@
 
 import numpy as np
 
-from host_offload.versions.encoders import DTYPES, decode, encode
+from host_offload.versions.encoders import DTYPES, encode
 from pallas_kernels.records.format import RecordFormat
 from pallas_kernels.records.versions import VersionFormats
+from tests.host_offload.versions.numpy_decoder import decode
 from tests.pallas_kernels.contract import POISON
 
 

@@ -6,13 +6,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from host_offload.versions.encoders import decode
 from pallas_kernels.expert_ffn import api, reference
 from pallas_kernels.expert_ffn import tile as expert_tile
 from pallas_kernels.expert_ffn.specs import VERSIONED, Spec
 from pallas_kernels.records import RecordFormat, tile
 from pallas_kernels.records.format import BITS
 from pallas_kernels.records.versions import VersionFormats
+from tests.host_offload.versions.numpy_decoder import decode
 from tests.pallas_kernels import test_expert_ffn
 from tests.pallas_kernels.contract import POISON, close, compiled, each, same_bits, stored, wide
 from tests.pallas_kernels.encoded import formats, recode, records

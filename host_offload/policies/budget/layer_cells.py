@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from host_offload.control.interface import Decision, Moment, Observation, Spec
-from host_offload.sizing.cell_allocation import ALLOCATIONS, allocate, hull_misses
+from host_offload.sizing.cell_allocation import ALLOCATIONS, shared_anew
 from host_offload.sizing.miss_curves import LiveCurves, cold_curves
 
 
@@ -52,12 +52,6 @@ class LayerCells:
             return state._replace(curves=state.curves.see(seen.ids)), Decision()
         state = state._replace(curves=state.curves.forget(self.decay))
         misses = state.curves.misses[:, : state.most + 1]
-        slots = int(seen.cells.sum())
-        least = (1 - self.gate) * misses[np.arange(len(misses)), seen.cells].sum()
-        # No allocation is below the hulls: where they promise nothing none is looked for.
-        if hull_misses(misses, np.array([slots]), state.least)[0] >= least:
-            return state, Decision()
-        found = allocate(self.allocation, misses, slots, least=state.least)
-        if found.misses >= least:
-            return state, Decision()
-        return state, Decision(cells=found.cells.astype(np.int32))
+        slots, limits = int(seen.cells.sum()), {"gate": self.gate, "least": state.least}
+        cells = shared_anew(self.allocation, misses, slots, seen.cells, **limits)
+        return state, Decision(cells=None if cells is None else cells.astype(np.int32))

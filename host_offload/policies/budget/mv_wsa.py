@@ -9,14 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from host_offload.control.interface import Decision, Moment, Observation, Spec
-from host_offload.sizing.cell_allocation import ALLOCATIONS, allocate
+from host_offload.sizing.cell_allocation import ALLOCATIONS, allocate, shared_anew
 from host_offload.sizing.configurator import Turn, cap_misses, histograms_of, turns_of
-from host_offload.sizing.kv_reuse import (
-    PageRecency,
-    cold_pages,
-    expected_returns,
-    page_references,
-)
+from host_offload.sizing.kv_reuse import PageRecency, expected_returns, page_references
 from host_offload.sizing.miss_curves import LiveCurves, cold_curves
 from host_offload.sizing.split import Division, MissCosts, SplitRule, division_of, miss_costs
 from host_offload.sizing.step_times import StepTimes
@@ -47,7 +42,7 @@ class Learned(NamedTuple):
     cells: np.ndarray | None = None
     """int32[L] that was decided last."""
     shared: int = 0
-    """Turns since layers were last looked at."""
+    """Turns since layers were last looked at, which is every `window` turns."""
     ended: int = 0
     """Turns that have ended."""
     most_running: int | None = None
@@ -112,7 +107,7 @@ class MvWsa:
         curves = cold_curves(spec.layers, spec.experts)
         most = spec.max_num_seqs
         times = StepTimes()
-        state = Learned(division, costs, curves, cold_pages(), pages, times, most_running=most)
+        state = Learned(division, costs, curves, PageRecency(), pages, times, most_running=most)
         return state if self.trace is None else self._with_trace(state, self.trace, spec)
 
     def _with_trace(self, state: Learned, directory: str, spec: Spec) -> Learned:
@@ -194,29 +189,21 @@ class MvWsa:
             pages = pages + expected_returns(held, len(pages), self.rule.decay, state.ended)
         split = self.rule.next_split(before, division, curve, tails(pages), costs)
         state, cap = state._replace(split=split), division.cap_at(split)
-        if split == before and not self._is_worth_sharing_anew(state, misses, curve[cap], cap):
+        slots, cells = cap * len(misses), None
+        if split != before:
+            cells = allocate(self.allocation, misses, slots).cells
+        elif self.allocation != "uniform" and state.shared == self.window - 1:
+            # The line stays; layers may have changed among themselves.
+            had = np.full(len(misses), cap) if state.cells is None else state.cells
+            cells = shared_anew(self.allocation, misses, slots, had, gate=self.rule.gate)
+        if cells is None:
             return state._replace(shared=(state.shared + 1) % self.window), again(state, seen)
-        cells = allocate(self.allocation, misses, cap * len(misses)).cells.astype(np.int32)
         if state.cells is not None and np.array_equal(cells, state.cells):
             return state, again(state, seen)
         kv_pages = division.pages_at(cap)
+        cells = cells.astype(np.int32)
         state = state._replace(cells=cells, pool=kv_pages, shared=0)
         return state, Decision(cells=cells, kv_pages=kv_pages)
-
-    def _is_worth_sharing_anew(
-        self, state: Learned, misses: np.ndarray, bound: float, cap: int
-    ) -> bool:
-        """The line stays; layers may have changed among themselves, which is looked at every
-        `window` turns. bound: no allocation has fewer misses, so that where it promises nothing
-        none is looked for."""
-        if self.allocation == "uniform" or state.shared < self.window - 1:
-            return False
-        cells = np.full(len(misses), cap) if state.cells is None else state.cells
-        now = float(misses[np.arange(len(misses)), cells].sum())
-        least = (1 - self.rule.gate) * now
-        if bound >= least:
-            return False
-        return allocate(self.allocation, misses, cap * len(misses)).misses < least
 
     def costs_now(self, state: Learned) -> MissCosts:
         """What misses cost by what is known so far."""

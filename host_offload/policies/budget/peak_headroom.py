@@ -1,4 +1,5 @@
-"""WiSP's closed-form split: KV gets its peak and headroom, experts the rest."""
+"""WiSP's closed-form split: KV gets its peak and headroom, experts the rest, of one version or of
+two with every expert resident."""
 
 from __future__ import annotations
 
@@ -76,11 +77,34 @@ class PeakHeadroom:
         peaks = (*state.before, peak)[-self.window :]
         units = -(-seen.kv_pages // division.unit_pages)
         cap = (division.total_bytes - units * division.unit) // division.cap_bytes
-        grant = peak_headroom(
+        found = peak_headroom(
             division, peak_pages=max(peaks), headroom=self.headroom, cap=cap, dead=self.dead
         )
         state = state._replace(now=held, short=False, before=peaks)
-        if grant is None:
+        if found is None:
             return state, Decision()
-        cells = np.full(state.layers, grant.cap, np.int32)
-        return state, Decision(cells=cells, kv_pages=grant.pages)
+        cells = np.full(state.layers, found, np.int32)
+        return state, Decision(cells=cells, kv_pages=division.pages_at(found))
+
+
+@dataclasses.dataclass(frozen=True)
+class ResidentHeadroom(PeakHeadroom):
+    """PeakHeadroom that says KV's pages only: experts have all other slots, and how many of them
+    are high follows (ResidentSpec.most_high).
+
+    The unit of C is one slot for each layer, as there, and the least C the slots of all experts in
+    the low version with the spares, rounded up to that unit. Ours: the paper has one version.
+    """
+
+    writes: frozenset[str] = frozenset({"kv_pages"})
+
+    def init(self, spec: Spec) -> Peaks:
+        """Raises ValueError unless every expert is resident, and as PeakHeadroom.init."""
+        if spec.resident is None:
+            raise ValueError("ResidentHeadroom is for two versions with every expert resident")
+        least = -(-spec.resident.least_slots() // spec.layers)
+        return PeakHeadroom.init(dataclasses.replace(self, least_cap=least), spec)
+
+    def decide(self, state: Peaks, observation: Observation) -> tuple[Peaks, Decision]:
+        state, decision = super().decide(state, observation)
+        return state, dataclasses.replace(decision, cells=None)

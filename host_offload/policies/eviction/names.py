@@ -37,14 +37,6 @@ EVICTION: dict[str, tuple[int, int, int]] = {
 """Name → weights of pallas_kernels.plan.victim_key, of the policies that are nothing else."""
 
 
-def victim_weights(eviction: str) -> tuple[int, int, int]:
-    """The weights of a policy that is only weights, by name. Raises ValueError naming the known
-    ones."""
-    if eviction not in EVICTION:
-        raise ValueError(f"unknown eviction policy {eviction!r}; known: {', '.join(EVICTION)}")
-    return EVICTION[eviction]
-
-
 def eviction_policy(eviction: str) -> EvictionPolicy:
     """The policy of that name. Raises ValueError naming the known ones."""
     if eviction not in POLICIES:

@@ -9,14 +9,7 @@ import numpy as np
 
 from host_offload.control.interface import Decision, Moment, Observation, Spec, State, Transition
 from host_offload.memory.budget import cells_per_layer
-from host_offload.policies.precision.maps import (
-    HI,
-    LO,
-    check_shape,
-    hi_capacity,
-    top_map,
-    uniform_map,
-)
+from host_offload.policies.precision.maps import HI, LO, check_shape, hi_capacity, top_map
 
 SCOPES = ("per-layer", "global", "error-weighted")
 
@@ -115,7 +108,7 @@ class DynaExq:
     def start(self, layers: int, experts: int, capacity: int) -> np.ndarray:
         """The map int8[L, E] to begin with; see precision_maps."""
         if self.scores is None:
-            return uniform_map(layers, experts, LO)
+            return np.full((layers, experts), LO, np.int8)
         return top_map(self._values(self.scores), capacity, per_layer=self._per_layer)
 
     def decide(self, state: Hotness, observation: Observation) -> tuple[Hotness, Decision]:

@@ -46,10 +46,6 @@ def random_map(layers: int, experts: int, capacity: int, seed: int) -> np.ndarra
     return top_map(np.random.default_rng(seed).random((layers, experts)), capacity)
 
 
-def uniform_map(layers: int, experts: int, version: int) -> np.ndarray:
-    return np.full((layers, experts), version, np.int8)
-
-
 def read_array(path: str | os.PathLike[str], what: str) -> np.ndarray:
     """An array [L, E] of real numbers from a .npy file. what: for messages, such as "map". Raises
     ValueError naming the file for what is none."""

@@ -10,14 +10,7 @@ import numpy as np
 
 from host_offload.control.interface import Policy
 from host_offload.policies.precision.dynaexq import DynaExq
-from host_offload.policies.precision.maps import (
-    LO,
-    check_map,
-    check_shape,
-    random_map,
-    read_array,
-    uniform_map,
-)
+from host_offload.policies.precision.maps import LO, check_map, check_shape, random_map, read_array
 from pallas_kernels.records.format import BITS
 
 VERSIONS = ("dense", "lossless12", "int8", "int4", "int2")
@@ -77,19 +70,11 @@ class Precision:
             return random_map(layers, experts, capacity, self.seed)
         if self.policy is not None:
             return self.policy.start(layers, experts, capacity)
-        return uniform_map(layers, experts, LO if self.mixed else 0)
+        return np.full((layers, experts), LO if self.mixed else 0, np.int8)
 
     def report(self) -> dict[str, Any]:
         """For statistics and results, as plain data."""
-        policy = self.policy
-        settings = (
-            {}
-            if policy is None
-            else {
-                name: getattr(policy, name)
-                for name in ("alpha", "margin", "slack", "scope", "interval")
-            }
-        )
+        names = ("alpha", "margin", "slack", "scope", "interval") if self.policy else ()
         return {
             "name": self.name,
             "versions": list(self.versions),
@@ -98,7 +83,7 @@ class Precision:
             **({"spares": self.spares, "blocking": self.blocking} if self.spares else {}),
             **({} if self.step_bytes is None else {"step_bytes": self.step_bytes}),
             **({"paged": self.paged} if self.mixed else {}),
-            **settings,
+            **{name: getattr(self.policy, name) for name in names},
         }
 
 
@@ -135,7 +120,9 @@ def precision_of(
     if interval is not None and name != "dynaexq":
         raise ValueError(f"interval means nothing to precision {name!r}; it is dynaexq's")
     paged = keys.pop("paged", False)
-    plan = Precision(name, _pair(hi, lo), hi_share=_share(hi_share), paged=paged)
+    plan = Precision(name, _pair(hi, lo), hi_share=hi_share, paged=paged)
+    if hi_share is not None and not 0 <= hi_share <= 1:
+        raise ValueError(f"hi_share is a share of the experts, from 0 to 1, not {hi_share}")
     if name == "map":
         if path is None:
             raise ValueError("precision 'map' needs the map: map=FILE (docs/precision.md)")
@@ -229,9 +216,3 @@ def _pair(hi: str | None, lo: str | None) -> tuple[str, str]:
             f"{', '.join(VERSIONS)}"
         )
     return pair
-
-
-def _share(hi_share: float | None) -> float | None:
-    if hi_share is not None and not 0 <= hi_share <= 1:
-        raise ValueError(f"hi_share is a share of the experts, from 0 to 1, not {hi_share}")
-    return hi_share

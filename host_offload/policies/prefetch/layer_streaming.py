@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from host_offload.control.interface import Decision, Moment, Observation, Spec, Stage, State
+from host_offload.control.interface import Decision, Moment, Observation, Spec, State
+from host_offload.policies.prefetch.next_layers import stages_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,5 +30,4 @@ class LayerStreaming:
     def decide(self, state: None, observation: Observation) -> tuple[None, Decision]:
         seen: Any = observation
         order = np.argsort(seen.state[seen.layer] != State.ABSENT, kind="stable").tolist()
-        stages = (Stage(seen.layer, expert, cause="layer-streaming") for expert in order)
-        return None, Decision(stages=tuple(stages))
+        return None, Decision(stages=stages_of(seen.layer, order, "layer-streaming"))

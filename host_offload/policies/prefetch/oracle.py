@@ -75,18 +75,15 @@ class Oracle:
 
 def oracle_of(trace: Trace, *, horizon: int = 8) -> Oracle:
     """The oracle of a run, from its trace. Raises ValueError for one that lacks steps."""
-    blocks = list(read_step_sets(trace))
-    numbers = [number for block in blocks for number in block.number.tolist()]
-    if numbers != list(range(len(numbers))):
+    steps = list(read_step_sets(trace))
+    if any(step.number != place for place, step in enumerate(steps)):
         raise ValueError(
             f"{trace.directory} lacks steps of its run (one failed, or it began later), so an "
             "oracle would be out of step"
         )
     header = trace.header
-    none = np.zeros((0, header.layers, header.experts), bool)
-    active = np.concatenate([none, *(block.active for block in blocks)])
-    bits = np.packbits(active.astype(bool)).tobytes()
-    return Oracle(header.layers, header.experts, len(numbers), bits, horizon)
+    bits = np.packbits(np.array([step.active for step in steps], bool)).tobytes()
+    return Oracle(header.layers, header.experts, len(steps), bits, horizon)
 
 
 def read(path: str) -> Oracle:

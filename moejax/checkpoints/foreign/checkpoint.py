@@ -61,7 +61,9 @@ def _config(
     metadata called config, or the map; UserError if there is none, or two that differ."""
     found: list[tuple[str, dict[str, Any], pathlib.Path | None]] = []
     for place in items.directories:
-        for path in (place / "config.json", *_json_item(place)):
+        # The last two are what v0's and v1's JSON handlers write for an item called config.
+        for name in ("config.json", "config/metadata", "config/data.json"):
+            path = place / name
             if path.is_file():
                 found.append((str(path), read_json(path), place))
         custom = read_json(place / CHECKPOINT) if (place / CHECKPOINT).is_file() else {}
@@ -87,8 +89,3 @@ def _config(
     if place is not None and source == str(place / "config.json"):
         return load_config(place), fields
     return parse_config(fields, source), fields
-
-
-def _json_item(step: pathlib.Path) -> list[pathlib.Path]:
-    """The files that v0's and v1's JSON handlers write for an item called config."""
-    return [step / "config" / "metadata", step / "config" / "data.json"]

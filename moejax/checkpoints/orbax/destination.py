@@ -25,7 +25,11 @@ _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 def free_destination(destination: str | os.PathLike[str]) -> pathlib.Path:
     """Where a new checkpoint may be written, its links resolved. Raises UserError where something
     is there already, but for an empty directory."""
-    dst = _resolved(destination)
+    try:
+        # Without links, since one could not be replaced by a directory in the end.
+        dst = pathlib.Path(destination).expanduser().resolve()
+    except (OSError, RuntimeError) as error:
+        raise UserError(f"{destination}: cannot be resolved: {error}") from None
     if dst.exists() and not (dst.is_dir() and not any(dst.iterdir())):
         raise UserError(f"{dst}: already there; delete it or choose another destination")
     return dst
@@ -50,14 +54,6 @@ def written_beside(dst: pathlib.Path) -> Iterator[pathlib.Path]:
             _sync_directory(dst.parent)
     except OSError as error:
         raise _write_error(work, error) from error
-
-
-def _resolved(destination: str | os.PathLike[str]) -> pathlib.Path:
-    """Without links, since one could not be replaced by a directory in the end."""
-    try:
-        return pathlib.Path(destination).expanduser().resolve()
-    except (OSError, RuntimeError) as error:
-        raise UserError(f"{destination}: cannot be resolved: {error}") from None
 
 
 def _remove_empty(dst: pathlib.Path) -> None:

@@ -12,9 +12,9 @@ import json
 import os
 import pathlib
 import re
-from collections.abc import Iterable, Mapping
 from typing import Any
 
+from moejax.checkpoints.orbax.layout import Leaf
 from moejax.errors import UserError
 from moejax.models.directory import read_json
 
@@ -38,7 +38,7 @@ class StoredLeaf:
     checksums: tuple[str, ...]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Manifest:
     """provenance: where it came from, free text for people but for "files", the source's sizes and
     times. dtype: the weights', numpy's name. tree: the directory of Orbax's tree. params: by key,
@@ -46,7 +46,7 @@ class Manifest:
     of each other file. nonfinite: the source's tensors with NaN or infinite values → how many.
     quantizers: version → how it was made from the dense one. errors: version → layer → ‖W − Ŵ‖/‖W‖
     of each expert. dense_layers: version → the MoE layers that it lacks, since it cannot hold one
-    of their experts without loss.
+    of their experts without loss. A conversion adds to its own as it goes on.
     """
 
     provenance: dict[str, Any]
@@ -60,31 +60,22 @@ class Manifest:
     errors: dict[str, dict[int, tuple[float, ...]]] = dataclasses.field(default_factory=dict)
     dense_layers: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
 
-    def with_param(self, key: str, leaf: StoredLeaf) -> Manifest:
-        return dataclasses.replace(self, params=self.params | {key: leaf})
+    def checksums(self, leaf: Leaf) -> tuple[str, ...]:
+        """The checksums of a leaf's chunks; none where it is not written."""
+        kind, _, key = leaf.name.partition(".")
+        if kind == "params":
+            return self.params[key].checksums if key in self.params else ()
+        version, layer = key.split(".")
+        return self.experts.get(version, {}).get(int(layer), ())
 
-    def with_layer(self, version: str, layer: int, checksums: tuple[str, ...]) -> Manifest:
-        layers = self.experts.get(version, {}) | {layer: checksums}
-        return dataclasses.replace(self, experts=self.experts | {version: layers})
-
-    def with_errors(self, version: str, layer: int, errors: Iterable[float]) -> Manifest:
-        rounded = tuple(float(f"{error:.6g}") for error in errors)
-        layers = self.errors.get(version, {}) | {layer: rounded}
-        return dataclasses.replace(self, errors=self.errors | {version: layers})
-
-    def with_dense_layer(self, version: str, layer: int) -> Manifest:
-        layers = tuple(sorted({*self.dense_layers.get(version, ()), layer}))
-        return dataclasses.replace(self, dense_layers=self.dense_layers | {version: layers})
-
-    def has(self, version: str, layer: int) -> bool:
-        """Whether nothing of the layer is left to be written in that version."""
-        return layer in self.experts[version] or layer in self.dense_layers.get(version, ())
-
-    def with_files(self, checksums: dict[str, str]) -> Manifest:
-        return dataclasses.replace(self, files=self.files | checksums)
-
-    def with_nonfinite(self, counts: Mapping[str, int]) -> Manifest:
-        return dataclasses.replace(self, nonfinite=self.nonfinite | dict(counts))
+    def put(self, leaf: Leaf, checksums: tuple[str, ...]) -> None:
+        """Notes that a leaf is written, or with no checksums that it is not."""
+        kind, _, key = leaf.name.partition(".")
+        if kind == "params":
+            self.params[key] = StoredLeaf(leaf.dtype.name, leaf.shape, checksums)
+        else:
+            version, layer = key.split(".")
+            self.experts[version][int(layer)] = checksums
 
 
 def checksum(data: Any) -> str:
@@ -130,20 +121,15 @@ def read_file(path: pathlib.Path, into: memoryview) -> str | None:
     return digest.hexdigest()[:16]
 
 
-def replace_file(path: pathlib.Path, data: bytes) -> None:
-    """Writes a file in one step: whoever reads it finds the old one or the new one."""
-    new = path.with_name(path.name + ".new")
-    write_file(new, data)
-    os.replace(new, path)
-
-
-def to_bytes(manifest: Manifest) -> bytes:
-    """The manifest as JSON with a checksum of its own."""
+def write_manifest(path: pathlib.Path, manifest: Manifest) -> None:
+    """Writes it as JSON with a checksum of its own, in one step: whoever reads the file finds the
+    old one or the new one."""
     content = {"format": FORMAT, "format_version": FORMAT_VERSION, "checksum": CHECKSUM}
     content = json.loads(json.dumps({**content, **dataclasses.asdict(manifest)}))
-    return (
-        json.dumps({**content, "self": checksum(_canonical(content))}, indent=1) + "\n"
-    ).encode()
+    text = json.dumps({**content, "self": checksum(_canonical(content))}, indent=1) + "\n"
+    new = path.with_name(path.name + ".new")
+    write_file(new, text.encode())
+    os.replace(new, path)
 
 
 def _canonical(content: dict[str, Any]) -> bytes:

@@ -15,22 +15,20 @@ import itertools
 import os
 import pathlib
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 
 import jax
 import numpy as np
 
-from host_offload.memory.layout import ExpertLayout
 from host_offload.memory.store import ExpertStore, StoreBuilder, aligned_empty
 from moejax.checkpoints.loaded_model import (
     LoadedModel,
-    check_dtype,
     counted,
     new_store,
     run_dtype,
     warn_nonfinite,
 )
-from moejax.checkpoints.orbax.layout import DENSE, Leaf, expert_leaf, param_leaves
+from moejax.checkpoints.orbax.layout import DENSE, Leaf, StoredModel
 from moejax.checkpoints.orbax.manifest import (
     MANIFEST,
     Manifest,
@@ -41,9 +39,8 @@ from moejax.checkpoints.orbax.manifest import (
 )
 from moejax.checkpoints.placement import WORKERS, cast, count_nonfinite, in_order
 from moejax.checkpoints.safetensors.shards import NUMPY_DTYPES
-from moejax.checkpoints.tensors import abstract_params
 from moejax.errors import UserError
-from moejax.models.config import ModelConfig, load_config
+from moejax.models.config import load_config
 from moejax.models.directory import checkpoint_directory, read_json, require_own_file
 
 _PHASES = ("headers", "allocate", "read")
@@ -54,36 +51,14 @@ _AGAIN = "copy the checkpoint again, or convert the original again"
 
 
 @dataclasses.dataclass(frozen=True)
-class StoredCheckpoint:
-    """directory's manifest and config, and the layout of the dense experts as they are stored."""
+class StoredCheckpoint(StoredModel):
+    """A checkpoint that is there. config: as its config.json has it."""
 
-    directory: pathlib.Path
     manifest: Manifest
-    config: ModelConfig
-    layout: ExpertLayout
 
     @property
     def tree(self) -> pathlib.Path:
         return self.directory / self.manifest.tree
-
-    @functools.cached_property
-    def params(self) -> dict[str, Leaf]:
-        return param_leaves(self.config, NUMPY_DTYPES[self.manifest.dtype])
-
-    def layout_of(self, version: str) -> ExpertLayout:
-        """How a version's records are stored. Raises UserError for an unknown version."""
-        try:
-            return dataclasses.replace(self.layout, version=version, dtype=self.manifest.dtype)
-        except ValueError as error:
-            raise UserError(f"{self.directory / MANIFEST}: {error}") from None
-
-    def layer(self, version: str, layer: int) -> Leaf:
-        """All experts of a MoE layer."""
-        layout = self.layout if version == DENSE else self.layout_of(version)
-        return expert_leaf(self.config, layout, layer)
-
-    def layers(self, version: str) -> tuple[Leaf, ...]:
-        return tuple(self.layer(version, i) for i in range(sum(self.config.moe_layers)))
 
 
 def load_orbax(
@@ -102,62 +77,56 @@ def load_orbax(
     naming the layer, expert and file that are damaged or missing; shapes, dtypes and the files'
     sizes are checked before the first weight is read.
     """
-    check_dtype(dtype)
     marks = [time.perf_counter()]
     stored = open_stored(checkpoint_directory(directory))
-    config = dataclasses.replace(stored.config, dtype=stored.manifest.dtype)
-    to_name = run_dtype(dtype, str(config.dtype))
+    config = dataclasses.replace(stored.config, dtype=stored.dtype)
+    to_name = run_dtype(dtype, stored.dtype)
     device = jax.devices()[0] if device is None else device
     held = _held(stored, to_name, versions)
-    leaves, layers = stored.params, {v: [stored.layer(v, i) for i in held[v]] for v in held}
-    check_files(stored, held)
+    layers = {v: [stored.layers(v)[i] for i in numbers] for v, numbers in held.items()}
+    experts = list(itertools.chain(*layers.values()))
+    check_files(stored, experts)
     marks.append(time.perf_counter())
 
-    to = NUMPY_DTYPES[to_name]
-    dense = dataclasses.replace(stored.layout, itemsize=to.itemsize)
-    expert_bytes = sum(leaf.nbytes for each in layers.values() for leaf in each)
-    advance = counted(progress, sum(leaf.nbytes for leaf in leaves.values()) + expert_bytes)
-
+    run, to = StoredModel(stored.directory, config, to_name), NUMPY_DTYPES[to_name]
+    total = sum(leaf.nbytes for leaf in itertools.chain(stored.params.values(), experts))
+    advance = counted(progress, total)
     builders: dict[str, StoreBuilder] = {}
-    try:
-        for version, numbers in held.items():
-            layout = dense
-            if version != DENSE:
-                layout = dataclasses.replace(dense, version=version, dtype=to_name)
-            source = str(stored.directory)
-            builders[version] = new_store(config, layout, device, source, len(numbers))
+    with contextlib.ExitStack() as stack:
+        for version, leaves in layers.items():
+            layout, source = run.layout(version), str(stored.directory)
+            store = new_store(config, layout, device, source, len(leaves))
+            builders[version] = stack.enter_context(store)
         marks.append(time.perf_counter())
-        with concurrent.futures.ThreadPoolExecutor(WORKERS) as pool:
-            keys = iter(leaves)
+        pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(WORKERS))
 
-            def param(wanted: jax.ShapeDtypeStruct) -> jax.Array:
-                key = next(keys)
-                weights = read_param(stored, key, wanted.dtype, pool)
-                advance(leaves[key].nbytes)
-                return jax.block_until_ready(jax.device_put(weights, device))
+        def param(leaf: Leaf, dtype: np.dtype) -> jax.Array:
+            weights = aligned_empty(leaf.shape, dtype)
+            chunks = weights if leaf.stacked else weights[None]
+            read = functools.partial(_read_as, stored, leaf, leaf.dtype)
+            list(pool.map(read, leaf.chunks, chunks))
+            advance(leaf.nbytes)
+            return jax.block_until_ready(jax.device_put(weights, device))
 
-            params = jax.tree.map(param, abstract_params(config, to))
-            for version, builder in builders.items():
-                with contextlib.closing(
-                    _load_experts(stored, version, held[version], builder, to, pool)
-                ) as loaded:
-                    for _ in loaded:
-                        advance(layers[version][0].chunk_bytes)
-        stores = [builder.finish() for builder in builders.values()]
-    except BaseException:
-        for builder in builders.values():
-            builder.delete()  # a traceback that is kept must not keep the store
-        raise
+        params = run.params_tree(
+            param(leaf, run.params[key].dtype) for key, leaf in stored.params.items()
+        )
+        for version, builder in builders.items():
+            loaded = _load_experts(stored, layers[version], builder, to, pool)
+            with contextlib.closing(loaded):
+                for _ in loaded:
+                    advance(layers[version][0].chunk_bytes)
+        stores = {version: builder.finish() for version, builder in builders.items()}
     store = ExpertStore(
-        {version: store.layouts[version] for version, store in zip(held, stores, strict=True)},
-        {version: store.arrays[version] for version, store in zip(held, stores, strict=True)},
+        {version: store.layouts[version] for version, store in stores.items()},
+        {version: store.arrays[version] for version, store in stores.items()},
         {v: tuple(i) for v, i in held.items() if len(i) < sum(config.moe_layers)},
     )
     warn_nonfinite(str(stored.directory), stored.manifest.nonfinite)
     marks.append(time.perf_counter())
     seconds: dict[str, float] = dict(zip(_PHASES, np.diff(marks).tolist(), strict=True))
     quantizers = {v: name for v, name in stored.manifest.quantizers.items() if v in held}
-    return LoadedModel(config, to_name, params, store, dense, seconds, quantizers)
+    return LoadedModel(config, to_name, params, store, run.layout(), seconds, quantizers)
 
 
 def _held(
@@ -175,7 +144,7 @@ def _held(
         for version in dict.fromkeys(versions)
         if version != DENSE
         and version in manifest.experts
-        and (exact or stored.layout_of(version).format.lossy)
+        and (exact or stored.layout(version).lossy)
         and version not in manifest.dense_layers
     ]
     return dict.fromkeys(taken if len(taken) == len(set(versions)) else [DENSE, *taken], every)
@@ -183,21 +152,23 @@ def _held(
 
 def _load_experts(
     stored: StoredCheckpoint,
-    version: str,
-    layers: Sequence[int],
+    leaves: Sequence[Leaf],
     builder: StoreBuilder,
     dtype: np.dtype,
     pool: concurrent.futures.Executor,
 ) -> Generator[None, None, None]:
-    """Fills the store of a version, which has these layers; yields after each expert."""
+    """Fills the store of a version with these layers; yields after each expert."""
 
     def load(at: tuple[int, int]) -> None:
         place, expert = at
         with builder.piece(place, expert, 1, 0, builder.layout.rows) as records:
-            read_record(stored, version, layers[place], expert, dtype, records[0])
+            if builder.layout.version == DENSE:
+                weights = records.reshape(-1).view(dtype)
+                _read_as(stored, leaves[place], NUMPY_DTYPES[stored.dtype], expert, weights)
+            else:
+                read_chunk(stored, leaves[place], expert, records)
 
-    places = itertools.product(range(len(layers)), range(stored.config.num_experts))
-    return in_order(pool, load, places)
+    return in_order(pool, load, itertools.product(range(len(leaves)), leaves[0].chunks))
 
 
 def read_expert(
@@ -224,13 +195,14 @@ def read_expert(
             f"{stored.directory}: MoE layer {layer} is not in {version}, which cannot hold one of "
             "its experts; read the dense one"
         )
-    if len(stored.manifest.experts[version].get(layer, ())) != experts:
+    leaf = stored.layers(version)[layer]
+    if len(stored.manifest.checksums(leaf)) != experts:
         raise UserError(
             f"{stored.directory / MANIFEST}: MoE layer {layer} has not {experts} checksums; "
             f"{_AGAIN}"
         )
-    record = np.empty(stored.layer(version, layer).shape[1:], np.uint16)
-    read_record(stored, version, layer, expert, NUMPY_DTYPES[stored.manifest.dtype], record)
+    record = np.empty(leaf.shape[1:], leaf.dtype)
+    read_chunk(stored, leaf, expert, record)
     return record
 
 
@@ -250,14 +222,12 @@ def open_stored(directory: pathlib.Path) -> StoredCheckpoint:
                 f"{directory / name}: changed or damaged since the conversion (its checksum "
                 f"differs); {_AGAIN}"
             )
-    config = load_config(directory)
-    layout = config.expert_layout(NUMPY_DTYPES[manifest.dtype].itemsize)
-    return StoredCheckpoint(directory, manifest, config, layout)
+    return StoredCheckpoint(directory, load_config(directory), manifest.dtype, manifest)
 
 
-def check_files(stored: StoredCheckpoint, held: Mapping[str, Sequence[int]]) -> None:
-    """UserError if leaves of parameters and of these layers by version, their metadata or their
-    files' sizes are not what config.json asks for."""
+def check_files(stored: StoredCheckpoint, experts: Iterable[Leaf]) -> None:
+    """UserError if the leaves of parameters and these of experts, their metadata or their files'
+    sizes are not what config.json asks for."""
     manifest, source = stored.manifest, stored.directory / MANIFEST
     params = stored.params
     for key in params.keys() ^ manifest.params.keys():
@@ -270,89 +240,52 @@ def check_files(stored: StoredCheckpoint, held: Mapping[str, Sequence[int]]) -> 
                 f"{source}: parameter {key} is {found.dtype}{list(found.shape)}, but config.json "
                 f"asks for {leaf.dtype.name}{list(leaf.shape)}; {_AGAIN}"
             )
-    pieces = [(leaf, manifest.params[key].checksums) for key, leaf in params.items()]
-    for version, layers in held.items():
-        written = manifest.experts.get(version, {})
-        pieces += [(stored.layer(version, i), written.get(i, ())) for i in layers]
-    for leaf, found in pieces:
-        if len(found) != len(leaf.chunks):
-            raise UserError(f"{source}: {len(found)} checksums for {leaf.name}; {_AGAIN}")
+    for leaf in itertools.chain(params.values(), experts):
+        found = len(manifest.checksums(leaf))
+        if found != len(leaf.chunks):
+            raise UserError(f"{source}: {found} checksums for {leaf.name}; {_AGAIN}")
         if read_json(stored.tree / leaf.name / "zarr.json") != leaf.zarr():
             raise UserError(
                 f"{stored.tree / leaf.name / 'zarr.json'}: not the array that config.json asks "
                 f"for; {_AGAIN}"
             )
-        for index, name in enumerate(leaf.chunks):
-            path = stored.tree / leaf.name / name
+        for chunk in leaf.chunks:
             try:
-                size = path.stat().st_size
+                size = leaf.file(stored.tree, chunk).stat().st_size
             except OSError as error:
-                raise UserError(
-                    f"{_named(path, leaf, index)}: {error.strerror}; {_AGAIN}"
-                ) from None
+                raise _damaged(stored, leaf, chunk, error) from None
             if size != leaf.chunk_bytes:
-                raise UserError(
-                    f"{_named(path, leaf, index)}: {size} bytes, not {leaf.chunk_bytes}; {_AGAIN}"
-                )
+                raise _damaged(stored, leaf, chunk, f"{size} bytes, not {leaf.chunk_bytes}")
 
 
-def _named(path: pathlib.Path, leaf: Leaf, index: int) -> str:
-    """A chunk as people know it, and its file."""
+def _damaged(stored: StoredCheckpoint, leaf: Leaf, chunk: int, error: OSError | str) -> UserError:
+    """What to raise for a chunk, named as people know it and by its file."""
     kind, _, rest = leaf.name.partition(".")
+    named = f"parameter {rest}"
     if kind == "experts":
         version, layer = rest.split(".")
-        return f"expert {index} of MoE layer {layer}, version {version} ({path})"
-    return f"parameter {rest} ({path})"
+        named = f"expert {chunk} of MoE layer {layer}, version {version}"
+    why = error.strerror if isinstance(error, OSError) else error
+    return UserError(f"{named} ({leaf.file(stored.tree, chunk)}): {why}; {_AGAIN}")
 
 
-def _read_chunk(
-    tree: pathlib.Path, leaf: Leaf, index: int, expected: str, into: np.ndarray
-) -> None:
-    """Fills a contiguous array with a chunk; UserError if it is not the one that was written."""
-    path = tree / leaf.name / leaf.chunk(index)
+def read_chunk(stored: StoredCheckpoint, leaf: Leaf, chunk: int, into: np.ndarray) -> None:
+    """Fills a contiguous array with a chunk's bytes; UserError if they are not those that were
+    written."""
     try:
-        found = read_file(path, as_bytes(into))
+        found = read_file(leaf.file(stored.tree, chunk), as_bytes(into))
     except OSError as error:
-        raise UserError(f"{_named(path, leaf, index)}: {error.strerror}; {_AGAIN}") from None
-    if found != expected:
-        raise UserError(f"{_named(path, leaf, index)}: damaged (its checksum differs); {_AGAIN}")
+        raise _damaged(stored, leaf, chunk, error) from None
+    if found != stored.manifest.checksums(leaf)[chunk]:
+        raise _damaged(stored, leaf, chunk, "damaged (its checksum differs)")
 
 
-def read_param(
-    stored: StoredCheckpoint, key: str, dtype: np.dtype, pool: concurrent.futures.Executor
-) -> np.ndarray:
-    """A whole parameter in that dtype."""
-    leaf = stored.params[key]
-    weights = aligned_empty(leaf.shape, leaf.dtype)
-    chunks = weights if leaf.stacked else weights[None]
-    checksums = stored.manifest.params[key].checksums
-
-    def read(index: int) -> None:
-        _read_chunk(stored.tree, leaf, index, checksums[index], chunks[index])
-
-    list(pool.map(read, range(len(checksums))))
-    if leaf.dtype == dtype:
-        return weights
-    converted = aligned_empty(leaf.shape, dtype)
-    cast(weights, converted, count_nonfinite(weights), str(stored.tree / leaf.name))
-    return converted
-
-
-def read_record(
-    stored: StoredCheckpoint,
-    version: str,
-    layer: int,
-    expert: int,
-    dtype: np.dtype,
-    into: np.ndarray,
+def _read_as(
+    stored: StoredCheckpoint, leaf: Leaf, dtype: np.dtype, chunk: int, into: np.ndarray
 ) -> None:
-    """Fills uint16 rows with an expert's record, of the dense version in that dtype."""
-    leaf = stored.layer(version, layer)
-    of, expected = NUMPY_DTYPES[stored.manifest.dtype], stored.manifest.experts[version][layer]
-    same = version != DENSE or of == dtype
-    record = into if same else np.empty(leaf.shape[1:], np.uint16)
-    _read_chunk(stored.tree, leaf, expert, expected[expert], record)
-    if not same:
-        weights = record.reshape(-1).view(of)
-        where = str(stored.tree / leaf.name / leaf.chunk(expert))
-        cast(weights, into.reshape(-1).view(dtype), count_nonfinite(weights), where)
+    """Fills a contiguous array, of whatever dtype, with a chunk's weights, which have `dtype`."""
+    if dtype == into.dtype:
+        return read_chunk(stored, leaf, chunk, into)
+    weights = np.empty(into.shape, dtype)
+    read_chunk(stored, leaf, chunk, weights)
+    cast(weights, into, count_nonfinite(weights), str(leaf.file(stored.tree, chunk)))

@@ -11,8 +11,7 @@ import dataclasses
 import re
 from typing import Any
 
-from moejax.models.family import Family, Parts, feed_forward_params, router_params
-from moejax.models.fields import Fields
+from moejax.models.family import Family, Fields, Parts, feed_forward_params, router_params
 from moejax.models.model_config import Mla, ModelConfig
 from moejax.models.rope import yarn_mscale
 

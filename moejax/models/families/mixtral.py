@@ -3,8 +3,7 @@ every layer."""
 
 from __future__ import annotations
 
-from moejax.models.family import Family, Parts, attention_params, router_params
-from moejax.models.fields import Fields
+from moejax.models.family import Family, Fields, Parts, attention_params, router_params
 from moejax.models.model_config import ModelConfig
 
 

@@ -6,12 +6,12 @@ from __future__ import annotations
 from moejax.models.families.qwen3_moe import sparse_layers
 from moejax.models.family import (
     Family,
+    Fields,
     Parts,
     attention_params,
     feed_forward_params,
     router_params,
 )
-from moejax.models.fields import Fields
 from moejax.models.model_config import ModelConfig
 
 

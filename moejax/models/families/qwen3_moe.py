@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from moejax.models.family import (
     Family,
+    Fields,
     Parts,
     attention_params,
     feed_forward_params,
     router_params,
 )
-from moejax.models.fields import Fields
 from moejax.models.model_config import ModelConfig
 
 

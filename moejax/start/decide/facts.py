@@ -19,7 +19,6 @@ class ModelFacts:
 
     config: ModelConfig
     dtype: str
-    itemsize: int
     store: ExpertStore
     """Which versions of which layers there are, without their arrays."""
     read_bytes: int
@@ -30,8 +29,7 @@ class ModelFacts:
 def facts_of(loaded: LoadedModel) -> ModelFacts:
     """The facts of a loaded model; no array is read."""
     store = ExpertStore(loaded.store.layouts, {}, loaded.store.layers)
-    itemsize = loaded.layout.itemsize
-    return ModelFacts(loaded.config, loaded.dtype, itemsize, store, read_bytes(loaded.params))
+    return ModelFacts(loaded.config, loaded.dtype, store, read_bytes(loaded.params))
 
 
 def read_bytes(params: dict) -> int:

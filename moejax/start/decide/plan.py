@@ -5,17 +5,18 @@ from __future__ import annotations
 import dataclasses
 import sys
 
-from host_offload.control.interface import Costs
+from host_offload.control.interface import Costs, Spec
 from host_offload.control.paging import PagedSpec, check_paged
 from host_offload.control.transitions import check_resident
 from host_offload.memory.budget import Budget, cells_per_layer, format_bytes, resolve_budget
 from host_offload.memory.device_memory import FreeMemory
 from host_offload.memory.placement import ResidentSpec
 from host_offload.policies.prefetch.fitted import check_fitted
+from moejax.checkpoints.safetensors.shards import NUMPY_DTYPES
 from moejax.costs.store import StepSpec
 from moejax.costs.transition_bound import bounded
 from moejax.engine.control import policy_spec
-from moejax.errors import UserError
+from moejax.errors import UserError, user_errors
 from moejax.start.decide.facts import DeviceFacts, ModelFacts
 from moejax.start.decide.shapes import (
     KERNEL_WAVES,
@@ -26,17 +27,16 @@ from moejax.start.decide.shapes import (
 )
 from moejax.start.decide.split import check_split, start_split
 from moejax.start.precision import (
-    dense_layers,
     expert_budget_of,
     formats_of,
     note,
+    paged_cells,
     paged_of,
     resident_of,
     resident_versions,
-    spare_slots,
 )
 from moejax.start.settings import Settings
-from moejax.step.trace_arrays import TRACE_ARRAYS
+from moejax.step.parts import TRACE_ARRAYS
 from moejax.traces.tracer import config_digest
 from pallas_kernels import resolve_ops
 
@@ -61,15 +61,10 @@ class Plan:
     """Where every expert has one of two versions in the arena."""
     paged: PagedSpec | None
     """Where layers have cells of two versions."""
+    spec: Spec
+    """What policies are told of the engine, but for the router's weights."""
     admission: int
     """Prompts that a prefill step waits for while others decode."""
-    costs: Costs | None
-    """What policies are told that steps cost."""
-
-    @property
-    def bound(self) -> int:
-        """C: the most cells a layer can come to have."""
-        return _bound(self.steps, self.resident, self.paged)
 
     def describe(self) -> dict[str, str]:
         """What was decided, a line for people under each name."""
@@ -77,10 +72,7 @@ class Plan:
         options, page = self.settings.options, steps.layout.page
         cells = "none of their own"
         if self.paged is not None:
-            cells = " and ".join(
-                f"{count} {record.version}"
-                for count, record in zip(self.paged.capacity, steps.layout.records, strict=True)
-            )
+            cells = paged_cells(self.paged, steps.layout)
         elif self.cells:
             cells = ", ".join(map(str, self.cells))
         memory = "not known"
@@ -119,19 +111,17 @@ def step_spec(settings: Settings, model: ModelFacts, device: DeviceFacts) -> Ste
     """What steps are compiled from. Raises UserError for ops that the model or device cannot run,
     and for more tokens than the model has positions."""
     options, config, precision = settings.options, model.config, settings.precision
-    try:
+    with user_errors():
         ops = resolve_ops(
             settings.ops,
             platform=device.platform,
             dtype=model.dtype,
             no_kernel=without_kernel(config),
         )
-    except ValueError as error:
-        raise UserError(str(error)) from error
     seqs, tokens, length = limits_of(settings, model, device)
     config = dataclasses.replace(config, rope=config.rope.for_length(length))
     layout = config.slot_layout(
-        model.itemsize, resident_versions(precision, model.store), model.dtype
+        NUMPY_DTYPES[model.dtype].itemsize, resident_versions(precision, model.store), model.dtype
     )
     needs = (need for policy in settings.policies for need in policy.needs)
     return StepSpec(
@@ -196,7 +186,8 @@ def divide(
             options.expert_budget, precision, steps.layout, moe_layers * experts
         ),
         kv_budget=options.kv_budget,
-        spare_slots=spare_slots(precision),
+        # Beyond one for each expert, transitions can use the spares of both versions.
+        spare_slots=2 * precision.spares,
     )
     return dataclasses.replace(budget, memory=memory)
 
@@ -215,25 +206,22 @@ def decide(
     seqs, _, length = limits_of(settings, model, device)
     moe_layers, experts = sum(steps.config.moe_layers), steps.config.num_experts
     size = steps.layout, budget.expert_slots, moe_layers, experts
-    try:
+    with user_errors(where=f"precision {precision.name}: "):
         resident, paged = resident_of(precision, *size), paged_of(precision, *size)
         if resident is not None:
             check_resident(policies, resident)
         if paged is not None:
             check_paged(policies)
-    except ValueError as error:
-        raise UserError(f"precision {precision.name}: {error}") from error
-    try:
+    with user_errors():
         check_fitted(policies, config_digest(steps.config))
-    except ValueError as error:
-        raise UserError(str(error)) from error
     if resident is not None:
         resident = bounded(resident, precision, steps, device.platform, model.read_bytes)
-    notes = [*budget.notes]
-    if text := note(precision, resident, steps.layout, paged, dense_layers(model.store)):
+    mixed, notes = resident or paged, [*budget.notes]
+    dense = model.store.layers.get("dense", ())
+    if text := note(precision, resident, steps.layout, paged, dense):
         notes.append(text)
     cells: tuple[int, ...] = ()
-    if resident is None and paged is None:
+    if mixed is None:
         cells = cells_per_layer(budget.expert_slots, moe_layers, experts)
     spec = policy_spec(
         steps.config,
@@ -241,7 +229,7 @@ def decide(
         steps.formats,
         driver=steps.driver,
         slots=budget.slots,
-        bound=_bound(steps, resident, paged),
+        bound=experts if mixed is None else mixed.cell_bound,
         max_model_len=length,
         max_num_seqs=seqs,
         seed=settings.options.seed,
@@ -266,12 +254,9 @@ def decide(
         cells=cells,
         resident=resident,
         paged=paged,
+        spec=dataclasses.replace(
+            spec, resident=resident, capacity=None if mixed is None else mixed.capacity, costs=costs
+        ),
         # A prefill step with experts to move costs almost the same for one prompt as for many.
         admission=1 if min(least, default=experts) >= experts else -(-seqs // 4),
-        costs=costs,
     )
-
-
-def _bound(steps: StepSpec, resident: ResidentSpec | None, paged: PagedSpec | None) -> int:
-    mixed = resident or paged
-    return steps.config.num_experts if mixed is None else mixed.cell_bound

@@ -1,10 +1,13 @@
 """The split between experts and KV that an engine starts with, where a trace or numbers say it, or
-a workload is remembered."""
+a workload is remembered: a trace that the user named once (`moejax plan --trace T --remember`),
+kept by the model's configuration."""
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from host_offload.control.interface import Costs, Spec
@@ -14,11 +17,11 @@ from host_offload.sizing.configurator import configure, turns_of
 from host_offload.sizing.miss_curves import trace_curves
 from host_offload.sizing.split import division_of, miss_costs
 from host_offload.traces.reader import Trace, TraceError, read_trace
+from moejax.cache import cache_root, write_whole
 from moejax.costs.store import StepSpec, identity, kept_cost_model
 from moejax.engine.resize import check_grant
-from moejax.errors import UserError
-from moejax.start.budget_options import BudgetOptions
-from moejax.start.remembered import remembered
+from moejax.errors import UserError, user_errors
+from moejax.start.settings import BudgetOptions
 from moejax.traces.tracer import config_digest
 
 log = logging.getLogger("moejax")
@@ -33,7 +36,7 @@ class Split(NamedTuple):
 
 
 def start_split(
-    options: BudgetOptions,
+    wanted: BudgetOptions,
     budget: Budget,
     had: Sequence[int],
     spec: Spec,
@@ -45,10 +48,30 @@ def start_split(
     had: cells of each layer by the budget alone. costs: needed with a trace for `budget`. Raises
     UserError for a trace that is of no use; one that is only remembered is noted then.
     """
-    found = _asked(options, budget, had, spec, costs)
-    if found is None:
-        return _by_rule(options, budget, had, spec, steps)
-    return found
+    if (given := wanted.given_cells) is not None:
+        if len(given) != len(had) or sum(given) > sum(had):
+            raise UserError(
+                f"cells: {len(given)} numbers, {sum(given)} in all; "
+                f"the model has {len(had)} layers with experts and the budget {sum(had)} cells"
+            )
+        return Split(given, budget.kv_slots, f"cells of each layer: {_short(given)}, as given")
+    if wanted.budget_trace is not None:
+        assert costs is not None
+        split = _configured(wanted, _trace(wanted.budget_trace, spec), spec, costs)
+        return split._replace(note="budget mv_wsa: " + split.note)
+    if wanted.cells_trace is not None:
+        curves = trace_curves(_trace(wanted.cells_trace, spec), kind="decode")
+        found = allocate(wanted.cells, curves.misses, sum(had))
+        cells = tuple(found.cells.tolist())
+        note = (
+            f"cells of each layer: {_short(cells)}, {wanted.cells} by the trace, "
+            f"which would have missed {found.misses:.0f} of {int(curves.references.sum())}"
+        )
+        return Split(cells, budget.kv_slots, note)
+    asked = wanted.cells != "uniform" or wanted.split_given
+    if not budget.cut or asked or len(steps.layout.records) > 1:
+        return None
+    return _by_rule(wanted, Split(tuple(had), budget.kv_slots, ""), spec, steps)
 
 
 def check_split(spec: Spec, steps: StepSpec, cells: Sequence[int], kv_slots: int) -> None:
@@ -59,69 +82,40 @@ def check_split(spec: Spec, steps: StepSpec, cells: Sequence[int], kv_slots: int
             "cells, or precision"
         )
     slots = spec.budget_bytes // steps.layout.slot_bytes
-    try:
+    with user_errors(where="the split cannot be set: "):
         check_grant((spec.layers, spec.cell_bound), slots, list(cells), kv_slots)
-    except ValueError as error:
-        raise UserError(f"the split cannot be set: {error}") from error
 
 
-def _asked(
-    options: BudgetOptions, budget: Budget, had: Sequence[int], spec: Spec, costs: Costs | None
-) -> Split | None:
-    if (given := options.given_cells) is not None:
-        if len(given) != len(had) or sum(given) > sum(had):
-            raise UserError(
-                f"cells: {len(given)} numbers, {sum(given)} in all; "
-                f"the model has {len(had)} layers with experts and the budget {sum(had)} cells"
-            )
-        return Split(given, budget.kv_slots, f"cells of each layer: {_short(given)}, as given")
-    if options.budget_trace is not None:
-        assert costs is not None
-        split = _configured(options, _trace(options.budget_trace, spec), spec, costs)
-        return split._replace(note="budget mv_wsa: " + split.note)
-    if options.cells_trace is not None:
-        curves = trace_curves(_trace(options.cells_trace, spec), kind="decode")
-        found = allocate(options.cells, curves.misses, sum(had))
-        cells = tuple(found.cells.tolist())
-        note = (
-            f"cells of each layer: {_short(cells)}, {options.cells} by the trace, "
-            f"which would have missed {found.misses:.0f} of {int(curves.references.sum())}"
-        )
-        return Split(cells, budget.kv_slots, note)
-    return None
-
-
-def _by_rule(
-    options: BudgetOptions, budget: Budget, had: Sequence[int], spec: Spec, steps: StepSpec
-) -> Split | None:
+def _by_rule(wanted: BudgetOptions, had: Split, spec: Spec, steps: StepSpec) -> Split:
     """Who decides where not everything fits and nobody was asked: the configurator, by the workload
     that is remembered for the model and by costs that were measured before; without either,
-    resolve_budget's rule."""
-    asked = options.budget != "fixed" or options.cells != "uniform"
-    if not budget.cut or asked or options.split_given or len(steps.layout.records) > 1:
-        return None
+    resolve_budget's rule, by which the split is `had`."""
     rule = f"split: KV keeps at least 1/{KV_SHARE} or one sequence, experts the rest"
-    as_it_is = Split(tuple(had), budget.kv_slots, rule)
     try:
         directory = remembered(config_digest(steps.config))
         if directory is None:
             none = "no workload is remembered (moejax plan --trace T --remember)"
-            return as_it_is._replace(note=f"{rule}; {none}")
+            return had._replace(note=f"{rule}; {none}")
         trace = _trace(directory, spec)
-        if (kept := kept_cost_model(identity(steps))) is None:
-            raise UserError("costs of this start were not measured: `moejax calibrate`")
-        split = _configured(options, trace, spec, kept.costs())
+        split = _configured(wanted, trace, spec, known_costs(steps))
         check_split(spec, steps, split.cells, split.kv_slots)
     except UserError as error:
         log.warning("the workload that is remembered does not split the memory: %s", error)
         note = f"{rule}; the workload that is remembered was of no use: {error}"
-        return as_it_is._replace(note=note)
+        return had._replace(note=note)
     return split._replace(note=f"split: by the remembered workload {directory}: {split.note}")
 
 
-def _configured(options: BudgetOptions, trace: Trace, spec: Spec, costs: Costs) -> Split:
+def known_costs(steps: StepSpec) -> Costs:
+    """Costs of these steps that were measured before. Raises UserError where there are none."""
+    if (kept := kept_cost_model(identity(steps))) is None:
+        raise UserError("costs of this start were not measured: `moejax calibrate`")
+    return kept.costs()
+
+
+def _configured(wanted: BudgetOptions, trace: Trace, spec: Spec, costs: Costs) -> Split:
     """The split that the configurator finds."""
-    prices = miss_costs(costs, spec, options.kv_overflow)
+    prices = miss_costs(costs, spec, wanted.options.kv_overflow)
     if prices.expert_s <= 0:
         raise UserError(
             "the measured costs say that a missing expert costs nothing, so there is nothing "
@@ -129,10 +123,8 @@ def _configured(options: BudgetOptions, trace: Trace, spec: Spec, costs: Costs) 
             "calibrate MODEL --force`"
         )
     division = division_of(spec)
-    try:
-        found = configure(turns_of(trace), division, prices, allocation=options.cells)
-    except ValueError as error:
-        raise UserError(f"{trace.directory}: {error}") from error
+    with user_errors(where=f"{trace.directory}: "):
+        found = configure(turns_of(trace), division, prices, allocation=wanted.cells)
     cells = tuple(found.cells.tolist())
     note = (
         f"{found.cap} cells a layer ({_short(cells)}), "
@@ -144,10 +136,8 @@ def _configured(options: BudgetOptions, trace: Trace, spec: Spec, costs: Costs) 
 
 
 def _trace(path: str, spec: Spec) -> Trace:
-    try:
+    with user_errors(TraceError):
         trace = read_trace(path)
-    except TraceError as error:
-        raise UserError(str(error)) from error
     if (trace.header.layers, trace.header.experts) != (spec.layers, spec.experts):
         raise UserError(
             f"{path} is of another model: {trace.header.layers} layers of {trace.header.experts} "
@@ -161,3 +151,31 @@ def _short(cells: Sequence[int]) -> str:
     if low == high:
         return f"{low} each"
     return ", ".join(map(str, cells)) if len(cells) <= 8 else f"{low} to {high}"
+
+
+def remember(trace: Trace) -> Path:
+    """Keeps a trace's directory as the workload of its model; returns the file that says so, which
+    may be deleted. Raises UserError where it cannot be written."""
+    path = workload_file(trace.header.config_digest)
+    try:
+        write_whole(path, json.dumps({"trace": str(trace.directory.absolute())}) + "\n")
+    except OSError as error:
+        raise UserError(f"{path} cannot be written ({error.strerror})") from error
+    return path
+
+
+def remembered(model: str) -> str | None:
+    """The trace's directory; None: none was named. model: config_digest. Raises UserError for a
+    file that is damaged."""
+    path = workload_file(model)
+    try:
+        return str(json.loads(path.read_text())["trace"])
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} cannot be read ({error}); delete it") from error
+
+
+def workload_file(model: str) -> Path:
+    """Where it is kept which trace is the workload. model: config_digest."""
+    return cache_root() / "workloads" / f"{model[:32]}.json"

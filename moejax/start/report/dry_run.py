@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
-
-import jax
 
 from host_offload.memory.device_memory import FreeMemory
 from host_offload.memory.store import ExpertStore
 from moejax.checkpoints.load import run_dtype
-from moejax.checkpoints.random_model import abstract_params, expert_layout
-from moejax.costs.store import identity, kept_cost_model
+from moejax.checkpoints.random_model import abstract_params, expert_layout, model_bytes
 from moejax.device import select_device
-from moejax.errors import UserError
 from moejax.models.config import ModelConfig
-from moejax.start.decide.facts import DeviceFacts, ModelFacts, device_facts, read_bytes
+from moejax.start.decide.facts import ModelFacts, device_facts, read_bytes
 from moejax.start.decide.plan import Plan, decide, step_spec
+from moejax.start.decide.split import known_costs
 from moejax.start.options import Options
 from moejax.start.report.info import read_headers
-from moejax.start.settings import Settings, settings_of
+from moejax.start.settings import settings_of
 
 
 def dry_run(options: Options) -> tuple[Plan, tuple[str, ...]]:
@@ -37,8 +33,7 @@ def dry_run(options: Options) -> tuple[Plan, tuple[str, ...]]:
         assumed.append("no expert overflows lossless12; a layer that has one would stay dense")
     device = device_facts(select_device(options.device), automatic=options.automatic)
     if device.memory is not None:
-        params = jax.tree.leaves(abstract_params(config, options.dtype))
-        taken = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in params)
+        taken = model_bytes(config, options.dtype)[1]
         free = FreeMemory(max(device.memory.free - taken, 0))
         device = dataclasses.replace(device, memory=free)
         if options.automatic:
@@ -46,16 +41,10 @@ def dry_run(options: Options) -> tuple[Plan, tuple[str, ...]]:
                 f"the device's free memory is as now, less {taken} bytes of parameters; what steps "
                 "need is not measured, a share is left for it"
             )
-    return _decided(settings, model, device), tuple(assumed)
-
-
-def _decided(settings: Settings, model: ModelFacts, device: DeviceFacts) -> Plan:
     costs = None
     if settings.needs_costs:
-        if (kept := kept_cost_model(identity(step_spec(settings, model, device)))) is None:
-            raise UserError("costs of this start were not measured: `moejax calibrate`")
-        costs = kept.costs()
-    return decide(settings, model, device, costs)
+        costs = known_costs(step_spec(settings, model, device))
+    return decide(settings, model, device, costs), tuple(assumed)
 
 
 def facts_without_weights(
@@ -64,17 +53,16 @@ def facts_without_weights(
     """ModelFacts of a checkpoint with these versions. dense_layers: MoE layers that lossless12
     cannot hold."""
     dense, named = expert_layout(config, dtype), run_dtype(dtype, config.dtype or "bfloat16")
-    layouts = {"dense": dense} | {
-        version: dataclasses.replace(dense, version=version, dtype=named)
-        for version in versions
-        if version != "dense"
-    }
     kept, layers = [*versions], {}
     if dense_layers and "lossless12" in kept and "dense" not in kept:
         kept.insert(kept.index("lossless12") + 1, "dense")
         held = (i for i in range(sum(config.moe_layers)) if i not in dense_layers)
         layers = {"lossless12": tuple(held), "dense": tuple(dense_layers)}
-    store = ExpertStore({version: layouts[version] for version in kept}, {}, layers)
-    return ModelFacts(
-        config, named, dense.itemsize, store, read_bytes(abstract_params(config, dtype))
-    )
+    layouts = {
+        version: dense
+        if version == "dense"
+        else dataclasses.replace(dense, version=version, dtype=named)
+        for version in kept
+    }
+    store = ExpertStore(layouts, {}, layers)
+    return ModelFacts(config, named, store, read_bytes(abstract_params(config, dtype)))

@@ -48,82 +48,72 @@ class Explanation:
 def explain(engine: Engine, budget: Budget) -> Explanation:
     """How an engine's memory is divided now, in bytes. budget: that it began with."""
     arena, layout = engine.scheduler.arena, engine.scheduler.arena.layout
-    size, record = layout.slot_bytes, layout.records[0].nbytes
+    size, page = layout.slot_bytes, layout.page
     total = arena.slots * size
     blocks: list[tuple[Line, ...]] = []
     if (memory := budget.memory) is not None:
         taken = [Line("free device memory", memory.free, "at the start, parameters loaded")]
+        what = "activations and everything else"
         if memory.activations:
             how = "the largest step's temporaries and two results, from XLA's memory analysis"
             taken.append(Line("activations", -memory.activations, how))
-        what = "everything else" if memory.activations else "activations and everything else"
-        taken.append(Line(what, -memory.reserve, f"{memory.reserve / memory.free:.0%} of it"))
-        blocks.append((*taken, Line("largest arena", memory.available)))
-        blocks.append(
-            (
-                Line("largest arena", memory.available),
-                Line("not taken", total - memory.available, "not needed, not given, or no slot"),
-                Line("arena", total, f"{arena.slots} slots of {size} bytes"),
-            )
-        )
+            what = "everything else"
+        largest = Line("largest arena", memory.available)
+        reserve = f"{memory.reserve / memory.free:.0%} of it"
+        blocks.append(_block(largest, *taken, rest=what, how=reserve))
+        whole = Line("arena", total, f"{arena.slots} slots of {size} bytes")
+        why = "not needed, not given, or no slot"
+        blocks.append(_block(whole, largest, rest="not taken", how=why))
     experts, kv = arena.count(SlotClass.EXPERT), arena.count(SlotClass.KV)
-    runner, cells = engine.runner, cells_of(arena)
+    cells, pages = cells_of(arena), arena.pages
     each = f"{min(cells)}" if min(cells) == max(cells) else f"{min(cells)} to {max(cells)}"
     shared = f"{each} of {arena.experts} in each of {len(cells)} layers"
-    if runner.placement is not None:  # layers have no cells of their own
+    if engine.runner.placement is not None:  # layers have no cells of their own
         names = " or ".join(r.version for r in layout.records)
         shared = f"all {arena.experts * len(cells)} of {len(cells)} layers, each in {names}"
-    blocks.append(
-        (
-            Line("experts", experts * size, f"{experts} slots: {shared}"),
-            Line("KV", kv * size, f"{kv} slots"),
-            Line("free", (arena.slots - experts - kv) * size, "given to neither"),
-            Line("arena", total),
-        )
+    tokens = f"{pages} pages of {page.block_size} tokens, {pages * page.block_size} in all"
+    ends = f"{layout.pages_per_slot} pages of {page.nbytes} bytes in a slot"
+    parts = (
+        Line("experts", experts * size, f"{experts} slots: {shared}"),
+        Line("KV", kv * size, f"{kv} slots"),
     )
-    page = layout.page
-    tokens = (
-        f"{arena.pages} pages of {page.block_size} tokens, {arena.pages * page.block_size} in all"
-    )
-    blocks.append(
-        (
-            Line("KV pages", arena.pages * page.nbytes, tokens),
-            Line(
-                "ends of slots",
-                kv * size - arena.pages * page.nbytes,
-                f"{layout.pages_per_slot} pages of {page.nbytes} bytes in a slot",
-            ),
+    rest = "ends of slots" if len(layout.records) == 1 else "spare cells, ends"
+    blocks += (
+        _block(Line("arena", total), *parts, rest="free", how="given to neither"),
+        _block(
             Line("KV", kv * size),
-        )
+            Line("KV pages", pages * page.nbytes, tokens),
+            rest="ends of slots",
+            how=ends,
+        ),
+        _block(
+            Line("experts", experts * size),
+            *_weights(engine, sum(cells)),
+            rest=rest,
+        ),
     )
-    if len(layout.records) == 1:
-        resident = sum(cells)
-        blocks.append(
-            (
-                Line("experts' weights", resident * record, f"{resident} of {record} bytes"),
-                Line("ends of slots", experts * size - resident * record),
-                Line("experts", experts * size),
-            )
-        )
-    else:
-        parts = [
-            Line(f"{version} cells", count * nbytes, f"{count} of {nbytes} bytes")
-            for version, (count, nbytes) in _cells_by_version(engine).items()
-        ]
-        rest = experts * size - sum(part.bytes for part in parts)
-        blocks.append((*parts, Line("spare cells, ends", rest), Line("experts", experts * size)))
     return Explanation(tuple(blocks), budget.notes)
 
 
-def _cells_by_version(engine: Engine) -> dict[str, tuple[int, int]]:
-    """Version → how many cells are cut for it and granted, and the bytes of one."""
+def _block(total: Line, *parts: Line, rest: str, how: str = "") -> tuple[Line, ...]:
+    """The parts, what is left of the total or goes beyond it, and the total."""
+    left = total.bytes - sum(part.bytes for part in parts)
+    return (*parts, Line(rest, left, how), total)
+
+
+def _weights(engine: Engine, cells: int) -> list[Line]:
+    """What is in so many cells; of several versions, a line each with the cells cut for it."""
     tables, formats = engine.runner.tables, engine.runner.formats
-    assert formats is not None, "several versions lie in cells as their formats say"
-    granted = np.asarray(tables.cell_version)[np.asarray(tables.cell_row) >= 0]
-    found: dict[str, tuple[int, int]] = {}
-    # Two versions of the store may lie alike in cells: lossless12 that is decoded on the way.
-    for number, lies in enumerate(formats):
-        before, _ = found.get(lies.cell.version, (0, 0))
-        count = before + int(np.sum(granted == number))
-        found[lies.cell.version] = count, lies.cell.nbytes
-    return found
+    dense, *others = engine.runner.layout.records
+    sizes, counts = {"experts' weights": dense.nbytes}, {"experts' weights": cells}
+    if others:
+        assert formats is not None, "several versions lie in cells as their formats say"
+        granted = np.asarray(tables.cell_version)[np.asarray(tables.cell_row) >= 0]
+        sizes = {f"{lies.cell.version} cells": lies.cell.nbytes for lies in formats}
+        counts = dict.fromkeys(sizes, 0)
+        # Two versions of the store may lie alike in cells: lossless12 that is decoded on the way.
+        for number, lies in enumerate(formats):
+            counts[f"{lies.cell.version} cells"] += int(np.sum(granted == number))
+    return [
+        Line(name, n * sizes[name], f"{n} of {sizes[name]} bytes") for name, n in counts.items()
+    ]

@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import math
 import os
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,13 @@ import jax
 
 from host_offload.memory.budget import ArenaTooSmall, cells_per_layer, format_bytes, resolve_budget
 from host_offload.memory.device_memory import SHARE
-from host_offload.memory.layout import ExpertLayout, SlotLayout
-from moejax.checkpoints.formats import checkpoint_format
-from moejax.checkpoints.load import check_orbax_options, open_tensors, plan_tensors
+from host_offload.memory.layout import SlotLayout
+from moejax.checkpoints.load import (
+    check_orbax_options,
+    checkpoint_format,
+    open_tensors,
+    plan_tensors,
+)
 from moejax.checkpoints.orbax.manifest import MANIFEST, read_manifest
 from moejax.checkpoints.random_model import abstract_params, expert_layout
 from moejax.errors import UserError
@@ -107,7 +110,7 @@ class Weights:
     """What a checkpoint's weights are on disk."""
 
     format: str
-    """As moejax.checkpoints.formats calls it."""
+    """As checkpoint_format calls it."""
     files: int
     bytes: int
     quantizers: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -151,18 +154,14 @@ def read_headers(
     if kind == "moejax-orbax":
         manifest = read_manifest(directory / MANIFEST)
         config = dataclasses.replace(load_config(directory), dtype=manifest.dtype)
-        weights = _weights(kind, directory.rglob("*"))
-        made = {"quantizers": manifest.quantizers, "dense_layers": manifest.dense_layers}
-        return config, dataclasses.replace(weights, **made)
-    config, files = open_tensors(directory, kind, step, name_map)
-    paths = files[0].path.rglob("*") if kind == "orbax" else (file.path for file in files)
-    config, _, _ = plan_tensors(config, files, "auto", str(directory))
-    return config, _weights(kind, paths)
-
-
-def _weights(kind: str, paths: Iterable[Path]) -> Weights:
+        paths, made = directory.rglob("*"), (manifest.quantizers, manifest.dense_layers)
+    else:
+        config, files = open_tensors(directory, kind, step, name_map)
+        paths = files[0].path.rglob("*") if kind == "orbax" else (file.path for file in files)
+        config, _, _ = plan_tensors(config, files, "auto", str(directory))
+        made = {}, {}
     sizes = [path.stat().st_size for path in paths if path.is_file()]
-    return Weights(kind, len(sizes), sum(sizes))
+    return config, Weights(kind, len(sizes), sum(sizes), *made)
 
 
 def model_info(config: ModelConfig, dtype: str = "auto") -> ModelInfo:
@@ -170,7 +169,7 @@ def model_info(config: ModelConfig, dtype: str = "auto") -> ModelInfo:
     unknown dtype."""
     record, slots = expert_layout(config, dtype), _slots(config, dtype)
     params = abstract_params(config, dtype)
-    moe_layers, expert = sum(config.moe_layers), record.weight_rows * record.hidden
+    moe_layers, expert = sum(config.moe_layers), 3 * record.width * record.hidden
     found: dict[str, list[int]] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         counts = found.setdefault(_part(str(path[-1].key)), [0, 0])
@@ -205,7 +204,7 @@ def model_info(config: ModelConfig, dtype: str = "auto") -> ModelInfo:
     )
 
 
-def _record_bytes(dense: ExpertLayout, dtype: str) -> dict[str, int]:
+def _record_bytes(dense: RecordFormat, dtype: str) -> dict[str, int]:
     """Bytes of an expert in each version that the model can have in this dtype."""
     found = {}
     for version in VERSIONS:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from host_offload.control.control import Control
 from host_offload.control.controller import Controller
-from host_offload.control.device import Operation
 from host_offload.control.interface import Decision, Moment, Observation, Spec
 from host_offload.control.step_record import USES, PageUse, StepRecord
 from host_offload.memory.tables import Entry, Move, Residency
@@ -93,7 +92,7 @@ def record(number: int = 0, *sets: Sequence[int], **fields: Any) -> StepRecord:
 
 def use(**known: int) -> np.ndarray:
     """StepRecord.use."""
-    return np.array(PageUse(**{**dict.fromkeys(USES, -1), **known}))
+    return np.array(dataclasses.astuple(PageUse(**{**dict.fromkeys(USES, -1), **known})))
 
 
 class MemoryDevice:
@@ -112,7 +111,7 @@ class MemoryDevice:
     def tables(self) -> Residency:
         return Residency(*tables_of(self.memory.pagers, self.weights))
 
-    def prepare(self, operations: Collection[Operation]) -> None: ...
+    def prepare(self, controller: Controller) -> None: ...
 
     def snapshot(self) -> Callable[[], Residency]:
         tables = self.tables

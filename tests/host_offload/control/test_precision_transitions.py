@@ -334,8 +334,8 @@ def test_the_pager_moves_as_the_op_does():
 class FreesEarly(Transitions):
     """Gives back the old cell when the copy is issued, not when its step was read."""
 
-    def issue(self, transfer, place, between_layers=False):
-        super().issue(transfer, place, between_layers)
+    def issue(self, transfer, index, between_layers):
+        super().issue(transfer, index, between_layers)
         old = int(self.column[transfer.layer, transfer.expert])
         row = int(self.cell_row[transfer.layer, old])
         del self._holder[row]
@@ -343,7 +343,6 @@ class FreesEarly(Transitions):
 
     def _drop(self, layer, cell):
         self.cell_row[layer, cell] = -1
-        self._columns[layer].append(cell)
         self._changed = True
 
 
@@ -383,8 +382,8 @@ class FlipsEarly(Device):
 class DoubleBooks(Transitions):
     """Hands out a cell that another expert has."""
 
-    def _reserve(self, version, flying):
-        row = super()._reserve(version, flying)
+    def _reserve(self, version):
+        row = super()._reserve(version)
         others = [
             other
             for other, place in self._holder.items()

@@ -314,7 +314,7 @@ class Host:
     def check(self) -> None:
         """The books are sound: bytes within the budget, one owner of every arena row."""
         host, where = self.transitions, self.where
-        tracker, slots = host.tracker, set(host.pools.slots)
+        slots = set(host.pools.slots)
         live = [
             (int(row), where.record_rows[int(host.cell_version[place])])
             for place, row in np.ndenumerate(host.cell_row)
@@ -323,14 +323,13 @@ class Host:
         rows = [r for begin, size in live for r in range(begin, begin + size)]
         assert len(rows) == len(set(rows)), "two cells share arena rows"
         held = sum(size for _, size in live) * HIDDEN * 2
-        assert tracker.used == held <= tracker.budget
-        assert tracker.budget == len(slots) * where.slot_rows * HIDDEN * 2
+        assert host.used_bytes == held <= len(slots) * where.slot_rows * HIDDEN * 2
         assert {row // where.slot_rows for row in rows} <= slots, "a cell lies in a KV slot"
         assert slots.isdisjoint(self.kv) and len(slots) + len(self.kv) == where.slots
 
     def check_drained(self) -> None:
         host = self.transitions
         sizes = np.array(self.where.record_rows) * HIDDEN * 2
-        assert sum(host.tracker.reserved.values()) == 0 and not host.evicting
-        assert host.tracker.used == int(sizes[host.version].sum())
+        assert not host.flying and not host.evicting
+        assert host.used_bytes == int(sizes[host.version].sum())
         np.testing.assert_array_equal(self.device.pager.tables.version, host.version)

@@ -126,7 +126,7 @@ def test_any_order_of_requests(actions):
 
 def test_allocate_arena():
     device = jax.devices()[0]
-    buffer = allocate_arena(LAYOUT, SLOTS, device)
+    buffer = allocate_arena(SLOTS * LAYOUT.slot_rows, LAYOUT.hidden, device)
     assert buffer.shape == (SLOTS * LAYOUT.slot_rows, LAYOUT.hidden)
     assert buffer.dtype == jnp.uint16 and buffer.devices() == {device} and not buffer.any()
     assert buffer.committed

@@ -7,11 +7,12 @@ import pytest
 
 from host_offload.memory.arena import SlotArena
 from host_offload.memory.integrity import FAULTS, count_faults, describe_faults
-from host_offload.memory.layout import ExpertLayout, slot_layout
+from host_offload.memory.layout import slot_layout
 from host_offload.memory.tables import empty_tables, regrant
 from host_offload.versions.encoders import encode
 from pallas_kernels.fill import fill
 from pallas_kernels.plan import plan
+from pallas_kernels.records import RecordFormat
 from pallas_kernels.records.versions import VersionFormats
 
 LAYOUT = slot_layout(
@@ -179,7 +180,9 @@ def test_cells_of_different_sizes_may_not_overlap(store):
 
 def test_what_was_decoded_on_the_way_is_compared_decoded():
     """A store of lossless12 under cells of dense records."""
-    dense, packed = (ExpertLayout(32, 16, 2, version).format for version in ("dense", "lossless12"))
+    dense, packed = (
+        RecordFormat(version, 32, 16, "bfloat16") for version in ("dense", "lossless12")
+    )
     rng = np.random.default_rng(2)
     weights = rng.standard_normal((1, 48, 32)).astype(jnp.bfloat16)
     (record,) = encode(weights, packed)

@@ -10,6 +10,7 @@ from host_offload.memory.arena import OutOfPages, SlotArena
 from host_offload.memory.kv_cache import Block, KVCache
 from host_offload.memory.layout import PageLayout, slot_layout
 from host_offload.memory.swap import SWAP_PAGES, move_pages, read_pages, write_pages
+from scripts.parts.kv_faults import cache_faults
 
 LAYOUT = slot_layout(
     hidden=64, width=64, itemsize=2, layers=1, kv_heads=1, head_dim=64, block_size=16
@@ -39,7 +40,7 @@ def test_a_published_block_stays_until_its_page_is_needed(cache):
     assert not cache.held(b"b") and cache.held(b"a")
     rest = cache.allocate(cache.available)
     assert cache.dropped == 1 and cache.lookup(b"b") is None
-    assert cache.faults([], [[blocks[0]], rest]) == []
+    assert cache_faults(cache, [], [[blocks[0]], rest]) == []
     with pytest.raises(OutOfPages, match="1 pages wanted, 0 available"):
         cache.allocate(1)
 
@@ -68,7 +69,7 @@ def test_swapping_moves_what_nobody_runs_on(cache):
     assert cache.swap_out([mine, shared]) == 1
     assert mine.row is None and mine.host == ("page", row) and shared.row is not None
     assert cache.missing([mine, shared]) == 1
-    assert cache.faults([[shared]], [[mine]]) == []
+    assert cache_faults(cache, [[shared]], [[mine]]) == []
     cache.swap_in([mine, shared])
     assert cache.copied == [([("page", row)], [mine.row])]
     assert (cache.swapped, cache.swapped_out, cache.swapped_in) == (0, 1, 1)
@@ -80,7 +81,7 @@ def test_a_swapped_block_is_not_found_and_dies_with_its_last_holder(cache):
     cache.swap_out([block])
     assert cache.lookup(b"a") is None and not cache.held(b"a")
     cache.release([block])
-    assert cache.swapped == 0 and cache.faults([], []) == []
+    assert cache.swapped == 0 and cache_faults(cache, [], []) == []
 
 
 def test_swap_space_ends(cache):
@@ -93,10 +94,10 @@ def test_swap_space_ends(cache):
         ([blocks[0].host], [copies[0].row]),
         ([blocks[6].row], [copies[1].row]),
     ]
-    assert cache.faults([], [blocks, copies]) == []
+    assert cache_faults(cache, [], [blocks, copies]) == []
     rest = cache.allocate(cache.available)
     assert cache.copy(blocks[6]) is None
-    assert cache.faults([], [blocks, copies, rest]) == []
+    assert cache_faults(cache, [], [blocks, copies, rest]) == []
 
 
 def test_pages_that_cannot_be_moved_stay_where_they_are(cache, monkeypatch):
@@ -115,7 +116,7 @@ def test_pages_that_cannot_be_moved_stay_where_they_are(cache, monkeypatch):
         patch.setattr(cache, "write", fail)
         with pytest.raises(RuntimeError, match="no pinned"):
             cache.swap_in(blocks)
-    assert cache.missing(blocks) == 3 and cache.faults([], [blocks]) == []
+    assert cache.missing(blocks) == 3 and cache_faults(cache, [], [blocks]) == []
 
 
 def test_a_copy_is_another_block_with_the_same_bytes(cache):
@@ -123,7 +124,7 @@ def test_a_copy_is_another_block_with_the_same_bytes(cache):
     copy = cache.copy(block)
     assert copy.host == ("page", block.row)
     cache.swap_in([copy])
-    assert copy.row != block.row and cache.faults([], [[block], [copy]]) == []
+    assert copy.row != block.row and cache_faults(cache, [], [[block], [copy]]) == []
 
 
 def test_what_was_not_written_is_forgotten(cache):
@@ -133,7 +134,7 @@ def test_what_was_not_written_is_forgotten(cache):
     cache.release([idle])
     cache.forget([idle, held])
     assert cache.lookup(b"a") is None and cache.lookup(b"b") is None
-    assert cache.faults([], [[held]]) == []
+    assert cache_faults(cache, [], [[held]]) == []
 
 
 @pytest.mark.parametrize(
@@ -150,16 +151,16 @@ def test_what_was_not_written_is_forgotten(cache):
 )
 def test_broken_invariants_are_named(cache, break_it, message):
     blocks = cache.allocate(2)
-    assert cache.faults([], [blocks]) == []
+    assert cache_faults(cache, [], [blocks]) == []
     break_it(cache, blocks)
-    assert any(message in fault for fault in cache.faults([], [blocks])), message
+    assert any(message in fault for fault in cache_faults(cache, [], [blocks])), message
 
 
 def test_a_pinned_block_must_be_there(cache):
     (block,) = cache.allocate(1)
     cache.swap_out([block])
     cache.pin([block])
-    assert any("is swapped out" in fault for fault in cache.faults([[block]], []))
+    assert any("is swapped out" in fault for fault in cache_faults(cache, [[block]], []))
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])
@@ -216,7 +217,7 @@ def test_the_emptiest_slot_is_emptied_into_the_fullest(cache):
     assert len(moved) == 1 and cache.moved == 1 and cache.slots_in_use == 2
     moved += cache.empty_slot(8)
     assert set(moved) == set(kept[:2]) and cache.slots_in_use == 1 and cache.moved == 2
-    assert cache.faults([], [kept]) == []
+    assert cache_faults(cache, [], [kept]) == []
     cache.arena.grant_kv_slots(1)
 
 

@@ -8,34 +8,34 @@ import pytest
 
 from host_offload.memory.layout import (
     BLOCK_SIZES,
-    ExpertLayout,
     PageLayout,
     SlotLayout,
     slot_layout,
 )
+from pallas_kernels.records import RecordFormat
 
 DEMO: dict[str, Any] = dict(hidden=128, width=128, layers=4, kv_heads=2, head_dim=32)
 QWEN3_30B: dict[str, Any] = dict(hidden=2048, width=768, layers=48, kv_heads=4, head_dim=128)
 
 
 def test_expert_record():
-    record = ExpertLayout(hidden=2048, width=768, itemsize=2)
-    assert (record.weight_rows, record.rows, record.nbytes) == (2304, 2304, 2304 * 2048 * 2)
-    record = ExpertLayout(hidden=128, width=64, itemsize=4)
-    assert (record.weight_rows, record.rows, record.nbytes) == (192, 384, 192 * 128 * 4)
+    record = RecordFormat("dense", 2048, 768, "bfloat16")
+    assert (record.rows, record.nbytes) == (2304, 2304 * 2048 * 2)
+    record = RecordFormat("dense", 128, 64, "float32")
+    assert (record.rows, record.nbytes) == (384, 192 * 128 * 4)
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
         (dict(itemsize=1), "2 or 4 bytes a value, not 1"),
-        (dict(itemsize=2, version="int3"), "unknown expert version 'int3'"),
+        (dict(itemsize=2, versions=("int3",)), "unknown expert version 'int3'"),
         (dict(itemsize=2, dtype="float32"), "a value of float32 does not have 2 bytes"),
     ],
 )
-def test_expert_layout_refuses(fields, message):
+def test_records_that_are_refused(fields, message):
     with pytest.raises(ValueError, match=message):
-        ExpertLayout(hidden=8, width=8, **fields)
+        slot_layout(hidden=8, width=8, layers=1, kv_heads=1, head_dim=8, **fields)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_versions_are_named_once(versions):
 
 def test_dtype_reaches_the_format():
     layout = slot_layout(**DEMO, itemsize=2, dtype="float16", versions=("dense", "int8"))
-    assert [record.format.dtype for record in layout.records] == ["float16"] * 2
+    assert [record.dtype for record in layout.records] == ["float16"] * 2
 
 
 def test_page():

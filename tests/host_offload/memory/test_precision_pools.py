@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from host_offload.control.reservations import BudgetTracker
 from host_offload.memory.layout import slot_layout
 from host_offload.memory.placement import (
     ResidentSpec,
@@ -117,36 +116,6 @@ def test_what_is_not_taken_cannot_be_given_back(row):
     mine.release(taken[0])
     with pytest.raises(ValueError, match=f"no cell is taken at arena row {row}"):
         mine.release(row)
-
-
-# ---- bytes
-
-
-def test_the_budget_is_never_exceeded():
-    tracker = BudgetTracker(100, {"hi": 60, "lo": 80})
-    assert tracker.try_reserve("hi", 60) and not tracker.try_reserve("hi", 1)
-    assert not tracker.try_reserve("lo", 41) and tracker.try_reserve("lo", 40)
-    tracker.commit("hi", 60)
-    assert not tracker.try_reserve("lo", 1)
-    tracker.cancel("lo", 40)
-    tracker.release("hi", 60)
-    assert tracker.used == 0 and tracker.peak == 100
-
-
-def test_the_peak_is_of_the_budget_that_there_is():
-    tracker = BudgetTracker(100, {"hi": 100})
-    assert tracker.try_reserve("hi", 90)
-    tracker.cancel("hi", 60)
-    assert tracker.peak == 90
-    tracker.resize(50, {"hi": 50})
-    assert tracker.peak == tracker.used == 30
-    assert tracker.try_reserve("hi", 20) and tracker.peak == tracker.budget
-
-
-@pytest.mark.parametrize("action", ["commit", "cancel", "release"])
-def test_more_cannot_be_given_up_than_there_was(action):
-    with pytest.raises(AssertionError, match="more was given up"):
-        getattr(BudgetTracker(10, {"hi": 10}), action)("hi", 1)
 
 
 # ---- what fits

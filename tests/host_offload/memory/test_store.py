@@ -11,18 +11,17 @@ import numpy as np
 import pytest
 
 from host_offload.memory import store as store_module
-from host_offload.memory.layout import ExpertLayout
 from host_offload.memory.store import (
     ExpertStore,
     StoreBuilder,
     aligned_empty,
     copy_transposed,
-    record_of,
-    rows_of,
     update,
 )
+from host_offload.versions.encoders import DTYPES, encode
+from pallas_kernels.records import RecordFormat
 
-LAYOUT = ExpertLayout(hidden=16, width=4, itemsize=2)
+LAYOUT = RecordFormat("dense", 16, 4, "bfloat16")
 RECORDS = np.arange(2 * 3 * 12 * 16, dtype=np.uint16).reshape(2, 3, 12, 16)
 
 
@@ -177,7 +176,7 @@ def test_builder_is_used_up():
 
 def test_more_than_the_machine_has():
     with pytest.raises(MemoryError, match=r"cannot allocate 3145728\.0 GiB of pinned host memory"):
-        StoreBuilder(ExpertLayout(hidden=2**40, width=4, itemsize=2), 2, 64, jax.devices()[0])
+        StoreBuilder(RecordFormat("dense", 2**40, 4, "bfloat16"), 2, 64, jax.devices()[0])
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32])
@@ -187,8 +186,9 @@ def test_record(dtype):
     dtype, (width, hidden) = np.dtype(dtype), (4, 16)
     gate, up = (rng.normal(size=(width, hidden)).astype(np.float32) for _ in range(2))
     down = rng.normal(size=(hidden, width)).astype(np.float32)
-    record = record_of(gate, up, down, dtype)
-    layout = ExpertLayout(hidden, width, dtype.itemsize)
+    layout = RecordFormat("dense", hidden, width, dtype.name)
+    weights = np.concatenate([gate, up, down.T]).astype(dtype)
+    record = encode(weights[None], layout)[0]
     assert record.dtype == np.uint16 and record.shape == (layout.rows, hidden)
     rows = record.view(dtype).reshape(3 * width, hidden)
     np.testing.assert_array_equal(rows[:4], gate.astype(dtype))
@@ -203,8 +203,11 @@ def test_record(dtype):
 def test_rows_keep_bits():
     """No conversion touches bits that are already of the run's dtype, NaN payloads included."""
     bits = np.arange(2**16, dtype=np.uint16).reshape(256, 256)
-    np.testing.assert_array_equal(rows_of(bits.view(ml_dtypes.bfloat16), ml_dtypes.bfloat16), bits)
-    np.testing.assert_array_equal(rows_of(bits.view(np.float16).T, np.dtype(np.float16)), bits.T)
+    for dtype in ("bfloat16", "float16"):
+        layout = RecordFormat("dense", 256, 256, dtype)
+        weights = np.concatenate([bits, bits, bits.T]).view(DTYPES[dtype])
+        record = encode(weights[None], layout)[0]
+        np.testing.assert_array_equal(record, np.concatenate([bits, bits, bits.T]))
 
 
 def test_store_of_several_versions():

@@ -17,11 +17,12 @@ from host_offload.control.rules import PolicyError
 from host_offload.policies.budget.layer_cells import LayerCells
 from host_offload.policies.budget.mv_wsa import MvWsa
 from host_offload.sizing.configurator import Streams
-from host_offload.sizing.kv_reuse import cold_pages, expected_returns, page_references
+from host_offload.sizing.kv_reuse import PageRecency, expected_returns, page_references
 from host_offload.sizing.split import MissCosts, SplitError, division_of, objective
 from host_offload.sizing.step_times import StepTimes
-from host_offload.traces.reader import TraceError, TraceWriter
+from host_offload.traces.reader import TraceError
 from host_offload.traces.recency import tails
+from host_offload.traces.writer import TraceWriter
 from tests.host_offload.control.policy_runs import record, spec, use
 from tests.host_offload.traces.traces_of import random_routing, write_trace
 
@@ -274,7 +275,7 @@ def kv_pages_after(policy: MvWsa, stream) -> int:
 
 
 def test_expected_returns_are_the_places_of_held_pages():
-    held = cold_pages()
+    held = PageRecency()
     for session, pages in ((1, 2), (2, 3), (-5, 4)):
         held, _ = page_references(held, np.array([(session, page) for page in range(pages)]))
     # Session 2 had places 0 to 2 and 1 had 3 and 4; then four pages without a session came.

@@ -13,7 +13,7 @@ import pytest
 from jax import lax
 
 from host_offload.memory.tables import empty_tables, with_contents
-from host_offload.policies.eviction.names import EVICTION, victim_weights
+from host_offload.policies.eviction.names import EVICTION
 from pallas_kernels.plan import plan
 
 EXPERTS, STEPS, LARGEST = 16, 60, 4
@@ -156,7 +156,7 @@ def test_the_policy_changes_without_recompilation():
         tables = jax.device_put(tables, jax.devices()[0])  # committed, as the engine's are
         for e in (0, 0, 0, 1):
             tables, _ = op(tables, jnp.int32(0), jnp.arange(4) == e)
-        tables = with_contents(tables, {"victim_weights": victim_weights(eviction)})
+        tables = with_contents(tables, {"victim_weights": EVICTION[eviction]})
         tables, _ = op(tables, jnp.int32(0), jnp.arange(4) == 2)
         dropped[eviction] = [e for e in (0, 1) if tables.address[0, e] < 0]
     assert dropped == {"lru": [0], "lfu": [1]}

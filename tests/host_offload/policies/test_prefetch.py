@@ -19,7 +19,6 @@ from safetensors.numpy import load_file, save_file
 from host_offload.control.controller import Controller
 from host_offload.control.interface import Decision, Moment, Observation, Policy, Spec, State
 from host_offload.control.rules import PolicyError, check_policies
-from host_offload.policies.eviction.static_layers import StaticLayers
 from host_offload.policies.prefetch import coactivation, moe_infinity, promoe
 from host_offload.policies.prefetch.coactivation import CoActivation
 from host_offload.policies.prefetch.fate import Fate
@@ -37,9 +36,10 @@ from host_offload.policies.prefetch.names import (
 from host_offload.policies.prefetch.oracle import oracle_of
 from host_offload.policies.prefetch.random_prefetch import RandomPrefetch
 from host_offload.simulate.simulator import simulate, spec_of
-from host_offload.sizing.bounds import min_transfers
-from host_offload.traces.reader import Trace, TraceError, TraceWriter, read_trace
-from host_offload.traces.step_sets import in_one_pool, read_references
+from host_offload.traces.reader import Trace, TraceError, read_trace
+from host_offload.traces.writer import TraceWriter
+from scripts.parts.bounds import in_one_pool, min_transfers, read_references
+from scripts.policies.static_layers import StaticLayers
 from tests.host_offload.memory.layered_device import LayeredDevice
 from tests.host_offload.traces.traces_of import write_trace
 

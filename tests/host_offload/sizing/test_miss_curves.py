@@ -13,12 +13,11 @@ from host_offload.memory.pager import Pager
 from host_offload.memory.tables import cold_tables
 from host_offload.simulate.simulator import simulate
 from host_offload.sizing import miss_curves
-from host_offload.sizing.bounds import min_transfers
-from host_offload.sizing.miss_curves import cold_curves, curves_of, missed_bytes, trace_curves
+from host_offload.sizing.miss_curves import cold_curves, curves_of, trace_curves
 from host_offload.traces.reader import TraceError
 from host_offload.traces.recency import Distances, Recency, cold_recency, reference, tails
 from host_offload.traces.statistics import trace_statistics
-from host_offload.traces.step_sets import references_of
+from scripts.parts.bounds import min_transfers, references_of
 from tests.host_offload.traces.traces_of import random_routing, write_trace
 
 
@@ -138,7 +137,6 @@ def test_a_trace_has_the_curve_that_the_simulator_finds(tmp_path):
         for half, rows in zip(halves, (misses[:40], misses[40:]), strict=True):
             np.testing.assert_array_equal(half.misses[:, cells], rows.sum(axis=0))
     assert whole.steps == 80 == sum(part.steps for part in parts.values())
-    np.testing.assert_allclose(whole.per_step, whole.misses.sum(axis=0) / 80)
 
 
 def test_statistics_and_curves_agree(tmp_path):
@@ -188,7 +186,7 @@ def test_versions_are_lists_of_their_own(seed, tmp_path_factory):
     if versions.max() == 0:
         return
     sizes = np.array([[100, 120], [30, 40]])
-    bytes_missed = missed_bytes(curves, sizes)
+    bytes_missed = curves.misses * sizes.ravel()[:, None]
     for hi, lo in ((8, 8), (4, 4), (5, 4)):
         if (np.array([hi, lo]) < curves.exact_from.reshape(2, 2).max(axis=1)).any():
             continue
@@ -202,8 +200,6 @@ def test_versions_are_lists_of_their_own(seed, tmp_path_factory):
             missing = pager.reference(active).missing
             moved += int((sizes[versions, np.arange(2)[:, None]] * missing).sum())
         assert moved == bytes_missed[:2, hi].sum() + bytes_missed[2:, lo].sum()
-    with pytest.raises(ValueError, match="sizes must be 4 numbers, one a version and layer, not 2"):
-        missed_bytes(curves, sizes[0])
 
 
 def test_live_curves_are_the_same_counts():

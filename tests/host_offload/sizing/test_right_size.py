@@ -153,15 +153,15 @@ def test_memory_for_a_speed_and_users_for_a_memory(users, tpot_s):
     """The least cap that is fast enough, one less is not; and the memory serves those users."""
     found = memory_for(MODEL, DIVISION, users=users, tpot_s=tpot_s, pages_per_user=15)
     assert found.step_s <= tpot_s < MODEL.step_s(users, found.cap - 1)
-    assert found.bytes == found.cap * 400 + -(-max(users * 15, 20) // 10) * 100
-    assert found.pages >= users * 15
-    of_it = dataclasses.replace(DIVISION, total_bytes=found.bytes)
-    served, used = users_for(MODEL, of_it, tpot_s=tpot_s, pages_per_user=15)
-    assert served >= users and used.step_s <= tpot_s
+    assert found.memory == found.cap * 400 + -(-max(users * 15, 20) // 10) * 100
+    assert found.kv_pages >= users * 15
+    of_it = dataclasses.replace(DIVISION, total_bytes=found.memory)
+    served = users_for(MODEL, of_it, tpot_s=tpot_s, pages_per_user=15)
+    assert served.users >= users and served.step_s <= tpot_s
     # A slot less and there is a cell less in each layer, or less KV than they need.
     try:
-        less = dataclasses.replace(DIVISION, total_bytes=found.bytes - 100)
-        fewer, _ = users_for(MODEL, less, tpot_s=tpot_s, pages_per_user=15)
+        less = dataclasses.replace(DIVISION, total_bytes=found.memory - 100)
+        fewer = users_for(MODEL, less, tpot_s=tpot_s, pages_per_user=15).users
     except SplitError:
         fewer = 0
     assert fewer < users

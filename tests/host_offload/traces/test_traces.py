@@ -20,15 +20,8 @@ from safetensors.numpy import load_file, save_file
 import host_offload.traces.reader
 from host_offload.control.step_record import USES, StepRecord
 from host_offload.traces import writer as trace_writer
-from host_offload.traces.reader import (
-    Mark,
-    TraceError,
-    TraceHeader,
-    TraceWriter,
-    TransferTrace,
-    read_trace,
-    require_new,
-)
+from host_offload.traces.reader import Mark, TraceError, TraceHeader, TransferTrace, read_trace
+from host_offload.traces.writer import TraceWriter, require_new
 
 FACTS = dict(config_digest="0f", spec={"hidden": 8}, machine={}, command=["run"], created="now")
 HEADER = TraceHeader(layers=2, experts=10, top_k=2, **FACTS)

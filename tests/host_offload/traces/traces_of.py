@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from host_offload.control.step_record import USES, StepRecord
-from host_offload.traces.reader import Trace, TraceHeader, TraceWriter, read_trace
+from host_offload.traces.reader import Trace, TraceHeader, read_trace
+from host_offload.traces.writer import TraceWriter
 
 SPEC = {
     "hidden": 4,

@@ -6,10 +6,10 @@ import jax
 import numpy as np
 from safetensors.numpy import save_file
 
-from host_offload.memory.store import record_of
 from moejax.checkpoints.safetensors.shards import NUMPY_DTYPES
 from moejax.checkpoints.tensors import expected_tensors
 from moejax.models.config import parse_config
+from tests.host_offload.memory.dense_records import record_of
 
 BF16 = NUMPY_DTYPES["bfloat16"]
 CONFIG = {

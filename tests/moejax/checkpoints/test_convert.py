@@ -18,8 +18,8 @@ import pytest
 from moejax.checkpoints.convert import convert
 from moejax.checkpoints.load import load_checkpoint
 from moejax.checkpoints.orbax.destination import LOCK
+from moejax.checkpoints.orbax.layout import Leaf, orbax_files
 from moejax.checkpoints.orbax.manifest import JOURNAL, MANIFEST
-from moejax.checkpoints.orbax.metadata import orbax_files
 from moejax.commands.main import main
 from moejax.errors import UserError
 from tests.moejax.checkpoints.conversions import assert_same_model, contents, flip, write_source
@@ -155,7 +155,7 @@ def test_an_orbax_that_lays_trees_out_in_another_way():
     with pytest.raises(
         UserError, match=r"orbax-checkpoint \S+ keeps the leaves of a tree in other"
     ):
-        orbax_files({"embed": 0}, {"dense": [0]}, [])
+        orbax_files({"embed": Leaf("embed", np.dtype(np.uint8), (1,), False)}, {})
 
 
 def test_two_conversions_at_once(source, unfinished):

@@ -13,8 +13,7 @@ import pytest
 
 from moejax import LLM, SamplingParams
 from moejax.checkpoints.convert import convert
-from moejax.checkpoints.formats import checkpoint_format
-from moejax.checkpoints.load import load_checkpoint
+from moejax.checkpoints.load import checkpoint_format, load_checkpoint
 from moejax.checkpoints.orbax.manifest import checksum
 from moejax.checkpoints.orbax.own import load_orbax, read_expert
 from moejax.checkpoints.safetensors.shards import NUMPY_DTYPES

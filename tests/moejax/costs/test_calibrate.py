@@ -22,7 +22,6 @@ from moejax.costs.store import (
     cost_file,
     identity,
     load_cost_model,
-    spec_of_steps,
     write_cost_model,
 )
 from moejax.errors import UserError
@@ -45,8 +44,6 @@ def quick(monkeypatch):
     """Calibration of one round."""
     monkeypatch.setattr(measure, "ROUNDS", 1)
     monkeypatch.setattr(measure, "STEPS", 1)
-    given = measure.measure
-    monkeypatch.setattr(measure, "measure", lambda *a, **k: given(*a, rounds=1, **k))
 
 
 # ---- files
@@ -153,7 +150,7 @@ def test_demo_is_calibrated_once_and_runs_as_before(quick, caplog):
         cells = np.array(llm.engine.runner.tables.cell_row)
         model = cost_model_for(llm)
         runner = llm.engine.runner
-        path = cost_file(identity(spec_of_steps(runner)))
+        path = cost_file(identity(llm.plan.steps))
         assert path.exists() and not llm.engine.runner.faults()
         # The tables are those of a start; nothing that was measured is counted.
         assert np.array_equal(np.array(runner.tables.cell_row), cells)
@@ -188,7 +185,7 @@ def test_a_policy_that_needs_costs_has_them_measured(quick, caplog):
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     with caplog.at_level(logging.INFO, "moejax"), LLM("demo", policies=[Priced()], **SMALL) as llm:
         assert [r for r in caplog.records if "measuring what steps cost" in r.message]
-        assert cost_file(identity(spec_of_steps(llm.engine.runner))).exists()
+        assert cost_file(identity(llm.plan.steps)).exists()
         first = llm.generate("Once", params)[0].outputs[0].token_ids
         assert not llm.engine.runner.faults()
     with LLM("demo", **SMALL) as llm:
@@ -217,6 +214,7 @@ class StartedLLM:
         self.options, self.closed = options, False
         self.engine = self
         self.runner = "a runner"
+        self.plan = types.SimpleNamespace(steps=None)
         type(self).last = self
 
     def __enter__(self):
@@ -230,7 +228,6 @@ class StartedLLM:
 def started(monkeypatch):
     monkeypatch.setattr(moejax, "LLM", StartedLLM, raising=False)
     monkeypatch.setattr(costs, "LLM", StartedLLM)
-    monkeypatch.setattr(store, "spec_of_steps", lambda _: None)
     monkeypatch.setattr(store, "identity", lambda _: ABOUT)
     return StartedLLM
 

@@ -10,7 +10,7 @@ from host_offload.sizing.cost_model import CostError
 from host_offload.traces.reader import read_trace
 from moejax import LLM, SamplingParams
 from moejax.costs import measure
-from moejax.costs.store import cost_file, identity, spec_of_steps
+from moejax.costs.store import cost_file, identity
 from moejax.serve.costs import cost_model_of
 
 SMALL = dict(max_num_seqs=2, max_model_len=64, max_num_batched_tokens=128)
@@ -20,9 +20,8 @@ SMALL = dict(max_num_seqs=2, max_model_len=64, max_num_batched_tokens=128)
 def quick(tmp_path, monkeypatch):
     """Calibration of one round, kept in a place of its own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(measure, "ROUNDS", 1)
     monkeypatch.setattr(measure, "STEPS", 1)
-    given = measure.measure
-    monkeypatch.setattr(measure, "measure", lambda *a, **k: given(*a, rounds=1, **k))
 
 
 @pytest.mark.nightly
@@ -67,5 +66,5 @@ def test_costs_of_records_decoded_in_transit_are_no_dense_costs():
     files = []
     for precision in ("dense", "lossless12", "lossless12,in_transit=true"):
         with LLM("demo", precision=precision, progress=False, **SMALL) as llm:
-            files.append(cost_file(identity(spec_of_steps(llm.engine.runner))))
+            files.append(cost_file(identity(llm.plan.steps)))
     assert len(set(files)) == 3

@@ -11,7 +11,7 @@ import pytest
 
 from host_offload.policies.precision.names import Precision, precision_of
 from moejax import LLM, SamplingParams, UserError
-from moejax.costs.store import cost_file, identity, spec_of_steps, write_cost_model
+from moejax.costs.store import cost_file, identity, write_cost_model
 from moejax.costs.transition_bound import kept_costs, step_bound
 from moejax.evaluate.evaluation import perplexity
 from moejax.evaluate.report import result_json
@@ -121,8 +121,7 @@ def test_costs_of_the_dense_model_are_found(ran, tmp_path, monkeypatch, caplog):
     """Measured with one version, used with two; a file of something else, or a damaged one, is
     not."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    steps = spec_of_steps(ran[0].engine.runner)
-    assert steps == ran[0].plan.steps
+    steps = ran[0].plan.steps
     assert kept_costs(steps) is None
     about = identity(steps)
     assert len(about["expert_bytes"]) == 2

@@ -12,17 +12,19 @@ import pytest
 from host_offload.policies.budget.peak_headroom import PeakHeadroom
 from host_offload.simulate.replay import replay
 from host_offload.simulate.simulator import simulate, spec_of
-from host_offload.sizing.configurator import replay_split, turns_of
+from host_offload.sizing.configurator import turns_of
 from host_offload.sizing.miss_curves import trace_curves
 from host_offload.sizing.right_size import right_size, working_sets
-from host_offload.traces.reader import TraceError, TraceWriter, read_trace
+from host_offload.traces.reader import TraceError, read_trace
+from host_offload.traces.writer import TraceWriter
 from moejax import LLM, SamplingParams, UserError
 from moejax.commands.main import main
+from moejax.commands.model import read_options
 from moejax.costs.workload_plan import Planner, costs_of_trace, parse_time
 from moejax.engine.control import spec_of_engine
-from moejax.start.budget_options import parse_budget_options
 from moejax.start.options import Options
-from moejax.start.options_file import read_options
+from moejax.start.settings import parse_budget_options
+from scripts.budgets.replay import replay_split
 from tests.moejax.engine.budget_workload import (
     COSTS,
     EXPERTS,

@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from host_offload.memory.arena import SlotArena
 from host_offload.memory.kv_cache import KVCache
 from host_offload.memory.layout import slot_layout
-from moejax.engine.arena_report import kv_faults
 from moejax.engine.scheduler import Scheduler
 from moejax.engine.step_work import ScheduledWork
 from moejax.requests.request import Request
 from moejax.requests.sampling_params import SamplingParams
 from moejax.requests.stopping import Ending
 from moejax.step.parts import StepShapes
+from scripts.parts.kv_faults import kv_faults
 
 EOS = 0
 BLOCK = 16

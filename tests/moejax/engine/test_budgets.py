@@ -18,9 +18,9 @@ from host_offload.sizing.split import division_of, miss_costs
 from host_offload.traces.reader import read_trace
 from moejax import LLM, SamplingParams, UserError
 from moejax.engine.control import control_of, spec_of_engine
-from moejax.start.budget_options import parse_budget_options
 from moejax.start.options import Options
-from moejax.start.policies import start_controller
+from moejax.start.settings import parse_budget_options
+from scripts.parts.controllers import start_controller
 from tests.moejax.engine.budget_workload import (
     COSTS,
     EXPERTS,

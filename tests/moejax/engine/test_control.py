@@ -25,7 +25,7 @@ from host_offload.policies.eviction.names import POLICIES
 from host_offload.policies.eviction.static import Static
 from moejax import LLM, SamplingParams, UserError
 from moejax.commands.main import _parser
-from moejax.engine.control import RunnerDevice, layer_hooks, stage_list
+from moejax.engine.control import layer_hooks
 from moejax.step.programs import STAGES, ProgramKey
 from moejax.step.runner import Runner
 from tests.host_offload.control.policy_runs import (
@@ -229,6 +229,7 @@ def test_policies_between_layers():
 class FakeRunner:
     driver, layer_versions = "device", None
     set_tables, seen, _as_stored = Runner.set_tables, Runner.seen, Runner._as_stored
+    prepare, snapshot, stage_list = Runner.prepare, Runner.snapshot, Runner.stage_list
 
     def __init__(self):
         self.transfers = []
@@ -237,14 +238,15 @@ class FakeRunner:
         self.tables = self.tables._replace(cell_row=rows)
         self.prepared: list[str] = []
 
-    def prepare(self, *names):
-        self.prepared += names
+    def need(self, *keys):
+        self.prepared += map(str, keys)
 
     def prepare_stages(self):
-        self.prepare("decode_staged", "prefill_staged")
+        self.need("decode_staged", "prefill_staged")
 
-    def snapshot(self):
-        return snapshot(self.tables)
+    def _call(self, key, tables):
+        assert key == ProgramKey("snapshot")
+        return snapshot(tables)
 
 
 def step_record(number: int, staged=None) -> StepRecord:
@@ -267,19 +269,19 @@ def test_what_a_control_hands_over():
         start, moments={Moment.STEP_BEGIN, Moment.STEP_END}, needs=needs, writes={"stages", "prior"}
     )
     runner: Any = FakeRunner()
-    control = Control(RunnerDevice(runner), Controller(spec(), [policy]))
+    control = Control(runner, Controller(spec(), [policy]))
     assert runner.prepared == ["snapshot", "decode_staged", "prefill_staged"]
     assert layer_hooks(control, runner) is None
-    entries = stage_list(runner, control.before_step(0))
+    entries = runner.stage_list(control.before_step(0))
     assert entries is not None
     assert all(field.dtype == np.int32 and field.shape == (STAGES,) for field in entries)
     assert entries.layer.tolist() == [0, 1] + [-1] * (STAGES - 2)
     assert entries.expert.tolist()[:2] == [4, 5] and entries.cell.tolist()[:2] == [0, 0]
     # The dispatch failed: the next step gets them.
-    again = stage_list(runner, control.before_step(1))
+    again = runner.stage_list(control.before_step(1))
     assert again is not None and again.expert.tolist() == entries.expert.tolist()
     control.after_dispatch(1)
-    assert stage_list(runner, control.before_step(2)) is None
+    assert runner.stage_list(control.before_step(2)) is None
     control.after_dispatch(2)
     control.after_read(step_record(1, staged=np.array([1, 0] + [0] * 6)))
     (last,) = [o for o in seen(control.controller) if o.moment == Moment.STEP_END]
@@ -296,7 +298,7 @@ def test_a_step_that_failed_behind_a_hook_leaves_nothing_to_settle():
     start = {(Moment.LAYER_BEGIN, 0): Decision(stages=(Stage(0, 4),))}
     runner: Any = FakeRunner()
     policy = scripted(start, moments={Moment.LAYER_BEGIN}, writes={"stages"})
-    control = Control(RunnerDevice(runner), Controller(spec(driver="host"), [policy]))
+    control = Control(runner, Controller(spec(driver="host"), [policy]))
     control.before_step(0)
     (entry,) = control.between_layers(Moment.LAYER_BEGIN, 0)
     assert entry.expert == 4
@@ -312,7 +314,7 @@ def test_table_updates_are_contents():
     start = {(Moment.STEP_END, 0): Decision(prior=prior, fill_version=prior * 0 - 1)}
     runner: Any = FakeRunner()
     policy = scripted(start, writes={"prior", "fill_version"})
-    control = Control(RunnerDevice(runner), Controller(spec(), [policy]))
+    control = Control(runner, Controller(spec(), [policy]))
     assert runner.prepared == []
     assert control.before_step(0) == []
     control.after_dispatch(0)
@@ -340,7 +342,7 @@ def test_a_budget_goes_to_the_engine(can):
         def limit(self, max_running): ...
 
     resizer = None if can is None else Resizer()
-    control = Control(RunnerDevice(runner), Controller(spec(), [policy]), resizer)
+    control = Control(runner, Controller(spec(), [policy]), resizer)
     control.before_step(0)
     control.after_dispatch(0)
     control.after_read(step_record(0))

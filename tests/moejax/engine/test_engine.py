@@ -15,9 +15,9 @@ import pytest
 
 from host_offload.control.rules import PolicyError
 from moejax import LLM, SamplingParams, UserError
-from moejax.engine.arena_report import kv_faults
 from moejax.engine.resize import Resizer
 from moejax.step.runner import Runner
+from scripts.parts.kv_faults import kv_faults
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 LIMITS = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 128}

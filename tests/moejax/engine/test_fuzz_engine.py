@@ -8,9 +8,9 @@ import pytest
 
 from host_offload.memory.kv_cache import KVCache
 from moejax import LLM, SamplingParams
-from moejax.engine.arena_report import kv_faults
 from scripts.check import fuzz as fuzz_engine
 from scripts.check.fuzz import Fault, run_episode
+from scripts.parts.kv_faults import kv_faults
 from tests.moejax.engine.scheduler_model import Device, Turn, run
 from tests.scripts.runs import json_lines, refusal
 

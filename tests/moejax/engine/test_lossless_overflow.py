@@ -14,7 +14,6 @@ from host_offload.memory.tables import with_contents
 from host_offload.policies.precision.dynaexq import DynaExq
 from host_offload.simulate.replay import replay
 from host_offload.simulate.simulator import spec_of
-from host_offload.simulate.version_history import version_history
 from host_offload.traces.reader import read_trace
 from host_offload.versions.encoders import encode
 from host_offload.versions.layer_versions import LayerVersions, layer_versions
@@ -28,6 +27,7 @@ from moejax.commands import main as cli
 from moejax.evaluate.quantization import quantize
 from pallas_kernels.records import RecordFormat
 from pallas_kernels.records.versions import VersionFormats
+from scripts.parts.version_history import version_history
 from tests.moejax.checkpoints.conversions import contents
 from tests.moejax.checkpoints.random_checkpoint import BF16, CONFIG, random_tensors, write
 from tests.moejax.engine_runs import Job, Recorded, run

@@ -15,20 +15,20 @@ import pytest
 from host_offload.control.interface import Policy
 from host_offload.memory.tables import empty_tables, with_contents
 from host_offload.policies.eviction.names import with_eviction
-from host_offload.policies.eviction.static_layers import StaticLayers
 from host_offload.policies.prefetch import coactivation, moe_infinity, promoe
 from host_offload.policies.prefetch.moe_infinity import MoEInfinity
 from host_offload.policies.prefetch.names import PREFETCH, prefetch_policy
 from host_offload.policies.prefetch.oracle import oracle_of
 from host_offload.simulate.replay import replay
-from host_offload.traces.prefetch_score import score_of_trace
 from host_offload.traces.reader import Trace, read_trace
 from moejax import LLM, SamplingParams
 from moejax.commands.main import main
 from moejax.engine.control import control_of, layer_hooks
 from moejax.errors import UserError
-from moejax.start.policies import start_controller
 from moejax.traces.tracer import start_trace
+from scripts.parts.controllers import start_controller
+from scripts.policies.prefetch_score import score_of_trace
+from scripts.policies.static_layers import StaticLayers
 from tests.moejax.engine_runs import Job, Recorded, run
 
 LIMITS: dict[str, Any] = dict(max_model_len=256, max_num_seqs=4, max_num_batched_tokens=128)

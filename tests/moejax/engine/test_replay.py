@@ -23,11 +23,12 @@ from host_offload.policies.eviction.static import Static
 from host_offload.policies.prefetch.names import PREFETCH
 from host_offload.simulate.replay import replay
 from host_offload.simulate.simulator import simulate, spec_of
-from host_offload.traces.reader import Trace, TraceError, TraceWriter, read_trace
+from host_offload.traces.reader import Trace, TraceError, read_trace
+from host_offload.traces.writer import TraceWriter
 from moejax import LLM, SamplingParams
 from moejax.engine.control import control_of, layer_hooks
-from moejax.start.policies import start_controller
 from moejax.traces.tracer import start_trace
+from scripts.parts.controllers import start_controller
 from tests.host_offload.control.erratic_policy import Erratic
 from tests.host_offload.control.policy_runs import scripted
 from tests.moejax.engine.test_control import NextLayer

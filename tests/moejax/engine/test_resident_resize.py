@@ -15,8 +15,8 @@ from host_offload.control.interface import Decision, Moment, Observation, Spec, 
 from host_offload.control.rules import PolicyError
 from host_offload.memory.arena import SlotClass
 from host_offload.memory.placement import place, resident_spec
-from host_offload.memory.tables import empty_tables, read_snapshot, with_contents
-from host_offload.policies.budget.resident_headroom import ResidentHeadroom
+from host_offload.memory.tables import empty_tables, with_contents
+from host_offload.policies.budget.peak_headroom import ResidentHeadroom
 from host_offload.policies.precision.dynaexq import DynaExq
 from host_offload.policies.precision.names import precision_of
 from host_offload.simulate.replay import replay
@@ -26,8 +26,8 @@ from moejax import LLM, SamplingParams, UserError
 from moejax.engine.control import control_of
 from moejax.engine.resize import ResidentResizer
 from moejax.start.options import Options
-from moejax.start.policies import start_controller
 from moejax.traces.tracer import start_trace
+from scripts.parts.controllers import start_controller
 from tests.moejax.engine_runs import Job, Recorded, run
 from tests.moejax.start.precision_engines import start_precision
 
@@ -141,7 +141,7 @@ def check(engine, control) -> None:
     """The arena is whole: each slot has one owner, experts' cells lie in theirs, within bytes."""
     arena, runner = engine.scheduler.arena, engine.runner
     transitions = control.controller.transitions
-    tables = read_snapshot(np.asarray(runner.snapshot()), runner.tables)
+    tables = runner.snapshot()()
     assert (tables.address >= 0).all(), "every expert is resident"
     experts = np.flatnonzero(arena.slot_class == SlotClass.EXPERT)
     assert set(transitions.pools.slots) == set(experts.tolist())
@@ -151,7 +151,7 @@ def check(engine, control) -> None:
     sizes = np.array([record.nbytes for record in runner.layout.records])
     taken = int(sizes[tables.cell_version[tables.cell_row >= 0]].sum())
     said = control.stats()["precision"]
-    assert taken <= transitions.tracker.used <= said["budget_bytes"]
+    assert taken <= transitions.used_bytes <= said["budget_bytes"]
     assert said["budget_bytes"] == len(experts) * runner.layout.slot_bytes
 
 
@@ -177,7 +177,7 @@ def played(engine, policies, *, slots=EXPERT_SLOTS, spares=1, directory=None) ->
 
     def watched(number: int) -> None:
         dispatched(number)
-        after = read_snapshot(np.asarray(runner.snapshot()), runner.tables)
+        after = runner.snapshot()()
         versions.append(after.version)
         slots_seen.append(control.controller.transitions.slots)
         check(engine, control)

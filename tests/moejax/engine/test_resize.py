@@ -22,9 +22,9 @@ from host_offload.policies.budget.peak_headroom import PeakHeadroom
 from host_offload.simulate.replay import replay
 from host_offload.traces.reader import read_trace
 from moejax import LLM, SamplingParams
-from moejax.engine.arena_report import kv_faults
 from moejax.engine.resize import MOVED_PAGES, Resizer, cells_of, within
 from moejax.engine.step_work import ScheduledWork
+from scripts.parts.kv_faults import cache_faults, kv_faults
 from tests.moejax.engine.budget_workload import MEMORY, SLOT
 from tests.moejax.engine.scheduler_model import LAYOUT, Device, Turn, run
 from tests.moejax.engine.test_same_bits import conversations
@@ -323,7 +323,7 @@ def test_a_refused_move_of_pages_takes_no_page():
     rows = [b.row for b in blocks]
     with pytest.raises(Refused):
         cache.empty_slot(MOVED_PAGES)
-    assert [b.row for b in blocks] == rows and cache.faults([], [blocks]) == []
+    assert [b.row for b in blocks] == rows and cache_faults(cache, [], [blocks]) == []
     assert cache.moved == 0
 
 

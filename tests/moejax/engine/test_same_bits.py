@@ -17,7 +17,7 @@ import pallas_kernels.plan.api as plan_api
 import pallas_kernels.plan.reference as plan_reference
 from host_offload.control.interface import Decision, Moment, Observation, Spec
 from moejax import LLM, SamplingParams
-from moejax.engine.arena_report import kv_stats
+from moejax.engine.statistics import kv_stats
 from moejax.step.programs import STAGES
 from pallas_kernels.stage import Entries
 from tests.moejax.engine_runs import Faulty, Job, Recorded, run, set_budget

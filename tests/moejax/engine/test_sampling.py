@@ -13,10 +13,10 @@ from host_offload.memory.arena import SlotArena
 from moejax import SamplingParams, UserError
 from moejax.checkpoints.load import load_checkpoint
 from moejax.engine.sampling import TokenSampler, has_penalties
-from moejax.models.decoder import Decoder
+from moejax.models.layers import Decoder
 from moejax.requests.request import append_prompt_logprobs
 from moejax.start.decide.shapes import step_shapes
-from moejax.step.parts import PrefillBatch
+from moejax.step.parts import empty_prefill
 from moejax.step.programs import ProgramKey
 from moejax.step.runner import Runner
 from moejax.step.sampler import GREEDY_BELOW
@@ -272,17 +272,8 @@ class Loop:
         """Returns the step's output; sets every sequence's first logits."""
         shapes = self.runner.shapes
         chunks = [(s, i) for s in self.sequences for i in range(0, len(s.prompt), shapes.chunk)]
-        n, c = shapes.prefill_chunks, shapes.chunk
-        prefill = PrefillBatch(
-            tokens=np.zeros((n, c), np.int32),
-            row=np.zeros(n, np.int32),
-            start=np.zeros(n, np.int32),
-            skip=np.zeros(n, np.int32),
-            length=np.zeros(n, np.int32),
-            count=np.int32(len(chunks)),
-            last=np.full(shapes.rows, -1, np.int32),
-            targets=np.zeros((n, c), np.int32),
-        )
+        c = shapes.chunk
+        prefill = empty_prefill(shapes)._replace(count=np.int32(len(chunks)))
         for i, (sequence, start) in enumerate(chunks):
             part, after = sequence.prompt[start : start + c], sequence.prompt[start + 1 :][:c]
             prefill.row[i], prefill.start[i], prefill.length[i] = sequence.row, start, len(part)

@@ -8,9 +8,9 @@ import textwrap
 import numpy as np
 import pytest
 
-from moejax.engine.arena_report import kv_stats
 from moejax.engine.prefix_cache import PrefixCache, block_keys
 from moejax.engine.scheduler import HELD_STEPS, Scheduler
+from moejax.engine.statistics import kv_stats
 from moejax.errors import UserError
 from moejax.requests.sessions import Sessions, common_prefix
 from tests.moejax.engine.scheduler_model import BLOCK, CHUNK, Device, Turn, run

@@ -146,8 +146,7 @@ def exact_errors(source, trace, version):
 
     for layer in range(LAYERS):
         both = [
-            decode(np.asarray(store.arrays[v])[layer], store.layouts[v].format)
-            for v in ("dense", version)
+            decode(np.asarray(store.arrays[v])[layer], store.layouts[v]) for v in ("dense", version)
         ]
         for expert in range(EXPERTS):
             row, place = np.nonzero(ids[:, layer] == expert)

@@ -11,7 +11,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from host_offload.versions.store_versions import relative_errors
 from moejax.checkpoints.convert import convert
 from moejax.checkpoints.load import load_checkpoint
 from moejax.checkpoints.orbax.manifest import MANIFEST, read_manifest
@@ -20,6 +19,7 @@ from moejax.checkpoints.versions import with_versions
 from moejax.commands.main import main
 from moejax.errors import UserError
 from moejax.evaluate.quantization import quantize
+from tests.host_offload.versions.store_errors import relative_errors
 from tests.moejax.checkpoints.conversions import (
     assert_same_model,
     contents,
@@ -71,7 +71,7 @@ def test_versions_are_made_from_the_dense_one(source):
     np.testing.assert_array_equal(arrays(loaded)["dense"], dense)
     for version, array in loaded.store.arrays.items():
         layout = loaded.store.layouts[version]
-        assert layout.version == version and layout.format.dtype == "bfloat16"
+        assert layout.version == version and layout.dtype == "bfloat16"
         assert array.shape == (2, 3, layout.rows, 16)
         assert array.sharding.memory_kind == "pinned_host"
     assert not relative_errors(loaded.store, "lossless12", "bfloat16").any()
@@ -191,7 +191,7 @@ def test_in_another_dtype(directory, source):
     """Codes stay, decoded to the run's dtype; lossless records are only of bfloat16."""
     loaded = load_checkpoint(directory, "float32", versions=("int4", "lossless12"))
     assert list(loaded.store.layouts) == ["dense", "int4"]
-    assert loaded.store.layouts["int4"].format.dtype == "float32"
+    assert loaded.store.layouts["int4"].dtype == "float32"
     made = with_versions(load_checkpoint(source, "float32"), ("dense", "int4"))
     same_stores(loaded, made)
     with pytest.raises(UserError, match="lossless12 holds bfloat16 weights, not float32"):

@@ -12,7 +12,7 @@ import pytest
 from moejax import LLM, SamplingParams
 from moejax.checkpoints.convert import convert
 from moejax.checkpoints.load import load_checkpoint
-from moejax.engine.arena_report import kv_stats
+from moejax.engine.statistics import kv_stats
 from moejax.errors import UserError
 from moejax.models.families import FAMILIES
 from moejax.step.runner import compiler_options

@@ -7,7 +7,7 @@ import pytest
 
 from moejax.checkpoints.random_model import abstract_params
 from moejax.models.config import parse_config
-from moejax.models.decoder import Decoder
+from moejax.models.layers import Decoder
 from moejax.step.context import StepContext
 from moejax.step.parts import decode_tokens
 from pallas_kernels import resolve_ops

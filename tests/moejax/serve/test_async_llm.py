@@ -13,9 +13,9 @@ from unittest import mock
 import pytest
 
 from moejax import LLM, AsyncLLM, EngineDeadError, SamplingParams, UserError
-from moejax.engine.arena_report import kv_faults
 from moejax.errors import OutOfKV
 from moejax.requests.submission import _with_text
+from scripts.parts.kv_faults import kv_faults
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=180, ignore_eos=True)

@@ -14,10 +14,9 @@ from moejax import LLM, UserError
 from moejax.commands.main import main
 from moejax.costs.store import cost_file, identity, write_cost_model
 from moejax.engine.control import spec_of_engine
-from moejax.start.budget_options import parse_budget_options
-from moejax.start.decide.split import check_split
+from moejax.start.decide.split import check_split, remember, remembered, workload_file
 from moejax.start.options import Options
-from moejax.start.remembered import remember, remembered, workload_file
+from moejax.start.settings import parse_budget_options
 from tests.moejax.engine.budget_workload import (
     COSTS,
     LAYERS,

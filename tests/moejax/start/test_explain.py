@@ -124,7 +124,6 @@ class SmallRunner:
 def test_what_steps_need_is_kept_by_what_they_compile(monkeypatch, tmp_path):
     """Stage lists are other executables: what was measured without them is not taken for them."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("moejax.start.probe.spec_of_steps", lambda runner: None)
     monkeypatch.setattr("moejax.start.probe.identity", lambda steps: {"device": "a"})
     made = []
 
@@ -136,7 +135,7 @@ def test_what_steps_need_is_kept_by_what_they_compile(monkeypatch, tmp_path):
         def divide(memory):
             return Budget(1, 1, 0, 0, (), memory=memory, cut=True)
 
-        budget = divided(divide, FreeMemory(1000), make, automatic=True)
+        budget = divided(None, divide, FreeMemory(1000), make, automatic=True)
         assert made[-1].deleted and budget.memory is not None
         return budget.memory.activations
 

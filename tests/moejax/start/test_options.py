@@ -11,11 +11,10 @@ import pytest
 
 from moejax import LLM, AsyncLLM, UserError
 from moejax.commands.main import main
-from moejax.commands.options.engine import add_model_options, add_options, engine_options
+from moejax.commands.model import add_model_options, add_options, engine_options, read_options
 from moejax.serve import async_llm, llm
 from moejax.sizes import Share
 from moejax.start.options import Options, descriptions
-from moejax.start.options_file import read_options
 
 
 def parser() -> argparse.ArgumentParser:

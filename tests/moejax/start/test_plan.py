@@ -49,7 +49,7 @@ def test_an_engine_is_what_its_plan_says(options):
             arena.count(SlotClass.KV) == plan.budget.kv_slots and arena.pages == plan.budget.pages
         )
         assert arena.count(SlotClass.EXPERT) == plan.budget.expert_slots
-        assert runner.tables.cell_row.shape[1] == plan.bound
+        assert runner.tables.cell_row.shape[1] == plan.spec.cell_bound
         granted = np.sum(np.asarray(runner.tables.cell_row) >= 0, axis=1).tolist()
         if plan.paged is not None:
             assert granted == plan.paged.cells.sum(axis=1).tolist()

@@ -11,15 +11,16 @@ import pytest
 from host_offload.policies.precision.maps import HI, LO
 from host_offload.policies.precision.names import precision_of
 from host_offload.simulate.replay import replay
-from host_offload.simulate.version_history import version_history
 from host_offload.traces.reader import read_trace
 from host_offload.traces.schema import TraceError
 from host_offload.versions.encoders import decode, encode
 from moejax import LLM, SamplingParams, UserError
 from moejax.commands import main as cli
 from moejax.start.options import Options
-from moejax.start.precision import parse_precision, precision_stats
+from moejax.start.precision import precision_stats
+from moejax.start.settings import parse_precision
 from pallas_kernels.records import RecordFormat
+from scripts.parts.version_history import version_history
 
 PROMPTS = ["The old house stood", "def area(width, height):", "Question: Ann has 12 apples"]
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, logprobs=1)

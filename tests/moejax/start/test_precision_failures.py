@@ -12,11 +12,9 @@ import pytest
 from host_offload.control.control import Control
 from host_offload.control.controller import Controller
 from host_offload.control.interface import Decision, Moment
-from host_offload.memory.tables import read_snapshot
 from moejax import LLM, SamplingParams
-from moejax.engine.arena_report import kv_faults
-from moejax.engine.control import RunnerDevice
 from moejax.engine.resize import Moved
+from scripts.parts.kv_faults import kv_faults
 from tests.host_offload.control.policy_runs import EXPERTS, LAYERS, scripted, spec
 from tests.moejax.engine.test_control import FakeRunner, step_record
 from tests.moejax.engine.test_resident_resize import GREEDY, Restless, played, started
@@ -46,8 +44,7 @@ def refuse(monkeypatch, llm: LLM, what: str, calls: tuple[int, ...]) -> list[int
     """Those calls of `what` fail, counted from 1, `in part` behind a first cell; returns a list
     whose length is how many calls there were."""
     runner, made = llm.engine.runner, []
-    owner: Any = RunnerDevice if what == "set_tables" else runner
-    real = getattr(owner, what.removesuffix(" in part"))
+    real = getattr(runner, what.removesuffix(" in part"))
 
     def maybe(*args, **kwargs):
         made.append(len(made) + 1)
@@ -58,7 +55,7 @@ def refuse(monkeypatch, llm: LLM, what: str, calls: tuple[int, ...]) -> list[int
             real(moves[:1])
         raise Refused(what)
 
-    monkeypatch.setattr(owner, what.removesuffix(" in part"), maybe)
+    monkeypatch.setattr(runner, what.removesuffix(" in part"), maybe)
     return made
 
 
@@ -68,7 +65,7 @@ def faults(llm: LLM) -> list[str]:
     engine.drain()
     control: Any = engine.control
     books = control.controller.transitions
-    tables = read_snapshot(np.asarray(engine.runner.snapshot()), engine.runner.tables)
+    tables = engine.runner.snapshot()()
     found = engine.runner.faults()
     if not np.array_equal(tables.version, books.version):
         found.append("the books have other versions")
@@ -147,14 +144,12 @@ def test_contents_that_were_refused_are_set_before_the_next_step(monkeypatch):
     prior = np.arange(LAYERS * EXPERTS).reshape(LAYERS, EXPERTS)
     decided = {(Moment.STEP_END, 0): Decision(prior=prior)}
     runner: Any = FakeRunner()
-    control = Control(
-        RunnerDevice(runner), Controller(spec(), [scripted(decided, writes={"prior"})])
-    )
+    control = Control(runner, Controller(spec(), [scripted(decided, writes={"prior"})]))
     control.before_step(0)
     control.after_dispatch(0)
     control.after_read(step_record(0))
     with monkeypatch.context() as patch:
-        patch.setattr(RunnerDevice, "set_tables", lambda *args: no_memory())
+        patch.setattr(runner, "set_tables", lambda *args: no_memory())
         with pytest.raises(Refused):
             control.before_step(1)
     assert not np.asarray(runner.tables.prior).any()
@@ -185,7 +180,7 @@ def test_a_resize_that_the_device_refuses_leaves_the_split(monkeypatch, caplog, 
     per_slot, made = arena.layout.pages_per_slot, []
 
     def split():
-        tables = read_snapshot(np.asarray(engine.runner.snapshot()), engine.runner.tables)
+        tables = engine.runner.snapshot()()
         books = resizer.transitions
         return (
             *(arena.slot_class.tolist(), arena.pages, books.slots, books.capacity),

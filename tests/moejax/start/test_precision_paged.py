@@ -20,7 +20,6 @@ from host_offload.policies.precision.maps import HI, LO
 from host_offload.policies.precision.names import Precision, precision_of
 from host_offload.simulate.replay import replay
 from host_offload.simulate.simulator import simulate, spec_of
-from host_offload.simulate.version_history import version_history
 from host_offload.traces.reader import TraceError, read_trace
 from moejax import LLM, SamplingParams, UserError
 from moejax.cache import use_compilation_cache
@@ -32,6 +31,7 @@ from moejax.start.options import Options
 from moejax.start.precision import with_precision
 from moejax.step.experts import Paging
 from moejax.traces.tracer import start_trace
+from scripts.parts.version_history import version_history
 from tests.moejax.engine_runs import Job, run
 
 pytestmark = pytest.mark.slow

@@ -13,17 +13,17 @@ import pytest
 
 from host_offload.control.interface import Decision, Moment, Observation, Spec, State, Transition
 from host_offload.memory.placement import place, resident_spec
-from host_offload.memory.tables import empty_tables, read_snapshot, with_contents
+from host_offload.memory.tables import empty_tables, with_contents
 from host_offload.policies.precision.names import Precision, precision_of
 from host_offload.simulate.replay import replay
 from host_offload.traces.reader import read_trace
 from moejax import SamplingParams
 from moejax.engine.control import control_of
 from moejax.start.options import Options
-from moejax.start.policies import start_controller
 from moejax.step.programs import ProgramKey
 from moejax.step.runner import compiler_options
 from moejax.traces.tracer import start_trace
+from scripts.parts.controllers import start_controller
 from tests.hlo import read_executable
 from tests.moejax.engine_runs import Job, run
 from tests.moejax.start.precision_engines import start_precision
@@ -168,7 +168,7 @@ def played(
 
         def watched(number: int) -> None:
             dispatched(number)
-            after = read_snapshot(np.asarray(runner.snapshot()), runner.tables)
+            after = runner.snapshot()()
             versions.append(after.version)
             assert (after.address >= 0).all(), "every expert is resident"
             granted = after.cell_row >= 0

@@ -18,7 +18,7 @@ from host_offload.memory.tables import empty_tables
 from moejax import LLM
 from moejax.checkpoints.random_model import abstract_params, expert_layout, shape
 from moejax.models.config import ModelConfig
-from moejax.models.decoder import Decoder
+from moejax.models.layers import Decoder
 from moejax.start.decide.shapes import step_shapes
 from moejax.step.programs import ProgramKey, Programs
 from moejax.step.runner import compiler_options

@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from host_offload.traces.generators import routing_generator
+from host_offload.traces.generators import RoutedTokens, routing_generator
 from moejax import LLM, SamplingParams
 from moejax.step.parts import Routing
-from moejax.traces.generated import forced_routing
 
 PROMPTS = [[5, 6, 7], list(range(100, 170)), [9] * 20]
 PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -90,6 +89,16 @@ def test_other_routing_gives_other_logits(llm, monkeypatch, step):
     assert (traced[step].ids[~used] == experts).all()  # padding stays padding
 
 
+def _forced(tokens: RoutedTokens, experts: int, rows: int, places: np.ndarray) -> Routing:
+    """Routing of a step of so many rows, padding but for the places where the tokens stand."""
+    _, layers, k = tokens.ids.shape
+    ids = np.full((layers, rows, k), experts, np.int32)
+    weights = np.zeros(ids.shape, np.float32)
+    ids[:, places] = tokens.ids.swapaxes(0, 1)
+    weights[:, places] = tokens.weights.swapaxes(0, 1)
+    return Routing(ids, weights)
+
+
 def test_generated_routing_is_forced(llm, monkeypatch):
     _, recorded = _run(llm, monkeypatch)
     layers, _, k = recorded[0].ids.shape
@@ -99,7 +108,7 @@ def test_generated_routing_is_forced(llm, monkeypatch):
     for i, routing in enumerate(recorded):
         places = np.flatnonzero((routing.ids[0] < experts).all(axis=-1))
         tokens = next(generator.steps(len(places), 1, seed=i))
-        forced.append(forced_routing(tokens, experts, routing.ids.shape[1], places))
+        forced.append(_forced(tokens, experts, routing.ids.shape[1], places))
     _, traced = _run(llm, monkeypatch, forced)
     for a, b in zip(forced, traced, strict=True):
         np.testing.assert_array_equal(a.ids, b.ids)

@@ -589,12 +589,9 @@ def test_wrong_layer_index_is_found(host, solo, monkeypatch):
     assert run(host, POOL[3:4])[0].same_bits(solo[3])
     with monkeypatch.context() as patch:
         engine_runner = host.engine.runner
-        steps = {}
-        for key, step in engine_runner._bound.items():
-            first, second, *others = step.layers
-            swapped = second._replace(moe_index=first.moe_index)
-            steps[key] = step._replace(layers=(first, swapped, *others))
-        patch.setattr(engine_runner, "_bound", steps)
+        first, second, *others = engine_runner._layers
+        swapped = second._replace(moe_layer=first.moe_layer)
+        patch.setattr(engine_runner, "_layers", [first, swapped, *others])
         assert not run(host, POOL[3:4], check=False)[0].same_bits(solo[3])
 
 

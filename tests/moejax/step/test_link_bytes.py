@@ -12,7 +12,7 @@ from host_offload.simulate.prediction import predict
 from host_offload.simulate.replay import replay
 from host_offload.simulate.simulator import simulate, spec_of
 from host_offload.traces.reader import read_trace
-from host_offload.versions.layer_versions import link_bytes
+from host_offload.versions.layer_versions import record_bytes
 from moejax import LLM, SamplingParams
 from tests.host_offload.sizing.cost_models import MODEL
 
@@ -112,4 +112,4 @@ def test_a_traces_bytes_of_the_cells_are_found_out(run_of):
 
 def test_dense_experts_move_what_their_cells_take():
     layout = type("Layout", (), {"records": [type("R", (), {"nbytes": 7})]})
-    assert link_bytes(layout, None) == (7,)  # type: ignore[arg-type]
+    assert record_bytes(layout, None, moved=True) == (7,)  # type: ignore[arg-type]

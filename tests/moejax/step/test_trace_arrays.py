@@ -11,8 +11,8 @@ import pytest
 from host_offload.control.interface import Decision, Moment, Observation, Spec
 from moejax import LLM, SamplingParams, UserError
 from moejax.checkpoints.random_model import shape
+from moejax.step.parts import TRACE_ARRAYS, TraceArrays, parse_trace_arrays
 from moejax.step.programs import ProgramKey
-from moejax.step.trace_arrays import TRACE_ARRAYS, TraceArrays, parse_trace_arrays
 from moejax.traces import read_trace
 from tests.moejax.engine_runs import Job, Recorded, run
 from tests.moejax.step.test_constant_memory import MiB, abstract_programs, compile_here

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from host_offload.traces.generators import RoutedTokens, RoutingGenerator, routing_generator
+from host_offload.traces.generators import RoutingGenerator, routing_generator
 from moejax.errors import UserError
 from moejax.traces import read_trace
-from moejax.traces.generated import forced_routing, write_generated_trace
+from moejax.traces.generated import write_generated_trace
 from moejax.traces.published import MODELS
 
 E, K, LAYERS, ROWS, TOKENS = 128, 8, 3, 32, 90
@@ -122,26 +122,6 @@ def test_all_experts_may_be_chosen():
 def test_impossible_generators_are_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         RoutingGenerator(**dict(layers=2, experts=4, top_k=2) | fields)
-
-
-def test_forced_routing_has_the_shape_of_a_step():
-    tokens = next(routing_generator("uniform", 3, 16, 4).steps(2, 1))
-    forced = forced_routing(tokens, 16, rows=5, places=np.asarray([3, 0]))
-    assert forced.ids.shape == forced.weights.shape == (3, 5, 4)
-    assert (forced.ids.dtype, forced.weights.dtype) == (np.int32, np.float32)
-    np.testing.assert_array_equal(forced.ids[:, 3], tokens.ids[0])
-    np.testing.assert_array_equal(forced.weights[:, 0], tokens.weights[1])
-    assert (forced.ids[:, [1, 2, 4]] == 16).all() and not forced.weights[:, [1, 2, 4]].any()
-    np.testing.assert_array_equal(forced_routing(tokens, 16, rows=2).ids[:, 1], tokens.ids[1])
-
-
-@pytest.mark.parametrize("places", [None, np.asarray([0, 0]), np.asarray([0, 7])])
-def test_forced_routing_that_does_not_fit_is_refused(places):
-    tokens = next(routing_generator("uniform", 3, 16, 4).steps(2, 1))
-    with pytest.raises(UserError, match="2 different places below 1"):
-        forced_routing(tokens, 16, rows=1, places=places)
-    with pytest.raises(UserError, match="of 4"):
-        forced_routing(RoutedTokens(tokens.ids + 4, tokens.weights), 4, rows=2)
 
 
 def test_a_generated_trace_has_the_routing_that_was_generated(tmp_path):

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from host_offload.traces.reader import TraceError, TraceHeader, TraceWriter, read_trace
+from host_offload.traces.reader import TraceError, TraceHeader, read_trace
 from host_offload.traces.statistics import as_json, domain_distance, trace_statistics
+from host_offload.traces.writer import TraceWriter
 from moejax.commands import main as cli
 from moejax.errors import UserError
 from moejax.start.report.info import read_headers
@@ -115,14 +116,14 @@ DUMPS = {
 @pytest.mark.parametrize("name", DUMPS)
 def test_a_dump_becomes_a_trace(tmp_path, name):
     dump = DUMPS[name]
-    done = convert_trace(dump.write(tmp_path), tmp_path / "t", experts=E, **dump.options)
-    trace = read_trace(tmp_path / "t")
+    trace = convert_trace(dump.write(tmp_path), tmp_path / "t", experts=E, **dump.options)
     np.testing.assert_array_equal(trace.array("token.ids"), np.sort(IDS, axis=-1))
     assert trace.array("token.position").tolist() == list(range(TOKENS))
     assert trace.array("token.phase").tolist() == [0] * PROMPT + [1] * (TOKENS - PROMPT)
     assert [s.kind for s in trace.step_traces()] == ["prefill"] + ["decode"] * (TOKENS - PROMPT)
-    assert (done.steps, done.tokens, done.layers) == (1 + TOKENS - PROMPT, TOKENS, LAYERS)
-    assert trace.complete and not done.recorded_steps and done.absent == tuple(trace.header.absent)
+    shape = trace.steps, trace.tokens, trace.header.layers
+    assert shape == (1 + TOKENS - PROMPT, TOKENS, LAYERS)
+    assert trace.complete and trace.header.spec["steps"] == "put together of 1 requests"
 
 
 def test_what_a_dump_does_not_say_is_absent(tmp_path):
@@ -219,7 +220,8 @@ def test_the_recipe_for_sglangs_recorder(tmp_path, monkeypatch):
     exec(recipe[1], {})
     done = convert_trace("dump.npz", "t", experts=E)
     steps = list(read_trace("t").step_traces())
-    assert (done.recorded_steps, done.layers, done.tokens) == (True, 3, 10)
+    found = done.header.spec["steps"], done.header.layers, done.tokens
+    assert found == ("recorded", 3, 10)
     assert [(s.number, s.kind, len(s.ids)) for s in steps] == [
         (0, "prefill", 6),
         (2, "decode", 2),
@@ -243,7 +245,7 @@ def test_parquet(tmp_path):
     columns = dict(ids=IDS.tolist(), step=[0] * PROMPT + list(range(1, 1 + TOKENS - PROMPT)))
     pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
     done = convert_trace(tmp_path / "a.parquet", tmp_path / "t", experts=E)
-    assert (done.recorded_steps, done.steps) == (True, 1 + TOKENS - PROMPT)
+    assert (done.header.spec["steps"], done.steps) == ("recorded", 1 + TOKENS - PROMPT)
     np.testing.assert_array_equal(
         read_trace(tmp_path / "t").array("token.ids"), np.sort(IDS, axis=-1)
     )

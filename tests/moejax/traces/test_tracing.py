@@ -18,7 +18,8 @@ import moejax
 from host_offload.control.interface import Moment, Transfer
 from host_offload.control.step_record import USES, StepRecord
 from host_offload.traces import writer as trace_writer
-from host_offload.traces.reader import TraceHeader, TraceWriter
+from host_offload.traces.reader import TraceHeader
+from host_offload.traces.writer import TraceWriter
 from moejax import LLM, SamplingParams, UserError
 from moejax.commands import main as cli
 from moejax.engine.records import moved_bytes
@@ -78,10 +79,9 @@ def test_a_record_becomes_a_step(tmp_path, monkeypatch):
     for each in records:
         tracer.after_read(each)
     assert tracer.writer._buffer.steps == 2  # copied BATCH at a time
-    tracer.transfers(
-        [Transfer(1, 7, 0, 3, 100, "prefetch", 0, 1, -1), Transfer(0, 2, 0, 0, 9, "x", 2)]
-    )
-    tracer.decision(2, {"pause_stages": True})
+    tracer.event(Transfer(1, 7, 0, 3, 100, "prefetch", 0, 1, -1))
+    tracer.event(Transfer(0, 2, 0, 0, 9, "x", 2))
+    tracer.writer.decision(2, {"pause_stages": True})
     tracer.close()
     trace = read_trace(tmp_path / "t")
     steps = list(trace.step_traces())
@@ -151,8 +151,8 @@ def test_a_trace_that_cannot_go_on_is_a_users_error(tmp_path, monkeypatch):
     for call in (
         lambda: tracer.after_read(record(1)),
         lambda: tracer.mark("x"),
-        lambda: tracer.decision(0, {}),
-        lambda: tracer.transfers([Transfer(1, 7, 0, 3, 100, "prefetch", 0)]),
+        lambda: tracer.budget([1], 1, step=0, settled=True),
+        lambda: tracer.event(Transfer(1, 7, 0, 3, 100, "prefetch", 0)),
     ):
         with pytest.raises(UserError, match="is closed"):
             call()

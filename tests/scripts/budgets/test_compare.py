@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from host_offload.policies.budget.mv_wsa import MvWsa
-from host_offload.sizing.configurator import Turn, replay_split, turns_of
+from host_offload.sizing.configurator import Turn, turns_of
 from host_offload.sizing.split import MissCosts
 from host_offload.traces.reader import read_trace
 from moejax import LLM, UserError
@@ -19,6 +19,7 @@ from scripts.budgets import bursts as resize_bursts
 from scripts.budgets import compare as compare_budgets
 from scripts.budgets import resize as bench_resize
 from scripts.budgets import rule as resize_rule
+from scripts.budgets.replay import replay_split
 from tests.moejax.engine.budget_workload import MEMORY, recorded
 
 COSTS = MissCosts(expert_s=1.0, page_s=0.5)

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from host_offload.control.interface import Transition
-from host_offload.simulate.version_history import steps_to_converge, version_history
 from host_offload.traces.reader import TraceError, TransferTrace, read_trace
 from moejax.errors import UserError
 from pallas_kernels.records import RecordFormat
 from scripts.parts.places import SHARED
+from scripts.parts.version_history import steps_to_converge, version_history
 from scripts.precision import arms as precision_arms
 from scripts.precision import compare as compare_precision
 from scripts.precision import engine as precision_engine

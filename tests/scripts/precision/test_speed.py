@@ -60,9 +60,9 @@ def test_a_decode_step_by_hand():
     kv = 16 * 64 * 48 * 2 * 4 * 128 * 2  # 16 spans of 64 tokens
     wanted = 1e-3 + (others + kv + 48 * 8 * DENSE) / 4e12
     model = stated_costs(QWEN, machine, "dense", 32)
-    assert model.compute_s(Work(1, 16, 48 * 8, 0), 1) == pytest.approx(wanted, rel=1e-12)
+    assert model.step_cost(1).seconds(Work(1, 16, 48 * 8, 0)) == pytest.approx(wanted, rel=1e-12)
     # Two experts that are missing in one layer, over the link.
-    moved = model.move_s(np.array([2] + 47 * [0]), *np.zeros((2, 48), int), prefill=False)
+    moved = model.moves_s("fill", np.array([2] + 47 * [0]), prefill=False).sum()
     assert moved == pytest.approx(2 * DENSE / 50e9)
 
 
@@ -77,7 +77,7 @@ def test_a_row_in_int4_by_hand():
     work = Work(8, 8 * 2, 48 * 40, 0)
     kv = 16 * 64 * 48 * 2 * 4 * 128 * 2
     wanted = 3e-3 + (other_bytes(QWEN) + kv) / 4e12 + 48 * 40 * 0.5 * DENSE / 4e12
-    assert model.compute_s(work, 8) == pytest.approx(wanted, rel=1e-12)
+    assert model.step_cost(8).seconds(work) == pytest.approx(wanted, rel=1e-12)
 
 
 def test_a_prefill_step_by_hand():
@@ -90,7 +90,7 @@ def test_a_prefill_step_by_hand():
     # 64 rows take 604 million operations, 1.2 µs: less than reading the expert, 2.4 µs.
     reads = 48 * 120 * DENSE / 4e12
     wanted = 1e-3 + other_bytes(QWEN) / 4e12 + products + scores + reads
-    found = model.compute_s(Work(4, 1 + 2 + 3 + 4, 48 * 100, 48 * 20), None)
+    found = model.step_cost(None).seconds(Work(4, 1 + 2 + 3 + 4, 48 * 100, 48 * 20))
     assert found == pytest.approx(wanted, rel=1e-12)
 
 

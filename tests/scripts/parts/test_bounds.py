@@ -15,9 +15,15 @@ from examples.recent_prefetch import RecentPrefetch
 from host_offload.policies.eviction.names import POLICIES
 from host_offload.policies.eviction.static import Static
 from host_offload.simulate.simulator import simulate
-from host_offload.sizing.bounds import min_bytes, min_transfers, stall_bound
 from host_offload.traces.reader import TraceError
-from host_offload.traces.step_sets import in_one_pool, read_references, references_of
+from scripts.parts.bounds import (
+    in_one_pool,
+    min_bytes,
+    min_transfers,
+    read_references,
+    references_of,
+    stall_bound,
+)
 from tests.host_offload.control.erratic_policy import Erratic
 from tests.host_offload.traces.traces_of import random_routing, write_trace
 

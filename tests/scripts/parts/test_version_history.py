@@ -7,8 +7,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from host_offload.simulate.version_history import VersionHistory, version_history
 from host_offload.traces.reader import TransferTrace, read_trace
+from scripts.parts.version_history import VersionHistory, version_history
 from scripts.precision import plot as plot_versions
 from tests.host_offload.traces.traces_of import write_trace
 

@@ -10,8 +10,9 @@ import pytest
 from examples.recent_prefetch import RecentPrefetch
 from host_offload.control.interface import Transfer
 from host_offload.simulate.simulator import simulate
-from host_offload.traces.prefetch_score import PrefetchScore, score_of_stats, score_of_trace
-from host_offload.traces.reader import TraceError, TraceWriter, TransferTrace, read_trace
+from host_offload.traces.reader import TraceError, TransferTrace, read_trace
+from host_offload.traces.writer import TraceWriter
+from scripts.policies.prefetch_score import PrefetchScore, score_of_stats, score_of_trace
 from tests.host_offload.traces.traces_of import random_routing, write_trace
 
 

@@ -9,18 +9,91 @@ policy of the engine, whatever its fills, transfers and waves.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
 
-from host_offload.traces.step_sets import References
+from host_offload.traces.reader import Trace
+from host_offload.traces.schema import KINDS, TraceError
+from host_offload.traces.step_sets import read_step_sets
 
 _NEVER = np.iinfo(np.int64).max
 
 
+@dataclasses.dataclass(frozen=True)
+class References:
+    """The references of a sequence of step sets, each step's members once; R in all, ordered by
+    step, layer, expert."""
+
+    steps: int
+    layers: int
+    experts: int
+    step: np.ndarray
+    """int[R]: place of the step in the sequence."""
+    layer: np.ndarray
+    """int[R]"""
+    expert: np.ndarray
+    """int[R]"""
+    unknown: tuple[int, ...] = ()
+    """Steps, ascending, before which something was left out: anything may be resident there. A
+    sequence with none begins cold, with nothing resident."""
+
+    @property
+    def largest(self) -> np.ndarray:
+        """int64[L]: size of each layer's largest step set."""
+        sizes = np.bincount(
+            self.step * self.layers + self.layer, minlength=self.steps * self.layers
+        )
+        return sizes.reshape(self.steps, self.layers).max(axis=0, initial=0)
+
+
+def references_of(active: np.ndarray, unknown: tuple[int, ...] = ()) -> References:
+    """The references of step sets bool[T, L, E]."""
+    return References(*active.shape, *np.nonzero(active), unknown=unknown)
+
+
+def read_references(trace: Trace, kind: str | None = None) -> References:
+    """The references of a trace. kind: of one kind of step only, `prefill` or `decode`; what a
+    cache holds where steps were left out is then not known. Raises as read_step_sets, and
+    TraceError where no such step is in the trace or the trace does not know."""
+    if kind is not None and "step.kind" in trace.header.absent:
+        raise TraceError(f"{trace.directory} has no step.kind: it was converted or generated")
+    parts, places = [], []
+    for place, step in enumerate(read_step_sets(trace)):
+        if kind is None or step.kind == KINDS.index(kind):
+            layer, expert = np.nonzero(step.active)
+            parts.append((np.full(len(layer), len(places)), layer, expert))
+            places.append(place)
+    if not places:
+        raise TraceError(f"the trace {trace.directory} has no {kind or 'steps'} to look at")
+    unknown = () if kind is None else (0, *(np.flatnonzero(np.diff(places) != 1) + 1).tolist())
+    columns = (np.concatenate(column) for column in zip(*parts, strict=True))
+    header = trace.header
+    return References(len(places), header.layers, header.experts, *columns, unknown=unknown)
+
+
+def in_one_pool(references: References) -> References:
+    """The same references as a policy sees them whose cells are one pool for all layers: layers one
+    after the other, L steps for each step, of one layer with L·E experts."""
+    layers, experts = references.layers, references.experts
+    return References(
+        steps=references.steps * layers,
+        layers=1,
+        experts=layers * experts,
+        step=references.step * layers + references.layer,
+        layer=np.zeros_like(references.layer),
+        expert=references.layer * experts + references.expert,
+        unknown=tuple(step * layers for step in references.unknown),
+    )
+
+
+# ---- bounds
+
+
 def min_transfers(references: References, cells: int | Sequence[int] | np.ndarray) -> np.ndarray:
     """int64[L]: the fewest experts that any policy must move, on demand or ahead, with cells[l]
-    cells in each layer (for one pool: step_sets.in_one_pool).
+    cells in each layer (for one pool: in_one_pool).
 
     MIN (Belady 1966) for sets and with bypass: after each step those stay whose next use is
     nearest. That keeps the largest number of intervals between uses of which no more than `cells`

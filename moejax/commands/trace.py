@@ -1,0 +1,395 @@
+"""``moejax trace``: what a trace's routing is like and says of precision, and other programs'."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import textwrap
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from moejax.commands import add_command
+from moejax.commands.model import add_described, add_options, asked
+from moejax.commands.tables import print_table
+from moejax.errors import UserError, user_errors
+from moejax.start.options import Description
+
+if TYPE_CHECKING:
+    from host_offload.traces.reader import Trace, TraceHeader
+    from host_offload.traces.statistics import TraceStatistics
+    from moejax.models.model_config import ModelConfig
+
+_INFO_EPILOG = """\
+Every figure is beside what papers measured of real models, where they did: what holds for a small
+model need not hold for a large one, and a trace of another shape proves nothing of it.
+
+examples:
+  moejax trace info run1
+  moejax trace info run1 --model demo --json
+      refuses a trace of another model
+"""
+
+_SCORES_EPILOG = """\
+writes, for --precision:
+  DIR/map.npy       the experts that the trace selected most are high: map=DIR/map.npy
+  DIR/scores.npy    DynaExq's S at the trace's end, to begin with: dynaexq,scores=DIR/scores.npy
+and with --model, which has to be the trace's:
+  DIR/weights.npy   how much more error each expert's low version makes:
+                    dynaexq,scope=error-weighted,weights=DIR/weights.npy
+  DIR/weighted-map.npy
+                    like map.npy, by selections times error, over all layers
+Errors are of the experts' outputs if the trace has their inputs (--trace-arrays gate_input), else
+of their weights, which moejax quantize wrote down.
+
+examples:
+  moejax trace scores run1 hot --hi-share 0.25
+  moejax generate "The old house" --precision map=hot/map.npy
+  moejax trace scores run1 hot --model demo --lo int4
+"""
+
+_CONVERT_EPILOG = """\
+SRC is an array of expert ids [tokens, layers, k] as .npy, or .npz or .parquet with more columns, or
+.jsonl with a request or a response of vLLM or SGLang per line; docs/trace_format.md has them all.
+What SRC does not say is absent from DST, never made up.
+
+examples:
+  moejax trace convert routed.jsonl qwen.trace --model Qwen3-30B-A3B/config.json --batch 8
+  moejax trace convert dump.npz other.trace --experts 64
+"""
+
+_GENERATE_EPILOG = """\
+kinds:
+  qwen3-like  fitted to what is published of Qwen3-30B-A3B
+  uniform     every expert as likely
+  zipf        Zipf's law
+  phases      qwen3-like, and the hot experts change every --phase-tokens tokens
+
+examples:
+  moejax trace generate qwen.trace --kind qwen3-like --sequences 8 --tokens 512
+"""
+
+_OF_A_DUMP = {
+    name: Description(text, type=int)
+    for name, text in (
+        ("experts", "routed experts of a layer, without --model"),
+        ("layers", "layers in ids without a shape, dense ones included"),
+        ("top_k", "experts of a token in ids without a shape"),
+        ("batch", "requests that a step computes, where SRC has no steps (default: 1)"),
+        ("prompt_tokens", "first tokens of each request that are prompt, where SRC does not say"),
+    )
+} | {"dense_layers": Description("first layers without experts", type=int, default=0)}
+"""Keywords of convert_trace."""
+
+_OF_ROUTING = {
+    name: Description(f"{text} (default: {default})", type=int, default=default)
+    for name, default, text in (
+        ("layers", 48, "MoE layers"),
+        ("experts", 128, "routed experts of a layer"),
+        ("top_k", 8, "experts of a token"),
+        ("sequences", 1, "sequences that every step goes on with"),
+        ("tokens", 256, "tokens of a sequence, prompt included"),
+        ("prompt_tokens", 0, "tokens of its prompt, all in one prefill step"),
+        ("phase_tokens", 64, "tokens until hot experts change, for phases"),
+        ("seed", 0, "of the random numbers"),
+    )
+}
+"""Keywords of write_generated_trace."""
+
+PAIRS = 20
+"""Most pairs of domains that are shown one by one; --json has all."""
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    trace = commands.add_parser(
+        "trace",
+        help="look at routing traces, convert and generate them",
+        description="Look at routing traces (generate --trace DIR), convert and generate them.",
+        allow_abbrev=False,
+    )
+    actions = trace.add_subparsers(dest="action", metavar="ACTION", required=True)
+
+    text = "show what a trace's routing is like, beside published figures"
+    info = add_command(actions, "info", _info, text, _INFO_EPILOG)
+    info.add_argument("directory", metavar="DIR", help="a trace")
+    _add_model(info, "refuse the trace if it is not of this model")
+    info.add_argument("--json", action="store_true", help="one JSON object; shares are 0 … 1")
+
+    text = "write who is used most, for --precision"
+    scores = add_command(actions, "scores", _scores, text, _SCORES_EPILOG)
+    scores.add_argument("trace", metavar="TRACE", help="a trace")
+    scores.add_argument("directory", metavar="DIR", help="of the files")
+    scores.add_argument(
+        "--hi-share",
+        type=float,
+        default=0.25,
+        metavar="SHARE",
+        help="of the experts are high in maps (default: 0.25)",
+    )
+    scores.add_argument(
+        "--alpha",
+        type=float,
+        metavar="A",
+        help="of S, as DynaExq has it (default: the trace's, else 0.5)",
+    )
+    scores.add_argument(
+        "--interval", metavar="N UNIT", help="of S (default: the trace's, else '4096 tokens')"
+    )
+    for option, default in (("--hi", "dense"), ("--lo", "int4")):
+        scores.add_argument(
+            option,
+            default=default,
+            metavar="VERSION",
+            help=f"whose errors are compared (default: {default})",
+        )
+    scores.add_argument(
+        "--quantizer",
+        default="rtn",
+        metavar="NAME",
+        help="rtn or mse, of versions that the checkpoint lacks (default: rtn)",
+    )
+    scores.add_argument("--json", action="store_true", help="one JSON object on stdout instead")
+    _add_model(scores, "also write weights of errors; refuse the trace if it is not of this model")
+
+    text = "make a trace of routing that another program recorded"
+    convert = add_command(actions, "convert", _convert, text, _CONVERT_EPILOG)
+    convert.add_argument("source", metavar="SRC", help="a .npy, .npz, .jsonl or .parquet file")
+    convert.add_argument("destination", metavar="DST", help="the new trace's directory")
+    _add_model(convert, "of this model; gives the number of experts, and checks shapes")
+    add_described(convert, _OF_A_DUMP)
+
+    text = "write a trace of synthetic routing"
+    generate = add_command(actions, "generate", _generate, text, _GENERATE_EPILOG)
+    generate.add_argument("destination", metavar="DST", help="the new trace's directory")
+    generate.add_argument(
+        "--kind", default="qwen3-like", metavar="KIND", help="(default: qwen3-like)"
+    )
+    add_described(generate, _OF_ROUTING)
+
+
+# ---- the model that a trace has to be of
+
+
+def _add_model(parser: argparse.ArgumentParser, text: str) -> None:
+    parser.add_argument("--model", metavar="PATH", help=f"{text}: a checkpoint or a config.json")
+    add_options(parser, "checkpoint")
+
+
+def _model_config(args: argparse.Namespace) -> ModelConfig | None:
+    """The configuration of --model; None without it."""
+    if args.model is None:
+        return None
+    from moejax.start.report.info import read_headers
+
+    return read_headers(args.model, args.step, args.name_map)[0]
+
+
+def _opened(path: str, args: argparse.Namespace) -> Trace:
+    """The trace. Raises TraceError, and UserError where it is of another model than --model."""
+    from host_offload.traces.reader import read_trace
+    from moejax.models.model_config import config_digest
+
+    trace, config = read_trace(path), _model_config(args)
+    if config is None:
+        return trace
+    header, digest = trace.header, config_digest(config)
+    found = header.layers, header.experts, header.top_k
+    wanted = sum(config.moe_layers), config.num_experts, config.num_experts_per_tok
+    if found != wanted:
+        raise UserError(
+            f"{path} is of another model: it has {found[0]} MoE layers of {found[1]} experts, "
+            f"top-{found[2]}; the model has {wanted[0]} of {wanted[1]}, top-{wanted[2]}"
+        )
+    if header.config_digest and header.config_digest != digest:
+        raise UserError(
+            f"{path} is of another model: its configuration's digest is "
+            f"{header.config_digest[:12]}…, the model's {digest[:12]}…"
+        )
+    return trace
+
+
+# ---- info
+
+
+def _info(args: argparse.Namespace) -> int:
+    from host_offload.traces.reader import TraceError
+    from host_offload.traces.statistics import as_json, trace_statistics
+    from moejax.traces import published
+
+    with user_errors(TraceError):
+        trace = _opened(args.directory, args)
+        statistics = trace_statistics(trace)
+    header = trace.header
+    if args.json:
+        shape = {"layers": header.layers, "experts": header.experts, "top_k": header.top_k}
+        published = [dataclasses.asdict(model) for model in published.MODELS]
+        found = {"trace": args.directory, **shape, "complete": trace.complete}
+        found |= {"absent": list(header.absent), "spec": header.spec}
+        found |= {"statistics": as_json(statistics), "published": published}
+        print(json.dumps(found, indent=2))
+        return 0
+    _print_head(args.directory, header, statistics, trace.complete)
+    models = (f"[{i + 1}]" for i in range(len(published.MODELS)))
+    columns = "active of a layer, at batch", "steps", "tokens", "uniform", *models
+    print_table(columns, _activated(statistics))
+    print(published.ACTIVATED_NOTES)
+    print_table(
+        ("decode", "trace", "by chance", "published"), _measures(statistics, header.experts)
+    )
+    print(published.MEASURE_NOTES)
+    if len(statistics.domains) > 1:
+        columns = "domains", "divergence", "variation", "hot experts shared"
+        print_table(columns, _domains(statistics))
+        print(published.DOMAIN_NOTES)
+    return 0
+
+
+def _print_head(
+    directory: str, header: TraceHeader, statistics: TraceStatistics, complete: bool
+) -> None:
+    from moejax.traces.published import same_shape
+
+    s = statistics
+    shape = f"{header.layers} MoE layers of {header.experts} experts, top-{header.top_k}"
+    print(f"{directory}: {shape}")
+    kinds = {
+        "prefill": s.prefill_steps,
+        "decode": s.decode_steps,
+        "of unknown kind": s.unknown_steps,
+    }
+    steps = ", ".join(f"{n} {kind}" for kind, n in kinds.items() if n) or "none"
+    requests = "unknown requests" if s.requests is None else f"{s.requests} requests"
+    print(f"steps: {steps}; {s.tokens} tokens of {requests}")
+    if not complete:
+        print("The run did not end in order, or goes on: the steps are those that were written.")
+    if header.absent:
+        print(textwrap.fill(f"absent: {', '.join(header.absent)}", 80, break_on_hyphens=False))
+    if model := same_shape(header.layers, header.experts, header.top_k):
+        print(f"The shape is that of {model.name}.")
+    else:
+        print(
+            "No published model has this shape. Published figures are of other models: what this\n"
+            "trace shows need not hold for them."
+        )
+    if "generator" in header.spec:
+        print(f"The routing is synthetic ({header.spec['generator']}): it shows what was put in.")
+
+
+def _percent(share: float) -> str:
+    return "–" if share != share else f"{share:.1%}"
+
+
+def _activated(s: TraceStatistics) -> Iterator[tuple[str, ...]]:
+    from moejax.traces.published import MODELS
+
+    for batch, share in s.activated.items():
+        in_steps = s.activated_in_steps.get(batch, float("nan"))
+        models = (model.activated[batch] for model in MODELS)
+        yield str(batch), *map(_percent, (in_steps, share, s.activated_uniform[batch], *models))
+
+
+def _measures(s: TraceStatistics, experts: int) -> Iterator[tuple[str, ...]]:
+    from moejax.traces import published
+
+    overlap = _percent(s.token_overlap), _percent(s.token_overlap_by_chance)
+    yield "experts kept from token to token", *overlap, published.TOKEN_OVERLAP
+    yield "from step to step", _percent(s.step_overlap), "", published.STEP_OVERLAP
+    most = f"{s.experts_for_90:.1f}, {s.experts_for_90 / experts:.0%}"
+    yield "experts with 90% of all routing", most, "90%", published.CONCENTRATION
+    for quantile, distance in s.reuse_distances.items():
+        found = "–" if distance != distance else f"{distance:.0f}"
+        yield f"reuse distance, {quantile:.0%} below", found, "", published.NO_NUMBER
+    for cells, share in s.lru_misses.items():
+        name = f"LRU misses, {cells} cells a layer ({cells / experts:.0%})"
+        bound = "≥ " if cells < s.largest_step else ""
+        yield name, bound + _percent(share), "", published.NO_NUMBER
+
+
+def _domains(s: TraceStatistics) -> Iterator[tuple[str, ...]]:
+    def row(name: str, divergence: float, variation: float, shared: float) -> tuple[str, ...]:
+        return name, f"{divergence:.3f}", f"{variation:.3f}", _percent(shared)
+
+    for d in s.distances[:PAIRS]:
+        yield row(f"{d.a} – {d.b}", d.divergence, d.variation, d.hot_shared)
+    for name, rows in (("all pairs", s.distances), ("halves", s.halves)):
+        if rows:
+            fields = ("divergence", "variation", "hot_shared")
+            means = (sum(getattr(d, field) for d in rows) / len(rows) for field in fields)
+            yield row(f"mean of {name}", *means)
+
+
+# ---- scores
+
+
+def _scores(args: argparse.Namespace) -> int:
+    from host_offload.traces.reader import TraceError
+
+    with user_errors(TraceError):
+        return _write_scores(args, _opened(args.trace, args))
+
+
+def _write_scores(args: argparse.Namespace, trace: Trace) -> int:
+    from moejax.evaluate.expert_scores import error_weights, expert_scores, write_scores
+
+    recorded = trace.header.spec.get("precision") or {}
+    alpha = recorded.get("alpha", 0.5) if args.alpha is None else args.alpha
+    interval = args.interval or recorded.get("interval", "4096 tokens")
+    found, errors = expert_scores(trace, alpha, interval), None
+    if args.model is not None:
+        import jax
+
+        from moejax.models.directory import model_directory
+
+        jax.config.update("jax_platforms", "cpu")  # nothing here is worth a GPU's memory
+        model, pair = model_directory(args.model), (args.hi, args.lo)
+        errors = error_weights(
+            model, trace, *pair, args.quantizer, step=args.step, name_map=args.name_map
+        )
+    files = write_scores(args.directory, found, args.hi_share, errors)
+    tokens, of = trace.tokens, None if errors is None else errors.of
+    if args.json:
+        report = {
+            "trace": args.trace,
+            "tokens": tokens,
+            "alpha": alpha,
+            "interval": interval,
+            "intervals": found.intervals,
+            "hi_share": args.hi_share,
+            "errors_of": of,
+            "files": [str(file) for file in files],
+        }
+        print(json.dumps(report, indent=2))
+        return 0
+    print(
+        f"{tokens} tokens, intervals of {interval}: {found.intervals}, alpha {alpha:g}"
+        + ("" if of is None else f"; errors of {args.lo} by {of}")
+    )
+    for file in files:
+        print(f"  {file}")
+    return 0
+
+
+# ---- convert and generate
+
+
+def _convert(args: argparse.Namespace) -> int:
+    from moejax.traces.conversion import convert_trace
+
+    config, given = _model_config(args), asked(args, _OF_A_DUMP)
+    done = convert_trace(args.source, args.destination, config=config, **given)
+    header = done.header
+    kind = "recorded" if header.spec["steps"] == "recorded" else "put together"
+    print(
+        f"{done.directory}: {done.tokens} tokens, {header.layers} MoE layers, {done.steps} {kind} "
+        "steps"
+    )
+    print(textwrap.fill(f"absent: {', '.join(header.absent)}", 80, break_on_hyphens=False))
+    return 0
+
+
+def _generate(args: argparse.Namespace) -> int:
+    from moejax.traces.generated import write_generated_trace
+
+    write_generated_trace(args.destination, args.kind, **asked(args, _OF_ROUTING))
+    print(f"{args.destination}: {args.sequences} sequences of {args.tokens} tokens, {args.kind}")
+    return 0
