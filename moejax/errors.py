@@ -41,6 +41,21 @@ def user_errors(kind: type[Exception] = ValueError, where: str = "") -> Iterator
         raise UserError(f"{where}{error}") from error
 
 
+@contextlib.contextmanager
+def as_user_error(what: str) -> Iterator[None]:
+    """Raises UserError for everything that goes wrong inside: what it does belongs to one request,
+    and must end nothing else. what: begins the message, of which a long one is cut.
+
+    Compiled libraries panic with exceptions that are no Exception (pyo3's PanicException).
+    """
+    try:
+        yield
+    except (UserError, KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:
+        raise UserError(f"{what} ({type(error).__name__}: {str(error)[:300]})") from error
+
+
 def shown(value: object, most: int = 80) -> str:
     """A value for a message: on one line and short, whatever a stranger's file holds."""
     try:

@@ -9,16 +9,16 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def deferred_interrupt() -> Iterator[None]:
-    """Holds SIGINT back until the block has ended. Only the main thread gets signals; elsewhere
-    this does nothing."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+def deferred_interrupt() -> Iterator[list]:
+    """Holds SIGINT back until the block has ended; yields a list that is empty until one came, for
+    blocks that end early then. Only the main thread gets signals; elsewhere this does nothing."""
     held: list[tuple] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield held
+        return
     before = signal.signal(signal.SIGINT, lambda *received: held.append(received))
     try:
-        yield
+        yield held
     finally:
         # None: a handler that Python did not install and cannot put back.
         signal.signal(signal.SIGINT, signal.default_int_handler if before is None else before)

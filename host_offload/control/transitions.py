@@ -77,7 +77,7 @@ class Transitions(Transfers):
         self._holder = {int(row): place for place, row in np.ndenumerate(self.cell_row) if row >= 0}
         """Arena row → (layer, cell)."""
         self._peak = self.used_bytes
-        """Most bytes so far."""
+        """Most bytes since the slots changed: another budget's peak says nothing about this one."""
         self._moves: list[Move] = []
         self._moved_bytes = 0
         """Before the step that is being made."""
@@ -119,6 +119,8 @@ class Transitions(Transfers):
         self.capacity = self.resident.most_high(self._aimed)
         gone = self.pools.remove(min(self._surplus(), self.pools.free_slots))
         self.keep_free = self._surplus()
+        if gone:
+            self._peak = self.used_bytes
         return gone
 
     def add(self, slots: Sequence[int]) -> None:
@@ -126,6 +128,7 @@ class Transitions(Transfers):
         self.pools.add(slots)
         self._aimed, self.keep_free = self.slots, 0
         self.capacity = self.resident.most_high(self.slots)
+        self._peak = self.used_bytes
 
     def _surplus(self) -> int:
         """Slots beyond those aimed at that experts can do without now. Who is on the way up or down
@@ -270,8 +273,8 @@ class Transitions(Transfers):
         return state
 
     def stats(self, tables: Residency | None = None) -> dict[str, Any]:
-        """As of Transfers. peak_bytes: of all budgets so far. most_step_bytes, over_step_bytes: the
-        most bytes of a step's transitions, and steps with more than the bound, which is smaller
+        """As of Transfers. peak_bytes: since the slots changed. most_step_bytes, over_step_bytes:
+        the most bytes of a step's transitions, and steps with more than the bound, which is smaller
         than one expert then."""
         moves, moved_bytes = self._compacted.tolist()
         low = len(self._sizes) - 1

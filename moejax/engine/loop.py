@@ -21,11 +21,11 @@ from moejax.engine.sampling import TokenSampler
 from moejax.engine.scheduler import Scheduler
 from moejax.engine.statistics import Statistics, page_use
 from moejax.engine.step_work import ScheduledWork, Step, prefill_batch
-from moejax.errors import OutOfKV, UserError
+from moejax.errors import OutOfKV, UserError, as_user_error
 from moejax.interrupt import deferred_interrupt
 from moejax.requests.outputs import FinishReason
 from moejax.requests.request import Request, append_logprobs, append_prompt_logprobs
-from moejax.requests.sampling_params import SamplingParams
+from moejax.requests.sampling_params import SamplingParams, shown
 from moejax.requests.stopping import Ending, require_tokenizer
 from moejax.step.hooks import Hooks
 from moejax.step.runner import Runner
@@ -101,23 +101,26 @@ class Engine:
         *,
         session_id: str | None = None,
         priority: int = 0,
+        checked: bool = False,
     ) -> Request:
         """Queues a request. targets: score these tokens, one a prompt position, generate nothing.
 
         session_id: the request is the next turn of that session, see `LLM.generate`. priority:
-        lower runs first.
+        lower runs first. checked: `check` was called with the same before. The prompt is kept, not
+        copied.
 
         Raises UserError for what could never run: an empty prompt, ids outside of the vocabulary,
         and what Scheduler.check refuses.
         """
-        self.check(prompt, params, targets, session_id=session_id)
+        if not checked:
+            self.check(prompt, params, targets, session_id=session_id)
         number = next(self._requests)
         # An unseeded request's draws depend on the engine's seed and its place in the order.
         derived = np.random.SeedSequence([self.seed, number]).generate_state(1)[0]
         request = Request(
             request_id=str(number),
             number=number,
-            prompt=list(prompt),
+            prompt=prompt,
             params=params,
             seed=int(derived) if params.seed is None else params.seed,
             arrival_s=time.perf_counter(),
@@ -146,7 +149,9 @@ class Engine:
         vocabulary = self.runner.config.vocab_size
         bad = [t for t in (*prompt, *(targets or ())) if not 0 <= t < vocabulary]
         if bad:
-            raise UserError(f"token id {bad[0]} is outside of the vocabulary of {vocabulary}")
+            raise UserError(
+                f"token id {shown(bad[0])} is outside of the vocabulary of {vocabulary}"
+            )
         self._sampler.check(params)
         require_tokenizer(params, self.tokenizer)
         if session_id is not None and (targets is not None or params.prompt_logprobs is not None):
@@ -344,7 +349,12 @@ class Engine:
             # A request may have ended by a token of the step before, or been aborted: the step
             # was dispatched without knowing, its result is dropped.
             if request.finish_reason is None:
-                self._append(request, row, tokens, logprobs, now)
+                try:
+                    with as_user_error("this request failed, the others go on"):
+                        self._append(request, row, tokens, logprobs, now)
+                except UserError as error:
+                    request.error = error
+                    self._finish(request, "abort", None, now)
                 touched.append(request)
         if self.tracer is not None or self.control is not None:
             use = page_use(self.scheduler)

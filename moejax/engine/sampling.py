@@ -17,6 +17,7 @@ from moejax.requests.sampling_params import (
     MAX_LOGIT_BIAS,
     MAX_STOP_TOKEN_IDS,
     SamplingParams,
+    shown,
 )
 
 if TYPE_CHECKING:
@@ -96,8 +97,9 @@ class TokenSampler:
         for name, ids in (("logit_bias", biased), ("stop_token_ids", params.stop_token_ids or ())):
             bad = [token for token in ids if token >= vocabulary]
             if bad:
+                token = shown(bad[0])
                 raise UserError(
-                    f"token id {bad[0]} in {name} is outside of the vocabulary of {vocabulary}"
+                    f"token id {token} in {name} is outside of the vocabulary of {vocabulary}"
                 )
 
     def place(self, request: Request) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moejax.errors import UserError
+from moejax.errors import UserError, as_user_error
+from moejax.requests.bounded_process import BoundedProcess
 from moejax.requests.request import Prompt
+from moejax.requests.tokenizer import is_plain
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -18,56 +21,112 @@ EncodedPrompt = tuple[str | None, list[int]]
 """The text, None for a prompt that was given as token ids, and the ids."""
 
 
-def encode_prompt(
-    prompt: Prompt, tokenizer: PreTrainedTokenizerFast | None, model: str
-) -> EncodedPrompt:
-    """Text and token ids of one prompt. model: its name, for messages.
+QUICK_TEXT = 1 << 15
+"""Characters of a text that a plain tokenizer encodes in some milliseconds, whatever they are."""
 
-    Raises UserError for text without a tokenizer, messages without a chat template, and a mapping
-    that has none of them.
+
+class PromptEncoder:
+    """Prompts to token ids, each within bounds of time and memory. For any thread.
+
+    model: its name, for messages. max_model_len: most tokens of a prompt; longer prompts are
+    refused, texts before they are encoded where no token is long enough for them to fit.
     """
-    if isinstance(prompt, Mapping):
-        if prompt.get("prompt_token_ids") is not None:
-            return prompt.get("prompt"), _token_ids(prompt["prompt_token_ids"])
-        if prompt.get("messages") is not None:
-            return None, _encode_chat(prompt["messages"], tokenizer, model)
-        if prompt.get("prompt") is None:
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerFast | None, model: str, max_model_len: int
+    ) -> None:
+        self._tokenizer, self._model, self._max_model_len = tokenizer, model, max_model_len
+        self._plain = tokenizer is not None and is_plain(tokenizer)
+        self._bounded = None if tokenizer is None else BoundedProcess(tokenizer)
+        vocabulary = () if tokenizer is None else tokenizer.get_vocab()
+        self._longest = max(map(len, vocabulary), default=1)
+
+    def __call__(self, prompt: Prompt) -> EncodedPrompt:
+        """Its text and token ids. Raises UserError for text without a tokenizer, messages without a
+        chat template, a mapping that has none of them, and what takes too much."""
+        if isinstance(prompt, Mapping):
+            if prompt.get("prompt_token_ids") is not None:
+                return prompt.get("prompt"), self._token_ids(prompt["prompt_token_ids"])
+            if prompt.get("messages") is not None:
+                return None, self._encode(self._rendered(prompt["messages"]), False)
+            if prompt.get("prompt") is None:
+                raise UserError(
+                    "a prompt given as a dict needs 'prompt', 'prompt_token_ids' or 'messages'"
+                )
+            prompt = prompt["prompt"]
+        if not isinstance(prompt, str):
+            return None, self._token_ids(prompt)
+        if self._tokenizer is None:
+            raise UserError(f"{self._model} has no tokenizer; give token ids instead of text")
+        return prompt, self._encode(prompt, True)
+
+    def quick(self, prompt: Prompt) -> bool:
+        """Whether it is encoded in some milliseconds: what is not may keep others waiting."""
+        if isinstance(prompt, Mapping):
+            if prompt.get("prompt_token_ids") is None and prompt.get("messages") is not None:
+                return False
+            prompt = prompt.get("prompt") or ""
+        return not isinstance(prompt, str) or (self._plain and len(prompt) <= QUICK_TEXT)
+
+    def interrupt(self) -> None:
+        """Ends what takes long, with a UserError for who waits for it."""
+        if self._bounded is not None:
+            self._bounded.interrupt()
+
+    def close(self) -> None:
+        """Ends its process; another prompt would start it anew."""
+        if self._bounded is not None:
+            self._bounded.close()
+
+    def _token_ids(self, prompt: Any) -> list[int]:
+        try:
+            given = itertools.islice(prompt, self._max_model_len + 1)
+            return self._fitting([operator.index(token) for token in given])
+        except TypeError:
             raise UserError(
-                "a prompt given as a dict needs 'prompt', 'prompt_token_ids' or 'messages'"
+                f"a prompt is text or a list of token ids, not {prompt!r:.80}"
+            ) from None
+
+    def _fitting(self, ids: list[int]) -> list[int]:
+        if len(ids) > self._max_model_len:
+            raise UserError(
+                f"the prompt has more than {self._max_model_len} tokens; max_model_len is "
+                f"{self._max_model_len}"
             )
-        prompt = prompt["prompt"]
-    if not isinstance(prompt, str):
-        return None, _token_ids(prompt)
-    if tokenizer is None:
-        raise UserError(f"{model} has no tokenizer; give token ids instead of text")
-    return prompt, tokenizer(prompt)["input_ids"]
+        return ids
 
+    def _encode(self, text: str, special_tokens: bool) -> list[int]:
+        assert self._tokenizer is not None and self._bounded is not None
+        most = self._max_model_len * self._longest
+        if len(text) > most:
+            raise UserError(
+                f"the prompt has {len(text)} characters; with a max_model_len of "
+                f"{self._max_model_len} tokens, of which the longest has {self._longest} "
+                f"characters, {most} is the most"
+            )
+        with as_user_error(f"the tokenizer of {self._model} fails on this text"):
+            if self._plain and len(text) <= QUICK_TEXT:
+                ids: Any = self._tokenizer(text, add_special_tokens=special_tokens)["input_ids"]
+            else:
+                ids = self._bounded.encode(text, special_tokens)
+        return self._fitting(ids)
 
-def _token_ids(prompt: Any) -> list[int]:
-    try:
-        return [operator.index(token) for token in prompt]
-    except TypeError:
-        raise UserError(f"a prompt is text or a list of token ids, not {prompt!r:.80}") from None
-
-
-def _encode_chat(
-    messages: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerFast | None, model: str
-) -> list[int]:
-    if tokenizer is None or not tokenizer.chat_template:
-        raise UserError(
-            f"{model} has no chat template; use generate() with a prompt, or add a "
-            "chat_template to its tokenizer_config.json"
-        )
-    conversation: Any = [dict(message) for message in messages]
-    try:
-        ids: Any = tokenizer.apply_chat_template(
-            conversation, add_generation_prompt=True, tokenize=True, return_dict=False
-        )
-    except Exception as error:
-        # Templates refuse what they do not know by raising; but it is the checkpoint's program,
-        # and what else it does wrong, in its sandbox, is not the engine's to die of.
-        raise UserError(f"the chat template of {model} refuses these messages: {error}") from error
-    return ids
+    def _rendered(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        if self._tokenizer is None or self._bounded is None or not self._tokenizer.chat_template:
+            raise UserError(
+                f"{self._model} has no chat template; use generate() with a prompt, or add a "
+                "chat_template to its tokenizer_config.json"
+            )
+        try:
+            if not messages:
+                raise UserError("there are none; provide at least one message")
+            return self._bounded.render([dict(message) for message in messages])
+        except Exception as error:
+            # Templates refuse what they do not know by raising; but it is the checkpoint's program,
+            # and what else it does wrong is not the engine's to die of.
+            raise UserError(
+                f"the chat template of {self._model} refuses these messages: {error}"
+            ) from error
 
 
 def list_of_prompts(given: Any) -> list[Prompt]:

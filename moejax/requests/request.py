@@ -114,6 +114,8 @@ class Request:
     scores: list[float] = dataclasses.field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    error: UserError | None = None
+    """What went wrong with this request alone; it has ended then."""
     admitted_pages: int = 0
     """Pages it may come to need, once it has been admitted."""
     scheduled_s: float | None = None

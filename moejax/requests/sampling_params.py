@@ -256,7 +256,7 @@ def _biases(value: object) -> tuple[tuple[int, float], ...] | None:
         token = int(token) if is_number else _integer("a token id in logit_bias", token)
         if token < 0:
             raise UserError(f"a token id in logit_bias must be 0 or more, got {shown(token)}")
-        found[token] = min(100.0, max(-100.0, _number(f"logit_bias[{token}]", bias)))
+        found[token] = min(100.0, max(-100.0, _number(f"logit_bias[{shown(token)}]", bias)))
     if len(found) > MAX_LOGIT_BIAS:
         raise UserError(
             f"at most {MAX_LOGIT_BIAS} logit_bias tokens are possible, got {len(found)}"

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from moejax.errors import as_user_error
 from moejax.requests.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from moejax.requests.request import GenerationRequest, Request
 
@@ -33,8 +34,18 @@ class Submission:
         """What there is of its result, finished or not.
 
         before: an earlier result of it, whose log-probabilities are taken over: all results of a
-        long request then cost as much as its last one.
+        long request then cost as much as its last one. Raises UserError where something went wrong
+        with one of its requests, or does now.
         """
+        for request in self.requests:
+            if request.error is not None:
+                raise request.error
+        with as_user_error("the result of this request cannot be made"):
+            return self._output(tokenizer, before)
+
+    def _output(
+        self, tokenizer: PreTrainedTokenizerFast | None, before: RequestOutput | None
+    ) -> RequestOutput:
         first = self.requests[0]  # the only one whose prompt_logprobs count
         prompt_logprobs = None
         if first.params.prompt_logprobs is not None:

@@ -6,15 +6,17 @@ ids alone do not need it.
 
 from __future__ import annotations
 
+import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from moejax.errors import UserError
+from moejax.errors import UserError, as_user_error
 from moejax.models.config import ModelConfig
-from moejax.models.directory import require_own_file
+from moejax.models.directory import MOST_JSON, require_own_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -32,6 +34,15 @@ FILES = (
 
 TEMPLATES = "additional_chat_templates"
 """A directory of further chat templates."""
+
+MOST_SMALL_FILE = 8 * 2**20
+"""Bytes of a tokenizer's file besides tokenizer.json; large ones have some 100 KB."""
+
+MOST_TOKEN = 10_000
+"""Characters of a token; the longest of real vocabularies are runs of some hundred spaces."""
+
+MOST_GROWTH = 100
+"""How many times as long a decoder may make a text; it works in the engine's thread."""
 
 _NO_LIMIT = int(1e30)
 """transformers' own figure for no limit. The engine refuses long prompts with its max_model_len; a
@@ -55,7 +66,7 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> PreTrainedTokenizerFast
     directory = Path(directory)
     for name in [*FILES, *directory.glob(f"{TEMPLATES}/*")]:
         if os.path.lexists(directory / name):
-            require_own_file(directory / name, directory)
+            _check_file(directory / name, directory)
     if not (directory / "tokenizer.json").exists():
         others = [name for name in _OTHER_FORMATS if (directory / name).is_file()]
         if not others:
@@ -72,7 +83,7 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> PreTrainedTokenizerFast
             # AutoTokenizer would rebuild the tokenizer from its class's own rules, or ask to run
             # the checkpoint's code (auto_map); the file is what the model was trained with. It is
             # named, since tokenizer_config.json may name another one, anywhere.
-            return PreTrainedTokenizerFast.from_pretrained(
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(
                 directory,
                 local_files_only=True,
                 model_max_length=_NO_LIMIT,
@@ -85,16 +96,37 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> PreTrainedTokenizerFast
                 f"the tokenizer files in {directory} cannot be read ({first_line}); "
                 f"copy tokenizer.json and tokenizer_config.json again from the model's source"
             ) from error
+    if (growth := _decoder_growth(tokenizer)) > MOST_GROWTH:
+        raise UserError(
+            f"{directory}: the decoder in tokenizer.json makes text {growth:.0f} times as long; "
+            f"{MOST_GROWTH} times is the most"
+        )
+    return tokenizer
+
+
+def _check_file(path: Path, directory: Path) -> None:
+    """Raises UserError for a file that is not the checkpoint's own (require_own_file), or larger
+    than any tokenizer's: all of it would be read, holes too."""
+    require_own_file(path, directory)
+    most = MOST_JSON if path.name == "tokenizer.json" else MOST_SMALL_FILE
+    if (size := path.stat().st_size) > most:
+        raise UserError(f"{path}: {size} bytes, and at most {most} are read")
 
 
 def check_vocabulary(
     tokenizer: PreTrainedTokenizerFast | None, config: ModelConfig, directory: str | os.PathLike
 ) -> PreTrainedTokenizerFast | None:
-    """The tokenizer; UserError if it has ids that the model has no embedding for.
+    """The tokenizer; UserError if it has ids that the model has no embedding for, or a token that
+    would fill memory with its text.
 
     Fewer ids than vocab_size are normal: tables of embeddings are padded.
     """
     ids = {} if tokenizer is None else tokenizer.get_vocab()
+    if (longest := max(map(len, ids), default=0)) > MOST_TOKEN:
+        raise UserError(
+            f"{directory}: tokenizer.json has a token of {longest} characters; {MOST_TOKEN} is the "
+            "most"
+        )
     token = max(ids, key=ids.__getitem__, default="")
     if ids and ids[token] >= config.vocab_size:
         raise UserError(
@@ -102,6 +134,55 @@ def check_vocabulary(
             f"config.json has vocab_size {config.vocab_size}; they are of different models"
         )
     return tokenizer
+
+
+def is_plain(tokenizer: PreTrainedTokenizerFast) -> bool:
+    """Whether encoding a text takes memory and time in proportion to its length, as the rules of
+    the tokenizer say: no normalizer that multiplies text, and no pattern with a repeated group,
+    which may take exponential time."""
+    backend = tokenizer.backend_tokenizer
+    parts = [part.__getstate__() for part in (backend.normalizer, backend.pre_tokenizer) if part]
+    rules = [rule for part in parts for rule in _rules(json.loads(part))]
+    return all(map(_is_plain_rule, rules))
+
+
+def _decoder_growth(tokenizer: PreTrainedTokenizerFast) -> float:
+    """How many times as long text may become by the decoder's replacements."""
+    decoder, growth = tokenizer.backend_tokenizer.decoder, 1.0
+    for rule in [] if decoder is None else _rules(json.loads(decoder.__getstate__())):
+        if rule["type"] == "Replace":
+            growth *= max(1, len(rule["content"]) / max(1, len(rule["pattern"].get("String", ""))))
+    return growth
+
+
+_PLAIN_RULES = frozenset(
+    (
+        *("NFC", "NFD", "NFKC", "NFKD", "Nmt", "Lowercase", "Strip", "StripAccents"),
+        *("BertNormalizer", "ByteLevel", "Metaspace", "Digits", "Punctuation", "UnicodeScripts"),
+        *("BertPreTokenizer", "Whitespace", "WhitespaceSplit", "CharDelimiterSplit"),
+    )
+)
+"""Types of normalizers and pre-tokenizers without parameters that matter."""
+
+
+def _rules(part: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    if part["type"] != "Sequence":
+        yield part
+    for name in ("normalizers", "pretokenizers", "decoders"):
+        for each in part.get(name, ()):
+            yield from _rules(each)
+
+
+def _is_plain_rule(rule: dict[str, Any]) -> bool:
+    if rule["type"] == "Prepend":
+        return len(rule["prepend"]) <= 64
+    if rule["type"] in ("Replace", "Split"):
+        pattern = rule["pattern"]
+        longer = len(rule.get("content", "")) > len(pattern.get("String", ""))
+        if longer or not pattern.get("String", "-"):
+            return False
+        return re.search(r"\)[*+{]", pattern.get("Regex", "")) is None
+    return rule["type"] in _PLAIN_RULES
 
 
 class Detokenizer:
@@ -146,11 +227,12 @@ class Detokenizer:
         return piece
 
     def _decode(self, token_ids: list[int]) -> str:
-        text = self._tokenizer.decode(
-            token_ids,
-            skip_special_tokens=self._skip_special_tokens,
-            clean_up_tokenization_spaces=False,
-        )
+        with as_user_error("the tokenizer fails on these tokens"):
+            text = self._tokenizer.decode(
+                token_ids,
+                skip_special_tokens=self._skip_special_tokens,
+                clean_up_tokenization_spaces=False,
+            )
         assert isinstance(text, str)
         return text
 

@@ -7,13 +7,16 @@ import atexit
 import os
 import threading
 import uuid
-from collections.abc import AsyncGenerator, Iterable
+from collections import Counter
+from collections.abc import AsyncGenerator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 from moejax.errors import UserError
 from moejax.requests.outputs import RequestOutput
+from moejax.requests.prompts import EncodedPrompt
 from moejax.requests.request import GenerationRequest, Prompt, require_type
 from moejax.requests.sampling_params import SamplingParams
 from moejax.serve.engine_thread import EngineThread, Stream
@@ -51,9 +54,13 @@ class AsyncLLM:
             given = model if isinstance(model, Options) else Options(model, **options)
             model = LLM.from_options(given)
         self._llm = model
-        self._shutting, self._shut = threading.Lock(), False
-        # One thread, so that prompts reach the engine in order.
-        self._encoder = ThreadPoolExecutor(1, "moejax-encode")
+        self._shutting, self._closing, self._shut = threading.Lock(), False, False
+        # One thread each, so that prompts reach the engine in order; what may take long (messages,
+        # long texts) keeps only its like waiting.
+        self._quick = ThreadPoolExecutor(1, "moejax-encode")
+        self._slow = ThreadPoolExecutor(1, "moejax-encode-long")
+        self._slow_sessions: Counter[str] = Counter()
+        """Session id -> its turns that are being encoded, not quickly: those after them wait."""
         tokenizer = self._llm.get_tokenizer()
         self._engine = EngineThread(self._llm.engine, tokenizer)
         self._llm.lend(self._engine.thread)
@@ -99,9 +106,10 @@ class AsyncLLM:
             raise UserError(f"request_id {request_id!r} is in use by a request that has not ended")
         finished = False
         try:
-            with engine.open():
-                encoding = loop.run_in_executor(self._encoder, self._llm._encode, prompt)
-            encoded = await encoding
+            with self._encoder_of(asked) as executor:
+                with engine.open():
+                    encoding = loop.run_in_executor(executor, self._encode, prompt)
+                encoded = await encoding
             await engine.call(partial(engine.submit, stream, encoded, asked))
             while not finished:
                 output = await stream.next()
@@ -140,13 +148,37 @@ class AsyncLLM:
     async def __aexit__(self, *exception) -> None:
         await self.close()
 
+    @contextmanager
+    def _encoder_of(self, asked: GenerationRequest) -> Iterator[ThreadPoolExecutor]:
+        """The thread for its prompt, until that is encoded."""
+        session = asked.session_id
+        if self._llm.encoder.quick(asked.prompt) and session not in self._slow_sessions:
+            yield self._quick
+            return
+        if session is not None:
+            self._slow_sessions[session] += 1
+        try:
+            yield self._slow
+        finally:
+            if session is not None:
+                self._slow_sessions[session] -= 1
+                self._slow_sessions += Counter()  # forgets those with none
+
+    def _encode(self, prompt: Prompt) -> EncodedPrompt:
+        if self._closing:
+            raise UserError("this AsyncLLM is closed; make another one")
+        return self._llm._encode(prompt)
+
     def _shut_down(self, timeout_s: float | None = None) -> None:
         with self._shutting:
+            self._closing = True
+            self._llm.encoder.interrupt()
             if not self._engine.stop(timeout_s) or self._shut:
                 return
             self._shut = True
             atexit.unregister(self._shut_down)
-            self._encoder.shutdown()
+            for executor in (self._quick, self._slow):
+                executor.shutdown()
             self._llm.lend(None)
             if self._owns:
                 self._llm.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import os
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ from moejax.requests.outputs import RequestOutput
 from moejax.requests.prompts import EncodedPrompt
 from moejax.requests.request import GenerationRequest, Request
 from moejax.requests.submission import Submission
-from moejax.serve.generation import submit
+from moejax.serve.generation import require_owner, submit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -84,7 +85,7 @@ class EngineThread:
         self.thread = threading.Thread(target=self._run, name="moejax-engine", daemon=True)
         self.streams: dict[str, Stream] = {}
         """Those that have a reader, by request id; kept by the readers."""
-        self._engine, self._tokenizer = engine, tokenizer
+        self._engine, self._tokenizer, self._process = engine, tokenizer, os.getpid()
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._gate = threading.Lock()
         """Held to put something into the queue, or to end that: nothing is put in too late."""
@@ -102,8 +103,9 @@ class EngineThread:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Inside, it does not end. Raises UserError when it is closed, EngineDeadError when a step
-        failed."""
+        """Inside, it does not end. Raises UserError when it is closed and in a fork of its process,
+        EngineDeadError when a step failed."""
+        require_owner(self._process)
         with self._gate:
             if self._ended:
                 raise self._end()
@@ -215,7 +217,12 @@ class EngineThread:
 
     def _post_output(self, stream: Stream) -> None:
         assert stream.submission is not None
-        output = stream.submission.output(self._tokenizer, stream.sent)
+        try:
+            output = stream.submission.output(self._tokenizer, stream.sent)
+        except UserError as error:  # of this request alone
+            self._post(stream, error)
+            self.drop(stream)
+            return
         stream.wanted, stream.sent = False, output
         self._unseen.pop(stream, None)
         self._post(stream, dataclasses.replace(output, request_id=stream.request_id))

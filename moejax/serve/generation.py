@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from moejax.engine.loop import Engine
-from moejax.errors import UserError
+from moejax.errors import UserError, as_user_error
 from moejax.interrupt import deferred_interrupt
 from moejax.requests.outputs import RequestOutput
 from moejax.requests.prompts import EncodedPrompt, list_of_prompts, one_each
-from moejax.requests.request import GenerationRequest, Prompt
+from moejax.requests.request import GenerationRequest, Prompt, Request
 from moejax.requests.sampling_params import SamplingParams, child_params
 from moejax.requests.submission import Submission
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+
+def require_owner(process: int) -> None:
+    """Raises UserError unless this is that process, which made an LLM, and no fork of it: there
+    jax's threads and the engine's are missing, and whatever waits for them waits for ever."""
+    if os.getpid() != process:
+        raise UserError(
+            "this LLM was made before a fork and cannot be used after it; make it in the process "
+            'that uses it (multiprocessing: the start method "spawn")'
+        )
 
 
 def asked_for(
@@ -42,40 +53,86 @@ def asked_for(
 
 def submit(engine: Engine, encoded: EncodedPrompt, asked: GenerationRequest) -> Submission:
     """Puts a prompt into the engine, one request for each of its n sequences. Raises UserError for
-    what could never run, and then leaves nothing in the engine."""
-    (text, ids), params = encoded, asked.sampling_params
-    each = [params] if params.n == 1 else [child_params(params, i) for i in range(params.n)]
-    # The engine checks each; what it lets pass of the first one it lets pass of all.
-    requests = [
-        engine.add(ids, child, session_id=asked.session_id, priority=asked.priority)
-        for child in each
-    ]
+    what could never run or goes wrong, and then leaves nothing in the engine."""
+    (text, ids), params, session_id = encoded, asked.sampling_params, asked.session_id
+    requests: list[Request] = []
+    try:
+        with as_user_error("this request cannot be queued"):
+            engine.check(ids, params, session_id=session_id)
+            each = [params] if params.n == 1 else [child_params(params, i) for i in range(params.n)]
+            for child in each:
+                requests.append(
+                    engine.add(
+                        *(ids, child),
+                        session_id=session_id,
+                        priority=asked.priority,
+                        checked=True,
+                    )
+                )
+    except BaseException:
+        engine.abort(requests)
+        raise
     return Submission(text, tuple(requests), asked)
 
 
 @contextmanager
 def in_engine(engine: Engine) -> Iterator[list[Submission]]:
-    """A list to keep what is submitted in: none of it is left behind by an error, an interrupt or a
-    caller who stops listening."""
+    """A list to keep what is submitted in, each under deferred_interrupt: none of it is left behind
+    by an error, an interrupt or a caller who stops listening."""
     submissions: list[Submission] = []
+
+    def clear() -> None:
+        with deferred_interrupt():
+            engine.abort(r for s in submissions for r in s.requests)
+            engine.drain()
+
     try:
         yield submissions
     finally:
-        engine.abort(r for s in submissions for r in s.requests)
-        engine.drain()
+        try:
+            clear()
+        except KeyboardInterrupt:  # before or after it was held back
+            clear()
+            raise
+
+
+def run_all(
+    engine: Engine,
+    encode: Callable[[Prompt], EncodedPrompt],
+    asked: Sequence[GenerationRequest],
+    report: Callable[[int], None],
+    interrupted: list,
+) -> list[Submission]:
+    """See LLM.generate. report: told how many sequences have ended. interrupted: of the
+    deferred_interrupt that this runs under; seen between two prompts or steps, and when this
+    returns nothing is in the engine."""
+    encoded: list[EncodedPrompt] = []
+    for one in asked:
+        if interrupted:
+            return []
+        encoded.append(encode(one.prompt))
+        engine.check(encoded[-1][1], one.sampling_params, session_id=one.session_id)
+    ended = 0
+    with in_engine(engine) as submissions:
+        for prompt, one in zip(encoded, asked, strict=True):
+            if interrupted:
+                break
+            submissions.append(submit(engine, prompt, one))
+        while not (interrupted or all(s.finished for s in submissions)):
+            touched = engine.step()
+            ended += sum(r.finish_reason is not None for r in touched)
+            report(ended)
+    return submissions
 
 
 def run_each(
-    open_engine: Callable[[], Engine],
+    engine: Engine,
     requests: Iterator[GenerationRequest],
     max_in_flight: int,
     encode: Callable[[Prompt], EncodedPrompt],
     tokenizer: PreTrainedTokenizerFast | None,
-) -> Iterator[tuple[GenerationRequest, RequestOutput | UserError]]:
-    """See LLM.generate_each. open_engine: raises UserError when the engine may not be used; asked
-    again whenever the caller had the word."""
-    engine = open_engine()
-
+) -> Generator[tuple[GenerationRequest, RequestOutput | UserError], None, None]:
+    """See LLM.generate_each."""
     more = True
     with in_engine(engine) as running:
         while running or more:
@@ -84,15 +141,12 @@ def run_each(
                 if asked is None:
                     more = False
                     break
-                refusal = None
-                with deferred_interrupt():  # what is in the engine is in `running`
-                    try:
-                        running.append(submit(engine, encode(asked.prompt), asked))
-                    except UserError as error:
-                        refusal = error
-                if refusal is not None:
-                    yield asked, refusal
-                    open_engine()
+                try:
+                    encoded = encode(asked.prompt)
+                    with deferred_interrupt():  # what is in the engine is in `running`
+                        running.append(submit(engine, encoded, asked))
+                except UserError as error:
+                    yield asked, error
             if running:
                 engine.step()
             # Not only what this step finished: the caller may use the engine between results.
@@ -101,33 +155,38 @@ def run_each(
                 running[:] = [submission for submission in running if not submission.finished]
                 for submission in finished:
                     assert submission.asked is not None
-                    yield submission.asked, submission.output(tokenizer)
-                    open_engine()
+                    try:
+                        result = submission.output(tokenizer)
+                    except UserError as error:
+                        result = error
+                    yield submission.asked, result
 
 
 def run_stream(
-    open_engine: Callable[[], Engine], encoded: EncodedPrompt, asked: GenerationRequest
-) -> Iterator[str]:
-    """See LLM.stream. open_engine: as of run_each."""
-    engine = open_engine()
+    engine: Engine, encoded: EncodedPrompt, asked: GenerationRequest
+) -> Generator[str, None, None]:
+    """See LLM.stream."""
     with in_engine(engine) as submissions:
-        submissions.append(submit(engine, encoded, asked))
+        with deferred_interrupt():
+            submissions.append(submit(engine, encoded, asked))
         (request,) = submissions[0].requests
         while request.finish_reason is None:
             engine.step()
+            if request.error is not None:
+                raise request.error
             if request.finish_reason is not None:
                 request.ending.close()
             if piece := request.ending.stream():
                 yield piece
-                open_engine()
 
 
 def run_scores(engine: Engine, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
     """See LLM.score_batch."""
     with in_engine(engine) as submissions:
         for ids in sequences:
-            request = engine.add(list(ids[:-1]), SamplingParams(), list(ids[1:]))
-            submissions.append(Submission(None, (request,)))
+            with deferred_interrupt():
+                request = engine.add(list(ids[:-1]), SamplingParams(), list(ids[1:]))
+                submissions.append(Submission(None, (request,)))
         while not all(s.finished for s in submissions):
             engine.step()
         return [np.asarray(s.requests[0].scores) for s in submissions]

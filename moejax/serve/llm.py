@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -22,21 +23,22 @@ from moejax.device import select_device
 from moejax.engine.loop import Engine, Listener
 from moejax.engine.statistics import arena_stats, kv_stats
 from moejax.errors import UserError
+from moejax.interrupt import deferred_interrupt
 from moejax.models.config import ModelConfig
 from moejax.models.directory import model_directory
 from moejax.progress import loading_progress, token_progress
 from moejax.requests.outputs import RequestOutput
-from moejax.requests.prompts import EncodedPrompt, encode_prompt
+from moejax.requests.prompts import EncodedPrompt, PromptEncoder
 from moejax.requests.request import GenerationRequest, Prompt
 from moejax.requests.sampling_params import SamplingParams
 from moejax.requests.tokenizer import check_vocabulary, load_tokenizer
 from moejax.serve.generation import (
     asked_for,
-    in_engine,
+    require_owner,
+    run_all,
     run_each,
     run_scores,
     run_stream,
-    submit,
 )
 from moejax.start.build import start_engine
 from moejax.start.decide.shapes import ops_in_use
@@ -48,6 +50,8 @@ from moejax.start.settings import Settings, settings_of
 from moejax.step.hooks import Hooks
 
 log = logging.getLogger("moejax")
+
+T = TypeVar("T")
 
 
 class LLM:
@@ -141,8 +145,11 @@ class LLM:
             self._start.end("engine")
         self.dtype, self._made = loaded.dtype, loaded.quantizers
         self._start.end("tokenizer")
+        longest = self.engine.scheduler.max_model_len
+        self.encoder = PromptEncoder(self.engine.tokenizer, self.model, longest)
         self._closed = False
         self._borrower: threading.Thread | None = None
+        self._lock, self._holder, self._process = threading.RLock(), "", os.getpid()
         log.info("%s: ops %s; %s", self.model, self.engine.runner.ops, self._start)
 
     def _load(self, settings: Settings, directory: str | os.PathLike[str]) -> LoadedModel:
@@ -193,22 +200,15 @@ class LLM:
 
         Raises UserError, before anything runs, if one of the requests could never run.
         """
-        asked = asked_for(prompts, sampling_params, session_id, priority)
-        each = [(self._encode(one.prompt), one) for one in asked]
-        for (_, ids), one in each:
-            self._open().check(ids, one.sampling_params, session_id=one.session_id)
-        with in_engine(self._open()) as submissions:
-            submissions += [submit(self.engine, encoded, one) for encoded, one in each]
-            requests = [r for s in submissions for r in s.requests]
-            shown, ended, statistics = self.options.progress and use_tqdm, 0, self.engine.statistics
+        with deferred_interrupt() as interrupted, self._held() as engine:
+            asked = asked_for(prompts, sampling_params, session_id, priority)
+            statistics, total = engine.statistics, sum(one.sampling_params.n for one in asked)
+            shown = self.options.progress and use_tqdm
             with token_progress(
-                "generating", len(requests), 0, lambda: statistics.generated_tokens, shown
+                "generating", total, 0, lambda: statistics.generated_tokens, shown
             ) as report:
-                while not all(s.finished for s in submissions):
-                    touched = self.engine.step()
-                    ended += sum(r.finish_reason is not None for r in touched)
-                    report(ended)
-            return [submission.output(self.engine.tokenizer) for submission in submissions]
+                submissions = run_all(engine, self._encode, asked, report, interrupted)
+            return [submission.output(engine.tokenizer) for submission in submissions]
 
     def generate_each(
         self, requests: Iterable[GenerationRequest], *, max_in_flight: int | None = None
@@ -229,14 +229,16 @@ class LLM:
             max_in_flight = 2 * shapes.rows + shapes.prefill_chunks
         if max_in_flight < 1:
             raise UserError(f"max_in_flight must be at least 1, got {max_in_flight}")
-        return run_each(
-            self._open, iter(requests), max_in_flight, self._encode, self.engine.tokenizer
+        tokenizer = self.engine.tokenizer
+        return self._held_each(
+            run_each(self.engine, iter(requests), max_in_flight, self._encode, tokenizer)
         )
 
     def end_session(self, session_id: str) -> None:
         """Forgets a session and frees its KV. Raises UserError for a session that does not exist or
         has a turn that has not ended."""
-        self._open().scheduler.sessions.end(session_id)
+        with self._held() as engine:
+            engine.scheduler.sessions.end(session_id)
 
     def stream(
         self,
@@ -258,8 +260,9 @@ class LLM:
         if params.n > 1:
             raise UserError("a stream is of one sequence; use generate() for n > 1")
         encoded = self._encode(prompt)
-        self._open().check(encoded[1], params, session_id=session_id)
-        return run_stream(self._open, encoded, asked)
+        with self._held() as engine:
+            engine.check(encoded[1], params, session_id=session_id)
+        return self._held_each(run_stream(engine, encoded, asked))
 
     def chat(
         self,
@@ -292,7 +295,8 @@ class LLM:
         """score of each sequence, batched by prefill steps."""
         if any(len(ids) < 2 for ids in sequences):
             raise UserError("scoring needs at least two tokens a sequence")
-        return run_scores(self._open(), sequences)
+        with self._held() as engine:
+            return run_scores(engine, sequences)
 
     def stats(self) -> dict[str, Any]:
         """What ran and what it cost, as plain data; the command line's --json prints it."""
@@ -332,10 +336,11 @@ class LLM:
     def close(self) -> None:
         """Completes the trace and frees arena, store and parameters. Idempotent. Raises UserError
         where the trace could not be written, and while the LLM is lent."""
-        if self._closed:
+        if self._closed or os.getpid() != self._process:
             return
         self._open()
         self._closed = True
+        self.encoder.close()
         try:
             if self.engine.control is not None:
                 self.engine.control.finish()
@@ -361,11 +366,42 @@ class LLM:
     # ---- pieces
 
     def _encode(self, prompt: Prompt) -> EncodedPrompt:
-        return encode_prompt(prompt, self.engine.tokenizer, self.model)
+        return self.encoder(prompt)
+
+    @contextmanager
+    def _held(self) -> Iterator[Engine]:
+        """The engine, for this thread alone. Raises UserError where _open does, and while another
+        thread has it: the tokens of one would be the other's."""
+        engine = self._open()
+        if not self._lock.acquire(blocking=False):
+            raise UserError(
+                f"{self._holder} runs requests in this LLM, which is for one thread at a time, and "
+                f"{threading.current_thread().name} calls it too; use AsyncLLM, or one LLM a thread"
+            )
+        try:
+            self._holder = threading.current_thread().name
+            yield engine
+        finally:
+            self._lock.release()
+
+    def _held_each(self, results: Generator[T, None, None]) -> Iterator[T]:
+        """The results of a generator that runs the engine, which is held while it works and not
+        while the caller has the word."""
+        try:
+            while True:
+                with self._held():
+                    result = next(results, None)
+                if result is None:
+                    return
+                yield result
+        finally:
+            with self._lock:
+                results.close()
 
     def _open(self) -> Engine:
         if self._closed:
             raise UserError("this LLM is closed; make another one")
+        require_owner(self._process)
         if self._borrower not in (None, threading.current_thread()):
             raise UserError("this LLM belongs to an AsyncLLM; use that, or close it first")
         return self.engine

@@ -10,15 +10,20 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING, Any, Literal
 
-from moejax.errors import UserError
+from moejax.errors import UserError, as_user_error
 from moejax.progress import token_progress
+from moejax.requests.outputs import RequestOutput
 from moejax.requests.request import GenerationRequest
-from moejax.serve.batch.lines import Line, read_lines
+from moejax.serve.batch.lines import Line, bounded_lines, read_lines
 from moejax.serve.batch.result_file import ResultFile, open_results
 from moejax.serve.batch.results import failure, success
 
 if TYPE_CHECKING:
     from moejax.serve.llm import LLM
+
+
+MOST_MESSAGE = 500
+"""Characters of what is said about a bad line, which may quote it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +83,8 @@ class OpenJob:
         job = self.job
         model = os.path.realpath(job.model) if os.path.isdir(job.model) else job.model
         made_with = (model, job.dtype)
-        return read_lines(self.input, sampling=job.sampling, seed=job.seed, made_with=made_with)
+        lines = bounded_lines(self.input)
+        return read_lines(lines, sampling=job.sampling, seed=job.seed, made_with=made_with)
 
     def run(
         self, llm: LLM, *, progress: bool = False, warn: Callable[[str], None] = lambda text: None
@@ -103,7 +109,7 @@ class OpenJob:
                 elif isinstance(output, UserError):
                     self._bad(line, str(output), warn)
                 else:
-                    self.results.append(success(line, output, self.job.model))
+                    self._finished(line, output, warn)
                 report(self.done)
                 self._turn_ended(llm, request.session_id, ran=not isinstance(output, UserError))
         if self._ended_by is not None:
@@ -148,7 +154,17 @@ class OpenJob:
                 self._kept_sessions.remove(session_id)
                 llm.end_session(session_id)
 
+    def _finished(self, line: Line, output: RequestOutput, warn: Callable[[str], None]) -> None:
+        try:
+            with as_user_error("the result cannot be written as JSON"):
+                result = success(line, output, self.job.model)
+        except UserError as error:
+            self._bad(line, str(error), warn)
+        else:
+            self.results.append(result)
+
     def _bad(self, line: Line, message: str, warn: Callable[[str], None]) -> None:
+        message = message if len(message) <= MOST_MESSAGE else f"{message[:MOST_MESSAGE]}…"
         message_with_place = f"{self.job.input}, line {line.number}: {message}"
         if self.job.on_error == "fail":
             if self._running:
@@ -175,7 +191,7 @@ def open_job(job: Job) -> Iterator[OpenJob]:
             opened = OpenJob(job, stream, results, None, results.errors)
             if stream.seekable():
                 begin, opened.total, sessions = stream.tell(), 0, False
-                for raw in stream:
+                for raw in bounded_lines(stream):
                     opened.total += bool(raw.strip())
                     sessions |= b'"session_id"' in raw
                 stream.seek(begin)

@@ -8,13 +8,17 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import IO, Any
 
 from moejax.errors import UserError
 from moejax.models.json_values import is_integer
 from moejax.requests.request import GenerationRequest
-from moejax.requests.sampling_params import SamplingParams
+from moejax.requests.sampling_params import SamplingParams, shown
 from moejax.serve.batch.openai_fields import completion_request
+
+MOST_LINE = 16 * 2**20
+"""Bytes of a line: a prompt of millions of tokens, and no more than a few hundred MB of objects
+while it is read."""
 
 IGNORED_FIELDS = frozenset(
     ("metadata", "model", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user")
@@ -66,6 +70,15 @@ def derived_seed(seed: int, id: str | int) -> int:
     return int.from_bytes(_digest(json.dumps([seed, id]).encode(), 4), "big") >> 1
 
 
+def bounded_lines(stream: IO[bytes]) -> Iterator[bytes]:
+    """The lines of a stream; of one with more than MOST_LINE bytes MOST_LINE + 1, so that no line
+    takes more memory."""
+    while raw := stream.readline(MOST_LINE + 1):
+        yield raw
+        while len(raw) > MOST_LINE and not raw.endswith(b"\n"):
+            raw = stream.readline(MOST_LINE + 1)
+
+
 def read_lines(
     stream: Iterable[bytes], *, sampling: Mapping[str, Any], seed: int, made_with: Iterable[str]
 ) -> Iterator[Line]:
@@ -110,8 +123,8 @@ def _read(line: Line, raw: bytes, seen: set[bytes], sampling: Mapping[str, Any],
             url, fields = completion_request(fields)
             line = dataclasses.replace(line, url=url, model=_string(fields, "model"))
         return dataclasses.replace(line, request=_request(fields, sampling, seed, id))
-    # SamplingParams raises TypeError or ValueError for some values of a wrong type.
-    except (UserError, TypeError, ValueError, RecursionError) as error:
+    # Whatever a line does is that line's error.
+    except Exception as error:
         return dataclasses.replace(line, error=str(error) or type(error).__name__)
 
 
@@ -119,6 +132,8 @@ def _json_object(raw: bytes, number: int) -> dict[str, Any]:
     def refused(constant: str):
         raise UserError(f"{constant} is not JSON")
 
+    if len(raw) > MOST_LINE:
+        raise UserError(f"the line is longer than {MOST_LINE} bytes, the most that is read")
     try:
         text = raw.decode("utf-8-sig" if number == 1 else "utf-8")
         fields = json.loads(text.rstrip(), parse_constant=refused)
@@ -159,9 +174,9 @@ def _request(
     fields = {name: value for name, value in fields.items() if value is not None}
     for name in fields:
         if name not in _KNOWN_FIELDS:
-            close = difflib.get_close_matches(name, _KNOWN_FIELDS, 1, 0.75)
+            close = difflib.get_close_matches(name[:100], _KNOWN_FIELDS, 1, 0.75)
             hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise UserError(f"the field {name!r} is not supported{hint}")
+            raise UserError(f"the field {shown(name)} is not supported{hint}")
     prompts = [name for name in _PROMPT_FIELDS if name in fields]
     if len(prompts) != 1:
         found = " and ".join(prompts) or "none"
@@ -184,7 +199,7 @@ def _value(value: Any) -> Any:
     try:
         return {int(key): each for key, each in value.items()}
     except ValueError:
-        raise UserError(f"token ids are integers, got the keys {list(value)}") from None
+        raise UserError(f"token ids are integers, got the keys {shown(list(value))}") from None
 
 
 def _prompt(name: str, value: Any) -> str | list[int] | dict[str, Any]:

@@ -153,7 +153,8 @@ def _scan(results: ResultFile) -> None:
     for number, raw in enumerate(results.lines(), 1):
         torn = not raw.endswith(b"\n")
         try:
-            if torn and not (_LINE_BEGIN.startswith(raw) or raw.startswith(_LINE_BEGIN)):
+            begin = raw.rstrip(b"\0")  # a file system's own, of bytes that a power cut took
+            if torn and not (_LINE_BEGIN.startswith(begin) or begin.startswith(_LINE_BEGIN)):
                 raise ValueError("not the beginning of a result either")
             if torn:
                 return

@@ -109,6 +109,8 @@ def test_schedules_with_moving_slots_are_safe_and_finish(data):
     host.drain()
     np.testing.assert_array_equal(host.transitions.version, host.wanted)
     host.check_drained()
+    said = host.transitions.stats()["precision"]
+    assert said["peak_bytes"] <= said["budget_bytes"]
 
 
 def test_a_slot_goes_when_it_can_be_done_without():
@@ -129,6 +131,7 @@ def test_a_slot_goes_when_it_can_be_done_without():
     said = host.transitions.stats()["precision"]
     assert said["slots"] == 9 and said["hi_capacity"] == where.most_high(9)
     assert said["budget_bytes"] == 9 * where.slot_rows * 2
+    assert said["peak_bytes"] <= said["budget_bytes"]
 
 
 def test_a_wish_that_is_taken_back_changes_nothing():

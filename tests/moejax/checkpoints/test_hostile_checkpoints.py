@@ -25,7 +25,7 @@ from moejax.errors import UserError
 from moejax.models.config import load_config
 from moejax.models.directory import FOLLOW_LINKS, read_json
 from moejax.models.json_values import parse_json
-from moejax.requests.prompts import encode_prompt
+from moejax.requests.prompts import PromptEncoder
 from moejax.requests.tokenizer import check_vocabulary, load_tokenizer
 from tests.moejax.checkpoints.random_checkpoint import (
     CONFIG,
@@ -558,7 +558,7 @@ def test_chat_template_stays_in_its_sandbox(template):
     tokenizer.chat_template = template
     prompt = {"messages": [{"role": "user", "content": "x"}]}
     with pytest.raises(UserError, match="the chat template of DIR refuses these messages"):
-        encode_prompt(prompt, tokenizer, "DIR")
+        PromptEncoder(tokenizer, "DIR", 256)(prompt)
 
 
 def test_tokenizer_of_another_model():

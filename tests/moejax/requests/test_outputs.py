@@ -33,6 +33,7 @@ class Sequence:
     prompt_logprobs: list = dataclasses.field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    error: None = None
     arrival_s: float = 10.0
     scheduled_s: float | None = None
     first_token_s: float | None = None

@@ -332,6 +332,42 @@ def test_hooks_may_replace_tables(host, hooked, monkeypatch):
     assert first.paging.read_through[1:].all()
 
 
+class Raising(Recorder):
+    """Hooks of which one call raises."""
+
+    def __init__(self, number: int, error: BaseException):
+        super().__init__()
+        self.number, self.error = number, error
+
+    def before_routing(self, layer):
+        super().before_routing(layer)
+        self._count()
+
+    def after_routing(self, layer, ids, weights):
+        super().after_routing(layer, ids, weights)
+        self._count()
+
+    def before_experts(self, layer):
+        super().before_experts(layer)
+        self._count()
+
+    def _count(self):
+        if len(self.calls) == self.number:
+            raise self.error
+
+
+@pytest.mark.parametrize("number", [1, 2, 3 * LAYERS, 3 * LAYERS + 2, 9 * LAYERS])
+def test_a_hook_that_raises_ends_its_step_and_nothing_else(host, solo, hooked, number):
+    set_budget(host, [3] * LAYERS, KV_SLOTS)
+    for error in (RuntimeError("a hook"), KeyboardInterrupt()):
+        hooked(Raising(number, error))
+        with pytest.raises(type(error)):
+            host.generate([list(POOL[3].prompt)] * 2, POOL[3].params)
+        assert host.engine.idle and host.engine.runner.faults() == []
+    hooked(None)
+    assert run(host, POOL[3:4])[0].same_bits(solo[3])
+
+
 def test_without_hooks_nothing_is_read_back(host, monkeypatch):
     run(host, POOL[:2])
     # Only numpy reads an array back.

@@ -1,0 +1,204 @@
+"""Prompts to token ids: the same as the tokenizer's own, within bounds of time and memory."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from tokenizers import Regex, normalizers, pre_tokenizers
+
+import moejax
+from moejax import UserError
+from moejax.models.config import load_config
+from moejax.requests import bounded_process
+from moejax.requests.prompts import QUICK_TEXT, PromptEncoder
+from moejax.requests.tokenizer import (
+    MOST_SMALL_FILE,
+    check_vocabulary,
+    is_plain,
+    load_tokenizer,
+)
+
+DEMO = Path(moejax.__path__[0]) / "demo"
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+MESSAGES = {"messages": [{"role": "user", "content": "The old house, é 你好"}]}
+
+
+@pytest.fixture
+def tokenizer():
+    return load_tokenizer(DEMO)
+
+
+@pytest.fixture
+def encode(tokenizer):
+    encoder = PromptEncoder(tokenizer, "demo", 200_000)
+    yield encoder
+    encoder.close()
+
+
+@pytest.fixture(scope="module")
+def shared():
+    """One whose process stands already."""
+    encoder = PromptEncoder(load_tokenizer(DEMO), "demo", 200_000)
+    assert encoder._tokenizer is not None
+    yield encoder
+    encoder.close()
+
+
+def test_messages_and_texts_of_any_length_have_the_tokenizers_own_ids(shared):
+    tokenizer = shared._tokenizer
+    tokenizer.chat_template = TEMPLATE
+    own = tokenizer.apply_chat_template(
+        MESSAGES["messages"], add_generation_prompt=True, tokenize=True, return_dict=False
+    )
+    assert shared(MESSAGES) == (None, own)
+    for text in ("", "The old house, é 你", "x  y\n" * QUICK_TEXT):
+        assert shared(text) == (text, tokenizer(text)["input_ids"])
+    process = shared._bounded._process
+    shared(MESSAGES)
+    assert shared._bounded._process is process
+
+
+BOMBS = {
+    "nested range": "{% for i in range(99999) %}{% for j in range(99999) %}"
+    "{% endfor %}{% endfor %}",
+    "power": "{{ 10**(10**9) }}",
+    "lipsum": "{{ lipsum(n=10000000) }}",
+    "doubling": "{% set ns = namespace(s='ab') %}{% for i in range(40) %}"
+    "{% set ns.s = ns.s + ns.s %}{% endfor %}{{ ns.s }}",
+    "repeated": "{{ 'a' * 10**11 }}",
+}
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_a_template_ends_at_its_bound_and_the_next_one_works(shared, monkeypatch, bomb):
+    monkeypatch.setattr(bounded_process, "WORK_S", 1.5)
+    shared._tokenizer.chat_template = BOMBS[bomb]
+    began = time.monotonic()
+    with pytest.raises(UserError, match="the chat template of demo refuses these messages"):
+        shared(MESSAGES)
+    assert time.monotonic() - began < 30
+    monkeypatch.setattr(bounded_process, "WORK_S", 60)
+    shared._tokenizer.chat_template = TEMPLATE
+    assert shared(MESSAGES)[1]
+
+
+def test_who_waits_is_told_when_it_is_interrupted(shared):
+    shared._tokenizer.chat_template = TEMPLATE
+    shared(MESSAGES)
+    shared._tokenizer.chat_template = BOMBS["nested range"]
+    timer = threading.Timer(0.2, shared.interrupt)
+    began = time.monotonic()
+    timer.start()
+    with pytest.raises(UserError, match="the process for it ended"):
+        shared(MESSAGES)
+    assert time.monotonic() - began < bounded_process.WORK_S - 1
+    timer.join()
+
+
+def test_no_process_without_need(encode):
+    encode("The old house")
+    encode([5, 6])
+    assert encode._bounded._process is None
+
+
+def test_a_process_ends_with_its_encoder(shared):
+    shared._tokenizer.chat_template = TEMPLATE
+    shared(MESSAGES)
+    number = shared._bounded._process.pid
+    os.kill(number, 0)
+    shared.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(number, 0)
+    assert shared(MESSAGES)[1]
+
+
+def test_no_text_is_encoded_that_cannot_fit(tokenizer):
+    encode = PromptEncoder(tokenizer, "demo", 100)
+    longest = max(map(len, tokenizer.get_vocab()))
+    text = "x" * (100 * longest + 1)
+    message = f"{len(text)} characters; with a max_model_len of 100 tokens, of which the longest"
+    with pytest.raises(UserError, match=message):
+        encode(text)
+    for prompt in (["a"], "a b" * 100, [5] * 101, itertools.count(), {"messages": []}):
+        with pytest.raises(UserError):
+            encode(prompt)
+    assert encode._bounded._process is None
+
+
+@pytest.mark.parametrize(
+    ("normalizer", "pre_tokenizer", "plain"),
+    [
+        (None, None, True),
+        (normalizers.Sequence([normalizers.NFC(), normalizers.Prepend("▁")]), None, True),
+        (normalizers.Replace(" ", "▁"), pre_tokenizers.Metaspace(), True),
+        (normalizers.Replace("a", "aa"), None, False),
+        (normalizers.Replace(Regex("a*"), "b"), None, False),
+        (None, pre_tokenizers.Split(Regex("(a|b)?c+"), "isolated"), True),
+        (None, pre_tokenizers.Split(Regex("(a+)+$"), "isolated"), False),
+    ],
+)
+def test_which_tokenizers_are_plain(tokenizer, normalizer, pre_tokenizer, plain):
+    if normalizer is not None:
+        tokenizer.backend_tokenizer.normalizer = normalizer
+    if pre_tokenizer is not None:
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizer
+    assert is_plain(tokenizer) is plain
+
+
+def test_a_normalizer_that_multiplies_text_ends_at_its_bound(tokenizer):
+    grows = normalizers.Sequence([normalizers.Replace("a", "a" * 100) for _ in range(5)])
+    tokenizer.backend_tokenizer.normalizer = grows
+    encode = PromptEncoder(tokenizer, "demo", 200_000)
+    with pytest.raises(UserError, match=r"the tokenizer of demo|the process|it took"):
+        encode("a" * 10)
+    assert not encode.quick("a")
+    encode.close()
+
+
+@pytest.fixture
+def directory(tmp_path):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO / name, tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+def test_a_sparse_file_is_refused_by_its_size(directory, name):
+    with open(directory / name, "ab") as file:
+        file.truncate(200 << 30)
+    with pytest.raises(UserError, match=f"{name}: 214748364800 bytes, and at most"):
+        load_tokenizer(directory)
+
+
+def test_a_template_of_60_megabytes_is_refused(directory):
+    path = directory / "tokenizer_config.json"
+    config = json.loads(path.read_text()) | {"chat_template": "x" * 60_000_000}
+    path.write_text(json.dumps(config))
+    with pytest.raises(UserError, match=f"at most {MOST_SMALL_FILE} are read"):
+        load_tokenizer(directory)
+
+
+def test_a_decoder_that_multiplies_text_is_refused(directory):
+    path = directory / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    rule = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 50}
+    tokenizer["decoder"] = {"type": "Sequence", "decoders": [rule] * 4}
+    path.write_text(json.dumps(tokenizer))
+    with pytest.raises(UserError, match=r"the decoder in tokenizer\.json makes text 6250000 times"):
+        load_tokenizer(directory)
+
+
+def test_a_token_that_is_a_book_is_refused(tokenizer):
+    tokenizer.add_tokens(["x" * 20_000])
+    with pytest.raises(UserError, match="a token of 20000 characters; 10000 is the most"):
+        check_vocabulary(tokenizer, load_config(DEMO), DEMO)
