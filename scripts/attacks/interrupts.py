@@ -1,0 +1,156 @@
+"""Ctrl-C at a random moment of every call that runs the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from moejax import LLM, AsyncLLM, SamplingParams
+from moejax.requests.request import GenerationRequest
+from moejax.serve.batch import Job, open_job
+from scripts.attacks.engine import PROMPTS, move_budget
+from scripts.attacks.lines import check_results, known_line
+from scripts.attacks.scene import Scene
+from scripts.attacks.values import pick
+
+
+def interrupted(function: Callable[[], Any], moments: list[float]) -> Any:
+    """What the function returns when SIGINT arrives so many seconds after its start, once for each;
+    the KeyboardInterrupt where it went through. Raises RuntimeError where another handler is left
+    behind. For the main thread."""
+    done = threading.Event()
+
+    def handler(number: int, frame: object) -> None:
+        if not done.is_set():  # one that comes late harms nobody
+            raise KeyboardInterrupt
+
+    def send() -> None:
+        begin = time.perf_counter()
+        for moment in sorted(moments):
+            if done.wait(max(0.0, begin + moment - time.perf_counter())):
+                return
+            os.kill(os.getpid(), signal.SIGINT)
+
+    sender = threading.Thread(target=send, name="attack-interrupt")
+    before = signal.signal(signal.SIGINT, handler)
+    sender.start()
+    try:
+        result = function()
+    except KeyboardInterrupt as error:
+        result = error
+    finally:
+        done.set()
+        sender.join()
+        left = signal.signal(signal.SIGINT, before)
+    if left is not handler:
+        raise RuntimeError(f"another handler of SIGINT is left: {left}")
+    return result
+
+
+def attack_interrupts(scene: Scene) -> None:
+    """Then the engine is idle, budgets may be moved, and an AsyncLLM may have it."""
+    rng, llm = scene.rng, scene.llm
+    what, function, count = pick(rng, WAYS)(scene)
+    moments = [10 ** rng.uniform(-4, -0.3) for _ in range(rng.randrange(1, count + 1))]
+    what = f"{what}, interrupted after {', '.join(f'{m:.4f}' for m in sorted(moments))} s"
+    scene.call(what, lambda: interrupted(function, moments))
+    if not llm.engine.idle:
+        left = len(llm.engine.scheduler.waiting) + len(llm.engine.scheduler.running)
+        scene.fault("engine", f"{what}: not idle, {left} requests are left")
+        return
+    move_budget(scene)
+    scene.call("lend after an interrupt", lambda: _lent(llm))
+
+
+def _lent(llm: LLM) -> None:
+    llm.lend(threading.current_thread())
+    llm.lend(None)
+
+
+def _params(rng: random.Random) -> SamplingParams:
+    return SamplingParams(max_tokens=rng.randrange(1, 20), seed=1, n=pick(rng, (1, 1, 3)))
+
+
+Way = tuple[str, Callable[[], Any], int]
+"""What it is, the call, and how many interrupts it may get."""
+
+
+def _generate(scene: Scene) -> Way:
+    rng, llm = scene.rng, scene.llm
+    count = pick(rng, (1, 10, 300, 3000))
+    prompts = [pick(rng, PROMPTS)] * count
+    params = _params(rng)
+    return f"generate of {count}", lambda: llm.generate(prompts, params), 3
+
+
+def _each(scene: Scene) -> Way:
+    rng, llm = scene.rng, scene.llm
+    params, most = _params(rng), pick(rng, (None, 1, 100))
+    asked = [GenerationRequest(pick(rng, PROMPTS), params, tag=i) for i in range(200)]
+    return "generate_each", lambda: list(llm.generate_each(asked, max_in_flight=most)), 3
+
+
+def _stream(scene: Scene) -> Way:
+    params = SamplingParams(max_tokens=100, seed=1, ignore_eos=True)
+    return "stream", lambda: list(scene.llm.stream(pick(scene.rng, PROMPTS), params)), 3
+
+
+def _score(scene: Scene) -> Way:
+    sequences = [[scene.rng.randrange(1, 4000) for _ in range(60)] for _ in range(100)]
+    return "score_batch", lambda: scene.llm.score_batch(sequences), 3
+
+
+def _budget(scene: Scene) -> Way:
+    def move() -> None:
+        for _ in range(20):
+            move_budget(scene)
+
+    return "set_budget", move, 3
+
+
+def _job(scene: Scene) -> Way:
+    """An interrupted job goes on to its whole results."""
+    known, directory = scene.known, scene.directory
+    source, output = directory / "in.jsonl", directory / "out.jsonl"
+    which = {f"known-{i}": w for i, w in enumerate(known.sample(scene.rng, 30))}
+    lines = [known_line(known, w, name) for name, w in which.items()]
+    source.write_bytes(b"\n".join([*lines, b""]))
+
+    def run() -> None:
+        with open_job(Job(str(source), str(output))) as work:
+            work.run(scene.llm)
+
+    def interrupted_then_whole() -> None:
+        moment = 10 ** scene.rng.uniform(-3, 0)
+        interrupted(run, [moment])
+        interrupted(run, [moment / 2])
+        if scene.llm.engine.idle:
+            run()
+            check_results(scene, output, len(lines), which)
+
+    return "a job, twice interrupted", interrupted_then_whole, 1
+
+
+def _async(scene: Scene) -> Way:
+    rng, params = scene.rng, _params(scene.rng)
+
+    async def several() -> None:
+        async with AsyncLLM(scene.llm) as llm:
+
+            async def one(prompt: str) -> None:
+                async for _ in llm.generate(prompt, params):
+                    pass
+
+            await asyncio.gather(*(one(pick(rng, PROMPTS)) for _ in range(20)))
+
+    # The first one cancels the task; a second one leaves the loop where it is.
+    return "AsyncLLM", lambda: asyncio.run(several()), 1
+
+
+WAYS = (_generate, _generate, _generate, _each, _stream, _score, _budget, _job, _async)
