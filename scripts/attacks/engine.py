@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from moejax import LLM, RequestOutput, SamplingParams
@@ -89,18 +90,21 @@ def record(llm: LLM) -> Known:
     return Known(PROMPTS, params, answers, tuple(output.outputs[0].text for output in outputs))
 
 
-def move_budget(scene: Scene) -> None:
-    """Other budgets for the idle engine, where no policy moves them."""
+def other_budget(scene: Scene) -> Callable[[], None]:
+    """A function that moves the idle engine's budgets, where no policy does."""
     engine, rng = scene.llm.engine, scene.rng
-    if engine.control is not None:
-        return
     arena, scheduler = engine.scheduler.arena, engine.scheduler
     layers, experts = arena.cell_row.shape
     cells = [rng.randrange(experts + 1) for _ in range(layers)]
     pages = scheduler.pages_for(scheduler.max_model_len, 1)
     slots = -(-pages // arena.layout.pages_per_slot) + (rng.random() < 0.3)
-    if sum(cells) + slots <= arena.slots:
-        scene.call("set_budget", lambda: engine.set_budget(cells, slots))
+    possible = engine.control is None and sum(cells) + slots <= arena.slots
+    return partial(engine.set_budget, cells, slots) if possible else lambda: None
+
+
+def move_budget(scene: Scene) -> None:
+    """Other budgets for the idle engine."""
+    scene.call("set_budget", other_budget(scene))
 
 
 def check_answer(scene: Scene, which: int, output: Any, where: str) -> None:
@@ -124,7 +128,7 @@ def check_engine(scene: Scene) -> None:
         scene.fault("engine", f"not idle: {left} requests are left in it")
         return
     for session in scheduler.sessions.all:
-        scene.call("end_session", lambda name=session.name: llm.end_session(name))
+        scene.call("end_session", lambda name=session.session_id: llm.end_session(name))
     if faults := kv_faults(scheduler) + engine.runner.faults():
         scene.fault("engine", "; ".join(faults))
     cache, pages = scheduler.cache, scheduler.arena.pages
@@ -133,4 +137,7 @@ def check_engine(scene: Scene) -> None:
     which = scene.rng.randrange(len(scene.known.prompts))
     prompt, params = scene.known.prompts[which], scene.known.params[which]
     outputs = scene.call("the known request", lambda: llm.generate([prompt], [params]))
-    check_answer(scene, which, outputs[0] if isinstance(outputs, list) else outputs, "afterwards")
+    if isinstance(outputs, list):
+        check_answer(scene, which, outputs[0], "afterwards")
+    else:
+        scene.fault("engine", f"a known request is refused afterwards: {outputs!r:.300}")

@@ -8,13 +8,14 @@ import random
 import signal
 import threading
 import time
+import types
 from collections.abc import Callable
 from typing import Any
 
 from moejax import LLM, AsyncLLM, SamplingParams
 from moejax.requests.request import GenerationRequest
 from moejax.serve.batch import Job, open_job
-from scripts.attacks.engine import PROMPTS, move_budget
+from scripts.attacks.engine import PROMPTS, move_budget, other_budget
 from scripts.attacks.lines import check_results, known_line
 from scripts.attacks.scene import Scene
 from scripts.attacks.values import pick
@@ -26,9 +27,15 @@ def interrupted(function: Callable[[], Any], moments: list[float]) -> Any:
     behind. For the main thread."""
     done = threading.Event()
 
-    def handler(number: int, frame: object) -> None:
-        if not done.is_set():  # one that comes late harms nobody
-            raise KeyboardInterrupt
+    def attacked() -> Any:
+        return function()
+
+    def handler(number: int, frame: types.FrameType | None) -> None:
+        # One that comes late harms nobody: not even the cleaning up below.
+        while frame is not None:
+            if frame.f_code is attacked.__code__:
+                raise KeyboardInterrupt
+            frame = frame.f_back
 
     def send() -> None:
         begin = time.perf_counter()
@@ -41,7 +48,7 @@ def interrupted(function: Callable[[], Any], moments: list[float]) -> Any:
     before = signal.signal(signal.SIGINT, handler)
     sender.start()
     try:
-        result = function()
+        result = attacked()
     except KeyboardInterrupt as error:
         result = error
     finally:
@@ -109,7 +116,7 @@ def _score(scene: Scene) -> Way:
 def _budget(scene: Scene) -> Way:
     def move() -> None:
         for _ in range(20):
-            move_budget(scene)
+            other_budget(scene)()
 
     return "set_budget", move, 3
 
