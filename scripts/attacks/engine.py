@@ -63,7 +63,7 @@ def conditions(seed: int, era: int) -> Mapping[str, Any]:
 
 
 def start(options: Mapping[str, Any]) -> LLM:
-    return LLM("demo", **{**LIMITS, **options})
+    return LLM(**{"model": "demo", **LIMITS, **options})
 
 
 def answer(output: RequestOutput) -> Answer:

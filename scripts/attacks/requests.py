@@ -12,7 +12,7 @@ from moejax import RequestOutput, SamplingParams, UserError
 from moejax.requests.request import GenerationRequest
 from scripts.attacks.engine import PROMPTS, answer, check_answer, move_budget
 from scripts.attacks.scene import Scene
-from scripts.attacks.values import attacked, integer, nested, other, pick, plain, text
+from scripts.attacks.values import attacked, integer, nested, other, pick, plain, shown, text
 
 WRONG_TYPE = (UserError, TypeError)
 """What a Python caller gets for a value of the wrong type."""
@@ -24,20 +24,13 @@ MOST_TOKENS = 1500
 def hostile_params(scene: Scene) -> SamplingParams | None:
     """Parameters that were accepted; None: they were refused."""
     fields = attacked(scene.rng)
-    names = ", ".join(f"{name}={fields[name]!r:.60}" for name in fields if _prints(fields[name]))
+    names = ", ".join(f"{name}={shown(fields[name])}" for name in fields)
     made = scene.call(f"SamplingParams({names})", lambda: SamplingParams(**fields), WRONG_TYPE)
     if not isinstance(made, SamplingParams):
         return None
     if made.n > 1 and made.n * made.max_tokens > MOST_TOKENS:
         made = dataclasses.replace(made, n=2, max_tokens=min(made.max_tokens, 100), min_tokens=0)
     return made
-
-
-def _prints(value: object) -> bool:
-    try:
-        return bool(repr(value))
-    except (RecursionError, ValueError):
-        return False
 
 
 def attack_params(scene: Scene) -> None:

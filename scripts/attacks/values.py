@@ -16,9 +16,15 @@ import numpy as np
 
 from moejax import SamplingParams
 
-HINTS = typing.get_type_hints(SamplingParams)
-FIELDS = {f.name: HINTS[f.name] for f in dataclasses.fields(SamplingParams) if f.init}
-"""Name → type of every field: one that is new is attacked unasked."""
+
+def fields_of(kind: type) -> dict[str, Any]:
+    """Name → type of every field of a dataclass that its caller gives."""
+    hints = typing.get_type_hints(kind)
+    return {f.name: hints[f.name] for f in dataclasses.fields(kind) if f.init}
+
+
+FIELDS = fields_of(SamplingParams)
+"""A field that is new is attacked unasked."""
 
 POWERS = tuple(2**n + d for n in (7, 8, 15, 16, 31, 32, 53, 63, 64, 128) for d in (-1, 0, 1))
 ENORMOUS = (10**20, 10**400, 10**4299, 2**20000)
@@ -131,6 +137,14 @@ def attacked(rng: random.Random) -> dict[str, Any]:
     """Fields of a request, one to four of them hostile."""
     names = rng.sample(sorted(FIELDS), pick(rng, (1, 1, 1, 2, 4)))
     return plain(rng) | {name: hostile(rng, FIELDS[name]) for name in names}
+
+
+def shown(value: object) -> str:
+    """A value for a message: short, and the same whenever it is drawn again."""
+    if isinstance(value, int) and not -(10**50) < value < 10**50:
+        return f"an integer of {value.bit_length()} bits"
+    plain = isinstance(value, int | float | str | None)
+    return f"{value!r:.60}" if plain else type(value).__name__
 
 
 # ---- as JSON, with what json.dumps would not write

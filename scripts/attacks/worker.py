@@ -15,13 +15,14 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from moejax import LLM
 from scripts.attacks import files, interrupts, lines, requests, texts, threads, trees
-from scripts.attacks.engine import Known, check_engine, record, start
+from scripts.attacks.engine import Known, check_engine, conditions, record, start
 from scripts.attacks.scene import Fault, Scene, described, limit_s
 
 Attack = Callable[[Scene], None]
@@ -48,6 +49,9 @@ START_S = 300.0
 
 GRACE_S = 5.0
 """What the watcher adds to twice the limit of a call, since one that ends tells itself."""
+
+ERA = 50
+"""Cases that one engine sees, under one set of conditions."""
 
 MEMORY = 2.0
 """Most memory, in multiples of the normal."""
@@ -108,23 +112,64 @@ def forget_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-@dataclasses.dataclass(frozen=True)
-class Normal:
-    """Bytes of a process that has answered the known requests: resident, and data."""
+@dataclasses.dataclass
+class Host:
+    """The models of a process, one at a time. say: tells who watches from outside."""
 
-    resident: int
-    data: int
+    say: Callable[[str, Any], None]
+    directory: Path
+    """For the files of the cases, and TMPDIR of what runs."""
+    known: Known | None
+    llm: LLM | None = None
+    options: Mapping[str, Any] | None = None
+    normal: int = 0
+    """Bytes resident in a process that has answered the known requests."""
+
+    def run(self, seed: int, number: int) -> list[Fault]:
+        """What broke in a case."""
+        llm, known = self._model(conditions(seed, number // ERA))
+        forget_peak()
+        faults = run_case(llm, known, seed, number, self.directory, partial(self.say, "began"))
+        peak = status_bytes("VmHWM")
+        if peak > MEMORY * self.normal:
+            text = f"{peak >> 20} MiB resident, normal are {self.normal >> 20}"
+            faults.append(Fault("memory", text))
+        return faults
+
+    def _model(self, options: Mapping[str, Any]) -> tuple[LLM, Known]:
+        """The model under these conditions, and its known requests."""
+        if self.llm is None or self.known is None or options != self.options:
+            self.say("starts", "a model")
+            if self.llm is not None:
+                self.llm.close()
+            self.llm, self.options = start(options), options
+            if self.known is None:
+                self.known = record(self.llm)
+                self.say("known", self.known)
+            if not self.normal:
+                self._bound()
+        return self.llm, self.known
+
+    def _bound(self) -> None:
+        """The process is as large as normal; twice that is its bound."""
+        assert self.llm is not None and self.known is not None
+        self.llm.generate(list(self.known.prompts), list(self.known.params))
+        gc.collect()
+        gc.freeze()
+        self.normal = status_bytes("VmRSS")
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        bound = int(MEMORY * status_bytes("VmData"))
+        resource.setrlimit(resource.RLIMIT_DATA, (bound, hard))
 
 
 def serve(
     connection: Connection,
-    options: Mapping[str, Any],
     known: Known | None,
     directory: Path,
     prepare: Callable[[], None] | None,
 ) -> None:
-    """Runs the cases that the connection names until it names None. The messages: `("ready", known
-    requests, bytes)` once, then `("began", what)` and `("done", faults)`."""
+    """Runs the cases (seed, number) that the connection names until it names None. The messages:
+    ("starts", what), ("known", the requests), ("began", what), and ("done", faults)."""
     log = os.open(directory / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -137,76 +182,53 @@ def serve(
     tempfile.tempdir = None
     if prepare is not None:
         prepare()
-    with start(options) as llm:
-        known = record(llm) if known is None else known
-        gc.collect()
-        gc.freeze()
-        normal = Normal(status_bytes("VmRSS"), status_bytes("VmData"))
-        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-        resource.setrlimit(resource.RLIMIT_DATA, (int(MEMORY * normal.data), hard))
-        connection.send(("ready", known, normal.resident))
-        while (case := connection.recv()) is not None:
-            forget_peak()
-            faults = run_case(
-                llm, known, *case, files, lambda what: connection.send(("began", what))
-            )
-            peak = status_bytes("VmHWM")
-            if peak > MEMORY * normal.resident:
-                text = f"{peak >> 20} MiB resident, normal are {normal.resident >> 20}"
-                faults.append(Fault("memory", text))
-            connection.send(("done", faults))
-        os._exit(0)  # a broken engine need not close well
+    host = Host(lambda message, what: connection.send((message, what)), files, known)
+    while (case := connection.recv()) is not None:
+        connection.send(("done", host.run(*case)))
+    os._exit(0)  # a broken engine need not close well
 
 
 # ---- from outside
 
 
 class Worker:
-    """A process with a model. options: of LLM. known: answers of earlier workers (None: this one
-    records them). prepare: called in the process first; tests plant defects with it."""
+    """A process that runs cases. known: answers of an earlier one; None: this one records some.
+    prepare: called in the process first; tests plant defects with it."""
 
     def __init__(
-        self,
-        options: Mapping[str, Any],
-        known: Known | None,
-        directory: Path,
-        prepare: Callable[[], None] | None = None,
+        self, known: Known | None, directory: Path, prepare: Callable[[], None] | None = None
     ):
         directory.mkdir()
-        self._log = directory / "log"
+        self.known, self._log, self._said = known, directory / "log", 0
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
-        self._process = context.Process(
-            target=serve, args=(theirs, options, known, directory, prepare), daemon=True
-        )
-        self._said = 0
-        """Bytes that it had written before the case."""
+        arguments = (theirs, known, directory, prepare)
+        self._process = context.Process(target=serve, args=arguments, daemon=True)
         self._process.start()
         theirs.close()
-        try:
-            _, self.known, self.normal = self._receive(START_S + 10 * limit_s())
-        except (EOFError, TimeoutError) as error:
-            raise RuntimeError(f"a worker does not start: {self._end()}") from error
 
     def run(self, seed: int, number: int) -> list[Fault]:
         """What broke in a case; ends the process where it died or hangs."""
-        what, self._said = "the case", self._log.stat().st_size
+        what, self._said = "the start", self._log.stat().st_size if self._log.exists() else 0
+        patience_s = START_S + 10 * limit_s()
         try:
             self._connection.send((seed, number))
             while True:
-                message, said = self._receive(2 * limit_s() + GRACE_S)
+                message, said = self._receive(patience_s)
                 if message == "done":
                     return said
+                if message == "known":
+                    self.known = said
+                    continue
                 what = said
+                patience_s = 2 * limit_s() + GRACE_S
+                if message == "starts":
+                    patience_s += START_S
         except (EOFError, OSError):
             self._process.join(limit_s())  # it may be writing its last words
             return [Fault("died", f"{what}: the process ended: {self._end()}")]
         except TimeoutError:
             return [Fault("hung", f"{what}: no end: {self._dump()}")]
-
-    @property
-    def alive(self) -> bool:
-        return self._process.is_alive()
 
     def close(self) -> None:
         with contextlib.suppress(OSError):

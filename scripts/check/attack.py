@@ -29,13 +29,10 @@ from rich.console import Console
 from rich.table import Table
 
 from moejax import UserError
-from scripts.attacks.engine import Known, conditions
+from scripts.attacks.engine import Known
 from scripts.attacks.scene import Fault
 from scripts.attacks.worker import KINDS, Worker, kind_of
 from scripts.parts.commands import new_parser, refuse
-
-ERA = 50
-"""Cases that one engine sees, under one set of conditions."""
 
 RESTART = ("died", "hung", "engine", "bits")
 """Faults after which the process is not to be trusted."""
@@ -43,34 +40,31 @@ RESTART = ("died", "hung", "engine", "bits")
 
 @dataclasses.dataclass
 class Campaign:
-    """Cases in workers, one worker at a time. prepare: see Worker."""
+    """Cases in worker processes, one after the other. prepare: see Worker."""
 
     seed: int
     directory: Path
     prepare: Callable[[], None] | None = None
-    worker: Worker | None = None
-    era: int = -1
     known: Known | None = None
     workers: int = 0
+    _worker: Worker | None = None
 
     def run(self, number: int) -> list[Fault]:
-        """What broke in a case."""
-        if self.worker is None or self.era != number // ERA or not self.worker.alive:
-            self.close()
-            self.era, self.workers = number // ERA, self.workers + 1
-            options = conditions(self.seed, self.era)
+        """What broke in a case, each thing once."""
+        if self._worker is None:
+            self.workers += 1
             place = self.directory / f"worker-{self.workers}"
-            self.worker = Worker(options, self.known, place, self.prepare)
-            self.known = self.worker.known
-        faults = self.worker.run(self.seed, number)
+            self._worker = Worker(self.known, place, self.prepare)
+        faults = self._worker.run(self.seed, number)
+        self.known = self._worker.known
         if any(fault.what in RESTART for fault in faults):
             self.close()
-        return faults
+        return list(dict.fromkeys(faults))
 
     def close(self) -> None:
-        if self.worker is not None:
-            self.worker.close()
-            self.worker = None
+        if self._worker is not None:
+            self._worker.close()
+            self._worker = None
 
 
 def numbers(seed: int, only: Collection[str]) -> Iterator[int]:
@@ -90,7 +84,7 @@ def run(
     for number in cases:
         kind = kind_of(campaign.seed, number)
         began = time.perf_counter()
-        faults = list(dict.fromkeys(campaign.run(number)))
+        faults = campaign.run(number)
         # The first start may compile, which is no part of the campaign.
         deadline = deadline or time.perf_counter() + 60 * minutes
         counts[kind, "cases"] += 1
