@@ -224,11 +224,11 @@ class Worker:
                 patience_s = 2 * limit_s() + GRACE_S
                 if message == "starts":
                     patience_s += START_S
+        except TimeoutError:  # which is an OSError, too
+            return [Fault("hung", f"{what}: no end: {self._dump()}")]
         except (EOFError, OSError):
             self._process.join(limit_s())  # it may be writing its last words
             return [Fault("died", f"{what}: the process ended: {self._end()}")]
-        except TimeoutError:
-            return [Fault("hung", f"{what}: no end: {self._dump()}")]
 
     def close(self) -> None:
         with contextlib.suppress(OSError):

@@ -120,8 +120,8 @@ def main(arguments: Sequence[str] | None = None, prepare: Callable[[], None] | N
     if unknown := only - set(KINDS):
         return refuse(__name__, f"no kind {min(unknown)!r}; the kinds: {', '.join(KINDS)}")
     console = Console(soft_wrap=True)
-    cases = numbers(args.seed, only) if args.case is None else iter([args.case])
-    with tempfile.TemporaryDirectory() as name:
+    cases = iter(args.case) if args.case else numbers(args.seed, only)
+    with tempfile.TemporaryDirectory(prefix="moejax-attack-") as name:
         campaign = Campaign(args.seed, Path(name), prepare)
         try:
             if args.report is None:
@@ -144,7 +144,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--seed", type=int, default=0, help="of everything random (default: 0)")
     add("--minutes", type=float, default=5.0, help="how long (default: %(default)s)")
-    add("--case", type=int, metavar="N", help="run this one only")
+    add("--case", type=int, nargs="+", metavar="N", help="run these only")
     add("--only", metavar="KIND,...", help=f"of {', '.join(KINDS)} (default: all)")
     add("--report", metavar="FILE.jsonl", help="a line of JSON for each case")
     return parser
