@@ -105,7 +105,7 @@ def _stream_of_requests(scene: Scene, wrong: list[tuple[Any, SamplingParams, Any
     if not isinstance(found, list):
         return  # its error is a fault already, or it is a UserError of the iterator itself
     tags = [request.tag for request, _ in found]
-    if sorted(tags) != sorted(request.tag for request in asked):
+    if sorted(map(str, tags)) != sorted(str(request.tag) for request in asked):
         scene.fault("lost", f"generate_each: {len(found)} results of {len(asked)} requests")
     ran = []
     for request, output in found:
