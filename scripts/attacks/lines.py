@@ -11,7 +11,7 @@ from typing import Any
 from moejax import UserError
 from moejax.serve.batch import Job, open_job
 from scripts.attacks.engine import Known
-from scripts.attacks.scene import MOST_MESSAGE, Scene
+from scripts.attacks.scene import Scene
 from scripts.attacks.values import FIELDS, pick, raw_json
 
 NAMES = ("id", "custom_id", "prompt", "prompt_token_ids", "messages", "session_id", "priority")
@@ -118,9 +118,8 @@ def check_results(
     if raws[-1] or len(records) != expected:
         scene.fault("lost", f"{len(records)} results of {expected} lines")
     for record in records:
-        error = record["error"]
-        if error is not None and len(error["message"]) > MOST_MESSAGE:
-            scene.fault("message", f"an error line of {len(error['message'])} characters")
+        if record["error"] is not None:
+            scene.check_message("an error line", record["error"]["message"])
         index = which.get(str(record["id"]))
         if index is not None and record.get("text") != scene.known.texts[index]:
             scene.fault("bits", f"{record['id']}: another text than alone: {record!r:.300}")

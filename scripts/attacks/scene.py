@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 LIMIT_S = 10.0
 """A call that takes longer hangs."""
 
-MOST_MESSAGE = 1000
-"""Characters of a message: a few hundred and the path of a file."""
+MOST_LINE, MOST_LINES = 1000, 50
+"""Characters of a message's line, and its lines."""
 
 
 def limit_s() -> float:
@@ -72,11 +72,18 @@ class Scene:
         except BaseException as error:  # tokenizers panics with a BaseException
             if not isinstance(error, refusals):
                 self.fault("raised", f"{what}: {described(error)}")
-            elif len(str(error)) > MOST_MESSAGE:
-                self.fault("message", f"{what}: a message of {len(str(error))} characters")
+            else:
+                self.check_message(what, str(error))
             result = error
         self.ended(what, begin)
         return result
+
+    def check_message(self, what: str, message: str) -> None:
+        """It does not fill the screen."""
+        lines = message.split("\n")
+        if max(map(len, lines)) > MOST_LINE or len(lines) > MOST_LINES:
+            text = f"{what}: a message of {len(message)} characters in {len(lines)} lines"
+            self.fault("message", text)
 
     def ended(self, what: str, begin: float) -> None:
         """What began then, by time.perf_counter(), has ended now."""
