@@ -14,7 +14,7 @@ from typing import Any
 
 from moejax import LLM, AsyncLLM, SamplingParams
 from moejax.requests.request import GenerationRequest
-from moejax.serve.batch import Job, open_job
+from moejax.serve.batch.job import Job, open_job
 from scripts.attacks.engine import PROMPTS, move_budget, other_budget
 from scripts.attacks.lines import check_results, known_line
 from scripts.attacks.scene import Scene

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from moejax import UserError
-from moejax.serve.batch import Job, open_job
+from moejax.serve.batch.job import Job, open_job
 from scripts.attacks.engine import Known
 from scripts.attacks.scene import Scene
 from scripts.attacks.values import FIELDS, pick, raw_json

@@ -8,7 +8,7 @@ import tempfile
 
 import pytest
 
-from moejax import SamplingParams, UserError
+from moejax import SamplingParams
 from moejax.serve.batch.result_file import ResultFile
 from scripts.attacks import engine, lines, requests, scene, values, worker
 from scripts.attacks.files import damage_file, mutated_json
@@ -142,9 +142,10 @@ def test_finds_a_file_that_is_left(run, tmp_path):
 
 def test_finds_a_message_that_fills_the_screen(run):
     def refuse():
-        raise UserError("x" * 5000)
+        raise ValueError("x" * 5000)
 
-    assert "5000 characters" in run(lambda scene: scene.call("a call", refuse))["message"]
+    found = run(lambda scene: scene.call("a call", refuse, (ValueError,)))
+    assert "of 5000 characters" in found["message"]
 
 
 def test_finds_a_slow_call(run, monkeypatch):
