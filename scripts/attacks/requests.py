@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -91,10 +92,16 @@ def _stream_of_requests(scene: Scene, wrong: list[tuple[Any, SamplingParams, Any
         GenerationRequest(known.prompts[i], known.params[i], tag=("known", i))
         for i in known.sample(rng, 2)
     ]
-    asked += [
-        GenerationRequest(prompt, params, session_id=session, priority=priority, tag=("wrong", n))
-        for n, (prompt, params, session, priority) in enumerate(wrong)
-    ]
+    for n, (prompt, params, session, priority) in enumerate(wrong):
+        request = partial(
+            *(GenerationRequest, prompt, params),
+            session_id=session,
+            priority=priority,
+            tag=("wrong", n),
+        )
+        made = scene.call("GenerationRequest", request, WRONG_TYPE)
+        if isinstance(made, GenerationRequest):
+            asked.append(made)
     rng.shuffle(asked)
 
     def run() -> list[tuple[GenerationRequest, RequestOutput | UserError]]:

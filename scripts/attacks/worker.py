@@ -56,6 +56,9 @@ ERA = 50
 MEMORY = 2.0
 """Most memory, in multiples of the normal."""
 
+STACKS = 2**30
+"""Bytes of data that stacks of new threads reserve and do not use."""
+
 
 def kind_of(seed: int, number: int) -> str:
     """The kind of a case."""
@@ -158,7 +161,7 @@ class Host:
         gc.freeze()
         self.normal = status_bytes("VmRSS")
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-        bound = int(MEMORY * status_bytes("VmData"))
+        bound = int(MEMORY * status_bytes("VmData")) + STACKS
         resource.setrlimit(resource.RLIMIT_DATA, (bound, hard))
 
 
@@ -209,7 +212,7 @@ class Worker:
 
     def run(self, seed: int, number: int) -> list[Fault]:
         """What broke in a case; ends the process where it died or hangs."""
-        what, self._said = "the start", self._log.stat().st_size if self._log.exists() else 0
+        what, self._said = "the case", self._log.stat().st_size if self._log.exists() else 0
         patience_s = START_S + 10 * limit_s()
         try:
             self._connection.send((seed, number))
