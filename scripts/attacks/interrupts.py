@@ -1,8 +1,9 @@
-"""Ctrl-C at a random moment of every call that runs the engine."""
+"""Ctrl-C at a random moment of every call that runs the engine, and callbacks that raise."""
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import random
 import signal
@@ -10,12 +11,14 @@ import threading
 import time
 import types
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from moejax import LLM, AsyncLLM, SamplingParams
+from host_offload.control.interface import Decision, Moment, Observation, Spec
+from moejax import LLM, AsyncLLM, SamplingParams, UserError
 from moejax.requests.request import GenerationRequest
 from moejax.serve.batch.job import Job, open_job
-from scripts.attacks.engine import PROMPTS, move_budget, other_budget
+from scripts.attacks.engine import PROMPTS, check_answer, move_budget, other_budget, start
 from scripts.attacks.lines import check_results, known_line
 from scripts.attacks.scene import Scene
 from scripts.attacks.values import pick
@@ -161,3 +164,70 @@ def _async(scene: Scene) -> Way:
 
 
 WAYS = (_generate, _generate, _generate, _each, _stream, _score, _budget, _job, _async)
+
+
+# ---- callbacks
+
+
+class CallbackError(Exception):
+    """What a callback of the caller raises."""
+
+
+@dataclasses.dataclass
+class Raising:
+    """Hooks and a listener, of which one call raises."""
+
+    left: int = -1
+    """Calls until then; negative: never."""
+
+    def __call__(self, *given: Any) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise CallbackError("by the attack")
+
+    before_routing = after_routing = before_experts = __call__
+
+
+@dataclasses.dataclass(frozen=True)
+class RaisingPolicy:
+    """A policy that does nothing, and raises with the others."""
+
+    raising: Raising
+    moments: frozenset[Moment] = frozenset({Moment.STEP_BEGIN, Moment.STEP_END})
+    needs: frozenset[str] = frozenset()
+    writes: frozenset[str] = frozenset({"stages"})
+
+    def init(self, spec: Spec) -> int:
+        return 0
+
+    def decide(self, state: int, observation: Observation) -> tuple[int, Decision]:
+        self.raising()
+        return state, Decision()
+
+
+def attack_callbacks(scene: Scene) -> None:
+    """What a callback raises reaches the caller, and ends nothing else."""
+    raising, known = Raising(), scene.known
+    ways: tuple[dict[str, Any], ...] = (
+        {"driver": "host", "hooks": raising},
+        {"listener": raising},
+        {"policies": (RaisingPolicy(raising),)},
+    )
+    options = pick(scene.rng, ways)
+    llm = scene.call(f"LLM with {'/'.join(options)}", lambda: start(options))
+    if not isinstance(llm, LLM):
+        return
+    with llm:
+        for _ in range(3):
+            raising.left = scene.rng.randrange(1, 40)
+            moment = f"{'/'.join(options)} that raises at call {raising.left}"
+            refusals = (CallbackError, UserError)
+            prompts, params = list(known.prompts), list(known.params)
+            scene.call(moment, partial(llm.generate, prompts, params), refusals)
+            raising.left = -1
+            if not llm.engine.idle:
+                scene.fault("engine", f"{moment}: not idle")
+                return
+            outputs = scene.call(f"after {moment}", partial(llm.generate, prompts, params))
+            for i, output in enumerate(outputs if isinstance(outputs, list) else ()):
+                check_answer(scene, i, output, f"after {moment}")

@@ -33,6 +33,7 @@ KINDS: dict[str, tuple[int, Attack]] = {
     "lines": (5, lines.attack_lines),
     "results": (2, lines.attack_results),
     "interrupts": (4, interrupts.attack_interrupts),
+    "callbacks": (1, interrupts.attack_callbacks),
     "threads": (2, threads.attack_threads),
     "async": (3, threads.attack_async),
     "templates": (4, texts.attack_templates),
@@ -143,26 +144,30 @@ class Host:
         """The model under these conditions, and its known requests."""
         if self.llm is None or self.known is None or options != self.options:
             self.say("starts", "a model")
+            _bound_data(None)  # compiling needs what it needs
             if self.llm is not None:
                 self.llm.close()
             self.llm, self.options = start(options), options
             if self.known is None:
                 self.known = record(self.llm)
                 self.say("known", self.known)
-            if not self.normal:
-                self._bound()
+            self._bound()
         return self.llm, self.known
 
     def _bound(self) -> None:
-        """The process is as large as normal; twice that is its bound."""
+        """The process is as large as normal now; twice that is its bound."""
         assert self.llm is not None and self.known is not None
         self.llm.generate(list(self.known.prompts), list(self.known.params))
         gc.collect()
         gc.freeze()
         self.normal = status_bytes("VmRSS")
-        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-        bound = int(MEMORY * status_bytes("VmData")) + STACKS
-        resource.setrlimit(resource.RLIMIT_DATA, (bound, hard))
+        _bound_data(int(MEMORY * status_bytes("VmData")) + STACKS)
+
+
+def _bound_data(nbytes: int | None) -> None:
+    """Bytes of data that this process may have; None: as many as it was started with."""
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (hard if nbytes is None else nbytes, hard))
 
 
 def serve(
