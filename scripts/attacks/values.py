@@ -79,19 +79,25 @@ def nested(depth: int) -> list:
     return value
 
 
+def _itself() -> list:
+    value: list = []
+    value.append(value)
+    return value
+
+
+OTHERS: tuple[Any, ...] = (
+    *(None, True, False, b"", b"\xff" * 9, object(), type, ..., _itself(), nested(100_000)),
+    *([], {}, set(), [[]], [None], {"a": {}}, {None: None}, range(0), range(10**9)),
+    *(np.int32(3), np.uint64(2**64 - 1), np.float32("nan"), np.float16(1), np.bool_(True)),
+    *(np.zeros(0), np.zeros((2, 2)), np.arange(3), np.array("a"), np.array(2**40)),
+    *(fractions.Fraction(10**400, 3), decimal.Decimal("1e400"), decimal.Decimal("NaN")),
+    *(1j, "x" * 1_000_000, [1.5, "a"], memoryview(b"abc"), {"x": 1}.keys(), bytearray(3)),
+)
+
+
 def other(rng: random.Random) -> Any:
     """A value of no type that anybody expects."""
-    itself: list = []
-    itself.append(itself)
-    choices: tuple[Any, ...] = (
-        *(None, True, False, b"", b"\xff" * 9, object(), type, ..., itself, nested(100_000)),
-        *([], {}, set(), [[]], [None], {"a": {}}, {None: None}, range(0), range(10**9)),
-        *(np.int32(3), np.uint64(2**64 - 1), np.float32("nan"), np.float16(1), np.bool_(True)),
-        *(np.zeros(0), np.zeros((2, 2)), np.arange(3), np.array("a"), np.array(2**40)),
-        *(fractions.Fraction(10**400, 3), decimal.Decimal("1e400"), decimal.Decimal("NaN")),
-        *(1j, "x" * 1_000_000, [1.5, "a"], memoryview(b"abc"), {"x": 1}.keys(), bytearray(3)),
-    )
-    return pick(rng, (*choices, integer(rng), number(rng), text(rng)))
+    return pick(rng, (*OTHERS, integer(rng), number(rng), text(rng)))
 
 
 def of_type(rng: random.Random, hint: Any) -> Any:
