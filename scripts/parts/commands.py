@@ -18,7 +18,7 @@ COMMANDS = {
     "budgets": ("curves", "compare", "resize", "table2"),
     "policies": ("compare", "times", "predictions"),
     "precision": ("compare", "speed", "plot"),
-    "check": ("batch", "parity", "requests", "paired", "fuzz", "sessions"),
+    "check": ("batch", "parity", "requests", "paired", "fuzz", "sessions", "attack"),
 }
 """Group → names."""
 

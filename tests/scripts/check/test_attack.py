@@ -1,0 +1,261 @@
+"""The attack finds a planted defect of every kind, repeats by its seed, and finds nothing else."""
+
+import dataclasses
+import json
+import random
+import shutil
+import tempfile
+from functools import partial
+
+import pytest
+
+from moejax import SamplingParams
+from moejax.serve.batch.result_file import ResultFile
+from scripts.attacks import engine, lines, scene, values, worker
+from scripts.attacks.files import damage_file, mutated_json
+from scripts.attacks.interrupts import interrupted
+from scripts.attacks.lines import hostile_line
+from scripts.attacks.texts import template
+from scripts.attacks.trees import map_text
+from scripts.check import attack
+from tests.scripts.check import plants
+
+
+@pytest.fixture(scope="module")
+def target():
+    with engine.start({}) as llm:
+        yield llm, engine.record(llm)
+
+
+def case_of(kind, seed=0):
+    """The first case of that kind."""
+    return next(attack.numbers(seed, {kind}))
+
+
+@pytest.fixture
+def run(target, tmp_path, monkeypatch):
+    """Runs `attack(scene)` as a case; returns what broke, by `what`."""
+
+    def case(function, llm=None, known=None):
+        kind = worker.kind_of(0, 0)
+        monkeypatch.setitem(worker.KINDS, kind, (worker.KINDS[kind][0], function))
+        found = worker.run_case(llm or target[0], known or target[1], 0, 0, tmp_path)
+        return {fault.what: fault.text for fault in found}
+
+    return case
+
+
+def generate(scene):
+    """Known requests through LLM.generate."""
+    known, which = scene.known, [0, 1]
+    prompts, params = ([each[i] for i in which] for each in (known.prompts, known.params))
+    outputs = scene.call("generate", lambda: scene.llm.generate(prompts, params))
+    if isinstance(outputs, list):
+        for i, output in zip(which, outputs, strict=True):
+            engine.check_answer(scene, i, output, "generate")
+
+
+def job(scene):
+    source, output = scene.directory / "in.jsonl", scene.directory / "out.jsonl"
+    which = {f"known-{i}": i for i in range(4)}
+    text = [lines.known_line(scene.known, i, name) for name, i in which.items()]
+    source.write_bytes(b"\n".join([*text, b"{", b""]))
+    lines.run_job(scene, lines.Job(str(source), str(output), on_error="skip"), "a job")
+    lines.check_results(scene, output, 5, which)
+
+
+# ---- nothing is found where nothing is planted
+
+
+def test_a_whole_engine_has_no_fault(run):
+    assert run(generate) == {}
+    assert run(job) == {}
+
+
+@pytest.mark.parametrize("move", range(3))
+def test_an_interrupted_generate_leaves_an_idle_engine(run, move):
+    def attacked(scene):
+        prompts, params = list(scene.known.prompts), list(scene.known.params)
+        call = partial(scene.llm.generate, prompts, params)
+        scene.call("an interrupt", partial(interrupted, call, [0.01 * 4**move]))
+
+    assert run(attacked) == {}
+
+
+# ---- planted defects
+
+
+def test_finds_an_error_that_is_no_refusal(run, target, monkeypatch):
+    def unchecked(prompts, params, **given):
+        raise OverflowError("Python int too large to convert to C long")
+
+    def attacked(scene):
+        with monkeypatch.context() as planted:
+            planted.setattr(target[0], "generate", unchecked)
+            generate(scene)
+
+    assert "OverflowError" in run(attacked)["raised"]
+
+
+def test_finds_a_lost_line(run, monkeypatch):
+    append, count = ResultFile.append, iter(range(100))
+
+    def forgetful(results, line):
+        if next(count) != 2:
+            append(results, line)
+
+    monkeypatch.setattr(ResultFile, "append", forgetful)
+    assert "of 5 lines" in run(job)["lost"]
+
+
+def test_finds_another_bit(run, target):
+    answers = [list(each) for each in target[1].answers]
+    token, logprob = answers[1][-1]
+    answers[1][-1] = (token, logprob + 2**-20)
+    known = dataclasses.replace(target[1], answers=tuple(answers))
+    assert "log-probabilities" in run(generate, known=known)["bits"]
+
+
+def test_finds_what_is_left_in_the_engine(run, target):
+    llm = target[0]
+
+    def leave(scene):
+        llm.engine.add([1, 2, 3], SamplingParams(max_tokens=3))
+
+    assert "1 requests are left" in run(leave)["engine"]
+    llm.engine.abort([*llm.engine.scheduler.waiting])
+
+
+def test_finds_a_file_that_is_left(run, tmp_path):
+    def leave(scene):
+        tempfile.mkstemp(dir=tmp_path)
+
+    assert "a temporary file" in run(leave)["left"]
+    assert not [*tmp_path.iterdir()]
+
+
+def test_finds_a_message_that_fills_the_screen(run):
+    def refuse():
+        raise ValueError("x" * 5000)
+
+    found = run(lambda scene: scene.call("a call", refuse, (ValueError,)))
+    assert "of 5000 characters" in found["message"]
+
+
+def test_finds_a_slow_call(run, monkeypatch):
+    monkeypatch.setattr(scene, "limit_s", lambda: 0.0)
+    assert "took" in run(generate)["slow"]
+
+
+@pytest.mark.parametrize(
+    ("plant", "what", "text"),
+    [
+        (plants.hang, "hung", "a call that hangs"),
+        (plants.death, "died", "a call that aborts"),
+        (plants.hunger, "raised", "MemoryError"),
+        (plants.resident, "memory", "MiB resident"),
+        (plants.wrong_type, "raised", "OverflowError"),
+    ],
+)
+def test_finds_it_from_outside(plant, what, text, tmp_path, monkeypatch):
+    monkeypatch.setattr(worker, "limit_s", lambda: 10.0)
+    watched = worker.Worker(None, tmp_path / "worker", plant)
+    try:
+        found = watched.run(0, 0)
+        assert found[0].what == what, found
+        assert text in found[0].text
+    finally:
+        watched.close()
+
+
+# ---- cases
+
+
+def test_every_field_is_attacked():
+    """A new one as well, without being named."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Later(SamplingParams):
+        brand_new: int = 0
+
+    assert values.fields_of(SamplingParams).keys() == values.FIELDS.keys()
+    assert "brand_new" in values.fields_of(Later)
+    rng, seen = random.Random(0), set()
+    for _ in range(300):
+        seen |= values.attacked(rng).keys()
+    assert seen == {f.name for f in dataclasses.fields(SamplingParams)}
+
+
+def test_every_kind_comes():
+    found = [worker.kind_of(0, n) for n in range(300)]
+    assert set(found) == set(worker.KINDS)
+    assert found == [worker.kind_of(0, n) for n in range(300)]
+    assert worker.kind_of(0, case_of("maps")) == "maps"
+
+
+@pytest.mark.parametrize("draw", [hostile_line, template, map_text, values.raw_json])
+def test_a_seed_repeats(draw):
+    assert draw(random.Random("a")) == draw(random.Random("a"))
+    assert len({str(draw(random.Random(i))) for i in range(20)}) > 5
+
+
+def test_damage_repeats(tmp_path):
+    def damaged(seed):
+        rng, path = random.Random(seed), tmp_path / str(seed)
+        path.mkdir(exist_ok=True)
+        file = path / "file"
+        file.write_bytes(b"moejax" * 1000)
+        how = damage_file(rng, file)
+        what = [(p.name, p.lstat().st_mode, p.lstat().st_size) for p in path.iterdir()]
+        shutil.rmtree(path)
+        return how, what, mutated_json(rng, {"a": [1, {"b": 2.0}], "c": "d"})
+
+    assert damaged(5) == damaged(5)
+    assert len({damaged(seed)[0] for seed in range(40)}) > 5
+
+
+def test_a_case_repeats(target, tmp_path):
+    """What it calls is the same: the values come from the seed and the case's number alone."""
+    number, calls = case_of("params"), ([], [])
+    for said in calls:
+        worker.run_case(*target, 0, number, tmp_path, said.append)
+    assert calls[0] == calls[1]
+    assert len(calls[0]) > 3
+
+
+# ---- the command
+
+
+def test_command(tmp_path, capsys):
+    report = tmp_path / "report.jsonl"
+    arguments = ["--seed", "7", "--case", "3", "--report", str(report)]
+    status, shown = attack.main(arguments, plants.nothing), capsys.readouterr().out
+    assert status == 0, shown
+    assert "0 of 1 cases" in shown
+    (line,) = map(json.loads, report.read_text().splitlines())
+    assert (line["seed"], line["case"], line["faults"]) == (7, 3, [])
+    assert line["kind"] == worker.kind_of(7, 3)
+
+
+def test_command_goes_on_after_a_failure(capsys):
+    """Until its time is over; each failure has the line that repeats it."""
+    assert attack.main(["--minutes", "0.02"], plants.wrong_type) == 1
+    shown = capsys.readouterr().out
+    assert shown.count("OverflowError") > 1
+    assert "python -m scripts.check attack --seed 0 --case 1" in shown
+    assert "cases broke something" in shown
+
+
+def test_command_refuses_a_kind_that_is_none(capsys):
+    assert attack.main(["--only", "params,nonsense"]) == 2
+    assert "no kind 'nonsense'" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_minute():
+    assert attack.main(["--minutes", "1"]) == 0
+
+
+@pytest.mark.nightly
+def test_five_minutes():
+    assert attack.main(["--minutes", "5", "--seed", "1"]) == 0
