@@ -21,11 +21,11 @@ from moejax.engine.sampling import TokenSampler
 from moejax.engine.scheduler import Scheduler
 from moejax.engine.statistics import Statistics, page_use
 from moejax.engine.step_work import ScheduledWork, Step, prefill_batch
-from moejax.errors import OutOfKV, UserError, as_user_error
+from moejax.errors import OutOfKV, UserError, as_user_error, shown
 from moejax.interrupt import deferred_interrupt
 from moejax.requests.outputs import FinishReason
 from moejax.requests.request import Request, append_logprobs, append_prompt_logprobs
-from moejax.requests.sampling_params import SamplingParams, shown
+from moejax.requests.sampling_params import SamplingParams
 from moejax.requests.stopping import Ending, require_tokenizer
 from moejax.step.hooks import Hooks
 from moejax.step.runner import Runner

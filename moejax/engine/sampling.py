@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from moejax.errors import UserError
+from moejax.errors import UserError, shown
 from moejax.requests.sampling_params import (
     GREEDY_BELOW,
     MAX_BIASES,
     MAX_LOGIT_BIAS,
     MAX_STOP_TOKEN_IDS,
     SamplingParams,
-    shown,
 )
 
 if TYPE_CHECKING:

@@ -79,7 +79,8 @@ def open_regular(
 def read_bounded(path: pathlib.Path, most: int, what: str) -> bytes:
     """The bytes of a file. Arguments and errors as of open_regular."""
     with io.BufferedReader(open_regular(path, most, what)) as file:
-        return file.read(most)
+        # No more than is there: a reader takes memory for all that it is asked for.
+        return file.read(min(most, os.fstat(file.fileno()).st_size))
 
 
 def require_own_file(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moejax.errors import UserError, as_user_error
+from moejax.errors import UserError, as_user_error, shown
 from moejax.requests.bounded_process import BoundedProcess
 from moejax.requests.request import Prompt
 from moejax.requests.tokenizer import is_plain
@@ -84,7 +84,7 @@ class PromptEncoder:
             return self._fitting([operator.index(token) for token in given])
         except TypeError:
             raise UserError(
-                f"a prompt is text or a list of token ids, not {prompt!r:.80}"
+                f"a prompt is text or a list of token ids, not {shown(prompt)}"
             ) from None
 
     def _fitting(self, ids: list[int]) -> list[int]:
@@ -134,7 +134,7 @@ def list_of_prompts(given: Any) -> list[Prompt]:
     for anything else."""
     prompts = given
     if not isinstance(given, str | Mapping | Sequence | np.ndarray):
-        raise UserError(f"prompts are text, token ids, or a list of them, not {given!r:.80}")
+        raise UserError(f"prompts are text, token ids, or a list of them, not {shown(given)}")
     single = isinstance(prompts, str | Mapping) or (
         len(prompts) > 0 and all(isinstance(p, int | np.integer) for p in prompts)
     )
@@ -147,10 +147,10 @@ def one_each(name: str, given: Any, count: int, kind: type | tuple[type, ...]) -
     if isinstance(given, kind):
         return [given] * count
     if not isinstance(given, Sequence | np.ndarray) or isinstance(given, str):
-        raise UserError(f"{name} cannot be {given!r}")
+        raise UserError(f"{name} cannot be {shown(given)}")
     values = list(given)
     if len(values) != count:
         raise UserError(f"{count} prompts but {len(values)} {name}; give one or {count}")
     if not all(isinstance(value, kind) for value in values):
-        raise UserError(f"{name} cannot be {given!r}")
+        raise UserError(f"{name} cannot be {shown(given)}")
     return values

@@ -11,9 +11,9 @@ from typing import Any, Literal
 import numpy as np
 
 from host_offload.memory.kv_cache import Block
-from moejax.errors import UserError
+from moejax.errors import UserError, shown
 from moejax.requests.outputs import FinishReason, Logprob
-from moejax.requests.sampling_params import SamplingParams, shown
+from moejax.requests.sampling_params import SamplingParams
 from moejax.requests.stopping import Ending
 
 Prompt = str | Sequence[int] | Mapping[str, Any]

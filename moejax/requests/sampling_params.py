@@ -8,7 +8,7 @@ import operator
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from moejax.errors import UserError
+from moejax.errors import UserError, shown
 
 MAX_LOGPROBS = 20
 """Most log-probabilities per token (vLLM's default ``max_logprobs``); they are a compiled shape."""
@@ -126,15 +126,6 @@ def child_params(params: SamplingParams, index: int) -> SamplingParams:
     seed = None if params.seed is None else (params.seed + index) % (MAX_SEED + 1)
     prompt_logprobs = params.prompt_logprobs if index == 0 else None
     return dataclasses.replace(params, n=1, seed=seed, prompt_logprobs=prompt_logprobs)
-
-
-def shown(value: object) -> str:
-    """A value for a message: of a long one the beginning."""
-    try:
-        text = repr(value)
-    except ValueError:  # an integer of more digits than Python writes
-        text = f"a value of type {type(value).__name__} with too many digits to show"
-    return text if len(text) <= 100 else f"{text[:100]}…"
 
 
 def _number(name: str, value: object) -> float:

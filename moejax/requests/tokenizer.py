@@ -66,7 +66,9 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> PreTrainedTokenizerFast
     directory = Path(directory)
     for name in [*FILES, *directory.glob(f"{TEMPLATES}/*")]:
         if os.path.lexists(directory / name):
-            _check_file(directory / name, directory)
+            # All of it would be read, holes too.
+            most = MOST_JSON if name == "tokenizer.json" else MOST_SMALL_FILE
+            require_own_file(directory / name, directory, most, "a tokenizer")
     if not (directory / "tokenizer.json").exists():
         others = [name for name in _OTHER_FORMATS if (directory / name).is_file()]
         if not others:
@@ -90,7 +92,9 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> PreTrainedTokenizerFast
                 tokenizer_file=str(directory / "tokenizer.json"),
                 trust_remote_code=False,
             )
-        except Exception as error:  # tokenizers raises bare Exception for a damaged file
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # of tokenizers: a bare Exception, or a panic of its code
             first_line = (str(error) or type(error).__name__).splitlines()[0]
             raise UserError(
                 f"the tokenizer files in {directory} cannot be read ({first_line}); "
@@ -102,15 +106,6 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> PreTrainedTokenizerFast
             f"{MOST_GROWTH} times is the most"
         )
     return tokenizer
-
-
-def _check_file(path: Path, directory: Path) -> None:
-    """Raises UserError for a file that is not the checkpoint's own (require_own_file), or larger
-    than any tokenizer's: all of it would be read, holes too."""
-    require_own_file(path, directory)
-    most = MOST_JSON if path.name == "tokenizer.json" else MOST_SMALL_FILE
-    if (size := path.stat().st_size) > most:
-        raise UserError(f"{path}: {size} bytes, and at most {most} are read")
 
 
 def check_vocabulary(

@@ -299,9 +299,13 @@ class LLM:
             return run_scores(engine, sequences)
 
     def stats(self) -> dict[str, Any]:
-        """What ran and what it cost, as plain data; the command line's --json prints it."""
-        engine, settings = self._open(), self.plan.settings
-        runner, seconds = engine.runner, engine.statistics.seconds
+        """What ran and what it cost, as plain data; the command line's --json prints it. Not while
+        another thread runs requests: steps take the tables that it reads."""
+        with self._held() as engine:
+            return self._stats(engine)
+
+    def _stats(self, engine: Engine) -> dict[str, Any]:
+        settings, runner, seconds = self.plan.settings, engine.runner, engine.statistics.seconds
         control = None if engine.control is None else engine.control.stats()
         return {
             "model": self.model,
@@ -331,7 +335,8 @@ class LLM:
 
     def explain(self) -> Explanation:
         """How memory is divided now, as a table that adds up line by line: `print` it."""
-        return explain(self._open(), self.plan.budget)
+        with self._held() as engine:
+            return explain(engine, self.plan.budget)
 
     def close(self) -> None:
         """Completes the trace and frees arena, store and parameters. Idempotent. Raises UserError

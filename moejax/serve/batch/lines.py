@@ -10,10 +10,10 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import IO, Any
 
-from moejax.errors import UserError
+from moejax.errors import UserError, shown
 from moejax.models.json_values import is_integer
 from moejax.requests.request import GenerationRequest
-from moejax.requests.sampling_params import SamplingParams, shown
+from moejax.requests.sampling_params import SamplingParams
 from moejax.serve.batch.openai_fields import completion_request
 
 MOST_LINE = 16 * 2**20
