@@ -6,7 +6,8 @@ import dataclasses
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import jax
@@ -90,6 +91,28 @@ class Engine:
         self._steps = itertools.count()
         self._block_table: tuple[int, jax.Array] | None = None
         self._compiled: set[tuple[str, int]] = set()
+        self._busy = False
+        self._abandoned: list[Request] = []
+        """To be aborted once what the engine does is done."""
+
+    @contextmanager
+    def _undisturbed(self) -> Iterator[None]:
+        """A block that changes the engine. Ctrl-C waits for its end: in the middle, donated arrays
+        would be lost, or pages given away twice. So does the end of an iterator over results, which
+        Python may collect, and with that close, anywhere."""
+        with deferred_interrupt():
+            if self._busy:
+                yield
+                return
+            self._busy = True
+            try:
+                yield
+            finally:
+                self._busy = False
+                if self._abandoned:
+                    abandoned, self._abandoned = self._abandoned, []
+                    self.abort(abandoned)
+                    self.drain()
 
     # ---- requests
 
@@ -114,6 +137,17 @@ class Engine:
         """
         if not checked:
             self.check(prompt, params, targets, session_id=session_id)
+        with self._undisturbed():
+            return self._add(prompt, params, targets, session_id, priority)
+
+    def _add(
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        targets: list[int] | None,
+        session_id: str | None,
+        priority: int,
+    ) -> Request:
         number = next(self._requests)
         # An unseeded request's draws depend on the engine's seed and its place in the order.
         derived = np.random.SeedSequence([self.seed, number]).generate_state(1)[0]
@@ -162,10 +196,24 @@ class Engine:
         self.scheduler.check(len(prompt), 0 if targets is not None else params.max_tokens)
 
     def abort(self, requests: Iterable[Request]) -> None:
-        """Takes requests out; their rows and pages are free at once."""
+        """Takes requests out; their rows and pages are free at once. From within a step, which is
+        where an iterator may be collected: at its end."""
+        if self._busy:
+            self._abandoned += requests
+            return
+        with self._undisturbed():
+            self._abort(requests)
+
+    def _abort(self, requests: Iterable[Request]) -> None:
         for request in requests:
             if request.finish_reason is None:
                 self._finish(request, "abort", None, time.perf_counter())
+
+    def end_session(self, session_id: str) -> None:
+        """Forgets a session and frees its KV. Raises UserError for a session that does not exist or
+        has a turn that has not ended."""
+        with self._undisturbed():
+            self.scheduler.sessions.end(session_id)
 
     def set_budget(self, cells_per_layer: Sequence[int], kv_slots: int) -> None:
         """Moves the line between experts and KV of an idle engine, by table contents only: nothing
@@ -180,10 +228,11 @@ class Engine:
             raise ValueError("requests are running; budgets change between them")
         arena = self.scheduler.arena
         check_grant(arena.cell_row.shape, arena.slots, cells_per_layer, kv_slots)
-        # A slot that changes sides must be empty.
-        self.scheduler.move_out_all()
-        grant(self.runner, self.scheduler.arena, cells_per_layer, kv_slots)
-        self._trace_budget(None)
+        with self._undisturbed():
+            # A slot that changes sides must be empty.
+            self.scheduler.move_out_all()
+            grant(self.runner, self.scheduler.arena, cells_per_layer, kv_slots)
+            self._trace_budget(None)
 
     def _trace_budget(self, step: int | None, settled: bool = False) -> None:
         if self.tracer is not None:
@@ -198,9 +247,9 @@ class Engine:
 
     def step(self) -> list[Request]:
         """Dispatches the next step, then reads the one before it; returns the requests that got
-        tokens or finished by that. Ctrl-C waits for the end of it: in the middle, donated buffers
-        would be lost. A step that fails aborts its requests, and no others."""
-        with deferred_interrupt():
+        tokens or finished by that. Ctrl-C waits for the end of it. A step that fails aborts its
+        requests, and no others."""
+        with self._undisturbed():
             previous, self._pending = self._pending, None
             try:
                 work = self._next_work()
@@ -217,9 +266,12 @@ class Engine:
     def drain(self) -> None:
         """Reads a step that is still pending although no request is left: one that had been
         dispatched before the last request was found to have ended."""
-        if self.scheduler.idle and self._pending is not None:
-            previous, self._pending = self._pending, None
-            self._read(previous)
+        if self._busy:  # as of abort: what is to be aborted is drained after it
+            return
+        with self._undisturbed():
+            if self.scheduler.idle and self._pending is not None:
+                previous, self._pending = self._pending, None
+                self._read(previous)
 
     def _next_work(self) -> ScheduledWork | None:
         try:
@@ -256,7 +308,7 @@ class Engine:
         bytes are nobody's."""
         blocks = set(published)
         holders = (r for r in self.scheduler.running.values() if not blocks.isdisjoint(r.blocks))
-        self.abort(requests.union(holders))
+        self._abort(requests.union(holders))
         self.scheduler.cache.forget(published)
 
     def _dispatched(self, work: ScheduledWork) -> Step:

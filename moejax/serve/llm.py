@@ -238,7 +238,7 @@ class LLM:
         """Forgets a session and frees its KV. Raises UserError for a session that does not exist or
         has a turn that has not ended."""
         with self._held() as engine:
-            engine.scheduler.sessions.end(session_id)
+            engine.end_session(session_id)
 
     def stream(
         self,

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from host_offload.control.rules import PolicyError
+from host_offload.memory.arena import SlotClass
 from moejax import LLM, SamplingParams, UserError
 from moejax.engine.resize import Resizer
 from moejax.step.runner import Runner
@@ -42,6 +43,43 @@ def all_free(llm):
 def run_to_the_end(llm):
     while not llm.engine.idle:
         llm.engine.step()
+
+
+def test_ctrl_c_in_the_middle_of_a_budget_s_move_waits_for_its_end(llm, expected, monkeypatch):
+    arena, grant = llm.engine.scheduler.arena, llm.engine.runner.grant_cells
+    before = [llm.engine.runner.tables.cell_row.shape[0] * [8], arena.count(SlotClass.KV)]
+
+    def interrupted(cell_row):
+        os.kill(os.getpid(), signal.SIGINT)
+        grant(cell_row)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine.runner, "grant_cells", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.engine.set_budget([4, 4, 4, 4], before[1])
+    cells = (np.asarray(llm.engine.runner.tables.cell_row) >= 0).sum(axis=1)
+    assert cells.tolist() == [4, 4, 4, 4] and not llm.engine.runner.faults()
+    assert llm.generate([7, 8, 9], GREEDY)[0].outputs[0].token_ids == expected
+    llm.engine.set_budget(*before)
+
+
+def test_an_iterator_that_is_collected_in_the_middle_of_a_step_ends_after_it(
+    llm, expected, monkeypatch
+):
+    long = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+    pieces, scheduler = llm.stream("The old house", long), llm.engine.scheduler
+    next(pieces)
+    schedule, closed = scheduler.next_work, []
+
+    def collected():
+        work = schedule()
+        if work is not None and work.rows and not closed:
+            closed.append(pieces.close())
+        return work
+
+    monkeypatch.setattr(scheduler, "next_work", collected)
+    assert llm.generate([7, 8, 9], GREEDY)[0].outputs[0].token_ids == expected
+    assert closed and llm.engine.idle and all_free(llm) and not kv_faults(scheduler)
 
 
 @pytest.mark.slow
