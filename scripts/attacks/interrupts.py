@@ -7,6 +7,7 @@ import dataclasses
 import os
 import random
 import signal
+import sys
 import threading
 import time
 import types
@@ -33,8 +34,10 @@ def interrupted(function: Callable[[], Any], moments: list[float]) -> Any:
     def attacked() -> Any:
         return function()
 
-    def handler(number: int, frame: types.FrameType | None) -> None:
-        # One that comes late harms nobody: not even the cleaning up below.
+    def handler(number: int, interrupted: types.FrameType | None) -> None:
+        # One that comes late harms nobody: not even the cleaning up below. Where it was held back,
+        # the frame that it came in may be gone; what counts is the stack now.
+        frame: types.FrameType | None = sys._getframe()
         while frame is not None:
             if frame.f_code is attacked.__code__:
                 raise KeyboardInterrupt
