@@ -8,9 +8,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from moejax.requests.prompts import encode_prompt
+from moejax.requests.prompts import PromptEncoder
 from moejax.requests.tokenizer import load_tokenizer
-from scripts.attacks.engine import start
+from scripts.attacks.engine import LIMITS, start
 from scripts.attacks.files import DEMO, damage_file, mutated_json, plain_model
 from scripts.attacks.scene import Scene
 from scripts.attacks.values import TEXTS, nested, pick
@@ -131,9 +131,8 @@ def _use(scene: Scene, directory: Path, shown: str, prompt: Any) -> None:
         return
     tokenizer = scene.call(f"load_tokenizer with {shown}", lambda: load_tokenizer(directory))
     if not isinstance(tokenizer, BaseException) and tokenizer is not None:
-        encoded = scene.call(
-            f"encode_prompt with {shown}", lambda: encode_prompt(prompt, tokenizer, "demo")
-        )
+        encoder = PromptEncoder(tokenizer, "demo", LIMITS["max_model_len"])
+        encoded = scene.call(f"a prompt with {shown}", lambda: encoder(prompt))
         if isinstance(encoded, tuple):
             ids = encoded[1][:1000]
             scene.call(f"decode with {shown}", lambda: tokenizer.decode(ids))
