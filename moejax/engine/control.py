@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from host_offload.control.control import Control
+from host_offload.control.control import Control, Resizer
 from host_offload.control.controller import Controller
-from host_offload.control.device import Resizer
 from host_offload.control.interface import Moment, Spec
 from host_offload.control.rules import BETWEEN_LAYERS
 from host_offload.control.step_record import SEEN, LayerRouting
@@ -64,7 +63,7 @@ def control_of(
     """The control of the runner's steps; None where no policy is asked anything, so that they cost
     nothing. What the policies want of tables from the start is set either way."""
     control = Control(runner, controller, resizer)
-    return control if controller.asks else None
+    return control if controller.moments else None
 
 
 def spec_of_engine(

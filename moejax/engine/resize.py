@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from host_offload.control.device import Moved
+from host_offload.control.control import Moved
 from host_offload.control.rules import PolicyError
 from host_offload.control.transitions import Transitions
 from host_offload.memory.arena import SlotArena, SlotClass

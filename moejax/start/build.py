@@ -227,7 +227,7 @@ def _control(
     with user_errors():
         controller = Controller(spec, policies, listener=listener)
     resizer = Resizer(runner, scheduler)
-    if controller.asks and (transitions := controller.transitions) is not None:
+    if controller.moments and (transitions := controller.transitions) is not None:
         resizer = ResidentResizer(runner, scheduler, transitions=transitions)
     return control_of(runner, controller, resizer), resizer
 

@@ -150,7 +150,8 @@ def place_experts(runner: Runner, placement: Placement) -> float | None:
     runner.place(placement)
     jax.block_until_ready(runner.arena)
     versions = runner.layer_versions
-    version = placement.version if versions is None else versions.of(placement.version)
+    version = placement.contents["version"]
+    version = version if versions is None else versions.of(version)
     nbytes = np.array(runner.link_bytes)[version].sum()
     return (time.perf_counter() - began) / int(nbytes)
 

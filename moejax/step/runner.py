@@ -58,7 +58,7 @@ def compiler_options(platform: str) -> dict[str, str | bool]:
 
 class Runner:
     """Owns model, store, arena and tables, and runs steps on them in dispatch order: the
-    host_offload.control.device.Device of the engine's Control.
+    host_offload.control.control.Device of the engine's Control.
 
     Nothing here waits for the device: results are jax arrays that the engine reads a step later.
     A step is one executable; HostRunner calls one a layer and part.
@@ -391,7 +391,7 @@ class Runner:
         self.placement = placement
         contents = self._as_stored(placement.contents)
         self.tables = with_contents(self.tables, contents)
-        for layer, places in enumerate(zip(placement.row, contents["version"], strict=True)):
+        for layer, places in enumerate(zip(contents["address"], contents["version"], strict=True)):
             self.arena = self._call(
                 ProgramKey("populate"), self.arena, self.stores, np.int32(layer), *places
             )

@@ -15,9 +15,8 @@ import pytest
 
 import moejax
 from examples.recent_prefetch import RecentPrefetch
-from host_offload.control.control import Control
+from host_offload.control.control import Control, Moved
 from host_offload.control.controller import Controller
-from host_offload.control.device import Moved
 from host_offload.control.interface import Decision, Moment, Observation, Spec, Stage
 from host_offload.control.step_record import StepRecord
 from host_offload.memory.tables import empty_tables, snapshot
