@@ -41,6 +41,9 @@ WARM = 1
 SLACK = 8
 """Tokens that a sequence has room for beyond the planned steps."""
 
+NO_ENTRIES = Entries._make(np.full((len(Entries._fields), STAGES), -1, np.int32))
+"""A list of nothing, which costs what having a list costs."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Case:
@@ -230,7 +233,7 @@ class ForcedSteps:
             if case.staged is not None:
                 entries = self._entries(pager, step % self.layers, case.staged)
                 pager.stage(entries)
-                stages = _lists(entries)
+                stages = self.runner.stage_list(entries) or NO_ENTRIES
             self._forced.queue.append((self._routing(active, case.rows), stages))
             counts = active, done.fills, done.read_through
             planned.append(tuple(int(n.sum()) for n in counts))
@@ -290,10 +293,3 @@ class ForcedSteps:
     def _prompts(self, count: int, tokens: int) -> list[list[int]]:
         vocabulary = self.runner.config.vocab_size
         return self._random.integers(vocabulary, size=(count, tokens)).tolist()
-
-
-def _lists(entries: list[Entry]) -> Entries:
-    lists = np.full((len(Entries._fields), STAGES), -1, np.int32)
-    if entries:
-        lists[:, : len(entries)] = np.array(entries, np.int32).T
-    return Entries._make(lists)
