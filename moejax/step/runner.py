@@ -375,23 +375,21 @@ class Runner:
 
     def set_tables(self, contents: Mapping[str, np.ndarray]) -> None:
         """Gives tables other contents, for the steps to come; versions as policies see them."""
-        self.tables = with_contents(self.tables, self._as_stored(contents))
+        if self.layer_versions is not None:
+            contents = self.layer_versions.contents(contents)
+        self.tables = with_contents(self.tables, contents)
 
     def seen(self, tables: Any) -> Any:
         """Tables of this runner with versions as policies see them."""
         return tables if self.layer_versions is None else self.layer_versions.seen(tables)
 
-    def _as_stored(self, contents: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
-        versions = self.layer_versions
-        return contents if versions is None else versions.contents(contents)
-
     def place(self, placement: Placement) -> None:
         """Copies every expert to where the placement says, and says so in the tables; before the
         first step."""
         self.placement = placement
-        contents = self._as_stored(placement.contents)
-        self.tables = with_contents(self.tables, contents)
-        for layer, places in enumerate(zip(placement.row, contents["version"], strict=True)):
+        self.set_tables(placement.contents)
+        versions = np.asarray(self.tables.version)
+        for layer, places in enumerate(zip(placement.row, versions, strict=True)):
             self.arena = self._call(
                 ProgramKey("populate"), self.arena, self.stores, np.int32(layer), *places
             )
