@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Protocol
 import jax
 import numpy as np
 
-from host_offload.control.controller import Event
 from host_offload.control.step_record import SEEN, PageUse, StepRecord
 from host_offload.memory.kv_cache import Block
 from moejax.requests.request import Request
@@ -112,8 +111,6 @@ class Tracer(Protocol):
     def budget(
         self, cells: Sequence[int], kv_pages: int, *, step: int | None, settled: bool
     ) -> None: ...
-
-    def event(self, event: Event) -> None: ...
 
     def mark(self, name: str) -> None: ...
 

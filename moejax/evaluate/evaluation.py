@@ -217,6 +217,8 @@ def result_json(llm: LLM, result: PerplexityResult) -> dict[str, Any]:
     """
     runner, stats = llm.engine.runner, llm.stats()
     files = [{"name": text.name, "sha256": text.sha256, **_figures(text)} for text in result.texts]
+    # Names the texts in their order.
+    data = hashlib.sha256("".join(f"{text.sha256}\n" for text in result.texts).encode())
     scheduler, cost = llm.engine.scheduler, result.cost
     return {
         "task": "perplexity",
@@ -237,17 +239,13 @@ def result_json(llm: LLM, result: PerplexityResult) -> dict[str, Any]:
         "window": result.window,
         "stride": result.stride,
         "limit": result.limit,
-        "data": {"sha256": _data_digest(result.texts), "texts": files},
+        "data": {"sha256": data.hexdigest(), "texts": files},
         "total": _figures(result.total),
         "run": {
-            "driver": stats["driver"],
-            "eviction": stats["eviction"],
-            "control": stats["control"],
+            **{name: stats[name] for name in ("driver", "eviction", "control")},
             "max_model_len": scheduler.max_model_len,
             "max_num_seqs": scheduler.max_num_seqs,
-            "arena": stats["arena"],
-            "kv": stats["kv"],
-            "store_bytes": stats["store_bytes"],
+            **{name: stats[name] for name in ("arena", "kv", "store_bytes")},
             **dataclasses.asdict(cost),
             "misses": cost.fills + cost.read_through,
             "hit_rate": cost.hits / cost.activations if cost.activations else None,
@@ -390,8 +388,3 @@ def _figures(found: Likelihood) -> dict[str, Any]:
     counts = {f.name: getattr(found, f.name) for f in dataclasses.fields(Likelihood)}
     bits = {"bits_per_token": found.bits_per_token, "bits_per_byte": found.bits_per_byte}
     return {**counts, **bits, "perplexity": found.perplexity}
-
-
-def _data_digest(texts: Sequence[TextLikelihood]) -> str:
-    """Names the texts in their order: SHA-256 of their digests, a line each."""
-    return hashlib.sha256("".join(f"{text.sha256}\n" for text in texts).encode()).hexdigest()

@@ -145,7 +145,7 @@ class Runner:
     @classmethod
     def check_hooks(cls, hooks: Hooks | None) -> None:
         """Raises UserError for hooks that this driver cannot call."""
-        if hooks is not None:
+        if hooks is not None and cls.driver == "device":
             raise UserError(
                 f"driver {cls.driver!r} runs a step as one executable, which no hook can enter; "
                 "use driver='host'"
@@ -202,13 +202,13 @@ class Runner:
             kinds.append("snapshot")
         if staged and controller.spec.blocking:
             kinds.append("transfer")
-        elif staged:
-            self.prepare_stages()
         if staged and controller.spec.resident is not None:
             kinds.append("move")
         if "kv_pages" in controller.writes:
             kinds += "move_pages", "swap_out", "swap_in"
         self.need(*map(ProgramKey, kinds))
+        if staged and not controller.spec.blocking:
+            self.prepare_stages()
 
     def prepare_stages(self) -> None:
         """As prepare, of what steps with stage lists need."""
