@@ -23,10 +23,9 @@ from host_offload.sizing.cost_model import Work
 from host_offload.sizing.version_costs import version_work
 from moejax.engine.control import control_of, spec_of_engine
 from moejax.engine.loop import Engine
-from moejax.engine.records import step_record
 from moejax.engine.scheduler import Scheduler
 from moejax.engine.statistics import Statistics
-from moejax.engine.step_work import Step
+from moejax.engine.step_work import Step, step_record
 from moejax.errors import UserError
 from moejax.requests.request import Request
 from moejax.requests.sampling_params import SamplingParams

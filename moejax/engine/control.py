@@ -66,10 +66,8 @@ def control_of(
     return control if controller.moments else None
 
 
-def spec_of_engine(
-    runner: Runner, *, max_model_len: int, max_num_seqs: int | None = None, seed: int
-) -> Spec:
-    """policy_spec of an engine's runner. max_num_seqs: None: as many as steps have rows."""
+def spec_of_engine(runner: Runner, *, max_model_len: int, seed: int) -> Spec:
+    """policy_spec of an engine with as many sequences as its runner's steps have rows."""
     return policy_spec(
         runner.config,
         runner.layout,
@@ -78,7 +76,7 @@ def spec_of_engine(
         slots=runner.slots,
         bound=runner.tables.cell_row.shape[1],
         max_model_len=max_model_len,
-        max_num_seqs=runner.shapes.rows if max_num_seqs is None else max_num_seqs,
+        max_num_seqs=runner.shapes.rows,
         seed=seed,
     )
 

@@ -227,7 +227,7 @@ def test_policies_between_layers():
 
 class FakeRunner:
     driver, layer_versions = "device", None
-    set_tables, seen, _as_stored = Runner.set_tables, Runner.seen, Runner._as_stored
+    set_tables, seen = Runner.set_tables, Runner.seen
     prepare, snapshot, stage_list = Runner.prepare, Runner.snapshot, Runner.stage_list
 
     def __init__(self):

@@ -22,7 +22,7 @@ from host_offload.traces.reader import TraceHeader
 from host_offload.traces.writer import TraceWriter
 from moejax import LLM, SamplingParams, UserError
 from moejax.commands import main as cli
-from moejax.engine.records import moved_bytes
+from moejax.engine.step_work import moved_bytes
 from moejax.models.config import load_config
 from moejax.models.model_config import config_digest
 from moejax.step.experts import Paging
