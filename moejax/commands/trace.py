@@ -81,6 +81,27 @@ _OF_A_DUMP = {
 } | {"dense_layers": Description("first layers without experts", type=int, default=0)}
 """Keywords of convert_trace."""
 
+_OF_SCORES = {
+    "hi_share": Description(
+        "of the experts are high in maps (default: 0.25)", metavar="SHARE", type=float, default=0.25
+    ),
+    "alpha": Description(
+        "of S, as DynaExq has it (default: the trace's, else 0.5)", metavar="A", type=float
+    ),
+    "interval": Description("of S (default: the trace's, else '4096 tokens')", metavar="N UNIT"),
+    "hi": Description(
+        "whose errors are compared (default: dense)", metavar="VERSION", default="dense"
+    ),
+    "lo": Description(
+        "whose errors are compared (default: int4)", metavar="VERSION", default="int4"
+    ),
+    "quantizer": Description(
+        "rtn or mse, of versions that the checkpoint lacks (default: rtn)",
+        metavar="NAME",
+        default="rtn",
+    ),
+}
+
 _OF_ROUTING = {
     name: Description(f"{text} (default: {default})", type=int, default=default)
     for name, default, text in (
@@ -119,35 +140,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     scores = add_command(actions, "scores", _scores, text, _SCORES_EPILOG)
     scores.add_argument("trace", metavar="TRACE", help="a trace")
     scores.add_argument("directory", metavar="DIR", help="of the files")
-    scores.add_argument(
-        "--hi-share",
-        type=float,
-        default=0.25,
-        metavar="SHARE",
-        help="of the experts are high in maps (default: 0.25)",
-    )
-    scores.add_argument(
-        "--alpha",
-        type=float,
-        metavar="A",
-        help="of S, as DynaExq has it (default: the trace's, else 0.5)",
-    )
-    scores.add_argument(
-        "--interval", metavar="N UNIT", help="of S (default: the trace's, else '4096 tokens')"
-    )
-    for option, default in (("--hi", "dense"), ("--lo", "int4")):
-        scores.add_argument(
-            option,
-            default=default,
-            metavar="VERSION",
-            help=f"whose errors are compared (default: {default})",
-        )
-    scores.add_argument(
-        "--quantizer",
-        default="rtn",
-        metavar="NAME",
-        help="rtn or mse, of versions that the checkpoint lacks (default: rtn)",
-    )
+    add_described(scores, _OF_SCORES)
     scores.add_argument("--json", action="store_true", help="one JSON object on stdout instead")
     _add_model(scores, "also write weights of errors; refuse the trace if it is not of this model")
 
