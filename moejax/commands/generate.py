@@ -1,7 +1,4 @@
-"""``moejax generate``: text from a prompt, or from every line of a file.
-
-Nothing heavy is imported before the arguments are known to be right.
-"""
+"""``moejax generate``: text from a prompt, or from every line of a file."""
 
 from __future__ import annotations
 

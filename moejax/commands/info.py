@@ -9,9 +9,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from host_offload.memory.budget import format_bytes
-from moejax.commands import add_command
+from moejax.commands import SECTION, add_command, print_table
 from moejax.commands.model import add_described, add_options, asked
-from moejax.commands.tables import SECTION, print_table
 from moejax.sizes import parse_rate, parse_size
 from moejax.start.options import Description
 

@@ -8,14 +8,8 @@ import json
 from typing import TYPE_CHECKING
 
 from host_offload.memory.budget import format_bytes
-from moejax.commands import add_command
-from moejax.commands.model import (
-    add_described,
-    add_model_options,
-    engine_options,
-    write_options,
-)
-from moejax.commands.tables import print_table
+from moejax.commands import add_command, print_table
+from moejax.commands.model import add_described, add_model_options, engine_options, write_options
 from moejax.errors import UserError
 from moejax.sizes import parse_rate, parse_share, parse_size
 from moejax.start.options import Description
@@ -121,13 +115,7 @@ def _run(args: argparse.Namespace) -> int:
                 "as many cells and all KV of the users fits"
             )
 
-    from moejax.costs.workload_plan import (
-        EPSILON,
-        Planner,
-        costs_of_trace,
-        open_trace,
-        parse_time,
-    )
+    from moejax.costs.workload_plan import EPSILON, Planner, costs_of_trace, open_trace, parse_time
 
     tpot_s = None if args.tpot is None else parse_time(args.tpot)
     epsilon = EPSILON if args.epsilon is None else parse_share(args.epsilon)
@@ -167,10 +155,10 @@ def _check_of_a_trace(args: argparse.Namespace) -> None:
     if args.workload is None:
         raise UserError("name the trace of a workload (--trace DIR), or --dry-run and a model")
     options = engine_options(args)
-    if args.model is not None or args.config is not None or options.keys() - _SPLIT:
-        named = ["MODEL"] if args.model is not None else []
-        named += ["--config"] if args.config is not None else []
-        named += ["--" + name.replace("_", "-") for name in sorted(options.keys() - _SPLIT)]
+    named = ["MODEL"] if args.model is not None else []
+    named += ["--config"] if args.config is not None else []
+    named += ["--" + name.replace("_", "-") for name in sorted(options.keys() - _SPLIT)]
+    if named:
         raise UserError(f"{named[0]} is of --dry-run; a plan from a trace has no such option")
     if options.get("cells") not in (None, "uniform", "marginal", "optimal"):
         raise UserError("--cells of a plan is uniform, marginal or optimal")
@@ -213,18 +201,16 @@ def _remember(args: argparse.Namespace) -> int:
 
 
 def _print_plan(plan: Split, output: str | None) -> None:
-    experts, kv = plan.expert_bytes // plan.slot_bytes, plan.kv_bytes // plan.slot_bytes
-    free = plan.memory // plan.slot_bytes - experts - kv
     cells = f"{min(plan.cells)} to {max(plan.cells)} cells a layer"
     pages = f"{plan.kv_pages} pages, {plan.kv_tokens} tokens"
-    rest = plan.memory - plan.expert_bytes - plan.kv_bytes
     parts = (
-        ("experts", plan.expert_bytes, experts, cells),
-        ("KV", plan.kv_bytes, kv, pages),
-        ("free", rest, free, ""),
-        ("memory", plan.memory, experts + kv + free, ""),
+        ("experts", plan.expert_bytes, cells),
+        ("KV", plan.kv_bytes, pages),
+        ("free", plan.memory - plan.expert_bytes - plan.kv_bytes, ""),
+        ("memory", plan.memory, ""),
     )
-    shown = ((name, format_bytes(size), str(slots), what) for name, size, slots, what in parts)
+    slot = plan.slot_bytes
+    shown = ((name, format_bytes(size), str(size // slot), what) for name, size, what in parts)
     print_table(("split", "bytes", "slots", ""), shown)
     print("cells of each layer:", " ".join(map(str, plan.cells)))
     _print_working_sets(plan)

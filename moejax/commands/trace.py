@@ -9,14 +9,13 @@ import textwrap
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from moejax.commands import add_command
+from moejax.commands import add_command, print_table
 from moejax.commands.model import add_described, add_options, asked
-from moejax.commands.tables import print_table
 from moejax.errors import UserError, user_errors
 from moejax.start.options import Description
 
 if TYPE_CHECKING:
-    from host_offload.traces.reader import Trace, TraceHeader
+    from host_offload.traces.reader import Trace
     from host_offload.traces.statistics import TraceStatistics
     from moejax.models.model_config import ModelConfig
 
@@ -221,7 +220,7 @@ def _info(args: argparse.Namespace) -> int:
         found |= {"statistics": as_json(statistics), "published": published}
         print(json.dumps(found, indent=2))
         return 0
-    _print_head(args.directory, header, statistics, trace.complete)
+    _print_head(args.directory, trace, statistics)
     models = (f"[{i + 1}]" for i in range(len(published.MODELS)))
     columns = "active of a layer, at batch", "steps", "tokens", "uniform", *models
     print_table(columns, _activated(statistics))
@@ -237,12 +236,10 @@ def _info(args: argparse.Namespace) -> int:
     return 0
 
 
-def _print_head(
-    directory: str, header: TraceHeader, statistics: TraceStatistics, complete: bool
-) -> None:
+def _print_head(directory: str, trace: Trace, s: TraceStatistics) -> None:
     from moejax.traces.published import same_shape
 
-    s = statistics
+    header = trace.header
     shape = f"{header.layers} MoE layers of {header.experts} experts, top-{header.top_k}"
     print(f"{directory}: {shape}")
     kinds = {
@@ -253,7 +250,7 @@ def _print_head(
     steps = ", ".join(f"{n} {kind}" for kind, n in kinds.items() if n) or "none"
     requests = "unknown requests" if s.requests is None else f"{s.requests} requests"
     print(f"steps: {steps}; {s.tokens} tokens of {requests}")
-    if not complete:
+    if not trace.complete:
         print("The run did not end in order, or goes on: the steps are those that were written.")
     if header.absent:
         print(textwrap.fill(f"absent: {', '.join(header.absent)}", 80, break_on_hyphens=False))
