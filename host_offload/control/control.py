@@ -3,16 +3,66 @@ to the policies after it was read."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from host_offload.control.controller import Controller
-from host_offload.control.device import Device, Moved, Resizer
 from host_offload.control.interface import Moment
 from host_offload.control.step_record import LayerRouting, StepRecord
 from host_offload.memory.tables import Entry, Move, Residency
+
+
+class Device(Protocol):
+    """Tables and arena that steps are run on, in dispatch order: the engine's runner with either
+    driver (moejax.step.runner) or a simulator's pager (host_offload.simulate)."""
+
+    def prepare(self, controller: Controller) -> None:
+        """What this controller's policies may decide will be asked for, from the first step on."""
+        ...
+
+    def snapshot(self) -> Callable[[], Residency]:
+        """Copies the tables as the steps so far leave them; what it returns waits for the copy."""
+        ...
+
+    def set_tables(self, contents: Mapping[str, np.ndarray]) -> None:
+        """Other contents of some tables, for the steps to come."""
+        ...
+
+    def move_cells(self, moves: Sequence[Move]) -> None:
+        """Moves cells within the arena, for the steps to come."""
+        ...
+
+    def transfer(self, entries: Sequence[Entry]) -> np.ndarray:
+        """Carries out a list before the next step; int32[S], 1 for each entry that was."""
+        ...
+
+    def carried_out(self) -> np.ndarray:
+        """As of transfer, for the list that Control.between_layers returned last."""
+        ...
+
+
+class Moved(NamedTuple):
+    """What became of a resize request."""
+
+    settled: bool
+    """Nothing is left to do: it was carried out, or it failed and the earlier split stands."""
+    changed: bool
+    """The split is another one than before."""
+
+
+class Resizer(Protocol):
+    """Who moves the line between experts and KV."""
+
+    def move(self, cells: np.ndarray | None, kv_pages: int | None) -> Moved:
+        """Before a step. cells: int32[L] wanted of each layer; None: as they are. kv_pages: pages
+        wanted of KV, likewise."""
+        ...
+
+    def limit(self, max_running: int) -> None:
+        """No more sequences than so many should run at once."""
+        ...
 
 
 class Control:
@@ -52,7 +102,7 @@ class Control:
         transfers, at most spec.stage_entries."""
         controller = self.controller
         if self._making is not None:
-            controller.forget(self._making)
+            controller.staging.forget(self._making)
             self._handed = False
         self._making, self.resized = number, None
         self._move_cells()
@@ -122,7 +172,7 @@ class Control:
 
     def _stages(self, number: int) -> list[Entry]:
         entries = self.controller.stages(number)
-        self._moves = self.controller.take_moves()
+        self._moves = self.controller.staging.take_moves()
         self._move_cells()
         self._update_tables()
         return entries

@@ -7,7 +7,7 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -34,7 +34,7 @@ from host_offload.control.staging import Staging, last_used
 from host_offload.control.step_record import SEEN, USES, LayerRouting, StepRecord
 from host_offload.control.transfers import COUNTS
 from host_offload.control.transitions import Transitions, check_resident
-from host_offload.memory.tables import Entry, Move, Residency
+from host_offload.memory.tables import Entry, Residency
 
 RESIDENCY = frozenset({"version", "state", "last_used", "clock", "frequency", "cells"})
 """Needs that are read from a copy of the device's tables."""
@@ -57,13 +57,15 @@ Event = Decided | Transfer
 """Transfers are events when they are skipped, first used, or evicted without use."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Shown:
-    """What a moment shows, beside the tables and transfers."""
+class Shown(NamedTuple):
+    """What a moment shows, beside the tables and transfers; fields as of Observation."""
 
+    moment: Moment
     step: int
-    age: int
     seconds: float
+    age: int = 0
+    layer: int = -1
+    turn: int = -1
     rows: StepRecord | LayerRouting | None = None
     counts: np.ndarray | None = None
     kv_refs: np.ndarray | None = None
@@ -134,6 +136,7 @@ class Controller:
         check_policies(policies, spec.driver)
         self.spec, self.listener = spec, listener
         self.moments: frozenset[Moment] = frozenset().union(*(p.moments for p in policies))
+        """At which some policy is asked; where there are none, a step has nothing to call."""
         self.needs: frozenset[str] = frozenset().union(*(p.needs for p in policies))
         self.writes: frozenset[str] = frozenset().union(*(p.writes for p in policies))
         for missing in ("costs", "router"):
@@ -152,7 +155,8 @@ class Controller:
         self._changed: dict[str, np.ndarray] = {}
         if spec.resident is not None:
             check_resident(policies, spec.resident)
-        self._staging = (Transitions if spec.resident else Staging)(spec, self._log)
+        self.staging = (Transitions if spec.resident else Staging)(spec, self._log)
+        """Transfers from being wanted on; a Control forgets steps there and takes moves from it."""
         self._kv_references = KVReferences(spec.page_tokens) if "kv_refs" in self.needs else None
         self._use: np.ndarray | None = None
         """int64[len(USES)] of the step that was read last."""
@@ -163,14 +167,9 @@ class Controller:
                 self._change("victim_weights", np.asarray(weights, np.int32))
 
     @property
-    def asks(self) -> bool:
-        """Some policy is asked at some moment; without, there is nothing to call in a step."""
-        return bool(self.moments)
-
-    @property
     def transitions(self) -> Transitions | None:
         """Where every expert is resident: who has the experts' slots."""
-        return self._staging if isinstance(self._staging, Transitions) else None
+        return self.staging if isinstance(self.staging, Transitions) else None
 
     def needs_at(self, moments: frozenset[Moment]) -> frozenset[str]:
         """What policies that are asked at some of these moments need there."""
@@ -195,32 +194,27 @@ class Controller:
 
     def begin_step(self, step: int, *, seconds: float) -> None:
         """STEP_BEGIN, before the step is made."""
-        self._ask_all(Moment.STEP_BEGIN, Shown(step, 0, seconds))
+        self._ask_all(Shown(Moment.STEP_BEGIN, step, seconds))
 
     def stages(self, step: int) -> list[Entry]:
         """The list of transfers for the step, at most spec.stage_entries; they are in flight until
         end_step or forget."""
         if self.tables is None or not self.stages_transfers:
             return []
-        return self._staging.entries(step, self.tables)
+        return self.staging.entries(step, self.tables)
 
     def settle_now(self, step: int, done: np.ndarray) -> None:
         """The list of the step that is being made was carried out already (Spec.blocking), done
         int32[S]."""
-        self._staging.settle(step, done, self.tables)
+        self.staging.settle(step, done, self.tables)
         self._hand_over()
-
-    def take_moves(self) -> list[Move]:
-        """Cells to move within the arena, to be carried out after `stages` and before take_update
-        and the step. With experts that are paged there are none."""
-        return self._staging.take_moves()
 
     def take_update(self) -> dict[str, np.ndarray]:
         """Contents of tables that changed since the last call: TABLE_FIELDS → int32 array; where
         every expert is resident also `cell_row` and `cell_version`, which the device never
         changes."""
         changed, self._changed = self._changed, {}
-        return changed | self._staging.take_contents()
+        return changed | self.staging.take_contents()
 
     def settle_budget(self, done: bool) -> None:
         """wanted_cells and wanted_kv_pages were carried out, or have to wait."""
@@ -228,10 +222,6 @@ class Controller:
             self.wanted_cells = self.wanted_kv_pages = None
         else:
             self.budget_deferred += 1
-
-    def forget(self, step: int) -> None:
-        """The step was not dispatched after all: its transfers wait again."""
-        self._staging.forget(step)
 
     def end_step(
         self, record: StepRecord, *, age: int, seconds: float, tables: Residency | None = None
@@ -241,31 +231,29 @@ class Controller:
         if tables is not None:
             self.see(tables)
         step = record.number
-        self._staging.settle(step, record.staged, self.tables)
+        self.staging.settle(step, record.staged, self.tables)
         counts = None
-        if self._staging.watching or "counts" in self.needs:
+        if self.staging.watching or "counts" in self.needs:
             counts = self._counts(record.ids)
-            assert self.tables is not None or not self._staging.watching
+            assert self.tables is not None or not self.staging.watching
             if self.tables is not None:
-                self._staging.watch(step, counts > 0, record.missed, self.tables)
+                self.staging.watch(step, counts > 0, record.missed, self.tables)
         self._hand_over()
         self._use = record.use
         for seat in self._seats:
             seat.progress(len(record.ids), seconds, counts)
-        shown = Shown(step, age, seconds, record, counts)
-        self._ask_all(Moment.STEP_END, shown)
+        shown = Shown(Moment.STEP_END, step, seconds, age, rows=record, counts=counts)
+        self._ask_all(shown)
         for seat in self._seats:
             if seat.interval_passed():
-                summed = dataclasses.replace(shown, counts=seat.counts)
+                self._ask(seat, shown._replace(moment=Moment.INTERVAL, counts=seat.counts))
                 seat.counts = None
-                self._ask(seat, Moment.INTERVAL, summed)
         references = self._kv_references
         if references is not None:
             references.see(record.request, record.user, record.position)
         for request in record.finished:
-            if references is not None:
-                shown = dataclasses.replace(shown, kv_refs=references.end(request))
-            self._ask_all(Moment.TURN_END, shown, turn=request)
+            kv_refs = None if references is None else references.end(request)
+            self._ask_all(shown._replace(moment=Moment.TURN_END, turn=request, kv_refs=kv_refs))
 
     def between_layers(
         self,
@@ -288,32 +276,30 @@ class Controller:
         if tables is not None:
             self.see(tables)
         if done is not None and self.settle_between_layers(done):
-            latest = Shown(step, 0, seconds)
-            self._ask_all(Moment.TRANSFER, latest, layer=layer)
+            self._ask_all(Shown(Moment.TRANSFER, step, seconds, layer=layer))
         counts = None
         if "counts" in self.needs and routing is not None:
             counts = self._counts(routing.ids, layer)
-        shown = Shown(step, 0, seconds, routing, counts)
-        self._ask_all(moment, shown, layer=layer)
+        self._ask_all(Shown(moment, step, seconds, layer=layer, rows=routing, counts=counts))
         if self.tables is None or not any(seat.stages_between_layers for seat in self._seats):
             return []
-        return self._staging.entries(step, self.tables, between_layers=True)
+        return self.staging.entries(step, self.tables, between_layers=True)
 
     def settle_between_layers(self, done: np.ndarray) -> bool:
         """The list that between_layers returned last was carried out, done int32[S]. Returns
         whether it had entries."""
-        settled = self._staging.settle_between_layers(done)
+        settled = self.staging.settle_between_layers(done)
         self._hand_over()
         return settled
 
     def finish(self) -> None:
         """The run ends: transfers that were never used are logged as such."""
-        self._staging.finish()
+        self.staging.finish()
         self._hand_over()
 
     def stats(self) -> dict[str, Any]:
         """Plain data. transfers: by cause, see staging.COUNTS; bytes are those carried out."""
-        staging = self._staging
+        staging = self.staging
         return {
             "policies": [seat.name for seat in self._seats],
             "decisions": {seat.name: self._decisions[seat.name] for seat in self._seats},
@@ -329,30 +315,28 @@ class Controller:
 
     # ---- asking
 
-    def _ask_all(self, moment: Moment, shown: Shown, *, layer: int = -1, turn: int = -1) -> None:
+    def _ask_all(self, shown: Shown) -> None:
         for seat in self._seats:
-            if moment in seat.policy.moments:
-                self._ask(seat, moment, shown, layer=layer, turn=turn)
+            if shown.moment in seat.policy.moments:
+                self._ask(seat, shown)
 
-    def _ask(
-        self, seat: Seat, moment: Moment, shown: Shown, *, layer: int = -1, turn: int = -1
-    ) -> None:
+    def _ask(self, seat: Seat, shown: Shown) -> None:
         fields = {
-            need: _read_only(self._value(need, seat, moment, shown))
+            need: _read_only(self._value(need, seat, shown))
             for need in seat.observed
-            if moment in moments_with(need)
+            if shown.moment in moments_with(need)
         }
         observation = Observation(
-            moment=moment,
+            moment=shown.moment,
             step=shown.step,
             age=shown.age,
             interval=seat.intervals,
-            turn=turn,
-            layer=layer,
+            turn=shown.turn,
+            layer=shown.layer,
             seconds=shown.seconds,
             **fields,
         )
-        when = f"{moment.name} of step {shown.step}"
+        when = f"{shown.moment.name} of step {shown.step}"
         try:
             answer = seat.policy.decide(seat.state, observation)
         except Exception as error:
@@ -363,9 +347,9 @@ class Controller:
         state, decision = answer
         accepted = check_decision(decision, seat.policy, self.spec, when)
         seat.state = state
-        self._accept(accepted, seat, moment, shown.step)
+        self._accept(accepted, seat, shown)
 
-    def _value(self, need: str, seat: Seat, moment: Moment, shown: Shown) -> Any:
+    def _value(self, need: str, seat: Seat, shown: Shown) -> Any:
         if need in SEEN:
             return getattr(shown.rows, SEEN[need])
         if need in USES:
@@ -374,18 +358,18 @@ class Controller:
             case "counts" | "kv_refs":
                 return getattr(shown, need)
             case "finished" | "retired":
-                return tuple(seat.news.pop((need, moment), ()))
+                return tuple(seat.news.pop((need, shown.moment), ()))
             case "in_flight":
-                return self._staging.in_flight
+                return self.staging.in_flight
             case "costs":
                 return self.spec.costs
             case "capacity":
-                return self._staging.capacity
+                return self.staging.capacity
         tables = self.tables
         assert tables is not None, "a policy needs residency: give end_step the tables"
         match need:
             case "state":
-                return self._staging.state(tables)
+                return self.staging.state(tables)
             case "version":
                 return np.where(tables.address >= 0, tables.version, -1).astype(np.int8)
             case "cells":
@@ -405,25 +389,25 @@ class Controller:
 
     # ---- what was decided
 
-    def _accept(self, decision: Decision, seat: Seat, moment: Moment, step: int) -> None:
+    def _accept(self, decision: Decision, seat: Seat, shown: Shown) -> None:
         if all(getattr(decision, field) is None for field in seat.policy.writes):
             return
         self._decisions[seat.name] += 1
-        self._log(Decided(step, moment, seat.name, decision))
+        self._log(Decided(shown.step, shown.moment, seat.name, decision))
         if decision.cells is not None:
             self.wanted_cells = decision.cells
         if decision.kv_pages is not None:
             self.wanted_kv_pages = decision.kv_pages
         self.max_running = decision.max_running or self.max_running
         if decision.pause_stages is not None:
-            self._staging.paused = decision.pause_stages
+            self.staging.paused = decision.pause_stages
         for field in TABLE_FIELDS:
             if (value := getattr(decision, field)) is not None:
                 self._change(field, value.astype(np.int32))
         for kind in ("transitions", "stages"):
             if (queue := getattr(decision, kind)) is not None:
                 assert self.tables is not None, "a policy stages: give the controller the tables"
-                self._staging.want(kind, queue, self.tables)
+                self.staging.want(kind, queue, self.tables)
 
     def _change(self, field: str, value: np.ndarray) -> None:
         self._contents[field] = self._changed[field] = value
@@ -433,7 +417,7 @@ class Controller:
     def _hand_over(self) -> None:
         """What became of transfers, to the policies that want to know."""
         for name in ("finished", "retired"):
-            news: list[Transfer] = getattr(self._staging, name)
+            news: list[Transfer] = getattr(self.staging, name)
             if news:
                 for seat in self._seats:
                     seat.tell(name, news)

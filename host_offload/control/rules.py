@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -204,11 +203,7 @@ def check_decision(decision: Any, policy: Policy, spec: Spec | None, when: str) 
 
     if not isinstance(decision, Decision):
         raise refuse(f"decide must return (state, Decision), not {type(decision).__name__}")
-    set_fields = {
-        f.name: getattr(decision, f.name)
-        for f in dataclasses.fields(decision)
-        if getattr(decision, f.name) is not None
-    }
+    set_fields = {field: value for field, value in vars(decision).items() if value is not None}
     if unsaid := sorted(set_fields.keys() - policy.writes):
         raise refuse(f"it set {unsaid[0]!r}, which its `writes` lacks")
     checked = {}

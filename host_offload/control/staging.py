@@ -110,9 +110,6 @@ class Staging(Transfers):
         urgent = {other for other, rank in ranks.items() if rank < ranks[entry.expert]}
         yield urgent | transitions.keys() if ranks is stages else urgent
 
-    def was_done(self, transfer: Transfer, tables: Residency | None) -> bool:
-        return False
-
     def stats(self, tables: Residency | None = None) -> dict[str, Any]:
         if len(self._bytes) == 1 or tables is None:
             return {}

@@ -79,27 +79,8 @@ class Placement(NamedTuple):
     resident: ResidentSpec
     pools: CellPools
     """With these cells taken."""
-    row: np.ndarray
-    """int32[L, E]: arena row."""
-    version: np.ndarray
-    """int32[L, E]"""
-
-    @property
-    def contents(self) -> dict[str, np.ndarray]:
-        """The tables of a device whose arena holds all this, int32; expert e of a layer has cell
-        e."""
-        layers, experts = self.row.shape
-        cell_row = np.full((layers, self.resident.cell_bound), -1, np.int32)
-        cell_version, owner = np.zeros_like(cell_row), cell_row.copy()
-        cell_row[:, :experts], cell_version[:, :experts] = self.row, self.version
-        owner[:, :experts] = np.arange(experts)
-        return {
-            "cell_row": cell_row,
-            "cell_version": cell_version,
-            "owner": owner,
-            "address": self.row.copy(),
-            "version": self.version.copy(),
-        }
+    contents: dict[str, np.ndarray]
+    """The tables of a device whose arena holds all this, int32; expert e of a layer has cell e."""
 
 
 def slots_for(layout: SlotLayout, counts: Sequence[int], spares: int = 0) -> int:
@@ -158,18 +139,15 @@ def resident_spec(
     *,
     spares: int = 1,
     step_bytes: int | None = None,
-    move_bytes: int | None = None,
-    columns: int | None = None,
     blocking: bool = False,
 ) -> ResidentSpec:
     """The resident mode of an arena of this layout; arguments as ResidentSpec's fields.
 
-    start: int[L, E]; with spares=0 it stays, a fixed map of any number of versions. Defaults:
-    step_bytes as the stage list allows; move_bytes one slot, and all of them if blocking; columns
-    COLUMNS, or what the spares of both versions take.
+    start: int[L, E]; with spares=0 it stays, a fixed map of any number of versions. step_bytes: by
+    default as the stage list allows. Cells move within one slot's bytes, or all if blocking.
 
     Raises ValueError for versions that do not exist, where the start and the spares do not fit, and
-    for bounds below 1.
+    for step_bytes below 1.
     """
     start = np.asarray(start)
     versions = len(layout.records)
@@ -189,12 +167,9 @@ def resident_spec(
             f"the map takes {wanted} slots of {layout.slot_bytes} bytes, "
             f"{wanted * layout.slot_bytes} in all; experts have {slots}"
         )
-    columns = max(COLUMNS, versions * spares) if columns is None else columns
+    if step_bytes is not None and step_bytes < 1:
+        raise ValueError(f"step_bytes must be at least 1, not {step_bytes}")
     largest = max(record.nbytes for record in layout.records)
-    limits = {"columns": columns, "step_bytes": step_bytes, "move_bytes": move_bytes}
-    for name, value in limits.items():
-        if value is not None and value < 1:
-            raise ValueError(f"{name} must be at least 1, not {value}")
     return ResidentSpec(
         slots=slots,
         slot_rows=layout.slot_rows,
@@ -204,8 +179,8 @@ def resident_spec(
         capacity=most,
         spares=spares,
         step_bytes=step_bytes or start.size * largest,
-        move_bytes=move_bytes or layout.slot_bytes * (slots if blocking else 1),
-        columns=columns if spares else 0,
+        move_bytes=layout.slot_bytes * (slots if blocking else 1),
+        columns=max(COLUMNS, versions * spares) if spares else 0,
         blocking=blocking,
     )
 
@@ -213,6 +188,13 @@ def resident_spec(
 def place(resident: ResidentSpec) -> Placement:
     """Gives every expert a cell of its starting version, layer by layer; the high version first, so
     that it lies at the front."""
-    start, sizes = resident.start, (resident.record_rows, resident.cells_per_slot)
+    sizes = resident.record_rows, resident.cells_per_slot
     pools = CellPools(range(resident.slots), resident.slot_rows, *sizes)
-    return Placement(resident, pools, pools.allocate_all(start), start.astype(np.int32))
+    (layers, experts), version = resident.start.shape, resident.start.astype(np.int32)
+    row = pools.allocate_all(version)
+    cell_row = np.full((layers, resident.cell_bound), -1, np.int32)
+    cell_version, owner = np.zeros_like(cell_row), cell_row.copy()
+    cell_row[:, :experts], cell_version[:, :experts] = row, version
+    owner[:, :experts] = np.arange(experts)
+    tables = {"cell_row": cell_row, "cell_version": cell_version, "owner": owner}
+    return Placement(resident, pools, {**tables, "address": row, "version": version})

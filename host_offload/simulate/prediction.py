@@ -109,7 +109,7 @@ def predict(trace: Trace, model: CostModel | Mapping[str, CostModel], **options:
     named = with_prefetch(options.get("prefetch"), options.get("policies", ()))
     _, policies = with_eviction(options.get("eviction"), named)
     clock = _Clock(trace, models, asked=any(policy.moments for policy in policies))
-    timed = {"costs": models[0].costs(), "watcher": clock.add, "clock": clock.read_s}
+    timed = {"costs": models[0].costs(), "watcher": clock.add, "clock": clock.ends.__getitem__}
     simulation = simulate(trace, **timed, **options)
     # Of one version it is the costs' experts that move, whichever the trace was recorded with.
     moved = int(simulation.transfers.sum()) * models[0].expert_bytes
@@ -171,10 +171,6 @@ class _Clock:
         self.seconds.append(compute + moved)
         self.compute_s.append(compute)
         self.tokens.append(len(step.ids))
-
-    def read_s(self, number: int) -> float:
-        """When a step was read."""
-        return self.ends[number]
 
 
 def step_work(step: StepRecord, chunk: int) -> tuple[Work, int | None]:

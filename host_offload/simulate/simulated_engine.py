@@ -11,9 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from host_offload.control.control import Control
+from host_offload.control.control import Control, Moved
 from host_offload.control.controller import Controller
-from host_offload.control.device import Moved
 from host_offload.control.interface import Moment
 from host_offload.control.rules import BETWEEN_LAYERS
 from host_offload.control.step_record import COLUMNS, SEEN, USES, LayerRouting, StepRecord
@@ -47,22 +46,20 @@ class SimulatedStep(NamedTuple):
 
 
 class PagerDevice:
-    """A host_offload.control.device.Device without bytes: steps as sets of experts, counted.
+    """A host_offload.control.control.Device without bytes: steps as sets of experts, counted.
 
-    link_bytes: int64[V, L], of an expert. mixed: cells may have several versions. reference: takes
-    the place of Pager.reference.
+    link_bytes: int64[V, L], of an expert. reference: takes the place of Pager.reference, where all
+    cells are of version 0.
     """
 
     def __init__(
         self,
         pager: Pager,
         link_bytes: np.ndarray,
-        *,
-        mixed: bool,
         reference: Callable[[np.ndarray], Referenced] | None = None,
     ):
-        self.pager, self._link_bytes, self._mixed = pager, link_bytes, mixed
-        self._reference = reference
+        self.pager, self._link_bytes, self._reference = pager, link_bytes, reference
+        self._mixed = reference is None and pager.versions > 1
         self._carried_out = np.zeros(0, np.int32)
         self.begin_step()
 
@@ -71,58 +68,45 @@ class PagerDevice:
     def begin_step(self) -> None:
         """Counts anew."""
         layers, experts = self.pager.tables.address.shape
-        self._counts = np.zeros((3, layers), np.int64)
-        self._moved, self._staged = np.zeros((2, layers), np.int64)
+        self._hits = np.zeros(layers, np.int64)
         self._missed = np.zeros((layers, experts), bool)
         moves = np.zeros((3, layers, self.pager.versions), np.int64)
         self._versions = VersionCounts(np.zeros((layers, experts), np.int32), *moves)
 
     def compute(self, active: np.ndarray, waves: int, layer: int | None = None) -> None:
         """References all layers, or one, to their sets of active experts bool[M, E]."""
-        span = slice(None) if layer is None else slice(layer, layer + 1)
+        span, counts = slice(None) if layer is None else slice(layer, layer + 1), self._versions
         for due in in_waves(active, waves):
             if self._reference is None:
                 done = self.pager.reference(due, layer)
             else:
                 done = self._reference(due)
-            self._counts[:, span] += done[:3]
+            self._hits[span] += done.hits
             self._missed[span] |= done.missing
-            self._moved[span] += self._demand(done.missing, span)
             if self._mixed:
                 self._count_versions(due, done.missing, span)
+            else:
+                counts.fills[span, 0] += done.fills
+                counts.read_through[span, 0] += done.read_through
 
     def stage(
         self, entries: Sequence[Entry], *, layer: int | None = None, coming: int | None = None
     ) -> np.ndarray:
-        """As Pager.stage."""
+        """As Pager.stage; `carried_out` knows of a list from between layers, before `coming`."""
         done = self.pager.stage(entries, layer=layer, coming=coming)
+        if coming is not None:
+            self._carried_out = done
         for entry, carried_out in zip(entries, done.tolist(), strict=True):
-            self._staged[entry.layer] += carried_out
             self._versions.staged[entry.layer, entry.version] += carried_out
-            nbytes = self._link_bytes[entry.version, entry.layer]
-            self._moved[entry.layer] += carried_out * nbytes
         return done
-
-    def carry_out(self, entries: Sequence[Entry], coming: int) -> None:
-        """Stages a list from between layers, before the experts of layer `coming`."""
-        self._carried_out = self.stage(entries, coming=coming)
 
     def simulated(self, number: int, kind: str | None) -> SimulatedStep:
         """What the step did."""
-        hits, fills, read_through = self._counts
-        if not self._mixed:
-            self._versions.fills[:, 0], self._versions.read_through[:, 0] = fills, read_through
-        counts = hits, fills, read_through, self._missed, self._staged, self._moved
+        moves = self._versions[1:]
+        fills, read_through, staged = (experts.sum(axis=1) for experts in moves)
+        moved = np.sum(sum(moves) * self._link_bytes.T, axis=1)
+        counts = self._hits, fills, read_through, self._missed, staged, moved
         return SimulatedStep(number, kind, *counts, self._versions)
-
-    def _demand(self, missing: np.ndarray, span: slice) -> np.ndarray:
-        """int64[M]: bytes of experts that were filled or read through."""
-        if not self._mixed:
-            return np.count_nonzero(missing, axis=1) * self._link_bytes[0, span]
-        # What a fill moved, and what a miss without a cell was computed from.
-        version = self.pager.tables.version[span]
-        layers = np.arange(self._link_bytes.shape[1])[span, None]
-        return np.sum(self._link_bytes[version, layers] * missing, axis=1)
 
     def _count_versions(self, active: np.ndarray, missing: np.ndarray, span: slice) -> None:
         """In which versions the layers of `span` were computed just now, and what moved."""
@@ -230,7 +214,7 @@ class TraceResizer:
 
 
 class SimulatedEngine:
-    """Runs the steps of a trace through a pager under a controller that asks something.
+    """Runs the steps of a trace on a device under a controller that asks something.
 
     budgets: what moves before which step, as of TraceResizer. clock: as of simulator.simulate.
     Raises TraceError for what a policy needs and the trace does not have.
@@ -239,17 +223,15 @@ class SimulatedEngine:
     def __init__(
         self,
         header: TraceHeader,
-        pager: Pager,
+        device: PagerDevice,
         controller: Controller,
         budgets: Sequence[BudgetMove] | None = None,
         clock: Callable[[int], float] | None = None,
     ):
         _check_needs(header, controller)
-        self.header, self.controller = header, controller
-        link_bytes = np.stack([*controller.spec.link_bytes.values()])
-        self._device = PagerDevice(pager, link_bytes, mixed=pager.versions > 1)
-        self._resizer = TraceResizer(pager, controller, budgets)
-        self._control = Control(self._device, controller, self._resizer)
+        self.header, self.controller, self._device = header, controller, device
+        self._resizer = TraceResizer(device.pager, controller, budgets)
+        self._control = Control(device, controller, self._resizer)
         self._clock = clock
         self._between = controller.moments & BETWEEN_LAYERS
         self._reading: list[tuple[StepRecord, StepRecord]] = []
@@ -294,7 +276,7 @@ class SimulatedEngine:
         for moment in (Moment.LAYER_BEGIN, Moment.ROUTED, Moment.EXPERTS_BEGIN):
             known = None if moment == Moment.LAYER_BEGIN else routing
             if entries := self._control.between_layers(moment, layer, known):
-                self._device.carry_out(entries, coming=layer)
+                self._device.stage(entries, coming=layer)
 
     def _read(self) -> None:
         step, found = self._reading.pop(0)

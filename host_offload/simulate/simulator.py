@@ -14,10 +14,10 @@ import numpy as np
 
 from host_offload.control.controller import Controller, Event
 from host_offload.control.interface import Costs, Policy, Spec
-from host_offload.control.paging import paged_said
+from host_offload.control.paging import PagedSpec, paged_said
 from host_offload.control.rules import check_policies
-from host_offload.memory.pager import Pager, resident_tables
-from host_offload.memory.placement import ResidentSpec, resident_said
+from host_offload.memory.pager import Pager, Referenced, resident_tables
+from host_offload.memory.placement import resident_said
 from host_offload.memory.tables import cold_tables
 from host_offload.policies.eviction.names import EVICTION, with_eviction
 from host_offload.policies.prefetch.fitted import check_fitted
@@ -28,7 +28,7 @@ from host_offload.simulate.simulated_engine import (
     SimulatedStep,
     by_step,
 )
-from host_offload.simulate.weighted_pager import WeightedPager, fits
+from host_offload.simulate.weighted_pager import WeightedPager
 from host_offload.traces.reader import Trace
 from host_offload.traces.schema import KINDS, BudgetMove, TraceError, TraceHeader
 from host_offload.traces.step_sets import read_step_sets
@@ -101,8 +101,7 @@ def simulate(
     which budget is carried out, as Trace.budgets says of the run. costs: what policies are told of
     them; None: the spec's. listener: called with each event of the Controller. watcher: called with
     each step, when it was dispatched. clock: seconds from the start to the reading of a step, by
-    its number; None: the trace's. fast: policies that are only weights take
-    host_offload.simulate.weighted_pager, which gives the same result.
+    its number; None: the trace's. fast: policies that are only weights take weighted_pager.
 
     Steps are dispatched and read in the trace's order and at its times, whatever they would cost
     now; without times each is read when the next one was dispatched. Without `budgets` cells that a
@@ -123,35 +122,37 @@ def simulate(
         driver = str(spec.driver if spec else header.spec.get("driver", "device"))
     check_policies(policies, driver)
     check_fitted(policies, header.config_digest)
-    granted, fill_version = _cells(header, cells)
-    controller = None
+    granted = _cells(header, cells)
+    controller, weights = None, EVICTION["lru"]
     if any(policy.moments for policy in policies):
         told = dataclasses.replace(spec or spec_of(header), driver=driver)
         told = told if costs is None else dataclasses.replace(told, costs=costs)
-        if cells is not None:
-            sums = tuple(granted.sum(axis=0).tolist()) if granted.ndim > 1 else None
-            bound = max(told.experts, _most(granted))
-            told = dataclasses.replace(told, resident=None, capacity=sums, cell_bound=bound)
+        told = told if cells is None else _with_cells(told, granted)
         controller = Controller(told, policies, listener=listener)
         if not controller.writes.isdisjoint({"kv_pages", "max_running"}) and budgets is None:
             raise ValueError(
                 "a policy writes 'kv_pages', and the simulator has no KV; leave it out, or give "
                 "budgets=, when which budget is carried out"
             )
-        if told.resident is None:
-            start = EVICTION["lru"], told.cell_bound, fill_version
-            tables = cold_tables(granted, told.experts, *start)
-        else:
-            tables = resident_tables(told.resident, EVICTION["lru"])
-        pager = Pager(tables, len(told.version_bytes))
-        engine = SimulatedEngine(header, pager, controller, budgets, clock)
-        steps = engine.run(trace.step_traces())
+        resident, bound, sizes = told.resident, told.cell_bound, told.link_bytes
     else:
         chosen = [getattr(policy, "victim_weights", None) for policy in policies]
-        weights = chosen[0] if chosen and chosen[0] is not None else EVICTION["lru"]
+        weights = chosen[0] if chosen and chosen[0] is not None else weights
         resident = resident_said(header.spec.get("resident")) if cells is None else None
-        start = granted, fill_version
-        steps = _weighted_steps(trace, start, weights, fast, budgets or (), resident)
+        bound = max(header.experts, granted.cell_bound)
+        said = header.spec.get("link_bytes") or header.spec.get("version_bytes", {"": 0})
+        sizes = _sizes(said, header.layers)
+    if resident is None:
+        tables = cold_tables(granted.cells, header.experts, weights, bound, granted.fill_version)
+    else:
+        tables = resident_tables(resident, weights)
+    fast = fast and controller is None and not budgets and resident is None
+    reference = _weighted_reference(trace, granted.cells, weights) if fast else None
+    device = PagerDevice(Pager(tables, len(sizes)), np.stack([*sizes.values()]), reference)
+    if controller is None:
+        steps = _weighted_steps(trace, device, budgets or ())
+    else:
+        steps = SimulatedEngine(header, device, controller, budgets, clock).run(trace.step_traces())
     return _collected(trace, steps, controller, watcher)
 
 
@@ -201,16 +202,14 @@ def _sizes(said: Mapping[str, Any], layers: int) -> dict[str, np.ndarray]:
     return {name: np.broadcast_to(np.array(size, np.int64), layers) for name, size in said.items()}
 
 
-def _cells(
-    header: TraceHeader, cells: int | Sequence[int] | np.ndarray | None
-) -> tuple[np.ndarray, np.ndarray | int]:
-    """Cells of each layer, int64[L] or [L, V], and what misses fill at the start: the trace's, but
-    version 0 where the cells are all of that."""
+def _cells(header: TraceHeader, cells: int | Sequence[int] | np.ndarray | None) -> PagedSpec:
+    """Cells of each layer and what misses fill at the start: the trace's, but version 0 where the
+    cells are all of that."""
     if cells is None and "cells" not in header.spec:
         raise TraceError("the trace does not say how many cells its layers had; give cells=")
     paged = paged_said(header.spec.get("paged"))
     if cells is None and paged is not None:
-        return paged.cells, paged.fill_version
+        return paged
     given = np.asarray(header.spec["cells"] if cells is None else cells)
     by_version = header.layers, len(header.spec.get("version_bytes", ()))
     if given.dtype.kind not in "iu" or given.shape not in ((), (header.layers,), by_version):
@@ -220,48 +219,47 @@ def _cells(
         )
     if given.min() < 0 or given.max() > header.experts:
         raise ValueError(f"cells of a layer must lie in 0…{header.experts}, not {given.tolist()}")
+    given = given.astype(np.int64)
+    fill_version = np.zeros((header.layers, header.experts), np.int8)
     if given.shape == by_version:
-        return given.astype(np.int64), 0 if paged is None else paged.fill_version
-    return np.broadcast_to(given, header.layers).astype(np.int64), 0
+        return PagedSpec(given, fill_version if paged is None else paged.fill_version)
+    return PagedSpec(np.broadcast_to(given, header.layers)[:, None], fill_version)
+
+
+def _with_cells(told: Spec, granted: PagedSpec) -> Spec:
+    """What policies are told where these are the cells, of whatever the trace had."""
+    capacity = granted.capacity if granted.cells.shape[1] > 1 else None
+    bound = max(told.experts, granted.cell_bound)
+    return dataclasses.replace(told, resident=None, capacity=capacity, cell_bound=bound)
+
+
+def _weighted_reference(
+    trace: Trace, cells: np.ndarray, weights: Sequence[int]
+) -> Callable[[np.ndarray], Referenced] | None:
+    """What takes the place of Pager.reference from a cold start with cells int[L, V]; None for
+    several versions and for a trace that is too long for it."""
+    if cells.shape[1] > 1:
+        return None
+    references = trace.steps
+    if "step.waves" not in trace.header.absent:
+        references = sum(int(chunk.array("step.waves").max(axis=1).sum()) for chunk in trace.chunks)
+    try:
+        return WeightedPager(cells[:, 0], trace.header.experts, weights, references).reference
+    except ValueError:  # its keys have no room for so many
+        return None
 
 
 def _weighted_steps(
-    trace: Trace,
-    start: tuple[np.ndarray, np.ndarray | int],
-    weights: Sequence[int],
-    fast: bool,
-    budgets: Sequence[BudgetMove],
-    resident: ResidentSpec | None,
+    trace: Trace, device: PagerDevice, budgets: Sequence[BudgetMove]
 ) -> Iterator[SimulatedStep]:
-    """The steps under a policy that is only weights. start: of _cells."""
-    header, (cells, fill_version) = trace.header, start
-    layers, experts = header.layers, header.experts
-    references = trace.steps
-    if "step.waves" not in header.absent:
-        references = sum(int(chunk.array("step.waves").max(axis=1).sum()) for chunk in trace.chunks)
-    said = header.spec.get("link_bytes") or header.spec.get("version_bytes", {"": 0})
-    sizes = np.stack([*_sizes(said, layers).values()])
-    if resident is None:
-        bound = max(experts, _most(cells))
-        tables = cold_tables(cells, experts, weights, bound, fill_version)
-    else:
-        tables = resident_tables(resident, weights)
-    pager, moves = Pager(tables, len(sizes)), by_step(budgets)
-    reference, mixed = None, resident is not None or cells.ndim > 1
-    if fast and not mixed and not moves and fits(experts, weights, references):
-        reference = WeightedPager(cells, experts, weights, references).reference
-    device = PagerDevice(pager, sizes, mixed=mixed, reference=reference)
+    """The steps under a policy that is only weights."""
+    moves = by_step(budgets)
     for step in read_step_sets(trace):
         for budget in moves.get(step.number, ()):
-            pager.regrant(np.array(budget.cells))
+            device.pager.regrant(np.array(budget.cells))
         device.begin_step()
         device.compute(step.active, step.waves)
         yield device.simulated(step.number, KINDS[step.kind] if step.kind >= 0 else None)
-
-
-def _most(cells: np.ndarray) -> int:
-    """The most cells of a layer, of all versions."""
-    return int(cells.reshape(len(cells), -1).sum(axis=1).max())
 
 
 def _collected(
@@ -277,21 +275,10 @@ def _collected(
     for i, step in enumerate(steps):
         number[i] = step.number
         kind[i] = -1 if step.kind is None else KINDS.index(step.kind)
-        found = step.hits, step.fills, step.read_through, step.staged
-        for row, values in zip(counts, found, strict=True):
-            row[i] = values
+        counts[:, i] = step.hits, step.fills, step.read_through, step.staged
         moved[i] = step.moved
         if watcher is not None:
             watcher(step)
-    known = "version_bytes" in trace.header.spec
+    known = controller is not None or "version_bytes" in trace.header.spec
     stats = None if controller is None else controller.stats()
-    return Simulation(
-        number=number,
-        kind=kind,
-        hits=counts[0],
-        fills=counts[1],
-        read_through=counts[2],
-        staged=counts[3],
-        bytes=moved if known or controller else None,
-        control=stats,
-    )
+    return Simulation(number, kind, *counts, bytes=moved if known else None, control=stats)

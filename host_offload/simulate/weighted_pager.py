@@ -25,7 +25,12 @@ class WeightedPager:
     """
 
     def __init__(self, cells: np.ndarray, experts: int, weights: Sequence[int], references: int):
-        if not fits(experts, weights, references):
+        # The keys of the least and the largest frequency at the least and the largest age.
+        age = np.array([1, references + 1, 1, references + 1], np.int32)
+        frequency = np.array([0, 0, references, references], np.int32)
+        extremes = victim_key(age, frequency, np.int32(0), [int(w) for w in weights])
+        largest = max(abs(int(key)) for key in extremes)
+        if (largest + 1) * (references + 1) * experts >= _NEVER:
             raise ValueError(f"{references} references are too many for keys of 63 bits")
         layers = len(cells)
         self._cells = np.asarray(cells, np.int64)
@@ -79,12 +84,3 @@ class WeightedPager:
         """victim_key with the logarithms from a table."""
         frequency = self._log2[self._frequency[rows] + 1]
         return self._weights[1] * frequency - self._weights[0] * self._log2[self._clock - last_used]
-
-
-def fits(experts: int, weights: Sequence[int], references: int) -> bool:
-    """Whether keys of so many references fit."""
-    age = np.array([1, references + 1, 1, references + 1], np.int32)
-    frequency = np.array([0, 0, references, references], np.int32)
-    extremes = victim_key(age, frequency, np.int32(0), [int(w) for w in weights])
-    largest = max(abs(int(key)) for key in extremes)
-    return (largest + 1) * (references + 1) * experts < _NEVER

@@ -14,7 +14,6 @@ from host_offload.control.interface import routed_counts
 from host_offload.sizing.miss_curves import curves_of
 from host_offload.sizing.split import Division, SplitError
 from host_offload.traces.reader import Trace
-from host_offload.traces.schema import TraceError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,11 +39,6 @@ class DecodeModel:
         if (np.diff(self.widths) < 1).any() or self.widths[0] < 1:
             raise SplitError(f"widths must ascend from at least 1, not {self.widths.tolist()}")
 
-    @property
-    def seconds(self) -> np.ndarray:
-        """float64[n, E + 1]: of a step, by width and cap."""
-        return self.resident_s[:, None] + self.miss_s * self.misses
-
     def step_s(self, width: float, cap: int) -> float:
         """Between two widths on a straight line. Raises SplitError beyond the known ones."""
         if not self.widths[0] <= width <= self.widths[-1]:
@@ -52,7 +46,8 @@ class DecodeModel:
                 f"width {width} is not within {self.widths[0]}…{self.widths[-1]}, of which steps "
                 "are known"
             )
-        return float(np.interp(width, self.widths, self.seconds[:, cap]))
+        seconds = self.resident_s + self.miss_s * self.misses[:, cap]
+        return float(np.interp(width, self.widths, seconds))
 
 
 def resident_seconds(step_s: Mapping[int, float], widths: Sequence[int] | np.ndarray) -> np.ndarray:
@@ -69,21 +64,25 @@ def resident_seconds(step_s: Mapping[int, float], widths: Sequence[int] | np.nda
 
 
 def decode_model(
-    trace: Trace, *, step_s: Mapping[int, float], miss_s: float, widths: Sequence[int]
+    trace: Trace, *, step_s: Mapping[int, float], miss_s: float, users: int | None = None
 ) -> DecodeModel:
-    """The model of a trace's generated tokens, its sequences side by side at each width; first
-    sights left out. Raises TraceError where the trace does not say which tokens are whose, or has
-    too few sequences; SplitError as resident_seconds."""
+    """The model of a trace's generated tokens, its sequences side by side at widths that double, up
+    to all of them or the rows of `step_s`; first sights left out.
+
+    users: a width that must be among what is known. Raises SplitError where it is not, TraceError
+    where the trace does not say which tokens are whose.
+    """
     sequences = list(generated_sequences(trace))
-    experts = trace.header.experts
+    most = min(len(sequences), max(step_s))
+    if users is not None and users > most:
+        raise SplitError(
+            f"steps of {users} sequences cannot be predicted: the trace has {len(sequences)} with "
+            f"generated tokens, the costs were measured up to {max(step_s)} rows"
+        )
+    widths = sorted({*(1 << i for i in range(most.bit_length())), most})
     rows = []
     for width in widths:
-        if len(sequences) < width:
-            raise TraceError(
-                f"{trace.directory} has {len(sequences)} sequences with generated tokens; "
-                f"{width} side by side need as many"
-            )
-        curves = curves_of(side_by_side(sequences, width, experts))
+        curves = curves_of(side_by_side(sequences, width, trace.header.experts))
         rows.append(curves.warm.sum(axis=0) / curves.steps)
     return DecodeModel(
         np.array(widths, np.int64), np.array(rows), resident_seconds(step_s, widths), miss_s
@@ -91,12 +90,8 @@ def decode_model(
 
 
 def generated_sequences(trace: Trace) -> Iterator[np.ndarray]:
-    """int16[n, L, k]: routing of each request's generated tokens, in order."""
-    columns = {f"token.{name}" for name in ("request", "position", "phase")}
-    if lacking := columns & {*trace.header.absent}:
-        raise TraceError(
-            f"{trace.directory} has no {', '.join(sorted(lacking))}; record one with --trace"
-        )
+    """int16[n, L, k]: routing of each request's generated tokens, in order. Raises TraceError where
+    the trace does not say which they are."""
     request, position, phase, ids = (
         trace.array(f"token.{name}") for name in ("request", "position", "phase", "ids")
     )
@@ -119,8 +114,6 @@ class JointChoice(NamedTuple):
     """Sequences that should run at once."""
     cap: int
     pages: int
-    step_s: float
-    """Predicted, of a decode step."""
     tokens_per_s: float
     """Predicted."""
 
@@ -143,10 +136,9 @@ def choose(
         cap = cap_beside(division, width * pages_per_sequence)
         if cap is None:
             break
-        seconds = model.step_s(width, cap)
-        rate = width / seconds
+        rate = width / model.step_s(width, cap)
         if best is None or rate > best.tokens_per_s:
-            best = JointChoice(width, cap, division.pages_at(cap), seconds, rate)
+            best = JointChoice(width, cap, division.pages_at(cap), rate)
     if best is None:
         raise SplitError(
             f"{division.total_bytes} bytes have no room for {model.widths[0]} sequences of "

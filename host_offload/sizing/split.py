@@ -64,8 +64,7 @@ class Division:
     @functools.cached_property
     def pages(self) -> np.ndarray:
         """int64[E + 1]: pages_at of every cap."""
-        caps = np.arange(self.caps + 1)
-        return (self.total_bytes - caps * self.cap_bytes) // self.unit * self.unit_pages
+        return np.array([self.pages_at(cap) for cap in range(self.caps + 1)])
 
     @functools.cached_property
     def legal(self) -> np.ndarray:
@@ -225,9 +224,8 @@ class SplitRule:
         below the floor (6) moves up to it at once, whatever gate and rate say."""
         split = min(max(split, 0.0), division.split_at(division.largest_cap))
         seconds = objective(division, expert_misses, kv_misses, costs)
-        grid = _grid(division, self.points)
-        now = seconds[division.cap_at(split)]
-        at = seconds[_caps(division, self.points)]
+        grid, caps = _grid(division, self.points)
+        now, at = seconds[division.cap_at(split)], seconds[caps]
         best = at.min(initial=np.inf)
         # The nearest of equals: a flat stretch is no reason to move.
         nearest = grid[at == best]
@@ -238,14 +236,10 @@ class SplitRule:
 
 
 @functools.lru_cache(maxsize=16)
-def _grid(division: Division, points: int) -> np.ndarray:
-    """float64[G]: splits of the grid that leave KV its floor and experts their least cap; with the
-    largest legal one, which may lie between two points."""
+def _grid(division: Division, points: int) -> tuple[np.ndarray, np.ndarray]:
+    """(float64[G], int64[G]): splits of the grid that leave KV its floor and experts their least
+    cap, with the largest legal one, which may lie between two points; and their caps."""
     grid = np.linspace(0, 1, points)
     edges = [division.split_at(cap) for cap in (division.least_cap, division.largest_cap)]
-    return np.unique([*grid[(grid >= edges[0]) & (grid <= edges[1])], *edges])
-
-
-@functools.lru_cache(maxsize=16)
-def _caps(division: Division, points: int) -> np.ndarray:
-    return np.array([division.cap_at(split) for split in _grid(division, points)])
+    grid = np.unique([*grid[(grid >= edges[0]) & (grid <= edges[1])], *edges])
+    return grid, np.array([division.cap_at(split) for split in grid])

@@ -13,9 +13,6 @@ import numpy as np
 
 from host_offload.sizing.cost_model import MOVES, CostError, CostModel, Work
 
-ALIKE = ("layers", "experts", "top_k", "chunk", "row_tile")
-"""Figures in which costs of several versions must agree: those of the model and its shapes."""
-
 
 class VersionCounts(NamedTuple):
     """In which versions one step computed and moved its experts: L layers, V versions. Sums over
@@ -68,7 +65,8 @@ def models_of(
                 f"the costs of {name} are of experts of {model.expert_bytes} bytes, the run's have "
                 f"{', '.join(map(str, said))}; calibrate the run's model"
             )
-        for field in (*ALIKE, "decode"):
+        # The figures of the model and its shapes; of decode the rows that were measured.
+        for field in ("layers", "experts", "top_k", "chunk", "row_tile", "decode"):
             one, other = getattr(found[0], field), getattr(model, field)
             if field == "decode":
                 one, other = sorted(one), sorted(other)

@@ -243,10 +243,10 @@ def read_trace(directory: str | os.PathLike[str]) -> Trace:
             "read it with the moejax that wrote it"
         )
     try:
-        names = [field.name for field in dataclasses.fields(TraceHeader)]
         # Traces that were written before there was `absent` lack nothing.
-        header = TraceHeader(**{name: found[name] for name in names if name != "absent"})
-        header = dataclasses.replace(header, absent=found.get("absent", ()))
+        names = {field.name for field in dataclasses.fields(TraceHeader)} - {"absent"}
+        said = {name: found[name] for name in names}
+        header = TraceHeader(**said, absent=found.get("absent", ()))
         identity, complete = found["id"], found["complete"]
         count = None if complete is None else int(complete["chunks"])
     except (KeyError, TypeError, ValueError) as error:

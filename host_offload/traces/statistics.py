@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 from host_offload.control.interface import routed_counts
 from host_offload.traces.reader import KINDS, Chunk, Trace
 from host_offload.traces.recency import cold_recency, reference, tails
-from host_offload.traces.step_sets import StepSet, chunk_step_sets
+from host_offload.traces.step_sets import read_step_sets
 
 BATCHES = (1, 2, 4, 8, 16, 32)
 QUANTILES = (0.5, 0.9, 0.99)
@@ -88,178 +89,154 @@ class TraceStatistics:
 
 
 def trace_statistics(trace: Trace) -> TraceStatistics:
-    """Reads the whole trace once, a chunk at a time. Raises TraceError for a bad chunk."""
-    counts = _Counts(trace)
+    """Reads the trace's arrays a chunk at a time. Raises TraceError for a bad chunk."""
+    return TraceStatistics(**_steps(trace), **_tokens(trace), **_domains(trace))
+
+
+def _steps(trace: Trace) -> dict[str, Any]:
+    """What is said of steps."""
+    shape = trace.header.layers, trace.header.experts
+    kinds = dict.fromkeys((*range(len(KINDS)), -1), 0)
+    recency, before = cold_recency(*shape), None
+    shared: list[float] = []
+    sizes: dict[int, list[float]] = {}
+    distances = np.zeros(trace.header.experts, np.int64)
+    largest = first_uses = 0
+    for step in read_step_sets(trace):
+        kinds[step.kind] += 1
+        active = step.active
+        recency, found = reference(recency, active)
+        if step.kind == KINDS.index("prefill"):
+            continue
+        total = int(active.sum())
+        if before is not None and total:
+            shared.append(int((active & before).sum()) / total)
+        before = active
+        largest = max(largest, int(found.sizes.max()))
+        sizes.setdefault(step.tokens, []).append(total / active.size)
+        distances += np.bincount(found.place[~found.is_first] % shape[1], minlength=shape[1])
+        first_uses += int(found.is_first.sum())
+    up_to, missed = np.cumsum(distances), first_uses + tails(distances)
+    some = {trace.header.top_k, *(shape[1] * i // 8 for i in (1, 2, 4, 6, 8))}
+    return {
+        "prefill_steps": kinds[KINDS.index("prefill")],
+        "decode_steps": kinds[KINDS.index("decode")],
+        "unknown_steps": kinds[-1],
+        "step_overlap": _mean(shared),
+        "activated_in_steps": {n: _mean(v) for n, v in sorted(sizes.items())},
+        "first_uses": first_uses,
+        "reuse_distances": {
+            q: float(np.searchsorted(up_to, q * up_to[-1])) if up_to[-1] else np.nan
+            for q in QUANTILES
+        },
+        "lru_misses": {
+            cells: int(missed[cells]) / int(missed[0]) if missed[0] else np.nan
+            for cells in sorted(some)
+            if cells >= trace.header.top_k
+        },
+        "largest_step": largest,
+    }
+
+
+def _tokens(trace: Trace) -> dict[str, Any]:
+    """What is said of tokens, generated alone or all."""
+    header = trace.header
+    routed = np.zeros((header.layers, header.experts), np.int64)
+    generated, generated_tokens = np.zeros_like(routed), 0
+    requests: set[int] = set()
     for chunk in trace.chunks:
-        counts.add(chunk)
-    return counts.statistics()
+        ids, decoded = chunk.array("token.ids"), _decoded(chunk)
+        routed += routed_counts(ids, header.experts)
+        generated += routed_counts(ids[decoded], header.experts)
+        generated_tokens += int(decoded.sum())
+        if "token.request" not in header.absent:
+            requests.update(np.unique(chunk.array("token.request")).tolist())
+    share = generated / (generated_tokens or np.nan)
+    overlaps = _overlaps(trace)
+    sizes = np.cumsum(-np.sort(-routed, axis=1), axis=1)
+    enough = (sizes < 0.9 * sizes[:, -1:]).sum(axis=1) + 1
+    return {
+        "tokens": trace.tokens,
+        "requests": None if "token.request" in header.absent else len(requests),
+        "token_overlap": float(overlaps.mean()),
+        "token_overlap_by_layer": tuple(overlaps.tolist()),
+        "token_overlap_by_chance": float((share**2).sum(axis=1).mean() / header.top_k),
+        "activated": {b: float((1 - (1 - share) ** b).mean()) for b in BATCHES},
+        "activated_uniform": {b: 1 - (1 - header.top_k / header.experts) ** b for b in BATCHES},
+        "experts_for_90": float(enough.mean()),
+        "experts_for_90_by_layer": tuple(enough.tolist()),
+    }
 
 
-class _Counts:
-    """Running counts over the chunks of a trace."""
+def _decoded(chunk: Chunk) -> np.ndarray:
+    """bool[N]: the tokens that were generated; all where the trace does not say."""
+    if "token.phase" in chunk.header.absent:
+        return np.ones(chunk.tokens, bool)
+    return chunk.array("token.phase") == 1
 
-    def __init__(self, trace: Trace):
-        header = trace.header
-        self.layers, self.experts, self.top_k = header.layers, header.experts, header.top_k
-        shape = (self.layers, self.experts)
-        marks = trace.marks()
-        self.mark_steps = [mark.step for mark in marks]
-        parts = ["start", *(mark.name for mark in marks)]
-        self.names = list(dict.fromkeys(parts))
-        self.parts = np.asarray([self.names.index(name) for name in parts])
-        if not marks:
-            self.names = list(header.spec.get("user_names", ()))
-        self.header, self.absent = header, set(header.absent)
-        self.kinds = dict.fromkeys((*range(len(KINDS)), -1), 0)
-        self.tokens = 0
-        self.requests: set[int] = set()
-        self.routed = np.zeros(shape, np.int64)
-        self.generated = np.zeros(shape, np.int64)
-        self.generated_tokens = 0
-        none = np.zeros(0, np.int64)
-        # ids, request and position of each sequence's last token so far.
-        self.ends = np.zeros((0, self.layers, self.top_k), np.int16), none, none
-        self.same = np.zeros(self.layers, np.int64)
-        self.pairs = 0
-        self.before: np.ndarray | None = None
-        self.step_shares: list[float] = []
-        self.sizes: dict[int, list[float]] = {}
-        self.recency = cold_recency(*shape)
-        self.largest_step = 0
-        self.distances = np.zeros(self.experts, np.int64)
-        self.first_uses = 0
-        self.groups: dict[int, np.ndarray] = {}
-        self.group_tokens: dict[int, int] = {}
 
-    def add(self, chunk: Chunk) -> None:
-        ids, tokens = chunk.array("token.ids"), chunk.array("step.tokens")
-        columns = {
-            name: chunk.array(f"token.{name}")
-            for name in ("request", "position", "phase")
-            if f"token.{name}" not in self.absent
-        }
-        decoded = columns["phase"] == 1 if "phase" in columns else np.ones(len(ids), bool)
-        self.tokens += len(ids)
-        self.routed += routed_counts(ids, self.experts)
-        self.generated += routed_counts(ids[decoded], self.experts)
-        self.generated_tokens += int(decoded.sum())
-        if (request := columns.get("request")) is not None:
-            self.requests.update(np.unique(request).tolist())
-            place = columns.get("position", np.zeros(len(ids), np.int64))
-            self._neighbours(ids[decoded], request[decoded], place[decoded])
-        for step in chunk_step_sets(chunk, self.header):
-            self.kinds[step.kind] += 1
-            self._step(step)
-        self._group(chunk, ids, np.repeat(chunk.array("step.number"), tokens))
-
-    def _neighbours(self, ids: np.ndarray, request: np.ndarray, place: np.ndarray) -> None:
-        """Compares each generated token with the one before it in its sequence."""
-        joined = zip(self.ends, (ids, request, place), strict=True)
-        ids, request, place = (np.concatenate(pair) for pair in joined)
-        order = np.argsort(request, kind="stable")
-        ids, request, place = ids[order], request[order], place[order]
-        follows = request[1:] == request[:-1]
+def _overlaps(trace: Trace) -> np.ndarray:
+    """float64[L]: the part of a generated token's experts that the one before it in its sequence
+    had; NaN where no token is known to follow another."""
+    header = trace.header
+    same, pairs = np.zeros(header.layers, np.int64), 0
+    none = np.zeros(0, np.int64)
+    # ids, request and position of each sequence's last token so far.
+    ends = np.zeros((0, header.layers, header.top_k), np.int16), none, none
+    for chunk in trace.chunks if "token.request" not in header.absent else ():
+        request = chunk.array("token.request")
         # Where there are no positions, a request's tokens are taken as neighbours.
-        if "token.position" not in self.absent:
+        placed = "token.position" not in header.absent
+        place = chunk.array("token.position") if placed else np.zeros(len(request), np.int64)
+        decoded = _decoded(chunk)
+        found = (array[decoded] for array in (chunk.array("token.ids"), request, place))
+        joined = [np.concatenate(pair) for pair in zip(ends, found, strict=True)]
+        order = np.argsort(joined[1], kind="stable")
+        ids, request, place = (array[order] for array in joined)
+        follows = request[1:] == request[:-1]
+        if placed:
             follows &= place[1:] == place[:-1] + 1
         rows = np.flatnonzero(follows)
         for part in np.array_split(rows, len(rows) // 1024 + 1):
             equal = ids[part + 1][..., :, None] == ids[part][..., None, :]
-            self.same += equal.sum(axis=(0, 2, 3))
-        self.pairs += len(rows)
+            same += equal.sum(axis=(0, 2, 3))
+        pairs += len(rows)
         final = np.append(request[1:] != request[:-1], True)[: len(request)]
-        self.ends = ids[final], request[final], place[final]
+        ends = ids[final], request[final], place[final]
+    return same / pairs / header.top_k if pairs else same * np.nan
 
-    def _step(self, step: StepSet) -> None:
-        active = step.active
-        self.recency, found = reference(self.recency, active)
-        if step.kind == KINDS.index("prefill"):
-            return
-        total = int(active.sum())
-        if self.before is not None and total:
-            self.step_shares.append(int((active & self.before).sum()) / total)
-        self.before = active
-        self.largest_step = max(self.largest_step, int(found.sizes.max()))
-        self.sizes.setdefault(step.tokens, []).append(total / active.size)
-        distances = found.place[~found.is_first] % self.experts
-        self.distances += np.bincount(distances, minlength=self.experts)
-        self.first_uses += int(found.is_first.sum())
 
-    def _group(self, chunk: Chunk, ids: np.ndarray, steps: np.ndarray) -> None:
-        user = chunk.array("token.user")
-        if self.mark_steps:
-            user = self.parts[np.searchsorted(self.mark_steps, steps, side="right")]
-        for group in np.unique(user[user >= 0]).tolist():
-            if group not in self.groups and len(self.groups) == MAX_GROUPS:
+def _domains(trace: Trace) -> dict[str, Any]:
+    """What is said of domains: parts between marks where there are marks, else sessions."""
+    header, marks = trace.header, trace.marks()
+    parts = ["start", *(mark.name for mark in marks)]
+    names = list(dict.fromkeys(parts) if marks else header.spec.get("user_names", ()))
+    groups: dict[int, np.ndarray] = {}
+    tokens: dict[int, int] = {}
+    for chunk in trace.chunks:
+        ids, domain = chunk.array("token.ids"), chunk.array("token.user")
+        if marks:
+            steps = np.repeat(chunk.array("step.number"), chunk.array("step.tokens"))
+            part = np.searchsorted([mark.step for mark in marks], steps, side="right")
+            domain = np.asarray([names.index(name) for name in parts])[part]
+        for group in np.unique(domain[domain >= 0]).tolist():
+            if group not in groups and len(groups) == MAX_GROUPS:
                 continue
-            rows = np.flatnonzero(user == group)
-            begin = self.group_tokens.get(group, 0)
+            rows = np.flatnonzero(domain == group)
+            begin = tokens.get(group, 0)
             half = (begin + np.arange(len(rows))) // _BLOCK % 2
-            counts = self.groups.setdefault(
-                group, np.zeros((2, self.layers, self.experts), np.int64)
-            )
-            for i in (0, 1):
-                counts[i] += routed_counts(ids[rows[half == i]], self.experts)
-            self.group_tokens[group] = begin + len(rows)
-
-    # ---- results
-
-    def statistics(self) -> TraceStatistics:
-        share = self.generated / max(self.generated_tokens, 1)
-        known = self.generated_tokens > 0
-        overlaps = self.same / self.pairs / self.top_k if self.pairs else self.same * np.nan
-        sizes = np.cumsum(-np.sort(-self.routed, axis=1), axis=1)
-        enough = (sizes < 0.9 * sizes[:, -1:]).sum(axis=1) + 1
-        names = self.names
-        halves = {
-            names[group] if group < len(names) else str(group): counts
-            for group, counts in sorted(self.groups.items())
-        }
-        whole = {name: counts.sum(axis=0) for name, counts in halves.items()}
-        pairs = [(a, b) for i, a in enumerate(whole) for b in list(whole)[i + 1 :]]
-        return TraceStatistics(
-            prefill_steps=self.kinds[KINDS.index("prefill")],
-            decode_steps=self.kinds[KINDS.index("decode")],
-            unknown_steps=self.kinds[-1],
-            tokens=self.tokens,
-            requests=None if "token.request" in self.absent else len(self.requests),
-            token_overlap=float(overlaps.mean()),
-            token_overlap_by_layer=tuple(overlaps.tolist()),
-            token_overlap_by_chance=(
-                float((share**2).sum(axis=1).mean() / self.top_k) if known else np.nan
-            ),
-            step_overlap=_mean(self.step_shares),
-            activated={
-                b: float((1 - (1 - share) ** b).mean()) if known else np.nan for b in BATCHES
-            },
-            activated_in_steps={n: _mean(v) for n, v in sorted(self.sizes.items())},
-            activated_uniform={b: 1 - (1 - self.top_k / self.experts) ** b for b in BATCHES},
-            experts_for_90=float(enough.mean()),
-            experts_for_90_by_layer=tuple(enough.tolist()),
-            first_uses=self.first_uses,
-            reuse_distances=self._quantiles(),
-            lru_misses=self._misses(),
-            largest_step=self.largest_step,
-            domains=tuple(whole),
-            distances=tuple(domain_distance(a, b, whole[a], whole[b]) for a, b in pairs),
-            halves=tuple(
-                domain_distance(name, name, *counts)
-                for name, counts in halves.items()
-                if counts[1].any()
-            ),
-        )
-
-    def _quantiles(self) -> dict[float, float]:
-        total = np.cumsum(self.distances)
-        if not total[-1]:
-            return dict.fromkeys(QUANTILES, np.nan)
-        return {q: float(np.searchsorted(total, q * total[-1])) for q in QUANTILES}
-
-    def _misses(self) -> dict[int, float]:
-        missed = self.first_uses + tails(self.distances)
-        wanted = {self.top_k, *(self.experts * i // 8 for i in (1, 2, 4, 6, 8))}
-        cells = sorted(c for c in wanted if c >= self.top_k)
-        return {c: int(missed[c]) / int(missed[0]) if missed[0] else np.nan for c in cells}
+            counted = [routed_counts(ids[rows[half == i]], header.experts) for i in (0, 1)]
+            groups[group] = groups.get(group, 0) + np.array(counted)
+            tokens[group] = begin + len(rows)
+    halves = {names[i] if i < len(names) else str(i): groups[i] for i in sorted(groups)}
+    whole = {name: counts.sum(axis=0) for name, counts in halves.items()}
+    pairs = itertools.combinations(whole, 2)
+    of_halves = ((name, counts) for name, counts in halves.items() if counts[1].any())
+    return {
+        "domains": tuple(whole),
+        "distances": tuple(domain_distance(a, b, whole[a], whole[b]) for a, b in pairs),
+        "halves": tuple(domain_distance(name, name, *counts) for name, counts in of_halves),
+    }
 
 
 def domain_distance(a: str, b: str, p: np.ndarray, q: np.ndarray) -> DomainDistance:

@@ -34,13 +34,10 @@ def read_step_sets(trace: Trace, *, user: int | None = None) -> Iterator[StepSet
     to; other steps are empty. Raises TraceError for a chunk that cannot be read or names experts
     that the model does not have."""
     for chunk in trace.chunks:
-        yield from chunk_step_sets(chunk, trace.header, user)
+        yield from _chunk_step_sets(chunk, trace.header, user)
 
 
-def chunk_step_sets(
-    chunk: Chunk, header: TraceHeader, user: int | None = None
-) -> Iterator[StepSet]:
-    """The step sets of one chunk, see read_step_sets."""
+def _chunk_step_sets(chunk: Chunk, header: TraceHeader, user: int | None) -> Iterator[StepSet]:
     layers, experts = header.layers, header.experts
     ids, tokens, number = map(chunk.array, ("token.ids", "step.tokens", "step.number"))
     known = {

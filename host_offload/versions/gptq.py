@@ -26,7 +26,6 @@ def gptq(
     group: int,
     bits: int,
     rule: ScaleRule = mse,
-    damping: float = DAMPING,
 ) -> tuple[np.ndarray, np.ndarray]:
     """(codes uint8[R, C], scales float16[R, ⌈C/group⌉]) of a matrix that is multiplied with inputs
     of C values (the paper's algorithm 1, columns in their own order).
@@ -36,7 +35,7 @@ def gptq(
     when its first column's turn comes. Raises UnquantizableError.
     """
     rows, columns = weights.shape
-    factor = _inverse_factor(hessian, damping)
+    factor = _inverse_factor(hessian)
     rest = np.array(weights.T, np.float32, order="C")  # a column's weights side by side
     codes = np.empty((columns, rows), np.uint8)
     scales = np.empty((-(-columns // group), rows), np.float16)
@@ -57,11 +56,11 @@ def gptq(
     return np.ascontiguousarray(codes.T), np.ascontiguousarray(scales.T)
 
 
-def _inverse_factor(hessian: np.ndarray, damping: float) -> np.ndarray:
+def _inverse_factor(hessian: np.ndarray) -> np.ndarray:
     """float32, upper triangular: U with Uᵀ U = H⁻¹, H damped."""
     damped = hessian.astype(np.float64, copy=True)
     mean = float(np.mean(damped.diagonal()))
-    damped.flat[:: len(damped) + 1] += damping * mean if mean > 0 else 1.0
+    damped.flat[:: len(damped) + 1] += DAMPING * mean if mean > 0 else 1.0
     inverse = np.linalg.inv(np.linalg.cholesky(damped))
     return np.linalg.cholesky(inverse.T @ inverse).T.astype(np.float32)
 

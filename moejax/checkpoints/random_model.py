@@ -72,13 +72,6 @@ def abstract_params(config: ModelConfig, dtype: str = "auto") -> dict[str, Any]:
     return tensors.abstract_params(config, NUMPY_DTYPES[_run_dtype(config, dtype)])
 
 
-def model_bytes(config: ModelConfig, dtype: str = "auto") -> tuple[int, int]:
-    """Bytes of (the expert store, the other parameters). dtype: as for random_model."""
-    experts = sum(config.moe_layers) * config.num_experts * expert_layout(config, dtype).nbytes
-    leaves = jax.tree.leaves(abstract_params(config, dtype))
-    return experts, sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
-
-
 def random_model(
     config: ModelConfig, dtype: str = "auto", device: jax.Device | None = None, seed: int = 0
 ) -> LoadedModel:

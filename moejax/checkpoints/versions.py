@@ -66,6 +66,8 @@ def with_versions(
     """
     check_quantizer(quantizer)
     check_versions(loaded.layout, loaded.dtype, wanted)
+    if tuple(wanted) == tuple(loaded.store.arrays):
+        return loaded
     store, began, quantizers = loaded.store, time.perf_counter(), dict(loaded.quantizers)
     # Last what takes the place of dense, which the others are made from.
     replacing = {"lossless12"} if "dense" not in wanted else set()

@@ -1,9 +1,10 @@
-"""The commands of ``moejax``, a module each, with the exit statuses and parser that they share."""
+"""The commands of ``moejax``, a module each, with the exit statuses, parser and tables that they
+share."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 EXIT_USER_ERROR = 2
 EXIT_BAD_LINES = 3
@@ -34,3 +35,28 @@ def add_command(
     )
     parser.set_defaults(run=run)
     return parser
+
+
+SECTION: tuple[str, ...] = ()
+"""A row that draws a line."""
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """To stdout through `print`, so that a reader who goes away ends the command as usual. The
+    first column is words, the others are numbers."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE, pad_edge=False)
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="right" if i else "left")
+    for row in rows:
+        if row == SECTION:
+            table.add_section()
+        else:
+            table.add_row(*row)
+    console = Console()
+    with console.capture() as capture:
+        console.print(table)
+    print(capture.get(), end="")

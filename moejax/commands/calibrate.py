@@ -10,9 +10,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from host_offload.memory.budget import format_bytes
-from moejax.commands import add_command
+from moejax.commands import add_command, print_table
 from moejax.commands.model import add_model, add_model_options, engine_options, started
-from moejax.commands.tables import print_table
 from moejax.errors import UserError
 
 if TYPE_CHECKING:

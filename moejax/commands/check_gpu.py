@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 
 from moejax.commands import add_command
+from moejax.commands.model import add_described
+from moejax.start.options import Description
 
 _DESCRIPTION = """\
 Checks on a real GPU. Run it first on a new card, and after any change of jax or driver. Exit status
@@ -27,33 +29,30 @@ def _names(text: str) -> list[str]:
     return text.split(",")
 
 
+_OPTIONS = {
+    "shapes": Description(
+        "comma-separated model shapes for `kernels` (default: all that are known)", type=_names
+    ),
+    "dtypes": Description(
+        "comma-separated dtypes for `kernels` (default: bfloat16,float16)",
+        type=_names,
+        default=["bfloat16", "float16"],
+    ),
+    "tables": Description("where the table goes (default: the package)", metavar="DIR", type=Path),
+    "engine_shape": Description(
+        "the model of `engine` (default: qwen3-30b-a3b)", metavar="SHAPE", default="qwen3-30b-a3b"
+    ),
+    "layers": Description("fewer layers for `engine`", metavar="LAYERS", type=int),
+    "steps": Description("decode steps (default: 200)", metavar="STEPS", type=int, default=200),
+}
+
+
 def add_parser(commands: argparse._SubParsersAction) -> None:
     text = "check the GPU kernels on this machine's GPU"
     check = add_command(commands, "check-gpu", _run, text, description=_DESCRIPTION)
     for part in _PARTS:
         check.add_argument(f"--{part}", action="store_true", help=f"only {part} (may be combined)")
-    check.add_argument(
-        "--shapes",
-        type=_names,
-        help="comma-separated model shapes for `kernels` (default: all that are known)",
-    )
-    check.add_argument(
-        "--dtypes",
-        type=_names,
-        default=["bfloat16", "float16"],
-        help="comma-separated dtypes for `kernels` (default: bfloat16,float16)",
-    )
-    check.add_argument(
-        "--tables", type=Path, metavar="DIR", help="where the table goes (default: the package)"
-    )
-    check.add_argument(
-        "--engine-shape",
-        default="qwen3-30b-a3b",
-        metavar="SHAPE",
-        help="the model of `engine` (default: qwen3-30b-a3b)",
-    )
-    check.add_argument("--layers", type=int, help="fewer layers for `engine`")
-    check.add_argument("--steps", type=int, default=200, help="decode steps (default: 200)")
+    add_described(check, _OPTIONS)
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -90,8 +90,7 @@ def _run(args: argparse.Namespace) -> int:
             raise UserError(f"{name} is named twice in --data; each file is scored once")
         texts[name] = _read_text(name)
 
-    from moejax.evaluate.evaluation import check_windows, perplexity
-    from moejax.evaluate.report import result_json
+    from moejax.evaluate.evaluation import check_windows, perplexity, result_json
 
     check_windows(**windows)
     with started(args, options) as llm:

@@ -1,7 +1,4 @@
-"""``moejax generate``: text from a prompt, or from every line of a file.
-
-Nothing heavy is imported before the arguments are known to be right.
-"""
+"""``moejax generate``: text from a prompt, or from every line of a file."""
 
 from __future__ import annotations
 
@@ -52,6 +49,24 @@ _SAMPLING = of_fields(
     },
     SamplingParams(max_tokens=MAX_TOKENS),
 )
+
+_FILES = {
+    "input": Description(
+        "JSON lines with a prompt each, instead of PROMPT; - reads stdin", metavar="FILE"
+    ),
+    "output": Description(
+        "JSON lines, appended as they finish; results that are there are kept and not made "
+        "again; - writes to stdout",
+        metavar="FILE",
+    ),
+    "on_error": Description(
+        "a bad line ends the job, or gets an error as its result (default: fail)",
+        choices=("fail", "skip"),
+    ),
+    "overwrite": Description(
+        "remove the results in --output, start anew", type=bool, default=False
+    ),
+}
 _EPILOG = """\
 examples:
   moejax generate "The old house"
@@ -103,7 +118,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         metavar="PATH",
         help="a Hugging Face or Orbax directory, or demo, the embedded model (default: demo)",
     )
-    _add_file_options(generate.add_argument_group("files"))
+    add_described(generate.add_argument_group("files"), _FILES)
     add_described(generate.add_argument_group("sampling"), _SAMPLING)
     add_model_options(generate)
     output = generate.add_argument_group("output")
@@ -114,28 +129,6 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     )
     output.add_argument("--quiet", action="store_true", help="no progress and no summary")
     add_options(output, "trace")
-
-
-def _add_file_options(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--input",
-        metavar="FILE",
-        help="JSON lines with a prompt each, instead of PROMPT; - reads stdin",
-    )
-    group.add_argument(
-        "--output",
-        metavar="FILE",
-        help="JSON lines, appended as they finish; results that are there are kept and not made "
-        "again; - writes to stdout",
-    )
-    group.add_argument(
-        "--on-error",
-        choices=("fail", "skip"),
-        help="a bad line ends the job, or gets an error as its result (default: fail)",
-    )
-    group.add_argument(
-        "--overwrite", action="store_true", help="remove the results in --output, start anew"
-    )
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from host_offload.memory.budget import format_bytes
-from moejax.commands import add_command
-from moejax.commands.model import add_options, asked
-from moejax.commands.tables import SECTION, print_table
+from moejax.commands import SECTION, add_command, print_table
+from moejax.commands.model import add_described, add_options, asked
 from moejax.sizes import parse_rate, parse_size
+from moejax.start.options import Description
 
 if TYPE_CHECKING:
     from moejax.start.report.info import Fit, ModelInfo, Weights
@@ -22,6 +22,19 @@ SIZES = tuple(gib << 30 for gib in (8, 16, 24, 40, 80))
 
 LINK = "25GB/s"
 """About what PCIe 4.0 with 16 lanes gives."""
+
+_OF_A_RUN = {
+    "memory": Description(
+        "memory of the device, such as 16GiB (default: the GPU's; without one, several sizes)",
+        metavar="SIZE",
+    ),
+    "link": Description(
+        f"bytes per second from host to device (default: {LINK})", metavar="RATE", default=LINK
+    ),
+    "batch": Description("sequences in a step (default: 1)", type=int, default=1),
+    "context": Description("tokens of a sequence (default: the model's most)", type=int),
+    "dtype": Description("of the run (default: the checkpoint's)", default="auto"),
+}
 
 _EPILOG = """\
 examples:
@@ -59,26 +72,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         metavar="PATH",
         help="a Hugging Face or Orbax directory, a config.json alone, or demo",
     )
-    info.add_argument(
-        "--memory",
-        metavar="SIZE",
-        help="memory of the device, such as 16GiB (default: the GPU's; without one, several sizes)",
-    )
-    info.add_argument(
-        "--link",
-        default=LINK,
-        metavar="RATE",
-        help=f"bytes per second from host to device (default: {LINK})",
-    )
-    info.add_argument(
-        "--batch", type=int, default=1, metavar="N", help="sequences in a step (default: 1)"
-    )
-    info.add_argument(
-        "--context", type=int, metavar="N", help="tokens of a sequence (default: the model's most)"
-    )
-    info.add_argument(
-        "--dtype", default="auto", metavar="DTYPE", help="of the run (default: the checkpoint's)"
-    )
+    add_described(info, _OF_A_RUN)
     add_options(info, "checkpoint")
     info.add_argument("--json", action="store_true", help="one JSON object, sizes in bytes")
 

@@ -8,11 +8,11 @@ import json
 from typing import TYPE_CHECKING
 
 from host_offload.memory.budget import format_bytes
-from moejax.commands import add_command
-from moejax.commands.model import add_model_options, engine_options, write_options
-from moejax.commands.tables import print_table
+from moejax.commands import add_command, print_table
+from moejax.commands.model import add_described, add_model_options, engine_options, write_options
 from moejax.errors import UserError
 from moejax.sizes import parse_rate, parse_share, parse_size
+from moejax.start.options import Description
 
 if TYPE_CHECKING:
     from host_offload.sizing.right_size import Capacity
@@ -38,6 +38,33 @@ examples:
 Figures are predictions from miss curves and measured costs; docs/memory.md says how good they are.
 """
 
+_OF_A_TRACE = {
+    "users": Description("who generate at once", type=int),
+    "tpot": Description("time per output token that each gets, such as 50ms", metavar="TIME"),
+    "epsilon": Description(
+        "of warm references that may miss with the cells that are said to be enough for "
+        "everybody and for each user, such as 5% (default: 1%)",
+        metavar="SHARE",
+    ),
+    "costs": Description(
+        "of moejax calibrate (default: the newest of the trace's model on this machine)",
+        metavar="FILE",
+    ),
+    "link": Description(
+        "bytes per second from host to device, such as 25GB/s, in place of measured costs; "
+        "then nothing is predicted about times",
+        metavar="RATE",
+    ),
+    "output": Description("write the split as options for --config FILE", metavar="FILE"),
+    "remember": Description(
+        "runs of the trace's model that name no split, and for which costs were measured, are "
+        "split by this trace where not everything fits",
+        type=bool,
+        default=False,
+    ),
+}
+"""Options that --dry-run has not."""
+
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
     plan = add_command(
@@ -61,36 +88,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     plan.add_argument(
         "--trace", dest="workload", metavar="DIR", help="of the workload, see generate"
     )
-    plan.add_argument("--users", type=int, metavar="N", help="who generate at once")
-    plan.add_argument(
-        "--tpot", metavar="TIME", help="time per output token that each gets, such as 50ms"
-    )
-    plan.add_argument(
-        "--epsilon",
-        metavar="SHARE",
-        help="of warm references that may miss with the cells that are said to be enough for "
-        "everybody and for each user, such as 5%% (default: 1%%)",
-    )
-    plan.add_argument(
-        "--costs",
-        metavar="FILE",
-        help="of moejax calibrate (default: the newest of the trace's model on this machine)",
-    )
-    plan.add_argument(
-        "--link",
-        metavar="RATE",
-        help="bytes per second from host to device, such as 25GB/s, in place of measured costs; "
-        "then nothing is predicted about times",
-    )
-    plan.add_argument(
-        "--output", metavar="FILE", help="write the split as options for --config FILE"
-    )
-    plan.add_argument(
-        "--remember",
-        action="store_true",
-        help="runs of the trace's model that name no split, and for which costs were measured, are "
-        "split by this trace where not everything fits",
-    )
+    add_described(plan, _OF_A_TRACE)
     plan.add_argument("--json", action="store_true", help="one JSON object, sizes in bytes")
     add_model_options(plan)
 
@@ -117,13 +115,7 @@ def _run(args: argparse.Namespace) -> int:
                 "as many cells and all KV of the users fits"
             )
 
-    from moejax.costs.workload_plan import (
-        EPSILON,
-        Planner,
-        costs_of_trace,
-        open_trace,
-        parse_time,
-    )
+    from moejax.costs.workload_plan import EPSILON, Planner, costs_of_trace, open_trace, parse_time
 
     tpot_s = None if args.tpot is None else parse_time(args.tpot)
     epsilon = EPSILON if args.epsilon is None else parse_share(args.epsilon)
@@ -157,25 +149,23 @@ def _run(args: argparse.Namespace) -> int:
 _SPLIT = {"memory", "cells", "kv_overflow"}
 """Options of a start that a plan from a trace has too."""
 
-_OF_A_TRACE = ("workload", "users", "tpot", "epsilon", "costs", "link", "output", "remember")
-
 
 def _check_of_a_trace(args: argparse.Namespace) -> None:
     """Raises UserError for options of a start, which a plan from a trace has not."""
     if args.workload is None:
         raise UserError("name the trace of a workload (--trace DIR), or --dry-run and a model")
     options = engine_options(args)
-    if args.model is not None or args.config is not None or options.keys() - _SPLIT:
-        named = ["MODEL"] if args.model is not None else []
-        named += ["--config"] if args.config is not None else []
-        named += ["--" + name.replace("_", "-") for name in sorted(options.keys() - _SPLIT)]
+    named = ["MODEL"] if args.model is not None else []
+    named += ["--config"] if args.config is not None else []
+    named += ["--" + name.replace("_", "-") for name in sorted(options.keys() - _SPLIT)]
+    if named:
         raise UserError(f"{named[0]} is of --dry-run; a plan from a trace has no such option")
     if options.get("cells") not in (None, "uniform", "marginal", "optimal"):
         raise UserError("--cells of a plan is uniform, marginal or optimal")
 
 
 def _dry_run(args: argparse.Namespace) -> int:
-    for name in _OF_A_TRACE:
+    for name in ("workload", *_OF_A_TRACE):
         if getattr(args, name):
             flag = "trace" if name == "workload" else name
             raise UserError(f"--{flag} is of a plan from a trace; leave it out, or --dry-run")
@@ -211,18 +201,16 @@ def _remember(args: argparse.Namespace) -> int:
 
 
 def _print_plan(plan: Split, output: str | None) -> None:
-    experts, kv = plan.expert_bytes // plan.slot_bytes, plan.kv_bytes // plan.slot_bytes
-    free = plan.memory // plan.slot_bytes - experts - kv
     cells = f"{min(plan.cells)} to {max(plan.cells)} cells a layer"
     pages = f"{plan.kv_pages} pages, {plan.kv_tokens} tokens"
-    rest = plan.memory - plan.expert_bytes - plan.kv_bytes
     parts = (
-        ("experts", plan.expert_bytes, experts, cells),
-        ("KV", plan.kv_bytes, kv, pages),
-        ("free", rest, free, ""),
-        ("memory", plan.memory, experts + kv + free, ""),
+        ("experts", plan.expert_bytes, cells),
+        ("KV", plan.kv_bytes, pages),
+        ("free", plan.memory - plan.expert_bytes - plan.kv_bytes, ""),
+        ("memory", plan.memory, ""),
     )
-    shown = ((name, format_bytes(size), str(slots), what) for name, size, slots, what in parts)
+    slot = plan.slot_bytes
+    shown = ((name, format_bytes(size), str(size // slot), what) for name, size, what in parts)
     print_table(("split", "bytes", "slots", ""), shown)
     print("cells of each layer:", " ".join(map(str, plan.cells)))
     _print_working_sets(plan)

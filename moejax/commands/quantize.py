@@ -6,7 +6,8 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any
 
-from moejax.commands import add_command
+from host_offload.memory.budget import format_bytes
+from moejax.commands import SECTION, add_command, print_table
 
 if TYPE_CHECKING:
     from moejax.evaluate.quantization import Quantization, WrittenVersion
@@ -115,9 +116,6 @@ def as_json(done: Quantization) -> dict[str, Any]:
 
 
 def _print(done: Quantization) -> None:
-    from host_offload.memory.budget import format_bytes
-    from moejax.commands.tables import SECTION, print_table
-
     conversion = done.conversion
     there = f", {format_bytes(conversion.kept)} of them from before" if conversion.kept else ""
     written = f"{format_bytes(conversion.nbytes)} of {conversion.dtype} weights and versions"

@@ -9,14 +9,13 @@ import textwrap
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from moejax.commands import add_command
+from moejax.commands import add_command, print_table
 from moejax.commands.model import add_described, add_options, asked
-from moejax.commands.tables import print_table
 from moejax.errors import UserError, user_errors
 from moejax.start.options import Description
 
 if TYPE_CHECKING:
-    from host_offload.traces.reader import Trace, TraceHeader
+    from host_offload.traces.reader import Trace
     from host_offload.traces.statistics import TraceStatistics
     from moejax.models.model_config import ModelConfig
 
@@ -81,6 +80,27 @@ _OF_A_DUMP = {
 } | {"dense_layers": Description("first layers without experts", type=int, default=0)}
 """Keywords of convert_trace."""
 
+_OF_SCORES = {
+    "hi_share": Description(
+        "of the experts are high in maps (default: 0.25)", metavar="SHARE", type=float, default=0.25
+    ),
+    "alpha": Description(
+        "of S, as DynaExq has it (default: the trace's, else 0.5)", metavar="A", type=float
+    ),
+    "interval": Description("of S (default: the trace's, else '4096 tokens')", metavar="N UNIT"),
+    "hi": Description(
+        "whose errors are compared (default: dense)", metavar="VERSION", default="dense"
+    ),
+    "lo": Description(
+        "whose errors are compared (default: int4)", metavar="VERSION", default="int4"
+    ),
+    "quantizer": Description(
+        "rtn or mse, of versions that the checkpoint lacks (default: rtn)",
+        metavar="NAME",
+        default="rtn",
+    ),
+}
+
 _OF_ROUTING = {
     name: Description(f"{text} (default: {default})", type=int, default=default)
     for name, default, text in (
@@ -119,35 +139,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     scores = add_command(actions, "scores", _scores, text, _SCORES_EPILOG)
     scores.add_argument("trace", metavar="TRACE", help="a trace")
     scores.add_argument("directory", metavar="DIR", help="of the files")
-    scores.add_argument(
-        "--hi-share",
-        type=float,
-        default=0.25,
-        metavar="SHARE",
-        help="of the experts are high in maps (default: 0.25)",
-    )
-    scores.add_argument(
-        "--alpha",
-        type=float,
-        metavar="A",
-        help="of S, as DynaExq has it (default: the trace's, else 0.5)",
-    )
-    scores.add_argument(
-        "--interval", metavar="N UNIT", help="of S (default: the trace's, else '4096 tokens')"
-    )
-    for option, default in (("--hi", "dense"), ("--lo", "int4")):
-        scores.add_argument(
-            option,
-            default=default,
-            metavar="VERSION",
-            help=f"whose errors are compared (default: {default})",
-        )
-    scores.add_argument(
-        "--quantizer",
-        default="rtn",
-        metavar="NAME",
-        help="rtn or mse, of versions that the checkpoint lacks (default: rtn)",
-    )
+    add_described(scores, _OF_SCORES)
     scores.add_argument("--json", action="store_true", help="one JSON object on stdout instead")
     _add_model(scores, "also write weights of errors; refuse the trace if it is not of this model")
 
@@ -228,7 +220,7 @@ def _info(args: argparse.Namespace) -> int:
         found |= {"statistics": as_json(statistics), "published": published}
         print(json.dumps(found, indent=2))
         return 0
-    _print_head(args.directory, header, statistics, trace.complete)
+    _print_head(args.directory, trace, statistics)
     models = (f"[{i + 1}]" for i in range(len(published.MODELS)))
     columns = "active of a layer, at batch", "steps", "tokens", "uniform", *models
     print_table(columns, _activated(statistics))
@@ -244,12 +236,10 @@ def _info(args: argparse.Namespace) -> int:
     return 0
 
 
-def _print_head(
-    directory: str, header: TraceHeader, statistics: TraceStatistics, complete: bool
-) -> None:
+def _print_head(directory: str, trace: Trace, s: TraceStatistics) -> None:
     from moejax.traces.published import same_shape
 
-    s = statistics
+    header = trace.header
     shape = f"{header.layers} MoE layers of {header.experts} experts, top-{header.top_k}"
     print(f"{directory}: {shape}")
     kinds = {
@@ -260,7 +250,7 @@ def _print_head(
     steps = ", ".join(f"{n} {kind}" for kind, n in kinds.items() if n) or "none"
     requests = "unknown requests" if s.requests is None else f"{s.requests} requests"
     print(f"steps: {steps}; {s.tokens} tokens of {requests}")
-    if not complete:
+    if not trace.complete:
         print("The run did not end in order, or goes on: the steps are those that were written.")
     if header.absent:
         print(textwrap.fill(f"absent: {', '.join(header.absent)}", 80, break_on_hyphens=False))

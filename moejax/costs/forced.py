@@ -23,10 +23,9 @@ from host_offload.sizing.cost_model import Work
 from host_offload.sizing.version_costs import version_work
 from moejax.engine.control import control_of, spec_of_engine
 from moejax.engine.loop import Engine
-from moejax.engine.records import step_record
 from moejax.engine.scheduler import Scheduler
 from moejax.engine.statistics import Statistics
-from moejax.engine.step_work import Step
+from moejax.engine.step_work import Step, step_record
 from moejax.errors import UserError
 from moejax.requests.request import Request
 from moejax.requests.sampling_params import SamplingParams
@@ -40,6 +39,9 @@ WARM = 1
 
 SLACK = 8
 """Tokens that a sequence has room for beyond the planned steps."""
+
+NO_ENTRIES = Entries._make(np.full((len(Entries._fields), STAGES), -1, np.int32))
+"""A list of nothing, which costs what having a list costs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,7 +232,7 @@ class ForcedSteps:
             if case.staged is not None:
                 entries = self._entries(pager, step % self.layers, case.staged)
                 pager.stage(entries)
-                stages = _lists(entries)
+                stages = self.runner.stage_list(entries) or NO_ENTRIES
             self._forced.queue.append((self._routing(active, case.rows), stages))
             counts = active, done.fills, done.read_through
             planned.append(tuple(int(n.sum()) for n in counts))
@@ -290,10 +292,3 @@ class ForcedSteps:
     def _prompts(self, count: int, tokens: int) -> list[list[int]]:
         vocabulary = self.runner.config.vocab_size
         return self._random.integers(vocabulary, size=(count, tokens)).tolist()
-
-
-def _lists(entries: list[Entry]) -> Entries:
-    lists = np.full((len(Entries._fields), STAGES), -1, np.int32)
-    if entries:
-        lists[:, : len(entries)] = np.array(entries, np.int32).T
-    return Entries._make(lists)

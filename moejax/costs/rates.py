@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -67,14 +68,10 @@ def measure_link_rate(runner: Runner) -> float:
             implementation=runner.ops.fill,
         )
 
-    def fill_layer(i: int) -> jax.Array:
-        nonlocal arena
-        arena = move(arena, runner.stores, np.int32(i % layers))
-        return arena
+    def fill_layer(i: int, arena: jax.Array) -> jax.Array:
+        return move(arena, runner.stores, np.int32(i % layers))
 
-    rate = count * record / best_s(fill_layer, runner.device)
-    arena.delete()
-    return rate
+    return count * record / best_s(fill_layer, runner.device, arena)
 
 
 def _memory_rate(device: jax.Device) -> float:
@@ -82,29 +79,25 @@ def _memory_rate(device: jax.Device) -> float:
     nbytes = values.nbytes
     total = jax.jit(jnp.sum)
     rewrite = jax.jit(lambda values: values + 1, donate_argnums=0)
-    read = nbytes / best_s(lambda _: total(values), device)
-
-    def copy(_: int) -> jax.Array:
-        nonlocal values
-        values = rewrite(values)
-        return values
-
-    copied = 2 * nbytes / best_s(copy, device)
-    values.delete()
+    read = nbytes / best_s(lambda *_: total(values), device)
+    copied = 2 * nbytes / best_s(lambda _, values: rewrite(values), device, values)
     return max(read, copied)
 
 
-def best_s(work: Callable[[int], jax.Array], device: jax.Device) -> float:
-    """Seconds of one call of work(i), the fastest of repeated rounds of QUEUED calls, dispatched
-    one after the other: a floor is what the machine can do, not what it does."""
+def best_s(
+    work: Callable[[int, Any], jax.Array], device: jax.Device, result: jax.Array | None = None
+) -> float:
+    """Seconds of one call of work(i, the result before), the fastest of repeated rounds of QUEUED
+    calls, dispatched one after the other: a floor is what the machine can do, not what it does.
+    result: the one before the first call; a call may donate it."""
     calls = QUEUED.get(device.platform, 8)
-    jax.block_until_ready(work(0))
+    result = jax.block_until_ready(work(0, result))
     best, i = float("inf"), 1
     began = time.perf_counter()
     while i < 1 + 3 * calls or time.perf_counter() - began < LEAST_S:
         start = time.perf_counter()
         for _ in range(calls):
-            result, i = work(i), i + 1
+            result, i = work(i, result), i + 1
         jax.block_until_ready(result)
         best = min(best, (time.perf_counter() - start) / calls)
     return best

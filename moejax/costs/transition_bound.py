@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Mapping
-from typing import NamedTuple
 
 from host_offload.memory.layout import SlotLayout
 from host_offload.memory.placement import ResidentSpec
@@ -51,16 +50,6 @@ LINK_REACHED = 0.75
 (../shared/DESIGN.md, section 6)."""
 
 
-class StepBound(NamedTuple):
-    """Most bytes of transitions of a step."""
-
-    nbytes: int | None
-    """None: as many as fit on the step's list."""
-    source: str
-    """`given`, `costs` (measured, kept), `stated` (by the device's maker), `assumed` (a device that
-    is not known), or `list` (not bounded: a CPU, or transitions that block)."""
-
-
 def step_bound(
     precision: Precision,
     platform: str,
@@ -68,26 +57,28 @@ def step_bound(
     *,
     costs: CostModel | None,
     step_read_bytes: int,
-) -> StepBound:
-    """The bound of a run with transitions.
+) -> tuple[int | None, str]:
+    """(most bytes of a step's transitions, None: as many as fit on its list; where that is from).
 
-    platform, device_kind: of the jax device. costs: of the model with dense experts or of the same
-    run, None where none were measured. step_read_bytes: what a decode step of one row reads at
-    least, from which its time follows where no costs are known.
+    Where from: `given`, `costs` (measured, kept), `stated` (by the device's maker), `assumed` (a
+    device that is not known), or `list` (not bounded: a CPU, or transitions that block). platform,
+    device_kind: of the jax device. costs: of the model with dense experts or of the same run, None
+    where none were measured. step_read_bytes: what a decode step of one row reads at least, from
+    which its time follows where no costs are known.
     """
     if precision.step_bytes is not None:
-        return StepBound(precision.step_bytes, "given")
+        return precision.step_bytes, "given"
     if precision.blocking or platform == "cpu":
-        return StepBound(None, "list")
+        return None, "list"
     if costs is not None:
         first = costs.decode[min(costs.decode)]
         step_s = first.seconds(Work(1, 1, costs.layers * costs.top_k, 0))
-        return StepBound(max(int(STEP_SHARE * step_s / costs.link_per_byte), 1), "costs")
+        return max(int(STEP_SHARE * step_s / costs.link_per_byte), 1), "costs"
     known = [stated for name, stated in STATED.items() if name in device_kind]
     rates = known[0] if known else ASSUMED
     step_s = step_read_bytes / rates.memory
     nbytes = int(STEP_SHARE * step_s * rates.link * LINK_REACHED)
-    return StepBound(max(nbytes, 1), "stated" if known else "assumed")
+    return max(nbytes, 1), "stated" if known else "assumed"
 
 
 def bounded(
@@ -100,18 +91,15 @@ def bounded(
     config = steps.config
     smallest = min(record.nbytes for record in steps.layout.records)
     experts = sum(config.moe_layers) * config.num_experts_per_tok * smallest
-    bound = step_bound(
+    nbytes, source = step_bound(
         precision,
         platform,
         steps.device_kind,
         costs=None if platform == "cpu" else kept_costs(steps),
         step_read_bytes=read_bytes + experts,
     )
-    return dataclasses.replace(
-        resident,
-        step_bytes=resident.step_bytes if bound.nbytes is None else bound.nbytes,
-        step_bytes_from=bound.source,
-    )
+    nbytes = resident.step_bytes if nbytes is None else nbytes
+    return dataclasses.replace(resident, step_bytes=nbytes, step_bytes_from=source)
 
 
 def kept_costs(steps: StepSpec) -> CostModel | None:

@@ -21,7 +21,7 @@ from host_offload.simulate.prediction import predict
 from host_offload.simulate.simulator import spec_of
 from host_offload.sizing.configurator import configure, turns_of
 from host_offload.sizing.cost_model import CostModel
-from host_offload.sizing.joint import DecodeModel, decode_model, generated_sequences
+from host_offload.sizing.joint import DecodeModel, decode_model
 from host_offload.sizing.miss_curves import trace_curves
 from host_offload.sizing.right_size import (
     EPSILON,
@@ -208,18 +208,8 @@ class Planner:
         return division_of(dataclasses.replace(self.spec, budget_bytes=memory))
 
     def _decode_model(self, users: int | None) -> DecodeModel:
-        costs = self._measured().costs()
-        generated = sum(1 for _ in generated_sequences(self.trace))
-        most = min(generated, max(costs.step_s))
-        if users is not None and users > most:
-            raise UserError(
-                f"steps of {users} sequences cannot be predicted: the trace has {generated} with "
-                f"generated tokens, the costs were measured up to {max(costs.step_s)} rows"
-            )
-        widths = [1 << i for i in range(most.bit_length())]
-        widths = sorted({*(w for w in widths if w <= most), most})
-        miss_s = self._miss_costs("swap").expert_s
-        return decode_model(self.trace, step_s=costs.step_s, miss_s=miss_s, widths=widths)
+        step_s, miss_s = self._measured().costs().step_s, self._miss_costs("swap").expert_s
+        return decode_model(self.trace, step_s=step_s, miss_s=miss_s, users=users)
 
 
 @user_errors(TraceError)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from host_offload.control.control import Control
+from host_offload.control.control import Control, Resizer
 from host_offload.control.controller import Controller
-from host_offload.control.device import Resizer
 from host_offload.control.interface import Moment, Spec
 from host_offload.control.rules import BETWEEN_LAYERS
 from host_offload.control.step_record import SEEN, LayerRouting
@@ -64,13 +63,11 @@ def control_of(
     """The control of the runner's steps; None where no policy is asked anything, so that they cost
     nothing. What the policies want of tables from the start is set either way."""
     control = Control(runner, controller, resizer)
-    return control if controller.asks else None
+    return control if controller.moments else None
 
 
-def spec_of_engine(
-    runner: Runner, *, max_model_len: int, max_num_seqs: int | None = None, seed: int
-) -> Spec:
-    """policy_spec of an engine's runner. max_num_seqs: None: as many as steps have rows."""
+def spec_of_engine(runner: Runner, *, max_model_len: int, seed: int) -> Spec:
+    """policy_spec of an engine with as many sequences as its runner's steps have rows."""
     return policy_spec(
         runner.config,
         runner.layout,
@@ -79,7 +76,7 @@ def spec_of_engine(
         slots=runner.slots,
         bound=runner.tables.cell_row.shape[1],
         max_model_len=max_model_len,
-        max_num_seqs=runner.shapes.rows if max_num_seqs is None else max_num_seqs,
+        max_num_seqs=runner.shapes.rows,
         seed=seed,
     )
 

@@ -16,12 +16,11 @@ import numpy as np
 from host_offload.control.control import Control
 from host_offload.memory.kv_cache import Block
 from moejax.engine.control import layer_hooks
-from moejax.engine.records import Tracer, step_record
 from moejax.engine.resize import Resizer, cells_of, check_grant, grant
 from moejax.engine.sampling import TokenSampler
 from moejax.engine.scheduler import Scheduler
 from moejax.engine.statistics import Statistics, page_use
-from moejax.engine.step_work import ScheduledWork, Step, prefill_batch
+from moejax.engine.step_work import ScheduledWork, Step, Tracer, prefill_batch, step_record
 from moejax.errors import OutOfKV, UserError, as_user_error, shown
 from moejax.interrupt import deferred_interrupt
 from moejax.requests.outputs import FinishReason
@@ -284,11 +283,12 @@ class Engine:
     def _unblocked(self) -> ScheduledWork:
         """What can be dispatched once experts gave KV some of their slots, where policies move the
         line. Raises OutOfKV."""
-        control, work = self.control, None
+        control = self.control
         if control is not None and "kv_pages" in control.controller.writes:
-            work = self.resizer.unblock(self._next_work, lambda: self._trace_budget(None))
-        if work is not None:
-            return work
+            while self.resizer.take_slot():
+                self._trace_budget(None)
+                if (work := self._next_work()) is not None:
+                    return work
         cache = self.scheduler.cache
         raise OutOfKV(
             f"requests wait for KV pages and none can be freed: {cache.swapped} pages of "

@@ -53,8 +53,6 @@ class PrefixCache:
     def publish(self, request: Request, start: int, end: int) -> list[Block]:
         """Publishes the prompt's blocks that tokens [start, end) complete; all before `end` came
         through the prefill path."""
-        if not self._shared(request):
-            return []
         names, size = self._of_prompt(request), self.block_size
         blocks = []
         for i in range(start // size, min(end // size, len(names))):
@@ -65,14 +63,12 @@ class PrefixCache:
     def _names(self, request: Request) -> list[bytes]:
         """Names of the prompt's blocks, none where the request cannot go on from shared ones."""
         whole = request.computed == len(request.blocks) * self.block_size
-        if not (self._shared(request) and whole and request.pure == request.computed):
-            return []
-        return self._of_prompt(request)
-
-    def _shared(self, request: Request) -> bool:
-        return self.enabled and request.prefill_kind == "prefill"
+        return self._of_prompt(request) if whole and request.pure == request.computed else []
 
     def _of_prompt(self, request: Request) -> list[bytes]:
+        """Names of the prompt's blocks, none where it shares nothing."""
+        if not self.enabled or request.prefill_kind != "prefill":
+            return []
         if request.block_keys is None:
             request.block_keys = block_keys(request.prompt, self.block_size)
         return request.block_keys

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import jax
 import numpy as np
 
-from host_offload.control.device import Moved
+from host_offload.control.control import Moved
 from host_offload.control.rules import PolicyError
 from host_offload.control.transitions import Transitions
 from host_offload.memory.arena import SlotArena, SlotClass
 from host_offload.memory.swap import SWAP_PAGES
 from moejax.engine.scheduler import Scheduler
-from moejax.engine.step_work import ScheduledWork
 from moejax.step.runner import Runner
 
 log = logging.getLogger("moejax")
@@ -78,7 +77,7 @@ class Resizer:
     moved together and sessions between turns moved out, at most MOVED_PAGES pages before a step;
     layers get the slots as they become empty. KV that requests run on is not moved out, and KV
     keeps what all who run and all sessions hold beside a new request (least_pages): the rest of
-    such a request waits. What that cannot foresee, sessions that grow later, `unblock` is for.
+    such a request waits. What that cannot foresee, sessions that grow later, `take_slot` is for.
     """
 
     runner: Runner
@@ -127,23 +126,11 @@ class Resizer:
             self._moving = False
         return Moved(settled, changed)
 
-    def unblock(
-        self, next_work: Callable[[], ScheduledWork | None], moved: Callable[[], None]
-    ) -> ScheduledWork | None:
-        """For a moment when requests wait for pages and nothing can be dispatched: gives KV slots
-        of experts, one at a time, until next_work has a step; None: experts have none left. So
-        nobody waits for ever whom the split at the start would have served; no request is
-        needed, and one that is unfinished goes on before the next step. moved: called after each
-        slot."""
-        work = None
-        while work is None and self._take_slot():
-            self.slots_moved += 1
-            moved()
-            work = next_work()
-        return work
-
-    def _take_slot(self) -> bool:
-        """Gives KV one slot more, a free one or of the layer with the most cells."""
+    def take_slot(self) -> bool:
+        """For a moment when requests wait for pages and nothing can be dispatched: gives KV one
+        slot more, a free one or of the layer with the most cells; False: experts have none left. So
+        nobody waits for ever whom the split at the start would have served. A resize request that
+        is unfinished goes on before the next step."""
         arena = self.scheduler.arena
         cells, kv_slots = cells_of(arena), arena.count(SlotClass.KV)
         if sum(cells) + kv_slots == arena.slots:
@@ -151,6 +138,7 @@ class Resizer:
                 return False
             cells[int(np.argmax(cells))] -= 1
         grant(self.runner, arena, cells, kv_slots + 1)
+        self.slots_moved += 1
         return True
 
     def limit(self, max_running: int) -> None:
@@ -214,7 +202,7 @@ class ResidentResizer(Resizer):
 
     transitions: Transitions = dataclasses.field(kw_only=True)
 
-    def _take_slot(self) -> bool:
+    def take_slot(self) -> bool:
         return False  # a slot becomes empty by transitions, and those ride in steps
 
     def _check(self, wanted: list[int], kv_wanted: int) -> None:

@@ -142,16 +142,11 @@ class TokenSampler:
 
     def _biases_of(self, batch: _Batch) -> tuple[np.ndarray, np.ndarray] | None:
         """Token ids and biases for the next token of all rows; None where there are none."""
-        banning = tuple(r.dispatched <= r.params.min_tokens for _, r in batch.biased)
-        if self._biases_key != (batch, banning):
-            self._biases_key, self._biases = (batch, banning), self._make_biases(batch, banning)
-        return self._biases
-
-    def _make_biases(
-        self, batch: _Batch, banning: tuple[bool, ...]
-    ) -> tuple[np.ndarray, np.ndarray] | None:
         if not batch.biased:
             return None
+        banning = tuple(r.dispatched <= r.params.min_tokens for _, r in batch.biased)
+        if self._biases_key == (batch, banning):
+            return self._biases
         ids, values = (array.copy() for array in self._no_biases)
         for (row, request), bans in zip(batch.biased, banning, strict=True):
             pairs = dict(request.params.logit_bias or ())
@@ -160,7 +155,9 @@ class TokenSampler:
                 pairs |= dict.fromkeys(sorted(banned), -math.inf)
             ids[row, : len(pairs)] = [*pairs]
             values[row, : len(pairs)] = [*pairs.values()]
-        return (ids, values) if (ids >= 0).any() else None
+        self._biases_key = batch, banning
+        self._biases = (ids, values) if (ids >= 0).any() else None
+        return self._biases
 
     def _count(self, batch: _Batch) -> None:
         """Sees to it that the counts of all rows with penalties are their requests'."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from host_offload.control.step_record import PageUse
 from host_offload.memory.arena import SlotClass
 from host_offload.memory.tables import Tables
 from moejax.engine.scheduler import Scheduler
+from moejax.engine.step_work import demand_bytes
 from moejax.requests.request import Request
 from moejax.step.experts import Paging
 
@@ -112,18 +113,6 @@ class Statistics:
             },
             "bytes": dict(self.moved),
         }
-
-
-def demand_bytes(
-    paging: Paging, demand: np.ndarray | None, record_bytes: Sequence[int]
-) -> tuple[int, int]:
-    """What the fills of a step and what it read through moved over the link, in bytes. paging,
-    demand: of StepOutput, on the host. record_bytes: by version number."""
-    if demand is None:
-        fills, through = int(np.sum(paging.fills)), int(np.sum(paging.read_through))
-        return fills * record_bytes[0], through * record_bytes[0]
-    fills, through = np.sum(demand, axis=0, dtype=np.int64) @ np.asarray(record_bytes, np.int64)
-    return int(fills), int(through)
 
 
 def _summary(

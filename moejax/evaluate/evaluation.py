@@ -7,13 +7,15 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from moejax.checkpoints.convert import installed_version
 from moejax.engine.loop import Engine
 from moejax.errors import UserError
 from moejax.interrupt import deferred_interrupt
+from moejax.models.model_config import config_digest
 from moejax.progress import scoring_progress
 from moejax.requests.request import Request
 from moejax.requests.sampling_params import SamplingParams
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 
 DEFAULT_WINDOW = 2048
 """Tokens, where the model has room for so many: what papers on compressed models mostly use."""
+
+_VERSIONS = ("moejax", "jax", "jaxlib", "numpy", "tokenizers")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,6 +208,55 @@ def perplexity(
     return PerplexityResult(window, stride, limit, tuple(map(_likelihood, encoded)), cost)
 
 
+def result_json(llm: LLM, result: PerplexityResult) -> dict[str, Any]:
+    """A result as plain data for JSON, with all that it came from.
+
+    Everything outside of `run` says what was computed: no budget, policy, driver or other window
+    changes it, unless `precision` says that it changes bits and mixes versions. `run` says how, and
+    what it cost. prefill_tokens is a shape of XLA's matrix products, whose last bits depend on it.
+    """
+    runner, stats = llm.engine.runner, llm.stats()
+    files = [{"name": text.name, "sha256": text.sha256, **_figures(text)} for text in result.texts]
+    # Names the texts in their order.
+    data = hashlib.sha256("".join(f"{text.sha256}\n" for text in result.texts).encode())
+    scheduler, cost = llm.engine.scheduler, result.cost
+    return {
+        "task": "perplexity",
+        "model": {
+            "path": llm.model,
+            "config_digest": config_digest(llm.config),
+            "dtype": llm.dtype,
+            "experts": {record.version: record.nbytes for record in runner.layout.records},
+            "precision": {
+                **llm.plan.settings.precision.report(),
+                "quantizers": stats["precision"]["quantizers"],
+            },
+        },
+        "versions": {name: installed_version(name) for name in _VERSIONS},
+        "device": stats["device"],
+        "ops": stats["ops"],
+        "prefill_tokens": scheduler.prefill_chunks * scheduler.chunk,
+        "window": result.window,
+        "stride": result.stride,
+        "limit": result.limit,
+        "data": {"sha256": data.hexdigest(), "texts": files},
+        "total": _figures(result.total),
+        "run": {
+            **{name: stats[name] for name in ("driver", "eviction", "control")},
+            "max_model_len": scheduler.max_model_len,
+            "max_num_seqs": scheduler.max_num_seqs,
+            **{name: stats[name] for name in ("arena", "kv", "store_bytes")},
+            **dataclasses.asdict(cost),
+            "misses": cost.fills + cost.read_through,
+            "hit_rate": cost.hits / cost.activations if cost.activations else None,
+            "tokens_per_s": cost.tokens_per_s,
+            "scored_tokens_per_s": cost.tokens_per_s
+            * (result.total.scored_tokens / cost.computed_tokens),
+            "notes": stats["notes"],
+        },
+    }
+
+
 # ---- pieces
 
 
@@ -329,3 +382,9 @@ def _likelihood(text: _Encoded) -> TextLikelihood:
         sha256=text.sha256,
         logprobs=text.logprobs,
     )
+
+
+def _figures(found: Likelihood) -> dict[str, Any]:
+    counts = {f.name: getattr(found, f.name) for f in dataclasses.fields(Likelihood)}
+    bits = {"bits_per_token": found.bits_per_token, "bits_per_byte": found.bits_per_byte}
+    return {**counts, **bits, "perplexity": found.perplexity}

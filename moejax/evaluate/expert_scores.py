@@ -22,7 +22,7 @@ from moejax.checkpoints.loaded_model import LoadedModel
 from moejax.checkpoints.orbax.manifest import MANIFEST, read_manifest
 from moejax.checkpoints.versions import with_versions
 from moejax.errors import UserError, user_errors
-from moejax.evaluate.expert_inputs import inside, layer_inputs
+from moejax.evaluate.quantization import inside, layer_inputs
 from moejax.models.directory import checkpoint_directory
 from pallas_kernels.records.format import BITS
 

@@ -51,19 +51,18 @@ class Fields:
             raise self.refuse(f"{key} must be at most {MOST.get(key, _MOST)}, not {value}")
         return value
 
-    def optional_integer(self, key: str, default: int | None = None, least: int = 1) -> int | None:
+    def optional_integer(self, key: str, default: int | None = None) -> int | None:
         """None where the field is null, or absent without a default."""
         if self.raw.get(key, default) is None:
             return None
-        return self.integer(key, default, least)
+        return self.integer(key, default)
 
-    def number(self, key: str, default: float, least: float = 0.0) -> float:
-        """A number from `least` to LARGEST."""
+    def number(self, key: str, default: float) -> float:
+        """A number from 0 to LARGEST."""
         value = self.raw.get(key, default)
-        if not is_number(value) or not least <= value <= LARGEST:
-            bound = "zero" if least == 0 else f"{least:g}"
+        if not is_number(value) or not 0 <= value <= LARGEST:
             raise self.refuse(
-                f"{key} must be a number from {bound} up, at most {LARGEST:g}, not {value!r}"
+                f"{key} must be a number from zero up, at most {LARGEST:g}, not {value!r}"
             )
         return float(value)
 
@@ -103,8 +102,10 @@ class Fields:
             )
         return name
 
-    def heads(self, default: int, default_kv: int | None, hidden: int) -> dict[str, int]:
-        """num_attention_heads, num_key_value_heads and head_dim (hidden // heads if absent)."""
+    def heads(self, default: int, default_kv: int | None, *, hidden: int) -> dict[str, int]:
+        """hidden_size, num_attention_heads, num_key_value_heads and head_dim (hidden_size // heads
+        if absent). hidden: the family's default."""
+        hidden = self.integer("hidden_size", hidden)
         heads = self.integer("num_attention_heads", default)
         kv = self.optional_integer("num_key_value_heads", default_kv) or heads
         if heads % kv:
@@ -116,7 +117,8 @@ class Fields:
         if head_dim < 2 or head_dim % 2:
             origin = f", hidden_size {hidden} // num_attention_heads {heads}," if derived else ""
             raise self.refuse(f"head_dim{origin} must be even and positive, not {head_dim}")
-        return dict(num_attention_heads=heads, num_key_value_heads=kv, head_dim=head_dim)
+        counts = dict(num_attention_heads=heads, num_key_value_heads=kv)
+        return dict(hidden_size=hidden, **counts, head_dim=head_dim)
 
     def routed(self, experts: int, default_top_k: int | None) -> dict[str, int]:
         """num_experts and num_experts_per_tok, which fit together."""

@@ -19,6 +19,7 @@ from host_offload.policies.precision.names import Precision
 from moejax.cache import use_compilation_cache
 from moejax.checkpoints.load import load_checkpoint
 from moejax.checkpoints.loaded_model import LoadedModel
+from moejax.checkpoints.versions import with_versions
 from moejax.device import select_device
 from moejax.engine.loop import Engine, Listener
 from moejax.engine.statistics import arena_stats, kv_stats
@@ -26,7 +27,7 @@ from moejax.errors import UserError
 from moejax.interrupt import deferred_interrupt
 from moejax.models.config import ModelConfig
 from moejax.models.directory import model_directory
-from moejax.progress import loading_progress, token_progress
+from moejax.progress import loading_progress, token_progress, versions_progress
 from moejax.requests.outputs import RequestOutput
 from moejax.requests.prompts import EncodedPrompt, PromptEncoder
 from moejax.requests.request import GenerationRequest, Prompt
@@ -43,7 +44,7 @@ from moejax.serve.generation import (
 from moejax.start.build import start_engine
 from moejax.start.decide.shapes import ops_in_use
 from moejax.start.options import Options
-from moejax.start.precision import precision_stats, with_precision
+from moejax.start.precision import precision_stats
 from moejax.start.report.explain import Explanation, explain
 from moejax.start.report.start_times import StartTimes
 from moejax.start.settings import Settings, settings_of
@@ -165,7 +166,10 @@ class LLM:
                 options.name_map,
                 precision.versions,
             )
-        return with_precision(loaded, precision, options.quantizer, options.progress)
+        with versions_progress(options.progress) as making:
+            return with_versions(
+                loaded, precision.versions, quantizer=options.quantizer, progress=making
+            )
 
     # ---- what users call
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -14,7 +14,7 @@ from host_offload.control.control import Control
 from host_offload.control.controller import Controller, Event
 from host_offload.memory.arena import SlotArena
 from host_offload.memory.kv_cache import KVCache
-from host_offload.memory.placement import place
+from host_offload.memory.placement import ResidentSpec, place
 from moejax.checkpoints.loaded_model import LoadedModel
 from moejax.costs.store import StepSpec
 from moejax.engine.control import control_of
@@ -24,7 +24,7 @@ from moejax.engine.scheduler import Scheduler
 from moejax.engine.statistics import Statistics
 from moejax.errors import user_errors
 from moejax.models.layers import Decoder
-from moejax.start.decide.facts import DeviceFacts, ModelFacts, device_facts, facts_of
+from moejax.start.decide.facts import DeviceFacts, device_facts, facts_of
 from moejax.start.decide.plan import Plan, decide, divide, step_spec
 from moejax.start.kernels import verify_kernels
 from moejax.start.options import Options
@@ -44,25 +44,19 @@ RUNNERS: dict[str, type[Runner]] = {"device": Runner, "host": HostRunner}
 """By driver."""
 
 
-class Started(NamedTuple):
-    engine: Engine
-    plan: Plan
-
-
 def start_engine(
     loaded: LoadedModel,
     options: Options | Settings,
     device: jax.Device,
     *,
     tokenizer: Callable[[], PreTrainedTokenizerFast | None] = lambda: None,
-) -> Started:
-    """An engine of a loaded model, which has the versions of the options' precision
-    (moejax.start.precision.with_precision). tokenizer: called when everything is decided. Raises
-    UserError, BudgetError or ArenaTooSmall; the model is freed where it fails late."""
+) -> tuple[Engine, Plan]:
+    """An engine and its plan, of a loaded model, which has the versions of the options' precision
+    (moejax.checkpoints.versions.with_versions). tokenizer: called when everything is decided.
+    Raises UserError, BudgetError or ArenaTooSmall; the model is freed where it fails late."""
     settings = options if isinstance(options, Settings) else settings_of(options)
     RUNNERS[settings.options.driver].check_hooks(settings.options.hooks)
-    model = facts_of(loaded)
-    plan = probed(loaded, settings, model, device)
+    plan = probed(loaded, settings, device)
     rope = plan.steps.config.rope
     if rope.long:
         log.info(
@@ -74,16 +68,16 @@ def start_engine(
     for note in plan.budget.notes:
         # What the user asked for and does not get must be seen without asking for a log.
         log.log(logging.WARNING if ", cut from" in note else logging.INFO, note)
-    return Started(build(plan, loaded, device, tokenizer), plan)
+    return build(plan, loaded, device, tokenizer), plan
 
 
-def probed(loaded: LoadedModel, settings: Settings, model: ModelFacts, device: jax.Device) -> Plan:
+def probed(loaded: LoadedModel, settings: Settings, device: jax.Device) -> Plan:
     """The plan of a start on this device, once what it depends on is measured: the memory that
     steps need, where nothing else limits the arena, and their costs, where policies ask for
     them."""
-    facts = device_facts(device, automatic=settings.options.automatic)
+    model, facts = facts_of(loaded), device_facts(device, automatic=settings.options.automatic)
     steps = step_spec(settings, model, facts)
-    verify_kernels(steps.config, steps.dtype, steps.layout, steps.ops, device, steps.formats)
+    verify_kernels(steps, device)
     experts = steps.config.num_experts
 
     def smallest() -> Runner:
@@ -151,11 +145,11 @@ def _engine(
     runner: Runner,
     tokenizer: PreTrainedTokenizerFast | None,
 ) -> Engine:
-    options, budget = plan.settings.options, plan.budget
-    config, layout = plan.steps.config, plan.steps.layout
-    layers, experts = sum(config.moe_layers), config.num_experts
-    arena = SlotArena(layout, budget.slots, layers, experts, cells=plan.spec.cell_bound)
-    arena.grant_kv_slots(budget.kv_slots)
+    options, spec = plan.settings.options, plan.spec
+    arena = SlotArena(
+        plan.steps.layout, plan.budget.slots, spec.layers, spec.experts, cells=spec.cell_bound
+    )
+    arena.grant_kv_slots(plan.budget.kv_slots)
     statistics = Statistics(runner.link_bytes, copy_s_per_byte=_grant(plan, arena, runner))
     cache = KVCache(
         arena, runner.read_pages, runner.write_pages, runner.move_pages, options.swap_space
@@ -184,7 +178,7 @@ def _engine(
         runner,
         scheduler,
         statistics,
-        eos_token_ids=config.eos_token_ids,
+        eos_token_ids=plan.steps.config.eos_token_ids,
         seed=options.seed,
         listener=options.listener,
         control=control,
@@ -198,14 +192,14 @@ def _engine(
 def _grant(plan: Plan, arena: SlotArena, runner: Runner) -> float | None:
     """Gives layers their cells, or every expert its place; the seconds that a byte took then, where
     versions change later."""
-    if plan.resident is not None:
-        arena.grant_expert_slots(plan.resident.slots)
-        return place_experts(runner, place(plan.resident))
-    if plan.paged is not None:
-        cell_row, cell_version = arena.grant_versions(plan.paged.cells.tolist())
+    mixed = plan.mixed
+    if isinstance(mixed, ResidentSpec):
+        arena.grant_expert_slots(mixed.slots)
+        return place_experts(runner, place(mixed))
+    if mixed is not None:
+        cell_row, cell_version = arena.grant_versions(mixed.cells.tolist())
         contents = {"cell_row": cell_row, "cell_version": cell_version}
-        contents |= {"fill_version": plan.paged.fill_version}
-        runner.set_tables(contents)
+        runner.set_tables({**contents, "fill_version": mixed.fill_version})
     else:
         runner.grant_cells(arena.grant_cells(plan.cells))
     return None
@@ -227,7 +221,7 @@ def _control(
     with user_errors():
         controller = Controller(spec, policies, listener=listener)
     resizer = Resizer(runner, scheduler)
-    if controller.asks and (transitions := controller.transitions) is not None:
+    if controller.moments and (transitions := controller.transitions) is not None:
         resizer = ResidentResizer(runner, scheduler, transitions=transitions)
     return control_of(runner, controller, resizer), resizer
 
@@ -237,12 +231,9 @@ def _tracer(plan: Plan, loaded: LoadedModel, runner: Runner) -> Tracer | None:
     settings, options = plan.settings, plan.settings.options
     if options.trace is None:
         return None
-    # The shapes' block table is whole spans wide, which may be more pages than a sequence has.
-    page = plan.steps.layout.page
-    pages = -(-plan.max_model_len // page.block_size)
     precision = settings.precision.report()
-    if plan.resident is not None:
-        precision["start"] = plan.resident.start.tolist()
+    if plan.spec.resident is not None:
+        precision["start"] = plan.spec.resident.start.tolist()
     about = {
         "model": str(options.model),
         "eviction": settings.eviction,
@@ -250,7 +241,7 @@ def _tracer(plan: Plan, loaded: LoadedModel, runner: Runner) -> Tracer | None:
         "precision": precision,
         "driver": options.driver,
         "budgets": settings.budgets.stats(),
-        "kv_floor_bytes": pages * page.nbytes,
+        "kv_floor_bytes": plan.spec.kv_floor_bytes,
         "max_num_seqs": plan.max_num_seqs,
     }
     return start_trace(

@@ -10,39 +10,32 @@ import jax
 from host_offload.memory.layout import SlotLayout
 from moejax.cache import cache_root
 from moejax.checkpoints.tensors import layer_params, param_shape
+from moejax.costs.store import StepSpec
 from moejax.errors import user_errors
 from moejax.models.config import ModelConfig
 from moejax.models.family import Parts
-from pallas_kernels import Ops
 from pallas_kernels.records.versions import Formats
 from pallas_kernels.verification import ModelShape, checks, require_verified
 
 
-def verify_kernels(
-    config: ModelConfig,
-    dtype: str,
-    layout: SlotLayout,
-    ops: Ops,
-    device: jax.Device,
-    formats: Formats | None = None,
-) -> None:
-    """Sees to it that every kernel this model will run was found right on this device: from the
+def verify_kernels(steps: StepSpec, device: jax.Device) -> None:
+    """Sees to it that every kernel these steps will run was found right on this device: from the
     package's table, else by running the checks once (seconds, kept in the cache directory).
-    formats: of the run's versions; None: one, dense.
 
     Interpreted kernels are not checked. Raises UserError for a configuration that is wrong.
     """
     if device.platform != "gpu":
         return
     with user_errors():
-        for shape in kernel_shapes(config, dtype, layout, formats):
-            require_verified(checks(shape, ops, device), device, cache_root() / "verified")
+        for shape in kernel_shapes(steps.config, steps.dtype, steps.layout, steps.formats):
+            require_verified(checks(shape, steps.ops, device), device, cache_root() / "verified")
 
 
 def kernel_shapes(
     config: ModelConfig, dtype: str, layout: SlotLayout, formats: Formats | None = None
 ) -> tuple[ModelShape, ...]:
-    """What of a model decides its kernels' configurations, one for each sliding window."""
+    """What of a model decides its kernels' configurations, one for each sliding window. formats: of
+    the run's versions; None: one, dense."""
     layers = [layer_params(config, run.moe) for run in config.runs]
     names = {key for params in layers for key in params}
     norms = {key: param_shape(p[key])[0] for p in layers for key in p if key in _OTHER_NORMS}

@@ -53,10 +53,10 @@ class Description:
 
 
 def _option(
-    default: Any,
     help: str,
     group: str | None = None,
     *,
+    default: Any = None,
     metavar: str | None = None,
     type: Callable[[str], Any] | None = None,
     choices: tuple[str, ...] | None = None,
@@ -81,84 +81,75 @@ class Options:
     ("./demo" is a directory)."""
     _: dataclasses.KW_ONLY
     step: int | str | None = _option(
-        None,
         "of an Orbax checkpoint with steps: latest, best, best:METRIC:min or a number (default: "
         "latest)",
         "checkpoint",
-        metavar="STEP",
         type=_step,
     )
     name_map: str | os.PathLike[str] | None = _option(
-        None,
         "which leaf of an Orbax checkpoint is which tensor: a .yaml or .json file, or the name of "
         "a shipped map (docs/checkpoints.md)",
         "checkpoint",
         metavar="MAP",
     )
     dtype: str = _option(
-        "auto",
         "bfloat16 or half, float16, float32 or float, auto: the checkpoint's (default: auto)",
         "engine",
-        metavar="DTYPE",
+        default="auto",
     )
-    seed: int = _option(0, "of requests that bring none")
+    seed: int = _option("of requests that bring none", default=0)
     max_model_len: int | None = _option(
-        None, "most tokens of prompt and text together (default: the model's)", "engine"
+        "most tokens of prompt and text together (default: the model's)", "engine"
     )
     max_num_seqs: int | None = _option(
-        None, "sequences that run at once (default: 16 on CPU, 64 on GPU)", "engine"
+        "sequences that run at once (default: 16 on CPU, 64 on GPU)", "engine"
     )
     max_num_batched_tokens: int | None = _option(
-        None,
         "most prompt tokens in one prefill step over the model (default: 2048 on CPU, 8192 on GPU)",
         "engine",
     )
     memory: int | None = _option(
-        None,
         "bytes of the arena, such as 16GiB; any two of it and its parts fix the third; without "
         "numbers everything is held, cut to what fits",
         "memory",
     )
     expert_budget: int | Share | None = _option(
-        None,
         "what experts get: bytes such as 6GiB, or a share of them such as 25%; 0 is legal; it "
         "decides speed only, the output has the same bits",
         "memory",
         metavar="SIZE|SHARE",
     )
-    kv_budget: int | None = _option(None, "bytes that KV gets, such as 2GiB", "memory")
+    kv_budget: int | None = _option("bytes that KV gets, such as 2GiB", "memory")
     budget: str = _option(
-        "fixed",
         "where the line between experts and KV is: fixed, by the sizes above, or mv_wsa=TRACE, "
         "where it costs least on a trace's requests; see docs/memory.md (default: fixed)",
         "memory",
+        default="fixed",
         metavar="NAME[=TRACE]",
     )
     resize: str = _option(
-        "none",
         "whether the line moves while requests run: none, peak_headroom (KV gets its peak and some "
         "headroom), mv_wsa (equal value of a byte on either side), joint (and how many run at "
         "once, for the most tokens a second) (default: none)",
         "memory",
+        default="none",
         metavar="NAME",
     )
     cells: str | Sequence[int] = _option(
-        "uniform",
         "what each layer gets of the experts' share: uniform, marginal or optimal, by the miss "
         "curves of a trace or, without one, live; or a number a layer such as 9,8,8,7 (default: "
         "uniform)",
         "memory",
+        default="uniform",
         metavar="NAME[=TRACE]",
     )
     eviction: str | None = _option(
-        None,
         "which expert makes room: the least recently used, the least frequently used, the smallest "
         "frequency over age, the one that came first, or none of a hot set (default: lru)",
         "memory",
         choices=("lru", "lfu", "lfru", "fifo", "static"),
     )
     prefetch: str | None = _option(
-        None,
         "which experts come ahead of need: random and moe-infinity with either driver; fate, "
         "mixtral-offloading, promoe=FILE, coactivation and layer-streaming with --driver host; "
         "=FILE is what a policy's fit learned from a trace, see docs/policies.md (default: none)",
@@ -166,107 +157,98 @@ class Options:
         metavar="NAME[=PATH]",
     )
     policies: Sequence[Policy] = _option(
-        (),
         "more policies, of your own (docs/write_a_policy.md); one that writes victim_weights takes "
         "the place of eviction",
+        default=(),
         in_file=False,
     )
     precision: str | Precision | None = _option(
-        None,
         "the version that experts are in: dense, lossless12 (same bits), int8, int4, int2 (other "
         "bits), or dynaexq, map=FILE, random, which mix two; see docs/precision.md (default: "
         "dense)",
         "precision",
         metavar="NAME[,KEY=VALUE…]",
     )
-    hi: str | None = _option(
-        None, "of the hot experts (default: dense)", "precision", metavar="VERSION"
-    )
-    lo: str | None = _option(None, "of the others (default: int4)", "precision", metavar="VERSION")
+    hi: str | None = _option("of the hot experts (default: dense)", "precision", metavar="VERSION")
+    lo: str | None = _option("of the others (default: int4)", "precision", metavar="VERSION")
     interval: str | None = _option(
-        None,
         "how often dynaexq decides, in tokens, steps or seconds (default: '4096 tokens')",
         "precision",
         metavar="'N UNIT'",
     )
     hi_share: float | None = _option(
-        None,
         "share of the experts that are in --hi, 0 to 1 (default: as many as fit)",
         "precision",
         metavar="SHARE",
     )
     quantizer: str = _option(
-        "rtn",
         "how versions are made that the checkpoint lacks: rtn, mse (default: rtn)",
         "precision",
+        default="rtn",
         metavar="NAME",
     )
     driver: str = _option(
-        "device",
         "who walks through the layers: device runs a step as one executable, host calls them from "
         "Python, slower, for policies that look in between; no bit depends on it (default: device)",
         "engine",
+        default="device",
         choices=DRIVERS,
     )
     ops: str | Mapping[str, str] = _option(
-        "auto",
         "implementation of the ops: auto (Pallas kernels on a GPU, else XLA), xla, pallas, or "
         "pairs such as plan=xla,route=pallas (default: auto)",
         "engine",
-        metavar="OPS",
+        default="auto",
     )
     device: str | jax.Device | None = _option(
-        None, "where to run (default: a GPU if there is one)", "engine", choices=("cpu", "gpu")
+        "where to run (default: a GPU if there is one)", "engine", choices=("cpu", "gpu")
     )
-    progress: bool = _option(True, "bars on stderr while loading and generating", in_file=False)
+    progress: bool = _option(
+        "bars on stderr while loading and generating", default=True, in_file=False
+    )
     cache_dir: str | os.PathLike[str] | None = _option(
-        None,
         "XLA's compilation cache (default: jax's own setting if there is one, else "
-        "~/.cache/moejax/xla; empty for none)",
+        "~/.cache/moejax/xla; empty for none)"
     )
     trace: str | os.PathLike[str] | None = _option(
-        None,
         "write what each step routed, missed and moved into this new directory, for "
         "moejax.traces.read_trace (docs/trace_format.md)",
         "trace",
         metavar="DIR",
     )
     trace_arrays: str | Sequence[str] = _option(
-        (),
         "what else the trace has of every token, of probs,gate_input,embedding: the router's "
         "scores of all experts, what it saw, the token's embedding; large",
         "trace",
+        default=(),
         metavar="NAMES",
     )
     prefill_waves: int | None = _option(
-        None,
         "passes over a layer's experts in a prefill step; no bit depends on it (default: 1 with "
-        "XLA ops, 8 with kernels)",
+        "XLA ops, 8 with kernels)"
     )
     swap_space: int = _option(
-        4 << 30, "host memory for KV that makes room (default: 4GiB)", "memory"
+        "host memory for KV that makes room (default: 4GiB)", "memory", default=4 << 30
     )
     kv_overflow: str = _option(
-        "swap",
         "KV that makes room is swapped to host memory, or dropped and computed again, which "
         "changes bits (default: swap)",
         "memory",
+        default="swap",
         choices=KV_OVERFLOW,
     )
     enable_prefix_caching: bool = _option(
-        True, "prompts with equal beginnings share KV (default: they do)", "memory"
+        "prompts with equal beginnings share KV (default: they do)", "memory", default=True
     )
     long_prefill_token_threshold: int | None = _option(
-        None,
         "most tokens of one prompt in a prefill step that others wait for (default: a quarter of "
         "it)",
         "engine",
     )
     listener: Listener | None = _option(
-        None, "called with each step after its dispatch, see Engine", in_file=False
+        "called with each step after its dispatch, see Engine", in_file=False
     )
     hooks: Hooks | None = _option(
-        None,
         "called between the parts of every layer (moejax.step.hooks), with driver=host",
         in_file=False,
     )

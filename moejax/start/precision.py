@@ -23,11 +23,8 @@ from host_offload.memory.placement import (
 from host_offload.memory.store import ExpertStore
 from host_offload.policies.precision.maps import HI, LO
 from host_offload.policies.precision.names import Precision
-from moejax.checkpoints.loaded_model import LoadedModel
-from moejax.checkpoints.versions import with_versions
 from moejax.costs.transition_bound import said
 from moejax.errors import UserError
-from moejax.progress import versions_progress
 from moejax.step.programs import ProgramKey
 from pallas_kernels.records.versions import Formats, VersionFormats
 
@@ -53,18 +50,6 @@ def resident_versions(precision: Precision, store: ExpertStore) -> tuple[str, ..
 def stored_versions(precision: Precision, store: ExpertStore) -> tuple[str, ...]:
     """The versions of the store, by number."""
     return tuple(store.layouts) if store.layers else precision.versions
-
-
-def with_precision(
-    loaded: LoadedModel, precision: Precision, quantizer: str = "rtn", progress: bool = False
-) -> LoadedModel:
-    """The model with a store of each version that the precision has and of no other. progress: a
-    bar on stderr for each that has to be made. Raises UserError as
-    moejax.checkpoints.versions.with_versions."""
-    if precision.versions == tuple(loaded.store.arrays):
-        return loaded
-    with versions_progress(progress) as report:
-        return with_versions(loaded, precision.versions, quantizer=quantizer, progress=report)
 
 
 def formats_of(precision: Precision, layout: SlotLayout, store: ExpertStore) -> Formats | None:
@@ -96,13 +81,19 @@ def expert_budget_of(
     return slots_for(layout, (high, experts - high), _spares(precision)) * layout.slot_bytes
 
 
-def resident_of(
+def mixed_of(
     precision: Precision, layout: SlotLayout, slots: int, layers: int, experts: int
-) -> ResidentSpec | None:
-    """Where every expert is from the start, in so many slots; None with one version and where
-    experts are paged. Raises ValueError where they do not fit, saying what would."""
-    if not precision.mixed or precision.paged:
+) -> ResidentSpec | PagedSpec | None:
+    """Where the versions are from the start, in so many slots: every expert resident in one of
+    them or, where experts are paged, cells of both in each layer and what misses fill; None with
+    one version. Raises ValueError where they do not fit, saying what would, and for a map of
+    another model."""
+    if not precision.mixed:
         return None
+    if precision.paged:
+        cells = version_cells(layout, slots, layers, experts, precision.hi_share)
+        start = precision.start(layers, experts, int(cells[:, HI].sum()))
+        return PagedSpec(cells, start.astype(np.int8))
     total = layers * experts
     if precision.given is not None:
         return resident_spec(layout, slots, precision.start(layers, experts, total), spares=0)
@@ -113,21 +104,10 @@ def resident_of(
     start = precision.start(layers, experts, most)
     if precision.policy is None:
         return resident_spec(layout, slots, start, spares=0)
-    given = {"spares": precision.spares, "blocking": precision.blocking}
-    resident = resident_spec(layout, slots, start, **given)
+    resident = resident_spec(
+        layout, slots, start, spares=precision.spares, blocking=precision.blocking
+    )
     return dataclasses.replace(resident, capacity=(most, total))
-
-
-def paged_of(
-    precision: Precision, layout: SlotLayout, slots: int, layers: int, experts: int
-) -> PagedSpec | None:
-    """The cells of both versions in so many slots, and what misses fill; None where experts are not
-    paged in two versions. Raises ValueError for a map of another model."""
-    if not precision.paged:
-        return None
-    cells = version_cells(layout, slots, layers, experts, precision.hi_share)
-    start = precision.start(layers, experts, int(cells[:, HI].sum()))
-    return PagedSpec(cells, start.astype(np.int8))
 
 
 def _spares(precision: Precision) -> int:
@@ -150,7 +130,8 @@ def place_experts(runner: Runner, placement: Placement) -> float | None:
     runner.place(placement)
     jax.block_until_ready(runner.arena)
     versions = runner.layer_versions
-    version = placement.version if versions is None else versions.of(placement.version)
+    version = placement.contents["version"]
+    version = version if versions is None else versions.of(version)
     nbytes = np.array(runner.link_bytes)[version].sum()
     return (time.perf_counter() - began) / int(nbytes)
 
@@ -158,19 +139,18 @@ def place_experts(runner: Runner, placement: Placement) -> float | None:
 def precision_stats(
     precision: Precision,
     control: Mapping[str, Any] | None,
-    engine: Engine | None = None,
-    quantizers: Mapping[str, str] | None = None,
+    engine: Engine,
+    quantizers: Mapping[str, str],
 ) -> dict[str, Any]:
-    """What was asked for and what transitions came to, as plain data.
+    """What was asked for and what transitions came to, as plain data: of each version how it was
+    made (rtn, mse or gptq with its text, `lossless`; `checkpoint` for dense, and for a version
+    whose maker the checkpoint does not name), of lossless12 how many layers stay dense, of
+    transitions what share of all steps' time they took.
 
-    control: Control.stats. engine: of lossless12 it says how many layers stay dense, with
-    transitions what share of all steps' time they took. quantizers: of LoadedModel.
+    control: Control.stats. quantizers: of LoadedModel.
     """
     found = {**precision.report(), **((control or {}).get("precision") or {})}
-    if quantizers is not None:
-        found["quantizers"] = made_by(precision.versions, quantizers)
-    if engine is None:
-        return found
+    found["quantizers"] = {v: quantizers.get(v, "checkpoint") for v in precision.versions}
     if "lossless12" in precision.versions:
         found["dense_layers"] = len(engine.runner.store.layers.get("dense", ()))
     if (per_byte := engine.statistics.copy_s_per_byte) is not None:
@@ -182,12 +162,6 @@ def precision_stats(
     return found
 
 
-def made_by(versions: Sequence[str], quantizers: Mapping[str, str]) -> dict[str, str]:
-    """Version → how it was made: rtn, mse or gptq (with its text), `lossless`; `checkpoint` for
-    dense, and for a version whose maker the checkpoint does not name."""
-    return {version: quantizers.get(version, "checkpoint") for version in versions}
-
-
 def paged_cells(paged: PagedSpec, layout: SlotLayout) -> str:
     """How many cells there are of each version, for people."""
     sizes = zip(paged.capacity, layout.records, strict=True)
@@ -196,9 +170,8 @@ def paged_cells(paged: PagedSpec, layout: SlotLayout) -> str:
 
 def note(
     precision: Precision,
-    resident: ResidentSpec | None,
+    mixed: ResidentSpec | PagedSpec | None,
     layout: SlotLayout,
-    paged: PagedSpec | None = None,
     dense: Sequence[int] = (),
 ) -> str:
     """What the precision comes to, a line for people; empty with dense experts. dense: the
@@ -207,16 +180,16 @@ def note(
     named = ", ".join(map(str, dense))
     if dense and precision.mixed:
         bits = f"MoE layers {named} stay dense, so high cells are as large as dense ones; {bits}"
-    if paged is not None:
+    if isinstance(mixed, PagedSpec):
         return (
-            f"precision {precision.name}: paged, {paged_cells(paged, layout)} cells for "
-            f"{paged.fill_version.size} experts; {bits}"
+            f"precision {precision.name}: paged, {paged_cells(mixed, layout)} cells for "
+            f"{mixed.fill_version.size} experts; {bits}"
         )
-    if resident is None:
+    if mixed is None:
         who = f"all experts but those of MoE layers {named}, dense" if dense else "all experts"
         return "" if precision == DENSE else f"precision {precision.name}: {who}; {bits}"
     high, low = (record.version for record in layout.records)
     return (
-        f"precision {precision.name}: {resident.capacity[HI]} of {resident.start.size} "
-        f"experts at most in {high}, the others in {low}; {bits}{said(resident, layout)}"
+        f"precision {precision.name}: {mixed.capacity[HI]} of {mixed.start.size} "
+        f"experts at most in {high}, the others in {low}; {bits}{said(mixed, layout)}"
     )

@@ -7,7 +7,6 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Callable
-from typing import Any
 
 from host_offload.control.interface import Costs
 from host_offload.memory.budget import ArenaTooSmall, Budget
@@ -57,7 +56,8 @@ def divided(
 ) -> Budget:
     """The budget that `divide` makes of what may be taken of the memory. Where nothing but the
     device limits it (automatic) and something is cut, what steps need is measured, so that no more
-    than that is left; the budget's memory says it.
+    than that is left; the budget's memory says it. That is kept, as measuring compiles every step
+    once more than a start needs.
 
     make_runner: a runner with these steps and the smallest arena, which has begun to compile
     what this start's policies need.
@@ -72,24 +72,16 @@ def divided(
     runner = make_runner()
     try:
         about = {**identity(steps), "programs": sorted(map(str, runner.executables()))}
-        found = known_activations(about, lambda: activation_bytes(runner))
+        text = json.dumps(about, sort_keys=True, default=str)
+        name = hashlib.sha256(text.encode()).hexdigest()[:32]
+        path = cache_root() / "activations" / f"{name}.json"
+        try:
+            found = int(json.loads(path.read_text())["bytes"])
+        except (OSError, ValueError, KeyError, TypeError):  # not there, or not whole
+            found = activation_bytes(runner)
+            # A cache that cannot be written costs the next start time.
+            with contextlib.suppress(OSError):
+                write_whole(path, json.dumps({"bytes": found, "of": about}))
     finally:
         runner.delete(given=False)
     return divide(dataclasses.replace(memory, activations=found))
-
-
-def known_activations(about: dict[str, Any], measure: Callable[[], int]) -> int:
-    """activation_bytes from the cache, or measured and kept. about: what they depend on; measuring
-    compiles every step once more than a start needs, so it is done once."""
-    text = json.dumps(about, sort_keys=True, default=str)
-    name = hashlib.sha256(text.encode()).hexdigest()[:32]
-    path = cache_root() / "activations" / f"{name}.json"
-    try:
-        return int(json.loads(path.read_text())["bytes"])
-    except (OSError, ValueError, KeyError, TypeError):
-        pass  # not there, or not whole: measured again
-    found = measure()
-    # A cache that cannot be written costs the next start time.
-    with contextlib.suppress(OSError):
-        write_whole(path, json.dumps({"bytes": found, "of": json.loads(text)}))
-    return found

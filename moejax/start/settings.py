@@ -140,7 +140,11 @@ def parse_budget_options(options: Options) -> BudgetOptions:
     name, budget_trace = _name_and_path("budget", options.budget, BUDGET)
     given, resize, cells = None, options.resize, options.cells
     if not isinstance(cells, str) or cells[:1].isdigit():
-        given = _numbers(cells.split(",") if isinstance(cells, str) else cells)
+        cells = cells.split(",") if isinstance(cells, str) else cells
+        try:
+            given = tuple(int(n) for n in cells)
+        except (TypeError, ValueError) as error:
+            raise UserError(f"cells are a name or a whole number a layer, not {cells!r}") from error
         cells = "uniform"
     rule, cells_trace = _name_and_path("cells", cells, ALLOCATIONS)
     if resize not in RESIZE:
@@ -178,13 +182,6 @@ def _name_and_path(option: str, value: str, known: Sequence[str]) -> tuple[str, 
     if name not in known:
         raise UserError(f"unknown {option} {name!r}; known: {', '.join(known)}")
     return name, path or None
-
-
-def _numbers(cells: Sequence[Any]) -> tuple[int, ...]:
-    try:
-        return tuple(int(n) for n in cells)
-    except (TypeError, ValueError) as error:
-        raise UserError(f"cells are a name or a whole number a layer, not {cells!r}") from error
 
 
 def parse_precision(options: Options) -> Precision:

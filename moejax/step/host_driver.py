@@ -65,10 +65,6 @@ class HostRunner(Runner):
         self._none_done = jax.device_put(np.zeros(STAGES, np.int32), self._sharding)
         super()._compile_first(runs)
 
-    @classmethod
-    def check_hooks(cls, hooks: Hooks | None) -> None:
-        """All are welcome."""
-
     def delete(self, *, given: bool = True) -> None:
         self._bound.clear()
         super().delete(given=given)

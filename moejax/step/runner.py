@@ -58,7 +58,7 @@ def compiler_options(platform: str) -> dict[str, str | bool]:
 
 class Runner:
     """Owns model, store, arena and tables, and runs steps on them in dispatch order: the
-    host_offload.control.device.Device of the engine's Control.
+    host_offload.control.control.Device of the engine's Control.
 
     Nothing here waits for the device: results are jax arrays that the engine reads a step later.
     A step is one executable; HostRunner calls one a layer and part.
@@ -145,7 +145,7 @@ class Runner:
     @classmethod
     def check_hooks(cls, hooks: Hooks | None) -> None:
         """Raises UserError for hooks that this driver cannot call."""
-        if hooks is not None:
+        if hooks is not None and cls.driver == "device":
             raise UserError(
                 f"driver {cls.driver!r} runs a step as one executable, which no hook can enter; "
                 "use driver='host'"
@@ -202,13 +202,13 @@ class Runner:
             kinds.append("snapshot")
         if staged and controller.spec.blocking:
             kinds.append("transfer")
-        elif staged:
-            self.prepare_stages()
         if staged and controller.spec.resident is not None:
             kinds.append("move")
         if "kv_pages" in controller.writes:
             kinds += "move_pages", "swap_out", "swap_in"
         self.need(*map(ProgramKey, kinds))
+        if staged and not controller.spec.blocking:
+            self.prepare_stages()
 
     def prepare_stages(self) -> None:
         """As prepare, of what steps with stage lists need."""
@@ -375,25 +375,23 @@ class Runner:
 
     def set_tables(self, contents: Mapping[str, np.ndarray]) -> None:
         """Gives tables other contents, for the steps to come; versions as policies see them."""
-        self.tables = with_contents(self.tables, self._as_stored(contents))
+        if self.layer_versions is not None:
+            contents = self.layer_versions.contents(contents)
+        self.tables = with_contents(self.tables, contents)
 
     def seen(self, tables: Any) -> Any:
         """Tables of this runner with versions as policies see them."""
         return tables if self.layer_versions is None else self.layer_versions.seen(tables)
 
-    def _as_stored(self, contents: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
-        versions = self.layer_versions
-        return contents if versions is None else versions.contents(contents)
-
     def place(self, placement: Placement) -> None:
         """Copies every expert to where the placement says, and says so in the tables; before the
         first step."""
         self.placement = placement
-        contents = self._as_stored(placement.contents)
-        self.tables = with_contents(self.tables, contents)
-        for layer, places in enumerate(zip(placement.row, contents["version"], strict=True)):
+        self.set_tables(placement.contents)
+        places = placement.contents["address"], np.asarray(self.tables.version)
+        for layer, (rows, versions) in enumerate(zip(*places, strict=True)):
             self.arena = self._call(
-                ProgramKey("populate"), self.arena, self.stores, np.int32(layer), *places
+                ProgramKey("populate"), self.arena, self.stores, np.int32(layer), rows, versions
             )
 
     def stage_list(self, entries: Sequence[Entry]) -> Entries | None:

@@ -58,13 +58,10 @@ def write_generated_trace(
     origin = {"generator": kind, **dataclasses.asdict(generator), "seed": seed}
     header = routing_header(layers, experts, top_k, PRESENT, origin)
     numbers, first = np.arange(sequences), int(prompt_tokens > 0)
-    last_phase = None
     with new_trace(directory, header) as writer:
-        for token in range(tokens) if generator.phase_tokens else ():
-            if (phase := generator.phase(token)) != last_phase:
-                step = max(token - prompt_tokens, -1) + first
-                writer.mark(Mark(step, 0.0, f"phase {phase}"))
-                last_phase = phase
+        for token in range(0, tokens, generator.phase_tokens) if generator.phase_tokens else ():
+            step = max(token - prompt_tokens, -1) + first
+            writer.mark(Mark(step, 0.0, f"phase {generator.phase(token)}"))
         steps = generator.steps(sequences, tokens, seed)
         if prompt := list(itertools.islice(steps, prompt_tokens)):
             # A sequence's tokens one after the other.

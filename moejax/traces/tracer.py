@@ -128,14 +128,13 @@ def check_trace(
     """The optional arrays to record, of parse_trace_arrays. Raises UserError unless a trace could
     be written there; None: no trace, which has no arrays."""
     wanted = parse_trace_arrays(arrays)
-    if directory is None:
-        if wanted:
-            raise UserError(
-                "trace_arrays (--trace-arrays) are a part of a trace; name its directory with "
-                "trace (--trace DIR)"
-            )
-        return wanted
-    require_new(directory)
+    if directory is not None:
+        require_new(directory)
+    elif wanted:
+        raise UserError(
+            "trace_arrays (--trace-arrays) are a part of a trace; name its directory with trace "
+            "(--trace DIR)"
+        )
     return wanted
 
 

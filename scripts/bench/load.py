@@ -38,10 +38,11 @@ from host_offload.memory.store import copy_transposed
 from moejax import UserError
 from moejax.checkpoints.load import load_checkpoint
 from moejax.checkpoints.placement import WORKERS
-from moejax.checkpoints.random_model import SHAPES, model_bytes, shape
+from moejax.checkpoints.random_model import SHAPES, shape
 from moejax.checkpoints.tensors import expected_tensors
 from moejax.models.config import ModelConfig
 from moejax.sizes import parse_size
+from moejax.start.report.info import model_info
 from scripts.parts.commands import new_parser, refuse
 from scripts.parts.text_table import aligned
 
@@ -122,7 +123,7 @@ def checkpoint(directory: Path, name: str, size: int) -> Path:
 
 def sized(name: str, size: int) -> ModelConfig:
     """The shape with as many layers as make about `size` bytes."""
-    one, two = (sum(model_bytes(shape(name, layers))) for layers in (1, 2))
+    one, two = (sum(model_info(shape(name, layers)).bytes.values()) for layers in (1, 2))
     return shape(name, max(1, 1 + round((size - one) / (two - one))))
 
 

@@ -71,6 +71,6 @@ def measure_matrix_rate(device: jax.Device, dtype: jax.typing.DTypeLike) -> floa
     n = SQUARE.get(device.platform, 8192)
     a = jax.device_put(np.full((n, n), 0.5, dtype), device)
     product = jax.jit(jnp.matmul)
-    rate = 2 * n**3 / best_s(lambda _: product(a, a), device)
+    rate = 2 * n**3 / best_s(lambda *_: product(a, a), device)
     a.delete()
     return rate

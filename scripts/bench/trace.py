@@ -174,7 +174,7 @@ def overhead(args: argparse.Namespace) -> dict[str, Any]:
         def listen(event: Any) -> None:
             nonlocal events
             events += 1
-            assert tracer is not None
+            assert isinstance(tracer, Tracer)
             tracer.event(event)
 
         def trace(on: bool) -> None:

@@ -18,7 +18,6 @@ from moejax.checkpoints.loaded_model import LoadedModel
 from moejax.checkpoints.random_model import (
     SHAPES,
     expert_layout,
-    model_bytes,
     random_model,
     shape,
 )
@@ -27,6 +26,7 @@ from moejax.errors import UserError
 from moejax.models.config import ModelConfig
 from moejax.start.build import start_engine
 from moejax.start.options import Options
+from moejax.start.report.info import model_info
 from moejax.step.runner import Runner
 from pallas_kernels.dispatch import parse_ops
 
@@ -140,11 +140,12 @@ def check_memory(
 
     def need(layers: int) -> tuple[dict[str, int], dict[str, int]]:
         """Bytes in host memory and on the device, by what they are for."""
-        experts, rest = model_bytes(shape(name, layers), dtype)
+        info = model_info(shape(name, layers), dtype)
         itemsize = expert_layout(config, dtype).itemsize
         kv = 2 * layers * config.num_key_value_heads * config.head_dim * itemsize * tokens
         # The experts' results, float32[T, K, D]: by far the largest activation.
         results = prefill * config.num_experts_per_tok * config.hidden_size * 4
+        experts, rest = info.versions["dense"].store_bytes, info.device_bytes
         at_host = {"experts": experts, "other weights": rest}
         on_device = {
             f"an arena of {cells} cells a layer": experts * cells // config.num_experts,

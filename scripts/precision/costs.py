@@ -23,8 +23,9 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from host_offload.sizing.cost_model import CostModel, StepCost, Work
-from moejax.checkpoints.random_model import expert_layout, model_bytes
+from moejax.checkpoints.random_model import expert_layout
 from moejax.models.model_config import ModelConfig
+from moejax.start.report.info import model_info
 from pallas_kernels.paged_attention import SPAN
 from pallas_kernels.records import RecordFormat
 
@@ -123,7 +124,7 @@ def stated_costs(config: ModelConfig, machine: Machine, version: str, rows: int)
 def other_bytes(config: ModelConfig) -> int:
     """Weights that every step reads: all that are no expert's, but of the embedding only rows."""
     embedding = config.vocab_size * config.hidden_size * expert_layout(config).itemsize
-    return model_bytes(config)[1] - (0 if config.tie_word_embeddings else embedding)
+    return model_info(config).device_bytes - (0 if config.tie_word_embeddings else embedding)
 
 
 def _head_bytes(config: ModelConfig) -> int:

@@ -29,7 +29,7 @@ from moejax.checkpoints.convert import Encoding, write_checkpoint
 from moejax.checkpoints.orbax.destination import free_destination
 from moejax.checkpoints.versions import GPTQ
 from moejax.evaluate.evaluation import perplexity
-from moejax.evaluate.expert_inputs import ExpertInputs, gptq_records, layer_inputs
+from moejax.evaluate.quantization import ExpertInputs, gptq_records, layer_inputs
 from moejax.models.directory import checkpoint_directory
 from pallas_kernels.records import RecordFormat
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from host_offload.control.interface import Decision, Moment, Observation, Spec
 from host_offload.sizing.cell_allocation import ALLOCATIONS, allocate, shared_anew
-from host_offload.sizing.configurator import Turn, cap_misses, histograms_of, turns_of
+from host_offload.sizing.configurator import Streams, cap_misses, histograms_of, turns_of
 from host_offload.sizing.kv_reuse import PageRecency, expected_returns, page_references
 from host_offload.sizing.miss_curves import LiveCurves, cold_curves
 from host_offload.sizing.split import Division, MissCosts, SplitRule, division_of, miss_costs
@@ -26,10 +25,10 @@ class Learned(NamedTuple):
     costs: MissCosts
     """Measured at the start."""
     curves: LiveCurves
-    held: PageRecency
     pages: np.ndarray
     """float64[P]: the decayed histogram of KV's distances."""
-    times: StepTimes
+    held: PageRecency = PageRecency()
+    times: StepTimes = StepTimes()
     load: tuple[tuple[int, int], ...] = ((0, 0),)
     """(sequences that ran or waited, summed over steps; steps): of the turn that runs, then of
     those before it."""
@@ -105,9 +104,7 @@ class MvWsa:
             costs = miss_costs(spec.costs, spec, self.kv_miss)
         pages = np.zeros(max(int(division.pages[0]), 1))
         curves = cold_curves(spec.layers, spec.experts)
-        most = spec.max_num_seqs
-        times = StepTimes()
-        state = Learned(division, costs, curves, PageRecency(), pages, times, most_running=most)
+        state = Learned(division, costs, curves, pages, most_running=spec.max_num_seqs)
         return state if self.trace is None else self._with_trace(state, self.trace, spec)
 
     def _with_trace(self, state: Learned, directory: str, spec: Spec) -> Learned:
@@ -120,24 +117,14 @@ class MvWsa:
                 f"{had[2]} tokens; this one has {spec.layers} of {spec.experts}, pages of "
                 f"{spec.page_tokens}"
             )
-        ended = 0
-
-        def turns() -> Iterator[Turn]:
-            nonlocal ended
-            for turn in turns_of(trace):
-                ended += len(turn.pages) > 0
-                yield turn
-
-        experts, pages = state.curves.histogram, state.pages
-        for found in histograms_of(turns(), len(pages)):
-            experts = self.rule.decay * experts + found.experts
-            # What is beyond the largest pool is forgotten here.
-            pages = self.rule.decay * pages + found.pages[:-1]
-        if not ended:
+        if not (ended := sum(len(turn.pages) > 0 for turn in turns_of(trace))):
             raise ValueError(f"no request ends in {directory}: it has no turn to begin with")
-        return state._replace(
-            curves=state.curves._replace(histogram=experts), pages=pages, ended=ended
-        )
+        known = Streams(state.curves.histogram, np.append(state.pages, 0.0))
+        for found in histograms_of(turns_of(trace), len(state.pages)):
+            known = known.then(found, self.rule.decay)
+        curves = state.curves._replace(histogram=known.experts)
+        # What is beyond the largest pool is forgotten here.
+        return state._replace(curves=curves, pages=known.pages[:-1], ended=ended)
 
     def decide(self, state: Learned, observation: Observation) -> tuple[Learned, Decision]:
         seen: Any = observation

@@ -127,8 +127,7 @@ class DynaExq:
             rows, wanted = values.reshape(1, -1), [state.capacity]
         before = state.high.reshape(rows.shape)
         layers = zip(rows, before, wanted, strict=True)
-        high = np.array([self._select(*layer) for layer in layers])
-        high = high.reshape(values.shape)
+        high = np.array([self._select(*layer) for layer in layers]).reshape(values.shape)
         decision = Decision(transitions=transitions(values, high, seen.version, seen.state))
         if self.paged:
             fill_version = np.where(high, HI, LO).astype(np.int8)

@@ -103,20 +103,15 @@ def precision_of(
     what is out of range, for a file that is none, and for an option that means nothing to NAME.
     """
     name, path, keys = _parse(text or "dense")
-    mixes = {"hi": hi, "lo": lo, "hi_share": hi_share}
     if name in VERSIONS:
-        for option, value in {**mixes, "interval": interval}.items():
+        mixes = {"hi": hi, "lo": lo, "hi_share": hi_share, "interval": interval}
+        for option, value in mixes.items():
             if value is not None:
                 raise ValueError(
                     f"{option} means nothing to precision {name!r}, which has one version; use it "
                     f"with precision dynaexq, map or random"
                 )
-        in_transit = keys.get("in_transit", False)
-        if in_transit and name != "lossless12":
-            raise ValueError(
-                f"in_transit is lossless12's: {name} would not give the dense bits when decoded"
-            )
-        return Precision(name, (name,), in_transit=in_transit)
+        return Precision(name, (name,), **keys)
     if interval is not None and name != "dynaexq":
         raise ValueError(f"interval means nothing to precision {name!r}; it is dynaexq's")
     paged = keys.pop("paged", False)
@@ -131,25 +126,21 @@ def precision_of(
         return dataclasses.replace(plan, given=check_map(read_array(path, "map"), 2))
     if name == "random":
         return dataclasses.replace(plan, seed=keys.get("seed", seed))
-    if paged and (wrong := [key for key in ("spares", "blocking", "step_bytes") if key in keys]):
-        raise ValueError(f"{wrong[0]} means nothing where experts are paged; leave it or paged out")
-    spares, blocking = keys.pop("spares", 1), keys.pop("blocking", False)
-    if spares < 1:
+    moves = {key: keys.pop(key) for key in ("spares", "blocking", "step_bytes") if key in keys}
+    if paged and moves:
+        raise ValueError(
+            f"{next(iter(moves))} means nothing where experts are paged; leave it or paged out"
+        )
+    if not paged and (spares := moves.setdefault("spares", 1)) < 1:
         raise ValueError(f"spares must be at least 1, or no transition could begin, not {spares}")
-    step_bytes = keys.pop("step_bytes", None)
-    if step_bytes is not None and step_bytes < 1:
+    if (step_bytes := moves.get("step_bytes", 1)) < 1:
         raise ValueError(f"step_bytes must be at least 1, not {step_bytes}")
     for key in ("weights", "scores"):
         if key in keys:
             keys[key] = read_array(keys[key], key)
     if interval is not None:
         keys["interval"] = interval
-    policy = DynaExq(**keys, paged=paged)
-    if paged:
-        return dataclasses.replace(plan, policy=policy)
-    return dataclasses.replace(
-        plan, policy=policy, spares=spares, blocking=blocking, step_bytes=step_bytes
-    )
+    return dataclasses.replace(plan, policy=DynaExq(**keys, paged=paged), **moves)
 
 
 def _parse(text: str) -> tuple[str, str | None, dict[str, Any]]:
@@ -184,7 +175,7 @@ def _yes(value: str) -> bool:
 
 
 _KEYS: Mapping[str, Mapping[str, Callable[[str], Any]]] = {
-    "lossless12": {"in_transit": _yes},
+    "lossless12": {"in_transit": _yes},  # others would not give the dense bits when decoded
     "random": {"seed": int, "paged": _yes},
     "map": {"paged": _yes},
     "dynaexq": {

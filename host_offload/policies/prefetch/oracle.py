@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import numpy as np
@@ -24,11 +23,8 @@ class Oracle:
     itself needs is wanted if it is resident, to be kept, and else left to come as a miss.
     """
 
-    layers: int
-    experts: int
-    steps: int
-    needed: bytes = dataclasses.field(repr=False)
-    """Bits of bool[steps, layers, experts]: whom each step needs."""
+    needed: np.ndarray = dataclasses.field(repr=False, compare=False)
+    """bool[T, L, E]: whom each step needs."""
     horizon: int = 8
     """Steps that are looked at."""
 
@@ -37,9 +33,10 @@ class Oracle:
     writes: frozenset[str] = frozenset({"stages"})
 
     def init(self, spec: Spec) -> None:
-        if (spec.layers, spec.experts) != (self.layers, self.experts):
+        _, layers, experts = self.needed.shape
+        if (spec.layers, spec.experts) != (layers, experts):
             raise ValueError(
-                f"the future is of a model with {self.layers} layers of {self.experts} experts, "
+                f"the future is of a model with {layers} layers of {experts} experts, "
                 f"this one has {spec.layers} of {spec.experts}"
             )
         if self.horizon < 1:
@@ -47,7 +44,7 @@ class Oracle:
 
     def decide(self, state: None, observation: Observation) -> tuple[None, Decision]:
         seen: Any = observation
-        future = self._future
+        future = self.needed
         if seen.step >= len(future):
             raise ValueError(
                 f"the future ends before step {seen.step}; give all of the run's trace"
@@ -66,12 +63,6 @@ class Oracle:
                 wanted.setdefault(Stage(*place, cause="oracle"))
         return None, Decision(stages=tuple(wanted))
 
-    @functools.cached_property
-    def _future(self) -> np.ndarray:
-        shape = self.steps, self.layers, self.experts
-        bits = np.frombuffer(self.needed, np.uint8)
-        return np.unpackbits(bits, count=int(np.prod(shape))).reshape(shape).astype(bool)
-
 
 def oracle_of(trace: Trace, *, horizon: int = 8) -> Oracle:
     """The oracle of a run, from its trace. Raises ValueError for one that lacks steps."""
@@ -81,9 +72,8 @@ def oracle_of(trace: Trace, *, horizon: int = 8) -> Oracle:
             f"{trace.directory} lacks steps of its run (one failed, or it began later), so an "
             "oracle would be out of step"
         )
-    header = trace.header
-    bits = np.packbits(np.array([step.active for step in steps], bool)).tobytes()
-    return Oracle(header.layers, header.experts, len(steps), bits, horizon)
+    needed = np.array([step.active for step in steps], bool)
+    return Oracle(needed.reshape(-1, trace.header.layers, trace.header.experts), horizon)
 
 
 def read(path: str) -> Oracle:

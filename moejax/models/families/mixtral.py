@@ -9,14 +9,12 @@ from moejax.models.model_config import ModelConfig
 
 def parse(fields: Fields) -> ModelConfig:
     """MixtralConfig's fields and defaults. The jitter of the router is of training only."""
-    hidden = fields.integer("hidden_size", 4096)
     layers = fields.integer("num_hidden_layers", 32)
     width = fields.integer("intermediate_size", 14336)
     return ModelConfig(
         architecture=FAMILY.architecture,
-        hidden_size=hidden,
         num_hidden_layers=layers,
-        **fields.heads(32, 8, hidden),
+        **fields.heads(32, 8, hidden=4096),
         intermediate_size=width,
         moe_intermediate_size=width,
         **fields.routed(fields.experts("num_local_experts", "num_experts", 8), 2),

@@ -9,12 +9,11 @@ from moejax.models.model_config import ModelConfig
 
 def parse(fields: Fields) -> ModelConfig:
     """OlmoeConfig's fields and defaults."""
-    hidden = fields.integer("hidden_size", 2048)
     layers = fields.integer("num_hidden_layers", 16)
-    heads = fields.heads(16, None, hidden)
-    if heads["num_attention_heads"] * heads["head_dim"] != hidden:
+    heads = fields.heads(16, None, hidden=2048)
+    if heads["num_attention_heads"] * heads["head_dim"] != heads["hidden_size"]:
         raise fields.refuse(
-            f"hidden_size ({hidden}) must be num_attention_heads × head_dim "
+            f"hidden_size ({heads['hidden_size']}) must be num_attention_heads × head_dim "
             f"({heads['num_attention_heads']} × {heads['head_dim']}), the width of the norm of q"
         )
     # transformers' eager attention ignores a window and its flash attention does not.
@@ -24,7 +23,6 @@ def parse(fields: Fields) -> ModelConfig:
     clip = fields.number("clip_qkv", 0.0) if fields.has("clip_qkv") else None
     return ModelConfig(
         architecture=FAMILY.architecture,
-        hidden_size=hidden,
         num_hidden_layers=layers,
         **heads,
         intermediate_size=width,

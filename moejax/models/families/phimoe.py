@@ -9,7 +9,6 @@ from moejax.models.model_config import ModelConfig
 
 def parse(fields: Fields) -> ModelConfig:
     """PhimoeConfig's fields and defaults. The jitter of the input is of training only."""
-    hidden = fields.integer("hidden_size", 4096)
     layers = fields.integer("num_hidden_layers", 32)
     width = fields.integer("intermediate_size", 6400)
     experts = fields.experts("num_local_experts", "num_experts", 16)
@@ -25,9 +24,8 @@ def parse(fields: Fields) -> ModelConfig:
         )
     return ModelConfig(
         architecture=FAMILY.architecture,
-        hidden_size=hidden,
         num_hidden_layers=layers,
-        **fields.heads(32, 8, hidden),
+        **fields.heads(32, 8, hidden=4096),
         intermediate_size=width,
         moe_intermediate_size=width,
         **fields.routed(experts, 2),

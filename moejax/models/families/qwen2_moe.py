@@ -17,7 +17,6 @@ from moejax.models.model_config import ModelConfig
 
 def parse(fields: Fields) -> ModelConfig:
     """Qwen2MoeConfig's fields and defaults."""
-    hidden = fields.integer("hidden_size", 2048)
     experts = fields.integer("num_experts", 60, least=0)
     moe_layers = sparse_layers(fields, fields.integer("num_hidden_layers", 24), experts)
     slides = fields.flag("use_sliding_window", False)
@@ -33,9 +32,8 @@ def parse(fields: Fields) -> ModelConfig:
         )
     return ModelConfig(
         architecture=FAMILY.architecture,
-        hidden_size=hidden,
         num_hidden_layers=len(moe_layers),
-        **fields.heads(16, 16, hidden),
+        **fields.heads(16, 16, hidden=2048),
         intermediate_size=fields.integer("intermediate_size", 5632),
         moe_intermediate_size=fields.integer("moe_intermediate_size", 1408),
         **fields.routed(experts, 4),

@@ -16,7 +16,6 @@ from moejax.models.model_config import ModelConfig
 
 def parse(fields: Fields) -> ModelConfig:
     """Qwen3MoeConfig's fields and defaults."""
-    hidden = fields.integer("hidden_size", 2048)
     experts = fields.experts("num_experts", "num_local_experts", 128)
     moe_layers = sparse_layers(fields, fields.integer("num_hidden_layers", 24), experts)
     window = fields.optional_integer("sliding_window", 4096)
@@ -24,9 +23,8 @@ def parse(fields: Fields) -> ModelConfig:
     fields.same_attention(window, len(moe_layers))
     return ModelConfig(
         architecture=FAMILY.architecture,
-        hidden_size=hidden,
         num_hidden_layers=len(moe_layers),
-        **fields.heads(32, 4, hidden),
+        **fields.heads(32, 4, hidden=2048),
         intermediate_size=fields.integer("intermediate_size", 6144),
         moe_intermediate_size=fields.integer("moe_intermediate_size", 768),
         **fields.routed(experts, 8),

@@ -29,10 +29,9 @@ from moejax.start.decide.split import check_split, start_split
 from moejax.start.precision import (
     expert_budget_of,
     formats_of,
+    mixed_of,
     note,
     paged_cells,
-    paged_of,
-    resident_of,
     resident_versions,
 )
 from moejax.start.settings import Settings
@@ -57,10 +56,9 @@ class Plan:
     """Slots of the arena, of experts and of KV, with notes of what was decided."""
     cells: tuple[int, ...]
     """Cells of each layer; none where every expert is resident or cells are of two versions."""
-    resident: ResidentSpec | None
-    """Where every expert has one of two versions in the arena."""
-    paged: PagedSpec | None
-    """Where layers have cells of two versions."""
+    mixed: ResidentSpec | PagedSpec | None
+    """Where experts have two versions: every one resident in one of them, or layers with cells of
+    both."""
     spec: Spec
     """What policies are told of the engine, but for the router's weights."""
     admission: int
@@ -71,8 +69,8 @@ class Plan:
         budget, steps, size = self.budget, self.steps, self.steps.layout.slot_bytes
         options, page = self.settings.options, steps.layout.page
         cells = "none of their own"
-        if self.paged is not None:
-            cells = paged_cells(self.paged, steps.layout)
+        if isinstance(self.mixed, PagedSpec):
+            cells = paged_cells(self.mixed, steps.layout)
         elif self.cells:
             cells = ", ".join(map(str, self.cells))
         memory = "not known"
@@ -205,20 +203,18 @@ def decide(
     budget = divide(settings, model, device, steps, device.memory)
     seqs, _, length = limits_of(settings, model, device)
     moe_layers, experts = sum(steps.config.moe_layers), steps.config.num_experts
-    size = steps.layout, budget.expert_slots, moe_layers, experts
     with user_errors(where=f"precision {precision.name}: "):
-        resident, paged = resident_of(precision, *size), paged_of(precision, *size)
-        if resident is not None:
-            check_resident(policies, resident)
-        if paged is not None:
+        mixed = mixed_of(precision, steps.layout, budget.expert_slots, moe_layers, experts)
+        if isinstance(mixed, ResidentSpec):
+            check_resident(policies, mixed)
+        elif mixed is not None:
             check_paged(policies)
     with user_errors():
         check_fitted(policies, config_digest(steps.config))
-    if resident is not None:
-        resident = bounded(resident, precision, steps, device.platform, model.read_bytes)
-    mixed, notes = resident or paged, [*budget.notes]
-    dense = model.store.layers.get("dense", ())
-    if text := note(precision, resident, steps.layout, paged, dense):
+    if isinstance(mixed, ResidentSpec):
+        mixed = bounded(mixed, precision, steps, device.platform, model.read_bytes)
+    notes, dense = [*budget.notes], model.store.layers.get("dense", ())
+    if text := note(precision, mixed, steps.layout, dense):
         notes.append(text)
     cells: tuple[int, ...] = ()
     if mixed is None:
@@ -244,7 +240,7 @@ def decide(
             kv_slots=split.kv_slots,
             pages=split.kv_slots * steps.layout.pages_per_slot,
         )
-    least = cells if paged is None else paged.cells.sum(axis=1).tolist()
+    least = mixed.cells.sum(axis=1).tolist() if isinstance(mixed, PagedSpec) else cells
     return Plan(
         settings=settings,
         steps=steps,
@@ -252,10 +248,12 @@ def decide(
         max_model_len=length,
         budget=dataclasses.replace(budget, notes=tuple(notes)),
         cells=cells,
-        resident=resident,
-        paged=paged,
+        mixed=mixed,
         spec=dataclasses.replace(
-            spec, resident=resident, capacity=None if mixed is None else mixed.capacity, costs=costs
+            spec,
+            resident=mixed if isinstance(mixed, ResidentSpec) else None,
+            capacity=None if mixed is None else mixed.capacity,
+            costs=costs,
         ),
         # A prefill step with experts to move costs almost the same for one prompt as for many.
         admission=1 if min(least, default=experts) >= experts else -(-seqs // 4),

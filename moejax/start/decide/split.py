@@ -16,9 +16,10 @@ from host_offload.sizing.cell_allocation import allocate
 from host_offload.sizing.configurator import configure, turns_of
 from host_offload.sizing.miss_curves import trace_curves
 from host_offload.sizing.split import division_of, miss_costs
-from host_offload.traces.reader import Trace, TraceError, read_trace
+from host_offload.traces.reader import Trace
 from moejax.cache import cache_root, write_whole
 from moejax.costs.store import StepSpec, identity, kept_cost_model
+from moejax.costs.workload_plan import open_trace
 from moejax.engine.resize import check_grant
 from moejax.errors import UserError, user_errors
 from moejax.start.settings import BudgetOptions
@@ -136,8 +137,7 @@ def _configured(wanted: BudgetOptions, trace: Trace, spec: Spec, costs: Costs) -
 
 
 def _trace(path: str, spec: Spec) -> Trace:
-    with user_errors(TraceError):
-        trace = read_trace(path)
+    trace = open_trace(path)
     if (trace.header.layers, trace.header.experts) != (spec.layers, spec.experts):
         raise UserError(
             f"{path} is of another model: {trace.header.layers} layers of {trace.header.experts} "

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from host_offload.memory.device_memory import FreeMemory
 from host_offload.memory.store import ExpertStore
 from moejax.checkpoints.load import run_dtype
-from moejax.checkpoints.random_model import abstract_params, expert_layout, model_bytes
+from moejax.checkpoints.random_model import abstract_params, expert_layout
 from moejax.device import select_device
 from moejax.models.config import ModelConfig
 from moejax.start.decide.facts import ModelFacts, device_facts, read_bytes
 from moejax.start.decide.plan import Plan, decide, step_spec
 from moejax.start.decide.split import known_costs
 from moejax.start.options import Options
-from moejax.start.report.info import read_headers
+from moejax.start.report.info import model_info, read_headers
 from moejax.start.settings import settings_of
 
 
@@ -33,7 +33,7 @@ def dry_run(options: Options) -> tuple[Plan, tuple[str, ...]]:
         assumed.append("no expert overflows lossless12; a layer that has one would stay dense")
     device = device_facts(select_device(options.device), automatic=options.automatic)
     if device.memory is not None:
-        taken = model_bytes(config, options.dtype)[1]
+        taken = model_info(config, options.dtype).device_bytes
         free = FreeMemory(max(device.memory.free - taken, 0))
         device = dataclasses.replace(device, memory=free)
         if options.automatic:

@@ -16,7 +16,6 @@ import jax
 
 from host_offload.memory.budget import ArenaTooSmall, cells_per_layer, format_bytes, resolve_budget
 from host_offload.memory.device_memory import SHARE
-from host_offload.memory.layout import SlotLayout
 from moejax.checkpoints.load import (
     check_orbax_options,
     checkpoint_format,
@@ -63,6 +62,7 @@ class ModelInfo:
     """Without the experts that a token is not routed to; everything else counts, the embedding
     table too, as in the figures that models are published with."""
     versions: dict[str, Version]
+    """Those that the model can have in this dtype."""
     slot_bytes: int
     page_bytes: int
     page_tokens: int
@@ -167,18 +167,23 @@ def read_headers(
 def model_info(config: ModelConfig, dtype: str = "auto") -> ModelInfo:
     """The sizes of a model. dtype: "auto" (the config's) or the run's. Raises UserError for an
     unknown dtype."""
-    record, slots = expert_layout(config, dtype), _slots(config, dtype)
-    params = abstract_params(config, dtype)
+    record, params = expert_layout(config, dtype), abstract_params(config, dtype)
     moe_layers, expert = sum(config.moe_layers), 3 * record.width * record.hidden
     found: dict[str, list[int]] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         counts = found.setdefault(_part(str(path[-1].key)), [0, 0])
         counts[0] += math.prod(leaf.shape)
         counts[1] += math.prod(leaf.shape) * leaf.dtype.itemsize
-    stored = moe_layers * config.num_experts
+    stored, versions = moe_layers * config.num_experts, {}
+    for version in VERSIONS:
+        # A version may need bfloat16, or a D that is a multiple of something.
+        with contextlib.suppress(ValueError):
+            one = RecordFormat(version, record.hidden, record.width, params["embed"].dtype.name)
+            versions[version] = Version(one.nbytes, stored * one.nbytes)
     found[EXPERTS] = [stored * expert, stored * record.nbytes]
     parameters = {part: found[part][0] for part in PARTS if part in found}
     idle = moe_layers * (config.num_experts - config.num_experts_per_tok) * expert
+    slots = config.slot_layout(record.itemsize)
     page = slots.page
     return ModelInfo(
         architecture=config.architecture,
@@ -190,10 +195,7 @@ def model_info(config: ModelConfig, dtype: str = "auto") -> ModelInfo:
         parameters=parameters,
         bytes={part: found[part][1] for part in parameters},
         active_parameters=sum(parameters.values()) - idle,
-        versions={
-            version: Version(nbytes, stored * nbytes)
-            for version, nbytes in _record_bytes(record, params["embed"].dtype.name).items()
-        },
+        versions=versions,
         slot_bytes=slots.slot_bytes,
         page_bytes=page.nbytes,
         page_tokens=page.block_size,
@@ -202,16 +204,6 @@ def model_info(config: ModelConfig, dtype: str = "auto") -> ModelInfo:
         kv_sequence_bytes=-(-config.max_position_embeddings // page.block_size) * page.nbytes,
         max_model_len=config.max_position_embeddings,
     )
-
-
-def _record_bytes(dense: RecordFormat, dtype: str) -> dict[str, int]:
-    """Bytes of an expert in each version that the model can have in this dtype."""
-    found = {}
-    for version in VERSIONS:
-        # A version may need bfloat16, or a D that is a multiple of something.
-        with contextlib.suppress(ValueError):
-            found[version] = RecordFormat(version, dense.hidden, dense.width, dtype).nbytes
-    return found
 
 
 def fit(
@@ -236,7 +228,8 @@ def fit(
             raise UserError(f"{name} must be at least 1, got {value}")
     if context > longest:
         raise UserError(f"context {context} is more than the model's {longest} positions; lower it")
-    info, slots = model_info(config, dtype), _slots(config, dtype)
+    info = model_info(config, dtype)
+    slots = config.slot_layout(expert_layout(config, dtype).itemsize)
     if memory < info.device_bytes:
         alone = format_bytes(info.device_bytes)
         return Fit(memory, problem=f"too small for the dense part alone, {alone}")
@@ -270,24 +263,17 @@ def fit(
     )
 
 
-def expected_active(experts: int, top_k: int, batch: int) -> float:
-    """Experts of a layer that `batch` tokens are expected to need when each takes `top_k` of
-    `experts` uniformly and on its own: E·(1 − (1 − k/E)^B). Real routers are less even, so a step
-    needs fewer."""
-    return experts * (1 - (1 - top_k / experts) ** batch)
-
-
 def expected_step_bytes(
     experts: int, top_k: int, batch: int, cells: tuple[int, ...], record_bytes: int
 ) -> float:
     """Bytes of missing experts that a decode step is expected to move.
 
-    Routing is taken as uniform, so each layer misses the share of its active experts (see
-    expected_active) that has no cell, whatever is evicted: 1 − cells / E. Real routing repeats
-    itself, and a policy that uses that misses less. cells: of each MoE layer. record_bytes: of one
-    expert.
+    Each of B tokens is taken to need k of E experts, uniformly and on its own, so a layer needs
+    E·(1 − (1 − k/E)^B) and misses the share that has no cell, whatever is evicted: 1 − cells / E.
+    Real routing is less even and repeats itself, and a policy that uses that misses less. cells: of
+    each MoE layer. record_bytes: of one expert.
     """
-    active = expected_active(experts, top_k, batch)
+    active = experts * (1 - (1 - top_k / experts) ** batch)
     return sum(active * (1 - count / experts) for count in cells) * record_bytes
 
 
@@ -314,7 +300,3 @@ def _part(key: str) -> str:
     if key.startswith(("gate_up", "down")):
         return "feed-forward"
     return "norms" if "norm" in key else "attention"
-
-
-def _slots(config: ModelConfig, dtype: str) -> SlotLayout:
-    return config.slot_layout(expert_layout(config, dtype).itemsize)

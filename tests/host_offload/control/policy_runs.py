@@ -96,7 +96,7 @@ def use(**known: int) -> np.ndarray:
 
 
 class MemoryDevice:
-    """A host_offload.control.device.Device in plain Python: tables and bytes of every cell."""
+    """A host_offload.control.control.Device in plain Python: tables and bytes of every cell."""
 
     def __init__(self, layers: int, experts: int, entries: int, cells: int):
         shape = specs.Spec(experts, experts, entries, (1, 1), layers)

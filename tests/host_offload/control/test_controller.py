@@ -194,7 +194,7 @@ def test_decisions_merge_and_are_handed_out_once():
     ]
     events = []
     controller = Controller(spec(), policies, listener=events.append)
-    assert controller.asks and not controller.needs_residency
+    assert controller.moments and not controller.needs_residency
     end(controller, 0)
     update = controller.take_update()
     assert set(update) == {"prior", "fill_version", "victim_weights"}
@@ -443,7 +443,7 @@ def test_a_step_that_was_never_dispatched_gives_its_entries_back():
     controller = wanting(Stage(0, 4))
     first = controller.stages(0)
     assert controller.stages(1) == []
-    controller.forget(0)
+    controller.staging.forget(0)
     assert controller.stages(1) == first
     assert counts(controller) == {"issued": 1, "deferred": 1}
 
@@ -575,12 +575,12 @@ def test_lists_stay_legal_under_lag(seed, age, cells):
     original = controller.stages
 
     def checked(step):
-        flying = {(t.layer, t.cell) for t in controller._staging.in_flight}
+        flying = {(t.layer, t.cell) for t in controller.staging.in_flight}
         entries = original(step)
         places = [(e.layer, e.cell) for e in entries]
         assert len(set(places)) == len(places) and flying.isdisjoint(places)
         assert all(controller.tables.address[e.layer, e.expert] < 0 for e in entries)
-        assert sum(t.bytes for t in controller._staging.in_flight) <= 500
+        assert sum(t.bytes for t in controller.staging.in_flight) <= 500
         return entries
 
     controller.stages = checked

@@ -81,19 +81,19 @@ class Device:
 
     def __init__(self, where: ResidentSpec):
         self.where = where
-        placed = place(where)
+        contents = place(where).contents
         layers, experts = where.start.shape
         cells = where.cell_bound
         names = dict(cell_row=cells, cell_version=cells, owner=cells, last_used=cells)
         names |= dict(address=experts, version=experts, frequency=experts, fill_version=experts)
         names |= dict(prior=experts)
         tables = {name: np.zeros((layers, width), np.int32) for name, width in names.items()}
-        tables |= placed.contents
+        tables |= contents
         tables |= dict(clock=np.zeros(layers, np.int32), victim_weights=np.array([1, 0, 0]))
         self.pager = Pager(Residency(**tables), versions=len(where.record_rows))
         self.tags = np.full(where.slots * where.slot_rows, -1)
-        for (layer, expert), row in np.ndenumerate(placed.row):
-            self._write(layer, expert, int(placed.version[layer, expert]), row)
+        for (layer, expert), row in np.ndenumerate(contents["address"]):
+            self._write(layer, expert, int(contents["version"][layer, expert]), row)
 
     def record(self, layer: int, expert: int, version: int) -> np.ndarray:
         """What the rows of a complete copy hold."""

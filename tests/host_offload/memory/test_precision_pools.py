@@ -185,15 +185,14 @@ def test_a_start_gives_every_expert_a_cell():
     start = np.arange(64).reshape(4, 16) % 3 > 0  # 22 high ones
     where = resident_spec(DENSE_INT4, 40, start)
     assert where.capacity == (30, 64) and where.cell_bound == 20
-    placed = place(where)
+    tables = place(where).contents
     sizes = np.array([r.rows for r in DENSE_INT4.records])
     rows = [
         r
-        for row, v in zip(placed.row.flat, placed.version.flat, strict=True)
+        for row, v in zip(tables["address"].flat, tables["version"].flat, strict=True)
         for r in range(row, row + sizes[v])
     ]
     assert len(rows) == len(set(rows)) == sizes[start.astype(int)].sum()
-    tables = placed.contents
     np.testing.assert_array_equal(tables["version"], start)
     np.testing.assert_array_equal(tables["cell_row"][:, :16], tables["address"])
     assert (tables["cell_row"][:, 16:] == -1).all() and (tables["owner"][:, 16:] == -1).all()

@@ -46,7 +46,7 @@ def test_names():
 def test_policies_that_are_weights_ask_for_nothing(name):
     policy = eviction_policy(name)
     controller = Controller(spec(), [policy])
-    assert not controller.asks and not controller.needs_residency
+    assert not controller.moments and not controller.needs_residency
     np.testing.assert_array_equal(controller.take_update()["victim_weights"], EVICTION[name])
 
 

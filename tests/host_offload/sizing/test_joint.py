@@ -102,16 +102,20 @@ def test_side_by_side_is_a_batch(tmp_path):
     for ids in (routing[27][0], routing[28][0]):
         both[np.arange(2)[:, None], ids] = True
     np.testing.assert_array_equal(sets[0], both)
-    found = decode_model(trace, step_s={1: 0.5, 4: 0.7}, miss_s=0.1, widths=(1, 2))
+    found = decode_model(trace, step_s={1: 0.5, 4: 0.7}, miss_s=0.1, users=3)
+    assert found.widths.tolist() == [1, 2, 3]
     curves = curves_of(side_by_side(sequences, 1, 8))
     np.testing.assert_allclose(found.misses[0], curves.warm.sum(axis=0) / 30)
-    assert found.resident_s.tolist() == [0.5, 0.7]
-    assert found.step_s(1.5, 3) == pytest.approx(found.seconds[:, 3].mean())
-    with pytest.raises(TraceError, match="has 3 sequences with generated tokens; 4 side by side"):
-        decode_model(trace, step_s={4: 0.7}, miss_s=0.1, widths=(4,))
+    assert found.resident_s.tolist() == [0.5, 0.7, 0.7]
+    assert found.step_s(1.5, 3) == pytest.approx((found.step_s(1, 3) + found.step_s(2, 3)) / 2)
+    with pytest.raises(
+        SplitError, match="steps of 4 sequences cannot be predicted: the trace has 3"
+    ):
+        decode_model(trace, step_s={4: 0.7}, miss_s=0.1, users=4)
     header = dataclasses.replace(trace.header, absent=["token.phase"])
-    with pytest.raises(TraceError, match=r"has no token\.phase; record one with --trace"):
-        list(generated_sequences(dataclasses.replace(trace, header=header)))
+    lacking = tuple(dataclasses.replace(c.chunk, header=header) for c in trace.chunks)
+    with pytest.raises(TraceError, match=r"has no token\.phase: it was converted or generated"):
+        list(generated_sequences(dataclasses.replace(trace, header=header, chunks=lacking)))
 
 
 def test_widened_is_what_independent_sequences_miss():

@@ -13,8 +13,7 @@ from host_offload.policies.precision.names import Precision, precision_of
 from moejax import LLM, SamplingParams, UserError
 from moejax.costs.store import cost_file, identity, write_cost_model
 from moejax.costs.transition_bound import kept_costs, step_bound
-from moejax.evaluate.evaluation import perplexity
-from moejax.evaluate.report import result_json
+from moejax.evaluate.evaluation import perplexity, result_json
 from moejax.progress import versions_progress
 from moejax.start.precision import made_by
 from tests.host_offload.sizing.cost_models import MODEL
@@ -48,9 +47,9 @@ def bound(
     ],
 )
 def test_where_the_bound_comes_from(options, nbytes, source):
-    found = bound(**options)
-    assert found.source == source
-    assert found.nbytes == (None if nbytes is None else pytest.approx(nbytes, abs=1))
+    found, where = bound(**options)
+    assert where == source
+    assert found == (None if nbytes is None else pytest.approx(nbytes, abs=1))
 
 
 @pytest.mark.parametrize(

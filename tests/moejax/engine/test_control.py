@@ -15,9 +15,8 @@ import pytest
 
 import moejax
 from examples.recent_prefetch import RecentPrefetch
-from host_offload.control.control import Control
+from host_offload.control.control import Control, Moved
 from host_offload.control.controller import Controller
-from host_offload.control.device import Moved
 from host_offload.control.interface import Decision, Moment, Observation, Spec, Stage
 from host_offload.control.step_record import StepRecord
 from host_offload.memory.tables import empty_tables, snapshot
@@ -228,7 +227,7 @@ def test_policies_between_layers():
 
 class FakeRunner:
     driver, layer_versions = "device", None
-    set_tables, seen, _as_stored = Runner.set_tables, Runner.seen, Runner._as_stored
+    set_tables, seen = Runner.set_tables, Runner.seen
     prepare, snapshot, stage_list = Runner.prepare, Runner.snapshot, Runner.stage_list
 
     def __init__(self):

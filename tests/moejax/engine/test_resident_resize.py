@@ -163,7 +163,7 @@ def played(engine, policies, *, slots=EXPERT_SLOTS, spares=1, directory=None) ->
     arena.grant_kv_slots(0)
     arena.grant_expert_slots(slots)
     arena.grant_kv_slots(kv_slots)
-    where = resident_spec(runner.layout, slots, LOW, spares=spares, columns=8)
+    where = resident_spec(runner.layout, slots, LOW, spares=spares)
     tables = empty_tables(LAYERS, EXPERTS, runner.tables.cell_row.shape[1])
     where = dataclasses.replace(where, columns=runner.tables.cell_row.shape[1] - EXPERTS)
     runner.tables = with_contents(runner.tables, tables._asdict())

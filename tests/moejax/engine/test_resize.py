@@ -103,7 +103,10 @@ class Moving(Device):
 
     def unblocked(self) -> ScheduledWork | None:
         self.blocked += 1
-        return self.resizer.unblock(self.scheduler.next_work, lambda: None)
+        work = None
+        while work is None and self.resizer.take_slot():
+            work = self.scheduler.next_work()
+        return work
 
     @property
     def arena(self) -> SlotArena:

@@ -13,8 +13,13 @@ from hypothesis import strategies as st
 from moejax import LLM
 from moejax.commands import main as cli
 from moejax.errors import UserError
-from moejax.evaluate.evaluation import Window, check_windows, perplexity, sliding_windows
-from moejax.evaluate.report import result_json
+from moejax.evaluate.evaluation import (
+    Window,
+    check_windows,
+    perplexity,
+    result_json,
+    sliding_windows,
+)
 
 LIMITS = {"max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 256}
 STORY = "The old house stood by the sea – nobody had lived there for years. " * 5 + "É fini. 🏚"

@@ -9,10 +9,10 @@ import jax
 from host_offload.policies.precision.names import Precision
 from moejax.cache import use_compilation_cache
 from moejax.checkpoints.random_model import random_model, shape
+from moejax.checkpoints.versions import with_versions
 from moejax.engine.loop import Engine
 from moejax.start.build import start_engine
 from moejax.start.options import Options
-from moejax.start.precision import with_precision
 
 
 def start_precision(
@@ -20,10 +20,10 @@ def start_precision(
 ) -> Engine:
     """slots: of experts."""
     config = shape("demo", layers=layers)
-    loaded = with_precision(random_model(config, "bfloat16"), precision)
+    loaded = with_versions(random_model(config, "bfloat16"), precision.versions)
     layout = config.slot_layout(2, precision.versions)
     use_compilation_cache(None)
     options = dataclasses.replace(
         options, expert_budget=slots * layout.slot_bytes, precision=precision, driver=driver
     )
-    return start_engine(loaded, options, jax.devices()[0]).engine
+    return start_engine(loaded, options, jax.devices()[0])[0]

@@ -16,7 +16,6 @@ from moejax.errors import UserError
 from moejax.models.families import FAMILIES
 from moejax.sizes import parse_rate
 from moejax.start.report.info import (
-    expected_active,
     expected_step_bytes,
     fit,
     model_info,
@@ -92,9 +91,12 @@ def test_every_family_agrees_with_what_is_loaded(architecture, tmp_path):
 
 
 def test_active_experts():
-    assert expected_active(128, 8, 1) == 8
-    assert expected_active(128, 8, 2) == pytest.approx(8 + 8 * 120 / 128)
-    assert expected_active(128, 8, 10_000) == pytest.approx(128)
+    def active(batch: int) -> float:
+        return expected_step_bytes(128, 8, batch, (0,), 1)
+
+    assert active(1) == 8
+    assert active(2) == pytest.approx(8 + 8 * 120 / 128)
+    assert active(10_000) == pytest.approx(128)
 
 
 def test_bytes_of_a_step():

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 
+from host_offload.control.paging import PagedSpec
 from host_offload.memory.arena import SlotClass
 from moejax import LLM, UserError
 from moejax.commands.main import main
@@ -51,11 +52,11 @@ def test_an_engine_is_what_its_plan_says(options):
         assert arena.count(SlotClass.EXPERT) == plan.budget.expert_slots
         assert runner.tables.cell_row.shape[1] == plan.spec.cell_bound
         granted = np.sum(np.asarray(runner.tables.cell_row) >= 0, axis=1).tolist()
-        if plan.paged is not None:
-            assert granted == plan.paged.cells.sum(axis=1).tolist()
-        elif plan.resident is not None:
+        if isinstance(plan.mixed, PagedSpec):
+            assert granted == plan.mixed.cells.sum(axis=1).tolist()
+        elif plan.mixed is not None:
             assert runner.placement is not None
-            assert runner.placement.resident.capacity == plan.resident.capacity
+            assert runner.placement.resident.capacity == plan.mixed.capacity
         else:
             assert granted == list(plan.cells) == cells_now(llm)
         assert scheduler.max_num_seqs == plan.max_num_seqs

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
@@ -233,6 +235,8 @@ def test_a_map_of_another_model_is_refused(tmp_path):
 
 def test_stats_without_control_say_what_was_asked_for():
     plan = parse_precision(Options("", precision="int4"))
-    assert precision_stats(plan, None) == plan.report()
+    engine: Any = SimpleNamespace(statistics=SimpleNamespace(copy_s_per_byte=None))
+    made = {"quantizers": {"int4": "rtn"}}
+    assert precision_stats(plan, None, engine, {"int4": "rtn"}) == plan.report() | made
     counts = {"precision": {"promotions": 3}}
-    assert precision_stats(plan, counts)["promotions"] == 3
+    assert precision_stats(plan, counts, engine, {})["promotions"] == 3

@@ -24,11 +24,11 @@ from host_offload.traces.reader import TraceError, read_trace
 from moejax import LLM, SamplingParams, UserError
 from moejax.cache import use_compilation_cache
 from moejax.checkpoints.random_model import random_model, shape
+from moejax.checkpoints.versions import with_versions
 from moejax.commands import main as cli
 from moejax.engine.statistics import demand_bytes
 from moejax.start.build import start_engine
 from moejax.start.options import Options
-from moejax.start.precision import with_precision
 from moejax.step.experts import Paging
 from moejax.traces.tracer import start_trace
 from scripts.parts.version_history import version_history
@@ -63,7 +63,7 @@ def played(
 ) -> SimpleNamespace:
     """The jobs in a new engine, every invariant and all bytes checked after each step."""
     config = shape("demo", layers=LAYERS)
-    loaded = with_precision(random_model(config, "bfloat16"), precision)
+    loaded = with_versions(random_model(config, "bfloat16"), precision.versions)
     use_compilation_cache(None)
     options = dataclasses.replace(
         LIMITS,

@@ -22,7 +22,7 @@ from host_offload.traces.reader import TraceHeader
 from host_offload.traces.writer import TraceWriter
 from moejax import LLM, SamplingParams, UserError
 from moejax.commands import main as cli
-from moejax.engine.records import moved_bytes
+from moejax.engine.step_work import moved_bytes
 from moejax.models.config import load_config
 from moejax.models.model_config import config_digest
 from moejax.step.experts import Paging
@@ -213,6 +213,7 @@ def traced(tmp_path_factory):
         tracer, llm.engine.tracer = llm.engine.tracer, None
         untraced = llm.generate(PROMPTS, PARAMS)
         assert tracer is not None
+        llm.engine.tracer = tracer  # to be closed with the LLM
     return read_trace(directory), outputs, untraced, routing, stats
 
 

@@ -6,8 +6,9 @@ import jax
 import numpy as np
 import pytest
 
-from moejax.checkpoints.random_model import SHAPES, model_bytes, random_model, shape
+from moejax.checkpoints.random_model import SHAPES, random_model, shape
 from moejax.errors import UserError
+from moejax.start.report.info import model_info
 from moejax.step.parts import StepShapes
 from scripts.bench import decode as bench_decode
 from scripts.bench import kernel_profile
@@ -206,11 +207,12 @@ def test_forced_routing_is_distinct_ascending_and_skewed_for_zipf():
 
 
 def test_shapes_have_the_bytes_of_their_models():
-    experts = {name: model_bytes(shape(name))[0] / GiB for name in SHAPES}
+    sizes = {name: model_info(shape(name)).bytes for name in SHAPES}
+    experts = {name: of_parts["experts"] / GiB for name, of_parts in sizes.items()}
     assert experts["qwen3-30b-a3b"] == 54
     assert experts["mixtral-8x7b"] == 84
     assert experts["olmoe"] == 12
-    total = sum(model_bytes(shape("qwen3-30b-a3b")))
+    total = sum(sizes["qwen3-30b-a3b"].values())
     assert total == pytest.approx(30.5e9 * 2, rel=0.01)  # "30B", bfloat16
 
 
