@@ -9,9 +9,9 @@ from functools import partial
 from typing import Any
 
 from moejax import LLM, RequestOutput, SamplingParams
-from moejax.engine.arena_report import kv_faults
 from scripts.attacks.scene import Scene
 from scripts.attacks.values import pick
+from scripts.check.kv_faults import kv_faults
 
 LIMITS: dict[str, Any] = {
     "max_model_len": 192,
