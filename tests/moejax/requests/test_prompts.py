@@ -176,7 +176,7 @@ def directory(tmp_path):
 def test_a_sparse_file_is_refused_by_its_size(directory, name):
     with open(directory / name, "ab") as file:
         file.truncate(200 << 30)
-    with pytest.raises(UserError, match=f"{name}: 214748364800 bytes, and at most"):
+    with pytest.raises(UserError, match=f"{name}: 214748364800 bytes are too many for a tokenizer; at most"):
         load_tokenizer(directory)
 
 
@@ -184,7 +184,7 @@ def test_a_template_of_60_megabytes_is_refused(directory):
     path = directory / "tokenizer_config.json"
     config = json.loads(path.read_text()) | {"chat_template": "x" * 60_000_000}
     path.write_text(json.dumps(config))
-    with pytest.raises(UserError, match=f"at most {MOST_SMALL_FILE} are read"):
+    with pytest.raises(UserError, match=f"for a tokenizer; at most {MOST_SMALL_FILE}"):
         load_tokenizer(directory)
 
 
