@@ -163,8 +163,16 @@ def _async(scene: Scene) -> Way:
 
             await asyncio.gather(*(one(pick(rng, PROMPTS)) for _ in range(20)))
 
-    # The first one cancels the task; a second one leaves the loop where it is.
-    return "AsyncLLM", lambda: asyncio.run(several()), 1, nothing
+    def run() -> None:
+        # Only with Python's own handler does asyncio cancel the task: any other one leaves the loop
+        # where it is, a client's `async with` included.
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            asyncio.run(several())
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    return "AsyncLLM", run, 1, nothing
 
 
 WAYS = (_generate, _generate, _generate, _each, _stream, _score, _budget, _job, _async)

@@ -176,7 +176,9 @@ def directory(tmp_path):
 def test_a_sparse_file_is_refused_by_its_size(directory, name):
     with open(directory / name, "ab") as file:
         file.truncate(200 << 30)
-    with pytest.raises(UserError, match=f"{name}: 214748364800 bytes are too many for a tokenizer; at most"):
+    with pytest.raises(
+        UserError, match=f"{name}: 214748364800 bytes are too many for a tokenizer; at most"
+    ):
         load_tokenizer(directory)
 
 
