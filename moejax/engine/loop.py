@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -90,16 +91,16 @@ class Engine:
         self._steps = itertools.count()
         self._block_table: tuple[int, jax.Array] | None = None
         self._compiled: set[tuple[str, int]] = set()
-        self._busy = False
+        self._lock, self._busy = threading.RLock(), False
         self._abandoned: list[Request] = []
         """To be aborted once what the engine does is done."""
 
     @contextmanager
     def _undisturbed(self) -> Iterator[None]:
         """A block that changes the engine. Ctrl-C waits for its end: in the middle, donated arrays
-        would be lost, or pages given away twice. So does the end of an iterator over results, which
-        Python may collect, and with that close, anywhere."""
-        with deferred_interrupt():
+        would be lost, or pages given away twice. So does another thread; and the end of an iterator
+        over results, which Python may collect, and with that close, anywhere."""
+        with deferred_interrupt(), self._lock:
             if self._busy:
                 yield
                 return
@@ -222,12 +223,12 @@ class Engine:
         Raises ValueError, as SlotArena's grants, for what the arena cannot give, and when requests
         are running.
         """
-        self.drain()
-        if not self.idle:
-            raise ValueError("requests are running; budgets change between them")
-        arena = self.scheduler.arena
-        check_grant(arena.cell_row.shape, arena.slots, cells_per_layer, kv_slots)
         with self._undisturbed():
+            self._drain()
+            if not self.idle:
+                raise ValueError("requests are running; budgets change between them")
+            arena = self.scheduler.arena
+            check_grant(arena.cell_row.shape, arena.slots, cells_per_layer, kv_slots)
             # A slot that changes sides must be empty.
             self.scheduler.move_out_all()
             grant(self.runner, self.scheduler.arena, cells_per_layer, kv_slots)
@@ -265,12 +266,14 @@ class Engine:
     def drain(self) -> None:
         """Reads a step that is still pending although no request is left: one that had been
         dispatched before the last request was found to have ended."""
-        if self._busy:  # as of abort: what is to be aborted is drained after it
-            return
-        with self._undisturbed():
-            if self.scheduler.idle and self._pending is not None:
-                previous, self._pending = self._pending, None
-                self._read(previous)
+        if not self._busy:  # as of abort: what is to be aborted is drained after it
+            with self._undisturbed():
+                self._drain()
+
+    def _drain(self) -> None:
+        if self.scheduler.idle and self._pending is not None:
+            previous, self._pending = self._pending, None
+            self._read(previous)
 
     def _next_work(self) -> ScheduledWork | None:
         try:
