@@ -146,6 +146,7 @@ class LLM:
             self._start.end("engine")
         self.dtype, self._made = loaded.dtype, loaded.quantizers
         self._start.end("tokenizer")
+        self._tracer = self.engine.tracer  # whoever takes it away from the engine for a while
         longest = self.engine.scheduler.max_model_len
         self.encoder = PromptEncoder(self.engine.tokenizer, self.model, longest)
         self._closed = False
@@ -353,8 +354,8 @@ class LLM:
         try:
             if self.engine.control is not None:
                 self.engine.control.finish()
-            if self.engine.tracer is not None:
-                self.engine.tracer.close()
+            if self._tracer is not None:
+                self._tracer.close()
         finally:
             self.engine.runner.delete()
 

@@ -136,6 +136,12 @@ def place_experts(runner: Runner, placement: Placement) -> float | None:
     return (time.perf_counter() - began) / int(nbytes)
 
 
+def made_by(versions: Sequence[str], quantizers: Mapping[str, str]) -> dict[str, str]:
+    """Version → how it was made: rtn, mse or gptq (with its text), `lossless`; `checkpoint` for
+    dense, and for a version whose maker the checkpoint does not name."""
+    return {version: quantizers.get(version, "checkpoint") for version in versions}
+
+
 def precision_stats(
     precision: Precision,
     control: Mapping[str, Any] | None,
@@ -150,7 +156,7 @@ def precision_stats(
     control: Control.stats. quantizers: of LoadedModel.
     """
     found = {**precision.report(), **((control or {}).get("precision") or {})}
-    found["quantizers"] = {v: quantizers.get(v, "checkpoint") for v in precision.versions}
+    found["quantizers"] = made_by(precision.versions, quantizers)
     if "lossless12" in precision.versions:
         found["dense_layers"] = len(engine.runner.store.layers.get("dense", ()))
     if (per_byte := engine.statistics.copy_s_per_byte) is not None:

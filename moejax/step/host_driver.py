@@ -100,6 +100,7 @@ class HostRunner(Runner):
 
     def _bind(self, step: ProgramKey) -> _Parts:
         """The executables of a kind of step."""
+        step = step._replace(traced=bool(self.trace_arrays))
         if step not in self._bound:
             # Ask for all of them first: they compile side by side.
             asked = [(key, self._executable(key)) for key in self._calls(step)]

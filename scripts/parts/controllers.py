@@ -11,7 +11,9 @@ import numpy as np
 from host_offload.control.controller import Controller
 from host_offload.control.interface import Costs, Policy
 from host_offload.memory.placement import ResidentSpec
+from host_offload.policies.prefetch.fitted import check_fitted
 from moejax.engine.control import spec_of_engine
+from moejax.models.model_config import config_digest
 from moejax.step.runner import Runner
 
 
@@ -32,6 +34,7 @@ def start_controller(
     if any("router" in policy.needs for policy in policies):
         weights = np.concatenate([np.asarray(r, np.float32) for r in routers])
         router = np.swapaxes(weights, 1, 2)
+    check_fitted(policies, config_digest(runner.config))
     spec = spec_of_engine(runner, max_model_len=max_model_len, seed=seed)
     if resident is not None:
         spec = dataclasses.replace(spec, resident=resident, capacity=resident.capacity)

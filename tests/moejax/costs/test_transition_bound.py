@@ -155,7 +155,7 @@ def test_the_bar_while_versions_are_made(monkeypatch, capsys):
 
 def test_versions_are_made_with_a_bar_unless_quiet(monkeypatch):
     shown = []
-    monkeypatch.setattr("moejax.start.precision.versions_progress", lambda on: _seen(shown, on))
+    monkeypatch.setattr("moejax.serve.llm.versions_progress", lambda on: _seen(shown, on))
     for progress in (True, False):
         with pytest.raises(Stop):
             LLM("demo", precision="int4", progress=progress, **SMALL)

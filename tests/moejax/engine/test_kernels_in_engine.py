@@ -42,14 +42,14 @@ def jobs():
         yield Job(tuple(rng.integers(1, 4096, length).tolist()), params, arrival=i)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_every_op_is_a_kernel(llm):
     ops = llm.stats()["ops"]
     assert set(OPS) - set(ops) == {"layer_norm", "latent_write", "head_linear"}
     assert all((name == "pallas") == ("pallas" in OPS[op]) for op, name in ops.items())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_budgets_and_company_change_no_bit(llm):
     kv = llm.engine.scheduler.arena.slots - LAYERS * EXPERTS
     set_budget(llm, [EXPERTS] * LAYERS, kv)
@@ -64,7 +64,6 @@ def test_budgets_and_company_change_no_bit(llm):
 
 
 @pytest.mark.nightly
-@pytest.mark.slow
 def test_kernels_agree_with_the_reference_ops(llm):
     with LLM("demo", ops="xla", progress=False, **LIMITS) as reference:
         wanted = run(reference, list(jobs()), check=False)

@@ -213,7 +213,6 @@ def traced(tmp_path_factory):
         tracer, llm.engine.tracer = llm.engine.tracer, None
         untraced = llm.generate(PROMPTS, PARAMS)
         assert tracer is not None
-        llm.engine.tracer = tracer  # to be closed with the LLM
     return read_trace(directory), outputs, untraced, routing, stats
 
 
