@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moejax.errors import UserError, user_errors
+from moejax.models.json_values import MOST_YAML, parse_yaml
 from moejax.start.options import Description, Options, descriptions
 
 if TYPE_CHECKING:
@@ -88,13 +89,12 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
 def read_options(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Keyword arguments of Options from a YAML or JSON file. Raises UserError for a file that
     cannot be read, is no mapping, has an unknown key, or a value that can never be."""
-    import yaml
-
     try:
-        options = yaml.safe_load(Path(path).read_text("utf-8"))
+        with open(path, "rb") as file:  # which may be a pipe
+            options = parse_yaml(file.read(MOST_YAML + 1).decode())
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror})") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise UserError(f"{path} is no YAML: {error}") from error
     if not isinstance(options, dict):
         raise UserError(f"{path} must be a mapping of options, not {type(options).__name__}")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from moejax.engine.loop import Engine
-from moejax.errors import UserError, as_user_error
+from moejax.errors import OutOfKV, UserError, as_user_error
 from moejax.interrupt import deferred_interrupt
 from moejax.requests.outputs import RequestOutput
 from moejax.requests.prompts import EncodedPrompt, list_of_prompts, one_each
@@ -148,7 +148,15 @@ def run_each(
                 except UserError as error:
                     yield asked, error
             if running:
-                engine.step()
+                try:
+                    engine.step()
+                except OutOfKV as error:
+                    # Everything that is here waits, and for ever; what comes may need less.
+                    stuck, running[:] = [*running], []
+                    engine.abort(request for submission in stuck for request in submission.requests)
+                    for submission in stuck:
+                        assert submission.asked is not None
+                        yield submission.asked, error
             # Not only what this step finished: the caller may use the engine between results.
             finished = [submission for submission in running if submission.finished]
             if finished:

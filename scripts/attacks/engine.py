@@ -11,18 +11,10 @@ from typing import Any
 from moejax import LLM, RequestOutput, SamplingParams
 from scripts.attacks.scene import Scene
 from scripts.attacks.values import pick
+from scripts.check import fuzz
 from scripts.check.kv_faults import kv_faults
 
-LIMITS: dict[str, Any] = {
-    "max_model_len": 192,
-    "max_num_seqs": 6,
-    "max_num_batched_tokens": 128,
-    "expert_budget": "100%",
-    "kv_budget": "3MiB",
-    "progress": False,
-    "device": "cpu",
-}
-"""Small shapes, so that a step takes milliseconds; budgets move within this arena."""
+LIMITS: dict[str, Any] = {**fuzz.LIMITS, "device": "cpu"}
 
 CONDITIONS: tuple[Mapping[str, Any], ...] = (
     {},
