@@ -3,11 +3,12 @@ and a bounded list of transfers. Pure host code over numpy: no device, no clock.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -341,6 +342,12 @@ class Controller:
             answer = seat.policy.decide(seat.state, observation)
         except Exception as error:
             error.add_note(f"in policy {seat.name} at {when}")
+            if name := _unneeded(seat, observation):
+                added = ", ".join(map(repr, sorted({*seat.policy.needs, name})))
+                error.add_note(
+                    f"the observation's {name} is None, since the policy does not need it; write: "
+                    f"needs = frozenset({{{added}}})"
+                )
             raise
         if not isinstance(answer, tuple) or len(answer) != 2:
             raise PolicyError(f"policy {seat.name} at {when}: decide must return (state, Decision)")
@@ -426,6 +433,23 @@ class Controller:
     def _log(self, event: Event) -> None:
         if self.listener is not None:
             self.listener(event)
+
+
+def _unneeded(seat: Seat, observation: Observation) -> str | None:
+    """The field that a decision which failed read last of those that are None because the policy
+    does not need them. Equal observations give equal decisions, so it is asked once more."""
+    read: list[str] = []
+
+    class Watched:
+        def __getattr__(self, name: str) -> Any:
+            value = getattr(observation, name)
+            if value is None and name not in seat.policy.needs:
+                read.append(name)
+            return value
+
+    with contextlib.suppress(Exception):
+        seat.policy.decide(seat.state, cast(Observation, Watched()))
+    return read[-1] if read else None
 
 
 def _read_only(value: Any) -> Any:

@@ -110,6 +110,12 @@ def resolve_budget(
     for name, value in given.items():
         if isinstance(value, int) and value < 0:
             raise BudgetError(f"{name} must not be negative, got {value} bytes")
+    if isinstance(expert_budget, int) and 0 < expert_budget < size:
+        meant = f'; did you mean "{expert_budget}%"?' if expert_budget <= 100 else ";"
+        raise BudgetError(
+            f"expert budget {expert_budget} is bytes, and one expert takes {_exact(size)}{meant} "
+            'Give a share such as "25%", at least the bytes of one, or 0 for none'
+        )
     device = f"the {_exact(available_bytes)} that the device has free"
     if memory is not None and memory // size > available_bytes // size:
         raise BudgetError(f"memory {format_bytes(memory)} exceeds {device}; lower it")

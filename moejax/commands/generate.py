@@ -108,7 +108,6 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "Generate text from a prompt. The text goes to stdout as it is made, without the prompt;\n"
         "progress and a summary go to stderr. Or, with --input, from every line of a file.",
     )
-    generate.set_defaults(refuse=generate.error)
     generate.add_argument(
         "prompt", metavar="PROMPT", nargs="?", help="text to continue; - reads stdin"
     )
@@ -133,13 +132,13 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     if args.prompt is None and args.input is None:
-        args.refuse("the following arguments are required: PROMPT (or --input FILE)")
+        args.parser.error("the following arguments are required: PROMPT (or --input FILE)")
     if args.prompt is not None and args.input is not None:
-        args.refuse("PROMPT and --input exclude each other")
+        args.parser.error("PROMPT and --input exclude each other")
     if args.input is not None and args.output is None:
-        args.refuse("--input needs --output FILE, or --output - for standard output")
+        args.parser.error("--input needs --output FILE, or --output - for standard output")
     if args.input is None and (args.output or args.on_error or args.overwrite):
-        args.refuse("--output, --on-error and --overwrite need --input")
+        args.parser.error("--output, --on-error and --overwrite need --input")
     params, options = SamplingParams(**asked(args, _SAMPLING)), engine_options(args)
     if args.input is None:
         return _generate_text(args, params, options)
@@ -203,7 +202,11 @@ def _generate_file(args: argparse.Namespace, params: SamplingParams, options: di
                 f"goes on from there"
             )
             return EXIT_INTERRUPTED
-    if work.errors or not args.quiet:
+    if not work.done:
+        from moejax.serve.batch.lines import EXAMPLE
+
+        _say(f"{args.input} has no lines, so there is nothing to do; one is like {EXAMPLE}")
+    elif work.errors or not args.quiet:
         kept = f", {before} of them from before" if before else ""
         _say(f"{work.done} results{kept}, {work.errors} errors")
     if stats is not None:

@@ -7,6 +7,7 @@ answer at once.
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import sys
 from collections.abc import Sequence
@@ -36,7 +37,10 @@ arguments and returns the exit status. They import what is heavy when they run."
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status. argv: the arguments after ``moejax``."""
     try:
-        args = _parser().parse_args(argv)
+        parser = _parser()
+        args, unknown = parser.parse_known_args(argv)
+        if unknown:
+            parser.error(_unrecognized(unknown, args))
         return args.run(args)
     except (UserError, BudgetError) as error:
         print(f"moejax: error: {error}", file=sys.stderr)
@@ -61,6 +65,16 @@ class _Version(argparse.Action):
         except PackageNotFoundError:
             raise UserError("moejax runs from its source and has no version; install it") from None
         parser.exit()
+
+
+def _unrecognized(unknown: Sequence[str], args: argparse.Namespace) -> str:
+    """What to say of arguments that the command has not, with the option that each may mean."""
+    said = f"unrecognized arguments: {' '.join(unknown)}"
+    known = [name for action in args.parser._actions for name in action.option_strings]
+    for word in unknown:
+        if close := difflib.get_close_matches(word.partition("=")[0], known, 1):
+            said += f"; did you mean {close[0]}?"
+    return f"{said} ({args.parser.prog} --help lists them)"
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -188,9 +188,11 @@ def perplexity(
     stride = max(window // 2, 1) if stride is None else stride
     check_windows(window, stride, limit)
     if window > most:
+        longest = llm.config.max_position_embeddings
+        more = f", or max_model_len from {window} on" if window <= longest else ""
         raise UserError(
-            f"window {window} is larger than max_model_len {most}; use a smaller window, or raise "
-            f"max_model_len if the model was trained for it"
+            f"window {window} is larger than max_model_len {most}: give a window of at most {most}"
+            f"{more} (the model has {longest} positions)"
         )
     if isinstance(texts, str):
         texts = [texts]

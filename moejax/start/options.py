@@ -254,6 +254,11 @@ class Options:
     )
 
     def __post_init__(self):
+        if not isinstance(self.model, str | os.PathLike):
+            raise UserError(
+                'model is a checkpoint\'s directory, or "demo" for the one in the package, not '
+                f"{self.model!r}"
+            )
         for name, parse in _SIZES.items():
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, parse(value))

@@ -18,6 +18,7 @@ import argparse
 import dataclasses
 import itertools
 import json
+import os
 import tempfile
 import time
 from collections import Counter
@@ -30,7 +31,7 @@ from rich.table import Table
 
 from moejax import UserError
 from scripts.attacks.engine import Known
-from scripts.attacks.scene import Fault
+from scripts.attacks.scene import LIMIT, Fault
 from scripts.attacks.worker import KINDS, Worker, kind_of
 from scripts.parts.commands import new_parser, refuse
 
@@ -119,6 +120,8 @@ def main(arguments: Sequence[str] | None = None, prepare: Callable[[], None] | N
     only = set(args.only.split(",")) if args.only else set(KINDS)
     if unknown := only - set(KINDS):
         return refuse(__name__, f"no kind {min(unknown)!r}; the kinds: {', '.join(KINDS)}")
+    if args.limit_s is not None:
+        os.environ[LIMIT] = str(args.limit_s)  # for the workers too
     console = Console(soft_wrap=True)
     cases = iter(args.case) if args.case else numbers(args.seed, only)
     with tempfile.TemporaryDirectory(prefix="moejax-attack-") as name:
@@ -144,6 +147,12 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--seed", type=int, default=0, help="of everything random (default: 0)")
     add("--minutes", type=float, default=5.0, help="how long (default: %(default)s)")
+    add(
+        "--limit-s",
+        type=float,
+        metavar="S",
+        help="a call that takes longer hangs (default: 10, and more where other programs run)",
+    )
     add("--case", type=int, nargs="+", metavar="N", help="run these only")
     add("--only", metavar="KIND,...", help=f"of {', '.join(KINDS)} (default: all)")
     add("--report", metavar="FILE.jsonl", help="a line of JSON for each case")

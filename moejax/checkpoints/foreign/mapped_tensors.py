@@ -237,6 +237,12 @@ def _placed(
             f"leaf {part.leaf.path} {list(part.leaf.header.shape)}, but the config asks for "
             f"{list(wanted)}"
         )
+    if rule.before is None and len(result) == 2 and result[0] == result[1]:
+        raise UserError(
+            f"{source}: rule {rule.leaf}: the leaf {part.leaf.path} is square "
+            f"{list(result)}, so its shape does not tell whether it is transposed; write axes: "
+            '"in out -> out in" if it is, as in Flax, else "out in -> out in"'
+        )
     if len(names) == 1 and result == wanted:
         return {names[0]: dataclasses.replace(part, shape=result)}
     placed, row = {}, 0

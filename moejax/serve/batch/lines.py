@@ -20,6 +20,9 @@ MOST_LINE = 16 * 2**20
 """Bytes of a line: a prompt of millions of tokens, and no more than a few hundred MB of objects
 while it is read."""
 
+EXAMPLE = '{"prompt": "The old house", "max_tokens": 16}'
+"""A line, for messages."""
+
 IGNORED_FIELDS = frozenset(
     ("metadata", "model", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user")
 )
@@ -147,9 +150,11 @@ def _json_object(raw: bytes, number: int) -> dict[str, Any]:
     except RecursionError:
         raise UserError("not JSON that can be read: it is nested too deeply") from None
     except json.JSONDecodeError as error:
-        raise UserError(f"not JSON: {error.msg}, at character {error.pos + 1}") from None
+        what = f"not JSON: {error.msg}, at character {error.pos + 1}"
+        plain = "" if text.lstrip().startswith("{") else f"; each line is an object, like {EXAMPLE}"
+        raise UserError(f"{what}{plain}") from None
     if not isinstance(fields, dict):
-        raise UserError(f"not a JSON object but {_kind(fields)}")
+        raise UserError(f"not a JSON object but {_kind(fields)}; one is like {EXAMPLE}")
     return fields
 
 

@@ -91,6 +91,20 @@ def test_arrays_are_read_only_and_errors_name_the_policy():
     assert caught.value.__notes__ == ["in policy Writer at STEP_END of step 3"]
 
 
+def test_a_field_that_is_not_needed_is_named_with_the_line_to_write():
+    class Forgetful(type(scripted())):
+        def decide(self, state, observation):
+            return state, Decision(prior=observation.counts.astype(np.int32))
+
+    policy = Forgetful(needs=frozenset({"missed"}))
+    with pytest.raises(AttributeError) as caught:
+        end(Controller(spec(), [policy]), 3)
+    where, needs = caught.value.__notes__
+    assert where == "in policy Forgetful at STEP_END of step 3"
+    assert "counts is None" in needs
+    assert needs.endswith("needs = frozenset({'counts', 'missed'})")
+
+
 def test_errors_of_init_name_the_policy():
     class Wrong(type(scripted())):
         def init(self, spec):

@@ -238,8 +238,10 @@ def test_a_narrow_locale_does_not_end_the_run(encoding, shown):
     [
         ([], "the following arguments are required: COMMAND"),
         (["generate"], "the following arguments are required: PROMPT"),
-        (["generate", "x", "--nope"], "unrecognized arguments: --nope"),
-        (["generate", "x", "--max-tok", "3"], "unrecognized arguments: --max-tok"),
+        (["generate", "x", "--nope"], "unrecognized arguments: --nope (moejax generate --help"),
+        (["generate", "x", "--max-tok", "3"], "--max-tok 3; did you mean --max-tokens?"),
+        (["generate", "x", "--expert-bugdet=25%"], "did you mean --expert-budget?"),
+        (["trace", "info", "x", "--jsn"], "did you mean --json? (moejax trace info --help"),
         (["generate", "x", "--eviction", "mru"], "invalid choice: 'mru'"),
         (["generate", "x", "--top-k", "many"], "invalid int value: 'many'"),
         (["invent"], "invalid choice: 'invent'"),

@@ -209,7 +209,8 @@ def test_a_file_named_twice_is_refused(files, capsys):
         ([""], {}, "text 0 is empty"),
         ({"a.txt": "x"}, {}, r"a.txt is too short to score \(tokens: 1\)"),
         (["\udcff"], {}, "text 0 is not valid Unicode text"),
-        ([STORY], {"window": 129}, "window 129 is larger than max_model_len 128"),
+        ([STORY], {"window": 129}, "at most 128, or max_model_len from 129 on"),
+        ([STORY], {"window": 1 << 20}, r"at most 128 \(the model has [0-9]+ positions"),
         ([STORY], {"window": 32, "stride": 33}, "stride 33 is larger than window 32"),
         # The default window and stride count too.
         ([STORY], {"stride": 129}, "stride 129 is larger than window 128"),

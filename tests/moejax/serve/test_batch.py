@@ -308,7 +308,8 @@ def test_sampling_fields_seeds_and_defaults(tmp_path):
 
 BAD = [
     ("{", "not JSON: "),
-    ("[1]", "not a JSON object but a list"),
+    ("[1]", 'not a JSON object but a list; one is like {"prompt": "The old house"'),
+    ("The old house", 'each line is an object, like {"prompt": "The old house"'),
     ('{"prompt": NaN}', "NaN is not JSON"),
     ("[" * 100_000, "nested too deeply"),
     ('{"id": "x", "prompt": "\\ud800"}', "not UTF-8 text"),
@@ -617,7 +618,10 @@ def test_an_empty_file(fake, tmp_path, capsys):
     source, output = write(tmp_path / "in"), tmp_path / "out"
     assert command("--input", source, "--output", output) == 0
     assert output.read_bytes() == b"" and fake.made == 0
-    assert capsys.readouterr().err == "moejax: 0 results, 0 errors\n"
+    said = capsys.readouterr().err
+    assert (
+        f"{source} has no lines" in said and '{"prompt": "The old house", "max_tokens": 16}' in said
+    )
 
 
 def test_ctrl_c_says_how_to_go_on(fake, tmp_path, capsys):

@@ -97,6 +97,11 @@ def test_values_that_can_never_be_are_refused(given, message):
         Options("demo", **given)
 
 
+def test_a_model_that_is_no_path_is_refused():
+    with pytest.raises(UserError, match=r"a checkpoint's directory.* not 3"):
+        LLM(3)  # type: ignore[arg-type]
+
+
 # ---- --config
 
 
@@ -124,6 +129,8 @@ def test_a_file_has_options_by_name_and_the_command_line_goes_before_it(tmp_path
         ("memory: [1]", "is not a size"),
         ("- 1", "must be a mapping of options, not list"),
         ("a: [", "is no YAML"),
+        ("memory: &m 1GiB\nkv_budget: *m", "aliases (*name) are not read"),
+        (f"cells: [{'1, ' * 100_000}]", "characters of YAML; at most"),
     ],
 )
 def test_a_file_that_means_nothing_is_refused(text, message, tmp_path, capsys):
