@@ -96,10 +96,11 @@ class Engine:
         """To be aborted once what the engine does is done."""
 
     @contextmanager
-    def _undisturbed(self) -> Iterator[None]:
-        """A block that changes the engine. Ctrl-C waits for its end: in the middle, donated arrays
-        would be lost, or pages given away twice. So does another thread; and the end of an iterator
-        over results, which Python may collect, and with that close, anywhere."""
+    def undisturbed(self) -> Iterator[None]:
+        """A block that changes the engine, or reads its tables, which changes give away. Ctrl-C
+        waits for its end: in the middle, donated arrays would be lost, or pages given away twice.
+        So does another thread; and the end of an iterator over results, which Python may collect,
+        and with that close, anywhere."""
         with deferred_interrupt(), self._lock:
             if self._busy:
                 yield
@@ -137,7 +138,7 @@ class Engine:
         """
         if not checked:
             self.check(prompt, params, targets, session_id=session_id)
-        with self._undisturbed():
+        with self.undisturbed():
             return self._add(prompt, params, targets, session_id, priority)
 
     def _add(
@@ -201,7 +202,7 @@ class Engine:
         if self._busy:
             self._abandoned += requests
             return
-        with self._undisturbed():
+        with self.undisturbed():
             self._abort(requests)
 
     def _abort(self, requests: Iterable[Request]) -> None:
@@ -212,7 +213,7 @@ class Engine:
     def end_session(self, session_id: str) -> None:
         """Forgets a session and frees its KV. Raises UserError for a session that does not exist or
         has a turn that has not ended."""
-        with self._undisturbed():
+        with self.undisturbed():
             self.scheduler.sessions.end(session_id)
 
     def set_budget(self, cells_per_layer: Sequence[int], kv_slots: int) -> None:
@@ -223,7 +224,7 @@ class Engine:
         Raises ValueError, as SlotArena's grants, for what the arena cannot give, and when requests
         are running.
         """
-        with self._undisturbed():
+        with self.undisturbed():
             self._drain()
             if not self.idle:
                 raise ValueError("requests are running; budgets change between them")
@@ -249,7 +250,7 @@ class Engine:
         """Dispatches the next step, then reads the one before it; returns the requests that got
         tokens or finished by that. Ctrl-C waits for the end of it. A step that fails aborts its
         requests, and no others."""
-        with self._undisturbed():
+        with self.undisturbed():
             previous, self._pending = self._pending, None
             try:
                 work = self._next_work()
@@ -267,7 +268,7 @@ class Engine:
         """Reads a step that is still pending although no request is left: one that had been
         dispatched before the last request was found to have ended."""
         if not self._busy:  # as of abort: what is to be aborted is drained after it
-            with self._undisturbed():
+            with self.undisturbed():
                 self._drain()
 
     def _drain(self) -> None:

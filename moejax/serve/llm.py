@@ -306,7 +306,7 @@ class LLM:
     def stats(self) -> dict[str, Any]:
         """What ran and what it cost, as plain data; the command line's --json prints it. Not while
         another thread runs requests: steps take the tables that it reads."""
-        with self._held() as engine:
+        with self._held() as engine, engine.undisturbed():
             return self._stats(engine)
 
     def _stats(self, engine: Engine) -> dict[str, Any]:
@@ -340,7 +340,7 @@ class LLM:
 
     def explain(self) -> Explanation:
         """How memory is divided now, as a table that adds up line by line: `print` it."""
-        with self._held() as engine:
+        with self._held() as engine, engine.undisturbed():
             return explain(engine, self.plan.budget)
 
     def close(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import random
@@ -18,6 +19,7 @@ from host_offload.memory.arena import SlotClass
 from moejax import LLM, AsyncLLM, SamplingParams, UserError
 from moejax.engine.resize import cells_of
 from moejax.engine.sampling import _PARAMETERS
+from moejax.errors import OutOfKV
 from moejax.interrupt import deferred_interrupt
 from moejax.requests import bounded_process
 from moejax.requests.request import GenerationRequest
@@ -362,6 +364,37 @@ def test_another_thread_may_call_between_the_results_of_a_generator(llm):
     thread.start()
     thread.join(60)
     assert found and first[1].finished and len(list(results)) == 7
+
+
+def test_figures_wait_for_a_thread_that_moves_the_budget(llm):
+    """stats and explain read tables that set_budget, which is the engine's, gives away."""
+    found: list[Any] = []
+    for look in (llm.stats, llm.explain):
+        thread = threading.Thread(target=lambda look=look: found.append(look()))
+        with llm.engine.undisturbed():
+            thread.start()
+            thread.join(0.3)
+            assert thread.is_alive()
+        thread.join(60)
+    assert len(found) == 2
+
+
+# ---- KV that nobody can give
+
+
+def test_requests_that_wait_for_kv_for_ever_fail_and_those_after_them_run(llm, monkeypatch):
+    step, calls = llm.engine.step, itertools.count()
+
+    def stuck():
+        if next(calls) == 3:
+            raise OutOfKV("requests wait for KV pages and none can be freed")
+        return step()
+
+    monkeypatch.setattr(llm.engine, "step", stuck)
+    asked = [GenerationRequest([5 + i], GREEDY, tag=i) for i in range(5)]
+    found = {r.tag: output for r, output in llm.generate_each(asked, max_in_flight=2)}
+    assert all(isinstance(found[i], OutOfKV) for i in (0, 1)) and len(found) == 5
+    assert all(output.finished for tag, output in found.items() if tag > 1)
 
 
 # ---- clients
