@@ -72,7 +72,7 @@ def _unrecognized(unknown: Sequence[str], args: argparse.Namespace) -> str:
     said = f"unrecognized arguments: {' '.join(unknown)}"
     known = [name for action in args.parser._actions for name in action.option_strings]
     for word in unknown:
-        if close := difflib.get_close_matches(word.partition("=")[0], known, 1):
+        if close := difflib.get_close_matches(word.partition("=")[0], known, 1, 0.75):
             said += f"; did you mean {close[0]}?"
     return f"{said} ({args.parser.prog} --help lists them)"
 
