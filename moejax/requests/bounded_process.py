@@ -48,6 +48,11 @@ class BoundedProcess:
         """Whose process it is: not that of a fork of this one."""
         self._end: weakref.finalize | None = None
 
+    def start(self) -> None:
+        """Starts it, so that the first prompt does not wait for that."""
+        with self._turn:
+            self._started()
+
     def render(self, messages: list[dict[str, Any]]) -> str:
         """The messages as the chat template writes them, the answer's beginning included. Raises
         UserError as encode does, and for what the template refuses."""

@@ -68,6 +68,11 @@ class PromptEncoder:
             prompt = prompt.get("prompt") or ""
         return not isinstance(prompt, str) or (self._plain and len(prompt) <= QUICK_TEXT)
 
+    def start(self) -> None:
+        """Starts the process for what may take long, which its first prompt would wait for."""
+        if self._bounded is not None:
+            self._bounded.start()
+
     def interrupt(self) -> None:
         """Ends what takes long, with a UserError for who waits for it."""
         if self._bounded is not None:

@@ -132,6 +132,7 @@ def _use(scene: Scene, directory: Path, shown: str, prompt: Any) -> None:
     tokenizer = scene.call(f"load_tokenizer with {shown}", lambda: load_tokenizer(directory))
     if not isinstance(tokenizer, BaseException) and tokenizer is not None:
         encoder = PromptEncoder(tokenizer, "demo", LIMITS["max_model_len"])
+        encoder.start()  # imports, which take what the machine gives them
         encoded = scene.call(f"a prompt with {shown}", lambda: encoder(prompt))
         if isinstance(encoded, tuple):
             ids = encoded[1][:1000]
