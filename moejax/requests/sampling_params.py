@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import operator
 import sys
@@ -32,6 +33,9 @@ MAX_STOP = 1024
 
 MAX_STOP_TOKEN_IDS = 128
 """Most stop_token_ids of a request: min_tokens bans them through the list of biases."""
+
+MAX_VALUES = 1 << 16
+"""Most values that a list is read to have, repetitions included: it may have no end."""
 
 MAX_BIASES = 512
 """Biases of a row, a compiled shape: logit_bias, stop_token_ids and end-of-sequence tokens."""
@@ -199,11 +203,19 @@ _RANGES = {
 """Every numeric parameter. What the compiled step reads is within its dtype then."""
 
 
+def _values(name: str, value: Iterable) -> tuple:
+    """What an iterable gives. Raises UserError beyond MAX_VALUES."""
+    found = tuple(itertools.islice(value, MAX_VALUES + 1))
+    if len(found) > MAX_VALUES:
+        raise UserError(f"{name} has more than {MAX_VALUES} values")
+    return found
+
+
 def _strings(value: object) -> tuple[str, ...]:
     strings = (value,) if isinstance(value, str) else () if value is None else value
     if not isinstance(strings, Iterable) or isinstance(strings, bytes | Mapping):
         raise UserError(f"stop must be a string or a list of strings, got {shown(value)}")
-    found = tuple(strings)
+    found = _values("stop", strings)
     for string in found:
         if not isinstance(string, str):
             wrong = shown(string)
@@ -220,7 +232,8 @@ def _token_ids(value: object) -> tuple[int, ...]:
         return ()
     if not isinstance(value, Iterable) or isinstance(value, str | bytes | Mapping):
         raise UserError(f"stop_token_ids must be a list of token ids, got {shown(value)}")
-    ids = tuple(dict.fromkeys(_integer("each of stop_token_ids", token) for token in value))
+    given = _values("stop_token_ids", value)
+    ids = tuple(dict.fromkeys(_integer("each of stop_token_ids", token) for token in given))
     if any(token < 0 for token in ids):
         raise UserError(f"stop_token_ids must be token ids of 0 or more, got {shown(min(ids))}")
     if len(ids) > MAX_STOP_TOKEN_IDS:
@@ -234,8 +247,10 @@ def _biases(value: object) -> tuple[tuple[int, float], ...] | None:
     if isinstance(value, Mapping):
         value = value.items()
     try:
-        pairs = list(value)  # pyright: ignore[reportArgumentType]
+        pairs = _values("logit_bias", value)  # pyright: ignore[reportArgumentType]
         given = [(token, bias) for token, bias in pairs]
+    except UserError:
+        raise
     except (TypeError, ValueError):
         raise UserError(
             f"logit_bias must map token ids to numbers, got {shown(value)}; for example {{42: -5}}"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from moejax import UserError
+from moejax.requests.sampling_params import MAX_N
 from moejax.serve.batch.job import Job, open_job
 from scripts.attacks.engine import Known
 from scripts.attacks.scene import Scene
@@ -52,6 +53,8 @@ def hostile_line(rng: random.Random) -> bytes:
     fields = {"prompt": '"The old house"', "max_tokens": "3"}
     for name in rng.sample([*FIELDS, *NAMES], pick(rng, (1, 1, 2, 4))):
         fields[name] = raw_json(rng, FIELDS.get(name))
+    if fields.get("n", "").isdecimal() and 64 < int(fields["n"][:6]) <= MAX_N:
+        fields["n"] = "64"  # more is work and not a fault
     body = "{" + ", ".join(f'"{name}": {value}' for name, value in fields.items()) + "}"
     if rng.random() < 0.25:
         url = raw_json(rng) if rng.random() < 0.2 else f'"{pick(rng, ENVELOPES)}"'

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import fcntl
 import os
 import sys
@@ -107,6 +108,10 @@ class ResultFile:
         raise LookupError(f"every result of {self.name} is among the keys")
 
 
+READER_S = 5.0
+"""How long an output that is a pipe waits for its reader."""
+
+
 @contextmanager
 def open_results(output: str, *, overwrite: bool) -> Iterator[ResultFile]:
     """Opens, locks and scans the output; nothing is changed yet, but a missing file is made.
@@ -122,11 +127,7 @@ def open_results(output: str, *, overwrite: bool) -> Iterator[ResultFile]:
         yield ResultFile("standard output", getattr(stream, "raw", stream), regular=False)
         return
     special = os.path.exists(output) and not os.path.isfile(output)
-    flags = os.O_WRONLY if special else os.O_RDWR | os.O_CREAT
-    try:
-        descriptor = os.open(output, flags | os.O_CLOEXEC, 0o666)
-    except OSError as error:
-        raise UserError(f"cannot open {output} for writing: {error.strerror}") from error
+    descriptor = _opened(output, os.O_WRONLY if special else os.O_RDWR | os.O_CREAT)
     with os.fdopen(descriptor, "wb", buffering=0) as file:
         results = ResultFile(output, file, regular=not special)
         if results.regular:
@@ -137,6 +138,26 @@ def open_results(output: str, *, overwrite: bool) -> Iterator[ResultFile]:
             yield results
         finally:
             results.sync()
+
+
+def _opened(output: str, flags: int) -> int:
+    """A descriptor. Opening a pipe that nobody reads would wait without end, so its reader is
+    waited for here. Raises UserError."""
+    deadline = time.monotonic() + READER_S
+    while True:
+        try:
+            descriptor = os.open(output, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
+            os.set_blocking(descriptor, True)
+            return descriptor
+        except OSError as error:
+            if error.errno != errno.ENXIO:
+                reason = error.strerror
+            elif time.monotonic() < deadline:
+                time.sleep(0.05)
+                continue
+            else:
+                reason = f"it is a pipe that nobody reads for {READER_S:.0f} s; start its reader"
+            raise UserError(f"cannot open {output} for writing: {reason}") from error
 
 
 def _lock(results: ResultFile) -> None:

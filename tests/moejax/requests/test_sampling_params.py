@@ -1,4 +1,5 @@
 import dataclasses
+import itertools
 from typing import Any
 
 import numpy as np
@@ -120,6 +121,9 @@ def test_numpy_numbers_become_python_ones():
         ("stop_token_ids", [1, "2"], "each of stop_token_ids must be an integer, got '2'"),
         ("stop_token_ids", [-1], "stop_token_ids must be token ids of 0 or more, got -1"),
         ("stop_token_ids", range(129), "at most 128 stop_token_ids are possible, got 129"),
+        ("stop_token_ids", range(2**40), "stop_token_ids has more than 65536 values"),
+        ("stop", itertools.repeat("a"), "stop has more than 65536 values"),
+        ("logit_bias", range(2**40), "logit_bias has more than 65536 values"),
         ("logit_bias", [1, 2], r"logit_bias must map token ids to numbers, got \[1, 2\]"),
         ("logit_bias", 7, "logit_bias must map token ids to numbers, got 7"),
         ("logit_bias", {"a": 1}, "a token id in logit_bias must be an integer, got 'a'"),

@@ -24,6 +24,7 @@ from moejax.interrupt import deferred_interrupt
 from moejax.requests import bounded_process
 from moejax.requests.request import GenerationRequest
 from moejax.requests.sampling_params import _RANGES
+from moejax.serve.batch import result_file
 from moejax.serve.batch.job import MOST_MESSAGE, Job, open_job
 from moejax.serve.batch.lines import MOST_LINE
 
@@ -330,6 +331,22 @@ def test_an_interrupt_while_requests_are_submitted(llm, monkeypatch):
     calls[:] = [1] * 6
     with pytest.raises(KeyboardInterrupt):
         list(llm.stream([5], GREEDY))
+
+
+def test_an_output_pipe_that_nobody_reads_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(result_file, "READER_S", 0.2)
+    pipe, source = tmp_path / "pipe", tmp_path / "in.jsonl"
+    source.write_text('{"prompt": "x"}\n')
+    os.mkfifo(pipe)
+    with (
+        pytest.raises(UserError, match="a pipe that nobody reads"),
+        open_job(Job(str(source), str(pipe))),
+    ):
+        pass
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    with open_job(Job(str(source), str(pipe))) as work:
+        assert not work.results.regular
+    os.close(reader)
 
 
 # ---- threads
