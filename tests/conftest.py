@@ -68,7 +68,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "shared" in getattr(item, "fixturenames", ()):
             item.add_marker("shared")
-        if item.get_closest_marker("nightly"):
+        longer = item.get_closest_marker("aot") and item.path.parent.name != "aot"
+        if item.get_closest_marker("nightly") or longer:
             item.add_marker("slow")  # so that the quick suite is quick
 
 

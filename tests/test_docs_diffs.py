@@ -110,7 +110,11 @@ def test_more_than_a_line_is_found():
     assert not is_small(line) and not is_small(new + new.replace("a.py", "d.py"))
 
 
-@pytest.mark.parametrize("added", RUNS)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "added",
+    [pytest.param(path, marks=[pytest.mark.nightly] * ("prefetch" in path)) for path in RUNS],
+)
 def test_the_diff_applies_and_runs(repository, shown, added, lru_tokens, tmp_path):
     copy = tmp_path / "copy"
     for package in PACKAGES:

@@ -54,6 +54,7 @@ def test_one_file_and_one_line(repository, changed):
     assert edited == [("pallas_kernels/combine/api.py", 1)]
 
 
+@pytest.mark.slow
 def test_it_is_listed_and_keeps_the_contract(changed):
     code = "from pallas_kernels import OPS, parse_ops; print(OPS['combine'])\n"
     code += "print(parse_ops('combine=loop')['combine'])"

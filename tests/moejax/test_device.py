@@ -53,6 +53,7 @@ def test_pinned_memory_beyond_the_limit_says_which_line_to_add(monkeypatch):
         require_pinned_memory(FakeGpu("9.0"), 100 * 10**9)
 
 
+@pytest.mark.slow
 def test_the_limit_is_raised_only_before_the_backend_starts():
     code = (
         "import os, jax\n"

@@ -43,7 +43,13 @@ SIZES = {
 }
 
 
-@pytest.mark.parametrize("name", SIZES)
+ALWAYS = ("Qwen3-30B-A3B", "512 experts, 70 cells")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.nightly] * (n not in ALWAYS)) for n in SIZES],
+)
 def test_real_sizes(name):
     """Inside a scan over the layers, as in a step."""
     layers, cells, experts = SIZES[name]

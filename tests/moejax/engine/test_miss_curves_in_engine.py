@@ -11,10 +11,8 @@ from moejax import LLM, SamplingParams
 from moejax.traces import read_trace
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("prompt", "waves"), [pytest.param(1, 1, marks=pytest.mark.nightly), (21, 2)]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize(("prompt", "waves"), [(1, 1), (21, 2)])
 def test_a_trace_predicts_another_budget_exactly(tmp_path, prompt, waves):
     """The curves of a run that had everything resident are the misses of the one with half, layer
     by layer. Prompts of a token each, so that prefill steps fit as decode steps do; then of many,

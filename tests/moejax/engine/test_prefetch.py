@@ -73,8 +73,8 @@ def recorded(
     return results, read_trace(directory)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("driver", [pytest.param("device", marks=pytest.mark.nightly), "host"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("driver", ["device", "host"])
 def test_no_bit_depends_on_prefetch(driver, tmp_path):
     """Every policy by turns in one engine, those that learn from a trace of its own; and the
     simulator replays what the engine did."""

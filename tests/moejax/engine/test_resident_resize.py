@@ -264,6 +264,7 @@ def test_both_drivers_move_the_same():
     assert found[0].slots == found[1].slots and same_bits(found[0].recorded, found[1].recorded)
 
 
+@pytest.mark.slow
 def test_what_experts_cannot_give_is_the_policys_mistake(engine):
     played_once = played(engine, [Restless()])
     assert set(played_once.slots) == {EXPERT_SLOTS}

@@ -15,7 +15,8 @@ from pallas_kernels.kv_write import KVPage
 from tests.moejax.models.families import config_of
 
 
-@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("heads", [1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_clipped_keys_and_values_are_clipped_after_their_norms(heads):
     fields = {"num_attention_heads": heads, "num_key_value_heads": 1, "num_hidden_layers": 1}
     config = parse_config(

@@ -27,7 +27,10 @@ VARIANTS = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", VARIANTS)
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param(v, marks=[pytest.mark.nightly] * ("margin" in str(v))) for v in VARIANTS],
+)
 def test_an_engine_is_what_its_plan_says(options):
     """And a dry run, which reads no weights, says the same plan."""
     given = Options("demo", progress=False, **{"memory": MEMORY, **LIMITS, **options})

@@ -97,15 +97,9 @@ def check_requests(monkeypatch, llm, what: str, calls: tuple[int, ...]) -> None:
     assert failed == len(calls) and len(made) > max(calls)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("what", "calls"),
-    [
-        pytest.param(*one, marks=[pytest.mark.nightly] * (number != 1))
-        for number, one in enumerate(REFUSALS)
-    ],
-)
-@pytest.mark.parametrize("driver", ["device", pytest.param("host", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize(("what", "calls"), REFUSALS)
+@pytest.mark.parametrize("driver", ["device", "host"])
 def test_what_the_device_refused_is_made_up_for(monkeypatch, driver, what, calls):
     with LLM("demo", driver=driver, **OPTIONS) as llm:
         check_requests(monkeypatch, llm, what, calls)
@@ -165,7 +159,7 @@ def no_memory() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("copies", [0, 2])
+@pytest.mark.parametrize("copies", [pytest.param(0, marks=pytest.mark.nightly), 2])
 def test_a_resize_that_the_device_refuses_leaves_the_split(monkeypatch, caplog, copies):
     """KV is to shrink, so sessions go to the host, and the device refuses a copy, at once or behind
     `copies` of them: slots and cells are as before, and the wish is dropped and counted. The next

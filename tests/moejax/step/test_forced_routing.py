@@ -14,7 +14,11 @@ PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
 
 @pytest.fixture(
-    scope="module", params=[pytest.param("float32", marks=pytest.mark.nightly), "bfloat16"]
+    scope="module",
+    params=[
+        pytest.param("float32", marks=pytest.mark.nightly),
+        pytest.param("bfloat16", marks=pytest.mark.slow),
+    ],
 )
 def llm(request, demo_dir):
     with LLM(

@@ -68,7 +68,11 @@ float32 outputs [8192, k, D] (512 MiB for top-8 of 2048) and hidden rows."""
 @pytest.mark.parametrize(
     "model", [pytest.param(m, marks=[pytest.mark.nightly] * (m != MODELS[0])) for m in MODELS]
 )
-@pytest.mark.parametrize("key", [ProgramKey("decode", 16), DECODE, PREFILL], ids=str)
+@pytest.mark.parametrize(
+    "key",
+    [pytest.param(ProgramKey("decode", 16), marks=pytest.mark.nightly), DECODE, PREFILL],
+    ids=str,
+)
 def test_step_of_kernels(model, key):
     ops = resolve_ops("pallas", platform="gpu", dtype="bfloat16")
     limits = {"rows": 64, "max_model_len": 4096, "max_num_batched_tokens": 8192}

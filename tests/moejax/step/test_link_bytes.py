@@ -52,13 +52,8 @@ def run_of(tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize(
-    "precision",
-    [
-        pytest.param("lossless12,in_transit=true", marks=pytest.mark.slow),
-        pytest.param("lossless12", marks=pytest.mark.nightly),
-    ],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("precision", ["lossless12,in_transit=true", "lossless12"])
 def test_bytes_are_those_that_were_moved(run_of, precision):
     size, stats, trace = run_of(precision)
     assert 0.7 * DENSE < size < 0.8 * DENSE
@@ -74,7 +69,7 @@ def test_bytes_are_those_that_were_moved(run_of, precision):
     assert found.bytes is not None and found.bytes.sum() == sum(moved.values())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_cells_and_the_link_differ_in_transit_only(run_of):
     size, _, trace = run_of("lossless12,in_transit=true")
     told = spec_of(trace.header)
@@ -85,7 +80,7 @@ def test_cells_and_the_link_differ_in_transit_only(run_of):
     assert plain.link_bytes is plain.version_bytes
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("fast", [True, False])
 def test_what_is_simulated_and_predicted_moves_the_stores_bytes(run_of, fast):
     """Without the prefetch, so both ways of the simulator are asked."""

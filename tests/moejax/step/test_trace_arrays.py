@@ -89,6 +89,7 @@ def host(tmp_path_factory):
     return traced(tmp_path_factory.mktemp("host") / "t", "host", "float32")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("driver", ["device", pytest.param("host", marks=pytest.mark.nightly)])
 def test_no_bit_depends_on_them(driver, request):
     both = request.getfixturevalue(driver)

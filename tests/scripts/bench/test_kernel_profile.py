@@ -90,6 +90,7 @@ def test_table_lists_the_costliest_and_sums_up_the_rest(monkeypatch):
     ]
 
 
+@pytest.mark.slow
 def test_a_trace_without_a_gpu_is_refused():
     """Also: this jax writes the file that record reads."""
     square = jax.jit(lambda x: x @ x)

@@ -66,7 +66,7 @@ def test_a_step_is_compared_with_the_same_one_in_other_rounds():
     assert times["without resizes"].ratios == [0.4, 0.4, 1.0, 1.0, 2.0, 2.0]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_only_steps_of_a_full_batch_are_timed():
     """Three sequences of different lengths on two rows: as the last one ends alone, its steps
     compute one row."""

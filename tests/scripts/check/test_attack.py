@@ -147,6 +147,7 @@ def test_finds_a_slow_call(run, monkeypatch):
     assert "took" in run(generate)["slow"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plant", "what", "text"),
     [
