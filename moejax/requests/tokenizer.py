@@ -133,10 +133,11 @@ def check_vocabulary(
 
 def is_plain(tokenizer: PreTrainedTokenizerFast) -> bool:
     """Whether encoding a text takes memory and time in proportion to its length, as the rules of
-    the tokenizer say: no normalizer that multiplies text, and no pattern with a repeated group,
-    which may take exponential time."""
+    the tokenizer say: no normalizer that multiplies text, no pattern with a repeated group, which
+    may take exponential time, and no template that repeats its tokens or adds many."""
     backend = tokenizer.backend_tokenizer
-    parts = [part.__getstate__() for part in (backend.normalizer, backend.pre_tokenizer) if part]
+    every = backend.normalizer, backend.pre_tokenizer, backend.post_processor
+    parts = [part.__getstate__() for part in every if part]
     rules = [rule for part in parts for rule in _rules(json.loads(part))]
     return all(map(_is_plain_rule, rules))
 
@@ -155,15 +156,19 @@ _PLAIN_RULES = frozenset(
         *("NFC", "NFD", "NFKC", "NFKD", "Nmt", "Lowercase", "Strip", "StripAccents"),
         *("BertNormalizer", "ByteLevel", "Metaspace", "Digits", "Punctuation", "UnicodeScripts"),
         *("BertPreTokenizer", "Whitespace", "WhitespaceSplit", "CharDelimiterSplit"),
+        *("BertProcessing", "RobertaProcessing"),
     )
 )
-"""Types of normalizers and pre-tokenizers without parameters that matter."""
+"""Types of normalizers, pre-tokenizers and post-processors without parameters that matter."""
+
+_MOST_TEMPLATE = 1 << 14
+"""Characters of a template of special tokens that adds few."""
 
 
 def _rules(part: dict[str, Any]) -> Iterator[dict[str, Any]]:
     if part["type"] != "Sequence":
         yield part
-    for name in ("normalizers", "pretokenizers", "decoders"):
+    for name in ("normalizers", "pretokenizers", "decoders", "processors"):
         for each in part.get(name, ()):
             yield from _rules(each)
 
@@ -177,6 +182,9 @@ def _is_plain_rule(rule: dict[str, Any]) -> bool:
         if longer or not pattern.get("String", "-"):
             return False
         return re.search(r"\)[*+{]", pattern.get("Regex", "")) is None
+    if rule["type"] == "TemplateProcessing":
+        repeated = sum("Sequence" in piece for piece in rule["single"]) > 1
+        return not repeated and len(json.dumps(rule)) <= _MOST_TEMPLATE
     return rule["type"] in _PLAIN_RULES
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import sys
 from collections import Counter
@@ -10,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING, Any, Literal
 
-from moejax.errors import UserError, as_user_error
+from moejax.errors import UserError, as_user_error, shown
 from moejax.progress import token_progress
 from moejax.requests.outputs import RequestOutput
 from moejax.requests.request import GenerationRequest
@@ -45,6 +46,13 @@ class Job:
     overwrite: bool = False
     """Start anew where there are results."""
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """What decides results beside the lines, by name."""
+        # One name for a directory, however it is written.
+        model = os.path.realpath(self.model) if os.path.isdir(self.model) else self.model
+        return {"model": model, "dtype": self.dtype, "seed": self.seed, **self.sampling}
+
 
 @dataclasses.dataclass
 class OpenJob:
@@ -65,6 +73,8 @@ class OpenJob:
     """Sessions of which the engine may hold KV."""
     _running: int = 0
     """Lines in the engine."""
+    _said: bool = False
+    """This run has written its options beside a result."""
     _ended_by: str | None = None
     """The bad line that ends the job, and why."""
 
@@ -81,8 +91,7 @@ class OpenJob:
     def lines(self) -> Iterator[Line]:
         """All lines of the input from where it stands."""
         job = self.job
-        model = os.path.realpath(job.model) if os.path.isdir(job.model) else job.model
-        made_with = (model, job.dtype)
+        made_with = (job.options["model"], job.dtype)
         lines = bounded_lines(self.input)
         return read_lines(lines, sampling=job.sampling, seed=job.seed, made_with=made_with)
 
@@ -157,11 +166,13 @@ class OpenJob:
     def _finished(self, line: Line, output: RequestOutput, warn: Callable[[str], None]) -> None:
         try:
             with as_user_error("the result cannot be written as JSON"):
-                result = success(line, output, self.job.model)
+                options = None if self._said else self.job.options
+                result = success(line, output, self.job.model, options)
         except UserError as error:
             self._bad(line, str(error), warn)
         else:
             self.results.append(result)
+            self._said = True
 
     def _bad(self, line: Line, message: str, warn: Callable[[str], None]) -> None:
         message = message if len(message) <= MOST_MESSAGE else f"{message[:MOST_MESSAGE]}…"
@@ -220,11 +231,27 @@ def _survey(opened: OpenJob) -> None:
                 opened.open_sessions.add(session_id)
     if missing:
         number, id = opened.results.first_not_in(opened.results.keys - missing)
+        what = _difference(opened.results.options(), job.options)
         raise UserError(
             f"{job.output}, line {number}: the result of {id!r} does not belong to {job.input} "
-            f"with these options (another line, model, dtype, seed or sampling option); give the "
-            f"same ones, choose another --output, or start anew with --overwrite"
+            f"with these options ({what}); give the same ones, choose "
+            f"another --output, or start anew with --overwrite"
         )
+
+
+def _difference(was: Mapping[str, Any] | None, now: Mapping[str, Any]) -> str:
+    """What a result was made with and is not asked for now."""
+    if was is None:
+        return "another line, model, dtype, seed or sampling option"
+    # As JSON gives them back.
+    now = json.loads(json.dumps(now))
+    names = [name for name in {**was, **now} if was.get(name) != now.get(name)]
+    each = [f"{n} was {_given(n, was)}, is {_given(n, now)}" for n in names]
+    return "; ".join(each) or "another line"
+
+
+def _given(name: str, options: Mapping[str, Any]) -> str:
+    return shown(options[name]) if name in options else "its default"
 
 
 @contextmanager

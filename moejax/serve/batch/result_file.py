@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import errno
 import fcntl
+import json
 import os
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import IO
+from typing import IO, Any
 
 from moejax.errors import UserError
 from moejax.interrupt import deferred_interrupt
@@ -96,8 +97,11 @@ class ResultFile:
         """What is in a regular file, line by line."""
         # Reading from the unbuffered file itself would be one call for every byte.
         with open(self.file.fileno(), "rb", closefd=False) as reader:
-            reader.seek(0)
-            yield from reader
+            try:
+                reader.seek(0)
+                yield from reader
+            except OSError as error:
+                raise UserError(f"cannot read {self.name}: {error.strerror}") from error
 
     def first_not_in(self, keys: set[bytes]) -> tuple[int, str | int]:
         """(line number, id) of the first result that is not among the keys."""
@@ -106,6 +110,17 @@ class ResultFile:
             if key not in keys:
                 return number, id
         raise LookupError(f"every result of {self.name} is among the keys")
+
+    def options(self) -> dict[str, Any] | None:
+        """Those of the run that wrote the results, as the first one of it says. None: an earlier
+        version wrote them."""
+        for raw in self.lines():
+            if raw.endswith(b"\n"):
+                metrics = json.loads(raw).get("metrics")
+                job = metrics.get("job") if isinstance(metrics, dict) else None
+                if isinstance(job, dict):
+                    return job
+        return None
 
 
 READER_S = 5.0

@@ -16,8 +16,11 @@ LEAST_LOGPROB = -9999.0
 """JSON has no −inf; vLLM's servers write this number."""
 
 
-def success(line: Line, output: RequestOutput, model: str) -> bytes:
-    """The output line of a finished request. model: echoed where an OpenAI line names none."""
+def success(
+    line: Line, output: RequestOutput, model: str, job: Mapping[str, Any] | None = None
+) -> bytes:
+    """The output line of a finished request. model: echoed where an OpenAI line names none. job:
+    options to be written with it, of which one line of a run is enough."""
     if line.openai:
         response = {
             "status_code": 200,
@@ -36,7 +39,8 @@ def success(line: Line, output: RequestOutput, model: str) -> bytes:
             ]
             record["outputs"] = numbered
         record |= _prompt_logprobs(output) | {"usage": _usage(output), "error": None}
-    return _encode(record | {"metrics": _metrics(output)})
+    metrics = _metrics(output) | ({} if job is None else {"job": job})
+    return _encode(record | {"metrics": metrics})
 
 
 def failure(line: Line, message: str) -> bytes:

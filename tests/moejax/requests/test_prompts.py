@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tokenizers import Regex, normalizers, pre_tokenizers
+from tokenizers import Regex, normalizers, pre_tokenizers, processors
 
 import moejax
 from moejax import UserError
@@ -152,6 +152,24 @@ def test_which_tokenizers_are_plain(tokenizer, normalizer, pre_tokenizer, plain)
         tokenizer.backend_tokenizer.normalizer = normalizer
     if pre_tokenizer is not None:
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizer
+    assert is_plain(tokenizer) is plain
+
+
+@pytest.mark.parametrize(
+    ("single", "ids", "plain"),
+    [
+        ("<s> $A", 1, True),
+        ("$A $A", 1, False),
+        ("<s> $A", 5000, False),
+    ],
+)
+def test_templates_that_repeat_or_add_much_are_not_plain(tokenizer, single, ids, plain):
+    tokens = {"id": "<s>", "ids": [0] * ids, "tokens": ["x"] * ids}
+    template = processors.TemplateProcessing(single=single, special_tokens=[tokens])
+    tokenizer.backend_tokenizer.post_processor = template
+    assert is_plain(tokenizer) is plain
+    chain = processors.Sequence([processors.ByteLevel(), template])
+    tokenizer.backend_tokenizer.post_processor = chain
     assert is_plain(tokenizer) is plain
 
 

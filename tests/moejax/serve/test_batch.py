@@ -150,7 +150,9 @@ PROMPTS = [{"id": f"p{i}", "prompt": f"prompt {i}"} for i in range(7)]
 def only_line(path) -> str:
     (line,) = path.read_text().splitlines()
     head, _, metrics = line.partition(', "metrics": ')
-    assert json.loads(metrics[:-1]) | {"created": 0} == {
+    found = json.loads(metrics[:-1]) | {"created": 0}
+    assert {"model", "dtype", "seed"} <= found.pop("job").keys()
+    assert found == {
         "created": 0,
         "queue_s": 0.25,
         "ttft_s": 0.5,
@@ -524,16 +526,19 @@ def test_results_of_another_job_are_refused(tmp_path):
     run(source, output)
     whole = output.read_bytes()
     others = (
-        {"seed": 1},
-        {"model": "other"},
-        {"dtype": "float32"},
-        {"sampling": {"temperature": 0.5}},
+        ({"seed": 1}, r"\(seed was 0, is 1\)"),
+        ({"model": "other"}, r"\(model was 'demo', is 'other'\)"),
+        ({"dtype": "float32"}, r"\(dtype was 'auto', is 'float32'\)"),
+        ({"sampling": {"temperature": 0.5}}, r"\(temperature was its default, is 0.5\)"),
     )
-    for options in others:
-        with pytest.raises(UserError, match=r"line 1: the result of 'p\d' does not belong to"):
+    for options, what in others:
+        with pytest.raises(UserError, match=r"line 1: the result of 'p\d' does not") as caught:
             run(source, output, **options)
+        assert re.search(what, str(caught.value)), caught.value
     changed = write(tmp_path / "other", *PROMPTS[:6], PROMPTS[6] | {"prompt": "another"})
-    with pytest.raises(UserError, match="the result of 'p6' does not belong to"):
+    with pytest.raises(
+        UserError, match=r"the result of 'p6' does not belong to .*\(another line\)"
+    ):
         run(changed, output)
     assert output.read_bytes() == whole
     output.write_bytes(whole + whole.splitlines(keepends=True)[2])
