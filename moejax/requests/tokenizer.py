@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from moejax.errors import UserError, as_user_error
 from moejax.models.config import ModelConfig
-from moejax.models.directory import MOST_JSON, require_own_file
+from moejax.models.directory import require_own_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -34,6 +34,10 @@ FILES = (
 
 TEMPLATES = "additional_chat_templates"
 """A directory of further chat templates."""
+
+MOST_TABLE = 64 * 2**20
+"""Bytes of tokenizer.json; those of vocabularies with 260,000 tokens have 35 MB, and reading takes
+several times as much memory."""
 
 MOST_SMALL_FILE = 8 * 2**20
 """Bytes of a tokenizer's file besides tokenizer.json; large ones have some 100 KB."""
@@ -67,7 +71,7 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> PreTrainedTokenizerFast
     for name in [*FILES, *directory.glob(f"{TEMPLATES}/*")]:
         if os.path.lexists(directory / name):
             # All of it would be read, holes too.
-            most = MOST_JSON if name == "tokenizer.json" else MOST_SMALL_FILE
+            most = MOST_TABLE if name == "tokenizer.json" else MOST_SMALL_FILE
             require_own_file(directory / name, directory, most, "a tokenizer")
     if not (directory / "tokenizer.json").exists():
         others = [name for name in _OTHER_FORMATS if (directory / name).is_file()]

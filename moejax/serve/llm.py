@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import operator
 import os
 import threading
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any, TypeVar
 
 import jax
@@ -23,7 +25,7 @@ from moejax.checkpoints.versions import with_versions
 from moejax.device import select_device
 from moejax.engine.loop import Engine, Listener
 from moejax.engine.statistics import arena_stats, kv_stats
-from moejax.errors import UserError
+from moejax.errors import UserError, shown
 from moejax.interrupt import deferred_interrupt
 from moejax.models.config import ModelConfig
 from moejax.models.directory import model_directory
@@ -208,9 +210,9 @@ class LLM:
         with deferred_interrupt() as interrupted, self._held() as engine:
             asked = asked_for(prompts, sampling_params, session_id, priority)
             statistics, total = engine.statistics, sum(one.sampling_params.n for one in asked)
-            shown = self.options.progress and use_tqdm
+            bar = self.options.progress and use_tqdm
             with token_progress(
-                "generating", total, 0, lambda: statistics.generated_tokens, shown
+                "generating", total, 0, lambda: statistics.generated_tokens, bar
             ) as report:
                 submissions = run_all(engine, self._encode, asked, report, interrupted)
             return [submission.output(engine.tokenizer) for submission in submissions]
@@ -298,10 +300,15 @@ class LLM:
 
     def score_batch(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """score of each sequence, batched by prefill steps."""
-        if any(len(ids) < 2 for ids in sequences):
+        try:
+            most = self.engine.scheduler.max_model_len + 2  # tokens that need no look
+            given = [[*map(operator.index, islice(ids, most))] for ids in sequences]
+        except TypeError:
+            raise UserError(f"scoring takes lists of token ids, got {shown(sequences)}") from None
+        if any(len(ids) < 2 for ids in given):
             raise UserError("scoring needs at least two tokens a sequence")
         with self._held() as engine:
-            return run_scores(engine, sequences)
+            return run_scores(engine, given)
 
     def stats(self) -> dict[str, Any]:
         """What ran and what it cost, as plain data; the command line's --json prints it. Not while

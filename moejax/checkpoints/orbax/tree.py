@@ -111,7 +111,11 @@ def _check_files(directory: pathlib.Path) -> None:
     for folder, folders, files in os.walk(directory):
         for name in (*folders, *files):
             path = pathlib.Path(folder, name)
-            if path.is_symlink() and not may_lead_to(path.resolve(), inside):
+            try:
+                leaves = path.is_symlink() and not may_lead_to(path.resolve(), inside)
+            except (OSError, RuntimeError) as error:
+                raise UserError(f"{path}: a link in a loop ({error}); remove it") from None
+            if leaves:
                 raise UserError(
                     f"{path}: a link that leaves the checkpoint; copy what it points to "
                     "(cp -rL), or remove it"

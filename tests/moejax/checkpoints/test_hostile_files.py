@@ -98,6 +98,12 @@ def test_a_link_to_nothing_in_a_tree(foreign, tmp_path):
     refused(message, load_checkpoint, directory, name_map="maxtext_qwen3_moe")
 
 
+def test_a_loop_of_links_in_a_tree(foreign, tmp_path):
+    directory = copied(foreign, tmp_path / "tree")
+    (directory / "more").symlink_to("more")
+    refused("more: a link in a loop", load_checkpoint, directory, name_map="maxtext_qwen3_moe")
+
+
 def test_a_tree_of_many_files_takes_no_longer_for_each(foreign, tmp_path):
     directory = copied(foreign, tmp_path / "tree")
     (directory / "more").mkdir()

@@ -396,6 +396,14 @@ def test_figures_wait_for_a_thread_that_moves_the_budget(llm):
     assert len(found) == 2
 
 
+@pytest.mark.parametrize("ids", [5, [1.5, 2], [[1], [2]], np.zeros((3, 2), int), "text"])
+def test_what_is_no_list_of_token_ids_cannot_be_scored(llm, ids):
+    with pytest.raises(UserError, match="scoring takes lists of token ids"):
+        llm.score(ids)
+    with pytest.raises(UserError, match=r"outside of the vocabulary|tokens"):
+        llm.score(itertools.count())
+
+
 # ---- KV that nobody can give
 
 
