@@ -140,8 +140,9 @@ def list_of_prompts(given: Any) -> list[Prompt]:
     prompts = given
     if not isinstance(given, str | Mapping | Sequence | np.ndarray):
         raise UserError(f"prompts are text, token ids, or a list of them, not {shown(given)}")
+    # The first says what all are: there may be very many.
     single = isinstance(prompts, str | Mapping) or (
-        len(prompts) > 0 and all(isinstance(p, int | np.integer) for p in prompts)
+        len(prompts) > 0 and isinstance(prompts[0], int | np.integer)
     )
     return [prompts] if single else list(prompts)
 
@@ -153,9 +154,9 @@ def one_each(name: str, given: Any, count: int, kind: type | tuple[type, ...]) -
         return [given] * count
     if not isinstance(given, Sequence | np.ndarray) or isinstance(given, str):
         raise UserError(f"{name} cannot be {shown(given)}")
+    if len(given) != count:
+        raise UserError(f"{count} prompts but {len(given)} {name}; give one or {count}")
     values = list(given)
-    if len(values) != count:
-        raise UserError(f"{count} prompts but {len(values)} {name}; give one or {count}")
     if not all(isinstance(value, kind) for value in values):
         raise UserError(f"{name} cannot be {shown(given)}")
     return values

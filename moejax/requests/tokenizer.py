@@ -6,6 +6,8 @@ ids alone do not need it.
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import json
 import os
 import re
@@ -16,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from moejax.errors import UserError, as_user_error
 from moejax.models.config import ModelConfig
-from moejax.models.directory import require_own_file
+from moejax.models.directory import read_bounded, read_json, require_own_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -82,6 +84,7 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> PreTrainedTokenizerFast
             f"transformers: AutoTokenizer.from_pretrained({str(directory)!r})"
             f".save_pretrained({str(directory)!r})"
         )
+    _check_charsmaps(directory / "tokenizer.json")
     with _without_advice():
         from transformers import PreTrainedTokenizerFast
 
@@ -133,6 +136,24 @@ def check_vocabulary(
             f"config.json has vocab_size {config.vocab_size}; they are of different models"
         )
     return tokenizer
+
+
+def _check_charsmaps(path: Path) -> None:
+    """Raises UserError for a precompiled map of characters that says it is longer than it is:
+    tokenizers takes its word, and ends the process where there is no such memory."""
+    raw = read_bounded(path, MOST_TABLE, "a tokenizer")
+    if b"recompiled" not in raw and b"\\u00" not in raw:  # or an escape of a letter of it
+        return
+    parts = [read_json(path).get("normalizer")]
+    while parts:
+        part = parts.pop()
+        parts += part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
+        given = part.get("precompiled_charsmap") if isinstance(part, dict) else None
+        data = b""
+        with contextlib.suppress(TypeError, ValueError):  # tokenizers refuses what is no base64
+            data = base64.b64decode(given or "")
+        if int.from_bytes(data[:4], "little") > max(len(data) - 4, 0):
+            raise UserError(f"{path}: its precompiled_charsmap is damaged; download it again")
 
 
 def is_plain(tokenizer: PreTrainedTokenizerFast) -> bool:

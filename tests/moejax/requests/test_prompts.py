@@ -208,6 +208,19 @@ def test_a_template_of_60_megabytes_is_refused(directory):
         load_tokenizer(directory)
 
 
+@pytest.mark.parametrize("charsmap", ["////////", "/////w=="])
+def test_a_map_of_characters_that_lies_about_its_length_is_refused(directory, charsmap):
+    """tokenizers would end the process: it has no memory for the 4 GiB that four bytes promise."""
+    path = directory / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    rule = {"type": "Precompiled", "precompiled_charsmap": charsmap}
+    tokenizer["normalizer"] = {"type": "Sequence", "normalizers": [rule]}
+    for text in (json.dumps(tokenizer), json.dumps(tokenizer).replace("recomp", "r\\u0065comp")):
+        path.write_text(text)
+        with pytest.raises(UserError, match="its precompiled_charsmap is damaged"):
+            load_tokenizer(directory)
+
+
 def test_a_decoder_that_multiplies_text_is_refused(directory):
     path = directory / "tokenizer.json"
     tokenizer = json.loads(path.read_text())

@@ -404,6 +404,18 @@ def test_what_is_no_list_of_token_ids_cannot_be_scored(llm, ids):
         llm.score(itertools.count())
 
 
+@pytest.mark.parametrize(
+    ("prompts", "options", "message"),
+    [
+        (range(10**9), {}, "the prompt has more than 256 tokens"),
+        ([[5]], {"session_id": range(10**9)}, "1 prompts but 1000000000 session_id"),
+    ],
+)
+def test_lists_without_end_are_not_read(llm, prompts, options, message):
+    with pytest.raises(UserError, match=message):
+        llm.generate(prompts, GREEDY, **options)
+
+
 # ---- KV that nobody can give
 
 
