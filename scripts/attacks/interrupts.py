@@ -29,9 +29,10 @@ def interrupted(function: Callable[[], Any], moments: list[float]) -> Any:
     """What the function returns when SIGINT arrives so many seconds after its start, once for each;
     the KeyboardInterrupt where it went through. Raises RuntimeError where another handler is left
     behind. For the main thread."""
-    done = threading.Event()
+    begun, done = threading.Event(), threading.Event()
 
     def attacked() -> Any:
+        begun.set()
         return function()
 
     def handler(number: int, interrupted: types.FrameType | None) -> None:
@@ -44,6 +45,7 @@ def interrupted(function: Callable[[], Any], moments: list[float]) -> Any:
             frame = frame.f_back
 
     def send() -> None:
+        begun.wait()  # one that comes before would interrupt nothing
         begin = time.perf_counter()
         for moment in sorted(moments):
             if done.wait(max(0.0, begin + moment - time.perf_counter())):
