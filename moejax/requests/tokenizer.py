@@ -41,6 +41,9 @@ MOST_TABLE = 64 * 2**20
 """Bytes of tokenizer.json; those of vocabularies with 260,000 tokens have 35 MB, and reading takes
 several times as much memory."""
 
+MOST_ADDED = 1 << 16
+"""Added tokens of a tokenizer; real ones have some thousands."""
+
 MOST_SMALL_FILE = 8 * 2**20
 """Bytes of a tokenizer's file besides tokenizer.json; large ones have some 100 KB."""
 
@@ -84,7 +87,7 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> PreTrainedTokenizerFast
             f"transformers: AutoTokenizer.from_pretrained({str(directory)!r})"
             f".save_pretrained({str(directory)!r})"
         )
-    _check_charsmaps(directory / "tokenizer.json")
+    _check_table(directory / "tokenizer.json")
     with _without_advice():
         from transformers import PreTrainedTokenizerFast
 
@@ -138,13 +141,18 @@ def check_vocabulary(
     return tokenizer
 
 
-def _check_charsmaps(path: Path) -> None:
-    """Raises UserError for a precompiled map of characters that says it is longer than it is:
-    tokenizers takes its word, and ends the process where there is no such memory."""
+def _check_table(path: Path) -> None:
+    """Raises UserError for more than MOST_ADDED added tokens, each of which is looked for in every
+    text, and for a precompiled map of characters that says it is longer than it is: tokenizers
+    takes its word, and ends the process where there is no such memory."""
     raw = read_bounded(path, MOST_TABLE, "a tokenizer")
-    if b"recompiled" not in raw and b"\\u00" not in raw:  # or an escape of a letter of it
+    many = raw.count(b'"content"') > MOST_ADDED
+    if not many and b"recompiled" not in raw and b"\\u00" not in raw:  # an escape of a letter
         return
-    parts = [read_json(path).get("normalizer")]
+    table = read_json(path)
+    if isinstance(added := table.get("added_tokens"), list) and len(added) > MOST_ADDED:
+        raise UserError(f"{path}: {len(added)} added tokens; at most {MOST_ADDED} are read")
+    parts = [table.get("normalizer")]
     while parts:
         part = parts.pop()
         parts += part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()

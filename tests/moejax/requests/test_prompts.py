@@ -221,6 +221,16 @@ def test_a_map_of_characters_that_lies_about_its_length_is_refused(directory, ch
             load_tokenizer(directory)
 
 
+def test_too_many_added_tokens_are_refused(directory):
+    path = directory / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+    tokens = [{"id": 4096 + i, "content": f"a{i}", **flags} for i in range(70_000)]
+    path.write_text(json.dumps(tokenizer | {"added_tokens": tokens}))
+    with pytest.raises(UserError, match="70000 added tokens; at most 65536 are read"):
+        load_tokenizer(directory)
+
+
 def test_a_decoder_that_multiplies_text_is_refused(directory):
     path = directory / "tokenizer.json"
     tokenizer = json.loads(path.read_text())
