@@ -16,7 +16,7 @@ from pallas_kernels.expert_ffn.tile import Memory, Tile, fit
 from pallas_kernels.records.format import RecordFormat
 
 STAGES = {
-    99: {"dense": (3, 3), "int": (3, 3), "lossless": (2, 2)},
+    99: {"dense": (3, 3), "int": (2, 2), "lossless": (2, 2)},
     163: {"dense": (4, 3), "int": (3, 3), "lossless": (2, 2)},
     227: {"dense": (4, 3), "int": (3, 3), "lossless": (2, 2)},
 }

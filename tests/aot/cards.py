@@ -3,6 +3,8 @@ spills, and how long compiling takes. Writes a page for each part.
 
     JAX_PLATFORMS=cpu python -m tests.aot.cards steps records checks --out docs/results
 
+A run that was stopped goes on where it was, with --kept FILE.
+
 steps: whole steps of MODELS. records: expert_ffn over all formats of records that runs have.
 checks: what a start of Qwen3-30B-A3B on an H200 compiles to check its kernels.
 """
@@ -15,6 +17,7 @@ import dataclasses
 import datetime
 import functools
 import itertools
+import json
 import multiprocessing
 import re
 import time
@@ -34,13 +37,14 @@ from pallas_kernels.verification import Check, checks
 from tests.aot.aot_h200 import CARDS, Compiled, compile_for, device_of
 from tests.aot.ptxas import Kernel, compile_kernels
 from tests.moejax.models.test_published_configs import PUBLISHED
-from tests.moejax.step.test_constant_memory import DECODE, PREFILL, STAGED, GiB, abstract_programs
+from tests.moejax.step.test_constant_memory import PREFILL, STAGED, GiB, abstract_programs
 from tests.pallas_kernels.test_expert_ffn_versions_aot import compile_layers
 
 MODELS = ("Qwen3-30B-A3B", "Mixtral-8x7B", "OLMoE-1B-7B", "DeepSeek-V2-Lite")
 
-STEPS = (ProgramKey("decode", 16), DECODE, STAGED, PREFILL)
-"""Decode of 16 and of 64 rows, decode of 64 with a stage list, prefill of 8192 tokens."""
+STEPS = (ProgramKey("decode", 16), STAGED, PREFILL)
+"""Decode of 16 rows, decode of 64 with a stage list (its other kernels are those of one without),
+prefill of 8192 tokens."""
 
 ARENA_GiB = {"a100": 40, "rtx4090": 14, "h200": 40, "rtx5060ti": 6}
 """Above 4 GiB, where kernels address with 64 bits."""
@@ -116,6 +120,7 @@ def record_lines(card: str, versions: tuple[tuple[str, str], ...], rows: int, ro
 def _lines(
     card: str, program: str, compiled: Callable[[], dict[str, Kernel]], only: str = ""
 ) -> list[Line]:
+    """The kernels whose names begin so, or one line that says why there are none."""
     began = time.perf_counter()
     try:
         kernels = compiled()
@@ -244,6 +249,27 @@ def check_page(found: Sequence[tuple[str, float, float]], wall: float, workers: 
     )
 
 
+def _all_lines(
+    pool: concurrent.futures.Executor, calls: Sequence[tuple], kept: Path | None
+) -> list[Line]:
+    """The lines of every (function, *arguments), in order. kept: JSON lines, one a call."""
+    found = {}
+    if kept is not None and kept.exists():
+        found = dict(json.loads(line) for line in kept.read_text().splitlines())
+    names = [" ".join(map(str, (call[0].__name__, *call[1:]))) for call in calls]
+    jobs = {
+        pool.submit(*call): name
+        for name, call in zip(names, calls, strict=True)
+        if name not in found
+    }
+    for job in concurrent.futures.as_completed(jobs):
+        found[jobs[job]] = [dataclasses.asdict(line) for line in job.result()]
+        if kept is not None:
+            with kept.open("a") as file:
+                file.write(json.dumps([jobs[job], found[jobs[job]]]) + "\n")
+    return [Line(**line) for name in names for line in found[name]]
+
+
 def _where() -> str:
     return f"jax {jax.__version__}, {datetime.date.today().isoformat()}"
 
@@ -257,6 +283,7 @@ def main() -> None:
     parser.add_argument("--cards", nargs="+", choices=CARDS, default=CARDS)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--kept", type=Path, help="lines found so far, as JSON: made and gone on")
     args = parser.parse_args()
     spawn = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(args.workers, mp_context=spawn) as pool:
@@ -267,12 +294,12 @@ def main() -> None:
                 page = check_page(found, time.perf_counter() - began, args.workers)
             elif part == "steps":
                 work = list(itertools.product(args.models, STEPS, args.cards))
-                jobs = [pool.submit(step_lines, card, model, key) for model, key, card in work]
-                page = step_page([line for job in jobs for line in job.result()])
+                calls = [(step_lines, card, model, key) for model, key, card in work]
+                page = step_page(_all_lines(pool, calls, args.kept))
             else:
                 work = list(itertools.product(VERSIONS, RECORD_ROWS, args.cards))
-                jobs = [pool.submit(record_lines, card, v, *rows) for v, rows, card in work]
-                page = record_page([line for job in jobs for line in job.result()])
+                calls = [(record_lines, card, v, *rows) for v, rows, card in work]
+                page = record_page(_all_lines(pool, calls, args.kept))
             if args.out is None:
                 print(page)
             else:
