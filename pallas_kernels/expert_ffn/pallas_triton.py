@@ -16,11 +16,12 @@ from pallas_kernels.expert_ffn.tile import Memory, Tile, fit
 from pallas_kernels.records.format import RecordFormat
 
 STAGES = {
-    99: {"dense": (3, 3), "int": (2, 2), "lossless": (2, 2)},
-    163: {"dense": (4, 3), "int": (3, 3), "lossless": (2, 2)},
-    227: {"dense": (4, 3), "int": (3, 3), "lossless": (2, 2)},
+    99: {"dense": (3, 3, 3, 3), "int": (2, 2, 2, 2), "lossless": (1, 2, 2, 2)},
+    163: {"dense": (4, 3, 4, 3), "int": (3, 3, 3, 3), "lossless": (2, 2, 2, 2)},
+    227: {"dense": (4, 3, 4, 3), "int": (3, 3, 3, 3), "lossless": (2, 2, 2, 2)},
 }
-"""Class of GPU → what records there are beside dense → stages of gate_up and of down."""
+"""Class of GPU → what records there are beside dense → stages of gate_up and of down for few
+tokens, then for many."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,12 +60,12 @@ def configuration(
             '(its products would be TF32); "xla" takes it'
         )
     kind = "lossless" if "lossless12" in versions else "int" if versions else "dense"
-    gate_up, down = STAGES[shared_kib][kind]
+    few_gate_up, few_down, gate_up, down = STAGES[shared_kib][kind]
     if row_tile < many_tokens.ROWS:
         return Config(
             few_tokens.ROWS,
-            Tile(fit(width, 64), fit(hidden, 128), num_warps=4, num_stages=gate_up),
-            Tile(fit(hidden, 64), fit(width, 128), num_warps=4, num_stages=down),
+            Tile(fit(width, 64), fit(hidden, 128), num_warps=4, num_stages=few_gate_up),
+            Tile(fit(hidden, 64), fit(width, 128), num_warps=4, num_stages=few_down),
         )
     return Config(
         many_tokens.ROWS,
