@@ -51,7 +51,7 @@ def identity(steps: StepSpec) -> dict[str, Any]:
         "runtime": steps.runtime,
         "jax": jax.__version__,
         "driver": steps.driver,
-        "ops": steps.ops.chosen(),
+        "ops": dataclasses.asdict(steps.ops),
         "model": config_digest(steps.config),
         "dtype": steps.dtype,
         "expert_bytes": [record.nbytes for record in steps.layout.records],

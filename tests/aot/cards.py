@@ -3,7 +3,8 @@ spills; and how long a start's checks compile. Writes a page for each part.
 
     JAX_PLATFORMS=cpu python -m tests.aot.cards steps records checks --out docs/results
 
-A run that was stopped goes on where it was, with --kept FILE.
+A run that was stopped goes on where it was, with --kept FILE; what --minutes were too few for is
+named on the page.
 
 steps: whole steps of MODELS. records: expert_ffn over all formats of records that runs have.
 checks: what a start of Qwen3-30B-A3B on an H200 compiles to check its kernels.
@@ -18,6 +19,7 @@ import datetime
 import functools
 import itertools
 import json
+import math
 import multiprocessing
 import os
 import re
@@ -171,7 +173,7 @@ def _processor_seconds() -> float:
     return sum(os.times()[:4])
 
 
-def step_page(lines: Sequence[Line]) -> str:
+def step_page(lines: Sequence[Line], missing: Sequence[str]) -> str:
     """One table a program: our kernels, a column a card."""
     text = [
         "# Steps on every card",
@@ -179,19 +181,27 @@ def step_page(lines: Sequence[Line]) -> str:
         "Each kernel of our own: bytes of shared memory a program, registers a thread, and, where "
         "there are any, bytes spilled. XLA's own kernels are counted. `python -m tests.aot.cards "
         f"steps`, {_where()}.",
+        *_left_out(missing),
     ]
     return "\n".join([*text, *_tables(lines)]) + "\n"
 
 
-def record_page(lines: Sequence[Line]) -> str:
+def record_page(lines: Sequence[Line], missing: Sequence[str]) -> str:
     """As step_page, of expert_ffn over formats of records."""
     text = [
         "# expert_ffn over every format of records on every card",
         "",
         "Qwen3-30B-A3B: bytes of shared memory a program, registers a thread, bytes spilled. "
         f"`python -m tests.aot.cards records`, {_where()}.",
+        *_left_out(missing),
     ]
     return "\n".join([*text, *_tables(lines)]) + "\n"
+
+
+def _left_out(missing: Sequence[str]) -> list[str]:
+    if not missing:
+        return []
+    return ["", f"**Not compiled in this run** ({len(missing)}): {'; '.join(missing)}."]
 
 
 def _tables(lines: Sequence[Line]) -> Iterable[str]:
@@ -250,9 +260,10 @@ def check_page(found: Sequence[tuple[str, float, float]], wall: float, workers: 
 
 
 def _all_lines(
-    pool: concurrent.futures.Executor, calls: Sequence[tuple], kept: Path | None
-) -> list[Line]:
-    """The lines of every (function, *arguments), in order. kept: JSON lines, one a call."""
+    pool: concurrent.futures.Executor, calls: Sequence[tuple], kept: Path | None, minutes: float
+) -> tuple[list[Line], list[str]]:
+    """The lines of every (function, *arguments), in order, and the calls that these minutes were
+    too few for. kept: JSON lines, one a call."""
     found = {}
     if kept is not None and kept.exists():
         found = dict(json.loads(line) for line in kept.read_text().splitlines())
@@ -260,14 +271,21 @@ def _all_lines(
     jobs = {
         pool.submit(*call): name
         for name, call in zip(names, calls, strict=True)
-        if name not in found
+        if name not in found and minutes > 0
     }
-    for job in concurrent.futures.as_completed(jobs):
-        found[jobs[job]] = [dataclasses.asdict(line) for line in job.result()]
-        if kept is not None:
-            with kept.open("a") as file:
-                file.write(json.dumps([jobs[job], found[jobs[job]]]) + "\n")
-    return [Line(**line) for name in names for line in found[name]]
+    try:
+        for job in concurrent.futures.as_completed(
+            jobs, timeout=None if minutes == math.inf else 60 * minutes
+        ):
+            found[jobs[job]] = [dataclasses.asdict(line) for line in job.result()]
+            if kept is not None:
+                with kept.open("a") as file:
+                    file.write(json.dumps([jobs[job], found[jobs[job]]]) + "\n")
+    except TimeoutError:
+        for job in jobs:
+            job.cancel()
+    lines = [Line(**line) for name in names for line in found.get(name, ())]
+    return lines, [name.partition(" ")[2] for name in names if name not in found]
 
 
 def _where() -> str:
@@ -283,6 +301,7 @@ def main() -> None:
     parser.add_argument("--cards", nargs="+", choices=CARDS, default=CARDS)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--minutes", type=float, default=math.inf, help="default: no end")
     parser.add_argument("--kept", type=Path, help="lines found so far, as JSON: made and gone on")
     args = parser.parse_args()
     spawn = multiprocessing.get_context("spawn")
@@ -295,11 +314,11 @@ def main() -> None:
             elif part == "steps":
                 work = list(itertools.product(args.models, STEPS, args.cards))
                 calls = [(step_lines, card, model, key) for model, key, card in work]
-                page = step_page(_all_lines(pool, calls, args.kept))
+                page = step_page(*_all_lines(pool, calls, args.kept, args.minutes))
             else:
                 work = list(itertools.product(VERSIONS, RECORD_ROWS, args.cards))
                 calls = [(record_lines, card, v, *rows) for v, rows, card in work]
-                page = record_page(_all_lines(pool, calls, args.kept))
+                page = record_page(*_all_lines(pool, calls, args.kept, args.minutes))
             if args.out is None:
                 print(page)
             else:
