@@ -38,6 +38,7 @@ from moejax.sizes import parse_expert_budget
 from moejax.step.context import DeviceMemory, ExpertContext
 from moejax.step.experts import Paging, add_experts, page_and_compute, zero_after
 from pallas_kernels import Ops, resolve_ops
+from pallas_kernels.cards import shared_class
 from pallas_kernels.expert_ffn import ACTIVATIONS
 from pallas_kernels.linear import linear
 from pallas_kernels.records import RecordFormat
@@ -257,6 +258,7 @@ class PagedMoE(nnx.Module):
                 platform=experts.device.platform,
                 dtype=experts.dtype,
                 no_kernel={} if reason is None else {"route": reason},
+                shared_kib=shared_class(experts.device),
             )
             if "pallas" in dataclasses.astuple(self.ops) and row_tile not in KERNEL_ROW_TILES:
                 raise ValueError(
@@ -310,6 +312,7 @@ class PagedMoE(nnx.Module):
                 row_tile=self.row_tile,
                 out_dtype=jnp.float32,
                 implementation=self.ops.linear,
+                shared_kib=self.ops.shared_kib,
             )
             ids, weights = route(logits, given, rule=self.rule, implementation=self.ops.route)
             rows, ids, weights = lax.optimization_barrier((rows, ids, weights))

@@ -6,12 +6,14 @@ import dataclasses
 from collections.abc import Mapping
 from importlib import import_module
 
+from pallas_kernels.cards import CLASSES
 from pallas_kernels.triton import KERNEL_DTYPES, is_interpreted
 
 
 @dataclasses.dataclass(frozen=True)
 class Ops:
-    """The chosen implementation of each op; a field is the name of the op's folder."""
+    """The chosen implementation of each op, a field of the name of the op's folder, and for which
+    class of GPU."""
 
     linear: str
     head_linear: str
@@ -27,11 +29,18 @@ class Ops:
     kv_write: str
     latent_write: str
     paged_attention: str
+    shared_kib: int = CLASSES[-1]
+    """The one field that is no op: the class of the GPU, by which kernels choose their stages."""
+
+    def chosen(self) -> dict[str, str]:
+        """Op → implementation."""
+        return {op: getattr(self, op) for op in OPS}
 
 
 OPS: dict[str, tuple[str, ...]] = {
     field.name: tuple(import_module(f"pallas_kernels.{field.name}.api").IMPLEMENTATIONS)
     for field in dataclasses.fields(Ops)
+    if field.name != "shared_kib"
 }
 """Every op and the implementations that its `api` lists."""
 
@@ -69,16 +78,20 @@ def resolve_ops(
     platform: str = "cpu",
     dtype: str = "float32",
     no_kernel: Mapping[str, str] | None = None,
+    shared_kib: int = CLASSES[-1],
 ) -> Ops:
     """Decides an implementation for each op.
 
     ops: as for parse_ops. platform: the device's, "cpu" or "gpu". dtype: the run's. no_kernel: ops
-    whose kernel this model cannot use, and why (paged_attention's `why_not_pallas`). Auto is
-    "pallas" on a GPU for the 16-bit dtypes where the op has a kernel for the model, else "xla",
-    which runs everywhere.
+    whose kernel this model cannot use, and why (paged_attention's `why_not_pallas`). shared_kib:
+    the device's `cards.shared_class`. Auto is "pallas" on a GPU for the 16-bit dtypes where the op
+    has a kernel for the model, else "xla", which runs everywhere.
 
-    Raises ValueError for what parse_ops refuses, and for kernels asked for where they cannot run.
+    Raises ValueError for what parse_ops refuses, for kernels asked for where they cannot run, and
+    for a class that does not exist.
     """
+    if shared_kib not in CLASSES:
+        raise ValueError(f"kernels have tables for {CLASSES} KiB a program, not {shared_kib}")
     wanted = parse_ops(ops)
     runs = platform == "gpu" or is_interpreted()
     wide = dtype not in KERNEL_DTYPES
@@ -98,4 +111,4 @@ def resolve_ops(
         if name == "pallas" and op in no_kernel:
             raise ValueError(f"op {op!r}: {no_kernel[op]}; use xla or auto")
         resolved[op] = name
-    return Ops(**resolved)
+    return Ops(**resolved, shared_kib=shared_kib)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 
@@ -19,10 +20,22 @@ def implementations(op: str, names: Sequence[str], function: str = "") -> dict[s
     }
 
 
-def pick(op: str, implementations: Mapping[str, Callable], name: str) -> Callable:
-    """The function of one implementation. Raises ValueError naming what exists."""
+def pick(
+    op: str,
+    implementations: Mapping[str, Callable],
+    name: str,
+    shared_kib: int | None = None,
+) -> Callable:
+    """The function of one implementation. shared_kib: of an op whose kernel has tables by class of
+    GPU (`cards`); only its kernel is told.
+
+    Raises ValueError naming what exists.
+    """
     if name not in implementations:
         raise ValueError(
             f"op {op!r} has no implementation {name!r}; it has {', '.join(implementations)}"
         )
-    return implementations[name]
+    function = implementations[name]
+    if shared_kib is None or name != "pallas":
+        return function
+    return functools.partial(function, shared_kib=shared_kib)

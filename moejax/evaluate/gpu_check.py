@@ -28,6 +28,7 @@ from moejax.start.build import start_engine
 from moejax.start.kernels import kernel_shapes
 from moejax.start.options import Options
 from pallas_kernels import resolve_ops
+from pallas_kernels.cards import shared_class
 from pallas_kernels.triton import is_interpreted
 from pallas_kernels.verification import Unverified, checks, load_table, write_table
 from pallas_kernels.verification.table import entry, file_name, measured
@@ -91,7 +92,7 @@ def check_kernels(device: jax.Device, shapes: list[str], dtypes: list[str], tabl
     failed = 0
     for name, dtype in itertools.product(shapes, dtypes):
         config = shape(name)
-        ops = resolve_ops("auto", platform="gpu", dtype=dtype)
+        ops = resolve_ops("auto", platform="gpu", dtype=dtype, shared_kib=shared_class(device))
         kernels = [
             dataclasses.replace(kernel, versions=versions)
             for versions in VERSIONS

@@ -90,6 +90,7 @@ class LayerStack(nnx.Module):
             tiles=tokens.tiles,
             out_dtype=out_dtype,
             implementation=self.ops.linear,
+            shared_kib=self.ops.shared_kib,
         )
 
     def _norm(self, x, name, i, eps=None):
@@ -309,6 +310,7 @@ class Decoder(nnx.Module):
                 row_tile=row_tile,
                 out_dtype=jnp.float32,
                 implementation=self.ops.linear,
+                shared_kib=self.ops.shared_kib,
             )
 
 

@@ -24,7 +24,7 @@ from moejax.engine.scheduler import Scheduler
 from moejax.engine.statistics import Statistics
 from moejax.errors import user_errors
 from moejax.models.layers import Decoder
-from moejax.start.decide.facts import DeviceFacts, device_facts, facts_of
+from moejax.start.decide.facts import device_facts, facts_of
 from moejax.start.decide.plan import Plan, decide, divide, step_spec
 from moejax.start.kernels import verify_kernels
 from moejax.start.options import Options
@@ -93,7 +93,7 @@ def probed(loaded: LoadedModel, settings: Settings, device: jax.Device) -> Plan:
         smallest,
         automatic=settings.options.automatic,
     )
-    facts = DeviceFacts(facts.platform, facts.kind, facts.runtime, budget.memory)
+    facts = dataclasses.replace(facts, memory=budget.memory)
     costs = None
     if settings.needs_costs:
         costs = step_costs(

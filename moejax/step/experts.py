@@ -81,6 +81,7 @@ def page_and_compute(
                 row_tile=context.row_tile,
                 formats=formats,
                 implementation=ops.expert_ffn,
+                shared_kib=ops.shared_kib,
             )
         counts += _counts(work, due, tables, layer, len(stores))
         return y, DeviceMemory(arena, tables), counts

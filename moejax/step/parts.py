@@ -193,6 +193,7 @@ def decode_tokens(positions: jax.Array, block_table: jax.Array, context: StepCon
             lengths=positions + 1,
             page=context.page,
             implementation=context.ops.paged_attention,
+            shared_kib=context.ops.shared_kib,
         ),
     )
 
@@ -221,6 +222,7 @@ def _prefill_tokens(prefill: PrefillBatch, block_table: jax.Array, context: Step
             count=prefill.count,
             page=context.page,
             implementation=context.ops.paged_attention,
+            shared_kib=context.ops.shared_kib,
         ),
     )
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from jaxtyping import Array, Float, Int, UInt16
 
+from pallas_kernels.cards import CLASSES
 from pallas_kernels.expert_ffn.activation import ACTIVATIONS
 from pallas_kernels.implementations import implementations, pick
 from pallas_kernels.records.format import RecordFormat
@@ -26,6 +27,7 @@ def expert_ffn(
     row_tile: int,
     formats: Formats | None = None,
     implementation: str = "xla",
+    shared_kib: int = CLASSES[-1],
 ) -> Float[Array, "TK D"]:
     """y[t·K + k] = down(act(gate(x[t])) · up(x[t])) of expert ids[t, k], for the active experts.
 
@@ -35,7 +37,8 @@ def expert_ffn(
     layers. active: the experts to compute, ascending; entries from active_count on are ignored.
     row_tile: rows of one product; constant for an engine, since the shape of a product decides its
     bits. formats: of the versions, see VersionFormats; None: one version, dense. Whatever its
-    version, an expert's weights are computed with as they decode, in x's dtype.
+    version, an expert's weights are computed with as they decode, in x's dtype. shared_kib: the
+    device's `cards.shared_class`, for the kernels.
 
     Raises ValueError for shapes that do not fit, an unknown activation or implementation.
     """
@@ -46,7 +49,7 @@ def expert_ffn(
         raise ValueError(f"arena rows have {arena.shape[1]} elements, x has {x.shape[1]} columns")
     if activation not in ACTIVATIONS:
         raise ValueError(f"unknown activation {activation!r}; known: {', '.join(ACTIVATIONS)}")
-    fn = pick("expert_ffn", IMPLEMENTATIONS, implementation)
+    fn = pick("expert_ffn", IMPLEMENTATIONS, implementation, shared_kib)
     check_formats(formats, stores, address.shape[0], x.dtype)
     if formats is None:
         (store,) = stores

@@ -9,10 +9,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.cards import CLASSES
 from pallas_kernels.expert_ffn import few_tokens, many_tokens
 from pallas_kernels.expert_ffn.activation import ACTIVATIONS
 from pallas_kernels.expert_ffn.tile import Memory, Tile, fit
 from pallas_kernels.records.format import RecordFormat
+
+STAGES = {
+    99: {"dense": (3, 3, 3, 3), "int": (2, 2, 2, 2), "lossless": (1, 2, 2, 2)},
+    163: {"dense": (4, 3, 4, 3), "int": (3, 3, 3, 3), "lossless": (2, 2, 2, 2)},
+    227: {"dense": (4, 3, 4, 3), "int": (3, 3, 3, 3), "lossless": (2, 2, 2, 2)},
+}
+"""Class of GPU → what records there are beside dense → stages of gate_up and of down for few
+tokens, then for many."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +39,7 @@ def configuration(
     dtype: jax.typing.DTypeLike,
     row_tile: int,
     versions: Collection[str] = (),
+    shared_kib: int = CLASSES[-1],
 ) -> Config:
     """The tiles for experts of hidden × width; never a function of the number of tokens.
 
@@ -49,17 +59,18 @@ def configuration(
             f'expert_ffn "pallas" takes bfloat16 and float16, not {jnp.dtype(dtype).name} '
             '(its products would be TF32); "xla" takes it'
         )
-    most = 2 if "lossless12" in versions else 3 if versions else 4
+    kind = "lossless" if "lossless12" in versions else "int" if versions else "dense"
+    few_gate_up, few_down, gate_up, down = STAGES[shared_kib][kind]
     if row_tile < many_tokens.ROWS:
         return Config(
             few_tokens.ROWS,
-            Tile(fit(width, 64), fit(hidden, 128), num_warps=4, num_stages=most),
-            Tile(fit(hidden, 64), fit(width, 128), num_warps=4, num_stages=min(most, 3)),
+            Tile(fit(width, 64), fit(hidden, 128), num_warps=4, num_stages=few_gate_up),
+            Tile(fit(hidden, 64), fit(width, 128), num_warps=4, num_stages=few_down),
         )
     return Config(
         many_tokens.ROWS,
-        Tile(fit(width, 128), fit(hidden, 64), num_warps=8, num_stages=most),
-        Tile(fit(hidden, 128), fit(width, 64), num_warps=4, num_stages=min(most, 3)),
+        Tile(fit(width, 128), fit(hidden, 64), num_warps=8, num_stages=gate_up),
+        Tile(fit(hidden, 128), fit(width, 64), num_warps=4, num_stages=down),
     )
 
 
@@ -78,9 +89,11 @@ def expert_ffn(
     formats,
     activation,
     row_tile,
+    shared_kib: int = CLASSES[-1],
 ):
     versions = {fmt.version for cell, held, _ in formats for fmt in (cell, held)} - {"dense"}
-    config = configuration(x.shape[1], formats[0].cell.width, x.dtype, row_tile, versions)
+    width = formats[0].cell.width
+    config = configuration(x.shape[1], width, x.dtype, row_tile, versions, shared_kib)
     kernels = few_tokens if config.rows == few_tokens.ROWS else many_tokens
     layers = [layer]
     if any(places is not None for _, _, places in formats):

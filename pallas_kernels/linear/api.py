@@ -3,6 +3,7 @@ from __future__ import annotations
 import jax
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.cards import CLASSES
 from pallas_kernels.implementations import implementations, pick
 
 IMPLEMENTATIONS = implementations("linear", ("xla", "pallas"))
@@ -18,13 +19,15 @@ def linear(
     tiles: Int[Array, ""] | int | None = None,
     out_dtype: jax.typing.DTypeLike | None = None,
     implementation: str = "xla",
+    shared_kib: int = CLASSES[-1],
 ) -> Float[Array, "T N"]:
     """x · weights[layer]ᵀ (+ bias[layer]), summed in float32.
 
     weights are stacked over layers in [out, in] order and passed whole: a kernel indexes them, so
     that a scan over layers copies nothing. row_tile: rows of one product (default: all), a divisor
     of T; it decides the bits, T does not. tiles: only the first so many row tiles are needed
-    (default: all); the rows after them mean nothing. out_dtype: x's by default.
+    (default: all); the rows after them mean nothing. out_dtype: x's by default. shared_kib: the
+    device's `cards.shared_class`, for the kernel.
 
     Raises ValueError for shapes that do not fit or an unknown implementation.
     """
@@ -36,7 +39,7 @@ def linear(
     if row_tile < 1 or x.shape[0] % row_tile:
         raise ValueError(f"{x.shape[0]} rows are not whole tiles of {row_tile}")
     tiles = x.shape[0] // row_tile if tiles is None else tiles
-    fn = pick("linear", IMPLEMENTATIONS, implementation)
+    fn = pick("linear", IMPLEMENTATIONS, implementation, shared_kib)
     return fn(
         x, weights, layer, bias, row_tile=row_tile, tiles=tiles, out_dtype=out_dtype or x.dtype
     )

@@ -11,10 +11,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels.cards import CLASSES
 from pallas_kernels.triton import KERNEL_DTYPES, triton_call
 
 DECODE_TILES = ((128, 128), (32, 256), (16, 512))
 """columns × depth, the widest first."""
+
+DECODE_STAGES = {99: (3, 4, 4), 163: (4, 4, 4), 227: (4, 4, 4)}
+"""Class of GPU → stages of each of DECODE_TILES."""
+
+PREFILL_STAGES = {99: 4, 163: 4, 227: 4}
 
 PROGRAMS = 128
 """Column tiles below which a GPU of 132 multiprocessors would stand idle."""
@@ -31,8 +37,11 @@ class Config:
     num_stages: int
 
 
-def configuration(row_tile: int, outputs: int, dtype: jax.typing.DTypeLike) -> Config:
-    """The tiles for weights [outputs, K]; they decide the bits of a row, and T does not.
+def configuration(
+    row_tile: int, outputs: int, dtype: jax.typing.DTypeLike, shared_kib: int = CLASSES[-1]
+) -> Config:
+    """The tiles for weights [outputs, K]; they decide the bits of a row, and T does not. The stages
+    are those of the class of GPU, see `cards`.
 
     Decode (row_tile below 64) is bound by reading the weights: tiles as wide as leave a program
     for every multiprocessor, since a wider one reads x from L2 less often, with 48 KiB of weights
@@ -44,15 +53,18 @@ def configuration(row_tile: int, outputs: int, dtype: jax.typing.DTypeLike) -> C
     if jnp.dtype(dtype).name not in KERNEL_DTYPES:
         raise ValueError(f"linear 'pallas' takes {KERNEL_DTYPES}, not {dtype}; 'xla' takes it")
     if row_tile >= 64:
-        return Config(rows=64, columns=128, depth=64, num_warps=4, num_stages=4)
-    fitting = [tile for tile in DECODE_TILES if outputs >= tile[0] * PROGRAMS]
-    columns, depth = (*fitting, DECODE_TILES[-1])[0]
-    return Config(rows=16, columns=columns, depth=depth, num_warps=4, num_stages=4)
+        stages = PREFILL_STAGES[shared_kib]
+        return Config(rows=64, columns=128, depth=64, num_warps=4, num_stages=stages)
+    tiles = list(zip(DECODE_TILES, DECODE_STAGES[shared_kib], strict=True))
+    fitting = [tile for tile in tiles if outputs >= tile[0][0] * PROGRAMS]
+    (columns, depth), stages = (*fitting, tiles[-1])[0]
+    return Config(rows=16, columns=columns, depth=depth, num_warps=4, num_stages=stages)
 
 
-def linear(x, weights, layer, bias, *, row_tile, tiles, out_dtype):
+def linear(x, weights, layer, bias, *, row_tile, tiles, out_dtype, shared_kib: int = CLASSES[-1]):
     tokens, outputs = x.shape[0], weights.shape[1]
-    config = configuration(row_tile, outputs, jnp.promote_types(x.dtype, weights.dtype))
+    dtype = jnp.promote_types(x.dtype, weights.dtype)
+    config = configuration(row_tile, outputs, dtype, shared_kib)
     return triton_call(
         functools.partial(_kernel, config=config, row_tile=row_tile),
         name="linear",

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from jaxtyping import Array, Float, Int, UInt16
 
+from pallas_kernels.cards import CLASSES
 from pallas_kernels.implementations import implementations, pick
 from pallas_kernels.kv_write import KVPage
 from pallas_kernels.paged_attention.span import SPAN
@@ -22,14 +23,16 @@ def decode_attention(
     window: int | None = None,
     scale: float | None = None,
     implementation: str = "xla",
+    shared_kib: int = CLASSES[-1],
 ) -> Float[Array, "T values"]:
     """One query per sequence over its pages, flash-style, by spans of 64 tokens in ascending order.
 
     block_table: KV row of each page of each sequence, in order; entries past the length are not
     read. lengths: tokens to attend to, the query's own included; 0: an empty row, result 0.
     window: keys at distance ≥ window are masked (`sliding_window`). scale: of the scores,
-    head_dim^−½ by default; a latent page needs one. Softmax and sums in float32. The order of sums
-    depends on the row's own length only: not on block_size, T or other rows.
+    head_dim^−½ by default; a latent page needs one. shared_kib: the device's `cards.shared_class`,
+    for the kernels. Softmax and sums in float32. The order of sums depends on the row's own length
+    only: not on block_size, T or other rows.
 
     Returns [T, H·hd]; of a latent page, where keys are whole rows and values their first `latent`
     values, [T, H·latent].
@@ -40,7 +43,7 @@ def decode_attention(
     _check(q, arena, page)
     if block_table.shape[0] != q.shape[0] or lengths.shape != q.shape[:1]:
         raise ValueError(f"q {q.shape}, block_table {block_table.shape}, lengths {lengths.shape}")
-    fn = pick("paged_attention", DECODE, implementation)
+    fn = pick("paged_attention", DECODE, implementation, shared_kib)
     scale = _scale(page, scale)
     return fn(q, arena, block_table, lengths, layer, page=page, window=window, scale=scale)
 
@@ -59,6 +62,7 @@ def prefill_attention(
     window: int | None = None,
     scale: float | None = None,
     implementation: str = "xla",
+    shared_kib: int = CLASSES[-1],
 ) -> Float[Array, "NC values"]:
     """Causal attention of a prefill step's chunks, their own keys already written to the pages.
 
@@ -71,7 +75,7 @@ def prefill_attention(
         raise ValueError(
             f"q {q.shape}, row {row.shape}, start {start.shape}, length {length.shape}"
         )
-    fn = pick("paged_attention", PREFILL, implementation)
+    fn = pick("paged_attention", PREFILL, implementation, shared_kib)
     numbers = row, start, length, count, layer
     options = dict(page=page, window=window, scale=_scale(page, scale))
     return fn(q, arena, block_table, *numbers, **options)

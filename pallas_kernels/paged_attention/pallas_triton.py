@@ -10,11 +10,18 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.cards import CLASSES
 from pallas_kernels.kv_write import KVPage
 from pallas_kernels.paged_attention import kernels
 from pallas_kernels.triton import power_of_two_divisor, triton_call
 
 MAX_HEAD_DIM = 256
+
+SPLIT_STAGES = {99: (6, 4), 163: (8, 4), 227: (8, 4)}
+"""Class of GPU → stages of decode's splits: of heads up to 128 and of wider ones."""
+
+PREFILL_STAGES = {99: (4, 4), 163: (6, 4), 227: (6, 4)}
+"""As SPLIT_STAGES, of prefill."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,37 +54,54 @@ def why_not_pallas(page: KVPage) -> str | None:
     return _too_wide(page.head_dim) if page.head_dim > MAX_HEAD_DIM else None
 
 
-def decode_configuration(groups: int, head_dim: int, dtype: jax.typing.DTypeLike) -> DecodeConfig:
-    """The tile for so many query heads per KV head.
+def decode_configuration(
+    groups: int, head_dim: int, dtype: jax.typing.DTypeLike, shared_kib: int = CLASSES[-1]
+) -> DecodeConfig:
+    """The tile for so many query heads per KV head, on a class of GPU (`cards`).
 
-    A split of 256 tokens has three of its four spans in flight where head_dim is at most 128; its
-    partial results are 1/256 of its keys' and values' bytes per query head.
+    A split of 256 tokens has three of its four spans in flight where head_dim is at most 128 (two
+    with 99 KiB); its partial results are 1/256 of its keys' and values' bytes per query head.
 
     Raises ValueError for float32 and for a head_dim above 256.
     """
     _check(head_dim, dtype)
     rows = max(16, pl.next_power_of_2(groups))
-    return DecodeConfig(rows, split=256, num_warps=4, num_stages=8 if head_dim <= 128 else 4)
+    stages = SPLIT_STAGES[shared_kib][head_dim > 128]
+    return DecodeConfig(rows, split=256, num_warps=4, num_stages=stages)
 
 
-def prefill_configuration(groups: int, head_dim: int, dtype: jax.typing.DTypeLike) -> PrefillConfig:
-    """The tile for so many query heads per KV head: 128 rows where heads come in pairs, which
-    halves how often a span of keys is read.
+def prefill_configuration(
+    groups: int, head_dim: int, dtype: jax.typing.DTypeLike, shared_kib: int = CLASSES[-1]
+) -> PrefillConfig:
+    """The tile for so many query heads per KV head, on a class of GPU (`cards`): 128 rows where
+    heads come in pairs, which halves how often a span of keys is read.
 
     Raises as decode_configuration.
     """
     _check(head_dim, dtype)
+    stages = PREFILL_STAGES[shared_kib][head_dim > 128]
     if head_dim > 128:
-        return PrefillConfig(queries=64, heads=1, num_warps=8, num_stages=4)
+        return PrefillConfig(queries=64, heads=1, num_warps=8, num_stages=stages)
     heads = power_of_two_divisor(groups, 2)
-    return PrefillConfig(queries=64, heads=heads, num_warps=4 * heads, num_stages=6)
+    return PrefillConfig(queries=64, heads=heads, num_warps=4 * heads, num_stages=stages)
 
 
-def decode_attention(q, arena, block_table, lengths, layer, *, page, window, scale):
+def decode_attention(
+    q,
+    arena,
+    block_table,
+    lengths,
+    layer,
+    *,
+    page,
+    window,
+    scale,
+    shared_kib: int = CLASSES[-1],
+):
     _check_page(page)
     tokens, heads, head_dim = q.shape
     groups = heads // page.kv_heads
-    config = decode_configuration(groups, head_dim, q.dtype)
+    config = decode_configuration(groups, head_dim, q.dtype, shared_kib)
     options = dict(page=page, window=window, scale=scale, groups=groups, config=config)
     splits = pl.cdiv(block_table.shape[1] * page.block_size, config.split)
     partial = jax.ShapeDtypeStruct((tokens, heads, splits), jnp.float32)
@@ -104,12 +128,24 @@ def decode_attention(q, arena, block_table, lengths, layer, *, page, window, sca
 
 
 def prefill_attention(
-    q, arena, block_table, row, start, length, count, layer, *, page, window, scale
+    q,
+    arena,
+    block_table,
+    row,
+    start,
+    length,
+    count,
+    layer,
+    *,
+    page,
+    window,
+    scale,
+    shared_kib: int = CLASSES[-1],
 ):
     _check_page(page)
     rows, heads, head_dim = q.shape
     groups, chunks = heads // page.kv_heads, row.shape[0]
-    config = prefill_configuration(groups, head_dim, q.dtype)
+    config = prefill_configuration(groups, head_dim, q.dtype, shared_kib)
     options = dict(page=page, window=window, scale=scale, groups=groups, config=config)
     tiles = pl.cdiv(rows // chunks, config.queries)
     return triton_call(

@@ -12,14 +12,14 @@ from pallas_kernels.paged_attention import decode_attention, prefill_attention
 from pallas_kernels.verification.check import Check, ModelShape, draw, make_check
 
 
-def attention_checks(shape: ModelShape, least: int) -> Iterator[Check]:
+def attention_checks(shape: ModelShape, shared_kib: int, least: int) -> Iterator[Check]:
     """kv_write and attention on an arena of at least so many bytes, the pages at its end; none for
     latent pages, which no kernel reads."""
     if shape.latent:
         return
     pages = _Pages(shape, least)
     yield _kv_write_check(pages)
-    yield from _attention_checks(pages)
+    yield from _attention_checks(pages, shared_kib)
 
 
 class _Pages:
@@ -84,8 +84,9 @@ def _kv_write_check(pages: _Pages) -> Check:
     return make_check("kv_write", what, shape.dtype, operands, written)
 
 
-def _attention_checks(pages: _Pages) -> Iterator[Check]:
+def _attention_checks(pages: _Pages, shared_kib: int) -> Iterator[Check]:
     shape, page = pages.shape, pages.page
+    options = {"page": page, "window": shape.window, "shared_kib": shared_kib}
 
     def queries(count: int):
         size = count, shape.heads, shape.head_dim
@@ -93,10 +94,10 @@ def _attention_checks(pages: _Pages) -> Iterator[Check]:
 
     def decoded(name, q, arena, table):
         lengths = jnp.asarray([1, 0, 65, 1000], jnp.int32)
-        arguments = {"page": page, "window": shape.window, "implementation": name}
-        return decode_attention(q, arena, table, lengths, jnp.int32(1), **arguments)
+        layer = jnp.int32(1)
+        return decode_attention(q, arena, table, lengths, layer, **options, implementation=name)
 
-    what = f"decode {pages.what} window {shape.window}"
+    what = f"decode {pages.what} window {shape.window} {shared_kib} KiB"
     yield make_check("paged_attention", what, shape.dtype, queries(4), decoded)
 
     def prefilled(name, q, arena, table):
@@ -110,12 +111,11 @@ def _attention_checks(pages: _Pages) -> Iterator[Check]:
             length,
             jnp.int32(4),
             jnp.int32(1),
-            page=page,
-            window=shape.window,
+            **options,
             implementation=name,
         )
         real = (jnp.arange(64) < length[:, None]).reshape(-1)
         return jnp.where(real[:, None], out, 0)
 
-    what = f"prefill {pages.what} window {shape.window}"
+    what = f"prefill {pages.what} window {shape.window} {shared_kib} KiB"
     yield make_check("paged_attention", what, shape.dtype, queries(4 * 64), prefilled)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 
 import jax
@@ -23,15 +22,16 @@ def checks(
     """The checks of every kernel that `ops` would run for a model of this shape. Nothing is
     computed or allocated before a check runs. wide_bytes: size of the arrays that need 64-bit
     offsets."""
-    wanted = dataclasses.asdict(ops)
     # Products of equal sizes are one check.
-    every = {check.key: check for check in _all(shape, device, wide_bytes)}
-    return [check for check in every.values() if wanted[check.op] == "pallas"]
+    every = {check.key: check for check in _all(shape, ops.shared_kib, device, wide_bytes)}
+    return [check for check in every.values() if getattr(ops, check.op) == "pallas"]
 
 
-def _all(shape: ModelShape, device: jax.Device, wide_bytes: int) -> Iterator[Check]:
-    yield from dense_checks(shape)
+def _all(
+    shape: ModelShape, shared_kib: int, device: jax.Device, wide_bytes: int
+) -> Iterator[Check]:
+    yield from dense_checks(shape, shared_kib)
     yield from table_checks(shape)
     for least in (0, wide_bytes):
-        yield from record_checks(shape, device, least)
-        yield from attention_checks(shape, least)
+        yield from record_checks(shape, shared_kib, device, least)
+        yield from attention_checks(shape, shared_kib, least)

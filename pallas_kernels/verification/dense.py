@@ -16,7 +16,7 @@ from pallas_kernels.route import route
 from pallas_kernels.verification.check import Check, ModelShape, draw, make_check
 
 
-def dense_checks(shape: ModelShape) -> Iterator[Check]:
+def dense_checks(shape: ModelShape, shared_kib: int) -> Iterator[Check]:
     d, dtype = shape.hidden, shape.dtype
     for outputs, inputs, bias, out in shape.products:
         for row_tile in (16, 64):
@@ -30,9 +30,10 @@ def dense_checks(shape: ModelShape) -> Iterator[Check]:
                 )
 
             def product(name, *operands, out=out, tile=row_tile):
-                return linear(*operands, row_tile=tile, out_dtype=out, implementation=name)
+                options = {"row_tile": tile, "out_dtype": out, "shared_kib": shared_kib}
+                return linear(*operands, **options, implementation=name)
 
-            what = f"{outputs}x{inputs} rows {row_tile} bias {bias} out {out}"
+            what = f"{outputs}x{inputs} rows {row_tile} bias {bias} out {out} {shared_kib} KiB"
             yield make_check("linear", what, dtype, inputs_of, product, out)
 
     for op, width in ((shape.norm, d), *(("rms_norm", n) for n in shape.other_norms)):

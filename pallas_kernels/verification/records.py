@@ -22,13 +22,15 @@ EXPERTS_CHECKED = 4
 """Fewest experts in the stores that are made: tiles do not depend on how many there are."""
 
 
-def record_checks(shape: ModelShape, device: jax.Device, least: int) -> Iterator[Check]:
+def record_checks(
+    shape: ModelShape, shared_kib: int, device: jax.Device, least: int
+) -> Iterator[Check]:
     """fill, stage, move and expert_ffn on stores and an arena of at least so many bytes."""
     records = _Records(shape, device, least)
     yield from _copy_checks(records)
     yield _move_check(records)
     for tokens, row_tile in ((16, 16), (32, 16), (64, 16), (192, 64)):
-        yield _expert_ffn_check(records, tokens, row_tile)
+        yield _expert_ffn_check(records, shared_kib, tokens, row_tile)
 
 
 class _Records:
@@ -144,7 +146,7 @@ def _move_check(records: _Records) -> Check:
     return make_check("move", records.what, "uint16", lambda: (records.empty(),), moved)
 
 
-def _expert_ffn_check(records: _Records, tokens: int, row_tile: int) -> Check:
+def _expert_ffn_check(records: _Records, shared_kib: int, tokens: int, row_tile: int) -> Check:
     shape, experts, count = records.shape, records.experts, records.count
     layers, layer = records.layers, records.layer
     d, k = shape.hidden, min(shape.rule.top_k, experts)
@@ -179,9 +181,11 @@ def _expert_ffn_check(records: _Records, tokens: int, row_tile: int) -> Check:
             row_tile=row_tile,
             formats=records.given,
             implementation=name,
+            shared_kib=shared_kib,
         )
 
     what = f"{records.what} {shape.activation} top {k} tokens {tokens} rows {row_tile}"
+    what += f" {shared_kib} KiB"
     return make_check("expert_ffn", what, shape.dtype, operands, computed)
 
 

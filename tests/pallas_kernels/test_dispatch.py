@@ -23,7 +23,7 @@ def test_the_list_of_ops_is_what_the_ops_have(op):
 
 def test_every_folder_is_a_listed_op(repository):
     folders = {path.parent.name for path in (repository / "pallas_kernels").glob("*/api.py")}
-    assert folders == set(OPS) == set(Ops.__dataclass_fields__)
+    assert folders == set(OPS) == set(Ops.__dataclass_fields__) - {"shared_kib"}
 
 
 @pytest.mark.parametrize("ops", ["auto", "xla", {}, {"plan": "xla"}, {"plan": "auto"}])
@@ -61,6 +61,20 @@ def test_a_kernel_that_cannot_run_a_model_is_not_chosen():
     assert resolved.paged_attention == "xla" and resolved.kv_write == "pallas"
     with pytest.raises(ValueError, match="op 'paged_attention': it is wide; use xla or auto"):
         resolve_ops("paged_attention=pallas", **options)
+
+
+def test_a_class_of_gpu_is_kept_and_checked():
+    assert resolve_ops(shared_kib=99).shared_kib == 99
+    assert resolve_ops(shared_kib=99).chosen() == dict.fromkeys(OPS, "xla")
+    message = r"tables for \(99, 163, 227\) KiB a program, not 100"
+    with pytest.raises(ValueError, match=message):
+        resolve_ops(shared_kib=100)
+
+
+def test_only_the_kernel_is_told_the_class():
+    functions = {"xla": dict, "pallas": dict, "other": dict}
+    told = {name: pick("linear", functions, name, 99)() for name in functions}
+    assert told == {"xla": {}, "pallas": {"shared_kib": 99}, "other": {}}
 
 
 def test_pick():

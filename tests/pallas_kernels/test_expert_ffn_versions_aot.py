@@ -6,10 +6,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from pallas_kernels.cards import shared_class
 from pallas_kernels.expert_ffn import expert_ffn
 from pallas_kernels.expert_ffn.pallas_triton import configuration
 from pallas_kernels.expert_ffn.tile import fit
 from pallas_kernels.records.tile import DOWN, GATE, UP, plane_size
+from tests.aot.aot_h200 import device_of
 from tests.aot.models import MODELS
 from tests.aot.ptxas import compile_kernels
 from tests.pallas_kernels.encoded import formats
@@ -21,7 +23,9 @@ Array = jax.ShapeDtypeStruct
 MODEL = MODELS["Qwen3-30B-A3B"]
 
 
-def layers(y, arena, x, stores, ids, address, version, active, *, of_versions, row_tile):
+def layers(
+    y, arena, x, stores, ids, address, version, active, *, of_versions, row_tile, shared_kib
+):
     """Every layer's experts on the same routing, inside a scan as in a step."""
 
     def layer(carry, i):
@@ -41,17 +45,23 @@ def layers(y, arena, x, stores, ids, address, version, active, *, of_versions, r
             row_tile=row_tile,
             formats=of_versions,
             implementation="pallas",
+            shared_kib=shared_kib,
         )
         return (y, arena), None
 
     return jax.lax.scan(layer, (y, arena), jnp.arange(address.shape[0]))[0]
 
 
-def compile_layers(versions, rows, row_tile, dtype="bfloat16", model=MODEL):
+def compile_layers(versions, rows, row_tile, dtype="bfloat16", model=MODEL, card="h200"):
     of_versions = formats(versions, model.hidden, model.width, dtype)
     pairs, table = rows * model.top_k, Array((model.layers, model.experts), jnp.int32)
     return compile_kernels(
-        functools.partial(layers, of_versions=of_versions, row_tile=row_tile),
+        functools.partial(
+            layers,
+            of_versions=of_versions,
+            row_tile=row_tile,
+            shared_kib=shared_class(device_of(card)),
+        ),
         Array((pairs, model.hidden), jnp.float32),
         Array((ARENA_BYTES // (2 * model.hidden), model.hidden), jnp.uint16),
         Array((rows, model.hidden), jnp.dtype(dtype)),
@@ -61,6 +71,7 @@ def compile_layers(versions, rows, row_tile, dtype="bfloat16", model=MODEL):
         ),
         Array((rows, model.top_k), jnp.int32),
         *(table, table, table),
+        card=card,
         donate_argnums=(0, 1),
         host_argnums=3,
     )

@@ -1,5 +1,7 @@
 """linear's kernel compiled for an H200 at the sizes of real models."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -67,6 +69,23 @@ def test_lm_head(name):
         check(kernels, "mma.sync")
         instructions.add(kernels["linear"].ptx.count("mma.sync"))
     assert len(instructions) == 1  # the number of rows changes the grid only
+
+
+def test_a_class_of_gpu_changes_no_product():
+    """Other stages, the same matrix instructions: a sum's order is that of every card."""
+    head = Array((1, 128 * 128, 2048), jnp.bfloat16)
+    found = {}
+    for kib in (99, 227):
+        _, kernels = compile_kernels(
+            lambda x, w, tiles, kib=kib: product(x, w, 0, tiles, 16, shared_kib=kib),
+            Array((16, 2048), jnp.bfloat16),
+            head,
+            Array((), jnp.int32),
+        )
+        kernel = kernels["linear"]
+        found[kib] = re.findall(r"\bmma\.sync[\w.]*", kernel.ptx)
+        assert kernel.shared_bytes == {99: 73728, 227: 110592}[kib]
+    assert found[99] == found[227] != []
 
 
 @pytest.mark.parametrize("row_tile", [16, 64])

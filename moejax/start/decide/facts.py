@@ -11,6 +11,7 @@ from host_offload.memory.store import ExpertStore
 from moejax.checkpoints.load import LoadedModel
 from moejax.errors import UserError
 from moejax.models.config import ModelConfig
+from pallas_kernels.cards import shared_class
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +47,8 @@ class DeviceFacts:
     platform: str
     kind: str
     runtime: str
+    shared_kib: int
+    """As pallas_kernels.cards.shared_class."""
     memory: FreeMemory | None = None
     """None: it does not say, and the user gave a limit."""
 
@@ -59,4 +62,10 @@ def device_facts(device: jax.Device, *, automatic: bool) -> DeviceFacts:
     except RuntimeError as error:
         if automatic:
             raise UserError(str(error)) from error
-    return DeviceFacts(device.platform, device.device_kind, device.client.platform_version, memory)
+    return DeviceFacts(
+        platform=device.platform,
+        kind=device.device_kind,
+        runtime=device.client.platform_version,
+        shared_kib=shared_class(device),
+        memory=memory,
+    )

@@ -115,6 +115,7 @@ def step_spec(settings: Settings, model: ModelFacts, device: DeviceFacts) -> Ste
             platform=device.platform,
             dtype=model.dtype,
             no_kernel=without_kernel(config),
+            shared_kib=device.shared_kib,
         )
     seqs, tokens, length = limits_of(settings, model, device)
     config = dataclasses.replace(config, rope=config.rope.for_length(length))

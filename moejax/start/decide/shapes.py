@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from host_offload.memory.layout import BLOCK_SIZES, SlotLayout
 from moejax.checkpoints.tensors import layer_params
 from moejax.models.config import ModelConfig
@@ -79,4 +77,4 @@ def ops_in_use(config: ModelConfig, ops: Ops) -> dict[str, str]:
         unused.add("layer_norm")
     elif not any(name in names for name in ("q_norm", "q_a_norm")):
         unused.add("rms_norm")
-    return {op: name for op, name in dataclasses.asdict(ops).items() if op not in unused}
+    return {op: name for op, name in ops.chosen().items() if op not in unused}

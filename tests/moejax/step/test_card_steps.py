@@ -1,0 +1,60 @@
+"""The steps of known models, and expert_ffn over every format of records, compiled for every card
+of tests/aot: what does not fit a card's shared memory does not compile.
+
+`python -m tests.aot.cards` writes the same compilations down as tables.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from moejax.evaluate.gpu_check import VERSIONS
+from pallas_kernels.cards import shared_class
+from tests.aot.aot_h200 import CARDS, device_of
+from tests.aot.cards import MODELS, OURS, RECORD_ROWS, STEPS, compile_step
+from tests.moejax.step.test_constant_memory import PREFILL, STAGED, MiB
+from tests.pallas_kernels.test_expert_ffn_versions_aot import compile_layers
+
+pytestmark = pytest.mark.aot
+
+ALWAYS = {(MODELS[0], STAGED, "rtx4090"), (MODELS[0], PREFILL, "a100")}
+"""Those that .ci/run compiles."""
+
+SPILLED = 64
+"""Most bytes a kernel of ours may spill: expert_gate_up's block of 64 rows fills the registers, and
+a few scalars of it are spilled with three stages on compute capability 8.9."""
+
+
+@pytest.mark.parametrize(
+    ("model", "key", "card"),
+    [
+        pytest.param(*step, marks=[pytest.mark.nightly] * (step not in ALWAYS))
+        for step in itertools.product(MODELS, STEPS, CARDS)
+    ],
+    ids=str,
+)
+def test_a_step_compiles_for_a_card(model, key, card):
+    compiled, kernels = compile_step(card, model, key)
+    own = {name: kernel for name, kernel in kernels.items() if OURS.match(name)}
+    assert {"linear", "rms_norm", "route", "plan", "fill", "combine"} <= own.keys()
+    for name, kernel in own.items():
+        assert kernel.shared_bytes <= shared_class(device_of(card)) * 1024, name
+        assert kernel.spill_bytes <= (SPILLED if name.startswith("expert_gate_up") else 0), name
+    assert compiled.host_copies(1, to_host=True) == []
+    # References, of latent attention, cut out layers' weights: see test_family_steps.
+    if {"decode_attention_split", "prefill_attention"} & kernels.keys():
+        assert compiled.copies(MiB) == []
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("card", CARDS)
+@pytest.mark.parametrize(("rows", "row_tile"), RECORD_ROWS)
+@pytest.mark.parametrize("versions", VERSIONS, ids=str)
+def test_records_compile_for_a_card(versions, rows, row_tile, card):
+    _, kernels = compile_layers(versions, rows, row_tile, card=card)
+    own = [kernel for name, kernel in kernels.items() if name.startswith("expert_")]
+    assert len(own) == 2
+    for kernel in own:
+        assert 0 < kernel.shared_bytes <= shared_class(device_of(card)) * 1024
