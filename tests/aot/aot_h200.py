@@ -1,8 +1,9 @@
-"""Compile JAX functions for an NVIDIA H200 on a machine without a GPU, and inspect the result.
+"""Compile JAX functions for a GPU on a machine without one, and inspect the result.
 
     compiled = compile_for_h200(step, cache, tokens, donate_argnums=0)
     assert not compiled.copies()                       # nothing of 1 MiB or more is copied
     assert compiled.memory.alias_bytes >= cache_bytes  # the cache is updated in place
+    compile_for("rtx4090", step, cache, tokens)        # another of CARDS
 
 XLA's CUDA compiler does the work, down to machine code; the result cannot be run here. Import this
 module before the first use of jax (it does not import jax itself): it sets
@@ -21,6 +22,10 @@ import re
 import tempfile
 
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+
+
+CARDS = ("a100", "rtx4090", "h200", "rtx5060ti")
+"""GPUs that are described here, in NAME.txtpb: compute capability 8.0, 8.9, 9.0 and 12.0."""
 
 
 class AotUnavailable(RuntimeError):
@@ -43,7 +48,7 @@ class Memory:
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """A program compiled for an H200.
+    """A program compiled for a GPU.
 
     hlo: the optimized, scheduled HLO text.
     memory: how many bytes the program needs, and where.
@@ -95,8 +100,21 @@ class Compiled:
 
 
 def compile_for_h200(fn, *args, donate_argnums=(), static_argnums=(), host_argnums=()) -> Compiled:
-    """Compiles fn(*args) for one H200.
+    """compile_for with an H200."""
+    return compile_for(
+        "h200",
+        fn,
+        *args,
+        donate_argnums=donate_argnums,
+        static_argnums=static_argnums,
+        host_argnums=host_argnums,
+    )
 
+
+def compile_for(card, fn, *args, donate_argnums=(), static_argnums=(), host_argnums=()) -> Compiled:
+    """Compiles fn(*args) for one GPU.
+
+    card: one of CARDS.
     fn: a function, or a jax.jit function, which keeps its own settings (then no *_argnums here).
     args: arrays, jax.ShapeDtypeStruct, or pytrees of these; only shapes and dtypes are used.
     donate_argnums, static_argnums: as for jax.jit.
@@ -133,19 +151,19 @@ def compile_for_h200(fn, *args, donate_argnums=(), static_argnums=(), host_argnu
         return jax.typeof(x).update(memory_space=jax.memory.Space.Host)
 
     args = [jax.tree.map(on_host, arg) if i in host else arg for i, arg in enumerate(args)]
-    h200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=h200)):
+    gpu = AbstractDevice(device_kind=device_of(card).device_kind, num_cores=None, platform="gpu")
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=gpu)):
         lowered = fn.trace(*args).lower(lowering_platforms=("cuda",))
-    return _compile(lowered.compiler_ir("stablehlo"))
+    return _compile(lowered.compiler_ir("stablehlo"), device_of(card))
 
 
 @functools.cache
-def _device():
-    """The CUDA plugin's compile-only H200."""
+def device_of(card):
+    """The CUDA plugin's compile-only device. Raises AotUnavailable where there is no plugin."""
     from jax import __version__ as v
     from jax.experimental import topologies
 
-    config = pathlib.Path(__file__).with_name("h200.txtpb").read_text()
+    config = pathlib.Path(__file__).with_name(f"{card}.txtpb").read_text()
     try:
         return topologies.get_topology_desc(
             platform="cuda", topology="1x1x1", target_config=config
@@ -158,13 +176,12 @@ def _device():
         ) from e
 
 
-def _compile(module) -> Compiled:
+def _compile(module, device) -> Compiled:
     """Compiles a StableHLO module with the options that jax.jit would use."""
     import jax
     from jax._src import compiler
     from jax._src.lib import xla_client
 
-    device = _device()
     with tempfile.TemporaryDirectory() as dump:
         flags = {} if "xla_dump_to" in os.environ.get("XLA_FLAGS", "") else {"xla_dump_to": dump}
         options = compiler.get_compile_options(

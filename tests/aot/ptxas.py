@@ -1,4 +1,4 @@
-"""What ptxas says about the kernels of a program that is compiled for an H200, and their PTX.
+"""What ptxas says about the kernels of a program that is compiled for a GPU, and their PTX.
 
     program, kernels = compile_kernels(step, arena, x, donate_argnums=0)
     assert kernels["linear"].spill_bytes == 0
@@ -18,7 +18,7 @@ import shutil
 import tempfile
 from unittest import mock
 
-from tests.aot.aot_h200 import AotUnavailable, Compiled, compile_for_h200
+from tests.aot.aot_h200 import AotUnavailable, Compiled, compile_for
 
 _WRAPPER = """#!/bin/sh
 case "$1" in --version) exec {ptxas} "$@" ;; esac
@@ -78,8 +78,8 @@ class Kernel:
         return sorted(turns, reverse=True)
 
 
-def compile_kernels(fn, *args, **options) -> tuple[Compiled, dict[str, Kernel]]:
-    """compile_for_h200(fn, *args, **options) and its kernels by name, XLA's own included.
+def compile_kernels(fn, *args, card="h200", **options) -> tuple[Compiled, dict[str, Kernel]]:
+    """compile_for(card, fn, *args, **options) and its kernels by name, XLA's own included.
 
     A kernel that several call sites share is listed once; kernels of one name with different code
     get suffixes from XLA (linear, linear_1). Raises AotUnavailable without ptxas.
@@ -98,7 +98,7 @@ def compile_kernels(fn, *args, **options) -> tuple[Compiled, dict[str, Kernel]]:
             return get_compile_options(*args, env_options_overrides=overrides, **kwargs)
 
         with mock.patch.object(compiler, "get_compile_options", with_toolkit):
-            program = compile_for_h200(fn, *args, **options)
+            program = compile_for(card, fn, *args, **options)
         shared = {name: int(size) for name, size in _SHARED.findall(program.thunks)}
         kernels = {}
         for log in pathlib.Path(toolkit).glob("*.log"):
