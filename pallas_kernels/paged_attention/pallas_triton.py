@@ -11,7 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.kv_write import KVPage
-from pallas_kernels.paged_attention import kernels
+from pallas_kernels.paged_attention import kernels, latent
 from pallas_kernels.triton import power_of_two_divisor, triton_call
 
 MAX_HEAD_DIM = 256
@@ -43,7 +43,7 @@ class PrefillConfig:
 def why_not_pallas(page: KVPage) -> str | None:
     """Why the kernels cannot read such a page, in a sentence for people; None: they can."""
     if page.latent:
-        return "paged_attention 'pallas' reads no latent pages; 'xla' does"
+        return latent.why_not_pallas(page)
     return _too_wide(page.head_dim) if page.head_dim > MAX_HEAD_DIM else None
 
 
@@ -73,8 +73,10 @@ def prefill_configuration(groups: int, head_dim: int, dtype: jax.typing.DTypeLik
     return PrefillConfig(queries=64, heads=heads, num_warps=4 * heads, num_stages=6)
 
 
-def decode_attention(q, arena, block_table, lengths, layer, *, page, window, scale):
-    _check_page(page)
+def decode_attention(q, arena, block_table, lengths, layer, *, page, window, scale, q_rope):
+    if page.latent:
+        where = arena, block_table, lengths, layer
+        return latent.decode_attention(q, q_rope, *where, page=page, window=window, scale=scale)
     tokens, heads, head_dim = q.shape
     groups = heads // page.kv_heads
     config = decode_configuration(groups, head_dim, q.dtype)
@@ -104,9 +106,11 @@ def decode_attention(q, arena, block_table, lengths, layer, *, page, window, sca
 
 
 def prefill_attention(
-    q, arena, block_table, row, start, length, count, layer, *, page, window, scale
+    q, arena, block_table, row, start, length, count, layer, *, page, window, scale, q_rope
 ):
-    _check_page(page)
+    if page.latent:
+        where = arena, block_table, row, start, length, count, layer
+        return latent.prefill_attention(q, q_rope, *where, page=page, window=window, scale=scale)
     rows, heads, head_dim = q.shape
     groups, chunks = heads // page.kv_heads, row.shape[0]
     config = prefill_configuration(groups, head_dim, q.dtype)
@@ -138,11 +142,6 @@ def _check(head_dim, dtype):
         )
     if head_dim > MAX_HEAD_DIM:
         raise ValueError(_too_wide(head_dim))
-
-
-def _check_page(page):
-    if why := why_not_pallas(page):
-        raise ValueError(why)
 
 
 def _too_wide(head_dim):

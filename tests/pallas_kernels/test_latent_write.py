@@ -187,7 +187,8 @@ def test_contract_catches(name, monkeypatch):
         ({}, {"page": KVPage(16, 1, 24)}, "latent_write needs a latent page .*latent=0"),
         ({}, {"page": KVPage(16, 2, 24, 16)}, "latent_write needs a latent page .*kv_heads=2"),
         ({}, {"page": KVPage(16, 1, 24, 17)}, "latent_write needs a latent page .*latent=17"),
-        ({}, {"implementation": "pallas"}, "op 'latent_write' has no implementation 'pallas'"),
+        ({}, {"implementation": "cuda"}, "op 'latent_write' has no implementation 'cuda'"),
+        ({}, {"implementation": "pallas"}, "'pallas' takes .* not float32; 'xla' takes it"),
     ],
 )
 def test_refuses(changed, options, message):
