@@ -67,7 +67,7 @@ LARGEST_COPY = {"decode": 0, "prefill": 33 * MiB}
 @pytest.mark.parametrize(
     "key",
     [
-        DECODE,
+        pytest.param(DECODE, marks=pytest.mark.slow),
         *(
             pytest.param(k, marks=pytest.mark.nightly)
             for k in (ProgramKey("decode", 16), STAGED, PREFILL)
