@@ -32,7 +32,7 @@ def configuration(heads: int, latent: int, rope: int, dtype: jax.typing.DTypeLik
         raise ValueError(
             f"latent_write 'pallas' takes {KERNEL_DTYPES}, not {dtype}; 'xla' takes it"
         )
-    tile = power_of_two_divisor(heads, 16)
+    tile = power_of_two_divisor(heads, 8)
     values = max(pl.next_power_of_2(latent), tile * pl.next_power_of_2(rope))
     return Config(tile, num_warps=min(max(values // 512, 1), 4), num_stages=1)
 
