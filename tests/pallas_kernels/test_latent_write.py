@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.kv_write import KVPage
-from pallas_kernels.latent_write import api, reference
+from pallas_kernels.latent_write import api, pallas_triton, reference
 from pallas_kernels.latent_write.specs import SPECS, Spec
 from tests.pallas_kernels.contract import (
     POISON,
@@ -175,6 +175,15 @@ def test_contract_catches(name, monkeypatch):
     monkeypatch.setitem(api.IMPLEMENTATIONS, name, mutant(MUTANTS[name]))
     with pytest.raises(AssertionError):
         check(Spec(17, "float32", attention_factor=1.25), name)
+
+
+@pytest.mark.parametrize(
+    ("heads", "latent", "rope", "tile", "warps"),
+    [(16, 512, 64, 8, 1), (128, 512, 64, 8, 1), (5, 16, 8, 1, 1), (12, 2048, 64, 4, 4)],
+)
+def test_configuration(heads, latent, rope, tile, warps):
+    config = pallas_triton.configuration(heads, latent, rope, "bfloat16")
+    assert config == pallas_triton.Config(tile, warps, num_stages=1)
 
 
 @pytest.mark.parametrize(
