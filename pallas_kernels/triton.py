@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
@@ -71,6 +73,22 @@ def triton_call(
         )(*operands)
 
     return call
+
+
+def load_tile(ref: Any, row_mask: jax.Array | None, column_mask: jax.Array | None) -> jax.Array:
+    """A tile [R, C] of an array, zero where one of the masks [R] and [C] is false. A mask is None
+    where the sizes say that it would be all true."""
+    mask = tile_mask(row_mask, column_mask, ref.shape)
+    return plgpu.load(ref, mask=mask, other=None if mask is None else 0)
+
+
+def tile_mask(
+    rows: jax.Array | None, columns: jax.Array | None, shape: tuple[int, ...]
+) -> jax.Array | None:
+    """The mask of a tile from those of its rows and of its columns, None if it has neither."""
+    masks = [] if rows is None else [jnp.broadcast_to(rows[:, None], shape)]
+    masks += [] if columns is None else [jnp.broadcast_to(columns[None, :], shape)]
+    return functools.reduce(jnp.logical_and, masks) if masks else None
 
 
 def power_of_two_divisor(number: int, most: int) -> int:

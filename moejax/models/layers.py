@@ -41,7 +41,8 @@ class Tokens(NamedTuple):
     """Rows of one matrix product."""
     attention: Callable[..., jax.Array]
     """Decode's or prefill's reading of the pages: (q [T, H, hd], arena, layer=, window=, scale=) ->
-    [T, H·hd], of latent pages [T, H·latent]."""
+    [T, H·hd]; of latent pages (q [T, H, latent], arena, q_rope=[T, H, hd − latent], ...) ->
+    [T, H·latent]."""
 
 
 class LayerStack(nnx.Module):
@@ -181,23 +182,31 @@ class LayerStack(nnx.Module):
             interleave=mla.rope_interleave,
             implementation=self.ops.latent_write,
         )
-        kv_b = lax.dynamic_index_in_dim(self._weight("kv_b"), i, keepdims=False)
-        keys, values = jnp.split(kv_b.reshape(heads, -1, mla.kv_lora_rank), (nope,), axis=1)
+        kv_b = self._weight("kv_b")  # of each head, rows of its keys, then of its values
+        kv_b = kv_b.reshape(kv_b.shape[0], heads, -1, mla.kv_lora_rank)
 
-        def by_head(x, weights):
+        def by_head(x, part, transposed):
             return head_linear(
                 x,
-                weights[None],
-                0,
+                kv_b,
+                i,
+                part=part,
+                transposed=transposed,
                 row_tile=tokens.row_tile,
                 tiles=tokens.tiles,
                 implementation=self.ops.head_linear,
             )
 
-        q = jnp.concatenate([by_head(q[..., :nope], keys.swapaxes(1, 2)), q_rope], axis=-1)
         layer, scale = self.first_layer + i, config.attention_scale
-        out = tokens.attention(q, arena, layer=layer, window=self.window, scale=scale)
-        out = by_head(out.reshape(out.shape[0], heads, -1), values)
+        out = tokens.attention(
+            by_head(q[..., :nope], (0, nope), True),
+            arena,
+            q_rope=q_rope,
+            layer=layer,
+            window=self.window,
+            scale=scale,
+        )
+        out = by_head(out.reshape(out.shape[0], heads, -1), (nope, kv_b.shape[2]), False)
         return out.reshape(out.shape[0], -1), arena
 
     def route(

@@ -43,6 +43,7 @@ def kernel_shapes(
     by_head = norms.get("q_norm") == config.head_dim and config.clip_qkv is None
     if by_head:
         norms = {}
+    mla = config.mla
     shape = ModelShape(
         hidden=config.hidden_size,
         width=config.moe_intermediate_size,
@@ -57,6 +58,8 @@ def kernel_shapes(
         activation=config.hidden_act,
         dtype=dtype,
         latent=config.kv_latent,
+        up_projection=(0, 0) if mla is None else (mla.qk_nope_head_dim, mla.v_head_dim),
+        interleave=mla is not None and mla.rope_interleave,
         qk_norm=by_head,
         other_norms=tuple(sorted({*norms.values()} - {config.hidden_size})),
         correction="correction" in names,

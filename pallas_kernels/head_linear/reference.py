@@ -2,8 +2,9 @@ import jax.numpy as jnp
 from jax import lax
 
 
-def head_linear(x, weights, layer, *, row_tile, tiles):
-    weight = lax.dynamic_index_in_dim(weights, layer, keepdims=False)
+def head_linear(x, weights, layer, *, part, transposed, row_tile, tiles):
+    weight = lax.dynamic_index_in_dim(weights, layer, keepdims=False)[:, slice(*part)]
+    weight = weight.swapaxes(1, 2) if transposed else weight
 
     def product(rows):
         y = lax.dot_general(

@@ -16,6 +16,11 @@ class Spec:
     row_tile: int | None = None
     tiles: int | None = None
     """Row tiles that are needed; None: all."""
+    transposed: bool = False
+    before: int = 0
+    """Rows of a head's weights before the part that is used."""
+    after: int = 0
+    """Rows behind it."""
 
 
 SPECS = (
@@ -26,4 +31,11 @@ SPECS = (
     Spec(64, "float32", row_tile=16),
     Spec(6, "bfloat16", row_tile=2, tiles=0),
     Spec(64, "bfloat16", heads=16, inputs=128, outputs=512),
+    Spec(17, "bfloat16", transposed=True, after=24),
+    Spec(17, "float32", transposed=True, inputs=33, outputs=7, before=3),
+    Spec(64, "float16", row_tile=16, tiles=3, inputs=600, outputs=55, before=16),
+    Spec(
+        64, "bfloat16", heads=16, inputs=128, outputs=512, row_tile=64, transposed=True, after=128
+    ),
+    Spec(128, "bfloat16", inputs=200, outputs=150, row_tile=64, tiles=1, before=200),
 )

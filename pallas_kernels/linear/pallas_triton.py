@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.cards import CLASSES
-from pallas_kernels.triton import KERNEL_DTYPES, triton_call
+from pallas_kernels.triton import KERNEL_DTYPES, load_tile, tile_mask, triton_call
 
 DECODE_TILES = ((128, 128), (32, 256), (16, 512))
 """columns × depth, the widest first."""
@@ -106,8 +106,8 @@ def _kernel(layer, tiles, x, weights, *rest, config, row_tile):
     def _():
         def add(k, total, depth_mask=None):
             depth = pl.ds(k * config.depth, config.depth)
-            part = _load(x.at[rows, depth], row_mask, depth_mask)
-            weight = _load(weights.at[layer[0], columns, depth], column_mask, depth_mask)
+            part = load_tile(x.at[rows, depth], row_mask, depth_mask)
+            weight = load_tile(weights.at[layer[0], columns, depth], column_mask, depth_mask)
             return total + plgpu.dot(part, weight, trans_b=True)
 
         total = jnp.zeros((config.rows, config.columns), jnp.float32)
@@ -116,20 +116,7 @@ def _kernel(layer, tiles, x, weights, *rest, config, row_tile):
             last = functools.partial(add, depth_mask=depth_mask)
             total = lax.fori_loop(whole, whole + 1, last, total)
         if bias:
-            row = _load(bias[0].at[pl.ds(layer[0], 1), columns], None, column_mask)
+            row = load_tile(bias[0].at[pl.ds(layer[0], 1), columns], None, column_mask)
             total = total + row.astype(jnp.float32)
-        mask = _both(row_mask, column_mask, total.shape)
+        mask = tile_mask(row_mask, column_mask, total.shape)
         plgpu.store(out.at[rows, columns], total.astype(out.dtype), mask=mask)
-
-
-def _load(ref, row_mask, column_mask):
-    """A tile, zero where a mask is false."""
-    mask = _both(row_mask, column_mask, ref.shape)
-    return plgpu.load(ref, mask=mask, other=None if mask is None else 0)
-
-
-def _both(rows, columns, shape):
-    """The mask of a tile from those of its rows and of its columns, None if it has neither."""
-    masks = [] if rows is None else [jnp.broadcast_to(rows[:, None], shape)]
-    masks += [] if columns is None else [jnp.broadcast_to(columns[None, :], shape)]
-    return functools.reduce(jnp.logical_and, masks) if masks else None

@@ -22,10 +22,12 @@ def decode_attention(
     page: KVPage,
     window: int | None = None,
     scale: float | None = None,
+    q_rope: Float[Array, "T H P"] | None = None,
     implementation: str = "xla",
     shared_kib: int = CLASSES[-1],
 ) -> Float[Array, "T values"]:
-    """One query per sequence over its pages, flash-style, by spans of 64 tokens in ascending order.
+    """One query per sequence over its pages, flash-style, by spans of tokens in ascending order, 64
+    or, in the kernels of latent pages, 32.
 
     block_table: KV row of each page of each sequence, in order; entries past the length are not
     read. lengths: tokens to attend to, the query's own included; 0: an empty row, result 0.
@@ -34,18 +36,19 @@ def decode_attention(
     for the kernels. Softmax and sums in float32. The order of sums depends on the row's own length
     only: not on block_size, T or other rows.
 
-    Returns [T, H·hd]; of a latent page, where keys are whole rows and values their first `latent`
-    values, [T, H·latent].
+    Of a latent page keys are whole rows and values their first `latent` values. A query is as wide
+    as a key, but in two arrays as they are computed, q [T, H, latent] and q_rope [T, H, head_dim −
+    latent]. Returns [T, H·hd], of a latent page [T, H·latent].
 
     Raises ValueError for shapes that do not fit, an unknown implementation, and what
     `why_not_pallas` says of kernels.
     """
-    _check(q, arena, page)
+    _check(q, q_rope, arena, page)
     if block_table.shape[0] != q.shape[0] or lengths.shape != q.shape[:1]:
         raise ValueError(f"q {q.shape}, block_table {block_table.shape}, lengths {lengths.shape}")
     fn = pick("paged_attention", DECODE, implementation, shared_kib)
-    scale = _scale(page, scale)
-    return fn(q, arena, block_table, lengths, layer, page=page, window=window, scale=scale)
+    options = dict(page=page, window=window, scale=_scale(page, scale), q_rope=q_rope)
+    return fn(q, arena, block_table, lengths, layer, **options)
 
 
 def prefill_attention(
@@ -61,6 +64,7 @@ def prefill_attention(
     page: KVPage,
     window: int | None = None,
     scale: float | None = None,
+    q_rope: Float[Array, "NC H P"] | None = None,
     implementation: str = "xla",
     shared_kib: int = CLASSES[-1],
 ) -> Float[Array, "NC values"]:
@@ -70,14 +74,14 @@ def prefill_attention(
     first token. length: its real tokens, ≥ 1; the results of the rows after them, and of chunks
     from `count` on, mean nothing. Otherwise as decode_attention.
     """
-    _check(q, arena, page)
+    _check(q, q_rope, arena, page)
     if q.shape[0] % max(row.shape[0], 1) or not row.shape == start.shape == length.shape:
         raise ValueError(
             f"q {q.shape}, row {row.shape}, start {start.shape}, length {length.shape}"
         )
     fn = pick("paged_attention", PREFILL, implementation, shared_kib)
     numbers = row, start, length, count, layer
-    options = dict(page=page, window=window, scale=_scale(page, scale))
+    options = dict(page=page, window=window, scale=_scale(page, scale), q_rope=q_rope)
     return fn(q, arena, block_table, *numbers, **options)
 
 
@@ -89,12 +93,26 @@ def _scale(page, scale):
     return page.head_dim**-0.5 if scale is None else scale
 
 
-def _check(q, arena, page):
-    if page.latent and (page.kv_heads != 1 or page.latent > page.head_dim):
+def _check(q, q_rope, arena, page):
+    if page.latent and (page.kv_heads != 1 or page.latent >= page.head_dim):
         raise ValueError(f"{page} is no page: a latent page has 1 KV head, latent within head_dim")
-    if q.ndim != 3 or q.shape[2] != page.head_dim or q.shape[1] % page.kv_heads:
+    if page.latent or q_rope is not None:
+        _check_latent(q, q_rope, page)
+    elif q.ndim != 3 or q.shape[2] != page.head_dim or q.shape[1] % page.kv_heads:
         raise ValueError(f"q is {q.shape} for {page.kv_heads} KV heads of head_dim {page.head_dim}")
     if SPAN % page.block_size:
         raise ValueError(f"block_size {page.block_size} does not divide a span of {SPAN} tokens")
     if arena.size % (page.head_dim * q.dtype.itemsize // 2):
         raise ValueError(f"an arena of {arena.shape} is not whole rows of head_dim {page.head_dim}")
+
+
+def _check_latent(q, q_rope, page):
+    if q_rope is None or not page.latent:
+        raise ValueError("latent pages need q_rope, others take none")
+    rope = page.head_dim - page.latent
+    if q.shape[2:] != (page.latent,) or q_rope.shape != (*q.shape[:2], rope):
+        raise ValueError(
+            f"q is {q.shape}, q_rope {q_rope.shape} for rows of {page.latent} + {rope}"
+        )
+    if q_rope.dtype != q.dtype:
+        raise ValueError(f"q is {q.dtype}, q_rope {q_rope.dtype}")

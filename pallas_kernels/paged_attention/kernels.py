@@ -39,7 +39,7 @@ def split(
     """
     t, kv_head, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     length = lengths[t]
-    low, begin = _first_seen(length - 1, window), split * config.split
+    low, begin = first_seen(length - 1, window), split * config.split
     end = jnp.minimum(begin + config.split, length)
 
     @pl.when((begin < length) & (begin + config.split > low))
@@ -70,7 +70,7 @@ def merge(lengths, totals, tops, masses, out, *, window, split):
     """
     t, head = pl.program_id(0), pl.program_id(1)
     length = lengths[t]
-    first, stop = _first_seen(length - 1, window) // split, pl.cdiv(length, split)
+    first, stop = first_seen(length - 1, window) // split, pl.cdiv(length, split)
     head_dim = out.shape[2]
     column = jnp.arange(_width(head_dim))
 
@@ -87,7 +87,7 @@ def merge(lengths, totals, tops, masses, out, *, window, split):
         for part, part_top, part_mass in parts:
             total, top, mass = sums
             new_top = jnp.maximum(top, part_top)
-            shrink, grow = _power(top, new_top), _power(part_top, new_top)
+            shrink, grow = power(top, new_top), power(part_top, new_top)
             sums = total * shrink + part * grow, new_top, mass * shrink + part_mass * grow
         return sums
 
@@ -138,7 +138,7 @@ def prefill(
 
         # Padding rows repeat the last real position, so they look at no page that is not there.
         row_position = (start[chunk] + jnp.minimum(query, length[chunk] - 1))[:, None]
-        low = _first_seen(start[chunk] + first_query, window)
+        low = first_seen(start[chunk] + first_query, window)
         last = start[chunk] + jnp.minimum(first_query + config.queries, length[chunk]) - 1
 
         def span(s, sums):
@@ -160,7 +160,7 @@ def _width(head_dim):
     return max(16, pl.next_power_of_2(head_dim))
 
 
-def _first_seen(position, window):
+def first_seen(position, window):
     """The first position that a query at `position` sees."""
     return 0 if window is None else jnp.maximum(position - (window - 1), 0)
 
@@ -197,11 +197,11 @@ def _attend(q, keys, values, seen, sums, scale):
     scores = plgpu.dot(q, keys, trans_b=True) * (math.log2(math.e) * scale)
     scores = jnp.where(seen, scores, -jnp.inf)
     new_top = jnp.maximum(top, jnp.max(scores, axis=1))
-    shrink, p = _power(top, new_top), _power(scores, new_top[:, None])
+    shrink, p = power(top, new_top), power(scores, new_top[:, None])
     total = total * shrink[:, None] + plgpu.dot(p.astype(values.dtype), values)
     return total, new_top, mass * shrink + jnp.sum(p, axis=1)
 
 
-def _power(x, top):
+def power(x, top):
     """2^(x − top), 0 where nothing has been seen yet: x and top −inf."""
     return jnp.exp2(x - jnp.where(top == -jnp.inf, 0.0, top))

@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.cards import CLASSES
 from pallas_kernels.kv_write import KVPage
-from pallas_kernels.paged_attention import kernels
+from pallas_kernels.paged_attention import kernels, latent
 from pallas_kernels.triton import power_of_two_divisor, triton_call
 
 MAX_HEAD_DIM = 256
@@ -50,7 +50,7 @@ class PrefillConfig:
 def why_not_pallas(page: KVPage) -> str | None:
     """Why the kernels cannot read such a page, in a sentence for people; None: they can."""
     if page.latent:
-        return "paged_attention 'pallas' reads no latent pages; 'xla' does"
+        return latent.why_not_pallas(page)
     return _too_wide(page.head_dim) if page.head_dim > MAX_HEAD_DIM else None
 
 
@@ -96,9 +96,12 @@ def decode_attention(
     page,
     window,
     scale,
+    q_rope,
     shared_kib: int = CLASSES[-1],
 ):
-    _check_page(page)
+    if page.latent:
+        where = arena, block_table, lengths, layer
+        return latent.decode_attention(q, q_rope, *where, page=page, window=window, scale=scale)
     tokens, heads, head_dim = q.shape
     groups = heads // page.kv_heads
     config = decode_configuration(groups, head_dim, q.dtype, shared_kib)
@@ -140,9 +143,12 @@ def prefill_attention(
     page,
     window,
     scale,
+    q_rope,
     shared_kib: int = CLASSES[-1],
 ):
-    _check_page(page)
+    if page.latent:
+        where = arena, block_table, row, start, length, count, layer
+        return latent.prefill_attention(q, q_rope, *where, page=page, window=window, scale=scale)
     rows, heads, head_dim = q.shape
     groups, chunks = heads // page.kv_heads, row.shape[0]
     config = prefill_configuration(groups, head_dim, q.dtype, shared_kib)
@@ -174,11 +180,6 @@ def _check(head_dim, dtype):
         )
     if head_dim > MAX_HEAD_DIM:
         raise ValueError(_too_wide(head_dim))
-
-
-def _check_page(page):
-    if why := why_not_pallas(page):
-        raise ValueError(why)
 
 
 def _too_wide(head_dim):

@@ -4,7 +4,9 @@ from jax import lax
 from pallas_kernels.paged_attention.span import SPAN
 
 
-def decode_attention(q, arena, block_table, lengths, layer, *, page, window, scale):
+def decode_attention(q, arena, block_table, lengths, layer, *, page, window, scale, q_rope):
+    q = _whole(q, q_rope)
+
     # One sequence at a time: the shapes of its products are those of a lone request, and the work
     # is that of the real tokens. (Batched over rows it was slower on CPU at every length tried.)
     def row(t, out):
@@ -18,8 +20,9 @@ def decode_attention(q, arena, block_table, lengths, layer, *, page, window, sca
 
 
 def prefill_attention(
-    q, arena, block_table, row, start, length, count, layer, *, page, window, scale
+    q, arena, block_table, row, start, length, count, layer, *, page, window, scale, q_rope
 ):
+    q = _whole(q, q_rope)
     size = q.shape[0] // row.shape[0]
 
     def chunk(c, out):
@@ -31,6 +34,11 @@ def prefill_attention(
 
     out = jnp.zeros((q.shape[0], q.shape[1] * page.value_dim), q.dtype)
     return lax.fori_loop(0, count, chunk, out)
+
+
+def _whole(q, q_rope):
+    """Queries as wide as keys."""
+    return q if q_rope is None else jnp.concatenate([q, q_rope], axis=-1)
 
 
 def _attend(q, arena, block_table, positions, layer, page, window, scale):

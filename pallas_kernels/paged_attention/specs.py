@@ -88,38 +88,28 @@ PREFILL_SPECS = (
     PrefillSpec(((0, 65), (65, 64), (130, 40)), 65, "bfloat16", heads=5, kv_heads=1, head_dim=6),
 )
 
+_SMALL = dict(kv_heads=1, head_dim=18, latent=16, scale=0.3)
+_LITE = dict(kv_heads=1, heads=16, head_dim=576, latent=512, scale=0.1)
+
 LATENT_DECODE_SPECS = (
+    DecodeSpec(EDGES, "bfloat16", block_size=32, window=20, **_SMALL),
     DecodeSpec(EDGES, "float32", kv_heads=1, head_dim=24, latent=16, scale=0.3),
+    DecodeSpec(EDGES[:4], "bfloat16", block_size=64, **_LITE),
+    DecodeSpec(LONG, "bfloat16", max_length=2400, **_SMALL),
     DecodeSpec(
-        EDGES, "bfloat16", block_size=32, window=20, kv_heads=1, head_dim=18, latent=16, scale=0.3
-    ),
-    DecodeSpec(
-        EDGES[:4],
-        "bfloat16",
-        block_size=64,
-        heads=16,
-        kv_heads=1,
-        head_dim=576,
-        latent=512,
-        scale=0.1,
+        EDGES[:7], "float16", heads=20, kv_heads=1, head_dim=206, latent=200, scale=0.2, window=40
     ),
 )
-"""Latent pages, which the kernels do not read."""
+"""Latent pages; the sizes of DeepSeek-V2-Lite, and more heads than a tile has with masked parts."""
 
 LATENT_PREFILL_SPECS = (
+    PrefillSpec(((0, 64), (64, 33)), 64, "bfloat16", block_size=32, window=20, **_SMALL),
     PrefillSpec(
         ((0, 16), (48, 16), (64, 5)), 16, "float32", kv_heads=1, head_dim=24, latent=16, scale=0.3
     ),
+    PrefillSpec(((0, 17), (51, 17), (119, 2)), 17, "bfloat16", **_LITE),
     PrefillSpec(
-        ((0, 64), (64, 33)),
-        64,
-        "bfloat16",
-        block_size=32,
-        window=20,
-        kv_heads=1,
-        head_dim=18,
-        latent=16,
-        scale=0.3,
+        ((0, 65), (65, 40)), 65, "float16", heads=5, kv_heads=1, head_dim=206, latent=200, scale=0.2
     ),
 )
-"""Latent pages, which the kernels do not read."""
+"""As LATENT_DECODE_SPECS."""

@@ -13,28 +13,26 @@ from pallas_kernels.verification.check import Check, ModelShape, draw, make_chec
 
 
 def attention_checks(shape: ModelShape, shared_kib: int, least: int) -> Iterator[Check]:
-    """kv_write and attention on an arena of at least so many bytes, the pages at its end; none for
-    latent pages, which no kernel reads."""
-    if shape.latent:
-        return
-    pages = _Pages(shape, least)
+    """kv_write and attention on an arena of at least so many bytes, the pages at its end."""
+    pages = Pages(shape, least)
     yield _kv_write_check(pages)
     yield from _attention_checks(pages, shared_kib)
 
 
-class _Pages:
+class Pages:
     """An arena of at least `least` bytes: behind what is unused, four sequences of 1024 tokens."""
 
     def __init__(self, shape: ModelShape, least: int):
         self.shape = shape
-        self.page = KVPage(shape.block_size, shape.kv_heads, shape.head_dim)
+        self.page = KVPage(shape.block_size, shape.kv_heads, shape.head_dim, shape.latent)
         self.blocks = 1024 // shape.block_size
         self.page_rows = 2 * self.page.rows_per_layer  # two layers, of which the second is used
         self.used = 4 * self.blocks * self.page_rows
         self.unused = max(0, -(-least // (2 * shape.head_dim)) - self.used)
-        self.what = (
-            f"heads {shape.heads}/{shape.kv_heads}x{shape.head_dim} block {shape.block_size}"
-        )
+        row = f"{shape.kv_heads}x{shape.head_dim}"
+        if shape.latent:
+            row = f"{shape.latent}+{shape.head_dim - shape.latent}"
+        self.what = f"heads {shape.heads}/{row} block {shape.block_size}"
         self.what += " offsets 64" if least else ""
 
     def table(self) -> jax.Array:
@@ -48,7 +46,7 @@ class _Pages:
         return jax.lax.dynamic_update_slice(whole, bits, (self.unused, 0))
 
 
-def _kv_write_check(pages: _Pages) -> Check:
+def _kv_write_check(pages: Pages) -> Check:
     shape = pages.shape
 
     def operands():
@@ -84,7 +82,7 @@ def _kv_write_check(pages: _Pages) -> Check:
     return make_check("kv_write", what, shape.dtype, operands, written)
 
 
-def _attention_checks(pages: _Pages, shared_kib: int) -> Iterator[Check]:
+def _attention_checks(pages: Pages, shared_kib: int) -> Iterator[Check]:
     shape, page = pages.shape, pages.page
     options = {"page": page, "window": shape.window, "shared_kib": shared_kib}
 

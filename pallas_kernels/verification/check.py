@@ -34,6 +34,10 @@ class ModelShape:
     """Whether the heads of queries and keys are normalised as they are written."""
     latent: int = 0
     """As KVPage.latent of its pages."""
+    up_projection: tuple[int, int] = (0, 0)
+    """Values of a head's key and of its value that are products with the latent, by head_linear."""
+    interleave: bool = False
+    """As latent_write's."""
     correction: bool = False
     """Whether routers add a correction to the scores they choose by."""
     norm: str = "rms_norm"

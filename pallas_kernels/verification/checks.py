@@ -10,6 +10,7 @@ from pallas_kernels.dispatch import Ops
 from pallas_kernels.verification.attention import attention_checks
 from pallas_kernels.verification.check import Check, ModelShape
 from pallas_kernels.verification.dense import dense_checks, table_checks
+from pallas_kernels.verification.latent import head_checks, latent_checks
 from pallas_kernels.verification.records import record_checks
 
 WIDE_BYTES = (1 << 32) + (1 << 28)
@@ -32,6 +33,10 @@ def _all(
 ) -> Iterator[Check]:
     yield from dense_checks(shape, shared_kib)
     yield from table_checks(shape)
+    yield from head_checks(shape)
     for least in (0, wide_bytes):
         yield from record_checks(shape, shared_kib, device, least)
-        yield from attention_checks(shape, shared_kib, least)
+        if shape.latent:
+            yield from latent_checks(shape, least)
+        else:
+            yield from attention_checks(shape, shared_kib, least)

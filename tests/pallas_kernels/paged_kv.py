@@ -66,6 +66,11 @@ def lay_out(
     return PagedKV(view.reshape(-1, COLUMNS), table, keys, values)
 
 
+def in_parts(q: np.ndarray, page: KVPage) -> tuple[np.ndarray, np.ndarray | None]:
+    """q and q_rope of attention: queries of a latent page are as wide as keys, in two arrays."""
+    return (q[..., : page.latent], q[..., page.latent :]) if page.latent else (q, None)
+
+
 def attend(
     q: np.ndarray, keys, values, position: int, window: int | None, scale: float | None = None
 ) -> np.ndarray:

@@ -9,6 +9,7 @@ import pytest
 from pallas_kernels.paged_attention import (
     api,
     kernels,
+    latent_kernels,
     pallas_triton,
     reference,
     why_not_pallas,
@@ -21,7 +22,7 @@ from pallas_kernels.paged_attention.specs import (
     DecodeSpec,
 )
 from tests.pallas_kernels.contract import SEEDS, close, compiled, draw, each, same_bits
-from tests.pallas_kernels.paged_kv import attend, draw_kv, lay_out
+from tests.pallas_kernels.paged_kv import attend, draw_kv, in_parts, lay_out
 
 LAYER = 1
 
@@ -48,7 +49,8 @@ def run(spec, implementation, q, kv):
         implementation=implementation,
     )
     numbers = (np.int32(spec.lengths), np.int32(LAYER))
-    return np.asarray(op(q, kv.arena, kv.block_table, *numbers))
+    q, q_rope = in_parts(q, spec.page)
+    return np.asarray(op(q, kv.arena, kv.block_table, *numbers, q_rope=q_rope))
 
 
 def check(spec, implementation):
@@ -69,18 +71,40 @@ def test_contract(spec, implementation):
     check(spec, implementation)
 
 
-@pytest.mark.parametrize("spec", LATENT_DECODE_SPECS, ids=lambda spec: str(spec.head_dim))
-def test_contract_of_latent_pages(spec):
-    check(spec, "xla")
+@each(api.DECODE, LATENT_DECODE_SPECS)
+def test_contract_of_latent_pages(spec, implementation):
+    check(spec, implementation)
 
 
-def test_bits_of_latent_pages_are_independent_of_page_size_and_place():
-    spec = LATENT_DECODE_SPECS[0]
+LATENT_BITS = {
+    "float32": LATENT_DECODE_SPECS[1],
+    "bfloat16": dataclasses.replace(LATENT_DECODE_SPECS[0], block_size=16),
+}
+
+
+@each(api.DECODE, dtypes=LATENT_BITS)
+def test_bits_of_latent_pages_are_independent_of_page_size_and_place(implementation, dtype):
+    spec = LATENT_BITS[dtype]
     q, keys, values = case(spec, 0)
-    want = run(spec, "xla", q, laid_out(spec, keys, values))
-    same_bits(run(spec, "xla", q, laid_out(spec, keys, values, seed=1)), want)
+    want = run(spec, implementation, q, laid_out(spec, keys, values))
+    same_bits(run(spec, implementation, q, laid_out(spec, keys, values, seed=1)), want)
     other = dataclasses.replace(spec, block_size=64)
-    same_bits(run(other, "xla", q, laid_out(other, keys, values)), want)
+    same_bits(run(other, implementation, q, laid_out(other, keys, values)), want)
+
+
+@each(api.DECODE, dtypes=LATENT_BITS)
+def test_a_row_over_latent_pages_is_independent_of_the_others(implementation, dtype):
+    """And of the width of the block table."""
+    spec = LATENT_BITS[dtype]
+    q, keys, values = case(spec, 0)
+    want = run(spec, implementation, q, laid_out(spec, keys, values))
+    wider = dataclasses.replace(spec, lengths=EDGES[::-1], max_length=600)
+    kv = laid_out(wider, keys[::-1], values[::-1])
+    same_bits(np.asarray(run(wider, implementation, q[::-1], kv))[::-1], want)
+    for t in (0, 1, 4, 16):
+        lone = dataclasses.replace(spec, lengths=(EDGES[t],))
+        kv = laid_out(lone, keys[t : t + 1], values[t : t + 1])
+        same_bits(run(lone, implementation, q[t : t + 1], kv)[0], want[t])
 
 
 WINDOWS = {"float32": None, "bfloat16": 20}
@@ -124,10 +148,9 @@ def test_bits_are_independent_of_the_width_of_the_block_table(implementation, dt
 
 
 def mutant(change):
-    def decode_attention(q, arena, block_table, lengths, layer, *, page, window, scale):
-        changed = dict(q=q, block_table=block_table, lengths=lengths, layer=layer)
-        changed |= dict(window=window, scale=scale)
-        return reference.decode_attention(arena=arena, page=page, **{**changed, **change(changed)})
+    def decode_attention(q, arena, block_table, lengths, layer, **options):
+        changed = dict(q=q, block_table=block_table, lengths=lengths, layer=layer) | options
+        return reference.decode_attention(arena=arena, **{**changed, **change(changed)})
 
     return decode_attention
 
@@ -172,6 +195,37 @@ def test_contract_catches_a_change_of_the_kernel(part, change, monkeypatch):
         check(DecodeSpec(LONG[1:2], "bfloat16", heads=2, kv_heads=1, max_length=300), part)
 
 
+def one_latent_key_further(s, low, last, config, span=latent_kernels._span):
+    return span(s, low, last + 1, config)
+
+
+def without_rope(*args, queries=latent_kernels._queries):
+    *parts, rope = queries(*args)
+    return [*parts, 0 * rope]
+
+
+def rope_for_latent(*args, load=latent_kernels._load):
+    *parts, rope = load(*args)
+    return [rope for _ in parts] + [rope]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("part", "change"),
+    [
+        ("_span", one_latent_key_further),
+        ("_queries", without_rope),
+        ("_load", rope_for_latent),
+    ],
+)
+def test_contract_catches_a_change_of_the_latent_kernel(part, change, monkeypatch):
+    monkeypatch.setattr(latent_kernels, part, change)
+    monkeypatch.setitem(api.DECODE, part, pallas_triton.decode_attention)
+    spec = dataclasses.replace(LATENT_DECODE_SPECS[0], lengths=(40,), window=None)
+    with pytest.raises(AssertionError):
+        check(spec, part)
+
+
 def test_bits_catch_another_order_of_sums(monkeypatch):
     """Spans that follow the page size are as accurate as those of 64 tokens but give other bits."""
     spec = DecodeSpec(EDGES, "float32")
@@ -196,11 +250,12 @@ def test_contract_catches_the_wrong_values_of_a_latent_row(monkeypatch):
     monkeypatch.setattr(reference, "_load_span", key_that_is_no_value())
     monkeypatch.setitem(api.DECODE, "last values", reference.decode_attention)
     with pytest.raises(AssertionError):
-        check(LATENT_DECODE_SPECS[0], "last values")
+        check(LATENT_DECODE_SPECS[1], "last values")
 
 
 PAGE = DecodeSpec((1,), "float32").page
 LATENT = PAGE._replace(kv_heads=1, latent=8)
+ROPE = {"q_rope": (2, 4, 8), "scale": 1.0}
 
 
 @pytest.mark.parametrize(
@@ -212,16 +267,32 @@ LATENT = PAGE._replace(kv_heads=1, latent=8)
         ((2, 4, 16), PAGE, (3, 1), (2,), {}, r"q \(2, 4, 16\), block_table \(3, 1\), lengths"),
         ((2, 4, 16), PAGE, (2, 1), (3,), {}, r"block_table \(2, 1\), lengths \(3,\)"),
         ((2, 4, 16), LATENT._replace(latent=17), (2, 1), (2,), {}, "latent=17.* is no page"),
+        ((2, 4, 16), LATENT._replace(latent=16), (2, 1), (2,), {}, "latent=16.* is no page"),
         ((2, 4, 16), LATENT._replace(kv_heads=2), (2, 1), (2,), {}, "kv_heads=2.* is no page"),
-        ((2, 4, 16), LATENT, (2, 1), (2,), {}, "a latent page needs a scale"),
+        ((2, 4, 8), LATENT, (2, 1), (2,), {"q_rope": (2, 4, 8)}, "a latent page needs a scale"),
+        ((2, 4, 16), LATENT, (2, 1), (2,), {}, "latent pages need q_rope, others take none"),
+        ((2, 4, 16), PAGE, (2, 1), (2,), ROPE, "latent pages need q_rope, others take none"),
+        ((2, 4, 16), LATENT, (2, 1), (2,), ROPE, r"q is \(2, 4, 16\), q_rope \(2, 4, 8\) for rows"),
+        ((2, 3, 8), LATENT, (2, 1), (2,), ROPE, r"q_rope \(2, 4, 8\) for rows of 8 \+ 8"),
+        ((2, 4, 8), LATENT, (3, 1), (2,), ROPE, r"q \(2, 4, 8\), block_table \(3, 1\), lengths"),
         ((2, 4, 16), PAGE, (2, 1), (2,), {"implementation": "cuda"}, "op 'paged_attention' has no"),
     ],
 )
 def test_refuses(q, page, block_table, lengths, options, message):
     table, lengths = jnp.zeros(block_table, jnp.int32), jnp.zeros(lengths, jnp.int32)
     arena = jnp.zeros((64, 32), jnp.uint16)
+    if "q_rope" in options:
+        options = options | {"q_rope": jnp.zeros(options["q_rope"])}
     with pytest.raises(ValueError, match=message):
         api.decode_attention(jnp.zeros(q), arena, table, lengths, 0, page=page, **options)
+
+
+def test_refuses_queries_of_two_dtypes():
+    arena, table = jnp.zeros((64, 32), jnp.uint16), jnp.zeros((2, 1), jnp.int32)
+    q, options = jnp.zeros((2, 4, 8)), {"page": LATENT, "scale": 1.0}
+    rope = jnp.zeros(q.shape, jnp.bfloat16)
+    with pytest.raises(ValueError, match="q is float32, q_rope bfloat16"):
+        api.decode_attention(q, arena, table, table[:, 0], 0, q_rope=rope, **options)
 
 
 @pytest.mark.parametrize(
@@ -229,13 +300,16 @@ def test_refuses(q, page, block_table, lengths, options, message):
     [
         (PAGE, "float32", "takes 16-bit dtypes, not float32; 'xla' takes it"),
         (PAGE._replace(head_dim=512), "float16", "takes head_dim up to 256, not 512; 'xla' takes"),
-        (LATENT, "float16", "paged_attention 'pallas' reads no latent pages; 'xla' does"),
+        (LATENT, "float32", "takes 16-bit dtypes, not float32; 'xla' takes it"),
+        (LATENT._replace(head_dim=600, latent=514), "float16", "not 514 \\+ 86; 'xla' takes them"),
     ],
 )
 def test_the_kernel_refuses(page, dtype, message):
     arena, table = jnp.zeros((2, page.head_dim), jnp.uint16), jnp.zeros((2, 1), jnp.int32)
-    options = dict(page=page, scale=1.0, implementation="pallas")
+    options: dict = dict(page=page, scale=1.0, implementation="pallas")
     q, two = jnp.zeros((2, 4, page.head_dim), dtype), jnp.ones(2, jnp.int32)
+    if page.latent:
+        q, options["q_rope"] = q[..., : page.latent], q[..., page.latent :]
     with pytest.raises(ValueError, match=message):
         api.decode_attention(q, arena, table, table[:, 0], 0, **options)
     with pytest.raises(ValueError, match=message):
@@ -245,8 +319,12 @@ def test_the_kernel_refuses(page, dtype, message):
 def test_why_not_pallas():
     """What the engine asks at its start is what the op says later."""
     assert why_not_pallas(PAGE) is None and why_not_pallas(PAGE._replace(head_dim=256)) is None
-    assert "no latent pages" in str(why_not_pallas(LATENT))
     assert "up to 256, not 258" in str(why_not_pallas(PAGE._replace(head_dim=258)))
+    assert why_not_pallas(LATENT) is None
+    assert why_not_pallas(LATENT._replace(head_dim=576, latent=512)) is None
+    for latent, head_dim in ((513, 576), (512, 578)):
+        refusal = str(why_not_pallas(LATENT._replace(head_dim=head_dim, latent=latent)))
+        assert f"up to 512 + 64 values, not {latent} + {head_dim - latent}" in refusal
 
 
 def test_refuses_an_arena_of_broken_rows():

@@ -44,7 +44,10 @@ def test_refuses(ops, message):
         resolve_ops(ops)
 
 
-def test_one_name_is_for_every_op_that_has_it():
+def test_one_name_is_for_every_op_that_has_it(monkeypatch):
+    assert parse_ops("pallas") == dict.fromkeys(OPS, "pallas")
+    monkeypatch.setitem(OPS, "latent_write", ("xla",))
+    monkeypatch.setitem(OPS, "head_linear", ("xla",))
     wanted = parse_ops("pallas")
     assert {op: name for op, name in wanted.items() if "pallas" not in OPS[op]} == {
         "head_linear": "auto",

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.head_linear import api
+from pallas_kernels.head_linear import api, pallas_triton
 from pallas_kernels.head_linear.specs import SPECS, Spec
 from tests.pallas_kernels.contract import SEEDS, close, compiled, draw, each, same_bits, wide
 
@@ -15,16 +15,34 @@ LAYER = 1
 
 
 def case(spec, seed):
-    """x and weights; every layer but LAYER is poison."""
+    """x and weights [L, H, n, r]; every layer but LAYER and all rows but the part are poison."""
     rng = np.random.default_rng(seed)
     x = draw(rng, (spec.tokens, spec.heads, spec.inputs), spec.dtype)
-    weights = np.full((spec.layers, spec.heads, spec.outputs, spec.inputs), np.nan, x.dtype)
-    weights[LAYER] = draw(rng, weights.shape[1:], spec.dtype, spec.inputs**-0.5)
+    used, columns = spec.outputs, spec.inputs
+    if spec.transposed:
+        used, columns = columns, used
+    rows = spec.before + used + spec.after
+    weights = np.full((spec.layers, spec.heads, rows, columns), np.nan, x.dtype)
+    part = draw(rng, (spec.heads, used, columns), spec.dtype, spec.inputs**-0.5)
+    weights[LAYER, :, spec.before : spec.before + used] = part
     return x, weights
 
 
+def part_of(spec):
+    """The rows of the weights that a product takes; None: all."""
+    used = spec.inputs if spec.transposed else spec.outputs
+    whole = not spec.before and not spec.after
+    return None if whole else (spec.before, spec.before + used)
+
+
 def run(spec, implementation, x, weights):
-    op = compiled(api.head_linear, implementation=implementation, row_tile=spec.row_tile)
+    op = compiled(
+        api.head_linear,
+        implementation=implementation,
+        row_tile=spec.row_tile,
+        part=part_of(spec),
+        transposed=spec.transposed,
+    )
     tiles = None if spec.tiles is None else np.int32(spec.tiles)
     return np.asarray(op(x, weights, np.int32(LAYER), tiles=tiles))
 
@@ -36,7 +54,9 @@ def check(spec, implementation):
         x[needed:] = np.nan
         got = run(spec, implementation, x, weights)
         assert got.dtype == spec.dtype
-        want = np.einsum("tha,hba->thb", wide(x), wide(weights[LAYER]))
+        used = wide(weights[LAYER])[:, slice(*(part_of(spec) or (None,)))]
+        equation = "tha,hab->thb" if spec.transposed else "tha,hba->thb"
+        want = np.einsum(equation, wide(x), used)
         assert got.shape == want.shape
         close("head_linear", spec.dtype, got[:needed], want[:needed])
 
@@ -87,13 +107,65 @@ def test_contract_catches(mutant, implementation, monkeypatch):
         check(Spec(64, "bfloat16", row_tile=16, tiles=3), name)
 
 
+def another_part(op, x, weights, layer, *, part, **options):
+    return op(x, weights, layer, part=(part[0] - 1, part[1] - 1), **options)
+
+
+def not_transposed(op, x, weights, layer, *, transposed, **options):
+    return op(x, weights, layer, transposed=not transposed, **options)
+
+
+@each(api.IMPLEMENTATIONS)
+@pytest.mark.parametrize("mutant", [another_part, not_transposed])
+def test_contract_of_a_part_catches(mutant, implementation, monkeypatch):
+    name = f"{implementation}_{mutant.__name__}"
+    broken = functools.partial(mutant, api.IMPLEMENTATIONS[implementation])
+    monkeypatch.setitem(api.IMPLEMENTATIONS, name, broken)
+    with pytest.raises(AssertionError):
+        check(Spec(3, "bfloat16", outputs=48, transposed=True, before=1), name)
+
+
+@pytest.mark.parametrize("part", [((0, 24)), ((24, 40))])
+def test_parts_have_the_bits_of_weights_that_are_cut_out(part):
+    """What the reference computed when it was given one layer's parts by themselves."""
+    rng = np.random.default_rng(0)
+    x, whole = draw(rng, (17, 3, 48), "bfloat16"), draw(rng, (2, 3, 40, 48), "bfloat16")
+    product = compiled(api.head_linear, part=part)
+    alone = compiled(api.head_linear)(x, whole[LAYER:, :, slice(*part)], np.int32(0))
+    same_bits(np.asarray(product(x, whole, np.int32(LAYER))), np.asarray(alone))
+    x, turned = x[..., : part[1] - part[0]], whole[LAYER:, :, slice(*part)].swapaxes(2, 3)
+    product = compiled(api.head_linear, part=part, transposed=True)
+    alone = compiled(api.head_linear)(x, turned, np.int32(0))
+    same_bits(np.asarray(product(x, whole, np.int32(LAYER))), np.asarray(alone))
+
+
+@pytest.mark.parametrize(
+    ("row_tile", "heads", "outputs", "inputs", "tile"),
+    [
+        (16, 16, 512, 128, (16, 32, 128)),  # DeepSeek-V2-Lite's keys and values
+        (16, 16, 128, 512, (16, 16, 512)),
+        (16, 128, 512, 128, (16, 128, 128)),  # DeepSeek-V3's
+        (64, 128, 128, 512, (64, 128, 64)),
+        (16, 2, 24, 32, (16, 16, 32)),
+    ],
+)
+def test_configuration(row_tile, heads, outputs, inputs, tile):
+    config = pallas_triton.configuration(row_tile, heads, outputs, inputs, "bfloat16")
+    assert (config.rows, config.columns, config.depth) == tile
+
+
 @pytest.mark.parametrize(
     ("x", "options", "message"),
     [
         ((3, 2, 5), {}, r"x is \(3, 2, 5\), the weights need \[T, 2, 4\]"),
         ((3, 4, 2), {}, r"x is \(3, 4, 2\), the weights need"),
         ((3, 2, 4), {"row_tile": 2}, "3 rows are not whole tiles of 2"),
-        ((3, 2, 4), {"implementation": "pallas"}, "op 'head_linear' has no implementation 'pallas"),
+        ((3, 2, 4), {"part": (1, 7)}, r"part \(1, 7\) is no part of 6 rows"),
+        ((3, 2, 4), {"part": (2, 2)}, r"part \(2, 2\) is no part of 6 rows"),
+        ((3, 2, 4), {"transposed": True}, r"the weights need \[T, 2, 6\]"),
+        ((3, 2, 4), {"part": (1, 4), "transposed": True}, r"the weights need \[T, 2, 3\]"),
+        ((3, 2, 4), {"implementation": "cuda"}, "op 'head_linear' has no implementation 'cuda"),
+        ((3, 2, 4), {"implementation": "pallas"}, "'pallas' takes .* not float32; 'xla' takes it"),
     ],
 )
 def test_refuses(x, options, message):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.kv_write import KVPage
-from pallas_kernels.latent_write import api, reference
+from pallas_kernels.latent_write import api, pallas_triton, reference
 from pallas_kernels.latent_write.specs import SPECS, Spec
 from tests.pallas_kernels.contract import (
     POISON,
@@ -178,6 +178,15 @@ def test_contract_catches(name, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("heads", "latent", "rope", "tile", "warps"),
+    [(16, 512, 64, 8, 1), (128, 512, 64, 8, 1), (5, 16, 8, 1, 1), (12, 2048, 64, 4, 4)],
+)
+def test_configuration(heads, latent, rope, tile, warps):
+    config = pallas_triton.configuration(heads, latent, rope, "bfloat16")
+    assert config == pallas_triton.Config(tile, warps, num_stages=1)
+
+
+@pytest.mark.parametrize(
     ("changed", "options", "message"),
     [
         ({"kv": (3, 23)}, {}, r"kv \(3, 23\), kv_norm \(3, 16\), q_rope .* for rows of 16 \+ 8"),
@@ -187,7 +196,8 @@ def test_contract_catches(name, monkeypatch):
         ({}, {"page": KVPage(16, 1, 24)}, "latent_write needs a latent page .*latent=0"),
         ({}, {"page": KVPage(16, 2, 24, 16)}, "latent_write needs a latent page .*kv_heads=2"),
         ({}, {"page": KVPage(16, 1, 24, 17)}, "latent_write needs a latent page .*latent=17"),
-        ({}, {"implementation": "pallas"}, "op 'latent_write' has no implementation 'pallas'"),
+        ({}, {"implementation": "cuda"}, "op 'latent_write' has no implementation 'cuda'"),
+        ({}, {"implementation": "pallas"}, "'pallas' takes .* not float32; 'xla' takes it"),
     ],
 )
 def test_refuses(changed, options, message):

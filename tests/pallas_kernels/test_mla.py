@@ -45,7 +45,8 @@ def paged(p: Projected) -> np.ndarray:
     """[S, H, value] by the ops: the prompt in chunks, the last of them not full, then tokens."""
     options = dict(page=PAGE, attention_factor=p.attention_factor, eps=EPS, interleave=p.interleave)
     write = compiled(latent_write, donate=("arena",), **options)
-    product = compiled(head_linear, row_tile=2)
+    up_keys = compiled(head_linear, row_tile=2, part=(0, NOPE), transposed=True)
+    up_values = compiled(head_linear, row_tile=2, part=(NOPE, NOPE + VALUE))
     prefill = compiled(prefill_attention, page=PAGE, scale=p.scale)
     decode = compiled(decode_attention, page=PAGE, scale=p.scale)
 
@@ -53,8 +54,7 @@ def paged(p: Projected) -> np.ndarray:
         return np.stack([np.full_like(weights, np.nan), weights])
 
     norm = stacked(p.kv_norm)
-    up_keys, up_values = p.kv_b[:, :NOPE].swapaxes(1, 2), p.kv_b[:, NOPE:]
-    up_keys, up_values = stacked(up_keys), stacked(up_values)
+    kv_b = stacked(p.kv_b)
     blocks = -(-TOKENS // PAGE.block_size)
     table = np.random.default_rng(1).permutation(blocks).astype(np.int32)
     table = table[None] * (LAYERS * PAGE.rows_per_layer)
@@ -80,14 +80,16 @@ def paged(p: Projected) -> np.ndarray:
             pages=pages,
             layer=layer,
         )
-        q = jnp.concatenate([product(p.q[take][..., :NOPE], up_keys, one), q_rope], axis=-1)
+        q = up_keys(p.q[take][..., :NOPE], kv_b, one)
         if first < PROMPT:
             numbers = (np.int32([n]) for n in (0, first, end - first))
-            attended = prefill(q, arena, table, *numbers, one, layer)
+            attended = prefill(q, arena, table, *numbers, one, layer, q_rope=q_rope)
         else:
-            attended = decode(q, arena, np.repeat(table, rows, 0), positions + 1, layer)
+            attended = decode(
+                q, arena, np.repeat(table, rows, 0), positions + 1, layer, q_rope=q_rope
+            )
         attended = attended.reshape(rows, HEADS, LATENT)
-        out.append(np.asarray(product(attended, up_values, one))[: end - first])
+        out.append(np.asarray(up_values(attended, kv_b, one))[: end - first])
     return np.concatenate(out)
 
 

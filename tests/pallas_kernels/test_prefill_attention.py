@@ -6,14 +6,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.paged_attention import api, kernels, pallas_triton, reference
+from pallas_kernels.paged_attention import (
+    api,
+    kernels,
+    latent_kernels,
+    pallas_triton,
+    reference,
+)
 from pallas_kernels.paged_attention.specs import (
     LATENT_PREFILL_SPECS,
     PREFILL_SPECS,
     PrefillSpec,
 )
 from tests.pallas_kernels.contract import SEEDS, close, compiled, draw, each, same_bits
-from tests.pallas_kernels.paged_kv import attend, draw_kv, lay_out
+from tests.pallas_kernels.paged_kv import attend, draw_kv, in_parts, lay_out
 
 LAYER = 1
 
@@ -56,9 +62,10 @@ def run(spec, implementation, q, kv, count=None):
     starts = np.int32([start for start, _ in spec.chunks])
     ends = np.int32([len(k) for k in kv.keys])
     row = np.arange(chunks, dtype=np.int32)[::-1]
+    queries, q_rope = in_parts(q.reshape(-1, spec.heads, spec.head_dim), spec.page)
     got = np.asarray(
         op(
-            q.reshape(-1, spec.heads, spec.head_dim),
+            queries,
             kv.arena,
             kv.block_table[::-1],
             row,
@@ -66,6 +73,7 @@ def run(spec, implementation, q, kv, count=None):
             ends - starts,
             np.int32(chunks if count is None else count),
             np.int32(LAYER),
+            q_rope=q_rope,
         )
     )
     assert got.dtype == spec.dtype
@@ -90,9 +98,9 @@ def test_contract(spec, implementation):
     check(spec, implementation)
 
 
-@pytest.mark.parametrize("spec", LATENT_PREFILL_SPECS, ids=lambda spec: str(spec.head_dim))
-def test_contract_of_latent_pages(spec):
-    check(spec, "xla")
+@each(api.PREFILL, LATENT_PREFILL_SPECS)
+def test_contract_of_latent_pages(spec, implementation):
+    check(spec, implementation)
 
 
 CHUNKS = ((0, 16), (56, 16), (64, 16), (112, 16))
@@ -142,6 +150,30 @@ def test_a_chunk_is_independent_of_the_others_and_of_their_number(implementation
         lone = dataclasses.replace(spec, chunks=CHUNKS[c : c + 1])
         kv = laid_out(lone, keys[c : c + 1], values[c : c + 1])
         same(run(lone, implementation, q[c : c + 1], kv), want[c : c + 1])
+
+
+LATENT = {"kv_heads": 1, "head_dim": 24, "latent": 16, "scale": 0.3}
+
+
+@BITS
+def test_bits_over_latent_pages(implementation, dtype):
+    """Independent of page size and place, of the other chunks and of how far each is filled."""
+    spec = PrefillSpec(CHUNKS, 16, dtype, window=WINDOWS[dtype], **LATENT)
+    q, keys, values = case(spec, 0)
+    kv = laid_out(spec, keys, values)
+    want = run(spec, implementation, q, kv)
+    same(run(spec, implementation, q, laid_out(spec, keys, values, seed=1)), want)
+    same(run(spec, implementation, q, kv, count=2), want[:2])
+    other = dataclasses.replace(spec, block_size=64)
+    same(run(other, implementation, q, laid_out(other, keys, values)), want)
+    for c in (0, 3):
+        lone = dataclasses.replace(spec, chunks=CHUNKS[c : c + 1])
+        alone = laid_out(lone, keys[c : c + 1], values[c : c + 1])
+        same(run(lone, implementation, q[c : c + 1], alone), want[c : c + 1])
+    real = (15, 9, 8, 1)
+    q, keys, values = case(spec, 0, real)
+    got = run(spec, implementation, q, laid_out(spec, keys, values))
+    same(got, [rows[:n] for rows, n in zip(want, real, strict=True)])
 
 
 @each(api.PREFILL, dtypes=("float32", "bfloat16"))
@@ -195,6 +227,24 @@ def test_contract_catches_a_kernel_that_is_not_causal(monkeypatch):
     monkeypatch.setitem(api.PREFILL, "not causal", pallas_triton.prefill_attention)
     with pytest.raises(AssertionError):
         check(PrefillSpec(((48, 16), (128, 5)), 16, "bfloat16"), "not causal")
+
+
+def not_causal_latent(q, keys, seen, sums, scale, attend=latent_kernels._attend):
+    return attend(q, keys, seen | True, sums, scale)
+
+
+def values_without_the_last_part(q, keys, seen, sums, scale, attend=latent_kernels._attend):
+    sums = attend(q, keys, seen, sums, scale)
+    return (0 * sums[0], *sums[1:])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("change", [not_causal_latent, values_without_the_last_part])
+def test_contract_catches_a_change_of_the_latent_kernel(change, monkeypatch):
+    monkeypatch.setattr(latent_kernels, "_attend", change)
+    monkeypatch.setitem(api.PREFILL, "changed", pallas_triton.prefill_attention)
+    with pytest.raises(AssertionError):
+        check(PrefillSpec(((48, 16), (128, 5)), 16, "bfloat16", **LATENT), "changed")
 
 
 PAGE = PrefillSpec((), 1, "float32").page

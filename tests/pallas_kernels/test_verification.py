@@ -70,10 +70,12 @@ def resolve_names():
 def test_every_kernel_passes_its_checks():
     found = small_checks(**dict.fromkeys(resolve_names(), "pallas"))
     found += small_checks(dataclasses.replace(SMALL, norm="layer_norm"), layer_norm="pallas")
+    found += small_checks(LATENT, latent_write="pallas", head_linear="pallas")
     assert len({check.key for check in found}) == len(found)
     assert {check.op for check in found} == set(resolve_names())
     wide = {check.op for check in found if "offsets 64" in check.key}
-    assert wide == {"fill", "stage", "move", "expert_ffn", "kv_write", "paged_attention"}
+    paged = {"kv_write", "latent_write", "paged_attention"}
+    assert wide == {"fill", "stage", "move", "expert_ffn"} | paged
     device = jax.devices()[0]
     # The same kernels at more rows take as long again to interpret and show nothing new.
     more = ("tokens 32", "tokens 64", "rows 64 bias")
@@ -172,9 +174,36 @@ def test_keys_without_norms_are_another_kernel():
     assert check.error(device) <= check.tolerance
 
 
-def test_no_kernel_reads_latent_pages():
-    latent = dataclasses.replace(SMALL, kv_heads=1, latent=24)
-    assert small_checks(latent, kv_write="pallas", paged_attention="pallas") == []
+LATENT = dataclasses.replace(
+    SMALL, kv_heads=1, head_dim=24, latent=16, up_projection=(16, 8), interleave=True
+)
+LATENT_OPS = ("head_linear", "latent_write", "paged_attention")
+
+
+def test_latent_attention_has_kernels_of_its_own():
+    found = small_checks(LATENT, **dict.fromkeys((*LATENT_OPS, "kv_write"), "pallas"))
+    keys = [check.key.removesuffix(" bfloat16") for check in found]
+    pages = "heads 4/16+8 block 16"
+    of_pages = [
+        f"latent_write {pages}{{}} pairs",
+        f"paged_attention decode {pages}{{}} window None",
+        f"paged_attention prefill {pages}{{}} window None",
+    ]
+    assert keys == [
+        *(f"head_linear 4x16x16 rows {rows} transposed" for rows in (16, 64)),
+        *(f"head_linear 4x8x16 rows {rows} behind 16" for rows in (16, 64)),
+        *(text.format(wide) for wide in ("", " offsets 64") for text in of_pages),
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.parametrize("op", LATENT_OPS)
+def test_latent_kernels_pass_their_checks(op):
+    found = small_checks(LATENT, **{op: "pallas"})
+    errors = {check.key: (check.error(jax.devices()[0]), check.tolerance) for check in found}
+    assert errors and {key: e for key, (e, most) in errors.items() if not e <= most} == {}
+    assert op != "paged_attention" or any(error > 0 for error, _ in errors.values())
 
 
 def test_what_was_checked_is_not_checked_again(tmp_path):

@@ -3,7 +3,7 @@
 import pytest
 
 from moejax.models.config import parse_config
-from moejax.start.decide.shapes import decodes_in_buckets, without_kernel
+from moejax.start.decide.shapes import decodes_in_buckets, ops_in_use, without_kernel
 from moejax.start.kernels import kernel_shapes
 from pallas_kernels import resolve_ops
 from tests.moejax.models.families import config_of
@@ -20,8 +20,8 @@ def gpu_ops(config, ops="auto"):
         ("MixtralForCausalLM", "auto", True),
         ("MixtralForCausalLM", "linear=xla", False),
         ("MixtralForCausalLM", "paged_attention=xla", False),
-        # head_linear has no kernel.
-        ("DeepseekV3ForCausalLM", "auto", False),
+        ("DeepseekV3ForCausalLM", "auto", True),
+        ("DeepseekV3ForCausalLM", "head_linear=xla", False),
     ],
 )
 def test_decode_has_fewer_rows_only_where_every_product_is_a_kernel(architecture, ops, expected):
@@ -44,3 +44,22 @@ def test_norms_whose_kernels_are_checked(architecture, fields, by_head, others):
     config = parse_config(config_of(architecture, **fields))
     for shape in kernel_shapes(config, "bfloat16", config.slot_layout(2)):
         assert (shape.qk_norm, shape.other_norms) == (by_head, others)
+
+
+def test_what_latent_attention_checks():
+    config = parse_config(config_of("DeepseekV3ForCausalLM"))
+    (shape,) = kernel_shapes(config, "bfloat16", config.slot_layout(2))
+    assert (shape.head_dim, shape.latent, shape.up_projection) == (40, 32, (16, 24))
+    assert shape.interleave
+    config = parse_config(config_of("MixtralForCausalLM"))
+    (shape,) = kernel_shapes(config, "bfloat16", config.slot_layout(2))
+    assert (shape.latent, shape.up_projection, shape.interleave) == (0, (0, 0), False)
+
+
+def test_every_op_of_latent_attention_is_a_kernel_on_a_gpu():
+    config = parse_config(config_of("DeepseekV3ForCausalLM"))
+    assert without_kernel(config) == {}
+    assert set(ops_in_use(config, gpu_ops(config)).values()) == {"pallas"}
+    config = parse_config(config_of("DeepseekV3ForCausalLM", kv_lora_rank=520))
+    assert list(without_kernel(config)) == ["paged_attention"]
+    assert gpu_ops(config).paged_attention == "xla"

@@ -1,0 +1,146 @@
+"""Attention over latent pages as kernels: decode by fixed splits and a merge, prefill by tiles of
+queries and heads."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.kv_write import KVPage
+from pallas_kernels.paged_attention import latent_kernels
+from pallas_kernels.paged_attention.kernels import merge
+from pallas_kernels.triton import KERNEL_DTYPES, power_of_two_divisor, triton_call
+
+MAX_LATENT, MAX_ROPE = 512, 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    rows: int
+    """Rows of a program's tile: query heads, in prefill of several queries."""
+    heads: int
+    """Heads of a tile, of the same query."""
+    span: int
+    """Tokens reduced at once, in ascending order, whatever the page size."""
+    part: int
+    """Columns of one product: the latent is read in parts so wide, added in ascending order."""
+    split: int
+    """Tokens of a program of decode, a multiple of span. The order of sums depends on it."""
+    num_warps: int
+    num_stages: int
+    """As DecodeConfig's."""
+
+
+def why_not_pallas(page: KVPage) -> str | None:
+    """As paged_attention's, for a latent page."""
+    rope = page.head_dim - page.latent
+    if page.latent <= MAX_LATENT and rope <= MAX_ROPE:
+        return None
+    return (
+        f"paged_attention 'pallas' takes latent pages of up to {MAX_LATENT} + {MAX_ROPE} values, "
+        f"not {page.latent} + {rope}; 'xla' takes them"
+    )
+
+
+def decode_configuration(heads: int, page: KVPage, dtype: jax.typing.DTypeLike) -> Config:
+    """Sixteen heads of one query: the fewest rows of a product.
+
+    Two spans of 32 rows of 1152 bytes are in flight, beside the queries: 92 KiB of shared memory,
+    which every card has, so that one table serves all. A split's partial results are 1/9 of its
+    rows' bytes with 16 heads; with many (DeepSeek-V3: 128) splits are longer, since each head has
+    its own.
+
+    Raises ValueError for float32 and for wider pages.
+    """
+    split = 256 if heads <= 32 else 1024
+    return Config(16, 16, 32, _part(page, dtype), split, num_warps=4, num_stages=6)
+
+
+def prefill_configuration(heads: int, page: KVPage, dtype: jax.typing.DTypeLike) -> Config:
+    """As many heads of a query as divide the model's, up to sixteen, and so many queries; otherwise
+    decode's tile.
+
+    Raises as decode_configuration.
+    """
+    tile = power_of_two_divisor(heads, 16)
+    return dataclasses.replace(decode_configuration(heads, page, dtype), heads=tile)
+
+
+def decode_attention(q, q_rope, arena, block_table, lengths, layer, *, page, window, scale):
+    tokens, heads, latent = q.shape
+    config = decode_configuration(heads, page, q.dtype)
+    options = dict(page=page, window=window, scale=scale, config=config)
+    splits = pl.cdiv(block_table.shape[1] * page.block_size, config.split)
+    partial = jax.ShapeDtypeStruct((tokens, heads, splits), jnp.float32)
+    parts = triton_call(
+        functools.partial(latent_kernels.split, **options),
+        name="decode_attention_latent_split",
+        grid=(tokens, pl.cdiv(heads, config.rows), splits),
+        out_shape=(
+            jax.ShapeDtypeStruct((tokens, heads, splits, latent), jnp.float32),
+            partial,
+            partial,
+        ),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )(q, q_rope, _rows(arena, page, q.dtype), block_table, lengths, _scalar(layer))
+    return triton_call(
+        functools.partial(merge, window=window, split=config.split),
+        name="decode_attention_latent_merge",
+        grid=(tokens, heads),
+        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        num_warps=4,
+        num_stages=1,
+    )(lengths, *parts).reshape(tokens, heads * latent)
+
+
+def prefill_attention(
+    q, q_rope, arena, block_table, row, start, length, count, layer, *, page, window, scale
+):
+    rows, heads, latent = q.shape
+    chunks = row.shape[0]
+    config = prefill_configuration(heads, page, q.dtype)
+    options = dict(page=page, window=window, scale=scale, config=config)
+    tiles = pl.cdiv(rows // chunks, config.rows // config.heads)
+    return triton_call(
+        functools.partial(latent_kernels.prefill, **options),
+        name="prefill_attention_latent",
+        grid=(chunks * tiles, heads // config.heads),
+        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )(
+        q,
+        q_rope,
+        _rows(arena, page, q.dtype),
+        block_table,
+        row,
+        start,
+        length,
+        _scalar(count),
+        _scalar(layer),
+    ).reshape(rows, heads * latent)
+
+
+def _part(page, dtype):
+    if jnp.dtype(dtype).name not in KERNEL_DTYPES:
+        raise ValueError(
+            f"paged_attention 'pallas' takes 16-bit dtypes, not {dtype}; 'xla' takes it"
+        )
+    if why := why_not_pallas(page):
+        raise ValueError(why)
+    return min(max(16, pl.next_power_of_2(page.latent)), 256)
+
+
+def _rows(arena, page, dtype):
+    """The arena as KV rows, a free view."""
+    return lax.bitcast_convert_type(arena, dtype).reshape(-1, page.head_dim)
+
+
+def _scalar(x):
+    return jnp.reshape(jnp.asarray(x, jnp.int32), 1)

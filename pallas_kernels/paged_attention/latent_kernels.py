@@ -1,0 +1,190 @@
+"""The bodies of attention's kernels over latent pages.
+
+A row of a page is key and value at once, so it is read once: in parts of power-of-two widths, of
+which all but the last are also the value's. Softmax is computed in powers of two.
+"""
+
+import functools
+import math
+import operator
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from pallas_kernels.paged_attention.kernels import first_seen, power
+
+
+def split(
+    q_in,
+    q_rope,
+    kv,
+    block_table,
+    lengths,
+    layer,
+    totals,
+    tops,
+    masses,
+    *,
+    page,
+    window,
+    scale,
+    config,
+):
+    """Softmax sums of a tile of one sequence's queries over one split of its tokens.
+
+    Cross-program writes: program (t, i, split) writes [t, head tile i, split] of totals, tops and
+    masses, no other program the same. Splits that no query sees are not written.
+    """
+    t, tile, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    length = lengths[t]
+    low, begin = first_seen(length - 1, window), split * config.split
+    end = jnp.minimum(begin + config.split, length)
+
+    @pl.when((begin < length) & (begin + config.split > low))
+    def _():
+        head = tile * config.rows + jnp.arange(config.rows)
+        real = head < q_in.shape[1]
+        q = _queries(q_in, q_rope, t, head, real, page, config)
+
+        def span(s, sums):
+            position, held = _span(s, low, length - 1, config)
+            keys = _load(kv, block_table, t, position, held, layer[0], page, config)
+            return _attend(q, keys, held[None], sums, scale)
+
+        first = jnp.maximum(begin, low) // config.span
+        sums = _no_sums(page, config)
+        *parts, top, mass = lax.fori_loop(first, pl.cdiv(end, config.span), span, sums)
+        for column, total in zip(_value_columns(page, config), parts, strict=True):
+            mask = real[:, None] & (column < page.latent)[None]
+            plgpu.store(totals.at[t, head[:, None], split, column[None]], total, mask=mask)
+        plgpu.store(tops.at[t, head, split], top, mask=real)
+        plgpu.store(masses.at[t, head, split], mass, mask=real)
+
+
+def prefill(
+    q_in,
+    q_rope,
+    kv,
+    block_table,
+    sequence,
+    start,
+    length,
+    count,
+    layer,
+    out,
+    *,
+    page,
+    window,
+    scale,
+    config,
+):
+    """Causal attention of a tile of one chunk's queries and heads.
+
+    Cross-program writes: program (tile, i) writes out[the tile's real rows and padding up to the
+    tile's end, head tile i], no other program the same. Tiles without a real row are not written.
+    """
+    chunk_rows = q_in.shape[0] // sequence.shape[0]
+    queries = config.rows // config.heads
+    tiles = pl.cdiv(chunk_rows, queries)
+    # Late chunks of a prompt see most keys: the longest programs start first.
+    tile, heads_tile = pl.num_programs(0) - 1 - pl.program_id(0), pl.program_id(1)
+    chunk, first_query = tile // tiles, tile % tiles * queries
+
+    @pl.when((chunk < count[0]) & (first_query < length[chunk]))
+    def _():
+        row = jnp.arange(config.rows)
+        query = first_query + row // config.heads
+        head = heads_tile * config.heads + row % config.heads
+        real, token = query < chunk_rows, chunk * chunk_rows + query
+        q = _queries(q_in, q_rope, token, head, real, page, config)
+
+        # Padding rows repeat the last real position, so they look at no page that is not there.
+        row_position = (start[chunk] + jnp.minimum(query, length[chunk] - 1))[:, None]
+        low = first_seen(start[chunk] + first_query, window)
+        last = start[chunk] + jnp.minimum(first_query + queries, length[chunk]) - 1
+
+        def span(s, sums):
+            position, held = _span(s, low, last, config)
+            keys = _load(kv, block_table, sequence[chunk], position, held, layer[0], page, config)
+            seen = position[None] <= row_position
+            if window is not None:
+                seen &= position[None] > row_position - window
+            return _attend(q, keys, seen, sums, scale)
+
+        spans = low // config.span, last // config.span + 1
+        *parts, _, mass = lax.fori_loop(*spans, span, _no_sums(page, config))
+        for column, total in zip(_value_columns(page, config), parts, strict=True):
+            mask = real[:, None] & (column < page.latent)[None]
+            attended = (total / mass[:, None]).astype(out.dtype)
+            plgpu.store(out.at[token[:, None], head[:, None], column[None]], attended, mask=mask)
+
+
+def _value_columns(page, config):
+    """The columns of a row that each part has, of those that are the value's."""
+    parts = pl.cdiv(page.latent, config.part)
+    return [i * config.part + jnp.arange(config.part) for i in range(parts)]
+
+
+def _key_columns(page):
+    """The columns behind the latent, and which of them are real: a product's least, or more."""
+    rope = page.head_dim - page.latent
+    column = jnp.arange(max(16, pl.next_power_of_2(rope)))
+    return column, column < rope
+
+
+def _queries(q_in, q_rope, token, head, real, page, config):
+    """A tile of queries in the parts of keys. token, head: of each row, real: which rows are."""
+    token, head = jnp.broadcast_to(token, head.shape)[:, None], head[:, None]
+    parts = []
+    for column in _value_columns(page, config):
+        mask = real[:, None] & (column < page.latent)[None]
+        parts.append(plgpu.load(q_in.at[token, head, column[None]], mask=mask, other=0))
+    column, held = _key_columns(page)
+    mask = real[:, None] & held[None]
+    return [*parts, plgpu.load(q_rope.at[token, head, column[None]], mask=mask, other=0)]
+
+
+def _span(s, low, last, config):
+    """Positions of a span, and which of them lie from low to last: only they are read."""
+    position = s * config.span + jnp.arange(config.span)
+    return position, (low <= position) & (position <= last)
+
+
+def _load(kv, block_table, sequence, position, held, layer, page, config):
+    """Rows [span, part] of a latent page, part by part; zeros where not held, whatever is there."""
+    # Past the last token the table holds anything: it is not read, nor is what it points to.
+    block = block_table.at[sequence, position // page.block_size]
+    row = plgpu.load(block, mask=held, other=0) + layer * page.rows_per_layer
+    row = (row + position % page.block_size)[:, None]
+    parts = []
+    for column in _value_columns(page, config):
+        mask = held[:, None] & (column < page.latent)[None]
+        parts.append(plgpu.load(kv.at[row, column[None]], mask=mask, other=0))
+    column, real = _key_columns(page)
+    mask = held[:, None] & real[None]
+    return [*parts, plgpu.load(kv.at[row, page.latent + column[None]], mask=mask, other=0)]
+
+
+def _no_sums(page, config):
+    empty = jnp.zeros((config.rows,), jnp.float32)
+    total = jnp.zeros((config.rows, config.part), jnp.float32)
+    return (*(total for _ in _value_columns(page, config)), empty - jnp.inf, empty)
+
+
+def _attend(q, keys, seen, sums, scale):
+    """One more span in (totals [M, part] ..., top [M], mass [M]). A row that sees none of it keeps
+    its sums: it multiplies them by exactly 1 and adds zeros."""
+    *totals, top, mass = sums
+    products = [plgpu.dot(a, b, trans_b=True) for a, b in zip(q, keys, strict=True)]
+    scores = functools.reduce(operator.add, products) * (math.log2(math.e) * scale)
+    scores = jnp.where(seen, scores, -jnp.inf)
+    new_top = jnp.maximum(top, jnp.max(scores, axis=1))
+    shrink, p = power(top, new_top), power(scores, new_top[:, None])
+    weights, values = p.astype(keys[0].dtype), keys[: len(totals)]
+    totals = [
+        total * shrink[:, None] + plgpu.dot(weights, value)
+        for total, value in zip(totals, values, strict=True)
+    ]
+    return (*totals, new_top, mass * shrink + jnp.sum(p, axis=1))

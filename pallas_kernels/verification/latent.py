@@ -1,0 +1,131 @@
+"""Checks of the ops of multi-head latent attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.head_linear import head_linear
+from pallas_kernels.latent_write import latent_write
+from pallas_kernels.paged_attention import decode_attention, prefill_attention
+from pallas_kernels.verification.attention import Pages
+from pallas_kernels.verification.check import Check, ModelShape, draw, make_check
+
+
+def head_checks(shape: ModelShape) -> Iterator[Check]:
+    """head_linear with both parts of a head's weights; none where nothing is latent."""
+    if not shape.latent:
+        return
+    keys, values = shape.up_projection
+    for part, transposed in (((0, keys), True), ((keys, keys + values), False)):
+        for row_tile in (16, 64):
+
+            def operands(part=part, transposed=transposed, tile=row_tile):
+                inputs = part[1] - part[0] if transposed else shape.latent
+                stack = (2, shape.heads, keys + values, shape.latent)
+                return (
+                    draw(0, (2 * tile, shape.heads, inputs), shape.dtype),
+                    draw(1, stack, shape.dtype, inputs**-0.5),
+                )
+
+            def product(name, x, weights, part=part, transposed=transposed, tile=row_tile):
+                options = {"part": part, "transposed": transposed, "row_tile": tile}
+                return head_linear(x, weights, jnp.int32(1), **options, implementation=name)
+
+            what = f"{shape.heads}x{part[1] - part[0]}x{shape.latent} rows {row_tile}"
+            what += " transposed" if transposed else f" behind {part[0]}"
+            yield make_check("head_linear", what, shape.dtype, operands, product)
+
+
+def latent_checks(shape: ModelShape, least: int) -> Iterator[Check]:
+    """latent_write and attention on an arena of at least so many bytes, the pages at its end."""
+    pages = Pages(shape, least)
+    yield _latent_write_check(pages)
+    yield _decode_check(pages)
+    yield _prefill_check(pages)
+
+
+def _latent_write_check(pages: Pages) -> Check:
+    shape = pages.shape
+    rope = shape.head_dim - shape.latent
+
+    def operands():
+        return (
+            draw(0, (33, shape.head_dim), shape.dtype),
+            draw(1, (2, shape.latent), shape.dtype),
+            draw(2, (33, shape.heads, rope), shape.dtype),
+            1e4 ** (-jnp.arange(rope // 2) / (rope // 2)),
+            pages.arena(),
+            pages.table(),
+        )
+
+    def written(name, kv, norm, q_rope, inverse, arena, table):
+        positions = jnp.arange(33, dtype=jnp.int32) * 29
+        at = jnp.where(positions % 7 == 6, -1, table[0][positions // shape.block_size])
+        q, result = latent_write(
+            kv,
+            norm,
+            jnp.int32(1),
+            q_rope,
+            positions,
+            inverse,
+            arena,
+            at,
+            jnp.int32(1),
+            page=pages.page,
+            attention_factor=1.1,
+            eps=1e-6,
+            interleave=shape.interleave,
+            implementation=name,
+        )
+        return q, jax.lax.bitcast_convert_type(result[pages.unused :], jnp.dtype(shape.dtype))
+
+    what = f"{pages.what} {'pairs' if shape.interleave else 'halves'}"
+    return make_check("latent_write", what, shape.dtype, operands, written)
+
+
+def _queries(pages: Pages, count: int):
+    """Operands of attention: both parts of so many queries, arena, table."""
+    shape = pages.shape
+    size, rope = (count, shape.heads), shape.head_dim - shape.latent
+    return lambda: (
+        draw(5, (*size, shape.latent), shape.dtype),
+        draw(6, (*size, rope), shape.dtype),
+        pages.arena(),
+        pages.table(),
+    )
+
+
+def _options(pages: Pages, name: str) -> dict:
+    scale = pages.shape.head_dim**-0.5
+    window = pages.shape.window
+    return {"page": pages.page, "window": window, "scale": scale, "implementation": name}
+
+
+def _decode_check(pages: Pages) -> Check:
+    def decoded(name, q, q_rope, arena, table):
+        lengths = jnp.asarray([1, 0, 65, 1000], jnp.int32)
+        options = _options(pages, name)
+        return decode_attention(q, arena, table, lengths, jnp.int32(1), q_rope=q_rope, **options)
+
+    what = f"decode {pages.what} window {pages.shape.window}"
+    return make_check("paged_attention", what, pages.shape.dtype, _queries(pages, 4), decoded)
+
+
+def _prefill_check(pages: Pages) -> Check:
+    def prefilled(name, q, q_rope, arena, table):
+        row, start, length = (
+            jnp.asarray(numbers) for numbers in ([0, 0, 2, 3], [0, 64, 640, 0], [64, 64, 17, 1])
+        )
+        numbers = row, start, length, jnp.int32(4), jnp.int32(1)
+        options = _options(pages, name)
+        out = prefill_attention(q, arena, table, *numbers, q_rope=q_rope, **options)
+        real = (jnp.arange(64) < length[:, None]).reshape(-1)
+        return jnp.where(real[:, None], out, 0)
+
+    what = f"prefill {pages.what} window {pages.shape.window}"
+    return make_check(
+        "paged_attention", what, pages.shape.dtype, _queries(pages, 4 * 64), prefilled
+    )

@@ -1,0 +1,78 @@
+"""As test_kernels_in_engine, a model with multi-head latent attention: contract 1 within "pallas".
+
+Slow programs, so few and short requests; numerics of each kernel are its contract test's matter.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+import host_offload.memory.store
+import tests.pallas_kernels.cpu_lowerings  # noqa: F401  (what the interpreter lacks)
+from moejax import LLM, SamplingParams
+from pallas_kernels.triton import interpreted
+from tests.moejax.engine_runs import Job, run, set_budget
+from tests.moejax.models.families import write_checkpoint
+
+pytestmark = pytest.mark.nightly
+
+LIMITS = {"max_model_len": 128, "max_num_seqs": 20, "max_num_batched_tokens": 128}
+EXPERTS, LAYERS = 8, 2
+"""Of the two of three layers that have experts."""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("latent") / "m", "DeepseekV3ForCausalLM")
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoint):
+    with pytest.MonkeyPatch.context() as patch:
+        # As in test_kernels_in_engine.
+        patch.setattr(host_offload.memory.store, "shares_memory", lambda device: False)
+        with (
+            interpreted(),
+            LLM(checkpoint, ops="pallas", progress=False, prefill_waves=2, **LIMITS) as llm,
+        ):
+            yield llm
+
+
+def jobs():
+    rng = np.random.default_rng(5)
+    for i, length in enumerate((1, 17, 66)):
+        sampling = {"temperature": 0.9, "top_p": 0.9} if i else {"temperature": 0}
+        params = SamplingParams(max_tokens=3, seed=i, ignore_eos=True, **sampling)
+        yield Job(tuple(rng.integers(1, 512, length).tolist()), params, arrival=i)
+
+
+def test_every_op_is_a_kernel(llm):
+    ops = llm.stats()["ops"]
+    assert set(ops.values()) == {"pallas"}
+    assert {"latent_write", "head_linear", "paged_attention"} <= set(ops)
+    assert not {"kv_write", "layer_norm"} & set(ops)
+
+
+def test_budgets_and_company_change_no_bit(llm):
+    kv = llm.engine.scheduler.arena.slots - LAYERS * EXPERTS
+    set_budget(llm, [EXPERTS] * LAYERS, kv)
+    alone = [run(llm, [job])[0] for job in jobs()]
+    # 17 more requests: decode runs in its bucket of 32 rows as well.
+    company = [dataclasses.replace(job, arrival=0) for job in list(jobs())[:1] * 17]
+    for cells, others in (([0] * LAYERS, []), ([3, 5], company)):
+        set_budget(llm, cells, kv)
+        together = run(llm, [*others, *jobs()])[len(others) :]
+        assert all(a.same_bits(b) for a, b in zip(alone, together, strict=True))
+    assert {"decode@16", "decode"} <= {*map(str, llm.engine.runner.executables())}
+
+
+def test_kernels_agree_with_the_reference_ops(llm, checkpoint):
+    with LLM(checkpoint, ops="xla", progress=False, **LIMITS) as reference:
+        wanted = run(reference, list(jobs()), check=False)
+    for got, want in zip(run(llm, list(jobs()), check=False), wanted, strict=True):
+        # The first token's logits: later ones may follow another token.
+        difference = np.abs(got.logits[0] - want.logits[0])
+        assert np.max(difference) < 0.1 * np.std(want.logits[0])
