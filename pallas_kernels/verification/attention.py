@@ -36,6 +36,7 @@ class _Pages:
             f"heads {shape.heads}/{shape.kv_heads}x{shape.head_dim} block {shape.block_size}"
         )
         self.what += " offsets 64" if least else ""
+        self.wide = least > 0
 
     def table(self) -> jax.Array:
         pages = jax.random.permutation(jax.random.key(3), 4 * self.blocks).reshape(4, self.blocks)
@@ -58,9 +59,9 @@ def _kv_write_check(pages: _Pages) -> Check:
         if shape.qk_norm:
             norms = (draw(i, (2, shape.head_dim), shape.dtype) for i in (1, 2))
         qkv = draw(0, (33, columns), shape.dtype)
-        return qkv, *norms, inverse, pages.arena(), pages.table()
+        return qkv, *norms, inverse, pages.table()
 
-    def written(name, qkv, q_norm, k_norm, inverse, arena, table):
+    def written(name, arena, qkv, q_norm, k_norm, inverse, table):
         positions = jnp.arange(33, dtype=jnp.int32) * 29
         at = jnp.where(positions % 7 == 6, -1, table[0][positions // shape.block_size])
         q, result = kv_write(
@@ -78,10 +79,14 @@ def _kv_write_check(pages: _Pages) -> Check:
             eps=1e-6,
             implementation=name,
         )
-        return q, jax.lax.bitcast_convert_type(result[pages.unused :], jnp.dtype(shape.dtype))
+        return result, q
+
+    def seen(arena):
+        return jax.lax.bitcast_convert_type(arena[pages.unused :], jnp.dtype(shape.dtype))
 
     what = pages.what if shape.qk_norm else f"{pages.what} no norms"
-    return make_check("kv_write", what, shape.dtype, operands, written)
+    changed = {"arena": pages.arena, "seen": seen, "wide": pages.wide}
+    return make_check("kv_write", what, shape.dtype, operands, written, **changed)
 
 
 def _attention_checks(pages: _Pages) -> Iterator[Check]:
@@ -97,7 +102,7 @@ def _attention_checks(pages: _Pages) -> Iterator[Check]:
         return decode_attention(q, arena, table, lengths, jnp.int32(1), **arguments)
 
     what = f"decode {pages.what} window {shape.window}"
-    yield make_check("paged_attention", what, shape.dtype, queries(4), decoded)
+    yield make_check("paged_attention", what, shape.dtype, queries(4), decoded, wide=pages.wide)
 
     def prefilled(name, q, arena, table):
         start, length = jnp.asarray([0, 64, 640, 0]), jnp.asarray([64, 64, 17, 1])
@@ -118,4 +123,5 @@ def _attention_checks(pages: _Pages) -> Iterator[Check]:
         return jnp.where(real[:, None], out, 0)
 
     what = f"prefill {pages.what} window {shape.window}"
-    yield make_check("paged_attention", what, shape.dtype, queries(4 * 64), prefilled)
+    prompts = queries(4 * 64)
+    yield make_check("paged_attention", what, shape.dtype, prompts, prefilled, wide=pages.wide)
