@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 PROBED_BYTES = 256 << 20
-"""Of each transfer that is timed."""
+"""Bytes of each transfer that is timed."""
 
 REPEATS = 5
 

@@ -83,7 +83,7 @@ class Machine:
     driver_loaded: bool
     """Whether the kernel has NVIDIA's module."""
     versions: Mapping[str, str]
-    """Of PACKAGES, those that are installed."""
+    """Versions of PACKAGES that are installed."""
     backend: Mapping[str, Any]
     """As backend_probe.probe."""
     environment: Mapping[str, str]
@@ -225,14 +225,14 @@ def _without_the_gpu(machine: Machine) -> Iterator[Problem]:
     asked = machine.environment.get("JAX_PLATFORMS", "")
     if asked.split(",")[0] == "cpu":
         yield Problem(f"JAX_PLATFORMS={asked} keeps jax from the GPU", "unset JAX_PLATFORMS")
-    if "CUDA_VISIBLE_DEVICES" in machine.environment:
-        visible = machine.environment["CUDA_VISIBLE_DEVICES"]
-        if visible in ("", "-1", "NoDevFiles"):
-            text = f"CUDA_VISIBLE_DEVICES={visible!r} hides the GPU"
-            yield Problem(text, "unset CUDA_VISIBLE_DEVICES")
+    visible = machine.environment.get("CUDA_VISIBLE_DEVICES")
+    if visible in ("", "-1", "NoDevFiles"):
+        text = f"CUDA_VISIBLE_DEVICES={visible!r} hides the GPU"
+        yield Problem(text, "unset CUDA_VISIBLE_DEVICES")
+    hidden = asked.split(",")[0] == "cpu" or visible in ("", "-1", "NoDevFiles")
     packages = list(_of_packages(machine))
     yield from packages
-    if packages or asked.split(",")[0] == "cpu":
+    if packages or hidden:
         return
     said = _first_line(machine.backend["said"])
     jax = machine.versions.get("jax", "")

@@ -52,7 +52,7 @@ class Stores:
     """What a check reads from pinned host memory."""
 
     layers: int
-    """Of each store; the records are in the last one, the others hold what was there."""
+    """Layers of each store; the records are in the last one, the others hold what was there."""
     records: Callable[[], tuple[jax.Array, ...]]
     """Makes uint16[1, E, rows, D] of each version."""
 
