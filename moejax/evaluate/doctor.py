@@ -327,8 +327,8 @@ def _gpus() -> tuple[tuple[Gpu, ...], str | None]:
     gpus = []
     for number, (name, driver, capability, total, free) in enumerate(found):
         link = links[number] if number < len(links) else []
-        memory = [int(text) << 20 if text.isdecimal() else 0 for text in (total, free)]
-        gpus.append(Gpu(name, driver, capability, *memory, **_link(link)))
+        memory, left = (int(text) << 20 if text.isdecimal() else 0 for text in (total, free))
+        gpus.append(Gpu(name, driver, capability, memory, left, **_link(link)))
     if gpus:
         return tuple(gpus), None
     try:

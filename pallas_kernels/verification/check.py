@@ -133,7 +133,7 @@ def prepare(check: Check, device: jax.Device) -> Prepared:
     here = SingleDeviceSharding(device)
 
     def compiled(function: Callable, *args: Any, donated: tuple[int, ...] = ()) -> Any:
-        placed = {} if args else {"out_shardings": here}
+        placed: dict[str, Any] = {} if args else {"out_shardings": here}
         lowered = jax.jit(function, donate_argnums=donated, **placed).lower(*args)
         return lowered.compile(compiler_options=_compiler_options(device.platform))
 

@@ -111,7 +111,7 @@ def _copy_checks(records: _Records) -> Iterator[Check]:
         options = {"formats": records.given, "implementation": name}
         return (fill(arena, stores, records.layer, *work, **options),)
 
-    given = records.changed() | {"stores": records.stores}
+    given: dict[str, Any] = records.changed() | {"stores": records.stores}
     yield make_check("fill", records.what, "uint16", tuple, filled, **given)
 
     def staged(name, arena, stores):

@@ -38,7 +38,14 @@ class Step:
     def arguments(self, rehearse: bool, out: Path, scratch: Path) -> list[str]:
         """The whole command."""
         chosen = self.rehearsed if rehearse else self.command
-        return [sys.executable, *(a.format(out=out, scratch=scratch) for a in chosen)]
+        places = {"{out}": str(out), "{scratch}": str(scratch)}
+
+        def placed(argument: str) -> str:
+            for name, folder in places.items():
+                argument = argument.replace(name, folder)
+            return argument
+
+        return [sys.executable, *map(placed, chosen)]
 
 
 def _moejax(*arguments: str) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ import argparse
 import datetime
 import json
 import os
+import resource
 import shlex
 import shutil
 import signal
@@ -144,7 +145,7 @@ def _run(step: Step, rehearse: bool, out: Path, room: float) -> dict[str, Any]:
     command = step.arguments(rehearse, out / "work", out / "scratch")
     limit = min(60 * step.minutes, room)
     files = [out / "work/logs" / f"{step.name}.{end}" for end in ("out", "err")]
-    began = time.monotonic()
+    began, worked = time.monotonic(), _worked()
     with open(files[0], "w") as stdout, open(files[1], "w") as stderr:
         process = subprocess.Popen(
             command,
@@ -170,6 +171,7 @@ def _run(step: Step, rehearse: bool, out: Path, room: float) -> dict[str, Any]:
         "status": _status(status, limit < 60 * step.minutes),
         "exit": status,
         "seconds": time.monotonic() - began,
+        "processor_seconds": _worked() - worked,
         "began": _now(),
         "command": shlex.join(["python", *command[1:]]),
         "found": _objects(text[0]),
@@ -180,6 +182,11 @@ def _run(step: Step, rehearse: bool, out: Path, room: float) -> dict[str, Any]:
     elif status:
         found["why"] = f"Exit status {status}."
     return found
+
+
+def _worked() -> float:
+    """Seconds of processors that the steps so far have used."""
+    return sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
 
 
 def _status(status: int | None, cut: bool) -> str:
