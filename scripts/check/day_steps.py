@@ -124,7 +124,7 @@ STEPS: tuple[Step, ...] = (
         "bits",
         "contract 1's tests on the device",
         _pytest("tests/moejax/engine/test_same_bits.py"),
-        _pytest("tests/moejax/engine/test_same_bits.py", "-k", "do_not_recompile and bfloat16"),
+        _pytest("tests/moejax/engine/test_same_bits.py", "-k", "comparison_sees and bfloat16"),
     ),
     Step(
         "load",
@@ -159,7 +159,7 @@ STEPS: tuple[Step, ...] = (
         ),
         _script(
             *("policies", "predictions", "{out}/predictions", "--models", "demo"),
-            *("--repeats", "2", "--tokens", "2"),
+            *("--repeats", "2", "--tokens", "2", "--configurations", "2"),
         ),
     ),
     Step(

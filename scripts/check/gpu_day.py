@@ -45,6 +45,9 @@ ARCHIVE = "work.tar.gz"
 LARGEST = 4 << 20
 """Bytes of a file that the archive takes."""
 
+QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+"""A rehearsal's programs run for milliseconds: compiling them is what takes time."""
+
 ENDED = ("done", "failed", "timed out")
 """Statuses of steps that are not run again by themselves. The others: cut (by --minutes), skipped
 (no GPU), left (not begun)."""
@@ -200,9 +203,10 @@ def _environment(step: Step, rehearse: bool, out: Path) -> dict[str, str]:
     given = {"JAX_PLATFORMS": platforms} if platforms else {}
     # Tables and costs go home; executables need not.
     given["XDG_CACHE_HOME"] = str(out / "work/cache")
-    given["JAX_COMPILATION_CACHE_DIR"] = str(out / "scratch/xla")
     given["PYTHONUNBUFFERED"] = "1"
-    return {**os.environ, **given}
+    if rehearse:
+        given["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK}".strip()
+    return {"JAX_COMPILATION_CACHE_DIR": str(out / "scratch/xla"), **os.environ, **given}
 
 
 def _objects(text: str) -> list[dict[str, Any]]:
