@@ -209,19 +209,21 @@ def test_the_bus_is_searched_for_a_card(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("code", "said"),
+    ("code", "timeout", "said"),
     [
-        ("import time; time.sleep(60)", "no answer within 1 s"),
-        ("import os; os.abort()", "exit status -6"),
-        ("import sys; sys.exit('CUDA_ERROR_NO_DEVICE')", "CUDA_ERROR_NO_DEVICE"),
+        ("import time; time.sleep(60)", 1, "no answer within 1 s"),
+        ("import os; os.abort()", 60, "exit status -6"),
+        ("import sys; sys.exit('CUDA_ERROR_NO_DEVICE')", 60, "CUDA_ERROR_NO_DEVICE"),
     ],
 )
-def test_a_backend_that_ends_the_process_or_hangs_is_a_finding(tmp_path, monkeypatch, code, said):
+def test_a_backend_that_ends_the_process_or_hangs_is_a_finding(
+    tmp_path, monkeypatch, code, timeout, said
+):
     fake = tmp_path / "python"
     fake.write_text(f"#!/bin/sh\nexec {sys.executable} -c {json.dumps(code)}\n")
     fake.chmod(0o755)
     monkeypatch.setattr(doctor.sys, "executable", str(fake))
-    assert doctor._backend(timeout=1) == {"devices": [], "said": [said]}
+    assert doctor._backend(timeout) == {"devices": [], "said": [said]}
 
 
 def test_the_backend_of_this_machine():
