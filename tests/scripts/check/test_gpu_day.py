@@ -10,6 +10,7 @@ import pytest
 from scripts.check import day_page, gpu_day
 from scripts.check.day_steps import STEPS, Step
 from tests.scripts.runs import refusal
+from tests.scripts.test_commands import complaint, moejax_main, script
 
 
 @pytest.mark.slow
@@ -169,6 +170,21 @@ def test_what_a_step_started_ends_with_it(day, tmp_path):
     day([doctor(DOCTOR), step("parent", code, minutes=0.02)])
     time.sleep(3)
     assert not (tmp_path / "late").exists()
+
+
+@pytest.mark.parametrize("each", STEPS, ids=lambda each: each.name)
+def test_every_command_has_its_options(each):
+    """On a GPU too, where no rehearsal looks."""
+    for command in (each.command, each.rehearsed):
+        if "pytest" in command:
+            assert any(Path(argument).is_file() or Path(argument).is_dir() for argument in command)
+            continue
+        if command[0] == "-c" or command[1] == "moejax":
+            main, arguments = moejax_main, list(command[2:])
+        else:
+            main = script(command[1].removeprefix("scripts."), command[2])
+            arguments = list(command[3:])
+        assert not complaint(main, arguments)
 
 
 def test_mistakes_are_refused(capsys, tmp_path):
