@@ -31,6 +31,8 @@ class Step:
     options or collects its tests."""
     minutes: float = 8.5
     """After which it is ended: a loan's command has ten."""
+    expected: float = 4.0
+    """Minutes without which it is not begun: a guess until a GPU says it."""
     columns: tuple[str, ...] = ()
     """Fields of its JSON lines that the page shows; none: the end of its output."""
     platforms: str = "cuda,cpu"
@@ -76,6 +78,7 @@ STEPS: tuple[Step, ...] = (
         _moejax("doctor", "--json"),
         _moejax("doctor", "--json"),
         minutes=4,
+        expected=0.5,
         platforms="",
     ),
     Step(
@@ -89,6 +92,7 @@ STEPS: tuple[Step, ...] = (
             *("-c", _INTERPRETED, "check-gpu", "--kernels", "--shapes", "demo"),
             *("--dtypes", "bfloat16", *_TABLES, "--minutes", "0.05"),
         ),
+        expected=1,  # what is cut goes on where it was
     ),
     Step(
         "engine",

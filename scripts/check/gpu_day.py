@@ -38,9 +38,6 @@ from scripts.check.day_steps import STEPS, Step
 from scripts.parts.commands import new_parser, refuse
 from scripts.parts.places import REPOSITORY
 
-LEAST_S = 60.0
-"""A step begins with at least so much of its time."""
-
 ARCHIVE = "work.tar.gz"
 LARGEST = 4 << 20
 """Bytes of a file that the archive takes."""
@@ -85,7 +82,7 @@ def _day(args: argparse.Namespace) -> int:
         if before in ENDED and step.name not in again:
             continue
         room = until - time.monotonic()
-        if room < min(LEAST_S, 60 * step.minutes):
+        if room < 60 * step.expected:
             continue
         if step.name != "doctor" and (why := _no_gpu(results)):
             found: dict[str, Any] = {"status": "skipped", "why": why}
