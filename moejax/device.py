@@ -94,11 +94,12 @@ def memory_share(total: int, free: int) -> float:
     return max((free - max(RUNTIME_BYTES, RUNTIME_SHARE * total)) / total, 0.05)
 
 
-def nvidia_smi(*fields: str) -> list[list[str]]:
-    """The fields of each visible GPU, as `nvidia-smi --help-query-gpu` names them; empty where
-    there is no nvidia-smi or it does not answer so."""
+def nvidia_smi(*fields: str, hidden: bool = False) -> list[list[str]]:
+    """The fields of each GPU, as `nvidia-smi --help-query-gpu` names them; empty where there is no
+    nvidia-smi or it does not answer so. hidden: also of those that CUDA_VISIBLE_DEVICES hides."""
     command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
-    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible and not hidden:
         command.append(f"--id={visible}")
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)

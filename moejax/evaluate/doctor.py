@@ -241,7 +241,8 @@ def _without_the_gpu(machine: Machine) -> Iterator[Problem]:
         text = f"jax cannot start CUDA, and LD_LIBRARY_PATH={path} may give it another CUDA: {said}"
         yield Problem(text, "unset LD_LIBRARY_PATH")
         return
-    mend = f'pip install --force-reinstall "jax[cuda13]=={jax}"'
+    cuda = next(cuda for cuda in OLDEST_DRIVER if _plugin(cuda)[0] in machine.versions)
+    mend = f'pip install --force-reinstall "jax[cuda{cuda}]=={jax}"'
     yield Problem(f"jax cannot start CUDA: {said}", mend)
 
 
@@ -321,9 +322,9 @@ def _of_a_gpu(machine: Machine) -> Iterator[Problem]:
 
 def _gpus() -> tuple[tuple[Gpu, ...], str | None]:
     """The GPUs that nvidia-smi lists, and what it says where it lists none; None: no nvidia-smi."""
-    found = nvidia_smi(*_SMI)
+    found = nvidia_smi(*_SMI, hidden=True)
     # Not every card and driver knows its link.
-    links = nvidia_smi(*_SMI_LINK) if found else []
+    links = nvidia_smi(*_SMI_LINK, hidden=True) if found else []
     gpus = []
     for number, (name, driver, capability, total, free) in enumerate(found):
         link = links[number] if number < len(links) else []

@@ -119,6 +119,7 @@ def test_only_visible_gpus_are_asked_for(bare, monkeypatch):
     assert nvidia_smi("memory.total", "memory.free") == [["100", "9"]]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     assert nvidia_smi("memory.total", "memory.free") == [["100", "7"]]
+    assert nvidia_smi("memory.total", "memory.free", hidden=True) == [["100", "9"]]
 
 
 def test_the_share_is_set_before_the_backend_starts(tmp_path):
