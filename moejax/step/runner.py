@@ -202,14 +202,18 @@ class Runner:
     def later(self, work: Iterator[object]) -> None:
         """Does the work in the background after what compiles, an item at a time, until the runner
         is deleted."""
-        done, run = threading.Event(), contextvars.copy_context().run
+        done = threading.Event()
+
+        def begin() -> None:
+            # A context of its own: the other thread may begin before the one before it has ended.
+            self._pool.submit(contextvars.copy_context().run, advance)
 
         def advance() -> None:
             more = False
             try:
                 more = next(work, None) is not None
                 if more:
-                    self._pool.submit(run, advance)
+                    begin()
             except RuntimeError:  # the pool was shut down meanwhile
                 more = False
             finally:
@@ -217,7 +221,7 @@ class Runner:
                     done.set()
 
         self._later = done
-        self._pool.submit(run, advance)
+        begin()
 
     def prepare(self, controller: Controller) -> None:
         """Begins to compile what the controller's policies will ask for, and counts it among what
