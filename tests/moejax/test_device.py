@@ -122,6 +122,7 @@ def test_only_visible_gpus_are_asked_for(bare, monkeypatch):
     assert nvidia_smi("memory.total", "memory.free", hidden=True) == [["100", "9"]]
 
 
+@pytest.mark.slow
 def test_the_share_is_set_before_the_backend_starts(tmp_path):
     """In a process that would use a GPU; one that asks for the CPU has none set."""
     fake_smi(tmp_path, "16384, 16384")
