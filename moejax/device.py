@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from pathlib import Path
 
 import jax
@@ -16,6 +17,16 @@ PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 DEFAULT_PINNED_GB = 64
 """The cap where the variable is not set."""
 
+MEMORY_SHARES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+"""Environment variables, the newer first, of the share of a GPU's memory that jax takes, 75% where
+neither is set; read when the backend starts. Both at once are an error of jax's."""
+
+RUNTIME_BYTES = 1 << 30
+"""GPU memory that is left to the CUDA context, programs and graphs."""
+
+RUNTIME_SHARE = 0.02
+"""The same of a large GPU, of whose memory that is less."""
+
 OLDEST_CAPABILITY = 8.0
 """Compute capability of Ampere: bfloat16 matrix products, asynchronous copies."""
 
@@ -26,14 +37,18 @@ def select_device(device: str | jax.Device | None = None) -> jax.Device:
     """The device to run on: the one given, the first of a platform ("cpu", "gpu"), or jax's first.
 
     Starts jax's backend if it has not been used, after raising the cap on pinned host memory to the
-    machine's memory. Raises UserError for a platform that jax cannot use, a jax without CUDA on a
+    machine's memory and the share of a GPU's memory to what is free of it, unless the environment
+    says either. Raises UserError for a platform that jax cannot use, a jax without CUDA on a
     machine with an NVIDIA GPU (unless the CPU was asked for, here or by JAX_PLATFORMS), and a GPU
     older than compute capability 8.0.
     """
     # jax has no public way to ask without starting it.
-    if PINNED_LIMIT not in os.environ and not xla_bridge.backends_are_initialized():
-        memory_gb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 10**9
-        os.environ[PINNED_LIMIT] = str(max(memory_gb, DEFAULT_PINNED_GB))
+    if not xla_bridge.backends_are_initialized():
+        if PINNED_LIMIT not in os.environ:
+            memory_gb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 10**9
+            os.environ[PINNED_LIMIT] = str(max(memory_gb, DEFAULT_PINNED_GB))
+        if device != "cpu" and not _cpu_was_asked_for():
+            take_free_memory()
     if isinstance(device, str):
         try:
             chosen = jax.devices(device)[0]
@@ -57,6 +72,41 @@ def select_device(device: str | jax.Device | None = None) -> jax.Device:
             f"{OLDEST_CAPABILITY} (Ampere) or newer; --device cpu runs without it"
         )
     return chosen
+
+
+def take_free_memory() -> None:
+    """Lets jax take of a GPU what is free now, but for RUNTIME_BYTES or RUNTIME_SHARE: call it
+    before the backend starts. Leaves everything as it is where the environment has a share already,
+    or no NVIDIA GPU answers."""
+    if any(os.environ.get(name) for name in MEMORY_SHARES):
+        return
+    found = nvidia_smi("memory.total", "memory.free")
+    known = [(int(total), int(free)) for total, free in found if (total + free).isdecimal()]
+    if known:
+        # jax's first device may be any of them.
+        share = min(memory_share(total << 20, free << 20) for total, free in known)
+        os.environ[MEMORY_SHARES[0]] = f"{share:.4f}"
+
+
+def memory_share(total: int, free: int) -> float:
+    """The share of a GPU's memory that jax may take of so many bytes, as others leave it. At least
+    5%, with which a start says what is missing."""
+    return max((free - max(RUNTIME_BYTES, RUNTIME_SHARE * total)) / total, 0.05)
+
+
+def nvidia_smi(*fields: str, hidden: bool = False) -> list[list[str]]:
+    """The fields of each GPU, as `nvidia-smi --help-query-gpu` names them; empty where there is no
+    nvidia-smi or it does not answer so. hidden: also of those that CUDA_VISIBLE_DEVICES hides."""
+    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible and not hidden:
+        command.append(f"--id={visible}")
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    lines = [line.split(", ") for line in answer.stdout.splitlines() if line.strip()]
+    return lines if all(len(line) == len(fields) for line in lines) else []
 
 
 def require_pinned_memory(device: jax.Device, nbytes: int) -> None:

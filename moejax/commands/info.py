@@ -47,8 +47,8 @@ examples:
 
 memory:
   --memory is what jax may use of the device: the dense part, and an arena of 85% of the rest, which
-  is what generate --memory sets. jax takes 75% of a GPU unless XLA_PYTHON_CLIENT_MEM_FRACTION says
-  otherwise.
+  is what generate --memory sets. moejax lets jax take what is free of a GPU, unless
+  XLA_CLIENT_MEM_FRACTION says otherwise.
 
 cost:
   The bytes that a decode step moves are expected ones if routing were uniform: B tokens then need

@@ -18,7 +18,6 @@ from moejax.commands import (
     EXIT_INTERRUPTED,
     EXIT_USER_ERROR,
     calibrate,
-    check_gpu,
     convert,
     eval,
     generate,
@@ -27,9 +26,10 @@ from moejax.commands import (
     quantize,
     trace,
 )
+from moejax.commands.gpu import check_gpu, doctor
 from moejax.errors import UserError
 
-COMMANDS = (generate, eval, info, convert, quantize, trace, calibrate, plan, check_gpu)
+COMMANDS = (generate, eval, info, convert, quantize, trace, calibrate, plan, doctor, check_gpu)
 """Modules with ``add_parser(commands)``, which adds a command whose default `run` takes the parsed
 arguments and returns the exit status. They import what is heavy when they run."""
 

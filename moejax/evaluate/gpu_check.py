@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import itertools
@@ -28,10 +29,17 @@ from moejax.start.build import start_engine
 from moejax.start.kernels import kernel_shapes
 from moejax.start.options import Options
 from pallas_kernels import resolve_ops
-from pallas_kernels.cards import shared_class
+from pallas_kernels.cards import CLASSES, shared_class
 from pallas_kernels.triton import is_interpreted
-from pallas_kernels.verification import Unverified, checks, load_table, write_table
-from pallas_kernels.verification.table import entry, file_name, measured
+from pallas_kernels.verification import (
+    Check,
+    Unverified,
+    checks,
+    load_table,
+    outcomes,
+    write_table,
+)
+from pallas_kernels.verification.table import entry, file_name, unknown
 
 TESTS_OF_BITS = "tests/moejax/engine/test_same_bits.py"
 
@@ -42,14 +50,15 @@ def check_device(
     shapes: list[str],
     dtypes: list[str],
     tables: Path,
+    minutes: float | None,
     engine_shape: str,
     layers: int | None,
     steps: int,
 ) -> int:
     """Runs these parts on jax's first device and prints what they find; returns how many checks
-    failed. parts: `kernels`, with shapes, dtypes and tables as check_kernels; `bits`; `engine`,
-    with engine_shape, layers and steps as check_engine. Raises UserError where there is no GPU, and
-    for `bits` outside of a checkout."""
+    failed. parts: `kernels`, with shapes and dtypes as shape_checks, tables and minutes as
+    check_kernels; `bits`; `engine`, with engine_shape, layers and steps as check_engine. Raises
+    UserError where there is no GPU, and for `bits` outside of a checkout."""
     tests = Path(moejax.__file__).parent.parent
     if "bits" in parts and not (tests / TESTS_OF_BITS).exists():
         raise UserError(f"bits runs {TESTS_OF_BITS} of a checkout of moejax; leave it out here")
@@ -60,7 +69,8 @@ def check_device(
     print(f"{device.device_kind}, jax {jax.__version__}, {device.client.platform_version}")
     failures = 0
     if "kernels" in parts:
-        failures += check_kernels(device, shapes, dtypes, tables)
+        wanted = shape_checks(shapes, dtypes, shared_class(device))
+        failures += check_kernels(device, wanted, tables, minutes=minutes)
     if "bits" in parts:
         failures += check_bits(tests)
     if "engine" in parts:
@@ -83,39 +93,68 @@ VERSIONS = (
 layers that it cannot hold)."""
 
 
-def check_kernels(device: jax.Device, shapes: list[str], dtypes: list[str], tables: Path) -> int:
-    """Runs every check of the shapes; returns how many failed. Writes the table."""
+def shape_checks(
+    shapes: Sequence[str], dtypes: Sequence[str], shared_kib: int = CLASSES[-1]
+) -> list[Check]:
+    """The checks of every kernel for these shapes on a class of devices (cards.shared_class), the
+    likeliest to be used first: by dtype, then by versions, then by shape."""
+    found: dict[str, Check] = {}
+    for dtype, versions, name in itertools.product(dtypes, VERSIONS, shapes):
+        if dtype != "bfloat16" and "lossless12" in str(versions):
+            continue
+        config = shape(name)
+        ops = resolve_ops("auto", platform="gpu", dtype=dtype, shared_kib=shared_kib)
+        for kernel in kernel_shapes(config, dtype, config.slot_layout(itemsize=2)):
+            for check in checks(dataclasses.replace(kernel, versions=versions), ops):
+                found.setdefault(check.key, check)
+    return list(found.values())
+
+
+def check_kernels(
+    device: jax.Device,
+    wanted: Sequence[Check],
+    tables: Path,
+    *,
+    minutes: float | None = None,
+    threads: int | None = None,
+) -> int:
+    """Runs the checks that the device's table in the folder `tables` has not yet, each written to
+    it when it has passed; returns how many failed. minutes: none begins after so many. threads:
+    which compile at once, as pallas_kernels.verification.outcomes. Raises UserError where the table
+    cannot be written."""
     path = tables / file_name(device)
     # Other shapes' entries stay; of another source or driver they do not count.
     entries = load_table(path)
-    seen: set[str] = set()
-    failed = 0
-    for name, dtype in itertools.product(shapes, dtypes):
-        config = shape(name)
-        ops = resolve_ops("auto", platform="gpu", dtype=dtype, shared_kib=shared_class(device))
-        kernels = [
-            dataclasses.replace(kernel, versions=versions)
-            for versions in VERSIONS
-            if dtype == "bfloat16" or "lossless12" not in str(versions)
-            for kernel in kernel_shapes(config, dtype, config.slot_layout(itemsize=2))
-        ]
-        for check in (c for kernel in kernels for c in checks(kernel, ops, device)):
-            if check.key in seen:
-                continue
-            seen.add(check.key)
-            began = time.perf_counter()
-            try:
-                error = measured(check, device)
-            except Unverified as problem:
+    missing = unknown(wanted, device, entries)
+    print(f"{len(wanted)} checks, {len(wanted) - len(missing)} of them in {path}", flush=True)
+    began = time.perf_counter()
+    failed = done = 0
+    with contextlib.closing(outcomes(missing, device, threads)) as found:
+        while minutes is None or time.perf_counter() - began < 60 * minutes:
+            last = time.perf_counter()
+            if (one := next(found, None)) is None:
+                break
+            check, result = one
+            done += 1
+            if isinstance(result, Unverified):
                 failed += 1
                 entries.pop(check.key, None)
-                print(f"WRONG {check.key}: {problem}", flush=True)
-                continue
-            entries[check.key] = entry(check, error, device)
-            seconds = time.perf_counter() - began
-            print(f"ok    {check.key}: {error:.1e}, {seconds:.1f} s", flush=True)
-    write_table(path, device, entries)
-    print(f"{len(entries)} checked configurations in {path}")
+                print(f"WRONG {check.key}: {result}", flush=True)
+            else:
+                entries[check.key] = entry(check, result, device)
+                seconds = time.perf_counter() - last
+                print(f"ok    {check.key}: {result:.1e}, {seconds:.1f} s", flush=True)
+            try:
+                write_table(path, device, entries)
+            except OSError as error:
+                raise UserError(
+                    f"{path} cannot be written ({error.strerror}); --tables names another folder"
+                ) from error
+    left = len(missing) - done
+    took = time.perf_counter() - began
+    print(f"{done} checked in {took:.0f} s, {len(entries)} configurations in {path}")
+    if left:
+        print(f"{left} are left: run it again")
     return failed
 
 

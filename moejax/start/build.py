@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import numpy as np
 from host_offload.control.control import Control
 from host_offload.control.controller import Controller, Event
 from host_offload.memory.arena import SlotArena
+from host_offload.memory.budget import ArenaTooSmall
 from host_offload.memory.kv_cache import KVCache
 from host_offload.memory.placement import ResidentSpec, place
 from moejax.checkpoints.loaded_model import LoadedModel
@@ -26,7 +28,7 @@ from moejax.errors import user_errors
 from moejax.models.layers import Decoder
 from moejax.start.decide.facts import device_facts, facts_of
 from moejax.start.decide.plan import Plan, decide, divide, step_spec
-from moejax.start.kernels import verify_kernels
+from moejax.start.kernels import checked_later, verify_kernels
 from moejax.start.options import Options
 from moejax.start.precision import place_experts
 from moejax.start.probe import divided, step_costs
@@ -77,8 +79,12 @@ def probed(loaded: LoadedModel, settings: Settings, device: jax.Device) -> Plan:
     them."""
     model, facts = facts_of(loaded), device_facts(device, automatic=settings.options.automatic)
     steps = step_spec(settings, model, facts)
-    verify_kernels(steps, device)
     experts = steps.config.num_experts
+    # Before anything is compiled of them, by a first guess of the arena: a wrong one is refused by
+    # its name.
+    with contextlib.suppress(ArenaTooSmall):
+        first = divide(settings, model, facts, steps, facts.memory)
+        verify_kernels(steps, device, first.slots * steps.layout.slot_bytes)
 
     def smallest() -> Runner:
         runner = make_runner(steps, loaded, device, slots=1, bound=experts)
@@ -93,6 +99,7 @@ def probed(loaded: LoadedModel, settings: Settings, device: jax.Device) -> Plan:
         smallest,
         automatic=settings.options.automatic,
     )
+    verify_kernels(steps, device, budget.slots * steps.layout.slot_bytes)
     facts = dataclasses.replace(facts, memory=budget.memory)
     costs = None
     if settings.needs_costs:
@@ -172,6 +179,8 @@ def _engine(
 
     control, resizer = _control(plan, loaded, runner, scheduler, traced)
     runner.wait_compiled()
+    arena_bytes = plan.budget.slots * plan.steps.layout.slot_bytes
+    runner.later(checked_later(plan.steps, runner.device, arena_bytes))
     # Last, so that a start that fails leaves no trace directory, which the next one must not find.
     tracer = _tracer(plan, loaded, runner)
     return Engine(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 import jax
 
@@ -15,20 +17,74 @@ from moejax.errors import user_errors
 from moejax.models.config import ModelConfig
 from moejax.models.family import Parts
 from pallas_kernels.records.versions import Formats
-from pallas_kernels.verification import ModelShape, checks, require_verified
+from pallas_kernels.verification import (
+    Check,
+    ModelShape,
+    Unverified,
+    checks,
+    require_verified,
+    unverified,
+)
+
+log = logging.getLogger("moejax")
 
 
-def verify_kernels(steps: StepSpec, device: jax.Device) -> None:
+def verify_kernels(steps: StepSpec, device: jax.Device, arena_bytes: int) -> None:
     """Sees to it that every kernel these steps will run was found right on this device: from the
-    package's table, else by running the checks once (seconds, kept in the cache directory).
+    package's table, else by running the checks once (seconds, kept in the cache directory). The
+    kernels of an arena of arena_bytes, and none that only other starts of the model run.
 
     Interpreted kernels are not checked. Raises UserError for a configuration that is wrong.
     """
     if device.platform != "gpu":
         return
+    needed, _ = start_checks(steps, arena_bytes)
     with user_errors():
-        for shape in kernel_shapes(steps.config, steps.dtype, steps.layout, steps.formats):
-            require_verified(checks(shape, steps.ops, device), device, cache_root() / "verified")
+        require_verified(needed, device, _checked())
+
+
+def start_checks(steps: StepSpec, arena_bytes: int) -> tuple[list[Check], list[Check]]:
+    """(the checks of kernels that a start with these steps and this arena runs, those that other
+    starts of the model run: more sequences at once, arrays of other sizes)."""
+    layers, experts = sum(steps.config.moe_layers), steps.config.num_experts
+    if steps.formats is None:
+        records = [record.nbytes for record in steps.layout.records]
+    else:
+        records = [version.store.nbytes for version in steps.formats]
+    arena = arena_bytes > NARROW_BYTES
+    # Of ops that read both one kernel may address either array.
+    both = {arena, *(layers * experts * nbytes > NARROW_BYTES for nbytes in records)}
+
+    def needed(check: Check) -> bool:
+        widths = {None, *both} if check.stores is not None else {None, arena}
+        return check.wide in widths and check.rows < 2 * steps.shapes.rows
+
+    found: tuple[list[Check], list[Check]] = [], []
+    for shape in kernel_shapes(steps.config, steps.dtype, steps.layout, steps.formats):
+        for check in checks(shape, steps.ops):
+            found[not needed(check)].append(check)
+    return found
+
+
+def checked_later(steps: StepSpec, device: jax.Device, arena_bytes: int) -> Iterator[str]:
+    """Checks the kernels that other starts of the model run, so that those need not: one with each
+    item, which is its name. Those of arrays beyond 4 GiB are left to `moejax check-gpu`, as this
+    start's arena has the memory that they would take. What fails is logged; the start that needs it
+    is refused."""
+    if device.platform != "gpu":
+        return
+    _, rest = start_checks(steps, arena_bytes)
+    for check in unverified((c for c in rest if not c.wide), device, _checked()):
+        try:
+            require_verified([check], device, _checked(), threads=1)
+        except Unverified as error:
+            log.info("checked in the background: %s", error)
+        yield check.key
+
+
+def _checked() -> Path:
+    """Where the checks that ran on this machine are kept."""
+    return cache_root() / "verified"
 
 
 def kernel_shapes(
@@ -71,6 +127,9 @@ def kernel_shapes(
     windows = sorted(set(config.windows), key=lambda w: w or 0)
     return tuple(dataclasses.replace(shape, window=window) for window in windows)
 
+
+NARROW_BYTES = 1 << 32
+"""The most bytes of an array that kernels address with 32 bits."""
 
 _OTHER_NORMS = ("q_norm", "k_norm", "q_a_norm")
 _NOT_LINEAR = frozenset({"kv_b"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -120,6 +121,9 @@ class Runner:
         self._executables: dict[ProgramKey, Future] = {}
         # Two threads: tracing holds the interpreter, XLA's compiler does not.
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="moejax-compile")
+        self._later = threading.Event()
+        """Set where nothing is done in the background but to compile."""
+        self._later.set()
         self._needed: list[ProgramKey] = []
         """What every request needs."""
         self._compile_first([(stack.size, stack.is_moe) for stack in model.runs])
@@ -182,9 +186,11 @@ class Runner:
 
     def wait_compiled(self, everything: bool = False) -> None:
         """Blocks until the executables that every request needs exist. everything: also those that
-        compile in the background."""
+        compile in the background, and what else is done there."""
         for key in [*self._executables] if everything else self._needed:
             self._executable(key).result()
+        if everything:
+            self._later.wait()
         self.compile_s = self.compile_s or time.perf_counter() - self._began
 
     def need(self, *keys: ProgramKey) -> None:
@@ -192,6 +198,30 @@ class Runner:
         for key in keys:
             self._executable(key)
             self._needed.append(key)
+
+    def later(self, work: Iterator[object]) -> None:
+        """Does the work in the background after what compiles, an item at a time, until the runner
+        is deleted."""
+        done = threading.Event()
+
+        def begin() -> None:
+            # A context of its own: the other thread may begin before the one before it has ended.
+            self._pool.submit(contextvars.copy_context().run, advance)
+
+        def advance() -> None:
+            more = False
+            try:
+                more = next(work, None) is not None
+                if more:
+                    begin()
+            except RuntimeError:  # the pool was shut down meanwhile
+                more = False
+            finally:
+                if not more:
+                    done.set()
+
+        self._later = done
+        begin()
 
     def prepare(self, controller: Controller) -> None:
         """Begins to compile what the controller's policies will ask for, and counts it among what

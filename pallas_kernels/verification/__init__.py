@@ -7,7 +7,13 @@ device, jax version and source: the results are in `table`, checked before a mod
 
 from pallas_kernels.verification.check import Check, ModelShape
 from pallas_kernels.verification.checks import checks
-from pallas_kernels.verification.table import Unverified, load_table, require_verified, write_table
+from pallas_kernels.verification.outcomes import Unverified, outcomes
+from pallas_kernels.verification.table import (
+    load_table,
+    require_verified,
+    unverified,
+    write_table,
+)
 
 __all__ = [
     "Check",
@@ -15,6 +21,8 @@ __all__ = [
     "Unverified",
     "checks",
     "load_table",
+    "outcomes",
     "require_verified",
+    "unverified",
     "write_table",
 ]

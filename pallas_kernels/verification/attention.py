@@ -34,6 +34,11 @@ class Pages:
             row = f"{shape.latent}+{shape.head_dim - shape.latent}"
         self.what = f"heads {shape.heads}/{row} block {shape.block_size}"
         self.what += " offsets 64" if least else ""
+        self.wide = least > 0
+
+    def seen(self, arena: jax.Array) -> jax.Array:
+        """What an op may have changed of it."""
+        return jax.lax.bitcast_convert_type(arena[self.unused :], jnp.dtype(self.shape.dtype))
 
     def table(self) -> jax.Array:
         pages = jax.random.permutation(jax.random.key(3), 4 * self.blocks).reshape(4, self.blocks)
@@ -56,9 +61,9 @@ def _kv_write_check(pages: Pages) -> Check:
         if shape.qk_norm:
             norms = (draw(i, (2, shape.head_dim), shape.dtype) for i in (1, 2))
         qkv = draw(0, (33, columns), shape.dtype)
-        return qkv, *norms, inverse, pages.arena(), pages.table()
+        return qkv, *norms, inverse, pages.table()
 
-    def written(name, qkv, q_norm, k_norm, inverse, arena, table):
+    def written(name, arena, qkv, q_norm, k_norm, inverse, table):
         positions = jnp.arange(33, dtype=jnp.int32) * 29
         at = jnp.where(positions % 7 == 6, -1, table[0][positions // shape.block_size])
         q, result = kv_write(
@@ -76,10 +81,11 @@ def _kv_write_check(pages: Pages) -> Check:
             eps=1e-6,
             implementation=name,
         )
-        return q, jax.lax.bitcast_convert_type(result[pages.unused :], jnp.dtype(shape.dtype))
+        return result, q
 
     what = pages.what if shape.qk_norm else f"{pages.what} no norms"
-    return make_check("kv_write", what, shape.dtype, operands, written)
+    changed = {"arena": pages.arena, "seen": pages.seen, "wide": pages.wide}
+    return make_check("kv_write", what, shape.dtype, operands, written, **changed)
 
 
 def _attention_checks(pages: Pages, shared_kib: int) -> Iterator[Check]:
@@ -96,7 +102,7 @@ def _attention_checks(pages: Pages, shared_kib: int) -> Iterator[Check]:
         return decode_attention(q, arena, table, lengths, layer, **options, implementation=name)
 
     what = f"decode {pages.what} window {shape.window} {shared_kib} KiB"
-    yield make_check("paged_attention", what, shape.dtype, queries(4), decoded)
+    yield make_check("paged_attention", what, shape.dtype, queries(4), decoded, wide=pages.wide)
 
     def prefilled(name, q, arena, table):
         start, length = jnp.asarray([0, 64, 640, 0]), jnp.asarray([64, 64, 17, 1])
@@ -116,4 +122,5 @@ def _attention_checks(pages: Pages, shared_kib: int) -> Iterator[Check]:
         return jnp.where(real[:, None], out, 0)
 
     what = f"prefill {pages.what} window {shape.window} {shared_kib} KiB"
-    yield make_check("paged_attention", what, shape.dtype, queries(4 * 64), prefilled)
+    prompts = queries(4 * 64)
+    yield make_check("paged_attention", what, shape.dtype, prompts, prefilled, wide=pages.wide)

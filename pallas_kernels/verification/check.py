@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
 from pallas_kernels.route import RouteRule
 from pallas_kernels.tolerances import TOLERANCES
@@ -49,6 +52,20 @@ class ModelShape:
 
 
 @dataclasses.dataclass(frozen=True)
+class Stores:
+    """What a check reads from pinned host memory."""
+
+    layers: int
+    """Layers of each store; the records are in the last one, the others hold what was there."""
+    records: Callable[[], tuple[jax.Array, ...]]
+    """Makes uint16[1, E, rows, D] of each version."""
+
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """[layers, E, rows, D] of each version."""
+        return tuple((self.layers, *r.shape[1:]) for r in jax.eval_shape(self.records))
+
+
+@dataclasses.dataclass(frozen=True)
 class Check:
     """One kernel configuration against the reference."""
 
@@ -56,26 +73,147 @@ class Check:
     key: str
     """Op, shapes and dtype in words: the name of the check in tables."""
     operands: Callable[[], tuple]
-    """Makes the inputs, on the device or in pinned host memory, when the check runs."""
+    """Makes the inputs in device memory, inside of a jit, when the check runs."""
     run: Callable[..., object]
-    """(implementation, *operands) -> results."""
+    """(implementation, arena, stores, *operands) -> results, without `arena` or `stores` where the
+    check has none."""
     tolerance: float
     """The largest |got − want| / (1 + |want|) that passes; 0: exact."""
+    arena: Callable[[], jax.Array] | None = None
+    """Makes what the op changes in place, as `operands`: it is donated, anew to each
+    implementation, and the first of the results, so that none is copied. None: nothing."""
+    seen: Callable[[jax.Array], jax.Array] | None = None
+    """The part of the changed arena that is compared; None: all of it."""
+    stores: Stores | None = None
+    wide: bool | None = None
+    """Whether arena and stores are addressed with 64 bits, which makes another kernel; None: it has
+    neither."""
+    rows: int = 0
+    """The fewest rows of a decode step that runs this kernel; 0: it is not of a bucket of rows."""
 
     def error(self, device: jax.Device) -> float:
         """Largest deviation of the kernel from the reference, as `tolerance` measures it; infinite
         where one has a NaN that the other has not."""
-        with jax.default_device(device):
-            operands = self.operands()
-            got, want = (
-                jax.tree.leaves(jax.jit(functools.partial(self.run, name))(*operands))
-                for name in ("pallas", "xla")
-            )
-            return max(_deviation(g, w) for g, w in zip(got, want, strict=True))
+        return prepare(self, device).error()
 
 
-def _deviation(result: jax.Array, reference: jax.Array) -> float:
-    got, want = np.asarray(result), np.asarray(reference)
+IMPLEMENTATIONS = ("pallas", "xla")
+"""What a check compares: the kernel, the reference."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """A check whose programs are compiled; none has run, and nothing is allocated."""
+
+    check: Check
+    device: jax.Device
+    programs: Mapping[str, Callable[..., Any]]
+    """Compiled `operands`, `arena` and `seen`, and `run` of each implementation."""
+
+    def error(self) -> float:
+        """As Check.error. The device holds one arena at a time."""
+        check, programs = self.check, self.programs
+        operands = programs["operands"]()
+        if check.stores is not None:
+            records = programs["records"]()
+            layers = check.stores.layers
+            operands = (tuple(pinned_store(r, layers, self.device) for r in records), *operands)
+        found = []
+        for name in IMPLEMENTATIONS:
+            if check.arena is None:
+                results = programs[name](*operands)
+            else:
+                changed, *results = programs[name](programs["arena"](), *operands)
+                results = [programs["seen"](changed), results]
+                del changed
+            found.append([np.asarray(leaf) for leaf in jax.tree.leaves(results)])
+            del results
+        return max(_deviation(got, want) for got, want in zip(*found, strict=True))
+
+
+def prepare(check: Check, device: jax.Device) -> Prepared:
+    """Compiles what a check runs. Threads may compile several at once: tracing holds the
+    interpreter, XLA's compiler does not."""
+    here = SingleDeviceSharding(device)
+
+    def compiled(function: Callable, *args: Any, donated: tuple[int, ...] = ()) -> Any:
+        placed: dict[str, Any] = {} if args else {"out_shardings": here}
+        lowered = jax.jit(function, donate_argnums=donated, **placed).lower(*args)
+        return lowered.compile(compiler_options=_compiler_options(device.platform))
+
+    programs = {"operands": compiled(check.operands)}
+    args = argument_shapes(check, here)
+    if check.stores is not None:
+        programs["records"] = compiled(check.stores.records)
+    if check.arena is not None:
+        programs["arena"] = compiled(check.arena)
+        programs["seen"] = compiled(check.seen or (lambda arena: arena), args[0])
+    donated = () if check.arena is None else (0,)
+    for name in IMPLEMENTATIONS:
+        programs[name] = compiled(functools.partial(check.run, name), *args, donated=donated)
+    return Prepared(check, device, programs)
+
+
+def argument_shapes(check: Check, sharding: jax.sharding.Sharding | None = None) -> tuple:
+    """jax.ShapeDtypeStructs of what `run` is given after the implementation. sharding: of what is
+    in device memory, the stores' is the same with pinned memory; None: undecided."""
+
+    def shapes(make: Callable) -> Any:
+        return jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding),
+            jax.eval_shape(make),
+        )
+
+    args = shapes(check.operands)
+    if check.stores is not None:
+        pinned = sharding
+        if sharding is not None and _pins(sharding):
+            pinned = sharding.with_memory_kind("pinned_host")
+        stores = check.stores.shapes()
+        args = (
+            tuple(jax.ShapeDtypeStruct(s, jnp.uint16, sharding=pinned) for s in stores),
+            *args,
+        )
+    return args if check.arena is None else (shapes(check.arena), *args)
+
+
+def pinned_store(records: jax.Array, layers: int, device: jax.Device) -> jax.Array:
+    """A store [layers, E, rows, D] in pinned host memory, the records [1, E, rows, D] its last
+    layer; the others hold what was there."""
+    shape = (layers, *records.shape[1:])
+    sharding = SingleDeviceSharding(device)
+    if not _pins(sharding):
+        return jnp.zeros(shape, jnp.uint16).at[-1:].set(records)
+    return _write_last(_allocate(shape, sharding.with_memory_kind("pinned_host")), records)
+
+
+def _pins(sharding: jax.sharding.Sharding) -> bool:
+    """Whether stores are in pinned memory: the interpreter of jax 0.10 takes no operand there."""
+    (device,) = sharding.device_set
+    return device.platform == "gpu"
+
+
+def _allocate(shape: tuple[int, ...], sharding: jax.sharding.Sharding) -> jax.Array:
+    return jax.jit(lambda: jax.lax.empty(shape, jnp.uint16), out_shardings=sharding)()
+
+
+def _write_last(store: jax.Array, records: jax.Array) -> jax.Array:
+    def write(store, records):
+        records = jax.device_put(records, jax.typeof(store).memory_space)
+        return jax.lax.dynamic_update_slice(store, records, (store.shape[0] - 1, 0, 0, 0))
+
+    return jax.jit(write, donate_argnums=0, out_shardings=store.sharding)(store, records)
+
+
+def _compiler_options(platform: str) -> dict[str, str | bool]:
+    """Equal rounding in both programs; the reference's products need no tuning on the device."""
+    options: dict[str, str | bool] = {"xla_allow_excess_precision": False}
+    if platform == "gpu":
+        options["xla_gpu_autotune_level"] = "0"
+    return options
+
+
+def _deviation(got: np.ndarray, want: np.ndarray) -> float:
     if got.dtype.kind in "iub":
         return 0.0 if np.array_equal(got, want) else float("inf")
     a, b = got.astype(np.float64), want.astype(np.float64)
@@ -97,11 +235,18 @@ def make_check(
     operands: Callable[[], tuple],
     run: Callable[..., object],
     out: str = "",
+    *,
+    arena: Callable[[], jax.Array] | None = None,
+    seen: Callable[[jax.Array], jax.Array] | None = None,
+    stores: Stores | None = None,
+    wide: bool | None = None,
+    rows: int = 0,
 ) -> Check:
-    """out: the result's dtype, if it is not dtype."""
+    """out: the result's dtype, if it is not dtype; the rest as in Check."""
     # Twice the table's: kernel and reference round each for itself. A float32 result only differs
     # by the order of its sum.
     tolerance = 2 * TOLERANCES.get(op, {}).get(dtype, 0.0)
     if "float32" in (out, dtype):
         tolerance = 2e-5
-    return Check(op, f"{op} {what} {dtype}", operands, run, tolerance)
+    key = f"{op} {what} {dtype}"
+    return Check(op, key, operands, run, tolerance, arena, seen, stores, wide, rows)

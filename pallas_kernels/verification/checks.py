@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import jax
-
 from pallas_kernels.dispatch import Ops
 from pallas_kernels.verification.attention import attention_checks
 from pallas_kernels.verification.check import Check, ModelShape
@@ -17,25 +15,21 @@ WIDE_BYTES = (1 << 32) + (1 << 28)
 """Pallas addresses arrays above 4 GiB with 64-bit offsets: another kernel, checked on its own."""
 
 
-def checks(
-    shape: ModelShape, ops: Ops, device: jax.Device, wide_bytes: int = WIDE_BYTES
-) -> list[Check]:
+def checks(shape: ModelShape, ops: Ops, wide_bytes: int = WIDE_BYTES) -> list[Check]:
     """The checks of every kernel that `ops` would run for a model of this shape. Nothing is
     computed or allocated before a check runs. wide_bytes: size of the arrays that need 64-bit
     offsets."""
     # Products of equal sizes are one check.
-    every = {check.key: check for check in _all(shape, ops.shared_kib, device, wide_bytes)}
+    every = {check.key: check for check in _all(shape, ops.shared_kib, wide_bytes)}
     return [check for check in every.values() if getattr(ops, check.op) == "pallas"]
 
 
-def _all(
-    shape: ModelShape, shared_kib: int, device: jax.Device, wide_bytes: int
-) -> Iterator[Check]:
+def _all(shape: ModelShape, shared_kib: int, wide_bytes: int) -> Iterator[Check]:
     yield from dense_checks(shape, shared_kib)
     yield from table_checks(shape)
     yield from head_checks(shape)
     for least in (0, wide_bytes):
-        yield from record_checks(shape, shared_kib, device, least)
+        yield from record_checks(shape, shared_kib, least)
         if shape.latent:
             yield from latent_checks(shape, least)
         else:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import jax
 import jax.numpy as jnp
 
 from pallas_kernels.head_linear import head_linear
@@ -57,11 +56,10 @@ def _latent_write_check(pages: Pages) -> Check:
             draw(1, (2, shape.latent), shape.dtype),
             draw(2, (33, shape.heads, rope), shape.dtype),
             1e4 ** (-jnp.arange(rope // 2) / (rope // 2)),
-            pages.arena(),
             pages.table(),
         )
 
-    def written(name, kv, norm, q_rope, inverse, arena, table):
+    def written(name, arena, kv, norm, q_rope, inverse, table):
         positions = jnp.arange(33, dtype=jnp.int32) * 29
         at = jnp.where(positions % 7 == 6, -1, table[0][positions // shape.block_size])
         q, result = latent_write(
@@ -80,10 +78,11 @@ def _latent_write_check(pages: Pages) -> Check:
             interleave=shape.interleave,
             implementation=name,
         )
-        return q, jax.lax.bitcast_convert_type(result[pages.unused :], jnp.dtype(shape.dtype))
+        return result, q
 
     what = f"{pages.what} {'pairs' if shape.interleave else 'halves'}"
-    return make_check("latent_write", what, shape.dtype, operands, written)
+    changed = {"arena": pages.arena, "seen": pages.seen, "wide": pages.wide}
+    return make_check("latent_write", what, shape.dtype, operands, written, **changed)
 
 
 def _queries(pages: Pages, count: int):
@@ -111,7 +110,8 @@ def _decode_check(pages: Pages) -> Check:
         return decode_attention(q, arena, table, lengths, jnp.int32(1), q_rope=q_rope, **options)
 
     what = f"decode {pages.what} window {pages.shape.window}"
-    return make_check("paged_attention", what, pages.shape.dtype, _queries(pages, 4), decoded)
+    queries, dtype = _queries(pages, 4), pages.shape.dtype
+    return make_check("paged_attention", what, dtype, queries, decoded, wide=pages.wide)
 
 
 def _prefill_check(pages: Pages) -> Check:
@@ -126,6 +126,5 @@ def _prefill_check(pages: Pages) -> Check:
         return jnp.where(real[:, None], out, 0)
 
     what = f"prefill {pages.what} window {pages.shape.window}"
-    return make_check(
-        "paged_attention", what, pages.shape.dtype, _queries(pages, 4 * 64), prefilled
-    )
+    queries, dtype = _queries(pages, 4 * 64), pages.shape.dtype
+    return make_check("paged_attention", what, dtype, queries, prefilled, wide=pages.wide)

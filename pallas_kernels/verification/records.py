@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from pallas_kernels.plan import Tables
 from pallas_kernels.records import RecordFormat, decode
 from pallas_kernels.records.versions import VersionFormats
 from pallas_kernels.stage import Entries, stage
-from pallas_kernels.verification.check import Check, ModelShape, draw, make_check
+from pallas_kernels.verification.check import Check, ModelShape, Stores, draw, make_check
 from pallas_kernels.verification.dense import empty_tables
 from pallas_kernels.verification.random_records import random_records
 
@@ -22,11 +23,9 @@ EXPERTS_CHECKED = 4
 """Fewest experts in the stores that are made: tiles do not depend on how many there are."""
 
 
-def record_checks(
-    shape: ModelShape, shared_kib: int, device: jax.Device, least: int
-) -> Iterator[Check]:
+def record_checks(shape: ModelShape, shared_kib: int, least: int) -> Iterator[Check]:
     """fill, stage, move and expert_ffn on stores and an arena of at least so many bytes."""
-    records = _Records(shape, device, least)
+    records = _Records(shape, least)
     yield from _copy_checks(records)
     yield _move_check(records)
     for tokens, row_tile in ((16, 16), (32, 16), (64, 16), (192, 64)):
@@ -40,9 +39,9 @@ class _Records:
     v, 2·count … of the first versions again: one of each version has a cell, one is read through.
     """
 
-    def __init__(self, shape: ModelShape, device: jax.Device, least: int):
+    def __init__(self, shape: ModelShape, least: int):
         size = shape.hidden, shape.width, shape.dtype
-        self.shape, self.device = shape, device
+        self.shape, self.wide = shape, least > 0
         self.formats = tuple(
             VersionFormats(RecordFormat(cell, *size), RecordFormat(held, *size))
             for cell, held in shape.versions
@@ -67,18 +66,24 @@ class _Records:
         if not dense:
             self.what = f"{3 * shape.width}x{d} {', '.join(names)}{offsets}"
 
-    def bits(self) -> list[jax.Array]:
+    def bits(self) -> tuple[jax.Array, ...]:
         """The records of each version."""
-        return [
+        return tuple(
             random_records(7 + 64 * v, self.experts, f.store) for v, f in enumerate(self.formats)
-        ]
+        )
 
-    def stores(self, records: list[jax.Array]) -> tuple[jax.Array, ...]:
-        return tuple(pinned_store(each, self.layers, self.device) for each in records)
+    @property
+    def stores(self) -> Stores:
+        return Stores(self.layers, self.bits)
 
     def empty(self) -> jax.Array:
         """An arena of zeros."""
         return jnp.zeros((self.total * self.rows, self.shape.hidden), jnp.uint16)
+
+    def changed(self) -> dict[str, Any]:
+        """Keywords of make_check for an op that changes an empty arena."""
+        seen = lambda arena: arena[self.first :]  # noqa: E731
+        return {"arena": self.empty, "seen": seen, "wide": self.wide}
 
     def tables(self) -> Tables:
         """All cells granted, and empty."""
@@ -98,20 +103,18 @@ def _copy_checks(records: _Records) -> Iterator[Check]:
     """fill and stage."""
     count, cell_row = records.count, records.cell_row
 
-    def operands():
-        return records.stores(records.bits()), records.empty()
-
-    def filled(name, stores, arena):
+    def filled(name, arena, stores):
         expert = jnp.append(jnp.arange(count, dtype=jnp.int32)[::-1], jnp.asarray([count, -1]))
         row = jnp.append(cell_row[: count + 1], -1)
         version = jnp.append(records.version_of[expert[:-1]], 0)
         work = expert, row, version, jnp.int32(count + 1)
         options = {"formats": records.given, "implementation": name}
-        return fill(arena, stores, records.layer, *work, **options)[records.first :]
+        return (fill(arena, stores, records.layer, *work, **options),)
 
-    yield make_check("fill", records.what, "uint16", operands, filled)
+    given: dict[str, Any] = records.changed() | {"stores": records.stores}
+    yield make_check("fill", records.what, "uint16", tuple, filled, **given)
 
-    def staged(name, stores, arena):
+    def staged(name, arena, stores):
         last, version = records.layers - 1, count - 1
         fields = (
             [last, last, -1, last],
@@ -122,10 +125,9 @@ def _copy_checks(records: _Records) -> Iterator[Check]:
         entries = Entries._make(jnp.asarray(field, jnp.int32) for field in fields)
         options = {"formats": records.given, "implementation": name}
         tables = records.tables()
-        arena, *results = stage(arena, tables, stores, records.layer, entries, **options)
-        return arena[records.first :], results
+        return stage(arena, tables, stores, records.layer, entries, **options)
 
-    yield make_check("stage", records.what, "uint16", operands, staged)
+    yield make_check("stage", records.what, "uint16", tuple, staged, **given)
 
 
 def _move_check(records: _Records) -> Check:
@@ -140,10 +142,9 @@ def _move_check(records: _Records) -> Check:
         fields = ([last] * 3, cells, [targets[0], targets[-1] if count > 2 else -1, 0])
         moves = Moves._make(jnp.asarray(field, jnp.int32) for field in fields)
         options = {"record_rows": tuple(f.cell.rows for f in records.formats)}
-        arena, *results = move(arena, records.tables(), moves, **options, implementation=name)
-        return arena[first:], results
+        return move(arena, records.tables(), moves, **options, implementation=name)
 
-    return make_check("move", records.what, "uint16", lambda: (records.empty(),), moved)
+    return make_check("move", records.what, "uint16", tuple, moved, **records.changed())
 
 
 def _expert_ffn_check(records: _Records, shared_kib: int, tokens: int, row_tile: int) -> Check:
@@ -162,7 +163,7 @@ def _expert_ffn_check(records: _Records, shared_kib: int, tokens: int, row_tile:
             arena = jax.lax.dynamic_update_slice(arena, record, place)
         ids = jnp.sort(jax.lax.top_k(draw(1, (tokens, experts), "float32"), k)[1], axis=1)
         ids = jnp.where(jnp.arange(tokens)[:, None] % 11 == 10, experts, ids)
-        return records.stores(bits), arena, draw(0, (tokens, d), shape.dtype), ids
+        return arena, draw(0, (tokens, d), shape.dtype), ids
 
     def computed(name, stores, arena, x, ids):
         cells = jnp.full(experts, -1, jnp.int32).at[:count].set(records.cell_row[:count])
@@ -184,22 +185,8 @@ def _expert_ffn_check(records: _Records, shared_kib: int, tokens: int, row_tile:
             shared_kib=shared_kib,
         )
 
+    rows = tokens if row_tile == 16 else 0
     what = f"{records.what} {shape.activation} top {k} tokens {tokens} rows {row_tile}"
     what += f" {shared_kib} KiB"
-    return make_check("expert_ffn", what, shape.dtype, operands, computed)
-
-
-def pinned_store(records: jax.Array, layers: int, device: jax.Device) -> jax.Array:
-    """A store [layers, E, rows, D] in pinned host memory, the records [1, E, rows, D] its last
-    layer; the others hold what was there."""
-    shape = (layers, *records.shape[1:])
-    if device.platform != "gpu":  # the interpreter of jax 0.10 takes no operand on the host
-        return jnp.zeros(shape, jnp.uint16).at[-1:].set(records)
-    sharding = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
-    allocate = jax.jit(lambda: jax.lax.empty(shape, jnp.uint16), out_shardings=sharding)
-
-    def write(store, records):
-        records = jax.device_put(records, jax.typeof(store).memory_space)
-        return jax.lax.dynamic_update_slice(store, records, (layers - 1, 0, 0, 0))
-
-    return jax.jit(write, donate_argnums=0, out_shardings=sharding)(allocate(), records)
+    given = {"stores": records.stores, "wide": records.wide, "rows": rows}
+    return make_check("expert_ffn", what, shape.dtype, operands, computed, **given)

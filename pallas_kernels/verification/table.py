@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import functools
 import hashlib
 import json
 import logging
+import os
 import platform
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -17,15 +19,12 @@ from typing import Any
 import jax
 
 from pallas_kernels.verification.check import Check
+from pallas_kernels.verification.outcomes import Unverified, outcomes
 
 log = logging.getLogger("moejax")
 
 SHIPPED = Path(__file__).parent / "tables"
 """Tables that came from `moejax check-gpu` on real devices."""
-
-
-class Unverified(ValueError):
-    """A kernel configuration that gives wrong numbers on this device."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,8 +70,8 @@ def load_table(path: Path) -> dict[str, Entry]:
 
 
 def write_table(path: Path, device: jax.Device, entries: dict[str, Entry]) -> None:
-    """Writes the table with device, versions and date."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Writes the table with device, versions and date, whole or not at all. Raises OSError where
+    that is not possible."""
     table: dict[str, Any] = {
         "device": device.device_kind,
         "runtime": device.client.platform_version,
@@ -82,7 +81,34 @@ def write_table(path: Path, device: jax.Device, entries: dict[str, Entry]) -> No
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "checks": {key: dataclasses.asdict(entries[key]) for key in sorted(entries)},
     }
-    path.write_text(json.dumps(table, indent=1) + "\n")
+    partial = path.with_suffix(f".{os.getpid()}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(json.dumps(table, indent=1) + "\n")
+        partial.replace(path)
+    finally:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+
+
+def unknown(
+    wanted: Iterable[Check], device: jax.Device, entries: Mapping[str, Entry]
+) -> list[Check]:
+    """Those that no entry shows for this source and runtime, in their order, each once."""
+    now, runtime = digest(), device.client.platform_version
+
+    def shown(check: Check) -> bool:
+        then = entries.get(check.key)
+        return then is not None and (then.source, then.runtime) == (now, runtime)
+
+    return list({check.key: check for check in wanted if not shown(check)}.values())
+
+
+def unverified(wanted: Iterable[Check], device: jax.Device, cache: Path) -> list[Check]:
+    """Those that neither the shipped table nor the one in the folder `cache` has for this device
+    kind, jax version and source. Raises ValueError for a damaged table."""
+    name = file_name(device)
+    return unknown(wanted, device, {**load_table(SHIPPED / name), **load_table(cache / name)})
 
 
 def require_verified(
@@ -90,35 +116,31 @@ def require_verified(
     device: jax.Device,
     cache: Path,
     report: Callable[[Check, float], None] | None = None,
+    threads: int | None = None,
 ) -> int:
     """Makes sure that every wanted check holds on the device; returns how many had to be run.
 
-    A check counts as done if the shipped table or the one in the folder `cache` has it for this
-    device kind, jax version and source. The others run now (seconds) and go to the cache. report:
-    called after each that ran.
+    Those that are not `unverified` count as done. The others run now, compiled by so many threads
+    at once (None: as `outcomes`), and each goes to the cache when it has passed: who is killed
+    loses the one that runs. report: called after each that ran and was kept.
 
     Raises Unverified, naming the op and what to use instead, for a configuration that is wrong or
     does not run.
     """
-    name = file_name(device)
-    own = load_table(cache / name)
-    known = {**load_table(SHIPPED / name), **own}
-    ran = 0
-    try:
-        for check in wanted:
-            now = entry(check, 0.0, device)
-            then = known.get(check.key)
-            if then is not None and (then.source, then.runtime) == (now.source, now.runtime):
-                continue
-            error = measured(check, device)
-            ran += 1
+    path = cache / file_name(device)
+    missing = unverified(wanted, device, cache)
+    own, writable = load_table(path) if missing else {}, True
+    with contextlib.closing(outcomes(missing, device, threads)) as found:
+        for check, result in found:
+            if isinstance(result, Unverified):
+                raise result
+            own[check.key] = entry(check, result, device)
+            writable = writable and _keep(path, device, own)
             if report is not None:
-                report(check, error)
-            own[check.key] = entry(check, error, device)
-    finally:
-        if ran:
-            _keep(cache / name, device, own)
-    return ran
+                report(check, result)
+    if missing and writable:
+        log.info("checked kernel configurations of %s are in %s", device.device_kind, path)
+    return len(missing)
 
 
 def entry(check: Check, error: float, device: jax.Device) -> Entry:
@@ -126,30 +148,13 @@ def entry(check: Check, error: float, device: jax.Device) -> Entry:
     return Entry(error, digest(), device.client.platform_version)
 
 
-def measured(check: Check, device: jax.Device) -> float:
-    """The check's error. Raises Unverified where it is too large or the check does not run."""
-    where = f"{device.device_kind} with jax {jax.__version__}"
-    try:
-        error = check.error(device)
-    except Exception as problem:  # whatever the compiler or the device says, the kernel cannot run
-        first_line = (str(problem) or type(problem).__name__).splitlines()[0]
-        raise Unverified(
-            f"the kernel for {check.key} does not run on {where} ({first_line}); "
-            f"use ops={check.op}=xla and report it"
-        ) from problem
-    if not error <= check.tolerance:
-        raise Unverified(
-            f"the kernel for {check.key} is wrong on {where}: it deviates by {error:.1e}, "
-            f"{check.tolerance:.1e} is allowed; use ops={check.op}=xla and report it"
-        )
-    return error
-
-
-def _keep(path: Path, device: jax.Device, entries: dict[str, Entry]) -> None:
+def _keep(path: Path, device: jax.Device, entries: dict[str, Entry]) -> bool:
+    """Whether the table could be written."""
     try:
         write_table(path, device, entries)
-        log.info("checked kernel configurations of %s are in %s", device.device_kind, path)
     except OSError as error:
         log.warning(
             "%s cannot be written (%s): the kernels are checked at every start", path, error
         )
+        return False
+    return True

@@ -73,7 +73,8 @@ columns, each figure beside its floor (the least or most that the measured rates
 through:
   runner     the steps alone; llm: LLM.generate end to end (embedded demo model, real routing)
 
---profile (GPU), for each row through the runner, after all of the batch's rows were measured:
+--profile (GPU), for each row through the runner, after all of the batch's rows were measured, with
+CUDA graphs on as in every run (XLA_FLAGS may say otherwise):
   kernels    device events by name: calls and µs a step, share of all events' time
   idle       the share of the traced time in which nothing runs on the device; apart from it that
              between two programs, so between steps and between a step and its sampler. The profiler
@@ -159,6 +160,8 @@ def _run(args: argparse.Namespace) -> None:
             f"--context {args.context} and the steps after it need {longest} positions, the model "
             f"has {config.max_position_embeddings}; lower --context"
         )
+    if args.profile:
+        kernel_profile.profile_graphs()
     device = select_device()
     if args.profile:
         kernel_profile.require_track(device)

@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import gzip
 import json
+import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -140,6 +141,19 @@ def _gaps(ran: list[Mapping[str, Any]]) -> tuple[list[float], list[float] | None
             (within if same else between).append(event["ts"] - end)
         end = max(end, event["ts"] + event["dur"])
     return within, between if known else None
+
+
+GRAPHS = "--xla_enable_command_buffers_during_profiling=true"
+"""XLA runs steps without CUDA graphs while it is profiled, unless this is in XLA_FLAGS before the
+backend starts: then what is profiled is what runs."""
+
+
+def profile_graphs() -> None:
+    """Has steps run as graphs while they are profiled, as they do otherwise; before jax's backend
+    starts. What XLA_FLAGS says already stays."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    if GRAPHS.partition("=")[0] not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} {GRAPHS}".strip()
 
 
 def record(work: Callable[[], object], steps: int) -> Profile:

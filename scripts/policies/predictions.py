@@ -136,6 +136,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--models", default=models, help="default: %(default)s")
     parser.add_argument("--repeats", type=int, default=5, help="timed rounds (%(default)s)")
     parser.add_argument("--tokens", type=int, default=16, help="of a sequence (%(default)s)")
+    add = parser.add_argument
+    add("--configurations", type=int, metavar="N", help="the first N of each model (default: all)")
     parser.add_argument("--show", action="store_true", help="print the figures too")
     parser.add_argument("--driver", default="device", help="device or host (%(default)s)")
     return parser
@@ -151,7 +153,7 @@ def check(args: argparse.Namespace, name: str) -> Iterator[dict[str, Any]]:
         model = calibrate(runner, steps)
         if args.show:
             print(json.dumps(model.to_json()["figures"]))
-        configurations = list(held_out(name, runner.config.num_experts))
+        configurations = list(held_out(name, runner.config.num_experts))[: args.configurations]
         timed = {each: Timed() for each in configurations}
         prompts = np.random.default_rng(7).integers(
             runner.config.vocab_size, size=(runner.shapes.rows, LONGEST)

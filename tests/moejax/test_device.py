@@ -9,7 +9,14 @@ import jax
 import pytest
 
 from moejax import UserError, device
-from moejax.device import PINNED_LIMIT, require_pinned_memory, select_device
+from moejax.device import (
+    MEMORY_SHARES,
+    PINNED_LIMIT,
+    nvidia_smi,
+    require_pinned_memory,
+    select_device,
+    take_free_memory,
+)
 
 
 @dataclasses.dataclass
@@ -51,6 +58,92 @@ def test_pinned_memory_beyond_the_limit_says_which_line_to_add(monkeypatch):
     require_pinned_memory(jax.devices()[0], 600 * 10**9)  # a CPU's pool has no limit
     with pytest.raises(UserError, match=rf'os.environ\["{PINNED_LIMIT}"\] = "104"'):
         require_pinned_memory(FakeGpu("9.0"), 100 * 10**9)
+
+
+def fake_smi(folder, text, status=0):
+    """A nvidia-smi that prints this."""
+    script = folder / "nvidia-smi"
+    script.write_text(f"#!/bin/sh\ncat <<'END'\n{text}\nEND\nexit {status}\n")
+    script.chmod(0o755)
+
+
+@pytest.fixture
+def bare(monkeypatch, tmp_path):
+    """No share in the environment, no nvidia-smi but that of the folder."""
+    for name in (*MEMORY_SHARES, "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(MEMORY_SHARES[0], "")  # so that what is set is taken back
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("smi", "share"),
+    [
+        ("16384, 16384", "0.9375"),  # 1 GiB is left
+        ("143771, 143771", "0.9800"),  # 2% of a large one
+        ("16384, 12288", "0.6875"),  # another process has 4 GiB
+        ("16384, 512", "0.0500"),
+        ("16384, 16384\n16384, 8192", "0.4375"),  # the fuller of two
+        ("[N/A], [N/A]", ""),
+        ("No devices were found", ""),
+    ],
+)
+def test_jax_takes_what_is_free(bare, smi, share):
+    fake_smi(bare, smi)
+    take_free_memory()
+    assert os.environ[MEMORY_SHARES[0]] == share
+
+
+@pytest.mark.parametrize("name", MEMORY_SHARES)
+def test_a_share_that_was_set_stays(bare, monkeypatch, name):
+    fake_smi(bare, "16384, 16384")
+    monkeypatch.setenv(name, "0.5")
+    take_free_memory()
+    assert os.environ[name] == "0.5"
+    assert os.environ[MEMORY_SHARES[0]] == ("0.5" if name == MEMORY_SHARES[0] else "")
+
+
+def test_no_nvidia_smi_or_one_that_fails_changes_nothing(bare):
+    take_free_memory()
+    assert os.environ[MEMORY_SHARES[0]] == ""
+    fake_smi(bare, "16384, 16384", status=9)
+    take_free_memory()
+    assert os.environ[MEMORY_SHARES[0]] == ""
+
+
+def test_only_visible_gpus_are_asked_for(bare, monkeypatch):
+    script = bare / "nvidia-smi"
+    script.write_text('#!/bin/sh\ncase "$*" in *--id=1*) echo 100, 7;; *) echo 100, 9;; esac\n')
+    script.chmod(0o755)
+    assert nvidia_smi("memory.total", "memory.free") == [["100", "9"]]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert nvidia_smi("memory.total", "memory.free") == [["100", "7"]]
+    assert nvidia_smi("memory.total", "memory.free", hidden=True) == [["100", "9"]]
+
+
+@pytest.mark.slow
+def test_the_share_is_set_before_the_backend_starts(tmp_path):
+    """In a process that would use a GPU; one that asks for the CPU has none set."""
+    fake_smi(tmp_path, "16384, 16384")
+    code = (
+        "import os\n"
+        "from moejax import device\n"
+        "device._cpu_was_asked_for = lambda: {asked}\n"
+        "device.select_device()\n"
+        "print(os.environ.get(device.MEMORY_SHARES[0]))\n"
+    )
+    environment = {k: v for k, v in os.environ.items() if k not in MEMORY_SHARES}
+    environment |= {"JAX_PLATFORMS": "cpu", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    for asked, share in ((False, "0.9375"), (True, "None")):
+        run = subprocess.run(
+            [sys.executable, "-c", code.format(asked=asked)],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert run.stdout.strip() == share
 
 
 @pytest.mark.slow

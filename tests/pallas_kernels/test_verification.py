@@ -1,8 +1,11 @@
 """The checks that a kernel has to pass on a device before a model runs; interpreted here."""
 
 import dataclasses
-import functools
 import json
+import signal
+import subprocess
+import sys
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -12,16 +15,18 @@ from pallas_kernels import OPS, resolve_ops
 from pallas_kernels.rms_norm import api, reference
 from pallas_kernels.route import RouteRule
 from pallas_kernels.route.specs import RULES
-from pallas_kernels.triton import _interpreted, interpreted
+from pallas_kernels.triton import interpreted
 from pallas_kernels.verification import (
     ModelShape,
     Unverified,
     checks,
     load_table,
+    outcomes,
     require_verified,
     table,
 )
-from tests.aot.aot_h200 import compile_for_h200
+from pallas_kernels.verification.check import IMPLEMENTATIONS, make_check, prepare
+from tests.conftest import REPOSITORY
 
 SMALL = ModelShape(
     hidden=64,
@@ -57,7 +62,7 @@ WIDE = 1 << 17
 
 def small_checks(shape=SMALL, **ops):
     wanted = resolve_ops(dict.fromkeys(resolve_names(), "xla") | ops, dtype="bfloat16")
-    return checks(shape, wanted, jax.devices()[0], WIDE)
+    return checks(shape, wanted, WIDE)
 
 
 def resolve_names():
@@ -226,6 +231,93 @@ def test_what_was_checked_is_not_checked_again(tmp_path):
         written = json.loads(path.read_text())
 
 
+def toy_checks(count, run=None, arena=False):
+    """Checks that take no kernel: of operands i, optionally of an arena that changes in place."""
+
+    def doubled(name, *args):
+        x = args[-1]
+        return (args[0].at[0].set(x), x * 2) if arena else x * 2
+
+    made = {"arena": lambda: jnp.zeros(4096, jnp.uint16)} if arena else {}
+    return [
+        make_check(
+            "fill", f"toy {i}", "uint16", lambda i=i: (jnp.uint16(i),), run or doubled, **made
+        )
+        for i in range(count)
+    ]
+
+
+def test_each_check_is_kept_before_the_next_one_ends(tmp_path):
+    """Whoever is killed loses the check that runs."""
+    wanted, device = toy_checks(5), jax.devices()[0]
+    path, kept = tmp_path / table.file_name(device), []
+    require_verified(wanted, device, tmp_path, lambda *_: kept.append(len(load_table(path))), 3)
+    assert kept == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.slow
+def test_a_killed_check_loses_one(tmp_path):
+    """SIGKILL while the third check runs: the next process makes all but two."""
+    code = (
+        "import os, signal, sys, jax\n"
+        "from pathlib import Path\n"
+        "from pallas_kernels.verification import require_verified\n"
+        "from tests.pallas_kernels.test_verification import toy_checks\n"
+        "def run(name, x):\n"
+        "    jax.debug.callback(lambda x: x == 2 and os.kill(os.getpid(), signal.SIGKILL), x)\n"
+        "    return x\n"
+        "require_verified(toy_checks(5, run), jax.devices()[0], Path(sys.argv[1]))\n"
+    )
+    killed = subprocess.run([sys.executable, "-c", code, tmp_path], cwd=REPOSITORY, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    wanted, device, ran = toy_checks(5), jax.devices()[0], []
+    assert not list(tmp_path.glob("*.partial"))
+    require_verified(wanted, device, tmp_path, lambda check, _: ran.append(check.key))
+    assert ran == [check.key for check in wanted[2:]]
+
+
+def test_checks_compile_at_once_and_run_in_order():
+    """Four threads wait for each other while they trace; only one check runs at a time."""
+    barrier, device = threading.Barrier(4, timeout=60), jax.devices()[0]
+
+    def run(name, x):
+        if name == "pallas":
+            barrier.wait()
+        return x
+
+    wanted = toy_checks(8, run)
+    assert [check for check, error in outcomes(wanted, device, 4) if error == 0] == wanted
+
+
+def test_a_check_that_fails_stops_no_other():
+    def broken(name, x):
+        if name == "pallas":
+            raise RuntimeError("no such instruction")
+        return x
+
+    wanted = [*toy_checks(1), *toy_checks(1, broken), *toy_checks(1)]
+    found = [result for _, result in outcomes(wanted, jax.devices()[0], 2)]
+    assert found[0] == found[2] == 0
+    assert isinstance(found[1], Unverified) and "no such instruction" in str(found[1])
+
+
+def test_the_arena_is_donated_and_compared():
+    device = jax.devices()[0]
+    (check,) = toy_checks(1, arena=True)
+    for name in IMPLEMENTATIONS:
+        memory = prepare(check, device).programs[name].memory_analysis()
+        assert memory.alias_size_in_bytes == 2 * 4096
+    assert check.error(device) == 0
+
+    def wrong(name, arena, x):
+        return arena.at[1].set(7 if name == "pallas" else 0), x
+
+    (check,) = toy_checks(1, wrong, arena=True)
+    assert check.error(device) == float("inf")
+    unseen = dataclasses.replace(check, seen=lambda arena: arena[2:])
+    assert unseen.error(device) == 0
+
+
 def test_a_wrong_kernel_is_refused_by_name(tmp_path, monkeypatch):
     def wrong(x, weights, layer, eps):
         return reference.rms_norm(x, weights, layer, eps).at[5, 7].multiply(1.1)
@@ -277,19 +369,3 @@ def test_a_cache_that_cannot_be_written_is_no_obstacle(tmp_path, caplog):
     (tmp_path / "file").write_text("")
     assert require_verified(small_checks(rms_norm="pallas"), jax.devices()[0], tmp_path / "file")
     assert "checked at every start" in caplog.text
-
-
-@pytest.mark.nightly
-@pytest.mark.aot
-def test_the_checks_read_pinned_memory_on_a_gpu():
-    """Compiled for an H200 with its store in pinned host memory, as a GPU would run the checks."""
-    for check in small_checks(fill="pallas", stage="pallas", expert_ffn="pallas"):
-        operands = jax.eval_shape(check.operands)
-        for implementation in ("pallas", "xla"):
-            run = functools.partial(check.run, implementation)
-            token = _interpreted.set(False)
-            try:
-                compiled = compile_for_h200(run, *operands, host_argnums=0)
-            finally:
-                _interpreted.reset(token)
-            assert compiled.memory.host_argument_bytes == operands[0].size * 2, check.key

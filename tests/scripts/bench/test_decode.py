@@ -74,6 +74,7 @@ def test_forced_routing_on_random_weights(capsys):
 def test_table_and_profile_of_each_row(capsys, monkeypatch, as_json):
     """The way from --profile to the report, with a device and a trace that a CPU lacks."""
     cpu, engine, traced = jax.devices("cpu")[0], bench_decode._engine, []
+    graphs: list[str] = []
 
     def record(work, steps):
         work()
@@ -89,11 +90,12 @@ def test_table_and_profile_of_each_row(capsys, monkeypatch, as_json):
         return engine(args, config, cpu, limits)
 
     monkeypatch.setattr(kernel_profile, "record", record)
+    monkeypatch.setattr(kernel_profile, "profile_graphs", lambda: graphs.append("on"))
     monkeypatch.setattr(kernel_profile, "require_track", lambda device: None)
-    monkeypatch.setattr(bench_decode, "select_device", GPU)
     monkeypatch.setattr(bench_decode, "check_fits", lambda *args, **sizes: None)
     monkeypatch.setattr(bench_decode, "_engine", cpu_engine)
     args = [*FORCED, "uniform", "--profile"]
+    monkeypatch.setattr(bench_decode, "select_device", lambda: graphs.append("started") or GPU())
     if as_json:
         for line in lines(capsys, *args):
             check(line)
@@ -113,6 +115,7 @@ def test_table_and_profile_of_each_row(capsys, monkeypatch, as_json):
         ]
         assert all(text.splitlines()[-1].split()[-1] == "expert_ffn" for text in profiles)
     assert traced == [1] * 2  # 2 steps in 2 repeats
+    assert graphs == ["on", "started"]
 
 
 @pytest.mark.parametrize(
@@ -134,7 +137,8 @@ def test_table_and_profile_of_each_row(capsys, monkeypatch, as_json):
         (["--profile"], "--profile reads the GPU's track of the trace, and this is a cpu"),
     ],
 )
-def test_a_mistake_is_explained(capsys, args, message):
+def test_a_mistake_is_explained(capsys, monkeypatch, args, message):
+    monkeypatch.setattr(kernel_profile, "profile_graphs", lambda: None)  # it sets XLA_FLAGS
     assert message in refusal(capsys, bench_decode.main, *args)
 
 

@@ -1,6 +1,7 @@
 """The device's trace as a profile: kernels, gaps, idle between programs."""
 
 import json
+import os
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,20 @@ import pytest
 
 from moejax.errors import UserError
 from scripts.bench import kernel_profile
+
+
+@pytest.mark.parametrize(
+    ("flags", "then"),
+    [
+        ("", kernel_profile.GRAPHS),
+        ("--xla_dump_to=x", f"--xla_dump_to=x {kernel_profile.GRAPHS}"),
+        (kernel_profile.GRAPHS.replace("true", "false"),) * 2,
+    ],
+)
+def test_graphs_stay_on_unless_the_user_says_otherwise(monkeypatch, flags, then):
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    kernel_profile.profile_graphs()
+    assert os.environ["XLA_FLAGS"] == then
 
 
 def track(pid: int, tid: int, process: str, thread: str) -> list[dict]:

@@ -11,12 +11,13 @@ from moejax.commands.model import add_described
 from moejax.start.options import Description
 
 _DESCRIPTION = """\
-Checks on a real GPU. Run it first on a new card, and after any change of jax or driver. Exit status
-1 where a check fails.
+Checks on a real GPU. Run it first on a new card, after `moejax doctor`, and after any change of jax
+or driver. Exit status 1 where a check fails.
 
 kernels  every kernel configuration that dispatch may choose for the shapes named, compared with the
          XLA reference on this device; right ones are written to the table that dispatch reads,
-         wrong ones are listed and left out
+         wrong ones are listed and left out. Saved one by one, the likeliest to be used first: what
+         is killed, or ends by --minutes, goes on where it was
 bits     contract 1 on this device: the tests of a checkout, so not from an installed wheel
 engine   a model of the size of Qwen3-30B-A3B with random weights: 200 decode steps at four expert
          budgets, which must give equal bits
@@ -39,6 +40,9 @@ _OPTIONS = {
         default=["bfloat16", "float16"],
     ),
     "tables": Description("where the table goes (default: the package)", metavar="DIR", type=Path),
+    "minutes": Description(
+        "begin no check of `kernels` after so many; run it again for the rest", type=float
+    ),
     "engine_shape": Description(
         "the model of `engine` (default: qwen3-30b-a3b)", metavar="SHAPE", default="qwen3-30b-a3b"
     ),
@@ -66,11 +70,14 @@ def _run(args: argparse.Namespace) -> int:
     for name in (*(args.shapes or ()), args.engine_shape):
         if name not in SHAPES:
             raise UserError(f"no shape is called {name!r}; known: {', '.join(SHAPES)}")
+    if args.minutes is not None and not args.minutes > 0:
+        raise UserError(f"--minutes must be more than 0, got {args.minutes:g}")
     failures = check_device(
         [part for part in _PARTS if getattr(args, part)] or _PARTS,
         shapes=args.shapes or list(SHAPES),
         dtypes=args.dtypes,
         tables=args.tables or SHIPPED,
+        minutes=args.minutes,
         engine_shape=args.engine_shape,
         layers=args.layers,
         steps=args.steps,

@@ -1,0 +1,402 @@
+"""What a machine has for moejax, what will run on it, and what is wrong (`moejax doctor`).
+
+`look` asks the machine, `judge` says what follows; the second is a function of the first alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import platform
+import re
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from host_offload.memory.budget import format_bytes
+from host_offload.memory.device_memory import host_available_bytes
+from moejax.device import (
+    DEFAULT_PINNED_GB,
+    MEMORY_SHARES,
+    OLDEST_CAPABILITY,
+    PINNED_LIMIT,
+    memory_share,
+    nvidia_smi,
+)
+from pallas_kernels import resolve_ops
+
+OLDEST_DRIVER = {13: 580, 12: 525}
+"""CUDA that jax is built for → the oldest NVIDIA driver that runs it, by CUDA's release notes."""
+
+
+def _plugin(cuda: int) -> tuple[str, str]:
+    return f"jax-cuda{cuda}-plugin", f"jax-cuda{cuda}-pjrt"
+
+
+PACKAGES = ("jax", "jaxlib", *(name for cuda in OLDEST_DRIVER for name in _plugin(cuda)))
+"""Whose versions have to agree."""
+
+ENVIRONMENT = (
+    *("JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH", "XLA_FLAGS"),
+    *("XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_PYTHON_CLIENT_ALLOCATOR"),
+    *(*MEMORY_SHARES, PINNED_LIMIT),
+)
+"""Variables that change what jax does with a GPU."""
+
+_SMI = ("name", "driver_version", "compute_cap", "memory.total", "memory.free")
+_SMI_LINK = ("pcie.link.gen.max", "pcie.link.width.current", "pcie.link.width.max")
+_PCIE_GB = {3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
+"""PCIe generation → GB a second of a lane, without packets' headers."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    """A GPU as nvidia-smi describes it. Memory in bytes."""
+
+    name: str
+    driver: str
+    capability: str
+    memory: int
+    free: int
+    link: str = ""
+    """PCIe generation, lanes in use and lanes; empty: not known."""
+    rate: float | None = None
+    """Bytes a second that the link has on paper."""
+    lanes_missing: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """What was found, judged by nobody."""
+
+    gpus: tuple[Gpu, ...]
+    """None where nvidia-smi is missing or fails."""
+    smi: str | None
+    """What nvidia-smi said that is no list of GPUs; None: there is no nvidia-smi."""
+    pci: bool
+    """Whether the PCI bus has a display device of NVIDIA's."""
+    driver_loaded: bool
+    """Whether the kernel has NVIDIA's module."""
+    versions: Mapping[str, str]
+    """Versions of PACKAGES that are installed."""
+    backend: Mapping[str, Any]
+    """As backend_probe.probe."""
+    environment: Mapping[str, str]
+    host_bytes: int
+    host_available: int
+    memlock: int | None
+    """Bytes that a process may lock (ulimit -l); None: as many as it likes."""
+
+    @property
+    def device(self) -> Mapping[str, Any]:
+        """jax's first device; empty where it has none."""
+        return next(iter(self.backend["devices"]), {})
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """Something that is wrong, and the command that mends it."""
+
+    what: str
+    mend: str
+
+
+def look() -> Machine:
+    """The machine that this process is on. Starts no backend in it."""
+    gpus, smi = _gpus()
+    memlock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    return Machine(
+        gpus=gpus,
+        smi=smi,
+        pci=_has_nvidia(Path("/sys/bus/pci/devices")),
+        driver_loaded=Path("/proc/driver/nvidia/version").exists(),
+        versions=_versions(),
+        backend=_backend(),
+        environment={name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
+        host_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        host_available=host_available_bytes(),
+        memlock=None if memlock == resource.RLIM_INFINITY else memlock,
+    )
+
+
+def judge(machine: Machine) -> list[Problem]:
+    """What is wrong, what has to be mended first at the top; empty where moejax will use what the
+    machine has."""
+    if machine.device.get("platform") == "gpu":
+        return [*_of_packages(machine), *_of_a_gpu(machine)]
+    if not (machine.gpus or machine.pci or machine.driver_loaded):
+        return []
+    return list(_without_the_gpu(machine))
+
+
+def what_runs(machine: Machine) -> dict[str, str]:
+    """Op → the implementation that a 16-bit model gets."""
+    device = machine.device.get("platform", "cpu")
+    ops = resolve_ops("auto", platform=device, dtype="bfloat16")
+    return {
+        name: value for name, value in dataclasses.asdict(ops).items() if isinstance(value, str)
+    }
+
+
+def described(machine: Machine) -> dict[str, str]:
+    """What was found, a line for people under each name."""
+    lines: dict[str, str] = {}
+    for number, gpu in enumerate(machine.gpus):
+        text = f"{gpu.name}, compute capability {gpu.capability}, {format_bytes(gpu.memory)}, "
+        text += f"{format_bytes(gpu.free)} free"
+        lines[f"GPU {number}"] = text
+    if not machine.gpus:
+        lines["GPU"] = "none that nvidia-smi lists" if machine.pci else "none"
+    lines["driver"] = machine.gpus[0].driver if machine.gpus else machine.smi or "no nvidia-smi"
+    lines["python"] = platform.python_version()
+    installed = [f"{name} {version}" for name, version in machine.versions.items()]
+    lines["packages"] = ", ".join(installed)
+    device = machine.device
+    if device:
+        lines["jax uses"] = f"{device['kind']} ({device['platform']})"
+        if device["bytes_limit"]:
+            lines["jax takes"] = format_bytes(taken(machine))
+    lines["host memory"] = (
+        f"{format_bytes(machine.host_bytes)}, {format_bytes(machine.host_available)} available"
+    )
+    lock = "unlimited" if machine.memlock is None else format_bytes(machine.memlock)
+    # CUDA pins through its driver, which that limit does not hold.
+    lines["pinned memory"] = (
+        f"at most {pinned_gb(machine)} GB for experts ({PINNED_LIMIT}); ulimit -l: {lock}"
+    )
+    links = [gpu for gpu in machine.gpus if gpu.link]
+    measured = machine.backend.get("link")
+    if measured:
+        lines["link"] = f"{measured / 1e9:.1f} GB/s measured, pinned host memory to device"
+    elif links and links[0].rate:
+        lines["link"] = f"{links[0].rate / 1e9:.0f} GB/s on paper, not measured"
+    if links:
+        lines["link"] = ", ".join([*([lines["link"]] if "link" in lines else []), links[0].link])
+    runs = what_runs(machine)
+    for name in sorted({*runs.values()}):
+        ops = [op for op, chosen in runs.items() if chosen == name]
+        lines[f"runs as {name}"] = ", ".join(ops)
+    if machine.environment:
+        lines["environment"] = ", ".join(f"{k}={v}" for k, v in machine.environment.items())
+    return lines
+
+
+def next_step(machine: Machine, problems: list[Problem]) -> str:
+    """What to do after that, in a line."""
+    if problems:
+        return "then: moejax doctor"
+    if machine.device.get("platform") == "gpu":
+        return "next: moejax check-gpu --kernels --shapes qwen3-30b-a3b --minutes 5"
+    return (
+        'no GPU: everything runs on the CPU, moejax generate "The old house"; where there is one: '
+        "pip install '.[cuda13]' && moejax doctor"
+    )
+
+
+def taken(machine: Machine) -> int:
+    """Bytes of the GPU that jax will take for moejax."""
+    limit = machine.device["bytes_limit"]
+    if machine.gpus and not any(machine.environment.get(name) for name in MEMORY_SHARES):
+        gpu = machine.gpus[0]
+        return int(gpu.memory * memory_share(gpu.memory, gpu.free))
+    return limit
+
+
+def pinned_gb(machine: Machine) -> int:
+    """The cap on jax's pool of pinned host memory, as select_device sets it."""
+    if PINNED_LIMIT in machine.environment:
+        return int(machine.environment[PINNED_LIMIT])
+    return max(machine.host_bytes // 10**9, DEFAULT_PINNED_GB)
+
+
+# ---- what is wrong
+
+
+def _without_the_gpu(machine: Machine) -> Iterator[Problem]:
+    """There is a GPU, and jax does not use it."""
+    if not machine.gpus:
+        yield _no_driver(machine)
+        return
+    asked = machine.environment.get("JAX_PLATFORMS", "")
+    if asked.split(",")[0] == "cpu":
+        yield Problem(f"JAX_PLATFORMS={asked} keeps jax from the GPU", "unset JAX_PLATFORMS")
+    visible = machine.environment.get("CUDA_VISIBLE_DEVICES")
+    if visible in ("", "-1", "NoDevFiles"):
+        text = f"CUDA_VISIBLE_DEVICES={visible!r} hides the GPU"
+        yield Problem(text, "unset CUDA_VISIBLE_DEVICES")
+    hidden = asked.split(",")[0] == "cpu" or visible in ("", "-1", "NoDevFiles")
+    packages = list(_of_packages(machine))
+    yield from packages
+    if packages or hidden:
+        return
+    said = _first_line(machine.backend["said"])
+    jax = machine.versions.get("jax", "")
+    if "LD_LIBRARY_PATH" in machine.environment:
+        path = machine.environment["LD_LIBRARY_PATH"]
+        text = f"jax cannot start CUDA, and LD_LIBRARY_PATH={path} may give it another CUDA: {said}"
+        yield Problem(text, "unset LD_LIBRARY_PATH")
+        return
+    cuda = next(cuda for cuda in OLDEST_DRIVER if _plugin(cuda)[0] in machine.versions)
+    mend = f'pip install --force-reinstall "jax[cuda{cuda}]=={jax}"'
+    yield Problem(f"jax cannot start CUDA: {said}", mend)
+
+
+def _no_driver(machine: Machine) -> Problem:
+    if machine.driver_loaded:
+        if machine.smi is None:
+            text = "the kernel has NVIDIA's driver, but there is no nvidia-smi: a container without"
+            return Problem(f"{text} its GPU", "docker run --gpus all …")
+        return Problem(f"nvidia-smi fails: {machine.smi}", "sudo reboot")
+    if machine.smi is not None:
+        text = f"the driver is installed, but not loaded: {machine.smi}"
+        return Problem(text, "sudo modprobe nvidia || sudo reboot")
+    oldest = OLDEST_DRIVER[13]
+    text = "there is an NVIDIA GPU without a driver"
+    return Problem(text, f"sudo apt install nvidia-driver-{oldest}-open && sudo reboot")
+
+
+def _of_packages(machine: Machine) -> Iterator[Problem]:
+    """jax and its CUDA plugin, against each other and the driver."""
+    versions = machine.versions
+    jax = versions.get("jax", "")
+    installed = [cuda for cuda in OLDEST_DRIVER if _plugin(cuda)[0] in versions]
+    driver = _major(machine.gpus[0].driver) if machine.gpus else 0
+    fitting = next((n for n, oldest in OLDEST_DRIVER.items() if driver >= oldest), None)
+    if driver and fitting is None:
+        text = f"driver {machine.gpus[0].driver} is older than any CUDA that jax is built for"
+        oldest = OLDEST_DRIVER[13]
+        yield Problem(text, f"sudo apt install nvidia-driver-{oldest}-open && sudo reboot")
+        return
+    install = f'pip install "jax[cuda{fitting or 13}]=={jax}"'
+    if not installed:
+        yield Problem("jax was installed without CUDA", install)
+        return
+    if len(installed) > 1:
+        wrong = next(n for n in installed if n != fitting)
+        text = "jax has plugins of two CUDAs, of which one is loaded"
+        yield Problem(text, f"pip uninstall -y {' '.join(_plugin(wrong))}")
+        return
+    (cuda,) = installed
+    if driver and driver < OLDEST_DRIVER[cuda]:
+        text = f"jax is built for CUDA {cuda}, which needs driver {OLDEST_DRIVER[cuda]}; this is "
+        text += machine.gpus[0].driver
+        yield Problem(text, f"pip uninstall -y {' '.join(_plugin(cuda))} && {install}")
+        return
+    parts = {name: versions.get(name) for name in ("jaxlib", *_plugin(cuda))}
+    wrong = [f"{name} {version or 'missing'}" for name, version in parts.items() if version != jax]
+    if wrong:
+        mend = f'pip install "jax[cuda{cuda}]=={jax}"'
+        yield Problem(f"jax is {jax}, but {', '.join(wrong)}", mend)
+
+
+def _of_a_gpu(machine: Machine) -> Iterator[Problem]:
+    """jax uses a GPU."""
+    capability = machine.device.get("capability")
+    if capability and float(capability) < OLDEST_CAPABILITY:
+        text = f"{machine.device['kind']} has compute capability {capability}; moejax needs "
+        yield Problem(f"{text}{OLDEST_CAPABILITY} (Ampere)", "moejax generate … --device cpu")
+    if all(machine.environment.get(name) for name in MEMORY_SHARES):
+        text = f"{' and '.join(MEMORY_SHARES)} are both set, which jax refuses"
+        yield Problem(text, f"unset {MEMORY_SHARES[1]}")
+    for gpu in machine.gpus[:1]:
+        if gpu.free < gpu.memory / 2:
+            text = f"other processes have {format_bytes(gpu.memory - gpu.free)} of {gpu.name}"
+            yield Problem(text, "nvidia-smi  # its last table names them: end them")
+        if gpu.lanes_missing:
+            text = f"the link is narrower than the GPU's: {gpu.link}"
+            yield Problem(text, "sudo poweroff  # and seat it in a slot with all lanes")
+    if PINNED_LIMIT in machine.environment:
+        limit = pinned_gb(machine)
+        if limit < DEFAULT_PINNED_GB and limit < machine.host_bytes // 10**9:
+            text = f"{PINNED_LIMIT}={limit} leaves little pinned memory for experts"
+            yield Problem(text, f"unset {PINNED_LIMIT}")
+
+
+# ---- looking
+
+
+def _gpus() -> tuple[tuple[Gpu, ...], str | None]:
+    """The GPUs that nvidia-smi lists, and what it says where it lists none; None: no nvidia-smi."""
+    found = nvidia_smi(*_SMI, hidden=True)
+    # Not every card and driver knows its link.
+    links = nvidia_smi(*_SMI_LINK, hidden=True) if found else []
+    gpus = []
+    for number, (name, driver, capability, total, free) in enumerate(found):
+        link = links[number] if number < len(links) else []
+        memory, left = (int(text) << 20 if text.isdecimal() else 0 for text in (total, free))
+        gpus.append(Gpu(name, driver, capability, memory, left, **_link(link)))
+    if gpus:
+        return tuple(gpus), None
+    try:
+        answer = subprocess.run(["nvidia-smi"], capture_output=True, text=True, timeout=30)
+    except FileNotFoundError:
+        return (), None
+    except (OSError, subprocess.SubprocessError) as error:
+        return (), str(error)
+    return (), _first_line([answer.stdout + answer.stderr])
+
+
+def _link(fields: list[str]) -> dict[str, Any]:
+    """Keywords of Gpu from the fields _SMI_LINK."""
+    if len(fields) != len(_SMI_LINK) or not all(text.isdecimal() for text in fields):
+        return {}
+    generation, lanes, most = map(int, fields)
+    rate = _PCIE_GB[generation] * lanes * 1e9 if generation in _PCIE_GB else None
+    text = f"PCIe {generation}, {lanes} of {most} lanes"
+    return {"link": text, "rate": rate, "lanes_missing": lanes < most}
+
+
+def _backend(timeout: float = 180.0) -> dict[str, Any]:
+    """backend_probe in a process of its own."""
+    # Only what a transfer needs: another process may use the GPU.
+    environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    command = [sys.executable, "-m", "moejax.evaluate.backend_probe"]
+    try:
+        run = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=timeout
+        )
+    except subprocess.TimeoutExpired:
+        return {"devices": [], "said": [f"no answer within {timeout:.0f} s"]}
+    try:
+        return json.loads(run.stdout.splitlines()[-1])
+    except (IndexError, ValueError):
+        last = (run.stderr.strip().splitlines() or [f"exit status {run.returncode}"])[-1]
+        return {"devices": [], "said": [last]}
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _has_nvidia(devices: Path) -> bool:
+    """Whether a device of this /sys folder is NVIDIA's (vendor 10de) and of the display class."""
+    for device in devices.glob("*"):
+        try:
+            vendor, kind = ((device / name).read_text() for name in ("vendor", "class"))
+        except OSError:
+            continue
+        if vendor.strip() == "0x10de" and kind.startswith("0x03"):
+            return True
+    return False
+
+
+def _first_line(texts: list[str]) -> str:
+    """The first line that says something; jax's own repetitions of it are left out."""
+    lines = [line.strip() for text in texts for line in text.splitlines() if line.strip()]
+    return lines[0][:300] if lines else "it does not say why"
+
+
+def _major(version: str) -> int:
+    found = re.match(r"\d+", version)
+    return int(found[0]) if found else 0

@@ -1,0 +1,207 @@
+"""What a day with a GPU answers: existing commands, in order of value."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+
+QWEN = ("--shape", "qwen3-30b-a3b")
+DEMO = ("--shape", "demo", "--layers", "1")
+_DECODE = ("decode", "--json", "--cells")
+_INTERPRETED = (
+    "import sys; from pallas_kernels.triton import interpreted; "
+    "from moejax.commands.main import main\n"
+    "with interpreted(): sys.exit(main(sys.argv[1:]))"
+)
+"""moejax with kernels in Pallas's interpreter, as a machine without a GPU runs them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A command and what it answers. {out} and {scratch} in arguments are folders: what is kept,
+    and what is too large to take home."""
+
+    name: str
+    answers: str
+    command: tuple[str, ...]
+    """Arguments of Python, on a GPU."""
+    rehearsed: tuple[str, ...]
+    """The same command at sizes for a CPU that takes seconds; what has none such only says its
+    options or collects its tests."""
+    minutes: float = 8.5
+    """After which it is ended: a loan's command has ten."""
+    expected: float = 4.0
+    """Minutes without which it is not begun: a guess until a GPU says it."""
+    columns: tuple[str, ...] = ()
+    """Fields of its JSON lines that the page shows; none: the end of its output."""
+    platforms: str = "cuda,cpu"
+    """JAX_PLATFORMS on a GPU, so that none falls back to the CPU; "": as it is."""
+
+    def arguments(self, rehearse: bool, out: Path, scratch: Path) -> list[str]:
+        """The whole command."""
+        chosen = self.rehearsed if rehearse else self.command
+        places = {"{out}": str(out), "{scratch}": str(scratch)}
+
+        def placed(argument: str) -> str:
+            for name, folder in places.items():
+                argument = argument.replace(name, folder)
+            return argument
+
+        return [sys.executable, *map(placed, chosen)]
+
+
+def _moejax(*arguments: str) -> tuple[str, ...]:
+    return ("-m", "moejax", *arguments)
+
+
+def _script(group: str, *arguments: str) -> tuple[str, ...]:
+    return ("-m", f"scripts.{group}", *arguments)
+
+
+def _pytest(*arguments: str) -> tuple[str, ...]:
+    return ("-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments)
+
+
+_TABLES = ("--tables", "{out}/cache/moejax/verified")
+"""Where a start looks for what was checked."""
+
+_DECODE_COLUMNS = (
+    *("batch", "cells_per_layer", "ms_per_step", "ms_per_step_p99", "floor_ms"),
+    *("misses_per_step", "link_gb_per_s", "host_ms"),
+)
+
+STEPS: tuple[Step, ...] = (
+    Step(
+        "doctor",
+        "GPU, driver, jax, memory, link rate, and what is wrong",
+        _moejax("doctor", "--json"),
+        _moejax("doctor", "--json"),
+        minutes=4,
+        expected=0.5,
+        platforms="",
+    ),
+    Step(
+        "checks",
+        "every kernel of Qwen3-30B-A3B against its reference; the first 33 are a dense start's",
+        _moejax(
+            *("check-gpu", "--kernels", "--shapes", "qwen3-30b-a3b", "--dtypes", "bfloat16"),
+            *(*_TABLES, "--minutes", "7.5"),
+        ),
+        (
+            *("-c", _INTERPRETED, "check-gpu", "--kernels", "--shapes", "demo"),
+            *("--dtypes", "bfloat16", *_TABLES, "--minutes", "0.05"),
+        ),
+        expected=1,  # what is cut goes on where it was
+    ),
+    Step(
+        "engine",
+        "contract 1 at the size of Qwen3-30B-A3B: four expert budgets, equal bits",
+        _moejax("check-gpu", "--engine", "--steps", "50"),
+        (
+            *("-c", _INTERPRETED, "check-gpu", "--engine", "--engine-shape", "demo"),
+            *("--layers", "1", "--steps", "2"),
+        ),
+    ),
+    Step(
+        "decode",
+        "decode steps beside their floors, and where their time goes, CUDA graphs on",
+        _script(
+            *("bench", *_DECODE, "all,16,8,4,0", *QWEN, "--batch", "1,8", "--context", "1024"),
+            "--profile",
+        ),
+        _script("bench", *_DECODE, "all,4,0", *DEMO, "--batch", "1", "--steps", "10"),
+        columns=_DECODE_COLUMNS,
+    ),
+    Step(
+        "prefill",
+        "prefill steps beside their floors",
+        _script(
+            "bench", "prefill", "--json", *QWEN, "--tokens", "4096,16384", "--cells", "all,16,0"
+        ),
+        _script(
+            *("bench", "prefill", "--json", *DEMO, "--tokens", "128", "--cells", "all,0"),
+            *("--repeats", "2"),
+        ),
+        columns=("tokens", "cells_per_layer", "ms", "floor_ms", "times_floor", "tokens_per_s"),
+    ),
+    Step(
+        "bits",
+        "contract 1's tests on the device",
+        _pytest("tests/moejax/engine/test_same_bits.py"),
+        _pytest("tests/moejax/engine/test_same_bits.py", "--collect-only"),
+    ),
+    Step(
+        "load",
+        "how fast a checkpoint of Qwen3's layers reaches the device",
+        _script("bench", "load", "{scratch}", *QWEN, "--size", "5GiB", "--json"),
+        _script(
+            *("bench", "load", "{scratch}", "--shape", "demo", "--size", "2MiB"),
+            *("--repeats", "1", "--json"),
+        ),
+        columns=("name", "seconds", "gb_per_s", "compared"),
+    ),
+    Step(
+        "calibrate",
+        "costs of steps and moves, as policies and predictions take them",
+        _moejax("calibrate", "{scratch}/qwen3-30b-a3b-3", "--max-num-seqs", "32", "--quiet"),
+        _moejax(
+            *("calibrate", "{scratch}/demo-1", "--max-num-seqs", "1", "--max-model-len", "64"),
+            *("--memory", "2MiB", "--quiet"),
+        ),
+    ),
+    Step(
+        "predictions",
+        "whether the cost model predicts the device's times, and orders policies as it does",
+        _script(
+            "policies",
+            "predictions",
+            "{out}/predictions",
+            "--models",
+            "demo,wide",
+            "--repeats",
+            "3",
+        ),
+        _script(
+            *("policies", "predictions", "{out}/predictions", "--models", "demo"),
+            *("--repeats", "2", "--tokens", "2", "--configurations", "1"),
+        ),
+    ),
+    Step(
+        "policies",
+        "what each policy adds to a step, tokens equal",
+        _script(
+            *("policies", "times", "{out}/times", "--model", "moejax/demo", "--batches", "1,8"),
+            *("--text", "README.md", "docs/engine.md"),
+        ),
+        _script(
+            *("policies", "times", "{out}/times", "--model", "moejax/demo", "--batches", "1"),
+            *("--text", "README.md", "docs/engine.md", "--policies", "lru", "--tokens", "5"),
+            *("--prompt-tokens", "8", "--long-prompt-tokens", "0", "--sequences", "1"),
+        ),
+    ),
+    Step(
+        "precision",
+        "versions at equal bytes: times to the first token and per token",
+        _script("precision", "speed", "measure", "{out}/precision", "--batch", "1,8"),
+        _script("precision", "speed", "measure", "--help"),
+    ),
+    Step(
+        "resizes",
+        "what moving the line between experts and KV adds to a step",
+        _script("budgets", "resize", "steps", *QWEN, "--layers", "8"),
+        _script("budgets", "resize", "steps", *DEMO, "--resizes", "1", "--batch", "1"),
+    ),
+    Step(
+        "table2",
+        "WiSP's Table 2: cells a layer against whole layers",
+        _script("budgets", "table2"),
+        _script("budgets", "table2", "--help"),
+    ),
+    Step(
+        "kernels",
+        "the kernels' own tests, compiled for the device",
+        _pytest("tests/pallas_kernels"),
+        _pytest("tests/pallas_kernels/test_dispatch.py"),
+    ),
+)

@@ -1,0 +1,268 @@
+"""What the doctor says of machines that are not this one."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from moejax.commands import main as cli
+from moejax.evaluate import backend_probe, doctor
+from moejax.evaluate.doctor import Gpu, Machine, described, judge, next_step, what_runs
+
+H200 = Gpu("NVIDIA H200", "580.159.04", "9.0", 143771 << 20, 143000 << 20, "PCIe 5, 16 of 16 lanes")
+RTX = Gpu("NVIDIA GeForce RTX 4090", "580.1", "8.9", 24564 << 20, 24000 << 20)
+
+CUDA13 = dict.fromkeys(("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda13-pjrt"), "0.10.2")
+CPU_ONLY = dict.fromkeys(("jax", "jaxlib"), "0.10.2")
+CUDA12 = {**CPU_ONLY, "jax-cuda12-plugin": "0.10.2", "jax-cuda12-pjrt": "0.10.2"}
+
+
+def device(platform="gpu", capability="9.0"):
+    return {
+        "platform": platform,
+        "kind": "NVIDIA H200" if platform == "gpu" else "cpu",
+        "capability": capability if platform == "gpu" else None,
+        "bytes_limit": 107 << 30 if platform == "gpu" else None,
+        "runtime": "13.0",
+    }
+
+
+GOOD = Machine(
+    gpus=(H200,),
+    smi=None,
+    pci=True,
+    driver_loaded=True,
+    versions=CUDA13,
+    backend={"devices": [device()], "said": [], "link": 52e9},
+    environment={},
+    host_bytes=128 << 30,
+    host_available=100 << 30,
+    memlock=8 << 20,
+)
+ON_CPU = {"devices": [device("cpu")], "said": ["Unable to initialize backend 'cuda': no such file"]}
+NO_GPU = dataclasses.replace(
+    GOOD, gpus=(), pci=False, driver_loaded=False, versions=CPU_ONLY, backend=ON_CPU
+)
+
+
+def unused(**changes):
+    """A GPU that jax does not use."""
+    return dataclasses.replace(GOOD, **{"backend": ON_CPU, **changes})
+
+
+def test_nothing_is_wrong_with_a_good_machine():
+    assert judge(GOOD) == []
+    lines = described(GOOD)
+    assert lines["GPU 0"].startswith("NVIDIA H200, compute capability 9.0, 140.4 GiB")
+    assert lines["driver"] == "580.159.04"
+    assert "jax-cuda13-plugin 0.10.2" in lines["packages"]
+    assert lines["jax takes"] == "136.8 GiB"  # not 75%
+    assert lines["link"].startswith("52.0 GB/s measured") and "16 of 16" in lines["link"]
+    assert "at most 137 GB" in lines["pinned memory"] and "ulimit -l: 8" in lines["pinned memory"]
+    assert "expert_ffn" in lines["runs as pallas"]
+    assert "check-gpu --kernels" in next_step(GOOD, [])
+
+
+def test_a_machine_without_a_gpu_is_told_that_it_needs_none():
+    assert judge(NO_GPU) == []
+    assert described(NO_GPU)["GPU"] == "none" and set(what_runs(NO_GPU).values()) == {"xla"}
+    said = next_step(NO_GPU, [])
+    assert "runs on the CPU" in said and "pip install '.[cuda13]'" in said
+
+
+@pytest.mark.parametrize(
+    ("machine", "what", "mend"),
+    [
+        (unused(versions=CPU_ONLY), "without CUDA", 'pip install "jax[cuda13]==0.10.2"'),
+        (
+            unused(versions=CPU_ONLY, gpus=(dataclasses.replace(H200, driver="550.54"),)),
+            "without CUDA",
+            'pip install "jax[cuda12]==0.10.2"',  # which is what this driver runs
+        ),
+        (
+            unused(gpus=(dataclasses.replace(H200, driver="550.54"),)),
+            "built for CUDA 13, which needs driver 580; this is 550.54",
+            "pip uninstall -y jax-cuda13-plugin jax-cuda13-pjrt && "
+            'pip install "jax[cuda12]==0.10.2"',
+        ),
+        (
+            unused(gpus=(dataclasses.replace(H200, driver="470.1"),)),
+            "driver 470.1 is older than any CUDA",
+            "sudo apt install nvidia-driver-580-open && sudo reboot",
+        ),
+        (
+            unused(versions={**CUDA13, **CUDA12}),
+            "plugins of two CUDAs",
+            "pip uninstall -y jax-cuda12-plugin jax-cuda12-pjrt",
+        ),
+        (
+            unused(versions={**CUDA13, "jax-cuda13-plugin": "0.9.0"}),
+            "jax is 0.10.2, but jax-cuda13-plugin 0.9.0",
+            'pip install "jax[cuda13]==0.10.2"',
+        ),
+        (
+            unused(versions={k: v for k, v in CUDA13.items() if "pjrt" not in k}),
+            "jax-cuda13-pjrt missing",
+            'pip install "jax[cuda13]==0.10.2"',
+        ),
+        (
+            unused(environment={"LD_LIBRARY_PATH": "/usr/local/cuda-11/lib64"}),
+            "LD_LIBRARY_PATH=/usr/local/cuda-11/lib64 may give it another CUDA",
+            "unset LD_LIBRARY_PATH",
+        ),
+        (
+            unused(),
+            "cannot start CUDA: Unable to initialize backend 'cuda': no such file",
+            'pip install --force-reinstall "jax[cuda13]==0.10.2"',
+        ),
+        (unused(environment={"JAX_PLATFORMS": "cpu"}), "JAX_PLATFORMS=cpu", "unset JAX_PLATFORMS"),
+        (
+            unused(environment={"CUDA_VISIBLE_DEVICES": "-1"}),
+            "CUDA_VISIBLE_DEVICES='-1' hides",
+            "unset CUDA_VISIBLE_DEVICES",
+        ),
+        (
+            unused(gpus=(), driver_loaded=False),
+            "an NVIDIA GPU without a driver",
+            "sudo apt install nvidia-driver-580-open && sudo reboot",
+        ),
+        (
+            unused(gpus=(), driver_loaded=False, smi="NVIDIA-SMI has failed"),
+            "installed, but not loaded: NVIDIA-SMI has failed",
+            "sudo modprobe nvidia || sudo reboot",
+        ),
+        (
+            unused(gpus=(), smi="Driver/library version mismatch"),
+            "nvidia-smi fails: Driver/library version mismatch",
+            "sudo reboot",
+        ),
+        (unused(gpus=(), smi=None), "a container without its GPU", "docker run --gpus all …"),
+        (
+            dataclasses.replace(GOOD, backend={"devices": [device(capability="7.5")], "said": []}),
+            "compute capability 7.5; moejax needs 8.0",
+            "moejax generate … --device cpu",
+        ),
+        (
+            dataclasses.replace(GOOD, gpus=(dataclasses.replace(H200, free=20 << 30),)),
+            "other processes have 120.4 GiB of NVIDIA H200",
+            "nvidia-smi  # its last table names them: end them",
+        ),
+        (
+            dataclasses.replace(
+                GOOD,
+                gpus=(dataclasses.replace(H200, link="PCIe 5, 4 of 16", lanes_missing=True),),
+            ),
+            "narrower than the GPU's: PCIe 5, 4 of 16",
+            "sudo poweroff  # and seat it in a slot with all lanes",
+        ),
+        (
+            dataclasses.replace(GOOD, environment={doctor.PINNED_LIMIT: "8"}),
+            f"{doctor.PINNED_LIMIT}=8 leaves little",
+            f"unset {doctor.PINNED_LIMIT}",
+        ),
+        (
+            dataclasses.replace(GOOD, environment=dict.fromkeys(doctor.MEMORY_SHARES, "0.9")),
+            "both set, which jax refuses",
+            f"unset {doctor.MEMORY_SHARES[1]}",
+        ),
+    ],
+)
+def test_what_is_wrong_is_said_with_what_mends_it(machine, what, mend):
+    first, *rest = judge(machine)
+    assert what in first.what and first.mend == mend
+    assert not rest
+    assert next_step(machine, [first]) == "then: moejax doctor"
+    assert described(machine)
+
+
+def test_lines_of_a_smaller_card():
+    machine = dataclasses.replace(
+        GOOD,
+        gpus=(RTX,),
+        memlock=None,
+        backend={"devices": [device()], "said": []},
+        environment={"XLA_CLIENT_MEM_FRACTION": "0.5"},
+    )
+    lines = described(machine)
+    assert lines["jax takes"] == "107 GiB"  # as it says itself
+    assert "ulimit -l: unlimited" in lines["pinned memory"] and "link" not in lines
+    assert lines["environment"] == "XLA_CLIENT_MEM_FRACTION=0.5"
+    assert doctor._link(["4", "8", "16"]) == {
+        "link": "PCIe 4, 8 of 16 lanes",
+        "rate": pytest.approx(15.752e9),
+        "lanes_missing": True,
+    }
+    assert doctor._link(["[N/A]", "16", "16"]) == doctor._link([]) == {}
+
+
+def test_the_bus_is_searched_for_a_card(tmp_path):
+    for name, vendor, kind in (("a", "0x8086", "0x030000"), ("b", "0x10de", "0x040300")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "vendor").write_text(vendor + "\n")
+        (tmp_path / name / "class").write_text(kind + "\n")
+    assert not doctor._has_nvidia(tmp_path)  # Intel's, and a card's sound
+    (tmp_path / "b" / "class").write_text("0x030200\n")
+    assert doctor._has_nvidia(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("code", "timeout", "said"),
+    [
+        ("import time; time.sleep(60)", 1, "no answer within 1 s"),
+        ("import os; os.abort()", 60, "exit status -6"),
+        ("import sys; sys.exit('CUDA_ERROR_NO_DEVICE')", 60, "CUDA_ERROR_NO_DEVICE"),
+    ],
+)
+def test_a_backend_that_ends_the_process_or_hangs_is_a_finding(
+    tmp_path, monkeypatch, code, timeout, said
+):
+    fake = tmp_path / "python"
+    fake.write_text(f"#!/bin/sh\nexec {sys.executable} -c {json.dumps(code)}\n")
+    fake.chmod(0o755)
+    monkeypatch.setattr(doctor.sys, "executable", str(fake))
+    assert doctor._backend(timeout) == {"devices": [], "said": [said]}
+
+
+def test_the_backend_of_this_machine():
+    found = backend_probe.probe()
+    assert found["devices"][0]["platform"] == "cpu" and "link" not in found
+
+
+SMI = """\
+#!/bin/sh
+case "$*" in
+  *memory.total*) echo "NVIDIA H200, 580.159.04, 9.0, 143771, 143000";;
+  *pcie*) echo "5, 16, 16";;
+  *) echo "a table";;
+esac
+"""
+
+
+@pytest.mark.slow
+def test_the_command_on_a_machine_with_a_gpu_that_jax_cannot_use(tmp_path):
+    """A true run with a nvidia-smi of ours: JAX_PLATFORMS keeps jax from the GPU."""
+    (tmp_path / "nvidia-smi").write_text(SMI)
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "moejax", "doctor"]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 1, run.stderr
+    assert "NVIDIA H200, compute capability 9.0" in run.stdout
+    assert (
+        "wrong: JAX_PLATFORMS=cpu keeps jax from the GPU\nmend:  unset JAX_PLATFORMS" in run.stdout
+    )
+    assert "PCIe 5, 16 of 16 lanes" in run.stdout
+
+
+@pytest.mark.parametrize(("machine", "status"), [(GOOD, 0), (NO_GPU, 0), (unused(), 1)])
+def test_json_and_exit_status(monkeypatch, capsys, machine, status):
+    monkeypatch.setattr(doctor, "look", lambda: machine)
+    assert cli.main(["doctor", "--json"]) == status
+    found = json.loads(capsys.readouterr().out)
+    assert found["machine"]["versions"]["jax"] == "0.10.2" and len(found["problems"]) == status
+    assert found["runs"]["linear"] in ("pallas", "xla") and found["next"]
+    assert cli.main(["doctor"]) == status
+    assert ("mend:" in capsys.readouterr().out) == bool(status)

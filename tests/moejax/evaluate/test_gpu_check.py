@@ -1,0 +1,83 @@
+"""`moejax check-gpu --kernels`: what it keeps, leaves for later, and says; with checks of ours."""
+
+import jax
+import pytest
+
+from moejax.commands import main as cli
+from moejax.errors import UserError
+from moejax.evaluate.gpu_check import check_kernels, shape_checks
+from pallas_kernels.verification import load_table
+from pallas_kernels.verification.table import file_name
+from tests.pallas_kernels.test_verification import toy_checks
+
+DEVICE = jax.devices()[0]
+
+
+def kept(folder):
+    return {*load_table(folder / file_name(DEVICE))}
+
+
+def test_what_was_checked_is_not_checked_again(tmp_path, capsys):
+    wanted = toy_checks(4)
+    assert check_kernels(DEVICE, wanted[:2], tmp_path) == 0
+    assert kept(tmp_path) == {"fill toy 0 uint16", "fill toy 1 uint16"}
+    capsys.readouterr()
+    assert check_kernels(DEVICE, wanted, tmp_path, threads=1) == 0
+    first, *lines, last = capsys.readouterr().out.splitlines()
+    assert first.startswith("4 checks, 2 of them in ")
+    assert [line.split(":")[0] for line in lines] == [f"ok    fill toy {i} uint16" for i in (2, 3)]
+    assert last.startswith("2 checked in") and len(kept(tmp_path)) == 4
+
+
+def test_minutes_leave_the_rest(tmp_path, capsys):
+    assert check_kernels(DEVICE, toy_checks(3), tmp_path, minutes=1e-9) == 0
+    assert capsys.readouterr().out.endswith("3 are left: run it again\n")
+    assert check_kernels(DEVICE, toy_checks(3), tmp_path, minutes=5) == 0
+    assert len(kept(tmp_path)) == 3
+
+
+def test_a_wrong_one_is_named_and_left_out(tmp_path, capsys):
+    def wrong(name, x):
+        return x + (name == "pallas")
+
+    good, bad = toy_checks(2)[1], toy_checks(1, wrong)[0]
+    assert check_kernels(DEVICE, toy_checks(1), tmp_path) == 0
+    path = tmp_path / file_name(DEVICE)
+    # Of another source: it is checked again, and what was right then is no more.
+    path.write_text(path.read_text().replace('"source": "', '"source": "old'))
+    assert check_kernels(DEVICE, [bad, good], tmp_path) == 1
+    assert "WRONG fill toy 0 uint16: the kernel for" in capsys.readouterr().out
+    assert kept(tmp_path) == {"fill toy 1 uint16"}
+
+
+def test_a_folder_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"cannot be written .*; --tables names another folder"):
+        check_kernels(DEVICE, toy_checks(1), tmp_path / "file")
+
+
+def test_the_likeliest_checks_come_first():
+    keys = [check.key for check in shape_checks(["olmoe", "demo"], ["bfloat16", "float16"])]
+    assert len(set(keys)) == len(keys)
+
+    def first(text):
+        return next(i for i, key in enumerate(keys) if text in key)
+
+    assert first("offsets 64") < first("int8") < first("int2")  # dense, then other versions
+    assert first("384x128 uint16") < first("int8")  # of every shape
+    assert max(i for i, key in enumerate(keys) if "bfloat16" in key) < first(" float16")
+    assert not any("lossless12" in key and " float16" in key for key in keys)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--minutes", "0"], "--minutes must be more than 0"),
+        (["--minutes", "nan"], "--minutes must be more than 0"),
+        (["--shapes", "gpt-4"], "no shape is called 'gpt-4'"),
+        (["--kernels"], "there is no GPU here; nothing was checked"),
+    ],
+)
+def test_mistakes_are_refused(capsys, arguments, message):
+    assert cli.main(["check-gpu", *arguments]) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,178 @@
+"""Which kernels a start checks, before it and in the background."""
+
+import dataclasses
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import pytest
+
+from moejax.checkpoints.random_model import shape
+from moejax.costs.store import StepSpec
+from moejax.errors import UserError
+from moejax.start import kernels
+from moejax.start.decide.shapes import step_shapes
+from moejax.start.kernels import checked_later, start_checks, verify_kernels
+from moejax.step.runner import Runner
+from pallas_kernels import resolve_ops
+from pallas_kernels.rms_norm import api
+from pallas_kernels.triton import interpreted
+
+GiB = 1 << 30
+
+
+def steps(name="qwen3-30b-a3b", rows=64, layers=None, **ops):
+    config = shape(name, layers)
+    layout = config.slot_layout(itemsize=2)
+    shapes = step_shapes(
+        layout, rows=rows, max_model_len=1024, max_num_batched_tokens=512, waves=1, bucketed=True
+    )
+    chosen = resolve_ops(ops or "auto", platform="gpu", dtype="bfloat16")
+    return StepSpec("gpu", "", "device", chosen, config, "bfloat16", layout, shapes)
+
+
+def names(checks):
+    return {check.key for check in checks}
+
+
+def test_a_start_needs_what_it_runs():
+    """Qwen3-30B-A3B's store is beyond 4 GiB: so are the kernels that read it."""
+    needed, rest = start_checks(steps(), 24 * GiB)
+    assert len(needed) + len(rest) == 33
+    assert len(needed) == 23 and not any(check.wide for check in rest)
+    assert {check.op for check in rest} == {
+        *("fill", "stage", "move", "expert_ffn", "kv_write", "paged_attention")
+    }
+    # A smaller arena: what reads both is checked at either width, what reads pages at one.
+    needed, rest = start_checks(steps(), 2 * GiB)
+    assert {check.op for check in needed if check.wide} == {"fill", "stage", "expert_ffn"}
+    assert {check.op for check in rest} == {"kv_write", "paged_attention", "move"}
+    assert all(check.wide for check in rest)
+
+
+def test_few_sequences_need_no_larger_bucket():
+    needed, rest = start_checks(steps(rows=16), 24 * GiB)
+    assert {check.rows for check in needed} == {0, 16}
+    assert {check.rows for check in rest if check.wide} == {32, 64}
+    # 48 rows run in a bucket of 48, whose tiles are those of 64.
+    needed, _ = start_checks(steps(rows=48), 24 * GiB)
+    assert {check.rows for check in needed} == {0, 16, 32, 64}
+
+
+def test_a_small_model_needs_no_wide_kernel():
+    needed, rest = start_checks(steps(layers=2), GiB)
+    assert not any(check.wide for check in needed)
+    assert all(check.wide for check in rest)
+
+
+@dataclasses.dataclass
+class Gpu:
+    """The CPU in the place of a GPU."""
+
+    platform: str = "gpu"
+
+
+@pytest.fixture
+def gpu(monkeypatch, tmp_path):
+    """Checks that are made run on the CPU, interpreted, and are kept in a folder."""
+    cpu, ran = jax.devices()[0], []
+    require, missing = kernels.require_verified, kernels.unverified
+
+    def required(wanted, device, cache, report=None, threads=None):
+        ran.append([check.key for check in wanted])
+        return require(wanted, cpu, cache, report, threads)
+
+    monkeypatch.setattr(kernels, "require_verified", required)
+    monkeypatch.setattr(kernels, "unverified", lambda w, _, cache: missing(w, cpu, cache))
+    monkeypatch.setattr(kernels, "cache_root", lambda: tmp_path)
+    with interpreted():
+        yield ran
+
+
+NORMS = dict.fromkeys(("rms_norm", "route"), "pallas")
+
+
+def of_norms(name="demo"):
+    ops = dict.fromkeys(dataclasses.asdict(steps().ops), "xla") | NORMS
+    return steps(name, **{op: name for op, name in ops.items() if isinstance(name, str)})
+
+
+def test_only_what_is_needed_is_checked_before(gpu):
+    verify_kernels(of_norms(), Gpu(), GiB)
+    ((first, second),) = gpu
+    assert first.startswith("rms_norm") and second.startswith("route")
+    verify_kernels(of_norms(), jax.devices()[0], GiB)  # no GPU, no check
+    assert len(gpu) == 1
+
+
+def test_the_rest_is_checked_in_the_background(gpu, monkeypatch, caplog):
+    ran = []
+    monkeypatch.setattr(
+        kernels, "start_checks", lambda *_: ([], [*start_checks(of_norms(), GiB)[0], *wide])
+    )
+    wide = [dataclasses.replace(start_checks(of_norms(), GiB)[0][0], key="wide", wide=True)]
+    work = checked_later(of_norms(), Gpu(), GiB)
+    ran += [next(work)]
+    assert ran == gpu[0] and len(gpu) == 1  # one at a time
+    monkeypatch.setitem(api.IMPLEMENTATIONS, "pallas", None)
+    ran += [*work]
+    assert ran == [keys[0] for keys in gpu] and "wide" not in ran
+    assert [*checked_later(of_norms(), Gpu(), GiB)] == []  # all are known
+    assert [*checked_later(of_norms(), jax.devices()[0], GiB)] == []
+
+
+def test_what_is_wrong_is_refused_before_and_logged_later(gpu, monkeypatch, caplog):
+    monkeypatch.setitem(api.IMPLEMENTATIONS, "pallas", lambda x, *_: x)
+    with pytest.raises(UserError, match=r"rms_norm 128 bfloat16 .* use ops=rms_norm=xla"):
+        verify_kernels(of_norms(), Gpu(), GiB)
+    found = start_checks(of_norms(), GiB)[0]
+    monkeypatch.setattr(kernels, "start_checks", lambda *_: ([], found))
+    with caplog.at_level("INFO", "moejax"):
+        assert len([*checked_later(of_norms(), Gpu(), GiB)]) == 2
+    assert "in the background: the kernel for rms_norm" in caplog.text
+
+
+def bare_runner():
+    """A runner with nothing but what works in the background."""
+    runner = object.__new__(Runner)
+    runner._pool, runner._executables, runner._needed = ThreadPoolExecutor(2), {}, []
+    runner.compile_s = 1.0
+    return runner
+
+
+def test_the_background_is_waited_for():
+    """By benches, which nothing may disturb: everything is done then."""
+    runner, done = bare_runner(), []
+    runner.later(done.append(i) or str(i) for i in range(5))
+    runner.wait_compiled(everything=True)
+    assert done == [0, 1, 2, 3, 4]
+    runner._pool.shutdown()
+
+
+def test_the_background_ends_with_the_runner():
+    runner, done, begun = bare_runner(), [], threading.Event()
+
+    def work():
+        while True:
+            done.append(len(done))
+            begun.set()
+            yield "a check"
+
+    runner.later(work())
+    assert begun.wait(60)
+    runner._pool.shutdown(wait=True, cancel_futures=True)
+    count = len(done)
+    time.sleep(0.05)
+    assert len(done) == count
+
+
+def test_a_check_that_raises_ends_the_background_alone():
+    def work():
+        yield "a check"
+        raise ValueError("a damaged table")
+
+    runner = bare_runner()
+    runner.later(work())
+    runner.wait_compiled(everything=True)
+    runner._pool.shutdown()
