@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from pallas_kernels.kv_write import KVPage
 
@@ -88,8 +89,8 @@ PREFILL_SPECS = (
     PrefillSpec(((0, 65), (65, 64), (130, 40)), 65, "bfloat16", heads=5, kv_heads=1, head_dim=6),
 )
 
-_SMALL = dict(kv_heads=1, head_dim=18, latent=16, scale=0.3)
-_LITE = dict(kv_heads=1, heads=16, head_dim=576, latent=512, scale=0.1)
+_SMALL: dict[str, Any] = dict(kv_heads=1, head_dim=18, latent=16, scale=0.3)
+_LITE: dict[str, Any] = dict(kv_heads=1, heads=16, head_dim=576, latent=512, scale=0.1)
 
 LATENT_DECODE_SPECS = (
     DecodeSpec(EDGES, "bfloat16", block_size=32, window=20, **_SMALL),
