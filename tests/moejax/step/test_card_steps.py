@@ -22,9 +22,9 @@ pytestmark = pytest.mark.aot
 ALWAYS = {(MODELS[0], STAGED, "rtx4090"), (MODELS[0], PREFILL, "a100")}
 """Those that .ci/run compiles."""
 
-SPILLED = 64
-"""Most bytes a kernel of ours may spill: expert_gate_up's block of 64 rows fills the registers, and
-a few scalars of it are spilled with three stages on compute capability 8.9."""
+SPILLED = {"expert_gate_up": 64, "prefill_attention": 64}
+"""Most bytes that kernels may spill with 99 KiB; all others, and larger classes, none. A block of
+64 rows fills the registers with three stages on compute capability 8.9, OLMoE's heads on both."""
 
 
 @pytest.mark.parametrize(
@@ -39,9 +39,10 @@ def test_a_step_compiles_for_a_card(model, key, card):
     compiled, kernels = compile_step(card, model, key)
     own = {name: kernel for name, kernel in kernels.items() if OURS.match(name)}
     assert {"linear", "rms_norm", "route", "plan", "fill", "combine"} <= own.keys()
+    kib = shared_class(device_of(card))
     for name, kernel in own.items():
-        assert kernel.shared_bytes <= shared_class(device_of(card)) * 1024, name
-        assert kernel.spill_bytes <= (SPILLED if name.startswith("expert_gate_up") else 0), name
+        assert kernel.shared_bytes <= kib * 1024, name
+        assert kernel.spill_bytes <= (SPILLED.get(name, 0) if kib == 99 else 0), name
     assert compiled.host_copies(1, to_host=True) == []
     # References, of latent attention, cut out layers' weights: see test_family_steps.
     if {"decode_attention_split", "prefill_attention"} & kernels.keys():
