@@ -138,36 +138,26 @@ class Engine:
         if not checked:
             self.check(prompt, params, targets, session_id=session_id)
         with self._undisturbed():
-            return self._add(prompt, params, targets, session_id, priority)
-
-    def _add(
-        self,
-        prompt: list[int],
-        params: SamplingParams,
-        targets: list[int] | None,
-        session_id: str | None,
-        priority: int,
-    ) -> Request:
-        number = next(self._requests)
-        # An unseeded request's draws depend on the engine's seed and its place in the order.
-        derived = np.random.SeedSequence([self.seed, number]).generate_state(1)[0]
-        request = Request(
-            request_id=str(number),
-            number=number,
-            prompt=prompt,
-            params=params,
-            seed=int(derived) if params.seed is None else params.seed,
-            arrival_s=time.perf_counter(),
-            priority=priority,
-            session=None if session_id is None else self.scheduler.sessions[session_id],
-            targets=targets,
-            ending=Ending(params, self.eos_token_ids, self.tokenizer, prompt),
-        )
-        if self.idle:
-            self.statistics.start(request.arrival_s)
-        self.scheduler.add(request)
-        self.statistics.add_request(request)
-        return request
+            number = next(self._requests)
+            # An unseeded request's draws depend on the engine's seed and its place in the order.
+            derived = np.random.SeedSequence([self.seed, number]).generate_state(1)[0]
+            request = Request(
+                request_id=str(number),
+                number=number,
+                prompt=prompt,
+                params=params,
+                seed=int(derived) if params.seed is None else params.seed,
+                arrival_s=time.perf_counter(),
+                priority=priority,
+                session=None if session_id is None else self.scheduler.sessions[session_id],
+                targets=targets,
+                ending=Ending(params, self.eos_token_ids, self.tokenizer, prompt),
+            )
+            if self.idle:
+                self.statistics.start(request.arrival_s)
+            self.scheduler.add(request)
+            self.statistics.add_request(request)
+            return request
 
     def check(
         self,
