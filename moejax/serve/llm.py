@@ -8,6 +8,7 @@ import threading
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, TypeVar
 
 import jax
@@ -301,7 +302,8 @@ class LLM:
         if any(len(ids) < 2 for ids in sequences):
             raise UserError("scoring needs at least two tokens a sequence")
         with self._held() as engine:
-            return run_scores(engine, sequences)
+            found = dict(chain.from_iterable(run_scores(engine, sequences, len(sequences))))
+        return [found[place] for place in range(len(sequences))]
 
     def stats(self) -> dict[str, Any]:
         """What ran and what it cost, as plain data; the command line's --json prints it. Not while
