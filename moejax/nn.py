@@ -29,10 +29,9 @@ from host_offload.memory.layout import BLOCK_SIZES
 from host_offload.memory.store import ExpertStore, StoreBuilder
 from host_offload.memory.tables import Tables, empty_tables, regrant
 from host_offload.policies.eviction.names import EVICTION
-from host_offload.versions.encoders import encode
+from host_offload.versions.encoders import NUMPY_DTYPES, encode
 from moejax.cache import cache_root
 from moejax.checkpoints.loaded_model import DTYPE_NAMES
-from moejax.checkpoints.safetensors.shards import NUMPY_DTYPES
 from moejax.errors import UserError
 from moejax.sizes import parse_expert_budget
 from moejax.step.context import DeviceMemory, ExpertContext

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from host_offload.memory.store import ExpertStore, StoreBuilder, shares_memory
-from host_offload.versions.encoders import DTYPES, WORKERS, EncodingError, encode
+from host_offload.versions.encoders import NUMPY_DTYPES, WORKERS, EncodingError, encode
 from host_offload.versions.quantizers import ScaleRule, rtn, to_float32
 from pallas_kernels.records import RecordFormat
 
@@ -171,7 +171,7 @@ def dense_weights(
 def as_weights(records: np.ndarray, layout: RecordFormat, dtype: str) -> np.ndarray:
     """Dense records uint16[n, rows, D] as weights [n, 3·I, D], without a copy."""
     shape = (len(records), 3 * layout.width, layout.hidden)
-    return records.reshape(len(records), -1).view(DTYPES[dtype]).reshape(shape)
+    return records.reshape(len(records), -1).view(NUMPY_DTYPES[dtype]).reshape(shape)
 
 
 def read_records(array: jax.Array, layer: int, first: int, count: int) -> np.ndarray:

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from host_offload.memory.store import aligned_empty
+from host_offload.versions.encoders import NUMPY_DTYPES
 from moejax.checkpoints.foreign.checkpoint import open_mapped
 from moejax.checkpoints.loaded_model import (
     LoadedModel,
@@ -29,13 +30,7 @@ from moejax.checkpoints.orbax.manifest import JOURNAL, MANIFEST
 from moejax.checkpoints.orbax.own import load_orbax
 from moejax.checkpoints.orbax.steps import is_orbax
 from moejax.checkpoints.placement import load_file
-from moejax.checkpoints.safetensors.shards import (
-    INDEX,
-    NUMPY_DTYPES,
-    SINGLE,
-    TensorFile,
-    find_shards,
-)
+from moejax.checkpoints.safetensors.shards import INDEX, SINGLE, TensorFile, find_shards
 from moejax.checkpoints.tensors import (
     ParamPlace,
     Place,

@@ -21,12 +21,8 @@ from typing import Protocol, TypeVar
 import numpy as np
 
 from host_offload.memory.store import copy_transposed
-from moejax.checkpoints.safetensors.shards import (
-    NUMPY_DTYPES,
-    ShardReader,
-    TensorFile,
-    TensorReader,
-)
+from host_offload.versions.encoders import NUMPY_DTYPES
+from moejax.checkpoints.safetensors.shards import ShardReader, TensorFile, TensorReader
 from moejax.checkpoints.tensors import ExpertPlace, ParamPlace, Place
 from moejax.errors import UserError
 from pallas_kernels.records import RecordFormat

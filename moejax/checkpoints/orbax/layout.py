@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from moejax.checkpoints.safetensors.shards import NUMPY_DTYPES
+from host_offload.versions.encoders import NUMPY_DTYPES
 from moejax.checkpoints.tensors import abstract_params
 from moejax.errors import UserError
 from moejax.models.config import ModelConfig

@@ -12,7 +12,7 @@ from host_offload.memory.budget import Budget, cells_per_layer, format_bytes, re
 from host_offload.memory.device_memory import FreeMemory
 from host_offload.memory.placement import ResidentSpec
 from host_offload.policies.prefetch.fitted import check_fitted
-from moejax.checkpoints.safetensors.shards import NUMPY_DTYPES
+from host_offload.versions.encoders import NUMPY_DTYPES
 from moejax.costs.store import StepSpec
 from moejax.costs.transition_bound import bounded
 from moejax.engine.control import policy_spec
