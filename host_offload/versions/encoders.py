@@ -25,7 +25,7 @@ from pallas_kernels import records
 from pallas_kernels.records.format import MATRICES, RecordFormat
 
 WORKERS = min(8, os.cpu_count() or 1)
-"""Threads, unless the caller says otherwise."""
+"""Threads that encode, or that read: a disk of this age wants several requests at once."""
 
 NUMPY_DTYPES = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),

@@ -199,7 +199,7 @@ def relative_error(weights: np.ndarray, decoded: np.ndarray) -> np.ndarray:
     W is not finite and Ŵ other than W."""
     errors = np.zeros(len(weights))
     for i, (w, d) in enumerate(zip(weights, decoded, strict=True)):
-        if not np.array_equal(_bits(w), _bits(d)):
+        if not np.array_equal(as_bits(w), as_bits(d)):
             wide = to_float32(w)
             norm = np.linalg.norm(wide)
             with np.errstate(invalid="ignore"):
@@ -207,5 +207,6 @@ def relative_error(weights: np.ndarray, decoded: np.ndarray) -> np.ndarray:
     return errors
 
 
-def _bits(weights: np.ndarray) -> np.ndarray:
+def as_bits(weights: np.ndarray) -> np.ndarray:
+    """Unsigned integers of the same size, without a copy."""
     return weights.view(np.dtype(f"uint{8 * weights.itemsize}"))

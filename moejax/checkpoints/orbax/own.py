@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 from host_offload.memory.store import ExpertStore, StoreBuilder, aligned_empty, shares_memory
-from host_offload.versions.encoders import NUMPY_DTYPES
+from host_offload.versions.encoders import NUMPY_DTYPES, WORKERS
 from moejax.checkpoints.loaded_model import (
     LoadedModel,
     counted,
@@ -39,7 +39,7 @@ from moejax.checkpoints.orbax.manifest import (
     read_file,
     read_manifest,
 )
-from moejax.checkpoints.placement import WORKERS, cast, count_nonfinite, in_order
+from moejax.checkpoints.placement import cast, count_nonfinite, in_order
 from moejax.errors import UserError
 from moejax.models.config import load_config
 from moejax.models.directory import checkpoint_directory, read_json, require_own_file
