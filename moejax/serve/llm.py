@@ -313,7 +313,7 @@ class LLM:
 
     def _stats(self, engine: Engine) -> dict[str, Any]:
         settings, runner, seconds = self.plan.settings, engine.runner, engine.statistics.seconds
-        control = None if engine.control is None else engine.control.stats()
+        control = None if engine.control is None else engine.control.controller.stats()
         return {
             "model": self.model,
             "dtype": self.dtype,
@@ -355,7 +355,7 @@ class LLM:
         self.encoder.close()
         try:
             if self.engine.control is not None:
-                self.engine.control.finish()
+                self.engine.control.controller.finish()
             if self._tracer is not None:
                 self._tracer.close()
         finally:

@@ -153,7 +153,7 @@ def precision_stats(
     whose maker the checkpoint does not name), of lossless12 how many layers stay dense, of
     transitions what share of all steps' time they took.
 
-    control: Control.stats. quantizers: of LoadedModel.
+    control: Controller.stats. quantizers: of LoadedModel.
     """
     found = {**precision.report(), **((control or {}).get("precision") or {})}
     found["quantizers"] = made_by(precision.versions, quantizers)

@@ -67,7 +67,7 @@ def recorded(
     engine.tracer = tracer
     results = run(llm, JOBS, check=bool(policies))
     if engine.control is not None:
-        engine.control.finish()
+        engine.control.controller.finish()
     tracer.close()
     engine.tracer = None
     return results, read_trace(directory)

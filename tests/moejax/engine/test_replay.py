@@ -110,7 +110,7 @@ def traced(
         engine.set_budget(by_hand, engine.scheduler.arena.count(SlotClass.KV))
         run(llm, jobs, check=False)
     if engine.control is not None:
-        engine.control.finish()
+        engine.control.controller.finish()
     tracer.close()
     engine.tracer = engine.control = None
     return read_trace(directory)

@@ -92,8 +92,8 @@ def played(
     recorded = run(SimpleNamespace(engine=engine), JOBS)  # pyright: ignore[reportArgumentType]
     control = None
     if engine.control is not None:
-        engine.control.finish()
-        control = engine.control.stats()
+        engine.control.controller.finish()
+        control = engine.control.controller.stats()
     tracer.close()
     found = SimpleNamespace(
         recorded=recorded,

@@ -174,7 +174,7 @@ def played(
             granted = after.cell_row >= 0
             sizes = np.array([record.nbytes for record in runner.layout.records])
             taken = int(sizes[after.cell_version[granted]].sum())
-            said = control.stats()["precision"]
+            said = control.controller.stats()["precision"]
             assert taken <= said["peak_bytes"] <= said["budget_bytes"]
             assert said["budget_bytes"] == slots * runner.layout.slot_bytes
 
@@ -189,9 +189,9 @@ def played(
     recorded = run(llm, JOBS, check=watch)
     engine.control = engine.tracer = None
     if tracer is not None:
-        control.finish()
+        control.controller.finish()
         tracer.close()
-    stats = None if control is None else control.stats()["precision"]
+    stats = None if control is None else control.controller.stats()["precision"]
     return SimpleNamespace(recorded=recorded, versions=versions, stats=stats, control=control)
 
 
@@ -296,7 +296,7 @@ def test_paged_experts_change_versions_too(engine):
         engine.control = control
         engine._steps = itertools.count()
         recorded = run(SimpleNamespace(engine=engine), JOBS)  # pyright: ignore[reportArgumentType]
-        counts = control.stats()["transfers"]
+        counts = control.controller.stats()["transfers"]
         assert counts["promotion"]["done"] > 5 and counts["demotion"]["done"] > 5
         found.append(SimpleNamespace(recorded=recorded))
     engine.control = None
