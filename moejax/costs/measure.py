@@ -71,7 +71,7 @@ def calibrate(
     try:
         write_cost_model(cost_file(about), model)
     except UserError as error:
-        log.warning("%s: they are measured at every start", error)
+        log.warning("%s: costs are measured at every start", error)
     return model
 
 

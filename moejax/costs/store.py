@@ -102,7 +102,4 @@ def load_cost_model(path: str | os.PathLike[str], about: dict[str, Any] | None =
 
 def write_cost_model(path: Path, model: CostModel) -> None:
     """Writes the file whole or not at all. Raises UserError where that is not possible."""
-    try:
-        write_whole(path, json.dumps(model.to_json(), indent=1) + "\n")
-    except OSError as error:
-        raise UserError(f"costs cannot be written to {path} ({error.strerror})") from error
+    write_whole(path, json.dumps(model.to_json(), indent=1) + "\n")

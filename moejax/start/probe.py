@@ -80,7 +80,7 @@ def divided(
         except (OSError, ValueError, KeyError, TypeError):  # not there, or not whole
             found = activation_bytes(runner)
             # A cache that cannot be written costs the next start time.
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(UserError):
                 write_whole(path, json.dumps({"bytes": found, "of": about}))
     finally:
         runner.delete(given=False)

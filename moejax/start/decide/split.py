@@ -157,10 +157,7 @@ def remember(trace: Trace) -> Path:
     """Keeps a trace's directory as the workload of its model; returns the file that says so, which
     may be deleted. Raises UserError where it cannot be written."""
     path = workload_file(trace.header.config_digest)
-    try:
-        write_whole(path, json.dumps({"trace": str(trace.directory.absolute())}) + "\n")
-    except OSError as error:
-        raise UserError(f"{path} cannot be written ({error.strerror})") from error
+    write_whole(path, json.dumps({"trace": str(trace.directory.absolute())}) + "\n")
     return path
 
 

@@ -94,7 +94,7 @@ def test_costs_of_another_machine_are_refused_and_name_it(tmp_path):
 
 def test_a_place_that_cannot_be_written_is_said(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="costs cannot be written to"):
+    with pytest.raises(UserError, match=r"costs\.json cannot be written"):
         write_cost_model(tmp_path / "file" / "costs.json", MODEL)
 
 
