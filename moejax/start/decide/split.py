@@ -15,11 +15,11 @@ from host_offload.memory.budget import KV_SHARE, Budget
 from host_offload.sizing.cell_allocation import allocate
 from host_offload.sizing.configurator import configure, turns_of
 from host_offload.sizing.miss_curves import trace_curves
-from host_offload.sizing.split import division_of, miss_costs
+from host_offload.sizing.split import division_of
 from host_offload.traces.reader import Trace
 from moejax.cache import cache_root, write_whole
 from moejax.costs.store import StepSpec, identity, kept_cost_model
-from moejax.costs.workload_plan import open_trace
+from moejax.costs.workload_plan import open_trace, weighed
 from moejax.engine.resize import check_grant
 from moejax.errors import UserError, user_errors
 from moejax.start.settings import BudgetOptions
@@ -116,13 +116,7 @@ def known_costs(steps: StepSpec) -> Costs:
 
 def _configured(wanted: BudgetOptions, trace: Trace, spec: Spec, costs: Costs) -> Split:
     """The split that the configurator finds."""
-    prices = miss_costs(costs, spec, wanted.options.kv_overflow)
-    if prices.expert_s <= 0:
-        raise UserError(
-            "the measured costs say that a missing expert costs nothing, so there is nothing "
-            "to weigh; leave out budget, or measure them again on a quiet machine: `moejax "
-            "calibrate MODEL --force`"
-        )
+    prices = weighed(costs, spec, wanted.options.kv_overflow)
     division = division_of(spec)
     with user_errors(where=f"{trace.directory}: "):
         found = configure(turns_of(trace), division, prices, allocation=wanted.cells)
