@@ -324,7 +324,7 @@ class LLM:
             "jax": jax.__version__,
             "ops": ops_in_use(runner.config, runner.ops),
             "driver": runner.driver,
-            "trace_arrays": sorted(runner.trace_arrays),
+            "trace_arrays": sorted(runner.steps.trace_arrays),
             "control": control,
             **engine.statistics.summary(),
             "arena": arena_stats(engine.scheduler, runner.tables),

@@ -16,7 +16,6 @@ from host_offload.memory.arena import SlotArena
 from host_offload.memory.kv_cache import KVCache
 from host_offload.memory.placement import ResidentSpec, place
 from moejax.checkpoints.loaded_model import LoadedModel
-from moejax.costs.store import StepSpec
 from moejax.engine.control import control_of
 from moejax.engine.loop import Engine
 from moejax.engine.resize import ResidentResizer, Resizer
@@ -32,6 +31,7 @@ from moejax.start.precision import place_experts
 from moejax.start.probe import divided, step_costs
 from moejax.start.settings import Settings, settings_of
 from moejax.step.host_driver import HostRunner
+from moejax.step.parts import StepSpec
 from moejax.step.runner import Runner
 from moejax.traces.tracer import Tracer, start_trace
 
@@ -109,14 +109,10 @@ def make_runner(
     return RUNNERS[steps.driver](
         Decoder(steps.config, loaded.params, steps.ops),
         loaded.store,
-        steps.layout,
-        steps.shapes,
+        steps,
+        device,
         slots=slots,
         cells=bound,
-        ops=steps.ops,
-        device=device,
-        trace_arrays=steps.trace_arrays,
-        formats=steps.formats,
     )
 
 
@@ -173,7 +169,7 @@ def _engine(
     control, resizer = _control(plan, loaded, runner, scheduler, traced)
     runner.wait_compiled()
     # Last, so that a start that fails leaves no trace directory, which the next one must not find.
-    tracer = _tracer(plan, loaded, runner)
+    tracer = _tracer(plan, runner)
     return Engine(
         runner,
         scheduler,
@@ -226,7 +222,7 @@ def _control(
     return control_of(runner, controller, resizer), resizer
 
 
-def _tracer(plan: Plan, loaded: LoadedModel, runner: Runner) -> Tracer | None:
+def _tracer(plan: Plan, runner: Runner) -> Tracer | None:
     """What writes every step into the directory that options name."""
     settings, options = plan.settings, plan.settings.options
     if options.trace is None:
@@ -247,7 +243,6 @@ def _tracer(plan: Plan, loaded: LoadedModel, runner: Runner) -> Tracer | None:
     return start_trace(
         options.trace,
         runner,
-        dtype=loaded.dtype,
         seed=options.seed,
         settings=about,
         arrays=settings.trace_arrays,

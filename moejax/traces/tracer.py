@@ -143,7 +143,6 @@ def start_trace(
     directory: str | os.PathLike[str],
     runner: Runner,
     *,
-    dtype: str,
     seed: int,
     settings: Mapping[str, Any],
     arrays: frozenset[str] = frozenset(),
@@ -165,7 +164,7 @@ def start_trace(
     spec = {
         **sizes,
         "hidden": config.hidden_size,
-        "dtype": dtype,
+        "dtype": runner.steps.dtype,
         "version_bytes": {v: _number(sizes) for v, sizes in runner.version_bytes.items()},
         "link_bytes": None if moved is None else {v: _number(n) for v, n in moved.items()},
         "page_bytes": layout.page.nbytes,

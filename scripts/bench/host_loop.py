@@ -306,9 +306,7 @@ def run(config: ModelConfig, args: argparse.Namespace, mode: str) -> list[Measur
             engine.control = control_of(runner, controller)
         if mode in ("trace", "both"):
             directory = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "trace"
-            engine.tracer = start_trace(
-                directory, runner, dtype="bfloat16", seed=args.seed, settings={}
-            )
+            engine.tracer = start_trace(directory, runner, seed=args.seed, settings={})
             stack.callback(engine.tracer.close)
         arrivals = Arrivals(engine, args.mean_tokens, args.seed)
         measure(engine, arrivals, mode, args.warm_up)

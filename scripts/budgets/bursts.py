@@ -168,7 +168,7 @@ def _record(llm: LLM, args: argparse.Namespace, cap: int, directory: str) -> Non
     engine, page = llm.engine, llm.engine.runner.layout.page
     floor = -(-engine.scheduler.max_model_len // page.block_size) * page.nbytes
     settings = {"kv_floor_bytes": floor, "max_num_seqs": engine.scheduler.max_num_seqs}
-    tracer = start_trace(directory, engine.runner, dtype=llm.dtype, seed=0, settings=settings)
+    tracer = start_trace(directory, engine.runner, seed=0, settings=settings)
     engine.tracer = tracer
     try:
         play(llm, args, workload_of(args, args.trace_seed))

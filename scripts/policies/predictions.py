@@ -47,7 +47,6 @@ from moejax.checkpoints.load import load_checkpoint
 from moejax.checkpoints.loaded_model import LoadedModel
 from moejax.checkpoints.random_model import random_model
 from moejax.costs.measure import calibrate
-from moejax.costs.store import StepSpec
 from moejax.device import select_device
 from moejax.engine.control import control_of
 from moejax.engine.loop import Engine
@@ -146,9 +145,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def check(args: argparse.Namespace, name: str) -> Iterator[dict[str, Any]]:
     """A line for each held-out configuration of a model."""
-    with engine_of(args, name) as (engine, steps):
+    with engine_of(args, name) as engine:
         runner = engine.runner
-        model = calibrate(runner, steps)
+        model = calibrate(runner)
         if args.show:
             print(json.dumps(model.to_json()["figures"]))
         configurations = list(held_out(name, runner.config.num_experts))
@@ -190,8 +189,8 @@ def prefetch_of(each: Configuration) -> str | None:
 
 
 @contextmanager
-def engine_of(args: argparse.Namespace, name: str) -> Iterator[tuple[Engine, StepSpec]]:
-    """An engine with room for all experts and the KV of the largest batch, and its steps."""
+def engine_of(args: argparse.Namespace, name: str) -> Iterator[Engine]:
+    """An engine with room for all experts and the KV of the largest batch."""
     use_compilation_cache(None)
     device = select_device()
     loaded = load(name, device)
@@ -203,10 +202,10 @@ def engine_of(args: argparse.Namespace, name: str) -> Iterator[tuple[Engine, Ste
         max_num_batched_tokens=512,
         enable_prefix_caching=False,
     )
-    engine, plan = start_engine(loaded, options, device)
+    engine, _ = start_engine(loaded, options, device)
     try:
         engine.runner.wait_compiled(everything=True)
-        yield engine, plan.steps
+        yield engine
     finally:
         engine.runner.delete()
 
@@ -231,7 +230,7 @@ def run(
     if trace is not None:
         shutil.rmtree(trace, ignore_errors=True)
         settings = {"eviction": eviction_of(each), "driver": engine.runner.driver}
-        engine.tracer = start_trace(trace, engine.runner, dtype="", seed=0, settings=settings)
+        engine.tracer = start_trace(trace, engine.runner, seed=0, settings=settings)
     before = dict(engine.statistics.paging)
     engine.events, kinds, compiled = deque(), {}, []
 

@@ -18,11 +18,12 @@ from host_offload.sizing.miss_curves import trace_curves
 from host_offload.sizing.split import division_of
 from host_offload.traces.reader import Trace
 from moejax.cache import cache_root, write_whole
-from moejax.costs.store import StepSpec, identity, kept_cost_model
+from moejax.costs.store import identity, kept_cost_model
 from moejax.costs.workload_plan import open_trace, weighed
 from moejax.engine.resize import check_grant
 from moejax.errors import UserError, user_errors
 from moejax.start.settings import BudgetOptions
+from moejax.step.parts import StepSpec
 from moejax.traces.tracer import config_digest
 
 log = logging.getLogger("moejax")

@@ -58,10 +58,8 @@ def recorded(
     use(llm, policies, router)
     engine, runner = llm.engine, llm.engine.runner
     settings = {"eviction": eviction, "driver": runner.driver}
-    arrays = runner.trace_arrays
-    tracer = start_trace(
-        directory, runner, dtype=llm.dtype, seed=0, settings=settings, arrays=arrays
-    )
+    arrays = runner.steps.trace_arrays
+    tracer = start_trace(directory, runner, seed=0, settings=settings, arrays=arrays)
     if engine.control is not None:
         engine.control.controller.listener = tracer.event
     engine.tracer = tracer

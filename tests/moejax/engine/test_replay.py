@@ -101,7 +101,7 @@ def traced(
     engine.hooks = None if engine.control is None else layer_hooks(engine.control, runner)
     engine._steps = itertools.count()
     settings = {"model": "demo", "eviction": name, "driver": runner.driver}
-    tracer = start_trace(directory, runner, dtype=llm.dtype, seed=0, settings=settings)
+    tracer = start_trace(directory, runner, seed=0, settings=settings)
     if engine.control is not None:
         engine.control.controller.listener = tracer.event
     engine.tracer = tracer

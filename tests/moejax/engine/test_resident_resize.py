@@ -186,7 +186,7 @@ def played(engine, policies, *, slots=EXPERT_SLOTS, spares=1, directory=None) ->
     tracer = None
     if directory is not None:
         settings = {"model": "demo", "eviction": "lru", "driver": runner.driver}
-        tracer = start_trace(directory, runner, dtype="bfloat16", seed=0, settings=settings)
+        tracer = start_trace(directory, runner, seed=0, settings=settings)
         control.controller.listener, engine.tracer = tracer.event, tracer
     recorded = run(SimpleNamespace(engine=engine), JOBS)  # pyright: ignore[reportArgumentType]
     engine.control = engine.tracer = None

@@ -74,7 +74,7 @@ def played(
     )
     engine, plan = start_engine(loaded, options, jax.devices("cpu")[0])
     settings = {"model": "demo", "eviction": "lru", "driver": driver}
-    tracer = start_trace(directory, engine.runner, dtype="bfloat16", seed=0, settings=settings)
+    tracer = start_trace(directory, engine.runner, seed=0, settings=settings)
     engine.tracer = tracer
     if engine.control is not None:
         engine.control.controller.listener = tracer.event

@@ -182,7 +182,7 @@ def played(
             control.after_dispatch = watched
     if directory is not None:
         settings = {"model": "demo", "eviction": "lru", "driver": runner.driver}
-        tracer = start_trace(directory, runner, dtype="bfloat16", seed=0, settings=settings)
+        tracer = start_trace(directory, runner, seed=0, settings=settings)
         control.controller.listener = tracer.event
         engine.tracer = tracer
     llm: Any = SimpleNamespace(engine=engine)
