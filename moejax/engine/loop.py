@@ -21,7 +21,7 @@ from moejax.engine.resize import Resizer, cells_of, check_grant, grant
 from moejax.engine.sampling import TokenSampler
 from moejax.engine.scheduler import Scheduler
 from moejax.engine.statistics import Statistics, page_use
-from moejax.engine.step_work import ScheduledWork, Step, Tracer, prefill_batch, step_record
+from moejax.engine.step_work import ScheduledWork, Step, prefill_batch, step_record
 from moejax.errors import OutOfKV, UserError, as_user_error, shown
 from moejax.interrupt import deferred_interrupt
 from moejax.requests.outputs import FinishReason
@@ -30,6 +30,7 @@ from moejax.requests.sampling_params import SamplingParams
 from moejax.requests.stopping import Ending, require_tokenizer
 from moejax.step.hooks import Hooks
 from moejax.step.runner import Runner
+from moejax.traces.tracer import Tracer
 from pallas_kernels.stage import Entries
 
 if TYPE_CHECKING:
