@@ -178,8 +178,8 @@ class StoreBuilder:
         array, self._array, self._memory = jax.block_until_ready(self._array), None, None
         return ExpertStore({self.layout.version: self.layout}, {self.layout.version: array})
 
-    def delete(self) -> None:
-        """Frees the array of a store that will not be finished."""
+    def close(self) -> None:
+        """Frees the array of a store that was not finished."""
         self._memory = None
         if self._array is not None:
             self._array.delete()
@@ -207,22 +207,15 @@ _ALIGNMENT = 64
 """Bytes; what XLA asks of a CPU buffer."""
 
 
-def update(
-    store: jax.Array,
-    records: jax.Array,
-    layer: jax.Array | int,
-    expert: jax.Array | int,
-    row: jax.Array | int,
-) -> jax.Array:
-    """store with records[1, n, r, D] written at [layer, expert, row, 0]; in place if donated."""
-    # Not Space.Host: on CPU a pinned_host array is typed as device memory while tracing.
-    records = jax.device_put(records, jax.typeof(store).memory_space)
-    start = [jnp.asarray(i, jnp.int32) for i in (layer, expert, row, 0)]
-    return jax.lax.dynamic_update_slice(store, records, start)
-
-
 @functools.cache
 def _updater(sharding: SingleDeviceSharding):
+    def update(store: jax.Array, records: jax.Array, *place: jax.Array | int) -> jax.Array:
+        """store with records[1, n, r, D] written at a layer, expert and row."""
+        # Not Space.Host: on CPU a pinned_host array is typed as device memory while tracing.
+        records = jax.device_put(records, jax.typeof(store).memory_space)
+        start = [jnp.asarray(i, jnp.int32) for i in (*place, 0)]
+        return jax.lax.dynamic_update_slice(store, records, start)
+
     return jax.jit(update, donate_argnums=0, out_shardings=sharding)
 
 

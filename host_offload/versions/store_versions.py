@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -123,9 +124,9 @@ def _encoded(
     layout = dataclasses.replace(store.layouts["dense"], version=version, dtype=dtype)
     array = store.arrays["dense"]
     failed: dict[int, tuple[list[int], str]] = {}
-    builder = StoreBuilder(layout, len(layers), array.shape[1], next(iter(array.devices())))
     done, total = 0, len(layers) * (array.nbytes // array.shape[0])
-    try:
+    device = next(iter(array.devices()))
+    with contextlib.closing(StoreBuilder(layout, len(layers), array.shape[1], device)) as builder:
         for layer, first, weights in dense_weights(store, dtype, layers=layers):
             place = layers.index(layer)
             try:
@@ -139,29 +140,19 @@ def _encoded(
             done += weights.nbytes
             if progress is not None:
                 progress(done, total)
-        if failed:
-            builder.delete()
-            return None, failed
-        return builder.finish(), {}
-    except BaseException:
-        builder.delete()
-        raise
+        return None if failed else builder.finish(), failed
 
 
 def dense_weights(
-    store: ExpertStore,
-    dtype: str,
-    batch: int | None = None,
-    layers: Sequence[int] | None = None,
+    store: ExpertStore, dtype: str, layers: Sequence[int] | None = None
 ) -> Iterator[tuple[int, int, np.ndarray]]:
     """(layer, first expert, weights [n, 3·I, D] in the run's dtype) of all experts, in order.
 
-    batch: the most experts at once; by default as many as take 64 MiB, and one for each thread.
-    layers: only those.
+    layers: only those. At once as many experts as take 64 MiB, and one for each thread.
     """
     layout, array = store.layouts["dense"], store.arrays["dense"]
     count, experts = array.shape[:2]
-    batch = batch or max(WORKERS, _BATCH_BYTES // layout.nbytes)
+    batch = max(WORKERS, _BATCH_BYTES // layout.nbytes)
     for layer in range(count) if layers is None else layers:
         for first in range(0, experts, batch):
             records = read_records(array, layer, first, min(batch, experts - first))

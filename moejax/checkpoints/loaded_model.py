@@ -14,7 +14,7 @@ from host_offload.memory.budget import format_bytes
 from host_offload.memory.device_memory import host_available_bytes
 from host_offload.memory.store import ExpertStore, StoreBuilder
 from moejax.device import require_pinned_memory
-from moejax.errors import UserError
+from moejax.errors import UserError, user_errors
 from moejax.models.config import ModelConfig
 from pallas_kernels.records import RecordFormat
 
@@ -88,15 +88,10 @@ def new_store(
     source: the checkpoint's path, for messages."""
     layers = sum(config.moe_layers) if layers is None else layers
     require_pinned_memory(device, layers * config.num_experts * layout.nbytes)
-    try:
+    with user_errors(MemoryError, where=f"{source}: "):
         builder = StoreBuilder(layout, layers, config.num_experts, device)
-    except MemoryError as error:
-        raise UserError(f"{source}: {error}") from error
-    try:
+    with contextlib.closing(builder):  # a traceback that is kept must not keep the store
         yield builder
-    except BaseException:
-        builder.delete()  # a traceback that is kept must not keep the store
-        raise
 
 
 def warn_nonfinite(source: str, nonfinite: Mapping[str, int]) -> None:

@@ -127,8 +127,8 @@ def test_delete_frees_the_arrays():
 
     build = builder()
     held = weakref.ref(build._array if build._memory is None else build._memory)
-    build.delete()
-    build.delete()
+    build.close()
+    build.close()
     assert held() is None or held().is_deleted()
 
 
