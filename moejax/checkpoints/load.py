@@ -39,7 +39,7 @@ from moejax.checkpoints.tensors import (
     expected_tensors,
     is_ignored,
 )
-from moejax.errors import UserError
+from moejax.errors import UserError, user_errors
 from moejax.models.config import ModelConfig, load_config
 from moejax.models.directory import checkpoint_directory
 
@@ -162,10 +162,8 @@ def load_tensors(
     nbytes = sum(math.prod(p.shape) * p.dtype.itemsize for p in jax.tree.leaves(wanted))
     nbytes += sum(config.moe_layers) * config.num_experts * layout.nbytes
     require_host_memory(nbytes, source)
-    try:
+    with user_errors(MemoryError, where=f"{source}: "):
         params = jax.tree.map(lambda p: aligned_empty(p.shape, p.dtype), wanted)
-    except MemoryError as error:
-        raise UserError(f"{source}: {error}") from error
     nonfinite: Counter[str] = Counter()
 
     def param(place: ParamPlace) -> np.ndarray:

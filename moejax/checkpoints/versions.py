@@ -11,7 +11,7 @@ from host_offload.versions.quantizers import QUANTIZERS
 from host_offload.versions.store_versions import VersionError, add_version, lossless_where_it_fits
 from moejax.checkpoints.load import LoadedModel
 from moejax.device import require_pinned_memory
-from moejax.errors import UserError
+from moejax.errors import UserError, user_errors
 from pallas_kernels.records import RecordFormat
 
 log = logging.getLogger("moejax")
@@ -29,10 +29,8 @@ def check_versions(layout: RecordFormat, dtype: str, versions: Sequence[str]) ->
     if not versions or len(set(versions)) < len(versions):
         raise UserError(f"name each version once, not {', '.join(versions) or 'none'}")
     for version in versions:
-        try:
+        with user_errors():
             RecordFormat(version, layout.hidden, layout.width, dtype)
-        except ValueError as error:
-            raise UserError(str(error)) from None
 
 
 def check_quantizer(name: str) -> None:
