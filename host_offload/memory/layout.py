@@ -115,10 +115,6 @@ class SlotLayout:
         """KV rows between the starts of two slots, in the view ``[-1, page.row_elements]``."""
         return self.slot_rows * self.hidden // self.page.row_elements
 
-    def cell_row(self, slot: int, cell: int, version: int = DENSE) -> int:
-        """Arena row of a cell."""
-        return slot * self.slot_rows + cell * self.records[version].rows
-
     def page_row(self, slot: int, page: int) -> int:
         """KV row of a page."""
         return slot * self.kv_rows_per_slot + page * self.page.rows
