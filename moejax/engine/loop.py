@@ -155,7 +155,7 @@ class Engine:
                 ending=Ending(params, self.eos_token_ids, self.tokenizer, prompt),
             )
             if self.idle:
-                self.statistics.start(request.arrival_s)
+                self.statistics.last_read_s = request.arrival_s
             self.scheduler.add(request)
             self.statistics.add_request(request)
             return request

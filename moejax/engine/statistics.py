@@ -50,14 +50,11 @@ class Statistics:
     first_token_times: deque[float] = dataclasses.field(default_factory=_times)
     token_times: deque[float] = dataclasses.field(default_factory=_times)
     last_read_s: float | None = None
+    """From when the next step's time counts."""
 
     def add_request(self, request: Request) -> None:
         self.requests += 1
         self.prompt_tokens += len(request.prompt)
-
-    def start(self, now: float) -> None:
-        """Work begins after a pause: the next step's time counts from now."""
-        self.last_read_s = now
 
     def add_step(
         self, kind: str, paging: Paging, now: float, demand: np.ndarray | None = None

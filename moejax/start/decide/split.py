@@ -70,7 +70,8 @@ def start_split(
             f"which would have missed {found.misses:.0f} of {int(curves.references.sum())}"
         )
         return Split(cells, budget.kv_slots, note)
-    asked = wanted.cells != "uniform" or wanted.split_given
+    sizes = wanted.options.expert_budget, wanted.options.kv_budget
+    asked = wanted.cells != "uniform" or sizes != (None, None)
     if not budget.cut or asked or len(steps.layout.records) > 1:
         return None
     return _by_rule(wanted, Split(tuple(had), budget.kv_slots, ""), spec, steps)
