@@ -52,9 +52,18 @@ class Description:
     """What the command line takes where it is not given."""
 
 
-def _option(help: str, group: str | None = None, *, default: Any = None, **more: Any) -> Any:
-    """A field of Options with its Description. more: fields of that."""
-    description = Description(help, group, **more)
+def _option(
+    help: str,
+    group: str | None = None,
+    *,
+    default: Any = None,
+    metavar: str | None = None,
+    type: Callable[[str], Any] | None = None,
+    choices: tuple[str, ...] | None = None,
+    in_file: bool = True,
+) -> Any:
+    """A field of Options with its Description."""
+    description = Description(help, group, metavar, type, choices, in_file)
     return dataclasses.field(default=default, metadata={"option": description})
 
 
