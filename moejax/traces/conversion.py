@@ -235,4 +235,4 @@ def _step(number: int, blocks: list[RoutedBlock]) -> StepRecord:
     fields["user"] = np.concatenate(users)
     if "phase" in fields:
         fields["kind"] = KINDS[bool(fields["phase"].all())]
-    return routed_step(number, **fields)
+    return routed_step(number, fields.pop("ids"), **fields)

@@ -133,11 +133,21 @@ def new_trace(directory: str | os.PathLike[str], header: TraceHeader) -> Iterato
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def routed_step(number: int, ids: np.ndarray, **given: Any) -> StepRecord:
-    """A step of which only the routing is known: ids int[n, L, k], ascending, and the fields of a
-    StepRecord that are given, with a row per token where they are arrays; without user nobody's."""
-    known = {"number": number, "ids": ids, "user": np.full(len(ids), -1), "finished": (), **given}
-    for name, value in known.items():
-        if isinstance(value, np.ndarray):
-            known[name] = value.astype(COLUMNS[name].dtype or value.dtype)
-    return StepRecord(**{**dict.fromkeys(StepRecord._fields), **known})
+def routed_step(
+    number: int,
+    ids: np.ndarray,
+    *,
+    request: np.ndarray | None = None,
+    user: np.ndarray | None = None,
+    position: np.ndarray | None = None,
+    phase: np.ndarray | None = None,
+    weights: np.ndarray | None = None,
+    kind: str | None = None,
+) -> StepRecord:
+    """A step of which only the routing is known: ids int[n, L, k], ascending, and what is given,
+    with a row per token where it is an array."""
+    user = np.full(len(ids), -1) if user is None else user
+    tokens = {"ids": ids, "request": request, "user": user, "position": position, "phase": phase}
+    unknown: dict[str, Any] = dict.fromkeys(StepRecord._fields)
+    unknown |= {n: x.astype(COLUMNS[n].dtype) for n, x in tokens.items() if x is not None}
+    return StepRecord(**unknown)._replace(number=number, weights=weights, kind=kind, finished=())
