@@ -71,7 +71,7 @@ class StepSpec:
     formats: Formats | None = None
     """By version number; None: dense alone."""
     trace_arrays: frozenset[str] = frozenset()
-    """Of TRACE_ARRAYS, what every step gives out beside the rest; with any, steps are other
+    """What every step gives out beside the rest, of TRACE_ARRAYS; with any, steps are other
     executables."""
 
 
