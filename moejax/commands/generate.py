@@ -7,7 +7,7 @@ import dataclasses
 import io
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from host_offload.memory.budget import format_bytes
@@ -274,7 +274,9 @@ def format_summary(stats: Mapping[str, Any]) -> str:
 
 
 def _arena(arena: Mapping[str, Any]) -> str:
-    cells = _range(arena["cells_per_layer"])
+    counts = arena["cells_per_layer"]
+    low, high = min(counts, default=0), max(counts, default=0)
+    cells = str(low) if low == high else f"{low}–{high}"
     return (
         f"{format_bytes(arena['bytes'])} = {arena['slots']} slots of "
         f"{format_bytes(arena['slot_bytes'])}: {arena['expert_slots']} experts ({cells} a layer, "
@@ -282,11 +284,6 @@ def _arena(arena: Mapping[str, Any]) -> str:
         f"({arena['kv_pages_used_peak']} of {arena['kv_pages']} pages at peak), "
         f"{arena['free_slots']} free"
     )
-
-
-def _range(counts: Sequence[int]) -> str:
-    low, high = min(counts, default=0), max(counts, default=0)
-    return str(low) if low == high else f"{low}–{high}"
 
 
 def _number(value: float | None, spec: str) -> str:
