@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -60,16 +61,10 @@ def submit(engine: Engine, encoded: EncodedPrompt, asked: GenerationRequest) -> 
     try:
         with as_user_error("this request cannot be queued"):
             engine.check(ids, params, session_id=session_id)
+            add = functools.partial(engine.add, ids, session_id=session_id, checked=True)
             each = [params] if params.n == 1 else [child_params(params, i) for i in range(params.n)]
             for child in each:
-                requests.append(
-                    engine.add(
-                        *(ids, child),
-                        session_id=session_id,
-                        priority=asked.priority,
-                        checked=True,
-                    )
-                )
+                requests.append(add(child, priority=asked.priority))
     except BaseException:
         engine.abort(requests)
         raise
