@@ -207,15 +207,16 @@ _ALIGNMENT = 64
 """Bytes; what XLA asks of a CPU buffer."""
 
 
+def update(store: jax.Array, records: jax.Array, *place: jax.Array | int) -> jax.Array:
+    """store with records[1, n, r, D] written at a layer, expert and row; in place if donated."""
+    # Not Space.Host: on CPU a pinned_host array is typed as device memory while tracing.
+    records = jax.device_put(records, jax.typeof(store).memory_space)
+    start = [jnp.asarray(i, jnp.int32) for i in (*place, 0)]
+    return jax.lax.dynamic_update_slice(store, records, start)
+
+
 @functools.cache
 def _updater(sharding: SingleDeviceSharding):
-    def update(store: jax.Array, records: jax.Array, *place: jax.Array | int) -> jax.Array:
-        """store with records[1, n, r, D] written at a layer, expert and row."""
-        # Not Space.Host: on CPU a pinned_host array is typed as device memory while tracing.
-        records = jax.device_put(records, jax.typeof(store).memory_space)
-        start = [jnp.asarray(i, jnp.int32) for i in (*place, 0)]
-        return jax.lax.dynamic_update_slice(store, records, start)
-
     return jax.jit(update, donate_argnums=0, out_shardings=sharding)
 
 
