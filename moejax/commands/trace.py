@@ -237,7 +237,7 @@ def _info(args: argparse.Namespace) -> int:
 
 
 def _print_head(directory: str, trace: Trace, s: TraceStatistics) -> None:
-    from moejax.traces.published import same_shape
+    from moejax.traces.published import MODELS
 
     header = trace.header
     shape = f"{header.layers} MoE layers of {header.experts} experts, top-{header.top_k}"
@@ -254,7 +254,8 @@ def _print_head(directory: str, trace: Trace, s: TraceStatistics) -> None:
         print("The run did not end in order, or goes on: the steps are those that were written.")
     if header.absent:
         print(textwrap.fill(f"absent: {', '.join(header.absent)}", 80, break_on_hyphens=False))
-    if model := same_shape(header.layers, header.experts, header.top_k):
+    wanted = header.layers, header.experts, header.top_k
+    if model := next((m for m in MODELS if (m.layers, m.experts, m.top_k) == wanted), None):
         print(f"The shape is that of {model.name}.")
     else:
         print(

@@ -235,15 +235,7 @@ def _tracer(plan: Plan, runner: Runner) -> Tracer | None:
         "eviction": settings.eviction,
         "prefetch": options.prefetch,
         "precision": precision,
-        "driver": options.driver,
         "budgets": settings.budgets.stats(),
-        "kv_floor_bytes": plan.spec.kv_floor_bytes,
-        "max_num_seqs": plan.max_num_seqs,
     }
-    return start_trace(
-        options.trace,
-        runner,
-        seed=options.seed,
-        settings=about,
-        arrays=settings.trace_arrays,
-    )
+    arrays = settings.trace_arrays
+    return start_trace(options.trace, runner, plan.spec, settings=about, arrays=arrays)

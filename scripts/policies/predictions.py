@@ -48,7 +48,7 @@ from moejax.checkpoints.loaded_model import LoadedModel
 from moejax.checkpoints.random_model import random_model
 from moejax.costs.measure import calibrate
 from moejax.device import select_device
-from moejax.engine.control import control_of
+from moejax.engine.control import control_of, spec_of_engine
 from moejax.engine.loop import Engine
 from moejax.models.config import parse_config
 from moejax.start.build import start_engine
@@ -229,8 +229,9 @@ def run(
     cold(engine, each)
     if trace is not None:
         shutil.rmtree(trace, ignore_errors=True)
-        settings = {"eviction": eviction_of(each), "driver": engine.runner.driver}
-        engine.tracer = start_trace(trace, engine.runner, seed=0, settings=settings)
+        spec = spec_of_engine(engine.runner, max_model_len=engine.scheduler.max_model_len, seed=0)
+        settings = {"eviction": eviction_of(each)}
+        engine.tracer = start_trace(trace, engine.runner, spec, settings=settings)
     before = dict(engine.statistics.paging)
     engine.events, kinds, compiled = deque(), {}, []
 

@@ -185,8 +185,8 @@ def played(engine, policies, *, slots=EXPERT_SLOTS, spares=1, directory=None) ->
     control.after_dispatch = watched
     tracer = None
     if directory is not None:
-        settings = {"model": "demo", "eviction": "lru", "driver": runner.driver}
-        tracer = start_trace(directory, runner, seed=0, settings=settings)
+        settings = {"model": "demo", "eviction": "lru"}
+        tracer = start_trace(directory, runner, control.controller.spec, settings=settings)
         control.controller.listener, engine.tracer = tracer.event, tracer
     recorded = run(SimpleNamespace(engine=engine), JOBS)  # pyright: ignore[reportArgumentType]
     engine.control = engine.tracer = None

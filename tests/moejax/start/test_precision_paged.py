@@ -73,8 +73,8 @@ def played(
         ops="xla",
     )
     engine, plan = start_engine(loaded, options, jax.devices("cpu")[0])
-    settings = {"model": "demo", "eviction": "lru", "driver": driver}
-    tracer = start_trace(directory, engine.runner, seed=0, settings=settings)
+    settings = {"model": "demo", "eviction": "lru"}
+    tracer = start_trace(directory, engine.runner, plan.spec, settings=settings)
     engine.tracer = tracer
     if engine.control is not None:
         engine.control.controller.listener = tracer.event

@@ -181,8 +181,8 @@ def played(
         if watch:
             control.after_dispatch = watched
     if directory is not None:
-        settings = {"model": "demo", "eviction": "lru", "driver": runner.driver}
-        tracer = start_trace(directory, runner, seed=0, settings=settings)
+        settings = {"model": "demo", "eviction": "lru"}
+        tracer = start_trace(directory, runner, control.controller.spec, settings=settings)
         control.controller.listener = tracer.event
         engine.tracer = tracer
     llm: Any = SimpleNamespace(engine=engine)
