@@ -42,7 +42,7 @@ class LoadedModel:
     Qwen3-MoE "input_norm" [n, D], "qkv" [n, (H + 2·KH)·hd, D] (rows of q, k, v), "q_norm", "k_norm"
     [n, hd], "o" [n, D, H·hd], "post_norm" [n, D], "router" [n, E, D]. store: all experts, dense
     unless other versions were asked for. layout: of a dense record. seconds: how long the phases of
-    loading took, as in moejax.start.report.start_times. quantizers: how the store's versions
+    loading took, as in moejax.engine.statistics.StartTimes. quantizers: how the store's versions
     besides the dense one were made.
     """
 

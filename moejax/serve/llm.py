@@ -23,7 +23,7 @@ from moejax.checkpoints.loaded_model import LoadedModel
 from moejax.checkpoints.versions import with_versions
 from moejax.device import select_device
 from moejax.engine.loop import Engine, Listener
-from moejax.engine.statistics import arena_stats, kv_stats
+from moejax.engine.statistics import StartTimes, arena_stats, kv_stats
 from moejax.errors import UserError
 from moejax.interrupt import deferred_interrupt
 from moejax.models.config import ModelConfig
@@ -47,7 +47,6 @@ from moejax.start.decide.shapes import ops_in_use
 from moejax.start.options import Options
 from moejax.start.precision import precision_stats
 from moejax.start.report.explain import Explanation, explain
-from moejax.start.report.start_times import StartTimes
 from moejax.start.settings import Settings, settings_of
 from moejax.step.hooks import Hooks
 

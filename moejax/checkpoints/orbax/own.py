@@ -45,7 +45,7 @@ from moejax.models.config import load_config
 from moejax.models.directory import checkpoint_directory, read_json, require_own_file
 
 _PHASES = ("headers", "allocate", "read")
-"""The phases of moejax.start.report.start_times; parameters go to the device while others are
+"""The phases of moejax.engine.statistics.StartTimes; parameters go to the device while others are
 read."""
 
 MOST_FILES = 1 << 30
