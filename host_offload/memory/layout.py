@@ -12,9 +12,6 @@ from collections.abc import Sequence
 
 from pallas_kernels.records import RecordFormat
 
-DENSE = 0
-"""Number of the version `dense` in tables: its place in `SlotLayout.records`."""
-
 BLOCK_SIZES = (16, 32, 64)
 """Tokens a KV page may hold. Attention reduces over spans of 64 tokens, so each divides 64."""
 

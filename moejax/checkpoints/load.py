@@ -173,7 +173,9 @@ def load_tensors(
 
     with new_store(config, layout, device, source) as builder:
         marks.append(time.perf_counter())
-        advance = counted(progress, _nbytes(files, places))
+        headers = (file.tensors[name] for file in files for name in file.tensors.keys() & places)
+        sizes = (math.prod(h.shape) * NUMPY_DTYPES[h.dtype].itemsize for h in headers)
+        advance = counted(progress, sum(sizes))
         for file in files:
             pieces = load_file(file, places, to, param, builder, nonfinite)
             with contextlib.closing(pieces):
@@ -244,12 +246,3 @@ def _check_tied(head: TensorFile, embed: TensorFile) -> None:
             f"{head.path}: tensor {_HEAD} differs from {_EMBED}, though "
             "config.json ties them; set tie_word_embeddings to false to use it"
         )
-
-
-def _nbytes(files: Sequence[TensorFile], places: dict[str, Place]) -> int:
-    return sum(
-        math.prod(header.shape) * NUMPY_DTYPES[header.dtype].itemsize
-        for file in files
-        for name, header in file.tensors.items()
-        if name in places
-    )
