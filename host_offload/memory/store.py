@@ -84,7 +84,9 @@ class StoreBuilder:
             if shares_memory(device):
                 self._memory = aligned_empty(self._shape, np.dtype(np.uint16))
             else:
-                self._array = self._allocate()
+                empty = functools.partial(jax.lax.empty, self._shape, jnp.uint16)
+                allocate = jax.jit(empty, out_shardings=self._sharding)
+                self._array = jax.block_until_ready(allocate())
         except (MemoryError, jax.errors.JaxRuntimeError) as error:
             if isinstance(error, jax.errors.JaxRuntimeError) and (
                 "RESOURCE_EXHAUSTED" not in str(error)
@@ -98,11 +100,6 @@ class StoreBuilder:
             ) from error
         self._written = np.zeros(self._shape[:3], bool)
         self._lock = threading.Lock()
-
-    def _allocate(self) -> jax.Array:
-        shape = self._shape
-        allocate = jax.jit(lambda: jax.lax.empty(shape, jnp.uint16), out_shardings=self._sharding)
-        return jax.block_until_ready(allocate())
 
     def put(self, layer: int, first_expert: int, records: np.ndarray, first_row: int = 0) -> None:
         """Writes a piece: rows first_row … first_row + r − 1 of n consecutive experts.
