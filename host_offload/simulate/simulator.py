@@ -127,10 +127,7 @@ def simulate(
     if any(policy.moments for policy in policies):
         told = dataclasses.replace(spec or spec_of(header), driver=driver)
         told = told if costs is None else dataclasses.replace(told, costs=costs)
-        if cells is not None:
-            capacity = granted.capacity if granted.cells.shape[1] > 1 else None
-            bound = max(told.experts, granted.cell_bound)
-            told = dataclasses.replace(told, resident=None, capacity=capacity, cell_bound=bound)
+        told = told if cells is None else _with_cells(told, granted)
         controller = Controller(told, policies, listener=listener)
         if not controller.writes.isdisjoint({"kv_pages", "max_running"}) and budgets is None:
             raise ValueError(
@@ -218,6 +215,13 @@ def _cells(header: TraceHeader, cells: int | Sequence[int] | np.ndarray | None) 
     if given.shape == by_version:
         return PagedSpec(given, fill_version if paged is None else paged.fill_version)
     return PagedSpec(np.broadcast_to(given, header.layers)[:, None], fill_version)
+
+
+def _with_cells(told: Spec, granted: PagedSpec) -> Spec:
+    """What policies are told where these are the cells, of whatever the trace had."""
+    capacity = granted.capacity if granted.cells.shape[1] > 1 else None
+    bound = max(told.experts, granted.cell_bound)
+    return dataclasses.replace(told, resident=None, capacity=capacity, cell_bound=bound)
 
 
 def _weighted_reference(
