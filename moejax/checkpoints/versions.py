@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -76,11 +77,7 @@ def with_versions(
         device = next(iter(next(iter(store.arrays.values())).devices()))
         layers, experts = next(iter(store.arrays.values())).shape[:2]
         require_pinned_memory(device, store.nbytes + layers * experts * layout.nbytes)
-
-        def report(done: int, total: int, version: str = version) -> None:
-            if progress is not None:
-                progress(version, done, total)
-
+        report = None if progress is None else functools.partial(progress, version)
         try:
             if version in replacing:
                 store, dense = lossless_where_it_fits(store, loaded.dtype, report)

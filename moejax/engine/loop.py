@@ -155,7 +155,8 @@ class Engine:
             if self.idle:
                 self.statistics.last_read_s = request.arrival_s
             self.scheduler.add(request)
-            self.statistics.add_request(request)
+            self.statistics.requests += 1
+            self.statistics.prompt_tokens += len(prompt)
             return request
 
     def check(

@@ -54,10 +54,6 @@ class Statistics:
     last_read_s: float | None = None
     """From when the next step's time counts."""
 
-    def add_request(self, request: Request) -> None:
-        self.requests += 1
-        self.prompt_tokens += len(request.prompt)
-
     def add_step(
         self, kind: str, paging: Paging, now: float, demand: np.ndarray | None = None
     ) -> None:
