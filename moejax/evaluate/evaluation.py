@@ -16,7 +16,7 @@ from moejax.checkpoints.convert import installed_version
 from moejax.engine.loop import Engine
 from moejax.errors import UserError
 from moejax.models.model_config import config_digest
-from moejax.progress import scoring_progress
+from moejax.progress import token_progress
 from moejax.serve.generation import run_scores
 
 if TYPE_CHECKING:
@@ -200,7 +200,7 @@ def perplexity(
     ]
     scored = sum(w.end - w.first for text in encoded for w in text.windows)
     llm.stats()  # refuses an LLM that is closed or lent
-    with scoring_progress(scored, progress) as report:
+    with token_progress("scoring", scored, 0, None, progress) as report:
         cost = _score(llm.engine, encoded, report)
     return PerplexityResult(window, stride, limit, tuple(map(_likelihood, encoded)), cost)
 
@@ -322,7 +322,7 @@ def _score(engine: Engine, texts: Sequence[_Encoded], report: Callable[[int], No
     moved = dict(statistics.moved)
     windows = [(text, window) for text in texts for window in text.windows]
     tokens = (text.ids[window.begin : window.end].tolist() for text, window in windows)
-    executables, compile_s = len(engine.runner.executables()), 0.0
+    executables, compile_s, scored = len(engine.runner.executables()), 0.0, 0
     began = start = time.perf_counter()
     with contextlib.closing(run_scores(engine, tokens, most)) as steps:
         for ended in steps:
@@ -333,7 +333,8 @@ def _score(engine: Engine, texts: Sequence[_Encoded], report: Callable[[int], No
                 text, window = windows[place]
                 found = scores[window.first - window.begin - 1 :]
                 text.logprobs[window.first : window.end] = found
-                report(len(found))
+                scored += len(found)
+            report(scored)
             start = time.perf_counter()
     seconds = time.perf_counter() - began
     counts = {name: statistics.paging[name] - count for name, count in paging.items()}
