@@ -233,13 +233,9 @@ def costs_of_trace(trace: Trace, path: str | os.PathLike[str] | None = None) -> 
     if path is not None:
         return load_cost_model(path)
     header = trace.header
-    wanted = {"model": header.config_digest, "machine": platform.node()}
-    others = {
-        "device": header.machine.get("device"),
-        "dtype": header.spec.get("dtype"),
-        "driver": header.spec.get("driver"),
-    }
-    wanted |= {name: value for name, value in others.items() if value is not None}
+    ran = {**header.spec, "device": header.machine.get("device")}
+    others = {n: ran[n] for n in ("device", "dtype", "driver") if ran.get(n) is not None}
+    wanted = {"model": header.config_digest, "machine": platform.node(), **others}
     found = []
     for file in sorted((cache_root() / "costs").glob("*.json")):
         about = {}  # nobody's if it cannot be read, which is for who needs it to say
@@ -254,7 +250,7 @@ def costs_of_trace(trace: Trace, path: str | os.PathLike[str] | None = None) -> 
         if not (reason := _misfit(trace, spec_of(header), model)):
             return model
         reasons.append(f"; {file} does not fit: {reason}")
-    said = ", ".join(f"{name} {value}" for name, value in others.items() if value is not None)
+    said = ", ".join(f"{name} {value}" for name, value in others.items())
     raise UserError(
         f"no costs of the trace's model ({said}) were measured on this machine: run `moejax "
         "calibrate MODEL` with the options of the run, or name a file with --costs"
