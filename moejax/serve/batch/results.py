@@ -31,10 +31,7 @@ def success(line: Line, output: RequestOutput, model: str) -> bytes:
         if len(sequences) == 1:
             record |= sequences[0]
         else:
-            numbered = [
-                {"index": c.index, **s} for c, s in zip(output.outputs, sequences, strict=True)
-            ]
-            record["outputs"] = numbered
+            record["outputs"] = [{"index": i, **s} for i, s in enumerate(sequences)]
         record |= _prompt_logprobs(output) | {"usage": _usage(output), "error": None}
     return _encode(record | {"metrics": _metrics(output)})
 
