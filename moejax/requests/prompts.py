@@ -132,12 +132,13 @@ class PromptEncoder:
 def list_of_prompts(given: Any) -> list[Prompt]:
     """One prompt, text, ids or a mapping, as a list of one; several as they are. Raises UserError
     for anything else."""
+    prompts = given
     if not isinstance(given, str | Mapping | Sequence | np.ndarray):
         raise UserError(f"prompts are text, token ids, or a list of them, not {shown(given)}")
-    single = isinstance(given, str | Mapping) or (
-        len(given) > 0 and all(isinstance(p, int | np.integer) for p in given)
+    single = isinstance(prompts, str | Mapping) or (
+        len(prompts) > 0 and all(isinstance(p, int | np.integer) for p in prompts)
     )
-    return [given] if single else list(given)
+    return [prompts] if single else list(prompts)
 
 
 def one_each(name: str, given: Any, count: int, kind: type | tuple[type, ...]) -> list[Any]:
