@@ -8,6 +8,8 @@ from pathlib import Path
 
 import jax
 
+from moejax.errors import UserError
+
 
 def cache_root() -> Path:
     """Where moejax keeps what it can make again: $XDG_CACHE_HOME/moejax or ~/.cache/moejax."""
@@ -15,13 +17,15 @@ def cache_root() -> Path:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes the file whole or not at all, its directory too. Raises OSError where that is not
+    """Writes the file whole or not at all, its directory too. Raises UserError where that is not
     possible."""
     partial = path.with_suffix(f".{os.getpid()}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         partial.write_text(text)
         partial.replace(path)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written ({error.strerror})") from error
     finally:
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)

@@ -12,6 +12,7 @@ For inference: nothing here can be differentiated. docs/paged_moe.md is the tuto
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -29,11 +30,10 @@ from host_offload.memory.layout import BLOCK_SIZES
 from host_offload.memory.store import ExpertStore, StoreBuilder
 from host_offload.memory.tables import Tables, empty_tables, regrant
 from host_offload.policies.eviction.names import EVICTION
-from host_offload.versions.encoders import encode
+from host_offload.versions.encoders import NUMPY_DTYPES, encode
 from moejax.cache import cache_root
 from moejax.checkpoints.loaded_model import DTYPE_NAMES
-from moejax.checkpoints.safetensors.shards import NUMPY_DTYPES
-from moejax.errors import UserError
+from moejax.errors import UserError, user_errors
 from moejax.sizes import parse_expert_budget
 from moejax.step.context import DeviceMemory, ExpertContext
 from moejax.step.experts import Paging, add_experts, page_and_compute, zero_after
@@ -128,7 +128,7 @@ class PagedExperts(nnx.Module):
         if not len(layers):
             raise UserError("there are no layers; give the weights of at least one")
         builder, shape = None, ()
-        try:
+        with user_errors(MemoryError), contextlib.ExitStack() as stack:
             for layer, (gate, up, down) in enumerate(layers):
                 found, shape = np.shape(gate), shape or np.shape(gate)
                 if (
@@ -149,18 +149,13 @@ class PagedExperts(nnx.Module):
                     layout = RecordFormat("dense", hidden, width, to.name)
                     device = jax.devices()[0] if device is None else device
                     builder = StoreBuilder(layout, len(layers), experts, device)
+                    stack.callback(builder.close)
                 for e in range(experts):
                     rows = (np.asarray(gate[e]), np.asarray(up[e]), np.asarray(down[e]).T)
                     weights = np.concatenate([part.astype(to, copy=False) for part in rows])
                     builder.put(layer, e, encode(weights[None], builder.layout))
             assert builder is not None
             return cls(builder.finish(), to.name, activation)
-        except BaseException as error:
-            if builder is not None:
-                builder.delete()
-            if isinstance(error, MemoryError):
-                raise UserError(str(error)) from error
-            raise
 
     @property
     def device(self) -> jax.Device:
@@ -250,7 +245,7 @@ class PagedMoE(nnx.Module):
         if row_tile < 1 or waves < 1:
             raise UserError(f"row_tile ({row_tile}) and waves ({waves}) must be at least 1")
         shape = (experts.experts, experts.layout.hidden)
-        try:
+        with user_errors():
             rule.check(experts.experts, correction=False)
             reason = why_not_pallas(rule)
             self.ops = resolve_ops(
@@ -267,8 +262,6 @@ class PagedMoE(nnx.Module):
             if experts.device.platform == "gpu":
                 wanted = kernel_checks(self.ops, experts, rule)
                 require_verified(wanted, experts.device, cache_root() / "verified")
-        except ValueError as error:
-            raise UserError(str(error)) from error
         if router is None:
             if rngs is None:
                 raise UserError("give the router's weights as router, or rngs to draw them")

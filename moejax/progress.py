@@ -55,12 +55,13 @@ def versions_progress(shown: bool) -> Iterator[Callable[[str, int, int], None] |
 
 @contextmanager
 def token_progress(
-    verb: str, total: int | None, done: int, tokens: Callable[[], int], shown: bool
+    verb: str, total: int | None, done: int, tokens: Callable[[], int] | None, shown: bool
 ) -> Iterator[Callable[[int], None]]:
     """A bar over results with tokens a second; yields report(results so far).
 
     total: of results, None when unknown. done: results that were there before. tokens: computed so
-    far, asked for whenever the bar is drawn, since a result may take long.
+    far, asked for whenever the bar is drawn, since a result may take long; None: they are the
+    results.
     """
     if not shown:
         yield lambda done: None
@@ -75,11 +76,12 @@ def token_progress(
     )
     from rich.text import Text
 
-    begin = tokens()
+    begin = 0 if tokens is None else tokens()
 
     class TokenRate(ProgressColumn):
         def render(self, task: Task) -> Text:
-            return Text(f"{(tokens() - begin) / (task.elapsed or 1e-9):.0f} tokens/s")
+            found = task.completed if tokens is None else tokens()
+            return Text(f"{(found - begin) / (task.elapsed or 1e-9):.0f} tokens/s")
 
     columns = (
         TextColumn(verb),
@@ -91,17 +93,3 @@ def token_progress(
     with _progress(*columns) as progress:
         task = progress.add_task("", total=total, completed=done)
         yield lambda done: progress.update(task, completed=done)
-
-
-@contextmanager
-def scoring_progress(tokens: int, shown: bool) -> Iterator[Callable[[int], None]]:
-    """A bar over tokens to score, with tokens a second; yields report(tokens more)."""
-    scored = 0
-    with token_progress("scoring", tokens, 0, lambda: scored, shown) as show:
-
-        def report(more: int) -> None:
-            nonlocal scored
-            scored += more
-            show(scored)
-
-        yield report

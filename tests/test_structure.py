@@ -31,7 +31,7 @@ ORDER: dict[str, tuple[str, ...]] = {
     ),
     "moejax": (
         *("errors", "sizes", "cache", "device", "interrupt", "progress"),
-        *("models", "requests", "step", "checkpoints", "nn", "engine", "traces", "costs", "start"),
+        *("models", "requests", "step", "checkpoints", "nn", "traces", "engine", "costs", "start"),
         *("serve", "__init__", "evaluate", "commands", "__main__"),
     ),
 }

@@ -4,7 +4,7 @@ to the policies after it was read."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -160,13 +160,6 @@ class Control:
         self._update_tables()
         self._handed = bool(entries)
         return entries
-
-    def finish(self) -> None:
-        """The run ends; see Controller.finish."""
-        self.controller.finish()
-
-    def stats(self) -> dict[str, Any]:
-        return self.controller.stats()
 
     # ---- pieces
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from host_offload.control.interface import (
+    ALWAYS,
     Decision,
     Moment,
     Observation,
@@ -327,16 +328,8 @@ class Controller:
             for need in seat.observed
             if shown.moment in moments_with(need)
         }
-        observation = Observation(
-            moment=shown.moment,
-            step=shown.step,
-            age=shown.age,
-            interval=seat.intervals,
-            turn=shown.turn,
-            layer=shown.layer,
-            seconds=shown.seconds,
-            **fields,
-        )
+        always = {name: getattr(shown, name) for name in ALWAYS - {"interval"}}
+        observation = Observation(interval=seat.intervals, **always, **fields)
         when = f"{shown.moment.name} of step {shown.step}"
         try:
             answer = seat.policy.decide(seat.state, observation)

@@ -81,8 +81,6 @@ class Costs:
     recompute_s_per_token: float = 0.0
     """Seconds a token of a prompt that is computed again: all of its prefill step's time by its
     tokens (WiSP's r)."""
-    memory_s_per_byte: float = 0.0
-    """Seconds that the device's memory takes for a byte."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -139,10 +139,6 @@ class SlotArena:
         self.slot_class[:slots] = SlotClass.EXPERT
         self._by_version = True
 
-    def release_expert_slots(self, slots: Iterable[int]) -> None:
-        """These slots are experts' no longer, but free."""
-        self.slot_class[list(slots)] = SlotClass.FREE
-
     def take_free_slots(self) -> list[int]:
         """Makes all free slots experts'; returns their numbers."""
         slots = np.flatnonzero(self.slot_class == SlotClass.FREE)

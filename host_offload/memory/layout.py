@@ -12,9 +12,6 @@ from collections.abc import Sequence
 
 from pallas_kernels.records import RecordFormat
 
-DENSE = 0
-"""Number of the version `dense` in tables: its place in `SlotLayout.records`."""
-
 BLOCK_SIZES = (16, 32, 64)
 """Tokens a KV page may hold. Attention reduces over spans of 64 tokens, so each divides 64."""
 
@@ -114,10 +111,6 @@ class SlotLayout:
     def kv_rows_per_slot(self) -> int:
         """KV rows between the starts of two slots, in the view ``[-1, page.row_elements]``."""
         return self.slot_rows * self.hidden // self.page.row_elements
-
-    def cell_row(self, slot: int, cell: int, version: int = DENSE) -> int:
-        """Arena row of a cell."""
-        return slot * self.slot_rows + cell * self.records[version].rows
 
     def page_row(self, slot: int, page: int) -> int:
         """KV row of a page."""

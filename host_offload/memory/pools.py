@@ -49,10 +49,6 @@ class CellPools:
         """Free cells of the slots cut for that version."""
         return self._free_cells[version]
 
-    def partial_slots(self, version: int) -> int:
-        """Slots cut for that version that are neither full nor free."""
-        return sum(map(len, self._by_free[version][1:]))
-
     def taken_cells(self, version: int) -> int:
         cut = sum(map(len, self._by_free[version]))
         return cut * self.cells_per_slot[version] - self._free_cells[version]

@@ -84,7 +84,9 @@ class StoreBuilder:
             if shares_memory(device):
                 self._memory = aligned_empty(self._shape, np.dtype(np.uint16))
             else:
-                self._array = self._allocate()
+                empty = functools.partial(jax.lax.empty, self._shape, jnp.uint16)
+                allocate = jax.jit(empty, out_shardings=self._sharding)
+                self._array = jax.block_until_ready(allocate())
         except (MemoryError, jax.errors.JaxRuntimeError) as error:
             if isinstance(error, jax.errors.JaxRuntimeError) and (
                 "RESOURCE_EXHAUSTED" not in str(error)
@@ -98,11 +100,6 @@ class StoreBuilder:
             ) from error
         self._written = np.zeros(self._shape[:3], bool)
         self._lock = threading.Lock()
-
-    def _allocate(self) -> jax.Array:
-        shape = self._shape
-        allocate = jax.jit(lambda: jax.lax.empty(shape, jnp.uint16), out_shardings=self._sharding)
-        return jax.block_until_ready(allocate())
 
     def put(self, layer: int, first_expert: int, records: np.ndarray, first_row: int = 0) -> None:
         """Writes a piece: rows first_row … first_row + r − 1 of n consecutive experts.
@@ -178,8 +175,8 @@ class StoreBuilder:
         array, self._array, self._memory = jax.block_until_ready(self._array), None, None
         return ExpertStore({self.layout.version: self.layout}, {self.layout.version: array})
 
-    def delete(self) -> None:
-        """Frees the array of a store that will not be finished."""
+    def close(self) -> None:
+        """Frees the array of a store that was not finished."""
         self._memory = None
         if self._array is not None:
             self._array.delete()
@@ -207,17 +204,11 @@ _ALIGNMENT = 64
 """Bytes; what XLA asks of a CPU buffer."""
 
 
-def update(
-    store: jax.Array,
-    records: jax.Array,
-    layer: jax.Array | int,
-    expert: jax.Array | int,
-    row: jax.Array | int,
-) -> jax.Array:
-    """store with records[1, n, r, D] written at [layer, expert, row, 0]; in place if donated."""
+def update(store: jax.Array, records: jax.Array, *place: jax.Array | int) -> jax.Array:
+    """store with records[1, n, r, D] written at a layer, expert and row; in place if donated."""
     # Not Space.Host: on CPU a pinned_host array is typed as device memory while tracing.
     records = jax.device_put(records, jax.typeof(store).memory_space)
-    start = [jnp.asarray(i, jnp.int32) for i in (layer, expert, row, 0)]
+    start = [jnp.asarray(i, jnp.int32) for i in (*place, 0)]
     return jax.lax.dynamic_update_slice(store, records, start)
 
 

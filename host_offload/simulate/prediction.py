@@ -22,7 +22,7 @@ from host_offload.simulate.simulator import Simulation, simulate
 from host_offload.sizing import version_costs
 from host_offload.sizing.cost_model import CostError, CostModel, Work
 from host_offload.traces.reader import Trace
-from host_offload.traces.schema import KINDS, TraceHeader
+from host_offload.traces.schema import KINDS
 from pallas_kernels.paged_attention import SPAN
 
 
@@ -97,8 +97,15 @@ def predict(trace: Trace, model: CostModel | Mapping[str, CostModel], **options:
     header, spec = trace.header, options.get("spec")
     sizes = header.spec.get("version_bytes", {}) if spec is None else spec.version_bytes
     models = version_costs.models_of(model, sizes)
+    of_trace = header.layers, header.experts, header.top_k
     for each in models:
-        _check_shape(header, each)
+        of_model = each.layers, each.experts, each.top_k
+        if of_trace != of_model:
+            raise CostError(
+                "the trace is of {} MoE layers, {} experts and top-{}, ".format(*of_trace)
+                + "the costs are of {}, {} and top-{}; ".format(*of_model)
+                + "calibrate the trace's model"
+            )
     resident = header.spec.get("resident") if spec is None else spec.resident
     said = vars(resident) if isinstance(resident, ResidentSpec) else resident
     if said and said["blocking"] and options.get("cells") is None:
@@ -126,17 +133,6 @@ def predict(trace: Trace, model: CostModel | Mapping[str, CostModel], **options:
         bytes=moved,
         link_per_byte=min(each.link_per_byte for each in models),
     )
-
-
-def _check_shape(header: TraceHeader, model: CostModel) -> None:
-    of_trace = header.layers, header.experts, header.top_k
-    of_model = model.layers, model.experts, model.top_k
-    if of_trace != of_model:
-        raise CostError(
-            "the trace is of {} MoE layers, {} experts and top-{}, ".format(*of_trace)
-            + "the costs are of {}, {} and top-{}; ".format(*of_model)
-            + "calibrate the trace's model"
-        )
 
 
 class _Clock:

@@ -247,7 +247,7 @@ class SimulatedEngine:
             yield self._dispatch(step)
         while self._reading:
             self._read()
-        self._control.finish()
+        self.controller.finish()
 
     def _dispatch(self, step: StepRecord) -> SimulatedStep:
         control, device = self._control, self._device

@@ -30,7 +30,7 @@ from host_offload.simulate.simulated_engine import (
 )
 from host_offload.simulate.weighted_pager import WeightedPager
 from host_offload.traces.reader import Trace
-from host_offload.traces.schema import KINDS, BudgetMove, TraceError, TraceHeader
+from host_offload.traces.schema import KINDS, SAID, BudgetMove, TraceError, TraceHeader
 from host_offload.traces.step_sets import read_step_sets
 
 STAGE_ENTRIES = 8
@@ -159,37 +159,28 @@ def simulate(
 def spec_of(header: TraceHeader) -> Spec:
     """What the engine that wrote a trace told its policies. Raises TraceError where the header does
     not say it all."""
-    said = header.spec
+    said = {"stage_entries": STAGE_ENTRIES, "max_num_seqs": None, **header.spec}
     try:
         sizes = _sizes(said["version_bytes"], header.layers)
         moved = said.get("link_bytes")
         largest = int(max(map(np.max, sizes.values())))
         resident, paged = resident_said(said.get("resident")), paged_said(said.get("paged"))
         mixed = resident or paged
-        floor = said.get("kv_floor_bytes")
-        if floor is None:  # an older trace: the block table, which is whole spans wide
-            floor = said["shapes"]["blocks"] * said["page_bytes"]
+        if "kv_floor_bytes" not in said:  # an older trace: the block table of whole spans
+            said["kv_floor_bytes"] = said["shapes"]["blocks"] * said["page_bytes"]
         return Spec(
             layers=header.layers,
             experts=header.experts,
             top_k=header.top_k,
-            hidden=said["hidden"],
-            page_bytes=said["page_bytes"],
-            page_tokens=said["page_tokens"],
+            **{name: said[name] for name in SAID},
             budget_bytes=said["slots"] * said["slot_bytes"],
-            slot_bytes=said["slot_bytes"],
-            kv_floor_bytes=floor,
-            staging_bytes=2 * said.get("stage_entries", STAGE_ENTRIES) * largest,
-            seed=said["seed"],
-            driver=said["driver"],
+            staging_bytes=2 * said["stage_entries"] * largest,
             version_bytes=sizes,
             min_cells=np.zeros(header.layers, np.int32),
             cell_bound=header.experts if mixed is None else mixed.cell_bound,
-            stage_entries=said.get("stage_entries", STAGE_ENTRIES),
             capacity=None if mixed is None else mixed.capacity,
             resident=resident,
             moved_bytes=None if moved is None else _sizes(moved, header.layers),
-            max_num_seqs=said.get("max_num_seqs"),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise TraceError(

@@ -75,12 +75,10 @@ class WeightedPager:
         rows = np.flatnonzero(evicted)
         order = self._use[rows]
         if not self._recency_only:
-            order += self._keys(order // len(self._id), rows) * self._shift
+            # victim_key with the logarithms from a table.
+            age = self._log2[self._clock - order // len(self._id)]
+            frequency = self._log2[self._frequency[rows] + 1]
+            order += (self._weights[1] * frequency - self._weights[0] * age) * self._shift
         order[~self._resident[rows] | hit[rows]] = _NEVER
         last = np.sort(order, axis=1)[np.arange(rows.size), evicted[rows] - 1]
         self._resident[rows] &= order > last[:, None]
-
-    def _keys(self, last_used: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """victim_key with the logarithms from a table."""
-        frequency = self._log2[self._frequency[rows] + 1]
-        return self._weights[1] * frequency - self._weights[0] * self._log2[self._clock - last_used]

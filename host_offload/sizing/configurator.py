@@ -12,7 +12,7 @@ from host_offload.control.kv_references import KVReferences
 from host_offload.sizing.cell_allocation import allocate, hull_misses
 from host_offload.sizing.kv_reuse import PageRecency, page_references
 from host_offload.sizing.miss_curves import cold_curves
-from host_offload.sizing.split import Division, MissCosts, SplitError, SplitRule, objective
+from host_offload.sizing.split import Division, MissCosts, SplitError, SplitRule
 from host_offload.traces.reader import Trace
 from host_offload.traces.recency import tails
 from host_offload.traces.schema import TraceError
@@ -108,28 +108,19 @@ class Configuration:
     kv_misses: float
     seconds: float
     """J at the cap: what these misses cost."""
-    best_cap: int
-    """The argmin of J over all legal caps, without grid, gate and decay."""
     path: tuple[float, ...]
     """The split after each turn, then after each move until it rests."""
 
 
 def configure(
-    turns: Iterable[Turn],
-    division: Division,
-    costs: MissCosts,
-    rule: SplitRule | None = None,
-    *,
-    allocation: str = "uniform",
-    start: float = 0.5,
+    turns: Iterable[Turn], division: Division, costs: MissCosts, *, allocation: str = "uniform"
 ) -> Configuration:
     """Runs Algorithm 2 open-loop over the turns, then, with nothing forgotten, until it rests.
 
-    start: the first split. allocation: one of cell_allocation.ALLOCATIONS. Raises SplitError
-    without turns, or where none has a reference.
+    allocation: one of cell_allocation.ALLOCATIONS. Raises SplitError without turns, or where none
+    has a reference.
     """
-    rule = SplitRule() if rule is None else rule
-    split, path, known, whole = start, [], None, None
+    rule, split, path, known, whole = SplitRule(), 0.5, [], None, None
     for found in histograms_of(turns, int(division.pages[0])):
         known = known.then(found, rule.decay) if known else found
         whole = whole.then(found) if whole else found
@@ -157,7 +148,6 @@ def configure(
         expert_misses=cells.misses,
         kv_misses=missed,
         seconds=costs.expert_s * cells.misses + costs.page_s * missed,
-        best_cap=int(objective(division, experts, kv, costs).argmin()),
         path=tuple(path),
     )
 

@@ -178,7 +178,6 @@ class CostModel:
             prefill_s_per_token=chunk_s / self.chunk,
             kv_swap_s_per_byte=self.kv_swap_per_byte,
             recompute_s_per_token=self.recompute_per_token,
-            memory_s_per_byte=self.memory_per_byte,
         )
 
     # ---- files

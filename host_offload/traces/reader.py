@@ -120,7 +120,8 @@ class Chunk:
             raise self._error("belongs to another trace or was renamed")
         for name, (dtype, row) in columns(self.header).items():
             rows = int(metadata["tokens" if name.startswith("token.") else "steps"])
-            wanted = _type_in_file(dtype), [rows, *row]
+            kind = "BOOL" if dtype == np.bool_ else f"{dtype.kind.upper()}{8 * dtype.itemsize}"
+            wanted = kind, [rows, *row]  # as safetensors says it
             if name not in file.keys():  # noqa: SIM118 (not a mapping)
                 raise self._error(f"lacks {name}")
             part = file.get_slice(name)
@@ -136,11 +137,6 @@ class Chunk:
             f"{self.path}: the chunk {what}; copy the trace again, or read the chunks before it: "
             f"read_trace(…).chunks[:{self.number}]"
         )
-
-
-def _type_in_file(dtype: np.dtype) -> str:
-    """What safetensors calls it."""
-    return "BOOL" if dtype == np.bool_ else f"{dtype.kind.upper()}{8 * dtype.itemsize}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,6 +18,10 @@ KINDS = ("prefill", "decode")
 QUEUES = frozenset({"stages", "transitions"})
 """Fields of a decision that decisions.jsonl writes as "as before" where nothing changed."""
 
+_SIZES = ("hidden", "page_bytes", "page_tokens", "slot_bytes", "kv_floor_bytes")
+SAID = (*_SIZES, "stage_entries", "max_num_seqs", "driver", "seed")
+"""Fields of the policies' Spec that a header's spec has under the same names."""
+
 ALWAYS = ("token.ids", "token.user", "step.number", "step.tokens")
 """Columns that no trace lacks."""
 

@@ -25,9 +25,9 @@ from pallas_kernels import records
 from pallas_kernels.records.format import MATRICES, RecordFormat
 
 WORKERS = min(8, os.cpu_count() or 1)
-"""Threads, unless the caller says otherwise."""
+"""Threads that encode, or that read: a disk of this age wants several requests at once."""
 
-DTYPES = {
+NUMPY_DTYPES = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
     "float16": np.dtype(np.float16),
     "float32": np.dtype(np.float32),
@@ -58,7 +58,7 @@ def encode(
     float16) in a lossy version, or with more escapes than lossless12's tables hold; ValueError for
     weights of another shape or dtype.
     """
-    shape, dtype = (len(weights), 3 * fmt.width, fmt.hidden), DTYPES[fmt.dtype]
+    shape, dtype = (len(weights), 3 * fmt.width, fmt.hidden), NUMPY_DTYPES[fmt.dtype]
     if weights.shape != shape or weights.dtype != dtype:
         raise ValueError(
             f"weights must be {dtype.name}[n, {3 * fmt.width}, {fmt.hidden}], not "

@@ -30,7 +30,8 @@ def encode_expert(matrices: np.ndarray, fmt: RecordFormat, record: np.ndarray) -
     width, hidden = fmt.width, fmt.hidden
     record[sum(rows for _, rows in fmt.parts.values()) :] = 0
     part(record, fmt, "tables")[:] = 0
-    tables = _tables(record, fmt)
+    shape = (3, fmt.blocks, 1 + fmt.escapes)
+    tables = part(record, fmt, "tables")[: np.prod(shape)].reshape(shape)
     byte, code = np.empty((2, width, hidden), np.uint8)
     step = max(1, _TILE // (BLOCK * hidden)) * BLOCK
     for number, matrix in enumerate(MATRICES):
@@ -113,9 +114,3 @@ def _best_base(block: np.ndarray) -> int:
     distinct = np.bincount((np.unique(block) & _EXPONENT) >> 7, minlength=256)
     inside = np.convolve(distinct, np.ones(ESCAPE, int))[:256]
     return (255 - int(np.argmax(inside[::-1]))) << 7
-
-
-def _tables(record: np.ndarray, fmt: RecordFormat) -> np.ndarray:
-    """uint16[3, blocks, 1 + escapes]"""
-    shape = (3, fmt.blocks, 1 + fmt.escapes)
-    return part(record, fmt, "tables")[: np.prod(shape)].reshape(shape)

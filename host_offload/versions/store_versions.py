@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -10,7 +11,7 @@ import jax
 import numpy as np
 
 from host_offload.memory.store import ExpertStore, StoreBuilder, shares_memory
-from host_offload.versions.encoders import DTYPES, WORKERS, EncodingError, encode
+from host_offload.versions.encoders import NUMPY_DTYPES, WORKERS, EncodingError, encode
 from host_offload.versions.quantizers import ScaleRule, rtn, to_float32
 from pallas_kernels.records import RecordFormat
 
@@ -123,9 +124,9 @@ def _encoded(
     layout = dataclasses.replace(store.layouts["dense"], version=version, dtype=dtype)
     array = store.arrays["dense"]
     failed: dict[int, tuple[list[int], str]] = {}
-    builder = StoreBuilder(layout, len(layers), array.shape[1], next(iter(array.devices())))
     done, total = 0, len(layers) * (array.nbytes // array.shape[0])
-    try:
+    device = next(iter(array.devices()))
+    with contextlib.closing(StoreBuilder(layout, len(layers), array.shape[1], device)) as builder:
         for layer, first, weights in dense_weights(store, dtype, layers=layers):
             place = layers.index(layer)
             try:
@@ -139,29 +140,19 @@ def _encoded(
             done += weights.nbytes
             if progress is not None:
                 progress(done, total)
-        if failed:
-            builder.delete()
-            return None, failed
-        return builder.finish(), {}
-    except BaseException:
-        builder.delete()
-        raise
+        return None if failed else builder.finish(), failed
 
 
 def dense_weights(
-    store: ExpertStore,
-    dtype: str,
-    batch: int | None = None,
-    layers: Sequence[int] | None = None,
+    store: ExpertStore, dtype: str, layers: Sequence[int] | None = None
 ) -> Iterator[tuple[int, int, np.ndarray]]:
     """(layer, first expert, weights [n, 3·I, D] in the run's dtype) of all experts, in order.
 
-    batch: the most experts at once; by default as many as take 64 MiB, and one for each thread.
-    layers: only those.
+    layers: only those. At once as many experts as take 64 MiB, and one for each thread.
     """
     layout, array = store.layouts["dense"], store.arrays["dense"]
     count, experts = array.shape[:2]
-    batch = batch or max(WORKERS, _BATCH_BYTES // layout.nbytes)
+    batch = max(WORKERS, _BATCH_BYTES // layout.nbytes)
     for layer in range(count) if layers is None else layers:
         for first in range(0, experts, batch):
             records = read_records(array, layer, first, min(batch, experts - first))
@@ -171,7 +162,7 @@ def dense_weights(
 def as_weights(records: np.ndarray, layout: RecordFormat, dtype: str) -> np.ndarray:
     """Dense records uint16[n, rows, D] as weights [n, 3·I, D], without a copy."""
     shape = (len(records), 3 * layout.width, layout.hidden)
-    return records.reshape(len(records), -1).view(DTYPES[dtype]).reshape(shape)
+    return records.reshape(len(records), -1).view(NUMPY_DTYPES[dtype]).reshape(shape)
 
 
 def read_records(array: jax.Array, layer: int, first: int, count: int) -> np.ndarray:
@@ -199,7 +190,7 @@ def relative_error(weights: np.ndarray, decoded: np.ndarray) -> np.ndarray:
     W is not finite and Ŵ other than W."""
     errors = np.zeros(len(weights))
     for i, (w, d) in enumerate(zip(weights, decoded, strict=True)):
-        if not np.array_equal(_bits(w), _bits(d)):
+        if not np.array_equal(as_bits(w), as_bits(d)):
             wide = to_float32(w)
             norm = np.linalg.norm(wide)
             with np.errstate(invalid="ignore"):
@@ -207,5 +198,6 @@ def relative_error(weights: np.ndarray, decoded: np.ndarray) -> np.ndarray:
     return errors
 
 
-def _bits(weights: np.ndarray) -> np.ndarray:
+def as_bits(weights: np.ndarray) -> np.ndarray:
+    """Unsigned integers of the same size, without a copy."""
     return weights.view(np.dtype(f"uint{8 * weights.itemsize}"))

@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
+from host_offload.versions.encoders import NUMPY_DTYPES
 from moejax.checkpoints.load import plan_tensors
 from moejax.checkpoints.orbax.layout import DENSE, Leaf, StoredModel
 from moejax.checkpoints.orbax.manifest import MANIFEST
 from moejax.checkpoints.orbax.own import MOST_FILES, check_files, open_stored, read_chunk
 from moejax.checkpoints.placement import RecordSink, load_file
-from moejax.checkpoints.safetensors.shards import NUMPY_DTYPES, Shard, find_shards
+from moejax.checkpoints.safetensors.shards import Shard, find_shards
 from moejax.checkpoints.tensors import ExpertPlace, Place
 from moejax.models.config import ModelConfig, load_config
 from moejax.models.directory import read_json, require_own_file

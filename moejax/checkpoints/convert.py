@@ -20,7 +20,7 @@ from itertools import chain
 
 import numpy as np
 
-from host_offload.versions.encoders import EncodingError, decode
+from host_offload.versions.encoders import WORKERS, EncodingError, decode
 from host_offload.versions.store_versions import as_weights, relative_error
 from moejax.checkpoints.conversion_source import Source, open_source
 from moejax.checkpoints.load import checkpoint_format
@@ -38,7 +38,7 @@ from moejax.checkpoints.orbax.manifest import (
     write_file,
     write_manifest,
 )
-from moejax.checkpoints.placement import WORKERS, in_order
+from moejax.checkpoints.placement import in_order
 from moejax.errors import UserError
 from moejax.models.directory import checkpoint_directory
 

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from host_offload.memory.store import aligned_empty
+from host_offload.versions.encoders import NUMPY_DTYPES
 from moejax.checkpoints.foreign.checkpoint import open_mapped
 from moejax.checkpoints.loaded_model import (
     LoadedModel,
@@ -29,13 +30,7 @@ from moejax.checkpoints.orbax.manifest import JOURNAL, MANIFEST
 from moejax.checkpoints.orbax.own import load_orbax
 from moejax.checkpoints.orbax.steps import is_orbax
 from moejax.checkpoints.placement import load_file
-from moejax.checkpoints.safetensors.shards import (
-    INDEX,
-    NUMPY_DTYPES,
-    SINGLE,
-    TensorFile,
-    find_shards,
-)
+from moejax.checkpoints.safetensors.shards import INDEX, SINGLE, TensorFile, find_shards
 from moejax.checkpoints.tensors import (
     ParamPlace,
     Place,
@@ -44,7 +39,7 @@ from moejax.checkpoints.tensors import (
     expected_tensors,
     is_ignored,
 )
-from moejax.errors import UserError
+from moejax.errors import UserError, user_errors
 from moejax.models.config import ModelConfig, load_config
 from moejax.models.directory import checkpoint_directory
 
@@ -167,10 +162,8 @@ def load_tensors(
     nbytes = sum(math.prod(p.shape) * p.dtype.itemsize for p in jax.tree.leaves(wanted))
     nbytes += sum(config.moe_layers) * config.num_experts * layout.nbytes
     require_host_memory(nbytes, source)
-    try:
+    with user_errors(MemoryError, where=f"{source}: "):
         params = jax.tree.map(lambda p: aligned_empty(p.shape, p.dtype), wanted)
-    except MemoryError as error:
-        raise UserError(f"{source}: {error}") from error
     nonfinite: Counter[str] = Counter()
 
     def param(place: ParamPlace) -> np.ndarray:
@@ -180,7 +173,9 @@ def load_tensors(
 
     with new_store(config, layout, device, source) as builder:
         marks.append(time.perf_counter())
-        advance = counted(progress, _nbytes(files, places))
+        headers = (file.tensors[name] for file in files for name in file.tensors.keys() & places)
+        sizes = (math.prod(h.shape) * NUMPY_DTYPES[h.dtype].itemsize for h in headers)
+        advance = counted(progress, sum(sizes))
         for file in files:
             pieces = load_file(file, places, to, param, builder, nonfinite)
             with contextlib.closing(pieces):
@@ -251,12 +246,3 @@ def _check_tied(head: TensorFile, embed: TensorFile) -> None:
             f"{head.path}: tensor {_HEAD} differs from {_EMBED}, though "
             "config.json ties them; set tie_word_embeddings to false to use it"
         )
-
-
-def _nbytes(files: Sequence[TensorFile], places: dict[str, Place]) -> int:
-    return sum(
-        math.prod(header.shape) * NUMPY_DTYPES[header.dtype].itemsize
-        for file in files
-        for name, header in file.tensors.items()
-        if name in places
-    )

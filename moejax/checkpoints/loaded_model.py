@@ -14,7 +14,7 @@ from host_offload.memory.budget import format_bytes
 from host_offload.memory.device_memory import host_available_bytes
 from host_offload.memory.store import ExpertStore, StoreBuilder
 from moejax.device import require_pinned_memory
-from moejax.errors import UserError
+from moejax.errors import UserError, user_errors
 from moejax.models.config import ModelConfig
 from pallas_kernels.records import RecordFormat
 
@@ -42,7 +42,7 @@ class LoadedModel:
     Qwen3-MoE "input_norm" [n, D], "qkv" [n, (H + 2·KH)·hd, D] (rows of q, k, v), "q_norm", "k_norm"
     [n, hd], "o" [n, D, H·hd], "post_norm" [n, D], "router" [n, E, D]. store: all experts, dense
     unless other versions were asked for. layout: of a dense record. seconds: how long the phases of
-    loading took, as in moejax.start.report.start_times. quantizers: how the store's versions
+    loading took, as in moejax.engine.statistics.StartTimes. quantizers: how the store's versions
     besides the dense one were made.
     """
 
@@ -88,15 +88,10 @@ def new_store(
     source: the checkpoint's path, for messages."""
     layers = sum(config.moe_layers) if layers is None else layers
     require_pinned_memory(device, layers * config.num_experts * layout.nbytes)
-    try:
+    with user_errors(MemoryError, where=f"{source}: "):
         builder = StoreBuilder(layout, layers, config.num_experts, device)
-    except MemoryError as error:
-        raise UserError(f"{source}: {error}") from error
-    try:
+    with contextlib.closing(builder):  # a traceback that is kept must not keep the store
         yield builder
-    except BaseException:
-        builder.delete()  # a traceback that is kept must not keep the store
-        raise
 
 
 def warn_nonfinite(source: str, nonfinite: Mapping[str, int]) -> None:

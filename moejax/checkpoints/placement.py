@@ -11,7 +11,6 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import math
-import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -21,20 +20,14 @@ from typing import Protocol, TypeVar
 import numpy as np
 
 from host_offload.memory.store import copy_transposed
-from moejax.checkpoints.safetensors.shards import (
-    NUMPY_DTYPES,
-    ShardReader,
-    TensorFile,
-    TensorReader,
-)
+from host_offload.versions.encoders import NUMPY_DTYPES, WORKERS
+from host_offload.versions.store_versions import as_bits
+from moejax.checkpoints.safetensors.shards import ShardReader, TensorFile, TensorReader
 from moejax.checkpoints.tensors import ExpertPlace, ParamPlace, Place
 from moejax.errors import UserError
 from pallas_kernels.records import RecordFormat
 
 T, S = TypeVar("T"), TypeVar("S")
-
-WORKERS = min(8, os.cpu_count() or 1)
-"""Threads that read; a disk of this age wants several requests at once."""
 
 _CHUNK = 1 << 20
 """Bytes read at once: enough for the disk, and still in the cache when they are checked."""
@@ -224,7 +217,7 @@ def _fill(
             cast(values, converted, found, named)
             values = converted
         if transposed:
-            copy_transposed(_bits(into.T), _bits(values))
+            copy_transposed(as_bits(into.T), as_bits(values))
     return bad
 
 
@@ -252,10 +245,6 @@ def _buffer(
     return memory[:nbytes].view(dtype).reshape(shape)
 
 
-def _bits(values: np.ndarray) -> np.ndarray:
-    return values.view(np.dtype(f"uint{8 * values.itemsize}"))
-
-
 _EXPONENTS = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F800000}
 """The bits that are all set in NaN and infinity, and in nothing else."""
 
@@ -266,7 +255,7 @@ def count_nonfinite(values: np.ndarray) -> int:
     As integers, with and without sign, they are the largest: two maxima, at the memory's speed,
     tell that there are none.
     """
-    mask, bits = _EXPONENTS[values.dtype.name], _bits(values)
+    mask, bits = _EXPONENTS[values.dtype.name], as_bits(values)
     sign = 1 << (8 * values.itemsize - 1)
     signed = bits.view(np.dtype(f"int{8 * values.itemsize}"))
     if not values.size or (signed.max() < mask and bits.max() < (sign | mask)):

@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from host_offload.versions.encoders import NUMPY_DTYPES
 from moejax.checkpoints import tensors
 from moejax.checkpoints.loaded_model import LoadedModel, new_store, run_dtype
-from moejax.checkpoints.safetensors.shards import NUMPY_DTYPES
 from moejax.errors import UserError
 from moejax.models.config import ModelConfig, parse_config
 from pallas_kernels.records import RecordFormat

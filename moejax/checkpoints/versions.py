@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -11,7 +12,7 @@ from host_offload.versions.quantizers import QUANTIZERS
 from host_offload.versions.store_versions import VersionError, add_version, lossless_where_it_fits
 from moejax.checkpoints.load import LoadedModel
 from moejax.device import require_pinned_memory
-from moejax.errors import UserError
+from moejax.errors import UserError, user_errors
 from pallas_kernels.records import RecordFormat
 
 log = logging.getLogger("moejax")
@@ -29,10 +30,8 @@ def check_versions(layout: RecordFormat, dtype: str, versions: Sequence[str]) ->
     if not versions or len(set(versions)) < len(versions):
         raise UserError(f"name each version once, not {', '.join(versions) or 'none'}")
     for version in versions:
-        try:
+        with user_errors():
             RecordFormat(version, layout.hidden, layout.width, dtype)
-        except ValueError as error:
-            raise UserError(str(error)) from None
 
 
 def check_quantizer(name: str) -> None:
@@ -78,11 +77,7 @@ def with_versions(
         device = next(iter(next(iter(store.arrays.values())).devices()))
         layers, experts = next(iter(store.arrays.values())).shape[:2]
         require_pinned_memory(device, store.nbytes + layers * experts * layout.nbytes)
-
-        def report(done: int, total: int, version: str = version) -> None:
-            if progress is not None:
-                progress(version, done, total)
-
+        report = None if progress is None else functools.partial(progress, version)
         try:
             if version in replacing:
                 store, dense = lossless_where_it_fits(store, loaded.dtype, report)

@@ -7,8 +7,10 @@ import dataclasses
 import io
 import json
 import sys
+from collections.abc import Mapping
 from typing import Any
 
+from host_offload.memory.budget import format_bytes
 from moejax.commands import EXIT_BAD_LINES, EXIT_INTERRUPTED, add_command
 from moejax.commands.model import (
     add_described,
@@ -230,9 +232,69 @@ def _print_stats(args: argparse.Namespace, stats: dict[str, Any]) -> None:
     if args.json:
         print(json.dumps(stats), file=sys.stderr)
     elif not args.quiet:
-        from moejax.serve.summary import format_summary
-
         print("\n" + format_summary(stats), file=sys.stderr)
+
+
+def format_summary(stats: Mapping[str, Any]) -> str:
+    """The dict of `LLM.stats` as aligned lines of text, the short report of a run on stderr.
+
+    A time or rate that does not exist yet (no token, no expert needed) is None in stats and a dash
+    here.
+    """
+    times, experts, moved = stats["time"], stats["experts"], stats["bytes"]
+    ttft, tpot, kv = stats["ttft_s"], stats["tpot_s"], stats["kv"]
+    lines = {
+        "model": f"{stats['model']}, {stats['dtype']} on {stats['device']}, jax {stats['jax']}",
+        "tokens": (
+            f"{stats['prompt_tokens']} prompt, {stats['generated_tokens']} generated, "
+            f"{_number(stats['tokens_per_s'], '.1f')} tokens/s"
+        ),
+        "latency": (
+            f"first token {_ms(ttft['mean'])}; then per token mean {_ms(tpot['mean'])}, "
+            f"p99 {_ms(tpot['p99'])}"
+        ),
+        "start": f"load {times['load_s']:.2f} s, compile {times['compile_s']:.2f} s",
+        "experts": (
+            f"hit rate {_number(experts['hit_rate'], '.1%')} of {experts['activations']} "
+            f"activations ({experts['fills']} fills, {experts['read_through']} read through), "
+            f"{stats['eviction']}"
+        ),
+        "moved": (
+            f"{format_bytes(moved['fill'])} filled, {format_bytes(moved['read_through'])} read "
+            f"through"
+        ),
+        "arena": _arena(stats["arena"]),
+        "kv": (
+            f"{kv['prefix_hit_tokens']} tokens shared, {kv['session_hit_tokens']} of sessions; "
+            f"{kv['preemptions']} preemptions; {format_bytes(kv['swapped_out_bytes'])} swapped "
+            f"out, {format_bytes(kv['swapped_in_bytes'])} in"
+        ),
+        "ops": ", ".join(f"{op} {name}" for op, name in stats["ops"].items()),
+    }
+    text = [f"{name:<8} {line}" for name, line in lines.items()]
+    text += [f"{'note':<8} {note}" for note in stats["notes"]]
+    return "\n".join(text)
+
+
+def _arena(arena: Mapping[str, Any]) -> str:
+    counts = arena["cells_per_layer"]
+    low, high = min(counts, default=0), max(counts, default=0)
+    cells = str(low) if low == high else f"{low}–{high}"
+    return (
+        f"{format_bytes(arena['bytes'])} = {arena['slots']} slots of "
+        f"{format_bytes(arena['slot_bytes'])}: {arena['expert_slots']} experts ({cells} a layer, "
+        f"{arena['cells_used']} in use), {arena['kv_slots']} KV "
+        f"({arena['kv_pages_used_peak']} of {arena['kv_pages']} pages at peak), "
+        f"{arena['free_slots']} free"
+    )
+
+
+def _number(value: float | None, spec: str) -> str:
+    return "–" if value is None else format(value, spec)
+
+
+def _ms(seconds: float | None) -> str:
+    return "–" if seconds is None else f"{seconds * 1e3:.3g} ms"
 
 
 def _stream(llm: Any, prompt: str, params: SamplingParams) -> None:

@@ -237,7 +237,7 @@ def _info(args: argparse.Namespace) -> int:
 
 
 def _print_head(directory: str, trace: Trace, s: TraceStatistics) -> None:
-    from moejax.traces.published import same_shape
+    from moejax.traces.published import MODELS
 
     header = trace.header
     shape = f"{header.layers} MoE layers of {header.experts} experts, top-{header.top_k}"
@@ -254,7 +254,8 @@ def _print_head(directory: str, trace: Trace, s: TraceStatistics) -> None:
         print("The run did not end in order, or goes on: the steps are those that were written.")
     if header.absent:
         print(textwrap.fill(f"absent: {', '.join(header.absent)}", 80, break_on_hyphens=False))
-    if model := same_shape(header.layers, header.experts, header.top_k):
+    wanted = header.layers, header.experts, header.top_k
+    if model := next((m for m in MODELS if (m.layers, m.experts, m.top_k) == wanted), None):
         print(f"The shape is that of {model.name}.")
     else:
         print(
@@ -312,31 +313,26 @@ def _domains(s: TraceStatistics) -> Iterator[tuple[str, ...]]:
 
 
 def _scores(args: argparse.Namespace) -> int:
+    import jax
+
     from host_offload.traces.reader import TraceError
+    from moejax.evaluate.expert_scores import error_weights, expert_scores, write_scores
+    from moejax.models.directory import model_directory
 
     with user_errors(TraceError):
-        return _write_scores(args, _opened(args.trace, args))
-
-
-def _write_scores(args: argparse.Namespace, trace: Trace) -> int:
-    from moejax.evaluate.expert_scores import error_weights, expert_scores, write_scores
-
-    recorded = trace.header.spec.get("precision") or {}
-    alpha = recorded.get("alpha", 0.5) if args.alpha is None else args.alpha
-    interval = args.interval or recorded.get("interval", "4096 tokens")
-    found, errors = expert_scores(trace, alpha, interval), None
-    if args.model is not None:
-        import jax
-
-        from moejax.models.directory import model_directory
-
-        jax.config.update("jax_platforms", "cpu")  # nothing here is worth a GPU's memory
-        model, pair = model_directory(args.model), (args.hi, args.lo)
-        errors = error_weights(
-            model, trace, *pair, args.quantizer, step=args.step, name_map=args.name_map
-        )
-    files = write_scores(args.directory, found, args.hi_share, errors)
-    tokens, of = trace.tokens, None if errors is None else errors.of
+        trace = _opened(args.trace, args)
+        recorded = trace.header.spec.get("precision") or {}
+        alpha = recorded.get("alpha", 0.5) if args.alpha is None else args.alpha
+        interval = args.interval or recorded.get("interval", "4096 tokens")
+        found, errors = expert_scores(trace, alpha, interval), None
+        if args.model is not None:
+            jax.config.update("jax_platforms", "cpu")  # nothing here is worth a GPU's memory
+            model, pair = model_directory(args.model), (args.hi, args.lo)
+            errors = error_weights(
+                model, trace, *pair, args.quantizer, step=args.step, name_map=args.name_map
+            )
+        files = write_scores(args.directory, found, args.hi_share, errors)
+        tokens, of = trace.tokens, None if errors is None else errors.of
     if args.json:
         report = {
             "trace": args.trace,

@@ -28,12 +28,7 @@ from host_offload.sizing.cost_model import (
 )
 from moejax.costs.forced import SLACK, WARM, Case, ForcedSteps, StepSample
 from moejax.costs.rates import measure_rates
-from moejax.costs.store import (
-    StepSpec,
-    cost_file,
-    identity,
-    write_cost_model,
-)
+from moejax.costs.store import cost_file, identity, write_cost_model
 from moejax.errors import UserError
 from moejax.step.parts import DECODE_TILE
 from moejax.step.programs import STAGES
@@ -53,25 +48,23 @@ LONG = 512
 """Tokens of a long prompt, where they fit."""
 
 
-def calibrate(
-    runner: Runner, steps: StepSpec, report: Callable[[str], None] | None = None
-) -> CostModel:
+def calibrate(runner: Runner, report: Callable[[str], None] | None = None) -> CostModel:
     """Measures the costs of a runner's steps and keeps them for this machine, device, versions,
     model and start-up shapes.
 
     It takes seconds to a minute and a runner that has not run anything, and leaves nothing
-    resident. steps: what the runner's are made from. report: called with what is done now. Raises
-    UserError for an arena that is too small. Costs that cannot be kept are only warned of.
+    resident. report: called with what is done now. Raises UserError for an arena that is too
+    small. Costs that cannot be kept are only warned of.
     """
     log.info("measuring what steps cost here, once; `moejax calibrate` does it ahead of need")
     model = measure(runner, report=report)
-    about = identity(steps)
+    about = identity(runner.steps)
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     model = dataclasses.replace(model, about={**about, **model.about, "created": now})
     try:
         write_cost_model(cost_file(about), model)
     except UserError as error:
-        log.warning("%s: they are measured at every start", error)
+        log.warning("%s: costs are measured at every start", error)
     return model
 
 
@@ -155,7 +148,7 @@ def _round(forced: ForcedSteps, cases, timed: int, decoded, swept) -> None:
 def _groups(runner: Runner) -> list[tuple[int, int, int]]:
     """(rows, prompt tokens, decode steps) of sequences that are prefilled together."""
     # The block table is whole spans wide, so there is always room for a few steps.
-    longest = runner.shapes.blocks * runner.page.block_size
+    longest = runner.shapes.blocks * runner.layout.page.block_size
     one = WARM + STEPS + 1
     steps = min(longest - SLACK - 1, 16 * one)
     buckets = runner.shapes.buckets or (runner.shapes.rows,)
@@ -196,7 +189,7 @@ def _powers(most: int) -> list[int]:
 def _prefill_shapes(runner: Runner) -> list[tuple[int, int]]:
     """(prompts, tokens of each) of the prefill steps."""
     shapes = runner.shapes
-    longest = shapes.blocks * runner.page.block_size - 1
+    longest = shapes.blocks * runner.layout.page.block_size - 1
     chunk, chunks = shapes.chunk, shapes.prefill_chunks
     # One prompt among others gets a quarter of a prefill step.
     alone = min(LONG, longest // chunk * chunk, max(chunks // 4, 1) * chunk)
@@ -206,7 +199,7 @@ def _prefill_shapes(runner: Runner) -> list[tuple[int, int]]:
 
 
 def _pages(runner: Runner, tokens: int) -> int:
-    return -(-(tokens + SLACK) // runner.page.block_size)
+    return -(-(tokens + SLACK) // runner.layout.page.block_size)
 
 
 def _figures(runner, decoded, swept) -> dict[str, Any]:

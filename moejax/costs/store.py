@@ -15,31 +15,11 @@ from typing import Any
 
 import jax
 
-from host_offload.memory.layout import SlotLayout
 from host_offload.sizing.cost_model import CostError, CostModel
 from moejax.cache import cache_root, write_whole
 from moejax.errors import UserError
-from moejax.models.model_config import ModelConfig, config_digest
-from moejax.step.parts import StepShapes
-from pallas_kernels import Ops
-from pallas_kernels.records.versions import Formats
-
-
-@dataclasses.dataclass(frozen=True)
-class StepSpec:
-    """What compiled steps are made from, all that their costs depend on but the machine."""
-
-    device_kind: str
-    runtime: str
-    """Version of the device's platform."""
-    driver: str
-    ops: Ops
-    config: ModelConfig
-    dtype: str
-    layout: SlotLayout
-    shapes: StepShapes
-    formats: Formats | None = None
-    trace_arrays: frozenset[str] = frozenset()
+from moejax.models.model_config import config_digest
+from moejax.step.parts import StepSpec
 
 
 def identity(steps: StepSpec) -> dict[str, Any]:
@@ -102,7 +82,4 @@ def load_cost_model(path: str | os.PathLike[str], about: dict[str, Any] | None =
 
 def write_cost_model(path: Path, model: CostModel) -> None:
     """Writes the file whole or not at all. Raises UserError where that is not possible."""
-    try:
-        write_whole(path, json.dumps(model.to_json(), indent=1) + "\n")
-    except OSError as error:
-        raise UserError(f"costs cannot be written to {path} ({error.strerror})") from error
+    write_whole(path, json.dumps(model.to_json(), indent=1) + "\n")

@@ -19,8 +19,9 @@ from host_offload.memory.placement import ResidentSpec
 from host_offload.policies.precision.names import Precision
 from host_offload.sizing.cost_model import CostModel, Work
 from moejax.costs.rates import Rates
-from moejax.costs.store import StepSpec, identity, kept_cost_model
+from moejax.costs.store import identity, kept_cost_model
 from moejax.errors import UserError
+from moejax.step.parts import StepSpec
 
 log = logging.getLogger("moejax")
 

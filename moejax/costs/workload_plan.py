@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from host_offload.control.interface import Spec
+from host_offload.control.interface import Costs, Spec
 from host_offload.simulate.prediction import predict
 from host_offload.simulate.simulator import spec_of
 from host_offload.sizing.configurator import configure, turns_of
@@ -187,14 +187,7 @@ class Planner:
             if kv_overflow != "swap":
                 raise UserError("a link's rate does not say what computing KV again costs; --costs")
             return link_costs(self.spec, self.link)
-        costs = miss_costs(self._measured().costs(), self.spec, kv_overflow)
-        if costs.expert_s <= 0:
-            raise UserError(
-                "the measured costs say that a missing expert costs nothing, so there is nothing "
-                "to weigh; measure them again on a quiet machine (`moejax calibrate MODEL "
-                "--force`) or give --link"
-            )
-        return costs
+        return weighed(self._measured().costs(), self.spec, kv_overflow)
 
     def _measured(self) -> CostModel:
         if self.model is None:
@@ -210,6 +203,18 @@ class Planner:
     def _decode_model(self, users: int | None) -> DecodeModel:
         step_s, miss_s = self._measured().costs().step_s, self._miss_costs("swap").expert_s
         return decode_model(self.trace, step_s=step_s, miss_s=miss_s, users=users)
+
+
+def weighed(costs: Costs, spec: Spec, kv_overflow: str) -> MissCosts:
+    """What misses cost. Raises UserError where that of an expert is nothing."""
+    found = miss_costs(costs, spec, kv_overflow)
+    if found.expert_s <= 0:
+        raise UserError(
+            "the measured costs say that a missing expert costs nothing, so there is nothing to "
+            "weigh; measure them again on a quiet machine (`moejax calibrate MODEL --force`), or "
+            "leave out budget; a plan can take --link"
+        )
+    return found
 
 
 @user_errors(TraceError)
@@ -228,13 +233,9 @@ def costs_of_trace(trace: Trace, path: str | os.PathLike[str] | None = None) -> 
     if path is not None:
         return load_cost_model(path)
     header = trace.header
-    wanted = {"model": header.config_digest, "machine": platform.node()}
-    others = {
-        "device": header.machine.get("device"),
-        "dtype": header.spec.get("dtype"),
-        "driver": header.spec.get("driver"),
-    }
-    wanted |= {name: value for name, value in others.items() if value is not None}
+    ran = {**header.spec, "device": header.machine.get("device")}
+    others = {n: ran[n] for n in ("device", "dtype", "driver") if ran.get(n) is not None}
+    wanted = {"model": header.config_digest, "machine": platform.node(), **others}
     found = []
     for file in sorted((cache_root() / "costs").glob("*.json")):
         about = {}  # nobody's if it cannot be read, which is for who needs it to say
@@ -249,7 +250,7 @@ def costs_of_trace(trace: Trace, path: str | os.PathLike[str] | None = None) -> 
         if not (reason := _misfit(trace, spec_of(header), model)):
             return model
         reasons.append(f"; {file} does not fit: {reason}")
-    said = ", ".join(f"{name} {value}" for name, value in others.items() if value is not None)
+    said = ", ".join(f"{name} {value}" for name, value in others.items())
     raise UserError(
         f"no costs of the trace's model ({said}) were measured on this machine: run `moejax "
         "calibrate MODEL` with the options of the run, or name a file with --costs"

@@ -9,13 +9,11 @@ from host_offload.control.controller import Controller
 from host_offload.control.interface import Moment, Spec
 from host_offload.control.rules import BETWEEN_LAYERS
 from host_offload.control.step_record import SEEN, LayerRouting
-from host_offload.memory.layout import SlotLayout
 from host_offload.versions.layer_versions import version_bytes
-from moejax.models.config import ModelConfig
 from moejax.step.host_driver import HostRunner
+from moejax.step.parts import StepSpec
 from moejax.step.programs import STAGES
 from moejax.step.runner import Runner
-from pallas_kernels.records.versions import Formats
 from pallas_kernels.stage import Entries
 
 
@@ -69,10 +67,7 @@ def control_of(
 def spec_of_engine(runner: Runner, *, max_model_len: int, seed: int) -> Spec:
     """policy_spec of an engine with as many sequences as its runner's steps have rows."""
     return policy_spec(
-        runner.config,
-        runner.layout,
-        runner.formats,
-        driver=runner.driver,
+        runner.steps,
         slots=runner.slots,
         bound=runner.tables.cell_row.shape[1],
         max_model_len=max_model_len,
@@ -82,19 +77,11 @@ def spec_of_engine(runner: Runner, *, max_model_len: int, seed: int) -> Spec:
 
 
 def policy_spec(
-    config: ModelConfig,
-    layout: SlotLayout,
-    formats: Formats | None,
-    *,
-    driver: str,
-    slots: int,
-    bound: int,
-    max_model_len: int,
-    max_num_seqs: int,
-    seed: int,
+    steps: StepSpec, *, slots: int, bound: int, max_model_len: int, max_num_seqs: int, seed: int
 ) -> Spec:
-    """What policies are told of an engine, but for the router and costs. formats: of the stores'
-    versions. slots: of the arena. bound: most cells of a layer."""
+    """What policies are told of an engine, but for the router and costs. slots: of the arena.
+    bound: most cells of a layer."""
+    config, layout, formats = steps.config, steps.layout, steps.formats
     layers, page = sum(config.moe_layers), layout.page
     return Spec(
         layers=layers,
@@ -109,7 +96,7 @@ def policy_spec(
         # The lists of two steps: one that runs and the next one.
         staging_bytes=2 * STAGES * max(record.nbytes for record in layout.records),
         seed=seed,
-        driver=driver,
+        driver=steps.driver,
         version_bytes=version_bytes(layout, formats, layers),
         moved_bytes=version_bytes(layout, formats, layers, moved=True),
         min_cells=np.zeros(layers, np.int32),

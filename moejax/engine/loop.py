@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import numpy as np
@@ -21,7 +20,7 @@ from moejax.engine.resize import Resizer, cells_of, check_grant, grant
 from moejax.engine.sampling import TokenSampler
 from moejax.engine.scheduler import Scheduler
 from moejax.engine.statistics import Statistics, page_use
-from moejax.engine.step_work import ScheduledWork, Step, Tracer, prefill_batch, step_record
+from moejax.engine.step_work import ScheduledWork, Step, prefill_batch, step_record
 from moejax.errors import OutOfKV, UserError, as_user_error, shown
 from moejax.interrupt import deferred_interrupt
 from moejax.requests.outputs import FinishReason
@@ -30,14 +29,14 @@ from moejax.requests.sampling_params import SamplingParams
 from moejax.requests.stopping import Ending, require_tokenizer
 from moejax.step.hooks import Hooks
 from moejax.step.runner import Runner
+from moejax.traces.tracer import Tracer
 from pallas_kernels.stage import Entries
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
-@dataclasses.dataclass(frozen=True)
-class Event:
+class Event(NamedTuple):
     """A line of the event log."""
 
     what: str
@@ -139,36 +138,27 @@ class Engine:
         if not checked:
             self.check(prompt, params, targets, session_id=session_id)
         with self.undisturbed():
-            return self._add(prompt, params, targets, session_id, priority)
-
-    def _add(
-        self,
-        prompt: list[int],
-        params: SamplingParams,
-        targets: list[int] | None,
-        session_id: str | None,
-        priority: int,
-    ) -> Request:
-        number = next(self._requests)
-        # An unseeded request's draws depend on the engine's seed and its place in the order.
-        derived = np.random.SeedSequence([self.seed, number]).generate_state(1)[0]
-        request = Request(
-            request_id=str(number),
-            number=number,
-            prompt=prompt,
-            params=params,
-            seed=int(derived) if params.seed is None else params.seed,
-            arrival_s=time.perf_counter(),
-            priority=priority,
-            session=None if session_id is None else self.scheduler.sessions[session_id],
-            targets=targets,
-            ending=Ending(params, self.eos_token_ids, self.tokenizer, prompt),
-        )
-        if self.idle:
-            self.statistics.start(request.arrival_s)
-        self.scheduler.add(request)
-        self.statistics.add_request(request)
-        return request
+            number = next(self._requests)
+            # An unseeded request's draws depend on the engine's seed and its place in the order.
+            derived = np.random.SeedSequence([self.seed, number]).generate_state(1)[0]
+            request = Request(
+                request_id=str(number),
+                number=number,
+                prompt=prompt,
+                params=params,
+                seed=int(derived) if params.seed is None else params.seed,
+                arrival_s=time.perf_counter(),
+                priority=priority,
+                session=None if session_id is None else self.scheduler.sessions[session_id],
+                targets=targets,
+                ending=Ending(params, self.eos_token_ids, self.tokenizer, prompt),
+            )
+            if self.idle:
+                self.statistics.last_read_s = request.arrival_s
+            self.scheduler.add(request)
+            self.statistics.requests += 1
+            self.statistics.prompt_tokens += len(prompt)
+            return request
 
     def check(
         self,

@@ -217,7 +217,7 @@ class ResidentResizer(Resizer):
         kv_had = arena.count(SlotClass.KV)
         gone = transitions.aim(arena.slots - kv_wanted)
         if kv_wanted > kv_had:
-            arena.release_expert_slots(gone)
+            arena.slot_class[gone] = SlotClass.FREE
             arena.grant_kv_slots(kv_had + len(gone))
             return
         with _all_or_nothing(arena):

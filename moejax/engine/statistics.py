@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -50,14 +52,7 @@ class Statistics:
     first_token_times: deque[float] = dataclasses.field(default_factory=_times)
     token_times: deque[float] = dataclasses.field(default_factory=_times)
     last_read_s: float | None = None
-
-    def add_request(self, request: Request) -> None:
-        self.requests += 1
-        self.prompt_tokens += len(request.prompt)
-
-    def start(self, now: float) -> None:
-        """Work begins after a pause: the next step's time counts from now."""
-        self.last_read_s = now
+    """From when the next step's time counts."""
 
     def add_step(
         self, kind: str, paging: Paging, now: float, demand: np.ndarray | None = None
@@ -120,6 +115,42 @@ def _summary(
 ) -> dict[str, float | None]:
     """Each function of the times; None where there are none."""
     return {n: float(f(np.asarray(times))) if times else None for n, f in functions.items()}
+
+
+class StartTimes:
+    """Seconds by phase, for phases that follow one another.
+
+    seconds: "backend" (options, jax's backend), "headers" (config and headers of the weights),
+    "allocate" (memory for them), "read" (from the files to their places, conversion included),
+    "transfer" (the dense part to the device), "load" (what else loading took), "engine" (arena and
+    executables), "tokenizer" (waiting for it; it is read meanwhile).
+    """
+
+    def __init__(self):
+        self._last = time.perf_counter()
+        self.seconds: dict[str, float] = {}
+
+    def end(self, phase: str, parts: Mapping[str, float] | None = None) -> None:
+        """A phase ends now. parts: phases within it, which are taken from its own time."""
+        now, parts = time.perf_counter(), parts or {}
+        self.seconds |= parts
+        self.seconds[phase] = now - self._last - sum(parts.values())
+        self._last = now
+
+    @property
+    def total_s(self) -> float:
+        """Seconds until the last phase ended."""
+        return sum(self.seconds.values())
+
+    def report(self) -> dict[str, Any]:
+        """The part of LLM.stats()["time"]: load_s until the weights are in their places, start_s
+        for all, and the phases."""
+        after = ("engine", "tokenizer")
+        load_s = sum(s for phase, s in self.seconds.items() if phase not in after)
+        return {"load_s": load_s, "start_s": self.total_s, "start": dict(self.seconds)}
+
+    def __str__(self) -> str:
+        return ", ".join(f"{phase} {seconds:.2f} s" for phase, seconds in self.seconds.items())
 
 
 def kv_stats(scheduler: Scheduler) -> dict:

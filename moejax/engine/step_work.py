@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -101,20 +101,6 @@ def prefill_batch(work: ScheduledWork, shapes: StepShapes) -> PrefillBatch:
         if chunk.samples:
             prefill.last[chunk.row] = i * shapes.chunk + chunk.length - 1
     return prefill
-
-
-class Tracer(Protocol):
-    """Gets a record of every step, and what became of budgets; see moejax.traces.tracer."""
-
-    def after_read(self, record: StepRecord) -> None: ...
-
-    def budget(
-        self, cells: Sequence[int], kv_pages: int, *, step: int | None, settled: bool
-    ) -> None: ...
-
-    def mark(self, name: str) -> None: ...
-
-    def close(self) -> None: ...
 
 
 def step_record(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import math
@@ -14,13 +15,9 @@ import numpy as np
 from moejax.checkpoints.convert import installed_version
 from moejax.engine.loop import Engine
 from moejax.errors import UserError
-from moejax.interrupt import deferred_interrupt
 from moejax.models.model_config import config_digest
-from moejax.progress import scoring_progress
-from moejax.requests.request import Request
-from moejax.requests.sampling_params import SamplingParams
-from moejax.requests.submission import Submission
-from moejax.serve.generation import in_engine
+from moejax.progress import token_progress
+from moejax.serve.generation import run_scores
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -205,7 +202,7 @@ def perplexity(
     ]
     scored = sum(w.end - w.first for text in encoded for w in text.windows)
     llm.stats()  # refuses an LLM that is closed or lent
-    with scoring_progress(scored, progress) as report:
+    with token_progress("scoring", scored, 0, None, progress) as report:
         cost = _score(llm.engine, encoded, report)
     return PerplexityResult(window, stride, limit, tuple(map(_likelihood, encoded)), cost)
 
@@ -325,38 +322,29 @@ def _score(engine: Engine, texts: Sequence[_Encoded], report: Callable[[int], No
     statistics, most = engine.statistics, 2 * engine.scheduler.prefill_chunks
     paging, prefill_steps = dict(statistics.paging), statistics.steps["prefill"]
     moved = dict(statistics.moved)
-    waiting = iter([(text, window) for text in texts for window in text.windows])
-    places: dict[Request, tuple[_Encoded, Window]] = {}
-    computed, compile_s, began = 0, 0.0, time.perf_counter()
-    with in_engine(engine) as running:
-        while True:
-            with deferred_interrupt():  # what is in the engine is in `running`
-                while len(running) < most and (place := next(waiting, None)) is not None:
-                    text, window = place
-                    ids = text.ids[window.begin : window.end].tolist()
-                    request = engine.add(ids[:-1], SamplingParams(), ids[1:])
-                    running.append(Submission(None, (request,)))
-                    places[request] = place
-            if not running:
-                break
-            executables, start = len(engine.runner.executables()), time.perf_counter()
-            engine.step()
+    windows = [(text, window) for text in texts for window in text.windows]
+    tokens = (text.ids[window.begin : window.end].tolist() for text, window in windows)
+    executables, compile_s, scored = len(engine.runner.executables()), 0.0, 0
+    began = start = time.perf_counter()
+    with contextlib.closing(run_scores(engine, tokens, most)) as steps:
+        for ended in steps:
             if len(engine.runner.executables()) > executables:
+                executables = len(engine.runner.executables())
                 compile_s += time.perf_counter() - start
-            for (request,) in [s.requests for s in running if s.finished]:
-                text, window = places.pop(request)
-                found = np.asarray(request.scores)[window.first - window.begin - 1 :]
+            for place, scores in ended:
+                text, window = windows[place]
+                found = scores[window.first - window.begin - 1 :]
                 text.logprobs[window.first : window.end] = found
-                computed += len(request.prompt)
-                report(len(found))
-            running[:] = [s for s in running if not s.finished]
+                scored += len(found)
+            report(scored)
+            start = time.perf_counter()
     seconds = time.perf_counter() - began
     counts = {name: statistics.paging[name] - count for name, count in paging.items()}
     counts |= {f"{name}_bytes": statistics.moved[name] - count for name, count in moved.items()}
     return Cost(
         seconds=seconds,
         compile_s=compile_s,
-        computed_tokens=computed,
+        computed_tokens=sum(window.end - window.begin - 1 for _, window in windows),
         prefill_steps=statistics.steps["prefill"] - prefill_steps,
         activations=counts.pop("active"),
         **counts,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 
-from moejax.errors import UserError
+from moejax.errors import UserError, user_errors
 from moejax.models.directory import checkpoint_directory, read_json
 from moejax.models.families import FAMILIES
 from moejax.models.family import Family, Fields, token_ids
@@ -41,12 +41,9 @@ def parse_config(raw: dict, source: str = "config.json") -> ModelConfig:
     _refuse_quantization(raw, source)
     _refuse_other_computations(raw, source)
     config = family.parse(Fields(raw, source))
-    try:
-        config.route_rule.check(
-            config.num_experts, correction="correction" in family.layer_params(config, True)
-        )
-    except ValueError as error:
-        raise UserError(f"{source}: the router's fields do not fit together: {error}") from error
+    correction = "correction" in family.layer_params(config, True)
+    with user_errors(where=f"{source}: the router's fields do not fit together: "):
+        config.route_rule.check(config.num_experts, correction=correction)
     rope, pairs = config.rope, config.rotary_dim // 2
     for name, factors in (("short_factor", rope.short_factor), ("long_factor", rope.long_factor)):
         if rope.type == "longrope" and len(factors) != pairs:

@@ -28,6 +28,7 @@ class Submission:
     def finished(self) -> bool:
         return all(request.finish_reason is not None for request in self.requests)
 
+    @as_user_error("the result of this request cannot be made")
     def output(
         self, tokenizer: PreTrainedTokenizerFast | None, before: RequestOutput | None = None
     ) -> RequestOutput:
@@ -40,12 +41,6 @@ class Submission:
         for request in self.requests:
             if request.error is not None:
                 raise request.error
-        with as_user_error("the result of this request cannot be made"):
-            return self._output(tokenizer, before)
-
-    def _output(
-        self, tokenizer: PreTrainedTokenizerFast | None, before: RequestOutput | None
-    ) -> RequestOutput:
         first = self.requests[0]  # the only one whose prompt_logprobs count
         prompt_logprobs = None
         if first.params.prompt_logprobs is not None:

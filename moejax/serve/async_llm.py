@@ -167,7 +167,7 @@ class AsyncLLM:
     def _encode(self, prompt: Prompt) -> EncodedPrompt:
         if self._closing:
             raise UserError("this AsyncLLM is closed; make another one")
-        return self._llm._encode(prompt)
+        return self._llm.encoder(prompt)
 
     def _shut_down(self, timeout_s: float | None = None) -> None:
         with self._shutting:

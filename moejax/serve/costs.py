@@ -26,8 +26,8 @@ def cost_model_for(
     (moejax.costs.measure.calibrate). The LLM has its cells again afterwards. Raises UserError also
     for a kept file that is damaged, and for an LLM that has run something and whose costs are not
     kept."""
-    runner, steps = llm.engine.runner, llm.plan.steps
-    kept = None if force else kept_cost_model(identity(steps))
+    runner = llm.engine.runner
+    kept = None if force else kept_cost_model(identity(runner.steps))
     if kept is not None:
         return kept
     if llm.engine.statistics.requests or llm.engine.control is not None:
@@ -36,7 +36,7 @@ def cost_model_for(
             "at steps; call it first, or `moejax calibrate` with the same options"
         )
     granted = llm.engine.scheduler.arena.cell_row.copy()
-    model = calibrate(runner, steps, report)
+    model = calibrate(runner, report)
     runner.grant_cells(granted)
     return model
 

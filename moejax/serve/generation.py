@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -59,16 +61,10 @@ def submit(engine: Engine, encoded: EncodedPrompt, asked: GenerationRequest) -> 
     try:
         with as_user_error("this request cannot be queued"):
             engine.check(ids, params, session_id=session_id)
+            add = functools.partial(engine.add, ids, session_id=session_id, checked=True)
             each = [params] if params.n == 1 else [child_params(params, i) for i in range(params.n)]
             for child in each:
-                requests.append(
-                    engine.add(
-                        *(ids, child),
-                        session_id=session_id,
-                        priority=asked.priority,
-                        checked=True,
-                    )
-                )
+                requests.append(add(child, priority=asked.priority))
     except BaseException:
         engine.abort(requests)
         raise
@@ -188,13 +184,22 @@ def run_stream(
                 yield piece
 
 
-def run_scores(engine: Engine, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
-    """See LLM.score_batch."""
-    with in_engine(engine) as submissions:
-        for ids in sequences:
-            with deferred_interrupt():
-                request = engine.add(list(ids[:-1]), SamplingParams(), list(ids[1:]))
-                submissions.append(Submission(None, (request,)))
-        while not all(s.finished for s in submissions):
+def run_scores(
+    engine: Engine, sequences: Iterable[Sequence[int]], most: int
+) -> Generator[list[tuple[int, np.ndarray]], None, None]:
+    """After each step whose scores ended by it (LLM.score): the sequence's place, and they. No more
+    than `most` sequences are in the engine at once."""
+    waiting, places = enumerate(sequences), {}
+    with in_engine(engine) as running:
+        while True:
+            with deferred_interrupt():  # what is in the engine is in `running`
+                for place, ids in itertools.islice(waiting, most - len(running)):
+                    request = engine.add(list(ids[:-1]), SamplingParams(), list(ids[1:]))
+                    running.append(Submission(None, (request,)))
+                    places[request] = place
+            if not running:
+                return
             engine.step()
-        return [np.asarray(s.requests[0].scores) for s in submissions]
+            ended = [s.requests[0] for s in running if s.finished]
+            running[:] = [s for s in running if not s.finished]
+            yield [(places.pop(request), np.asarray(request.scores)) for request in ended]

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, TypeVar
 
 import jax
@@ -24,14 +24,14 @@ from moejax.checkpoints.loaded_model import LoadedModel
 from moejax.checkpoints.versions import with_versions
 from moejax.device import select_device
 from moejax.engine.loop import Engine, Listener
-from moejax.engine.statistics import arena_stats, kv_stats
+from moejax.engine.statistics import StartTimes, arena_stats, kv_stats
 from moejax.errors import UserError, shown
 from moejax.interrupt import deferred_interrupt
 from moejax.models.config import ModelConfig
 from moejax.models.directory import model_directory
 from moejax.progress import loading_progress, token_progress, versions_progress
 from moejax.requests.outputs import RequestOutput
-from moejax.requests.prompts import EncodedPrompt, PromptEncoder
+from moejax.requests.prompts import PromptEncoder
 from moejax.requests.request import GenerationRequest, Prompt
 from moejax.requests.sampling_params import SamplingParams
 from moejax.requests.tokenizer import check_vocabulary, load_tokenizer
@@ -48,7 +48,6 @@ from moejax.start.decide.shapes import ops_in_use
 from moejax.start.options import Options
 from moejax.start.precision import precision_stats
 from moejax.start.report.explain import Explanation, explain
-from moejax.start.report.start_times import StartTimes
 from moejax.start.settings import Settings, settings_of
 from moejax.step.hooks import Hooks
 
@@ -214,7 +213,7 @@ class LLM:
             with token_progress(
                 "generating", total, 0, lambda: statistics.generated_tokens, bar
             ) as report:
-                submissions = run_all(engine, self._encode, asked, report, interrupted)
+                submissions = run_all(engine, self.encoder, asked, report, interrupted)
             return [submission.output(engine.tokenizer) for submission in submissions]
 
     def generate_each(
@@ -238,7 +237,7 @@ class LLM:
             raise UserError(f"max_in_flight must be at least 1, got {max_in_flight}")
         tokenizer = self.engine.tokenizer
         return self._held_each(
-            run_each(self.engine, iter(requests), max_in_flight, self._encode, tokenizer)
+            run_each(self.engine, iter(requests), max_in_flight, self.encoder, tokenizer)
         )
 
     def end_session(self, session_id: str) -> None:
@@ -266,7 +265,7 @@ class LLM:
         asked = GenerationRequest(prompt, params, session_id, priority)
         if params.n > 1:
             raise UserError("a stream is of one sequence; use generate() for n > 1")
-        encoded = self._encode(prompt)
+        encoded = self.encoder(prompt)
         with self._held() as engine:
             engine.check(encoded[1], params, session_id=session_id)
         return self._held_each(run_stream(engine, encoded, asked))
@@ -308,42 +307,40 @@ class LLM:
         if any(len(ids) < 2 for ids in given):
             raise UserError("scoring needs at least two tokens a sequence")
         with self._held() as engine:
-            return run_scores(engine, given)
+            found = dict(chain.from_iterable(run_scores(engine, given, len(given))))
+        return [found[place] for place in range(len(given))]
 
     def stats(self) -> dict[str, Any]:
         """What ran and what it cost, as plain data; the command line's --json prints it. Not while
         another thread runs requests: steps take the tables that it reads."""
         with self._held() as engine, engine.undisturbed():
-            return self._stats(engine)
-
-    def _stats(self, engine: Engine) -> dict[str, Any]:
-        settings, runner, seconds = self.plan.settings, engine.runner, engine.statistics.seconds
-        control = None if engine.control is None else engine.control.stats()
-        return {
-            "model": self.model,
-            "dtype": self.dtype,
-            "device": self.device.device_kind,
-            "eviction": settings.eviction,
-            "precision": precision_stats(settings.precision, control, engine, self._made),
-            "budget": {**settings.budgets.stats(), **engine.resizer.stats()},
-            "jax": jax.__version__,
-            "ops": ops_in_use(runner.config, runner.ops),
-            "driver": runner.driver,
-            "trace_arrays": sorted(runner.trace_arrays),
-            "control": control,
-            **engine.statistics.summary(),
-            "arena": arena_stats(engine.scheduler, runner.tables),
-            "kv": kv_stats(engine.scheduler),
-            "store_bytes": runner.store.nbytes,
-            "time": {
-                **self._start.report(),
-                "compile_s": runner.compile_s,
-                "prefill_s": seconds["prefill"],
-                "decode_s": seconds["decode"],
-                "total_s": self._start.total_s + sum(seconds.values()),
-            },
-            "notes": list(self.plan.budget.notes),
-        }
+            settings, runner, seconds = self.plan.settings, engine.runner, engine.statistics.seconds
+            control = None if engine.control is None else engine.control.controller.stats()
+            return {
+                "model": self.model,
+                "dtype": self.dtype,
+                "device": self.device.device_kind,
+                "eviction": settings.eviction,
+                "precision": precision_stats(settings.precision, control, engine, self._made),
+                "budget": {**settings.budgets.stats(), **engine.resizer.stats()},
+                "jax": jax.__version__,
+                "ops": ops_in_use(runner.config, runner.ops),
+                "driver": runner.driver,
+                "trace_arrays": sorted(runner.steps.trace_arrays),
+                "control": control,
+                **engine.statistics.summary(),
+                "arena": arena_stats(engine.scheduler, runner.tables),
+                "kv": kv_stats(engine.scheduler),
+                "store_bytes": runner.store.nbytes,
+                "time": {
+                    **self._start.report(),
+                    "compile_s": runner.compile_s,
+                    "prefill_s": seconds["prefill"],
+                    "decode_s": seconds["decode"],
+                    "total_s": self._start.total_s + sum(seconds.values()),
+                },
+                "notes": list(self.plan.budget.notes),
+            }
 
     def explain(self) -> Explanation:
         """How memory is divided now, as a table that adds up line by line: `print` it."""
@@ -360,7 +357,7 @@ class LLM:
         self.encoder.close()
         try:
             if self.engine.control is not None:
-                self.engine.control.finish()
+                self.engine.control.controller.finish()
             if self._tracer is not None:
                 self._tracer.close()
         finally:
@@ -381,9 +378,6 @@ class LLM:
         self.close()
 
     # ---- pieces
-
-    def _encode(self, prompt: Prompt) -> EncodedPrompt:
-        return self.encoder(prompt)
 
     @contextmanager
     def _held(self) -> Iterator[Engine]:

@@ -18,7 +18,6 @@ from host_offload.memory.budget import ArenaTooSmall
 from host_offload.memory.kv_cache import KVCache
 from host_offload.memory.placement import ResidentSpec, place
 from moejax.checkpoints.loaded_model import LoadedModel
-from moejax.costs.store import StepSpec
 from moejax.engine.control import control_of
 from moejax.engine.loop import Engine
 from moejax.engine.resize import ResidentResizer, Resizer
@@ -34,6 +33,7 @@ from moejax.start.precision import place_experts
 from moejax.start.probe import divided, step_costs
 from moejax.start.settings import Settings, settings_of
 from moejax.step.host_driver import HostRunner
+from moejax.step.parts import StepSpec
 from moejax.step.runner import Runner
 from moejax.traces.tracer import Tracer, start_trace
 
@@ -116,14 +116,10 @@ def make_runner(
     return RUNNERS[steps.driver](
         Decoder(steps.config, loaded.params, steps.ops),
         loaded.store,
-        steps.layout,
-        steps.shapes,
+        steps,
+        device,
         slots=slots,
         cells=bound,
-        ops=steps.ops,
-        device=device,
-        trace_arrays=steps.trace_arrays,
-        formats=steps.formats,
     )
 
 
@@ -182,7 +178,7 @@ def _engine(
     arena_bytes = plan.budget.slots * plan.steps.layout.slot_bytes
     runner.later(checked_later(plan.steps, runner.device, arena_bytes))
     # Last, so that a start that fails leaves no trace directory, which the next one must not find.
-    tracer = _tracer(plan, loaded, runner)
+    tracer = _tracer(plan, runner)
     return Engine(
         runner,
         scheduler,
@@ -235,7 +231,7 @@ def _control(
     return control_of(runner, controller, resizer), resizer
 
 
-def _tracer(plan: Plan, loaded: LoadedModel, runner: Runner) -> Tracer | None:
+def _tracer(plan: Plan, runner: Runner) -> Tracer | None:
     """What writes every step into the directory that options name."""
     settings, options = plan.settings, plan.settings.options
     if options.trace is None:
@@ -248,16 +244,7 @@ def _tracer(plan: Plan, loaded: LoadedModel, runner: Runner) -> Tracer | None:
         "eviction": settings.eviction,
         "prefetch": options.prefetch,
         "precision": precision,
-        "driver": options.driver,
         "budgets": settings.budgets.stats(),
-        "kv_floor_bytes": plan.spec.kv_floor_bytes,
-        "max_num_seqs": plan.max_num_seqs,
     }
-    return start_trace(
-        options.trace,
-        runner,
-        dtype=loaded.dtype,
-        seed=options.seed,
-        settings=about,
-        arrays=settings.trace_arrays,
-    )
+    arrays = settings.trace_arrays
+    return start_trace(options.trace, runner, plan.spec, settings=about, arrays=arrays)

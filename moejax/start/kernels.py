@@ -12,10 +12,10 @@ import jax
 from host_offload.memory.layout import SlotLayout
 from moejax.cache import cache_root
 from moejax.checkpoints.tensors import layer_params, param_shape
-from moejax.costs.store import StepSpec
 from moejax.errors import user_errors
 from moejax.models.config import ModelConfig
 from moejax.models.family import Parts
+from moejax.step.parts import StepSpec
 from pallas_kernels.records.versions import Formats
 from pallas_kernels.verification import (
     Check,

@@ -149,11 +149,10 @@ def precision_stats(
     quantizers: Mapping[str, str],
 ) -> dict[str, Any]:
     """What was asked for and what transitions came to, as plain data: of each version how it was
-    made (rtn, mse or gptq with its text, `lossless`; `checkpoint` for dense, and for a version
-    whose maker the checkpoint does not name), of lossless12 how many layers stay dense, of
-    transitions what share of all steps' time they took.
+    made (made_by), of lossless12 how many layers stay dense, of transitions what share of all
+    steps' time they took.
 
-    control: Control.stats. quantizers: of LoadedModel.
+    control: Controller.stats. quantizers: of LoadedModel.
     """
     found = {**precision.report(), **((control or {}).get("precision") or {})}
     found["quantizers"] = made_by(precision.versions, quantizers)

@@ -13,8 +13,9 @@ from host_offload.memory.budget import ArenaTooSmall, Budget
 from host_offload.memory.device_memory import FreeMemory
 from moejax.cache import cache_root, write_whole
 from moejax.costs.measure import calibrate
-from moejax.costs.store import StepSpec, identity, kept_cost_model
+from moejax.costs.store import identity, kept_cost_model
 from moejax.errors import UserError
+from moejax.step.parts import StepSpec
 from moejax.step.runner import Runner
 
 
@@ -41,7 +42,7 @@ def step_costs(steps: StepSpec, make_runner: Callable[[], Runner]) -> Costs:
         return kept.costs()
     runner = make_runner()
     try:
-        return calibrate(runner, steps).costs()
+        return calibrate(runner).costs()
     finally:
         runner.delete(given=False)
 
@@ -80,7 +81,7 @@ def divided(
         except (OSError, ValueError, KeyError, TypeError):  # not there, or not whole
             found = activation_bytes(runner)
             # A cache that cannot be written costs the next start time.
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(UserError):
                 write_whole(path, json.dumps({"bytes": found, "of": about}))
     finally:
         runner.delete(given=False)

@@ -53,11 +53,6 @@ class BudgetOptions:
     given_cells: tuple[int, ...] | None = None
     """Cells of each layer, in numbers."""
 
-    @property
-    def split_given(self) -> bool:
-        """expert_budget or kv_budget says the split."""
-        return (self.options.expert_budget, self.options.kv_budget) != (None, None)
-
     def policies(self, precision: Precision | None = None) -> tuple[Policy, ...]:
         """The precision's policies and those that move slots. Raises UserError for a resize that
         the precision forbids."""

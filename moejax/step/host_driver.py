@@ -85,9 +85,9 @@ class HostRunner(Runner):
         parts: list[tuple[str, int | None]] = [("embed", None), ("experts", None), ("output", None)]
         for run, (_, is_moe) in enumerate(self._runs):
             parts += [("attend", run), ("route" if is_moe else "feed_forward", run)]
-            if is_moe and not self.trace_arrays <= {"embedding"}:
+            if is_moe and not self.steps.trace_arrays <= {"embedding"}:
                 parts.append(("observe", run))
-        if "embedding" in self.trace_arrays:
+        if "embedding" in self.steps.trace_arrays:
             parts.append(("embedding", None))
         return [self._part(step, *part) for part in parts]
 
@@ -95,12 +95,12 @@ class HostRunner(Runner):
         """All prefill steps share their parts but the output."""
         output = part == "output"
         kind = step.kind if output or step.kind == "decode" else "prefill"
-        traced, forced = output and bool(self.trace_arrays), step.forced and part == "route"
+        traced, forced = output and bool(self.steps.trace_arrays), step.forced and part == "route"
         return ProgramKey(kind, step.rows, traced=traced, forced=forced, part=part, run=run)
 
     def _bind(self, step: ProgramKey) -> _Parts:
         """The executables of a kind of step."""
-        step = step._replace(traced=bool(self.trace_arrays))
+        step = step._replace(traced=bool(self.steps.trace_arrays))
         if step not in self._bound:
             # Ask for all of them first: they compile side by side.
             asked = [(key, self._executable(key)) for key in self._calls(step)]

@@ -61,7 +61,7 @@ class _Parts:
 
     def args(self) -> dict[str, tuple[tuple, tuple[int, ...]]]:
         """Each part's arguments, and which of them are donated."""
-        programs, config, key = self.programs, self.programs.config, self.key
+        programs, config, key = self.programs, self.programs.steps.config, self.key
         params, batch = tuple(jax.tree.leaves(programs.state)), programs.batch(key)
         dtype = jax.eval_shape(self.embed, params, batch).dtype
         x = programs.array(programs.tokens(key), config.hidden_size, dtype=dtype)
@@ -72,7 +72,7 @@ class _Parts:
         counts = programs.array(counts_size(config.num_experts, len(programs.stores)))
         widths = {"probs": config.num_experts, "gate_input": config.hidden_size}
         seen = TraceArrays()
-        for name in widths.keys() & programs.trace_arrays if key.traced else ():
+        for name in widths.keys() & programs.steps.trace_arrays if key.traced else ():
             array = programs.array(x.shape[0], widths[name], dtype=jnp.float16)
             seen = seen._replace(**{name: array})
         traces = (LayerTrace(*routing, counts, seen),) * layers
@@ -91,7 +91,7 @@ class _Parts:
         return self._model(params).embed(self._tokens(batch)[0])
 
     def embedding(self, x):
-        return embedding_array(x, self.programs.trace_arrays)
+        return embedding_array(x, self.programs.steps.trace_arrays)
 
     def attend(self, params, arena, x, batch, i):
         stack, tokens = self._stack(params), self._tokens(batch)[1]
@@ -101,7 +101,7 @@ class _Parts:
         return route_layer(self._stack(params), i, x, self._tokens(batch)[1], forced)
 
     def observe(self, params, normed, batch, i):
-        wanted = self.programs.trace_arrays
+        wanted = self.programs.steps.trace_arrays
         return layer_arrays(self._stack(params), i, normed, self._tokens(batch)[1], wanted)
 
     def feed_forward(self, params, x, batch, i):

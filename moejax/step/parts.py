@@ -13,13 +13,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from host_offload.memory.layout import SlotLayout
 from moejax.errors import UserError
 from moejax.models.layers import Decoder, LayerStack, Tokens
+from moejax.models.model_config import ModelConfig
 from moejax.requests.sampling_params import MAX_LOGPROBS
 from moejax.step.context import StepContext
 from moejax.step.experts import Paging, unpack_counts
 from moejax.step.sampler import logprobs
+from pallas_kernels import Ops
 from pallas_kernels.paged_attention import decode_attention, prefill_attention
+from pallas_kernels.records.versions import Formats
 
 DECODE_TILE = 16
 """Rows of one matrix product in decode; more rows are more tiles, so that a row's bits do not
@@ -49,6 +53,26 @@ class StepShapes:
     def bucket(self, rows: int) -> int:
         """The smallest row count that decode is compiled for and that holds so many rows."""
         return next((b for b in self.buckets if b >= rows), self.rows)
+
+
+@dataclasses.dataclass(frozen=True)
+class StepSpec:
+    """What compiled steps are made from, all that their costs depend on but the machine."""
+
+    device_kind: str
+    runtime: str
+    """Version of the device's platform."""
+    driver: str
+    ops: Ops
+    config: ModelConfig
+    dtype: str
+    layout: SlotLayout
+    shapes: StepShapes
+    formats: Formats | None = None
+    """By version number; None: dense alone."""
+    trace_arrays: frozenset[str] = frozenset()
+    """What every step gives out beside the rest, of TRACE_ARRAYS; with any, steps are other
+    executables."""
 
 
 class PrefillBatch(NamedTuple):

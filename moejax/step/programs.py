@@ -16,16 +16,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from host_offload.memory.integrity import count_faults
-from host_offload.memory.layout import PageLayout
 from host_offload.memory.swap import SWAP_PAGES, move_pages, read_pages, write_pages
 from host_offload.memory.tables import Tables, regrant, snapshot
-from moejax.models.config import ModelConfig
 from moejax.requests.request import PrefillKind
 from moejax.requests.sampling_params import MAX_BIASES, MAX_LOGPROBS
 from moejax.step.context import DeviceMemory, StepContext
 from moejax.step.device_driver import device_step
 from moejax.step.experts import stage_layer
-from moejax.step.parts import DECODE_TILE, Leaf, PrefillBatch, Routing, StepShapes, empty_prefill
+from moejax.step.parts import DECODE_TILE, Leaf, PrefillBatch, Routing, StepSpec, empty_prefill
 from moejax.step.sampler import add_bias, adjust, greedy, logprobs, recount, sample, tally
 from pallas_kernels import Ops
 from pallas_kernels.fill import fill
@@ -99,23 +97,21 @@ class Programs:
 
     graph, state: of nnx.split(model). stores: per version uint16[L, E, rows, D]. arena
     uint16[rows, D]. sharding: of the arguments that a step gets from the host; None: undecided.
-    formats: of the stores' versions; None: one, dense.
-    trace_arrays: what traced steps give out beside the rest, of TRACE_ARRAYS.
     """
 
-    config: ModelConfig
+    steps: StepSpec
     graph: Any
     state: Any
     stores: tuple[Leaf, ...]
     arena: Leaf
     tables: Tables
-    shapes: StepShapes
-    page_layout: PageLayout
-    page: KVPage
-    ops: Ops
-    formats: Formats | None = None
     sharding: jax.sharding.Sharding | None = None
-    trace_arrays: frozenset[str] = frozenset()
+
+    @property
+    def page(self) -> KVPage:
+        """KV pages as the ops know them."""
+        page = self.steps.layout.page
+        return KVPage(page.block_size, page.kv_heads, page.head_dim, page.latent)
 
     def program(self, key: ProgramKey) -> Program:
         """Raises ValueError for a key that no whole program has."""
@@ -138,23 +134,23 @@ class Programs:
 
     def routing(self, key: ProgramKey, *layers: int) -> Routing:
         """The routing of one layer, or of as many as given, of the step's tokens."""
-        shape = (*layers, self.tokens(key), self.config.num_experts_per_tok)
+        shape = (*layers, self.tokens(key), self.steps.config.num_experts_per_tok)
         return Routing(self.array(*shape), self.array(*shape, dtype=jnp.float32))
 
     def tokens(self, key: ProgramKey) -> int:
         """How many tokens the step computes, padding included."""
         if key.kind == "decode":
-            return key.rows or self.shapes.rows
-        return self.shapes.prefill_chunks * self.shapes.chunk
+            return key.rows or self.steps.shapes.rows
+        return self.steps.shapes.prefill_chunks * self.steps.shapes.chunk
 
     def batch(self, key: ProgramKey) -> tuple:
         """What a step is given beside model and memory, forced routing and stage list: of decode
         all rows, so that the caller's arrays are the same for every bucket."""
-        rows = self.array(self.shapes.rows)
-        block_table = self.array(self.shapes.rows, self.shapes.blocks)
+        rows = self.array(self.steps.shapes.rows)
+        block_table = self.array(self.steps.shapes.rows, self.steps.shapes.blocks)
         if key.kind == "decode":
             return rows, rows, block_table
-        prefill = (self.array(*values.shape) for values in empty_prefill(self.shapes))
+        prefill = (self.array(*values.shape) for values in empty_prefill(self.steps.shapes))
         return PrefillBatch._make(prefill), block_table
 
     def in_use(self, key: ProgramKey, batch: Sequence[Any]) -> tuple:
@@ -167,13 +163,13 @@ class Programs:
         decode = key.kind == "decode"
         return StepContext(
             stores=stores,
-            ops=self.ops,
-            activation=self.config.hidden_act,
-            row_tile=min(DECODE_TILE, self.tokens(key)) if decode else self.shapes.chunk,
-            waves=1 if decode else self.shapes.waves,
-            formats=self.formats,
+            ops=self.steps.ops,
+            activation=self.steps.config.hidden_act,
+            row_tile=min(DECODE_TILE, self.tokens(key)) if decode else self.steps.shapes.chunk,
+            waves=1 if decode else self.steps.shapes.waves,
+            formats=self.steps.formats,
             page=self.page,
-            arrays=self.trace_arrays if key.traced else frozenset(),
+            arrays=self.steps.trace_arrays if key.traced else frozenset(),
         )
 
     # ---- steps
@@ -202,13 +198,13 @@ class Programs:
 
     def _token_programs(self, key: ProgramKey) -> dict[Kind, Program]:
         """From logits to tokens."""
-        rows, vocabulary, array = self.shapes.rows, self.config.vocab_size, self.array
+        rows, vocabulary, array = self.steps.shapes.rows, self.steps.config.vocab_size, self.array
         ints, flags = array(rows), array(rows, dtype=jnp.bool_)
         floats, seeds = array(rows, dtype=jnp.float32), array(rows, dtype=jnp.uint32)
         logits = array(key.rows or rows, vocabulary, dtype=jnp.float32)
         counts = array(rows, vocabulary)
         biases = array(rows, MAX_BIASES), array(rows, MAX_BIASES, dtype=jnp.float32)
-        most = self.shapes.blocks * self.page.block_size
+        most = self.steps.shapes.blocks * self.steps.layout.page.block_size
         prompt = array(), array(most), array(most, dtype=jnp.bool_)
         likeliest = functools.partial(logprobs, n=min(MAX_LOGPROBS, vocabulary))
 
@@ -234,22 +230,22 @@ class Programs:
         """What moves and checks pages, cells and tables between steps."""
         arena, tables, stores, array = self.arena, self.tables, self.stores, self.array
         pages, places = array(SWAP_PAGES), array(*tables.address.shape[1:])
-        if self.formats is None:
+        if self.steps.formats is None:
             record_rows = tuple(store.shape[2] for store in stores)
         else:
-            record_rows = tuple(version.cell.rows for version in self.formats)
+            record_rows = tuple(version.cell.rows for version in self.steps.formats)
         moves = Moves._make([array(MOVES)] * len(Moves._fields))
         bind = functools.partial
         read, write, copy = (
-            bind(function, page=self.page_layout)
+            bind(function, page=self.steps.layout.page)
             for function in (read_pages, write_pages, move_pages)
         )
         pinned = self.sharding and self.sharding.with_memory_kind("pinned_host")
-        shape = (self.page_layout.nbytes // 2,)
+        shape = (self.steps.layout.page.nbytes // 2,)
         swapped = (jax.ShapeDtypeStruct(shape, jnp.uint16, sharding=pinned),) * SWAP_PAGES
-        populate = bind(_populate, ops=self.ops, formats=self.formats)
-        moved = bind(move, record_rows=record_rows, implementation=self.ops.move)
-        faults = bind(count_faults, formats=self.formats)
+        populate = bind(_populate, ops=self.steps.ops, formats=self.steps.formats)
+        moved = bind(move, record_rows=record_rows, implementation=self.steps.ops.move)
+        faults = bind(count_faults, formats=self.steps.formats)
 
         def transfer(arena, tables, stores, entries):
             """A stage list of all layers."""

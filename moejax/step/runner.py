@@ -18,7 +18,6 @@ from jax.sharding import SingleDeviceSharding
 from host_offload.control.controller import Controller
 from host_offload.memory.arena import allocate_arena
 from host_offload.memory.integrity import describe_faults
-from host_offload.memory.layout import SlotLayout
 from host_offload.memory.placement import Placement
 from host_offload.memory.store import ExpertStore
 from host_offload.memory.swap import SWAP_PAGES
@@ -40,12 +39,9 @@ from moejax.errors import UserError
 from moejax.models.layers import Decoder
 from moejax.requests.request import PrefillKind
 from moejax.step.hooks import Hooks, LayerTransfers
-from moejax.step.parts import PrefillBatch, Routing, StepOutput, StepShapes
+from moejax.step.parts import PrefillBatch, Routing, StepOutput, StepSpec
 from moejax.step.programs import MOVES, STAGES, Kind, Program, ProgramKey, Programs
-from pallas_kernels import Ops
-from pallas_kernels.kv_write import KVPage
 from pallas_kernels.move import Moves
-from pallas_kernels.records.versions import Formats
 from pallas_kernels.stage import Entries
 
 
@@ -73,26 +69,20 @@ class Runner:
         self,
         model: Decoder,
         store: ExpertStore,
-        layout: SlotLayout,
-        shapes: StepShapes,
+        steps: StepSpec,
+        device: jax.Device,
         *,
         slots: int,
         cells: int,
-        ops: Ops,
-        device: jax.Device,
-        trace_arrays: frozenset[str] = frozenset(),
-        formats: Formats | None = None,
     ):
-        """slots: of the arena. cells: C, the tables' bound of cells a layer. trace_arrays: of
-        TRACE_ARRAYS, what every step gives out beside the rest; with any, steps are other
-        executables. formats: by version number, None for dense alone."""
-        self.config, self.shapes, self.device, self.ops = model.config, shapes, device, ops
-        self.trace_arrays = trace_arrays
-        self.layout, self.store, self.slots = layout, store, slots
+        """slots: of the arena. cells: C, the tables' bound of cells a layer."""
+        self.steps, self.device, self.store, self.slots = steps, device, store, slots
+        self.config, self.shapes, self.ops = steps.config, steps.shapes, steps.ops
+        self.layout = layout = steps.layout
         self.graph, state = nnx.split(model)
         # Constants that the model made itself may lie on jax's default device.
         self.state = jax.device_put(state, SingleDeviceSharding(device))
-        self.formats = formats
+        formats = steps.formats
         stored = [record.version for record in layout.records]
         if formats is not None:
             stored = [version.store.version for version in formats]
@@ -110,11 +100,9 @@ class Runner:
         self.tables: Tables = jax.device_put(tables, self._sharding)
         self.placement: Placement | None = None
         """Where every expert began; None: experts are paged."""
-        self.tokens = jax.device_put(np.zeros(shapes.rows, np.int32), self._sharding)
+        self.tokens = jax.device_put(np.zeros(self.shapes.rows, np.int32), self._sharding)
         self.counts: jax.Array | None = None
         """int32[R, V], as of sampler.adjust, from the first request with penalties on."""
-        page = layout.page
-        self.page = KVPage(page.block_size, page.kv_heads, page.head_dim, page.latent)
         self._began = time.perf_counter()
         self.compile_s = 0.0
         """From the start to when a first request can run."""
@@ -142,7 +130,7 @@ class Runner:
     def moved_bytes(self) -> dict[str, np.ndarray] | None:
         """Version → int64[L]: bytes of an expert over the link; None where they are a cell's."""
         layers = self.tables.address.shape[0]
-        moved = version_bytes(self.layout, self.formats, layers, moved=True)
+        moved = version_bytes(self.layout, self.steps.formats, layers, moved=True)
         same = all(np.array_equal(moved[name], n) for name, n in self.version_bytes.items())
         return None if same else moved
 
@@ -169,7 +157,7 @@ class Runner:
 
     def _calls(self, step: ProgramKey) -> list[ProgramKey]:
         """The executables that a step calls."""
-        return [step._replace(traced=bool(self.trace_arrays))]
+        return [step._replace(traced=bool(self.steps.trace_arrays))]
 
     def _program(self, key: ProgramKey) -> Program:
         return self.programs().program(key)
@@ -264,21 +252,8 @@ class Runner:
             ).lower(*program.args)
 
     def programs(self) -> Programs:
-        return Programs(
-            config=self.config,
-            graph=self.graph,
-            state=self.state,
-            stores=self.stores,
-            arena=self.arena,
-            tables=self.tables,
-            shapes=self.shapes,
-            page_layout=self.layout.page,
-            page=self.page,
-            ops=self.ops,
-            formats=self.formats,
-            sharding=self._sharding,
-            trace_arrays=self.trace_arrays,
-        )
+        buffers = self.state, self.stores, self.arena, self.tables
+        return Programs(self.steps, self.graph, *buffers, self._sharding)
 
     # ---- steps
 
@@ -292,7 +267,9 @@ class Runner:
     ) -> StepOutput:
         self.check_hooks(hooks)
         key = step._replace(
-            traced=bool(self.trace_arrays), forced=forced is not None, staged=stages is not None
+            traced=bool(self.steps.trace_arrays),
+            forced=forced is not None,
+            staged=stages is not None,
         )
         extras = [value for value in (forced, stages) if value is not None]
         self.arena, self.tables, output = self._call(
@@ -348,7 +325,7 @@ class Runner:
         if self.counts is None:
             shape = (self.shapes.rows, self.config.vocab_size)
             self.counts = jnp.zeros(shape, jnp.int32, device=self._sharding)
-        ids = np.full(self.shapes.blocks * self.page.block_size, -1, np.int32)
+        ids = np.full(self.shapes.blocks * self.layout.page.block_size, -1, np.int32)
         end = len(prompt) + len(output)
         ids[: len(prompt)], ids[len(prompt) : end] = prompt, output
         is_output = np.arange(len(ids)) >= len(prompt)

@@ -46,9 +46,3 @@ DOMAIN_NOTES = """\
 divergence: Jensen-Shannon, in bits (Lin, 1991). variation: total variation. Both
 0 … 1. Halves of one domain show how much of it is chance. Published: the ten hottest
 experts of text, mathematics and code can be disjoint (DynaExq, Figure 2)."""
-
-
-def same_shape(layers: int, experts: int, top_k: int) -> PublishedModel | None:
-    """The published model with these sizes, if there is one."""
-    wanted = layers, experts, top_k
-    return next((m for m in MODELS if (m.layers, m.experts, m.top_k) == wanted), None)

@@ -16,14 +16,14 @@ import jax
 import numpy as np
 
 from host_offload.control.controller import Decided, Event
+from host_offload.control.interface import Spec
 from host_offload.control.paging import PagedSpec
 from host_offload.control.step_record import COLUMNS, StepRecord
-from host_offload.traces.schema import QUEUES, Mark, TraceError, TraceHeader, TransferTrace
+from host_offload.traces.schema import QUEUES, SAID, Mark, TraceError, TraceHeader, TransferTrace
 from host_offload.traces.writer import TraceWriter, require_new
 from moejax.errors import UserError, user_errors
 from moejax.models.model_config import config_digest
 from moejax.step.parts import parse_trace_arrays
-from moejax.step.programs import STAGES
 from moejax.step.runner import Runner
 
 BATCH = 32
@@ -142,48 +142,37 @@ def check_trace(
 def start_trace(
     directory: str | os.PathLike[str],
     runner: Runner,
+    spec: Spec,
     *,
-    dtype: str,
-    seed: int,
     settings: Mapping[str, Any],
     arrays: frozenset[str] = frozenset(),
 ) -> Tracer:
     """A Tracer into a new directory.
 
-    settings: what else decided the run (eviction, budgets), for people; kept as they are. arrays:
-    of TRACE_ARRAYS, those to record; the runner must give them out. Raises UserError for a
-    directory that is not new or cannot be written.
+    spec: what policies are told of the engine. settings: what else decided the run (eviction,
+    budgets), for people; kept as they are. arrays: of TRACE_ARRAYS, those to record; the runner
+    must give them out. Raises UserError for a directory that is not new or cannot be written.
     """
-    config, layout, shapes = runner.config, runner.layout, runner.shapes
+    config, moved = runner.config, runner.moved_bytes()
     cells = np.sum(np.asarray(runner.tables.cell_row) >= 0, axis=1)
-    moved = runner.moved_bytes()
-    sizes: dict[str, Any] = {
-        "layers": sum(config.moe_layers),
-        "experts": config.num_experts,
-        "top_k": config.num_experts_per_tok,
-    }
-    spec = {
+    sizes: dict[str, Any] = {n: getattr(spec, n) for n in ("layers", "experts", "top_k")}
+    said = {
         **sizes,
-        "hidden": config.hidden_size,
-        "dtype": dtype,
+        **{name: getattr(spec, name) for name in SAID},
+        "dtype": runner.steps.dtype,
         "version_bytes": {v: _number(sizes) for v, sizes in runner.version_bytes.items()},
         "link_bytes": None if moved is None else {v: _number(n) for v, n in moved.items()},
-        "page_bytes": layout.page.nbytes,
-        "page_tokens": layout.page.block_size,
-        "slot_bytes": layout.slot_bytes,
         "slots": runner.slots,
         "cells": cells.tolist(),
-        "stage_entries": STAGES,
         "resident": None if runner.placement is None else runner.placement.resident.said,
         "paged": _paged(runner),
-        "seed": seed,
-        "shapes": dataclasses.asdict(shapes),
+        "shapes": dataclasses.asdict(runner.shapes),
         **settings,
     }
     header = TraceHeader(
         **sizes,
         config_digest=config_digest(config),
-        spec=spec,
+        spec=said,
         machine={
             "device": runner.device.device_kind,
             "platform": platform.platform(),

@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from host_offload.memory.layout import DENSE
 from moejax.costs.rates import Rates
 from moejax.step.runner import Runner
 from scripts.parts.decode_timing import Samples
@@ -25,7 +24,7 @@ def measured_line(
     of a step is max(memory, link): dense weights, KV and active experts at the memory's read rate,
     missed experts at the link's. The least misses are the active experts beyond a layer's cells.
     """
-    config, record = runner.config, runner.layout.records[DENSE].nbytes
+    config, record = runner.config, runner.layout.records[0].nbytes
     active, fills, read_through = (
         np.array(counts, float)  # [steps, L]
         for counts in (samples.active, samples.fills, samples.read_through)

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from host_offload.versions.encoders import DTYPES, decode, encode
+from host_offload.versions.encoders import NUMPY_DTYPES, decode, encode
 from host_offload.versions.quantizers import QUANTIZERS
 from pallas_kernels.records import VERSIONS, RecordFormat
 from scripts.parts.commands import new_parser, refuse
@@ -65,9 +65,9 @@ def measure(args: argparse.Namespace, quantizers: Sequence[str]) -> Iterator[dic
     """A line for each version and quantizer. Raises ValueError as RecordFormat does."""
     shape = (args.experts, 3 * args.width, args.hidden)
     normal = np.random.default_rng(0).standard_normal(shape, np.float32) * np.float32(0.03)
-    if args.dtype not in DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, not {args.dtype}")
-    weights = normal.astype(DTYPES[args.dtype])
+    if args.dtype not in NUMPY_DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(NUMPY_DTYPES)}, not {args.dtype}")
+    weights = normal.astype(NUMPY_DTYPES[args.dtype])
     exact = weights.astype(np.float32)
     copy = np.empty_like(weights)
     copied = rate(lambda: np.copyto(copy, weights), weights.nbytes, args.repeats)

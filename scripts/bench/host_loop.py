@@ -36,7 +36,7 @@ from host_offload.memory.tables import empty_tables, with_contents
 from host_offload.versions.layer_versions import record_bytes, version_bytes
 from moejax import SamplingParams, UserError
 from moejax.checkpoints.random_model import SHAPES, shape
-from moejax.engine.control import control_of
+from moejax.engine.control import control_of, spec_of_engine
 from moejax.engine.loop import Engine
 from moejax.engine.scheduler import Scheduler
 from moejax.engine.statistics import Statistics
@@ -306,9 +306,8 @@ def run(config: ModelConfig, args: argparse.Namespace, mode: str) -> list[Measur
             engine.control = control_of(runner, controller)
         if mode in ("trace", "both"):
             directory = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "trace"
-            engine.tracer = start_trace(
-                directory, runner, dtype="bfloat16", seed=args.seed, settings={}
-            )
+            spec = spec_of_engine(runner, max_model_len=args.max_model_len, seed=args.seed)
+            engine.tracer = start_trace(directory, runner, spec, settings={})
             stack.callback(engine.tracer.close)
         arrivals = Arrivals(engine, args.mean_tokens, args.seed)
         measure(engine, arrivals, mode, args.warm_up)

@@ -35,9 +35,9 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from host_offload.memory.store import copy_transposed
+from host_offload.versions.encoders import WORKERS
 from moejax import UserError
 from moejax.checkpoints.load import load_checkpoint
-from moejax.checkpoints.placement import WORKERS
 from moejax.checkpoints.random_model import SHAPES, shape
 from moejax.checkpoints.tensors import expected_tensors
 from moejax.models.config import ModelConfig

@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from host_offload.memory.layout import DENSE
 from moejax.models.config import ModelConfig
 from moejax.step.runner import Runner
 from scripts.bench.prefill_timing import PrefillSample
@@ -65,7 +64,7 @@ def measured_line(
     cells: per layer. The floor is max(link, compute): the missed
     experts' bytes, each once, at the link's rate; prefill_operations at the matrix rate.
     """
-    config, record = runner.config, runner.layout.records[DENSE].nbytes
+    config, record = runner.config, runner.layout.records[0].nbytes
     tokens, operations = sum(lengths), prefill_operations(config, lengths)
     median = float(np.median([sample.seconds for sample in samples]))
     fills = float(np.mean([sample.fills for sample in samples]))

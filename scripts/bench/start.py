@@ -4,7 +4,7 @@ python -m scripts.bench start [--repeats N] [--expert-budget 25%]
 
 Each run is a process of its own, as a user starts it. Cold: an empty compilation cache. Warm: the
 cache that a cold run left. Text is seen where it leaves the process, through a pipe. The phases of
-a warm start are those of moejax.start.report.start_times.
+a warm start are those of moejax.engine.statistics.StartTimes.
 """
 
 from __future__ import annotations

@@ -165,10 +165,9 @@ def _arms(
 def _record(llm: LLM, args: argparse.Namespace, cap: int, directory: str) -> None:
     """A trace of another seed's conversations under a fixed split."""
     set_split(llm, Arm("", cap, None))
-    engine, page = llm.engine, llm.engine.runner.layout.page
-    floor = -(-engine.scheduler.max_model_len // page.block_size) * page.nbytes
-    settings = {"kv_floor_bytes": floor, "max_num_seqs": engine.scheduler.max_num_seqs}
-    tracer = start_trace(directory, engine.runner, dtype=llm.dtype, seed=0, settings=settings)
+    engine, length = llm.engine, llm.engine.scheduler.max_model_len
+    spec = spec_of_engine(engine.runner, max_model_len=length, seed=0)
+    tracer = start_trace(directory, engine.runner, spec, settings={})
     engine.tracer = tracer
     try:
         play(llm, args, workload_of(args, args.trace_seed))

@@ -397,9 +397,9 @@ def run_episode(llm: LLM, seed: int, number: int, *, check_every: int = 1) -> Ep
                     raise Fault(f"{len(workload.live())} requests have not ended")
         engine.drain()
         if engine.control is not None:
-            transfers = engine.control.stats()["transfers"].values()
+            transfers = engine.control.controller.stats()["transfers"].values()
             counts["staged transfers"] += sum(each["done"] for each in transfers)
-            counts["budgets deferred"] += engine.control.stats()["budget_deferred"]
+            counts["budgets deferred"] += engine.control.controller.stats()["budget_deferred"]
     workload.end_sessions(1.0)
     check(llm, device=True)
     check_all_free(llm)

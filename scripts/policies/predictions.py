@@ -47,9 +47,8 @@ from moejax.checkpoints.load import load_checkpoint
 from moejax.checkpoints.loaded_model import LoadedModel
 from moejax.checkpoints.random_model import random_model
 from moejax.costs.measure import calibrate
-from moejax.costs.store import StepSpec
 from moejax.device import select_device
-from moejax.engine.control import control_of
+from moejax.engine.control import control_of, spec_of_engine
 from moejax.engine.loop import Engine
 from moejax.models.config import parse_config
 from moejax.start.build import start_engine
@@ -148,9 +147,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def check(args: argparse.Namespace, name: str) -> Iterator[dict[str, Any]]:
     """A line for each held-out configuration of a model."""
-    with engine_of(args, name) as (engine, steps):
+    with engine_of(args, name) as engine:
         runner = engine.runner
-        model = calibrate(runner, steps)
+        model = calibrate(runner)
         if args.show:
             print(json.dumps(model.to_json()["figures"]))
         configurations = list(held_out(name, runner.config.num_experts))[: args.configurations]
@@ -192,8 +191,8 @@ def prefetch_of(each: Configuration) -> str | None:
 
 
 @contextmanager
-def engine_of(args: argparse.Namespace, name: str) -> Iterator[tuple[Engine, StepSpec]]:
-    """An engine with room for all experts and the KV of the largest batch, and its steps."""
+def engine_of(args: argparse.Namespace, name: str) -> Iterator[Engine]:
+    """An engine with room for all experts and the KV of the largest batch."""
     use_compilation_cache(None)
     device = select_device()
     loaded = load(name, device)
@@ -205,10 +204,10 @@ def engine_of(args: argparse.Namespace, name: str) -> Iterator[tuple[Engine, Ste
         max_num_batched_tokens=512,
         enable_prefix_caching=False,
     )
-    engine, plan = start_engine(loaded, options, device)
+    engine, _ = start_engine(loaded, options, device)
     try:
         engine.runner.wait_compiled(everything=True)
-        yield engine, plan.steps
+        yield engine
     finally:
         engine.runner.delete()
 
@@ -232,8 +231,9 @@ def run(
     cold(engine, each)
     if trace is not None:
         shutil.rmtree(trace, ignore_errors=True)
-        settings = {"eviction": eviction_of(each), "driver": engine.runner.driver}
-        engine.tracer = start_trace(trace, engine.runner, dtype="", seed=0, settings=settings)
+        spec = spec_of_engine(engine.runner, max_model_len=engine.scheduler.max_model_len, seed=0)
+        settings = {"eviction": eviction_of(each)}
+        engine.tracer = start_trace(trace, engine.runner, spec, settings=settings)
     before = dict(engine.statistics.paging)
     engine.events, kinds, compiled = deque(), {}, []
 

@@ -220,7 +220,8 @@ def _counts(step: Step, before: Step | None, read: dict[int, float]) -> bool:
 
 def _transfers(llm: LLM) -> int:
     control = llm.engine.control
-    return 0 if control is None else sum(c["done"] for c in control.stats()["transfers"].values())
+    transfers = {} if control is None else control.controller.stats()["transfers"]
+    return sum(counts["done"] for counts in transfers.values())
 
 
 def about(llm: LLM) -> dict[str, Any]:

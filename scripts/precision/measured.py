@@ -19,8 +19,8 @@ from safetensors.numpy import save_file
 
 from host_offload.memory.budget import Share, format_bytes
 from host_offload.memory.placement import slots_for
+from host_offload.versions.encoders import NUMPY_DTYPES
 from moejax import LLM, SamplingParams, UserError
-from moejax.checkpoints.safetensors.shards import NUMPY_DTYPES
 from moejax.checkpoints.tensors import expected_tensors
 from moejax.costs.rates import Rates, measure_rates
 from moejax.models.config import parse_config

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from host_offload.versions.encoders import DTYPES, encode
+from host_offload.versions.encoders import NUMPY_DTYPES, encode
 from pallas_kernels.records.format import RecordFormat
 from pallas_kernels.records.versions import VersionFormats
 from tests.host_offload.versions.numpy_decoder import decode
@@ -30,7 +30,7 @@ def records(rng: np.random.Generator, count: int, fmt: RecordFormat) -> np.ndarr
     if not fmt.lossy:
         weights = rng.standard_normal((count, 3 * width, hidden)) * sizes
         weights[rng.random(weights.shape) < 1e-3] *= 2.0**-20
-        return encode(weights.astype(DTYPES[fmt.dtype]), fmt)
+        return encode(weights.astype(NUMPY_DTYPES[fmt.dtype]), fmt)
     made = np.full((count, fmt.rows, hidden), POISON, np.uint16)
     for name, (first, rows) in fmt.parts.items():
         matrix, kind = name.split("_")

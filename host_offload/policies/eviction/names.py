@@ -4,19 +4,11 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any
 
 from host_offload.control.interface import Policy
 
-
-class EvictionPolicy(Policy, Protocol):
-    """A policy whose victim is the smallest w0·(−log2 age) + w1·log2(1 + frequency) + w2·prior."""
-
-    @property
-    def victim_weights(self) -> tuple[int, int, int]: ...
-
-
-POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
+POLICIES: dict[str, Callable[[], Any]] = {
     name: pkgutil.resolve_name(f"{__package__}.{place}")
     for name, place in {
         "lru": "weights:LRU",
@@ -26,8 +18,9 @@ POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
         "static": "static:Static",
     }.items()
 }
-"""Name → policy: what LLM(eviction=…) and --eviction take. A new one is a file of its own and a
-line here."""
+"""Name → policy with victim_weights, whose victim is the smallest w0·(−log2 age) +
+w1·log2(1 + frequency) + w2·prior: what LLM(eviction=…) and --eviction take. A new one is a file of
+its own and a line here."""
 
 EVICTION: dict[str, tuple[int, int, int]] = {
     name: policy.victim_weights
@@ -37,7 +30,7 @@ EVICTION: dict[str, tuple[int, int, int]] = {
 """Name → weights of pallas_kernels.plan.victim_key, of the policies that are nothing else."""
 
 
-def eviction_policy(eviction: str) -> EvictionPolicy:
+def eviction_policy(eviction: str) -> Policy:
     """The policy of that name. Raises ValueError naming the known ones."""
     if eviction not in POLICIES:
         raise ValueError(f"unknown eviction policy {eviction!r}; known: {', '.join(POLICIES)}")

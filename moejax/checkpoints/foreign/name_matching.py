@@ -95,7 +95,10 @@ def _listed(
 ) -> list[str]:
     """One line per name with the nearest of the others; names that differ in numbers only count
     as one."""
-    alike = _without_repeats(names)
+    first: dict[str, str] = {}
+    for name in names:
+        first.setdefault(_skeleton(name), name)
+    alike = list(first.values())
     if not alike:
         return []
     candidates = {_skeleton(o.removeprefix(strip)): o for o in reversed(list(others))}
@@ -109,13 +112,6 @@ def _listed(
     if len(alike) > _SHOWN:
         lines.append(f"  … and {len(alike) - _SHOWN} more that differ in more than numbers")
     return lines
-
-
-def _without_repeats(names: list[str]) -> list[str]:
-    first: dict[str, str] = {}
-    for name in names:
-        first.setdefault(_skeleton(name), name)
-    return list(first.values())
 
 
 def _skeleton(name: str) -> str:

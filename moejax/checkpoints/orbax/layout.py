@@ -21,9 +21,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from moejax.checkpoints.safetensors.shards import NUMPY_DTYPES
+from host_offload.versions.encoders import NUMPY_DTYPES
 from moejax.checkpoints.tensors import abstract_params
-from moejax.errors import UserError
+from moejax.errors import UserError, user_errors
 from moejax.models.config import ModelConfig
 from pallas_kernels.records import RecordFormat
 
@@ -95,10 +95,8 @@ class StoredModel:
         dense = self.config.expert_layout(NUMPY_DTYPES[self.dtype].itemsize)
         if version == DENSE:
             return dense
-        try:
+        with user_errors(where=f"{self.directory}: "):
             return dataclasses.replace(dense, version=version, dtype=self.dtype)
-        except ValueError as error:
-            raise UserError(f"{self.directory}: {error}") from None
 
     @functools.cached_property
     def params(self) -> dict[str, Leaf]:

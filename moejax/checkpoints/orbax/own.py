@@ -21,6 +21,7 @@ import jax
 import numpy as np
 
 from host_offload.memory.store import ExpertStore, StoreBuilder, aligned_empty, shares_memory
+from host_offload.versions.encoders import NUMPY_DTYPES, WORKERS
 from moejax.checkpoints.loaded_model import (
     LoadedModel,
     counted,
@@ -38,14 +39,13 @@ from moejax.checkpoints.orbax.manifest import (
     read_file,
     read_manifest,
 )
-from moejax.checkpoints.placement import WORKERS, cast, count_nonfinite, in_order
-from moejax.checkpoints.safetensors.shards import NUMPY_DTYPES
+from moejax.checkpoints.placement import cast, count_nonfinite, in_order
 from moejax.errors import UserError
 from moejax.models.config import load_config
 from moejax.models.directory import checkpoint_directory, read_json, require_own_file
 
 _PHASES = ("headers", "allocate", "read")
-"""The phases of moejax.start.report.start_times; parameters go to the device while others are
+"""The phases of moejax.engine.statistics.StartTimes; parameters go to the device while others are
 read."""
 
 MOST_FILES = 1 << 30

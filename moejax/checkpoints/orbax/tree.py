@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
+from host_offload.versions.encoders import NUMPY_DTYPES
 from moejax.checkpoints.orbax.steps import TREE
 from moejax.checkpoints.safetensors.headers import FLOAT_DTYPES, Header
-from moejax.checkpoints.safetensors.shards import NUMPY_DTYPES
 from moejax.errors import UserError, shown
 from moejax.models.directory import check_size, may_lead_to, read_json
 

@@ -11,20 +11,14 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-import ml_dtypes
 import numpy as np
 
+from host_offload.versions.encoders import NUMPY_DTYPES
 from moejax.checkpoints.safetensors.headers import Header, damaged, file_stamp, read_header
 from moejax.errors import UserError
 from moejax.models.directory import read_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-
-NUMPY_DTYPES = {
-    "float16": np.dtype(np.float16),
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-    "float32": np.dtype(np.float32),
-}
 
 
 class TensorReader(Protocol):

@@ -51,7 +51,10 @@ def completion_request(fields: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
             raise UserError(f"the field {name!r} is not supported")
     if "id" in body:
         raise UserError("the field 'id' is not supported in body; custom_id names a line")
-    _rename(body, "max_completion_tokens", "max_tokens")
+    if "max_completion_tokens" in body:
+        most = body.pop("max_completion_tokens")
+        if body.setdefault("max_tokens", most) != most:
+            raise UserError("max_tokens and max_completion_tokens differ; give one of them")
     other = "messages" if url == COMPLETIONS else "prompt"
     if other in body or "prompt_token_ids" in body:
         wrong = other if other in body else "prompt_token_ids"
@@ -59,13 +62,6 @@ def completion_request(fields: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     if url == CHAT:
         _chat_logprobs(body)
     return url, body
-
-
-def _rename(body: dict[str, Any], name: str, to: str) -> None:
-    if name in body:
-        value = body.pop(name)
-        if body.setdefault(to, value) != value:
-            raise UserError(f"{to} and {name} differ; give one of them")
 
 
 def _chat_logprobs(body: dict[str, Any]) -> None:

@@ -34,10 +34,7 @@ def success(
         if len(sequences) == 1:
             record |= sequences[0]
         else:
-            numbered = [
-                {"index": c.index, **s} for c, s in zip(output.outputs, sequences, strict=True)
-            ]
-            record["outputs"] = numbered
+            record["outputs"] = [{"index": i, **s} for i, s in enumerate(sequences)]
         record |= _prompt_logprobs(output) | {"usage": _usage(output), "error": None}
     metrics = _metrics(output) | ({} if job is None else {"job": job})
     return _encode(record | {"metrics": metrics})

@@ -12,8 +12,7 @@ from host_offload.memory.budget import Budget, cells_per_layer, format_bytes, re
 from host_offload.memory.device_memory import FreeMemory
 from host_offload.memory.placement import ResidentSpec
 from host_offload.policies.prefetch.fitted import check_fitted
-from moejax.checkpoints.safetensors.shards import NUMPY_DTYPES
-from moejax.costs.store import StepSpec
+from host_offload.versions.encoders import NUMPY_DTYPES
 from moejax.costs.transition_bound import bounded
 from moejax.engine.control import policy_spec
 from moejax.errors import UserError, user_errors
@@ -35,7 +34,7 @@ from moejax.start.precision import (
     resident_versions,
 )
 from moejax.start.settings import Settings
-from moejax.step.parts import TRACE_ARRAYS
+from moejax.step.parts import TRACE_ARRAYS, StepSpec
 from moejax.traces.tracer import config_digest
 from pallas_kernels import resolve_ops
 
@@ -221,10 +220,7 @@ def decide(
     if mixed is None:
         cells = cells_per_layer(budget.expert_slots, moe_layers, experts)
     spec = policy_spec(
-        steps.config,
-        steps.layout,
-        steps.formats,
-        driver=steps.driver,
+        steps,
         slots=budget.slots,
         bound=experts if mixed is None else mixed.cell_bound,
         max_model_len=length,

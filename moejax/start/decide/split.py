@@ -15,14 +15,15 @@ from host_offload.memory.budget import KV_SHARE, Budget
 from host_offload.sizing.cell_allocation import allocate
 from host_offload.sizing.configurator import configure, turns_of
 from host_offload.sizing.miss_curves import trace_curves
-from host_offload.sizing.split import division_of, miss_costs
+from host_offload.sizing.split import division_of
 from host_offload.traces.reader import Trace
 from moejax.cache import cache_root, write_whole
-from moejax.costs.store import StepSpec, identity, kept_cost_model
-from moejax.costs.workload_plan import open_trace
+from moejax.costs.store import identity, kept_cost_model
+from moejax.costs.workload_plan import open_trace, weighed
 from moejax.engine.resize import check_grant
 from moejax.errors import UserError, user_errors
 from moejax.start.settings import BudgetOptions
+from moejax.step.parts import StepSpec
 from moejax.traces.tracer import config_digest
 
 log = logging.getLogger("moejax")
@@ -69,7 +70,8 @@ def start_split(
             f"which would have missed {found.misses:.0f} of {int(curves.references.sum())}"
         )
         return Split(cells, budget.kv_slots, note)
-    asked = wanted.cells != "uniform" or wanted.split_given
+    sizes = wanted.options.expert_budget, wanted.options.kv_budget
+    asked = wanted.cells != "uniform" or sizes != (None, None)
     if not budget.cut or asked or len(steps.layout.records) > 1:
         return None
     return _by_rule(wanted, Split(tuple(had), budget.kv_slots, ""), spec, steps)
@@ -116,13 +118,7 @@ def known_costs(steps: StepSpec) -> Costs:
 
 def _configured(wanted: BudgetOptions, trace: Trace, spec: Spec, costs: Costs) -> Split:
     """The split that the configurator finds."""
-    prices = miss_costs(costs, spec, wanted.options.kv_overflow)
-    if prices.expert_s <= 0:
-        raise UserError(
-            "the measured costs say that a missing expert costs nothing, so there is nothing "
-            "to weigh; leave out budget, or measure them again on a quiet machine: `moejax "
-            "calibrate MODEL --force`"
-        )
+    prices = weighed(costs, spec, wanted.options.kv_overflow)
     division = division_of(spec)
     with user_errors(where=f"{trace.directory}: "):
         found = configure(turns_of(trace), division, prices, allocation=wanted.cells)
@@ -157,10 +153,7 @@ def remember(trace: Trace) -> Path:
     """Keeps a trace's directory as the workload of its model; returns the file that says so, which
     may be deleted. Raises UserError where it cannot be written."""
     path = workload_file(trace.header.config_digest)
-    try:
-        write_whole(path, json.dumps({"trace": str(trace.directory.absolute())}) + "\n")
-    except OSError as error:
-        raise UserError(f"{path} cannot be written ({error.strerror})") from error
+    write_whole(path, json.dumps({"trace": str(trace.directory.absolute())}) + "\n")
     return path
 
 

@@ -103,7 +103,7 @@ def _block(total: Line, *parts: Line, rest: str, how: str = "") -> tuple[Line, .
 
 def _weights(engine: Engine, cells: int) -> list[Line]:
     """What is in so many cells; of several versions, a line each with the cells cut for it."""
-    tables, formats = engine.runner.tables, engine.runner.formats
+    tables, formats = engine.runner.tables, engine.runner.steps.formats
     dense, *others = engine.runner.layout.records
     sizes, counts = {"experts' weights": dense.nbytes}, {"experts' weights": cells}
     if others:

@@ -20,6 +20,7 @@ from pallas_kernels.move import Moves, move
 from pallas_kernels.plan import Tables
 from tests.host_offload.control.policy_runs import scripted
 from tests.host_offload.memory.resident_device import Device, Host, StaleRead, resident, spec_for
+from tests.host_offload.memory.test_precision_pools import partial_slots
 
 THREE_LAYERS = resident([[1], [1], [1]], 4, capacity=(2, 3))
 """One expert a layer, so that a cell may go from a layer to an earlier one."""
@@ -230,7 +231,7 @@ def test_moves_of_a_step_are_bounded_and_counted():
     host.wanted[0, ::2] = 0
     host.want()
     host.drain()
-    assert host.transitions.pools.partial_slots(1) == 3
+    assert partial_slots(host.transitions.pools, 1) == 3
     host.transitions.keep_free = 9
     before = host.transitions.stats()["precision"]["moves"]
     host.dispatch()
@@ -238,7 +239,7 @@ def test_moves_of_a_step_are_bounded_and_counted():
     host.run(5)
     said = host.transitions.stats()["precision"]
     assert said["moved_bytes"] == 4 * said["moves"] > 0
-    assert host.transitions.pools.partial_slots(1) <= 1
+    assert partial_slots(host.transitions.pools, 1) <= 1
 
 
 def test_states_of_an_expert():

@@ -33,7 +33,7 @@ class LayeredDevice:
             self._dispatch(step)
         while self._pending:
             self.control.after_read(self._pending.pop(0))
-        self.control.finish()
+        self.control.controller.finish()
 
     def _dispatch(self, step: StepRecord) -> None:
         control, device = self.control, self.device

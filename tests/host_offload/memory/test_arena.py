@@ -42,7 +42,7 @@ def check(arena: SlotArena, live: list[int]) -> None:
     """Classes, cells, pages and counts agree with each other and with the pages handed out."""
     granted = arena.cell_row[arena.cell_row >= 0]
     expert_slots = np.flatnonzero(arena.slot_class == SlotClass.EXPERT)
-    assert sorted(granted) == [LAYOUT.cell_row(int(s), 0) for s in expert_slots]
+    assert sorted(granted) == [int(s) * LAYOUT.slot_rows for s in expert_slots]
     kv_slots = np.flatnonzero(arena.slot_class == SlotClass.KV).tolist()
     assert arena.pages == PER_SLOT * len(kv_slots)
     assert arena.free_pages == arena.pages - len(live)

@@ -18,7 +18,7 @@ from host_offload.memory.store import (
     copy_transposed,
     update,
 )
-from host_offload.versions.encoders import DTYPES, encode
+from host_offload.versions.encoders import NUMPY_DTYPES, encode
 from pallas_kernels.records import RecordFormat
 
 LAYOUT = RecordFormat("dense", 16, 4, "bfloat16")
@@ -127,8 +127,8 @@ def test_delete_frees_the_arrays():
 
     build = builder()
     held = weakref.ref(build._array if build._memory is None else build._memory)
-    build.delete()
-    build.delete()
+    build.close()
+    build.close()
     assert held() is None or held().is_deleted()
 
 
@@ -205,7 +205,7 @@ def test_rows_keep_bits():
     bits = np.arange(2**16, dtype=np.uint16).reshape(256, 256)
     for dtype in ("bfloat16", "float16"):
         layout = RecordFormat("dense", 256, 256, dtype)
-        weights = np.concatenate([bits, bits, bits.T]).view(DTYPES[dtype])
+        weights = np.concatenate([bits, bits, bits.T]).view(NUMPY_DTYPES[dtype])
         record = encode(weights[None], layout)[0]
         np.testing.assert_array_equal(record, np.concatenate([bits, bits, bits.T]))
 

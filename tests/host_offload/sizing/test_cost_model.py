@@ -74,7 +74,7 @@ def test_policies_see_lines_and_totals():
     assert costs.attention_s == 0.5
     assert costs.prefill_s_per_token == (500 + 20 + 100 * 4) / 64
     assert costs.recompute_s_per_token == 11
-    assert costs.kv_swap_s_per_byte == 12 and costs.memory_s_per_byte == 13
+    assert costs.kv_swap_s_per_byte == 12
     assert costs.gpu_expert.tolist() == [[1, 100], [4, 100], [5, 150], [8, 150]]
     assert costs.cpu_expert.tolist() == [70, 1]
     assert np.isnan(dataclasses.replace(MODEL, cpu_expert=None).costs().cpu_expert).all()

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from host_offload.versions.encoders import DTYPES, reduced_axis
+from host_offload.versions.encoders import NUMPY_DTYPES, reduced_axis
 from host_offload.versions.packing import part
 from pallas_kernels.records.format import BLOCK, ESCAPE, MATRICES, ZEROS, RecordFormat
 
 
 def decode(records: np.ndarray, fmt: RecordFormat) -> np.ndarray:
     """[n, 3·I, D] of the format's dtype, the weights of n experts. records: uint16[n, rows, D]."""
-    weights = np.empty((len(records), 3, fmt.width, fmt.hidden), DTYPES[fmt.dtype])
+    weights = np.empty((len(records), 3, fmt.width, fmt.hidden), NUMPY_DTYPES[fmt.dtype])
     for record, into in zip(records, weights, strict=True):
         if fmt.version == "dense":
             into.reshape(-1).view(np.uint16)[:] = record.reshape(-1)

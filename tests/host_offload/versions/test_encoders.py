@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from host_offload.versions import encoders
-from host_offload.versions.encoders import DTYPES, EncodingError, encode, reduced_axis
+from host_offload.versions.encoders import NUMPY_DTYPES, EncodingError, encode, reduced_axis
 from host_offload.versions.packing import pack, part
 from host_offload.versions.quantizers import (
     QUANTIZERS,
@@ -34,7 +34,7 @@ seeds = st.integers(0, 2**32 - 1)
 def normal(fmt, n=2, seed=0, spread=0.03):
     rng = np.random.default_rng(seed)
     values = rng.standard_normal((n, 3 * fmt.width, fmt.hidden), np.float32) * spread
-    return values.astype(DTYPES[fmt.dtype])
+    return values.astype(NUMPY_DTYPES[fmt.dtype])
 
 
 def bits_of(weights):
@@ -47,7 +47,7 @@ def from_bits(bits, fmt):
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", NUMPY_DTYPES)
 def test_both_decoders_agree_bit_for_bit(version, dtype):
     if version == "lossless12" and dtype != "bfloat16":
         return
@@ -81,7 +81,7 @@ def test_unpack_undoes_pack(rows, columns, bits, down, seed):
 @given(
     shape=shapes,
     version=st.sampled_from(LOSSY),
-    dtype=st.sampled_from(list(DTYPES)),
+    dtype=st.sampled_from(list(NUMPY_DTYPES)),
     quantizer=st.sampled_from(list(QUANTIZERS)),
     exponent=st.integers(-20, 3),
     seed=seeds,

@@ -91,12 +91,14 @@ def test_the_expert_that_a_version_cannot_hold_is_named(monkeypatch):
     assert not store.arrays["dense"].is_deleted()
 
 
-def test_records_are_read_from_pinned_memory():
+def test_records_are_read_from_pinned_memory(monkeypatch):
+    monkeypatch.setattr(store_versions, "WORKERS", 2)
+    monkeypatch.setattr(store_versions, "_BATCH_BYTES", 1)
     values = weights()
     store = dense_store(values)
     found = read_records(store.arrays["dense"], 1, 2, 3)
     np.testing.assert_array_equal(found, values[1, 2:5].view(np.uint16))
-    parts = list(dense_weights(store, "bfloat16", batch=2))
+    parts = list(dense_weights(store, "bfloat16"))
     assert [(layer, first) for layer, first, _ in parts] == [
         (layer, first) for layer in (0, 1) for first in (0, 2, 4)
     ]

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 from safetensors.numpy import save_file
 
-from moejax.checkpoints.safetensors.shards import NUMPY_DTYPES
+from host_offload.versions.encoders import NUMPY_DTYPES
 from moejax.checkpoints.tensors import expected_tensors
 from moejax.models.config import parse_config
 from tests.host_offload.memory.dense_records import record_of

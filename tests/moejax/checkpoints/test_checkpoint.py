@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from host_offload.versions.encoders import NUMPY_DTYPES
 from moejax.checkpoints.load import load_checkpoint, load_tensors
 from moejax.checkpoints.safetensors.headers import Header
-from moejax.checkpoints.safetensors.shards import NUMPY_DTYPES
 from moejax.checkpoints.tensors import expected_tensors
 from moejax.errors import UserError
 from moejax.models.config import parse_config

@@ -17,10 +17,11 @@ from safetensors import SafetensorError
 from safetensors.numpy import load as load_bytes
 from safetensors.numpy import load_file, save
 
+from host_offload.versions.encoders import NUMPY_DTYPES
 from moejax.checkpoints.load import load_checkpoint
 from moejax.checkpoints.placement import count_nonfinite
 from moejax.checkpoints.safetensors.headers import MOST_HEADER
-from moejax.checkpoints.safetensors.shards import NUMPY_DTYPES, find_shards
+from moejax.checkpoints.safetensors.shards import find_shards
 from moejax.errors import UserError
 from moejax.models.config import load_config
 from moejax.models.directory import FOLLOW_LINKS, read_json

@@ -11,12 +11,12 @@ import jax
 import numpy as np
 import pytest
 
+from host_offload.versions.encoders import NUMPY_DTYPES
 from moejax import LLM, SamplingParams
 from moejax.checkpoints.convert import convert
 from moejax.checkpoints.load import checkpoint_format, load_checkpoint
 from moejax.checkpoints.orbax.manifest import checksum
 from moejax.checkpoints.orbax.own import load_orbax, read_expert
-from moejax.checkpoints.safetensors.shards import NUMPY_DTYPES
 from moejax.errors import UserError
 from moejax.models.families import FAMILIES
 from tests.moejax.checkpoints.conversions import assert_same_model, copied, flip, rewrite_manifest

@@ -11,7 +11,7 @@ from host_offload.memory.budget import ArenaTooSmall
 from moejax.commands import main as cli
 from moejax.errors import UserError
 from moejax.requests.sampling_params import SamplingParams
-from tests.moejax.serve.test_summary import STATS
+from tests.moejax.commands.test_summary import STATS
 
 
 class FakeLLM:

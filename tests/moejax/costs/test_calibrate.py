@@ -18,7 +18,6 @@ from moejax.commands import main as cli
 from moejax.costs import measure, store
 from moejax.costs.forced import Case, ForcedSteps
 from moejax.costs.store import (
-    StepSpec,
     cost_file,
     identity,
     load_cost_model,
@@ -27,6 +26,7 @@ from moejax.costs.store import (
 from moejax.errors import UserError
 from moejax.serve import costs
 from moejax.serve.costs import cost_model_for, cost_model_of, costs_for
+from moejax.step.parts import StepSpec
 from pallas_kernels.records import RecordFormat
 from pallas_kernels.records.versions import VersionFormats
 from tests.host_offload.sizing.cost_models import MODEL
@@ -94,7 +94,7 @@ def test_costs_of_another_machine_are_refused_and_name_it(tmp_path):
 
 def test_a_place_that_cannot_be_written_is_said(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="costs cannot be written to"):
+    with pytest.raises(UserError, match=r"costs\.json cannot be written"):
         write_cost_model(tmp_path / "file" / "costs.json", MODEL)
 
 

@@ -287,7 +287,7 @@ def test_what_a_control_hands_over():
     assert (last.step, last.age, last.seconds) == (1, 1, 0.5)
     assert (last.running, last.kv_used, last.bucket, last.compiled) == (2, 3, 4, False)
     assert last.position.tolist() == [7] and (last.cells == 8).all()
-    counts = control.stats()["transfers"]["prefetch"]
+    counts = control.controller.stats()["transfers"]["prefetch"]
     assert (counts["done"], counts["skipped"], counts["issued"]) == (1, 1, 2)
     assert set(control._snapshots) == {2}
 
@@ -304,7 +304,7 @@ def test_a_step_that_failed_behind_a_hook_leaves_nothing_to_settle():
     (again,) = control.before_step(1)
     assert again.expert == 4  # it waited again, and is this step's
     assert control.between_layers(Moment.LAYER_BEGIN, 0) == []
-    counts = control.stats()["transfers"]["prefetch"]
+    counts = control.controller.stats()["transfers"]["prefetch"]
     assert (counts["issued"], counts["deferred"], counts["skipped"]) == (1, 1, 0)
 
 
@@ -346,7 +346,7 @@ def test_a_budget_goes_to_the_engine(can):
     control.after_dispatch(0)
     control.after_read(step_record(0))
     control.before_step(1)
-    assert control.stats()["budget_deferred"] == (0 if can else 1)
+    assert control.controller.stats()["budget_deferred"] == (0 if can else 1)
     if can is not None:
         ((cells, pages),) = asked
         assert cells.tolist() == [2, 3] and pages is None

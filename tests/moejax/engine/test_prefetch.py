@@ -23,7 +23,7 @@ from host_offload.simulate.replay import replay
 from host_offload.traces.reader import Trace, read_trace
 from moejax import LLM, SamplingParams
 from moejax.commands.main import main
-from moejax.engine.control import control_of, layer_hooks
+from moejax.engine.control import control_of, layer_hooks, spec_of_engine
 from moejax.errors import UserError
 from moejax.traces.tracer import start_trace
 from scripts.parts.controllers import start_controller
@@ -57,17 +57,15 @@ def recorded(
     eviction, policies = with_eviction(None, policies)
     use(llm, policies, router)
     engine, runner = llm.engine, llm.engine.runner
-    settings = {"eviction": eviction, "driver": runner.driver}
-    arrays = runner.trace_arrays
-    tracer = start_trace(
-        directory, runner, dtype=llm.dtype, seed=0, settings=settings, arrays=arrays
-    )
+    spec, arrays = spec_of_engine(runner, max_model_len=256, seed=0), runner.steps.trace_arrays
+    settings = {"eviction": eviction}
+    tracer = start_trace(directory, runner, spec, settings=settings, arrays=arrays)
     if engine.control is not None:
         engine.control.controller.listener = tracer.event
     engine.tracer = tracer
     results = run(llm, JOBS, check=bool(policies))
     if engine.control is not None:
-        engine.control.finish()
+        engine.control.controller.finish()
     tracer.close()
     engine.tracer = None
     return results, read_trace(directory)

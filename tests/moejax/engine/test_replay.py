@@ -26,7 +26,7 @@ from host_offload.simulate.simulator import simulate, spec_of
 from host_offload.traces.reader import Trace, TraceError, read_trace
 from host_offload.traces.writer import TraceWriter
 from moejax import LLM, SamplingParams
-from moejax.engine.control import control_of, layer_hooks
+from moejax.engine.control import control_of, layer_hooks, spec_of_engine
 from moejax.traces.tracer import start_trace
 from scripts.parts.controllers import start_controller
 from tests.host_offload.control.erratic_policy import Erratic
@@ -100,8 +100,8 @@ def traced(
     engine.control = control_of(runner, controller, engine.resizer)
     engine.hooks = None if engine.control is None else layer_hooks(engine.control, runner)
     engine._steps = itertools.count()
-    settings = {"model": "demo", "eviction": name, "driver": runner.driver}
-    tracer = start_trace(directory, runner, dtype=llm.dtype, seed=0, settings=settings)
+    spec = spec_of_engine(runner, max_model_len=length, seed=0)
+    tracer = start_trace(directory, runner, spec, settings={"model": "demo", "eviction": name})
     if engine.control is not None:
         engine.control.controller.listener = tracer.event
     engine.tracer = tracer
@@ -110,7 +110,7 @@ def traced(
         engine.set_budget(by_hand, engine.scheduler.arena.count(SlotClass.KV))
         run(llm, jobs, check=False)
     if engine.control is not None:
-        engine.control.finish()
+        engine.control.controller.finish()
     tracer.close()
     engine.tracer = engine.control = None
     return read_trace(directory)

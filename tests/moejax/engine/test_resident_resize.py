@@ -150,7 +150,7 @@ def check(engine, control) -> None:
     assert np.isin(rows // arena.layout.slot_rows, experts).all()
     sizes = np.array([record.nbytes for record in runner.layout.records])
     taken = int(sizes[tables.cell_version[tables.cell_row >= 0]].sum())
-    said = control.stats()["precision"]
+    said = control.controller.stats()["precision"]
     assert taken <= transitions.used_bytes <= said["budget_bytes"]
     assert said["budget_bytes"] == len(experts) * runner.layout.slot_bytes
 
@@ -185,19 +185,19 @@ def played(engine, policies, *, slots=EXPERT_SLOTS, spares=1, directory=None) ->
     control.after_dispatch = watched
     tracer = None
     if directory is not None:
-        settings = {"model": "demo", "eviction": "lru", "driver": runner.driver}
-        tracer = start_trace(directory, runner, dtype="bfloat16", seed=0, settings=settings)
+        settings = {"model": "demo", "eviction": "lru"}
+        tracer = start_trace(directory, runner, control.controller.spec, settings=settings)
         control.controller.listener, engine.tracer = tracer.event, tracer
     recorded = run(SimpleNamespace(engine=engine), JOBS)  # pyright: ignore[reportArgumentType]
     engine.control = engine.tracer = None
     if tracer is not None:
-        control.finish()
+        control.controller.finish()
         tracer.close()
     return SimpleNamespace(
         recorded=recorded,
         versions=versions,
         slots=slots_seen,
-        stats=control.stats()["precision"],
+        stats=control.controller.stats()["precision"],
         moved=engine.resizer.stats(),
     )
 

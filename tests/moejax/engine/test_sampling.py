@@ -16,7 +16,7 @@ from moejax.engine.sampling import TokenSampler, has_penalties
 from moejax.models.layers import Decoder
 from moejax.requests.request import append_prompt_logprobs
 from moejax.start.decide.shapes import step_shapes
-from moejax.step.parts import empty_prefill
+from moejax.step.parts import StepSpec, empty_prefill
 from moejax.step.programs import ProgramKey
 from moejax.step.runner import Runner
 from moejax.step.sampler import GREEDY_BELOW
@@ -239,17 +239,11 @@ def runner(demo_dir):
     loaded = load_checkpoint(demo_dir, device=device)
     config = loaded.config
     layout = config.slot_layout(loaded.layout.itemsize)
-    ops = resolve_ops("xla")
-    runner = Runner(
-        Decoder(config, loaded.params, ops),
-        loaded.store,
-        layout,
-        step_shapes(layout, rows=ROWS, max_model_len=LIMIT, max_num_batched_tokens=256, waves=1),
-        slots=32,
-        cells=config.num_experts,
-        ops=ops,
-        device=device,
-    )
+    ops, limits = resolve_ops("xla"), {"max_model_len": LIMIT, "max_num_batched_tokens": 256}
+    shapes = step_shapes(layout, rows=ROWS, waves=1, **limits)
+    steps = StepSpec("cpu", "", "device", ops, config, loaded.dtype, layout, shapes)
+    model = Decoder(config, loaded.params, ops)
+    runner = Runner(model, loaded.store, steps, device, slots=32, cells=config.num_experts)
     yield runner
     runner.delete()
 

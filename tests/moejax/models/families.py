@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from moejax.checkpoints.safetensors.shards import NUMPY_DTYPES
+from host_offload.versions.encoders import NUMPY_DTYPES
 from moejax.checkpoints.tensors import expected_tensors
 from moejax.models.config import parse_config
 from tests.moejax.checkpoints.random_checkpoint import write

@@ -14,6 +14,7 @@ import pytest
 
 from moejax import LLM, AsyncLLM, EngineDeadError, SamplingParams, UserError
 from moejax.errors import OutOfKV
+from moejax.requests.prompts import PromptEncoder
 from moejax.requests.submission import _with_text
 from scripts.check.kv_faults import kv_faults
 
@@ -349,13 +350,13 @@ def test_a_slow_reader_gets_the_newest_and_holds_nobody_up(llm):
 
 
 def test_the_loop_goes_on_while_a_prompt_is_encoded(llm, monkeypatch):
-    encode, ticks = llm._encode, 0
+    encode, ticks = PromptEncoder.__call__, 0
 
-    def slow(prompt):
+    def slow(encoder, prompt):
         time.sleep(0.2)
-        return encode(prompt)
+        return encode(encoder, prompt)
 
-    monkeypatch.setattr(llm, "_encode", slow)
+    monkeypatch.setattr(PromptEncoder, "__call__", slow)
 
     async def main():
         nonlocal ticks

@@ -24,7 +24,7 @@ from moejax.requests.outputs import CompletionOutput, Logprob, RequestMetrics, R
 from moejax.requests.request import GenerationRequest
 from moejax.serve.batch.job import Job, open_job
 from moejax.serve.batch.lines import derived_seed, read_lines
-from tests.moejax.serve.test_summary import STATS
+from tests.moejax.commands.test_summary import STATS
 
 
 def text_of(prompt) -> str:

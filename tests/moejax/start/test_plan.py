@@ -42,13 +42,7 @@ def test_an_engine_is_what_its_plan_says(options):
         assert plan.describe() | ours == dry.describe() | ours
         assert plan.steps == dry.steps and plan.budget.notes == dry.budget.notes
         runner, scheduler, arena = engine.runner, engine.scheduler, engine.scheduler.arena
-        assert (runner.slots, runner.shapes, runner.ops, runner.formats, runner.layout) == (
-            plan.budget.slots,
-            plan.steps.shapes,
-            plan.steps.ops,
-            plan.steps.formats,
-            plan.steps.layout,
-        )
+        assert runner.slots == plan.budget.slots and runner.steps == plan.steps
         assert (
             arena.count(SlotClass.KV) == plan.budget.kv_slots and arena.pages == plan.budget.pages
         )

@@ -73,8 +73,8 @@ def played(
         ops="xla",
     )
     engine, plan = start_engine(loaded, options, jax.devices("cpu")[0])
-    settings = {"model": "demo", "eviction": "lru", "driver": driver}
-    tracer = start_trace(directory, engine.runner, dtype="bfloat16", seed=0, settings=settings)
+    settings = {"model": "demo", "eviction": "lru"}
+    tracer = start_trace(directory, engine.runner, plan.spec, settings=settings)
     engine.tracer = tracer
     if engine.control is not None:
         engine.control.controller.listener = tracer.event
@@ -92,8 +92,8 @@ def played(
     recorded = run(SimpleNamespace(engine=engine), JOBS)  # pyright: ignore[reportArgumentType]
     control = None
     if engine.control is not None:
-        engine.control.finish()
-        control = engine.control.stats()
+        engine.control.controller.finish()
+        control = engine.control.controller.stats()
     tracer.close()
     found = SimpleNamespace(
         recorded=recorded,

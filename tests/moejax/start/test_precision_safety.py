@@ -174,24 +174,24 @@ def played(
             granted = after.cell_row >= 0
             sizes = np.array([record.nbytes for record in runner.layout.records])
             taken = int(sizes[after.cell_version[granted]].sum())
-            said = control.stats()["precision"]
+            said = control.controller.stats()["precision"]
             assert taken <= said["peak_bytes"] <= said["budget_bytes"]
             assert said["budget_bytes"] == slots * runner.layout.slot_bytes
 
         if watch:
             control.after_dispatch = watched
     if directory is not None:
-        settings = {"model": "demo", "eviction": "lru", "driver": runner.driver}
-        tracer = start_trace(directory, runner, dtype="bfloat16", seed=0, settings=settings)
+        settings = {"model": "demo", "eviction": "lru"}
+        tracer = start_trace(directory, runner, control.controller.spec, settings=settings)
         control.controller.listener = tracer.event
         engine.tracer = tracer
     llm: Any = SimpleNamespace(engine=engine)
     recorded = run(llm, JOBS, check=watch)
     engine.control = engine.tracer = None
     if tracer is not None:
-        control.finish()
+        control.controller.finish()
         tracer.close()
-    stats = None if control is None else control.stats()["precision"]
+    stats = None if control is None else control.controller.stats()["precision"]
     return SimpleNamespace(recorded=recorded, versions=versions, stats=stats, control=control)
 
 
@@ -296,7 +296,7 @@ def test_paged_experts_change_versions_too(engine):
         engine.control = control
         engine._steps = itertools.count()
         recorded = run(SimpleNamespace(engine=engine), JOBS)  # pyright: ignore[reportArgumentType]
-        counts = control.stats()["transfers"]
+        counts = control.controller.stats()["transfers"]
         assert counts["promotion"]["done"] > 5 and counts["demotion"]["done"] > 5
         found.append(SimpleNamespace(recorded=recorded))
     engine.control = None

@@ -20,10 +20,10 @@ from moejax.checkpoints.random_model import abstract_params, expert_layout, shap
 from moejax.models.config import ModelConfig
 from moejax.models.layers import Decoder
 from moejax.start.decide.shapes import step_shapes
+from moejax.step.parts import StepSpec
 from moejax.step.programs import ProgramKey, Programs
 from moejax.step.runner import compiler_options
 from pallas_kernels import Ops, resolve_ops
-from pallas_kernels.kv_write import KVPage
 from tests.aot.aot_h200 import Compiled, compile_for_h200
 from tests.hlo import read_executable
 
@@ -71,23 +71,29 @@ def abstract_programs(
     slots = arena_bytes // layout.slot_bytes
     graph, state = nnx.split(Decoder(config, abstract_params(config), ops))
     store = jax.ShapeDtypeStruct((moe_layers, experts, record.rows, record.hidden), jnp.uint16)
-    return Programs(
+    steps = StepSpec(
+        device_kind="",
+        runtime="",
+        driver="device",
+        ops=ops,
         config=config,
-        graph=graph,
-        state=state,
+        dtype=record.dtype,
+        layout=layout,
+        shapes=step_shapes(layout, waves=waves, **limits),
+    )
+    return Programs(
+        steps,
+        graph,
+        state,
         stores=(store,),
         arena=jax.ShapeDtypeStruct((slots * layout.slot_rows, layout.hidden), jnp.uint16),
         tables=jax.eval_shape(lambda: empty_tables(moe_layers, experts, experts)),
-        shapes=step_shapes(layout, waves=waves, **limits),
-        page_layout=layout.page,
-        page=KVPage(
-            layout.page.block_size,
-            layout.page.kv_heads,
-            layout.page.head_dim,
-            layout.page.latent,
-        ),
-        ops=ops,
     )
+
+
+def with_steps(programs: Programs, **changes) -> Programs:
+    """Programs of steps that are as these but for some fields."""
+    return dataclasses.replace(programs, steps=dataclasses.replace(programs.steps, **changes))
 
 
 # ---- the demo model on this machine
@@ -146,8 +152,8 @@ def test_moving_pages_copies_nothing_but_pages(runner):
 
 def test_prefill_step_in_waves_copies_nothing_large(runner):
     programs = runner.programs()
-    waves = dataclasses.replace(programs.shapes, waves=3)
-    compiled = compile_here(dataclasses.replace(programs, shapes=waves), PREFILL)
+    waves = dataclasses.replace(programs.steps.shapes, waves=3)
+    compiled = compile_here(with_steps(programs, shapes=waves), PREFILL)
     assert compiled.copies(MiB) == []
     assert compiled.memory.temp_bytes < DEMO_TEMP["prefill"]
 
@@ -250,7 +256,7 @@ def test_integrity_check_of_a_large_model_copies_nothing_large(large):
 
 @pytest.mark.aot
 def test_swapping_pages_of_a_large_arena_copies_nothing_else(large):
-    page, program = large.page_layout.nbytes, large.program(ProgramKey("swap_in"))
+    page, program = large.steps.layout.page.nbytes, large.program(ProgramKey("swap_in"))
     pages_in = compile_for_h200(
         program.function, *program.args, donate_argnums=program.donated, host_argnums=(1,)
     )
@@ -268,7 +274,7 @@ def test_swapping_pages_of_a_large_arena_copies_nothing_else(large):
 
 @pytest.mark.aot
 def test_moving_pages_of_a_large_arena_copies_nothing_else(large):
-    page, program = large.page_layout.nbytes, large.program(ProgramKey("move_pages"))
+    page, program = large.steps.layout.page.nbytes, large.program(ProgramKey("move_pages"))
     moved = compile_for_h200(program.function, *program.args, donate_argnums=program.donated)
     assert [size for _, size in moved.copies(MiB) if size > page] == []
     assert moved.memory.alias_bytes == nbytes(large.arena)

@@ -15,7 +15,12 @@ from moejax.step.parts import TRACE_ARRAYS, TraceArrays, parse_trace_arrays
 from moejax.step.programs import ProgramKey
 from moejax.traces import read_trace
 from tests.moejax.engine_runs import Job, Recorded, run
-from tests.moejax.step.test_constant_memory import MiB, abstract_programs, compile_here
+from tests.moejax.step.test_constant_memory import (
+    MiB,
+    abstract_programs,
+    compile_here,
+    with_steps,
+)
 
 LIMITS = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 256}
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -71,7 +76,8 @@ def traced(directory: Path, driver: str, dtype: str) -> Traced:
         seen = engine.control.controller._seats[1].state
         executables = engine.runner.executables()
         engine.tracer = engine.control = engine.hooks = None
-        engine.runner.trace_arrays = frozenset()
+        plain = dataclasses.replace(engine.runner.steps, trace_arrays=frozenset())
+        engine.runner.steps = plain
         without = run(llm, JOBS, check=False)
         assert llm.stats()["trace_arrays"] == []
         plain = ProgramKey("decode", part="output" if driver == "host" else None)
@@ -183,8 +189,7 @@ def test_a_traced_step_copies_nothing_large(key):
     programs = abstract_programs(
         shape("demo"), 32 * MiB, rows=16, max_model_len=1024, max_num_batched_tokens=1024
     )
-    programs = dataclasses.replace(programs, trace_arrays=TRACE_ARRAYS)
-    compiled = compile_here(programs, key)
+    compiled = compile_here(with_steps(programs, trace_arrays=TRACE_ARRAYS), key)
     # A prefill step's gate inputs of all layers are 1 MiB; the arena is 32.
     assert [size for _, size in compiled.copies(MiB) if size > 4 * MiB] == []
 

@@ -20,6 +20,7 @@ from tests.moejax.step.test_constant_memory import (
     abstract_programs,
     compile_here,
     nbytes,
+    with_steps,
 )
 
 TIERS = ("dense", "int4")
@@ -38,7 +39,8 @@ def with_versions(programs, versions):
         formats.append(VersionFormats(RecordFormat(cell, *size), RecordFormat(held, *size)))
         records = (layers, experts, formats[-1].store.rows, hidden)
         stores.append(jax.ShapeDtypeStruct(records, jnp.uint16))
-    return dataclasses.replace(programs, stores=tuple(stores), formats=tuple(formats))
+    programs = dataclasses.replace(programs, stores=tuple(stores))
+    return with_steps(programs, formats=tuple(formats))
 
 
 @pytest.mark.slow

@@ -2,13 +2,13 @@
 
 import pytest
 
-from moejax.start.report import start_times
-from moejax.start.report.start_times import StartTimes
+from moejax.engine import statistics
+from moejax.engine.statistics import StartTimes
 
 
 def test_phases_add_up(monkeypatch):
     clock = iter([10.0, 11.0, 15.0, 18.0, 18.5])
-    monkeypatch.setattr(start_times.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(statistics.time, "perf_counter", lambda: next(clock))
     times = StartTimes()
     times.end("backend")
     times.end("load", {"read": 3.0})

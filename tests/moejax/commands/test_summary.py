@@ -1,6 +1,6 @@
 import copy
 
-from moejax.serve.summary import format_summary
+from moejax.commands.generate import format_summary
 
 STATS = {
     "model": "demo",
