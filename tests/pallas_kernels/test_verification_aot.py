@@ -10,9 +10,9 @@ import jax
 import pytest
 
 from moejax.checkpoints.random_model import shape
-from moejax.costs.store import StepSpec
 from moejax.start import kernels
 from moejax.start.decide.shapes import step_shapes
+from moejax.step.parts import StepSpec
 from pallas_kernels import resolve_ops
 from pallas_kernels.verification.check import IMPLEMENTATIONS, argument_shapes
 from pallas_kernels.verification.checks import WIDE_BYTES

@@ -9,11 +9,11 @@ import jax
 import pytest
 
 from moejax.checkpoints.random_model import shape
-from moejax.costs.store import StepSpec
 from moejax.errors import UserError
 from moejax.start import kernels
 from moejax.start.decide.shapes import step_shapes
 from moejax.start.kernels import checked_later, start_checks, verify_kernels
+from moejax.step.parts import StepSpec
 from moejax.step.runner import Runner
 from pallas_kernels import resolve_ops
 from pallas_kernels.rms_norm import api
