@@ -4,7 +4,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.implementations import implementations, pick
 
-IMPLEMENTATIONS = implementations("head_linear", ("xla",))
+IMPLEMENTATIONS = implementations("head_linear", ("xla", "cpu"))
 
 
 def head_linear(

@@ -5,7 +5,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.implementations import implementations, pick
 
-IMPLEMENTATIONS = implementations("linear", ("xla", "pallas"))
+IMPLEMENTATIONS = implementations("linear", ("xla", "pallas", "cpu"))
 
 
 def linear(
