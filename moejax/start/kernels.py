@@ -14,6 +14,7 @@ from moejax.costs.store import StepSpec
 from moejax.errors import user_errors
 from moejax.models.config import ModelConfig
 from moejax.models.family import Parts
+from pallas_kernels.cpu.library import instruction_set, why_not_cpu
 from pallas_kernels.records.versions import Formats
 from pallas_kernels.verification import ModelShape, checks, require_verified
 
@@ -29,6 +30,14 @@ def verify_kernels(steps: StepSpec, device: jax.Device) -> None:
     with user_errors():
         for shape in kernel_shapes(steps.config, steps.dtype, steps.layout, steps.formats):
             require_verified(checks(shape, steps.ops, device), device, cache_root() / "verified")
+
+
+def native_note(steps: StepSpec, platform: str) -> str:
+    """A line about the native CPU ops for people; empty where there is nothing to say."""
+    if "cpu" in dataclasses.astuple(steps.ops):
+        return f"native CPU ops with the {instruction_set()} instructions"
+    reason = why_not_cpu() if platform == "cpu" else None
+    return f"{reason}; all ops run in XLA" if reason else ""
 
 
 def kernel_shapes(

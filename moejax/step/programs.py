@@ -25,7 +25,14 @@ from moejax.requests.sampling_params import MAX_BIASES, MAX_LOGPROBS
 from moejax.step.context import DeviceMemory, StepContext
 from moejax.step.device_driver import device_step
 from moejax.step.experts import stage_layer
-from moejax.step.parts import DECODE_TILE, Leaf, PrefillBatch, Routing, StepShapes, empty_prefill
+from moejax.step.parts import (
+    Leaf,
+    PrefillBatch,
+    Routing,
+    StepShapes,
+    decode_tile,
+    empty_prefill,
+)
 from moejax.step.sampler import add_bias, adjust, greedy, logprobs, recount, sample, tally
 from pallas_kernels import Ops
 from pallas_kernels.fill import fill
@@ -169,7 +176,7 @@ class Programs:
             stores=stores,
             ops=self.ops,
             activation=self.config.hidden_act,
-            row_tile=min(DECODE_TILE, self.tokens(key)) if decode else self.shapes.chunk,
+            row_tile=decode_tile(self.ops, self.tokens(key)) if decode else self.shapes.chunk,
             waves=1 if decode else self.shapes.waves,
             formats=self.formats,
             page=self.page,
