@@ -1,3 +1,5 @@
+from typing import Any
+
 import jax
 import numpy as np
 
@@ -23,7 +25,7 @@ def _result(q, page):
     return jax.ShapeDtypeStruct((q.shape[0], q.shape[1] * page.value_dim), q.dtype)
 
 
-def _options(page, window, scale):
+def _options(page, window, scale) -> dict[str, Any]:
     return dict(
         page=np.array(page, np.int64), window=np.int64(window or 0), scale=np.float32(scale)
     )
