@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from importlib import import_module
 
 from pallas_kernels.cards import CLASSES
+from pallas_kernels.cpu.library import why_not_cpu
 from pallas_kernels.triton import KERNEL_DTYPES, is_interpreted
 
 
@@ -85,7 +86,8 @@ def resolve_ops(
     ops: as for parse_ops. platform: the device's, "cpu" or "gpu". dtype: the run's. no_kernel: ops
     whose kernel this model cannot use, and why (paged_attention's `why_not_pallas`). shared_kib:
     the device's `cards.shared_class`. Auto is "pallas" on a GPU for the 16-bit dtypes where the op
-    has a kernel for the model, else "xla", which runs everywhere.
+    has a kernel for the model, else "xla", which runs everywhere; "cpu" only runs where it is asked
+    for.
 
     Raises ValueError for what parse_ops refuses, for kernels asked for where they cannot run, and
     for a class that does not exist.
@@ -101,6 +103,10 @@ def resolve_ops(
         if name == "auto":
             usable = platform == "gpu" and not wide and "pallas" in OPS[op]
             name = "pallas" if usable and op not in no_kernel else "xla"
+        if name == "cpu" and platform != "cpu":
+            raise ValueError(f"op {op!r}: the native CPU ops run on CPUs; here use pallas or auto")
+        if name == "cpu" and (reason := why_not_cpu()):
+            raise ValueError(f"op {op!r}: {reason}; or use xla or auto")
         if name == "pallas" and not runs:
             raise ValueError(f"op {op!r}: Pallas kernels need an NVIDIA GPU; here use xla or auto")
         if name == "pallas" and wide:

@@ -1,6 +1,7 @@
 """What every test shares: the platform, the compilation cache, hypothesis, and the reasons to skip.
 
-Nothing else skips a test. A test file with the marker `torch` imports torch inside its tests or
+Nothing else skips a test, but for NATIVE of tests/pallas_kernels/contract.py, where the native CPU
+ops are not built. A test file with the marker `torch` imports torch inside its tests or
 fixtures, not at the top, because Python 3.12 collects it too.
 
 Environment:

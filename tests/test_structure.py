@@ -21,7 +21,7 @@ PACKAGES = ("pallas_kernels", "host_offload", "moejax")
 
 ORDER: dict[str, tuple[str, ...]] = {
     "pallas_kernels": (
-        *("implementations", "cards", "triton", "dispatch", "__init__", "tolerances"),
+        *("implementations", "cards", "triton", "cpu", "dispatch", "__init__", "tolerances"),
         *("records", "plan", "fill", "move", "stage", "rms_norm", "layer_norm", "linear"),
         *("head_linear", "kv_write", "latent_write", "paged_attention", "route", "expert_ffn"),
         *("combine", "verification"),

@@ -1,5 +1,7 @@
-"""The wheel carries the three packages and the embedded model, and nothing else."""
+"""The wheel carries the three packages, the embedded model and, where a C++ compiler built it, the
+library of native CPU ops; nothing else."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -7,29 +9,58 @@ import zipfile
 
 import pytest
 
+from pallas_kernels.cpu.build import LIBRARY, sources
+
 PACKAGES = ("moejax", "host_offload", "pallas_kernels")
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def wheel_names(repository, tmp_path_factory) -> set[str]:
+@pytest.fixture(
+    scope="module",
+    # .ci/run's own wheel has the library.
+    params=[pytest.param("c++", marks=pytest.mark.nightly), "no-such-compiler"],
+)
+def wheel(repository, tmp_path_factory, request) -> zipfile.ZipFile:
     # A copy, since setuptools puts whatever an older build left in build/ into the wheel.
     source = tmp_path_factory.mktemp("source")
     for package in (*PACKAGES, "tests", "scripts"):
-        ignore = shutil.ignore_patterns("__pycache__")
+        ignore = shutil.ignore_patterns("__pycache__", "*.so")
         shutil.copytree(repository / package, source / package, ignore=ignore)
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(repository / name, source)
     result = subprocess.run(
         [sys.executable, "-m", "build", "--wheel", "--outdir", "dist", "."],
         cwd=source,
+        env=os.environ | {"CXX": request.param},
         capture_output=True,
         text=True,
     )
     assert result.returncode == 0, result.stdout + result.stderr
-    (wheel,) = (source / "dist").glob("moejax-*-py3-none-any.whl")
-    return set(zipfile.ZipFile(wheel).namelist())
+    built = request.param == "c++"
+    assert ("the CPU ops are left out, XLA runs instead" in result.stdout + result.stderr) != built
+    (wheel,) = (source / "dist").glob(f"moejax-*-py3-none-{'*' if built else 'any'}.whl")
+    # With the library it is for one platform.
+    assert (wheel.name.split("-")[-1] != "any.whl") == built
+    return zipfile.ZipFile(wheel)
+
+
+@pytest.fixture(scope="module")
+def wheel_names(wheel) -> set[str]:
+    return set(wheel.namelist())
+
+
+def test_the_library_is_in_the_wheel_where_it_was_built(wheel, wheel_names):
+    library = f"pallas_kernels/cpu/{LIBRARY}"
+    assert (library in wheel_names) == ("any" not in wheel.filename.split("-")[-1])
+    if library in wheel_names:
+        assert wheel.read(library).startswith(b"\x7fELF")
+
+
+def test_the_sources_of_the_library_are_in_the_wheel(repository, wheel_names):
+    names = {path.relative_to(repository).as_posix() for path in sources()}
+    headers = {f"pallas_kernels/cpu/xla/ffi/api/{name}.h" for name in ("api", "c_api", "ffi")}
+    assert names | headers <= wheel_names
 
 
 def test_every_source_file_of_the_packages_is_in_the_wheel(repository, wheel_names):

@@ -303,9 +303,9 @@ class Decoder(nnx.Module):
         """tokens int32[...] -> [..., D]."""
         return self.embedding[...][tokens]
 
-    def logits(self, x: jax.Array, row_tile: int) -> jax.Array:
-        """Hidden states [T, D] after the last layer -> float32 logits [T, V]. row_tile: rows of
-        one matrix product."""
+    def logits(self, x: jax.Array, row_tile: int, tiles: jax.Array | None = None) -> jax.Array:
+        """Hidden states [T, D] after the last layer -> float32 logits [T, V]. row_tile, tiles: as
+        linear's."""
         with jax.named_scope("logits"):
             weight, bias = self.final_norm[...][None], self.final_norm_bias
             bias = None if bias is None else bias[...][None]
@@ -317,6 +317,7 @@ class Decoder(nnx.Module):
                 0,
                 None if self.lm_head_bias is None else self.lm_head_bias[...][None],
                 row_tile=row_tile,
+                tiles=tiles,
                 out_dtype=jnp.float32,
                 implementation=self.ops.linear,
                 shared_kib=self.ops.shared_kib,

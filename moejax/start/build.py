@@ -27,7 +27,7 @@ from moejax.errors import user_errors
 from moejax.models.layers import Decoder
 from moejax.start.decide.facts import device_facts, facts_of
 from moejax.start.decide.plan import Plan, decide, divide, step_spec
-from moejax.start.kernels import checked_later, verify_kernels
+from moejax.start.kernels import checked_later, native_note, verify_kernels
 from moejax.start.options import Options
 from moejax.start.precision import place_experts
 from moejax.start.probe import divided, step_costs
@@ -67,6 +67,8 @@ def start_engine(
             plan.max_model_len,
             rope.original_max_position_embeddings,
         )
+    if note := native_note(plan.steps, device.platform):
+        log.info(note)
     for note in plan.budget.notes:
         # What the user asked for and does not get must be seen without asking for a log.
         log.log(logging.WARNING if ", cut from" in note else logging.INFO, note)

@@ -16,6 +16,7 @@ from moejax.errors import user_errors
 from moejax.models.config import ModelConfig
 from moejax.models.family import Parts
 from moejax.step.parts import StepSpec
+from pallas_kernels.cpu.library import instruction_set, why_not_cpu
 from pallas_kernels.records.versions import Formats
 from pallas_kernels.verification import (
     Check,
@@ -85,6 +86,14 @@ def checked_later(steps: StepSpec, device: jax.Device, arena_bytes: int) -> Iter
 def _checked() -> Path:
     """Where the checks that ran on this machine are kept."""
     return cache_root() / "verified"
+
+
+def native_note(steps: StepSpec, platform: str) -> str:
+    """A line about the native CPU ops for people; empty where there is nothing to say."""
+    if "cpu" in dataclasses.astuple(steps.ops):
+        return f"native CPU ops with the {instruction_set()} instructions"
+    reason = why_not_cpu() if platform == "cpu" else None
+    return f"{reason}; all ops run in XLA" if reason else ""
 
 
 def kernel_shapes(

@@ -29,6 +29,18 @@ DECODE_TILE = 16
 """Rows of one matrix product in decode; more rows are more tiles, so that a row's bits do not
 depend on how many there are."""
 
+
+def sums_in_one_order(ops: Ops) -> bool:
+    """Whether every product with weights is a native CPU op: those sum up a row in one order
+    whatever the number of rows, so that decode can compute the rows in use and no others."""
+    return ops.linear == ops.head_linear == ops.expert_ffn == "cpu"
+
+
+def decode_tile(ops: Ops, rows: int) -> int:
+    """Rows of one matrix product in decode."""
+    return 1 if sums_in_one_order(ops) else min(DECODE_TILE, rows)
+
+
 Leaf = Any
 """A jax or numpy array, or a jax.ShapeDtypeStruct while a step is lowered."""
 
@@ -204,7 +216,7 @@ def step_tokens(batch: tuple, context: StepContext) -> tuple[jax.Array, Tokens]:
 def decode_tokens(positions: jax.Array, block_table: jax.Array, context: StepContext) -> Tokens:
     """The tokens of a decode step, see device_step."""
     valid, row_tile = positions >= 0, context.row_tile
-    last = jnp.max(jnp.where(valid, jnp.arange(valid.shape[0]) + 1, 0))
+    last = _rows_in_use(valid)
     return Tokens(
         positions=positions,
         valid=valid,
@@ -292,11 +304,11 @@ def step_output(
     staged: jax.Array | None,
     kind: str,
 ) -> StepOutput:
-    """x [T, D]: after the last layer. batch: as of device_step; of decode only its kind matters.
-    trace: of all MoE layers. staged: as of StepOutput. kind: as of device_step."""
+    """x [T, D]: after the last layer. batch, kind: as of device_step. trace: of all MoE
+    layers. staged: as of StepOutput."""
     prefill = batch[0] if isinstance(batch[0], PrefillBatch) else None
     ends = x if prefill is None else x[jnp.maximum(prefill.last, 0)]
-    logits = model.logits(ends, min(DECODE_TILE, ends.shape[0]))
+    logits = model.logits(ends, *_logit_rows(model, ends, batch, prefill))
     read, scores = _TARGETS.get(kind), None
     if prefill is not None and read is not None:
         scores = read(model, x.reshape(*prefill.tokens.shape, -1), prefill)
@@ -315,6 +327,18 @@ def step_output(
         arrays=trace.arrays,
         demand=demand,
     )
+
+
+def _logit_rows(model, ends, batch, prefill):
+    """(rows of one product, products needed, None: all) of the head."""
+    if prefill is None and sums_in_one_order(model.ops):
+        return 1, _rows_in_use(batch[1] >= 0)
+    return min(DECODE_TILE, ends.shape[0]), None
+
+
+def _rows_in_use(valid):
+    """int32: the first rows of a decode step that hold all its tokens."""
+    return jnp.max(jnp.where(valid, jnp.arange(valid.shape[0]) + 1, 0))
 
 
 def _missed_routes(ids, missed):

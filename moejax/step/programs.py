@@ -23,7 +23,7 @@ from moejax.requests.sampling_params import MAX_BIASES, MAX_LOGPROBS
 from moejax.step.context import DeviceMemory, StepContext
 from moejax.step.device_driver import device_step
 from moejax.step.experts import stage_layer
-from moejax.step.parts import DECODE_TILE, Leaf, PrefillBatch, Routing, StepSpec, empty_prefill
+from moejax.step.parts import Leaf, PrefillBatch, Routing, StepSpec, decode_tile, empty_prefill
 from moejax.step.sampler import add_bias, adjust, greedy, logprobs, recount, sample, tally
 from pallas_kernels import Ops
 from pallas_kernels.fill import fill
@@ -165,7 +165,9 @@ class Programs:
             stores=stores,
             ops=self.steps.ops,
             activation=self.steps.config.hidden_act,
-            row_tile=min(DECODE_TILE, self.tokens(key)) if decode else self.steps.shapes.chunk,
+            row_tile=(
+                decode_tile(self.steps.ops, self.tokens(key)) if decode else self.steps.shapes.chunk
+            ),
             waves=1 if decode else self.steps.shapes.waves,
             formats=self.steps.formats,
             page=self.page,

@@ -8,7 +8,7 @@ from pallas_kernels.implementations import implementations, pick
 from pallas_kernels.records.format import RecordFormat
 from pallas_kernels.records.versions import Formats, VersionFormats, check_formats
 
-IMPLEMENTATIONS = implementations("expert_ffn", ("xla", "pallas"))
+IMPLEMENTATIONS = implementations("expert_ffn", ("xla", "pallas", "cpu"))
 
 
 def expert_ffn(

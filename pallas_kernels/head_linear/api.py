@@ -4,7 +4,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.implementations import implementations, pick
 
-IMPLEMENTATIONS = implementations("head_linear", ("xla", "pallas"))
+IMPLEMENTATIONS = implementations("head_linear", ("xla", "cpu", "pallas"))
 
 
 def head_linear(

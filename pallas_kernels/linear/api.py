@@ -6,7 +6,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.cards import CLASSES
 from pallas_kernels.implementations import implementations, pick
 
-IMPLEMENTATIONS = implementations("linear", ("xla", "pallas"))
+IMPLEMENTATIONS = implementations("linear", ("xla", "pallas", "cpu"))
 
 
 def linear(

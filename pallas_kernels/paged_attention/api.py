@@ -7,7 +7,7 @@ from pallas_kernels.implementations import implementations, pick
 from pallas_kernels.kv_write import KVPage
 from pallas_kernels.paged_attention.span import SPAN
 
-IMPLEMENTATIONS = ("xla", "pallas")
+IMPLEMENTATIONS = ("xla", "pallas", "cpu")
 DECODE = implementations("paged_attention", IMPLEMENTATIONS, "decode_attention")
 PREFILL = implementations("paged_attention", IMPLEMENTATIONS, "prefill_attention")
 

@@ -5,7 +5,7 @@ from pallas_kernels.paged_attention.span import SPAN
 
 
 def decode_attention(q, arena, block_table, lengths, layer, *, page, window, scale, q_rope):
-    q = _whole(q, q_rope)
+    q = whole(q, q_rope)
 
     # One sequence at a time: the shapes of its products are those of a lone request, and the work
     # is that of the real tokens. (Batched over rows it was slower on CPU at every length tried.)
@@ -22,7 +22,7 @@ def decode_attention(q, arena, block_table, lengths, layer, *, page, window, sca
 def prefill_attention(
     q, arena, block_table, row, start, length, count, layer, *, page, window, scale, q_rope
 ):
-    q = _whole(q, q_rope)
+    q = whole(q, q_rope)
     size = q.shape[0] // row.shape[0]
 
     def chunk(c, out):
@@ -36,7 +36,7 @@ def prefill_attention(
     return lax.fori_loop(0, count, chunk, out)
 
 
-def _whole(q, q_rope):
+def whole(q, q_rope):
     """Queries as wide as keys."""
     return q if q_rope is None else jnp.concatenate([q, q_rope], axis=-1)
 

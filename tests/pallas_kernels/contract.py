@@ -17,6 +17,7 @@ import jax
 import numpy as np
 import pytest
 
+from pallas_kernels.cpu.library import why_not_cpu
 from pallas_kernels.tolerances import TOLERANCES
 from pallas_kernels.triton import interpreted
 from tests.pallas_kernels import bounds
@@ -25,6 +26,9 @@ POISON = 0x7FFF
 """uint16 of memory where nothing valid lies: NaN in bfloat16 and float16, twice in float32."""
 
 SEEDS = (0, 1)
+
+NATIVE = pytest.mark.skipif(why_not_cpu() is not None, reason=f"cpu: {why_not_cpu()}")
+"""Tests that need the library of native CPU ops; .ci/run builds it and skips none of them."""
 
 
 INTERPRETED_SPECS = 1
@@ -60,6 +64,8 @@ def each(
         place = 0 if spec is None else list(specs).index(spec)
         slow = interpreted_kernel or mutants or place >= QUICK_SPECS
         marks = [pytest.mark.slow] if slow else []
+        if case["implementation"] == "cpu":
+            marks.append(NATIVE)
         of_bits = spec is None and "dtype" in case
         if interpreted_kernel and (mutants or of_bits or place >= INTERPRETED_SPECS):
             marks.append(pytest.mark.nightly)

@@ -1,0 +1,377 @@
+// The ops as XLA calls them (jax.ffi): checks of what could be read out of bounds, then the op.
+// Shapes are static and checked against each other here; addresses and ids come from tables, and
+// the ops check them before they read.
+#include <cstring>
+#include <exception>
+#include <string>
+#include <vector>
+
+#include "pallas_kernels/cpu/kernels.h"
+#include "pallas_kernels/cpu/pool.h"
+#include "pallas_kernels/expert_ffn/cpu.h"
+#include "pallas_kernels/linear/cpu.h"
+#include "pallas_kernels/paged_attention/cpu.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+namespace moejax {
+namespace {
+
+using Any = ffi::AnyBuffer;
+using Ints = ffi::Buffer<ffi::S32>;
+using Int = ffi::BufferR0<ffi::S32>;
+using Numbers = ffi::Span<const int64_t>;
+
+struct XlaPool : Pool {
+  explicit XlaPool(ffi::ThreadPool& pool) : pool_(pool), threads_(pool.num_threads()) {}
+  int64_t threads() const override { return threads_; }
+  void schedule(void (*run)(void*), void* data) override {
+    pool_.Schedule([run, data] { run(data); });
+  }
+
+ private:
+  ffi::ThreadPool& pool_;
+  int64_t threads_;
+};
+
+ffi::Error invalid(const std::string& why) { return ffi::Error::InvalidArgument(why); }
+
+// Whether a buffer has exactly these dimensions.
+bool is(const Any& buffer, std::initializer_list<int64_t> dims) {
+  const auto have = buffer.dimensions();
+  return have.size() == dims.size() && std::equal(dims.begin(), dims.end(), have.begin());
+}
+bool is(const Ints& buffer, std::initializer_list<int64_t> dims) {
+  const auto have = buffer.dimensions();
+  return have.size() == dims.size() && std::equal(dims.begin(), dims.end(), have.begin());
+}
+
+bool type_of(ffi::DataType have, Type& type) {
+  if (have == ffi::DataType::BF16) type = Type::BF16;
+  else if (have == ffi::DataType::F16) type = Type::F16;
+  else if (have == ffi::DataType::F32) type = Type::F32;
+  else return false;
+  return true;
+}
+
+const char* at(const void* p, int64_t elements, Type type) {
+  return static_cast<const char*>(p) + elements * size_of(type);
+}
+
+// Runs an op with the pool and the selected kernels; what it throws becomes an error.
+template <class F>
+ffi::Error run(ffi::ThreadPool& threads, F f) {
+  const Kernels* kernels = select_kernels();
+  if (!kernels) return invalid(select_error());
+  XlaPool pool(threads);
+  try {
+    const std::string wrong = f(pool, *kernels);
+    return wrong.empty() ? ffi::Error::Success() : invalid(wrong);
+  } catch (const std::exception& error) {
+    return ffi::Error::Internal(error.what());
+  }
+}
+
+// ---- linear
+
+// Rows of whole tiles that are needed, at most `tokens`.
+int64_t needed(Int tiles, int64_t row_tile, int64_t tokens) {
+  const int64_t rows = std::max<int64_t>(*tiles.typed_data(), 0) * row_tile;
+  return std::min(rows, tokens);
+}
+
+ffi::Error linear(ffi::ThreadPool threads, Any x, Any w, Int layer, Any bias, Int tiles,
+                  int64_t row_tile, ffi::Result<Any> y) {
+  Product p = {};
+  if (x.dimensions().size() != 2 || w.dimensions().size() != 3) return invalid("linear: ranks");
+  const int64_t tokens = x.dimensions()[0], layers = w.dimensions()[0];
+  p.inputs = x.dimensions()[1], p.outputs = w.dimensions()[1];
+  p.tokens = needed(tiles, row_tile, tokens);
+  const bool biased = bias.element_count();
+  if (!type_of(x.element_type(), p.type) || !type_of(y->element_type(), p.out_type) ||
+      w.element_type() != x.element_type() || bias.element_type() != x.element_type()) {
+    return invalid("linear: dtypes");
+  }
+  if (w.dimensions()[2] != p.inputs || !is(*y, {tokens, p.outputs}) ||
+      (biased && !is(bias, {layers, p.outputs}))) {
+    return invalid("linear: shapes");
+  }
+  const int64_t index = *layer.typed_data();
+  if (index < 0 || index >= layers) return invalid("linear: layer " + std::to_string(index));
+  p.x = x.untyped_data(), p.x_stride = p.inputs, p.y_stride = p.outputs;
+  p.w = at(w.untyped_data(), index * p.outputs * p.inputs, p.type);
+  p.bias = biased ? at(bias.untyped_data(), index * p.outputs, p.type) : nullptr;
+  p.y = y->untyped_data();
+  return run(threads, [&](Pool& pool, const Kernels& kernels) {
+    multiply(pool, kernels, &p, 1);
+    const int64_t done = p.tokens * p.outputs * size_of(p.out_type);
+    std::memset(static_cast<char*>(p.y) + done, 0, y->size_bytes() - done);
+    return std::string();
+  });
+}
+
+ffi::Error head_linear(ffi::ThreadPool threads, Any x, Any w, Int layer, Int tiles,
+                       int64_t row_tile, ffi::Result<Any> y) {
+  Product p = {};
+  if (x.dimensions().size() != 3 || w.dimensions().size() != 4) return invalid("head_linear: ranks");
+  const int64_t tokens = x.dimensions()[0], heads = x.dimensions()[1];
+  p.inputs = x.dimensions()[2], p.outputs = w.dimensions()[2];
+  p.tokens = needed(tiles, row_tile, tokens);
+  if (!type_of(x.element_type(), p.type) || w.element_type() != x.element_type() ||
+      y->element_type() != x.element_type()) {
+    return invalid("head_linear: dtypes");
+  }
+  if (w.dimensions()[1] != heads || w.dimensions()[3] != p.inputs ||
+      !is(*y, {tokens, heads, p.outputs})) {
+    return invalid("head_linear: shapes");
+  }
+  const int64_t index = *layer.typed_data();
+  if (index < 0 || index >= w.dimensions()[0]) {
+    return invalid("head_linear: layer " + std::to_string(index));
+  }
+  p.out_type = p.type, p.x_stride = heads * p.inputs, p.y_stride = heads * p.outputs;
+  std::vector<Product> products(heads, p);
+  for (int64_t h = 0; h < heads; h++) {
+    Product& mine = products[h];
+    mine.x = at(x.untyped_data(), h * p.inputs, p.type);
+    mine.w = at(w.untyped_data(), (index * heads + h) * p.outputs * p.inputs, p.type);
+    mine.y = const_cast<char*>(at(y->untyped_data(), h * p.outputs, p.type));
+  }
+  return run(threads, [&](Pool& pool, const Kernels& kernels) {
+    multiply(pool, kernels, products.data(), heads);
+    const int64_t done = p.tokens * p.y_stride * size_of(p.type);
+    std::memset(static_cast<char*>(y->untyped_data()) + done, 0, y->size_bytes() - done);
+    return std::string();
+  });
+}
+
+// ---- expert_ffn
+
+constexpr int64_t kFields = 13;  // of a format: pallas_kernels/expert_ffn/cpu.py writes them
+
+Format format_of(const int64_t* field, int64_t hidden, int64_t width, Type type) {
+  Format f = {};
+  f.version = static_cast<Version>(field[0]);
+  f.rows = field[1], f.hidden = hidden, f.width = width, f.type = type;
+  f.group_in = field[2], f.group_out = field[3], f.blocks = field[4], f.escapes = field[5];
+  for (int m = 0; m < 3; m++) f.codes[m] = field[6 + m], f.extra[m] = field[9 + m];
+  f.tables = field[12];
+  return f;
+}
+
+ffi::Error expert_ffn(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> given, Any x, Ints ids,
+                      ffi::Buffer<ffi::U16> arena, Int layer, Ints address, Ints version,
+                      Ints active, Int active_count, ffi::RemainingArgs stores, int64_t activation,
+                      int64_t width, Numbers formats, Numbers places,
+                      ffi::Result<ffi::Buffer<ffi::F32>> y) {
+  Experts c = {};
+  if (x.dimensions().size() != 2 || ids.dimensions().size() != 2 ||
+      address.dimensions().size() != 2 || arena.dimensions().size() != 2) {
+    return invalid("expert_ffn: ranks");
+  }
+  c.tokens = x.dimensions()[0], c.hidden = x.dimensions()[1], c.top_k = ids.dimensions()[1];
+  c.layers = address.dimensions()[0], c.experts = address.dimensions()[1];
+  c.width = width, c.activation = static_cast<Activation>(activation);
+  c.arena_rows = arena.dimensions()[0];
+  c.version_count = static_cast<int64_t>(stores.size());
+  if (!type_of(x.element_type(), c.type)) return invalid("expert_ffn: dtypes");
+  if (!is(ids, {c.tokens, c.top_k}) || !is(version, {c.layers, c.experts}) ||
+      given.element_count() != static_cast<size_t>(c.tokens * c.top_k * c.hidden) ||
+      y->element_count() != given.element_count() || arena.dimensions()[1] != c.hidden ||
+      static_cast<int64_t>(formats.size()) != 2 * kFields * c.version_count ||
+      static_cast<int64_t>(places.size()) != c.layers * c.version_count) {
+    return invalid("expert_ffn: shapes");
+  }
+  std::vector<StoredVersion> versions(c.version_count);
+  for (int64_t v = 0; v < c.version_count; v++) {
+    const auto store = stores.get<ffi::Buffer<ffi::U16, 4>>(v);
+    if (!store) return store.error();
+    const int64_t* fields = formats.begin() + 2 * kFields * v;
+    StoredVersion& mine = versions[v];
+    mine.cell = format_of(fields, c.hidden, width, c.type);
+    mine.held = format_of(fields + kFields, c.hidden, width, c.type);
+    mine.store = store->typed_data(), mine.layers = store->dimensions()[0];
+    mine.places.assign(places.begin() + c.layers * v, places.begin() + c.layers * (v + 1));
+    if (store->dimensions()[1] != c.experts || store->dimensions()[2] != mine.held.rows ||
+        store->dimensions()[3] != c.hidden) {
+      return invalid("expert_ffn: the shape of a store");
+    }
+  }
+  c.x = x.untyped_data(), c.ids = ids.typed_data(), c.arena = arena.typed_data();
+  c.versions = versions.data(), c.layer = *layer.typed_data();
+  c.address = address.typed_data(), c.version = version.typed_data();
+  c.active = active.typed_data();
+  const int64_t listed = static_cast<int64_t>(active.element_count());
+  c.active_count = std::min<int64_t>(std::max(*active_count.typed_data(), 0), listed);
+  c.y = y->typed_data();
+  if (given.typed_data() != c.y) std::memcpy(c.y, given.typed_data(), given.size_bytes());
+  return run(threads, [&](Pool& pool, const Kernels& kernels) {
+    const std::string wrong = run_experts(pool, kernels, c);
+    return wrong.empty() ? wrong : "expert_ffn: " + wrong;
+  });
+}
+
+// ---- paged_attention
+
+// What decode and prefill share. Returns what is wrong.
+std::string attention_of(const Any& q, const ffi::Buffer<ffi::U16>& arena, const Ints& table,
+                         Int layer, Numbers page, int64_t window, float scale, Any& out,
+                         Attention& c) {
+  if (page.size() != 4 || q.dimensions().size() != 3 || table.dimensions().size() != 2) {
+    return "paged_attention: ranks";
+  }
+  c.block_size = page[0], c.kv_heads = page[1], c.head_dim = page[2], c.latent = page[3];
+  c.heads = q.dimensions()[1], c.window = window, c.scale = scale;
+  if (!type_of(q.element_type(), c.type) || out.element_type() != q.element_type()) {
+    return "paged_attention: dtypes";
+  }
+  const int64_t value_dim = c.latent ? c.latent : c.head_dim;
+  if (c.block_size < 1 || c.kv_heads < 1 || q.dimensions()[2] != c.head_dim ||
+      c.heads % c.kv_heads || value_dim > c.head_dim || (c.latent && c.kv_heads != 1) ||
+      !is(out, {q.dimensions()[0], c.heads * value_dim})) {
+    return "paged_attention: shapes";
+  }
+  c.q = q.untyped_data(), c.arena = arena.typed_data();
+  c.kv_rows = static_cast<int64_t>(arena.size_bytes()) / (c.head_dim * size_of(c.type));
+  c.block_table = table.typed_data(), c.layer = *layer.typed_data();
+  c.sequences = table.dimensions()[0], c.blocks = table.dimensions()[1];
+  c.out = out.untyped_data();
+  return "";
+}
+
+ffi::Error attended(ffi::ThreadPool& threads, const Attention& c, Any& out,
+                    const std::vector<Queries>& queries) {
+  return run(threads, [&](Pool& pool, const Kernels& kernels) {
+    std::memset(c.out, 0, out.size_bytes());  // rows without a query
+    const std::string wrong = attend(pool, kernels, c, queries);
+    return wrong.empty() ? wrong : "paged_attention: " + wrong;
+  });
+}
+
+ffi::Error decode_attention(ffi::ThreadPool threads, Any q, ffi::Buffer<ffi::U16> arena, Ints table,
+                            Ints lengths, Int layer, Numbers page, int64_t window, float scale,
+                            ffi::Result<Any> out) {
+  Attention c = {};
+  const std::string wrong = attention_of(q, arena, table, layer, page, window, scale, *out, c);
+  if (!wrong.empty()) return invalid(wrong);
+  const int64_t rows = q.dimensions()[0];
+  if (c.sequences != rows || !is(lengths, {rows})) return invalid("paged_attention: lengths");
+  std::vector<Queries> queries;
+  for (int64_t t = 0; t < rows; t++) {
+    const int64_t length = lengths.typed_data()[t];
+    if (length > 0) queries.push_back({t, 1, t, length - 1});
+  }
+  return attended(threads, c, *out, queries);
+}
+
+ffi::Error prefill_attention(ffi::ThreadPool threads, Any q, ffi::Buffer<ffi::U16> arena,
+                             Ints table, Ints row, Ints start, Ints length, Int count, Int layer,
+                             Numbers page, int64_t window, float scale, ffi::Result<Any> out) {
+  Attention c = {};
+  const std::string wrong = attention_of(q, arena, table, layer, page, window, scale, *out, c);
+  if (!wrong.empty()) return invalid(wrong);
+  const int64_t chunks = static_cast<int64_t>(row.element_count());
+  if (chunks < 1 || q.dimensions()[0] % chunks || !is(row, {chunks}) || !is(start, {chunks}) ||
+      !is(length, {chunks})) {
+    return invalid("paged_attention: chunks");
+  }
+  const int64_t size = q.dimensions()[0] / chunks;
+  std::vector<Queries> queries;
+  for (int64_t i = 0; i < std::min<int64_t>(*count.typed_data(), chunks); i++) {
+    const int64_t tokens = length.typed_data()[i];
+    if (tokens < 1 || tokens > size) {
+      return invalid("paged_attention: a chunk of " + std::to_string(tokens) + " tokens");
+    }
+    queries.push_back({i * size, tokens, row.typed_data()[i], start.typed_data()[i]});
+  }
+  return attended(threads, c, *out, queries);
+}
+
+}  // namespace
+
+#define MOEJAX_EXPORT extern "C" __attribute__((visibility("default")))
+
+MOEJAX_EXPORT const char* moejax_cpu_sources() { return MOEJAX_SOURCES; }
+MOEJAX_EXPORT const char* moejax_cpu_isa() {
+  const Kernels* kernels = select_kernels();
+  return kernels ? kernels->name : "";
+}
+MOEJAX_EXPORT const char* moejax_cpu_isa_error() { return select_error(); }
+
+#define MOEJAX_HANDLER(symbol, function, binding)                               \
+  MOEJAX_EXPORT XLA_FFI_Error* symbol(XLA_FFI_CallFrame* frame) {               \
+    static auto* const handler = (binding).To(function).release();              \
+    return handler->Call(frame);                                                \
+  }
+
+MOEJAX_HANDLER(moejax_cpu_linear, linear,
+               ffi::Ffi::Bind()
+                   .Ctx<ffi::ThreadPool>()
+                   .Arg<Any>()
+                   .Arg<Any>()
+                   .Arg<Int>()
+                   .Arg<Any>()
+                   .Arg<Int>()
+                   .Attr<int64_t>("row_tile")
+                   .Ret<Any>())
+
+MOEJAX_HANDLER(moejax_cpu_head_linear, head_linear,
+               ffi::Ffi::Bind()
+                   .Ctx<ffi::ThreadPool>()
+                   .Arg<Any>()
+                   .Arg<Any>()
+                   .Arg<Int>()
+                   .Arg<Int>()
+                   .Attr<int64_t>("row_tile")
+                   .Ret<Any>())
+
+MOEJAX_HANDLER(moejax_cpu_expert_ffn, expert_ffn,
+               ffi::Ffi::Bind()
+                   .Ctx<ffi::ThreadPool>()
+                   .Arg<ffi::Buffer<ffi::F32>>()
+                   .Arg<Any>()
+                   .Arg<Ints>()
+                   .Arg<ffi::Buffer<ffi::U16>>()
+                   .Arg<Int>()
+                   .Arg<Ints>()
+                   .Arg<Ints>()
+                   .Arg<Ints>()
+                   .Arg<Int>()
+                   .RemainingArgs()
+                   .Attr<int64_t>("activation")
+                   .Attr<int64_t>("width")
+                   .Attr<Numbers>("formats")
+                   .Attr<Numbers>("places")
+                   .Ret<ffi::Buffer<ffi::F32>>())
+
+MOEJAX_HANDLER(moejax_cpu_decode_attention, decode_attention,
+               ffi::Ffi::Bind()
+                   .Ctx<ffi::ThreadPool>()
+                   .Arg<Any>()
+                   .Arg<ffi::Buffer<ffi::U16>>()
+                   .Arg<Ints>()
+                   .Arg<Ints>()
+                   .Arg<Int>()
+                   .Attr<Numbers>("page")
+                   .Attr<int64_t>("window")
+                   .Attr<float>("scale")
+                   .Ret<Any>())
+
+MOEJAX_HANDLER(moejax_cpu_prefill_attention, prefill_attention,
+               ffi::Ffi::Bind()
+                   .Ctx<ffi::ThreadPool>()
+                   .Arg<Any>()
+                   .Arg<ffi::Buffer<ffi::U16>>()
+                   .Arg<Ints>()
+                   .Arg<Ints>()
+                   .Arg<Ints>()
+                   .Arg<Ints>()
+                   .Arg<Int>()
+                   .Arg<Int>()
+                   .Attr<Numbers>("page")
+                   .Attr<int64_t>("window")
+                   .Attr<float>("scale")
+                   .Ret<Any>())
+
+}  // namespace moejax

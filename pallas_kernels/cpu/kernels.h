@@ -1,0 +1,85 @@
+// The micro-kernels: everything that multiplies, decodes or rounds. One table of them for each
+// instruction set (kernels.cc is compiled once for each), chosen at run time (select.cc).
+//
+// Contract 1 lives here: the order of the sum of a result depends on the length of the sum, the
+// kind of the weights and the instruction set, never on how many rows or tokens a call has.
+#pragma once
+#include <cstdint>
+
+namespace moejax {
+
+enum class Type : int32_t { BF16, F16, F32 };  // a run's dtype
+static inline int64_t size_of(Type type) { return type == Type::F32 ? 4 : 2; }
+
+enum class Version : int32_t { Dense, Int8, Int4, Int2, Lossless12 };
+enum Matrix { GATE, UP, DOWN };
+
+// One record format of pallas_kernels/records/format.py, as numbers.
+struct Format {
+  Version version;
+  int64_t rows;                  // arena rows of a record
+  int64_t hidden, width;         // D and I
+  Type type;                     // of the decoded weights
+  int64_t group_in, group_out;   // weights that share a scale, of gate and up, of down
+  int64_t blocks, escapes;       // lossless12: row blocks of a matrix, entries of a table
+  int64_t codes[3], extra[3];    // first rows of each matrix's codes (dense: weights; lossless12:
+                                 // bytes), and of its scales (lossless12: its 4-bit codes)
+  int64_t tables;                // lossless12: first row of the tables
+};
+
+// What a product reads: bfloat16 weights as they are, anything else widened to float32.
+static inline Type kind_of(Type type) { return type == Type::BF16 ? Type::BF16 : Type::F32; }
+
+constexpr int64_t kTokens = 4;   // tokens of one call of `dots` and `add`, at most
+constexpr int64_t kRows = 8;     // rows of one call of `add`, at most
+constexpr int64_t kPad = 64;     // sums and operands lie in buffers padded to so many floats
+
+static inline int64_t padded(int64_t n) { return (n + kPad - 1) / kPad * kPad; }
+
+struct Kernels {
+  const char* name;
+  // x[n] of a dtype, in the order in which `dots` with weights of kind_of(type) wants it; out has
+  // padded(n) floats, all written.
+  void (*pack)(Type type, const void* x, int64_t n, float* out);
+  // y[t · stride + r] = Σ_k x[t][k] · w[r][k] for tokens ≤ kTokens, any rows; x as packed.
+  // next: rows to fetch towards the cache meanwhile, as many, or null.
+  void (*dots)(Type kind, const void* const* w, int64_t rows, const float* const* x, int64_t tokens,
+               int64_t n, float* y, int64_t stride, const void* const* next);
+  // total[t][c] += Σ_i h[t][i] · w[i][c], i ascending, for tokens ≤ kTokens, rows ≤ kRows; totals
+  // are padded(n) floats in an order of their own, which `unpack` undoes.
+  void (*add)(Type kind, const void* const* w, int64_t rows, const float* const* h, int64_t tokens,
+              int64_t n, float* const* total);
+  void (*unpack)(Type kind, const float* total, int64_t n, float* out);
+  // Weights [first, first + count) of a row of a matrix, as kind_of(format.type): gate and up rows
+  // are [D], rows of down^T too. A dense row of that kind is read where it lies: see row_of.
+  // scales: what down_scales gave for the same columns; only rows of down^T need them.
+  void (*decode)(const Format& format, const uint16_t* record, int matrix, int64_t row,
+                 int64_t first, int64_t count, const float* scales, void* out);
+  // The scales of an int version's down^T for some columns, in the order that decode wants:
+  // padded(count) floats for each group of rows.
+  void (*down_scales)(const Format& format, const uint16_t* record, int64_t first, int64_t count,
+                      float* out);
+  void (*widen)(Type type, const void* in, int64_t n, float* out);
+  void (*narrow)(Type type, const float* in, int64_t n, void* out);  // round to nearest even
+  // gate[i] = act(gate[i]) · up[i]
+  void (*activate)(int activation, float* gate, const float* up, int64_t n);
+  // x[i] = exp(x[i] − top), 0 where x[i] is −inf; returns nothing, sums are the caller's.
+  void (*exponentials)(float* x, float top, int64_t n);
+};
+
+enum Activation { SILU, GELU, GELU_TANH, RELU };
+
+// Where a dense record of kind_of's type has a row; null: it must be decoded.
+static inline const void* row_of(const Format& f, const uint16_t* record, int matrix, int64_t row) {
+  if (f.version != Version::Dense || f.type == Type::F16) return nullptr;
+  return record + (matrix * f.width + row) * f.hidden * (size_of(f.type) / 2);
+}
+
+// The kernels that MOEJAX_CPU_ISA names, or the best that this machine has and that were tested;
+// null: there are none of that name here, and `select_error` says so.
+const Kernels* select_kernels();
+const char* select_error();
+// A table by its name; null where it was not compiled or the CPU lacks it.
+const Kernels* kernels_named(const char* name);
+
+}  // namespace moejax

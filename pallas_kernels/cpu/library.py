@@ -1,0 +1,92 @@
+"""The library of native CPU ops: found, loaded once, and called."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from pallas_kernels.cpu.build import COMMAND, HERE, LIBRARY, digest
+
+TARGETS = ("linear", "head_linear", "expert_ffn", "decode_attention", "prefill_attention")
+"""What the library has: each is the symbol moejax_cpu_NAME and the FFI target of that name."""
+
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+@functools.cache
+def _load() -> tuple[str, str]:
+    """(name of the instruction set, "") with the handlers registered, or ("", what is wrong)."""
+    path = HERE / LIBRARY
+    if not path.is_file():
+        return "", f"the native CPU ops are not built; `{COMMAND}` builds them"
+    try:
+        library = ctypes.CDLL(str(path))
+        text = {name: getattr(library, f"moejax_cpu_{name}") for name in _TEXTS}
+    except (OSError, AttributeError) as error:
+        return "", f"the native CPU ops do not load ({error}); `{COMMAND}` builds them again"
+    for function in text.values():
+        function.restype = ctypes.c_char_p
+    if text["sources"]().decode() != digest():
+        return (
+            "",
+            f"the native CPU ops were built from other sources; `{COMMAND}` builds them again",
+        )
+    isa = text["isa"]().decode()
+    if not isa:
+        return "", text["isa_error"]().decode()
+    for name in TARGETS:
+        handler = jax.ffi.pycapsule(getattr(library, f"moejax_cpu_{name}"))
+        jax.ffi.register_ffi_target(f"moejax_cpu_{name}", handler, platform="cpu")
+    return isa, ""
+
+
+_TEXTS = ("sources", "isa", "isa_error")
+
+
+def why_not_cpu() -> str | None:
+    """Why the native ops cannot run in this process, with what mends it; None: they can."""
+    return _load()[1] or None
+
+
+def instruction_set() -> str | None:
+    """The instruction set whose kernels run: "portable", "avx2", …; None: none do. The environment
+    variable MOEJAX_CPU_ISA names another one."""
+    return _load()[0] or None
+
+
+def call(
+    target: str,
+    result: jax.ShapeDtypeStruct,
+    *operands: jax.Array,
+    aliases: Mapping[int, int] | None = None,
+    **attributes: Any,
+) -> jax.Array:
+    """Calls a handler within a traced function. Attributes are numpy scalars or arrays.
+
+    Raises ValueError where the library cannot run here.
+    """
+    if reason := why_not_cpu():
+        raise ValueError(reason)
+    function = jax.ffi.ffi_call(
+        f"moejax_cpu_{target}", result, input_output_aliases=dict(aliases or {})
+    )
+    return function(*operands, **attributes)
+
+
+def check_dtypes(op: str, **arrays: jax.Array | None) -> None:
+    """Raises ValueError unless all arrays have one dtype that the native ops compute in."""
+    names = {name: array.dtype.name for name, array in arrays.items() if array is not None}
+    if len(set(names.values())) > 1 or not set(names.values()) <= set(DTYPES):
+        said = ", ".join(f"{name} is {dtype}" for name, dtype in names.items())
+        raise ValueError(
+            f"op {op!r}: {said}; the native CPU op takes one of {', '.join(DTYPES)}, 'xla' others"
+        )
+
+
+def int32(value: Any) -> jax.Array:
+    return jax.numpy.asarray(value, np.int32)

@@ -1,0 +1,80 @@
+// Work shared over threads: tasks by number, taken one after the other by whoever is free. Which
+// thread does a task decides no result.
+#pragma once
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <thread>
+
+namespace moejax {
+
+// Threads to ask for help: XLA's intra-op pool, or a test's.
+struct Pool {
+  virtual ~Pool() = default;
+  virtual int64_t threads() const = 0;
+  virtual void schedule(void (*run)(void*), void* data) = 0;  // run(data), once, at some time
+  // Multiplications below which asking for help takes longer than the work: some 10 µs of one core.
+  virtual int64_t small_work() const { return 1 << 17; }
+};
+
+namespace internal {
+struct Shared {
+  std::atomic<int64_t> next{0}, done{0};
+  int64_t tasks;
+  void (*task)(const void*, int64_t);
+  const void* context;
+  std::atomic<bool> failed{false};
+  std::exception_ptr error;  // the first; set before its task counts as done
+
+  void work() {
+    int64_t finished = 0;
+    for (;;) {
+      int64_t i = next.fetch_add(1, std::memory_order_relaxed);
+      if (i >= tasks) break;
+      try {
+        task(context, i);
+      } catch (...) {
+        if (!failed.exchange(true)) error = std::current_exception();
+      }
+      finished++;
+    }
+    if (finished) done.fetch_add(finished, std::memory_order_release);
+  }
+};
+}  // namespace internal
+
+// f(0) … f(tasks − 1), in any order and on any thread; returns when all are done. The caller works
+// too and waits for tasks only, so a pool whose threads are busy delays nothing; a helper that comes
+// late finds no task and touches nothing of the caller's. work: multiplications of all tasks, about.
+// Throws what the first task that failed threw, after all others.
+template <class F>
+void parallel(Pool& pool, int64_t tasks, int64_t work, const F& f) {
+  int64_t helpers = pool.threads() < tasks ? pool.threads() : tasks;
+  if (--helpers < 1 || work < pool.small_work()) {
+    for (int64_t i = 0; i < tasks; i++) f(i);
+    return;
+  }
+  auto shared = std::make_shared<internal::Shared>();
+  shared->tasks = tasks;
+  shared->context = &f;
+  shared->task = [](const void* context, int64_t i) { (*static_cast<const F*>(context))(i); };
+  for (int64_t i = 0; i < helpers; i++) {
+    pool.schedule(
+        [](void* data) {
+          std::unique_ptr<std::shared_ptr<internal::Shared>> mine(
+              static_cast<std::shared_ptr<internal::Shared>*>(data));
+          (*mine)->work();
+        },
+        new std::shared_ptr<internal::Shared>(shared));
+  }
+  shared->work();
+  for (int spins = 0; shared->done.load(std::memory_order_acquire) < tasks; spins++) {
+    // A helper may have lost its core to another program: leave ours to it, too.
+    if (spins > 1 << 14) std::this_thread::sleep_for(std::chrono::microseconds(20));
+  }
+  if (shared->failed) std::rethrow_exception(shared->error);
+}
+
+}  // namespace moejax

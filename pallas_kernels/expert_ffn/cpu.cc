@@ -1,0 +1,225 @@
+#include "pallas_kernels/expert_ffn/cpu.h"
+
+#include <algorithm>
+
+#include "pallas_kernels/cpu/buffer.h"
+
+namespace moejax {
+namespace {
+
+constexpr int64_t kWidth = 32;     // rows of gate and of up in a task
+constexpr int64_t kNear = 8;       // of them decoded at once for few tokens, so that L1 holds them
+constexpr int64_t kResident = 16;  // tokens whose operands stay near while rows pass
+constexpr int64_t kColumns = 512;  // columns of down in a task
+constexpr int64_t kSums = 64;      // tokens whose sums are open while rows of down pass
+
+struct Expert {
+  const uint16_t* record;
+  const Format* format;
+  int64_t first, tokens;  // its (token, slot) pairs in Work::pairs
+};
+
+struct Work {
+  const Kernels& k;
+  const Experts& call;
+  Type kind;
+  std::vector<Expert> experts;
+  std::vector<int32_t> pairs;  // by expert
+  int64_t x_width, h_width;
+  float *x, *h;  // packed tokens; hidden values of the pairs, in the order of down's sum
+};
+
+// down^T's rows are summed in this order: rows r, r + I/4, r + I/2, r + 3·I/4 follow each other, so
+// that versions that keep codes of such rows in one element pass their memory once, and all versions
+// of a shape have one order.
+int64_t row_of_place(int64_t place, int64_t width) {
+  return width % 4 ? place : place / 4 + place % 4 * (width / 4);
+}
+int64_t place_of_row(int64_t row, int64_t width) {
+  return width % 4 ? row : row % (width / 4) * 4 + row / (width / 4);
+}
+
+// Sets an expert's record, from its cell or the store. Returns what is wrong.
+std::string find(const Experts& c, int64_t e, Expert& out) {
+  const int64_t address = c.address[c.layer * c.experts + e];
+  const int64_t number = c.version_count == 1 ? 0 : c.version[c.layer * c.experts + e];
+  const std::string name = "expert " + std::to_string(e) + " of layer " + std::to_string(c.layer);
+  if (number < 0 || number >= c.version_count) {
+    return name + " has version " + std::to_string(number);
+  }
+  const StoredVersion& version = c.versions[number];
+  if (address >= 0) {
+    if (address > c.arena_rows - version.cell.rows) {
+      return name + " has address " + std::to_string(address) + " in an arena of " +
+             std::to_string(c.arena_rows) + " rows";
+    }
+    out.record = c.arena + address * c.hidden;
+    out.format = &version.cell;
+    return "";
+  }
+  const int64_t place = version.places.empty() ? c.layer : version.places[c.layer];
+  if (place < 0 || place >= version.layers) return name + " is not in its version's store";
+  out.record = version.store + (place * c.experts + e) * version.held.rows * c.hidden;
+  out.format = &version.held;
+  return "";
+}
+
+// The active experts that have tokens, and their pairs. Returns what is wrong.
+std::string gather(Work& work) {
+  const Experts& c = work.call;
+  const int64_t count = c.tokens * c.top_k;
+  if (c.layer < 0 || c.layer >= c.layers) return "there is no layer " + std::to_string(c.layer);
+  std::vector<int64_t> first(c.experts + 2);
+  for (int64_t i = 0; i < count; i++) {
+    if (c.ids[i] < 0 || c.ids[i] > c.experts) {
+      return "there is no expert " + std::to_string(c.ids[i]);
+    }
+    first[c.ids[i] + 1]++;
+  }
+  for (int64_t e = 0; e <= c.experts; e++) first[e + 1] += first[e];
+  work.pairs.resize(count);
+  std::vector<int64_t> next(first.begin(), first.end() - 1);
+  for (int64_t i = 0; i < count; i++) work.pairs[next[c.ids[i]]++] = static_cast<int32_t>(i);
+  for (int64_t i = 0; i < c.active_count; i++) {
+    const int64_t e = c.active[i];
+    if (e < 0 || e >= c.experts || (i && e <= c.active[i - 1])) {
+      return "the list of active experts is not ascending and below " + std::to_string(c.experts);
+    }
+    Expert expert = {nullptr, nullptr, first[e], first[e + 1] - first[e]};
+    const std::string wrong = find(c, e, expert);
+    if (!wrong.empty()) return wrong;
+    if (expert.tokens) work.experts.push_back(expert);
+  }
+  return "";
+}
+
+// Rows of a matrix as operands: where they lie, or decoded into `scratch`.
+void rows_at(const Work& work, const Expert& e, int matrix, int64_t row, int64_t count,
+             char* scratch, const void** out) {
+  const int64_t hidden = work.call.hidden, size = size_of(work.kind);
+  for (int64_t i = 0; i < count; i++) {
+    out[i] = row_of(*e.format, e.record, matrix, row + i);
+    if (out[i]) continue;
+    char* place = scratch + i * hidden * size;
+    work.k.decode(*e.format, e.record, matrix, row + i, 0, hidden, nullptr, place);
+    out[i] = place;
+  }
+}
+
+// h = act(gate(x)) · up(x), rounded to the run's dtype, of rows [first, last) for an expert's tokens.
+void gate_up(const Work& work, const Expert& e, int64_t first, int64_t last) {
+  const Experts& c = work.call;
+  const bool decoded = !row_of(*e.format, e.record, GATE, 0);
+  const int64_t step = decoded && e.tokens <= kResident ? kNear : kWidth;
+  Buffer<char> scratch(decoded ? 2 * step * c.hidden * size_of(work.kind) : 0);
+  char* second = scratch.get() + (decoded ? step * c.hidden * size_of(work.kind) : 0);
+  for (int64_t row = first; row < last; row += step) {
+    const int64_t rows = std::min(step, last - row);
+    const void *gate[kWidth], *up[kWidth], *next[kWidth];
+    rows_at(work, e, GATE, row, rows, scratch.get(), gate);
+    rows_at(work, e, UP, row, rows, second, up);
+    for (int64_t t = 0; t < e.tokens; t += kTokens) {
+      const int64_t tokens = std::min(kTokens, e.tokens - t);
+      const float* x[kTokens];
+      for (int64_t i = 0; i < tokens; i++) {
+        x[i] = work.x + work.pairs[e.first + t + i] / c.top_k * work.x_width;
+      }
+      float g[kTokens * kWidth], u[kTokens * kWidth];
+      const bool fetch = t == 0 && !decoded;
+      for (int64_t i = 0; fetch && i < rows; i++) {
+        next[i] = row_of(*e.format, e.record, GATE, std::min(row + i + 8, c.width - 1));
+      }
+      work.k.dots(work.kind, gate, rows, x, tokens, c.hidden, g, kWidth, fetch ? next : nullptr);
+      for (int64_t i = 0; fetch && i < rows; i++) {
+        next[i] = row_of(*e.format, e.record, UP, std::min(row + i + 8, c.width - 1));
+      }
+      work.k.dots(work.kind, up, rows, x, tokens, c.hidden, u, kWidth, fetch ? next : nullptr);
+      for (int64_t i = 0; i < tokens; i++) {
+        float *mine = g + i * kWidth, rounded[kWidth];
+        work.k.activate(c.activation, mine, u + i * kWidth, rows);
+        work.k.narrow(c.type, mine, rows, rounded);
+        work.k.widen(c.type, rounded, rows, mine);
+        float* h = work.h + (e.first + t + i) * work.h_width;
+        for (int64_t r = 0; r < rows; r++) h[place_of_row(row + r, c.width)] = mine[r];
+      }
+    }
+  }
+}
+
+// y = h · down^T, columns [first, first + count), for an expert's tokens.
+void down(const Work& work, const Expert& e, int64_t first, int64_t count) {
+  const Experts& c = work.call;
+  const int64_t size = size_of(work.kind), width = padded(count);
+  const int64_t most = std::min(kSums, e.tokens);
+  Buffer<float> sums(most * width);
+  Buffer<char> scratch(kRows * count * size);
+  Buffer<float> scales((c.width + e.format->group_out - 1) / e.format->group_out * width);
+  work.k.down_scales(*e.format, e.record, first, count, scales.get());
+  for (int64_t t0 = 0; t0 < e.tokens; t0 += kSums) {
+    const int64_t tokens = std::min(kSums, e.tokens - t0);
+    std::fill(sums.get(), sums.get() + tokens * width, 0.0f);
+    for (int64_t place = 0; place < c.width; place += kRows) {
+      const int64_t rows = std::min(kRows, c.width - place);
+      const void* w[kRows];
+      for (int64_t i = 0; i < rows; i++) {
+        const int64_t row = row_of_place(place + i, c.width);
+        const void* whole = row_of(*e.format, e.record, DOWN, row);
+        if (whole) {
+          w[i] = static_cast<const char*>(whole) + first * size;
+          continue;
+        }
+        char* decoded = scratch.get() + i * count * size;
+        work.k.decode(*e.format, e.record, DOWN, row, first, count, scales.get(), decoded);
+        w[i] = decoded;
+      }
+      for (int64_t t = 0; t < tokens; t += kTokens) {
+        const int64_t n = std::min(kTokens, tokens - t);
+        const float* h[kTokens];
+        float* total[kTokens];
+        for (int64_t i = 0; i < n; i++) {
+          h[i] = work.h + (e.first + t0 + t + i) * work.h_width + place;
+          total[i] = &sums[(t + i) * width];
+        }
+        work.k.add(work.kind, w, rows, h, n, count, total);
+      }
+    }
+    for (int64_t t = 0; t < tokens; t++) {
+      const int64_t pair = work.pairs[e.first + t0 + t];
+      work.k.unpack(work.kind, &sums[t * width], count, c.y + pair * c.hidden + first);
+    }
+  }
+}
+
+}  // namespace
+
+std::string run_experts(Pool& pool, const Kernels& k, const Experts& c) {
+  Work work = {k, c, kind_of(c.type), {}, {}, padded(c.hidden), padded(c.width), nullptr, nullptr};
+  const std::string wrong = gather(work);
+  if (!wrong.empty() || work.experts.empty()) return wrong;
+  Buffer<float> x(c.tokens * work.x_width), h(c.tokens * c.top_k * work.h_width);
+  work.x = x.get(), work.h = h.get();
+  constexpr int64_t kRowsOfX = 16;
+  const int64_t parts_of_x = (c.tokens + kRowsOfX - 1) / kRowsOfX;
+  parallel(pool, parts_of_x, c.tokens * c.hidden, [&](int64_t i) {
+    const int64_t last = std::min((i + 1) * kRowsOfX, c.tokens);
+    for (int64_t t = i * kRowsOfX; t < last; t++) {
+      const char* row = static_cast<const char*>(c.x) + t * c.hidden * size_of(c.type);
+      k.pack(c.type, row, c.hidden, work.x + t * work.x_width);
+    }
+  });
+  const int64_t active = static_cast<int64_t>(work.experts.size());
+  const int64_t blocks = (c.width + kWidth - 1) / kWidth;
+  const int64_t multiplications = active * c.width * c.hidden;
+  parallel(pool, active * blocks, 2 * multiplications, [&](int64_t i) {
+    const int64_t first = i % blocks * kWidth;
+    gate_up(work, work.experts[i / blocks], first, std::min(first + kWidth, c.width));
+  });
+  const int64_t parts = (c.hidden + kColumns - 1) / kColumns;
+  parallel(pool, active * parts, multiplications, [&](int64_t i) {
+    const int64_t first = i % parts * kColumns;
+    down(work, work.experts[i / parts], first, std::min(kColumns, c.hidden - first));
+  });
+  return "";
+}
+
+}  // namespace moejax

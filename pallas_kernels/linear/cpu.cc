@@ -1,0 +1,81 @@
+#include "pallas_kernels/linear/cpu.h"
+
+#include <algorithm>
+
+#include "pallas_kernels/cpu/buffer.h"
+
+namespace moejax {
+namespace {
+
+constexpr int64_t kOutputs = 48;       // rows of the matrix in a task
+constexpr int64_t kResident = 16;      // tokens whose operands stay near while the rows pass
+
+const char* at(const void* p, int64_t elements, Type type) {
+  return static_cast<const char*>(p) + elements * size_of(type);
+}
+
+// Outputs [first, last) of all tokens. x: packed rows, `width` floats each.
+void block(const Kernels& k, const Product& p, const float* x, int64_t width, int64_t first,
+           int64_t last) {
+  const Type kind = kind_of(p.type);
+  const int64_t rows = last - first;
+  const void *w[kOutputs], *next[kOutputs];
+  Buffer<float> wide(p.type == Type::F16 ? rows * p.inputs : 0);
+  for (int64_t r = 0; r < rows; r++) {
+    w[r] = at(p.w, (first + r) * p.inputs, p.type);
+    // What the call after this one reads; the last rows of the matrix name themselves again.
+    next[r] = at(p.w, std::min(first + r + 8, p.outputs - 1) * p.inputs, p.type);
+    if (p.type == Type::F16) {
+      k.widen(p.type, w[r], p.inputs, &wide[r * p.inputs]);
+      w[r] = &wide[r * p.inputs];
+    }
+  }
+  float bias[kOutputs];
+  if (p.bias) k.widen(p.type, at(p.bias, first, p.type), rows, bias);
+  float y[kTokens * kOutputs];
+  for (int64_t t0 = 0; t0 < p.tokens; t0 += kResident) {
+    const int64_t t1 = std::min(t0 + kResident, p.tokens);
+    for (int64_t t = t0; t < t1; t += kTokens) {
+      const int64_t tokens = std::min(kTokens, t1 - t);
+      const float* operands[kTokens];
+      for (int64_t i = 0; i < tokens; i++) operands[i] = x + (t + i) * width;
+      const bool fetch = t == 0 && p.type != Type::F16;
+      k.dots(kind, w, rows, operands, tokens, p.inputs, y, kOutputs, fetch ? next : nullptr);
+      for (int64_t i = 0; i < tokens; i++) {
+        float* row = y + i * kOutputs;
+        for (int64_t r = 0; p.bias && r < rows; r++) row[r] += bias[r];
+        const int64_t place = (t + i) * p.y_stride + first;
+        k.narrow(p.out_type, row, rows, const_cast<char*>(at(p.y, place, p.out_type)));
+      }
+    }
+  }
+}
+
+}  // namespace
+
+void multiply(Pool& pool, const Kernels& k, const Product* products, int64_t count) {
+  const int64_t tokens = products->tokens, width = padded(products->inputs);
+  if (!tokens || !count) return;
+  Buffer<float> x(count * tokens * width);
+  constexpr int64_t kRowsOfX = 16;
+  const int64_t parts = (tokens + kRowsOfX - 1) / kRowsOfX;
+  const auto pack = [&](int64_t i) {
+    const Product& p = products[i / parts];
+    const int64_t first = i % parts * kRowsOfX, last = std::min(first + kRowsOfX, tokens);
+    for (int64_t t = first; t < last; t++) {
+      k.pack(p.type, at(p.x, t * p.x_stride, p.type), p.inputs,
+             &x[(i / parts * tokens + t) * width]);
+    }
+  };
+  parallel(pool, count * parts, count * tokens * width, pack);
+  const int64_t blocks = (products->outputs + kOutputs - 1) / kOutputs;
+  const int64_t work = count * tokens * width * products->outputs;
+  parallel(pool, count * blocks, work, [&](int64_t i) {
+    const Product& p = products[i / blocks];
+    const int64_t first = i % blocks * kOutputs;
+    block(k, p, &x[i / blocks * tokens * width], width, first,
+          std::min(first + kOutputs, p.outputs));
+  });
+}
+
+}  // namespace moejax

@@ -1,0 +1,205 @@
+#include "pallas_kernels/paged_attention/cpu.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <memory>
+
+#include "pallas_kernels/cpu/buffer.h"
+
+namespace moejax {
+namespace {
+
+constexpr int64_t kSpan = 64;         // tokens reduced at once, ascending (contract 1b)
+constexpr int64_t kOpenRows = 64;     // (query, head) rows of a task
+constexpr float kNone = -std::numeric_limits<float>::infinity();
+
+struct Shape {
+  int64_t groups, value_dim, rows_per_token, rows_per_layer, size;
+  Type kind;
+};
+
+Shape shape_of(const Attention& c) {
+  const int64_t per_token = c.latent ? 1 : 2 * c.kv_heads;
+  return {c.heads / c.kv_heads,      c.latent ? c.latent : c.head_dim, per_token,
+          per_token * c.block_size, size_of(c.type),                  kind_of(c.type)};
+}
+
+// The first position that a query at `position` looks at.
+int64_t first_seen(const Attention& c, int64_t position) {
+  return c.window ? std::max<int64_t>(position - c.window + 1, 0) : 0;
+}
+
+std::string check(const Attention& c, const Shape& s, const Queries& q) {
+  if (q.sequence < 0 || q.sequence >= c.sequences) {
+    return "there is no sequence " + std::to_string(q.sequence);
+  }
+  const int64_t last = q.position + q.count - 1;
+  if (q.position < 0 || last >= c.blocks * c.block_size) {
+    return "position " + std::to_string(q.position < 0 ? q.position : last) + " is not in " +
+           std::to_string(c.blocks) + " blocks of " + std::to_string(c.block_size) + " tokens";
+  }
+  for (int64_t b = first_seen(c, q.position) / c.block_size; b <= last / c.block_size; b++) {
+    const int64_t page = c.block_table[q.sequence * c.blocks + b];
+    if (page < 0 || c.layer < 0 || page + (c.layer + 1) * s.rows_per_layer > c.kv_rows) {
+      return "block " + std::to_string(b) + " of sequence " + std::to_string(q.sequence) +
+             " has address " + std::to_string(page) + " in " + std::to_string(c.kv_rows) + " rows";
+    }
+  }
+  return "";
+}
+
+// The rows of one KV head that a task computes: `count` (query, head) pairs from `first` on.
+struct Task {
+  Queries queries;
+  int64_t kv_head, first, count;
+};
+
+struct Range {
+  int64_t from, to;  // keys of the span that a row sees
+};
+
+// One span for the rows of a task.
+struct Span {
+  const void *keys[kSpan], *values[kSpan];
+  std::unique_ptr<Buffer<float>> wide;  // of float16 rows
+};
+
+void look_up(const Kernels& k, const Attention& c, const Shape& s, const Task& task, int64_t start,
+             int64_t from, int64_t to, Span& span) {
+  const bool widened = c.type == Type::F16;
+  if (widened && !span.wide) span.wide = std::make_unique<Buffer<float>>(2 * kSpan * c.head_dim);
+  for (int64_t i = from; i < to; i++) {
+    const int64_t position = start + i;
+    const int64_t page =
+        c.block_table[task.queries.sequence * c.blocks + position / c.block_size];
+    const int64_t row = page + c.layer * s.rows_per_layer +
+                        position % c.block_size * s.rows_per_token + task.kv_head;
+    const char* memory = reinterpret_cast<const char*>(c.arena);
+    span.keys[i] = memory + row * c.head_dim * s.size;
+    span.values[i] = memory + (row + (c.latent ? 0 : c.kv_heads)) * c.head_dim * s.size;
+    if (!widened) continue;
+    float *key = &(*span.wide)[2 * i * c.head_dim], *value = key + c.head_dim;
+    k.widen(c.type, span.keys[i], c.head_dim, key);
+    k.widen(c.type, span.values[i], s.value_dim, value);
+    span.keys[i] = key, span.values[i] = value;
+  }
+}
+
+struct Rows {
+  float *q, *total;  // [rows, padded]
+  int64_t q_width, width;
+  float *top, *mass;
+};
+
+// Rows [first, first + n) of the task, which see the same keys of the span.
+void reduce(const Kernels& k, const Attention& c, const Shape& s, const Span& span, Range range,
+            const Rows& rows, int64_t first, int64_t n) {
+  const int64_t count = range.to - range.from;
+  float p[kTokens * kSpan];
+  const float *q[kTokens], *h[kTokens];
+  float* total[kTokens];
+  for (int64_t i = 0; i < n; i++) q[i] = rows.q + (first + i) * rows.q_width;
+  k.dots(s.kind, span.keys + range.from, count, q, n, c.head_dim, p, kSpan, nullptr);
+  for (int64_t i = 0; i < n; i++) {
+    float *mine = p + i * kSpan, &top = rows.top[first + i], &mass = rows.mass[first + i];
+    total[i] = rows.total + (first + i) * rows.width;
+    float best = top, part = 0;
+    for (int64_t j = 0; j < count; j++) {
+      mine[j] *= c.scale;
+      best = std::max(best, mine[j]);
+    }
+    const float safe = best == kNone ? 0 : best;
+    k.exponentials(mine, safe, count);
+    for (int64_t j = 0; j < count; j++) part += mine[j];
+    if (best != top) {
+      float shrink = top;
+      k.exponentials(&shrink, safe, 1);
+      for (int64_t j = 0; j < rows.width; j++) total[i][j] *= shrink;
+      mass *= shrink;
+      top = best;
+    }
+    mass += part;
+    float rounded[kSpan];
+    k.narrow(c.type, mine, count, rounded);
+    k.widen(c.type, rounded, count, mine);
+  }
+  for (int64_t j = 0; j < count; j += kRows) {
+    for (int64_t i = 0; i < n; i++) h[i] = p + i * kSpan + j;
+    k.add(s.kind, span.values + range.from + j, std::min(kRows, count - j), h, n, s.value_dim,
+          total);
+  }
+}
+
+void compute(const Kernels& k, const Attention& c, const Shape& s, const Task& task) {
+  const int64_t q_width = padded(c.head_dim), width = padded(s.value_dim), n = task.count;
+  Buffer<float> q(n * q_width), total(n * width), numbers(2 * n), result(s.value_dim);
+  const Rows rows = {q.get(), total.get(), q_width, width, numbers.get(), numbers.get() + n};
+  std::fill(total.get(), total.get() + n * width, 0.0f);
+  std::fill(rows.top, rows.top + n, kNone);
+  std::fill(rows.mass, rows.mass + n, 0.0f);
+  // (row of q, head) and position of a pair.
+  const auto head_of = [&](int64_t i) {
+    const int64_t pair = task.first + i;
+    return (task.queries.first + pair / s.groups) * c.heads + task.kv_head * s.groups +
+           pair % s.groups;
+  };
+  const auto position_of = [&](int64_t i) {
+    return task.queries.position + (task.first + i) / s.groups;
+  };
+  for (int64_t i = 0; i < n; i++) {
+    const char* row = static_cast<const char*>(c.q) + head_of(i) * c.head_dim * s.size;
+    k.pack(c.type, row, c.head_dim, rows.q + i * q_width);
+  }
+  Span span;
+  const int64_t earliest = first_seen(c, position_of(0)), last = position_of(n - 1);
+  for (int64_t start = earliest / kSpan * kSpan; start <= last; start += kSpan) {
+    const auto range_of = [&](int64_t i) -> Range {
+      const int64_t position = position_of(i);
+      return {std::max<int64_t>(first_seen(c, position) - start, 0),
+              std::min(position + 1 - start, kSpan)};
+    };
+    look_up(k, c, s, task, start, std::max<int64_t>(earliest - start, 0),
+            std::min(last + 1 - start, kSpan), span);
+    for (int64_t i = 0, next; i < n; i = next) {
+      const Range range = range_of(i);
+      for (next = i + 1; next < n && next - i < kTokens; next++) {
+        const Range other = range_of(next);
+        if (other.from != range.from || other.to != range.to) break;
+      }
+      if (range.from < range.to) reduce(k, c, s, span, range, rows, i, next - i);
+    }
+  }
+  for (int64_t i = 0; i < n; i++) {
+    k.unpack(s.kind, rows.total + i * width, s.value_dim, result.get());
+    const float mass = rows.mass[i] == 0 ? 1 : rows.mass[i];
+    for (int64_t j = 0; j < s.value_dim; j++) result[j] /= mass;
+    char* out = static_cast<char*>(c.out) + head_of(i) * s.value_dim * s.size;
+    k.narrow(c.type, result.get(), s.value_dim, out);
+  }
+}
+
+}  // namespace
+
+std::string attend(Pool& pool, const Kernels& k, const Attention& c,
+                   const std::vector<Queries>& queries) {
+  const Shape s = shape_of(c);
+  std::vector<Task> tasks;
+  int64_t work = 0;
+  for (const Queries& q : queries) {
+    const std::string wrong = check(c, s, q);
+    if (!wrong.empty()) return wrong;
+    work += (q.position + q.count - first_seen(c, q.position)) * q.count * c.heads * c.head_dim;
+    for (int64_t head = 0; head < c.kv_heads; head++) {
+      const int64_t all = q.count * s.groups;
+      for (int64_t first = 0; first < all; first += kOpenRows) {
+        tasks.push_back({q, head, first, std::min(kOpenRows, all - first)});
+      }
+    }
+  }
+  parallel(pool, static_cast<int64_t>(tasks.size()), work,
+           [&](int64_t i) { compute(k, c, s, tasks[i]); });
+  return "";
+}
+
+}  // namespace moejax

@@ -1,0 +1,1 @@
+"""The native CPU ops beside what else computes the same."""

@@ -1,0 +1,5 @@
+"""The native CPU ops beside what else computes the same."""
+
+from scripts.parts.commands import run
+
+run("cpu")

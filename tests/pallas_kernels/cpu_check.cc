@@ -1,0 +1,398 @@
+// The native CPU ops over random shapes against plain double sums, without jax, for sanitizers:
+// every operand lies in an allocation of exactly its size. Arguments: a seed and a number of rounds.
+// Prints "ok" and the instruction sets that ran; anything else is a failure.
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "pallas_kernels/cpu/kernels.h"
+#include "pallas_kernels/cpu/pool.h"
+#include "pallas_kernels/expert_ffn/cpu.h"
+#include "pallas_kernels/linear/cpu.h"
+#include "pallas_kernels/paged_attention/cpu.h"
+
+using namespace moejax;
+
+#ifdef MOEJAX_STAND_INS
+namespace moejax {
+extern const Kernels kernels_wide, kernels_pairs;  // of AVX-512's shapes, compiled for any CPU
+}
+#endif
+
+namespace {
+
+std::mt19937 rng;
+
+int64_t pick(int64_t low, int64_t high) {
+  return std::uniform_int_distribution<int64_t>(low, high)(rng);
+}
+float normal() { return std::normal_distribution<float>()(rng); }
+
+// Threads of its own for each helper; joined at the end, so that late helpers run too.
+struct Threads : Pool {
+  std::vector<std::thread> started;
+  int64_t threads() const override { return 3; }
+  int64_t small_work() const override { return 0; }
+  void schedule(void (*run)(void*), void* data) override { started.emplace_back(run, data); }
+  ~Threads() override {
+    for (auto& thread : started) thread.join();
+  }
+};
+
+[[noreturn]] void fail(const std::string& what) {
+  std::printf("%s\n", what.c_str());
+  std::exit(1);
+}
+
+void expect(bool right, const std::string& what) {
+  if (!right) fail(what);
+}
+
+// ---- values of a dtype, by plain arithmetic
+
+float bits_to_float(uint32_t u) {
+  float f;
+  std::memcpy(&f, &u, 4);
+  return f;
+}
+
+double value(Type type, const char* p, int64_t i) {
+  if (type == Type::F32) {
+    float f;
+    std::memcpy(&f, p + 4 * i, 4);
+    return f;
+  }
+  uint16_t h;
+  std::memcpy(&h, p + 2 * i, 2);
+  if (type == Type::BF16) return bits_to_float((uint32_t)h << 16);
+  const int exponent = (h >> 10) & 31, mantissa = h & 1023;
+  const double size = exponent ? std::ldexp(1024 + mantissa, exponent - 25) : std::ldexp(mantissa, -24);
+  return h & 0x8000 ? -size : size;
+}
+
+// Rounded to nearest even by the kernels' own function, whose result is checked here.
+std::vector<char> rounded(const Kernels& k, Type type, const std::vector<float>& in) {
+  std::vector<char> out(in.size() * size_of(type));
+  if (in.empty()) return out;
+  k.narrow(type, in.data(), (int64_t)in.size(), out.data());
+  const double ulp = type == Type::F32 ? 0 : type == Type::BF16 ? 1.0 / 256 : 1.0 / 2048;
+  for (size_t i = 0; i < in.size(); i++) {
+    const double error = std::fabs(value(type, out.data(), i) - in[i]);
+    if (!(error <= ulp * std::fabs(in[i]) + 3e-8)) {
+      fail("narrow: " + std::to_string((int)type) + " " + std::to_string(in[i]));
+    }
+  }
+  return out;
+}
+
+std::vector<char> draw(const Kernels& k, Type type, int64_t n, float scale = 1) {
+  std::vector<float> values(n);
+  for (float& v : values) v = scale * normal();
+  return rounded(k, type, values);
+}
+
+void near(Type type, double got, double want, const char* what) {
+  const double tolerance = type == Type::F32 ? 1e-5 : type == Type::BF16 ? 1e-2 : 2e-3;
+  if (!(std::fabs(got - want) <= tolerance * (1 + std::fabs(want)))) {
+    fail(std::string(what) + ": " + std::to_string(got) + ", not " + std::to_string(want));
+  }
+}
+
+Type any_type() { return static_cast<Type>(pick(0, 2)); }
+
+// ---- linear
+
+void check_linear(const Kernels& k) {
+  Threads pool;
+  const Type type = any_type(), out = any_type();
+  const int64_t tokens = pick(0, 20), inputs = pick(1, 300), outputs = pick(1, 130);
+  const auto x = draw(k, type, tokens * inputs);
+  const auto w = draw(k, type, outputs * inputs, 1 / std::sqrt((float)inputs));
+  const auto bias = draw(k, type, outputs);
+  std::vector<char> y(tokens * outputs * size_of(out));
+  const Product p = {type,   out,      tokens,   inputs,      outputs, inputs,
+                     outputs, x.data(), w.data(), bias.data(), y.data()};
+  multiply(pool, k, &p, 1);
+  for (int64_t t = 0; t < tokens; t++) {
+    for (int64_t r = 0; r < outputs; r++) {
+      double want = value(type, bias.data(), r);
+      for (int64_t i = 0; i < inputs; i++) {
+        want += value(type, x.data(), t * inputs + i) * value(type, w.data(), r * inputs + i);
+      }
+      near(out, value(out, y.data(), t * outputs + r), want, "linear");
+    }
+  }
+}
+
+// ---- expert_ffn
+
+int64_t up_to(int64_t n, int64_t parts) { return (n + parts - 1) / parts; }
+
+// The numbers of pallas_kernels/records/format.py.
+Format format(Version version, int64_t hidden, int64_t width, Type type) {
+  Format f = {};
+  f.version = version, f.hidden = hidden, f.width = width, f.type = type;
+  const auto group = [](int64_t n) { return n % 128 == 0 ? 128 : n % 64 == 0 ? 64 : 32; };
+  f.group_in = group(hidden), f.group_out = group(width);
+  f.blocks = up_to(width, 32);
+  int64_t entries = 32;
+  while (entries < 256 && entries < 32 * hidden / 256) entries *= 2;
+  f.escapes = entries - 1;
+  int64_t next = 0;
+  const auto part = [&](int64_t rows) {
+    next += rows;
+    return next - rows;
+  };
+  if (version == Version::Dense) {
+    f.rows = 3 * width * size_of(type) / 2;
+    return f;
+  }
+  const int64_t bits[] = {16, 8, 4, 2, 8};
+  const int64_t planes = 16 / bits[(int)version];
+  for (auto& first : f.codes) first = part(up_to(width, planes));
+  if (version == Version::Lossless12) {
+    for (auto& first : f.extra) first = part(up_to(width, 4));
+    f.tables = part(up_to(3 * f.blocks * (1 + f.escapes), hidden));
+  } else {
+    const int64_t scales = up_to(width * up_to(hidden, f.group_in), hidden);
+    f.extra[GATE] = part(scales), f.extra[UP] = part(scales);
+    f.extra[DOWN] = part(up_to(width, f.group_out));
+  }
+  f.rows = next + next % 2;
+  return f;
+}
+
+std::vector<uint16_t> record_of(const Kernels& k, const Format& f) {
+  std::vector<uint16_t> record(f.rows * f.hidden);
+  if (f.version == Version::Dense) {
+    const auto weights = draw(k, f.type, 3 * f.width * f.hidden, 0.1f);
+    std::memcpy(record.data(), weights.data(), weights.size());
+    return record;
+  }
+  for (auto& element : record) element = (uint16_t)pick(0, 0xffff);
+  if (f.version == Version::Lossless12) {
+    for (int64_t b = 0; b < 3 * f.blocks; b++) {
+      uint16_t* table = &record[f.tables * f.hidden + b * (1 + f.escapes)];
+      for (int64_t i = 0; i <= f.escapes; i++) table[i] = (uint16_t)(i ? 0x3c00 + i : 124);
+    }
+    return record;
+  }
+  for (int64_t i = f.extra[GATE] * f.hidden; i < f.rows * f.hidden; i++) {
+    record[i] = (uint16_t)(0x0800 + pick(0, 1023));  // 2^-13 to 2^-12
+  }
+  return record;
+}
+
+double weight(const Kernels& k, const Format& f, const uint16_t* r, int matrix, int64_t i,
+              int64_t c) {
+  if (f.version == Version::Dense) {
+    return value(f.type, (const char*)r, (matrix * f.width + i) * f.hidden + c);
+  }
+  const auto code = [&](int64_t first, int bits) {
+    const int64_t planes = 16 / bits;
+    const int64_t size = matrix == DOWN ? up_to(f.width, planes) : f.hidden / planes;
+    const int64_t along = matrix == DOWN ? i : c;
+    const int64_t row = first * f.hidden;
+    const int64_t place =
+        matrix == DOWN ? along % size * f.hidden + c : i * size + along % size;
+    return (r[row + place] >> (bits * (along / size))) & ((1 << bits) - 1);
+  };
+  if (f.version == Version::Lossless12) {
+    const uint16_t* table = r + f.tables * f.hidden + (matrix * f.blocks + i / 32) * (1 + f.escapes);
+    const int byte = code(f.codes[matrix], 8), exponent = code(f.extra[matrix], 4);
+    uint32_t bits = ((byte & 0x80) << 8) | (byte & 0x7f) | ((table[0] - exponent) << 7);
+    if (exponent == 15) bits = table[1 + std::min<int64_t>(byte, f.escapes - 1)];
+    return bits_to_float(bits << 16);
+  }
+  const int bits = f.version == Version::Int8 ? 8 : f.version == Version::Int4 ? 4 : 2;
+  const double zero = bits == 2 ? 1.5 : 1 << (bits - 1);
+  const int64_t groups = up_to(f.hidden, f.group_in);
+  const int64_t place = matrix == DOWN ? i / f.group_out * f.hidden + c : i * groups + c / f.group_in;
+  const double scale = value(Type::F16, (const char*)(r + f.extra[matrix] * f.hidden), place);
+  const std::vector<float> exact = {(float)((code(f.codes[matrix], bits) - zero) * scale)};
+  return value(f.type, rounded(k, f.type, exact).data(), 0);
+}
+
+void check_experts(const Kernels& k) {
+  Threads pool;
+  const Type type = any_type();
+  const int64_t experts = pick(1, 5), layers = 2, tokens = pick(1, 20), top_k = pick(1, experts);
+  const int64_t hidden = 8 * pick(1, 40), width = pick(0, 1) ? 4 * pick(1, 30) : pick(1, 90);
+  std::vector<StoredVersion> versions(pick(1, 2));
+  std::vector<std::vector<uint16_t>> stores, records;
+  for (auto& v : versions) {
+    const int most = type == Type::BF16 ? 4 : 3;
+    v.cell = v.held = format(static_cast<Version>(pick(0, most)), hidden, width, type);
+    v.layers = layers;
+    stores.emplace_back(layers * experts * v.held.rows * hidden, 0xffff);
+    v.store = stores.back().data();
+  }
+  std::vector<uint16_t> arena;
+  std::vector<int32_t> address(layers * experts, -1), version(layers * experts, 0), active;
+  const int64_t layer = pick(0, layers - 1);
+  for (int64_t e = 0; e < experts; e++) {
+    const int64_t number = pick(0, (int64_t)versions.size() - 1), at = layer * experts + e;
+    const Format& f = versions[number].cell;
+    records.push_back(record_of(k, f));
+    version[at] = (int32_t)number;
+    if (pick(0, 1)) {
+      address[at] = (int32_t)(arena.size() / hidden);
+      arena.insert(arena.end(), records.back().begin(), records.back().end());
+    } else {
+      std::copy(records.back().begin(), records.back().end(),
+                stores[number].begin() + at * f.rows * hidden);
+    }
+    if (pick(0, 4)) active.push_back((int32_t)e);
+  }
+  std::vector<int32_t> ids(tokens * top_k);
+  for (auto& id : ids) id = (int32_t)pick(0, experts);
+  const auto x = draw(k, type, tokens * hidden);
+  std::vector<float> y(tokens * top_k * hidden, 55);
+  arena.shrink_to_fit();
+  Experts c = {type,    tokens,  top_k,        hidden,         width,
+               layers,  experts, SILU,         x.data(),       ids.data(),
+               arena.data(), (int64_t)arena.size() / hidden, versions.data(),
+               (int64_t)versions.size(), layer, address.data(), version.data(),
+               active.data(), (int64_t)active.size(), y.data()};
+  expect(run_experts(pool, k, c).empty(), "expert_ffn refused");
+  for (int64_t pair = 0; pair < tokens * top_k; pair++) {
+    const int32_t e = ids[pair];
+    const float* got = &y[pair * hidden];
+    if (std::find(active.begin(), active.end(), e) == active.end()) {
+      for (int64_t i = 0; i < hidden; i++) expect(got[i] == 55, "a row of no active expert");
+      continue;
+    }
+    const Format& f = versions[version[layer * experts + e]].cell;
+    const uint16_t* r = records[e].data();
+    std::vector<double> want(hidden);
+    for (int64_t i = 0; i < width; i++) {
+      double gate = 0, up = 0;
+      for (int64_t d = 0; d < hidden; d++) {
+        const double v = value(type, x.data(), pair / top_k * hidden + d);
+        gate += v * weight(k, f, r, GATE, i, d), up += v * weight(k, f, r, UP, i, d);
+      }
+      const std::vector<float> h = {(float)(gate / (1 + std::exp(-gate)) * up)};
+      const double exact = value(type, rounded(k, type, h).data(), 0);
+      for (int64_t d = 0; d < hidden; d++) want[d] += exact * weight(k, f, r, DOWN, i, d);
+    }
+    for (int64_t d = 0; d < hidden; d++) near(type, got[d], want[d], "expert_ffn");
+  }
+  // What would read elsewhere is refused.
+  std::vector<int32_t> wrong = address;
+  for (auto& a : wrong) a = (int32_t)(arena.size() / hidden);
+  c.address = wrong.data();
+  if (!active.empty()) expect(!run_experts(pool, k, c).empty(), "an address behind the arena");
+  ids[0] = (int32_t)experts + 1;
+  expect(!run_experts(pool, k, c).empty(), "an expert that is not there");
+}
+
+// ---- paged_attention
+
+void check_attention(const Kernels& k) {
+  Threads pool;
+  Attention c = {};
+  c.type = any_type();
+  c.kv_heads = pick(1, 3), c.heads = c.kv_heads * pick(1, 5), c.head_dim = pick(1, 70);
+  if (c.kv_heads == 1 && pick(0, 1)) c.latent = pick(1, c.head_dim);
+  c.block_size = 16 << pick(0, 2), c.window = pick(0, 1) ? pick(1, 90) : 0, c.scale = 0.3f;
+  c.blocks = pick(1, 192 / c.block_size), c.sequences = 1;
+  const int64_t value_dim = c.latent ? c.latent : c.head_dim;
+  const int64_t per_token = c.latent ? 1 : 2 * c.kv_heads, per_layer = per_token * c.block_size;
+  const int64_t length = pick(1, c.blocks * c.block_size), count = pick(1, std::min<int64_t>(length, 70));
+  c.layer = pick(0, 1);
+  c.kv_rows = 2 * c.blocks * per_layer;
+  std::vector<int32_t> table(c.blocks);
+  for (int64_t b = 0; b < c.blocks; b++) table[b] = (int32_t)(2 * (c.blocks - 1 - b) * per_layer);
+  const auto arena = draw(k, c.type, c.kv_rows * c.head_dim);
+  std::vector<uint16_t> memory(arena.size() / 2);
+  std::memcpy(memory.data(), arena.data(), arena.size());
+  const auto q = draw(k, c.type, count * c.heads * c.head_dim);
+  std::vector<char> out(count * c.heads * value_dim * size_of(c.type));
+  c.arena = memory.data(), c.q = q.data(), c.out = out.data(), c.block_table = table.data();
+  const std::string wrong = attend(pool, k, c, {{0, count, 0, length - count}});
+  expect(wrong.empty(), wrong);
+  for (int64_t t = 0; t < count; t++) {
+    const int64_t position = length - count + t;
+    const int64_t from = c.window ? std::max<int64_t>(position - c.window + 1, 0) : 0;
+    for (int64_t head = 0; head < c.heads; head++) {
+      const auto row = [&](int64_t i) {
+        return table[i / c.block_size] + c.layer * per_layer + i % c.block_size * per_token +
+               head / (c.heads / c.kv_heads);
+      };
+      double mass = 0, top = -1e30;
+      std::vector<double> scores, want(value_dim);
+      for (int64_t i = from; i <= position; i++) {
+        double score = 0;
+        for (int64_t d = 0; d < c.head_dim; d++) {
+          score += value(c.type, q.data(), (t * c.heads + head) * c.head_dim + d) *
+                   value(c.type, arena.data(), row(i) * c.head_dim + d);
+        }
+        scores.push_back(score * 0.3f);
+        top = std::max(top, scores.back());
+      }
+      for (int64_t i = from; i <= position; i++) {
+        const double p = std::exp(scores[i - from] - top);
+        mass += p;
+        for (int64_t d = 0; d < value_dim; d++) {
+          want[d] += p * value(c.type, arena.data(), (row(i) + (c.latent ? 0 : c.kv_heads)) * c.head_dim + d);
+        }
+      }
+      for (int64_t d = 0; d < value_dim; d++) {
+        const double got = value(c.type, out.data(), (t * c.heads + head) * value_dim + d);
+        near(c.type, got, want[d] / mass, "paged_attention");
+      }
+    }
+  }
+  table[0] = (int32_t)(c.kv_rows - per_layer * c.layer);
+  if (!c.window) expect(!attend(pool, k, c, {{0, count, 0, length - count}}).empty(), "an address");
+}
+
+// What a task throws reaches the caller, when no other task runs any more.
+void check_errors() {
+  std::atomic<int> ran{0};
+  bool caught = false;
+  Threads pool;
+  try {
+    parallel(pool, 50, 0, [&](int64_t i) {
+      ran++;
+      if (i % 10 == 5) throw std::runtime_error("a task");
+    });
+  } catch (const std::runtime_error&) {
+    caught = true;
+  }
+  expect(caught && ran == 50, "an error in a task");
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  expect(argc == 3, "usage: cpu_check SEED ROUNDS");
+  check_errors();
+  std::vector<const Kernels*> tables;
+#ifdef MOEJAX_STAND_INS
+  tables = {&kernels_wide, &kernels_pairs};
+#endif
+  for (const char* name : {"portable", "avx2", "avx512", "avx512bf16"}) {
+    if (const Kernels* kernels = kernels_named(name)) tables.push_back(kernels);
+  }
+  std::string ran;
+  for (const Kernels* kernels : tables) {
+    rng.seed((unsigned)std::atoi(argv[1]));
+    for (int i = 0; i < std::atoi(argv[2]); i++) {
+      check_linear(*kernels);
+      check_experts(*kernels);
+      check_attention(*kernels);
+    }
+    ran += std::string(" ") + kernels->name;
+  }
+  std::printf("ok%s\n", ran.c_str());
+}

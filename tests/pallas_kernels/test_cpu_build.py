@@ -1,0 +1,170 @@
+"""The library of native CPU ops: how it is built, found, chosen and refused."""
+
+import importlib.metadata
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import resolve_ops
+from pallas_kernels.cpu import build, library
+from pallas_kernels.linear import api
+from tests.pallas_kernels.contract import NATIVE
+
+ERRORS = (ValueError, jax.errors.JaxRuntimeError)
+"""Which of them a handler's refusal becomes is jax's choice."""
+
+
+def run(*command, **environment):
+    return subprocess.run(
+        [sys.executable, *command],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(build.HERE.parent.parent)} | environment,
+    )
+
+
+@pytest.mark.skipif(
+    importlib.metadata.version("jaxlib") != "0.10.2", reason="jaxlib 0.10.2 has these headers"
+)
+def test_the_headers_are_those_of_the_oldest_jaxlib():
+    """Newer ones are refused by older runtimes; 3.12's suite runs this library on a newer one."""
+    theirs = os.path.join(jax.ffi.include_dir(), "xla", "ffi", "api")
+    ours = build.HERE / "xla" / "ffi" / "api"
+    assert sorted(os.listdir(theirs)) == sorted(path.name for path in ours.iterdir())
+    for path in ours.iterdir():
+        with open(os.path.join(theirs, path.name)) as file:
+            assert file.read() == path.read_text()
+
+
+def test_without_a_compiler_the_build_says_so():
+    result = run("-m", "pallas_kernels.cpu", CXX="no-such-compiler")
+    assert result.returncode == 1
+    assert result.stderr == (
+        "the CPU ops were not built: no C++ compiler found (no-such-compiler)\n"
+    )
+
+
+def test_a_compiler_that_fails_is_quoted(monkeypatch, tmp_path):
+    compiler = tmp_path / "c++"
+    compiler.write_text("#!/bin/sh\necho x86_64-linux-gnu\necho 'no space left' >&2\n[ $# = 1 ]\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    with pytest.raises(build.BuildError, match=r"c\+\+ failed:\nno space left"):
+        build.build(tmp_path / "out")
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_a_missing_library_is_refused_with_the_command_that_mends_it(monkeypatch, tmp_path):
+    monkeypatch.setattr(library, "HERE", tmp_path)
+    isa, reason = library._load.__wrapped__()
+    assert not isa
+    assert reason == (
+        "the native CPU ops are not built; `python -m pallas_kernels.cpu` builds them"
+    )
+    monkeypatch.setattr(library, "_load", lambda: ("", reason))
+    with pytest.raises(ValueError, match=r"op 'linear': the native CPU ops are not built; `python"):
+        resolve_ops("linear=cpu")
+    with pytest.raises(ValueError, match="the native CPU ops are not built"):
+        api.linear(jnp.ones((1, 2)), jnp.ones((1, 3, 2)), 0, implementation="cpu")
+    assert set(vars(resolve_ops("auto")).values()) == {"xla"}
+
+
+def test_no_library_at_all_is_refused(monkeypatch, tmp_path):
+    (tmp_path / build.LIBRARY).write_text("no library")
+    monkeypatch.setattr(library, "HERE", tmp_path)
+    assert "do not load" in library._load.__wrapped__()[1]
+
+
+@NATIVE
+def test_a_library_of_other_sources_is_refused(monkeypatch):
+    monkeypatch.setattr(library, "digest", lambda: "another")
+    assert "built from other sources" in library._load.__wrapped__()[1]
+
+
+@NATIVE
+def test_the_environment_names_the_instruction_set():
+    code = "from pallas_kernels.cpu.library import *; print(instruction_set(), why_not_cpu())"
+    assert run("-c", code, MOEJAX_CPU_ISA="portable").stdout == "portable None\n"
+    refused = run("-c", code, MOEJAX_CPU_ISA="sse9").stdout
+    assert refused.startswith("None MOEJAX_CPU_ISA is sse9; this machine runs portable")
+
+
+@NATIVE
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_the_portable_kernels_keep_the_contracts():
+    """The ones of any CPU that is not known; the others of this machine run without a name."""
+    tests = [f"tests/pallas_kernels/test_{op}.py" for op in ("linear", "head_linear", "expert_ffn")]
+    tests += [f"tests/pallas_kernels/test_{op}_attention.py" for op in ("decode", "prefill")]
+    tests += ["tests/pallas_kernels/test_expert_ffn_versions.py"]
+    result = run("-m", "pytest", "-q", "-k", "cpu", *tests, MOEJAX_CPU_ISA="portable")
+    assert result.returncode == 0, result.stdout[-3000:]
+
+
+def test_a_cpu_op_is_for_cpus():
+    with pytest.raises(ValueError, match="op 'linear': the native CPU ops run on CPUs; here use"):
+        resolve_ops("linear=cpu", platform="gpu", dtype="bfloat16")
+
+
+@NATIVE
+def test_one_name_is_for_every_op_that_has_it():
+    ops = vars(resolve_ops("cpu"))
+    assert {op for op, name in ops.items() if name == "cpu"} >= {"linear", "expert_ffn"}
+    assert set(ops.values()) == {"cpu", "xla"}
+
+
+@NATIVE
+@pytest.mark.parametrize(
+    ("x", "weights", "message"),
+    [
+        ("bfloat16", "float32", "op 'linear': x is bfloat16, weights is float32; the native CPU"),
+        ("int8", "int8", "x is int8, weights is int8; the native CPU op takes one of bfloat16"),
+    ],
+)
+def test_refuses_other_dtypes(x, weights, message):
+    with pytest.raises(ValueError, match=message):
+        api.linear(jnp.ones((1, 2), x), jnp.ones((1, 3, 2), weights), 0, implementation="cpu")
+
+
+@NATIVE
+def test_a_layer_that_is_not_there_is_not_read():
+    linear = jax.jit(lambda layer: api.linear(x, weights, layer, implementation="cpu"))
+    x, weights = jnp.ones((1, 2)), jnp.ones((1, 3, 2))
+    np.testing.assert_array_equal(linear(0), [[2, 2, 2]])
+    for layer in (-1, 1):
+        with pytest.raises(ERRORS, match=f"linear: layer {layer}"):
+            linear(layer).block_until_ready()
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
+def test_sanitizers_find_nothing(sanitizer, repository, tmp_path):
+    """Kernels of every instruction set that this CPU has, and of AVX-512's width compiled for any
+    CPU, over random shapes, built without jax."""
+    compiler = build.find_compiler()
+    program = tmp_path / "check"
+    flags = [*build.FLAGS, "-O1", "-g", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]
+    flags += ["-I", str(repository), "-DMOEJAX_STAND_INS"]
+    flags += ["-DMOEJAX_X86"] if sys.platform == "linux" and os.uname().machine == "x86_64" else []
+    units = {path.parent.name: ["-c", str(path)] for path in build.HERE.parent.glob("*/cpu.cc")}
+    units["select"] = ["-c", str(build.HERE / "select.cc")]
+    units["check"] = ["-c", str(repository / "tests/pallas_kernels/cpu_check.cc")]
+    kernels = build.PORTABLE | (build.X86 if "-DMOEJAX_X86" in flags else {})
+    stand_ins = {"wide": (16, ()), "pairs": (16, ("-DMOEJAX_PAIRS=1",))}
+    for isa, (lanes, extra) in (kernels | stand_ins).items():
+        define = [f"-DMOEJAX_ISA={isa}", f"-DMOEJAX_LANES={lanes}", *extra]
+        units[isa] = [*define, "-c", str(build.HERE / "kernels.cc")]
+    for name, arguments in units.items():
+        build._run([compiler, *flags, *arguments, "-o", str(tmp_path / f"{name}.o")])
+    objects = [str(tmp_path / f"{name}.o") for name in units]
+    build._run([compiler, f"-fsanitize={sanitizer}", "-pthread", *objects, "-o", str(program)])
+    for seed in ("1", "2"):
+        result = subprocess.run([program, seed, "40"], capture_output=True, text=True)
+        assert result.returncode == 0, result.stdout + result.stderr[-3000:]
+        assert result.stdout.startswith("ok wide pairs portable")

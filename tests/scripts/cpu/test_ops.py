@@ -1,0 +1,36 @@
+"""The bench of native CPU ops runs, and refuses what cannot be."""
+
+import json
+
+import pytest
+
+from scripts.cpu import ops
+from tests.pallas_kernels.contract import NATIVE
+
+SMALL = ("--hidden", "128", "--width", "32", "--experts", "4", "--context", "64", "--repeats", "1")
+
+
+@NATIVE
+@pytest.mark.slow
+def test_it_measures_every_op(capsys):
+    assert ops.main([*SMALL, "--json"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [x["op"].split(",")[0] for x in lines] == [
+        *["linear bfloat16"] * 4,
+        "linear float32",
+        *["expert_ffn dense"] * 2,
+        *(f"expert_ffn {version}" for version in ("int8", "int4", "lossless12")),
+        *["decode_attention"] * 2,
+    ]
+    assert all(min(x["xla_ms"], x["cpu_ms"], x["speedup"], x["rate"], x["mb"]) > 0 for x in lines)
+    assert ops.main([*SMALL, "--only", "attention"]) == 0
+    assert "of memory" in capsys.readouterr().out
+
+
+def test_it_refuses_what_cannot_be(capsys, monkeypatch):
+    for wrong in (("--only", "plan"), ("--repeats", "0"), ("--hidden", "100"), ("--context", "3")):
+        assert ops.main([*SMALL, *wrong]) == 2
+        assert "cases are linear, experts, attention" in capsys.readouterr().err
+    monkeypatch.setattr(ops, "why_not_cpu", lambda: "they are not built")
+    assert ops.main([*SMALL]) == 2
+    assert "they are not built" in capsys.readouterr().err
