@@ -90,7 +90,7 @@ def _checked() -> Path:
 
 def native_note(steps: StepSpec, platform: str) -> str:
     """A line about the native CPU ops for people; empty where there is nothing to say."""
-    if "cpu" in dataclasses.astuple(steps.ops):
+    if "cpu" in steps.ops.chosen().values():
         return f"native CPU ops with the {instruction_set()} instructions"
     reason = why_not_cpu() if platform == "cpu" else None
     return f"{reason}; all ops run in XLA" if reason else ""
