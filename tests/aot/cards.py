@@ -37,6 +37,7 @@ from moejax.step.programs import ProgramKey
 from pallas_kernels import resolve_ops
 from pallas_kernels.cards import shared_class
 from pallas_kernels.verification import Check, checks
+from pallas_kernels.verification.check import argument_shapes
 from tests.aot.aot_h200 import CARDS, Compiled, compile_for, device_of
 from tests.aot.ptxas import Kernel, compile_kernels
 from tests.moejax.models.test_published_configs import PUBLISHED
@@ -146,20 +147,14 @@ def start_checks(model: str = MODELS[0]) -> list[Check]:
         shared_kib=shared_class(card),
     )
     shapes = kernel_shapes(config, "bfloat16", config.slot_layout(itemsize=2))
-    # Operands as they are on a CPU, since nothing is allocated; compiled with stores on the host.
-    cpu = jax.devices("cpu")[0]
-    return [check for shape in shapes for check in checks(shape, ops, cpu)]
-
-
-STORED = ("fill", "stage", "expert_ffn")
-"""Ops whose checks have their stores, in pinned host memory, as first operand."""
+    return [check for shape in shapes for check in checks(shape, ops)]
 
 
 def check_seconds(number: int) -> tuple[str, float, float]:
     """Key of one of start_checks, and processor seconds to compile its kernel and its reference."""
     check = start_checks()[number]
-    operands = jax.eval_shape(check.operands)
-    host = (0,) if check.op in STORED else ()
+    operands = argument_shapes(check)
+    host = () if check.stores is None else (int(check.arena is not None),)
     seconds = []
     for name in ("pallas", "xla"):
         began = _processor_seconds()

@@ -94,8 +94,8 @@ NORMS = dict.fromkeys(("rms_norm", "route"), "pallas")
 
 
 def of_norms(name="demo"):
-    ops = dict.fromkeys(dataclasses.asdict(steps().ops), "xla") | NORMS
-    return steps(name, **{op: name for op, name in ops.items() if isinstance(name, str)})
+    ops = dict.fromkeys(steps().ops.chosen(), "xla") | NORMS
+    return steps(name, **ops)
 
 
 def test_only_what_is_needed_is_checked_before(gpu):
