@@ -48,7 +48,7 @@ def asked_for(
         given,
         one_each("sampling_params", params, len(given), SamplingParams),
         one_each("session_id", session_id, len(given), (str, type(None))),
-        one_each("priority", priority or 0, len(given), int),
+        one_each("priority", 0 if priority is None else priority, len(given), int),
     )
     return [GenerationRequest(*one) for one in zip(*each, strict=True)]
 

@@ -284,6 +284,10 @@ class LLM:
 
         Raises UserError when the model has no tokenizer or its tokenizer no chat template.
         """
+        if not isinstance(messages, Sequence) or isinstance(messages, str):
+            raise UserError(
+                f"messages are a list of messages or of conversations, not {shown(messages)}"
+            )
         one = not messages or isinstance(messages[0], Mapping)
         prompts: Any = [{"messages": m} for m in ([messages] if one else messages)]
         return self.generate(

@@ -409,11 +409,18 @@ def test_what_is_no_list_of_token_ids_cannot_be_scored(llm, ids):
     [
         (range(10**9), {}, "the prompt has more than 256 tokens"),
         ([[5]], {"session_id": range(10**9)}, "1 prompts but 1000000000 session_id"),
+        ([[5]], {"priority": np.zeros(0)}, "1 prompts but 0 priority"),
     ],
 )
 def test_lists_without_end_are_not_read(llm, prompts, options, message):
     with pytest.raises(UserError, match=message):
         llm.generate(prompts, GREEDY, **options)
+
+
+@pytest.mark.parametrize("messages", [5, "hello", np.zeros((2, 2)), None])
+def test_messages_that_are_no_list_are_refused(llm, messages):
+    with pytest.raises(UserError, match="messages are a list of messages or of conversations"):
+        llm.chat(messages)
 
 
 # ---- KV that nobody can give
