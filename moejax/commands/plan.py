@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 _EPILOG = """\
 examples:
-  moejax generate demo --file prompts.jsonl --trace t; moejax calibrate demo
+  moejax generate --input prompts.jsonl --output out.jsonl --trace t; moejax calibrate demo
       what a plan is made from: the workload's trace and this machine's costs
   moejax plan --trace t --memory 4MiB --output plan.json
       the split of 4 MiB between experts and KV, cells of each layer, and what is predicted; the
       cells that each user of the trace needs, and all together;
-      moejax generate demo --config plan.json runs with it
+      moejax generate "The old house" --config plan.json runs with it
   moejax plan --trace t --users 4 --tpot 50ms
       the least memory with which 4 users at once get a token every 50 ms
   moejax plan --trace t --memory 4MiB --tpot 50ms
