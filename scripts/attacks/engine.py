@@ -11,10 +11,10 @@ from typing import Any
 from moejax import LLM, RequestOutput, SamplingParams
 from scripts.attacks.scene import Scene
 from scripts.attacks.values import pick
-from scripts.check import fuzz
 from scripts.check.kv_faults import kv_faults
+from scripts.parts import bench_engine
 
-LIMITS: dict[str, Any] = {**fuzz.LIMITS, "device": "cpu"}
+LIMITS: dict[str, Any] = {**bench_engine.SMALL, "device": "cpu"}
 
 CONDITIONS: tuple[Mapping[str, Any], ...] = (
     {},

@@ -41,18 +41,9 @@ from moejax.engine.statistics import kv_stats
 from moejax.requests.request import Request
 from moejax.requests.sampling_params import child_params
 from scripts.check.kv_faults import kv_faults
+from scripts.parts.bench_engine import SMALL
 from scripts.parts.commands import new_parser, refuse
 from scripts.parts.controllers import start_controller
-
-LIMITS: dict[str, Any] = {
-    "max_model_len": 192,
-    "max_num_seqs": 6,
-    "max_num_batched_tokens": 128,
-    "expert_budget": "100%",
-    "kv_budget": "3MiB",
-    "progress": False,
-}
-"""Small shapes, so that a step takes milliseconds; budgets move within this arena."""
 
 MOST_STEPS = 20_000
 """An episode that takes more has no end."""
@@ -606,7 +597,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if min(args.steps, args.check_every) < 1:
             raise UserError("--steps and --check-every must be at least 1")
-        with LLM("demo", dtype=args.dtype, **LIMITS) as llm:
+        with LLM("demo", dtype=args.dtype, **SMALL) as llm:
             return run(llm, args)
     except UserError as error:
         return refuse(__name__, error)

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import jax
 
@@ -32,6 +33,16 @@ from pallas_kernels.dispatch import parse_ops
 
 HOST_RESERVE = 1 << 30
 """Host memory left to everything that is not counted."""
+
+SMALL: dict[str, Any] = {
+    "max_model_len": 192,
+    "max_num_seqs": 6,
+    "max_num_batched_tokens": 128,
+    "expert_budget": "100%",
+    "kv_budget": "3MiB",
+    "progress": False,
+}
+"""Small shapes, so that a step takes milliseconds; budgets move within this arena."""
 
 
 # ---- options

@@ -13,7 +13,7 @@ from tests.scripts.runs import refusal
 from tests.scripts.test_commands import complaint, moejax_main, script
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # minutes: each step is a process that compiles
 def test_the_whole_day_is_rehearsed(tmp_path, capsys):
     """Every command that a loan would run, at small sizes; the page has their figures."""
     status = gpu_day.main(["--out", str(tmp_path), "--rehearse"])
