@@ -42,8 +42,9 @@ from moejax.engine.scheduler import Scheduler
 from moejax.engine.statistics import Statistics
 from moejax.models.config import ModelConfig
 from moejax.step.experts import Paging
-from moejax.step.parts import Routing, StepOutput, StepShapes
+from moejax.step.parts import Routing, StepOutput, StepShapes, StepSpec
 from moejax.traces.tracer import start_trace
+from pallas_kernels import resolve_ops
 from scripts.parts.commands import new_parser, refuse
 from scripts.parts.controllers import start_controller
 from scripts.parts.text_table import aligned
@@ -113,6 +114,16 @@ class FakeRunner:
     def __init__(self, config: ModelConfig, shapes: StepShapes, slots: int, seed: int):
         self.config, self.shapes, self.slots = config, shapes, slots
         self.layout = config.slot_layout(itemsize=2)
+        self.steps = StepSpec(
+            device_kind="none",
+            runtime="",
+            driver="device",
+            ops=resolve_ops("xla"),
+            config=config,
+            dtype="bfloat16",
+            layout=self.layout,
+            shapes=shapes,
+        )
         layers, experts = sum(config.moe_layers), config.num_experts
         self.link_bytes = record_bytes(self.layout, None, moved=True)
         self.version_bytes = version_bytes(self.layout, None, layers)

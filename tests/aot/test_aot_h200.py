@@ -147,6 +147,6 @@ def test_missing_plugin_says_what_to_install(monkeypatch):
         raise NotImplementedError("topology not implemented for cuda")
 
     monkeypatch.setattr("jax.experimental.topologies.get_topology_desc", missing)
-    aot_h200._device.cache_clear()
+    aot_h200.device_of.cache_clear()
     with pytest.raises(AotUnavailable, match=f"pip install .*jax-cuda13-plugin=={jax.__version__}"):
         compile_for_h200(jnp.exp, Array((8,), jnp.float32))

@@ -156,7 +156,8 @@ def test_numbers_may_be_computed(tmp_path):
     ("scale", "factor"), [(3, 3), ("sqrt(head_dim)", 2), ("1/sqrt(head_dim)", 0.5)]
 )
 def test_values_may_be_scaled(tmp_path, scale, factor):
-    config = QWEN3 | {"head_dim": 4}
+    # Heads that make no projection square: a square one has to say how it lies.
+    config = QWEN3 | {"head_dim": 4, "num_attention_heads": 2, "num_key_value_heads": 1}
     tensors = random_tensors(config, np.float32)
     directory = save(tmp_path / "tree", hf_tree(tensors), config)
     rules = [{**rule, "scale": scale} for rule in (*HF, *EXPERTS)]
@@ -164,6 +165,25 @@ def test_values_may_be_scaled(tmp_path, scale, factor):
     with mapped.open() as reader:
         for name in ("model.norm.weight", "model.layers.1.self_attn.q_proj.weight"):
             np.testing.assert_array_equal(reader.get_tensor(name), tensors[name] * factor)
+
+
+def test_a_square_leaf_says_how_it_lies(tmp_path):
+    """Its shape does not tell whether it is transposed."""
+    config = QWEN3 | {"head_dim": QWEN3["hidden_size"] // QWEN3["num_attention_heads"]}
+    tensors = random_tensors(config)
+    directory = save(tmp_path / "tree", hf_tree(tensors), config)
+    rules = [*HF, *EXPERTS]
+    with pytest.raises(UserError, match=r"_proj.* is square .* write axes"):
+        open_mapped(directory, None, write_map(tmp_path, {"rules": rules}))
+    square = ("q_proj", "o_proj")
+    said = [
+        {**rule, "axes": "out in -> out in"} if any(s in rule["leaf"] for s in square) else rule
+        for rule in rules
+    ]
+    _, mapped = open_mapped(directory, None, write_map(tmp_path, {"rules": said}))
+    with mapped.open() as reader:
+        name = "model.layers.1.self_attn.q_proj.weight"
+        np.testing.assert_array_equal(reader.get_tensor(name), tensors[name])
 
 
 # ---- what is wrong with a map, and with a tree for it
