@@ -8,6 +8,7 @@ started anew after it was ended.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import subprocess
@@ -113,6 +114,7 @@ class BoundedProcess:
             if self._process.poll() is None and self._owner == os.getpid():
                 return self._connection
             self._stop()
+        _reap()
         ours, theirs = Pipe()
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         self._owner, self._knows = os.getpid(), {}
@@ -138,12 +140,25 @@ class BoundedProcess:
     def _stop(self) -> None:
         if self._end is not None and self._owner == os.getpid():
             self._end()
+            _reap()
         elif self._end is not None:
             self._end.detach()
         self._process = self._connection = self._end = None
 
 
+_dying: list[subprocess.Popen] = []
+"""Processes that were killed and not waited for."""
+
+
 def _end(process: subprocess.Popen, connection: Connection) -> None:
+    """Ends a process. It is not waited for: a finalizer calls this, in which Python loses a Ctrl-C
+    that comes meanwhile."""
     connection.close()
     process.kill()
-    process.wait()
+    _dying.append(process)
+
+
+@atexit.register
+def _reap() -> None:
+    while _dying:
+        _dying.pop().wait()
