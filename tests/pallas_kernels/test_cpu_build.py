@@ -28,6 +28,7 @@ def run(*command, **environment):
     )
 
 
+@pytest.mark.slow  # .ci/run has that jaxlib on the Python that runs slow tests, and skips nothing
 @pytest.mark.skipif(
     importlib.metadata.version("jaxlib") != "0.10.2", reason="jaxlib 0.10.2 has these headers"
 )
