@@ -11,6 +11,7 @@ from moejax import LLM, SamplingParams
 from scripts.check import fuzz as fuzz_engine
 from scripts.check.fuzz import Fault, run_episode
 from scripts.check.kv_faults import kv_faults
+from scripts.parts.bench_engine import SMALL
 from tests.moejax.engine.scheduler_model import Device, Turn, run
 from tests.scripts.runs import json_lines, refusal
 
@@ -40,7 +41,7 @@ def run_some(llm, episodes):
 
 @pytest.fixture(scope="module")
 def llm():
-    with LLM("demo", **fuzz_engine.LIMITS) as llm:
+    with LLM("demo", **SMALL) as llm:
         yield llm
 
 
