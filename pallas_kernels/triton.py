@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
@@ -75,11 +76,35 @@ def triton_call(
     return call
 
 
+def scalar(number: jax.typing.ArrayLike) -> jax.Array:
+    """int32[1] of a number, which is how kernels take one."""
+    return jnp.reshape(jnp.asarray(number, jnp.int32), 1)
+
+
+def edge_mask(first: jax.typing.ArrayLike, size: int, end: int) -> jax.Array | None:
+    """Which of `size` places from `first` on, a multiple of size, lie before `end`; None where all
+    of such tiles do."""
+    return first + jnp.arange(size) < end if end % size else None
+
+
 def load_tile(ref: Any, row_mask: jax.Array | None, column_mask: jax.Array | None) -> jax.Array:
     """A tile [R, C] of an array, zero where one of the masks [R] and [C] is false. A mask is None
     where the sizes say that it would be all true."""
     mask = tile_mask(row_mask, column_mask, ref.shape)
     return plgpu.load(ref, mask=mask, other=None if mask is None else 0)
+
+
+def sum_over_depth(
+    add: Callable[..., jax.Array], total: jax.Array, inputs: int, depth: int
+) -> jax.Array:
+    """total + add(0, total, None) + …: tiles of so many of the inputs in ascending order, the last
+    one with the mask of what is left of them."""
+    whole, rest = divmod(inputs, depth)
+    total = lax.fori_loop(0, whole, functools.partial(add, depth_mask=None), total)
+    if rest:  # a loop, since a static slice must not reach beyond its array
+        last = functools.partial(add, depth_mask=jnp.arange(depth) < rest)
+        total = lax.fori_loop(whole, whole + 1, last, total)
+    return total
 
 
 def tile_mask(

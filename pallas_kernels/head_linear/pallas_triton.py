@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.triton import KERNEL_DTYPES, load_tile, tile_mask, triton_call
-
-DECODE_TILES = ((128, 128), (32, 256), (16, 512))
-"""columns × depth, the widest first."""
-
-PROGRAMS = 128
-"""Column tiles of all heads below which a GPU of 132 multiprocessors would stand idle."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """One program computes rows × columns of one head's product, depth of the sum at a time."""
-
-    rows: int
-    columns: int
-    depth: int
-    num_warps: int
-    num_stages: int
+from pallas_kernels.linear.pallas_triton import DECODE_TILES, PROGRAMS, Config
+from pallas_kernels.triton import (
+    KERNEL_DTYPES,
+    edge_mask,
+    load_tile,
+    scalar,
+    sum_over_depth,
+    tile_mask,
+    triton_call,
+)
 
 
 def configuration(
@@ -65,8 +55,8 @@ def head_linear(x, weights, layer, *, part, transposed, row_tile, tiles):
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )(
-        jnp.reshape(layer, 1).astype(jnp.int32),
-        jnp.reshape(tiles, 1).astype(jnp.int32),
+        scalar(layer),
+        scalar(tiles),
         x,
         weights,
     )
@@ -82,19 +72,12 @@ def _kernel(layer, tiles, x, weights, out, *, config, first, transposed, row_til
     head = pl.program_id(1)
     first_row, first_column = pl.program_id(0) * config.rows, pl.program_id(2) * config.columns
     rows, columns = pl.ds(first_row, config.rows), pl.ds(first_column, config.columns)
-    # A mask is None where the sizes say that it would be all true.
-    row_mask = column_mask = depth_mask = None
-    if tokens % config.rows:
-        row_mask = first_row + jnp.arange(config.rows) < tokens
-    if outputs % config.columns:
-        column_mask = first_column + jnp.arange(config.columns) < outputs
-    whole, rest_of_depth = divmod(inputs, config.depth)
-    if rest_of_depth:
-        depth_mask = jnp.arange(config.depth) < rest_of_depth
+    row_mask = edge_mask(first_row, config.rows, tokens)
+    column_mask = edge_mask(first_column, config.columns, outputs)
 
     @pl.when(first_row < tiles[0] * row_tile)
     def _():
-        def add(k, total, depth_mask=None):
+        def add(k, total, depth_mask):
             depth = pl.ds(k * config.depth, config.depth)
             values = load_tile(x.at[rows, head, depth], row_mask, depth_mask)
             if transposed:
@@ -107,9 +90,6 @@ def _kernel(layer, tiles, x, weights, out, *, config, first, transposed, row_til
             return total + plgpu.dot(values, weight, trans_b=True)
 
         total = jnp.zeros((config.rows, config.columns), jnp.float32)
-        total = lax.fori_loop(0, whole, add, total)
-        if rest_of_depth:  # a loop, since a static slice must not reach beyond its array
-            last = functools.partial(add, depth_mask=depth_mask)
-            total = lax.fori_loop(whole, whole + 1, last, total)
+        total = sum_over_depth(add, total, inputs, config.depth)
         mask = tile_mask(row_mask, column_mask, total.shape)
         plgpu.store(out.at[rows, head, columns], total.astype(out.dtype), mask=mask)

@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.triton import power_of_two_divisor, triton_call
+from pallas_kernels.triton import power_of_two_divisor, scalar, triton_call
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +61,7 @@ def kv_write(
     kernel = functools.partial(
         _kernel, page=page, attention_factor=attention_factor, eps=eps, config=config
     )
-    norms = () if q_norm is None else (q_norm, k_norm, _scalar(stack_layer))
+    norms = () if q_norm is None else (q_norm, k_norm, scalar(stack_layer))
     q, view = triton_call(
         kernel,
         name="kv_write",
@@ -73,7 +73,7 @@ def kv_write(
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         aliases={5 + len(norms): 1},
-    )(by_head, *norms, positions, inverse_frequencies, pages, _scalar(layer), view)
+    )(by_head, *norms, positions, inverse_frequencies, pages, scalar(layer), view)
     return q, view.reshape(arena.shape)
 
 
@@ -143,10 +143,6 @@ def _kernel(qkv, *refs, page, attention_factor, eps, config):
             for first, x, v in zip((0, half), rotated, bits, strict=True):
                 x = jnp.where(is_v, _as_uint16(v), _as_uint16(x))  # v as it is, NaN bits too
                 plgpu.store(kv_out.at[place + row, first + column[None]], x, mask=real_tile)
-
-
-def _scalar(x):
-    return jnp.reshape(jnp.asarray(x, jnp.int32), 1)
 
 
 def _as_uint16(x):

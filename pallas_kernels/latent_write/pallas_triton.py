@@ -11,7 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.triton import KERNEL_DTYPES, power_of_two_divisor, triton_call
+from pallas_kernels.triton import KERNEL_DTYPES, power_of_two_divisor, scalar, triton_call
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,12 +72,12 @@ def latent_write(
     )(
         kv,
         kv_norm,
-        _scalar(stack_layer),
+        scalar(stack_layer),
         q_rope,
         positions,
         inverse_frequencies,
         pages,
-        _scalar(layer),
+        scalar(layer),
         view,
     )
     return q_rope, view.reshape(arena.shape)
@@ -152,10 +152,6 @@ def _kernel(
         for first, x in zip((0, half), rotated(*parts), strict=True):
             at = kv_out.at[place, page.latent + first + column]
             plgpu.store(at, _as_uint16(x), mask=real)
-
-
-def _scalar(x):
-    return jnp.reshape(jnp.asarray(x, jnp.int32), 1)
 
 
 def _as_uint16(x):

@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.rms_norm.pallas_triton import configuration
-from pallas_kernels.triton import triton_call
+from pallas_kernels.triton import scalar, triton_call
 
 
 def layer_norm(x, weights, biases, layer, eps):
@@ -26,7 +26,7 @@ def layer_norm(x, weights, biases, layer, eps):
         out_shape=jax.ShapeDtypeStruct((rows, width), x.dtype),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-    )(jnp.reshape(layer, 1).astype(jnp.int32), x.reshape(rows, width), weights, biases)
+    )(scalar(layer), x.reshape(rows, width), weights, biases)
     return out.reshape(x.shape)
 
 

@@ -7,12 +7,19 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.cards import CLASSES
-from pallas_kernels.triton import KERNEL_DTYPES, load_tile, tile_mask, triton_call
+from pallas_kernels.triton import (
+    KERNEL_DTYPES,
+    edge_mask,
+    load_tile,
+    scalar,
+    sum_over_depth,
+    tile_mask,
+    triton_call,
+)
 
 DECODE_TILES = ((128, 128), (32, 256), (16, 512))
 """columns × depth, the widest first."""
@@ -23,7 +30,7 @@ DECODE_STAGES = {99: (3, 4, 4), 163: (4, 4, 4), 227: (4, 4, 4)}
 PREFILL_STAGES = {99: 4, 163: 4, 227: 4}
 
 PROGRAMS = 128
-"""Column tiles below which a GPU of 132 multiprocessors would stand idle."""
+"""Column tiles, of all heads, below which a GPU of 132 multiprocessors would stand idle."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,8 +81,8 @@ def linear(x, weights, layer, bias, *, row_tile, tiles, out_dtype, shared_kib: i
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )(
-        jnp.reshape(layer, 1).astype(jnp.int32),
-        jnp.reshape(tiles, 1).astype(jnp.int32),
+        scalar(layer),
+        scalar(tiles),
         x,
         weights,
         *(() if bias is None else (bias,)),
@@ -92,29 +99,19 @@ def _kernel(layer, tiles, x, weights, *rest, config, row_tile):
     (tokens, inputs), outputs = x.shape, weights.shape[1]
     first_row, first_column = pl.program_id(0) * config.rows, pl.program_id(1) * config.columns
     rows, columns = pl.ds(first_row, config.rows), pl.ds(first_column, config.columns)
-    # A mask is None where the sizes say that it would be all true.
-    row_mask = column_mask = depth_mask = None
-    if tokens % config.rows:
-        row_mask = first_row + jnp.arange(config.rows) < tokens
-    if outputs % config.columns:
-        column_mask = first_column + jnp.arange(config.columns) < outputs
-    whole, rest_of_depth = divmod(inputs, config.depth)
-    if rest_of_depth:
-        depth_mask = jnp.arange(config.depth) < rest_of_depth
+    row_mask = edge_mask(first_row, config.rows, tokens)
+    column_mask = edge_mask(first_column, config.columns, outputs)
 
     @pl.when(first_row < tiles[0] * row_tile)
     def _():
-        def add(k, total, depth_mask=None):
+        def add(k, total, depth_mask):
             depth = pl.ds(k * config.depth, config.depth)
             part = load_tile(x.at[rows, depth], row_mask, depth_mask)
             weight = load_tile(weights.at[layer[0], columns, depth], column_mask, depth_mask)
             return total + plgpu.dot(part, weight, trans_b=True)
 
         total = jnp.zeros((config.rows, config.columns), jnp.float32)
-        total = lax.fori_loop(0, whole, add, total)
-        if rest_of_depth:  # a loop, since a static slice must not reach beyond its array
-            last = functools.partial(add, depth_mask=depth_mask)
-            total = lax.fori_loop(whole, whole + 1, last, total)
+        total = sum_over_depth(add, total, inputs, config.depth)
         if bias:
             row = load_tile(bias[0].at[pl.ds(layer[0], 1), columns], None, column_mask)
             total = total + row.astype(jnp.float32)

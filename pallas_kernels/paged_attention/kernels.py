@@ -16,6 +16,20 @@ MERGED = 8
 """Splits that the merge loads at once; it adds them one by one."""
 
 
+def kv_rows(arena, page, dtype):
+    """The arena as rows [.., head_dim], a free view. (Converted bits of a loaded tile would go
+    through registers on their way to a matrix product.)"""
+    return lax.bitcast_convert_type(arena, dtype).reshape(-1, page.head_dim)
+
+
+def tile_of_prefill(chunk_rows, queries):
+    """A program's chunk and the first of its queries in it. The late chunks of a prompt see most
+    keys: the longest programs start first."""
+    tiles = pl.cdiv(chunk_rows, queries)
+    tile = pl.num_programs(0) - 1 - pl.program_id(0)
+    return tile // tiles, tile % tiles * queries
+
+
 def split(
     q_in,
     kv,
@@ -120,10 +134,8 @@ def prefill(
     tile's end, its heads], no other program the same. Tiles without a real row are not written.
     """
     chunk_rows = q_in.shape[0] // sequence.shape[0]
-    tiles = pl.cdiv(chunk_rows, config.queries)
-    # Late chunks of a prompt see most keys: the longest programs start first.
-    tile, heads_tile = pl.num_programs(0) - 1 - pl.program_id(0), pl.program_id(1)
-    chunk, first_query = tile // tiles, tile % tiles * config.queries
+    chunk, first_query = tile_of_prefill(chunk_rows, config.queries)
+    heads_tile = pl.program_id(1)
 
     @pl.when((chunk < count[0]) & (first_query < length[chunk]))
     def _():

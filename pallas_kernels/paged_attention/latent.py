@@ -8,13 +8,11 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.kv_write import KVPage
-from pallas_kernels.paged_attention import latent_kernels
-from pallas_kernels.paged_attention.kernels import merge
-from pallas_kernels.triton import KERNEL_DTYPES, power_of_two_divisor, triton_call
+from pallas_kernels.paged_attention import kernels, latent_kernels
+from pallas_kernels.triton import KERNEL_DTYPES, power_of_two_divisor, scalar, triton_call
 
 MAX_LATENT, MAX_ROPE = 512, 64
 
@@ -88,9 +86,9 @@ def decode_attention(q, q_rope, arena, block_table, lengths, layer, *, page, win
         ),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-    )(q, q_rope, _rows(arena, page, q.dtype), block_table, lengths, _scalar(layer))
+    )(q, q_rope, kernels.kv_rows(arena, page, q.dtype), block_table, lengths, scalar(layer))
     return triton_call(
-        functools.partial(merge, window=window, split=config.split),
+        functools.partial(kernels.merge, window=window, split=config.split),
         name="decode_attention_latent_merge",
         grid=(tokens, heads),
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
@@ -117,13 +115,13 @@ def prefill_attention(
     )(
         q,
         q_rope,
-        _rows(arena, page, q.dtype),
+        kernels.kv_rows(arena, page, q.dtype),
         block_table,
         row,
         start,
         length,
-        _scalar(count),
-        _scalar(layer),
+        scalar(count),
+        scalar(layer),
     ).reshape(rows, heads * latent)
 
 
@@ -135,12 +133,3 @@ def _part(page, dtype):
     if why := why_not_pallas(page):
         raise ValueError(why)
     return min(max(16, pl.next_power_of_2(page.latent)), 256)
-
-
-def _rows(arena, page, dtype):
-    """The arena as KV rows, a free view."""
-    return lax.bitcast_convert_type(arena, dtype).reshape(-1, page.head_dim)
-
-
-def _scalar(x):
-    return jnp.reshape(jnp.asarray(x, jnp.int32), 1)

@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.paged_attention.kernels import first_seen, power
+from pallas_kernels.paged_attention.kernels import first_seen, power, tile_of_prefill
 
 
 def split(
@@ -87,10 +87,8 @@ def prefill(
     """
     chunk_rows = q_in.shape[0] // sequence.shape[0]
     queries = config.rows // config.heads
-    tiles = pl.cdiv(chunk_rows, queries)
-    # Late chunks of a prompt see most keys: the longest programs start first.
-    tile, heads_tile = pl.num_programs(0) - 1 - pl.program_id(0), pl.program_id(1)
-    chunk, first_query = tile // tiles, tile % tiles * queries
+    chunk, first_query = tile_of_prefill(chunk_rows, queries)
+    heads_tile = pl.program_id(1)
 
     @pl.when((chunk < count[0]) & (first_query < length[chunk]))
     def _():

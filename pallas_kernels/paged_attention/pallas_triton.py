@@ -7,13 +7,12 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.cards import CLASSES
 from pallas_kernels.kv_write import KVPage
 from pallas_kernels.paged_attention import kernels, latent
-from pallas_kernels.triton import power_of_two_divisor, triton_call
+from pallas_kernels.triton import power_of_two_divisor, scalar, triton_call
 
 MAX_HEAD_DIM = 256
 
@@ -119,7 +118,7 @@ def decode_attention(
         ),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-    )(q, _rows(arena, q), block_table, lengths, _scalar(layer))
+    )(q, kernels.kv_rows(arena, page, q.dtype), block_table, lengths, scalar(layer))
     return triton_call(
         functools.partial(kernels.merge, window=window, split=config.split),
         name="decode_attention_merge",
@@ -163,13 +162,13 @@ def prefill_attention(
         num_stages=config.num_stages,
     )(
         q,
-        _rows(arena, q),
+        kernels.kv_rows(arena, page, q.dtype),
         block_table,
         row,
         start,
         length,
-        _scalar(count),
-        _scalar(layer),
+        scalar(count),
+        scalar(layer),
     ).reshape(rows, heads * head_dim)
 
 
@@ -187,13 +186,3 @@ def _too_wide(head_dim):
         f"paged_attention 'pallas' takes head_dim up to {MAX_HEAD_DIM}, not {head_dim}; "
         "'xla' takes it"
     )
-
-
-def _rows(arena, q):
-    """The arena as rows of one head, a free view. (Converted bits of a loaded tile would go through
-    registers on their way to a matrix product.)"""
-    return lax.bitcast_convert_type(arena, q.dtype).reshape(-1, q.shape[2])
-
-
-def _scalar(x):
-    return jnp.reshape(jnp.asarray(x, jnp.int32), 1)

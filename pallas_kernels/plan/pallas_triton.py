@@ -14,7 +14,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.plan.listing import count, places
 from pallas_kernels.plan.victim import victim_key
-from pallas_kernels.triton import triton_call
+from pallas_kernels.triton import scalar, triton_call
 
 UPDATED = ("owner", "last_used", "address", "version", "frequency", "clock")
 """The tables that a plan changes, in place."""
@@ -42,7 +42,7 @@ def plan(tables, layer, active):
     one, listed = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((experts,), jnp.int32)
     updated = [getattr(tables, name) for name in UPDATED]
     operands = [
-        jnp.reshape(layer, 1).astype(jnp.int32),
+        scalar(layer),
         active,
         *(getattr(tables, name) for name in READ),
         *updated,

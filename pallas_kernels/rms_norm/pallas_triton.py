@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.triton import KERNEL_DTYPES, triton_call
+from pallas_kernels.triton import KERNEL_DTYPES, scalar, triton_call
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +46,7 @@ def rms_norm(x, weights, layer, eps):
         out_shape=jax.ShapeDtypeStruct((rows, width), x.dtype),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-    )(jnp.reshape(layer, 1).astype(jnp.int32), x.reshape(rows, width), weights)
+    )(scalar(layer), x.reshape(rows, width), weights)
     return out.reshape(x.shape)
 
 

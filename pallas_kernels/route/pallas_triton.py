@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.route.rule import RouteRule
-from pallas_kernels.triton import triton_call
+from pallas_kernels.triton import scalar, triton_call
 
 MOST_GROUPS = 16
 """Each is some instructions of the unrolled kernel; DeepSeek has 8."""
@@ -45,7 +45,7 @@ def route(logits, valid, correction, layer, *, rule):
     config = configuration()
     operands = [logits.astype(jnp.float32), valid]
     if correction is not None:
-        operands += [jnp.reshape(layer, 1).astype(jnp.int32), correction]
+        operands += [scalar(layer), correction]
     call = triton_call(
         functools.partial(_route, config=config, rule=rule),
         name="route",

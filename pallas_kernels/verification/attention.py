@@ -44,6 +44,12 @@ class Pages:
         pages = jax.random.permutation(jax.random.key(3), 4 * self.blocks).reshape(4, self.blocks)
         return (self.unused + pages * self.page_rows).astype(jnp.int32)
 
+    def written(self, table: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Positions of 33 tokens to write and the pages that they lie in, -1 of some."""
+        positions = jnp.arange(33, dtype=jnp.int32) * 29
+        at = jnp.where(positions % 7 == 6, -1, table[0][positions // self.shape.block_size])
+        return positions, at
+
     def arena(self) -> jax.Array:
         values = draw(4, (self.used, self.shape.head_dim), self.shape.dtype)
         bits = jax.lax.bitcast_convert_type(values, jnp.uint16)
@@ -64,8 +70,7 @@ def _kv_write_check(pages: Pages) -> Check:
         return qkv, *norms, inverse, pages.table()
 
     def written(name, arena, qkv, q_norm, k_norm, inverse, table):
-        positions = jnp.arange(33, dtype=jnp.int32) * 29
-        at = jnp.where(positions % 7 == 6, -1, table[0][positions // shape.block_size])
+        positions, at = pages.written(table)
         q, result = kv_write(
             qkv,
             q_norm,

@@ -60,8 +60,7 @@ def _latent_write_check(pages: Pages) -> Check:
         )
 
     def written(name, arena, kv, norm, q_rope, inverse, table):
-        positions = jnp.arange(33, dtype=jnp.int32) * 29
-        at = jnp.where(positions % 7 == 6, -1, table[0][positions // shape.block_size])
+        positions, at = pages.written(table)
         q, result = latent_write(
             kv,
             norm,
