@@ -10,36 +10,20 @@ import dataclasses
 import numpy as np
 import pytest
 
-import host_offload.memory.store
-import tests.pallas_kernels.cpu_lowerings  # noqa: F401  (what the interpreter lacks)
-from moejax import LLM, SamplingParams
+from moejax import LLM
 from pallas_kernels import OPS
-from pallas_kernels.triton import interpreted
-from tests.moejax.engine_runs import Job, run, set_budget
+from tests.moejax.engine_runs import run, set_budget
+from tests.moejax.interpreted_engine import interpreted_llm, three_jobs
 
 LIMITS = {"max_model_len": 128, "max_num_seqs": 20, "max_num_batched_tokens": 192}
 EXPERTS, LAYERS = 16, 4
+JOBS = three_jobs(vocabulary=4096)
 
 
 @pytest.fixture(scope="module")
 def llm():
-    with pytest.MonkeyPatch.context() as patch:
-        # The interpreter of jax 0.10.2 takes no operand that is typed as host memory, as a store is
-        # that jax took over from numpy; one that a jitted function made is not, on the CPU.
-        patch.setattr(host_offload.memory.store, "shares_memory", lambda device: False)
-        with (
-            interpreted(),
-            LLM("demo", ops="pallas", progress=False, prefill_waves=2, **LIMITS) as llm,
-        ):
-            yield llm
-
-
-def jobs():
-    rng = np.random.default_rng(5)
-    for i, length in enumerate((1, 17, 66)):
-        sampling = {"temperature": 0.9, "top_p": 0.9} if i else {"temperature": 0}
-        params = SamplingParams(max_tokens=3, seed=i, ignore_eos=True, **sampling)
-        yield Job(tuple(rng.integers(1, 4096, length).tolist()), params, arrival=i)
+    with interpreted_llm("demo", **LIMITS) as llm:
+        yield llm
 
 
 @pytest.mark.nightly
@@ -53,12 +37,12 @@ def test_every_op_is_a_kernel(llm):
 def test_budgets_and_company_change_no_bit(llm):
     kv = llm.engine.scheduler.arena.slots - LAYERS * EXPERTS
     set_budget(llm, [EXPERTS] * LAYERS, kv)
-    alone = [run(llm, [job])[0] for job in jobs()]
+    alone = [run(llm, [job])[0] for job in JOBS]
     # 17 more requests: decode runs in its bucket of 32 rows as well.
-    company = [dataclasses.replace(job, arrival=0) for job in list(jobs())[:1] * 17]
+    company = [dataclasses.replace(job, arrival=0) for job in JOBS[:1] * 17]
     for cells, others in (([0] * LAYERS, []), ([5, 0, 16, 2], company)):
         set_budget(llm, cells, kv)
-        together = run(llm, [*others, *jobs()])[len(others) :]
+        together = run(llm, [*others, *JOBS])[len(others) :]
         assert all(a.same_bits(b) for a, b in zip(alone, together, strict=True))
     assert {"decode@16", "decode"} <= {*map(str, llm.engine.runner.executables())}
 
@@ -66,8 +50,8 @@ def test_budgets_and_company_change_no_bit(llm):
 @pytest.mark.nightly
 def test_kernels_agree_with_the_reference_ops(llm):
     with LLM("demo", ops="xla", progress=False, **LIMITS) as reference:
-        wanted = run(reference, list(jobs()), check=False)
-    for got, want in zip(run(llm, list(jobs()), check=False), wanted, strict=True):
+        wanted = run(reference, JOBS, check=False)
+    for got, want in zip(run(llm, JOBS, check=False), wanted, strict=True):
         # The first token's logits: later ones may follow another token. In bfloat16 a rounding
         # more or less also moves what is routed; logits have a standard deviation of about 2.5.
         difference = np.abs(got.logits[0] - want.logits[0])

@@ -10,11 +10,9 @@ import dataclasses
 import numpy as np
 import pytest
 
-import host_offload.memory.store
-import tests.pallas_kernels.cpu_lowerings  # noqa: F401  (what the interpreter lacks)
-from moejax import LLM, SamplingParams
-from pallas_kernels.triton import interpreted
-from tests.moejax.engine_runs import Job, run, set_budget
+from moejax import LLM
+from tests.moejax.engine_runs import run, set_budget
+from tests.moejax.interpreted_engine import interpreted_llm, three_jobs
 from tests.moejax.models.families import write_checkpoint
 
 pytestmark = pytest.mark.nightly
@@ -22,6 +20,8 @@ pytestmark = pytest.mark.nightly
 LIMITS = {"max_model_len": 128, "max_num_seqs": 20, "max_num_batched_tokens": 128}
 EXPERTS, LAYERS = 8, 2
 """Of the two of three layers that have experts."""
+
+JOBS = three_jobs(vocabulary=512)
 
 
 @pytest.fixture(scope="module")
@@ -31,22 +31,8 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def llm(checkpoint):
-    with pytest.MonkeyPatch.context() as patch:
-        # As in test_kernels_in_engine.
-        patch.setattr(host_offload.memory.store, "shares_memory", lambda device: False)
-        with (
-            interpreted(),
-            LLM(checkpoint, ops="pallas", progress=False, prefill_waves=2, **LIMITS) as llm,
-        ):
-            yield llm
-
-
-def jobs():
-    rng = np.random.default_rng(5)
-    for i, length in enumerate((1, 17, 66)):
-        sampling = {"temperature": 0.9, "top_p": 0.9} if i else {"temperature": 0}
-        params = SamplingParams(max_tokens=3, seed=i, ignore_eos=True, **sampling)
-        yield Job(tuple(rng.integers(1, 512, length).tolist()), params, arrival=i)
+    with interpreted_llm(checkpoint, **LIMITS) as llm:
+        yield llm
 
 
 def test_every_op_is_a_kernel(llm):
@@ -59,20 +45,20 @@ def test_every_op_is_a_kernel(llm):
 def test_budgets_and_company_change_no_bit(llm):
     kv = llm.engine.scheduler.arena.slots - LAYERS * EXPERTS
     set_budget(llm, [EXPERTS] * LAYERS, kv)
-    alone = [run(llm, [job])[0] for job in jobs()]
+    alone = [run(llm, [job])[0] for job in JOBS]
     # 17 more requests: decode runs in its bucket of 32 rows as well.
-    company = [dataclasses.replace(job, arrival=0) for job in list(jobs())[:1] * 17]
+    company = [dataclasses.replace(job, arrival=0) for job in JOBS[:1] * 17]
     for cells, others in (([0] * LAYERS, []), ([3, 5], company)):
         set_budget(llm, cells, kv)
-        together = run(llm, [*others, *jobs()])[len(others) :]
+        together = run(llm, [*others, *JOBS])[len(others) :]
         assert all(a.same_bits(b) for a, b in zip(alone, together, strict=True))
     assert {"decode@16", "decode"} <= {*map(str, llm.engine.runner.executables())}
 
 
 def test_kernels_agree_with_the_reference_ops(llm, checkpoint):
     with LLM(checkpoint, ops="xla", progress=False, **LIMITS) as reference:
-        wanted = run(reference, list(jobs()), check=False)
-    for got, want in zip(run(llm, list(jobs()), check=False), wanted, strict=True):
+        wanted = run(reference, JOBS, check=False)
+    for got, want in zip(run(llm, JOBS, check=False), wanted, strict=True):
         # The first token's logits: later ones may follow another token.
         difference = np.abs(got.logits[0] - want.logits[0])
         assert np.max(difference) < 0.1 * np.std(want.logits[0])
