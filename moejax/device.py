@@ -30,7 +30,8 @@ RUNTIME_SHARE = 0.02
 OLDEST_CAPABILITY = 8.0
 """Compute capability of Ampere: bfloat16 matrix products, asynchronous copies."""
 
-_NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+"""Exists where the kernel has NVIDIA's driver."""
 
 
 def select_device(device: str | jax.Device | None = None) -> jax.Device:
@@ -45,8 +46,7 @@ def select_device(device: str | jax.Device | None = None) -> jax.Device:
     # jax has no public way to ask without starting it.
     if not xla_bridge.backends_are_initialized():
         if PINNED_LIMIT not in os.environ:
-            memory_gb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 10**9
-            os.environ[PINNED_LIMIT] = str(max(memory_gb, DEFAULT_PINNED_GB))
+            os.environ[PINNED_LIMIT] = str(pinned_gb(host_bytes()))
         if device != "cpu" and not _cpu_was_asked_for():
             take_free_memory()
     if isinstance(device, str):
@@ -57,7 +57,7 @@ def select_device(device: str | jax.Device | None = None) -> jax.Device:
             raise UserError(f"jax can use no {device} here{hint} ({error})") from None
     elif device is None:
         chosen = jax.devices()[0]
-        if chosen.platform == "cpu" and _NVIDIA_DRIVER.exists() and not _cpu_was_asked_for():
+        if chosen.platform == "cpu" and NVIDIA_DRIVER.exists() and not _cpu_was_asked_for():
             raise UserError(
                 "this machine has an NVIDIA GPU but jax was installed without CUDA: "
                 "pip install '.[cuda13]', or ask for the CPU (--device cpu, device=\"cpu\" or "
@@ -107,6 +107,16 @@ def nvidia_smi(*fields: str, hidden: bool = False) -> list[list[str]]:
         return []
     lines = [line.split(", ") for line in answer.stdout.splitlines() if line.strip()]
     return lines if all(len(line) == len(fields) for line in lines) else []
+
+
+def host_bytes() -> int:
+    """The machine's memory, without what it swaps to."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def pinned_gb(memory: int) -> int:
+    """The cap on jax's pool of pinned host memory in a machine of so many bytes."""
+    return max(memory // 10**9, DEFAULT_PINNED_GB)
 
 
 def require_pinned_memory(device: jax.Device, nbytes: int) -> None:

@@ -23,10 +23,13 @@ from host_offload.memory.device_memory import host_available_bytes
 from moejax.device import (
     DEFAULT_PINNED_GB,
     MEMORY_SHARES,
+    NVIDIA_DRIVER,
     OLDEST_CAPABILITY,
     PINNED_LIMIT,
+    host_bytes,
     memory_share,
     nvidia_smi,
+    pinned_gb,
 )
 from pallas_kernels import resolve_ops
 
@@ -114,11 +117,11 @@ def look() -> Machine:
         gpus=gpus,
         smi=smi,
         pci=_has_nvidia(Path("/sys/bus/pci/devices")),
-        driver_loaded=Path("/proc/driver/nvidia/version").exists(),
+        driver_loaded=NVIDIA_DRIVER.exists(),
         versions=_versions(),
         backend=_backend(),
         environment={name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
-        host_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        host_bytes=host_bytes(),
         host_available=host_available_bytes(),
         memlock=None if memlock == resource.RLIM_INFINITY else memlock,
     )
@@ -137,10 +140,7 @@ def judge(machine: Machine) -> list[Problem]:
 def what_runs(machine: Machine) -> dict[str, str]:
     """Op → the implementation that a 16-bit model gets."""
     device = machine.device.get("platform", "cpu")
-    ops = resolve_ops("auto", platform=device, dtype="bfloat16")
-    return {
-        name: value for name, value in dataclasses.asdict(ops).items() if isinstance(value, str)
-    }
+    return resolve_ops("auto", platform=device, dtype="bfloat16").chosen()
 
 
 def described(machine: Machine) -> dict[str, str]:
@@ -167,7 +167,7 @@ def described(machine: Machine) -> dict[str, str]:
     lock = "unlimited" if machine.memlock is None else format_bytes(machine.memlock)
     # CUDA pins through its driver, which that limit does not hold.
     lines["pinned memory"] = (
-        f"at most {pinned_gb(machine)} GB for experts ({PINNED_LIMIT}); ulimit -l: {lock}"
+        f"at most {pinned_limit(machine)} GB for experts ({PINNED_LIMIT}); ulimit -l: {lock}"
     )
     links = [gpu for gpu in machine.gpus if gpu.link]
     measured = machine.backend.get("link")
@@ -207,11 +207,11 @@ def taken(machine: Machine) -> int:
     return limit
 
 
-def pinned_gb(machine: Machine) -> int:
-    """The cap on jax's pool of pinned host memory, as select_device sets it."""
+def pinned_limit(machine: Machine) -> int:
+    """The cap on jax's pool of pinned host memory in GB, as select_device sets it."""
     if PINNED_LIMIT in machine.environment:
         return int(machine.environment[PINNED_LIMIT])
-    return max(machine.host_bytes // 10**9, DEFAULT_PINNED_GB)
+    return pinned_gb(machine.host_bytes)
 
 
 # ---- what is wrong
@@ -311,7 +311,7 @@ def _of_a_gpu(machine: Machine) -> Iterator[Problem]:
             text = f"the link is narrower than the GPU's: {gpu.link}"
             yield Problem(text, "sudo poweroff  # and seat it in a slot with all lanes")
     if PINNED_LIMIT in machine.environment:
-        limit = pinned_gb(machine)
+        limit = pinned_limit(machine)
         if limit < DEFAULT_PINNED_GB and limit < machine.host_bytes // 10**9:
             text = f"{PINNED_LIMIT}={limit} leaves little pinned memory for experts"
             yield Problem(text, f"unset {PINNED_LIMIT}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -47,7 +46,7 @@ def measured_line(
         "dtype": str(jax.tree.leaves(runner.state)[0].dtype),
         "device": runner.device.device_kind,
         "jax": jax.__version__,
-        "ops": dataclasses.asdict(runner.ops),
+        "ops": runner.ops.chosen(),
         "context": context,
         "rows": runner.shapes.bucket(batch),
         "batch": batch,

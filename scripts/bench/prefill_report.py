@@ -78,7 +78,7 @@ def measured_line(
         "dtype": str(jax.tree.leaves(runner.state)[0].dtype),
         "device": runner.device.device_kind,
         "jax": jax.__version__,
-        "ops": dataclasses.asdict(runner.ops),
+        "ops": runner.ops.chosen(),
         "tokens": tokens,
         "prompts": len(lengths),
         "chunk": runner.shapes.chunk,

@@ -37,7 +37,7 @@ def test_a_platform_that_is_not_there():
 
 
 def test_cpu_only_jax_beside_a_gpu(monkeypatch, tmp_path):
-    monkeypatch.setattr(device, "_NVIDIA_DRIVER", tmp_path)
+    monkeypatch.setattr(device, "NVIDIA_DRIVER", tmp_path)
     # The tests run with JAX_PLATFORMS=cpu, which is asking for the CPU.
     assert select_device().platform == "cpu"
     monkeypatch.setattr(device, "_cpu_was_asked_for", lambda: False)
