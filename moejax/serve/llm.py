@@ -284,11 +284,14 @@ class LLM:
 
         Raises UserError when the model has no tokenizer or its tokenizer no chat template.
         """
-        if not isinstance(messages, Sequence) or isinstance(messages, str):
+        known = isinstance(messages, Sequence) and not isinstance(messages, str)
+        # The first says what all are: there may be very many.
+        first: Any = messages[0] if known and messages else {}
+        if not known or isinstance(first, str) or not isinstance(first, Sequence | Mapping):
             raise UserError(
                 f"messages are a list of messages or of conversations, not {shown(messages)}"
             )
-        one = not messages or isinstance(messages[0], Mapping)
+        one = isinstance(first, Mapping)
         prompts: Any = [{"messages": m} for m in ([messages] if one else messages)]
         return self.generate(
             prompts, sampling_params, use_tqdm, session_id=session_id, priority=priority

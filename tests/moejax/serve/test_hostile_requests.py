@@ -417,7 +417,9 @@ def test_lists_without_end_are_not_read(llm, prompts, options, message):
         llm.generate(prompts, GREEDY, **options)
 
 
-@pytest.mark.parametrize("messages", [5, "hello", np.zeros((2, 2)), None])
+@pytest.mark.parametrize(
+    "messages", [5, "hello", np.zeros((2, 2)), None, range(10**9), ["hello"], [None, []]]
+)
 def test_messages_that_are_no_list_are_refused(llm, messages):
     with pytest.raises(UserError, match="messages are a list of messages or of conversations"):
         llm.chat(messages)
