@@ -113,7 +113,7 @@ def test_more_than_a_line_is_found():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "added",
-    [pytest.param(path, marks=[pytest.mark.nightly] * ("prefetch" in path)) for path in RUNS],
+    [pytest.param(path, marks=[pytest.mark.nightly] * ("eviction" not in path)) for path in RUNS],
 )
 def test_the_diff_applies_and_runs(repository, shown, added, lru_tokens, tmp_path):
     copy = tmp_path / "copy"

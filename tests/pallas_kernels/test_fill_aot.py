@@ -56,7 +56,7 @@ def test_real_sizes(name):
     check_copy(program, kernels, arena, len(records))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_in_transit():
     """lossless12 to dense beside int4: codes and bytes cross the link 128 bits at a time, each
     once; 16-bit loads are of tables."""

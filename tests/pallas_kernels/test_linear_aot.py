@@ -28,7 +28,13 @@ def weights_of(model, dtype):
     return {name: Array((model.layers, *shape), dtype) for name, shape in shapes.items()}
 
 
-@pytest.mark.parametrize("rows", [*DECODE_ROWS, PREFILL_ROWS])
+@pytest.mark.parametrize(
+    "rows",
+    [
+        pytest.param(rows, marks=[pytest.mark.nightly] * (rows == DECODE_ROWS[-1]))
+        for rows in (*DECODE_ROWS, PREFILL_ROWS)
+    ],
+)
 @pytest.mark.parametrize("name", NAMES)
 def test_products_of_a_layer(name, rows):
     """Inside a scan over the layers, as in a step."""
@@ -53,6 +59,7 @@ def test_products_of_a_layer(name, rows):
     check(kernels, "wgmma.mma_async" if row_tile == 64 else "mma.sync")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", NAMES)
 def test_lm_head(name):
     model = MODELS[name]
@@ -88,6 +95,7 @@ def test_a_class_of_gpu_changes_no_product():
     assert found[99] == found[227] != []
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("row_tile", [16, 64])
 def test_odd_widths(row_tile):
     """GPT-OSS's hidden size is no multiple of a tile's depth; a bias; float16."""

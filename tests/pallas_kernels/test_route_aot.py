@@ -46,10 +46,10 @@ def test_other_numbers_of_experts(experts, top_k):
 @pytest.mark.parametrize(
     ("name", "experts", "corrected"),
     [
-        ("deepseek-v2", 160, False),
+        pytest.param("deepseek-v2", 160, False, marks=pytest.mark.nightly),
         ("deepseek-v3", 256, True),
-        ("moonlight", 64, True),
-        ("phi-3.5", 16, False),
+        pytest.param("moonlight", 64, True, marks=pytest.mark.nightly),
+        pytest.param("phi-3.5", 16, False, marks=pytest.mark.nightly),
     ],
 )
 def test_other_rules(name, experts, corrected):

@@ -89,7 +89,7 @@ def test_a_step_has_no_more_than_one_transition_beyond_its_bound(ran):
     assert any("of at most 30000 bytes a step (as given; one" in text for text in stats["notes"])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_share_of_time_is_reported(ran):
     _, stats = ran
     found, time = stats["precision"], stats["time"]

@@ -52,7 +52,7 @@ POOL = job_pool()
 
 
 @pytest.fixture(
-    scope="module", params=[pytest.param("float32", marks=pytest.mark.slow), "bfloat16"]
+    scope="module", params=[pytest.param("float32", marks=pytest.mark.nightly), "bfloat16"]
 )
 def dtype(request):
     return request.param

@@ -37,8 +37,8 @@ SHORT = ("DeepseekV3ForCausalLM",)
 
 
 def marks(family: str) -> list:
-    """.ci/run takes norms before and after projections, latent pages; `pytest` takes all."""
-    if family not in ("Qwen3MoeForCausalLM", "OlmoeForCausalLM", *SHORT):
+    """.ci/run takes norms behind projections and latent pages; `pytest` takes all."""
+    if family not in ("Qwen3MoeForCausalLM", *SHORT):
         return [pytest.mark.nightly]
     return [pytest.mark.slow] * (family not in SHORT)
 

@@ -273,6 +273,8 @@ NIGHTLY = (
     "Qwen3-MoE: dense layers by list, llama3 rope",
     "Mixtral: three experts, longrope beyond its length",
     "OLMoE: no clipping, odd widths, yarn rope",
+    "OLMoE: clipped, biases, normalised weights, fewer KV heads, tied",
+    "Qwen2-MoE: windows by default pattern, a dense layer, biases",
     "Qwen2-MoE: windows by list, no biases, own head size, tied",
     "Phi-3.5-MoE: no biases, tied, longrope beyond its length by the older keys",
     "DeepSeek-V2: greedy, whole queries, odd widths, tied",

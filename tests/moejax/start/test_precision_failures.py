@@ -158,7 +158,7 @@ def no_memory() -> None:
 # ---- while slots move
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("copies", [pytest.param(0, marks=pytest.mark.nightly), 2])
 def test_a_resize_that_the_device_refuses_leaves_the_split(monkeypatch, caplog, copies):
     """KV is to shrink, so sessions go to the host, and the device refuses a copy, at once or behind

@@ -17,7 +17,7 @@ PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     scope="module",
     params=[
         pytest.param("float32", marks=pytest.mark.nightly),
-        pytest.param("bfloat16", marks=pytest.mark.slow),
+        pytest.param("bfloat16", marks=pytest.mark.nightly),
     ],
 )
 def llm(request, demo_dir):

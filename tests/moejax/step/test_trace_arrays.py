@@ -114,7 +114,7 @@ def test_no_bit_depends_on_them_in_bfloat16(driver, tmp_path):
     assert all(a.same_bits(b) for a, b in zip(both.with_arrays, both.without, strict=True))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_drivers_give_the_same_bits(device, host):
     traces = [read_trace(each.directory) for each in (device, host)]
     for name in ("probabilities", "gate_input", "embedding", "ids", "weights"):
@@ -152,6 +152,7 @@ def test_what_they_are(device, demo_dir):
     assert kinds == {"prefill", "decode"}
 
 
+@pytest.mark.nightly
 def test_policies_see_them(device, host):
     """What is in the trace, also between the layers of the host driver."""
     columns = ("probabilities", "gate_input", "embedding")
@@ -176,7 +177,7 @@ def test_policies_see_them(device, host):
         assert seen.embedding is None
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "key",
     [

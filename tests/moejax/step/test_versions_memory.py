@@ -43,7 +43,7 @@ def with_versions(programs, versions):
     return with_steps(programs, formats=tuple(formats))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("versions", "key"),
     [

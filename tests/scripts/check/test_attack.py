@@ -151,7 +151,7 @@ def test_finds_a_slow_call(run, monkeypatch):
 @pytest.mark.parametrize(
     ("plant", "what", "text"),
     [
-        (plants.hang, "hung", "a call that hangs"),
+        pytest.param(plants.hang, "hung", "a call that hangs", marks=pytest.mark.nightly),
         (plants.death, "died", "a call that aborts"),
         (plants.hunger, "raised", "MemoryError"),
         (plants.resident, "memory", "MiB resident"),
