@@ -136,6 +136,7 @@ def test_width_kv_and_cells_together(llm):
         engine.resizer.limit(LIMITS["max_num_seqs"])
 
 
+@pytest.mark.slow
 def test_cells_that_follow_live_curves(tmp_path):
     """By name, without a trace: layers get another number of cells while requests run; tokens and
     log-probabilities are those of the fixed split, and a replay finds every move and miss again."""

@@ -15,6 +15,8 @@ from scripts.parts.bench_engine import SMALL
 from tests.moejax.engine.scheduler_model import Device, Turn, run
 from tests.scripts.runs import json_lines, refusal
 
+pytestmark = pytest.mark.slow
+
 SEED = 0
 EPISODES = 4
 """About 1500 steps."""

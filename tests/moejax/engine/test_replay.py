@@ -116,6 +116,7 @@ def traced(
     return read_trace(directory)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("driver", "name"),
     [
@@ -141,6 +142,7 @@ def test_a_replay_is_what_the_engine_did(start, driver, name, tmp_path):
     assert late.any() and not late.all()
 
 
+@pytest.mark.slow
 def test_rows_have_one_order(start, tmp_path):
     """The last request runs in the first one's row, before the second in the batch of the device
     and after it in the engine's order of requests."""
@@ -204,6 +206,7 @@ def moving(cells: list[int], kv_pages: int) -> Policy:
     return scripted(script, needs={"cells", "state"}, writes={"cells", "kv_pages"})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("driver", ["device", pytest.param("host", marks=pytest.mark.nightly)])
 def test_budgets_that_wait_are_replayed(start, driver, tmp_path):
     """KV in use is in the way of a policy that moves cells and pages at once; the replay waits as

@@ -160,6 +160,7 @@ SMALLEST = np.full(LAYERS, 5), FLOOR
 """As little KV as a policy may want."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("swap_pages", [0, 4, 8, 12])
 def test_no_request_is_refused_that_a_fixed_split_would_serve(swap_pages):
     """With little or no host memory for KV, admitted requests could wait for each other, and
@@ -451,6 +452,7 @@ def grown(llm: LLM) -> tuple[list[Any], list[int]]:
 TURN = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True, logprobs=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["policies", "peak_headroom"])
 def test_sessions_that_grow_after_kv_shrank_are_served(how, tmp_path):
     """By a policy that wants no KV at all, which is given slots when nothing can run, and by the

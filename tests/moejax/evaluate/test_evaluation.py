@@ -125,6 +125,7 @@ def test_windows_that_do_not_overlap_leave_out_their_first_tokens(llm):
 # ---- the command
 
 
+@pytest.mark.slow
 def test_budgets_change_only_what_a_run_cost(llm, files, capsys):
     """All experts resident here, none in the command, whose layers are called one by one."""
     texts = {name: Path(name).read_bytes().decode() for name in files}

@@ -585,6 +585,7 @@ def run(request, runs) -> Run:
     return runs(request.param)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "run",
     [

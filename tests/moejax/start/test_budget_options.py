@@ -50,6 +50,7 @@ def test_slots_of_two_versions_do_not_move():
 # ---- a workload that is remembered
 
 
+@pytest.mark.slow
 def test_what_is_remembered(tmp_path, capsys):
     directory, _ = recorded()
     trace = read_trace(directory)
@@ -71,6 +72,7 @@ def test_what_is_remembered(tmp_path, capsys):
         remember(trace)
 
 
+@pytest.mark.slow
 def test_memory_is_split_by_what_is_remembered(tmp_path):
     """Without numbers, where not everything fits: by the marginal rule if a workload is remembered
     and costs were measured, else by the stated rule; the explanation says by which."""

@@ -51,6 +51,7 @@ def test_all_arms_have_the_same_bytes_and_none_beats_its_bound(scene, arms):
     assert seconds["static layers"] > seconds["50-50"]
 
 
+@pytest.mark.slow
 def test_the_oracles_are_bounds(scene):
     """No single cap beats the first; caps of each workflow beat it, where experts of one workflow
     and KV of the other are what matters."""
@@ -77,6 +78,7 @@ def test_the_oracles_are_bounds(scene):
     assert budget_arms.oracle_caps(turns, 0 * workflow, division, COSTS) == (best, [best] * 18)
 
 
+@pytest.mark.slow
 def test_in_the_experts_regime_the_best_cap_is_not_the_largest():
     """Else an oracle, a rule for experts alone and a wrong price of KV would all look the same."""
     scene = compare_budgets.made_up("experts", 1, 2 << 30, 0.3)

@@ -25,6 +25,7 @@ def test_every_controller_is_measured(capsys):
     assert all(x["steps"] == 16 and x["turns"] == 2 and x["amortised_us"] > 0 for x in found)
 
 
+@pytest.mark.slow
 def test_a_half_tells_the_other(capsys):
     """Also at a small size the error is some percent, and the interval holds its mean."""
     assert bench_budget.main(["halves", *SMALL, "--seeds", "3", "--steps", "800"]) == 0
@@ -35,6 +36,7 @@ def test_a_half_tells_the_other(capsys):
     assert found[0]["error"] < 0.05
 
 
+@pytest.mark.slow
 def test_curves_of_a_trace_are_drawn(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     routing = random_routing(np.random.default_rng(0), 40, 2, 8, 2)
@@ -49,6 +51,7 @@ def test_curves_of_a_trace_are_drawn(tmp_path, capsys):
     assert json.loads((tmp_path / "out" / "curves.json").read_text())["settled"]
 
 
+@pytest.mark.slow
 def test_what_it_refuses(tmp_path, capsys):
     assert bench_budget.main(["curves", str(tmp_path), "--trace", "/no/such"]) == 2
     assert "is no trace" in capsys.readouterr().err

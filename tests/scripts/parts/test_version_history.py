@@ -43,6 +43,7 @@ def test_a_step_that_waits_computes_with_what_it_waited_for(blocking, later, tmp
     assert dataclasses.asdict(history)["bytes"].tolist() == [0, 0, 0, 130, 100, 0]
 
 
+@pytest.mark.slow
 def test_pictures_show_who_is_absent(tmp_path, monkeypatch):
     plt = pytest.importorskip("matplotlib.pyplot")
     plt.switch_backend("agg")

@@ -17,6 +17,8 @@ from scripts.policies import report as policy_report
 from scripts.policies import times as bench_policies
 from scripts.policies import traces as policy_traces
 
+pytestmark = pytest.mark.slow
+
 SMALL = (
     *("--text", "--shared", "0.5", "--layers", "2", "--tokens", "3"),
     *("--batches", "1,2", "--budgets", "2", "--processes", "1"),
