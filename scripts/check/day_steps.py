@@ -11,8 +11,7 @@ DEMO = ("--shape", "demo", "--layers", "1")
 _DECODE = ("decode", "--json", "--cells")
 _INTERPRETED = (
     "import sys; from pallas_kernels.triton import interpreted; "
-    "from moejax.commands.main import main\n"
-    "with interpreted(): sys.exit(main(sys.argv[1:]))"
+    "from moejax.commands.main import main; sys.exit(interpreted()(main)(sys.argv[1:]))"
 )
 """moejax with kernels in Pallas's interpreter, as a machine without a GPU runs them."""
 
@@ -35,6 +34,10 @@ class Step:
     """Minutes without which it is not begun: a guess until a GPU says it."""
     columns: tuple[str, ...] = ()
     """Fields of its JSON lines that the page shows; none: the end of its output."""
+    markdown: bool = False
+    """Whether its output is Markdown, which the page takes as it is."""
+    after: str = ""
+    """The step whose files it reads."""
     platforms: str = "cuda,cpu"
     """JAX_PLATFORMS on a GPU, so that none falls back to the CPU; "": as it is."""
 
@@ -149,6 +152,7 @@ STEPS: tuple[Step, ...] = (
             *("calibrate", "{scratch}/demo-1", "--max-num-seqs", "1", "--max-model-len", "64"),
             *("--memory", "2MiB", "--quiet"),
         ),
+        after="load",
     ),
     Step(
         "predictions",
@@ -166,6 +170,7 @@ STEPS: tuple[Step, ...] = (
             *("policies", "predictions", "{out}/predictions", "--models", "demo"),
             *("--repeats", "2", "--tokens", "2", "--configurations", "1"),
         ),
+        markdown=True,
     ),
     Step(
         "policies",
