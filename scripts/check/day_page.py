@@ -69,9 +69,12 @@ def _section(step: Step, found: Mapping[str, Any]) -> Iterator[str]:
     elif found.get("markdown") and found["status"] in GOOD:
         yield found["markdown"].rstrip()
         return
-    if found.get("tail") and (found["status"] not in GOOD or not found.get("found")):
+    good, tail, errors = found["status"] in GOOD, found.get("tail", []), found.get("errors", [])
+    # What a good step says of its progress is in work/logs.
+    shown = (tail or errors) if good else [*tail, *errors]
+    if shown and not (good and found.get("found")):
         yield "```text"
-        yield from found["tail"]
+        yield from shown
         yield "```"
 
 

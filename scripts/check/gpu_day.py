@@ -225,11 +225,8 @@ class _Running:
             "ended": _now(),
             "command": shlex.join(["python", *self.command[1:]]),
             "found": _objects(text[0]),
-            "tail": [
-                line.rstrip()[:300]
-                for part in text
-                for line in part.strip("\n").splitlines()[-TAIL:]
-            ],
+            "tail": _tail(text[0]),
+            "errors": _tail(text[1]),
         }
         if self.step.markdown:
             found["markdown"] = text[0]
@@ -273,8 +270,14 @@ def _environment(step: Step, rehearse: bool, out: Path) -> dict[str, str]:
     if rehearse:
         version = importlib.metadata.version("jaxlib").split(".")
         quick = [QUICK, UNFUSED] if tuple(map(int, version[:2])) < (0, 11) else [QUICK]
+        # Its programs compile in less than the second from which jax keeps them.
+        given["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
         given["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *quick]).strip()
     return {"JAX_COMPILATION_CACHE_DIR": str(out / "scratch/xla"), **os.environ, **given}
+
+
+def _tail(text: str) -> list[str]:
+    return [line.rstrip()[:300] for line in text.strip("\n").splitlines()[-TAIL:]]
 
 
 def _objects(text: str) -> list[dict[str, Any]]:
