@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import jaxlib
 import pytest
 
 from scripts.check import day_page, gpu_day
@@ -35,6 +36,8 @@ def test_the_whole_day_is_rehearsed(tmp_path, capsys):
             assert len(results["steps"][step.name]["found"]) > 1
     assert "runs as xla: linear" in text
     assert "bits equal" in text and "DIFFERENT" not in text
+    # 90 s of two cores, with room: each step's own, however busy the machine is.
+    assert sum(step["processor_seconds"] for step in results["steps"].values()) < 2 * 90
     # What was checked is where a start looks for it.
     (table,) = tmp_path.glob("work/cache/moejax/verified/*.json")
     assert json.loads(table.read_text())["checks"]
@@ -98,6 +101,31 @@ def test_markdown_is_shown_as_it_is(day):
     whole = "| a |\n|---|\n" + "| 1 |\n" * day_page.TAIL + "\n2 in all\n"
     assert whole in page.partition("## bad")[0] and "```" not in page.partition("## bad")[0]
     assert "```text\n| 1 |\n" in page.partition("## bad")[2]
+
+
+def test_a_good_step_shows_no_progress(day):
+    """What it says on stderr, unless it says nothing else."""
+    code = "import sys; print('round 1 of 2', file=sys.stderr)"
+    steps = [doctor(DOCTOR), step("both", f"{code}; print('figures')"), step("quiet", code)]
+    steps.append(step("bad", f"{code}; print('figures'); sys.exit(1)"))
+    _, results, page = day(steps)
+    assert results["both"]["errors"] == ["round 1 of 2"]
+    shown = [part.partition("```text\n")[2] for part in page.split("\n## ")[2:]]
+    assert shown == [
+        *("figures\n```\n", "round 1 of 2\n```\n"),
+        "figures\nround 1 of 2\n```\n",
+    ]
+
+
+def test_a_rehearsal_compiles_with_this_jaxlib_s_flags(day, monkeypatch):
+    """jax ends a process whose XLA_FLAGS it does not know."""
+    show = "import jax, os; jax.devices(); print(os.environ['XLA_FLAGS'])"
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=true")
+    status, results, _ = day([step("jax", show)], "--rehearse")
+    (flags,) = results["jax"]["tail"]
+    assert status == 0
+    assert flags.startswith(f"--xla_cpu_multi_thread_eigen=true {gpu_day.QUICK}")
+    assert (gpu_day.UNFUSED in flags) == jaxlib.__version__.startswith("0.10.")
 
 
 def test_what_fails_or_takes_too_long_is_shown_and_stops_nothing(day):
