@@ -179,7 +179,7 @@ class _Running:
     step: Step
     command: list[str]
     files: tuple[Path, Path]
-    """Of its stdout and stderr."""
+    """Where its stdout and stderr go."""
     process: subprocess.Popen[bytes]
     limit: float
     """Seconds."""
