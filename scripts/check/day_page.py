@@ -25,7 +25,7 @@ def _lines(results: Mapping[str, Any]) -> Iterator[str]:
     if results["rehearsed"]:
         yield (
             "Small sizes on a CPU, steps beside each other: it shows that every command runs, and "
-            "no figure of a GPU. What a step answers it answers on a GPU.\n"
+            "no figure of a GPU. The column `answers` says what a GPU's day would.\n"
         )
     if machine := _machine(steps):
         yield machine
