@@ -30,12 +30,16 @@ GOAL = 1.2
 LENGTH, PROMPT = 256, 96
 """Tokens of a sequence, and of its prompt."""
 
+SHORTEST = 16
+"""Tokens that a sequence generates at least."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--resizes", type=int, default=200, help="at least (default: 200)")
     add("--every", type=int, default=4, help="steps between two (default: 4)")
     add("--batch", type=int, default=8, help="sequences (default: 8)")
+    add("--length", type=int, default=LENGTH, help=f"tokens of one, {PROMPT} of them its prompt")
     add("--shape", help="random weights of this shape instead of --model")
     add("--layers", type=int, help="of the shape (default: all)")
     add("--memory", help="of the arena (default: 4MiB; of a shape: half of its experts)")
@@ -82,10 +86,12 @@ Round = list[tuple[bool, bool, float, int]]
 def steps(args: argparse.Namespace) -> Iterator[str]:
     if min(args.resizes, args.every, args.batch) < 1:
         raise UserError("--resizes, --every and --batch must be at least 1")
+    if args.length <= PROMPT + SHORTEST:
+        raise UserError(f"--length must be above {PROMPT + SHORTEST}, got {args.length}")
     with engine_of(args) as engine:
         arena = engine.scheduler.arena
         layers, per_slot = len(cells_of(arena)), arena.layout.pages_per_slot
-        least = -(-args.batch * -(-LENGTH // arena.layout.page.block_size) // per_slot)
+        least = -(-args.batch * -(-args.length // arena.layout.page.block_size) // per_slot)
         most = least + max((arena.slots - least) // 3, 1)
         if most >= arena.slots:
             raise UserError("the memory holds the KV of the sequences and no more; raise --memory")
@@ -108,7 +114,7 @@ def steps(args: argparse.Namespace) -> Iterator[str]:
 def engine_of(args: argparse.Namespace) -> Iterator[Engine]:
     """An engine with everything compiled that a resize needs."""
     sizes: dict[str, Any] = dict(
-        max_model_len=LENGTH, max_num_seqs=args.batch, max_num_batched_tokens=512
+        max_model_len=args.length, max_num_seqs=args.batch, max_num_batched_tokens=512
     )
     # So that pages can be moved; the policy itself follows once the arena is known.
     probe = ToAndFro(args.every, (0, 0), ((), ()))
@@ -151,7 +157,7 @@ def timed_steps(
         # Those that end sooner leave holes between others' pages: so slots have to be emptied.
         shape_ = 3 * args.batch, PROMPT
         prompts = rng.integers(1, engine.runner.config.vocab_size, shape_).tolist()
-        lengths = rng.integers(16, LENGTH - PROMPT, 3 * args.batch).tolist()
+        lengths = rng.integers(SHORTEST, args.length - PROMPT, 3 * args.batch).tolist()
         arms = [(policy, splits[0]), (None, splits[0]), (policy, splits[1]), (None, splits[1])]
         said = []
         played: list[tuple[bool, Round]] = []

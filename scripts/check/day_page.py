@@ -7,8 +7,8 @@ from typing import Any
 
 from scripts.check.day_steps import STEPS, Step
 
-TAIL = 15
-"""Lines of output that a step shows."""
+TAIL = 40
+"""Lines of output that a step shows: a whole table, or the end of what went wrong."""
 
 GOOD = ("done",)
 
@@ -23,7 +23,10 @@ def _lines(results: Mapping[str, Any]) -> Iterator[str]:
     yield "# A day with a GPU" + (": rehearsed on a CPU" if results["rehearsed"] else "")
     yield ""
     if results["rehearsed"]:
-        yield "Small sizes on a CPU: it shows that every command runs, and no figure of a GPU.\n"
+        yield (
+            "Small sizes on a CPU, steps beside each other: it shows that every command runs, and "
+            "no figure of a GPU. The column `answers` says what a GPU's day would.\n"
+        )
     if machine := _machine(steps):
         yield machine
         yield ""
@@ -34,9 +37,9 @@ def _lines(results: Mapping[str, Any]) -> Iterator[str]:
     yield ", ".join(f"{count} {status}" for status, count in counts.items()) + "."
     yield ""
     yield from _table(
-        ("step", "answers", "status", "seconds"),
+        ("step", "answers", "status", "seconds", "of processors"),
         [
-            (step.name, step.answers, found.get("status", "left"), f"{found.get('seconds', 0):.0f}")
+            (step.name, step.answers, found.get("status", "left"), *_seconds(found))
             for step in STEPS
             for found in [steps.get(step.name, {})]
         ],
@@ -44,6 +47,11 @@ def _lines(results: Mapping[str, Any]) -> Iterator[str]:
     for step in STEPS:
         if step.name in steps:
             yield from _section(step, steps[step.name])
+
+
+def _seconds(found: Mapping[str, Any]) -> tuple[str, ...]:
+    """By the clock, and of processors; – of a step that did not run."""
+    return tuple(f"{found[n]:.0f}" if n in found else "–" for n in ("seconds", "processor_seconds"))
 
 
 def _section(step: Step, found: Mapping[str, Any]) -> Iterator[str]:
@@ -58,9 +66,15 @@ def _section(step: Step, found: Mapping[str, Any]) -> Iterator[str]:
         rows = [[_shown(line.get(name)) for name in step.columns] for line in found["found"]]
         yield from _table(step.columns, rows)
         yield from _profiles(found["found"])
-    if found.get("tail") and (found["status"] not in GOOD or not found.get("found")):
+    elif found.get("markdown") and found["status"] in GOOD:
+        yield found["markdown"].rstrip()
+        return
+    good, tail, errors = found["status"] in GOOD, found.get("tail", []), found.get("errors", [])
+    # What a good step says of its progress is in work/logs.
+    shown = (tail or errors) if good else [*tail, *errors]
+    if shown and not (good and found.get("found")):
         yield "```text"
-        yield from found["tail"]
+        yield from shown
         yield "```"
 
 
@@ -69,6 +83,7 @@ def _doctor(found: Mapping[str, Any]) -> Iterator[str]:
         yield f"- wrong: {problem['what']}; `{problem['mend']}`"
     if not found["problems"]:
         yield "Nothing is wrong."
+    yield ""
     runs = found["runs"]
     for name in sorted({*runs.values()}):
         yield f"- runs as {name}: {', '.join(op for op, chosen in runs.items() if chosen == name)}"

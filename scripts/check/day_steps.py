@@ -11,8 +11,7 @@ DEMO = ("--shape", "demo", "--layers", "1")
 _DECODE = ("decode", "--json", "--cells")
 _INTERPRETED = (
     "import sys; from pallas_kernels.triton import interpreted; "
-    "from moejax.commands.main import main\n"
-    "with interpreted(): sys.exit(main(sys.argv[1:]))"
+    "from moejax.commands.main import main; sys.exit(interpreted()(main)(sys.argv[1:]))"
 )
 """moejax with kernels in Pallas's interpreter, as a machine without a GPU runs them."""
 
@@ -35,6 +34,10 @@ class Step:
     """Minutes without which it is not begun: a guess until a GPU says it."""
     columns: tuple[str, ...] = ()
     """Fields of its JSON lines that the page shows; none: the end of its output."""
+    markdown: bool = False
+    """Whether its output is Markdown, which the page takes as it is."""
+    after: str = ""
+    """The step whose files it reads; it begins when that has ended."""
     platforms: str = "cuda,cpu"
     """JAX_PLATFORMS on a GPU, so that none falls back to the CPU; "": as it is."""
 
@@ -147,8 +150,9 @@ STEPS: tuple[Step, ...] = (
         _moejax("calibrate", "{scratch}/qwen3-30b-a3b-3", "--max-num-seqs", "32", "--quiet"),
         _moejax(
             *("calibrate", "{scratch}/demo-1", "--max-num-seqs", "1", "--max-model-len", "64"),
-            *("--memory", "2MiB", "--quiet"),
+            *("--max-num-batched-tokens", "512", "--no-enable-prefix-caching", "--quiet"),
         ),
+        after="load",
     ),
     Step(
         "predictions",
@@ -163,9 +167,11 @@ STEPS: tuple[Step, ...] = (
             "3",
         ),
         _script(
-            *("policies", "predictions", "{out}/predictions", "--models", "demo"),
-            *("--repeats", "2", "--tokens", "2", "--configurations", "1"),
+            *("policies", "predictions", "{out}/predictions", "--models", "{scratch}/demo-1"),
+            *("--repeats", "2", "--tokens", "2", "--configurations", "1", "--longest", "64"),
         ),
+        markdown=True,
+        after="calibrate",  # whose programs a rehearsal's are
     ),
     Step(
         "policies",
@@ -190,13 +196,19 @@ STEPS: tuple[Step, ...] = (
         "resizes",
         "what moving the line between experts and KV adds to a step",
         _script("budgets", "resize", "steps", *QWEN, "--layers", "8"),
-        _script("budgets", "resize", "steps", *DEMO, "--resizes", "1", "--batch", "1"),
+        _script(
+            *("budgets", "resize", "steps", *DEMO, "--resizes", "1", "--batch", "1"),
+            *("--length", "128"),
+        ),
     ),
     Step(
         "table2",
         "WiSP's Table 2: cells a layer against whole layers",
         _script("budgets", "table2"),
-        _script("budgets", "table2", "--help"),
+        _script(
+            *("budgets", "table2", *DEMO, "--vocab", "4096", "--cells", "8"),
+            *("--steps", "2", "--warmup", "1", "--repeats", "1"),
+        ),
     ),
     Step(
         "kernels",

@@ -10,17 +10,19 @@ DIR/work what steps wrote with their logs, DIR/scratch what is too large to take
 page, results and an archive of work into another folder after every step, for a machine that hands
 back a few files of a command and may end it; an --out with these three goes on from them.
 
---rehearse runs the same commands at small sizes on the CPU: it shows no figure of a GPU.
+--rehearse runs the same commands at small sizes on the CPU, two at a time (one with --copy, whose
+archive wants files that nobody writes): it shows no figure of a GPU.
 Exit status 0 where every step is done, else 1; 2 for a mistake.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
+import importlib.metadata
 import json
 import os
-import resource
 import shlex
 import shutil
 import signal
@@ -44,6 +46,15 @@ LARGEST = 4 << 20
 
 QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 """A rehearsal's programs run for milliseconds: compiling them is what takes time."""
+
+UNFUSED = "--xla_cpu_use_fusion_emitters=false"
+"""Compiles a step's programs in a third of the time. jaxlib 0.11 has it no more, and ends where it
+is named."""
+
+REHEARSED_AT_ONCE = 2
+"""Steps; a CPU's times show nothing. On a GPU each is alone."""
+
+POLL_S = 0.05
 
 ENDED = ("done", "failed", "timed out")
 """Statuses of steps that are not run again by themselves. The others: cut (by --minutes), skipped
@@ -75,28 +86,49 @@ def _day(args: argparse.Namespace) -> int:
     out = args.out.resolve()
     results = _begun(out, args.rehearse)
     until = time.monotonic() + 60 * args.minutes
-    for step in STEPS:
-        if only and step.name not in only:
-            continue
+
+    def wanted(step: Step) -> bool:
         before = results["steps"].get(step.name, {}).get("status")
-        if before in ENDED and step.name not in again:
-            continue
-        room = until - time.monotonic()
-        if room < 60 * step.expected:
-            continue
-        if step.name != "doctor" and (why := _no_gpu(results)):
-            found: dict[str, Any] = {"status": "skipped", "why": why}
-        else:
-            print(f"{step.name}: {step.answers}", flush=True)
-            found = _run(step, args.rehearse, out, room)
+        return not (only and step.name not in only) and (before not in ENDED or step.name in again)
+
+    def keep(step: Step, found: dict[str, Any]) -> None:
         results["steps"][step.name] = found
-        print(f"  {found['status']}, {found.get('seconds', 0):.0f} s", flush=True)
+        print(f"{step.name}: {found['status']}, {found.get('seconds', 0):.0f} s", flush=True)
         _write(out, results, args.copy)
+
+    at_once = REHEARSED_AT_ONCE if args.rehearse and args.copy is None else 1
+    waiting, running = list(filter(wanted, STEPS)), list[_Running]()
+    try:
+        while waiting or running:
+            while len(running) < at_once and (step := _next(waiting, running)):
+                waiting.remove(step)
+                room = until - time.monotonic()
+                if room < 60 * step.expected:
+                    continue
+                if step.name != "doctor" and (why := _no_gpu(results)):
+                    keep(step, {"status": "skipped", "why": why})
+                    continue
+                print(f"{step.name}: {step.answers}", flush=True)
+                running.append(_start(step, args.rehearse, out, room))
+            time.sleep(POLL_S)
+            for each in running[:]:
+                if each.ended():
+                    running.remove(each)
+                    keep(each.step, each.found())
+    finally:
+        for each in running:
+            each.end()
     _write(out, results, args.copy)
-    wanted = only or {step.name for step in STEPS}
-    statuses = {name: results["steps"].get(name, {}).get("status", "left") for name in wanted}
-    print(f"{out / 'page.md'}: {sum(s in GOOD for s in statuses.values())} of {len(wanted)} done")
+    asked = only or {step.name for step in STEPS}
+    statuses = {name: results["steps"].get(name, {}).get("status", "left") for name in asked}
+    print(f"{out / 'page.md'}: {sum(s in GOOD for s in statuses.values())} of {len(asked)} done")
     return 0 if all(status in GOOD for status in statuses.values()) else 1
+
+
+def _next(waiting: Sequence[Step], running: Sequence[_Running]) -> Step | None:
+    """The first that waits for no other's files."""
+    busy = {step.name for step in waiting} | {each.step.name for each in running}
+    return next((step for step in waiting if step.after not in busy), None)
 
 
 def _named(text: str | None) -> set[str]:
@@ -140,12 +172,75 @@ def _no_gpu(results: dict[str, Any]) -> str:
     return "jax has no GPU here: see doctor; when that is mended, run with --again doctor"
 
 
-def _run(step: Step, rehearse: bool, out: Path, room: float) -> dict[str, Any]:
-    """The step's results. room: seconds that are left."""
+@dataclasses.dataclass
+class _Running:
+    """A step's process, with all that it starts."""
+
+    step: Step
+    command: list[str]
+    files: tuple[Path, Path]
+    """Where its stdout and stderr go."""
+    process: subprocess.Popen[bytes]
+    limit: float
+    """Seconds."""
+    began: float
+    timed_out: bool = False
+    seconds: float = 0.0
+    worked: float = 0.0
+    """Seconds of processors, of the process and the children that it has waited for."""
+
+    def ended(self) -> bool:
+        """Whether it has; ends it where its time is over."""
+        if time.monotonic() - self.began > self.limit:
+            self.end()
+            self.timed_out = True
+            return True
+        return self._waited(os.WNOHANG)
+
+    def end(self) -> None:
+        if self.process.returncode is None:
+            # With what it started itself: the next step needs the GPU's memory.
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self._waited(0)
+
+    def _waited(self, how: int) -> bool:
+        # Not Popen.wait, which does not say what this one child used.
+        pid, status, usage = os.wait4(self.process.pid, how)
+        if not pid:
+            return False
+        self.process.returncode = os.waitstatus_to_exitcode(status)
+        self.seconds = time.monotonic() - self.began
+        self.worked = usage.ru_utime + usage.ru_stime
+        return True
+
+    def found(self) -> dict[str, Any]:
+        """Its results, once it has ended."""
+        status = None if self.timed_out else self.process.returncode
+        text = [file.read_text(errors="replace") for file in self.files]
+        found: dict[str, Any] = {
+            "status": _status(status, self.limit < 60 * self.step.minutes),
+            "exit": status,
+            "seconds": self.seconds,
+            "processor_seconds": self.worked,
+            "ended": _now(),
+            "command": shlex.join(["python", *self.command[1:]]),
+            "found": _objects(text[0]),
+            "tail": _tail(text[0]),
+            "errors": _tail(text[1]),
+        }
+        if self.step.markdown:
+            found["markdown"] = text[0]
+        if status is None:
+            found["why"] = f"Ended after {self.limit:.0f} s."
+        elif status:
+            found["why"] = f"Exit status {status}."
+        return found
+
+
+def _start(step: Step, rehearse: bool, out: Path, room: float) -> _Running:
+    """room: seconds that are left."""
     command = step.arguments(rehearse, out / "work", out / "scratch")
-    limit = min(60 * step.minutes, room)
-    files = [out / "work/logs" / f"{step.name}.{end}" for end in ("out", "err")]
-    began, worked = time.monotonic(), _worked()
+    files = out / f"work/logs/{step.name}.out", out / f"work/logs/{step.name}.err"
     with open(files[0], "w") as stdout, open(files[1], "w") as stderr:
         process = subprocess.Popen(
             command,
@@ -156,37 +251,8 @@ def _run(step: Step, rehearse: bool, out: Path, room: float) -> dict[str, Any]:
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )
-        try:
-            status = process.wait(limit)
-        except BaseException as reason:
-            # With what it started itself: the next step needs the GPU's memory.
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            if not isinstance(reason, subprocess.TimeoutExpired):
-                raise
-            status = None
-    text = [file.read_text(errors="replace") for file in files]
-    tail = [line[:300] for part in text for line in part.rstrip().splitlines()[-TAIL:]]
-    found: dict[str, Any] = {
-        "status": _status(status, limit < 60 * step.minutes),
-        "exit": status,
-        "seconds": time.monotonic() - began,
-        "processor_seconds": _worked() - worked,
-        "began": _now(),
-        "command": shlex.join(["python", *command[1:]]),
-        "found": _objects(text[0]),
-        "tail": tail,
-    }
-    if status is None:
-        found["why"] = f"Ended after {limit:.0f} s."
-    elif status:
-        found["why"] = f"Exit status {status}."
-    return found
-
-
-def _worked() -> float:
-    """Seconds of processors that the steps so far have used."""
-    return sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
+    limit = min(60 * step.minutes, room)
+    return _Running(step, command, files, process, limit, time.monotonic())
 
 
 def _status(status: int | None, cut: bool) -> str:
@@ -202,8 +268,16 @@ def _environment(step: Step, rehearse: bool, out: Path) -> dict[str, str]:
     given["XDG_CACHE_HOME"] = str(out / "work/cache")
     given["PYTHONUNBUFFERED"] = "1"
     if rehearse:
-        given["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK}".strip()
+        version = importlib.metadata.version("jaxlib").split(".")
+        quick = [QUICK, UNFUSED] if tuple(map(int, version[:2])) < (0, 11) else [QUICK]
+        # Its programs compile in less than the second from which jax keeps them.
+        given["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+        given["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *quick]).strip()
     return {"JAX_COMPILATION_CACHE_DIR": str(out / "scratch/xla"), **os.environ, **given}
+
+
+def _tail(text: str) -> list[str]:
+    return [line.rstrip()[:300] for line in text.strip("\n").splitlines()[-TAIL:]]
 
 
 def _objects(text: str) -> list[dict[str, Any]]:

@@ -96,7 +96,8 @@ class Configuration:
     @property
     def place(self) -> str:
         name = self.policy.replace(" + ", "-")
-        return f"{self.model}-{self.batch}x{self.prompt}-{name}-{self.cells}"
+        # Not a checkpoint's folder, which is elsewhere.
+        return f"{Path(self.model).name}-{self.batch}x{self.prompt}-{name}-{self.cells}"
 
 
 @dataclasses.dataclass
@@ -116,6 +117,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         args.directory.mkdir(parents=True, exist_ok=True)
         if min(args.repeats, args.tokens) < 2:
             raise UserError("--repeats and --tokens must be at least 2")
+        if args.configurations is not None and args.configurations < 1:
+            raise UserError("--configurations must be at least 1")
         lines = [line for name in args.models.split(",") for line in check(args, name)]
     except UserError as error:
         return refuse(__name__, error)
@@ -137,6 +140,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=int, default=16, help="of a sequence (%(default)s)")
     add = parser.add_argument
     add("--configurations", type=int, metavar="N", help="the first N of each model (default: all)")
+    add(
+        "--longest",
+        type=int,
+        default=LONGEST,
+        help="tokens that sequences have room for, also "
+        "those that are calibrated with (%(default)s)",
+    )
     parser.add_argument("--show", action="store_true", help="print the figures too")
     parser.add_argument("--driver", default="device", help="device or host (%(default)s)")
     return parser
@@ -147,7 +157,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def check(args: argparse.Namespace, name: str) -> Iterator[dict[str, Any]]:
     """A line for each held-out configuration of a model."""
-    with engine_of(args, name) as engine:
+    chosen = list(itertools.islice(held_out(name, 1), args.configurations))
+    if (least := max(each.prompt for each in chosen) + args.tokens) > args.longest:
+        raise UserError(f"--longest must be at least {least}, got {args.longest}")
+    with engine_of(args, name, max(each.batch for each in chosen)) as engine:
         runner = engine.runner
         model = calibrate(runner)
         if args.show:
@@ -155,7 +168,7 @@ def check(args: argparse.Namespace, name: str) -> Iterator[dict[str, Any]]:
         configurations = list(held_out(name, runner.config.num_experts))[: args.configurations]
         timed = {each: Timed() for each in configurations}
         prompts = np.random.default_rng(7).integers(
-            runner.config.vocab_size, size=(runner.shapes.rows, LONGEST)
+            runner.config.vocab_size, size=(runner.shapes.rows, args.longest)
         )
         for repeat in range(args.repeats + 1):
             for each in configurations:
@@ -191,7 +204,7 @@ def prefetch_of(each: Configuration) -> str | None:
 
 
 @contextmanager
-def engine_of(args: argparse.Namespace, name: str) -> Iterator[Engine]:
+def engine_of(args: argparse.Namespace, name: str, batch: int) -> Iterator[Engine]:
     """An engine with room for all experts and the KV of the largest batch."""
     use_compilation_cache(None)
     device = select_device()
@@ -199,8 +212,8 @@ def engine_of(args: argparse.Namespace, name: str) -> Iterator[Engine]:
     options = Options(
         name,
         driver=args.driver,
-        max_num_seqs=max(batch for batch, _ in workloads(name)),
-        max_model_len=min(LONGEST, loaded.config.max_position_embeddings),
+        max_num_seqs=batch,
+        max_model_len=min(args.longest, loaded.config.max_position_embeddings),
         max_num_batched_tokens=512,
         enable_prefix_caching=False,
     )

@@ -46,10 +46,12 @@ def test_the_goal_is_of_the_steps_of_a_resize(slow, within):
 def test_what_is_refused(capsys):
     assert bench_resize.main(["steps", "--every", "0"]) == 2
     assert bench_resize.main(["steps", "--batch", "0"]) == 2
+    assert bench_resize.main(["steps", "--length", "112"]) == 2
     assert bench_resize.main(["steps", "--layers", "2"]) == 2
     assert bench_resize.main(["steps", "--shape", "other"]) == 2
     said = capsys.readouterr().err
     assert said.count("--resizes, --every and --batch must be at least 1") == 2
+    assert "--length must be above 112, got 112" in said
     assert "--layers are of a --shape" in said and "shape 'other' is unknown" in said
 
 
@@ -70,7 +72,8 @@ def test_a_step_is_compared_with_the_same_one_in_other_rounds():
 def test_only_steps_of_a_full_batch_are_timed():
     """Three sequences of different lengths on two rows: as the last one ends alone, its steps
     compute one row."""
-    args = argparse.Namespace(model="demo", every=2, batch=2, shape=None, layers=None, memory=None)
+    sizes = dict(every=2, batch=2, length=256, shape=None, layers=None, memory=None)
+    args = argparse.Namespace(model="demo", **sizes)
     with engine_of(args) as engine:
         use(engine, None)
         found, tokens = decode_times(engine, [[1, 2, 3], [4, 5], [6, 7]], [6, 4, 12])

@@ -1,19 +1,24 @@
 """A day with a GPU on a machine without one: rehearsed whole, and with steps of ours."""
 
 import json
+import os
+import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
 
+import jaxlib
 import pytest
 
 from scripts.check import day_page, gpu_day
 from scripts.check.day_steps import STEPS, Step
+from scripts.parts.places import REPOSITORY
 from tests.scripts.runs import refusal
 from tests.scripts.test_commands import complaint, moejax_main, script
 
 
-@pytest.mark.nightly  # minutes: each step is a process that compiles
+@pytest.mark.slow  # a minute: each step is a process that compiles
 def test_the_whole_day_is_rehearsed(tmp_path, capsys):
     """Every command that a loan would run, at small sizes; the page has their figures."""
     status = gpu_day.main(["--out", str(tmp_path), "--rehearse"])
@@ -31,6 +36,8 @@ def test_the_whole_day_is_rehearsed(tmp_path, capsys):
             assert len(results["steps"][step.name]["found"]) > 1
     assert "runs as xla: linear" in text
     assert "bits equal" in text and "DIFFERENT" not in text
+    # 90 s of two cores, with room: each step's own, however busy the machine is.
+    assert sum(step["processor_seconds"] for step in results["steps"].values()) < 2 * 90
     # What was checked is where a start looks for it.
     (table,) = tmp_path.glob("work/cache/moejax/verified/*.json")
     assert json.loads(table.read_text())["checks"]
@@ -47,9 +54,9 @@ DOCTOR = {
 }
 
 
-def step(name, code, minutes=1.0, columns=(), expected=0.001):
+def step(name, code, minutes=1.0, columns=(), expected=0.001, **others):
     command = ("-c", code)
-    return Step(name, f"what {name} says", command, command, minutes, expected, columns)
+    return Step(name, f"what {name} says", command, command, minutes, expected, columns, **others)
 
 
 def doctor(found):
@@ -83,6 +90,42 @@ def test_a_day_with_a_gpu_reads_well(day):
     assert "- wrong: a slow link; `seat it`" in page and "- runs as pallas: linear" in page
     assert "| batch | ms | floor |\n|---|---|---|\n| 8 | 1.25 | – |" in page
     assert "| decode | what decode says | done |" in page
+    assert "seat it`\n\n- runs as" in page  # a list of its own
+
+
+def test_markdown_is_shown_as_it_is(day):
+    table = "| a |\\n|---|\\n" + "| 1 |\\n" * day_page.TAIL + "\\n2 in all"
+    steps = [doctor(DOCTOR), step("good", f"print('{table}')", markdown=True)]
+    steps.append(step("bad", f"print('{table}'); raise SystemExit(1)", markdown=True))
+    page = day(steps)[2]
+    whole = "| a |\n|---|\n" + "| 1 |\n" * day_page.TAIL + "\n2 in all\n"
+    assert whole in page.partition("## bad")[0] and "```" not in page.partition("## bad")[0]
+    assert "```text\n| 1 |\n" in page.partition("## bad")[2]
+
+
+def test_a_good_step_shows_no_progress(day):
+    """What it says on stderr, unless it says nothing else."""
+    code = "import sys; print('round 1 of 2', file=sys.stderr)"
+    steps = [doctor(DOCTOR), step("both", f"{code}; print('figures')"), step("quiet", code)]
+    steps.append(step("bad", f"{code}; print('figures'); sys.exit(1)"))
+    _, results, page = day(steps)
+    assert results["both"]["errors"] == ["round 1 of 2"]
+    shown = [part.partition("```text\n")[2] for part in page.split("\n## ")[2:]]
+    assert shown == [
+        *("figures\n```\n", "round 1 of 2\n```\n"),
+        "figures\nround 1 of 2\n```\n",
+    ]
+
+
+def test_a_rehearsal_compiles_with_this_jaxlib_s_flags(day, monkeypatch):
+    """jax ends a process whose XLA_FLAGS it does not know."""
+    show = "import jax, os; jax.devices(); print(os.environ['XLA_FLAGS'])"
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=true")
+    status, results, _ = day([step("jax", show)], "--rehearse")
+    (flags,) = results["jax"]["tail"]
+    assert status == 0
+    assert flags.startswith(f"--xla_cpu_multi_thread_eigen=true {gpu_day.QUICK}")
+    assert (gpu_day.UNFUSED in flags) == jaxlib.__version__.startswith("0.10.")
 
 
 def test_what_fails_or_takes_too_long_is_shown_and_stops_nothing(day):
@@ -124,7 +167,7 @@ def test_a_step_that_does_not_fit_is_left_for_the_next_call(day):
     status, results, page = day(steps, "--minutes", "0.1")
     assert time.monotonic() - began < 30
     assert status == 1 and results["long"]["status"] == "cut" and "never" not in results
-    assert "| never | what never says | left | 0 |" in page and "1 done, 1 left, 1 cut." in page
+    assert "| never | what never says | left | – | – |" in page and "1 done, 1 left, 1 cut." in page
     steps[2] = step("long", "print('fine')")
     status, results, _ = day(steps)
     assert status == 0 and results["long"]["status"] == results["never"]["status"] == "done"
@@ -171,6 +214,80 @@ def test_what_a_step_started_ends_with_it(day, tmp_path):
     assert not (tmp_path / "late").exists()
 
 
+def test_a_rehearsal_has_two_at_a_time_and_mixes_nothing(day, tmp_path):
+    """Each of two waits for the other; a third for the files of the first. The page has them in
+    order, each with its own output."""
+    wait = "import time, pathlib as p; w = p.Path('{{scratch}}'); (w / '{0}').touch(); print('{0}')"
+    wait += "\nwhile not (w / '{1}').exists(): time.sleep(0.01)"
+    wait += "\nprint('{0}')"
+    steps = [
+        step("one", wait.format("one", "two")),
+        step("reads", "print(open('{scratch}/two').read() + 'read')", after="two"),
+        step("two", wait.format("two", "one")),
+        step("busy", "import time\nwhile time.process_time() < 0.5: pass"),
+    ]
+    status, results, page = day(steps, "--rehearse")
+    assert status == 0
+    assert [results[s.name]["tail"] for s in steps[:3]] == [["one"] * 2, ["read"], ["two"] * 2]
+    headings = [page.index(f"\n## {s.name}: done\n") for s in steps]
+    assert headings == sorted(headings)
+    # Its own processor seconds, not those of its neighbour.
+    assert results["busy"]["processor_seconds"] > 0.5 > results["reads"]["processor_seconds"]
+
+
+@pytest.mark.parametrize("arguments", [(), ("--rehearse", "--copy", "{home}")])
+def test_a_gpu_and_an_archive_have_one_step_at_a_time(day, tmp_path, arguments):
+    alone = (
+        "import os, time, pathlib as p; mark = p.Path('{scratch}/mark'); assert not mark.exists()"
+    )
+    alone += "; mark.touch(); time.sleep(0.2); mark.unlink()"
+    steps = [doctor(DOCTOR), *(step(name, alone) for name in ("one", "two"))]
+    assert day(steps, *(a.replace("{home}", str(tmp_path / "home")) for a in arguments))[0] == 0
+
+
+KILLED = """
+import sys
+from scripts.check import day_page, gpu_day
+from tests.scripts.check.test_gpu_day import long_steps
+gpu_day.STEPS = day_page.STEPS = long_steps()
+gpu_day.main(sys.argv[1:])
+"""
+
+
+def long_steps():
+    """One that ends, and two of which neither does before another file is there."""
+    wait = "import os, time, pathlib as p; w = p.Path('{scratch}'); (w / '%s').write_text("
+    wait += "str(os.getpid()))\nwhile not (w / 'go').exists(): time.sleep(0.01)"
+    count = "open('{out}/ran', 'a').write('x')"
+    return step("first", count), step("one", wait % "one"), step("two", wait % "two")
+
+
+def is_running(process):
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_ctrl_c_ends_both_steps_and_the_day_goes_on(day, tmp_path):
+    out = tmp_path / "day"
+    arguments = [sys.executable, "-c", KILLED, "--out", str(out), "--rehearse"]
+    begun = subprocess.Popen(arguments, cwd=REPOSITORY, stderr=subprocess.DEVNULL)
+    files, until = [out / "scratch" / name for name in ("one", "two")], time.monotonic() + 120
+    while not all(file.exists() and file.read_text() for file in files):
+        assert begun.poll() is None and time.monotonic() < until
+        time.sleep(0.05)
+    begun.send_signal(signal.SIGINT)
+    assert begun.wait(60) in (-signal.SIGINT, 128 + signal.SIGINT)
+    assert not any(is_running(int(file.read_text())) for file in files)
+    assert "1 done, 2 left." in (out / "page.md").read_text()
+    (out / "scratch" / "go").touch()
+    status, results, _ = day(long_steps(), "--rehearse")
+    assert status == 0 and [found["status"] for found in results.values()] == ["done"] * 3
+    assert (out / "work" / "ran").read_text() == "x"
+
+
 @pytest.mark.parametrize("each", STEPS, ids=lambda each: each.name)
 def test_every_command_has_its_options(each):
     """On a GPU too, where no rehearsal looks."""
@@ -206,4 +323,6 @@ def test_steps_are_short_and_few_files_hold_them():
         for rehearse in (False, True):
             command = each.arguments(rehearse, out, scratch)
             assert command[0] == sys.executable and not any("{" in a for a in command)
+    for number, each in enumerate(STEPS):  # none waits for a later one, or none would begin
+        assert not each.after or each.after in {s.name for s in STEPS[:number]}
     assert sum(s.minutes for s in STEPS) > 40  # so the order matters

@@ -64,6 +64,19 @@ def test_too_few_repeats_are_refused(tmp_path, capsys):
     assert "at least 2" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--configurations", "0"), "--configurations must be at least 1"),
+        (("--longest", "200"), "--longest must be at least 216, got 200"),
+        (("--configurations", "1", "--longest", "39"), "--longest must be at least 40, got 39"),
+    ],
+)
+def test_what_no_engine_could_run_is_refused(tmp_path, capsys, arguments, message):
+    assert check_predictions.main([str(tmp_path), "--models", "demo", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
 @pytest.mark.nightly
 def test_it_runs(tmp_path, monkeypatch):
     """A few configurations of the demo; simulated and measured misses are compared inside."""
