@@ -32,6 +32,7 @@ static inline Type kind_of(Type type) { return type == Type::BF16 ? Type::BF16 :
 
 constexpr int64_t kTokens = 4;   // tokens of one call of `dots` and `add`, at most
 constexpr int64_t kRows = 8;     // rows of one call of `add`, at most
+constexpr int64_t kElements = 4; // rows of elements of one call of `encoded_add`, at most
 constexpr int64_t kPad = 64;     // sums and operands lie in buffers padded to so many floats
 
 static inline int64_t padded(int64_t n) { return (n + kPad - 1) / kPad * kPad; }
@@ -59,6 +60,17 @@ struct Kernels {
   // padded(count) floats for each group of rows.
   void (*down_scales)(const Format& format, const uint16_t* record, int64_t first, int64_t count,
                       float* out);
+  // Whether these two take records of a format. Both have the bits of `decode` with `dots` or `add`.
+  bool (*takes)(const Format& format);
+  // `dots` with rows [first, first + rows) of gate or up.
+  void (*encoded_dots)(const Format& format, const uint16_t* record, int matrix, int64_t first,
+                       int64_t rows, const float* const* x, int64_t tokens, float* y,
+                       int64_t stride);
+  // `add` of columns [column, column + n), n a multiple of kPad, of down^T's rows r, r + I/4, r + I/2,
+  // r + 3·I/4, for r in [first, first + rows), rows ≤ kElements; h in that order.
+  void (*encoded_add)(const Format& format, const uint16_t* record, int64_t first, int64_t rows,
+                      int64_t column, int64_t n, const float* scales, const float* const* h,
+                      int64_t tokens, float* const* total);
   void (*widen)(Type type, const void* in, int64_t n, float* out);
   void (*narrow)(Type type, const float* in, int64_t n, void* out);  // round to nearest even
   // gate[i] = act(gate[i]) · up[i]

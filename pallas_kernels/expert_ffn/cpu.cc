@@ -106,18 +106,28 @@ void rows_at(const Work& work, const Expert& e, int matrix, int64_t row, int64_t
   }
 }
 
+// Whether rows of an encoded expert are multiplied as they are decoded; else blocks of them are
+// decoded into the cache, for all tokens that follow.
+bool as_they_are_decoded(const Work& work, const Expert& e) {
+  return e.tokens <= kTokens && work.k.takes(*e.format);
+}
+
 // h = act(gate(x)) · up(x), rounded to the run's dtype, of rows [first, last) for an expert's tokens.
 void gate_up(const Work& work, const Expert& e, int64_t first, int64_t last) {
   const Experts& c = work.call;
   const bool decoded = !row_of(*e.format, e.record, GATE, 0);
+  const bool direct = as_they_are_decoded(work, e);
   const int64_t step = decoded && e.tokens <= kResident ? kNear : kWidth;
-  Buffer<char> scratch(decoded ? 2 * step * c.hidden * size_of(work.kind) : 0);
-  char* second = scratch.get() + (decoded ? step * c.hidden * size_of(work.kind) : 0);
+  const bool stored = decoded && !direct;
+  Buffer<char> scratch(stored ? 2 * step * c.hidden * size_of(work.kind) : 0);
+  char* second = scratch.get() + (stored ? step * c.hidden * size_of(work.kind) : 0);
   for (int64_t row = first; row < last; row += step) {
     const int64_t rows = std::min(step, last - row);
     const void *gate[kWidth], *up[kWidth], *next[kWidth];
-    rows_at(work, e, GATE, row, rows, scratch.get(), gate);
-    rows_at(work, e, UP, row, rows, second, up);
+    if (!direct) {
+      rows_at(work, e, GATE, row, rows, scratch.get(), gate);
+      rows_at(work, e, UP, row, rows, second, up);
+    }
     for (int64_t t = 0; t < e.tokens; t += kTokens) {
       const int64_t tokens = std::min(kTokens, e.tokens - t);
       const float* x[kTokens];
@@ -126,14 +136,19 @@ void gate_up(const Work& work, const Expert& e, int64_t first, int64_t last) {
       }
       float g[kTokens * kWidth], u[kTokens * kWidth];
       const bool fetch = t == 0 && !decoded;
-      for (int64_t i = 0; fetch && i < rows; i++) {
-        next[i] = row_of(*e.format, e.record, GATE, std::min(row + i + 8, c.width - 1));
+      if (direct) {
+        work.k.encoded_dots(*e.format, e.record, GATE, row, rows, x, tokens, g, kWidth);
+        work.k.encoded_dots(*e.format, e.record, UP, row, rows, x, tokens, u, kWidth);
+      } else {
+        for (int64_t i = 0; fetch && i < rows; i++) {
+          next[i] = row_of(*e.format, e.record, GATE, std::min(row + i + 8, c.width - 1));
+        }
+        work.k.dots(work.kind, gate, rows, x, tokens, c.hidden, g, kWidth, fetch ? next : nullptr);
+        for (int64_t i = 0; fetch && i < rows; i++) {
+          next[i] = row_of(*e.format, e.record, UP, std::min(row + i + 8, c.width - 1));
+        }
+        work.k.dots(work.kind, up, rows, x, tokens, c.hidden, u, kWidth, fetch ? next : nullptr);
       }
-      work.k.dots(work.kind, gate, rows, x, tokens, c.hidden, g, kWidth, fetch ? next : nullptr);
-      for (int64_t i = 0; fetch && i < rows; i++) {
-        next[i] = row_of(*e.format, e.record, UP, std::min(row + i + 8, c.width - 1));
-      }
-      work.k.dots(work.kind, up, rows, x, tokens, c.hidden, u, kWidth, fetch ? next : nullptr);
       for (int64_t i = 0; i < tokens; i++) {
         float *mine = g + i * kWidth, rounded[kWidth];
         work.k.activate(c.activation, mine, u + i * kWidth, rows);
@@ -146,43 +161,76 @@ void gate_up(const Work& work, const Expert& e, int64_t first, int64_t last) {
   }
 }
 
+// Columns of down^T: what a task adds up.
+struct Columns {
+  const Expert& expert;
+  int64_t first, count;  // columns
+  const float* scales;   // of them
+  char* scratch;         // kRows decoded rows of them
+};
+
+// The sums of tokens [token, token + count) of an expert, onto which rows from `place` on are added.
+struct Sums {
+  const float* h[kTokens];
+  float* total[kTokens];
+  Sums(const Work& work, const Columns& c, int64_t token, int64_t count, int64_t place, float* sums) {
+    for (int64_t i = 0; i < count; i++) {
+      h[i] = work.h + (c.expert.first + token + i) * work.h_width + place;
+      total[i] = sums + i * padded(c.count);
+    }
+  }
+};
+
+// Adds a record's rows in blocks, each to all of the tokens.
+void add_rows(const Work& work, const Columns& c, int64_t token, int64_t tokens, float* sums) {
+  const Expert& e = c.expert;
+  const int64_t size = size_of(work.kind), width = work.call.width;
+  for (int64_t place = 0; place < width; place += kRows) {
+    const int64_t rows = std::min(kRows, width - place);
+    const void* w[kRows];
+    for (int64_t i = 0; i < rows; i++) {
+      const int64_t row = row_of_place(place + i, width);
+      const void* whole = row_of(*e.format, e.record, DOWN, row);
+      if (whole) {
+        w[i] = static_cast<const char*>(whole) + c.first * size;
+        continue;
+      }
+      char* decoded = c.scratch + i * c.count * size;
+      work.k.decode(*e.format, e.record, DOWN, row, c.first, c.count, c.scales, decoded);
+      w[i] = decoded;
+    }
+    for (int64_t t = 0; t < tokens; t += kTokens) {
+      const int64_t n = std::min(kTokens, tokens - t);
+      const Sums s(work, c, token + t, n, place, sums + t * padded(c.count));
+      work.k.add(work.kind, w, rows, s.h, n, c.count, s.total);
+    }
+  }
+}
+
+// The same for few tokens, without a block in between.
+void add_encoded(const Work& work, const Columns& c, int64_t tokens, float* sums) {
+  const int64_t quarter = work.call.width / 4;
+  for (int64_t row = 0; row < quarter; row += kElements) {
+    const Sums s(work, c, 0, tokens, 4 * row, sums);
+    work.k.encoded_add(*c.expert.format, c.expert.record, row, std::min(kElements, quarter - row),
+                       c.first, c.count, c.scales, s.h, tokens, s.total);
+  }
+}
+
 // y = h · down^T, columns [first, first + count), for an expert's tokens.
 void down(const Work& work, const Expert& e, int64_t first, int64_t count) {
   const Experts& c = work.call;
-  const int64_t size = size_of(work.kind), width = padded(count);
-  const int64_t most = std::min(kSums, e.tokens);
-  Buffer<float> sums(most * width);
-  Buffer<char> scratch(kRows * count * size);
+  const int64_t width = padded(count);
+  Buffer<float> sums(std::min(kSums, e.tokens) * width);
+  Buffer<char> scratch(kRows * count * size_of(work.kind));
   Buffer<float> scales((c.width + e.format->group_out - 1) / e.format->group_out * width);
   work.k.down_scales(*e.format, e.record, first, count, scales.get());
+  const Columns columns = {e, first, count, scales.get(), scratch.get()};
   for (int64_t t0 = 0; t0 < e.tokens; t0 += kSums) {
     const int64_t tokens = std::min(kSums, e.tokens - t0);
     std::fill(sums.get(), sums.get() + tokens * width, 0.0f);
-    for (int64_t place = 0; place < c.width; place += kRows) {
-      const int64_t rows = std::min(kRows, c.width - place);
-      const void* w[kRows];
-      for (int64_t i = 0; i < rows; i++) {
-        const int64_t row = row_of_place(place + i, c.width);
-        const void* whole = row_of(*e.format, e.record, DOWN, row);
-        if (whole) {
-          w[i] = static_cast<const char*>(whole) + first * size;
-          continue;
-        }
-        char* decoded = scratch.get() + i * count * size;
-        work.k.decode(*e.format, e.record, DOWN, row, first, count, scales.get(), decoded);
-        w[i] = decoded;
-      }
-      for (int64_t t = 0; t < tokens; t += kTokens) {
-        const int64_t n = std::min(kTokens, tokens - t);
-        const float* h[kTokens];
-        float* total[kTokens];
-        for (int64_t i = 0; i < n; i++) {
-          h[i] = work.h + (e.first + t0 + t + i) * work.h_width + place;
-          total[i] = &sums[(t + i) * width];
-        }
-        work.k.add(work.kind, w, rows, h, n, count, total);
-      }
-    }
+    if (as_they_are_decoded(work, e)) add_encoded(work, columns, tokens, sums.get());
+    else add_rows(work, columns, t0, tokens, sums.get());
     for (int64_t t = 0; t < tokens; t++) {
       const int64_t pair = work.pairs[e.first + t0 + t];
       work.k.unpack(work.kind, &sums[t * width], count, c.y + pair * c.hidden + first);
