@@ -349,6 +349,169 @@ void add(Type kind, const void* const* w, int64_t rows, const float* const* h, i
   add_tokens<Type::F32>(w, rows, h, tokens, n, total);
 }
 
+// ---- many tokens: blocks of weights as float32, side by side, for all of them
+
+// Registers hold the sums of kManyTokens × kManyRows; a panel of rows stays in the first cache while
+// kOpen tokens pass it.
+#if MOEJAX_LANES == 16
+constexpr int kManyRows = 6;
+#else
+constexpr int kManyRows = 3;
+#endif
+constexpr int kManyTokens = 4;
+constexpr int64_t kPanel = 12;
+constexpr int64_t kOpen = 128;
+
+template <Type kind>
+INLINE Pair pair_of(const void* w, int64_t at, int64_t n) {
+  if (at + 2 * L <= n) return weights<kind>(w, at);
+  const End<kind> end(w, at, n);
+  return weights<kind>(end.bytes, 0);
+}
+
+template <int T>
+INLINE void many_tile(const float* panel, const float* const* x, int64_t from, int64_t steps, bool first,
+                      float* sums) {
+  constexpr int R = kManyRows;
+  vf total[T][R];
+  for (int t = 0; t < T; t++) {
+    for (int r = 0; r < R; r++) {
+      total[t][r] = first ? vf{} : load<vf>(sums + (t * kPanel + r) * L);
+    }
+  }
+  for (int64_t i = 0; i < steps; i++, panel += 2 * L * R) {
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; half++) {
+      vf w[R];
+#pragma GCC unroll 6
+      for (int r = 0; r < R; r++) w[r] = load<vf>(panel + (half * R + r) * L);
+#pragma GCC unroll 4
+      for (int t = 0; t < T; t++) {
+        const vf operand = load<vf>(x[t] + from + (2 * i + half) * L);
+#pragma GCC unroll 6
+        for (int r = 0; r < R; r++) total[t][r] = total[t][r] + w[r] * operand;
+      }
+    }
+  }
+  for (int t = 0; t < T; t++) {
+    for (int r = 0; r < R; r++) store(sums + (t * kPanel + r) * L, total[t][r]);
+  }
+}
+
+// Rows [0, rows) of a panel for tokens ≤ kOpen.
+template <Type kind>
+void many_dots(const void* const* w, int64_t rows, const float* const* x, int64_t tokens, int64_t n,
+               float* y, int64_t stride) {
+  constexpr int R = kManyRows;
+  alignas(64) float panel[kPanel * kDepth], sums[kOpen * kPanel * L];
+  const int64_t groups = (rows + R - 1) / R;
+  for (int64_t from = 0; from == 0 || from < n; from += kDepth) {
+    const int64_t steps = (least(n - from, kDepth) + 2 * L - 1) / (2 * L);
+    for (int64_t g = 0; g < groups; g++) {
+      for (int64_t i = 0; i < steps; i++) {
+        float* out = panel + (g * steps + i) * 2 * L * R;
+        for (int64_t r = 0; r < R; r++) {
+          const void* row = w[least(g * R + r, rows - 1)];  // more than there are: not looked at
+          const Pair pair = pair_of<kind>(row, from + i * 2 * L, n);
+          store(out + r * L, pair.first), store(out + (R + r) * L, pair.second);
+        }
+      }
+    }
+    for (int64_t t = 0; t < tokens; t += kManyTokens) {
+      for (int64_t g = 0; g < groups; g++) {
+        const float* mine = panel + g * steps * 2 * L * R;
+        float* open = sums + (t * kPanel + g * R) * L;
+        switch (least(tokens - t, kManyTokens)) {
+          case 1: many_tile<1>(mine, x + t, from, steps, !from, open); break;
+          case 2: many_tile<2>(mine, x + t, from, steps, !from, open); break;
+          case 3: many_tile<3>(mine, x + t, from, steps, !from, open); break;
+          default: many_tile<4>(mine, x + t, from, steps, !from, open);
+        }
+      }
+    }
+  }
+  for (int64_t t = 0; t < tokens; t++) {
+    for (int64_t r = 0; r < rows; r++) y[t * stride + r] = sum(load<vf>(sums + (t * kPanel + r) * L));
+  }
+}
+
+// Many tokens' sums of rows of weights that lie side by side, 2·L columns of each.
+template <int T>
+INLINE void many_columns(const float* panel, int64_t rows, const float* const* h, int64_t at,
+                         float* const* total) {
+  vf sums[T][2];
+  for (int t = 0; t < T; t++) {
+    sums[t][0] = load<vf>(total[t] + at), sums[t][1] = load<vf>(total[t] + at + L);
+  }
+  for (int64_t i = 0; i < rows; i++, panel += 2 * L) {
+    const vf first = load<vf>(panel), second = load<vf>(panel + L);
+#pragma GCC unroll 6
+    for (int t = 0; t < T; t++) {
+      const vf factor = splat(h[t][i]);
+      sums[t][0] = sums[t][0] + factor * first;
+      sums[t][1] = sums[t][1] + factor * second;
+    }
+  }
+  for (int t = 0; t < T; t++) {
+    store(total[t] + at, sums[t][0]), store(total[t] + at + L, sums[t][1]);
+  }
+}
+
+template <Type kind>
+void many_add(const void* const* w, int64_t rows, const float* const* h, int64_t tokens, int64_t n,
+              float* const* total) {
+  constexpr int64_t kColumns = 4;  // blocks of columns packed at once, so that whole lines are read
+  alignas(64) float panel[kColumns][kManyAdded * 2 * L];
+  const int64_t size = kind == Type::BF16 ? 2 : 4;
+  for (int64_t first = 0; first < n; first += kColumns * 2 * L) {
+    for (int64_t i = 0; i < rows; i++) {
+      __builtin_prefetch((const char*)w[i] + (first + kColumns * 2 * L) * size);
+      for (int64_t c = 0; c < kColumns && first + c * 2 * L < n; c++) {
+        const Pair pair = pair_of<kind>(w[i], first + c * 2 * L, n);
+        store(&panel[c][i * 2 * L], pair.first), store(&panel[c][i * 2 * L + L], pair.second);
+      }
+    }
+    for (int64_t c = 0; c < kColumns && first + c * 2 * L < n; c++) {
+      const int64_t at = first + c * 2 * L;
+      for (int64_t t = 0; t < tokens; t += 6) {
+        switch (tokens - t) {
+          case 1: many_columns<1>(panel[c], rows, h + t, at, total + t); break;
+          case 2: many_columns<2>(panel[c], rows, h + t, at, total + t); break;
+          case 3: many_columns<3>(panel[c], rows, h + t, at, total + t); break;
+          case 4: many_columns<4>(panel[c], rows, h + t, at, total + t); break;
+          case 5: many_columns<5>(panel[c], rows, h + t, at, total + t); break;
+          default: many_columns<6>(panel[c], rows, h + t, at, total + t);
+        }
+      }
+    }
+  }
+}
+
+// Sums of products of pairs have another order: those kernels have no panels of float32.
+INLINE bool in_panels(Type kind) { return !MOEJAX_PAIRS || kind == Type::F32; }
+
+void dots_of_many(Type kind, const void* const* w, int64_t rows, const float* const* x,
+                  int64_t tokens, int64_t n, float* y, int64_t stride) {
+  const int64_t most = in_panels(kind) ? kOpen : kTokens, step = in_panels(kind) ? kPanel : rows;
+  for (int64_t r = 0; r < rows; r += step) {
+    const int64_t mine = least(step, rows - r);
+    for (int64_t t = 0; t < tokens; t += most) {
+      float* out = y + t * stride + r;
+      const int64_t count = least(most, tokens - t);
+      if (!in_panels(kind)) dots(kind, w + r, mine, x + t, count, n, out, stride, nullptr);
+      else if (kind == Type::BF16) many_dots<Type::BF16>(w + r, mine, x + t, count, n, out, stride);
+      else many_dots<Type::F32>(w + r, mine, x + t, count, n, out, stride);
+    }
+  }
+}
+
+void add_of_many(Type kind, const void* const* w, int64_t rows, const float* const* h,
+                 int64_t tokens, int64_t n, float* const* total) {
+  // What `add` multiplies is float32 in every build.
+  if (kind == Type::BF16) return many_add<Type::BF16>(w, rows, h, tokens, n, total);
+  many_add<Type::F32>(w, rows, h, tokens, n, total);
+}
+
 void unpack(Type kind, const float* total, int64_t n, float* out) {
   if (kind == Type::F32) {
     memcpy(out, total, n * 4);
@@ -1072,7 +1235,7 @@ void exponentials(float* x, float top, int64_t n) {
 
 extern const Kernels MOEJAX_JOIN(kernels_, MOEJAX_ISA);
 const Kernels MOEJAX_JOIN(kernels_, MOEJAX_ISA) = {
-    MOEJAX_TEXT(MOEJAX_ISA), pack, dots, add, unpack, decode, down_scales, takes,
+    MOEJAX_TEXT(MOEJAX_ISA), pack, dots, dots_of_many, add, add_of_many, unpack, decode, down_scales, takes,
     encoded_dots, encoded_add, widen, narrow, activate, exponentials,
 };
 
