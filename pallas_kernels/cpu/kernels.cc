@@ -852,7 +852,7 @@ constexpr int64_t kLine = 32;  // elements of a cache line
 
 // Rows of the next call of a place, towards the cache; what lies behind a record is not read.
 INLINE void fetch(const uint16_t* p, int64_t n) {
-  for (int64_t i = 0; i < n; i += kLine) __builtin_prefetch(p + i, 0, 2);
+  for (int64_t i = 0; i < n; i += kLine) __builtin_prefetch(p + i);
 }
 
 // 2·L weights of which some are escapes.
@@ -1013,6 +1013,12 @@ void encoded_dots(const Format& f, const uint16_t* record, int matrix, int64_t f
   }
 }
 
+// A block of rows of lossless12: its base exponent in place, and its table.
+struct Block {
+  uint16_t base;
+  const uint16_t* table;
+};
+
 // What 2·L columns of a row of elements hold of down^T: rows r, r + I/4, r + I/2, r + 3·I/4.
 template <Version version>
 struct Quarters;
@@ -1049,33 +1055,32 @@ struct Quarters<Version::Lossless12> {
   vu weights[4];
   Quarters() = default;
   INLINE Quarters(const Format& f, const uint16_t* bytes, const uint16_t* codes,
-                  const uint16_t* const* tables) {
+                  const Block* blocks) {
     const uint16_t* others = bytes + f.width / 4 * f.hidden;
     const vh even = load<vh>(bytes), odd = load<vh>(others), all = load<vh>(codes);
-    vh most = {}, base[4];
-    for (int j = 0; j < 4; j++) base[j] = splat16((uint16_t)(tables[j][0] << 7));
-    weights[0] = (vu)exact_of<0, 0>(even, all, base[0], most);
-    weights[1] = (vu)exact_of<0, 1>(odd, all, base[1], most);
-    weights[2] = (vu)exact_of<1, 2>(even, all, base[2], most);
-    weights[3] = (vu)exact_of<1, 3>(odd, all, base[3], most);
+    vh most = {};
+    weights[0] = (vu)exact_of<0, 0>(even, all, splat16(blocks[0].base), most);
+    weights[1] = (vu)exact_of<0, 1>(odd, all, splat16(blocks[1].base), most);
+    weights[2] = (vu)exact_of<1, 2>(even, all, splat16(blocks[2].base), most);
+    weights[3] = (vu)exact_of<1, 3>(odd, all, splat16(blocks[3].base), most);
     if (__builtin_expect(any((vh)(most == kEscaped)), 0)) {
-      weights[0] = with_escapes<0, 0>(bytes, codes, tables[0], f.escapes);
-      weights[1] = with_escapes<0, 1>(others, codes, tables[1], f.escapes);
-      weights[2] = with_escapes<1, 2>(bytes, codes, tables[2], f.escapes);
-      weights[3] = with_escapes<1, 3>(others, codes, tables[3], f.escapes);
+      weights[0] = with_escapes<0, 0>(bytes, codes, blocks[0].table, f.escapes);
+      weights[1] = with_escapes<0, 1>(others, codes, blocks[1].table, f.escapes);
+      weights[2] = with_escapes<1, 2>(bytes, codes, blocks[2].table, f.escapes);
+      weights[3] = with_escapes<1, 3>(others, codes, blocks[3].table, f.escapes);
     }
   }
   template <int j>
-  INLINE Pair get(const uint16_t* const*, int64_t) const { return halves(weights[j]); }
+  INLINE Pair get(const Block*, int64_t) const { return halves(weights[j]); }
 };
 
 template <bool lossless>
-struct Operand {  // of a row, besides codes: scales or a table
+struct Operand {  // of a row, besides codes
   typedef const float* type;
 };
 template <>
 struct Operand<true> {
-  typedef const uint16_t* type;
+  typedef Block type;
 };
 
 template <int j, int T, class Weights, class Extra>
@@ -1104,7 +1109,10 @@ INLINE void encoded_columns(const Format& f, const uint16_t* record, int64_t fir
   for (int64_t i = 0; i < rows; i++) {
     for (int64_t j = 0; j < 4; j++) {
       const int64_t row = first + i + j * quarter;
-      if constexpr (lossless) extra[i][j] = tables + row / kBlock * (1 + f.escapes);
+      if constexpr (lossless) {
+        const uint16_t* table = tables + row / kBlock * (1 + f.escapes);
+        extra[i][j] = {(uint16_t)(table[0] << 7), table};
+      }
       if constexpr (!lossless) extra[i][j] = scales + row / f.group_out * padded(n);
     }
   }
