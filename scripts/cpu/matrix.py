@@ -15,6 +15,8 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import jax
@@ -24,14 +26,12 @@ import numpy as np
 from pallas_kernels.cpu.library import instruction_set, why_not_cpu
 from pallas_kernels.expert_ffn.api import expert_ffn
 from pallas_kernels.linear.api import linear
-from scripts.cpu.ops import normal, pinned, timed
+from scripts.cpu.cases import normal, pinned, timed
 from scripts.parts.commands import new_parser, refuse
 from scripts.parts.text_table import aligned
 
-try:
-    import torch
-except ImportError:  # Python 3.12's environment has none
-    torch = None
+torch: Any = import_module("torch") if find_spec("torch") else None
+"""None on Python 3.12, whose environment has none."""
 
 SIZES = {"tokens": 512, "hidden": 2048, "width": 1024, "experts": 64}
 TOP_K = 8
@@ -151,7 +151,8 @@ def expert_case(args: argparse.Namespace, x: jax.Array) -> Case:
 
         def call():
             for r, h, w in zip(rows, hidden_rows, of_expert, strict=True):
-                r @ w[:width].T, r @ w[width : 2 * width].T, h @ w[2 * width :]
+                for rows_of, matrix in ((r, w[:width].T), (r, w[width:-width].T), (h, w[-width:])):
+                    torch.mm(rows_of, matrix)
 
         return call
 

@@ -2,9 +2,9 @@
 
 python -m scripts.cpu versions [--experts 24] [--repeats 25]
 
-The versions and a plain read of memory alternate in one process; a ratio is the median of the ratios
-of neighbours, of the clock's seconds and of processor seconds, which other programs disturb less. The
-default sizes are OLMoE-1B-7B's; each call takes other experts than the one before.
+The versions and a plain read of memory alternate in one process; a ratio is the median of the
+ratios of neighbours, of the clock's seconds and of processor seconds, which other programs disturb
+less. The default sizes are OLMoE-1B-7B's; each call takes other experts than the one before.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from pallas_kernels.cpu.library import instruction_set, why_not_cpu
-from scripts.cpu.ops import SIZES, expert_cases, memory_reader, timed
+from scripts.cpu.cases import SIZES, expert_cases, memory_reader, timed
 from scripts.parts.commands import new_parser, refuse
 from scripts.parts.text_table import aligned
 
