@@ -349,6 +349,169 @@ void add(Type kind, const void* const* w, int64_t rows, const float* const* h, i
   add_tokens<Type::F32>(w, rows, h, tokens, n, total);
 }
 
+// ---- many tokens: blocks of weights as float32, side by side, for all of them
+
+// Registers hold the sums of kManyTokens × kManyRows; a panel of rows stays in the first cache while
+// kOpen tokens pass it.
+#if MOEJAX_LANES == 16
+constexpr int kManyRows = 6;
+#else
+constexpr int kManyRows = 3;
+#endif
+constexpr int kManyTokens = 4;
+constexpr int64_t kPanel = 12;
+constexpr int64_t kOpen = 128;
+
+template <Type kind>
+INLINE Pair pair_of(const void* w, int64_t at, int64_t n) {
+  if (at + 2 * L <= n) return weights<kind>(w, at);
+  const End<kind> end(w, at, n);
+  return weights<kind>(end.bytes, 0);
+}
+
+template <int T>
+INLINE void many_tile(const float* panel, const float* const* x, int64_t from, int64_t steps, bool first,
+                      float* sums) {
+  constexpr int R = kManyRows;
+  vf total[T][R];
+  for (int t = 0; t < T; t++) {
+    for (int r = 0; r < R; r++) {
+      total[t][r] = first ? vf{} : load<vf>(sums + (t * kPanel + r) * L);
+    }
+  }
+  for (int64_t i = 0; i < steps; i++, panel += 2 * L * R) {
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; half++) {
+      vf w[R];
+#pragma GCC unroll 6
+      for (int r = 0; r < R; r++) w[r] = load<vf>(panel + (half * R + r) * L);
+#pragma GCC unroll 4
+      for (int t = 0; t < T; t++) {
+        const vf operand = load<vf>(x[t] + from + (2 * i + half) * L);
+#pragma GCC unroll 6
+        for (int r = 0; r < R; r++) total[t][r] = total[t][r] + w[r] * operand;
+      }
+    }
+  }
+  for (int t = 0; t < T; t++) {
+    for (int r = 0; r < R; r++) store(sums + (t * kPanel + r) * L, total[t][r]);
+  }
+}
+
+// Rows [0, rows) of a panel for tokens ≤ kOpen.
+template <Type kind>
+void many_dots(const void* const* w, int64_t rows, const float* const* x, int64_t tokens, int64_t n,
+               float* y, int64_t stride) {
+  constexpr int R = kManyRows;
+  alignas(64) float panel[kPanel * kDepth], sums[kOpen * kPanel * L];
+  const int64_t groups = (rows + R - 1) / R;
+  for (int64_t from = 0; from == 0 || from < n; from += kDepth) {
+    const int64_t steps = (least(n - from, kDepth) + 2 * L - 1) / (2 * L);
+    for (int64_t g = 0; g < groups; g++) {
+      for (int64_t i = 0; i < steps; i++) {
+        float* out = panel + (g * steps + i) * 2 * L * R;
+        for (int64_t r = 0; r < R; r++) {
+          const void* row = w[least(g * R + r, rows - 1)];  // more than there are: not looked at
+          const Pair pair = pair_of<kind>(row, from + i * 2 * L, n);
+          store(out + r * L, pair.first), store(out + (R + r) * L, pair.second);
+        }
+      }
+    }
+    for (int64_t t = 0; t < tokens; t += kManyTokens) {
+      for (int64_t g = 0; g < groups; g++) {
+        const float* mine = panel + g * steps * 2 * L * R;
+        float* open = sums + (t * kPanel + g * R) * L;
+        switch (least(tokens - t, kManyTokens)) {
+          case 1: many_tile<1>(mine, x + t, from, steps, !from, open); break;
+          case 2: many_tile<2>(mine, x + t, from, steps, !from, open); break;
+          case 3: many_tile<3>(mine, x + t, from, steps, !from, open); break;
+          default: many_tile<4>(mine, x + t, from, steps, !from, open);
+        }
+      }
+    }
+  }
+  for (int64_t t = 0; t < tokens; t++) {
+    for (int64_t r = 0; r < rows; r++) y[t * stride + r] = sum(load<vf>(sums + (t * kPanel + r) * L));
+  }
+}
+
+// Many tokens' sums of rows of weights that lie side by side, 2·L columns of each.
+template <int T>
+INLINE void many_columns(const float* panel, int64_t rows, const float* const* h, int64_t at,
+                         float* const* total) {
+  vf sums[T][2];
+  for (int t = 0; t < T; t++) {
+    sums[t][0] = load<vf>(total[t] + at), sums[t][1] = load<vf>(total[t] + at + L);
+  }
+  for (int64_t i = 0; i < rows; i++, panel += 2 * L) {
+    const vf first = load<vf>(panel), second = load<vf>(panel + L);
+#pragma GCC unroll 6
+    for (int t = 0; t < T; t++) {
+      const vf factor = splat(h[t][i]);
+      sums[t][0] = sums[t][0] + factor * first;
+      sums[t][1] = sums[t][1] + factor * second;
+    }
+  }
+  for (int t = 0; t < T; t++) {
+    store(total[t] + at, sums[t][0]), store(total[t] + at + L, sums[t][1]);
+  }
+}
+
+template <Type kind>
+void many_add(const void* const* w, int64_t rows, const float* const* h, int64_t tokens, int64_t n,
+              float* const* total) {
+  constexpr int64_t kColumns = 4;  // blocks of columns packed at once, so that whole lines are read
+  alignas(64) float panel[kColumns][kManyAdded * 2 * L];
+  const int64_t size = kind == Type::BF16 ? 2 : 4;
+  for (int64_t first = 0; first < n; first += kColumns * 2 * L) {
+    for (int64_t i = 0; i < rows; i++) {
+      __builtin_prefetch((const char*)w[i] + (first + kColumns * 2 * L) * size);
+      for (int64_t c = 0; c < kColumns && first + c * 2 * L < n; c++) {
+        const Pair pair = pair_of<kind>(w[i], first + c * 2 * L, n);
+        store(&panel[c][i * 2 * L], pair.first), store(&panel[c][i * 2 * L + L], pair.second);
+      }
+    }
+    for (int64_t c = 0; c < kColumns && first + c * 2 * L < n; c++) {
+      const int64_t at = first + c * 2 * L;
+      for (int64_t t = 0; t < tokens; t += 6) {
+        switch (tokens - t) {
+          case 1: many_columns<1>(panel[c], rows, h + t, at, total + t); break;
+          case 2: many_columns<2>(panel[c], rows, h + t, at, total + t); break;
+          case 3: many_columns<3>(panel[c], rows, h + t, at, total + t); break;
+          case 4: many_columns<4>(panel[c], rows, h + t, at, total + t); break;
+          case 5: many_columns<5>(panel[c], rows, h + t, at, total + t); break;
+          default: many_columns<6>(panel[c], rows, h + t, at, total + t);
+        }
+      }
+    }
+  }
+}
+
+// Sums of products of pairs have another order: those kernels have no panels of float32.
+INLINE bool in_panels(Type kind) { return !MOEJAX_PAIRS || kind == Type::F32; }
+
+void dots_of_many(Type kind, const void* const* w, int64_t rows, const float* const* x,
+                  int64_t tokens, int64_t n, float* y, int64_t stride) {
+  const int64_t most = in_panels(kind) ? kOpen : kTokens, step = in_panels(kind) ? kPanel : rows;
+  for (int64_t r = 0; r < rows; r += step) {
+    const int64_t mine = least(step, rows - r);
+    for (int64_t t = 0; t < tokens; t += most) {
+      float* out = y + t * stride + r;
+      const int64_t count = least(most, tokens - t);
+      if (!in_panels(kind)) dots(kind, w + r, mine, x + t, count, n, out, stride, nullptr);
+      else if (kind == Type::BF16) many_dots<Type::BF16>(w + r, mine, x + t, count, n, out, stride);
+      else many_dots<Type::F32>(w + r, mine, x + t, count, n, out, stride);
+    }
+  }
+}
+
+void add_of_many(Type kind, const void* const* w, int64_t rows, const float* const* h,
+                 int64_t tokens, int64_t n, float* const* total) {
+  // What `add` multiplies is float32 in every build.
+  if (kind == Type::BF16) return many_add<Type::BF16>(w, rows, h, tokens, n, total);
+  many_add<Type::F32>(w, rows, h, tokens, n, total);
+}
+
 void unpack(Type kind, const float* total, int64_t n, float* out) {
   if (kind == Type::F32) {
     memcpy(out, total, n * 4);
@@ -371,26 +534,54 @@ constexpr float zero_of() {
   return bits == 2 ? 1.5f : (float)(1 << (bits - 1));
 }
 
-template <int bits>
-INLINE vf code_of(vu elements, int shift) {
-  vu code = (elements >> shift) & (uint32_t)((1 << bits) - 1);
-  return __builtin_convertvector((vi)code, vf);
+// To bfloat16's 8 bits, to nearest even, in three operations: 1.5 · 2^16 times the power of two below
+// a number, added and taken away again. For finite numbers that are no denormals.
+INLINE vf rounded(vf v) {
+  const vf power = as_float((vu)v & 0xff800000u);
+  const vf sum = v + power * 98304.0f;
+  return sum - power * 98304.0f;
 }
 
-INLINE vu even_bf16(vf f) {  // in the upper half; never a NaN, since scales are finite
-  vu u = (vu)f;
-  return u + 0x7fffu + ((u >> 16) & 1u);
+// The codes of some bits from `bit` of each lane on, times scale, rounded. A code is brought to where
+// the mantissa of 2^15 counts ones, so that it is a float without a conversion.
+template <int bits, int bit>
+INLINE vf weights_of(vu lanes, vf scale) {
+  constexpr float base = 32768 + zero_of<bits>();
+  const vu code = bit < 8 ? lanes << (8 - bit) : lanes >> (bit - 8);
+  const vf based = as_float((code & (((1u << bits) - 1) << 8)) | 0x47000000u);
+  return rounded((based - base) * scale);
 }
 
-// 2·L bfloat16 weights, (code − zero) · scale, exact in float32 and then rounded once, from 2·L
-// elements: even ones and odd ones are the halves of 32-bit lanes, before and after.
-template <int bits>
-INLINE void pairs(const uint16_t* codes, int plane, vf even_scale, vf odd_scale, uint16_t* out) {
-  const float zero = zero_of<bits>();
-  vu both = load<vu>(codes);
-  vf even = code_of<bits>(both, bits * plane) * even_scale - zero * even_scale;
-  vf odd = code_of<bits>(both, 16 + bits * plane) * odd_scale - zero * odd_scale;
-  store(out, (even_bf16(even) >> 16) | (even_bf16(odd) & 0xffff0000u));
+// 2·L bfloat16 weights, (code − zero) · scale, exact in float32 and then rounded once, from each 2·L
+// elements: even ones and odd ones are the halves of 32-bit lanes, before and after. scales(at):
+// of even and of odd ones.
+template <int bits, int plane, class Scales>
+INLINE int64_t pairs_of(const uint16_t* codes, int64_t n, Scales scales, uint16_t* out) {
+  int64_t at = 0;
+  for (; at + 2 * L <= n; at += 2 * L) {
+    const vu both = load<vu>(codes + at);
+    const Pair scale = scales(at);
+    const vf even = weights_of<bits, bits * plane>(both, scale.first);
+    const vf odd = weights_of<bits, 16 + bits * plane>(both, scale.second);
+    store(out + at, ((vu)even >> 16) | (vu)odd);
+  }
+  return at;
+}
+
+// Returns how many of the n weights were whole vectors.
+template <int bits, class Scales>
+INLINE int64_t pairs(int64_t plane, const uint16_t* codes, int64_t n, Scales scales, uint16_t* out) {
+  constexpr int last = 16 / bits - 1;
+  switch (plane) {
+    case 0: return pairs_of<bits, 0>(codes, n, scales, out);
+    case 1: return pairs_of<bits, 1>(codes, n, scales, out);
+    case 2: return pairs_of<bits, last < 2 ? 0 : 2>(codes, n, scales, out);
+    case 3: return pairs_of<bits, last < 3 ? 0 : 3>(codes, n, scales, out);
+    case 4: return pairs_of<bits, last < 4 ? 0 : 4>(codes, n, scales, out);
+    case 5: return pairs_of<bits, last < 5 ? 0 : 5>(codes, n, scales, out);
+    case 6: return pairs_of<bits, last < 6 ? 0 : 6>(codes, n, scales, out);
+    default: return pairs_of<bits, last < 7 ? 0 : 7>(codes, n, scales, out);
+  }
 }
 
 // The same one by one, in any dtype. scale: of each weight, or of all where step is 0.
@@ -404,6 +595,61 @@ INLINE void singles(Type type, const uint16_t* codes, int plane, int64_t n, cons
     if (type == Type::F32) ((float*)out)[at + i] = weight;
     if (type == Type::F16) ((float*)out)[at + i] = wide_f16(f16(weight));
   }
+}
+
+#if defined(__AVX2__) && MOEJAX_LANES == 8
+// The 16 weights that a scale gives, as tables of their lower and their upper bytes for VPSHUFB.
+struct Table {
+  __m256i low, high;
+};
+
+INLINE Table table_of(vf scale) {
+  const vf first = {-8, -7, -6, -5, 0, 1, 2, 3}, second = {-4, -3, -2, -1, 4, 5, 6, 7};
+  const vu both = ((vu)rounded(first * scale) >> 16) | (vu)rounded(second * scale);
+  const __m256i bytes = _mm256_shuffle_epi8(
+      (__m256i)both, _mm256_setr_epi8(0, 4, 8, 12, 2, 6, 10, 14, 1, 5, 9, 13, 3, 7, 11, 15, 0, 4, 8,
+                                      12, 2, 6, 10, 14, 1, 5, 9, 13, 3, 7, 11, 15));
+  return {_mm256_permute4x64_epi64(bytes, 0x88), _mm256_permute4x64_epi64(bytes, 0xdd)};
+}
+
+template <int plane>
+INLINE vu looked_up(const uint16_t* codes, Table table) {
+  constexpr char p = plane / 2;
+  const __m256i twice = _mm256_setr_epi8(
+      p, p, 2 + p, 2 + p, 4 + p, 4 + p, 6 + p, 6 + p, 8 + p, 8 + p, 10 + p, 10 + p, 12 + p, 12 + p,
+      14 + p, 14 + p, p, p, 2 + p, 2 + p, 4 + p, 4 + p, 6 + p, 6 + p, 8 + p, 8 + p, 10 + p, 10 + p,
+      12 + p, 12 + p, 14 + p, 14 + p);
+  __m256i code = _mm256_shuffle_epi8(_mm256_loadu_si256((const __m256i*)codes), twice);
+  if (plane % 2) code = _mm256_srli_epi16(code, 4);
+  code = _mm256_and_si256(code, _mm256_set1_epi8(15));
+  return (vu)_mm256_blendv_epi8(_mm256_shuffle_epi8(table.low, code),
+                                _mm256_shuffle_epi8(table.high, code),
+                                _mm256_set1_epi16((short)0xff00));
+}
+
+template <int plane>
+INLINE int64_t looked_up(const uint16_t* codes, int64_t n, vf scale, uint16_t* out) {
+  const Table table = table_of(scale);
+  int64_t at = 0;
+  for (; at + 2 * L <= n; at += 2 * L) store(out + at, looked_up<plane>(codes + at, table));
+  return at;
+}
+#endif
+
+// Whole vectors of a row that share a scale; returns their weights.
+template <int bits>
+INLINE int64_t group_of(int64_t plane, const uint16_t* codes, int64_t n, vf scale, uint16_t* out) {
+#if defined(__AVX2__) && MOEJAX_LANES == 8
+  if (bits == 4) {
+    switch (plane) {
+      case 0: return looked_up<0>(codes, n, scale, out);
+      case 1: return looked_up<1>(codes, n, scale, out);
+      case 2: return looked_up<2>(codes, n, scale, out);
+      default: return looked_up<3>(codes, n, scale, out);
+    }
+  }
+#endif
+  return pairs<bits>(plane, codes, n, [scale](int64_t) -> Pair { return {scale, scale}; }, out);
 }
 
 // gate and up: element e of a row holds the codes of columns e + j · D/P.
@@ -421,9 +667,8 @@ void decode_in(const Format& f, const uint16_t* record, int matrix, int64_t row,
     const float scale = wide_f16(scales[group]);
     const uint16_t* mine = codes - plane * size;
     if (f.type == Type::BF16) {
-      for (; at + 2 * L <= stop; at += 2 * L) {
-        pairs<bits>(mine + at, (int)plane, splat(scale), splat(scale), (uint16_t*)out + at - first);
-      }
+      const vf same = splat(scale);
+      at += group_of<bits>(plane, mine + at, stop - at, same, (uint16_t*)out + at - first);
     }
     singles<bits>(f.type, mine + at, (int)plane, stop - at, &scale, 0, out, at - first);
     at = stop;
@@ -440,10 +685,10 @@ void decode_down(const Format& f, const uint16_t* record, int64_t row, int64_t f
   const float* scale = scales + row / f.group_out * padded(count);
   int64_t at = 0;
   if (f.type == Type::BF16) {
-    for (; at + 2 * L <= count; at += 2 * L) {
-      pairs<bits>(codes + at, (int)plane, load<vf>(scale + at), load<vf>(scale + at + L),
-                  (uint16_t*)out + at);
-    }
+    const auto scales = [scale](int64_t i) -> Pair {
+      return {load<vf>(scale + i), load<vf>(scale + i + L)};
+    };
+    at = pairs<bits>(plane, codes, count, scales, (uint16_t*)out);
   }
   singles<bits>(f.type, codes + at, (int)plane, count - at, scale + at, 1, out, at);
 }
@@ -465,25 +710,77 @@ void down_scales(const Format& f, const uint16_t* record, int64_t first, int64_t
 
 typedef uint16_t vh __attribute__((vector_size(4 * MOEJAX_LANES)));
 
-// n weights of a byte (sign and mantissa) and a code (base − exponent) each, both planes of elements.
-INLINE void exact(const uint16_t* bytes, int byte_plane, const uint16_t* codes, int code_plane,
-                  int64_t n, const uint16_t* table, int64_t escapes, uint16_t* out) {
+INLINE bool any(vh v) {
+#if defined(__AVX2__) && MOEJAX_LANES == 8
+  return !_mm256_testz_si256((__m256i)v, (__m256i)v);
+#endif
+  uint64_t lanes[L / 2], all = 0;
+  store(lanes, v);
+  for (uint64_t lane : lanes) all |= lane;
+  return all;
+}
+
+// Where code 15 lies when codes are brought to the lowest bits of the exponent.
+constexpr uint16_t kEscaped = kEscape << 7;
+
+// 2·L weights of a byte (sign and mantissa) and a code (base − exponent) each, both planes of
+// elements; base: in place. `most` gathers the codes in place, so that escapes are seen later.
+template <int byte_plane, int code_plane>
+INLINE vh exact_of(vh bytes, vh codes, vh base, vh& most) {
+#if defined(__AVX2__) && MOEJAX_LANES == 8
+  constexpr char p = byte_plane;
+  const vh twice = (vh)_mm256_shuffle_epi8(
+      (__m256i)bytes,
+      _mm256_setr_epi8(p, p, 2 + p, 2 + p, 4 + p, 4 + p, 6 + p, 6 + p, 8 + p, 8 + p, 10 + p, 10 + p,
+                       12 + p, 12 + p, 14 + p, 14 + p, p, p, 2 + p, 2 + p, 4 + p, 4 + p, 6 + p,
+                       6 + p, 8 + p, 8 + p, 10 + p, 10 + p, 12 + p, 12 + p, 14 + p, 14 + p));
+  const vh fraction = twice & (uint16_t)0x807f;
+#else
+  const vh fraction = byte_plane ? (bytes & (uint16_t)0x8000) | ((bytes >> 8) & (uint16_t)0x7f)
+                                 : ((bytes << 8) & (uint16_t)0x8000) | (bytes & (uint16_t)0x7f);
+#endif
+  constexpr int shift = 7 - 4 * code_plane;
+  const vh code = (shift > 0 ? codes << (shift > 0 ? shift : 0) : codes >> (shift > 0 ? 0 : -shift)) &
+                  kEscaped;
+  most = code > most ? code : most;
+  return fraction | (base - code);
+}
+
+INLINE vh splat16(uint16_t x) { return x - vh{}; }
+
+// n such weights.
+template <int byte_plane, int code_plane>
+INLINE void exact_plane(const uint16_t* bytes, const uint16_t* codes, int64_t n,
+                        const uint16_t* table, int64_t escapes, uint16_t* out) {
   const uint16_t base = table[0];
-  const int byte_shift = 8 * byte_plane, code_shift = 4 * code_plane;
-  vh escaped = {};
+  const auto singles = [=](int64_t from, int64_t to) {
+    for (int64_t j = from; j < to; j++) {
+      const uint32_t byte = (bytes[j] >> (8 * byte_plane)) & 0xff;
+      const uint32_t code = (codes[j] >> (4 * code_plane)) & 15;
+      const uint32_t value = ((byte & 0x80) << 8) | (byte & 0x7f) | ((base - code) << 7);
+      out[j] = code == kEscape ? table[1 + least(byte, escapes - 1)] : (uint16_t)value;
+    }
+  };
   int64_t i = 0;
   for (; i + 2 * L <= n; i += 2 * L) {
-    vh byte = load<vh>(bytes + i) >> byte_shift, code = (load<vh>(codes + i) >> code_shift) & 15;
-    escaped |= (vh)(code == kEscape);
-    store(out + i, ((byte & 0x80) << 8) | (byte & 0x7f) | ((base - code) << 7));
+    vh most = {};
+    store(out + i, exact_of<byte_plane, code_plane>(load<vh>(bytes + i), load<vh>(codes + i),
+                                                    splat16((uint16_t)(base << 7)), most));
+    if (any((vh)(most == kEscaped))) singles(i, i + 2 * L);
   }
-  uint16_t any = 0, lanes[2 * L];
-  store(lanes, escaped);
-  for (uint16_t lane : lanes) any |= lane;
-  for (int64_t j = any ? 0 : i; j < n; j++) {
-    const uint32_t byte = (bytes[j] >> byte_shift) & 0xff, code = (codes[j] >> code_shift) & 15;
-    const uint32_t value = ((byte & 0x80) << 8) | (byte & 0x7f) | ((base - code) << 7);
-    out[j] = code == kEscape ? table[1 + least(byte, escapes - 1)] : (uint16_t)value;
+  singles(i, n);
+}
+
+INLINE void exact(const uint16_t* bytes, int64_t byte_plane, const uint16_t* codes,
+                  int64_t code_plane, int64_t n, const uint16_t* table, int64_t escapes,
+                  uint16_t* out) {
+  // The half of a matrix that a byte's plane is holds two quarters, or parts of three.
+  switch (4 * byte_plane + code_plane) {
+    case 0: return exact_plane<0, 0>(bytes, codes, n, table, escapes, out);
+    case 1: return exact_plane<0, 1>(bytes, codes, n, table, escapes, out);
+    case 5: return exact_plane<1, 1>(bytes, codes, n, table, escapes, out);
+    case 6: return exact_plane<1, 2>(bytes, codes, n, table, escapes, out);
+    default: return exact_plane<1, 3>(bytes, codes, n, table, escapes, out);
   }
 }
 
@@ -499,16 +796,14 @@ void decode_lossless(const Format& f, const uint16_t* record, int matrix, int64_
     bytes += row % two * f.hidden + first;
     codes += row % four * f.hidden + first;
     for (int64_t at = 0; at < count; at += kPart) {
-      exact(bytes + at, (int)(row / two), codes + at, (int)(row / four), least(kPart, count - at),
-            table, f.escapes, out + at);
+      exact(bytes + at, row / two, codes + at, row / four, least(kPart, count - at), table, f.escapes, out + at);
     }
     return;
   }
   const int64_t two = f.hidden / 2, four = f.hidden / 4, end = first + count;
   for (int64_t at = first; at < end;) {
     const int64_t stop = least(least(end, (at / four + 1) * four), at + kPart);
-    exact(bytes + row * two + at % two, (int)(at / two), codes + row * four + at % four,
-          (int)(at / four), stop - at, table, f.escapes, out + at - first);
+    exact(bytes + row * two + at % two, at / two, codes + row * four + at % four, at / four, stop - at, table, f.escapes, out + at - first);
     at = stop;
   }
 }
@@ -535,6 +830,356 @@ void decode(const Format& f, const uint16_t* record, int matrix, int64_t row, in
   if (f.type == Type::F16) return widen(f.type, weights, count, (float*)out);
   memcpy(out, weights, count * size);
 }
+
+// ---- encoded rows, multiplied as they are decoded (Kernels::takes): the bits of `decode` and `dots`
+// or `add`, since each sum has the same terms in the same order
+
+#if !MOEJAX_PAIRS
+INLINE vf splat_f16(uint16_t h) {
+#ifdef __F16C__
+  return splat(_cvtsh_ss(h));
+#else
+  return splat(wide_f16(h));
+#endif
+}
+
+INLINE Pair halves(vu both) { return {as_float(both << 16), as_float(both & 0xffff0000u)}; }
+
+template <size_t...>
+struct Indices {};
+
+constexpr int64_t kLine = 32;  // elements of a cache line
+
+// Rows of the next call of a place, towards the cache; what lies behind a record is not read.
+INLINE void fetch(const uint16_t* p, int64_t n) {
+  for (int64_t i = 0; i < n; i += kLine) __builtin_prefetch(p + i);
+}
+
+// 2·L weights of which some are escapes.
+template <int byte_plane, int code_plane>
+__attribute__((noinline)) vu with_escapes(const uint16_t* bytes, const uint16_t* codes,
+                                          const uint16_t* table, int64_t escapes) {
+  uint16_t weights[2 * L];
+  exact_plane<byte_plane, code_plane>(bytes, codes, 2 * L, table, escapes, weights);
+  return load<vu>(weights);
+}
+
+// A row of gate or up: its codes, its scales or second codes, its table.
+struct Row {
+  const uint16_t *codes, *extra, *table;
+  int64_t escapes;
+};
+
+// kPart weights of a row that share a plane and a scale.
+template <Version version, int plane>
+struct Part;
+
+template <int plane>
+struct Part<Version::Int8, plane> {
+  const uint16_t* codes;
+  vf scale;
+  INLINE Part(const Row& row, int64_t size, int64_t at)
+      : codes(row.codes + at - plane * size), scale(splat_f16(row.extra[at / kPart])) {}
+  INLINE Pair get(int64_t i, vh&) const {
+    const vu both = load<vu>(codes + i);
+    return {weights_of<8, 8 * plane>(both, scale), weights_of<8, 16 + 8 * plane>(both, scale)};
+  }
+};
+
+template <int plane>
+struct Part<Version::Int4, plane> {
+  const uint16_t* codes;
+#if defined(__AVX2__) && MOEJAX_LANES == 8
+  Table table;
+  INLINE Part(const Row& row, int64_t size, int64_t at)
+      : codes(row.codes + at - plane * size), table(table_of(splat_f16(row.extra[at / kPart]))) {}
+  INLINE Pair get(int64_t i, vh&) const { return halves(looked_up<plane>(codes + i, table)); }
+#else
+  vf scale;
+  INLINE Part(const Row& row, int64_t size, int64_t at)
+      : codes(row.codes + at - plane * size), scale(splat_f16(row.extra[at / kPart])) {}
+  INLINE Pair get(int64_t i, vh&) const {
+    const vu both = load<vu>(codes + i);
+    return {weights_of<4, 4 * plane>(both, scale), weights_of<4, 16 + 4 * plane>(both, scale)};
+  }
+#endif
+};
+
+template <int plane>
+struct Part<Version::Lossless12, plane> {
+  const uint16_t *bytes, *codes, *table;
+  int64_t escapes;
+  vh base;
+  INLINE Part(const Row& row, int64_t size, int64_t at)
+      : bytes(row.codes + at - plane / 2 * 2 * size),
+        codes(row.extra + at - plane * size),
+        table(row.table),
+        escapes(row.escapes),
+        base(splat16((uint16_t)(row.table[0] << 7))) {}
+  INLINE Pair get(int64_t i, vh& most) const {
+    return halves((vu)exact_of<plane / 2, plane>(load<vh>(bytes + i), load<vh>(codes + i), base, most));
+  }
+  INLINE Pair escaped(int64_t i) const {
+    return halves(with_escapes<plane / 2, plane>(bytes + i, codes + i, table, escapes));
+  }
+};
+
+template <Version version, int plane, int T, int R, size_t... r>
+INLINE void encoded_plane(const Format& f, const Row* rows, const float* const* x, vf (*total)[R],
+                          Indices<r...>) {
+  const int64_t size = f.hidden / (version == Version::Int8 ? 2 : 4);
+  for (int64_t at = plane * size; at < (plane + 1) * size; at += kPart) {
+    const Part<version, plane> parts[R] = {{rows[r], size, at}...};
+    // Elements are passed once for each plane, and come from memory the first time.
+    for (int j = 0; j < R; j++) {
+      if constexpr (version == Version::Lossless12) {
+        if (plane < 2) fetch(parts[j].bytes + R * f.hidden / 2, kPart);
+      }
+      if (plane == 0) fetch(parts[j].codes + R * size, kPart);
+    }
+    for (int64_t i = 0; i < kPart; i += 2 * L) {
+      vh most = {};
+      Pair pairs[R] = {parts[r].get(i, most)...};
+      if constexpr (version == Version::Lossless12) {
+        if (__builtin_expect(any((vh)(most == kEscaped)), 0)) {
+          for (int j = 0; j < R; j++) pairs[j] = parts[j].escaped(i);
+        }
+      }
+#pragma GCC unroll 4
+      for (int j = 0; j < R; j++) {
+#pragma GCC unroll 4
+        for (int t = 0; t < T; t++) {
+          total[t][j] = total[t][j] + pairs[j].first * load<vf>(x[t] + at + i);
+          total[t][j] = total[t][j] + pairs[j].second * load<vf>(x[t] + at + i + L);
+        }
+      }
+    }
+  }
+}
+
+template <int T>
+INLINE constexpr auto rows_at_once() {
+  if constexpr (T == 1) return Indices<0, 1, 2, 3>();
+  else return Indices<0, 1>();
+}
+
+template <Version version, int T>
+INLINE void encoded_rows(const Format& f, const uint16_t* record, int matrix, int64_t first,
+                         int64_t count, const float* const* x, float* y, int64_t stride) {
+  constexpr auto numbers = rows_at_once<T>();
+  constexpr int R = T == 1 ? 4 : 2;
+  const bool lossless = version == Version::Lossless12;
+  const int64_t size = f.hidden / (version == Version::Int4 ? 4 : 2);
+  const int64_t extra = lossless ? f.hidden / 4 : f.hidden / kPart;
+  for (int64_t r = 0; r < count; r += R) {
+    Row rows[R];
+    for (int64_t i = 0; i < R; i++) {
+      const int64_t row = first + least(r + i, count - 1);  // the last, where there are no more
+      rows[i] = {record + f.codes[matrix] * f.hidden + row * size,
+                 record + f.extra[matrix] * f.hidden + row * extra,
+                 record + f.tables * f.hidden + (matrix * f.blocks + row / kBlock) * (1 + f.escapes),
+                 f.escapes};
+    }
+    vf total[T][R] = {};
+    encoded_plane<version, 0, T, R>(f, rows, x, total, numbers);
+    encoded_plane<version, 1, T, R>(f, rows, x, total, numbers);
+    if constexpr (version != Version::Int8) {
+      encoded_plane<version, 2, T, R>(f, rows, x, total, numbers);
+      encoded_plane<version, 3, T, R>(f, rows, x, total, numbers);
+    }
+    for (int t = 0; t < T; t++) {
+      for (int64_t i = 0; i < R && r + i < count; i++) y[t * stride + r + i] = sum(total[t][i]);
+    }
+  }
+}
+
+template <int T>
+INLINE void encoded_dots_of(const Format& f, const uint16_t* record, int matrix, int64_t first,
+                            int64_t rows, const float* const* x, float* y, int64_t stride) {
+  switch (f.version) {
+    case Version::Int8: return encoded_rows<Version::Int8, T>(f, record, matrix, first, rows, x, y, stride);
+    case Version::Int4: return encoded_rows<Version::Int4, T>(f, record, matrix, first, rows, x, y, stride);
+    default: return encoded_rows<Version::Lossless12, T>(f, record, matrix, first, rows, x, y, stride);
+  }
+}
+
+void encoded_dots(const Format& f, const uint16_t* record, int matrix, int64_t first, int64_t rows,
+                  const float* const* x, int64_t tokens, float* y, int64_t stride) {
+  switch (tokens) {
+    case 1: return encoded_dots_of<1>(f, record, matrix, first, rows, x, y, stride);
+    case 2: return encoded_dots_of<2>(f, record, matrix, first, rows, x, y, stride);
+    case 3: return encoded_dots_of<3>(f, record, matrix, first, rows, x, y, stride);
+    default: return encoded_dots_of<4>(f, record, matrix, first, rows, x, y, stride);
+  }
+}
+
+// A block of rows of lossless12: its base exponent in place, and its table.
+struct Block {
+  uint16_t base;
+  const uint16_t* table;
+};
+
+// What 2·L columns of a row of elements hold of down^T: rows r, r + I/4, r + I/2, r + 3·I/4.
+template <Version version>
+struct Quarters;
+
+template <>
+struct Quarters<Version::Int8> {
+  vu even, odd;  // elements of rows r and r + I/4
+  Quarters() = default;
+  INLINE Quarters(const Format& f, const uint16_t* codes, const uint16_t*, const float* const*)
+      : even(load<vu>(codes)), odd(load<vu>(codes + f.width / 4 * f.hidden)) {}
+  template <int j>
+  INLINE Pair get(const float* const* scales, int64_t at) const {
+    const vu both = j % 2 ? odd : even;
+    return {weights_of<8, j / 2 * 8>(both, load<vf>(scales[j] + at)),
+            weights_of<8, 16 + j / 2 * 8>(both, load<vf>(scales[j] + at + L))};
+  }
+};
+
+template <>
+struct Quarters<Version::Int4> {
+  vu both;
+  Quarters() = default;
+  INLINE Quarters(const Format&, const uint16_t* codes, const uint16_t*, const float* const*)
+      : both(load<vu>(codes)) {}
+  template <int j>
+  INLINE Pair get(const float* const* scales, int64_t at) const {
+    return {weights_of<4, 4 * j>(both, load<vf>(scales[j] + at)),
+            weights_of<4, 16 + 4 * j>(both, load<vf>(scales[j] + at + L))};
+  }
+};
+
+template <>
+struct Quarters<Version::Lossless12> {
+  vu weights[4];
+  Quarters() = default;
+  INLINE Quarters(const Format& f, const uint16_t* bytes, const uint16_t* codes,
+                  const Block* blocks) {
+    const uint16_t* others = bytes + f.width / 4 * f.hidden;
+    const vh even = load<vh>(bytes), odd = load<vh>(others), all = load<vh>(codes);
+    vh most = {};
+    weights[0] = (vu)exact_of<0, 0>(even, all, splat16(blocks[0].base), most);
+    weights[1] = (vu)exact_of<0, 1>(odd, all, splat16(blocks[1].base), most);
+    weights[2] = (vu)exact_of<1, 2>(even, all, splat16(blocks[2].base), most);
+    weights[3] = (vu)exact_of<1, 3>(odd, all, splat16(blocks[3].base), most);
+    if (__builtin_expect(any((vh)(most == kEscaped)), 0)) {
+      weights[0] = with_escapes<0, 0>(bytes, codes, blocks[0].table, f.escapes);
+      weights[1] = with_escapes<0, 1>(others, codes, blocks[1].table, f.escapes);
+      weights[2] = with_escapes<1, 2>(bytes, codes, blocks[2].table, f.escapes);
+      weights[3] = with_escapes<1, 3>(others, codes, blocks[3].table, f.escapes);
+    }
+  }
+  template <int j>
+  INLINE Pair get(const Block*, int64_t) const { return halves(weights[j]); }
+};
+
+template <bool lossless>
+struct Operand {  // of a row, besides codes
+  typedef const float* type;
+};
+template <>
+struct Operand<true> {
+  typedef Block type;
+};
+
+template <int j, int T, class Weights, class Extra>
+INLINE void add_quarter(const Weights& weights, Extra extra, int64_t at, const float* const* h,
+                        int64_t i, vf (*sums)[2]) {
+  const Pair pair = weights.template get<j>(extra, at);
+#pragma GCC unroll 4
+  for (int t = 0; t < T; t++) {
+    const vf factor = splat(h[t][4 * i + j]);
+    sums[t][0] = sums[t][0] + factor * pair.first;
+    sums[t][1] = sums[t][1] + factor * pair.second;
+  }
+}
+
+// Rows of elements [first, first + rows) onto the sums of n columns from `column` on.
+template <Version version, int T>
+INLINE void encoded_columns(const Format& f, const uint16_t* record, int64_t first, int64_t rows,
+                            int64_t column, int64_t n, const float* scales, const float* const* h,
+                            float* const* total) {
+  constexpr bool lossless = version == Version::Lossless12;
+  const int64_t quarter = f.width / 4;
+  const uint16_t* codes = record + (f.codes[DOWN] + first) * f.hidden + column;
+  const uint16_t* second = record + (f.extra[DOWN] + first) * f.hidden + column;
+  const uint16_t* tables = record + f.tables * f.hidden + DOWN * f.blocks * (1 + f.escapes);
+  typename Operand<lossless>::type extra[kElements][4];
+  for (int64_t i = 0; i < rows; i++) {
+    for (int64_t j = 0; j < 4; j++) {
+      const int64_t row = first + i + j * quarter;
+      if constexpr (lossless) {
+        const uint16_t* table = tables + row / kBlock * (1 + f.escapes);
+        extra[i][j] = {(uint16_t)(table[0] << 7), table};
+      }
+      if constexpr (!lossless) extra[i][j] = scales + row / f.group_out * padded(n);
+    }
+  }
+  constexpr int C = T <= 2 ? 2 : 1;  // blocks of 2·L columns at once
+  for (int64_t at = 0; at < n; at += 2 * L * C) {
+    vf sums[C][T][2];
+    for (int c = 0; c < C; c++) {
+      for (int t = 0; t < T; t++) memcpy(sums[c][t], total[t] + at + 2 * L * c, sizeof sums[c][t]);
+    }
+    for (int64_t i = 0; i < rows; i++) {
+      const uint16_t *here = codes + i * f.hidden + at, *other = second + i * f.hidden + at;
+      if (at % kLine == 0) {
+        fetch(here + kElements * f.hidden, 1);
+        if (version != Version::Int4) fetch(here + (kElements + quarter) * f.hidden, 1);
+        if (lossless) fetch(other + kElements * f.hidden, 1);
+      }
+#pragma GCC unroll 2
+      for (int c = 0; c < C; c++) {
+        const int64_t next = at + 2 * L * c;
+        const Quarters<version> weights(f, here + 2 * L * c, other + 2 * L * c, extra[i]);
+        add_quarter<0, T>(weights, extra[i], next, h, i, sums[c]);
+        add_quarter<1, T>(weights, extra[i], next, h, i, sums[c]);
+        add_quarter<2, T>(weights, extra[i], next, h, i, sums[c]);
+        add_quarter<3, T>(weights, extra[i], next, h, i, sums[c]);
+      }
+    }
+    for (int c = 0; c < C; c++) {
+      for (int t = 0; t < T; t++) memcpy(total[t] + at + 2 * L * c, sums[c][t], sizeof sums[c][t]);
+    }
+  }
+}
+
+template <int T>
+INLINE void encoded_add_of(const Format& f, const uint16_t* record, int64_t first, int64_t rows,
+                           int64_t column, int64_t n, const float* scales, const float* const* h,
+                           float* const* total) {
+  switch (f.version) {
+    case Version::Int8:
+      return encoded_columns<Version::Int8, T>(f, record, first, rows, column, n, scales, h, total);
+    case Version::Int4:
+      return encoded_columns<Version::Int4, T>(f, record, first, rows, column, n, scales, h, total);
+    default:
+      return encoded_columns<Version::Lossless12, T>(f, record, first, rows, column, n, scales, h, total);
+  }
+}
+
+void encoded_add(const Format& f, const uint16_t* record, int64_t first, int64_t rows,
+                 int64_t column, int64_t n, const float* scales, const float* const* h,
+                 int64_t tokens, float* const* total) {
+  switch (tokens) {
+    case 1: return encoded_add_of<1>(f, record, first, rows, column, n, scales, h, total);
+    case 2: return encoded_add_of<2>(f, record, first, rows, column, n, scales, h, total);
+    case 3: return encoded_add_of<3>(f, record, first, rows, column, n, scales, h, total);
+    default: return encoded_add_of<4>(f, record, first, rows, column, n, scales, h, total);
+  }
+}
+
+bool takes(const Format& f) {
+  const bool version = f.version == Version::Int8 || f.version == Version::Int4 ||
+                       f.version == Version::Lossless12;
+  return version && f.type == Type::BF16 && f.hidden % (4 * kPart) == 0 && f.width % 4 == 0;
+}
+#else
+constexpr decltype(Kernels::encoded_dots) encoded_dots = nullptr;
+constexpr decltype(Kernels::encoded_add) encoded_add = nullptr;
+bool takes(const Format&) { return false; }
+#endif
 
 // ---- functions
 
@@ -598,7 +1243,8 @@ void exponentials(float* x, float top, int64_t n) {
 
 extern const Kernels MOEJAX_JOIN(kernels_, MOEJAX_ISA);
 const Kernels MOEJAX_JOIN(kernels_, MOEJAX_ISA) = {
-    MOEJAX_TEXT(MOEJAX_ISA), pack, dots, add, unpack, decode, down_scales, widen, narrow, activate, exponentials,
+    MOEJAX_TEXT(MOEJAX_ISA), pack, dots, dots_of_many, add, add_of_many, unpack, decode, down_scales, takes,
+    encoded_dots, encoded_add, widen, narrow, activate, exponentials,
 };
 
 }  // namespace moejax

@@ -32,9 +32,15 @@ static inline Type kind_of(Type type) { return type == Type::BF16 ? Type::BF16 :
 
 constexpr int64_t kTokens = 4;   // tokens of one call of `dots` and `add`, at most
 constexpr int64_t kRows = 8;     // rows of one call of `add`, at most
+constexpr int64_t kManyAdded = 64;  // rows of one call of `add_of_many`, at most
+constexpr int64_t kElements = 4; // rows of elements of one call of `encoded_add`, at most
 constexpr int64_t kPad = 64;     // sums and operands lie in buffers padded to so many floats
 
 static inline int64_t padded(int64_t n) { return (n + kPad - 1) / kPad * kPad; }
+
+// The distance of operands of n numbers, as many as `padded` says or more: rows that lie whole pages
+// apart would share a few sets of the first cache.
+static inline int64_t apart(int64_t n) { return padded(n) + (padded(n) % 1024 ? 0 : 512); }
 
 struct Kernels {
   const char* name;
@@ -45,10 +51,16 @@ struct Kernels {
   // next: rows to fetch towards the cache meanwhile, as many, or null.
   void (*dots)(Type kind, const void* const* w, int64_t rows, const float* const* x, int64_t tokens,
                int64_t n, float* y, int64_t stride, const void* const* next);
+  // The same, bit for bit, for any number of tokens: weights are widened once for many of them.
+  void (*dots_of_many)(Type kind, const void* const* w, int64_t rows, const float* const* x,
+                       int64_t tokens, int64_t n, float* y, int64_t stride);
   // total[t][c] += Σ_i h[t][i] · w[i][c], i ascending, for tokens ≤ kTokens, rows ≤ kRows; totals
   // are padded(n) floats in an order of their own, which `unpack` undoes.
   void (*add)(Type kind, const void* const* w, int64_t rows, const float* const* h, int64_t tokens,
               int64_t n, float* const* total);
+  // The same, bit for bit, for any number of tokens and rows ≤ kManyAdded.
+  void (*add_of_many)(Type kind, const void* const* w, int64_t rows, const float* const* h,
+                      int64_t tokens, int64_t n, float* const* total);
   void (*unpack)(Type kind, const float* total, int64_t n, float* out);
   // Weights [first, first + count) of a row of a matrix, as kind_of(format.type): gate and up rows
   // are [D], rows of down^T too. A dense row of that kind is read where it lies: see row_of.
@@ -59,6 +71,17 @@ struct Kernels {
   // padded(count) floats for each group of rows.
   void (*down_scales)(const Format& format, const uint16_t* record, int64_t first, int64_t count,
                       float* out);
+  // Whether these two take records of a format. Both have the bits of `decode` with `dots` or `add`.
+  bool (*takes)(const Format& format);
+  // `dots` with rows [first, first + rows) of gate or up.
+  void (*encoded_dots)(const Format& format, const uint16_t* record, int matrix, int64_t first,
+                       int64_t rows, const float* const* x, int64_t tokens, float* y,
+                       int64_t stride);
+  // `add` of columns [column, column + n), n a multiple of kPad, of down^T's rows r, r + I/4, r + I/2,
+  // r + 3·I/4, for r in [first, first + rows), rows ≤ kElements; h in that order.
+  void (*encoded_add)(const Format& format, const uint16_t* record, int64_t first, int64_t rows,
+                      int64_t column, int64_t n, const float* scales, const float* const* h,
+                      int64_t tokens, float* const* total);
   void (*widen)(Type type, const void* in, int64_t n, float* out);
   void (*narrow)(Type type, const float* in, int64_t n, void* out);  // round to nearest even
   // gate[i] = act(gate[i]) · up[i]

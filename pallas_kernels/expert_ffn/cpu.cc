@@ -7,11 +7,10 @@
 namespace moejax {
 namespace {
 
-constexpr int64_t kWidth = 32;     // rows of gate and of up in a task
-constexpr int64_t kNear = 8;       // of them decoded at once for few tokens, so that L1 holds them
-constexpr int64_t kResident = 16;  // tokens whose operands stay near while rows pass
+constexpr int64_t kWidth = 48;     // rows of gate and of up in a task
+constexpr int64_t kFew = 8;        // tokens for which widened weights are not worth a block
 constexpr int64_t kColumns = 512;  // columns of down in a task
-constexpr int64_t kSums = 64;      // tokens whose sums are open while rows of down pass
+constexpr int64_t kSums = 128;     // tokens whose sums are open while rows of down pass
 
 struct Expert {
   const uint16_t* record;
@@ -93,96 +92,136 @@ std::string gather(Work& work) {
   return "";
 }
 
-// Rows of a matrix as operands: where they lie, or decoded into `scratch`.
-void rows_at(const Work& work, const Expert& e, int matrix, int64_t row, int64_t count,
-             char* scratch, const void** out) {
+// Whether rows of an encoded expert are multiplied as they are decoded; else blocks of them are
+// decoded into the cache, for all tokens that follow.
+bool as_they_are_decoded(const Work& work, const Expert& e) {
+  return e.tokens <= kTokens && work.k.takes(*e.format);
+}
+
+// y[t · kWidth + r]: rows [first, first + rows) of gate or up for an expert's tokens, whose packed
+// operands are x.
+void products(const Work& work, const Expert& e, int matrix, int64_t first, int64_t rows,
+              const float* const* x, float* y) {
   const int64_t hidden = work.call.hidden, size = size_of(work.kind);
-  for (int64_t i = 0; i < count; i++) {
-    out[i] = row_of(*e.format, e.record, matrix, row + i);
-    if (out[i]) continue;
-    char* place = scratch + i * hidden * size;
-    work.k.decode(*e.format, e.record, matrix, row + i, 0, hidden, nullptr, place);
-    out[i] = place;
+  if (as_they_are_decoded(work, e)) {
+    return work.k.encoded_dots(*e.format, e.record, matrix, first, rows, x, e.tokens, y, kWidth);
+  }
+  const bool decoded = !row_of(*e.format, e.record, matrix, first);
+  Buffer<char> scratch(decoded ? rows * hidden * size : 0);
+  const void *w[kWidth], *next[kWidth];
+  for (int64_t r = 0; r < rows; r++) {
+    w[r] = row_of(*e.format, e.record, matrix, first + r);
+    next[r] = row_of(*e.format, e.record, matrix, std::min(first + r + 8, work.call.width - 1));
+    if (w[r]) continue;
+    char* place = scratch.get() + r * hidden * size;
+    work.k.decode(*e.format, e.record, matrix, first + r, 0, hidden, nullptr, place);
+    w[r] = place;
+  }
+  if (e.tokens > kFew) {
+    return work.k.dots_of_many(work.kind, w, rows, x, e.tokens, hidden, y, kWidth);
+  }
+  for (int64_t t = 0; t < e.tokens; t += kTokens) {
+    work.k.dots(work.kind, w, rows, x + t, std::min(kTokens, e.tokens - t), hidden, y + t * kWidth,
+                kWidth, t || decoded ? nullptr : next);
   }
 }
 
 // h = act(gate(x)) · up(x), rounded to the run's dtype, of rows [first, last) for an expert's tokens.
 void gate_up(const Work& work, const Expert& e, int64_t first, int64_t last) {
   const Experts& c = work.call;
-  const bool decoded = !row_of(*e.format, e.record, GATE, 0);
-  const int64_t step = decoded && e.tokens <= kResident ? kNear : kWidth;
-  Buffer<char> scratch(decoded ? 2 * step * c.hidden * size_of(work.kind) : 0);
-  char* second = scratch.get() + (decoded ? step * c.hidden * size_of(work.kind) : 0);
-  for (int64_t row = first; row < last; row += step) {
-    const int64_t rows = std::min(step, last - row);
-    const void *gate[kWidth], *up[kWidth], *next[kWidth];
-    rows_at(work, e, GATE, row, rows, scratch.get(), gate);
-    rows_at(work, e, UP, row, rows, second, up);
-    for (int64_t t = 0; t < e.tokens; t += kTokens) {
-      const int64_t tokens = std::min(kTokens, e.tokens - t);
-      const float* x[kTokens];
-      for (int64_t i = 0; i < tokens; i++) {
-        x[i] = work.x + work.pairs[e.first + t + i] / c.top_k * work.x_width;
-      }
-      float g[kTokens * kWidth], u[kTokens * kWidth];
-      const bool fetch = t == 0 && !decoded;
-      for (int64_t i = 0; fetch && i < rows; i++) {
-        next[i] = row_of(*e.format, e.record, GATE, std::min(row + i + 8, c.width - 1));
-      }
-      work.k.dots(work.kind, gate, rows, x, tokens, c.hidden, g, kWidth, fetch ? next : nullptr);
-      for (int64_t i = 0; fetch && i < rows; i++) {
-        next[i] = row_of(*e.format, e.record, UP, std::min(row + i + 8, c.width - 1));
-      }
-      work.k.dots(work.kind, up, rows, x, tokens, c.hidden, u, kWidth, fetch ? next : nullptr);
-      for (int64_t i = 0; i < tokens; i++) {
-        float *mine = g + i * kWidth, rounded[kWidth];
-        work.k.activate(c.activation, mine, u + i * kWidth, rows);
-        work.k.narrow(c.type, mine, rows, rounded);
-        work.k.widen(c.type, rounded, rows, mine);
-        float* h = work.h + (e.first + t + i) * work.h_width;
-        for (int64_t r = 0; r < rows; r++) h[place_of_row(row + r, c.width)] = mine[r];
-      }
+  const int64_t rows = last - first;
+  Buffer<float> gate(e.tokens * kWidth), up(e.tokens * kWidth);
+  std::vector<const float*> x(e.tokens);
+  for (int64_t t = 0; t < e.tokens; t++) {
+    x[t] = work.x + work.pairs[e.first + t] / c.top_k * work.x_width;
+  }
+  products(work, e, GATE, first, rows, x.data(), gate.get());
+  products(work, e, UP, first, rows, x.data(), up.get());
+  for (int64_t t = 0; t < e.tokens; t++) {
+    float *mine = &gate[t * kWidth], rounded[kWidth];
+    work.k.activate(c.activation, mine, &up[t * kWidth], rows);
+    work.k.narrow(c.type, mine, rows, rounded);
+    work.k.widen(c.type, rounded, rows, mine);
+    float* h = work.h + (e.first + t) * work.h_width;
+    for (int64_t r = 0; r < rows; r++) h[place_of_row(first + r, c.width)] = mine[r];
+  }
+}
+
+// Columns of down^T: what a task adds up.
+struct Columns {
+  const Expert& expert;
+  int64_t first, count;  // columns
+  const float* scales;   // of them
+  char* scratch;         // kManyAdded decoded rows of them
+};
+
+// The sums of tokens [token, token + count) of an expert, onto which rows from `place` on are added.
+struct Sums {
+  const float* h[kSums];
+  float* total[kSums];
+  Sums(const Work& work, const Columns& c, int64_t token, int64_t count, int64_t place, float* sums) {
+    for (int64_t i = 0; i < count; i++) {
+      h[i] = work.h + (c.expert.first + token + i) * work.h_width + place;
+      total[i] = sums + i * padded(c.count);
     }
+  }
+};
+
+// Adds a record's rows in blocks, each to all of the tokens.
+void add_rows(const Work& work, const Columns& c, int64_t token, int64_t tokens, float* sums) {
+  const Expert& e = c.expert;
+  const int64_t size = size_of(work.kind), width = work.call.width;
+  const int64_t step = tokens > kFew ? kManyAdded : kRows;
+  for (int64_t place = 0; place < width; place += step) {
+    const int64_t rows = std::min(step, width - place);
+    const void* w[kManyAdded];
+    for (int64_t i = 0; i < rows; i++) {
+      const int64_t row = row_of_place(place + i, width);
+      const void* whole = row_of(*e.format, e.record, DOWN, row);
+      if (whole) {
+        w[i] = static_cast<const char*>(whole) + c.first * size;
+        continue;
+      }
+      char* decoded = c.scratch + i * c.count * size;
+      work.k.decode(*e.format, e.record, DOWN, row, c.first, c.count, c.scales, decoded);
+      w[i] = decoded;
+    }
+    const Sums s(work, c, token, tokens, place, sums);
+    if (tokens > kFew) {
+      work.k.add_of_many(work.kind, w, rows, s.h, tokens, c.count, s.total);
+      continue;
+    }
+    for (int64_t t = 0; t < tokens; t += kTokens) {
+      const int64_t n = std::min(kTokens, tokens - t);
+      work.k.add(work.kind, w, rows, s.h + t, n, c.count, s.total + t);
+    }
+  }
+}
+
+// The same for few tokens, without a block in between.
+void add_encoded(const Work& work, const Columns& c, int64_t tokens, float* sums) {
+  const int64_t quarter = work.call.width / 4;
+  for (int64_t row = 0; row < quarter; row += kElements) {
+    const Sums s(work, c, 0, tokens, 4 * row, sums);
+    work.k.encoded_add(*c.expert.format, c.expert.record, row, std::min(kElements, quarter - row),
+                       c.first, c.count, c.scales, s.h, tokens, s.total);
   }
 }
 
 // y = h · down^T, columns [first, first + count), for an expert's tokens.
 void down(const Work& work, const Expert& e, int64_t first, int64_t count) {
   const Experts& c = work.call;
-  const int64_t size = size_of(work.kind), width = padded(count);
-  const int64_t most = std::min(kSums, e.tokens);
-  Buffer<float> sums(most * width);
-  Buffer<char> scratch(kRows * count * size);
+  const int64_t width = padded(count);
+  Buffer<float> sums(std::min(kSums, e.tokens) * width);
+  Buffer<char> scratch(kManyAdded * count * size_of(work.kind));
   Buffer<float> scales((c.width + e.format->group_out - 1) / e.format->group_out * width);
   work.k.down_scales(*e.format, e.record, first, count, scales.get());
+  const Columns columns = {e, first, count, scales.get(), scratch.get()};
   for (int64_t t0 = 0; t0 < e.tokens; t0 += kSums) {
     const int64_t tokens = std::min(kSums, e.tokens - t0);
     std::fill(sums.get(), sums.get() + tokens * width, 0.0f);
-    for (int64_t place = 0; place < c.width; place += kRows) {
-      const int64_t rows = std::min(kRows, c.width - place);
-      const void* w[kRows];
-      for (int64_t i = 0; i < rows; i++) {
-        const int64_t row = row_of_place(place + i, c.width);
-        const void* whole = row_of(*e.format, e.record, DOWN, row);
-        if (whole) {
-          w[i] = static_cast<const char*>(whole) + first * size;
-          continue;
-        }
-        char* decoded = scratch.get() + i * count * size;
-        work.k.decode(*e.format, e.record, DOWN, row, first, count, scales.get(), decoded);
-        w[i] = decoded;
-      }
-      for (int64_t t = 0; t < tokens; t += kTokens) {
-        const int64_t n = std::min(kTokens, tokens - t);
-        const float* h[kTokens];
-        float* total[kTokens];
-        for (int64_t i = 0; i < n; i++) {
-          h[i] = work.h + (e.first + t0 + t + i) * work.h_width + place;
-          total[i] = &sums[(t + i) * width];
-        }
-        work.k.add(work.kind, w, rows, h, n, count, total);
-      }
-    }
+    if (as_they_are_decoded(work, e)) add_encoded(work, columns, tokens, sums.get());
+    else add_rows(work, columns, t0, tokens, sums.get());
     for (int64_t t = 0; t < tokens; t++) {
       const int64_t pair = work.pairs[e.first + t0 + t];
       work.k.unpack(work.kind, &sums[t * width], count, c.y + pair * c.hidden + first);
@@ -193,7 +232,7 @@ void down(const Work& work, const Expert& e, int64_t first, int64_t count) {
 }  // namespace
 
 std::string run_experts(Pool& pool, const Kernels& k, const Experts& c) {
-  Work work = {k, c, kind_of(c.type), {}, {}, padded(c.hidden), padded(c.width), nullptr, nullptr};
+  Work work = {k, c, kind_of(c.type), {}, {}, apart(c.hidden), apart(c.width), nullptr, nullptr};
   const std::string wrong = gather(work);
   if (!wrong.empty() || work.experts.empty()) return wrong;
   Buffer<float> x(c.tokens * work.x_width), h(c.tokens * c.top_k * work.h_width);

@@ -8,7 +8,8 @@ namespace moejax {
 namespace {
 
 constexpr int64_t kOutputs = 48;       // rows of the matrix in a task
-constexpr int64_t kResident = 16;      // tokens whose operands stay near while the rows pass
+constexpr int64_t kFew = 8;            // tokens for which widened weights are not worth a block
+constexpr int64_t kMost = 128;         // tokens at once
 
 const char* at(const void* p, int64_t elements, Type type) {
   return static_cast<const char*>(p) + elements * size_of(type);
@@ -32,21 +33,25 @@ void block(const Kernels& k, const Product& p, const float* x, int64_t width, in
   }
   float bias[kOutputs];
   if (p.bias) k.widen(p.type, at(p.bias, first, p.type), rows, bias);
-  float y[kTokens * kOutputs];
-  for (int64_t t0 = 0; t0 < p.tokens; t0 += kResident) {
-    const int64_t t1 = std::min(t0 + kResident, p.tokens);
-    for (int64_t t = t0; t < t1; t += kTokens) {
-      const int64_t tokens = std::min(kTokens, t1 - t);
-      const float* operands[kTokens];
-      for (int64_t i = 0; i < tokens; i++) operands[i] = x + (t + i) * width;
-      const bool fetch = t == 0 && p.type != Type::F16;
-      k.dots(kind, w, rows, operands, tokens, p.inputs, y, kOutputs, fetch ? next : nullptr);
-      for (int64_t i = 0; i < tokens; i++) {
-        float* row = y + i * kOutputs;
-        for (int64_t r = 0; p.bias && r < rows; r++) row[r] += bias[r];
-        const int64_t place = (t + i) * p.y_stride + first;
-        k.narrow(p.out_type, row, rows, const_cast<char*>(at(p.y, place, p.out_type)));
+  float y[kMost * kOutputs];
+  for (int64_t t = 0; t < p.tokens; t += kMost) {
+    const int64_t tokens = std::min(kMost, p.tokens - t);
+    const float* operands[kMost];
+    for (int64_t i = 0; i < tokens; i++) operands[i] = x + (t + i) * width;
+    if (p.tokens > kFew) {
+      k.dots_of_many(kind, w, rows, operands, tokens, p.inputs, y, kOutputs);
+    } else {
+      for (int64_t i = 0; i < tokens; i += kTokens) {
+        const bool fetch = i == 0 && p.type != Type::F16;
+        k.dots(kind, w, rows, operands + i, std::min(kTokens, tokens - i), p.inputs,
+               y + i * kOutputs, kOutputs, fetch ? next : nullptr);
       }
+    }
+    for (int64_t i = 0; i < tokens; i++) {
+      float* row = y + i * kOutputs;
+      for (int64_t r = 0; p.bias && r < rows; r++) row[r] += bias[r];
+      const int64_t place = (t + i) * p.y_stride + first;
+      k.narrow(p.out_type, row, rows, const_cast<char*>(at(p.y, place, p.out_type)));
     }
   }
 }
@@ -54,7 +59,7 @@ void block(const Kernels& k, const Product& p, const float* x, int64_t width, in
 }  // namespace
 
 void multiply(Pool& pool, const Kernels& k, const Product* products, int64_t count) {
-  const int64_t tokens = products->tokens, width = padded(products->inputs);
+  const int64_t tokens = products->tokens, width = apart(products->inputs);
   if (!tokens || !count) return;
   Buffer<float> x(count * tokens * width);
   constexpr int64_t kRowsOfX = 16;

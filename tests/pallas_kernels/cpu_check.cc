@@ -226,7 +226,9 @@ void check_experts(const Kernels& k) {
   Threads pool;
   const Type type = any_type();
   const int64_t experts = pick(1, 5), layers = 2, tokens = pick(1, 20), top_k = pick(1, experts);
-  const int64_t hidden = 8 * pick(1, 40), width = pick(0, 1) ? 4 * pick(1, 30) : pick(1, 90);
+  // Whole parts of 512 weights, which are multiplied as they are decoded, or any.
+  const int64_t hidden = pick(0, 2) ? 8 * pick(1, 40) : 512 * pick(1, 2);
+  const int64_t width = pick(0, 1) ? 4 * pick(1, 30) : pick(1, 90);
   std::vector<StoredVersion> versions(pick(1, 2));
   std::vector<std::vector<uint16_t>> stores, records;
   for (auto& v : versions) {

@@ -14,7 +14,16 @@ from pallas_kernels.records.format import BITS
 from pallas_kernels.records.versions import VersionFormats
 from tests.host_offload.versions.numpy_decoder import decode
 from tests.pallas_kernels import test_expert_ffn
-from tests.pallas_kernels.contract import POISON, close, compiled, each, same_bits, stored, wide
+from tests.pallas_kernels.contract import (
+    NATIVE,
+    POISON,
+    close,
+    compiled,
+    each,
+    same_bits,
+    stored,
+    wide,
+)
 from tests.pallas_kernels.encoded import formats, recode, records
 from tests.pallas_kernels.test_expert_ffn import ACTIVATIONS, LAYER, Case, case
 
@@ -140,6 +149,27 @@ def test_a_lossless_expert_has_the_bits_of_a_dense_one(implementation, row_tile)
     got = run(coded, implementation, lossless)
     memory = test_expert_ffn.memory(spec, lossless.case, {0, 3})
     same_bits(got, test_expert_ffn.run(spec, implementation, lossless.case, memory))
+
+
+@NATIVE
+@pytest.mark.parametrize("version", ["int8", "int4", "lossless12"])
+def test_rows_multiplied_as_they_are_decoded_have_the_bits_of_decoded_ones(version):
+    """`cpu` does so for up to four tokens of an expert, where D is a multiple of 512."""
+    spec = Spec(17, "bfloat16", "one", hidden=512, width=84, versions=(version,))
+    check(spec, "cpu")
+    many = placed(spec, 0)
+    want = np.asarray(run(spec, "cpu", many)).reshape(17, spec.top_k, -1)
+    for first, tokens in ((0, 1), (3, 2), (5, 3), (9, 4), (8, 5), (4, 9)):
+        rows = slice(first, first + tokens)
+        part = dataclasses.replace(
+            many.case,
+            x=many.case.x[rows],
+            ids=many.case.ids[rows],
+            y=np.zeros((tokens * spec.top_k, spec.hidden), np.float32),
+        )
+        few = dataclasses.replace(many, case=part)
+        got = run(dataclasses.replace(spec, tokens=tokens), "cpu", few)
+        same_bits(np.asarray(got).reshape(tokens, spec.top_k, -1), want[rows])
 
 
 @pytest.mark.parametrize(
