@@ -38,12 +38,17 @@ void angles(const Kernels& k, const Pages& p, int64_t t, float* cosine, float* s
   round_row(k, p.type, p.half, sine, scratch);
 }
 
-void turn(float* x, const float* cosine, const float* sine, int64_t half) {
+void turn(const Kernels& k, Type type, float* x, const float* cosine, const float* sine,
+          int64_t half, float* scratch) {
+  float *own = scratch, *other = scratch + 2 * half;
   for (int64_t i = 0; i < half; i++) {
-    const float first = x[i], second = x[half + i];
-    x[i] = first * cosine[i] - second * sine[i];
-    x[half + i] = second * cosine[i] + first * sine[i];
+    own[i] = x[i] * cosine[i], own[half + i] = x[half + i] * cosine[i];
+    other[i] = -x[half + i] * sine[i], other[half + i] = x[i] * sine[i];
   }
+  // Products are rounded as transformers' are; x is free for it.
+  round_row(k, type, 2 * half, own, x);
+  round_row(k, type, 2 * half, other, x);
+  for (int64_t i = 0; i < 2 * half; i++) x[i] = own[i] + other[i];
 }
 
 std::string kv_write(Pool& pool, const Kernels& k, const Pages& p, const Heads& h) {
@@ -58,9 +63,8 @@ std::string kv_write(Pool& pool, const Kernels& k, const Pages& p, const Heads& 
   const int64_t all = h.heads + 2 * h.kv_heads;
   const int64_t tasks = (p.tokens + kTokensOfTask - 1) / kTokensOfTask;
   parallel(pool, tasks, p.tokens * all * hd * 4, [&](int64_t task) {
-    Buffer<float> buffer(4 * hd);
-    float *x = buffer.get(), *cosine = x + hd, *sine = x + 2 * hd;
-    void* scratch = x + 3 * hd;
+    Buffer<float> buffer(5 * hd);
+    float *x = buffer.get(), *cosine = x + hd, *sine = x + 2 * hd, *scratch = x + 3 * hd;
     const int64_t last = std::min(p.tokens, (task + 1) * kTokensOfTask);
     for (int64_t t = task * kTokensOfTask; t < last; t++) {
       const char* from = static_cast<const char*>(h.qkv) + t * all * bytes;
@@ -71,7 +75,7 @@ std::string kv_write(Pool& pool, const Kernels& k, const Pages& p, const Heads& 
         k.widen(p.type, from + i * bytes, hd, x);
         const float* weight = norms.get() + (i < h.heads ? 0 : hd);
         if (h.q_norm) norm_row(k, p.type, weight, hd, p.eps, x, scratch);
-        turn(x, cosine, sine, p.half);
+        turn(k, p.type, x, cosine, sine, p.half, scratch);
         k.narrow(p.type, x, hd, i < h.heads ? q + i * bytes : row + (i - h.heads) * bytes);
       }
       if (row) {

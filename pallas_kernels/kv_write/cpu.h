@@ -36,8 +36,9 @@ std::string check_pages(const Pages& pages);
 void angles(const Kernels& kernels, const Pages& pages, int64_t token, float* cosine, float* sine,
             void* scratch);
 
-// Turns value i together with value half + i.
-void turn(float* x, const float* cosine, const float* sine, int64_t half);
+// Turns value i of x[0 … 2 · half) together with value half + i. scratch: 4 · half floats.
+void turn(const Kernels& kernels, Type type, float* x, const float* cosine, const float* sine,
+          int64_t half, float* scratch);
 
 struct Heads {
   int64_t heads, kv_heads;

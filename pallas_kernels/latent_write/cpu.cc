@@ -26,12 +26,12 @@ std::string latent_write(Pool& pool, const Kernels& k, const Pages& p, const Lat
   k.widen(p.type, l.norm, l.latent, norm.get());
   const int64_t tasks = (p.tokens + kTokensOfTask - 1) / kTokensOfTask;
   parallel(pool, tasks, p.tokens * (hd + l.heads * rope) * 4, [&](int64_t task) {
-    Buffer<float> buffer(4 * hd);
+    Buffer<float> buffer(5 * hd);
     float *x = buffer.get(), *cosine = x + hd, *sine = x + 2 * hd, *scratch = x + 3 * hd;
     const auto turned = [&](const void* from, void* to) {
       k.widen(p.type, from, rope, x);
       if (l.interleave) halves(x, p.half, scratch);
-      turn(x, cosine, sine, p.half);
+      turn(k, p.type, x, cosine, sine, p.half, scratch);
       k.narrow(p.type, x, rope, to);
     };
     const int64_t last = std::min(p.tokens, (task + 1) * kTokensOfTask);
