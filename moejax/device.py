@@ -34,17 +34,26 @@ NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 """Exists where the kernel has NVIDIA's driver."""
 
 
-def select_device(device: str | jax.Device | None = None) -> jax.Device:
+THREADS = "PJRT_NPROC"
+"""The environment variable by which XLA sizes its pool of CPU threads, once, when jax starts."""
+
+
+def select_device(device: str | jax.Device | None = None, threads: int | None = None) -> jax.Device:
     """The device to run on: the one given, the first of a platform ("cpu", "gpu"), or jax's first.
+    threads: of XLA's pool on the CPU, which native ops share; None: as the environment says, else
+    one for each CPU that the process may use.
 
     Starts jax's backend if it has not been used, after raising the cap on pinned host memory to the
     machine's memory and the share of a GPU's memory to what is free of it, unless the environment
     says either. Raises UserError for a platform that jax cannot use, a jax without CUDA on a
-    machine with an NVIDIA GPU (unless the CPU was asked for, here or by JAX_PLATFORMS), and a GPU
-    older than compute capability 8.0.
+    machine with an NVIDIA GPU (unless the CPU was asked for, here or by JAX_PLATFORMS), a GPU
+    older than compute capability 8.0, and another number of threads than jax has started with.
     """
     # jax has no public way to ask without starting it.
-    if not xla_bridge.backends_are_initialized():
+    started = xla_bridge.backends_are_initialized()
+    if threads is not None:
+        _use_threads(threads, started)
+    if not started:
         if PINNED_LIMIT not in os.environ:
             os.environ[PINNED_LIMIT] = str(pinned_gb(host_bytes()))
         if device != "cpu" and not _cpu_was_asked_for():
@@ -72,6 +81,16 @@ def select_device(device: str | jax.Device | None = None) -> jax.Device:
             f"{OLDEST_CAPABILITY} (Ampere) or newer; --device cpu runs without it"
         )
     return chosen
+
+
+def _use_threads(threads: int, started: bool) -> None:
+    have = os.environ.get(THREADS) or str(len(os.sched_getaffinity(0)))
+    if started and have != str(threads):
+        raise UserError(
+            f"threads is {threads}, but jax has started with {have} in this process; say it where "
+            f"jax is first used, or {THREADS}={threads} in the environment"
+        )
+    os.environ[THREADS] = str(threads)
 
 
 def take_free_memory() -> None:

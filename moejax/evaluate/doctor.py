@@ -32,6 +32,7 @@ from moejax.device import (
     pinned_gb,
 )
 from pallas_kernels import resolve_ops
+from pallas_kernels.cpu.library import instruction_set, why_not_cpu
 
 OLDEST_DRIVER = {13: 580, 12: 525}
 """CUDA that jax is built for → the oldest NVIDIA driver that runs it, by CUDA's release notes."""
@@ -94,6 +95,8 @@ class Machine:
     host_available: int
     memlock: int | None
     """Bytes that a process may lock (ulimit -l); None: as many as it likes."""
+    native: str
+    """The instruction set that the native CPU ops compute with, or why there are none."""
 
     @property
     def device(self) -> Mapping[str, Any]:
@@ -124,6 +127,7 @@ def look() -> Machine:
         host_bytes=host_bytes(),
         host_available=host_available_bytes(),
         memlock=None if memlock == resource.RLIM_INFINITY else memlock,
+        native=why_not_cpu() or f'{instruction_set()} instructions, run by ops="cpu"',
     )
 
 
@@ -177,6 +181,7 @@ def described(machine: Machine) -> dict[str, str]:
         lines["link"] = f"{links[0].rate / 1e9:.0f} GB/s on paper, not measured"
     if links:
         lines["link"] = ", ".join([*([lines["link"]] if "link" in lines else []), links[0].link])
+    lines["native CPU ops"] = machine.native
     runs = what_runs(machine)
     for name in sorted({*runs.values()}):
         ops = [op for op, chosen in runs.items() if chosen == name]

@@ -98,6 +98,7 @@ class LLM:
         driver: str = "device",
         ops: str | Mapping[str, str] = "auto",
         device: str | jax.Device | None = None,
+        threads: int | None = None,
         progress: bool = True,
         cache_dir: str | os.PathLike[str] | None = None,
         trace: str | os.PathLike[str] | None = None,
@@ -125,7 +126,7 @@ class LLM:
         settings = settings_of(options)
         use_compilation_cache(options.cache_dir)
         self.options, self.model = options, str(options.model)
-        self.device = select_device(options.device)
+        self.device = select_device(options.device, options.threads)
         directory = model_directory(options.model)
         self._start.end("backend")
         with ThreadPoolExecutor(1) as pool:

@@ -203,6 +203,11 @@ class Options:
     device: str | jax.Device | None = _option(
         "where to run (default: a GPU if there is one)", "engine", choices=("cpu", "gpu")
     )
+    threads: int | None = _option(
+        "CPU threads of XLA and the native ops, fixed when jax starts (default: one for each CPU "
+        "that the process may use)",
+        "engine",
+    )
     progress: bool = _option(
         "bars on stderr while loading and generating", default=True, in_file=False
     )

@@ -4,7 +4,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.implementations import implementations, pick
 
-IMPLEMENTATIONS = implementations("combine", ("xla", "pallas"))
+IMPLEMENTATIONS = implementations("combine", ("xla", "pallas", "cpu"))
 
 
 def combine(

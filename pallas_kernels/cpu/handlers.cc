@@ -2,76 +2,17 @@
 // Shapes are static and checked against each other here; addresses and ids come from tables, and
 // the ops check them before they read.
 #include <cstring>
-#include <exception>
 #include <string>
 #include <vector>
 
-#include "pallas_kernels/cpu/kernels.h"
-#include "pallas_kernels/cpu/pool.h"
+#include "pallas_kernels/cpu/binding.h"
 #include "pallas_kernels/expert_ffn/cpu.h"
+#include "pallas_kernels/head_linear/cpu.h"
 #include "pallas_kernels/linear/cpu.h"
 #include "pallas_kernels/paged_attention/cpu.h"
-#include "xla/ffi/api/ffi.h"
-
-namespace ffi = xla::ffi;
 
 namespace moejax {
 namespace {
-
-using Any = ffi::AnyBuffer;
-using Ints = ffi::Buffer<ffi::S32>;
-using Int = ffi::BufferR0<ffi::S32>;
-using Numbers = ffi::Span<const int64_t>;
-
-struct XlaPool : Pool {
-  explicit XlaPool(ffi::ThreadPool& pool) : pool_(pool), threads_(pool.num_threads()) {}
-  int64_t threads() const override { return threads_; }
-  void schedule(void (*run)(void*), void* data) override {
-    pool_.Schedule([run, data] { run(data); });
-  }
-
- private:
-  ffi::ThreadPool& pool_;
-  int64_t threads_;
-};
-
-ffi::Error invalid(const std::string& why) { return ffi::Error::InvalidArgument(why); }
-
-// Whether a buffer has exactly these dimensions.
-bool is(const Any& buffer, std::initializer_list<int64_t> dims) {
-  const auto have = buffer.dimensions();
-  return have.size() == dims.size() && std::equal(dims.begin(), dims.end(), have.begin());
-}
-bool is(const Ints& buffer, std::initializer_list<int64_t> dims) {
-  const auto have = buffer.dimensions();
-  return have.size() == dims.size() && std::equal(dims.begin(), dims.end(), have.begin());
-}
-
-bool type_of(ffi::DataType have, Type& type) {
-  if (have == ffi::DataType::BF16) type = Type::BF16;
-  else if (have == ffi::DataType::F16) type = Type::F16;
-  else if (have == ffi::DataType::F32) type = Type::F32;
-  else return false;
-  return true;
-}
-
-const char* at(const void* p, int64_t elements, Type type) {
-  return static_cast<const char*>(p) + elements * size_of(type);
-}
-
-// Runs an op with the pool and the selected kernels; what it throws becomes an error.
-template <class F>
-ffi::Error run(ffi::ThreadPool& threads, F f) {
-  const Kernels* kernels = select_kernels();
-  if (!kernels) return invalid(select_error());
-  XlaPool pool(threads);
-  try {
-    const std::string wrong = f(pool, *kernels);
-    return wrong.empty() ? ffi::Error::Success() : invalid(wrong);
-  } catch (const std::exception& error) {
-    return ffi::Error::Internal(error.what());
-  }
-}
 
 // ---- linear
 
@@ -112,36 +53,47 @@ ffi::Error linear(ffi::ThreadPool threads, Any x, Any w, Int layer, Any bias, In
 }
 
 ffi::Error head_linear(ffi::ThreadPool threads, Any x, Any w, Int layer, Int tiles,
-                       int64_t row_tile, ffi::Result<Any> y) {
-  Product p = {};
-  if (x.dimensions().size() != 3 || w.dimensions().size() != 4) return invalid("head_linear: ranks");
-  const int64_t tokens = x.dimensions()[0], heads = x.dimensions()[1];
-  p.inputs = x.dimensions()[2], p.outputs = w.dimensions()[2];
-  p.tokens = needed(tiles, row_tile, tokens);
-  if (!type_of(x.element_type(), p.type) || w.element_type() != x.element_type() ||
+                       int64_t row_tile, int64_t first, int64_t transposed, ffi::Result<Any> y) {
+  if (x.dimensions().size() != 3 || w.dimensions().size() != 4 || y->dimensions().size() != 3) {
+    return invalid("head_linear: ranks");
+  }
+  const int64_t all = x.dimensions()[0], heads = x.dimensions()[1], inputs = x.dimensions()[2];
+  const int64_t rows = w.dimensions()[2], columns = w.dimensions()[3], outputs = y->dimensions()[2];
+  const int64_t tokens = needed(tiles, row_tile, all), count = transposed ? inputs : outputs;
+  Type type;
+  if (!type_of(x.element_type(), type) || w.element_type() != x.element_type() ||
       y->element_type() != x.element_type()) {
     return invalid("head_linear: dtypes");
   }
-  if (w.dimensions()[1] != heads || w.dimensions()[3] != p.inputs ||
-      !is(*y, {tokens, heads, p.outputs})) {
+  if (w.dimensions()[1] != heads || (transposed ? outputs : inputs) != columns || first < 0 ||
+      first + count > rows || !is(*y, {all, heads, outputs})) {
     return invalid("head_linear: shapes");
   }
   const int64_t index = *layer.typed_data();
   if (index < 0 || index >= w.dimensions()[0]) {
     return invalid("head_linear: layer " + std::to_string(index));
   }
-  p.out_type = p.type, p.x_stride = heads * p.inputs, p.y_stride = heads * p.outputs;
-  std::vector<Product> products(heads, p);
-  for (int64_t h = 0; h < heads; h++) {
-    Product& mine = products[h];
-    mine.x = at(x.untyped_data(), h * p.inputs, p.type);
-    mine.w = at(w.untyped_data(), (index * heads + h) * p.outputs * p.inputs, p.type);
-    mine.y = const_cast<char*>(at(y->untyped_data(), h * p.outputs, p.type));
-  }
+  const char* weights = at(w.untyped_data(), index * heads * rows * columns, type);
+  char* out = static_cast<char*>(y->untyped_data());
   return run(threads, [&](Pool& pool, const Kernels& kernels) {
-    multiply(pool, kernels, products.data(), heads);
-    const int64_t done = p.tokens * p.y_stride * size_of(p.type);
-    std::memset(static_cast<char*>(y->untyped_data()) + done, 0, y->size_bytes() - done);
+    if (transposed) {
+      HeadProducts p = {type, tokens, heads, rows, columns, first, count, weights};
+      p.x = x.untyped_data(), p.y = out;
+      multiply_transposed(pool, kernels, p);
+    } else {
+      Product p = {};
+      p.type = p.out_type = type, p.tokens = tokens, p.inputs = inputs, p.outputs = outputs;
+      p.x_stride = heads * inputs, p.y_stride = heads * outputs;
+      std::vector<Product> products(heads, p);
+      for (int64_t h = 0; h < heads; h++) {
+        products[h].x = at(x.untyped_data(), h * inputs, type);
+        products[h].w = at(weights, (h * rows + first) * columns, type);
+        products[h].y = const_cast<char*>(at(out, h * outputs, type));
+      }
+      multiply(pool, kernels, products.data(), heads);
+    }
+    const int64_t done = tokens * heads * outputs * size_of(type);
+    std::memset(out + done, 0, y->size_bytes() - done);
     return std::string();
   });
 }
@@ -290,20 +242,12 @@ ffi::Error prefill_attention(ffi::ThreadPool threads, Any q, ffi::Buffer<ffi::U1
 
 }  // namespace
 
-#define MOEJAX_EXPORT extern "C" __attribute__((visibility("default")))
-
 MOEJAX_EXPORT const char* moejax_cpu_sources() { return MOEJAX_SOURCES; }
 MOEJAX_EXPORT const char* moejax_cpu_isa() {
   const Kernels* kernels = select_kernels();
   return kernels ? kernels->name : "";
 }
 MOEJAX_EXPORT const char* moejax_cpu_isa_error() { return select_error(); }
-
-#define MOEJAX_HANDLER(symbol, function, binding)                               \
-  MOEJAX_EXPORT XLA_FFI_Error* symbol(XLA_FFI_CallFrame* frame) {               \
-    static auto* const handler = (binding).To(function).release();              \
-    return handler->Call(frame);                                                \
-  }
 
 MOEJAX_HANDLER(moejax_cpu_linear, linear,
                ffi::Ffi::Bind()
@@ -324,6 +268,8 @@ MOEJAX_HANDLER(moejax_cpu_head_linear, head_linear,
                    .Arg<Int>()
                    .Arg<Int>()
                    .Attr<int64_t>("row_tile")
+                   .Attr<int64_t>("first")
+                   .Attr<int64_t>("transposed")
                    .Ret<Any>())
 
 MOEJAX_HANDLER(moejax_cpu_expert_ffn, expert_ffn,

@@ -12,7 +12,10 @@ import numpy as np
 
 from pallas_kernels.cpu.build import COMMAND, HERE, LIBRARY, digest
 
-TARGETS = ("linear", "head_linear", "expert_ffn", "decode_attention", "prefill_attention")
+TARGETS = (
+    *("linear", "head_linear", "expert_ffn", "decode_attention", "prefill_attention"),
+    *("rms_norm", "route", "plan", "kv_write", "latent_write", "combine"),
+)
 """What the library has: each is the symbol moejax_cpu_NAME and the FFI target of that name."""
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -61,12 +64,14 @@ def instruction_set() -> str | None:
 
 def call(
     target: str,
-    result: jax.ShapeDtypeStruct,
+    result: Any,
     *operands: jax.Array,
     aliases: Mapping[int, int] | None = None,
     **attributes: Any,
-) -> jax.Array:
-    """Calls a handler within a traced function. Attributes are numpy scalars or arrays.
+) -> Any:
+    """Calls a handler within a traced function. result: its ShapeDtypeStruct, or several; so many
+    arrays come back. aliases: operand → result that is the same memory. Attributes are numpy
+    scalars or arrays.
 
     Raises ValueError where the library cannot run here.
     """

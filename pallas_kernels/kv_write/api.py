@@ -34,7 +34,7 @@ class KVPage(NamedTuple):
         return self.block_size * self.rows_per_token
 
 
-IMPLEMENTATIONS = implementations("kv_write", ("xla", "pallas"))
+IMPLEMENTATIONS = implementations("kv_write", ("xla", "pallas", "cpu"))
 
 
 def kv_write(

@@ -5,7 +5,7 @@ from jaxtyping import Array, Float, Int, UInt16
 from pallas_kernels.implementations import implementations, pick
 from pallas_kernels.kv_write import KVPage
 
-IMPLEMENTATIONS = implementations("latent_write", ("xla", "pallas"))
+IMPLEMENTATIONS = implementations("latent_write", ("xla", "pallas", "cpu"))
 
 
 def latent_write(

@@ -54,7 +54,7 @@ class Plan(NamedTuple):
     """Active experts that got no cell."""
 
 
-IMPLEMENTATIONS = implementations("plan", ("xla", "pallas"))
+IMPLEMENTATIONS = implementations("plan", ("xla", "pallas", "cpu"))
 
 
 def plan(

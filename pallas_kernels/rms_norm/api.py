@@ -4,7 +4,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.implementations import implementations, pick
 
-IMPLEMENTATIONS = implementations("rms_norm", ("xla", "pallas"))
+IMPLEMENTATIONS = implementations("rms_norm", ("xla", "pallas", "cpu"))
 
 
 def rms_norm(

@@ -8,7 +8,7 @@ from pallas_kernels.route.rule import RouteRule
 
 __all__ = ["IMPLEMENTATIONS", "RouteRule", "route", "why_not_pallas"]
 
-IMPLEMENTATIONS = implementations("route", ("xla", "pallas"))
+IMPLEMENTATIONS = implementations("route", ("xla", "pallas", "cpu"))
 
 
 def route(

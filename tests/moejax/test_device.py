@@ -12,6 +12,7 @@ from moejax import UserError, device
 from moejax.device import (
     MEMORY_SHARES,
     PINNED_LIMIT,
+    THREADS,
     nvidia_smi,
     require_pinned_memory,
     select_device,
@@ -144,6 +145,29 @@ def test_the_share_is_set_before_the_backend_starts(tmp_path):
             check=True,
         )
         assert run.stdout.strip() == share
+
+
+def test_threads_are_fixed_when_jax_starts():
+    """How many XLA has is what its threads are called in /proc."""
+    code = (
+        "import os, jax, jax.numpy as jnp\n"
+        "from moejax.device import select_device\n"
+        "select_device('cpu', 3)\n"
+        "jax.jit(lambda x: x @ x)(jnp.ones((512, 512))).block_until_ready()\n"
+        "tasks = '/proc/self/task'\n"
+        "names = [open(f'{tasks}/{t}/comm').read() for t in os.listdir(tasks)]\n"
+        "print(sum('XLAEigen' in name for name in names))\n"
+        "select_device('cpu', 3)\n"
+        "select_device('cpu', 4)\n"
+    )
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    environment.pop(THREADS, None)
+    run = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
+    )
+    assert run.stdout.strip() == "3"
+    said = "threads is 4, but jax has started with 3 in this process"
+    assert run.returncode and said in run.stderr
 
 
 @pytest.mark.slow

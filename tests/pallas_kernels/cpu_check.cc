@@ -14,11 +14,18 @@
 #include <thread>
 #include <vector>
 
+#include "pallas_kernels/combine/cpu.h"
 #include "pallas_kernels/cpu/kernels.h"
 #include "pallas_kernels/cpu/pool.h"
 #include "pallas_kernels/expert_ffn/cpu.h"
+#include "pallas_kernels/head_linear/cpu.h"
+#include "pallas_kernels/kv_write/cpu.h"
+#include "pallas_kernels/latent_write/cpu.h"
 #include "pallas_kernels/linear/cpu.h"
 #include "pallas_kernels/paged_attention/cpu.h"
+#include "pallas_kernels/plan/cpu.h"
+#include "pallas_kernels/rms_norm/cpu.h"
+#include "pallas_kernels/route/cpu.h"
 
 using namespace moejax;
 
@@ -131,6 +138,168 @@ void check_linear(const Kernels& k) {
       near(out, value(out, y.data(), t * outputs + r), want, "linear");
     }
   }
+}
+
+void check_head_linear(const Kernels& k) {
+  Threads pool;
+  HeadProducts p = {};
+  p.type = any_type(), p.tokens = pick(0, 20), p.heads = pick(1, 4), p.rows = pick(1, 60);
+  p.columns = pick(1, 150), p.first = pick(0, p.rows - 1), p.count = pick(1, p.rows - p.first);
+  const auto w = draw(k, p.type, p.heads * p.rows * p.columns, 0.2f);
+  const auto x = draw(k, p.type, p.tokens * p.heads * p.count);
+  std::vector<char> y(p.tokens * p.heads * p.columns * size_of(p.type));
+  p.w = w.data(), p.x = x.data(), p.y = y.data();
+  multiply_transposed(pool, k, p);
+  for (int64_t i = 0; i < p.tokens * p.heads; i++) {
+    for (int64_t c = 0; c < p.columns; c++) {
+      double want = 0;
+      for (int64_t r = 0; r < p.count; r++) {
+        const int64_t row = i % p.heads * p.rows + p.first + r;
+        want += value(p.type, x.data(), i * p.count + r) * value(p.type, w.data(), row * p.columns + c);
+      }
+      near(p.type, value(p.type, y.data(), i * p.columns + c), want, "head_linear");
+    }
+  }
+}
+
+// ---- a layer's small ops
+
+void check_rows(const Kernels& k) {
+  Threads pool;
+  const Type type = any_type();
+  const int64_t rows = pick(0, 40), width = pick(1, 200), top_k = pick(1, 4);
+  const auto x = draw(k, type, rows * width), weight = draw(k, type, width);
+  std::vector<char> out(x.size());
+  rms_norm(pool, k, type, x.data(), weight.data(), rows, width, 1e-6f, out.data());
+  std::vector<float> y(rows * top_k * width), weights(rows * top_k);
+  for (float& v : y) v = normal();
+  for (float& v : weights) v = normal();
+  std::vector<char> sums(x.size());
+  combine(pool, k, type, x.data(), y.data(), weights.data(), rows, top_k, width, sums.data());
+  for (int64_t i = 0; i < rows * width; i++) {
+    const int64_t t = i / width, c = i % width;
+    double squares = 0, sum = value(type, x.data(), i);
+    for (int64_t j = 0; j < width; j++) squares += std::pow(value(type, x.data(), t * width + j), 2);
+    const double normed = value(type, x.data(), i) / std::sqrt(squares / width + 1e-6);
+    near(type, value(type, out.data(), i), normed * value(type, weight.data(), c), "rms_norm");
+    for (int64_t j = 0; j < top_k; j++) sum += y[(t * top_k + j) * width + c] * weights[t * top_k + j];
+    near(type, value(type, sums.data(), i), sum, "combine");
+  }
+}
+
+void check_route() {
+  Threads pool;
+  Rule rule = {};
+  rule.scoring = static_cast<Scoring>(pick(0, 2)), rule.scale = 1;
+  const bool mixer = rule.scoring == Scoring::Sparsemixer;
+  rule.groups = mixer ? 1 : pick(1, 4), rule.top_groups = pick(1, rule.groups);
+  const int64_t size = pick(2, 9), experts = rule.groups * size, tokens = pick(0, 40);
+  rule.group_best = pick(1, 2), rule.top_k = mixer ? 2 : pick(1, rule.top_groups * size);
+  rule.normalize = !mixer, rule.jitter = mixer ? 0.1f : 0;
+  std::vector<float> logits(tokens * experts), correction(experts), weights(tokens * rule.top_k);
+  for (float& v : logits) v = normal();
+  for (float& v : correction) v = normal();
+  if (!logits.empty() && pick(0, 1)) logits[0] = NAN;
+  std::unique_ptr<bool[]> valid(new bool[tokens]);
+  for (int64_t t = 0; t < tokens; t++) valid[t] = pick(0, 3);
+  std::vector<int32_t> ids(tokens * rule.top_k);
+  const float* added = mixer || pick(0, 1) ? nullptr : correction.data();
+  route(pool, rule, logits.data(), valid.get(), added, tokens, experts, ids.data(), weights.data());
+  for (int64_t t = 0; t < tokens; t++) {
+    double total = 0;
+    for (int64_t j = 0; j < rule.top_k; j++) {
+      const int32_t id = ids[t * rule.top_k + j];
+      expect(valid[t] ? id >= 0 && id < experts : id == experts, "route: an expert");
+      expect(!valid[t] || !j || id > ids[t * rule.top_k + j - 1], "route: not ascending");
+      total += weights[t * rule.top_k + j];
+    }
+    if (valid[t] && !mixer && !std::isnan(total)) near(Type::F32, total, 1, "route");
+  }
+}
+
+void check_writes(const Kernels& k) {
+  Threads pool;
+  Pages p = {};
+  Heads h = {};
+  p.type = any_type(), p.tokens = pick(1, 20), p.half = pick(1, 20), p.head_dim = 2 * p.half;
+  p.block_size = 16, h.kv_heads = pick(1, 3), h.heads = h.kv_heads * pick(1, 3);
+  p.rows_per_token = 2 * h.kv_heads, p.layer = pick(0, 1), p.factor = 1, p.eps = 1e-6f;
+  const int64_t page = 2 * p.block_size * p.rows_per_token;
+  p.kv_rows = p.tokens * page;
+  std::vector<uint16_t> arena(p.kv_rows * p.head_dim * size_of(p.type) / 2, 0x7fff);
+  std::vector<int32_t> positions(p.tokens), pages(p.tokens);
+  for (int64_t t = 0; t < p.tokens; t++) {
+    pages[t] = (int32_t)(pick(0, 3) ? t * page : -1), positions[t] = (int32_t)pick(0, 999);
+  }
+  std::vector<float> frequencies(p.half, 0.5f);
+  const int64_t all = h.heads + 2 * h.kv_heads;
+  const auto qkv = draw(k, p.type, p.tokens * all * p.head_dim);
+  const auto norm = draw(k, p.type, p.head_dim);
+  std::vector<char> q(p.tokens * h.heads * p.head_dim * size_of(p.type));
+  p.arena = arena.data(), p.positions = positions.data(), p.pages = pages.data();
+  p.frequencies = frequencies.data(), h.qkv = qkv.data(), h.q = q.data();
+  if (pick(0, 1)) h.q_norm = h.k_norm = norm.data();
+  expect(kv_write(pool, k, p, h).empty(), "kv_write refused");
+  const int64_t bytes = p.head_dim * size_of(p.type);
+  for (int64_t t = 0; t < p.tokens; t++) {
+    if (const char* row = p.row(t)) {
+      const char* values = qkv.data() + (t * all + h.heads + h.kv_heads) * bytes;
+      expect(!std::memcmp(row + h.kv_heads * bytes, values, h.kv_heads * bytes), "kv_write: values");
+    }
+  }
+  pages[0] = (int32_t)p.kv_rows;
+  expect(!kv_write(pool, k, p, h).empty(), "a page behind the arena");
+
+  // Latent rows in the same arena: one of head_dim a token, of which `latent` are normed.
+  if (p.half < 2) return;
+  Latent l = {};
+  l.latent = 2 * pick(1, p.half - 1), l.heads = pick(1, 4), l.interleave = pick(0, 1);
+  p.half -= l.latent / 2, p.rows_per_token = 1, pages[0] = 0;
+  const auto q_rope = draw(k, p.type, p.tokens * l.heads * 2 * p.half);
+  std::vector<char> out(q_rope.size());
+  l.kv = qkv.data(), l.norm = norm.data(), l.q_rope = q_rope.data(), l.out = out.data();
+  expect(latent_write(pool, k, p, l).empty(), "latent_write refused");
+}
+
+void check_plan() {
+  Plan p = {};
+  p.layers = 2, p.cells = pick(0, 12), p.experts = pick(1, 12), p.layer = pick(0, 1);
+  const auto ints = [](int64_t n, int64_t low, int64_t high) {
+    std::vector<int32_t> values(n);
+    for (auto& v : values) v = (int32_t)pick(low, high);
+    return values;
+  };
+  const int64_t cells = 2 * p.cells, experts = 2 * p.experts;
+  auto cell_row = ints(cells, -1, 0), cell_version = ints(cells, 0, 1), last_used = ints(cells, 0, 9);
+  std::vector<int32_t> owner(cells, -1), address(experts, -1);
+  for (int64_t i = 0; i < cells; i++) {
+    if (cell_row[i] < 0) continue;
+    cell_row[i] = (int32_t)i;
+    const int64_t e = pick(0, p.experts - 1) + i / p.cells * p.experts;
+    if (address[e] < 0 && pick(0, 1)) owner[i] = (int32_t)(e % p.experts), address[e] = (int32_t)i;
+  }
+  auto version = ints(experts, 0, 1), frequency = ints(experts, 0, 99), prior = ints(experts, -9, 9);
+  auto fill_version = ints(experts, -2, 1), clock = ints(2, 9, 99), weights = ints(3, -3, 3);
+  std::vector<std::vector<int32_t>> lists(4, std::vector<int32_t>(p.experts));
+  int32_t counts[4];
+  std::unique_ptr<bool[]> due(new bool[p.experts]);
+  int64_t active = 0;
+  for (int64_t e = 0; e < p.experts; e++) active += due[e] = pick(0, 1);
+  p.cell_row = cell_row.data(), p.cell_version = cell_version.data(), p.owner = owner.data();
+  p.last_used = last_used.data(), p.address = address.data(), p.version = version.data();
+  p.frequency = frequency.data(), p.fill_version = fill_version.data(), p.prior = prior.data();
+  p.clock = clock.data(), p.weights = weights.data(), p.due = due.get();
+  p.active = lists[0].data(), p.fill_expert = lists[1].data(), p.fill_row = lists[2].data();
+  p.fill_list_version = lists[3].data(), p.active_count = counts, p.fill_count = counts + 1;
+  p.hits = counts + 2, p.read_through = counts + 3;
+  expect(plan(p).empty(), "plan refused");
+  expect(counts[0] == active && active == counts[1] + counts[2] + counts[3], "plan: counts");
+  for (int64_t i = 0; i < cells; i++) {
+    const int64_t at = owner[i] + (p.cells ? i / p.cells : 0) * p.experts;
+    expect(owner[i] < 0 || address[at] == cell_row[i], "plan: an owner whose address is elsewhere");
+  }
+  p.layer = 2;
+  expect(!plan(p).empty(), "a layer that is not there");
 }
 
 // ---- expert_ffn
@@ -393,6 +562,11 @@ int main(int argc, char** argv) {
       check_linear(*kernels);
       check_experts(*kernels);
       check_attention(*kernels);
+      check_head_linear(*kernels);
+      check_rows(*kernels);
+      check_route();
+      check_writes(*kernels);
+      check_plan();
     }
     ran += std::string(" ") + kernels->name;
   }

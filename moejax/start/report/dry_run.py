@@ -31,7 +31,9 @@ def dry_run(options: Options) -> tuple[Plan, tuple[str, ...]]:
     assumed = ["the weights are what config and headers say"]
     if "lossless12" in settings.precision.versions and "lossless12" not in dense_layers:
         assumed.append("no expert overflows lossless12; a layer that has one would stay dense")
-    device = device_facts(select_device(options.device), automatic=options.automatic)
+    device = device_facts(
+        select_device(options.device, options.threads), automatic=options.automatic
+    )
     if device.memory is not None:
         taken = model_info(config, options.dtype).device_bytes
         free = FreeMemory(max(device.memory.free - taken, 0))

@@ -18,7 +18,10 @@ from tests.pallas_kernels.contract import NATIVE
 pytestmark = [NATIVE, pytest.mark.slow]
 
 LIMITS = {"max_model_len": 160, "max_num_seqs": 20, "max_num_batched_tokens": 192}
-NATIVE_OPS = {"linear", "expert_ffn", "paged_attention"}
+NATIVE_OPS = {
+    *("linear", "expert_ffn", "paged_attention", "rms_norm", "route", "plan"),
+    *("kv_write", "combine"),
+}
 
 
 @pytest.fixture(

@@ -21,6 +21,7 @@ from moejax.engine.statistics import kv_stats
 from moejax.step.programs import STAGES
 from pallas_kernels.stage import Entries
 from tests.moejax.engine_runs import Faulty, Job, Recorded, run, set_budget
+from tests.pallas_kernels.contract import NATIVE
 
 LIMITS = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 256}
 LAYERS, EXPERTS = 4, 16
@@ -58,9 +59,16 @@ def dtype(request):
     return request.param
 
 
+@pytest.fixture(
+    scope="module", params=["xla", pytest.param("cpu", marks=[NATIVE, pytest.mark.slow])]
+)
+def ops(request):
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def llm(dtype):
-    with make_llm(dtype) as llm:
+def llm(dtype, ops):
+    with make_llm(dtype, ops=ops) as llm:
         yield llm
 
 
@@ -115,8 +123,8 @@ def test_mixes_and_budgets_change_no_bit(llm, solo, mix, cells, more_kv, evictio
     ],
     ids=str,
 )
-def test_other_arenas_and_waves_change_no_bit(dtype, solo, options):
-    with make_llm(dtype, **options) as other:
+def test_other_arenas_and_waves_change_no_bit(dtype, ops, solo, options):
+    with make_llm(dtype, ops=ops, **options) as other:
         jobs = [Job(job.prompt, job.params, i // 3) for i, job in enumerate(POOL)]
         for i, recorded in enumerate(run(other, jobs)):
             assert recorded.same_bits(solo[i]), f"request {i} of the pool"
@@ -230,8 +238,8 @@ class MoveBudgets:
         return state + 1, Decision(cells=cells, kv_pages=int(rng.integers(16, 80)))
 
 
-def test_budgets_that_move_under_running_requests_change_no_bit(dtype, solo):
-    with make_llm(dtype, policies=[MoveBudgets()]) as moving:
+def test_budgets_that_move_under_running_requests_change_no_bit(dtype, ops, solo):
+    with make_llm(dtype, ops=ops, policies=[MoveBudgets()]) as moving:
         arena, seen = moving.engine.scheduler.arena, set()
         jobs = [Job(job.prompt, job.params, i // 2) for i, job in enumerate(POOL)]
         grant = arena.grant_cells
@@ -292,8 +300,9 @@ def run_broken(ops, cells, *, check: bool) -> list[Recorded]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32"], indirect=True)
+@pytest.mark.parametrize("ops", ["xla"], indirect=True)
 class TestBrokenOpsAreCaught:
-    def test_plan_that_evicts_a_needed_expert(self, broken, dtype):
+    def test_plan_that_evicts_a_needed_expert(self, broken, dtype, ops):
         plan = mutated(plan_reference.plan, "candidate = granted & ~pinned", "candidate = granted")
         with pytest.raises(Faulty, match="hits"):
             run_broken(broken("plan", plan_api, plan), [3] * LAYERS, check=True)

@@ -41,6 +41,7 @@ GOOD = Machine(
     host_bytes=128 << 30,
     host_available=100 << 30,
     memlock=8 << 20,
+    native="avx2 instructions",
 )
 ON_CPU = {"devices": [device("cpu")], "said": ["Unable to initialize backend 'cuda': no such file"]}
 NO_GPU = dataclasses.replace(
@@ -63,6 +64,7 @@ def test_nothing_is_wrong_with_a_good_machine():
     assert lines["link"].startswith("52.0 GB/s measured") and "16 of 16" in lines["link"]
     assert "at most 137 GB" in lines["pinned memory"] and "ulimit -l: 8" in lines["pinned memory"]
     assert "expert_ffn" in lines["runs as pallas"]
+    assert lines["native CPU ops"] == "avx2 instructions"
     assert "check-gpu --kernels" in next_step(GOOD, [])
 
 

@@ -26,6 +26,7 @@ from moejax.step.runner import compiler_options
 from pallas_kernels import Ops, resolve_ops
 from tests.aot.aot_h200 import Compiled, compile_for_h200
 from tests.hlo import read_executable
+from tests.pallas_kernels.contract import NATIVE
 
 MiB, GiB = 1 << 20, 1 << 30
 
@@ -175,6 +176,29 @@ def test_layers_without_experts_and_a_window_copy_nothing_large(key):
     assert compiled.copies(MiB) == []
     assert compiled.memory.alias_bytes == nbytes((programs.arena, programs.tables))
     assert compiled.memory.temp_bytes < most(DEMO_TEMP, key)
+
+
+@NATIVE
+@pytest.mark.parametrize(
+    "key", [DECODE, *(pytest.param(k, marks=pytest.mark.slow) for k in (PREFILL, STAGED))], ids=str
+)
+def test_native_ops_copy_nothing_large(key):
+    """They write KV and tables by aliased operands of custom calls."""
+    programs = abstract_programs(
+        shape("demo"),
+        32 * MiB,
+        ops=resolve_ops("cpu"),
+        rows=16,
+        max_model_len=1024,
+        max_num_batched_tokens=1024,
+    )
+    compiled = compile_here(programs, key)
+    assert compiled.copies(MiB) == []
+    assert compiled.memory.alias_bytes == nbytes((programs.arena, programs.tables))
+    assert compiled.memory.temp_bytes < most(DEMO_TEMP, key)
+    if key == DECODE:
+        copied = compile_here(programs, key, donate=False).copies(MiB)
+        assert nbytes(programs.arena) in [size for _, size in copied]
 
 
 def test_integrity_check_copies_nothing_large(runner):

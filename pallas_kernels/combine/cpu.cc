@@ -1,0 +1,39 @@
+#include "pallas_kernels/combine/cpu.h"
+
+#include <algorithm>
+
+#include "pallas_kernels/cpu/buffer.h"
+
+namespace moejax {
+namespace {
+
+constexpr int64_t kRowsOfTask = 8;
+
+}  // namespace
+
+void combine(Pool& pool, const Kernels& k, Type type, const void* residual, const float* y,
+             const float* weights, int64_t tokens, int64_t top_k, int64_t width, void* out) {
+  const int64_t bytes = width * size_of(type);
+  const int64_t tasks = (tokens + kRowsOfTask - 1) / kRowsOfTask;
+  parallel(pool, tasks, tokens * top_k * width, [&](int64_t task) {
+    Buffer<float> buffer(2 * width);
+    float *total = buffer.get(), *x = total + width;
+    const int64_t last = std::min(tokens, (task + 1) * kRowsOfTask);
+    for (int64_t t = task * kRowsOfTask; t < last; t++) {
+      for (int64_t slot = 0; slot < top_k; slot++) {
+        const float weight = weights[t * top_k + slot];
+        const float* row = y + (t * top_k + slot) * width;
+        if (!slot) {
+          for (int64_t c = 0; c < width; c++) total[c] = row[c] * weight;
+        } else {
+          for (int64_t c = 0; c < width; c++) total[c] += row[c] * weight;
+        }
+      }
+      k.widen(type, static_cast<const char*>(residual) + t * bytes, width, x);
+      for (int64_t c = 0; c < width; c++) total[c] += x[c];
+      k.narrow(type, total, width, static_cast<char*>(out) + t * bytes);
+    }
+  });
+}
+
+}  // namespace moejax

@@ -1,0 +1,111 @@
+#include "pallas_kernels/plan/cpu.h"
+
+#include <algorithm>
+#include <map>
+#include <tuple>
+#include <vector>
+
+namespace moejax {
+namespace {
+
+// log2 of x ≥ 1 in units of 2^-12, linear between powers of two.
+int32_t log2_fixed(int32_t x) {
+  x = std::max(x, 1);
+  int exponent = 0;
+  while (x >> exponent > 1) exponent++;
+  const int32_t rest = x - (1 << exponent);
+  return exponent * 4096 + (exponent > 12 ? rest >> (exponent - 12) : rest << (12 - exponent));
+}
+
+// Sums wrap as the other implementations' do.
+int32_t wrapped(int64_t value) { return static_cast<int32_t>(static_cast<uint32_t>(value)); }
+
+}  // namespace
+
+int32_t victim_key(int32_t age, int32_t frequency, int32_t prior, const int32_t* weights) {
+  const int64_t worth = static_cast<int64_t>(weights[1]) * log2_fixed(wrapped(frequency + 1LL));
+  const int64_t old = static_cast<int64_t>(weights[0]) * log2_fixed(age);
+  return wrapped(worth - old + static_cast<int64_t>(weights[2]) * prior);
+}
+
+std::string plan(const Plan& p) {
+  if (p.layer < 0 || p.layer >= p.layers) return "layer " + std::to_string(p.layer);
+  const int64_t c0 = p.layer * p.cells, e0 = p.layer * p.experts;
+  const int32_t *cell_row = p.cell_row + c0, *cell_version = p.cell_version + c0;
+  int32_t *owner = p.owner + c0, *last_used = p.last_used + c0;
+  int32_t *address = p.address + e0, *version = p.version + e0, *frequency = p.frequency + e0;
+  const int32_t *fill_version = p.fill_version + e0, *prior = p.prior + e0;
+  for (int64_t c = 0; c < p.cells; c++) {
+    if (owner[c] >= p.experts) return "cell " + std::to_string(c) + " has the owner " +
+                                      std::to_string(owner[c]);
+  }
+  const int32_t clock = wrapped(p.clock[p.layer] + 1LL);
+  // Only the copy that the address points to is read: another one of the expert is not pinned.
+  const auto current = [&](int64_t c) {
+    return owner[c] >= 0 && cell_row[c] == address[owner[c]];
+  };
+  std::vector<char> pinned(p.cells), missing(p.experts);
+  for (int64_t c = 0; c < p.cells; c++) pinned[c] = current(c) && p.due[owner[c]];
+  int32_t active = 0, hits = 0, fills = 0;
+  bool wanting = false;
+  for (int64_t e = 0; e < p.experts; e++) {
+    missing[e] = p.due[e] && address[e] < 0;
+    hits += p.due[e] && !missing[e];
+    wanting |= missing[e] && fill_version[e] >= 0;
+    if (p.due[e]) p.active[active++] = static_cast<int32_t>(e);
+  }
+
+  // Candidates of each version, the first victim first.
+  using Order = std::tuple<bool, int32_t, int32_t, int32_t, int64_t>;
+  std::map<int32_t, std::vector<Order>> candidates;
+  for (int64_t c = 0; wanting && c < p.cells; c++) {
+    if (cell_row[c] < 0 || pinned[c]) continue;
+    const bool owned = owner[c] >= 0;
+    const int32_t e = std::max(owner[c], 0);
+    const int32_t age = wrapped(static_cast<int64_t>(clock) - last_used[c]);
+    const int32_t key = owned ? victim_key(age, frequency[e], prior[e], p.weights) : 0;
+    candidates[cell_version[c]].emplace_back(owned, key, owned ? last_used[c] : 0, owner[c], c);
+  }
+  for (auto& [of_version, cells] : candidates) std::sort(cells.begin(), cells.end());
+
+  // The n-th miss of a version takes its n-th candidate.
+  std::map<int32_t, size_t> next;
+  std::vector<std::pair<int64_t, int64_t>> taken;  // expert, cell
+  for (int64_t e = 0; wanting && e < p.experts; e++) {
+    if (!missing[e] || fill_version[e] < 0) continue;
+    const auto found = candidates.find(fill_version[e]);
+    size_t& n = next[fill_version[e]];
+    if (found == candidates.end() || n == found->second.size()) continue;
+    const int64_t c = std::get<4>(found->second[n++]);
+    taken.emplace_back(e, c);
+    p.fill_expert[fills] = static_cast<int32_t>(e), p.fill_row[fills] = cell_row[c];
+    p.fill_list_version[fills++] = fill_version[e];
+  }
+
+  // What was computed in is known, so the tables may change.
+  for (int64_t c = 0; c < p.cells; c++) {
+    if (pinned[c]) last_used[c] = clock;
+  }
+  int32_t missed = 0;
+  for (int64_t e = 0; e < p.experts; e++) {
+    missed += missing[e];
+    // What is missing is computed in the version that it would fill, with or without a cell.
+    if (missing[e]) version[e] = fill_version[e] >= 0 ? fill_version[e] : -1 - fill_version[e];
+    frequency[e] = wrapped(static_cast<int64_t>(frequency[e]) + p.due[e]);
+  }
+  for (const auto& [e, c] : taken) {
+    if (current(c)) address[owner[c]] = -1;
+  }
+  for (const auto& [e, c] : taken) {
+    address[e] = cell_row[c], owner[c] = static_cast<int32_t>(e), last_used[c] = clock;
+  }
+  p.clock[p.layer] = clock;
+  std::fill(p.active + active, p.active + p.experts, -1);
+  for (int32_t* list : {p.fill_expert, p.fill_row, p.fill_list_version}) {
+    std::fill(list + fills, list + p.experts, -1);
+  }
+  *p.active_count = active, *p.fill_count = fills, *p.hits = hits, *p.read_through = missed - fills;
+  return "";
+}
+
+}  // namespace moejax
