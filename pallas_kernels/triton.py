@@ -81,7 +81,7 @@ def scalar(number: jax.typing.ArrayLike) -> jax.Array:
     return jnp.reshape(jnp.asarray(number, jnp.int32), 1)
 
 
-def edge_mask(first: jax.typing.ArrayLike, size: int, end: int) -> jax.Array | None:
+def edge_mask(first: jax.Array, size: int, end: int) -> jax.Array | None:
     """Which of `size` places from `first` on, a multiple of size, lie before `end`; None where all
     of such tiles do."""
     return first + jnp.arange(size) < end if end % size else None
