@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from importlib import import_module
 
 from pallas_kernels.cards import CLASSES
-from pallas_kernels.cpu.library import why_not_cpu
+from pallas_kernels.cpu.library import DTYPES, why_not_cpu
 from pallas_kernels.triton import KERNEL_DTYPES, is_interpreted
 
 
@@ -86,8 +86,8 @@ def resolve_ops(
     ops: as for parse_ops. platform: the device's, "cpu" or "gpu". dtype: the run's. no_kernel: ops
     whose kernel this model cannot use, and why (paged_attention's `why_not_pallas`). shared_kib:
     the device's `cards.shared_class`. Auto is "pallas" on a GPU for the 16-bit dtypes where the op
-    has a kernel for the model, else "xla", which runs everywhere; "cpu" only runs where it is asked
-    for.
+    has a kernel for the model, "cpu" on a CPU where the library of native ops is loaded and has the
+    op, else "xla", which runs everywhere.
 
     Raises ValueError for what parse_ops refuses, for kernels asked for where they cannot run, and
     for a class that does not exist.
@@ -98,11 +98,13 @@ def resolve_ops(
     runs = platform == "gpu" or is_interpreted()
     wide = dtype not in KERNEL_DTYPES
     no_kernel = no_kernel or {}
+    native = platform == "cpu" and dtype in DTYPES and not why_not_cpu()
     resolved = {}
     for op, name in wanted.items():
         if name == "auto":
-            usable = platform == "gpu" and not wide and "pallas" in OPS[op]
-            name = "pallas" if usable and op not in no_kernel else "xla"
+            kernel = platform == "gpu" and not wide and op not in no_kernel
+            usable = {"pallas": kernel, "cpu": native}
+            name = next((n for n in usable if usable[n] and n in OPS[op]), "xla")
         if name == "cpu" and platform != "cpu":
             raise ValueError(f"op {op!r}: the native CPU ops run on CPUs; here use pallas or auto")
         if name == "cpu" and (reason := why_not_cpu()):

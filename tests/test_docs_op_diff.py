@@ -59,7 +59,7 @@ def test_it_is_listed_and_keeps_the_contract(changed):
     code = "from pallas_kernels import OPS, parse_ops; print(OPS['combine'])\n"
     code += "print(parse_ops('combine=loop')['combine'])"
     listed = run([sys.executable, "-c", code], changed)
-    assert listed.splitlines() == ["('xla', 'pallas', 'loop')", "loop"]
+    assert listed.splitlines() == ["('xla', 'pallas', 'cpu', 'loop')", "loop"]
     contract = "tests/pallas_kernels/test_combine.py"
     pytest_ = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     passed = run([*pytest_, contract, "-k", "loop", "-m", "not nightly"], changed)

@@ -127,7 +127,7 @@ def look() -> Machine:
         host_bytes=host_bytes(),
         host_available=host_available_bytes(),
         memlock=None if memlock == resource.RLIM_INFINITY else memlock,
-        native=why_not_cpu() or f'{instruction_set()} instructions, run by ops="cpu"',
+        native=why_not_cpu() or f"{instruction_set()} instructions",
     )
 
 

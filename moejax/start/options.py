@@ -195,8 +195,8 @@ class Options:
         choices=DRIVERS,
     )
     ops: str | Mapping[str, str] = _option(
-        "implementation of the ops: auto (Pallas kernels on a GPU, else XLA), xla, pallas, or "
-        "pairs such as plan=xla,route=pallas (default: auto)",
+        "implementation of the ops: auto (Pallas kernels on a GPU, native ops on a CPU that has "
+        "them, else XLA), xla, pallas, cpu, or pairs such as plan=xla,route=pallas (default: auto)",
         "engine",
         default="auto",
     )

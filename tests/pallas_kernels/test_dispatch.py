@@ -4,7 +4,7 @@ import importlib
 
 import pytest
 
-from pallas_kernels import OPS, Ops, parse_ops, resolve_ops
+from pallas_kernels import OPS, Ops, dispatch, parse_ops, resolve_ops
 from pallas_kernels.implementations import pick
 
 
@@ -27,8 +27,19 @@ def test_every_folder_is_a_listed_op(repository):
 
 
 @pytest.mark.parametrize("ops", ["auto", "xla", {}, {"plan": "xla"}, {"plan": "auto"}])
-def test_resolves(ops):
+def test_resolves(ops, monkeypatch):
+    monkeypatch.setattr(dispatch, "why_not_cpu", lambda: "they are not built")
     assert resolve_ops(ops) == Ops(**dict.fromkeys(OPS, "xla"))
+
+
+def test_auto_is_native_on_a_cpu_that_has_the_library(monkeypatch):
+    monkeypatch.setattr(dispatch, "why_not_cpu", lambda: None)
+    want = {op: "cpu" if "cpu" in names else "xla" for op, names in OPS.items()}
+    assert want["linear"] == "cpu" and want["fill"] == "xla"
+    assert resolve_ops("auto", dtype="bfloat16").chosen() == want
+    assert resolve_ops("plan=xla").chosen() == want | {"plan": "xla"}
+    assert set(resolve_ops("auto", dtype="float64").chosen().values()) == {"xla"}
+    assert "cpu" not in resolve_ops("auto", platform="gpu", dtype="float32").chosen().values()
 
 
 @pytest.mark.parametrize(
@@ -68,7 +79,7 @@ def test_a_kernel_that_cannot_run_a_model_is_not_chosen():
 
 def test_a_class_of_gpu_is_kept_and_checked():
     assert resolve_ops(shared_kib=99).shared_kib == 99
-    assert resolve_ops(shared_kib=99).chosen() == dict.fromkeys(OPS, "xla")
+    assert resolve_ops("xla", shared_kib=99).chosen() == dict.fromkeys(OPS, "xla")
     message = r"tables for \(99, 163, 227\) KiB a program, not 100"
     with pytest.raises(ValueError, match=message):
         resolve_ops(shared_kib=100)

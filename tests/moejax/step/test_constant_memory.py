@@ -102,7 +102,7 @@ def with_steps(programs: Programs, **changes) -> Programs:
 
 @pytest.fixture(scope="module")
 def runner(demo_dir):
-    with LLM(demo_dir, expert_budget="25%", progress=False) as llm:
+    with LLM(demo_dir, expert_budget="25%", ops="xla", progress=False) as llm:
         yield llm.engine.runner
 
 
