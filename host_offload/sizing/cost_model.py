@@ -257,10 +257,12 @@ def _fitted(counts: Sequence[Sequence[float]], seconds: Sequence[float]) -> list
     while kept:
         found[:] = 0
         found[kept] = np.linalg.lstsq(scaled[:, kept], np.ones(len(scaled)), rcond=None)[0]
-        if found.min() >= 0:
+        negative = [cost for cost in kept if found[cost] < 0]
+        if not negative:
             break
-        # The one that would take most from the steps goes first.
-        kept.remove(int(np.argmin(found * scaled.mean(axis=0))))
+        # The one that would take most from the steps goes first; what no step has takes nothing.
+        taken = found * scaled.mean(axis=0)
+        kept.remove(min(negative, key=lambda cost: taken[cost]))
     return found.tolist()
 
 

@@ -153,6 +153,18 @@ def test_a_fit_has_no_cost_below_zero():
     assert 4 < found.seconds(works[0]) < 8
 
 
+def test_costs_that_no_step_has_or_that_come_together_end_no_fit():
+    """Least squares gives now and then what no step has a cost of −1e-20, as the only negative one."""
+    for seed in range(900, 1100):
+        rng = np.random.default_rng(seed)
+        steps = int(rng.integers(2, 9))
+        counts = rng.integers(0, 5, (steps, 7))
+        works = [Work(a, a, b, c) for _, a, _, b, c, _, _ in counts.tolist()]
+        moves = [(int(moved), 0) for moved in counts[:, 5]]
+        cost, *moved = fitted_prefill(works, moves, rng.uniform(0.001, 0.0015, steps))
+        assert min(*vars(cost).values(), *moved) >= 0
+
+
 def test_prefill_steps_also_give_what_a_moved_expert_takes():
     works = [Work(n, n, 4, t) for n, t in ((1, 0), (2, 3), (5, 9), (8, 2), (8, 7), (3, 3), (4, 1))]
     moves = [(0, 0), (4, 0), (0, 4), (2, 2), (0, 0), (1, 3), (3, 0)]
