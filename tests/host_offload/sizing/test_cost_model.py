@@ -154,7 +154,7 @@ def test_a_fit_has_no_cost_below_zero():
 
 
 def test_costs_that_no_step_has_or_that_come_together_end_no_fit():
-    """Least squares gives now and then what no step has a cost of −1e-20, as the only negative one."""
+    """Least squares gives now and then what no step has a cost of −1e-20, the only negative one."""
     for seed in range(900, 1100):
         rng = np.random.default_rng(seed)
         steps = int(rng.integers(2, 9))
