@@ -170,6 +170,7 @@ def test_threads_are_fixed_when_jax_starts():
     assert run.returncode and said in run.stderr
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_limit_is_raised_only_before_the_backend_starts():
     code = (

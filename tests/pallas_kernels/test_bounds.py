@@ -33,6 +33,7 @@ def copy(x, *, mask_load, mask_store, by_index, programs):
     return call(x)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int32, jnp.uint16])
 @pytest.mark.parametrize("by_index", [False, True])
 @pytest.mark.parametrize("programs", [(3, 2), (4, 2)])

@@ -81,6 +81,7 @@ def rounded_twice(combine, residual, y, weights):
     return residual + combine(jnp.zeros_like(residual), y, weights)
 
 
+@pytest.mark.nightly
 @each(api.IMPLEMENTATIONS)
 @pytest.mark.parametrize(
     ("mutant", "checked"),

@@ -169,6 +169,7 @@ MUTANTS = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", MUTANTS)
 def test_contract_catches(name, monkeypatch):
     monkeypatch.setitem(api.DECODE, name, mutant(MUTANTS[name]))
@@ -246,6 +247,7 @@ def key_that_is_no_value(load_span=reference._load_span):
     return load
 
 
+@pytest.mark.nightly
 def test_contract_catches_the_wrong_values_of_a_latent_row(monkeypatch):
     monkeypatch.setattr(reference, "_load_span", key_that_is_no_value())
     monkeypatch.setitem(api.DECODE, "last values", reference.decode_attention)

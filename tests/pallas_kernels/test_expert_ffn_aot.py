@@ -98,6 +98,7 @@ def check(kernel, few):
     assert ("mma.sync" in kernel.ptx) is few
 
 
+@pytest.mark.nightly
 def test_a_rows_products_are_the_same_for_any_number_of_tokens():
     """For 64 tokens there is code for one row tile and code for four, each for cell and store:
     as many matrix instructions per row tile as for 16 tokens, and sums nowhere else."""
@@ -110,6 +111,7 @@ def test_a_rows_products_are_the_same_for_any_number_of_tokens():
         assert re.findall(r"\badd(?:\.\w+)*\.f32\b", kernels["expert_down"].ptx) == []
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("row_tile", [16, 64])
 @pytest.mark.parametrize("activation", ["gelu", "gelu_new", "relu"])
 def test_activations(activation, row_tile):

@@ -38,6 +38,7 @@ def drops_the_last_expert(*arguments, **options):
     return reference.expert_ffn(*rest, count - 1, **options)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "mutant",
     [
@@ -59,12 +60,14 @@ def no_activation(*arguments, activation, **options):
     return reference.expert_ffn(*arguments, activation=lambda x: x, **options)
 
 
+@pytest.mark.nightly
 def test_contract_catches_a_wrong_activation(monkeypatch):
     monkeypatch.setitem(api.IMPLEMENTATIONS, "no_activation", no_activation)
     with pytest.raises(AssertionError):
         check(Spec(3, "bfloat16"), "no_activation")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("kernels", "part", "mistake"),
     [

@@ -174,6 +174,7 @@ def last_row_left_out(fill, arena, stores, layer, expert, row, version, count, f
     return fill(arena, stores, layer, expert, row, version, count, formats=formats)
 
 
+@pytest.mark.nightly
 @each(api.IMPLEMENTATIONS)
 @pytest.mark.parametrize(
     "mutant",

@@ -97,6 +97,7 @@ def one_tile_too_few(op, x, weights, layer, *, tiles, **options):
     return op(x, weights, layer, tiles=tiles - 1, **options)
 
 
+@pytest.mark.nightly
 @each(api.IMPLEMENTATIONS)
 @pytest.mark.parametrize("mutant", [wrong_layer, heads_reversed, narrow_sum, one_tile_too_few])
 def test_contract_catches(mutant, implementation, monkeypatch):

@@ -194,6 +194,7 @@ MUTANTS = {
 }
 
 
+@pytest.mark.nightly
 def test_contract_catches_a_norm_that_is_not_there(monkeypatch):
     ones = mutant(lambda a: dict.fromkeys(("q_norm", "k_norm"), jnp.ones((3, 16))))
     monkeypatch.setitem(api.IMPLEMENTATIONS, "norm of ones", ones)
@@ -201,6 +202,7 @@ def test_contract_catches_a_norm_that_is_not_there(monkeypatch):
         check(Spec(17, "float32", norms=False), "norm of ones")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", MUTANTS)
 def test_contract_catches(name, monkeypatch):
     monkeypatch.setitem(api.IMPLEMENTATIONS, name, mutant(MUTANTS[name]))
@@ -208,6 +210,7 @@ def test_contract_catches(name, monkeypatch):
         check(Spec(17, "float32", attention_factor=1.25), name)
 
 
+@pytest.mark.nightly
 def test_contract_catches_a_tile_of_q_and_k_heads(monkeypatch):
     config = pallas_triton.Config(heads=4, num_warps=1, num_stages=1)
     monkeypatch.setattr(pallas_triton, "configuration", lambda *_: config)

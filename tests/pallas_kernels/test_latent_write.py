@@ -170,6 +170,7 @@ MUTANTS = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", MUTANTS)
 def test_contract_catches(name, monkeypatch):
     monkeypatch.setitem(api.IMPLEMENTATIONS, name, mutant(MUTANTS[name]))

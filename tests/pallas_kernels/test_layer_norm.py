@@ -105,6 +105,7 @@ def mean_of_a_padded_row(layer_norm, x, weights, biases, layer, eps):
     return layer_norm(padded, *parameters, layer, eps)[..., : x.shape[-1]]
 
 
+@pytest.mark.nightly
 @each(api.IMPLEMENTATIONS)
 @pytest.mark.parametrize("mutant", [wrong_layer, no_eps, no_bias, mean_of_a_padded_row])
 def test_contract_catches(mutant, implementation, monkeypatch):

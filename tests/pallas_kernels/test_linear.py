@@ -94,6 +94,7 @@ def last_columns_left_out(linear, x, weights, layer, bias, **options):
     return linear(x[:, :-16], weights[:, :, :-16], layer, bias, **options)
 
 
+@pytest.mark.nightly
 @each(api.IMPLEMENTATIONS)
 @pytest.mark.parametrize(
     ("mutant", "spec"),

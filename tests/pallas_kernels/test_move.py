@@ -145,6 +145,7 @@ def last_row_left_out(copy, *arguments):
     return copy(*rest, tuple(rows - 1 for rows in record_rows))
 
 
+@pytest.mark.nightly
 @each(api.IMPLEMENTATIONS, mutants=True)
 @pytest.mark.parametrize(
     "mutant", [row_off_by_one, moves_everything, always_version_0, last_row_left_out]

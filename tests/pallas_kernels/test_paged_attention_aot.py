@@ -117,6 +117,7 @@ def test_larger_pages(block_size):
     check(kernels["prefill_attention"], 227 * 1024)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("head_dim", [6, 40, 96])
 def test_odd_heads(head_dim):
     """Masked tiles."""

@@ -195,6 +195,7 @@ def test_counts_stay_exact_at_the_ends_of_the_clock(implementation):
     np.testing.assert_array_equal(tables.owner[0, :3], [1, 6, 3])
 
 
+@pytest.mark.nightly
 @each(api.IMPLEMENTATIONS, mutants=True)
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
 def test_contract_catches(mutant, implementation, monkeypatch):

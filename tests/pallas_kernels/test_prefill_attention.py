@@ -211,6 +211,7 @@ MUTANTS = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", MUTANTS)
 def test_contract_catches(name, monkeypatch):
     monkeypatch.setitem(api.PREFILL, name, mutant(MUTANTS[name]))
@@ -222,6 +223,7 @@ def not_causal(q, keys, values, seen, sums, page, attend=kernels._attend):
     return attend(q, keys, values, seen | True, sums, page)
 
 
+@pytest.mark.nightly
 def test_contract_catches_a_kernel_that_is_not_causal(monkeypatch):
     monkeypatch.setattr(kernels, "_attend", not_causal)
     monkeypatch.setitem(api.PREFILL, "not causal", pallas_triton.prefill_attention)

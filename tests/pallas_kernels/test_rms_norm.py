@@ -76,6 +76,7 @@ def mean_of_a_padded_row(rms_norm, x, weights, layer, eps):
     return rms_norm(x * (64 / x.shape[-1]) ** 0.5, weights, layer, eps)
 
 
+@pytest.mark.nightly
 @each(api.IMPLEMENTATIONS)
 @pytest.mark.parametrize("mutant", [wrong_layer, no_eps, mean_of_a_padded_row])
 def test_contract_catches(mutant, implementation, monkeypatch):

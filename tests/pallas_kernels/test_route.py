@@ -225,6 +225,7 @@ def catches(mutant, spec, implementation, monkeypatch):
         check(spec, name)
 
 
+@pytest.mark.nightly
 @each(api.IMPLEMENTATIONS)
 @pytest.mark.parametrize(
     "mutant", [ties_to_the_higher_id, by_weight, never_normalized, padding_to_expert_0]
@@ -243,6 +244,7 @@ def no_correction(route, logits, valid, correction, layer, *, rule):
     return route(logits, valid, None, layer, rule=rule)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("mutant", [no_correction, weights_of_the_choice])
 def test_contract_catches_a_wrong_correction(mutant, monkeypatch):
     catches(mutant, Spec(17, 64, "deepseek-v3", correction=True), "xla", monkeypatch)

@@ -235,6 +235,7 @@ def uses_ungranted_cells(stage, arena, tables, stores, layer, entries, formats):
     return arena, after._replace(cell_row=tables.cell_row), done
 
 
+@pytest.mark.nightly
 @each(api.IMPLEMENTATIONS, mutants=True)
 @pytest.mark.parametrize(
     "mutant",

@@ -255,6 +255,7 @@ def test_each_check_is_kept_before_the_next_one_ends(tmp_path):
     assert kept == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_killed_check_loses_one(tmp_path):
     """SIGKILL while the third check runs: the next process makes all but two."""

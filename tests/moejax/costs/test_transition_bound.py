@@ -115,6 +115,7 @@ def test_a_maker_that_nobody_names_is_the_checkpoint():
     assert found == {"dense": "checkpoint", "int8": "checkpoint", "int4": "gptq, 32768 tokens 1234"}
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_costs_of_the_dense_model_are_found(ran, tmp_path, monkeypatch, caplog):
     """Measured with one version, used with two; a file of something else, or a damaged one, is

@@ -159,6 +159,7 @@ def test_same_bits_and_the_same_decisions(source, dense, precision, driver, tmp_
     assert (sizes[0] < sizes[POISONED]) == (not in_transit) and sizes[0] == sizes[2]
 
 
+@pytest.mark.nightly
 def test_a_layer_in_the_wrong_version_is_found(source):
     """Mutation: tables that take every layer's version for number 0. (Native ops refuse them.)"""
     options = {**PAGED, "enable_prefix_caching": False, "ops": "xla"}

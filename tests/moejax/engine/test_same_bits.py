@@ -60,7 +60,8 @@ def dtype(request):
 
 
 @pytest.fixture(
-    scope="module", params=["xla", pytest.param("cpu", marks=[NATIVE, pytest.mark.slow])]
+    scope="module",
+    params=[pytest.param("xla", marks=pytest.mark.slow), pytest.param("cpu", marks=NATIVE)],
 )
 def ops(request):
     return request.param
@@ -85,6 +86,12 @@ def solo(llm) -> list[Recorded]:
 
 mixes = st.lists(
     st.tuples(st.integers(0, len(POOL) - 1), st.integers(0, 12)), min_size=1, max_size=7
+)
+# XLA's programs take five times as long to compile as those with native ops.
+MOSTLY_CPU = pytest.mark.parametrize(
+    "ops",
+    [pytest.param("xla", marks=pytest.mark.nightly), pytest.param("cpu", marks=NATIVE)],
+    indirect=True,
 )
 cell_counts = st.one_of(
     st.integers(0, EXPERTS).map(lambda n: [n] * LAYERS),
@@ -114,6 +121,7 @@ def test_mixes_and_budgets_change_no_bit(llm, solo, mix, cells, more_kv, evictio
     [pytest.param("float32", marks=pytest.mark.nightly), "bfloat16"],
     indirect=True,
 )
+@MOSTLY_CPU
 @pytest.mark.parametrize(
     "options",
     [
@@ -130,6 +138,7 @@ def test_other_arenas_and_waves_change_no_bit(dtype, ops, solo, options):
             assert recorded.same_bits(solo[i]), f"request {i} of the pool"
 
 
+@MOSTLY_CPU
 def test_staged_transfers_change_no_bit(llm, solo, monkeypatch):
     """A step may also carry out transfers that the host chose, wisely or not."""
     set_budget(llm, [5, 2, 0, 9], 30)

@@ -382,7 +382,10 @@ def test_logits_of_fewer_rows_become_those_of_all_rows(runner, name):
     assert found.shape == (ROWS, runner.config.vocab_size)
 
 
-@pytest.mark.parametrize("length", [70, 5])  # two chunks, and less than one
+@pytest.mark.parametrize(
+    "length",
+    [pytest.param(70, id="two chunks"), pytest.param(5, id="less", marks=pytest.mark.nightly)],
+)
 def test_prompt_logprobs(runner, length):
     prompt = np.random.default_rng(1).integers(1, 4096, length).tolist()
     sequence = Sequence(prompt, dataclasses.replace(GREEDY, prompt_logprobs=4), row=1)

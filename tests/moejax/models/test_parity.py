@@ -770,6 +770,7 @@ def test_wrong_model_is_noticed(run, mutate):
     assert min(errors) > 1e-3
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("run", FULL.values(), indirect=True)
 def test_every_parameter_is_noticed(run):
     wrong = copy.deepcopy(run.model)

@@ -215,12 +215,14 @@ def test_regrant_updates_the_tables_in_place(runner):
     assert compiled.memory.temp_bytes < tables
 
 
+@pytest.mark.nightly
 def test_missing_donation_is_found(runner):
     compiled = compile_here(runner.programs(), DECODE, donate=False)
     assert runner.arena.nbytes in [size for _, size in compiled.copies(MiB)]
     assert compiled.memory.alias_bytes == 0
 
 
+@pytest.mark.nightly
 def test_fill_that_does_not_wait_for_attention_is_found(runner, monkeypatch):
     def forced(forced, layer, routed, experts):
         return forced.ids[layer], forced.weights[layer]
@@ -271,6 +273,7 @@ def test_step_of_a_large_model_copies_nothing_large(large, key):
     assert memory.temp_bytes < most(H200_TEMP, key)
 
 
+@pytest.mark.nightly
 @pytest.mark.aot
 def test_integrity_check_of_a_large_model_copies_nothing_large(large):
     compiled = compile_large(large, ProgramKey("integrity"))
@@ -305,6 +308,7 @@ def test_moving_pages_of_a_large_arena_copies_nothing_else(large):
     assert moved.memory.temp_bytes <= 2 * SWAP_PAGES * page
 
 
+@pytest.mark.nightly
 @pytest.mark.aot
 def test_missing_donation_of_a_large_arena_is_found(large):
     compiled = compile_large(large, DECODE, donate=False)

@@ -238,6 +238,7 @@ def test_command(tmp_path, capsys):
     assert line["kind"] == worker.kind_of(7, 3)
 
 
+@pytest.mark.nightly
 def test_command_goes_on_after_a_failure(capsys):
     """Until its time is over; each failure has the line that repeats it."""
     assert attack.main(["--minutes", "0.02"], plants.wrong_type) == 1

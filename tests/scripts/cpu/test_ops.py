@@ -10,6 +10,7 @@ from tests.pallas_kernels.contract import NATIVE
 SMALL = ("--hidden", "128", "--width", "32", "--experts", "4", "--context", "64", "--repeats", "1")
 
 
+@pytest.mark.nightly
 @NATIVE
 @pytest.mark.slow
 def test_it_measures_every_op(capsys):

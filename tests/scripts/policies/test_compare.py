@@ -135,6 +135,7 @@ def test_a_link_gives_predicted_times(directory, lines, capsys):
     assert link.of(0.5 * 8e9, steps=100, batch=1)["stall_s"] == 0
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_processes_change_nothing(directory, lines):
     wide = [*SMALL[:-1], "2"]

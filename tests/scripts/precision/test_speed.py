@@ -171,6 +171,7 @@ def test_static_arms_never_move_and_paged_ones_pay_for_each_miss(tmp_path):
     np.testing.assert_allclose(took - found.compute_s, misses * DENSE / 48e9, rtol=1e-9)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_predicted_lines_are_complete_and_ordered_as_their_floors(monkeypatch):
     monkeypatch.setattr(
