@@ -66,6 +66,13 @@ class Fields:
             )
         return float(value)
 
+    def factor(self, key: str, default: float) -> float:
+        """A number above zero, at most LARGEST."""
+        value = self.number(key, default)
+        if not value:
+            raise self.refuse(f"{key} must be above zero")
+        return value
+
     def flag(self, key: str, default: bool) -> bool:
         value = self.raw.get(key, default)
         if not isinstance(value, bool):
@@ -229,8 +236,9 @@ class Family:
     layer_params: (config, whether the layer has experts) → the parameters of one layer except its
     routed experts, by the names that LayerStack knows, each the tensors it is made of, named after
     ``model.layers.N.``. experts: where routed experts are, after ``model.layers.N.``.
-    matrices: what gate, up and down are called there. wide_params: parameters kept in float32
-    whatever the run's dtype. final_norm_bias: the final norm is a LayerNorm. ignores: (config,
+    matrices: what gate, up and down are called there, of one expert; None: experts are always
+    stacked. stacked: what [E, 2·F, D], gate rows before up rows, and [E, D, F] are called there, of
+    all experts. wide_params: parameters kept in float32 whatever the run's dtype. final_norm_bias: the final norm is a LayerNorm. ignores: (config,
     tensor name) → a tensor that transformers does not read either.
     """
 
@@ -239,7 +247,8 @@ class Family:
     parse: Callable[[Fields], ModelConfig]
     layer_params: Callable[[ModelConfig, bool], dict[str, Parts]]
     experts: str = "mlp.experts."
-    matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    matrices: tuple[str, str, str] | None = ("gate_proj", "up_proj", "down_proj")
+    stacked: tuple[str, str] = ("gate_up_proj", "down_proj")
     wide_params: frozenset[str] = frozenset()
     final_norm_bias: bool = False
     ignores: Callable[[ModelConfig, str], bool] = lambda config, name: False

@@ -44,6 +44,7 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
     "Phimoe": {"intermediate_size": 32, "num_local_experts": 6},
     "DeepseekV2": _LATENT,
     "DeepseekV3": {**_LATENT, "n_group": 4, "topk_group": 2},
+    "GraniteMoe": {"intermediate_size": 32, "num_local_experts": 6, "attention_multiplier": 0.25},
 }
 """Family, as in transformers' class names → what its random models have over SMALL."""
 

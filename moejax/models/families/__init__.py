@@ -14,6 +14,7 @@ _PLACES = (
     "phimoe:FAMILY",
     "deepseek:V2",
     "deepseek:V3",
+    "granitemoe:FAMILY",
 )
 
 _families: list[Family] = [pkgutil.resolve_name(f"{__name__}.{place}") for place in _PLACES]

@@ -63,6 +63,13 @@ SMALL: dict[str, dict[str, Any]] = {
     ),
     "DeepseekV2ForCausalLM": dict(LATENT, topk_method="group_limited_greedy", q_lora_rank=None),
     "DeepseekV3ForCausalLM": dict(LATENT, q_lora_rank=24, n_shared_experts=2),
+    "GraniteMoeForCausalLM": dict(
+        num_local_experts=8,
+        attention_multiplier=0.1,
+        embedding_multiplier=3.0,
+        residual_multiplier=0.7,
+        logits_scaling=1.5,
+    ),
 }
 """architecture → config.json's fields over COMMON; not named: 8 experts and nothing else."""
 

@@ -21,7 +21,7 @@ from moejax.models.families import FAMILIES
 
 KINDS = tuple(family.model_type for family in FAMILIES.values())
 
-GQA = ("qwen3_moe", "mixtral", "olmoe", "qwen2_moe", "phimoe")
+GQA = ("qwen3_moe", "mixtral", "olmoe", "qwen2_moe", "phimoe", "granitemoe")
 MLA = ("deepseek_v2", "deepseek_v3")
 
 BASE: dict[str, dict[str, Any]] = {
@@ -40,20 +40,23 @@ HONOURED: dict[str, tuple[tuple[str, ...], Any]] = {
     "num_hidden_layers": (KINDS, 30),
     "num_attention_heads": (KINDS, 64),
     "num_key_value_heads": (GQA, 2),
-    "head_dim": (("qwen3_moe", "mixtral", "qwen2_moe", "phimoe"), 48),
+    "head_dim": (("qwen3_moe", "mixtral", "qwen2_moe", "phimoe", "granitemoe"), 48),
     "hidden_act": (KINDS, "gelu"),
     "max_position_embeddings": (KINDS, 777),
     "rms_norm_eps": (KINDS, 1e-3),
     "rope_parameters": (KINDS, {"rope_type": "default", "rope_theta": 123.0}),
     "tie_word_embeddings": (KINDS, True),
     "eos_token_id": (KINDS, 3),
-    "num_experts_per_tok": (("qwen3_moe", "mixtral", "olmoe", "qwen2_moe", *MLA), 3),
+    "num_experts_per_tok": (("qwen3_moe", "mixtral", "olmoe", "qwen2_moe", "granitemoe", *MLA), 3),
     "num_experts": (("qwen3_moe", "mixtral", "olmoe", "qwen2_moe", "deepseek_v2"), 32),
-    "num_local_experts": (("qwen3_moe", "mixtral", "olmoe", "phimoe", "deepseek_v3"), 32),
+    "num_local_experts": (
+        ("qwen3_moe", "mixtral", "olmoe", "phimoe", "deepseek_v3", "granitemoe"),
+        32,
+    ),
     "n_routed_experts": (MLA, 32),
     "moe_intermediate_size": (("qwen3_moe", "qwen2_moe", *MLA), 96),
     "norm_topk_prob": (("qwen3_moe", "olmoe", "qwen2_moe", "deepseek_v3"), True),
-    "attention_bias": (("qwen3_moe", "olmoe", "phimoe", *MLA), True),
+    "attention_bias": (("qwen3_moe", "olmoe", "phimoe", "granitemoe", *MLA), True),
     "decoder_sparse_step": (("qwen3_moe", "qwen2_moe"), 2),
     "mlp_only_layers": (("qwen3_moe", "qwen2_moe"), [3]),
     "sliding_window": (("qwen3_moe", "mixtral", "qwen2_moe", "phimoe"), 33),
@@ -78,6 +81,10 @@ HONOURED: dict[str, tuple[tuple[str, ...], Any]] = {
     "n_group": (MLA, 4),
     "topk_group": (MLA, 3),
     "rope_interleave": (("deepseek_v3",), False),
+    "embedding_multiplier": (("granitemoe",), 12.0),
+    "attention_multiplier": (("granitemoe",), 0.015625),
+    "residual_multiplier": (("granitemoe",), 0.22),
+    "logits_scaling": (("granitemoe",), 6.0),
 }
 """Field → (families in which it changes the ModelConfig, a value that is not the default)."""
 
@@ -95,9 +102,9 @@ REFUSED: dict[str, dict[tuple[str, ...], tuple[Any, str]]] = {
     "head_dim": {("olmoe",): (64, r"hidden_size \(2048\) must be .* \(16 × 64\)")},
     "num_experts_per_tok": {("phimoe",): (1, "num_experts_per_tok 1 is not implemented")},
     "norm_topk_prob": {("deepseek_v2",): (True, "norm_topk_prob True is not implemented")},
-    "sliding_window": {("olmoe", *MLA): (64, "sliding_window 64 is not implemented")},
+    "sliding_window": {("olmoe", "granitemoe", *MLA): (64, "sliding_window 64 is not implemented")},
     "layer_types": {
-        ("qwen3_moe", "mixtral", "olmoe", "phimoe", *MLA): (SLIDING, "layer_types must be"),
+        ("qwen3_moe", "mixtral", "olmoe", "phimoe", "granitemoe", *MLA): (SLIDING, "layer_types must be"),
     },
     "scoring_func": {
         ("deepseek_v2",): ("sigmoid", "scoring_func 'sigmoid' .*only 'softmax'"),

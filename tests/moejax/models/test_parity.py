@@ -264,6 +264,19 @@ CASES = {
         {"expert_budget": "0%"},
         family="DeepseekV3",
     ),
+    "Granite: factors everywhere, biases, fewer KV heads, llama3 rope": Case(
+        {
+            "attention_bias": True,
+            "attention_multiplier": 0.15,
+            "embedding_multiplier": 2.5,
+            "residual_multiplier": 0.6,
+            "logits_scaling": 1.7,
+            "rope_parameters": LLAMA3,
+        },
+        {"expert_budget": "50%"},
+        {"older_keys": True},
+        family="GraniteMoe",
+    ),
 }
 """Between them every branch of every family's config that ALSO has too."""
 
@@ -500,6 +513,11 @@ ALSO = {
         {"expert_budget": "0%"},
         family="DeepseekV3",
     ),
+    "Granite: no factors but the scores', odd widths, one KV head, tied": Case(
+        {**ODD, "head_dim": 40, "intermediate_size": 80, "num_experts_per_tok": 3},
+        {"expert_budget": "0%"},
+        family="GraniteMoe",
+    ),
 }
 """Other combinations, not in CI."""
 
@@ -626,6 +644,7 @@ FULL = {
         "Phimoe": "Phi-3.5-MoE: biases",
         "DeepseekV2": "DeepSeek-V2: within groups",
         "DeepseekV3": "DeepSeek-V3: groups",
+        "GraniteMoe": "Granite: factors",
     }.items()
 }
 """Per family the case whose run is compared with deliberately wrong models."""
@@ -730,6 +749,22 @@ def _one_group_more(model):
     model.model.layers[1].mlp.gate.topk_group += 1
 
 
+def _other_factor_of_embeddings(model):
+    model.model.embedding_multiplier *= 1.1
+
+
+def _other_factor_of_a_layer(model):
+    model.model.layers[-1].residual_multiplier *= 1.1
+
+
+def _other_factor_of_scores(model):
+    model.model.layers[0].self_attn.scaling *= 1.1
+
+
+def _other_factor_of_logits(model):
+    model.config.logits_scaling *= 1.01
+
+
 WRONG = {
     "Qwen3Moe": (
         _wrong_theta,
@@ -753,6 +788,12 @@ WRONG = {
         _one_group_more,
         _other_normalization,
         _unscaled_weights,
+    ),
+    "GraniteMoe": (
+        _other_factor_of_embeddings,
+        _other_factor_of_a_layer,
+        _other_factor_of_scores,
+        _other_factor_of_logits,
     ),
 }
 
