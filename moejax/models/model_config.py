@@ -48,7 +48,8 @@ class ModelConfig:
     ("swish" is read as "silu"). rms_norm_eps: of LayerNorms too. sliding_window: tokens each query
     sees, itself included, in the layers of window_layers (None: in every layer); None: all.
     attention_bias: of q, k and v. clip_qkv: q, k and v are clipped to ± this. attention_scale: of
-    scores; None: head_dim^-0.5. rotary_width: first values of a head that are rotated; None: all.
+    scores; None: head_dim^-0.5. qk_norm: heads of q and k are normalised, in families where that
+    is a choice. rotary_width: first values of a head that are rotated; None: all.
     rope_interleave: the rotated values are pairs (2i, 2i + 1), not halves. embedding_multiplier,
     residual_multiplier: factors of embeddings, and of all that a layer adds to its input;
     logits_scaling: divides logits. shared_width: intermediate size of the expert that every token
@@ -84,6 +85,7 @@ class ModelConfig:
     window_layers: tuple[bool, ...] | None = None
     clip_qkv: float | None = None
     attention_scale: float | None = None
+    qk_norm: bool = False
     rotary_width: int | None = None
     rope_interleave: bool = False
     embedding_multiplier: float = 1.0

@@ -15,6 +15,8 @@ _PLACES = (
     "deepseek:V2",
     "deepseek:V3",
     "granitemoe:FAMILY",
+    "glm4_moe:FAMILY",
+    "ernie4_5_moe:FAMILY",
 )
 
 _families: list[Family] = [pkgutil.resolve_name(f"{__name__}.{place}") for place in _PLACES]
