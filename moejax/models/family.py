@@ -272,8 +272,9 @@ class Family:
     ``model.layers.N.``. experts: where routed experts are, after ``model.layers.N.``.
     matrices: what gate, up and down are called there, of one expert; None: experts are always
     stacked. stacked: what [E, 2·F, D], gate rows before up rows, and [E, D, F] are called there, of
-    all experts. wide_params: parameters kept in float32 whatever the run's dtype. final_norm_bias: the final norm is a LayerNorm. ignores: (config,
-    tensor name) → a tensor that transformers does not read either.
+    all experts. wide_params: parameters kept in float32 whatever the run's dtype. final_norm_bias:
+    the final norm is a LayerNorm. ignores: (config, tensor name) → a tensor that transformers does
+    not read either.
     """
 
     architecture: str

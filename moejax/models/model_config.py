@@ -50,11 +50,12 @@ class ModelConfig:
     attention_bias: of q, k and v. clip_qkv: q, k and v are clipped to ± this. attention_scale: of
     scores; None: head_dim^-0.5. qk_norm: heads of q and k are normalised, in families where that
     is a choice. rotary_width: first values of a head that are rotated; None: all.
-    rope_interleave: the rotated values are pairs (2i, 2i + 1), not halves. embedding_multiplier,
-    residual_multiplier: factors of embeddings, and of all that a layer adds to its input;
-    logits_scaling: divides logits. shared_width: intermediate size of the expert that every token
-    goes through; 0: none. dtype: the checkpoint's, one of DTYPES; None where the config does not
-    say (`load_checkpoint` fills it in from the weights). eos_token_ids: empty if there is none.
+    rope_interleave: the rotated values are pairs (2i, 2i + 1), not halves (of latent attention mla
+    says it). embedding_multiplier, residual_multiplier: factors of embeddings, and of all that a
+    layer adds to its input; logits_scaling: divides logits. shared_width: intermediate size of the
+    expert that every token goes through; 0: none. dtype: the checkpoint's, one of DTYPES; None
+    where the config does not say (`load_checkpoint` fills it in from the weights). eos_token_ids:
+    empty if there is none.
 
     Routing: scoring_func "softmax", "sigmoid" or "sparsemixer", see pallas_kernels.route.RouteRule
     for the others.

@@ -69,7 +69,9 @@ def layer_params(config: ModelConfig, moe: bool) -> dict[str, Parts]:
     params |= router_params(config) | {"correction": ((name, (1, config.num_experts)),)}
     if not config.shared_width:
         return params
-    return params | feed_forward_params(config, config.shared_width, "mlp.shared_experts.", "shared_")
+    return params | feed_forward_params(
+        config, config.shared_width, "mlp.shared_experts.", "shared_"
+    )
 
 
 def _of_later_tokens(config: ModelConfig, name: str) -> bool:

@@ -133,7 +133,9 @@ def stacked(config: dict[str, Any], tensors: dict[str, np.ndarray]) -> dict[str,
     return left | found
 
 
-def write_checkpoint(directory: Path, architecture: str, stack: bool = False, **fields: Any) -> Path:
+def write_checkpoint(
+    directory: Path, architecture: str, stack: bool = False, **fields: Any
+) -> Path:
     """The family's small model as a Hugging Face checkpoint without a tokenizer. stack: experts are
     stacked, whatever the family's published checkpoints are."""
     config = config_of(architecture, **fields)

@@ -116,7 +116,9 @@ REFUSED: dict[str, dict[tuple[str, ...], tuple[Any, str]]] = {
     "head_dim": {("olmoe",): (64, r"hidden_size \(2048\) must be .* \(16 × 64\)")},
     "num_experts_per_tok": {("phimoe",): (1, "num_experts_per_tok 1 is not implemented")},
     "norm_topk_prob": {("deepseek_v2",): (True, "norm_topk_prob True is not implemented")},
-    "sliding_window": {("olmoe", GLM, ERNIE, GRANITE, *MLA): (64, "sliding_window 64 is not implemented")},
+    "sliding_window": {
+        ("olmoe", GLM, ERNIE, GRANITE, *MLA): (64, "sliding_window 64 is not implemented")
+    },
     "layer_types": {
         ("qwen3_moe", "mixtral", "olmoe", "phimoe", GLM, ERNIE, GRANITE, *MLA): (
             SLIDING,
