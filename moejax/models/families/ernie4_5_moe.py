@@ -1,6 +1,10 @@
 """Ernie4_5_Moe (ERNIE-4.5-21B-A3B, -300B-A47B): pairs of neighbours are rotated, experts are chosen
 by softmax with a learned correction that is not part of the weights, shared experts beside the
-routed ones, dense layers around those with experts."""
+routed ones, dense layers around those with experts.
+
+The router, and cosine and sine, have the run's dtype as in every family; transformers keeps both in
+float32 in bfloat16 runs too.
+"""
 
 from __future__ import annotations
 

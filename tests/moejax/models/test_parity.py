@@ -892,7 +892,18 @@ def test_wrong_model_is_noticed(run, mutate):
     assert min(errors) > 1e-3
 
 
-@pytest.mark.parametrize("run", FULL.values(), indirect=True)
+SLOW = ("GraniteMoe", "Glm4Moe", "Ernie4_5_Moe")
+"""Families that the quick suite leaves out."""
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (family in SLOW))
+        for family, name in FULL.items()
+    ],
+    indirect=True,
+)
 def test_every_parameter_is_noticed(run):
     wrong = copy.deepcopy(run.model)
     corrections = [b for b in wrong.named_buffers() if b[0].endswith("correction_bias")]
