@@ -111,7 +111,8 @@ def expected_tensors(config: ModelConfig, found: Container[str]) -> dict[str, Pl
     """Every tensor that the checkpoint must hold, by name.
 
     found: the names that it does hold, which tell for each layer whether its experts are separate
-    (``mlp.experts.E.gate_proj.weight``) or stacked (``mlp.experts.gate_up_proj``).
+    (``mlp.experts.E.gate_proj.weight``) or stacked (``mlp.experts.gate_up_proj``); the names are
+    the family's.
     """
     places: dict[str, Place] = {}
 
@@ -141,10 +142,11 @@ def _experts(
     family = FAMILIES[config.architecture]
     prefix += family.experts
     stacked = {"gate_up": (count, 2 * width, hidden), "down": (count, hidden, width)}
-    if any(f"{prefix}{matrix}_proj" in found for matrix in stacked):
+    together = [prefix + name for name in family.stacked]
+    if family.matrices is None or any(name in found for name in together):
         return {
-            f"{prefix}{matrix}_proj": ExpertPlace(shape, layer, None, matrix)
-            for matrix, shape in stacked.items()
+            name: ExpertPlace(shape, layer, None, matrix)
+            for name, (matrix, shape) in zip(together, stacked.items(), strict=True)
         }
     shapes = {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
     names = dict(zip(shapes, family.matrices, strict=True))

@@ -44,6 +44,7 @@ def parse_config(raw: dict, source: str = "config.json") -> ModelConfig:
     correction = "correction" in family.layer_params(config, True)
     with user_errors(where=f"{source}: the router's fields do not fit together: "):
         config.route_rule.check(config.num_experts, correction=correction)
+    _refuse_scaled_part(config, source)
     rope, pairs = config.rope, config.rotary_dim // 2
     for name, factors in (("short_factor", rope.short_factor), ("long_factor", rope.long_factor)):
         if rope.type == "longrope" and len(factors) != pairs:
@@ -52,6 +53,17 @@ def parse_config(raw: dict, source: str = "config.json") -> ModelConfig:
                 f"of rotated values, not {len(factors)}"
             )
     return config
+
+
+def _refuse_scaled_part(config: ModelConfig, source: str) -> None:
+    """A factor on cosine and sine would reach the values that are not rotated too."""
+    rope = config.rope
+    if config.rotary_width is None or rope.type not in ("yarn", "longrope"):
+        return
+    raise UserError(
+        f"{source}: rope type {rope.type!r} is not implemented for heads of which only a part is "
+        "rotated (partial_rotary_factor); supported there: default, linear, llama3"
+    )
 
 
 def _family(raw: dict, source: str) -> Family:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from moejax.errors import UserError
 from moejax.models.json_values import is_integer, is_number
 from moejax.models.model_config import ModelConfig
-from moejax.models.rope import LARGEST, parse_rope
+from moejax.models.rope import LARGEST, parse_rope, rotary_part
 
 ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
 DTYPES = ("bfloat16", "float16", "float32")
@@ -17,7 +18,9 @@ DTYPES = ("bfloat16", "float16", "float32")
 _MOST = 2**31 - 1
 MOST = {
     "num_hidden_layers": 4096,
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 2**16),
+    **dict.fromkeys(
+        ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 2**16
+    ),
 }
 """Fields whose number of things is built while reading: a hostile one must not fill the memory."""
 MOST_EOS = 1000
@@ -65,6 +68,13 @@ class Fields:
                 f"{key} must be a number from zero up, at most {LARGEST:g}, not {value!r}"
             )
         return float(value)
+
+    def factor(self, key: str, default: float) -> float:
+        """A number above zero, at most LARGEST."""
+        value = self.number(key, default)
+        if not value:
+            raise self.refuse(f"{key} must be above zero")
+        return value
 
     def flag(self, key: str, default: bool) -> bool:
         value = self.raw.get(key, default)
@@ -120,12 +130,40 @@ class Fields:
         counts = dict(num_attention_heads=heads, num_key_value_heads=kv)
         return dict(hidden_size=hidden, **counts, head_dim=head_dim)
 
-    def routed(self, experts: int, default_top_k: int | None) -> dict[str, int]:
-        """num_experts and num_experts_per_tok, which fit together."""
-        top_k = self.integer("num_experts_per_tok", default_top_k)
+    def rotary_width(self, head_dim: int, default: float) -> int | None:
+        """How many values of a head partial_rotary_factor says are rotated; None: all. default: the
+        family's factor."""
+        part = rotary_part(self.raw, self.source, default)
+        width = int(head_dim * part)
+        if width < 2 or width % 2:
+            raise self.refuse(
+                f"partial_rotary_factor {part:g} of head_dim {head_dim} must leave an even number "
+                f"of values to rotate, not {width}"
+            )
+        return None if width == head_dim else width
+
+    def routed(
+        self, experts: int, default_top_k: int | None, older: str = "num_experts_per_tok"
+    ) -> dict[str, int]:
+        """num_experts and num_experts_per_tok, which fit together. older: another name of the
+        latter."""
+        self.alias("num_experts_per_tok", older)
+        name = older if self.has(older) else "num_experts_per_tok"
+        top_k = self.integer(name, default_top_k)
         if top_k > experts:
-            raise self.refuse(f"num_experts_per_tok ({top_k}) exceeds num_experts ({experts})")
+            raise self.refuse(f"{name} ({top_k}) exceeds num_experts ({experts})")
         return dict(num_experts=experts, num_experts_per_tok=top_k)
+
+    def dense_first(self, layers: int, default: int) -> tuple[bool, ...]:
+        """Per layer, whether it has experts: all but the first first_k_dense_replace. default: the
+        family's."""
+        first = self.integer("first_k_dense_replace", default, least=0)
+        if first >= layers:
+            raise self.refuse(
+                f"no layer has experts (first_k_dense_replace {first} of {layers} layers); moejax "
+                "runs mixture-of-experts models"
+            )
+        return tuple(i >= first for i in range(layers))
 
     def integers(self, key: str) -> frozenset[int]:
         """The integers of a list, in which each layer is looked for; none if null or absent."""
@@ -183,11 +221,14 @@ class Fields:
         theta: float = 10_000.0,
         eos: int | None = None,
         mscales: bool = False,
+        partial: bool = False,
+        tied: bool = False,
     ) -> dict[str, Any]:
         """What every decoder has, under ModelConfig's names; the arguments are the family's
-        defaults. mscales: its longrope has short_mscale and long_mscale."""
+        defaults. mscales: its longrope has short_mscale and long_mscale. partial: its
+        partial_rotary_factor is read, by rotary_width. tied: the head is the embedding."""
         longest = self.integer("max_position_embeddings", max_positions)
-        rope = parse_rope(self.raw, longest, self.source, theta=theta)
+        rope = parse_rope(self.raw, longest, self.source, theta=theta, partial=partial)
         if not mscales and (rope.short_mscale, rope.long_mscale) != (None, None):
             raise self.refuse(
                 "rope_parameters.short_mscale and long_mscale are not implemented for this model"
@@ -197,7 +238,7 @@ class Fields:
             hidden_act=self.activation(),
             rms_norm_eps=self.number("rms_norm_eps", eps),
             rope=rope,
-            tie_word_embeddings=self.flag("tie_word_embeddings", False),
+            tie_word_embeddings=self.flag("tie_word_embeddings", tied),
             max_position_embeddings=longest,
             dtype=self.dtype(),
             eos_token_ids=token_ids(self.raw.get("eos_token_id", eos), self.source),
@@ -229,9 +270,11 @@ class Family:
     layer_params: (config, whether the layer has experts) → the parameters of one layer except its
     routed experts, by the names that LayerStack knows, each the tensors it is made of, named after
     ``model.layers.N.``. experts: where routed experts are, after ``model.layers.N.``.
-    matrices: what gate, up and down are called there. wide_params: parameters kept in float32
-    whatever the run's dtype. final_norm_bias: the final norm is a LayerNorm. ignores: (config,
-    tensor name) → a tensor that transformers does not read either.
+    matrices: what gate, up and down are called there, of one expert; None: experts are always
+    stacked. stacked: what [E, 2·F, D], gate rows before up rows, and [E, D, F] are called there, of
+    all experts. wide_params: parameters kept in float32 whatever the run's dtype. final_norm_bias:
+    the final norm is a LayerNorm. ignores: (config, tensor name) → a tensor that transformers does
+    not read either.
     """
 
     architecture: str
@@ -239,11 +282,19 @@ class Family:
     parse: Callable[[Fields], ModelConfig]
     layer_params: Callable[[ModelConfig, bool], dict[str, Parts]]
     experts: str = "mlp.experts."
-    matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    matrices: tuple[str, str, str] | None = ("gate_proj", "up_proj", "down_proj")
+    stacked: tuple[str, str] = ("gate_up_proj", "down_proj")
     wide_params: frozenset[str] = frozenset()
     final_norm_bias: bool = False
     ignores: Callable[[ModelConfig, str], bool] = lambda config, name: False
     aliases: tuple[str, ...] = ()
+
+
+def later_layer(config: ModelConfig, name: str) -> bool:
+    """Whether a tensor belongs to the layers after the last, which predict several tokens and which
+    transformers leaves out."""
+    found = re.match(r"model\.layers\.(\d+)\.", name)
+    return found is not None and int(found[1]) >= config.num_hidden_layers
 
 
 def attention_params(config: ModelConfig, *, output_bias: bool) -> dict[str, Parts]:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 
@@ -73,6 +74,8 @@ class LayerStack(nnx.Module):
         self.size = params["input_norm"].shape[0]
         self.weights = nnx.Dict({name: nnx.Param(array) for name, array in params.items()})
         frequencies, self.attention_factor = inverse_frequencies(config.rope, config.rotary_dim)
+        if config.rotary_width is not None:  # what is not rotated is turned by no angle
+            frequencies = np.pad(frequencies, (0, config.head_dim // 2 - frequencies.size))
         self.inverse_frequencies = nnx.Variable(jnp.asarray(frequencies, jnp.float32))
 
     def _weight(self, name: str) -> jax.Array:
@@ -98,6 +101,10 @@ class LayerStack(nnx.Module):
         eps = self.config.rms_norm_eps if eps is None else eps
         return norm(x, self._weight(name), self._optional(f"{name}_bias"), i, eps, self.ops)
 
+    def _added(self, y):
+        """What a layer adds to its input; of routed experts the weights have the factor."""
+        return scaled(y, self.config.residual_multiplier)
+
     def attend(
         self, i: jax.Array, x: jax.Array, arena: jax.Array, tokens: Tokens, page: KVPage
     ) -> tuple[jax.Array, jax.Array]:
@@ -109,7 +116,7 @@ class LayerStack(nnx.Module):
             normed = self._norm(x, "input_norm", i)
             read = self._read_heads if self.config.mla is None else self._read_latent
             attended, arena = read(i, normed, arena, tokens, page)
-            x = x + self._linear(attended, "o", i, tokens)
+            x = x + self._added(self._linear(attended, "o", i, tokens))
             # The borders between a layer's parts are fixed points of rounding (contract 1e).
             return lax.optimization_barrier(x), arena
 
@@ -118,12 +125,16 @@ class LayerStack(nnx.Module):
         config = self.config
         qkv = self._linear(normed, "qkv", i, tokens)
         norms = self._optional("q_norm"), self._optional("k_norm")
-        # kv_write normalises heads itself, but clipping comes between the norms and the rotation.
+        # kv_write normalises heads itself, but clipping and another order come between the norms
+        # and the rotation.
         whole = norms[0] is not None and norms[0].shape[-1] != page.head_dim
-        if whole or (norms[0] is not None and config.clip_qkv is not None):
+        between = config.clip_qkv is not None or config.reorders_heads
+        if whole or (norms[0] is not None and between):
             qkv, norms = self._norm_projections(i, qkv, page), (None, None)
         if config.clip_qkv is not None:
             qkv = jnp.clip(qkv, -config.clip_qkv, config.clip_qkv)
+        if config.reorders_heads:
+            qkv = self._pair_by_halves(qkv, page)
         q, arena = kv_write(
             qkv,
             *norms,
@@ -152,6 +163,22 @@ class LayerStack(nnx.Module):
             return self._norm(parts, name, i).reshape(x.shape)
 
         return jnp.concatenate([normed(q, "q_norm"), normed(k, "k_norm"), v], axis=1)
+
+    def _pair_by_halves(self, qkv, page):
+        """qkv with the values of each head of q and k in the order that kv_write rotates, pair i
+        being the values i and i + hd/2: the rotated pairs first, then those that have no angle.
+        The same order for q and k changes no score but by the order of its sum."""
+        width, rotated = page.kv_heads * page.head_dim, self.config.rotary_dim
+        qk, v = jnp.split(qkv, [qkv.shape[1] - width], axis=1)
+        turned, passed = jnp.split(qk.reshape(len(qk), -1, page.head_dim), [rotated], axis=2)
+        if self.config.rope_interleave:
+            halves = turned[..., 0::2], turned[..., 1::2]
+        else:
+            halves = jnp.split(turned, 2, axis=2)
+        rest = jnp.split(passed, 2, axis=2)
+        parts = [halves[0], rest[0], halves[1], rest[1]]
+        qk = jnp.concatenate(parts, axis=2).reshape(qk.shape)
+        return jnp.concatenate([qk, v], axis=1)
 
     def _read_latent(self, i, normed, arena, tokens, page):
         """Multi-head latent attention (DeepSeek-V2, section 2.1) with the products of queries and
@@ -219,14 +246,19 @@ class LayerStack(nnx.Module):
             ids, weights = route(
                 self._router_logits(i, normed, tokens),
                 tokens.valid,
-                self._optional("correction"),
+                self._correction(),
                 i,
                 rule=self.config.route_rule,
                 implementation=self.ops.route,
             )
             if "shared_down" in self.weights:
-                x = x + self._shared_expert(i, normed, tokens)
+                x = x + self._added(self._shared_expert(i, normed, tokens))
             return lax.optimization_barrier((x, normed, ids, weights))
+
+    def _correction(self):
+        """[L, E], of tensors [E] or [1, E]."""
+        correction = self._optional("correction")
+        return None if correction is None else correction.reshape(len(correction), -1)
 
     def router_scores(self, i: jax.Array, normed: jax.Array, tokens: Tokens) -> jax.Array:
         """normed [T, D], as route gives it -> float32[T, E]: what the router chooses from."""
@@ -248,13 +280,19 @@ class LayerStack(nnx.Module):
         """x [T, D] plus the gated feed-forward of a layer without experts."""
         with jax.named_scope("feed_forward"):
             normed = self._norm(x, "post_norm", i)
-            return lax.optimization_barrier(x + self._gated(normed, "", i, tokens))
+            out = self._added(self._gated(normed, "", i, tokens))
+            return lax.optimization_barrier(x + out)
 
     def _gated(self, normed, key, i, tokens):
         gate_up = self._linear(normed, f"{key}gate_up", i, tokens, out_dtype=jnp.float32)
         gate, up = jnp.split(gate_up, 2, axis=-1)
         hidden = (ACTIVATIONS[self.config.hidden_act](gate) * up).astype(normed.dtype)
         return self._linear(hidden, f"{key}down", i, tokens)
+
+
+def scaled(x: jax.Array, factor: float) -> jax.Array:
+    """x times a factor that x's dtype may not hold, rounded once."""
+    return x if factor == 1 else (x.astype(jnp.float32) * factor).astype(x.dtype)
 
 
 def norm(
@@ -301,7 +339,9 @@ class Decoder(nnx.Module):
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """tokens int32[...] -> [..., D]."""
-        return self.embedding[...][tokens]
+        x, factor = self.embedding[...][tokens], self.config.embedding_multiplier
+        # A border between parts: no layer's sum may take in the product.
+        return x if factor == 1 else lax.optimization_barrier(scaled(x, factor))
 
     def logits(self, x: jax.Array, row_tile: int, tiles: jax.Array | None = None) -> jax.Array:
         """Hidden states [T, D] after the last layer -> float32 logits [T, V]. row_tile, tiles: as
@@ -311,7 +351,7 @@ class Decoder(nnx.Module):
             bias = None if bias is None else bias[...][None]
             x = norm(x, weight, bias, 0, self.config.rms_norm_eps, self.ops)
             head = self.embedding if self.lm_head is None else self.lm_head
-            return linear(
+            logits = linear(
                 x,
                 head[...][None],
                 0,
@@ -322,6 +362,8 @@ class Decoder(nnx.Module):
                 implementation=self.ops.linear,
                 shared_kib=self.ops.shared_kib,
             )
+            scaling = self.config.logits_scaling
+            return logits if scaling == 1 else logits / scaling
 
 
 def _param(params: dict[str, Any], key: str) -> nnx.Param | None:

@@ -48,9 +48,14 @@ class ModelConfig:
     ("swish" is read as "silu"). rms_norm_eps: of LayerNorms too. sliding_window: tokens each query
     sees, itself included, in the layers of window_layers (None: in every layer); None: all.
     attention_bias: of q, k and v. clip_qkv: q, k and v are clipped to ± this. attention_scale: of
-    scores; None: head_dim^-0.5. shared_width: intermediate size of the expert that every token
-    goes through; 0: none. dtype: the checkpoint's, one of DTYPES; None where the config does not
-    say (`load_checkpoint` fills it in from the weights). eos_token_ids: empty if there is none.
+    scores; None: head_dim^-0.5. qk_norm: heads of q and k are normalised, in families where that
+    is a choice. rotary_width: first values of a head that are rotated; None: all.
+    rope_interleave: the rotated values are pairs (2i, 2i + 1), not halves (of latent attention mla
+    says it). embedding_multiplier, residual_multiplier: factors of embeddings, and of all that a
+    layer adds to its input; logits_scaling: divides logits. shared_width: intermediate size of the
+    expert that every token goes through; 0: none. dtype: the checkpoint's, one of DTYPES; None
+    where the config does not say (`load_checkpoint` fills it in from the weights). eos_token_ids:
+    empty if there is none.
 
     Routing: scoring_func "softmax", "sigmoid" or "sparsemixer", see pallas_kernels.route.RouteRule
     for the others.
@@ -81,6 +86,12 @@ class ModelConfig:
     window_layers: tuple[bool, ...] | None = None
     clip_qkv: float | None = None
     attention_scale: float | None = None
+    qk_norm: bool = False
+    rotary_width: int | None = None
+    rope_interleave: bool = False
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_scaling: float = 1.0
     mlp_bias: bool = False
     lm_head_bias: bool = False
     shared_width: int = 0
@@ -110,7 +121,7 @@ class ModelConfig:
 
     @property
     def route_rule(self) -> RouteRule:
-        """How router logits become experts and weights."""
+        """How router logits become experts and weights, the residual multiplier among them."""
         return RouteRule(
             top_k=self.num_experts_per_tok,
             normalize=self.norm_topk_prob,
@@ -118,14 +129,19 @@ class ModelConfig:
             groups=self.n_group,
             top_groups=self.topk_group,
             group_score=self.group_score,
-            scale=self.routed_scaling_factor,
+            scale=self.routed_scaling_factor * self.residual_multiplier,
             jitter=self.router_jitter_noise,
         )
 
     @property
     def rotary_dim(self) -> int:
         """Values of a head that are rotated."""
-        return self.mla.qk_rope_head_dim if self.mla else self.head_dim
+        return self.mla.qk_rope_head_dim if self.mla else self.rotary_width or self.head_dim
+
+    @property
+    def reorders_heads(self) -> bool:
+        """Whether the values of q and k are put in another order before they are rotated."""
+        return self.rope_interleave or self.rotary_width is not None
 
     @property
     def kv_heads(self) -> int:

@@ -79,12 +79,14 @@ def parse_rope(
     source: str = "config.json",
     *,
     theta: float = 10_000.0,
+    partial: bool = False,
 ) -> Rope:
     """The Rope of a whole config.json, from the older keys (rope_theta, rope_scaling with "type"
     or "rope_type") and those of transformers 5 (rope_parameters), which may both be present.
 
     raw: the parsed config.json. max_position_embeddings: tokens, the original context length where
-    the config names none. theta: the family's default. Raises UserError, naming source and field,
+    the config names none. theta: the family's default. partial: the family may rotate a part of
+    each head, see rotary_part. Raises UserError, naming source and field,
     for contradictions, wrong types and what is not implemented.
     """
     new = _table(raw, "rope_parameters", source)
@@ -96,12 +98,12 @@ def parse_rope(
     if any(theta != thetas[0] for theta in thetas):
         raise UserError(f"{source}: contradicting values of rope_theta: {thetas}")
     table["rope_theta"] = thetas[0] if thetas else theta
-    for partial in (raw.get("partial_rotary_factor"), table.get("partial_rotary_factor")):
-        if partial is not None and partial != 1:
-            raise UserError(
-                f"{source}: partial_rotary_factor {partial!r} is not implemented: "
-                "only whole heads are rotated"
-            )
+    part = rotary_part(raw, source, 1.0)
+    if part != 1 and not partial:
+        raise UserError(
+            f"{source}: partial_rotary_factor {part:g} is not implemented for this model: only "
+            "whole heads are rotated"
+        )
     kind = table.get("rope_type", "default")
     if not isinstance(kind, str) or kind not in _NUMBERS:
         why = _REFUSED_TYPES.get(kind, "unknown") if isinstance(kind, str) else "not a name"
@@ -116,6 +118,18 @@ def parse_rope(
         # A factor of null means the ratio of the context lengths, as in transformers.
         fields["factor"] = max_position_embeddings / original
     return Rope(type=kind, **fields | _scaling(table, kind, source))
+
+
+def rotary_part(raw: dict, source: str, default: float) -> float:
+    """The part of each head's values that is rotated, above 0 and at most 1: partial_rotary_factor
+    of a whole config.json's rope_parameters or rope_scaling, else its own: transformers writes a
+    default of 0.5 beside the value that it reads. Raises UserError."""
+    field = "partial_rotary_factor"
+    tables = *(_table(raw, key, source) for key in ("rope_parameters", "rope_scaling")), raw
+    value = next((table[field] for table in tables if table.get(field) is not None), default)
+    if not is_number(value) or not 0 < value <= 1:
+        raise UserError(f"{source}: {field} must be a number above 0, at most 1, not {value!r}")
+    return float(value)
 
 
 def _scaling(table: dict[str, Any], kind: str, source: str) -> dict[str, Any]:

@@ -105,7 +105,8 @@ def kernel_shapes(
     names = {key for params in layers for key in params}
     norms = {key: param_shape(p[key])[0] for p in layers for key in p if key in _OTHER_NORMS}
     # kv_write normalises head by head; otherwise q and k have rms_norms of their own.
-    by_head = norms.get("q_norm") == config.head_dim and config.clip_qkv is None
+    between = config.clip_qkv is not None or config.reorders_heads
+    by_head = norms.get("q_norm") == config.head_dim and not between
     if by_head:
         norms = {}
     mla = config.mla

@@ -96,9 +96,11 @@ void route_row(const Rule& rule, const float* logits, const float* correction, i
   std::sort(chosen.begin(), chosen.end(), [](Choice a, Choice b) { return a.first < b.first; });
   float total = 1;
   if (rule.normalize) {
-    // Sigmoids may all be near zero, the largest of a softmax is at least 1/E.
+    // Sigmoids may all be near zero, the largest of a softmax is at least 1/E, but a correction may
+    // choose others.
     total = rule.scoring == Scoring::Sigmoid ? 1e-20f : 0;
     for (const Choice& one : chosen) total += one.second;
+    if (rule.scoring == Scoring::Softmax && correction) total = std::max(total, 1e-12f);
   }
   for (int64_t k = 0; k < rule.top_k; k++) {
     ids[k] = chosen[k].first, weights[k] = chosen[k].second / total * rule.scale;

@@ -91,8 +91,12 @@ def _route(logits, valid, *refs, config, rule):
         chosen = _best(choice, expert, experts, rule)
 
     if rule.normalize:
-        tiny = 1e-20 if rule.scoring == "sigmoid" else 0.0
-        scores = scores / (jnp.sum(jnp.where(chosen, scores, 0.0), axis=1) + tiny)[:, None]
+        total = jnp.sum(jnp.where(chosen, scores, 0.0), axis=1)
+        if rule.scoring == "sigmoid":
+            total += 1e-20
+        elif correction:
+            total = jnp.maximum(total, 1e-12)
+        scores = scores / total[:, None]
     scores = jnp.where(broken, jnp.nan, scores * rule.scale)
     rank = jnp.cumsum(chosen.astype(jnp.int32), axis=1) - 1
     # Ranks that nobody has lie outside, so that no masked element names another's place.

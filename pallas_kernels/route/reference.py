@@ -18,9 +18,14 @@ def route(logits, valid, correction, layer, *, rule):
     ids = jnp.sum(jnp.where(place, ids[:, :, None], 0), axis=1)
     weights = jnp.sum(jnp.where(place, weights[:, :, None], 0.0), axis=1)
     if rule.normalize:
-        # Sigmoids may all be near zero, the largest of a softmax is at least 1/E.
-        tiny = 1e-20 if rule.scoring == "sigmoid" else 0.0
-        weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + tiny)
+        # Sigmoids may all be near zero, the largest of a softmax is at least 1/E, but a correction
+        # may choose others.
+        total = jnp.sum(weights, axis=-1, keepdims=True)
+        if rule.scoring == "sigmoid":
+            total += 1e-20
+        elif correction is not None:
+            total = jnp.maximum(total, 1e-12)
+        weights = weights / total
     weights = weights * rule.scale
     weights = jnp.where(jnp.any(jnp.isnan(logits), axis=-1, keepdims=True), jnp.nan, weights)
     ids = jnp.where(valid[:, None], ids, experts).astype(jnp.int32)

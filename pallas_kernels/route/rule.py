@@ -14,16 +14,17 @@ class RouteRule:
     """The rule of a model's routers, as transformers 5.17 computes it in evaluation.
 
     Softmax over experts and top-k: Switch and its successors (Mixtral, OLMoE, Qwen; DeepSeek-V2
-    with groups, arXiv 2405.04434 eq. 20-22). Sigmoid: DeepSeek-V3 (arXiv 2412.19437 eq. 12-16).
-    Sparsemixer: Phi-3.5-MoE (arXiv 2409.12136), which takes two experts one after the other and
-    weighs each by a softmax over the experts that come near to it.
+    with groups, arXiv 2405.04434 eq. 20-22; ERNIE-4.5 with a correction). Sigmoid: DeepSeek-V3
+    (arXiv 2412.19437 eq. 12-16), GLM-4.5. Sparsemixer: Phi-3.5-MoE (arXiv 2409.12136), which takes
+    two experts one after the other and weighs each by a softmax over the experts that come near to
+    it.
 
     Raises ValueError for values that mean nothing, alone or together.
     """
 
     top_k: int
     normalize: bool = False
-    """Divide the chosen scores by their sum."""
+    """Divide the chosen scores by their sum; of a softmax with a correction by 1e-12 at least."""
     scoring: str = "softmax"
     """One of SCORINGS."""
     groups: int = 1

@@ -24,6 +24,7 @@ RULES = {
     ),
     "moonlight": RouteRule(6, normalize=True, scoring="sigmoid", scale=2.446),
     "sigmoid-groups": RouteRule(3, scoring="sigmoid", groups=3, top_groups=2),
+    "ernie": RouteRule(6, normalize=True),
     "phi-3.5": RouteRule(2, scoring="sparsemixer", jitter=0.01),
     "wide-jitter": RouteRule(2, scoring="sparsemixer", jitter=0.13),
 }
@@ -46,6 +47,7 @@ SPECS = (
     Spec(17, 60, "top4"),
     Spec(1, 16, "top4-normalized"),
     Spec(65, 64, "moonlight", correction=True),
+    Spec(17, 64, "ernie", correction=True),
     Spec(3, 12, "sigmoid-groups"),
     Spec(3, 8, "top1-normalized"),
     *(Spec(tokens, 16, "top4-normalized") for tokens in (2, 3, 15, 16, 64, 65)),

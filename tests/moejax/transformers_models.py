@@ -44,6 +44,16 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
     "Phimoe": {"intermediate_size": 32, "num_local_experts": 6},
     "DeepseekV2": _LATENT,
     "DeepseekV3": {**_LATENT, "n_group": 4, "topk_group": 2},
+    "Glm4Moe": {
+        **_NARROW,
+        "head_dim": 16,
+        "n_routed_experts": 8,
+        "first_k_dense_replace": 1,
+        "n_group": 4,
+        "topk_group": 2,
+    },
+    "Ernie4_5_Moe": {**_NARROW, "moe_num_experts": 6, "tie_word_embeddings": False},
+    "GraniteMoe": {"intermediate_size": 32, "num_local_experts": 6, "attention_multiplier": 0.25},
 }
 """Family, as in transformers' class names → what its random models have over SMALL."""
 

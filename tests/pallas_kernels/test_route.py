@@ -116,6 +116,19 @@ def test_a_nan_is_not_hidden(name, implementation):
     assert np.all(np.diff(ids) > 0) and np.min(ids) >= 0 and np.max(ids) < 64
 
 
+@each(api.IMPLEMENTATIONS)
+def test_a_correction_may_choose_experts_of_no_score(implementation):
+    """The sum by which weights are divided is 1e-12 at least, as in ERNIE-4.5."""
+    logits = np.array([[0, -29, -30, -31], [0, -900, -900, -900]], np.float32)
+    correction = np.tile(np.float32([0, 1, 2, 1.5]), (2, 1))
+    rule = RouteRule(2, normalize=True)
+    ids, weights = run(rule, implementation, logits, np.ones(2, bool), correction)
+    np.testing.assert_array_equal(ids, [[2, 3]] * 2)
+    scores = np.exp([-30.0, -31.0])
+    assert scores.sum() < 1e-12
+    close("route", "float32", weights, np.array([scores / 1e-12, [0, 0]]))
+
+
 LOGITS = st.one_of(
     st.sampled_from([0.0, -0.0, 1.0, 30.0, -30.0, 88.0, -104.0, 1e4, -1e4, 3e38, -3e38]),
     st.floats(-20, 20, width=32),
@@ -149,6 +162,7 @@ def transformers_router(name, experts, correction):
     import transformers
     from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+    from transformers.models.ernie4_5_moe.modeling_ernie4_5_moe import Ernie4_5_MoeTopKRouter
     from transformers.models.phimoe.modeling_phimoe import PhimoeTopKRouter
 
     rule = RULES[name]
@@ -166,6 +180,13 @@ def transformers_router(name, experts, correction):
             transformers.DeepseekV3Config(**sizes, n_routed_experts=experts)
         )
         router.e_score_correction_bias.copy_(torch.from_numpy(correction[LAYER]))
+    elif name == "ernie":
+        router = Ernie4_5_MoeTopKRouter(
+            transformers.Ernie4_5_MoeConfig(
+                hidden_size=experts, moe_num_experts=experts, moe_k=rule.top_k
+            )
+        )
+        router.moe_statics.e_score_correction_bias.data = torch.from_numpy(correction[LAYER])[None]
     else:
         router = PhimoeTopKRouter(
             transformers.PhimoeConfig(
@@ -178,17 +199,20 @@ def transformers_router(name, experts, correction):
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("name", ["deepseek-v2", "deepseek-v3", "moonlight", "wide-jitter"])
+@pytest.mark.parametrize(
+    "name", ["deepseek-v2", "deepseek-v3", "moonlight", "wide-jitter", "ernie"]
+)
 def test_agrees_with_transformers(name):
     import torch
 
     rng, experts = np.random.default_rng(3), 64
     logits = rng.standard_normal((200, experts)).astype(np.float32)
-    corrected = RULES[name].scoring == "sigmoid"
+    corrected = RULES[name].scoring == "sigmoid" or name == "ernie"
     correction = rng.uniform(-1, 1, (2, experts)).astype(np.float32) if corrected else None
     ids, weights = run(RULES[name], "xla", logits, np.ones(200, bool), correction)
     with torch.no_grad():
         _, *theirs = transformers_router(name, experts, correction)(torch.from_numpy(logits))
+    theirs = sorted(theirs, key=lambda array: array.dtype != torch.float32)  # weights, ids
     want_weights, want_ids = (array.numpy() for array in theirs)
     order = np.argsort(want_ids, axis=1)
     np.testing.assert_array_equal(ids, np.take_along_axis(want_ids, order, axis=1))

@@ -49,6 +49,7 @@ def test_other_numbers_of_experts(experts, top_k):
         pytest.param("deepseek-v2", 160, False, marks=pytest.mark.nightly),
         ("deepseek-v3", 256, True),
         pytest.param("moonlight", 64, True, marks=pytest.mark.nightly),
+        pytest.param("ernie", 64, True, marks=pytest.mark.nightly),
         pytest.param("phi-3.5", 16, False, marks=pytest.mark.nightly),
     ],
 )

@@ -14,6 +14,9 @@ _PLACES = (
     "phimoe:FAMILY",
     "deepseek:V2",
     "deepseek:V3",
+    "granitemoe:FAMILY",
+    "glm4_moe:FAMILY",
+    "ernie4_5_moe:FAMILY",
 )
 
 _families: list[Family] = [pkgutil.resolve_name(f"{__name__}.{place}") for place in _PLACES]

@@ -8,10 +8,16 @@ section 2.1.2) by sigmoid, chosen with a learned correction that is not part of 
 from __future__ import annotations
 
 import dataclasses
-import re
 from typing import Any
 
-from moejax.models.family import Family, Fields, Parts, feed_forward_params, router_params
+from moejax.models.family import (
+    Family,
+    Fields,
+    Parts,
+    feed_forward_params,
+    later_layer,
+    router_params,
+)
 from moejax.models.model_config import Mla, ModelConfig
 from moejax.models.rope import yarn_mscale
 
@@ -99,19 +105,13 @@ def _layers(
     n_routed_experts. The others are the family's defaults."""
     fields.only("moe_layer_freq", 1)
     count = fields.integer("num_hidden_layers", layers)
-    first = fields.integer("first_k_dense_replace", dense, least=0)
-    if first >= count:
-        raise fields.refuse(
-            f"no layer has experts (first_k_dense_replace {first} of {count} layers); moejax runs "
-            "mixture-of-experts models"
-        )
     fields.only("sliding_window", None)
     fields.same_attention(None, count)
     routed = fields.experts("n_routed_experts", alias, experts)
     return dict(
         hidden_size=fields.integer("hidden_size", hidden),
         num_hidden_layers=count,
-        moe_layers=tuple(i >= first for i in range(count)),
+        moe_layers=fields.dense_first(count, dense),
         intermediate_size=fields.integer("intermediate_size", 18432 if dense else 11008),
         moe_intermediate_size=fields.integer("moe_intermediate_size", width),
         **fields.routed(routed, top_k),
@@ -203,12 +203,6 @@ def _attention_params(config: ModelConfig) -> dict[str, Parts]:
     return params
 
 
-def _later_layer(config: ModelConfig, name: str) -> bool:
-    """Whether a tensor belongs to the layers that predict several tokens."""
-    found = re.match(r"model\.layers\.(\d+)\.", name)
-    return found is not None and int(found[1]) >= config.num_hidden_layers
-
-
 V2 = Family("DeepseekV2ForCausalLM", "deepseek_v2", parse_v2, layer_params)
 V3 = Family(
     "DeepseekV3ForCausalLM",
@@ -216,5 +210,5 @@ V3 = Family(
     parse_v3,
     layer_params_v3,
     wide_params=frozenset({"correction"}),
-    ignores=_later_layer,
+    ignores=later_layer,
 )

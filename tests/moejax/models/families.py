@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from host_offload.versions.encoders import NUMPY_DTYPES
-from moejax.checkpoints.tensors import expected_tensors
+from moejax.checkpoints.tensors import ExpertPlace, expected_tensors
 from moejax.models.config import parse_config
 from tests.moejax.checkpoints.random_checkpoint import write
 
@@ -63,6 +63,26 @@ SMALL: dict[str, dict[str, Any]] = {
     ),
     "DeepseekV2ForCausalLM": dict(LATENT, topk_method="group_limited_greedy", q_lora_rank=None),
     "DeepseekV3ForCausalLM": dict(LATENT, q_lora_rank=24, n_shared_experts=2),
+    "Glm4MoeForCausalLM": dict(
+        n_routed_experts=8,
+        first_k_dense_replace=1,
+        n_group=4,
+        topk_group=2,
+        head_dim=20,
+        partial_rotary_factor=0.6,
+        use_qk_norm=True,
+        attention_bias=True,
+    ),
+    "Ernie4_5_MoeForCausalLM": dict(
+        moe_num_experts=8, moe_num_shared_experts=1, moe_layer_end_index=1, use_bias=True
+    ),
+    "GraniteMoeForCausalLM": dict(
+        num_local_experts=8,
+        attention_multiplier=0.1,
+        embedding_multiplier=3.0,
+        residual_multiplier=0.7,
+        logits_scaling=1.5,
+    ),
 }
 """architecture → config.json's fields over COMMON; not named: 8 experts and nothing else."""
 
@@ -91,7 +111,33 @@ def random_weights(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarra
     return tensors
 
 
-def write_checkpoint(directory: Path, architecture: str, **fields: Any) -> Path:
-    """The family's small model as a Hugging Face checkpoint without a tokenizer."""
+class _Any:
+    """Holds every name: expected_tensors then says what a checkpoint of stacked experts holds."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+
+def stacked(config: dict[str, Any], tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The same checkpoint with the experts of every layer stacked, under the family's names."""
+    parsed, left, found = parse_config(config), dict(tensors), {}
+    single: dict[tuple[int, str], list[np.ndarray]] = {}
+    for name, place in expected_tensors(parsed, tensors).items():
+        if isinstance(place, ExpertPlace):
+            single.setdefault((place.layer, place.matrix), []).append(left.pop(name))
+    for name, place in expected_tensors(parsed, _Any()).items():
+        if isinstance(place, ExpertPlace):
+            parts = {"gate_up": ("gate", "up")}.get(place.matrix, (place.matrix,))
+            stacks = [np.stack(single[place.layer, part]) for part in parts]
+            found[name] = np.concatenate(stacks, axis=1)
+    return left | found
+
+
+def write_checkpoint(
+    directory: Path, architecture: str, stack: bool = False, **fields: Any
+) -> Path:
+    """The family's small model as a Hugging Face checkpoint without a tokenizer. stack: experts are
+    stacked, whatever the family's published checkpoints are."""
     config = config_of(architecture, **fields)
-    return write(directory, random_weights(config), config)
+    tensors = random_weights(config)
+    return write(directory, stacked(config, tensors) if stack else tensors, config)

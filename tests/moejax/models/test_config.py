@@ -225,6 +225,8 @@ def test_refusals_name_file_and_field(fields, message):
 
 V2 = {"model_type": "deepseek_v2", "num_experts_per_tok": 6}
 V3 = {"model_type": "deepseek_v3"}
+GRANITE, ERNIE = {"model_type": "granitemoe"}, {"model_type": "ernie4_5_moe"}
+GLM = {"model_type": "glm4_moe", "head_dim": 128}
 GROUPS = {"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3}
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 64, "long_factor": [2.0] * 64}
 SLIDING = ["full_attention", "sliding_attention"] * 12
@@ -268,6 +270,25 @@ SLIDING = ["full_attention", "sliding_attention"] * 12
             {"model_type": "phimoe", "rope_scaling": {"type": "yarn", "factor": 2.0}},
             "rope type 'yarn' of this model needs short_mscale",
         ),
+        *(
+            (GRANITE | {name: 0}, f"{name} must be above zero")
+            for name in ("attention_multiplier", "embedding_multiplier", "residual_multiplier")
+        ),
+        (GRANITE | {"logits_scaling": -1}, "logits_scaling must be a number from zero up"),
+        (GRANITE | {"num_experts_per_tok": 9}, r"num_experts_per_tok \(9\) exceeds num_experts"),
+        (GLM | {"head_dim": 42}, "partial_rotary_factor 0.5 of head_dim 42 .* not 21"),
+        (GLM | {"partial_rotary_factor": 0.01}, "partial_rotary_factor 0.01 of .* not 1"),
+        (
+            GLM | {"rope_scaling": {"type": "yarn", "factor": 2.0}},
+            "rope type 'yarn' is not implemented for heads of which only a part is rotated",
+        ),
+        (GLM | {"rope_parameters": LONGROPE}, "rope type 'longrope' is not implemented for heads"),
+        (GLM | {"first_k_dense_replace": 46}, "no layer has experts .*46 of 46 layers"),
+        (ERNIE | {"moe_k": 3, "num_experts_per_tok": 4}, r"_tok \(4\) contradicts moe_k \(3\)"),
+        (ERNIE | {"moe_k": 65}, r"moe_k \(65\) exceeds num_experts \(64\)"),
+        (ERNIE | {"moe_num_experts": 2**17}, "moe_num_experts must be at most 65536"),
+        (ERNIE | {"moe_layer_end_index": -2}, "moe_layer_end_index must be at least -1"),
+        (ERNIE | {"moe_layer_interval": 29}, "no layer has experts .*moe_layer_interval 29"),
         ({"model_type": "phimoe", "num_experts_per_tok": 1}, "num_experts_per_tok 1 .*only 2"),
         ({"model_type": "phimoe", "router_jitter_noise": -1}, "router_jitter_noise must be"),
         ({"model_type": "mixtral", "sliding_window": 0}, "sliding_window must be at least 1"),
@@ -287,6 +308,35 @@ SLIDING = ["full_attention", "sliding_attention"] * 12
 def test_refusals_of_other_families(fields, message):
     with pytest.raises(UserError, match=f"^some.json: .*{message}"):
         parse_config(fields, "some.json")
+
+
+@pytest.mark.parametrize(
+    ("fields", "rotated"),
+    [
+        ({}, 64),
+        ({"partial_rotary_factor": 0.25}, 32),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.75}}, 96),
+        # As transformers writes it: its default beside the value that it reads.
+        (
+            {
+                "partial_rotary_factor": 0.5,
+                "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 1.0},
+            },
+            128,
+        ),
+    ],
+)
+def test_values_of_a_head_that_are_rotated(fields, rotated):
+    config = parse_config(GLM | fields)
+    assert config.rotary_dim == rotated and config.reorders_heads == (rotated < 128)
+
+
+def test_layers_of_ernie():
+    layers = {"num_hidden_layers": 8, "moe_layer_start_index": 2, "moe_layer_interval": 2}
+    first = (False, False, False, True)
+    assert parse_config(ERNIE | layers).moe_layers == first + (False, True) * 2
+    ends = parse_config(ERNIE | layers | {"moe_layer_end_index": 4})
+    assert ends.moe_layers == first + (False,) * 4
 
 
 def test_runs_of_windows():

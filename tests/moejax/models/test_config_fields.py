@@ -21,7 +21,8 @@ from moejax.models.families import FAMILIES
 
 KINDS = tuple(family.model_type for family in FAMILIES.values())
 
-GQA = ("qwen3_moe", "mixtral", "olmoe", "qwen2_moe", "phimoe")
+GLM, ERNIE, GRANITE = "glm4_moe", "ernie4_5_moe", "granitemoe"
+GQA = ("qwen3_moe", "mixtral", "olmoe", "qwen2_moe", "phimoe", GLM, ERNIE, GRANITE)
 MLA = ("deepseek_v2", "deepseek_v3")
 
 BASE: dict[str, dict[str, Any]] = {
@@ -29,31 +30,38 @@ BASE: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"norm_topk_prob": False},
     "qwen2_moe": {"use_sliding_window": True},  # without it other fields have no effect
     "qwen3_moe": {"use_sliding_window": True},
+    GLM: {"head_dim": 128, "norm_topk_prob": False, "n_group": 8, "topk_group": 2},
 }
-LAYERS = {"olmoe": 16, "qwen2_moe": 24, "qwen3_moe": 24, "deepseek_v3": 61}
+LAYERS = {"olmoe": 16, "qwen2_moe": 24, "qwen3_moe": 24, "deepseek_v3": 61, GLM: 46, ERNIE: 28}
 """Default number of layers; 32 elsewhere."""
 
 HONOURED: dict[str, tuple[tuple[str, ...], Any]] = {
     "vocab_size": (KINDS, 77),
-    "hidden_size": (KINDS, 1024),
+    "hidden_size": (KINDS, 1280),
     "intermediate_size": (KINDS, 96),
     "num_hidden_layers": (KINDS, 30),
     "num_attention_heads": (KINDS, 64),
     "num_key_value_heads": (GQA, 2),
-    "head_dim": (("qwen3_moe", "mixtral", "qwen2_moe", "phimoe"), 48),
+    "head_dim": (("qwen3_moe", "mixtral", "qwen2_moe", "phimoe", GLM, ERNIE, GRANITE), 48),
     "hidden_act": (KINDS, "gelu"),
     "max_position_embeddings": (KINDS, 777),
     "rms_norm_eps": (KINDS, 1e-3),
     "rope_parameters": (KINDS, {"rope_type": "default", "rope_theta": 123.0}),
     "tie_word_embeddings": (KINDS, True),
     "eos_token_id": (KINDS, 3),
-    "num_experts_per_tok": (("qwen3_moe", "mixtral", "olmoe", "qwen2_moe", *MLA), 3),
-    "num_experts": (("qwen3_moe", "mixtral", "olmoe", "qwen2_moe", "deepseek_v2"), 32),
-    "num_local_experts": (("qwen3_moe", "mixtral", "olmoe", "phimoe", "deepseek_v3"), 32),
-    "n_routed_experts": (MLA, 32),
-    "moe_intermediate_size": (("qwen3_moe", "qwen2_moe", *MLA), 96),
-    "norm_topk_prob": (("qwen3_moe", "olmoe", "qwen2_moe", "deepseek_v3"), True),
-    "attention_bias": (("qwen3_moe", "olmoe", "phimoe", *MLA), True),
+    "num_experts_per_tok": (
+        ("qwen3_moe", "mixtral", "olmoe", "qwen2_moe", GLM, ERNIE, GRANITE, *MLA),
+        3,
+    ),
+    "num_experts": (("qwen3_moe", "mixtral", "olmoe", "qwen2_moe", "deepseek_v2", ERNIE), 32),
+    "num_local_experts": (
+        ("qwen3_moe", "mixtral", "olmoe", "phimoe", "deepseek_v3", GLM, GRANITE),
+        32,
+    ),
+    "n_routed_experts": ((GLM, *MLA), 32),
+    "moe_intermediate_size": (("qwen3_moe", "qwen2_moe", GLM, ERNIE, *MLA), 96),
+    "norm_topk_prob": (("qwen3_moe", "olmoe", "qwen2_moe", "deepseek_v3", GLM), True),
+    "attention_bias": (("qwen3_moe", "olmoe", "phimoe", GLM, GRANITE, *MLA), True),
     "decoder_sparse_step": (("qwen3_moe", "qwen2_moe"), 2),
     "mlp_only_layers": (("qwen3_moe", "qwen2_moe"), [3]),
     "sliding_window": (("qwen3_moe", "mixtral", "qwen2_moe", "phimoe"), 33),
@@ -65,19 +73,32 @@ HONOURED: dict[str, tuple[tuple[str, ...], Any]] = {
     "clip_qkv": (("olmoe",), 5.0),
     "router_jitter_noise": (("phimoe",), 0.5),
     "lm_head_bias": (("phimoe",), True),
-    "first_k_dense_replace": (MLA, 2),
+    "first_k_dense_replace": ((GLM, *MLA), 2),
     "kv_lora_rank": (MLA, 32),
     "q_lora_rank": (MLA, None),
     "qk_nope_head_dim": (MLA, 32),
     "qk_rope_head_dim": (MLA, 32),
     "v_head_dim": (MLA, 32),
-    "n_shared_experts": (MLA, 3),
+    "n_shared_experts": ((GLM, *MLA), 3),
     "mlp_bias": (("deepseek_v2",), True),
-    "routed_scaling_factor": (MLA, 3.5),
+    "routed_scaling_factor": ((GLM, *MLA), 3.5),
     "topk_method": (("deepseek_v2",), "group_limited_greedy"),
-    "n_group": (MLA, 4),
-    "topk_group": (MLA, 3),
+    "n_group": ((GLM, *MLA), 4),
+    "topk_group": ((GLM, *MLA), 3),
     "rope_interleave": (("deepseek_v3",), False),
+    "embedding_multiplier": ((GRANITE,), 12.0),
+    "attention_multiplier": ((GRANITE,), 0.015625),
+    "residual_multiplier": ((GRANITE,), 0.22),
+    "logits_scaling": ((GRANITE,), 6.0),
+    "partial_rotary_factor": ((GLM,), 0.25),
+    "use_qk_norm": ((GLM,), True),
+    "use_bias": ((ERNIE,), True),
+    "moe_k": ((ERNIE,), 3),
+    "moe_num_experts": ((ERNIE,), 32),
+    "moe_num_shared_experts": ((ERNIE,), 0),
+    "moe_layer_start_index": ((ERNIE,), 3),
+    "moe_layer_end_index": ((ERNIE,), 9),
+    "moe_layer_interval": ((ERNIE,), 2),
 }
 """Field → (families in which it changes the ModelConfig, a value that is not the default)."""
 
@@ -89,26 +110,38 @@ WITH = {
 }
 """Fields without which, in DeepSeek-V2, the field has no effect."""
 
-SLIDING = ["sliding_attention", *["full_attention"] * 31]
+SLIDING = ["sliding_attention", *["full_attention"] * 60]
 REFUSED: dict[str, dict[tuple[str, ...], tuple[Any, str]]] = {
     "num_key_value_heads": {MLA: (2, "num_key_value_heads 2 is not implemented")},
     "head_dim": {("olmoe",): (64, r"hidden_size \(2048\) must be .* \(16 × 64\)")},
     "num_experts_per_tok": {("phimoe",): (1, "num_experts_per_tok 1 is not implemented")},
     "norm_topk_prob": {("deepseek_v2",): (True, "norm_topk_prob True is not implemented")},
-    "sliding_window": {("olmoe", *MLA): (64, "sliding_window 64 is not implemented")},
+    "sliding_window": {
+        ("olmoe", GLM, ERNIE, GRANITE, *MLA): (64, "sliding_window 64 is not implemented")
+    },
     "layer_types": {
-        ("qwen3_moe", "mixtral", "olmoe", "phimoe", *MLA): (SLIDING, "layer_types must be"),
+        ("qwen3_moe", "mixtral", "olmoe", "phimoe", GLM, ERNIE, GRANITE, *MLA): (
+            SLIDING,
+            "layer_types must be",
+        ),
     },
     "scoring_func": {
         ("deepseek_v2",): ("sigmoid", "scoring_func 'sigmoid' .*only 'softmax'"),
-        ("deepseek_v3",): ("softmax", "scoring_func 'softmax' .*only 'sigmoid'"),
+        ("deepseek_v3", GLM): ("softmax", "scoring_func 'softmax' .*only 'sigmoid'"),
     },
     "topk_method": {
         ("deepseek_v2",): ("noaux_tc", "topk_method 'noaux_tc' .*only 'greedy'"),
-        ("deepseek_v3",): ("greedy", "topk_method 'greedy' .*only 'noaux_tc'"),
+        ("deepseek_v3", GLM): ("greedy", "topk_method 'greedy' .*only 'noaux_tc'"),
     },
     "moe_layer_freq": {MLA: (2, "moe_layer_freq 2 is not implemented")},
-    "partial_rotary_factor": {KINDS: (0.5, "partial_rotary_factor 0.5 is not implemented")},
+    "partial_rotary_factor": {
+        tuple(kind for kind in KINDS if kind != GLM): (
+            0.5,
+            "partial_rotary_factor 0.5 is not implemented",
+        ),
+        (GLM,): (0.51, r"partial_rotary_factor 0.51 of head_dim \d+ must leave an even number"),
+    },
+    "moe_norm_min": {(ERNIE,): (1e-3, "moe_norm_min 0.001 is not implemented")},
     "is_causal": {KINDS: (False, "is_causal False is not implemented")},
     "is_encoder_decoder": {KINDS: (True, "is_encoder_decoder True is not implemented")},
     "attention_chunk_size": {KINDS: (128, "attention_chunk_size 128 is not implemented")},
@@ -259,7 +292,10 @@ def plain(kind: str, **fields: Any) -> dict[str, Any]:
 )
 def test_honoured_field_changes_the_computation(kind, field):
     base = plain(kind, **(WITH.get(field, {}) if kind == "deepseek_v2" else {}))
-    assert parse_config({**base, field: HONOURED[field][1]}) != parse_config(base)
+    value = HONOURED[field][1]
+    if (kind, field) == (ERNIE, "tie_word_embeddings"):
+        value = not value  # tied by default
+    assert parse_config({**base, field: value}) != parse_config(base)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,8 @@ import json
 import jax
 import numpy as np
 import pytest
+from safetensors import safe_open
+from safetensors.numpy import load_file
 
 from moejax import LLM, SamplingParams
 from moejax.checkpoints.convert import convert
@@ -19,7 +21,7 @@ from moejax.step.runner import compiler_options
 from tests.hlo import read_executable
 from tests.moejax.checkpoints.random_checkpoint import write
 from tests.moejax.engine_runs import Job, Recorded, run, set_budget
-from tests.moejax.models.families import SMALL, random_weights, write_checkpoint
+from tests.moejax.models.families import SMALL, write_checkpoint
 from tests.moejax.step.test_constant_memory import DECODE, PREFILL, STAGED
 
 LIMITS = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 256}
@@ -43,12 +45,21 @@ def marks(family: str) -> list:
     return [pytest.mark.slow] * (family not in SHORT)
 
 
+SEPARATE = tuple(name for name, family in FAMILIES.items() if family.matrices is not None)
+"""Families whose checkpoints may hold experts one by one; of the others all are stacked."""
+STACKED = tuple(f"{name}, stacked" for name in SEPARATE)
+
+
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(f, marks=marks(f)) for f in FAMILIES],
+    params=[
+        *(pytest.param(f, marks=marks(f)) for f in FAMILIES),
+        *(pytest.param(f, marks=pytest.mark.nightly) for f in STACKED),
+    ],
 )
 def directory(request, tmp_path_factory):
-    return write_checkpoint(tmp_path_factory.mktemp("family"), request.param)
+    name, _, stack = request.param.partition(", ")
+    return write_checkpoint(tmp_path_factory.mktemp("family"), name, stack=bool(stack))
 
 
 def start(directory, **options) -> LLM:
@@ -114,7 +125,7 @@ def test_memory_and_company_change_no_bit(llm, solo, cells):
     "directory",
     [
         pytest.param(f, marks=[pytest.mark.nightly] * (f != "DeepseekV3ForCausalLM"))
-        for f in FAMILIES
+        for f in (*FAMILIES, *STACKED)
     ],
     indirect=True,
 )
@@ -152,22 +163,45 @@ def test_step_copies_nothing_of_the_arena(llm, key):
     assert compiled.memory.alias_bytes >= runner.arena.nbytes
 
 
+@pytest.mark.parametrize("family", SEPARATE)
+def test_stacked_checkpoint_loads_to_the_same_bits(family, tmp_path):
+    single, stack = (
+        load_checkpoint(write_checkpoint(tmp_path / str(stack), family, stack=stack))
+        for stack in (False, True)
+    )
+    names = {path.name: safe_names(path) for path in tmp_path.iterdir()}
+    assert len(names["True"]) < len(names["False"]), "the second one is not stacked"
+    assert_same_model(single, stack)
+
+
+def safe_names(directory) -> set[str]:
+    """The tensors of a checkpoint of one file."""
+    with safe_open(directory / "model.safetensors", "np") as file:
+        return set(file.keys())
+
+
+def assert_same_model(wanted, found) -> None:
+    """Parameters and experts, in dtype, shape and bits."""
+    trees = [(m.params, m.store.arrays["dense"]) for m in (wanted, found)]
+    assert jax.tree.structure(trees[0]) == jax.tree.structure(trees[1])
+    for first, second in zip(*map(jax.tree.leaves, trees), strict=True):
+        first, second = np.asarray(first), np.asarray(second)
+        assert first.dtype == second.dtype and first.shape == second.shape
+        assert first.tobytes() == second.tobytes()
+
+
 def test_converted_checkpoint_loads_to_the_same_bits(directory, tmp_path):
     """Hugging Face → Orbax → load is Hugging Face → load, in the checkpoint's dtype and another."""
     convert(directory, tmp_path / "orbax")
     for dtype in ("auto", "float32"):
         direct, converted = (load_checkpoint(d, dtype) for d in (directory, tmp_path / "orbax"))
         assert converted.config == direct.config and converted.dtype == direct.dtype
-        trees = [(m.params, m.store.arrays["dense"]) for m in (direct, converted)]
-        assert jax.tree.structure(trees[0]) == jax.tree.structure(trees[1])
-        for wanted, found in zip(*map(jax.tree.leaves, trees), strict=True):
-            wanted, found = np.asarray(wanted), np.asarray(found)
-            assert found.dtype == wanted.dtype and found.tobytes() == wanted.tobytes()
+        assert_same_model(direct, converted)
 
 
 def test_wrong_checkpoints_are_refused(directory, tmp_path):
     config = json.loads((directory / "config.json").read_text())
-    tensors = random_weights(config)
+    tensors = load_file(directory / "model.safetensors")
     names = sorted(tensors)
     missing = dict(tensors)
     del missing[names[len(names) // 2]]

@@ -264,6 +264,41 @@ CASES = {
         {"expert_budget": "0%"},
         family="DeepseekV3",
     ),
+    "Granite: factors everywhere, biases, fewer KV heads, llama3 rope": Case(
+        {
+            "attention_bias": True,
+            "attention_multiplier": 0.15,
+            "embedding_multiplier": 2.5,
+            "residual_multiplier": 0.6,
+            "logits_scaling": 1.7,
+            "rope_parameters": LLAMA3,
+        },
+        {"expert_budget": "50%"},
+        {"older_keys": True},
+        family="GraniteMoe",
+    ),
+    "GLM-4.5: norms of heads, half of each rotated, biases, groups, a dense layer": Case(
+        {
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "n_shared_experts": 2,
+            "routed_scaling_factor": 1.5,
+            "rope_parameters": LLAMA3,
+        },
+        {"expert_budget": "50%"},
+        family="Glm4Moe",
+    ),
+    "ERNIE-4.5: pairs rotated, biases, a dense layer on each side": Case(
+        {
+            "num_hidden_layers": 3,
+            "moe_layer_end_index": 1,
+            "use_bias": True,
+            "rope_parameters": YARN,
+            "head_dim": 16,
+        },
+        {"expert_budget": "50%"},
+        family="Ernie4_5_Moe",
+    ),
 }
 """Between them every branch of every family's config that ALSO has too."""
 
@@ -500,6 +535,43 @@ ALSO = {
         {"expert_budget": "0%"},
         family="DeepseekV3",
     ),
+    "Granite: no factors but the scores', odd widths, one KV head, tied": Case(
+        {**ODD, "head_dim": 40, "intermediate_size": 80, "num_experts_per_tok": 3},
+        {"expert_budget": "0%"},
+        family="GraniteMoe",
+    ),
+    "GLM-4.5: no norms, most of each head rotated, one group, odd widths, linear rope": Case(
+        {
+            **ODD,
+            "head_dim": 40,
+            "rope_parameters": LINEAR | {"partial_rotary_factor": 0.85},
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": False,
+            "first_k_dense_replace": 0,
+        },
+        {"expert_budget": "0%"},
+        {"older_keys": True},
+        family="Glm4Moe",
+    ),
+    "GLM-4.5: norms, whole heads rotated, yarn rope": Case(
+        {"use_qk_norm": True, "rope_parameters": YARN | {"partial_rotary_factor": 1.0}},
+        {"expert_budget": "50%"},
+        family="Glm4Moe",
+    ),
+    "ERNIE-4.5: no shared expert, every other layer dense, odd widths, tied": Case(
+        {
+            **ODD,
+            "num_hidden_layers": 4,
+            "moe_layer_start_index": 0,
+            "moe_layer_interval": 2,
+            "moe_num_shared_experts": 0,
+            "num_experts_per_tok": 4,
+        },
+        {"expert_budget": "0%"},
+        {"older_keys": True},
+        family="Ernie4_5_Moe",
+    ),
 }
 """Other combinations, not in CI."""
 
@@ -626,6 +698,9 @@ FULL = {
         "Phimoe": "Phi-3.5-MoE: biases",
         "DeepseekV2": "DeepSeek-V2: within groups",
         "DeepseekV3": "DeepSeek-V3: groups",
+        "GraniteMoe": "Granite: factors",
+        "Glm4Moe": "GLM-4.5: norms of heads",
+        "Ernie4_5_Moe": "ERNIE-4.5: pairs rotated",
     }.items()
 }
 """Per family the case whose run is compared with deliberately wrong models."""
@@ -730,6 +805,34 @@ def _one_group_more(model):
     model.model.layers[1].mlp.gate.topk_group += 1
 
 
+def _other_factor_of_embeddings(model):
+    model.model.embedding_multiplier *= 1.1
+
+
+def _other_factor_of_a_layer(model):
+    model.model.layers[-1].residual_multiplier *= 1.1
+
+
+def _other_factor_of_scores(model):
+    model.model.layers[0].self_attn.scaling *= 1.1
+
+
+def _other_factor_of_logits(model):
+    model.config.logits_scaling *= 1.01
+
+
+def _without_correction_of_statics(model):
+    model.model.layers[1].mlp.gate.moe_statics.e_score_correction_bias.data *= 0
+
+
+def _one_pair_at_rest(model):
+    model.model.rotary_emb.inv_freq[1] = 0
+
+
+def _without_norms_of_heads(model):
+    model.model.layers[0].self_attn.use_qk_norm = False
+
+
 WRONG = {
     "Qwen3Moe": (
         _wrong_theta,
@@ -753,6 +856,25 @@ WRONG = {
         _one_group_more,
         _other_normalization,
         _unscaled_weights,
+    ),
+    "GraniteMoe": (
+        _other_factor_of_embeddings,
+        _other_factor_of_a_layer,
+        _other_factor_of_scores,
+        _other_factor_of_logits,
+    ),
+    "Glm4Moe": (
+        _one_pair_at_rest,
+        _without_norms_of_heads,
+        _without_shared_expert,
+        _without_correction,
+        _one_group_more,
+        _unscaled_weights,
+    ),
+    "Ernie4_5_Moe": (
+        _one_pair_at_rest,
+        _without_correction_of_statics,
+        _one_expert_fewer,
     ),
 }
 

@@ -38,6 +38,9 @@ def test_decode_has_fewer_rows_only_where_every_product_is_a_kernel(architecture
         ("OlmoeForCausalLM", {"num_key_value_heads": 4}, False, ()),
         ("DeepseekV3ForCausalLM", {}, False, (24,)),
         ("DeepseekV2ForCausalLM", {}, False, ()),
+        ("Glm4MoeForCausalLM", {}, False, (20,)),
+        ("Glm4MoeForCausalLM", {"partial_rotary_factor": 1.0}, True, ()),
+        ("Ernie4_5_MoeForCausalLM", {}, False, ()),
     ],
 )
 def test_norms_whose_kernels_are_checked(architecture, fields, by_head, others):

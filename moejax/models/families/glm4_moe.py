@@ -1,0 +1,71 @@
+"""Glm4Moe (GLM-4.5, GLM-4.5-Air and their successors): a part of each head is rotated, q and k have
+norms where the config says so, routing as in DeepSeek-V3 (arXiv:2412.19437, section 2.1.2), shared
+experts beside the routed ones, dense first layers."""
+
+from __future__ import annotations
+
+from moejax.models.family import (
+    Family,
+    Fields,
+    Parts,
+    attention_params,
+    feed_forward_params,
+    later_layer,
+    router_params,
+)
+from moejax.models.model_config import ModelConfig
+
+
+def parse(fields: Fields) -> ModelConfig:
+    """Glm4MoeConfig's fields and defaults. Layers for predicting several tokens are left out, as
+    transformers leaves them out."""
+    fields.only("scoring_func", "sigmoid")
+    fields.only("topk_method", "noaux_tc")
+    fields.only("sliding_window", None)
+    layers = fields.integer("num_hidden_layers", 46)
+    fields.same_attention(None, layers)
+    heads = fields.heads(96, 8, hidden=4096)
+    width = fields.integer("moe_intermediate_size", 1408)
+    return ModelConfig(
+        architecture=FAMILY.architecture,
+        num_hidden_layers=layers,
+        **heads,
+        rotary_width=fields.rotary_width(heads["head_dim"], 0.5),
+        qk_norm=fields.flag("use_qk_norm", False),
+        intermediate_size=fields.integer("intermediate_size", 10944),
+        moe_intermediate_size=width,
+        **fields.routed(fields.experts("n_routed_experts", "num_local_experts", 128), 8),
+        moe_layers=fields.dense_first(layers, 1),
+        shared_width=width * fields.integer("n_shared_experts", 1),
+        norm_topk_prob=fields.flag("norm_topk_prob", True),
+        scoring_func="sigmoid",
+        group_score="top2",
+        n_group=fields.integer("n_group", 1),
+        topk_group=fields.integer("topk_group", 1),
+        routed_scaling_factor=fields.number("routed_scaling_factor", 1.0),
+        attention_bias=fields.flag("attention_bias", False),
+        sliding_window=None,
+        **fields.decoder(eps=1e-5, max_positions=131072, vocabulary=151552, partial=True),
+    )
+
+
+def layer_params(config: ModelConfig, moe: bool) -> dict[str, Parts]:
+    params = attention_params(config, output_bias=False)
+    if config.qk_norm:
+        for head in "qk":
+            params[f"{head}_norm"] = ((f"self_attn.{head}_norm.weight", (config.head_dim,)),)
+    if not moe:
+        return params | feed_forward_params(config, config.intermediate_size)
+    shared = feed_forward_params(config, config.shared_width, "mlp.shared_experts.", "shared_")
+    correction: Parts = (("mlp.gate.e_score_correction_bias", (config.num_experts,)),)
+    return params | router_params(config) | shared | {"correction": correction}
+
+
+FAMILY = Family(
+    "Glm4MoeForCausalLM",
+    "glm4_moe",
+    parse,
+    layer_params,
+    wide_params=frozenset({"correction"}),
+    ignores=later_layer,
+)
