@@ -58,13 +58,13 @@ class Statistics:
         self, kind: str, paging: Paging, now: float, demand: np.ndarray | None = None
     ) -> None:
         """kind: prefill or decode. paging: int[L] each. now: when its results were read. demand:
-        of StepOutput, with several versions."""
+        of Results."""
         self.steps[kind] += 1
         # Steps overlap with the reading of the one before: the time between two reads is a step's.
         self.seconds[kind] += now - (self.last_read_s or now)
         self.last_read_s = now
-        for name, counts in zip(Paging._fields, paging, strict=True):
-            self.paging[name] += int(np.sum(counts))
+        for name, count in zip(Paging._fields, np.sum(paging, axis=1).tolist(), strict=True):
+            self.paging[name] += count
         moved = demand_bytes(paging, demand, self.record_bytes)
         for name, count in zip(self.moved, moved, strict=True):
             self.moved[name] += count
