@@ -349,8 +349,10 @@ class Engine:
             if control.resized is not None:
                 self._trace_budget(number, control.resized.settled)
 
-    def _place(self, placed: Iterable[Request]) -> None:
+    def _place(self, placed: Sequence[Request]) -> None:
         """Prepares the rows of requests that just got them."""
+        if not placed:
+            return
         values = np.zeros(self.runner.shapes.rows, np.int32)
         update = np.zeros(self.runner.shapes.rows, bool)
         now = time.perf_counter()
@@ -384,7 +386,7 @@ class Engine:
             raise
         now = time.perf_counter()
         self.events.append(Event("read", step.number, now))
-        self.statistics.add_step(step.kind, results.paging, now, results.demand)
+        self.statistics.add_step(step.kind, results.totals, now, results.demand)
         touched = []
         # Lists of Python's numbers: reading arrays one by one costs as much as all the rest.
         tokens, missed = results.tokens.tolist(), results.missed_routes.tolist()

@@ -145,7 +145,7 @@ class Programs:
 
     @property
     def results(self) -> ResultShape:
-        """Of what the host reads of every step."""
+        """Where what the host reads of every step is."""
         shapes, layers = self.steps.shapes, self.tables.clock.shape[0]
         routes = max(shapes.rows, shapes.prefill_chunks)
         experts = self.steps.config.num_experts

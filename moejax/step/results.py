@@ -25,7 +25,7 @@ class ResultShape:
     layers: int
     """MoE layers L."""
     experts: int
-    """Of a layer, E."""
+    """E, a layer's."""
     versions: int = 1
     """V."""
 
@@ -69,6 +69,11 @@ class Results:
     def paging(self) -> Paging:
         """int32[L] each."""
         return Paging(*self._counts.T[: len(Paging._fields)])
+
+    @property
+    def totals(self) -> tuple[int, ...]:
+        """The sums of each field of Paging over the layers."""
+        return tuple(self._counts[:, : len(Paging._fields)].sum(axis=0).tolist())
 
     @property
     def missed(self) -> np.ndarray:

@@ -89,8 +89,8 @@ class Runner:
         self.stores = tuple(store.arrays[version] for version in stored)
         self._params = tuple(jax.tree.leaves(self.state))
         self._greedy: tuple[jax.Array, jax.Array] | None = None
-        """Of the step dispatched last, until its tokens are chosen: its logits, and the tokens
-        after the greedy choice that it made itself."""
+        """Logits of the step dispatched last, until its tokens are chosen, and the tokens after
+        the greedy choice that it made itself."""
         self._sharding = SingleDeviceSharding(device)
         self.arena = allocate_arena(slots * layout.slot_rows, layout.hidden, device)
         layers, experts = sum(self.config.moe_layers), self.stores[0].shape[1]
@@ -106,7 +106,7 @@ class Runner:
         """Where every expert began; None: experts are paged."""
         self.tokens = jax.device_put(np.zeros(self.shapes.rows, np.int32), self._sharding)
         self.results: jax.Array | None = None
-        """Of the step dispatched last, as of StepOutput, with the tokens that were chosen."""
+        """StepOutput.results of the step dispatched last, with the tokens that were chosen."""
         self.counts: jax.Array | None = None
         """int32[R, V], as of sampler.adjust, from the first request with penalties on."""
         self._began = time.perf_counter()
