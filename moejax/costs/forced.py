@@ -193,9 +193,8 @@ class ForcedSteps:
 
     def _sample(self, step: Step, seconds: float) -> StepSample:
         shapes = self.runner.shapes
-        paging = jax.device_get(step.output.paging)
         unknown = PageUse(**dict.fromkeys(USES, -1))
-        record = step_record(step, self.runner, paging, seconds, (), None, unknown)
+        record = step_record(step, self.runner, step.output.read(), seconds, (), unknown)
         work, rows = step_work(record, shapes.chunk)
         tile = shapes.chunk if rows is None else min(DECODE_TILE, shapes.rows)
         routed = routed_counts(record.ids, self.experts)

@@ -28,6 +28,7 @@ from moejax.requests.request import Request, append_logprobs, append_prompt_logp
 from moejax.requests.sampling_params import SamplingParams
 from moejax.requests.stopping import Ending, require_tokenizer
 from moejax.step.hooks import Hooks
+from moejax.step.results import Results
 from moejax.step.runner import Runner
 from moejax.traces.tracer import Tracer
 from pallas_kernels.stage import Entries
@@ -327,14 +328,15 @@ class Engine:
             bucket = output.logits.shape[0]
         if self.control is not None:
             self.control.after_dispatch(number)
-        tokens, logprobs, chosen = runner.tokens, None, work.sampled()
+        logprobs, chosen = None, work.sampled()
         if chosen:
-            tokens, logprobs = self._sampler.sample(output.logits, [r for _, r in chosen])
+            _, logprobs = self._sampler.sample(output.logits, [r for _, r in chosen])
         now, first = time.perf_counter(), (kind, bucket) not in self._compiled
         self._compiled.add((kind, bucket))
         self.events.append(Event("dispatch", number, now))
         moved = stages, runner.transfers
-        return Step(number, work, output, tokens, logprobs, now, first, positions, *moved)
+        assert runner.results is not None
+        return Step(number, work, output, runner.results, logprobs, now, first, positions, *moved)
 
     def _before_step(self, number: int) -> Entries | None:
         """What policies want of the step that is being made; returns its list of transfers."""
@@ -347,8 +349,10 @@ class Engine:
             if control.resized is not None:
                 self._trace_budget(number, control.resized.settled)
 
-    def _place(self, placed: Iterable[Request]) -> None:
+    def _place(self, placed: Sequence[Request]) -> None:
         """Prepares the rows of requests that just got them."""
+        if not placed:
+            return
         values = np.zeros(self.runner.shapes.rows, np.int32)
         update = np.zeros(self.runner.shapes.rows, bool)
         now = time.perf_counter()
@@ -371,20 +375,21 @@ class Engine:
     # ---- results
 
     def _read(self, step: Step) -> list[Request]:
-        made = step.output
-        results = step.tokens, step.logprobs, made.paging, made.missed_routes, made.demand
-        # All copies are begun before any is waited for.
+        logprobs = step.logprobs
         try:
-            tokens, logprobs, paging, missed, demand = jax.device_get(results)
+            if logprobs is not None:  # all copies are begun before any is waited for
+                step.results.copy_to_host_async()
+                logprobs = jax.device_get(logprobs)
+            results = Results(step.output.shape, np.asarray(step.results))
         except BaseException:  # what went wrong on the device shows here
             self._give_up(step.work.requests(), step.work.published)
             raise
         now = time.perf_counter()
         self.events.append(Event("read", step.number, now))
-        self.statistics.add_step(step.kind, paging, now, demand)
+        self.statistics.add_step(step.kind, results.totals, now, results.demand)
         touched = []
         # Lists of Python's numbers: reading arrays one by one costs as much as all the rest.
-        tokens, missed = tokens.tolist(), missed.tolist()
+        tokens, missed = results.tokens.tolist(), results.missed_routes.tolist()
         for row, request in step.work.rows:
             request.missed_routes += missed[row]
         for i, chunk in enumerate(step.work.chunks):
@@ -404,7 +409,7 @@ class Engine:
                 touched.append(request)
         if self.tracer is not None or self.control is not None:
             use = page_use(self.scheduler)
-            record = step_record(step, self.runner, paging, now, touched, demand, use)
+            record = step_record(step, self.runner, results, now, touched, use)
             if self.control is not None:
                 self.control.after_read(record)
             if self.tracer is not None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from host_offload.control.step_record import PageUse
 from host_offload.memory.arena import SlotClass
 from host_offload.memory.tables import Tables
 from moejax.engine.scheduler import Scheduler
-from moejax.engine.step_work import demand_bytes
+from moejax.engine.step_work import demand_bytes_by_version
 from moejax.requests.request import Request
 from moejax.step.experts import Paging
 
@@ -55,19 +55,23 @@ class Statistics:
     """From when the next step's time counts."""
 
     def add_step(
-        self, kind: str, paging: Paging, now: float, demand: np.ndarray | None = None
+        self, kind: str, totals: Sequence[int], now: float, demand: np.ndarray | None = None
     ) -> None:
-        """kind: prefill or decode. paging: int[L] each. now: when its results were read. demand:
-        of StepOutput, with several versions."""
+        """kind: prefill or decode. totals: of the fields of Paging. now: when its results were
+        read. demand: of Results."""
         self.steps[kind] += 1
         # Steps overlap with the reading of the one before: the time between two reads is a step's.
         self.seconds[kind] += now - (self.last_read_s or now)
         self.last_read_s = now
-        for name, counts in zip(Paging._fields, paging, strict=True):
-            self.paging[name] += int(np.sum(counts))
-        moved = demand_bytes(paging, demand, self.record_bytes)
-        for name, count in zip(self.moved, moved, strict=True):
-            self.moved[name] += count
+        for name, count in zip(Paging._fields, totals, strict=True):
+            self.paging[name] += count
+        _, _, fills, read_through = totals
+        if fills or read_through:
+            moved = fills * self.record_bytes[0], read_through * self.record_bytes[0]
+            if demand is not None:
+                moved = demand_bytes_by_version(demand, self.record_bytes)
+            for name, count in zip(self.moved, moved, strict=True):
+                self.moved[name] += count
 
     def add_token(self, request: Request, now: float) -> None:
         self.generated_tokens += 1

@@ -15,6 +15,7 @@ from moejax.requests.request import Request
 from moejax.step.experts import Paging
 from moejax.step.hooks import LayerTransfers
 from moejax.step.parts import PrefillBatch, StepOutput, StepShapes, empty_prefill
+from moejax.step.results import Results
 from pallas_kernels.stage import Entries
 
 if TYPE_CHECKING:
@@ -64,7 +65,8 @@ class Step:
     number: int
     work: ScheduledWork
     output: StepOutput
-    tokens: jax.Array
+    results: jax.Array
+    """int32: its Results, with the tokens that were chosen."""
     logprobs: tuple | None
     dispatched_s: float
     compiled: bool
@@ -106,17 +108,17 @@ def prefill_batch(work: ScheduledWork, shapes: StepShapes) -> PrefillBatch:
 def step_record(
     step: Step,
     runner: Runner,
-    paging: Paging,
+    results: Results,
     read_s: float,
     touched: Sequence[Request],
-    demand: np.ndarray | None,
     use: PageUse,
 ) -> StepRecord:
     """What a step did to whom, once its results are there. touched: requests that got tokens or
-    ended by it. paging, demand: of its output, on the host. Times are of time.perf_counter."""
+    ended by it. Times are of time.perf_counter."""
     work, output, shapes = step.work, step.output, runner.shapes
+    paging, missed = results.paging, results.missed
     # One by one: all of it is there, and a pytree costs more than the copies.
-    ids, weights, missed = (np.asarray(a) for a in (*output.routing, output.missed))
+    ids, weights = (np.asarray(a) for a in output.routing)
     if work.rows:
         # By row, which is the order that policies see between layers.
         by_row = sorted(work.rows, key=lambda placed: placed[0])
@@ -156,7 +158,7 @@ def step_record(
         read_through=np.asarray(paging.read_through),
         waves=np.full(len(missed), waves, np.int16),
         missed=missed,
-        bytes=moved_bytes(step, paging, demand, runner.link_bytes),
+        bytes=moved_bytes(step, paging, results.demand, runner.link_bytes),
         use=np.array(dataclasses.astuple(use)),
         finished=tuple(r.number for r in touched if r.finish_reason is not None),
         staged=None if output.staged is None else np.asarray(output.staged),
@@ -168,7 +170,7 @@ def moved_bytes(
     step: Step, paging: Paging, demand: np.ndarray | None, link_bytes: Sequence[int]
 ) -> np.ndarray:
     """int64[3]: bytes over the link, of fills, of experts read through, and ahead of need.
-    demand: None of one version. link_bytes: of an expert, by version."""
+    paging, demand: of Results. link_bytes: of an expert, by version."""
     lists, ahead = list(step.between), 0
     if step.stages is not None and step.output.staged is not None:
         lists.append(LayerTransfers(step.stages, step.output.staged))
@@ -182,9 +184,14 @@ def demand_bytes(
     paging: Paging, demand: np.ndarray | None, record_bytes: Sequence[int]
 ) -> tuple[int, int]:
     """What the fills of a step and what it read through moved over the link, in bytes. paging,
-    demand: of StepOutput, on the host. record_bytes: by version number."""
+    demand: of Results. record_bytes: by version number."""
     if demand is None:
         fills, through = int(np.sum(paging.fills)), int(np.sum(paging.read_through))
         return fills * record_bytes[0], through * record_bytes[0]
+    return demand_bytes_by_version(demand, record_bytes)
+
+
+def demand_bytes_by_version(demand: np.ndarray, record_bytes: Sequence[int]) -> tuple[int, int]:
+    """As demand_bytes, of several versions."""
     fills, through = np.sum(demand, axis=0, dtype=np.int64) @ np.asarray(record_bytes, np.int64)
     return int(fills), int(through)

@@ -23,6 +23,7 @@ from moejax.step.parts import (
     step_output,
     step_tokens,
 )
+from moejax.step.results import ResultShape
 from pallas_kernels.stage import Entries
 
 
@@ -32,6 +33,7 @@ def device_step(
     memory: DeviceMemory,
     batch: tuple,
     kind: str,
+    results: ResultShape,
     *,
     forced: Routing | None = None,
     stages: Entries | None = None,
@@ -39,9 +41,11 @@ def device_step(
     """One token for every row, or every layer over all chunks, in which an active expert crosses
     the link once a layer.
 
-    batch: of decode tokens and positions int32[R] (−1: an empty row) and the block table
-    int32[R, B], KV rows of the sequences' pages; of prefill a PrefillBatch and the block table.
+    batch: of decode the current tokens of all rows, positions int32[R] (−1: an empty row) and the
+    block table int32[R, B], KV rows of the sequences' pages; of prefill a PrefillBatch, the block
+    table and the current tokens.
     kind: of programs.STEPS, for prefill what to compute of the targets.
+    results: of StepOutput.results.
     forced: routing to use instead of the router's, [L, T, K] each. stages: transfers to carry out
     beside the misses; each layer's after its experts were computed, so visible from the next step.
     """
@@ -78,4 +82,4 @@ def device_step(
     trace = trace._replace(arrays=trace.arrays._replace(embedding=embedding))
     staged = None if done is None else jnp.max(done, axis=0)
     x, memory = carry
-    return memory, step_output(model, x, batch, trace, staged, kind)
+    return memory, step_output(model, x, batch, trace, staged, kind, results)

@@ -39,7 +39,7 @@ def page_and_compute(
     Returns (y float32[T, K, D], memory, counts int32[4 + ⌈E/32⌉]: the fields of Paging and, one
     bit each, the experts that were missing; one array, since a scan copies each of its outputs by
     a kernel of its own. With V > 1 versions 2·V more: fills and experts read through of each. See
-    unpack_counts).
+    moejax.step.results.Results).
     """
     tokens, k = ids.shape
     ops, stores, formats, waves = context.ops, context.stores, context.formats, context.waves
@@ -150,17 +150,6 @@ def _counts(
         through = (absent >= 0) & (tables.version[layer] == number)
         parts += [jnp.sum(taken, axis=1, dtype=jnp.int32) for taken in (filled, through)]
     return jnp.concatenate(parts)
-
-
-def unpack_counts(counts: jax.Array, experts: int) -> tuple[Paging, jax.Array, jax.Array | None]:
-    """(Paging of int32[L], bool[L, E]: the experts that were missing, int32[L, 2, V]: fills and
-    experts read through by version, None of one version) of the counts of all layers."""
-    fields, end = len(Paging._fields), counts_size(experts)
-    bits = (counts[:, fields:end, None] >> jnp.arange(32)) & 1
-    missed = bits.reshape(counts.shape[0], -1)[:, :experts] > 0
-    several = counts.shape[1] > end
-    demand = counts[:, end:].reshape(counts.shape[0], 2, -1) if several else None
-    return Paging(*jnp.unstack(counts[:, :fields], axis=1)), missed, demand
 
 
 def add_experts(x: jax.Array, y: jax.Array, weights: jax.Array, ops: Ops) -> jax.Array:

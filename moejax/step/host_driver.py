@@ -53,7 +53,6 @@ class HostRunner(Runner):
         """What the hooks had carried out in the latest step, in order."""
         self._runs = runs
         self._bound: dict[ProgramKey, _Parts] = {}
-        self._params = tuple(jax.tree.leaves(self.state))
         most = max(self.config.num_hidden_layers, 2)
         self._index = jax.device_put([*np.arange(most, dtype=np.int32)], self._sharding)
         moe_layers = itertools.count()

@@ -6,7 +6,6 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from moejax.models.layers import Decoder, LayerStack, Tokens
 from moejax.step.context import DeviceMemory
@@ -62,7 +61,7 @@ class _Parts:
     def args(self) -> dict[str, tuple[tuple, tuple[int, ...]]]:
         """Each part's arguments, and which of them are donated."""
         programs, config, key = self.programs, self.programs.steps.config, self.key
-        params, batch = tuple(jax.tree.leaves(programs.state)), programs.batch(key)
+        params, batch = programs.params, programs.batch(key)
         dtype = jax.eval_shape(self.embed, params, batch).dtype
         x = programs.array(programs.tokens(key), config.hidden_size, dtype=dtype)
         index, layers = programs.array(), programs.tables.clock.shape[0]
@@ -114,7 +113,8 @@ class _Parts:
 
     def output(self, params, x, batch, traces):
         trace = jax.tree.map(lambda *parts: jnp.stack(parts), *traces)
-        return step_output(self._model(params), x, batch, trace, None, self.key.kind)
+        shape = self.programs.results
+        return step_output(self._model(params), x, batch, trace, None, self.key.kind, shape)
 
     def stage(self, arena, tables, stores, layer, ahead, entries, done):
         """ahead: 1 before the layer's plan, when what the last step used may go; its clock is then
@@ -126,8 +126,7 @@ class _Parts:
         return arena, tables, jnp.maximum(done, now)
 
     def _model(self, params) -> Decoder:
-        structure = jax.tree.structure(self.programs.state)
-        return nnx.merge(self.programs.graph, jax.tree.unflatten(structure, params))
+        return self.programs.model(params)
 
     def _stack(self, params) -> LayerStack:
         assert self.key.run is not None

@@ -19,8 +19,9 @@ from moejax.models.layers import Decoder, LayerStack, Tokens
 from moejax.models.model_config import ModelConfig
 from moejax.requests.sampling_params import MAX_LOGPROBS
 from moejax.step.context import StepContext
-from moejax.step.experts import Paging, unpack_counts
-from moejax.step.sampler import logprobs
+from moejax.step.experts import Paging, counts_size
+from moejax.step.results import Results, ResultShape
+from moejax.step.sampler import greedy, logprobs, update_rows
 from pallas_kernels import Ops
 from pallas_kernels.paged_attention import decode_attention, prefill_attention
 from pallas_kernels.records.versions import Formats
@@ -174,21 +175,30 @@ def parse_trace_arrays(names: str | Iterable[str]) -> frozenset[str]:
 class StepOutput(NamedTuple):
     logits: jax.Array
     """float32[R, V]; rows without a sequence (prefill: without a finished prompt) mean nothing."""
+    tokens: jax.Array
+    """int32[R]: the current tokens, after the greedy choice of every row that gets one."""
+    results: jax.Array
+    """int32[shape.size]: what the host reads of every step, those tokens among it."""
+    shape: ResultShape
     routing: Routing
-    paging: Paging
-    """int32[L] each."""
-    missed: jax.Array
-    """bool[L, E]: active experts that were not resident when their layer began."""
-    missed_routes: jax.Array
-    """int32[R], in prefill int32[N]: routed (layer, expert) pairs of the row or chunk that were
-    not resident."""
     scores: jax.Array | PromptLogprobs | None
     """float32[N, C]: log-probabilities of the targets, when scoring; or more of them."""
     staged: jax.Array | None
     """int32[S]: 1 for each entry of the stage list that was carried out."""
     arrays: TraceArrays = TraceArrays()
-    demand: jax.Array | None = None
-    """int32[L, 2, V]: fills and experts read through by version; None of one version."""
+
+    def read(self) -> Results:
+        """The results on the host. Waits for the step."""
+        return Results(self.shape, np.asarray(self.results))
+
+    @property
+    def paging(self) -> Paging:
+        """As of Results, as are the others. Waits for the step."""
+        return self.read().paging
+
+    @property
+    def missed(self) -> np.ndarray:
+        return self.read().missed
 
 
 class LayerTrace(NamedTuple):
@@ -199,7 +209,7 @@ class LayerTrace(NamedTuple):
     weights: Leaf
     """float32[..., T, K]."""
     counts: Leaf
-    """int32[..., counts_size]: see unpack_counts."""
+    """int32[..., counts_size]: see experts.page_and_compute."""
     arrays: TraceArrays = TraceArrays()
     """One layer has no embedding."""
 
@@ -207,10 +217,10 @@ class LayerTrace(NamedTuple):
 def step_tokens(batch: tuple, context: StepContext) -> tuple[jax.Array, Tokens]:
     """The ids int32[T] of a step's tokens, and where they are. batch: as of device_step."""
     if isinstance(batch[0], PrefillBatch):
-        prefill, block_table = batch
+        prefill, block_table, _ = batch
         return prefill.tokens.reshape(-1), _prefill_tokens(prefill, block_table, context)
     tokens, positions, block_table = batch
-    return tokens, decode_tokens(positions, block_table, context)
+    return tokens[: positions.shape[0]], decode_tokens(positions, block_table, context)
 
 
 def decode_tokens(positions: jax.Array, block_table: jax.Array, context: StepContext) -> Tokens:
@@ -303,30 +313,40 @@ def step_output(
     trace: LayerTrace,
     staged: jax.Array | None,
     kind: str,
+    shape: ResultShape,
 ) -> StepOutput:
     """x [T, D]: after the last layer. batch, kind: as of device_step. trace: of all MoE
-    layers. staged: as of StepOutput."""
+    layers. staged, shape: as of StepOutput."""
     prefill = batch[0] if isinstance(batch[0], PrefillBatch) else None
     ends = x if prefill is None else x[jnp.maximum(prefill.last, 0)]
     logits = model.logits(ends, *_logit_rows(model, ends, batch, prefill))
     read, scores = _TARGETS.get(kind), None
     if prefill is not None and read is not None:
         scores = read(model, x.reshape(*prefill.tokens.shape, -1), prefill)
-    paging, missed, demand = unpack_counts(trace.counts, model.config.num_experts)
-    missed_routes = _missed_routes(trace.ids, missed)
+    missed_routes = _missed_routes(trace.ids, trace.counts, model.config.num_experts)
     if prefill is not None:
         missed_routes = jnp.sum(missed_routes.reshape(prefill.tokens.shape), axis=1)
+    tokens = _greedy_tokens(model, logits, batch, prefill)
     return StepOutput(
         logits=logits,
+        tokens=tokens,
+        results=shape.pack(tokens, missed_routes, trace.counts),
+        shape=shape,
         routing=Routing(trace.ids, trace.weights),
-        paging=paging,
-        missed=missed,
-        missed_routes=missed_routes,
         scores=scores,
         staged=staged,
         arrays=trace.arrays,
-        demand=demand,
     )
+
+
+def _greedy_tokens(model, logits, batch, prefill):
+    """int32[R]: the current tokens, those of the rows that get one chosen greedily."""
+    current = batch[0] if prefill is None else batch[2]
+    update = batch[1] >= 0 if prefill is None else prefill.last >= 0
+    # Behind a border, so that nothing of the choice is compiled into what makes the logits.
+    logits = lax.optimization_barrier(logits)
+    chosen = update_rows(greedy, logits, current, update, by_row=sums_in_one_order(model.ops))
+    return chosen
 
 
 def _logit_rows(model, ends, batch, prefill):
@@ -341,10 +361,12 @@ def _rows_in_use(valid):
     return jnp.max(jnp.where(valid, jnp.arange(valid.shape[0]) + 1, 0))
 
 
-def _missed_routes(ids, missed):
-    """int32[T]: of each token's routed experts ids [L, T, K], how many were missing, bool[L, E]."""
+def _missed_routes(ids, counts, experts):
+    """int32[T]: of each token's routed experts ids [L, T, K], how many were missing, by the bits
+    of the layers' counts [L, counts_size]."""
+    bits = (counts[:, len(Paging._fields) : counts_size(experts), None] >> jnp.arange(32)) & 1
     # Padding has the id E, which is not missing.
-    missed = jnp.pad(missed, ((0, 0), (0, 1))).astype(jnp.int32)
+    missed = jnp.pad(bits.reshape(counts.shape[0], -1)[:, :experts], ((0, 0), (0, 1)))
     layer = jnp.arange(ids.shape[0])[:, None, None]
     return jnp.sum(missed[layer, ids], axis=(0, 2))
 

@@ -18,13 +18,32 @@ from flax import nnx
 from host_offload.memory.integrity import count_faults
 from host_offload.memory.swap import SWAP_PAGES, move_pages, read_pages, write_pages
 from host_offload.memory.tables import Tables, regrant, snapshot
+from moejax.models.layers import Decoder
 from moejax.requests.request import PrefillKind
 from moejax.requests.sampling_params import MAX_BIASES, MAX_LOGPROBS
 from moejax.step.context import DeviceMemory, StepContext
 from moejax.step.device_driver import device_step
 from moejax.step.experts import stage_layer
-from moejax.step.parts import Leaf, PrefillBatch, Routing, StepSpec, decode_tile, empty_prefill
-from moejax.step.sampler import add_bias, adjust, greedy, logprobs, recount, sample, tally
+from moejax.step.parts import (
+    Leaf,
+    PrefillBatch,
+    Routing,
+    StepSpec,
+    decode_tile,
+    empty_prefill,
+    sums_in_one_order,
+)
+from moejax.step.results import ResultShape
+from moejax.step.sampler import (
+    add_bias,
+    adjust,
+    greedy,
+    logprobs,
+    recount,
+    sample,
+    tally,
+    update_rows,
+)
 from pallas_kernels import Ops
 from pallas_kernels.fill import fill
 from pallas_kernels.kv_write import KVPage
@@ -124,6 +143,24 @@ class Programs:
                 return programs[key.kind]
         raise ValueError(f"no program {str(key)!r}")
 
+    @property
+    def results(self) -> ResultShape:
+        """Where what the host reads of every step is."""
+        shapes, layers = self.steps.shapes, self.tables.clock.shape[0]
+        routes = max(shapes.rows, shapes.prefill_chunks)
+        experts = self.steps.config.num_experts
+        return ResultShape(shapes.rows, routes, layers, experts, len(self.stores))
+
+    @property
+    def params(self) -> tuple:
+        """The model's arrays, as programs get them: a tree of nnx costs a call more than all its
+        other arguments."""
+        return tuple(jax.tree.leaves(self.state))
+
+    def model(self, params: Sequence[Any]) -> Decoder:
+        """The model of those arrays."""
+        return nnx.merge(self.graph, jax.tree.unflatten(jax.tree.structure(self.state), params))
+
     # ---- arguments
 
     def array(self, *shape: int, dtype: jax.typing.DTypeLike = jnp.int32) -> jax.ShapeDtypeStruct:
@@ -151,12 +188,15 @@ class Programs:
         if key.kind == "decode":
             return rows, rows, block_table
         prefill = (self.array(*values.shape) for values in empty_prefill(self.steps.shapes))
-        return PrefillBatch._make(prefill), block_table
+        return PrefillBatch._make(prefill), block_table, rows
 
     def in_use(self, key: ProgramKey, batch: Sequence[Any]) -> tuple:
-        """What the step computes of a batch: the first rows, all chunks."""
-        rows = self.tokens(key) if key.kind == "decode" else None
-        return tuple(batch) if rows is None else tuple(values[:rows] for values in batch)
+        """What the step computes of a batch: the first rows, all chunks; current tokens are all
+        kept."""
+        if key.kind != "decode":
+            return tuple(batch)
+        tokens, *others = batch
+        return tokens, *(values[: self.tokens(key)] for values in others)
 
     def context(self, key: ProgramKey, stores: tuple[jax.Array, ...] = ()) -> StepContext:
         """The context of a step, or of what moves experts outside of one. stores: as traced."""
@@ -177,22 +217,23 @@ class Programs:
     # ---- steps
 
     def _step(self, key: ProgramKey) -> Program:
-        def run(state, stores, arena, tables, *args):
+        def run(params, stores, arena, tables, *args):
             batch = list(args)
             stages = batch.pop() if key.staged else None
             forced = batch.pop() if key.forced else None
             memory, output = device_step(
-                nnx.merge(self.graph, state),
+                self.model(params),
                 self.context(key, stores),
                 DeviceMemory(arena, tables),
                 self.in_use(key, batch),
                 key.kind,
+                self.results,
                 forced=forced,
                 stages=stages,
             )
             return *memory, output
 
-        buffers = self.state, self.stores, self.arena, self.tables
+        buffers = self.params, self.stores, self.arena, self.tables
         layers = self.tables.clock.shape[0]
         forced = (self.routing(key, layers),) if key.forced else ()
         staged = (self.entries(),) if key.staged else ()
@@ -210,16 +251,28 @@ class Programs:
         prompt = array(), array(most), array(most, dtype=jnp.bool_)
         likeliest = functools.partial(logprobs, n=min(MAX_LOGPROBS, vocabulary))
 
+        by_row, shape = sums_in_one_order(self.steps.ops), self.results
+
         def drawn(function: Callable, *params: Leaf) -> Program:
-            advance = functools.partial(_advance, function)
-            return Program(advance, (logits, ints, flags, *params), ())
+            def advance(logits, tokens, update, results, *params):
+                if not by_row:
+                    logits = _of_all_rows(logits, tokens)
+                tokens = update_rows(function, logits, tokens, update, *params, by_row=by_row)
+                return tokens, shape.with_tokens(results, tokens)
+
+            return Program(advance, (logits, ints, flags, array(shape.size), *params), ())
 
         def of_logits(function: Callable, *args: Leaf) -> Program:
-            return Program(functools.partial(_of_all_rows, function), (logits, *args), ())
+            def run(logits, first, *args):
+                return function(_of_all_rows(logits, first), first, *args)
+
+            return Program(run, (logits, *args), ())
 
         return {
             "greedy": drawn(greedy),
-            "sample": drawn(sample, floats, ints, floats, floats, seeds, ints),
+            "sample": drawn(
+                functools.partial(sample, one_row=by_row), floats, ints, floats, floats, seeds, ints
+            ),
             "add_bias": of_logits(add_bias, *biases),
             "adjust": of_logits(adjust, counts, floats, floats, floats, *biases),
             "logprobs": of_logits(likeliest, ints),
@@ -283,17 +336,6 @@ def _populate(
     return fill(arena, stores, layer, *listed, formats=formats, implementation=ops.fill)
 
 
-def _of_all_rows(function: Callable, logits: jax.Array, first: jax.Array, *args) -> Any:
-    """function(logits, first, …), the logits padded to the rows of `first`, which are all rows: one
-    shape, so one rounding."""
-    missing = first.shape[0] - logits.shape[0]
-    return function(jnp.pad(logits, ((0, missing), (0, 0))), first, *args)
-
-
-def _advance(draw: Callable, logits, tokens, update, *params) -> jax.Array:
-    """draw(logits, …) for the rows to update, the old tokens for the others."""
-
-    def drawn(logits, tokens, *params):
-        return jnp.where(update, draw(logits, *params), tokens)
-
-    return _of_all_rows(drawn, logits, tokens, *params)
+def _of_all_rows(logits: jax.Array, first: jax.Array) -> jax.Array:
+    """The logits padded to the rows of `first`, which are all rows: one shape, so one rounding."""
+    return jnp.pad(logits, ((0, first.shape[0] - logits.shape[0]), (0, 0)))

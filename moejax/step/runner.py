@@ -87,6 +87,10 @@ class Runner:
         if formats is not None:
             stored = [version.store.version for version in formats]
         self.stores = tuple(store.arrays[version] for version in stored)
+        self._params = tuple(jax.tree.leaves(self.state))
+        self._greedy: tuple[jax.Array, jax.Array] | None = None
+        """Logits of the step dispatched last, until its tokens are chosen, and the tokens after
+        the greedy choice that it made itself."""
         self._sharding = SingleDeviceSharding(device)
         self.arena = allocate_arena(slots * layout.slot_rows, layout.hidden, device)
         layers, experts = sum(self.config.moe_layers), self.stores[0].shape[1]
@@ -101,6 +105,8 @@ class Runner:
         self.placement: Placement | None = None
         """Where every expert began; None: experts are paged."""
         self.tokens = jax.device_put(np.zeros(self.shapes.rows, np.int32), self._sharding)
+        self.results: jax.Array | None = None
+        """StepOutput.results of the step dispatched last, with the tokens that were chosen."""
         self.counts: jax.Array | None = None
         """int32[R, V], as of sampler.adjust, from the first request with penalties on."""
         self._began = time.perf_counter()
@@ -120,9 +126,8 @@ class Runner:
         """Begins to compile what the first requests need, then what later ones may, while those
         run. runs: of equal layers, how many and whether they have experts."""
         first = self._bucket(1)
-        drawn = [ProgramKey("greedy"), ProgramKey("greedy", first), ProgramKey("regrant")]
         steps = ProgramKey("decode", first), ProgramKey("prefill")
-        self.need(*(key for step in steps for key in self._calls(step)), *drawn)
+        self.need(*(key for step in steps for key in self._calls(step)), ProgramKey("regrant"))
         later = [ProgramKey("sample"), ProgramKey("sample", first)]
         for key in (*later, *(key for step in self._decodes() for key in self._calls(step))):
             self._executable(key)
@@ -273,7 +278,7 @@ class Runner:
         )
         extras = [value for value in (forced, stages) if value is not None]
         self.arena, self.tables, output = self._call(
-            key, self.state, self.stores, self.arena, self.tables, *args, *extras
+            key, self._params, self.stores, self.arena, self.tables, *args, *extras
         )
         return output
 
@@ -288,9 +293,16 @@ class Runner:
         """Dispatches a decode step on the current tokens, for as few rows as there is a program
         for. positions int32[R], −1: empty row. stages: programs.STAGES entries. hooks: called
         between a layer's parts, driver="host" only. The results are of that many rows."""
-        used = int(np.max(np.flatnonzero(positions >= 0), initial=-1)) + 1
+        bucket = None
+        if len(self.shapes.buckets) > 1:
+            used = int(np.max(np.flatnonzero(positions >= 0), initial=-1)) + 1
+            bucket = self._bucket(used)
         args = self.tokens, positions, block_table
-        return self._step(ProgramKey("decode", self._bucket(used)), args, forced, stages, hooks)
+        return self._made(self._step(ProgramKey("decode", bucket), args, forced, stages, hooks))
+
+    def _made(self, output: StepOutput) -> StepOutput:
+        self._greedy, self.results = (output.logits, output.tokens), output.results
+        return output
 
     def prefill(
         self,
@@ -304,20 +316,28 @@ class Runner:
     ) -> StepOutput:
         """Dispatches a prefill step. kind: prefill; score or prompt_logprobs, which also give the
         scores of the output. Others as of decode."""
-        return self._step(ProgramKey(kind), (prefill, block_table), forced, stages, hooks)
+        args = prefill, block_table, self.tokens
+        return self._made(self._step(ProgramKey(kind), args, forced, stages, hooks))
 
     def sample(self, logits: jax.Array, update: np.ndarray, params: Sequence | None) -> jax.Array:
-        """Samples the rows under `update` bool[R] and makes them the current tokens.
+        """Samples the rows under `update` bool[R], those that the latest step gave logits, and
+        makes them the current tokens and those of `results`.
 
-        params: None for greedy, else sampler.sample's arrays after the logits.
+        params: None for greedy, which is there already where the logits are that step's; else
+        sampler.sample's arrays after the logits.
         """
+        made, self._greedy = self._greedy, None
+        if params is None and made is not None and made[0] is logits:
+            self.tokens = made[1]
+            return self.tokens
         key = ProgramKey("greedy" if params is None else "sample", self._bucket(logits.shape[0]))
-        self.tokens = self._call(key, logits, self.tokens, update, *(params or ()))
+        args = logits, self.tokens, update, self.results, *(params or ())
+        self.tokens, self.results = self._call(key, *args)
         return self.tokens
 
     def prepare_counts(self) -> None:
         """Begins to compile what requests with penalties need, in the background."""
-        for kind in ("recount", "adjust", "tally"):
+        for kind in ("recount", "adjust", "tally", "greedy"):
             self._executable(ProgramKey(kind))
 
     def recount(self, row: int, prompt: Sequence[int], output: Sequence[int]) -> None:

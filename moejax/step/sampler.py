@@ -38,6 +38,8 @@ def sample(
     min_p: Array,
     seed: Array,
     position: Array,
+    *,
+    one_row: bool = False,
 ) -> Array:
     """One token per row, drawn after temperature, min-p, top-k and top-p, in vLLM's order.
 
@@ -47,10 +49,18 @@ def sample(
     the index of the token that is drawn. Returns int32 ``[R]``.
 
     The draw is Gumbel-max: the same seed, position and logits give the same token.
+
+    one_row: the shapes have R = 1; truncation that keeps all tokens is then skipped, which is the
+    longest part of it and changes no bit.
     """
     is_greedy = temperature < GREEDY_BELOW
     scaled = scale(logits, jnp.where(is_greedy, 1.0, temperature))
-    keep = kept(scaled, top_k, top_p, min_p)
+    truncation = scaled, top_k, top_p, min_p
+    if one_row:
+        truncates = (top_k[0] > 0) | (top_p[0] < 1)
+        keep = lax.cond(truncates, kept, lambda *args: _likely(args[0], args[-1]), *truncation)
+    else:
+        keep = kept(*truncation)
     noise = jax.vmap(lambda s, p: _gumbel(s, p, logits.shape[-1]))(seed, position)
     drawn = greedy(jnp.where(keep, scaled + noise, -jnp.inf))
     return jnp.where(is_greedy, greedy(logits), drawn)
@@ -80,7 +90,7 @@ def kept(scaled: Array, top_k: Array, top_p: Array, min_p: Array) -> Array:
     # The bits of a non-negative float32 order like the float itself.
     distance = lax.bitcast_convert_type(jnp.abs(scaled), jnp.int32)
     mass = jnp.exp(scaled)
-    keep = mass >= min_p[:, None]
+    keep = _likely(scaled, min_p)
 
     k = jnp.where(top_k <= 0, vocabulary, jnp.minimum(top_k, vocabulary))
     farthest = _bisect(lambda near: jnp.sum(near & keep, axis=-1, dtype=jnp.int32) >= k, distance)
@@ -174,6 +184,34 @@ def recount(counts: Array, row: Array, ids: Array, is_output: Array) -> Array:
     prompt = none.at[ids].max(jnp.where(is_output, 0, 1), mode="drop")
     output = none.at[ids].add(jnp.where(is_output, 2, 0), mode="drop")
     return counts.at[row].set(prompt + output)
+
+
+def update_rows(
+    draw: Callable, logits: Array, tokens: Array, update: Array, *params: Array, by_row: bool
+) -> Array:
+    """tokens int32 ``[R]``, those of the rows under update bool ``[R]`` replaced by
+    ``draw(logits, *params)``.
+
+    logits: float32 ``[R, V]`` or of the first rows, outside of which nothing is updated. params:
+    ``[R]`` each. by_row: one row after the other and no more than are needed, for processors that
+    compute them one after the other anyway; a row's sums then have the shape of one row.
+    """
+    if not by_row:
+        rows = logits.shape[0]
+        drawn = draw(logits, *(values[:rows] for values in params))
+        return jnp.concatenate((jnp.where(update[:rows], drawn, tokens[:rows]), tokens[rows:]))
+
+    def one(i, tokens):
+        drawn = draw(*(lax.dynamic_slice_in_dim(values, i, 1) for values in (logits, *params)))
+        return tokens.at[i].set(jnp.where(update[i], drawn[0], tokens[i]))
+
+    last = jnp.max(jnp.where(update, jnp.arange(update.shape[0]) + 1, 0))
+    return lax.fori_loop(0, last, one, tokens)
+
+
+def _likely(scaled: Array, min_p: Array) -> Array:
+    """bool ``[R, V]``: tokens at least min_p times as likely as the likeliest."""
+    return jnp.exp(scaled) >= min_p[:, None]
 
 
 def _bisect(enough: Callable[[Array], Array], distance: Array) -> Array:

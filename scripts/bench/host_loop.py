@@ -41,8 +41,8 @@ from moejax.engine.loop import Engine
 from moejax.engine.scheduler import Scheduler
 from moejax.engine.statistics import Statistics
 from moejax.models.config import ModelConfig
-from moejax.step.experts import Paging
 from moejax.step.parts import Routing, StepOutput, StepShapes, StepSpec
+from moejax.step.results import ResultShape
 from moejax.traces.tracer import start_trace
 from pallas_kernels import resolve_ops
 from scripts.parts.commands import new_parser, refuse
@@ -135,8 +135,8 @@ class FakeRunner:
         self._decoded = [self._output(rng, shapes.rows, shapes.rows) for _ in range(4)]
         chunks = shapes.prefill_chunks
         self._prefilled = self._output(rng, chunks * shapes.chunk, chunks)
-        self._chosen = rng.integers(0, config.vocab_size, (16, shapes.rows)).astype(np.int32)
         self._count = 0
+        self.results = self._prefilled.results
 
     def moved_bytes(self) -> None:
         return None
@@ -149,12 +149,23 @@ class FakeRunner:
         order = np.argsort(rng.random((layers, tokens, experts), np.float32), axis=-1)
         ids = np.sort(order[..., :k], axis=-1).astype(np.int32)
         active = np.full(layers, experts, np.int32)
+        shape = ResultShape(
+            rows=self.shapes.rows,
+            routes=max(self.shapes.rows, self.shapes.prefill_chunks),
+            layers=layers,
+            experts=experts,
+        )
+        chosen = rng.integers(0, self.config.vocab_size, shape.rows, np.int32)
+        missed_routes = rng.integers(0, layers * k, routed, np.int32)
+        bits = rng.integers(0, 2**31, (layers, -(-experts // 32)), np.int32)
+        paging = np.stack((active, active // 2, active // 4, active // 4), axis=1)
+        counts = np.concatenate((paging, bits), axis=1)
         return StepOutput(
             logits=np.empty((self.shapes.rows, 0), np.float32),  # pyright: ignore
+            tokens=chosen,  # pyright: ignore
+            results=np.asarray(shape.pack(chosen, missed_routes, counts)),  # pyright: ignore
+            shape=shape,
             routing=Routing(ids, rng.random(ids.shape, np.float32)),
-            paging=Paging(active, active // 2, active // 4, active // 4),  # pyright: ignore
-            missed=rng.random((layers, experts)) < 0.5,  # pyright: ignore
-            missed_routes=rng.integers(0, layers * k, routed, np.int32),  # pyright: ignore
             scores=None,
             staged=None,
         )
@@ -163,15 +174,18 @@ class FakeRunner:
         self, positions: np.ndarray, block_table: Any, stages: Any = None, hooks: Any = None
     ) -> StepOutput:
         self._count += 1
-        return self._decoded[self._count % len(self._decoded)]
+        output = self._decoded[self._count % len(self._decoded)]
+        self.results = output.results
+        return output
 
     def prefill(
         self, prefill: Any, block_table: Any, *, kind: str, stages: Any = None, hooks: Any = None
     ) -> StepOutput:
+        self.results = self._prefilled.results
         return self._prefilled
 
-    def sample(self, logits: Any, update: np.ndarray, params: Any) -> np.ndarray:
-        return self._chosen[self._count % len(self._chosen)]
+    def sample(self, logits: Any, update: np.ndarray, params: Any) -> None:
+        """The tokens of the results are chosen already."""
 
     def prepare(self, controller: Any) -> None:
         pass

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import jax
 import numpy as np
 
 from host_offload.control.interface import Decision, Moment, Observation, Policy, Spec
@@ -225,10 +224,9 @@ def decode_times(
 
     def listen(step: Any) -> None:
         nonlocal before
-        paging = step.output.paging
         moved = resizer.slots_moved > before
         full = step.kind == "decode" and len(step.work.rows) == rows
-        seen.append((step.number, full, moved, (paging.fills, paging.read_through)))
+        seen.append((step.number, full, moved, step.output))
         before = resizer.slots_moved
 
     engine.events.clear()
@@ -247,9 +245,10 @@ def decode_times(
     read = {event.step: event.seconds for event in engine.events if event.what == "read"}
     found = []
     for (earlier, full, _, _), now, after in zip(seen, seen[1:], seen[2:], strict=False):
-        number, _, moved, paging = now
+        number, _, moved, output = now
         if full and now[1] and number in read and earlier in read:
-            misses = sum(int(np.sum(part)) for part in jax.device_get(paging))
+            paging = output.paging
+            misses = int(np.sum(paging.fills + paging.read_through))
             found.append((moved, after[2], read[number] - read[earlier], misses))
     return found, [list(request.output) for request in requests]
 

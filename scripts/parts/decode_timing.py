@@ -115,13 +115,14 @@ def decode(
             positions = np.full(runner.shapes.rows, -1, np.int32)
             positions[rows] = sequences.context + step
             output = runner.decode(positions, sequences.block_table, routings[step])
-            current = runner.sample(output.logits, update, None), output.paging
+            runner.sample(output.logits, update, None)
+            current = output
         dispatched = time.perf_counter()
         if previous is not None:
-            tokens, paging = jax.device_get(previous)
-            assert tokens.shape == update.shape
+            results = previous.read()
+            assert results.tokens.shape == update.shape
             now = time.perf_counter()
-            samples.add(now - last_read, paging)
+            samples.add(now - last_read, results.paging)
             last_read = now
         if current is not None:
             samples.host_s.append(dispatched - began)
