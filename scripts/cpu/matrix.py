@@ -102,6 +102,23 @@ def measured(case: Case, repeats: int) -> dict[str, Any]:
     return {"op": case.name, **rates, "of_bfloat16": ratios[0], "of_float32": ratios[1]}
 
 
+def matrix_rates(threads: int) -> Callable[[], float]:
+    """A function that multiplies 512 rows with a matrix of OLMoE's and returns multiplications and
+    additions a second: of `linear` in bfloat16 or of torch in float32, if it is here, whichever is
+    faster."""
+    case = linear_case(argparse.Namespace(**SIZES), normal((512, SIZES["hidden"]), "bfloat16"))
+    calls = [case.cpu]
+    if torch is not None:
+        torch.set_num_threads(threads)
+        calls.append(case.products(torch.float32))
+
+    def rate() -> float:
+        return case.operations / min(timed(call) for call in calls)
+
+    rate()
+    return rate
+
+
 def cases(args: argparse.Namespace) -> Iterator[Case]:
     x = normal((args.tokens, args.hidden), "bfloat16")
     yield linear_case(args, x)
