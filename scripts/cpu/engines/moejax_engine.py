@@ -1,4 +1,4 @@
-"""moejax as a worker: the steps of LLM's engine, everything resident."""
+"""moejax as a worker: the steps of LLM's engine."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ class MoejaxEngine:
         self.llm = LLM(
             task.model,
             precision=task.precision,
+            expert_budget=None if task.resident else 0,
             threads=task.threads,
             max_num_seqs=task.batch,
             max_model_len=max(task.context + task.steps, task.prompt) + 2,

@@ -39,9 +39,12 @@ class Task:
     """Forced tokens after it; a longer block begins again with the first."""
     prompt: int = 512
     """Tokens of the timed prefill."""
-    threads: int = 2
+    threads: int | None = 2
+    """None: what an engine takes by itself."""
     precision: str | None = None
-    """Of moejax's experts."""
+    """Of moejax's experts; transformers' dtype."""
+    resident: bool = False
+    """Whether moejax's experts have cells; else they are read where they lie in its store."""
 
     def decoded(self) -> np.ndarray:
         """int32[batch, context + steps + 1]: contexts, forced tokens, and the last one's next."""
@@ -152,7 +155,7 @@ class Worker:
         self.command = [python, "-m", module, json.dumps(dataclasses.asdict(task))]
         self.shown = " ".join([Path(python).name, *self.command[1:3], repr(self.command[3])])
         environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "JAX_PLATFORMS": "cpu"}
-        environment["OMP_NUM_THREADS"] = str(task.threads)
+        environment["OMP_NUM_THREADS"] = str(task.threads or os.cpu_count())
         self._process = subprocess.Popen(
             self.command,
             stdin=subprocess.PIPE,

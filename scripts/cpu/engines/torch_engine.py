@@ -16,7 +16,8 @@ from scripts.cpu.engines.protocol import Task, serve
 
 class TorchEngine:
     def __init__(self, task: Task):
-        torch.set_num_threads(task.threads)
+        if task.threads:
+            torch.set_num_threads(task.threads)
         torch.set_grad_enabled(False)
         self.task = task
         self.model = transformers.AutoModelForCausalLM.from_pretrained(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import ClassVar
 
 import numpy as np
 
@@ -10,7 +11,7 @@ from scripts.cpu.engines.protocol import Task, serve
 
 
 class Counting:
-    versions = {"counting": "1"}
+    versions: ClassVar = {"counting": "1"}
 
     def __init__(self, task: Task):
         if task.model == "broken":

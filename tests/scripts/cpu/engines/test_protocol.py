@@ -49,7 +49,7 @@ def test_a_worker_answers_and_forces_the_tokens():
 
 def test_a_worker_that_ends_says_why():
     worker = Worker("counting", sys.executable, MODULE, Task("broken", 7))
-    with pytest.raises(RuntimeError, match="counting ended with status 1: (?s:.*)no such model"):
+    with pytest.raises(RuntimeError, match=r"counting ended with status 1: (?s:.*)no such model"):
         worker.loaded()
     worker.close()
     worker = Worker("counting", sys.executable, MODULE, TASK).loaded()
