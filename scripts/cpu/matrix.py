@@ -35,6 +35,8 @@ torch: Any = import_module("torch") if find_spec("torch") else None
 
 SIZES = {"tokens": 512, "hidden": 2048, "width": 1024, "experts": 64}
 TOP_K = 8
+BAR = 0.6
+"""Of torch's rate; float32's is said too, as torch has no fast bfloat16 products on many CPUs."""
 PAUSE = 0.005
 """Seconds between two calls, in which the threads of the one before stop waiting for more."""
 
@@ -82,7 +84,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"torch {torch.__version__}, {args.threads} threads; {instruction_set()}; "
         f"load {os.getloadavg()[0]:.1f}"
     )
+    for dtype in ("bfloat16", "float32"):
+        print(verdict(dtype, [line[f"of_{dtype}"] for line in lines]))
     return 0
+
+
+def verdict(dtype: str, ratios: Sequence[float]) -> str:
+    said = "met" if min(ratios) >= BAR else "missed"
+    return f"bar, at least {BAR:.0%} of torch's {dtype} rate: {said} (least {min(ratios):.0%})"
 
 
 def measured(case: Case, repeats: int) -> dict[str, Any]:
