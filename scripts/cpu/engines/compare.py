@@ -28,7 +28,7 @@ PAUSE = 0.05
 class Plan:
     rounds: int
     block_s: float
-    """Of decode steps."""
+    """Seconds that a block of decode steps lasts."""
     limit_s: float
     """A block that takes longer is not repeated."""
     prompt: int
@@ -37,7 +37,7 @@ class Plan:
 
 @dataclasses.dataclass
 class Blocks:
-    """Of one engine and case, an entry a round: seconds of a step, and processor seconds."""
+    """What one engine took for a case, an entry a round: seconds and processor seconds of a step."""
 
     seconds: list[float] = dataclasses.field(default_factory=list)
     processor: list[float] = dataclasses.field(default_factory=list)

@@ -55,7 +55,7 @@ class LlamaEngine:
         llama_cpp.llama_memory_seq_rm(self._memory, last, -1, -1)
 
     def bytes_read(self, batch: int) -> dict[str, float]:
-        """Of all experts; the command takes the share of them that a step reads."""
+        """All experts' bytes; the command takes the share of them that a step reads."""
         return tensor_bytes(self.task.model)
 
     def _compute(

@@ -42,7 +42,7 @@ class Task:
     threads: int | None = 2
     """None: what an engine takes by itself."""
     precision: str | None = None
-    """Of moejax's experts; transformers' dtype."""
+    """What moejax's experts are in; the dtype of transformers."""
     resident: bool = False
     """Whether moejax's experts have cells; else they are read where they lie in its store."""
 
@@ -78,8 +78,8 @@ class Engine(Protocol):
         ...
 
     def bytes_read(self, batch: int) -> dict[str, float] | None:
-        """Of a decode step of the sequences that were started, by what they are; None: as
-        another engine's."""
+        """What a decode step of the sequences that were started reads, by what it is; None: as
+        another engine."""
         ...
 
 
