@@ -37,7 +37,7 @@ class Plan:
 
 @dataclasses.dataclass
 class Blocks:
-    """What one engine took for a case, an entry a round: seconds and processor seconds of a step."""
+    """What one engine took for a case, a round each: seconds and processor seconds of a step."""
 
     seconds: list[float] = dataclasses.field(default_factory=list)
     processor: list[float] = dataclasses.field(default_factory=list)
