@@ -220,7 +220,9 @@ def check_memory(args: argparse.Namespace, group: Group, config: ModelConfig) ->
     stores = [info.versions[version].store_bytes for version in group.versions]
     kept = sum(stores) * (2 if args.experts == "resident" else 1)
     made = info.versions["dense"].store_bytes if len(stores) > 1 else 0
-    need = kept + made + info.device_bytes * len(stores) + RESERVE
+    heads = config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    kv = 4 * heads * max(group.batches) * (args.context + MOST_STEPS)
+    need = kept + made + (info.device_bytes + kv) * len(stores) + RESERVE
     if need > host_available_bytes():
         raise UserError(
             f"{group.title} with {group.layers} layers needs {format_bytes(need)} of memory, "

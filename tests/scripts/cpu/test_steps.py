@@ -43,6 +43,11 @@ def test_it_refuses_what_cannot_be(capsys, monkeypatch):
     monkeypatch.setattr(steps, "why_not_cpu", lambda: None)
     assert "rows are olmoe, versions" in refusal(capsys, steps.main, "--only", "mixtral")
     assert "numbers are positive" in refusal(capsys, steps.main, "--rounds", "0")
+    monkeypatch.setattr(steps, "host_available_bytes", lambda: 1 << 30)
+    for name, group in steps.GROUPS.items():
+        assert f"{group.title} with {group.layers} layers" in refusal(
+            capsys, steps.main, "--only", name
+        )
     monkeypatch.setattr(steps, "host_available_bytes", lambda: 8 << 30)
     said = refusal(capsys, steps.main, "--only", "olmoe")
     assert "OLMoE-1B-7B with 16 layers needs" in said and "give fewer --layers" in said
