@@ -35,7 +35,7 @@ def account(engine: Engine, sequences: Sequences, batch: int, context: int) -> I
     key = ProgramKey("decode", runner._bucket(max(sequences.rows) + 1))
     program = dict(zip(runner.executables(), runner.compiled(), strict=True))[key]
     found = events(lambda: decode(runner, sequences, [None] * STEPS, samples))
-    ops = by_op(found, op_names(program.as_text()), STEPS)
+    ops = by_op(found, op_names(program.as_text() or ""), STEPS)
     active = float(np.mean(np.sum(samples.active, axis=1)))
     read = step_bytes(runner, active, batch=batch, context=context)
     step_ms = 1e3 * float(np.median(samples.step_s))

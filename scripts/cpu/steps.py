@@ -272,7 +272,7 @@ def contexts(
         pages = scheduler.pages_for(len(request.prompt), request.to_generate)
         if not scheduler.extend(request, pages - len(request.blocks)):
             raise UserError(f"the KV budget has no room for {len(requests)} sequences")
-        first, *others = (block.row for block in request.blocks)
+        first, *others = (block.row for block in request.blocks if block.row is not None)
         runner.write_pages(runner.read_pages([first]) * len(others), others)
     table = jax.device_put(scheduler.block_table.copy(), runner.tokens.sharding)
     rows = [request.row for request in requests if request.row is not None]

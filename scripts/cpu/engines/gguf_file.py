@@ -13,10 +13,14 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
-import gguf
 import numpy as np
+
+gguf: Any = import_module("gguf")
+"""Not in the environment of the tests."""
 
 LAYER = {
     "input_layernorm": "attn_norm",
@@ -112,8 +116,7 @@ def tensors(checkpoint: Checkpoint, config: dict) -> Iterator[tuple[str, np.ndar
 
 def quantize(source: Path, path: Path, kind: str, experts_only: bool) -> None:
     """llama_model_quantize. experts_only: attention, head and embeddings stay bfloat16."""
-    import llama_cpp
-
+    llama_cpp: Any = import_module("llama_cpp")
     params = llama_cpp.llama_model_quantize_default_params()
     params.ftype, params.nthread = TYPES[kind], 2
     overrides = (llama_cpp.llama_model_tensor_override * 2)()

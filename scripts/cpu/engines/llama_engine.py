@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-import llama_cpp
+from importlib import import_module
+from typing import Any
+
 import numpy as np
 
 from scripts.cpu.engines.gguf_file import tensor_bytes
 from scripts.cpu.engines.protocol import Task, serve
+
+llama_cpp: Any = import_module("llama_cpp")
+"""Not in the environment of the tests."""
 
 
 class LlamaEngine:
