@@ -10,7 +10,7 @@ import numpy as np
 
 from moejax.costs.rates import Rates
 from moejax.step.runner import Runner
-from scripts.parts.decode_timing import Samples
+from scripts.parts.decode_timing import Samples, step_bytes
 from scripts.parts.text_table import aligned
 
 
@@ -29,14 +29,8 @@ def measured_line(
         for counts in (samples.active, samples.fills, samples.read_through)
     )
     misses = float(np.mean(np.sum(fills + read_through, axis=1)))
-    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(runner.state))
-    if not config.tie_word_embeddings:
-        # Of the embeddings a step reads the rows of its tokens only.
-        weights -= config.vocab_size * config.hidden_size * runner.layout.page.itemsize
-    page = runner.layout.page
-    kv = batch * context * page.nbytes / page.block_size
-    experts = float(np.mean(np.sum(active, axis=1))) * record
-    floor_memory = (weights + kv + experts) / rates.memory
+    read = step_bytes(runner, float(np.mean(np.sum(active, axis=1))), batch=batch, context=context)
+    floor_memory = sum(read.values()) / rates.memory
     floor_link = misses * record / rates.link
     floor = max(floor_memory, floor_link)
     median = float(np.median(samples.step_s))

@@ -38,9 +38,9 @@ def timed(function: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def memory_reader(threads: int) -> Callable[[], float]:
-    """A function that reads 128 MiB with so many threads and returns seconds per byte."""
-    parts = np.array_split(np.ones(1 << 25, np.int32), threads)
+def memory_reader(threads: int, nbytes: int = 1 << 27) -> Callable[[], float]:
+    """A function that reads so much with so many threads and returns seconds per byte."""
+    parts = np.array_split(np.ones(nbytes // 4, np.int32), threads)
     pool = ThreadPoolExecutor(threads)
 
     def read() -> float:

@@ -98,6 +98,26 @@ def prefill(
     return requests, Sequences(rows, len(prompts[0]), table)
 
 
+def step_bytes(runner: Runner, active: float, *, batch: int, context: int) -> dict[str, float]:
+    """Bytes that a decode step must read, by what they are.
+
+    active: experts over all layers. context: tokens that each of `batch` sequences attends to, at
+    least. Of embeddings that are not the head too a step reads the rows of its tokens only, which
+    are not counted. All experts have the first of the runner's versions.
+    """
+    config, page = runner.config, runner.layout.page
+    head = config.vocab_size * config.hidden_size * page.itemsize
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(runner.state))
+    if not config.tie_word_embeddings:
+        weights -= head
+    return {
+        "experts": active * runner.layout.records[0].nbytes,
+        "attention and other weights": weights - head,
+        "head": head,
+        "KV": batch * context * page.nbytes / page.block_size,
+    }
+
+
 def decode(
     runner: Runner, sequences: Sequences, routings: list[Routing | None], samples: Samples
 ) -> None:

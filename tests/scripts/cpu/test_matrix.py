@@ -23,6 +23,11 @@ def test_it_measures_each_product(capsys):
     assert "cpu / torch bfloat16" in capsys.readouterr().out
 
 
+def test_the_verdict_is_the_least_ratio_s():
+    assert "60% of torch's float32 rate: met (least 60%)" in matrix.verdict("float32", [0.9, 0.6])
+    assert "missed (least 59%)" in matrix.verdict("bfloat16", [0.59, 7.0])
+
+
 def test_it_refuses_what_cannot_be(capsys, monkeypatch):
     assert matrix.main([*SMALL, "--repeats", "0"]) == 2
     assert "numbers are positive" in capsys.readouterr().err
