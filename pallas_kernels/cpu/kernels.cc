@@ -534,35 +534,42 @@ constexpr float zero_of() {
   return bits == 2 ? 1.5f : (float)(1 << (bits - 1));
 }
 
-// To bfloat16's 8 bits, to nearest even, in three operations: 1.5 · 2^16 times the power of two below
-// a number, added and taken away again. For finite numbers that are no denormals.
-INLINE vf rounded(vf v) {
-  const vf power = as_float((vu)v & 0xff800000u);
-  const vf sum = v + power * 98304.0f;
-  return sum - power * 98304.0f;
+// Of 2^16 times a number of at most 18 bits: the number, rounded to bfloat16's 8 bits, to nearest even,
+// in two operations. It is added behind its multiple, where a sum has no more than those 8 left. For
+// finite numbers that are no denormals.
+INLINE vf rounded(vf large) { return (large + large * 0x1p-16f) - large; }
+
+// What makes codes weights: 2^16 · scale, and what their zero is then, negative.
+struct Scale {
+  vf large, zero;
+};
+
+template <int bits>
+INLINE Scale scale_of(float scale) {
+  return {splat(scale * 0x1p16f), splat(scale * (-0x1p16f * zero_of<bits>()))};
 }
 
-// The codes of some bits from `bit` of each lane on, times scale, rounded. A code is brought to where
-// the mantissa of 2^15 counts ones, so that it is a float without a conversion.
+// A weight is exact before it is rounded: 8 bits of code and 11 of scale.
+INLINE vf weights_of(vf codes, vf large, vf zero) { return rounded(codes * large + zero); }
+
+// Codes of some bits from `bit` of each lane on.
 template <int bits, int bit>
-INLINE vf weights_of(vu lanes, vf scale) {
-  constexpr float base = 32768 + zero_of<bits>();
-  const vu code = bit < 8 ? lanes << (8 - bit) : lanes >> (bit - 8);
-  const vf based = as_float((code & (((1u << bits) - 1) << 8)) | 0x47000000u);
-  return rounded((based - base) * scale);
+INLINE vf codes_of(vu lanes) {
+  const vu codes = bit + bits == 32 ? lanes >> bit : (lanes >> bit) & ((1u << bits) - 1);
+  return __builtin_convertvector((vi)codes, vf);
 }
 
 // 2·L bfloat16 weights, (code − zero) · scale, exact in float32 and then rounded once, from each 2·L
-// elements: even ones and odd ones are the halves of 32-bit lanes, before and after. scales(at):
-// of even and of odd ones.
+// elements: even ones and odd ones are the halves of 32-bit lanes, before and after. scales(at, odd):
+// of even or of odd ones.
 template <int bits, int plane, class Scales>
 INLINE int64_t pairs_of(const uint16_t* codes, int64_t n, Scales scales, uint16_t* out) {
   int64_t at = 0;
   for (; at + 2 * L <= n; at += 2 * L) {
     const vu both = load<vu>(codes + at);
-    const Pair scale = scales(at);
-    const vf even = weights_of<bits, bits * plane>(both, scale.first);
-    const vf odd = weights_of<bits, 16 + bits * plane>(both, scale.second);
+    const Scale first = scales(at, 0), second = scales(at, 1);
+    const vf even = weights_of(codes_of<bits, bits * plane>(both), first.large, first.zero);
+    const vf odd = weights_of(codes_of<bits, 16 + bits * plane>(both), second.large, second.zero);
     store(out + at, ((vu)even >> 16) | (vu)odd);
   }
   return at;
@@ -603,53 +610,66 @@ struct Table {
   __m256i low, high;
 };
 
-INLINE Table table_of(vf scale) {
+INLINE Table table_of(float scale) {
   const vf first = {-8, -7, -6, -5, 0, 1, 2, 3}, second = {-4, -3, -2, -1, 4, 5, 6, 7};
-  const vu both = ((vu)rounded(first * scale) >> 16) | (vu)rounded(second * scale);
+  const vf large = splat(scale * 0x1p16f);
+  const vu both = ((vu)rounded(first * large) >> 16) | (vu)rounded(second * large);
   const __m256i bytes = _mm256_shuffle_epi8(
       (__m256i)both, _mm256_setr_epi8(0, 4, 8, 12, 2, 6, 10, 14, 1, 5, 9, 13, 3, 7, 11, 15, 0, 4, 8,
                                       12, 2, 6, 10, 14, 1, 5, 9, 13, 3, 7, 11, 15));
   return {_mm256_permute4x64_epi64(bytes, 0x88), _mm256_permute4x64_epi64(bytes, 0xdd)};
 }
 
+// The weights of 4·L elements: codes are brought together as bytes, two vectors of elements in one,
+// looked up, and their lower and upper bytes put side by side again, which undoes the order.
 template <int plane>
-INLINE vu looked_up(const uint16_t* codes, Table table) {
-  constexpr char p = plane / 2;
-  const __m256i twice = _mm256_setr_epi8(
-      p, p, 2 + p, 2 + p, 4 + p, 4 + p, 6 + p, 6 + p, 8 + p, 8 + p, 10 + p, 10 + p, 12 + p, 12 + p,
-      14 + p, 14 + p, p, p, 2 + p, 2 + p, 4 + p, 4 + p, 6 + p, 6 + p, 8 + p, 8 + p, 10 + p, 10 + p,
-      12 + p, 12 + p, 14 + p, 14 + p);
-  __m256i code = _mm256_shuffle_epi8(_mm256_loadu_si256((const __m256i*)codes), twice);
-  if (plane % 2) code = _mm256_srli_epi16(code, 4);
-  code = _mm256_and_si256(code, _mm256_set1_epi8(15));
-  return (vu)_mm256_blendv_epi8(_mm256_shuffle_epi8(table.low, code),
-                                _mm256_shuffle_epi8(table.high, code),
-                                _mm256_set1_epi16((short)0xff00));
+INLINE void looked_up(const uint16_t* codes, Table table, vu (&out)[2]) {
+  __m256i a = _mm256_loadu_si256((const __m256i*)codes);
+  __m256i b = _mm256_loadu_si256((const __m256i*)(codes + 2 * L));
+  if (plane < 2) {
+    const __m256i mask = _mm256_set1_epi16(plane ? 0xf0 : 0x0f);
+    a = _mm256_and_si256(a, mask), b = _mm256_and_si256(b, mask);
+  } else {
+    constexpr int shift = plane == 2 ? 8 : 12;
+    a = _mm256_srli_epi16(a, shift), b = _mm256_srli_epi16(b, shift);
+  }
+  __m256i code = _mm256_packus_epi16(a, b);
+  if (plane == 1) code = _mm256_srli_epi16(code, 4);
+  if (plane == 2) code = _mm256_and_si256(code, _mm256_set1_epi8(15));
+  const __m256i low = _mm256_shuffle_epi8(table.low, code);
+  const __m256i high = _mm256_shuffle_epi8(table.high, code);
+  out[0] = (vu)_mm256_unpacklo_epi8(low, high), out[1] = (vu)_mm256_unpackhi_epi8(low, high);
 }
 
 template <int plane>
-INLINE int64_t looked_up(const uint16_t* codes, int64_t n, vf scale, uint16_t* out) {
+INLINE int64_t looked_up(const uint16_t* codes, int64_t n, float scale, uint16_t* out) {
   const Table table = table_of(scale);
   int64_t at = 0;
-  for (; at + 2 * L <= n; at += 2 * L) store(out + at, looked_up<plane>(codes + at, table));
+  for (; at + 4 * L <= n; at += 4 * L) {
+    vu weights[2];
+    looked_up<plane>(codes + at, table, weights);
+    memcpy(out + at, weights, sizeof weights);
+  }
   return at;
 }
 #endif
 
 // Whole vectors of a row that share a scale; returns their weights.
 template <int bits>
-INLINE int64_t group_of(int64_t plane, const uint16_t* codes, int64_t n, vf scale, uint16_t* out) {
+INLINE int64_t group_of(int64_t plane, const uint16_t* codes, int64_t n, float scale, uint16_t* out) {
+  int64_t at = 0;
 #if defined(__AVX2__) && MOEJAX_LANES == 8
   if (bits == 4) {
     switch (plane) {
-      case 0: return looked_up<0>(codes, n, scale, out);
-      case 1: return looked_up<1>(codes, n, scale, out);
-      case 2: return looked_up<2>(codes, n, scale, out);
-      default: return looked_up<3>(codes, n, scale, out);
+      case 0: at = looked_up<0>(codes, n, scale, out); break;
+      case 1: at = looked_up<1>(codes, n, scale, out); break;
+      case 2: at = looked_up<2>(codes, n, scale, out); break;
+      default: at = looked_up<3>(codes, n, scale, out);
     }
   }
 #endif
-  return pairs<bits>(plane, codes, n, [scale](int64_t) -> Pair { return {scale, scale}; }, out);
+  const Scale same = scale_of<bits>(scale);
+  return at + pairs<bits>(plane, codes + at, n - at, [same](int64_t, int) { return same; }, out + at);
 }
 
 // gate and up: element e of a row holds the codes of columns e + j · D/P.
@@ -667,12 +687,17 @@ void decode_in(const Format& f, const uint16_t* record, int matrix, int64_t row,
     const float scale = wide_f16(scales[group]);
     const uint16_t* mine = codes - plane * size;
     if (f.type == Type::BF16) {
-      const vf same = splat(scale);
-      at += group_of<bits>(plane, mine + at, stop - at, same, (uint16_t*)out + at - first);
+      at += group_of<bits>(plane, mine + at, stop - at, scale, (uint16_t*)out + at - first);
     }
     singles<bits>(f.type, mine + at, (int)plane, stop - at, &scale, 0, out, at - first);
     at = stop;
   }
+}
+
+// Of even or of odd ones of 2·L columns, from what `down_scales` gave.
+INLINE Scale scale_at(const float* scales, int64_t at, int odd) {
+  const float* mine = scales + 2 * at + odd * L;
+  return {load<vf>(mine), load<vf>(mine + 2 * L)};
 }
 
 // down^T: element (r, c) holds the codes of rows r + j · J of column c, J = ⌈I/P⌉.
@@ -682,29 +707,33 @@ void decode_down(const Format& f, const uint16_t* record, int64_t row, int64_t f
   constexpr int64_t planes = 16 / bits;
   const int64_t size = (f.width + planes - 1) / planes, plane = row / size;
   const uint16_t* codes = record + (f.codes[DOWN] + row - plane * size) * f.hidden + first;
-  const float* scale = scales + row / f.group_out * padded(count);
+  const float* scale = scales + row / f.group_out * 2 * padded(count);
   int64_t at = 0;
   if (f.type == Type::BF16) {
-    const auto scales = [scale](int64_t i) -> Pair {
-      return {load<vf>(scale + i), load<vf>(scale + i + L)};
-    };
+    const auto scales = [scale](int64_t i, int odd) { return scale_at(scale, i, odd); };
     at = pairs<bits>(plane, codes, count, scales, (uint16_t*)out);
   }
-  singles<bits>(f.type, codes + at, (int)plane, count - at, scale + at, 1, out, at);
+  singles<bits>(f.type, codes + at, (int)plane, count - at, scale + 2 * at, 1, out, at);
 }
 
 void down_scales(const Format& f, const uint16_t* record, int64_t first, int64_t count,
                  float* out) {
   if (f.version == Version::Dense || f.version == Version::Lossless12) return;
+  const float zero = f.version == Version::Int8 ? 128 : f.version == Version::Int4 ? 8 : 1.5f;
+  // Whole vectors as `scale_at` reads them; the columns behind them have plain scales.
   for (int64_t row = 0; row * f.group_out < f.width; row++) {
-    float* mine = out + row * padded(count);
-    widen(Type::F16, record + (f.extra[DOWN] + row) * f.hidden + first, count, mine);
-    if (f.type != Type::BF16) continue;
-    for (int64_t at = 0; at + 2 * L <= count; at += 2 * L) {
+    float* mine = out + row * 2 * padded(count);
+    const uint16_t* scales = record + (f.extra[DOWN] + row) * f.hidden + first;
+    int64_t at = 0;
+    for (; f.type == Type::BF16 && at + 2 * L <= count; at += 2 * L, mine += 4 * L) {
       float part[2 * L];
-      memcpy(part, mine + at, sizeof part);
-      for (int64_t i = 0; i < L; i++) mine[at + i] = part[2 * i], mine[at + L + i] = part[2 * i + 1];
+      widen(Type::F16, scales + at, 2 * L, part);
+      for (int64_t i = 0; i < 2 * L; i++) {
+        const float large = part[i] * 0x1p16f;
+        mine[i % 2 * L + i / 2] = large, mine[(2 + i % 2) * L + i / 2] = large * -zero;
+      }
     }
+    widen(Type::F16, scales + at, count - at, mine);
   }
 }
 
@@ -718,6 +747,21 @@ INLINE bool any(vh v) {
   store(lanes, v);
   for (uint64_t lane : lanes) all |= lane;
   return all;
+}
+
+// Calls f with each of the 2·L lanes that have a value.
+template <class F>
+INLINE void each_lane(vh v, uint16_t value, F f) {
+#if defined(__AVX2__) && MOEJAX_LANES == 8
+  const uint32_t bytes = (uint32_t)_mm256_movemask_epi8((__m256i)(v == value));
+  for (uint32_t left = bytes & 0x55555555u; left; left &= left - 1) f(__builtin_ctz(left) / 2);
+#else
+  uint16_t lanes[2 * L];
+  store(lanes, v);
+  for (int64_t i = 0; i < 2 * L; i++) {
+    if (lanes[i] == value) f(i);
+  }
+#endif
 }
 
 // Where code 15 lies when codes are brought to the lowest bits of the exponent.
@@ -753,22 +797,23 @@ template <int byte_plane, int code_plane>
 INLINE void exact_plane(const uint16_t* bytes, const uint16_t* codes, int64_t n,
                         const uint16_t* table, int64_t escapes, uint16_t* out) {
   const uint16_t base = table[0];
-  const auto singles = [=](int64_t from, int64_t to) {
-    for (int64_t j = from; j < to; j++) {
-      const uint32_t byte = (bytes[j] >> (8 * byte_plane)) & 0xff;
-      const uint32_t code = (codes[j] >> (4 * code_plane)) & 15;
-      const uint32_t value = ((byte & 0x80) << 8) | (byte & 0x7f) | ((base - code) << 7);
-      out[j] = code == kEscape ? table[1 + least(byte, escapes - 1)] : (uint16_t)value;
-    }
+  const auto listed = [=](int64_t j) {
+    return table[1 + least((bytes[j] >> (8 * byte_plane)) & 0xff, escapes - 1)];
   };
   int64_t i = 0;
   for (; i + 2 * L <= n; i += 2 * L) {
     vh most = {};
     store(out + i, exact_of<byte_plane, code_plane>(load<vh>(bytes + i), load<vh>(codes + i),
                                                     splat16((uint16_t)(base << 7)), most));
-    if (any((vh)(most == kEscaped))) singles(i, i + 2 * L);
+    if (__builtin_expect(!any((vh)(most == kEscaped)), 1)) continue;
+    each_lane(most, kEscaped, [=](int64_t j) { out[i + j] = listed(i + j); });
   }
-  singles(i, n);
+  for (; i < n; i++) {
+    const uint32_t byte = (bytes[i] >> (8 * byte_plane)) & 0xff;
+    const uint32_t code = (codes[i] >> (4 * code_plane)) & 15;
+    const uint32_t value = ((byte & 0x80) << 8) | (byte & 0x7f) | ((base - code) << 7);
+    out[i] = code == kEscape ? listed(i) : (uint16_t)value;
+  }
 }
 
 INLINE void exact(const uint16_t* bytes, int64_t byte_plane, const uint16_t* codes,
@@ -835,11 +880,11 @@ void decode(const Format& f, const uint16_t* record, int matrix, int64_t row, in
 // or `add`, since each sum has the same terms in the same order
 
 #if !MOEJAX_PAIRS
-INLINE vf splat_f16(uint16_t h) {
+INLINE float scale_f16(uint16_t h) {
 #ifdef __F16C__
-  return splat(_cvtsh_ss(h));
+  return _cvtsh_ss(h);
 #else
-  return splat(wide_f16(h));
+  return wide_f16(h);
 #endif
 }
 
@@ -870,19 +915,28 @@ struct Row {
   int64_t escapes;
 };
 
-// kPart weights of a row that share a plane and a scale.
+// kPart weights of a row that share a plane and a scale; `get` gives a block of them, whose
+// length is `step`.
 template <Version version, int plane>
 struct Part;
 
 template <int plane>
 struct Part<Version::Int8, plane> {
+  static constexpr int64_t step = 2 * L;
   const uint16_t* codes;
-  vf scale;
-  INLINE Part(const Row& row, int64_t size, int64_t at)
-      : codes(row.codes + at - plane * size), scale(splat_f16(row.extra[at / kPart])) {}
-  INLINE Pair get(int64_t i, vh&) const {
+  vf even, odd, zero;
+  // Codes become floats where they lie in a lane, and scales take that back; but the sign has a bit.
+  INLINE Part(const Row& row, int64_t size, int64_t at) : codes(row.codes + at - plane * size) {
+    const Scale scale = scale_of<8>(scale_f16(row.extra[at / kPart]));
+    even = plane ? scale.large * 0x1p-8f : scale.large;
+    odd = plane ? scale.large : scale.large * 0x1p-16f;
+    zero = scale.zero;
+  }
+  INLINE void get(int64_t i, Pair* out) const {
     const vu both = load<vu>(codes + i);
-    return {weights_of<8, 8 * plane>(both, scale), weights_of<8, 16 + 8 * plane>(both, scale)};
+    const vu first = both & (plane ? 0xff00u : 0xffu), second = plane ? both >> 24 : both & 0xff0000u;
+    out->first = weights_of(__builtin_convertvector((vi)first, vf), even, zero);
+    out->second = weights_of(__builtin_convertvector((vi)second, vf), odd, zero);
   }
 };
 
@@ -890,23 +944,31 @@ template <int plane>
 struct Part<Version::Int4, plane> {
   const uint16_t* codes;
 #if defined(__AVX2__) && MOEJAX_LANES == 8
+  static constexpr int64_t step = 4 * L;
   Table table;
   INLINE Part(const Row& row, int64_t size, int64_t at)
-      : codes(row.codes + at - plane * size), table(table_of(splat_f16(row.extra[at / kPart]))) {}
-  INLINE Pair get(int64_t i, vh&) const { return halves(looked_up<plane>(codes + i, table)); }
+      : codes(row.codes + at - plane * size), table(table_of(scale_f16(row.extra[at / kPart]))) {}
+  INLINE void get(int64_t i, Pair* out) const {
+    vu weights[2];
+    looked_up<plane>(codes + i, table, weights);
+    out[0] = halves(weights[0]), out[1] = halves(weights[1]);
+  }
 #else
-  vf scale;
+  static constexpr int64_t step = 2 * L;
+  Scale scale;
   INLINE Part(const Row& row, int64_t size, int64_t at)
-      : codes(row.codes + at - plane * size), scale(splat_f16(row.extra[at / kPart])) {}
-  INLINE Pair get(int64_t i, vh&) const {
+      : codes(row.codes + at - plane * size), scale(scale_of<4>(scale_f16(row.extra[at / kPart]))) {}
+  INLINE void get(int64_t i, Pair* out) const {
     const vu both = load<vu>(codes + i);
-    return {weights_of<4, 4 * plane>(both, scale), weights_of<4, 16 + 4 * plane>(both, scale)};
+    out->first = weights_of(codes_of<4, 4 * plane>(both), scale.large, scale.zero);
+    out->second = weights_of(codes_of<4, 16 + 4 * plane>(both), scale.large, scale.zero);
   }
 #endif
 };
 
 template <int plane>
 struct Part<Version::Lossless12, plane> {
+  static constexpr int64_t step = 2 * L;
   const uint16_t *bytes, *codes, *table;
   int64_t escapes;
   vh base;
@@ -916,13 +978,22 @@ struct Part<Version::Lossless12, plane> {
         table(row.table),
         escapes(row.escapes),
         base(splat16((uint16_t)(row.table[0] << 7))) {}
-  INLINE Pair get(int64_t i, vh& most) const {
-    return halves((vu)exact_of<plane / 2, plane>(load<vh>(bytes + i), load<vh>(codes + i), base, most));
+  INLINE vu get(int64_t i, vh& most) const {
+    return (vu)exact_of<plane / 2, plane>(load<vh>(bytes + i), load<vh>(codes + i), base, most);
   }
-  INLINE Pair escaped(int64_t i) const {
-    return halves(with_escapes<plane / 2, plane>(bytes + i, codes + i, table, escapes));
+  INLINE vu escaped(int64_t i) const {
+    return with_escapes<plane / 2, plane>(bytes + i, codes + i, table, escapes);
   }
 };
+
+template <int T, int R>
+INLINE void add_pair(Pair pair, const float* const* x, int64_t at, int j, vf (*total)[R]) {
+#pragma GCC unroll 4
+  for (int t = 0; t < T; t++) {
+    total[t][j] = total[t][j] + pair.first * load<vf>(x[t] + at);
+    total[t][j] = total[t][j] + pair.second * load<vf>(x[t] + at + L);
+  }
+}
 
 template <Version version, int plane, int T, int R, size_t... r>
 INLINE void encoded_plane(const Format& f, const Row* rows, const float* const* x, vf (*total)[R],
@@ -937,20 +1008,25 @@ INLINE void encoded_plane(const Format& f, const Row* rows, const float* const* 
       }
       if (plane == 0) fetch(parts[j].codes + R * size, kPart);
     }
-    for (int64_t i = 0; i < kPart; i += 2 * L) {
-      vh most = {};
-      Pair pairs[R] = {parts[r].get(i, most)...};
+    constexpr int64_t step = Part<version, plane>::step;
+    for (int64_t i = 0; i < kPart; i += step) {
       if constexpr (version == Version::Lossless12) {
+        vh most = {};
+        vu both[R] = {parts[r].get(i, most)...};
         if (__builtin_expect(any((vh)(most == kEscaped)), 0)) {
-          for (int j = 0; j < R; j++) pairs[j] = parts[j].escaped(i);
+          for (int j = 0; j < R; j++) both[j] = parts[j].escaped(i);
         }
-      }
 #pragma GCC unroll 4
-      for (int j = 0; j < R; j++) {
+        for (int j = 0; j < R; j++) add_pair<T, R>(halves(both[j]), x, at + i, j, total);
+      } else {
 #pragma GCC unroll 4
-        for (int t = 0; t < T; t++) {
-          total[t][j] = total[t][j] + pairs[j].first * load<vf>(x[t] + at + i);
-          total[t][j] = total[t][j] + pairs[j].second * load<vf>(x[t] + at + i + L);
+        for (int j = 0; j < R; j++) {
+          Pair pairs[step / (2 * L)];
+          parts[j].get(i, pairs);
+#pragma GCC unroll 2
+          for (int b = 0; b < step / (2 * L); b++) {
+            add_pair<T, R>(pairs[b], x, at + i + 2 * L * b, j, total);
+          }
         }
       }
     }
@@ -1015,7 +1091,7 @@ void encoded_dots(const Format& f, const uint16_t* record, int matrix, int64_t f
 
 // A block of rows of lossless12: its base exponent in place, and its table.
 struct Block {
-  uint16_t base;
+  vh base;
   const uint16_t* table;
 };
 
@@ -1032,8 +1108,9 @@ struct Quarters<Version::Int8> {
   template <int j>
   INLINE Pair get(const float* const* scales, int64_t at) const {
     const vu both = j % 2 ? odd : even;
-    return {weights_of<8, j / 2 * 8>(both, load<vf>(scales[j] + at)),
-            weights_of<8, 16 + j / 2 * 8>(both, load<vf>(scales[j] + at + L))};
+    const Scale first = scale_at(scales[j], at, 0), second = scale_at(scales[j], at, 1);
+    return {weights_of(codes_of<8, j / 2 * 8>(both), first.large, first.zero),
+            weights_of(codes_of<8, 16 + j / 2 * 8>(both), second.large, second.zero)};
   }
 };
 
@@ -1045,8 +1122,9 @@ struct Quarters<Version::Int4> {
       : both(load<vu>(codes)) {}
   template <int j>
   INLINE Pair get(const float* const* scales, int64_t at) const {
-    return {weights_of<4, 4 * j>(both, load<vf>(scales[j] + at)),
-            weights_of<4, 16 + 4 * j>(both, load<vf>(scales[j] + at + L))};
+    const Scale first = scale_at(scales[j], at, 0), second = scale_at(scales[j], at, 1);
+    return {weights_of(codes_of<4, 4 * j>(both), first.large, first.zero),
+            weights_of(codes_of<4, 16 + 4 * j>(both), second.large, second.zero)};
   }
 };
 
@@ -1059,10 +1137,10 @@ struct Quarters<Version::Lossless12> {
     const uint16_t* others = bytes + f.width / 4 * f.hidden;
     const vh even = load<vh>(bytes), odd = load<vh>(others), all = load<vh>(codes);
     vh most = {};
-    weights[0] = (vu)exact_of<0, 0>(even, all, splat16(blocks[0].base), most);
-    weights[1] = (vu)exact_of<0, 1>(odd, all, splat16(blocks[1].base), most);
-    weights[2] = (vu)exact_of<1, 2>(even, all, splat16(blocks[2].base), most);
-    weights[3] = (vu)exact_of<1, 3>(odd, all, splat16(blocks[3].base), most);
+    weights[0] = (vu)exact_of<0, 0>(even, all, blocks[0].base, most);
+    weights[1] = (vu)exact_of<0, 1>(odd, all, blocks[1].base, most);
+    weights[2] = (vu)exact_of<1, 2>(even, all, blocks[2].base, most);
+    weights[3] = (vu)exact_of<1, 3>(odd, all, blocks[3].base, most);
     if (__builtin_expect(any((vh)(most == kEscaped)), 0)) {
       weights[0] = with_escapes<0, 0>(bytes, codes, blocks[0].table, f.escapes);
       weights[1] = with_escapes<0, 1>(others, codes, blocks[1].table, f.escapes);
@@ -1111,9 +1189,9 @@ INLINE void encoded_columns(const Format& f, const uint16_t* record, int64_t fir
       const int64_t row = first + i + j * quarter;
       if constexpr (lossless) {
         const uint16_t* table = tables + row / kBlock * (1 + f.escapes);
-        extra[i][j] = {(uint16_t)(table[0] << 7), table};
+        extra[i][j] = {splat16((uint16_t)(table[0] << 7)), table};
       }
-      if constexpr (!lossless) extra[i][j] = scales + row / f.group_out * padded(n);
+      if constexpr (!lossless) extra[i][j] = scales + row / f.group_out * 2 * padded(n);
     }
   }
   constexpr int C = T <= 2 ? 2 : 1;  // blocks of 2·L columns at once

@@ -68,7 +68,7 @@ struct Kernels {
   void (*decode)(const Format& format, const uint16_t* record, int matrix, int64_t row,
                  int64_t first, int64_t count, const float* scales, void* out);
   // The scales of an int version's down^T for some columns, in the order that decode wants:
-  // padded(count) floats for each group of rows.
+  // 2 · padded(count) floats for each group of rows.
   void (*down_scales)(const Format& format, const uint16_t* record, int64_t first, int64_t count,
                       float* out);
   // Whether these two take records of a format. Both have the bits of `decode` with `dots` or `add`.

@@ -214,7 +214,7 @@ void down(const Work& work, const Expert& e, int64_t first, int64_t count) {
   const int64_t width = padded(count);
   Buffer<float> sums(std::min(kSums, e.tokens) * width);
   Buffer<char> scratch(kManyAdded * count * size_of(work.kind));
-  Buffer<float> scales((c.width + e.format->group_out - 1) / e.format->group_out * width);
+  Buffer<float> scales((c.width + e.format->group_out - 1) / e.format->group_out * 2 * width);
   work.k.down_scales(*e.format, e.record, first, count, scales.get());
   const Columns columns = {e, first, count, scales.get(), scratch.get()};
   for (int64_t t0 = 0; t0 < e.tokens; t0 += kSums) {
