@@ -1,6 +1,8 @@
 """``python -m moejax``: the same as the command ``moejax``."""
 
-from moejax.commands.main import run
+import sys
+
+from moejax.commands.main import main
 
 if __name__ == "__main__":
-    run()
+    sys.exit(main())

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from host_offload.memory.device_memory import remake_zeros
 from host_offload.memory.layout import SlotLayout
 from host_offload.memory.pools import CellPools
 from host_offload.memory.tables import cold_tables
@@ -23,7 +24,10 @@ class SlotClass(IntEnum):
 def allocate_arena(rows: int, hidden: int, device: jax.Device) -> jax.Array:
     """The arena itself: uint16[rows, D] on the device, zeros, never reallocated."""
     sharding = jax.sharding.SingleDeviceSharding(device)
-    return jax.jit(lambda: jnp.zeros((rows, hidden), jnp.uint16), out_shardings=sharding)()
+    arena = jax.jit(lambda: jnp.zeros((rows, hidden), jnp.uint16), out_shardings=sharding)()
+    if device.platform == "cpu":
+        remake_zeros(arena.unsafe_buffer_pointer(), jax.block_until_ready(arena).nbytes)
+    return arena
 
 
 def place_cells(

@@ -7,6 +7,7 @@ Every rounding and every cut is said in `Budget.notes`.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:  # they import jax, and the command line answers before that
@@ -62,6 +63,8 @@ class Budget:
     """What the arena was taken from; None: the device does not say."""
     cut: bool = False
     """Experts or KV have less than they can use, and no number of their own said so."""
+    in_place: int = 0
+    """Experts that are resident where they lie in the store, all or none: they take no slots."""
 
 
 class _Need(NamedTuple):
@@ -87,6 +90,7 @@ def resolve_budget(
     expert_budget: int | Share | None = None,
     kv_budget: int | None = None,
     spare_slots: int = 0,
+    in_place: bool = False,
 ) -> Budget:
     """Turn what the user gave into whole slots, by the rules of docs/memory.md ("Numbers").
 
@@ -94,7 +98,9 @@ def resolve_budget(
     device can take. memory: bytes of the arena. expert_budget: bytes, rounded down to slots, or a
     share, rounded to experts (100% is every expert even where a slot is larger than one); never
     more than L·E. kv_budget: bytes, rounded down to slots. spare_slots: that experts can use
-    beyond one each.
+    beyond one each. in_place: the device reads the store like its own memory, so an arena needs no
+    cells where every expert is resident; numbers mean the same, but the experts' bytes are those of
+    the store, which are taken already. Where not every expert fits, they have cells as without it.
 
     Raises ArenaTooSmall when KV cannot hold one sequence, BudgetError when the numbers are
     negative, contradict each other or exceed available_bytes.
@@ -107,27 +113,22 @@ def resolve_budget(
         kv_full=-(-max_num_seqs * per_sequence // layout.pages_per_slot),
     )
     given = {"memory": memory, "expert budget": expert_budget, "kv budget": kv_budget}
-    for name, value in given.items():
-        if isinstance(value, int) and value < 0:
-            raise BudgetError(f"{name} must not be negative, got {value} bytes")
-    if isinstance(expert_budget, int) and 0 < expert_budget < size:
-        meant = f'; did you mean "{expert_budget}%"?' if expert_budget <= 100 else ";"
-        raise BudgetError(
-            f"expert budget {expert_budget} is bytes, and one expert takes {_exact(size)}{meant} "
-            'Give a share such as "25%", at least the bytes of one, or 0 for none'
-        )
+    _check_given(given, size)
+    wanted = None if expert_budget is None else expert_slots_of(expert_budget, need.experts, size)
+    kv_wanted, free = None if kv_budget is None else kv_budget // size, available_bytes // size
     device = f"the {_exact(available_bytes)} that the device has free"
-    if memory is not None and memory // size > available_bytes // size:
-        raise BudgetError(f"memory {format_bytes(memory)} exceeds {device}; lower it")
-    room = (available_bytes if memory is None else memory) // size
     where = device if memory is None else f"memory of {_exact(memory)}"
-    expert_slots, kv_slots = _split(
-        room,
-        None if expert_budget is None else expert_slots_of(expert_budget, need.experts, size),
-        None if kv_budget is None else kv_budget // size,
-        need,
-        keep_rest=memory is not None,
-    )
+    room, expert_slots, kv_slots = 0, 0, 0
+    for held in (need.experts, 0) if in_place else (0,):
+        room = free + held if memory is None else memory // size
+        if memory is not None and room > free + held:
+            raise BudgetError(f"memory {format_bytes(memory)} exceeds {device}; lower it")
+        # Without a number experts in place come first: KV would gain nothing from their going.
+        experts = held if held and {memory, wanted, kv_wanted} == {None} else wanted
+        expert_slots, kv_slots = _split(room, experts, kv_wanted, need, memory is not None)
+        in_place = held > 0
+        if expert_slots == need.experts and kv_slots >= need.kv_least:
+            break
     if kv_budget is not None and expert_slots + kv_slots > room:
         raise BudgetError(
             f"{format_bytes(expert_slots * size)} of experts + {format_bytes(kv_slots * size)} of "
@@ -148,12 +149,26 @@ def resolve_budget(
     if experts_cut:
         notes[0] += _cut(need.experts * size, expert_slots * size, where, kv_budget is not None)
     if kv_cut:
-        notes[1] += _cut(need.kv_full * size, kv_slots * size, where, expert_budget is not None)
+        beside = expert_budget is not None and not in_place
+        notes[1] += _cut(need.kv_full * size, kv_slots * size, where, beside)
     if memory is not None:
         notes.append(f"memory {format_bytes(memory)} = {room} slots of {format_bytes(size)}")
     slots = room if memory is not None else expert_slots + kv_slots
     cut = experts_cut or kv_cut
-    return Budget(slots, expert_slots, kv_slots, pages, tuple(notes), cut=cut)
+    budget = Budget(slots, expert_slots, kv_slots, pages, tuple(notes), cut=cut)
+    return _in_place(budget) if in_place else budget
+
+
+def _in_place(budget: Budget) -> Budget:
+    """The budget without the slots of its experts."""
+    experts, (first, *notes) = budget.expert_slots, budget.notes
+    return dataclasses.replace(
+        budget,
+        slots=budget.slots - experts,
+        expert_slots=0,
+        in_place=experts,
+        notes=(f"{first}, where they lie in the store: one copy", *notes),
+    )
 
 
 def cells_per_layer(expert_slots: int, layers: int, experts: int) -> tuple[int, ...]:
@@ -189,8 +204,22 @@ def format_bytes(count: int) -> str:
     return f"{value:.4g} {unit}"
 
 
+def _check_given(given: Mapping[str, int | Share | None], slot_bytes: int) -> None:
+    """Raises BudgetError for numbers that nobody can mean."""
+    for name, value in given.items():
+        if isinstance(value, int) and value < 0:
+            raise BudgetError(f"{name} must not be negative, got {value} bytes")
+    experts = given["expert budget"]
+    if isinstance(experts, int) and 0 < experts < slot_bytes:
+        meant = f'; did you mean "{experts}%"?' if experts <= 100 else ";"
+        raise BudgetError(
+            f"expert budget {experts} is bytes, and one expert takes {_exact(slot_bytes)}{meant} "
+            'Give a share such as "25%", at least the bytes of one, or 0 for none'
+        )
+
+
 def _split(
-    room: int, experts: int | None, kv: int | None, need: _Need, *, keep_rest: bool
+    room: int, experts: int | None, kv: int | None, need: _Need, keep_rest: bool
 ) -> tuple[int, int]:
     """Expert and KV slots, filling in what is None; the caller checks that they fit.
 

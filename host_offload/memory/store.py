@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
+from host_offload.memory.device_memory import advise
 from pallas_kernels.records import RecordFormat
 
 
@@ -190,12 +191,14 @@ def shares_memory(device: jax.Device) -> bool:
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """np.empty, aligned so that jax on the CPU takes it without a copy. Raises MemoryError."""
+    """np.empty, aligned so that jax on the CPU takes it without a copy, of pages as
+    host_offload.memory.device_memory asks for. Raises MemoryError."""
     nbytes = math.prod(shape) * dtype.itemsize
     try:
         memory = np.empty(nbytes + _ALIGNMENT, np.uint8)
     except ValueError as error:  # more than an address can say
         raise MemoryError(str(error)) from error
+    advise(memory.ctypes.data, memory.nbytes)
     begin = -memory.ctypes.data % _ALIGNMENT
     return memory[begin : begin + nbytes].view(dtype).reshape(shape)
 

@@ -54,7 +54,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    options = engine_options(args)
+    # A named eviction: what is measured are steps with cells.
+    options = {"eviction": "lru", **engine_options(args)}
 
     from moejax.costs.store import cost_file, identity
     from moejax.serve.costs import cost_model_for

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from host_offload.memory.budget import format_bytes
-from moejax.commands import EXIT_INTERRUPTED, add_command
+from moejax.commands import add_command
 from moejax.commands.model import (
     add_described,
     add_model,
@@ -24,7 +24,6 @@ from moejax.commands.model import (
     started,
 )
 from moejax.errors import UserError
-from moejax.interrupt import ending_after_interrupt
 from moejax.start.options import Description
 
 if TYPE_CHECKING:
@@ -94,7 +93,7 @@ def _run(args: argparse.Namespace) -> int:
     from moejax.evaluate.evaluation import check_windows, perplexity, result_json
 
     check_windows(**windows)
-    with ending_after_interrupt(1.5, EXIT_INTERRUPTED), started(args, options) as llm:
+    with started(args, options) as llm:
         result = perplexity(llm, texts, **windows, progress=not (args.quiet or args.json))
         report = result_json(llm, result)
     report["run"]["options"] = options

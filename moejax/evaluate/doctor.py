@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from host_offload.memory.budget import format_bytes
-from host_offload.memory.device_memory import host_available_bytes
+from host_offload.memory.device_memory import host_available_bytes, page_note
 from moejax.device import (
     DEFAULT_PINNED_GB,
     MEMORY_SHARES,
@@ -97,6 +97,8 @@ class Machine:
     """Bytes that a process may lock (ulimit -l); None: as many as it likes."""
     native: str
     """The instruction set that the native CPU ops compute with, or why there are none."""
+    pages: str
+    """What pages host memory is asked to be made of."""
 
     @property
     def device(self) -> Mapping[str, Any]:
@@ -128,6 +130,7 @@ def look() -> Machine:
         host_available=host_available_bytes(),
         memlock=None if memlock == resource.RLIM_INFINITY else memlock,
         native=why_not_cpu() or f"{instruction_set()} instructions",
+        pages=page_note(),
     )
 
 
@@ -182,6 +185,7 @@ def described(machine: Machine) -> dict[str, str]:
     if links:
         lines["link"] = ", ".join([*([lines["link"]] if "link" in lines else []), links[0].link])
     lines["native CPU ops"] = machine.native
+    lines["weights' pages"] = machine.pages
     runs = what_runs(machine)
     for name in sorted({*runs.values()}):
         ops = [op for op, chosen in runs.items() if chosen == name]

@@ -30,6 +30,11 @@ def cost_model_for(
     kept = None if force else kept_cost_model(identity(runner.steps))
     if kept is not None:
         return kept
+    if runner.steps.in_place:
+        raise UserError(
+            "costs are measured with cells, and here every expert is read where it lies in the "
+            "store; name an eviction (eviction='lru') to give them cells, or `moejax calibrate`"
+        )
     if llm.engine.statistics.requests or llm.engine.control is not None:
         raise UserError(
             "costs are measured on an LLM that has run nothing and has no policies that look "
@@ -42,6 +47,6 @@ def cost_model_for(
 
 
 def cost_model_of(model: str | os.PathLike[str], **options: Any) -> CostModel:
-    """cost_model_for of LLM(model, **options), which is closed again."""
-    with LLM(model, progress=False, **options) as llm:
+    """cost_model_for of LLM(model, **options) with cells, which is closed again."""
+    with LLM(model, progress=False, **{"eviction": "lru", **options}) as llm:
         return cost_model_for(llm)

@@ -17,6 +17,7 @@ import numpy as np
 
 from host_offload.control.interface import Policy
 from host_offload.memory.budget import Share
+from host_offload.memory.device_memory import page_note
 from host_offload.policies.precision.names import Precision
 from moejax.cache import use_compilation_cache
 from moejax.checkpoints.load import load_checkpoint
@@ -129,8 +130,7 @@ class LLM:
         self.device = select_device(options.device, options.threads)
         directory = model_directory(options.model)
         self._start.end("backend")
-        pool = ThreadPoolExecutor(1)
-        try:
+        with ThreadPoolExecutor(1) as pool:
             tokenizer = pool.submit(load_tokenizer, directory)
             loaded = self._load(settings, directory)
             self._start.end("load", loaded.seconds)
@@ -147,9 +147,6 @@ class LLM:
                 loaded.store.delete()
                 raise
             self._start.end("engine")
-        finally:
-            # After a failure or Ctrl-C nobody waits for the tokenizer's imports.
-            pool.shutdown(wait=False, cancel_futures=True)
         self.dtype, self._made = loaded.dtype, loaded.quantizers
         self._start.end("tokenizer")
         self._tracer = self.engine.tracer  # whoever takes it away from the engine for a while
@@ -344,6 +341,8 @@ class LLM:
                 "arena": arena_stats(engine.scheduler, runner.tables),
                 "kv": kv_stats(engine.scheduler),
                 "store_bytes": runner.store.nbytes,
+                "experts_in_place": self.plan.budget.in_place,
+                "pages": page_note(),
                 "time": {
                     **self._start.report(),
                     "compile_s": runner.compile_s,

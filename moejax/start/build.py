@@ -197,13 +197,18 @@ def _engine(
 
 
 def _grant(plan: Plan, arena: SlotArena, runner: Runner) -> float | None:
-    """Gives layers their cells, or every expert its place; the seconds that a byte took then, where
-    versions change later."""
+    """Gives layers their cells, or every expert its place, which may be in the store; the seconds
+    that a byte took then, where versions change later."""
     mixed = plan.mixed
-    if isinstance(mixed, ResidentSpec):
+    if plan.steps.in_place:
+        start = np.zeros((plan.spec.layers, plan.spec.experts), np.int32)
+        if isinstance(mixed, ResidentSpec):
+            start[:] = mixed.start
+        runner.set_tables({"fill_version": -1 - start})
+    elif isinstance(mixed, ResidentSpec):
         arena.grant_expert_slots(mixed.slots)
         return place_experts(runner, place(mixed))
-    if mixed is not None:
+    elif mixed is not None:
         cell_row, cell_version = arena.grant_versions(mixed.cells.tolist())
         contents = {"cell_row": cell_row, "cell_version": cell_version}
         runner.set_tables({**contents, "fill_version": mixed.fill_version})

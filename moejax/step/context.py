@@ -35,6 +35,8 @@ class ExpertContext:
     """Passes over a layer's experts."""
     formats: Formats | None = None
     """By version number, see VersionFormats; None: one version, dense."""
+    in_place: bool = False
+    """Every expert is resident in the store: none is missed, filled or moved."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

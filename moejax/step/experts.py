@@ -34,7 +34,8 @@ def page_and_compute(
 
     x [T, D]: normalised hidden states. ids int32[T, K]: ascending, E for padding. A wave pages in
     its share of the active experts (ranges of ids) without evicting what it needs itself; what
-    gets no cell is read through. More waves fill more; the bits are the same.
+    gets no cell is read through. Where all are resident in the store (context.in_place), none has a
+    cell and all are hits. More waves fill more; the bits are the same.
 
     Returns (y float32[T, K, D], memory, counts int32[4 + ⌈E/32⌉]: the fields of Paging and, one
     bit each, the experts that were missing; one array, since a scan copies each of its outputs by
@@ -53,18 +54,19 @@ def page_and_compute(
         with jax.named_scope("plan"):
             due = active & (expert * waves // experts == wave) if waves > 1 else active
             tables, work = plan(tables, layer, due, implementation=ops.plan)
-        with jax.named_scope("fill"):
-            arena = fill(
-                arena,
-                stores,
-                layer,
-                work.fill_expert,
-                work.fill_row,
-                work.fill_version,
-                work.fill_count,
-                formats=formats,
-                implementation=ops.fill,
-            )
+        if not context.in_place:
+            with jax.named_scope("fill"):
+                arena = fill(
+                    arena,
+                    stores,
+                    layer,
+                    work.fill_expert,
+                    work.fill_row,
+                    work.fill_version,
+                    work.fill_count,
+                    formats=formats,
+                    implementation=ops.fill,
+                )
         with jax.named_scope("expert_ffn"):
             y = expert_ffn(
                 y,
@@ -83,7 +85,11 @@ def page_and_compute(
                 implementation=ops.expert_ffn,
                 shared_kib=ops.shared_kib,
             )
-        counts += _counts(work, due, tables, layer, len(stores))
+        if context.in_place:
+            # An expert without a cell is a hit here: the first two fields of Paging.
+            counts += jnp.where(jnp.arange(counts.size) < 2, work.active_count, 0)
+        else:
+            counts += _counts(work, due, tables, layer, len(stores))
         return y, DeviceMemory(arena, tables), counts
 
     y = jnp.zeros((tokens * k, x.shape[1]), jnp.float32)

@@ -83,6 +83,9 @@ class StepSpec:
     shapes: StepShapes
     formats: Formats | None = None
     """By version number; None: dense alone."""
+    in_place: bool = False
+    """Every expert is resident where it lies in the store, which the device reads like its own
+    memory; none has a cell."""
     trace_arrays: frozenset[str] = frozenset()
     """What every step gives out beside the rest, of TRACE_ARRAYS; with any, steps are other
     executables."""

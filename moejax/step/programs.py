@@ -210,6 +210,7 @@ class Programs:
             ),
             waves=1 if decode else self.steps.shapes.waves,
             formats=self.steps.formats,
+            in_place=self.steps.in_place,
             page=self.page,
             arrays=self.steps.trace_arrays if key.traced else frozenset(),
         )

@@ -30,23 +30,18 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
-from safetensors.numpy import save_file
 
 from host_offload.memory.store import copy_transposed
 from host_offload.versions.encoders import WORKERS
 from moejax import UserError
 from moejax.checkpoints.load import load_checkpoint
-from moejax.checkpoints.random_model import SHAPES, shape
-from moejax.checkpoints.tensors import expected_tensors
-from moejax.models.config import ModelConfig
+from moejax.checkpoints.random_model import SHAPES
 from moejax.sizes import parse_size
-from moejax.start.report.info import model_info
+from scripts.cpu.big_checkpoint import checkpoint
 from scripts.parts.commands import new_parser, refuse
 from scripts.parts.text_table import aligned
 
-SHARD = 512 * 2**20
 BLOCK = 8 << 20
 """Bytes read at once by the lines that only read."""
 
@@ -83,48 +78,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"load {os.getloadavg()[0]:.1f}"
         )
     return 0
-
-
-def checkpoint(directory: Path, name: str, size: int) -> Path:
-    """The checkpoint of that shape and about that size below directory, written if absent."""
-    config = sized(name, size)
-    directory = directory / f"{name}-{config.num_hidden_layers}"
-    if (directory / "model.safetensors.index.json").exists():
-        return directory
-    directory.mkdir(parents=True, exist_ok=True)
-    raw = {
-        "model_type": "qwen3_moe",
-        "norm_topk_prob": True,
-        "dtype": "bfloat16",
-        **SHAPES[name],
-        "num_hidden_layers": config.num_hidden_layers,
-    }
-    (directory / "config.json").write_text(json.dumps(raw))
-    values = np.random.default_rng(0).standard_normal(1 << 22, np.float32) * 0.02
-    values = values.astype(ml_dtypes.bfloat16)
-    owner: dict[str, str] = {}
-    tensors: dict[str, np.ndarray] = {}
-
-    def write() -> None:
-        file = f"model-{len(set(owner.values())):05}.safetensors"
-        save_file(tensors, directory / file)
-        owner.update(dict.fromkeys(tensors, file))
-        tensors.clear()
-
-    for tensor, place in expected_tensors(config, ()).items():
-        if sum(t.nbytes for t in tensors.values()) > SHARD:
-            write()
-        tensors[tensor] = np.resize(values, place.shape)
-    write()
-    # The index comes last: without it the next run begins anew.
-    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": owner}))
-    return directory
-
-
-def sized(name: str, size: int) -> ModelConfig:
-    """The shape with as many layers as make about `size` bytes."""
-    one, two = (sum(model_info(shape(name, layers)).bytes.values()) for layers in (1, 2))
-    return shape(name, max(1, 1 + round((size - one) / (two - one))))
 
 
 def measure(directory: Path, repeats: int) -> Iterator[dict[str, Any]]:

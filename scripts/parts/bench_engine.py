@@ -40,9 +40,11 @@ SMALL: dict[str, Any] = {
     "max_num_batched_tokens": 128,
     "expert_budget": "100%",
     "kv_budget": "3MiB",
+    "eviction": "lru",
     "progress": False,
 }
-"""Small shapes, so that a step takes milliseconds; budgets move within this arena."""
+"""Small shapes, so that a step takes milliseconds; budgets move within this arena, so experts have
+cells."""
 
 
 # ---- options

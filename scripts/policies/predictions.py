@@ -211,6 +211,7 @@ def engine_of(args: argparse.Namespace, name: str, batch: int) -> Iterator[Engin
     loaded = load(name, device)
     options = Options(
         name,
+        eviction="lru",  # with cells
         driver=args.driver,
         max_num_seqs=batch,
         max_model_len=min(args.longest, loaded.config.max_position_embeddings),

@@ -122,7 +122,8 @@ def check_step(llm: LLM, step: Step) -> None:
         if counts[0] != len(active) or counts[0] != sum(counts[1:]):
             faults.append(f"layer {layer}: {len(active)} active experts counted as {counts}")
         # What was hit or filled is still there: an expert the layer needs is never a victim.
-        resident = int(np.sum(tables.address[layer, active] >= 0))
+        lies = tables.address[layer, active] >= 0
+        resident = len(active) if runner.steps.in_place else int(np.sum(lies))
         if runner.shapes.waves == 1 and resident != counts[1] + counts[2]:
             faults.append(
                 f"layer {layer}: {counts[1]} hits + {counts[2]} fills, {resident} resident"

@@ -17,6 +17,7 @@ from moejax.costs.transition_bound import bounded
 from moejax.engine.control import policy_spec
 from moejax.errors import UserError, user_errors
 from moejax.start.decide.facts import DeviceFacts, ModelFacts
+from moejax.start.decide.residency import why_cells
 from moejax.start.decide.shapes import (
     KERNEL_WAVES,
     decodes_in_buckets,
@@ -54,7 +55,8 @@ class Plan:
     budget: Budget
     """Slots of the arena, of experts and of KV, with notes of what was decided."""
     cells: tuple[int, ...]
-    """Cells of each layer; none where every expert is resident or cells are of two versions."""
+    """Cells of each layer; none where every expert is resident in a fixed place (of mixed, or in
+    the store: steps.in_place) or cells are of two versions."""
     mixed: ResidentSpec | PagedSpec | None
     """Where experts have two versions: every one resident in one of them, or layers with cells of
     both."""
@@ -68,7 +70,10 @@ class Plan:
         budget, steps, size = self.budget, self.steps, self.steps.layout.slot_bytes
         options, page = self.settings.options, steps.layout.page
         cells = "none of their own"
-        if isinstance(self.mixed, PagedSpec):
+        slots = f"{budget.expert_slots} slots"
+        if steps.in_place:
+            slots = f"all {budget.in_place} resident in place, in the store: one copy"
+        elif isinstance(self.mixed, PagedSpec):
             cells = paged_cells(self.mixed, steps.layout)
         elif self.cells:
             cells = ", ".join(map(str, self.cells))
@@ -89,8 +94,7 @@ class Plan:
             "sequences": f"{self.max_num_seqs} at once of {self.max_model_len} tokens; a prefill "
             f"step waits for {self.admission}",
             "arena": f"{budget.slots} slots of {size} bytes, {format_bytes(budget.slots * size)}",
-            "experts": f"{budget.expert_slots} slots, precision {self.settings.precision.name} "
-            f"({', '.join(versions)})",
+            "experts": f"{slots}, precision {self.settings.precision.name} ({', '.join(versions)})",
             "cells": cells,
             "KV": f"{budget.kv_slots} slots, {budget.pages} pages of {page.block_size} tokens; "
             f"{options.kv_overflow} beyond, to {format_bytes(options.swap_space)} of host memory",
@@ -186,8 +190,12 @@ def divide(
         kv_budget=options.kv_budget,
         # Beyond one for each expert, transitions can use the spares of both versions.
         spare_slots=2 * precision.spares,
+        in_place=(why := why_cells(settings, steps, device.platform)) is None,
     )
-    return dataclasses.replace(budget, memory=memory)
+    notes = budget.notes
+    if why and device.platform == "cpu" and budget.expert_slots >= moe_layers * experts:
+        notes = (*notes, f"the experts' cells are a second copy beside the store: {why}")
+    return dataclasses.replace(budget, memory=memory, notes=notes)
 
 
 def decide(
@@ -201,10 +209,12 @@ def decide(
     precision, policies = settings.precision, settings.policies
     steps = step_spec(settings, model, device)
     budget = divide(settings, model, device, steps, device.memory)
+    steps = dataclasses.replace(steps, in_place=budget.in_place > 0)
     seqs, _, length = limits_of(settings, model, device)
     moe_layers, experts = sum(steps.config.moe_layers), steps.config.num_experts
+    slots = budget.in_place or budget.expert_slots
     with user_errors(where=f"precision {precision.name}: "):
-        mixed = mixed_of(precision, steps.layout, budget.expert_slots, moe_layers, experts)
+        mixed = mixed_of(precision, steps.layout, slots, moe_layers, experts)
         if isinstance(mixed, ResidentSpec):
             check_resident(policies, mixed)
         elif mixed is not None:
@@ -217,7 +227,7 @@ def decide(
     if text := note(precision, mixed, steps.layout, dense):
         notes.append(text)
     cells: tuple[int, ...] = ()
-    if mixed is None:
+    if mixed is None and not steps.in_place:
         cells = cells_per_layer(budget.expert_slots, moe_layers, experts)
     spec = policy_spec(
         steps,
@@ -227,7 +237,9 @@ def decide(
         max_num_seqs=seqs,
         seed=settings.options.seed,
     )
-    split = start_split(settings.budgets, budget, cells, spec, steps, costs)
+    split = None
+    if not steps.in_place:
+        split = start_split(settings.budgets, budget, cells, spec, steps, costs)
     if split is not None:
         check_split(spec, steps, split.cells, split.kv_slots)
         cells, notes = split.cells, [*notes, split.note]

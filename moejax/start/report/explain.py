@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import numpy as np
 
@@ -77,20 +78,19 @@ def explain(engine: Engine, budget: Budget) -> Explanation:
         Line("experts", experts * size, f"{experts} slots: {shared}"),
         Line("KV", kv * size, f"{kv} slots"),
     )
+    shares = parts[1:] if budget.in_place else parts
     rest = "ends of slots" if len(layout.records) == 1 else "spare cells, ends"
     blocks += (
-        _block(Line("arena", total), *parts, rest="free", how="given to neither"),
+        _block(Line("arena", total), *shares, rest="free", how="given to neither"),
         _block(
             Line("KV", kv * size),
             Line("KV pages", pages * page.nbytes, tokens),
             rest="ends of slots",
             how=ends,
         ),
-        _block(
-            Line("experts", experts * size),
-            *_weights(engine, sum(cells)),
-            rest=rest,
-        ),
+        _in_place(engine)
+        if budget.in_place
+        else _block(Line("experts", experts * size), *_weights(engine, sum(cells)), rest=rest),
     )
     return Explanation(tuple(blocks), budget.notes)
 
@@ -99,6 +99,16 @@ def _block(total: Line, *parts: Line, rest: str, how: str = "") -> tuple[Line, .
     """The parts, what is left of the total or goes beyond it, and the total."""
     left = total.bytes - sum(part.bytes for part in parts)
     return (*parts, Line(rest, left, how), total)
+
+
+def _in_place(engine: Engine) -> tuple[Line, ...]:
+    """The experts that are resident in the store."""
+    store = engine.runner.store
+    lines = [
+        Line(f"{version} experts", array.nbytes, f"{math.prod(array.shape[:2])} where they lie")
+        for version, array in store.arrays.items()
+    ]
+    return *lines, Line("experts", store.nbytes, "in place in the store: one copy, no slots")
 
 
 def _weights(engine: Engine, cells: int) -> list[Line]:

@@ -33,6 +33,44 @@ def slots_of(budget):
     return budget.slots, budget.expert_slots, budget.kv_slots
 
 
+@pytest.mark.parametrize(
+    ("given_numbers", "expected"),
+    [
+        (dict(), (FULL, 0, FULL, EVERY)),
+        (dict(expert_budget=Share(1.0)), (FULL, 0, FULL, EVERY)),
+        (dict(memory=90 * SLOT), (26, 0, 26, EVERY)),
+        (dict(kv_budget=12 * SLOT), (12, 0, 12, EVERY)),
+        # The store is there already, so what is free is KV's, which is cut before the experts.
+        (dict(available_bytes=20 * SLOT), (20, 0, 20, EVERY)),
+        (dict(available_bytes=20 * SLOT, memory=80 * SLOT), (16, 0, 16, EVERY)),
+        # Where numbers leave out an expert, and where a sequence has no room, as ever.
+        (dict(expert_budget=63 * SLOT), (63 + FULL, 63, FULL, 0)),
+        (dict(memory=72 * SLOT), (72, 61, LEAST, 0)),
+        (dict(available_bytes=40 * SLOT, kv_budget=30 * SLOT), (30, 0, 30, EVERY)),
+        (dict(available_bytes=90 * SLOT, expert_budget=10 * SLOT), (90, 10, 80, 0)),
+    ],
+)
+def test_experts_in_place_take_no_slots(given_numbers, expected):
+    budget = resolve(in_place=True, **given_numbers)
+    assert (*slots_of(budget), budget.in_place) == expected
+    assert ("one copy" in budget.notes[0]) == (budget.in_place > 0)
+    if not budget.in_place:
+        assert budget == resolve(**given_numbers)
+
+
+def test_in_place_refuses_what_is_refused_without_it():
+    for given_numbers in (
+        dict(available_bytes=(LEAST - 1) * SLOT),
+        dict(available_bytes=20 * SLOT, kv_budget=21 * SLOT),
+        dict(available_bytes=20 * SLOT, memory=85 * SLOT),
+    ):
+        with pytest.raises(BudgetError) as found:
+            resolve(in_place=True, **given_numbers)
+        with pytest.raises(BudgetError) as wanted:
+            resolve(**given_numbers)
+        assert str(found.value) == str(wanted.value)
+
+
 def test_the_numbers_this_file_counts_with():
     assert (SLOT, DEMO.pages_per_slot, DEMO.page.block_size) == (96 * 1024, 6, 16)
 

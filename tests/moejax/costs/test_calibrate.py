@@ -31,7 +31,9 @@ from pallas_kernels.records import RecordFormat
 from pallas_kernels.records.versions import VersionFormats
 from tests.host_offload.sizing.cost_models import MODEL
 
-SMALL = dict(max_num_seqs=2, max_model_len=64, max_num_batched_tokens=128, progress=False)
+SMALL = dict(
+    eviction="lru", max_num_seqs=2, max_model_len=64, max_num_batched_tokens=128, progress=False
+)
 
 
 @pytest.fixture(autouse=True)

@@ -28,7 +28,9 @@ NATIVE_OPS = {
     scope="module", params=[pytest.param("float32", marks=pytest.mark.nightly), "bfloat16"]
 )
 def llm(request):
-    with LLM("demo", dtype=request.param, ops="cpu", progress=False, **LIMITS) as llm:
+    with LLM(
+        "demo", dtype=request.param, ops="cpu", eviction="lru", progress=False, **LIMITS
+    ) as llm:
         yield llm
 
 
@@ -92,7 +94,9 @@ def test_agrees_with_the_reference_ops(llm):
 @pytest.mark.nightly
 @pytest.mark.parametrize("precision", ["int8", "int4", "lossless12"])
 def test_encoded_experts_keep_the_contract(precision):
-    with LLM("demo", precision=precision, ops="cpu", progress=False, **LIMITS) as llm:
+    with LLM(
+        "demo", precision=precision, ops="cpu", eviction="lru", progress=False, **LIMITS
+    ) as llm:
         want, layers, experts, kv = alone(llm)
         set_budget(llm, [experts // 3] * layers, kv)
         for a, b in zip(want, run(llm, list(jobs())), strict=True):
@@ -101,7 +105,7 @@ def test_encoded_experts_keep_the_contract(precision):
 
 @pytest.mark.nightly
 def test_the_host_driver_keeps_the_contract():
-    with LLM("demo", driver="host", ops="cpu", progress=False, **LIMITS) as llm:
+    with LLM("demo", driver="host", ops="cpu", eviction="lru", progress=False, **LIMITS) as llm:
         want, layers, experts, kv = alone(llm)
         set_budget(llm, [experts // 3] * layers, kv)
         for a, b in zip(want, run(llm, list(jobs())), strict=True):
@@ -109,7 +113,7 @@ def test_the_host_driver_keeps_the_contract():
 
 
 def test_another_model_keeps_the_contract(shared):
-    with LLM(shared / "models" / "tri", ops="cpu", progress=False, **LIMITS) as llm:
+    with LLM(shared / "models" / "tri", ops="cpu", eviction="lru", progress=False, **LIMITS) as llm:
         want, layers, experts, kv = alone(llm)
         set_budget(llm, [experts // 3] * layers, kv)
         for a, b in zip(want, run(llm, list(jobs())), strict=True):

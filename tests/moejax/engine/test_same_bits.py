@@ -28,7 +28,7 @@ LAYERS, EXPERTS = 4, 16
 
 
 def make_llm(dtype: str, **options) -> LLM:
-    return LLM("demo", dtype=dtype, progress=False, **{**LIMITS, **options})
+    return LLM("demo", dtype=dtype, progress=False, **{"eviction": "lru", **LIMITS, **options})
 
 
 def job_pool() -> list[Job]:

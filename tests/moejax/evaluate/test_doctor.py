@@ -43,6 +43,7 @@ GOOD = Machine(
     host_available=100 << 30,
     memlock=8 << 20,
     native="avx2 instructions",
+    pages="huge pages, 1 NUMA node",
 )
 ON_CPU = {"devices": [device("cpu")], "said": ["Unable to initialize backend 'cuda': no such file"]}
 NO_GPU = dataclasses.replace(

@@ -68,7 +68,7 @@ def start(directory, **options) -> LLM:
 
 @pytest.fixture(scope="module")
 def llm(directory):
-    with start(directory, expert_budget="100%", kv_budget="3MiB") as llm:
+    with start(directory, expert_budget="100%", kv_budget="3MiB", eviction="lru") as llm:
         yield llm
 
 

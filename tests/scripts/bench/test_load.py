@@ -1,6 +1,7 @@
 """The bench of loading: its lines, and that it writes its checkpoint once."""
 
 from scripts.bench import load as bench_load
+from scripts.cpu.big_checkpoint import sized
 from tests.scripts.runs import json_lines, refusal
 
 TINY = ("--shape", "demo", "--size", "1MiB", "--repeats", "1")
@@ -34,5 +35,5 @@ def test_refusals(tmp_path, capsys):
 
 
 def test_size_is_about_what_was_asked_for():
-    assert bench_load.sized("olmoe", 2 * 2**30).num_hidden_layers == 2
-    assert bench_load.sized("qwen3-30b-a3b", 1).num_hidden_layers == 1
+    assert sized("olmoe", 2 * 2**30).num_hidden_layers == 2
+    assert sized("qwen3-30b-a3b", 1).num_hidden_layers == 1
