@@ -124,8 +124,8 @@ def resolve_budget(
         if memory is not None and room > free + held:
             raise BudgetError(f"memory {format_bytes(memory)} exceeds {device}; lower it")
         # Without a number experts in place come first: KV would gain nothing from their going.
-        experts = held if held and {memory, wanted, kv_wanted} == {None} else wanted
-        expert_slots, kv_slots = _split(room, experts, kv_wanted, need, memory is not None)
+        first = held if held and {memory, wanted, kv_wanted} == {None} else wanted
+        expert_slots, kv_slots = _split(room, first, kv_wanted, need, memory is not None)
         in_place = held > 0
         if expert_slots == need.experts and kv_slots >= need.kv_least:
             break

@@ -103,7 +103,7 @@ def in_process(directory: Path, tokens: int, options: dict[str, str]) -> dict[st
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def measured(directory: Path, tokens: int, options: dict[str, str]) -> dict[str, Any]:
+def measured(directory: Path, tokens: int, options: dict[str, Any]) -> dict[str, Any]:
     """Bytes of weights, of KV, and of this process's resident set when it does what."""
     select_device("cpu").memory_stats()  # jax runs
     rss = {"before": status("VmRSS")}

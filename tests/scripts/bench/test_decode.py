@@ -123,7 +123,7 @@ def test_table_and_profile_of_each_row(capsys, monkeypatch, as_json):
     [
         (["--shape", "gpt-4"], "shape 'gpt-4' is unknown; choose demo, qwen3-30b-a3b"),
         (["--layers", "0"], "layers must be at least 1"),
-        (["--shape", "qwen3-30b-a3b", "--layers", "4000"], "use --layers"),
+        (["--shape", "qwen3-30b-a3b", "--layers", "4000"], "needs of host memory"),
         (["--cells", "17"], "more than a layer's 16 experts"),
         (["--cells", "some"], "whole numbers"),
         (["--batch", "0"], "--batch must be at least 1"),
