@@ -212,13 +212,18 @@ class Engine:
         is allocated or compiled, and no bit of any later result changes.
 
         cells_per_layer: dense experts that each MoE layer keeps. kv_slots: arena slots for KV.
-        Raises ValueError, as SlotArena's grants, for what the arena cannot give, and when requests
-        are running.
+        Raises ValueError, as SlotArena's grants, for what the arena cannot give, when requests are
+        running, and for cells where experts are read in place.
         """
         with self.undisturbed():
             self._drain()
             if not self.idle:
                 raise ValueError("requests are running; budgets change between them")
+            if self.runner.steps.in_place and any(cells_per_layer):
+                raise ValueError(
+                    "every expert is read where it lies in the store and has no cell; start with "
+                    "eviction='lru' for experts in cells"
+                )
             arena = self.scheduler.arena
             check_grant(arena.cell_row.shape, arena.slots, cells_per_layer, kv_slots)
             # A slot that changes sides must be empty.

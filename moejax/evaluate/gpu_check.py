@@ -171,7 +171,10 @@ def check_engine(device: jax.Device, name: str, layers: int | None, steps: int) 
     config = shape(name, layers)
     began = time.perf_counter()
     loaded = random_model(config, device=device)
-    options = Options(name, max_model_len=1024, max_num_seqs=64, expert_budget=Share(1.0))
+    # Named, so that experts have cells, whose number changes, on a CPU too.
+    options = Options(
+        name, max_model_len=1024, max_num_seqs=64, expert_budget=Share(1.0), eviction="lru"
+    )
     try:
         engine, plan = start_engine(loaded, options, device)
     except UserError as error:

@@ -90,6 +90,8 @@ def other_budget(scene: Scene) -> Callable[[], None]:
     cells = [rng.randrange(experts + 1) for _ in range(layers)]
     pages = scheduler.pages_for(scheduler.max_model_len, 1)
     slots = -(-pages // arena.layout.pages_per_slot) + (rng.random() < 0.3)
+    if engine.runner.steps.in_place:
+        cells = [0] * layers
     possible = engine.control is None and sum(cells) + slots <= arena.slots
     return partial(engine.set_budget, cells, slots) if possible else lambda: None
 

@@ -56,7 +56,7 @@ def test_one_copy_with_the_same_bits(options):
         assert "one copy" in plan.describe()["experts"]
         with pytest.raises(UserError, match="every expert is read where it lies"):
             cost_model_for(llm, force=True)
-        with pytest.raises(ValueError, match="slots"):
+        with pytest.raises(ValueError, match="start with eviction='lru'"):
             llm.engine.set_budget([1] * 4, plan.budget.kv_slots)
     with LLM("demo", eviction="lru", progress=False, **LIMITS, **options) as llm:
         assert llm.plan.budget.in_place == 0 and llm.plan.budget.expert_slots == 64

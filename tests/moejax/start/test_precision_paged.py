@@ -26,7 +26,7 @@ from moejax.cache import use_compilation_cache
 from moejax.checkpoints.random_model import random_model, shape
 from moejax.checkpoints.versions import with_versions
 from moejax.commands import main as cli
-from moejax.engine.statistics import demand_bytes
+from moejax.engine.step_work import demand_bytes
 from moejax.start.build import start_engine
 from moejax.start.options import Options
 from moejax.step.experts import Paging
