@@ -44,7 +44,7 @@ def memory_reader(threads: int, nbytes: int = 1 << 27) -> Callable[[], float]:
     pool = ThreadPoolExecutor(threads)
 
     def read() -> float:
-        return timed(lambda: list(pool.map(np.max, parts))) / (1 << 27)
+        return timed(lambda: list(pool.map(np.max, parts))) / nbytes
 
     return read
 
