@@ -1,8 +1,6 @@
 """``python -m moejax``: the same as the command ``moejax``."""
 
-import sys
-
-from moejax.commands.main import main
+from moejax.commands.main import run
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from host_offload.memory.budget import format_bytes
-from moejax.commands import add_command
+from moejax.commands import EXIT_INTERRUPTED, add_command
 from moejax.commands.model import (
     add_described,
     add_model,
@@ -24,6 +24,7 @@ from moejax.commands.model import (
     started,
 )
 from moejax.errors import UserError
+from moejax.interrupt import ending_after_interrupt
 from moejax.start.options import Description
 
 if TYPE_CHECKING:
@@ -83,6 +84,12 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
+    # Also while modules are imported: jax's callback of the garbage collector may swallow Ctrl-C.
+    with ending_after_interrupt(1.5, EXIT_INTERRUPTED):
+        return _evaluate(args)
+
+
+def _evaluate(args: argparse.Namespace) -> int:
     options, windows = engine_options(args), asked(args, _WINDOWS)
     texts = {}
     for name in args.data:

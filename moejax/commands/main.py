@@ -11,6 +11,7 @@ import difflib
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from host_offload.memory.budget import BudgetError
 from moejax.commands import (
@@ -52,6 +53,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         # What is still buffered would raise again when the interpreter closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return EXIT_BROKEN_PIPE
+
+
+def run() -> NoReturn:
+    """The command `moejax`: ends the process with main's status, at once after Ctrl-C, without what
+    compiles or is imported in the background meanwhile."""
+    status = main()
+    if status == EXIT_INTERRUPTED:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)
 
 
 class _Version(argparse.Action):
