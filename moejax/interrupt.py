@@ -41,19 +41,20 @@ def ending_after_interrupt(seconds: float, status: int) -> Iterator[None]:
 
     def end() -> None:
         while number := heard.recv(1):
-            if number[0] == signal.SIGINT:
-                if not over.wait(seconds):
-                    print("moejax: interrupted", file=sys.stderr, flush=True)
-                    os._exit(status)
-                return
+            if number[0] == signal.SIGINT and not over.wait(seconds):
+                print("moejax: interrupted", file=sys.stderr, flush=True)
+                os._exit(status)
 
     over = threading.Event()
     # Python's own handler writes there at once, before the main thread gets to run any other.
     before = signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False)
-    threading.Thread(target=end, daemon=True).start()
+    thread = threading.Thread(target=end, daemon=True)
+    thread.start()
     try:
         yield
     finally:
         over.set()
         signal.set_wakeup_fd(before)
         told.close()
+        thread.join()
+        heard.close()

@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run() -> NoReturn:
     """The command `moejax`: ends the process with main's status, at once after Ctrl-C, without what
-    compiles or is imported in the background meanwhile."""
+    compiles in the background meanwhile."""
     status = main()
     if status == EXIT_INTERRUPTED:
         sys.stdout.flush()

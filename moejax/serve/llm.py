@@ -130,8 +130,7 @@ class LLM:
         self.device = select_device(options.device, options.threads)
         directory = model_directory(options.model)
         self._start.end("backend")
-        pool = ThreadPoolExecutor(1)
-        try:
+        with ThreadPoolExecutor(1) as pool:
             tokenizer = pool.submit(load_tokenizer, directory)
             loaded = self._load(settings, directory)
             self._start.end("load", loaded.seconds)
@@ -148,9 +147,6 @@ class LLM:
                 loaded.store.delete()
                 raise
             self._start.end("engine")
-        finally:
-            # After a failure or Ctrl-C nobody waits for the tokenizer's imports.
-            pool.shutdown(wait=False, cancel_futures=True)
         self.dtype, self._made = loaded.dtype, loaded.quantizers
         self._start.end("tokenizer")
         self._tracer = self.engine.tracer  # whoever takes it away from the engine for a while
