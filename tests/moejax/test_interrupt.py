@@ -1,4 +1,3 @@
-import re
 import signal
 import subprocess
 import sys
@@ -49,7 +48,7 @@ def test_one_that_ends_in_time_ends_as_it_would():
 @pytest.mark.parametrize("moment", ["begin", "load", "compile", "score"])
 def test_eval_ends_after_ctrl_c(tmp_path, repository, moment):
     text = tmp_path / "text"
-    text.write_text((repository / "README.md").read_text() * 40)
+    text.write_text((repository / "README.md").read_text() * 160)
     given = signal.signal(signal.SIGINT, signal.default_int_handler)
     command = ["eval", "demo", "--task", "perplexity", "--data", str(text)]
     try:
@@ -58,13 +57,7 @@ def test_eval_ends_after_ctrl_c(tmp_path, repository, moment):
         )
     finally:
         signal.signal(signal.SIGINT, given)
-    assert process.stderr is not None
-    if moment == "score":  # the bar has moved
-        said = ""
-        while not re.search(r"[1-9]\d*%", said[-80:]):
-            said += process.stderr.read(1)
-    else:
-        time.sleep({"begin": 1.0, "load": 2.0, "compile": 4.0}[moment])
+    time.sleep({"begin": 1.0, "load": 2.0, "compile": 4.0, "score": 12.0}[moment])
     began = time.perf_counter()
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=120)
