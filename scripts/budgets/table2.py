@@ -3,6 +3,7 @@
 python -m scripts.budgets table2                (Qwen3-30B-A3B, on a GPU)
 python -m scripts.budgets table2 --layers 2     (a part of it, elsewhere: some minutes on two cores,
 6 GiB)
+python -m scripts.budgets table2 --predicted    (the second table alone; nothing is run)
 
 Random weights of the shape, routing as published of Qwen3 (--routing), one engine; cells change
 between rows by table contents. Each row compares two ways to use the same bytes:
@@ -18,8 +19,10 @@ With --layers N the vocabulary is cut as the layers are, unless --vocab says oth
 head keeps its share of a step. What ran on a CPU says so; it is no claim about a GPU.
 
 For the whole model a second table is predicted, not measured: a step with everything resident as in
-the paper's row of 128 cells, misses by the curve of all layers, a link of --predict-link GB/s. The
-paper's own columns (H100 NVL, vLLM 0.11.2, eager) are beside it. Whole layers at its offload rates
+the paper's row of 128 cells (so that row predicts nothing: it is the anchor), misses by the curve
+of all layers under generated routing (--routing), a link of --predict-link GB/s. The
+paper's own columns (H100 NVL, vLLM 0.11.2, eager) are beside it; "link alone" is what paged would
+have if computing took no time. Whole layers at its offload rates
 would take more than 400 GB/s, so vLLM must have read active experts: compare it with `static`.
 """
 
@@ -44,7 +47,7 @@ from moejax.models.model_config import ModelConfig
 from moejax.start.options import Options
 from moejax.step.parts import Routing
 from moejax.step.runner import Runner
-from scripts.budgets.table2_predicted import PUBLISHED_SHAPE, whole_model
+from scripts.budgets.table2_predicted import PUBLISHED, PUBLISHED_SHAPE, whole_model
 from scripts.parts.bench_engine import (
     add_options,
     check_fits,
@@ -69,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the bench; returns the exit status, 2 for a mistake that the message explains."""
     args = _parser().parse_args(arguments)
     try:
-        lines = run(args)
+        lines = predicted(args) if args.predicted else run(args)
     except (UserError, BudgetError, MemoryError) as error:
         return refuse(__name__, error)
     for line in [json.dumps(line) for line in lines] if args.json else report(args, lines):
@@ -93,8 +96,42 @@ def _parser() -> argparse.ArgumentParser:
         gpu, cpu = COUNTS[name]
         add(f"--{name}", type=int, help=f"{text} (default: {gpu} on a GPU, else {cpu})")
     add("--vocab", type=int, help="tokens of the vocabulary (default: the layers' share)")
+    add("--predicted", action="store_true", help="the whole model's table alone")
     add("--predict-link", type=float, default=50.0, help="GB/s of the second table (%(default)g)")
     return parser
+
+
+def predicted(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """A line for each number of cells that the paper has, with nothing measured."""
+    experts = shape(PUBLISHED_SHAPE).num_experts
+    cells = parse_cells(args.cells, experts)
+    _check_options(args)
+    lines = [{"cells": c, "whole_model": _whole_model(args, c)} for c in cells]
+    if not any(line["whole_model"] for line in lines):
+        raise UserError(
+            f"--predicted has figures of {PUBLISHED_SHAPE}, batch 1, generated routing and "
+            f"{', '.join(map(str, PUBLISHED))} cells only"
+        )
+    return lines
+
+
+def _whole_model(args: argparse.Namespace, cells: int) -> dict[str, Any] | None:
+    return whole_model(
+        cells,
+        shape_name=args.shape,
+        batch=args.batch,
+        routing=args.routing,
+        link_gb_per_s=args.predict_link,
+        seed=args.seed,
+    )
+
+
+def _check_options(args: argparse.Namespace) -> None:
+    """Raises UserError for a link or a routing that cannot be."""
+    if args.predict_link <= 0:
+        raise UserError(f"--predict-link must be above 0, got {args.predict_link}")
+    if args.routing not in ROUTINGS:
+        raise UserError(f"routing {args.routing!r} is unknown; choose {', '.join(ROUTINGS)}")
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -108,10 +145,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     for name in ("batch", "context", *COUNTS):
         if getattr(args, name) < 1:
             raise UserError(f"--{name} must be at least 1, got {getattr(args, name)}")
-    if args.predict_link <= 0:
-        raise UserError(f"--predict-link must be above 0, got {args.predict_link}")
-    if args.routing not in ROUTINGS:
-        raise UserError(f"routing {args.routing!r} is unknown; choose {', '.join(ROUTINGS)}")
+    _check_options(args)
     if not cells:
         raise UserError("--cells must name at least one number above 0")
     check_names(args)
@@ -269,14 +303,7 @@ def lines_of(
             "streamed_experts": missing,
             "paged_over_static": rates["paged"] / rates["static"],
             "paged_over_streamed": rates["paged"] / rates["streamed"],
-            "whole_model": whole_model(
-                c,
-                shape_name=args.shape,
-                batch=args.batch,
-                routing=args.routing,
-                link_gb_per_s=args.predict_link,
-                seed=args.seed,
-            ),
+            "whole_model": _whole_model(args, c),
         }
 
 
@@ -287,6 +314,45 @@ def _misses(samples: Samples) -> float:
 
 
 def report(args: argparse.Namespace, lines: Sequence[dict[str, Any]]) -> Iterator[str]:
+    if not args.predicted:
+        yield from _measured_table(lines)
+    whole = [
+        {
+            **line["whole_model"],
+            "cells": line["cells"],
+            "offload": line["whole_model"]["published"][0],
+            "wisp": line["whole_model"]["published"][1],
+        }
+        for line in lines
+        if line["whole_model"]
+    ]
+    if not whole:
+        return
+    yield from [] if args.predicted else [""]
+    yield (
+        f"all layers of {PUBLISHED_SHAPE}, PREDICTED for a link of {args.predict_link:g} GB/s, "
+        f"routing {args.routing} and the paper's step with everything resident (its row of "
+        f"{max(PUBLISHED)} cells); tokens a second"
+    )
+    for line in whole:
+        link = line["link_alone_tokens_per_s"]
+        line["link"] = "–" if link is None else f"{link:.1f}"
+    yield from aligned(
+        [
+            ("cells", "{cells}"),
+            ("misses", "{misses:.1f}"),
+            ("link alone", "{link}"),
+            ("paged", "{paged_tokens_per_s:.2f}"),
+            ("static", "{static_tokens_per_s:.2f}"),
+            ("streamed", "{streamed_tokens_per_s:.2f}"),
+            ("paper: WiSP", "{wisp}"),
+            ("paper: offload", "{offload}"),
+        ],
+        whole,
+    )
+
+
+def _measured_table(lines: Sequence[dict[str, Any]]) -> Iterator[str]:
     first = lines[0]
     yield (
         f"{first['shape']}, {first['layers']} layers, vocabulary {first['vocab']}, measured on "
@@ -320,33 +386,4 @@ def report(args: argparse.Namespace, lines: Sequence[dict[str, Any]]) -> Iterato
             ("paged/streamed", "{paged_over_streamed:.2f}"),
         ],
         shown,
-    )
-    whole = [
-        {
-            **line["whole_model"],
-            "cells": line["cells"],
-            "offload": line["whole_model"]["published"][0],
-            "wisp": line["whole_model"]["published"][1],
-        }
-        for line in lines
-        if line["whole_model"]
-    ]
-    if not whole:
-        return
-    yield ""
-    yield (
-        f"all layers of {PUBLISHED_SHAPE}, PREDICTED for a link of {args.predict_link:g} GB/s and "
-        "the paper's step with everything resident; tokens a second"
-    )
-    yield from aligned(
-        [
-            ("cells", "{cells}"),
-            ("misses", "{misses:.1f}"),
-            ("paged", "{paged_tokens_per_s:.2f}"),
-            ("static", "{static_tokens_per_s:.2f}"),
-            ("streamed", "{streamed_tokens_per_s:.2f}"),
-            ("paper: WiSP", "{wisp}"),
-            ("paper: offload", "{offload}"),
-        ],
-        whole,
     )

@@ -31,8 +31,9 @@ def whole_model(
     """The row of so many cells a layer, tokens a second, beside what is published; None where
     nothing is, or the routing is the model's own.
 
-    paged: LRU, misses by the curve. static: of layers that are not resident every step reads the
-    active experts. streamed: it reads all of their experts.
+    paged: LRU, misses by the curve. link_alone: paged, if computing took no time (None: nothing
+    moves). static: of layers that are not resident every step reads the active experts. streamed:
+    it reads all of their experts.
     """
     published = PUBLISHED.get(cells)
     if shape_name != PUBLISHED_SHAPE or batch != 1 or published is None:
@@ -56,6 +57,7 @@ def whole_model(
     return {
         "link_gb_per_s": link_gb_per_s,
         "misses": float(curve[cells]),
+        "link_alone_tokens_per_s": 1 / (curve[cells] * expert_s) if curve[cells] else None,
         **{f"{name}_tokens_per_s": rate for name, rate in rates.items()},
         "published": published,
     }

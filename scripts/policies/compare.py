@@ -4,10 +4,10 @@ python -m scripts.policies compare curves DIR [--batches 1,8,32] [--budgets 4] [
 python -m scripts.policies compare coactivation DIR --shared 0,0.2,0.5,0.8
 python -m scripts.policies compare draw DIR
 
-`curves` runs all evictions and prefetches through the simulator, writes DIR/curves.jsonl, a short
-table of it, DIR/curves.md, and plots (draw makes both again). `coactivation` asks WiSP's question:
-what does prefetch by co-activation bring at tight and loose budgets? It writes
-DIR/coactivation.jsonl.
+`curves` runs all evictions and prefetches through the simulator, writes DIR/curves.jsonl, short
+tables of it, DIR/curves.md (one of each policy beside LRU), and plots (draw makes both again).
+`coactivation` asks WiSP's question: what does prefetch by co-activation bring at tight and loose
+budgets? It writes DIR/coactivation.jsonl and a table, DIR/coactivation.md. Both print their tables.
 
 Traces are recorded by the engine where DIR does not have them yet: prompts are windows of a text,
 short and long, what is generated is sampled. A text's first 60% are `train`, its last 20% `test`;
@@ -43,7 +43,7 @@ from scripts.parts.commands import new_parser, refuse
 from scripts.parts.places import TEXTS, TRI
 from scripts.parts.plots import pyplot
 from scripts.policies.arms import Arm, Link, Place, about, lines_of, measure
-from scripts.policies.report import draw, show, write_tables
+from scripts.policies.report import draw, show, write_pairs, write_tables
 from scripts.policies.traces import Source, generated, recorded
 
 
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if args.what == "draw":
             lines = read_lines(args.directory / "curves.jsonl")
-            write_tables(lines, args.directory)
+            print(write_tables(lines, args.directory).read_text())
             draw(lines, args.directory)
             return 0
         if args.what == "curves" and not args.no_plots:
@@ -73,8 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (UserError, TraceError) as error:
         return refuse(__name__, error)
     show(lines)
-    if args.what == "curves":
-        write_tables(lines, args.directory)
+    written = write_tables if args.what == "curves" else write_pairs
+    print(written(lines, args.directory).read_text())
     if args.what == "curves" and not args.no_plots:
         draw(lines, args.directory)
     return 0

@@ -94,7 +94,68 @@ def write_tables(lines: Sequence[Mapping[str, Any]], directory: Path) -> Path:
             text.append(f"| `{policy}` | {' | '.join(row)} |")
         text.append("")
     path = directory / "curves.md"
-    path.write_text("\n".join(text))
+    path.write_text("\n".join([*text, *beside_lru(lines)]))
+    return path
+
+
+def beside_lru(lines: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A table of each policy beside LRU over all places below full residency: in how many it moves
+    or misses less and more, and by which factors; in how many it is the least (or, of transfers,
+    the most) of all that know no future; ties count for everybody. Then LRU beside MIN."""
+    found: dict[tuple[Any, ...], dict[str, Mapping[str, Any]]] = {}
+    for line in lines:
+        if line["cells"] < line["experts"]:
+            place = line["source"], line["context"], line["batch"], line["cells"]
+            found.setdefault(place, {})[line["policy"]] = line
+    places = list(found.values())
+    known = [name for name in dict.fromkeys(x["policy"] for x in lines) if name not in BOUNDS]
+    heads = [f"{what} {told}" for what in ("transfers", "misses") for told in _TOLD]
+    text = [f"Beside LRU, {len(places)} places below full residency", ""]
+    text += [f"| policy | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
+    for policy in known:
+        row = []
+        for what in ("transfers", "misses"):
+            pairs = [(x[policy][what], x["lru"][what], _least(x, known, what)) for x in places]
+            ratios = [mine / lru for mine, lru, _ in pairs if lru]
+            row.append(f"{min(ratios):.3f}–{max(ratios):.3f}" if ratios else "–")
+            row += [str(sum(r < 1 for r in ratios)), str(sum(r > 1 for r in ratios))]
+            row += [str(sum(mine == ends[i] for mine, _, ends in pairs)) for i in (0, 1)]
+        text.append(f"| `{policy}` | {' | '.join(row)} |")
+    bounded = [x for x in places if x.get("MIN", {}).get("transfers")]
+    for name, of in (
+        ("LRU", [x["lru"]["transfers"] / x["MIN"]["transfers"] for x in bounded]),
+        ("the least", [_least(x, known, "transfers")[0] / x["MIN"]["transfers"] for x in bounded]),
+    ):
+        if of:
+            text += [
+                "",
+                f"{name} / MIN: {min(of):.2f}–{max(of):.2f}, {len(of)} places with a bound",
+            ]
+    return [*text, ""]
+
+
+_TOLD = ("/ LRU's", "less in", "more in", "the least in", "the most in")
+
+
+def _least(place: Mapping[str, Any], known: Sequence[str], what: str) -> tuple[float, float]:
+    """(least, most) of the policies that know no future."""
+    found = [place[name][what] for name in known if name != "oracle"]
+    return min(found), max(found)
+
+
+def write_pairs(lines: Sequence[Mapping[str, Any]], directory: Path) -> Path:
+    """Writes coactivation.md: LRU without and with prefetch side by side, a row for each place."""
+    heads = ("routing", "batch", "cells", "largest step", "misses off", "misses on")
+    heads += ("link bytes on/off", "ahead", "recall", "precision")
+    text = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for off, on in zip(lines[::2], lines[1::2], strict=True):
+        row = [off["source"], off["batch"], f"{off['cells']}/{off['experts']}", off["largest_step"]]
+        row += [f"{x['misses'] / x['references']:.1%}" for x in (off, on)]
+        row += [f"{on['bytes'] / off['bytes']:.2f}×" if off["bytes"] else "–", f"{on['ahead']:.0f}"]
+        row += [f"{on[name]:.2f}" if on["ahead"] else "–" for name in ("recall", "precision")]
+        text.append(f"| {' | '.join(map(str, row))} |")
+    path = directory / "coactivation.md"
+    path.write_text("\n".join([*text, ""]))
     return path
 
 

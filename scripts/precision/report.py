@@ -94,6 +94,10 @@ def show(lines: Sequence[Line]) -> None:
         if (rival := arms[0]["rival"]) is not None:
             rivals.insert(0, (f"all {rival}", uniform(lines, rival)))
             arms.insert(0, dict(uniform(lines, rival)))
+        # In fewer bytes than the arms: what DynaExq's own paper compares with (its Table 4).
+        low = pair.partition("@")[0].partition("/")[2]
+        rivals.append((f"all {low}", uniform(lines, low)))
+        arms.append(dict(uniform(lines, low)))
         _table(console, title, rivals, arms)
         _show_moves(console, [x for x in main if x["pair"] == pair and x["arm"] == "DynaExq"])
     _show_ablations(console, lines)

@@ -100,3 +100,20 @@ def test_table2_refuses(capsys):
     assert table2.main(["--predict-link", "0"]) == 2
     assert table2.main(["--steps", "0"]) == 2
     assert "--steps must be at least 1, got 0" in capsys.readouterr().err
+
+
+def test_the_predicted_table_alone(capsys, monkeypatch):
+    """Nothing is run; what the paper has no row for is left out, or refused."""
+    monkeypatch.setattr(table2, "run", lambda args: pytest.fail("it ran"))
+    assert table2.main(["--predicted", "--cells", "16,20,128", "--predict-link", "25"]) == 0
+    title, heads, *rows = capsys.readouterr().out.splitlines()
+    assert "PREDICTED for a link of 25 GB/s, routing qwen3-like" in title
+    assert [row.split()[0] for row in rows] == ["16", "128"]
+    found = dict(zip(heads.split(), rows[0].split(), strict=False))
+    misses = float(found["misses"])
+    assert rows[0].split()[2] == f"{25e9 / (misses * 9 * 2**20):.1f}"
+    assert rows[1].split()[1:4] == ["0.0", "–", "26.79"]
+    assert table2.main(["--predicted", "--cells", "20"]) == 2
+    assert "16, 32, 64, 128 cells only" in capsys.readouterr().err
+    assert table2.main(["--predicted", "--predict-link", "0"]) == 2
+    assert "--predict-link must be above 0" in capsys.readouterr().err

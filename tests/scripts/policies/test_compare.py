@@ -103,10 +103,41 @@ def test_coactivation_on_and_off(directory, capsys):
     for off, on in pairs:
         assert off["ahead"] == 0 and off["transfers"] == off["misses"]
         assert on["transfers"] == on["misses"] + on["ahead"] and 0 <= on["precision"] <= 1
+    rows = (directory / "coactivation.md").read_text().splitlines()[2:]
+    for row, (off, on) in zip(rows, pairs, strict=True):
+        source, *cells = row.strip("| ").split(" | ")
+        assert [source, *cells[:3]] == [
+            *(off["source"], str(off["batch"]), f"{off['cells']}/128", str(off["largest_step"]))
+        ]
+        assert cells[5] == f"{on['bytes'] / off['bytes']:.2f}×" and cells[6] == f"{on['ahead']:.0f}"
     # With a loose budget there may be nothing to bring.
     tight = [(off, on) for off, on in pairs if on["budget"] == "tight"]
     assert all(on["ahead"] for _, on in tight)
     assert sum(on["misses"] for _, on in tight) < sum(off["misses"] for off, _ in tight)
+
+
+def test_policies_beside_lru():
+    def place(cells, **moved):
+        return [
+            dict(source="x", context="c", batch=1, cells=cells, experts=9, policy=name)
+            | dict(transfers=transfers, misses=misses)
+            for name, (transfers, misses) in moved.items()
+        ]
+
+    lines = place(3, MIN=(4, 4), lru=(10, 10), lfu=(8, 8), fate=(12, 5), oracle=(10, 1))
+    lines += place(6, lru=(4, 4), lfu=(5, 5), fate=(6, 4), oracle=(4, 0))
+    lines += place(9, lru=(1, 1), lfu=(0, 0), fate=(0, 0), oracle=(0, 0))  # full residency
+    found = policy_report.beside_lru(lines)
+    rows = {row.split("`")[1]: row.split(" | ")[1:] for row in found if row.startswith("| `")}
+    assert rows["lfu"] == ["0.800–1.250", "1", "1", "1", "0", "0.800–1.250", "1", "1", "0", "1 |"]
+    assert rows["fate"] == ["1.200–1.500", "0", "2", "0", "2", "0.500–1.000", "1", "0", "2", "0 |"]
+    assert rows["oracle"][5] == "0.000–0.100" and rows.keys() == {"lru", "lfu", "fate", "oracle"}
+    assert found[0] == "Beside LRU, 2 places below full residency"
+    said = [line for line in found if " / MIN: " in line]
+    assert said == [
+        "LRU / MIN: 2.50–2.50, 1 places with a bound",
+        "the least / MIN: 2.00–2.00, 1 places with a bound",
+    ]
 
 
 def test_plots(directory, lines):
