@@ -86,6 +86,19 @@ void look_up(const Kernels& k, const Attention& c, const Shape& s, const Task& t
   }
 }
 
+// Asks for the rows of a span while the one before is computed: they lie whole tokens apart, and a
+// processor fetches ahead only of what follows in memory.
+void fetch(const Attention& c, const Shape& s, int64_t from, int64_t to, const Span& span) {
+  constexpr int64_t kLine = 64;
+  for (int64_t i = from; i < to; i++) {
+    const char *key = static_cast<const char*>(span.keys[i]);
+    const char* value = static_cast<const char*>(span.values[i]);
+    for (int64_t at = 0; at < c.head_dim * s.size; at += kLine) __builtin_prefetch(key + at);
+    if (c.latent) continue;  // values are a part of keys
+    for (int64_t at = 0; at < c.head_dim * s.size; at += kLine) __builtin_prefetch(value + at);
+  }
+}
+
 struct Rows {
   float *q, *total;  // [rows, padded]
   int64_t q_width, width;
@@ -151,23 +164,31 @@ void compute(const Kernels& k, const Attention& c, const Shape& s, const Task& t
     const char* row = static_cast<const char*>(c.q) + head_of(i) * c.head_dim * s.size;
     k.pack(c.type, row, c.head_dim, rows.q + i * q_width);
   }
-  Span span;
+  Span spans[2];
   const int64_t earliest = first_seen(c, position_of(0)), last = position_of(n - 1);
-  for (int64_t start = earliest / kSpan * kSpan; start <= last; start += kSpan) {
+  const auto look = [&](int64_t start, Span& span) {
+    const int64_t from = std::max<int64_t>(earliest - start, 0);
+    const int64_t to = std::min(last + 1 - start, kSpan);
+    look_up(k, c, s, task, start, from, to, span);
+    if (c.type != Type::F16) fetch(c, s, from, to, span);
+  };
+  int64_t start = earliest / kSpan * kSpan;
+  look(start, spans[0]);
+  for (int64_t i = 0; start <= last; start += kSpan, i++) {
+    const Span& span = spans[i % 2];
+    if (start + kSpan <= last) look(start + kSpan, spans[(i + 1) % 2]);
     const auto range_of = [&](int64_t i) -> Range {
       const int64_t position = position_of(i);
       return {std::max<int64_t>(first_seen(c, position) - start, 0),
               std::min(position + 1 - start, kSpan)};
     };
-    look_up(k, c, s, task, start, std::max<int64_t>(earliest - start, 0),
-            std::min(last + 1 - start, kSpan), span);
-    for (int64_t i = 0, next; i < n; i = next) {
-      const Range range = range_of(i);
-      for (next = i + 1; next < n && next - i < kTokens; next++) {
+    for (int64_t first = 0, next; first < n; first = next) {
+      const Range range = range_of(first);
+      for (next = first + 1; next < n && next - first < kTokens; next++) {
         const Range other = range_of(next);
         if (other.from != range.from || other.to != range.to) break;
       }
-      if (range.from < range.to) reduce(k, c, s, span, range, rows, i, next - i);
+      if (range.from < range.to) reduce(k, c, s, span, range, rows, first, next - first);
     }
   }
   for (int64_t i = 0; i < n; i++) {
