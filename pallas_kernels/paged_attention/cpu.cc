@@ -64,12 +64,14 @@ struct Range {
 // One span for the rows of a task.
 struct Span {
   const void *keys[kSpan], *values[kSpan];
+  int64_t from, to;  // those that are set
   std::unique_ptr<Buffer<float>> wide;  // of float16 rows
 };
 
 void look_up(const Kernels& k, const Attention& c, const Shape& s, const Task& task, int64_t head,
              int64_t start, int64_t from, int64_t to, Span& span) {
   const bool widened = c.type == Type::F16;
+  span.from = from, span.to = to;
   if (widened && !span.wide) span.wide = std::make_unique<Buffer<float>>(2 * kSpan * c.head_dim);
   for (int64_t i = from; i < to; i++) {
     const int64_t position = start + i;
@@ -88,16 +90,14 @@ void look_up(const Kernels& k, const Attention& c, const Shape& s, const Task& t
   }
 }
 
-// Asks for the rows of a span while the one before is computed: they lie whole tokens apart, and a
-// processor fetches ahead only of what follows in memory.
-void fetch(const Attention& c, const Shape& s, int64_t from, int64_t to, const Span& span) {
+// Asks for rows [from, to) of what is computed next: they lie whole tokens apart, and a processor
+// fetches ahead only of what follows in memory. A few at a time, since it keeps few requests.
+void fetch(const void* const* rows, int64_t from, int64_t to, int64_t bytes) {
   constexpr int64_t kLine = 64;
   for (int64_t i = from; i < to; i++) {
-    const char *key = static_cast<const char*>(span.keys[i]);
-    const char* value = static_cast<const char*>(span.values[i]);
-    for (int64_t at = 0; at < c.head_dim * s.size; at += kLine) __builtin_prefetch(key + at);
-    if (c.latent) continue;  // values are a part of keys
-    for (int64_t at = 0; at < c.head_dim * s.size; at += kLine) __builtin_prefetch(value + at);
+    for (int64_t at = 0; at < bytes; at += kLine) {
+      __builtin_prefetch(static_cast<const char*>(rows[i]) + at);
+    }
   }
 }
 
@@ -107,15 +107,21 @@ struct Rows {
   float *top, *mass;
 };
 
-// Rows [first, first + n) of the task, which see the same keys of the span.
+// Rows [first, first + n) of the task, which see the same keys of the span. next: what to fetch
+// meanwhile, or null.
 void reduce(const Kernels& k, const Attention& c, const Shape& s, const Span& span, Range range,
-            const Rows& rows, int64_t first, int64_t n) {
+            const Rows& rows, int64_t first, int64_t n, const Span* next) {
+  const int64_t bytes = c.head_dim * s.size;
   const int64_t count = range.to - range.from;
   float p[kTokens * kSpan];
   const float *q[kTokens], *h[kTokens];
   float* total[kTokens];
   for (int64_t i = 0; i < n; i++) q[i] = rows.q + (first + i) * rows.q_width;
-  k.dots(s.kind, span.keys + range.from, count, q, n, c.head_dim, p, kSpan, nullptr);
+  for (int64_t j = 0; j < count; j += kRows) {
+    if (next) fetch(next->keys, std::max(j, next->from), std::min(j + kRows, next->to), bytes);
+    k.dots(s.kind, span.keys + range.from + j, std::min(kRows, count - j), q, n, c.head_dim, p + j,
+           kSpan, nullptr);
+  }
   for (int64_t i = 0; i < n; i++) {
     float *mine = p + i * kSpan, &top = rows.top[first + i], &mass = rows.mass[first + i];
     total[i] = rows.total + (first + i) * rows.width;
@@ -141,6 +147,10 @@ void reduce(const Kernels& k, const Attention& c, const Shape& s, const Span& sp
   }
   for (int64_t j = 0; j < count; j += kRows) {
     for (int64_t i = 0; i < n; i++) h[i] = p + i * kSpan + j;
+    // Latent values are a part of keys.
+    if (next && !c.latent) {
+      fetch(next->values, std::max(j, next->from), std::min(j + kRows, next->to), bytes);
+    }
     k.add(s.kind, span.values + range.from + j, std::min(kRows, count - j), h, n, s.value_dim,
           total);
   }
@@ -176,12 +186,14 @@ void compute(const Kernels& k, const Attention& c, const Shape& s, const Task& t
     const int64_t from = std::max<int64_t>(earliest - start, 0);
     const int64_t to = std::min(last + 1 - start, kSpan);
     look_up(k, c, s, task, task.kv_head + turn % task.heads, start, from, to, spans[turn % 2]);
-    if (c.type != Type::F16) fetch(c, s, from, to, spans[turn % 2]);
   };
   look(0);
-  for (int64_t turn = 0; turn < spans_seen * task.heads; turn++) {
-    const Span& span = spans[turn % 2];
-    if (turn + 1 < spans_seen * task.heads) look(turn + 1);
+  const int64_t turns = spans_seen * task.heads;
+  for (int64_t turn = 0; turn < turns; turn++) {
+    const Span &span = spans[turn % 2], &following = spans[(turn + 1) % 2];
+    if (turn + 1 < turns) look(turn + 1);
+    // Widened rows have been read.
+    const Span* ahead = turn + 1 < turns && c.type != Type::F16 ? &following : nullptr;
     const int64_t start = (first_span + turn / task.heads) * kSpan;
     const int64_t row = turn % task.heads * task.count;  // the head's first
     const auto range_of = [&](int64_t i) -> Range {
@@ -195,7 +207,9 @@ void compute(const Kernels& k, const Attention& c, const Shape& s, const Task& t
         const Range other = range_of(next);
         if (other.from != range.from || other.to != range.to) break;
       }
-      if (range.from < range.to) reduce(k, c, s, span, range, rows, row + first, next - first);
+      if (range.from < range.to) {
+        reduce(k, c, s, span, range, rows, row + first, next - first, first ? nullptr : ahead);
+      }
     }
   }
   for (int64_t i = 0; i < n; i++) {
