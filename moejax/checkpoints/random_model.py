@@ -52,14 +52,17 @@ def shape(name: str, layers: int | None = None) -> ModelConfig:
     Only the sizes are theirs: Mixtral and OLMoE differ from Qwen3-MoE in norms, rope and router.
     layers: fewer or more than the model has. Raises UserError for an unknown name or no layers.
     """
+    return parse_config(shape_fields(name, layers), name)
+
+
+def shape_fields(name: str, layers: int | None = None) -> dict[str, Any]:
+    """The config.json of `shape`."""
     if name not in SHAPES:
         raise UserError(f"shape {name!r} is unknown; choose {', '.join(SHAPES)}")
     if layers is not None and layers < 1:
         raise UserError(f"layers must be at least 1, got {layers}")
     sizes = SHAPES[name] | ({} if layers is None else {"num_hidden_layers": layers})
-    return parse_config(
-        {"model_type": "qwen3_moe", "norm_topk_prob": True, "dtype": "bfloat16", **sizes}, name
-    )
+    return {"model_type": "qwen3_moe", "norm_topk_prob": True, "dtype": "bfloat16", **sizes}
 
 
 def expert_layout(config: ModelConfig, dtype: str = "auto") -> RecordFormat:

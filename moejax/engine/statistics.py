@@ -15,7 +15,7 @@ from host_offload.control.step_record import PageUse
 from host_offload.memory.arena import SlotClass
 from host_offload.memory.tables import Tables
 from moejax.engine.scheduler import Scheduler
-from moejax.engine.step_work import demand_bytes_by_version
+from moejax.engine.step_work import demand_bytes
 from moejax.requests.request import Request
 from moejax.step.experts import Paging
 
@@ -65,11 +65,9 @@ class Statistics:
         self.last_read_s = now
         for name, count in zip(Paging._fields, totals, strict=True):
             self.paging[name] += count
-        _, _, fills, read_through = totals
-        if fills or read_through:
-            moved = fills * self.record_bytes[0], read_through * self.record_bytes[0]
-            if demand is not None:
-                moved = demand_bytes_by_version(demand, self.record_bytes)
+        paging = Paging(*totals)
+        if paging.fills or paging.read_through:
+            moved = demand_bytes(paging, demand, self.record_bytes)
             for name, count in zip(self.moved, moved, strict=True):
                 self.moved[name] += count
 

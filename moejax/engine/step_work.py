@@ -188,10 +188,5 @@ def demand_bytes(
     if demand is None:
         fills, through = int(np.sum(paging.fills)), int(np.sum(paging.read_through))
         return fills * record_bytes[0], through * record_bytes[0]
-    return demand_bytes_by_version(demand, record_bytes)
-
-
-def demand_bytes_by_version(demand: np.ndarray, record_bytes: Sequence[int]) -> tuple[int, int]:
-    """As demand_bytes, of several versions."""
     fills, through = np.sum(demand, axis=0, dtype=np.int64) @ np.asarray(record_bytes, np.int64)
     return int(fills), int(through)

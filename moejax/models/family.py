@@ -158,12 +158,15 @@ class Fields:
         """Per layer, whether it has experts: all but the first first_k_dense_replace. default: the
         family's."""
         first = self.integer("first_k_dense_replace", default, least=0)
-        if first >= layers:
-            raise self.refuse(
-                f"no layer has experts (first_k_dense_replace {first} of {layers} layers); moejax "
-                "runs mixture-of-experts models"
-            )
-        return tuple(i >= first for i in range(layers))
+        moe = tuple(i >= first for i in range(layers))
+        return self.some_experts(moe, f"first_k_dense_replace {first} of {layers} layers")
+
+    def some_experts(self, moe: tuple[bool, ...], by: str) -> tuple[bool, ...]:
+        """moe: per layer, whether it has experts. Refuses a model of which none has; by: the fields
+        that say so, with their values."""
+        if not any(moe):
+            raise self.refuse(f"no layer has experts ({by}); moejax runs mixture-of-experts models")
+        return moe
 
     def integers(self, key: str) -> frozenset[int]:
         """The integers of a list, in which each layer is looked for; none if null or absent."""

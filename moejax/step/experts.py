@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from host_offload.memory.tables import Tables
@@ -129,6 +130,14 @@ def counts_size(experts: int, versions: int = 1) -> int:
     """int32 values of one layer's counts: the fields of Paging, one bit an expert, and of several
     versions the fills and the experts read through of each."""
     return len(Paging._fields) + -(-experts // 32) + (2 * versions if versions > 1 else 0)
+
+
+def missed_bits(counts, experts: int):
+    """bool[L, E]: active experts that were not resident when their layer began, of counts
+    int32[L, counts_size] on the host or in a step."""
+    words = counts[:, len(Paging._fields) : counts_size(experts)]
+    bits = (words[:, :, None] >> np.arange(32, dtype=np.int32)) & 1
+    return bits.reshape(counts.shape[0], -1)[:, :experts] > 0
 
 
 def _counts(

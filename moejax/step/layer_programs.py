@@ -7,7 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from moejax.models.layers import Decoder, LayerStack, Tokens
+from moejax.models.layers import LayerStack, Tokens
 from moejax.step.context import DeviceMemory
 from moejax.step.experts import add_experts, counts_size, page_and_compute, stage_layer
 from moejax.step.parts import (
@@ -87,7 +87,7 @@ class _Parts:
         }
 
     def embed(self, params, batch):
-        return self._model(params).embed(self._tokens(batch)[0])
+        return self.programs.model(params).embed(self._tokens(batch)[0])
 
     def embedding(self, x):
         return embedding_array(x, self.programs.steps.trace_arrays)
@@ -114,7 +114,7 @@ class _Parts:
     def output(self, params, x, batch, traces):
         trace = jax.tree.map(lambda *parts: jnp.stack(parts), *traces)
         shape = self.programs.results
-        return step_output(self._model(params), x, batch, trace, None, self.key.kind, shape)
+        return step_output(self.programs.model(params), x, batch, trace, None, self.key.kind, shape)
 
     def stage(self, arena, tables, stores, layer, ahead, entries, done):
         """ahead: 1 before the layer's plan, when what the last step used may go; its clock is then
@@ -125,12 +125,9 @@ class _Parts:
         tables = tables._replace(clock=tables.clock.at[layer].add(-ahead))
         return arena, tables, jnp.maximum(done, now)
 
-    def _model(self, params) -> Decoder:
-        return self.programs.model(params)
-
     def _stack(self, params) -> LayerStack:
         assert self.key.run is not None
-        return self._model(params).runs[self.key.run]
+        return self.programs.model(params).runs[self.key.run]
 
     def _tokens(self, batch) -> tuple[jax.Array, Tokens]:
         batch = self.programs.in_use(self.key, batch)

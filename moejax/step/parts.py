@@ -19,7 +19,7 @@ from moejax.models.layers import Decoder, LayerStack, Tokens
 from moejax.models.model_config import ModelConfig
 from moejax.requests.sampling_params import MAX_LOGPROBS
 from moejax.step.context import StepContext
-from moejax.step.experts import Paging, counts_size
+from moejax.step.experts import Paging, missed_bits
 from moejax.step.results import Results, ResultShape
 from moejax.step.sampler import greedy, logprobs, update_rows
 from pallas_kernels import Ops
@@ -348,8 +348,7 @@ def _greedy_tokens(model, logits, batch, prefill):
     update = batch[1] >= 0 if prefill is None else prefill.last >= 0
     # Behind a border, so that nothing of the choice is compiled into what makes the logits.
     logits = lax.optimization_barrier(logits)
-    chosen = update_rows(greedy, logits, current, update, by_row=sums_in_one_order(model.ops))
-    return chosen
+    return update_rows(greedy, logits, current, update, by_row=sums_in_one_order(model.ops))
 
 
 def _logit_rows(model, ends, batch, prefill):
@@ -367,11 +366,10 @@ def _rows_in_use(valid):
 def _missed_routes(ids, counts, experts):
     """int32[T]: of each token's routed experts ids [L, T, K], how many were missing, by the bits
     of the layers' counts [L, counts_size]."""
-    bits = (counts[:, len(Paging._fields) : counts_size(experts), None] >> jnp.arange(32)) & 1
     # Padding has the id E, which is not missing.
-    missed = jnp.pad(bits.reshape(counts.shape[0], -1)[:, :experts], ((0, 0), (0, 1)))
+    missed = jnp.pad(missed_bits(counts, experts), ((0, 0), (0, 1)))
     layer = jnp.arange(ids.shape[0])[:, None, None]
-    return jnp.sum(missed[layer, ids], axis=(0, 2))
+    return jnp.sum(missed[layer, ids], axis=(0, 2), dtype=jnp.int32)
 
 
 def _forced(forced, layer, routed, experts):

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moejax.step.experts import Paging, counts_size
+from moejax.step.experts import Paging, counts_size, missed_bits
 
 
 @jax.tree_util.register_static
@@ -78,9 +78,7 @@ class Results:
     @property
     def missed(self) -> np.ndarray:
         """bool[L, E]: active experts that were not resident when their layer began."""
-        words = self._counts[:, len(Paging._fields) : counts_size(self.shape.experts)]
-        bits = (words[:, :, None] >> np.arange(32)) & 1
-        return bits.reshape(self.shape.layers, -1)[:, : self.shape.experts] > 0
+        return missed_bits(self._counts, self.shape.experts)
 
     @property
     def demand(self) -> np.ndarray | None:

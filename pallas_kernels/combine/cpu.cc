@@ -20,14 +20,13 @@ void combine(Pool& pool, const Kernels& k, Type type, const void* residual, cons
     float *total = buffer.get(), *x = total + width;
     const int64_t last = std::min(tokens, (task + 1) * kRowsOfTask);
     for (int64_t t = task * kRowsOfTask; t < last; t++) {
+      std::fill(total, total + width, 0.0f);
       for (int64_t slot = 0; slot < top_k; slot++) {
         const float weight = weights[t * top_k + slot];
+        // Rows that no sequence has are most of a small batch's: their y is not read.
+        if (weight == 0) continue;
         const float* row = y + (t * top_k + slot) * width;
-        if (!slot) {
-          for (int64_t c = 0; c < width; c++) total[c] = row[c] * weight;
-        } else {
-          for (int64_t c = 0; c < width; c++) total[c] += row[c] * weight;
-        }
+        for (int64_t c = 0; c < width; c++) total[c] += row[c] * weight;
       }
       k.widen(type, static_cast<const char*>(residual) + t * bytes, width, x);
       for (int64_t c = 0; c < width; c++) total[c] += x[c];

@@ -121,6 +121,34 @@ void narrow(Type type, const float* in, int64_t n, void* out) {
   }
 }
 
+// x[i] = round(x[i] · factor_of(i))
+template <class Factor>
+INLINE void scaled(Type type, float* x, int64_t n, void* scratch, Factor factor_of) {
+  if (type == Type::BF16) {
+    for (int64_t i = 0; i < n; i++) x[i] = as_float((uint32_t)bf16(x[i] * factor_of(i)) << 16);
+    return;
+  }
+  for (int64_t i = 0; i < n; i++) x[i] *= factor_of(i);
+  if (type == Type::F32) return;
+  narrow(type, x, n, scratch);
+  widen(type, scratch, n, x);
+}
+
+void norm(Type type, const float* weight, int64_t n, float eps, float* x, void* scratch) {
+  // Eight sums in double: one order, whatever the instruction set, and no error that counts.
+  double part[8] = {};
+  int64_t i = 0;
+  for (; i + 8 <= n; i += 8) {
+    for (int j = 0; j < 8; j++) part[j] += (double)x[i + j] * x[i + j];
+  }
+  for (; i < n; i++) part[i % 8] += (double)x[i] * x[i];
+  double total = 0;
+  for (int j = 0; j < 8; j++) total += part[j];
+  const float scale = (float)(1 / sqrt(total / (double)n + eps));
+  scaled(type, x, n, scratch, [scale](int64_t) { return scale; });
+  scaled(type, x, n, scratch, [weight](int64_t at) { return weight[at]; });
+}
+
 // ---- operands of 2·L weights at a time
 
 // bfloat16 weights are read as 32-bit pairs: L even ones, L odd ones. Packed x has the same order,
@@ -195,8 +223,9 @@ INLINE vf multiply(vf total, const void* w, int64_t at, const float* x, int64_t 
 // ---- dots
 
 // Elements of a sum that all rows of a call pass before the next ones, so that the operands of
-// several tokens stay in the first cache. Sums wait in memory meanwhile: no bit depends on it.
-constexpr int64_t kDepth = 512;
+// several tokens stay near. Sums wait in memory meanwhile: no bit depends on it. Shorter ones make
+// streams of weights that end before the processor has begun to fetch ahead of them.
+constexpr int64_t kDepth = 2048;
 constexpr int64_t kGroup = 48;  // rows whose sums wait
 
 template <Type kind, int T, int R>
@@ -210,7 +239,7 @@ INLINE void tile(const void* const* w, const float* const* x, int64_t from, int6
   int64_t at = from;
   for (; at + 2 * L <= to; at += 2 * L) {
     if (next) {
-      for (int r = 0; r < R; r++) __builtin_prefetch((const char*)next[r] + at * size, 0, 2);
+      for (int r = 0; r < R; r++) __builtin_prefetch((const char*)next[r] + at * size, 0, 3);
     }
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++) {
@@ -256,11 +285,12 @@ void rows_of(const void* const* w, int64_t rows, const float* const* x, int64_t 
   }
 }
 
-// Sums in flight fill the registers: 16, or 32 with AVX-512.
+// Rows at once, for 1 to kTokens tokens: sums in flight fill the registers, 16, or 32 with AVX-512;
+// but each row is a stream of memory, and of few tokens four are read faster than eight.
 #if MOEJAX_LANES == 16
 constexpr int kTile[kTokens] = {8, 8, 6, 5};
 #else
-constexpr int kTile[kTokens] = {8, 5, 4, 3};
+constexpr int kTile[kTokens] = {4, 4, 4, 3};
 #endif
 
 template <Type kind>
@@ -1322,7 +1352,7 @@ void exponentials(float* x, float top, int64_t n) {
 extern const Kernels MOEJAX_JOIN(kernels_, MOEJAX_ISA);
 const Kernels MOEJAX_JOIN(kernels_, MOEJAX_ISA) = {
     MOEJAX_TEXT(MOEJAX_ISA), pack, dots, dots_of_many, add, add_of_many, unpack, decode, down_scales, takes,
-    encoded_dots, encoded_add, widen, narrow, activate, exponentials,
+    encoded_dots, encoded_add, widen, narrow, norm, activate, exponentials,
 };
 
 }  // namespace moejax

@@ -31,6 +31,7 @@ struct Format {
 static inline Type kind_of(Type type) { return type == Type::BF16 ? Type::BF16 : Type::F32; }
 
 constexpr int64_t kTokens = 4;   // tokens of one call of `dots` and `add`, at most
+constexpr int64_t kAhead = 8;    // rows after which memory's row may be fetched, as `next` of dots
 constexpr int64_t kRows = 8;     // rows of one call of `add`, at most
 constexpr int64_t kManyAdded = 64;  // rows of one call of `add_of_many`, at most
 constexpr int64_t kElements = 4; // rows of elements of one call of `encoded_add`, at most
@@ -84,6 +85,9 @@ struct Kernels {
                       int64_t tokens, float* const* total);
   void (*widen)(Type type, const void* in, int64_t n, float* out);
   void (*narrow)(Type type, const float* in, int64_t n, void* out);  // round to nearest even
+  // x[0 … n) = weight · round(x / rms(x)), rounded to `type` both times as transformers does; weight:
+  // n floats. scratch: n values of `type`.
+  void (*norm)(Type type, const float* weight, int64_t n, float eps, float* x, void* scratch);
   // gate[i] = act(gate[i]) · up[i]
   void (*activate)(int activation, float* gate, const float* up, int64_t n);
   // x[i] = exp(x[i] − top), 0 where x[i] is −inf; returns nothing, sums are the caller's.

@@ -9,7 +9,8 @@ namespace {
 
 constexpr int64_t kWidth = 48;     // rows of gate and of up in a task
 constexpr int64_t kFew = 8;        // tokens for which widened weights are not worth a block
-constexpr int64_t kColumns = 512;  // columns of down in a task
+constexpr int64_t kColumns = 2048;     // columns of down in a task of few tokens, at most: long streams
+constexpr int64_t kManyColumns = 512;  // of many, and at least: their sums stay in the second cache
 constexpr int64_t kSums = 128;     // tokens whose sums are open while rows of down pass
 
 struct Expert {
@@ -111,7 +112,8 @@ void products(const Work& work, const Expert& e, int matrix, int64_t first, int6
   const void *w[kWidth], *next[kWidth];
   for (int64_t r = 0; r < rows; r++) {
     w[r] = row_of(*e.format, e.record, matrix, first + r);
-    next[r] = row_of(*e.format, e.record, matrix, std::min(first + r + 8, work.call.width - 1));
+    const int64_t ahead = std::min(first + r + kAhead, work.call.width - 1);
+    next[r] = row_of(*e.format, e.record, matrix, ahead);
     if (w[r]) continue;
     char* place = scratch.get() + r * hidden * size;
     work.k.decode(*e.format, e.record, matrix, first + r, 0, hidden, nullptr, place);
@@ -229,6 +231,18 @@ void down(const Work& work, const Expert& e, int64_t first, int64_t count) {
   }
 }
 
+// Columns of down in a task. No bit depends on it.
+int64_t columns_of(const Work& work, int64_t threads) {
+  const int64_t active = static_cast<int64_t>(work.experts.size()), hidden = work.call.hidden;
+  if (work.call.tokens * work.call.top_k > active * kFew) return kManyColumns;
+  int64_t columns = kColumns;
+  // Shorter where threads would wait for the last task.
+  while (columns > kManyColumns && active * ((hidden + columns - 1) / columns) < 4 * threads) {
+    columns /= 2;
+  }
+  return columns;
+}
+
 }  // namespace
 
 std::string run_experts(Pool& pool, const Kernels& k, const Experts& c) {
@@ -253,10 +267,11 @@ std::string run_experts(Pool& pool, const Kernels& k, const Experts& c) {
     const int64_t first = i % blocks * kWidth;
     gate_up(work, work.experts[i / blocks], first, std::min(first + kWidth, c.width));
   });
-  const int64_t parts = (c.hidden + kColumns - 1) / kColumns;
+  const int64_t columns = columns_of(work, pool.threads());
+  const int64_t parts = (c.hidden + columns - 1) / columns;
   parallel(pool, active * parts, multiplications, [&](int64_t i) {
-    const int64_t first = i % parts * kColumns;
-    down(work, work.experts[i / parts], first, std::min(kColumns, c.hidden - first));
+    const int64_t first = i % parts * columns;
+    down(work, work.experts[i / parts], first, std::min(columns, c.hidden - first));
   });
   return "";
 }

@@ -57,8 +57,9 @@ def kv_write(
 
     qkv: heads of q, then of k, then of v. q_norm, k_norm: stacked over the run's layers, indexed by
     stack_layer; both None: q and k are rotated as they are. positions: of the tokens. pages: KV
-    row of the page that holds each token, −1 writes nothing (padding). layer: which layer's
-    part of the page, counted over all layers. attention_factor: scales cosine and sine (yarn).
+    row of the page that holds each token, −1 writes nothing, and its q means nothing (padding).
+    layer: which layer's part of the page, counted over all layers. attention_factor: scales cosine
+    and sine (yarn).
     The rotation is that of transformers' `apply_rotary_pos_emb` (halves, not pairs), its angles
     in float32.
 

@@ -70,18 +70,20 @@ std::string kv_write(Pool& pool, const Kernels& k, const Pages& p, const Heads& 
       const char* from = static_cast<const char*>(h.qkv) + t * all * bytes;
       char* q = static_cast<char*>(h.q) + t * h.heads * bytes;
       char* row = p.row(t);
+      if (!row) {  // padding
+        std::memset(q, 0, h.heads * bytes);
+        continue;
+      }
       angles(k, p, t, cosine, sine, scratch);
-      for (int64_t i = 0; i < h.heads + (row ? h.kv_heads : 0); i++) {
+      for (int64_t i = 0; i < h.heads + h.kv_heads; i++) {
         k.widen(p.type, from + i * bytes, hd, x);
         const float* weight = norms.get() + (i < h.heads ? 0 : hd);
-        if (h.q_norm) norm_row(k, p.type, weight, hd, p.eps, x, scratch);
+        if (h.q_norm) k.norm(p.type, weight, hd, p.eps, x, scratch);
         turn(k, p.type, x, cosine, sine, p.half, scratch);
         k.narrow(p.type, x, hd, i < h.heads ? q + i * bytes : row + (i - h.heads) * bytes);
       }
-      if (row) {
-        const int64_t values = h.heads + h.kv_heads;
-        std::memcpy(row + h.kv_heads * bytes, from + values * bytes, h.kv_heads * bytes);
-      }
+      const int64_t values = h.heads + h.kv_heads;
+      std::memcpy(row + h.kv_heads * bytes, from + values * bytes, h.kv_heads * bytes);
     }
   });
   return "";

@@ -1,6 +1,7 @@
 #include "pallas_kernels/latent_write/cpu.h"
 
 #include <algorithm>
+#include <cstring>
 
 #include "pallas_kernels/cpu/buffer.h"
 #include "pallas_kernels/rms_norm/cpu.h"
@@ -36,18 +37,20 @@ std::string latent_write(Pool& pool, const Kernels& k, const Pages& p, const Lat
     };
     const int64_t last = std::min(p.tokens, (task + 1) * kTokensOfTask);
     for (int64_t t = task * kTokensOfTask; t < last; t++) {
+      const int64_t queries = t * l.heads * rope * size;
+      char *row = p.row(t), *out = static_cast<char*>(l.out) + queries;
+      if (!row) {  // padding
+        std::memset(out, 0, l.heads * rope * size);
+        continue;
+      }
       angles(k, p, t, cosine, sine, scratch);
-      if (char* row = p.row(t)) {
-        const char* from = static_cast<const char*>(l.kv) + t * hd * size;
-        k.widen(p.type, from, l.latent, x);
-        norm_row(k, p.type, norm.get(), l.latent, p.eps, x, scratch);
-        k.narrow(p.type, x, l.latent, row);
-        turned(from + l.latent * size, row + l.latent * size);
-      }
-      for (int64_t i = t * l.heads; i < (t + 1) * l.heads; i++) {
-        turned(static_cast<const char*>(l.q_rope) + i * rope * size,
-               static_cast<char*>(l.out) + i * rope * size);
-      }
+      const char* from = static_cast<const char*>(l.kv) + t * hd * size;
+      k.widen(p.type, from, l.latent, x);
+      k.norm(p.type, norm.get(), l.latent, p.eps, x, scratch);
+      k.narrow(p.type, x, l.latent, row);
+      turned(from + l.latent * size, row + l.latent * size);
+      const char* q = static_cast<const char*>(l.q_rope) + queries;
+      for (int64_t i = 0; i < l.heads; i++) turned(q + i * rope * size, out + i * rope * size);
     }
   });
   return "";

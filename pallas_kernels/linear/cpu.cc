@@ -25,7 +25,7 @@ void block(const Kernels& k, const Product& p, const float* x, int64_t width, in
   for (int64_t r = 0; r < rows; r++) {
     w[r] = at(p.w, (first + r) * p.inputs, p.type);
     // What the call after this one reads; the last rows of the matrix name themselves again.
-    next[r] = at(p.w, std::min(first + r + 8, p.outputs - 1) * p.inputs, p.type);
+    next[r] = at(p.w, std::min(first + r + kAhead, p.outputs - 1) * p.inputs, p.type);
     if (p.type == Type::F16) {
       k.widen(p.type, w[r], p.inputs, &wide[r * p.inputs]);
       w[r] = &wide[r * p.inputs];

@@ -11,7 +11,7 @@ namespace moejax {
 namespace {
 
 constexpr int64_t kSpan = 64;         // tokens reduced at once, ascending (contract 1b)
-constexpr int64_t kOpenRows = 64;     // (query, head) rows of a task
+constexpr int64_t kOpenRows = 64;     // (query, head) rows of a task, at most
 constexpr float kNone = -std::numeric_limits<float>::infinity();
 
 struct Shape {
@@ -49,10 +49,12 @@ std::string check(const Attention& c, const Shape& s, const Queries& q) {
   return "";
 }
 
-// The rows of one KV head that a task computes: `count` (query, head) pairs from `first` on.
+// The rows that a task computes: of each of `heads` KV heads from `kv_head` on, `count`
+// (query, head) pairs from `first` on. Heads of a token lie side by side, so that a span of several
+// passes memory's pages once.
 struct Task {
   Queries queries;
-  int64_t kv_head, first, count;
+  int64_t kv_head, heads, first, count;
 };
 
 struct Range {
@@ -62,19 +64,21 @@ struct Range {
 // One span for the rows of a task.
 struct Span {
   const void *keys[kSpan], *values[kSpan];
+  int64_t from, to;  // those that are set
   std::unique_ptr<Buffer<float>> wide;  // of float16 rows
 };
 
-void look_up(const Kernels& k, const Attention& c, const Shape& s, const Task& task, int64_t start,
-             int64_t from, int64_t to, Span& span) {
+void look_up(const Kernels& k, const Attention& c, const Shape& s, const Task& task, int64_t head,
+             int64_t start, int64_t from, int64_t to, Span& span) {
   const bool widened = c.type == Type::F16;
+  span.from = from, span.to = to;
   if (widened && !span.wide) span.wide = std::make_unique<Buffer<float>>(2 * kSpan * c.head_dim);
   for (int64_t i = from; i < to; i++) {
     const int64_t position = start + i;
     const int64_t page =
         c.block_table[task.queries.sequence * c.blocks + position / c.block_size];
     const int64_t row = page + c.layer * s.rows_per_layer +
-                        position % c.block_size * s.rows_per_token + task.kv_head;
+                        position % c.block_size * s.rows_per_token + head;
     const char* memory = reinterpret_cast<const char*>(c.arena);
     span.keys[i] = memory + row * c.head_dim * s.size;
     span.values[i] = memory + (row + (c.latent ? 0 : c.kv_heads)) * c.head_dim * s.size;
@@ -86,21 +90,38 @@ void look_up(const Kernels& k, const Attention& c, const Shape& s, const Task& t
   }
 }
 
+// Asks for rows [from, to) of what is computed next: they lie whole tokens apart, and a processor
+// fetches ahead only of what follows in memory. A few at a time, since it keeps few requests.
+void fetch(const void* const* rows, int64_t from, int64_t to, int64_t bytes) {
+  constexpr int64_t kLine = 64;
+  for (int64_t i = from; i < to; i++) {
+    for (int64_t at = 0; at < bytes; at += kLine) {
+      __builtin_prefetch(static_cast<const char*>(rows[i]) + at);
+    }
+  }
+}
+
 struct Rows {
   float *q, *total;  // [rows, padded]
   int64_t q_width, width;
   float *top, *mass;
 };
 
-// Rows [first, first + n) of the task, which see the same keys of the span.
+// Rows [first, first + n) of the task, which see the same keys of the span. next: what to fetch
+// meanwhile, or null.
 void reduce(const Kernels& k, const Attention& c, const Shape& s, const Span& span, Range range,
-            const Rows& rows, int64_t first, int64_t n) {
+            const Rows& rows, int64_t first, int64_t n, const Span* next) {
+  const int64_t bytes = c.head_dim * s.size;
   const int64_t count = range.to - range.from;
   float p[kTokens * kSpan];
   const float *q[kTokens], *h[kTokens];
   float* total[kTokens];
   for (int64_t i = 0; i < n; i++) q[i] = rows.q + (first + i) * rows.q_width;
-  k.dots(s.kind, span.keys + range.from, count, q, n, c.head_dim, p, kSpan, nullptr);
+  for (int64_t j = 0; j < count; j += kRows) {
+    if (next) fetch(next->keys, std::max(j, next->from), std::min(j + kRows, next->to), bytes);
+    k.dots(s.kind, span.keys + range.from + j, std::min(kRows, count - j), q, n, c.head_dim, p + j,
+           kSpan, nullptr);
+  }
   for (int64_t i = 0; i < n; i++) {
     float *mine = p + i * kSpan, &top = rows.top[first + i], &mass = rows.mass[first + i];
     total[i] = rows.total + (first + i) * rows.width;
@@ -126,48 +147,69 @@ void reduce(const Kernels& k, const Attention& c, const Shape& s, const Span& sp
   }
   for (int64_t j = 0; j < count; j += kRows) {
     for (int64_t i = 0; i < n; i++) h[i] = p + i * kSpan + j;
+    // Latent values are a part of keys.
+    if (next && !c.latent) {
+      fetch(next->values, std::max(j, next->from), std::min(j + kRows, next->to), bytes);
+    }
     k.add(s.kind, span.values + range.from + j, std::min(kRows, count - j), h, n, s.value_dim,
           total);
   }
 }
 
 void compute(const Kernels& k, const Attention& c, const Shape& s, const Task& task) {
-  const int64_t q_width = padded(c.head_dim), width = padded(s.value_dim), n = task.count;
+  const int64_t q_width = padded(c.head_dim), width = padded(s.value_dim);
+  const int64_t n = task.heads * task.count;
   Buffer<float> q(n * q_width), total(n * width), numbers(2 * n), result(s.value_dim);
   const Rows rows = {q.get(), total.get(), q_width, width, numbers.get(), numbers.get() + n};
   std::fill(total.get(), total.get() + n * width, 0.0f);
   std::fill(rows.top, rows.top + n, kNone);
   std::fill(rows.mass, rows.mass + n, 0.0f);
-  // (row of q, head) and position of a pair.
+  // (row of q, head) of a row, position of a pair.
   const auto head_of = [&](int64_t i) {
-    const int64_t pair = task.first + i;
-    return (task.queries.first + pair / s.groups) * c.heads + task.kv_head * s.groups +
-           pair % s.groups;
+    const int64_t pair = task.first + i % task.count;
+    return (task.queries.first + pair / s.groups) * c.heads +
+           (task.kv_head + i / task.count) * s.groups + pair % s.groups;
   };
-  const auto position_of = [&](int64_t i) {
-    return task.queries.position + (task.first + i) / s.groups;
+  const auto position_of = [&](int64_t pair) {
+    return task.queries.position + (task.first + pair) / s.groups;
   };
   for (int64_t i = 0; i < n; i++) {
     const char* row = static_cast<const char*>(c.q) + head_of(i) * c.head_dim * s.size;
     k.pack(c.type, row, c.head_dim, rows.q + i * q_width);
   }
-  Span span;
-  const int64_t earliest = first_seen(c, position_of(0)), last = position_of(n - 1);
-  for (int64_t start = earliest / kSpan * kSpan; start <= last; start += kSpan) {
+  Span spans[2];
+  const int64_t earliest = first_seen(c, position_of(0)), last = position_of(task.count - 1);
+  // Spans are passed one after the other, each by all heads.
+  const int64_t first_span = earliest / kSpan, spans_seen = last / kSpan - first_span + 1;
+  const auto look = [&](int64_t turn) {
+    const int64_t start = (first_span + turn / task.heads) * kSpan;
+    const int64_t from = std::max<int64_t>(earliest - start, 0);
+    const int64_t to = std::min(last + 1 - start, kSpan);
+    look_up(k, c, s, task, task.kv_head + turn % task.heads, start, from, to, spans[turn % 2]);
+  };
+  look(0);
+  const int64_t turns = spans_seen * task.heads;
+  for (int64_t turn = 0; turn < turns; turn++) {
+    const Span &span = spans[turn % 2], &following = spans[(turn + 1) % 2];
+    if (turn + 1 < turns) look(turn + 1);
+    // Widened rows have been read.
+    const Span* ahead = turn + 1 < turns && c.type != Type::F16 ? &following : nullptr;
+    const int64_t start = (first_span + turn / task.heads) * kSpan;
+    const int64_t row = turn % task.heads * task.count;  // the head's first
     const auto range_of = [&](int64_t i) -> Range {
       const int64_t position = position_of(i);
       return {std::max<int64_t>(first_seen(c, position) - start, 0),
               std::min(position + 1 - start, kSpan)};
     };
-    look_up(k, c, s, task, start, std::max<int64_t>(earliest - start, 0),
-            std::min(last + 1 - start, kSpan), span);
-    for (int64_t i = 0, next; i < n; i = next) {
-      const Range range = range_of(i);
-      for (next = i + 1; next < n && next - i < kTokens; next++) {
+    for (int64_t first = 0, next; first < task.count; first = next) {
+      const Range range = range_of(first);
+      for (next = first + 1; next < task.count && next - first < kTokens; next++) {
         const Range other = range_of(next);
         if (other.from != range.from || other.to != range.to) break;
       }
-      if (range.from < range.to) reduce(k, c, s, span, range, rows, i, next - i);
+      if (range.from < range.to) {
+        reduce(k, c, s, span, range, rows, row + first, next - first, first ? nullptr : ahead);
+      }
     }
   }
   for (int64_t i = 0; i < n; i++) {
@@ -186,14 +228,22 @@ std::string attend(Pool& pool, const Kernels& k, const Attention& c,
   const Shape s = shape_of(c);
   std::vector<Task> tasks;
   int64_t work = 0;
+  // KV heads of a task, and rows: fewer where threads would wait for the last one.
+  const int64_t pairs = c.kv_heads * static_cast<int64_t>(queries.size());
+  const int64_t wanted = 2 * pool.threads();
+  const int64_t most = std::clamp<int64_t>(pairs / wanted, 1, c.kv_heads);
   for (const Queries& q : queries) {
     const std::string wrong = check(c, s, q);
     if (!wrong.empty()) return wrong;
     work += (q.position + q.count - first_seen(c, q.position)) * q.count * c.heads * c.head_dim;
-    for (int64_t head = 0; head < c.kv_heads; head++) {
-      const int64_t all = q.count * s.groups;
-      for (int64_t first = 0; first < all; first += kOpenRows) {
-        tasks.push_back({q, head, first, std::min(kOpenRows, all - first)});
+    const int64_t all = q.count * s.groups;
+    int64_t open = kOpenRows;
+    while (open > kTokens && pairs * ((all + open - 1) / open) < wanted) open /= 2;
+    const int64_t together = std::clamp<int64_t>(open / all, 1, most);
+    for (int64_t head = 0; head < c.kv_heads; head += together) {
+      const int64_t heads = std::min(together, c.kv_heads - head);
+      for (int64_t first = 0; first < all; first += open) {
+        tasks.push_back({q, head, heads, first, std::min(open, all - first)});
       }
     }
   }

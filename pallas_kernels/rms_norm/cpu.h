@@ -5,11 +5,6 @@
 
 namespace moejax {
 
-// x[0 … n) = weight · round(x / rms(x)), rounded to `type` both times as transformers does; weight:
-// n floats. scratch: n values of `type`.
-void norm_row(const Kernels& kernels, Type type, const float* weight, int64_t n, float eps,
-              float* x, void* scratch);
-
 // Rounds x[0 … n) to `type`. scratch: n values of it.
 void round_row(const Kernels& kernels, Type type, int64_t n, float* x, void* scratch);
 

@@ -36,9 +36,7 @@ from host_offload.memory.store import copy_transposed
 from host_offload.versions.encoders import WORKERS
 from moejax import UserError
 from moejax.checkpoints.load import load_checkpoint
-from moejax.checkpoints.random_model import SHAPES
-from moejax.sizes import parse_size
-from scripts.cpu.big_checkpoint import checkpoint
+from scripts.cpu.big_checkpoint import add_checkpoint, checkpoint_of
 from scripts.parts.commands import new_parser, refuse
 from scripts.parts.text_table import aligned
 
@@ -57,16 +55,14 @@ COLUMNS = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = new_parser(__name__, __doc__)
-    parser.add_argument("directory", type=Path, help="where the checkpoint is, or will be written")
-    parser.add_argument("--shape", default="olmoe", help=f"{', '.join(SHAPES)} (default: olmoe)")
-    parser.add_argument("--size", default="2GiB", help="about; whole layers (default: 2GiB)")
+    add_checkpoint(parser, "2GiB")
     parser.add_argument("--repeats", type=int, default=5, help="of each line (default: 5)")
     parser.add_argument("--json", action="store_true", help="JSON lines on stdout instead")
     args = parser.parse_args(arguments)
     try:
         if args.repeats < 1:
             raise UserError("--repeats must be at least 1")
-        directory = checkpoint(args.directory, args.shape, parse_size(args.size))
+        directory = checkpoint_of(args)
         lines = list(measure(directory, args.repeats))
     except (UserError, OSError) as error:
         return refuse(__name__, error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 from pathlib import Path
@@ -10,13 +11,26 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
-from moejax.checkpoints.random_model import SHAPES, shape
+from moejax.checkpoints.random_model import SHAPES, shape, shape_fields
 from moejax.checkpoints.tensors import expected_tensors
 from moejax.models.config import ModelConfig
+from moejax.sizes import parse_size
 from moejax.start.report.info import model_info
 
 SHARD = 512 * 2**20
 """Bytes of a file, at least."""
+
+
+def add_checkpoint(parser: argparse.ArgumentParser, size: str) -> None:
+    """The arguments of checkpoint_of. size: the default."""
+    parser.add_argument("directory", type=Path, help="where the checkpoint is, or will be written")
+    parser.add_argument("--shape", default="olmoe", help=f"{', '.join(SHAPES)} (default: olmoe)")
+    parser.add_argument("--size", default=size, help="about; whole layers (default: %(default)s)")
+
+
+def checkpoint_of(args: argparse.Namespace) -> Path:
+    """The checkpoint that the arguments of add_checkpoint name. Raises UserError and OSError."""
+    return checkpoint(args.directory, args.shape, parse_size(args.size))
 
 
 def checkpoint(directory: Path, name: str, size: int) -> Path:
@@ -26,13 +40,7 @@ def checkpoint(directory: Path, name: str, size: int) -> Path:
     if (directory / "model.safetensors.index.json").exists():
         return directory
     directory.mkdir(parents=True, exist_ok=True)
-    raw = {
-        "model_type": "qwen3_moe",
-        "norm_topk_prob": True,
-        "dtype": "bfloat16",
-        **SHAPES[name],
-        "num_hidden_layers": config.num_hidden_layers,
-    }
+    raw = shape_fields(name, config.num_hidden_layers)
     (directory / "config.json").write_text(json.dumps(raw))
     values = np.random.default_rng(0).standard_normal(1 << 22, np.float32) * 0.02
     values = values.astype(ml_dtypes.bfloat16)

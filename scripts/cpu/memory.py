@@ -25,10 +25,8 @@ import jax
 import numpy as np
 
 from moejax import LLM, SamplingParams, UserError
-from moejax.checkpoints.random_model import SHAPES
 from moejax.device import select_device
-from moejax.sizes import parse_size
-from scripts.cpu.big_checkpoint import checkpoint
+from scripts.cpu.big_checkpoint import add_checkpoint, checkpoint_of
 from scripts.parts.commands import new_parser, refuse
 from scripts.parts.text_table import aligned
 
@@ -47,9 +45,7 @@ COLUMNS = [
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = new_parser(__name__, __doc__)
-    parser.add_argument("directory", type=Path, help="where the checkpoint is, or will be written")
-    parser.add_argument("--shape", default="olmoe", help=f"{', '.join(SHAPES)} (default: olmoe)")
-    parser.add_argument("--size", default="4GiB", help="about; whole layers (default: 4GiB)")
+    add_checkpoint(parser, "4GiB")
     parser.add_argument("--tokens", type=int, default=16, help="to generate (default: 16)")
     for name in ("eviction", "ops", "dtype"):
         parser.add_argument(f"--{name}", help="as of moejax")
@@ -65,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise UserError("--tokens must be at least 2")
         if not STATUS.exists():
             raise UserError(f"{STATUS} is not there; this reads Linux's")
-        directory = checkpoint(args.directory, args.shape, parse_size(args.size))
+        directory = checkpoint_of(args)
         found = in_process(directory, args.tokens, options)
     except (UserError, OSError) as error:
         return refuse(__name__, error)

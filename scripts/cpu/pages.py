@@ -21,17 +21,13 @@ import numpy as np
 
 from host_offload.memory.device_memory import HUGE_PAGES, page_note
 from moejax import LLM, SamplingParams, UserError
-from moejax.checkpoints.random_model import SHAPES
-from moejax.sizes import parse_size
-from scripts.cpu.big_checkpoint import checkpoint
+from scripts.cpu.big_checkpoint import add_checkpoint, checkpoint_of
 from scripts.parts.commands import new_parser, refuse
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = new_parser(__name__, __doc__)
-    parser.add_argument("directory", type=Path, help="where the checkpoint is, or will be written")
-    parser.add_argument("--shape", default="olmoe", help=f"{', '.join(SHAPES)} (default: olmoe)")
-    parser.add_argument("--size", default="2GiB", help="about; whole layers (default: 2GiB)")
+    add_checkpoint(parser, "2GiB")
     parser.add_argument("--rounds", type=int, default=15, help="pairs (default: 15)")
     parser.add_argument("--tokens", type=int, default=12, help="of each turn (default: 12)")
     parser.add_argument("--prompt", type=int, default=8, help="tokens of a prompt (default: 8)")
@@ -40,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if min(args.rounds, args.batch, args.prompt) < 1 or args.tokens < 2:
             raise UserError("--rounds, --batch and --prompt must be at least 1, --tokens 2")
-        directory = checkpoint(args.directory, args.shape, parse_size(args.size))
+        directory = checkpoint_of(args)
         with ExitStack() as stack:
             found = compared(stack, directory, args)
     except (UserError, OSError) as error:

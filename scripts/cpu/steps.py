@@ -41,7 +41,7 @@ import numpy as np
 from host_offload.memory.budget import BudgetError, Share, format_bytes
 from host_offload.memory.device_memory import host_available_bytes
 from moejax.cache import use_compilation_cache
-from moejax.checkpoints.random_model import random_model
+from moejax.checkpoints.random_model import random_model, shape_fields
 from moejax.checkpoints.versions import with_versions
 from moejax.device import select_device
 from moejax.engine.loop import Engine
@@ -60,23 +60,6 @@ from scripts.cpu.step_account import account
 from scripts.parts.commands import new_parser, refuse
 from scripts.parts.decode_timing import Samples, Sequences, decode, step_bytes
 from scripts.parts.intervals import median_interval
-
-QWEN3: dict[str, Any] = {
-    "model_type": "qwen3_moe",
-    "dtype": "bfloat16",
-    "hidden_size": 2048,
-    "moe_intermediate_size": 768,
-    "intermediate_size": 6144,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "norm_topk_prob": True,
-    "vocab_size": 151936,
-    "max_position_embeddings": 40960,
-    "rope_theta": 1000000.0,
-}
 
 DEEPSEEK: dict[str, Any] = {
     "model_type": "deepseek_v2",
@@ -121,7 +104,7 @@ class Group:
 GROUPS = {
     "olmoe": Group("OLMoE-1B-7B", OLMOE, 16, (1, 8, 32), bars={1: 0.65, 8: 0.55, 32: 0.55}),
     "versions": Group("OLMoE-1B-7B", OLMOE, 4, versions=("dense", "int8", "int4", "lossless12")),
-    "qwen3": Group("Qwen3-30B-A3B", QWEN3, 8, bars={1: 0.6}),
+    "qwen3": Group("Qwen3-30B-A3B", shape_fields("qwen3-30b-a3b"), 8, bars={1: 0.6}),
     "deepseek": Group("DeepSeek-V2-Lite", DEEPSEEK, 8, bars={1: 0.6}),
 }
 
@@ -242,6 +225,8 @@ def new_engine(args: argparse.Namespace, group: Group, config: ModelConfig, vers
         max_model_len=args.context + steps,
         max_num_batched_tokens=max(16 * rows, 64),
         expert_budget=0 if args.experts == "store" else Share(1.0),
+        # Named, so that each expert has a cell where all have: else they stay in the store.
+        eviction=None if args.experts == "store" else "lru",
     )
     engine, _ = start_engine(loaded, options, device)
     engine.runner.wait_compiled(everything=True)

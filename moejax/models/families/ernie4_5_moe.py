@@ -55,14 +55,9 @@ def _moe_layers(fields: Fields, layers: int) -> tuple[bool, ...]:
     end = fields.integer("moe_layer_end_index", -1, least=-1)
     interval = fields.integer("moe_layer_interval", 1)
     last = layers - 1 if end == -1 else end
-    found = tuple((i + 1) % interval == 0 and start <= i <= last for i in range(layers))
-    if not any(found):
-        raise fields.refuse(
-            f"no layer has experts (moe_layer_start_index {start}, moe_layer_end_index {end}, "
-            f"moe_layer_interval {interval}, {layers} layers); moejax runs mixture-of-experts "
-            "models"
-        )
-    return found
+    moe = tuple((i + 1) % interval == 0 and start <= i <= last for i in range(layers))
+    by = f"moe_layer_start_index {start}, moe_layer_end_index {end}, moe_layer_interval {interval}"
+    return fields.some_experts(moe, f"{by}, {layers} layers")
 
 
 def layer_params(config: ModelConfig, moe: bool) -> dict[str, Parts]:

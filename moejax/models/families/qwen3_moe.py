@@ -40,12 +40,8 @@ def sparse_layers(fields: Fields, layers: int, experts: int) -> tuple[bool, ...]
     """Which layers have experts, by decoder_sparse_step and mlp_only_layers."""
     step, dense = fields.integer("decoder_sparse_step", 1), fields.integers("mlp_only_layers")
     moe = tuple(i not in dense and experts > 0 and (i + 1) % step == 0 for i in range(layers))
-    if not any(moe):
-        raise fields.refuse(
-            f"no layer has experts (num_experts {experts}, decoder_sparse_step {step}, "
-            f"mlp_only_layers {dense}); moejax runs mixture-of-experts models"
-        )
-    return moe
+    by = f"num_experts {experts}, decoder_sparse_step {step}, mlp_only_layers {dense}"
+    return fields.some_experts(moe, by)
 
 
 def layer_params(config: ModelConfig, moe: bool) -> dict[str, Parts]:

@@ -176,6 +176,7 @@ def divide(
     options, precision, config = settings.options, settings.precision, steps.config
     moe_layers, experts = sum(config.moe_layers), config.num_experts
     seqs, _, length = limits_of(settings, model, device)
+    why = why_cells(settings, steps, device.platform)
     budget = resolve_budget(
         steps.layout,
         moe_layers=moe_layers,
@@ -190,7 +191,7 @@ def divide(
         kv_budget=options.kv_budget,
         # Beyond one for each expert, transitions can use the spares of both versions.
         spare_slots=2 * precision.spares,
-        in_place=(why := why_cells(settings, steps, device.platform)) is None,
+        in_place=why is None,
     )
     notes = budget.notes
     if why and device.platform == "cpu" and budget.expert_slots >= moe_layers * experts:

@@ -21,6 +21,8 @@ class MoejaxEngine:
             task.model,
             precision=task.precision,
             expert_budget=None if task.resident else 0,
+            # Named, so that each expert has a cell where all have: else they stay in the store.
+            eviction="lru" if task.resident else None,
             threads=task.threads,
             max_num_seqs=task.batch,
             max_model_len=max(task.context + task.steps, task.prompt) + 2,
