@@ -148,7 +148,7 @@ class NativeQueue:
         self._files: dict[str, int] = {}
         self._causes = [DEMAND]
         self._lock = threading.Lock()
-        """Of files and causes."""
+        """Held while files or causes are looked up."""
         text = ctypes.create_string_buffer(_TEXT)
         options = _Options(threads, chunk_bytes, rate, latency)
         self.handle = self._calls.moejax_transfers_new(options, text, _TEXT)

@@ -96,7 +96,7 @@ class Settled:
     transfer: Transfer
     state: Literal["done", "failed", "cancelled"]
     message: str = ""
-    """Of a failed one: what happened, with the file's name."""
+    """What happened to a failed one, with the file's name; else empty."""
 
 
 @dataclasses.dataclass(frozen=True)

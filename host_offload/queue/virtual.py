@@ -23,8 +23,8 @@ from host_offload.queue.transfer import (
 
 
 class VirtualQueue:
-    """The protocol of transfer.Backend, where waiting moves the clock. What is submitted begins when
-    the clock moves, so what comes at one time is ordered, or cancelled, before any of it.
+    """The protocol of transfer.Backend, where waiting moves the clock. What is submitted begins
+    when the clock moves, so what comes at one time is ordered, or cancelled, before any of it.
 
     rate: bytes per second. latency: seconds. fails: says of a chunk what goes wrong with it, ""
     for nothing. log: called with (chunk, begin, end) of the link when a chunk begins. Raises

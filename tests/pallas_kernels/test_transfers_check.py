@@ -1,4 +1,4 @@
-"""The native queue of transfers under random use, without jax, and mistakes in it that this finds."""
+"""The native queue of transfers under random use, without jax, and mistakes that this finds."""
 
 import subprocess
 from pathlib import Path
@@ -58,9 +58,9 @@ def compiled(folder: Path, sources, *flags, into="check"):
     return program
 
 
-def run(program, seed, rounds, seconds=250):
+def run(program, seed, rounds):
     command = [program, str(seed), str(rounds), f"{program}.data"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+    return subprocess.run(command, capture_output=True, text=True, timeout=250)
 
 
 def test_random_use_is_clean_under_the_thread_sanitizer(tmp_path):
@@ -91,7 +91,4 @@ def test_mistakes_are_found(mutant, tmp_path):
     (tmp_path / "mutant.cc").write_text(text.replace(right, wrong))
     sources = [CHECK, tmp_path / "mutant.cc", build.HERE / "checksums.cc"]
     program = compiled(tmp_path, sources, "-Wno-unused")
-    try:
-        assert any(run(program, seed, 100, 60).returncode for seed in range(3))
-    except subprocess.TimeoutExpired:
-        pass  # it waits for ever, which a run of the right source does not
+    assert any(run(program, seed, 100).returncode for seed in range(3))

@@ -1,5 +1,7 @@
 """The queue over a clock: what a link of stated rate and latency does."""
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -99,7 +101,7 @@ def test_the_clock_keeps_its_bounds(asked, chunk_bytes, latency):
     for ticket in came:
         queue.wait(ticket)
     assert sum(chunk.bytes for chunk, _, _ in spans) == sum(size for size, _, _ in asked)
-    for (chunk, begin, end), (later, next_begin, _) in zip(spans, spans[1:], strict=False):
+    for (chunk, begin, end), (later, next_begin, _) in itertools.pairwise(spans):
         assert end - begin == pytest.approx(chunk.bytes / 10)
         assert next_begin == pytest.approx(max(end, came[later.ticket])) or next_begin == end
     first = {chunk.ticket: begin for chunk, begin, _ in reversed(spans)}

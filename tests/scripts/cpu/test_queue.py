@@ -1,0 +1,32 @@
+"""python -m scripts.cpu queue, with little of everything."""
+
+import json
+
+import pytest
+
+from scripts.cpu import queue
+from tests.pallas_kernels.contract import NATIVE
+
+
+@NATIVE
+def test_figures_of_memory_and_a_file(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(queue, "EXPERT", 3 << 20)
+    monkeypatch.setattr(queue, "ROWS", 256)
+    arguments = [str(tmp_path), "--rounds", "2", "--size", "48MiB", "--json"]
+    assert queue.main([*arguments, "--link-rate", "5e8"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["memory: GB/s"] > 0 and found["file: GB/s"] > 0
+    assert found["a demand of a chunk behind prefetches, chunks"] >= 1
+    assert (tmp_path / f"queue-{48 << 20}.bin").stat().st_size == 48 << 20
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--rounds", "0"], "--rounds and --threads must be at least 1"),
+        (["--link-rate", "0"], "--link-rate positive"),
+    ],
+)
+def test_refuses_what_makes_no_sense(arguments, message, capsys):
+    assert queue.main(arguments) == 2
+    assert message in capsys.readouterr().err
