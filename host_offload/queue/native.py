@@ -168,13 +168,13 @@ class NativeQueue:
     def submit(self, transfer: Transfer, load: Load) -> int:
         """See Backend; a file is looked at when it is first named, and must stay as it is then."""
         self._require_open()
-        source, parts = load.source, load.parts
+        source, parts, check = load.source, load.parts, _check(load.source)
         request = _Request(
             *(transfer.cell, load.destination, source.offset if source.path else source.address),
             *(load.entry, int(source.checksum or "0", 16)),
             *(transfer.layer, transfer.expert, transfer.version),
             *(self._cause(transfer.cause), transfer.priority, load.value),
-            *(self._file(source.path), _check(source), len(parts), 0),
+            *(self._file(source.path), check, len(parts), 0),
         )
         text = ctypes.create_string_buffer(_TEXT)
         sizes = (ctypes.c_int64 * max(len(parts), 1))(*parts)

@@ -239,8 +239,7 @@ def overlap(
     """Steps of 8 layers and a transfer of as long on the link: ahead by a step, and in series."""
     seconds = statistics.median(timed(lambda: [compute(i) for i in range(8)]) for _ in range(5))
     size = min(int(seconds * args.link_rate) // CHUNK_BYTES * CHUNK_BYTES, cells.size // 2)
-    if not size:
-        raise UserError("a step is shorter than one chunk on the link; give a larger --link-rate")
+    size = max(size, CHUNK_BYTES)
     places = itertools.cycle((0, 1))
     ahead, series = [], []
     with NativeQueue(threads=args.threads, rate=args.link_rate) as queue:
