@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import os
 import threading
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,6 +29,9 @@ from host_offload.queue.transfer import (
 from pallas_kernels.cpu.library import loaded
 
 _STATES = {2: "done", 3: "failed", 4: "cancelled"}
+_START, _END = 3, 4
+"""Kinds of TransferEvent."""
+
 _TEXT = 4096
 _WAIT_SECONDS = 0.1
 """Python's signals are looked at so often during a wait."""
@@ -69,7 +73,10 @@ class _Faults(ctypes.Structure):
 
 
 class _Event(ctypes.Structure):
-    _fields_ = tuple((name, ctypes.c_int64) for name in ("kind", "ticket", "a", "b"))
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("kind", "ticket", "a", "b")),
+        ("seconds", ctypes.c_double),
+    )
 
 
 @functools.cache
@@ -120,6 +127,18 @@ class Faults:
     short_reads: float = 0.0
 
 
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """A chunk that was carried out. Times are those of time.monotonic."""
+
+    ticket: int
+    first: int
+    """Bytes of its transfer before it."""
+    bytes: int
+    begin: float
+    end: float
+
+
 class NativeQueue:
     """A queue and its threads, closed by `close` or at the end of a `with`.
 
@@ -155,7 +174,8 @@ class NativeQueue:
         """What ops name the queue by."""
         if self.handle < 0:
             raise QueueError(f"{threads} threads cannot be started: {_said(text)}")
-        self._closed = False
+        # At the end of the process too, before what the threads write into is gone.
+        self._delete = weakref.finalize(self, self._calls.moejax_transfers_delete, self.handle)
 
     def __enter__(self) -> NativeQueue:
         return self
@@ -220,9 +240,7 @@ class NativeQueue:
         )
 
     def close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            self._calls.moejax_transfers_delete(self.handle)
+        self._delete()
 
     # ---- what only this backend has
 
@@ -232,8 +250,9 @@ class NativeQueue:
         return bool(self._calls.moejax_transfers_direct(self.handle, self._file(os.fspath(path))))
 
     def wait_cell(self, cell: int, part: int | None = None) -> str:
-        """What an op does before it reads a cell: waits for a part of the transfer that writes it.
-        "done" where it is there or nobody writes; "failed" until another transfer into the cell."""
+        """What an op does before it reads a cell: waits for a part of the transfer that writes it,
+        which is a demand from now on. "done" where the part is there or nobody writes, "failed"
+        until another transfer into the cell. Raises QueueError for a part that there is not."""
         self._require_open()
         number = -1 if part is None else part
         state = self._calls.moejax_transfers_wait_cell(self.handle, cell, number)
@@ -251,22 +270,28 @@ class NativeQueue:
         self._require_open()
         self._calls.moejax_transfers_inject(self.handle, _Faults(*dataclasses.astuple(faults)))
 
-    def record_starts(self) -> None:
-        """For tests: from now on `starts` has something to say."""
+    def record(self) -> None:
+        """From now on `spans` has something to say."""
         self._require_open()
         self._calls.moejax_transfers_record(self.handle, 1)
 
-    def starts(self) -> list[tuple[int, int]]:
-        """(ticket, first byte) of each chunk in the order in which they began, each said once."""
+    def spans(self) -> list[Span]:
+        """The chunks that began and ended since the last call, in the order in which they began,
+        65536 events of the queue at most."""
         self._require_open()
         events = (_Event * (1 << 16))()
         count = self._calls.moejax_transfers_events(self.handle, events, len(events))
-        return [(e.ticket, e.a) for e in events[:count] if e.kind == 3]
+        ends = {(e.ticket, e.a): e.seconds for e in events[:count] if e.kind == _END}
+        return [
+            Span(e.ticket, e.a, e.b, e.seconds, ends[e.ticket, e.a])
+            for e in events[:count]
+            if e.kind == _START and (e.ticket, e.a) in ends
+        ]
 
     # ---- parts
 
     def _require_open(self) -> None:
-        if self._closed:
+        if not self._delete.alive:
             raise QueueError("the queue is closed")
 
     def _cause(self, cause: str) -> int:

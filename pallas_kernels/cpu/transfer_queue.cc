@@ -226,13 +226,16 @@ bool TransferQueue::reorder(int64_t ticket, int32_t cause, int32_t priority) {
   Held held(mutex_);
   const auto found = transfers_.find(ticket);
   if (found == transfers_.end() || settled(found->second->state)) return false;
-  Transfer& transfer = *found->second;
+  give_turn(*found->second, cause, priority);
+  return true;
+}
+
+void TransferQueue::give_turn(Transfer& transfer, int32_t cause, int32_t priority) {
   const bool waits = turns_.erase(transfer.turn());
   transfer.request.cause = cause;
   transfer.request.priority = priority;
   if (waits) turns_.insert(transfer.turn());
-  note(TransferEvent::REORDER, ticket, cause, priority);
-  return true;
+  note(TransferEvent::REORDER, transfer.ticket, cause, priority);
 }
 
 // ---- carrying out
@@ -498,6 +501,10 @@ TransferState TransferQueue::wait_cell(int64_t cell, int64_t part) {
   if (!settled(transfer->state) && part >= (int64_t)transfer->left.size()) {
     return TransferState::UNKNOWN;
   }
+  // Whatever it was queued for, it is needed now.
+  if (!there(*transfer, part) && transfer->request.cause) {
+    give_turn(*transfer, 0, transfer->request.priority);
+  }
   wait_for(held, *transfer, part, -1);
   return settled(transfer->state) ? transfer->state : TransferState::DONE;
 }
@@ -579,7 +586,7 @@ void TransferQueue::record(bool on) {
 }
 
 void TransferQueue::note(TransferEvent::Kind kind, int64_t ticket, int64_t a, int64_t b) {
-  if (recording_) events_.push_back({kind, ticket, a, b});
+  if (recording_) events_.push_back({kind, ticket, a, b, now()});
 }
 
 std::vector<TransferEvent> TransferQueue::events() {

@@ -58,6 +58,7 @@ struct TransferEvent {
   enum Kind : int64_t { SUBMIT, CANCEL, REORDER, START, END, SETTLE };
   int64_t kind, ticket;
   int64_t a, b;  // START, END: first byte, bytes; SUBMIT, REORDER: cause, priority; SETTLE: state
+  double seconds;  // of the monotonic clock
 };
 
 struct TransferOptions {
@@ -93,7 +94,8 @@ class TransferQueue {
   // transfer with a checksum is there when that was right. -1 where there is no such ticket, -2
   // where it has no such part.
   int wait(int64_t ticket, int64_t part, double seconds, TransferRecord* record);
-  // The same for the transfer that writes a cell, from inside an op: DONE where none does. FAILED
+  // The same for the transfer that writes a cell, from inside an op: DONE where none does. One that
+  // was no demand becomes one. FAILED
   // stays until another transfer into the cell. UNKNOWN where it has no such part.
   TransferState wait_cell(int64_t cell, int64_t part);
 
@@ -125,6 +127,7 @@ class TransferQueue {
   void carry_out(Held& held, Bounce& bounce);
   void end(Held& held, Transfer& transfer, size_t index, std::string failure);
   void settle(Transfer& transfer, TransferState state);
+  void give_turn(Transfer& transfer, int32_t cause, int32_t priority);
   bool there(const Transfer& transfer, int64_t part) const;
   bool wait_for(Held& held, Transfer& transfer, int64_t part, double seconds);
   std::string move(Transfer& transfer, const Chunk& chunk, Bounce& bounce);

@@ -65,7 +65,7 @@ def test_the_order_is_that_of_the_queue_without_threads(asked, chunk_bytes):
     """The same answers, the same chunks in the same order, the same observations, on one thread."""
     pure, to = TransferQueue(chunk_bytes), cell(64)
     with NativeQueue(threads=0, chunk_bytes=chunk_bytes) as queue:
-        queue.record_starts()
+        queue.record()
         starts = []
         rest = iter(lambda: ("step",) if pure.waiting else None, None)
         for operation in itertools.chain(asked, rest):
@@ -86,7 +86,7 @@ def test_the_order_is_that_of_the_queue_without_threads(asked, chunk_bytes):
                     assert queue.reorder(ticket, cause, priority) == wanted
             seen, expected = queue.observe(), pure.observe(0)
             assert (seen.flying, seen.settled) == (expected.flying, expected.settled)
-        assert queue.starts() == starts
+        assert [(span.ticket, span.first) for span in queue.spans()] == starts
 
 
 def test_a_demand_waits_for_one_chunk_of_the_link():
@@ -94,7 +94,7 @@ def test_a_demand_waits_for_one_chunk_of_the_link():
     to, other = cell(4 << 20), cell(1 << 20)
     source = np.ones(4 << 20, np.uint8)
     with NativeQueue(rate=40 * 2**20) as queue:
-        queue.record_starts()
+        queue.record()
         load = Load((to.size,), Source(address=source.ctypes.data), to.ctypes.data)
         ahead = queue.submit(transfer(0), load)
         while not any(f.begun for f in queue.observe().flying):
@@ -105,8 +105,10 @@ def test_a_demand_waits_for_one_chunk_of_the_link():
         queue.wait(demand)
         waited = time.monotonic() - began
         queue.wait(ahead)
-        order = [ticket for ticket, _ in queue.starts()]
+        spans = queue.spans()
+        order = [span.ticket for span in spans]
     assert waited >= 0.024
+    assert all(span.end - span.begin >= 0.02 for span in spans)  # but for what it catches up with
     assert order.index(demand) <= 2  # one chunk before it, two where this thread came late
     assert to.all() and other.all()
 
@@ -167,6 +169,37 @@ def test_ops_wait_for_a_cell():
         np.testing.assert_array_equal(to[:60_000], BYTES[:60_000])
         assert queue.wait_cell(0) == "done"
         np.testing.assert_array_equal(to, BYTES)
+
+
+def test_what_an_op_waits_for_is_a_demand():
+    to = [cell(5000) for _ in range(3)]
+    with NativeQueue(threads=0, chunk_bytes=5000) as queue:
+        queue.record()
+        for number, memory in enumerate(to):
+            queue.submit(transfer(number, priority=number), from_memory(memory))
+        assert queue.wait_cell(2) == "done"
+        assert [s.transfer.cause for s in queue.observe().settled] == [DEMAND]
+        assert [span.ticket for span in queue.spans()] == [3]
+
+
+def test_a_queue_may_be_closed_under_those_who_wait():
+    to, ends = cell(), []
+    queue = NativeQueue(chunk_bytes=4096, rate=5e5)
+    queue.submit(transfer(0), from_memory(to))
+    last = queue.submit(transfer(1), from_memory(cell()))
+
+    def wait():
+        try:
+            ends.append(queue.wait(last))
+        except QueueError as error:
+            ends.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    queue.close()
+    thread.join(10)
+    assert len(ends) == 1
+    np.testing.assert_array_equal(to, BYTES)
 
 
 def test_several_threads_wait_without_a_thread_of_the_queue():
@@ -337,3 +370,4 @@ def test_without_the_library_the_command_is_named(monkeypatch):
 def test_structures_are_laid_out_as_the_compiler_does():
     assert ctypes.sizeof(native._Request) == 80
     assert ctypes.sizeof(native._Record) == 56
+    assert ctypes.sizeof(native._Event) == 40
