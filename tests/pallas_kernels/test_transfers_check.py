@@ -63,6 +63,7 @@ def run(program, seed, rounds):
     return subprocess.run(command, capture_output=True, text=True, timeout=250)
 
 
+@pytest.mark.slow
 def test_random_use_is_clean_under_the_thread_sanitizer(tmp_path):
     program = compiled(tmp_path, [CHECK, QUEUE, build.HERE / "checksums.cc"], "-fsanitize=thread")
     result = run(program, 1, 12)

@@ -16,6 +16,7 @@ from host_offload.queue import native
 from host_offload.queue.native import Faults, NativeQueue, checksum
 from host_offload.queue.order import TransferQueue
 from host_offload.queue.transfer import DEMAND, Load, QueueError, Source, Transfer
+from host_offload.queue.virtual import VirtualQueue
 from pallas_kernels.cpu.library import why_not_cpu
 from tests.host_offload.queue.operations import operations, play
 
@@ -111,6 +112,21 @@ def test_a_demand_waits_for_one_chunk_of_the_link():
     assert all(span.end - span.begin >= 0.02 for span in spans)  # but for what it catches up with
     assert order.index(demand) <= 2  # one chunk before it, two where this thread came late
     assert to.all() and other.all()
+
+
+@pytest.mark.parametrize("threads", [0, 1, 3])
+def test_the_link_is_never_faster_than_the_clock_says(threads):
+    sizes, to = (30_000, 70_003), cell()
+    link = dict(rate=4e6, latency=0.004, chunk_bytes=8192)
+    clock = VirtualQueue(**link)
+    loads = [(transfer(number), from_memory(to, (size,))) for number, size in enumerate(sizes)]
+    planned = [clock.submit(*load) for load in loads]
+    with NativeQueue(threads=threads, **link) as queue:
+        began = time.monotonic()
+        for ticket in [queue.submit(*load) for load in loads]:
+            queue.wait(ticket)
+            clock.wait(planned[ticket - 1])
+            assert time.monotonic() - began >= clock.now - 0.0005
 
 
 # ---- bytes
