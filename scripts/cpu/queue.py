@@ -1,6 +1,6 @@
 """The native queue of transfers: its rates and costs, and what it and compute do to each other.
 
-python -m scripts.cpu queue [DIR] [--rounds 9] [--size 256MiB] [--link-rate 2e9] [--json]
+python -m scripts.cpu queue [DIR] [--rounds 9] [--size 256MiB] [--link-rate 2e9] [--trace FILE]
 
 Rates from memory, and with DIR from a file there (random bytes, written once and read past the page
 cache where the filesystem allows it); what a transfer of an empty queue costs, and an op's question
@@ -29,6 +29,7 @@ import numpy as np
 
 from host_offload.queue.native import NativeQueue, checksum
 from host_offload.queue.transfer import CHUNK_BYTES, DEMAND, Load, Source, Transfer
+from host_offload.simulate.timeline import DEVICE, Event, write_trace
 from moejax import UserError
 from moejax.device import select_device
 from moejax.sizes import parse_size
@@ -47,6 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--size", default="256MiB", help="to copy or read at once (256MiB)")
     parser.add_argument("--link-rate", type=float, default=2e9, help="bytes/s (default: 2e9)")
     parser.add_argument("--threads", type=int, default=2, help="of the queue (default: 2)")
+    parser.add_argument("--trace", type=Path, help="writes the steps ahead for Perfetto there")
     parser.add_argument("--json", action="store_true", help="one JSON object instead")
     args = parser.parse_args(arguments)
     try:
@@ -242,12 +244,19 @@ def overlap(
     size = max(size, CHUNK_BYTES)
     places = itertools.cycle((0, 1))
     ahead, series = [], []
+    events: list[Event] = []
     with NativeQueue(threads=args.threads, rate=args.link_rate) as queue:
+        queue.record()
 
         def submit() -> int:
             place = next(places)
             load = Load((size,), source, cells.ctypes.data + place * size)
             return queue.submit(Transfer(0, place, 0, place, "prefetch"), load)
+
+        def seen(layer: int) -> None:
+            began = time.monotonic()
+            compute(layer)
+            events.append(Event(DEVICE, f"layer {layer}", began, time.monotonic()))
 
         def serial() -> None:
             queue.wait(submit())
@@ -261,13 +270,20 @@ def overlap(
                 for _ in range(4):
                     tickets.append(submit())
                     for layer in range(8):
-                        compute(layer)
+                        seen(layer)
                     queue.wait(tickets[-2])
 
             ahead.append(timed(steps) / 4)
             queue.wait(tickets[-1])
+            events += [
+                Event("link", f"ticket {s.ticket}, {s.first >> 20} MiB", s.begin, s.end)
+                for s in queue.spans()
+            ]
             series.append(timed(lambda: [serial() for _ in range(4)]) / 4)
             queue.observe()
+            queue.spans()
+    if args.trace:
+        write_trace(args.trace, events)
     link = size / args.link_rate
     yield "overlap: the link's ms a step", link * 1e3
     yield "overlap: a step ahead, ms", statistics.median(ahead) * 1e3
