@@ -469,13 +469,14 @@ bool TransferQueue::wait_for(Held& held, Transfer& transfer, int64_t part, doubl
   const auto come = [&] { return there(transfer, part); };
   const auto mine = [&] { return !options_.threads && runnable(); };
   while (!come()) {
+    const double left = seconds < 0 ? 1 : until - now();
+    if (left <= 0) break;
     if (mine()) {
       carry_out(held, bounce);
     } else if (seconds < 0) {
       news_.wait(held, [&] { return come() || mine(); });
-    } else if (!news_.wait_for(held, std::chrono::duration<double>(until - now()),
-                               [&] { return come() || mine(); })) {
-      break;
+    } else {
+      news_.wait_for(held, std::chrono::duration<double>(left));
     }
   }
   return come();
