@@ -24,11 +24,12 @@ from host_offload.queue.transfer import (
     QueueError,
     Settled,
     Source,
+    State,
     Transfer,
 )
 from pallas_kernels.cpu.library import loaded
 
-_STATES = {2: "done", 3: "failed", 4: "cancelled"}
+_STATES: dict[int, State] = {2: "done", 3: "failed", 4: "cancelled"}
 _START, _END = 3, 4
 """Kinds of TransferEvent."""
 
@@ -249,7 +250,7 @@ class NativeQueue:
         self._require_open()
         return bool(self._calls.moejax_transfers_direct(self.handle, self._file(os.fspath(path))))
 
-    def wait_cell(self, cell: int, part: int | None = None) -> str:
+    def wait_cell(self, cell: int, part: int | None = None) -> State:
         """What an op does before it reads a cell: waits for a part of the transfer that writes it,
         which is a demand from now on. "done" where the part is there or nobody writes, "failed"
         until another transfer into the cell. Raises QueueError for a part that there is not."""

@@ -15,6 +15,10 @@ CHUNK_BYTES = 1 << 20
 compute beside them by 15 to 25% (docs/transfers.md)."""
 
 
+State = Literal["done", "failed", "cancelled"]
+"""How a transfer ended."""
+
+
 class QueueError(ValueError):
     """The queue refuses what it was asked for; the message says why."""
 
@@ -94,7 +98,7 @@ class Settled:
 
     ticket: int
     transfer: Transfer
-    state: Literal["done", "failed", "cancelled"]
+    state: State
     message: str = ""
     """What happened to a failed one, with the file's name; else empty."""
 
