@@ -27,7 +27,8 @@ ORDER: dict[str, tuple[str, ...]] = {
         *("combine", "verification"),
     ),
     "host_offload": (
-        *("__init__", "memory", "versions", "control", "traces", "sizing", "policies", "simulate"),
+        *("__init__", "memory", "versions", "queue", "control", "traces", "sizing"),
+        *("policies", "simulate"),
     ),
     "moejax": (
         *("errors", "sizes", "cache", "device", "interrupt", "progress"),

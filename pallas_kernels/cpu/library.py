@@ -62,6 +62,13 @@ def instruction_set() -> str | None:
     return _load()[0] or None
 
 
+def loaded() -> ctypes.CDLL:
+    """The library itself, for functions that are no ops. Raises ValueError as `call`."""
+    if reason := why_not_cpu():
+        raise ValueError(reason)
+    return ctypes.CDLL(str(HERE / LIBRARY))
+
+
 def call(
     target: str,
     result: Any,

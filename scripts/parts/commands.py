@@ -18,7 +18,7 @@ COMMANDS = {
     "budgets": ("curves", "compare", "resize", "table2"),
     "policies": ("compare", "times", "predictions"),
     "precision": ("compare", "speed", "plot"),
-    "cpu": ("ops", "versions", "matrix", "steps", "peers", "memory", "pages"),
+    "cpu": ("ops", "versions", "matrix", "steps", "peers", "memory", "pages", "queue"),
     "check": ("batch", "parity", "requests", "paired", "fuzz", "sessions", "attack", "gpu_day"),
 }
 """Group → names."""

@@ -1,0 +1,361 @@
+"""The queue carried out by native threads: copies and reads that run beside compute.
+
+The same protocol as `virtual.VirtualQueue`, over pallas_kernels/cpu/transfer_queue.h. Addresses are
+the caller's to keep: what a load names must stay until its transfer has settled.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+import os
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from host_offload.queue.transfer import (
+    CHUNK_BYTES,
+    DEMAND,
+    Flying,
+    Load,
+    Progress,
+    QueueError,
+    Settled,
+    Source,
+    State,
+    Transfer,
+)
+from pallas_kernels.cpu.library import loaded
+
+_STATES: dict[int, State] = {2: "done", 3: "failed", 4: "cancelled"}
+_START, _END = 3, 4
+"""Kinds of TransferEvent."""
+
+_TEXT = 4096
+_WAIT_SECONDS = 0.1
+"""Python's signals are looked at so often during a wait."""
+
+
+class _Request(ctypes.Structure):
+    """TransferRequest."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("cell", "destination", "source", "entry")),
+        ("checksum", ctypes.c_uint64),
+        *((name, ctypes.c_int32) for name in ("layer", "expert", "version", "cause", "priority")),
+        *((name, ctypes.c_int32) for name in ("value", "file", "check", "parts", "unused")),
+    )
+
+
+class _Record(ctypes.Structure):
+    """TransferRecord."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("ticket", "cell", "bytes", "bytes_left")),
+        *((name, ctypes.c_int32) for name in ("layer", "expert", "version", "cause", "priority")),
+        ("state", ctypes.c_int32),
+    )
+
+
+class _Options(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("threads", "chunk_bytes")),
+        *((name, ctypes.c_double) for name in ("rate", "latency")),
+    )
+
+
+class _Faults(ctypes.Structure):
+    _fields_ = (
+        ("seed", ctypes.c_uint64),
+        *((name, ctypes.c_double) for name in ("delay", "errors", "short_reads")),
+    )
+
+
+class _Event(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("kind", "ticket", "a", "b")),
+        ("seconds", ctypes.c_double),
+    )
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    library, text = loaded(), (ctypes.c_char_p, ctypes.c_int64)
+    handle, number = ctypes.c_int32, ctypes.c_int64
+    signatures: dict[str, tuple[Any, tuple[Any, ...]]] = {
+        "transfers_new": (handle, (ctypes.POINTER(_Options), *text)),
+        "transfers_delete": (None, (handle,)),
+        "transfers_add_file": (ctypes.c_int32, (handle, ctypes.c_char_p, ctypes.c_int32, *text)),
+        "transfers_direct": (ctypes.c_int32, (handle, ctypes.c_int32)),
+        "transfers_submit": (
+            number,
+            (handle, ctypes.POINTER(_Request), ctypes.POINTER(number), *text),
+        ),
+        "transfers_cancel": (ctypes.c_int32, (handle, number)),
+        "transfers_reorder": (ctypes.c_int32, (handle, number, ctypes.c_int32, ctypes.c_int32)),
+        "transfers_wait": (
+            ctypes.c_int32,
+            (handle, number, number, ctypes.c_double, ctypes.POINTER(_Record)),
+        ),
+        "transfers_wait_cell": (ctypes.c_int32, (handle, number, number)),
+        "transfers_observe": (
+            ctypes.c_double,
+            (handle, *(ctypes.POINTER(_Record), ctypes.POINTER(number)) * 2),
+        ),
+        "transfers_message": (None, (handle, number, *text)),
+        "transfers_step": (ctypes.c_int32, (handle,)),
+        "transfers_inject": (None, (handle, ctypes.POINTER(_Faults))),
+        "transfers_record": (None, (handle, ctypes.c_int32)),
+        "transfers_events": (number, (handle, ctypes.POINTER(_Event), number)),
+        "checksum": (ctypes.c_uint64, (ctypes.c_int32, ctypes.c_void_p, number)),
+    }
+    for name, (result, arguments) in signatures.items():
+        function = getattr(library, f"moejax_{name}")
+        function.restype, function.argtypes = result, arguments
+    return library
+
+
+@dataclasses.dataclass(frozen=True)
+class Faults:
+    """What a test puts in the way of chunks: up to so many seconds before and after each, the
+    share of them that fails, the share of reads that return less than was asked for."""
+
+    seed: int = 0
+    delay: float = 0.0
+    errors: float = 0.0
+    short_reads: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """A chunk that was carried out. Times are those of time.monotonic."""
+
+    ticket: int
+    first: int
+    """Bytes of its transfer before it."""
+    bytes: int
+    begin: float
+    end: float
+
+
+class NativeQueue:
+    """A queue and its threads, closed by `close` or at the end of a `with`.
+
+    threads: 0 means that who waits carries chunks out, in the queue's order. rate: bytes per second
+    of the link, at most; 0: as fast as it goes. latency: seconds from a chunk's end on the link
+    until its bytes count as there. direct: files are read past the page cache where that can be.
+
+    Raises QueueError for numbers that make no sense, ValueError with the command that mends it
+    where the native library is missing.
+    """
+
+    def __init__(
+        self,
+        *,
+        threads: int = 2,
+        chunk_bytes: int = CHUNK_BYTES,
+        rate: float = 0.0,
+        latency: float = 0.0,
+        direct: bool = True,
+    ):
+        if threads < 0 or chunk_bytes < 1 or not rate >= 0 or not latency >= 0:
+            raise QueueError(
+                f"{threads} threads, chunks of {chunk_bytes} bytes, {rate} bytes/s, {latency} s"
+            )
+        self._calls, self._direct = _library(), direct
+        self._files: dict[str, int] = {}
+        self._causes = [DEMAND]
+        self._lock = threading.Lock()
+        """Held while files or causes are looked up."""
+        text = ctypes.create_string_buffer(_TEXT)
+        options = _Options(threads, chunk_bytes, rate, latency)
+        self.handle = self._calls.moejax_transfers_new(options, text, _TEXT)
+        """What ops name the queue by."""
+        if self.handle < 0:
+            raise QueueError(f"{threads} threads cannot be started: {_said(text)}")
+        # At the end of the process too, before what the threads write into is gone.
+        self._delete = weakref.finalize(self, self._calls.moejax_transfers_delete, self.handle)
+
+    def __enter__(self) -> NativeQueue:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---- as Backend
+
+    def submit(self, transfer: Transfer, load: Load) -> int:
+        """See Backend; a file is looked at when it is first named, and must stay as it is then."""
+        self._require_open()
+        source, parts, check = load.source, load.parts, _check(load.source)
+        request = _Request(
+            *(transfer.cell, load.destination, source.offset if source.path else source.address),
+            *(load.entry, int(source.checksum or "0", 16)),
+            *(transfer.layer, transfer.expert, transfer.version),
+            *(self._cause(transfer.cause), transfer.priority, load.value),
+            *(self._file(source.path), check, len(parts), 0),
+        )
+        text = ctypes.create_string_buffer(_TEXT)
+        sizes = (ctypes.c_int64 * max(len(parts), 1))(*parts)
+        ticket = self._calls.moejax_transfers_submit(self.handle, request, sizes, text, _TEXT)
+        if not ticket:
+            raise QueueError(_said(text))
+        return ticket
+
+    def cancel(self, ticket: int) -> bool:
+        self._require_open()
+        return bool(self._calls.moejax_transfers_cancel(self.handle, ticket))
+
+    def reorder(self, ticket: int, cause: str, priority: int) -> bool:
+        self._require_open()
+        number = self._cause(cause)
+        return bool(self._calls.moejax_transfers_reorder(self.handle, ticket, number, priority))
+
+    def wait(self, ticket: int, part: int | None = None) -> Settled | None:
+        """See Backend. Raises QueueError for a ticket that never was or whose end was observed."""
+        self._require_open()
+        record, number = _Record(), -1 if part is None else part
+        there = 0
+        while not there:
+            there = self._calls.moejax_transfers_wait(
+                self.handle, ticket, number, _WAIT_SECONDS, record
+            )
+        if there == -1:
+            raise QueueError(f"there is no ticket {ticket}, or its end was observed")
+        if there < 0 or number < -1:
+            raise QueueError(f"ticket {ticket} has no part {part}")
+        return self._settled(record) if record.state in _STATES else None
+
+    def observe(self) -> Progress:
+        self._require_open()
+        flying, settled, busy = self._records()
+        return Progress(
+            busy,
+            tuple(
+                Flying(r.ticket, self._transfer(r), r.bytes, r.bytes_left, r.state == 1)
+                for r in flying
+            ),
+            tuple(self._settled(r) for r in settled),
+        )
+
+    def close(self) -> None:
+        self._delete()
+
+    # ---- what only this backend has
+
+    def reads_past_the_cache(self, path: str | os.PathLike[str]) -> bool:
+        """Whether the file is read with O_DIRECT. Raises QueueError where it cannot be read."""
+        self._require_open()
+        return bool(self._calls.moejax_transfers_direct(self.handle, self._file(os.fspath(path))))
+
+    def wait_cell(self, cell: int, part: int | None = None) -> State:
+        """What an op does before it reads a cell: waits for a part of the transfer that writes it,
+        which is a demand from now on. "done" where the part is there or nobody writes, "failed"
+        until another transfer into the cell. Raises QueueError for a part that there is not."""
+        self._require_open()
+        number = -1 if part is None else part
+        state = self._calls.moejax_transfers_wait_cell(self.handle, cell, number)
+        if state < 0:
+            raise QueueError(f"what is written into cell {cell} has no part {part}")
+        return _STATES[state]
+
+    def step(self) -> bool:
+        """Carries out one chunk in this thread; False where none waits."""
+        self._require_open()
+        return bool(self._calls.moejax_transfers_step(self.handle))
+
+    def inject(self, faults: Faults) -> None:
+        """For tests, before anything is submitted."""
+        self._require_open()
+        self._calls.moejax_transfers_inject(self.handle, _Faults(*dataclasses.astuple(faults)))
+
+    def record(self) -> None:
+        """From now on `spans` has something to say."""
+        self._require_open()
+        self._calls.moejax_transfers_record(self.handle, 1)
+
+    def spans(self) -> list[Span]:
+        """The chunks that began and ended since the last call, in the order in which they began,
+        65536 events of the queue at most."""
+        self._require_open()
+        events = (_Event * (1 << 16))()
+        count = self._calls.moejax_transfers_events(self.handle, events, len(events))
+        ends = {(e.ticket, e.a): e.seconds for e in events[:count] if e.kind == _END}
+        return [
+            Span(e.ticket, e.a, e.b, e.seconds, ends[e.ticket, e.a])
+            for e in events[:count]
+            if e.kind == _START and (e.ticket, e.a) in ends
+        ]
+
+    # ---- parts
+
+    def _require_open(self) -> None:
+        if not self._delete.alive:
+            raise QueueError("the queue is closed")
+
+    def _cause(self, cause: str) -> int:
+        with self._lock:
+            if cause not in self._causes:
+                self._causes.append(cause)
+            return self._causes.index(cause)
+
+    def _file(self, path: str) -> int:
+        if not path:
+            return -1
+        with self._lock:
+            if path not in self._files:
+                text = ctypes.create_string_buffer(_TEXT)
+                number = self._calls.moejax_transfers_add_file(
+                    self.handle, os.fsencode(path), self._direct, text, _TEXT
+                )
+                if number < 0:
+                    raise QueueError(_said(text))
+                self._files[path] = number
+            return self._files[path]
+
+    def _records(self) -> tuple[Sequence[_Record], Sequence[_Record], float]:
+        room = 64
+        while True:
+            flying, settled = (_Record * room)(), (_Record * room)()
+            counts = ctypes.c_int64(room), ctypes.c_int64(room)
+            busy = self._calls.moejax_transfers_observe(
+                self.handle, flying, counts[0], settled, counts[1]
+            )
+            most = max(count.value for count in counts)
+            if most <= room:
+                return flying[: counts[0].value], settled[: counts[1].value], busy
+            room = 2 * most
+
+    def _transfer(self, r: _Record) -> Transfer:
+        cause = self._causes[r.cause]
+        return Transfer(r.layer, r.expert, r.version, r.cell, cause, r.priority)
+
+    def _settled(self, r: _Record) -> Settled:
+        message = self._message(r.ticket) if r.state == 3 else ""
+        return Settled(r.ticket, self._transfer(r), _STATES[r.state], message)
+
+    def _message(self, ticket: int) -> str:
+        text = ctypes.create_string_buffer(_TEXT)
+        self._calls.moejax_transfers_message(self.handle, ticket, text, _TEXT)
+        return _said(text)
+
+
+def checksum(kind: str, data: bytes) -> str:
+    """What `Source.checksum` is for these bytes. kind: "sha256" or "crc32c"."""
+    number = {"sha256": 1, "crc32c": 2}[kind]
+    value = _library().moejax_checksum(number, data, len(data))
+    return f"{value:0{16 if number == 1 else 8}x}"
+
+
+def _check(source: Source) -> int:
+    """The number of the checksum's kind. Raises QueueError where it is none."""
+    digits = {0: 0, 16: 1, 8: 2}.get(len(source.checksum))
+    if digits is None or source.checksum.strip("0123456789abcdef"):
+        raise QueueError(f"{source.checksum!r} is not 16 hex digits of SHA-256 or 8 of CRC-32C")
+    return digits
+
+
+def _said(text: Any) -> str:
+    return text.value.decode(errors="replace")

@@ -1,0 +1,166 @@
+"""The queue without threads, bytes or clock: which chunk is next, and what its end means.
+
+Demands go before all others, then the lowest priority, then who came first. That is asked for each
+chunk, so a demand pauses the others at the next one. A transfer that has begun ends; one that has
+not can be cancelled. A cell has one writer: a second transfer into it is refused until the first
+has settled. It is not made to wait, since its caller would have chosen another cell, or would not
+want it any more, and an op that waits for it would wait for two.
+
+A chunk that fails is the last one that its transfer begins; the transfer has failed, and its cell
+is free, when those under way beside it have ended.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+
+from host_offload.queue.transfer import (
+    CHUNK_BYTES,
+    Chunk,
+    Flying,
+    Progress,
+    QueueError,
+    Settled,
+    Transfer,
+    chunks_of,
+)
+
+
+@dataclasses.dataclass
+class _Open:
+    """A transfer that has not settled."""
+
+    transfer: Transfer
+    waiting: deque[Chunk]
+    left: list[int]
+    """Bytes of each part that are not there."""
+    bytes: int
+    begun: bool = False
+    under_way: int = 0
+    """Chunks."""
+    failure: str = ""
+
+
+class TransferQueue:
+    """chunk_bytes: the most of a chunk. Raises QueueError unless it is positive."""
+
+    def __init__(self, chunk_bytes: int = CHUNK_BYTES):
+        if chunk_bytes < 1:
+            raise QueueError(f"chunks of {chunk_bytes} bytes")
+        self._chunk_bytes = chunk_bytes
+        self._open: dict[int, _Open] = {}
+        self._cells: dict[int, int] = {}
+        """Cell → ticket of the transfer that writes it."""
+        self._tickets = 0
+        self._settled: dict[int, Settled] = {}
+        """By ticket, since the last observation."""
+        self.under_way = 0
+        """Chunks that have begun and not ended."""
+
+    def submit(self, transfer: Transfer, parts: tuple[int, ...]) -> int:
+        """The ticket of a transfer of so many bytes a part. Raises QueueError, see Backend."""
+        if not parts or min(parts) < 1:
+            raise QueueError(f"a transfer needs bytes in each part, not {parts}")
+        if transfer.cell in self._cells:
+            raise QueueError(
+                f"cell {transfer.cell} has a transfer under way, ticket "
+                f"{self._cells[transfer.cell]}; wait for it, or cancel it"
+            )
+        self._tickets += 1
+        ticket = self._cells[transfer.cell] = self._tickets
+        chunks = deque(chunks_of(ticket, parts, self._chunk_bytes))
+        self._open[ticket] = _Open(transfer, chunks, list(parts), sum(parts))
+        return ticket
+
+    def next_chunk(self) -> Chunk | None:
+        """Begins the chunk whose turn it is; None where none waits."""
+        waiting = [
+            (not open_.transfer.demand, open_.transfer.priority, ticket)
+            for ticket, open_ in self._open.items()
+            if open_.waiting
+        ]
+        if not waiting:
+            return None
+        open_ = self._open[min(waiting)[2]]
+        open_.begun = True
+        open_.under_way += 1
+        self.under_way += 1
+        return open_.waiting.popleft()
+
+    def end(self, chunk: Chunk, failure: str = "") -> Settled | None:
+        """The chunk's bytes are there, or what went wrong. Returns how its transfer ended, where
+        this was the last of it."""
+        open_ = self._open[chunk.ticket]
+        open_.under_way -= 1
+        self.under_way -= 1
+        if failure:
+            open_.failure = open_.failure or failure
+            open_.waiting.clear()
+        else:
+            open_.left[chunk.part] -= chunk.bytes
+        if open_.waiting or open_.under_way:
+            return None
+        state = "failed" if open_.failure else "done"
+        return self._settle(Settled(chunk.ticket, open_.transfer, state, open_.failure))
+
+    def cancel(self, ticket: int) -> bool:
+        """See Backend."""
+        open_ = self._open.get(ticket)
+        if open_ is None or open_.begun:
+            return False
+        self._settle(Settled(ticket, open_.transfer, "cancelled"))
+        return True
+
+    def reorder(self, ticket: int, cause: str, priority: int) -> bool:
+        """See Backend."""
+        open_ = self._open.get(ticket)
+        if open_ is None:
+            return False
+        open_.transfer = dataclasses.replace(open_.transfer, cause=cause, priority=priority)
+        return True
+
+    @property
+    def waiting(self) -> bool:
+        """Some chunk has not begun."""
+        return any(open_.waiting for open_ in self._open.values())
+
+    def there(self, ticket: int, part: int | None = None) -> bool:
+        """Whether a part, or the whole, needs no more waiting: it is there, or the transfer has
+        settled. Raises QueueError for a ticket that never was or whose end was observed, and for a
+        part that it does not have."""
+        if self.settled(ticket):
+            return True
+        left = self._open[ticket].left
+        if part is None:
+            return False
+        if not 0 <= part < len(left):
+            raise QueueError(f"ticket {ticket} has {len(left)} parts, no part {part}")
+        return not left[part]
+
+    def settled(self, ticket: int) -> Settled | None:
+        """How a transfer ended, None while it has not. Raises QueueError as `there`."""
+        if ticket not in self._open and ticket not in self._settled:
+            raise QueueError(f"there is no ticket {ticket}, or its end was observed")
+        return self._settled.get(ticket)
+
+    def cancel_all(self) -> None:
+        """Cancels what has not begun."""
+        for ticket in list(self._open):
+            self.cancel(ticket)
+
+    def observe(self, busy_seconds: float) -> Progress:
+        """What is under way, and what settled since the last observation."""
+        flying = tuple(
+            Flying(ticket, open_.transfer, open_.bytes, sum(open_.left), open_.begun)
+            for ticket, open_ in self._open.items()
+        )
+        settled = tuple(self._settled.values())
+        self._settled.clear()
+        return Progress(busy_seconds, flying, settled)
+
+    def _settle(self, settled: Settled) -> Settled:
+        del self._open[settled.ticket]
+        del self._cells[settled.transfer.cell]
+        self._settled[settled.ticket] = settled
+        return settled

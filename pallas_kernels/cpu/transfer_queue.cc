@@ -1,0 +1,598 @@
+// The queue of transfers: see transfer_queue.h, and docs/transfers.md for why it is as it is.
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE  // O_DIRECT
+#endif
+#include "pallas_kernels/cpu/transfer_queue.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+#ifdef __linux__
+#include <sys/prctl.h>
+#endif
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <cstdlib>
+#include <cstring>
+#include <ctime>
+
+namespace moejax {
+namespace {
+
+// What O_DIRECT wants of places in files, of addresses and of sizes; 512 would do on many disks.
+constexpr int64_t kBlock = 4096;
+
+// Reads of a block in pieces, none of which is the wanted one.
+constexpr int kStuck = 100;
+
+// A late thread is caught up with by the link's rate, up to this long.
+constexpr double kLate = 300e-6;
+
+double now() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+void sleep_until(double when) {
+  for (double left; (left = when - now()) > 0;) {
+    const auto whole = (time_t)left;
+    const timespec t{whole, (long)((left - (double)whole) * 1e9)};
+    nanosleep(&t, nullptr);
+  }
+}
+
+int64_t down(int64_t n) { return n / kBlock * kBlock; }
+
+std::string reason(int error) {
+  char text[128];
+#ifdef __GLIBC__
+  return strerror_r(error, text, sizeof text);
+#else
+  return strerror_r(error, text, sizeof text) ? "error " + std::to_string(error) : text;
+#endif
+}
+
+// What must not change of a file: device, number, size, time of the last change.
+struct Identity {
+  uint64_t device, number;
+  int64_t size, seconds, nanoseconds;
+  explicit Identity(const struct stat& s)
+      : device(s.st_dev), number(s.st_ino), size(s.st_size), seconds(s.st_mtim.tv_sec),
+        nanoseconds(s.st_mtim.tv_nsec) {}
+  bool operator==(const Identity& o) const {
+    return device == o.device && number == o.number && size == o.size && seconds == o.seconds &&
+           nanoseconds == o.nanoseconds;
+  }
+};
+
+}  // namespace
+
+struct TransferQueue::File {
+  std::string path;
+  bool direct;
+  Identity identity;
+};
+
+struct TransferQueue::Transfer {
+  int64_t ticket;
+  TransferRequest request;
+  std::vector<int64_t> left;  // bytes of each part that are not there
+  std::vector<Chunk> chunks;
+  std::vector<char> ended;    // by chunk
+  size_t next = 0;            // the first chunk that has not begun
+  size_t hashed = 0;          // chunks in the checksum
+  bool hashing = false;
+  int64_t bytes = 0, under_way = 0;
+  double submitted = 0;
+  TransferState state = TransferState::WAITING;
+  std::string failure;
+  std::unique_ptr<Checksum> checksum;
+  const File* file = nullptr;
+  std::mutex opening;
+  int fd = -1;
+
+  Turn turn() const { return {request.cause != 0, request.priority, ticket}; }
+  ~Transfer() {
+    if (fd >= 0) ::close(fd);
+  }
+};
+
+// Memory of a thread for what a direct read cannot put where it belongs.
+struct TransferQueue::Bounce {
+  explicit Bounce(int64_t chunk) : size(down(chunk + kBlock - 1) + 2 * kBlock) {}
+  uint8_t* get() {
+    if (!data) data = static_cast<uint8_t*>(std::aligned_alloc((size_t)kBlock, (size_t)size));
+    if (!data) throw std::bad_alloc();
+    return data;
+  }
+  ~Bounce() { std::free(data); }
+  const int64_t size;
+  uint8_t* data = nullptr;
+};
+
+TransferQueue::TransferQueue(const TransferOptions& options) : options_(options) {
+  try {
+    for (int64_t i = 0; i < options_.threads; i++) threads_.emplace_back([this] { work(); });
+  } catch (...) {
+    close();
+    throw;
+  }
+}
+
+TransferQueue::~TransferQueue() { close(); }
+
+int32_t TransferQueue::add_file(const std::string& path, bool direct, std::string* why) {
+  int flags = O_RDONLY | O_CLOEXEC;
+#ifdef O_DIRECT
+  int fd = ::open(path.c_str(), flags | (direct ? O_DIRECT : 0));
+  if (fd < 0 && direct && errno == EINVAL) {  // a filesystem without it
+    direct = false;
+    fd = ::open(path.c_str(), flags);
+  }
+#else
+  direct = false;
+  int fd = ::open(path.c_str(), flags);
+#endif
+  struct stat s {};
+  if (fd < 0 || fstat(fd, &s)) {
+    *why = path + ": " + reason(errno);
+    if (fd >= 0) ::close(fd);
+    return -1;
+  }
+  ::close(fd);
+  if (!S_ISREG(s.st_mode)) {
+    *why = path + ": not a regular file";
+    return -1;
+  }
+  Held held(mutex_);
+  files_.push_back(std::make_unique<File>(File{path, direct, Identity(s)}));
+  return (int32_t)files_.size() - 1;
+}
+
+bool TransferQueue::direct(int32_t file) {
+  Held held(mutex_);
+  return file >= 0 && (size_t)file < files_.size() && files_[(size_t)file]->direct;
+}
+
+int64_t TransferQueue::submit(const TransferRequest& request, const int64_t* part_bytes,
+                              std::string* why) {
+  auto transfer = std::make_shared<Transfer>();
+  transfer->request = request;
+  for (int32_t part = 0; part < request.parts; part++) {
+    if (part_bytes[part] < 1) break;
+    transfer->left.push_back(part_bytes[part]);
+    for (int64_t at = 0; at < part_bytes[part]; at += options_.chunk_bytes) {
+      const int64_t n = std::min(options_.chunk_bytes, part_bytes[part] - at);
+      transfer->chunks.push_back({part, transfer->bytes + at, n});
+    }
+    transfer->bytes += part_bytes[part];
+  }
+  if (request.parts < 1 || (int32_t)transfer->left.size() < request.parts) {
+    *why = "a transfer needs bytes in each part";
+    return 0;
+  }
+  transfer->ended.resize(transfer->chunks.size());
+  if (request.check != Check::NONE) transfer->checksum = std::make_unique<Checksum>(request.check);
+  transfer->submitted = now();
+  Held held(mutex_);
+  if (stopping_) {
+    *why = "the queue is closed";
+    return 0;
+  }
+  if (request.file >= (int32_t)files_.size()) {
+    *why = "there is no file " + std::to_string(request.file);
+    return 0;
+  }
+  if (request.file >= 0) {
+    transfer->file = files_[(size_t)request.file].get();
+    if (request.source < 0 || request.source > transfer->file->identity.size - transfer->bytes) {
+      *why = transfer->file->path + " has " + std::to_string(transfer->file->identity.size) +
+             " bytes, not " + std::to_string(transfer->bytes) + " from " +
+             std::to_string(request.source) + " on";
+      return 0;
+    }
+  }
+  auto& writer = cells_[request.cell];
+  if (writer && !settled(writer->state)) {
+    *why = "cell " + std::to_string(request.cell) + " has a transfer under way, ticket " +
+           std::to_string(writer->ticket) + "; wait for it, or cancel it";
+    return 0;
+  }
+  writer = transfer;
+  concerns_ = (int64_t)cells_.size();
+  transfer->ticket = ++tickets_;
+  transfers_[transfer->ticket] = transfer;
+  turns_.insert(transfer->turn());
+  note(TransferEvent::SUBMIT, transfer->ticket, request.cause, request.priority);
+  held.unlock();
+  work_.notify_all();
+  return transfer->ticket;
+}
+
+bool TransferQueue::cancel(int64_t ticket) {
+  Held held(mutex_);
+  const auto found = transfers_.find(ticket);
+  if (found == transfers_.end() || found->second->state != TransferState::WAITING) return false;
+  turns_.erase(found->second->turn());
+  note(TransferEvent::CANCEL, ticket, 0, 0);
+  settle(*found->second, TransferState::CANCELLED);
+  return true;
+}
+
+bool TransferQueue::reorder(int64_t ticket, int32_t cause, int32_t priority) {
+  Held held(mutex_);
+  const auto found = transfers_.find(ticket);
+  if (found == transfers_.end() || settled(found->second->state)) return false;
+  give_turn(*found->second, cause, priority);
+  return true;
+}
+
+void TransferQueue::give_turn(Transfer& transfer, int32_t cause, int32_t priority) {
+  const bool waits = turns_.erase(transfer.turn());
+  transfer.request.cause = cause;
+  transfer.request.priority = priority;
+  if (waits) turns_.insert(transfer.turn());
+  note(TransferEvent::REORDER, transfer.ticket, cause, priority);
+}
+
+// ---- carrying out
+
+bool TransferQueue::runnable() const { return !turns_.empty() && !link_taken_; }
+
+void TransferQueue::work() {
+#ifdef __linux__
+  prctl(PR_SET_NAME, "transfers");
+  prctl(PR_SET_TIMERSLACK, 1);
+#endif
+  Bounce bounce(options_.chunk_bytes);
+  Held held(mutex_);
+  for (;;) {
+    work_.wait(held, [this] { return runnable() || (stopping_ && turns_.empty()); });
+    if (turns_.empty()) return;
+    carry_out(held, bounce);
+  }
+}
+
+bool TransferQueue::step() {
+  Bounce bounce(options_.chunk_bytes);
+  Held held(mutex_);
+  if (!runnable()) return false;
+  carry_out(held, bounce);
+  return true;
+}
+
+// Takes the chunk whose turn it is, moves it without the lock, and notes its end.
+void TransferQueue::carry_out(Held& held, Bounce& bounce) {
+  const auto transfer = transfers_.at(std::get<2>(*turns_.begin()));
+  const size_t index = transfer->next++;
+  const Chunk chunk = transfer->chunks[index];
+  if (transfer->next == transfer->chunks.size()) turns_.erase(turns_.begin());
+  transfer->state = TransferState::BEGUN;
+  transfer->under_way++;
+  const double began = now();
+  if (!under_way_++) busy_since_ = began;
+  double there = began;
+  if (options_.rate > 0) {
+    // The link is reserved before the copy and by one chunk at a time: a demand waits for one.
+    link_taken_ = true;
+    const double ready = std::max(link_free_, transfer->submitted);
+    there = link_free_ = std::max(ready, began - kLate) + (double)chunk.bytes / options_.rate;
+  }
+  note(TransferEvent::START, transfer->ticket, chunk.first, chunk.bytes);
+  if (turns_.empty() && stopping_) work_.notify_all();
+  held.unlock();
+  std::string failure;
+  try {
+    failure = move(*transfer, chunk, bounce);
+  } catch (const std::bad_alloc&) {
+    failure = "no memory to read through";
+  }
+  if (options_.rate > 0) {
+    sleep_until(there);
+    held.lock();
+    link_taken_ = false;
+    held.unlock();
+    work_.notify_one();
+  }
+  if (options_.latency > 0) sleep_until(there + options_.latency);
+  held.lock();
+  end(held, *transfer, index, std::move(failure));
+}
+
+void TransferQueue::end(Held& held, Transfer& transfer, size_t index, std::string failure) {
+  const Chunk& chunk = transfer.chunks[index];
+  note(TransferEvent::END, transfer.ticket, chunk.first, failure.empty() ? chunk.bytes : 0);
+  if (failure.empty()) {
+    transfer.left[(size_t)chunk.part] -= chunk.bytes;
+    transfer.ended[index] = 1;
+    if (!transfer.left[(size_t)chunk.part]) news_.notify_all();
+    // Checksums go through the bytes in order; who ends a chunk takes all that are next.
+    while (transfer.checksum && !transfer.hashing && transfer.hashed < transfer.chunks.size() &&
+           transfer.ended[transfer.hashed]) {
+      const Chunk& next = transfer.chunks[transfer.hashed];
+      transfer.hashing = true;
+      held.unlock();
+      const auto bytes = reinterpret_cast<const uint8_t*>(transfer.request.destination) + next.first;
+      transfer.checksum->update(bytes, next.bytes);
+      held.lock();
+      transfer.hashing = false;
+      transfer.hashed++;
+    }
+  } else {
+    if (transfer.failure.empty()) transfer.failure = std::move(failure);
+    turns_.erase(transfer.turn());
+    transfer.next = transfer.chunks.size();
+    if (turns_.empty() && stopping_) work_.notify_all();
+  }
+  if (!options_.threads) news_.notify_all();  // who waits may carry out the next one
+  if (!--under_way_) busy_ += now() - busy_since_;
+  if (--transfer.under_way || transfer.next < transfer.chunks.size()) return;
+  if (transfer.failure.empty() && transfer.checksum &&
+      transfer.checksum->value() != transfer.request.checksum) {
+    transfer.failure = "the bytes do not have their checksum";
+    if (transfer.file) transfer.failure = transfer.file->path + ": " + transfer.failure;
+  }
+  if (transfer.fd >= 0) {
+    struct stat s {};
+    if (transfer.failure.empty() &&
+        (fstat(transfer.fd, &s) || !(Identity(s) == transfer.file->identity))) {
+      transfer.failure = transfer.file->path + ": changed while it was read";
+    }
+    ::close(transfer.fd);
+    transfer.fd = -1;
+  }
+  settle(transfer, transfer.failure.empty() ? TransferState::DONE : TransferState::FAILED);
+}
+
+void TransferQueue::settle(Transfer& transfer, TransferState state) {
+  transfer.state = state;
+  const auto& request = transfer.request;
+  if (state == TransferState::DONE && request.entry) {
+    __atomic_store_n(reinterpret_cast<int32_t*>(request.entry), request.value, __ATOMIC_RELEASE);
+  }
+  if (state != TransferState::FAILED) cells_.erase(request.cell);
+  concerns_ = (int64_t)cells_.size();
+  ended_.push_back(transfers_.at(transfer.ticket));
+  note(TransferEvent::SETTLE, transfer.ticket, (int64_t)state, 0);
+  news_.notify_all();
+}
+
+std::string TransferQueue::move(Transfer& transfer, const Chunk& chunk, Bounce& bounce) {
+  if (faulty_) {
+    sleep_until(now() + draw() * faults_.delay);
+    if (draw() < faults_.errors) {
+      return (transfer.file ? transfer.file->path : "memory") + ": an injected error";
+    }
+  }
+  auto* const to = reinterpret_cast<uint8_t*>(transfer.request.destination) + chunk.first;
+  const int64_t from = transfer.request.source + chunk.first;
+  std::string failure;
+  if (transfer.file) {
+    failure = open_file(transfer);
+    if (failure.empty()) failure = read(transfer, to, from, chunk.bytes, bounce);
+  } else {
+    std::memcpy(to, reinterpret_cast<const uint8_t*>(from), (size_t)chunk.bytes);
+  }
+  if (faulty_) sleep_until(now() + draw() * faults_.delay);
+  return failure;
+}
+
+// ---- files
+
+std::string TransferQueue::open_file(Transfer& transfer) {
+  const File& file = *transfer.file;
+  Held held(transfer.opening);
+  if (transfer.fd >= 0) return "";
+  int flags = O_RDONLY | O_CLOEXEC;
+#ifdef O_DIRECT
+  if (file.direct) flags |= O_DIRECT;
+#endif
+  const int fd = ::open(file.path.c_str(), flags);
+  struct stat s {};
+  if (fd < 0 || fstat(fd, &s)) {
+    const int error = errno;
+    if (fd >= 0) ::close(fd);
+    return file.path + ": " + reason(error);
+  }
+  if (!(Identity(s) == file.identity)) {
+    ::close(fd);
+    return file.path + ": changed since it was opened first";
+  }
+  transfer.fd = fd;
+  return "";
+}
+
+// Fills n bytes at `to` from the file's place `at`: directly where places agree, by way of the
+// bounce buffer, in whole blocks, where they do not.
+std::string TransferQueue::read(Transfer& transfer, uint8_t* to, int64_t at, int64_t n,
+                                Bounce& bounce) {
+  const int64_t until = at + n;
+  const bool agree = (reinterpret_cast<intptr_t>(to) - at) % kBlock == 0;
+  bool partial = false;  // a block came in pieces
+  int stuck = 0;
+  while (at < until) {
+    const bool whole = agree && at % kBlock == 0 && until - at >= kBlock && !partial;
+    int64_t got;
+    if (!transfer.file->direct) {
+      got = read_some(transfer.fd, to, until - at, at);
+    } else if (whole) {
+      got = read_some(transfer.fd, to, down(until - at), at);
+      partial = got > 0 && got < kBlock;
+      if (partial) continue;
+      if (got > 0) got = down(got);
+    } else {
+      const int64_t first = down(at), last = agree ? std::min(until, first + kBlock) : until;
+      const int64_t size = std::min(down(last - first + kBlock - 1), bounce.size);
+      got = read_some(transfer.fd, bounce.get(), size, first);
+      if (got > 0) got = std::max<int64_t>(std::min(first + got, last) - at, 0);
+      else stuck = kStuck;
+      if (!got && ++stuck < kStuck) continue;  // it came short of `at`, though there may be more
+      if (got > 0) std::memcpy(to, bounce.get() + (at - first), (size_t)got);
+      partial = false;
+    }
+    if (got < 0) return transfer.file->path + ": " + reason((int)-got);
+    if (!got) {
+      return transfer.file->path + ": a short read: it ends at byte " + std::to_string(at) + ", " +
+             std::to_string(until) + " are needed";
+    }
+    to += got;
+    at += got;
+  }
+  return "";
+}
+
+// Bytes read, fewer than n at the end of the file or where a test wants it; -errno.
+int64_t TransferQueue::read_some(int fd, void* to, int64_t n, int64_t at) {
+  ssize_t got;
+  do got = pread(fd, to, (size_t)n, (off_t)at);
+  while (got < 0 && errno == EINTR);
+  if (got < 0) return -errno;
+  if (got > 1 && faulty_ && draw() < faults_.short_reads) return 1 + (int64_t)(draw() * (double)(got - 1));
+  return got;
+}
+
+// ---- waiting and seeing
+
+bool TransferQueue::there(const Transfer& transfer, int64_t part) const {
+  if (settled(transfer.state)) return true;
+  if (part < 0) return false;
+  const bool last = part + 1 == (int64_t)transfer.left.size();
+  return !transfer.left[(size_t)part] && !(last && transfer.checksum);
+}
+
+bool TransferQueue::wait_for(Held& held, Transfer& transfer, int64_t part, double seconds) {
+  Bounce bounce(options_.chunk_bytes);
+  const double until = now() + seconds;
+  const auto come = [&] { return there(transfer, part); };
+  const auto mine = [&] { return !options_.threads && runnable(); };
+  while (!come()) {
+    const double left = seconds < 0 ? 1 : until - now();
+    if (left <= 0) break;
+    if (mine()) {
+      carry_out(held, bounce);
+    } else if (seconds < 0) {
+      news_.wait(held, [&] { return come() || mine(); });
+    } else {
+      news_.wait_for(held, std::chrono::duration<double>(left));
+    }
+  }
+  return come();
+}
+
+int TransferQueue::wait(int64_t ticket, int64_t part, double seconds, TransferRecord* record) {
+  Held held(mutex_);
+  const auto found = transfers_.find(ticket);
+  if (found == transfers_.end()) return -1;
+  const auto transfer = found->second;
+  if (!settled(transfer->state) && part >= (int64_t)transfer->left.size()) return -2;
+  const bool come = wait_for(held, *transfer, part, seconds);
+  *record = record_of(*transfer);
+  return come;
+}
+
+TransferState TransferQueue::wait_cell(int64_t cell, int64_t part) {
+  if (!concerns_.load(std::memory_order_acquire)) return TransferState::DONE;
+  Held held(mutex_);
+  const auto found = cells_.find(cell);
+  if (found == cells_.end()) return TransferState::DONE;
+  const auto transfer = found->second;
+  if (!settled(transfer->state) && part >= (int64_t)transfer->left.size()) {
+    return TransferState::UNKNOWN;
+  }
+  // Whatever it was queued for, it is needed now.
+  if (!there(*transfer, part) && transfer->request.cause) {
+    give_turn(*transfer, 0, transfer->request.priority);
+  }
+  wait_for(held, *transfer, part, -1);
+  return settled(transfer->state) ? transfer->state : TransferState::DONE;
+}
+
+TransferRecord TransferQueue::record_of(const Transfer& transfer) {
+  const auto& r = transfer.request;
+  int64_t left = 0;
+  for (int64_t n : transfer.left) left += n;
+  return {transfer.ticket, r.cell, transfer.bytes, left, r.layer, r.expert, r.version, r.cause,
+          r.priority, (int32_t)transfer.state};
+}
+
+double TransferQueue::observe(int64_t most_flying, int64_t most_ended,
+                              std::vector<TransferRecord>* flying,
+                              std::vector<TransferRecord>* ended) {
+  Held held(mutex_);
+  for (const auto& transfer : ended_) ended->push_back(record_of(*transfer));
+  for (const auto& [ticket, transfer] : transfers_) {
+    if (!settled(transfer->state)) flying->push_back(record_of(*transfer));
+  }
+  if ((int64_t)flying->size() <= most_flying && (int64_t)ended->size() <= most_ended) {
+    observed_.clear();
+    for (const auto& transfer : ended_) {
+      observed_[transfer->ticket] = transfer;
+      transfers_.erase(transfer->ticket);
+    }
+    ended_.clear();
+  }
+  return busy_ + (under_way_ ? now() - busy_since_ : 0);
+}
+
+std::string TransferQueue::message(int64_t ticket) {
+  Held held(mutex_);
+  for (const auto* among : {&transfers_, &observed_}) {
+    const auto found = among->find(ticket);
+    if (found != among->end()) return found->second->failure;
+  }
+  return "";
+}
+
+void TransferQueue::close() {
+  Held held(mutex_);
+  stopping_ = true;
+  for (auto it = turns_.begin(); it != turns_.end();) {
+    const auto transfer = transfers_.at(std::get<2>(*it));
+    if (transfer->state != TransferState::WAITING) {
+      ++it;
+      continue;
+    }
+    it = turns_.erase(it);
+    note(TransferEvent::CANCEL, transfer->ticket, 0, 0);
+    settle(*transfer, TransferState::CANCELLED);
+  }
+  Bounce bounce(options_.chunk_bytes);
+  while (!options_.threads && runnable()) carry_out(held, bounce);
+  auto threads = std::move(threads_);
+  held.unlock();
+  work_.notify_all();
+  for (auto& thread : threads) thread.join();
+}
+
+// ---- tests
+
+void TransferQueue::inject(const TransferFaults& faults) {
+  Held held(faults_mutex_);
+  faults_ = faults;
+  random_.seed(faults.seed);
+  faulty_ = faults.delay > 0 || faults.errors > 0 || faults.short_reads > 0;
+}
+
+double TransferQueue::draw() {
+  Held held(faults_mutex_);
+  return std::uniform_real_distribution<double>(0, 1)(random_);
+}
+
+void TransferQueue::record(bool on) {
+  Held held(mutex_);
+  recording_ = on;
+}
+
+void TransferQueue::note(TransferEvent::Kind kind, int64_t ticket, int64_t a, int64_t b) {
+  if (recording_) events_.push_back({kind, ticket, a, b, now()});
+}
+
+std::vector<TransferEvent> TransferQueue::events() {
+  Held held(mutex_);
+  return std::move(events_);
+}
+
+}  // namespace moejax

@@ -1,0 +1,167 @@
+// Transfers of experts into cells by threads of their own, beside compute: the native form of
+// host_offload/queue, whose order.py specifies which chunk is next and what its end means. Builds
+// without jax.
+#pragma once
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <set>
+#include <string>
+#include <thread>
+#include <tuple>
+#include <vector>
+
+#include "pallas_kernels/cpu/checksums.h"
+
+namespace moejax {
+
+enum class TransferState : int32_t {
+  UNKNOWN = -1,
+  WAITING = 0,
+  BEGUN = 1,
+  DONE = 2,
+  FAILED = 3,
+  CANCELLED = 4,
+};
+
+inline bool settled(TransferState state) { return state >= TransferState::DONE; }
+
+// What is queued, laid out as host_offload/queue/native.py passes it.
+struct TransferRequest {
+  int64_t cell;         // names a cell among all; it has one writer at a time
+  int64_t destination;  // address of the first byte
+  int64_t source;       // address; with a file the place of the first byte in it
+  int64_t entry;        // address of an int32 that becomes `value` after the last byte; 0: none
+  uint64_t checksum;
+  int32_t layer, expert, version;  // for observers
+  int32_t cause;                   // 0: a demand; others mean something to observers alone
+  int32_t priority;                // the lowest first
+  int32_t value;
+  int32_t file;   // number of add_file; -1: memory
+  Check check;
+  int32_t parts;  // gate, up, down; their bytes follow as an array
+  int32_t unused;
+};
+
+// A transfer as observers see it.
+struct TransferRecord {
+  int64_t ticket, cell, bytes, bytes_left;
+  int32_t layer, expert, version, cause, priority, state;
+};
+
+// What happened, in order, where it is recorded.
+struct TransferEvent {
+  enum Kind : int64_t { SUBMIT, CANCEL, REORDER, START, END, SETTLE };
+  int64_t kind, ticket;
+  int64_t a, b;  // START, END: first byte, bytes; SUBMIT, REORDER: cause, priority; SETTLE: state
+  double seconds;  // of the monotonic clock
+};
+
+struct TransferOptions {
+  int64_t threads;      // 0: who waits carries chunks out
+  int64_t chunk_bytes;
+  double rate;          // bytes per second of the link; 0: as fast as it goes
+  double latency;       // seconds from a chunk's end on the link until its bytes count as there
+};
+
+// What a test puts in the way: shares of 1, and the most seconds.
+struct TransferFaults {
+  uint64_t seed;
+  double delay, errors, short_reads;
+};
+
+class TransferQueue {
+ public:
+  explicit TransferQueue(const TransferOptions& options);
+  ~TransferQueue();
+
+  // A regular file to read from, by number; it must stay as it is now. -1 and why where it cannot
+  // be read.
+  int32_t add_file(const std::string& path, bool direct, std::string* why);
+  bool direct(int32_t file);  // past the page cache
+
+  // The ticket, from 1; 0 and why where the cell has a writer or the request is no transfer.
+  int64_t submit(const TransferRequest& request, const int64_t* part_bytes, std::string* why);
+  bool cancel(int64_t ticket);
+  bool reorder(int64_t ticket, int32_t cause, int32_t priority);
+
+  // Returns when the part (-1: all, checked) is there, the transfer has settled or the time is over
+  // (negative: never), and which of it: 1, or 0 where the time was over first. The last part of a
+  // transfer with a checksum is there when that was right. -1 where there is no such ticket, -2
+  // where it has no such part.
+  int wait(int64_t ticket, int64_t part, double seconds, TransferRecord* record);
+  // The same for the transfer that writes a cell, from inside an op: DONE where none does. One that
+  // was no demand becomes one. FAILED
+  // stays until another transfer into the cell. UNKNOWN where it has no such part.
+  TransferState wait_cell(int64_t cell, int64_t part);
+
+  // Who has not settled, by ticket, and who has since the last observation, in order; returns the
+  // busy seconds. Nothing counts as observed where either is more than that many.
+  double observe(int64_t most_flying, int64_t most_ended, std::vector<TransferRecord>* flying,
+                 std::vector<TransferRecord>* ended);
+  std::string message(int64_t ticket);  // of a failed one, until the observation after it was seen
+
+  bool step();   // carries out one chunk in the caller's thread; false: none waits
+  void close();  // cancels what has not begun, ends what has
+
+  void inject(const TransferFaults& faults);
+  void record(bool on);
+  std::vector<TransferEvent> events();
+
+ private:
+  struct File;
+  struct Transfer;
+  struct Chunk {
+    int64_t part, first, bytes;
+  };
+  struct Bounce;
+  using Held = std::unique_lock<std::mutex>;
+  using Turn = std::tuple<bool, int32_t, int64_t>;  // not a demand, priority, ticket
+
+  void work();
+  bool runnable() const;
+  void carry_out(Held& held, Bounce& bounce);
+  void end(Held& held, Transfer& transfer, size_t index, std::string failure);
+  void settle(Transfer& transfer, TransferState state);
+  void give_turn(Transfer& transfer, int32_t cause, int32_t priority);
+  bool there(const Transfer& transfer, int64_t part) const;
+  bool wait_for(Held& held, Transfer& transfer, int64_t part, double seconds);
+  std::string move(Transfer& transfer, const Chunk& chunk, Bounce& bounce);
+  std::string open_file(Transfer& transfer);
+  std::string read(Transfer& transfer, uint8_t* to, int64_t at, int64_t n, Bounce& bounce);
+  int64_t read_some(int fd, void* to, int64_t n, int64_t at);
+  double draw();
+  void note(TransferEvent::Kind kind, int64_t ticket, int64_t a, int64_t b);
+  static TransferRecord record_of(const Transfer& transfer);
+
+  const TransferOptions options_;
+  std::mutex mutex_;
+  std::condition_variable work_, news_;
+  std::map<int64_t, std::shared_ptr<Transfer>> transfers_;  // not settled, or not observed since
+  std::map<int64_t, std::shared_ptr<Transfer>> cells_;      // by cell: its writer, or who failed
+  std::map<int64_t, std::shared_ptr<Transfer>> observed_;   // settled, of the last observation
+  std::vector<std::shared_ptr<Transfer>> ended_;            // settled since then
+  std::set<Turn> turns_;                                    // who has chunks that have not begun
+  std::vector<std::unique_ptr<File>> files_;
+  std::atomic<int64_t> concerns_{0};  // cells_.size(): 0 needs no lock to know
+  int64_t tickets_ = 0, under_way_ = 0;
+  double busy_ = 0, busy_since_ = 0, link_free_ = 0;
+  bool link_taken_ = false, stopping_ = false;
+  std::vector<std::thread> threads_;
+
+  std::mutex faults_mutex_;
+  TransferFaults faults_{};
+  std::mt19937_64 random_;
+  std::atomic<bool> faulty_{false};
+  bool recording_ = false;
+  std::vector<TransferEvent> events_;
+};
+
+// Queues by number, for ops; null where there is none. Who has one keeps it alive.
+std::shared_ptr<TransferQueue> find_transfer_queue(int32_t handle);
+
+}  // namespace moejax

@@ -1,0 +1,389 @@
+"""The queue of native threads: the same order as the one without, bytes, files, errors."""
+
+import ctypes
+import hashlib
+import itertools
+import os
+import threading
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from host_offload.queue import native
+from host_offload.queue.native import Faults, NativeQueue, checksum
+from host_offload.queue.order import TransferQueue
+from host_offload.queue.transfer import DEMAND, Load, QueueError, Source, Transfer
+from host_offload.queue.virtual import VirtualQueue
+from pallas_kernels.cpu.library import why_not_cpu
+from tests.host_offload.queue.operations import operations, play
+
+pytestmark = pytest.mark.skipif(why_not_cpu() is not None, reason=f"cpu: {why_not_cpu()}")
+"""The library of native CPU ops is not built; .ci/run builds it and skips none of these."""
+
+RNG = np.random.default_rng(0)
+BYTES = RNG.integers(256, size=100_003, dtype=np.uint8)
+
+
+def transfer(cell=0, cause="prefetch", priority=0):
+    return Transfer(1, cell, 0, cell, cause, priority)
+
+
+def cell(size=BYTES.size):
+    return np.zeros(size, np.uint8)
+
+
+def from_memory(to, parts=None, first=0, **fields):
+    source = Source(address=BYTES.ctypes.data + first)
+    return Load(parts or (to.size,), source, to.ctypes.data, **fields)
+
+
+@pytest.fixture
+def queue():
+    with NativeQueue(chunk_bytes=4096) as queue:
+        yield queue
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = tmp_path / "experts.bin"
+    path.write_bytes(BYTES.tobytes())
+    return path
+
+
+def from_file(path, to, first=0, parts=None, checksum=""):
+    source = Source(path=str(path), offset=first, checksum=checksum)
+    return Load(parts or (to.size,), source, to.ctypes.data)
+
+
+# ---- the order
+
+
+@given(operations(), st.integers(1, 9))
+def test_the_order_is_that_of_the_queue_without_threads(asked, chunk_bytes):
+    """The same answers, the same chunks in the same order, the same observations, on one thread."""
+    pure, to = TransferQueue(chunk_bytes), cell(64)
+    with NativeQueue(threads=0, chunk_bytes=chunk_bytes) as queue:
+        queue.record()
+        starts = []
+        rest = iter(lambda: ("step",) if pure.waiting else None, None)
+        for operation in itertools.chain(asked, rest):
+            wanted = play(pure, operation)
+            match operation:
+                case ("submit", transfer, parts):
+                    try:
+                        answer = queue.submit(transfer, from_memory(to, parts))
+                    except QueueError:
+                        answer = None
+                    assert answer == wanted
+                case ("step",):
+                    assert queue.step() == (wanted is not None)
+                    starts += [(wanted.ticket, wanted.first)] if wanted else []
+                case ("cancel", ticket):
+                    assert queue.cancel(ticket) == wanted
+                case ("reorder", ticket, cause, priority):
+                    assert queue.reorder(ticket, cause, priority) == wanted
+            seen, expected = queue.observe(), pure.observe(0)
+            assert (seen.flying, seen.settled) == (expected.flying, expected.settled)
+        assert [(span.ticket, span.first) for span in queue.spans()] == starts
+
+
+def test_a_demand_waits_for_one_chunk_of_the_link():
+    """4 MiB of prefetch at 40 MiB/s with chunks of 1 MiB: 25 ms each."""
+    to, other = cell(4 << 20), cell(1 << 20)
+    source = np.ones(4 << 20, np.uint8)
+    with NativeQueue(rate=40 * 2**20) as queue:
+        queue.record()
+        load = Load((to.size,), Source(address=source.ctypes.data), to.ctypes.data)
+        ahead = queue.submit(transfer(0), load)
+        while not any(f.begun for f in queue.observe().flying):
+            time.sleep(0.001)
+        load = Load((other.size,), Source(address=source.ctypes.data), other.ctypes.data)
+        began = time.monotonic()
+        demand = queue.submit(transfer(1, DEMAND), load)
+        queue.wait(demand)
+        waited = time.monotonic() - began
+        queue.wait(ahead)
+        spans = queue.spans()
+        order = [span.ticket for span in spans]
+    assert waited >= 0.024
+    assert all(span.end - span.begin >= 0.02 for span in spans)  # but for what it catches up with
+    assert order.index(demand) <= 2  # one chunk before it, two where this thread came late
+    assert to.all() and other.all()
+
+
+@pytest.mark.parametrize("threads", [0, 1, 3])
+def test_the_link_is_never_faster_than_the_clock_says(threads):
+    sizes, to = (30_000, 70_003), cell()
+    link = dict(rate=4e6, latency=0.004, chunk_bytes=8192)
+    clock = VirtualQueue(**link)
+    loads = [(transfer(number), from_memory(to, (size,))) for number, size in enumerate(sizes)]
+    planned = [clock.submit(*load) for load in loads]
+    with NativeQueue(threads=threads, **link) as queue:
+        began = time.monotonic()
+        for ticket in [queue.submit(*load) for load in loads]:
+            queue.wait(ticket)
+            clock.wait(planned[ticket - 1])
+            assert time.monotonic() - began >= clock.now - 0.0005
+
+
+# ---- bytes
+
+
+@pytest.mark.parametrize("threads", [0, 1, 3])
+@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize("first", [0, 1, 4096, 5000])
+def test_bytes_of_a_file_wherever_they_lie(path, threads, direct, first):
+    """Places in the file and in memory that agree in blocks, and that do not."""
+    memory = np.zeros(BYTES.size + 4096, np.uint8)
+    start = -memory.ctypes.data % 4096
+    with NativeQueue(threads=threads, chunk_bytes=9000, direct=direct) as queue:
+        for shift in (0, first % 4096, 64):
+            to = memory[start + shift : start + shift + 50_001]
+            to[:] = 0
+            settled = queue.wait(queue.submit(transfer(), from_file(path, to, first)))
+            assert settled and settled.state == "done", settled
+            np.testing.assert_array_equal(to, BYTES[first : first + to.size])
+        tail = memory[start : start + 777]
+        queue.wait(queue.submit(transfer(), from_file(path, tail, BYTES.size - 777)))
+        np.testing.assert_array_equal(tail, BYTES[-777:])
+        queue.reads_past_the_cache(path)
+
+
+def test_a_part_is_waited_for_and_the_entry_flips_at_the_end(queue):
+    to, entry = cell(), np.zeros(1, np.int32)
+    load = from_memory(to, (40_000, 40_000, 20_003), entry=entry.ctypes.data, value=7)
+    ticket = queue.submit(transfer(), load)
+    queue.wait(ticket, 0)
+    np.testing.assert_array_equal(to[:40_000], BYTES[:40_000])
+    settled = queue.wait(ticket)
+    assert settled and settled.state == "done"
+    assert entry[0] == 7
+    np.testing.assert_array_equal(to, BYTES)
+
+
+def test_parts_that_are_not_there(queue):
+    to = cell()
+    with NativeQueue(threads=0) as still:
+        ticket = still.submit(transfer(), from_memory(to))
+        with pytest.raises(QueueError, match="has no part 1"):
+            still.wait(ticket, 1)
+        with pytest.raises(QueueError, match="cell 0 has no part 1"):
+            still.wait_cell(0, 1)
+    with pytest.raises(QueueError, match="no ticket 5, or its end"):
+        queue.wait(5)
+
+
+def test_ops_wait_for_a_cell():
+    to = cell()
+    with NativeQueue(chunk_bytes=4096, rate=2e6) as queue:
+        assert queue.wait_cell(0) == "done"
+        queue.submit(transfer(), from_memory(to, (60_000, 40_003)))
+        assert queue.wait_cell(0, 0) == "done"
+        np.testing.assert_array_equal(to[:60_000], BYTES[:60_000])
+        assert queue.wait_cell(0) == "done"
+        np.testing.assert_array_equal(to, BYTES)
+
+
+def test_what_an_op_waits_for_is_a_demand():
+    to = [cell(5000) for _ in range(3)]
+    with NativeQueue(threads=0, chunk_bytes=5000) as queue:
+        queue.record()
+        for number, memory in enumerate(to):
+            queue.submit(transfer(number, priority=number), from_memory(memory))
+        assert queue.wait_cell(2) == "done"
+        assert [s.transfer.cause for s in queue.observe().settled] == [DEMAND]
+        assert [span.ticket for span in queue.spans()] == [3]
+
+
+def test_a_queue_may_be_closed_under_those_who_wait():
+    to, ends = cell(), []
+    queue = NativeQueue(chunk_bytes=4096, rate=5e5)
+    queue.submit(transfer(0), from_memory(to))
+    last = queue.submit(transfer(1), from_memory(cell()))
+
+    def wait():
+        try:
+            ends.append(queue.wait(last))
+        except QueueError as error:
+            ends.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    queue.close()
+    thread.join(10)
+    assert len(ends) == 1
+    np.testing.assert_array_equal(to, BYTES)
+
+
+def test_several_threads_wait_without_a_thread_of_the_queue():
+    to = cell()
+    with NativeQueue(threads=0, chunk_bytes=1000) as queue:
+        ticket = queue.submit(transfer(), from_memory(to))
+        threads = [threading.Thread(target=queue.wait, args=(ticket,)) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    np.testing.assert_array_equal(to, BYTES)
+
+
+# ---- checksums
+
+
+@pytest.mark.parametrize("size", [0, 1, 55, 56, 63, 64, 119, 120, 4097, BYTES.size])
+def test_checksums_are_those_of_the_standards(size):
+    data = BYTES[:size].tobytes()
+    assert checksum("sha256", data) == hashlib.sha256(data).hexdigest()[:16]
+    assert checksum("crc32c", b"123456789") == "e3069283"
+    crc = 0xFFFFFFFF
+    for byte in data[:200]:
+        crc ^= byte
+        for _ in range(8):
+            crc = crc >> 1 ^ 0x82F63B78 * (crc & 1)
+    assert checksum("crc32c", data[:200]) == f"{crc ^ 0xFFFFFFFF:08x}"
+
+
+@pytest.mark.parametrize("kind", ["sha256", "crc32c"])
+def test_a_flipped_bit_is_found(path, kind):
+    right, to = checksum(kind, BYTES.tobytes()), cell()
+    with NativeQueue(threads=3, chunk_bytes=3000) as queue:
+        settled = queue.wait(queue.submit(transfer(), from_file(path, to, checksum=right)))
+        assert settled and settled.state == "done"
+    data = bytearray(BYTES.tobytes())
+    data[70_000] ^= 4
+    path.write_bytes(data)
+    with NativeQueue(threads=3, chunk_bytes=3000) as queue:
+        settled = queue.wait(queue.submit(transfer(), from_file(path, to, checksum=right)))
+        assert settled and settled.state == "failed"
+        assert settled.message == f"{path}: the bytes do not have their checksum"
+        assert queue.wait_cell(0) == "failed"
+
+
+@pytest.mark.parametrize("text", ["abc", "x" * 16, "0x345678"])
+def test_refuses_what_is_no_checksum(queue, text):
+    load = Load((1,), Source(address=BYTES.ctypes.data, checksum=text), cell().ctypes.data)
+    with pytest.raises(QueueError, match="is not 16 hex digits of SHA-256 or 8 of CRC-32C"):
+        queue.submit(transfer(), load)
+
+
+# ---- files that do not stay
+
+
+def test_a_file_that_changes_or_vanishes_fails_its_transfers_alone(queue, path, tmp_path):
+    to, other = cell(), tmp_path / "other.bin"
+    other.write_bytes(BYTES.tobytes())
+
+    def read(file):
+        settled = queue.wait(queue.submit(transfer(), from_file(file, to)))
+        assert settled
+        return settled
+
+    assert (read(path).state, read(other).state) == ("done", "done")
+    path.write_bytes(BYTES.tobytes())  # the same bytes, at another time
+    assert read(path).message == f"{path}: changed since it was opened first"
+    path.unlink()
+    assert read(path).message == f"{path}: No such file or directory"
+    assert read(other).state == "done"
+
+
+def test_a_file_that_is_cut_short_under_a_read(path):
+    to = cell()
+    with NativeQueue(threads=0, chunk_bytes=10_000) as queue:
+        ticket = queue.submit(transfer(), from_file(path, to))
+        queue.step()
+        os.truncate(path, 34_567)
+        settled = queue.wait(ticket)
+    assert settled and settled.state == "failed"
+    assert settled.message == (f"{path}: a short read: it ends at byte 34567, 40000 are needed")
+
+
+def test_a_file_that_is_written_under_a_read(path):
+    to = cell()
+    with NativeQueue(threads=0, chunk_bytes=60_000) as queue:
+        ticket = queue.submit(transfer(), from_file(path, to))
+        queue.step()
+        with open(path, "r+b") as file:
+            file.write(b"other")
+        os.utime(path, (1, 1))
+        settled = queue.wait(ticket)
+    assert settled and settled.message == f"{path}: changed while it was read"
+
+
+def test_refuses_files_that_cannot_be_read(queue, path, tmp_path):
+    to = cell(10)
+    with pytest.raises(QueueError, match=r"missing\.bin: No such file"):
+        queue.submit(transfer(), from_file(tmp_path / "missing.bin", to))
+    with pytest.raises(QueueError, match=r": (not a regular file|Is a directory)"):
+        queue.submit(transfer(), from_file(tmp_path, to))
+    with pytest.raises(QueueError, match=r"has 100003 bytes, not 10 from 99999 on"):
+        queue.submit(transfer(), from_file(path, to, 99_999))
+
+
+# ---- errors
+
+
+def test_an_injected_error_fails_one_transfer_and_its_cell(path):
+    to = cell()
+    with NativeQueue(chunk_bytes=1000) as queue:
+        queue.inject(Faults(seed=1, errors=1.0))
+        settled = queue.wait(queue.submit(transfer(3), from_file(path, to)))
+        assert settled and settled.message == f"{path}: an injected error"
+        assert queue.wait_cell(3) == "failed"
+        queue.inject(Faults())
+        queue.wait(queue.submit(transfer(3), from_file(path, to)))
+        assert queue.wait_cell(3) == "done"
+
+
+def test_short_reads_are_read_on(path):
+    to = cell()
+    with NativeQueue(chunk_bytes=20_000) as queue:
+        queue.inject(Faults(seed=2, short_reads=0.7))
+        settled = queue.wait(queue.submit(transfer(), from_file(path, to)))
+    assert settled and settled.state == "done"
+    np.testing.assert_array_equal(to, BYTES)
+
+
+@pytest.mark.parametrize(
+    "options", [{"threads": -1}, {"chunk_bytes": 0}, {"rate": -1.0}, {"latency": float("nan")}]
+)
+def test_refuses_options_that_make_no_sense(options):
+    with pytest.raises(QueueError, match=r"threads, chunks of .* bytes"):
+        NativeQueue(**options)
+
+
+def test_after_close_nothing_is_taken(path):
+    queue = NativeQueue(threads=0)
+    queue.submit(transfer(), from_memory(cell()))
+    queue.close()
+    queue.close()
+    with pytest.raises(QueueError, match="the queue is closed"):
+        queue.observe()
+
+
+def test_close_ends_what_has_begun():
+    to, left = cell(), cell()
+    left[:] = 9
+    queue = NativeQueue(threads=0, chunk_bytes=1000)
+    queue.submit(transfer(0), from_memory(to))
+    queue.submit(transfer(1), from_memory(left))
+    queue.step()
+    queue.close()
+    np.testing.assert_array_equal(to, BYTES)
+    assert (left == 9).all()
+
+
+def test_without_the_library_the_command_is_named(monkeypatch):
+    monkeypatch.setattr(
+        native, "_library", lambda: (_ for _ in ()).throw(ValueError("`python -m pallas"))
+    )
+    with pytest.raises(ValueError, match="`python -m pallas"):
+        NativeQueue()
+
+
+def test_structures_are_laid_out_as_the_compiler_does():
+    assert ctypes.sizeof(native._Request) == 80
+    assert ctypes.sizeof(native._Record) == 56
+    assert ctypes.sizeof(native._Event) == 40
