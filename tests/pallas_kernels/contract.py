@@ -34,8 +34,11 @@ NATIVE = pytest.mark.skipif(why_not_cpu() is not None, reason=f"cpu: {why_not_cp
 INTERPRETED_SPECS = 1
 """Specs of an op that .ci/run interprets its kernels with; `pytest` without a marker takes all."""
 
-QUICK_SPECS = 5
-"""Specs of an op that the quick suite tests the reference with."""
+QUICK_SPECS = 3
+"""Specs of an op that the quick suite tests it with."""
+
+COUNTS = ("tokens", "lengths", "chunks", "size")
+"""Fields of specs that say how many rows there are."""
 
 
 def each(
@@ -44,13 +47,19 @@ def each(
     dtypes: Sequence = (),
     *,
     mutants: bool = False,
+    quick: int = QUICK_SPECS,
 ):
     """Parametrises a test by implementation and, where given, by spec and by dtype.
 
     Kernels take 16-bit operands only, so "pallas" gets neither specs of float32 nor that dtype. Its
     cases are slow, since interpreted kernels compile slowly; the quick suite has each kernel in
-    the engine (test_kernels_in_engine). So are an op's specs after the first few. mutants: the test
-    watches other tests: slow, and nightly where interpreted.
+    the engine (test_kernels_in_engine). So are an op's specs after the first `quick`. mutants: the
+    test watches other tests: slow, and nightly where interpreted.
+
+    Each spec and dtype is a program that XLA compiles for a second or two, so of the reference
+    "xla" some are left out: specs whose number of rows alone differs from that of an earlier and of
+    a later one are nightly (native ops take them all, and tests of bits compare numbers of rows),
+    and float32 where another dtype is tested too is slow.
     """
     axes = {"implementation": list(implementations), "spec": list(specs), "dtype": list(dtypes)}
     axes = {name: values for name, values in axes.items() if values}
@@ -62,15 +71,43 @@ def each(
             continue
         name = "-".join(value if isinstance(value, str) else _name(value) for value in values)
         place = 0 if spec is None else list(specs).index(spec)
-        slow = interpreted_kernel or mutants or place >= QUICK_SPECS
+        of_bits = spec is None and "dtype" in case
+        reference = case["implementation"] == "xla"
+        slow = interpreted_kernel or mutants or place >= quick
+        slow |= reference and of_bits and case["dtype"] == "float32"
         marks = [pytest.mark.slow] if slow else []
         if case["implementation"] == "cpu":
             marks.append(NATIVE)
-        of_bits = spec is None and "dtype" in case
+        if reference and spec is not None and _between(spec, specs):
+            marks.append(pytest.mark.nightly)
         if interpreted_kernel and (mutants or of_bits or place >= INTERPRETED_SPECS):
             marks.append(pytest.mark.nightly)
         cases.append(pytest.param(*values, id=name, marks=marks))
     return pytest.mark.parametrize(list(axes), cases)
+
+
+def crossed(cases: pytest.MarkDecorator, name: str, values: Sequence) -> pytest.MarkDecorator:
+    """The cases of `each(…, dtypes=…)` with every value of one more parameter. Of the reference
+    every second pair is nightly, as on a chessboard: each dtype and each value stays."""
+    names, before = cases.args
+    dtypes = list(dict.fromkeys(case.values[-1] for case in before))
+    after = []
+    for i, value in enumerate(values):
+        for case in before:
+            implementation, dtype = case.values
+            left_out = implementation == "xla" and (i + dtypes.index(dtype)) % 2 == 0
+            marks = [*case.marks, *[pytest.mark.nightly] * left_out]
+            after.append(pytest.param(*case.values, value, id=f"{value}-{case.id}", marks=marks))
+    return pytest.mark.parametrize((*names, name), after)
+
+
+def _between(spec, specs: Sequence) -> bool:
+    """Whether an earlier and a later spec are as this one but for their number of rows."""
+    rows = {field.name: None for field in dataclasses.fields(spec) if field.name in COUNTS}
+    alike = [
+        s for s in specs if dataclasses.replace(s, **rows) == dataclasses.replace(spec, **rows)
+    ]
+    return bool(rows) and spec not in (alike[0], alike[-1])
 
 
 def _name(spec) -> str:
