@@ -14,6 +14,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
+import jaxlib
 import numpy as np
 import pytest
 
@@ -57,9 +58,9 @@ def each(
     test watches other tests: slow, and nightly where interpreted.
 
     Each spec and dtype is a program that XLA compiles for a second or two, so of the reference
-    "xla" some are left out: specs whose number of rows alone differs from that of an earlier and of
-    a later one are nightly (native ops take them all, and tests of bits compare numbers of rows),
-    and float32 where another dtype is tested too is slow.
+    "xla" some are nightly: specs whose number of rows alone differs from that of an earlier and of
+    a later one (native ops take them all, and tests of bits compare numbers of rows), and float32
+    where another dtype is tested too, as in test_same_bits.
     """
     axes = {"implementation": list(implementations), "spec": list(specs), "dtype": list(dtypes)}
     axes = {name: values for name, values in axes.items() if values}
@@ -74,31 +75,16 @@ def each(
         of_bits = spec is None and "dtype" in case
         reference = case["implementation"] == "xla"
         slow = interpreted_kernel or mutants or place >= quick
-        slow |= reference and of_bits and case["dtype"] == "float32"
         marks = [pytest.mark.slow] if slow else []
         if case["implementation"] == "cpu":
             marks.append(NATIVE)
-        if reference and spec is not None and _between(spec, specs):
+        left_out = of_bits and case["dtype"] == "float32" if spec is None else _between(spec, specs)
+        if reference and left_out:
             marks.append(pytest.mark.nightly)
         if interpreted_kernel and (mutants or of_bits or place >= INTERPRETED_SPECS):
             marks.append(pytest.mark.nightly)
         cases.append(pytest.param(*values, id=name, marks=marks))
     return pytest.mark.parametrize(list(axes), cases)
-
-
-def crossed(cases: pytest.MarkDecorator, name: str, values: Sequence) -> pytest.MarkDecorator:
-    """The cases of `each(…, dtypes=…)` with every value of one more parameter. Of the reference
-    every second pair is nightly, as on a chessboard: each dtype and each value stays."""
-    names, before = cases.args
-    dtypes = list(dict.fromkeys(case.values[-1] for case in before))
-    after = []
-    for i, value in enumerate(values):
-        for case in before:
-            implementation, dtype = case.values
-            left_out = implementation == "xla" and (i + dtypes.index(dtype)) % 2 == 0
-            marks = [*case.marks, *[pytest.mark.nightly] * left_out]
-            after.append(pytest.param(*case.values, value, id=f"{value}-{case.id}", marks=marks))
-    return pytest.mark.parametrize((*names, name), after)
 
 
 def _between(spec, specs: Sequence) -> bool:
@@ -115,6 +101,16 @@ def _name(spec) -> str:
     return "-".join(text if len(text) < 40 else f"{len(text)}chars" for text in texts)
 
 
+QUICKLY: dict[str, bool | int] = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+}
+"""Options that compile an interpreted kernel in half of the time. It is the kernel that is tested
+then, not the code that XLA makes of the interpreter's loops."""
+if jaxlib.__version__.startswith("0.10."):  # jaxlib 0.11 has it no more
+    QUICKLY["xla_cpu_use_fusion_emitters"] = False
+
+
 @functools.cache
 def compiled(op: Callable, donate: tuple[str, ...] = (), **static) -> Callable:
     """The op compiled as the engine compiles it; its kernels interpreted where there is no GPU."""
@@ -127,10 +123,11 @@ def compiled(op: Callable, donate: tuple[str, ...] = (), **static) -> Callable:
                 stack.enter_context(bounds.checked())
             return op(*args, **kwargs)
 
+    of_kernel = str(static.get("implementation", "")).startswith("pallas") and not _on_gpu()
     return jax.jit(
         functools.partial(traced, **static),
         donate_argnames=donate,
-        compiler_options={"xla_allow_excess_precision": False},
+        compiler_options={"xla_allow_excess_precision": False, **(QUICKLY if of_kernel else {})},
     )
 
 

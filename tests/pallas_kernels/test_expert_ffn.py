@@ -17,7 +17,6 @@ from tests.pallas_kernels.contract import (
     as_rows,
     close,
     compiled,
-    crossed,
     draw,
     each,
     same_bits,
@@ -141,9 +140,8 @@ def test_contract(spec, implementation):
     check(spec, implementation)
 
 
-@crossed(
-    each(api.IMPLEMENTATIONS, dtypes=("float32", "float16")), "activation", list(api.ACTIVATIONS)
-)
+@each(api.IMPLEMENTATIONS, dtypes=("float32", "float16"))
+@pytest.mark.parametrize("activation", api.ACTIVATIONS)
 def test_activation(implementation, dtype, activation):
     check(Spec(3, dtype), implementation, activation)
 
@@ -156,8 +154,8 @@ def test_error_function():
 
 def on_bits(test):
     """Cases of the tests that compare bits: few tokens (tiles of 16 rows) and many (of 64)."""
-    dtypes = each(api.IMPLEMENTATIONS, dtypes=("float32", "bfloat16"))
-    return crossed(dtypes, "row_tile", (16, 64))(test)
+    each_dtype = each(api.IMPLEMENTATIONS, dtypes=("float32", "bfloat16"))
+    return each_dtype(pytest.mark.parametrize("row_tile", [16, 64])(test))
 
 
 @on_bits

@@ -155,7 +155,7 @@ def test_finds_a_slow_call(run, monkeypatch):
     [
         pytest.param(plants.hang, "hung", "a call that hangs", marks=pytest.mark.nightly),
         (plants.death, "died", "a call that aborts"),
-        (plants.hunger, "raised", "MemoryError"),
+        pytest.param(plants.hunger, "raised", "MemoryError", marks=pytest.mark.nightly),
         (plants.resident, "memory", "MiB resident"),
         (plants.wrong_type, "raised", "OverflowError"),
     ],
