@@ -89,6 +89,7 @@ def test_parameters_with_a_dtype_of_their_own_keep_it(tmp_path):
     assert dtypes == {"bfloat16", "float32"}
 
 
+@pytest.mark.nightly  # the same arrays: test_loads_as_its_source_does_in_every_dtype
 @pytest.mark.slow
 def test_the_demo_writes_the_same_text(demo_dir, tmp_path):
     result = convert(demo_dir, tmp_path / "orbax").directory

@@ -53,6 +53,7 @@ def test_all_arms_have_the_same_bytes_and_none_beats_its_bound(scene, arms):
     assert seconds["static layers"] > seconds["50-50"]
 
 
+@pytest.mark.nightly  # ten seconds of replays
 @pytest.mark.slow
 def test_the_oracles_are_bounds(scene):
     """No single cap beats the first; caps of each workflow beat it, where experts of one workflow
