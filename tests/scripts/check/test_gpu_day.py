@@ -40,7 +40,8 @@ def test_the_day_is_rehearsed(left_out, tmp_path, capsys):
     assert status == 0
     text = (tmp_path / "page.md").read_text()
     assert text.startswith("# A day with a GPU: rehearsed on a CPU\n")
-    assert f"{len(steps)} done." in text
+    rest = f", {len(left_out)} left" if left_out else ""
+    assert f"\n{len(steps)} done{rest}.\n" in text
     for step in steps:
         assert f"\n## {step.name}: done\n" in text
         if step.columns:
