@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow  # nothing here depends on the version of Python or jax
+
 PACKAGES = ("pallas_kernels", "host_offload", "moejax")
 GRAB_BAGS = {"utils", "util", "helpers", "common", "misc"}
 

@@ -17,6 +17,8 @@ import pytest
 
 from tests.conftest import REPOSITORY
 
+pytestmark = pytest.mark.slow  # nothing here depends on the version of Python or jax
+
 PACKAGES = ("pallas_kernels", "host_offload", "moejax")
 
 ORDER: dict[str, tuple[str, ...]] = {

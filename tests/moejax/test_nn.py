@@ -257,6 +257,7 @@ def test_the_kernels_of_a_layer_are_checked(experts):
     assert kernel_checks(resolve_ops("xla"), half, RULE) == []
 
 
+@pytest.mark.nightly  # as the step's: test_kernel_steps
 @pytest.mark.aot
 @pytest.mark.slow
 def test_kernels_for_an_h200_copy_nothing_large():

@@ -14,6 +14,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
+import jaxlib
 import numpy as np
 import pytest
 
@@ -34,8 +35,11 @@ NATIVE = pytest.mark.skipif(why_not_cpu() is not None, reason=f"cpu: {why_not_cp
 INTERPRETED_SPECS = 1
 """Specs of an op that .ci/run interprets its kernels with; `pytest` without a marker takes all."""
 
-QUICK_SPECS = 5
-"""Specs of an op that the quick suite tests the reference with."""
+QUICK_SPECS = 3
+"""Specs of an op that the quick suite tests it with."""
+
+COUNTS = ("tokens", "lengths", "chunks", "size")
+"""Fields of specs that say how many rows there are."""
 
 
 def each(
@@ -44,13 +48,19 @@ def each(
     dtypes: Sequence = (),
     *,
     mutants: bool = False,
+    quick: int = QUICK_SPECS,
 ):
     """Parametrises a test by implementation and, where given, by spec and by dtype.
 
     Kernels take 16-bit operands only, so "pallas" gets neither specs of float32 nor that dtype. Its
     cases are slow, since interpreted kernels compile slowly; the quick suite has each kernel in
-    the engine (test_kernels_in_engine). So are an op's specs after the first few. mutants: the test
-    watches other tests: slow, and nightly where interpreted.
+    the engine (test_kernels_in_engine). So are an op's specs after the first `quick`. mutants: the
+    test watches other tests: slow, and nightly where interpreted.
+
+    Each spec and dtype is a program that XLA compiles for a second or two, so of the reference
+    "xla" some are nightly: specs whose number of rows alone differs from that of an earlier and of
+    a later one (native ops take them all, and tests of bits compare numbers of rows), and float32
+    where another dtype is tested too, as in test_same_bits.
     """
     axes = {"implementation": list(implementations), "spec": list(specs), "dtype": list(dtypes)}
     axes = {name: values for name, values in axes.items() if values}
@@ -62,20 +72,43 @@ def each(
             continue
         name = "-".join(value if isinstance(value, str) else _name(value) for value in values)
         place = 0 if spec is None else list(specs).index(spec)
-        slow = interpreted_kernel or mutants or place >= QUICK_SPECS
+        of_bits = spec is None and "dtype" in case
+        reference = case["implementation"] == "xla"
+        slow = interpreted_kernel or mutants or place >= quick
         marks = [pytest.mark.slow] if slow else []
         if case["implementation"] == "cpu":
             marks.append(NATIVE)
-        of_bits = spec is None and "dtype" in case
+        left_out = of_bits and case["dtype"] == "float32" if spec is None else _between(spec, specs)
+        if reference and left_out:
+            marks.append(pytest.mark.nightly)
         if interpreted_kernel and (mutants or of_bits or place >= INTERPRETED_SPECS):
             marks.append(pytest.mark.nightly)
         cases.append(pytest.param(*values, id=name, marks=marks))
     return pytest.mark.parametrize(list(axes), cases)
 
 
+def _between(spec, specs: Sequence) -> bool:
+    """Whether an earlier and a later spec are as this one but for their number of rows."""
+    rows = {field.name: None for field in dataclasses.fields(spec) if field.name in COUNTS}
+    alike = [
+        s for s in specs if dataclasses.replace(s, **rows) == dataclasses.replace(spec, **rows)
+    ]
+    return bool(rows) and spec not in (alike[0], alike[-1])
+
+
 def _name(spec) -> str:
     texts = (str(value).replace(" ", "") for value in dataclasses.astuple(spec))
     return "-".join(text if len(text) < 40 else f"{len(text)}chars" for text in texts)
+
+
+QUICKLY: dict[str, bool | int] = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+}
+"""Options that compile an interpreted kernel in half of the time. It is the kernel that is tested
+then, not the code that XLA makes of the interpreter's loops."""
+if jaxlib.__version__.startswith("0.10."):  # jaxlib 0.11 has it no more
+    QUICKLY["xla_cpu_use_fusion_emitters"] = False
 
 
 @functools.cache
@@ -90,10 +123,11 @@ def compiled(op: Callable, donate: tuple[str, ...] = (), **static) -> Callable:
                 stack.enter_context(bounds.checked())
             return op(*args, **kwargs)
 
+    of_kernel = str(static.get("implementation", "")).startswith("pallas") and not _on_gpu()
     return jax.jit(
         functools.partial(traced, **static),
         donate_argnames=donate,
-        compiler_options={"xla_allow_excess_precision": False},
+        compiler_options={"xla_allow_excess_precision": False, **(QUICKLY if of_kernel else {})},
     )
 
 

@@ -59,7 +59,15 @@ def compile_layers(rows, row_tile, dtype=jnp.bfloat16, *, model, **options):
     )
 
 
-@pytest.mark.parametrize("rows", [*DECODE_ROWS, PREFILL_ROWS])
+@pytest.mark.parametrize(
+    "rows",
+    [
+        DECODE_ROWS[0],
+        # test_kernel_steps has the decode step of as many rows, with the same kernels.
+        *(pytest.param(rows, marks=pytest.mark.nightly) for rows in DECODE_ROWS[1:]),
+        PREFILL_ROWS,
+    ],
+)
 @pytest.mark.parametrize("name", NAMES)
 def test_layers_of_a_model(name, rows):
     model = MODELS[name]

@@ -84,9 +84,16 @@ def check_in_transit(spec, implementation, places=None):
     np.testing.assert_array_equal(got, want, strict=True)
 
 
-@each(api.IMPLEMENTATIONS, TRANSIT_SPECS[:1])
-def test_in_transit(spec, implementation):
-    check_in_transit(spec, implementation)
+@pytest.mark.parametrize(
+    "implementation",
+    [
+        # Interpreted, it takes 20 s to compile.
+        pytest.param(name, marks=[pytest.mark.nightly] * (name == "pallas"))
+        for name in api.IMPLEMENTATIONS
+    ],
+)
+def test_in_transit(implementation):
+    check_in_transit(TRANSIT_SPECS[0], implementation)
 
 
 @pytest.mark.slow

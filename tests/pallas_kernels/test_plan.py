@@ -99,7 +99,6 @@ def equal(got, want) -> None:
 
 
 @each(api.IMPLEMENTATIONS, SPECS)
-@settings(max_examples=40)
 @given(data=st.data())
 def test_contract(spec, implementation, data):
     check(spec, implementation, data.draw(histories(spec)))

@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 
 from pallas_kernels.route import RouteRule, api, why_not_pallas
 from pallas_kernels.route.specs import RULES, SPECS, Spec
-from tests.pallas_kernels.contract import SEEDS, close, compiled, each, same_bits, wide
+from tests.pallas_kernels.contract import (
+    NATIVE,
+    SEEDS,
+    close,
+    compiled,
+    each,
+    same_bits,
+    wide,
+)
 
 LAYER = 1
 
@@ -105,8 +113,22 @@ def test_a_row_is_independent_of_the_others(implementation):
         same_bits(lone_weights[t], weights[t])
 
 
-@each(api.IMPLEMENTATIONS)
-@pytest.mark.parametrize("name", ["top4", "deepseek-v3", "wide-jitter"])
+@pytest.mark.parametrize(
+    ("name", "implementation"),
+    [
+        # An interpreted kernel takes four seconds to compile for a rule.
+        pytest.param(
+            *(name, implementation),
+            marks=[
+                *[NATIVE] * (implementation == "cpu"),
+                *[pytest.mark.slow] * (implementation == "pallas"),
+                *[pytest.mark.nightly] * (implementation == "pallas" and name != "top4"),
+            ],
+        )
+        for name in ("top4", "deepseek-v3", "wide-jitter")
+        for implementation in api.IMPLEMENTATIONS
+    ],
+)
 def test_a_nan_is_not_hidden(name, implementation):
     """Ids that exist and weights that are NaN, so that the token's output is NaN too."""
     logits = np.zeros((3, 64), np.float32)
@@ -137,7 +159,10 @@ LOGITS = st.one_of(
 
 @pytest.mark.parametrize(
     "implementation",
-    ["xla", pytest.param("pallas", marks=[pytest.mark.slow, pytest.mark.nightly])],
+    [
+        pytest.param("xla", marks=pytest.mark.slow),  # a program for each rule
+        pytest.param("pallas", marks=[pytest.mark.slow, pytest.mark.nightly]),
+    ],
 )
 @settings(max_examples=60)
 @given(name=st.sampled_from(sorted(RULES)), values=st.lists(LOGITS, min_size=24, max_size=24))

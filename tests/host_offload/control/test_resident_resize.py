@@ -16,6 +16,8 @@ from host_offload.policies.precision.dynaexq import DynaExq
 from tests.host_offload.control.policy_runs import spec as policy_spec
 from tests.host_offload.memory.resident_device import Host, StaleRead, resident, spec_for
 
+pytestmark = pytest.mark.slow  # nothing here depends on the version of Python or jax
+
 SHAPES: tuple[dict[str, Any], ...] = (
     dict(start=[[1, 1, 1], [1, 1, 1]], slots=8, capacity=(5, 6)),
     dict(start=[[1] * 8], slots=10, cells_per_slot=(1, 4), slot_rows=8, record_rows=(8, 2)),

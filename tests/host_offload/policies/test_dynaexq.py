@@ -21,6 +21,8 @@ from host_offload.policies.precision.maps import HI, LO, random_map, top_map
 from host_offload.policies.precision.names import precision_of
 from tests.host_offload.control.policy_runs import EXPERTS, LAYERS, spec
 
+pytestmark = pytest.mark.slow  # nothing here depends on the version of Python or jax
+
 N = 3
 """High experts of a layer."""
 

@@ -26,6 +26,8 @@ from host_offload.traces.writer import TraceWriter
 from tests.host_offload.control.policy_runs import record, spec, use
 from tests.host_offload.traces.traces_of import random_routing, write_trace
 
+pytestmark = pytest.mark.slow  # nothing here depends on the version of Python or jax
+
 LAYERS, EXPERTS = 2, 16
 TOLD = spec(
     experts=EXPERTS,

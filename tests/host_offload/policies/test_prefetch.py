@@ -43,6 +43,8 @@ from scripts.policies.static_layers import StaticLayers
 from tests.host_offload.memory.layered_device import LayeredDevice
 from tests.host_offload.traces.traces_of import write_trace
 
+pytestmark = pytest.mark.slow  # nothing here depends on the version of Python or jax
+
 LAYERS, EXPERTS, TOP_K, KINDS = 4, 8, 2, 6
 """A token is of one of some kinds, which decides its experts and, one-hot, its gate inputs."""
 

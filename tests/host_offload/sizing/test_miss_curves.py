@@ -20,6 +20,8 @@ from host_offload.traces.statistics import trace_statistics
 from scripts.parts.bounds import min_transfers, references_of
 from tests.host_offload.traces.traces_of import random_routing, write_trace
 
+pytestmark = pytest.mark.slow  # nothing here depends on the version of Python or jax
+
 
 def paged(active: np.ndarray, cells: int) -> np.ndarray:
     """int64[L]: misses of the pager under LRU with as many cells in each layer."""

@@ -34,6 +34,8 @@ from scripts.budgets.replay import replay_split
 from tests.host_offload.control.policy_runs import spec
 from tests.host_offload.traces.traces_of import random_routing, write_trace
 
+pytestmark = pytest.mark.slow  # nothing here depends on the version of Python or jax
+
 MIB = 2**20
 CAP = 48 * 9 * MIB
 """b_e of Qwen3-30B-A3B: 432 MiB."""

@@ -61,6 +61,7 @@ def test_both_decoders_agree_bit_for_bit(version, dtype):
         np.testing.assert_array_equal(bits_of(decode(encoded, fmt)), bits_of(expected))
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(
     rows=st.integers(1, 90),
@@ -77,6 +78,7 @@ def test_unpack_undoes_pack(rows, columns, bits, down, seed):
     assert not into[-5:].any()
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(
     shape=shapes,
@@ -181,6 +183,7 @@ def test_what_no_scale_holds_is_refused(version, value, reason):
         quantize(weights[1, 80:].astype(np.float32), 0, 32, fmt.bits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", LOSSY)
 @pytest.mark.parametrize("quantizer", QUANTIZERS)
 def test_the_largest_float16_weights_stay_finite(version, quantizer):
@@ -322,6 +325,7 @@ def test_escapes_are_counted():
     assert first == 0x3C00 >> 7 and values == [0x1000] + [0] * (FMT.escapes - 1)
 
 
+@pytest.mark.slow
 @pytest.mark.shared
 @pytest.mark.parametrize("name", ["demo", "tri"])
 def test_lossless_holds_the_trained_checkpoints(name, shared):

@@ -104,6 +104,7 @@ def test_a_loop_of_links_in_a_tree(foreign, tmp_path):
     refused("more: a link in a loop", load_checkpoint, directory, name_map="maxtext_qwen3_moe")
 
 
+@pytest.mark.slow
 def test_a_tree_of_many_files_takes_no_longer_for_each(foreign, tmp_path):
     directory = copied(foreign, tmp_path / "tree")
     (directory / "more").mkdir()
@@ -242,6 +243,7 @@ def test_a_header_of_too_many_tensors(tmp_path, monkeypatch):
     refused("11 tensors; at most 10 are read of a file", read_header, path)
 
 
+@pytest.mark.slow
 def test_a_header_of_millions_of_tensors(tmp_path):
     """95 MB of empty ones: 63 s once."""
     entry = b'"%07d":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
@@ -259,6 +261,7 @@ def test_json_of_too_many_values(name, source, tmp_path):
     refused(f"{name}: cannot be read as JSON: about 8000003 values", load_checkpoint, directory)
 
 
+@pytest.mark.slow
 def test_lists_in_a_config_that_are_searched(source, tmp_path):
     directory = copied(source, tmp_path / "hf")
     config = json.dumps(CONFIG | {"num_hidden_layers": 4096, "mlp_only_layers": "LAYERS"})
@@ -269,6 +272,7 @@ def test_lists_in_a_config_that_are_searched(source, tmp_path):
     refused("eos_token_id has 1001 token ids; at most 1000", load_checkpoint, directory)
 
 
+@pytest.mark.slow
 def test_an_index_of_many_files_takes_no_longer_for_each(source, tmp_path):
     directory = copied(source, tmp_path / "hf")
     (directory / SINGLE).unlink()
@@ -381,6 +385,7 @@ def naive(pattern):
     return re.compile("".join(kinds.get(part, re.escape(part)) for part in parts))
 
 
+@pytest.mark.slow
 @given(st.text("ab/*", max_size=9), st.text("ab/", max_size=9))
 def test_ignore_patterns_match_what_they_say(pattern, path):
     assert bool(ignore_pattern(pattern).fullmatch(path)) == bool(naive(pattern).fullmatch(path))

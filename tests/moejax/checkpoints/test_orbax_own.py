@@ -46,7 +46,10 @@ def broken(converted, tmp_path):
 # ---- the same bits
 
 
-@pytest.mark.parametrize("architecture", FAMILIES)
+@pytest.mark.parametrize(
+    "architecture",
+    [pytest.param(a, marks=[pytest.mark.slow] * (i > 1)) for i, a in enumerate(FAMILIES)],
+)
 def test_every_family_loads_as_its_source_does(architecture, tmp_path):
     original = families.write_checkpoint(tmp_path / "hf", architecture)
     result = convert(original, tmp_path / "orbax").directory
@@ -86,12 +89,14 @@ def test_parameters_with_a_dtype_of_their_own_keep_it(tmp_path):
     assert dtypes == {"bfloat16", "float32"}
 
 
+@pytest.mark.nightly  # the same arrays: test_loads_as_its_source_does_in_every_dtype
 @pytest.mark.slow
 def test_the_demo_writes_the_same_text(demo_dir, tmp_path):
     result = convert(demo_dir, tmp_path / "orbax").directory
     texts = []
     for model in (demo_dir, result):
-        with LLM(model, progress=False, max_model_len=128, max_num_seqs=2) as llm:
+        limits = dict(max_model_len=256, max_num_seqs=4, max_num_batched_tokens=256)
+        with LLM(model, progress=False, **limits) as llm:  # type: ignore[arg-type]
             params = SamplingParams(max_tokens=12, temperature=0.7, seed=3)
             (output,) = llm.generate("The old house", params, use_tqdm=False)
             texts.append((output.outputs[0].text, output.outputs[0].token_ids))

@@ -36,6 +36,8 @@ from tests.moejax.engine.budget_workload import (
     recorded,
 )
 
+pytestmark = pytest.mark.slow  # nothing here depends on the version of Python or jax
+
 
 @pytest.fixture(scope="module")
 def trace():

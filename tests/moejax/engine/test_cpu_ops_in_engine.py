@@ -112,6 +112,7 @@ def test_the_host_driver_keeps_the_contract():
             assert a.same_bits(b)
 
 
+@pytest.mark.nightly  # other shapes: test_families
 def test_another_model_keeps_the_contract(shared):
     with LLM(shared / "models" / "tri", ops="cpu", eviction="lru", progress=False, **LIMITS) as llm:
         want, layers, experts, kv = alone(llm)

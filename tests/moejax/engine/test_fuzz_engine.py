@@ -61,6 +61,7 @@ def test_an_episode_depends_on_its_number_only(llm):
     assert run_episode(llm, SEED, SHORT, check_every=64) == first
 
 
+@pytest.mark.nightly
 def test_a_page_that_is_not_brought_back_is_found(llm, monkeypatch):
     def swap_in(cache, blocks):
         moving = [b for b in blocks if b.row is None]

@@ -64,7 +64,8 @@ BETWEEN: dict[str, tuple[Policy, ...]] = {
 }
 
 NAMES = {"device": [*POLICIES, *OWN], "host": [*POLICIES, *OWN, *BETWEEN]}
-IN_CI = {"device": NAMES["device"], "host": ["lfru", "FIFO", *BETWEEN]}
+IN_CI = {"device": NAMES["device"], "host": ["lfru", "FIFO", "NextLayer"]}
+"""test_rows_have_one_order replays the other policy between layers."""
 
 
 @pytest.fixture(scope="module")

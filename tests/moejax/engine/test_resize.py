@@ -161,7 +161,9 @@ SMALLEST = np.full(LAYERS, 5), FLOOR
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("swap_pages", [0, 4, 8, 12])
+@pytest.mark.parametrize(
+    "swap_pages", [0, 8, *(pytest.param(n, marks=pytest.mark.nightly) for n in (4, 12))]
+)
 def test_no_request_is_refused_that_a_fixed_split_would_serve(swap_pages):
     """With little or no host memory for KV, admitted requests could wait for each other, and
     sessions that have grown leave a turn no room. All KV at first, then as little as can be."""
@@ -181,7 +183,9 @@ def test_no_request_is_refused_that_a_fixed_split_would_serve(swap_pages):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kv_slots", [FLOOR_SLOTS + 1, FLOOR_SLOTS + 3])
+@pytest.mark.parametrize(
+    "kv_slots", [FLOOR_SLOTS + 1, pytest.param(FLOOR_SLOTS + 3, marks=pytest.mark.nightly)]
+)
 def test_a_tight_fixed_split_serves_nobody_else(kv_slots):
     """Where the split at the start is so small that it leaves some stuck, any wishes."""
     stuck = 0

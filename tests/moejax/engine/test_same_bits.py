@@ -7,7 +7,7 @@ import inspect
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import pallas_kernels.dispatch
@@ -19,6 +19,7 @@ from host_offload.control.interface import Decision, Moment, Observation, Spec
 from moejax import LLM, SamplingParams
 from moejax.engine.statistics import kv_stats
 from moejax.step.programs import STAGES
+from pallas_kernels import resolve_ops
 from pallas_kernels.stage import Entries
 from tests.moejax.engine_runs import Faulty, Job, Recorded, run, set_budget
 from tests.pallas_kernels.contract import NATIVE
@@ -105,7 +106,6 @@ cell_counts = st.one_of(
     more_kv=st.integers(0, 6),
     eviction=st.sampled_from(["lru", "lfu"]),
 )
-@settings(max_examples=40)
 def test_mixes_and_budgets_change_no_bit(llm, solo, mix, cells, more_kv, eviction):
     layout = llm.engine.scheduler.arena.layout
     # From the KV of one sequence to that of four: requests wait for pages, rows or nothing.
@@ -194,8 +194,17 @@ def conversations(rng: np.random.Generator) -> list[Job]:
     return jobs
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_sessions_prefixes_preemption_and_cancellation_change_no_bit(llm, seed):
+@pytest.mark.parametrize(
+    ("ops", "seed"),
+    [
+        pytest.param("xla", 0, marks=pytest.mark.slow),
+        pytest.param("xla", 1, marks=pytest.mark.nightly),
+        pytest.param("cpu", 0, marks=NATIVE),
+        pytest.param("cpu", 1, marks=NATIVE),
+    ],
+    indirect=["ops"],
+)
+def test_sessions_prefixes_preemption_and_cancellation_change_no_bit(ops, llm, seed):
     """A session's solo run is the same session alone, its turns in order."""
     jobs = conversations(np.random.default_rng(seed))
     layout, scheduler = llm.engine.scheduler.arena.layout, llm.engine.scheduler
@@ -294,7 +303,7 @@ def broken(monkeypatch):
     def register(op, api, function):
         monkeypatch.setitem(api.IMPLEMENTATIONS, "broken", function)
         monkeypatch.setitem(pallas_kernels.dispatch.OPS, op, ("xla", "broken"))
-        return {**dict.fromkeys(pallas_kernels.dispatch.OPS, "xla"), op: "broken"}
+        return {**resolve_ops("cpu").chosen(), op: "broken"}
 
     return register
 
@@ -309,7 +318,7 @@ def run_broken(ops, cells, *, check: bool) -> list[Recorded]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32"], indirect=True)
-@pytest.mark.parametrize("ops", ["xla"], indirect=True)
+@pytest.mark.parametrize("ops", [pytest.param("cpu", marks=NATIVE)], indirect=True)
 class TestBrokenOpsAreCaught:
     def test_plan_that_evicts_a_needed_expert(self, broken, dtype, ops):
         plan = mutated(plan_reference.plan, "candidate = granted & ~pinned", "candidate = granted")

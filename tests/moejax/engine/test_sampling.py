@@ -239,7 +239,10 @@ def runner(demo_dir):
     loaded = load_checkpoint(demo_dir, device=device)
     config = loaded.config
     layout = config.slot_layout(loaded.layout.itemsize)
-    ops, limits = resolve_ops("xla"), {"max_model_len": LIMIT, "max_num_batched_tokens": 256}
+    ops, limits = (
+        resolve_ops("auto", platform="cpu"),
+        {"max_model_len": LIMIT, "max_num_batched_tokens": 256},
+    )
     shapes = step_shapes(layout, rows=ROWS, waves=1, **limits)
     steps = StepSpec("cpu", "", "device", ops, config, loaded.dtype, layout, shapes)
     model = Decoder(config, loaded.params, ops)

@@ -15,6 +15,8 @@ from moejax.errors import UserError
 from moejax.requests.sessions import Sessions, common_prefix
 from tests.moejax.engine.scheduler_model import BLOCK, CHUNK, Device, Turn, run
 
+pytestmark = pytest.mark.slow  # nothing here depends on the version of Python or jax
+
 SMALL = {"rows": 8, "prefill_chunks": 4, "max_model_len": 512}
 
 
@@ -337,7 +339,7 @@ def test_a_turn_preempted_in_its_prompt_says_that_it_was_recomputed():
 def test_a_page_that_cannot_be_moved_costs_no_other_request_a_token(broken, monkeypatch):
     rng = np.random.default_rng(3)
     failures = 0
-    for seed in range(20):
+    for seed in range(8):
         turns = [t for t in workload(np.random.default_rng(seed), 24) if t.abort is None]
         device = Device(pages=32, **SMALL)
         moving = getattr(device.scheduler.cache, broken.strip("_"))

@@ -138,8 +138,13 @@ def test_scores_of_some_windows(llm, stored):
 
 
 @pytest.mark.slow
-@on_both_models
 @at_a_quarter
+@pytest.mark.parametrize(
+    "stored",
+    # test_scores_of_some_windows has windows of every domain on both.
+    ["demo", pytest.param("tri", marks=pytest.mark.nightly)],
+    indirect=True,
+)
 @pytest.mark.parametrize(
     "domain", [pytest.param(d, marks=[pytest.mark.nightly] * (d != DOMAINS[0])) for d in DOMAINS]
 )

@@ -247,6 +247,7 @@ def test_any_line_is_at_most_an_error_of_its_own(tmp_path, llm):
     assert all(len(error["message"]) <= MOST_MESSAGE + 1 for error in errors.values())
 
 
+@pytest.mark.slow
 def test_a_line_of_50_megabytes_is_not_even_parsed(tmp_path, llm):
     long = b'{"id": "long", "prompt": "' + b"a" * 50_000_000 + b'"}'
     assert len(long) > MOST_LINE
@@ -454,8 +455,9 @@ def looping(llm, monkeypatch):
     return {"messages": [{"role": "user", "content": "x"}]}
 
 
+@pytest.mark.slow
 def test_a_prompt_that_takes_long_keeps_no_other_waiting(llm, looping, monkeypatch):
-    monkeypatch.setattr(bounded_process, "WORK_S", 3.0)
+    monkeypatch.setattr(bounded_process, "WORK_S", 1.5)
 
     async def main():
         async with AsyncLLM(llm) as served:

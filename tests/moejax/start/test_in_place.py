@@ -32,7 +32,7 @@ def answers(llm: LLM):
     [
         {},
         pytest.param({"driver": "host"}, marks=pytest.mark.slow),
-        pytest.param({"precision": "lossless12"}, marks=pytest.mark.slow),
+        pytest.param({"precision": "lossless12"}, marks=pytest.mark.nightly),
         pytest.param({"precision": "random", "prefill_waves": 2}, marks=pytest.mark.slow),
     ],
 )

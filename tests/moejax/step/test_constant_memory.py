@@ -49,9 +49,9 @@ OTHERS = (
 EVERY_STEP = [
     DECODE,
     PREFILL,
-    pytest.param(STAGED, marks=pytest.mark.slow),
-    *(pytest.param(key, marks=pytest.mark.nightly) for key in OTHERS),
+    *(pytest.param(key, marks=pytest.mark.nightly) for key in (STAGED, *OTHERS)),
 ]
+"""STAGED has a stage more than DECODE: .ci/run compiles it with native ops, and with kernels."""
 
 
 def nbytes(tree) -> int:
@@ -151,10 +151,20 @@ def test_moving_pages_copies_nothing_but_pages(runner):
     assert moved.memory.temp_bytes <= 2 * SWAP_PAGES * page
 
 
-def test_prefill_step_in_waves_copies_nothing_large(runner):
-    programs = runner.programs()
-    waves = dataclasses.replace(programs.steps.shapes, waves=3)
-    compiled = compile_here(with_steps(programs, shapes=waves), PREFILL)
+@pytest.mark.parametrize(
+    "ops", [pytest.param("xla", marks=pytest.mark.nightly), pytest.param("cpu", marks=NATIVE)]
+)
+def test_prefill_step_in_waves_copies_nothing_large(ops):
+    programs = abstract_programs(
+        shape("demo"),
+        32 * MiB,
+        ops=resolve_ops(ops),
+        waves=3,
+        rows=16,
+        max_model_len=1024,
+        max_num_batched_tokens=1024,
+    )
+    compiled = compile_here(programs, PREFILL)
     assert compiled.copies(MiB) == []
     assert compiled.memory.temp_bytes < DEMO_TEMP["prefill"]
 
@@ -164,13 +174,21 @@ def test_prefill_step_in_waves_copies_nothing_large(runner):
     [DECODE, *(pytest.param(k, marks=pytest.mark.nightly) for k in (PREFILL, STAGED, *OTHERS))],
     ids=str,
 )
-def test_layers_without_experts_and_a_window_copy_nothing_large(key):
+@pytest.mark.parametrize(
+    "ops", [pytest.param("xla", marks=pytest.mark.nightly), pytest.param("cpu", marks=NATIVE)]
+)
+def test_layers_without_experts_and_a_window_copy_nothing_large(ops, key):
     moe = (False, True, True, False, False, True)
     config = dataclasses.replace(
         shape("demo", layers=len(moe)), moe_layers=moe, intermediate_size=256, sliding_window=100
     )
     programs = abstract_programs(
-        config, 32 * MiB, rows=16, max_model_len=1024, max_num_batched_tokens=1024
+        config,
+        32 * MiB,
+        ops=resolve_ops(ops),
+        rows=16,
+        max_model_len=1024,
+        max_num_batched_tokens=1024,
     )
     compiled = compile_here(programs, key)
     assert compiled.copies(MiB) == []
@@ -257,7 +275,13 @@ def compile_large(programs: Programs, key: ProgramKey, donate: bool = True) -> C
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize("key", EVERY_STEP, ids=str)
+@pytest.mark.parametrize(
+    "key",
+    # With kernels in place of XLA's ops, .ci/run compiles the others: in test_kernel_steps and,
+    # with a stage, in test_card_steps.
+    [PREFILL, *(pytest.param(k, marks=pytest.mark.nightly) for k in (DECODE, STAGED, *OTHERS))],
+    ids=str,
+)
 def test_step_of_a_large_model_copies_nothing_large(large, key):
     compiled = compile_large(large, key)
     (store,) = large.stores

@@ -1,5 +1,6 @@
 """The whole steps of DeepSeek-V2-Lite with every op a kernel, compiled for an H200: its list of
-launches, and that nothing is copied. As test_kernel_steps, where attention reads latent pages."""
+launches, and that nothing is copied. As test_kernel_steps, where attention reads latent pages:
+.ci/run compiles those kernels one by one (test_latent_attention_aot)."""
 
 from __future__ import annotations
 
@@ -67,11 +68,8 @@ LARGEST_COPY = {"decode": 0, "prefill": 33 * MiB}
 @pytest.mark.parametrize(
     "key",
     [
-        pytest.param(DECODE, marks=pytest.mark.slow),
-        *(
-            pytest.param(k, marks=pytest.mark.nightly)
-            for k in (ProgramKey("decode", 16), STAGED, PREFILL)
-        ),
+        pytest.param(k, marks=pytest.mark.nightly)
+        for k in (DECODE, ProgramKey("decode", 16), STAGED, PREFILL)
     ],
     ids=str,
 )

@@ -40,7 +40,7 @@ def test_everything_packed_is_found_again(experts, versions):
     np.testing.assert_array_equal(other.values[4:], packed[4:])
 
 
-@pytest.mark.parametrize("vocabulary", [4096, 1003])
+@pytest.mark.parametrize("vocabulary", [pytest.param(4096, marks=pytest.mark.slow), 1003])
 def test_row_by_row_is_the_choice_of_all_rows(vocabulary):
     """Also where truncation is skipped, and for logits of the first rows alone."""
     rng, rows = np.random.default_rng(vocabulary), 6

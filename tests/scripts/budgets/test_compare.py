@@ -22,6 +22,8 @@ from scripts.budgets import rule as resize_rule
 from scripts.budgets.replay import replay_split
 from tests.moejax.engine.budget_workload import MEMORY, recorded
 
+pytestmark = pytest.mark.slow  # nothing here depends on the version of Python or jax
+
 COSTS = MissCosts(expert_s=1.0, page_s=0.5)
 
 
@@ -51,6 +53,7 @@ def test_all_arms_have_the_same_bytes_and_none_beats_its_bound(scene, arms):
     assert seconds["static layers"] > seconds["50-50"]
 
 
+@pytest.mark.nightly  # ten seconds of replays
 @pytest.mark.slow
 def test_the_oracles_are_bounds(scene):
     """No single cap beats the first; caps of each workflow beat it, where experts of one workflow
@@ -78,7 +81,7 @@ def test_the_oracles_are_bounds(scene):
     assert budget_arms.oracle_caps(turns, 0 * workflow, division, COSTS) == (best, [best] * 18)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_in_the_experts_regime_the_best_cap_is_not_the_largest():
     """Else an oracle, a rule for experts alone and a wrong price of KV would all look the same."""
     scene = compare_budgets.made_up("experts", 1, 2 << 30, 0.3)

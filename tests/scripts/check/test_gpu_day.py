@@ -18,19 +18,31 @@ from scripts.parts.places import REPOSITORY
 from tests.scripts.runs import refusal
 from tests.scripts.test_commands import complaint, moejax_main, script
 
+pytestmark = pytest.mark.slow  # nothing here depends on the version of Python or jax
 
-@pytest.mark.slow  # a minute: each step is a process that compiles
-def test_the_whole_day_is_rehearsed(tmp_path, capsys):
+OF_THE_SUITE = ("bits", "precision", "kernels")
+"""Steps whose rehearsal is some tests of the suite, their collection, or what --help says."""
+
+
+@pytest.mark.slow  # most of a minute: each step is a process that compiles
+@pytest.mark.parametrize(
+    "left_out",
+    [pytest.param((), id="whole", marks=pytest.mark.nightly), pytest.param(OF_THE_SUITE, id="own")],
+)
+def test_the_day_is_rehearsed(left_out, tmp_path, capsys):
     """Every command that a loan would run, at small sizes; the page has their figures."""
-    status = gpu_day.main(["--out", str(tmp_path), "--rehearse"])
+    steps = [step for step in STEPS if step.name not in left_out]
+    only = ",".join(step.name for step in steps)
+    status = gpu_day.main(["--out", str(tmp_path), "--rehearse", "--only", only])
     results = json.loads((tmp_path / "results.json").read_text())
     found = {name: step["status"] for name, step in results["steps"].items()}
-    assert found == {step.name: "done" for step in STEPS}
+    assert found == {step.name: "done" for step in steps}
     assert status == 0
     text = (tmp_path / "page.md").read_text()
     assert text.startswith("# A day with a GPU: rehearsed on a CPU\n")
-    assert f"{len(STEPS)} done." in text
-    for step in STEPS:
+    rest = f", {len(left_out)} left" if left_out else ""
+    assert f"\n{len(steps)} done{rest}.\n" in text
+    for step in steps:
         assert f"\n## {step.name}: done\n" in text
         if step.columns:
             assert f"| {' | '.join(step.columns)} |" in text

@@ -33,6 +33,8 @@ def test_it_measures_steps_and_says_what_they_read(capsys, monkeypatch):
     assert all(line["ms"] > 0 and line["memory"][0] > 0 for line in lines)
     assert 0.5 < lines[2]["of_bytes"] < 1 and lines[2]["bar"].startswith("≤")
     assert lines[0]["bar"] == "≥ 50%" and "of_dense" not in lines[0]
+    encoded = dataclasses.replace(TINY, batches=(3,))
+    monkeypatch.setattr(steps, "GROUPS", {"tiny": encoded})
     assert steps.main(["--only", "tiny", *RUN, "--account"]) == 0
     text = capsys.readouterr().out
     assert "### tiny, 2 layers, context 40" in text and "| expert_ffn | 2 |" in text

@@ -27,6 +27,8 @@ from scripts.parts.bounds import (
 from tests.host_offload.control.erratic_policy import Erratic
 from tests.host_offload.traces.traces_of import random_routing, write_trace
 
+pytestmark = pytest.mark.slow  # nothing here depends on the version of Python or jax
+
 
 def optimum(
     sets: Sequence[set[int]], sizes: Sequence[int], capacity: int, unknown: Sequence[int] = ()

@@ -35,6 +35,8 @@ from scripts.precision.predicted import (
     write_run,
 )
 
+pytestmark = pytest.mark.slow  # nothing here depends on the version of Python or jax
+
 QWEN = shape("qwen3-30b-a3b")
 DENSE = 3 * 768 * 2048 * 2
 """Bytes of an expert."""
