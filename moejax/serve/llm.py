@@ -10,6 +10,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import chain, islice
+from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
@@ -76,6 +77,7 @@ class LLM:
         *,
         step: int | str | None = None,
         name_map: str | os.PathLike[str] | None = None,
+        tokenizer: str | os.PathLike[str] | None = None,
         dtype: str = "auto",
         seed: int = 0,
         max_model_len: int | None = None,
@@ -131,7 +133,8 @@ class LLM:
         directory = model_directory(options.model)
         self._start.end("backend")
         with ThreadPoolExecutor(1) as pool:
-            tokenizer = pool.submit(load_tokenizer, directory)
+            words = directory if options.tokenizer is None else Path(options.tokenizer)
+            tokenizer = pool.submit(load_tokenizer, words)
             loaded = self._load(settings, directory)
             self._start.end("load", loaded.seconds)
             try:
@@ -140,7 +143,7 @@ class LLM:
                     settings,
                     self.device,
                     tokenizer=lambda: check_vocabulary(
-                        tokenizer.result(), loaded.config, directory
+                        tokenizer.result(), loaded.config, words
                     ),
                 )
             except BaseException:

@@ -92,6 +92,11 @@ class Options:
         "checkpoint",
         metavar="MAP",
     )
+    tokenizer: str | os.PathLike[str] | None = _option(
+        "a directory with tokenizer.json, in place of the model's own",
+        "checkpoint",
+        metavar="DIR",
+    )
     dtype: str = _option(
         "bfloat16 or half, float16, float32 or float, auto: the checkpoint's (default: auto)",
         "engine",
