@@ -77,8 +77,8 @@ class LLM:
         *,
         step: int | str | None = None,
         name_map: str | os.PathLike[str] | None = None,
-        tokenizer: str | os.PathLike[str] | None = None,
         dtype: str = "auto",
+        tokenizer: str | os.PathLike[str] | None = None,
         seed: int = 0,
         max_model_len: int | None = None,
         max_num_seqs: int | None = None,
@@ -142,9 +142,7 @@ class LLM:
                     loaded,
                     settings,
                     self.device,
-                    tokenizer=lambda: check_vocabulary(
-                        tokenizer.result(), loaded.config, words
-                    ),
+                    tokenizer=lambda: check_vocabulary(tokenizer.result(), loaded.config, words),
                 )
             except BaseException:
                 loaded.store.delete()

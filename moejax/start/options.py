@@ -92,15 +92,15 @@ class Options:
         "checkpoint",
         metavar="MAP",
     )
-    tokenizer: str | os.PathLike[str] | None = _option(
-        "a directory with tokenizer.json, in place of the model's own",
-        "checkpoint",
-        metavar="DIR",
-    )
     dtype: str = _option(
         "bfloat16 or half, float16, float32 or float, auto: the checkpoint's (default: auto)",
         "engine",
         default="auto",
+    )
+    tokenizer: str | os.PathLike[str] | None = _option(
+        "a directory with tokenizer.json, in place of the model's own",
+        "checkpoint",
+        metavar="DIR",
     )
     seed: int = _option("of requests that bring none", default=0)
     max_model_len: int | None = _option(

@@ -97,7 +97,7 @@ class MoejaxLM(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        """Of the harness's caches of requests."""
+        """What the harness names its caches of requests by."""
         return str(self.tokenizer.name_or_path or self.llm.model).replace("/", "__")
 
     @property
