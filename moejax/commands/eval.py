@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -175,8 +175,8 @@ def _run(args: argparse.Namespace) -> int:
 def _evaluate(args: argparse.Namespace) -> int:
     if args.model is None or args.task is None:
         args.parser.error("the following arguments are required: MODEL, --task (or --compare A B)")
-    if not args.every_step and (given := [name for name in _STEPS if asked(args, _STEPS)[name]]):
-        raise UserError(f"--{given[0].replace('_', '-')} is of --every-step; add that")
+    if not args.every_step:
+        _refuse_given(args, _STEPS, "of --every-step; add that")
     options = engine_options(args)
     job = _perplexity(args) if args.task == "perplexity" else _tasks(args)
     # What is about memory changes no figure, so a run may go on with another budget.
@@ -202,8 +202,7 @@ def _evaluate(args: argparse.Namespace) -> int:
 
 def _perplexity(args: argparse.Namespace) -> _Job:
     windows = asked(args, _WINDOWS)
-    if given := [name for name, value in asked(args, _TASKS).items() if value]:
-        raise UserError(f"--{given[0].replace('_', '-')} is of tasks of lm-eval, not of perplexity")
+    _refuse_given(args, _TASKS, "of lm-eval's tasks, not of perplexity")
     if not (args.data or args.token_ids):
         args.parser.error("--task perplexity needs --data FILE..., or --token-ids FILE...")
     named = [*args.data, *args.token_ids]
@@ -245,9 +244,7 @@ def _perplexity(args: argparse.Namespace) -> _Job:
 
 
 def _tasks(args: argparse.Namespace) -> _Job:
-    for name in ("data", "token_ids", "window", "stride"):
-        if getattr(args, name):
-            raise UserError(f"--{name.replace('_', '-')} is of perplexity, not of lm-eval's tasks")
+    _refuse_given(args, ("data", "token_ids", "window", "stride"), "of perplexity, not of tasks")
     try:
         from moejax.evaluate.harness.tasks import (
             TaskOptions,
@@ -278,6 +275,13 @@ def _tasks(args: argparse.Namespace) -> _Job:
         return _Outcome(report, document_units(found), format_tasks(report), figures)
 
     return _Job({"task": args.task, "limit": args.limit, **asked(args, _TASKS)}, run)
+
+
+def _refuse_given(args: argparse.Namespace, names: Iterable[str], why: str) -> None:
+    """Raises UserError for an option that says something where it means nothing."""
+    for name, value in asked(args, names).items():
+        if value is not None and value is not False and value != []:
+            raise UserError(f"--{name.replace('_', '-')} is {why}")
 
 
 def _every_step(args: argparse.Namespace, options: dict[str, Any], job: _Job) -> int:

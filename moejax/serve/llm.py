@@ -10,7 +10,6 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import chain, islice
-from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
@@ -133,8 +132,8 @@ class LLM:
         directory = model_directory(options.model)
         self._start.end("backend")
         with ThreadPoolExecutor(1) as pool:
-            words = directory if options.tokenizer is None else Path(options.tokenizer)
-            tokenizer = pool.submit(load_tokenizer, words)
+            words = directory if options.tokenizer is None else options.tokenizer
+            tokenizer = pool.submit(load_tokenizer, words, options.tokenizer is not None)
             loaded = self._load(settings, directory)
             self._start.end("load", loaded.seconds)
             try:

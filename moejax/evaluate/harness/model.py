@@ -129,7 +129,13 @@ class MoejaxLM(TemplateLM):
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
         """A conversation as the tokenizer's template writes it; without system messages where the
-        template refuses them, as the harness's own models do."""
+        template refuses them, as the harness's own models do. Raises UserError without a
+        template."""
+        if not self.tokenizer.chat_template:
+            raise UserError(
+                f"{self.llm.model} has no chat template; leave out --apply_chat_template "
+                "(--apply-chat-template), or add one to its tokenizer_config.json"
+            )
 
         def written(messages: list[dict[str, str]]) -> str:
             text = self.tokenizer.apply_chat_template(
