@@ -95,13 +95,13 @@ def _jsonl(path: Any, data: bytes, dtype: str) -> Sequence[np.ndarray]:
             ) from None
         if isinstance(found, dict):
             found = next((found[field] for field in _JSON_FIELDS if field in found), None)
-        whole = isinstance(found, list) and all(type(one) is int for one in found)
-        if not whole or any(not -(2**63) <= one < 2**63 for one in found):
+        ids = found if isinstance(found, list) else [None]
+        if not all(type(one) is int and -(2**63) <= one < 2**63 for one in ids):
             text = shown(line.decode("utf-8", "replace"))
             raise UserError(
                 f"{path}, line {number}, is no list of token ids but {text}; "
                 "give a list of whole numbers a line, or an object with one as "
                 f"{', '.join(_JSON_FIELDS)}"
             )
-        documents.append(np.asarray(found, np.int64))
+        documents.append(np.asarray(ids, np.int64))
     return documents

@@ -103,8 +103,8 @@ class MoejaxLM(TemplateLM):
     @property
     def eot_token_id(self) -> int:
         """The tokenizer's end of text, or else the model's. Raises UserError without one."""
-        if self.tokenizer.eos_token_id is not None:
-            return self.tokenizer.eos_token_id
+        if isinstance(found := self.tokenizer.eos_token_id, int):
+            return found
         if ids := self.llm.engine.eos_token_ids:
             return min(ids)
         raise UserError(f"{self.llm.model} names no end-of-text token, before which texts begin")
@@ -113,7 +113,7 @@ class MoejaxLM(TemplateLM):
     def prefix_token_id(self) -> int:
         """What stands before a text without context: beginning of text, or else its end."""
         beginning = self.tokenizer.bos_token_id
-        return self.eot_token_id if beginning is None else beginning
+        return beginning if isinstance(beginning, int) else self.eot_token_id
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
@@ -121,7 +121,7 @@ class MoejaxLM(TemplateLM):
         """A text's ids. add_special_tokens None: as the tokenizer does with a prompt, but no second
         beginning of text. kwargs: of the harness's signature; none is known."""
         if add_special_tokens is None:
-            beginning = self.tokenizer.decode(self.prefix_token_id)
+            beginning = str(self.tokenizer.decode(self.prefix_token_id))
             add_special_tokens = not (beginning and string.startswith(beginning))
         return self.tokenizer.encode(string, add_special_tokens=add_special_tokens)
 
@@ -220,7 +220,8 @@ class MoejaxLM(TemplateLM):
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Each request's text up to its first stop string; greedy where the task does not say how
         to draw. Contexts are cut from the left to leave room for max_gen_toks."""
-        asked = [(str(request.args[0]), dict(request.args[1])) for request in requests]
+        arguments: list[Any] = [request.args for request in requests]
+        asked = [(str(context), dict(given)) for context, given in arguments]
         prompts = [self._prompt(place, *one) for place, one in enumerate(asked)]
         texts = [""] * len(asked)
         bar = tqdm(total=len(asked), desc="moejax: texts", disable=disable_tqdm)
@@ -260,7 +261,8 @@ class MoejaxLM(TemplateLM):
 
     def _outputs(self, prompts: Iterable[GenerationRequest]) -> Iterator[tuple[int, Any]]:
         """(place, output) of each prompt as it ends. Raises the error of one that cannot run."""
-        with contextlib.closing(self.llm.generate_each(prompts)) as results:
+        generator: Any = self.llm.generate_each(prompts)
+        with contextlib.closing(generator) as results:
             for asked, output in results:
                 if isinstance(output, UserError):
                     raise output
