@@ -36,7 +36,6 @@ Scored = tuple[tuple[str, str] | None, list[int], list[int]]
 """The request's own words, tokens before and tokens to score."""
 
 
-@register_model("moejax")
 class MoejaxLM(TemplateLM):
     """One LLM behind the harness's three kinds of request, which the engine batches as it schedules
     them. Results are in the order of the requests, and no bit of them depends on a budget.
@@ -268,3 +267,6 @@ class MoejaxLM(TemplateLM):
                     raise output
                 assert isinstance(asked.tag, int)
                 yield asked.tag, output
+
+
+register_model("moejax")(MoejaxLM)
