@@ -107,7 +107,9 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "model", metavar="MODEL", nargs="?", help="a Hugging Face or Orbax directory, or demo"
     )
     task = evaluate.add_argument_group("task")
-    task.add_argument("--task", type=_task, help="perplexity, or lm-eval:NAME,... (docs)")
+    task.add_argument(
+        "--task", type=_task, help="perplexity, or lm-eval:NAME,... for tasks of lm-eval"
+    )
     task.add_argument("--data", nargs="+", metavar="FILE", default=[], help="text files in UTF-8")
     task.add_argument(
         "--token-ids", nargs="+", metavar="FILE", default=[], help=".npy, .bin or .jsonl files"
