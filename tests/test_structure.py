@@ -65,6 +65,9 @@ WIDE_CONSTRUCTORS: dict[str, str] = {
 """Constructor with more → why."""
 
 BAGS: dict[str, str] = {
+    "moejax.evaluate.harness.model.MoejaxLM.__init__": "lm_eval's model_args; Options checks them",
+    "moejax.evaluate.harness.model.MoejaxLM.tok_encode": "the harness's signature",
+    "moejax.evaluate.harness.model.MoejaxLM._loglikelihood_tokens": "the harness's signature",
     "moejax.serve.async_llm.AsyncLLM.__init__": "the keywords of LLM, which Options checks",
     "moejax.serve.costs.cost_model_of": "the keywords of LLM, which Options checks",
     "host_offload.simulate.prediction.predict": "the keywords of simulate, which checks them",

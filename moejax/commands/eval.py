@@ -1,4 +1,4 @@
-"""``moejax eval``: how likely a model finds texts.
+"""``moejax eval``: how likely a model finds texts, and how well it does tasks.
 
 Nothing heavy is imported before the files are known to be right.
 """
@@ -6,17 +6,23 @@ Nothing heavy is imported before the files are known to be right.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import dataclasses
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from host_offload.memory.budget import format_bytes
 from moejax.commands import EXIT_INTERRUPTED, add_command
+from moejax.commands.eval_tables import (
+    format_comparison,
+    format_cost,
+    format_perplexity,
+    format_tasks,
+)
 from moejax.commands.model import (
     add_described,
-    add_model,
     add_model_options,
     add_options,
     asked,
@@ -25,11 +31,14 @@ from moejax.commands.model import (
 )
 from moejax.errors import UserError
 from moejax.interrupt import ending_after_interrupt
-from moejax.start.options import Description
+from moejax.start.options import Description, descriptions
 
 if TYPE_CHECKING:
-    from moejax.evaluate.evaluation import Cost, Likelihood, PerplexityResult
+    from moejax.evaluate.results_file import ResultLines
+    from moejax.evaluate.token_ids import TokenIds
+    from moejax.serve.llm import LLM
 
+_LM_EVAL = "lm-eval:"
 _WINDOWS = {
     "window": Description(
         "tokens that are computed together (default: 2048, at most --max-model-len)", type=int
@@ -37,7 +46,25 @@ _WINDOWS = {
     "stride": Description(
         "tokens from one window's beginning to the next one's (default: half a window)", type=int
     ),
-    "limit": Description("only the first N tokens of each file", type=int),
+    "limit": Description(
+        "only the first N tokens of each file; of lm-eval's tasks the first N documents", type=int
+    ),
+}
+_TASKS = {
+    "num_fewshot": Description("examples before each document (default: the task's)", type=int),
+    "include_path": Description("a directory with .yaml files of tasks", metavar="DIR"),
+    "apply_chat_template": Description(
+        "documents as messages, by the tokenizer's chat template", type=bool, default=False
+    ),
+}
+_STEPS = {
+    "timeout": Description(
+        "end when no new step came for so many seconds; 0: only the steps that are there (default: "
+        "wait without end)",
+        type=float,
+        metavar="SECONDS",
+    ),
+    "until_step": Description("end after this step, or a later one", type=int),
 }
 _EPILOG = """\
 examples:
@@ -47,6 +74,13 @@ examples:
       the same numbers to the last bit as with all experts resident, and what the run cost
   moejax eval demo --task perplexity --data book.txt --window 512 --stride 512 --limit 20000
       windows that do not overlap, over the first 20000 tokens
+  moejax eval /models/Qwen3-30B-A3B --task lm-eval:arc_easy,hellaswag --expert-budget 25%
+      tasks of lm-evaluation-harness; needs pip install 'moejax[lm-eval]'
+  moejax eval /runs/7 --name-map map.yaml --task perplexity --token-ids val.bin \\
+      --every-step --output val.jsonl
+      a row for each step of a training run as it is written; the same command goes on after a kill
+  moejax eval --compare a.jsonl b.jsonl
+      two runs' --output, paired, with 95% intervals
 
 windows:
   As in transformers' "Perplexity of fixed-length models": windows begin every --stride tokens, and
@@ -64,52 +98,254 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         commands,
         "eval",
         _run,
-        "measure a model's perplexity on text files",
+        "measure a model's perplexity on text files, or its results in lm-eval's tasks",
         _EPILOG,
-        "Measure how likely a model finds text files. Results go to stdout, progress and what\n"
-        "the run cost to stderr.",
+        "Measure how likely a model finds files of text or token ids, or how well it does tasks\n"
+        "of lm-evaluation-harness. Results go to stdout, progress and what the run cost to stderr.",
     )
-    add_model(evaluate)
+    evaluate.add_argument(
+        "model", metavar="MODEL", nargs="?", help="a Hugging Face or Orbax directory, or demo"
+    )
     task = evaluate.add_argument_group("task")
-    task.add_argument("--task", choices=("perplexity",), required=True, help="what to measure")
     task.add_argument(
-        "--data", nargs="+", required=True, metavar="FILE", help="text files in UTF-8"
+        "--task", type=_task, help="perplexity, or lm-eval:NAME,... for tasks of lm-eval"
+    )
+    task.add_argument("--data", nargs="+", metavar="FILE", default=[], help="text files in UTF-8")
+    task.add_argument(
+        "--token-ids", nargs="+", metavar="FILE", default=[], help=".npy, .bin or .jsonl files"
+    )
+    task.add_argument(
+        "--token-dtype", default="uint16", help="numbers of a .bin file (default: uint16)"
     )
     add_described(task, _WINDOWS)
+    add_described(task, _TASKS)
+    runs = evaluate.add_argument_group("training runs, and pairs of runs")
+    runs.add_argument(
+        "--every-step", action="store_true", help="MODEL is an Orbax root: a row a step"
+    )
+    add_described(runs, _STEPS)
+    runs.add_argument(
+        "--compare", nargs=2, metavar=("A", "B"), help="compare what --output wrote for two runs"
+    )
     add_model_options(evaluate)
     output = evaluate.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="one JSON object, and no progress")
     output.add_argument("--quiet", action="store_true", help="results only")
+    output.add_argument(
+        "--output",
+        metavar="FILE",
+        help="also write a JSON line a run, or a step, for --compare; steps that it has are not "
+        "computed again",
+    )
     add_options(output, "trace")
+
+
+def _task(text: str) -> str:
+    if text == "perplexity" or (text.startswith(_LM_EVAL) and text != _LM_EVAL):
+        return text
+    raise argparse.ArgumentTypeError(
+        f"{text!r} is neither perplexity nor lm-eval:NAME,..., such as lm-eval:arc_easy,hellaswag"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Outcome:
+    """What one run found."""
+
+    report: dict[str, Any]
+    units: list[Any]
+    table: str
+    figures: dict[str, float]
+    """For a row of --every-step."""
+    cost: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    """What is to be evaluated. asked: all of it that decides the figures, for --output's lines."""
+
+    asked: dict[str, Any]
+    run: Callable[[LLM, bool], _Outcome]
 
 
 def _run(args: argparse.Namespace) -> int:
     # Also while modules are imported: jax's callback of the garbage collector may swallow Ctrl-C.
     with ending_after_interrupt(1.5, EXIT_INTERRUPTED):
-        return _evaluate(args)
+        return _compare(args) if args.compare else _evaluate(args)
 
 
 def _evaluate(args: argparse.Namespace) -> int:
-    options, windows = engine_options(args), asked(args, _WINDOWS)
-    texts = {}
-    for name in args.data:
-        if name in texts:
-            raise UserError(f"{name} is named twice in --data; each file is scored once")
-        texts[name] = _read_text(name)
+    if args.model is None or args.task is None:
+        args.parser.error("the following arguments are required: MODEL, --task (or --compare A B)")
+    if not args.every_step:
+        _refuse_given(args, _STEPS, "of --every-step; add that")
+    options = engine_options(args)
+    job = _perplexity(args) if args.task == "perplexity" else _tasks(args)
+    # What is about memory changes no figure, so a run may go on with another budget.
+    memory = {name for name, said in descriptions().items() if said.group in ("memory", "trace")}
+    kept = {name: str(value) for name, value in options.items() if name not in memory}
+    job = dataclasses.replace(job, asked={**job.asked, "options": kept})
+    if args.every_step:
+        return _every_step(args, options, job)
+    with _lines(args, job) as lines:
+        with started(args, options) as llm:
+            found = job.run(llm, not (args.quiet or args.json))
+        found.report["run"]["options"] = options
+        if lines is not None:
+            lines.append(_line(None, job, found))
+    if args.json:
+        print(json.dumps(found.report, indent=2))
+        return 0
+    print(found.table)
+    if found.cost and not args.quiet:
+        print("\n" + found.cost, file=sys.stderr)
+    return 0
 
-    from moejax.evaluate.evaluation import check_windows, perplexity, result_json
+
+def _perplexity(args: argparse.Namespace) -> _Job:
+    windows = asked(args, _WINDOWS)
+    _refuse_given(args, _TASKS, "of lm-eval's tasks, not of perplexity")
+    if not (args.data or args.token_ids):
+        args.parser.error("--task perplexity needs --data FILE..., or --token-ids FILE...")
+    named = [*args.data, *args.token_ids]
+    for name in named:
+        if named.count(name) > 1:
+            raise UserError(
+                f"{name} is named twice in --data and --token-ids; each file is scored once"
+            )
+    texts: dict[str, str | TokenIds] = {name: _read_text(name) for name in args.data}
+
+    from moejax.evaluate.token_ids import read_token_ids
+
+    texts |= {name: read_token_ids(name, args.token_dtype) for name in args.token_ids}
+
+    from moejax.evaluate.evaluation import (
+        check_windows,
+        perplexity,
+        result_json,
+        text_sha256,
+        window_units,
+    )
 
     check_windows(**windows)
-    with started(args, options) as llm:
-        result = perplexity(llm, texts, **windows, progress=not (args.quiet or args.json))
-        report = result_json(llm, result)
-    report["run"]["options"] = options
+
+    def run(llm: LLM, progress: bool) -> _Outcome:
+        result = perplexity(llm, texts, **windows, progress=progress)
+        report, total = result_json(llm, result), result.total
+        figures = {"bits/token": total.bits_per_token, "perplexity": total.perplexity}
+        return _Outcome(
+            report,
+            window_units(result),
+            format_perplexity(result),
+            figures,
+            format_cost(result.cost, report["run"]),
+        )
+
+    data = [text_sha256(text) for text in texts.values()]
+    return _Job({"task": args.task, **windows, "data": data}, run)
+
+
+def _tasks(args: argparse.Namespace) -> _Job:
+    _refuse_given(args, ("data", "token_ids", "window", "stride"), "of perplexity, not of tasks")
+    try:
+        from moejax.evaluate.harness.tasks import (
+            TaskOptions,
+            document_units,
+            run_tasks,
+            task_manager,
+            tasks_json,
+        )
+    except ImportError as error:
+        if (error.name or "").split(".")[0] != "lm_eval":
+            raise
+        raise UserError(
+            "tasks of lm-eval need lm-evaluation-harness: pip install 'moejax[lm-eval]'"
+        ) from None
+    names = args.task.removeprefix(_LM_EVAL).split(",")
+    options = TaskOptions(limit=args.limit, **asked(args, _TASKS))
+    manager = task_manager(names, options.include_path)
+
+    def run(llm: LLM, progress: bool) -> _Outcome:
+        found = run_tasks(llm, names, manager, options)
+        report = tasks_json(llm, found, options)
+        figures = {
+            f"{task} {name.removesuffix(',none')}": float(value)
+            for task, metrics in report["results"].items()
+            for name, value in metrics.items()
+            if "," in name and "_stderr," not in name and isinstance(value, int | float)
+        }
+        return _Outcome(report, document_units(found), format_tasks(report), figures)
+
+    return _Job({"task": args.task, "limit": args.limit, **asked(args, _TASKS)}, run)
+
+
+def _refuse_given(args: argparse.Namespace, names: Iterable[str], why: str) -> None:
+    """Raises UserError for an option that says something where it means nothing."""
+    for name, value in asked(args, names).items():
+        if value is not None and value is not False and value != []:
+            raise UserError(f"--{name.replace('_', '-')} is {why}")
+
+
+def _every_step(args: argparse.Namespace, options: dict[str, Any], job: _Job) -> int:
+    from moejax.checkpoints.orbax.steps import finished_steps
+    from moejax.evaluate.every_step import new_steps
+
+    if "step" in options:
+        raise UserError("--every-step is all steps; leave out --step")
+    with _lines(args, job) as lines:
+        done = set() if lines is None else lines.steps
+        if done and not (args.quiet or args.json):
+            print(f"{args.output} has {len(done)} steps already", file=sys.stderr)
+        for step in new_steps(args.model, done, **asked(args, _STEPS)):
+            try:
+                with started(args, {**options, "step": step}) as llm:
+                    found = job.run(llm, not (args.quiet or args.json))
+            except UserError:
+                if step in finished_steps(Path(args.model)):
+                    raise
+                print(f"step {step} was deleted before it was read", file=sys.stderr)
+                continue
+            found.report["run"]["options"] = options
+            if lines is not None:
+                lines.append(_line(step, job, found))
+            if args.json:
+                print(json.dumps({"step": step, **found.report}), flush=True)
+            else:
+                figures = "  ".join(f"{name} {value:.4f}" for name, value in found.figures.items())
+                print(f"step {step:>8}  {figures}", flush=True)
+    return 0
+
+
+def _lines(
+    args: argparse.Namespace, job: _Job
+) -> contextlib.AbstractContextManager[ResultLines | None]:
+    """The open --output, None without one."""
+    from moejax.evaluate.results_file import open_lines
+
+    if args.output is None:
+        return contextlib.nullcontext()
+    return open_lines(args.output, job.asked, resume=args.every_step)
+
+
+def _line(step: int | None, job: _Job, found: _Outcome) -> dict[str, Any]:
+    units = [dataclasses.asdict(one) for one in found.units]
+    return {"step": step, "asked": job.asked, **found.report, "units": units}
+
+
+def _compare(args: argparse.Namespace) -> int:
+    if args.model is not None or args.task is not None:
+        raise UserError("--compare reads two files of results and runs no model; leave out MODEL")
+
+    from moejax.evaluate.comparison import FEW, compared
+    from moejax.evaluate.results_file import read_lines
+
+    found = compared(*map(read_lines, args.compare))
     if args.json:
-        print(json.dumps(report, indent=2))
+        print(json.dumps([dataclasses.asdict(one) for one in found], indent=2))
         return 0
-    print(_format_result(result))
-    if not args.quiet:
-        print("\n" + _format_cost(result.cost, report["run"]), file=sys.stderr)
+    print(format_comparison(found))
+    if not args.quiet and any(one.pairs < FEW for one in found):
+        print(f"note: with fewer than {FEW} pairs a normal interval is rough", file=sys.stderr)
     return 0
 
 
@@ -123,38 +359,8 @@ def _read_text(name: str) -> str:
     except UnicodeDecodeError as error:
         raise UserError(
             f"{name} is not UTF-8 text: byte {error.start} is {error.object[error.start]:#04x}; "
-            f"convert it first, as with iconv -t UTF-8"
+            f"convert it first, as with iconv -t UTF-8, or give a file of token ids as --token-ids"
         ) from None
     if not text:
         raise UserError(f"{name} is empty; there is nothing to score")
     return text
-
-
-def _format_result(result: PerplexityResult) -> str:
-    rows: list[tuple[str, Likelihood]] = [(text.name, text) for text in result.texts]
-    if len(rows) > 1:
-        rows.append(("all", result.total))
-    cells = [("", "tokens", "scored", "bits/token", "bits/byte", "perplexity")]
-    for name, found in rows:
-        bits = f"{found.bits_per_token:.4f}", f"{found.bits_per_byte:.4f}"
-        counts = f"{found.tokens:,}", f"{found.scored_tokens:,}"
-        cells.append((name, *counts, *bits, f"{found.perplexity:.4f}"))
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    first, *rest = widths
-    return "\n".join(
-        "  ".join([row[0].ljust(first), *map(str.rjust, row[1:], rest)]) for row in cells
-    )
-
-
-def _format_cost(cost: Cost, run: Mapping[str, Any]) -> str:
-    hit_rate = "–" if run["hit_rate"] is None else f"{run['hit_rate']:.1%}"
-    lines = [
-        f"speed    {cost.computed_tokens} tokens computed in {cost.seconds:.2f} s, of which "
-        f"{cost.compile_s:.2f} s compiled; {cost.tokens_per_s:.0f} tokens/s",
-        f"experts  hit rate {hit_rate} of {cost.activations} activations ({cost.fills} fills, "
-        f"{cost.read_through} read through), {run['eviction']}",
-        f"moved    {format_bytes(cost.fill_bytes)} filled, "
-        f"{format_bytes(cost.read_through_bytes)} read through in "
-        f"{cost.prefill_steps} prefill steps",
-    ]
-    return "\n".join(lines + [f"note     {note}" for note in run["notes"]])

@@ -12,22 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moejax.checkpoints.convert import installed_version
 from moejax.engine.loop import Engine
 from moejax.errors import UserError
-from moejax.models.model_config import config_digest
+from moejax.evaluate.comparison import Units
+from moejax.evaluate.report import model_report, run_report
+from moejax.evaluate.token_ids import TokenIds
 from moejax.progress import token_progress
 from moejax.serve.generation import run_scores
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
-
     from moejax.serve.llm import LLM
 
 DEFAULT_WINDOW = 2048
 """Tokens, where the model has room for so many: what papers on compressed models mostly use."""
-
-_VERSIONS = ("moejax", "jax", "jaxlib", "numpy", "tokenizers")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,8 +44,9 @@ class Likelihood:
     windows: int
     scored_tokens: int
     """All but the first of each text; with stride = window all but the first of each window."""
-    scored_bytes: int
-    """Bytes of UTF-8 text that the scored tokens stand for; special tokens stand for none."""
+    scored_bytes: int | None
+    """Bytes of UTF-8 text that the scored tokens stand for; special tokens stand for none. None of
+    token ids, whose text nobody knows."""
     nll: float
     """Sum over the scored tokens of −ln p(token | the window's tokens before it)."""
 
@@ -57,9 +55,9 @@ class Likelihood:
         return self.nll / math.log(2) / self.scored_tokens
 
     @property
-    def bits_per_byte(self) -> float:
+    def bits_per_byte(self) -> float | None:
         """Comparable between tokenizers, unlike the other two (lm-eval's bits_per_byte)."""
-        return self.nll / math.log(2) / self.scored_bytes
+        return None if self.scored_bytes is None else self.nll / math.log(2) / self.scored_bytes
 
     @property
     def perplexity(self) -> float:
@@ -73,9 +71,11 @@ class TextLikelihood(Likelihood):
 
     name: str
     sha256: str
-    """SHA-256 of the whole text's UTF-8 bytes."""
+    """SHA-256 of the whole text's UTF-8 bytes, or of the file of token ids."""
     logprobs: np.ndarray = dataclasses.field(repr=False, compare=False)
     """float64[tokens]: ln p of each token, NaN of those that are not scored."""
+    scored: tuple[Window, ...] = dataclasses.field(default=(), repr=False, compare=False)
+    """The windows that scored them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,8 +116,12 @@ class PerplexityResult:
     @property
     def total(self) -> Likelihood:
         """Over the scored tokens of all texts, each counted alike."""
-        names = [field.name for field in dataclasses.fields(Likelihood)]
-        return Likelihood(**{n: sum(getattr(text, n) for text in self.texts) for n in names})
+        names = [f.name for f in dataclasses.fields(Likelihood) if f.name != "scored_bytes"]
+        nbytes = [text.scored_bytes for text in self.texts if text.scored_bytes is not None]
+        return Likelihood(
+            **{n: sum(getattr(text, n) for text in self.texts) for n in names},
+            scored_bytes=sum(nbytes) if len(nbytes) == len(self.texts) else None,
+        )
 
 
 def check_windows(window: int | None, stride: int | None, limit: int | None) -> None:
@@ -154,7 +158,7 @@ def sliding_windows(tokens: int, window: int, stride: int) -> list[Window]:
 
 def perplexity(
     llm: LLM,
-    texts: str | Sequence[str] | Mapping[str, str],
+    texts: str | TokenIds | Sequence[str | TokenIds] | Mapping[str, str | TokenIds],
     *,
     window: int | None = None,
     stride: int | None = None,
@@ -163,23 +167,18 @@ def perplexity(
 ) -> PerplexityResult:
     """Scores texts by sliding windows, many windows a prefill step.
 
-    texts: one, several, or several by name. window: tokens a window has (default: DEFAULT_WINDOW,
+    texts: one, several, or several by name; each a text or documents of token ids, which need no
+    tokenizer and have windows of their own. window: tokens a window has (default: DEFAULT_WINDOW,
     at most the model's max_model_len). stride: tokens from one window's beginning to the next
     one's (default: half of the window). With less than the window, each token but a text's first
     is scored once, with at least window − stride tokens of context where there are so many. limit:
     score only the first tokens of each text. progress: a bar on stderr.
 
     A text is tokenized whole, as the model's tokenizer does with a prompt (special tokens
-    included). Raises UserError for a model without tokenizer, an empty text or one of less than two
-    tokens, text that is no Unicode, window, stride or limit out of range, and
-    log-probabilities that are not finite.
+    included). Raises UserError for a text without tokenizer, an empty text or one of less than two
+    tokens, text that is no Unicode, ids outside of the vocabulary, window, stride or limit out of
+    range, and log-probabilities that are not finite.
     """
-    tokenizer = llm.get_tokenizer()
-    if tokenizer is None:
-        raise UserError(
-            f"{llm.model} has no tokenizer, without which text has no tokens; add its "
-            f"tokenizer.json, or score token ids with LLM.score_batch"
-        )
     most = llm.engine.scheduler.max_model_len
     window = min(DEFAULT_WINDOW, most) if window is None else window
     stride = max(window // 2, 1) if stride is None else stride
@@ -191,15 +190,13 @@ def perplexity(
             f"window {window} is larger than max_model_len {most}: give a window of at most {most}"
             f"{more} (the model has {longest} positions)"
         )
-    if isinstance(texts, str):
+    if isinstance(texts, str | TokenIds):
         texts = [texts]
     if not isinstance(texts, Mapping):
         texts = {f"text {i}": text for i, text in enumerate(texts)}
     if not texts:
         raise UserError("there is no text to score; give at least one")
-    encoded = [
-        _encode(name, text, tokenizer, window, stride, limit) for name, text in texts.items()
-    ]
+    encoded = [_encode(llm, name, text, window, stride, limit) for name, text in texts.items()]
     scored = sum(w.end - w.first for text in encoded for w in text.windows)
     llm.stats()  # refuses an LLM that is closed or lent
     with token_progress("scoring", scored, 0, None, progress) as report:
@@ -214,46 +211,51 @@ def result_json(llm: LLM, result: PerplexityResult) -> dict[str, Any]:
     changes it, unless `precision` says that it changes bits and mixes versions. `run` says how, and
     what it cost. prefill_tokens is a shape of XLA's matrix products, whose last bits depend on it.
     """
-    runner, stats = llm.engine.runner, llm.stats()
     files = [{"name": text.name, "sha256": text.sha256, **_figures(text)} for text in result.texts]
     # Names the texts in their order.
     data = hashlib.sha256("".join(f"{text.sha256}\n" for text in result.texts).encode())
-    scheduler, cost = llm.engine.scheduler, result.cost
+    cost = result.cost
     return {
         "task": "perplexity",
-        "model": {
-            "path": llm.model,
-            "config_digest": config_digest(llm.config),
-            "dtype": llm.dtype,
-            "experts": {record.version: record.nbytes for record in runner.layout.records},
-            "precision": {
-                **llm.plan.settings.precision.report(),
-                "quantizers": stats["precision"]["quantizers"],
-            },
-        },
-        "versions": {name: installed_version(name) for name in _VERSIONS},
-        "device": stats["device"],
-        "ops": stats["ops"],
-        "prefill_tokens": scheduler.prefill_chunks * scheduler.chunk,
+        **model_report(llm),
         "window": result.window,
         "stride": result.stride,
         "limit": result.limit,
         "data": {"sha256": data.hexdigest(), "texts": files},
         "total": _figures(result.total),
         "run": {
-            **{name: stats[name] for name in ("driver", "eviction", "control")},
-            "max_model_len": scheduler.max_model_len,
-            "max_num_seqs": scheduler.max_num_seqs,
-            **{name: stats[name] for name in ("arena", "kv", "store_bytes")},
+            **run_report(llm),
             **dataclasses.asdict(cost),
             "misses": cost.fills + cost.read_through,
             "hit_rate": cost.hits / cost.activations if cost.activations else None,
             "tokens_per_s": cost.tokens_per_s,
             "scored_tokens_per_s": cost.tokens_per_s
             * (result.total.scored_tokens / cost.computed_tokens),
-            "notes": stats["notes"],
         },
     }
+
+
+def text_sha256(text: str | TokenIds) -> str:
+    """What `TextLikelihood.sha256` will be. Raises UserError for text that is no Unicode."""
+    if isinstance(text, TokenIds):
+        return text.sha256
+    try:
+        return hashlib.sha256(text.encode()).hexdigest()
+    except UnicodeEncodeError as error:
+        raise UserError(f"the text is not valid Unicode ({error})") from None
+
+
+def window_units(result: PerplexityResult) -> list[Units]:
+    """What two runs over the same windows are compared by: each text's bits, window by window."""
+    found = []
+    for text in result.texts:
+        parts = [(w, -math.fsum(text.logprobs[w.first : w.end])) for w in text.scored]
+        keys = [f"{text.sha256[:16]}:{w.begin}-{w.end}:{w.first}" for w, _ in parts]
+        sums = [nll / math.log(2) for _, nll in parts]
+        found.append(
+            Units(text.name, "bits/token", keys, sums, [w.end - w.first for w, _ in parts])
+        )
+    return found
 
 
 # ---- pieces
@@ -266,20 +268,26 @@ class _Encoded:
     name: str
     sha256: str
     ids: np.ndarray
-    nbytes: np.ndarray
+    nbytes: np.ndarray | None
     """int64[tokens]: bytes of text that each token stands for."""
     windows: list[Window]
-    logprobs: np.ndarray
+    logprobs: np.ndarray = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "logprobs", np.full(len(self.ids), np.nan))
 
 
 def _encode(
-    name: str,
-    text: str,
-    tokenizer: PreTrainedTokenizerFast,
-    window: int,
-    stride: int,
-    limit: int | None,
+    llm: LLM, name: str, text: str | TokenIds, window: int, stride: int, limit: int | None
 ) -> _Encoded:
+    if isinstance(text, TokenIds):
+        return _encode_ids(name, text, llm.config.vocab_size, window, stride, limit)
+    tokenizer = llm.get_tokenizer()
+    if tokenizer is None:
+        raise UserError(
+            f"{llm.model} has no tokenizer, without which text has no tokens; name a directory "
+            f"with its tokenizer.json (--tokenizer DIR), or give token ids (--token-ids FILE)"
+        )
     try:
         data = text.encode()
     except UnicodeEncodeError as error:
@@ -292,12 +300,37 @@ def _encode(
     ids, nbytes = ids[:limit], nbytes[:limit]
     windows = sliding_windows(len(ids), window, stride)
     if not sum(nbytes[w.first : w.end].sum() for w in windows):
+        raise _too_short(name, len(ids))
+    return _Encoded(name, hashlib.sha256(data).hexdigest(), ids, nbytes, windows)
+
+
+def _encode_ids(
+    name: str, given: TokenIds, vocabulary: int, window: int, stride: int, limit: int | None
+) -> _Encoded:
+    """Documents one after the other, no window over two of them."""
+    ids = np.concatenate(given.documents)
+    bad = np.flatnonzero((ids < 0) | (ids >= vocabulary))
+    if len(bad):
         raise UserError(
-            f"{name} is too short to score (tokens: {len(ids)}); a text needs at least two, since "
-            f"the first has no context"
+            f"{name}: token {bad[0]} has the id {ids[bad[0]]}, outside of the vocabulary of "
+            f"{vocabulary}; were they made for this model, and with this --token-dtype?"
         )
-    unknown = np.full(len(ids), np.nan)
-    return _Encoded(name, hashlib.sha256(data).hexdigest(), ids, nbytes, windows, unknown)
+    ids, windows, begin = ids[:limit].astype(np.int32), [], 0
+    for document in given.documents:
+        tokens = max(min(len(document), len(ids) - begin), 0)
+        for w in sliding_windows(tokens, window, stride):
+            windows.append(Window(begin + w.begin, begin + w.end, begin + w.first))
+        begin += len(document)
+    if not windows:
+        raise _too_short(name, len(ids))
+    return _Encoded(name, given.sha256, ids, None, windows)
+
+
+def _too_short(name: str, tokens: int) -> UserError:
+    return UserError(
+        f"{name} is too short to score (tokens: {tokens}); a text needs at least two, since the "
+        f"first has no context"
+    )
 
 
 def _token_bytes(text: str, offsets: np.ndarray) -> np.ndarray:
@@ -365,12 +398,13 @@ def _likelihood(text: _Encoded) -> TextLikelihood:
         tokens=len(text.ids),
         windows=len(text.windows),
         scored_tokens=int(scored.sum()),
-        scored_bytes=int(text.nbytes[scored].sum()),
+        scored_bytes=None if text.nbytes is None else int(text.nbytes[scored].sum()),
         # Rounded once, in whatever order windows finished or files were named.
         nll=-math.fsum(text.logprobs[scored]),
         name=text.name,
         sha256=text.sha256,
         logprobs=text.logprobs,
+        scored=tuple(text.windows),
     )
 
 

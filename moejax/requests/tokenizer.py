@@ -61,16 +61,18 @@ _PROMPT_CONTEXT = 6
 """Prompt tokens that may bear on how the first generated one is written (vLLM's number)."""
 
 
-def load_tokenizer(directory: str | os.PathLike[str]) -> PreTrainedTokenizerFast | None:
-    """The tokenizer of a Hugging Face model directory; None if it has none.
+def load_tokenizer(
+    directory: str | os.PathLike[str], required: bool = False
+) -> PreTrainedTokenizerFast | None:
+    """The tokenizer of a Hugging Face model directory; None if it has none, unless it is required.
 
     Reads local files only: ``tokenizer.json`` as it stands, with the special tokens and the chat
     template of ``tokenizer_config.json``. Safe to call from another thread, so that the second it
     takes to import transformers can pass while something compiles.
 
     No code of the checkpoint runs (``auto_map`` is ignored), and files that are links out of the
-    directory are refused (require_own_file). Raises UserError if the files are damaged, or of a
-    format without ``tokenizer.json``.
+    directory are refused (require_own_file). Raises UserError if the files are damaged, of a format
+    without ``tokenizer.json``, or missing where they are required.
     """
     directory = Path(directory)
     for name in [*FILES, *directory.glob(f"{TEMPLATES}/*")]:
@@ -80,6 +82,8 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> PreTrainedTokenizerFast
             require_own_file(directory / name, directory, most, "a tokenizer")
     if not (directory / "tokenizer.json").exists():
         others = [name for name in _OTHER_FORMATS if (directory / name).is_file()]
+        if not others and required:
+            raise UserError(f"{directory}: no tokenizer there; it needs a tokenizer.json")
         if not others:
             return None
         raise UserError(

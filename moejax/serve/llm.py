@@ -77,6 +77,7 @@ class LLM:
         step: int | str | None = None,
         name_map: str | os.PathLike[str] | None = None,
         dtype: str = "auto",
+        tokenizer: str | os.PathLike[str] | None = None,
         seed: int = 0,
         max_model_len: int | None = None,
         max_num_seqs: int | None = None,
@@ -131,7 +132,8 @@ class LLM:
         directory = model_directory(options.model)
         self._start.end("backend")
         with ThreadPoolExecutor(1) as pool:
-            tokenizer = pool.submit(load_tokenizer, directory)
+            words = directory if options.tokenizer is None else options.tokenizer
+            tokenizer = pool.submit(load_tokenizer, words, options.tokenizer is not None)
             loaded = self._load(settings, directory)
             self._start.end("load", loaded.seconds)
             try:
@@ -139,9 +141,7 @@ class LLM:
                     loaded,
                     settings,
                     self.device,
-                    tokenizer=lambda: check_vocabulary(
-                        tokenizer.result(), loaded.config, directory
-                    ),
+                    tokenizer=lambda: check_vocabulary(tokenizer.result(), loaded.config, words),
                 )
             except BaseException:
                 loaded.store.delete()

@@ -97,6 +97,11 @@ class Options:
         "engine",
         default="auto",
     )
+    tokenizer: str | os.PathLike[str] | None = _option(
+        "a directory with tokenizer.json, in place of the model's own",
+        "checkpoint",
+        metavar="DIR",
+    )
     seed: int = _option("of requests that bring none", default=0)
     max_model_len: int | None = _option(
         "most tokens of prompt and text together (default: the model's)", "engine"

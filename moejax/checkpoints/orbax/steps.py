@@ -10,6 +10,7 @@ Three directories are told apart by what lies in them, for Orbax writes no kind:
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import pathlib
@@ -76,6 +77,23 @@ def find_items(directory: pathlib.Path, step: Step = None) -> Items:
     number = _chosen(directory, steps, step)
     _check_finished([steps[number]])
     return Items(number, (steps[number], directory), _items(steps[number]))
+
+
+def finished_steps(directory: pathlib.Path) -> list[int]:
+    """The steps of a root that Orbax has written to their end, ascending; none where there are no
+    steps yet. Raises UserError for a directory that is not there, or is one checkpoint itself."""
+    if not directory.is_dir():
+        raise UserError(f"{directory}: no such directory; a root is made before its first step")
+    if _items(directory):
+        raise UserError(
+            f"{directory}: is one checkpoint, not a root with steps; give the directory around it"
+        )
+    finished = []
+    for number, path in _steps(directory).items():
+        with contextlib.suppress(UserError):  # not finished, or deleted since
+            _check_finished([path])
+            finished.append(number)
+    return finished
 
 
 def _check_step(step: Step) -> None:

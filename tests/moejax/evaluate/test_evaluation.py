@@ -3,6 +3,8 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +21,9 @@ from moejax.evaluate.evaluation import (
     perplexity,
     result_json,
     sliding_windows,
+    window_units,
 )
+from moejax.evaluate.token_ids import TokenIds
 
 LIMITS = {"max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 256}
 STORY = "The old house stood by the sea – nobody had lived there for years. " * 5 + "É fini. 🏚"
@@ -122,6 +126,58 @@ def test_windows_that_do_not_overlap_leave_out_their_first_tokens(llm):
     assert np.flatnonzero(np.isnan(text.logprobs)).tolist() == list(range(0, text.tokens, 32))
 
 
+# ---- token ids
+
+
+def token_ids(*documents):
+    return TokenIds(tuple(np.asarray(one, np.int64) for one in documents), "ab" * 32)
+
+
+def test_token_ids_have_the_figures_of_their_text(llm):
+    ids = llm.get_tokenizer()(STORY)["input_ids"]
+    given = {"story": STORY, "ids": token_ids(ids)}
+    result = perplexity(llm, given, window=48, stride=20)
+    text, found = result.texts
+    np.testing.assert_array_equal(found.logprobs, text.logprobs)
+    assert (found.nll, found.perplexity) == (text.nll, text.perplexity)
+    assert found.scored_bytes is None and found.bits_per_byte is None
+    # Nobody knows the bytes of both.
+    assert result.total.scored_bytes is None and result.total.nll == 2 * text.nll
+    report = json.loads(json.dumps(result_json(llm, result)))
+    assert report["data"]["texts"][1]["sha256"] == "ab" * 32
+    assert report["total"]["bits_per_byte"] is None
+
+
+def test_documents_are_no_context_of_each_other(llm):
+    ids = llm.get_tokenizer()(STORY)["input_ids"]
+    documents = [ids[:50], ids[50:51], ids[51:71]]
+    result = perplexity(llm, {"a": token_ids(*documents)}, window=32, stride=16, limit=64)
+    (text,) = result.texts
+    alone = [perplexity(llm, token_ids(d), window=32, stride=16).texts[0] for d in (ids[:50],)]
+    np.testing.assert_array_equal(text.logprobs[:50], alone[0].logprobs)
+    np.testing.assert_array_equal(text.logprobs[52:], llm.score(ids[51:64]))
+    # The first of each, and a document of one token, have no context.
+    assert np.flatnonzero(np.isnan(text.logprobs)).tolist() == [0, 50, 51]
+    (units,) = window_units(result)
+    assert sum(units.weights) == text.scored_tokens == 61
+    assert sum(units.sums) == pytest.approx(text.nll / math.log(2))
+    assert len(set(units.keys)) == len(units.keys) == text.windows
+
+
+@pytest.mark.parametrize(
+    ("documents", "message"),
+    [
+        ([[5, 6, 70_000]], "a: token 2 has the id 70000, outside of the vocabulary of 4096; were"),
+        ([[5, -1]], "a: token 1 has the id -1, outside of the vocabulary"),
+        ([[5], [6]], r"a is too short to score \(tokens: 2\)"),
+    ],
+)
+def test_token_ids_that_cannot_be_scored_are_refused(llm, documents, message):
+    with pytest.raises(UserError, match=message):
+        perplexity(llm, {"a": token_ids(*documents)})
+    assert llm.engine.idle
+
+
 # ---- the command
 
 
@@ -176,6 +232,90 @@ def test_results_go_to_stdout_and_cost_to_stderr(llm, files, capsys, monkeypatch
     assert "experts  hit rate" in err and "moved" in err and "note" in err
     assert cli.main([*asked, "--quiet"]) == 0
     assert capsys.readouterr() == (out, "")
+
+
+def test_results_are_kept_and_compared(llm, files, tmp_path, capsys, monkeypatch):
+    class Kept:
+        """The fixture's, not another one for each command."""
+
+        def __new__(cls, model, **options):
+            return llm
+
+    monkeypatch.setattr("moejax.LLM", Kept, raising=False)
+    monkeypatch.setattr(LLM, "__exit__", lambda *_: None)
+    np.save(tmp_path / "story.npy", llm.get_tokenizer()(STORY)["input_ids"])
+    asked = ["eval", "demo", "--task", "perplexity", "--token-ids", str(tmp_path / "story.npy")]
+    asked += ["--window=32", "--stride=32"]
+    outputs = [str(tmp_path / name) for name in ("a.jsonl", "b.jsonl")]
+    assert cli.main([*asked, "--output", outputs[0]]) == 0
+    assert re.search(r"story.npy +\d+ +\d+ +\d+\.\d{4} +– +\d", capsys.readouterr().out)
+    assert cli.main([*asked, "--output", outputs[1], "--quiet"]) == 0
+    assert cli.main([*asked, "--output", outputs[1]]) == 2
+    assert "has results already; choose another --output" in capsys.readouterr().err
+    # As another model would have it: one bit more a token, in every window.
+    line = json.loads(Path(outputs[1]).read_text())
+    for unit in line["units"]:
+        unit["sums"] = [a + w for a, w in zip(unit["sums"], unit["weights"], strict=True)]
+    Path(outputs[1]).write_text(json.dumps(line) + "\n")
+    assert cli.main(["eval", "--compare", *outputs]) == 0
+    out, err = capsys.readouterr()
+    assert re.search(r"story.npy +– +bits/token +\d .* \+1\.0000 +\[\+1.0000, \+1.0000\]$", out)
+    assert "with fewer than 30 pairs a normal interval is rough" in err
+
+
+def test_a_tokenizer_of_another_directory(demo_dir, tmp_path):
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(demo_dir / name, tmp_path / name)
+    with LLM(tmp_path, progress=False, **LIMITS) as bare:
+        assert bare.get_tokenizer() is None
+        with pytest.raises(UserError, match=r"\(--tokenizer DIR\), or give token ids"):
+            perplexity(bare, STORY)
+    with LLM(tmp_path, tokenizer=demo_dir, progress=False, **LIMITS) as llm:
+        assert llm.get_tokenizer()("The old house")["input_ids"]
+    with pytest.raises(UserError, match="/no/such: no tokenizer"):
+        LLM(tmp_path, tokenizer="/no/such", progress=False, **LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["demo", "--data", "x"], "required: MODEL, --task (or --compare A B)"),
+        (["--task", "perplexity", "--data", "x"], "required: MODEL, --task (or --compare A B)"),
+        (["demo", "--task", "perplexity"], "needs --data FILE..., or --token-ids FILE..."),
+        (["demo", "--task", "lm-eval:"], "is neither perplexity nor lm-eval:NAME,..., such as"),
+    ],
+)
+def test_what_is_to_be_evaluated_must_be_said(capsys, arguments, message):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["eval", *arguments])
+    assert ended.value.code == 2 and message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["demo", "--compare", "a", "b"], "--compare reads two files of results and runs no model"),
+        (["--compare", "/no/a", "/no/b"], "/no/a cannot be read"),
+        (
+            ["demo", "--task", "perplexity", "--data", "x", "--num-fewshot", "0"],
+            "--num-fewshot is of lm-eval's tasks, not of perplexity",
+        ),
+    ],
+)
+def test_options_without_meaning_are_refused(capsys, arguments, message):
+    assert cli.main(["eval", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_without_lm_eval_its_tasks_say_what_to_install(capsys, monkeypatch):
+    for name in [name for name in sys.modules if name.split(".")[0] == "lm_eval"]:
+        monkeypatch.delitem(sys.modules, name)
+    for name in ("tasks", "model"):
+        monkeypatch.delitem(sys.modules, f"moejax.evaluate.harness.{name}", raising=False)
+    monkeypatch.setitem(sys.modules, "lm_eval", None)  # as if it were not installed
+    assert cli.main(["eval", "demo", "--task", "lm-eval:arc_easy"]) == 2
+    said = capsys.readouterr().err
+    assert "need lm-evaluation-harness: pip install 'moejax[lm-eval]'" in said
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,112 @@
+"""Tasks of lm-evaluation-harness with a model that runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lm_eval.evaluator import simple_evaluate
+from lm_eval.tasks import TaskManager
+
+from moejax.checkpoints.convert import installed_version
+from moejax.errors import UserError
+from moejax.evaluate.comparison import Units
+from moejax.evaluate.harness.model import MoejaxLM
+from moejax.evaluate.report import model_report, run_report
+from moejax.serve.llm import LLM
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskOptions:
+    """What the harness's own command line has by the same names."""
+
+    num_fewshot: int | None = None
+    limit: int | None = None
+    """Only the first documents of each task."""
+    include_path: str | os.PathLike[str] | None = None
+    apply_chat_template: bool = False
+
+
+def task_manager(tasks: Sequence[str], include_path: str | os.PathLike[str] | None) -> TaskManager:
+    """The harness's index of tasks. Raises UserError for a directory that is not there, and for
+    tasks that are unknown."""
+    if include_path is not None and not os.path.isdir(include_path):
+        raise UserError(f"{include_path} is no directory with files of tasks (--include-path)")
+    own = None if include_path is None else str(include_path)
+    if own is not None:  # reading the harness's own 10,000 files takes many seconds
+        manager = TaskManager(include_path=own, include_defaults=False)
+        if all(manager.match_tasks([task]) for task in tasks):
+            return manager
+    manager = TaskManager(include_path=own)
+    unknown = [task for task in tasks if not manager.match_tasks([task])]
+    if unknown:
+        raise UserError(
+            f"lm-eval has no task {', '.join(unknown)}; `lm_eval ls tasks` lists them, and "
+            "--include-path DIR adds those whose .yaml files are there"
+        )
+    return manager
+
+
+def run_tasks(
+    llm: LLM, tasks: Sequence[str], manager: TaskManager, options: TaskOptions
+) -> dict[str, Any]:
+    """What the harness finds: its `simple_evaluate` with the model llm, samples included. Raises
+    UserError for a chat template that the tokenizer has not, and as MoejaxLM does."""
+    found = simple_evaluate(
+        model=MoejaxLM(llm),
+        tasks=[*tasks],
+        num_fewshot=options.num_fewshot,
+        limit=options.limit,
+        task_manager=manager,
+        log_samples=True,
+        apply_chat_template=options.apply_chat_template,
+    )
+    assert found is not None
+    return dict(found)
+
+
+def tasks_json(llm: LLM, found: Mapping[str, Any], options: TaskOptions) -> dict[str, Any]:
+    """A result of run_tasks as plain data for JSON, without its samples; as `result_json` of
+    perplexity, everything outside of `run` is what was computed."""
+    report = model_report(llm)
+    return {
+        "task": f"lm-eval:{','.join(found['results'])}",
+        **report,
+        "versions": {**report["versions"], "lm_eval": installed_version("lm_eval")},
+        "tasks": {
+            "versions": dict(found["versions"]),
+            "n-shot": dict(found["n-shot"]),
+            "n-samples": dict(found["n-samples"]),
+            "limit": options.limit,
+            "apply_chat_template": options.apply_chat_template,
+        },
+        "results": {task: dict(figures) for task, figures in found["results"].items()},
+        "run": run_report(llm),
+    }
+
+
+_RATIOS = {"bits_per_byte": "bits/byte", "word_perplexity": "bits/word"}
+"""Metrics whose documents have (ln p, how many), and what their quotient is."""
+
+
+def document_units(found: Mapping[str, Any]) -> list[Units]:
+    """What two runs of the same tasks are compared by: each metric that documents have a number or
+    a likelihood of, by filter."""
+    units: dict[tuple[str, str], Units] = {}
+    for task, samples in found["samples"].items():
+        for one in samples:
+            for name in one["metrics"]:
+                value, weight = one[name], 1.0
+                figure = name if one["filter"] == "none" else f"{name},{one['filter']}"
+                if name in _RATIOS:
+                    figure, (ln_p, weight) = _RATIOS[name], value
+                    value = -ln_p / math.log(2)
+                if isinstance(value, int | float):
+                    kept = units.setdefault((task, figure), Units(task, figure, [], [], []))
+                    kept.keys.append(f"{task}:{one['doc_id']}:{one['doc_hash'][:16]}")
+                    kept.sums.append(float(value))
+                    kept.weights.append(float(weight))
+    return list(units.values())

@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+
+from moejax.errors import UserError
+from moejax.evaluate.comparison import Units, compared, paired
+
+
+def units(sums, weights=None, name="a.txt", figure="bits/token", key="k"):
+    weights = [1.0] * len(sums) if weights is None else weights
+    keys = [f"{key}{i}" for i in range(len(sums))]
+    return Units(name, figure, keys, list(sums), list(weights))
+
+
+def line(*given, step=None):
+    return {"step": step, "asked": {}, "units": [dataclasses.asdict(one) for one in given]}
+
+
+def test_the_interval_is_the_paired_t_without_students_correction():
+    a, b = units([4.0, 2.0, 9.0]), units([5.0, 2.5, 9.0])
+    found = paired(a, b)
+    d = np.array([1.0, 0.5, 0.0])
+    half = 1.959964 * d.std(ddof=1) / math.sqrt(3)
+    assert (found.a, found.b, found.difference) == pytest.approx((5.0, 5.5, 0.5))
+    assert (found.low, found.high) == pytest.approx((0.5 - half, 0.5 + half))
+    assert found.pairs == 3
+
+
+def test_pairs_are_matched_by_key_and_weighed():
+    a = units([2.0, 30.0], [1.0, 3.0])
+    b = Units("b.txt", "bits/token", ["k1", "k0"], [33.0, 2.0], [3.0, 1.0])
+    found = paired(a, b)
+    assert (found.a, found.b) == (8.0, 8.75) and found.difference == 0.75
+    # d − difference · w: 0 − 0.75 and 3 − 2.25.
+    assert found.high == pytest.approx(0.75 + 1.959964 * math.sqrt(2 * 2 * 0.75**2) / 4)
+
+
+def test_one_pair_has_no_interval():
+    found = paired(units([1.0]), units([2.0]))
+    assert (found.difference, found.low, found.high) == (1.0, None, None)
+
+
+def test_nineteen_of_twenty_intervals_hold_the_truth():
+    """Windows of unlike length, whose differences share nothing but their mean."""
+    rng, held = np.random.default_rng(0), 0
+    for _ in range(400):
+        weights = rng.integers(20, 200, 60).astype(float)
+        a = weights * rng.normal(6.0, 1.0, 60)
+        b = a + weights * 0.02 + np.sqrt(weights) * rng.normal(0.0, 0.4, 60)
+        found = paired(units(a, weights), units(b, weights))
+        held += found.low <= 0.02 <= found.high
+    assert 0.92 <= held / 400 <= 0.98
+
+
+def test_texts_are_compared_one_by_one_and_together():
+    a = line(units([1.0, 2.0]), units([5.0, 6.0], name="b.txt", key="m"))
+    b = line(units([2.0, 3.0], name="other.txt"), units([5.0, 6.0], name="b.txt", key="m"))
+    found = compared([a], [b])
+    assert [(one.name, one.difference, one.pairs) for one in found] == [
+        ("a.txt", 1.0, 2),
+        ("b.txt", 0.0, 2),
+        ("all", 0.5, 4),
+    ]
+
+
+def test_runs_are_compared_at_equal_steps():
+    a = [line(units([1.0, 2.0]), step=step) for step in (1, 2, 4)]
+    b = [line(units([1.0, 2.0 + step]), step=step) for step in (2, 4, 8)]
+    found = compared(a, b)
+    assert [(one.step_a, one.step_b, one.difference) for one in found] == [(2, 2, 1), (4, 4, 2)]
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "message"),
+    [
+        ([line(units([1.0]))], [line(units([1.0], key="m"))], "no windows or documents in common"),
+        (
+            [line(units([1.0]), step=1), line(units([1.0]), step=2)],
+            [line(units([1.0]), step=3)],
+            "no step in common: 1, 2 beside 3",
+        ),
+    ],
+)
+def test_runs_without_pairs_are_refused(a, b, message):
+    with pytest.raises(UserError, match=message):
+        compared(a, b)
+
+
+def test_units_that_are_not_the_same_are_refused():
+    with pytest.raises(UserError, match="did not score the same windows"):
+        paired(units([1.0, 2.0]), units([1.0]))
+    with pytest.raises(UserError, match="weigh the same windows or documents differently"):
+        paired(units([1.0]), units([1.0], [2.0]))
