@@ -16,7 +16,7 @@ from flax import nnx
 from jax.sharding import SingleDeviceSharding
 
 from host_offload.control.controller import Controller
-from host_offload.memory.arena import allocate_arena
+from host_offload.memory.arena import allocate_arena, own_arena
 from host_offload.memory.integrity import describe_faults
 from host_offload.memory.placement import Placement
 from host_offload.memory.store import ExpertStore
@@ -92,7 +92,10 @@ class Runner:
         """Logits of the step dispatched last, until its tokens are chosen, and the tokens after
         the greedy choice that it made itself."""
         self._sharding = SingleDeviceSharding(device)
-        self.arena = allocate_arena(slots * layout.slot_rows, layout.hidden, device)
+        rows, hidden = slots * layout.slot_rows, layout.hidden
+        self.memory = own_arena(rows, hidden) if steps.owned else None
+        """The arena's, where the native library owns it."""
+        self.arena = self.memory.on(device) if self.memory else allocate_arena(rows, hidden, device)
         layers, experts = sum(self.config.moe_layers), self.stores[0].shape[1]
         tables = empty_tables(layers, experts, cells)
         self.layer_versions = layer_versions(formats)
@@ -480,6 +483,8 @@ class Runner:
         finally:
             for array in jax.tree.leaves(mine):
                 array.delete()
+            if self.memory is not None:
+                self.memory.close()
             if given:
                 self.store.delete()
 

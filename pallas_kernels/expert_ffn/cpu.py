@@ -1,4 +1,3 @@
-import jax
 import numpy as np
 
 from pallas_kernels.cpu.library import call, check_dtypes, int32
@@ -31,19 +30,26 @@ def expert_ffn(
     check_dtypes("expert_ffn", x=x)
     name = next(name for name, function in ACTIVATIONS.items() if function is activation)
     layers = address.shape[0]
-    places = [range(layers) if f.places is None else f.places for f in formats]
     operands = y, x, ids, arena, int32(layer), address, version, active, int32(active_count)
     return call(
         "expert_ffn",
-        jax.ShapeDtypeStruct(y.shape, y.dtype),
+        y,
         *operands,
         *stores,
         aliases={0: 0},
         activation=np.int64(CODES[name]),
         width=np.int64(formats[0].cell.width),
-        formats=np.array([fields(fmt) for f in formats for fmt in f[:2]], np.int64).reshape(-1),
-        places=np.array(places, np.int64).reshape(-1),
+        **versions(formats, layers),
     )
+
+
+def versions(formats, layers):
+    """The versions as handlers.cc reads them (`versions_of`). layers: of the tables."""
+    places = [range(layers) if f.places is None else f.places for f in formats]
+    return {
+        "formats": np.array([fields(fmt) for f in formats for fmt in f[:2]], np.int64).reshape(-1),
+        "places": np.array(places, np.int64).reshape(-1),
+    }
 
 
 def fields(fmt):
