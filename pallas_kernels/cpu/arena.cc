@@ -13,10 +13,10 @@ namespace {
 constexpr int64_t kHugePage = 2 << 20;
 
 std::mutex registry_mutex;
-int32_t last_handle = 0;  // handles are never given twice, so a stale one is nobody's
+uint32_t last_handle = 0;  // handles are never given twice, so a stale one is nobody's
 
-std::map<int32_t, std::shared_ptr<OwnedArena>>& registry() {
-  static auto* const arenas = new std::map<int32_t, std::shared_ptr<OwnedArena>>();
+std::map<uint32_t, std::shared_ptr<OwnedArena>>& registry() {
+  static auto* const arenas = new std::map<uint32_t, std::shared_ptr<OwnedArena>>();
   return *arenas;  // never destroyed: ops may run while the process ends
 }
 
@@ -38,13 +38,13 @@ OwnedArena::OwnedArena(int64_t rows, int64_t hidden) : rows(rows), hidden(hidden
 
 OwnedArena::~OwnedArena() { munmap(data, mapped_); }
 
-std::string OwnedArena::out_of_order(const char* what, int32_t writes) const {
+std::string OwnedArena::out_of_order(const char* what, uint32_t writes) const {
   return std::string("a ") + what + " of the arena is out of order: it follows write " +
          std::to_string(writes) + ", the arena is at " + std::to_string(writes_) + " with " +
          std::to_string(readers_) + " readers" + (writing_ ? " and a writer" : "");
 }
 
-std::string OwnedArena::begin_read(int32_t writes) {
+std::string OwnedArena::begin_read(uint32_t writes) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (writing_ || writes != writes_) return out_of_order("read", writes);
   readers_++;
@@ -57,26 +57,26 @@ void OwnedArena::end_read() {
   readers_--;
 }
 
-std::string OwnedArena::begin_write(int32_t writes) {
+std::string OwnedArena::begin_write(uint32_t writes) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (writing_ || readers_ || writes != writes_) return out_of_order("write", writes);
   writing_ = true;
   return "";
 }
 
-int32_t OwnedArena::end_write() {
+uint32_t OwnedArena::end_write() {
   if (delay_us) std::this_thread::sleep_for(std::chrono::microseconds(delay_us));
   std::lock_guard<std::mutex> lock(mutex_);
   writing_ = false;
-  return writes_ = static_cast<int32_t>(static_cast<uint32_t>(writes_) + 1);
+  return ++writes_;
 }
 
-int32_t OwnedArena::writes() {
+uint32_t OwnedArena::writes() {
   std::lock_guard<std::mutex> lock(mutex_);
   return writes_;
 }
 
-std::shared_ptr<OwnedArena> find_arena(int32_t handle) {
+std::shared_ptr<OwnedArena> find_arena(uint32_t handle) {
   std::lock_guard<std::mutex> lock(registry_mutex);
   const auto found = registry().find(handle);
   return found == registry().end() ? nullptr : found->second;
@@ -87,7 +87,7 @@ std::shared_ptr<OwnedArena> find_arena(int32_t handle) {
 #define MOEJAX_CALLED extern "C" __attribute__((visibility("default")))
 
 // A handle, from 1 on; 0: there is no such memory.
-MOEJAX_CALLED int32_t moejax_cpu_arena_new(int64_t rows, int64_t hidden) {
+MOEJAX_CALLED uint32_t moejax_cpu_arena_new(int64_t rows, int64_t hidden) {
   try {
     auto arena = std::make_shared<OwnedArena>(rows, hidden);
     std::lock_guard<std::mutex> lock(registry_mutex);
@@ -98,22 +98,22 @@ MOEJAX_CALLED int32_t moejax_cpu_arena_new(int64_t rows, int64_t hidden) {
   }
 }
 
-MOEJAX_CALLED void* moejax_cpu_arena_data(int32_t handle) {
+MOEJAX_CALLED void* moejax_cpu_arena_data(uint32_t handle) {
   const auto arena = find_arena(handle);
   return arena ? arena->data : nullptr;
 }
 
-MOEJAX_CALLED int32_t moejax_cpu_arena_writes(int32_t handle) {
+MOEJAX_CALLED uint32_t moejax_cpu_arena_writes(uint32_t handle) {
   const auto arena = find_arena(handle);
-  return arena ? arena->writes() : -1;
+  return arena ? arena->writes() : 0;
 }
 
-MOEJAX_CALLED void moejax_cpu_arena_delay(int32_t handle, int64_t microseconds) {
+MOEJAX_CALLED void moejax_cpu_arena_delay(uint32_t handle, int64_t microseconds) {
   if (const auto arena = find_arena(handle)) arena->delay_us = microseconds;
 }
 
 // The memory goes when the last op that runs on it has ended.
-MOEJAX_CALLED void moejax_cpu_arena_close(int32_t handle) {
+MOEJAX_CALLED void moejax_cpu_arena_close(uint32_t handle) {
   std::shared_ptr<OwnedArena> arena;
   std::lock_guard<std::mutex> lock(registry_mutex);
   const auto found = registry().find(handle);

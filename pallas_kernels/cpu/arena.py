@@ -13,7 +13,9 @@ import numpy as np
 
 from pallas_kernels.cpu.library import call, int32, library, why_not_cpu
 
-TOKEN_SHAPE = (2,)
+TOKEN = jax.ShapeDtypeStruct((2,), np.uint32)
+"""Unlike any other array of a step, so that a copy of it shows in what XLA compiles: it makes one
+where it has not found a write of the arena to come after every read of what was there before."""
 
 
 @functools.partial(
@@ -27,7 +29,7 @@ class OwnedArena:
     or a write that overtakes a read, is found by the token and refused (cpu/arena.h)."""
 
     token: jax.Array
-    """int32[2]: the arena's handle in this process, and the writes before."""
+    """uint32[2]: the arena's handle in this process, and the writes before."""
     rows: int
     hidden: int
 
@@ -73,8 +75,8 @@ class ArenaMemory:
         return self.rows * self.hidden * 2
 
     def token(self) -> np.ndarray:
-        """int32[2]: of OwnedArena, for what comes next. Nothing may be writing."""
-        return np.array([self.handle, _functions().writes(self.handle)], np.int32)
+        """uint32[2]: of OwnedArena, for what comes next. Nothing may be writing."""
+        return np.array([self.handle, _functions().writes(self.handle)], TOKEN.dtype)
 
     def on(self, device: jax.Device) -> OwnedArena:
         """The arena for programs of this device, a CPU."""
@@ -92,7 +94,7 @@ class ArenaMemory:
 
 def abstract_arena(rows: int, hidden: int) -> OwnedArena:
     """An owned arena as programs are traced with, without memory."""
-    return OwnedArena(jax.ShapeDtypeStruct(TOKEN_SHAPE, np.int32), rows, hidden)
+    return OwnedArena(TOKEN, rows, hidden)
 
 
 def move_rows(arena, source, target, rows, *, width: int):
@@ -133,8 +135,9 @@ def _functions() -> _Functions:
     found = {f.name: loaded[f"moejax_cpu_arena_{f.name}"] for f in dataclasses.fields(_Functions)}
     found["new"].argtypes = [ctypes.c_int64, ctypes.c_int64]
     for name in ("data", "writes", "close"):
-        found[name].argtypes = [ctypes.c_int32]
+        found[name].argtypes = [ctypes.c_uint32]
+    found["new"].restype = found["writes"].restype = ctypes.c_uint32
     found["data"].restype = ctypes.c_void_p
-    found["delay"].argtypes = [ctypes.c_int32, ctypes.c_int64]
+    found["delay"].argtypes = [ctypes.c_uint32, ctypes.c_int64]
     found["delay"].restype = found["close"].restype = None
     return _Functions(**found)

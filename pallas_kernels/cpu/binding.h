@@ -69,7 +69,7 @@ class Arena {
       if (operand.untyped_data() != result.untyped_data()) wrong = "the arena is not written in place";
       return;
     }
-    result_ = static_cast<int32_t*>(result.untyped_data());
+    result_ = static_cast<uint32_t*>(result.untyped_data());
     wrong = owned_->begin_write(token_[1]);
   }
   ~Arena() {
@@ -78,7 +78,7 @@ class Arena {
       owned_->end_read();
       return;
     }
-    const int32_t handle = token_[0], writes = owned_->end_write();  // the result may be the operand
+    const uint32_t handle = token_[0], writes = owned_->end_write();  // the result may be the operand
     result_[0] = handle, result_[1] = writes;
   }
   Arena(const Arena&) = delete;
@@ -97,11 +97,11 @@ class Arena {
       data = static_cast<uint16_t*>(operand.untyped_data()), rows = dims[0], hidden = dims[1];
       return true;
     }
-    if (operand.element_type() != ffi::DataType::S32 || !is(operand, {kTokenSize})) {
+    if (operand.element_type() != ffi::DataType::U32 || !is(operand, {kTokenSize})) {
       wrong = "the arena is neither uint16[rows, D] nor a token";
       return false;
     }
-    token_ = static_cast<const int32_t*>(operand.untyped_data());
+    token_ = static_cast<const uint32_t*>(operand.untyped_data());
     if (!(owned_ = find_arena(token_[0]))) {
       wrong = "there is no arena " + std::to_string(token_[0]) + ", or it was closed";
       return false;
@@ -111,8 +111,8 @@ class Arena {
   }
 
   std::shared_ptr<OwnedArena> owned_;  // null: XLA's
-  const int32_t* token_ = nullptr;
-  int32_t* result_ = nullptr;
+  const uint32_t* token_ = nullptr;
+  uint32_t* result_ = nullptr;
 };
 
 // Runs an op with the pool and the selected kernels; what it throws becomes an error.
