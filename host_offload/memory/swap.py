@@ -14,7 +14,9 @@ SWAP_PAGES = 8
 be freed without the others."""
 
 
-def read_pages(arena: jax.Array | OwnedArena, rows: jax.Array, page: PageLayout) -> tuple[jax.Array, ...]:
+def read_pages(
+    arena: jax.Array | OwnedArena, rows: jax.Array, page: PageLayout
+) -> tuple[jax.Array, ...]:
     """The pages at KV rows `rows` int32[S], each uint16[page.nbytes / 2]. arena uint16[rows, D], or
     owned, as of the others."""
     if isinstance(arena, OwnedArena):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,6 +44,8 @@ from moejax.step.parts import PrefillBatch, Routing, StepOutput, StepSpec
 from moejax.step.programs import MOVES, STAGES, Kind, Program, ProgramKey, Programs
 from pallas_kernels.move import Moves
 from pallas_kernels.stage import Entries
+
+log = logging.getLogger("moejax")
 
 
 def compiler_options(platform: str) -> dict[str, str | bool]:
@@ -480,6 +483,8 @@ class Runner:
         mine = (self.arena, self.tables, self.tokens, self.counts, self.state if given else ())
         try:  # what was donated to a copy that failed is gone
             jax.block_until_ready([a for a in jax.tree.leaves(mine) if not a.is_deleted()])
+        except jax.errors.JaxRuntimeError as error:  # said when that step was read
+            log.info("the last step had failed: %s", error)
         finally:
             for array in jax.tree.leaves(mine):
                 array.delete()

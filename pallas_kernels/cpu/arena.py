@@ -48,13 +48,10 @@ class OwnedArena:
     def nbytes(self) -> int:
         return self.size * self.dtype.itemsize
 
-    def __jax_array__(self):
-        raise TypeError("the native library owns this arena: only native CPU ops can take it")
-
 
 class ArenaMemory:
-    """The memory of an owned arena, zeros in whole huge pages, until `close` or until nobody refers
-    to this; then the ops that still run end on it, and others are refused."""
+    """The memory of an owned arena: zeros, aligned to 2 MiB, until `close` or until nobody refers
+    to this object; then the ops that still run end on it, and others are refused."""
 
     def __init__(self, rows: int, hidden: int):
         """Raises MemoryError, and ValueError where the library cannot run here."""
@@ -66,7 +63,7 @@ class ArenaMemory:
             gib = rows * hidden * 2 / 2**30
             raise MemoryError(f"there is no memory for an arena of {gib:.1f} GiB")
         self.address = int(_functions().data(self.handle))
-        """Of the first row; constant."""
+        """Where the first row lies; constant."""
         self.close = weakref.finalize(self, _functions().close, self.handle)
         """Frees the memory. Idempotent."""
 

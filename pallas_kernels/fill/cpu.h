@@ -3,7 +3,8 @@
 #include <string>
 #include <vector>
 
-#include "pallas_kernels/expert_ffn/cpu.h"
+#include "pallas_kernels/cpu/pool.h"
+#include "pallas_kernels/records/cpu.h"
 
 namespace moejax {
 

@@ -9,6 +9,7 @@ from pallas_kernels.stage.admission import Cells, Residency, admit
 
 def stage(arena, tables, stores, layer, entries, *, formats, fill=fill_cells):
     """fill: what copies the records of the entries that are carried out."""
+
     def at(table):
         return lax.dynamic_index_in_dim(table, layer, keepdims=False)
 

@@ -20,7 +20,7 @@ pytestmark = [NATIVE, pytest.mark.slow]
 LIMITS = {"max_model_len": 160, "max_num_seqs": 20, "max_num_batched_tokens": 192}
 NATIVE_OPS = {
     *("linear", "expert_ffn", "paged_attention", "rms_norm", "route", "plan"),
-    *("kv_write", "combine"),
+    *("kv_write", "combine", "fill", "stage", "move"),
 }
 
 
