@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import math
 import weakref
+from typing import Any
 
 import jax
 import numpy as np
@@ -28,7 +29,7 @@ class OwnedArena:
     token, so that data dependence is order, as with the array. A read that a write has overtaken,
     or a write that overtakes a read, is found by the token and refused (cpu/arena.h)."""
 
-    token: jax.Array
+    token: Any
     """uint32[2]: the arena's handle in this process, and the writes before."""
     rows: int
     hidden: int
@@ -82,7 +83,7 @@ class ArenaMemory:
     def view(self) -> np.ndarray:
         """uint16[rows, D], the memory itself: valid until close, for between two programs."""
         values = (ctypes.c_uint16 * (self.rows * self.hidden)).from_address(self.address)
-        return np.frombuffer(values, np.uint16).reshape(self.rows, self.hidden)
+        return np.ctypeslib.as_array(values).reshape(self.rows, self.hidden)
 
     def delay(self, microseconds: int) -> None:
         """For tests: every op holds the arena for so much longer."""
@@ -105,16 +106,17 @@ def read_rows(arena, first, rows: int, *, width: int) -> tuple[jax.Array, ...]:
     """The `rows` rows from each of first int32[S] on, as S arrays of uint16[rows · width]. Errors
     as of move_rows."""
     part = jax.ShapeDtypeStruct((rows * width,), np.uint16)
-    options = {"width": np.int64(width), "rows": np.int64(rows)}
-    return call("read", (part,) * first.shape[0], arena, first, **options)
+    parts = (part,) * first.shape[0]
+    return call("read", parts, arena, first, width=np.int64(width), rows=np.int64(rows))
 
 
 def write_rows(arena, values, first, count, *, width: int):
     """The arena with the first `count` of S values, uint16[rows · width] each, at the rows from
     first int32[S] on; entries may repeat. Errors as of move_rows."""
     rows = math.prod(values[0].shape) // width
-    options = {"width": np.int64(width), "rows": np.int64(rows)}
-    return call("write", arena, arena, first, int32(count), *values, aliases={0: 0}, **options)
+    operands = arena, first, int32(count), *values
+    sizes: dict[str, Any] = {"width": np.int64(width), "rows": np.int64(rows)}
+    return call("write", arena, *operands, aliases={0: 0}, **sizes)
 
 
 @dataclasses.dataclass(frozen=True)
