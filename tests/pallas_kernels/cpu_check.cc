@@ -594,7 +594,11 @@ void check_arena() {
   done = 1;
   first.join(), second.join();
   expect(!wrong && arena.writes() == 50, "an arena's order");
-  expect(!arena.begin_read(49).empty() && !arena.begin_write(51).empty(), "an old token");
+  expect(arena.begin_read(50).empty() && !arena.begin_write(50).empty(), "a write beside a read");
+  arena.end_read();
+  expect(arena.begin_write(50).empty() && !arena.begin_read(50).empty(), "a read beside a write");
+  expect(!arena.begin_write(50).empty() && arena.end_write() == 51, "two writers");
+  expect(!arena.begin_read(50).empty() && !arena.begin_write(52).empty(), "another token");
   expect(!find_arena(12345), "an arena that is not there");
 }
 
