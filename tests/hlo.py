@@ -1,9 +1,11 @@
 """Reading what XLA made of a program on the CPU with the tools that tests/aot has for the H200."""
 
 import dataclasses
+import re
 
 import jax
 
+from pallas_kernels.cpu.arena import OwnedArena
 from tests.aot.aot_h200 import Compiled, Memory
 
 
@@ -16,3 +18,12 @@ def read_executable(executable: jax.stages.Compiled) -> Compiled:
     fields = (field.name for field in dataclasses.fields(Memory))
     memory = Memory(*(getattr(statistics, f.replace("_bytes", "_size_in_bytes")) for f in fields))
     return Compiled(executable.as_text() or "", memory, "")
+
+
+def arena_copies(compiled: Compiled, arena: jax.Array | OwnedArena) -> list[str]:
+    """Names of the copies of an arena's size; of an owned one, those of its token: XLA makes one
+    where a write may come before a read of what was there before, which an array's copy would keep
+    and the library's memory would not."""
+    if isinstance(arena, OwnedArena):
+        return re.findall(r"%(\S+) = u32\[2\]\S* copy\(", compiled.hlo)
+    return [name for name, size in compiled.copies(1) if size >= arena.nbytes]

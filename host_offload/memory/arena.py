@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
 
@@ -9,10 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from host_offload.memory.device_memory import remake_zeros
+from host_offload.memory.device_memory import advise, remake_zeros
 from host_offload.memory.layout import SlotLayout
 from host_offload.memory.pools import CellPools
 from host_offload.memory.tables import cold_tables
+from pallas_kernels.cpu.arena import ArenaMemory
 
 
 class SlotClass(IntEnum):
@@ -28,6 +30,15 @@ def allocate_arena(rows: int, hidden: int, device: jax.Device) -> jax.Array:
     if device.platform == "cpu":
         remake_zeros(arena.unsafe_buffer_pointer(), jax.block_until_ready(arena).nbytes)
     return arena
+
+
+def own_arena(rows: int, hidden: int) -> ArenaMemory:
+    """The same as memory of the library of native CPU ops: 2 MiB-aligned, of pages as
+    device_memory.advise asks for, all there before the first step. Raises MemoryError."""
+    memory = ArenaMemory(rows, hidden)
+    advise(memory.address, memory.nbytes)
+    ctypes.memset(memory.address, 0, memory.nbytes)
+    return memory
 
 
 def place_cells(

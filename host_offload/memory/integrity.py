@@ -1,5 +1,5 @@
 """The invariants of arena, tables and store, checked inside jit: a live host view of the arena
-would defeat its donation."""
+would defeat its donation, and would have to wait for the step."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels.cpu.arena import OwnedArena, read_rows
 from pallas_kernels.plan import Tables
 from pallas_kernels.records import decode
 from pallas_kernels.records.versions import Formats
@@ -22,7 +23,7 @@ FAULTS = (
 
 
 def count_faults(
-    arena: jax.Array,
+    arena: jax.Array | OwnedArena,
     tables: Tables,
     stores: tuple[jax.Array, ...],
     formats: Formats | None = None,
@@ -72,13 +73,21 @@ def count_faults(
             if formats is not None and formats[v].in_transit:
                 decoded = decode(want, formats[v].store)
                 want = lax.bitcast_convert_type(decoded, jnp.uint16)
-            have = lax.dynamic_slice(arena, (jnp.maximum(row, 0), 0), want.shape)
+            have = _rows(arena, jnp.maximum(row, 0), want.shape)
             wrong = wrong + (live & jnp.any(want != have))
         return wrong
 
     wrong = lax.fori_loop(0, layers * cells, compare, jnp.int32(0))
     counts = [jnp.sum(f, dtype=jnp.int32) for f in (unowned | lost, twice, ungranted, shared)]
     return jnp.stack([*counts, wrong])
+
+
+def _rows(arena: jax.Array | OwnedArena, row: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """uint16 of that shape from an arena row on, or the last ones that there are."""
+    if isinstance(arena, OwnedArena):
+        first = jnp.minimum(row, arena.rows - shape[0]).reshape(1)
+        return read_rows(arena, first, shape[0], width=shape[1])[0].reshape(shape)
+    return lax.dynamic_slice(arena, (row, 0), shape)
 
 
 def describe_faults(counts: np.ndarray) -> list[str]:

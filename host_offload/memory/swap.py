@@ -7,14 +7,20 @@ import jax.numpy as jnp
 from jax import lax
 
 from host_offload.memory.layout import PageLayout
+from pallas_kernels.cpu.arena import OwnedArena, move_rows, read_rows, write_rows
 
 SWAP_PAGES = 8
 """Pages of one transfer, a compiled shape. Each is an array of its own on the host, so that one can
 be freed without the others."""
 
 
-def read_pages(arena: jax.Array, rows: jax.Array, page: PageLayout) -> tuple[jax.Array, ...]:
-    """The pages at KV rows `rows` int32[S], each uint16[page.nbytes / 2]. arena uint16[rows, D]."""
+def read_pages(
+    arena: jax.Array | OwnedArena, rows: jax.Array, page: PageLayout
+) -> tuple[jax.Array, ...]:
+    """The pages at KV rows `rows` int32[S], each uint16[page.nbytes / 2]. arena uint16[rows, D], or
+    owned, as of the others."""
+    if isinstance(arena, OwnedArena):
+        return read_rows(arena, rows, page.rows, width=page.row_elements)
     kv = arena.reshape(-1, page.row_elements)
     return tuple(
         lax.dynamic_slice_in_dim(kv, rows[i], page.rows).reshape(-1) for i in range(rows.shape[0])
@@ -22,16 +28,18 @@ def read_pages(arena: jax.Array, rows: jax.Array, page: PageLayout) -> tuple[jax
 
 
 def write_pages(
-    arena: jax.Array,
+    arena: jax.Array | OwnedArena,
     pages: tuple[jax.Array, ...],
     rows: jax.Array,
     count: jax.Array,
     page: PageLayout,
-) -> jax.Array:
+) -> jax.Array | OwnedArena:
     """The arena with the first `count` pages at KV rows `rows` int32[S], in place when donated.
 
     pages: S arrays of uint16[page.nbytes / 2], in device or pinned host memory.
     """
+    if isinstance(arena, OwnedArena):
+        return write_rows(arena, pages, rows, count, width=page.row_elements)
     kv = arena.reshape(-1, page.row_elements)
 
     def put(i, values, kv):
@@ -46,10 +54,13 @@ def write_pages(
 
 
 def move_pages(
-    arena: jax.Array, source: jax.Array, target: jax.Array, page: PageLayout
-) -> jax.Array:
+    arena: jax.Array | OwnedArena, source: jax.Array, target: jax.Array, page: PageLayout
+) -> jax.Array | OwnedArena:
     """The arena with the pages at KV rows `source` int32[S] copied to KV rows `target` int32[S], in
     place when donated. No target is a source; pairs may repeat."""
+    if isinstance(arena, OwnedArena):
+        rows = jnp.full(source.shape, page.rows, jnp.int32)
+        return move_rows(arena, source, target, rows, width=page.row_elements)
     kv = arena.reshape(-1, page.row_elements)
 
     def move(i, kv):

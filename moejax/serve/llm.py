@@ -339,6 +339,7 @@ class LLM:
                 "control": control,
                 **engine.statistics.summary(),
                 "arena": arena_stats(engine.scheduler, runner.tables),
+                "arena_owner": "native ops" if runner.steps.owned else "XLA",
                 "kv": kv_stats(engine.scheduler),
                 "store_bytes": runner.store.nbytes,
                 "experts_in_place": self.plan.budget.in_place,

@@ -42,6 +42,12 @@ def decode_tile(ops: Ops, rows: int) -> int:
     return 1 if sums_in_one_order(ops) else min(DECODE_TILE, rows)
 
 
+def arena_ops(latent: bool) -> tuple[str, ...]:
+    """The ops of steps that read or write the arena. latent: whether KV pages are."""
+    kv = "latent_write" if latent else "kv_write"
+    return kv, "paged_attention", "fill", "expert_ffn", "stage", "move"
+
+
 Leaf = Any
 """A jax or numpy array, or a jax.ShapeDtypeStruct while a step is lowered."""
 
@@ -89,6 +95,13 @@ class StepSpec:
     trace_arrays: frozenset[str] = frozenset()
     """What every step gives out beside the rest, of TRACE_ARRAYS; with any, steps are other
     executables."""
+
+    @property
+    def owned(self) -> bool:
+        """Whether the library of native CPU ops owns the arena: where every op that touches it is
+        native. Otherwise it is an array, donated from step to step."""
+        ops = arena_ops(self.layout.page.latent > 0)
+        return all(getattr(self.ops, op) == "cpu" for op in ops)
 
 
 class PrefillBatch(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from flax import nnx
 from jax.sharding import SingleDeviceSharding
 
 from host_offload.control.controller import Controller
-from host_offload.memory.arena import allocate_arena
+from host_offload.memory.arena import allocate_arena, own_arena
 from host_offload.memory.integrity import describe_faults
 from host_offload.memory.placement import Placement
 from host_offload.memory.store import ExpertStore
@@ -43,6 +44,8 @@ from moejax.step.parts import PrefillBatch, Routing, StepOutput, StepSpec
 from moejax.step.programs import MOVES, STAGES, Kind, Program, ProgramKey, Programs
 from pallas_kernels.move import Moves
 from pallas_kernels.stage import Entries
+
+log = logging.getLogger("moejax")
 
 
 def compiler_options(platform: str) -> dict[str, str | bool]:
@@ -92,7 +95,10 @@ class Runner:
         """Logits of the step dispatched last, until its tokens are chosen, and the tokens after
         the greedy choice that it made itself."""
         self._sharding = SingleDeviceSharding(device)
-        self.arena = allocate_arena(slots * layout.slot_rows, layout.hidden, device)
+        rows, hidden = slots * layout.slot_rows, layout.hidden
+        self.memory = own_arena(rows, hidden) if steps.owned else None
+        """The arena's, where the native library owns it."""
+        self.arena = self.memory.on(device) if self.memory else allocate_arena(rows, hidden, device)
         layers, experts = sum(self.config.moe_layers), self.stores[0].shape[1]
         tables = empty_tables(layers, experts, cells)
         self.layer_versions = layer_versions(formats)
@@ -477,9 +483,13 @@ class Runner:
         mine = (self.arena, self.tables, self.tokens, self.counts, self.state if given else ())
         try:  # what was donated to a copy that failed is gone
             jax.block_until_ready([a for a in jax.tree.leaves(mine) if not a.is_deleted()])
+        except jax.errors.JaxRuntimeError as error:  # said when that step was read
+            log.info("the last step had failed: %s", error)
         finally:
             for array in jax.tree.leaves(mine):
                 array.delete()
+            if self.memory is not None:
+                self.memory.close()
             if given:
                 self.store.delete()
 

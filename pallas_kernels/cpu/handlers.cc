@@ -7,8 +7,10 @@
 
 #include "pallas_kernels/cpu/binding.h"
 #include "pallas_kernels/expert_ffn/cpu.h"
+#include "pallas_kernels/fill/cpu.h"
 #include "pallas_kernels/head_linear/cpu.h"
 #include "pallas_kernels/linear/cpu.h"
+#include "pallas_kernels/move/cpu.h"
 #include "pallas_kernels/paged_attention/cpu.h"
 
 namespace moejax {
@@ -112,45 +114,66 @@ Format format_of(const int64_t* field, int64_t hidden, int64_t width, Type type)
   return f;
 }
 
+// The versions of a call and their stores; places: of their layers. Returns what is wrong.
+std::string versions_of(const ffi::RemainingArgs& stores, Numbers formats, Numbers places,
+                        int64_t hidden, int64_t width, Type type,
+                        std::vector<StoredVersion>& versions) {
+  const int64_t count = static_cast<int64_t>(stores.size());
+  if (!count || static_cast<int64_t>(formats.size()) != 2 * kFields * count ||
+      places.size() % stores.size()) {
+    return "formats";
+  }
+  const int64_t layers = static_cast<int64_t>(places.size()) / count;
+  versions.resize(count);
+  for (int64_t v = 0; v < count; v++) {
+    const auto store = stores.get<ffi::Buffer<ffi::U16, 4>>(v);
+    if (!store) return store.error().message();
+    const int64_t* fields = formats.begin() + 2 * kFields * v;
+    StoredVersion& mine = versions[v];
+    mine.cell = format_of(fields, hidden, width, type);
+    mine.held = format_of(fields + kFields, hidden, width, type);
+    mine.store = store->typed_data(), mine.layers = store->dimensions()[0];
+    mine.experts = store->dimensions()[1];
+    mine.places.assign(places.begin() + layers * v, places.begin() + layers * (v + 1));
+    if (store->dimensions()[2] != mine.held.rows || store->dimensions()[3] != hidden) {
+      return "the shape of a store";
+    }
+  }
+  return "";
+}
+
 ffi::Error expert_ffn(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> given, Any x, Ints ids,
-                      ffi::Buffer<ffi::U16> arena, Int layer, Ints address, Ints version,
+                      Any memory, Int layer, Ints address, Ints version,
                       Ints active, Int active_count, ffi::RemainingArgs stores, int64_t activation,
                       int64_t width, Numbers formats, Numbers places,
                       ffi::Result<ffi::Buffer<ffi::F32>> y) {
   Experts c = {};
   if (x.dimensions().size() != 2 || ids.dimensions().size() != 2 ||
-      address.dimensions().size() != 2 || arena.dimensions().size() != 2) {
+      address.dimensions().size() != 2) {
     return invalid("expert_ffn: ranks");
   }
   c.tokens = x.dimensions()[0], c.hidden = x.dimensions()[1], c.top_k = ids.dimensions()[1];
   c.layers = address.dimensions()[0], c.experts = address.dimensions()[1];
   c.width = width, c.activation = static_cast<Activation>(activation);
-  c.arena_rows = arena.dimensions()[0];
+  const Arena arena(memory);
+  if (!arena.wrong.empty()) return invalid("expert_ffn: " + arena.wrong);
+  c.arena_rows = arena.rows;
   c.version_count = static_cast<int64_t>(stores.size());
   if (!type_of(x.element_type(), c.type)) return invalid("expert_ffn: dtypes");
   if (!is(ids, {c.tokens, c.top_k}) || !is(version, {c.layers, c.experts}) ||
       given.element_count() != static_cast<size_t>(c.tokens * c.top_k * c.hidden) ||
-      y->element_count() != given.element_count() || arena.dimensions()[1] != c.hidden ||
-      static_cast<int64_t>(formats.size()) != 2 * kFields * c.version_count ||
+      y->element_count() != given.element_count() || arena.hidden != c.hidden ||
       static_cast<int64_t>(places.size()) != c.layers * c.version_count) {
     return invalid("expert_ffn: shapes");
   }
-  std::vector<StoredVersion> versions(c.version_count);
-  for (int64_t v = 0; v < c.version_count; v++) {
-    const auto store = stores.get<ffi::Buffer<ffi::U16, 4>>(v);
-    if (!store) return store.error();
-    const int64_t* fields = formats.begin() + 2 * kFields * v;
-    StoredVersion& mine = versions[v];
-    mine.cell = format_of(fields, c.hidden, width, c.type);
-    mine.held = format_of(fields + kFields, c.hidden, width, c.type);
-    mine.store = store->typed_data(), mine.layers = store->dimensions()[0];
-    mine.places.assign(places.begin() + c.layers * v, places.begin() + c.layers * (v + 1));
-    if (store->dimensions()[1] != c.experts || store->dimensions()[2] != mine.held.rows ||
-        store->dimensions()[3] != c.hidden) {
-      return invalid("expert_ffn: the shape of a store");
-    }
+  std::vector<StoredVersion> versions;
+  const std::string wrong =
+      versions_of(stores, formats, places, c.hidden, width, c.type, versions);
+  if (!wrong.empty()) return invalid("expert_ffn: " + wrong);
+  for (const StoredVersion& mine : versions) {
+    if (mine.experts != c.experts) return invalid("expert_ffn: the shape of a store");
   }
-  c.x = x.untyped_data(), c.ids = ids.typed_data(), c.arena = arena.typed_data();
+  c.x = x.untyped_data(), c.ids = ids.typed_data(), c.arena = arena.data;
   c.versions = versions.data(), c.layer = *layer.typed_data();
   c.address = address.typed_data(), c.version = version.typed_data();
   c.active = active.typed_data();
@@ -164,12 +187,96 @@ ffi::Error expert_ffn(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> given, Any 
   });
 }
 
+// ---- fill and what else moves records and pages
+
+ffi::Error fill_cells(ffi::ThreadPool threads, Any memory, Int layer, Ints expert, Ints row,
+                      Ints version, Int count, ffi::RemainingArgs stores, int64_t width,
+                      Numbers formats, Numbers places, ffi::Result<Any> written) {
+  const Arena arena(memory, *written);
+  if (!arena.wrong.empty()) return invalid("fill: " + arena.wrong);
+  const int64_t listed = static_cast<int64_t>(expert.element_count());
+  if (!is(expert, {listed}) || !is(row, {listed}) || !is(version, {listed})) {
+    return invalid("fill: shapes");
+  }
+  Fills f = {};
+  // Only lossless12 is decoded on the way, which holds bfloat16.
+  const std::string wrong =
+      versions_of(stores, formats, places, arena.hidden, width, Type::BF16, f.versions);
+  if (!wrong.empty()) return invalid("fill: " + wrong);
+  f.arena = arena.data, f.arena_rows = arena.rows, f.hidden = arena.hidden;
+  f.layer = *layer.typed_data(), f.expert = expert.typed_data(), f.row = row.typed_data();
+  f.version = version.typed_data();
+  f.count = std::min<int64_t>(std::max(*count.typed_data(), 0), listed);
+  return run(threads, [&](Pool& pool, const Kernels& kernels) {
+    const std::string wrong = fill(pool, kernels, f);
+    return wrong.empty() ? wrong : "fill: " + wrong;
+  });
+}
+
+// Rows of `width` elements of the arena as it is: those of cells, or of KV.
+Rows rows_of(const Arena& arena, int64_t width) {
+  return {arena.data, width, arena.rows * arena.hidden / width};
+}
+
+ffi::Error move_rows(ffi::ThreadPool threads, Any memory, Ints source, Ints target, Ints rows,
+                     int64_t width, ffi::Result<Any> written) {
+  const Arena arena(memory, *written);
+  if (!arena.wrong.empty()) return invalid("move: " + arena.wrong);
+  const int64_t listed = static_cast<int64_t>(source.element_count());
+  if (width < 1 || !is(source, {listed}) || !is(target, {listed}) || !is(rows, {listed})) {
+    return invalid("move: shapes");
+  }
+  return run(threads, [&](Pool& pool, const Kernels&) {
+    const std::string wrong = move(pool, rows_of(arena, width), source.typed_data(),
+                                   target.typed_data(), rows.typed_data(), listed);
+    return wrong.empty() ? wrong : "move: " + wrong;
+  });
+}
+
+ffi::Error read_rows(ffi::ThreadPool threads, Any memory, Ints first, int64_t width, int64_t rows,
+                     ffi::RemainingRets pages) {
+  const Arena arena(memory);
+  if (!arena.wrong.empty()) return invalid("read: " + arena.wrong);
+  const int64_t count = static_cast<int64_t>(pages.size());
+  if (width < 1 || !is(first, {count})) return invalid("read: shapes");
+  std::vector<uint16_t*> to(count);
+  for (int64_t i = 0; i < count; i++) {
+    auto page = pages.get<ffi::Buffer<ffi::U16, 1>>(i);
+    if (!page || !is(**page, {rows * width})) return invalid("read: the shape of a result");
+    to[i] = (*page)->typed_data();
+  }
+  return run(threads, [&](Pool& pool, const Kernels&) {
+    const std::string wrong = read(pool, rows_of(arena, width), first.typed_data(), rows, to);
+    return wrong.empty() ? wrong : "read: " + wrong;
+  });
+}
+
+ffi::Error write_rows(ffi::ThreadPool threads, Any memory, Ints first, Int count,
+                      ffi::RemainingArgs pages, int64_t width, int64_t rows,
+                      ffi::Result<Any> written) {
+  const Arena arena(memory, *written);
+  if (!arena.wrong.empty()) return invalid("write: " + arena.wrong);
+  const int64_t listed = static_cast<int64_t>(pages.size());
+  if (width < 1 || !is(first, {listed})) return invalid("write: shapes");
+  std::vector<const uint16_t*> from(std::min<int64_t>(std::max(*count.typed_data(), 0), listed));
+  for (size_t i = 0; i < from.size(); i++) {
+    const auto page = pages.get<ffi::Buffer<ffi::U16, 1>>(i);
+    if (!page || !is(*page, {rows * width})) return invalid("write: the shape of a page");
+    from[i] = page->typed_data();
+  }
+  return run(threads, [&](Pool& pool, const Kernels&) {
+    const std::string wrong = write(pool, rows_of(arena, width), first.typed_data(), rows, from);
+    return wrong.empty() ? wrong : "write: " + wrong;
+  });
+}
+
 // ---- paged_attention
 
 // What decode and prefill share. Returns what is wrong.
-std::string attention_of(const Any& q, const ffi::Buffer<ffi::U16>& arena, const Ints& table,
+std::string attention_of(const Any& q, const Arena& arena, const Ints& table,
                          Int layer, Numbers page, int64_t window, float scale, Any& out,
                          Attention& c) {
+  if (!arena.wrong.empty()) return "paged_attention: " + arena.wrong;
   if (page.size() != 4 || q.dimensions().size() != 3 || table.dimensions().size() != 2) {
     return "paged_attention: ranks";
   }
@@ -184,8 +291,8 @@ std::string attention_of(const Any& q, const ffi::Buffer<ffi::U16>& arena, const
       !is(out, {q.dimensions()[0], c.heads * value_dim})) {
     return "paged_attention: shapes";
   }
-  c.q = q.untyped_data(), c.arena = arena.typed_data();
-  c.kv_rows = static_cast<int64_t>(arena.size_bytes()) / (c.head_dim * size_of(c.type));
+  c.q = q.untyped_data(), c.arena = arena.data;
+  c.kv_rows = arena.bytes() / (c.head_dim * size_of(c.type));
   c.block_table = table.typed_data(), c.layer = *layer.typed_data();
   c.sequences = table.dimensions()[0], c.blocks = table.dimensions()[1];
   c.out = out.untyped_data();
@@ -201,10 +308,11 @@ ffi::Error attended(ffi::ThreadPool& threads, const Attention& c, Any& out,
   });
 }
 
-ffi::Error decode_attention(ffi::ThreadPool threads, Any q, ffi::Buffer<ffi::U16> arena, Ints table,
+ffi::Error decode_attention(ffi::ThreadPool threads, Any q, Any memory, Ints table,
                             Ints lengths, Int layer, Numbers page, int64_t window, float scale,
                             ffi::Result<Any> out) {
   Attention c = {};
+  const Arena arena(memory);
   const std::string wrong = attention_of(q, arena, table, layer, page, window, scale, *out, c);
   if (!wrong.empty()) return invalid(wrong);
   const int64_t rows = q.dimensions()[0];
@@ -217,10 +325,11 @@ ffi::Error decode_attention(ffi::ThreadPool threads, Any q, ffi::Buffer<ffi::U16
   return attended(threads, c, *out, queries);
 }
 
-ffi::Error prefill_attention(ffi::ThreadPool threads, Any q, ffi::Buffer<ffi::U16> arena,
-                             Ints table, Ints row, Ints start, Ints length, Int count, Int layer,
+ffi::Error prefill_attention(ffi::ThreadPool threads, Any q, Any memory, Ints table,
+                             Ints row, Ints start, Ints length, Int count, Int layer,
                              Numbers page, int64_t window, float scale, ffi::Result<Any> out) {
   Attention c = {};
+  const Arena arena(memory);
   const std::string wrong = attention_of(q, arena, table, layer, page, window, scale, *out, c);
   if (!wrong.empty()) return invalid(wrong);
   const int64_t chunks = static_cast<int64_t>(row.element_count());
@@ -278,7 +387,7 @@ MOEJAX_HANDLER(moejax_cpu_expert_ffn, expert_ffn,
                    .Arg<ffi::Buffer<ffi::F32>>()
                    .Arg<Any>()
                    .Arg<Ints>()
-                   .Arg<ffi::Buffer<ffi::U16>>()
+                   .Arg<Any>()
                    .Arg<Int>()
                    .Arg<Ints>()
                    .Arg<Ints>()
@@ -291,11 +400,56 @@ MOEJAX_HANDLER(moejax_cpu_expert_ffn, expert_ffn,
                    .Attr<Numbers>("places")
                    .Ret<ffi::Buffer<ffi::F32>>())
 
+MOEJAX_HANDLER(moejax_cpu_fill, fill_cells,
+               ffi::Ffi::Bind()
+                   .Ctx<ffi::ThreadPool>()
+                   .Arg<Any>()
+                   .Arg<Int>()
+                   .Arg<Ints>()
+                   .Arg<Ints>()
+                   .Arg<Ints>()
+                   .Arg<Int>()
+                   .RemainingArgs()
+                   .Attr<int64_t>("width")
+                   .Attr<Numbers>("formats")
+                   .Attr<Numbers>("places")
+                   .Ret<Any>())
+
+MOEJAX_HANDLER(moejax_cpu_move, move_rows,
+               ffi::Ffi::Bind()
+                   .Ctx<ffi::ThreadPool>()
+                   .Arg<Any>()
+                   .Arg<Ints>()
+                   .Arg<Ints>()
+                   .Arg<Ints>()
+                   .Attr<int64_t>("width")
+                   .Ret<Any>())
+
+MOEJAX_HANDLER(moejax_cpu_read, read_rows,
+               ffi::Ffi::Bind()
+                   .Ctx<ffi::ThreadPool>()
+                   .Arg<Any>()
+                   .Arg<Ints>()
+                   .Attr<int64_t>("width")
+                   .Attr<int64_t>("rows")
+                   .RemainingRets())
+
+MOEJAX_HANDLER(moejax_cpu_write, write_rows,
+               ffi::Ffi::Bind()
+                   .Ctx<ffi::ThreadPool>()
+                   .Arg<Any>()
+                   .Arg<Ints>()
+                   .Arg<Int>()
+                   .RemainingArgs()
+                   .Attr<int64_t>("width")
+                   .Attr<int64_t>("rows")
+                   .Ret<Any>())
+
 MOEJAX_HANDLER(moejax_cpu_decode_attention, decode_attention,
                ffi::Ffi::Bind()
                    .Ctx<ffi::ThreadPool>()
                    .Arg<Any>()
-                   .Arg<ffi::Buffer<ffi::U16>>()
+                   .Arg<Any>()
                    .Arg<Ints>()
                    .Arg<Ints>()
                    .Arg<Int>()
@@ -308,7 +462,7 @@ MOEJAX_HANDLER(moejax_cpu_prefill_attention, prefill_attention,
                ffi::Ffi::Bind()
                    .Ctx<ffi::ThreadPool>()
                    .Arg<Any>()
-                   .Arg<ffi::Buffer<ffi::U16>>()
+                   .Arg<Any>()
                    .Arg<Ints>()
                    .Arg<Ints>()
                    .Arg<Ints>()

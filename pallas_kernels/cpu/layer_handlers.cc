@@ -14,7 +14,6 @@ namespace {
 
 using Floats = ffi::Buffer<ffi::F32>;
 using Flags = ffi::Buffer<ffi::PRED>;
-using Arena = ffi::Buffer<ffi::U16>;
 
 ffi::Error wrong_layer(const char* op, int64_t layer) {
   return invalid(std::string(op) + ": layer " + std::to_string(layer));
@@ -108,17 +107,15 @@ ffi::Error route_tokens(ffi::ThreadPool threads, Floats logits, Flags valid, Flo
 // What both writers of KV have in common. Returns what is wrong.
 std::string pages_of(Numbers page, const Ints& positions, const Floats& frequencies,
                      const Arena& arena, const Ints& pages, Int layer, float factor, float eps,
-                     Arena& written, int64_t tokens, Type type, Pages& p) {
+                     int64_t tokens, Type type, Pages& p) {
   if (page.size() != 4 || page[0] < 1 || page[1] < 1 || page[2] < 1) return "page";
   p.type = type, p.tokens = tokens, p.block_size = page[0], p.head_dim = page[2];
   p.rows_per_token = page[3] ? 1 : 2 * page[1];
   if (!is(positions, {tokens}) || !is(pages, {tokens}) || frequencies.dimensions().size() != 1) {
     return "shapes";
   }
-  // The operand is an alias: a copy of an arena is never what was asked for.
-  if (arena.typed_data() != written.typed_data()) return "the arena is not written in place";
-  p.arena = written.typed_data();
-  p.kv_rows = static_cast<int64_t>(arena.size_bytes()) / (p.head_dim * size_of(type));
+  if (!arena.wrong.empty()) return arena.wrong;
+  p.arena = arena.data, p.kv_rows = arena.bytes() / (p.head_dim * size_of(type));
   p.positions = positions.typed_data(), p.pages = pages.typed_data(), p.layer = *layer.typed_data();
   p.frequencies = frequencies.typed_data(), p.half = frequencies.dimensions()[0];
   p.factor = factor, p.eps = eps;
@@ -126,9 +123,9 @@ std::string pages_of(Numbers page, const Ints& positions, const Floats& frequenc
 }
 
 ffi::Error write_heads(ffi::ThreadPool threads, Any qkv, Any q_norm, Any k_norm, Int stack_layer,
-                       Ints positions, Floats frequencies, Arena arena, Ints pages, Int layer,
+                       Ints positions, Floats frequencies, Any memory, Ints pages, Int layer,
                        Numbers page, float factor, float eps, ffi::Result<Any> q,
-                       ffi::Result<Arena> written) {
+                       ffi::Result<Any> written) {
   Type type;
   Heads h = {};
   Pages p = {};
@@ -138,8 +135,9 @@ ffi::Error write_heads(ffi::ThreadPool threads, Any qkv, Any q_norm, Any k_norm,
       k_norm.element_type() != dtype) {
     return invalid("kv_write: dtypes");
   }
+  const Arena arena(memory, *written);
   const std::string wrong = pages_of(page, positions, frequencies, arena, pages, layer, factor, eps,
-                                     *written, qkv.dimensions()[0], type, p);
+                                     qkv.dimensions()[0], type, p);
   if (!wrong.empty()) return invalid("kv_write: " + wrong);
   h.heads = q->dimensions()[1], h.kv_heads = page[1];
   const bool normed = q_norm.element_count();
@@ -161,9 +159,9 @@ ffi::Error write_heads(ffi::ThreadPool threads, Any qkv, Any q_norm, Any k_norm,
 }
 
 ffi::Error write_latent(ffi::ThreadPool threads, Any kv, Any norm, Int stack_layer, Any q_rope,
-                        Ints positions, Floats frequencies, Arena arena, Ints pages, Int layer,
+                        Ints positions, Floats frequencies, Any memory, Ints pages, Int layer,
                         Numbers page, float factor, float eps, int64_t interleave,
-                        ffi::Result<Any> out, ffi::Result<Arena> written) {
+                        ffi::Result<Any> out, ffi::Result<Any> written) {
   Type type;
   Latent l = {};
   Pages p = {};
@@ -176,8 +174,9 @@ ffi::Error write_latent(ffi::ThreadPool threads, Any kv, Any norm, Int stack_lay
       out->element_type() != dtype) {
     return invalid("latent_write: dtypes");
   }
+  const Arena arena(memory, *written);
   const std::string wrong = pages_of(page, positions, frequencies, arena, pages, layer, factor, eps,
-                                     *written, kv.dimensions()[0], type, p);
+                                     kv.dimensions()[0], type, p);
   if (!wrong.empty()) return invalid("latent_write: " + wrong);
   l.latent = page[3], l.heads = q_rope.dimensions()[1], l.interleave = interleave;
   const int64_t rope = 2 * p.half;
@@ -292,14 +291,14 @@ MOEJAX_HANDLER(moejax_cpu_kv_write, write_heads,
                    .Arg<Int>()
                    .Arg<Ints>()
                    .Arg<Floats>()
-                   .Arg<Arena>()
+                   .Arg<Any>()
                    .Arg<Ints>()
                    .Arg<Int>()
                    .Attr<Numbers>("page")
                    .Attr<float>("factor")
                    .Attr<float>("eps")
                    .Ret<Any>()
-                   .Ret<Arena>())
+                   .Ret<Any>())
 
 MOEJAX_HANDLER(moejax_cpu_latent_write, write_latent,
                ffi::Ffi::Bind()
@@ -310,7 +309,7 @@ MOEJAX_HANDLER(moejax_cpu_latent_write, write_latent,
                    .Arg<Any>()
                    .Arg<Ints>()
                    .Arg<Floats>()
-                   .Arg<Arena>()
+                   .Arg<Any>()
                    .Arg<Ints>()
                    .Arg<Int>()
                    .Attr<Numbers>("page")
@@ -318,7 +317,7 @@ MOEJAX_HANDLER(moejax_cpu_latent_write, write_latent,
                    .Attr<float>("eps")
                    .Attr<int64_t>("interleave")
                    .Ret<Any>()
-                   .Ret<Arena>())
+                   .Ret<Any>())
 
 MOEJAX_HANDLER(moejax_cpu_plan, plan_layer,
                ffi::Ffi::Bind()

@@ -15,21 +15,25 @@ from pallas_kernels.cpu.build import COMMAND, HERE, LIBRARY, digest
 TARGETS = (
     *("linear", "head_linear", "expert_ffn", "decode_attention", "prefill_attention"),
     *("rms_norm", "route", "plan", "kv_write", "latent_write", "combine"),
+    *("fill", "move", "read", "write"),
 )
 """What the library has: each is the symbol moejax_cpu_NAME and the FFI target of that name."""
 
 DTYPES = ("bfloat16", "float16", "float32")
 
 
+def library() -> ctypes.CDLL:
+    """The library itself. Raises OSError where it is not there or does not load."""
+    return ctypes.CDLL(str(HERE / LIBRARY))
+
+
 @functools.cache
 def _load() -> tuple[str, str]:
     """(name of the instruction set, "") with the handlers registered, or ("", what is wrong)."""
-    path = HERE / LIBRARY
-    if not path.is_file():
+    if not (HERE / LIBRARY).is_file():
         return "", f"the native CPU ops are not built; `{COMMAND}` builds them"
     try:
-        library = ctypes.CDLL(str(path))
-        text = {name: getattr(library, f"moejax_cpu_{name}") for name in _TEXTS}
+        text = {name: getattr(library(), f"moejax_cpu_{name}") for name in _TEXTS}
     except (OSError, AttributeError) as error:
         return "", f"the native CPU ops do not load ({error}); `{COMMAND}` builds them again"
     for function in text.values():
@@ -43,7 +47,7 @@ def _load() -> tuple[str, str]:
     if not isa:
         return "", text["isa_error"]().decode()
     for name in TARGETS:
-        handler = jax.ffi.pycapsule(getattr(library, f"moejax_cpu_{name}"))
+        handler = jax.ffi.pycapsule(getattr(library(), f"moejax_cpu_{name}"))
         jax.ffi.register_ffi_target(f"moejax_cpu_{name}", handler, platform="cpu")
     return isa, ""
 
@@ -72,22 +76,25 @@ def loaded() -> ctypes.CDLL:
 def call(
     target: str,
     result: Any,
-    *operands: jax.Array,
+    *operands: Any,
     aliases: Mapping[int, int] | None = None,
     **attributes: Any,
 ) -> Any:
-    """Calls a handler within a traced function. result: its ShapeDtypeStruct, or several; so many
-    arrays come back. aliases: operand → result that is the same memory. Attributes are numpy
-    scalars or arrays.
+    """Calls a handler within a traced function. operands: arrays; an OwnedArena is its token.
+    result: like what comes back, one or several. aliases: operand → result that is the same memory.
+    Attributes are numpy scalars or arrays.
 
     Raises ValueError where the library cannot run here.
     """
     if reason := why_not_cpu():
         raise ValueError(reason)
+    leaves, tree = jax.tree.flatten(result)
     function = jax.ffi.ffi_call(
-        f"moejax_cpu_{target}", result, input_output_aliases=dict(aliases or {})
+        f"moejax_cpu_{target}",
+        [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves],
+        input_output_aliases=dict(aliases or {}),
     )
-    return function(*operands, **attributes)
+    return tree.unflatten(function(*jax.tree.leaves(operands), **attributes))
 
 
 def check_dtypes(op: str, **arrays: jax.Array | None) -> None:

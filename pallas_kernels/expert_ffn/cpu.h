@@ -1,19 +1,12 @@
 // The experts of a layer, read where their records lie.
 #pragma once
 #include <string>
-#include <vector>
 
 #include "pallas_kernels/cpu/kernels.h"
 #include "pallas_kernels/cpu/pool.h"
+#include "pallas_kernels/records/cpu.h"
 
 namespace moejax {
-
-struct StoredVersion {
-  Format cell, held;       // held: in the store
-  const uint16_t* store;   // [layers, experts, held.rows, hidden]
-  int64_t layers;
-  std::vector<int64_t> places;  // layer of the tables → layer of the store, −1: none; empty: equal
-};
 
 // The operands of pallas_kernels/expert_ffn/api.py, dense in C order.
 struct Experts {

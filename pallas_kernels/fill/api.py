@@ -5,7 +5,7 @@ from jaxtyping import Array, Int, UInt16
 from pallas_kernels.implementations import implementations, pick
 from pallas_kernels.records.versions import Formats, check_formats
 
-IMPLEMENTATIONS = implementations("fill", ("xla", "pallas"))
+IMPLEMENTATIONS = implementations("fill", ("xla", "pallas", "cpu"))
 
 
 def fill(

@@ -29,7 +29,7 @@ def kv_write(
     norms = q_norm, k_norm, int32(stack_layer)
     return call(
         "kv_write",
-        (q, jax.ShapeDtypeStruct(arena.shape, arena.dtype)),
+        (q, arena),
         *(qkv, *norms, positions, inverse_frequencies, arena, pages, int32(layer)),
         aliases={6: 1},
         page=np.array(page, np.int64),

@@ -1,4 +1,3 @@
-import jax
 import numpy as np
 
 from pallas_kernels.cpu.library import call, check_dtypes, int32
@@ -22,11 +21,10 @@ def latent_write(
 ):
     """A place that is not in the arena is an error, before anything is written."""
     check_dtypes("latent_write", kv=kv, kv_norm=kv_norm, q_rope=q_rope)
-    results = (q_rope, arena)
     operands = kv, kv_norm, int32(stack_layer), q_rope, positions, inverse_frequencies
     return call(
         "latent_write",
-        tuple(jax.ShapeDtypeStruct(value.shape, value.dtype) for value in results),
+        (q_rope, arena),
         *(*operands, arena, pages, int32(layer)),
         aliases={6: 1},
         page=np.array(page, np.int64),

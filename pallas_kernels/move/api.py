@@ -20,7 +20,7 @@ class Moves(NamedTuple):
     """The arena row that the cell shall begin at."""
 
 
-IMPLEMENTATIONS = implementations("move", ("xla", "pallas"), "copy")
+IMPLEMENTATIONS = implementations("move", ("xla", "pallas", "cpu"), "copy")
 
 
 def move(

@@ -14,7 +14,7 @@ def plan(tables, layer, active):
     changed = [getattr(tables, name) for name in CHANGED]
     results = call(
         "plan",
-        [*(jax.ShapeDtypeStruct(table.shape, table.dtype) for table in changed), *listed, *counts],
+        [*changed, *listed, *counts],
         *(*tables, int32(layer), active),
         aliases={tables._fields.index(name): i for i, name in enumerate(CHANGED)},
     )

@@ -20,7 +20,7 @@ class Entries(NamedTuple):
     """Where it goes: an index into the layer's cells."""
 
 
-IMPLEMENTATIONS = implementations("stage", ("xla", "pallas"))
+IMPLEMENTATIONS = implementations("stage", ("xla", "pallas", "cpu"))
 
 
 def stage(

@@ -1,13 +1,15 @@
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.fill import reference
+from pallas_kernels.fill.reference import fill as fill_cells
 from pallas_kernels.plan.listing import count, places
 from pallas_kernels.records.versions import stored_in_part
 from pallas_kernels.stage.admission import Cells, Residency, admit
 
 
-def stage(arena, tables, stores, layer, entries, *, formats):
+def stage(arena, tables, stores, layer, entries, *, formats, fill=fill_cells):
+    """fill: what copies the records of the entries that are carried out."""
+
     def at(table):
         return lax.dynamic_index_in_dim(table, layer, keepdims=False)
 
@@ -41,5 +43,5 @@ def stage(arena, tables, stores, layer, entries, *, formats):
     place = places(done)
     fields = entries.expert, cell_row[entries.cell], entries.version
     expert, row, version = (field.at[place].set(field) for field in fields)
-    arena = reference.fill(arena, stores, layer, expert, row, version, count(done), formats=formats)
+    arena = fill(arena, stores, layer, expert, row, version, count(done), formats=formats)
     return arena, tables, done.astype(jnp.int32)

@@ -15,13 +15,16 @@
 #include <vector>
 
 #include "pallas_kernels/combine/cpu.h"
+#include "pallas_kernels/cpu/arena.h"
 #include "pallas_kernels/cpu/kernels.h"
 #include "pallas_kernels/cpu/pool.h"
 #include "pallas_kernels/expert_ffn/cpu.h"
+#include "pallas_kernels/fill/cpu.h"
 #include "pallas_kernels/head_linear/cpu.h"
 #include "pallas_kernels/kv_write/cpu.h"
 #include "pallas_kernels/latent_write/cpu.h"
 #include "pallas_kernels/linear/cpu.h"
+#include "pallas_kernels/move/cpu.h"
 #include "pallas_kernels/paged_attention/cpu.h"
 #include "pallas_kernels/plan/cpu.h"
 #include "pallas_kernels/rms_norm/cpu.h"
@@ -527,6 +530,78 @@ void check_attention(const Kernels& k) {
   if (!c.window) expect(!attend(pool, k, c, {{0, count, 0, length - count}}).empty(), "an address");
 }
 
+// Records into cells, cells to other rows, rows out and in again.
+void check_copies(const Kernels& k) {
+  Threads pool;
+  const int64_t layers = 2, experts = pick(1, 4), rows = pick(1, 300), cells = experts + 2;
+  Fills f = {};
+  f.hidden = pick(1, 700), f.arena_rows = cells * rows, f.layer = pick(0, layers - 1);
+  std::vector<uint16_t> arena(f.arena_rows * f.hidden, 0x7fff);
+  std::vector<uint16_t> store(layers * experts * rows * f.hidden);
+  for (auto& value : store) value = (uint16_t)pick(0, 0x7ffe);
+  StoredVersion v = {};
+  v.cell.rows = v.held.rows = rows, v.store = store.data(), v.layers = layers;
+  v.experts = experts, v.places = {0, 1};
+  f.versions = {v}, f.arena = arena.data(), f.count = pick(0, experts);
+  std::vector<int32_t> expert(f.count), row(f.count), version(f.count);
+  for (int64_t i = 0; i < f.count; i++) expert[i] = (int32_t)i, row[i] = (int32_t)(i * rows);
+  f.expert = expert.data(), f.row = row.data(), f.version = version.data();
+  expect(fill(pool, k, f).empty(), "fill refused");
+  const int64_t record = rows * f.hidden;
+  for (int64_t i = 0; i < cells; i++) {
+    const uint16_t* want = store.data() + (f.layer * experts + i) * record;
+    const bool same = !std::memcmp(&arena[i * record], want, i < f.count ? record * 2 : 0);
+    expect(same && (i < f.count || arena[i * record] == 0x7fff), "fill: bytes");
+  }
+  const Rows memory = {arena.data(), f.hidden, f.arena_rows};
+  const int32_t last = (int32_t)((cells - 1) * rows), all = (int32_t)rows;
+  const int32_t source[3] = {0, 0, 0}, target[3] = {last, last, last}, count[3] = {all, all, 0};
+  expect(move(pool, memory, source, target, count, 3).empty(), "move refused");
+  expect(!std::memcmp(&arena[0], &arena[last * f.hidden], record * 2), "move: bytes");
+  std::vector<uint16_t> page(record);
+  expect(read(pool, memory, target, rows, {page.data()}).empty(), "read refused");
+  for (auto& value : page) value ^= 1;
+  expect(write(pool, memory, target, rows, {page.data(), page.data()}).empty(), "write refused");
+  expect(!std::memcmp(page.data(), &arena[last * f.hidden], record * 2), "write: bytes");
+  const int32_t behind[1] = {last + 1};
+  expect(!move(pool, memory, source, behind, count, 1).empty(), "a move behind the arena");
+  expect(!read(pool, memory, behind, rows, {page.data()}).empty(), "a read behind the arena");
+  if (!f.count) return;
+  row[0] = (int32_t)(f.arena_rows - rows + 1);
+  expect(!fill(pool, k, f).empty(), "a cell behind the arena");
+}
+
+// Readers of one arena beside a writer: each sees what it was told to see, or is refused.
+void check_arena() {
+  OwnedArena arena(100, 10);
+  expect(!(reinterpret_cast<uintptr_t>(arena.data) % (2 << 20)), "an arena's address");
+  std::atomic<int> wrong{0}, reads{0}, done{0};
+  const auto reader = [&] {
+    while (!done || !reads) {
+      const uint32_t writes = arena.writes();
+      if (!arena.begin_read(writes).empty()) continue;
+      for (int i = 0; i < 1000; i++) wrong += arena.data[i] != (uint16_t)writes;
+      reads++;
+      arena.end_read();
+    }
+  };
+  std::thread first(reader), second(reader);
+  for (int written = 0; written < 50;) {
+    if (!arena.begin_write(arena.writes()).empty()) continue;
+    for (int i = 0; i < 1000; i++) arena.data[i]++;
+    arena.end_write(), written++;
+  }
+  done = 1;
+  first.join(), second.join();
+  expect(!wrong && arena.writes() == 50, "an arena's order");
+  expect(arena.begin_read(50).empty() && !arena.begin_write(50).empty(), "a write beside a read");
+  arena.end_read();
+  expect(arena.begin_write(50).empty() && !arena.begin_read(50).empty(), "a read beside a write");
+  expect(!arena.begin_write(50).empty() && arena.end_write() == 51, "two writers");
+  expect(!arena.begin_read(50).empty() && !arena.begin_write(52).empty(), "another token");
+  expect(!find_arena(12345), "an arena that is not there");
+}
+
 // What a task throws reaches the caller, when no other task runs any more.
 void check_errors() {
   std::atomic<int> ran{0};
@@ -548,6 +623,7 @@ void check_errors() {
 int main(int argc, char** argv) {
   expect(argc == 3, "usage: cpu_check SEED ROUNDS");
   check_errors();
+  check_arena();
   std::vector<const Kernels*> tables;
 #ifdef MOEJAX_STAND_INS
   tables = {&kernels_wide, &kernels_pairs};
@@ -567,6 +643,7 @@ int main(int argc, char** argv) {
       check_route();
       check_writes(*kernels);
       check_plan();
+      check_copies(*kernels);
     }
     ran += std::string(" ") + kernels->name;
   }

@@ -17,7 +17,7 @@ from moejax.costs.transition_bound import bounded
 from moejax.engine.control import policy_spec
 from moejax.errors import UserError, user_errors
 from moejax.start.decide.facts import DeviceFacts, ModelFacts
-from moejax.start.decide.residency import why_cells
+from moejax.start.decide.residency import why_cells, why_donated
 from moejax.start.decide.shapes import (
     KERNEL_WAVES,
     decodes_in_buckets,
@@ -93,7 +93,8 @@ class Plan:
             "waves",
             "sequences": f"{self.max_num_seqs} at once of {self.max_model_len} tokens; a prefill "
             f"step waits for {self.admission}",
-            "arena": f"{budget.slots} slots of {size} bytes, {format_bytes(budget.slots * size)}",
+            "arena": f"{budget.slots} slots of {size} bytes, {format_bytes(budget.slots * size)}"
+            f"{', memory of the native ops' if steps.owned else ''}",
             "experts": f"{slots}, precision {self.settings.precision.name} ({', '.join(versions)})",
             "cells": cells,
             "KV": f"{budget.kv_slots} slots, {budget.pages} pages of {page.block_size} tokens; "
@@ -196,6 +197,9 @@ def divide(
     notes = budget.notes
     if why and device.platform == "cpu" and budget.expert_slots >= moe_layers * experts:
         notes = (*notes, f"the experts' cells are a second copy beside the store: {why}")
+    if others := why_donated(steps):
+        text = f"the arena is an array, donated from step to step: {others} is not native"
+        notes = (*notes, text)
     return dataclasses.replace(budget, memory=memory, notes=notes)
 
 

@@ -1,10 +1,10 @@
-"""Whether experts that are all resident need cells: a CPU can read them where they lie in the
-store, and then there is one copy of the weights."""
+"""Where weights and arena lie on a CPU: whether experts that are all resident need cells, as it can
+read them where they lie in the store, and whose memory the arena is."""
 
 from __future__ import annotations
 
 from moejax.start.settings import Settings
-from moejax.step.parts import StepSpec
+from moejax.step.parts import StepSpec, arena_ops
 
 
 def why_cells(settings: Settings, steps: StepSpec, platform: str) -> str | None:
@@ -34,3 +34,11 @@ def why_cells(settings: Settings, steps: StepSpec, platform: str) -> str | None:
         if wanted:
             return f"{name} is about cells, and was asked for"
     return None
+
+
+def why_donated(steps: StepSpec) -> str | None:
+    """Why the arena is an array, donated from step to step, although native ops touch it, for
+    people; None: the native library owns it (StepSpec.owned), or none of its ops touches it."""
+    ops = {op: getattr(steps.ops, op) for op in arena_ops(steps.layout.page.latent > 0)}
+    others = [f"{op} {name}" for op, name in ops.items() if name != "cpu"]
+    return ", ".join(others) if 0 < len(others) < len(ops) else None

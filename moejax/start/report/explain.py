@@ -79,9 +79,10 @@ def explain(engine: Engine, budget: Budget) -> Explanation:
         Line("KV", kv * size, f"{kv} slots"),
     )
     shares = parts[1:] if budget.in_place else parts
+    owner = "memory of the native ops, never moved" if engine.runner.steps.owned else ""
     rest = "ends of slots" if len(layout.records) == 1 else "spare cells, ends"
     blocks += (
-        _block(Line("arena", total), *shares, rest="free", how="given to neither"),
+        _block(Line("arena", total, owner), *shares, rest="free", how="given to neither"),
         _block(
             Line("KV", kv * size),
             Line("KV pages", pages * page.nbytes, tokens),

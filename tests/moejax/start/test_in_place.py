@@ -93,3 +93,20 @@ def test_a_part_of_the_experts_has_cells():
     with LLM("demo", expert_budget="50%", progress=False, **LIMITS) as llm:
         assert llm.plan.budget.in_place == 0 and llm.plan.budget.expert_slots == 32
         assert "second copy" not in str(llm.plan)
+
+
+@NATIVE
+@pytest.mark.parametrize(
+    ("ops", "said"),
+    [
+        ("fill=xla", "the arena is an array, donated from step to step: fill xla is not native"),
+        ("expert_ffn=xla,stage=xla", "expert_ffn xla, stage xla is not native"),
+        ("xla", ""),
+        ("auto", ""),
+    ],
+)
+def test_one_op_that_is_not_native_keeps_the_arena_an_array(ops, said):
+    plan = planned(ops=ops, expert_budget="50%", memory=None)
+    assert plan.steps.owned == (ops == "auto")
+    assert said in str(plan) and ("donated from step" in str(plan)) == bool(said)
+    assert ("memory of the native ops" in plan.describe()["arena"]) == plan.steps.owned

@@ -1,0 +1,142 @@
+"""An arena that the library of native CPU ops owns, and copies within it, out of it and into it."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+import math
+import weakref
+from typing import Any
+
+import jax
+import numpy as np
+
+from pallas_kernels.cpu.library import call, int32, library, why_not_cpu
+
+TOKEN = jax.ShapeDtypeStruct((2,), np.uint32)
+"""Unlike any other array of a step, so that a copy of it shows in what XLA compiles: it makes one
+where it has not found a write of the arena to come after every read of what was there before."""
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["token"], meta_fields=["rows", "hidden"]
+)
+@dataclasses.dataclass(frozen=True)
+class OwnedArena:
+    """What programs carry in the place of an arena uint16[rows, D] whose memory is not XLA's: ops
+    of implementation "cpu" take it where they take the array. Writers give it back with another
+    token, so that data dependence is order, as with the array. A read that a write has overtaken,
+    or a write that overtakes a read, is found by the token and refused (cpu/arena.h)."""
+
+    token: Any
+    """uint32[2]: the arena's handle in this process, and the writes before."""
+    rows: int
+    hidden: int
+
+    dtype = np.dtype(np.uint16)
+    ndim = 2
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.rows, self.hidden
+
+    @property
+    def size(self) -> int:
+        return self.rows * self.hidden
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.dtype.itemsize
+
+
+class ArenaMemory:
+    """The memory of an owned arena: zeros, aligned to 2 MiB, until `close` or until nobody refers
+    to this object; then the ops that still run end on it, and others are refused."""
+
+    def __init__(self, rows: int, hidden: int):
+        """Raises MemoryError, and ValueError where the library cannot run here."""
+        if reason := why_not_cpu():
+            raise ValueError(reason)
+        self.rows, self.hidden = rows, hidden
+        self.handle = int(_functions().new(rows, hidden))
+        if not self.handle:
+            gib = rows * hidden * 2 / 2**30
+            raise MemoryError(f"there is no memory for an arena of {gib:.1f} GiB")
+        self.address = int(_functions().data(self.handle))
+        """Where the first row lies; constant."""
+        self.close = weakref.finalize(self, _functions().close, self.handle)
+        """Frees the memory. Idempotent."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.rows * self.hidden * 2
+
+    def token(self) -> np.ndarray:
+        """uint32[2]: of OwnedArena, for what comes next. Nothing may be writing."""
+        return np.array([self.handle, _functions().writes(self.handle)], TOKEN.dtype)
+
+    def on(self, device: jax.Device) -> OwnedArena:
+        """The arena for programs of this device, a CPU."""
+        return OwnedArena(jax.device_put(self.token(), device), self.rows, self.hidden)
+
+    def view(self) -> np.ndarray:
+        """uint16[rows, D], the memory itself: valid until close, for between two programs."""
+        values = (ctypes.c_uint16 * (self.rows * self.hidden)).from_address(self.address)
+        return np.ctypeslib.as_array(values).reshape(self.rows, self.hidden)
+
+    def delay(self, microseconds: int) -> None:
+        """For tests: every op holds the arena for so much longer."""
+        _functions().delay(self.handle, microseconds)
+
+
+def abstract_arena(rows: int, hidden: int) -> OwnedArena:
+    """An owned arena as programs are traced with, without memory."""
+    return OwnedArena(TOKEN, rows, hidden)
+
+
+def move_rows(arena, source, target, rows, *, width: int):
+    """The arena with rows[i] rows from source[i] copied to target[i], for each entry of int32[S];
+    rows are of `width` elements. No target is a source, entries may repeat. A place outside of the
+    arena is an error, before anything is written."""
+    return call("move", arena, arena, source, target, rows, aliases={0: 0}, width=np.int64(width))
+
+
+def read_rows(arena, first, rows: int, *, width: int) -> tuple[jax.Array, ...]:
+    """The `rows` rows from each of first int32[S] on, as S arrays of uint16[rows · width]. Errors
+    as of move_rows."""
+    part = jax.ShapeDtypeStruct((rows * width,), np.uint16)
+    parts = (part,) * first.shape[0]
+    return call("read", parts, arena, first, width=np.int64(width), rows=np.int64(rows))
+
+
+def write_rows(arena, values, first, count, *, width: int):
+    """The arena with the first `count` of S values, uint16[rows · width] each, at the rows from
+    first int32[S] on; entries may repeat. Errors as of move_rows."""
+    rows = math.prod(values[0].shape) // width
+    operands = arena, first, int32(count), *values
+    sizes: dict[str, Any] = {"width": np.int64(width), "rows": np.int64(rows)}
+    return call("write", arena, *operands, aliases={0: 0}, **sizes)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Functions:
+    new: ctypes._NamedFuncPointer
+    data: ctypes._NamedFuncPointer
+    writes: ctypes._NamedFuncPointer
+    delay: ctypes._NamedFuncPointer
+    close: ctypes._NamedFuncPointer
+
+
+@functools.cache
+def _functions() -> _Functions:
+    loaded = library()
+    found = {f.name: loaded[f"moejax_cpu_arena_{f.name}"] for f in dataclasses.fields(_Functions)}
+    found["new"].argtypes = [ctypes.c_int64, ctypes.c_int64]
+    for name in ("data", "writes", "close"):
+        found[name].argtypes = [ctypes.c_uint32]
+    found["new"].restype = found["writes"].restype = ctypes.c_uint32
+    found["data"].restype = ctypes.c_void_p
+    found["delay"].argtypes = [ctypes.c_uint32, ctypes.c_int64]
+    found["delay"].restype = found["close"].restype = None
+    return _Functions(**found)

@@ -1,0 +1,58 @@
+"""The formats of records as native CPU ops read them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from pallas_kernels.records.format import MATRICES, VERSIONS, RecordFormat
+from pallas_kernels.records.versions import Formats
+
+_FIELDS = 13
+"""Numbers of a format (`kFields` of handlers.cc)."""
+
+
+def versions(
+    formats: Formats | None, stores: tuple[jax.Array, ...], layers: int | None = None
+) -> dict[str, Any]:
+    """The attributes `width`, `formats` and `places` of a call (`versions_of` of handlers.cc).
+    formats: None where records are copied as they are, so that only their rows count. layers: of
+    the tables; None: of the stores."""
+    if formats is None:
+        numbers = np.zeros((len(stores), 2, _FIELDS), np.int64)
+        numbers[:, :, 1] = [[store.shape[2]] for store in stores]
+        places, width = [range(store.shape[0]) for store in stores], 0
+    else:
+        numbers = np.array([_numbers(fmt) for version in formats for fmt in version[:2]], np.int64)
+        width = formats[0].cell.width
+        places = [
+            version.places or range(layers or store.shape[0])
+            for version, store in zip(formats, stores, strict=True)
+        ]
+    return {
+        "width": np.int64(width),
+        "formats": numbers.reshape(-1),
+        "places": np.array(places, np.int64).reshape(-1),
+    }
+
+
+def _numbers(fmt: RecordFormat) -> list[int]:
+    """A format as `format_of` of handlers.cc reads it."""
+
+    def first(matrix, *names):
+        return next((fmt.parts[p][0] for n in names if (p := matrix + n) in fmt.parts), 0)
+
+    lossless = fmt.version == "lossless12"
+    return [
+        VERSIONS.index(fmt.version),
+        fmt.rows,
+        fmt.group_in,
+        fmt.group_out,
+        fmt.blocks,
+        fmt.escapes,
+        *(first(matrix, "_bytes" if lossless else "_codes", "") for matrix in MATRICES),
+        *(first(matrix, "_codes" if lossless else "_scales") for matrix in MATRICES),
+        first("tables", ""),
+    ]
