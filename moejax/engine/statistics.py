@@ -65,9 +65,9 @@ class Statistics:
         self.last_read_s = now
         for name, count in zip(Paging._fields, totals, strict=True):
             self.paging[name] += count
-        paging = Paging(*totals)
-        if paging.fills or paging.read_through:
-            moved = demand_bytes(paging, demand, self.record_bytes)
+        _, _, fills, read_through = totals
+        if fills or read_through:
+            moved = demand_bytes(fills, read_through, demand, self.record_bytes)
             for name, count in zip(self.moved, moved, strict=True):
                 self.moved[name] += count
 

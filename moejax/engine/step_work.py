@@ -177,16 +177,16 @@ def moved_bytes(
     for entries, done in lists:
         carried_out = np.asarray(done) > 0
         ahead += sum(link_bytes[v] for v in np.asarray(entries.version)[carried_out].tolist())
-    return np.array([*demand_bytes(paging, demand, link_bytes), ahead], np.int64)
+    fills, through = int(np.sum(paging.fills)), int(np.sum(paging.read_through))
+    return np.array([*demand_bytes(fills, through, demand, link_bytes), ahead], np.int64)
 
 
 def demand_bytes(
-    paging: Paging, demand: np.ndarray | None, record_bytes: Sequence[int]
+    fills: int, read_through: int, demand: np.ndarray | None, record_bytes: Sequence[int]
 ) -> tuple[int, int]:
-    """What the fills of a step and what it read through moved over the link, in bytes. paging,
-    demand: of Results. record_bytes: by version number."""
+    """What a step's fills and the experts that it read through moved over the link, in bytes.
+    demand: of Results, None of one version. record_bytes: by version number."""
     if demand is None:
-        fills, through = int(np.sum(paging.fills)), int(np.sum(paging.read_through))
-        return fills * record_bytes[0], through * record_bytes[0]
-    fills, through = np.sum(demand, axis=0, dtype=np.int64) @ np.asarray(record_bytes, np.int64)
-    return int(fills), int(through)
+        return fills * record_bytes[0], read_through * record_bytes[0]
+    by_version = np.sum(demand, axis=0, dtype=np.int64) @ np.asarray(record_bytes, np.int64)
+    return int(by_version[0]), int(by_version[1])

@@ -29,7 +29,6 @@ from moejax.commands import main as cli
 from moejax.engine.step_work import demand_bytes
 from moejax.start.build import start_engine
 from moejax.start.options import Options
-from moejax.step.experts import Paging
 from moejax.traces.tracer import start_trace
 from scripts.parts.version_history import version_history
 from tests.moejax.engine_runs import Job, run
@@ -337,11 +336,9 @@ def test_a_damaged_header_is_refused(run_of):
 
 
 def test_demand_is_counted_by_version():
-    counts = (np.array(n) for n in ([9, 9], [3, 3], [4, 3], [2, 3]))
-    paging = Paging(*counts)  # pyright: ignore[reportArgumentType]
-    assert demand_bytes(paging, None, (100,)) == (700, 500)
+    assert demand_bytes(7, 5, None, (100,)) == (700, 500)
     demand = np.array([[[1, 3], [0, 2]], [[0, 3], [2, 1]]])
-    assert demand_bytes(paging, demand, (100, 10)) == (160, 230)
+    assert demand_bytes(7, 5, demand, (100, 10)) == (160, 230)
 
 
 # ---- refusals
