@@ -27,7 +27,7 @@ from host_offload.queue.transfer import (
     State,
     Transfer,
 )
-from pallas_kernels.cpu.library import loaded
+from pallas_kernels.cpu.library import library
 
 _STATES: dict[int, State] = {2: "done", 3: "failed", 4: "cancelled"}
 _START, _END = 3, 4
@@ -82,7 +82,7 @@ class _Event(ctypes.Structure):
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    library, text = loaded(), (ctypes.c_char_p, ctypes.c_int64)
+    functions, text = library(), (ctypes.c_char_p, ctypes.c_int64)
     handle, number = ctypes.c_int32, ctypes.c_int64
     signatures: dict[str, tuple[Any, tuple[Any, ...]]] = {
         "transfers_new": (handle, (ctypes.POINTER(_Options), *text)),
@@ -112,9 +112,9 @@ def _library() -> ctypes.CDLL:
         "checksum": (ctypes.c_uint64, (ctypes.c_int32, ctypes.c_void_p, number)),
     }
     for name, (result, arguments) in signatures.items():
-        function = getattr(library, f"moejax_{name}")
+        function = getattr(functions, f"moejax_{name}")
         function.restype, function.argtypes = result, arguments
-    return library
+    return functions
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,18 +22,14 @@ TARGETS = (
 DTYPES = ("bfloat16", "float16", "float32")
 
 
-def library() -> ctypes.CDLL:
-    """The library itself. Raises OSError where it is not there or does not load."""
-    return ctypes.CDLL(str(HERE / LIBRARY))
-
-
 @functools.cache
 def _load() -> tuple[str, str]:
     """(name of the instruction set, "") with the handlers registered, or ("", what is wrong)."""
     if not (HERE / LIBRARY).is_file():
         return "", f"the native CPU ops are not built; `{COMMAND}` builds them"
     try:
-        text = {name: getattr(library(), f"moejax_cpu_{name}") for name in _TEXTS}
+        functions = ctypes.CDLL(str(HERE / LIBRARY))
+        text = {name: getattr(functions, f"moejax_cpu_{name}") for name in _TEXTS}
     except (OSError, AttributeError) as error:
         return "", f"the native CPU ops do not load ({error}); `{COMMAND}` builds them again"
     for function in text.values():
@@ -47,7 +43,7 @@ def _load() -> tuple[str, str]:
     if not isa:
         return "", text["isa_error"]().decode()
     for name in TARGETS:
-        handler = jax.ffi.pycapsule(getattr(library(), f"moejax_cpu_{name}"))
+        handler = jax.ffi.pycapsule(getattr(functions, f"moejax_cpu_{name}"))
         jax.ffi.register_ffi_target(f"moejax_cpu_{name}", handler, platform="cpu")
     return isa, ""
 
@@ -66,7 +62,7 @@ def instruction_set() -> str | None:
     return _load()[0] or None
 
 
-def loaded() -> ctypes.CDLL:
+def library() -> ctypes.CDLL:
     """The library itself, for functions that are no ops. Raises ValueError as `call`."""
     if reason := why_not_cpu():
         raise ValueError(reason)
