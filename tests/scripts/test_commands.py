@@ -273,7 +273,7 @@ def test_the_commands_of_results_are_taken_whole(repository):
         ("NPROC=1 python -m scripts.budgets resize", "required: what"),
         ("python -m scripts.bench loads DIR", "no scripts.bench loads"),
         ("python -m tests.nowhere x", "no module tests.nowhere"),
-        ("moejax eval demo --task perplexity", "required: --data"),
+        ("moejax eval demo --data", "expected at least one argument"),
         ("moejax trace info DIR --no-such", "unrecognized arguments: --no-such"),
     ],
 )
