@@ -23,7 +23,7 @@ void combine(Pool& pool, const Kernels& k, Type type, const void* residual, cons
       std::fill(total, total + width, 0.0f);
       for (int64_t slot = 0; slot < top_k; slot++) {
         const float weight = weights[t * top_k + slot];
-        // Rows that no sequence has are most of a small batch's: their y is not read.
+        // As padding has: most rows of a small batch. What is there is not read, NaN or not.
         if (weight == 0) continue;
         const float* row = y + (t * top_k + slot) * width;
         for (int64_t c = 0; c < width; c++) total[c] += row[c] * weight;

@@ -381,8 +381,8 @@ void add(Type kind, const void* const* w, int64_t rows, const float* const* h, i
 
 // ---- many tokens: blocks of weights as float32, side by side, for all of them
 
-// Registers hold the sums of kManyTokens × kManyRows; a panel of rows stays in the first cache while
-// kOpen tokens pass it.
+// Registers hold the sums of kManyTokens × kManyRows; a panel of rows, kDepth long, stays in the
+// second cache while kOpen tokens pass it.
 #if MOEJAX_LANES == 16
 constexpr int kManyRows = 6;
 #else

@@ -93,6 +93,7 @@ struct TransferQueue::Transfer {
   const File* file = nullptr;
   std::mutex opening;
   int fd = -1;
+  std::shared_ptr<Transfer> before;  // that failed in this cell: it has again if this is cancelled
 
   Turn turn() const { return {request.cause != 0, request.priority, ticket}; }
   ~Transfer() {
@@ -201,6 +202,8 @@ int64_t TransferQueue::submit(const TransferRequest& request, const int64_t* par
            std::to_string(writer->ticket) + "; wait for it, or cancel it";
     return 0;
   }
+  if (writer) writer->before = nullptr;
+  transfer->before = std::move(writer);
   writer = transfer;
   concerns_ = (int64_t)cells_.size();
   transfer->ticket = ++tickets_;
@@ -353,7 +356,12 @@ void TransferQueue::settle(Transfer& transfer, TransferState state) {
   if (state == TransferState::DONE && request.entry) {
     __atomic_store_n(reinterpret_cast<int32_t*>(request.entry), request.value, __ATOMIC_RELEASE);
   }
-  if (state != TransferState::FAILED) cells_.erase(request.cell);
+  if (state == TransferState::CANCELLED && transfer.before) {
+    cells_[request.cell] = transfer.before;
+  } else if (state != TransferState::FAILED) {
+    cells_.erase(request.cell);
+  }
+  transfer.before = nullptr;
   concerns_ = (int64_t)cells_.size();
   ended_.push_back(transfers_.at(transfer.ticket));
   note(TransferEvent::SETTLE, transfer.ticket, (int64_t)state, 0);
@@ -559,8 +567,13 @@ void TransferQueue::close() {
     note(TransferEvent::CANCEL, transfer->ticket, 0, 0);
     settle(*transfer, TransferState::CANCELLED);
   }
+  work_.notify_all();
+  // What has begun ends, also in the hands of callers, who may be in no hurry to take the rest.
   Bounce bounce(options_.chunk_bytes);
-  while (!options_.threads && runnable()) carry_out(held, bounce);
+  while (under_way_ || !turns_.empty()) {
+    if (!options_.threads && runnable()) carry_out(held, bounce);
+    else news_.wait_for(held, std::chrono::milliseconds(10));
+  }
   auto threads = std::move(threads_);
   held.unlock();
   work_.notify_all();

@@ -214,8 +214,7 @@ def compiled_engine(
         runner.wait_compiled(everything=True)
         yield engine
     finally:
-        for array in jax.tree.leaves((runner.arena, runner.tables, runner.tokens)):
-            array.delete()
+        runner.delete(given=False)
 
 
 def largest(cells: Sequence[int], config: ModelConfig) -> Share:

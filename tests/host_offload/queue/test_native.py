@@ -375,6 +375,33 @@ def test_close_ends_what_has_begun():
     assert (left == 9).all()
 
 
+def test_close_waits_for_a_chunk_in_a_callers_hands():
+    to = cell()
+    queue = NativeQueue(threads=0)
+    queue.inject(Faults(delay=0.5))
+    queue.submit(transfer(0), from_memory(to))
+    caller = threading.Thread(target=queue.step)
+    caller.start()
+    while not queue.observe().flying[0].begun:
+        time.sleep(0.001)
+    queue.close()
+    np.testing.assert_array_equal(to, BYTES)
+    caller.join()
+
+
+def test_a_cancelled_retry_leaves_the_cell_failed(path):
+    to = cell()
+    with NativeQueue(threads=0) as queue:
+        failed = queue.submit(transfer(3), from_file(path, to, checksum="00000000"))
+        settled = queue.wait(failed)
+        assert settled and settled.state == "failed"
+        for _ in range(2):
+            assert queue.cancel(queue.submit(transfer(3), from_memory(to)))
+            assert queue.wait_cell(3) == "failed"
+        queue.wait(queue.submit(transfer(3), from_memory(to)))
+        assert queue.wait_cell(3) == "done"
+
+
 def test_without_the_library_the_command_is_named(monkeypatch):
     monkeypatch.setattr(
         native, "_library", lambda: (_ for _ in ()).throw(ValueError("`python -m pallas"))
