@@ -55,8 +55,9 @@ class LayeredDevice:
     def _look(self, step: StepRecord, layer: int) -> None:
         """The three moments of a layer; a list is carried out at once."""
         rows = slice(layer, layer + 1)
-        assert step.gate_input is not None
-        parts = step.ids[:, rows], step.weights[:, rows], None, step.gate_input[:, rows]
+        assert step.gate_input is not None and step.probabilities is not None
+        scores = step.probabilities[:, rows]
+        parts = step.ids[:, rows], step.weights[:, rows], scores, step.gate_input[:, rows]
         for moment in (Moment.LAYER_BEGIN, Moment.ROUTED, Moment.EXPERTS_BEGIN):
             routing = None if moment == Moment.LAYER_BEGIN else LayerRouting(*parts)
             self._ask(moment, layer, step, routing)
