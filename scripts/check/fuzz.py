@@ -12,7 +12,7 @@ ends, everything must be free, and some of its requests run again alone, with ev
 tokens, text, log-probabilities and reasons must be equal (contract 1; a session's solo run is the
 same session alone, its turns in order).
 
-With --link-rate, experts come by a queue beside compute, with random delays, and with transfers that
+With --link-rate, experts come by a queue beside compute, with random delays and transfers that
 fail: they end the requests of their step, which are compared up to there, and no others.
 
 The same seed and the same number of an episode make the same episode, whatever ran before. A
