@@ -81,7 +81,7 @@ class Conditions:
     arrivals: float
     """Chance at each step that a request arrives."""
     requests: int
-    transfers: Faults = Faults()
+    transfers: Faults | None = None
     """What is put in the way of transfers beside compute."""
 
 
@@ -438,7 +438,7 @@ def apply(llm: LLM, conditions: Conditions, seed: int) -> None:
     engine, scheduler = llm.engine, llm.engine.scheduler
     engine.control = None
     if (queue := engine.runner.queue) is not None:
-        queue.inject(conditions.transfers)
+        queue.inject(conditions.transfers or Faults())
     if conditions.stages:
         policies, length = [RandomStages(seed)], scheduler.max_model_len
         controller = start_controller(engine.runner, policies, max_model_len=length, seed=seed)
