@@ -59,7 +59,7 @@ from scripts.cpu.products import matrix_rates
 from scripts.cpu.step_account import account
 from scripts.parts.commands import new_parser, refuse
 from scripts.parts.decode_timing import Samples, Sequences, decode, step_bytes
-from scripts.parts.intervals import median_interval
+from moejax.experiments.intervals import median_interval
 
 DEEPSEEK: dict[str, Any] = {
     "model_type": "deepseek_v2",

@@ -20,7 +20,7 @@ from host_offload.policies.prefetch.names import FIT, PREFETCH
 from host_offload.policies.prefetch.oracle import oracle_of
 from host_offload.simulate.simulator import simulate, spec_of
 from host_offload.traces.reader import Trace, read_trace
-from scripts.parts.bounds import (
+from host_offload.simulate.bounds import (
     References,
     in_one_pool,
     min_transfers,

@@ -54,7 +54,7 @@ from moejax.models.config import parse_config
 from moejax.start.build import start_engine
 from moejax.start.options import Options
 from moejax.traces.tracer import start_trace
-from scripts.parts.bounds import stall_bound
+from host_offload.simulate.bounds import stall_bound
 from scripts.parts.commands import new_parser, refuse
 from scripts.parts.controllers import start_controller
 from scripts.parts.places import DEMO, TRI

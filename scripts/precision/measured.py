@@ -26,7 +26,7 @@ from moejax.costs.rates import Rates, measure_rates
 from moejax.models.config import parse_config
 from moejax.models.model_config import ModelConfig
 from moejax.sizes import parse_size
-from scripts.parts.intervals import median_interval
+from moejax.experiments.intervals import median_interval
 
 MODEL = {
     "model_type": "qwen3_moe",

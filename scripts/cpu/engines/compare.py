@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from scripts.cpu.engines.protocol import Worker
-from scripts.parts.intervals import median_interval
+from moejax.experiments.intervals import median_interval
 
 CASES = ("decode 1", "decode 8", "prefill")
 

@@ -16,7 +16,7 @@ from host_offload.policies.eviction.names import POLICIES
 from host_offload.policies.eviction.static import Static
 from host_offload.simulate.simulator import simulate
 from host_offload.traces.reader import TraceError
-from scripts.parts.bounds import (
+from host_offload.simulate.bounds import (
     in_one_pool,
     min_bytes,
     min_transfers,
