@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from host_offload.memory.budget import ArenaTooSmall, BudgetError
     from moejax.errors import UserError
-    from moejax.experiments.grid import ablate
+    from moejax.evaluate.experiments.grid import ablate
     from moejax.requests.outputs import CompletionOutput, Logprob, RequestOutput
     from moejax.requests.sampling_params import SamplingParams
     from moejax.serve.async_llm import AsyncLLM
@@ -39,7 +39,7 @@ __all__ = [
 
 _HOMES = {
     "LLM": "moejax.serve.llm",
-    "ablate": "moejax.experiments.grid",
+    "ablate": "moejax.evaluate.experiments.grid",
     "AsyncLLM": "moejax.serve.async_llm",
     "EngineDeadError": "moejax.serve.engine_thread",
     "SamplingParams": "moejax.requests.sampling_params",

@@ -35,7 +35,7 @@ ORDER: dict[str, tuple[str, ...]] = {
     "moejax": (
         *("errors", "sizes", "cache", "device", "interrupt", "progress"),
         *("models", "requests", "step", "checkpoints", "nn", "traces", "engine", "costs", "start"),
-        *("serve", "experiments", "__init__", "evaluate", "commands", "__main__"),
+        *("serve", "evaluate", "__init__", "commands", "__main__"),
     ),
 }
 """Folders and top-level files of each package, in the order of docs/architecture.md: each imports

@@ -18,8 +18,6 @@ from host_offload.policies.eviction.names import POLICIES
 from host_offload.policies.eviction.static import Static
 from host_offload.policies.prefetch.names import FIT, PREFETCH
 from host_offload.policies.prefetch.oracle import oracle_of
-from host_offload.simulate.simulator import simulate, spec_of
-from host_offload.traces.reader import Trace, read_trace
 from host_offload.simulate.bounds import (
     References,
     in_one_pool,
@@ -27,6 +25,8 @@ from host_offload.simulate.bounds import (
     read_references,
     stall_bound,
 )
+from host_offload.simulate.simulator import simulate, spec_of
+from host_offload.traces.reader import Trace, read_trace
 from scripts.policies.prefetch_score import PrefetchScore
 from scripts.policies.report import BOUNDS
 from scripts.policies.static_layers import StaticLayers

@@ -36,9 +36,9 @@ import numpy as np
 
 from host_offload.policies.eviction.names import POLICIES
 from host_offload.policies.prefetch.names import FIT
+from host_offload.simulate.bounds import read_references
 from host_offload.traces.reader import TraceError
 from moejax import UserError
-from host_offload.simulate.bounds import read_references
 from scripts.parts.commands import new_parser, refuse
 from scripts.parts.places import TEXTS, TRI
 from scripts.parts.plots import pyplot

@@ -53,7 +53,7 @@ def _run(args: argparse.Namespace) -> int:
         if args.config is not None or args.output is not None:
             raise UserError("--new writes an example and runs nothing; leave out the rest")
 
-        from moejax.experiments.example import write_example
+        from moejax.evaluate.experiments.example import write_example
 
         print("\n".join(map(str, write_example(Path(args.new)))))
         return 0
@@ -64,8 +64,8 @@ def _run(args: argparse.Namespace) -> int:
     if directory == config:
         raise UserError(f"{config} has no suffix; name a directory of results with --output DIR")
 
-    from moejax.experiments.grid import ablate
-    from moejax.experiments.report.markdown import table
+    from moejax.evaluate.experiments.grid import ablate
+    from moejax.evaluate.experiments.report.markdown import table
 
     # Budgets of a grid are its own business, engine by engine.
     logging.getLogger("moejax").setLevel(logging.ERROR)

@@ -15,8 +15,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         _run,
         "write the report of a grid",
         None,
-        "Write report.html, one page that needs nothing else, and report.md with its figures, of the\n"
-        "results of `moejax ablate`. A grid that is not done yet is reported as far as it is.",
+        "Write report.html, one page that needs nothing else, and report.md with its figures, of\n"
+        "the results of `moejax ablate`. A grid that is not done yet is reported as far as it is.",
     )
     report.add_argument("directory", metavar="DIR", help="of results")
     report.add_argument(
@@ -25,8 +25,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from moejax.experiments.records import read_results
-    from moejax.experiments.report.page import write_report
+    from moejax.evaluate.experiments.records import read_results
+    from moejax.evaluate.experiments.report.page import write_report
 
     records = read_results(args.directory)
     for path in write_report(records, Path(args.output or args.directory)):

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from host_offload.memory.budget import format_bytes
-from moejax.experiments.records import COUNTS, PLACE, Records
+from moejax.evaluate.experiments.records import COUNTS, PLACE, Records
 
 PANEL = ("precision", "batch", "prompt_tokens", "text")
 """What one table and one row of plots is of."""

@@ -16,19 +16,25 @@ from host_offload.traces.reader import Trace
 from moejax.checkpoints.convert import installed_version
 from moejax.costs.workload_plan import costs_of_trace
 from moejax.errors import UserError
-from moejax.experiments.bench import Bench, Group, bench_of, group_of, loaded_model
-from moejax.experiments.corpus import windows
-from moejax.experiments.definition import Cell, Experiment, read_experiment
-from moejax.experiments.record_file import (
+from moejax.evaluate.experiments.bench import Bench, Group, bench_of, group_of, loaded_model
+from moejax.evaluate.experiments.corpus import windows
+from moejax.evaluate.experiments.definition import Cell, Experiment, read_experiment
+from moejax.evaluate.experiments.record_file import (
     RECORDS,
     SESSIONS,
     RecordFile,
     open_records,
     require_same,
 )
-from moejax.experiments.records import KEYS, Records, read_results
-from moejax.experiments.simulated import active_bytes, bound, predicted, recorded, simulated
-from moejax.experiments.workload import Workload
+from moejax.evaluate.experiments.records import KEYS, Records, read_results
+from moejax.evaluate.experiments.simulated import (
+    active_bytes,
+    bound,
+    predicted,
+    recorded,
+    simulated,
+)
+from moejax.evaluate.experiments.workload import Workload
 from moejax.models.directory import model_directory
 from moejax.progress import grid_progress
 from moejax.requests.tokenizer import load_tokenizer

@@ -21,9 +21,9 @@ from moejax.checkpoints.versions import with_versions
 from moejax.costs.rates import measure_rates
 from moejax.device import select_device
 from moejax.engine.loop import Engine
-from moejax.experiments.arms import Arm
-from moejax.experiments.definition import Cell, Experiment
-from moejax.experiments.workload import Counter, Workload, run
+from moejax.evaluate.experiments.arms import Arm
+from moejax.evaluate.experiments.definition import Cell, Experiment
+from moejax.evaluate.experiments.workload import Counter, Workload, run
 from moejax.models.directory import model_directory
 from moejax.start.build import router_weights, start_engine
 from moejax.start.decide.plan import Plan
@@ -52,11 +52,11 @@ class Granted:
     """What a budget comes to for an arm."""
 
     cells: tuple[int, ...]
-    """Of each layer."""
+    """Each layer's."""
     expert_bytes: int
-    """Of the cells."""
+    """What the cells take."""
     learned_bytes: int
-    """Of what the arm learned, which the budget pays for."""
+    """What the arm learned takes, which the budget pays for."""
 
     @property
     def columns(self) -> dict[str, int]:

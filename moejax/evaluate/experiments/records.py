@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from moejax.errors import UserError
-from moejax.experiments.definition import Cell
-from moejax.experiments.intervals import median_interval
-from moejax.experiments.record_file import DEFINITION, RECORDS, SESSIONS, read_records
+from moejax.evaluate.experiments.definition import Cell
+from moejax.evaluate.experiments.intervals import median_interval
+from moejax.evaluate.experiments.record_file import DEFINITION, RECORDS, SESSIONS, read_records
 
 PLACE = tuple(field.name for field in dataclasses.fields(Cell))
 """Columns that say which cell of the grid a record is of."""
@@ -36,7 +36,7 @@ COUNTS = tuple(
 """Columns in which the engine and the simulator must agree where transfers are in the step."""
 
 LEAST_REPEATS = 6
-"""Of fewer values a median has no 95% interval that holds whatever their distribution."""
+"""A median of fewer values has no 95% interval that holds whatever their distribution."""
 
 
 @dataclasses.dataclass(frozen=True)

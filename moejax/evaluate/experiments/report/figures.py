@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-from moejax.experiments.report.content import Series
+from moejax.evaluate.experiments.report.content import Series
 
 STYLE = """\
 .plot{--ink:#1a1a1a;--soft:#6b6b6b;--grid:#e2e2e2;--paper:#ffffff;--c0:#0072b2;--c1:#d55e00;

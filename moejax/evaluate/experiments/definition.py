@@ -13,8 +13,8 @@ from typing import Any
 from host_offload.memory.budget import BudgetError, Share, expert_slots_of, format_bytes
 from host_offload.policies.precision.names import precision_of
 from moejax.errors import UserError, shown, user_errors
-from moejax.experiments.arms import Arm, arm_of, file_digest
-from moejax.experiments.corpus import text_path
+from moejax.evaluate.experiments.arms import Arm, arm_of, file_digest
+from moejax.evaluate.experiments.corpus import text_path
 from moejax.models.directory import model_directory
 from moejax.models.json_values import MOST_YAML, is_integer, is_number, parse_yaml
 from moejax.sizes import parse_expert_budget

@@ -9,8 +9,8 @@ from html import escape
 from pathlib import Path
 
 from moejax.errors import UserError
-from moejax.experiments.records import Records
-from moejax.experiments.report.content import (
+from moejax.evaluate.experiments.records import Records
+from moejax.evaluate.experiments.report.content import (
     HEADINGS,
     Panel,
     miss_series,
@@ -19,8 +19,8 @@ from moejax.experiments.report.content import (
     table_rows,
     time_series,
 )
-from moejax.experiments.report.figures import figure
-from moejax.experiments.report.markdown import ABOUT, definition, facts, markdown, title
+from moejax.evaluate.experiments.report.figures import figure
+from moejax.evaluate.experiments.report.markdown import ABOUT, definition, facts, markdown, title
 
 _STYLE = """\
 :root{color-scheme:light dark;--ink:#1a1a1a;--soft:#6b6b6b;--rule:#dcdcdc;--paper:#fff;--tint:#f5f5f5}

@@ -7,8 +7,8 @@ from typing import Any
 
 import yaml
 
-from moejax.experiments.records import Records
-from moejax.experiments.report.content import HEADINGS, panels, table_rows
+from moejax.evaluate.experiments.records import Records
+from moejax.evaluate.experiments.report.content import HEADINGS, panels, table_rows
 
 ABOUT = """\
 Counts are of the decode steps after one prefill step, from a cold start. misses/step: experts, of all \

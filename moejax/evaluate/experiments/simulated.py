@@ -16,9 +16,9 @@ from host_offload.simulate.simulator import Simulation, simulate
 from host_offload.sizing.cost_model import CostModel
 from host_offload.traces.reader import Trace, read_trace
 from host_offload.traces.step_sets import step_set
-from moejax.experiments.bench import Bench
-from moejax.experiments.definition import Cell
-from moejax.experiments.workload import KINDS, Workload, has_choice, run, transfer_columns
+from moejax.evaluate.experiments.bench import Bench
+from moejax.evaluate.experiments.definition import Cell
+from moejax.evaluate.experiments.workload import KINDS, Workload, has_choice, run, transfer_columns
 from moejax.traces.tracer import start_trace
 
 

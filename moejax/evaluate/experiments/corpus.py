@@ -9,7 +9,7 @@ from pathlib import Path
 from moejax.errors import UserError
 
 TEXTS = ("story", "math", "code")
-"""Texts in the package; moejax/experiments/texts/README.md says whose they are."""
+"""Texts in the package; moejax/evaluate/experiments/texts/README.md says whose they are."""
 
 TEST = (0.8, 1.0)
 """The contiguous part of a text that figures are of; what comes before is for learning and choosing
@@ -20,7 +20,13 @@ def text_path(name: str, home: Path) -> Path:
     """The file of a text: one of TEXTS, or a path, from `home` on unless it is absolute. Raises
     UserError where there is none."""
     if name in TEXTS:
-        package = importlib.resources.files("moejax") / "experiments" / "texts" / f"{name}.txt"
+        package = (
+            importlib.resources.files("moejax")
+            / "evaluate"
+            / "experiments"
+            / "texts"
+            / f"{name}.txt"
+        )
         return Path(str(package))
     path = (home / name).resolve()
     if not path.is_file():
