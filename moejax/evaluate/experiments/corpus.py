@@ -20,14 +20,8 @@ def text_path(name: str, home: Path) -> Path:
     """The file of a text: one of TEXTS, or a path, from `home` on unless it is absolute. Raises
     UserError where there is none."""
     if name in TEXTS:
-        package = (
-            importlib.resources.files("moejax")
-            / "evaluate"
-            / "experiments"
-            / "texts"
-            / f"{name}.txt"
-        )
-        return Path(str(package))
+        package = importlib.resources.files("moejax.evaluate.experiments")
+        return Path(str(package / "texts" / f"{name}.txt"))
     path = (home / name).resolve()
     if not path.is_file():
         raise UserError(

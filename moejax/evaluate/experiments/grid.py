@@ -56,9 +56,9 @@ def ablate(
 ) -> Records:
     """Runs the grid of a definition and returns its records (docs/ablation.md).
 
-    definition: a YAML file, or a mapping of the same keys. directory: of the results; one that is
-    there is gone on with, and only what it lacks is run. progress: a bar on stderr, with an estimate
-    of what is left.
+    definition: a YAML file, or a mapping of the same keys. directory: of the results; one that
+    is there is gone on with, and only what it lacks is run. progress: a bar on stderr, with an
+    estimate of what is left.
 
     Raises UserError for a definition that says what cannot be, and for a directory of another one.
     What goes wrong in a cell is its record's `error`, and the others go on.

@@ -211,12 +211,15 @@ def _notes(records: Records) -> Iterator[str]:
     if len({session["machine"] for session in records.sessions}) > 1:
         yield "sessions ran on several machines; times are compared within a session only"
     if any(session["platform"] == "cpu" for session in records.sessions) and rows:
-        yield "times are of a CPU, where a miss is a copy within the same memory: no evidence about GPUs"
+        yield (
+            "times are of a CPU, where a miss is a copy within the same memory: no evidence about "
+            "GPUs"
+        )
     if any(row["compiled"] for row in rows):
         yield "some runs compiled; their times are no times of a step"
     marked = sum(line.get("no_choice", False) for line in records.summary())
     if marked:
         yield (
-            f"in {marked} cells eviction had no choice (marked ∅): a step's experts fill every cell, "
-            "or nothing had to go, so policies that only evict are alike there"
+            f"in {marked} cells eviction had no choice (marked ∅): a step's experts fill every "
+            "cell, or nothing had to go, so policies that only evict are alike there"
         )

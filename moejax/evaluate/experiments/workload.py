@@ -120,8 +120,8 @@ def _ahead(step: Step, layers: int) -> np.ndarray:
 
 
 def run(engine: Engine, workload: Workload, counter: Counter | None = None) -> dict[str, Any]:
-    """Runs the prompts to their end; the columns of their record. Raises what a policy or the device
-    raises, with the engine idle and without policies."""
+    """Runs the prompts to their end; the columns of their record. Raises what a policy or the
+    device raises, with the engine idle and without policies."""
     statistics, control = engine.statistics, engine.control
     before, requests = dict(statistics.seconds), []
     compiled = len(engine.runner.executables())

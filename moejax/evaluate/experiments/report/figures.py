@@ -117,7 +117,8 @@ def _line(number: int, one: Series, places: Sequence[tuple[float, float]]) -> st
         said = f"{one.name}: {_number(given_x)}, {_number(given_y)}"
         shape = _shape(_SHAPES[number % len(_SHAPES)], x, y)
         parts.append(
-            f'<path d="{shape}" fill="{colour}" stroke="{colour}"><title>{escape(said)}</title></path>'
+            f'<path d="{shape}" fill="{colour}" stroke="{colour}">'
+            f"<title>{escape(said)}</title></path>"
         )
     return "".join(parts)
 

@@ -11,11 +11,12 @@ from moejax.evaluate.experiments.records import Records
 from moejax.evaluate.experiments.report.content import HEADINGS, panels, table_rows
 
 ABOUT = """\
-Counts are of the decode steps after one prefill step, from a cold start. misses/step: experts, of all \
-layers, that a step had to wait for; + ahead: with those moved ahead of need; MIN: the fewest that any \
-policy can move, both together, with as many cells, whatever prefill left (Belady), where it is claimed. \
-Times are medians over repeats, in brackets their 95% intervals; × baseline: the median ratio to {baseline} \
-with the same driver in the same repeat. ∅: eviction had no choice."""
+Counts are of the decode steps after one prefill step, from a cold start. misses/step: experts, \
+of all layers, that a step had to wait for; + ahead: with those moved ahead of need; MIN: the \
+fewest that any policy can move, both together, with as many cells, whatever prefill left \
+(Belady), where it is claimed. Times are medians over repeats, in brackets their 95% intervals; \
+× baseline: the median ratio to {baseline} with the same driver in the same repeat. ∅: eviction \
+had no choice."""
 
 
 def table(records: Records) -> str:

@@ -23,9 +23,10 @@ from moejax.evaluate.experiments.report.figures import figure
 from moejax.evaluate.experiments.report.markdown import ABOUT, definition, facts, markdown, title
 
 _STYLE = """\
-:root{color-scheme:light dark;--ink:#1a1a1a;--soft:#6b6b6b;--rule:#dcdcdc;--paper:#fff;--tint:#f5f5f5}
-@media (prefers-color-scheme:dark){:root{--ink:#ececec;--soft:#a3a3a3;--rule:#3a3a3a;--paper:#161616;
---tint:#202020}}
+:root{color-scheme:light dark;--ink:#1a1a1a;--soft:#6b6b6b;--rule:#dcdcdc;--paper:#fff;
+--tint:#f5f5f5}
+@media (prefers-color-scheme:dark){:root{--ink:#ececec;--soft:#a3a3a3;--rule:#3a3a3a;
+--paper:#161616;--tint:#202020}}
 *{box-sizing:border-box}
 body{margin:0 auto;padding:1.2rem;max-width:1280px;background:var(--paper);color:var(--ink);
 font:15px/1.5 system-ui,sans-serif}
