@@ -121,17 +121,8 @@ def labels(lines: Sequence[Line]) -> dict[int, str]:
 
 
 HEADINGS = (
-    *(
-        "policy",
-        "budget",
-        "misses/step",
-        "+ ahead",
-        "MIN",
-        "hits",
-        "ahead: used/moved",
-        "bytes/step",
-    ),
-    *("TPOT p50 ms", "× baseline", "p99 ms", "TTFT ms", "tokens/s", ""),
+    *("policy", "budget", "", "misses/step", "+ ahead", "MIN", "hits", "ahead: used/moved"),
+    *("bytes/step", "TPOT p50 ms", "× baseline", "p99 ms", "TTFT ms", "tokens/s"),
 )
 
 
@@ -156,6 +147,7 @@ def _row(panel: Panel, line: Line, name: str) -> list[str]:
     return [
         name,
         line["budget"],
+        ", ".join(marks),
         f"{line['decode_misses'] / steps:.2f}{spread}",
         f"{(line['decode_misses'] + line['decode_ahead']) / steps:.2f}",
         "–" if least is None else f"{least['decode_misses'] / steps:.2f}",
@@ -167,7 +159,6 @@ def _row(panel: Panel, line: Line, name: str) -> list[str]:
         _ms(line, "tpot_p99_s", interval=False),
         _ms(line, "ttft_s"),
         _figure(line, "tokens_per_s", 1, 0, interval=False),
-        ", ".join(marks),
     ]
 
 

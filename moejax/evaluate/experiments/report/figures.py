@@ -25,7 +25,7 @@ _DASHES = ("", "7 3", "2 3")
 _SHAPES = ("circle", "square", "up", "diamond", "down", "cross", "plus")
 
 WIDTH, HEIGHT = 460, 280
-_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 12, 28, 38
+_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 18, 28, 38
 _ROW = 16
 
 
@@ -145,8 +145,8 @@ def _text(
 
 
 def _number(value: float) -> str:
-    return f"{value:.3g}"
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def _short(name: str) -> str:
-    return name if len(name) <= 30 else f"…{name[-29:]}"
+    return name if len(name) <= 27 else f"…{name[-26:]}"
