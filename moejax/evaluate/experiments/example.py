@@ -9,10 +9,10 @@ from moejax.errors import UserError
 GRID = """\
 # What is compared: moejax ablate grid.yaml (docs/ablation.md has all keys).
 policies: [lru, lfu, static, random, my_policy.py:MyPolicy]
-budgets: ["25%", "50%", "75%"]  # shares of the experts, or bytes such as 2MiB
-texts: [story, math, code]      # in the package, or paths of your own
-prompt_tokens: 256
-output_tokens: 64
+budgets: ["37.5%", "75%"]  # shares of the experts, or bytes such as 2MiB
+texts: [story, code]       # in the package, or paths of your own
+prompt_tokens: 128
+output_tokens: 32
 batch: 1
 modes: [measured, simulated]
 """

@@ -85,7 +85,7 @@ class Records:
         found |= {"runs": len(whole), "error": errors[0] if errors else None}
         if not whole:
             return found
-        left_out = {*KEYS, *UNEQUAL, "error"}
+        left_out = {*KEYS, *UNEQUAL, "error", "tokens", "compiled"}
         counts = {name: value for name, value in whole[0].items() if name not in left_out}
         found |= counts
         found["counts_differ"] = any(
@@ -194,7 +194,8 @@ def _notes(records: Records) -> Iterator[str]:
         yield f"{len(failures)} of {len(records.rows)} runs failed; their rows say why"
     if rows and asked["repeats"] < LEAST_REPEATS:
         yield (
-            f"{asked['repeats']} repeats: times have no 95% interval, which takes {LEAST_REPEATS}"
+            f"repeats: {asked['repeats']}, so times have no 95% interval, which takes "
+            f"{LEAST_REPEATS}"
         )
     if any("random" in policy.lower() for policy in asked["policies"]) and len(asked["seeds"]) < 10:
         yield f"a policy draws random numbers, and there are {len(asked['seeds'])} of 10 seeds"

@@ -15,13 +15,14 @@ STYLE = """\
 --paper:#161616;--c0:#56b4e9;--c1:#ff8c42;--c2:#2fcb9b;--c3:#e29ac9;--c4:#e6c229;--c5:#9bd1ff;
 --c6:#c8c8c8}}
 .plot text{fill:var(--ink)}.plot .soft{fill:var(--soft)}.plot .grid{stroke:var(--grid)}
-.plot .paper{fill:var(--paper)}.plot .bound{stroke:var(--soft);stroke-dasharray:5 4}
+.plot .paper{fill:var(--paper)}.plot .bound{stroke:var(--soft)}
 """
 """Colours after Okabe & Ito, darkened on white and lightened on black to at least 3:1; shapes and
 dashes say the same, for who sees no colour."""
 
 COLOURS = 7
 _DASHES = ("", "7 3", "2 3")
+_BOUNDS = ("5 4", "1.5 3", "9 3 2 3")
 _SHAPES = ("circle", "square", "up", "diamond", "down", "cross", "plus")
 
 WIDTH, HEIGHT = 460, 280
@@ -107,7 +108,11 @@ def _step(least: float) -> float:
 def _line(number: int, one: Series, places: Sequence[tuple[float, float]]) -> str:
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
     if one.bound:
-        return f'<polyline class="bound" fill="none" stroke-width="1.5" points="{path}"/>'
+        dash = _BOUNDS[number % len(_BOUNDS)]
+        return (
+            f'<polyline class="bound" fill="none" stroke-width="1.5" stroke-dasharray="{dash}" '
+            f'points="{path}"/>'
+        )
     colour, dash = f"var(--c{number % COLOURS})", _DASHES[number // COLOURS % len(_DASHES)]
     parts = [
         f'<polyline fill="none" stroke="{colour}" stroke-width="1.8" stroke-dasharray="{dash}" '

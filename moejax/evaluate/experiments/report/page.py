@@ -75,7 +75,7 @@ def plots(panel: Panel) -> list[str]:
     """The panel's plots as SVG: misses, and where there are times also those."""
     budget, found = "budget of the experts, MiB", []
     if series := miss_series(panel):
-        found.append(figure(f"{panel.title}", budget, "misses a decode step", series))
+        found.append(figure("misses and budget", budget, "misses a decode step", series))
     if series := time_series(panel):
         found.append(figure("time and budget", budget, "ms an output token", series, log=True))
     if series := moved_series(panel):
