@@ -13,11 +13,14 @@ from types import ModuleType
 from typing import Any
 
 from host_offload.control.interface import Policy
-from host_offload.control.rules import BETWEEN_LAYERS, check_policies
+from host_offload.control.rules import BETWEEN_LAYERS, check_policies, name_of
 from host_offload.policies.eviction.names import POLICIES, with_eviction
 from host_offload.policies.prefetch.names import FROM_PATH, PREFETCH, prefetch_policy
 from moejax.errors import UserError, as_user_error, user_errors
 from moejax.step.parts import TRACE_ARRAYS
+
+BUDGETS = frozenset({"cells", "kv_pages", "max_running", "transitions"})
+"""What a policy of a grid may not decide: its engine's arena is that of the largest budget."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,11 +48,6 @@ class Arm:
         """What steps must give out for it."""
         return TRACE_ARRAYS & {need for policy in self.policies for need in policy.needs}
 
-    @property
-    def draws(self) -> bool:
-        """It draws random numbers, as its name says: nothing else tells."""
-        return "random" in self.name.lower()
-
 
 def arm_of(text: str, home: Path) -> Arm:
     """The arm that `text` names: an eviction, a prefetch (NAME or NAME=PATH) or FILE.py:CLASS, each
@@ -69,6 +67,12 @@ def arm_of(text: str, home: Path) -> Arm:
         _, every = with_eviction(None, policies)
         # With the driver that has all moments: which one runs it is another question.
         check_policies(every, "host")
+    for policy in every:
+        if moves := sorted(policy.writes & BUDGETS):
+            raise UserError(
+                f"policy {text!r}: {name_of(policy)} writes {moves[0]!r}, and in a grid budgets "
+                "are the grid's; leave it out"
+            )
     return Arm(text, every, tuple(files.items()))
 
 

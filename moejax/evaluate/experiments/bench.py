@@ -109,9 +109,12 @@ class Bench:
 
     def measured(self, cell: Cell, workload: Workload) -> dict[str, Any]:
         """The columns of one run of a cell, from a cold start."""
+        runner = self.engine.runner
+        compiled = len(runner.executables())
         granted = self.begin(cell)
         counter = Counter(granted.cells, self.engine.statistics.record_bytes)
-        return {**granted.columns, **run(self.engine, workload, counter)}
+        columns = {**granted.columns, **run(self.engine, workload, counter)}
+        return {**columns, "compiled": len(runner.executables()) - compiled}
 
 
 @contextmanager

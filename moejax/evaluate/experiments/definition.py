@@ -276,6 +276,8 @@ def _check(experiment: Experiment) -> None:
                     f"policy {arm.name!r} looks between layers, which driver: device lacks; write "
                     "driver: auto or host"
                 )
+    if experiment.costs is not None and not Path(experiment.costs).is_file():
+        raise UserError(f"costs: there is no file {experiment.costs}; moejax calibrate makes one")
     if "predicted" in experiment.modes and len(experiment.precision) > 1:
         raise UserError("costs are of one precision; predict one at a time")
     for precision in experiment.precision:

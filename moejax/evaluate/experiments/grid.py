@@ -12,10 +12,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from host_offload.sizing.cost_model import CostModel
 from host_offload.traces.reader import Trace
 from moejax.checkpoints.convert import installed_version
 from moejax.costs.workload_plan import costs_of_trace
-from moejax.errors import UserError
+from moejax.errors import UserError, user_errors
 from moejax.evaluate.experiments.bench import Bench, Group, bench_of, group_of, loaded_model
 from moejax.evaluate.experiments.corpus import windows
 from moejax.evaluate.experiments.definition import Cell, Experiment, read_experiment
@@ -118,6 +119,9 @@ class _Grid:
         self._tokenizer: Any = None
 
     def run(self, progress: bool) -> None:
+        for runs in self.left.values():
+            for cell, _ in runs:
+                self._workload(cell)  # a text without room for a prompt is refused before a start
         left = sum(map(len, self.left.values()))
         with grid_progress(self.total, self.total - left, progress) as advance:
             for precision in self.experiment.precision:
@@ -133,6 +137,7 @@ class _Grid:
         began = time.perf_counter()
         traces = self._warmed_up(bench, self.left[group])
         warm_up_s = time.perf_counter() - began
+        costs = self._costs(self.left[group], traces)
         before = bench.engine.runner.executables()
         self._bounds(bench, self.left[group], traces)
         number = len(self.sessions.lines)
@@ -153,12 +158,16 @@ class _Grid:
             }
         )
         for cell, repeat in self.left[group]:
-            columns = self._columns(bench, cell, traces)
+            columns = self._columns(bench, cell, traces, costs)
             self.records.append({**vars(cell), "repeat": repeat, "session": number, **columns})
             advance()
 
     def _columns(
-        self, bench: Bench, cell: Cell, traces: Mapping[tuple[str, int, int], Trace]
+        self,
+        bench: Bench,
+        cell: Cell,
+        traces: Mapping[tuple[str, int, int], Trace],
+        costs: CostModel | None,
     ) -> dict[str, Any]:
         """The columns of a run; of one that fails only the error."""
         try:
@@ -167,12 +176,20 @@ class _Grid:
             trace = traces[_place(cell)]
             if cell.mode == "simulated":
                 return {"error": None, **simulated(bench, cell, trace)}
-            costs = costs_of_trace(trace, self.experiment.costs)
+            assert costs is not None
             return {"error": None, **predicted(bench, cell, trace, costs)}
         except Exception as error:
             notes = "; ".join(getattr(error, "__notes__", ()))
             said = f"{type(error).__name__}: {error}{f' ({notes})' if notes else ''}"
             return {"error": said[:1000]}
+
+    def _costs(self, runs: Iterable[Run], traces: Mapping[Any, Trace]) -> CostModel | None:
+        """What predicted cells are priced by; None without any. Raises UserError where nothing was
+        measured."""
+        if not any(cell.mode == "predicted" for cell, _ in runs):
+            return None
+        with user_errors(where="modes: predicted (costs: FILE names what was measured): "):
+            return costs_of_trace(next(iter(traces.values())), self.experiment.costs)
 
     def _warmed_up(self, bench: Bench, runs: Iterable[Run]) -> dict[tuple[str, int, int], Trace]:
         """The traces of the runs' prompts, and an engine in which everything has run once: the
@@ -184,7 +201,9 @@ class _Grid:
             if cell.mode == "measured":
                 arms.setdefault(cell.policy, cell)
         found = {
-            place: recorded(bench, cell, self._workload(cell), self.root / TRACES / _name(cell))
+            place: recorded(
+                bench, cell, self._workload(cell), self.root / TRACES / _name(cell, bench)
+            )
             for place, cell in cells.items()
         }
         for cell in arms.values():
@@ -239,6 +258,7 @@ def _key(run: Run) -> tuple[Any, ...]:
     return tuple({**vars(cell), "repeat": repeat}[key] for key in KEYS)
 
 
-def _name(cell: Cell) -> str:
-    parts = cell.precision, f"batch{cell.batch}", f"prompt{cell.prompt_tokens}", cell.text
-    return "-".join([cell.driver, *parts, f"seed{cell.seed}"])
+def _name(cell: Cell, bench: Bench) -> str:
+    arrays = sorted(bench.plan.steps.trace_arrays)
+    parts = *arrays, cell.precision, f"batch{cell.batch}", f"prompt{cell.prompt_tokens}"
+    return "-".join([cell.driver, *parts, cell.text, f"seed{cell.seed}"])

@@ -124,7 +124,6 @@ def run(engine: Engine, workload: Workload, counter: Counter | None = None) -> d
     device raises, with the engine idle and without policies."""
     statistics, control = engine.statistics, engine.control
     before, requests = dict(statistics.seconds), []
-    compiled = len(engine.runner.executables())
     engine.listener = counter
     began, processor = time.perf_counter(), time.process_time()
     try:
@@ -153,7 +152,6 @@ def run(engine: Engine, workload: Workload, counter: Counter | None = None) -> d
         **{f"{kind}_s": seconds[kind] for kind in KINDS},
         **_times(requests, sum(seconds.values())),
         **spent,
-        "compiled": len(engine.runner.executables()) - compiled,
     }
 
 

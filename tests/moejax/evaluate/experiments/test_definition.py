@@ -11,7 +11,7 @@ SMALL = {"policies": ["lru", "lfu"], "budgets": ["25%", "50%"]}
 
 MINE = """
 import dataclasses
-from host_offload.control.interface import Decision
+from host_offload.control.interface import Decision, Moment
 
 @dataclasses.dataclass(frozen=True)
 class Mine:
@@ -24,6 +24,11 @@ class Mine:
     def decide(self, state, observation): return None, Decision()
 
 class Other: pass
+
+@dataclasses.dataclass(frozen=True)
+class Moves(Mine):
+    moments: frozenset = frozenset({Moment.STEP_END})
+    writes: frozenset = frozenset({"victim_weights", "cells"})
 """
 
 
@@ -79,7 +84,6 @@ def test_a_policy_between_layers_brings_the_host_driver_for_the_baseline_too():
 def test_several_policies_are_one_arm(home):
     arm = arm_of("lfu + random(count=2)", home)
     assert [type(policy).__name__ for policy in arm.policies] == ["LFU", "RandomPrefetch"]
-    assert arm.draws
     # LRU evicts where none of them does.
     assert [type(p).__name__ for p in arm_of("random", home).policies] == ["LRU", "RandomPrefetch"]
 
@@ -101,6 +105,8 @@ def test_several_policies_are_one_arm(home):
         ({"policies": ["broken.py:Mine"]}, "broken.py cannot be read (ModuleNotFoundError"),
         ({"policies": ["lfu(nope=1)"]}, "lfu does not take {'nope': 1}"),
         ({"policies": ["fate"], "driver": "device"}, "driver: auto or host"),
+        ({"policies": ["mine.py:Moves"]}, "writes 'cells', and in a grid budgets are the grid's"),
+        ({"costs": "none.json"}, "there is no file"),
         ({"budgets": []}, 'budgets are missing; write budgets: ["25%", "50%"]'),
         ({"budgets": [25]}, 'did you mean "25%"?'),
         ({"budgets": ["1KiB"]}, "budget 1KiB holds no expert: one takes 98304 bytes (96 KiB)"),

@@ -253,7 +253,7 @@ def test_a_grid_killed_ten_times_equals_an_undisturbed_one(undisturbed, home):
             if lines >= aim:
                 time.sleep(draw.random() * 0.05)
                 break
-            time.sleep(0.001)
+            time.sleep(0.02)
         os.kill(process.pid, signal.SIGKILL)
         assert process.wait() == -signal.SIGKILL
     assert subprocess.run([*command, "--output", str(target)], check=False).returncode == 3
