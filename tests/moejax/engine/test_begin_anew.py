@@ -36,15 +36,10 @@ def engine():
     ("policies", "share"),
     [
         ([POLICIES["lfu"]()], 0.5),
-        ([POLICIES["fifo"]()], 0.25),
-        (
-            [
-                POLICIES["static"](),
-            ],
-            0.5,
-        ),
+        pytest.param([POLICIES["fifo"]()], 0.25, marks=pytest.mark.slow),  # engines of their own
+        pytest.param([POLICIES["static"]()], 0.5, marks=pytest.mark.slow),
         ([POLICIES["lru"](), RandomPrefetch()], 0.5),
-        ([MoEInfinity()], 0.75),
+        pytest.param([MoEInfinity()], 0.75, marks=pytest.mark.slow),
         ([POLICIES["lru"]()], 0.0),
     ],
     ids=lambda value: (

@@ -8,6 +8,8 @@ from moejax.costs.store import write_cost_model
 from moejax.errors import UserError
 from tests.moejax.engine.budget_workload import COSTS
 
+pytestmark = pytest.mark.slow  # engines of their own; test_grid.py shows the common kind
+
 SMALL = {"texts": ["story"], "prompt_tokens": 40, "output_tokens": 6, "repeats": 1}
 
 
@@ -49,7 +51,6 @@ def test_costs_that_are_not_there_are_refused():
         )
 
 
-@pytest.mark.slow  # an engine of its own
 def test_costs_that_cannot_be_read_are_refused(tmp_path):
     (tmp_path / "costs.json").write_text("{}")
     given = {"policies": ["lru"], "budgets": ["50%"], "modes": ["predicted"]}
@@ -58,7 +59,6 @@ def test_costs_that_cannot_be_read_are_refused(tmp_path):
         moejax.ablate(given, tmp_path / "out", progress=False)
 
 
-@pytest.mark.slow
 def test_policies_between_layers_count_what_the_simulator_counts(tmp_path):
     """With the host driver, and with what the routers see given out."""
     given = SMALL | {
