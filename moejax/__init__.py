@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from host_offload.memory.budget import ArenaTooSmall, BudgetError
     from moejax.errors import UserError
+    from moejax.evaluate.experiments.grid import ablate
     from moejax.requests.outputs import CompletionOutput, Logprob, RequestOutput
     from moejax.requests.sampling_params import SamplingParams
     from moejax.serve.async_llm import AsyncLLM
@@ -33,10 +34,12 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "UserError",
+    "ablate",
 ]
 
 _HOMES = {
     "LLM": "moejax.serve.llm",
+    "ablate": "moejax.evaluate.experiments.grid",
     "AsyncLLM": "moejax.serve.async_llm",
     "EngineDeadError": "moejax.serve.engine_thread",
     "SamplingParams": "moejax.requests.sampling_params",

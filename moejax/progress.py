@@ -93,3 +93,32 @@ def token_progress(
     with _progress(*columns) as progress:
         task = progress.add_task("", total=total, completed=done)
         yield lambda done: progress.update(task, completed=done)
+
+
+@contextmanager
+def grid_progress(total: int, done: int, shown: bool) -> Iterator[Callable[[], None]]:
+    """A bar over the runs of a grid with the time that is left; yields advance(), to be called
+    after each. done: runs that were there before."""
+    if not shown:
+        yield lambda: None
+        return
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (
+        TextColumn("runs"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        # Engines start between runs, so the last minute says little.
+        TimeRemainingColumn(elapsed_when_finished=True),
+    )
+    with _progress(*columns) as progress:
+        task = progress.add_task("", total=total, completed=done)
+        yield lambda: progress.advance(task)

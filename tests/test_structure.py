@@ -35,7 +35,7 @@ ORDER: dict[str, tuple[str, ...]] = {
     "moejax": (
         *("errors", "sizes", "cache", "device", "interrupt", "progress"),
         *("models", "requests", "step", "checkpoints", "nn", "traces", "engine", "costs", "start"),
-        *("serve", "__init__", "evaluate", "commands", "__main__"),
+        *("serve", "evaluate", "__init__", "commands", "__main__"),
     ),
 }
 """Folders and top-level files of each package, in the order of docs/architecture.md: each imports
@@ -77,7 +77,7 @@ BAGS: dict[str, str] = {
 LATE_IMPORTS: tuple[tuple[str, str, str], ...] = (
     (r"moejax/commands/", r".*", "moejax --help and a mistake in the arguments answer at once"),
     (r"moejax/progress\.py", r"rich", "loaded where there is something to show"),
-    (r".*", r"pyarrow|matplotlib|PIL|torch|transformers", "optional packages"),
+    (r".*", r"pyarrow|matplotlib|pandas|PIL|torch|transformers", "optional packages"),
     (r".*", r"orbax", "optional, and it takes seconds to import"),
 )
 """(files, top-level packages, why) that a function may import."""

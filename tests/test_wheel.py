@@ -81,6 +81,13 @@ def test_the_embedded_model_is_in_the_wheel(repository, demo_dir, wheel_names):
     assert files <= wheel_names
 
 
+def test_the_texts_of_grids_are_in_the_wheel(repository, wheel_names):
+    texts = repository / "moejax" / "evaluate" / "experiments" / "texts"
+    files = {path.relative_to(repository).as_posix() for path in texts.iterdir()}
+    assert len(files) == 4  # three texts, and whose they are
+    assert files <= wheel_names
+
+
 def test_nothing_else_is_in_the_wheel(wheel_names):
     top = {name.split("/")[0] for name in wheel_names}
     (metadata,) = (name for name in top if name.endswith(".dist-info"))

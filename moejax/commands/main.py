@@ -28,9 +28,13 @@ from moejax.commands import (
     trace,
 )
 from moejax.commands.gpu import check_gpu, doctor
+from moejax.commands.grids import ablate, report
 from moejax.errors import UserError
 
-COMMANDS = (generate, eval, info, convert, quantize, trace, calibrate, plan, doctor, check_gpu)
+COMMANDS = (
+    *(generate, eval, ablate, report, info, convert, quantize, trace, calibrate, plan),
+    *(doctor, check_gpu),
+)
 """Modules with ``add_parser(commands)``, which adds a command whose default `run` takes the parsed
 arguments and returns the exit status. They import what is heavy when they run."""
 

@@ -14,9 +14,12 @@ import jax
 import numpy as np
 
 from host_offload.control.control import Control
+from host_offload.control.controller import Controller
+from host_offload.control.interface import Policy, Spec
+from host_offload.memory.arena import SlotClass
 from host_offload.memory.kv_cache import Block
-from moejax.engine.control import StepHooks, layer_hooks
-from moejax.engine.resize import Resizer, cells_of, check_grant, grant
+from moejax.engine.control import StepHooks, control_of, layer_hooks
+from moejax.engine.resize import Resizer, cells_of, check_grant, check_one_version, grant
 from moejax.engine.sampling import TokenSampler
 from moejax.engine.scheduler import Scheduler
 from moejax.engine.statistics import Statistics, page_use
@@ -237,6 +240,33 @@ class Engine:
             self.scheduler.move_out_all()
             grant(self.runner, self.scheduler.arena, cells_per_layer, kv_slots)
             self._trace_budget(None)
+
+    def begin_anew(
+        self, spec: Spec, policies: Sequence[Policy], cells_per_layer: Sequence[int]
+    ) -> None:
+        """Makes an idle engine what it would be had it just started with these policies and cells:
+        nothing is resident, the policies have seen nothing, steps and requests count from 0. By
+        contents of tables only; all that may be compiled is what no policy before asked for, such
+        as steps with stage lists. KV keeps its slots, and cached prefixes and sessions stay.
+
+        spec: what the policies are told. cells_per_layer: as of set_budget. Raises PolicyError or
+        what a policy's `init` does, leaving an engine without policies; ValueError as set_budget
+        does, and for a traced engine or experts in two versions, changing nothing.
+        """
+        with self.undisturbed():
+            if self.tracer is not None:
+                raise ValueError("a trace is of one run's policies; close it first")
+            check_one_version(self.runner)
+            kv_slots = self.scheduler.arena.count(SlotClass.KV)
+            self.set_budget(cells_per_layer, kv_slots)
+            self.control, self.hooks = None, None
+            self.resizer.limit(self.scheduler.max_num_seqs)
+            self._steps, self._requests = itertools.count(), itertools.count()
+            self.runner.forget_experts()
+            controller = Controller(spec, policies)
+            self.control = control_of(self.runner, controller, self.resizer)
+            self.hooks = None if self.control is None else layer_hooks(self.control, self.runner)
+            self.runner.wait_compiled()
 
     def _trace_budget(self, step: int | None, settled: bool = False) -> None:
         if self.tracer is not None:

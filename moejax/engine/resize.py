@@ -37,6 +37,12 @@ def check_grant(
         raise ValueError(f"{sum(cells)} cells + {kv_slots} KV slots of {slots} slots")
 
 
+def check_one_version(runner: Runner) -> None:
+    """Raises ValueError where experts have two versions, whose cells are laid out once."""
+    if len(runner.layout.records) > 1 or runner.placement is not None:
+        raise ValueError("cells of two versions are laid out once, at the start")
+
+
 def grant(runner: Runner, arena: SlotArena, cells: Sequence[int], kv_slots: int) -> None:
     """Gives the layers so many cells and KV so many slots. Shrinks before it grows: at no moment do
     both sides hold a slot. Raises ValueError, changing nothing, where KV that is in use would have

@@ -17,7 +17,6 @@ from typing import Any
 import jax
 import numpy as np
 
-import moejax
 from host_offload.memory.budget import Share
 from moejax.cache import use_compilation_cache
 from moejax.checkpoints.random_model import random_model, shape
@@ -59,7 +58,7 @@ def check_device(
     failed. parts: `kernels`, with shapes and dtypes as shape_checks, tables and minutes as
     check_kernels; `bits`; `engine`, with engine_shape, layers and steps as check_engine. Raises
     UserError where there is no GPU, and for `bits` outside of a checkout."""
-    tests = Path(moejax.__file__).parent.parent
+    tests = Path(__file__).parents[2]
     if "bits" in parts and not (tests / TESTS_OF_BITS).exists():
         raise UserError(f"bits runs {TESTS_OF_BITS} of a checkout of moejax; leave it out here")
     use_compilation_cache(None)

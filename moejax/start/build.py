@@ -227,15 +227,19 @@ def _control(
     """The policies' control, None where they are never asked, and what carries out its budgets."""
     spec, policies = plan.spec, plan.settings.policies
     if any("router" in policy.needs for policy in policies):
-        runs = [run["router"] for run in loaded.params["runs"] if "router" in run]
-        weights = np.concatenate([np.asarray(run, np.float32) for run in runs])
-        spec = dataclasses.replace(spec, router=np.swapaxes(weights, 1, 2))
+        spec = dataclasses.replace(spec, router=router_weights(loaded))
     with user_errors():
         controller = Controller(spec, policies, listener=listener)
     resizer = Resizer(runner, scheduler)
     if controller.moments and (transitions := controller.transitions) is not None:
         resizer = ResidentResizer(runner, scheduler, transitions=transitions)
     return control_of(runner, controller, resizer), resizer
+
+
+def router_weights(loaded: LoadedModel) -> np.ndarray:
+    """float32[L, D, E]: those of the MoE layers, for policies that need `router`."""
+    runs = [run["router"] for run in loaded.params["runs"] if "router" in run]
+    return np.swapaxes(np.concatenate([np.asarray(run, np.float32) for run in runs]), 1, 2)
 
 
 def _tracer(plan: Plan, runner: Runner) -> Tracer | None:

@@ -27,6 +27,7 @@ from host_offload.memory.tables import (
     Move,
     Residency,
     Tables,
+    cold_tables,
     empty_tables,
     read_snapshot,
     with_contents,
@@ -468,6 +469,14 @@ class Runner:
         if self.layer_versions is not None:
             contents = self.layer_versions.contents(contents)
         self.tables = with_contents(self.tables, contents)
+
+    def forget_experts(self) -> None:
+        """Empties all cells, which stay granted, and makes the other tables those of a start."""
+        layers, cells = self.tables.cell_row.shape
+        cold = cold_tables(np.zeros(layers, np.int32), self.stores[0].shape[1], bound=cells)
+        contents = cold._asdict()
+        del contents["cell_row"]
+        self.set_tables(contents)
 
     def seen(self, tables: Any) -> Any:
         """Tables of this runner with versions as policies see them."""

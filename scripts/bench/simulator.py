@@ -24,10 +24,10 @@ import numpy as np
 
 from host_offload.control.step_record import StepRecord
 from host_offload.policies.eviction.names import POLICIES
+from host_offload.simulate.bounds import min_transfers, read_references
 from host_offload.simulate.simulator import simulate
 from host_offload.traces.reader import Trace, TraceHeader, read_trace
 from host_offload.traces.writer import TraceWriter
-from scripts.parts.bounds import min_transfers, read_references
 from scripts.parts.commands import new_parser, refuse
 from scripts.parts.text_table import aligned
 

@@ -46,6 +46,7 @@ from moejax.checkpoints.versions import with_versions
 from moejax.device import select_device
 from moejax.engine.loop import Engine
 from moejax.errors import UserError
+from moejax.evaluate.experiments.intervals import median_interval
 from moejax.models.config import ModelConfig, parse_config
 from moejax.requests.request import Request
 from moejax.requests.sampling_params import SamplingParams
@@ -59,7 +60,6 @@ from scripts.cpu.products import matrix_rates
 from scripts.cpu.step_account import account
 from scripts.parts.commands import new_parser, refuse
 from scripts.parts.decode_timing import Samples, Sequences, decode, step_bytes
-from scripts.parts.intervals import median_interval
 
 DEEPSEEK: dict[str, Any] = {
     "model_type": "deepseek_v2",

@@ -18,15 +18,15 @@ from host_offload.policies.eviction.names import POLICIES
 from host_offload.policies.eviction.static import Static
 from host_offload.policies.prefetch.names import FIT, PREFETCH
 from host_offload.policies.prefetch.oracle import oracle_of
-from host_offload.simulate.simulator import simulate, spec_of
-from host_offload.traces.reader import Trace, read_trace
-from scripts.parts.bounds import (
+from host_offload.simulate.bounds import (
     References,
     in_one_pool,
     min_transfers,
     read_references,
     stall_bound,
 )
+from host_offload.simulate.simulator import simulate, spec_of
+from host_offload.traces.reader import Trace, read_trace
 from scripts.policies.prefetch_score import PrefetchScore
 from scripts.policies.report import BOUNDS
 from scripts.policies.static_layers import StaticLayers

@@ -17,7 +17,7 @@ docs/protocol.md has the rules.
 
 Times need a link: `moejax calibrate` writes --costs, or --bandwidth says it. They are predicted:
 `moving` is what the link needs for what moved, `stall` what of it no overlap with the step's
-arithmetic can hide (scripts.parts.bounds.stall_bound).
+arithmetic can hide (host_offload.simulate.bounds.stall_bound).
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ import numpy as np
 
 from host_offload.policies.eviction.names import POLICIES
 from host_offload.policies.prefetch.names import FIT
+from host_offload.simulate.bounds import read_references
 from host_offload.traces.reader import TraceError
 from moejax import UserError
-from scripts.parts.bounds import read_references
 from scripts.parts.commands import new_parser, refuse
 from scripts.parts.places import TEXTS, TRI
 from scripts.parts.plots import pyplot

@@ -38,6 +38,7 @@ import numpy as np
 from host_offload.memory.tables import empty_tables
 from host_offload.policies.eviction.names import with_eviction
 from host_offload.policies.prefetch.names import with_prefetch
+from host_offload.simulate.bounds import stall_bound
 from host_offload.simulate.prediction import Prediction, predict
 from host_offload.sizing.cost_model import CostModel
 from host_offload.traces.reader import read_trace
@@ -54,7 +55,6 @@ from moejax.models.config import parse_config
 from moejax.start.build import start_engine
 from moejax.start.options import Options
 from moejax.traces.tracer import start_trace
-from scripts.parts.bounds import stall_bound
 from scripts.parts.commands import new_parser, refuse
 from scripts.parts.controllers import start_controller
 from scripts.parts.places import DEMO, TRI

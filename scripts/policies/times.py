@@ -35,8 +35,8 @@ from host_offload.traces.reader import Trace, TraceError
 from moejax import LLM, SamplingParams, UserError
 from moejax.costs.rates import measure_link_rate
 from moejax.engine.step_work import Step
+from moejax.evaluate.experiments.intervals import median_interval
 from scripts.parts.commands import new_parser, refuse
-from scripts.parts.intervals import median_interval
 from scripts.parts.places import TEXTS, TRI
 from scripts.parts.workloads import text_corpus
 from scripts.policies.arms import SEEDS, Arm, arms

@@ -23,10 +23,10 @@ from host_offload.versions.encoders import NUMPY_DTYPES
 from moejax import LLM, SamplingParams, UserError
 from moejax.checkpoints.tensors import expected_tensors
 from moejax.costs.rates import Rates, measure_rates
+from moejax.evaluate.experiments.intervals import median_interval
 from moejax.models.config import parse_config
 from moejax.models.model_config import ModelConfig
 from moejax.sizes import parse_size
-from scripts.parts.intervals import median_interval
 
 MODEL = {
     "model_type": "qwen3_moe",

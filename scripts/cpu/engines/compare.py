@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from moejax.evaluate.experiments.intervals import median_interval
 from scripts.cpu.engines.protocol import Worker
-from scripts.parts.intervals import median_interval
 
 CASES = ("decode 1", "decode 8", "prefill")
 

@@ -36,10 +36,10 @@ from host_offload.policies.prefetch.names import (
 from host_offload.policies.prefetch.next_layers import softmax
 from host_offload.policies.prefetch.oracle import oracle_of
 from host_offload.policies.prefetch.random_prefetch import RandomPrefetch
+from host_offload.simulate.bounds import in_one_pool, min_transfers, read_references
 from host_offload.simulate.simulator import simulate, spec_of
 from host_offload.traces.reader import Trace, TraceError, read_trace
 from host_offload.traces.writer import TraceWriter
-from scripts.parts.bounds import in_one_pool, min_transfers, read_references
 from scripts.policies.static_layers import StaticLayers
 from tests.host_offload.memory.layered_device import LayeredDevice
 from tests.host_offload.traces.traces_of import write_trace

@@ -9,7 +9,7 @@ import pytest
 
 from host_offload.traces.reader import read_trace
 from moejax.errors import UserError
-from scripts.parts.intervals import median_interval
+from moejax.evaluate.experiments.intervals import median_interval
 from scripts.parts.places import SHARED
 from scripts.policies import arms as policy_arms
 from scripts.policies import compare as compare_policies

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from moejax import UserError
+from moejax.errors import UserError
 
 CONFIDENCE = 0.95
 

@@ -14,9 +14,7 @@ from hypothesis import strategies as st
 from examples.recent_prefetch import RecentPrefetch
 from host_offload.policies.eviction.names import POLICIES
 from host_offload.policies.eviction.static import Static
-from host_offload.simulate.simulator import simulate
-from host_offload.traces.reader import TraceError
-from scripts.parts.bounds import (
+from host_offload.simulate.bounds import (
     in_one_pool,
     min_bytes,
     min_transfers,
@@ -24,6 +22,8 @@ from scripts.parts.bounds import (
     references_of,
     stall_bound,
 )
+from host_offload.simulate.simulator import simulate
+from host_offload.traces.reader import TraceError
 from tests.host_offload.control.erratic_policy import Erratic
 from tests.host_offload.traces.traces_of import random_routing, write_trace
 

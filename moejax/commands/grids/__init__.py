@@ -1,0 +1,1 @@
+"""Commands that run grids of policies and budgets and report them."""

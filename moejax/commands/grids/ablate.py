@@ -1,0 +1,81 @@
+"""``moejax ablate``: a grid of policies and budgets, measured, simulated or predicted."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+from pathlib import Path
+
+from moejax.commands import EXIT_BAD_LINES, add_command
+from moejax.errors import UserError
+
+_EPILOG = """\
+examples:
+  moejax ablate --new mine
+      a folder with grid.yaml and a policy of your own, my_policy.py, to begin from
+  moejax ablate mine/grid.yaml
+      runs it; the results are in mine/grid. After a kill the same command goes on
+  moejax report mine/grid
+      report.html and report.md
+
+exit status:
+  0 done, 2 a mistake that the message explains, 3 the grid is done but some of its runs are errors
+  (their records say why), 130 interrupted (Ctrl-C)
+
+docs/ablation.md has all keys of the file and all columns of the records.
+"""
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    ablate = add_command(
+        commands,
+        "ablate",
+        _run,
+        "compare policies and budgets over a grid",
+        _EPILOG,
+        "Run a grid of policies, budgets, batches and texts that a YAML file describes, with one\n"
+        "engine and one compilation for all that agree in batch and precision.",
+    )
+    ablate.add_argument("config", nargs="?", metavar="CONFIG.yaml", help="what is to be compared")
+    ablate.add_argument(
+        "--output",
+        metavar="DIR",
+        help="results, gone on with if they are there (default: CONFIG without .yaml)",
+    )
+    ablate.add_argument("--new", metavar="DIR", help="write an example to begin from, and end")
+    ablate.add_argument("--quiet", action="store_true", help="no progress bar")
+    ablate.add_argument("--json", action="store_true", help="a JSON line for each cell")
+
+
+def _run(args: argparse.Namespace) -> int:
+    if args.new is not None:
+        if args.config is not None or args.output is not None:
+            raise UserError("--new writes an example and runs nothing; leave out the rest")
+
+        from moejax.evaluate.experiments.example import write_example
+
+        print("\n".join(map(str, write_example(Path(args.new)))))
+        return 0
+    if args.config is None:
+        raise UserError("name a definition: moejax ablate CONFIG.yaml, or --new DIR for an example")
+    config = Path(args.config)
+    directory = Path(args.output) if args.output else config.with_suffix("")
+    if directory == config:
+        raise UserError(f"{config} has no suffix; name a directory of results with --output DIR")
+
+    from moejax.evaluate.experiments.grid import ablate
+    from moejax.evaluate.experiments.report.markdown import table
+
+    # Budgets of a grid are its own business, engine by engine.
+    logging.getLogger("moejax").setLevel(logging.ERROR)
+    records = ablate(config, directory, progress=not (args.quiet or args.json))
+    if args.json:
+        for line in records.summary():
+            print(json.dumps(line))
+    else:
+        print(table(records))
+        for note in records.notes():
+            print(f"note: {note}")
+        print(f"{len(records.rows)} records in {directory}; moejax report {directory}")
+    return EXIT_BAD_LINES if records.failures else 0

@@ -1,0 +1,147 @@
+"""Cells without an engine: what the routing of a run would have moved, and would have taken."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from host_offload.simulate.bounds import min_transfers, read_references
+from host_offload.simulate.prediction import predict
+from host_offload.simulate.simulated_engine import SimulatedStep
+from host_offload.simulate.simulator import Simulation, simulate
+from host_offload.sizing.cost_model import CostModel
+from host_offload.traces.reader import Trace, read_trace
+from host_offload.traces.step_sets import step_set
+from moejax.evaluate.experiments.bench import Bench
+from moejax.evaluate.experiments.definition import Cell
+from moejax.evaluate.experiments.workload import KINDS, Workload, has_choice, run, transfer_columns
+from moejax.traces.tracer import start_trace
+
+
+def recorded(bench: Bench, cell: Cell, workload: Workload, directory: Path) -> Trace:
+    """The trace of a workload's routing, which no policy and no budget changes; recorded with all
+    cells and LRU where it is not there yet."""
+    if directory.exists():
+        trace = read_trace(directory)
+        if trace.complete:
+            return trace
+        shutil.rmtree(directory)  # a run that was killed
+    engine, plan = bench.engine, bench.plan
+    bench.engine.begin_anew(plan.spec, (), plan.cells)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    arrays = plan.steps.trace_arrays
+    about = {"model": cell.policy, "eviction": "lru", "prefetch": None}
+    engine.tracer = start_trace(directory, engine.runner, plan.spec, settings=about, arrays=arrays)
+    try:
+        run(engine, workload)
+        engine.tracer.close()
+    finally:
+        engine.tracer = None
+    return read_trace(directory)
+
+
+class _Choices:
+    """A simulation's watcher that counts where eviction had a choice."""
+
+    def __init__(self, cells: np.ndarray):
+        self._cells, self._held = cells, np.zeros(len(cells), np.int64)
+        self.count = 0
+
+    def __call__(self, step: SimulatedStep) -> None:
+        active = step.hits + step.fills + step.read_through
+        self._held += step.fills + step.staged
+        if step.kind == "decode":
+            self.count += has_choice(active, step.fills, self._cells, self._held)
+
+
+def simulated(bench: Bench, cell: Cell, trace: Trace) -> dict[str, Any]:
+    """The columns of a simulated cell: the counts that the engine has."""
+    granted, spec = bench.granted(cell), bench.spec(cell)
+    watcher = _Choices(np.array(granted.cells))
+    found = simulate(trace, **_asked(bench, cell), watcher=watcher)
+    sizes = next(iter(spec.link_bytes.values()))
+    return {
+        **granted.columns,
+        **_counts(found, sizes),
+        "eviction_choices": watcher.count,
+        **transfer_columns({} if found.control is None else found.control["transfers"]),
+    }
+
+
+def predicted(bench: Bench, cell: Cell, trace: Trace, costs: CostModel) -> dict[str, Any]:
+    """The columns of a predicted cell: the simulator's counts, and times of the cost model."""
+    found = predict(trace, costs, **_asked(bench, cell))
+    sizes = next(iter(bench.spec(cell).link_bytes.values()))
+    seconds = {kind: found.seconds[found.of_kind(kind)] for kind in KINDS}
+    decode = seconds["decode"]
+    return {
+        **bench.granted(cell).columns,
+        **_counts(found.simulation, sizes),
+        **{f"{kind}_s": float(s.sum()) for kind, s in seconds.items()},
+        "ttft_s": float(seconds["prefill"].sum()),
+        "tpot_p50_s": float(np.percentile(decode, 50)) if decode.size else None,
+        "tpot_p99_s": float(np.percentile(decode, 99)) if decode.size else None,
+        "tokens_per_s": found.tokens_per_s,
+    }
+
+
+def _asked(bench: Bench, cell: Cell) -> dict[str, Any]:
+    """Arguments of simulate for a cell."""
+    return {
+        "policies": bench.experiment.arms[cell.policy].policies,
+        "cells": list(bench.granted(cell).cells),
+        "driver": cell.driver,
+        "spec": bench.spec(cell),
+    }
+
+
+def _counts(found: Simulation, sizes: np.ndarray) -> dict[str, Any]:
+    """Columns of what was moved, as of workload.Counter. sizes: int64[L], bytes of an expert."""
+    columns: dict[str, Any] = {}
+    for kind in KINDS:
+        steps = found.of_kind(kind)
+        per_layer = {n: getattr(found, n)[steps].sum(axis=0) for n in ("hits", "fills")}
+        through, staged = found.read_through[steps].sum(axis=0), found.staged[steps].sum(axis=0)
+        moved = {"fill": per_layer["fills"], "read_through": through, "ahead": staged}
+        nbytes = {name: int(counts @ sizes) for name, counts in moved.items()}
+        columns |= {
+            f"{kind}_steps": int(steps.sum()),
+            f"{kind}_hits": int(per_layer["hits"].sum()),
+            f"{kind}_misses": int(found.misses[steps].sum()),
+            f"{kind}_fills": int(per_layer["fills"].sum()),
+            f"{kind}_read_through": int(through.sum()),
+            f"{kind}_ahead": int(staged.sum()),
+            f"{kind}_bytes": sum(nbytes.values()),
+            **{f"{kind}_{name}_bytes": count for name, count in nbytes.items()},
+        }
+    return columns
+
+
+def bound(bench: Bench, cell: Cell, trace: Trace) -> dict[str, Any] | None:
+    """The columns of MIN, the fewest experts that any policy can move in the decode steps, whatever
+    the prefill left; None below the largest step set, where no bound is claimed."""
+    granted, sizes = bench.granted(cell), next(iter(bench.spec(cell).link_bytes.values()))
+    try:
+        moved = min_transfers(read_references(trace, "decode"), np.array(granted.cells))
+    except ValueError:
+        return None
+    return {
+        **granted.columns,
+        "decode_misses": int(moved.sum()),
+        "decode_bytes": int(moved @ sizes),
+    }
+
+
+def active_bytes(trace: Trace, sizes: Mapping[str, np.ndarray]) -> float:
+    """Bytes of the experts that a decode step computes with, each once: the mean, and what a step
+    must read of device memory at least."""
+    size, found = next(iter(sizes.values())), []
+    for step in trace.step_traces():
+        if step.kind == "decode":
+            active, _ = step_set(step, trace.header.experts)
+            found.append(int(active.sum(axis=tuple(range(1, active.ndim))) @ size))
+    return float(np.mean(found)) if found else 0.0

@@ -1,0 +1,208 @@
+"""What a definition may say, and that each mistake in it is refused with what to write."""
+
+import pytest
+
+from moejax.errors import UserError
+from moejax.evaluate.experiments.arms import arm_of
+from moejax.evaluate.experiments.definition import read_experiment
+from moejax.evaluate.experiments.example import GRID, write_example
+
+SMALL = {"policies": ["lru", "lfu"], "budgets": ["25%", "50%"]}
+
+MINE = """
+import dataclasses
+from host_offload.control.interface import Decision, Moment
+
+@dataclasses.dataclass(frozen=True)
+class Mine:
+    count: int = 1
+    victim_weights: tuple = (0, 1, 0)
+    moments: frozenset = frozenset()
+    needs: frozenset = frozenset()
+    writes: frozenset = frozenset({"victim_weights"})
+    def init(self, spec): return None
+    def decide(self, state, observation): return None, Decision()
+
+class Other: pass
+
+@dataclasses.dataclass(frozen=True)
+class Moves(Mine):
+    moments: frozenset = frozenset({Moment.STEP_END})
+    writes: frozenset = frozenset({"victim_weights", "cells"})
+"""
+
+
+@pytest.fixture
+def home(tmp_path):
+    (tmp_path / "mine.py").write_text(MINE)
+    (tmp_path / "broken.py").write_text("import nothing_of_this_name\n")
+    (tmp_path / "math.txt").write_text("1 + 1 = 2. " * 2000)
+    return tmp_path
+
+
+def written(home, text):
+    path = home / "grid.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_axes_and_defaults(home):
+    path = written(home, "policies: [lru, mine.py:Mine(count=3)]\nbudgets: [25%, 1MiB, 0]\n")
+    found = read_experiment(path)
+    assert found.arms["mine.py:Mine(count=3)"].policies[0].count == 3
+    assert (found.model, found.baseline, found.repeats) == ("demo", "lru", 6)
+    cells = list(found.cells())
+    assert len(cells) == 6
+    assert len(set(cells)) == 6
+    assert {cell.driver for cell in cells} == {"device"}
+    # What policies share the longest stretch of is outermost: they take turns.
+    assert [cell.policy for cell in cells[:2]] == ["lru", "mine.py:Mine(count=3)"]
+
+
+def test_a_file_that_changes_is_another_experiment(home):
+    path = written(home, "policies: [mine.py:Mine]\nbudgets: [25%]\ntexts: [math.txt]\n")
+    before = read_experiment(path).asked
+    assert before == read_experiment(path).asked
+    (home / "mine.py").write_text(MINE + "\n")
+    assert read_experiment(path).asked != before
+    (home / "mine.py").write_text(MINE)
+    (home / "math.txt").write_text("2 + 2 = 4. " * 2000)
+    assert read_experiment(path).asked != before
+
+
+def test_a_policy_between_layers_brings_the_host_driver_for_the_baseline_too():
+    found = read_experiment(SMALL | {"policies": ["lru", "lfu", "layer-streaming"]})
+    drivers = {(cell.policy, cell.driver) for cell in found.cells()}
+    assert drivers == {
+        ("lru", "device"),
+        ("lru", "host"),
+        ("lfu", "device"),
+        ("layer-streaming", "host"),
+    }
+
+
+def test_several_policies_are_one_arm(home):
+    arm = arm_of("lfu + random(count=2)", home)
+    assert [type(policy).__name__ for policy in arm.policies] == ["LFU", "RandomPrefetch"]
+    # LRU evicts where none of them does.
+    assert [type(p).__name__ for p in arm_of("random", home).policies] == ["LRU", "RandomPrefetch"]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"polices": ["lru"]}, "unknown key 'polices'; did you mean policies?"),
+        ({"policies": []}, "policies are missing; write policies: [lru, lfu]"),
+        ({"policies": ["lur"]}, "unknown policy 'lur'; write one of lru,"),
+        ({"policies": ["promoe"]}, "promoe=PATH"),
+        ({"policies": ["lru", "lru"]}, "policies names something twice"),
+        ({"policies": ["lru + lfu"]}, "both write 'victim_weights'"),
+        ({"policies": ["none.py:Mine"]}, "there is no file"),
+        ({"policies": ["mine.py:Absent"]}, "has no class Absent; it has Mine"),
+        ({"policies": ["mine.py:Other"]}, "must be decorated with @dataclasses"),
+        ({"policies": ["mine.py:Mine(nope=1)"]}, "Mine{'nope': 1} fails"),
+        ({"policies": ["mine.py:Mine(count=]"]}, "settings are written as NAME(key=value)"),
+        ({"policies": ["broken.py:Mine"]}, "broken.py cannot be read (ModuleNotFoundError"),
+        ({"policies": ["lfu(nope=1)"]}, "lfu does not take {'nope': 1}"),
+        ({"policies": ["fate"], "driver": "device"}, "driver: auto or host"),
+        ({"policies": ["mine.py:Moves"]}, "writes 'cells', and in a grid budgets are the grid's"),
+        ({"costs": "none.json"}, "there is no file"),
+        ({"budgets": []}, 'budgets are missing; write budgets: ["25%", "50%"]'),
+        ({"budgets": [25]}, 'did you mean "25%"?'),
+        ({"budgets": ["1KiB"]}, "budget 1KiB holds no expert: one takes 98304 bytes (96 KiB)"),
+        ({"budgets": ["0.5%"]}, "budget 0.5% holds no expert"),
+        ({"budgets": ["a lot"]}, "'a lot' is not an expert budget"),
+        ({"budgets": ["25%", "25%"]}, "budgets has one twice"),
+        ({"texts": ["none.txt"]}, "there is no text 'none.txt': write one of story, math, code"),
+        ({"texts": ["math", "math.txt"]}, "two texts have the same name"),
+        ({"batch": [0]}, "batch must be whole numbers such as [1, 8] of at least 1"),
+        ({"output_tokens": "many"}, "output_tokens must be a whole number"),
+        ({"seeds": [1, 1]}, "seeds has a number twice"),
+        ({"temperature": 3}, "temperature must be from 0 to 2"),
+        ({"modes": ["guessed"]}, "modes is one of measured, simulated, predicted"),
+        ({"driver": "both"}, "driver is one of auto, device, host"),
+        ({"baseline": "fifo"}, "baseline 'fifo' is none of the policies; write one of lru, lfu"),
+        ({"precision": ["dense", "int8"]}, "write equal: bytes"),
+        ({"precision": ["dynaexq"]}, "write dense, lossless12, int8, int4 or int2"),
+        ({"precision": "int3"}, "int3"),
+        (
+            {"precision": ["dense", "int8"], "equal": "bytes", "modes": ["predicted"]},
+            "costs are of one precision",
+        ),
+        (
+            {"options": {"expert_budget": "25%"}},
+            "options has 'expert_budget', which a grid decides",
+        ),
+        ({"options": ["dtype"]}, "options must be a mapping"),
+        ({"model": "/no/such/model"}, "/no/such/model"),
+        ({"prompt_tokens": 4096}, "1024"),
+    ],
+)
+def test_mistakes_are_refused_with_what_to_write(home, monkeypatch, change, said):
+    monkeypatch.chdir(home)
+    with pytest.raises(UserError) as error:
+        read_experiment(SMALL | change)
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("policies: [lru", "is no YAML"),
+        ("- lru\n", "must be a mapping such as policies: [lru, lfu]"),
+        ("polices: [lru]\n", "grid.yaml: unknown key 'polices'"),
+    ],
+)
+def test_a_file_that_is_no_definition(home, text, said):
+    with pytest.raises(UserError) as error:
+        read_experiment(written(home, text))
+    assert said in str(error.value)
+
+
+def test_a_file_that_is_not_there(home):
+    with pytest.raises(UserError, match="cannot be read: No such file"):
+        read_experiment(home / "none.yaml")
+
+
+def test_equal_bytes_give_a_smaller_version_more_cells():
+    given = SMALL | {"precision": ["dense", "int8"], "budgets": ["25%"]}
+    for equal, same in (("bytes", False), ("experts", True)):
+        found = read_experiment(given | {"equal": equal})
+        slots = []
+        for precision in found.precision:
+            options = found.engine_options("device", precision, 1)
+            slots.append(int(options.expert_budget))
+        dense, int8 = slots
+        assert dense == 16 * 98304
+        # Whole experts, so a little less than the bytes.
+        assert (int8 < 0.6 * dense) if same else (0.9 * dense < int8 <= dense)
+
+
+def test_what_a_policy_learned_is_paid_by_its_budget(home):
+    class Fitted:
+        nbytes = 100_000  # two experts' room
+
+    found = read_experiment(SMALL)
+    arm = found.arms["lfu"]
+    plan_options = found.engine_options("device", "dense", 1)
+    from moejax.start.report.dry_run import dry_run
+
+    plan, _ = dry_run(plan_options)
+    without = found.expert_slots("50%", arm, plan)
+    object.__setattr__(arm.policies[0], "fitted", Fitted())
+    assert found.expert_slots("50%", arm, plan) == without - 2
+    with pytest.raises(UserError, match="learned takes 100000 bytes of it and leaves no expert"):
+        found.expert_slots("196608", arm, plan)
+
+
+def test_the_example_can_be_read(tmp_path):
+    grid, policy = write_example(tmp_path / "mine")
+    found = read_experiment(grid)
+    assert "my_policy.py:MyPolicy" in found.arms
+    assert grid.read_text() == GRID
+    with pytest.raises(UserError, match=r"grid\.yaml is there already; choose another --new"):
+        write_example(tmp_path / "mine")
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="cannot be written"):
+        write_example(tmp_path / "file" / "below")
+    assert policy.name == "my_policy.py"

@@ -1,0 +1,77 @@
+"""The five commands of docs/ablation.md, as written."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from moejax.evaluate.experiments.definition import _DEFAULTS
+from moejax.evaluate.experiments.records import read_results
+
+
+@pytest.fixture(scope="module")
+def page(repository):
+    return (repository / "docs" / "ablation.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def commands(page):
+    (block,) = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)
+    found = block.splitlines()
+    assert len(found) == 5
+    return found
+
+
+def check_results(place):
+    records = read_results(place / "mine" / "grid")
+    assert not records.failures
+    measured = {row["policy"] for row in records.of_mode("measured")}
+    assert "my_policy.py:MyPolicy" in measured
+    assert records.agreement() == (20, 20)
+    text = (place / "mine" / "grid" / "report.html").read_text()
+    assert "my_policy.py:MyPolicy" in text
+
+
+@pytest.mark.slow
+def test_commands_without_the_installation(commands, repository, tmp_path):
+    """.ci/run has installed; what installing gives the command `moejax`, a line of shell does."""
+    assert commands[1] == "pip install ."
+    (tmp_path / "bin").mkdir()
+    command = tmp_path / "bin" / "moejax"
+    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m moejax "$@"\n')
+    command.chmod(0o755)
+    path = f"{command.parent}{os.pathsep}{os.environ['PATH']}"
+    env = os.environ | {"PATH": path, "PYTHONPATH": str(repository)}
+    script = "\n".join(["set -e", *commands[2:]])
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=tmp_path, env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    check_results(tmp_path)
+
+
+@pytest.mark.nightly  # installs from an index; the commands are those of the test above
+def test_all_commands_in_a_fresh_environment(commands, repository, tmp_path):
+    ignored = shutil.ignore_patterns(".git", "__pycache__", "build", "*.egg-info", "env")
+    shutil.copytree(repository, tmp_path / "checkout", ignore=ignored)
+    env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    # The system's python3 may be too old, or have no venv.
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python3").symlink_to(sys._base_executable)
+    env["PATH"] = f"{tmp_path / 'bin'}{os.pathsep}{env['PATH']}"
+    script = "\n".join(["set -e", *commands])
+    place = tmp_path / "checkout"
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=place, env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    check_results(place)
+
+
+def test_the_page_has_every_key(page):
+    section = page[page.index("## What a grid says") : page.index("## How it runs")]
+    first = "".join(line.split("|")[1] for line in section.splitlines() if line.startswith("| `"))
+    assert set(re.findall(r"`(\w+)`", first)) == set(_DEFAULTS)

@@ -1,0 +1,260 @@
+"""Grids on the embedded model: the engine's counts are the simulator's, nothing compiles twice, and
+a grid that was stopped anywhere ends as an undisturbed one."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import pytest
+
+import moejax
+from moejax.errors import UserError
+from moejax.evaluate.experiments.record_file import RECORDS, open_records, read_records
+from moejax.evaluate.experiments.records import COUNTS, UNEQUAL
+
+FAILING = """
+import dataclasses
+from host_offload.control.interface import Decision, Moment
+
+@dataclasses.dataclass(frozen=True)
+class Failing:
+    moments: frozenset = frozenset({Moment.STEP_END})
+    needs: frozenset = frozenset()
+    writes: frozenset = frozenset({"stages"})
+    def init(self, spec): return 0
+    def decide(self, state, observation):
+        if state == 5:
+            raise RuntimeError("on purpose")
+        return state + 1, Decision()
+"""
+
+GRID = {
+    "policies": ["lru", "lfu", "fifo", "static", "random", "moe-infinity", "failing.py:Failing"],
+    "budgets": ["20%", "50%", "0"],
+    "texts": ["math"],
+    "prompt_tokens": 70,
+    "output_tokens": 12,
+    "batch": [2],
+    "repeats": 2,
+    "modes": ["measured", "simulated"],
+}
+
+
+def equal_part(rows):
+    """What of records two runs of a definition must agree in."""
+    return [{k: v for k, v in row.items() if k not in UNEQUAL} for row in rows]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    home = tmp_path_factory.mktemp("grid")
+    (home / "failing.py").write_text(FAILING)
+    (home / "grid.yaml").write_text(json.dumps(GRID))
+    return home
+
+
+@pytest.fixture(scope="module")
+def compilations():
+    """Grows by one entry with every compilation of jax."""
+    log = []
+    event_of = "/jax/core/compile/backend_compile_duration"
+    listen = lambda event, _, **__: log.append(event) if event == event_of else None  # noqa: E731
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    return log
+
+
+@pytest.fixture(scope="module")
+def undisturbed(home, compilations):
+    return moejax.ablate(home / "grid.yaml", home / "undisturbed", progress=False)
+
+
+def test_every_run_has_a_record(undisturbed):
+    keys = [(r["mode"], r["policy"], r["budget"], r["repeat"]) for r in undisturbed.rows]
+    assert len(set(keys)) == len(keys)
+    assert len(undisturbed.of_mode("measured")) == 6 * 3 * 2
+    assert len(undisturbed.of_mode("simulated")) == 6 * 3
+    # Repeat after repeat, in each the policies by turns.
+    measured = [(r["repeat"], r["policy"]) for r in undisturbed.rows if r["mode"] == "measured"]
+    assert measured[:2] == [(0, "lru"), (0, "lfu")]
+    assert [repeat for repeat, _ in measured] == sorted(repeat for repeat, _ in measured)
+
+
+def test_the_engine_counts_what_the_simulator_counts(undisturbed):
+    assert undisturbed.agreement() == (18, 18)
+    ahead = [row for row in undisturbed.of_mode("measured") if row["decode_ahead"]]
+    assert {row["policy"] for row in ahead} >= {"random"}
+    for row in undisturbed.of_mode("measured"):
+        assert row["decode_fills"] + row["decode_read_through"] == row["decode_misses"]
+        assert row["decode_steps"] == 11
+        if row["budget"] == "0":
+            assert row["decode_hits"] == 0
+    simulated = {(row["policy"], row["budget"]): row for row in undisturbed.of_mode("simulated")}
+    for row in undisturbed.of_mode("measured"):
+        other = simulated[row["policy"], row["budget"]]
+        assert row["eviction_choices"] == other["eviction_choices"]
+        assert row["ahead_skipped"] == other["ahead_skipped"]
+
+
+def test_a_count_that_differs_is_seen(undisturbed):
+    import dataclasses
+
+    rows = [dict(row) for row in undisturbed.rows]
+    next(row for row in rows if row["mode"] == "simulated")["decode_hits"] += 1
+    assert dataclasses.replace(undisturbed, rows=rows).agreement() == (18, 17)
+
+
+def test_repeats_move_the_same_and_no_cell_changes_a_token(undisturbed):
+    lines = undisturbed.summary()
+    assert not any(line.get("counts_differ") for line in lines)
+    assert len({row["tokens"] for row in undisturbed.of_mode("measured")}) == 1
+    assert not any("report a bug" in note for note in undisturbed.notes())
+
+
+def test_no_policy_moves_less_than_min(undisturbed):
+    least = {row["budget"]: row["decode_misses"] for row in undisturbed.of_mode("bound")}
+    assert "0" not in least  # below the largest step set no bound is claimed
+    for row in undisturbed.of_mode("measured"):
+        if row["budget"] in least:
+            assert row["decode_misses"] + row["decode_ahead"] >= least[row["budget"]]
+
+
+def test_failures_are_rows_and_the_others_go_on(undisturbed):
+    assert len(undisturbed.failures) == 3 * 2 + 3
+    for row in undisturbed.failures:
+        assert row["policy"] == "failing.py:Failing"
+        assert row["error"].startswith("RuntimeError: on purpose (in policy Failing at STEP_END")
+    (line,) = [
+        line
+        for line in undisturbed.summary()
+        if line["error"] and (line["mode"], line["budget"]) == ("measured", "50%")
+    ]
+    assert line["runs"] == 0
+    assert "9 of" in next(iter(undisturbed.notes()))
+
+
+def test_no_choice_is_marked(undisturbed):
+    marked = {
+        (line["budget"], line["policy"]): line["no_choice"]
+        for line in undisturbed.summary()
+        if line["mode"] == "measured" and not line["error"]
+    }
+    # Two rows route to 4 to 8 of 16 experts a layer: 20% are 3 cells.
+    assert marked["20%", "lru"]
+    assert marked["20%", "lfu"]
+    assert marked["0", "lru"]
+    assert not marked["50%", "lru"]
+    same = [r for r in undisturbed.of_mode("measured") if r["budget"] == "20%" and not r["repeat"]]
+    evicting = [r for r in same if r["policy"] in ("lru", "lfu", "fifo")]
+    assert len({tuple(r[name] for name in COUNTS) for r in evicting}) == 1
+
+
+def test_one_start_compiles_for_all_cells(undisturbed):
+    (session,) = undisturbed.sessions
+    assert session["batch"] == 2
+    assert {row["compiled"] for row in undisturbed.of_mode("measured")} == {0}
+
+
+def test_an_end_anywhere_changes_nothing(undisturbed, home, compilations):
+    """The file of records cut at any byte is what kill -9 leaves."""
+    whole = (undisturbed.directory / RECORDS).read_bytes()
+    target = home / "cut"
+    moejax.ablate  # noqa: B018  loaded
+    target.mkdir()
+    for name in ("experiment.json", "sessions.jsonl"):
+        (target / name).write_bytes((undisturbed.directory / name).read_bytes())
+    (target / RECORDS).write_bytes(whole[: int(len(whole) * 0.6)])
+    found = moejax.ablate(home / "grid.yaml", target, progress=False)
+    assert equal_part(found.rows) == equal_part(undisturbed.rows)
+    assert len(found.sessions) == 2
+    # A grid that is done starts nothing.
+    before = len(compilations)
+    again = moejax.ablate(home / "grid.yaml", target, progress=False)
+    assert again.rows == found.rows
+    assert len(again.sessions) == 2
+    assert len(compilations) == before
+
+
+def test_another_definition_is_refused_by_name(undisturbed, home):
+    other = home / "other.yaml"
+    other.write_text(json.dumps(GRID | {"budgets": ["30%"], "output_tokens": 13}))
+    with pytest.raises(UserError) as error:
+        moejax.ablate(other, undisturbed.directory, progress=False)
+    assert "budgets was ['20%', '50%', '0'] and is ['30%']" in str(error.value)
+    assert "output_tokens was 12 and is 13" in str(error.value)
+
+
+def test_a_folder_of_something_else_is_left_alone(home, tmp_path):
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(UserError, match=r"no directory of results, it has 'thesis\.tex'"):
+        moejax.ablate(home / "grid.yaml", tmp_path, progress=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_a_text_without_room_for_a_prompt_is_a_mistake(home, tmp_path):
+    (tmp_path / "short.txt").write_text("Too short. " * 20)
+    given = GRID | {"texts": [str(tmp_path / "short.txt")], "policies": ["lru"]}
+    with pytest.raises(UserError, match="give a longer text or fewer prompt_tokens"):
+        moejax.ablate(given, tmp_path / "out", progress=False)
+
+
+# ---- the file
+
+
+def test_lines_are_whole_or_not_there(tmp_path):
+    path = tmp_path / "records.jsonl"
+    with open_records(path) as file:
+        file.append({"a": 1})
+        with (
+            pytest.raises(UserError, match="another process is writing"),
+            open_records(path),
+        ):
+            pass
+    path.write_bytes(path.read_bytes() + b'{"a": 2')
+    assert read_records(path) == [{"a": 1}]
+    with open_records(path) as file:
+        assert file.lines == [{"a": 1}]
+        file.append({"a": 3})
+    assert read_records(path) == [{"a": 1}, {"a": 3}]
+
+
+@pytest.mark.parametrize("text", ["not json\n", "[1]\n"])
+def test_a_file_of_something_else_is_refused(tmp_path, text):
+    path = tmp_path / "records.jsonl"
+    path.write_text(text)
+    with (
+        pytest.raises(UserError, match=r"records\.jsonl, line 1, is no record"),
+        open_records(path),
+    ):
+        pass
+    with pytest.raises(UserError, match="cannot be read"):
+        read_records(tmp_path / "none")
+    with pytest.raises(UserError, match="cannot open"), open_records(tmp_path / "no" / "such"):
+        pass
+
+
+# ---- kill -9
+
+
+@pytest.mark.nightly  # test_an_end_anywhere_changes_nothing shows the same of one end
+def test_a_grid_killed_ten_times_equals_an_undisturbed_one(undisturbed, home):
+    target, records = home / "killed", home / "killed" / RECORDS
+    command = [sys.executable, "-m", "moejax", "ablate", str(home / "grid.yaml"), "--quiet"]
+    draw, whole = random.Random(0), len(undisturbed.rows)
+    aims = sorted(draw.sample(range(1, whole - 1), 10))
+    for aim in aims:
+        process = subprocess.Popen([*command, "--output", str(target)], stdout=subprocess.DEVNULL)
+        while process.poll() is None:
+            lines = records.read_bytes().count(b"\n") if records.exists() else 0
+            if lines >= aim:
+                time.sleep(draw.random() * 0.05)
+                break
+            time.sleep(0.02)
+        os.kill(process.pid, signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL
+    assert subprocess.run([*command, "--output", str(target)], check=False).returncode == 3
+    assert equal_part(read_records(records)) == equal_part(undisturbed.rows)

@@ -1,0 +1,305 @@
+"""What records come to, and the pages that say so, from records written by hand."""
+
+import dataclasses
+import json
+import re
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+
+from moejax.commands import main as cli
+from moejax.errors import UserError
+from moejax.evaluate.experiments.records import Records, read_results
+from moejax.evaluate.experiments.report.content import Series, panels, table_rows
+from moejax.evaluate.experiments.report.figures import figure
+from moejax.evaluate.experiments.report.markdown import definition, table
+from moejax.evaluate.experiments.report.page import page, plots, write_report
+
+ASKED = {
+    "model": "demo",
+    "policies": ["lru", "dir/mine.py:Mine"],
+    "budgets": ["25%", "50%"],
+    "texts": ["math"],
+    "output_tokens": 3,
+    "seeds": [0],
+    "repeats": 6,
+    "baseline": "lru",
+    "files": {"mine.py": "ab" * 32},
+}
+
+SESSION = {
+    "session": 0,
+    "at": "2026-11-22T12:00:00+00:00",
+    "driver": "device",
+    "precision": "dense",
+    "batch": 1,
+    "platform": "cpu",
+    "device": "cpu",
+    "compile_s": 3.0,
+    "warm_up_s": 1.0,
+    "executables": 7,
+    "python": "3.11.7",
+    "link_bytes_per_s": 2e9,
+    "memory_bytes_per_s": 1e10,
+    "active_bytes": 1e7,
+    "machine": "<here>",
+    "versions": {"moejax": "0.1.0"},
+}
+
+
+def row(policy, budget, repeat, *, tpot=1e-3, mode="measured", **other):
+    cells = {"25%": 4, "50%": 8}[budget]
+    kinds = {
+        f"{kind}_{name}": value
+        for kind in ("prefill", "decode")
+        for name, value in (("steps", 2), ("hits", 12), ("misses", 4), ("fills", 4))
+    }
+    return {
+        "mode": mode,
+        "driver": "device",
+        "precision": "dense",
+        "batch": 1,
+        "prompt_tokens": 8,
+        "text": "math",
+        "seed": 0,
+        "budget": budget,
+        "policy": policy,
+        "repeat": repeat,
+        "session": 0,
+        "error": None,
+        "cells_least": cells,
+        "cells_most": cells,
+        "expert_bytes": cells * 2**20,
+        "learned_bytes": 0,
+        "tokens": "same",
+        **kinds,
+        "decode_read_through": 0,
+        "prefill_read_through": 0,
+        "decode_ahead": 0,
+        "prefill_ahead": 0,
+        "decode_bytes": 400,
+        "prefill_bytes": 400,
+        "eviction_choices": 0 if budget == "25%" else 3,
+        "ahead_done": 0,
+        "ahead_used": 0,
+        "tpot_p50_s": tpot,
+        "tpot_p99_s": 2 * tpot,
+        "ttft_s": 0.01,
+        "tokens_per_s": 1 / tpot,
+        "prefill_s": 0.01,
+        "decode_s": 2 * tpot,
+        "wall_s": 0.1,
+        "cpu_s": 0.1,
+        "compiled": 0,
+        **other,
+    }
+
+
+def bound(budget):
+    whole = row("MIN", budget, 0, mode="bound")
+    kept = {"decode_misses": 2, "decode_bytes": 200}
+    times = [n for n in whole if n.endswith("_s") or n.startswith("tokens")]
+    return {n: v for n, v in (whole | kept).items() if n not in times} | {"session": None}
+
+
+@pytest.fixture
+def records(tmp_path):
+    rows = [bound("25%"), bound("50%")]
+    for repeat in range(6):
+        for budget in ASKED["budgets"]:
+            # A machine that slows down: both policies alike, one always 1.5 times the other.
+            slow = 1e-3 * (1 + repeat)
+            rows.append(row("lru", budget, repeat, tpot=slow))
+            rows.append(row("dir/mine.py:Mine", budget, repeat, tpot=1.5 * slow))
+    return Records(tmp_path, ASKED, rows, [SESSION])
+
+
+def of(records, policy, budget="50%"):
+    (line,) = [x for x in records.summary() if (x["policy"], x["budget"]) == (policy, budget)]
+    return line
+
+
+def test_medians_with_intervals_and_pairs(records):
+    line = of(records, "dir/mine.py:Mine")
+    assert line["tpot_p50_s"] == pytest.approx(1.5 * 3.5e-3)
+    assert (line["tpot_p50_s_low"], line["tpot_p50_s_high"]) == pytest.approx((1.5e-3, 9e-3))
+    for name in ("", "_low", "_high"):
+        assert line[f"tpot_p50_s_ratio{name}"] == pytest.approx(1.5)
+    assert line["runs"] == 6
+    assert not line["counts_differ"]
+
+
+def test_pairs_are_of_one_session(records):
+    rows = [dict(r) for r in records.rows]
+    for one in rows:
+        if one["policy"] == "lru" and one["repeat"] > 1:
+            one["session"] = 1
+    line = of(dataclasses.replace(records, rows=rows), "dir/mine.py:Mine")
+    assert line["tpot_p50_s_ratio"] == pytest.approx(1.5)
+    assert "tpot_p50_s_ratio_low" not in line  # two pairs
+    assert "tpot_p50_s_low" in line
+
+
+def test_what_a_reader_must_know(records):
+    assert any("eviction had no choice" in note for note in records.notes())
+    rows = [dict(r) for r in records.rows]
+    rows[-1]["tokens"] = "others"
+    rows[-2]["compiled"] = 1
+    rows[-3]["decode_hits"] += 1
+    asked = ASKED | {"repeats": 3, "policies": ["lru", "random"]}
+    other = SESSION | {"machine": "elsewhere"}
+    found = dataclasses.replace(records, rows=rows, asked=asked, sessions=[SESSION, other])
+    said = "\n".join(found.notes())
+    for note in ("repeats: 3", "1 of 10 seeds", "report a bug", "compiled", "several machines"):
+        assert note in said
+    assert sum(line.get("counts_differ", False) for line in found.summary()) == 1
+
+
+def test_the_table_has_marks_intervals_and_bounds(records):
+    (panel,) = panels(records)
+    rows = table_rows(panel)
+    assert [r[:3] for r in rows] == [
+        ["lru", "25%", "∅"],
+        ["mine.py:Mine", "25%", "∅"],
+        ["lru", "50%", ""],
+        ["mine.py:Mine", "50%", ""],
+    ]
+    assert rows[3][3:7] == ["2.00", "2.00", "1.00", "75.0%"]
+    assert "5.25 [1.50–9.00]" in rows[3]
+    assert "1.500 [1.500–1.500]" in rows[3]
+    assert "5.25 [1.50–9.00]" in table(records)
+
+
+def test_a_simulated_cell_is_told_once_unless_it_differs(records):
+    simulated = [
+        {n: v for n, v in row("lru", b, 0, mode="simulated").items() if not n.endswith("_s")}
+        for b in ASKED["budgets"]
+    ]
+    found = dataclasses.replace(records, rows=[*records.rows, *simulated])
+    assert len(panels(found)[0].lines) == 4
+    assert found.agreement() == (2, 2)
+    simulated[0]["decode_hits"] = 11
+    assert found.agreement() == (2, 1)
+    (panel,) = panels(found)
+    assert [r[0] for r in table_rows(panel)][:3] == [
+        "lru, measured",
+        "lru, simulated",
+        "mine.py:Mine, measured",
+    ]
+
+
+def test_failures_are_in_the_table(records):
+    rows = [dict(r) for r in records.rows]
+    for one in rows:
+        if one["policy"] == "dir/mine.py:Mine":
+            one["error"] = "ValueError: <no>"
+    found = dataclasses.replace(records, rows=rows)
+    assert "failed: ValueError: <no>" in table(found)
+    assert "failed: ValueError: &lt;no&gt;" in page(found)
+    assert "12 of 26 runs failed" in "\n".join(found.notes())
+
+
+def test_seeds_are_one_line_with_a_range(records):
+    others = [dict(r) | {"seed": 1, "decode_misses": 6} for r in records.rows]
+    found = dataclasses.replace(
+        records, rows=[*records.rows, *others], asked=ASKED | {"seeds": [0, 1]}
+    )
+    (panel,) = panels(found)
+    assert len(panel.lines) == 4
+    assert table_rows(panel)[0][3] == "2.50 (2.00–3.00)"
+
+
+def test_the_page_needs_nothing_else(records):
+    text = page(records)
+    # A namespace is a name, not an address that is read.
+    rest = text.replace('xmlns="http://www.w3.org/2000/svg"', "")
+    assert not re.search(r"https?:|<script|<link|@import|url\(|src=", rest)
+    assert "prefers-color-scheme:dark" in text
+    assert "width=device-width" in text
+    assert "&lt;here&gt;" in text
+    assert text.count("<svg") == 3
+    assert "SHA-256 of mine.py" in text
+    assert "budgets:\n- 25%" in definition(records)
+
+
+def test_plots_are_svg_with_every_bound(records):
+    (panel,) = panels(records)
+    drawn = plots(panel)
+    for one in drawn:
+        ElementTree.fromstring(one)
+    assert "MIN, ahead of need too" in drawn[0]
+    assert "MIN over the link" in drawn[1]
+    assert ">memory<" in drawn[1]
+    assert ">link<" in drawn[2]
+
+
+def test_a_point_is_where_its_axes_say():
+    drawn = figure("t", "x", "y", [Series("a", [(0.0, 0.0), (10.0, 5.0)])])
+    line = re.findall(r'points="([^"]+)"', drawn)[0]
+    assert line == "52.0,242.0 442.0,28.0"
+    log = figure("t", "x", "y", [Series("a", [(0.0, 0.1), (10.0, 10.0)])], log=True)
+    assert re.findall(r'points="([^"]+)"', log)[0] == "52.0,242.0 442.0,28.0"
+    # One point, and values that are all 0.
+    ElementTree.fromstring(figure("<t>", "x", "y", [Series("a&b", [(3.0, 0.0)])]))
+
+
+def test_a_report_is_written_whole(records, tmp_path):
+    paths = write_report(records, tmp_path / "report")
+    assert [path.name for path in paths[:2]] == ["report.html", "report.md"]
+    text = paths[1].read_text()
+    for path in paths[2:]:
+        assert f"({path.name})" in text
+    assert len(list((tmp_path / "report").iterdir())) == len(paths)
+    with pytest.raises(UserError, match="has no records yet"):
+        write_report(dataclasses.replace(records, rows=[]), tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="cannot be written"):
+        write_report(records, tmp_path / "file" / "below")
+
+
+def test_results_are_read_or_refused(records, tmp_path, capsys):
+    root = tmp_path / "results"
+    with pytest.raises(UserError, match="is no directory of results; moejax ablate"):
+        read_results(root)
+    assert cli.main(["report", str(root)]) == 2
+    assert "is no directory of results" in capsys.readouterr().err
+    root.mkdir()
+    (root / "experiment.json").write_text(json.dumps(ASKED))
+    for name, lines in (("records", records.rows), ("sessions", records.sessions)):
+        (root / f"{name}.jsonl").write_text("".join(f"{json.dumps(x)}\n" for x in lines))
+    assert read_results(root).summary() == records.summary()
+    assert cli.main(["report", str(root), "--output", str(tmp_path / "there")]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == str(tmp_path / "there" / "report.html")
+
+
+@pytest.mark.slow  # pandas and matplotlib take seconds to import
+def test_frames_and_plots_for_notebooks(records, monkeypatch):
+    frame = records.to_pandas()
+    assert len(frame) == len(records.rows)
+    assert set(frame["policy"]) == {"MIN", *ASKED["policies"]}
+    drawn = records.plot()
+    assert [line.get_label() for line in drawn.axes[0].lines] == ["MIN", *ASKED["policies"]]
+    with pytest.raises(UserError, match="no record has both expert_bytes and nothing"):
+        records.plot("nothing")
+    for name, call in (("pandas", records.to_pandas), ("matplotlib.figure", records.plot)):
+        monkeypatch.setitem(__import__("sys").modules, name, None)
+        with pytest.raises(UserError, match="pip install"):
+            call()
+
+
+# ---- the command
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["ablate"], "name a definition: moejax ablate CONFIG.yaml"),
+        (["ablate", "grid.yaml", "--new", "x"], "leave out the rest"),
+        (["ablate", "grid"], "has no suffix; name a directory of results with --output"),
+        (["ablate", "none.yaml"], "none.yaml cannot be read"),
+    ],
+)
+def test_mistakes_on_the_command_line(arguments, said, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(arguments) == 2
+    assert said in capsys.readouterr().err
