@@ -17,7 +17,8 @@ from moejax.checkpoints.load import load_checkpoint
 from moejax.engine.statistics import kv_stats
 from moejax.errors import UserError
 from moejax.models.families import FAMILIES
-from tests.hlo import arena_copies, compile_to_read
+from moejax.step.runner import compiler_options
+from tests.hlo import arena_copies, read_executable
 from tests.moejax.checkpoints.random_checkpoint import write
 from tests.moejax.engine_runs import Job, Recorded, run, set_budget
 from tests.moejax.models.families import SMALL, write_checkpoint
@@ -156,7 +157,7 @@ def test_decode_and_prefill_agree(llm, solo):
 def test_step_copies_nothing_of_the_arena(llm, key):
     runner = llm.engine.runner
     lowered = runner.lower(key)
-    compiled = compile_to_read(lowered)
+    compiled = read_executable(lowered.compile(compiler_options=compiler_options("cpu")))
     assert runner.arena.nbytes > MiB
     assert compiled.copies(MiB) == arena_copies(compiled, runner.arena) == []
     assert compiled.memory.alias_bytes >= nbytes((runner.arena, runner.tables))

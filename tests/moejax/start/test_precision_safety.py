@@ -21,9 +21,10 @@ from moejax import SamplingParams
 from moejax.engine.control import control_of
 from moejax.start.options import Options
 from moejax.step.programs import ProgramKey
+from moejax.step.runner import compiler_options
 from moejax.traces.tracer import start_trace
 from scripts.parts.controllers import start_controller
-from tests.hlo import arena_copies, compile_to_read
+from tests.hlo import arena_copies, read_executable
 from tests.moejax.engine_runs import Job, run
 from tests.moejax.start.precision_engines import start_precision
 from tests.moejax.step.test_constant_memory import nbytes
@@ -309,7 +310,7 @@ def test_nothing_of_the_arena_is_copied(engine, name):
     """What runs between steps works in place (contract 3)."""
     runner = engine.runner
     lowered = runner.lower(ProgramKey(name))
-    compiled = compile_to_read(lowered)
+    compiled = read_executable(lowered.compile(compiler_options=compiler_options("cpu")))
     assert compiled.copies(runner.arena.nbytes // 2) == arena_copies(compiled, runner.arena) == []
     assert compiled.memory.temp_bytes < runner.arena.nbytes // 2
     if name in ("move", "populate", "transfer"):

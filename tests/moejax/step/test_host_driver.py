@@ -31,7 +31,7 @@ from moejax.step.programs import STAGES, ProgramKey
 from moejax.step.runner import compiler_options
 from pallas_kernels.stage import Entries
 from tests.aot.aot_h200 import compile_for_h200
-from tests.hlo import arena_copies, compile_to_read
+from tests.hlo import arena_copies, read_executable
 from tests.moejax.engine.test_same_bits import (
     EXPERTS,
     LAYERS,
@@ -503,7 +503,7 @@ def compile_here(programs, key, donate=True):
     program = layer_program(programs, key)
     donated = program.donated if donate else ()
     lowered = jax.jit(program.function, donate_argnums=donated).lower(*program.args)
-    return compile_to_read(lowered)
+    return read_executable(lowered.compile(compiler_options=compiler_options("cpu")))
 
 
 @pytest.mark.slow
