@@ -5,6 +5,7 @@ import re
 
 import jax
 
+from moejax.step.runner import compiler_options
 from pallas_kernels.cpu.arena import OwnedArena
 from tests.aot.aot_h200 import Compiled, Memory
 
@@ -18,6 +19,14 @@ def read_executable(executable: jax.stages.Compiled) -> Compiled:
     fields = (field.name for field in dataclasses.fields(Memory))
     memory = Memory(*(getattr(statistics, f.replace("_bytes", "_size_in_bytes")) for f in fields))
     return Compiled(executable.as_text() or "", memory, "")
+
+
+def compile_to_read(lowered: jax.stages.Lowered) -> Compiled:
+    """read_executable of a program that nobody runs: without LLVM's optimizations, which come after
+    all that is read and take a third of the time."""
+    unoptimized = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+    options = {**compiler_options("cpu"), **unoptimized}
+    return read_executable(lowered.compile(compiler_options=options))
 
 
 def arena_copies(compiled: Compiled, arena: jax.Array | OwnedArena) -> list[str]:

@@ -64,7 +64,9 @@ def check(spec: Spec, implementation: str, history) -> None:
         for rows in spec.record_rows
     ]
     memory = Memory(spec, cell_versions, stores)
-    arena, tables = jnp.array(memory.arena), jax.tree.map(jnp.array, memory.tables)
+    # Committed to the device like what comes out of an op, or that would be another program.
+    on_device = functools.partial(jax.device_put, device=jax.devices()[0])
+    arena, tables = on_device((memory.arena, memory.tables))
     op = compiled(api.stage, implementation=implementation)
     pinned, here = (
         tuple(stored(store, name) for store in stores) for name in ("xla", implementation)
@@ -92,7 +94,7 @@ def check(spec: Spec, implementation: str, history) -> None:
         else:
             layer, expert, version = action
             memory.pagers[layer].fill_version[expert] = version
-            tables = tables._replace(fill_version=memory.tables.fill_version)
+            tables = tables._replace(fill_version=on_device(memory.tables.fill_version))
         got = jax.device_get(tables)
         for name, a, b in zip(tables._fields, got, memory.tables, strict=True):
             np.testing.assert_array_equal(a, b, err_msg=name, strict=True)

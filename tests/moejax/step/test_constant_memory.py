@@ -22,10 +22,10 @@ from moejax.models.layers import Decoder
 from moejax.start.decide.shapes import step_shapes
 from moejax.step.parts import StepSpec
 from moejax.step.programs import ProgramKey, Programs
-from moejax.step.runner import compiler_options
+from moejax.step.runner import Runner
 from pallas_kernels import Ops, resolve_ops
 from tests.aot.aot_h200 import Compiled, compile_for_h200
-from tests.hlo import read_executable
+from tests.hlo import compile_to_read
 from tests.pallas_kernels.contract import NATIVE
 
 MiB, GiB = 1 << 20, 1 << 30
@@ -102,8 +102,11 @@ def with_steps(programs: Programs, **changes) -> Programs:
 
 @pytest.fixture(scope="module")
 def runner(demo_dir):
-    with LLM(demo_dir, expert_budget="25%", ops="xla", progress=False) as llm:
-        yield llm.engine.runner
+    """An engine's, which has not compiled what requests need: a test compiles what it reads."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Runner, "_compile_first", lambda runner, runs: None)
+        with LLM(demo_dir, expert_budget="25%", ops="xla", progress=False) as llm:
+            yield llm.engine.runner
 
 
 def compile_here(programs: Programs, key: ProgramKey, donate: bool = True) -> Compiled:
@@ -111,7 +114,7 @@ def compile_here(programs: Programs, key: ProgramKey, donate: bool = True) -> Co
     lowered = jax.jit(program.function, donate_argnums=program.donated if donate else ()).lower(
         *program.args
     )
-    return read_executable(lowered.compile(compiler_options=compiler_options("cpu")))
+    return compile_to_read(lowered)
 
 
 @pytest.mark.parametrize(
@@ -120,8 +123,7 @@ def compile_here(programs: Programs, key: ProgramKey, donate: bool = True) -> Co
     ids=str,
 )
 def test_step_copies_nothing_large(runner, key):
-    lowered = runner.lower(key)
-    compiled = read_executable(lowered.compile(compiler_options=compiler_options("cpu")))
+    compiled = compile_to_read(runner.lower(key))
     assert compiled.copies(MiB) == []
     assert compiled.memory.alias_bytes == nbytes((runner.arena, runner.tables))
     assert compiled.memory.temp_bytes < most(DEMO_TEMP, key)
@@ -129,23 +131,17 @@ def test_step_copies_nothing_large(runner, key):
 
 def test_swapping_copies_nothing_but_pages(runner):
     page = runner.layout.page.nbytes
-    options = compiler_options("cpu")
-    pages_in = read_executable(
-        runner.lower(ProgramKey("swap_in")).compile(compiler_options=options)
-    )
+    pages_in = compile_to_read(runner.lower(ProgramKey("swap_in")))
     assert pages_in.copies(runner.layout.slot_bytes) == []
     assert pages_in.memory.alias_bytes == nbytes(runner.arena)
     assert pages_in.memory.temp_bytes <= 2 * SWAP_PAGES * page
-    pages_out = read_executable(
-        runner.lower(ProgramKey("swap_out")).compile(compiler_options=options)
-    )
+    pages_out = compile_to_read(runner.lower(ProgramKey("swap_out")))
     assert pages_out.memory.temp_bytes <= 2 * SWAP_PAGES * page
 
 
 def test_moving_pages_copies_nothing_but_pages(runner):
     page = runner.layout.page.nbytes
-    lowered = runner.lower(ProgramKey("move_pages"))
-    moved = read_executable(lowered.compile(compiler_options=compiler_options("cpu")))
+    moved = compile_to_read(runner.lower(ProgramKey("move_pages")))
     assert moved.copies(runner.layout.slot_bytes) == []
     assert moved.memory.alias_bytes == nbytes(runner.arena)
     assert moved.memory.temp_bytes <= 2 * SWAP_PAGES * page

@@ -18,10 +18,10 @@ from moejax import LLM, SamplingParams
 from moejax.checkpoints.random_model import shape
 from moejax.step.layer_programs import layer_program
 from moejax.step.programs import ProgramKey, Programs
-from moejax.step.runner import Runner, compiler_options
+from moejax.step.runner import Runner
 from pallas_kernels import resolve_ops
 from pallas_kernels.cpu.arena import OwnedArena, abstract_arena, read_rows
-from tests.hlo import arena_copies, read_executable
+from tests.hlo import arena_copies, compile_to_read
 from tests.moejax.step.test_constant_memory import (
     DECODE,
     DEMO_TEMP,
@@ -102,8 +102,7 @@ def test_what_runs_between_steps_does_too(kind):
 def test_the_host_drivers_parts_do_too(key):
     program = layer_program(programs(), key)
     lowered = jax.jit(program.function, donate_argnums=program.donated).lower(*program.args)
-    compiled = read_executable(lowered.compile(compiler_options=compiler_options("cpu")))
-    check(compiled, DECODE)
+    check(compile_to_read(lowered), DECODE)
 
 
 def transfers_that_wait_for_nothing(monkeypatch) -> ProgramKey:
