@@ -77,6 +77,12 @@ def _flushed(values: Array) -> Array:
     return np.where(tiny, np.copysign(np.float32(0), values), values)
 
 
+def _canonical(values: Array) -> Array:
+    """With the one NaN that the device's float32 arithmetic makes."""
+    nan = np.isnan(values)
+    return np.where(nan, CANONICAL, values) if nan.any() else values
+
+
 def _shift(a: Array, count: Array, left: bool) -> Array:
     bits = 8 * a.dtype.itemsize
     small = np.minimum(count, bits - 1).astype(a.dtype)
@@ -86,6 +92,8 @@ def _shift(a: Array, count: Array, left: bool) -> Array:
         return a >> small
     return np.where(count < bits, a >> small, a.dtype.type(0))
 
+
+CANONICAL = np.uint32(0x7FFFFFFF).view(np.float32)
 
 FLOAT = {
     "add": np.add,
@@ -99,9 +107,9 @@ FLOAT = {
     "fma": lambda a, b, c: _fma(a, b, c),
     "ex2": np.exp2,
     "lg2": np.log2,
-    "rsqrt": lambda a: np.float32(1) / np.sqrt(a),
+    "rsqrt": lambda a: np.reciprocal(np.sqrt(a)),
     "sqrt": np.sqrt,
-    "rcp": lambda a: np.float32(1) / a,
+    "rcp": np.reciprocal,
 }
 INTEGER = {
     "add": np.add,
@@ -118,15 +126,13 @@ INTEGER = {
     "div": lambda a, b: _quotient(a, b),
     "rem": lambda a, b: a - _quotient(a, b) * b,
 }
-ROUNDINGS = {"rn", "ftz", "approx", "full", "rm", "NaN", "lo", "hi", "wide"}
+ROUNDINGS = {"rn", "ftz", "approx", "full", "rm", "NaN"}
 """Parts of an opcode between its name and its type that are known."""
 
 
 def _fma(a: Array, b: Array, c: Array) -> Array:
-    """Rounded to 53 bits before it is to 24, which differs in ties of ties."""
-    if a.dtype == np.float64 and np.ndim(a) == 0 and np.ndim(b) == 0:
-        raise Fault("fma.f64")
-    return (a.astype(np.float64) * b + c).astype(a.dtype)
+    """fma.rn.f32, but rounded to 53 bits before it is to 24, which differs in ties of ties."""
+    return (np.float64(a) * np.float64(b) + np.float64(c)).astype(np.float32)
 
 
 def _quotient(a: Array, b: Array) -> Array:
@@ -150,7 +156,7 @@ def bind(ins: Instruction) -> Step | None:
 def _plain(ins: Instruction) -> Step:
     """add, min, and, …: all operands and the result of one type."""
     name, *modes, last = ins.parts
-    if set(modes) - ROUNDINGS or "wide" in modes or "hi" in modes:
+    if set(modes) - ROUNDINGS or (name, last) == ("fma", "f64"):
         raise Fault(f"unknown instruction {ins.opcode}: {ins.text}")
     dtype = kind(ins, last)
     operands = [source(o, dtype) for o in ins.operands[1:]]
@@ -158,34 +164,32 @@ def _plain(ins: Instruction) -> Step:
     floating = dtype.kind == "f" or last == "bf16"
     table = FLOAT if floating else INTEGER
     function: Callable = table.get(name) or _refuse(ins)
-    if dtype == bool and name == "not":
-        function = np.logical_not
     if floating and {"min", "max"} & {name} and "NaN" in modes:
         function = np.minimum if name == "min" else np.maximum
     if last == "bf16":
-        def step(m, idx):
-            put(m, f32_to_bf16(function(*(bf16_to_f32(np.asarray(o(m, idx))) for o in operands))), idx)
-    elif last == "f16":  # computed in float32 and rounded once
-        def step(m, idx):
-            values = (np.asarray(o(m, idx)).astype(np.float32) for o in operands)
-            put(m, function(*values).astype(np.float16), idx)
+        function = _in_float32(function, bf16_to_f32, f32_to_bf16)
+    elif last == "f16":
+        function = _in_float32(function, lambda a: a.astype("f4"), lambda a: a.astype("f2"))
     elif name == "fma" and "rm" in modes:
-        def step(m, idx):
-            a, b, c = (np.asarray(o(m, idx)).astype(np.float64) for o in operands)
-            exact = a * b + c
-            near = exact.astype(np.float32)
-            down = np.nextafter(near, np.float32(-np.inf))
-            put(m, np.where(near.astype(np.float64) > exact, down, near), idx)
-    elif "ftz" in modes:
-        def step(m, idx):
-            put(m, _flushed(function(*(_flushed(o(m, idx)) for o in operands))), idx)
-    elif dtype.kind == "f" and name == "fma":
-        def step(m, idx):
-            put(m, _fma(*(np.asarray(o(m, idx)) for o in operands)), idx)
-    else:
-        def step(m, idx):
-            put(m, function(*(o(m, idx) for o in operands)), idx)
-    return step
+        function = _fma_down
+    if "ftz" in modes:
+        function = _in_float32(function, _flushed, _flushed)
+    if last == "f32" and name not in ("neg", "abs"):
+        return lambda m, idx: put(m, _canonical(function(*(o(m, idx) for o in operands))), idx)
+    return lambda m, idx: put(m, function(*(o(m, idx) for o in operands)), idx)
+
+
+def _in_float32(function: Callable, before: Callable, after: Callable) -> Callable:
+    """The function between two conversions."""
+    return lambda *values: after(function(*(before(np.asarray(v)) for v in values)))
+
+
+def _fma_down(a: Array, b: Array, c: Array) -> Array:
+    """fma.rm.f32."""
+    exact = np.float64(a) * np.float64(b) + np.float64(c)
+    near = exact.astype(np.float32)
+    down = np.nextafter(near, np.float32(-np.inf))
+    return np.where(near.astype(np.float64) > exact, down, near)
 
 
 def _refuse(ins: Instruction):

@@ -32,6 +32,9 @@ class Launch:
     """Of the order of programs, and of copies that are carried out at random."""
     programs: Sequence[int] | None = None
     """Which of the grid run; None: all."""
+    overlaps: bool = True
+    """It may begin before the kernel before it has ended, where the target can do that: it must
+    wait itself (griddepcontrol.wait) before it touches global memory."""
 
 
 def run(kernel: Kernel, buffers: Sequence[Buffer], launch: Launch) -> int:
@@ -81,8 +84,6 @@ class Machine:
     def __init__(self, kernel, steps, memory, arguments, launch, programs, rng):
         self.kernel, self.steps, self.memory, self.arguments = kernel, steps, memory, arguments
         threads, count = kernel.threads, len(programs)
-        if threads % 32 and any(ins.parts[1:2] == ("sync",) for ins in kernel.code):
-            raise Fault(f"{threads} threads are no whole warps")
         self.all = np.arange(count * threads)
         self.program = np.repeat(np.arange(count), threads)
         tid = np.tile(np.arange(threads, dtype=np.uint32), count)
@@ -113,7 +114,7 @@ class Machine:
         self.stamps = lane + FIRST_LANE
         self.waiting = np.zeros(self.all.size, bool)
         self.live = np.bincount(self.program, minlength=count)
-        self.waits_first = int(re.sub(r"\D", "", kernel.target)) >= 90
+        self.must_wait = launch.overlaps and int(re.sub(r"\D", "", kernel.target)) >= 90
         self.groups: dict[int, list[np.ndarray]] = {0: [self.all]}
 
     # Registers
@@ -195,7 +196,7 @@ class Machine:
         self.shared.store(places, values, self.stamps[lanes])
 
     def check_waited(self) -> None:
-        if self.waits_first:
+        if self.must_wait:
             raise Fault("global memory before griddepcontrol.wait: the kernel before may still write it")
 
     # Control
@@ -313,7 +314,7 @@ def _grid_dependency(ins: Instruction) -> Step:
         if ins.opcode == "griddepcontrol.wait":
             if idx is not None:
                 raise Fault("griddepcontrol.wait of some threads only")
-            m.waits_first = False
+            m.must_wait = False
 
     if ins.parts[1] not in ("wait", "launch_dependents"):
         raise Fault(f"unknown instruction {ins.opcode}: {ins.text}")
@@ -376,7 +377,7 @@ def _load(ins: Instruction) -> Step:
             return puts[0](m, np.uint64(m.arguments[at.base.name]), idx)
         lanes, addresses = m.lanes(idx), m.address(at, idx)
         if space == "global":
-            m.check_waited() if m.waits_first else None
+            m.check_waited()
             raw = m.memory.load(addresses, size, m.stamps[lanes])
         elif space == "shared":
             raw = m.load_shared(lanes, addresses, size)
@@ -405,7 +406,7 @@ def _store(ins: Instruction) -> Step:
         columns = [np.broadcast_to(v(m, idx), lanes.shape) for v in values]
         raw = np.stack(columns, 1).view(np.uint8)
         if space == "global":
-            m.check_waited() if m.waits_first else None
+            m.check_waited()
             m.memory.store(addresses, raw, m.stamps[lanes])
         elif space == "shared":
             m.store_shared(lanes, addresses, raw)
@@ -431,7 +432,7 @@ def _copy(ins: Instruction) -> Step:
     real = source(rest[0], KINDS["u32"]) if rest else None
 
     def step(m, idx):
-        m.check_waited() if m.waits_first else None
+        m.check_waited()
         lanes, addresses = m.lanes(idx), m.address(of, idx)
         places = m.shared.places(m.address(to, idx), size.value, m.program[lanes], "copies to")
         full = np.full(lanes.size, True)

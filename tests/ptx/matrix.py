@@ -12,6 +12,9 @@ from tests.ptx.parse import Address, Fault, Instruction, Number, Vector
 
 U32 = KINDS["u32"]
 
+ABSENT = np.uint32(0x7FEDBEEF)
+"""What a shuffle gets from a lane that does not take part: anything; a NaN."""
+
 
 def bind(ins: Instruction) -> Step | None:
     """The step of an instruction; None where it is none of these."""
@@ -43,12 +46,11 @@ def _shuffle(ins: Instruction) -> Step:
         raise Fault(f"unknown instruction {ins.opcode}: {ins.text}")
     put = target(ins.operands[0])
     value, other = (source(o, U32) for o in ins.operands[1:3])
-    lane = np.arange(32)
 
     def step(m, idx):
-        rows = warps_of(m, idx)
-        a = _of_warps(value(m, idx), rows)
-        by = _of_warps(other(m, idx), rows).astype(np.int64)
+        a, by = value(m, idx), np.asarray(other(m, idx)).astype(np.int64)
+        lanes = m.lanes(idx)
+        lane = m.registers["%laneid"][lanes].astype(np.int64)
         if mode == "bfly":
             of = lane ^ by
         elif mode == "idx":
@@ -57,7 +59,16 @@ def _shuffle(ins: Instruction) -> Step:
             of = np.where(lane >= by, lane - by, lane)
         else:
             of = np.where(lane + by < 32, lane + by, lane)
-        put(m, np.take_along_axis(a, of, 1).reshape(-1), idx)
+        if m.kernel.threads % 32 == 0:
+            rows = warps_of(m, idx)
+            put(m, np.take_along_axis(_of_warps(a, rows), of.reshape(rows.shape), 1).ravel(), idx)
+            return
+        # XLA's reductions: the last warp of a program is not whole, and what its lanes get from
+        # those that do not exist must not matter.
+        table = np.full((m.all.size + 64, 32), ABSENT)
+        first = lanes - lane
+        table[first, lane] = a
+        put(m, table[first, of], idx)
 
     return step
 

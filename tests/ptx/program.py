@@ -308,7 +308,14 @@ class Execution:
         if thunk.kernel not in self.kernels:
             self.kernels[thunk.kernel] = parse(self.edit(self.program.ptx[thunk.kernel]))
         kernel = self.kernels[thunk.kernel]
-        launch = Launch(thunk.grid, max(thunk.shared - kernel.shared_bytes, 0), **self.launch)
+        # XLA's own kernels that never wait are launched so that they need not.
+        waits = any(ins.parts[0] == "griddepcontrol" for ins in kernel.code)
+        launch = Launch(
+            thunk.grid,
+            max(thunk.shared - kernel.shared_bytes, 0),
+            overlaps=op.opcode == "custom-call" or waits,
+            **self.launch,
+        )
         arguments = [buffers[place] for place in (*reads, *writes)]
         count = machine.run(kernel, arguments, launch)
         self.issued[thunk.kernel] = self.issued.get(thunk.kernel, 0) + count
