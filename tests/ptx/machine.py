@@ -32,6 +32,8 @@ class Launch:
     """Of the order of programs, and of copies that are carried out at random."""
     programs: Sequence[int] | None = None
     """Which of the grid run; None: all."""
+    most: int = 1_000_000
+    """Instructions of a batch: a loop that does not end."""
     overlaps: bool = True
     """It may begin before the kernel before it has ended, where the target can do that: it must
     wait itself (griddepcontrol.wait) before it touches global memory."""
@@ -114,6 +116,7 @@ class Machine:
         self.stamps = lane + FIRST_LANE
         self.waiting = np.zeros(self.all.size, bool)
         self.live = np.bincount(self.program, minlength=count)
+        self.most = launch.most
         self.must_wait = launch.overlaps and int(re.sub(r"\D", "", kernel.target)) >= 90
         self.groups: dict[int, list[np.ndarray]] = {0: [self.all]}
 
@@ -216,6 +219,8 @@ class Machine:
                         raise Fault(f"{self.kernel.name} runs over its end")
                     ins = code[pc]
                     issued += 1
+                    if issued > self.most:
+                        raise Fault(f"{self.kernel.name} does not end: {issued} instructions")
                     try:
                         pc = self._issue(ins, pc, lanes, idx)
                     except Fault as fault:

@@ -7,11 +7,12 @@ grid and its shared memory, and the metadata which thunk is of which instruction
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import re
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,7 +21,9 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from tests.aot.aot_h200 import compile_for
+from pallas_kernels.cards import shared_class
+from tests.aot.aot_h200 import compile_for, device_of
+from tests.pallas_kernels import contract
 from tests.ptx import machine
 from tests.ptx.machine import Launch
 from tests.ptx.memory import Buffer
@@ -383,8 +386,11 @@ def interpret(
     """The op as tests.pallas_kernels.contract.compiled gives it, but compiled for a card and
     interpreted.
 
-    edit: changes the PTX of each kernel, for tests of this tool. launch: fields of machine.Launch.
+    card: one of CARDS; ops that have tables for its shared memory get its class. edit: changes the PTX of each kernel, for tests of this tool. launch: fields of machine.Launch.
     """
+
+    if "shared_kib" in inspect.signature(op).parameters:
+        static = {"shared_kib": shared_class(device_of(card)), **static}
 
     def call(*args: Any, **kwargs: Any) -> Any:
         given = dict(inspect.signature(op).bind_partial(*args, **kwargs).arguments)
@@ -410,3 +416,17 @@ def interpret(
         return jax.tree.unflatten(out, results)
 
     return call
+
+
+@contextlib.contextmanager
+def patched(module: Any, **options: Any) -> Iterator[None]:
+    """Inside, a test module's kernels run in this interpreter (implementation "pallas"); what else
+    it compiles, as ever. options: as interpret's."""
+
+    def compiled(op: Callable, donate: tuple[str, ...] = (), **static: Any) -> Callable:
+        if static.get("implementation") != "pallas":
+            return contract.compiled(op, donate, **static)
+        return interpret(op, donate, **options, **static)
+
+    with mock.patch.object(module, "compiled", compiled):
+        yield
