@@ -138,7 +138,9 @@ def _fma(a: Array, b: Array, c: Array) -> Array:
 def _quotient(a: Array, b: Array) -> Array:
     """Towards zero."""
     with np.errstate(all="ignore"):
-        q = np.abs(a.astype(np.int64)) // np.abs(np.int64(b) if np.ndim(b) == 0 else b.astype(np.int64))
+        q = np.abs(a.astype(np.int64)) // np.abs(
+            np.int64(b) if np.ndim(b) == 0 else b.astype(np.int64)
+        )
     return np.where((a < 0) != (b < 0), -q, q).astype(a.dtype)
 
 
@@ -448,7 +450,9 @@ def _convert(ins: Instruction) -> Step:
     elif before.kind == "f" and after.kind in "iu" and mode.endswith("i"):
         function = lambda x: _to_integer(x, after, mode)  # noqa: E731
     elif before.kind == "f" and after.kind == "f" and mode.endswith("i"):
-        function = lambda x: {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}[mode](x)  # noqa: E731
+        function = lambda x: {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}[
+            mode
+        ](x)
     elif mode in ("rn", "") and (after.kind == "f") == (mode == "rn" or before.kind == "f"):
         function = lambda x: x.astype(after)  # noqa: E731
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Sequence
 
@@ -57,12 +58,17 @@ def run(kernel: Kernel, buffers: Sequence[Buffer], launch: Launch) -> int:
     order = rng.permutation(np.asarray(chosen))
     size = kernel.shared_bytes + launch.dynamic_shared
     batch = max(1, min(LANES // kernel.threads, SHARED // max(size, 1)))
-    steps = [_bound(ins) for ins in kernel.code]
+    steps = _steps(kernel)
     issued = 0
     for first in range(0, order.size, batch):
         some = np.sort(order[first : first + batch])
         issued += Machine(kernel, steps, memory, arguments, launch, some, rng).run()
     return issued
+
+
+@functools.cache
+def _steps(kernel: Kernel) -> list[Step]:
+    return [_bound(ins) for ins in kernel.code]
 
 
 def _padded(kernel: Kernel) -> int:
@@ -99,10 +105,7 @@ class Machine:
                 for axis, numbers in zip("xyz", (block % x, block // x % y, block // (x * y)))
             },
             **{f"%tid.{axis}": np.zeros_like(tid) for axis in "yz"},
-            **{
-                f"%nctaid.{axis}": np.full_like(tid, n)
-                for axis, n in zip("xyz", launch.grid)
-            },
+            **{f"%nctaid.{axis}": np.full_like(tid, n) for axis, n in zip("xyz", launch.grid)},
             **{f"%ntid.{a}": np.full_like(tid, n) for a, n in zip("xyz", (threads, 1, 1))},
         }
         self.unset: dict[str, np.ndarray] = {}
@@ -144,7 +147,11 @@ class Machine:
         values = np.asarray(values)
         if values.dtype != kept:
             if values.dtype.itemsize == kept.itemsize and bool not in (values.dtype, kept):
-                values = np.ascontiguousarray(values).view(kept) if values.ndim else values[()].view(kept)
+                values = (
+                    np.ascontiguousarray(values).view(kept)
+                    if values.ndim
+                    else values[()].view(kept)
+                )
             else:
                 values = values.astype(kept)
         if idx is None:
@@ -184,7 +191,9 @@ class Machine:
         base = operand.base
         if isinstance(base, Register):
             wide = self.dtype(base.name)
-            return self.get(base.name, wide, idx) + wide.type(operand.offset % (1 << 8 * wide.itemsize))
+            return self.get(base.name, wide, idx) + wide.type(
+                operand.offset % (1 << 8 * wide.itemsize)
+            )
         first = base.value if isinstance(base, Number) else self.symbol(base.name)
         return np.full(self.lanes(idx).size, first + operand.offset, np.uint64)
 
@@ -200,7 +209,9 @@ class Machine:
 
     def check_waited(self) -> None:
         if self.must_wait:
-            raise Fault("global memory before griddepcontrol.wait: the kernel before may still write it")
+            raise Fault(
+                "global memory before griddepcontrol.wait: the kernel before may still write it"
+            )
 
     # Control
 
@@ -336,19 +347,21 @@ def _nothing(ins: Instruction) -> Step:
     return lambda m, idx: None
 
 
+ORDERS = ("relaxed", "sys", "gpu", "cta")
+"""Of a scatter of XLA's; here as any other store."""
+
 _HINT = re.compile(r"L[12]::\w+|nc")
 
 
 def _shape(ins: Instruction) -> tuple[str, int, np.dtype]:
     """(space, values, type) of a load or store."""
-    space, *modes, last = ins.parts[1:]
-    count = 1
+    *modes, last = (part for part in ins.parts[1:] if part not in ORDERS)
+    space, count = modes.pop(0).removesuffix("::cta"), 1
     for mode in modes:
         if mode in ("v2", "v4"):
             count = int(mode[1])
         elif not _HINT.fullmatch(mode):
             raise Fault(f"unknown instruction {ins.opcode}: {ins.text}")
-    space = space.removesuffix("::cta")
     if space not in ("global", "shared", "local", "param") or last not in KINDS:
         raise Fault(f"unknown instruction {ins.opcode}: {ins.text}")
     return space, count, KINDS[last]

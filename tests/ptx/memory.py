@@ -87,7 +87,9 @@ class GlobalMemory:
                     f"it has {buffer.data.size} ({bad.sum()} lanes)"
                 )
             if (bad := signed[lanes] % size != 0).any():
-                raise Fault(f"{verb} {size} bytes misaligned at byte {first[bad][0]} of {buffer.name}")
+                raise Fault(
+                    f"{verb} {size} bytes misaligned at byte {first[bad][0]} of {buffer.name}"
+                )
             if (bad := first % size != 0).any():
                 raise Fault(f"the interpreter needs buffers aligned to {size}: {buffer.name}")
             yield int(number), lanes, first
@@ -95,7 +97,9 @@ class GlobalMemory:
     def _check(self, number: int, first: np.ndarray, size: int, wrong: tuple) -> None:
         what, bad = wrong
         if bad.any():
-            raise Fault(f"{what}: {size} bytes at byte {first[bad][0]} of {self.buffers[number].name}")
+            raise Fault(
+                f"{what}: {size} bytes at byte {first[bad][0]} of {self.buffers[number].name}"
+            )
 
 
 TWO_VALUES = "several threads write different values at once (race)"

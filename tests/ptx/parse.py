@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 
 import numpy as np
@@ -56,7 +57,7 @@ class Instruction:
     text: str
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Kernel:
     """One entry function."""
 
@@ -85,6 +86,7 @@ _STATEMENT = re.compile(r"(?:@(!?)(%\w+)\s+)?([a-z][\w.:]*)\s*(.*)$", re.DOTALL)
 _ARRAY = re.compile(r"\.(shared|local)\s+\.align\s+(\d+)\s+\.b8\s+([\w$]+)\[(\d+)\]")
 
 
+@functools.lru_cache(maxsize=256)
 def parse(module: str) -> Kernel:
     """The one kernel of a module, as XLA dumps it. Raises Fault for what is no such text."""
     text = re.sub(r"//[^\n]*", "", module)

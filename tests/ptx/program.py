@@ -118,9 +118,7 @@ def read_dump(dump: Path) -> Program:
     computations, entry = _computations(text("*gpu_after_optimizations.txt"))
     places, sizes = _assignment(text("*gpu_after_optimizations-buffer-assignment.txt"))
     names = dict(
-        re.findall(
-            r'profile_annotation: "([^"]*)"\s+thunk_id: (\d+)', text("*.thunk_metadata.txt")
-        )
+        re.findall(r'profile_annotation: "([^"]*)"\s+thunk_id: (\d+)', text("*.thunk_metadata.txt"))
     )
     kernels = {
         int(number): Thunk(name, tuple(map(int, grid.split(","))), int(shared))  # type: ignore[arg-type]
@@ -287,7 +285,9 @@ class Execution:
 
     def _loop(self, ops: Mapping[str, Op], op: Op) -> None:
         outer = next(n for n, c in self.program.computations.items() if c is ops)
-        condition, body = (self.program.computations[op.attribute(a)] for a in ("condition", "body"))
+        condition, body = (
+            self.program.computations[op.attribute(a)] for a in ("condition", "body")
+        )
         for computation in (condition, body):
             (parameter,) = (o.name for o in computation.values() if o.opcode == "parameter")
             self.aliases[parameter] = outer, op.operands[0]
@@ -300,7 +300,9 @@ class Execution:
 
     def _launch(self, ops: Mapping[str, Op], op: Op) -> None:
         thunk = self.program.thunks[op.name]
-        reads = [self.place(ops, name, i) for name in op.operands for i, _ in leaves(ops[name].type)]
+        reads = [
+            self.place(ops, name, i) for name in op.operands for i, _ in leaves(ops[name].type)
+        ]
         writes = [self.place(ops, op.name, index) for index, _ in leaves(op.type)]
         buffers: dict[Place, Buffer] = {}
         names = [*op.operands, *(f"{op.name}{list(index)}" for index, _ in leaves(op.type))]

@@ -110,10 +110,18 @@ MUTATIONS: dict[str, tuple[str, Callable[[str], str], str]] = {
         "wrong values",
     ),
     "a tile of depth less": (
-        *("linear", replaced(r"(setp\.ne\.b32\s+%p\d+, %r\d+,) 4096;", r"\1 3072;"), "wrong values"),
+        *(
+            "linear",
+            replaced(r"(setp\.ne\.b32\s+%p\d+, %r\d+,) 4096;", r"\1 3072;"),
+            "wrong values",
+        ),
     ),
     "a loop that does not end": (
-        *("linear", replaced(r"(setp\.ne\.b32\s+%p\d+, %r\d+,) 4096;", r"\1 3840;"), "does not end"),
+        *(
+            "linear",
+            replaced(r"(setp\.ne\.b32\s+%p\d+, %r\d+,) 4096;", r"\1 3840;"),
+            "does not end",
+        ),
     ),
     "an accumulator that is not initialised": (
         "linear",
