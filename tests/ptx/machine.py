@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tests.ptx import arithmetic, matrix
+from tests.ptx import arithmetic, matrix, wgmma
 from tests.ptx.arithmetic import KINDS, Step, source, target
 from tests.ptx.memory import AsyncCopies, Buffer, GlobalMemory, LocalMemory, SharedMemory
 from tests.ptx.parse import Address, Fault, Instruction, Kernel, Number, Register, Symbol, Vector
@@ -77,7 +77,7 @@ def _padded(kernel: Kernel) -> int:
 
 
 def _bound(ins: Instruction) -> Step | None:
-    for module in (arithmetic, matrix):
+    for module in (arithmetic, matrix, wgmma):
         if step := module.bind(ins):
             return step
     binder = BINDERS.get(ins.parts[0])
@@ -114,6 +114,7 @@ class Machine:
         self.shared = SharedMemory(count, size, min(granule, 16), _padded(kernel))
         self.local = LocalMemory(self.all.size, kernel.local_bytes)
         self.copies = AsyncCopies(self.all.size, memory, self.shared, launch.copies, rng)
+        self.products = wgmma.Products(self.all.size)
         # In tracker's stamps: lanes of all programs of the grid have numbers of their own.
         lane = block[self.program].astype(np.int64) * _padded(kernel) + tid
         self.stamps = lane + FIRST_LANE

@@ -61,14 +61,14 @@ def _shuffle(ins: Instruction) -> Step:
             of = np.where(lane + by < 32, lane + by, lane)
         if m.kernel.threads % 32 == 0:
             rows = warps_of(m, idx)
-            put(m, np.take_along_axis(_of_warps(a, rows), of.reshape(rows.shape), 1).ravel(), idx)
+            put(m, np.take_along_axis(_of_warps(a, rows), _of_warps(of, rows), 1).ravel(), idx)
             return
         # XLA's reductions: the last warp of a program is not whole, and what its lanes get from
         # those that do not exist must not matter.
         table = np.full((m.all.size + 64, 32), ABSENT)
         first = lanes - lane
         table[first, lane] = a
-        put(m, table[first, of], idx)
+        put(m, table[first, np.broadcast_to(of, lane.shape)], idx)
 
     return step
 

@@ -32,6 +32,9 @@ from tests.ptx.parse import Fault, Kernel, parse
 POISON = 0xFF
 """Of memory that the program has not written: NaN in every float, -1 in integers."""
 
+WIDEST = 16
+"""Bytes that a thread reads at once, at most."""
+
 DTYPES = {
     "pred": np.dtype(bool),
     "bf16": np.dtype(ml_dtypes.bfloat16),
@@ -193,7 +196,7 @@ class Execution:
     def __init__(self, program: Program, launch: Mapping[str, Any], edit: Callable[[str], str]):
         self.program, self.launch, self.edit = program, launch, edit
         self.memory = {
-            i: np.full(max(size, 1), POISON, np.uint8) for i, size in program.sizes.items()
+            i: np.full(size + WIDEST, POISON, np.uint8) for i, size in program.sizes.items()
         }
         self.aliases: dict[str, tuple[str, ...]] = {}
         """Parameters of the computations of loops → what the loop was begun with."""
@@ -239,8 +242,9 @@ class Execution:
         aliased = re.search(r"output_to_operand_aliasing=\{(.*?)\}, ", op.rest)
         raise Fault(f"where does {name}{list(index)} ({op.opcode}, {aliased}) lie?")
 
-    def _view(self, place: Place) -> np.ndarray:
-        return self.memory[place.allocation][place.offset : place.offset + place.size]
+    def _view(self, place: Place, padded: bool = False) -> np.ndarray:
+        size = -(-place.size // WIDEST) * WIDEST if padded else place.size
+        return self.memory[place.allocation][place.offset : place.offset + size]
 
     def array(self, ops: Mapping[str, Op], name: str) -> np.ndarray:
         """A value, as a view."""
@@ -307,7 +311,9 @@ class Execution:
         buffers: dict[Place, Buffer] = {}
         names = [*op.operands, *(f"{op.name}{list(index)}" for index, _ in leaves(op.type))]
         for place, name in zip((*reads, *writes), names, strict=True):
-            one = buffers.setdefault(place, Buffer(name, self._view(place), False))
+            # XLA's own kernels read whole vectors of what its allocations are padded to.
+            view = self._view(place, padded=op.opcode != "custom-call")
+            one = buffers.setdefault(place, Buffer(name, view, False))
             one.writable |= place in writes
         self._check_overlaps(list(buffers))
         if thunk.kernel not in self.kernels:
