@@ -91,8 +91,8 @@ class Program:
     """Of values by instruction and place in its tuple."""
     sizes: Mapping[int, int]
     """Bytes of the allocations."""
-    thunks: Mapping[str, Thunk]
-    """Of kernels, by instruction."""
+    thunks: Mapping[str, list[Thunk]]
+    """Of kernels, by instruction; a large sort has several."""
     ptx: Mapping[str, str]
     """Modules by the name of their kernel."""
 
@@ -120,9 +120,7 @@ def read_dump(dump: Path) -> Program:
 
     computations, entry = _computations(text("*gpu_after_optimizations.txt"))
     places, sizes = _assignment(text("*gpu_after_optimizations-buffer-assignment.txt"))
-    names = dict(
-        re.findall(r'profile_annotation: "([^"]*)"\s+thunk_id: (\d+)', text("*.thunk_metadata.txt"))
-    )
+    number_of = re.compile(r'profile_annotation: "([^"]*)"\s+thunk_id: (\d+)')
     kernels = {
         int(number): Thunk(name, tuple(map(int, grid.split(","))), int(shared))  # type: ignore[arg-type]
         for number, name, grid, shared in re.findall(
@@ -131,7 +129,10 @@ def read_dump(dump: Path) -> Program:
             re.M,
         )
     }
-    thunks = {name: kernels[int(i)] for name, i in names.items() if int(i) in kernels}
+    thunks: dict[str, list[Thunk]] = {}
+    for name, number in number_of.findall(text("*.thunk_metadata.txt")):
+        if int(number) in kernels:
+            thunks.setdefault(name, []).append(kernels[int(number)])
     modules = [path.read_text() for path in dump.glob("*.ptx")]
     ptx = {found[1]: m for m in modules if (found := re.search(r"\.entry\s+([\w$]+)", m))}
     return Program(computations, entry, places, sizes, thunks, ptx)
@@ -273,7 +274,9 @@ class Execution:
         if op.opcode in ("parameter", "constant", "get-tuple-element", "tuple", "bitcast"):
             return
         if op.name in self.program.thunks:
-            self._launch(ops, op)
+            self._begin_sort(ops, op)
+            for thunk in self.program.thunks[op.name]:
+                self._launch(ops, op, thunk)
         elif op.opcode in ("copy", "copy-start"):
             source, index = self.place(ops, op.operands[0], ()), (0,) * (op.opcode != "copy")
             self._view(self.place(ops, op.name, index))[:] = self._view(source).copy()
@@ -302,8 +305,21 @@ class Execution:
                 return
             self._compute(body)
 
-    def _launch(self, ops: Mapping[str, Op], op: Op) -> None:
-        thunk = self.program.thunks[op.name]
+    def _begin_sort(self, ops: Mapping[str, Op], op: Op) -> None:
+        """XLA's sort is in place: first its operands are copied to where its results will be."""
+        body = self.program.computations[op.attribute("calls")] if op.opcode == "fusion" else {}
+        root = list(body.values())[-1] if body else op
+        if root.opcode != "sort":
+            return
+        for (index, _), name in zip(leaves(op.type), root.operands, strict=True):
+            made = body[name] if body else None
+            if made is not None and made.opcode != "parameter":
+                continue  # the kernel makes it
+            given = op.operands[int(_until_closed(made.rest))] if made else name
+            source = self._view(self.place(ops, given, ())).copy()
+            self._view(self.place(ops, op.name, index))[:] = source
+
+    def _launch(self, ops: Mapping[str, Op], op: Op, thunk: Thunk) -> None:
         reads = [
             self.place(ops, name, i) for name in op.operands for i, _ in leaves(ops[name].type)
         ]
