@@ -42,7 +42,7 @@ def source(operand: Operand, dtype: np.dtype) -> Callable[[Any, Array], Array]:
     if isinstance(operand, Number):
         bits = operand.value & ((1 << (8 * dtype.itemsize)) - 1)
         constant = np.array(bits, f"u{dtype.itemsize}").view(dtype)[()]
-        if dtype == bool:
+        if dtype.kind == "b":
             constant = np.bool_(operand.value != 0)
         return lambda m, idx: constant
     if isinstance(operand, Symbol):
@@ -415,11 +415,18 @@ def _compare(ins: Instruction) -> Step:
     return lambda m, idx: put(m, combined[0](compare(a(m, idx), b(m, idx)), other(m, idx)), idx)
 
 
-def _to_integer(values: Array, dtype: np.dtype, mode: str) -> Array:
+ROUNDED = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
+
+
+def _to_integer(values: Array, dtype: np.dtype) -> Array:
+    """The nearest that there is; NaN becomes 0."""
     limits = np.iinfo(dtype)
-    rounded = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}[mode](values)
-    kept = np.clip(np.nan_to_num(rounded.astype(np.float64)), limits.min, limits.max)
+    kept = np.clip(np.nan_to_num(values.astype(np.float64)), limits.min, limits.max)
     return kept.astype(dtype)
+
+
+def _saturated(values: Array) -> Array:
+    return np.clip(np.nan_to_num(values, nan=0.0), np.float32(0), np.float32(1))
 
 
 def _convert(ins: Instruction) -> Step:
@@ -439,6 +446,7 @@ def _convert(ins: Instruction) -> Step:
     mode = modes[0] if modes else ""
     if set(modes) - {"rn", "rni", "rzi", "rmi", "rpi", "sat", "ftz"} or len(modes) > 1:
         _refuse(ins)
+    function: Callable
     if of == "bf16" and to == "f32":
         function = bf16_to_f32
     elif to == "bf16" and of == "f32" and mode == "rn":
@@ -446,15 +454,12 @@ def _convert(ins: Instruction) -> Step:
     elif "bf16" in (of, to):
         _refuse(ins)
     elif mode == "sat" and of == to == "f32":
-        function = lambda x: np.clip(np.nan_to_num(x, nan=0.0), np.float32(0), np.float32(1))  # noqa: E731
-    elif before.kind == "f" and after.kind in "iu" and mode.endswith("i"):
-        function = lambda x: _to_integer(x, after, mode)  # noqa: E731
-    elif before.kind == "f" and after.kind == "f" and mode.endswith("i"):
-        function = lambda x: {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}[
-            mode
-        ](x)
+        function = _saturated
+    elif mode in ROUNDED and before.kind == "f":
+        whole = ROUNDED[mode]
+        function = whole if after.kind == "f" else lambda x: _to_integer(whole(x), after)
     elif mode in ("rn", "") and (after.kind == "f") == (mode == "rn" or before.kind == "f"):
-        function = lambda x: x.astype(after)  # noqa: E731
+        function = operator.methodcaller("astype", after)
     else:
         _refuse(ins)
 

@@ -102,11 +102,19 @@ class Machine:
             "%laneid": tid % np.uint32(32),
             **{
                 f"%ctaid.{axis}": numbers.astype(np.uint32)[self.program]
-                for axis, numbers in zip("xyz", (block % x, block // x % y, block // (x * y)))
+                for axis, numbers in zip(
+                    "xyz", (block % x, block // x % y, block // (x * y)), strict=True
+                )
             },
             **{f"%tid.{axis}": np.zeros_like(tid) for axis in "yz"},
-            **{f"%nctaid.{axis}": np.full_like(tid, n) for axis, n in zip("xyz", launch.grid)},
-            **{f"%ntid.{a}": np.full_like(tid, n) for a, n in zip("xyz", (threads, 1, 1))},
+            **{
+                f"%nctaid.{axis}": np.full_like(tid, n)
+                for axis, n in zip("xyz", launch.grid, strict=True)
+            },
+            **{
+                f"%ntid.{a}": np.full_like(tid, n)
+                for a, n in zip("xyz", (threads, 1, 1), strict=True)
+            },
         }
         self.unset: dict[str, np.ndarray] = {}
         size = kernel.shared_bytes + launch.dynamic_shared
@@ -137,8 +145,10 @@ class Machine:
             raise Fault(f"reads {name}, which some lanes have not written")
         if idx is not None:
             values = values[idx]
-        if values.dtype.itemsize != dtype.itemsize or (values.dtype == bool) != (dtype == bool):
-            if values.dtype.itemsize < dtype.itemsize or bool in (values.dtype, dtype):
+        if values.dtype.itemsize != dtype.itemsize or (values.dtype.kind == "b") != (
+            dtype.kind == "b"
+        ):
+            if values.dtype.itemsize < dtype.itemsize or "b" in (values.dtype.kind, dtype.kind):
                 raise Fault(f"reads {name} as {dtype}")
             return values.astype(f"u{dtype.itemsize}").view(dtype)
         return values.view(dtype)

@@ -410,7 +410,8 @@ def interpret(
     """The op as tests.pallas_kernels.contract.compiled gives it, but compiled for a card and
     interpreted.
 
-    card: one of CARDS; ops that have tables for its shared memory get its class. edit: changes the PTX of each kernel, for tests of this tool. launch: fields of machine.Launch.
+    card: one of CARDS; ops that have tables for its shared memory get its class. edit: changes the
+    PTX of each kernel, for tests of this tool. launch: fields of machine.Launch.
     """
 
     if "shared_kib" in inspect.signature(op).parameters:

@@ -81,7 +81,7 @@ QUICK = {
     "rms_norm": (0,),
     "kv_write": (3,),
     "attention": (4, -2),
-    "expert_ffn": (4,),
+    "expert_ffn": (4, 21),
     "head_linear": (2,),
     "latent_write": (0,),
     "latent_attention": (0,),
@@ -123,6 +123,12 @@ def test_every_decode_configuration(name, place, card):
 @pytest.mark.parametrize(("name", "place"), of_kernels(DECODE, QUICK))
 def test_copies_at_other_times(name, place, copies):
     check(name, place, copies=copies)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("name", "place"), of_kernels(PREFILL))
+def test_prefill(name, place):
+    check(name, place)
 
 
 HISTORIES = {

@@ -178,7 +178,8 @@ def _product(ins: Instruction) -> Step:
         before = np.broadcast_to(added(m, idx), (rows.size,))
         for name, put, values in zip(names, puts, out, strict=True):
             if before.any():
-                values = np.where(before, _accumulator(m, name, rows.ravel()[before], idx) + values, values)
+                old = _accumulator(m, name, rows.ravel()[before], idx)
+                values = np.where(before, old + values, values)
             put(m, np.ascontiguousarray(values, np.float32), idx)
             m.unset.setdefault(name, np.zeros(m.all.size, bool))[m.lanes(idx)] = True
         places, seen = (np.concatenate(parts, 1) for parts in zip(*reads, strict=True))
