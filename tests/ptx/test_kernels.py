@@ -1,0 +1,164 @@
+"""The contracts of ops with the PTX that XLA makes of their kernels, run by the interpreter.
+
+A contract's operands, references and tolerances are those of tests/pallas_kernels.
+"""
+
+import pytest
+from hypothesis import Phase, given, settings
+
+from pallas_kernels.combine.specs import SPECS as COMBINE
+from pallas_kernels.expert_ffn.specs import SPECS as EXPERT_FFN
+from pallas_kernels.expert_ffn.specs import VERSIONED
+from pallas_kernels.fill.specs import SPECS as FILL
+from pallas_kernels.fill.specs import TRANSIT_SPECS
+from pallas_kernels.head_linear.specs import SPECS as HEAD_LINEAR
+from pallas_kernels.kv_write.specs import SPECS as KV_WRITE
+from pallas_kernels.latent_write.specs import SPECS as LATENT_WRITE
+from pallas_kernels.layer_norm.specs import SPECS as LAYER_NORM
+from pallas_kernels.linear.specs import SPECS as LINEAR
+from pallas_kernels.move.specs import SPECS as MOVE
+from pallas_kernels.paged_attention.specs import (
+    DECODE_SPECS,
+    LATENT_DECODE_SPECS,
+    LATENT_PREFILL_SPECS,
+    PREFILL_SPECS,
+)
+from pallas_kernels.plan.specs import SPECS as PLAN
+from pallas_kernels.rms_norm.specs import SPECS as RMS_NORM
+from pallas_kernels.route.specs import SPECS as ROUTE
+from pallas_kernels.stage.specs import SPECS as STAGE
+from tests.aot.aot_h200 import CARDS
+from tests.pallas_kernels import (
+    test_combine,
+    test_decode_attention,
+    test_expert_ffn,
+    test_expert_ffn_versions,
+    test_fill,
+    test_head_linear,
+    test_kv_write,
+    test_latent_write,
+    test_layer_norm,
+    test_linear,
+    test_move,
+    test_plan,
+    test_prefill_attention,
+    test_rms_norm,
+    test_route,
+    test_stage,
+)
+from tests.ptx.program import patched
+
+pytestmark = pytest.mark.aot
+
+DECODE = {
+    "fill": (test_fill, test_fill.check, FILL),
+    "route": (test_route, test_route.check, ROUTE),
+    "combine": (test_combine, test_combine.check, COMBINE),
+    "linear": (test_linear, test_linear.check, LINEAR),
+    "rms_norm": (test_rms_norm, test_rms_norm.check, RMS_NORM),
+    "layer_norm": (test_layer_norm, test_layer_norm.check, LAYER_NORM),
+    "kv_write": (test_kv_write, test_kv_write.check, KV_WRITE),
+    "latent_write": (test_latent_write, test_latent_write.check, LATENT_WRITE),
+    "head_linear": (test_head_linear, test_head_linear.check, HEAD_LINEAR),
+    "attention": (test_decode_attention, test_decode_attention.check, DECODE_SPECS),
+    "latent_attention": (test_decode_attention, test_decode_attention.check, LATENT_DECODE_SPECS),
+    "expert_ffn": (test_expert_ffn, test_expert_ffn.check, EXPERT_FFN),
+    "versions": (test_expert_ffn_versions, test_expert_ffn_versions.check, VERSIONED),
+    "in_transit": (test_fill, test_fill.check_in_transit, TRANSIT_SPECS),
+}
+"""Name → the module of the contract, the contract of (spec, implementation), specs."""
+
+PREFILL = {
+    "prefill_attention": (test_prefill_attention, test_prefill_attention.check, PREFILL_SPECS),
+    "latent_prefill": (test_prefill_attention, test_prefill_attention.check, LATENT_PREFILL_SPECS),
+}
+
+QUICK = {
+    "fill": (0, 3),
+    "route": (0, 1),
+    "combine": (0,),
+    "linear": (0, 17),
+    "rms_norm": (0,),
+    "kv_write": (3,),
+    "attention": (4, -2),
+    "expert_ffn": (4, 21),
+    "head_linear": (2,),
+    "latent_write": (0,),
+    "latent_attention": (0,),
+}
+"""Specs of .ci/run by their place."""
+
+
+def of_kernels(table, only=None):
+    """[(name, place)] of specs that a kernel takes: `only` those, or all."""
+    found = []
+    for name, (_, _, specs) in table.items():
+        for i, spec in enumerate(specs):
+            chosen = only is None or i in {p % len(specs) for p in only.get(name, ())}
+            if chosen and getattr(spec, "dtype", "") != "float32":
+                found.append((name, i))
+    return found
+
+
+def check(name, place, card="h200", copies="late"):
+    module, contract, specs = (DECODE | PREFILL)[name]
+    with patched(module, card=card, launch={"copies": copies}):
+        contract(specs[place], "pallas")
+
+
+@pytest.mark.parametrize(("name", "place"), of_kernels(DECODE, QUICK))
+def test_contract(name, place):
+    check(name, place)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("card", CARDS)
+@pytest.mark.parametrize(("name", "place"), of_kernels(DECODE))
+def test_every_decode_configuration(name, place, card):
+    check(name, place, card, "random")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("copies", ["early", "random"])
+@pytest.mark.parametrize(("name", "place"), of_kernels(DECODE, QUICK))
+def test_copies_at_other_times(name, place, copies):
+    check(name, place, copies=copies)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("name", "place"), of_kernels(PREFILL))
+def test_prefill(name, place):
+    check(name, place)
+
+
+HISTORIES = {
+    "plan": (test_plan, test_plan.histories, PLAN),
+    "stage": (test_stage, test_stage.histories, STAGE),
+    "move": (test_move, test_move.states, MOVE),
+}
+"""Ops whose contract takes a history: module, histories of a spec, specs."""
+
+
+def check_histories(name, place, examples, card="h200"):
+    module, histories, specs = HISTORIES[name]
+
+    @settings(max_examples=examples, phases=[Phase.generate], database=None)
+    @given(history=histories(specs[place]))
+    def each(history):
+        module.check(specs[place], "pallas", history)
+
+    with patched(module, card=card):
+        each()
+
+
+@pytest.mark.parametrize("name", ["stage", "move"])  # plan has one in test_mutations
+def test_histories(name):
+    check_histories(name, 0, 2)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("card", CARDS)
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize("name", HISTORIES)
+def test_more_histories(name, place, card):
+    check_histories(name, place, 10, card)

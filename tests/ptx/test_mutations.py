@@ -1,0 +1,177 @@
+"""Mistakes planted in the PTX of real kernels, each of which the interpreter must find."""
+
+import re
+from collections.abc import Callable
+
+import pytest
+
+from pallas_kernels.fill.specs import Spec as FillSpec
+from pallas_kernels.linear.specs import Spec as LinearSpec
+from pallas_kernels.plan.specs import Spec as PlanSpec
+from pallas_kernels.rms_norm.specs import Spec as NormSpec
+from tests.pallas_kernels import test_fill, test_linear, test_plan, test_rms_norm
+from tests.ptx.parse import Fault
+from tests.ptx.program import patched
+
+pytestmark = pytest.mark.aot
+
+LINEAR = LinearSpec(3, "bfloat16", inputs=2048, outputs=72)
+"""Five programs of 16 columns, the last one masked, that pipeline eight tiles of depth."""
+
+SQUARE = LinearSpec(3, "bfloat16", inputs=64, outputs=64)
+
+HISTORY = (
+    [0, 0, 1, 0, 0],
+    [0, 0, 0, 1, 0, 0, -1, 0],
+    [0] * 5,
+    [
+        ("reference", 0, frozenset({0, 1})),
+        ("reference", 1, frozenset({2, 3, 5})),
+        ("reference", 0, frozenset({2, 3, 4})),
+        ("reference", 0, frozenset({5, 7, 6})),
+    ],
+)
+"""As tests.pallas_kernels.test_plan.histories: fills, then evicts."""
+
+CHECKS: dict[str, tuple] = {
+    "linear": (test_linear, lambda: test_linear.check(LINEAR, "pallas")),
+    "linear square": (test_linear, lambda: test_linear.check(SQUARE, "pallas")),
+    "rms_norm": (test_rms_norm, lambda: test_rms_norm.check(NormSpec((3,), "bfloat16"), "pallas")),
+    "fill": (test_fill, lambda: test_fill.check(FillSpec((12, 4)), "pallas")),
+    "plan": (test_plan, lambda: test_plan.check(PlanSpec(2, 5, 8), "pallas", HISTORY)),
+}
+"""Op → the module of its contract, and the contract for one spec."""
+
+
+def replaced(pattern: str, by: str, number: int = 0) -> Callable[[str], str]:
+    """An edit: the match of this number becomes `by`, which may name groups."""
+
+    def edit(ptx: str) -> str:
+        found = list(re.finditer(pattern, ptx))
+        if len(found) <= number:
+            raise LookupError(f"no {pattern} number {number}")
+        where = found[number]
+        return ptx[: where.start()] + where.expand(by) + ptx[where.end() :]
+
+    return edit
+
+
+def run(op: str, edit: Callable[[str], str] = lambda ptx: ptx, copies: str = "late") -> None:
+    module, check = CHECKS[op]
+
+    def edited(ptx: str) -> str:
+        return edit(ptx) if f".entry {op.split()[0]}(" in ptx else ptx
+
+    with patched(module, edit=edited, launch={"copies": copies, "most": 5_000}):
+        check()
+
+
+@pytest.mark.parametrize(
+    ("op", "copies"),
+    [*((op, "late") for op in CHECKS), ("linear", "early"), ("linear", "random")],
+)
+def test_the_kernels_themselves_pass(op, copies):
+    run(op, copies=copies)
+
+
+BARRIER, NONE = r"bar\.sync\s+0;", ""
+
+MUTATIONS: dict[str, tuple[str, Callable[[str], str], str]] = {
+    "no barrier before a tile is read": (
+        *("linear", replaced(BARRIER, NONE, 2), "reads what another thread wrote"),
+    ),
+    "no barrier before a tile is overwritten": (
+        *("linear", replaced(BARRIER, NONE, 3), "writes what another thread reads"),
+    ),
+    "no barrier before the tiles' memory is used again": (
+        *("linear", replaced(BARRIER, NONE, 4), "writes what another thread wrote"),
+    ),
+    "no barrier before the result is read": (
+        *("linear", replaced(BARRIER, NONE, 5), "reads what another thread wrote"),
+    ),
+    "wait_group too weak by one": (
+        *("linear", replaced(r"wait_group\s+4;", "wait_group 5;"), "that was not waited for"),
+    ),
+    "a load's mask too wide": (
+        *("linear", replaced(r"(setp\.lt\.u32\s+%p\d+, %r\d+,) 72;", r"\1 80;"), "out of bounds"),
+    ),
+    "a store without its mask": (
+        *("linear", replaced(r"@%p\d+ (st\.global)", r"\1"), "out of bounds|race"),
+    ),
+    "a wrong swizzle of a read": (
+        *("linear", replaced(r"(xor\.b32\s+%r\d+, %r\d+,) 64;", r"\1 32;"), "wrong values"),
+    ),
+    "a wrong swizzle of a copy": (
+        *("linear", replaced(r"(xor\.b64\s+%rd\d+, %rd\d+,) 64;", r"\1 32;"), "race|wrong values"),
+    ),
+    "a tile of columns further": (
+        "linear",
+        replaced(r"(mov\.u32\s+(%r\d+), %ctaid\.y;)", r"\1 add.s32 \2, \2, 1;"),
+        "wrong values",
+    ),
+    "a tile of depth less": (
+        *(
+            "linear",
+            replaced(r"(setp\.ne\.b32\s+%p\d+, %r\d+,) 4096;", r"\1 3072;"),
+            "wrong values",
+        ),
+    ),
+    "a loop that does not end": (
+        *(
+            "linear",
+            replaced(r"(setp\.ne\.b32\s+%p\d+, %r\d+,) 4096;", r"\1 3840;"),
+            "does not end",
+        ),
+    ),
+    "an accumulator that is not initialised": (
+        "linear",
+        replaced(r"mov\.b32\s+%r\d+, 0f00000000;", NONE),
+        "which nothing has written",
+    ),
+    "two programs of one tile": (
+        *("linear", replaced(r"%ctaid\.y;", "%ctaid.x;"), "several programs write it|race"),
+    ),
+    "a program that reads what another writes": (
+        # The result in place of x, of which every program reads all columns.
+        *("linear square", replaced(r"\[linear_param_2\]", "[linear_param_4]"), "another.*race"),
+    ),
+    "shared memory that nobody wrote": (
+        *("linear", replaced(r"cp\.async\.cg[^;]*;", NONE), "that nobody wrote"),
+    ),
+    "an operand written": (
+        *("rms_norm", replaced(r"\[rms_norm_param_3\]", "[rms_norm_param_1]"), "no result"),
+    ),
+    "misaligned": (
+        *("fill", replaced(r"(ld\.global\.v4\.b32 .*?) \+ 0", r"\1 + 4"), "misaligned"),
+    ),
+    "global memory before griddepcontrol.wait": (
+        *("plan", replaced(r"griddepcontrol\.wait;", NONE), "before griddepcontrol.wait"),
+    ),
+    "stores of tables before all threads have read": (
+        *("plan", lambda ptx: re.sub(BARRIER, NONE, ptx), "race|nobody wrote"),
+    ),
+    "an instruction that is not known": (
+        *("fill", replaced(r"add\.s32", "sad.s32"), r"unknown instruction sad\.s32"),
+    ),
+}
+"""Name → op, edit, what is said of it."""
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_finds(name):
+    op, edit, said = MUTATIONS[name]
+    message = ""
+    try:
+        run(op, edit)
+    except Fault as fault:
+        message = str(fault)
+    except AssertionError as error:
+        message = f"wrong values: {error}"
+    assert re.search(said, message), f"{name}: {message or 'nothing was found'}"
+
+
+def test_early_copies_too_must_be_waited_for():
+    """Values are right, so that only the rules tell."""
+    edit = replaced(r"wait_group\s+4;", "wait_group 5;")
+    with pytest.raises(Fault, match="that was not waited for"):
+        run("linear", edit, copies="early")
