@@ -90,6 +90,7 @@ def simulate(
     watcher: Callable[[SimulatedStep], None] | None = None,
     clock: Callable[[int], float] | None = None,
     fast: bool = True,
+    detailed: bool = False,
 ) -> Simulation:
     """What the steps of a trace would have moved under these policies, from a cold start.
 
@@ -102,6 +103,7 @@ def simulate(
     them; None: the spec's. listener: called with each event of the Controller. watcher: called with
     each step, when it was dispatched. clock: seconds from the start to the reading of a step, by
     its number; None: the trace's. fast: policies that are only weights take weighted_pager.
+    detailed: watchers see each step's `moves`, and nothing is fast.
 
     Steps are dispatched and read in the trace's order and at its times, whatever they would cost
     now; without times each is read when the next one was dispatched. Without `budgets` cells that a
@@ -146,9 +148,10 @@ def simulate(
         tables = cold_tables(granted.cells, header.experts, weights, bound, granted.fill_version)
     else:
         tables = resident_tables(resident, weights)
-    fast = fast and controller is None and not budgets and resident is None
+    fast = fast and controller is None and not budgets and resident is None and not detailed
     reference = _weighted_reference(trace, granted.cells, weights) if fast else None
-    device = PagerDevice(Pager(tables, len(sizes)), np.stack([*sizes.values()]), reference)
+    pager, moved = Pager(tables, len(sizes)), np.stack([*sizes.values()])
+    device = PagerDevice(pager, moved, reference, detailed=detailed)
     if controller is None:
         steps = _weighted_steps(trace, device, budgets or ())
     else:

@@ -6,18 +6,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from host_offload.queue.transfer import DEMAND, Transfer
+from host_offload.queue.transfer import DEMAND, QueueError, Transfer
 from host_offload.simulate.timeline import (
     DEVICE,
     Event,
     LayerCost,
     Link,
+    Need,
     Timeline,
     trace_events,
     write_trace,
 )
 
 COST = LayerCost(before=0.5, gate_up=1.0, down=0.5)
+NONE = LayerCost(before=0.5, gate_up=0.0, down=0.0)
+"""COST where no expert is there."""
 PARTS = (1, 1, 1)
 RATE = 3 / COST.total
 """At which an expert takes as long as a layer."""
@@ -25,6 +28,13 @@ RATE = 3 / COST.total
 
 def transfer(number, cause="prefetch", layer=0):
     return Transfer(layer, number, 0, number, cause)
+
+
+AHEAD = ("prefetch 0.1", "demand 0.2", "demand 0.2")
+
+
+def need(ticket):
+    return Need(ticket, COST.gate_up, COST.down)
 
 
 def line(rate=RATE, latency=0.0):
@@ -46,7 +56,7 @@ def test_a_layer_waits_for_gate_and_up_first():
     travels during their products."""
     timeline = line()
     timeline.compute("before", COST.before)
-    timeline.experts(0, COST, "link", [timeline.submit("link", transfer(0, DEMAND), PARTS)])
+    timeline.experts(0, NONE, "link", [need(timeline.submit("link", transfer(0, DEMAND), PARTS))])
     assert timeline.now == pytest.approx(0.5 + 4 / 3 + 1.0 + 0.5)
     waited = [e for e in timeline.events if e.name == "wait"]
     assert sum(e.end - e.begin for e in waited) == pytest.approx(4 / 3)
@@ -56,7 +66,7 @@ def test_a_layer_ahead_takes_the_larger_and_fills_the_pipeline():
     timeline = line()
     tickets = [timeline.submit("link", transfer(layer), PARTS) for layer in range(8)]
     for layer, ticket in enumerate(tickets):
-        timeline.layer(layer, COST, "link", [ticket])
+        timeline.layer(layer, NONE, "link", [need(ticket)])
     first = timeline.now
     assert COST.total * 8 < first < COST.total * 9.01
 
@@ -69,7 +79,7 @@ def test_over_the_border_of_a_step_nothing_is_lost():
     for step in range(1, 4):
         coming = [timeline.submit("link", transfer(8 * step + n), PARTS) for n in range(8)]
         for layer, ticket in enumerate(ahead):
-            timeline.layer(layer, COST, "link", [ticket])
+            timeline.layer(layer, NONE, "link", [need(ticket)])
         ahead = coming
     assert timeline.now - began == pytest.approx(3 * 8 * COST.total)
 
@@ -101,13 +111,39 @@ def test_the_time_lies_between_the_larger_and_the_sum(layers, rate):
     for number, (seconds, misses) in enumerate(layers):
         cost = LayerCost(seconds, seconds, 0.0)
         asked = [timeline.submit("link", transfer(10 * number + n), PARTS) for n in range(misses)]
-        timeline.layer(number, cost, "link", asked)
-        compute, moved = compute + cost.total, moved + 3 * misses
+        needs = [Need(ticket, seconds / 2, seconds / 4) for ticket in asked]
+        timeline.layer(number, cost, "link", needs)
+        compute, moved = compute + cost.total + misses * seconds * 0.75, moved + 3 * misses
     assert max(compute, moved / rate) - 1e-9 <= timeline.now <= compute + moved / rate + 1e-9
     by_track = {}
     for event in timeline.events:
         assert event.begin >= by_track.get(event.track, 0.0) - 1e-9
         by_track[event.track] = event.end
+
+
+def test_what_is_there_is_computed_while_the_rest_travels():
+    """Two seconds of hits cover a transfer's gate and up; what arrived is computed before what has
+    not, and a prefetch that is waited for goes before another one that came earlier."""
+    timeline = Timeline({"link": Link(1.0, chunk_bytes=1)})
+    tickets = [timeline.submit("link", transfer(n), PARTS) for n in range(3)]
+    hits = LayerCost(before=0.0, gate_up=2.0, down=0.0)
+    timeline.experts(0, hits, "link", [Need(tickets[2], 1.0, 1.0), Need(tickets[0], 1.0, 1.0)])
+    # 0: there at 2, gate and up until 3. 2: demanded at 3, when a chunk of 1 has just begun, there
+    # at 6, gate and up until 7; both have their downs by then.
+    assert timeline.now == pytest.approx(9.0)
+    carried = [e.name for e in timeline.events if e.track == "link"]
+    assert carried[3:6] == [f"{name} part {i}" for name, i in zip(AHEAD, (0, 0, 1), strict=True)]
+
+
+def test_the_device_loses_what_moves_beside_it():
+    timeline = Timeline({"link": Link(1.0, chunk_bytes=1, beside=0.5)})
+    timeline.compute("alone", 4.0)
+    assert timeline.now == 4.0
+    timeline.submit("link", transfer(0), (100,))
+    timeline.compute("beside", 10.0)
+    assert timeline.now - 4.0 == pytest.approx(20.0, abs=1.0)
+    with pytest.raises(QueueError, match="leaves no time to compute"):
+        Link(1.0, beside=1.0)
 
 
 def test_a_trace_that_perfetto_reads(tmp_path):
