@@ -55,6 +55,11 @@ _OF_A_TRACE = {
         "then nothing is predicted about times",
         metavar="RATE",
     ),
+    "timeline": Description(
+        "what the trace's steps would do when with that split: FILE.json for "
+        "https://ui.perfetto.dev, or FILE.png, a picture of three layers",
+        metavar="FILE",
+    ),
     "output": Description("write the split as options for --config FILE", metavar="FILE"),
     "remember": Description(
         "runs of the trace's model that name no split, and for which costs were measured, are "
@@ -99,7 +104,7 @@ def _run(args: argparse.Namespace) -> int:
     _check_of_a_trace(args)
     memory = None if args.memory is None else parse_size(args.memory)
     asked = tuple(name for name in ("memory", "users", "tpot") if getattr(args, name) is not None)
-    if args.remember and not asked:
+    if args.remember and not asked and not args.timeline:
         return _remember(args)
     if args.remember or asked not in (("memory",), ("users", "tpot"), ("memory", "tpot")):
         raise UserError(
@@ -107,8 +112,8 @@ def _run(args: argparse.Namespace) -> int:
             "and --tpot for the users it serves; --remember alone"
         )
     if asked != ("memory",):
-        if args.output:
-            raise UserError("--output writes a split; give --memory alone")
+        if args.output or args.timeline:
+            raise UserError("--output and --timeline are of a split; give --memory alone")
         if args.cells or args.kv_overflow or args.epsilon:
             raise UserError(
                 "--cells, --kv-overflow and --epsilon are of a split; with --tpot every layer has "
@@ -116,7 +121,10 @@ def _run(args: argparse.Namespace) -> int:
             )
 
     from moejax.costs.workload_plan import EPSILON, Planner, costs_of_trace, open_trace, parse_time
+    from moejax.traces.timeline import check_timeline, write_timeline
 
+    if args.timeline:
+        check_timeline(args.timeline)
     tpot_s = None if args.tpot is None else parse_time(args.tpot)
     epsilon = EPSILON if args.epsilon is None else parse_share(args.epsilon)
     trace = open_trace(args.workload)
@@ -127,6 +135,8 @@ def _run(args: argparse.Namespace) -> int:
         assert memory is not None
         cells, overflow = args.cells or "uniform", args.kv_overflow or "swap"
         plan = planner.split(memory, cells=cells, kv_overflow=overflow, epsilon=epsilon)
+        if args.timeline:
+            write_timeline(args.timeline, planner.timeline(plan))
         if args.output:
             write_options(args.output, plan.options())
         if args.json:

@@ -19,6 +19,7 @@ import numpy as np
 from host_offload.control.interface import Costs, Spec
 from host_offload.simulate.prediction import predict
 from host_offload.simulate.simulator import spec_of
+from host_offload.simulate.timeline import Event
 from host_offload.sizing.configurator import configure, turns_of
 from host_offload.sizing.cost_model import CostModel
 from host_offload.sizing.joint import DecodeModel, decode_model
@@ -163,6 +164,13 @@ class Planner:
             epsilon=epsilon,
             settled=found.settled,
         )
+
+    @user_errors()
+    def timeline(self, split: Split) -> list[Event]:
+        """What the trace's steps do when with a split. Raises UserError without measured costs."""
+        model = self._measured()
+        found = predict(self.trace, model, cells=split.cells, driver="device", draw=True)
+        return list(found.events)
 
     @user_errors()
     def memory_for(self, users: int, tpot_s: float) -> Capacity:

@@ -72,7 +72,7 @@ def test_a_file_round_trips_and_is_found_by_what_it_is_of():
         ("{", "damaged: it is no JSON"),
         (json.dumps(MODEL.to_json())[:-40], "damaged"),
         ("[]", "no costs of moejax; delete it"),
-        (json.dumps(MODEL.to_json() | {"version": 2}), "version 2, this moejax reads 1"),
+        (json.dumps(MODEL.to_json() | {"version": 3}), "version 3, this moejax reads 2"),
         (json.dumps(MODEL.to_json() | {"figures": {}}), "without a figure"),
     ],
 )
