@@ -82,6 +82,8 @@ examples:
   moejax generate --input prompts.jsonl --output out.jsonl --temperature 0
       a result for every line {"id": …, "prompt": …}; the same command again goes on after an end
       of any kind. OpenAI batch lines work too; docs/batch.md has all fields
+  moejax generate "The old house" --expert-budget 25% --timeline run.json
+      what every op did when, for https://ui.perfetto.dev; run.png is a picture of three layers
 
 files:
   Sampling options are those of lines that do not say otherwise. --seed is the job's: a line

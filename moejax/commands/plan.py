@@ -26,6 +26,8 @@ examples:
       the split of 4 MiB between experts and KV, cells of each layer, and what is predicted; the
       cells that each user of the trace needs, and all together;
       moejax generate "The old house" --config plan.json runs with it
+  moejax plan --trace t --memory 4MiB --timeline plan.png
+      what three layers would do when with that split; FILE.json has all steps, for Perfetto
   moejax plan --trace t --users 4 --tpot 50ms
       the least memory with which 4 users at once get a token every 50 ms
   moejax plan --trace t --memory 4MiB --tpot 50ms
@@ -112,8 +114,10 @@ def _run(args: argparse.Namespace) -> int:
             "and --tpot for the users it serves; --remember alone"
         )
     if asked != ("memory",):
-        if args.output or args.timeline:
-            raise UserError("--output and --timeline are of a split; give --memory alone")
+        if args.output:
+            raise UserError("--output writes a split; give --memory alone")
+        if args.timeline:
+            raise UserError("--timeline draws a split; give --memory alone")
         if args.cells or args.kv_overflow or args.epsilon:
             raise UserError(
                 "--cells, --kv-overflow and --epsilon are of a split; with --tpot every layer has "

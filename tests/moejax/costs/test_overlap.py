@@ -30,5 +30,5 @@ def test_what_no_layer_has_is_outside():
     assert shares_of(cost, 10.0, 2, 5.0, 1.0).outside == 0
     none = StepCost(0.0, 1.0, 1.0, 1.0, 0.0)
     assert shares_of(none, 2.0, 2, 0.5, 0.1) == Shares(0.0, 0.0)
-    with pytest.raises(CostError, match="outside must lie in 0…1, not 1.5"):
+    with pytest.raises(CostError, match=r"outside must lie in 0…1, not 1\.5"):
         Shares(outside=1.5)
