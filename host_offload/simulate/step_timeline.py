@@ -8,7 +8,7 @@ device waits for just the part of an expert that it is about to compute with (do
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -135,8 +135,7 @@ class StepTimeline:
             self._submit(entry.layer, entry.expert, entry.version, entry.row, PREFETCH)
 
     def _wave(self, wave: LayerExperts, products: np.ndarray) -> None:
-        """A wave's misses are queued, what has or gets a cell is computed as it comes, then what
-        has none, two buffers at a time."""
+        """A wave's misses are queued, and its experts computed as they come."""
         layer, hits, needs, through = wave.layer, np.zeros(2), [], []
         each = zip(*(values.tolist() for values in wave[1:]), strict=True)
         for expert, missing, row, version in each:
@@ -149,19 +148,25 @@ class StepTimeline:
                 needs.append(Need(self._flying[row], *products[expert].tolist()))
             else:
                 hits += products[expert]
-        coming = [self._read(layer, *through[i], i) for i in range(min(BUFFERS, len(through)))]
-        self.timeline.experts(layer, LayerCost(0.0, *hits.tolist()), LINK, needs)
-        for i, (expert, _) in enumerate(through):
-            need = Need(coming[i], *products[expert].tolist())
-            self.timeline.experts(layer, LayerCost(0.0, 0.0, 0.0), LINK, [need])
-            if i + BUFFERS < len(through):
-                coming.append(self._read(layer, *through[i + BUFFERS], i))
+        needs = [need for need in needs if not self._come(need, hits)]
+        cost = LayerCost(0.0, *hits.tolist())
+        read = self._read(layer, through, products)
+        self.timeline.experts(layer, cost, LINK, needs, read, BUFFERS)
 
-    def _read(self, layer: int, expert: int, version: int, number: int) -> int:
-        """The ticket of an expert that goes to a buffer."""
-        row = -1 - number % BUFFERS
-        self._submit(layer, expert, version, row, DEMAND)
-        return self._flying[row]
+    def _come(self, need: Need, hits: np.ndarray) -> bool:
+        """Whether a prefetch is there; then it is one of the hits."""
+        if there := self.timeline.there(LINK, need.ticket):
+            hits += need.gate_up, need.down
+        return there
+
+    def _read(
+        self, layer: int, through: Sequence[tuple[int, int]], products: np.ndarray
+    ) -> Iterator[Need]:
+        """Experts (and their versions) without a cell, queued into the next buffer when taken."""
+        for i, (expert, version) in enumerate(through):
+            row = -1 - i % BUFFERS
+            self._submit(layer, expert, version, row, DEMAND)
+            yield Need(self._flying[row], *products[expert].tolist())
 
     def _submit(self, layer: int, expert: int, version: int, row: int, cause: str) -> None:
         """Queues a transfer into a cell. One that flies there already is taken back, or awaited

@@ -8,6 +8,7 @@ parts that it needs: gate and up before their products, down before its own.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -150,17 +151,35 @@ class Timeline:
         self.compute(f"layer {number}", cost.before, number)
         self.experts(number, cost, queue, needs)
 
-    def experts(self, number: int, cost: LayerCost, queue: str, needs: Sequence[Need]) -> None:
-        """The same from behind the router on, where demands are known: gate and up of all experts,
-        then down of all. What is there is computed first; what the device waits for is a demand
-        from then on. The parts of a transfer but the last are those that gate and up need."""
-        parts = [self._transfers[queue, need.ticket][1] for need in needs]
-        ahead = [range(max(count - 1, 1)) for count in parts]
-        gate_up = [need.gate_up for need in needs]
-        self._products(number, "gate and up", cost.gate_up, queue, needs, ahead, gate_up)
-        last = [range(count - 1, count) for count in parts]
-        down = [need.down for need in needs]
-        self._products(number, "down", cost.down, queue, needs, last, down)
+    def experts(
+        self,
+        number: int,
+        cost: LayerCost,
+        queue: str,
+        needs: Iterable[Need],
+        through: Iterable[Need] = (),
+        buffers: int = 2,
+    ) -> None:
+        """The same from behind the router on, as the op expert_ffn does it: what is needed is a
+        demand from then on; what is there is computed first, then what has come meanwhile, or what
+        was queued first as its parts come.
+
+        through: experts without a cell, each queued when it is taken; `buffers` of them fly, or are
+        computed, at a time."""
+        flying, through = sorted(needs), iter(through)
+        for need in flying:
+            self._demand(queue, need.ticket)
+        passing = list(itertools.islice(through, buffers))
+        flying += passing
+        self.compute(f"layer {number} gate and up", cost.gate_up, number)
+        self.compute(f"layer {number} down", cost.down, number)
+        while flying:
+            come = [need for need in flying if self.there(queue, need.ticket)] or flying[:1]
+            self._products(number, queue, come)
+            flying = [need for need in flying if need not in come]
+            freed = sum(need in passing for need in come)
+            more = list(itertools.islice(through, freed))
+            flying, passing = flying + more, passing + more
         self.compute(f"layer {number} after", cost.after, number)
 
     def forget(self, queue: str) -> None:
@@ -168,29 +187,17 @@ class Timeline:
         for settled in self._queues[queue].observe().settled:
             del self._transfers[queue, settled.ticket]
 
-    def _products(
-        self,
-        number: int,
-        what: str,
-        seconds: float,
-        queue: str,
-        needs: Sequence[Need],
-        parts: Sequence[range],
-        own: Sequence[float],
-    ) -> None:
-        """Those of experts that are there (`seconds`), then those of `needs` (`own`) as their parts
-        come."""
-        self.compute(f"layer {number} {what}", seconds, number)
-        left = list(range(len(needs)))
-        while left:
-            come = (i for i in left if all(self.there(queue, needs[i].ticket, p) for p in parts[i]))
-            i = next(come, left[0])
-            left.remove(i)
-            for part in parts[i]:
-                if not self.there(queue, needs[i].ticket, part):
-                    self._demand(queue, needs[i].ticket)
-                self.wait(queue, needs[i].ticket, part, number)
-            self.compute(f"layer {number} {what}", own[i], number)
+    def _products(self, number: int, queue: str, needs: Sequence[Need]) -> None:
+        """Gate and up of all, then down. All parts of a transfer but the last are those that gate
+        and up need."""
+        parts = [self._transfers[queue, need.ticket][1] for need in needs]
+        for need, count in zip(needs, parts, strict=True):
+            for part in range(max(count - 1, 1)):
+                self.wait(queue, need.ticket, part, number)
+            self.compute(f"layer {number} gate and up", need.gate_up, number)
+        for need, count in zip(needs, parts, strict=True):
+            self.wait(queue, need.ticket, count - 1, number)
+            self.compute(f"layer {number} down", need.down, number)
 
     def _demand(self, queue: str, ticket: int) -> None:
         transfer, parts = self._transfers[queue, ticket]

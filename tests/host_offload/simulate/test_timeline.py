@@ -30,9 +30,6 @@ def transfer(number, cause="prefetch", layer=0):
     return Transfer(layer, number, 0, number, cause)
 
 
-AHEAD = ("prefetch 0.1", "demand 0.2", "demand 0.2")
-
-
 def need(ticket):
     return Need(ticket, COST.gate_up, COST.down)
 
@@ -122,17 +119,45 @@ def test_the_time_lies_between_the_larger_and_the_sum(layers, rate):
 
 
 def test_what_is_there_is_computed_while_the_rest_travels():
-    """Two seconds of hits cover a transfer's gate and up; what arrived is computed before what has
-    not, and a prefetch that is waited for goes before another one that came earlier."""
+    """Two seconds of hits cover a transfer's gate and up; what is needed goes before a prefetch
+    that was queued between."""
     timeline = Timeline({"link": Link(1.0, chunk_bytes=1)})
     tickets = [timeline.submit("link", transfer(n), PARTS) for n in range(3)]
     hits = LayerCost(before=0.0, gate_up=2.0, down=0.0)
     timeline.experts(0, hits, "link", [Need(tickets[2], 1.0, 1.0), Need(tickets[0], 1.0, 1.0)])
-    # 0: there at 2, gate and up until 3. 2: demanded at 3, when a chunk of 1 has just begun, there
-    # at 6, gate and up until 7; both have their downs by then.
-    assert timeline.now == pytest.approx(9.0)
+    # 0: gate and up there at 2, computed until 3, then down. 2: there at 5, until 6, then down.
+    assert timeline.now == pytest.approx(7.0)
     carried = [e.name for e in timeline.events if e.track == "link"]
-    assert carried[3:6] == [f"{name} part {i}" for name, i in zip(AHEAD, (0, 0, 1), strict=True)]
+    assert carried[:6] == [f"demand 0.{n} part {i}" for n in (0, 2) for i in range(3)]
+    assert carried[6] == "prefetch 0.1 part 0"
+
+
+def test_what_has_come_goes_before_what_was_queued_first():
+    timeline = Timeline({"link": Link(1.0, chunk_bytes=1)})
+    first = timeline.submit("link", Transfer(0, 0, 0, 0, DEMAND, priority=9), (30, 30, 30))
+    second = timeline.submit("link", transfer(1, DEMAND), PARTS)
+    hits = LayerCost(before=0.0, gate_up=3.0, down=1.0)
+    timeline.experts(0, hits, "link", [Need(first, 1.0, 1.0), Need(second, 1.0, 1.0)])
+    # The second from 4 on until 6; the first's gate and up are there at 63, its down at 93.
+    assert timeline.now == pytest.approx(94.0)
+    waits = [(e.begin, e.end) for e in timeline.events if e.name == "wait"]
+    assert waits[0][0] == pytest.approx(6.0)
+
+
+def test_what_has_no_cell_passes_through_buffers():
+    timeline = Timeline({"link": Link(1.0)})
+    taken = []
+
+    def through():
+        for number in range(4):
+            taken.append(timeline.now)
+            yield Need(timeline.submit("link", transfer(number, DEMAND), (3,)), 1.0, 1.0)
+
+    hits = LayerCost(before=0.0, gate_up=2.0, down=0.0)
+    timeline.experts(0, hits, "link", [], through())
+    # There at 3, 6, then each three after the link is free, and two of computing.
+    assert taken == [0.0, 0.0, 5.0, 8.0]
+    assert timeline.now == pytest.approx(14.0)
 
 
 def test_the_device_loses_what_moves_beside_it():
