@@ -232,6 +232,51 @@ def test_a_prefetch_reaches_over_the_border_of_a_step(tmp_path):
     assert found.simulation.staged.sum() == 2
 
 
+@dataclasses.dataclass(frozen=True)
+class Between:
+    """Wants expert 2 of layer 1 at a moment of layer 0 of step 0."""
+
+    moment: Moment
+    needs = frozenset()
+    writes = frozenset({"stages"})
+
+    @property
+    def moments(self):
+        return frozenset({self.moment})
+
+    def init(self, spec): ...
+
+    def decide(self, state, observation):
+        wanted = observation.step == 0 and observation.layer == 0
+        return state, Decision(stages=(Stage(1, 2),) if wanted else ())
+
+
+@pytest.mark.parametrize(
+    ("moment", "before"), [(Moment.LAYER_BEGIN, "layer 0"), (Moment.ROUTED, "layer 0 gate and up")]
+)
+def test_what_is_staged_between_layers_travels_from_there(tmp_path, moment, before):
+    ids = [one_token([0, 1], [2, 3])]
+    trace = write_trace(tmp_path / "t", ids, EXPERTS)
+    options = {"cells": 4, "driver": "host", "link": Link(rate=100.0), "draw": True}
+    found = predict(trace, MODEL, policies=[Between(moment)], **options)
+    moved = next(e for e in found.events if e.name.startswith("prefetch 1.2"))
+    begins = {e.name: e.begin for e in reversed(found.events) if e.track == "device"}
+    # Two demands of layer 0, a second each, go first where they are known.
+    assert moved.begin == pytest.approx(
+        begins[before] + (2 if moment == Moment.ROUTED else 0), abs=1
+    )
+    assert found.simulation.misses.tolist() == [[2, 1]]
+
+
+def test_a_prefill_step_moves_beside_its_waves(tmp_path):
+    ids = np.tile(np.array([[[0, 1], [0, 1]], [[2, 3], [2, 3]]]), (65, 1, 1))
+    trace = write_trace(tmp_path / "t", [ids], EXPERTS, waves=[2])
+    for rate, cells in ((1.0, 4), (1.0, 1), (0.1, 2)):
+        found = predict(trace, MODEL, cells=cells, link=Link(rate, chunk_bytes=10))
+        compute, moved = found.compute_s.sum(), 8 * 100 / rate
+        assert max(compute, moved) < found.seconds.sum() < compute + moved
+
+
 def test_a_cell_that_is_wanted_again_has_one_writer(tmp_path):
     """One cell, a link that hardly moves: every fill but the first waits for the one before."""
     steps = [one_token([0, 1], [0, 1]), one_token([2, 3], [2, 3])] * 3
