@@ -131,11 +131,12 @@ def predict(
     named = with_prefetch(options.get("prefetch"), options.get("policies", ()))
     _, policies = with_eviction(options.get("eviction"), named)
     if link is not None:
+        options["fast"] = False  # steps say what moves where
         link = dataclasses.replace(link, beside=max(each.beside_per_byte for each in models))
     steps = StepTimeline(models, link, record=draw)
     clock = _Clock(trace, models, steps, asked=any(policy.moments for policy in policies))
     timed = {"costs": models[0].costs(), "watcher": clock.add, "clock": clock.ends.__getitem__}
-    simulation = simulate(trace, detailed=link is not None, **timed, **options)
+    simulation = simulate(trace, **timed, **options)
     # Of one version it is the costs' experts that move, whichever the trace was recorded with.
     moved = int(simulation.transfers.sum()) * models[0].expert_bytes
     alike = [np.unique(size).tolist() for size in sizes.values()] == [[models[0].expert_bytes]]

@@ -31,7 +31,7 @@ class StepLoad(NamedTuple):
     work: Work
     """Without experts and tiles."""
     rows: int | None
-    """Of a decode executable; None: a prefill step."""
+    """Those of a decode executable; None: a prefill step."""
     routed: np.ndarray
     """int[L, E]: rows of each expert."""
     control: float
@@ -43,7 +43,7 @@ class _Fixed(NamedTuple):
 
     begin: float
     before: float
-    """Of each layer, as `after`."""
+    """Each layer's, as `after`."""
     after: float
     end: float
 

@@ -65,11 +65,11 @@ class Shares:
     looked into. Raises CostError for shares that are none."""
 
     outside: float = 0.25
-    """Of StepCost.step: before the first layer and after the last one."""
+    """What of StepCost.step lies before the first layer and after the last one."""
     after: float = 0.0
-    """Of the rest of it: what follows a layer's experts."""
+    """What of the rest of it follows a layer's experts."""
     gate_up: float = 2 / 3
-    """Of an expert's products: those with gate and up, which come first."""
+    """What of an expert's products those with gate and up are, which come first."""
 
     def __post_init__(self):
         for name, value in vars(self).items():

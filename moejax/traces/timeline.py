@@ -20,7 +20,7 @@ WRITERS = ("kv_write", "latent_write")
 """The ops of a layer that know which one it is."""
 
 LAYERS = 3
-"""Of a picture."""
+"""How many a picture shows."""
 
 COLORS = {
     "wait": "#d62728",

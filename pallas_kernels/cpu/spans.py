@@ -19,7 +19,7 @@ class OpSpan:
     op: str
     """The target's name, as in library.TARGETS."""
     layer: int | None
-    """Of the model, all its layers counted; None: the op does not know it."""
+    """The model's layer, all of them counted; None: the op does not know it."""
     begin: float
     end: float
 
