@@ -193,9 +193,12 @@ def _stream_recorded(path: str, llm: Any, prompt: str, params: SamplingParams) -
             "--dry-run` says which); `python -m pallas_kernels.cpu` builds them; moejax plan "
             "--timeline draws what is predicted"
         )
+    queue = llm.engine.runner.queue
+    if queue is not None:
+        queue.record()
     with recorded() as ops:
         _stream(llm, prompt, params)
-    write_timeline(path, measured_events(ops))
+    write_timeline(path, measured_events(ops, () if queue is None else queue.spans()))
 
 
 def _generate_file(args: argparse.Namespace, params: SamplingParams, options: dict) -> int:

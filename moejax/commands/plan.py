@@ -15,6 +15,7 @@ from moejax.sizes import parse_rate, parse_share, parse_size
 from moejax.start.options import Description
 
 if TYPE_CHECKING:
+    from host_offload.simulate.timeline import Link
     from host_offload.sizing.right_size import Capacity
     from moejax.costs.workload_plan import Planner, Split
 
@@ -134,7 +135,8 @@ def _run(args: argparse.Namespace) -> int:
     trace = open_trace(args.workload)
     link = None if args.link is None else parse_rate(args.link)
     needed = link is None or args.costs is not None or tpot_s is not None
-    planner = Planner(trace, costs_of_trace(trace, args.costs) if needed else None, link)
+    costs = costs_of_trace(trace, args.costs) if needed else None
+    planner = Planner(trace, costs, link, _queue_of(args, tpot_s))
     if tpot_s is None:
         assert memory is not None
         cells, overflow = args.cells or "uniform", args.kv_overflow or "swap"
@@ -160,7 +162,7 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
-_SPLIT = {"memory", "cells", "kv_overflow"}
+_SPLIT = {"memory", "cells", "kv_overflow", "link_rate", "link_latency"}
 """Options of a start that a plan from a trace has too."""
 
 
@@ -212,6 +214,21 @@ def _remember(args: argparse.Namespace) -> int:
         print(f"runs of this model without numbers are split by {trace.directory}")
         print(f"as {file} says; delete that to forget it")
     return 0
+
+
+def _queue_of(args: argparse.Namespace, tpot_s: float | None) -> Link | None:
+    """What transfers pass beside the steps of a split. Raises UserError where nothing does."""
+    from host_offload.simulate.timeline import Link
+    from moejax.sizes import parse_duration
+
+    if args.link_rate is None:
+        if args.link_latency is not None:
+            raise UserError("--link-latency is of a link; give its --link-rate")
+        return None
+    if args.link is not None or tpot_s is not None:
+        raise UserError("--link-rate is of the steps of a split, which --costs price")
+    latency = 0.0 if args.link_latency is None else parse_duration(args.link_latency)
+    return Link(parse_rate(args.link_rate), latency)
 
 
 def _print_plan(plan: Split, output: str | None) -> None:

@@ -79,6 +79,11 @@ def measure(runner: Runner, *, report: Callable[[str], None] | None = None) -> C
             "costs are measured with one version of the experts; name one as precision, and "
             "measure each of a mix by itself"
         )
+    if runner.queue is not None:
+        raise UserError(
+            "costs are measured without a link, which predictions take as given: leave out "
+            "link_rate and link_latency, or `moejax calibrate` first"
+        )
     say = report or (lambda _: None)
     began = time.perf_counter()
     before = jax.tree.map(np.asarray, runner.tables)

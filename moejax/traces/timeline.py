@@ -75,7 +75,7 @@ def measured_events(ops: Sequence[OpSpan], chunks: Iterable[Span] = ()) -> list[
     ]
     for span in chunks:
         if span.begin >= first:
-            said = f"chunk of ticket {span.ticket} from byte {span.first}"
+            said = f"{span.cause or 'chunk'} {span.ticket} from byte {span.first}"
             found.append(Event("link", said, span.begin - first, span.end - first))
     return found
 

@@ -128,6 +128,12 @@ def test_figures_of_other_executables_are_others():
 # ---- measuring
 
 
+def test_costs_are_not_those_of_a_link():
+    queued: Any = types.SimpleNamespace(stores=[None], queue=object())
+    with pytest.raises(UserError, match="measured without a link"):
+        measure.measure(queued)
+
+
 @dataclasses.dataclass(frozen=True)
 class Priced:
     """Keeps the costs that it is told."""

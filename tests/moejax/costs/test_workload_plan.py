@@ -11,6 +11,7 @@ import pytest
 
 from host_offload.policies.budget.peak_headroom import PeakHeadroom
 from host_offload.simulate.prediction import predict
+from host_offload.simulate.timeline import Link
 from host_offload.simulate.replay import replay
 from host_offload.simulate.simulator import simulate, spec_of
 from host_offload.sizing.configurator import turns_of
@@ -283,6 +284,8 @@ def test_a_split_has_a_timeline(trace, planner):
     assert {event.track for event in events} == {"device"}
     found = predict(trace, COSTS, cells=planner.split(MEMORY).cells, driver="device")
     assert max(event.end for event in events) == pytest.approx(found.seconds.sum())
+    queued = Planner(trace, COSTS, queue=Link(1e9)).timeline(planner.split(MEMORY))
+    assert {event.track for event in queued} == {"device", "link"}
     with pytest.raises(UserError, match="need measured costs"):
         Planner(trace, None, link=1e9).timeline(planner.split(MEMORY))
 
@@ -361,6 +364,8 @@ def re_number(name: str, text: str) -> int:
         (("--memory", "1GiB", "--users", "3", "--tpot", "1s"), "give --memory for a split"),
         (("--users", "3", "--tpot", "1s", "--output", "x"), "--output writes a split"),
         (("--users", "3", "--tpot", "1s", "--timeline", "x.json"), "--timeline draws a split"),
+        (("--users", "3", "--tpot", "1s", "--link-rate", "1GB/s"), "of the steps of a split"),
+        (("--memory", "3MiB", "--link-latency", "20us"), "give its --link-rate"),
         (("--memory", "3MiB", "--timeline", "x.svg"), "a timeline is FILE.json"),
         (("--memory", "3MiB", "--link", "1GB/s", "--timeline", "x.json"), "measured costs"),
         (("--memory", "3MiB", "--tpot", "1s", "--cells", "uniform"), "are of a split"),

@@ -16,6 +16,7 @@ from tests.pallas_kernels.contract import NATIVE
 LAYER = ("rms_norm", "linear", "kv_write", "decode_attention", "linear", "rms_norm", "route")
 EXPERTS = ("plan", "fill", "expert_ffn", "combine")
 HEAD = ("rms_norm", "linear")
+CHUNKS = [Span(3, 0, 10, 6.0, 7.0, "demand"), Span(2, 0, 10, 4.0, 4.5)]
 
 
 def step_of(*layers):
@@ -30,10 +31,11 @@ def step_of(*layers):
 def test_every_op_finds_its_layer(layers):
     said = [*step_of(*layers), *step_of(*layers)]
     ops = [OpSpan(op, layer, 5.0 + i, 5.5 + i) for i, (op, layer, _) in enumerate(said)]
-    events = measured_events(ops, [Span(3, 0, 10, 6.0, 7.0), Span(2, 0, 10, 4.0, 4.5)])
+    events = measured_events(ops, CHUNKS)
     device = [event for event in events if event.track == DEVICE]
     assert [event.layer for event in device] == [layer for *_, layer in said]
     assert (device[1].begin, device[1].end) == (1.0, 1.5)
+    assert [event.name for event in events if event.track == "link"] == ["demand 3 from byte 0"]
     # What moved before the first op is not of this run.
     assert [(e.begin, e.end) for e in events if e.track == "link"] == [(1.0, 2.0)]
     assert measured_events([]) == []
