@@ -11,9 +11,9 @@ import pytest
 
 from host_offload.policies.budget.peak_headroom import PeakHeadroom
 from host_offload.simulate.prediction import predict
-from host_offload.simulate.timeline import Link
 from host_offload.simulate.replay import replay
 from host_offload.simulate.simulator import simulate, spec_of
+from host_offload.simulate.timeline import Link
 from host_offload.sizing.configurator import turns_of
 from host_offload.sizing.miss_curves import trace_curves
 from host_offload.sizing.right_size import right_size, working_sets
