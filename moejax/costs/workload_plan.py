@@ -198,8 +198,7 @@ class Planner:
     # ---- pieces
 
     def _predict(self, model: CostModel, cells: Sequence[int], *, draw: bool = False) -> Prediction:
-        options = {"cells": cells, "driver": "device"}
-        return predict(self.trace, model, link=self.queue, draw=draw, **options)
+        return predict(self.trace, model, link=self.queue, draw=draw, cells=cells, driver="device")
 
     def _miss_costs(self, kv_overflow: str) -> MissCosts:
         if self.link is not None:

@@ -207,8 +207,14 @@ def check(args: argparse.Namespace, name: str) -> Iterator[dict[str, Any]]:
 
 def predicted_of(args: argparse.Namespace, each: Configuration, model: CostModel) -> Prediction:
     trace = read_trace(args.directory / each.place)
-    named = {"eviction": eviction_of(each), "prefetch": prefetch_of(each)}
-    return predict(trace, model, link=each.queue, cells=each.cells, **named)
+    return predict(
+        trace,
+        model,
+        link=each.queue,
+        cells=each.cells,
+        eviction=eviction_of(each),
+        prefetch=prefetch_of(each),
+    )
 
 
 def held_out(name: str, experts: int, links: Sequence[str] = (NO_LINK,)) -> Iterator[Configuration]:
