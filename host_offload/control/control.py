@@ -10,7 +10,7 @@ import numpy as np
 
 from host_offload.control.controller import Controller
 from host_offload.control.interface import Moment
-from host_offload.control.step_record import LayerRouting, StepRecord
+from host_offload.control.step_record import LayerRouting, StepRecord, StepRows
 from host_offload.memory.tables import Entry, Move, Residency
 
 
@@ -140,10 +140,10 @@ class Control:
         )
 
     def between_layers(
-        self, moment: Moment, layer: int, routing: LayerRouting | None = None
+        self, moment: Moment, layer: int, rows: StepRows, routing: LayerRouting | None = None
     ) -> list[Entry]:
-        """A moment inside the step that runs; returns transfers to carry out right now. routing: of
-        the layer, once it is known."""
+        """A moment inside the step that runs; returns transfers to carry out right now. layer: −1
+        before the first. rows: of the step. routing: of the layer, once it is known."""
         controller = self.controller
         if moment not in controller.moments and not self._handed:
             return []
@@ -153,6 +153,7 @@ class Control:
             self._making if self._making is not None else self._dispatched,
             layer,
             seconds=self._seconds,
+            rows=rows,
             routing=routing,
             tables=self.device.snapshot()() if controller.needs_residency else None,
             done=done,

@@ -33,7 +33,7 @@ from host_offload.control.rules import (
     parse_interval,
 )
 from host_offload.control.staging import Staging, last_used
-from host_offload.control.step_record import SEEN, USES, LayerRouting, StepRecord
+from host_offload.control.step_record import SEEN, USES, LayerRouting, StepRecord, StepRows
 from host_offload.control.transfers import COUNTS
 from host_offload.control.transitions import Transitions, check_resident
 from host_offload.memory.tables import Entry, Residency
@@ -68,7 +68,8 @@ class Shown(NamedTuple):
     age: int = 0
     layer: int = -1
     turn: int = -1
-    rows: StepRecord | LayerRouting | None = None
+    rows: StepRecord | StepRows | None = None
+    routing: LayerRouting | None = None
     counts: np.ndarray | None = None
     kv_refs: np.ndarray | None = None
 
@@ -264,6 +265,7 @@ class Controller:
         layer: int,
         *,
         seconds: float,
+        rows: StepRows,
         routing: LayerRouting | None = None,
         tables: Residency | None = None,
         done: np.ndarray | None = None,
@@ -271,9 +273,9 @@ class Controller:
         """A moment inside a step that runs layer by layer; returns transfers to carry out right
         now, before anything else of the step.
 
-        routing: at ROUTED and EXPERTS_BEGIN. tables: as they are now, needed if needs_residency.
-        done int32[S]: for the list returned last, 1 for each entry that was carried out; None if
-        that was settled or empty.
+        rows: of the step. routing: at ROUTED and EXPERTS_BEGIN. tables: as they are now, needed if
+        needs_residency. done int32[S]: for the list returned last, 1 for each entry that was
+        carried out; None if that was settled or empty.
         """
         if tables is not None:
             self.see(tables)
@@ -282,7 +284,7 @@ class Controller:
         counts = None
         if "counts" in self.needs and routing is not None:
             counts = self._counts(routing.ids, layer)
-        self._ask_all(Shown(moment, step, seconds, layer=layer, rows=routing, counts=counts))
+        self._ask_all(Shown(moment, step, seconds, 0, layer, -1, rows, routing, counts))
         if self.tables is None or not any(seat.stages_between_layers for seat in self._seats):
             return []
         return self.staging.entries(step, self.tables, between_layers=True)
@@ -351,7 +353,8 @@ class Controller:
 
     def _value(self, need: str, seat: Seat, shown: Shown) -> Any:
         if need in SEEN:
-            return getattr(shown.rows, SEEN[need])
+            routed = shown.routing is not None and SEEN[need] in LayerRouting._fields
+            return getattr(shown.routing if routed else shown.rows, SEEN[need])
         if need in USES:
             return None if self._use is None else int(self._use[USES.index(need)])
         match need:

@@ -21,7 +21,7 @@ from host_offload.memory.placement import ResidentSpec
 
 
 class Moment(IntEnum):
-    """When a policy is asked. LAYER_BEGIN to TRANSFER exist with driver="host" only."""
+    """When a policy is asked. EMBEDDED and LAYER_BEGIN to TRANSFER are driver="host"'s alone."""
 
     STEP_BEGIN = 0
     """Before a step is dispatched; nothing is known of it, so there are no rows to see."""
@@ -39,6 +39,8 @@ class Moment(IntEnum):
     """The policy's `interval` passed with the step just read; comes after its STEP_END."""
     TURN_END = 7
     """A request (one turn) ended with the step just read; once for each."""
+    EMBEDDED = 8
+    """The tokens of a step were embedded; before its first layer."""
 
 
 class State(IntEnum):
@@ -185,8 +187,9 @@ class Observation(PageUse):
     too, is None unless the policy `needs` it and the moment has it. Arrays are read-only.
 
     Rows (request to gate_input) are those of the step just read: at STEP_END, INTERVAL and
-    TURN_END with M = L layers; ids, weights, counts, probs and gate_input also at ROUTED and
-    EXPERTS_BEGIN, of the one layer (M = 1).
+    TURN_END with M = L layers. Those of the step that is made: request, user, position, phase and
+    embedding from EMBEDDED to EXPERTS_BEGIN; ids, weights, counts, probs and gate_input at ROUTED
+    and EXPERTS_BEGIN, of the one layer (M = 1).
     """
 
     moment: Moment
@@ -200,7 +203,7 @@ class Observation(PageUse):
     turn: int
     """At TURN_END the request that ended, else −1."""
     layer: int
-    """Between layers the layer, else −1."""
+    """From LAYER_BEGIN to TRANSFER the layer that comes next or was routed, else −1."""
     seconds: float
     """From the first step's dispatch to when the step was read, as the trace records it."""
 

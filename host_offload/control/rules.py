@@ -18,7 +18,7 @@ from host_offload.control.interface import (
     Stage,
     Transition,
 )
-from host_offload.control.step_record import SEEN, LayerRouting
+from host_offload.control.step_record import SEEN, LayerRouting, StepRows
 from pallas_kernels.plan.victim import MAX_PRIOR, MAX_WEIGHT
 
 
@@ -26,9 +26,9 @@ class PolicyError(ValueError):
     """A policy that cannot run, or a decision that cannot be carried out; names the policy."""
 
 
-BETWEEN_LAYERS = frozenset(
-    {Moment.LAYER_BEGIN, Moment.ROUTED, Moment.EXPERTS_BEGIN, Moment.TRANSFER}
-)
+_ROUTED = frozenset({Moment.ROUTED, Moment.EXPERTS_BEGIN})
+_EMBEDDED = _ROUTED | {Moment.EMBEDDED, Moment.LAYER_BEGIN}
+BETWEEN_LAYERS = _EMBEDDED | {Moment.TRANSFER}
 STEP_READ = frozenset({Moment.STEP_END, Moment.INTERVAL, Moment.TURN_END})
 
 MOMENTS: Mapping[str, frozenset[Moment]] = {
@@ -43,14 +43,18 @@ OBSERVED = NEEDS - {"link_busy_s"}
 CARRIED_OUT = WRITES - {"tiers", "execute", "load_order"}
 """The fields of a Decision that both drivers carry out."""
 
-_ROUTING = {seen for seen, field in SEEN.items() if field in LayerRouting._fields} | {"counts"}
-"""What is known of one layer as soon as it was routed."""
+_IN_STEP = {
+    **{seen: _EMBEDDED for seen, field in SEEN.items() if field in StepRows._fields},
+    **{seen: _ROUTED for seen, field in SEEN.items() if field in LayerRouting._fields},
+    "counts": _ROUTED,
+}
+"""Fields that are known while a step is made → the moments that have them then."""
 
 
 def moments_with(field: str) -> frozenset[Moment]:
     """The moments at which an Observation can have the field."""
-    if field in _ROUTING:
-        return STEP_READ | {Moment.ROUTED, Moment.EXPERTS_BEGIN}
+    if field in _IN_STEP:
+        return STEP_READ | _IN_STEP[field]
     if field == "kv_refs":
         return frozenset({Moment.TURN_END})
     return STEP_READ if field in SEEN else frozenset(Moment)

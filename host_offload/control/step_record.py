@@ -110,6 +110,16 @@ class StepRecord(NamedTuple):
     and in a trace."""
 
 
+class StepRows(NamedTuple):
+    """What is known of a step's rows before its layers run, as the fields of its StepRecord."""
+
+    request: np.ndarray
+    user: np.ndarray
+    position: np.ndarray
+    phase: np.ndarray
+    embedding: np.ndarray | None = None
+
+
 class LayerRouting(NamedTuple):
     """What a step has routed in one layer, as the fields of a StepRecord of that layer alone."""
 

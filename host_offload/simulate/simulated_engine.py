@@ -15,7 +15,14 @@ from host_offload.control.control import Control, Moved
 from host_offload.control.controller import Controller
 from host_offload.control.interface import Moment
 from host_offload.control.rules import BETWEEN_LAYERS
-from host_offload.control.step_record import COLUMNS, SEEN, USES, LayerRouting, StepRecord
+from host_offload.control.step_record import (
+    COLUMNS,
+    SEEN,
+    USES,
+    LayerRouting,
+    StepRecord,
+    StepRows,
+)
 from host_offload.control.transitions import Transitions
 from host_offload.memory.pager import Pager, Referenced
 from host_offload.memory.tables import Entry, Move, Residency
@@ -314,9 +321,12 @@ class SimulatedEngine:
         device.begin_step()
         active, waves = step_set(step, self.header.experts)
         carried_out = np.zeros(len(entries), np.int32)
+        rows = StepRows(*(getattr(step, name) for name in StepRows._fields))
+        if self._between:
+            self._look(Moment.EMBEDDED, -1, rows)
         for layer in range(len(active)) if self._between else [None]:
             if layer is not None:
-                self._look_between(step, layer)
+                self._look_between(step, rows, layer)
             device.compute(active if layer is None else active[layer : layer + 1], waves, layer)
             # A layer's transfers follow its experts, so hooks of the next layer find them done.
             carried_out |= device.stage(entries, layer=layer)
@@ -326,15 +336,18 @@ class SimulatedEngine:
         self._reading.append((step, found))
         return done
 
-    def _look_between(self, step: StepRecord, layer: int) -> None:
+    def _look_between(self, step: StepRecord, rows: StepRows, layer: int) -> None:
         fields = (getattr(step, name) for name in LayerRouting._fields[1:])
         rest = (None if field is None else field[:, layer : layer + 1] for field in fields)
         routing = LayerRouting(step.ids[:, layer : layer + 1], *rest)
         for moment in (Moment.LAYER_BEGIN, Moment.ROUTED, Moment.EXPERTS_BEGIN):
-            known = None if moment == Moment.LAYER_BEGIN else routing
-            if entries := self._control.between_layers(moment, layer, known):
-                routed = moment != Moment.LAYER_BEGIN
-                self._device.stage(entries, coming=layer, routed=routed)
+            self._look(moment, layer, rows, None if moment == Moment.LAYER_BEGIN else routing)
+
+    def _look(
+        self, moment: Moment, layer: int, rows: StepRows, routing: LayerRouting | None = None
+    ) -> None:
+        if entries := self._control.between_layers(moment, layer, rows, routing):
+            self._device.stage(entries, coming=max(layer, 0), routed=routing is not None)
 
     def _read(self) -> None:
         step, found = self._reading.pop(0)

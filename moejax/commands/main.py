@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser = _parser()
         args, unknown = parser.parse_known_args(argv)
         if unknown:
-            parser.error(_unrecognized(unknown, args))
+            args.parser.error(_unrecognized(unknown, args))
         return args.run(args)
     except (UserError, BudgetError) as error:
         print(f"moejax: error: {error}", file=sys.stderr)
@@ -86,11 +86,21 @@ def _unrecognized(unknown: Sequence[str], args: argparse.Namespace) -> str:
     for word in unknown:
         if close := difflib.get_close_matches(word.partition("=")[0], known, 1, 0.75):
             said += f"; did you mean {close[0]}?"
-    return f"{said} ({args.parser.prog} --help lists them)"
+    return said
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in two lines: a usage of sixty options above it would hide it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(
+            EXIT_USER_ERROR,
+            f"{self.prog}: error: {message}\n{self.prog} --help lists options and examples\n",
+        )
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="moejax",
         description="Run Mixture-of-Experts language models that do not fit in device memory.",
         epilog="moejax COMMAND --help has the options and examples of a command.",

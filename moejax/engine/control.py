@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
+import jax
 import numpy as np
 
 from host_offload.control.control import Control, Resizer
@@ -10,6 +14,8 @@ from host_offload.control.interface import Moment, Spec
 from host_offload.control.rules import BETWEEN_LAYERS
 from host_offload.control.step_record import SEEN, LayerRouting
 from host_offload.versions.layer_versions import version_bytes
+from moejax.engine.step_work import PlacedRows
+from moejax.step.hooks import Hooks
 from moejax.step.host_driver import HostRunner
 from moejax.step.parts import StepSpec
 from moejax.step.programs import STAGES
@@ -18,25 +24,31 @@ from pallas_kernels.stage import Entries
 
 
 class LayerHooks:
-    """moejax.step.hooks.Hooks for the policies of a Control."""
+    """moejax.step.hooks.Hooks of one step, for the policies of a Control."""
 
-    def __init__(self, control: Control, runner: HostRunner):
+    def __init__(self, control: Control, runner: HostRunner, placed: PlacedRows):
         self._control, self._runner = control, runner
-        needs = control.controller.needs_at(frozenset({Moment.ROUTED, Moment.EXPERTS_BEGIN}))
-        self._arrays = [name for name in runner.layer_arrays._fields if name in needs]
+        self._place, self._rows = placed
+        self._needs = control.controller.needs_at(BETWEEN_LAYERS)
         self._routing: LayerRouting | None = None
+
+    def after_embedding(self, embedding: jax.Array | None) -> Entries | None:
+        """embedding: float16[T, D]"""
+        if embedding is not None and "embedding" in self._needs:
+            self._rows = self._rows._replace(embedding=np.asarray(embedding)[self._place])
+        return self._ask(Moment.EMBEDDED, -1, None)
 
     def before_routing(self, layer: int) -> Entries | None:
         return self._ask(Moment.LAYER_BEGIN, layer, None)
 
     def after_routing(self, layer: int, ids: np.ndarray, weights: np.ndarray) -> Entries | None:
         """ids int32[T, k], the number of experts for padding; weights float32[T, k]."""
-        rows = ids[:, 0] < self._control.controller.spec.experts
         arrays = {
-            SEEN[name]: np.asarray(getattr(self._runner.layer_arrays, name))[rows, None]
-            for name in self._arrays
+            SEEN[name]: np.asarray(array)[self._place, None]
+            for name, array in self._runner.layer_arrays._asdict().items()
+            if name in self._needs and array is not None
         }
-        ids, weights = ids[rows, None].astype(np.int16), weights[rows, None]
+        ids, weights = ids[self._place, None].astype(np.int16), weights[self._place, None]
         self._routing = LayerRouting(ids, weights, **arrays)
         return self._ask(Moment.ROUTED, layer, self._routing)
 
@@ -44,15 +56,20 @@ class LayerHooks:
         return self._ask(Moment.EXPERTS_BEGIN, layer, self._routing)
 
     def _ask(self, moment: Moment, layer: int, routing: LayerRouting | None) -> Entries | None:
-        return self._runner.stage_list(self._control.between_layers(moment, layer, routing))
+        entries = self._control.between_layers(moment, layer, self._rows, routing)
+        return self._runner.stage_list(entries)
 
 
-def layer_hooks(control: Control, runner: Runner) -> LayerHooks | None:
+StepHooks = Callable[[PlacedRows], Hooks]
+"""Makes the hooks of a step with these tokens."""
+
+
+def layer_hooks(control: Control, runner: Runner) -> StepHooks | None:
     """None where no policy looks between layers."""
     if control.controller.moments.isdisjoint(BETWEEN_LAYERS):
         return None
     assert isinstance(runner, HostRunner), "check_policies knows the driver"
-    return LayerHooks(control, runner)
+    return functools.partial(LayerHooks, control, runner)
 
 
 def control_of(

@@ -15,12 +15,18 @@ import numpy as np
 
 from host_offload.control.control import Control
 from host_offload.memory.kv_cache import Block
-from moejax.engine.control import layer_hooks
+from moejax.engine.control import StepHooks, layer_hooks
 from moejax.engine.resize import Resizer, cells_of, check_grant, grant
 from moejax.engine.sampling import TokenSampler
 from moejax.engine.scheduler import Scheduler
 from moejax.engine.statistics import Statistics, page_use
-from moejax.engine.step_work import ScheduledWork, Step, prefill_batch, step_record
+from moejax.engine.step_work import (
+    ScheduledWork,
+    Step,
+    placed_rows,
+    prefill_batch,
+    step_record,
+)
 from moejax.errors import OutOfKV, UserError, as_user_error, shown
 from moejax.interrupt import deferred_interrupt
 from moejax.requests.outputs import FinishReason
@@ -84,7 +90,7 @@ class Engine:
         wanted = None if control is None else layer_hooks(control, runner)
         if hooks is not None and wanted is not None:
             raise UserError("hooks and policies that look between layers cannot both be given")
-        self.hooks = wanted if hooks is None else hooks
+        self.hooks: StepHooks | None = wanted if hooks is None else lambda _: hooks
         self.events: deque[Event] = deque(maxlen=1000)
         self._sampler = TokenSampler(runner, self.eos_token_ids)
         self._pending: Step | None = None
@@ -317,6 +323,10 @@ class Engine:
         self._place(work.placed)
         stages = self._before_step(number)
         positions = np.full(rows, -1, np.int32)
+        positions[[row for row, _ in work.rows]] = [r.computed - 1 for _, r in work.rows]
+        hooks = None
+        if self.hooks is not None:
+            hooks = self.hooks(placed_rows(work, positions, runner.shapes))
         table, bucket = self._device_block_table(), rows
         if work.chunks:
             kind = work.chunks[0].request.prefill_kind
@@ -325,12 +335,11 @@ class Engine:
                 table,
                 kind=kind,
                 stages=stages,
-                hooks=self.hooks,
+                hooks=hooks,
             )
         else:
             kind = "decode"
-            positions[[row for row, _ in work.rows]] = [r.computed - 1 for _, r in work.rows]
-            output = runner.decode(positions, table, stages=stages, hooks=self.hooks)
+            output = runner.decode(positions, table, stages=stages, hooks=hooks)
             bucket = output.logits.shape[0]
         if self.control is not None:
             self.control.after_dispatch(number)

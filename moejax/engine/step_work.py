@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import numpy as np
 
-from host_offload.control.step_record import SEEN, PageUse, StepRecord
+from host_offload.control.step_record import SEEN, PageUse, StepRecord, StepRows
 from host_offload.memory.kv_cache import Block
 from moejax.requests.request import Request
 from moejax.step.experts import Paging
@@ -105,6 +105,38 @@ def prefill_batch(work: ScheduledWork, shapes: StepShapes) -> PrefillBatch:
     return prefill
 
 
+class PlacedRows(NamedTuple):
+    """The tokens of a step, without padding."""
+
+    place: np.ndarray
+    """int[N]: of each among the padded ones, ascending."""
+    rows: StepRows
+
+
+def placed_rows(work: ScheduledWork, positions: np.ndarray, shapes: StepShapes) -> PlacedRows:
+    """The tokens of the work's step. positions: of Step."""
+    if work.rows:
+        by_row = sorted(work.rows, key=lambda placed: placed[0])
+        place = np.array([row for row, _ in by_row])
+        requests, position = [r for _, r in by_row], positions[place]
+        lengths, phase = [1] * len(place), 1
+    else:
+        spans = [np.arange(c.skip, c.length) for c in work.chunks]
+        place = np.concatenate([i * shapes.chunk + s for i, s in enumerate(spans)])
+        position = np.concatenate([c.start + s for c, s in zip(work.chunks, spans, strict=True)])
+        requests = [c.request for c in work.chunks]
+        lengths, phase = [len(s) for s in spans], 0
+    number = np.array([r.number for r in requests], np.int32)
+    user = np.array([-1 if r.session is None else r.session.number for r in requests], np.int32)
+    rows = StepRows(
+        request=np.repeat(number, lengths),
+        user=np.repeat(user, lengths),
+        position=position.astype(np.int32),
+        phase=np.full(len(place), phase, np.uint8),
+    )
+    return PlacedRows(place, rows)
+
+
 def step_record(
     step: Step,
     runner: Runner,
@@ -119,31 +151,22 @@ def step_record(
     paging, missed = results.paging, results.missed
     # One by one: all of it is there, and a pytree costs more than the copies.
     ids, weights = (np.asarray(a) for a in output.routing)
+    place, placed = placed_rows(work, step.positions, shapes)
     if work.rows:
-        # By row, which is the order that policies see between layers.
-        by_row = sorted(work.rows, key=lambda placed: placed[0])
-        place = [row for row, _ in by_row]
-        requests, position = [r for _, r in by_row], step.positions[place]
-        lengths, rows, phase, waves = [1] * len(place), output.logits.shape[0], 1, 1
+        rows, waves = output.logits.shape[0], 1
     else:
-        spans = [np.arange(c.skip, c.length) for c in work.chunks]
-        place = np.concatenate([i * shapes.chunk + s for i, s in enumerate(spans)])
-        position = np.concatenate([c.start + s for c, s in zip(work.chunks, spans, strict=True)])
-        requests, rows = [c.request for c in work.chunks], shapes.prefill_chunks * shapes.chunk
-        lengths, phase, waves = [len(s) for s in spans], 0, shapes.waves
+        rows, waves = shapes.prefill_chunks * shapes.chunk, shapes.waves
     arrays = {}
     for name, given in output.arrays._asdict().items():
         if given is not None:
             array = np.asarray(given)
             by_token = array if name == "embedding" else array.swapaxes(0, 1)
             arrays[SEEN[name]] = by_token[place]
-    number = np.array([r.number for r in requests], np.int32)
-    user = np.array([-1 if r.session is None else r.session.number for r in requests], np.int32)
     return StepRecord(
-        request=np.repeat(number, lengths),
-        user=np.repeat(user, lengths),
-        position=position.astype(np.int32),
-        phase=np.full(len(place), phase, np.uint8),
+        request=placed.request,
+        user=placed.user,
+        position=placed.position,
+        phase=placed.phase,
         ids=ids.transpose(1, 0, 2)[place].astype(np.int16),
         weights=weights.transpose(1, 0, 2)[place],
         number=step.number,

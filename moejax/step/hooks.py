@@ -24,6 +24,11 @@ class Hooks(Protocol):
     aborts its requests.
     """
 
+    def after_embedding(self, embedding: jax.Array | None) -> Entries | None:
+        """The step's tokens were embedded, no layer was dispatched. embedding: float16[T, D] where
+        the engine gives it out (`trace_arrays`, a policy that needs it), else None."""
+        ...
+
     def before_routing(self, layer: int) -> Entries | None:
         """The layer's attention was dispatched, its router not yet."""
         ...

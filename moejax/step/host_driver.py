@@ -131,6 +131,8 @@ class HostRunner(Runner):
         embedding = None
         if ("embedding", None) in parts:
             embedding = parts["embedding", None](x)
+        if hooks is not None:
+            self._carry_out(hooks.after_embedding(embedding), 0)
         for run, index, layer in self._layers:
             x, self.arena = parts["attend", run](params, self.arena, x, batch, index)
             if layer < 0:

@@ -98,11 +98,14 @@ def build(folder: Path = HERE) -> Path:
         linked = Path(work) / LIBRARY
         objects = [str(Path(work) / name) for name in units]
         _run([compiler, "-shared", "-pthread", *objects, "-o", str(linked)])
-        # Whole or not at all, whoever reads it meanwhile.
-        part = folder / f".{LIBRARY}.{os.getpid()}"
-        shutil.copy(linked, part)
-        part.replace(folder / LIBRARY)
-    return folder / LIBRARY
+        return place(linked, folder)
+
+
+def place(library: Path, folder: Path = HERE) -> Path:
+    """Copies a library into a folder: whole or not at all, whoever reads it meanwhile."""
+    part = folder / f".{LIBRARY}.{os.getpid()}"
+    shutil.copy(library, part)
+    return part.replace(folder / LIBRARY)
 
 
 def _run(command: list[str]) -> str:

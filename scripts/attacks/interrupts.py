@@ -199,7 +199,7 @@ class Raising:
         if self.left == 0:
             raise CallbackError("by the attack")
 
-    before_routing = after_routing = before_experts = __call__
+    after_embedding = before_routing = after_routing = before_experts = __call__
 
 
 @dataclasses.dataclass(frozen=True)

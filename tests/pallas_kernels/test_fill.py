@@ -12,7 +12,7 @@ import pallas_kernels.records.reference
 import pallas_kernels.records.tile
 from pallas_kernels.fill import api, pallas_triton
 from pallas_kernels.fill.specs import SPECS, TRANSIT_SPECS, Spec, TransitSpec
-from tests.pallas_kernels.contract import POISON, SEEDS, compiled, each, stored
+from tests.pallas_kernels.contract import NATIVE, POISON, SEEDS, compiled, each, stored
 from tests.pallas_kernels.encoded import formats, recode, records
 
 GAP = 2
@@ -87,9 +87,10 @@ def check_in_transit(spec, implementation, places=None):
 @pytest.mark.parametrize(
     "implementation",
     [
+        "xla",
+        pytest.param("cpu", marks=NATIVE),
         # Interpreted, it takes 20 s to compile.
-        pytest.param(name, marks=[pytest.mark.nightly] * (name == "pallas"))
-        for name in api.IMPLEMENTATIONS
+        pytest.param("pallas", marks=pytest.mark.nightly),
     ],
 )
 def test_in_transit(implementation):

@@ -20,6 +20,9 @@ class _Made(NamedTuple):
 
 _MADE: dict[str, _Made] = {
     "coactivation": _Made("coactivation:CoActivation", "coactivation:fit", "coactivation:read"),
+    "expert_map": _Made(
+        "expert_map.policy:ExpertMap", "expert_map.policy:fit", "expert_map.policy:read"
+    ),
     "fate": _Made("fate:Fate"),
     "layer-streaming": _Made("layer_streaming:LayerStreaming"),
     "mixtral-offloading": _Made("mixtral_offloading:MixtralOffloading"),

@@ -22,7 +22,7 @@ from host_offload.control.interface import (
 )
 from host_offload.control.rules import PolicyError
 from host_offload.control.staging import choose_cell
-from host_offload.control.step_record import LayerRouting
+from host_offload.control.step_record import LayerRouting, StepRows
 from host_offload.memory.tables import Residency, empty_tables, read_snapshot, snapshot
 from host_offload.policies.eviction.names import EVICTION
 from pallas_kernels.plan import Tables, plan
@@ -536,14 +536,21 @@ def test_transitions_go_first_and_are_counted_by_direction():
 
 
 def test_policies_between_layers():
-    moments = {Moment.LAYER_BEGIN, Moment.ROUTED, Moment.TRANSFER}
+    moments = {Moment.EMBEDDED, Moment.LAYER_BEGIN, Moment.ROUTED, Moment.TRANSFER}
     wanted = {(Moment.ROUTED, 3): Decision(stages=(Stage(1, 4),))}
     policy = scripted(
-        wanted, moments=moments, needs={"ids", "counts", "finished"}, writes={"stages"}
+        wanted,
+        moments=moments,
+        needs={"ids", "counts", "finished", "request", "position", "embedding"},
+        writes={"stages"},
     )
     controller = Controller(spec(driver="host"), [policy])
-    call = functools.partial(controller.between_layers, step=3, seconds=0.0, tables=empty())
+    rows = StepRows(*np.array([[4, 6], [-1, -1], [10, 11], [1, 1]]), embedding=np.ones((2, 3)))
+    call = functools.partial(
+        controller.between_layers, step=3, seconds=0.0, rows=rows, tables=empty()
+    )
     routed = LayerRouting(np.array([[[0, 5]], [[5, 7]]]), np.ones((2, 1, 2)))
+    assert call(Moment.EMBEDDED, layer=-1) == []
     assert call(Moment.LAYER_BEGIN, layer=0) == []
     assert [tuple(e) for e in call(Moment.ROUTED, layer=0, routing=routed)] == [(1, 4, 0, 0)]
     # Not asked for EXPERTS_BEGIN; its call settles the list, so TRANSFER comes before layer 1.
@@ -551,13 +558,18 @@ def test_policies_between_layers():
     assert call(Moment.LAYER_BEGIN, layer=1) == []
     asked = [(o.moment.name, o.layer, o.age) for o in seen(controller)]
     assert asked == [
+        ("EMBEDDED", -1, 0),
         ("LAYER_BEGIN", 0, 0),
         ("ROUTED", 0, 0),
         ("TRANSFER", 0, 0),
         ("LAYER_BEGIN", 1, 0),
     ]
-    begin, routed_, transfer, _ = seen(controller)
-    assert begin.ids is None and transfer.ids is None
+    embedded, begin, routed_, transfer, _ = seen(controller)
+    assert embedded.ids is None and begin.ids is None and transfer.ids is None
+    for told in (embedded, begin, routed_):
+        assert told.request.tolist() == [4, 6] and told.position.tolist() == [10, 11]
+        assert told.embedding.shape == (2, 3)
+    assert transfer.request is None
     assert routed_.ids.shape == (2, 1, 2)
     np.testing.assert_array_equal(routed_.counts[0], [1, 0, 0, 0, 0, 2, 0, 1])
     assert not routed_.counts[1].any()

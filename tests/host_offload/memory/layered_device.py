@@ -8,7 +8,7 @@ import numpy as np
 from host_offload.control.control import Control
 from host_offload.control.controller import Controller
 from host_offload.control.interface import Moment
-from host_offload.control.step_record import LayerRouting, StepRecord
+from host_offload.control.step_record import LayerRouting, StepRecord, StepRows
 from host_offload.traces.reader import Trace
 from tests.host_offload.control.policy_runs import MemoryDevice
 
@@ -41,6 +41,8 @@ class LayeredDevice:
         self.staged.append(0)
         missed, done = [], np.zeros(len(entries), np.int32)
         for layer in range(step.ids.shape[1]):
+            if layer == 0:
+                self._ask(Moment.EMBEDDED, -1, step, None)
             self._look(step, layer)
             missed.append(device.reference(layer, step.ids[:, layer].ravel().tolist()))
             done |= device.stage(layer, entries)
@@ -53,9 +55,16 @@ class LayeredDevice:
     def _look(self, step: StepRecord, layer: int) -> None:
         """The three moments of a layer; a list is carried out at once."""
         rows = slice(layer, layer + 1)
-        assert step.gate_input is not None
-        parts = step.ids[:, rows], step.weights[:, rows], None, step.gate_input[:, rows]
+        assert step.gate_input is not None and step.probabilities is not None
+        scores = step.probabilities[:, rows]
+        parts = step.ids[:, rows], step.weights[:, rows], scores, step.gate_input[:, rows]
         for moment in (Moment.LAYER_BEGIN, Moment.ROUTED, Moment.EXPERTS_BEGIN):
             routing = None if moment == Moment.LAYER_BEGIN else LayerRouting(*parts)
-            if entries := self.control.between_layers(moment, layer, routing):
-                self.staged[-1] += self.device.carry_out(entries, coming=layer)
+            self._ask(moment, layer, step, routing)
+
+    def _ask(
+        self, moment: Moment, layer: int, step: StepRecord, routing: LayerRouting | None
+    ) -> None:
+        rows = StepRows(step.request, step.user, step.position, step.phase, step.embedding)
+        if entries := self.control.between_layers(moment, layer, rows, routing):
+            self.staged[-1] += self.device.carry_out(entries, coming=max(layer, 0))

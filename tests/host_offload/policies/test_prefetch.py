@@ -33,6 +33,7 @@ from host_offload.policies.prefetch.names import (
     prefetch_policy,
     with_prefetch,
 )
+from host_offload.policies.prefetch.next_layers import softmax
 from host_offload.policies.prefetch.oracle import oracle_of
 from host_offload.policies.prefetch.random_prefetch import RandomPrefetch
 from host_offload.simulate.simulator import simulate, spec_of
@@ -61,20 +62,25 @@ ROUTES.sort(axis=2)
 ROUTER = np.zeros((LAYERS, KINDS, EXPERTS), np.float32)
 for _kind, _layer in itertools.product(range(KINDS), range(LAYERS)):
     ROUTER[_layer, _kind, ROUTES[_kind, _layer]] = [3, 2]
+PROBABILITIES = softmax(ROUTER.swapaxes(0, 1)).astype(np.float16)
 
 
 def trace_of_kinds(directory: Path, kinds: list[list[int]], **header: Any) -> Trace:
     """Steps of tokens of these kinds; row r is of request r, which ends with the last step."""
     plain = write_trace(directory / "plain", [ROUTES[step] for step in kinds], EXPERTS)
     spec = {**plain.header.spec, "hidden": KINDS, "slots": 40}
-    facts = dataclasses.replace(plain.header, spec=spec, **{"gate_input": KINDS, **header})
+    arrays = {"gate_input": KINDS, "embedding": KINDS, "probabilities": True}
+    facts = dataclasses.replace(plain.header, spec=spec, **{**arrays, **header})
     with TraceWriter(directory / "kinds", facts) as writer:
         for step, tokens in zip(plain.step_traces(), kinds, strict=True):
-            inputs = np.repeat(np.eye(KINDS, dtype=np.float16)[tokens][:, None], LAYERS, axis=1)
+            kind = np.eye(KINDS, dtype=np.float16)[tokens]
+            inputs = np.repeat(kind[:, None], LAYERS, axis=1)
             last = step.number == len(kinds) - 1
             step = step._replace(
                 request=np.arange(len(tokens), dtype=np.int32),
                 gate_input=inputs if facts.gate_input else None,
+                embedding=kind if facts.embedding else None,
+                probabilities=PROBABILITIES[tokens] if facts.probabilities else None,
                 finished=tuple(range(len(tokens))) if last else (),
             )
             writer.append(step._replace(**{c.split(".")[1]: None for c in facts.absent}))
@@ -116,9 +122,12 @@ def experts(layer: int, *kinds: int) -> set[tuple[int, int]]:
 
 
 def test_names():
-    known = "coactivation, fate, layer-streaming, mixtral-offloading, moe-infinity, oracle, promoe"
+    known = (
+        "coactivation, expert_map, fate, layer-streaming, mixtral-offloading, moe-infinity, "
+        "oracle, promoe"
+    )
     assert sorted(PREFETCH.keys() | FROM_PATH.keys()) == [*known.split(", "), "random"]
-    assert set(FIT) == {"coactivation", "moe-infinity", "promoe"}
+    assert set(FIT) == {"coactivation", "expert_map", "moe-infinity", "promoe"}
     assert prefetch_policy("fate") == Fate()
     assert with_prefetch(None, [Fate()]) == [Fate()]
     assert with_prefetch("random", [Fate()]) == (Fate(), RandomPrefetch())
@@ -127,7 +136,10 @@ def test_names():
 @pytest.mark.parametrize(
     ("name", "match"),
     [
-        ("belady", "unknown prefetch policy 'belady'; known: coactivation, fate, layer"),
+        (
+            "belady",
+            "policy 'belady'; known: coactivation, expert_map, fate, layer",
+        ),
         ("fate=x", "prefetch 'fate' learns nothing; leave out =x"),
         ("promoe", "prefetch 'promoe' needs a file that its fit wrote: promoe=PATH"),
         ("oracle", "prefetch 'oracle' needs the trace of the very run: oracle=PATH"),

@@ -18,7 +18,7 @@ from examples.recent_prefetch import RecentPrefetch
 from host_offload.control.control import Control, Moved
 from host_offload.control.controller import Controller
 from host_offload.control.interface import Decision, Moment, Observation, Spec, Stage
-from host_offload.control.step_record import StepRecord
+from host_offload.control.step_record import StepRecord, StepRows
 from host_offload.memory.tables import empty_tables, snapshot
 from host_offload.policies.eviction.names import POLICIES
 from host_offload.policies.eviction.static import Static
@@ -225,6 +225,9 @@ def test_policies_between_layers():
 # ---- the border itself
 
 
+NO_ROWS = StepRows(*np.zeros((4, 0), np.int32))
+
+
 class FakeRunner:
     driver, layer_versions = "device", None
     set_tables, seen = Runner.set_tables, Runner.seen
@@ -299,11 +302,11 @@ def test_a_step_that_failed_behind_a_hook_leaves_nothing_to_settle():
     policy = scripted(start, moments={Moment.LAYER_BEGIN}, writes={"stages"})
     control = Control(runner, Controller(spec(driver="host"), [policy]))
     control.before_step(0)
-    (entry,) = control.between_layers(Moment.LAYER_BEGIN, 0)
+    (entry,) = control.between_layers(Moment.LAYER_BEGIN, 0, NO_ROWS)
     assert entry.expert == 4
     (again,) = control.before_step(1)
     assert again.expert == 4  # it waited again, and is this step's
-    assert control.between_layers(Moment.LAYER_BEGIN, 0) == []
+    assert control.between_layers(Moment.LAYER_BEGIN, 0, NO_ROWS) == []
     counts = control.controller.stats()["transfers"]["prefetch"]
     assert (counts["issued"], counts["deferred"], counts["skipped"]) == (1, 1, 0)
 

@@ -12,10 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from host_offload.control.interface import Policy
+from host_offload.control.interface import Decision, Moment, Observation, Policy, Spec
 from host_offload.memory.tables import empty_tables, with_contents
 from host_offload.policies.eviction.names import with_eviction
 from host_offload.policies.prefetch import coactivation, moe_infinity, promoe
+from host_offload.policies.prefetch.expert_map import policy as expert_map
 from host_offload.policies.prefetch.moe_infinity import MoEInfinity
 from host_offload.policies.prefetch.names import PREFETCH, prefetch_policy
 from host_offload.policies.prefetch.oracle import oracle_of
@@ -71,6 +72,21 @@ def recorded(
     return results, read_trace(directory)
 
 
+@dataclasses.dataclass(frozen=True)
+class Maps:
+    """Has the engine give out what expert maps are made of."""
+
+    moments: frozenset[Moment] = frozenset({Moment.STEP_END})
+    needs: frozenset[str] = frozenset({"probs", "embedding"})
+    writes: frozenset[str] = frozenset()
+
+    def init(self, spec: Spec) -> None:
+        return None
+
+    def decide(self, state: None, observation: Observation) -> tuple[None, Decision]:
+        return None, Decision()
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("driver", ["device", "host"])
 def test_no_bit_depends_on_prefetch(driver, tmp_path):
@@ -80,13 +96,15 @@ def test_no_bit_depends_on_prefetch(driver, tmp_path):
     options: dict[str, Any] = dict(expert_budget="40%", driver=driver, progress=False)
     # With prefix caching the second run is not the first one again, which the oracle asks for.
     options |= dict(prefetch="fate" if host else "random", enable_prefix_caching=False)
+    if host:
+        options["policies"] = [Maps()]
     with LLM("demo", **options, **LIMITS) as llm:
         assert llm.engine.control is not None
         router = llm.engine.control.controller.spec.router
         alone, trace = recorded(llm, tmp_path / "alone", [], router)
         policies: list[Policy] = [oracle_of(trace), moe_infinity.fit(trace)]
         if host:
-            policies += [promoe.fit(trace), coactivation.fit(trace)]
+            policies += [promoe.fit(trace), coactivation.fit(trace), expert_map.fit(trace)]
         for name in PREFETCH:
             if host or name in ("random", "moe-infinity"):
                 policies.append(prefetch_policy(name))

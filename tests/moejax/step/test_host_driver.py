@@ -77,7 +77,7 @@ def hooked(host):
     """Gives the engine's next steps hooks, as if it had been made with them, for one test."""
 
     def use(hooks):
-        host.engine.hooks = hooks
+        host.engine.hooks = lambda _: hooks
         return host.engine.runner
 
     yield use
@@ -236,6 +236,9 @@ class Recorder:
     def __init__(self):
         self.calls: list[tuple] = []
 
+    def after_embedding(self, embedding):
+        self.calls.append(("after_embedding", embedding))
+
     def before_routing(self, layer):
         self.calls.append(("before_routing", layer))
 
@@ -252,7 +255,8 @@ def test_hooks_come_in_order_and_see_the_routing(host, solo, hooked, monkeypatch
     hooked(recorder)
     outputs = outputs_of(host, POOL[3:5], monkeypatch)
     order = ("before_routing", "after_routing", "before_experts")
-    expected = [(what, layer) for _ in outputs for layer in range(LAYERS) for what in order]
+    step = [(what, layer) for layer in range(LAYERS) for what in order]
+    expected = [("after_embedding", None), *step] * len(outputs)
     assert [call[:2] for call in recorder.calls] == expected
     seen = [call[2:] for call in recorder.calls if len(call) > 2]
     wanted = [(o.routing.ids[n], o.routing.weights[n]) for o in outputs for n in range(LAYERS)]
@@ -339,6 +343,10 @@ class Raising(Recorder):
         super().__init__()
         self.number, self.error = number, error
 
+    def after_embedding(self, embedding):
+        super().after_embedding(embedding)
+        self._count()
+
     def before_routing(self, layer):
         super().before_routing(layer)
         self._count()
@@ -412,7 +420,7 @@ def test_command_line_knows_the_drivers(capsys, monkeypatch):
 def test_device_driver_refuses_hooks(drivers, monkeypatch):
     device, host = drivers
     with monkeypatch.context() as patch:
-        patch.setattr(device.engine, "hooks", Recorder())
+        patch.setattr(device.engine, "hooks", lambda _: Recorder())
         with pytest.raises(UserError, match="use driver='host'"):
             device.generate([5], SamplingParams(max_tokens=1))
     assert (device.stats()["driver"], host.stats()["driver"]) == ("device", "host")
@@ -436,7 +444,7 @@ def test_hooks_are_given_at_the_start(host):
     while not made.idle:
         made.step()
     order = ("before_routing", "after_routing", "before_experts")
-    assert [call[:2] for call in recorder.calls[:3]] == [(what, 0) for what in order]
+    assert [call[:2] for call in recorder.calls[1:4]] == [(what, 0) for what in order]
     controller = SimpleNamespace(moments=BETWEEN_LAYERS, needs_at=lambda moments: frozenset[str]())
     with pytest.raises(UserError, match="hooks and policies that look between layers"):
         engine(control=SimpleNamespace(controller=controller))

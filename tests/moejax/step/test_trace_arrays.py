@@ -32,7 +32,7 @@ class Watching:
     """Keeps every observation as its state, and changes nothing."""
 
     moments: frozenset = frozenset({Moment.STEP_END})
-    needs: frozenset = TRACE_ARRAYS | {"ids", "position"}
+    needs: frozenset = TRACE_ARRAYS | {"ids", "request", "position", "phase"}
     writes: frozenset = frozenset()
 
     def init(self, spec: Spec) -> tuple[Observation, ...]:
@@ -57,7 +57,8 @@ class Traced:
 
 def traced(directory: Path, driver: str, dtype: str) -> Traced:
     """The trace is complete; the policy of the host driver looks between layers as well."""
-    between = {Moment.ROUTED, Moment.EXPERTS_BEGIN} if driver == "host" else set()
+    inside = {Moment.EMBEDDED, Moment.LAYER_BEGIN, Moment.ROUTED, Moment.EXPERTS_BEGIN}
+    between = inside if driver == "host" else set()
     watching = Watching(moments=frozenset({Moment.STEP_END, *between}))
     with LLM(
         "demo",
@@ -152,29 +153,42 @@ def test_what_they_are(device, demo_dir):
     assert kinds == {"prefill", "decode"}
 
 
-@pytest.mark.nightly
-def test_policies_see_them(device, host):
-    """What is in the trace, also between the layers of the host driver."""
+def of_steps(each: Traced):
+    return {step.number: step for step in read_trace(each.directory).step_traces()}
+
+
+def test_policies_see_them_at_the_end_of_a_step(device):
+    ends = [seen for seen in device.seen if seen.moment == Moment.STEP_END]
+    steps = of_steps(device)
+    assert len(ends) == len(steps)
     columns = ("probabilities", "gate_input", "embedding")
     arrays = dict(zip(TraceArrays._fields, columns, strict=True))
-    for each in (device, host):
-        steps = {step.number: step for step in read_trace(each.directory).step_traces()}
-        ends = [seen for seen in each.seen if seen.moment == Moment.STEP_END]
-        assert len(ends) == len(steps)
-        for seen in ends:
-            for name, column in arrays.items():
-                np.testing.assert_array_equal(
-                    getattr(seen, name), getattr(steps[seen.step], column)
-                )
-    between = [seen for seen in host.seen if seen.moment != Moment.STEP_END]
-    assert {seen.moment for seen in between} == {Moment.ROUTED, Moment.EXPERTS_BEGIN}
-    steps = {step.number: step for step in read_trace(host.directory).step_traces()}
-    for seen in between:
+    for seen in ends:
+        for name, column in arrays.items():
+            np.testing.assert_array_equal(getattr(seen, name), getattr(steps[seen.step], column))
+
+
+@pytest.mark.slow
+def test_policies_see_them_while_the_host_driver_makes_the_step(host):
+    """Rows and embeddings before the first layer, what was routed after it; in the trace's words
+    and order, prompts and decoded tokens."""
+    steps, kinds, moments = of_steps(host), set(), set()
+    layers = [-1, *np.repeat(range(4), 3).tolist()]
+    order = [seen.layer for seen in host.seen if seen.moment != Moment.STEP_END]
+    assert order == layers * len(steps)
+    for seen in host.seen:
         step, layer = steps[seen.step], [seen.layer]
-        np.testing.assert_array_equal(seen.ids, step.ids[:, layer])
-        np.testing.assert_array_equal(seen.probs, step.probabilities[:, layer])
-        np.testing.assert_array_equal(seen.gate_input, step.gate_input[:, layer])
-        assert seen.embedding is None
+        kinds.add(step.kind)
+        moments.add(seen.moment)
+        for name in ("request", "position", "phase", "embedding"):
+            np.testing.assert_array_equal(getattr(seen, name), getattr(step, name))
+        if seen.moment in (Moment.ROUTED, Moment.EXPERTS_BEGIN):
+            np.testing.assert_array_equal(seen.ids, step.ids[:, layer])
+            np.testing.assert_array_equal(seen.probs, step.probabilities[:, layer])
+            np.testing.assert_array_equal(seen.gate_input, step.gate_input[:, layer])
+        elif seen.moment != Moment.STEP_END:
+            assert seen.ids is seen.probs is seen.gate_input is None
+    assert len(moments) == 5 and kinds == {"prefill", "decode"}
 
 
 @pytest.mark.nightly
