@@ -30,7 +30,7 @@ from host_offload.queue.transfer import (
 from pallas_kernels.cpu.library import library
 
 _STATES: dict[int, State] = {2: "done", 3: "failed", 4: "cancelled"}
-_START, _END = 3, 4
+_SUBMIT, _REORDER, _START, _END = 0, 2, 3, 4
 """Kinds of TransferEvent."""
 
 _TEXT = 4096
@@ -183,6 +183,8 @@ class Span:
     bytes: int
     begin: float
     end: float
+    cause: str = ""
+    """Its transfer's when it began; empty: that was queued before anything was recorded."""
 
 
 class NativeQueue:
@@ -358,11 +360,15 @@ class NativeQueue:
         events = (_Event * (1 << 16))()
         count = self._calls.moejax_transfers_events(self.handle, events, len(events))
         ends = {(e.ticket, e.a): e.seconds for e in events[:count] if e.kind == _END}
-        return [
-            Span(e.ticket, e.a, e.b, e.seconds, ends[e.ticket, e.a])
-            for e in events[:count]
-            if e.kind == _START and (e.ticket, e.a) in ends
-        ]
+        causes: dict[int, str] = {}
+        found = []
+        for e in events[:count]:
+            if e.kind in (_SUBMIT, _REORDER):
+                causes[e.ticket] = self._causes[e.a]
+            elif e.kind == _START and (e.ticket, e.a) in ends:
+                end, cause = ends[e.ticket, e.a], causes.get(e.ticket, "")
+                found.append(Span(e.ticket, e.a, e.b, e.seconds, end, cause))
+        return found
 
     # ---- parts
 

@@ -81,6 +81,10 @@ class VirtualQueue:
         while self._next_event(math.inf):
             pass
 
+    def there(self, ticket: int, part: int | None = None) -> bool:
+        """As TransferQueue.there, at this time."""
+        return self._queue.there(ticket, part)
+
     # ---- the clock
 
     def advance(self, until: float) -> None:

@@ -1,7 +1,8 @@
 """Predictions: what the steps of a trace would take under any policy and budget, on a machine
 whose costs were measured.
 
-`simulate` says what each step moves, the cost model what that takes. docs/simulator.md.
+`simulate` says what each step moves, the cost model what computing and moving take, and a timeline
+(step_timeline) when which of it happens. docs/simulator.md.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from host_offload.policies.eviction.names import with_eviction
 from host_offload.policies.prefetch.names import with_prefetch
 from host_offload.simulate.simulated_engine import SimulatedStep
 from host_offload.simulate.simulator import Simulation, simulate
+from host_offload.simulate.step_timeline import StepLoad, StepTimeline
+from host_offload.simulate.timeline import Event, Link
 from host_offload.sizing import version_costs
 from host_offload.sizing.cost_model import CostError, CostModel, Work
 from host_offload.traces.reader import Trace
@@ -46,6 +49,8 @@ class Prediction:
     bytes: int
     """Over the link, of all steps."""
     link_per_byte: float
+    events: tuple[Event, ...] = ()
+    """What happens when, where that was to be drawn."""
 
     @property
     def stall_s(self) -> np.ndarray:
@@ -73,26 +78,36 @@ class Prediction:
         return float(chosen.mean()) if chosen.size else float("nan")
 
 
-def predict(trace: Trace, model: CostModel | Mapping[str, CostModel], **options: Any) -> Prediction:
+def predict(
+    trace: Trace,
+    model: CostModel | Mapping[str, CostModel],
+    *,
+    link: Link | None = None,
+    draw: bool = False,
+    **options: Any,
+) -> Prediction:
     """What the trace's steps take on the cost model's machine under these policies and budgets.
 
     model: the costs of the run's version; where it mixes several, or to say which one is meant,
     those of each (version → costs, see version_costs). The trace's routing may be that of a run in
-    another version. options: as of simulator.simulate (eviction, prefetch, policies, cells, driver,
-    spec, …), from a cold start likewise. Steps are dispatched and read in the trace's order, which
-    is the engine's own whatever steps take; without times one step is dispatched before the one
-    before it is read. What policies see of time (`seconds`, and with it intervals) is the model's,
-    so when transfers are issued and published does not depend on the times in the trace. Policies
-    that are asked something add CostModel.control to each step, but what they compute costs
-    nothing; their `costs` are those of version 0. Waiting for requests is not a part of any step.
-    The same arguments give the same result.
+    another version. link: of an engine with a queue, whose transfers run beside computing; None: of
+    one that moves experts within its steps. draw: keep the events. options: as of
+    simulator.simulate (eviction, prefetch, policies, cells, driver, spec, …), from a cold start
+    likewise. Steps are dispatched and read in the trace's order, which is the engine's own whatever
+    steps take; without times one step is dispatched before the one before it is read. What policies
+    see of time (`seconds`, and with it intervals) is the model's, so when transfers are issued and
+    published does not depend on the times in the trace. Policies that are asked something add
+    CostModel.control to each step, but what they compute costs nothing; their `costs` are those of
+    version 0. Waiting for requests is not a part of any step. The same arguments give the same
+    result.
 
     A trace that does not say rows, kinds or positions (converted, generated) is taken as decode
     steps of as many rows as tokens, each with one span of context.
 
     Raises CostError for a trace of another shape than the model's, of more rows than were measured,
     for versions without costs of their own, and for transitions that block, which move experts
-    outside of any step; the rest as simulate does.
+    outside of any step; QueueError for a link that leaves no time to compute; the rest as simulate
+    does.
     """
     header, spec = trace.header, options.get("spec")
     sizes = header.spec.get("version_bytes", {}) if spec is None else spec.version_bytes
@@ -115,7 +130,11 @@ def predict(trace: Trace, model: CostModel | Mapping[str, CostModel], **options:
         )
     named = with_prefetch(options.get("prefetch"), options.get("policies", ()))
     _, policies = with_eviction(options.get("eviction"), named)
-    clock = _Clock(trace, models, asked=any(policy.moments for policy in policies))
+    if link is not None:
+        options["fast"] = False  # steps say what moves where
+        link = dataclasses.replace(link, beside=max(each.beside_per_byte for each in models))
+    steps = StepTimeline(models, link, record=draw)
+    clock = _Clock(trace, models, steps, asked=any(policy.moments for policy in policies))
     timed = {"costs": models[0].costs(), "watcher": clock.add, "clock": clock.ends.__getitem__}
     simulation = simulate(trace, **timed, **options)
     # Of one version it is the costs' experts that move, whichever the trace was recorded with.
@@ -131,15 +150,19 @@ def predict(trace: Trace, model: CostModel | Mapping[str, CostModel], **options:
         tokens=np.array(clock.tokens, np.int64),
         active_bytes=np.array(clock.active_bytes, np.int64),
         bytes=moved,
-        link_per_byte=min(each.link_per_byte for each in models),
+        link_per_byte=min(each.link_per_byte for each in models) if link is None else 1 / link.rate,
+        events=tuple(steps.timeline.events),
     )
 
 
 class _Clock:
     """Times of simulated steps, one after the other. models: by version number."""
 
-    def __init__(self, trace: Trace, models: Sequence[CostModel], *, asked: bool):
+    def __init__(
+        self, trace: Trace, models: Sequence[CostModel], steps: StepTimeline, *, asked: bool
+    ):
         self._models, self._header, self._asked = models, trace.header, asked
+        self._timeline = steps
         self._steps: Iterator[StepRecord] = trace.step_traces()
         self.seconds: list[float] = []
         self.compute_s: list[float] = []
@@ -153,18 +176,16 @@ class _Clock:
         """A step was dispatched, and these are its moves."""
         step, models, counts = next(self._steps), self._models, simulated.versions
         work, rows = step_work(step, models[0].chunk)
-        prefill = rows is None
-        tile = models[0].chunk if prefill else models[0].row_tile
+        tile = models[0].chunk if rows is None else models[0].row_tile
         routed = routed_counts(step.ids, self._header.experts)
         experts, tiles = version_costs.version_work(routed, counts.version, tile, len(models))
-        compute = version_costs.compute_s(models, work, experts, tiles, rows)
-        moved = version_costs.move_s(models, counts, prefill=prefill)
+        control = version_costs.control_s(models, experts) if self._asked else 0.0
+        compute = version_costs.compute_s(models, work, experts, tiles, rows) + control
+        seconds = self._timeline.play(StepLoad(work, rows, routed, control), simulated)
         self.active_bytes.append(int(experts @ [model.expert_bytes for model in models]))
-        if self._asked:
-            compute += version_costs.control_s(models, experts)
-        self._now += compute + moved
+        self._now += seconds
         self.ends[step.number] = self._now
-        self.seconds.append(compute + moved)
+        self.seconds.append(seconds)
         self.compute_s.append(compute)
         self.tokens.append(len(step.ids))
 

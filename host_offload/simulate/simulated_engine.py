@@ -31,6 +31,34 @@ from host_offload.traces.schema import BudgetMove, TraceError, TraceHeader
 from host_offload.traces.step_sets import in_waves, step_set
 
 
+class LayerExperts(NamedTuple):
+    """The experts of a layer that one wave of a step computes with; N of them, ids ascending."""
+
+    layer: int
+    expert: np.ndarray
+    """int[N]"""
+    missing: np.ndarray
+    """bool[N]: had no address before."""
+    row: np.ndarray
+    """int[N]: the first arena row of its cell; −1: it is read through."""
+    version: np.ndarray
+    """int[N]"""
+
+
+class Staged(NamedTuple):
+    """An expert moved ahead of need."""
+
+    layer: int
+    expert: int
+    version: int
+    row: int
+    """The first arena row of its cell."""
+    coming: int | None
+    """The layer before whose experts it was queued, between layers; None: after its own's."""
+    routed: bool
+    """In the former case, whether that layer was routed already."""
+
+
 class SimulatedStep(NamedTuple):
     """What a step did."""
 
@@ -50,13 +78,15 @@ class SimulatedStep(NamedTuple):
     moved: np.ndarray
     """int64[L]: bytes over the link."""
     versions: VersionCounts
+    moves: tuple[LayerExperts | Staged, ...] = ()
+    """Everything in detail and in its order within each layer, where that was asked for."""
 
 
 class PagerDevice:
     """A host_offload.control.control.Device without bytes: steps as sets of experts, counted.
 
     link_bytes: int64[V, L], of an expert. reference: takes the place of Pager.reference, where all
-    cells are of version 0.
+    cells are of version 0. detailed: steps say their `moves`, which takes Pager.reference.
     """
 
     def __init__(
@@ -64,8 +94,12 @@ class PagerDevice:
         pager: Pager,
         link_bytes: np.ndarray,
         reference: Callable[[np.ndarray], Referenced] | None = None,
+        *,
+        detailed: bool = False,
     ):
         self.pager, self._link_bytes, self._reference = pager, link_bytes, reference
+        self._detailed = detailed
+        self._moves: list[LayerExperts | Staged] = []
         self._mixed = reference is None and pager.versions > 1
         self._carried_out = np.zeros(0, np.int32)
         self.begin_step()
@@ -77,6 +111,7 @@ class PagerDevice:
         layers, experts = self.pager.tables.address.shape
         self._hits = np.zeros(layers, np.int64)
         self._missed = np.zeros((layers, experts), bool)
+        self._moves.clear()
         moves = np.zeros((3, layers, self.pager.versions), np.int64)
         self._versions = VersionCounts(np.zeros((layers, experts), np.int32), *moves)
 
@@ -88,6 +123,8 @@ class PagerDevice:
                 done = self.pager.reference(due, layer)
             else:
                 done = self._reference(due)
+            if self._detailed:
+                self._tell(due, done.missing, 0 if layer is None else layer)
             self._hits[span] += done.hits
             self._missed[span] |= done.missing
             if self._mixed:
@@ -97,14 +134,25 @@ class PagerDevice:
                 counts.read_through[span, 0] += done.read_through
 
     def stage(
-        self, entries: Sequence[Entry], *, layer: int | None = None, coming: int | None = None
+        self,
+        entries: Sequence[Entry],
+        *,
+        layer: int | None = None,
+        coming: int | None = None,
+        routed: bool = False,
     ) -> np.ndarray:
-        """As Pager.stage; `carried_out` knows of a list from between layers, before `coming`."""
+        """As Pager.stage; `carried_out` knows of a list from between layers, before `coming`.
+        routed: whether that layer was."""
         done = self.pager.stage(entries, layer=layer, coming=coming)
         if coming is not None:
             self._carried_out = done
-        for entry, carried_out in zip(entries, done.tolist(), strict=True):
-            self._versions.staged[entry.layer, entry.version] += carried_out
+        for (of, expert, version, cell), carried_out in zip(entries, done.tolist(), strict=True):
+            if not carried_out:
+                continue
+            self._versions.staged[of, version] += 1
+            if self._detailed:
+                row = int(self.pager.tables.cell_row[of, cell])
+                self._moves.append(Staged(of, expert, version, row, coming, routed))
         return done
 
     def simulated(self, number: int, kind: str | None) -> SimulatedStep:
@@ -113,7 +161,16 @@ class PagerDevice:
         fills, read_through, staged = (experts.sum(axis=1) for experts in moves)
         moved = np.sum(sum(moves) * self._link_bytes.T, axis=1)
         counts = self._hits, fills, read_through, self._missed, staged, moved
-        return SimulatedStep(number, kind, *counts, self._versions)
+        return SimulatedStep(number, kind, *counts, self._versions, tuple(self._moves))
+
+    def _tell(self, active: np.ndarray, missing: np.ndarray, first: int) -> None:
+        """What the layers from `first` on were computed with just now."""
+        tables = self.pager.tables
+        for i, row in enumerate(active):
+            layer, expert = first + i, np.flatnonzero(row)
+            where, version = tables.address[layer, expert], tables.version[layer, expert]
+            said = LayerExperts(layer, expert, missing[i, expert], where, version)
+            self._moves.append(said)
 
     def _count_versions(self, active: np.ndarray, missing: np.ndarray, span: slice) -> None:
         """In which versions the layers of `span` were computed just now, and what moved."""
@@ -290,7 +347,7 @@ class SimulatedEngine:
         self, moment: Moment, layer: int, rows: StepRows, routing: LayerRouting | None = None
     ) -> None:
         if entries := self._control.between_layers(moment, layer, rows, routing):
-            self._device.stage(entries, coming=max(layer, 0))
+            self._device.stage(entries, coming=max(layer, 0), routed=routing is not None)
 
     def _read(self) -> None:
         step, found = self._reading.pop(0)

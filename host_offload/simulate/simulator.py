@@ -94,14 +94,14 @@ def simulate(
     """What the steps of a trace would have moved under these policies, from a cold start.
 
     eviction, prefetch, policies: as of moejax.LLM. cells: of each layer, int[L], or int[L, V] of
-    each version; None: the trace's, which may be that every expert is resident. driver: `device`
-    or `host`, which has moments between layers; None: the trace's. spec: what policies are told,
-    for a trace that does not say it (a converted one) and for `router`.
-    config_digest: of the model that is meant; a trace of another one is refused. budgets: when
-    which budget is carried out, as Trace.budgets says of the run. costs: what policies are told of
-    them; None: the spec's. listener: called with each event of the Controller. watcher: called with
-    each step, when it was dispatched. clock: seconds from the start to the reading of a step, by
-    its number; None: the trace's. fast: policies that are only weights take weighted_pager.
+    each version; None: the trace's, which may be that every expert is resident. driver: `device` or
+    `host`, which has moments between layers; None: the trace's. spec: what policies are told, for a
+    trace that does not say it (a converted one) and for `router`. config_digest: of the model that
+    is meant; a trace of another one is refused. budgets: when which budget is carried out, as
+    Trace.budgets says of the run. costs: what policies are told of them; None: the spec's.
+    listener: called with each event of the Controller. watcher: called with each step, when it was
+    dispatched. clock: seconds from the start to the reading of a step, by its number; None: the
+    trace's. fast: weights alone take weighted_pager, steps have no `moves`.
 
     Steps are dispatched and read in the trace's order and at its times, whatever they would cost
     now; without times each is read when the next one was dispatched. Without `budgets` cells that a
@@ -118,8 +118,7 @@ def simulate(
             f"{header.config_digest[:12]}, wanted is {str(config_digest)[:12]}"
         )
     _, policies = with_eviction(eviction, with_prefetch(prefetch, policies))
-    if driver is None:
-        driver = str(spec.driver if spec else header.spec.get("driver", "device"))
+    driver = driver or str(spec.driver if spec else header.spec.get("driver", "device"))
     check_policies(policies, driver)
     check_fitted(policies, header.config_digest)
     granted = _cells(header, cells)
@@ -146,9 +145,10 @@ def simulate(
         tables = cold_tables(granted.cells, header.experts, weights, bound, granted.fill_version)
     else:
         tables = resident_tables(resident, weights)
-    fast = fast and controller is None and not budgets and resident is None
-    reference = _weighted_reference(trace, granted.cells, weights) if fast else None
-    device = PagerDevice(Pager(tables, len(sizes)), np.stack([*sizes.values()]), reference)
+    weighted = fast and not (controller or budgets or resident)
+    reference = _weighted_reference(trace, granted.cells, weights) if weighted else None
+    pager, moved = Pager(tables, len(sizes)), np.stack([*sizes.values()])
+    device = PagerDevice(pager, moved, reference, detailed=not fast)
     if controller is None:
         steps = _weighted_steps(trace, device, budgets or ())
     else:

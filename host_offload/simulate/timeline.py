@@ -8,12 +8,13 @@ parts that it needs: gate and up before their products, down before its own.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from host_offload.queue.transfer import Chunk, Load, Transfer
+from host_offload.queue.transfer import DEMAND, Chunk, Load, QueueError, Transfer
 from host_offload.queue.virtual import VirtualQueue
 
 DEVICE = "device"
@@ -27,15 +28,29 @@ class Event:
     name: str
     begin: float
     end: float
+    layer: int | None = None
+    """Whose it is; None: no layer's, or not known."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """A queue's server: bytes per second, seconds of latency, the most of a chunk."""
+    """A queue's server: bytes per second, seconds of latency, the most of a chunk.
+
+    beside: seconds that the device loses by each byte that begins to move while it computes, where
+    both share cores or memory. Raises QueueError where that is all of the time.
+    """
 
     rate: float
     latency: float = 0.0
     chunk_bytes: int = 1 << 20
+    beside: float = 0.0
+
+    def __post_init__(self):
+        if not 0 <= self.rate * self.beside < 1:
+            raise QueueError(
+                f"a link of {self.rate} bytes/s that costs the device {self.beside} s a byte "
+                "leaves no time to compute"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,14 +68,27 @@ class LayerCost:
         return self.before + self.gate_up + self.down + self.after
 
 
-class Timeline:
-    """Servers on one clock. links: queues by name. Raises QueueError as VirtualQueue."""
+class Need(NamedTuple):
+    """An expert whose bytes may still travel, and the seconds of its products."""
 
-    def __init__(self, links: Mapping[str, Link]):
+    ticket: int
+    gate_up: float
+    down: float
+
+
+class Timeline:
+    """Servers on one clock. links: queues by name. record: whether `events` are kept. Raises
+    QueueError as VirtualQueue."""
+
+    def __init__(self, links: Mapping[str, Link], *, record: bool = True):
         self.now = 0.0
         """Seconds, the device's."""
         self.events: list[Event] = []
         """What happened, by track in the order of its beginning."""
+        self._record = record
+        self._lost = 0.0
+        """Seconds that all chunks which began have taken from the device if it computed."""
+        self._beside = {name: link.beside for name, link in links.items()}
         self._transfers: dict[tuple[str, int], tuple[Transfer, int]] = {}
         """(queue, ticket) → the transfer and the number of its parts."""
         self._free: dict[str, float] = {}
@@ -82,56 +110,118 @@ class Timeline:
         self._transfers[queue, ticket] = transfer, len(parts)
         return ticket
 
-    def compute(self, name: str, seconds: float) -> None:
-        """The device computes for so long, while the others go on."""
-        self._until(self.now + seconds, name)
+    def there(self, queue: str, ticket: int, part: int | None = None) -> bool:
+        """Whether a part of a transfer, or the whole, needs no more waiting."""
+        return self._queues[queue].there(ticket, part)
 
-    def wait(self, queue: str, ticket: int, part: int | None = None) -> None:
+    def compute(self, name: str, seconds: float, layer: int | None = None) -> None:
+        """The device computes for so long, and longer by what is moved meanwhile, while the others
+        go on."""
+        began, left = self.now, seconds
+        while left > 0:
+            lost = self._lost
+            self._until(self.now + left)
+            left = self._lost - lost
+        self._happened(DEVICE, name, began, self.now, layer)
+
+    def wait(
+        self, queue: str, ticket: int, part: int | None = None, layer: int | None = None
+    ) -> None:
         """The device waits for a part of a transfer, or for the whole."""
-        carried = self._queues[queue]
+        carried, began = self._queues[queue], self.now
         carried.wait(ticket, part)
-        self._until(carried.now, "wait")
+        self._until(carried.now)
+        self._happened(DEVICE, "wait", began, self.now, layer)
 
     def give(self, worker: str, name: str, seconds: float) -> float:
         """A worker begins something now, or when it is free; returns when that will end."""
         begin = max(self.now, self._free.get(worker, 0.0))
         self._free[worker] = begin + seconds
-        self.events.append(Event(worker, name, begin, begin + seconds))
+        self._happened(worker, name, begin, begin + seconds)
         return begin + seconds
 
     def wait_until(self, when: float) -> None:
         """The device waits for a time, of `give`, that may have passed."""
-        self._until(max(when, self.now), "wait")
+        began = self.now
+        self._until(max(when, self.now))
+        self._happened(DEVICE, "wait", began, self.now)
 
-    def layer(self, number: int, cost: LayerCost, queue: str, needs: Sequence[int]) -> None:
-        """A layer of which these tickets' experts are not there yet. Their parts but the last are
-        those that gate and up need."""
-        self.compute(f"layer {number}", cost.before)
+    def layer(self, number: int, cost: LayerCost, queue: str, needs: Sequence[Need]) -> None:
+        """A layer of which these experts may not be there yet. cost: of the others."""
+        self.compute(f"layer {number}", cost.before, number)
         self.experts(number, cost, queue, needs)
 
-    def experts(self, number: int, cost: LayerCost, queue: str, needs: Sequence[int]) -> None:
-        """The same from behind the router on, where demands are known."""
-        for ticket in needs:
-            for part in range(self._transfers[queue, ticket][1] - 1):
-                self.wait(queue, ticket, part)
-        self.compute(f"layer {number} gate and up", cost.gate_up)
-        for ticket in needs:
-            self.wait(queue, ticket)
-        self.compute(f"layer {number} down", cost.down)
-        self.compute(f"layer {number} after", cost.after)
+    def experts(
+        self,
+        number: int,
+        cost: LayerCost,
+        queue: str,
+        needs: Iterable[Need],
+        through: Iterable[Need] = (),
+        buffers: int = 2,
+    ) -> None:
+        """The same from behind the router on, as the op expert_ffn does it: what is needed is a
+        demand from then on; what is there is computed first, then what has come meanwhile, or what
+        was queued first as its parts come.
 
-    def _until(self, when: float, name: str) -> None:
-        if when > self.now:
-            self.events.append(Event(DEVICE, name, self.now, when))
+        through: experts without a cell, each queued when it is taken; `buffers` of them fly, or are
+        computed, at a time."""
+        flying, through = sorted(needs), iter(through)
+        for need in flying:
+            self._demand(queue, need.ticket)
+        passing = list(itertools.islice(through, buffers))
+        flying += passing
+        self.compute(f"layer {number} gate and up", cost.gate_up, number)
+        self.compute(f"layer {number} down", cost.down, number)
+        while flying:
+            come = [need for need in flying if self.there(queue, need.ticket)] or flying[:1]
+            self._products(number, queue, come)
+            flying = [need for need in flying if need not in come]
+            freed = sum(need in passing for need in come)
+            more = list(itertools.islice(through, freed))
+            flying, passing = flying + more, passing + more
+        self.compute(f"layer {number} after", cost.after, number)
+
+    def forget(self, queue: str) -> None:
+        """Drops what is known of transfers that have settled: their tickets are no more."""
+        for settled in self._queues[queue].observe().settled:
+            del self._transfers[queue, settled.ticket]
+
+    def _products(self, number: int, queue: str, needs: Sequence[Need]) -> None:
+        """Gate and up of all, then down. All parts of a transfer but the last are those that gate
+        and up need."""
+        parts = [self._transfers[queue, need.ticket][1] for need in needs]
+        for need, count in zip(needs, parts, strict=True):
+            for part in range(max(count - 1, 1)):
+                self.wait(queue, need.ticket, part, number)
+            self.compute(f"layer {number} gate and up", need.gate_up, number)
+        for need, count in zip(needs, parts, strict=True):
+            self.wait(queue, need.ticket, count - 1, number)
+            self.compute(f"layer {number} down", need.down, number)
+
+    def _demand(self, queue: str, ticket: int) -> None:
+        transfer, parts = self._transfers[queue, ticket]
+        if not transfer.demand:
+            self._queues[queue].reorder(ticket, DEMAND, 0)
+            self._transfers[queue, ticket] = dataclasses.replace(transfer, cause=DEMAND), parts
+
+    def _until(self, when: float) -> None:
         self.now = when
         for queue in self._queues.values():
             queue.advance(max(when, queue.now))
 
+    def _happened(
+        self, track: str, name: str, begin: float, end: float, layer: int | None = None
+    ) -> None:
+        if self._record and end > begin:
+            self.events.append(Event(track, name, begin, end, layer))
+
     def _log(self, name: str) -> Callable[[Chunk, float, float], None]:
         def log(chunk: Chunk, begin: float, end: float) -> None:
+            self._lost += self._beside[name] * chunk.bytes
             t, _ = self._transfers[name, chunk.ticket]
             said = f"{t.cause} {t.layer}.{t.expert} part {chunk.part}"
-            self.events.append(Event(name, said, begin, end))
+            self._happened(name, said, begin, end, t.layer)
 
         return log
 
@@ -153,6 +243,7 @@ def trace_events(events: Iterable[Event]) -> dict[str, Any]:
             "name": event.name,
             "ts": event.begin * 1e6,
             "dur": (event.end - event.begin) * 1e6,
+            **({} if event.layer is None else {"args": {"layer": event.layer}}),
         }
         for event in events
     ]

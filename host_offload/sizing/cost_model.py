@@ -17,7 +17,7 @@ import numpy as np
 
 from host_offload.control.interface import Costs
 
-FORMAT, VERSION = "moejax-costs", 1
+FORMAT, VERSION = "moejax-costs", 2
 
 MOVES = ("fill", "read_through", "stage")
 """Ways in which an expert crosses the link: into a cell in time, beside any cell, into a cell ahead
@@ -56,6 +56,25 @@ class StepCost:
     def seconds(self, work: Work) -> float:
         counts = self.part * work.parts + self.span * work.spans
         return self.step + counts + self.expert * work.experts + self.tile * work.tiles
+
+
+@dataclasses.dataclass(frozen=True)
+class Shares:
+    """Where a step's seconds lie, which says what transfers can be hidden behind: shares of what is
+    not an expert's products, and of these. The defaults are arithmetic, for steps that were not
+    looked into. Raises CostError for shares that are none."""
+
+    outside: float = 0.25
+    """What of StepCost.step lies before the first layer and after the last one."""
+    after: float = 0.0
+    """What of the rest of it follows a layer's experts."""
+    gate_up: float = 2 / 3
+    """What of an expert's products those with gate and up are, which come first."""
+
+    def __post_init__(self):
+        for name, value in vars(self).items():
+            if not 0 <= value <= 1:
+                raise CostError(f"shares.{name} must lie in 0…1, not {value!r}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,6 +122,9 @@ class CostModel:
     """A long row of fills without a step around them: the least there is."""
     cpu_expert: np.ndarray | None = None
     """float64[2]: seconds per expert, seconds per token, on the CPU; None: jax has no CPU here."""
+    beside_per_byte: float = 0.0
+    """Lost by computing beside a queue that moves bytes."""
+    shares: Shares = Shares()
     about: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """What the figures are of: machine, device, versions, model, start-up shapes, when."""
 
@@ -189,6 +211,7 @@ class CostModel:
         figures["decode"] = {str(rows): vars(cost) for rows, cost in self.decode.items()}
         figures["prefill"] = vars(self.prefill)
         figures["cpu_expert"] = None if self.cpu_expert is None else self.cpu_expert.tolist()
+        figures["shares"] = vars(self.shares)
         return {"format": FORMAT, "version": VERSION, "about": self.about, "figures": figures}
 
     @classmethod
@@ -209,6 +232,7 @@ class CostModel:
             decode = figures["decode"].items()
             figures["decode"] = {int(rows): StepCost(**cost) for rows, cost in decode}
             figures["prefill"] = StepCost(**figures["prefill"])
+            figures["shares"] = Shares(**figures["shares"])
             if figures["cpu_expert"] is not None:
                 figures["cpu_expert"] = np.asarray(figures["cpu_expert"], np.float64).reshape(2)
             return cls(**figures, about=dict(found["about"]))

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from host_offload.sizing.cost_model import MOVES, CostError, CostModel, Work
+from host_offload.sizing.cost_model import MOVES, CostError, CostModel, StepCost, Work
 
 
 class VersionCounts(NamedTuple):
@@ -88,14 +88,21 @@ def compute_s(
     """Seconds of a step that moves nothing. work: without experts and tiles. experts, tiles: int[V]
     of them in each version; without any the costs are those of version 0. rows: as of
     CostModel.step_cost."""
-    each = zip(models, experts.tolist(), tiles.tolist(), strict=True)
-    used = [(model.step_cost(rows), count, beyond) for model, count, beyond in each if count]
-    used = used or [(models[0].step_cost(rows), 0, 0)]
-    seconds = max(cost.seconds(work) for cost, _, _ in used)
-    for cost, count, beyond in used:
+    seconds = fixed_cost(models, work, experts, rows).seconds(work)
+    for model, count, beyond in zip(models, experts.tolist(), tiles.tolist(), strict=True):
+        cost = model.step_cost(rows)
         seconds += cost.expert * count
         seconds += cost.tile * beyond
     return seconds
+
+
+def fixed_cost(
+    models: Sequence[CostModel], work: Work, experts: np.ndarray, rows: int | None
+) -> StepCost:
+    """The costs of all that is no expert's, see compute_s."""
+    used = [model for model, count in zip(models, experts.tolist(), strict=True) if count]
+    costs = [model.step_cost(rows) for model in used or models[:1]]
+    return max(costs, key=lambda cost: cost.seconds(work))
 
 
 def control_s(models: Sequence[CostModel], experts: np.ndarray) -> float:
@@ -106,15 +113,25 @@ def control_s(models: Sequence[CostModel], experts: np.ndarray) -> float:
 
 def move_s(models: Sequence[CostModel], counts: VersionCounts, *, prefill: bool) -> float:
     """Seconds that experts add to a step which moves these."""
-    by_layer = []
-    for kind, moved in zip(MOVES, counts[1:], strict=True):
+    return list_s(models, counts) + float(np.sum(moves_s(models, counts, prefill=prefill)))
+
+
+def list_s(models: Sequence[CostModel], counts: VersionCounts) -> float:
+    """Those of a step's list of transfers, whatever is in it; 0 where nothing was staged."""
+    staged = counts.staged.sum(axis=0).tolist()
+    lists = [model.stage_list for model, some in zip(models, staged, strict=True) if some]
+    return max(lists, default=0.0)
+
+
+def moves_s(models: Sequence[CostModel], counts: VersionCounts, *, prefill: bool) -> np.ndarray:
+    """float64[3, L]: seconds that each way of MOVES adds to each layer."""
+    found = np.zeros((len(MOVES), len(counts.fills)))
+    for seconds, kind, moved in zip(found, MOVES, counts[1:], strict=True):
         of_layer = moved.sum(axis=1)
         share = moved / np.maximum(of_layer, 1)[:, None]
         for model, of_version in zip(models, share.T, strict=True):
-            by_layer.append(model.moves_s(kind, of_layer, prefill=prefill) * of_version)
-    staged = counts.staged.sum(axis=0).tolist()
-    lists = [model.stage_list for model, some in zip(models, staged, strict=True) if some]
-    return max(lists, default=0.0) + float(np.sum(by_layer))
+            seconds += model.moves_s(kind, of_layer, prefill=prefill) * of_version
+    return found
 
 
 def version_work(

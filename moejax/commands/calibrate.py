@@ -124,6 +124,8 @@ def _figures(model: CostModel) -> Iterator[tuple[str, str, str]]:
         ("a prompt computed again", model.recompute_per_token * 1e6, "µs a token"),
         ("link", 1e-9 / model.link_per_byte, "GB/s"),
         ("memory", 1e-9 / model.memory_per_byte, "GB/s"),
+        ("outside of layers", 100 * model.shares.outside, "% of a step without experts"),
+        ("computing beside a GB that moves", model.beside_per_byte * 1e12, "ms longer"),
         ("KV swapped", 1e-9 / model.kv_swap_per_byte, "GB/s"),
     ]
     if model.cpu_expert is not None:

@@ -82,6 +82,8 @@ examples:
   moejax generate --input prompts.jsonl --output out.jsonl --temperature 0
       a result for every line {"id": …, "prompt": …}; the same command again goes on after an end
       of any kind. OpenAI batch lines work too; docs/batch.md has all fields
+  moejax generate "The old house" --expert-budget 25% --timeline run.json
+      what every op did when, for https://ui.perfetto.dev; run.png is a picture of three layers
 
 files:
   Sampling options are those of lines that do not say otherwise. --seed is the job's: a line
@@ -130,6 +132,16 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     )
     output.add_argument("--quiet", action="store_true", help="no progress and no summary")
     add_options(output, "trace")
+    add_described(output, _TIMELINE)
+
+
+_TIMELINE = {
+    "timeline": Description(
+        "what native CPU ops and the queue did when: FILE.json for https://ui.perfetto.dev, or "
+        "FILE.png, a picture of three layers; of a prompt, not of --input",
+        metavar="FILE",
+    ),
+}
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -141,6 +153,8 @@ def _run(args: argparse.Namespace) -> int:
         args.parser.error("--input needs --output FILE, or --output - for standard output")
     if args.input is None and (args.output or args.on_error or args.overwrite):
         args.parser.error("--output, --on-error and --overwrite need --input")
+    if args.timeline is not None and args.input is not None:
+        args.parser.error("--timeline is of a PROMPT, not of --input")
     params, options = SamplingParams(**asked(args, _SAMPLING)), engine_options(args)
     if args.input is None:
         return _generate_text(args, params, options)
@@ -158,10 +172,33 @@ def _generate_text(args: argparse.Namespace, params: SamplingParams, options: di
                 f"{args.model} has no tokenizer, which the command line needs; add its "
                 f"tokenizer.json, or pass token ids to moejax.LLM.generate in Python"
             )
-        _stream(llm, prompt, params)
+        if args.timeline is None:
+            _stream(llm, prompt, params)
+        else:
+            _stream_recorded(args.timeline, llm, prompt, params)
         stats = llm.stats()
     _print_stats(args, stats)
     return 0
+
+
+def _stream_recorded(path: str, llm: Any, prompt: str, params: SamplingParams) -> None:
+    """_stream, and its timeline into a file."""
+    from moejax.traces.timeline import check_timeline, measured_events, write_timeline
+    from pallas_kernels.cpu.spans import recorded
+
+    check_timeline(path)
+    if not llm.plan.steps.owned:
+        raise UserError(
+            "--timeline records native CPU ops, and here some ops are others (`moejax plan "
+            "--dry-run` says which); `python -m pallas_kernels.cpu` builds them; moejax plan "
+            "--timeline draws what is predicted"
+        )
+    queue = llm.engine.runner.queue
+    if queue is not None:
+        queue.record()
+    with recorded() as ops:
+        _stream(llm, prompt, params)
+    write_timeline(path, measured_events(ops, () if queue is None else queue.spans()))
 
 
 def _generate_file(args: argparse.Namespace, params: SamplingParams, options: dict) -> int:

@@ -15,6 +15,7 @@ from moejax.sizes import parse_rate, parse_share, parse_size
 from moejax.start.options import Description
 
 if TYPE_CHECKING:
+    from host_offload.simulate.timeline import Link
     from host_offload.sizing.right_size import Capacity
     from moejax.costs.workload_plan import Planner, Split
 
@@ -26,6 +27,8 @@ examples:
       the split of 4 MiB between experts and KV, cells of each layer, and what is predicted; the
       cells that each user of the trace needs, and all together;
       moejax generate "The old house" --config plan.json runs with it
+  moejax plan --trace t --memory 4MiB --timeline plan.png
+      what three layers would do when with that split; FILE.json has all steps, for Perfetto
   moejax plan --trace t --users 4 --tpot 50ms
       the least memory with which 4 users at once get a token every 50 ms
   moejax plan --trace t --memory 4MiB --tpot 50ms
@@ -54,6 +57,11 @@ _OF_A_TRACE = {
         "bytes per second from host to device, such as 25GB/s, in place of measured costs; "
         "then nothing is predicted about times",
         metavar="RATE",
+    ),
+    "timeline": Description(
+        "what the trace's steps would do when with that split: FILE.json for "
+        "https://ui.perfetto.dev, or FILE.png, a picture of three layers",
+        metavar="FILE",
     ),
     "output": Description("write the split as options for --config FILE", metavar="FILE"),
     "remember": Description(
@@ -99,7 +107,7 @@ def _run(args: argparse.Namespace) -> int:
     _check_of_a_trace(args)
     memory = None if args.memory is None else parse_size(args.memory)
     asked = tuple(name for name in ("memory", "users", "tpot") if getattr(args, name) is not None)
-    if args.remember and not asked:
+    if args.remember and not asked and not args.timeline:
         return _remember(args)
     if args.remember or asked not in (("memory",), ("users", "tpot"), ("memory", "tpot")):
         raise UserError(
@@ -109,6 +117,8 @@ def _run(args: argparse.Namespace) -> int:
     if asked != ("memory",):
         if args.output:
             raise UserError("--output writes a split; give --memory alone")
+        if args.timeline:
+            raise UserError("--timeline draws a split; give --memory alone")
         if args.cells or args.kv_overflow or args.epsilon:
             raise UserError(
                 "--cells, --kv-overflow and --epsilon are of a split; with --tpot every layer has "
@@ -116,17 +126,23 @@ def _run(args: argparse.Namespace) -> int:
             )
 
     from moejax.costs.workload_plan import EPSILON, Planner, costs_of_trace, open_trace, parse_time
+    from moejax.traces.timeline import check_timeline, write_timeline
 
+    if args.timeline:
+        check_timeline(args.timeline)
     tpot_s = None if args.tpot is None else parse_time(args.tpot)
     epsilon = EPSILON if args.epsilon is None else parse_share(args.epsilon)
     trace = open_trace(args.workload)
     link = None if args.link is None else parse_rate(args.link)
     needed = link is None or args.costs is not None or tpot_s is not None
-    planner = Planner(trace, costs_of_trace(trace, args.costs) if needed else None, link)
+    costs = costs_of_trace(trace, args.costs) if needed else None
+    planner = Planner(trace, costs, link, _queue_of(args, tpot_s))
     if tpot_s is None:
         assert memory is not None
         cells, overflow = args.cells or "uniform", args.kv_overflow or "swap"
         plan = planner.split(memory, cells=cells, kv_overflow=overflow, epsilon=epsilon)
+        if args.timeline:
+            write_timeline(args.timeline, planner.timeline(plan))
         if args.output:
             write_options(args.output, plan.options())
         if args.json:
@@ -146,7 +162,7 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
-_SPLIT = {"memory", "cells", "kv_overflow"}
+_SPLIT = {"memory", "cells", "kv_overflow", "link_rate", "link_latency"}
 """Options of a start that a plan from a trace has too."""
 
 
@@ -198,6 +214,21 @@ def _remember(args: argparse.Namespace) -> int:
         print(f"runs of this model without numbers are split by {trace.directory}")
         print(f"as {file} says; delete that to forget it")
     return 0
+
+
+def _queue_of(args: argparse.Namespace, tpot_s: float | None) -> Link | None:
+    """What transfers pass beside the steps of a split. Raises UserError where nothing does."""
+    from host_offload.simulate.timeline import Link
+    from moejax.sizes import parse_duration
+
+    if args.link_rate is None:
+        if args.link_latency is not None:
+            raise UserError("--link-latency is of a link; give its --link-rate")
+        return None
+    if args.link is not None or tpot_s is not None:
+        raise UserError("--link-rate is of the steps of a split, which --costs price")
+    latency = 0.0 if args.link_latency is None else parse_duration(args.link_latency)
+    return Link(parse_rate(args.link_rate), latency)
 
 
 def _print_plan(plan: Split, output: str | None) -> None:

@@ -27,6 +27,7 @@ from host_offload.sizing.cost_model import (
     fitted_table,
 )
 from moejax.costs.forced import SLACK, WARM, Case, ForcedSteps, StepSample
+from moejax.costs.overlap import beside_per_byte, step_shares
 from moejax.costs.rates import measure_rates
 from moejax.costs.store import cost_file, identity, write_cost_model
 from moejax.errors import UserError
@@ -78,6 +79,11 @@ def measure(runner: Runner, *, report: Callable[[str], None] | None = None) -> C
             "costs are measured with one version of the experts; name one as precision, and "
             "measure each of a mix by itself"
         )
+    if runner.queue is not None:
+        raise UserError(
+            "costs are measured without a link, which predictions take as given: leave out "
+            "link_rate and link_latency, or `moejax calibrate` first"
+        )
     say = report or (lambda _: None)
     began = time.perf_counter()
     before = jax.tree.map(np.asarray, runner.tables)
@@ -99,13 +105,17 @@ def measure(runner: Runner, *, report: Callable[[str], None] | None = None) -> C
                 break
             say(f"round {number} of {ROUNDS}")
             _round(forced, cases, STEPS, decoded, swept)
+        figures = _figures(runner, decoded, swept)
+        if runner.steps.owned:
+            say("beside a queue")
+            figures |= _overlap(forced, decoded, figures["decode"])
         say("KV")
         swap = _swap_per_byte(runner)
     finally:
         runner.tables = jax.device_put(before, runner.tokens.sharding)
     config = runner.config
     return CostModel(
-        **_figures(runner, decoded, swept),
+        **figures,
         kv_swap_per_byte=swap,
         memory_per_byte=1 / rates.memory,
         link_per_byte=1 / rates.link,
@@ -258,6 +268,21 @@ def _figures(runner, decoded, swept) -> dict[str, Any]:
         "prefill_fill": fill,
         "prefill_read_through": read_through,
         "recompute_per_token": seconds / (prompts * tokens),
+    }
+
+
+def _overlap(forced: ForcedSteps, cases: Iterable[Case], decode: dict) -> dict[str, Any]:
+    """The other fields of a CostModel, of the resident step that computes most experts a row."""
+    least = min(decode)
+    plain = [
+        case
+        for case in cases
+        if not (case.missing or case.observed or case.prompt > 1) and case.staged is None
+    ]
+    case = max((c for c in plain if c.rows == 1), key=lambda case: case.active)
+    return {
+        "shares": step_shares(forced, case, decode[least], STEPS),
+        "beside_per_byte": beside_per_byte(forced, case, STEPS),
     }
 
 

@@ -12,13 +12,15 @@ import json
 import os
 import platform
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from host_offload.control.interface import Costs, Spec
-from host_offload.simulate.prediction import predict
+from host_offload.simulate.prediction import Prediction, predict
 from host_offload.simulate.simulator import spec_of
+from host_offload.simulate.timeline import Event, Link
 from host_offload.sizing.configurator import configure, turns_of
 from host_offload.sizing.cost_model import CostModel
 from host_offload.sizing.joint import DecodeModel, decode_model
@@ -98,13 +100,20 @@ class Planner:
     """What a trace and a machine's costs say about memory.
 
     model: measured costs; None: only what moves is priced, at link bytes per second, and nothing is
-    said of steps' times. link: goes before the measured rate. Raises UserError for a trace that is
+    said of steps' times. link: goes before the measured rate. queue: what transfers pass beside the
+    steps of a split; None: they move within. Raises UserError for a trace that is
     of no use, and for costs of another model or dtype, or of experts of another size.
     """
 
     @user_errors(TraceError)
-    def __init__(self, trace: Trace, model: CostModel | None, link: float | None = None):
-        self.trace, self.model, self.link = trace, model, link
+    def __init__(
+        self,
+        trace: Trace,
+        model: CostModel | None,
+        link: float | None = None,
+        queue: Link | None = None,
+    ):
+        self.trace, self.model, self.link, self.queue = trace, model, link, queue
         self.spec: Spec = spec_of(trace.header)
         self.pages_per_user = max((len(turn.pages) for turn in turns_of(trace)), default=0)
         if not self.pages_per_user:
@@ -138,7 +147,7 @@ class Planner:
         prediction = None
         found = configure(turns_of(self.trace), division, costs, allocation=cells)
         if self.model is not None:
-            prediction = predict(self.trace, self.model, cells=found.cells, driver="device")
+            prediction = self._predict(self.model, found.cells.tolist())
         curves, (sizes,) = trace_curves(self.trace), self.spec.link_bytes.values()
         moved = curves.misses[np.arange(self.spec.layers), found.cells] * sizes
         slot = division.unit
@@ -165,6 +174,12 @@ class Planner:
         )
 
     @user_errors()
+    def timeline(self, split: Split) -> list[Event]:
+        """What the trace's steps do when with a split. Raises UserError without measured costs."""
+        model = self._measured()
+        return list(self._predict(model, split.cells, draw=True).events)
+
+    @user_errors()
     def memory_for(self, users: int, tpot_s: float) -> Capacity:
         """The least memory with which so many users at once get a token every tpot_s seconds."""
         if users < 1:
@@ -181,6 +196,9 @@ class Planner:
         return users_for(decode, division, tpot_s=tpot_s, pages_per_user=self.pages_per_user)
 
     # ---- pieces
+
+    def _predict(self, model: CostModel, cells: Sequence[int], *, draw: bool = False) -> Prediction:
+        return predict(self.trace, model, link=self.queue, draw=draw, cells=cells, driver="device")
 
     def _miss_costs(self, kv_overflow: str) -> MissCosts:
         if self.link is not None:

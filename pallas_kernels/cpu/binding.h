@@ -9,6 +9,7 @@
 #include "pallas_kernels/cpu/arena.h"
 #include "pallas_kernels/cpu/kernels.h"
 #include "pallas_kernels/cpu/pool.h"
+#include "pallas_kernels/cpu/spans.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
@@ -138,6 +139,7 @@ ffi::Error run(ffi::ThreadPool& threads, F f) {
 #define MOEJAX_HANDLER(symbol, function, binding)                               \
   MOEJAX_EXPORT XLA_FFI_Error* symbol(XLA_FFI_CallFrame* frame) {               \
     static auto* const handler = (binding).To(function).release();              \
+    const OpSpan span(#symbol + sizeof("moejax_cpu"));                          \
     return handler->Call(frame);                                                \
   }
 

@@ -117,6 +117,7 @@ std::string pages_of(Numbers page, const Ints& positions, const Floats& frequenc
   if (!arena.wrong.empty()) return arena.wrong;
   p.arena = arena.data, p.kv_rows = arena.bytes() / (p.head_dim * size_of(type));
   p.positions = positions.typed_data(), p.pages = pages.typed_data(), p.layer = *layer.typed_data();
+  OpSpan::layer(p.layer);
   p.frequencies = frequencies.typed_data(), p.half = frequencies.dimensions()[0];
   p.factor = factor, p.eps = eps;
   return "";

@@ -1,17 +1,20 @@
 """Does the cost model predict what the engine then takes, and does it order policies likewise?
 
 python -m scripts.policies predictions DIR [--models demo,tri,wide] [--repeats 5]
+    [--links none,2GB/s]
 
-For each model: calibrates, then runs held-out configurations (batch × prompt × policy × cells) in
-the engine, in rounds that alternate, and predicts each from a trace of its routing. Nothing of
-these runs is used for the calibration. The first round compiles and writes the traces and is not
-timed. A run begins with nothing resident; simulated and measured misses must be equal.
+For each model: calibrates, then runs held-out configurations (batch × prompt × policy × cells ×
+link) in engines, one of each link rate, in rounds that alternate, and predicts each from a trace of
+its routing. Nothing of these runs is used for the calibration, which has no link. The first round
+compiles and writes the traces and is not timed. A run begins with nothing resident; simulated and
+measured misses must be equal. link: "none" has no queue, experts move within steps.
 
 Writes DIR/predictions.jsonl and DIR/predictions.md. A step's time is that from result to result.
 Errors are of decode steps: of a run's p50 and p99 over its steps, a step's time being its median
 over the repeats (what the work takes), and of the p99 of all single times, which has the machine's
 noise too. Kendall's tau compares the order of policies and cells by mean step time within a model,
 batch and prompt; "told apart" leaves out pairs whose 95% intervals of the measured mean overlap.
+The step error is of a configuration's mean decode step: its median and its worst.
 
 wide: random weights, 2 layers of 32 experts of 3 MB, and steps of at most 2 rows, so that a miss is
 not lost beside an expert's products even on a CPU.
@@ -27,7 +30,7 @@ import json
 import shutil
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -40,6 +43,7 @@ from host_offload.policies.eviction.names import with_eviction
 from host_offload.policies.prefetch.names import with_prefetch
 from host_offload.simulate.bounds import stall_bound
 from host_offload.simulate.prediction import Prediction, predict
+from host_offload.simulate.timeline import Link
 from host_offload.sizing.cost_model import CostModel
 from host_offload.traces.reader import read_trace
 from moejax import SamplingParams, UserError
@@ -52,6 +56,7 @@ from moejax.device import select_device
 from moejax.engine.control import control_of, spec_of_engine
 from moejax.engine.loop import Engine
 from moejax.models.config import parse_config
+from moejax.sizes import parse_rate
 from moejax.start.build import start_engine
 from moejax.start.options import Options
 from moejax.traces.tracer import start_trace
@@ -81,6 +86,7 @@ WIDE_WORKLOADS = ((1, 24), (2, 24), (2, 200))
 SHARES = (0.25, 0.75)
 """Cells by a layer's experts."""
 LONGEST = 768
+NO_LINK = "none"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,12 +98,19 @@ class Configuration:
     prompt: int
     policy: str
     cells: int
+    link: str = NO_LINK
 
     @property
     def place(self) -> str:
-        name = self.policy.replace(" + ", "-")
+        name, link = self.policy.replace(" + ", "-"), self.link.replace("/", "-")
         # Not a checkpoint's folder, which is elsewhere.
-        return f"{Path(self.model).name}-{self.batch}x{self.prompt}-{name}-{self.cells}"
+        model = Path(self.model).name
+        return f"{model}-{self.batch}x{self.prompt}-{name}-{self.cells}-{link}"
+
+    @property
+    def queue(self) -> Link | None:
+        """What the simulator knows the link by."""
+        return None if self.link == NO_LINK else Link(parse_rate(self.link))
 
 
 @dataclasses.dataclass
@@ -119,6 +132,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise UserError("--repeats and --tokens must be at least 2")
         if args.configurations is not None and args.configurations < 1:
             raise UserError("--configurations must be at least 1")
+        for link in {*args.links.split(",")} - {NO_LINK}:
+            parse_rate(link)
         lines = [line for name in args.models.split(",") for line in check(args, name)]
     except UserError as error:
         return refuse(__name__, error)
@@ -139,6 +154,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--repeats", type=int, default=5, help="timed rounds (%(default)s)")
     parser.add_argument("--tokens", type=int, default=16, help="of a sequence (%(default)s)")
     add = parser.add_argument
+    links = "of engines with a queue, by commas; none: without one (%(default)s)"
+    parser.add_argument("--links", default=NO_LINK, metavar="RATES", help=links)
     add("--configurations", type=int, metavar="N", help="the first N of each model (default: all)")
     add(
         "--longest",
@@ -157,15 +174,18 @@ def _parser() -> argparse.ArgumentParser:
 
 def check(args: argparse.Namespace, name: str) -> Iterator[dict[str, Any]]:
     """A line for each held-out configuration of a model."""
-    chosen = list(itertools.islice(held_out(name, 1), args.configurations))
+    links = args.links.split(",")
+    chosen = list(itertools.islice(held_out(name, 1, links), args.configurations))
     if (least := max(each.prompt for each in chosen) + args.tokens) > args.longest:
         raise UserError(f"--longest must be at least {least}, got {args.longest}")
-    with engine_of(args, name, max(each.batch for each in chosen)) as engine:
-        runner = engine.runner
+    batch = max(each.batch for each in chosen)
+    with engines_of(args, name, batch, {NO_LINK, *links}) as engines:
+        runner = engines[NO_LINK].runner
         model = calibrate(runner)
         if args.show:
             print(json.dumps(model.to_json()["figures"]))
-        configurations = list(held_out(name, runner.config.num_experts))[: args.configurations]
+        found = held_out(name, runner.config.num_experts, links)
+        configurations = list(itertools.islice(found, args.configurations))
         timed = {each: Timed() for each in configurations}
         prompts = np.random.default_rng(7).integers(
             runner.config.vocab_size, size=(runner.shapes.rows, args.longest)
@@ -173,21 +193,34 @@ def check(args: argparse.Namespace, name: str) -> Iterator[dict[str, Any]]:
         for repeat in range(args.repeats + 1):
             for each in configurations:
                 trace = args.directory / each.place if repeat == 0 else None
-                run(engine, each, prompts, args.tokens, timed[each], trace)
-        for each in configurations:
-            trace = read_trace(args.directory / each.place)
-            named = {"eviction": eviction_of(each), "prefetch": prefetch_of(each)}
-            predicted = predict(trace, model, cells=each.cells, **named)
+                run(engines[each.link], each, prompts, args.tokens, timed[each], trace)
+        began = time.perf_counter()
+        foretold = {each: predicted_of(args, each, model) for each in configurations}
+        seconds = time.perf_counter() - began
+        print(f"{name}: {len(configurations)} configurations predicted in {seconds:.1f} s")
+        for each, predicted in foretold.items():
             misses = int(predicted.simulation.misses.sum())
             if misses != timed[each].moved:
                 raise RuntimeError(f"{each}: {misses} misses simulated, {timed[each].moved} real")
-            yield line_of(each, timed[each], predicted, model, engine)
+            yield line_of(each, timed[each], predicted, model, engines[each.link])
 
 
-def held_out(name: str, experts: int) -> Iterator[Configuration]:
+def predicted_of(args: argparse.Namespace, each: Configuration, model: CostModel) -> Prediction:
+    trace = read_trace(args.directory / each.place)
+    return predict(
+        trace,
+        model,
+        link=each.queue,
+        cells=each.cells,
+        eviction=eviction_of(each),
+        prefetch=prefetch_of(each),
+    )
+
+
+def held_out(name: str, experts: int, links: Sequence[str] = (NO_LINK,)) -> Iterator[Configuration]:
     for (batch, prompt), share in itertools.product(workloads(name), SHARES):
-        for policy in POLICIES:
-            yield Configuration(name, batch, prompt, policy, round(share * experts))
+        for policy, link in itertools.product(POLICIES, links):
+            yield Configuration(name, batch, prompt, policy, round(share * experts), link)
 
 
 def workloads(name: str) -> tuple[tuple[int, int], ...]:
@@ -204,8 +237,10 @@ def prefetch_of(each: Configuration) -> str | None:
 
 
 @contextmanager
-def engine_of(args: argparse.Namespace, name: str, batch: int) -> Iterator[Engine]:
-    """An engine with room for all experts and the KV of the largest batch."""
+def engines_of(
+    args: argparse.Namespace, name: str, batch: int, links: Collection[str]
+) -> Iterator[dict[str, Engine]]:
+    """An engine of each link rate with room for all experts and the KV of the largest batch."""
     use_compilation_cache(None)
     device = select_device()
     loaded = load(name, device)
@@ -218,12 +253,16 @@ def engine_of(args: argparse.Namespace, name: str, batch: int) -> Iterator[Engin
         max_num_batched_tokens=512,
         enable_prefix_caching=False,
     )
-    engine, _ = start_engine(loaded, options, device)
+    engines: dict[str, Engine] = {}
     try:
-        engine.runner.wait_compiled(everything=True)
-        yield engine
+        for link in sorted(links):
+            rated = {} if link == NO_LINK else {"link_rate": link}
+            engines[link], _ = start_engine(loaded, dataclasses.replace(options, **rated), device)
+            engines[link].runner.wait_compiled(everything=True)
+        yield engines
     finally:
-        engine.runner.delete()
+        for engine in engines.values():
+            engine.runner.delete()
 
 
 def load(name: str, device: jax.Device) -> LoadedModel:
@@ -376,7 +415,8 @@ def kendall(lines: Sequence[dict[str, Any]], *, apart: bool) -> tuple[float, int
 def markdown(lines: Sequence[dict[str, Any]]) -> str:
     """A table of all configurations, then errors and orders by model."""
     heading = (
-        *("device", "model", "batch", "prompt", "policy", "cells", "misses", "p50 ms", "predicted"),
+        *("device", "model", "batch", "prompt", "policy", "cells", "link", "misses"),
+        *("p50 ms", "predicted"),
         *("p99 ms", "predicted", "raw p99", "mean ms", "predicted", "stall", "bound"),
     )
     rows = [heading, ("---",) * len(heading)]
@@ -384,7 +424,7 @@ def markdown(lines: Sequence[dict[str, Any]]) -> str:
         measured, foretold = line["measured_s"], line["predicted_s"]
         pairs = [f"{s[n] * 1e3:.2f}" for n in ("p50", "p99") for s in (measured, foretold)]
         mean = [f"{s['mean'] * 1e3:.2f}" for s in (measured, foretold)]
-        names = ("device", "model", "batch", "prompt", "policy", "cells")
+        names = ("device", "model", "batch", "prompt", "policy", "cells", "link")
         shares = [f"{line[n]:.0%}" for n in ("stall_share", "stall_bound_share")]
         found = [f"{line['misses_per_step']:.1f}", *pairs, f"{measured['p99_raw'] * 1e3:.2f}"]
         rows.append((*(str(line[name]) for name in names), *found, *mean, *shares))
@@ -406,7 +446,7 @@ def markdown(lines: Sequence[dict[str, Any]]) -> str:
 
 SUMMARY = (
     *("configurations", "p50: MAPE", "worst", "p99: MAPE", "worst", "raw p99: MAPE", "worst"),
-    *("whole run: MAPE", "worst", "tau", "told apart"),
+    *("whole run: MAPE", "worst", "tau", "told apart", "step: median", "worst"),
 )
 
 
@@ -419,4 +459,5 @@ def summary(lines: Sequence[dict[str, Any]]) -> list[str]:
     for apart in (False, True):
         tau, pairs = kendall(lines, apart=apart)
         found.append(f"{tau:.2f} of {pairs} pairs")
-    return found
+    off = errors(lines, "mean")
+    return [*found, f"{np.median(np.abs(off)):.1%}", f"{off[np.argmax(np.abs(off))]:+.1%}"]

@@ -110,6 +110,7 @@ def test_a_demand_waits_for_one_chunk_of_the_link():
         order = [span.ticket for span in spans]
     assert waited >= 0.024
     assert all(span.end - span.begin >= 0.02 for span in spans)  # but for what it catches up with
+    assert {(s.ticket, s.cause) for s in spans} == {(ahead, "prefetch"), (demand, "demand")}
     assert order.index(demand) <= 2  # one chunk before it, two where this thread came late
     assert to.all() and other.all()
 

@@ -11,6 +11,7 @@ from host_offload.control.interface import Decision, Moment, Stage, Transition
 from host_offload.control.paging import PagedSpec
 from host_offload.simulate.prediction import predict
 from host_offload.simulate.simulator import simulate
+from host_offload.simulate.timeline import Link
 from host_offload.sizing.cost_model import CostError, Work
 from host_offload.sizing.version_costs import VersionCounts, compute_s, move_s, version_work
 from host_offload.traces.reader import TraceHeader
@@ -183,6 +184,124 @@ def test_another_models_trace_is_refused(tmp_path):
     wide = [np.repeat(STEPS[0], 20, axis=0)]
     with pytest.raises(CostError, match="at most 16 rows, not 20"):
         predict(write_trace(tmp_path / "wide", wide, EXPERTS), MODEL, cells=2)
+
+
+# ---- beside a link
+
+LINK = Link(rate=1.0, chunk_bytes=100)
+"""An expert takes as long as computing with one in a decode step."""
+
+
+def test_misses_travel_beside_computing_and_hits_hide_them(tmp_path):
+    trace = write_trace(tmp_path / "t", STEPS, EXPERTS)
+    found = predict(trace, MODEL, cells=2, link=LINK, draw=True)
+    plain = predict(trace, MODEL, cells=2)
+    assert np.array_equal(found.simulation.transfers, plain.simulation.transfers)
+    assert found.compute_s.tolist() == [BASE] * 4
+    # Step 1 misses one of two experts of layer 1, which travels while the other is computed. In
+    # step 0 both miss: gate and up of the first (33 and 33 of 100 bytes, a byte a second) are there
+    # at 66, the second's when the first was computed with.
+    assert found.stall_s.tolist() == pytest.approx([2 * 66, 0, 0, 66])
+    assert {e.track for e in found.events} == {"device", "link"}
+    assert predict(trace, MODEL, cells=2, link=LINK).events == ()
+
+
+def test_what_is_read_through_has_two_buffers(tmp_path):
+    ids = [np.array([[[0, 1], [0, 1]], [[2, 3], [0, 1]]])]
+    trace = write_trace(tmp_path / "t", ids, EXPERTS)
+    found = predict(trace, MODEL, cells=0, link=dataclasses.replace(LINK, rate=10.0), draw=True)
+    carried = [e for e in found.events if e.track == "link" and e.layer == 0]
+    begins = {e.name: e.begin for e in carried}
+    # The third waits for the buffer of the first: until its products have ended.
+    first = next(e for e in found.events if e.name == "layer 0 down")
+    assert begins["demand 0.1 part 0"] == pytest.approx(begins["demand 0.0 part 0"] + 10.0)
+    assert begins["demand 0.2 part 0"] == pytest.approx(first.end)
+
+
+def test_a_prefetch_reaches_over_the_border_of_a_step(tmp_path):
+    """Staged with step 2's list behind layer 0, needed in step 3: there is all of layer 1 and the
+    border between."""
+    trace = write_trace(tmp_path / "t", STEPS, EXPERTS)
+    slow = Link(rate=0.2, chunk_bytes=100)
+    found = predict(trace, MODEL, cells=4, policies=[Fetching()], link=slow, draw=True)
+    ahead = predict(trace, MODEL, cells=4, link=slow)
+    carried = [e for e in found.events if e.track == "link" and e.name[-10:-7] in ("0.2", "0.3")]
+    ends = np.cumsum(found.seconds)
+    assert ends[1] < carried[0].begin < ends[2] < carried[-1].begin < ends[3]
+    assert found.seconds[3] < ahead.seconds[3] - 100
+    assert found.simulation.staged.sum() == 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Between:
+    """Wants expert 2 of layer 1 at a moment of layer 0 of step 0."""
+
+    moment: Moment
+    needs = frozenset()
+    writes = frozenset({"stages"})
+
+    @property
+    def moments(self):
+        return frozenset({self.moment})
+
+    def init(self, spec): ...
+
+    def decide(self, state, observation):
+        wanted = observation.step == 0 and observation.layer == 0
+        return state, Decision(stages=(Stage(1, 2),) if wanted else ())
+
+
+@pytest.mark.parametrize(
+    ("moment", "before"), [(Moment.LAYER_BEGIN, "layer 0"), (Moment.ROUTED, "layer 0 gate and up")]
+)
+def test_what_is_staged_between_layers_travels_from_there(tmp_path, moment, before):
+    ids = [one_token([0, 1], [2, 3])]
+    trace = write_trace(tmp_path / "t", ids, EXPERTS)
+    options = {"cells": 4, "driver": "host", "link": Link(rate=100.0), "draw": True}
+    found = predict(trace, MODEL, policies=[Between(moment)], **options)
+    moved = next(e for e in found.events if e.name.startswith("prefetch 1.2"))
+    begins = {e.name: e.begin for e in reversed(found.events) if e.track == "device"}
+    # Two demands of layer 0, a second each, go first where they are known.
+    assert moved.begin == pytest.approx(
+        begins[before] + (2 if moment == Moment.ROUTED else 0), abs=1
+    )
+    assert found.simulation.misses.tolist() == [[2, 1]]
+
+
+def test_a_prefill_step_moves_beside_its_waves(tmp_path):
+    ids = np.tile(np.array([[[0, 1], [0, 1]], [[2, 3], [2, 3]]]), (65, 1, 1))
+    trace = write_trace(tmp_path / "t", [ids], EXPERTS, waves=[2])
+    for rate, cells in ((1.0, 4), (1.0, 1), (0.1, 2)):
+        found = predict(trace, MODEL, cells=cells, link=Link(rate, chunk_bytes=10))
+        compute, moved = found.compute_s.sum(), 8 * 100 / rate
+        assert max(compute, moved) < found.seconds.sum() < compute + moved
+
+
+def test_a_cell_that_is_wanted_again_has_one_writer(tmp_path):
+    """One cell, a link that hardly moves: every fill but the first waits for the one before."""
+    steps = [one_token([0, 1], [0, 1]), one_token([2, 3], [2, 3])] * 3
+    trace = write_trace(tmp_path / "t", steps, EXPERTS)
+    found = predict(trace, MODEL, cells=1, link=Link(rate=1e-3, chunk_bytes=100), draw=True)
+    moved = 4 * 100 * len(steps) / 1e-3
+    assert found.seconds.sum() == pytest.approx(moved, rel=0.2)
+
+
+@settings(max_examples=25)
+@given(seed=st.integers(0, 2**32), rate=st.floats(0.01, 100), cells=st.integers(0, 4))
+def test_with_a_link_steps_lie_between_the_larger_and_the_sum(tmp_path_factory, seed, rate, cells):
+    rng = np.random.default_rng(seed)
+    routed = random_routing(rng, 6, 2, EXPERTS, 2)
+    trace = write_trace(tmp_path_factory.mktemp("t") / "t", routed, EXPERTS)
+    options = {"cells": cells, "prefetch": "random"} if seed % 2 else {"cells": cells}
+    found = predict(trace, MODEL, link=Link(rate, chunk_bytes=100), **options)
+    listed = MODEL.stage_list * np.count_nonzero(found.simulation.staged.sum(axis=1))
+    compute, moved = found.compute_s.sum() + listed, found.bytes / rate
+    assert found.seconds.sum() <= compute + moved + 1e-6
+    ahead = found.simulation.staged.sum() * MODEL.expert_bytes / rate  # may come after the end
+    assert found.seconds.sum() >= max(compute, moved - ahead) - 1e-6
+    assert predict(trace, MODEL, link=Link(rate, chunk_bytes=100), **options).seconds.tolist() == (
+        found.seconds.tolist()
+    )
 
 
 # ---- several versions

@@ -72,7 +72,7 @@ def test_a_file_round_trips_and_is_found_by_what_it_is_of():
         ("{", "damaged: it is no JSON"),
         (json.dumps(MODEL.to_json())[:-40], "damaged"),
         ("[]", "no costs of moejax; delete it"),
-        (json.dumps(MODEL.to_json() | {"version": 2}), "version 2, this moejax reads 1"),
+        (json.dumps(MODEL.to_json() | {"version": 3}), "version 3, this moejax reads 2"),
         (json.dumps(MODEL.to_json() | {"figures": {}}), "without a figure"),
     ],
 )
@@ -126,6 +126,12 @@ def test_figures_of_other_executables_are_others():
 
 
 # ---- measuring
+
+
+def test_costs_are_not_those_of_a_link():
+    queued: Any = types.SimpleNamespace(stores=[None], queue=object())
+    with pytest.raises(UserError, match="measured without a link"):
+        measure.measure(queued)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from host_offload.policies.budget.peak_headroom import PeakHeadroom
+from host_offload.simulate.prediction import predict
 from host_offload.simulate.replay import replay
 from host_offload.simulate.simulator import simulate, spec_of
+from host_offload.simulate.timeline import Link
 from host_offload.sizing.configurator import turns_of
 from host_offload.sizing.miss_curves import trace_curves
 from host_offload.sizing.right_size import right_size, working_sets
@@ -277,6 +279,17 @@ def test_what_is_no_time(text):
         parse_time(text)
 
 
+def test_a_split_has_a_timeline(trace, planner):
+    events = planner.timeline(planner.split(MEMORY))
+    assert {event.track for event in events} == {"device"}
+    found = predict(trace, COSTS, cells=planner.split(MEMORY).cells, driver="device")
+    assert max(event.end for event in events) == pytest.approx(found.seconds.sum())
+    queued = Planner(trace, COSTS, queue=Link(1e9)).timeline(planner.split(MEMORY))
+    assert {event.track for event in queued} == {"device", "link"}
+    with pytest.raises(UserError, match="need measured costs"):
+        Planner(trace, None, link=1e9).timeline(planner.split(MEMORY))
+
+
 # ---- the command
 
 
@@ -290,8 +303,10 @@ def test_a_plan_runs(trace, costs, capsys, tmp_path):
     output = str(tmp_path / "plan.json")
     where = ("--trace", str(trace.directory), "--costs", costs)
     options = ("--memory", "3MiB", "--cells", "marginal", "--output", output)
-    status, out, _ = run(capsys, *where, *options)
+    drawn = tmp_path / "timeline.json"
+    status, out, _ = run(capsys, *where, *options, "--timeline", str(drawn))
     assert status == 0 and f"run with --config {output}" in out
+    assert len(json.loads(drawn.read_text())["traceEvents"]) > 100
     assert "did not come to rest" not in out
     lines = {line.split()[0]: line.split() for line in out.splitlines() if line.strip()}
     assert lines["everybody"][-1] == "MiB" and f"{trace.tokens:,}" in lines["everybody"]
@@ -348,6 +363,11 @@ def re_number(name: str, text: str) -> int:
         (("--users", "3"), "give --memory for a split"),
         (("--memory", "1GiB", "--users", "3", "--tpot", "1s"), "give --memory for a split"),
         (("--users", "3", "--tpot", "1s", "--output", "x"), "--output writes a split"),
+        (("--users", "3", "--tpot", "1s", "--timeline", "x.json"), "--timeline draws a split"),
+        (("--users", "3", "--tpot", "1s", "--link-rate", "1GB/s"), "of the steps of a split"),
+        (("--memory", "3MiB", "--link-latency", "20us"), "give its --link-rate"),
+        (("--memory", "3MiB", "--timeline", "x.svg"), "a timeline is FILE.json"),
+        (("--memory", "3MiB", "--link", "1GB/s", "--timeline", "x.json"), "measured costs"),
         (("--memory", "3MiB", "--tpot", "1s", "--cells", "uniform"), "are of a split"),
         (("--users", "3", "--tpot", "1s", "--kv-overflow", "swap"), "are of a split"),
         (("--memory", "0", "--link", "1GB/s"), "0 bytes are less than one slot"),

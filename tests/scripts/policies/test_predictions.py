@@ -15,7 +15,7 @@ def line(mean, predicted, *, batch=1, spread=0.1, **other):
         for seconds in (mean, predicted)
     )
     return {
-        **dict(device="CPU", model="m", batch=batch, prompt=8, policy="lru", cells=2),
+        **dict(device="CPU", model="m", batch=batch, prompt=8, policy="lru", cells=2, link="none"),
         **dict(misses_per_step=1.0, stall_share=0.25, stall_bound_share=0.125),
         **dict(repeats=5, compiled_steps=1),
         "measured_s": measured,
@@ -47,16 +47,18 @@ def test_errors_are_relative_to_what_was_measured():
     lines = [line(2, 1), line(2, 3), line(4, 4)]
     assert errors(lines, "p50").tolist() == [-0.5, 0.5, 0]
     text = markdown(lines)
-    assert "| CPU | m | 1 | 8 | lru | 2 | 1.0 | 2000.00 | 1000.00 |" in text
+    assert "| CPU | m | 1 | 8 | lru | 2 | none | 1.0 | 2000.00 | 1000.00 |" in text
     assert "| m | 3 | 33.3% | -50.0% |" in text
     assert "3 held-out configurations, 5 interleaved repeats" in text
+    assert text.splitlines()[-3].endswith("| 50.0% | -50.0% |")
     assert "3 steps that compiled were left out. Device: CPU." in text
 
 
 def test_every_configuration_is_of_its_own():
     for name in ("demo", "wide"):
-        found = list(check_predictions.held_out(name, 32))
-        assert len(found) >= 12 and len({c.place for c in found}) == len(found)
+        found = list(check_predictions.held_out(name, 32, ("none", "2GB/s")))
+        assert len(found) >= 24 and len({c.place for c in found}) == len(found)
+        assert [c.queue and c.queue.rate for c in found[:2]] == [None, 2e9]
 
 
 def test_too_few_repeats_are_refused(tmp_path, capsys):
@@ -67,6 +69,7 @@ def test_too_few_repeats_are_refused(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (("--links", "none,fast"), "'fast' is not a rate"),
         (("--configurations", "0"), "--configurations must be at least 1"),
         (("--longest", "200"), "--longest must be at least 216, got 200"),
         (("--configurations", "1", "--longest", "39"), "--longest must be at least 40, got 39"),

@@ -1,0 +1,196 @@
+"""Steps on a timeline: what they compute and move, when the device, the link and a miss allow it.
+
+Without a link the experts of a layer move within its step, as an engine without a queue does it:
+the device does nothing else meanwhile. With a link they are queued as an engine with a queue does
+it: what a layer misses are demands from its router on, what was staged are prefetches, and the
+device waits for just the part of an expert that it is about to compute with (docs/transfers.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from host_offload.queue.transfer import DEMAND, Transfer
+from host_offload.simulate.simulated_engine import LayerExperts, SimulatedStep, Staged
+from host_offload.simulate.timeline import LayerCost, Link, Need, Timeline
+from host_offload.sizing import version_costs
+from host_offload.sizing.cost_model import MOVES, CostModel, Work
+
+LINK = "link"
+PREFETCH = "prefetch"
+BUFFERS = 2
+"""Through which experts without a cell are read."""
+
+
+class StepLoad(NamedTuple):
+    """What a step computes."""
+
+    work: Work
+    """Without experts and tiles."""
+    rows: int | None
+    """Those of a decode executable; None: a prefill step."""
+    routed: np.ndarray
+    """int[L, E]: rows of each expert."""
+    control: float
+    """Seconds of what policies look at, before the step."""
+
+
+class _Fixed(NamedTuple):
+    """Seconds of a step that are no expert's."""
+
+    begin: float
+    before: float
+    """Each layer's, as `after`."""
+    after: float
+    end: float
+
+
+class StepTimeline:
+    """One step after the other from time 0 on. models: by version number. link: of the engine's
+    queue; None: it has none. record: whether the timeline keeps its events.
+
+    Raises QueueError for a link that cannot be.
+    """
+
+    def __init__(self, models: Sequence[CostModel], link: Link | None, *, record: bool):
+        self.timeline = Timeline({} if link is None else {LINK: link}, record=record)
+        self._models, self._queued = models, link is not None
+        self._flying: dict[int, int] = {}
+        """Arena row of a cell that a transfer writes → ticket. Row −1 − i is buffer i."""
+
+    def play(self, load: StepLoad, simulated: SimulatedStep) -> float:
+        """The seconds that a step takes from the end of the one before it, in whole nanoseconds."""
+        timeline, began = self.timeline, self.timeline.now
+        fixed, counts = self._fixed(load, simulated), simulated.versions
+        prefill = load.rows is None
+        timeline.compute("policies", load.control)
+        timeline.compute("begin", fixed.begin + version_costs.list_s(self._models, counts))
+        if self._queued:
+            self._queued_layers(load, simulated, fixed)
+        else:
+            moves = version_costs.moves_s(self._models, counts, prefill=prefill)
+            products = self._products(load, counts.version)
+            for layer, (gate_up, down) in enumerate(products.sum(axis=1)):
+                timeline.compute(f"layer {layer}", fixed.before, layer)
+                for kind, seconds in zip(MOVES, moves[:, layer].tolist(), strict=True):
+                    if kind != "stage":
+                        timeline.compute(f"layer {layer} {kind}", seconds, layer)
+                timeline.experts(layer, LayerCost(0.0, gate_up, down, fixed.after), LINK, ())
+                staged = moves[MOVES.index("stage"), layer]
+                timeline.compute(f"layer {layer} stage", float(staged), layer)
+        timeline.compute("end", fixed.end)
+        return round(timeline.now - began, 9)
+
+    # ---- seconds
+
+    def _fixed(self, load: StepLoad, simulated: SimulatedStep) -> _Fixed:
+        models, version, (layers, _) = self._models, simulated.versions.version, load.routed.shape
+        used = np.bincount(version[load.routed > 0], minlength=len(models))
+        cost, shares = (
+            version_costs.fixed_cost(models, load.work, used, load.rows),
+            models[0].shares,
+        )
+        outside = cost.step * shares.outside
+        after = (cost.step - outside) * shares.after / layers
+        inside = cost.seconds(load.work) - outside - after * layers
+        return _Fixed(outside / 2, inside / layers, after, outside / 2)
+
+    def _products(self, load: StepLoad, version: np.ndarray) -> np.ndarray:
+        """float64[L, E, 2]: seconds with gate and up, and with down, of each expert."""
+        found = np.zeros((*load.routed.shape, 2))
+        for number, model in enumerate(self._models):
+            mine = (load.routed > 0) & (version == number)
+            tile = model.chunk if load.rows is None else model.row_tile
+            cost = model.step_cost(load.rows)
+            seconds = cost.expert + cost.tile * (-(-load.routed[mine] // tile) - 1)
+            gate_up = seconds * model.shares.gate_up
+            found[mine] = np.stack([gate_up, seconds - gate_up], axis=1)
+        return found
+
+    # ---- with a queue
+
+    def _queued_layers(self, load: StepLoad, simulated: SimulatedStep, fixed: _Fixed) -> None:
+        timeline = self.timeline
+        products = self._products(load, simulated.versions.version)
+        moves = _by_layer(simulated.moves)
+        for layer in range(len(products)):
+            before, routed, waves, after = moves.get(layer, ((), (), (), ()))
+            self._prefetch(before)
+            timeline.compute(f"layer {layer}", fixed.before, layer)
+            self._prefetch(routed)
+            for wave in waves:
+                self._wave(wave, products[layer])
+            self._prefetch(after)
+            timeline.compute(f"layer {layer} after", fixed.after, layer)
+        settled = [row for row, ticket in self._flying.items() if timeline.there(LINK, ticket)]
+        for row in settled:
+            del self._flying[row]
+        timeline.forget(LINK)
+
+    def _prefetch(self, staged: Sequence[Staged]) -> None:
+        for entry in staged:
+            self._submit(entry.layer, entry.expert, entry.version, entry.row, PREFETCH)
+
+    def _wave(self, wave: LayerExperts, products: np.ndarray) -> None:
+        """A wave's misses are queued, and its experts computed as they come."""
+        layer, hits, needs, through = wave.layer, np.zeros(2), [], []
+        each = zip(*(values.tolist() for values in wave[1:]), strict=True)
+        for expert, missing, row, version in each:
+            if row < 0:
+                through.append((expert, version))
+                continue
+            if missing:
+                self._submit(layer, expert, version, row, DEMAND)
+            if row in self._flying:
+                needs.append(Need(self._flying[row], *products[expert].tolist()))
+            else:
+                hits += products[expert]
+        needs = [need for need in needs if not self._come(need, hits)]
+        cost = LayerCost(0.0, *hits.tolist())
+        read = self._read(layer, through, products)
+        self.timeline.experts(layer, cost, LINK, needs, read, BUFFERS)
+
+    def _come(self, need: Need, hits: np.ndarray) -> bool:
+        """Whether a prefetch is there; then it is one of the hits."""
+        if there := self.timeline.there(LINK, need.ticket):
+            hits += need.gate_up, need.down
+        return there
+
+    def _read(
+        self, layer: int, through: Sequence[tuple[int, int]], products: np.ndarray
+    ) -> Iterator[Need]:
+        """Experts (and their versions) without a cell, queued into the next buffer when taken."""
+        for i, (expert, version) in enumerate(through):
+            row = -1 - i % BUFFERS
+            self._submit(layer, expert, version, row, DEMAND)
+            yield Need(self._flying[row], *products[expert].tolist())
+
+    def _submit(self, layer: int, expert: int, version: int, row: int, cause: str) -> None:
+        """Queues a transfer into a cell. One that flies there already is taken back, or awaited
+        where it has begun."""
+        timeline = self.timeline
+        if (ticket := self._flying.get(row)) is not None and not timeline[LINK].cancel(ticket):
+            timeline.wait(LINK, ticket, layer=layer)
+        third = self._models[version].expert_bytes // 3
+        parts = third, third, self._models[version].expert_bytes - 2 * third
+        transfer = Transfer(layer, expert, version, row, cause)
+        self._flying[row] = timeline.submit(LINK, transfer, parts)
+
+
+def _by_layer(
+    moves: Sequence[LayerExperts | Staged],
+) -> Mapping[int, tuple[list[Staged], list[Staged], list[LayerExperts], list[Staged]]]:
+    """Layer → what was queued before it, behind its router, its waves, what was queued after it."""
+    found: dict[int, tuple[list, list, list, list]] = {}
+    for move in moves:
+        if isinstance(move, LayerExperts):
+            layer, place = move.layer, 2
+        elif move.coming is None:
+            layer, place = move.layer, 3
+        else:
+            layer, place = move.coming, 1 if move.routed else 0
+        found.setdefault(layer, ([], [], [], []))[place].append(move)
+    return found
