@@ -92,6 +92,8 @@ class StepSpec:
     in_place: bool = False
     """Every expert is resident where it lies in the store, which the device reads like its own
     memory; none has a cell."""
+    store: str = "memory"
+    """Where experts without a cell are: "memory", or "file"."""
     trace_arrays: frozenset[str] = frozenset()
     """What every step gives out beside the rest, of TRACE_ARRAYS; with any, steps are other
     executables."""

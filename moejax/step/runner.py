@@ -18,7 +18,7 @@ from jax.sharding import SingleDeviceSharding
 
 from host_offload.control.controller import Controller
 from host_offload.memory.arena import allocate_arena, own_arena
-from host_offload.memory.integrity import describe_faults
+from host_offload.memory.integrity import damaged, describe_faults
 from host_offload.memory.placement import Placement
 from host_offload.memory.store import ExpertStore
 from host_offload.memory.swap import SWAP_PAGES
@@ -470,7 +470,14 @@ class Runner:
     def faults(self) -> list[str]:
         """Broken invariants of arena, tables and store, in words. Waits for the device."""
         found = self._call(ProgramKey("integrity"), self.arena, self.tables, self.stores)
-        return describe_faults(np.asarray(found))
+        counts = np.asarray(found)
+        if self.memory is not None and self.store.files:
+            tables, arena = Tables(*map(np.asarray, self.tables)), self.memory.view()
+            counts = counts.copy()
+            for number, (version, files) in enumerate(self.store.files.items()):
+                rows = self.layout.records[number].rows
+                counts[-1] += damaged(arena, tables, number, files, rows)
+        return describe_faults(counts)
 
     def compiled(self) -> list[jax.stages.Compiled]:
         """The executables so far. Waits for those under way."""

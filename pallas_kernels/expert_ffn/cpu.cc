@@ -59,6 +59,7 @@ std::string find(const Experts& c, int64_t e, Expert& out) {
   }
   const int64_t place = version.places.empty() ? c.layer : version.places[c.layer];
   if (place < 0 || place >= version.layers) return name + " is not in its version's store";
+  if (!version.store) return name + " is in a file, and no queue reads it";
   out.record = version.store + (place * c.experts + e) * version.held.rows * c.hidden;
   out.format = &version.held;
   return "";

@@ -30,6 +30,7 @@ std::string entry_of(const Fills& c, int64_t i, Entry& out) {
   if (place < 0 || place >= version.layers || expert < 0 || expert >= version.experts) {
     return name + "is not in its version's store";
   }
+  if (!version.store) return name + "is in a file, and no queue reads it";
   if (row < 0 || row > c.arena_rows - version.cell.rows) {
     return name + "goes to row " + std::to_string(row) + " of an arena of " +
            std::to_string(c.arena_rows) + " rows";
