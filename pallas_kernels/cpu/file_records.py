@@ -27,7 +27,7 @@ class FileRecords:
     dtype = np.dtype(np.uint16)
     ndim = 4
     nbytes = 0
-    """Of host memory."""
+    """Bytes of host memory."""
 
     @property
     def file_bytes(self) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 from moejax.errors import UserError
 
 CONTROLLER = Path("/sys/fs/cgroup/memory")
-"""Of cgroups, version 1."""
+"""Where cgroups of version 1 are told how much memory they may have."""
 
 
 @contextlib.contextmanager
