@@ -12,7 +12,7 @@ import pytest
 from moejax import LLM, SamplingParams, UserError
 from moejax.checkpoints.convert import convert
 from moejax.checkpoints.load import load_checkpoint
-from moejax.evaluate.quantize import quantize
+from moejax.evaluate.quantization import quantize
 from moejax.start.decide.residency import check_store
 from moejax.start.options import Options
 from moejax.start.report.dry_run import dry_run
@@ -227,6 +227,17 @@ def flip_kept_time(path: Path) -> None:
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
+def answered(llm: LLM, tokens: range) -> list[tuple[list[int], str]]:
+    """What prompts of one token get, one after the other: the next token, and the error."""
+    found, once = [], SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+    for token in tokens:
+        request = llm.engine.add([token], once)
+        while not llm.engine.idle:
+            llm.engine.step()
+        found.append((request.output, str(request.error or "")))
+    return found
+
+
 @NATIVE
 @pytest.mark.parametrize(
     ("harm", "message"),
@@ -237,26 +248,34 @@ def flip_kept_time(path: Path) -> None:
         pytest.param(replace, "changed since it was opened first", marks=pytest.mark.slow),
     ],
 )
-def test_a_file_that_fails_while_it_runs(harm, message, converted, tmp_path):
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"expert_budget": 0},
+        {"expert_budget": "25%"},
+        pytest.param({"expert_budget": "25%", "driver": "host"}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_file_that_fails_while_it_runs(harm, message, options, converted, tmp_path):
     """The requests of steps that needed it fail and say its name; others have the same bits, and
     when the file is there again, so has everything."""
-    broken = copied(converted, tmp_path / "broken")
+    broken, tokens = copied(converted, tmp_path / "broken"), range(300, 312)
     path = expert_file(broken, 2, 6)
-    with in_files(broken, expert_budget=0) as llm:
-        wanted = run(llm, jobs())
-        shutil.copy2(path, tmp_path / "kept")
-        inode = path.stat().st_ino
+    with in_files(converted, expert_budget=0) as llm:
+        wanted = answered(llm, tokens)
+    with in_files(broken, **options) as llm:
+        kept, status = path.read_bytes(), path.stat()
         harm(path)
-        found = run(llm, jobs())
-        failed = [one for one in found if one.error]
-        assert failed and all(path.name and str(path) in one.error for one in failed)
-        assert all(message in one.error for one in failed)
+        found = answered(llm, tokens)
+        errors = [error for _, error in found if error]
+        assert 0 < len(errors) < len(tokens)
+        assert all(str(path) in error and message in error for error in errors)
         for ours, theirs in zip(found, wanted, strict=True):
-            assert ours.error or ours.same_bits(theirs)
-        if path.exists() and path.stat().st_ino == inode:  # with its old bytes it is the same file
-            times = (tmp_path / "kept").stat()
-            path.write_bytes((tmp_path / "kept").read_bytes())
-            os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
-            again = run(llm, jobs())
-            assert all(a.same_bits(b) for a, b in zip(again, wanted, strict=True))
+            assert ours[1] or ours == theirs
         assert not llm.engine.runner.faults()
+        if path.exists() and path.stat().st_ino == status.st_ino:
+            path.write_bytes(kept)
+            os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+            assert answered(llm, tokens) == wanted
+            assert not llm.engine.runner.faults()
