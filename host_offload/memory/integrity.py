@@ -89,9 +89,7 @@ def count_faults(
     return jnp.stack([*counts, wrong])
 
 
-def damaged(
-    arena: np.ndarray, tables: Tables, version: int, files: RecordFiles, rows: int
-) -> int:
+def damaged(arena: np.ndarray, tables: Tables, version: int, files: RecordFiles, rows: int) -> int:
     """How many residents of one version have other bytes than their files' checksums say.
 
     arena: uint16[rows, D], that nobody writes. tables: on the host. files: of the version, whose

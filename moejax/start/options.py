@@ -320,9 +320,7 @@ class Options:
                     "store='file'"
                 )
         if self.host_memory is not None and self.memory is not None:
-            raise UserError(
-                "host_memory is memory and the parameters together; give one of them"
-            )
+            raise UserError("host_memory is memory and the parameters together; give one of them")
         if self.driver not in DRIVERS:
             raise UserError(
                 f"driver {self.driver!r} does not exist; use one of {', '.join(DRIVERS)}"

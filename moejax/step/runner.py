@@ -474,7 +474,7 @@ class Runner:
         if self.memory is not None and self.store.files:
             tables, arena = Tables(*map(np.asarray, self.tables)), self.memory.view()
             counts = counts.copy()
-            for number, (version, files) in enumerate(self.store.files.items()):
+            for number, files in enumerate(self.store.files.values()):
                 rows = self.layout.records[number].rows
                 counts[-1] += damaged(arena, tables, number, files, rows)
         return describe_faults(counts)

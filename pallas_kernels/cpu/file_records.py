@@ -11,9 +11,7 @@ import jax
 import numpy as np
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["sizes"], meta_fields=["shape"]
-)
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["sizes"], meta_fields=["shape"])
 @dataclasses.dataclass(frozen=True)
 class FileRecords:
     """What programs carry in the place of a store uint16[L, E, rows, D] of which no byte is in

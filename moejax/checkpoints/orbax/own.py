@@ -178,7 +178,7 @@ def _check_in_files(
     where = f"{stored.directory}: store='file' reads experts as they are"
     if dtype != stored.dtype:
         raise UserError(
-            f"{where}, in {stored.dtype}, not {dtype}; leave dtype out, or write another checkpoint "
+            f"{where}, in {stored.dtype}, not {dtype}; leave dtype out, or write another one "
             f"with `moejax convert SRC DST --dtype {dtype}`"
         )
     for version in versions:
@@ -189,7 +189,7 @@ def _check_in_files(
             )
     if len(held) > len(set(versions)):
         raise UserError(
-            f"{where}, and {versions[0]} lacks MoE layers that only dense holds, which store='file' "
+            f"{where}, and {versions[0]} lacks MoE layers that only dense holds, which a file store "
             "does not mix; use another version or store='memory'"
         )
 

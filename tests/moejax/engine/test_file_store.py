@@ -187,7 +187,7 @@ def test_what_the_files_do_not_have(options, message, converted):
 @NATIVE
 def test_a_directory_that_is_not_converted(demo_dir):
     for start in (in_files, lambda model: dry_run(Options(model, store="file"))):
-        with pytest.raises(UserError, match="run `moejax convert .*demo DST` once"):
+        with pytest.raises(UserError, match=r"run `moejax convert .*demo DST` once"):
             start(demo_dir)
 
 
