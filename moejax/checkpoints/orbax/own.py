@@ -189,8 +189,8 @@ def _check_in_files(
             )
     if len(held) > len(set(versions)):
         raise UserError(
-            f"{where}, and {versions[0]} lacks MoE layers that only dense holds, which a file store "
-            "does not mix; use another version or store='memory'"
+            f"{where}, and {versions[0]} lacks MoE layers that only dense holds, which files "
+            "cannot mix; use another version or store='memory'"
         )
 
 
