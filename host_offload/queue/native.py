@@ -73,6 +73,17 @@ class _Faults(ctypes.Structure):
     )
 
 
+class _Totals(ctypes.Structure):
+    """TransferTotals."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("demand_bytes", "ahead_bytes", "demands", "ahead")),
+        *((name, ctypes.c_int64) for name in ("late", "cancelled", "failed", "waits")),
+        *((name, ctypes.c_int64) for name in ("flying", "bytes_left")),
+        *((name, ctypes.c_double) for name in ("wait_seconds", "busy_seconds")),
+    )
+
+
 class _Event(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("kind", "ticket", "a", "b")),
@@ -95,9 +106,14 @@ def _library() -> ctypes.CDLL:
         ),
         "transfers_cancel": (ctypes.c_int32, (handle, number)),
         "transfers_reorder": (ctypes.c_int32, (handle, number, ctypes.c_int32, ctypes.c_int32)),
+        "transfers_find": (ctypes.c_void_p, (handle, number)),
+        "transfers_waited": (None, (ctypes.c_void_p,)),
         "transfers_wait": (
             ctypes.c_int32,
-            (handle, number, number, ctypes.c_double, ctypes.POINTER(_Record)),
+            (
+                *(handle, ctypes.c_void_p, number, ctypes.c_double),
+                *(ctypes.POINTER(_Record), *text),
+            ),
         ),
         "transfers_wait_cell": (ctypes.c_int32, (handle, number, number)),
         "transfers_observe": (
@@ -105,6 +121,8 @@ def _library() -> ctypes.CDLL:
             (handle, *(ctypes.POINTER(_Record), ctypes.POINTER(number)) * 2),
         ),
         "transfers_message": (None, (handle, number, *text)),
+        "transfers_totals": (None, (handle, ctypes.POINTER(_Totals))),
+        "transfers_forget_settled": (None, (handle,)),
         "transfers_step": (ctypes.c_int32, (handle,)),
         "transfers_inject": (None, (handle, ctypes.POINTER(_Faults))),
         "transfers_record": (None, (handle, ctypes.c_int32)),
@@ -126,6 +144,33 @@ class Faults:
     delay: float = 0.0
     errors: float = 0.0
     short_reads: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Totals:
+    """What a queue did since it was made."""
+
+    demand_bytes: int
+    """That arrived, of transfers that were queued as demands."""
+    ahead_bytes: int
+    """That arrived, of those queued with another cause."""
+    demands: int
+    """Transfers that arrived, by the same."""
+    ahead: int
+    late: int
+    """Transfers ahead that an op had to wait for; the others were in time, or never needed."""
+    cancelled: int
+    failed: int
+    waits: int
+    """Times that an op waited for bytes."""
+    flying: int
+    """Transfers that have not settled."""
+    bytes_left: int
+    """Bytes of those that are not there."""
+    wait_seconds: float
+    """With an op waiting."""
+    busy_seconds: float
+    """With a chunk under way."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,17 +261,25 @@ class NativeQueue:
     def wait(self, ticket: int, part: int | None = None) -> Settled | None:
         """See Backend. Raises QueueError for a ticket that never was or whose end was observed."""
         self._require_open()
-        record, number = _Record(), -1 if part is None else part
-        there = 0
-        while not there:
-            there = self._calls.moejax_transfers_wait(
-                self.handle, ticket, number, _WAIT_SECONDS, record
-            )
-        if there == -1:
+        record, number, text = _Record(), _part(part), ctypes.create_string_buffer(_TEXT)
+        transfer = self._calls.moejax_transfers_find(self.handle, ticket)
+        if transfer is None:
             raise QueueError(f"there is no ticket {ticket}, or its end was observed")
-        if there < 0 or number < -1:
+        there = 0
+        try:
+            while not there:
+                there = self._calls.moejax_transfers_wait(
+                    self.handle, transfer, number, _WAIT_SECONDS, record, text, _TEXT
+                )
+        finally:
+            self._calls.moejax_transfers_waited(transfer)
+        if there == -1:
+            raise QueueError("the queue is closed")
+        if there < 0:
             raise QueueError(f"ticket {ticket} has no part {part}")
-        return self._settled(record) if record.state in _STATES else None
+        if record.state not in _STATES:
+            return None
+        return Settled(ticket, self._transfer(record), _STATES[record.state], _said(text))
 
     def observe(self) -> Progress:
         self._require_open()
@@ -255,11 +308,33 @@ class NativeQueue:
         which is a demand from now on. "done" where the part is there or nobody writes, "failed"
         until another transfer into the cell. Raises QueueError for a part that there is not."""
         self._require_open()
-        number = -1 if part is None else part
+        number = _part(part)
         state = self._calls.moejax_transfers_wait_cell(self.handle, cell, number)
         if state < 0:
             raise QueueError(f"what is written into cell {cell} has no part {part}")
         return _STATES[state]
+
+    def totals(self) -> Totals:
+        self._require_open()
+        totals = _Totals()
+        self._calls.moejax_transfers_totals(self.handle, totals)
+        return Totals(*(getattr(totals, name) for name, _ in _Totals._fields_))
+
+    def forget_settled(self) -> None:
+        """From now on what has settled is kept for no observation: of queues that only ops and
+        `totals` ask."""
+        self._require_open()
+        self._calls.moejax_transfers_forget_settled(self.handle)
+
+    def cause_number(self, cause: str) -> int:
+        """The number that the library knows a cause by; 0: a demand."""
+        return self._cause(cause)
+
+    def file_number(self, path: str) -> int:
+        """The number that sources name a file by, which is looked at now and must stay as it is.
+        Raises QueueError where it cannot be read."""
+        self._require_open()
+        return self._file(path)
 
     def step(self) -> bool:
         """Carries out one chunk in this thread; False where none waits."""
@@ -347,6 +422,13 @@ def checksum(kind: str, data: bytes) -> str:
     number = {"sha256": 1, "crc32c": 2}[kind]
     value = _library().moejax_checksum(number, data, len(data))
     return f"{value:0{16 if number == 1 else 8}x}"
+
+
+def _part(part: int | None) -> int:
+    """How the library is told it; -1: all. Raises QueueError for a negative one."""
+    if part is not None and part < 0:
+        raise QueueError(f"parts count from 0, there is no part {part}")
+    return -1 if part is None else part
 
 
 def _check(source: Source) -> int:

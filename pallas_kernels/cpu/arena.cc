@@ -36,7 +36,10 @@ OwnedArena::OwnedArena(int64_t rows, int64_t hidden) : rows(rows), hidden(hidden
   mapped_ = static_cast<size_t>(whole);
 }
 
-OwnedArena::~OwnedArena() { munmap(data, mapped_); }
+OwnedArena::~OwnedArena() {
+  supply_.reset();  // closes the queue, which writes here
+  munmap(data, mapped_);
+}
 
 std::string OwnedArena::out_of_order(const char* what, uint32_t writes) const {
   return std::string("a ") + what + " of the arena is out of order: it follows write " +

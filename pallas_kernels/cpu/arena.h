@@ -7,10 +7,13 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
 
 namespace moejax {
 
 constexpr int64_t kTokenSize = 2;  // values of a token
+
+class Supply;  // supply.h
 
 class OwnedArena {
  public:
@@ -26,6 +29,10 @@ class OwnedArena {
   uint32_t end_write();  // the token's number for what comes after
   uint32_t writes();
 
+  // What brings records into cells beside the ops: from before the first op on, for good.
+  void attach(std::shared_ptr<Supply> supply) { supply_ = std::move(supply); }
+  const std::shared_ptr<Supply>& supply() const { return supply_; }
+
   const int64_t rows, hidden;  // uint16[rows, hidden]
   uint16_t* data = nullptr;
   int64_t delay_us = 0;  // of tests: readers and writers hold the arena for so long
@@ -33,6 +40,7 @@ class OwnedArena {
  private:
   std::string out_of_order(const char* what, uint32_t writes) const;
 
+  std::shared_ptr<Supply> supply_;  // null: ops copy records themselves
   size_t mapped_ = 0;
   std::mutex mutex_;
   uint32_t writes_ = 0;  // from the beginning on; wraps

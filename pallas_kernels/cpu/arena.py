@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from pallas_kernels.cpu.library import call, int32, library
+from pallas_kernels.cpu.sources import Sources
 
 TOKEN = jax.ShapeDtypeStruct((2,), np.uint32)
 """Unlike any other array of a step, so that a copy of it shows in what XLA compiles: it makes one
@@ -50,6 +51,16 @@ class OwnedArena:
         return self.size * self.dtype.itemsize
 
 
+@dataclasses.dataclass(frozen=True)
+class TransferFailure:
+    """An expert that an op could not compute."""
+
+    layer: int
+    expert: int
+    message: str
+    """Why its bytes did not come, with the file's name."""
+
+
 class ArenaMemory:
     """The memory of an owned arena: zeros, aligned to 2 MiB, until `close` or until nobody refers
     to this object; then the ops that still run end on it, and others are refused."""
@@ -63,6 +74,8 @@ class ArenaMemory:
             raise MemoryError(f"there is no memory for an arena of {gib:.1f} GiB")
         self.address = int(_functions().data(self.handle))
         """Where the first row lies; constant."""
+        self.sources: Sources | None = None
+        """Where a queue brings records from; None: there is no queue."""
         self.close = weakref.finalize(self, _functions().close, self.handle)
         """Frees the memory. Idempotent."""
 
@@ -82,6 +95,40 @@ class ArenaMemory:
         """uint16[rows, D], the memory itself: valid until close, for between two programs."""
         values = (ctypes.c_uint16 * (self.rows * self.hidden)).from_address(self.address)
         return np.ctypeslib.as_array(values).reshape(self.rows, self.hidden)
+
+    def attach(self, queue: int, sources: Sources, *, ahead: int, buffers: int = 2) -> None:
+        """From now on a native queue brings records into cells, each named by its first row: `fill`
+        and `stage` queue, expert_ffn waits for what it reads. Once, before the first op.
+
+        queue: its handle (host_offload.queue.native), which has no other user. ahead: the number of
+        the cause that `stage` queues with. buffers: through which records without a cell are read,
+        each of the largest one. Raises ValueError where the arena or the queue is closed, or
+        without memory.
+        """
+        most = max(map(len, sources.parts))
+        parts = np.array([[*p, *(0,) * (most - len(p))] for p in sources.parts], np.int64)
+        shape, records = (
+            np.array(sources.records.shape, np.int64),
+            np.ascontiguousarray(sources.records),
+        )
+        pointers = (array.ctypes.data for array in (shape, records, parts))
+        if not _functions().attach(self.handle, queue, *pointers, most, ahead, buffers):
+            raise ValueError("the arena or the queue is closed, or there is no memory for buffers")
+        self.sources = sources
+
+    def failures(self, writes: int) -> list[TransferFailure]:
+        """The experts that ops could not compute because their bytes did not come: of ops that
+        began after no more than so many writes, each told once."""
+        most, size = 16, 1024
+        layer, expert = (np.zeros(most, np.int32) for _ in range(2))
+        text = ctypes.create_string_buffer(most * size)
+        arguments = self.handle, writes, most, layer.ctypes.data, expert.ctypes.data
+        count = _functions().failures(*arguments, text, size)
+        said = [text.raw[i * size :].split(b"\0", 1)[0] for i in range(min(count, most))]
+        return [
+            TransferFailure(*numbers, message.decode(errors="replace"))
+            for *numbers, message in zip(layer.tolist(), expert.tolist(), said, strict=False)
+        ]
 
     def delay(self, microseconds: int) -> None:
         """For tests: every op holds the arena for so much longer."""
@@ -123,6 +170,8 @@ class _Functions:
     data: ctypes._NamedFuncPointer
     writes: ctypes._NamedFuncPointer
     delay: ctypes._NamedFuncPointer
+    attach: ctypes._NamedFuncPointer
+    failures: ctypes._NamedFuncPointer
     close: ctypes._NamedFuncPointer
 
 
@@ -136,5 +185,15 @@ def _functions() -> _Functions:
     found["new"].restype = found["writes"].restype = ctypes.c_uint32
     found["data"].restype = ctypes.c_void_p
     found["delay"].argtypes = [ctypes.c_uint32, ctypes.c_int64]
+    number, pointer = ctypes.c_int64, ctypes.c_void_p
+    found["attach"].argtypes = [
+        *(ctypes.c_uint32, ctypes.c_int32, pointer, pointer, pointer),
+        *(number, ctypes.c_int32, number),
+    ]
+    found["failures"].argtypes = [
+        *(ctypes.c_uint32, ctypes.c_uint32, number, pointer, pointer),
+        *(ctypes.c_char_p, number),
+    ]
+    found["attach"].restype, found["failures"].restype = ctypes.c_int32, number
     found["delay"].restype = found["close"].restype = None
     return _Functions(**found)

@@ -10,8 +10,11 @@ namespace moejax {
 namespace {
 
 std::mutex registry_mutex;
-std::map<int32_t, std::shared_ptr<TransferQueue>> registry;
 int32_t handles = 0;
+std::map<int32_t, std::shared_ptr<TransferQueue>>& registry() {
+  static auto* const queues = new std::map<int32_t, std::shared_ptr<TransferQueue>>();
+  return *queues;  // never destroyed: ops may run while the process ends
+}
 const char* const kClosed = "the queue is closed";
 
 void copy(const std::string& from, char* to, int64_t size) {
@@ -24,8 +27,8 @@ void copy(const std::string& from, char* to, int64_t size) {
 
 std::shared_ptr<TransferQueue> find_transfer_queue(int32_t handle) {
   std::lock_guard<std::mutex> held(registry_mutex);
-  const auto found = registry.find(handle);
-  return found == registry.end() ? nullptr : found->second;
+  const auto found = registry().find(handle);
+  return found == registry().end() ? nullptr : found->second;
 }
 
 }  // namespace moejax
@@ -37,7 +40,7 @@ MOEJAX_EXPORT int32_t moejax_transfers_new(const TransferOptions* options, char*
   try {
     auto queue = std::make_shared<TransferQueue>(*options);
     std::lock_guard<std::mutex> held(registry_mutex);
-    registry[++handles] = std::move(queue);
+    registry()[++handles] = std::move(queue);
     return handles;
   } catch (const std::exception& error) {
     copy(error.what(), why, size);
@@ -51,7 +54,7 @@ MOEJAX_EXPORT void moejax_transfers_delete(int32_t handle) {
   if (!queue) return;
   queue->close();
   std::lock_guard<std::mutex> held(registry_mutex);
-  registry.erase(handle);
+  registry().erase(handle);
 }
 
 // The other functions answer as a closed, empty queue would where there is none of that number.
@@ -95,10 +98,26 @@ MOEJAX_EXPORT int32_t moejax_transfers_reorder(int32_t handle, int64_t ticket, i
   return queue && queue->reorder(ticket, cause, priority);
 }
 
-MOEJAX_EXPORT int32_t moejax_transfers_wait(int32_t handle, int64_t ticket, int64_t part,
-                                            double seconds, TransferRecord* record) {
+using Waited = std::shared_ptr<TransferQueue::Transfer>;
+
+// A transfer that is waited for, in one call or several; null where there is none. It stays, and so
+// does its end, until moejax_transfers_waited.
+MOEJAX_EXPORT Waited* moejax_transfers_find(int32_t handle, int64_t ticket) {
   const auto queue = find_transfer_queue(handle);
-  return queue ? queue->wait(ticket, part, seconds, record) : -1;
+  auto found = queue ? queue->find(ticket) : nullptr;
+  return found ? new Waited(std::move(found)) : nullptr;
+}
+
+MOEJAX_EXPORT void moejax_transfers_waited(Waited* transfer) { delete transfer; }
+
+MOEJAX_EXPORT int32_t moejax_transfers_wait(int32_t handle, const Waited* transfer, int64_t part,
+                                            double seconds, TransferRecord* record, char* text,
+                                            int64_t size) {
+  std::string failure;
+  const auto queue = find_transfer_queue(handle);
+  const int32_t there = queue ? queue->wait(*transfer, part, seconds, record, &failure) : -1;
+  copy(failure, text, size);
+  return there;
 }
 
 MOEJAX_EXPORT int32_t moejax_transfers_wait_cell(int32_t handle, int64_t cell, int64_t part) {
@@ -124,6 +143,15 @@ MOEJAX_EXPORT double moejax_transfers_observe(int32_t handle, TransferRecord* fl
 MOEJAX_EXPORT void moejax_transfers_message(int32_t handle, int64_t ticket, char* text, int64_t size) {
   const auto queue = find_transfer_queue(handle);
   copy(queue ? queue->message(ticket) : kClosed, text, size);
+}
+
+MOEJAX_EXPORT void moejax_transfers_totals(int32_t handle, TransferTotals* totals) {
+  const auto queue = find_transfer_queue(handle);
+  *totals = queue ? queue->totals() : TransferTotals{};
+}
+
+MOEJAX_EXPORT void moejax_transfers_forget_settled(int32_t handle) {
+  if (const auto queue = find_transfer_queue(handle)) queue->forget_settled();
 }
 
 MOEJAX_EXPORT int32_t moejax_transfers_step(int32_t handle) {

@@ -77,8 +77,10 @@ struct TransferQueue::File {
 };
 
 struct TransferQueue::Transfer {
-  int64_t ticket;
+  int64_t ticket = 0;
   TransferRequest request;
+  int32_t asked = 0;          // the cause that it was queued with
+  bool late = false;          // an op waited for it
   std::vector<int64_t> left;  // bytes of each part that are not there
   std::vector<Chunk> chunks;
   std::vector<char> ended;    // by chunk
@@ -158,10 +160,12 @@ bool TransferQueue::direct(int32_t file) {
   return file >= 0 && (size_t)file < files_.size() && files_[(size_t)file]->direct;
 }
 
-int64_t TransferQueue::submit(const TransferRequest& request, const int64_t* part_bytes,
-                              std::string* why) {
+std::shared_ptr<TransferQueue::Transfer> TransferQueue::made(const TransferRequest& request,
+                                                              const int64_t* part_bytes,
+                                                              std::string* why) const {
   auto transfer = std::make_shared<Transfer>();
   transfer->request = request;
+  transfer->asked = request.cause;
   for (int32_t part = 0; part < request.parts; part++) {
     if (part_bytes[part] < 1) break;
     transfer->left.push_back(part_bytes[part]);
@@ -173,35 +177,34 @@ int64_t TransferQueue::submit(const TransferRequest& request, const int64_t* par
   }
   if (request.parts < 1 || (int32_t)transfer->left.size() < request.parts) {
     *why = "a transfer needs bytes in each part";
-    return 0;
+    return nullptr;
   }
   transfer->ended.resize(transfer->chunks.size());
   if (request.check != Check::NONE) transfer->checksum = std::make_unique<Checksum>(request.check);
   transfer->submitted = now();
-  Held held(mutex_);
-  if (stopping_) {
-    *why = "the queue is closed";
-    return 0;
-  }
+  return transfer;
+}
+
+// Why a transfer cannot be queued, or empty; sets its file.
+std::string TransferQueue::refusal(Transfer& transfer) {
+  const TransferRequest& request = transfer.request;
+  if (stopping_) return "the queue is closed";
   if (request.file >= (int32_t)files_.size()) {
-    *why = "there is no file " + std::to_string(request.file);
-    return 0;
+    return "there is no file " + std::to_string(request.file);
   }
-  if (request.file >= 0) {
-    transfer->file = files_[(size_t)request.file].get();
-    if (request.source < 0 || request.source > transfer->file->identity.size - transfer->bytes) {
-      *why = transfer->file->path + " has " + std::to_string(transfer->file->identity.size) +
-             " bytes, not " + std::to_string(transfer->bytes) + " from " +
-             std::to_string(request.source) + " on";
-      return 0;
-    }
+  if (request.file < 0) return "";
+  transfer.file = files_[(size_t)request.file].get();
+  if (request.source >= 0 && request.source <= transfer.file->identity.size - transfer.bytes) {
+    return "";
   }
-  auto& writer = cells_[request.cell];
-  if (writer && !settled(writer->state)) {
-    *why = "cell " + std::to_string(request.cell) + " has a transfer under way, ticket " +
-           std::to_string(writer->ticket) + "; wait for it, or cancel it";
-    return 0;
-  }
+  return transfer.file->path + " has " + std::to_string(transfer.file->identity.size) +
+         " bytes, not " + std::to_string(transfer.bytes) + " from " +
+         std::to_string(request.source) + " on";
+}
+
+// Of a cell that has no writer.
+void TransferQueue::enqueue(const std::shared_ptr<Transfer>& transfer) {
+  auto& writer = cells_[transfer->request.cell];
   if (writer) writer->before = nullptr;
   transfer->before = std::move(writer);
   writer = transfer;
@@ -209,19 +212,99 @@ int64_t TransferQueue::submit(const TransferRequest& request, const int64_t* par
   transfer->ticket = ++tickets_;
   transfers_[transfer->ticket] = transfer;
   turns_.insert(transfer->turn());
-  note(TransferEvent::SUBMIT, transfer->ticket, request.cause, request.priority);
+  note(TransferEvent::SUBMIT, transfer->ticket, transfer->request.cause, transfer->request.priority);
+}
+
+int64_t TransferQueue::submit(const TransferRequest& request, const int64_t* part_bytes,
+                              std::string* why) {
+  const auto transfer = made(request, part_bytes, why);
+  if (!transfer) return 0;
+  Held held(mutex_);
+  *why = refusal(*transfer);
+  if (!why->empty()) return 0;
+  const auto found = cells_.find(request.cell);
+  if (found != cells_.end() && !settled(found->second->state)) {
+    *why = "cell " + std::to_string(request.cell) + " has a transfer under way, ticket " +
+           std::to_string(found->second->ticket) + "; wait for it, or cancel it";
+    return 0;
+  }
+  enqueue(transfer);
   held.unlock();
   work_.notify_all();
   return transfer->ticket;
+}
+
+int64_t TransferQueue::replace(const TransferRequest& request, const int64_t* part_bytes,
+                               std::string* why) {
+  auto transfer = made(request, part_bytes, why);
+  Held held(mutex_);
+  evict(held, request.cell);
+  if (transfer) *why = refusal(*transfer);
+  if (!why->empty()) {
+    if (!transfer) transfer = std::make_shared<Transfer>();
+    transfer->request = request;
+    transfer->failure = *why;
+    transfer->state = TransferState::FAILED;
+    totals_.failed++;
+    cells_[request.cell] = transfer;
+    concerns_ = (int64_t)cells_.size();
+    return 0;
+  }
+  enqueue(transfer);
+  held.unlock();
+  work_.notify_all();
+  return transfer->ticket;
+}
+
+void TransferQueue::vacate(int64_t cell) {
+  Held held(mutex_);
+  evict(held, cell);
+  cells_.erase(cell);
+  concerns_ = (int64_t)cells_.size();
+}
+
+// Leaves no writer of the cell that has not settled.
+void TransferQueue::evict(Held& held, int64_t cell) {
+  for (auto found = cells_.find(cell); found != cells_.end() && !settled(found->second->state);
+       found = cells_.find(cell)) {
+    const auto writer = found->second;
+    if (writer->state == TransferState::WAITING) {
+      take_back(*writer);
+      continue;
+    }
+    if (writer->request.cause) give_turn(*writer, 0, writer->request.priority);
+    wait_as_op(held, *writer, -1);
+  }
+}
+
+std::set<int64_t> TransferQueue::drain() {
+  Held held(mutex_);
+  const auto flying = [this] {
+    for (const auto& [cell, transfer] : cells_) {
+      if (!settled(transfer->state)) return transfer;
+    }
+    return std::shared_ptr<Transfer>();
+  };
+  while (const auto transfer = flying()) wait_as_op(held, *transfer, -1);
+  std::set<int64_t> failed;
+  for (const auto& [cell, transfer] : cells_) failed.insert(cell);
+  cells_.clear();
+  concerns_ = 0;
+  return failed;
+}
+
+void TransferQueue::take_back(Transfer& transfer) {
+  turns_.erase(transfer.turn());
+  note(TransferEvent::CANCEL, transfer.ticket, 0, 0);
+  settle(transfer, TransferState::CANCELLED);
 }
 
 bool TransferQueue::cancel(int64_t ticket) {
   Held held(mutex_);
   const auto found = transfers_.find(ticket);
   if (found == transfers_.end() || found->second->state != TransferState::WAITING) return false;
-  turns_.erase(found->second->turn());
-  note(TransferEvent::CANCEL, ticket, 0, 0);
-  settle(*found->second, TransferState::CANCELLED);
+  const auto transfer = found->second;
+  take_back(*transfer);
   return true;
 }
 
@@ -363,8 +446,17 @@ void TransferQueue::settle(Transfer& transfer, TransferState state) {
   }
   transfer.before = nullptr;
   concerns_ = (int64_t)cells_.size();
-  ended_.push_back(transfers_.at(transfer.ticket));
+  if (state == TransferState::DONE) {
+    (transfer.asked ? totals_.ahead : totals_.demands)++;
+    (transfer.asked ? totals_.ahead_bytes : totals_.demand_bytes) += transfer.bytes;
+    totals_.late += transfer.late;
+  } else {
+    (state == TransferState::FAILED ? totals_.failed : totals_.cancelled)++;
+  }
   note(TransferEvent::SETTLE, transfer.ticket, (int64_t)state, 0);
+  const auto found = transfers_.find(transfer.ticket);
+  if (!forgetful_) ended_.push_back(found->second);
+  else transfers_.erase(found);  // its caller keeps it
   news_.notify_all();
 }
 
@@ -490,14 +582,20 @@ bool TransferQueue::wait_for(Held& held, Transfer& transfer, int64_t part, doubl
   return come();
 }
 
-int TransferQueue::wait(int64_t ticket, int64_t part, double seconds, TransferRecord* record) {
+std::shared_ptr<TransferQueue::Transfer> TransferQueue::find(int64_t ticket) {
   Held held(mutex_);
   const auto found = transfers_.find(ticket);
-  if (found == transfers_.end()) return -1;
-  const auto transfer = found->second;
+  return found == transfers_.end() ? nullptr : found->second;
+}
+
+int TransferQueue::wait(const std::shared_ptr<Transfer>& transfer, int64_t part, double seconds,
+                        TransferRecord* record, std::string* failure) {
+  if (!transfer) return -1;
+  Held held(mutex_);
   if (!settled(transfer->state) && part >= (int64_t)transfer->left.size()) return -2;
   const bool come = wait_for(held, *transfer, part, seconds);
   *record = record_of(*transfer);
+  *failure = transfer->failure;
   return come;
 }
 
@@ -514,8 +612,51 @@ TransferState TransferQueue::wait_cell(int64_t cell, int64_t part) {
   if (!there(*transfer, part) && transfer->request.cause) {
     give_turn(*transfer, 0, transfer->request.priority);
   }
-  wait_for(held, *transfer, part, -1);
+  wait_as_op(held, *transfer, part);
   return settled(transfer->state) ? transfer->state : TransferState::DONE;
+}
+
+// wait_for without an end, counted.
+void TransferQueue::wait_as_op(Held& held, Transfer& transfer, int64_t part) {
+  if (there(transfer, part)) return;
+  transfer.late = true;
+  totals_.waits++;
+  if (!waiting_++) waiting_since_ = now();
+  wait_for(held, transfer, part, -1);
+  if (!--waiting_) totals_.wait_seconds += now() - waiting_since_;
+}
+
+bool TransferQueue::flies(int64_t cell) {
+  if (!concerns_.load(std::memory_order_acquire)) return false;
+  Held held(mutex_);
+  return cells_.count(cell);
+}
+
+std::string TransferQueue::failure_of(int64_t cell) {
+  Held held(mutex_);
+  const auto found = cells_.find(cell);
+  return found == cells_.end() ? "" : found->second->failure;
+}
+
+TransferTotals TransferQueue::totals() {
+  Held held(mutex_);
+  TransferTotals found = totals_;
+  for (const auto& [cell, transfer] : cells_) {
+    if (settled(transfer->state)) continue;
+    found.flying++;
+    for (int64_t n : transfer->left) found.bytes_left += n;
+  }
+  found.busy_seconds = busy_ + (under_way_ ? now() - busy_since_ : 0);
+  if (waiting_) found.wait_seconds += now() - waiting_since_;
+  return found;
+}
+
+void TransferQueue::forget_settled() {
+  Held held(mutex_);
+  forgetful_ = true;
+  observed_.clear();
+  for (const auto& transfer : ended_) transfers_.erase(transfer->ticket);
+  ended_.clear();
 }
 
 TransferRecord TransferQueue::record_of(const Transfer& transfer) {
@@ -566,6 +707,10 @@ void TransferQueue::close() {
     it = turns_.erase(it);
     note(TransferEvent::CANCEL, transfer->ticket, 0, 0);
     settle(*transfer, TransferState::CANCELLED);
+    // Ops that still run must not take the cell for one whose bytes are there.
+    transfer->failure = "the queue was closed";
+    cells_[transfer->request.cell] = transfer;
+    concerns_ = (int64_t)cells_.size();
   }
   work_.notify_all();
   // What has begun ends, also in the hands of callers, who may be in no hurry to take the rest.

@@ -74,6 +74,18 @@ struct TransferFaults {
   double delay, errors, short_reads;
 };
 
+// What the queue did since it was made.
+struct TransferTotals {
+  int64_t demand_bytes, ahead_bytes;  // that arrived, by the cause that they were queued with
+  int64_t demands, ahead;             // transfers of them
+  int64_t late;                       // of those ahead, that an op had to wait for
+  int64_t cancelled, failed;
+  int64_t waits;                      // times that ops waited for bytes
+  int64_t flying, bytes_left;         // now
+  double wait_seconds;                // with an op waiting
+  double busy_seconds;                // with a chunk under way
+};
+
 class TransferQueue {
  public:
   explicit TransferQueue(const TransferOptions& options);
@@ -86,24 +98,39 @@ class TransferQueue {
 
   // The ticket, from 1; 0 and why where the cell has a writer or the request is no transfer.
   int64_t submit(const TransferRequest& request, const int64_t* part_bytes, std::string* why);
+  // The same for a cell that may have a writer: one that has not begun is cancelled, one that has is
+  // waited for. Where it is refused the cell has failed, as if its bytes had not come.
+  int64_t replace(const TransferRequest& request, const int64_t* part_bytes, std::string* why);
+  // For who writes a cell in another way: as replace does, and a failure of the cell is forgotten.
+  void vacate(int64_t cell);
+  // Returns when nothing flies: the cells that have failed, which are forgotten as such.
+  std::set<int64_t> drain();
   bool cancel(int64_t ticket);
   bool reorder(int64_t ticket, int32_t cause, int32_t priority);
 
+  struct Transfer;
+  // For wait, whatever is observed meanwhile; null: there is no such ticket, or it was observed.
+  std::shared_ptr<Transfer> find(int64_t ticket);
   // Returns when the part (-1: all, checked) is there, the transfer has settled or the time is over
   // (negative: never), and which of it: 1, or 0 where the time was over first. The last part of a
-  // transfer with a checksum is there when that was right. -1 where there is no such ticket, -2
-  // where it has no such part.
-  int wait(int64_t ticket, int64_t part, double seconds, TransferRecord* record);
+  // transfer with a checksum is there when that was right. failure: why it failed. -1 where there is
+  // no transfer, -2 where it has no such part.
+  int wait(const std::shared_ptr<Transfer>& transfer, int64_t part, double seconds,
+           TransferRecord* record, std::string* failure);
   // The same for the transfer that writes a cell, from inside an op: DONE where none does. One that
   // was no demand becomes one. FAILED
   // stays until another transfer into the cell. UNKNOWN where it has no such part.
   TransferState wait_cell(int64_t cell, int64_t part);
+  bool flies(int64_t cell);  // has a writer that has not settled, or one that failed
+  std::string failure_of(int64_t cell);  // why a cell has failed
 
   // Who has not settled, by ticket, and who has since the last observation, in order; returns the
   // busy seconds. Nothing counts as observed where either is more than that many.
   double observe(int64_t most_flying, int64_t most_ended, std::vector<TransferRecord>* flying,
                  std::vector<TransferRecord>* ended);
   std::string message(int64_t ticket);  // of a failed one, until the observation after it was seen
+  TransferTotals totals();
+  void forget_settled();  // from now on nobody observes: what has settled is not kept for that
 
   bool step();   // carries out one chunk in the caller's thread; false: none waits
   void close();  // cancels what has not begun, ends what has
@@ -114,7 +141,6 @@ class TransferQueue {
 
  private:
   struct File;
-  struct Transfer;
   struct Chunk {
     int64_t part, first, bytes;
   };
@@ -124,9 +150,16 @@ class TransferQueue {
 
   void work();
   bool runnable() const;
+  void wait_as_op(Held& held, Transfer& transfer, int64_t part);
   void carry_out(Held& held, Bounce& bounce);
   void end(Held& held, Transfer& transfer, size_t index, std::string failure);
   void settle(Transfer& transfer, TransferState state);
+  std::shared_ptr<Transfer> made(const TransferRequest& request, const int64_t* part_bytes,
+                                 std::string* why) const;
+  std::string refusal(Transfer& transfer);
+  void enqueue(const std::shared_ptr<Transfer>& transfer);
+  void take_back(Transfer& transfer);
+  void evict(Held& held, int64_t cell);
   void give_turn(Transfer& transfer, int32_t cause, int32_t priority);
   bool there(const Transfer& transfer, int64_t part) const;
   bool wait_for(Held& held, Transfer& transfer, int64_t part, double seconds);
@@ -150,7 +183,10 @@ class TransferQueue {
   std::atomic<int64_t> concerns_{0};  // cells_.size(): 0 needs no lock to know
   int64_t tickets_ = 0, under_way_ = 0;
   double busy_ = 0, busy_since_ = 0, link_free_ = 0;
-  bool link_taken_ = false, stopping_ = false;
+  int64_t waiting_ = 0;  // ops
+  double waiting_since_ = 0;
+  TransferTotals totals_{};
+  bool link_taken_ = false, stopping_ = false, forgetful_ = false;
   std::vector<std::thread> threads_;
 
   std::mutex faults_mutex_;

@@ -79,7 +79,8 @@ struct Round {
   // How a transfer ended, observed or not; BEGUN or WAITING where it has not.
   TransferState state(int64_t ticket) {
     TransferRecord record;
-    if (queue->wait(ticket, -1, 0, &record) >= 0) return static_cast<TransferState>(record.state);
+    std::string why;
+    if (queue->wait(queue->find(ticket), -1, 0, &record, &why) >= 0) return static_cast<TransferState>(record.state);
     std::lock_guard<std::mutex> held(mutex);
     const auto found = ends.find(ticket);
     expect(found != ends.end(), "ticket " + std::to_string(ticket) + " is lost");
@@ -188,7 +189,8 @@ struct Round {
     if (!cell.ticket) return;
     const int64_t part = pick(rng, -1, kParts - 1);
     TransferRecord record;
-    if (queue->wait(cell.ticket, part, -1, &record) < 0) return look(cell);
+    std::string why;
+    if (queue->wait(queue->find(cell.ticket), part, -1, &record, &why) < 0) return look(cell);
     const auto end = static_cast<TransferState>(record.state);
     if (end == TransferState::FAILED || end == TransferState::CANCELLED) return look(cell);
     int64_t first = 0;
