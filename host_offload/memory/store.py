@@ -27,6 +27,8 @@ class RecordFiles:
     """[L][E]."""
     checksums: np.ndarray
     """uint64[L, E]: SHA-256's first 64 bits."""
+    verify: bool = True
+    """They are verified as records are read."""
 
 
 @dataclasses.dataclass(frozen=True)

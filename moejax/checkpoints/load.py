@@ -58,6 +58,7 @@ def load_checkpoint(
     versions: Sequence[str] = ("dense",),
     *,
     in_files: bool = False,
+    verify_reads: bool = True,
 ) -> LoadedModel:
     """Loads a local checkpoint directory, shard by shard.
 
@@ -68,8 +69,8 @@ def load_checkpoint(
     another program wrote: which step (moejax.checkpoints.orbax.steps.Step), and which leaf is which
     tensor, a file or the name of a shipped map (docs/checkpoints.md). versions: of the experts, in
     the store if the checkpoint has them; if it lacks one, the store has dense, from which
-    moejax.checkpoints.versions.with_versions makes it. in_files: experts stay in the files of a
-    converted checkpoint, as in load_orbax. Raises UserError, naming file and tensor,
+    moejax.checkpoints.versions.with_versions makes it. in_files, verify_reads: experts stay in
+    the files of a converted checkpoint, as in load_orbax. Raises UserError, naming file and tensor,
     for whatever is wrong with them; all names, shapes and dtypes are checked before the first
     weight is read.
     """
@@ -80,7 +81,8 @@ def load_checkpoint(
     if in_files:
         require_converted(directory, kind)
     if kind == "moejax-orbax":
-        return load_orbax(directory, dtype, device, progress, versions, in_files=in_files)
+        files = dict(in_files=in_files, verify_reads=verify_reads)
+        return load_orbax(directory, dtype, device, progress, versions, **files)
     config, files = open_tensors(directory, kind, step, name_map)
     source = str(files[0].path if kind == "orbax" else directory)
     headers_s = time.perf_counter() - began

@@ -175,6 +175,7 @@ class LLM:
                 options.name_map,
                 precision.versions,
                 in_files=options.store == "file",
+                verify_reads=options.verify_reads,
             )
         with versions_progress(options.progress) as making:
             return with_versions(

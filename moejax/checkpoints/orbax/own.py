@@ -81,6 +81,7 @@ def load_orbax(
     versions: Sequence[str] = (DENSE,),
     *,
     in_files: bool = False,
+    verify_reads: bool = True,
 ) -> LoadedModel:
     """Loads a checkpoint that `moejax convert` or `moejax quantize` wrote; of its dense version the
     same bits as its source gives.
@@ -88,8 +89,8 @@ def load_orbax(
     Several files are read and their checksums verified at once. Host memory grows by the experts
     and one parameter. versions: those to load of the ones that are there; if one of them is not,
     the dense one, from which it can be made. in_files: experts stay where they are, none of their
-    bytes is read, and what cannot be made without reading them is refused. The rest as in
-    load_checkpoint. Raises UserError naming the layer, expert and file that are damaged or missing;
+    bytes is read, and what cannot be made without reading them is refused. verify_reads: their
+    checksums are verified when they are read. The rest as in load_checkpoint. Raises UserError naming the layer, expert and file that are damaged or missing;
     shapes, dtypes and the files' sizes are checked before the first weight is read.
     """
     marks = [time.perf_counter()]
@@ -131,7 +132,9 @@ def load_orbax(
                 for _ in loaded:
                     advance(layers[version][0].chunk_bytes)
         stores = {version: builder.finish() for version, builder in builders.items()}
-    files = {v: _files_of(stored, leaves) for v, leaves in layers.items() if in_files}
+    files: dict[str, RecordFiles] = {}
+    if in_files:
+        files = {v: _files_of(stored, leaves, verify_reads) for v, leaves in layers.items()}
     store = ExpertStore(
         {version: run.layout(version) for version in layers},
         {version: store.arrays[version] for version, store in stores.items()}
@@ -194,7 +197,7 @@ def _check_in_files(
         )
 
 
-def _files_of(stored: StoredCheckpoint, leaves: Sequence[Leaf]) -> RecordFiles:
+def _files_of(stored: StoredCheckpoint, leaves: Sequence[Leaf], verify: bool) -> RecordFiles:
     """The files of a version with these layers."""
     tree = stored.tree.resolve()
     return RecordFiles(
@@ -203,6 +206,7 @@ def _files_of(stored: StoredCheckpoint, leaves: Sequence[Leaf]) -> RecordFiles:
             [[int(digits, 16) for digits in stored.manifest.checksums(leaf)] for leaf in leaves],
             np.uint64,
         ),
+        verify,
     )
 
 
