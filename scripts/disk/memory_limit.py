@@ -37,10 +37,8 @@ def run(group: Path, command: Sequence[str]) -> str:
     """What a command writes to stdout that runs in the cgroup from its first instruction. Raises
     UserError with the end of its stderr where it fails, as where the kernel kills it."""
 
-    def enter() -> None:
-        (group / "cgroup.procs").write_text(str(os.getpid()))
-
-    done = subprocess.run(command, capture_output=True, text=True, preexec_fn=enter)
+    enter = 'echo $$ > "$0/cgroup.procs" && exec "$@"'
+    done = subprocess.run(["sh", "-c", enter, group, *command], capture_output=True, text=True)
     if done.returncode:
         why = done.stderr.strip()[-800:] or f"exit status {done.returncode}"
         raise UserError(f"the process under the limit failed ({done.returncode}): {why}")
