@@ -90,8 +90,10 @@ def load_orbax(
     and one parameter. versions: those to load of the ones that are there; if one of them is not,
     the dense one, from which it can be made. in_files: experts stay where they are, none of their
     bytes is read, and what cannot be made without reading them is refused. verify_reads: their
-    checksums are verified when they are read. The rest as in load_checkpoint. Raises UserError naming the layer, expert and file that are damaged or missing;
-    shapes, dtypes and the files' sizes are checked before the first weight is read.
+    checksums are verified when they are read. The rest as in load_checkpoint.
+
+    Raises UserError naming the layer, expert and file that are damaged or missing; shapes, dtypes
+    and the files' sizes are checked before the first weight is read.
     """
     marks = [time.perf_counter()]
     stored = open_stored(checkpoint_directory(directory))
