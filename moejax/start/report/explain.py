@@ -99,7 +99,7 @@ def explain(engine: Engine, budget: Budget) -> Explanation:
         held = experts * size
         blocks.append(
             _block(
-                Line("experts' files", store, "read as they are computed, past the page cache"),
+                Line("experts' files", store, "read as they are computed"),
                 Line("in cells, at most", held, "the arena is their cache"),
                 rest="in files alone",
             )
@@ -115,8 +115,10 @@ def store_stats(engine: Engine, options: Options) -> dict[str, Any]:
         "memory_bytes": store.nbytes,
         "file_bytes": store.file_bytes,
     }
-    if options.store == "file":
-        found["verify_reads"] = options.verify_reads
+    queue, files = engine.runner.queue, next(iter(store.files.values()), None)
+    if files is not None and queue is not None:
+        found["verify_reads"] = files.verify
+        found["past_the_page_cache"] = queue.reads_past_the_cache(files.paths[0][0])
     return found
 
 
