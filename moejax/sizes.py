@@ -11,6 +11,8 @@ from moejax.errors import UserError
 
 _PREFIXES = "kmgt"
 _SIZE = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*(?:([kmgt])(i?b)?|b)?", re.IGNORECASE | re.ASCII)
+_DURATION = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*(us|ms|s)", re.ASCII)
+_PARTS = {"us": 10**6, "ms": 1000, "s": 1}
 _PERCENT = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*%", re.ASCII)
 
 
@@ -37,17 +39,32 @@ def parse_size(value: int | str) -> int:
     )
 
 
-def parse_rate(value: str) -> int:
-    """Bytes per second from "25GB/s", units as parse_size reads them. Raises UserError for anything
-    else and for 0."""
-    number, slash, unit = value.partition("/")
-    try:
-        rate = parse_size(number) if slash and unit.strip() == "s" else 0
-    except UserError:
-        rate = 0
-    if not rate:
-        raise UserError(f'{value!r} is not a rate; write bytes per second, such as "25GB/s"')
-    return rate
+def parse_rate(value: int | float | str) -> float:
+    """Bytes per second from "25GB/s", units as parse_size reads them, or a number. Raises UserError
+    for anything else and for 0."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        if 0 < value < float("inf"):
+            return value
+    elif isinstance(value, str):
+        number, slash, unit = value.partition("/")
+        try:
+            rate = parse_size(number) if slash and unit.strip() == "s" else 0
+        except UserError:
+            rate = 0
+        if rate:
+            return rate
+    raise UserError(f'{value!r} is not a rate; write bytes per second, such as "25GB/s"')
+
+
+def parse_duration(value: int | float | str) -> float:
+    """Seconds from "20us", "1.5ms" or "2s", or a number of them. Raises UserError for anything
+    else."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        if 0 <= value < float("inf"):
+            return float(value)
+    elif isinstance(value, str) and (match := _DURATION.fullmatch(value.strip())):
+        return float(Fraction(match[1]) / _PARTS[match[2]])
+    raise UserError(f'{value!r} is not a time; write it with a unit, such as "20us", "1ms" or "2s"')
 
 
 def parse_share(value: str) -> float:

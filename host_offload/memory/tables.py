@@ -107,14 +107,20 @@ def regrant(tables: Tables, cell_row: jax.Array) -> Tables:
     Jit-able; the tables are the only thing touched, so budgets change without recompilation.
     """
     lost = (tables.owner >= 0) & (tables.cell_row != cell_row)
+    after = without(tables, lost)
+    return after._replace(cell_row=cell_row, owner=jnp.where(cell_row < 0, -1, after.owner))
+
+
+def without(tables: Tables, lost: jax.Array) -> Tables:
+    """Tables in which what is in some cells, bool[L, C], is nobody's: their owners are absent.
+    Jit-able."""
     experts = jnp.arange(tables.address.shape[1])
     owns = (tables.owner[:, :, None] == experts) & (
         tables.cell_row[:, :, None] == tables.address[:, None, :]
     )
     dropped = jnp.any(owns & lost[:, :, None], axis=1)
     return tables._replace(
-        cell_row=cell_row,
-        owner=jnp.where(lost | (cell_row < 0), -1, tables.owner),
+        owner=jnp.where(lost, -1, tables.owner),
         address=jnp.where(dropped, -1, tables.address),
     )
 

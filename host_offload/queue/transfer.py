@@ -15,6 +15,20 @@ CHUNK_BYTES = 1 << 20
 compute beside them by 15 to 25% (docs/transfers.md)."""
 
 
+@dataclasses.dataclass(frozen=True)
+class QueueSpec:
+    """The queue that a run wants beside its compute."""
+
+    rate: float = 0.0
+    """Bytes per second of the link, at most; 0: as fast as it goes."""
+    latency: float = 0.0
+    """Seconds from a chunk's end on the link until its bytes count as there."""
+    threads: int = 2
+    chunk_bytes: int = CHUNK_BYTES
+    buffers: int = 2
+    """Records without a cell that are on their way at once."""
+
+
 State = Literal["done", "failed", "cancelled"]
 """How a transfer ended."""
 

@@ -31,6 +31,7 @@ from moejax.step.hooks import Hooks
 from moejax.step.results import Results
 from moejax.step.runner import Runner
 from moejax.traces.tracer import Tracer
+from pallas_kernels.cpu.arena import TransferFailure
 from pallas_kernels.stage import Entries
 
 if TYPE_CHECKING:
@@ -391,8 +392,10 @@ class Engine:
             raise
         now = time.perf_counter()
         self.events.append(Event("read", step.number, now))
+        queued = self.runner.steps.queue is not None
+        failures = self.runner.failures(results.writes) if queued else ()
         self.statistics.add_step(step.kind, results.totals, now, results.demand)
-        touched = []
+        touched = self._lost(step, failures) if failures else []
         # Lists of Python's numbers: reading arrays one by one costs as much as all the rest.
         tokens, missed = results.tokens.tolist(), results.missed_routes.tolist()
         for row, request in step.work.rows:
@@ -420,6 +423,20 @@ class Engine:
             if self.tracer is not None:
                 self.tracer.after_read(record)  # last: it may find the disk full
         return touched
+
+    def _lost(self, step: Step, failures: Sequence[TransferFailure]) -> list[Request]:
+        """Ends the requests of a step some of whose experts did not come: what it computed is
+        wrong. Others go on."""
+        first, more = failures[0], len(failures) - 1
+        error = UserError(
+            f"expert {first.expert} of layer {first.layer} could not be read: {first.message}"
+            f"{f' (and {more} more)' if more else ''}; this request failed, the others go on"
+        )
+        lost = [r for r in step.work.requests() if r.finish_reason is None]
+        for request in lost:
+            request.error = error
+        self._give_up({*lost}, step.work.published)
+        return lost
 
     def _read_scores(self, step: Step, now: float) -> list[Request]:
         scores, ended = jax.device_get(step.output.scores), []

@@ -14,6 +14,8 @@ import numpy as np
 from host_offload.control.step_record import PageUse
 from host_offload.memory.arena import SlotClass
 from host_offload.memory.tables import Tables
+from host_offload.queue.native import Totals
+from host_offload.queue.transfer import QueueSpec
 from moejax.engine.scheduler import Scheduler
 from moejax.engine.step_work import demand_bytes
 from moejax.requests.request import Request
@@ -214,4 +216,27 @@ def arena_stats(scheduler: Scheduler, tables: Tables) -> dict:
         "block_size": layout.page.block_size,
         "kv_pages": arena.pages,
         "kv_pages_used_peak": scheduler.peak_pages,
+    }
+
+
+def transfer_stats(queue: QueueSpec | None, totals: Totals | None) -> dict | None:
+    """What came beside compute, and over which link, as plain data; None: ops copied experts in
+    their place. `in_time` are transfers ahead of need for which no op had to wait, needed or not;
+    `late` those for which one did."""
+    if queue is None or totals is None:
+        return None
+    return {
+        "link_rate": queue.rate or None,
+        "link_latency_s": queue.latency,
+        "chunk_bytes": queue.chunk_bytes,
+        "threads": queue.threads,
+        "bytes": {"demand": totals.demand_bytes, "prefetch": totals.ahead_bytes},
+        "demands": totals.demands,
+        "prefetches": {"in_time": totals.ahead - totals.late, "late": totals.late},
+        "cancelled": totals.cancelled,
+        "failed": totals.failed,
+        "waits": totals.waits,
+        "wait_s": totals.wait_seconds,
+        "busy_s": totals.busy_seconds,
+        "in_flight": {"transfers": totals.flying, "bytes": totals.bytes_left},
     }

@@ -202,4 +202,7 @@ def run_scores(
             engine.step()
             ended = [s.requests[0] for s in running if s.finished]
             running[:] = [s for s in running if not s.finished]
+            for request in ended:
+                if request.error is not None:
+                    raise request.error
             yield [(places.pop(request), np.asarray(request.scores)) for request in ended]

@@ -25,7 +25,7 @@ from moejax.checkpoints.loaded_model import LoadedModel
 from moejax.checkpoints.versions import with_versions
 from moejax.device import select_device
 from moejax.engine.loop import Engine, Listener
-from moejax.engine.statistics import StartTimes, arena_stats, kv_stats
+from moejax.engine.statistics import StartTimes, arena_stats, kv_stats, transfer_stats
 from moejax.errors import UserError, shown
 from moejax.interrupt import deferred_interrupt
 from moejax.models.config import ModelConfig
@@ -101,6 +101,8 @@ class LLM:
         interval: str | None = None,
         hi_share: float | None = None,
         quantizer: str = "rtn",
+        link_rate: float | str | None = None,
+        link_latency: float | str | None = None,
         driver: str = "device",
         ops: str | Mapping[str, str] = "auto",
         device: str | jax.Device | None = None,
@@ -350,6 +352,7 @@ class LLM:
                 "kv": kv_stats(engine.scheduler),
                 "store_bytes": runner.store.nbytes,
                 "store": store_stats(engine, self.options),
+                "transfers": transfer_stats(runner.steps.queue, runner.transfer_totals()),
                 "experts_in_place": self.plan.budget.in_place,
                 "pages": page_note(),
                 "time": {

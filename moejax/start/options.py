@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from moejax.errors import UserError
-from moejax.sizes import Share, parse_expert_budget, parse_size
+from moejax.sizes import Share, parse_duration, parse_expert_budget, parse_rate, parse_size
 
 if TYPE_CHECKING:  # the command line answers before jax is imported
     import jax
@@ -215,6 +215,18 @@ class Options:
         default="rtn",
         metavar="NAME",
     )
+    link_rate: float | None = _option(
+        "bytes a second at which experts reach the arena, at most, such as 2GB/s: for experiments "
+        "with the ratio of compute to transfers on a CPU with native ops; transfers then run beside "
+        "compute, by threads of their own (docs/transfers.md)",
+        "memory",
+        metavar="RATE",
+    )
+    link_latency: float | None = _option(
+        "what a piece of a transfer takes beside that, such as 20us (default: 0)",
+        "memory",
+        metavar="TIME",
+    )
     driver: str = _option(
         "who walks through the layers: device runs a step as one executable, host calls them from "
         "Python, slower, for policies that look in between; no bit depends on it (default: device)",
@@ -339,6 +351,8 @@ _SIZES: dict[str, Callable[[Any], Any]] = {
     "kv_budget": parse_size,
     "host_memory": parse_size,
     "swap_space": parse_size,
+    "link_rate": parse_rate,
+    "link_latency": parse_duration,
 }
 
 

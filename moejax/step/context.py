@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -16,8 +16,8 @@ from pallas_kernels.records.versions import Formats
 class DeviceMemory(NamedTuple):
     """What steps change in place: donated, and in the carry of a scan over layers."""
 
-    arena: jax.Array
-    """uint16[rows, D]."""
+    arena: Any
+    """uint16[rows, D], or an OwnedArena."""
     tables: Tables
 
 
@@ -44,5 +44,7 @@ class StepContext(ExpertContext):
     """What all layers of a step have in common."""
 
     page: KVPage
+    queued: bool = False
+    """A queue fills the arena, which is owned, so that steps say how many writes they made."""
     arrays: frozenset[str] = frozenset()
     """The TRACE_ARRAYS that the step gives out."""

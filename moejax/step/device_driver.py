@@ -82,4 +82,5 @@ def device_step(
     trace = trace._replace(arrays=trace.arrays._replace(embedding=embedding))
     staged = None if done is None else jnp.max(done, axis=0)
     x, memory = carry
-    return memory, step_output(model, x, batch, trace, staged, kind, results)
+    writes = (memory.arena.token,) if context.queued else ()
+    return memory, step_output(model, x, batch, trace, staged, kind, results, writes)

@@ -153,7 +153,8 @@ class HostRunner(Runner):
             traces.append(LayerTrace(ids, weights, counts, self.layer_arrays))
             if layer in due:
                 staged = self._stage(layer, stages, staged, ahead=False)
-        output = parts["output", None](params, x, batch, tuple(traces))
+        writes = (self.arena.token,) if self.queue else ()
+        output = parts["output", None](params, x, batch, tuple(traces), writes)
         arrays, self.layer_arrays = output.arrays._replace(embedding=embedding), TraceArrays()
         return output._replace(staged=staged, arrays=arrays)
 

@@ -83,7 +83,7 @@ class _Parts:
             "observe": (layer, ()),
             "feed_forward": (layer, (1,)),
             "experts": ((*memory, x, x, *routing, index), (1, 2, 3)),
-            "output": ((params, x, batch, traces), ()),
+            "output": ((params, x, batch, traces, programs.writes), ()),
         }
 
     def embed(self, params, batch):
@@ -111,10 +111,10 @@ class _Parts:
         y, memory, counts = page_and_compute(normed, ids, memory, layer, context)
         return add_experts(x, y, weights, context.ops), *memory, counts
 
-    def output(self, params, x, batch, traces):
+    def output(self, params, x, batch, traces, writes):
         trace = jax.tree.map(lambda *parts: jnp.stack(parts), *traces)
-        shape = self.programs.results
-        return step_output(self.programs.model(params), x, batch, trace, None, self.key.kind, shape)
+        model, shape = self.programs.model(params), self.programs.results
+        return step_output(model, x, batch, trace, None, self.key.kind, shape, writes)
 
     def stage(self, arena, tables, stores, layer, ahead, entries, done):
         """ahead: 1 before the layer's plan, when what the last step used may go; its clock is then

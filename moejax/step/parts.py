@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 
 from host_offload.memory.layout import SlotLayout
+from host_offload.queue.transfer import QueueSpec
 from moejax.errors import UserError
 from moejax.models.layers import Decoder, LayerStack, Tokens
 from moejax.models.model_config import ModelConfig
@@ -94,6 +95,8 @@ class StepSpec:
     memory; none has a cell."""
     store: str = "memory"
     """Where experts without a cell are: "memory", or "file"."""
+    queue: QueueSpec | None = None
+    """What brings records into cells beside compute; None: ops copy them in their place."""
     trace_arrays: frozenset[str] = frozenset()
     """What every step gives out beside the rest, of TRACE_ARRAYS; with any, steps are other
     executables."""
@@ -332,9 +335,11 @@ def step_output(
     staged: jax.Array | None,
     kind: str,
     shape: ResultShape,
+    writes: tuple[jax.Array, ...] = (),
 ) -> StepOutput:
     """x [T, D]: after the last layer. batch, kind: as of device_step. trace: of all MoE
-    layers. staged, shape: as of StepOutput."""
+    layers. staged, shape: as of StepOutput. writes: the token of an owned arena after them, where
+    anyone asks for its writes."""
     prefill = batch[0] if isinstance(batch[0], PrefillBatch) else None
     ends = x if prefill is None else x[jnp.maximum(prefill.last, 0)]
     logits = model.logits(ends, *_logit_rows(model, ends, batch, prefill))
@@ -348,13 +353,20 @@ def step_output(
     return StepOutput(
         logits=logits,
         tokens=tokens,
-        results=shape.pack(tokens, missed_routes, trace.counts),
+        results=shape.pack(tokens, missed_routes, trace.counts, _writes(writes)),
         shape=shape,
         routing=Routing(trace.ids, trace.weights),
         scores=scores,
         staged=staged,
         arrays=trace.arrays,
     )
+
+
+def _writes(tokens: tuple[jax.Array, ...]) -> jax.Array:
+    """int32[1], as of Results."""
+    if not tokens:
+        return jnp.zeros(1, jnp.int32)
+    return lax.bitcast_convert_type(tokens[0][1:], jnp.int32)
 
 
 def _greedy_tokens(model, logits, batch, prefill):

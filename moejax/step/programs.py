@@ -17,7 +17,7 @@ from flax import nnx
 
 from host_offload.memory.integrity import count_faults
 from host_offload.memory.swap import SWAP_PAGES, move_pages, read_pages, write_pages
-from host_offload.memory.tables import Tables, regrant, snapshot
+from host_offload.memory.tables import Tables, regrant, snapshot, without
 from moejax.models.layers import Decoder
 from moejax.requests.request import PrefillKind
 from moejax.requests.sampling_params import MAX_BIASES, MAX_LOGPROBS
@@ -45,6 +45,7 @@ from moejax.step.sampler import (
     update_rows,
 )
 from pallas_kernels import Ops
+from pallas_kernels.cpu.arena import OwnedArena, drain
 from pallas_kernels.fill import fill
 from pallas_kernels.kv_write import KVPage
 from pallas_kernels.move import Moves, move
@@ -61,7 +62,7 @@ Kind = (
     Literal["decode", "greedy", "sample", "add_bias", "adjust", "tally", "recount", "logprobs"]
     | PrefillKind
     | Literal["place", "swap_out", "swap_in", "move_pages", "regrant", "populate", "transfer"]
-    | Literal["stage", "move", "snapshot", "integrity"]
+    | Literal["stage", "move", "snapshot", "integrity", "drain"]
 )
 
 STEPS: tuple[Kind, ...] = ("decode", "prefill", "score", "prompt_logprobs")
@@ -152,6 +153,13 @@ class Programs:
         return ResultShape(shapes.rows, routes, layers, experts, len(self.stores))
 
     @property
+    def writes(self) -> tuple[Leaf, ...]:
+        """What knows the arena's writes so far, where a queue fills it; empty: nobody asks."""
+        if self.steps.queue is None or not isinstance(self.arena, OwnedArena):
+            return ()
+        return (self.arena.token,)
+
+    @property
     def params(self) -> tuple:
         """The model's arrays, as programs get them: a tree of nnx costs a call more than all its
         other arguments."""
@@ -212,6 +220,7 @@ class Programs:
             formats=self.steps.formats,
             in_place=self.steps.in_place,
             page=self.page,
+            queued=self.steps.queue is not None,
             arrays=self.steps.trace_arrays if key.traced else frozenset(),
         )
 
@@ -325,6 +334,7 @@ class Programs:
             "move": Program(moved, (arena, tables, moves), (0, 1)),
             "snapshot": Program(snapshot, (tables,), ()),
             "integrity": Program(faults, (arena, tables, stores), ()),
+            "drain": Program(_drain, (arena, tables), (0, 1)),
         }
 
 
@@ -335,6 +345,12 @@ def _populate(
     experts = jnp.arange(cell_row.shape[0])
     listed = experts, cell_row, version, jnp.int32(len(experts))
     return fill(arena, stores, layer, *listed, formats=formats, implementation=ops.fill)
+
+
+def _drain(arena: OwnedArena, tables: Tables) -> tuple[OwnedArena, Tables]:
+    """The arena once nothing flies into it; experts that did not come are absent."""
+    arena, failed = drain(arena, tables.cell_row)
+    return arena, without(tables, failed > 0)
 
 
 def _of_all_rows(logits: jax.Array, first: jax.Array) -> jax.Array:

@@ -12,6 +12,8 @@ import numpy as np
 
 from moejax.step.experts import Paging, counts_size, missed_bits
 
+_NO_WRITES = np.zeros(1, np.int32)
+
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
@@ -32,14 +34,15 @@ class ResultShape:
     @property
     def size(self) -> int:
         """int32 values of the results."""
-        return self.rows + self.routes + self.layers * counts_size(self.experts, self.versions)
+        counts = self.layers * counts_size(self.experts, self.versions)
+        return self.rows + self.routes + counts + 1
 
-    def pack(self, tokens: Any, missed_routes: Any, counts: Any) -> Any:
+    def pack(self, tokens: Any, missed_routes: Any, counts: Any, writes: Any = _NO_WRITES) -> Any:
         """The results of a step. tokens int32[R]: current after it. missed_routes: as of Results,
         of as many rows or chunks as the step computes. counts [L, counts_size]: of
-        experts.page_and_compute."""
+        experts.page_and_compute. writes int32[1]: as of Results."""
         missing = self.routes - missed_routes.shape[0]
-        parts = tokens, jnp.pad(missed_routes, (0, missing)), counts.reshape(-1)
+        parts = tokens, jnp.pad(missed_routes, (0, missing)), counts.reshape(-1), writes
         return jnp.concatenate(parts)
 
     def with_tokens(self, results: jax.Array, tokens: jax.Array) -> jax.Array:
@@ -89,6 +92,12 @@ class Results:
         return by_version.reshape(self.shape.layers, 2, -1)
 
     @property
+    def writes(self) -> int:
+        """Writes of an owned arena up to the step's end (ArenaMemory.failures); 0 without a queue
+        of transfers."""
+        return int(self.values[-1].view(np.uint32))
+
+    @property
     def _counts(self) -> np.ndarray:
-        counts = self.values[self.shape.rows + self.shape.routes :]
+        counts = self.values[self.shape.rows + self.shape.routes : -1]
         return counts.reshape(self.shape.layers, -1)

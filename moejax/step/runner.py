@@ -31,6 +31,9 @@ from host_offload.memory.tables import (
     read_snapshot,
     with_contents,
 )
+from host_offload.queue.file_sources import file_sources
+from host_offload.queue.native import NativeQueue, Totals
+from host_offload.queue.sources import memory_sources
 from host_offload.versions.layer_versions import (
     layer_versions,
     record_bytes,
@@ -42,10 +45,15 @@ from moejax.requests.request import PrefillKind
 from moejax.step.hooks import Hooks, LayerTransfers
 from moejax.step.parts import PrefillBatch, Routing, StepOutput, StepSpec
 from moejax.step.programs import MOVES, STAGES, Kind, Program, ProgramKey, Programs
+from pallas_kernels.cpu.arena import TransferFailure
 from pallas_kernels.move import Moves
 from pallas_kernels.stage import Entries
 
 log = logging.getLogger("moejax")
+
+
+_OF_CELLS = frozenset({"cell_row", "cell_version", "owner", "address"})
+"""Tables that say what is where: nothing may fly while they change."""
 
 
 def compiler_options(platform: str) -> dict[str, str | bool]:
@@ -108,6 +116,8 @@ class Runner:
         self.link_bytes = record_bytes(layout, formats, moved=True)
         self.version_bytes = version_bytes(layout, formats, layers)
         self.tables: Tables = jax.device_put(tables, self._sharding)
+        self.queue = self._queue(layers) if steps.queue else None
+        """What brings records into cells beside compute, of an owned arena."""
         self.placement: Placement | None = None
         """Where every expert began; None: experts are paged."""
         self.tokens = jax.device_put(np.zeros(self.shapes.rows, np.int32), self._sharding)
@@ -128,12 +138,38 @@ class Runner:
         """What every request needs."""
         self._compile_first([(stack.size, stack.is_moe) for stack in model.runs])
 
+    def _queue(self, layers: int) -> NativeQueue:
+        """The spec's queue, joined to the arena and the store. Raises ValueError where XLA owns the
+        arena."""
+        wanted, formats = self.steps.queue, self.steps.formats
+        if wanted is None or self.memory is None:
+            raise ValueError("a queue of transfers needs an arena that the native CPU ops own")
+        if formats is not None and any(version.in_transit for version in formats):
+            raise ValueError("a queue of transfers does not decode on the way")
+        queue = NativeQueue(
+            threads=wanted.threads,
+            chunk_bytes=wanted.chunk_bytes,
+            rate=wanted.rate,
+            latency=wanted.latency,
+        )
+        queue.forget_settled()
+        records = self.layout.records if formats is None else [v.store for v in formats]
+        if self.store.files:
+            sources = file_sources([*self.store.files.values()], records, queue)
+        else:
+            sources = memory_sources(self.stores, records, layers, formats)
+        ahead = queue.cause_number("prefetch")
+        self.memory.attach(queue.handle, sources, ahead=ahead, buffers=wanted.buffers)
+        return queue
+
     def _compile_first(self, runs: list[tuple[int, bool]]) -> None:
         """Begins to compile what the first requests need, then what later ones may, while those
         run. runs: of equal layers, how many and whether they have experts."""
         first = self._bucket(1)
         steps = ProgramKey("decode", first), ProgramKey("prefill")
         self.need(*(key for step in steps for key in self._calls(step)), ProgramKey("regrant"))
+        if self.queue:
+            self.need(ProgramKey("drain"))
         later = [ProgramKey("sample"), ProgramKey("sample", first)]
         for key in (*later, *(key for step in self._decodes() for key in self._calls(step))):
             self._executable(key)
@@ -383,6 +419,28 @@ class Runner:
 
     # ---- between steps
 
+    def drain(self) -> None:
+        """Nothing flies into the arena any more when the steps to come begin, nor during what is
+        dispatched next; experts that did not come are absent. Does nothing without a queue."""
+        if self.queue is not None:
+            drained = self._call(ProgramKey("drain"), self.arena, self.tables)
+            self.arena, self.tables = drained
+
+    def failures(self, writes: int) -> list[TransferFailure]:
+        """The experts that a step could not compute because their bytes did not come; what was
+        computed beside them is wrong. writes: of the step's Results. Each is told once, and absent
+        for the steps to come."""
+        if self.queue is None or self.memory is None:
+            return []
+        failed = self.memory.failures(writes)
+        if failed:
+            self.drain()
+        return failed
+
+    def transfer_totals(self) -> Totals | None:
+        """What the queue did so far; None: there is none."""
+        return None if self.queue is None else self.queue.totals()
+
     def read_pages(self, kv_rows: Sequence[int]) -> list[jax.Array]:
         """Copies the pages at these KV rows, as the steps so far leave them, to pinned host memory.
         Each an array of its own, uint16[page bytes / 2]."""
@@ -404,10 +462,13 @@ class Runner:
 
     def grant_cells(self, cell_row: np.ndarray) -> None:
         """Makes cell_row int32[L, C] the granted cells; residents of cells that stay stay."""
+        self.drain()
         self.tables = self._call(ProgramKey("regrant"), self.tables, cell_row)
 
     def set_tables(self, contents: Mapping[str, np.ndarray]) -> None:
         """Gives tables other contents, for the steps to come; versions as policies see them."""
+        if not _OF_CELLS.isdisjoint(contents):
+            self.drain()
         if self.layer_versions is not None:
             contents = self.layer_versions.contents(contents)
         self.tables = with_contents(self.tables, contents)
@@ -426,6 +487,7 @@ class Runner:
             self.arena = self._call(
                 ProgramKey("populate"), self.arena, self.stores, np.int32(layer), rows, versions
             )
+        self.drain()
 
     def stage_list(self, entries: Sequence[Entry]) -> Entries | None:
         """The list that a step takes, int32[STAGES] each; None for one of nothing."""
@@ -452,6 +514,7 @@ class Runner:
     def move_cells(self, moves: Sequence[Move]) -> None:
         """Moves cells within the arena, with what is in them, for the steps to come. No place is
         both left and taken."""
+        self.drain()
         for i in range(0, len(moves), MOVES):
             lists = np.full((len(Moves._fields), MOVES), -1, np.int32)
             part = np.array(moves[i : i + MOVES], np.int32)
@@ -469,6 +532,7 @@ class Runner:
 
     def faults(self) -> list[str]:
         """Broken invariants of arena, tables and store, in words. Waits for the device."""
+        self.drain()
         found = self._call(ProgramKey("integrity"), self.arena, self.tables, self.stores)
         counts = np.asarray(found)
         if self.memory is not None and self.store.files:
@@ -495,6 +559,8 @@ class Runner:
         finally:
             for array in jax.tree.leaves(mine):
                 array.delete()
+            if self.queue is not None:
+                self.queue.close()
             if self.memory is not None:
                 self.memory.close()
             if given:

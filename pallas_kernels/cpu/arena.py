@@ -147,6 +147,14 @@ def move_rows(arena, source, target, rows, *, width: int):
     return call("move", arena, arena, source, target, rows, aliases={0: 0}, width=np.int64(width))
 
 
+def drain(arena, cell_row):
+    """The arena once nothing flies into it, and of cell_row int32[...] an int32[...], 1 where the
+    cell from that row on was to be filled and was not: its bytes are nobody's. These are told
+    once. Without a queue nothing flies."""
+    failed = jax.ShapeDtypeStruct(cell_row.shape, np.int32)
+    return call("drain", (arena, failed), arena, cell_row, aliases={0: 0})
+
+
 def read_rows(arena, first, rows: int, *, width: int) -> tuple[jax.Array, ...]:
     """The `rows` rows from each of first int32[S] on, as S arrays of uint16[rows · width]. Errors
     as of move_rows."""

@@ -84,6 +84,10 @@ class Arena {
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
 
+  // What brings records beside the ops; null: nothing does.
+  Supply* supply() const { return owned_ ? owned_->supply().get() : nullptr; }
+  uint32_t writes() const { return owned_ ? token_[1] : 0; }
+
   int64_t bytes() const { return rows * hidden * static_cast<int64_t>(sizeof(uint16_t)); }
 
   std::string wrong;  // empty, or why this is no arena to use now

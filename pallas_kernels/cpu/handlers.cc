@@ -194,6 +194,7 @@ ffi::Error expert_ffn(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> given, Any 
   const int64_t listed = static_cast<int64_t>(active.element_count());
   c.active_count = std::min<int64_t>(std::max(*active_count.typed_data(), 0), listed);
   c.y = y->typed_data();
+  c.supply = arena.supply(), c.writes = arena.writes();
   if (given.typed_data() != c.y) std::memcpy(c.y, given.typed_data(), given.size_bytes());
   return run(threads, [&](Pool& pool, const Kernels& kernels) {
     const std::string wrong = run_experts(pool, kernels, c);
@@ -205,7 +206,7 @@ ffi::Error expert_ffn(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> given, Any 
 
 ffi::Error fill_cells(ffi::ThreadPool threads, Any memory, Int layer, Ints expert, Ints row,
                       Ints version, Int count, ffi::RemainingArgs stores, int64_t width,
-                      Numbers formats, Numbers places, ffi::Result<Any> written) {
+                      Numbers formats, Numbers places, int64_t ahead, ffi::Result<Any> written) {
   const Arena arena(memory, *written);
   if (!arena.wrong.empty()) return invalid("fill: " + arena.wrong);
   const int64_t listed = static_cast<int64_t>(expert.element_count());
@@ -221,10 +222,26 @@ ffi::Error fill_cells(ffi::ThreadPool threads, Any memory, Int layer, Ints exper
   f.layer = *layer.typed_data(), f.expert = expert.typed_data(), f.row = row.typed_data();
   f.version = version.typed_data();
   f.count = std::min<int64_t>(std::max(*count.typed_data(), 0), listed);
+  f.supply = arena.supply(), f.ahead = ahead != 0;
   return run(threads, [&](Pool& pool, const Kernels& kernels) {
     const std::string wrong = fill(pool, kernels, f);
     return wrong.empty() ? wrong : "fill: " + wrong;
   });
+}
+
+// Waits until nothing flies into the arena; failed: 1 where the cell from that row on is not what
+// was to come.
+ffi::Error drain(Any memory, Ints cell_row, ffi::Result<Any> written, ffi::Result<Ints> failed) {
+  const Arena arena(memory, *written);
+  if (!arena.wrong.empty()) return invalid("drain: " + arena.wrong);
+  const size_t count = cell_row.element_count();
+  if (failed->element_count() != count) return invalid("drain: shapes");
+  std::set<int64_t> cells;
+  if (arena.supply()) cells = arena.supply()->queue->drain();
+  for (size_t i = 0; i < count; i++) {
+    failed->typed_data()[i] = cells.count(cell_row.typed_data()[i]);
+  }
+  return ffi::Error::Success();
 }
 
 // Rows of `width` elements of the arena as it is: those of cells, or of KV.
@@ -427,7 +444,11 @@ MOEJAX_HANDLER(moejax_cpu_fill, fill_cells,
                    .Attr<int64_t>("width")
                    .Attr<Numbers>("formats")
                    .Attr<Numbers>("places")
+                   .Attr<int64_t>("ahead")
                    .Ret<Any>())
+
+MOEJAX_HANDLER(moejax_cpu_drain, drain,
+               ffi::Ffi::Bind().Arg<Any>().Arg<Ints>().Ret<Any>().Ret<Ints>())
 
 MOEJAX_HANDLER(moejax_cpu_move, move_rows,
                ffi::Ffi::Bind()

@@ -449,7 +449,7 @@ void TransferQueue::settle(Transfer& transfer, TransferState state) {
   if (state == TransferState::DONE) {
     (transfer.asked ? totals_.ahead : totals_.demands)++;
     (transfer.asked ? totals_.ahead_bytes : totals_.demand_bytes) += transfer.bytes;
-    totals_.late += transfer.late;
+    totals_.late += transfer.asked && transfer.late;
   } else {
     (state == TransferState::FAILED ? totals_.failed : totals_.cancelled)++;
   }
@@ -624,6 +624,18 @@ void TransferQueue::wait_as_op(Held& held, Transfer& transfer, int64_t part) {
   if (!waiting_++) waiting_since_ = now();
   wait_for(held, transfer, part, -1);
   if (!--waiting_) totals_.wait_seconds += now() - waiting_since_;
+}
+
+int64_t TransferQueue::demand(int64_t cell) {
+  if (!concerns_.load(std::memory_order_acquire)) return 0;
+  Held held(mutex_);
+  const auto found = cells_.find(cell);
+  if (found == cells_.end()) return 0;
+  Transfer& transfer = *found->second;
+  if (!settled(transfer.state) && transfer.request.cause) {
+    give_turn(transfer, 0, transfer.request.priority);
+  }
+  return transfer.ticket ? transfer.ticket : -1;
 }
 
 bool TransferQueue::flies(int64_t cell) {

@@ -121,6 +121,9 @@ class TransferQueue {
   // was no demand becomes one. FAILED
   // stays until another transfer into the cell. UNKNOWN where it has no such part.
   TransferState wait_cell(int64_t cell, int64_t part);
+  // What writes a cell is a demand from now on: its ticket, or that of who failed in it (-1: one that
+  // was refused); 0: the cell's bytes are there.
+  int64_t demand(int64_t cell);
   bool flies(int64_t cell);  // has a writer that has not settled, or one that failed
   std::string failure_of(int64_t cell);  // why a cell has failed
 

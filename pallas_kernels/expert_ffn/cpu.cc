@@ -1,6 +1,8 @@
 #include "pallas_kernels/expert_ffn/cpu.h"
 
 #include <algorithm>
+#include <deque>
+#include <limits>
 
 #include "pallas_kernels/cpu/buffer.h"
 
@@ -13,11 +15,20 @@ constexpr int64_t kColumns = 2048;     // columns of down in a task of few token
 constexpr int64_t kManyColumns = 512;  // of many, and at least: their sums stay in the second cache
 constexpr int64_t kSums = 128;     // tokens whose sums are open while rows of down pass
 
+constexpr int64_t kHere = std::numeric_limits<int64_t>::max();
+
 struct Expert {
   const uint16_t* record;
   const Format* format;
   int64_t first, tokens;  // its (token, slot) pairs in Work::pairs
+  int64_t id, number;     // of the version
+  bool through;           // has no cell
+  int64_t cell;           // that the queue fills; kHere: the record is there
+  int64_t buffer;         // of the supply; -1: none
+  mutable bool failed;    // the record did not come
 };
+
+using Group = std::vector<const Expert*>;
 
 struct Work {
   const Kernels& k;
@@ -48,20 +59,28 @@ std::string find(const Experts& c, int64_t e, Expert& out) {
     return name + " has version " + std::to_string(number);
   }
   const StoredVersion& version = c.versions[number];
+  out.id = e, out.number = number, out.through = address < 0;
   if (address >= 0) {
     if (address > c.arena_rows - version.cell.rows) {
       return name + " has address " + std::to_string(address) + " in an arena of " +
              std::to_string(c.arena_rows) + " rows";
     }
     out.record = c.arena + address * c.hidden;
-    out.format = &version.cell;
+    out.format = &version.cell, out.cell = address;
     return "";
   }
   const int64_t place = version.places.empty() ? c.layer : version.places[c.layer];
   if (place < 0 || place >= version.layers) return name + " is not in its version's store";
-  if (!version.store) return name + " is in a file, and no queue reads it";
-  out.record = version.store + (place * c.experts + e) * version.held.rows * c.hidden;
   out.format = &version.held;
+  if (version.store) {
+    out.record = version.store + (place * c.experts + e) * version.held.rows * c.hidden;
+  } else if (!c.supply) {
+    return name + " is in a file, and no queue reads it";
+  }
+  if (c.supply && (!c.supply->sources.find(number, c.layer, e) ||
+                   c.supply->sources.bytes(number) != version.held.rows * c.hidden * 2)) {
+    return name + " is not where its queue looks";
+  }
   return "";
 }
 
@@ -86,7 +105,8 @@ std::string gather(Work& work) {
     if (e < 0 || e >= c.experts || (i && e <= c.active[i - 1])) {
       return "the list of active experts is not ascending and below " + std::to_string(c.experts);
     }
-    Expert expert = {nullptr, nullptr, first[e], first[e + 1] - first[e]};
+    Expert expert = {};
+    expert.first = first[e], expert.tokens = first[e + 1] - first[e], expert.buffer = -1;
     const std::string wrong = find(c, e, expert);
     if (!wrong.empty()) return wrong;
     if (expert.tokens) work.experts.push_back(expert);
@@ -129,6 +149,16 @@ void products(const Work& work, const Expert& e, int matrix, int64_t first, int6
   }
 }
 
+// Returns when a matrix of an expert's record is there; false: it did not come.
+bool arrived(const Work& work, const Expert& e, int matrix) {
+  if (e.cell == kHere) return true;
+  const Supply& supply = *work.call.supply;
+  const int64_t part = std::min<int64_t>(matrix, supply.parts(e.number) - 1);
+  if (supply.queue->wait_cell(e.cell, part) == TransferState::DONE) return true;
+  __atomic_store_n(&e.failed, true, __ATOMIC_RELAXED);
+  return false;
+}
+
 // h = act(gate(x)) · up(x), rounded to the run's dtype, of rows [first, last) for an expert's tokens.
 void gate_up(const Work& work, const Expert& e, int64_t first, int64_t last) {
   const Experts& c = work.call;
@@ -138,7 +168,9 @@ void gate_up(const Work& work, const Expert& e, int64_t first, int64_t last) {
   for (int64_t t = 0; t < e.tokens; t++) {
     x[t] = work.x + work.pairs[e.first + t] / c.top_k * work.x_width;
   }
+  if (!arrived(work, e, GATE)) return;
   products(work, e, GATE, first, rows, x.data(), gate.get());
+  if (!arrived(work, e, UP)) return;
   products(work, e, UP, first, rows, x.data(), up.get());
   for (int64_t t = 0; t < e.tokens; t++) {
     float *mine = &gate[t * kWidth], rounded[kWidth];
@@ -214,6 +246,7 @@ void add_encoded(const Work& work, const Columns& c, int64_t tokens, float* sums
 // y = h · down^T, columns [first, first + count), for an expert's tokens.
 void down(const Work& work, const Expert& e, int64_t first, int64_t count) {
   const Experts& c = work.call;
+  if (!arrived(work, e, DOWN)) return;
   const int64_t width = padded(count);
   Buffer<float> sums(std::min(kSums, e.tokens) * width);
   Buffer<char> scratch(kManyAdded * count * size_of(work.kind));
@@ -233,15 +266,88 @@ void down(const Work& work, const Expert& e, int64_t first, int64_t count) {
 }
 
 // Columns of down in a task. No bit depends on it.
-int64_t columns_of(const Work& work, int64_t threads) {
-  const int64_t active = static_cast<int64_t>(work.experts.size()), hidden = work.call.hidden;
-  if (work.call.tokens * work.call.top_k > active * kFew) return kManyColumns;
+int64_t columns_of(const Work& work, int64_t active, int64_t threads) {
+  const int64_t hidden = work.call.hidden;
+  if (work.call.tokens * work.call.top_k > static_cast<int64_t>(work.experts.size()) * kFew) {
+    return kManyColumns;
+  }
   int64_t columns = kColumns;
   // Shorter where threads would wait for the last task.
   while (columns > kManyColumns && active * ((hidden + columns - 1) / columns) < 4 * threads) {
     columns /= 2;
   }
   return columns;
+}
+
+// Some of the experts, from x to y.
+void compute(Pool& pool, const Work& work, const Group& group) {
+  const Experts& c = work.call;
+  const int64_t active = static_cast<int64_t>(group.size());
+  const int64_t blocks = (c.width + kWidth - 1) / kWidth;
+  const int64_t multiplications = active * c.width * c.hidden;
+  parallel(pool, active * blocks, 2 * multiplications, [&](int64_t i) {
+    const int64_t first = i % blocks * kWidth;
+    gate_up(work, *group[i / blocks], first, std::min(first + kWidth, c.width));
+  });
+  const int64_t columns = columns_of(work, active, pool.threads());
+  const int64_t parts = (c.hidden + columns - 1) / columns;
+  parallel(pool, active * parts, multiplications, [&](int64_t i) {
+    const int64_t first = i % parts * columns;
+    down(work, *group[i / parts], first, std::min(columns, c.hidden - first));
+  });
+}
+
+// What the step has of an expert whose record did not come.
+void give_up(const Work& work, const Expert& e) {
+  const Experts& c = work.call;
+  for (int64_t t = 0; t < e.tokens; t++) {
+    float* row = c.y + work.pairs[e.first + t] * c.hidden;
+    std::fill(row, row + c.hidden, 0.0f);
+  }
+  c.supply->failed({static_cast<int32_t>(c.layer), static_cast<int32_t>(e.id), c.writes,
+                    c.supply->queue->failure_of(e.cell)});
+}
+
+// All experts as their records come: first those that are there, then whose have come meanwhile, or
+// who is next. Records without a cell pass through the supply's buffers.
+void compute_as_they_come(Pool& pool, Work& work) {
+  Supply& supply = *work.call.supply;
+  const std::lock_guard<std::mutex> lock(supply.reading);
+  TransferQueue& queue = *supply.queue;
+  Group group;
+  std::deque<Expert*> through;
+  std::vector<std::pair<int64_t, Expert*>> flying;  // by ticket: about as they will come
+  for (Expert& e : work.experts) {
+    const int64_t ticket = e.through ? 0 : queue.demand(e.cell);
+    if (e.through) through.push_back(&e);
+    else if (ticket) flying.push_back({ticket, &e});
+    else e.cell = kHere, group.push_back(&e);
+  }
+  std::sort(flying.begin(), flying.end());
+  std::vector<int64_t> free;
+  for (int64_t i = 0; i < supply.buffers(); i++) free.push_back(i);
+  while (!group.empty() || !flying.empty() || !through.empty()) {
+    for (; !free.empty() && !through.empty(); free.pop_back(), through.pop_front()) {
+      Expert& e = *through.front();
+      e.buffer = free.back(), e.cell = Supply::buffer_cell(e.buffer);
+      e.record = supply.bring_into_buffer(e.number, work.call.layer, e.id, e.buffer);
+      flying.push_back({queue.demand(e.cell), &e});
+    }
+    if (group.empty()) {
+      for (const auto& [ticket, e] : flying) {
+        if (!queue.flies(e->cell)) group.push_back(e);
+      }
+      if (group.empty()) group.push_back(flying.front().second);
+    }
+    compute(pool, work, group);
+    for (const Expert* e : group) {
+      if (e->failed) give_up(work, *e);
+      if (e->buffer >= 0) free.push_back(e->buffer);
+      const auto mine = [e](const auto& other) { return other.second == e; };
+      flying.erase(std::remove_if(flying.begin(), flying.end(), mine), flying.end());
+    }
+    group.clear();
+  }
 }
 
 }  // namespace
@@ -261,19 +367,13 @@ std::string run_experts(Pool& pool, const Kernels& k, const Experts& c) {
       k.pack(c.type, row, c.hidden, work.x + t * work.x_width);
     }
   });
-  const int64_t active = static_cast<int64_t>(work.experts.size());
-  const int64_t blocks = (c.width + kWidth - 1) / kWidth;
-  const int64_t multiplications = active * c.width * c.hidden;
-  parallel(pool, active * blocks, 2 * multiplications, [&](int64_t i) {
-    const int64_t first = i % blocks * kWidth;
-    gate_up(work, work.experts[i / blocks], first, std::min(first + kWidth, c.width));
-  });
-  const int64_t columns = columns_of(work, pool.threads());
-  const int64_t parts = (c.hidden + columns - 1) / columns;
-  parallel(pool, active * parts, multiplications, [&](int64_t i) {
-    const int64_t first = i % parts * columns;
-    down(work, work.experts[i / parts], first, std::min(columns, c.hidden - first));
-  });
+  if (c.supply) {
+    compute_as_they_come(pool, work);
+    return "";
+  }
+  Group all;
+  for (Expert& e : work.experts) e.cell = kHere, all.push_back(&e);
+  compute(pool, work, all);
   return "";
 }
 

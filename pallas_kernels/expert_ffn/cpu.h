@@ -4,6 +4,7 @@
 
 #include "pallas_kernels/cpu/kernels.h"
 #include "pallas_kernels/cpu/pool.h"
+#include "pallas_kernels/cpu/supply.h"
 #include "pallas_kernels/records/cpu.h"
 
 namespace moejax {
@@ -24,9 +25,12 @@ struct Experts {
   const int32_t* active;
   int64_t active_count;
   float* y;  // [tokens · top_k, hidden]; rows of experts that are not active are left alone
+  Supply* supply;   // null: every record lies where it is read
+  uint32_t writes;  // of the arena, so far
 };
 
-// Empty, or what is wrong with a table's entry: then nothing was read or written by it.
+// With a supply, experts are computed as their records come. One whose record does not is zeros, and
+// said to the supply. Empty, or what is wrong with a table's entry: then nothing was read or written by it.
 std::string run_experts(Pool& pool, const Kernels& kernels, const Experts& call);
 
 }  // namespace moejax

@@ -12,6 +12,7 @@ struct Entry {
   const uint16_t* record;
   uint16_t* cell;
   const StoredVersion* version;
+  int64_t number;         // of the version
   bool decoded;           // on the way
   int64_t first, tasks;   // its tasks among all, each of `step` rows
   int64_t step;
@@ -30,17 +31,36 @@ std::string entry_of(const Fills& c, int64_t i, Entry& out) {
   if (place < 0 || place >= version.layers || expert < 0 || expert >= version.experts) {
     return name + "is not in its version's store";
   }
-  if (!version.store) return name + "is in a file, and no queue reads it";
+  out.decoded = version.cell.version != version.held.version;
+  if (!version.store && (!c.supply || out.decoded)) {
+    return name + "is in a file, and no queue reads it";
+  }
   if (row < 0 || row > c.arena_rows - version.cell.rows) {
     return name + "goes to row " + std::to_string(row) + " of an arena of " +
            std::to_string(c.arena_rows) + " rows";
   }
-  out.record = version.store + (place * version.experts + expert) * version.held.rows * c.hidden;
-  out.cell = c.arena + row * c.hidden, out.version = &version;
-  out.decoded = version.cell.version != version.held.version;
+  if (version.store) {
+    out.record = version.store + (place * version.experts + expert) * version.held.rows * c.hidden;
+  }
+  out.cell = c.arena + row * c.hidden, out.version = &version, out.number = number;
   out.step = std::max<int64_t>(kTaskBytes / (c.hidden * 2), 1);
   out.tasks = (version.cell.rows + out.step - 1) / out.step;
+  if (!c.supply) return "";
+  if (!c.supply->sources.find(number, c.layer, expert) ||
+      c.supply->sources.bytes(number) != version.held.rows * c.hidden * 2) {
+    return name + "is not where its queue looks";
+  }
+  if (!out.decoded) out.tasks = 0;
   return "";
+}
+
+// Leaves the copying of records to the queue, and cells that are written here to us.
+void hand_over(const Fills& c, const std::vector<Entry>& entries) {
+  for (int64_t i = 0; i < c.count; i++) {
+    const Entry& e = entries[i];
+    if (e.decoded) c.supply->queue->vacate(c.row[i]);
+    else c.supply->bring(e.number, c.layer, c.expert[i], c.row[i], e.cell, c.ahead);
+  }
 }
 
 }  // namespace
@@ -54,6 +74,7 @@ std::string fill(Pool& pool, const Kernels& k, const Fills& c) {
     entries[i].first = tasks, tasks += entries[i].tasks;
     bytes += entries[i].version->cell.rows * c.hidden * 2;
   }
+  if (c.supply) hand_over(c, entries);
   // A byte copied counts as a multiplication: both some 10 µs for 2^17.
   parallel(pool, tasks, bytes, [&](int64_t task) {
     const auto after = std::upper_bound(entries.begin(), entries.end(), task,

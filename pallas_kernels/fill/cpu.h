@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "pallas_kernels/cpu/pool.h"
+#include "pallas_kernels/cpu/supply.h"
 #include "pallas_kernels/records/cpu.h"
 
 namespace moejax {
@@ -15,9 +16,12 @@ struct Fills {
   std::vector<StoredVersion> versions;
   const int32_t *expert, *row, *version;  // [count]
   int64_t count;
+  Supply* supply;  // null: records are copied here
+  bool ahead;      // of need: nothing waits for them yet
 };
 
-// Empty, or what is wrong with an entry; then nothing was written.
+// Empty, or what is wrong with an entry; then nothing was written. With a supply records are queued,
+// and come beside what follows; those that are decoded on the way are written here also then.
 std::string fill(Pool& pool, const Kernels& kernels, const Fills& call);
 
 }  // namespace moejax

@@ -5,7 +5,7 @@ python -m scripts.disk store DIR [--shape olmoe] [--layers N] [--limit 5GiB] [--
 Writes a converted checkpoint of random bfloat16 weights into DIR, once, and runs it with
 store="file" and each --host-memory of --budgets, each in a process of its own in a memory cgroup
 with that limit, page cache included. A process generates greedily for the same prompts; between
-rounds it reads as many bytes of other experts' files by nothing but reads, since a disk's rate
+rounds it reads some of the experts' files by nothing but reads, since a disk's rate
 varies by two within minutes. The table has the resident set, what the cgroup counted, the bytes
 read and their rate, and its share of the plain reads' rate beside (median of the rounds, and its
 quartiles). The exit status is 1 where two budgets give other tokens or log-probabilities.
@@ -38,15 +38,18 @@ from scripts.disk.random_converted import converted
 from scripts.parts.commands import new_parser, refuse
 from scripts.parts.text_table import aligned
 
+PLAIN = 128
+"""The most files of a round of plain reads."""
+
 COLUMNS = [
     ("host memory", "{budget}"),
     ("cells a layer", "{cells}"),
     ("resident MB, peak", "{resident:,.0f}"),
     ("in the cgroup MB, peak", "{cgroup:,.0f}"),
     ("start s", "{start:.1f}"),
-    ("step ms", "{step:.0f}"),
+    ("ms a token", "{step:.0f}"),
     ("hit rate", "{hits:.2f}"),
-    ("MB a step", "{read:,.0f}"),
+    ("MB a token", "{read:,.0f}"),
     ("MB/s", "{rate:,.0f}"),
     ("plain MB/s", "{plain:,.0f}"),
     ("share", "{share:.2f} ({low:.2f} to {high:.2f})"),
@@ -62,9 +65,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--layers", type=int, help="fewer than the model has")
     add("--limit", default="5GiB", help="of a process's memory (default: %(default)s)")
     add("--budgets", default="4GiB,2GiB", help="--host-memory of moejax (default: %(default)s)")
-    add("--batch", type=int, default=4, help="sequences at once (default: %(default)s)")
-    add("--tokens", type=int, default=16, help="of each a round (default: %(default)s)")
-    add("--rounds", type=int, default=5, help="(default: %(default)s)")
+    add("--batch", type=int, default=1, help="sequences at once (default: %(default)s)")
+    add("--tokens", type=int, default=4, help="of each a round (default: %(default)s)")
+    add("--prompt", type=int, default=4, help="tokens of a prompt (default: %(default)s)")
+    add("--rounds", type=int, default=3, help="(default: %(default)s)")
     add("--readers", type=int, default=2, help="threads of plain reads (default: %(default)s)")
     add("--no-verify-reads", action="store_true", help="as of moejax")
     add("--options", default="{}", help="more options of moejax.LLM, a JSON object")
@@ -93,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def row(args: argparse.Namespace, directory: Path, budget: str) -> dict[str, Any]:
     """A line of the table: one process. Raises UserError where it fails."""
     command = [sys.executable, "-m", "scripts.disk", "store", str(directory), "--child", budget]
-    for name in ("batch", "tokens", "rounds", "readers", "options"):
+    for name in ("batch", "tokens", "prompt", "rounds", "readers", "options"):
         command += [f"--{name}", str(getattr(args, name))]
     command += ["--no-verify-reads"] if args.no_verify_reads else []
     with limited(parse_size(args.limit)) as group:
@@ -130,7 +134,7 @@ def measured(args: argparse.Namespace, budget: int) -> dict[str, Any]:
         each = llm.engine.runner.store.file_bytes / len(every)
         vocabulary, count = llm.engine.runner.config.vocab_size, 16
         for _ in range(args.rounds + 1):
-            prompts = rng.integers(vocabulary, size=(batch, 16)).tolist()
+            prompts = rng.integers(vocabulary, size=(batch, args.prompt)).tolist()
             picked = rng.choice(len(every), min(count, len(every)), replace=False)
             plain = read_rate([every[i] for i in picked], args.readers)
             before, clock = disk_bytes(), time.perf_counter()
@@ -138,7 +142,7 @@ def measured(args: argparse.Namespace, budget: int) -> dict[str, Any]:
             seconds, read = time.perf_counter() - clock, disk_bytes() - before
             for request in found:
                 bits.update(str([(o.token_ids, o.logprobs) for o in request.outputs]).encode())
-            count = max(int(read / each), 16)
+            count = int(np.clip(read / each, 16, PLAIN))
             rounds.append(
                 {
                     "plain": plain / 1e6,

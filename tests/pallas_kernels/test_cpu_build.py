@@ -143,6 +143,10 @@ def test_a_layer_that_is_not_there_is_not_read():
             linear(layer).block_until_ready()
 
 
+SHARED = ("select", "arena", "supply", "transfer_queue", "transfer_calls", "checksums")
+"""What ops are linked with beside the kernels."""
+
+
 @pytest.mark.slow
 @pytest.mark.nightly
 @pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
@@ -155,7 +159,7 @@ def test_sanitizers_find_nothing(sanitizer, repository, tmp_path):
     flags += ["-I", str(repository), "-DMOEJAX_STAND_INS"]
     flags += ["-DMOEJAX_X86"] if sys.platform == "linux" and os.uname().machine == "x86_64" else []
     units = {path.parent.name: ["-c", str(path)] for path in build.HERE.parent.glob("*/cpu.cc")}
-    units |= {name: ["-c", str(build.HERE / f"{name}.cc")] for name in ("select", "arena")}
+    units |= {name: ["-c", str(build.HERE / f"{name}.cc")] for name in SHARED}
     units["check"] = ["-c", str(repository / "tests/pallas_kernels/cpu_check.cc")]
     kernels = build.PORTABLE | (build.X86 if "-DMOEJAX_X86" in flags else {})
     stand_ins = {"wide": (16, ()), "pairs": (16, ("-DMOEJAX_PAIRS=1",))}

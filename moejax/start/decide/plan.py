@@ -26,6 +26,7 @@ from moejax.start.decide.shapes import (
     without_kernel,
 )
 from moejax.start.decide.split import check_split, start_split
+from moejax.start.decide.transfers import check_queue, link_notes, queue_of
 from moejax.start.precision import (
     expert_budget_of,
     formats_of,
@@ -127,7 +128,7 @@ def step_spec(settings: Settings, model: ModelFacts, device: DeviceFacts) -> Ste
         NUMPY_DTYPES[model.dtype].itemsize, resident_versions(precision, model.store), model.dtype
     )
     needs = (need for policy in settings.policies for need in policy.needs)
-    spec = StepSpec(
+    steps = StepSpec(
         device_kind=device.kind,
         runtime=device.runtime,
         driver=options.driver,
@@ -145,10 +146,12 @@ def step_spec(settings: Settings, model: ModelFacts, device: DeviceFacts) -> Ste
         ),
         formats=formats_of(precision, layout, model.store),
         store=options.store,
+        queue=queue_of(settings),
         trace_arrays=TRACE_ARRAYS & {*settings.trace_arrays, *needs},
     )
-    check_file_steps(settings, spec)
-    return spec
+    check_file_steps(settings, steps)
+    check_queue(settings, steps, device.platform)
+    return steps
 
 
 def limits_of(settings: Settings, model: ModelFacts, device: DeviceFacts) -> tuple[int, int, int]:
@@ -257,7 +260,7 @@ def decide(
         check_fitted(policies, config_digest(steps.config))
     if isinstance(mixed, ResidentSpec):
         mixed = bounded(mixed, precision, steps, device.platform, model.read_bytes)
-    notes, dense = [*budget.notes], model.store.layers.get("dense", ())
+    notes, dense = [*budget.notes, *link_notes(steps.queue)], model.store.layers.get("dense", ())
     if text := note(precision, mixed, steps.layout, dense):
         notes.append(text)
     cells: tuple[int, ...] = ()

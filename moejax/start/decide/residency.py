@@ -35,6 +35,8 @@ def why_cells(settings: Settings, steps: StepSpec, platform: str) -> str | None:
         "cells": not isinstance(options.cells, str) or options.cells != "uniform",
         "hooks": options.hooks is not None,
         "trace": options.trace is not None,
+        "link_rate": options.link_rate is not None,
+        "link_latency": options.link_latency is not None,
     }
     for name, wanted in asked.items():
         if wanted:
