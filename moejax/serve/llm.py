@@ -103,6 +103,8 @@ class LLM:
         quantizer: str = "rtn",
         link_rate: float | str | None = None,
         link_latency: float | str | None = None,
+        chunk_bytes: int | str = "1MiB",
+        transfer_threads: int = 2,
         driver: str = "device",
         ops: str | Mapping[str, str] = "auto",
         device: str | jax.Device | None = None,

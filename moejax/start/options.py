@@ -217,8 +217,8 @@ class Options:
     )
     link_rate: float | None = _option(
         "bytes a second at which experts reach the arena, at most, such as 2GB/s: for experiments "
-        "with the ratio of compute to transfers on a CPU with native ops; transfers then run beside "
-        "compute, by threads of their own (docs/transfers.md)",
+        "with the ratio of compute to transfers on a CPU with native ops; transfers then run "
+        "beside compute, by threads of their own (docs/transfers.md)",
         "memory",
         metavar="RATE",
     )
@@ -226,6 +226,15 @@ class Options:
         "what a piece of a transfer takes beside that, such as 20us (default: 0)",
         "memory",
         metavar="TIME",
+    )
+    chunk_bytes: int = _option(
+        "bytes of a transfer that are moved at once, what one that is needed now waits for; with a "
+        "link_rate or link_latency (default: 1MiB)",
+        "memory",
+        default=1 << 20,
+    )
+    transfer_threads: int = _option(
+        "threads that transfers run on, the same (default: 2)", "memory", default=2
     )
     driver: str = _option(
         "who walks through the layers: device runs a step as one executable, host calls them from "
@@ -351,6 +360,7 @@ _SIZES: dict[str, Callable[[Any], Any]] = {
     "kv_budget": parse_size,
     "host_memory": parse_size,
     "swap_space": parse_size,
+    "chunk_bytes": parse_size,
     "link_rate": parse_rate,
     "link_latency": parse_duration,
 }

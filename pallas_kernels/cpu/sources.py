@@ -10,8 +10,9 @@ SOURCE = np.dtype(
     [("place", np.int64), ("checksum", np.uint64), ("file", np.int32), ("check", np.int32)]
 )
 """How a record is named (`SourceRecord` of supply.h). place: its address, or with a file the place
-of its first byte there. file: the queue's number of it (NativeQueue.file_number), MEMORY or NOWHERE.
-checksum: its first 64 bits where check is 1 (SHA-256), or 2 (CRC-32C); 0 checks nothing."""
+of its first byte there. file: the queue's number of it (NativeQueue.file_number), MEMORY or
+NOWHERE. checksum: its first 64 bits where check is 1 (SHA-256), or 2 (CRC-32C); 0 checks nothing.
+"""
 
 MEMORY, NOWHERE = -1, -2
 """What `file` says instead: an address; the version lacks the layer."""

@@ -1,6 +1,6 @@
 """Random workloads through the embedded model, every invariant checked, answers against solo runs.
 
-python -m scripts.check fuzz --steps 100000 [--seed 0] [--check-every 4]
+python -m scripts.check fuzz --steps 100000 [--seed 0] [--check-every 4] [--link-rate 2GB/s]
 
 An episode has a few bursts of requests, each under random conditions (expert and KV budgets,
 overflow, swap space, staging, steps that fail). Requests are random: sessions of several turns,
@@ -11,6 +11,9 @@ blocks and rows are checked, after every K-th the device's arena, tables and sto
 ends, everything must be free, and some of its requests run again alone, with everything resident:
 tokens, text, log-probabilities and reasons must be equal (contract 1; a session's solo run is the
 same session alone, its turns in order).
+
+With --link-rate, experts come by a queue beside compute, with random delays, and with transfers that
+fail: they end the requests of their step, which are compared up to there, and no others.
 
 The same seed and the same number of an episode make the same episode, whatever ran before. A
 failure prints the command that runs that episode again, and exits with status 1.
@@ -35,6 +38,7 @@ import numpy as np
 from host_offload.control.interface import Decision, Moment, Observation, Spec, Stage
 from host_offload.memory.tables import empty_tables
 from host_offload.policies.eviction.names import EVICTION
+from host_offload.queue.native import Faults
 from moejax import LLM, SamplingParams, UserError
 from moejax.engine.control import control_of
 from moejax.engine.statistics import kv_stats
@@ -77,6 +81,15 @@ class Conditions:
     arrivals: float
     """Chance at each step that a request arrives."""
     requests: int
+    transfers: Faults = Faults()
+    """What is put in the way of transfers beside compute."""
+
+
+def draw_faults(rng: np.random.Generator) -> Faults:
+    """Delays in most bursts, failures in some."""
+    delay = float(rng.choice([0.0, 50e-6, 500e-6, 3e-3]))
+    errors = float(rng.choice([0.0, 0.0, 1e-4, 2e-3]))
+    return Faults(int(rng.integers(2**31)), delay, errors, short_reads=0.2)
 
 
 def draw_conditions(rng: np.random.Generator, rows: int) -> Conditions:
@@ -370,6 +383,9 @@ def run_episode(llm: LLM, seed: int, number: int, *, check_every: int = 1) -> Ep
             workload.end_sessions(0.3)
             move_budget(llm, rng, counts)
         conditions = draw_conditions(rng, engine.scheduler.max_num_seqs)
+        if engine.runner.queue is not None:  # draws of its own: without a queue all is as it was
+            drawn = draw_faults(np.random.default_rng([seed, number, burst]))
+            conditions = dataclasses.replace(conditions, transfers=drawn)
         apply(llm, conditions, seed=int(rng.integers(2**31)))
         arriving = conditions.requests
         with failing(llm, rng, conditions.failures):
@@ -396,6 +412,9 @@ def run_episode(llm: LLM, seed: int, number: int, *, check_every: int = 1) -> Ep
     check_all_free(llm)
     counts.update({name: n - before[name] for name, n in _totals(llm).items()})
     counts["recomputed"] += sum(r.recomputed for r in workload.everyone())
+    counts["ended by a failed transfer"] += sum(
+        request.error is not None for request in workload.everyone()
+    )
     for request in workload.everyone():
         counts[f"ended by {request.finish_reason}"] += 1
     counts["stopped by a string"] += sum(
@@ -418,6 +437,8 @@ def apply(llm: LLM, conditions: Conditions, seed: int) -> None:
     """Sets what an idle engine's next requests find, none of it a shape."""
     engine, scheduler = llm.engine, llm.engine.scheduler
     engine.control = None
+    if (queue := engine.runner.queue) is not None:
+        queue.inject(conditions.transfers)
     if conditions.stages:
         policies, length = [RandomStages(seed)], scheduler.max_model_len
         controller = start_controller(engine.runner, policies, max_model_len=length, seed=seed)
@@ -505,9 +526,21 @@ def check_all_free(llm: LLM) -> None:
 def _totals(llm: LLM) -> dict[str, int]:
     """Counters of what the engine did, by names for people."""
     engine, cache = llm.engine, llm.engine.scheduler.cache
+    totals = engine.runner.transfer_totals()
+    queued = {}
+    if totals is not None:
+        queued = {
+            "demands that came": totals.demands,
+            "prefetches that came": totals.ahead,
+            "prefetches that came late": totals.late,
+            "transfers cancelled": totals.cancelled,
+            "transfers failed": totals.failed,
+            "waits for transfers": totals.waits,
+        }
     stats = kv_stats(engine.scheduler)
     names = ("preemptions", "prefix_hit_tokens", "session_hit_tokens", "sessions_evicted")
     return {
+        **queued,
         **{name.replace("_", " "): stats[name] for name in names},
         "pages swapped out": cache.swapped_out,
         "pages swapped in": cache.swapped_in,
@@ -597,7 +630,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if min(args.steps, args.check_every) < 1:
             raise UserError("--steps and --check-every must be at least 1")
-        with LLM("demo", dtype=args.dtype, **SMALL) as llm:
+        link = {"link_rate": args.link_rate, "link_latency": args.link_latency}
+        queue = {"chunk_bytes": args.chunk_bytes, "transfer_threads": args.transfer_threads}
+        with LLM("demo", dtype=args.dtype, **link, **queue, **SMALL) as llm:
             return run(llm, args)
     except UserError as error:
         return refuse(__name__, error)
@@ -669,6 +704,10 @@ def _parser() -> argparse.ArgumentParser:
         help="check the device's tables and bytes every K steps (default: %(default)s)",
     )
     add("--dtype", default="auto", help="of the model (default: the checkpoint's, bfloat16)")
+    add("--link-rate", metavar="RATE", help="of transfers beside compute (default: there are none)")
+    add("--link-latency", metavar="TIME", help="of them (default: 0)")
+    add("--chunk-bytes", default="16KiB", metavar="SIZE", help="of them (default: %(default)s)")
+    add("--transfer-threads", type=int, default=2, help="of them (default: %(default)s)")
     add("--progress-s", type=float, default=10.0, help="between lines (default: %(default)s)")
     add("--json", action="store_true", help="the summary as a JSON line")
     return parser

@@ -14,7 +14,14 @@ def queue_of(settings: Settings) -> QueueSpec | None:
     options = settings.options
     if (options.link_rate, options.link_latency, options.store) == (None, None, "memory"):
         return None
-    return QueueSpec(rate=options.link_rate or 0.0, latency=options.link_latency or 0.0)
+    if not options.chunk_bytes:
+        raise UserError("chunk_bytes must be at least 1")
+    return QueueSpec(
+        rate=options.link_rate or 0.0,
+        latency=options.link_latency or 0.0,
+        threads=options.transfer_threads,
+        chunk_bytes=options.chunk_bytes,
+    )
 
 
 def check_queue(settings: Settings, steps: StepSpec, platform: str) -> None:

@@ -1,0 +1,1 @@
+"""Transfers beside compute: what they cost and what they hide."""

@@ -1,0 +1,165 @@
+"""Experts that come beside compute give the bits of experts that are all there; what does not come
+ends the requests of its step, and no others."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import pytest
+
+from host_offload.queue.native import Faults
+from moejax import LLM, SamplingParams, UserError
+from tests.moejax.engine_runs import Job, run, set_budget
+from tests.pallas_kernels.contract import NATIVE
+
+pytestmark = NATIVE
+
+LIMITS = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 256}
+LINK = {"link_rate": "500MB/s", "link_latency": "50us", "chunk_bytes": "16KiB"}
+
+
+def jobs() -> list[Job]:
+    rng = np.random.default_rng(3)
+    found = []
+    for i, length in enumerate((17, 66, 130, 90, 40, 1)):
+        sampling = {"temperature": 0.9, "top_p": 0.9} if i % 2 else {"temperature": 0}
+        params = SamplingParams(max_tokens=24, seed=i, ignore_eos=True, **sampling)
+        prompt = tuple(rng.integers(1, 4096, length).tolist())
+        found.append(Job(prompt, params, arrival=i, priority=-(i % 2)))
+    return found
+
+
+def open_llm(**options) -> LLM:
+    return LLM("demo", progress=False, **{**LIMITS, **LINK, **options})
+
+
+@functools.cache
+def at_rest(precision: str | None = None):
+    """What the jobs give with every expert resident from the start, without transfers."""
+    with LLM("demo", progress=False, precision=precision, **LIMITS) as llm:
+        assert llm.stats()["transfers"] is None
+        return run(llm, jobs())
+
+
+def slow(**options):
+    return pytest.param(options, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"expert_budget": "40%"},
+        slow(expert_budget=0, transfer_threads=1),
+        slow(expert_budget="40%", driver="host", transfer_threads=3, chunk_bytes=1000),
+        slow(expert_budget="60%", prefetch="random", link_rate="2GB/s"),
+        slow(expert_budget="60%", prefetch="moe-infinity", link_rate="50MB/s"),
+        slow(expert_budget="40%", prefetch="coactivation", driver="host"),
+        slow(expert_budget="40%", prefill_waves=3, eviction="lfu", link_rate=None),
+        slow(expert_budget="40%", precision="int8", transfer_threads=4),
+        slow(precision="dynaexq,paged=true", memory=4 << 20),
+    ],
+    ids=str,
+)
+def test_the_bits_are_those_of_experts_that_are_there(options):
+    """Delays of up to a millisecond a chunk make most transfers late; integrity is checked at the
+    end only, since it waits for what flies."""
+    precision = options.get("precision")
+    mixed = precision and "," in precision
+    with open_llm(**options) as llm:
+        queue = llm.engine.runner.queue
+        found = []
+        for delay in (0.0, 1e-3):
+            queue.inject(Faults(seed=1, delay=delay))
+            found.append(run(llm, jobs(), check=False))
+            assert not llm.engine.runner.faults()
+        stats = llm.stats()["transfers"]
+        assert stats["bytes"]["demand"] > 0 and stats["waits"] > 0 and stats["failed"] == 0
+        assert stats["busy_s"] > 0 and stats["in_flight"]["transfers"] == 0
+        if options.get("prefetch"):
+            assert sum(stats["prefetches"].values()) > 0
+    # Which of two versions an expert has depends on what was asked before: that is not the link's.
+    want = at_rest(precision) if not mixed else found[0]
+    for got in found[: 1 if mixed else 2]:
+        assert all(a.same_bits(b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("driver", ["device", pytest.param("host", marks=pytest.mark.slow)])
+def test_a_transfer_that_fails_ends_the_requests_of_its_step_only(driver):
+    params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+    prompts = [[5, 6, 7, 300], list(range(20, 90))]
+    with open_llm(expert_budget="40%", driver=driver) as llm:
+        engine, queue = llm.engine, llm.engine.runner.queue
+        want = [llm.generate(p, params)[0].outputs[0].token_ids for p in prompts]
+        queue.inject(Faults(seed=1, errors=1.0))
+        first, second = (engine.add(p, params) for p in prompts)
+        set_budget_to_nothing_resident(engine)
+        while first.error is None:
+            engine.step()
+        assert "expert" in str(first.error) and "an injected error" in str(first.error)
+        assert first.finish_reason == "abort"
+        queue.inject(Faults())
+        while not engine.idle:
+            engine.step()
+        if second.error is None:  # it was in none of the steps that were under way
+            assert second.output == want[1]
+        assert not engine.runner.faults()
+        assert llm.stats()["transfers"]["failed"] > 0
+        # What failed is absent, and comes again.
+        assert [llm.generate(p, params)[0].outputs[0].token_ids for p in prompts] == want
+        with pytest.raises(UserError, match="could not be read: memory: an injected error"):
+            queue.inject(Faults(seed=1, errors=1.0))
+            llm.score(list(range(300, 340)))
+        queue.inject(Faults())
+
+
+def set_budget_to_nothing_resident(engine) -> None:
+    """Every expert is missed once more."""
+    runner = engine.runner
+    tables = runner.tables
+    nobody = {
+        "owner": np.full(tables.owner.shape, -1),
+        "address": np.full(tables.address.shape, -1),
+    }
+    runner.set_tables(nobody)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ops": "xla"}, "link_rate needs native CPU ops, which wait for transfers; op kv_write"),
+        ({"ops": "fill=xla"}, "op fill is xla: leave link_rate out, or use ops='cpu'"),
+        ({"precision": "lossless12,in_transit=true"}, "decodes experts on their way"),
+        ({"link_rate": "fast"}, "'fast' is not a rate; write bytes per second, such as"),
+        ({"link_latency": "20"}, "'20' is not a time; write it with a unit, such as \"20us\""),
+        ({"link_latency": -1.0}, "is not a time"),
+        ({"link_rate": 0}, "0 is not a rate"),
+        ({"chunk_bytes": 0}, "chunk_bytes must be at least 1"),
+        ({"transfer_threads": 0}, "transfer_threads must be at least 1"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_refused_with_what_to_write(options, message):
+    with pytest.raises(UserError) as refused:
+        open_llm(expert_budget="40%", **options).close()
+    assert message in str(refused.value)
+
+
+def test_results_name_the_link():
+    with open_llm(expert_budget="40%") as llm:
+        stats = llm.stats()
+        assert stats["transfers"]["link_rate"] == 5e8
+        assert stats["transfers"]["chunk_bytes"] == 16 << 10
+        said = "experts pass a link of 0.5 GB/s, 50 us, beside compute"
+        assert said in stats["notes"] and said in str(llm.explain())
+
+
+@pytest.mark.slow
+def test_budgets_move_while_experts_fly():
+    with open_llm(expert_budget="100%", prefetch="random", eviction="lru") as llm:
+        llm.engine.runner.queue.inject(Faults(seed=2, delay=2e-3))
+        for cells in ([3, 9, 16, 0], [12] * 4, [1, 1, 1, 1]):
+            set_budget(llm, cells, 3)
+            found = run(llm, jobs(), check=False)
+            assert not llm.engine.runner.faults()
+            assert all(a.same_bits(b) for a, b in zip(found, at_rest(), strict=True))
