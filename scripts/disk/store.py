@@ -81,14 +81,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     try:
         directory = converted(args.directory, args.shape, args.layers)
-        rows = [row(args, directory, budget) for budget in args.budgets.split(",")]
+        rows = []
+        for budget in args.budgets.split(","):
+            rows.append(row(args, directory, budget))
+            if args.json:
+                print(json.dumps(rows[-1]), flush=True)
     except (UserError, OSError) as error:
         return refuse(__name__, error)
     if args.delete:
         shutil.rmtree(directory)
-    if args.json:
-        print(*map(json.dumps, rows), sep="\n")
-    else:
+    if not args.json:
         print("\n".join(aligned(COLUMNS, rows)))
         print(f"{rows[0]['files'] / 1e9:.1f} GB of experts in files; load {os.getloadavg()[0]:.1f}")
     return 0 if len({row["bits"] for row in rows}) == 1 else 1
