@@ -100,7 +100,7 @@ def damaged(arena: np.ndarray, tables: Tables, version: int, files: RecordFiles,
     wrong = 0
     for layer, cell in np.argwhere(held):
         first = row[layer, cell]
-        found = hashlib.sha256(arena[first : first + rows]).digest()[:8]
+        found = hashlib.sha256(arena[first : first + rows].data).digest()[:8]
         wrong += int.from_bytes(found, "big") != files.checksums[layer, owner[layer, cell]]
     return wrong
 

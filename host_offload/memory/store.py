@@ -8,6 +8,7 @@ import functools
 import math
 import threading
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +43,7 @@ class ExpertStore:
     """
 
     layouts: dict[str, RecordFormat]
-    arrays: dict[str, jax.Array | FileRecords]
+    arrays: dict[str, Any]
     layers: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     files: dict[str, RecordFiles] = dataclasses.field(default_factory=dict)
 

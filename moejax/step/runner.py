@@ -536,7 +536,7 @@ class Runner:
         found = self._call(ProgramKey("integrity"), self.arena, self.tables, self.stores)
         counts = np.asarray(found)
         if self.memory is not None and self.store.files:
-            tables, arena = Tables(*map(np.asarray, self.tables)), self.memory.view()
+            tables, arena = jax.tree.map(np.asarray, self.tables), self.memory.view()
             counts = counts.copy()
             for number, files in enumerate(self.store.files.values()):
                 rows = self.layout.records[number].rows

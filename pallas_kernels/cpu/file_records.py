@@ -20,7 +20,7 @@ class FileRecords:
 
     sizes: Any
     """int32[4]: shape, as ops see it."""
-    shape: tuple[int, int, int, int]
+    shape: tuple[int, ...]
 
     dtype = np.dtype(np.uint16)
     ndim = 4
@@ -35,6 +35,6 @@ class FileRecords:
         """There is nothing to free."""
 
 
-def file_records(shape: tuple[int, int, int, int], device: jax.Device) -> FileRecords:
+def file_records(shape: tuple[int, ...], device: jax.Device) -> FileRecords:
     """Records of that shape for programs of this device, a CPU."""
     return FileRecords(jax.device_put(np.array(shape, np.int32), device), shape)

@@ -36,7 +36,7 @@ def converted(folder: Path, name: str, layers: int | None) -> Path:
     bfloat16 = NUMPY_DTYPES["bfloat16"]
     block = np.random.default_rng(0).standard_normal(BLOCK, np.float32) * SPREAD
 
-    def chunks(leaf: Leaf, _: Counter[str]) -> Iterator[np.ndarray]:
+    def chunks(leaf: Leaf, nonfinite: Counter[str]) -> Iterator[np.ndarray]:
         dtype = bfloat16 if leaf.dtype == np.uint16 else leaf.dtype
         values, rng = block.astype(dtype), np.random.default_rng(zlib.crc32(leaf.name.encode()))
         for _ in leaf.chunks:
