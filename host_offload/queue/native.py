@@ -318,7 +318,7 @@ class NativeQueue:
         self._require_open()
         totals = _Totals()
         self._calls.moejax_transfers_totals(self.handle, totals)
-        return Totals(*(getattr(totals, name) for name, _ in _Totals._fields_))
+        return Totals(**{f.name: getattr(totals, f.name) for f in dataclasses.fields(Totals)})
 
     def forget_settled(self) -> None:
         """From now on what has settled is kept for no observation: of queues that only ops and

@@ -126,8 +126,8 @@ class ArenaMemory:
         count = _functions().failures(*arguments, text, size)
         said = [text.raw[i * size :].split(b"\0", 1)[0] for i in range(min(count, most))]
         return [
-            TransferFailure(*numbers, message.decode(errors="replace"))
-            for *numbers, message in zip(layer.tolist(), expert.tolist(), said, strict=False)
+            TransferFailure(int(layer[i]), int(expert[i]), message.decode(errors="replace"))
+            for i, message in enumerate(said)
         ]
 
     def delay(self, microseconds: int) -> None:

@@ -12,7 +12,7 @@ ends, everything must be free, and some of its requests run again alone, with ev
 tokens, text, log-probabilities and reasons must be equal (contract 1; a session's solo run is the
 same session alone, its turns in order).
 
-With --link-rate, experts come by a queue beside compute, with random delays, and with transfers that
+With --link-rate, experts come by a queue beside compute, with random delays and transfers that
 fail: they end the requests of their step, which are compared up to there, and no others.
 
 The same seed and the same number of an episode make the same episode, whatever ran before. A
@@ -81,7 +81,7 @@ class Conditions:
     arrivals: float
     """Chance at each step that a request arrives."""
     requests: int
-    transfers: Faults = Faults()
+    transfers: Faults | None = None
     """What is put in the way of transfers beside compute."""
 
 
@@ -438,7 +438,7 @@ def apply(llm: LLM, conditions: Conditions, seed: int) -> None:
     engine, scheduler = llm.engine, llm.engine.scheduler
     engine.control = None
     if (queue := engine.runner.queue) is not None:
-        queue.inject(conditions.transfers)
+        queue.inject(conditions.transfers or Faults())
     if conditions.stages:
         policies, length = [RandomStages(seed)], scheduler.max_model_len
         controller = start_controller(engine.runner, policies, max_model_len=length, seed=seed)

@@ -132,7 +132,7 @@ def make(loaded, args: argparse.Namespace, changing: int, rate: float | None) ->
         max_model_len=CONTEXT + STEPS + 16,
         max_num_batched_tokens=64,
         expert_budget=cells * args.layers * record,
-        kv_budget="64MiB",
+        kv_budget=64 << 20,
         eviction="lru",
         link_rate=rate,
     )

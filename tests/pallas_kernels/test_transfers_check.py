@@ -21,7 +21,10 @@ MUTANTS = {
         "  }\n"
         "  note(TransferEvent::START,",
     ),
-    "two writers of a cell": ("if (writer && !settled(writer->state)) {", "if (false) {"),
+    "two writers of a cell": (
+        "if (found != cells_.end() && !settled(found->second->state)) {",
+        "if (false) {",
+    ),
     "a wait is left out": (
         "  if (settled(transfer.state)) return true;\n",
         "  return part < 99;\n",
@@ -31,8 +34,12 @@ MUTANTS = {
         "  return transfer.ended[0] && !(last",
     ),
     "an op does not wait for its cell": (
-        "  wait_for(held, *transfer, part, -1);\n",
+        "  wait_as_op(held, *transfer, part);\n",
         "",
+    ),
+    "a cell is filled again while it is written": (
+        "    wait_as_op(held, *writer, -1);\n",
+        "    break;\n",
     ),
     "demands wait for others": ("return {request.cause != 0, request", "return {false, request"),
     "what has begun is cancelled": (

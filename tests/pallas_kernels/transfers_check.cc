@@ -168,10 +168,12 @@ struct Round {
     std::string why;
     std::vector<uint8_t> before;
     if (quiet) before.assign(cell.bytes(), cell.bytes() + size);
-    const int64_t ticket = queue->submit(request, parts.data(), &why);
+    const bool replacing = !pick(rng, 0, 3);
+    const int64_t ticket = replacing ? queue->replace(request, parts.data(), &why)
+                                     : queue->submit(request, parts.data(), &why);
     if (!ticket) {
-      expect(!quiet || why == "the queue is closed", "refused: " + why);
-      if (quiet) cell.ticket = 0;  // its memory is another one now
+      expect(!(quiet || replacing) || why == "the queue is closed", "refused: " + why);
+      if (quiet || replacing) cell.ticket = 0;  // its memory is another one now, or nobody's
       return;
     }
     std::lock_guard<std::mutex> also(mutex);
@@ -213,7 +215,11 @@ struct Round {
     if (part < 0) {
       const TransferState end = state(cell.ticket);
       expect(settled(end), "an op would not have waited");
-      expect((end == TransferState::FAILED) == (said == TransferState::FAILED), "an op's status");
+      // A cell in which one failed has failed again where the next one was cancelled.
+      if (end == TransferState::FAILED) expect(said == end, "an op's status");
+      if (said == TransferState::FAILED) {
+        expect(end == said || end == TransferState::CANCELLED, "an op's status");
+      }
     }
     look(cell);
   }
@@ -235,6 +241,11 @@ struct Round {
         case 4: {
           std::lock_guard<std::mutex> held(cells[number].mutex);
           look(cells[number]);
+          break;
+        }
+        case 5: {
+          const int64_t ticket = queue->demand(number);
+          expect(ticket >= -1, "a ticket");
           break;
         }
         default: submit(rng);

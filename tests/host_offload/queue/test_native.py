@@ -168,6 +168,8 @@ def test_parts_that_are_not_there(queue):
     to = cell()
     with NativeQueue(threads=0) as still:
         ticket = still.submit(transfer(), from_memory(to))
+        with pytest.raises(QueueError, match="there is no part -1"):
+            still.wait(ticket, -1)
         with pytest.raises(QueueError, match="has no part 1"):
             still.wait(ticket, 1)
         with pytest.raises(QueueError, match="cell 0 has no part 1"):

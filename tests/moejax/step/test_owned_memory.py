@@ -13,6 +13,7 @@ import pytest
 
 import moejax.step.device_driver
 import moejax.step.parts
+from host_offload.queue.transfer import QueueSpec
 from moejax import LLM, SamplingParams
 from moejax.checkpoints.random_model import shape
 from moejax.step.layer_programs import layer_program
@@ -205,3 +206,9 @@ def test_a_step_that_fails_loses_nothing_of_the_arena(llm):
     gone = OwnedArena(jnp.array([handle, 0], jnp.uint32), memory.rows, memory.hidden)
     with pytest.raises((ValueError, jax.errors.JaxRuntimeError), match=f"is no arena {handle}"):
         jax.block_until_ready(read_rows(gone, np.zeros(1, np.int32), 1, width=gone.hidden))
+
+
+@pytest.mark.slow
+def test_a_step_that_says_its_writes_orders_them_too():
+    steps = dataclasses.replace(programs().steps, queue=QueueSpec(rate=1e9))
+    check(compile_here(dataclasses.replace(programs(), steps=steps), STAGED), STAGED)
