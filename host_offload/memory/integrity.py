@@ -3,12 +3,16 @@ would defeat its donation, and would have to wait for the step."""
 
 from __future__ import annotations
 
+import hashlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from host_offload.memory.store import RecordFiles
 from pallas_kernels.cpu.arena import OwnedArena, read_rows
+from pallas_kernels.cpu.file_records import FileRecords
 from pallas_kernels.plan import Tables
 from pallas_kernels.records import decode
 from pallas_kernels.records.versions import Formats
@@ -31,7 +35,8 @@ def count_faults(
     """int32[len(FAULTS)]: how often each invariant is broken. Jit-able, changes nothing.
 
     arena uint16[rows, D]; stores: per version uint16[L, E, record rows, D]; formats: how each
-    version lies in a cell and in its store, None: alike in both.
+    version lies in a cell and in its store, None: alike in both. The bytes of records in files are
+    not compared here: see `damaged`.
     """
     layers, cells = tables.owner.shape
     experts = jnp.arange(tables.address.shape[1])
@@ -64,6 +69,8 @@ def count_faults(
         layer, cell = i // cells, i % cells
         owner, row = tables.owner[layer, cell], tables.cell_row[layer, cell]
         for v, store in enumerate(stores):
+            if isinstance(store, FileRecords):
+                continue
             live = (owner >= 0) & (row >= 0) & (tables.cell_version[layer, cell] == v)
             place = layer if formats is None else formats[v].place(layer)
             live = live & (place >= 0)
@@ -80,6 +87,22 @@ def count_faults(
     wrong = lax.fori_loop(0, layers * cells, compare, jnp.int32(0))
     counts = [jnp.sum(f, dtype=jnp.int32) for f in (unowned | lost, twice, ungranted, shared)]
     return jnp.stack([*counts, wrong])
+
+
+def damaged(arena: np.ndarray, tables: Tables, version: int, files: RecordFiles, rows: int) -> int:
+    """How many residents of one version have other bytes than their files' checksums say.
+
+    arena: uint16[rows, D], that nobody writes. tables: on the host. files: of the version, whose
+    records have so many rows.
+    """
+    owner, row = tables.owner, tables.cell_row
+    held = (owner >= 0) & (row >= 0) & (tables.cell_version == version)
+    wrong = 0
+    for layer, cell in np.argwhere(held):
+        first = row[layer, cell]
+        found = hashlib.sha256(arena[first : first + rows].data).digest()[:8]
+        wrong += int.from_bytes(found, "big") != files.checksums[layer, owner[layer, cell]]
+    return wrong
 
 
 def _rows(arena: jax.Array | OwnedArena, row: jax.Array, shape: tuple[int, ...]) -> jax.Array:

@@ -8,6 +8,7 @@ import functools
 import math
 import threading
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,20 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from host_offload.memory.device_memory import advise
+from pallas_kernels.cpu.file_records import FileRecords
 from pallas_kernels.records import RecordFormat
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordFiles:
+    """Where the records of one version lie: each is a whole file."""
+
+    paths: tuple[tuple[str, ...], ...]
+    """[L][E]."""
+    checksums: np.ndarray
+    """uint64[L, E]: SHA-256's first 64 bits."""
+    verify: bool = True
+    """They are verified as records are read."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,18 +37,26 @@ class ExpertStore:
     """All experts by version, ready to be passed to jit as parameters (never to be donated).
 
     layouts: version → its record's layout. arrays: version → uint16[L, E, rows, D] in `pinned_host`
-    memory of one device, L counted over MoE layers. layers: version → the MoE layers that its array
-    has, ascending, for versions that lack some; each of those has the layer in another version.
+    memory of one device, L counted over MoE layers, or FileRecords of records that stay in files.
+    layers: version → the MoE layers that its array has, ascending, for versions that lack some;
+    each of those has the layer in another version. files: version → where FileRecords lie.
     """
 
     layouts: dict[str, RecordFormat]
-    arrays: dict[str, jax.Array]
+    arrays: dict[str, Any]
     layers: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    files: dict[str, RecordFiles] = dataclasses.field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
         """Bytes of host memory."""
         return sum(array.nbytes for array in self.arrays.values())
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of records that stay in files."""
+        arrays = self.arrays.values()
+        return sum(array.file_bytes for array in arrays if isinstance(array, FileRecords))
 
     def only(self, versions: Sequence[str]) -> ExpertStore:
         """The store of these versions, in this order; frees the others now, whoever else refers to
@@ -43,6 +65,7 @@ class ExpertStore:
             {version: self.layouts[version] for version in versions},
             {version: self.arrays[version] for version in versions},
             {version: held for version, held in self.layers.items() if version in versions},
+            {version: files for version, files in self.files.items() if version in versions},
         )
         for version in self.arrays.keys() - kept.arrays.keys():
             self.arrays[version].delete()

@@ -56,6 +56,9 @@ def load_checkpoint(
     step: int | str | None = None,
     name_map: str | os.PathLike | None = None,
     versions: Sequence[str] = ("dense",),
+    *,
+    in_files: bool = False,
+    verify_reads: bool = True,
 ) -> LoadedModel:
     """Loads a local checkpoint directory, shard by shard.
 
@@ -66,7 +69,8 @@ def load_checkpoint(
     another program wrote: which step (moejax.checkpoints.orbax.steps.Step), and which leaf is which
     tensor, a file or the name of a shipped map (docs/checkpoints.md). versions: of the experts, in
     the store if the checkpoint has them; if it lacks one, the store has dense, from which
-    moejax.checkpoints.versions.with_versions makes it. Raises UserError, naming file and tensor,
+    moejax.checkpoints.versions.with_versions makes it. in_files, verify_reads: experts stay in
+    the files of a converted checkpoint, as in load_orbax. Raises UserError, naming file and tensor,
     for whatever is wrong with them; all names, shapes and dtypes are checked before the first
     weight is read.
     """
@@ -74,8 +78,11 @@ def load_checkpoint(
     directory = checkpoint_directory(path)
     kind = checkpoint_format(directory)
     check_orbax_options(directory, kind, step, name_map)
+    if in_files:
+        require_converted(directory, kind)
     if kind == "moejax-orbax":
-        return load_orbax(directory, dtype, device, progress, versions)
+        files = dict(in_files=in_files, verify_reads=verify_reads)
+        return load_orbax(directory, dtype, device, progress, versions, **files)
     config, files = open_tensors(directory, kind, step, name_map)
     source = str(files[0].path if kind == "orbax" else directory)
     headers_s = time.perf_counter() - began
@@ -121,6 +128,16 @@ def check_orbax_options(
         raise UserError(
             f"{path}: step and name_map are for Orbax checkpoints that other programs wrote, and "
             "this is none; leave them out"
+        )
+
+
+def require_converted(path: str | os.PathLike, kind: str) -> None:
+    """Raises UserError where a checkpoint of that format does not have a file for each expert."""
+    if kind != "moejax-orbax":
+        raise UserError(
+            f"{path}: store='file' reads experts from the files of a converted checkpoint, one "
+            f"each, and this is none (its format is {kind}); run `moejax convert {path} DST` once, "
+            "and then DST"
         )
 
 

@@ -72,13 +72,16 @@ def calibrate(runner: Runner, report: Callable[[str], None] | None = None) -> Co
 def measure(runner: Runner, *, report: Callable[[str], None] | None = None) -> CostModel:
     """Measures a runner that has run nothing; its tables are as before, with nothing resident.
 
-    Raises UserError for an arena that is too small, and for experts of several versions.
+    Raises UserError for an arena that is too small, and for experts of several versions or in
+    files.
     """
     if len(runner.stores) > 1:
         raise UserError(
             "costs are measured with one version of the experts; name one as precision, and "
             "measure each of a mix by itself"
         )
+    if runner.steps.store == "file":
+        raise UserError("costs are measured with experts in memory; leave out store='file'")
     if runner.queue is not None:
         raise UserError(
             "costs are measured without a link, which predictions take as given: leave out "

@@ -40,6 +40,8 @@ def identity(steps: StepSpec) -> dict[str, Any]:
     if steps.formats is not None:
         # Versions of equal bytes in cells may be others in the store (lossless12 in transit).
         found["versions"] = [[v.cell.version, v.store.version] for v in steps.formats]
+    if steps.store != "memory":
+        found["store"] = steps.store
     if steps.trace_arrays:  # other executables, which give out more
         found["trace_arrays"] = sorted(steps.trace_arrays)
     return json.loads(json.dumps(found))

@@ -45,10 +45,11 @@ from moejax.serve.generation import (
     run_stream,
 )
 from moejax.start.build import start_engine
+from moejax.start.decide.residency import check_store
 from moejax.start.decide.shapes import ops_in_use
 from moejax.start.options import Options
 from moejax.start.precision import precision_stats
-from moejax.start.report.explain import Explanation, explain
+from moejax.start.report.explain import Explanation, explain, store_stats
 from moejax.start.settings import Settings, settings_of
 from moejax.step.hooks import Hooks
 
@@ -85,6 +86,9 @@ class LLM:
         memory: int | str | None = None,
         expert_budget: int | str | Share | None = None,
         kv_budget: int | str | None = None,
+        store: str = "memory",
+        host_memory: int | str | None = None,
+        verify_reads: bool = True,
         budget: str = "fixed",
         resize: str = "none",
         cells: str | Sequence[int] = "uniform",
@@ -133,6 +137,7 @@ class LLM:
         use_compilation_cache(options.cache_dir)
         self.options, self.model = options, str(options.model)
         self.device = select_device(options.device, options.threads)
+        check_store(settings, self.device.platform)
         directory = model_directory(options.model)
         self._start.end("backend")
         with ThreadPoolExecutor(1) as pool:
@@ -173,6 +178,8 @@ class LLM:
                 options.step,
                 options.name_map,
                 precision.versions,
+                in_files=options.store == "file",
+                verify_reads=options.verify_reads,
             )
         with versions_progress(options.progress) as making:
             return with_versions(
@@ -346,6 +353,7 @@ class LLM:
                 "arena_owner": "native ops" if runner.steps.owned else "XLA",
                 "kv": kv_stats(engine.scheduler),
                 "store_bytes": runner.store.nbytes,
+                "store": store_stats(engine, self.options),
                 "transfers": transfer_stats(runner.steps.queue, runner.transfer_totals()),
                 "experts_in_place": self.plan.budget.in_place,
                 "pages": page_note(),

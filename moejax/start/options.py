@@ -28,6 +28,10 @@ if TYPE_CHECKING:  # the command line answers before jax is imported
 DRIVERS = ("device", "host")
 """Who walks through the layers of a step: one executable, or Python with hooks in between."""
 
+STORES = ("memory", "file")
+"""Where experts are that have no cell: all in host memory, or in the files of a converted
+checkpoint, of which the arena is the cache."""
+
 KV_OVERFLOW = ("swap", "recompute")
 """What happens to KV that makes room: moved to host memory, or dropped and computed again by the
 prefill path, which changes the bits of generated tokens' KV."""
@@ -125,6 +129,25 @@ class Options:
         metavar="SIZE|SHARE",
     )
     kv_budget: int | None = _option("bytes that KV gets, such as 2GiB", "memory")
+    store: str = _option(
+        "where experts are beside the arena: memory, all of them, or file, in the files that "
+        "`moejax convert` wrote, read as they are computed (native CPU ops only; no bit depends on "
+        "it) (default: memory)",
+        "memory",
+        default="memory",
+        choices=STORES,
+    )
+    host_memory: int | None = _option(
+        "with store file, what parameters and arena take together, such as 4GiB, in place of "
+        "--memory",
+        "memory",
+    )
+    verify_reads: bool = _option(
+        "with store file, each expert's checksum is verified as it is read; without, only that its "
+        "file is the same: device, inode, size, time (default: it is)",
+        "memory",
+        default=True,
+    )
     budget: str = _option(
         "where the line between experts and KV is: fixed, by the sizes above, or mv_wsa=TRACE, "
         "where it costs least on a trace's requests; see docs/memory.md (default: fixed)",
@@ -304,6 +327,21 @@ class Options:
             raise UserError(
                 f"kv_overflow is one of {', '.join(KV_OVERFLOW)}, not {self.kv_overflow!r}"
             )
+        if self.store not in STORES:
+            raise UserError(f"store is one of {', '.join(STORES)}, not {self.store!r}")
+        if self.store == "memory":
+            if self.host_memory is not None:
+                raise UserError(
+                    "host_memory is what may be kept of experts in files, and store='memory' keeps "
+                    "all of them; leave it out, or take store='file'"
+                )
+            if not self.verify_reads:
+                raise UserError(
+                    "verify_reads is about experts that are read from files; it goes with "
+                    "store='file'"
+                )
+        if self.host_memory is not None and self.memory is not None:
+            raise UserError("host_memory is memory and the parameters together; give one of them")
         if self.driver not in DRIVERS:
             raise UserError(
                 f"driver {self.driver!r} does not exist; use one of {', '.join(DRIVERS)}"
@@ -312,13 +350,15 @@ class Options:
     @property
     def automatic(self) -> bool:
         """The device's memory decides, not numbers."""
-        return self.memory is None and None in (self.expert_budget, self.kv_budget)
+        given = self.memory is not None or self.host_memory is not None
+        return not given and None in (self.expert_budget, self.kv_budget)
 
 
 _SIZES: dict[str, Callable[[Any], Any]] = {
     "memory": parse_size,
     "expert_budget": parse_expert_budget,
     "kv_budget": parse_size,
+    "host_memory": parse_size,
     "swap_space": parse_size,
     "chunk_bytes": parse_size,
     "link_rate": parse_rate,

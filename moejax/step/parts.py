@@ -93,6 +93,8 @@ class StepSpec:
     in_place: bool = False
     """Every expert is resident where it lies in the store, which the device reads like its own
     memory; none has a cell."""
+    store: str = "memory"
+    """Where experts without a cell are: "memory", or "file"."""
     queue: QueueSpec | None = None
     """What brings records into cells beside compute; None: ops copy them in their place."""
     trace_arrays: frozenset[str] = frozenset()

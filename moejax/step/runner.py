@@ -18,7 +18,7 @@ from jax.sharding import SingleDeviceSharding
 
 from host_offload.control.controller import Controller
 from host_offload.memory.arena import allocate_arena, own_arena
-from host_offload.memory.integrity import describe_faults
+from host_offload.memory.integrity import damaged, describe_faults
 from host_offload.memory.placement import Placement
 from host_offload.memory.store import ExpertStore
 from host_offload.memory.swap import SWAP_PAGES
@@ -32,6 +32,7 @@ from host_offload.memory.tables import (
     read_snapshot,
     with_contents,
 )
+from host_offload.queue.file_sources import file_sources
 from host_offload.queue.native import NativeQueue, Totals
 from host_offload.queue.sources import memory_sources
 from host_offload.versions.layer_versions import (
@@ -154,7 +155,10 @@ class Runner:
         )
         queue.forget_settled()
         records = self.layout.records if formats is None else [v.store for v in formats]
-        sources = memory_sources(self.stores, records, layers, formats)
+        if self.store.files:
+            sources = file_sources([*self.store.files.values()], records, queue)
+        else:
+            sources = memory_sources(self.stores, records, layers, formats)
         ahead = queue.cause_number("prefetch")
         self.memory.attach(queue.handle, sources, ahead=ahead, buffers=wanted.buffers)
         return queue
@@ -539,7 +543,14 @@ class Runner:
         """Broken invariants of arena, tables and store, in words. Waits for the device."""
         self.drain()
         found = self._call(ProgramKey("integrity"), self.arena, self.tables, self.stores)
-        return describe_faults(np.asarray(found))
+        counts = np.asarray(found)
+        if self.memory is not None and self.store.files:
+            tables, arena = jax.tree.map(np.asarray, self.tables), self.memory.view()
+            counts = counts.copy()
+            for number, files in enumerate(self.store.files.values()):
+                rows = self.layout.records[number].rows
+                counts[-1] += damaged(arena, tables, number, files, rows)
+        return describe_faults(counts)
 
     def compiled(self) -> list[jax.stages.Compiled]:
         """The executables so far. Waits for those under way."""

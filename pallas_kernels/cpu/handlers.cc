@@ -114,6 +114,20 @@ Format format_of(const int64_t* field, int64_t hidden, int64_t width, Type type)
   return f;
 }
 
+// A store uint16[L, E, rows, D], or of records in files int32[4], these sizes: then there is no
+// memory (cpu/file_records.py).
+bool store_of(const Any& store, int64_t* sizes, const uint16_t*& records) {
+  const auto dims = store.dimensions();
+  if (store.element_type() == ffi::DataType::U16 && dims.size() == 4) {
+    std::copy(dims.begin(), dims.end(), sizes);
+    records = static_cast<const uint16_t*>(store.untyped_data());
+    return true;
+  }
+  if (store.element_type() != ffi::DataType::S32 || !is(store, {4})) return false;
+  std::copy_n(static_cast<const int32_t*>(store.untyped_data()), 4, sizes);
+  return true;
+}
+
 // The versions of a call and their stores; places: of their layers. Returns what is wrong.
 std::string versions_of(const ffi::RemainingArgs& stores, Numbers formats, Numbers places,
                         int64_t hidden, int64_t width, Type type,
@@ -126,18 +140,18 @@ std::string versions_of(const ffi::RemainingArgs& stores, Numbers formats, Numbe
   const int64_t layers = static_cast<int64_t>(places.size()) / count;
   versions.resize(count);
   for (int64_t v = 0; v < count; v++) {
-    const auto store = stores.get<ffi::Buffer<ffi::U16, 4>>(v);
+    const auto store = stores.get<Any>(v);
     if (!store) return store.error().message();
+    int64_t sizes[4];
+    const uint16_t* records = nullptr;
+    if (!store_of(*store, sizes, records)) return "the shape of a store";
     const int64_t* fields = formats.begin() + 2 * kFields * v;
     StoredVersion& mine = versions[v];
     mine.cell = format_of(fields, hidden, width, type);
     mine.held = format_of(fields + kFields, hidden, width, type);
-    mine.store = store->typed_data(), mine.layers = store->dimensions()[0];
-    mine.experts = store->dimensions()[1];
+    mine.store = records, mine.layers = sizes[0], mine.experts = sizes[1];
     mine.places.assign(places.begin() + layers * v, places.begin() + layers * (v + 1));
-    if (store->dimensions()[2] != mine.held.rows || store->dimensions()[3] != hidden) {
-      return "the shape of a store";
-    }
+    if (sizes[2] != mine.held.rows || sizes[3] != hidden) return "the shape of a store";
   }
   return "";
 }

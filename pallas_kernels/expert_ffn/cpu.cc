@@ -71,8 +71,12 @@ std::string find(const Experts& c, int64_t e, Expert& out) {
   }
   const int64_t place = version.places.empty() ? c.layer : version.places[c.layer];
   if (place < 0 || place >= version.layers) return name + " is not in its version's store";
-  out.record = version.store + (place * c.experts + e) * version.held.rows * c.hidden;
   out.format = &version.held;
+  if (version.store) {
+    out.record = version.store + (place * c.experts + e) * version.held.rows * c.hidden;
+  } else if (!c.supply) {
+    return name + " is in a file, and no queue reads it";
+  }
   if (c.supply && (!c.supply->sources.find(number, c.layer, e) ||
                    c.supply->sources.bytes(number) != version.held.rows * c.hidden * 2)) {
     return name + " is not where its queue looks";

@@ -31,13 +31,18 @@ std::string entry_of(const Fills& c, int64_t i, Entry& out) {
   if (place < 0 || place >= version.layers || expert < 0 || expert >= version.experts) {
     return name + "is not in its version's store";
   }
+  out.decoded = version.cell.version != version.held.version;
+  if (!version.store && (!c.supply || out.decoded)) {
+    return name + "is in a file, and no queue reads it";
+  }
   if (row < 0 || row > c.arena_rows - version.cell.rows) {
     return name + "goes to row " + std::to_string(row) + " of an arena of " +
            std::to_string(c.arena_rows) + " rows";
   }
-  out.record = version.store + (place * version.experts + expert) * version.held.rows * c.hidden;
+  if (version.store) {
+    out.record = version.store + (place * version.experts + expert) * version.held.rows * c.hidden;
+  }
   out.cell = c.arena + row * c.hidden, out.version = &version, out.number = number;
-  out.decoded = version.cell.version != version.held.version;
   out.step = std::max<int64_t>(kTaskBytes / (c.hidden * 2), 1);
   out.tasks = (version.cell.rows + out.step - 1) / out.step;
   if (!c.supply) return "";

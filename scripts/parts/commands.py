@@ -19,6 +19,7 @@ COMMANDS = {
     "policies": ("compare", "times", "predictions"),
     "precision": ("compare", "speed", "plot"),
     "cpu": ("ops", "versions", "matrix", "steps", "peers", "memory", "pages", "queue"),
+    "disk": ("store",),
     "transfers": ("overlap",),
     "check": ("batch", "parity", "requests", "paired", "fuzz", "sessions", "attack", "gpu_day"),
 }

@@ -15,12 +15,19 @@ import itertools
 import os
 import pathlib
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 
-from host_offload.memory.store import ExpertStore, StoreBuilder, aligned_empty, shares_memory
+from host_offload.memory.store import (
+    ExpertStore,
+    RecordFiles,
+    StoreBuilder,
+    aligned_empty,
+    shares_memory,
+)
 from host_offload.versions.encoders import NUMPY_DTYPES, WORKERS
 from moejax.checkpoints.loaded_model import (
     LoadedModel,
@@ -43,6 +50,7 @@ from moejax.checkpoints.placement import cast, count_nonfinite, in_order
 from moejax.errors import UserError
 from moejax.models.config import load_config
 from moejax.models.directory import checkpoint_directory, read_json, require_own_file
+from pallas_kernels.cpu.file_records import file_records
 
 _PHASES = ("headers", "allocate", "read")
 """The phases of moejax.engine.statistics.StartTimes; parameters go to the device while others are
@@ -71,15 +79,21 @@ def load_orbax(
     device: jax.Device | None = None,
     progress: Callable[[int, int], None] | None = None,
     versions: Sequence[str] = (DENSE,),
+    *,
+    in_files: bool = False,
+    verify_reads: bool = True,
 ) -> LoadedModel:
     """Loads a checkpoint that `moejax convert` or `moejax quantize` wrote; of its dense version the
     same bits as its source gives.
 
     Several files are read and their checksums verified at once. Host memory grows by the experts
     and one parameter. versions: those to load of the ones that are there; if one of them is not,
-    the dense one, from which it can be made. The rest as in load_checkpoint. Raises UserError
-    naming the layer, expert and file that are damaged or missing; shapes, dtypes and the files'
-    sizes are checked before the first weight is read.
+    the dense one, from which it can be made. in_files: experts stay where they are, none of their
+    bytes is read, and what cannot be made without reading them is refused. verify_reads: their
+    checksums are verified when they are read. The rest as in load_checkpoint.
+
+    Raises UserError naming the layer, expert and file that are damaged or missing; shapes, dtypes
+    and the files' sizes are checked before the first weight is read.
     """
     marks = [time.perf_counter()]
     stored = open_stored(checkpoint_directory(directory))
@@ -87,6 +101,8 @@ def load_orbax(
     to_name = run_dtype(dtype, stored.dtype)
     device = jax.devices()[0] if device is None else device
     held = _held(stored, to_name, versions)
+    if in_files:
+        _check_in_files(stored, to_name, versions, held)
     layers: dict[str, list[Leaf]] = {}
     for version, numbers in held.items():
         every = stored.layers(version)
@@ -98,47 +114,102 @@ def load_orbax(
     run, to = StoredModel(stored.directory, config, to_name), NUMPY_DTYPES[to_name]
     sizes = [leaf.nbytes for leaf in run.params.values()]
     nbytes = sum(sizes) if shares_memory(device) else max(sizes)
-    for version, leaves in layers.items():
+    for version, leaves in {} if in_files else layers.items():
         nbytes += len(leaves) * config.num_experts * run.layout(version).nbytes
     require_host_memory(nbytes, str(stored.directory))
-    total = sum(leaf.nbytes for leaf in itertools.chain(stored.params.values(), experts))
-    advance = counted(progress, total)
+    read = [*stored.params.values(), *(() if in_files else experts)]
+    advance = counted(progress, sum(leaf.nbytes for leaf in read))
     builders: dict[str, StoreBuilder] = {}
     with contextlib.ExitStack() as stack:
-        for version, leaves in layers.items():
+        for version, leaves in {} if in_files else layers.items():
             layout, source = run.layout(version), str(stored.directory)
             store = new_store(config, layout, device, source, len(leaves))
             builders[version] = stack.enter_context(store)
         marks.append(time.perf_counter())
         pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(WORKERS))
-
-        def param(leaf: Leaf, dtype: np.dtype) -> jax.Array:
-            weights = aligned_empty(leaf.shape, dtype)
-            chunks = weights if leaf.stacked else weights[None]
-            read = functools.partial(_read_as, stored, leaf, leaf.dtype)
-            list(pool.map(read, leaf.chunks, chunks))
-            advance(leaf.nbytes)
-            return jax.block_until_ready(jax.device_put(weights, device))
-
-        params = run.params_tree(
-            param(leaf, run.params[key].dtype) for key, leaf in stored.params.items()
-        )
+        params = _load_params(stored, run, device, pool, advance)
         for version, builder in builders.items():
             loaded = _load_experts(stored, layers[version], builder, to, pool)
             with contextlib.closing(loaded):
                 for _ in loaded:
                     advance(layers[version][0].chunk_bytes)
         stores = {version: builder.finish() for version, builder in builders.items()}
+    files: dict[str, RecordFiles] = {}
+    if in_files:
+        files = {v: _files_of(stored, leaves, verify_reads) for v, leaves in layers.items()}
     store = ExpertStore(
-        {version: store.layouts[version] for version, store in stores.items()},
-        {version: store.arrays[version] for version, store in stores.items()},
+        {version: run.layout(version) for version in layers},
+        {version: store.arrays[version] for version, store in stores.items()}
+        | {v: file_records((len(layers[v]), *layers[v][0].shape), device) for v in files},
         {v: tuple(i) for v, i in held.items() if len(i) < sum(config.moe_layers)},
+        files,
     )
     warn_nonfinite(str(stored.directory), stored.manifest.nonfinite)
     marks.append(time.perf_counter())
     seconds: dict[str, float] = dict(zip(_PHASES, np.diff(marks).tolist(), strict=True))
     quantizers = {v: name for v, name in stored.manifest.quantizers.items() if v in held}
     return LoadedModel(config, to_name, params, store, run.layout(), seconds, quantizers)
+
+
+def _load_params(
+    stored: StoredCheckpoint,
+    run: StoredModel,
+    device: jax.Device,
+    pool: concurrent.futures.Executor,
+    advance: Callable[[int], None],
+) -> Any:
+    """LoadedModel.params, in the dtypes of the run's."""
+
+    def param(leaf: Leaf, dtype: np.dtype) -> jax.Array:
+        weights = aligned_empty(leaf.shape, dtype)
+        chunks = weights if leaf.stacked else weights[None]
+        read = functools.partial(_read_as, stored, leaf, leaf.dtype)
+        list(pool.map(read, leaf.chunks, chunks))
+        advance(leaf.nbytes)
+        return jax.block_until_ready(jax.device_put(weights, device))
+
+    return run.params_tree(
+        param(leaf, run.params[key].dtype) for key, leaf in stored.params.items()
+    )
+
+
+def _check_in_files(
+    stored: StoredCheckpoint,
+    dtype: str,
+    versions: Sequence[str],
+    held: Mapping[str, Sequence[int]],
+) -> None:
+    """Raises UserError where experts cannot be computed with as the files hold them."""
+    where = f"{stored.directory}: store='file' reads experts as they are"
+    if dtype != stored.dtype:
+        raise UserError(
+            f"{where}, in {stored.dtype}, not {dtype}; leave dtype out, or write another one "
+            f"with `moejax convert SRC DST --dtype {dtype}`"
+        )
+    for version in versions:
+        if version not in held:
+            raise UserError(
+                f"{where}, and it has no version {version}; write one with `moejax quantize "
+                f"{stored.directory} DST --versions {version}`"
+            )
+    if len(held) > len(set(versions)):
+        raise UserError(
+            f"{where}, and {versions[0]} lacks MoE layers that only dense holds, which files "
+            "cannot mix; use another version or store='memory'"
+        )
+
+
+def _files_of(stored: StoredCheckpoint, leaves: Sequence[Leaf], verify: bool) -> RecordFiles:
+    """The files of a version with these layers."""
+    tree = stored.tree.resolve()
+    return RecordFiles(
+        tuple(tuple(str(leaf.file(tree, e)) for e in leaf.chunks) for leaf in leaves),
+        np.array(
+            [[int(digits, 16) for digits in stored.manifest.checksums(leaf)] for leaf in leaves],
+            np.uint64,
+        ),
+        verify,
+    )
 
 
 def _held(

@@ -25,12 +25,22 @@ class ModelFacts:
     read_bytes: int
     """Bytes of parameters beside experts that a decode step of one row reads: all but the
     embeddings, of which it takes a row, unless they are the head too."""
+    param_bytes: int
+    """Bytes of all parameters beside experts."""
+    file_bytes: int = 0
+    """Bytes of experts that stay in files."""
 
 
 def facts_of(loaded: LoadedModel) -> ModelFacts:
     """The facts of a loaded model; no array is read."""
     store = ExpertStore(loaded.store.layouts, {}, loaded.store.layers)
-    return ModelFacts(loaded.config, loaded.dtype, store, read_bytes(loaded.params))
+    read, held = read_bytes(loaded.params), nbytes(loaded.params)
+    return ModelFacts(loaded.config, loaded.dtype, store, read, held, loaded.store.file_bytes)
+
+
+def nbytes(params: dict) -> int:
+    """ModelFacts.param_bytes. params: as of read_bytes."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params))
 
 
 def read_bytes(params: dict) -> int:

@@ -17,7 +17,7 @@ from moejax.costs.transition_bound import bounded
 from moejax.engine.control import policy_spec
 from moejax.errors import UserError, user_errors
 from moejax.start.decide.facts import DeviceFacts, ModelFacts
-from moejax.start.decide.residency import why_cells, why_donated
+from moejax.start.decide.residency import check_file_steps, why_cells, why_donated
 from moejax.start.decide.shapes import (
     KERNEL_WAVES,
     decodes_in_buckets,
@@ -145,9 +145,11 @@ def step_spec(settings: Settings, model: ModelFacts, device: DeviceFacts) -> Ste
             bucketed=decodes_in_buckets(config, ops),
         ),
         formats=formats_of(precision, layout, model.store),
+        store=options.store,
         queue=queue_of(settings),
         trace_arrays=TRACE_ARRAYS & {*settings.trace_arrays, *needs},
     )
+    check_file_steps(settings, steps)
     check_queue(settings, steps, device.platform)
     return steps
 
@@ -189,7 +191,7 @@ def divide(
         max_num_seqs=seqs,
         max_model_len=length,
         available_bytes=sys.maxsize if memory is None else memory.available,
-        memory=options.memory,
+        memory=_arena_bytes(settings, model),
         expert_budget=expert_budget_of(
             options.expert_budget, precision, steps.layout, moe_layers * experts
         ),
@@ -199,12 +201,38 @@ def divide(
         in_place=why is None,
     )
     notes = budget.notes
-    if why and device.platform == "cpu" and budget.expert_slots >= moe_layers * experts:
+    if steps.store == "file":
+        notes = (*notes, _file_note(settings, model, budget, steps))
+    elif why and device.platform == "cpu" and budget.expert_slots >= moe_layers * experts:
         notes = (*notes, f"the experts' cells are a second copy beside the store: {why}")
     if others := why_donated(steps):
         text = f"the arena is an array, donated from step to step: {others} is not native"
         notes = (*notes, text)
     return dataclasses.replace(budget, memory=memory, notes=notes)
+
+
+def _arena_bytes(settings: Settings, model: ModelFacts) -> int | None:
+    """What the options give the arena. Raises UserError where parameters leave it nothing."""
+    options = settings.options
+    if options.host_memory is None:
+        return options.memory
+    if options.host_memory <= model.param_bytes:
+        raise UserError(
+            f"host_memory {format_bytes(options.host_memory)} does not hold the parameters beside "
+            f"experts, {format_bytes(model.param_bytes)} ({model.param_bytes} bytes); raise it"
+        )
+    return options.host_memory - model.param_bytes
+
+
+def _file_note(settings: Settings, model: ModelFacts, budget: Budget, steps: StepSpec) -> str:
+    """Where experts in files are, and what that takes of host memory."""
+    arena = budget.slots * steps.layout.slot_bytes
+    checked = "checksums verified" if settings.options.verify_reads else "checksums NOT verified"
+    return (
+        f"store file: {format_bytes(model.file_bytes)} of experts stay in files ({checked}); host "
+        f"memory holds {format_bytes(model.param_bytes)} of parameters and the arena of "
+        f"{format_bytes(arena)}, {format_bytes(model.param_bytes + arena)} in all"
+    )
 
 
 def decide(

@@ -3,8 +3,12 @@ read them where they lie in the store, and whose memory the arena is."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
+from moejax.errors import UserError
 from moejax.start.settings import Settings
 from moejax.step.parts import StepSpec, arena_ops
+from pallas_kernels.cpu.library import why_not_cpu
 
 
 def why_cells(settings: Settings, steps: StepSpec, platform: str) -> str | None:
@@ -16,6 +20,8 @@ def why_cells(settings: Settings, steps: StepSpec, platform: str) -> str | None:
     if steps.ops.expert_ffn != "cpu":
         return f"op expert_ffn {steps.ops.expert_ffn} does not compute on the store"
     options, precision = settings.options, settings.precision
+    if options.store == "file":
+        return "experts in files are computed in cells, or read through"
     if precision.in_transit:
         return f"precision {precision.name} decodes experts into cells"
     if precision.policy is not None or precision.paged:
@@ -44,3 +50,46 @@ def why_donated(steps: StepSpec) -> str | None:
     ops = {op: getattr(steps.ops, op) for op in arena_ops(steps.layout.page.latent > 0)}
     others = [f"{op} {name}" for op, name in ops.items() if name != "cpu"]
     return ", ".join(others) if 0 < len(others) < len(ops) else None
+
+
+def check_store(settings: Settings, platform: str) -> None:
+    """Raises UserError for a store that this platform, these ops or what else was asked for cannot
+    have, whatever the model is."""
+    options, precision = settings.options, settings.precision
+    if options.store != "file":
+        return
+    if platform != "cpu":
+        raise UserError(
+            "store='file' is for a CPU with native ops; on a GPU use store='memory', whose experts "
+            "lie in pinned host memory"
+        )
+    if reason := why_not_cpu():
+        raise UserError(f"store='file' needs the native CPU ops: {reason}")
+    every = set(arena_ops(False)) & set(arena_ops(True))
+    _refuse_others({op: settings.ops[op] for op in sorted(every)}, ("cpu", "auto"))
+    if precision.in_transit or precision.mixed:
+        raise UserError(
+            f"store='file' has experts of one version, computed as they lie in the files, not "
+            f"precision {precision.name}; use dense, or one of int8, int4, int2 that `moejax "
+            "quantize` wrote, or store='memory'"
+        )
+    if settings.needs_costs:
+        raise UserError(
+            "store='file': what steps cost there is not measured, and these policies or budgets "
+            "need it; leave them out, or use store='memory'"
+        )
+
+
+def check_file_steps(settings: Settings, steps: StepSpec) -> None:
+    """Raises UserError where these steps cannot read the experts of store='file'."""
+    if settings.options.store == "file" and not steps.owned:
+        ops = arena_ops(steps.layout.page.latent > 0)
+        _refuse_others({op: getattr(steps.ops, op) for op in ops}, ("cpu",))
+
+
+def _refuse_others(ops: Mapping[str, str], known: Sequence[str]) -> None:
+    if others := [f"{op} {name}" for op, name in ops.items() if name not in known]:
+        raise UserError(
+            f"store='file' needs every op that touches the arena native, and {', '.join(others)} "
+            "is not; use ops='cpu', or store='memory'"
+        )

@@ -10,9 +10,9 @@ from moejax.step.parts import StepSpec, arena_ops
 
 def queue_of(settings: Settings) -> QueueSpec | None:
     """The queue that was asked for; None: ops copy experts in their place, the fastest where
-    nothing limits the link."""
+    nothing limits the link. Files are read by one."""
     options = settings.options
-    if options.link_rate is None and options.link_latency is None:
+    if (options.link_rate, options.link_latency, options.store) == (None, None, "memory"):
         return None
     if not options.chunk_bytes:
         raise UserError("chunk_bytes must be at least 1")
@@ -52,7 +52,7 @@ def check_queue(settings: Settings, steps: StepSpec, platform: str) -> None:
 
 def link_notes(queue: QueueSpec | None) -> list[str]:
     """What results must say of the link."""
-    if queue is None:
+    if queue is None or not (queue.rate or queue.latency):
         return []
     rate = f"{queue.rate / 1e9:.3g} GB/s" if queue.rate else "unlimited rate"
     return [f"experts pass a link of {rate}, {queue.latency * 1e6:.3g} us, beside compute"]

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 
 from host_offload.memory.device_memory import FreeMemory
 from host_offload.memory.store import ExpertStore
-from moejax.checkpoints.load import run_dtype
+from moejax.checkpoints.load import require_converted, run_dtype
 from moejax.checkpoints.random_model import abstract_params, expert_layout
 from moejax.device import select_device
 from moejax.models.config import ModelConfig
-from moejax.start.decide.facts import ModelFacts, device_facts, read_bytes
+from moejax.start.decide.facts import ModelFacts, device_facts, nbytes, read_bytes
 from moejax.start.decide.plan import Plan, decide, step_spec
+from moejax.start.decide.residency import check_store
 from moejax.start.decide.split import known_costs
 from moejax.start.options import Options
 from moejax.start.report.info import model_info, read_headers
@@ -24,16 +25,22 @@ def dry_run(options: Options) -> tuple[Plan, tuple[str, ...]]:
     ArenaTooSmall as that would, but for what is found in the weights alone."""
     settings = settings_of(options)
     config, weights = read_headers(options.model, options.step, options.name_map)
+    if options.store == "file" and weights is not None:
+        require_converted(options.model, weights.format)
     dense_layers = {} if weights is None else weights.dense_layers
     model = facts_without_weights(
-        config, options.dtype, settings.precision.versions, dense_layers.get("lossless12", ())
+        config,
+        options.dtype,
+        settings.precision.versions,
+        dense_layers.get("lossless12", ()),
+        in_files=options.store == "file",
     )
     assumed = ["the weights are what config and headers say"]
     if "lossless12" in settings.precision.versions and "lossless12" not in dense_layers:
         assumed.append("no expert overflows lossless12; a layer that has one would stay dense")
-    device = device_facts(
-        select_device(options.device, options.threads), automatic=options.automatic
-    )
+    chosen = select_device(options.device, options.threads)
+    check_store(settings, chosen.platform)
+    device = device_facts(chosen, automatic=options.automatic)
     if device.memory is not None:
         taken = model_info(config, options.dtype).device_bytes
         free = FreeMemory(max(device.memory.free - taken, 0))
@@ -50,10 +57,15 @@ def dry_run(options: Options) -> tuple[Plan, tuple[str, ...]]:
 
 
 def facts_without_weights(
-    config: ModelConfig, dtype: str, versions: Sequence[str], dense_layers: Sequence[int] = ()
+    config: ModelConfig,
+    dtype: str,
+    versions: Sequence[str],
+    dense_layers: Sequence[int] = (),
+    *,
+    in_files: bool = False,
 ) -> ModelFacts:
     """ModelFacts of a checkpoint with these versions. dense_layers: MoE layers that lossless12
-    cannot hold."""
+    cannot hold. in_files: experts stay in files."""
     dense, named = expert_layout(config, dtype), run_dtype(dtype, config.dtype or "bfloat16")
     kept, layers = [*versions], {}
     if dense_layers and "lossless12" in kept and "dense" not in kept:
@@ -67,4 +79,8 @@ def facts_without_weights(
         for version in kept
     }
     store = ExpertStore(layouts, {}, layers)
-    return ModelFacts(config, named, store, read_bytes(abstract_params(config, dtype)))
+    params, file_bytes = abstract_params(config, dtype), 0
+    if in_files:
+        count = sum(config.moe_layers) * config.num_experts
+        file_bytes = sum(count * layout.nbytes for layout in layouts.values())
+    return ModelFacts(config, named, store, read_bytes(params), nbytes(params), file_bytes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import numpy as np
 
@@ -11,6 +12,7 @@ from host_offload.memory.arena import SlotClass
 from host_offload.memory.budget import Budget, format_bytes
 from moejax.engine.loop import Engine
 from moejax.engine.resize import cells_of
+from moejax.start.options import Options
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +95,31 @@ def explain(engine: Engine, budget: Budget) -> Explanation:
         if budget.in_place
         else _block(Line("experts", experts * size), *_weights(engine, sum(cells)), rest=rest),
     )
+    if store := engine.runner.store.file_bytes:
+        held = experts * size
+        blocks.append(
+            _block(
+                Line("experts' files", store, "read as they are computed"),
+                Line("in cells, at most", held, "the arena is their cache"),
+                rest="in files alone",
+            )
+        )
     return Explanation(tuple(blocks), budget.notes)
+
+
+def store_stats(engine: Engine, options: Options) -> dict[str, Any]:
+    """Where experts without a cell are, as plain data: bytes in host memory and in files."""
+    store = engine.runner.store
+    found: dict[str, Any] = {
+        "kind": options.store,
+        "memory_bytes": store.nbytes,
+        "file_bytes": store.file_bytes,
+    }
+    queue, files = engine.runner.queue, next(iter(store.files.values()), None)
+    if files is not None and queue is not None:
+        found["verify_reads"] = files.verify
+        found["past_the_page_cache"] = queue.reads_past_the_cache(files.paths[0][0])
+    return found
 
 
 def _block(total: Line, *parts: Line, rest: str, how: str = "") -> tuple[Line, ...]:

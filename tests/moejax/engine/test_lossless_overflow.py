@@ -304,6 +304,9 @@ def test_quantize_leaves_the_layer_out(source, tmp_path, capsys):
     with pytest.raises(UserError, match=r"MoE layer 1 is not in lossless12.* read the dense one"):
         read_expert(directory, POISONED, 0, "lossless12")
 
+    with pytest.raises(UserError, match="lossless12 lacks MoE layers that only dense holds"):
+        load_checkpoint(directory, versions=("lossless12",), in_files=True)
+
     again = quantize(directory, tmp_path / "again", ("lossless12", "int4")).conversion
     assert contents(again.directory) == contents(directory)
 
