@@ -120,11 +120,18 @@ def started(args: argparse.Namespace, options: Mapping[str, Any]) -> Iterator[LL
     prints has every note, and a warning would only say it twice."""
     from moejax import LLM
 
+    quiet = args.quiet or args.json
+    with notes_unlogged(), LLM(args.model, progress=not quiet, **options) as llm:
+        yield llm
+
+
+@contextmanager
+def notes_unlogged() -> Iterator[None]:
+    """A block in which the log has errors alone."""
     log = logging.getLogger("moejax")
     before = log.level
     log.setLevel(logging.ERROR)
     try:
-        with LLM(args.model, progress=not (args.quiet or args.json), **options) as llm:
-            yield llm
+        yield
     finally:
         log.setLevel(before)

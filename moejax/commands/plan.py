@@ -134,9 +134,10 @@ def _run(args: argparse.Namespace) -> int:
     epsilon = EPSILON if args.epsilon is None else parse_share(args.epsilon)
     trace = open_trace(args.workload)
     link = None if args.link is None else parse_rate(args.link)
+    queue = _queue_of(args, tpot_s)
     needed = link is None or args.costs is not None or tpot_s is not None
     costs = costs_of_trace(trace, args.costs) if needed else None
-    planner = Planner(trace, costs, link, _queue_of(args, tpot_s))
+    planner = Planner(trace, costs, link, queue)
     if tpot_s is None:
         assert memory is not None
         cells, overflow = args.cells or "uniform", args.kv_overflow or "swap"

@@ -90,12 +90,15 @@ class Place:
 
 def arms(train: Trace, test: Trace | None, router: np.ndarray | None) -> Iterator[Arm]:
     """Every eviction, then every prefetch with LRU, then the oracle of `test`. Those with a gate
-    need gate inputs."""
+    need gate inputs, and expert maps what they are made of."""
     for name, policy in POLICIES.items():
         learned = Static(hot=hot_set(train)) if name == "static" else policy()
         yield Arm(name, (learned,))
     yield Arm("static-layers", (StaticLayers(),))
+    mapped = train.header.probabilities and train.header.embedding
     for name in sorted({*PREFETCH, *FIT}):
+        if name == "expert_map" and not mapped:
+            continue
         if name in FIT and (name != "promoe" or router is not None):
             yield Arm(name, (FIT[name](train),))
         elif name in PREFETCH:

@@ -240,7 +240,9 @@ def refusal_of(command: str) -> str:
             return ""
         except SystemExit:
             pass
-    return err.getvalue().strip().rpartition("\n")[2] or "it ran"
+    # argparse says it in the last line; moejax says last where its options are.
+    said = err.getvalue().strip().splitlines()
+    return next((line for line in reversed(said) if "error: " in line), "it ran")
 
 
 def commands_in(text: str) -> list[str]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 from pathlib import Path
 
 from moejax.commands import EXIT_BAD_LINES, add_command
+from moejax.commands.model import notes_unlogged
 from moejax.errors import UserError
 
 _EPILOG = """\
@@ -67,9 +67,8 @@ def _run(args: argparse.Namespace) -> int:
     from moejax.evaluate.experiments.grid import ablate
     from moejax.evaluate.experiments.report.markdown import table
 
-    # Budgets of a grid are its own business, engine by engine.
-    logging.getLogger("moejax").setLevel(logging.ERROR)
-    records = ablate(config, directory, progress=not (args.quiet or args.json))
+    with notes_unlogged():  # budgets of a grid are its own business, engine by engine
+        records = ablate(config, directory, progress=not (args.quiet or args.json))
     if args.json:
         for line in records.summary():
             print(json.dumps(line))

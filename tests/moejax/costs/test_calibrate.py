@@ -129,7 +129,8 @@ def test_figures_of_other_executables_are_others():
 
 
 def test_costs_are_not_those_of_a_link():
-    queued: Any = types.SimpleNamespace(stores=[None], queue=object())
+    steps = types.SimpleNamespace(store="memory")
+    queued: Any = types.SimpleNamespace(stores=[None], queue=object(), steps=steps)
     with pytest.raises(UserError, match="measured without a link"):
         measure.measure(queued)
 
