@@ -98,6 +98,15 @@ def test_no_stubs_and_no_swallowed_errors(repository):
     assert not found
 
 
+def test_a_plain_pytest_finds_every_test(repository):
+    config = tomllib.loads((repository / "pyproject.toml").read_text())
+    places = config["tool"]["pytest"]["ini_options"]["testpaths"]
+    searched = {found for place in places for found in repository.glob(place)}
+    tests = set(repository.glob("tests/**/test_*.py"))
+    assert tests
+    assert not [test for test in tests if searched.isdisjoint({test, *test.parents})]
+
+
 def test_changelog_names_the_version(repository):
     project = tomllib.loads((repository / "pyproject.toml").read_text())["project"]
     changelog = (repository / "CHANGELOG.md").read_text()
