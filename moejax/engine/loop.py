@@ -464,18 +464,27 @@ class Engine:
         return touched
 
     def _lost(self, step: Step, failures: Sequence[TransferFailure]) -> list[Request]:
-        """Ends the requests of a step some of whose experts did not come: what it computed is
-        wrong. Others go on."""
+        """Ends the requests of a step some of whose experts did not come, and those that share
+        what it wrote: that is wrong, and so is what the next step, dispatched since, wrote of
+        them. Others go on."""
         first, more = failures[0], len(failures) - 1
         error = UserError(
             f"expert {first.expert} of layer {first.layer} could not be read: {first.message}"
             f"{f' (and {more} more)' if more else ''}; this request failed, the others go on"
         )
-        lost = [r for r in step.work.requests() if r.finish_reason is None]
+        lost = {r for r in step.work.requests() if r.finish_reason is None}
+        wrong = {*step.work.published}
+        later = () if self._pending is None else self._pending.work.published
+        while True:
+            lost |= {r for r in self.scheduler.running.values() if not wrong.isdisjoint(r.blocks)}
+            theirs = {block for request in lost for block in request.blocks}
+            if theirs.isdisjoint(found := {*later} - wrong):
+                break
+            wrong |= found & theirs
         for request in lost:
             request.error = error
-        self._give_up({*lost}, step.work.published)
-        return lost
+        self._give_up(lost, [*wrong])
+        return [*lost]
 
     def _read_scores(self, step: Step, now: float) -> list[Request]:
         scores, ended = jax.device_get(step.output.scores), []

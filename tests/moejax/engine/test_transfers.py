@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 
+import jax
 import numpy as np
 import pytest
 
@@ -110,6 +111,29 @@ def test_a_transfer_that_fails_ends_the_requests_of_its_step_only(driver):
         with pytest.raises(UserError, match="could not be read: memory: an injected error"):
             llm.score(list(range(300, 340)))
         queue.inject(Faults())
+
+
+def test_what_a_failed_step_led_to_is_nobodys_prefix():
+    """A prompt of several steps of which the first fails when the next is dispatched already: that
+    one's blocks are wrong too, and no later prompt may share them. Nothing has a cell, so the next
+    step itself does not fail."""
+    params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True, logprobs=1)
+    prompt = list(range(30, 230))
+    with open_llm(expert_budget=0, max_num_batched_tokens=64) as llm:
+        engine, queue = llm.engine, llm.engine.runner.queue
+        queue.inject(Faults(seed=1, errors=1.0))
+        failed = engine.add(prompt, params)
+        engine.step()
+        jax.block_until_ready(engine._pending.results)
+        queue.inject(Faults())
+        while not engine.idle:
+            engine.step()
+        assert failed.error is not None
+        found = [llm.generate(prompt, params)[0].outputs[0].logprobs for _ in range(2)]
+        assert engine.scheduler.prefixes.hit_tokens > 128
+        engine.scheduler.cache.drop_idle()
+        want = llm.generate(prompt, params)[0].outputs[0].logprobs
+        assert found == [want, want]
 
 
 def set_budget_to_nothing_resident(engine) -> None:
