@@ -95,12 +95,12 @@ def require_same(directory: Path, asked: Mapping[str, Any]) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         if not path.exists():
-            if others := sorted(p.name for p in directory.iterdir()):
+            written = path.with_suffix(".new")  # a killed run may have left it
+            if others := sorted(p.name for p in directory.iterdir() if p != written):
                 raise UserError(
                     f"{directory} is no directory of results, it has {shown(others[0])}; choose "
                     "another --output"
                 )
-            written = path.with_suffix(".new")
             written.write_text(json.dumps(now, indent=1) + "\n")
             os.replace(written, path)
             return

@@ -14,7 +14,12 @@ import pytest
 
 import moejax
 from moejax.errors import UserError
-from moejax.evaluate.experiments.record_file import RECORDS, open_records, read_records
+from moejax.evaluate.experiments.record_file import (
+    RECORDS,
+    open_records,
+    read_records,
+    require_same,
+)
 from moejax.evaluate.experiments.records import COUNTS, UNEQUAL
 
 FAILING = """
@@ -258,3 +263,18 @@ def test_a_grid_killed_ten_times_equals_an_undisturbed_one(undisturbed, home):
         assert process.wait() == -signal.SIGKILL
     assert subprocess.run([*command, "--output", str(target)], check=False).returncode == 3
     assert equal_part(read_records(records)) == equal_part(undisturbed.rows)
+
+
+def test_a_definition_that_was_half_written_is_written_again(tmp_path):
+    """A kill while the directory was made."""
+    (tmp_path / "experiment.new").write_text('{"pol')
+    require_same(tmp_path, {"policies": ["lru"]})
+    assert json.loads((tmp_path / "experiment.json").read_text()) == {"policies": ["lru"]}
+    assert not (tmp_path / "experiment.new").exists()
+    require_same(tmp_path, {"policies": ["lru"]})
+    with pytest.raises(UserError, match="policies was .*lru.* and is .*lfu"):
+        require_same(tmp_path, {"policies": ["lfu"]})
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match="is no directory of results, it has 'notes.txt'"):
+        require_same(tmp_path / "other", {"policies": ["lru"]})
