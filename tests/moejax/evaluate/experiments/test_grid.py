@@ -272,9 +272,9 @@ def test_a_definition_that_was_half_written_is_written_again(tmp_path):
     assert json.loads((tmp_path / "experiment.json").read_text()) == {"policies": ["lru"]}
     assert not (tmp_path / "experiment.new").exists()
     require_same(tmp_path, {"policies": ["lru"]})
-    with pytest.raises(UserError, match="policies was .*lru.* and is .*lfu"):
+    with pytest.raises(UserError, match=r"policies was .*lru.* and is .*lfu"):
         require_same(tmp_path, {"policies": ["lfu"]})
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "notes.txt").write_text("mine")
-    with pytest.raises(UserError, match="is no directory of results, it has 'notes.txt'"):
+    with pytest.raises(UserError, match=r"no directory of results, it has .notes"):
         require_same(tmp_path / "other", {"policies": ["lru"]})
