@@ -42,6 +42,7 @@ def test_the_headers_are_those_of_the_oldest_jaxlib():
             assert file.read() == path.read_text()
 
 
+@pytest.mark.slow
 def test_without_a_compiler_the_build_says_so():
     result = run("-m", "pallas_kernels.cpu", CXX="no-such-compiler")
     assert result.returncode == 1
@@ -87,6 +88,7 @@ def test_a_library_of_other_sources_is_refused(monkeypatch):
     assert "built from other sources" in library._load.__wrapped__()[1]
 
 
+@pytest.mark.slow
 @NATIVE
 def test_the_environment_names_the_instruction_set():
     code = "from pallas_kernels.cpu.library import *; print(instruction_set(), why_not_cpu())"

@@ -78,6 +78,7 @@ def explore(host: Host, events: int) -> int:
     return count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", [THREE_LAYERS, ONE_LAYER], ids=["layers", "layer"])
 def test_every_order_of_four_events(where):
     assert explore(Host(where), 4) > 500

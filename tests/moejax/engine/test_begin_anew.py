@@ -11,6 +11,8 @@ from host_offload.policies.prefetch.moe_infinity import MoEInfinity
 from host_offload.policies.prefetch.random_prefetch import RandomPrefetch
 from moejax import LLM, SamplingParams
 
+pytestmark = pytest.mark.slow  # contents of tables, whatever the version of jax
+
 LIMITS = {"max_num_seqs": 4, "max_model_len": 128, "progress": False}
 PROMPTS = ["The old house", "def main():", "Question: how many apples"]
 

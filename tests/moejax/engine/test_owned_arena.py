@@ -76,6 +76,7 @@ def test_the_bits_are_those_of_a_donated_arena(options, cells, monkeypatch):
         assert kv["swapped_out_bytes"] > 0 and kv["preemptions"] > 0
 
 
+@pytest.mark.slow
 def test_an_op_of_xla_among_them_changes_no_bit(monkeypatch):
     """fill copies: whose it is decides no bit, only whose memory the arena is."""
     options = {"expert_budget": "40%", "eviction": "lru"}

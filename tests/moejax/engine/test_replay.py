@@ -153,6 +153,7 @@ def test_rows_have_one_order(start, tmp_path):
     replay(traced(start("host"), tmp_path / "t", None, own, jobs), policies=own)
 
 
+@pytest.mark.slow
 def test_what_differs_is_said(start, tmp_path):
     """Other policies than the run's, and a trace that says something else of a decision."""
     policies = (RecentPrefetch(),)

@@ -98,6 +98,7 @@ def of_norms(name="demo"):
     return steps(name, **ops)
 
 
+@pytest.mark.slow
 def test_only_what_is_needed_is_checked_before(gpu):
     verify_kernels(of_norms(), Gpu(), GiB)
     ((first, second),) = gpu

@@ -175,6 +175,7 @@ def feed(tracer, count):
         tracer.after_read(record(number))
 
 
+@pytest.mark.slow
 def test_a_run_that_ends_without_close_completes_its_trace(tmp_path, repository):
     code = (
         "import sys; from pathlib import Path; from tests.moejax.traces.test_tracing import *\n"

@@ -128,6 +128,7 @@ def test_swapping_sessions_changes_no_token(capsys, tmp_path):
     assert len(found.marks()) == shifts > 0
 
 
+@pytest.mark.slow
 def test_the_table_names_its_columns(capsys):
     assert replay_sessions.main([*SMALL, "--turns", "2", "--sessions", "2"]) == 0
     heading, *rows = capsys.readouterr().out.splitlines()

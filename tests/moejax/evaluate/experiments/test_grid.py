@@ -22,6 +22,8 @@ from moejax.evaluate.experiments.record_file import (
 )
 from moejax.evaluate.experiments.records import COUNTS, UNEQUAL
 
+pytestmark = pytest.mark.slow  # counts of engine and simulator, in processes of their own
+
 FAILING = """
 import dataclasses
 from host_offload.control.interface import Decision, Moment
