@@ -26,10 +26,11 @@ from pallas_kernels.stage import Entries
 class LayerHooks:
     """moejax.step.hooks.Hooks of one step, for the policies of a Control."""
 
-    def __init__(self, control: Control, runner: HostRunner, placed: PlacedRows):
-        self._control, self._runner = control, runner
+    def __init__(
+        self, control: Control, runner: HostRunner, needs: frozenset[str], placed: PlacedRows
+    ):
+        self._control, self._runner, self._needs = control, runner, needs
         self._place, self._rows = placed
-        self._needs = control.controller.needs_at(BETWEEN_LAYERS)
         self._routing: LayerRouting | None = None
 
     def after_embedding(self, embedding: jax.Array | None) -> Entries | None:
@@ -69,7 +70,8 @@ def layer_hooks(control: Control, runner: Runner) -> StepHooks | None:
     if control.controller.moments.isdisjoint(BETWEEN_LAYERS):
         return None
     assert isinstance(runner, HostRunner), "check_policies knows the driver"
-    return functools.partial(LayerHooks, control, runner)
+    needs = control.controller.needs_at(BETWEEN_LAYERS)
+    return functools.partial(LayerHooks, control, runner, needs)
 
 
 def control_of(

@@ -431,8 +431,7 @@ class Engine:
             raise
         now = time.perf_counter()
         self.events.append(Event("read", step.number, now))
-        queued = self.runner.steps.queue is not None
-        failures = self.runner.failures(results.writes) if queued else ()
+        failures = self.runner.failures(results.writes)
         self.statistics.add_step(step.kind, results.totals, now, results.demand)
         touched = self._lost(step, failures) if failures else []
         # Lists of Python's numbers: reading arrays one by one costs as much as all the rest.
@@ -478,9 +477,9 @@ class Engine:
         while True:
             lost |= {r for r in self.scheduler.running.values() if not wrong.isdisjoint(r.blocks)}
             theirs = {block for request in lost for block in request.blocks}
-            if theirs.isdisjoint(found := {*later} - wrong):
+            if not (more_wrong := ({*later} & theirs) - wrong):
                 break
-            wrong |= found & theirs
+            wrong |= more_wrong
         for request in lost:
             request.error = error
         self._give_up(lost, [*wrong])

@@ -47,6 +47,18 @@ class Recorded:
         )
 
 
+def mixed_jobs() -> list[Job]:
+    """Prompts of six lengths, greedy and sampled, with priorities, one a step."""
+    rng = np.random.default_rng(3)
+    found = []
+    for i, length in enumerate((17, 66, 130, 90, 40, 1)):
+        sampling = {"temperature": 0.9, "top_p": 0.9} if i % 2 else {"temperature": 0}
+        params = SamplingParams(max_tokens=24, seed=i, ignore_eos=True, **sampling)
+        prompt = tuple(rng.integers(1, 4096, length).tolist())
+        found.append(Job(prompt, params, arrival=i, priority=-(i % 2)))
+    return found
+
+
 class Faulty(AssertionError):
     """An invariant broke after a step."""
 

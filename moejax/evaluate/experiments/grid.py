@@ -23,7 +23,6 @@ from moejax.evaluate.experiments.definition import Cell, Experiment, read_experi
 from moejax.evaluate.experiments.record_file import (
     RECORDS,
     SESSIONS,
-    RecordFile,
     open_records,
     require_same,
 )
@@ -36,6 +35,7 @@ from moejax.evaluate.experiments.simulated import (
     simulated,
 )
 from moejax.evaluate.experiments.workload import Workload
+from moejax.evaluate.json_lines import LineFile
 from moejax.models.directory import model_directory
 from moejax.progress import grid_progress
 from moejax.requests.tokenizer import load_tokenizer
@@ -104,9 +104,7 @@ def runs_of(experiment: Experiment) -> dict[Group, list[Run]]:
 class _Grid:
     """The runs of an experiment whose records are not there yet."""
 
-    def __init__(
-        self, experiment: Experiment, root: Path, records: RecordFile, sessions: RecordFile
-    ):
+    def __init__(self, experiment: Experiment, root: Path, records: LineFile, sessions: LineFile):
         self.experiment, self.root = experiment, root
         self.records, self.sessions = records, sessions
         done = {tuple(line[key] for key in KEYS) for line in records.lines}

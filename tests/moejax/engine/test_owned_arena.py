@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
-from moejax import LLM, SamplingParams
+from moejax import LLM
 from moejax.engine.statistics import kv_stats
 from moejax.step.parts import StepSpec
-from tests.moejax.engine_runs import Job, run, set_budget
+from tests.moejax.engine_runs import mixed_jobs, run, set_budget
 from tests.pallas_kernels.contract import NATIVE
 
 pytestmark = NATIVE
 
 LIMITS = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 256}
 LAYERS = 4
-
-
-def jobs() -> list[Job]:
-    rng = np.random.default_rng(3)
-    found = []
-    for i, length in enumerate((17, 66, 130, 90, 40, 1)):
-        sampling = {"temperature": 0.9, "top_p": 0.9} if i % 2 else {"temperature": 0}
-        params = SamplingParams(max_tokens=24, seed=i, ignore_eos=True, **sampling)
-        prompt = tuple(rng.integers(1, 4096, length).tolist())
-        found.append(Job(prompt, params, arrival=i, priority=-(i % 2)))
-    return found
 
 
 def played(monkeypatch, owned: bool, options: dict, cells: list[list[int]]):
@@ -39,7 +27,7 @@ def played(monkeypatch, owned: bool, options: dict, cells: list[list[int]]):
             for per_layer in cells or [[]]:
                 if per_layer:
                     set_budget(llm, per_layer, 3)
-                found += run(llm, jobs(), check=not options.get("dtype"))
+                found += run(llm, mixed_jobs(), check=not options.get("dtype"))
             assert not llm.engine.runner.faults()
             return found, kv_stats(llm.engine.scheduler), llm.stats()
 
@@ -83,5 +71,5 @@ def test_an_op_of_xla_among_them_changes_no_bit(monkeypatch):
     ours, _, _ = played(monkeypatch, True, options, [])
     with LLM("demo", ops="fill=xla", progress=False, **LIMITS, **options) as llm:
         assert llm.stats()["arena_owner"] == "XLA" and "fill xla" in str(llm.plan)
-        theirs = run(llm, jobs())
+        theirs = run(llm, mixed_jobs())
     assert all(a.same_bits(b) for a, b in zip(ours, theirs, strict=True))

@@ -11,24 +11,13 @@ import pytest
 
 from host_offload.queue.native import Faults
 from moejax import LLM, SamplingParams, UserError
-from tests.moejax.engine_runs import Job, run, set_budget
+from tests.moejax.engine_runs import mixed_jobs, run, set_budget
 from tests.pallas_kernels.contract import NATIVE
 
 pytestmark = NATIVE
 
 LIMITS = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 256}
 LINK = {"link_rate": "500MB/s", "link_latency": "50us", "chunk_bytes": "16KiB"}
-
-
-def jobs() -> list[Job]:
-    rng = np.random.default_rng(3)
-    found = []
-    for i, length in enumerate((17, 66, 130, 90, 40, 1)):
-        sampling = {"temperature": 0.9, "top_p": 0.9} if i % 2 else {"temperature": 0}
-        params = SamplingParams(max_tokens=24, seed=i, ignore_eos=True, **sampling)
-        prompt = tuple(rng.integers(1, 4096, length).tolist())
-        found.append(Job(prompt, params, arrival=i, priority=-(i % 2)))
-    return found
 
 
 def open_llm(**options) -> LLM:
@@ -41,7 +30,7 @@ def at_rest(precision: str | None = None, memory: int | None = None):
     the start, or in the versions that a policy gives them."""
     with LLM("demo", progress=False, precision=precision, memory=memory, **LIMITS) as llm:
         assert llm.stats()["transfers"] is None
-        return [run(llm, jobs(), check=False) for _ in range(2)]
+        return [run(llm, mixed_jobs(), check=False) for _ in range(2)]
 
 
 def slow(**options):
@@ -72,7 +61,7 @@ def test_the_bits_are_those_of_experts_that_are_there(options):
         found = []
         for delay in (0.0, 1e-3):
             queue.inject(Faults(seed=1, delay=delay))
-            found.append(run(llm, jobs(), check=False))
+            found.append(run(llm, mixed_jobs(), check=False))
             assert not llm.engine.runner.faults()
         stats = llm.stats()["transfers"]
         assert stats["bytes"]["demand"] > 0 and stats["waits"] > 0 and stats["failed"] == 0
@@ -183,6 +172,6 @@ def test_budgets_move_while_experts_fly():
         llm.engine.runner.queue.inject(Faults(seed=2, delay=2e-3))
         for cells in ([3, 9, 16, 0], [12] * 4, [1, 1, 1, 1]):
             set_budget(llm, cells, 3)
-            found = run(llm, jobs(), check=False)
+            found = run(llm, mixed_jobs(), check=False)
             assert not llm.engine.runner.faults()
             assert all(a.same_bits(b) for a, b in zip(found, at_rest()[0], strict=True))

@@ -111,6 +111,6 @@ def test_a_full_disk_is_said(path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     with open_lines(str(path), ASKED, resume=True) as lines:
-        monkeypatch.setattr("moejax.evaluate.results_file.os.write", full)
+        monkeypatch.setattr("moejax.evaluate.json_lines.os.write", full)
         with pytest.raises(UserError, match=r"cannot write to .*: No space left on device"):
             lines.append(line(9))
