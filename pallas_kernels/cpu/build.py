@@ -37,6 +37,9 @@ X86: dict[str, tuple[int, tuple[str, ...]]] = {
     "avx512bf16": (16, (*_AVX512, "-mavx512bf16")),
 }
 """Instruction set → floats of a vector, and the compiler's flags."""
+# GCC 12's own header of AVX-512 is "used uninitialized".
+AMX = (*X86["avx512bf16"][1], "-mamx-tile", "-mamx-bf16", "-Wno-uninitialized", "-Wno-maybe-uninitialized")
+"""Flags of what is added to avx512bf16's kernels where a CPU multiplies tiles."""
 
 
 class BuildError(Exception):
@@ -71,7 +74,8 @@ def translation_units(compiler: str) -> dict[str, list[str]]:
     include = ["-I", str(HERE.parent.parent), "-I", str(HERE)]
     define = ["-DMOEJAX_X86"] if x86 else []
     define.append(f'-DMOEJAX_SOURCES="{digest()}"')
-    ops = [path for path in sources() if path.suffix == ".cc" and path.name != "kernels.cc"]
+    by_instruction_set = ("kernels.cc", "amx.cc")
+    ops = [p for p in sources() if p.suffix == ".cc" and p.name not in by_instruction_set]
     units = {
         f"{path.parent.name}_{path.stem}.o": [*FLAGS, *include, *define, "-c", str(path)]
         for path in ops
@@ -79,6 +83,8 @@ def translation_units(compiler: str) -> dict[str, list[str]]:
     for isa, (lanes, flags) in (PORTABLE | (X86 if x86 else {})).items():
         set_ = [f"-DMOEJAX_ISA={isa}", f"-DMOEJAX_LANES={lanes}", *flags]
         units[f"kernels_{isa}.o"] = [*FLAGS, *include, *set_, "-c", str(HERE / "kernels.cc")]
+    if x86:
+        units["amx.o"] = [*FLAGS, *include, *define, *AMX, "-c", str(HERE / "amx.cc")]
     return units
 
 

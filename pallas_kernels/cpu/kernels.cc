@@ -517,6 +517,9 @@ void many_add(const void* const* w, int64_t rows, const float* const* h, int64_t
   }
 }
 
+int64_t few(Type) { return 8; }  // of more, widened weights are worth a block
+int64_t rows_of_task(Type) { return 4 * kPanel; }
+
 // Sums of products of pairs have another order: those kernels have no panels of float32.
 INLINE bool in_panels(Type kind) { return !MOEJAX_PAIRS || kind == Type::F32; }
 
@@ -1351,7 +1354,7 @@ void exponentials(float* x, float top, int64_t n) {
 
 extern const Kernels MOEJAX_JOIN(kernels_, MOEJAX_ISA);
 const Kernels MOEJAX_JOIN(kernels_, MOEJAX_ISA) = {
-    MOEJAX_TEXT(MOEJAX_ISA), pack, dots, dots_of_many, add, add_of_many, unpack, decode, down_scales, takes,
+    MOEJAX_TEXT(MOEJAX_ISA), few, rows_of_task, pack, dots, dots_of_many, add, add_of_many, unpack, decode, down_scales, takes,
     encoded_dots, encoded_add, widen, narrow, norm, activate, exponentials,
 };
 

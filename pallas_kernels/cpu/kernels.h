@@ -34,6 +34,9 @@ constexpr int64_t kTokens = 4;   // tokens of one call of `dots` and `add`, at m
 constexpr int64_t kAhead = 8;    // rows after which memory's row may be fetched, as `next` of dots
 constexpr int64_t kRows = 8;     // rows of one call of `add`, at most
 constexpr int64_t kManyAdded = 64;  // rows of one call of `add_of_many`, at most
+constexpr int64_t kAddedTokens = 128;  // tokens of one call of `add_of_many`, at most
+constexpr int64_t kTokenGroup = 16;  // to a multiple of which there is room for its totals
+constexpr int64_t kMostRows = 128;  // what `rows_of_task` says, and of one call of `dots_of_many`, at most
 constexpr int64_t kElements = 4; // rows of elements of one call of `encoded_add`, at most
 constexpr int64_t kPad = 64;     // sums and operands lie in buffers padded to so many floats
 
@@ -45,6 +48,11 @@ static inline int64_t apart(int64_t n) { return padded(n) + (padded(n) % 1024 ? 
 
 struct Kernels {
   const char* name;
+  // Tokens for which `dots` and `add` are faster than `dots_of_many` and `add_of_many`, at most. The
+  // two ways have the same bits, but where this is 0: there only the second is an op's way.
+  int64_t (*few)(Type kind);
+  // Rows of weights of a task, whose tokens' operands are put in order once.
+  int64_t (*rows_of_task)(Type kind);
   // x[n] of a dtype, in the order in which `dots` with weights of kind_of(type) wants it; out has
   // padded(n) floats, all written.
   void (*pack)(Type type, const void* x, int64_t n, float* out);
@@ -52,14 +60,15 @@ struct Kernels {
   // next: rows to fetch towards the cache meanwhile, as many, or null.
   void (*dots)(Type kind, const void* const* w, int64_t rows, const float* const* x, int64_t tokens,
                int64_t n, float* y, int64_t stride, const void* const* next);
-  // The same, bit for bit, for any number of tokens: weights are widened once for many of them.
+  // The same for any number of tokens: weights are put in order once for many of them.
   void (*dots_of_many)(Type kind, const void* const* w, int64_t rows, const float* const* x,
                        int64_t tokens, int64_t n, float* y, int64_t stride);
   // total[t][c] += Σ_i h[t][i] · w[i][c], i ascending, for tokens ≤ kTokens, rows ≤ kRows; totals
   // are padded(n) floats in an order of their own, which `unpack` undoes.
   void (*add)(Type kind, const void* const* w, int64_t rows, const float* const* h, int64_t tokens,
               int64_t n, float* const* total);
-  // The same, bit for bit, for any number of tokens and rows ≤ kManyAdded.
+  // The same for tokens ≤ kAddedTokens and rows ≤ kManyAdded, in an op's calls but the last one
+  // kManyAdded of them. Totals lie evenly apart, with room for a multiple of kTokenGroup of them.
   void (*add_of_many)(Type kind, const void* const* w, int64_t rows, const float* const* h,
                       int64_t tokens, int64_t n, float* const* total);
   void (*unpack)(Type kind, const float* total, int64_t n, float* out);
@@ -93,6 +102,17 @@ struct Kernels {
   // x[i] = exp(x[i] − top), 0 where x[i] is −inf; returns nothing, sums are the caller's.
   void (*exponentials)(float* x, float top, int64_t n);
 };
+
+// What a build for AMX has in place of those of its table.
+struct Tiled {
+  decltype(Kernels::dots_of_many) dots_of_many;
+  decltype(Kernels::add_of_many) add_of_many;
+  decltype(Kernels::few) few;
+  decltype(Kernels::rows_of_task) rows_of_task;
+};
+#ifdef MOEJAX_X86
+extern const Kernels kernels_avx2, kernels_avx512, kernels_avx512bf16;
+#endif
 
 enum Activation { SILU, GELU, GELU_TANH, RELU };
 

@@ -4,12 +4,46 @@
 #include <string>
 
 #include "kernels.h"
+#if defined(MOEJAX_X86) && defined(__linux__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 namespace moejax {
 
 extern const Kernels kernels_portable;
 #ifdef MOEJAX_X86
-extern const Kernels kernels_avx2, kernels_avx512, kernels_avx512bf16;
+extern const Tiled tiled_amx;
+
+namespace {
+
+// Whether this CPU multiplies tiles of bfloat16 and Linux gives this process their state (it asks
+// once, for all threads).
+bool has_tiles() {
+#ifdef __linux__
+  unsigned a, b, c, d;
+  constexpr unsigned kTiles = 1u << 22 | 1u << 24;  // AMX-BF16, AMX-TILE
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & kTiles) != kTiles) return false;
+  constexpr long kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  static const bool allowed = !syscall(SYS_arch_prctl, kRequest, kTileData);
+  return allowed;
+#else
+  return false;
+#endif
+}
+
+const Kernels* amx() {
+  static const Kernels table = [] {
+    Kernels k = kernels_avx512bf16;
+    k.name = "amx", k.dots_of_many = tiled_amx.dots_of_many, k.add_of_many = tiled_amx.add_of_many;
+    k.few = tiled_amx.few, k.rows_of_task = tiled_amx.rows_of_task;
+    return k;
+  }();
+  return &table;
+}
+
+}  // namespace
 #endif
 
 const Kernels* kernels_named(const char* name) {
@@ -22,9 +56,9 @@ const Kernels* kernels_named(const char* name) {
                       __builtin_cpu_supports("avx512vl");
   if (!strcmp(name, "avx2") && avx2) return &kernels_avx2;
   if (!strcmp(name, "avx512") && avx512) return &kernels_avx512;
-  if (!strcmp(name, "avx512bf16") && avx512 && __builtin_cpu_supports("avx512bf16")) {
-    return &kernels_avx512bf16;
-  }
+  const bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
+  if (!strcmp(name, "avx512bf16") && bf16) return &kernels_avx512bf16;
+  if (!strcmp(name, "amx") && bf16 && has_tiles()) return amx();
 #endif
   return nullptr;
 }
@@ -33,9 +67,10 @@ const Kernels* select_kernels() {
   static const Kernels* const selected = [] {
     const char* name = std::getenv("MOEJAX_CPU_ISA");
     if (name && *name) return kernels_named(name);
-    // The AVX-512 kernels have run on no machine yet, so they are only run by name.
-    const Kernels* best = kernels_named("avx2");
-    return best ? best : kernels_named("portable");
+    for (const char* known : {"amx", "avx512bf16", "avx512", "avx2"}) {
+      if (const Kernels* best = kernels_named(known)) return best;
+    }
+    return kernels_named("portable");
   }();
   return selected;
 }
@@ -44,7 +79,7 @@ const char* select_error() {
   static const std::string text = [] {
     const char* name = std::getenv("MOEJAX_CPU_ISA");
     std::string have;
-    for (const char* known : {"portable", "avx2", "avx512", "avx512bf16"}) {
+    for (const char* known : {"portable", "avx2", "avx512", "avx512bf16", "amx"}) {
       if (kernels_named(known)) have += (have.empty() ? "" : ", ") + std::string(known);
     }
     return std::string("MOEJAX_CPU_ISA is ") + (name ? name : "") + "; this machine runs " + have;

@@ -9,11 +9,10 @@
 namespace moejax {
 namespace {
 
-constexpr int64_t kWidth = 48;     // rows of gate and of up in a task
-constexpr int64_t kFew = 8;        // tokens for which widened weights are not worth a block
 constexpr int64_t kColumns = 2048;     // columns of down in a task of few tokens, at most: long streams
 constexpr int64_t kManyColumns = 512;  // of many, and at least: their sums stay in the second cache
-constexpr int64_t kSums = 128;     // tokens whose sums are open while rows of down pass
+constexpr int64_t kManyTokens = 8;     // of an expert: more are many
+constexpr int64_t kSums = kAddedTokens;  // tokens whose sums are open while rows of down pass
 
 constexpr int64_t kHere = std::numeric_limits<int64_t>::max();
 
@@ -120,17 +119,17 @@ bool as_they_are_decoded(const Work& work, const Expert& e) {
   return e.tokens <= kTokens && work.k.takes(*e.format);
 }
 
-// y[t · kWidth + r]: rows [first, first + rows) of gate or up for an expert's tokens, whose packed
+// y[t · kMostRows + r]: rows [first, first + rows) of gate or up for an expert's tokens, whose packed
 // operands are x.
 void products(const Work& work, const Expert& e, int matrix, int64_t first, int64_t rows,
               const float* const* x, float* y) {
   const int64_t hidden = work.call.hidden, size = size_of(work.kind);
   if (as_they_are_decoded(work, e)) {
-    return work.k.encoded_dots(*e.format, e.record, matrix, first, rows, x, e.tokens, y, kWidth);
+    return work.k.encoded_dots(*e.format, e.record, matrix, first, rows, x, e.tokens, y, kMostRows);
   }
   const bool decoded = !row_of(*e.format, e.record, matrix, first);
   Buffer<char> scratch(decoded ? rows * hidden * size : 0);
-  const void *w[kWidth], *next[kWidth];
+  const void *w[kMostRows], *next[kMostRows];
   for (int64_t r = 0; r < rows; r++) {
     w[r] = row_of(*e.format, e.record, matrix, first + r);
     const int64_t ahead = std::min(first + r + kAhead, work.call.width - 1);
@@ -140,12 +139,12 @@ void products(const Work& work, const Expert& e, int matrix, int64_t first, int6
     work.k.decode(*e.format, e.record, matrix, first + r, 0, hidden, nullptr, place);
     w[r] = place;
   }
-  if (e.tokens > kFew) {
-    return work.k.dots_of_many(work.kind, w, rows, x, e.tokens, hidden, y, kWidth);
+  if (e.tokens > work.k.few(work.kind)) {
+    return work.k.dots_of_many(work.kind, w, rows, x, e.tokens, hidden, y, kMostRows);
   }
   for (int64_t t = 0; t < e.tokens; t += kTokens) {
-    work.k.dots(work.kind, w, rows, x + t, std::min(kTokens, e.tokens - t), hidden, y + t * kWidth,
-                kWidth, t || decoded ? nullptr : next);
+    work.k.dots(work.kind, w, rows, x + t, std::min(kTokens, e.tokens - t), hidden, y + t * kMostRows,
+                kMostRows, t || decoded ? nullptr : next);
   }
 }
 
@@ -163,7 +162,7 @@ bool arrived(const Work& work, const Expert& e, int matrix) {
 void gate_up(const Work& work, const Expert& e, int64_t first, int64_t last) {
   const Experts& c = work.call;
   const int64_t rows = last - first;
-  Buffer<float> gate(e.tokens * kWidth), up(e.tokens * kWidth);
+  Buffer<float> gate(e.tokens * kMostRows), up(e.tokens * kMostRows);
   std::vector<const float*> x(e.tokens);
   for (int64_t t = 0; t < e.tokens; t++) {
     x[t] = work.x + work.pairs[e.first + t] / c.top_k * work.x_width;
@@ -173,8 +172,8 @@ void gate_up(const Work& work, const Expert& e, int64_t first, int64_t last) {
   if (!arrived(work, e, UP)) return;
   products(work, e, UP, first, rows, x.data(), up.get());
   for (int64_t t = 0; t < e.tokens; t++) {
-    float *mine = &gate[t * kWidth], rounded[kWidth];
-    work.k.activate(c.activation, mine, &up[t * kWidth], rows);
+    float *mine = &gate[t * kMostRows], rounded[kMostRows];
+    work.k.activate(c.activation, mine, &up[t * kMostRows], rows);
     work.k.narrow(c.type, mine, rows, rounded);
     work.k.widen(c.type, rounded, rows, mine);
     float* h = work.h + (e.first + t) * work.h_width;
@@ -206,7 +205,8 @@ struct Sums {
 void add_rows(const Work& work, const Columns& c, int64_t token, int64_t tokens, float* sums) {
   const Expert& e = c.expert;
   const int64_t size = size_of(work.kind), width = work.call.width;
-  const int64_t step = tokens > kFew ? kManyAdded : kRows;
+  const bool many = tokens > work.k.few(work.kind);
+  const int64_t step = many ? kManyAdded : kRows;
   for (int64_t place = 0; place < width; place += step) {
     const int64_t rows = std::min(step, width - place);
     const void* w[kManyAdded];
@@ -222,7 +222,7 @@ void add_rows(const Work& work, const Columns& c, int64_t token, int64_t tokens,
       w[i] = decoded;
     }
     const Sums s(work, c, token, tokens, place, sums);
-    if (tokens > kFew) {
+    if (many) {
       work.k.add_of_many(work.kind, w, rows, s.h, tokens, c.count, s.total);
       continue;
     }
@@ -248,7 +248,8 @@ void down(const Work& work, const Expert& e, int64_t first, int64_t count) {
   const Experts& c = work.call;
   if (!arrived(work, e, DOWN)) return;
   const int64_t width = padded(count);
-  Buffer<float> sums(std::min(kSums, e.tokens) * width);
+  const int64_t open = (std::min(kSums, e.tokens) + kTokenGroup - 1) / kTokenGroup * kTokenGroup;
+  Buffer<float> sums(open * width);
   Buffer<char> scratch(kManyAdded * count * size_of(work.kind));
   Buffer<float> scales((c.width + e.format->group_out - 1) / e.format->group_out * 2 * width);
   work.k.down_scales(*e.format, e.record, first, count, scales.get());
@@ -268,7 +269,7 @@ void down(const Work& work, const Expert& e, int64_t first, int64_t count) {
 // Columns of down in a task. No bit depends on it.
 int64_t columns_of(const Work& work, int64_t active, int64_t threads) {
   const int64_t hidden = work.call.hidden;
-  if (work.call.tokens * work.call.top_k > static_cast<int64_t>(work.experts.size()) * kFew) {
+  if (work.call.tokens * work.call.top_k > static_cast<int64_t>(work.experts.size()) * kManyTokens) {
     return kManyColumns;
   }
   int64_t columns = kColumns;
@@ -283,11 +284,12 @@ int64_t columns_of(const Work& work, int64_t active, int64_t threads) {
 void compute(Pool& pool, const Work& work, const Group& group) {
   const Experts& c = work.call;
   const int64_t active = static_cast<int64_t>(group.size());
-  const int64_t blocks = (c.width + kWidth - 1) / kWidth;
+  const int64_t rows = work.k.rows_of_task(work.kind);
+  const int64_t blocks = (c.width + rows - 1) / rows;
   const int64_t multiplications = active * c.width * c.hidden;
   parallel(pool, active * blocks, 2 * multiplications, [&](int64_t i) {
-    const int64_t first = i % blocks * kWidth;
-    gate_up(work, *group[i / blocks], first, std::min(first + kWidth, c.width));
+    const int64_t first = i % blocks * rows;
+    gate_up(work, *group[i / blocks], first, std::min(first + rows, c.width));
   });
   const int64_t columns = columns_of(work, active, pool.threads());
   const int64_t parts = (c.hidden + columns - 1) / columns;

@@ -7,8 +7,6 @@
 namespace moejax {
 namespace {
 
-constexpr int64_t kOutputs = 48;       // rows of the matrix in a task
-constexpr int64_t kFew = 8;            // tokens for which widened weights are not worth a block
 constexpr int64_t kMost = 128;         // tokens at once
 
 const char* at(const void* p, int64_t elements, Type type) {
@@ -20,7 +18,7 @@ void block(const Kernels& k, const Product& p, const float* x, int64_t width, in
            int64_t last) {
   const Type kind = kind_of(p.type);
   const int64_t rows = last - first;
-  const void *w[kOutputs], *next[kOutputs];
+  const void *w[kMostRows], *next[kMostRows];
   Buffer<float> wide(p.type == Type::F16 ? rows * p.inputs : 0);
   for (int64_t r = 0; r < rows; r++) {
     w[r] = at(p.w, (first + r) * p.inputs, p.type);
@@ -31,24 +29,24 @@ void block(const Kernels& k, const Product& p, const float* x, int64_t width, in
       w[r] = &wide[r * p.inputs];
     }
   }
-  float bias[kOutputs];
+  float bias[kMostRows];
   if (p.bias) k.widen(p.type, at(p.bias, first, p.type), rows, bias);
-  float y[kMost * kOutputs];
+  float y[kMost * kMostRows];
   for (int64_t t = 0; t < p.tokens; t += kMost) {
     const int64_t tokens = std::min(kMost, p.tokens - t);
     const float* operands[kMost];
     for (int64_t i = 0; i < tokens; i++) operands[i] = x + (t + i) * width;
-    if (p.tokens > kFew) {
-      k.dots_of_many(kind, w, rows, operands, tokens, p.inputs, y, kOutputs);
+    if (p.tokens > k.few(kind)) {
+      k.dots_of_many(kind, w, rows, operands, tokens, p.inputs, y, kMostRows);
     } else {
       for (int64_t i = 0; i < tokens; i += kTokens) {
         const bool fetch = i == 0 && p.type != Type::F16;
         k.dots(kind, w, rows, operands + i, std::min(kTokens, tokens - i), p.inputs,
-               y + i * kOutputs, kOutputs, fetch ? next : nullptr);
+               y + i * kMostRows, kMostRows, fetch ? next : nullptr);
       }
     }
     for (int64_t i = 0; i < tokens; i++) {
-      float* row = y + i * kOutputs;
+      float* row = y + i * kMostRows;
       for (int64_t r = 0; p.bias && r < rows; r++) row[r] += bias[r];
       const int64_t place = (t + i) * p.y_stride + first;
       k.narrow(p.out_type, row, rows, const_cast<char*>(at(p.y, place, p.out_type)));
@@ -73,13 +71,14 @@ void multiply(Pool& pool, const Kernels& k, const Product* products, int64_t cou
     }
   };
   parallel(pool, count * parts, count * tokens * width, pack);
-  const int64_t blocks = (products->outputs + kOutputs - 1) / kOutputs;
+  const int64_t rows = k.rows_of_task(kind_of(products->type));
+  const int64_t blocks = (products->outputs + rows - 1) / rows;
   const int64_t work = count * tokens * width * products->outputs;
   parallel(pool, count * blocks, work, [&](int64_t i) {
     const Product& p = products[i / blocks];
-    const int64_t first = i % blocks * kOutputs;
+    const int64_t first = i % blocks * rows;
     block(k, p, &x[i / blocks * tokens * width], width, first,
-          std::min(first + kOutputs, p.outputs));
+          std::min(first + rows, p.outputs));
   });
 }
 

@@ -628,7 +628,7 @@ int main(int argc, char** argv) {
 #ifdef MOEJAX_STAND_INS
   tables = {&kernels_wide, &kernels_pairs};
 #endif
-  for (const char* name : {"portable", "avx2", "avx512", "avx512bf16"}) {
+  for (const char* name : {"portable", "avx2", "avx512", "avx512bf16", "amx"}) {
     if (const Kernels* kernels = kernels_named(name)) tables.push_back(kernels);
   }
   std::string ran;

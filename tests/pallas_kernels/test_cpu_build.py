@@ -168,6 +168,8 @@ def test_sanitizers_find_nothing(sanitizer, repository, tmp_path):
     for isa, (lanes, extra) in (kernels | stand_ins).items():
         define = [f"-DMOEJAX_ISA={isa}", f"-DMOEJAX_LANES={lanes}", *extra]
         units[isa] = [*define, "-c", str(build.HERE / "kernels.cc")]
+    if "-DMOEJAX_X86" in flags:
+        units["amx"] = [*build.AMX, "-c", str(build.HERE / "amx.cc")]
     for name, arguments in units.items():
         build._run([compiler, *flags, *arguments, "-o", str(tmp_path / f"{name}.o")])
     objects = [str(tmp_path / f"{name}.o") for name in units]
