@@ -22,7 +22,7 @@ class BuildWithOps(build_py):
         build = runpy.run_path(str(Path("pallas_kernels/cpu/build.py").resolve()))
         folder = Path("." if self.editable_mode else self.build_lib, "pallas_kernels/cpu")
         try:
-            library = build["build"](folder)
+            library = build["built"](folder)
         except build["BuildError"] as error:
             print(f"the CPU ops are left out, XLA runs instead: {error}", file=sys.stderr)
             return

@@ -6,6 +6,7 @@ nothing but the standard library.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import shutil
@@ -38,7 +39,10 @@ X86: dict[str, tuple[int, tuple[str, ...]]] = {
 }
 """Instruction set → floats of a vector, and the compiler's flags."""
 # GCC 12's own header of AVX-512 is "used uninitialized".
-AMX = (*X86["avx512bf16"][1], "-mamx-tile", "-mamx-bf16", "-Wno-uninitialized", "-Wno-maybe-uninitialized")
+AMX = (
+    *(*X86["avx512bf16"][1], "-mamx-tile", "-mamx-bf16"),
+    *("-Wno-uninitialized", "-Wno-maybe-uninitialized"),
+)
 """Flags of what is added to avx512bf16's kernels where a CPU multiplies tiles."""
 
 
@@ -105,6 +109,17 @@ def build(folder: Path = HERE) -> Path:
         objects = [str(Path(work) / name) for name in units]
         _run([compiler, "-shared", "-pthread", *objects, "-o", str(linked)])
         return place(linked, folder)
+
+
+def built(folder: Path) -> Path:
+    """The library in a folder: a copy of the one beside the sources where that was compiled from
+    them as they are, else compiled. Raises BuildError, also where there is no compiler."""
+    find_compiler()
+    with contextlib.suppress(OSError):
+        if digest().encode() in (HERE / LIBRARY).read_bytes():
+            folder.mkdir(parents=True, exist_ok=True)
+            return place(HERE / LIBRARY, folder)
+    return build(folder)
 
 
 def place(library: Path, folder: Path = HERE) -> Path:

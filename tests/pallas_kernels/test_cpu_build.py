@@ -82,6 +82,22 @@ def test_no_library_at_all_is_refused(monkeypatch, tmp_path):
     assert "do not load" in library._load.__wrapped__()[1]
 
 
+def test_only_a_library_of_other_sources_is_compiled_again(monkeypatch, tmp_path):
+    beside, folder = tmp_path / build.LIBRARY, tmp_path / "new"
+    monkeypatch.setattr(build, "HERE", tmp_path)
+    monkeypatch.setattr(build, "find_compiler", lambda: "c++")
+    monkeypatch.setattr(build, "build", lambda folder: folder / "compiled")
+    assert build.built(folder) == folder / "compiled"
+    beside.write_text("of other sources")
+    assert build.built(folder) == folder / "compiled"
+    beside.write_text(f"of {build.digest()}")
+    assert build.built(folder).read_text() == beside.read_text()
+    monkeypatch.undo()
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(build.BuildError):
+        build.built(folder)
+
+
 @NATIVE
 def test_a_library_of_other_sources_is_refused(monkeypatch):
     monkeypatch.setattr(library, "digest", lambda: "another")
