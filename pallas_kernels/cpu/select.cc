@@ -22,7 +22,8 @@ const Kernels* kernels_named(const char* name) {
                       __builtin_cpu_supports("avx512vl");
   if (!strcmp(name, "avx2") && avx2) return &kernels_avx2;
   if (!strcmp(name, "avx512") && avx512) return &kernels_avx512;
-  if (!strcmp(name, "avx512bf16") && avx512 && __builtin_cpu_supports("avx512bf16")) {
+  if (!strcmp(name, "avx512bf16") && avx512 && __builtin_cpu_supports("avx512bf16") &&
+      __builtin_cpu_supports("avx512vbmi")) {
     return &kernels_avx512bf16;
   }
 #endif

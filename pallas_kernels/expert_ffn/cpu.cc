@@ -11,6 +11,7 @@ namespace {
 
 constexpr int64_t kWidth = 48;     // rows of gate and of up in a task
 constexpr int64_t kFew = 8;        // tokens for which widened weights are not worth a block
+constexpr int64_t kDecoded = 8;    // rows decoded at once for one or two tokens: they stay near
 constexpr int64_t kColumns = 2048;     // columns of down in a task of few tokens, at most: long streams
 constexpr int64_t kManyColumns = 512;  // of many, and at least: their sums stay in the second cache
 constexpr int64_t kSums = 128;     // tokens whose sums are open while rows of down pass
@@ -129,6 +130,12 @@ void products(const Work& work, const Expert& e, int matrix, int64_t first, int6
     return work.k.encoded_dots(*e.format, e.record, matrix, first, rows, x, e.tokens, y, kWidth);
   }
   const bool decoded = !row_of(*e.format, e.record, matrix, first);
+  if (decoded && e.tokens <= 2 && rows > kDecoded) {
+    for (int64_t r = 0; r < rows; r += kDecoded) {
+      products(work, e, matrix, first + r, std::min(kDecoded, rows - r), x, y + r);
+    }
+    return;
+  }
   Buffer<char> scratch(decoded ? rows * hidden * size : 0);
   const void *w[kWidth], *next[kWidth];
   for (int64_t r = 0; r < rows; r++) {
