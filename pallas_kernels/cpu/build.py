@@ -35,7 +35,7 @@ PORTABLE: dict[str, tuple[int, tuple[str, ...]]] = {"portable": (4, ())}
 X86: dict[str, tuple[int, tuple[str, ...]]] = {
     "avx2": (8, _AVX2),
     "avx512": (16, _AVX512),
-    "avx512bf16": (16, (*_AVX512, "-mavx512bf16")),
+    "avx512bf16": (16, (*_AVX512, "-mavx512bf16", "-mavx512vbmi")),
 }
 """Instruction set → floats of a vector, and the compiler's flags."""
 # GCC 12's own header of AVX-512 is "used uninitialized".

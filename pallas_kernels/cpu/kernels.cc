@@ -8,7 +8,7 @@
 #include <string.h>
 
 #include "kernels.h"
-#if defined(__F16C__) || defined(__AVX512BF16__)
+#ifdef __F16C__
 #include <immintrin.h>
 #endif
 
@@ -89,6 +89,13 @@ INLINE float wide_f16(uint16_t h) {
   float value = as_float(magnitude) * 0x1p112f;
   if (magnitude >= 0x7c00u << 13) value = as_float(magnitude | 0x7f800000);
   return as_float(as_bits(value) | (uint32_t)(h & 0x8000) << 16);
+}
+
+INLINE vf wide_f16(vu h) {
+  const vu magnitude = (h & 0x7fffu) << 13;
+  const vu value = (vu)(as_float(magnitude) * 0x1p112f);
+  const vu special = (vu)(magnitude >= (0x7c00u << 13)) & 0x7f800000u;
+  return as_float(value | special | (h & 0x8000u) << 16);
 }
 
 void widen(Type type, const void* in, int64_t n, float* out) {
@@ -577,6 +584,14 @@ struct Scale {
   vf large, zero;
 };
 
+INLINE float scale_f16(uint16_t h) {
+#ifdef __F16C__
+  return _cvtsh_ss(h);
+#else
+  return wide_f16(h);
+#endif
+}
+
 template <int bits>
 INLINE Scale scale_of(float scale) {
   return {splat(scale * 0x1p16f), splat(scale * (-0x1p16f * zero_of<bits>()))};
@@ -626,7 +641,7 @@ INLINE int64_t pairs(int64_t plane, const uint16_t* codes, int64_t n, Scales sca
 
 // The same one by one, in any dtype. scale: of each weight, or of all where step is 0.
 template <int bits>
-INLINE void singles(Type type, const uint16_t* codes, int plane, int64_t n, const float* scale,
+__attribute__((noinline)) void singles(Type type, const uint16_t* codes, int plane, int64_t n, const float* scale,
                     int64_t step, void* out, int64_t at) {
   for (int64_t i = 0; i < n; i++) {
     const int32_t code = (codes[i] >> (bits * plane)) & ((1 << bits) - 1);
@@ -687,6 +702,123 @@ INLINE int64_t looked_up(const uint16_t* codes, int64_t n, float scale, uint16_t
 }
 #endif
 
+typedef uint16_t vh __attribute__((vector_size(4 * MOEJAX_LANES)));
+INLINE vh splat16(uint16_t x) { return x - vh{}; }
+
+// Rows that `decode` asks for ahead, as it goes: evenly, since memory answers at one rate. Each
+// element is passed once for each of its planes, and asked for at one of them.
+constexpr int64_t kSoonIn = 8, kSoonDown = 2;
+
+// p's line, towards the second cache; what lies behind a record is not read.
+INLINE void soon(const uint16_t* p) { __builtin_prefetch(p, 0, 2); }
+
+#if defined(__AVX512BW__) && MOEJAX_LANES == 16
+// 2·L weights of a plane that share a scale, in their order.
+template <int bits>
+struct Plane {
+  // The weights that the scale gives are a table of VPERMW: it looks at five bits of an index, so the
+  // weights of fewer bits are there several times and nothing above a code has to be cut off.
+  __m512i shift, table;
+  INLINE explicit Plane(int64_t plane) : shift(_mm512_set1_epi16((short)(bits * plane))) {}
+  INLINE void set(vf scale) {
+#ifdef __AVX512BF16__
+    vf numbers;
+    for (int i = 0; i < L; i++) numbers[i] = (float)(i % (1 << bits)) - zero_of<bits>();
+    const __m512 weights = (__m512)(numbers * scale);
+    table = (__m512i)_mm512_cvtne2ps_pbh(weights, weights);
+#else
+    vf even, odd;
+    for (int i = 0; i < L; i++) {
+      even[i] = (float)(2 * i % (1 << bits)) - zero_of<bits>();
+      odd[i] = (float)((2 * i + 1) % (1 << bits)) - zero_of<bits>();
+    }
+    scale = scale * 0x1p16f;
+    table = (__m512i)(((vu)rounded(even * scale) >> 16) | (vu)rounded(odd * scale));
+#endif
+  }
+  INLINE __m512i get(const uint16_t* codes) const {
+    return _mm512_permutexvar_epi16(_mm512_srlv_epi16((__m512i)load<vu>(codes), shift), table);
+  }
+};
+
+#ifdef __AVX512BF16__
+// Codes of a plane as numbers, without a conversion: they are the last bits of the fraction of a power
+// of two, which is taken away again, and their zero with it. Fewer than 8 bits stay where they lie in
+// an element; whole bytes are brought there by VPERMB.
+template <int bits>
+struct Numbers {
+  vu mask, power;
+  __m512i first, second;  // of VPERMB
+  vf zero;
+  INLINE explicit Numbers(int64_t plane) {
+    const uint32_t bit = bits == 8 ? 8 : (uint32_t)(bits * plane), exponent = (127 + 23 - bit) << 23;
+    mask = (((1u << bits) - 1) << bit) - vu{}, power = exponent - vu{};
+    zero = splat(as_float(exponent) + (float)(int)zero_of<bits>());
+    vu lanes;
+    for (int i = 0; i < L; i++) lanes[i] = (uint32_t)(2 * i) << 8;
+    lanes = lanes + ((uint32_t)plane << 8);
+    first = (__m512i)lanes, second = (__m512i)(lanes + 0x2000u);
+  }
+  INLINE Pair get(const uint16_t* codes) const {
+    if constexpr (bits == 8) {
+      const __m512i both = (__m512i)load<vu>(codes), into = (__m512i)power;
+      return {(vf)_mm512_mask_permutexvar_epi8(into, 0x2222222222222222, first, both),
+              (vf)_mm512_mask_permutexvar_epi8(into, 0x2222222222222222, second, both)};
+    }
+    const vu a = (vu)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)codes));
+    const vu b = (vu)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(codes + L)));
+    return {as_float((a & mask) | power), as_float((b & mask) | power)};
+  }
+};
+
+INLINE __m512i narrowed(vf first, vf second) {
+  return (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+}
+
+template <>
+struct Plane<8> {
+  const Numbers<8> numbers;
+  vf scale, zero;
+  INLINE explicit Plane(int64_t plane) : numbers(plane) {}
+  INLINE void set(vf same) { scale = same, zero = numbers.zero * same; }  // exact: 9 bits and 11
+  INLINE __m512i get(const uint16_t* codes) const {
+    const Pair pair = numbers.get(codes);
+    return narrowed((vf)_mm512_fmsub_ps((__m512)pair.first, (__m512)scale, (__m512)zero),
+                    (vf)_mm512_fmsub_ps((__m512)pair.second, (__m512)scale, (__m512)zero));
+  }
+};
+constexpr int kWidest = 8;
+#else
+constexpr int kWidest = 4;  // bits of codes that have a Plane
+#endif
+
+// Whole groups of gate and up. Returns whether that was all: others are for the loop of any groups.
+template <int bits>
+INLINE bool decode_groups(const Format& f, const uint16_t* codes, const uint16_t* scales,
+                          int64_t first, int64_t count, uint16_t* out) {
+  const int64_t size = f.hidden * bits / 16, group = f.group_in, end = first + count;
+  const uint16_t* next = codes + kSoonIn * size;
+  if (f.type != Type::BF16 || group % kPart || size % group || first % group || count % group) {
+    return false;
+  }
+  for (int64_t at = first, plane = first / size; at < end; plane++) {
+    Plane<bits> weights(plane);
+    for (const int64_t stop = least(end, (plane + 1) * size); at < stop; at += group) {
+      weights.set((vf)_mm512_cvtph_ps(_mm256_set1_epi16((short)scales[at / group])));
+      for (int64_t i = 0; i < group; i += kPart) {
+        const uint16_t* mine = codes - plane * size + at + i;
+#pragma GCC unroll 4
+        for (int64_t j = 0; j < kPart; j += 2 * L) {
+          if (j * bits % 512 == 0) soon(next + (at + i + j) * bits / 16);
+          store(out + at + i + j, weights.get(mine + j));
+        }
+      }
+    }
+  }
+  return true;
+}
+#endif
+
 // Whole vectors of a row that share a scale; returns their weights.
 template <int bits>
 INLINE int64_t group_of(int64_t plane, const uint16_t* codes, int64_t n, float scale, uint16_t* out) {
@@ -714,16 +846,21 @@ void decode_in(const Format& f, const uint16_t* record, int matrix, int64_t row,
   const int64_t groups = (f.hidden + f.group_in - 1) / f.group_in;
   const uint16_t* codes = record + f.codes[matrix] * f.hidden + row * size;
   const uint16_t* scales = record + f.extra[matrix] * f.hidden + row * groups;
+#if defined(__AVX512BW__) && MOEJAX_LANES == 16
+  if constexpr (bits <= kWidest) {
+    if (decode_groups<bits>(f, codes, scales, first, count, (uint16_t*)out - first)) return;
+  }
+#endif
+  int64_t plane = first / size, group = first / f.group_in;
   for (int64_t at = first; at < end;) {
-    const int64_t plane = at / size, group = at / f.group_in;
     const int64_t stop = least(least(end, (plane + 1) * size), (group + 1) * f.group_in);
-    const float scale = wide_f16(scales[group]);
+    const float scale = scale_f16(scales[group]);
     const uint16_t* mine = codes - plane * size;
     if (f.type == Type::BF16) {
       at += group_of<bits>(plane, mine + at, stop - at, scale, (uint16_t*)out + at - first);
     }
-    singles<bits>(f.type, mine + at, (int)plane, stop - at, &scale, 0, out, at - first);
-    at = stop;
+    if (at < stop) singles<bits>(f.type, mine + at, (int)plane, stop - at, &scale, 0, out, at - first);
+    at = stop, plane += at == (plane + 1) * size, group += at == (group + 1) * f.group_in;
   }
 }
 
@@ -742,42 +879,62 @@ void decode_down(const Format& f, const uint16_t* record, int64_t row, int64_t f
   const uint16_t* codes = record + (f.codes[DOWN] + row - plane * size) * f.hidden + first;
   const float* scale = scales + row / f.group_out * 2 * padded(count);
   int64_t at = 0;
+#if defined(__AVX512BF16__) && MOEJAX_LANES == 16
+  if (f.type == Type::BF16) {
+    const Numbers<bits> numbers(plane);
+    const uint16_t* next = codes + kSoonDown * f.hidden + plane * count / planes;
+    for (; at + 2 * L <= count; at += 2 * L) {
+      soon(next + at * bits / 16);
+      Pair pair = numbers.get(codes + at);
+      pair = {pair.first - numbers.zero, pair.second - numbers.zero};
+      if (bits == 2) pair = {pair.first - 0.5f, pair.second - 0.5f};
+      pair = {pair.first * load<vf>(scale + at), pair.second * load<vf>(scale + at + L)};
+      store((uint16_t*)out + at, narrowed(pair.first, pair.second));
+    }
+    scale -= at;  // as `singles` has them below
+  }
+#else
   if (f.type == Type::BF16) {
     const auto scales = [scale](int64_t i, int odd) { return scale_at(scale, i, odd); };
     at = pairs<bits>(plane, codes, count, scales, (uint16_t*)out);
   }
+#endif
   singles<bits>(f.type, codes + at, (int)plane, count - at, scale + 2 * at, 1, out, at);
 }
 
 void down_scales(const Format& f, const uint16_t* record, int64_t first, int64_t count,
                  float* out) {
   if (f.version == Version::Dense || f.version == Version::Lossless12) return;
-  const float zero = f.version == Version::Int8 ? 128 : f.version == Version::Int4 ? 8 : 1.5f;
-  // Whole vectors as `scale_at` reads them; the columns behind them have plain scales.
+  [[maybe_unused]] const float zero =
+      f.version == Version::Int8 ? 128 : f.version == Version::Int4 ? 8 : 1.5f;
+  // Whole vectors as `scale_at` reads them; the columns behind them, and all where weights are
+  // rounded in their order, have plain scales.
   for (int64_t row = 0; row * f.group_out < f.width; row++) {
     float* mine = out + row * 2 * padded(count);
     const uint16_t* scales = record + (f.extra[DOWN] + row) * f.hidden + first;
     int64_t at = 0;
+#if !defined(__AVX512BF16__) || MOEJAX_LANES != 16
     for (; f.type == Type::BF16 && at + 2 * L <= count; at += 2 * L, mine += 4 * L) {
-      float part[2 * L];
-      widen(Type::F16, scales + at, 2 * L, part);
-      for (int64_t i = 0; i < 2 * L; i++) {
-        const float large = part[i] * 0x1p16f;
-        mine[i % 2 * L + i / 2] = large, mine[(2 + i % 2) * L + i / 2] = large * -zero;
-      }
+      const vu both = load<vu>(scales + at);
+      const vf even = wide_f16(both & 0xffffu) * 0x1p16f, odd = wide_f16(both >> 16) * 0x1p16f;
+      store(mine, even), store(mine + L, odd);
+      store(mine + 2 * L, even * -zero), store(mine + 3 * L, odd * -zero);
     }
+#endif
     widen(Type::F16, scales + at, count - at, mine);
   }
 }
 
-typedef uint16_t vh __attribute__((vector_size(4 * MOEJAX_LANES)));
-
-INLINE bool any(vh v) {
-#if defined(__AVX2__) && MOEJAX_LANES == 8
-  return !_mm256_testz_si256((__m256i)v, (__m256i)v);
+// Whether one of 2·L lanes has a value.
+INLINE bool any(vh v, uint16_t value) {
+  const vh same = (vh)(v == value);
+#if defined(__AVX512BW__) && MOEJAX_LANES == 16
+  return _mm512_cmpeq_epi16_mask((__m512i)v, _mm512_set1_epi16((short)value));
+#elif defined(__AVX2__) && MOEJAX_LANES == 8
+  return !_mm256_testz_si256((__m256i)same, (__m256i)same);
 #endif
   uint64_t lanes[L / 2], all = 0;
-  store(lanes, v);
+  store(lanes, same);
   for (uint64_t lane : lanes) all |= lane;
   return all;
 }
@@ -785,7 +942,10 @@ INLINE bool any(vh v) {
 // Calls f with each of the 2·L lanes that have a value.
 template <class F>
 INLINE void each_lane(vh v, uint16_t value, F f) {
-#if defined(__AVX2__) && MOEJAX_LANES == 8
+#if defined(__AVX512BW__) && MOEJAX_LANES == 16
+  uint32_t left = _mm512_cmpeq_epi16_mask((__m512i)v, _mm512_set1_epi16((short)value));
+  for (; left; left &= left - 1) f(__builtin_ctz(left));
+#elif defined(__AVX2__) && MOEJAX_LANES == 8
   const uint32_t bytes = (uint32_t)_mm256_movemask_epi8((__m256i)(v == value));
   for (uint32_t left = bytes & 0x55555555u; left; left &= left - 1) f(__builtin_ctz(left) / 2);
 #else
@@ -804,7 +964,12 @@ constexpr uint16_t kEscaped = kEscape << 7;
 // elements; base: in place. `most` gathers the codes in place, so that escapes are seen later.
 template <int byte_plane, int code_plane>
 INLINE vh exact_of(vh bytes, vh codes, vh base, vh& most) {
-#if defined(__AVX2__) && MOEJAX_LANES == 8
+#if defined(__AVX512BW__) && MOEJAX_LANES == 16
+  constexpr uint64_t one = byte_plane * 0x0101010101010101u, at = 0x0606040402020000u + one;
+  const vh twice = (vh)_mm512_shuffle_epi8(
+      (__m512i)bytes, _mm512_broadcast_i32x4(_mm_set_epi64x(at + 0x0808080808080808, at)));
+  const vh fraction = twice & (uint16_t)0x807f;
+#elif defined(__AVX2__) && MOEJAX_LANES == 8
   constexpr char p = byte_plane;
   const vh twice = (vh)_mm256_shuffle_epi8(
       (__m256i)bytes,
@@ -823,12 +988,11 @@ INLINE vh exact_of(vh bytes, vh codes, vh base, vh& most) {
   return fraction | (base - code);
 }
 
-INLINE vh splat16(uint16_t x) { return x - vh{}; }
-
 // n such weights.
 template <int byte_plane, int code_plane>
 INLINE void exact_plane(const uint16_t* bytes, const uint16_t* codes, int64_t n,
-                        const uint16_t* table, int64_t escapes, uint16_t* out) {
+                        const uint16_t* table, int64_t escapes, uint16_t* out,
+                        const uint16_t* next_bytes, const uint16_t* next_codes) {
   const uint16_t base = table[0];
   const auto listed = [=](int64_t j) {
     return table[1 + least((bytes[j] >> (8 * byte_plane)) & 0xff, escapes - 1)];
@@ -836,9 +1000,10 @@ INLINE void exact_plane(const uint16_t* bytes, const uint16_t* codes, int64_t n,
   int64_t i = 0;
   for (; i + 2 * L <= n; i += 2 * L) {
     vh most = {};
+    soon(next_bytes + i / 2), soon(next_codes + i / 4);
     store(out + i, exact_of<byte_plane, code_plane>(load<vh>(bytes + i), load<vh>(codes + i),
                                                     splat16((uint16_t)(base << 7)), most));
-    if (__builtin_expect(!any((vh)(most == kEscaped)), 1)) continue;
+    if (__builtin_expect(!any(most, kEscaped), 1)) continue;
     each_lane(most, kEscaped, [=](int64_t j) { out[i + j] = listed(i + j); });
   }
   for (; i < n; i++) {
@@ -851,14 +1016,14 @@ INLINE void exact_plane(const uint16_t* bytes, const uint16_t* codes, int64_t n,
 
 INLINE void exact(const uint16_t* bytes, int64_t byte_plane, const uint16_t* codes,
                   int64_t code_plane, int64_t n, const uint16_t* table, int64_t escapes,
-                  uint16_t* out) {
+                  uint16_t* out, const uint16_t* next_bytes, const uint16_t* next_codes) {
   // The half of a matrix that a byte's plane is holds two quarters, or parts of three.
   switch (4 * byte_plane + code_plane) {
-    case 0: return exact_plane<0, 0>(bytes, codes, n, table, escapes, out);
-    case 1: return exact_plane<0, 1>(bytes, codes, n, table, escapes, out);
-    case 5: return exact_plane<1, 1>(bytes, codes, n, table, escapes, out);
-    case 6: return exact_plane<1, 2>(bytes, codes, n, table, escapes, out);
-    default: return exact_plane<1, 3>(bytes, codes, n, table, escapes, out);
+    case 0: return exact_plane<0, 0>(bytes, codes, n, table, escapes, out, next_bytes, next_codes);
+    case 1: return exact_plane<0, 1>(bytes, codes, n, table, escapes, out, next_bytes, next_codes);
+    case 5: return exact_plane<1, 1>(bytes, codes, n, table, escapes, out, next_bytes, next_codes);
+    case 6: return exact_plane<1, 2>(bytes, codes, n, table, escapes, out, next_bytes, next_codes);
+    default: return exact_plane<1, 3>(bytes, codes, n, table, escapes, out, next_bytes, next_codes);
   }
 }
 
@@ -868,20 +1033,19 @@ void decode_lossless(const Format& f, const uint16_t* record, int matrix, int64_
   const uint16_t* codes = record + f.extra[matrix] * f.hidden;
   const uint16_t* table = record + f.tables * f.hidden +
                           (matrix * f.blocks + row / kBlock) * (1 + f.escapes);
-  // A part at a time: an escape has its part looked through again.
   if (matrix == DOWN) {
     const int64_t two = (f.width + 1) / 2, four = (f.width + 3) / 4;
     bytes += row % two * f.hidden + first;
     codes += row % four * f.hidden + first;
-    for (int64_t at = 0; at < count; at += kPart) {
-      exact(bytes + at, row / two, codes + at, row / four, least(kPart, count - at), table, f.escapes, out + at);
-    }
-    return;
+    return exact(bytes, row / two, codes, row / four, count, table, f.escapes, out,
+                 bytes + kSoonDown * f.hidden + row / two * count / 2,
+                 codes + kSoonDown * f.hidden + row / four * count / 4);
   }
   const int64_t two = f.hidden / 2, four = f.hidden / 4, end = first + count;
   for (int64_t at = first; at < end;) {
-    const int64_t stop = least(least(end, (at / four + 1) * four), at + kPart);
-    exact(bytes + row * two + at % two, at / two, codes + row * four + at % four, at / four, stop - at, table, f.escapes, out + at - first);
+    const int64_t stop = least(end, (at / four + 1) * four);
+    exact(bytes + row * two + at % two, at / two, codes + row * four + at % four, at / four,
+          stop - at, table, f.escapes, out + at - first, bytes + (row + kSoonIn) * two + at / 2, codes + (row + kSoonIn) * four + at / 4);
     at = stop;
   }
 }
@@ -913,14 +1077,6 @@ void decode(const Format& f, const uint16_t* record, int matrix, int64_t row, in
 // or `add`, since each sum has the same terms in the same order
 
 #if !MOEJAX_PAIRS
-INLINE float scale_f16(uint16_t h) {
-#ifdef __F16C__
-  return _cvtsh_ss(h);
-#else
-  return wide_f16(h);
-#endif
-}
-
 INLINE Pair halves(vu both) { return {as_float(both << 16), as_float(both & 0xffff0000u)}; }
 
 template <size_t...>
@@ -938,7 +1094,7 @@ template <int byte_plane, int code_plane>
 __attribute__((noinline)) vu with_escapes(const uint16_t* bytes, const uint16_t* codes,
                                           const uint16_t* table, int64_t escapes) {
   uint16_t weights[2 * L];
-  exact_plane<byte_plane, code_plane>(bytes, codes, 2 * L, table, escapes, weights);
+  exact_plane<byte_plane, code_plane>(bytes, codes, 2 * L, table, escapes, weights, bytes, codes);
   return load<vu>(weights);
 }
 
@@ -1046,7 +1202,7 @@ INLINE void encoded_plane(const Format& f, const Row* rows, const float* const* 
       if constexpr (version == Version::Lossless12) {
         vh most = {};
         vu both[R] = {parts[r].get(i, most)...};
-        if (__builtin_expect(any((vh)(most == kEscaped)), 0)) {
+        if (__builtin_expect(any(most, kEscaped), 0)) {
           for (int j = 0; j < R; j++) both[j] = parts[j].escaped(i);
         }
 #pragma GCC unroll 4
@@ -1174,7 +1330,7 @@ struct Quarters<Version::Lossless12> {
     weights[1] = (vu)exact_of<0, 1>(odd, all, blocks[1].base, most);
     weights[2] = (vu)exact_of<1, 2>(even, all, blocks[2].base, most);
     weights[3] = (vu)exact_of<1, 3>(odd, all, blocks[3].base, most);
-    if (__builtin_expect(any((vh)(most == kEscaped)), 0)) {
+    if (__builtin_expect(any(most, kEscaped), 0)) {
       weights[0] = with_escapes<0, 0>(bytes, codes, blocks[0].table, f.escapes);
       weights[1] = with_escapes<0, 1>(others, codes, blocks[1].table, f.escapes);
       weights[2] = with_escapes<1, 2>(bytes, codes, blocks[2].table, f.escapes);

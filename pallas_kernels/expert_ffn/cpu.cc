@@ -9,6 +9,7 @@
 namespace moejax {
 namespace {
 
+constexpr int64_t kDecoded = 16;   // rows decoded at once for one or two tokens: they stay near
 constexpr int64_t kColumns = 2048;     // columns of down in a task of few tokens, at most: long streams
 constexpr int64_t kManyColumns = 512;  // of many, and at least: their sums stay in the second cache
 constexpr int64_t kManyTokens = 8;     // of an expert: more are many
@@ -128,6 +129,15 @@ void products(const Work& work, const Expert& e, int matrix, int64_t first, int6
     return work.k.encoded_dots(*e.format, e.record, matrix, first, rows, x, e.tokens, y, kMostRows);
   }
   const bool decoded = !row_of(*e.format, e.record, matrix, first);
+  // Kernels that know one way put a call's tokens in order once, but for one token.
+  const bool one_way = !work.k.few(work.kind);
+  const int64_t near = one_way ? kDecoded : kDecoded / 2;
+  if (decoded && e.tokens <= (one_way ? 1 : 2) && rows > near) {
+    for (int64_t r = 0; r < rows; r += near) {
+      products(work, e, matrix, first + r, std::min(near, rows - r), x, y + r);
+    }
+    return;
+  }
   Buffer<char> scratch(decoded ? rows * hidden * size : 0);
   const void *w[kMostRows], *next[kMostRows];
   for (int64_t r = 0; r < rows; r++) {

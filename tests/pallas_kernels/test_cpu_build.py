@@ -85,12 +85,13 @@ def test_no_library_at_all_is_refused(monkeypatch, tmp_path):
 def test_only_a_library_of_other_sources_is_compiled_again(monkeypatch, tmp_path):
     beside, folder = tmp_path / build.LIBRARY, tmp_path / "new"
     monkeypatch.setattr(build, "HERE", tmp_path)
+    monkeypatch.setattr(build, "digest", lambda: "these")
     monkeypatch.setattr(build, "find_compiler", lambda: "c++")
     monkeypatch.setattr(build, "build", lambda folder: folder / "compiled")
     assert build.built(folder) == folder / "compiled"
     beside.write_text("of other sources")
     assert build.built(folder) == folder / "compiled"
-    beside.write_text(f"of {build.digest()}")
+    beside.write_text("of these")
     assert build.built(folder).read_text() == beside.read_text()
     monkeypatch.undo()
     monkeypatch.setenv("CXX", "no-such-compiler")
@@ -116,14 +117,20 @@ def test_the_environment_names_the_instruction_set():
 @NATIVE
 @pytest.mark.slow
 @pytest.mark.nightly
-def test_the_portable_kernels_keep_the_contracts():
-    """The ones of any CPU that is not known; the others of this machine run without a name."""
+def test_all_kernels_of_this_machine_keep_the_contracts():
+    """Those for any CPU and those of every instruction set that it has; the chosen ones run without
+    a name."""
     tests = [f"tests/pallas_kernels/test_{op}.py" for op in ("linear", "head_linear", "expert_ffn")]
     tests += [f"tests/pallas_kernels/test_{op}_attention.py" for op in ("decode", "prefill")]
     small = ("rms_norm", "route", "kv_write", "latent_write", "combine", "expert_ffn_versions")
     tests += [f"tests/pallas_kernels/test_{op}.py" for op in small]
-    result = run("-m", "pytest", "-q", "-k", "cpu", *tests, MOEJAX_CPU_ISA="portable")
-    assert result.returncode == 0, result.stdout[-3000:]
+    code = "from pallas_kernels.cpu.library import *; print(why_not_cpu())"
+    refused = run("-c", code, MOEJAX_CPU_ISA="sse9").stdout
+    kernels = refused.strip().partition("this machine runs ")[2].split(", ")
+    assert "portable" in kernels, refused
+    for isa in {*kernels} - {library.instruction_set()}:
+        result = run("-m", "pytest", "-q", "-k", "cpu", *tests, MOEJAX_CPU_ISA=isa)
+        assert result.returncode == 0, f"{isa}: {result.stdout[-3000:]}"
 
 
 def test_a_cpu_op_is_for_cpus():
