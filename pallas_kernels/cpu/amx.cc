@@ -90,11 +90,15 @@ void turn_tokens(const float* const* x, int64_t tokens, int64_t from, int64_t to
 
 // 16 rows of weights as tiles: read where they lie, or copied and completed with zeros.
 struct Rows {
-  const void* const* w;
-  int64_t count, stride = 0;  // bytes between rows; 0: not always the same
+  const void *const* w, *const* next;
+  int64_t count, ahead, stride = 0;  // bytes between rows; 0: not always the same
   alignas(64) char copy[kTile];
 
-  Rows(const void* const* rows, int64_t left) : w(rows), count(least(left, kSide)) {
+  // distance: rows to those that are read after these.
+  Rows(const void* const* rows, int64_t left, int64_t distance)
+      : w(rows), next(rows + distance), count(least(left, kSide)) {
+    ahead = least(count, left > distance ? left - distance : 0);
+    if (!ahead) next = rows, ahead = count;
     if (count < kSide) return;
     stride = (const char*)w[1] - (const char*)w[0];
     for (int64_t i = 2; i < kSide; i++) {
@@ -113,8 +117,12 @@ struct Rows {
     }
     return copy;
   }
-  void fetch(int64_t at) const {
-    for (int64_t i = 0; i < count; i++) __builtin_prefetch((const char*)w[i] + at * 2 + kFar);
+  // Asks for what is read soon: of these rows, and at their end of those that are `ahead` of them.
+  void fetch(int64_t at, int64_t from, int64_t to) const {
+    const int64_t place = at * 2 + kFar, over = place - to * 2;
+    const void* const* rows = over < 0 ? w : next;
+    const int64_t offset = over < 0 ? place : from * 2 + over;
+    for (int64_t i = 0; i < ahead; i++) __builtin_prefetch((const char*)rows[i] + offset);
   }
 };
 
@@ -132,7 +140,7 @@ void few_tokens(Rows& rows, int64_t from, int64_t to, int64_t n, const char* ope
     _tile_zero(0);
   }
   for (int64_t at = from; at < to; at += kChunk, operands += kSide * step) {
-    rows.fetch(at);
+    rows.fetch(at, from, to);
     const void* weights = rows.tile(at, n, apart);
     LOAD_TILE(4, weights, apart);
     LOAD_TILE(6, operands, step);
@@ -157,7 +165,7 @@ void many_tokens(Rows& low, Rows& high, int64_t from, int64_t to, int64_t n, con
     _tile_zero(3);
   }
   for (int64_t at = from; at < to; at += kChunk, first += kTile, second += kTile) {
-    if (fetch) low.fetch(at), high.fetch(at);
+    if (fetch) low.fetch(at, from, to), high.fetch(at, from, to);
     const void* weights = low.tile(at, n, apart);
     LOAD_TILE(4, weights, apart);
     LOAD_TILE(6, first, 64);
@@ -206,7 +214,8 @@ void dots_of_many(Type kind, const void* const* w, int64_t rows, const float* co
       else turn_tokens(x + t, few, from, to, turned[0]);
       if (count > kSide) turn_tokens(x + t + kSide, count - kSide, from, to, turned[1]);
       for (int64_t r = 0; r < rows; r += kBlock) {
-        Rows low(w + r, rows - r), high(w + r + kSide, rows - r - kSide);
+        const int64_t distance = count > kSide ? kBlock : kSide;
+        Rows low(w + r, rows - r, distance), high(w + r + kSide, rows - r - kSide, distance);
         Results& mine = results[r / kBlock];
         if (count > kSide) {
           many_tokens(low, high, from, to, n, operands, turned[1], t == 0, mine);
@@ -231,15 +240,16 @@ void dots_of_many(Type kind, const void* const* w, int64_t rows, const float* co
 }
 
 // 32 columns of rows i and i + 1 as pairs: of even columns and of odd ones, as `unpack` wants them.
+// ahead: bytes to what is asked for.
 void pair_rows(const void* const* w, int64_t i, int64_t rows, int64_t at, __mmask32 columns,
-               char* even, char* odd) {
+               int64_t ahead, char* even, char* odd) {
   __m512i row[2];
   for (int j = 0; j < 2; j++) {
     row[j] = _mm512_setzero_si512();
     if (i + j >= rows) continue;
     const char* place = (const char*)w[i + j] + at * 2;
     row[j] = _mm512_maskz_loadu_epi16(columns, place);
-    __builtin_prefetch(place + kFar);
+    __builtin_prefetch(place + ahead);
   }
   const __mmask32 upper = 0xaaaaaaaa;
   const __m512i first = _mm512_mask_blend_epi16(upper, row[0], _mm512_slli_epi32(row[1], 16));
@@ -268,13 +278,16 @@ void add_of_many(Type kind, const void* const* w, int64_t rows, const float* con
   CONFIGURE(tiles);
   const int64_t apart = tokens > 1 ? (total[1] - total[0]) * 4 : 64;
   const bool two = rows > kChunk;
+  // The next call's rows, where they follow in the order of four quarters (expert_ffn/cpu.cc).
+  const int64_t next = rows > 4 ? ((const char*)w[4] - (const char*)w[0]) * (kManyAdded / 4) : 0;
   for (int64_t first = 0; first < n; first += kColumns) {
     const int64_t end = least(first + kColumns, n);
     for (int64_t i = 0; i < (two ? kManyAdded : kChunk); i += 2) {
       char* place = pairs;
       for (int64_t at = first; at < end; at += kChunk, place += 4 * kTile) {
         const __mmask32 columns = n - at >= kChunk ? 0xffffffffu : (1u << (n - at)) - 1;
-        pair_rows(w, i, rows, at, columns, place, place + 2 * kTile);
+        const int64_t over = at * 2 + kFar - n * 2;
+        pair_rows(w, i, rows, at, columns, over < 0 ? kFar : next + kFar - n * 2, place, place + 2 * kTile);
       }
     }
     const char* place = pairs;
