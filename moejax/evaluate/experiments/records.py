@@ -209,6 +209,8 @@ def _notes(records: Records) -> Iterator[str]:
     both, equal = records.agreement()
     if both:
         yield f"the simulator's counts equal the engine's in {equal} of {both} cells that have both"
+    for policy in sorted(_below_min(records)):
+        yield f"{policy} moved less than MIN, which cannot be: report a bug"
     if len({session["machine"] for session in records.sessions}) > 1:
         yield "sessions ran on several machines; times are compared within a session only"
     if any(session["platform"] == "cpu" for session in records.sessions) and rows:
@@ -224,3 +226,22 @@ def _notes(records: Records) -> Iterator[str]:
             f"in {marked} cells eviction had no choice (marked ∅): a step's experts fill every "
             "cell, or nothing had to go, so policies that only evict are alike there"
         )
+
+
+def _below_min(records: Records) -> set[str]:
+    """Policies that moved fewer experts than their bound somewhere; those that move cells between
+    layers have the bound of one pool."""
+    least = {_bounded(row): row for row in records.of_mode("bound")}
+    return {
+        row["policy"]
+        for row in (*records.of_mode("measured"), *records.of_mode("simulated"))
+        if (bound := least.get(_bounded(row)))
+        and row["cells_least"] == bound["cells_least"]
+        and row["decode_misses"] + row["decode_ahead"]
+        < bound["pool_misses" if row["moves_cells"] else "decode_misses"]
+    }
+
+
+def _bounded(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Which bound is a record's."""
+    return tuple(row[key] for key in PLACE if key not in ("mode", "driver", "policy"))

@@ -22,9 +22,10 @@ KINDS = ("prefill", "decode")
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """Prompts that run together, and how they go on."""
+    """Prompts, `batch` of which run together, and how they go on."""
 
     prompts: tuple[tuple[int, ...], ...]
+    batch: int
     output_tokens: int
     temperature: float
     seed: int
@@ -127,11 +128,13 @@ def run(engine: Engine, workload: Workload, counter: Counter | None = None) -> d
     engine.listener = counter
     began, processor = time.perf_counter(), time.process_time()
     try:
-        for place, prompt in enumerate(workload.prompts):
-            requests.append(engine.add(list(prompt), workload.params(place)))
-        while not engine.scheduler.idle:
-            engine.step()
-        engine.drain()
+        for first in range(0, len(workload.prompts), workload.batch):
+            for place in range(first, min(first + workload.batch, len(workload.prompts))):
+                prompt = list(workload.prompts[place])
+                requests.append(engine.add(prompt, workload.params(place)))
+            while not engine.scheduler.idle:
+                engine.step()
+            engine.drain()
     except BaseException:
         engine.control = engine.hooks = None
         engine.abort(requests)

@@ -21,6 +21,7 @@ from moejax.evaluate.experiments.report.content import (
 )
 from moejax.evaluate.experiments.report.figures import figure
 from moejax.evaluate.experiments.report.markdown import ABOUT, definition, facts, markdown, title
+from moejax.evaluate.experiments.report.places import BESIDE, BESIDE_HEADINGS, beside_baseline
 
 _STYLE = """\
 :root{color-scheme:light dark;--ink:#1a1a1a;--soft:#6b6b6b;--rule:#dcdcdc;--paper:#fff;
@@ -97,6 +98,11 @@ def page(records: Records) -> str:
         body.append(f"<h2>{escape(panel.title)}</h2>")
         body.append(f'<div class="plots">{"".join(plots(panel))}</div>')
         body.append(f'<div class="scroll">{_table(panel)}</div>')
+    if rows := beside_baseline(records):
+        body.append(f"<h2>{escape(BESIDE.format(baseline=records.asked['baseline']))}</h2>")
+        head = "".join(f"<th>{escape(name)}</th>" for name in BESIDE_HEADINGS)
+        lines = "".join(f"<tr>{_cells(row)}</tr>" for row in rows)
+        body.append(f'<div class="scroll"><table><tr>{head}</tr>{lines}</table></div>')
     again = escape(definition(records))
     body.append(f"<h2>Run it again</h2><pre>{again}</pre><h2>Machine</h2>{_facts(records)}")
     return (

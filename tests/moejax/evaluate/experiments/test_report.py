@@ -20,6 +20,7 @@ ASKED = {
     "policies": ["lru", "dir/mine.py:Mine"],
     "budgets": ["25%", "50%"],
     "texts": ["math"],
+    "routing": [],
     "output_tokens": 3,
     "seeds": [0],
     "repeats": 6,
@@ -32,6 +33,7 @@ SESSION = {
     "at": "2026-11-22T12:00:00+00:00",
     "driver": "device",
     "precision": "dense",
+    "link_rate": "none",
     "batch": 1,
     "platform": "cpu",
     "device": "cpu",
@@ -58,6 +60,7 @@ def row(policy, budget, repeat, *, tpot=1e-3, mode="measured", **other):
         "mode": mode,
         "driver": "device",
         "precision": "dense",
+        "link_rate": "none",
         "batch": 1,
         "prompt_tokens": 8,
         "text": "math",
@@ -69,6 +72,8 @@ def row(policy, budget, repeat, *, tpot=1e-3, mode="measured", **other):
         "error": None,
         "cells_least": cells,
         "cells_most": cells,
+        "experts": 16,
+        "moves_cells": False,
         "expert_bytes": cells * 2**20,
         "learned_bytes": 0,
         "tokens": "same",
@@ -97,7 +102,7 @@ def row(policy, budget, repeat, *, tpot=1e-3, mode="measured", **other):
 
 def bound(budget):
     whole = row("MIN", budget, 0, mode="bound")
-    kept = {"decode_misses": 2, "decode_bytes": 200}
+    kept = {"decode_misses": 2, "decode_bytes": 200, "pool_misses": 1}
     times = [n for n in whole if n.endswith("_s") or n.startswith("tokens")]
     return {n: v for n, v in (whole | kept).items() if n not in times} | {"session": None}
 
