@@ -34,7 +34,10 @@ OPTIONS = (
 NO_LINK = "none"
 """A link rate: experts move within steps, as fast as memory is."""
 
-OF_A_MODEL = ("model", "texts", "precision", "link_rate", "prompts", "train_prompts", "options")
+OF_A_MODEL = (
+    *("model", "texts", "precision", "link_rate", "prompts", "train_prompts", "quality_tokens"),
+    "options",
+)
 """What says nothing of routing without a model."""
 
 EXPERTS, BYTES = "experts", "bytes"
@@ -79,6 +82,7 @@ class Experiment:
     temperature: float
     modes: tuple[str, ...]
     repeats: int
+    quality_tokens: int | None
     baseline: str
     costs: str | None
     options: Mapping[str, Any]
@@ -264,6 +268,7 @@ _DEFAULTS: dict[str, Any] = {
     "temperature": 1.0,
     "modes": ["measured"],
     "repeats": 6,
+    "quality_tokens": None,
     "baseline": None,
     "costs": None,
     "options": {},
@@ -302,11 +307,8 @@ def _experiment(given: Mapping[str, Any], home: Path, where: str) -> Experiment:
             driver=_one_of("driver", found["driver"], ("auto", *DRIVERS)),
             link_rate=_links(found["link_rate"]),
             batch=_counts("batch", found["batch"]),
-            prompts=(
-                None
-                if found["prompts"] is None
-                else _counts("prompts", found["prompts"], single=True)[0]
-            ),
+            prompts=_count_or_none("prompts", found["prompts"], 1),
+            quality_tokens=_count_or_none("quality_tokens", found["quality_tokens"], 2),
             train_prompts=_counts("train_prompts", found["train_prompts"], single=True)[0],
             prompt_tokens=_counts("prompt_tokens", found["prompt_tokens"]),
             output_tokens=_counts("output_tokens", found["output_tokens"], single=True)[0],
@@ -433,6 +435,10 @@ def _counts(name: str, value: Any, least: int = 1, single: bool = False) -> tupl
     if len(set(values)) < len(values):
         raise UserError(f"{name} has a number twice: {shown(value)}")
     return tuple(values)
+
+
+def _count_or_none(name: str, value: Any, least: int) -> int | None:
+    return None if value is None else _counts(name, value, least, single=True)[0]
 
 
 def _temperature(value: Any) -> float:

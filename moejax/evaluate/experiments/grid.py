@@ -35,7 +35,9 @@ from moejax.evaluate.experiments.definition import (
     check_experiment,
     read_experiment,
 )
+from moejax.evaluate.experiments.quality import scored
 from moejax.evaluate.experiments.record_file import (
+    QUALITY,
     RECORDS,
     SESSIONS,
     open_records,
@@ -88,7 +90,8 @@ def ablate(
             else:
                 prompts = Prompts(experiment)
                 experiment = learned(experiment, prompts, root / TRACES)
-                _Grid(experiment, root, records, sessions, prompts).run(progress)
+                with open_records(root / QUALITY) as quality:
+                    _Grid(experiment, root, records, sessions, quality, prompts).run(progress)
     return read_results(root)
 
 
@@ -210,10 +213,12 @@ class _Grid:
         root: Path,
         records: LineFile,
         sessions: LineFile,
+        quality: LineFile,
         prompts: Prompts,
     ):
         self.experiment, self.root, self.sessions = experiment, root, sessions
         self.records, self.workload = _Records(experiment, records), prompts.workload
+        self.quality, self.prompts = quality, prompts
 
     def run(self, progress: bool) -> None:
         left = self.records.left
@@ -240,6 +245,7 @@ class _Grid:
         before = bench.engine.runner.executables()
         for cell, _ in runs:
             self.records.add_bound(bench.terms, cell, traces[_place(cell)])
+        self._score(bench, group)
         number = len(self.sessions.lines)
         names = ("driver", "precision", "link_rate", "batch")
         self.sessions.append(
@@ -263,6 +269,17 @@ class _Grid:
             columns = columns_of(lambda c=cell, t=trace: self._run(bench, c, t, costs))
             self.records.add((cell, repeat), number, columns)
             advance()
+
+    def _score(self, bench: Bench, group: Group) -> None:
+        """The quality of the group's precision, if it is asked for and not there yet."""
+        most = self.experiment.quality_tokens
+        done = {(line["precision"], line["text"]) for line in self.quality.lines}
+        for text in () if most is None else self.experiment.texts:
+            if (group.precision, text) not in done:
+                bench.engine.begin_anew(bench.plan.spec, (), bench.plan.cells)
+                place = {"precision": group.precision, "text": text}
+                found = scored(bench.engine, self.prompts.test_tokens(text)[:most])
+                self.quality.append({**place, **found})
 
     def _run(
         self, bench: Bench, cell: Cell, trace: Trace, costs: CostModel | None

@@ -14,7 +14,13 @@ import numpy as np
 from moejax.errors import UserError
 from moejax.evaluate.experiments.definition import Cell
 from moejax.evaluate.experiments.intervals import median_interval
-from moejax.evaluate.experiments.record_file import DEFINITION, RECORDS, SESSIONS, read_records
+from moejax.evaluate.experiments.record_file import (
+    DEFINITION,
+    QUALITY,
+    RECORDS,
+    SESSIONS,
+    read_records,
+)
 
 PLACE = tuple(field.name for field in dataclasses.fields(Cell))
 """Columns that say which cell of the grid a record is of."""
@@ -25,7 +31,7 @@ KEYS = (*PLACE, "repeat")
 TIMES = ("ttft_s", "tpot_p50_s", "tpot_p99_s", "tokens_per_s", "prefill_s", "decode_s")
 """Columns whose medians have intervals, and that are compared in pairs; a processor's time too."""
 
-UNEQUAL = ("session", *TIMES, "wall_s", "cpu_s")
+UNEQUAL = ("session", *TIMES, "wall_s", "cpu_s", "energy_j")
 """Columns in which two runs of the same definition may differ; in all others they must not."""
 
 COUNTS = tuple(
@@ -50,6 +56,8 @@ class Records:
     """A flat record of each run: plain values by column."""
     sessions: Sequence[Mapping[str, Any]]
     """Starts of engines: machine, versions, what was compiled."""
+    quality: Sequence[Mapping[str, Any]] = ()
+    """Perplexity of each precision and text, where it was asked for."""
 
     def of_mode(self, mode: str) -> list[Mapping[str, Any]]:
         """The records without an error of one mode: measured, simulated, predicted or bound."""
@@ -96,7 +104,7 @@ class Records:
         place = {**found, "policy": self.asked["baseline"]}
         others = cells.get(tuple(place[key] for key in PLACE), ())
         pairs = {(row["repeat"], row["session"]): row for row in others if row["error"] is None}
-        for name in (*TIMES, "cpu_s"):
+        for name in (*TIMES, "cpu_s", "energy_j"):
             values = [row[name] for row in whole if row.get(name) is not None]
             if not values:
                 continue
@@ -167,7 +175,9 @@ def read_results(directory: str | os.PathLike[str]) -> Records:
         raise UserError(
             f"{root} is no directory of results; moejax ablate CONFIG.yaml --output DIR makes one"
         ) from None
-    return Records(root, asked, read_records(root / RECORDS), read_records(root / SESSIONS))
+    quality = read_records(root / QUALITY) if (root / QUALITY).exists() else []
+    records, sessions = read_records(root / RECORDS), read_records(root / SESSIONS)
+    return Records(root, asked, records, sessions, quality)
 
 
 def _place(row: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from moejax.costs.energy import joules, read_energy
 from moejax.engine.loop import Engine
 from moejax.engine.step_work import Step, moved_bytes
 from moejax.requests.request import Request
@@ -126,7 +127,7 @@ def run(engine: Engine, workload: Workload, counter: Counter | None = None) -> d
     statistics, control = engine.statistics, engine.control
     before, requests = dict(statistics.seconds), []
     engine.listener = counter
-    began, processor = time.perf_counter(), time.process_time()
+    energy, began, processor = read_energy(), time.perf_counter(), time.process_time()
     try:
         for first in range(0, len(workload.prompts), workload.batch):
             for place in range(first, min(first + workload.batch, len(workload.prompts))):
@@ -142,7 +143,11 @@ def run(engine: Engine, workload: Workload, counter: Counter | None = None) -> d
         raise
     finally:
         engine.listener = None
-    spent = {"wall_s": time.perf_counter() - began, "cpu_s": time.process_time() - processor}
+    spent = {
+        "wall_s": time.perf_counter() - began,
+        "cpu_s": time.process_time() - processor,
+        "energy_j": joules(energy, read_energy()),
+    }
     seconds = {kind: statistics.seconds[kind] - before[kind] for kind in KINDS}
     transfers: Mapping[str, Mapping[str, int]] = {}
     if control is not None:

@@ -11,6 +11,7 @@ from moejax.evaluate.experiments.definition import NO_LINK
 from moejax.evaluate.experiments.records import Records
 from moejax.evaluate.experiments.report.content import HEADINGS, panels, table_rows
 from moejax.evaluate.experiments.report.places import BESIDE, BESIDE_HEADINGS, beside_baseline
+from moejax.evaluate.experiments.report.quality import quality_headings, quality_rows
 
 ABOUT = """\
 Counts are of the decode steps after one prefill step, from a cold start. misses/step: experts, \
@@ -77,6 +78,9 @@ def markdown(records: Records, figures: Mapping[str, Sequence[str]]) -> str:
         parts += [f"![{panel.title}]({name})" for name in figures.get(panel.title, ())]
         parts += ["", _row(HEADINGS), _row(["---"] * len(HEADINGS))]
         parts += [_row(row) for row in table_rows(panel)]
+    if rows := quality_rows(records):
+        parts += ["", "## Quality", "", _row(quality_headings(records))]
+        parts += [_row(["---"] * len(rows[0])), *map(_row, rows)]
     if rows := beside_baseline(records):
         parts += ["", f"## {BESIDE.format(baseline=records.asked['baseline'])}", ""]
         parts += [_row(BESIDE_HEADINGS), _row(["---"] * len(BESIDE_HEADINGS))]

@@ -22,6 +22,7 @@ from moejax.evaluate.experiments.report.content import (
 from moejax.evaluate.experiments.report.figures import figure
 from moejax.evaluate.experiments.report.markdown import ABOUT, definition, facts, markdown, title
 from moejax.evaluate.experiments.report.places import BESIDE, BESIDE_HEADINGS, beside_baseline
+from moejax.evaluate.experiments.report.quality import quality_headings, quality_rows
 
 _STYLE = """\
 :root{color-scheme:light dark;--ink:#1a1a1a;--soft:#6b6b6b;--rule:#dcdcdc;--paper:#fff;
@@ -98,11 +99,11 @@ def page(records: Records) -> str:
         body.append(f"<h2>{escape(panel.title)}</h2>")
         body.append(f'<div class="plots">{"".join(plots(panel))}</div>')
         body.append(f'<div class="scroll">{_table(panel)}</div>')
+    if rows := quality_rows(records):
+        body.append(f"<h2>Quality</h2>{_plain_table(quality_headings(records), rows)}")
     if rows := beside_baseline(records):
         body.append(f"<h2>{escape(BESIDE.format(baseline=records.asked['baseline']))}</h2>")
-        head = "".join(f"<th>{escape(name)}</th>" for name in BESIDE_HEADINGS)
-        lines = "".join(f"<tr>{_cells(row)}</tr>" for row in rows)
-        body.append(f'<div class="scroll"><table><tr>{head}</tr>{lines}</table></div>')
+        body.append(_plain_table(BESIDE_HEADINGS, rows))
     again = escape(definition(records))
     body.append(f"<h2>Run it again</h2><pre>{again}</pre><h2>Machine</h2>{_facts(records)}")
     return (
@@ -121,6 +122,12 @@ def _table(panel: Panel) -> str:
         before = line["budget"]
         rows.append(f"<tr{begins}>{_cells(cells)}</tr>")
     return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+
+
+def _plain_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    head = "".join(f"<th>{escape(name)}</th>" for name in headings)
+    lines = "".join(f"<tr>{_cells(row)}</tr>" for row in rows)
+    return f'<div class="scroll"><table><tr>{head}</tr>{lines}</table></div>'
 
 
 def _facts(records: Records) -> str:

@@ -50,6 +50,12 @@ class Prompts:
         batch = max(asked.batch)
         return Workload(tuple(found), batch, asked.output_tokens, asked.temperature, asked.seeds[0])
 
+    def test_tokens(self, text: str) -> list[int]:
+        """Those of a text's last part."""
+        ids = self._tokens(text)
+        begin, end = (int(share * len(ids)) for share in TEST)
+        return ids[begin:end]
+
     def _windows(self, text: str, count: int, length: int, part: Part) -> list[list[int]]:
         place = text, count, length, part
         if place not in self._cut:

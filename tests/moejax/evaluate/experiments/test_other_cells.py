@@ -3,18 +3,23 @@ the simulator has something to compare with."""
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 import moejax
 from host_offload.traces.reader import read_trace
+from moejax import LLM
 from moejax.costs.store import write_cost_model
 from moejax.errors import UserError
+from moejax.evaluate.evaluation import perplexity
 from moejax.evaluate.experiments.definition import read_experiment
 from moejax.evaluate.experiments.report.content import panels
 from moejax.evaluate.experiments.report.markdown import definition
 from moejax.evaluate.experiments.report.page import write_report
 from moejax.evaluate.experiments.report.places import beside_baseline
+from moejax.evaluate.experiments.report.quality import quality_rows
 from moejax.evaluate.experiments.sources.learning import Prompts
+from moejax.evaluate.token_ids import TokenIds
 from moejax.models.json_values import parse_yaml
 from tests.moejax.engine.budget_workload import COSTS
 
@@ -301,3 +306,35 @@ def test_panels_of_a_link_have_its_rate(linked):
     assert rates.pop("20MB/s") == 20e6
     (other,) = rates.values()
     assert other != 20e6
+
+
+def test_quality_is_that_of_an_evaluation(tmp_path):
+    """Once for each precision and text; the baseline's is what `moejax eval` would say."""
+    given = SMALL | {
+        "policies": ["lru", "lfu"],
+        "budgets": ["50%"],
+        "precision": ["dense", "int2"],
+        "equal": "experts",
+        "quality_tokens": 300,
+    }
+    found = moejax.ablate(given, tmp_path / "out", progress=False)
+    assert [line["precision"] for line in found.quality] == ["dense", "int2"]
+    window = found.quality[0]["window"]
+    with LLM("demo", max_model_len=window, progress=False) as llm:
+        ids = Prompts(read_experiment(given)).test_tokens("story")[:300]
+        alone = perplexity(llm, TokenIds([np.array(ids)], "0" * 64), window=window, stride=window)
+    line = found.quality[0]
+    assert line["perplexity"] == pytest.approx(alone.total.perplexity, rel=1e-6)
+    assert (line["tokens"], len(line["window_bits"])) == (
+        alone.total.scored_tokens,
+        -(-300 // window),
+    )
+    first, second = quality_rows(found)
+    assert first[:4] == ["story", "dense", f"{line['perplexity']:.4f}", "–"]
+    ratio = found.quality[1]["perplexity"] / line["perplexity"] - 1
+    assert ratio > 0.05
+    assert second[3].startswith(f"{ratio:+.2%} [")
+    assert "Quality" in write_report(found, tmp_path)[0].read_text()
+    # A grid that goes on scores nothing again.
+    again = moejax.ablate(given, tmp_path / "out", progress=False)
+    assert again.quality == found.quality
