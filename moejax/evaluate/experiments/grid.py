@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from host_offload.sizing.cost_model import CostModel
 from host_offload.traces.reader import Trace
@@ -40,6 +40,7 @@ from moejax.evaluate.experiments.record_file import (
     QUALITY,
     RECORDS,
     SESSIONS,
+    TIMELINES,
     open_records,
     require_same,
 )
@@ -90,8 +91,12 @@ def ablate(
             else:
                 prompts = Prompts(experiment)
                 experiment = learned(experiment, prompts, root / TRACES)
-                with open_records(root / QUALITY) as quality:
-                    _Grid(experiment, root, records, sessions, quality, prompts).run(progress)
+                with (
+                    open_records(root / QUALITY) as quality,
+                    open_records(root / TIMELINES) as timelines,
+                ):
+                    files = _Files(records, sessions, quality, timelines)
+                    _Grid(experiment, root, files, prompts).run(progress)
     return read_results(root)
 
 
@@ -201,7 +206,16 @@ class _DrawnGrid:
             return simulated(terms, cell, trace)
         with user_errors():
             costs = costs_of_trace(trace, self.experiment.costs)
-        return predicted(terms, cell, trace, costs)
+        return predicted(terms, cell, trace, costs)[0]
+
+
+class _Files(NamedTuple):
+    """What a grid writes."""
+
+    records: LineFile
+    sessions: LineFile
+    quality: LineFile
+    timelines: LineFile
 
 
 class _Grid:
@@ -211,14 +225,12 @@ class _Grid:
         self,
         experiment: Experiment,
         root: Path,
-        records: LineFile,
-        sessions: LineFile,
-        quality: LineFile,
+        files: _Files,
         prompts: Prompts,
     ):
-        self.experiment, self.root, self.sessions = experiment, root, sessions
-        self.records, self.workload = _Records(experiment, records), prompts.workload
-        self.quality, self.prompts = quality, prompts
+        self.experiment, self.root, self.sessions = experiment, root, files.sessions
+        self.records, self.workload = _Records(experiment, files.records), prompts.workload
+        self.quality, self.timelines, self.prompts = files.quality, files.timelines, prompts
 
     def run(self, progress: bool) -> None:
         left = self.records.left
@@ -289,7 +301,11 @@ class _Grid:
         if cell.mode == "simulated":
             return simulated(bench.terms, cell, trace)
         assert costs is not None
-        return predicted(bench.terms, cell, trace, costs)
+        columns, events = predicted(bench.terms, cell, trace, costs)
+        if events:
+            told = [dataclasses.asdict(event) for event in events]
+            self.timelines.append({**vars(cell), "events": told})
+        return columns
 
     def _costs(self, runs: Iterable[Run], traces: Mapping[Any, Trace]) -> CostModel | None:
         """What predicted cells are priced by; None without any. Raises UserError where nothing was

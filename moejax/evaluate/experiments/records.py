@@ -19,6 +19,7 @@ from moejax.evaluate.experiments.record_file import (
     QUALITY,
     RECORDS,
     SESSIONS,
+    TIMELINES,
     read_records,
 )
 
@@ -58,6 +59,8 @@ class Records:
     """Starts of engines: machine, versions, what was compiled."""
     quality: Sequence[Mapping[str, Any]] = ()
     """Perplexity of each precision and text, where it was asked for."""
+    timelines: Sequence[Mapping[str, Any]] = ()
+    """What happens in some layers of each predicted cell over a link."""
 
     def of_mode(self, mode: str) -> list[Mapping[str, Any]]:
         """The records without an error of one mode: measured, simulated, predicted or bound."""
@@ -175,9 +178,11 @@ def read_results(directory: str | os.PathLike[str]) -> Records:
         raise UserError(
             f"{root} is no directory of results; moejax ablate CONFIG.yaml --output DIR makes one"
         ) from None
-    quality = read_records(root / QUALITY) if (root / QUALITY).exists() else []
+    others = [
+        read_records(root / name) if (root / name).exists() else [] for name in (QUALITY, TIMELINES)
+    ]
     records, sessions = read_records(root / RECORDS), read_records(root / SESSIONS)
-    return Records(root, asked, records, sessions, quality)
+    return Records(root, asked, records, sessions, *others)
 
 
 def _place(row: Mapping[str, Any]) -> tuple[Any, ...]:

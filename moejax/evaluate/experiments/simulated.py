@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +15,7 @@ from host_offload.simulate.bounds import in_one_pool, min_transfers, read_refere
 from host_offload.simulate.prediction import predict
 from host_offload.simulate.simulated_engine import SimulatedStep
 from host_offload.simulate.simulator import Simulation, simulate
-from host_offload.simulate.timeline import Link
+from host_offload.simulate.timeline import Event, Link
 from host_offload.sizing.cost_model import CostModel
 from host_offload.traces.reader import Trace, read_trace
 from host_offload.traces.step_sets import step_set
@@ -22,6 +23,7 @@ from moejax.evaluate.experiments.bench import Bench, Terms
 from moejax.evaluate.experiments.definition import NO_LINK, Cell
 from moejax.evaluate.experiments.workload import KINDS, Workload, has_choice, run, transfer_columns
 from moejax.sizes import parse_rate
+from moejax.traces.timeline import middle_layers
 from moejax.traces.tracer import start_trace
 
 
@@ -74,13 +76,16 @@ def simulated(terms: Terms, cell: Cell, trace: Trace) -> dict[str, Any]:
     }
 
 
-def predicted(terms: Terms, cell: Cell, trace: Trace, costs: CostModel) -> dict[str, Any]:
-    """The columns of a predicted cell: the simulator's counts, and times of the cost model."""
+def predicted(
+    terms: Terms, cell: Cell, trace: Trace, costs: CostModel
+) -> tuple[dict[str, Any], list[Event]]:
+    """The columns of a predicted cell: the simulator's counts, and times of the cost model. Over a
+    link also what happened in some layers in the middle of the run, cut to their time."""
     link = None if cell.link_rate == NO_LINK else Link(parse_rate(cell.link_rate))
-    found = predict(trace, costs, link=link, **_asked(terms, cell, trace))
+    found = predict(trace, costs, link=link, draw=link is not None, **_asked(terms, cell, trace))
     seconds = {kind: found.seconds[found.of_kind(kind)] for kind in KINDS}
     decode = seconds["decode"]
-    return {
+    columns = {
         **terms.granted(cell).columns,
         **_counts(found.simulation, _link_bytes(terms.spec(cell))),
         **{f"{kind}_s": float(s.sum()) for kind, s in seconds.items()},
@@ -89,6 +94,15 @@ def predicted(terms: Terms, cell: Cell, trace: Trace, costs: CostModel) -> dict[
         "tpot_p99_s": float(np.percentile(decode, 99)) if decode.size else None,
         "tokens_per_s": found.tokens_per_s,
     }
+    if link is None:
+        return columns, []
+    begin, end = middle_layers(found.events)
+    shown = [event for event in found.events if event.end > begin and event.begin < end]
+    cut = [
+        dataclasses.replace(event, begin=max(event.begin, begin), end=min(event.end, end))
+        for event in shown
+    ]
+    return columns, cut
 
 
 def _asked(terms: Terms, cell: Cell, trace: Trace) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from moejax.evaluate.experiments.report.content import (
     time_series,
 )
 from moejax.evaluate.experiments.report.figures import figure
+from moejax.evaluate.experiments.report.lanes import timeline
 from moejax.evaluate.experiments.report.markdown import ABOUT, definition, facts, markdown, title
 from moejax.evaluate.experiments.report.places import BESIDE, BESIDE_HEADINGS, beside_baseline
 from moejax.evaluate.experiments.report.quality import quality_headings, quality_rows
@@ -61,6 +62,9 @@ def write_report(records: Records, directory: Path) -> tuple[Path, ...]:
         for name, plot in zip(("misses", "times", "moved"), plots(panel), strict=False):
             files[f"report-{stem}-{name}.svg"] = plot
             names.setdefault(panel.title, []).append(f"report-{stem}-{name}.svg")
+        if drawn := timeline(records, panel):
+            files[f"report-{stem}-timeline.svg"] = drawn
+            names.setdefault(panel.title, []).append(f"report-{stem}-timeline.svg")
     files = {"report.html": page(records), "report.md": markdown(records, names), **files}
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -98,6 +102,8 @@ def page(records: Records) -> str:
     for panel in panels(records):
         body.append(f"<h2>{escape(panel.title)}</h2>")
         body.append(f'<div class="plots">{"".join(plots(panel))}</div>')
+        if drawn := timeline(records, panel):
+            body.append(f'<div class="scroll">{drawn}</div>')
         body.append(f'<div class="scroll">{_table(panel)}</div>')
     if rows := quality_rows(records):
         body.append(f"<h2>Quality</h2>{_plain_table(quality_headings(records), rows)}")

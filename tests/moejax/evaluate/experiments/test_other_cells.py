@@ -2,6 +2,7 @@
 the simulator has something to compare with."""
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from moejax.errors import UserError
 from moejax.evaluate.evaluation import perplexity
 from moejax.evaluate.experiments.definition import read_experiment
 from moejax.evaluate.experiments.report.content import panels
+from moejax.evaluate.experiments.report.lanes import timeline
 from moejax.evaluate.experiments.report.markdown import definition
 from moejax.evaluate.experiments.report.page import write_report
 from moejax.evaluate.experiments.report.places import beside_baseline
@@ -338,3 +340,24 @@ def test_quality_is_that_of_an_evaluation(tmp_path):
     # A grid that goes on scores nothing again.
     again = moejax.ablate(given, tmp_path / "out", progress=False)
     assert again.quality == found.quality
+
+
+def test_a_report_draws_what_was_predicted_over_a_link(linked, tmp_path):
+    """Both policies at the smallest budget; within a lane one thing at a time."""
+    lines = {line["policy"]: line for line in linked.timelines}
+    assert [*lines] == ["lru", "moe-infinity"]
+    for line in lines.values():
+        tracks = {event["track"] for event in line["events"]}
+        assert tracks == {"device", "link"}
+        for track in tracks:
+            mine = sorted((e["begin"], e["end"]) for e in line["events"] if e["track"] == track)
+            assert all(b[0] >= a[1] - 1e-9 for a, b in itertools.pairwise(mine))
+    drawn = [timeline(linked, panel) for panel in panels(linked)]
+    (svg,) = [picture for picture in drawn if picture]
+    bars = sum(len(line["events"]) for line in lines.values())
+    assert svg.count("<title>") == bars
+    for said in ("waits", "computes", "moves what is needed", "lru", "moe-infinity"):
+        assert said in svg
+    page, *others = write_report(linked, tmp_path)
+    assert svg in page.read_text()
+    assert sum("timeline" in path.name for path in others) == 1
