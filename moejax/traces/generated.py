@@ -12,7 +12,7 @@ import itertools
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +39,18 @@ def write_generated_trace(
     tokens: int = 256,
     prompt_tokens: int = 0,
     phase_tokens: int = 64,
+    shared: float | None = None,
     seed: int = 0,
+    about: Mapping[str, Any] | None = None,
 ) -> None:
     """Writes a trace of generated routing: a prefill step over the prompts of all sequences, if
     they have any, then a decode step for each further token of all. What only an engine knows
     (times, hits, bytes) is absent. Moments of a change of phase are marked.
 
     kind: of host_offload.traces.generators.routing_generator. tokens: of a sequence, its prompt
-    included. Raises UserError for what cannot be, or a directory that is not new.
+    included. shared: of RoutingGenerator; None: the kind's. about: what the trace's spec says
+    beside the routing, such as the bytes of an expert. Raises UserError for what cannot be, or a
+    directory that is not new.
     """
     if sequences < 1 or not 0 <= prompt_tokens < tokens:
         raise UserError(
@@ -55,7 +59,9 @@ def write_generated_trace(
         )
     with user_errors():
         generator = routing_generator(kind, layers, experts, top_k, phase_tokens)
-    origin = {"generator": kind, **dataclasses.asdict(generator), "seed": seed}
+        if shared is not None:
+            generator = dataclasses.replace(generator, shared=shared)
+    origin = {**dataclasses.asdict(generator), "generator": kind, "seed": seed, **(about or {})}
     header = routing_header(layers, experts, top_k, PRESENT, origin)
     numbers, first = np.arange(sequences), int(prompt_tokens > 0)
     with new_trace(directory, header) as writer:

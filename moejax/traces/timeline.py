@@ -104,7 +104,7 @@ def _layers(ops: Sequence[OpSpan]) -> list[int | None]:
     return found
 
 
-def _window(events: Sequence[Event]) -> tuple[float, float]:
+def middle_layers(events: Sequence[Event]) -> tuple[float, float]:
     """When LAYERS layers in a row in the middle of everything begin and end. Raises UserError
     without a layer."""
     mine = [e for e in sorted(events, key=lambda e: e.begin) if e.track == DEVICE]
@@ -132,7 +132,7 @@ def _draw(path: str | os.PathLike[str], events: Sequence[Event]) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    begin, end = _window(events)
+    begin, end = middle_layers(events)
     shown = [event for event in events if event.end > begin and event.begin < end]
     tracks = list(dict.fromkeys(e.track for e in sorted(shown, key=lambda e: e.track != DEVICE)))
     figure, axes = plt.subplots(figsize=(12, 1.2 + 0.8 * len(tracks)), layout="constrained")

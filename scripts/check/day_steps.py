@@ -9,6 +9,7 @@ from pathlib import Path
 QWEN = ("--shape", "qwen3-30b-a3b")
 DEMO = ("--shape", "demo", "--layers", "1")
 _DECODE = ("decode", "--json", "--cells")
+_TIMES = ("ablate", "scripts/experiments/times.yaml", "--output", "{out}/times", "--quiet")
 _INTERPRETED = (
     "import sys; from pallas_kernels.triton import interpreted; "
     "from moejax.commands.main import main; sys.exit(interpreted()(main)(sys.argv[1:]))"
@@ -176,14 +177,10 @@ STEPS: tuple[Step, ...] = (
     Step(
         "policies",
         "what each policy adds to a step, tokens equal",
-        _script(
-            *("policies", "times", "{out}/times", "--model", "moejax/demo", "--batches", "1,8"),
-            *("--text", "README.md", "docs/engine.md"),
-        ),
-        _script(
-            *("policies", "times", "{out}/times", "--model", "moejax/demo", "--batches", "1"),
-            *("--text", "README.md", "docs/engine.md", "--policies", "lru", "--tokens", "5"),
-            *("--prompt-tokens", "8", "--long-prompt-tokens", "0", "--sequences", "1"),
+        _moejax(*_TIMES, "--set", "batch=[1, 8]"),
+        _moejax(
+            *(*_TIMES, "--set", "policies=[lru]", "--set", "batch=1", "--set", "prompt_tokens=8"),
+            *("--set", "output_tokens=5", "--set", "repeats=1"),
         ),
     ),
     Step(

@@ -1,1 +1,1 @@
-"""Every policy over the same routing: misses, times, predictions."""
+"""Does the cost model order policies as the engine does?"""

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from host_offload.control.interface import Decision, Moment, Observation, Spec, Stage
+from host_offload.traces.reader import Trace
 from pallas_kernels.plan.victim import MAX_PRIOR
 
 
@@ -84,3 +85,12 @@ class Static:
             fill_version=np.where(hot, 0, -1),
             stages=stages,
         )
+
+
+def fit(trace: Trace) -> Static:
+    """Static with the experts of each layer that most tokens of a trace chose first."""
+    ids, experts = trace.array("token.ids"), trace.header.experts
+    counts = [
+        np.bincount(ids[:, layer].ravel(), minlength=experts) for layer in range(ids.shape[1])
+    ]
+    return Static(hot=tuple(tuple(np.argsort(-c, kind="stable").tolist()) for c in counts))

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from host_offload.control.interface import Policy
-from host_offload.traces.reader import Trace
 
 
 class _Made(NamedTuple):
@@ -45,8 +44,9 @@ def _resolved(places: dict[str, str | None]) -> dict[str, Any]:
 PREFETCH: dict[str, Callable[[], Policy]] = _resolved({n: m.plain for n, m in _MADE.items()})
 """Name → policy that needs nothing learned: what LLM(prefetch=…) and --prefetch take."""
 
-FIT: dict[str, Callable[[Trace], Policy]] = _resolved({n: m.fit for n, m in _MADE.items()})
-"""Name → function that fits the policy to a trace; `policy.fitted.write(FILE)` keeps it."""
+FIT: dict[str, Callable[..., Policy]] = _resolved({n: m.fit for n, m in _MADE.items()})
+"""Name → function that fits the policy to a Trace, with settings if wanted;
+`policy.fitted.write(FILE)` keeps it."""
 
 FROM_PATH: dict[str, Callable[[str], Policy]] = _resolved({n: m.read for n, m in _MADE.items()})
 """Name → policy from NAME=PATH: a file of what it learned; for the oracle the trace of the run."""

@@ -43,6 +43,13 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         metavar="DIR",
         help="results, gone on with if they are there (default: CONFIG without .yaml)",
     )
+    ablate.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="another value of a key of the file, such as repeats=1 or model=DIR; repeatable",
+    )
     ablate.add_argument("--new", metavar="DIR", help="write an example to begin from, and end")
     ablate.add_argument("--quiet", action="store_true", help="no progress bar")
     ablate.add_argument("--json", action="store_true", help="a JSON line for each cell")
@@ -50,7 +57,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     if args.new is not None:
-        if args.config is not None or args.output is not None:
+        if args.config is not None or args.output is not None or args.set:
             raise UserError("--new writes an example and runs nothing; leave out the rest")
 
         from moejax.evaluate.experiments.example import write_example
@@ -64,11 +71,14 @@ def _run(args: argparse.Namespace) -> int:
     if directory == config:
         raise UserError(f"{config} has no suffix; name a directory of results with --output DIR")
 
+    from moejax.evaluate.experiments.definition import changes_of
     from moejax.evaluate.experiments.grid import ablate
     from moejax.evaluate.experiments.report.markdown import table
 
     with notes_unlogged():  # budgets of a grid are its own business, engine by engine
-        records = ablate(config, directory, progress=not (args.quiet or args.json))
+        changes = changes_of(args.set)
+        quiet = args.quiet or args.json
+        records = ablate(config, directory, changes=changes, progress=not quiet)
     if args.json:
         for line in records.summary():
             print(json.dumps(line))

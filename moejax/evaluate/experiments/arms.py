@@ -7,20 +7,43 @@ import dataclasses
 import hashlib
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from host_offload.control.interface import Policy
 from host_offload.control.rules import BETWEEN_LAYERS, check_policies, name_of
+from host_offload.policies.eviction import static
 from host_offload.policies.eviction.names import POLICIES, with_eviction
-from host_offload.policies.prefetch.names import FROM_PATH, PREFETCH, prefetch_policy
+from host_offload.policies.prefetch.names import FIT, FROM_PATH, PREFETCH, prefetch_policy
+from host_offload.policies.prefetch.oracle import oracle_of
+from host_offload.traces.reader import Trace
 from moejax.errors import UserError, as_user_error, user_errors
 from moejax.step.parts import TRACE_ARRAYS
 
-BUDGETS = frozenset({"cells", "kv_pages", "max_running", "transitions"})
+BUDGETS = frozenset({"kv_pages", "max_running", "transitions"})
 """What a policy of a grid may not decide: its engine's arena is that of the largest budget."""
+
+TRAIN, RUN = "train", "run"
+
+LEARNERS: Mapping[str, Callable[..., Policy]] = {**FIT, "static": static.fit}
+"""Name → what makes the policy of NAME=train from a trace of the texts' training part."""
+
+_LEARNED_FROM = {"promoe": {"gate_input"}, "expert_map": {"probs", "embedding"}}
+"""Name → what such a trace must have beside the routing."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Later:
+    """A policy that a trace of the grid makes: NAME=train, or `oracle=run`, which knows the run."""
+
+    name: str
+    settings: Mapping[str, Any]
+
+    def made(self, trace: Trace) -> Policy:
+        """The policy. Raises what its fit does."""
+        return LEARNERS[self.name](trace, **self.settings)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,8 +52,43 @@ class Arm:
 
     name: str
     policies: tuple[Policy, ...]
+    """Its policies; of one that learns only once it has (`taught`)."""
     files: tuple[tuple[str, str], ...]
     """Files that it was read from, with their SHA-256: another content is another experiment."""
+    given: tuple[Policy | Later, ...] = ()
+    """What the name says, in its order."""
+    oracle: Mapping[str, Any] | None = None
+    """Settings of an oracle of each run; None: there is none."""
+
+    @property
+    def learns(self) -> tuple[str, ...]:
+        """Names of policies that were not taught yet."""
+        return tuple(each.name for each in self.given if isinstance(each, Later))
+
+    @property
+    def train_arrays(self) -> frozenset[str]:
+        """What a trace must have to teach it, beside the routing."""
+        return frozenset().union(*(_LEARNED_FROM.get(name, ()) for name in self.learns))
+
+    def taught(self, trace: Trace) -> Arm:
+        """This arm with what `trace` teaches. Raises UserError for a trace of no use."""
+        if not self.learns:
+            return self
+        with user_errors(where=f"policy {self.name!r}: "):
+            given = [each.made(trace) if isinstance(each, Later) else each for each in self.given]
+        return _ready(dataclasses.replace(self, given=tuple(given)))
+
+    def policies_in(self, trace: Trace | None) -> tuple[Policy, ...]:
+        """The policies of a run whose routing is that of `trace`."""
+        if self.oracle is None:
+            return self.policies
+        assert trace is not None
+        return *self.policies, oracle_of(trace, **self.oracle)
+
+    @property
+    def moves_cells(self) -> bool:
+        """It decides how many cells the layers have, which only a simulation lets it."""
+        return any("cells" in policy.writes for policy in self.policies)
 
     @property
     def learned_bytes(self) -> int:
@@ -52,32 +110,48 @@ class Arm:
 def arm_of(text: str, home: Path) -> Arm:
     """The arm that `text` names: an eviction, a prefetch (NAME or NAME=PATH) or FILE.py:CLASS, each
     with settings in parentheses if wanted, `moe-infinity(limit=4)`; several with + between them.
-    LRU evicts where none of them does.
+    LRU evicts where none of them does. NAME=train learns from the texts' training part; oracle=run
+    is a control that knows the run.
 
     home: where files that are not absolute are. Raises UserError for what is none of these, for
     policies that cannot run together, and for whatever a file of policies raises.
     """
-    parts = [part.strip() for part in text.split("+")]
-    policies, files = [], {}
-    for part in parts:
-        policy, read = _policy(part, text, home)
-        policies.append(policy)
+    given: list[Policy | Later] = []
+    files: dict[str, str] = {}
+    oracle = None
+    for part in (part.strip() for part in text.split("+")):
+        made, read = _policy(part, text, home)
         files.update(read)
-    with user_errors(where=f"policy {text!r}: "):
-        _, every = with_eviction(None, policies)
+        if isinstance(made, Later) and made.name == "oracle":
+            oracle = made.settings
+        else:
+            given.append(made)
+    return _ready(Arm(text, (), tuple(files.items()), tuple(given), oracle))
+
+
+def _ready(arm: Arm) -> Arm:
+    """The arm with its policies, unless it has to learn first. Raises UserError for policies that
+    cannot run together."""
+    if arm.learns:
+        return arm
+    given = [each for each in arm.given if not isinstance(each, Later)]
+    with user_errors(where=f"policy {arm.name!r}: "):
+        _, every = with_eviction(None, given)
         # With the driver that has all moments: which one runs it is another question.
         check_policies(every, "host")
     for policy in every:
         if moves := sorted(policy.writes & BUDGETS):
             raise UserError(
-                f"policy {text!r}: {name_of(policy)} writes {moves[0]!r}, and in a grid budgets "
-                "are the grid's; leave it out"
+                f"policy {arm.name!r}: {name_of(policy)} writes {moves[0]!r}, and in a grid "
+                "budgets are the grid's; leave it out"
             )
-    return Arm(text, every, tuple(files.items()))
+    return dataclasses.replace(arm, policies=tuple(every))
 
 
-def _policy(part: str, whole: str, home: Path) -> tuple[Policy, dict[str, str]]:
+def _policy(part: str, whole: str, home: Path) -> tuple[Policy | Later, dict[str, str]]:
     name, settings = _settings(part, whole)
+    if name == f"oracle={RUN}" or name in (f"{each}={TRAIN}" for each in LEARNERS):
+        return Later(name.partition("=")[0], settings), {}
     place, colon, found = name.rpartition(":")
     if colon and place.endswith(".py"):
         path = (home / place).resolve()
@@ -100,7 +174,8 @@ def _policy(part: str, whole: str, home: Path) -> tuple[Policy, dict[str, str]]:
     if given or name not in known:
         with_files = ", ".join(f"{n}=PATH" for n in FROM_PATH)
         raise UserError(
-            f"unknown policy {name!r}; write one of {', '.join(known)}, {with_files}, or "
+            f"unknown policy {name!r}; write one of {', '.join(known)}, {with_files}, "
+            f"{', '.join(f'{n}={TRAIN}' for n in LEARNERS)}, oracle={RUN}, or "
             "FILE.py:CLASS of your own (docs/write_a_policy.md); several together as A + B"
         )
     with as_user_error(f"policy {whole!r}: {name} does not take {settings}"):

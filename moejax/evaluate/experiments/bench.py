@@ -14,6 +14,8 @@ import numpy as np
 
 from host_offload.control.interface import Spec
 from host_offload.memory.budget import cells_per_layer
+from host_offload.simulate.simulator import spec_of
+from host_offload.traces.reader import Trace, TraceError
 from moejax.cache import use_compilation_cache
 from moejax.checkpoints.load import load_checkpoint
 from moejax.checkpoints.loaded_model import LoadedModel
@@ -21,8 +23,9 @@ from moejax.checkpoints.versions import with_versions
 from moejax.costs.rates import measure_rates
 from moejax.device import select_device
 from moejax.engine.loop import Engine
+from moejax.errors import user_errors
 from moejax.evaluate.experiments.arms import Arm
-from moejax.evaluate.experiments.definition import Cell, Experiment
+from moejax.evaluate.experiments.definition import Cell, Experiment, Sizes
 from moejax.evaluate.experiments.workload import Counter, Workload, run
 from moejax.models.directory import model_directory
 from moejax.start.build import router_weights, start_engine
@@ -36,6 +39,7 @@ class Group:
 
     driver: str
     precision: str
+    link_rate: str
     batch: int
     arrays: frozenset[str]
     """What its steps give out for policies; steps that do are others, and slower."""
@@ -44,7 +48,7 @@ class Group:
 def group_of(cell: Cell, experiment: Experiment) -> Group:
     """The group of a cell, whatever its mode."""
     arrays = experiment.arms[cell.policy].arrays
-    return Group(cell.driver, cell.precision, cell.batch, arrays)
+    return Group(cell.driver, cell.precision, cell.link_rate, cell.batch, arrays)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,10 +57,13 @@ class Granted:
 
     cells: tuple[int, ...]
     """Each layer's."""
+    experts: int
+    """A layer's experts."""
     expert_bytes: int
     """What the cells take."""
     learned_bytes: int
     """What the arm learned takes, which the budget pays for."""
+    moves_cells: bool
 
     @property
     def columns(self) -> dict[str, int]:
@@ -64,54 +71,73 @@ class Granted:
         return {
             "cells_least": min(self.cells),
             "cells_most": max(self.cells),
+            "experts": self.experts,
             "expert_bytes": self.expert_bytes,
             "learned_bytes": self.learned_bytes,
+            "moves_cells": self.moves_cells,
         }
+
+
+@dataclasses.dataclass(frozen=True)
+class Terms:
+    """What budgets and policies come to in some cells, with an engine or without."""
+
+    experiment: Experiment
+    arms: Mapping[str, Arm]
+    sizes: Sizes
+    base: Spec
+    """What policies are told by an engine of all budgets."""
+    kv_bytes: int
+    router: np.ndarray | None
+    """float32[L, D, E]; None: routing without a model."""
+
+    def granted(self, cell: Cell) -> Granted:
+        """The cells of a budget, as even as they can be over the layers."""
+        arm = self.arms[cell.policy]
+        slots = self.sizes.expert_slots(cell.budget, arm, self.experiment.equal)
+        cells = cells_per_layer(slots, self.base.layers, self.base.experts)
+        nbytes = slots * self.sizes.slot_bytes
+        return Granted(cells, self.base.experts, nbytes, arm.learned_bytes, arm.moves_cells)
+
+    def spec(self, cell: Cell) -> Spec:
+        """What the policies of a cell are told: an arena of this budget and the KV, not the largest
+        one of the grid."""
+        needs_router = any("router" in policy.needs for policy in self.arms[cell.policy].policies)
+        return dataclasses.replace(
+            self.base,
+            budget_bytes=self.granted(cell).expert_bytes + self.kv_bytes,
+            seed=cell.seed,
+            router=self.router if needs_router else None,
+        )
+
+
+def terms_of_trace(experiment: Experiment, arms: Mapping[str, Arm], trace: Trace) -> Terms:
+    """The terms of routing without a model. Raises UserError for a trace that does not say what
+    policies are told."""
+    with user_errors(TraceError):
+        spec = spec_of(trace.header)
+    size = max(int(np.max(sizes)) for sizes in spec.version_bytes.values())
+    experts = spec.layers * spec.experts
+    kv_bytes = max(spec.budget_bytes - experts * size, 0)
+    return Terms(experiment, arms, Sizes(experts, size, size), spec, kv_bytes, None)
 
 
 @dataclasses.dataclass(frozen=True)
 class Bench:
     """An engine that runs cells of a group, one after the other."""
 
-    experiment: Experiment
+    terms: Terms
     plan: Plan
     engine: Engine
-    router: np.ndarray
-    """float32[L, D, E]"""
     started: Mapping[str, Any]
     """What the start took, as plain data."""
 
-    def granted(self, cell: Cell) -> Granted:
-        """The cells of a budget, as even as they can be over the layers."""
-        arm, spec = self.experiment.arms[cell.policy], self.plan.spec
-        slots = self.experiment.expert_slots(cell.budget, arm, self.plan)
-        cells = cells_per_layer(slots, spec.layers, spec.experts)
-        return Granted(cells, slots * self.plan.steps.layout.slot_bytes, arm.learned_bytes)
-
-    def spec(self, cell: Cell) -> Spec:
-        """What the policies of a cell are told: an arena of this budget and the KV, not the largest
-        one of the grid."""
-        layout, kv_slots = self.plan.steps.layout, self.plan.budget.kv_slots
-        granted, arm = self.granted(cell), self.experiment.arms[cell.policy]
-        needs_router = any("router" in policy.needs for policy in arm.policies)
-        return dataclasses.replace(
-            self.plan.spec,
-            budget_bytes=granted.expert_bytes + kv_slots * layout.slot_bytes,
-            seed=cell.seed,
-            router=self.router if needs_router else None,
-        )
-
-    def begin(self, cell: Cell) -> Granted:
-        """Makes the engine one that has just started with the cell's policies and budget."""
-        granted, arm = self.granted(cell), self.experiment.arms[cell.policy]
-        self.engine.begin_anew(self.spec(cell), arm.policies, granted.cells)
-        return granted
-
-    def measured(self, cell: Cell, workload: Workload) -> dict[str, Any]:
-        """The columns of one run of a cell, from a cold start."""
+    def measured(self, cell: Cell, workload: Workload, trace: Trace | None) -> dict[str, Any]:
+        """The columns of one run of a cell, from a cold start. trace: of the workload's routing."""
         runner = self.engine.runner
         compiled = len(runner.executables())
-        granted = self.begin(cell)
+        granted, policies = self.terms.granted(cell), self.terms.arms[cell.policy]
+        self.engine.begin_anew(self.terms.spec(cell), policies.policies_in(trace), granted.cells)
         counter = Counter(granted.cells, self.engine.statistics.record_bytes)
         columns = {**granted.columns, **run(self.engine, workload, counter)}
         return {**columns, "compiled": len(runner.executables()) - compiled}
@@ -147,7 +173,8 @@ def loaded_model(experiment: Experiment, precision: str) -> Iterator[tuple[Loade
 def bench_of(experiment: Experiment, group: Group, loaded: LoadedModel) -> Iterator[Bench]:
     """The bench of a group, with everything compiled that its arms may ask for and the machine's
     rates measured; leaving the context frees its arena, not the model."""
-    options = experiment.engine_options(group.driver, group.precision, group.batch)
+    asked = group.driver, group.precision, group.batch, group.link_rate
+    options = experiment.engine_options(*asked)
     settings = dataclasses.replace(settings_of(options), trace_arrays=group.arrays)
     device = select_device(options.device, options.threads)
     began = time.perf_counter()
@@ -168,12 +195,15 @@ def bench_of(experiment: Experiment, group: Group, loaded: LoadedModel) -> Itera
             "top_k": plan.spec.top_k,
             "slot_bytes": plan.steps.layout.slot_bytes,
         }
-        yield Bench(experiment, plan, engine, router_weights(loaded), started)
+        layout, slots = plan.steps.layout, plan.budget.kv_slots
+        terms = Terms(
+            experiment,
+            experiment.arms,
+            Sizes.of_plan(plan),
+            plan.spec,
+            slots * layout.slot_bytes,
+            router_weights(loaded),
+        )
+        yield Bench(terms, plan, engine, started)
     finally:
         runner.delete(given=False)
-
-
-def arms_of(group: Group, experiment: Experiment) -> list[Arm]:
-    """The arms that run in a group."""
-    arms = experiment.arms.values()
-    return [a for a in arms if group.driver in experiment.drivers(a) and a.arrays == group.arrays]

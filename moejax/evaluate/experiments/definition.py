@@ -14,10 +14,11 @@ from host_offload.memory.budget import BudgetError, Share, expert_slots_of, form
 from host_offload.policies.precision.names import precision_of
 from moejax.errors import UserError, shown, user_errors
 from moejax.evaluate.experiments.arms import Arm, arm_of, file_digest
-from moejax.evaluate.experiments.corpus import text_path
+from moejax.evaluate.experiments.sources.corpus import text_path
+from moejax.evaluate.experiments.sources.generated import Routing, routing_of
 from moejax.models.directory import model_directory
 from moejax.models.json_values import MOST_YAML, is_integer, is_number, parse_yaml
-from moejax.sizes import parse_expert_budget
+from moejax.sizes import parse_expert_budget, parse_rate
 from moejax.start.decide.plan import Plan
 from moejax.start.options import DRIVERS, Options
 from moejax.start.report.dry_run import dry_run
@@ -30,6 +31,15 @@ OPTIONS = (
 )
 """Options of LLM that a definition may give under `options`, for all of its cells."""
 
+NO_LINK = "none"
+"""A link rate: experts move within steps, as fast as memory is."""
+
+OF_A_MODEL = (
+    *("model", "texts", "precision", "link_rate", "prompts", "train_prompts", "quality_tokens"),
+    "options",
+)
+"""What says nothing of routing without a model."""
+
 EXPERTS, BYTES = "experts", "bytes"
 """What equal budgets are equal in where precisions differ."""
 
@@ -41,6 +51,7 @@ class Cell:
     mode: str
     driver: str
     precision: str
+    link_rate: str
     batch: int
     prompt_tokens: int
     text: str
@@ -59,14 +70,19 @@ class Experiment:
     equal: str | None
     precision: tuple[str, ...]
     driver: str
+    link_rate: tuple[str, ...]
     batch: tuple[int, ...]
+    prompts: int | None
+    train_prompts: int
     prompt_tokens: tuple[int, ...]
     output_tokens: int
     texts: tuple[str, ...]
+    routing: tuple[str, ...]
     seeds: tuple[int, ...]
     temperature: float
     modes: tuple[str, ...]
     repeats: int
+    quality_tokens: int | None
     baseline: str
     costs: str | None
     options: Mapping[str, Any]
@@ -77,18 +93,23 @@ class Experiment:
     """Text → its file."""
     text_names: tuple[str, ...]
     """Texts as the definition names them."""
+    drawn: Mapping[str, Routing]
+    """Name → routing without a model, in place of texts; empty: texts it is."""
 
     @property
     def asked(self) -> dict[str, Any]:
         """What decides the records, as plain data: the definition and digests of its files."""
         found = {name: getattr(self, name) for name in _DEFAULTS} | {"texts": self.text_names}
+        if self.drawn:
+            found = {name: value for name, value in found.items() if name not in OF_A_MODEL}
         found = {n: list(v) if isinstance(v, tuple) else v for n, v in found.items()}
         files = {name: file_digest(path) for name, path in self.sources.items()}
         for arm in self.arms.values():
             files |= {Path(path).name: digest for path, digest in arm.files}
-        config = Path(model_directory(self.model)) / "config.json"
-        if config.is_file():
-            files["config.json"] = file_digest(config)
+        if not self.drawn:
+            config = Path(model_directory(self.model)) / "config.json"
+            if config.is_file():
+                files["config.json"] = file_digest(config)
         return {**found, "files": dict(sorted(files.items()))}
 
     def drivers(self, arm: Arm) -> tuple[str, ...]:
@@ -104,57 +125,83 @@ class Experiment:
     def cells(self) -> Iterator[Cell]:
         """All places of the grid: those of one engine together, and in them those of one text, so
         that policies take turns within each repeat."""
-        outer = self.modes, DRIVERS, self.precision, self.batch, self.prompt_tokens, self.texts
+        places = self.routing or self.texts
+        outer = self.modes, DRIVERS, self.precision, self.link_rate, self.batch
+        outer = *outer, self.prompt_tokens, places
         for place in itertools.product(*outer, self.seeds, self.budgets, self.policies):
             cell = Cell(*place)
             if cell.driver in self.drivers(self.arms[cell.policy]):
                 yield cell
 
-    def engine_options(self, driver: str, precision: str, batch: int) -> Options:
+    def engine_options(
+        self, driver: str, precision: str, batch: int, link_rate: str = NO_LINK
+    ) -> Options:
         """Those of the engine of some cells: for prompts of all lengths, with an arena for the
         largest budget."""
-        plan, _ = dry_run(self._options(driver, precision, batch, 0))
+        plan, _ = dry_run(self._options(driver, precision, batch, link_rate, 0))
+        sizes = Sizes.of_plan(plan)
         slots = max(
-            self.expert_slots(budget, arm, plan)
+            sizes.expert_slots(budget, arm, self.equal)
             for budget in self.budgets
             for arm in self.arms.values()
         )
-        return self._options(driver, precision, batch, slots * plan.steps.layout.slot_bytes)
+        return self._options(driver, precision, batch, link_rate, slots * sizes.slot_bytes)
 
-    def _options(self, driver: str, precision: str, batch: int, expert_bytes: int) -> Options:
-        length = -(-(max(self.prompt_tokens) + self.output_tokens) // 64) * 64
+    def _options(
+        self, driver: str, precision: str, batch: int, link_rate: str, expert_bytes: int
+    ) -> Options:
+        longest = max(self.prompt_tokens) + self.output_tokens
+        rate = {} if link_rate == NO_LINK else {"link_rate": parse_rate(link_rate)}
         return Options(
             self.model,
             driver=driver,
             precision=precision,
             max_num_seqs=batch,
-            max_model_len=length,
+            max_model_len=-(-longest // 64) * 64,
             eviction="lru",
             expert_budget=expert_bytes,
             enable_prefix_caching=False,
             progress=False,
+            **rate,
             **self.options,
         )
 
-    def expert_slots(self, budget: str, arm: Arm, plan: Plan) -> int:
-        """Experts that a budget holds in the plan's precision, less what the arm learned. Raises
-        UserError for a budget that holds none and is not 0."""
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """What budgets are measured with."""
+
+    experts: int
+    """In all layers."""
+    slot_bytes: int
+    """What one takes."""
+    dense_bytes: int
+    """What one takes that is not quantized."""
+
+    @classmethod
+    def of_plan(cls, plan: Plan) -> Sizes:
+        """Those of an engine."""
         spec, layout = plan.spec, plan.steps.layout
-        every, given = spec.layers * spec.experts, parse_expert_budget(_number(budget))
         dense = dataclasses.replace(layout.records[0], version="dense").nbytes
-        if isinstance(given, Share) and self.equal == BYTES:
-            given = int(given.fraction * every * dense)
+        return cls(spec.layers * spec.experts, layout.slot_bytes, dense)
+
+    def expert_slots(self, budget: str, arm: Arm, equal: str | None) -> int:
+        """Experts that a budget holds, less what the arm learned. Raises UserError for a budget
+        that holds none and is not 0."""
+        given = parse_expert_budget(_number(budget))
+        if isinstance(given, Share) and equal == BYTES:
+            given = int(given.fraction * self.experts * self.dense_bytes)
         asked_for = given.fraction if isinstance(given, Share) else given
-        whole = expert_slots_of(given, every, layout.slot_bytes)
+        size = self.slot_bytes
+        whole = expert_slots_of(given, self.experts, size)
         if asked_for and not whole:
-            size = layout.slot_bytes
             percent = f'; did you mean "{given}%"?' if is_integer(given) and given <= 100 else ";"
             raise UserError(
                 f"budget {budget} holds no expert: one takes {size} bytes ({format_bytes(size)})"
                 f'{percent} write a share such as "25%", at least '
-                f"{100 / every:.3g}%, bytes of one expert or more, or 0 for none"
+                f"{100 / self.experts:.3g}%, bytes of one expert or more, or 0 for none"
             )
-        slots = whole - -(-arm.learned_bytes // layout.slot_bytes)
+        slots = whole - -(-arm.learned_bytes // size)
         if slots < 0 or (asked_for and not slots):
             raise UserError(
                 f"budget {budget}: what {arm.name} learned takes {arm.learned_bytes} bytes of it "
@@ -163,11 +210,15 @@ class Experiment:
         return slots
 
 
-def read_experiment(source: str | os.PathLike[str] | Mapping[str, Any]) -> Experiment:
+def read_experiment(
+    source: str | os.PathLike[str] | Mapping[str, Any], changes: Mapping[str, Any] | None = None
+) -> Experiment:
     """The experiment in a YAML file, or in a mapping of the same keys, whose paths are from the
-    working directory on. Raises UserError for whatever is wrong with it, saying what to write."""
+    working directory on; with other values of keys in `changes`. Raises UserError for whatever is
+    wrong with it, saying what to write."""
+    changes = changes or {}
     if isinstance(source, Mapping):
-        return _experiment(source, Path.cwd(), "the definition")
+        return _experiment({**source, **changes}, Path.cwd(), "the definition")
     path = Path(source)
     try:
         with open(path, "rb") as file:
@@ -180,7 +231,22 @@ def read_experiment(source: str | os.PathLike[str] | Mapping[str, Any]) -> Exper
         raise UserError(
             f"{path} must be a mapping such as policies: [lru, lfu], not {shown(given)}"
         )
-    return _experiment(given, path.resolve().parent, str(path))
+    return _experiment({**given, **changes}, path.resolve().parent, str(path))
+
+
+def changes_of(texts: Sequence[str]) -> dict[str, Any]:
+    """Keys and values of "KEY=VALUE", the value as in the YAML file. Raises UserError for what is
+    written otherwise."""
+    found = {}
+    for text in texts:
+        name, given, value = text.partition("=")
+        if not given or not name:
+            raise UserError(f"--set {text}: write KEY=VALUE, such as --set repeats=1")
+        try:
+            found[name] = parse_yaml(value)
+        except ValueError as error:
+            raise UserError(f"--set {text}: the value is no YAML: {error}") from error
+    return found
 
 
 _DEFAULTS: dict[str, Any] = {
@@ -190,14 +256,19 @@ _DEFAULTS: dict[str, Any] = {
     "equal": None,
     "precision": ["dense"],
     "driver": "auto",
+    "link_rate": [NO_LINK],
     "batch": [1],
+    "prompts": None,
+    "train_prompts": 32,
     "prompt_tokens": [512],
     "output_tokens": 128,
     "texts": ["story"],
+    "routing": [],
     "seeds": [0],
     "temperature": 1.0,
     "modes": ["measured"],
     "repeats": 6,
+    "quality_tokens": None,
     "baseline": None,
     "costs": None,
     "options": {},
@@ -206,6 +277,11 @@ _DEFAULTS: dict[str, Any] = {
 
 def _experiment(given: Mapping[str, Any], home: Path, where: str) -> Experiment:
     for name in given:
+        if name == "placement":
+            raise UserError(
+                f"{where}: placement cannot be compared yet: missed experts are computed on the "
+                "device only; leave it out"
+            )
         if name not in _DEFAULTS:
             close = difflib.get_close_matches(str(name), _DEFAULTS, 1)
             meant = f"; did you mean {close[0]}?" if close else ""
@@ -220,6 +296,8 @@ def _experiment(given: Mapping[str, Any], home: Path, where: str) -> Experiment:
         texts = {}
         for text in _list("policies", found["policies"], str):
             texts[text] = arm_of(text, home)
+        routing = found["routing"] and _list("routing", found["routing"], str)
+        named = () if routing else _list("texts", found["texts"], str)
         experiment = Experiment(
             model=_text("model", found["model"]),
             policies=tuple(texts),
@@ -227,10 +305,15 @@ def _experiment(given: Mapping[str, Any], home: Path, where: str) -> Experiment:
             equal=_one_of("equal", found["equal"], (None, EXPERTS, BYTES)),
             precision=_list("precision", found["precision"], str),
             driver=_one_of("driver", found["driver"], ("auto", *DRIVERS)),
+            link_rate=_links(found["link_rate"]),
             batch=_counts("batch", found["batch"]),
+            prompts=_count_or_none("prompts", found["prompts"], 1),
+            quality_tokens=_count_or_none("quality_tokens", found["quality_tokens"], 2),
+            train_prompts=_counts("train_prompts", found["train_prompts"], single=True)[0],
             prompt_tokens=_counts("prompt_tokens", found["prompt_tokens"]),
             output_tokens=_counts("output_tokens", found["output_tokens"], single=True)[0],
-            texts=tuple(Path(t).stem for t in _list("texts", found["texts"], str)),
+            texts=tuple(Path(t).stem for t in named),
+            routing=tuple(routing),
             seeds=_counts("seeds", found["seeds"], least=0),
             temperature=_temperature(found["temperature"]),
             modes=_modes(found["modes"]),
@@ -240,15 +323,17 @@ def _experiment(given: Mapping[str, Any], home: Path, where: str) -> Experiment:
             options=_options(found["options"]),
             home=home,
             arms=texts,
-            sources={Path(t).stem: text_path(t, home) for t in _list("texts", found["texts"], str)},
-            text_names=_list("texts", found["texts"], str),
+            sources={Path(t).stem: text_path(t, home) for t in named},
+            text_names=named,
+            drawn={name: routing_of(name, home) for name in routing},
         )
-        _check(experiment)
+        check_experiment(experiment, given)
     return experiment
 
 
-def _check(experiment: Experiment) -> None:
-    """Raises UserError for what does not go together."""
+def check_experiment(experiment: Experiment, given: Mapping[str, Any] | None = None) -> None:
+    """Raises UserError for what does not go together. given: the definition itself, None once
+    policies have learned."""
     if len(experiment.sources) < len(experiment.texts):
         raise UserError("two texts have the same name; rename one of the files")
     if experiment.baseline not in experiment.arms:
@@ -256,6 +341,27 @@ def _check(experiment: Experiment) -> None:
             f"baseline {experiment.baseline!r} is none of the policies; write one of "
             f"{', '.join(experiment.policies)}"
         )
+    if experiment.prompts is not None and experiment.prompts < max(experiment.batch):
+        raise UserError(
+            f"prompts: {experiment.prompts} are fewer than a batch of {max(experiment.batch)}; "
+            "give at least as many, which then run batch by batch"
+        )
+    _check_precisions(experiment)
+    _check_arms(experiment)
+    if experiment.costs is not None and not Path(experiment.costs).is_file():
+        raise UserError(f"costs: there is no file {experiment.costs}; moejax calibrate makes one")
+    if "predicted" in experiment.modes and len(experiment.precision) > 1:
+        raise UserError("costs are of one precision; predict one at a time")
+    if experiment.drawn:
+        _check_drawn(experiment, given or {})
+        return
+    for precision in experiment.precision:
+        for link in experiment.link_rate:
+            with user_errors(BudgetError):
+                dry_run(experiment.engine_options("device", precision, max(experiment.batch), link))
+
+
+def _check_precisions(experiment: Experiment) -> None:
     shares = [b for b in experiment.budgets if b.endswith("%")]
     if len(experiment.precision) > 1 and shares and experiment.equal is None:
         raise UserError(
@@ -269,20 +375,34 @@ def _check(experiment: Experiment) -> None:
                 f"precision {name} holds experts in two versions, whose cells are laid out at a "
                 "start and not within a grid; write dense, lossless12, int8, int4 or int2"
             )
-    if experiment.driver == "device":
-        for arm in experiment.arms.values():
-            if arm.needs_host:
-                raise UserError(
-                    f"policy {arm.name!r} looks between layers, which driver: device lacks; write "
-                    "driver: auto or host"
-                )
-    if experiment.costs is not None and not Path(experiment.costs).is_file():
-        raise UserError(f"costs: there is no file {experiment.costs}; moejax calibrate makes one")
-    if "predicted" in experiment.modes and len(experiment.precision) > 1:
-        raise UserError("costs are of one precision; predict one at a time")
-    for precision in experiment.precision:
-        with user_errors(BudgetError):
-            dry_run(experiment.engine_options("device", precision, max(experiment.batch)))
+
+
+def _check_arms(experiment: Experiment) -> None:
+    for arm in experiment.arms.values():
+        if experiment.driver == "device" and arm.needs_host:
+            raise UserError(
+                f"policy {arm.name!r} looks between layers, which driver: device lacks; write "
+                "driver: auto or host"
+            )
+        if arm.moves_cells and experiment.modes != ("simulated",):
+            raise UserError(
+                f"policy {arm.name!r} writes 'cells', and in a grid budgets are the grid's; write "
+                "modes: [simulated], where it may move them between layers, or leave it out"
+            )
+
+
+def _check_drawn(experiment: Experiment, given: Mapping[str, Any]) -> None:
+    for name in OF_A_MODEL:
+        if name in given:
+            raise UserError(f"routing is without a model, so {name} say nothing; leave them out")
+    if "measured" in experiment.modes:
+        raise UserError("routing is without a model; write modes: [simulated] or [predicted]")
+    for arm in experiment.arms.values():
+        if wanted := sorted(arm.arrays | arm.train_arrays):
+            raise UserError(
+                f"policy {arm.name!r} needs {wanted[0]}, which routing without a model lacks; "
+                "give texts"
+            )
 
 
 def _text(name: str, value: Any) -> str:
@@ -317,6 +437,10 @@ def _counts(name: str, value: Any, least: int = 1, single: bool = False) -> tupl
     return tuple(values)
 
 
+def _count_or_none(name: str, value: Any, least: int) -> int | None:
+    return None if value is None else _counts(name, value, least, single=True)[0]
+
+
 def _temperature(value: Any) -> float:
     if not is_number(value) or not 0 <= value <= 2:
         raise UserError(f"temperature must be from 0 to 2, not {shown(value)}")
@@ -339,6 +463,17 @@ def _budgets(value: Any) -> tuple[str, ...]:
     if len(set(found)) < len(found):
         raise UserError(f"budgets has one twice: {shown(value)}")
     return found
+
+
+def _links(value: Any) -> tuple[str, ...]:
+    """Rates as text."""
+    values = tuple(str(one) for one in (value if isinstance(value, list | tuple) else [value]))
+    for one in values:
+        if one != NO_LINK:
+            parse_rate(one)
+    if not values or len(set(values)) < len(values):
+        raise UserError(f"link_rate is a list such as [none, 2GB/s], not {shown(value)}")
+    return values
 
 
 def _number(budget: str) -> int | str:

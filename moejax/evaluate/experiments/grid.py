@@ -3,26 +3,44 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import os
 import platform
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from host_offload.sizing.cost_model import CostModel
 from host_offload.traces.reader import Trace
 from moejax.checkpoints.convert import installed_version
 from moejax.costs.workload_plan import costs_of_trace
 from moejax.errors import UserError, user_errors
-from moejax.evaluate.experiments.bench import Bench, Group, bench_of, group_of, loaded_model
-from moejax.evaluate.experiments.corpus import windows
-from moejax.evaluate.experiments.definition import Cell, Experiment, read_experiment
+from moejax.evaluate.experiments.arms import Arm
+from moejax.evaluate.experiments.bench import (
+    Bench,
+    Group,
+    Terms,
+    bench_of,
+    group_of,
+    loaded_model,
+    terms_of_trace,
+)
+from moejax.evaluate.experiments.definition import (
+    NO_LINK,
+    Cell,
+    Experiment,
+    check_experiment,
+    read_experiment,
+)
+from moejax.evaluate.experiments.quality import scored
 from moejax.evaluate.experiments.record_file import (
+    QUALITY,
     RECORDS,
     SESSIONS,
+    TIMELINES,
     open_records,
     require_same,
 )
@@ -34,11 +52,9 @@ from moejax.evaluate.experiments.simulated import (
     recorded,
     simulated,
 )
-from moejax.evaluate.experiments.workload import Workload
+from moejax.evaluate.experiments.sources.learning import Prompts, learned
 from moejax.evaluate.json_lines import LineFile
-from moejax.models.directory import model_directory
 from moejax.progress import grid_progress
-from moejax.requests.tokenizer import load_tokenizer
 
 TRACES = "traces"
 """The folder of a directory of results that has the routing."""
@@ -53,24 +69,34 @@ def ablate(
     definition: str | os.PathLike[str] | Mapping[str, Any],
     directory: str | os.PathLike[str],
     *,
+    changes: Mapping[str, Any] | None = None,
     progress: bool = True,
 ) -> Records:
     """Runs the grid of a definition and returns its records (docs/ablation.md).
 
     definition: a YAML file, or a mapping of the same keys. directory: of the results; one that
-    is there is gone on with, and only what it lacks is run. progress: a bar on stderr, with an
-    estimate of what is left.
+    is there is gone on with, and only what it lacks is run. changes: other values of keys.
+    progress: a bar on stderr, with an estimate of what is left.
 
     Raises UserError for a definition that says what cannot be, and for a directory of another one.
     What goes wrong in a cell is its record's `error`, and the others go on.
     """
-    experiment = read_experiment(definition)
+    experiment = read_experiment(definition, changes)
     root = Path(directory)
     with _alone():
         require_same(root, experiment.asked)
         with open_records(root / RECORDS) as records, open_records(root / SESSIONS) as sessions:
-            grid = _Grid(experiment, root, records, sessions)
-            grid.run(progress)
+            if experiment.drawn:
+                _DrawnGrid(experiment, root, records).run(progress)
+            else:
+                prompts = Prompts(experiment)
+                experiment = learned(experiment, prompts, root / TRACES)
+                with (
+                    open_records(root / QUALITY) as quality,
+                    open_records(root / TIMELINES) as timelines,
+                ):
+                    files = _Files(records, sessions, quality, timelines)
+                    _Grid(experiment, root, files, prompts).run(progress)
     return read_results(root)
 
 
@@ -101,29 +127,120 @@ def runs_of(experiment: Experiment) -> dict[Group, list[Run]]:
     return found
 
 
-class _Grid:
-    """The runs of an experiment whose records are not there yet."""
+class _Records:
+    """The file of records, and what of an experiment it lacks."""
 
-    def __init__(self, experiment: Experiment, root: Path, records: LineFile, sessions: LineFile):
-        self.experiment, self.root = experiment, root
-        self.records, self.sessions = records, sessions
-        done = {tuple(line[key] for key in KEYS) for line in records.lines}
+    def __init__(self, experiment: Experiment, file: LineFile):
+        self._file = file
+        self._done = {tuple(line[key] for key in KEYS) for line in file.lines}
         groups = runs_of(experiment)
         self.total = sum(map(len, groups.values()))
         self.left = {
-            group: [run for run in runs if _key(run) not in done] for group, runs in groups.items()
+            group: [run for run in runs if _key(run) not in self._done]
+            for group, runs in groups.items()
         }
-        self._prompts: dict[tuple[str, int], list[list[int]]] = {}
-        self._tokenizer: Any = None
+
+    @property
+    def count_left(self) -> int:
+        return sum(map(len, self.left.values()))
+
+    def add(self, run: Run, session: int | None, columns: Mapping[str, Any]) -> None:
+        cell, repeat = run
+        self._file.append({**vars(cell), "repeat": repeat, "session": session, **columns})
+
+    def add_bound(self, terms: Terms, cell: Cell, trace: Trace) -> None:
+        """MIN of the cell's place and budget, once; policies that share a place share it."""
+        place = dataclasses.replace(cell, mode="bound", policy="MIN", driver="device")
+        if _key((place, 0)) in self._done:
+            return
+        self._done.add(_key((place, 0)))
+        if (columns := bound(terms, cell, trace)) is not None:
+            self.add((place, 0), None, {"error": None, **columns})
+
+
+class _DrawnGrid:
+    """The runs of an experiment on routing without a model."""
+
+    def __init__(self, experiment: Experiment, root: Path, records: LineFile):
+        self.experiment, self.root = experiment, root
+        # What has learned says who looks between layers, whatever it learned from.
+        first = next(experiment.cells())
+        told = dataclasses.replace(experiment, arms=self._arms(first))
+        check_experiment(told)
+        self.records = _Records(told, records)
 
     def run(self, progress: bool) -> None:
-        for runs in self.left.values():
+        done = self.records.total - self.records.count_left
+        with grid_progress(self.records.total, done, progress) as advance:
+            for runs in self.records.left.values():
+                # Those of one trace after the other, which is drawn once.
+                terms: dict[Any, tuple[Terms, Trace]] = {}
+                for cell, repeat in runs:
+                    place = _place(cell)
+                    if place not in terms:
+                        terms[place] = self._terms(cell)
+                    here, trace = terms[place]
+                    self.records.add_bound(here, cell, trace)
+                    columns = columns_of(lambda c=cell, t=trace, h=here: self._counted(h, c, t))
+                    self.records.add((cell, repeat), None, columns)
+                    advance()
+
+    def _terms(self, cell: Cell) -> tuple[Terms, Trace]:
+        experiment, root = self.experiment, self.root / TRACES
+        routing = experiment.drawn[cell.text]
+        output = experiment.output_tokens
+        trace = routing.test(root, cell.batch, cell.prompt_tokens, output, cell.seed)
+        return terms_of_trace(experiment, self._arms(cell), trace), trace
+
+    def _arms(self, cell: Cell) -> Mapping[str, Arm]:
+        """The arms, taught by the routing of a cell's place."""
+        arms, routing = self.experiment.arms, self.experiment.drawn[cell.text]
+        if not any(arm.learns for arm in arms.values()):
+            return arms
+        most = max(self.experiment.batch)
+        train = routing.train(self.root / TRACES, most, cell.prompt_tokens, cell.seed)
+        return {name: arm.taught(train) for name, arm in arms.items()}
+
+    def _counted(self, terms: Terms, cell: Cell, trace: Trace) -> dict[str, Any]:
+        if cell.mode == "simulated":
+            return simulated(terms, cell, trace)
+        with user_errors():
+            costs = costs_of_trace(trace, self.experiment.costs)
+        return predicted(terms, cell, trace, costs)[0]
+
+
+class _Files(NamedTuple):
+    """What a grid writes."""
+
+    records: LineFile
+    sessions: LineFile
+    quality: LineFile
+    timelines: LineFile
+
+
+class _Grid:
+    """The runs of an experiment with a model."""
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        root: Path,
+        files: _Files,
+        prompts: Prompts,
+    ):
+        self.experiment, self.root, self.sessions = experiment, root, files.sessions
+        self.records, self.workload = _Records(experiment, files.records), prompts.workload
+        self.quality, self.timelines, self.prompts = files.quality, files.timelines, prompts
+
+    def run(self, progress: bool) -> None:
+        left = self.records.left
+        for runs in left.values():
             for cell, _ in runs:
-                self._workload(cell)  # a text without room for a prompt is refused before a start
-        left = sum(map(len, self.left.values()))
-        with grid_progress(self.total, self.total - left, progress) as advance:
+                self.workload(cell)  # a text without room for a prompt is refused before a start
+        done = self.records.total - self.records.count_left
+        with grid_progress(self.records.total, done, progress) as advance:
             for precision in self.experiment.precision:
-                groups = [g for g in self.left if g.precision == precision and self.left[g]]
+                groups = [g for g in left if g.precision == precision and left[g]]
                 if not groups:
                     continue
                 with loaded_model(self.experiment, precision) as (loaded, load_s):
@@ -133,17 +250,21 @@ class _Grid:
 
     def _group(self, bench: Bench, group: Group, load_s: float, advance: Any) -> None:
         began = time.perf_counter()
-        traces = self._warmed_up(bench, self.left[group])
+        runs = self.records.left[group]
+        traces = self._warmed_up(bench, runs)
         warm_up_s = time.perf_counter() - began
-        costs = self._costs(self.left[group], traces)
+        costs = self._costs(runs, traces)
         before = bench.engine.runner.executables()
-        self._bounds(bench, self.left[group], traces)
+        for cell, _ in runs:
+            self.records.add_bound(bench.terms, cell, traces[_place(cell)])
+        self._score(bench, group)
         number = len(self.sessions.lines)
+        names = ("driver", "precision", "link_rate", "batch")
         self.sessions.append(
             {
                 "session": number,
                 "at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-                **{name: getattr(group, name) for name in ("driver", "precision", "batch")},
+                **{name: getattr(group, name) for name in names},
                 "arrays": sorted(group.arrays),
                 "load_s": load_s,
                 **bench.started,
@@ -155,31 +276,36 @@ class _Grid:
                 "active_bytes": self._active_bytes(bench, traces),
             }
         )
-        for cell, repeat in self.left[group]:
-            columns = self._columns(bench, cell, traces, costs)
-            self.records.append({**vars(cell), "repeat": repeat, "session": number, **columns})
+        for cell, repeat in runs:
+            trace = traces[_place(cell)]
+            columns = columns_of(lambda c=cell, t=trace: self._run(bench, c, t, costs))
+            self.records.add((cell, repeat), number, columns)
             advance()
 
-    def _columns(
-        self,
-        bench: Bench,
-        cell: Cell,
-        traces: Mapping[tuple[str, int, int], Trace],
-        costs: CostModel | None,
+    def _score(self, bench: Bench, group: Group) -> None:
+        """The quality of the group's precision, if it is asked for and not there yet."""
+        most = self.experiment.quality_tokens
+        done = {(line["precision"], line["text"]) for line in self.quality.lines}
+        for text in () if most is None else self.experiment.texts:
+            if (group.precision, text) not in done:
+                bench.engine.begin_anew(bench.plan.spec, (), bench.plan.cells)
+                place = {"precision": group.precision, "text": text}
+                found = scored(bench.engine, self.prompts.test_tokens(text)[:most])
+                self.quality.append({**place, **found})
+
+    def _run(
+        self, bench: Bench, cell: Cell, trace: Trace, costs: CostModel | None
     ) -> dict[str, Any]:
-        """The columns of a run; of one that fails only the error."""
-        try:
-            if cell.mode == "measured":
-                return {"error": None, **bench.measured(cell, self._workload(cell))}
-            trace = traces[_place(cell)]
-            if cell.mode == "simulated":
-                return {"error": None, **simulated(bench, cell, trace)}
-            assert costs is not None
-            return {"error": None, **predicted(bench, cell, trace, costs)}
-        except Exception as error:
-            notes = "; ".join(getattr(error, "__notes__", ()))
-            said = f"{type(error).__name__}: {error}{f' ({notes})' if notes else ''}"
-            return {"error": said[:1000]}
+        if cell.mode == "measured":
+            return bench.measured(cell, self.workload(cell), trace)
+        if cell.mode == "simulated":
+            return simulated(bench.terms, cell, trace)
+        assert costs is not None
+        columns, events = predicted(bench.terms, cell, trace, costs)
+        if events:
+            told = [dataclasses.asdict(event) for event in events]
+            self.timelines.append({**vars(cell), "events": told})
+        return columns
 
     def _costs(self, runs: Iterable[Run], traces: Mapping[Any, Trace]) -> CostModel | None:
         """What predicted cells are priced by; None without any. Raises UserError where nothing was
@@ -199,51 +325,29 @@ class _Grid:
             if cell.mode == "measured":
                 arms.setdefault(cell.policy, cell)
         found = {
-            place: recorded(
-                bench, cell, self._workload(cell), self.root / TRACES / _name(cell, bench)
-            )
+            place: recorded(bench, self.workload(cell), self.root / TRACES / _name(cell, bench))
             for place, cell in cells.items()
         }
         for cell in arms.values():
             # What it raises is for its record to say.
             with contextlib.suppress(Exception):
-                bench.measured(cell, self._workload(cell, warm_up=True))
+                bench.measured(cell, self.workload(cell, warm_up=True), found[_place(cell)])
         bench.engine.runner.wait_compiled(everything=True)
         return found
-
-    def _bounds(
-        self, bench: Bench, runs: Iterable[Run], traces: Mapping[tuple[str, int, int], Trace]
-    ) -> None:
-        """Records of MIN, once for each place and budget; policies that share a place share it."""
-        done = {tuple(line[key] for key in KEYS) for line in self.records.lines}
-        for cell, _ in runs:
-            place = Cell(**{**vars(cell), "mode": "bound", "policy": "MIN", "driver": "device"})
-            if _key((place, 0)) in done:
-                continue
-            done.add(_key((place, 0)))
-            if (columns := bound(bench, cell, traces[_place(cell)])) is not None:
-                line = {**vars(place), "repeat": 0, "session": None, "error": None, **columns}
-                self.records.append(line)
 
     def _active_bytes(self, bench: Bench, traces: Mapping[Any, Trace]) -> float:
         sizes = bench.plan.spec.version_bytes
         return max(active_bytes(trace, sizes) for trace in traces.values())
 
-    def _workload(self, cell: Cell, warm_up: bool = False) -> Workload:
-        """The cell's prompts. warm_up: as few tokens as tell an engine everything."""
-        place = cell.text, cell.prompt_tokens
-        if place not in self._prompts:
-            if self._tokenizer is None:
-                options = self.experiment.options
-                words = options.get("tokenizer") or model_directory(self.experiment.model)
-                self._tokenizer = load_tokenizer(words, required=True)
-            text = self.experiment.sources[cell.text].read_text()
-            ids = self._tokenizer(text)["input_ids"]
-            most = max(self.experiment.batch)
-            self._prompts[place] = windows(ids, most, cell.prompt_tokens, cell.text)
-        prompts = tuple(map(tuple, self._prompts[place][: cell.batch]))
-        output = min(self.experiment.output_tokens, 16 if warm_up else 1 << 30)
-        return Workload(prompts, output, self.experiment.temperature, cell.seed)
+
+def columns_of(counted: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The columns of a run; of one that fails only the error."""
+    try:
+        return {"error": None, **counted()}
+    except Exception as error:
+        notes = "; ".join(getattr(error, "__notes__", ()))
+        said = f"{type(error).__name__}: {error}{f' ({notes})' if notes else ''}"
+        return {"error": said[:1000]}
 
 
 def _place(cell: Cell) -> tuple[str, int, int]:
@@ -259,4 +363,6 @@ def _key(run: Run) -> tuple[Any, ...]:
 def _name(cell: Cell, bench: Bench) -> str:
     arrays = sorted(bench.plan.steps.trace_arrays)
     parts = *arrays, cell.precision, f"batch{cell.batch}", f"prompt{cell.prompt_tokens}"
+    if cell.link_rate != NO_LINK:
+        parts = *parts, cell.link_rate.replace("/", "-")
     return "-".join([cell.driver, *parts, cell.text, f"seed{cell.seed}"])

@@ -16,6 +16,10 @@ from moejax.evaluate.json_lines import LineFile, open_line_file, parsed_lines, r
 DEFINITION, RECORDS, SESSIONS = "experiment.json", "records.jsonl", "sessions.jsonl"
 """Files of a directory of results: what was asked, a line for each run, a line for each start."""
 
+QUALITY, TIMELINES = "quality.jsonl", "timelines.jsonl"
+"""Files with a line for each precision and text, where a definition asks for quality, and for each
+predicted cell over a link."""
+
 
 def open_records(path: Path) -> contextlib.AbstractContextManager[LineFile]:
     """The file, as open_line_file. Raises UserError for one that is something else."""

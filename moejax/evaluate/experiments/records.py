@@ -14,7 +14,14 @@ import numpy as np
 from moejax.errors import UserError
 from moejax.evaluate.experiments.definition import Cell
 from moejax.evaluate.experiments.intervals import median_interval
-from moejax.evaluate.experiments.record_file import DEFINITION, RECORDS, SESSIONS, read_records
+from moejax.evaluate.experiments.record_file import (
+    DEFINITION,
+    QUALITY,
+    RECORDS,
+    SESSIONS,
+    TIMELINES,
+    read_records,
+)
 
 PLACE = tuple(field.name for field in dataclasses.fields(Cell))
 """Columns that say which cell of the grid a record is of."""
@@ -25,7 +32,7 @@ KEYS = (*PLACE, "repeat")
 TIMES = ("ttft_s", "tpot_p50_s", "tpot_p99_s", "tokens_per_s", "prefill_s", "decode_s")
 """Columns whose medians have intervals, and that are compared in pairs; a processor's time too."""
 
-UNEQUAL = ("session", *TIMES, "wall_s", "cpu_s")
+UNEQUAL = ("session", *TIMES, "wall_s", "cpu_s", "energy_j")
 """Columns in which two runs of the same definition may differ; in all others they must not."""
 
 COUNTS = tuple(
@@ -50,6 +57,10 @@ class Records:
     """A flat record of each run: plain values by column."""
     sessions: Sequence[Mapping[str, Any]]
     """Starts of engines: machine, versions, what was compiled."""
+    quality: Sequence[Mapping[str, Any]] = ()
+    """Perplexity of each precision and text, where it was asked for."""
+    timelines: Sequence[Mapping[str, Any]] = ()
+    """What happens in some layers of each predicted cell over a link."""
 
     def of_mode(self, mode: str) -> list[Mapping[str, Any]]:
         """The records without an error of one mode: measured, simulated, predicted or bound."""
@@ -96,7 +107,7 @@ class Records:
         place = {**found, "policy": self.asked["baseline"]}
         others = cells.get(tuple(place[key] for key in PLACE), ())
         pairs = {(row["repeat"], row["session"]): row for row in others if row["error"] is None}
-        for name in (*TIMES, "cpu_s"):
+        for name in (*TIMES, "cpu_s", "energy_j"):
             values = [row[name] for row in whole if row.get(name) is not None]
             if not values:
                 continue
@@ -167,7 +178,11 @@ def read_results(directory: str | os.PathLike[str]) -> Records:
         raise UserError(
             f"{root} is no directory of results; moejax ablate CONFIG.yaml --output DIR makes one"
         ) from None
-    return Records(root, asked, read_records(root / RECORDS), read_records(root / SESSIONS))
+    others = [
+        read_records(root / name) if (root / name).exists() else [] for name in (QUALITY, TIMELINES)
+    ]
+    records, sessions = read_records(root / RECORDS), read_records(root / SESSIONS)
+    return Records(root, asked, records, sessions, *others)
 
 
 def _place(row: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -209,6 +224,8 @@ def _notes(records: Records) -> Iterator[str]:
     both, equal = records.agreement()
     if both:
         yield f"the simulator's counts equal the engine's in {equal} of {both} cells that have both"
+    for policy in sorted(_below_min(records)):
+        yield f"{policy} moved less than MIN, which cannot be: report a bug"
     if len({session["machine"] for session in records.sessions}) > 1:
         yield "sessions ran on several machines; times are compared within a session only"
     if any(session["platform"] == "cpu" for session in records.sessions) and rows:
@@ -224,3 +241,22 @@ def _notes(records: Records) -> Iterator[str]:
             f"in {marked} cells eviction had no choice (marked ∅): a step's experts fill every "
             "cell, or nothing had to go, so policies that only evict are alike there"
         )
+
+
+def _below_min(records: Records) -> set[str]:
+    """Policies that moved fewer experts than their bound somewhere; those that move cells between
+    layers have the bound of one pool."""
+    least = {_bounded(row): row for row in records.of_mode("bound")}
+    return {
+        row["policy"]
+        for row in (*records.of_mode("measured"), *records.of_mode("simulated"))
+        if (bound := least.get(_bounded(row)))
+        and row["cells_least"] == bound["cells_least"]
+        and row["decode_misses"] + row["decode_ahead"]
+        < bound["pool_misses" if row["moves_cells"] else "decode_misses"]
+    }
+
+
+def _bounded(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Which bound is a record's."""
+    return tuple(row[key] for key in PLACE if key not in ("mode", "driver", "policy"))

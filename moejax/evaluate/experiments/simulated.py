@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,20 +10,24 @@ from typing import Any
 
 import numpy as np
 
-from host_offload.simulate.bounds import min_transfers, read_references
+from host_offload.control.interface import Spec
+from host_offload.simulate.bounds import in_one_pool, min_transfers, read_references
 from host_offload.simulate.prediction import predict
 from host_offload.simulate.simulated_engine import SimulatedStep
 from host_offload.simulate.simulator import Simulation, simulate
+from host_offload.simulate.timeline import Event, Link
 from host_offload.sizing.cost_model import CostModel
 from host_offload.traces.reader import Trace, read_trace
 from host_offload.traces.step_sets import step_set
-from moejax.evaluate.experiments.bench import Bench
-from moejax.evaluate.experiments.definition import Cell
+from moejax.evaluate.experiments.bench import Bench, Terms
+from moejax.evaluate.experiments.definition import NO_LINK, Cell
 from moejax.evaluate.experiments.workload import KINDS, Workload, has_choice, run, transfer_columns
+from moejax.sizes import parse_rate
+from moejax.traces.timeline import middle_layers
 from moejax.traces.tracer import start_trace
 
 
-def recorded(bench: Bench, cell: Cell, workload: Workload, directory: Path) -> Trace:
+def recorded(bench: Bench, workload: Workload, directory: Path) -> Trace:
     """The trace of a workload's routing, which no policy and no budget changes; recorded with all
     cells and LRU where it is not there yet."""
     if directory.exists():
@@ -31,10 +36,10 @@ def recorded(bench: Bench, cell: Cell, workload: Workload, directory: Path) -> T
             return trace
         shutil.rmtree(directory)  # a run that was killed
     engine, plan = bench.engine, bench.plan
-    bench.engine.begin_anew(plan.spec, (), plan.cells)
+    engine.begin_anew(plan.spec, (), plan.cells)
     directory.parent.mkdir(parents=True, exist_ok=True)
     arrays = plan.steps.trace_arrays
-    about = {"model": cell.policy, "eviction": "lru", "prefetch": None}
+    about = {"model": bench.terms.experiment.model, "eviction": "lru", "prefetch": None}
     engine.tracer = start_trace(directory, engine.runner, plan.spec, settings=about, arrays=arrays)
     try:
         run(engine, workload)
@@ -58,45 +63,61 @@ class _Choices:
             self.count += has_choice(active, step.fills, self._cells, self._held)
 
 
-def simulated(bench: Bench, cell: Cell, trace: Trace) -> dict[str, Any]:
+def simulated(terms: Terms, cell: Cell, trace: Trace) -> dict[str, Any]:
     """The columns of a simulated cell: the counts that the engine has."""
-    granted, spec = bench.granted(cell), bench.spec(cell)
+    granted, spec = terms.granted(cell), terms.spec(cell)
     watcher = _Choices(np.array(granted.cells))
-    found = simulate(trace, **_asked(bench, cell), watcher=watcher)
-    sizes = next(iter(spec.link_bytes.values()))
+    found = simulate(trace, **_asked(terms, cell, trace), watcher=watcher)
     return {
         **granted.columns,
-        **_counts(found, sizes),
+        **_counts(found, _link_bytes(spec)),
         "eviction_choices": watcher.count,
         **transfer_columns({} if found.control is None else found.control["transfers"]),
     }
 
 
-def predicted(bench: Bench, cell: Cell, trace: Trace, costs: CostModel) -> dict[str, Any]:
-    """The columns of a predicted cell: the simulator's counts, and times of the cost model."""
-    found = predict(trace, costs, **_asked(bench, cell))
-    sizes = next(iter(bench.spec(cell).link_bytes.values()))
+def predicted(
+    terms: Terms, cell: Cell, trace: Trace, costs: CostModel
+) -> tuple[dict[str, Any], list[Event]]:
+    """The columns of a predicted cell: the simulator's counts, and times of the cost model. Over a
+    link also what happened in some layers in the middle of the run, cut to their time."""
+    link = None if cell.link_rate == NO_LINK else Link(parse_rate(cell.link_rate))
+    found = predict(trace, costs, link=link, draw=link is not None, **_asked(terms, cell, trace))
     seconds = {kind: found.seconds[found.of_kind(kind)] for kind in KINDS}
     decode = seconds["decode"]
-    return {
-        **bench.granted(cell).columns,
-        **_counts(found.simulation, sizes),
+    columns = {
+        **terms.granted(cell).columns,
+        **_counts(found.simulation, _link_bytes(terms.spec(cell))),
         **{f"{kind}_s": float(s.sum()) for kind, s in seconds.items()},
         "ttft_s": float(seconds["prefill"].sum()),
         "tpot_p50_s": float(np.percentile(decode, 50)) if decode.size else None,
         "tpot_p99_s": float(np.percentile(decode, 99)) if decode.size else None,
         "tokens_per_s": found.tokens_per_s,
     }
+    if link is None:
+        return columns, []
+    begin, end = middle_layers(found.events)
+    shown = [event for event in found.events if event.end > begin and event.begin < end]
+    cut = [
+        dataclasses.replace(event, begin=max(event.begin, begin), end=min(event.end, end))
+        for event in shown
+    ]
+    return columns, cut
 
 
-def _asked(bench: Bench, cell: Cell) -> dict[str, Any]:
+def _asked(terms: Terms, cell: Cell, trace: Trace) -> dict[str, Any]:
     """Arguments of simulate for a cell."""
     return {
-        "policies": bench.experiment.arms[cell.policy].policies,
-        "cells": list(bench.granted(cell).cells),
+        "policies": terms.arms[cell.policy].policies_in(trace),
+        "cells": list(terms.granted(cell).cells),
         "driver": cell.driver,
-        "spec": bench.spec(cell),
+        "spec": terms.spec(cell),
     }
+
+
+def _link_bytes(spec: Spec) -> np.ndarray:
+    """int64[L]: what an expert of each layer moves over the link."""
+    return next(iter(spec.link_bytes.values()))
 
 
 def _counts(found: Simulation, sizes: np.ndarray) -> dict[str, Any]:
@@ -121,18 +142,21 @@ def _counts(found: Simulation, sizes: np.ndarray) -> dict[str, Any]:
     return columns
 
 
-def bound(bench: Bench, cell: Cell, trace: Trace) -> dict[str, Any] | None:
+def bound(terms: Terms, cell: Cell, trace: Trace) -> dict[str, Any] | None:
     """The columns of MIN, the fewest experts that any policy can move in the decode steps, whatever
-    the prefill left; None below the largest step set, where no bound is claimed."""
-    granted, sizes = bench.granted(cell), next(iter(bench.spec(cell).link_bytes.values()))
+    the prefill left; None below the largest step set, where no bound is claimed. `pool_misses`: the
+    same for policies that move cells between layers."""
+    granted, references = terms.granted(cell), read_references(trace, "decode")
     try:
-        moved = min_transfers(read_references(trace, "decode"), np.array(granted.cells))
+        moved = min_transfers(references, np.array(granted.cells))
+        pool = min_transfers(in_one_pool(references), sum(granted.cells))
     except ValueError:
         return None
     return {
         **granted.columns,
         "decode_misses": int(moved.sum()),
-        "decode_bytes": int(moved @ sizes),
+        "decode_bytes": int(moved @ _link_bytes(terms.spec(cell))),
+        "pool_misses": int(pool.sum()),
     }
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from moejax.costs.energy import joules, read_energy
 from moejax.engine.loop import Engine
 from moejax.engine.step_work import Step, moved_bytes
 from moejax.requests.request import Request
@@ -22,9 +23,10 @@ KINDS = ("prefill", "decode")
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """Prompts that run together, and how they go on."""
+    """Prompts, `batch` of which run together, and how they go on."""
 
     prompts: tuple[tuple[int, ...], ...]
+    batch: int
     output_tokens: int
     temperature: float
     seed: int
@@ -125,13 +127,15 @@ def run(engine: Engine, workload: Workload, counter: Counter | None = None) -> d
     statistics, control = engine.statistics, engine.control
     before, requests = dict(statistics.seconds), []
     engine.listener = counter
-    began, processor = time.perf_counter(), time.process_time()
+    energy, began, processor = read_energy(), time.perf_counter(), time.process_time()
     try:
-        for place, prompt in enumerate(workload.prompts):
-            requests.append(engine.add(list(prompt), workload.params(place)))
-        while not engine.scheduler.idle:
-            engine.step()
-        engine.drain()
+        for first in range(0, len(workload.prompts), workload.batch):
+            for place in range(first, min(first + workload.batch, len(workload.prompts))):
+                prompt = list(workload.prompts[place])
+                requests.append(engine.add(prompt, workload.params(place)))
+            while not engine.scheduler.idle:
+                engine.step()
+            engine.drain()
     except BaseException:
         engine.control = engine.hooks = None
         engine.abort(requests)
@@ -139,7 +143,11 @@ def run(engine: Engine, workload: Workload, counter: Counter | None = None) -> d
         raise
     finally:
         engine.listener = None
-    spent = {"wall_s": time.perf_counter() - began, "cpu_s": time.process_time() - processor}
+    spent = {
+        "wall_s": time.perf_counter() - began,
+        "cpu_s": time.process_time() - processor,
+        "energy_j": joules(energy, read_energy()),
+    }
     seconds = {kind: statistics.seconds[kind] - before[kind] for kind in KINDS}
     transfers: Mapping[str, Mapping[str, int]] = {}
     if control is not None:

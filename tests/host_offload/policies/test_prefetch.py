@@ -40,7 +40,7 @@ from host_offload.simulate.bounds import in_one_pool, min_transfers, read_refere
 from host_offload.simulate.simulator import simulate, spec_of
 from host_offload.traces.reader import Trace, TraceError, read_trace
 from host_offload.traces.writer import TraceWriter
-from scripts.policies.static_layers import StaticLayers
+from scripts.experiments.static_layers import StaticLayers
 from tests.host_offload.memory.layered_device import LayeredDevice
 from tests.host_offload.traces.traces_of import write_trace
 

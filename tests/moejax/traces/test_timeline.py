@@ -9,7 +9,7 @@ from host_offload.queue.native import Span
 from host_offload.simulate.timeline import DEVICE, Event
 from moejax.commands import main as cli
 from moejax.errors import UserError
-from moejax.traces.timeline import _window, measured_events, write_timeline
+from moejax.traces.timeline import measured_events, middle_layers, write_timeline
 from pallas_kernels.cpu.spans import OpSpan
 from tests.pallas_kernels.contract import NATIVE
 
@@ -52,9 +52,9 @@ def events_of(steps, layers):
 
 
 def test_a_picture_is_of_three_layers_of_one_step(tmp_path):
-    begin, end = _window(events_of(5, 4))
+    begin, end = middle_layers(events_of(5, 4))
     assert end - begin == 3 and begin % 4 in (0, 1)
-    assert _window(events_of(1, 2)) == (0, 2)
+    assert middle_layers(events_of(1, 2)) == (0, 2)
     with pytest.raises(UserError, match="no layer was computed"):
         write_timeline(tmp_path / "t.png", [Event(DEVICE, "begin", 0, 1)])
 

@@ -10,9 +10,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from host_offload.memory.budget import format_bytes
+from moejax.evaluate.experiments.definition import NO_LINK
 from moejax.evaluate.experiments.records import COUNTS, PLACE, Records
+from moejax.sizes import parse_rate
 
-PANEL = ("precision", "batch", "prompt_tokens", "text")
+PANEL = ("precision", "link_rate", "batch", "prompt_tokens", "text")
 """What one table and one row of plots is of."""
 
 Line = Mapping[str, Any]
@@ -56,18 +58,25 @@ def panels(records: Records) -> list[Panel]:
 
 
 def _panel(records: Records, place: tuple[Any, ...], lines: Sequence[Line]) -> Panel:
-    precision, batch, prompt, text = place
+    precision, link_rate, batch, prompt, text = place
     title = (
         f"{text} · {precision} · batch {batch} · {prompt}+{records.asked['output_tokens']} tokens"
     )
+    if link_rate != NO_LINK:
+        title += f" · link {link_rate}"
+    engine = precision, link_rate, batch
     sessions = [
-        one for one in records.sessions if (one["precision"], one["batch"]) == (precision, batch)
+        one
+        for one in records.sessions
+        if (one["precision"], one["link_rate"], one["batch"]) == engine
     ]
     link = active_s = None
     if sessions:
         link = float(np.median([one["link_bytes_per_s"] for one in sessions]))
         memory = float(np.median([one["memory_bytes_per_s"] for one in sessions]))
         active_s = sessions[0]["active_bytes"] / memory
+        if link_rate != NO_LINK:
+            link = parse_rate(link_rate)
     least = {line["budget"]: line for line in lines if line["mode"] == "bound"}
     order = {name: i for i, name in enumerate(records.asked["policies"])}
     others = _told_once([line for line in lines if line["mode"] != "bound"])
@@ -121,7 +130,17 @@ def labels(lines: Sequence[Line]) -> dict[int, str]:
 
 
 HEADINGS = (
-    *("policy", "budget", "", "misses/step", "+ ahead", "MIN", "hits", "ahead: used/moved"),
+    *(
+        "policy",
+        "budget",
+        "",
+        "misses/step",
+        "+ ahead",
+        "MIN",
+        "hits",
+        "ahead: used/moved",
+        "recall",
+    ),
     *("bytes/step", "TPOT p50 ms", "× baseline", "p99 ms", "TTFT ms", "tokens/s"),
 )
 
@@ -138,7 +157,8 @@ def _row(panel: Panel, line: Line, name: str) -> list[str]:
     steps = line["decode_steps"] or 1
     least = panel.least.get(line["budget"])
     needed = line["decode_hits"] + line["decode_misses"]
-    moved = line.get("ahead_done", 0)
+    moved, used = line.get("ahead_done", 0), line.get("ahead_used", 0)
+    missed = line["prefill_misses"] + line["decode_misses"]
     marks = ["∅"] if line.get("no_choice") else []
     marks += ["counts differ"] if line.get("counts_differ") else []
     marks += [f"{line['error']}"] if line["error"] else []
@@ -152,7 +172,8 @@ def _row(panel: Panel, line: Line, name: str) -> list[str]:
         f"{(line['decode_misses'] + line['decode_ahead']) / steps:.2f}",
         "–" if least is None else f"{least['decode_misses'] / steps:.2f}",
         f"{line['decode_hits'] / needed:.1%}" if needed else "–",
-        f"{line.get('ahead_used', 0):.0f}/{moved:.0f}" if moved else "–",
+        f"{used:.0f}/{moved:.0f}" if moved else "–",
+        f"{used / (used + missed):.2f}" if moved and used + missed else "–",
         format_bytes(round(line["decode_bytes"] / steps)),
         _ms(line, "tpot_p50_s"),
         _figure(line, "tpot_p50_s_ratio", 1, 3),
@@ -186,7 +207,13 @@ def miss_series(panel: Panel) -> list[Series]:
         (line["expert_bytes"] / 2**20, line["decode_misses"] / steps)
         for line in panel.least.values()
     ]
-    return [*found, *([Series("MIN, ahead of need too", sorted(least), True)] if least else [])]
+    pool = [
+        (line["expert_bytes"] / 2**20, line["pool_misses"] / steps) for line in panel.least.values()
+    ]
+    if least:
+        found.append(Series("MIN, ahead of need too", sorted(least), True))
+        found.append(Series("MIN, one pool", sorted(pool), True))
+    return found
 
 
 def time_series(panel: Panel) -> list[Series]:

@@ -7,8 +7,11 @@ from typing import Any
 
 import yaml
 
+from moejax.evaluate.experiments.definition import NO_LINK
 from moejax.evaluate.experiments.records import Records
 from moejax.evaluate.experiments.report.content import HEADINGS, panels, table_rows
+from moejax.evaluate.experiments.report.places import BESIDE, BESIDE_HEADINGS, beside_baseline
+from moejax.evaluate.experiments.report.quality import quality_headings, quality_rows
 
 ABOUT = """\
 Counts are of the decode steps after one prefill step, from a cold start. misses/step: experts, \
@@ -45,6 +48,8 @@ def facts(records: Records) -> list[tuple[str, str]]:
     found = []
     for one in records.sessions:
         what = f"{one['driver']} driver, {one['precision']}, batch {one['batch']}"
+        if one["link_rate"] != NO_LINK:
+            what += f", link {one['link_rate']}"
         versions = ", ".join(f"{name} {version}" for name, version in one["versions"].items())
         found += [
             (
@@ -73,6 +78,13 @@ def markdown(records: Records, figures: Mapping[str, Sequence[str]]) -> str:
         parts += [f"![{panel.title}]({name})" for name in figures.get(panel.title, ())]
         parts += ["", _row(HEADINGS), _row(["---"] * len(HEADINGS))]
         parts += [_row(row) for row in table_rows(panel)]
+    if rows := quality_rows(records):
+        parts += ["", "## Quality", "", _row(quality_headings(records))]
+        parts += [_row(["---"] * len(rows[0])), *map(_row, rows)]
+    if rows := beside_baseline(records):
+        parts += ["", f"## {BESIDE.format(baseline=records.asked['baseline'])}", ""]
+        parts += [_row(BESIDE_HEADINGS), _row(["---"] * len(BESIDE_HEADINGS))]
+        parts += [_row(row) for row in rows]
     parts += ["", "## Run it again", "", "```yaml", definition(records).rstrip(), "```", ""]
     parts += ["## Machine", "", _row(("", "")), _row(("---", "---"))]
     parts += [_row(fact) for fact in facts(records)]
@@ -82,6 +94,8 @@ def markdown(records: Records, figures: Mapping[str, Sequence[str]]) -> str:
 def title(records: Records) -> str:
     asked: Mapping[str, Any] = records.asked
     what = f"{len(asked['policies'])} policies × {len(asked['budgets'])} budgets"
+    if asked["routing"]:
+        return f"routing without a model: {what} × {len(asked['routing'])} kinds"
     return f"{asked['model']}: {what} × {len(asked['texts'])} texts"
 
 

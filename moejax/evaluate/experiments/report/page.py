@@ -20,7 +20,10 @@ from moejax.evaluate.experiments.report.content import (
     time_series,
 )
 from moejax.evaluate.experiments.report.figures import figure
+from moejax.evaluate.experiments.report.lanes import timeline
 from moejax.evaluate.experiments.report.markdown import ABOUT, definition, facts, markdown, title
+from moejax.evaluate.experiments.report.places import BESIDE, BESIDE_HEADINGS, beside_baseline
+from moejax.evaluate.experiments.report.quality import quality_headings, quality_rows
 
 _STYLE = """\
 :root{color-scheme:light dark;--ink:#1a1a1a;--soft:#6b6b6b;--rule:#dcdcdc;--paper:#fff;
@@ -59,6 +62,9 @@ def write_report(records: Records, directory: Path) -> tuple[Path, ...]:
         for name, plot in zip(("misses", "times", "moved"), plots(panel), strict=False):
             files[f"report-{stem}-{name}.svg"] = plot
             names.setdefault(panel.title, []).append(f"report-{stem}-{name}.svg")
+        if drawn := timeline(records, panel):
+            files[f"report-{stem}-timeline.svg"] = drawn
+            names.setdefault(panel.title, []).append(f"report-{stem}-timeline.svg")
     files = {"report.html": page(records), "report.md": markdown(records, names), **files}
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -96,7 +102,14 @@ def page(records: Records) -> str:
     for panel in panels(records):
         body.append(f"<h2>{escape(panel.title)}</h2>")
         body.append(f'<div class="plots">{"".join(plots(panel))}</div>')
+        if drawn := timeline(records, panel):
+            body.append(f'<div class="scroll">{drawn}</div>')
         body.append(f'<div class="scroll">{_table(panel)}</div>')
+    if rows := quality_rows(records):
+        body.append(f"<h2>Quality</h2>{_plain_table(quality_headings(records), rows)}")
+    if rows := beside_baseline(records):
+        body.append(f"<h2>{escape(BESIDE.format(baseline=records.asked['baseline']))}</h2>")
+        body.append(_plain_table(BESIDE_HEADINGS, rows))
     again = escape(definition(records))
     body.append(f"<h2>Run it again</h2><pre>{again}</pre><h2>Machine</h2>{_facts(records)}")
     return (
@@ -115,6 +128,12 @@ def _table(panel: Panel) -> str:
         before = line["budget"]
         rows.append(f"<tr{begins}>{_cells(cells)}</tr>")
     return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+
+
+def _plain_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    head = "".join(f"<th>{escape(name)}</th>" for name in headings)
+    lines = "".join(f"<tr>{_cells(row)}</tr>" for row in rows)
+    return f'<div class="scroll"><table><tr>{head}</tr>{lines}</table></div>'
 
 
 def _facts(records: Records) -> str:

@@ -4,7 +4,7 @@ import pytest
 
 from moejax.errors import UserError
 from moejax.evaluate.experiments.arms import arm_of
-from moejax.evaluate.experiments.definition import read_experiment
+from moejax.evaluate.experiments.definition import Sizes, read_experiment
 from moejax.evaluate.experiments.example import GRID, write_example
 
 SMALL = {"policies": ["lru", "lfu"], "budgets": ["25%", "50%"]}
@@ -107,6 +107,20 @@ def test_several_policies_are_one_arm(home):
         ({"policies": ["fate"], "driver": "device"}, "driver: auto or host"),
         ({"policies": ["mine.py:Moves"]}, "writes 'cells', and in a grid budgets are the grid's"),
         ({"costs": "none.json"}, "there is no file"),
+        ({"placement": ["cpu"]}, "placement cannot be compared yet"),
+        ({"prompts": 1, "batch": 2}, "prompts: 1 are fewer than a batch of 2"),
+        ({"link_rate": ["2GB"]}, "'2GB' is not a rate"),
+        ({"link_rate": ["none", "none"]}, "link_rate is a list such as [none, 2GB/s]"),
+        ({"policies": ["fate=train"]}, "unknown policy 'fate'; write one of"),
+        ({"routing": ["none"], "modes": "simulated"}, "routing 'none' is none of qwen3-like,"),
+        ({"routing": ["zipf(shape=1)"]}, "routing 'zipf(shape=1)' has no setting 'shape'"),
+        ({"routing": ["zipf(2)"]}, "settings are written as KIND(key=value)"),
+        ({"routing": ["zipf"]}, "write modes: [simulated] or [predicted]"),
+        ({"routing": ["zipf"], "texts": ["math"]}, "so texts say nothing; leave them out"),
+        (
+            {"routing": ["zipf"], "modes": ["simulated"], "policies": ["fate"]},
+            "policy 'fate' needs gate_input, which routing without a model lacks",
+        ),
         ({"budgets": []}, 'budgets are missing; write budgets: ["25%", "50%"]'),
         ({"budgets": [25]}, 'did you mean "25%"?'),
         ({"budgets": ["1KiB"]}, "budget 1KiB holds no expert: one takes 98304 bytes (96 KiB)"),
@@ -188,11 +202,11 @@ def test_what_a_policy_learned_is_paid_by_its_budget(home):
     from moejax.start.report.dry_run import dry_run
 
     plan, _ = dry_run(plan_options)
-    without = found.expert_slots("50%", arm, plan)
+    without = Sizes.of_plan(plan).expert_slots("50%", arm, None)
     object.__setattr__(arm.policies[0], "fitted", Fitted())
-    assert found.expert_slots("50%", arm, plan) == without - 2
+    assert Sizes.of_plan(plan).expert_slots("50%", arm, None) == without - 2
     with pytest.raises(UserError, match="learned takes 100000 bytes of it and leaves no expert"):
-        found.expert_slots("196608", arm, plan)
+        Sizes.of_plan(plan).expert_slots("196608", arm, None)
 
 
 def test_the_example_can_be_read(tmp_path):

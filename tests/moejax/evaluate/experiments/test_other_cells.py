@@ -1,12 +1,31 @@
 """Cells of other kinds: predicted, between layers, in another precision; each where the engine or
 the simulator has something to compare with."""
 
+import dataclasses
+import itertools
+
+import numpy as np
 import pytest
 
 import moejax
+from host_offload.traces.reader import read_trace
+from moejax import LLM
 from moejax.costs.store import write_cost_model
 from moejax.errors import UserError
+from moejax.evaluate.evaluation import perplexity
+from moejax.evaluate.experiments.definition import read_experiment
+from moejax.evaluate.experiments.report.content import panels
+from moejax.evaluate.experiments.report.lanes import timeline
+from moejax.evaluate.experiments.report.markdown import definition
+from moejax.evaluate.experiments.report.page import write_report
+from moejax.evaluate.experiments.report.places import beside_baseline
+from moejax.evaluate.experiments.report.quality import quality_rows
+from moejax.evaluate.experiments.sources.learning import Prompts
+from moejax.evaluate.token_ids import TokenIds
+from moejax.models.json_values import parse_yaml
 from tests.moejax.engine.budget_workload import COSTS
+
+LEARNED = ["static=train", "coactivation=train", "promoe=train", "oracle=run"]
 
 pytestmark = pytest.mark.slow  # engines of their own; test_grid.py shows the common kind
 
@@ -76,3 +95,269 @@ def test_policies_between_layers_count_what_the_simulator_counts(tmp_path):
     lines = [line for line in found.summary() if line["policy"] == "fate"]
     # Times are compared within a driver and a session; the engine with arrays has another one.
     assert all("tpot_p50_s_ratio" not in line for line in lines)
+
+
+@pytest.fixture(scope="module")
+def learned(tmp_path_factory):
+    """Four prompts, two at a time, with policies that learn from three others."""
+    given = SMALL | {
+        "policies": ["lru", *LEARNED],
+        "budgets": ["37.5%"],
+        "batch": 2,
+        "prompts": 4,
+        "train_prompts": 3,
+        "modes": ["measured", "simulated"],
+    }
+    home = tmp_path_factory.mktemp("learned")
+    return moejax.ablate(given, home / "out", progress=False)
+
+
+def test_what_learned_within_a_grid_counts_what_the_simulator_counts(learned):
+    assert not learned.failures
+    assert learned.agreement() == (6, 6)  # the baseline with both drivers
+    trained = [path.name for path in (learned.directory / "traces").glob("train*")]
+    assert trained == ["train-gate_input"]  # one trace for all of them
+    paid = {r["policy"]: r["learned_bytes"] for r in learned.of_mode("simulated")}
+    assert paid["promoe=train"] > 0
+    assert paid["oracle=run"] == paid["lru"] == 0
+    ahead = {r["policy"]: r["ahead_used"] for r in learned.of_mode("simulated")}
+    assert all(ahead[name] > 0 for name in LEARNED)
+    assert not any("less than MIN" in note for note in learned.notes())
+
+
+def test_prompts_run_batch_by_batch(learned):
+    """Four prompts of six tokens: each of them decodes five times, two together."""
+    steps = {(r["prefill_steps"], r["decode_steps"]) for r in learned.of_mode("measured")}
+    assert steps == {(2, 10)}
+
+
+def test_prompts_are_the_same_at_any_batch():
+    grid = {"policies": "lru", "budgets": "50%", "batch": [1, 3], "prompt_tokens": 20}
+    for given, counts in (({"prompts": 5}, [5, 5]), ({}, [1, 3])):
+        found = read_experiment(grid | given)
+        works = [Prompts(found).workload(cell) for cell in found.cells()]
+        assert [work.batch for work in works] == [1, 3]
+        assert [len(work.prompts) for work in works] == counts
+        assert works[0].prompts == works[1].prompts[: counts[0]]
+        training = Prompts(found).training()
+        assert (training.batch, len(training.prompts)) == (3, 32)
+        assert not {*training.prompts} & {*works[1].prompts}
+
+
+def test_what_was_learned_is_found_again(learned, monkeypatch):
+    """A grid that goes on does not start an engine to learn."""
+    from moejax.evaluate.experiments.sources import learning
+
+    monkeypatch.setattr(learning, "loaded_model", lambda *_: pytest.fail("it started"))
+    given = {name: value for name, value in learned.asked.items() if name != "files"}
+    again = moejax.ablate(given, learned.directory, progress=False)
+    assert again.rows == learned.rows
+
+
+DRAWN = {
+    "policies": ["lru", "lfu", "coactivation=train", "oracle=run"],
+    "budgets": ["25%", "75%"],
+    "routing": ["qwen3-like(layers=2, shared=0.5)", "uniform(layers=2, experts=16, top_k=2)"],
+    "prompt_tokens": 12,
+    "output_tokens": 12,
+    "batch": [1, 2],
+    "modes": ["simulated"],
+}
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory):
+    return moejax.ablate(DRAWN, tmp_path_factory.mktemp("drawn") / "out", progress=False)
+
+
+def lru_misses(trace, cells):
+    """Misses of decode steps, by hand; the step before them leaves its experts resident."""
+    misses = 0
+    used = [{} for _ in range(trace.header.layers)]  # who is resident → when it was last used
+    for step in trace.step_traces():
+        for layer, cache in enumerate(used):
+            needed = sorted({*step.ids[:, layer].ravel().tolist()})
+            missing = [expert for expert in needed if expert not in cache]
+            misses += len(missing) * (step.kind == "decode")
+            cache.update({expert: step.number for expert in needed if expert in cache})
+            for expert in missing:
+                if len(cache) == cells:
+                    idle = [(at, e) for e, at in cache.items() if e not in needed]
+                    if not idle:
+                        continue  # read through
+                    del cache[min(idle)[1]]
+                cache[expert] = step.number
+    return misses
+
+
+def test_drawn_routing_is_counted_as_by_hand(drawn):
+    assert not drawn.failures
+    rows = [
+        r for r in drawn.of_mode("simulated") if (r["policy"], r["driver"]) == ("lru", "device")
+    ]
+    assert len(rows) == 2 * 2 * 2
+    traces = {
+        (trace.header.experts, trace.header.spec["seed"], step.ids.shape[0]): trace
+        for path in (drawn.directory / "traces").iterdir()
+        for trace in [read_trace(path)]
+        for step in trace.step_traces()
+        if step.kind == "decode" and trace.steps == 13
+    }
+    for row in rows:
+        trace = traces[row["experts"], 0, row["batch"]]
+        assert row["decode_misses"] == lru_misses(trace, row["cells_least"])
+    learned = [r for r in drawn.of_mode("simulated") if r["policy"] == "coactivation=train"]
+    assert sum(row["ahead_used"] for row in learned) > 0
+
+
+def test_every_policy_stands_beside_the_baseline(drawn):
+    rows = {row[0]: row for row in beside_baseline(drawn)}
+    assert [*rows] == DRAWN["policies"]
+    assert rows["lru"][1:4] == ["1.00–1.00", "0", "0"]
+    places = {}
+    for row in drawn.of_mode("simulated"):
+        place = row["text"], row["batch"], row["budget"]
+        places.setdefault(place, {})[row["policy"]] = row["decode_misses"] + row["decode_ahead"]
+    less = sum(found["lfu"] < found["lru"] for found in places.values())
+    more = sum(found["lfu"] > found["lru"] for found in places.values())
+    assert rows["lfu"][2:4] == [str(less), str(more)]
+    for found in places.values():
+        del found["oracle=run"]  # which is never the least
+    least = sum(found["lfu"] == min(found.values()) for found in places.values())
+    assert rows["lfu"][4] == str(least)
+
+
+def test_less_than_the_bound_is_a_bug(drawn):
+    rows = [dict(row) for row in drawn.rows]
+    bound = next(row for row in rows if row["mode"] == "bound" and row["decode_misses"])
+    bound["decode_misses"] = bound["pool_misses"] = 10**6
+    notes = [*dataclasses.replace(drawn, rows=rows).notes()]
+    assert "lfu moved less than MIN, which cannot be: report a bug" in notes
+    assert not any("less than MIN" in note for note in drawn.notes())
+
+
+def test_a_report_of_drawn_routing_says_what_it_is(drawn, tmp_path):
+    page = write_report(drawn, tmp_path)[0].read_text()
+    assert "routing without a model: 4 policies × 2 budgets × 2 kinds" in page
+    assert "Beside lru, over all places below full residency" in page
+    again = parse_yaml(definition(drawn))
+    assert read_experiment(again).asked == drawn.asked
+
+
+def test_a_trace_is_routing_too(drawn, tmp_path):
+    (path, *_) = [p for p in (drawn.directory / "traces").iterdir() if "uniform" in p.name]
+    given = {"policies": ["lru", "lfu"], "budgets": ["50%"], "modes": ["simulated"]}
+    found = moejax.ablate(given | {"routing": [str(path)]}, tmp_path / "out", progress=False)
+    assert not found.failures
+    taught = given | {"routing": [str(path)], "policies": ["lru", "static=train"]}
+    with pytest.raises(UserError, match="one trace, which policies are compared on"):
+        moejax.ablate(taught, tmp_path / "other", progress=False)
+
+
+def test_cells_move_between_layers_in_a_simulation(repository, tmp_path):
+    path = repository / "scripts" / "experiments" / "static_layers.py"
+    given = DRAWN | {"policies": ["lru", f"{path}:StaticLayers"], "budgets": ["50%"], "batch": 1}
+    found = moejax.ablate(given, tmp_path / "out", progress=False)
+    assert not found.failures
+    for row in found.of_mode("simulated"):
+        assert row["moves_cells"] == ("StaticLayers" in row["policy"])
+        if row["moves_cells"]:
+            # One layer of two is whole once each expert came, and the other is read through.
+            assert row["decode_fills"] <= row["experts"]
+            assert row["decode_read_through"] > 12
+
+
+@pytest.fixture(scope="module")
+def linked(tmp_path_factory):
+    """Over a link of stated rate and without one."""
+    home = tmp_path_factory.mktemp("linked")
+    write_cost_model(home / "costs.json", COSTS)
+    given = SMALL | {
+        "policies": ["lru", "moe-infinity"],
+        "budgets": ["37.5%"],
+        "link_rate": ["none", "20MB/s"],
+        "modes": ["measured", "simulated", "predicted"],
+        "costs": str(home / "costs.json"),
+    }
+    return moejax.ablate(given, home / "out", progress=False)
+
+
+def test_a_link_delays_and_changes_no_count(linked):
+    assert not linked.failures
+    assert linked.agreement() == (4, 4)
+    assert len(linked.sessions) == 2
+    assert len({row["tokens"] for row in linked.of_mode("measured")}) == 1
+    for policy in ("lru", "moe-infinity"):
+        # A decode step at least as long as what it moved takes the link.
+        (row,) = [
+            r
+            for r in linked.of_mode("measured")
+            if (r["policy"], r["link_rate"]) == (policy, "20MB/s")
+        ]
+        assert row["decode_s"] > 0.8 * row["decode_bytes"] / 20e6
+        times = {
+            r["link_rate"]: r["decode_s"]
+            for r in linked.of_mode("predicted")
+            if r["policy"] == policy
+        }
+        assert times["20MB/s"] > times["none"]
+
+
+def test_panels_of_a_link_have_its_rate(linked):
+    rates = {panel.title.rpartition("link ")[2]: panel.link for panel in panels(linked)}
+    assert rates.pop("20MB/s") == 20e6
+    (other,) = rates.values()
+    assert other != 20e6
+
+
+def test_quality_is_that_of_an_evaluation(tmp_path):
+    """Once for each precision and text; the baseline's is what `moejax eval` would say."""
+    given = SMALL | {
+        "policies": ["lru", "lfu"],
+        "budgets": ["50%"],
+        "precision": ["dense", "int2"],
+        "equal": "experts",
+        "quality_tokens": 300,
+    }
+    found = moejax.ablate(given, tmp_path / "out", progress=False)
+    assert [line["precision"] for line in found.quality] == ["dense", "int2"]
+    window = found.quality[0]["window"]
+    with LLM("demo", max_model_len=window, progress=False) as llm:
+        ids = Prompts(read_experiment(given)).test_tokens("story")[:300]
+        alone = perplexity(llm, TokenIds([np.array(ids)], "0" * 64), window=window, stride=window)
+    line = found.quality[0]
+    assert line["perplexity"] == pytest.approx(alone.total.perplexity, rel=1e-6)
+    assert (line["tokens"], len(line["window_bits"])) == (
+        alone.total.scored_tokens,
+        -(-300 // window),
+    )
+    first, second = quality_rows(found)
+    assert first[:4] == ["story", "dense", f"{line['perplexity']:.4f}", "–"]
+    ratio = found.quality[1]["perplexity"] / line["perplexity"] - 1
+    assert ratio > 0.05
+    assert second[3].startswith(f"{ratio:+.2%} [")
+    assert "Quality" in write_report(found, tmp_path)[0].read_text()
+    # A grid that goes on scores nothing again.
+    again = moejax.ablate(given, tmp_path / "out", progress=False)
+    assert again.quality == found.quality
+
+
+def test_a_report_draws_what_was_predicted_over_a_link(linked, tmp_path):
+    """Both policies at the smallest budget; within a lane one thing at a time."""
+    lines = {line["policy"]: line for line in linked.timelines}
+    assert [*lines] == ["lru", "moe-infinity"]
+    for line in lines.values():
+        tracks = {event["track"] for event in line["events"]}
+        assert tracks == {"device", "link"}
+        for track in tracks:
+            mine = sorted((e["begin"], e["end"]) for e in line["events"] if e["track"] == track)
+            assert all(b[0] >= a[1] - 1e-9 for a, b in itertools.pairwise(mine))
+    drawn = [timeline(linked, panel) for panel in panels(linked)]
+    (svg,) = [picture for picture in drawn if picture]
+    bars = sum(len(line["events"]) for line in lines.values())
+    assert svg.count("<title>") == bars
+    for said in ("waits", "computes", "moves what is needed", "lru", "moe-infinity"):
+        assert said in svg
+    page, *others = write_report(linked, tmp_path)
+    assert svg in page.read_text()
+    assert sum("timeline" in path.name for path in others) == 1

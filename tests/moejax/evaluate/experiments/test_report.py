@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import re
 import xml.etree.ElementTree as ElementTree
 
@@ -9,6 +10,7 @@ import pytest
 
 from moejax.commands import main as cli
 from moejax.errors import UserError
+from moejax.evaluate.experiments.intervals import median_interval
 from moejax.evaluate.experiments.records import Records, read_results
 from moejax.evaluate.experiments.report.content import Series, panels, table_rows
 from moejax.evaluate.experiments.report.figures import figure
@@ -20,6 +22,7 @@ ASKED = {
     "policies": ["lru", "dir/mine.py:Mine"],
     "budgets": ["25%", "50%"],
     "texts": ["math"],
+    "routing": [],
     "output_tokens": 3,
     "seeds": [0],
     "repeats": 6,
@@ -32,6 +35,7 @@ SESSION = {
     "at": "2026-11-22T12:00:00+00:00",
     "driver": "device",
     "precision": "dense",
+    "link_rate": "none",
     "batch": 1,
     "platform": "cpu",
     "device": "cpu",
@@ -58,6 +62,7 @@ def row(policy, budget, repeat, *, tpot=1e-3, mode="measured", **other):
         "mode": mode,
         "driver": "device",
         "precision": "dense",
+        "link_rate": "none",
         "batch": 1,
         "prompt_tokens": 8,
         "text": "math",
@@ -69,6 +74,8 @@ def row(policy, budget, repeat, *, tpot=1e-3, mode="measured", **other):
         "error": None,
         "cells_least": cells,
         "cells_most": cells,
+        "experts": 16,
+        "moves_cells": False,
         "expert_bytes": cells * 2**20,
         "learned_bytes": 0,
         "tokens": "same",
@@ -97,7 +104,7 @@ def row(policy, budget, repeat, *, tpot=1e-3, mode="measured", **other):
 
 def bound(budget):
     whole = row("MIN", budget, 0, mode="bound")
-    kept = {"decode_misses": 2, "decode_bytes": 200}
+    kept = {"decode_misses": 2, "decode_bytes": 200, "pool_misses": 1}
     times = [n for n in whole if n.endswith("_s") or n.startswith("tokens")]
     return {n: v for n, v in (whole | kept).items() if n not in times} | {"session": None}
 
@@ -303,3 +310,14 @@ def test_mistakes_on_the_command_line(arguments, said, capsys, tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     assert cli.main(arguments) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("n", "cut"), [(6, 0), (8, 0), (9, 1), (11, 1), (12, 2), (20, 5)])
+def test_the_interval_of_a_median(n, cut):
+    """Order statistics of the sign test's table; one further in would be below 95%."""
+    values = [float(7 * i % n) for i in range(n)] if n % 7 else [float(i) for i in range(n)]
+    assert median_interval(values) == (cut, n - 1 - cut)
+    below = [math.comb(n, k) / 2**n for k in range(cut + 2)]
+    assert 1 - 2 * sum(below[: cut + 1]) >= 0.95 > 1 - 2 * sum(below)
+    with pytest.raises(UserError, match="median of fewer than 6"):
+        median_interval(values[:5])

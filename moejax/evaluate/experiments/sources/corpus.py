@@ -11,9 +11,12 @@ from moejax.errors import UserError
 TEXTS = ("story", "math", "code")
 """Texts in the package; moejax/evaluate/experiments/texts/README.md says whose they are."""
 
-TEST = (0.8, 1.0)
-"""The contiguous part of a text that figures are of; what comes before is for learning and choosing
-(docs/protocol.md, 1)."""
+Part = tuple[float, float]
+
+TRAIN: Part = (0.0, 0.6)
+TEST: Part = (0.8, 1.0)
+"""Contiguous parts of a text: what learns sees the first, figures are of the last; what lies
+between is for choosing (docs/protocol.md, 1)."""
 
 
 def text_path(name: str, home: Path) -> Path:
@@ -31,13 +34,16 @@ def text_path(name: str, home: Path) -> Path:
     return path
 
 
-def windows(ids: Sequence[int], count: int, length: int, name: str) -> list[list[int]]:
-    """`count` windows of `length` tokens, spread evenly over the TEST part of a text; they overlap
-    where it is shorter than all of them. Raises UserError for one that has no room for a window."""
-    begin, end = (int(share * len(ids)) for share in TEST)
+def windows(
+    ids: Sequence[int], count: int, length: int, name: str, part: Part = TEST
+) -> list[list[int]]:
+    """`count` windows of `length` tokens, spread evenly over a part of a text; they overlap where
+    it is shorter than all of them. Raises UserError for one that has no room for a window."""
+    begin, end = (int(share * len(ids)) for share in part)
     if end - begin < length:
+        which = "last fifth" if part == TEST else "first three fifths"
         raise UserError(
-            f"the last fifth of text {name!r} has {end - begin} tokens, which is no prompt of "
+            f"the {which} of text {name!r} has {end - begin} tokens, which is no prompt of "
             f"{length}; give a longer text or fewer prompt_tokens"
         )
     last = end - length

@@ -1,0 +1,114 @@
+"""Routing without a model: drawn, or of a trace that is there."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from host_offload.traces.generators import KINDS
+from host_offload.traces.reader import Trace, read_trace
+from moejax.errors import UserError, user_errors
+from moejax.traces.generated import write_generated_trace
+
+EXPERT_BYTES = 9 << 20
+"""An expert of drawn routing, where nothing else is said, is Qwen3-30B-A3B's."""
+
+_SETTINGS = ("layers", "experts", "top_k", "phase_tokens", "shared")
+
+
+@dataclasses.dataclass(frozen=True)
+class Routing:
+    """Routing as a definition names it."""
+
+    name: str
+    kind: str | None
+    """A kind of host_offload.traces.generators; None: a trace's."""
+    settings: Mapping[str, Any]
+    directory: Path | None
+    """The trace; None: it is drawn."""
+
+    def test(self, root: Path, batch: int, prompt: int, output: int, seed: int) -> Trace:
+        """The trace that figures are of, drawn below `root` where it is not there yet: one prefill
+        step of `prompt` tokens of `batch` sequences, then `output` decode steps."""
+        if self.directory is not None:
+            return read_trace(self.directory)
+        return self._drawn(root, batch, prompt + output, prompt, seed)
+
+    def train(self, root: Path, batch: int, prompt: int, seed: int) -> Trace:
+        """The trace to learn from: the tokens of the prompts, as decode steps. Raises UserError for
+        routing that is not drawn."""
+        if self.directory is not None:
+            raise UserError(
+                f"routing {self.name!r} is one trace, which policies are compared on; let them "
+                "learn from another one (docs/policies.md) and write NAME=FILE"
+            )
+        return self._drawn(root, batch, prompt, 0, seed)
+
+    def _drawn(self, root: Path, batch: int, tokens: int, prompt: int, seed: int) -> Trace:
+        assert self.kind is not None
+        digest = hashlib.sha256(self.name.encode()).hexdigest()[:8]
+        path = root / f"{self.kind}-{digest}-{batch}x{tokens}-prompt{prompt}-seed{seed}"
+        if not path.exists():
+            root.mkdir(parents=True, exist_ok=True)
+            asked = dict(self.settings)
+            size = asked.pop("expert_bytes", EXPERT_BYTES)
+            shape = {"layers": 48, "experts": 128} | asked
+            about = {
+                "driver": "host",
+                "hidden": 2048,
+                "version_bytes": {"dense": size},
+                "page_bytes": size,
+                "page_tokens": 16,
+                "slots": shape["layers"] * shape["experts"] + 1,
+                "slot_bytes": size,
+                "shapes": {"blocks": 1},
+            }
+            write_generated_trace(
+                path,
+                self.kind,
+                **asked,
+                sequences=batch,
+                tokens=tokens,
+                prompt_tokens=prompt,
+                seed=seed,
+                about=about,
+            )
+        return read_trace(path)
+
+
+def routing_of(text: str, home: Path) -> Routing:
+    """The routing that `text` names: KIND or KIND(key=value, …), drawn, or the directory of a trace
+    from `home` on. Raises UserError for what is neither, saying what to write."""
+    name, bracket, rest = text.partition("(")
+    if name.strip() in KINDS:
+        return Routing(text, name.strip(), _settings(rest, text) if bracket else {}, None)
+    directory = (home / text).resolve()
+    if not directory.is_dir():
+        raise UserError(
+            f"routing {text!r} is none of {', '.join(KINDS)}, with settings as in "
+            f'"{KINDS[0]}(layers=12)", and no directory of a trace (looked for {directory})'
+        )
+    with user_errors(where=f"routing {text!r}: "):
+        read_trace(directory)
+    return Routing(text, None, {}, directory)
+
+
+def _settings(rest: str, text: str) -> dict[str, Any]:
+    known = (*_SETTINGS, "expert_bytes")
+    try:
+        call = ast.parse(f"f({rest}", mode="eval").body
+        if not isinstance(call, ast.Call) or call.args:
+            raise ValueError
+        found = {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
+    except (SyntaxError, ValueError):
+        raise UserError(
+            f"routing {text!r}: settings are written as KIND(key=value), with plain values"
+        ) from None
+    for name in found:
+        if name not in known:
+            raise UserError(f"routing {text!r} has no setting {name!r}; it has {', '.join(known)}")
+    return found

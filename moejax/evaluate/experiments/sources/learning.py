@@ -1,0 +1,105 @@
+"""Prompts of a grid, and what its policies learn before it begins."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from host_offload.traces.reader import Trace, read_trace
+from moejax.evaluate.experiments.bench import Group, bench_of, loaded_model
+from moejax.evaluate.experiments.definition import Cell, Experiment, check_experiment
+from moejax.evaluate.experiments.simulated import recorded
+from moejax.evaluate.experiments.sources.corpus import TEST, TRAIN, Part, windows
+from moejax.evaluate.experiments.workload import Workload
+from moejax.models.directory import model_directory
+from moejax.requests.tokenizer import load_tokenizer
+
+WARM_UP_TOKENS = 16
+
+
+class Prompts:
+    """Prompts from an experiment's texts."""
+
+    def __init__(self, experiment: Experiment):
+        self._experiment = experiment
+        self._ids: dict[str, list[int]] = {}
+        self._cut: dict[tuple[str, int, int, Part], list[list[int]]] = {}
+        self._tokenizer: Any = None
+
+    def workload(self, cell: Cell, warm_up: bool = False) -> Workload:
+        """The cell's prompts. warm_up: as few tokens as tell an engine everything."""
+        asked = self._experiment
+        # The same prompts at any batch, or the first of the largest.
+        most = asked.prompts or max(asked.batch)
+        count = cell.batch if warm_up or asked.prompts is None else most
+        prompts = tuple(
+            map(tuple, self._windows(cell.text, most, cell.prompt_tokens, TEST)[:count])
+        )
+        output = min(asked.output_tokens, WARM_UP_TOKENS if warm_up else asked.output_tokens)
+        return Workload(prompts, cell.batch, output, asked.temperature, cell.seed)
+
+    def training(self) -> Workload:
+        """Prompts from the training parts of all texts together, of the shortest length."""
+        asked, length = self._experiment, min(self._experiment.prompt_tokens)
+        found = [
+            tuple(window)
+            for text in asked.texts
+            for window in self._windows(text, asked.train_prompts, length, TRAIN)
+        ]
+        batch = max(asked.batch)
+        return Workload(tuple(found), batch, asked.output_tokens, asked.temperature, asked.seeds[0])
+
+    def test_tokens(self, text: str) -> list[int]:
+        """Those of a text's last part."""
+        ids = self._tokens(text)
+        begin, end = (int(share * len(ids)) for share in TEST)
+        return ids[begin:end]
+
+    def _windows(self, text: str, count: int, length: int, part: Part) -> list[list[int]]:
+        place = text, count, length, part
+        if place not in self._cut:
+            self._cut[place] = windows(self._tokens(text), count, length, text, part)
+        return self._cut[place]
+
+    def _tokens(self, text: str) -> list[int]:
+        asked = self._experiment
+        if text not in self._ids:
+            if self._tokenizer is None:
+                words = asked.options.get("tokenizer") or model_directory(asked.model)
+                self._tokenizer = load_tokenizer(words, required=True)
+            self._ids[text] = self._tokenizer(asked.sources[text].read_text())["input_ids"]
+        return self._ids[text]
+
+
+def learned(experiment: Experiment, prompts: Prompts, traces: Path) -> Experiment:
+    """The experiment whose policies have learned what they learn within the grid (NAME=train); the
+    same where none does. traces: where the trace of that is, recorded if it is not there yet.
+
+    Every policy gets the one trace, and as many trials of its settings: the one that the definition
+    says (docs/protocol.md, 3). Raises UserError for a text that is too short, and for what learning
+    shows to be none of this grid.
+    """
+    arrays = frozenset().union(*(arm.train_arrays for arm in experiment.arms.values()))
+    if not any(arm.learns for arm in experiment.arms.values()):
+        return experiment
+    trace = _train_trace(experiment, prompts.training(), traces, arrays)
+    arms = {name: arm.taught(trace) for name, arm in experiment.arms.items()}
+    found = dataclasses.replace(experiment, arms=arms)
+    check_experiment(found)
+    return found
+
+
+def _train_trace(
+    experiment: Experiment, workload: Workload, traces: Path, arrays: frozenset[str]
+) -> Trace:
+    path = traces / "-".join(["train", *sorted(arrays)])
+    if path.exists() and (trace := read_trace(path)).complete:
+        return trace
+    precision = experiment.precision[0]
+    group = Group("device", precision, experiment.link_rate[0], workload.batch, arrays)
+    with (
+        loaded_model(experiment, precision) as (loaded, _),
+        bench_of(experiment, group, loaded) as bench,
+    ):
+        return recorded(bench, workload, path)

@@ -1,0 +1,1 @@
+"""Experiments as data: `moejax ablate scripts/experiments/NAME.yaml --output DIR`."""

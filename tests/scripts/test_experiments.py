@@ -1,0 +1,52 @@
+"""Experiments are files of tens of lines that can be read and run, and figures name them."""
+
+import pytest
+
+from moejax.evaluate.experiments.definition import changes_of, read_experiment
+from moejax.evaluate.experiments.grid import ablate
+
+SMALL = {"budgets": ["50%"], "prompt_tokens": 8, "output_tokens": 4, "batch": 2, "seeds": 0}
+OF_A_MODEL = {"texts": "story", "prompts": 2, "train_prompts": 2, "repeats": 1}
+
+
+@pytest.fixture(scope="module")
+def definitions(repository):
+    return sorted((repository / "scripts" / "experiments").glob("*.yaml"))
+
+
+def test_each_can_be_read_and_is_short(definitions):
+    assert len(definitions) >= 6
+    for path in definitions:
+        assert read_experiment(path).policies
+        assert len(path.read_text().splitlines()) < 50, path
+
+
+def test_each_is_named_beside_its_figures(definitions, repository):
+    pages = [path.read_text() for path in (repository / "docs").rglob("*.md")]
+    for path in definitions:
+        assert any(path.name in page for page in pages), path
+
+
+def test_one_of_drawn_routing_runs(definitions, tmp_path):
+    (path,) = [path for path in definitions if path.stem == "coactivation_drawn"]
+    changes = SMALL | {"routing": "qwen3-like(layers=2)"}
+    found = ablate(path, tmp_path / "out", changes=changes, progress=False)
+    assert not found.failures
+    assert {row["batch"] for row in found.rows} == {2}
+
+
+@pytest.mark.nightly  # tests of grids run the same policies
+def test_all_run(definitions, tmp_path):
+    for path in definitions:
+        drawn = read_experiment(path).drawn
+        changes = SMALL | ({"routing": "qwen3-like(layers=2)"} if drawn else OF_A_MODEL)
+        found = ablate(path, tmp_path / path.stem, changes=changes, progress=False)
+        assert not found.failures, path
+
+
+def test_changes_are_yaml():
+    found = changes_of(["repeats=1", "batch=[1, 8]", "model=a/b=c"])
+    assert found == {"repeats": 1, "batch": [1, 8], "model": "a/b=c"}
+    for wrong, said in (("repeats", "write KEY=VALUE"), ("=1", "write KEY"), ("a=[", "no YAML")):
+        with pytest.raises(ValueError, match=said):
+            changes_of([wrong])
