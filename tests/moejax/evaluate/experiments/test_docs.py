@@ -36,8 +36,9 @@ def check_results(place):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_commands_without_the_installation(commands, repository, tmp_path):
-    """.ci/run has installed; what installing gives the command `moejax`, a line of shell does."""
+    """.ci/run runs them too, from the wheel; here a line of shell is the command `moejax`."""
     assert commands[1] == "pip install ."
     (tmp_path / "bin").mkdir()
     command = tmp_path / "bin" / "moejax"
