@@ -51,8 +51,8 @@ class Arm:
 
 def arm_of(text: str, home: Path) -> Arm:
     """The arm that `text` names: an eviction, a prefetch (NAME or NAME=PATH) or FILE.py:CLASS, each
-    with settings in parentheses if wanted, `moe-infinity(limit=4)`; several with + between them.
-    LRU evicts where none of them does.
+    with settings in parentheses if wanted, `mixtral-offloading(count=1)`; several with + between
+    them. LRU evicts where none of them does.
 
     home: where files that are not absolute are. Raises UserError for what is none of these, for
     policies that cannot run together, and for whatever a file of policies raises.

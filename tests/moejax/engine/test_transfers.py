@@ -44,7 +44,7 @@ def slow(**options):
         slow(expert_budget=0, transfer_threads=1),
         slow(expert_budget="40%", driver="host", transfer_threads=3, chunk_bytes=1000),
         slow(expert_budget="60%", prefetch="random", link_rate="2GB/s"),
-        slow(expert_budget="60%", prefetch="moe-infinity", link_rate="50MB/s"),
+        slow(expert_budget="60%", prefetch="moe-infinity", driver="host", link_rate="50MB/s"),
         slow(expert_budget="40%", prefetch="coactivation", driver="host"),
         slow(expert_budget="40%", prefill_waves=3, eviction="lfu", link_rate=None),
         slow(expert_budget="40%", precision="int8", transfer_threads=4),

@@ -62,7 +62,8 @@ def test_every_policy_has_its_figures(directory, lines):
     found = {(x["policy"], x["batch"], x["cells"]): x for x in lines}
     assert len(found) == len(lines)
     names = {"lru", "lfu", "lfru", "fifo", "static", "static-layers", "random", "oracle"}
-    names |= {"coactivation", "moe-infinity", "layer-streaming", "MIN", "MIN, one pool"}
+    names |= {"coactivation", "deepspeed", "moe-infinity", "layer-streaming"}
+    names |= {"MIN", "MIN, one pool"}
     for batch in (1, 2):
         cells = sorted({x["cells"] for x in lines if x["batch"] == batch})
         assert cells[0] == 8 and cells[-1] == 128 and len(cells) == 1 + batch
