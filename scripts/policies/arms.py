@@ -16,6 +16,7 @@ from host_offload.control.interface import Policy, Transfer
 from host_offload.control.rules import BETWEEN_LAYERS
 from host_offload.policies.eviction.names import POLICIES
 from host_offload.policies.eviction.static import Static
+from host_offload.policies.prefetch.fitted import learned_bytes
 from host_offload.policies.prefetch.names import FIT, PREFETCH
 from host_offload.policies.prefetch.oracle import oracle_of
 from host_offload.simulate.bounds import (
@@ -44,11 +45,6 @@ class Arm:
     seeds: int = 1
     on_host: bool = False
     """Runs with driver="host" although it need not."""
-
-    @property
-    def learned_bytes(self) -> int:
-        fitted = (getattr(policy, "fitted", None) for policy in self.policies)
-        return sum(found.nbytes for found in fitted if found is not None)
 
     @property
     def driver(self) -> str:
@@ -155,7 +151,12 @@ def measure(trace: Trace, arm: Arm, cells: int, router: np.ndarray | None) -> di
         )
     means = {name: float(np.mean([line[name] for line in found])) for name in found[0]}
     spread = {"transfers_by_seed": [line["transfers"] for line in found]} if arm.seeds > 1 else {}
-    return {**means, "learned_bytes": arm.learned_bytes, "seeds": arm.seeds, **spread}
+    return {
+        **means,
+        "learned_bytes": learned_bytes(arm.policies, spec),
+        "seeds": arm.seeds,
+        **spread,
+    }
 
 
 def expert_bytes(trace: Trace) -> int:

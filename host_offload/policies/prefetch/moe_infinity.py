@@ -76,6 +76,10 @@ class MoEInfinity:
                 )
         return Traced({}, collection, np.zeros(len(collection), np.int64), spec.top_k)
 
+    def memory(self, spec: Spec) -> int:
+        """Bytes of the collection when it is full."""
+        return self.capacity * spec.layers * spec.experts * 4
+
     def decide(self, state: Traced, observation: Observation) -> tuple[Traced, Decision]:
         seen: Any = observation
         if observation.moment == Moment.TURN_END:

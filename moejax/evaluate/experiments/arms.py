@@ -12,9 +12,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from host_offload.control.interface import Policy
+from host_offload.control.interface import Policy, Spec
 from host_offload.control.rules import BETWEEN_LAYERS, check_policies, name_of
 from host_offload.policies.eviction.names import POLICIES, with_eviction
+from host_offload.policies.prefetch.fitted import learned_bytes
 from host_offload.policies.prefetch.names import FROM_PATH, PREFETCH, prefetch_policy
 from moejax.errors import UserError, as_user_error, user_errors
 from moejax.step.parts import TRACE_ARRAYS
@@ -32,11 +33,9 @@ class Arm:
     files: tuple[tuple[str, str], ...]
     """Files that it was read from, with their SHA-256: another content is another experiment."""
 
-    @property
-    def learned_bytes(self) -> int:
-        """Bytes of what it learned, which are memory that experts do not get."""
-        fitted = (getattr(policy, "fitted", None) for policy in self.policies)
-        return sum(found.nbytes for found in fitted if found is not None)
+    def learned_bytes(self, spec: Spec) -> int:
+        """Bytes of what it learned or may learn, which are memory that experts do not get."""
+        return learned_bytes(self.policies, spec)
 
     @property
     def needs_host(self) -> bool:

@@ -86,7 +86,8 @@ class Bench:
         arm, spec = self.experiment.arms[cell.policy], self.plan.spec
         slots = self.experiment.expert_slots(cell.budget, arm, self.plan)
         cells = cells_per_layer(slots, spec.layers, spec.experts)
-        return Granted(cells, slots * self.plan.steps.layout.slot_bytes, arm.learned_bytes)
+        expert_bytes = slots * self.plan.steps.layout.slot_bytes
+        return Granted(cells, expert_bytes, arm.learned_bytes(spec))
 
     def spec(self, cell: Cell) -> Spec:
         """What the policies of a cell are told: an arena of this budget and the KV, not the largest

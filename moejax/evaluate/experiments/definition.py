@@ -26,7 +26,7 @@ MODES = ("measured", "simulated", "predicted")
 
 OPTIONS = (
     *("dtype", "ops", "device", "threads", "max_num_batched_tokens", "quantizer", "tokenizer"),
-    *("step", "name_map"),
+    *("step", "name_map", "link_rate", "link_latency"),
 )
 """Options of LLM that a definition may give under `options`, for all of its cells."""
 
@@ -154,10 +154,11 @@ class Experiment:
                 f'{percent} write a share such as "25%", at least '
                 f"{100 / every:.3g}%, bytes of one expert or more, or 0 for none"
             )
-        slots = whole - -(-arm.learned_bytes // layout.slot_bytes)
+        learned = arm.learned_bytes(spec)
+        slots = whole - -(-learned // layout.slot_bytes)
         if slots < 0 or (asked_for and not slots):
             raise UserError(
-                f"budget {budget}: what {arm.name} learned takes {arm.learned_bytes} bytes of it "
+                f"budget {budget}: what {arm.name} learned takes {learned} bytes of it "
                 "and leaves no expert; raise the budget"
             )
         return slots

@@ -18,6 +18,7 @@ from host_offload.policies.eviction.names import with_eviction
 from host_offload.policies.prefetch import coactivation, moe_infinity
 from host_offload.policies.prefetch.deepspeed import DeepSpeedInference
 from host_offload.policies.prefetch.expert_map import policy as expert_map
+from host_offload.policies.prefetch.expert_map.policy import ExpertMap
 from host_offload.policies.prefetch.moe_infinity import MoEInfinity
 from host_offload.policies.prefetch.names import PREFETCH, prefetch_policy
 from host_offload.policies.prefetch.oracle import oracle_of
@@ -127,6 +128,29 @@ def test_no_bit_depends_on_prefetch(driver, tmp_path):
         other = MoEInfinity(fitted=dataclasses.replace(learned, config_digest="ab" * 32))
         with pytest.raises(ValueError, match="moe-infinity was fitted to a model of configuration"):
             use(llm, [other])
+
+
+@pytest.mark.slow
+def test_searches_beside_inference_change_no_bit_and_are_replayed(tmp_path):
+    """Whatever came in time: the tokens are those of no prefetch at all, and a replay that takes
+    the recorded decisions does what the engine did."""
+    policy = ExpertMap(distance=2, asynchronous=True)
+    options: dict[str, Any] = dict(expert_budget="40%", driver="host", progress=False)
+    options |= dict(policies=[policy], enable_prefix_caching=False)
+    with LLM("demo", **options, **LIMITS) as llm:
+        alone, _ = recorded(llm, tmp_path / "alone", [], None)
+        results, trace = recorded(llm, tmp_path / "beside", [policy], None)
+        for got, want in zip(results, alone, strict=True):
+            assert got.same_bits(want)
+        control = llm.engine.control
+        assert control is not None
+        said = control.controller.stats()["said"]["ExpertMap"]
+        # A search of each step's embedding and of its four layers; what was learned is bounded.
+        assert said["searches"] == 5 * trace.steps and said["late"] <= said["searches"]
+        again = expert_map.recorded(trace, policy)
+        found = replay(trace, policies=[again], spec=control.controller.spec)
+        assert found.control is not None
+        assert found.control["said"] == {"ExpertMap": {"decisions": 5 * trace.steps}}
 
 
 def test_a_prefetch_that_cannot_run_is_refused_before_anything_is_read():
