@@ -302,8 +302,14 @@ class Controller:
         self._hand_over()
 
     def stats(self) -> dict[str, Any]:
-        """Plain data. transfers: by cause, see staging.COUNTS; bytes are those carried out."""
+        """Plain data. transfers: by cause, see staging.COUNTS; bytes are those carried out. said:
+        what policies say of themselves, those that have a method `stats` of their state."""
         staging = self.staging
+        said = {
+            seat.name: say(seat.state)
+            for seat in self._seats
+            if (say := getattr(seat.policy, "stats", None)) is not None
+        }
         return {
             "policies": [seat.name for seat in self._seats],
             "decisions": {seat.name: self._decisions[seat.name] for seat in self._seats},
@@ -314,6 +320,7 @@ class Controller:
             "queued": staging.queued,
             "in_flight": len(staging.in_flight),
             "budget_deferred": self.budget_deferred,
+            **({"said": said} if said else {}),
             **staging.stats(self.tables),
         }
 

@@ -79,7 +79,7 @@ WIDE = dict(
     vocab_size=4096,
     max_position_embeddings=1024,
 )
-POLICIES = ("lru", "lfu", "lru + random", "lru + moe-infinity")
+POLICIES = ("lru", "lfu", "lru + random")
 WORKLOADS = ((1, 24), (8, 24), (4, 200))
 """(batch, prompt tokens)"""
 WIDE_WORKLOADS = ((1, 24), (2, 24), (2, 200))
@@ -227,9 +227,8 @@ def workloads(name: str) -> tuple[tuple[int, int], ...]:
     return WIDE_WORKLOADS if name == "wide" else WORKLOADS
 
 
-def eviction_of(each: Configuration) -> str | None:
-    # moe-infinity brings its own.
-    return None if "moe-infinity" in each.policy else each.policy.split(" + ")[0]
+def eviction_of(each: Configuration) -> str:
+    return each.policy.split(" + ")[0]
 
 
 def prefetch_of(each: Configuration) -> str | None:

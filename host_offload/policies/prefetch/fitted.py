@@ -83,7 +83,7 @@ def fitted(
     policy: str,
     header: TraceHeader,
     arrays: Mapping[str, np.ndarray],
-    settings: Mapping[str, float],
+    settings: Mapping[str, float | str],
 ) -> Fitted:
     """What a policy of that name learned from a trace with this header. settings: the policy's
     fields that the arrays depend on."""
@@ -120,6 +120,19 @@ def read_fitted(path: str | os.PathLike[str], policy: str) -> Fitted:
         return Fitted(policy, found["config_digest"], model, found["settings"], save(arrays))
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: its header is damaged ({error!r}); fit it again") from error
+
+
+def learned_bytes(policies: Sequence[Policy], spec: Spec) -> int:
+    """What policies learned, or may learn in a model of this spec (`memory` of those that have it):
+    bytes of memory that experts do not get."""
+    total = 0
+    for policy in policies:
+        memory, state = getattr(policy, "memory", None), getattr(policy, "fitted", None)
+        if memory is not None:
+            total += memory(spec)
+        elif state is not None:  # of a user's policy, anything that says its bytes
+            total += state.nbytes
+    return total
 
 
 def check_fitted(policies: Sequence[Policy], config_digest: str) -> None:

@@ -1,44 +1,72 @@
-"""Mixtral-Offloading: the next layer's gate on this layer's hidden state."""
+"""Mixtral-Offloading: the next layer's gate on this layer's hidden state, beside an LRU cache."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from host_offload.control.interface import Decision, Moment, Observation, Spec
+from host_offload.control.interface import Decision, Moment, Observation, Spec, State
 from host_offload.policies.prefetch.next_layers import gate_scores, softmax, stages_of, summed
+from pallas_kernels.plan.victim import MAX_PRIOR
+
+NAME = "mixtral-offloading"
+
+
+class Buffered(NamedTuple):
+    """State of MixtralOffloading."""
+
+    router: np.ndarray
+    """float32[L, D, E]"""
+    speculated: np.ndarray
+    """bool[L, E]: was loaded speculatively and not used since: it lies in a buffer."""
 
 
 @dataclasses.dataclass(frozen=True)
 class MixtralOffloading:
-    """Speculative expert loading (Eliseev and Mazur 2023, arXiv:2312.17238, "Speculative Expert
-    Loading"; as a baseline in fMoE, section 6.1): when a layer was routed, the gate of the next one
-    is applied to the hidden state that is there, the normalised one that the present gate saw, and
-    the likeliest experts are loaded, by probabilities summed over rows. The first layer has no
-    prediction. Needs driver="host". What is left out of the paper: docs/policies.md.
+    """Speculative expert loading beside an LRU cache (Eliseev and Mazur 2023, arXiv:2312.17238,
+    "LRU caching" and "Speculative Expert Loading"; as a baseline in fMoE, section 6.1). Its public
+    code, src/expert_cache.py of dvmazur/mixtral-offloading, commit ce545188, has the cache alone.
+
+    When a layer was routed, the gate of the next one is applied to the hidden state that is there,
+    the normalised one that the present gate saw, and the `count` likeliest experts are loaded, by
+    probabilities summed over rows. They lie in buffers: none of them takes the place of an expert
+    of the cache before it was used, and then it is that of the least recently used one. Here a
+    layer's buffers are `count` of its cells: who was speculated and not used goes first, and a
+    layer of C cells keeps the C − count experts it used last. The first layer has no prediction.
+    Needs driver="host". What is left out of the paper: docs/policies.md.
     """
 
     count: int = 2
     """Experts a layer; the paper loads one or two."""
 
     moments: frozenset[Moment] = frozenset({Moment.ROUTED})
-    needs: frozenset[str] = frozenset({"gate_input", "router"})
-    writes: frozenset[str] = frozenset({"stages"})
+    needs: frozenset[str] = frozenset({"gate_input", "router", "ids", "state"})
+    writes: frozenset[str] = frozenset({"victim_weights", "prior", "stages"})
+    victim_weights: tuple[int, int, int] = (1, 0, 1)
+    """LRU; the prior of who lies in a buffer is below any age."""
 
-    def init(self, spec: Spec) -> np.ndarray:
-        """float32[L, D, E]: the routers."""
+    def init(self, spec: Spec) -> Buffered:
+        """Empty buffers."""
         if not 1 <= self.count <= spec.experts:
             raise ValueError(f"count must lie in 1…{spec.experts}, not {self.count}")
         assert spec.router is not None
-        return spec.router
+        return Buffered(spec.router, np.zeros((spec.layers, spec.experts), bool))
 
-    def decide(self, state: np.ndarray, observation: Observation) -> tuple[np.ndarray, Decision]:
+    def decide(self, state: Buffered, observation: Observation) -> tuple[Buffered, Decision]:
         seen: Any = observation
+        absent = seen.state == State.ABSENT
+        speculated = state.speculated & ~absent
+        speculated[seen.layer, np.unique(seen.ids)] = False
+        chosen: list[int] = []
         layer = seen.layer + 1
-        if layer == len(state) or not len(seen.gate_input):
-            return state, Decision(stages=())
-        likely = summed(softmax(gate_scores(seen.gate_input[:, 0], state[layer])))
-        experts = np.argsort(-likely, kind="stable")[: self.count].tolist()
-        return state, Decision(stages=stages_of(layer, experts, "mixtral-offloading"))
+        if layer < len(state.router) and len(seen.gate_input):
+            likely = summed(softmax(gate_scores(seen.gate_input[:, 0], state.router[layer])))
+            chosen = np.argsort(-likely, kind="stable")[: self.count].tolist()
+            speculated[layer, chosen] |= absent[layer, chosen]
+        prior = None
+        if not np.array_equal(speculated, state.speculated):
+            prior = np.where(speculated, -MAX_PRIOR, 0).astype(np.int32)
+        decision = Decision(prior=prior, stages=stages_of(layer, chosen, NAME))
+        return state._replace(speculated=speculated), decision

@@ -11,7 +11,6 @@ from host_offload.control.interface import Decision, Moment, Observation, Spec, 
 from host_offload.policies.prefetch.fitted import Fitted, fitted, read_fitted
 from host_offload.traces.reader import Trace
 from host_offload.traces.schema import TraceError
-from pallas_kernels.plan.victim import log2_fixed
 
 NAME = "moe-infinity"
 
@@ -25,19 +24,23 @@ class Traced(NamedTuple):
     """float32[n, L, E]: matrices of sequences that ended; a layer's row sums to 1."""
     used: np.ndarray
     """int64[n]: how often each was the nearest."""
+    top_k: int
 
 
 @dataclasses.dataclass(frozen=True)
 class MoEInfinity:
-    """Activation-aware prefetch and eviction (Xue et al. 2024, arXiv:2401.14361; details from its
-    public code, moe_infinity/memory; as a baseline in fMoE, sections 6.1 and 6.5).
+    """Activation-aware prefetch (Xue et al. 2024, arXiv:2401.14361), as a baseline in fMoE,
+    sections 4.2, 6.1 and 6.5; where that is silent, as its public code does it: TorchMoE/
+    MoE-Infinity, moe_infinity/memory/expert_tracer.py and expert_predictor.py, commit cca059cc.
 
-    A sequence has an expert activation matrix; one that ended goes into a collection, in place of
-    the least used when it is full, but never of those of `fitted`. The nearest of the collection,
-    by the mean over layers of the cosine, predicts a sequence's experts. Wanted first is who has
-    the largest share of its layer × (1 − l/(L + 1)), summed over the sequences of the step.
-    Evicted is who the running sequences routed fewest tokens to. docs/policies.md says what differs
-    from the paper and its code.
+    A sequence has an expert activation matrix. After each router the nearest of the collection, by
+    the mean over layers of the cosine, predicts the layers to come of each sequence of the step:
+    wanted first is who has the largest share of its layer × (1 − (x − l)/(L + 1)), x the layer, l
+    the one routed, summed over sequences. Before the first router nothing of the step is known, so
+    the first `first` layers take the experts that were most popular in the whole collection.
+    Evicted is the least frequently used. A sequence that ended goes into the collection, in place
+    of the least used one when that is full, but never of those of `fitted`, which are collected
+    beforehand. Needs driver="host". docs/policies.md says what differs from the paper and its code.
     """
 
     fitted: Fitted | None = None
@@ -45,11 +48,14 @@ class MoEInfinity:
     """Most matrices."""
     limit: int = 256
     """Most experts that are wanted at a time."""
+    first: int = 3
+    """Layers that take popular experts, at most all; fMoE's prefetch distance."""
 
-    moments: frozenset[Moment] = frozenset({Moment.STEP_END, Moment.TURN_END})
+    moments: frozenset[Moment] = frozenset({Moment.EMBEDDED, Moment.ROUTED, Moment.TURN_END})
     needs: frozenset[str] = frozenset({"request", "ids"})
-    writes: frozenset[str] = frozenset({"victim_weights", "prior", "stages"})
-    victim_weights: tuple[int, int, int] = (0, 0, 1)
+    writes: frozenset[str] = frozenset({"victim_weights", "stages"})
+    victim_weights: tuple[int, int, int] = (0, 1, 0)
+    """LFU."""
 
     def init(self, spec: Spec) -> Traced:
         """No sequence; the collection that is given. Raises ValueError for another model."""
@@ -57,6 +63,8 @@ class MoEInfinity:
             raise ValueError(
                 f"capacity and limit must be at least 1, not {self.capacity} and {self.limit}"
             )
+        if self.first < 0:
+            raise ValueError(f"first must be at least 0, not {self.first}")
         collection = np.zeros((0, spec.layers, spec.experts), np.float32)
         if self.fitted is not None:
             self.fitted.check(spec)
@@ -66,49 +74,60 @@ class MoEInfinity:
                     f"{len(collection)} matrices are given and capacity is {self.capacity}; fit "
                     "with a smaller one"
                 )
-        return Traced({}, collection, np.zeros(len(collection), np.int64))
+        return Traced({}, collection, np.zeros(len(collection), np.int64), spec.top_k)
+
+    def memory(self, spec: Spec) -> int:
+        """Bytes of the collection when it is full."""
+        return self.capacity * spec.layers * spec.experts * 4
 
     def decide(self, state: Traced, observation: Observation) -> tuple[Traced, Decision]:
         seen: Any = observation
         if observation.moment == Moment.TURN_END:
             return self._ended(state, observation.turn), Decision()
-        shape = state.collection.shape[1:]
-        running = {**state.running}
-        predicted, used = np.zeros(shape), state.used.copy()
+        if observation.moment == Moment.EMBEDDED:
+            popular = popular_experts(state.collection, self.first, state.top_k)
+            return state, Decision(stages=self._queue(popular, -1))
+        layers, experts = state.collection.shape[1:]
+        running, used = {**state.running}, state.used.copy()
+        predicted = np.zeros((layers, experts))
         for request in np.unique(seen.request).tolist():
-            tokens = routed_counts(seen.ids[seen.request == request], shape[1])
-            running[request] = matrix = running.get(request, 0) + tokens.astype(np.int32)
+            tokens = routed_counts(seen.ids[seen.request == request], experts)[0]
+            matrix = running.get(request, np.zeros((layers, experts), np.int32)).copy()
+            matrix[seen.layer] += tokens.astype(np.int32)
+            running[request] = matrix
             if len(state.collection):
-                nearest = int(np.argmax(_similarity(state.collection, _shares(matrix))))
+                nearest = int(np.argmax(similarity(state.collection, shares(matrix))))
                 used[nearest] += 1
                 predicted += state.collection[nearest]
-        state = Traced(running, state.collection, used)
-        predicted *= 1 - np.arange(shape[0])[:, None] / (shape[0] + 1)
-        layer, expert = np.nonzero(predicted)
-        first = np.argsort(-predicted[layer, expert], kind="stable")[: self.limit]
+        state = state._replace(running=running, used=used)
+        return state, Decision(stages=self._queue(predicted, seen.layer))
+
+    def _queue(self, likely: np.ndarray, now: int) -> tuple[Stage, ...]:
+        """The `limit` most urgent of float[L, E] behind layer `now`, equal ones by layer and
+        expert; 0 is not wanted."""
+        ahead = np.arange(len(likely))[:, None] - now
+        wanted = np.where(ahead > 0, likely * (1 - ahead / (len(likely) + 1)), 0)
+        layer, expert = np.nonzero(wanted)
+        first = np.argsort(-wanted[layer, expert], kind="stable")[: self.limit]
         places = zip(layer[first].tolist(), expert[first].tolist(), strict=True)
-        tokens = sum(running.values(), np.zeros(shape, np.int32))
-        return state, Decision(
-            prior=log2_fixed(1 + tokens).astype(np.int32),
-            stages=tuple(Stage(*place, cause=NAME) for place in places),
-        )
+        return tuple(Stage(*place, cause=NAME) for place in places)
 
     def _ended(self, state: Traced, request: int) -> Traced:
         running = {**state.running}
         matrix = running.pop(request, None)
         if matrix is None:
             return state
-        new = _shares(matrix)[None]
+        state, new = state._replace(running=running), shares(matrix)[None]
         if len(state.collection) < self.capacity:
             collection = np.concatenate([state.collection, new])
-            return Traced(running, collection, np.append(state.used, 1))
+            return state._replace(collection=collection, used=np.append(state.used, 1))
         kept = 0 if self.fitted is None else len(self.fitted.arrays["matrices"])
         if kept == self.capacity:
-            return state._replace(running=running)
+            return state
         place = kept + int(np.argmin(state.used[kept:]))
         collection, used = state.collection.copy(), state.used.copy()
         collection[place], used[place] = new[0], 1
-        return Traced(running, collection, used)
+        return state._replace(collection=collection, used=used)
 
 
 def fit(trace: Trace, *, capacity: int = 128) -> MoEInfinity:
@@ -126,21 +145,8 @@ def fit(trace: Trace, *, capacity: int = 128) -> MoEInfinity:
         )
     if capacity < 1:
         raise ValueError(f"capacity must be at least 1, not {capacity}")
-    shape = header.layers, header.experts
-    running: dict[int, np.ndarray] = {}
-    for step in trace.step_traces():
-        for request in np.unique(step.request).tolist():
-            tokens = routed_counts(step.ids[step.request == request], shape[1])
-            running[request] = running.get(request, 0) + tokens
-    matrices = np.array([_shares(matrix) for matrix in running.values()], np.float32)
-    chosen = [0] if running else []
-    if running:
-        likest = _similarity(matrices, matrices[0])
-        while len(chosen) < min(-(-capacity // 2), len(matrices)):
-            likest[chosen] = np.inf
-            chosen.append(int(np.argmin(likest)))
-            likest = np.maximum(likest, _similarity(matrices, matrices[chosen[-1]]))
-    arrays = {"matrices": matrices.reshape(-1, *shape)[chosen]}
+    matrices = matrices_of(trace)
+    arrays = {"matrices": matrices[diverse(matrices, -(-capacity // 2))]}
     return MoEInfinity(
         fitted=fitted(NAME, header, arrays, {"capacity": capacity}), capacity=capacity
     )
@@ -152,12 +158,47 @@ def read(path: str) -> MoEInfinity:
     return MoEInfinity(fitted=state, capacity=state.setting("capacity"))
 
 
-def _shares(matrix: np.ndarray) -> np.ndarray:
+def matrices_of(trace: Trace) -> np.ndarray:
+    """float32[n, L, E]: the shares of each request of a trace, in the order of their first step."""
+    shape = trace.header.layers, trace.header.experts
+    running: dict[int, np.ndarray] = {}
+    for step in trace.step_traces():
+        for request in np.unique(step.request).tolist():
+            tokens = routed_counts(step.ids[step.request == request], shape[1])
+            running[request] = running.get(request, 0) + tokens
+    matrices = np.array([shares(matrix) for matrix in running.values()], np.float32)
+    return matrices.reshape(-1, *shape)
+
+
+def diverse(matrices: np.ndarray, count: int) -> list[int]:
+    """Which of float32[n, L, E] to keep of at most `count`: the first, then always the one least
+    like any chosen."""
+    if not len(matrices):
+        return []
+    chosen, likest = [0], similarity(matrices, matrices[0])
+    while len(chosen) < min(count, len(matrices)):
+        likest[chosen] = np.inf
+        chosen.append(int(np.argmin(likest)))
+        likest = np.maximum(likest, similarity(matrices, matrices[chosen[-1]]))
+    return chosen
+
+
+def popular_experts(collection: np.ndarray, layers: int, top_k: int) -> np.ndarray:
+    """float64[L, E]: of the first `layers` layers the summed shares of the top_k experts that the
+    collection float32[n, L, E] used most; 0 of all others."""
+    total = collection.sum(axis=0, dtype=np.float64)
+    best = np.argsort(-total[:layers], axis=1, kind="stable")[:, :top_k]
+    wanted = np.zeros_like(total)
+    np.put_along_axis(wanted[:layers], best, np.take_along_axis(total[:layers], best, 1), 1)
+    return wanted
+
+
+def shares(matrix: np.ndarray) -> np.ndarray:
     """float32[L, E] whose rows sum to 1."""
     return (matrix / np.maximum(matrix.sum(axis=1, keepdims=True), 1)).astype(np.float32)
 
 
-def _similarity(collection: np.ndarray, matrix: np.ndarray) -> np.ndarray:
+def similarity(collection: np.ndarray, matrix: np.ndarray) -> np.ndarray:
     """float[n]: mean over layers of the cosine of each of [n, L, E] and [L, E]."""
     lengths = np.linalg.norm(collection, axis=2) * np.linalg.norm(matrix, axis=1)
     products = np.einsum("nle,le->nl", collection, matrix)

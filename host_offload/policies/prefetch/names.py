@@ -19,15 +19,16 @@ class _Made(NamedTuple):
 
 _MADE: dict[str, _Made] = {
     "coactivation": _Made("coactivation:CoActivation", "coactivation:fit", "coactivation:read"),
+    "deepspeed": _Made("deepspeed:DeepSpeedInference"),
     "expert_map": _Made(
         "expert_map.policy:ExpertMap", "expert_map.policy:fit", "expert_map.policy:read"
     ),
     "fate": _Made("fate:Fate"),
-    "layer-streaming": _Made("layer_streaming:LayerStreaming"),
+    "layer-streaming": _Made("deepspeed:LayerStreaming"),
     "mixtral-offloading": _Made("mixtral_offloading:MixtralOffloading"),
     "moe-infinity": _Made("moe_infinity:MoEInfinity", "moe_infinity:fit", "moe_infinity:read"),
     "oracle": _Made(read="oracle:read"),
-    "promoe": _Made(fit="promoe:fit", read="promoe:read"),
+    "promoe": _Made(fit="promoe.policy:fit", read="promoe.policy:read"),
     "random": _Made("random_prefetch:RandomPrefetch"),
 }
 """A new policy is a file of its own and a line here."""

@@ -9,9 +9,14 @@ from host_offload.control.interface import Stage
 
 def gate_scores(gate_input: np.ndarray, router: np.ndarray) -> np.ndarray:
     """float32[N, E]: what a router float32[D, E] says of gate inputs float16[N, D]."""
-    # What was beyond float16 is infinite, and infinity times zero is no number.
+    return finite(gate_input) @ router
+
+
+def finite(gate_input: np.ndarray) -> np.ndarray:
+    """float32 of float16: what was beyond float16 is infinite, and infinity times zero is no
+    number."""
     bound = np.float32(np.finfo(np.float16).max)
-    return np.clip(gate_input.astype(np.float32), -bound, bound) @ router
+    return np.clip(gate_input.astype(np.float32), -bound, bound)
 
 
 def softmax(scores: np.ndarray) -> np.ndarray:

@@ -12,10 +12,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from host_offload.control.interface import Policy
+from host_offload.control.interface import Policy, Spec
 from host_offload.control.rules import BETWEEN_LAYERS, check_policies, name_of
 from host_offload.policies.eviction import static
 from host_offload.policies.eviction.names import POLICIES, with_eviction
+from host_offload.policies.prefetch.fitted import learned_bytes
 from host_offload.policies.prefetch.names import FIT, FROM_PATH, PREFETCH, prefetch_policy
 from host_offload.policies.prefetch.oracle import oracle_of
 from host_offload.traces.reader import Trace
@@ -90,11 +91,9 @@ class Arm:
         """It decides how many cells the layers have, which only a simulation lets it."""
         return any("cells" in policy.writes for policy in self.policies)
 
-    @property
-    def learned_bytes(self) -> int:
-        """Bytes of what it learned, which are memory that experts do not get."""
-        fitted = (getattr(policy, "fitted", None) for policy in self.policies)
-        return sum(found.nbytes for found in fitted if found is not None)
+    def learned_bytes(self, spec: Spec) -> int:
+        """Bytes of what it learned or may learn, which are memory that experts do not get."""
+        return learned_bytes(self.policies, spec)
 
     @property
     def needs_host(self) -> bool:
@@ -109,9 +108,9 @@ class Arm:
 
 def arm_of(text: str, home: Path) -> Arm:
     """The arm that `text` names: an eviction, a prefetch (NAME or NAME=PATH) or FILE.py:CLASS, each
-    with settings in parentheses if wanted, `moe-infinity(limit=4)`; several with + between them.
-    LRU evicts where none of them does. NAME=train learns from the texts' training part; oracle=run
-    is a control that knows the run.
+    with settings in parentheses if wanted, `mixtral-offloading(count=1)`; several with + between
+    them. LRU evicts where none of them does. NAME=train learns from the texts' training part;
+    oracle=run is a control that knows the run.
 
     home: where files that are not absolute are. Raises UserError for what is none of these, for
     policies that cannot run together, and for whatever a file of policies raises.

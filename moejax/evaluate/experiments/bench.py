@@ -97,7 +97,8 @@ class Terms:
         slots = self.sizes.expert_slots(cell.budget, arm, self.experiment.equal)
         cells = cells_per_layer(slots, self.base.layers, self.base.experts)
         nbytes = slots * self.sizes.slot_bytes
-        return Granted(cells, self.base.experts, nbytes, arm.learned_bytes, arm.moves_cells)
+        learned = arm.learned_bytes(self.base)
+        return Granted(cells, self.base.experts, nbytes, learned, arm.moves_cells)
 
     def spec(self, cell: Cell) -> Spec:
         """What the policies of a cell are told: an arena of this budget and the KV, not the largest
@@ -117,9 +118,8 @@ def terms_of_trace(experiment: Experiment, arms: Mapping[str, Arm], trace: Trace
     with user_errors(TraceError):
         spec = spec_of(trace.header)
     size = max(int(np.max(sizes)) for sizes in spec.version_bytes.values())
-    experts = spec.layers * spec.experts
-    kv_bytes = max(spec.budget_bytes - experts * size, 0)
-    return Terms(experiment, arms, Sizes(experts, size, size), spec, kv_bytes, None)
+    kv_bytes = max(spec.budget_bytes - spec.layers * spec.experts * size, 0)
+    return Terms(experiment, arms, Sizes(spec, size, size), spec, kv_bytes, None)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from host_offload.control.interface import Spec
 from host_offload.memory.budget import BudgetError, Share, expert_slots_of, format_bytes
 from host_offload.policies.precision.names import precision_of
 from moejax.errors import UserError, shown, user_errors
@@ -27,7 +28,7 @@ MODES = ("measured", "simulated", "predicted")
 
 OPTIONS = (
     *("dtype", "ops", "device", "threads", "max_num_batched_tokens", "quantizer", "tokenizer"),
-    *("step", "name_map"),
+    *("step", "name_map", "link_latency"),
 )
 """Options of LLM that a definition may give under `options`, for all of its cells."""
 
@@ -171,10 +172,10 @@ class Experiment:
 class Sizes:
     """What budgets are measured with."""
 
-    experts: int
-    """In all layers."""
+    spec: Spec
+    """What policies are told."""
     slot_bytes: int
-    """What one takes."""
+    """What an expert takes."""
     dense_bytes: int
     """What one takes that is not quantized."""
 
@@ -183,7 +184,12 @@ class Sizes:
         """Those of an engine."""
         spec, layout = plan.spec, plan.steps.layout
         dense = dataclasses.replace(layout.records[0], version="dense").nbytes
-        return cls(spec.layers * spec.experts, layout.slot_bytes, dense)
+        return cls(spec, layout.slot_bytes, dense)
+
+    @property
+    def experts(self) -> int:
+        """In all layers."""
+        return self.spec.layers * self.spec.experts
 
     def expert_slots(self, budget: str, arm: Arm, equal: str | None) -> int:
         """Experts that a budget holds, less what the arm learned. Raises UserError for a budget
@@ -201,10 +207,11 @@ class Sizes:
                 f'{percent} write a share such as "25%", at least '
                 f"{100 / self.experts:.3g}%, bytes of one expert or more, or 0 for none"
             )
-        slots = whole - -(-arm.learned_bytes // size)
+        learned = arm.learned_bytes(self.spec)
+        slots = whole - -(-learned // size)
         if slots < 0 or (asked_for and not slots):
             raise UserError(
-                f"budget {budget}: what {arm.name} learned takes {arm.learned_bytes} bytes of it "
+                f"budget {budget}: what {arm.name} learned takes {learned} bytes of it "
                 "and leaves no expert; raise the budget"
             )
         return slots

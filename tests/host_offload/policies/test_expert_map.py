@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from host_offload.control.interface import Moment, Observation
+from host_offload.control.interface import Moment, Observation, Spec
 from host_offload.control.staging import choose_cell
 from host_offload.memory.tables import cold_tables
 from host_offload.policies.prefetch.expert_map import policy as expert_map
@@ -178,6 +178,19 @@ def spec(tmp_path: Path):
     return dataclasses.replace(spec_of(header), driver="host")
 
 
+def with_store(state: Any, store: MapStore) -> Matching:
+    return state._replace(tracker=dataclasses.replace(state.tracker, store=store))
+
+
+def begun(policy: ExpertMap, told: Spec, store: MapStore) -> Matching:
+    """The policy's state with these maps."""
+    return with_store(policy.init(told), store)
+
+
+def store_of(state: Any) -> MapStore:
+    return state.tracker.store
+
+
 def walk(policy: ExpertMap, state: Matching, embeddings, maps, **rows: Any):
     """A step of these rows: (what was wanted at each moment from EMBEDDED on, the state after)."""
     count = len(embeddings)
@@ -202,7 +215,7 @@ def test_the_same_iteration_again_is_known(tmp_path):
     layers by the embedding, each further one `distance` layers ahead."""
     embeddings, maps = draw(0, 4)
     policy, one = ExpertMap(distance=2), slice(1, 2)
-    state = policy.init(spec(tmp_path))._replace(store=stored(embeddings, maps))
+    state = begun(policy, spec(tmp_path), stored(embeddings, maps))
     decisions, after = walk(policy, state, embeddings[one], maps[one])
     routed = [{(n, int(e)) for e in np.argsort(-maps[1, n])[:K]} for n in range(L)]
     wanted = wanted_of(decisions)
@@ -210,14 +223,16 @@ def test_the_same_iteration_again_is_known(tmp_path):
     for layer in range(L):  # after the router of a layer: of those to come that were matched
         ahead = routed[layer + 1 : layer + 3]
         assert set(wanted[layer + 1]) == set().union(*ahead)
-    assert after.trajectory.scores(state.store, L - 1)[0, 1] == pytest.approx(1, abs=1e-5)
-    assert after.store.size == 5
+    assert after.tracker.trajectory.scores(store_of(state), L - 1)[0, 1] == pytest.approx(
+        1, abs=1e-5
+    )
+    assert store_of(after).size == 5
 
 
 def test_nearer_and_likelier_goes_first(tmp_path):
     """Property 5: the order after each layer is that of p / (l − l_now) computed from scratch."""
     policy = ExpertMap(distance=3)
-    state = policy.init(spec(tmp_path))._replace(store=stored(*draw(0, 5)))
+    state = begun(policy, spec(tmp_path), stored(*draw(0, 5)))
     embeddings, maps = draw(7, 2)
     state, decision = policy.decide(state, of_moment(Moment.EMBEDDED, 2, embedding=embeddings))
     for layer in range(-1, L):
@@ -237,7 +252,7 @@ def test_nearer_and_likelier_goes_first(tmp_path):
 def test_rows_are_united_and_their_probabilities_maxed(tmp_path):
     policy = ExpertMap(distance=1)
     embeddings, maps = draw(0, 3)
-    state = policy.init(spec(tmp_path))._replace(store=stored(embeddings, maps))
+    state = begun(policy, spec(tmp_path), stored(embeddings, maps))
     seen = of_moment(Moment.EMBEDDED, 2, embedding=embeddings[:2])
     state, decision = policy.decide(state, seen)
     top = [{int(e) for e in np.argsort(-maps[row, 0])[:K]} for row in range(2)]
@@ -252,7 +267,7 @@ def test_evicted_is_the_least_probability_times_frequency(tmp_path):
     rng = np.random.default_rng(2)
     policy = ExpertMap(distance=1)
     embeddings, maps = draw(0, 3)
-    state = policy.init(spec(tmp_path))._replace(store=stored(embeddings, maps))
+    state = begun(policy, spec(tmp_path), stored(embeddings, maps))
     decision = policy.decide(state, of_moment(Moment.EMBEDDED, 1, embedding=embeddings[:1]))[1]
     tables = cold_tables(np.full(L, E), E)
     frequency = rng.integers(0, 50, (L, E)).astype(np.int32)
@@ -274,17 +289,18 @@ def test_a_store_that_is_empty_asks_for_nothing_and_learns(tmp_path):
     policy = ExpertMap(distance=2, capacity=3)
     state = policy.init(spec(tmp_path))
     decisions, state = walk(policy, state, *draw(0, 2))
-    assert wanted_of(decisions) == [[]] * (L + 1) and state.store.size == 2
+    assert wanted_of(decisions) == [[]] * (L + 1) and store_of(state).size == 2
     decisions, state = walk(policy, state, *draw(1, 2))
-    assert wanted_of(decisions)[0] and state.store.size == 3
+    assert wanted_of(decisions)[0] and store_of(state).size == 3
 
 
 def test_a_step_asks_for_nothing_that_the_step_before_wanted(tmp_path):
-    policy, told = ExpertMap(distance=2, semantic=False), spec(tmp_path)
-    begun = policy.init(told)._replace(store=stored(*draw(0, 4)))
-    after = walk(policy, begun, *draw(5, 2))[1]._replace(store=begun.store)
+    policy, told = ExpertMap(distance=2, tracker="map_t"), spec(tmp_path)
+    store = stored(*draw(0, 4))
+    first = begun(policy, told, store)
+    after = with_store(walk(policy, first, *draw(5, 2))[1], store)
     assert after.wanted.any()
-    runs = (wanted_of(walk(policy, state, *draw(6, 1))[0]) for state in (begun, after))
+    runs = (wanted_of(walk(policy, state, *draw(6, 1))[0]) for state in (first, after))
     assert next(runs) == next(runs)
 
 
@@ -296,26 +312,28 @@ def test_the_ablations(tmp_path):
 
     def run(**given: Any):
         policy = ExpertMap(**given)
-        return wanted_of(walk(policy, policy.init(told)._replace(store=store), *step)[0])
+        return wanted_of(walk(policy, begun(policy, told, store), *step)[0])
 
-    whole, trajectory = run(distance=2), run(distance=2, semantic=False)
+    whole, trajectory = run(distance=2), run(distance=2, tracker="map_t")
     assert whole[0] and not trajectory[0] and {n for n, _ in trajectory[1]} == {2}
-    assert len(run(distance=2, similarity=False)[0]) == 2 * K < len(whole[0])
+    assert len(trajectory[1]) == K
+    assert len(run(distance=2, tracker="map_ts")[0]) == 2 * K < len(whole[0])
     assert {n for n, _ in run(distance=4)[0]} == {0, 1, 2, 3}
 
 
 def test_a_prompt_as_one_row(tmp_path):
     """prompt="mean": a row a request, of the mean embedding and map; generated tokens stay rows."""
-    policy = ExpertMap(distance=1, prompt="mean")
-    state = policy.init(spec(tmp_path))
+    policy, told = ExpertMap(distance=1, prompt="mean"), spec(tmp_path)
+    state = policy.init(told)
     embeddings, maps = draw(0, 5)
     prompt = {"request": np.array([3, 3, 3, 7, 7]), "phase": np.zeros(5, np.uint8)}
     state = walk(policy, state, embeddings, maps, **prompt)[1]
     parts = slice(0, 3), slice(3, 5)
-    same_store(state.store, [(embeddings[p].mean(axis=0), maps[p].mean(axis=0)) for p in parts])
-    assert walk(policy, state, embeddings, maps)[1].store.size == 7
-    by_token, empty = ExpertMap(distance=1), state._replace(store=empty_store(L, E, D))
-    assert walk(by_token, empty, embeddings, maps, **prompt)[1].store.size == 5
+    same_store(store_of(state), [(embeddings[p].mean(axis=0), maps[p].mean(axis=0)) for p in parts])
+    assert walk(policy, state, embeddings, maps)[1].tracker.store.size == 7
+    by_token = ExpertMap(distance=1)
+    empty = by_token.init(told)
+    assert walk(by_token, empty, embeddings, maps, **prompt)[1].tracker.store.size == 5
 
 
 # ---- from a trace
@@ -343,11 +361,12 @@ def test_fit_takes_a_trace_as_the_engine_would_and_keeps_it_in_a_file(tmp_path):
         pairs = zip(*(a.astype(np.float16) for a in draw(number, 2)), strict=True)
         rows = plain_with_rows(rows, [(e.astype(float), m.astype(float)) for e, m in pairs], 7, 2)
     told = spec(tmp_path)
-    same_store(policy.init(told).store, rows)
+    same_store(store_of(policy.init(told)), rows)
     policy.fitted.write(tmp_path / "maps.safetensors")
     again = prefetch_policy(f"expert_map={tmp_path / 'maps.safetensors'}")
     assert isinstance(again, ExpertMap) and (again.capacity, again.distance) == (7, 2)
-    same_store(again.init(told).store, rows)
+    same_store(store_of(again.init(told)), rows)
+    assert not policy.learns and not again.learns
     assert policy.fitted.nbytes == 7 * (D + L * E) * 4
 
 
@@ -356,6 +375,7 @@ def test_refusals(tmp_path):
     for wrong, match in (
         ({"capacity": 0}, "capacity must be at least 1"),
         ({"prompt": "words"}, "prompt one of tokens, mean"),
+        ({"tracker": "T"}, "tracker one of map_tsd, map_ts, map_t, speculate, hit_count"),
         ({"distance": 0}, r"distance must lie in 1…4, not 0"),
         ({"distance": L}, r"distance must lie in 1…4, not 5"),
     ):

@@ -7,7 +7,6 @@ import pytest
 
 from host_offload.control.rules import PolicyError
 from host_offload.policies.eviction.names import POLICIES
-from host_offload.policies.prefetch.moe_infinity import MoEInfinity
 from host_offload.policies.prefetch.random_prefetch import RandomPrefetch
 from moejax import LLM, SamplingParams
 
@@ -41,7 +40,6 @@ def engine():
         pytest.param([POLICIES["fifo"]()], 0.25, marks=pytest.mark.slow),  # engines of their own
         pytest.param([POLICIES["static"]()], 0.5, marks=pytest.mark.slow),
         ([POLICIES["lru"](), RandomPrefetch()], 0.5),
-        pytest.param([MoEInfinity()], 0.75, marks=pytest.mark.slow),
         ([POLICIES["lru"]()], 0.0),
     ],
     ids=lambda value: (

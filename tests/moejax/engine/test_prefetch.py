@@ -15,11 +15,14 @@ import pytest
 from host_offload.control.interface import Decision, Moment, Observation, Policy, Spec
 from host_offload.memory.tables import empty_tables, with_contents
 from host_offload.policies.eviction.names import with_eviction
-from host_offload.policies.prefetch import coactivation, moe_infinity, promoe
+from host_offload.policies.prefetch import coactivation, moe_infinity
+from host_offload.policies.prefetch.deepspeed import DeepSpeedInference
 from host_offload.policies.prefetch.expert_map import policy as expert_map
+from host_offload.policies.prefetch.expert_map.policy import ExpertMap
 from host_offload.policies.prefetch.moe_infinity import MoEInfinity
 from host_offload.policies.prefetch.names import PREFETCH, prefetch_policy
 from host_offload.policies.prefetch.oracle import oracle_of
+from host_offload.policies.prefetch.promoe import policy as promoe
 from host_offload.simulate.replay import replay
 from host_offload.traces.reader import Trace, read_trace
 from moejax import LLM, SamplingParams
@@ -101,11 +104,12 @@ def test_no_bit_depends_on_prefetch(driver, tmp_path):
         assert llm.engine.control is not None
         router = llm.engine.control.controller.spec.router
         alone, trace = recorded(llm, tmp_path / "alone", [], router)
-        policies: list[Policy] = [oracle_of(trace), moe_infinity.fit(trace)]
+        policies: list[Policy] = [oracle_of(trace)]
         if host:
             policies += [promoe.fit(trace), coactivation.fit(trace), expert_map.fit(trace)]
+            policies.append(moe_infinity.fit(trace))
         for name in PREFETCH:
-            if host or name in ("random", "moe-infinity"):
+            if host or name == "random":
                 policies.append(prefetch_policy(name))
         # The last one moves cells, which then stay moved.
         for number, policy in enumerate([*policies, StaticLayers()]):
@@ -115,7 +119,7 @@ def test_no_bit_depends_on_prefetch(driver, tmp_path):
             control = llm.engine.control
             assert control is not None
             # Without a sequence that ended before nothing is predicted in so short a run.
-            if policy != MoEInfinity():
+            if policy not in (MoEInfinity(), DeepSpeedInference()):
                 assert any(each.first_use >= 0 for each in trace.transfers()), policy
             replay(trace, policies=[policy], spec=control.controller.spec)
         learned = moe_infinity.fit(trace).fitted
@@ -123,6 +127,29 @@ def test_no_bit_depends_on_prefetch(driver, tmp_path):
         other = MoEInfinity(fitted=dataclasses.replace(learned, config_digest="ab" * 32))
         with pytest.raises(ValueError, match="moe-infinity was fitted to a model of configuration"):
             use(llm, [other])
+
+
+@pytest.mark.slow
+def test_searches_beside_inference_change_no_bit_and_are_replayed(tmp_path):
+    """Whatever came in time: the tokens are those of no prefetch at all, and a replay that takes
+    the recorded decisions does what the engine did."""
+    policy = ExpertMap(distance=2, asynchronous=True)
+    options: dict[str, Any] = dict(expert_budget="40%", driver="host", progress=False)
+    options |= dict(policies=[policy], enable_prefix_caching=False)
+    with LLM("demo", **options, **LIMITS) as llm:
+        alone, _ = recorded(llm, tmp_path / "alone", [], None)
+        results, trace = recorded(llm, tmp_path / "beside", [policy], None)
+        for got, want in zip(results, alone, strict=True):
+            assert got.same_bits(want)
+        control = llm.engine.control
+        assert control is not None
+        said = control.controller.stats()["said"]["ExpertMap"]
+        # A search of each step's embedding and of its four layers; what was learned is bounded.
+        assert said["searches"] == 5 * trace.steps and said["late"] <= said["searches"]
+        again = expert_map.recorded(trace, policy)
+        found = replay(trace, policies=[again], spec=control.controller.spec)
+        assert found.control is not None
+        assert found.control["said"] == {"ExpertMap": {"decisions": 5 * trace.steps}}
 
 
 def test_a_prefetch_that_cannot_run_is_refused_before_anything_is_read():
@@ -133,7 +160,7 @@ def test_a_prefetch_that_cannot_run_is_refused_before_anything_is_read():
         with pytest.raises(UserError, match=match):
             LLM("/nowhere", prefetch=prefetch, progress=False)
     with pytest.raises(UserError, match="LFU and MoEInfinity both write 'victim_weights'"):
-        LLM("/nowhere", eviction="lfu", prefetch="moe-infinity", progress=False)
+        LLM("/nowhere", eviction="lfu", prefetch="moe-infinity", driver="host", progress=False)
 
 
 def test_the_command_line_takes_prefetch(capsys):

@@ -8,16 +8,25 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from host_offload.control.interface import Decision, Moment, Observation, Spec, Stage
+from host_offload.policies.prefetch.expert_map.matcher import IN_STEP, Matcher
 from host_offload.policies.prefetch.expert_map.store import (
-    MapStore,
     Trajectory,
     empty_store,
     selected,
-    semantic_scores,
     stored,
     with_rows,
 )
+from host_offload.policies.prefetch.expert_map.trackers import (
+    NEEDS,
+    TRACKERS,
+    HitCounts,
+    MapTracker,
+    Prediction,
+    Speculation,
+    Tracker,
+)
 from host_offload.policies.prefetch.fitted import Fitted, fitted, read_fitted
+from host_offload.policies.prefetch.moe_infinity import diverse, matrices_of
 from host_offload.traces.reader import Trace
 from host_offload.traces.schema import TraceError
 from pallas_kernels.plan.victim import LOG2_UNIT, MAX_PRIOR
@@ -29,14 +38,23 @@ PROMPTS = ("tokens", "mean")
 class Matching(NamedTuple):
     """State of ExpertMap."""
 
-    store: MapStore
-    trajectory: Trajectory
-    """The rows of the step that is made."""
+    tracker: Tracker | Matcher
     wanted: np.ndarray
     """float32[L, E]: probability of what the step is to prefetch, 0: nothing."""
     likely: np.ndarray
     """float32[L, E]: probability as matched last."""
     top_k: int
+    step: int = -1
+    """The one that is made."""
+    searches: int = 0
+    late: int = 0
+    """Those of them that were found after a layer that they were for was routed."""
+
+
+class Recorded(NamedTuple):
+    """State of ExpertMap where decisions come from a trace."""
+
+    next: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,86 +71,173 @@ class ExpertMap:
     """
 
     fitted: Fitted | None = None
-    """Maps to begin with; without them it begins empty."""
+    """What to begin with; without it it begins empty."""
     capacity: int = 1000
-    """Most maps (C)."""
+    """Most maps, or requests of "hit_count" (C)."""
     distance: int = 3
     """Layers ahead (d)."""
-    semantic: bool = True
-    """False: nothing is predicted for the first `distance` layers (the paper's Map (T))."""
-    similarity: bool = True
-    """False: top-k of the map, whatever the score (the paper's Map (T+S))."""
+    tracker: str = "map_tsd"
+    """What takes the matcher's place (section 6.5): "map_tsd", the whole; "map_ts": top-k of the
+    map, whatever the score; "map_t": so, and nothing for the first `distance` layers; "speculate":
+    a later layer's gate on this layer's gate input; "hit_count": counts of requests."""
+    learns: bool = True
+    """False: what was fitted stays as it is (the paper's offline runs)."""
     prompt: str = "tokens"
     """"tokens": every token of a prompt is a row, with a map; "mean": their mean is one."""
+    asynchronous: bool = False
+    """True: searches run on a thread beside inference, which never waits; what they find is used
+    from the next moment on. Decisions then depend on times: see `recorded`."""
+    decisions: tuple[tuple[int, str, Decision], ...] | None = dataclasses.field(
+        default=None, repr=False, compare=False
+    )
+    """(step, moment, decision) of a run, to be taken again; see `recorded`."""
 
-    moments: frozenset[Moment] = frozenset({Moment.EMBEDDED, Moment.ROUTED, Moment.STEP_END})
-    needs: frozenset[str] = frozenset({"request", "phase", "embedding", "probs"})
+    moments: frozenset[Moment] = IN_STEP | {Moment.STEP_END, Moment.TURN_END}
     writes: frozenset[str] = frozenset({"victim_weights", "prior", "stages"})
     victim_weights: tuple[int, int, int] = (0, 1, 1)
     """log2(1 + frequency) + log2(probability): the product, which decides in the paper."""
 
-    def init(self, spec: Spec) -> Matching:
+    @property
+    def needs(self) -> frozenset[str]:
+        return NEEDS.get(self.tracker, NEEDS["map_tsd"])
+
+    def init(self, spec: Spec) -> Matching | Recorded:
         """The store that is given. Raises ValueError for settings that mean nothing and for maps
         of another model."""
-        if self.capacity < 1 or self.prompt not in PROMPTS:
+        if self.capacity < 1 or self.prompt not in PROMPTS or self.tracker not in TRACKERS:
             raise ValueError(
-                f"capacity must be at least 1, prompt one of {', '.join(PROMPTS)}, not "
-                f"{self.capacity} and {self.prompt!r}"
+                f"capacity must be at least 1, prompt one of {', '.join(PROMPTS)}, tracker one of "
+                f"{', '.join(TRACKERS)}, not {self.capacity}, {self.prompt!r} and {self.tracker!r}"
             )
         check_distance(self.distance, spec.layers)
-        store = empty_store(spec.layers, spec.experts, spec.hidden)
         if self.fitted is not None:
             self.fitted.check(spec)
-            arrays = self.fitted.arrays
-            if len(arrays["embeddings"]) > self.capacity:
-                raise ValueError(
-                    f"{len(arrays['embeddings'])} maps are given and capacity is {self.capacity}; "
-                    "fit with a smaller one"
-                )
-            store = stored(arrays["embeddings"], arrays["maps"])
+        if self.decisions is not None:
+            return Recorded()
+        tracker = self._tracker(spec)
         nothing = np.zeros((spec.layers, spec.experts), np.float32)
-        return Matching(store, Trajectory.of(store, 0), nothing, nothing, spec.top_k)
+        begun = Matcher(tracker) if self.asynchronous else tracker
+        return Matching(begun, nothing, nothing, spec.top_k)
 
-    def decide(self, state: Matching, observation: Observation) -> tuple[Matching, Decision]:
-        seen: Any = observation
-        rows = _Rows.of(seen, self.prompt)
-        if observation.moment == Moment.STEP_END:
-            given = rows.mean(seen.embedding), rows.mean(seen.probs)
-            settings = {"capacity": self.capacity, "distance": self.distance}
-            return state._replace(store=with_rows(state.store, *given, **settings)), Decision()
-        store, layers = state.store, len(state.wanted)
+    def memory(self, spec: Spec) -> int:
+        """Bytes of what it learns: what is given, and what it may grow to."""
+        if self.tracker == "speculate":
+            return 0
+        given = 0 if self.fitted is None else self.fitted.nbytes
+        if not self.learns:
+            return given
+        experts = spec.layers * spec.experts
+        # A map has the length of its prefixes beside it.
+        row = experts if self.tracker == "hit_count" else spec.hidden + experts + spec.layers
+        return max(given, self.capacity * row * 4)
+
+    def stats(self, state: Matching | Recorded) -> dict[str, int]:
+        """searches: moments of steps that were seen. late: searches that were found too late, or
+        left out since they would have been. learned_bytes: as it is now."""
+        if isinstance(state, Recorded):
+            return {"decisions": state.next}
+        tracker, late = state.tracker, state.late
+        late += tracker.left_out if isinstance(tracker, Matcher) else 0
+        return {"searches": state.searches, "late": late, "learned_bytes": tracker.nbytes}
+
+    def decide(
+        self, state: Matching | Recorded, observation: Observation
+    ) -> tuple[Matching | Recorded, Decision]:
+        if isinstance(state, Recorded):
+            return self._again(state, observation)
+        tracker, in_step = state.tracker, observation.moment in IN_STEP
+        if isinstance(tracker, Matcher):
+            found = tracker.found() if in_step else []
+            tracker.publish(observation)
+        else:
+            tracker, prediction = tracker.seen(observation)
+            state = state._replace(tracker=tracker)
+            found = [] if prediction is None else [(observation.step, prediction)]
+        if not in_step:
+            return state, Decision()
+        state = state._replace(searches=state.searches + 1, step=observation.step)
         if observation.moment == Moment.EMBEDDED:
-            begun = Trajectory.of(store, rows.count)
-            state = state._replace(trajectory=begun, wanted=np.zeros_like(state.wanted))
-            if not (store.size and rows.count and self.semantic):
-                return state, Decision(stages=())
-            scores = semantic_scores(store, rows.mean(seen.embedding))
-            return self._matched(state, range(self.distance), scores, -1)
-        trajectory = state.trajectory.after(store, seen.layer, rows.mean(seen.probs)[:, 0])
-        state = state._replace(trajectory=trajectory)
-        target = seen.layer + self.distance
-        if not (store.size and rows.count) or target >= layers:
-            return state, Decision(stages=_queue(state.wanted, seen.layer))
-        scores = trajectory.scores(store, seen.layer)
-        return self._matched(state, range(target, target + 1), scores, seen.layer)
+            state = state._replace(wanted=np.zeros_like(state.wanted))
+        prior = None
+        for step, prediction in found:
+            state = self._matched(state, step, prediction, observation.layer)
+            least = np.float32(2.0 ** -(MAX_PRIOR // LOG2_UNIT))
+            prior = (np.log2(np.maximum(state.likely, least)) * LOG2_UNIT).astype(np.int32)
+        return state, Decision(prior=prior, stages=_queue(state.wanted, observation.layer))
 
-    def _matched(
-        self, state: Matching, targets: range, scores: np.ndarray, now: int
-    ) -> tuple[Matching, Decision]:
-        """What the nearest map of each row, by scores float32[N, n], says of the target layers.
-        now: the layer that was routed last, −1: none."""
-        nearest = np.argmax(scores, axis=1)
-        best = scores[np.arange(len(scores)), nearest]
+    def _tracker(self, spec: Spec) -> Tracker:
+        arrays = {} if self.fitted is None else self.fitted.arrays
+        if self.tracker == "speculate":
+            assert spec.router is not None
+            return Speculation(spec.router, self.distance)
+        needed = {"matrices"} if self.tracker == "hit_count" else {"embeddings", "maps"}
+        if arrays.keys() and arrays.keys() != needed:
+            raise ValueError(
+                f"what was fitted has {', '.join(arrays)}, and tracker {self.tracker!r} takes "
+                f"{', '.join(sorted(needed))}; fit with tracker={self.tracker!r}"
+            )
+        if arrays and (count := len(next(iter(arrays.values())))) > self.capacity:
+            raise ValueError(
+                f"{count} {'requests' if self.tracker == 'hit_count' else 'maps'} are given and "
+                f"capacity is {self.capacity}; fit with a smaller one"
+            )
+        if self.tracker == "hit_count":
+            nothing = np.zeros((0, spec.layers, spec.experts), np.float32)
+            known = arrays.get("matrices", nothing)
+            return HitCounts(known, self.capacity, self.distance, spec.top_k, self.learns)
+        store = empty_store(spec.layers, spec.experts, spec.hidden)
+        if arrays:
+            store = stored(arrays["embeddings"], arrays["maps"])
+        begun = Trajectory.of(store, 0)
+        semantic = self.tracker != "map_t"
+        settings = self.capacity, self.distance, semantic, self.learns, self.prompt
+        return MapTracker(store, begun, *settings)
+
+    def _matched(self, state: Matching, step: int, found: Prediction, now: int) -> Matching:
+        """With what was predicted in a step; of layers up to `now`, the one routed last, −1: none,
+        it comes late."""
         wanted, likely = state.wanted.copy(), state.likely.copy()
-        for layer in targets:
-            rows = state.store.maps[layer, nearest]
-            chosen = selected(rows, best, state.top_k, by_similarity=self.similarity)
+        for layer, rows in zip(found.layers, found.likely, strict=True):
             likely[layer] = rows.max(axis=0)
-            wanted[layer] = np.where(chosen, rows, 0).max(axis=0)
-        state = state._replace(wanted=wanted, likely=likely)
-        least = np.float32(2.0 ** -(MAX_PRIOR // LOG2_UNIT))
-        prior = np.log2(np.maximum(likely, least)) * LOG2_UNIT
-        return state, Decision(prior=prior.astype(np.int32), stages=_queue(wanted, now))
+            if step == state.step and layer > now:
+                by_similarity = self.tracker == "map_tsd"
+                chosen = selected(rows, found.scores, state.top_k, by_similarity=by_similarity)
+                wanted[layer] = np.where(chosen, rows, 0).max(axis=0)
+        late = step != state.step or found.layers.start <= now
+        return state._replace(wanted=wanted, likely=likely, late=state.late + late)
+
+    def _again(self, state: Recorded, observation: Observation) -> tuple[Recorded, Decision]:
+        if observation.moment not in IN_STEP:
+            return state, Decision()
+        assert self.decisions is not None
+        here = observation.step, observation.moment.name
+        if state.next == len(self.decisions) or self.decisions[state.next][:2] != here:
+            raise TraceError(
+                f"{NAME} decided nothing at {here[1]} of step {here[0]} in the trace that its "
+                "decisions are taken from; give that run's trace"
+            )
+        return Recorded(state.next + 1), self.decisions[state.next][2]
+
+
+def recorded(trace: Trace, policy: ExpertMap) -> ExpertMap:
+    """The policy of a run, which decides again what it decided in that run: how an asynchronous one
+    is replayed. Raises TraceError for a trace without its decisions."""
+    found = [
+        (line["step"], line["moment"], _decision(line["decision"]))
+        for line in trace.decided()
+        if line["policy"] == type(policy).__name__
+    ]
+    if not found:
+        raise TraceError(f"{trace.directory} has no decisions of {type(policy).__name__}")
+    return dataclasses.replace(policy, decisions=tuple(found))
+
+
+def _decision(written: dict[str, Any]) -> Decision:
+    prior = written.get("prior")
+    return Decision(
+        prior=None if prior is None else np.array(prior, np.int32),
+        stages=tuple(Stage(*entry) for entry in written["stages"]),
+    )
 
 
 def _queue(wanted: np.ndarray, now: int) -> tuple[Stage, ...]:
@@ -146,61 +251,74 @@ def _queue(wanted: np.ndarray, now: int) -> tuple[Stage, ...]:
     return tuple(Stage(*place, cause=NAME) for place in places)
 
 
-class _Rows(NamedTuple):
-    """How a step's tokens become rows."""
-
-    group: np.ndarray | None
-    """int[tokens]: the row of each; None: each is one."""
-    count: int
-
-    @classmethod
-    def of(cls, seen: Any, prompt: str) -> _Rows:
-        """seen: `request` and `phase` of a step, which is of prompts or of generated tokens."""
-        if prompt == "tokens" or np.all(seen.phase):
-            return cls(None, len(seen.request))
-        requests, group = np.unique(seen.request, return_inverse=True)
-        return cls(group, len(requests))
-
-    def mean(self, values: np.ndarray) -> np.ndarray:
-        """float[rows, …] of float[tokens, …]."""
-        if self.group is None:
-            return values
-        sums = np.zeros((self.count, *values.shape[1:]), np.float32)
-        np.add.at(sums, self.group, values.astype(np.float32))
-        sizes = np.bincount(self.group).astype(np.float32)
-        return sums / sizes.reshape(-1, *[1] * (values.ndim - 1))
-
-
 def check_distance(distance: int, layers: int) -> None:
     """Raises ValueError for a distance that leaves no layer to be predicted."""
     if not 1 <= distance < layers:
         raise ValueError(f"distance must lie in 1…{layers - 1}, not {distance}")
 
 
-def fit(trace: Trace, *, capacity: int = 1000, distance: int = 3) -> ExpertMap:
+def fit(
+    trace: Trace,
+    *,
+    capacity: int = 1000,
+    distance: int = 3,
+    tracker: str = "map_tsd",
+    share: float = 1.0,
+) -> ExpertMap:
     """ExpertMap that begins with the maps of a trace, taken in one step after the other as the
-    engine does. Raises TraceError for a trace without probabilities or embeddings, ValueError as
-    ExpertMap.init."""
+    engine does; for "hit_count" with the counts of its requests, those that differ most. It does
+    not learn on: the paper's offline runs, whose share is 0.7 (`dataclasses.replace(policy,
+    learns=True)` does).
+
+    share: of the trace's requests, the first ones. Raises TraceError for a trace without
+    probabilities or embeddings, or that does not know its requests where that matters; ValueError
+    as ExpertMap.init.
+    """
+    header = trace.header
+    check_distance(distance, header.layers)
+    if capacity < 1 or not 0 < share <= 1 or tracker not in TRACKERS or tracker == "speculate":
+        raise ValueError(
+            f"capacity must be at least 1, share lie in (0, 1], and tracker learn something, not "
+            f"{capacity}, {share} and {tracker!r}"
+        )
+    if "token.request" in header.absent and (share < 1 or tracker == "hit_count"):
+        raise TraceError(
+            f"{trace.directory} does not say which request a token belongs to; record one with "
+            "--trace DIR"
+        )
+    if tracker == "hit_count":
+        matrices = matrices_of(trace)
+        matrices = matrices[: max(int(share * len(matrices)), 1)]
+        arrays = {"matrices": matrices[diverse(matrices, capacity)]}
+    else:
+        arrays = _maps(trace, capacity, distance, share)
+    settings = {"capacity": capacity, "distance": distance, "tracker": tracker}
+    found = fitted(NAME, header, arrays, settings)
+    return ExpertMap(found, capacity, distance, tracker, learns=False)
+
+
+def _maps(trace: Trace, capacity: int, distance: int, share: float) -> dict[str, np.ndarray]:
     header = trace.header
     if not (header.probabilities and header.embedding):
         raise TraceError(
             f"{trace.directory} has no maps, which {NAME} learns from; record a trace with "
             "--trace-arrays probs,embedding"
         )
-    check_distance(distance, header.layers)
-    if capacity < 1:
-        raise ValueError(f"capacity must be at least 1, not {capacity}")
+    first = None
+    if share < 1:
+        requests = np.unique(trace.array("token.request"))
+        first = requests[: max(int(share * len(requests)), 1)]
     store = empty_store(header.layers, header.experts, header.embedding)
     for step in trace.step_traces():
         assert step.embedding is not None and step.probabilities is not None
-        given = step.embedding, step.probabilities
+        mine = slice(None) if first is None else np.isin(step.request, first)
+        given = step.embedding[mine], step.probabilities[mine]
         store = with_rows(store, *given, capacity=capacity, distance=distance)
-    arrays = {"embeddings": store.embeddings, "maps": store.maps.swapaxes(0, 1)}
-    settings = {"capacity": capacity, "distance": distance}
-    return ExpertMap(fitted(NAME, header, arrays, settings), capacity, distance)
+    return {"embeddings": store.embeddings, "maps": store.maps.swapaxes(0, 1)}
 
 
 def read(path: str) -> ExpertMap:
-    """The policy with the maps that a fit wrote to the file."""
+    """The policy with what a fit wrote to the file."""
     state = read_fitted(path, NAME)
-    return ExpertMap(state, state.setting("capacity"), state.setting("distance"))
+    settings = (state.setting(name) for name in ("capacity", "distance", "tracker"))
+    return ExpertMap(state, *settings, learns=False)

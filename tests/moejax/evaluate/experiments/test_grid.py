@@ -41,7 +41,7 @@ class Failing:
 """
 
 GRID = {
-    "policies": ["lru", "lfu", "fifo", "static", "random", "moe-infinity", "failing.py:Failing"],
+    "policies": ["lru", "lfu", "fifo", "static", "random", "deepspeed", "failing.py:Failing"],
     "budgets": ["20%", "50%", "0"],
     "texts": ["math"],
     "prompt_tokens": 70,

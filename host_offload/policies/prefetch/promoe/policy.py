@@ -9,10 +9,12 @@ import numpy as np
 
 from host_offload.control.interface import Decision, Moment, Observation, Spec
 from host_offload.policies.prefetch.fitted import Fitted, fitted, read_fitted
-from host_offload.policies.prefetch.next_layers import chosen_by_rows, gate_scores, stages_of
+from host_offload.policies.prefetch.next_layers import chosen_by_rows, finite, stages_of
+from host_offload.policies.prefetch.promoe.network import Training, of_layer, stacked
 from host_offload.traces.reader import Trace, TraceError
 
 NAME = "promoe"
+AS_PROMOE = Training()
 
 
 class Predicted(NamedTuple):
@@ -28,8 +30,10 @@ class ProMoE:
     """Stride prefetching with learned predictors (Song et al. 2024, arXiv:2410.22134; as a baseline
     in fMoE, sections 6.1 and 7): what the router of layer l saw predicts the experts of layer
     l + stride, so that transfers have several layers' time. Everybody whom some row is predicted
-    to choose is wanted, the nearest layer first. The predictors are linear, see `fit`. The first
-    `stride` layers have no prediction. Needs driver="host". What is left out of the paper:
+    to choose is wanted, the nearest layer first. A predictor is a network of its layer, trained as
+    a copy of ProMoE's training script does (see `fit`). The first `stride` layers have no
+    prediction. Chunks, and demands that go before what was begun, are those of the queue of
+    transfers (docs/transfers.md). Needs driver="host". What is left out of the paper:
     docs/policies.md.
     """
 
@@ -46,24 +50,25 @@ class ProMoE:
 
     def decide(self, state: Predicted, observation: Observation) -> tuple[Predicted, Decision]:
         seen: Any = observation
-        weights, bias = self.fitted.arrays["weights"], self.fitted.arrays["bias"]
+        arrays, stride = self.fitted.arrays, self.fitted.setting("stride")
         ahead = tuple(entry for entry in state.ahead if entry[0] > seen.layer) if seen.layer else ()
-        if seen.layer < len(weights):
-            scores = gate_scores(seen.gate_input[:, 0], weights[seen.layer]) + bias[seen.layer]
+        if seen.layer < len(arrays["bias1"]):
+            scores = of_layer(arrays, seen.layer).scores(finite(seen.gate_input[:, 0]))
             experts = chosen_by_rows(scores, state.top_k)
-            stride = self.fitted.setting("stride")
             ahead = (*ahead, (seen.layer + stride, tuple(experts)))
         stages = (s for layer, experts in ahead for s in stages_of(layer, [*experts], NAME))
         return state._replace(ahead=ahead), Decision(stages=tuple(stages))
 
 
-def fit(trace: Trace, *, stride: int = 2, ridge: float = 1e-2) -> ProMoE:
+def fit(trace: Trace, *, stride: int = 2, training: Training = AS_PROMOE) -> ProMoE:
     """ProMoE with predictors for the model of a trace that has gate inputs.
 
-    For each layer l + stride, W and b minimise Σ |x W + b − y|² + ridge · tokens · |W|², x the gate
-    input of layer l and y the 0/1 vector of the experts chosen. Reads the trace once, and holds
-    8·(L − stride)·(D + 1)² bytes for it: 1.5 GB where L is 48 and D 2048. Raises TraceError for a
-    trace without gate inputs or tokens, ValueError for a stride that leaves no layer.
+    For each layer l + stride a network is trained from the gate input of layer l to the 0/1 vector
+    of the experts chosen: two hidden layers, absolute error, Adam, a tenth of the tokens left out
+    to see when to stop, as in deps/sparse-llm-cache-scripts/train-predict-model of huwf5/promoe,
+    commit 02312ad5 (train_predict_model.py, utils.py). It reads the trace once for each layer and
+    holds the inputs of one. Raises TraceError for a trace without gate inputs or tokens, ValueError
+    for a stride that leaves no layer.
     """
     header = trace.header
     if not 1 <= stride < header.layers:
@@ -75,24 +80,19 @@ def fit(trace: Trace, *, stride: int = 2, ridge: float = 1e-2) -> ProMoE:
         )
     if not trace.tokens:
         raise TraceError(f"{trace.directory} has no tokens to learn from")
-    count, width = header.layers - stride, header.gate_input + 1
-    squares = np.zeros((count, width, width))
-    products = np.zeros((count, width, header.experts))
-    for step in trace.step_traces():
-        assert step.gate_input is not None
-        for layer in range(count):
-            x = np.ones((len(step.ids), width))
-            x[:, :-1] = step.gate_input[:, layer]
-            y = np.zeros((len(x), header.experts))
-            np.put_along_axis(y, step.ids[:, layer + stride].astype(np.int64), 1, axis=1)
-            squares[layer] += x.T @ x
-            products[layer] += x.T @ y
-    diagonal = np.arange(width - 1)
-    squares[:, diagonal, diagonal] += ridge * trace.tokens
-    # One by one: a solver copies what it is given.
-    solved = np.array([*map(np.linalg.solve, squares, products)], np.float32)
-    arrays = {"weights": solved[:, :-1], "bias": solved[:, -1]}
-    return ProMoE(fitted(NAME, header, arrays, {"stride": stride, "ridge": ridge}))
+    networks = []
+    for layer in range(header.layers - stride):
+        x = np.zeros((trace.tokens, header.gate_input), np.float32)
+        y = np.zeros((trace.tokens, header.experts), np.float32)
+        rows = 0
+        for step in trace.step_traces():
+            assert step.gate_input is not None
+            some = slice(rows, rows := rows + len(step.ids))
+            x[some] = finite(step.gate_input[:, layer])
+            np.put_along_axis(y[some], step.ids[:, layer + stride].astype(np.int64), 1, axis=1)
+        networks.append(training.trained(x, y)[0])
+    settings = {"stride": stride, "hidden": training.hidden}
+    return ProMoE(fitted(NAME, header, stacked(networks), settings))
 
 
 def read(path: str) -> ProMoE:

@@ -1,0 +1,54 @@
+"""DeepSpeed, as fMoE describes it and as its own code does it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from host_offload.control.interface import Decision, Moment, Observation, Spec, State
+from host_offload.policies.prefetch.next_layers import stages_of
+
+
+@dataclasses.dataclass(frozen=True)
+class DeepSpeedInference:
+    """DeepSpeed-Inference (Aminabadi et al. 2022, arXiv:2207.00032) in fMoE's words, section 6.1:
+    expert-agnostic, "pure on-demand loading", no prefetch, with the expert cache that fMoE added to
+    it. Which cache that is the paper does not say; it was built on MoE-Infinity's code, whose cache
+    is by frequency, so the least frequently used expert makes room. It asks for nothing and runs
+    with both drivers.
+    """
+
+    moments: frozenset[Moment] = frozenset()
+    needs: frozenset[str] = frozenset()
+    writes: frozenset[str] = frozenset({"victim_weights"})
+    victim_weights: tuple[int, int, int] = (0, 1, 0)
+
+    def init(self, spec: Spec) -> None:
+        return None
+
+    def decide(self, state: None, observation: Observation) -> tuple[None, Decision]:
+        return None, Decision()
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerStreaming:
+    """Before each layer all of its experts are wanted, whatever the router will say, as DeepSpeed's
+    own code fetches modules: deepspeed/runtime/zero/partitioned_param_coordinator.py of
+    deepspeedai/DeepSpeed, commit 00a31c9. Who is absent comes first, so a layer that does not fit
+    streams through its cells in each step. Needs driver="host". What differs from the code:
+    docs/policies.md.
+    """
+
+    moments: frozenset[Moment] = frozenset({Moment.LAYER_BEGIN})
+    needs: frozenset[str] = frozenset({"state"})
+    writes: frozenset[str] = frozenset({"stages"})
+
+    def init(self, spec: Spec) -> None:
+        return None
+
+    def decide(self, state: None, observation: Observation) -> tuple[None, Decision]:
+        seen: Any = observation
+        order = np.argsort(seen.state[seen.layer] != State.ABSENT, kind="stable").tolist()
+        return None, Decision(stages=stages_of(seen.layer, order, "layer-streaming"))

@@ -1,0 +1,79 @@
+"""Routing of a few kinds of tokens, which decide everything: for tests of prefetch policies."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from host_offload.control.interface import Decision, Moment, Observation
+from host_offload.policies.prefetch.next_layers import softmax
+from host_offload.policies.prefetch.promoe.network import Training
+from host_offload.traces.reader import Trace, read_trace
+from host_offload.traces.writer import TraceWriter
+from tests.host_offload.traces.traces_of import write_trace
+
+LAYERS, EXPERTS, TOP_K, KINDS = 4, 8, 2, 6
+"""A token is of one of some kinds, which decides its experts and, one-hot, its gate inputs."""
+
+ROUTES = np.array(
+    [
+        [
+            np.random.default_rng((layer, kind)).permutation(EXPERTS)[:TOP_K]
+            for layer in range(LAYERS)
+        ]
+        for kind in range(KINDS)
+    ]
+)
+ROUTES.sort(axis=2)
+ROUTER = np.zeros((LAYERS, KINDS, EXPERTS), np.float32)
+for _kind, _layer in itertools.product(range(KINDS), range(LAYERS)):
+    ROUTER[_layer, _kind, ROUTES[_kind, _layer]] = [3, 2]
+PROBABILITIES = softmax(ROUTER.swapaxes(0, 1)).astype(np.float16)
+
+
+QUICK = Training(hidden=32, rate=1e-2, dropout=0.0)
+"""Enough to learn kinds by heart."""
+
+
+def trace_of_kinds(directory: Path, kinds: list[list[int]], **header: Any) -> Trace:
+    """Steps of tokens of these kinds; row r is of request r, which ends with the last step."""
+    plain = write_trace(directory / "plain", [ROUTES[step] for step in kinds], EXPERTS)
+    spec = {**plain.header.spec, "hidden": KINDS, "slots": 40}
+    arrays = {"gate_input": KINDS, "embedding": KINDS, "probabilities": True}
+    facts = dataclasses.replace(plain.header, spec=spec, **{**arrays, **header})
+    with TraceWriter(directory / "kinds", facts) as writer:
+        for step, tokens in zip(plain.step_traces(), kinds, strict=True):
+            kind = np.eye(KINDS, dtype=np.float16)[tokens]
+            inputs = np.repeat(kind[:, None], LAYERS, axis=1)
+            last = step.number == len(kinds) - 1
+            step = step._replace(
+                request=np.arange(len(tokens), dtype=np.int32),
+                gate_input=inputs if facts.gate_input else None,
+                embedding=kind if facts.embedding else None,
+                probabilities=PROBABILITIES[tokens] if facts.probabilities else None,
+                finished=tuple(range(len(tokens))) if last else (),
+            )
+            writer.append(step._replace(**{c.split(".")[1]: None for c in facts.absent}))
+    return read_trace(directory / "kinds")
+
+
+def routed(layer: int, kinds: list[int]) -> Observation:
+    """ROUTED of a layer for tokens of these kinds."""
+    return Observation(
+        *(Moment.ROUTED, 0, 0, 0, -1, layer, 0.0),
+        ids=ROUTES[kinds][:, layer : layer + 1].astype(np.int16),
+        gate_input=np.eye(KINDS, dtype=np.float16)[kinds][:, None],
+    )
+
+
+def wanted(decision: Decision) -> list[tuple[int, int]]:
+    assert decision.stages is not None
+    return [(stage.layer, stage.expert) for stage in decision.stages]
+
+
+def experts(layer: int, *kinds: int) -> set[tuple[int, int]]:
+    return {(layer, int(e)) for kind in kinds for e in ROUTES[kind, layer]}

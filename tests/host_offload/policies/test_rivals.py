@@ -1,0 +1,507 @@
+"""fMoE's rivals: each does what its own paper or public code says (docs/policies.md), and mistakes
+that were once made here are seen."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import OrderedDict
+from typing import Any
+
+import numpy as np
+import pytest
+
+from host_offload.control.interface import Moment, Observation, Spec, State
+from host_offload.control.staging import choose_cell
+from host_offload.memory.tables import cold_tables
+from host_offload.policies.eviction.arc import Directory
+from host_offload.policies.prefetch import moe_infinity
+from host_offload.policies.prefetch.deepspeed import DeepSpeedInference, LayerStreaming
+from host_offload.policies.prefetch.fate import Fate
+from host_offload.policies.prefetch.fitted import fitted
+from host_offload.policies.prefetch.mixtral_offloading import MixtralOffloading
+from host_offload.policies.prefetch.moe_infinity import MoEInfinity
+from host_offload.policies.prefetch.promoe import network as training
+from host_offload.policies.prefetch.promoe import policy as promoe
+from host_offload.policies.prefetch.promoe.network import Network, Training
+from host_offload.simulate.simulator import simulate, spec_of
+from host_offload.traces.reader import Trace, TraceError, read_trace
+from host_offload.traces.writer import TraceWriter
+from tests.host_offload.policies.kinds import (
+    EXPERTS,
+    KINDS,
+    LAYERS,
+    QUICK,
+    ROUTER,
+    ROUTES,
+    experts,
+    routed,
+    trace_of_kinds,
+    wanted,
+)
+
+pytestmark = pytest.mark.slow  # nothing here depends on the version of Python or jax
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory) -> Trace:
+    """Two requests, of kinds 0…2 and of kinds 3…5."""
+    rng = np.random.default_rng(0)
+    kinds = [[int(rng.integers(3)), int(rng.integers(3, 6))] for _ in range(40)]
+    return trace_of_kinds(tmp_path_factory.mktemp("trace"), kinds)
+
+
+@pytest.fixture(scope="module")
+def told(trace) -> Spec:
+    return dataclasses.replace(spec_of(trace.header), driver="host", router=ROUTER)
+
+
+def with_state(seen: Observation, resident: list[tuple[int, int]]) -> Observation:
+    state = np.full((LAYERS, EXPERTS), State.ABSENT, np.int8)
+    for place in resident:
+        state[place] = State.RESIDENT
+    return dataclasses.replace(seen, state=state)
+
+
+# ---- Mixtral-Offloading
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_mixtral_offloading_wants_the_likeliest_of_the_next_layer(told, count):
+    policy = MixtralOffloading(count=count)
+    state = policy.init(told)
+    best = np.argsort(-ROUTER[2, 4], kind="stable")[:count].tolist()
+    _, decision = policy.decide(state, with_state(routed(1, [4]), []))
+    assert wanted(decision) == [(2, e) for e in best]
+    # Of several rows the probabilities are summed: two tokens of one kind outweigh another.
+    _, decision = policy.decide(state, with_state(routed(1, [0, 4, 4]), []))
+    assert wanted(decision)[0] == (2, best[0]) and len(wanted(decision)) == count
+    _, decision = policy.decide(state, with_state(routed(LAYERS - 1, [4]), []))
+    assert decision.stages == ()
+    # A step without tokens says nothing.
+    assert policy.decide(state, with_state(routed(0, []), []))[1].stages == ()
+
+
+def test_mixtral_offloading_refuses_a_count_that_is_none(told):
+    assert MixtralOffloading().count == 2
+    with pytest.raises(ValueError, match=r"count must lie in 1…8, not 9"):
+        MixtralOffloading(count=9).init(told)
+
+
+class Buffers:
+    """A layer's cells as the paper has them: `size` experts by recency, and buffers."""
+
+    def __init__(self, size: int, count: int):
+        self.cache: OrderedDict[int, None] = OrderedDict()
+        self.size, self.count = size, count
+        self.buffers: list[int] = []
+
+    def speculate(self, chosen: list[int]) -> None:
+        """Those of the cache stay there; the others take the buffers."""
+        kept = [e for e in self.buffers if e in chosen]
+        new = [e for e in chosen if e not in self.cache and e not in kept]
+        self.buffers = [*kept, *new]
+
+    def use(self, needed: list[int]) -> None:
+        """Who was used enters the cache, in place of the least recently used."""
+        for expert in needed:
+            self.buffers = [e for e in self.buffers if e != expert]
+            self.cache[expert] = None
+            self.cache.move_to_end(expert)
+        while len(self.cache) > self.size:
+            self.cache.popitem(last=False)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_what_was_speculated_displaces_nobody_of_the_cache_before_it_is_used(told, count):
+    """Beside the paper's cache and buffers in plain Python: what they have, our cells have."""
+    policy, layer, cells = MixtralOffloading(count=count), 1, 4 + count
+    rng = np.random.default_rng(count)
+    state, plain = policy.init(told), Buffers(4, count)
+    tables = cold_tables(np.full(LAYERS, cells), EXPERTS)
+    tables = tables._replace(victim_weights=np.array(policy.victim_weights, np.int32))
+    owner, used = tables.owner, tables.last_used
+
+    def put(expert: int, kept: list[int]) -> None:
+        if expert not in owner[layer]:
+            cell = choose_cell(tables, layer, 0, kept=kept)
+            assert cell is not None
+            owner[layer, cell], used[layer, cell] = expert, tables.clock[layer]
+
+    def here(seen: Observation) -> Observation:
+        return with_state(seen, [(layer, int(e)) for e in owner[layer] if e >= 0])
+
+    unused = 0
+    for _ in range(300):
+        state, decision = policy.decide(state, here(routed(0, [int(rng.integers(KINDS))])))
+        chosen = [e for _, e in wanted(decision)]
+        if decision.prior is not None:
+            tables = tables._replace(prior=decision.prior)
+        plain.speculate(chosen)
+        for expert in chosen:
+            put(expert, chosen)
+        assert {*plain.cache, *plain.buffers} <= {*owner[layer].tolist()}
+        needed = sorted(rng.permutation(EXPERTS)[:2].tolist())  # equals go by id
+        unused += len({*plain.buffers} - {*needed})
+        seen = here(routed(layer, [0]))
+        seen = dataclasses.replace(seen, ids=np.array(needed, np.int16).reshape(1, 1, 2))
+        state, decision = policy.decide(state, seen)
+        if decision.prior is not None:
+            tables = tables._replace(prior=decision.prior)
+        tables.clock[layer] += 1
+        for expert in needed:
+            put(expert, needed)
+            used[layer, owner[layer].tolist().index(expert)] = tables.clock[layer]
+        plain.use(needed)
+        assert {*plain.cache} <= {*owner[layer].tolist()}
+        assert state.speculated[layer].sum() <= count
+    assert unused > 100
+
+
+# ---- Fate
+
+
+def test_fate_wants_whom_every_row_chooses_by_the_next_gate(told):
+    policy = Fate()
+    state, cells = policy.init(told), np.full(LAYERS, 4)
+
+    def seen(layer: int, kinds: list[int]) -> Observation:
+        return dataclasses.replace(routed(layer, kinds), cells=cells)
+
+    for kinds in ([1], [0, 3, 3], list(range(KINDS))):
+        _, decision = policy.decide(state, seen(0, kinds))
+        assert set(wanted(decision)) == experts(1, *kinds)
+        rows = [sum(e in ROUTES[kind, 1] for kind in kinds) for _, e in wanted(decision)]
+        assert rows == sorted(rows, reverse=True)
+    assert policy.decide(state, seen(LAYERS - 1, [1]))[1].stages == ()
+    # A step without tokens says nothing.
+    assert policy.decide(state, seen(0, []))[1].stages == ()
+    # What is beyond float16 gives a prediction too.
+    infinite = np.where(np.eye(KINDS)[[1]][:, None] > 0, np.inf, 0)
+    _, decision = policy.decide(state, dataclasses.replace(seen(0, [1]), gate_input=infinite))
+    assert set(wanted(decision)) == experts(1, 1)
+
+
+def test_fate_evicts_by_arc(told):
+    """The victim of the tables is that of a directory that saw the same references; who was
+    brought and never used goes before."""
+    policy, rng = Fate(), np.random.default_rng(0)
+    state, directory, layer = policy.init(told), Directory(), 1
+    cells = np.full(LAYERS, 4)
+    for _ in range(60):
+        ids = np.sort(rng.choice(EXPERTS, 2, replace=False, p=np.arange(1, 9) / 36))
+        seen = dataclasses.replace(
+            routed(layer, [0]), ids=ids.reshape(1, 1, 2).astype(np.int16), cells=cells
+        )
+        state, decision = policy.decide(state, seen)
+        for expert in ids.tolist():
+            directory = directory.referenced(expert, 4)
+        order = directory.order()
+        assert sorted(order) == sorted((*directory.once, *directory.often)) and len(order) <= 4
+        assert decision.prior is not None and not decision.prior[0].any()
+        unknown = next(e for e in range(EXPERTS) if e not in order)
+        owners = [*order, unknown]
+        tables = cold_tables(np.full(LAYERS, len(owners)), EXPERTS)._replace(
+            prior=decision.prior, victim_weights=np.array(policy.victim_weights, np.int32)
+        )
+        tables.owner[layer, : len(owners)] = owners
+        tables.last_used[layer, : len(owners)] = rng.integers(0, 9, len(owners))
+        taken: list[int] = []
+        for expert in (unknown, *order):
+            cell = choose_cell(tables, layer, 0, taken=taken)
+            assert cell is not None and tables.owner[layer, cell] == expert
+            taken.append(cell)
+
+
+def test_arc_keeps_what_is_used_again_from_a_scan():
+    directory = Directory()
+    for expert in (1, 2, 1, 2, *range(10, 30)):
+        directory = directory.referenced(expert, 4)
+    assert directory.often == (1, 2) and directory.once == (28, 29)
+    assert directory.gone_once == (26, 27)
+    # A ghost that comes back: its list should be longer, and it was seen twice now.
+    again = directory.referenced(26, 4)
+    assert again.aim == 1 and again.often == (1, 2, 26) and again.once == (29,)
+    # One of those seen often that comes back: the other way.
+    for expert in (40, 26, 40, 41, 42):
+        again = again.referenced(expert, 4)
+    assert again.gone_often and again.referenced(again.gone_often[0], 4).aim < again.aim
+
+
+def test_arc_has_at_most_its_cells_and_as_many_ghosts():
+    rng, directory = np.random.default_rng(3), Directory()
+    for expert, cells in zip(rng.integers(0, 12, 500).tolist(), [5] * 250 + [3] * 250, strict=True):
+        directory = directory.referenced(expert, cells)
+        once, often, gone_once, gone_often, aim = directory
+        everybody = (*once, *often, *gone_once, *gone_often)
+        assert len({*everybody}) == len(everybody) <= 2 * cells
+        assert len(once) + len(often) <= cells and len(once) + len(gone_once) <= cells
+        assert 0 <= aim <= cells and expert in (*once, *often)
+
+
+def test_fate_favours_shallow_layers(trace, told):
+    with pytest.raises(ValueError, match=r"shallow lies in 0…3, not 'arc' and 4"):
+        Fate(shallow=4).init(told)
+    with pytest.raises(ValueError, match=r"cache is one of arc, none"):
+        Fate(cache="lru").init(told)
+    with pytest.raises(ValueError, match="a layer can have 7 cells and has 8 experts"):
+        Fate(shallow=1).init(dataclasses.replace(told, cell_bound=7))
+
+    def cells(policy: Fate, given: int) -> Any:
+        seen = Observation(Moment.STEP_BEGIN, 0, 0, 0, -1, -1, 0.0, cells=np.full(LAYERS, given))
+        state, decision = policy.decide(policy.init(told), seen)
+        assert policy.decide(state, seen)[1].cells is None  # once for a budget
+        return None if decision.cells is None else decision.cells.tolist()
+
+    assert cells(Fate(shallow=1), 5) == [8, 4, 4, 4]
+    assert cells(Fate(shallow=2), 5) == [8, 8, 2, 2]
+    assert cells(Fate(shallow=2), 4) == [8, 3, 3, 2]  # two whole ones leave too little
+    assert cells(Fate(shallow=1), 2) is None
+    even, shallow = (
+        simulate(trace, cells=4, spec=told, driver="host", policies=[Fate(shallow=n)])
+        for n in (0, 1)
+    )
+    # Nothing predicts the first layer, so only cells help it.
+    assert shallow.misses[:, 0].sum() < even.misses[:, 0].sum()
+
+
+def test_fate_leaves_eviction_to_others(trace, told):
+    policy = Fate(cache="none")
+    assert policy.writes == {"stages"} and policy.victim_weights is None
+    run = simulate(trace, cells=4, spec=told, driver="host", eviction="lfu", policies=[policy])
+    assert not run.misses[:, 1:].any()
+
+
+# ---- ProMoE
+
+
+def test_promoe_predicts_a_stride_ahead_the_nearest_layer_first(trace, told):
+    policy = promoe.fit(trace, stride=2, training=QUICK)
+    state, decision = policy.decide(policy.init(told), routed(0, [4]))
+    assert set(wanted(decision)) == experts(2, 4)
+    state, decision = policy.decide(state, routed(1, [4]))
+    assert set(wanted(decision)[:2]) == experts(2, 4)
+    assert set(wanted(decision)[2:]) == experts(3, 4)
+    state, decision = policy.decide(state, routed(2, [4]))
+    assert set(wanted(decision)) == experts(3, 4)
+    # A new step knows nothing of the last one's.
+    _, decision = policy.decide(state, routed(0, [1]))
+    assert set(wanted(decision)) == experts(2, 1)
+
+
+def test_promoe_learns_what_no_linear_map_knows():
+    """Whom a token chooses is here the exclusive or of two inputs: a linear map, by ridge
+    regression or otherwise, scores all alike."""
+    rng = np.random.default_rng(0)
+    x = rng.choice([-1.0, 1.0], (512, 2)).astype(np.float32)
+    chosen = (x[:, 0] * x[:, 1] > 0).astype(int)
+    y = np.eye(2, dtype=np.float32)[chosen]
+    network, errors = Training(hidden=32, dropout=0.0, window=20).trained(x, y)
+    assert np.mean(np.argmax(network.scores(x), axis=1) == chosen) > 0.99
+    assert errors[-1] < 0.3 * errors[0]
+    linear = np.linalg.lstsq(np.c_[x, np.ones(len(x))], y, rcond=None)[0]
+    assert np.ptp((np.c_[x, np.ones(len(x))] @ linear)[:, 0]) < 0.3
+
+
+def test_training_follows_the_gradient_and_ends():
+    """Steps of Adam against differences of the loss; no more passes than are asked for."""
+    rng = np.random.default_rng(1)
+    network = Network.drawn(3, 5, 4, rng)
+    x = rng.normal(size=(6, 3)).astype(np.float32)
+    y = rng.random((6, 4)).astype(np.float32)
+    gradients = training._gradients(network, x, y, 0.0, rng)
+
+    def loss(changed: Network) -> float:
+        return float(np.abs(changed.scores(x).astype(np.float64) - y).mean())
+
+    for name, array in network._asdict().items():
+        at = tuple(int(rng.integers(n)) for n in array.shape)
+        change = np.zeros_like(array)
+        change[at] = 1e-2
+        slope = loss(network._replace(**{name: array + change})) - loss(
+            network._replace(**{name: array - change})
+        )
+        assert slope / 2e-2 == pytest.approx(float(getattr(gradients, name)[at]), abs=2e-3)
+    _, errors = Training(epochs=3).trained(x, y)
+    assert len(errors) == 3
+    _, errors = Training(window=2, least=1.0).trained(x, y)
+    assert len(errors) == 4
+
+
+def test_promoe_refuses_what_it_cannot_learn_from(trace, tmp_path):
+    with pytest.raises(ValueError, match=r"stride must lie in 1…3, not 4"):
+        promoe.fit(trace, stride=4)
+    with pytest.raises(TraceError, match="has no gate inputs, which promoe learns from"):
+        promoe.fit(trace_of_kinds(tmp_path / "a", [[0]], gate_input=0))
+    with TraceWriter(tmp_path / "empty", trace.header):
+        pass
+    with pytest.raises(TraceError, match="has no tokens to learn from"):
+        promoe.fit(read_trace(tmp_path / "empty"))
+
+
+# ---- MoE-Infinity
+
+
+def embedded(requests: list[int]) -> Observation:
+    return Observation(
+        *(Moment.EMBEDDED, 0, 0, 0, -1, -1, 0.0), request=np.array(requests, np.int32)
+    )
+
+
+def ended(request: int) -> Observation:
+    return Observation(Moment.TURN_END, 0, 0, 0, request, -1, 0.0)
+
+
+def stepped(policy: MoEInfinity, state: Any, kinds: list[int], requests: list[int]):
+    """A step: (the state after, what was wanted at EMBEDDED and after each router)."""
+    state, decision = policy.decide(state, embedded(requests))
+    decisions = [decision]
+    for layer in range(LAYERS):
+        seen = dataclasses.replace(routed(layer, kinds), request=np.array(requests, np.int32))
+        state, decision = policy.decide(state, seen)
+        decisions.append(decision)
+    return state, decisions
+
+
+def collection_of(told: Spec, trace: Trace, *matrices: np.ndarray) -> MoEInfinity:
+    arrays = {"matrices": np.stack(matrices).astype(np.float32)}
+    return MoEInfinity(fitted=fitted("moe-infinity", trace.header, arrays, {"capacity": 128}))
+
+
+def test_moe_infinity_wants_after_each_router_what_the_nearest_sequence_used(told):
+    policy = MoEInfinity(first=0)
+    state, decisions = stepped(policy, policy.init(told), [0, 0, 3], [7, 7, 8])
+    assert all(decision.stages == () for decision in decisions)
+    for request in (7, 8):
+        state, _ = policy.decide(state, ended(request))
+    assert len(state.collection) == 2 and not state.running
+    state, decisions = stepped(policy, state, [3], [9])
+    assert decisions[0].stages == ()
+    for layer in range(LAYERS):
+        ahead = set().union(*(experts(n, 3) for n in range(layer + 1, LAYERS)), set())
+        assert set(wanted(decisions[layer + 1])) == ahead
+        # Shares are equal here, so nearness decides.
+        assert [n for n, _ in wanted(decisions[layer + 1])] == sorted(
+            n for n, _ in wanted(decisions[layer + 1])
+        )
+    short = dataclasses.replace(policy, limit=3)
+    state, _ = policy.decide(state, ended(9))
+    assert wanted(stepped(short, state, [3], [10])[1][1]) == wanted(decisions[1])[:3]
+
+
+def test_moe_infinity_compares_by_the_cosine(trace, told):
+    """A matrix that is peaked has the larger product, the one that is alike the larger cosine."""
+    peaked, alike = np.zeros((2, LAYERS, EXPERTS))
+    peaked[:, 0], alike[:, :2] = 1, 0.5
+    policy = collection_of(told, trace, peaked, alike)
+    sequence = np.zeros(EXPERTS)
+    sequence[:2] = 0.6, 0.4
+    assert sequence @ peaked[0] > sequence @ alike[0]
+    state = policy.init(told)
+    ids = np.array([[[0]], [[0]], [[0]], [[1]], [[1]]], np.int16)
+    seen = Observation(
+        *(Moment.ROUTED, 0, 0, 0, -1, 0, 0.0), ids=ids, request=np.zeros(5, np.int32)
+    )
+    state, decision = policy.decide(state, seen)
+    assert set(wanted(decision)) == {(n, e) for n in range(1, LAYERS) for e in (0, 1)}
+    assert state.used.tolist() == [0, 1]
+
+
+def test_moe_infinity_s_order_is_that_of_its_code(trace, told):
+    """share · (1 − (x − l)/(L + 1)) at layer l for layer x, as expert_predictor.py has it; not a
+    decay from the first layer on, nor none."""
+    rng = np.random.default_rng(4)
+    matrix = rng.dirichlet(np.full(EXPERTS, 0.7), LAYERS)
+    policy = collection_of(told, trace, matrix)
+    _, decisions = stepped(policy, policy.init(told), [0], [1])
+    places = [*itertools.product(range(LAYERS), range(EXPERTS))]
+
+    def order(now: int, weight) -> list[tuple[int, int]]:
+        priority = {p: np.float32(matrix[p]) * weight(p[0], now) for p in places if p[0] > now}
+        return sorted(priority, key=lambda place: (-priority[place], place))
+
+    differs = 0
+    for layer in range(LAYERS - 1):
+        got = wanted(decisions[layer + 1])
+        assert got == order(layer, lambda x, now: 1 - (x - now) / (LAYERS + 1))
+        differs += got != order(layer, lambda x, now: 1.0)
+        differs += 10 * (got != order(layer, lambda x, now: 1 - x / (LAYERS + 1)))
+    assert differs >= 11
+
+
+def test_moe_infinity_s_first_layers_take_the_most_popular(trace, told):
+    one, other = np.zeros((2, LAYERS, EXPERTS))
+    one[:, 5], one[:, 6], other[:, 6], other[:, 7], other[:, 5] = 0.6, 0.4, 0.9, 0.07, 0.03
+    policy = collection_of(told, trace, one, other)
+    decision = policy.decide(policy.init(told), embedded([0]))[1]
+    # Share times nearness, as after a router.
+    assert wanted(decision) == [(n, e) for e in (6, 5) for n in range(3)]
+    none = dataclasses.replace(policy, first=0)
+    assert none.decide(none.init(told), embedded([0]))[1].stages == ()
+    with pytest.raises(ValueError, match=r"first must be at least 0, not -1"):
+        MoEInfinity(first=-1).init(told)
+
+
+def test_moe_infinity_evicts_the_least_frequently_used(told):
+    policy = MoEInfinity()
+    assert policy.victim_weights == (0, 1, 0) and "prior" not in policy.writes
+
+
+def test_moe_infinity_keeps_what_was_fitted_and_replaces_the_least_used(trace, told):
+    fitted_to = moe_infinity.fit(trace, capacity=4)
+    state = fitted_to.init(told)
+    assert len(state.collection) == 2
+    for request, kind in enumerate((0, 3, 1)):
+        state, _ = stepped(fitted_to, state, [kind], [request])
+        if request == 2:  # now the matrix of kind 0 is used and that of kind 3 is not
+            for again in (0, 0):
+                state, _ = stepped(fitted_to, state, [again], [9])
+        state, _ = fitted_to.decide(state, ended(request))
+    assert len(state.collection) == 4
+    np.testing.assert_array_equal(state.collection[:2], fitted_to.init(told).collection)
+    rest = [set(np.flatnonzero(matrix[0])) for matrix in state.collection[2:]]
+    assert rest == [set(ROUTES[0, 0]), set(ROUTES[1, 0])]
+    # A request that had no token leaves nothing.
+    same, _ = fitted_to.decide(state, ended(77))
+    assert same is state
+
+
+def test_moe_infinity_fits_to_sequences_that_differ(tmp_path, told):
+    kinds = [[0, 0, 0, 3]] * 2
+    policy = moe_infinity.fit(trace_of_kinds(tmp_path, kinds), capacity=4)
+    assert policy.fitted is not None
+    first, second = policy.fitted.arrays["matrices"]
+    assert set(np.flatnonzero(first[0])) == set(ROUTES[0, 0])
+    assert set(np.flatnonzero(second[0])) == set(ROUTES[3, 0])
+    with pytest.raises(ValueError, match="capacity must be at least 1, not 0"):
+        moe_infinity.fit(trace_of_kinds(tmp_path / "x", kinds), capacity=0)
+    with pytest.raises(ValueError, match="capacity and limit must be at least 1, not 4 and 0"):
+        dataclasses.replace(policy, limit=0).init(told)
+    with pytest.raises(ValueError, match="2 matrices are given and capacity is 1"):
+        dataclasses.replace(policy, capacity=1).init(told)
+    nameless = trace_of_kinds(tmp_path / "y", kinds, absent=("token.request",))
+    with pytest.raises(TraceError, match="does not say which request a token belongs to"):
+        moe_infinity.fit(nameless)
+
+
+# ---- DeepSpeed
+
+
+def test_deepspeed_inference_is_demand_with_a_cache(trace):
+    run = simulate(trace, cells=4, policies=[DeepSpeedInference()])
+    assert not run.staged.any() and run.hits.any() and run.misses.any()
+    lfu = simulate(trace, cells=4, eviction="lfu")
+    np.testing.assert_array_equal(run.misses, lfu.misses)
+
+
+def test_layer_streaming_wants_all_of_the_layer_the_absent_first(trace):
+    state = np.full((LAYERS, EXPERTS), State.ABSENT, np.int8)
+    state[2, [0, 5]] = State.RESIDENT
+    seen = Observation(Moment.LAYER_BEGIN, 0, 0, 0, -1, 2, 0.0, state=state)
+    _, decision = LayerStreaming().decide(None, seen)
+    assert wanted(decision) == [(2, e) for e in (1, 2, 3, 4, 6, 7, 0, 5)]
+    # Half a layer at a time: half of it crosses the link in each step, whatever is routed.
+    run = simulate(trace, cells=4, driver="host", policies=[LayerStreaming()])
+    assert (run.staged[1:] == 4).all()
+    whole = simulate(trace, cells=8, driver="host", policies=[LayerStreaming()])
+    assert not whole.misses.any() and not whole.staged[1:].any()
