@@ -58,8 +58,10 @@ def expert_ffn(
         width = store.shape[2] * 2 // (3 * x.dtype.itemsize)
         dense = RecordFormat("dense", store.shape[3], width, x.dtype.name)
         formats = (VersionFormats(dense, dense),)
-    # Every active expert has an address, so nothing is read of what stands here; a free view.
-    stores = tuple(arena[None, None] if isinstance(s, AbsentRecords) else s for s in stores)
+    stores = tuple(
+        store.stand_in(arena, implementation) if isinstance(store, AbsentRecords) else store
+        for store in stores
+    )
     return fn(
         y,
         x,
