@@ -93,7 +93,8 @@ class DeviceQueue:
     # ---- as Backend
 
     def submit(self, transfer: Transfer, load: Load | None = None) -> int:
-        """See Backend; begins nothing. load: that of the record, where it is given."""
+        """See Backend; begins nothing. A record that was taken into this cell before is waited for,
+        not refused. load: that of the record, where it is given."""
         if self._closed:
             raise QueueError("the queue is closed")
         sizes = self.records.sizes
@@ -102,6 +103,10 @@ class DeviceQueue:
         layers, experts = self.records.shape[:2]
         if not (0 <= transfer.layer < layers and 0 <= transfer.expert < experts):
             raise QueueError(f"there is no expert {transfer.expert} of layer {transfer.layer}")
+        for staged in self._staged.values():
+            if staged.transfer.cell == transfer.cell:
+                _waited(staged.mark)
+        self._look()
         ticket = self._queue.submit(transfer, sizes)
         self._staged[ticket] = _Staged(transfer, transfer.demand)
         return ticket

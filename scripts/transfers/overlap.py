@@ -122,7 +122,16 @@ class Bench:
         return (ended[0] - began[0]) / steps, (ended[1] - began[1]) / steps
 
 
-def make(loaded, args: argparse.Namespace, changing: int, rate: float | None) -> Bench:
+def make(
+    loaded,
+    args: argparse.Namespace,
+    changing: int,
+    rate: float | None = None,
+    *,
+    driver: str = "device",
+    transfers: str | None = None,
+    ops: str = "auto",
+) -> Bench:
     config = loaded.config
     record = 3 * config.hidden_size * config.moe_intermediate_size * 2
     cells = config.num_experts_per_tok + changing
@@ -135,6 +144,9 @@ def make(loaded, args: argparse.Namespace, changing: int, rate: float | None) ->
         kv_budget=64 << 20,
         eviction="lru",
         link_rate=rate,
+        driver=driver,
+        transfers=transfers,
+        ops=ops,
     )
     engine, _ = start_engine(loaded, options, select_device())
     engine.runner.prepare_stages()
@@ -173,7 +185,7 @@ def measure(args: argparse.Namespace) -> dict:
     fields = OLMOE | {"num_hidden_layers": args.layers, "num_experts": args.experts}
     config = parse_config(fields | {"vocab_size": 1024, "eos_token_id": 1})
     loaded = with_versions(random_model(config, device=select_device()), ["dense"])
-    plain = make(loaded, args, changing, None)
+    plain = make(loaded, args, changing)
     still = [plain.block(args.steps, changes=False, ahead=False)[0] for _ in range(3)]
     moved = changing * args.layers * plain.engine.runner.link_bytes[0]
     rate = moved / float(np.median(still))

@@ -78,6 +78,19 @@ class Copy:
         return self
 
 
+class Mark:
+    """What a program that reads a record gives back: ready when somebody waits for it."""
+
+    there = False
+
+    def is_ready(self) -> bool:
+        return self.there
+
+    def block_until_ready(self):
+        self.there = True
+        return self
+
+
 def queue_on(link: Link, ahead: int = 2, records: PinnedRecords = RECORDS) -> DeviceQueue:
     return DeviceQueue(records, jax.devices()[0], ahead=ahead, put=link)
 
@@ -133,11 +146,11 @@ def test_a_record_is_handed_over_when_it_is_there():
 
 
 def test_a_record_that_is_taken_before_it_is_there_ends_when_it_was_read():
-    """What had not begun begins as a demand; the cell stays taken until the mark is ready."""
+    """What had not begun begins as a demand; who wants the cell next waits for the mark."""
     queue = queue_on(link := Link(), ahead=1)
     queue.submit(transfer(0, 0))
     late = queue.submit(transfer(0, 1))
-    mark = Copy(link, RECORDS.of(0, 1)[0])
+    mark = Mark()
     queue.begin()
     assert link.begun == ["0.0 g"]
     given = []
@@ -145,11 +158,12 @@ def test_a_record_that_is_taken_before_it_is_there_ends_when_it_was_read():
     assert given == [3] and link.begun[1:] == ["0.1 g", "0.1 u", "0.1 d"]
     link.arrive(4)
     assert [f.bytes_left for f in queue.observe().flying] == [2 * PIECE, 3 * PIECE]
-    with pytest.raises(QueueError, match="has a transfer under way"):
-        queue.submit(transfer(0, 1))
-    mark.there = True
-    assert [s.ticket for s in queue.observe().settled] == [late]
+    with pytest.raises(QueueError, match="has a transfer under way, ticket 1"):
+        queue.submit(transfer(0, 0))
+    assert not mark.there
     assert queue.submit(transfer(0, 1)) == 3
+    assert mark.there
+    assert [s.ticket for s in queue.observe().settled] == [late]
     totals = queue.totals()
     assert (totals.ahead, totals.late, totals.waits) == (1, 1, 1)
     assert totals.busy_seconds > 0 and totals.wait_seconds is None
