@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
+from typing import Protocol, cast
 
 import jax
 
@@ -36,6 +37,12 @@ Put = Callable[[Sequence[jax.Array]], Sequence[jax.Array]]
 
 _FAILURES = (jax.errors.JaxRuntimeError, MemoryError, OSError)
 """What a copy may raise that fails its transfer alone."""
+
+
+class _Future(Protocol):
+    """What jax.Array has and its annotations lack."""
+
+    def is_ready(self) -> bool: ...
 
 
 class TransferLost(Exception):
@@ -259,7 +266,7 @@ class DeviceQueue:
             for chunk in [*staged.chunks]:
                 # Of a taken one the pieces are gone; they were there when they had been read.
                 array = staged.arrays[chunk.first] if staged.mark is None else staged.mark
-                if array.is_ready():
+                if cast(_Future, array).is_ready():
                     staged.chunks.remove(chunk)
                     self._end(chunk, _waited(array))
 

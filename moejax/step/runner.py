@@ -101,7 +101,9 @@ class Runner:
         if formats is not None:
             stored = [version.store.version for version in formats]
         arrays = (store.arrays[version] for version in stored)
-        self.stores = tuple(a.absent if isinstance(a, PinnedRecords) else a for a in arrays)
+        self.stores: tuple[Any, ...] = tuple(
+            array.absent if isinstance(array, PinnedRecords) else array for array in arrays
+        )
         """As programs get them."""
         self._params = tuple(jax.tree.leaves(self.state))
         self._greedy: tuple[jax.Array, jax.Array] | None = None
