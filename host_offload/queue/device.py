@@ -35,6 +35,8 @@ from host_offload.queue.transfer import (
 Put = Callable[[Sequence[jax.Array]], Sequence[jax.Array]]
 """Begins to copy arrays to the device. What it raises fails their transfer."""
 
+_SECONDS = ("wait_seconds", "busy_seconds")
+
 _FAILURES = (jax.errors.JaxRuntimeError, MemoryError, OSError)
 """What a copy may raise that fails its transfer alone."""
 
@@ -61,7 +63,7 @@ class _Staged:
     chunks: list[Chunk] = dataclasses.field(default_factory=list)
     """That have begun and are not known to have ended."""
     mark: jax.Array | None = None
-    """Of one that was taken before it was there: ready when it was read."""
+    """It is there where the record was taken before it had come: ready when that was read."""
     settled: Settled | None = None
 
 
@@ -95,7 +97,8 @@ class DeviceQueue:
         self._staged: dict[int, _Staged] = {}
         self._busy, self._busy_since = 0.0, 0.0
         self._closed = False
-        self._counts = dict.fromkeys(_COUNTED, 0)
+        names = {field.name for field in dataclasses.fields(Totals)}
+        self._counts = dict.fromkeys(names - {"flying", "bytes_left", *_SECONDS}, 0)
 
     # ---- as Backend
 
@@ -287,13 +290,6 @@ class DeviceQueue:
             self._counts["demands" if staged.demand else "ahead"] += 1
         if staged.mark is not None:
             del self._staged[chunk.ticket]
-
-
-_COUNTED = (
-    *("demand_bytes", "ahead_bytes", "demands", "ahead"),
-    *("late", "cancelled", "failed", "waits"),
-)
-"""Fields of Totals that count."""
 
 
 def _waited(array: jax.Array | None) -> str:

@@ -46,7 +46,7 @@ from moejax.step.programs import STAGES
 from pallas_kernels.records.format import RecordFormat
 from scripts.cpu.engines.checkpoint import OLMOE
 from scripts.parts.commands import new_parser, refuse
-from scripts.transfers.overlap import STEPS, Bench, make
+from scripts.transfers.changing_steps import STEPS, Bench, make
 
 RECORDS = 10
 """In flight at once: nine tenths of a link's rate (shared/DESIGN.md, section 6)."""
