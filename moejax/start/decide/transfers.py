@@ -38,6 +38,7 @@ def new_builder(settings: Settings, platform: str) -> Callable[..., StoreBuilder
     Raises UserError where that was asked for and cannot be, whatever the model is.
     """
     options, precision = settings.options, settings.precision
+    queue_of(settings)  # refuses sizes that are none
     if options.transfers == "ops":
         for name in ("link_rate", "link_latency"):
             if getattr(options, name) is not None:
