@@ -12,11 +12,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from host_offload.queue.pinned import PinnedRecords
 from moejax import LLM, SamplingParams, UserError
+from moejax.step.programs import STAGES
 from moejax.step.queued_driver import QueuedRunner
+from pallas_kernels.stage import Entries
 from tests.moejax.engine.test_transfers import set_budget_to_nothing_resident
 from tests.moejax.engine_runs import Job, Recorded, mixed_jobs, run, set_budget
 from tests.pallas_kernels.contract import NATIVE
@@ -98,6 +101,42 @@ def test_the_bits_are_those_of_experts_that_are_there(options):
             assert sum(stats["prefetches"].values()) > 0
     for ours in found:
         assert_same_bits(ours, at_rest(options.get("ops", "auto")))
+
+
+class Bringing:
+    """Hooks that bring what a layer was routed to, just before it computes that, or into the next
+    layer's cells, which has other wishes. The first 8 experts."""
+
+    def __init__(self, ahead: int):
+        self.ahead = ahead
+
+    def after_embedding(self, embedding):
+        return None
+
+    def before_routing(self, layer):
+        return None
+
+    def after_routing(self, layer, ids, weights):
+        lists = np.full((len(Entries._fields), STAGES), -1, np.int32)
+        for i, expert in enumerate(np.unique(ids[ids < 16])[:STAGES]):
+            lists[:, i] = layer + self.ahead, expert, 0, i
+        return Entries._make(lists)
+
+    def before_experts(self, layer):
+        return None
+
+
+@NATIVE
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_what_tables_have_and_cells_have_not(ahead):
+    """Hits, by the tables, whose copies begin when they are needed, are waited for; what was on its
+    way into a cell that another expert got is not taken for that."""
+    with open_llm(expert_budget=["60%", "25%"][ahead], hooks=Bringing(ahead)) as llm:
+        found = run(llm, jobs(), check=False)
+        assert not llm.engine.runner.faults()
+        stats = llm.stats()["transfers"]
+        assert min(stats["prefetches"]["late"], stats["cancelled"] + (not ahead) * 100) > 20
+    assert_same_bits(found, at_rest())
 
 
 @NATIVE
