@@ -255,7 +255,7 @@ def test_what_cannot_be_is_refused_with_what_to_write(options, message):
 
 @NATIVE
 @pytest.mark.slow
-def test_native_ops_have_their_own_queue():
+def test_where_ops_are_native_their_own_queue_runs():
     with open_llm(expert_budget="40%", ops="auto", driver="device") as llm:
         found = run(llm, jobs(), check=False)
         assert llm.engine.runner.queue is not None
