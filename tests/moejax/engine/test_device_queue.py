@@ -239,11 +239,16 @@ def test_budgets_move_while_experts_fly():
         ({"chunk_bytes": 0}, "chunk_bytes must be at least 1"),
         ({"transfers": "ssd"}, "transfers is one of ops, queue, not 'ssd'"),
         ({"transfers": "ops", "link_rate": "2GB/s"}, "link_rate is of a queue of transfers; leave"),
-        (
+        pytest.param(
             {"transfers": "ops", "store": "file", "ops": "auto"},
             "store='file' is read by a queue of transfers;",
+            marks=NATIVE,
         ),
-        ({"store": "file"}, "store='file' needs every op that touches the arena native"),
+        pytest.param(
+            {"store": "file"},
+            "store='file' needs every op that touches the arena native",
+            marks=NATIVE,
+        ),
     ],
     ids=str,
 )
