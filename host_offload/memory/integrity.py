@@ -4,6 +4,7 @@ would defeat its donation, and would have to wait for the step."""
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from pallas_kernels.cpu.arena import OwnedArena, read_rows
 from pallas_kernels.cpu.file_records import FileRecords
 from pallas_kernels.plan import Tables
 from pallas_kernels.records import decode
+from pallas_kernels.records.absent import AbsentRecords
 from pallas_kernels.records.versions import Formats
 
 FAULTS = (
@@ -35,8 +37,8 @@ def count_faults(
     """int32[len(FAULTS)]: how often each invariant is broken. Jit-able, changes nothing.
 
     arena uint16[rows, D]; stores: per version uint16[L, E, record rows, D]; formats: how each
-    version lies in a cell and in its store, None: alike in both. The bytes of records in files are
-    not compared here: see `damaged`.
+    version lies in a cell and in its store, None: alike in both. The bytes of records that are not
+    given, in files or in separate arrays, are not compared here: see `damaged`, `same_record`.
     """
     layers, cells = tables.owner.shape
     experts = jnp.arange(tables.address.shape[1])
@@ -69,7 +71,7 @@ def count_faults(
         layer, cell = i // cells, i % cells
         owner, row = tables.owner[layer, cell], tables.cell_row[layer, cell]
         for v, store in enumerate(stores):
-            if isinstance(store, FileRecords):
+            if isinstance(store, FileRecords | AbsentRecords):
                 continue
             live = (owner >= 0) & (row >= 0) & (tables.cell_version[layer, cell] == v)
             place = layer if formats is None else formats[v].place(layer)
@@ -103,6 +105,13 @@ def damaged(arena: np.ndarray, tables: Tables, version: int, files: RecordFiles,
         found = hashlib.sha256(arena[first : first + rows].data).digest()[:8]
         wrong += int.from_bytes(found, "big") != files.checksums[layer, owner[layer, cell]]
     return wrong
+
+
+def same_record(arena: jax.Array, row: jax.Array, pieces: Sequence[jax.Array]) -> jax.Array:
+    """bool[]: whether the arena uint16[rows, D] has a record from a row on, given in pieces
+    uint16[r, D]. Jit-able."""
+    want = jnp.concatenate(pieces)
+    return jnp.all(lax.dynamic_slice(arena, (row, 0), want.shape) == want)
 
 
 def _rows(arena: jax.Array | OwnedArena, row: jax.Array, shape: tuple[int, ...]) -> jax.Array:

@@ -37,7 +37,8 @@ class ExpertStore:
     """All experts by version, ready to be passed to jit as parameters (never to be donated).
 
     layouts: version → its record's layout. arrays: version → uint16[L, E, rows, D] in `pinned_host`
-    memory of one device, L counted over MoE layers, or FileRecords of records that stay in files.
+    memory of one device, L counted over MoE layers, FileRecords of records that stay in files, or
+    PinnedRecords (host_offload/queue/pinned.py) of arrays for each expert's matrices.
     layers: version → the MoE layers that its array has, ascending, for versions that lack some;
     each of those has the layer in another version. files: version → where FileRecords lie.
     """
@@ -104,13 +105,9 @@ class StoreBuilder:
         self._shape = (layers, experts, layout.rows, layout.hidden)
         self._memory: np.ndarray | None = None
         self._array: jax.Array | None = None
+        self._open = True
         try:
-            if shares_memory(device):
-                self._memory = aligned_empty(self._shape, np.dtype(np.uint16))
-            else:
-                empty = functools.partial(jax.lax.empty, self._shape, jnp.uint16)
-                allocate = jax.jit(empty, out_shardings=self._sharding)
-                self._array = jax.block_until_ready(allocate())
+            self._allocate(device)
         except (MemoryError, jax.errors.JaxRuntimeError) as error:
             if isinstance(error, jax.errors.JaxRuntimeError) and (
                 "RESOURCE_EXHAUSTED" not in str(error)
@@ -124,6 +121,15 @@ class StoreBuilder:
             ) from error
         self._written = np.zeros(self._shape[:3], bool)
         self._lock = threading.Lock()
+
+    def _allocate(self, device: jax.Device) -> None:
+        """What pieces are written to. Raises MemoryError or jax's RESOURCE_EXHAUSTED."""
+        if shares_memory(device):
+            self._memory = aligned_empty(self._shape, np.dtype(np.uint16))
+        else:
+            empty = functools.partial(jax.lax.empty, self._shape, jnp.uint16)
+            allocate = jax.jit(empty, out_shardings=self._sharding)
+            self._array = jax.block_until_ready(allocate())
 
     def put(self, layer: int, first_expert: int, records: np.ndarray, first_row: int = 0) -> None:
         """Writes a piece: rows first_row … first_row + r − 1 of n consecutive experts.
@@ -155,18 +161,22 @@ class StoreBuilder:
             else:
                 records = np.empty((experts, rows, self._shape[3]), np.uint16)
                 yield records
-                with self._lock:
-                    self._array = _updater(self._sharding)(
-                        self._array, records[None], layer, first_expert, first_row
-                    )
+                self._write(records, layer, first_expert, first_row)
         except BaseException:
             self._written[region] = False
             raise
 
+    def _write(self, records: np.ndarray, layer: int, first_expert: int, first_row: int) -> None:
+        """Puts a piece where it belongs. records: as of put."""
+        with self._lock:
+            self._array = _updater(self._sharding)(
+                self._array, records[None], layer, first_expert, first_row
+            )
+
     def _claim(self, layer: int, first_expert: int, n: int, first_row: int, r: int):
         """The index of a piece, now marked as written."""
         with self._lock:
-            if self._memory is None and self._array is None:
+            if not self._open:
                 raise ValueError("the store is finished; build another one")
             layers, experts, rows, _ = self._shape
             named = f"layer {layer}, experts {first_expert}+{n}, rows {first_row}+{r}"
@@ -185,7 +195,7 @@ class StoreBuilder:
 
     def finish(self) -> ExpertStore:
         """The filled store; the builder is used up. Raises ValueError if a row is missing."""
-        if self._memory is None and self._array is None:
+        if not self._open:
             raise ValueError("the store is finished; build another one")
         missing = np.argwhere(~self._written)
         if missing.size:
@@ -194,14 +204,20 @@ class StoreBuilder:
                 f"{len(missing)} rows were never written, "
                 f"first: layer {layer}, expert {expert}, row {row}"
             )
+        self._open = False
+        records = self._finished()
+        return ExpertStore({self.layout.version: self.layout}, {self.layout.version: records})
+
+    def _finished(self) -> Any:
+        """The records, all written."""
         if self._memory is not None:
             self._array = jax.device_put(self._memory, self._sharding, may_alias=True)
         array, self._array, self._memory = jax.block_until_ready(self._array), None, None
-        return ExpertStore({self.layout.version: self.layout}, {self.layout.version: array})
+        return array
 
     def close(self) -> None:
         """Frees the array of a store that was not finished."""
-        self._memory = None
+        self._open, self._memory = False, None
         if self._array is not None:
             self._array.delete()
             self._array = None

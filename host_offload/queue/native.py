@@ -167,8 +167,8 @@ class Totals:
     """Transfers that have not settled."""
     bytes_left: int
     """Bytes of those that are not there."""
-    wait_seconds: float
-    """With an op waiting."""
+    wait_seconds: float | None
+    """With an op waiting; None: not known."""
     busy_seconds: float
     """With a chunk under way."""
 

@@ -75,18 +75,23 @@ class TransferQueue:
 
     def next_chunk(self) -> Chunk | None:
         """Begins the chunk whose turn it is; None where none waits."""
+        ticket = self.next_ticket()
+        if ticket is None:
+            return None
+        open_ = self._open[ticket]
+        open_.begun = True
+        open_.under_way += 1
+        self.under_way += 1
+        return open_.waiting.popleft()
+
+    def next_ticket(self) -> int | None:
+        """Whose chunk is next; None where none waits."""
         waiting = [
             (not open_.transfer.demand, open_.transfer.priority, ticket)
             for ticket, open_ in self._open.items()
             if open_.waiting
         ]
-        if not waiting:
-            return None
-        open_ = self._open[min(waiting)[2]]
-        open_.begun = True
-        open_.under_way += 1
-        self.under_way += 1
-        return open_.waiting.popleft()
+        return min(waiting)[2] if waiting else None
 
     def end(self, chunk: Chunk, failure: str = "") -> Settled | None:
         """The chunk's bytes are there, or what went wrong. Returns how its transfer ended, where
@@ -149,15 +154,18 @@ class TransferQueue:
         for ticket in list(self._open):
             self.cancel(ticket)
 
-    def observe(self, busy_seconds: float) -> Progress:
-        """What is under way, and what settled since the last observation."""
-        flying = tuple(
+    def open(self) -> tuple[Flying, ...]:
+        """What has not settled, by ticket."""
+        return tuple(
             Flying(ticket, open_.transfer, open_.bytes, sum(open_.left), open_.begun)
             for ticket, open_ in self._open.items()
         )
+
+    def observe(self, busy_seconds: float) -> Progress:
+        """What is under way, and what settled since the last observation."""
         settled = tuple(self._settled.values())
         self._settled.clear()
-        return Progress(busy_seconds, flying, settled)
+        return Progress(busy_seconds, self.open(), settled)
 
     def _settle(self, settled: Settled) -> Settled:
         del self._open[settled.ticket]

@@ -28,6 +28,10 @@ class QueueSpec:
     buffers: int = 2
     """Records without a cell that are on their way at once."""
 
+    def of_chunks(self, chunk_bytes: int) -> QueueSpec:
+        """The same with chunks of another size."""
+        return dataclasses.replace(self, chunk_bytes=chunk_bytes)
+
 
 State = Literal["done", "failed", "cancelled"]
 """How a transfer ended."""

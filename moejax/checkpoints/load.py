@@ -15,7 +15,7 @@ from typing import Literal
 import jax
 import numpy as np
 
-from host_offload.memory.store import aligned_empty
+from host_offload.memory.store import StoreBuilder, aligned_empty
 from host_offload.versions.encoders import NUMPY_DTYPES
 from moejax.checkpoints.foreign.checkpoint import open_mapped
 from moejax.checkpoints.loaded_model import (
@@ -59,6 +59,7 @@ def load_checkpoint(
     *,
     in_files: bool = False,
     verify_reads: bool = True,
+    new_builder: Callable[..., StoreBuilder] = StoreBuilder,
 ) -> LoadedModel:
     """Loads a local checkpoint directory, shard by shard.
 
@@ -70,7 +71,8 @@ def load_checkpoint(
     tensor, a file or the name of a shipped map (docs/checkpoints.md). versions: of the experts, in
     the store if the checkpoint has them; if it lacks one, the store has dense, from which
     moejax.checkpoints.versions.with_versions makes it. in_files, verify_reads: experts stay in
-    the files of a converted checkpoint, as in load_orbax. Raises UserError, naming file and tensor,
+    the files of a converted checkpoint, as in load_orbax. new_builder: of the store, as of
+    new_store. Raises UserError, naming file and tensor,
     for whatever is wrong with them; all names, shapes and dtypes are checked before the first
     weight is read.
     """
@@ -81,12 +83,20 @@ def load_checkpoint(
     if in_files:
         require_converted(directory, kind)
     if kind == "moejax-orbax":
-        files = dict(in_files=in_files, verify_reads=verify_reads)
-        return load_orbax(directory, dtype, device, progress, versions, **files)
+        return load_orbax(
+            directory,
+            dtype,
+            device,
+            progress,
+            versions,
+            in_files=in_files,
+            verify_reads=verify_reads,
+            new_builder=new_builder,
+        )
     config, files = open_tensors(directory, kind, step, name_map)
     source = str(files[0].path if kind == "orbax" else directory)
     headers_s = time.perf_counter() - began
-    loaded = load_tensors(config, files, dtype, device, progress, source)
+    loaded = load_tensors(config, files, dtype, device, progress, source, new_builder)
     seconds = loaded.seconds | {"headers": loaded.seconds["headers"] + headers_s}
     return dataclasses.replace(loaded, seconds=seconds)
 
@@ -162,6 +172,7 @@ def load_tensors(
     device: jax.Device | None = None,
     progress: Callable[[int, int], None] | None = None,
     source: str = "",
+    new_builder: Callable[..., StoreBuilder] = StoreBuilder,
 ) -> LoadedModel:
     """Loads a model from tensors under the names of transformers' checkpoints.
 
@@ -188,7 +199,7 @@ def load_tensors(
             return params[place.key]
         return params["runs"][place.run][place.key][place.layer]
 
-    with new_store(config, layout, device, source) as builder:
+    with new_store(config, layout, device, source, new_builder=new_builder) as builder:
         marks.append(time.perf_counter())
         headers = (file.tensors[name] for file in files for name in file.tensors.keys() & places)
         sizes = (math.prod(h.shape) * NUMPY_DTYPES[h.dtype].itemsize for h in headers)

@@ -82,14 +82,16 @@ def new_store(
     device: jax.Device,
     source: str,
     layers: int | None = None,
+    new_builder: Callable[..., StoreBuilder] = StoreBuilder,
 ) -> Iterator[StoreBuilder]:
     """An empty store for all experts, or for those of so many layers, to be filled and finished
     inside of the `with`. Raises UserError where the device's pinned memory is too small for it.
-    source: the checkpoint's path, for messages."""
+    source: the checkpoint's path, for messages. new_builder: StoreBuilder, or another one with its
+    arguments, such as of PinnedRecords."""
     layers = sum(config.moe_layers) if layers is None else layers
     require_pinned_memory(device, layers * config.num_experts * layout.nbytes)
     with user_errors(MemoryError, where=f"{source}: "):
-        builder = StoreBuilder(layout, layers, config.num_experts, device)
+        builder = new_builder(layout, layers, config.num_experts, device)
     with contextlib.closing(builder):  # a traceback that is kept must not keep the store
         yield builder
 

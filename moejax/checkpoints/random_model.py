@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 
+from host_offload.memory.store import StoreBuilder
 from host_offload.versions.encoders import NUMPY_DTYPES
 from moejax.checkpoints import tensors
 from moejax.checkpoints.loaded_model import LoadedModel, new_store, run_dtype
@@ -76,13 +78,19 @@ def abstract_params(config: ModelConfig, dtype: str = "auto") -> dict[str, Any]:
 
 
 def random_model(
-    config: ModelConfig, dtype: str = "auto", device: jax.Device | None = None, seed: int = 0
+    config: ModelConfig,
+    dtype: str = "auto",
+    device: jax.Device | None = None,
+    seed: int = 0,
+    *,
+    new_builder: Callable[..., StoreBuilder] = StoreBuilder,
 ) -> LoadedModel:
     """A model with random weights, as load_checkpoint would return it.
 
     dtype: "auto" (the config's) or one of DTYPE_NAMES. device: the first one by default. The same
     arguments give the same weights. All weights come from one block of _BLOCK normal values, each
-    array and expert from another place in it, so that gigabytes take seconds.
+    array and expert from another place in it, so that gigabytes take seconds. new_builder: as of
+    new_store.
 
     Raises UserError for an unknown dtype, and as new_store does.
     """
@@ -92,7 +100,7 @@ def random_model(
     block = (generator.standard_normal(_BLOCK, np.float32) * SPREAD).astype(NUMPY_DTYPES[to_name])
     layout = expert_layout(config, dtype)
     bits = block.view(np.uint16)
-    with new_store(config, layout, device, "random weights") as builder:
+    with new_store(config, layout, device, "random weights", new_builder=new_builder) as builder:
         for layer, expert in np.ndindex(sum(config.moe_layers), config.num_experts):
             # A float32 is two uint16: an odd start would mix the halves of two values.
             start = int(generator.integers(bits.size // 2)) * 2

@@ -82,10 +82,10 @@ def measure(runner: Runner, *, report: Callable[[str], None] | None = None) -> C
         )
     if runner.steps.store == "file":
         raise UserError("costs are measured with experts in memory; leave out store='file'")
-    if runner.queue is not None:
+    if runner.steps.queue is not None:
         raise UserError(
             "costs are measured without a link, which predictions take as given: leave out "
-            "link_rate and link_latency, or `moejax calibrate` first"
+            "transfers, link_rate and link_latency, or `moejax calibrate` first"
         )
     say = report or (lambda _: None)
     began = time.perf_counter()

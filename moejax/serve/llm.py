@@ -6,7 +6,7 @@ import logging
 import operator
 import os
 import threading
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import chain, islice
@@ -18,6 +18,7 @@ import numpy as np
 from host_offload.control.interface import Policy
 from host_offload.memory.budget import Share
 from host_offload.memory.device_memory import page_note
+from host_offload.memory.store import StoreBuilder
 from host_offload.policies.precision.names import Precision
 from moejax.cache import use_compilation_cache
 from moejax.checkpoints.load import load_checkpoint
@@ -47,6 +48,7 @@ from moejax.serve.generation import (
 from moejax.start.build import start_engine
 from moejax.start.decide.residency import check_store
 from moejax.start.decide.shapes import ops_in_use
+from moejax.start.decide.transfers import new_builder
 from moejax.start.options import Options
 from moejax.start.precision import precision_stats
 from moejax.start.report.explain import Explanation, explain, store_stats
@@ -103,7 +105,8 @@ class LLM:
         quantizer: str = "rtn",
         link_rate: float | str | None = None,
         link_latency: float | str | None = None,
-        chunk_bytes: int | str = "1MiB",
+        transfers: str | None = None,
+        chunk_bytes: int | str | None = None,
         transfer_threads: int = 2,
         driver: str = "device",
         ops: str | Mapping[str, str] = "auto",
@@ -138,12 +141,13 @@ class LLM:
         self.options, self.model = options, str(options.model)
         self.device = select_device(options.device, options.threads)
         check_store(settings, self.device.platform)
+        builder = new_builder(settings, self.device.platform)
         directory = model_directory(options.model)
         self._start.end("backend")
         with ThreadPoolExecutor(1) as pool:
             words = directory if options.tokenizer is None else options.tokenizer
             tokenizer = pool.submit(load_tokenizer, words, options.tokenizer is not None)
-            loaded = self._load(settings, directory)
+            loaded = self._load(settings, directory, builder)
             self._start.end("load", loaded.seconds)
             try:
                 self.engine, self.plan = start_engine(
@@ -166,7 +170,12 @@ class LLM:
         self._lock, self._holder, self._process = threading.RLock(), "", os.getpid()
         log.info("%s: ops %s; %s", self.model, self.engine.runner.ops, self._start)
 
-    def _load(self, settings: Settings, directory: str | os.PathLike[str]) -> LoadedModel:
+    def _load(
+        self,
+        settings: Settings,
+        directory: str | os.PathLike[str],
+        builder: Callable[..., StoreBuilder],
+    ) -> LoadedModel:
         """The checkpoint's weights, in the versions of the precision."""
         options, precision = settings.options, settings.precision
         with loading_progress(self.model, options.progress) as report:
@@ -180,6 +189,7 @@ class LLM:
                 precision.versions,
                 in_files=options.store == "file",
                 verify_reads=options.verify_reads,
+                new_builder=builder,
             )
         with versions_progress(options.progress) as making:
             return with_versions(
@@ -354,7 +364,7 @@ class LLM:
                 "kv": kv_stats(engine.scheduler),
                 "store_bytes": runner.store.nbytes,
                 "store": store_stats(engine, self.options),
-                "transfers": transfer_stats(runner.steps.queue, runner.transfer_totals()),
+                "transfers": transfer_stats(runner.queue_spec, runner.transfer_totals()),
                 "experts_in_place": self.plan.budget.in_place,
                 "pages": page_note(),
                 "time": {

@@ -34,6 +34,7 @@ from moejax.start.probe import divided, step_costs
 from moejax.start.settings import Settings, settings_of
 from moejax.step.host_driver import HostRunner
 from moejax.step.parts import StepSpec
+from moejax.step.queued_driver import QueuedRunner
 from moejax.step.runner import Runner
 from moejax.traces.tracer import Tracer, start_trace
 
@@ -115,7 +116,8 @@ def make_runner(
     steps: StepSpec, loaded: LoadedModel, device: jax.Device, *, slots: int, bound: int
 ) -> Runner:
     """A runner of these steps with an arena of so many slots. bound: most cells of a layer."""
-    return RUNNERS[steps.driver](
+    kind = QueuedRunner if steps.separate else RUNNERS[steps.driver]
+    return kind(
         Decoder(steps.config, loaded.params, steps.ops),
         loaded.store,
         steps,

@@ -55,6 +55,8 @@ def start_checks(steps: StepSpec, arena_bytes: int) -> tuple[list[Check], list[C
     arena = arena_bytes > NARROW_BYTES
     # Of ops that read both one kernel may address either array.
     both = {arena, *(layers * experts * nbytes > NARROW_BYTES for nbytes in records)}
+    if steps.separate:  # an expert without a cell is computed in a record of its own
+        both = {arena, max(records) > NARROW_BYTES}
 
     def needed(check: Check) -> bool:
         widths = {None, *both} if check.stores is not None else {None, arena}

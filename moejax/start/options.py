@@ -32,6 +32,9 @@ STORES = ("memory", "file")
 """Where experts are that have no cell: all in host memory, or in the files of a converted
 checkpoint, of which the arena is the cache."""
 
+TRANSFERS = ("ops", "queue")
+"""Who brings experts: the step's own ops, in their place, or a queue beside compute."""
+
 KV_OVERFLOW = ("swap", "recompute")
 """What happens to KV that makes room: moved to host memory, or dropped and computed again by the
 prefill path, which changes the bits of generated tokens' KV."""
@@ -228,14 +231,23 @@ class Options:
         "memory",
         metavar="TIME",
     )
-    chunk_bytes: int = _option(
-        "bytes of a transfer that are moved at once, what one that is needed now waits for; with a "
-        "link_rate or link_latency (default: 1MiB)",
+    transfers: str | None = _option(
+        "who brings experts: ops, the step's own, in their place, or queue, beside compute; on a "
+        "GPU and with XLA ops that takes driver=host (default: queue with a link_rate, "
+        "link_latency or store=file, else ops)",
         "memory",
-        default=1 << 20,
+        choices=TRANSFERS,
+    )
+    chunk_bytes: int | None = _option(
+        "bytes of a transfer that are moved at once, what one that is needed now waits for; of a "
+        "queue (default: 1MiB; a matrix of an expert on a GPU and with XLA ops)",
+        "memory",
     )
     transfer_threads: int = _option(
-        "threads that transfers run on, the same (default: 2)", "memory", default=2
+        "threads that transfers run on; on a GPU and with XLA ops how many pieces of transfers "
+        "ahead of need are on their way at once; of a queue (default: 2)",
+        "memory",
+        default=2,
     )
     driver: str = _option(
         "who walks through the layers: device runs a step as one executable, host calls them from "
@@ -328,6 +340,8 @@ class Options:
             raise UserError(
                 f"kv_overflow is one of {', '.join(KV_OVERFLOW)}, not {self.kv_overflow!r}"
             )
+        if self.transfers not in (None, *TRANSFERS):
+            raise UserError(f"transfers is one of {', '.join(TRANSFERS)}, not {self.transfers!r}")
         if self.store not in STORES:
             raise UserError(f"store is one of {', '.join(STORES)}, not {self.store!r}")
         if self.store == "memory":

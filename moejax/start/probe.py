@@ -20,8 +20,9 @@ from moejax.step.runner import Runner
 
 
 def activation_bytes(runner: Runner) -> int:
-    """The largest executable's temporaries, and the results of two steps: one is read while the
-    other runs. Waits until everything is compiled. Raises UserError where XLA does not say it."""
+    """The largest executable's temporaries, the results of two steps, as one is read while the
+    other runs, and records in staging. Waits until everything is compiled. Raises UserError where
+    XLA does not say it."""
     temporaries = results = 0
     runner.wait_compiled(everything=True)
     for executable in runner.compiled():
@@ -32,7 +33,7 @@ def activation_bytes(runner: Runner) -> int:
             )
         temporaries = max(temporaries, memory.temp_size_in_bytes)
         results = max(results, memory.output_size_in_bytes - memory.alias_size_in_bytes)
-    return temporaries + 2 * results
+    return temporaries + 2 * results + runner.staging_bytes
 
 
 def step_costs(steps: StepSpec, make_runner: Callable[[], Runner]) -> Costs:

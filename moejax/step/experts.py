@@ -43,18 +43,12 @@ def page_and_compute(
     a kernel of its own. With V > 1 versions 2·V more: fills and experts read through of each. See
     moejax.step.results.Results).
     """
-    tokens, k = ids.shape
     ops, stores, formats, waves = context.ops, context.stores, context.formats, context.waves
-    experts = memory.tables.address.shape[1]
-    expert = jnp.arange(experts)
-    with jax.named_scope("plan"):
-        active = jnp.any(ids.reshape(-1)[:, None] == expert, axis=0)
+    active = active_experts(ids, memory.tables.address.shape[1])
 
     def page_in(wave, carry):
         y, (arena, tables), counts = carry
-        with jax.named_scope("plan"):
-            due = active & (expert * waves // experts == wave) if waves > 1 else active
-            tables, work = plan(tables, layer, due, implementation=ops.plan)
+        due, tables, work = plan_wave(active, tables, layer, wave, context)
         if not context.in_place:
             with jax.named_scope("fill"):
                 arena = fill(
@@ -68,38 +62,77 @@ def page_and_compute(
                     formats=formats,
                     implementation=ops.fill,
                 )
-        with jax.named_scope("expert_ffn"):
-            y = expert_ffn(
-                y,
-                x,
-                ids,
-                arena,
-                stores,
-                layer,
-                tables.address,
-                tables.version,
-                work.active,
-                work.active_count,
-                activation=context.activation,
-                row_tile=context.row_tile,
-                formats=formats,
-                implementation=ops.expert_ffn,
-                shared_kib=ops.shared_kib,
-            )
+        residents = arena, tables.address, tables.version
+        y = compute(y, x, ids, residents, layer, work.active, work.active_count, context)
         if context.in_place:
             # An expert without a cell is a hit here: the first two fields of Paging.
             counts += jnp.where(jnp.arange(counts.size) < 2, work.active_count, 0)
         else:
-            counts += _counts(work, due, tables, layer, len(stores))
+            counts += wave_counts(work, due, tables, layer, len(stores))
         return y, DeviceMemory(arena, tables), counts
 
-    y = jnp.zeros((tokens * k, x.shape[1]), jnp.float32)
-    counts = jnp.zeros(counts_size(experts, len(stores)), jnp.int32)
+    y, counts = nothing_computed(ids, memory.tables, x.shape[1], len(stores))
     # A loop, because written out one after the other XLA sees that a wave's fill does not depend
     # on what the wave before it read, and copies the arena (seen on CPU).
     y, memory, counts = lax.fori_loop(0, waves, page_in, (y, memory, counts))
-    y = lax.optimization_barrier(y).reshape(tokens, k, x.shape[1])
+    y = lax.optimization_barrier(y).reshape(*ids.shape, x.shape[1])
     return y, memory, counts
+
+
+def active_experts(ids: jax.Array, experts: int) -> jax.Array:
+    """bool[E]: those that some token is routed to. ids: as of page_and_compute."""
+    with jax.named_scope("plan"):
+        return jnp.any(ids.reshape(-1)[:, None] == jnp.arange(experts), axis=0)
+
+
+def plan_wave(
+    active: jax.Array, tables: Tables, layer: jax.Array, wave: jax.Array, context: ExpertContext
+) -> tuple[jax.Array, Tables, Plan]:
+    """(due bool[E]: the active experts that the wave computes, tables after it, its plan)."""
+    waves, experts = context.waves, active.shape[0]
+    with jax.named_scope("plan"):
+        due = active & (jnp.arange(experts) * waves // experts == wave) if waves > 1 else active
+        tables, work = plan(tables, layer, due, implementation=context.ops.plan)
+    return due, tables, work
+
+
+def nothing_computed(
+    ids: jax.Array, tables: Tables, hidden: int, versions: int
+) -> tuple[jax.Array, jax.Array]:
+    """(y float32[T·K, D], counts) of page_and_compute before the first wave."""
+    y = jnp.zeros((ids.size, hidden), jnp.float32)
+    return y, jnp.zeros(counts_size(tables.address.shape[1], versions), jnp.int32)
+
+
+def compute(
+    y: jax.Array,
+    x: jax.Array,
+    ids: jax.Array,
+    residents: tuple[jax.Array, jax.Array, jax.Array],
+    layer: jax.Array,
+    active: jax.Array,
+    count: jax.Array,
+    context: ExpertContext,
+) -> jax.Array:
+    """y with the rows of the first `count` experts of int32[E] `active`. residents: the arena, and
+    where each expert is in it and in which version, as of expert_ffn."""
+    with jax.named_scope("expert_ffn"):
+        return expert_ffn(
+            y,
+            x,
+            ids,
+            residents[0],
+            context.stores,
+            layer,
+            *residents[1:],
+            active,
+            count,
+            activation=context.activation,
+            row_tile=context.row_tile,
+            formats=context.formats,
+            implementation=context.ops.expert_ffn,
+            shared_kib=context.ops.shared_kib,
+        )
 
 
 def stage_layer(
@@ -140,7 +173,7 @@ def missed_bits(counts, experts: int):
     return bits.reshape(counts.shape[0], -1)[:, :experts] > 0
 
 
-def _counts(
+def wave_counts(
     work: Plan, due: jax.Array, tables: Tables, layer: jax.Array, versions: int
 ) -> jax.Array:
     """What one wave adds to the counts; its missing experts are no other wave's, so bits add up.

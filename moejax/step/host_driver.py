@@ -15,15 +15,13 @@ import jax
 import numpy as np
 
 from moejax.step.hooks import Hooks, LayerTransfers
-from moejax.step.layer_programs import layer_program
+from moejax.step.layer_programs import OF_RECORDS, layer_program
 from moejax.step.parts import LayerTrace, Routing, StepOutput, TraceArrays
 from moejax.step.programs import STAGES, Program, ProgramKey
 from moejax.step.runner import Runner
 from pallas_kernels.stage import Entries
 
-_STAGE = ProgramKey("stage")
-
-_Parts = dict[tuple[str | None, int | None], Callable]
+Parts = dict[tuple[str | None, int | None], Callable]
 """(part of a step, run of equal layers) → its executable."""
 
 
@@ -45,6 +43,11 @@ class HostRunner(Runner):
 
     driver = "host"
 
+    expert_parts: tuple[str, ...] = ("experts",)
+    """Parts of a layer's experts."""
+    stage_key = ProgramKey("stage")
+    """Carries out a layer's part of a stage list."""
+
     layer_arrays = TraceArrays()
     """[T, ·] each, of the layer routed last."""
 
@@ -52,7 +55,7 @@ class HostRunner(Runner):
         self.transfers: list[LayerTransfers] = []
         """What the hooks had carried out in the latest step, in order."""
         self._runs = runs
-        self._bound: dict[ProgramKey, _Parts] = {}
+        self._bound: dict[ProgramKey, Parts] = {}
         most = max(self.config.num_hidden_layers, 2)
         self._index = jax.device_put([*np.arange(most, dtype=np.int32)], self._sharding)
         moe_layers = itertools.count()
@@ -73,15 +76,16 @@ class HostRunner(Runner):
     # ---- executables
 
     def _program(self, key: ProgramKey) -> Program:
-        if key.part is not None or key == _STAGE:
+        if key.part is not None or key.kind in (self.stage_key.kind, *OF_RECORDS):
             return layer_program(self.programs(), key)
         return super()._program(key)
 
     def prepare_stages(self) -> None:
-        self.need(_STAGE)
+        self.need(self.stage_key)
 
     def _calls(self, step: ProgramKey) -> list[ProgramKey]:
-        parts: list[tuple[str, int | None]] = [("embed", None), ("experts", None), ("output", None)]
+        parts: list[tuple[str, int | None]] = [("embed", None), ("output", None)]
+        parts += [(part, None) for part in self.expert_parts]
         for run, (_, is_moe) in enumerate(self._runs):
             parts += [("attend", run), ("route" if is_moe else "feed_forward", run)]
             if is_moe and not self.steps.trace_arrays <= {"embedding"}:
@@ -97,7 +101,7 @@ class HostRunner(Runner):
         traced, forced = output and bool(self.steps.trace_arrays), step.forced and part == "route"
         return ProgramKey(kind, step.rows, traced=traced, forced=forced, part=part, run=run)
 
-    def _bind(self, step: ProgramKey) -> _Parts:
+    def _bind(self, step: ProgramKey) -> Parts:
         """The executables of a kind of step."""
         step = step._replace(traced=bool(self.steps.trace_arrays))
         if step not in self._bound:
@@ -117,9 +121,9 @@ class HostRunner(Runner):
         hooks: Hooks | None,
     ) -> StepOutput:
         if hooks is not None:
-            self._executable(_STAGE)
+            self._executable(self.stage_key)
         parts = self._bind(step._replace(forced=forced is not None))
-        params, stores = self._params, self.stores
+        params = self._params
         # Once for all layers; what lies on the device already stays as it is.
         batch = jax.device_put(args, self._sharding)
         extra = () if forced is None else (jax.device_put(forced, self._sharding),)
@@ -149,20 +153,36 @@ class HostRunner(Runner):
                 seen = np.asarray(ids), np.asarray(weights)
                 self._carry_out(hooks.after_routing(layer, *seen), layer)
                 self._carry_out(hooks.before_experts(layer), layer)
-            x, self.arena, self.tables, counts = parts["experts", None](
-                stores, self.arena, self.tables, x, normed, ids, weights, self._index[layer]
-            )
+            x, counts = self._experts(parts, step, layer, x, normed, Routing(ids, weights))
             traces.append(LayerTrace(ids, weights, counts, self.layer_arrays))
             if layer in due:
                 staged = self._stage(layer, stages, staged, ahead=False)
-        writes = (self.arena.token,) if self.queue else ()
-        output = parts["output", None](params, x, batch, tuple(traces), writes)
+        output = parts["output", None](params, x, batch, tuple(traces), self._writes())
         arrays, self.layer_arrays = output.arrays._replace(embedding=embedding), TraceArrays()
         return output._replace(staged=staged, arrays=arrays)
 
+    def _experts(
+        self,
+        parts: Parts,
+        step: ProgramKey,
+        layer: int,
+        x: jax.Array,
+        normed: jax.Array,
+        routing: Routing,
+    ) -> tuple[jax.Array, jax.Array]:
+        """(x after a MoE layer's experts, its counts). normed: what they compute on."""
+        x, self.arena, self.tables, counts = parts["experts", None](
+            self.stores, self.arena, self.tables, x, normed, *routing, self._index[layer]
+        )
+        return x, counts
+
+    def _writes(self) -> tuple:
+        """As of Programs.writes."""
+        return (self.arena.token,) if self.queue else ()
+
     def _stage(self, layer: int, entries, done, *, ahead: bool) -> jax.Array:
         self.arena, self.tables, done = self._call(
-            _STAGE,
+            self.stage_key,
             self.arena,
             self.tables,
             self.stores,

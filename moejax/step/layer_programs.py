@@ -7,9 +7,21 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from host_offload.memory.integrity import same_record
+from host_offload.memory.tables import without
 from moejax.models.layers import LayerStack, Tokens
 from moejax.step.context import DeviceMemory
-from moejax.step.experts import add_experts, counts_size, page_and_compute, stage_layer
+from moejax.step.experts import (
+    active_experts,
+    add_experts,
+    compute,
+    counts_size,
+    nothing_computed,
+    page_and_compute,
+    plan_wave,
+    stage_layer,
+    wave_counts,
+)
 from moejax.step.parts import (
     LayerTrace,
     TraceArrays,
@@ -19,10 +31,22 @@ from moejax.step.parts import (
     step_output,
     step_tokens,
 )
-from moejax.step.programs import STEPS, Program, ProgramKey, Programs
+from moejax.step.programs import STEPS, Kind, Program, ProgramKey, Programs
+from pallas_kernels.records.absent import AbsentRecords
+from pallas_kernels.stage import admit_entries
 
 OF_RUNS = ("attend", "route", "observe", "feed_forward")
 """Parts that each run of equal layers has."""
+
+EXPERT_PARTS = ("blank", "plan", "compute", "through", "combine")
+"""Parts of a layer's experts where the host brings those that are missing."""
+
+OF_RECORDS: tuple[Kind, ...] = ("admit", "land", "forget", "compare")
+"""Programs of the same engines, between parts: entries of a stage list without their copies, a
+record into its cell, a cell that nobody owns any more, a cell against its record."""
+
+IDLE, READ_THROUGH = -2, -1
+"""In a plan's rows: the expert is not due; it has no cell."""
 
 
 def layer_program(programs: Programs, key: ProgramKey) -> Program:
@@ -31,9 +55,13 @@ def layer_program(programs: Programs, key: ProgramKey) -> Program:
     Parts: embed, embedding (the array of that name), experts, output (traced: of steps with trace
     arrays), and for each run of equal layers attend, route (forced: with a routing as the last
     argument), observe (the layer's arrays) and feed_forward. Which layer is an argument, its index
-    in the run, for experts and stage over all MoE layers. Raises ValueError for another key.
+    in the run, for experts and stage over all MoE layers. Where experts lie in separate arrays,
+    experts are parts of their own (EXPERT_PARTS), and beside stage there is what moves and checks
+    one record (OF_RECORDS). Raises ValueError for another key.
     """
     parts = _Parts(programs, key)
+    if key in (ProgramKey(kind) for kind in OF_RECORDS):
+        return _of_records(programs)[key.kind]
     if key == ProgramKey("stage"):
         args = programs.arena, programs.tables, programs.stores
         index, entries = programs.array(), programs.entries()
@@ -63,7 +91,8 @@ class _Parts:
         programs, config, key = self.programs, self.programs.steps.config, self.key
         params, batch = programs.params, programs.batch(key)
         dtype = jax.eval_shape(self.embed, params, batch).dtype
-        x = programs.array(programs.tokens(key), config.hidden_size, dtype=dtype)
+        tokens = programs.tokens(key)
+        x = programs.array(tokens, config.hidden_size, dtype=dtype)
         index, layers = programs.array(), programs.tables.clock.shape[0]
         routing, layer = programs.routing(key), (params, x, batch, index)
         forced = (programs.routing(key, layers),) if key.forced else ()
@@ -75,7 +104,21 @@ class _Parts:
             array = programs.array(x.shape[0], widths[name], dtype=jnp.float16)
             seen = seen._replace(**{name: array})
         traces = (LayerTrace(*routing, counts, seen),) * layers
+        ids, weights = routing
+        y = programs.array(ids.size, config.hidden_size, dtype=jnp.float32)
+        listed = programs.array(config.num_experts)
         return {
+            "blank": ((programs.tables, ids), ()),
+            "plan": ((programs.tables, counts, ids, index, index), (0, 1)),
+            "compute": (
+                (y, programs.arena, programs.tables, programs.stores, x, ids, index, listed, index),
+                (0,),
+            ),
+            "through": (
+                (y, programs.stores, x, ids, index, index, record_pieces(programs)),
+                (0,),
+            ),
+            "combine": ((x, y, weights), (0,)),
             "embed": ((params, batch), ()),
             "embedding": ((x,), ()),
             "attend": ((params, programs.arena, x, batch, index), (1, 2)),
@@ -111,6 +154,41 @@ class _Parts:
         y, memory, counts = page_and_compute(normed, ids, memory, layer, context)
         return add_experts(x, y, weights, context.ops), *memory, counts
 
+    def blank(self, tables, ids):
+        return nothing_computed(ids, tables, self.programs.steps.config.hidden_size, 1)
+
+    def plan(self, tables, counts, ids, layer, wave):
+        """Returns (tables, counts, int32[2, E]: for each expert the arena row of its cell, IDLE or
+        READ_THROUGH, and whether the cell is to be filled)."""
+        experts, context = tables.address.shape[1], self.programs.context(self.key)
+        active = active_experts(ids, experts)
+        due, tables, work = plan_wave(active, tables, layer, wave, context)
+        address = tables.address[layer]
+        row = jnp.where(due, jnp.where(address < 0, READ_THROUGH, address), IDLE)
+        filled = jnp.any(work.fill_expert[:, None] == jnp.arange(experts), axis=0)
+        counts += wave_counts(work, due, tables, layer, 1)
+        return tables, counts, jnp.stack([row, filled.astype(jnp.int32)])
+
+    def compute(self, y, arena, tables, stores, x, ids, layer, listed, count):
+        """y with the rows of the first `count` experts of `listed`, which have cells."""
+        context = self.programs.context(self.key, stores)
+        residents = arena, tables.address, tables.version
+        return compute(y, x, ids, residents, layer, listed, count, context)
+
+    def through(self, y, stores, x, ids, layer, expert, pieces):
+        """y with the rows of an expert without a cell, whose record is an arena of its own; and a
+        mark that it was read."""
+        context, record = self.programs.context(self.key, stores), jnp.concatenate(pieces)
+        first = jnp.zeros(self.programs.tables.address.shape, jnp.int32)
+        listed = jnp.full(first.shape[1], -1, jnp.int32).at[0].set(expert)
+        one = jnp.int32(1)
+        y = compute(y, x, ids, (record, first, first), layer, listed, one, context)
+        return y, record[0, 0]
+
+    def combine(self, x, y, weights):
+        context = self.programs.context(self.key)
+        return add_experts(x, y.reshape(*weights.shape, -1), weights, context.ops)
+
     def output(self, params, x, batch, traces, writes):
         trace = jax.tree.map(lambda *parts: jnp.stack(parts), *traces)
         model, shape = self.programs.model(params), self.programs.results
@@ -132,3 +210,45 @@ class _Parts:
     def _tokens(self, batch) -> tuple[jax.Array, Tokens]:
         batch = self.programs.in_use(self.key, batch)
         return step_tokens(batch, self.programs.context(self.key))
+
+
+def record_pieces(programs: Programs) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """The arrays in which a record is brought; none where experts lie in one array."""
+    (store, *_) = programs.stores
+    pieces = store.pieces if isinstance(store, AbsentRecords) else ()
+    hidden = programs.steps.layout.hidden
+    return tuple(programs.array(rows, hidden, dtype=jnp.uint16) for rows in pieces)
+
+
+def _of_records(programs: Programs) -> dict[Kind, Program]:
+    """OF_RECORDS, by kind."""
+    arena, tables, index = programs.arena, programs.tables, programs.array()
+    pieces, entries = record_pieces(programs), programs.entries()
+    done = entries.layer
+
+    def admit(tables, layer, ahead, entries, done):
+        """ahead, done: as of _Parts.stage. The last result, int32[2, STAGES]: for the host, each
+        entry's expert and the arena row of its cell, −1 where it is not carried out."""
+        tables = tables._replace(clock=tables.clock.at[layer].add(ahead))
+        tables, row = admit_entries(tables, layer, entries)
+        tables = tables._replace(clock=tables.clock.at[layer].add(-ahead))
+        now = (row >= 0).astype(jnp.int32)
+        return tables, jnp.maximum(done, now), jnp.stack([entries.expert, row])
+
+    def land(arena, row, pieces):
+        """The arena with a record at a row, and a mark that it was read."""
+        for piece in pieces:
+            arena = jax.lax.dynamic_update_slice(arena, piece, (row, 0))
+            row = row + piece.shape[0]
+        return arena, pieces[-1][-1, -1]
+
+    def forget(tables, row):
+        """Tables in which nobody is in the cell at an arena row."""
+        return without(tables, tables.cell_row == row)
+
+    return {
+        "admit": Program(admit, (tables, index, index, entries, done), (0,)),
+        "land": Program(land, (arena, index, pieces), (0,)),
+        "forget": Program(forget, (tables, index), (0,)),
+        "compare": Program(same_record, (arena, index, pieces), ()),
+    }

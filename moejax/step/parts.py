@@ -108,6 +108,13 @@ class StepSpec:
         ops = arena_ops(self.layout.page.latent > 0)
         return all(getattr(self.ops, op) == "cpu" for op in ops)
 
+    @property
+    def separate(self) -> bool:
+        """Whether experts lie in separate pinned arrays, which jax's own copies bring beside
+        compute, and the host driver carries out what a layer wants: the queue where the library
+        does not own the arena."""
+        return self.queue is not None and not self.owned
+
 
 class PrefillBatch(NamedTuple):
     """Prompt chunks of one prefill step, int32; a sequence's chunks in ascending order."""
@@ -338,8 +345,8 @@ def step_output(
     writes: tuple[jax.Array, ...] = (),
 ) -> StepOutput:
     """x [T, D]: after the last layer. batch, kind: as of device_step. trace: of all MoE
-    layers. staged, shape: as of StepOutput. writes: the token of an owned arena after them, where
-    anyone asks for its writes."""
+    layers. staged, shape: as of StepOutput. writes: what knows the writes of the arena after them,
+    uint32[2] as an owned one's token, where anyone asks for them."""
     prefill = batch[0] if isinstance(batch[0], PrefillBatch) else None
     ends = x if prefill is None else x[jnp.maximum(prefill.last, 0)]
     logits = model.logits(ends, *_logit_rows(model, ends, batch, prefill))

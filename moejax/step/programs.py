@@ -45,7 +45,7 @@ from moejax.step.sampler import (
     update_rows,
 )
 from pallas_kernels import Ops
-from pallas_kernels.cpu.arena import OwnedArena, drain
+from pallas_kernels.cpu.arena import TOKEN, OwnedArena, drain
 from pallas_kernels.fill import fill
 from pallas_kernels.kv_write import KVPage
 from pallas_kernels.move import Moves, move
@@ -63,6 +63,7 @@ Kind = (
     | PrefillKind
     | Literal["place", "swap_out", "swap_in", "move_pages", "regrant", "populate", "transfer"]
     | Literal["stage", "move", "snapshot", "integrity", "drain"]
+    | Literal["admit", "land", "forget", "compare"]
 )
 
 STEPS: tuple[Kind, ...] = ("decode", "prefill", "score", "prompt_logprobs")
@@ -155,9 +156,11 @@ class Programs:
     @property
     def writes(self) -> tuple[Leaf, ...]:
         """What knows the arena's writes so far, where a queue fills it; empty: nobody asks."""
-        if self.steps.queue is None or not isinstance(self.arena, OwnedArena):
+        if self.steps.queue is None:
             return ()
-        return (self.arena.token,)
+        if isinstance(self.arena, OwnedArena):
+            return (self.arena.token,)
+        return (self.array(*TOKEN.shape, dtype=TOKEN.dtype),)  # the host driver's, see QueuedRunner
 
     @property
     def params(self) -> tuple:

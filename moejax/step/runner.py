@@ -34,7 +34,9 @@ from host_offload.memory.tables import (
 )
 from host_offload.queue.file_sources import file_sources
 from host_offload.queue.native import NativeQueue, Totals
+from host_offload.queue.pinned import PinnedRecords
 from host_offload.queue.sources import memory_sources
+from host_offload.queue.transfer import QueueSpec
 from host_offload.versions.layer_versions import (
     layer_versions,
     record_bytes,
@@ -98,7 +100,11 @@ class Runner:
         stored = [record.version for record in layout.records]
         if formats is not None:
             stored = [version.store.version for version in formats]
-        self.stores = tuple(store.arrays[version] for version in stored)
+        arrays = (store.arrays[version] for version in stored)
+        self.stores: tuple[Any, ...] = tuple(
+            array.absent if isinstance(array, PinnedRecords) else array for array in arrays
+        )
+        """As programs get them."""
         self._params = tuple(jax.tree.leaves(self.state))
         self._greedy: tuple[jax.Array, jax.Array] | None = None
         """Logits of the step dispatched last, until its tokens are chosen, and the tokens after
@@ -117,7 +123,7 @@ class Runner:
         self.link_bytes = record_bytes(layout, formats, moved=True)
         self.version_bytes = version_bytes(layout, formats, layers)
         self.tables: Tables = jax.device_put(tables, self._sharding)
-        self.queue = self._queue(layers) if steps.queue else None
+        self.queue = self._queue(layers) if steps.queue and steps.owned else None
         """What brings records into cells beside compute, of an owned arena."""
         self.placement: Placement | None = None
         """Where every expert began; None: experts are paged."""
@@ -437,6 +443,16 @@ class Runner:
         if failed:
             self.drain()
         return failed
+
+    @property
+    def queue_spec(self) -> QueueSpec | None:
+        """The queue as it is; None: there is none."""
+        return self.steps.queue
+
+    @property
+    def staging_bytes(self) -> int:
+        """Device memory of records on their way, beside what programs take."""
+        return 0
 
     def transfer_totals(self) -> Totals | None:
         """What the queue did so far; None: there is none."""

@@ -5,6 +5,7 @@ from jaxtyping import Array, Float, Int, UInt16
 from pallas_kernels.cards import CLASSES
 from pallas_kernels.expert_ffn.activation import ACTIVATIONS
 from pallas_kernels.implementations import implementations, pick
+from pallas_kernels.records.absent import AbsentRecords
 from pallas_kernels.records.format import RecordFormat
 from pallas_kernels.records.versions import Formats, VersionFormats, check_formats
 
@@ -33,8 +34,9 @@ def expert_ffn(
 
     y: float32, updated in place: rows of experts that are not in `active` keep what they hold, so
     that several waves fill one y. ids: ascending within a token; E marks a padding row. address:
-    arena row of each expert's record, −1: read through from stores[version]; the tables of all
-    layers. active: the experts to compute, ascending; entries from active_count on are ignored.
+    arena row of each expert's record, −1: read through from stores[version], which may not be where
+    that is AbsentRecords; the tables of all layers. active: the experts to compute, ascending;
+    entries from active_count on are ignored.
     row_tile: rows of one product; constant for an engine, since the shape of a product decides its
     bits. formats: of the versions, see VersionFormats; None: one version, dense. Whatever its
     version, an expert's weights are computed with as they decode, in x's dtype. shared_kib: the
@@ -56,6 +58,10 @@ def expert_ffn(
         width = store.shape[2] * 2 // (3 * x.dtype.itemsize)
         dense = RecordFormat("dense", store.shape[3], width, x.dtype.name)
         formats = (VersionFormats(dense, dense),)
+    stores = tuple(
+        store.stand_in(arena, implementation) if isinstance(store, AbsentRecords) else store
+        for store in stores
+    )
     return fn(
         y,
         x,

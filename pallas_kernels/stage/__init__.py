@@ -1,5 +1,5 @@
 """Moves experts into cells ahead of need: transfers that the host chose, inside the step."""
 
-from pallas_kernels.stage.api import Entries, stage
+from pallas_kernels.stage.api import Entries, admit_entries, stage
 
-__all__ = ["Entries", "stage"]
+__all__ = ["Entries", "admit_entries", "stage"]

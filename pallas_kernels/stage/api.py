@@ -2,11 +2,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Int, UInt16
 
 from pallas_kernels.implementations import implementations, pick
 from pallas_kernels.plan import Tables
 from pallas_kernels.records.versions import Formats, check_formats
+from pallas_kernels.stage.reference import admitted
 
 
 class Entries(NamedTuple):
@@ -71,3 +74,16 @@ def stage(
         raise ValueError(f"the entries' fields are all int32[S], not {shapes}")
     fn = pick("stage", IMPLEMENTATIONS, implementation)
     return fn(arena, tables, stores, layer, entries, formats=formats)
+
+
+def admit_entries(
+    tables: Tables, layer: Int[Array, ""] | int, entries: Entries
+) -> tuple[Tables, Int[Array, " S"]]:
+    """What `stage` decides of one layer's entries, of one version, without a copy: for a host that
+    brings the records itself, and lets nothing compute an expert before its record is in its cell.
+
+    Returns (tables, row int32[S]: the arena row of each entry's cell, −1: it does not fit).
+    """
+    after, done = admitted(tables, layer, entries, versions=1, formats=None)
+    rows = lax.dynamic_index_in_dim(tables.cell_row, layer, keepdims=False)
+    return after, jnp.where(done, rows[entries.cell], -1)

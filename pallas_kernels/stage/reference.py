@@ -9,6 +9,18 @@ from pallas_kernels.stage.admission import Cells, Residency, admit
 
 def stage(arena, tables, stores, layer, entries, *, formats, fill=fill_cells):
     """fill: what copies the records of the entries that are carried out."""
+    cell_row = lax.dynamic_index_in_dim(tables.cell_row, layer, keepdims=False)
+    tables, done = admitted(tables, layer, entries, versions=len(stores), formats=formats)
+    place = places(done)
+    fields = entries.expert, cell_row[entries.cell], entries.version
+    expert, row, version = (field.at[place].set(field) for field in fields)
+    arena = fill(arena, stores, layer, expert, row, version, count(done), formats=formats)
+    return arena, tables, done.astype(jnp.int32)
+
+
+def admitted(tables, layer, entries, *, versions, formats):
+    """The tables after one layer's entries, and which of them fitted, bool[S]: all of `stage` but
+    the copies. versions: how many there are."""
 
     def at(table):
         return lax.dynamic_index_in_dim(table, layer, keepdims=False)
@@ -17,7 +29,7 @@ def stage(arena, tables, stores, layer, entries, *, formats, fill=fill_cells):
         at, (tables.clock, tables.last_used, tables.owner, tables.cell_row)
     )
     cells = Cells(cell_row, at(tables.cell_version), (owner >= 0) & (last_used == clock))
-    known = (entries.version >= 0) & (entries.version < len(stores))
+    known = (entries.version >= 0) & (entries.version < versions)
     for number in stored_in_part(formats):
         known &= (entries.version != number) | (formats[number].place(layer) >= 0)
     due = (entries.layer == layer) & known
@@ -40,8 +52,4 @@ def stage(arena, tables, stores, layer, entries, *, formats, fill=fill_cells):
         address=put(tables.address, after.address),
         version=put(tables.version, after.version),
     )
-    place = places(done)
-    fields = entries.expert, cell_row[entries.cell], entries.version
-    expert, row, version = (field.at[place].set(field) for field in fields)
-    arena = fill(arena, stores, layer, expert, row, version, count(done), formats=formats)
-    return arena, tables, done.astype(jnp.int32)
+    return tables, done

@@ -75,6 +75,8 @@ _DECODE_COLUMNS = (
     *("misses_per_step", "link_gb_per_s", "host_ms"),
 )
 
+_BITS = ("tests/moejax/engine/test_same_bits.py", "tests/moejax/engine/test_device_queue.py")
+
 STEPS: tuple[Step, ...] = (
     Step(
         "doctor",
@@ -130,10 +132,20 @@ STEPS: tuple[Step, ...] = (
         columns=("tokens", "cells_per_layer", "ms", "floor_ms", "times_floor", "tokens_per_s"),
     ),
     Step(
+        "transfers",
+        "whether jax's copies run beside kernels, and what the host driver's queue hides of them",
+        _script("transfers", "device", "--json"),
+        _script(
+            *("transfers", "device", "--json", "--rounds", "1", "--experts", "24"),
+            *("--steps", "2"),
+        ),
+        columns=("arm", "median", "q1", "q3"),
+    ),
+    Step(
         "bits",
-        "contract 1's tests on the device",
-        _pytest("tests/moejax/engine/test_same_bits.py"),
-        _pytest("tests/moejax/engine/test_same_bits.py", "--collect-only"),
+        "contract 1's tests on the device, with experts brought by ops and by a queue",
+        _pytest(*_BITS),
+        _pytest(*_BITS, "--collect-only"),
     ),
     Step(
         "load",

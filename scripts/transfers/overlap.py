@@ -21,126 +21,25 @@ are paid beside compute.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
-import time
 from collections.abc import Callable, Sequence
 
-import jax
 import numpy as np
 
-from host_offload.memory.tables import Entry
 from host_offload.queue.native import NativeQueue
 from host_offload.queue.transfer import Load, Source, Transfer
 from moejax.checkpoints.random_model import random_model
 from moejax.checkpoints.versions import with_versions
 from moejax.device import select_device
-from moejax.engine.loop import Engine
 from moejax.errors import UserError
 from moejax.models.config import parse_config
-from moejax.start.build import start_engine
-from moejax.start.options import Options
-from moejax.step.parts import Routing
 from moejax.step.programs import STAGES
 from scripts.cpu.engines.checkpoint import OLMOE
 from scripts.parts.commands import new_parser, refuse
-from scripts.parts.decode_timing import Sequences, prefill
-
-CONTEXT, STEPS = 16, 48
-"""Tokens before the first step; most steps of a block."""
-
+from scripts.transfers.changing_steps import STEPS, make
 
 PIECES = 200
 """Pieces of a copy for which nobody waits, more than any block takes."""
-
-
-@dataclasses.dataclass
-class Bench:
-    """An engine and one sequence in it. changing: experts of each layer that change with a step."""
-
-    engine: Engine
-    sequences: Sequences
-    changing: int
-
-    @property
-    def layers(self) -> int:
-        return self.engine.runner.tables.clock.shape[0]
-
-    def routing(self, group: int) -> Routing:
-        runner = self.engine.runner
-        k, experts = runner.config.num_experts_per_tok, runner.config.num_experts
-        stay = k - self.changing
-        first = stay + group % ((experts - stay) // self.changing) * self.changing
-        ids = [*range(stay), *range(first, first + self.changing)]
-        shape = (self.layers, runner.shapes.bucket(1), k)
-        given = np.broadcast_to(np.array(ids, np.int32), shape).copy()
-        return Routing(given, np.full(shape, 1 / k, np.float32))
-
-    def ahead(self, group: int) -> list[Entry]:
-        """The transfers of a group into the cells that the group before the last had."""
-        bank = self.engine.runner.config.num_experts_per_tok - self.changing
-        bank += group % 2 * self.changing
-        experts = self.routing(group).ids[0, 0, -self.changing :].tolist()
-        return [
-            Entry(layer, expert, 0, bank + i)
-            for layer in range(self.layers)
-            for i, expert in enumerate(experts)
-        ]
-
-    def begin(self) -> None:
-        """Nothing is resident, and nothing flies."""
-        runner = self.engine.runner
-        for name in ("owner", "address"):
-            shape = getattr(runner.tables, name).shape
-            runner.set_tables({name: np.full(shape, -1, np.int32)})
-
-    def block(self, steps: int, *, changes: bool, ahead: bool) -> tuple[float, float]:
-        """Seconds of a step by the clock and of the processor, after two others."""
-        self.begin()
-        runner, previous, began = self.engine.runner, None, (0.0, 0.0)
-        update = np.zeros(runner.shapes.rows, bool)
-        row = self.sequences.rows[0]
-        update[row] = True
-        for step in range(steps + 2):
-            positions = np.full(runner.shapes.rows, -1, np.int32)
-            positions[row] = self.sequences.context + step
-            given = self.ahead(step + 1) if ahead else []
-            routing = self.routing(step if changes else 0)
-            stages = runner.stage_list(given)
-            output = runner.decode(positions, self.sequences.block_table, routing, stages)
-            runner.sample(output.logits, update, None)
-            if previous is not None:
-                missed = previous.read().missed.sum()
-                if step > 2 and missed != (changes and not ahead) * self.changing * self.layers:
-                    raise RuntimeError(f"{missed} experts were missing in step {step - 1}")
-            if step == 1:
-                jax.block_until_ready(output.logits)
-                began = time.perf_counter(), time.process_time()
-            previous = output
-        jax.block_until_ready(previous.logits if previous else 0)
-        ended = time.perf_counter(), time.process_time()
-        return (ended[0] - began[0]) / steps, (ended[1] - began[1]) / steps
-
-
-def make(loaded, args: argparse.Namespace, changing: int, rate: float | None) -> Bench:
-    config = loaded.config
-    record = 3 * config.hidden_size * config.moe_intermediate_size * 2
-    cells = config.num_experts_per_tok + changing
-    options = Options(
-        "OLMoE",
-        max_num_seqs=1,
-        max_model_len=CONTEXT + STEPS + 16,
-        max_num_batched_tokens=64,
-        expert_budget=cells * args.layers * record,
-        kv_budget=64 << 20,
-        eviction="lru",
-        link_rate=rate,
-    )
-    engine, _ = start_engine(loaded, options, select_device())
-    engine.runner.prepare_stages()
-    engine.runner.wait_compiled(everything=True)
-    _, sequences = prefill(engine, [[7] * CONTEXT], STEPS + 8)
-    return Bench(engine, sequences, changing)
 
 
 class Copy:
@@ -173,7 +72,7 @@ def measure(args: argparse.Namespace) -> dict:
     fields = OLMOE | {"num_hidden_layers": args.layers, "num_experts": args.experts}
     config = parse_config(fields | {"vocab_size": 1024, "eos_token_id": 1})
     loaded = with_versions(random_model(config, device=select_device()), ["dense"])
-    plain = make(loaded, args, changing, None)
+    plain = make(loaded, args, changing)
     still = [plain.block(args.steps, changes=False, ahead=False)[0] for _ in range(3)]
     moved = changing * args.layers * plain.engine.runner.link_bytes[0]
     rate = moved / float(np.median(still))

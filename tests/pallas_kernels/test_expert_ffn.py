@@ -11,6 +11,7 @@ from pallas_kernels.expert_ffn import api, pallas_triton
 from pallas_kernels.expert_ffn.pallas_triton import Config
 from pallas_kernels.expert_ffn.specs import SPECS, Spec
 from pallas_kernels.expert_ffn.tile import Tile, fit
+from pallas_kernels.records.absent import AbsentRecords
 from tests.pallas_kernels.contract import (
     POISON,
     SEEDS,
@@ -108,7 +109,7 @@ def run(spec, implementation, c, memory, active=None, y=None, activation="silu")
         c.x,
         c.ids,
         arena,
-        (stored(store, implementation),),
+        (store if isinstance(store, AbsentRecords) else stored(store, implementation),),
         np.int32(LAYER),
         address,
         version,
@@ -167,6 +168,21 @@ def test_bits_are_independent_of_where_an_expert_lies(implementation, dtype, row
     everything = set(range(spec.experts))
     same_bits(run(spec, implementation, c, memory(spec, c, everything)), want)
     same_bits(run(spec, implementation, c, memory(spec, c, {0, 3, 7}, spare_rows=34)), want)
+
+
+@each(api.IMPLEMENTATIONS, dtypes=("float32",))
+def test_experts_with_an_address_need_no_store(implementation, dtype):
+    """Among many in an arena, or alone in one of their record."""
+    spec = Spec(17, dtype, "one", row_tile=16)
+    c = case(spec, 0)
+    arena, store, address = memory(spec, c, set(range(spec.experts)))
+    want, absent = run(spec, implementation, c, (arena, store, address)), AbsentRecords(store.shape)
+    same_bits(run(spec, implementation, c, (arena, absent, address)), want)
+    y, begin = c.y, np.zeros_like(address)
+    for e in c.active:
+        record = arena[address[LAYER, e] :][: store.shape[2]]
+        y = run(spec, implementation, c, (record, absent, begin), active=[e], y=y)
+    same_bits(y, want)
 
 
 @on_bits

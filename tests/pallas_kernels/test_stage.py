@@ -168,6 +168,19 @@ def test_before_the_first_reference(implementation):
     np.testing.assert_array_equal(tables.last_used, [[-1, 0, 0]])
 
 
+def test_entries_are_admitted_as_they_are_carried_out():
+    """All but the copies, and the rows where those belong."""
+    tables = one_layer(owner=[1, 0, -1], last_used=[7, 6, 7], address=[3, 0, -1, -1])
+    tables = tables._replace(cell_version=INT([[0, 0, 0]]))
+    entries = [(2, 0, 0), (2, 0, 1), (3, 0, 1), (3, 0, 2), (4, 0, 2), (0, 0, 2)]
+    want, done = run("xla", tables, *entries)
+    lists = Entries(INT([0] * 6), *map(INT, zip(*entries, strict=True)))
+    got, rows = jax.jit(api.admit_entries)(tables, INT(0), lists)
+    assert done == [0, 1, 0, 1, 0, 0] and rows.tolist() == [-1, 3, -1, 6, -1, -1]
+    for field, ours, theirs in zip(want._fields, got, want, strict=True):
+        np.testing.assert_array_equal(ours, theirs, err_msg=field)
+
+
 @each(api.IMPLEMENTATIONS, mutants=True)
 @pytest.mark.parametrize("layer", [1, 2])
 def test_formats(implementation, layer):

@@ -82,6 +82,7 @@ def load_orbax(
     *,
     in_files: bool = False,
     verify_reads: bool = True,
+    new_builder: Callable[..., StoreBuilder] = StoreBuilder,
 ) -> LoadedModel:
     """Loads a checkpoint that `moejax convert` or `moejax quantize` wrote; of its dense version the
     same bits as its source gives.
@@ -90,7 +91,8 @@ def load_orbax(
     and one parameter. versions: those to load of the ones that are there; if one of them is not,
     the dense one, from which it can be made. in_files: experts stay where they are, none of their
     bytes is read, and what cannot be made without reading them is refused. verify_reads: their
-    checksums are verified when they are read. The rest as in load_checkpoint.
+    checksums are verified when they are read. The rest as in load_checkpoint, new_builder as in
+    new_store.
 
     Raises UserError naming the layer, expert and file that are damaged or missing; shapes, dtypes
     and the files' sizes are checked before the first weight is read.
@@ -123,7 +125,7 @@ def load_orbax(
     with contextlib.ExitStack() as stack:
         for version, leaves in {} if in_files else layers.items():
             layout, source = run.layout(version), str(stored.directory)
-            store = new_store(config, layout, device, source, len(leaves))
+            store = new_store(config, layout, device, source, len(leaves), new_builder)
             builders[version] = stack.enter_context(store)
         marks.append(time.perf_counter())
         pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(WORKERS))

@@ -37,6 +37,7 @@ def why_cells(settings: Settings, steps: StepSpec, platform: str) -> str | None:
         "trace": options.trace is not None,
         "link_rate": options.link_rate is not None,
         "link_latency": options.link_latency is not None,
+        "transfers": options.transfers == "queue",
     }
     for name, wanted in asked.items():
         if wanted:

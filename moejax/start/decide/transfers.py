@@ -2,33 +2,97 @@
 
 from __future__ import annotations
 
-from host_offload.queue.transfer import QueueSpec
+import functools
+from collections.abc import Callable
+
+from host_offload.memory.store import StoreBuilder
+from host_offload.queue.pinned import PinnedBuilder
+from host_offload.queue.transfer import CHUNK_BYTES, QueueSpec
 from moejax.errors import UserError
 from moejax.start.settings import Settings
 from moejax.step.parts import StepSpec, arena_ops
+from pallas_kernels.cpu.library import why_not_cpu
 
 
 def queue_of(settings: Settings) -> QueueSpec | None:
     """The queue that was asked for; None: ops copy experts in their place, the fastest where
     nothing limits the link. Files are read by one."""
     options = settings.options
-    if (options.link_rate, options.link_latency, options.store) == (None, None, "memory"):
+    asked = options.link_rate, options.link_latency, options.store, options.transfers
+    if asked in ((None, None, "memory", None), (None, None, "memory", "ops")):
         return None
-    if not options.chunk_bytes:
+    if options.chunk_bytes == 0:
         raise UserError("chunk_bytes must be at least 1")
     return QueueSpec(
         rate=options.link_rate or 0.0,
         latency=options.link_latency or 0.0,
         threads=options.transfer_threads,
-        chunk_bytes=options.chunk_bytes,
+        chunk_bytes=CHUNK_BYTES if options.chunk_bytes is None else options.chunk_bytes,
     )
+
+
+def new_builder(settings: Settings, platform: str) -> Callable[..., StoreBuilder]:
+    """What makes the store of these settings: of separate pinned arrays where jax's own copies are
+    to bring them beside compute, on a GPU or with ops that are not native, else of one array.
+
+    Raises UserError where that was asked for and cannot be, whatever the model is.
+    """
+    options, precision = settings.options, settings.precision
+    queue_of(settings)  # refuses sizes that are none
+    if options.transfers == "ops":
+        for name in ("link_rate", "link_latency"):
+            if getattr(options, name) is not None:
+                raise UserError(
+                    f"{name} is of a queue of transfers; leave it out, or take transfers='queue'"
+                )
+        if options.store == "file":
+            raise UserError(
+                "store='file' is read by a queue of transfers; leave out transfers='ops', or take "
+                "store='memory'"
+            )
+    if options.transfers != "queue":
+        return StoreBuilder
+    every = set(arena_ops(False)) & set(arena_ops(True))
+    native = all(settings.ops[op] in ("cpu", "auto") for op in every)
+    if platform == "cpu" and native and why_not_cpu() is None:
+        return StoreBuilder
+    where = "on a GPU" if platform != "cpu" else "with ops that are not native"
+    if options.driver != "host":
+        raise UserError(
+            f"transfers='queue' {where} is carried out between the parts of a layer, which "
+            f"driver={options.driver!r} runs as one executable: use driver='host', or "
+            "transfers='ops', which brings experts from inside of it"
+        )
+    for name in ("link_rate", "link_latency"):
+        if getattr(options, name) is not None:
+            raise UserError(
+                f"{name} is for a CPU with native ops, whose transfers this library carries out; "
+                f"{where} jax's copies pass the link as it is: leave {name} out"
+            )
+    if precision.versions != ("dense",) or precision.mixed or precision.in_transit:
+        raise UserError(
+            f"transfers='queue' {where} brings dense experts, not precision {precision.name}: use "
+            "transfers='ops' for it"
+        )
+    if settings.needs_costs:
+        raise UserError(
+            f"transfers='queue' {where}: what steps cost there is not measured, and these policies "
+            "or budgets need it; leave them out, or use transfers='ops'"
+        )
+    return functools.partial(PinnedBuilder, chunk_bytes=options.chunk_bytes)
 
 
 def check_queue(settings: Settings, steps: StepSpec, platform: str) -> None:
     """Raises UserError where transfers beside compute were asked for and cannot be."""
     if steps.queue is None:
         return
-    asked = "link_rate" if settings.options.link_rate is not None else "link_latency"
+    if steps.separate and new_builder(settings, platform) is not StoreBuilder:
+        return
+    options = settings.options
+    asked = next(
+        (name for name in ("link_rate", "link_latency") if getattr(options, name) is not None),
+        "transfers='queue'",
+    )
     if platform != "cpu":
         raise UserError(
             f"{asked} is for a CPU, whose transfers this library carries out; on a {platform} the "

@@ -15,6 +15,7 @@ from moejax.start.decide.facts import ModelFacts, device_facts, nbytes, read_byt
 from moejax.start.decide.plan import Plan, decide, step_spec
 from moejax.start.decide.residency import check_store
 from moejax.start.decide.split import known_costs
+from moejax.start.decide.transfers import new_builder
 from moejax.start.options import Options
 from moejax.start.report.info import model_info, read_headers
 from moejax.start.settings import settings_of
@@ -40,6 +41,7 @@ def dry_run(options: Options) -> tuple[Plan, tuple[str, ...]]:
         assumed.append("no expert overflows lossless12; a layer that has one would stay dense")
     chosen = select_device(options.device, options.threads)
     check_store(settings, chosen.platform)
+    new_builder(settings, chosen.platform)
     device = device_facts(chosen, automatic=options.automatic)
     if device.memory is not None:
         taken = model_info(config, options.dtype).device_bytes

@@ -1,0 +1,301 @@
+"""The queue carried out by jax: whole pinned arrays, copied to the device beside its programs.
+
+A chunk is a piece of a record (pinned.PinnedRecords): it begins with its `jax.device_put` into
+memory of its own, *staging*, and is there when that array is ready. Moving it on into a cell is a
+program of the caller's, which owns the arena: `take`.
+
+No thread: chunks begin when the caller says so (`begin`), in the order of order.TransferQueue.
+On a GPU that moment decides what they run beside. PJRT gives a buffer memory that is free once all
+programs enqueued before have run (`kComputeSynchronized`, xla/pjrt/local_device_state.h in
+openxla/xla), so a copy waits for those; it runs beside those that are enqueued after it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol, cast
+
+import jax
+
+from host_offload.queue.native import Totals
+from host_offload.queue.order import TransferQueue
+from host_offload.queue.pinned import PinnedRecords
+from host_offload.queue.transfer import (
+    DEMAND,
+    Chunk,
+    Load,
+    Progress,
+    QueueError,
+    Settled,
+    Transfer,
+)
+
+Put = Callable[[Sequence[jax.Array]], Sequence[jax.Array]]
+"""Begins to copy arrays to the device. What it raises fails their transfer."""
+
+_SECONDS = ("wait_seconds", "busy_seconds")
+
+_FAILURES = (jax.errors.JaxRuntimeError, MemoryError, OSError)
+"""What a copy may raise that fails its transfer alone."""
+
+
+class _Future(Protocol):
+    """What jax.Array has and its annotations lack."""
+
+    def is_ready(self) -> bool: ...
+
+
+class TransferLost(Exception):
+    """A record that was to be taken did not come; the message says why."""
+
+
+@dataclasses.dataclass
+class _Staged:
+    """A record that is queued, on its way, or there and not yet taken."""
+
+    transfer: Transfer
+    demand: bool
+    """It was queued as one; it may be one by now."""
+    arrays: dict[int, jax.Array] = dataclasses.field(default_factory=dict)
+    """Chunk's first byte → what it is copied to."""
+    chunks: list[Chunk] = dataclasses.field(default_factory=list)
+    """That have begun and are not known to have ended."""
+    mark: jax.Array | None = None
+    """It is there where the record was taken before it had come: ready when that was read."""
+    settled: Settled | None = None
+
+
+class DeviceQueue:
+    """The protocol of transfer.Backend over a store of separate pinned arrays. Not for several
+    threads.
+
+    ahead: chunks of transfers that are no demands which may be under way at once: what a demand
+    waits for that is begun after them. put: begins copies; by default jax.device_put to the device.
+
+    `done` means that the record is in staging, where it stays until `take` or `drop`. Raises
+    QueueError for numbers that make no sense.
+    """
+
+    def __init__(
+        self,
+        records: PinnedRecords,
+        device: jax.Device,
+        *,
+        ahead: int = 2,
+        put: Put | None = None,
+    ):
+        if ahead < 1:
+            raise QueueError(f"{ahead} chunks ahead of need at once")
+        self.records, self._ahead = records, ahead
+        sharding = jax.sharding.SingleDeviceSharding(device)
+        # One call for all pieces: a call costs the host the same for one.
+        self.put: Put = put or (lambda arrays: jax.device_put([*arrays], sharding))
+        # Pieces are what is moved at once, so chunks are those.
+        self._queue = TransferQueue(max(records.sizes))
+        self._staged: dict[int, _Staged] = {}
+        self._busy, self._busy_since = 0.0, 0.0
+        self._closed = False
+        names = {field.name for field in dataclasses.fields(Totals)}
+        self._counts = dict.fromkeys(names - {"flying", "bytes_left", *_SECONDS}, 0)
+
+    # ---- as Backend
+
+    def submit(self, transfer: Transfer, load: Load | None = None) -> int:
+        """See Backend; begins nothing. A record that was taken into this cell before is waited for,
+        not refused. load: that of the record, where it is given."""
+        if self._closed:
+            raise QueueError("the queue is closed")
+        sizes = self.records.sizes
+        if load is not None and load.parts != sizes:
+            raise QueueError(f"records have pieces of {sizes} bytes, not {load.parts}")
+        layers, experts = self.records.shape[:2]
+        if not (0 <= transfer.layer < layers and 0 <= transfer.expert < experts):
+            raise QueueError(f"there is no expert {transfer.expert} of layer {transfer.layer}")
+        for staged in self._staged.values():
+            if staged.transfer.cell == transfer.cell:
+                _waited(staged.mark)
+        self._look()
+        ticket = self._queue.submit(transfer, sizes)
+        self._staged[ticket] = _Staged(transfer, transfer.demand)
+        return ticket
+
+    def cancel(self, ticket: int) -> bool:
+        if not self._queue.cancel(ticket):
+            return False
+        del self._staged[ticket]
+        self._counts["cancelled"] += 1
+        return True
+
+    def reorder(self, ticket: int, cause: str, priority: int) -> bool:
+        if not self._queue.reorder(ticket, cause, priority):
+            return False
+        staged = self._staged[ticket]
+        staged.transfer = dataclasses.replace(staged.transfer, cause=cause, priority=priority)
+        return True
+
+    def wait(self, ticket: int, part: int | None = None) -> Settled | None:
+        """See Backend. Begins what has to begin before it."""
+        while not self._queue.there(ticket, part):
+            self.begin()
+            under_way = [staged for staged in self._staged.values() if staged.chunks]
+            if not under_way or self._queue.there(ticket, part):
+                continue  # all that had begun has ended meanwhile
+            first = under_way[0]
+            _waited(first.mark if first.mark is not None else first.arrays[first.chunks[0].first])
+            self._look()
+        return self._queue.settled(ticket)
+
+    def observe(self) -> Progress:
+        """See Backend; busy seconds as far as looks at the queue saw it begin and end."""
+        self._look()
+        return self._queue.observe(self._busy_seconds())
+
+    def close(self) -> None:
+        """See Backend; drops what is staged. Idempotent."""
+        self._closed = True
+        self._queue.cancel_all()
+        for staged in self._staged.values():
+            for array in (*staged.arrays.values(), staged.mark):
+                _waited(array)
+        self._staged.clear()
+
+    # ---- what only this backend has
+
+    def begin(self, *, others: bool = True) -> None:
+        """Begins the chunks whose turn it is: all of demands, and of others (unless not those) as
+        many as may be under way. To be called before the programs beside which they should run are
+        dispatched."""
+        self._look()
+        ahead = sum(len(s.chunks) for s in self._staged.values() if not s.transfer.demand)
+        due: dict[int, list[Chunk]] = {}
+        while (ticket := self._queue.next_ticket()) is not None:
+            demand = self._staged[ticket].transfer.demand
+            if not demand and (not others or ahead >= self._ahead):
+                break
+            ahead += not demand
+            due.setdefault(ticket, []).append(self._next_chunk())
+        for ticket, chunks in due.items():
+            self._begin(ticket, chunks)
+
+    def arrived(self) -> list[int]:
+        """Tickets of records that are there and were not taken, oldest first."""
+        self._look()
+        return [t for t, s in self._staged.items() if s.settled and s.settled.state == "done"]
+
+    def failed(self, ticket: int) -> bool:
+        """Whether a record that was not taken did not come."""
+        self._look()
+        settled = self._staged[ticket].settled
+        return settled is not None and settled.state == "failed"
+
+    def take(self, ticket: int, move: Callable[[Sequence[jax.Array]], jax.Array]) -> None:
+        """Hands a record over, whether it is there or still comes: calls move(its pieces in the
+        order of their rows), which dispatches what reads them and returns an array that is ready
+        when they were read. The pieces' memory is given back when nobody refers to them.
+
+        What has not begun begins now, before all others. Raises TransferLost where a copy failed.
+        """
+        staged = self._staged[ticket]
+        if staged.settled is None:
+            self.reorder(ticket, DEMAND, 0)
+            self._counts["waits"] += 1
+            self._counts["late"] += not staged.demand
+            self.begin(others=False)
+            if len(staged.arrays) < len(self.records.sizes):
+                self.wait(ticket)  # one failed, and others of it are under way
+        settled = staged.settled
+        if settled is not None and settled.state == "failed":
+            del self._staged[ticket]
+            raise TransferLost(settled.message)
+        mark = move([staged.arrays[first] for first in sorted(staged.arrays)])
+        if settled is None:
+            staged.mark = mark
+            staged.arrays.clear()
+        else:
+            del self._staged[ticket]
+
+    def drop(self, ticket: int) -> None:
+        """Frees a record that nobody wants any more: cancels what has not begun, waits for the rest
+        of what has."""
+        if not self._staged[ticket].settled and self.cancel(ticket):
+            return
+        if not self._staged[ticket].settled:
+            self.wait(ticket)
+        self._staged.pop(ticket, None)
+
+    def totals(self) -> Totals:
+        """What it did so far. wait_seconds None: the device waits, and does not say how long."""
+        self._look()
+        flying = self._queue.open()
+        return Totals(
+            **self._counts,
+            flying=len(flying),
+            bytes_left=sum(each.bytes_left for each in flying),
+            wait_seconds=None,
+            busy_seconds=self._busy_seconds(),
+        )
+
+    # ---- parts
+
+    def _busy_seconds(self) -> float:
+        since = time.monotonic() - self._busy_since if self._queue.under_way else 0.0
+        return self._busy + since
+
+    def _next_chunk(self) -> Chunk:
+        if not self._queue.under_way:
+            self._busy_since = time.monotonic()
+        chunk = self._queue.next_chunk()
+        assert chunk is not None
+        return chunk
+
+    def _begin(self, ticket: int, chunks: Sequence[Chunk]) -> None:
+        """Begins chunks of one transfer, which next_chunk gave."""
+        staged = self._staged[ticket]
+        pieces = self.records.of(staged.transfer.layer, staged.transfer.expert)
+        try:
+            arrays = self.put([pieces[chunk.part] for chunk in chunks])
+        except _FAILURES as error:
+            for chunk in chunks:
+                self._end(chunk, f"{type(error).__name__}: {error}")
+            return
+        staged.chunks += chunks
+        staged.arrays.update(zip((c.first for c in chunks), arrays, strict=True))
+
+    def _look(self) -> None:
+        """Notes what has ended."""
+        for staged in [s for s in self._staged.values() if s.chunks]:
+            for chunk in [*staged.chunks]:
+                # Of a taken one the pieces are gone; they were there when they had been read.
+                array = staged.arrays[chunk.first] if staged.mark is None else staged.mark
+                if cast(_Future, array).is_ready():
+                    staged.chunks.remove(chunk)
+                    self._end(chunk, _waited(array))
+
+    def _end(self, chunk: Chunk, failure: str) -> None:
+        settled = self._queue.end(chunk, failure)
+        if not self._queue.under_way:
+            self._busy += time.monotonic() - self._busy_since
+        if settled is None:
+            return
+        staged = self._staged[chunk.ticket]
+        staged.settled = settled
+        if settled.state == "failed":
+            self._counts["failed"] += 1
+            staged.arrays.clear()
+        else:
+            which = "demand" if staged.demand else "ahead"
+            self._counts[f"{which}_bytes"] += sum(self.records.sizes)
+            self._counts["demands" if staged.demand else "ahead"] += 1
+        if staged.mark is not None:
+            del self._staged[chunk.ticket]
+
+
+def _waited(array: jax.Array | None) -> str:
+    """Waits for an array; what went wrong with it, "" for nothing."""
+    try:
+        jax.block_until_ready(array)
+    except _FAILURES as error:
+        return f"{type(error).__name__}: {error}"
+    return ""

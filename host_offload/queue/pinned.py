@@ -1,0 +1,134 @@
+"""A store of separate pinned arrays, each of which one transfer can bring to the device.
+
+jax copies whole arrays beside compute: a part of a stacked store would be cut out by a program, in
+stream order with the steps. So each matrix of an expert, or each piece of one, is an array.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import jax
+import numpy as np
+
+from host_offload.memory.store import StoreBuilder
+from pallas_kernels.records.absent import AbsentRecords
+from pallas_kernels.records.format import MATRICES, RecordFormat
+
+
+@dataclasses.dataclass(frozen=True)
+class PinnedRecords:
+    """Every expert of one version, dense, in `pinned_host` memory of one device."""
+
+    shape: tuple[int, ...]
+    """[L, E, rows, D], of uint16."""
+    edges: tuple[int, ...]
+    """Rows of a record where its pieces begin, and its last one ends."""
+    pieces: list[list[list[jax.Array | None]]]
+    """[L][E][P] uint16[edges[p + 1] − edges[p], D]."""
+
+    dtype = np.dtype(np.uint16)
+    ndim = 4
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of host memory."""
+        return int(np.prod(self.shape)) * self.dtype.itemsize
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of each piece."""
+        row = self.shape[3] * self.dtype.itemsize
+        return tuple((b - a) * row for a, b in itertools.pairwise(self.edges))
+
+    @property
+    def absent(self) -> AbsentRecords:
+        """What programs carry in their place."""
+        return AbsentRecords(self.shape, tuple(b - a for a, b in itertools.pairwise(self.edges)))
+
+    def of(self, layer: int, expert: int) -> list[jax.Array]:
+        """An expert's pieces in the order of its rows."""
+        found = [piece for piece in self.pieces[layer][expert] if piece is not None]
+        assert len(found) == len(self.edges) - 1
+        return found
+
+    def delete(self) -> None:
+        """Frees the arrays now, whoever else refers to them. Idempotent."""
+        for piece in itertools.chain.from_iterable(itertools.chain.from_iterable(self.pieces)):
+            if piece is not None and not piece.is_deleted():
+                piece.delete()
+
+
+def piece_edges(record: RecordFormat, chunk_bytes: int | None) -> tuple[int, ...]:
+    """Rows where the pieces of a dense record begin, and its end: its matrices, cut further into
+    pieces of at most chunk_bytes, of a row at least, where that is given."""
+    rows = record.rows
+    if chunk_bytes is not None:
+        rows = max(1, chunk_bytes // (record.hidden * 2))
+    begins = []
+    for matrix in MATRICES:
+        first, count = record.parts[matrix]
+        begins += range(first, first + count, rows)
+    return (*begins, record.rows)
+
+
+class PinnedBuilder(StoreBuilder):
+    """A StoreBuilder of PinnedRecords: a piece becomes a pinned array when its last row is written,
+    so host memory is the store and the pieces that are not whole.
+
+    chunk_bytes: as of piece_edges. The layout is a dense record's.
+    """
+
+    def __init__(
+        self,
+        layout: RecordFormat,
+        layers: int,
+        experts: int,
+        device: jax.Device,
+        *,
+        chunk_bytes: int | None = None,
+    ):
+        if layout.version != "dense":
+            raise ValueError(f"separate pinned arrays are for dense experts, not {layout.version}")
+        self._edges = piece_edges(layout, chunk_bytes)
+        super().__init__(layout, layers, experts, device)
+
+    def _allocate(self, device: jax.Device) -> None:
+        layers, experts = self._shape[:2]
+        count = len(self._edges) - 1
+        self._pieces: list[list[list[jax.Array | None]]] = [
+            [[None] * count for _ in range(experts)] for _ in range(layers)
+        ]
+        self._partial: dict[tuple[int, int, int], tuple[np.ndarray, int]] = {}
+        """(layer, expert, piece) → its rows and how many of them are not written."""
+
+    def _write(self, records: np.ndarray, layer: int, first_expert: int, first_row: int) -> None:
+        end_row = first_row + records.shape[1]
+        for expert, rows in enumerate(records, first_expert):
+            for number, (begin, end) in enumerate(itertools.pairwise(self._edges)):
+                first, last = max(begin, first_row), min(end, end_row)
+                if first >= last:
+                    continue
+                key = layer, expert, number
+                with self._lock:
+                    if key not in self._partial:
+                        empty = np.empty((end - begin, rows.shape[1]), np.uint16)
+                        self._partial[key] = empty, end - begin
+                    whole, missing = self._partial.pop(key)
+                    whole[first - begin : last - begin] = rows[first - first_row : last - first_row]
+                    missing -= last - first
+                    if missing:
+                        self._partial[key] = whole, missing
+                if not missing:
+                    self._pieces[layer][expert][number] = jax.device_put(whole, self._sharding)
+
+    def _finished(self) -> PinnedRecords:
+        pieces, self._pieces = jax.block_until_ready(self._pieces), []
+        return PinnedRecords(self._shape, self._edges, pieces)
+
+    def close(self) -> None:
+        """Frees the arrays of a store that was not finished."""
+        super().close()
+        PinnedRecords(self._shape, self._edges, self._pieces).delete()
+        self._pieces, self._partial = [], {}

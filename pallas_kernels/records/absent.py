@@ -1,0 +1,33 @@
+"""Records that no program reads: what programs carry in a store's place where every expert that
+they compute has been brought to them before."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class AbsentRecords:
+    """The shape of a store uint16[L, E, rows, D] of which a program gets no byte: each expert that
+    it computes has an address in the arena that it is given."""
+
+    shape: tuple[int, ...]
+    pieces: tuple[int, ...] = ()
+    """Rows of the arrays uint16[·, D] in which a record is brought, one after the other."""
+
+    dtype = np.dtype(np.uint16)
+    ndim = 4
+    nbytes = 0
+    """Bytes that the program gets."""
+
+    def stand_in(self, arena: jax.Array, implementation: str) -> jax.Array:
+        """What an op gets in the store's place, of which it reads nothing: a free view of the
+        arena, or the sizes, as native ops know stores without bytes (FileRecords)."""
+        if implementation == "cpu":
+            return jnp.array(self.shape, jnp.int32)
+        return arena[None, None]
