@@ -10,9 +10,14 @@ from moejax.step.parts import StepSpec, arena_ops
 
 def queue_of(settings: Settings) -> QueueSpec | None:
     """The queue that was asked for; None: ops copy experts in their place, the fastest where
-    nothing limits the link. Files are read by one."""
+    nothing limits the link. Files are read by one, and layers stream through one."""
     options = settings.options
-    if (options.link_rate, options.link_latency, options.store) == (None, None, "memory"):
+    streams = options.driver == "stream"
+    if not streams and (options.link_rate, options.link_latency, options.store) == (
+        None,
+        None,
+        "memory",
+    ):
         return None
     if not options.chunk_bytes:
         raise UserError("chunk_bytes must be at least 1")
