@@ -19,8 +19,11 @@ PASSES = 3
 DURATIONS = st.floats(0.01, 4.0)
 
 
+SEVERAL = st.integers(2, 5)
+
+
 @st.composite
-def plays(draw, layers=st.integers(2, 5)):
+def plays(draw, layers=SEVERAL):
     """(layers, link, passes) of random durations."""
     count, streamed = draw(layers), draw(st.integers(1, 3))
 
