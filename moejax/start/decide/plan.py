@@ -79,7 +79,8 @@ class Plan:
         if steps.in_place:
             slots = f"all {budget.in_place} resident in place, in the store: one copy"
         elif self.window is not None:
-            cells = f"{self.window.slots}, a window of two layers"
+            kept = self.window.experts - self.window.streamed
+            cells = f"{self.window.slots}: {kept} in each layer, the others' window of two layers"
         elif isinstance(self.mixed, PagedSpec):
             cells = paged_cells(self.mixed, steps.layout)
         elif self.cells:
@@ -190,7 +191,7 @@ def divide(
     options, precision, config = settings.options, settings.precision, steps.config
     moe_layers, experts = sum(config.moe_layers), config.num_experts
     seqs, _, length = limits_of(settings, model, device)
-    why, window = why_cells(settings, steps, device.platform), window_of(steps)
+    why, window = why_cells(settings, steps, device.platform), window_of(settings, steps)
     wanted = options.expert_budget if window is None else window.slots * steps.layout.slot_bytes
     budget = resolve_budget(
         steps.layout,
@@ -266,7 +267,7 @@ def decide(
         check_fitted(policies, config_digest(steps.config))
     if isinstance(mixed, ResidentSpec):
         mixed = bounded(mixed, precision, steps, device.platform, model.read_bytes)
-    window = window_of(steps)
+    window = window_of(settings, steps)
     notes, dense = [*budget.notes, *link_notes(steps.queue)], model.store.layers.get("dense", ())
     if text := note(precision, mixed, steps.layout, dense):
         notes.append(text)

@@ -6,8 +6,8 @@ import math
 
 import numpy as np
 
-from host_offload.control.window import PAYS_FROM, WindowSpec
-from host_offload.memory.budget import format_bytes
+from host_offload.control.window import PAYS_FROM, WindowSpec, window_slots
+from host_offload.memory.budget import expert_slots_of, format_bytes
 from moejax.errors import UserError
 from moejax.start.settings import Settings
 from moejax.step.parts import StepSpec, arena_ops
@@ -41,7 +41,6 @@ def check_stream(settings: Settings, steps: StepSpec, platform: str) -> None:
         "cells": not isinstance(options.cells, str) or options.cells != "uniform",
         "prefill_waves": (options.prefill_waves or 1) > 1,
         "trace": options.trace is not None,
-        "expert_budget": options.expert_budget is not None,
     }
     for name, wanted in asked.items():
         if wanted:
@@ -57,12 +56,27 @@ def check_stream(settings: Settings, steps: StepSpec, platform: str) -> None:
         )
 
 
-def window_of(steps: StepSpec) -> WindowSpec | None:
-    """The window of these steps; None: experts do not stream."""
+def window_of(settings: Settings, steps: StepSpec) -> WindowSpec | None:
+    """The window of these steps; None: experts do not stream. What expert_budget gives beyond two
+    layers keeps experts resident, as many in each layer. Raises UserError for one that the window
+    does not fit into."""
     if not steps.window:
         return None
-    resident = np.zeros((sum(steps.config.moe_layers), steps.config.num_experts), bool)
-    return WindowSpec(resident, steps.layout.slot_rows)
+    layers, experts = sum(steps.config.moe_layers), steps.config.num_experts
+    budget, size, resident = settings.options.expert_budget, steps.layout.slot_bytes, 0
+    least = window_slots(layers, experts, 0)
+    if budget is not None:
+        slots = expert_slots_of(budget, layers * experts, size)
+        if slots < least:
+            raise UserError(
+                f"driver=stream holds two layers of experts, {format_bytes(least * size)} "
+                f"({least * size} bytes), and expert_budget gives "
+                f"{format_bytes(slots * size)}; raise it, leave it out, or use driver='device'"
+            )
+        resident = min((slots - least) // (layers - 2), experts)
+    # Nothing says which are worth more, where all of a layer are there before it runs.
+    first = np.broadcast_to(np.arange(experts) < resident, (layers, experts))
+    return WindowSpec(first, steps.layout.slot_rows)
 
 
 def stream_notes(window: WindowSpec | None, steps: StepSpec, rows: int) -> list[str]:
@@ -71,14 +85,16 @@ def stream_notes(window: WindowSpec | None, steps: StepSpec, rows: int) -> list[
         return []
     record = steps.layout.records[0].nbytes
     every = window.layers * window.streamed
+    kept = window.experts - window.streamed
+    resident = f" and of {kept} residents in each" if kept else ""
     notes = [
         f"driver stream: all {window.experts} experts of a layer are there before it runs, in "
-        f"{window.slots} cells ({format_bytes(window.slots * record)}) of two layers; a step moves "
-        f"{every} experts, {format_bytes(every * record)}, beside compute"
+        f"{window.slots} cells ({format_bytes(window.slots * record)}) of two layers{resident}; a "
+        f"step moves {every} experts, {format_bytes(every * record)}, beside compute"
     ]
     k = steps.config.num_experts_per_tok
     used = used_experts(window.experts, k, rows)
-    if used < PAYS_FROM * window.experts:
+    if every and used < PAYS_FROM * window.experts:
         enough = math.ceil(math.log(1 - PAYS_FROM) / math.log(1 - k / window.experts))
         notes.append(
             f"driver stream: {rows} sequences at once use about {used:.0f} of a layer's "
