@@ -132,6 +132,9 @@ def hand_over(
     """Tables in which the granted ones of some cells, bool[C], go from layer `giver` to layer
     `taker`, between two layers of a step: with their rows and versions, under the same numbers.
 
+    So a pool of cells has one number for each of them in all layers, and the layer that has it
+    granted is the one that it is of now: the window of two layers, or a cache of all layers.
+
     What was in them is absent, and they hold nothing yet. None of the numbers may be granted in the
     taker, unless it is the giver. Nothing of the arena is touched: who fills them next has to come
     after what read them last. Jit-able.

@@ -234,7 +234,7 @@ class Engine:
                     "every expert is read where it lies in the store and has no cell; start with "
                     "eviction='lru' for experts in cells"
                 )
-            if self.runner.steps.window and any(cells_per_layer):
+            if self.runner.steps.window:
                 raise ValueError(
                     "experts stream through a window of two layers, whose cells are no layer's; "
                     "start with driver='device' for cells of each layer"

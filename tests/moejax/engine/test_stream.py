@@ -13,9 +13,11 @@ import moejax.step.device_driver
 import moejax.step.experts
 from host_offload.queue.native import Faults
 from moejax import LLM, SamplingParams, UserError
+from moejax.checkpoints.convert import convert
 from moejax.checkpoints.random_model import random_model, shape
 from moejax.device import select_device
 from moejax.engine.loop import Engine
+from moejax.serve.costs import cost_model_for
 from moejax.start.build import start_engine
 from moejax.start.decide.stream import used_experts
 from moejax.start.options import Options
@@ -59,6 +61,7 @@ def slow(**options):
         slow(link_latency="200us", transfer_threads=4),
         {"expert_budget": "80%", **LINK},
         slow(expert_budget="100%"),
+        slow(memory=35 * 98304),  # three slots of KV for four sequences: pages go out and back
         slow(precision="int8", **LINK),
         pytest.param({"precision": "lossless12"}, marks=pytest.mark.nightly),  # as int8
     ],
@@ -100,7 +103,9 @@ def test_kv_has_what_experts_do_not_need():
         for block in llm.explain().blocks:
             assert sum(line.bytes for line in block[:-1]) == block[-1].bytes
         with pytest.raises(ValueError, match="experts stream through a window of two layers"):
-            llm.engine.set_budget([1] * 4, 3)
+            llm.engine.set_budget([0] * 4, 3)
+        with pytest.raises(UserError, match="costs are measured with cells of each layer"):
+            cost_model_for(llm, force=True)
 
 
 def test_other_memory_than_the_windows_is_found_while_running():
@@ -111,6 +116,16 @@ def test_other_memory_than_the_windows_is_found_while_running():
         runner.set_tables({"cell_row": rows})
         with pytest.raises(RuntimeError, match="experts had 33 cells in a step, and their window"):
             llm.generate(PROMPTS[0], GREEDY)
+
+
+@pytest.mark.slow
+def test_layers_stream_from_files(demo_dir, tmp_path):
+    """With their checksums verified on the way, and integrity by the files' own."""
+    files = convert(demo_dir, tmp_path / "demo").directory
+    with LLM(files, progress=False, driver="stream", store="file", **LIMITS) as llm:
+        assert llm.stats()["store"]["memory_bytes"] == 0
+        found = run(llm, mixed_jobs()[:4])
+    assert all(a.same_bits(b) for a, b in zip(found, at_rest(), strict=True))
 
 
 # ---- Algorithm 1
