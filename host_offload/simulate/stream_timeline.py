@@ -19,7 +19,7 @@ class StreamedLayer(NamedTuple):
     cost: LayerCost
     """What does not stream: attention and routing, the products of residents, what follows."""
     streamed: Sequence[tuple[float, float]]
-    """Of each expert that streams, those of gate and up, and of down; 0 of one that no token
+    """Those of gate and up, and of down, of each expert that streams; 0 of one that no token
     chose, which is waited for all the same."""
 
 
@@ -39,7 +39,7 @@ def stream_passes(
     """
     seconds: list[float] = []
     tickets: list[int | None] = []
-    """Of the layer that is next; None: there already."""
+    """Those of the layer that is next; None: there already."""
     count = 0
 
     def load(layer: int, streamed: int) -> list[int | None]:

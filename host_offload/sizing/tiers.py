@@ -130,7 +130,7 @@ class PlannerState(NamedTuple):
     placement: np.ndarray
     """int64[L, 3]"""
     seconds: float = 0.0
-    """Of ideal compute, over the steps observed since the last move."""
+    """Ideal compute of the steps observed since the last move, in all."""
     steps: int = 0
     last: int = 0
     """1 after a move that made more resident, −1 after one that made less, 0 before any."""
