@@ -34,6 +34,7 @@ STEP_READ = frozenset({Moment.STEP_END, Moment.INTERVAL, Moment.TURN_END})
 MOMENTS: Mapping[str, frozenset[Moment]] = {
     "device": frozenset(Moment) - BETWEEN_LAYERS,
     "host": frozenset(Moment),
+    "stream": frozenset(),
 }
 """Driver → the moments it has."""
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from numpy.typing import ArrayLike
 
 from pallas_kernels.plan import Tables
@@ -123,6 +124,73 @@ def without(tables: Tables, lost: jax.Array) -> Tables:
         owner=jnp.where(lost, -1, tables.owner),
         address=jnp.where(dropped, -1, tables.address),
     )
+
+
+def hand_over(
+    tables: Tables, giver: jax.Array | int, taker: jax.Array | int, cells: jax.Array
+) -> Tables:
+    """Tables in which the granted ones of some cells, bool[C], go from layer `giver` to layer
+    `taker`, between two layers of a step: with their rows and versions, under the same numbers.
+
+    So a pool of cells has one number for each of them in all layers, and the layer that has it
+    granted is the one that it is of now: the window of two layers, or a cache of all layers.
+
+    What was in them is absent, and they hold nothing yet. None of the numbers may be granted in the
+    taker, unless it is the giver. Nothing of the arena is touched: who fills them next has to come
+    after what read them last. Jit-able.
+    """
+
+    def at(table: jax.Array, layer: jax.Array | int) -> jax.Array:
+        return lax.dynamic_index_in_dim(table, layer, keepdims=False)
+
+    def put(table: jax.Array, layer: jax.Array | int, row: jax.Array) -> jax.Array:
+        return lax.dynamic_update_index_in_dim(table, row, layer, 0)
+
+    row, owner, version, address = (
+        at(table, giver)
+        for table in (tables.cell_row, tables.owner, tables.cell_version, tables.address)
+    )
+    goes = cells & (row >= 0)
+    held = (owner[:, None] == jnp.arange(address.shape[0])) & (row[:, None] == address)
+    gone = jnp.any(held & goes[:, None], axis=0)
+    cell_row = put(tables.cell_row, giver, jnp.where(goes, -1, row))
+    owners = put(tables.owner, giver, jnp.where(goes, -1, owner))
+    return tables._replace(
+        cell_row=put(cell_row, taker, jnp.where(goes, row, at(cell_row, taker))),
+        owner=put(owners, taker, jnp.where(goes, -1, at(owners, taker))),
+        cell_version=put(
+            tables.cell_version, taker, jnp.where(goes, version, at(tables.cell_version, taker))
+        ),
+        address=put(tables.address, giver, jnp.where(gone, -1, address)),
+    )
+
+
+def seat_absent(
+    tables: Tables, layer: jax.Array | int, first: int
+) -> tuple[Tables, jax.Array, jax.Array, jax.Array]:
+    """Tables in which the absent experts of a layer, by their numbers, own its cells from column
+    `first` on, as far as those are granted: the granted ones are the first of them, and empty.
+
+    Returns (tables, expert int32[C − first], arena row of each, how many): what has to be filled.
+    Jit-able.
+    """
+    row = lax.dynamic_index_in_dim(tables.cell_row, layer, keepdims=False)[first:]
+    address = lax.dynamic_index_in_dim(tables.address, layer, keepdims=False)
+    experts, cells = address.shape[0], row.shape[0]
+    absent = address < 0
+    count = jnp.minimum(jnp.sum(row >= 0), jnp.sum(absent)).astype(jnp.int32)
+    rank = jnp.cumsum(absent) - 1
+    seated = absent & (rank < count)
+    # The n-th absent expert is the n-th smallest number of those that are.
+    listed = jnp.sort(jnp.where(absent, jnp.arange(experts), experts))
+    expert = jnp.pad(listed, (0, max(cells - experts, 0)))[:cells].astype(jnp.int32)
+    owner = jnp.where(jnp.arange(cells) < count, expert, -1)
+    placed = jnp.where(seated, row[jnp.clip(rank, 0, cells - 1)], address)
+    after = tables._replace(
+        owner=lax.dynamic_update_slice(tables.owner, owner[None], (layer, first)),
+        address=lax.dynamic_update_index_in_dim(tables.address, placed, layer, 0),
+    )
+    return after, expert, row, count
 
 
 def with_contents(tables: Tables, contents: Mapping[str, ArrayLike]) -> Tables:

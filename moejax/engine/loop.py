@@ -234,6 +234,11 @@ class Engine:
                     "every expert is read where it lies in the store and has no cell; start with "
                     "eviction='lru' for experts in cells"
                 )
+            if self.runner.steps.window:
+                raise ValueError(
+                    "experts stream through a window of two layers, whose cells are no layer's; "
+                    "start with driver='device' for cells of each layer"
+                )
             arena = self.scheduler.arena
             check_grant(arena.cell_row.shape, arena.slots, cells_per_layer, kv_slots)
             # A slot that changes sides must be empty.
@@ -426,6 +431,7 @@ class Engine:
                 step.results.copy_to_host_async()
                 logprobs = jax.device_get(logprobs)
             results = Results(step.output.shape, np.asarray(step.results))
+            self.runner.check_results(results)
         except BaseException:  # what went wrong on the device shows here
             self._give_up(step.work.requests(), step.work.published)
             raise

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from host_offload.control.step_record import PageUse
+from host_offload.control.window import PAYS_FROM, WindowSpec
 from host_offload.memory.arena import SlotClass
 from host_offload.memory.tables import Tables
 from host_offload.queue.native import Totals
@@ -216,6 +217,27 @@ def arena_stats(scheduler: Scheduler, tables: Tables) -> dict:
         "block_size": layout.page.block_size,
         "kv_pages": arena.pages,
         "kv_pages_used_peak": scheduler.peak_pages,
+    }
+
+
+def stream_stats(
+    window: WindowSpec | None, statistics: Statistics, record_bytes: int
+) -> dict[str, Any] | None:
+    """What the stream driver holds and moves, as plain data; None: another driver. `used` is the
+    share of a layer's experts that a step's tokens chose, so far: the others were moved for
+    nothing, and below `pays_from` another driver moves less."""
+    if window is None:
+        return None
+    steps = sum(statistics.steps.values())
+    every = window.layers * window.experts
+    return {
+        "cells": window.slots,
+        "bytes": window.slots * record_bytes,
+        "resident_per_layer": window.experts - window.streamed,
+        "bytes_per_step": window.layers * window.streamed * record_bytes,
+        "steps": steps,
+        "used": statistics.paging["active"] / (steps * every) if steps else None,
+        "pays_from": PAYS_FROM,
     }
 
 

@@ -35,6 +35,11 @@ def cost_model_for(
             "costs are measured with cells, and here every expert is read where it lies in the "
             "store; name an eviction (eviction='lru') to give them cells, or `moejax calibrate`"
         )
+    if runner.steps.window:
+        raise UserError(
+            "costs are measured with cells of each layer, which driver=stream does not have; use "
+            "driver='device'"
+        )
     if llm.engine.statistics.requests or llm.engine.control is not None:
         raise UserError(
             "costs are measured on an LLM that has run nothing and has no policies that look "

@@ -26,7 +26,13 @@ from moejax.checkpoints.loaded_model import LoadedModel
 from moejax.checkpoints.versions import with_versions
 from moejax.device import select_device
 from moejax.engine.loop import Engine, Listener
-from moejax.engine.statistics import StartTimes, arena_stats, kv_stats, transfer_stats
+from moejax.engine.statistics import (
+    StartTimes,
+    arena_stats,
+    kv_stats,
+    stream_stats,
+    transfer_stats,
+)
 from moejax.errors import UserError, shown
 from moejax.interrupt import deferred_interrupt
 from moejax.models.config import ModelConfig
@@ -365,6 +371,9 @@ class LLM:
                 "store_bytes": runner.store.nbytes,
                 "store": store_stats(engine, self.options),
                 "transfers": transfer_stats(runner.queue_spec, runner.transfer_totals()),
+                "stream": stream_stats(
+                    self.plan.window, engine.statistics, runner.layout.records[0].nbytes
+                ),
                 "experts_in_place": self.plan.budget.in_place,
                 "pages": page_note(),
                 "time": {

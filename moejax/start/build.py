@@ -36,6 +36,7 @@ from moejax.step.host_driver import HostRunner
 from moejax.step.parts import StepSpec
 from moejax.step.queued_driver import QueuedRunner
 from moejax.step.runner import Runner
+from moejax.step.stream_driver import StreamRunner
 from moejax.traces.tracer import Tracer, start_trace
 
 if TYPE_CHECKING:
@@ -43,7 +44,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("moejax")
 
-RUNNERS: dict[str, type[Runner]] = {"device": Runner, "host": HostRunner}
+RUNNERS: dict[str, type[Runner]] = {
+    "device": Runner,
+    "host": HostRunner,
+    "stream": StreamRunner,
+}
 """By driver."""
 
 
@@ -83,6 +88,7 @@ def probed(loaded: LoadedModel, settings: Settings, device: jax.Device) -> Plan:
     model, facts = facts_of(loaded), device_facts(device, automatic=settings.options.automatic)
     steps = step_spec(settings, model, facts)
     experts = steps.config.num_experts
+    bound = 2 * experts if steps.window else experts
     # Before anything is compiled of them, by a first guess of the arena: a wrong one is refused by
     # its name.
     with contextlib.suppress(ArenaTooSmall):
@@ -90,7 +96,7 @@ def probed(loaded: LoadedModel, settings: Settings, device: jax.Device) -> Plan:
         verify_kernels(steps, device, first.slots * steps.layout.slot_bytes)
 
     def smallest() -> Runner:
-        runner = make_runner(steps, loaded, device, slots=1, bound=experts)
+        runner = make_runner(steps, loaded, device, slots=1, bound=bound)
         if any({"stages", "transitions"} & policy.writes for policy in settings.policies):
             runner.prepare_stages()
         return runner
@@ -107,7 +113,7 @@ def probed(loaded: LoadedModel, settings: Settings, device: jax.Device) -> Plan:
     costs = None
     if settings.needs_costs:
         costs = step_costs(
-            steps, lambda: make_runner(steps, loaded, device, slots=budget.slots, bound=experts)
+            steps, lambda: make_runner(steps, loaded, device, slots=budget.slots, bound=bound)
         )
     return decide(settings, model, facts, costs)
 
@@ -207,6 +213,10 @@ def _grant(plan: Plan, arena: SlotArena, runner: Runner) -> float | None:
         if isinstance(mixed, ResidentSpec):
             start[:] = mixed.start
         runner.set_tables({"fill_version": -1 - start})
+    elif plan.window is not None:
+        assert isinstance(runner, StreamRunner)
+        arena.grant_expert_slots(plan.window.slots)
+        runner.open_window(plan.window)
     elif isinstance(mixed, ResidentSpec):
         arena.grant_expert_slots(mixed.slots)
         return place_experts(runner, place(mixed))

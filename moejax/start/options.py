@@ -25,8 +25,9 @@ if TYPE_CHECKING:  # the command line answers before jax is imported
     from moejax.engine.loop import Listener
     from moejax.step.hooks import Hooks
 
-DRIVERS = ("device", "host")
-"""Who walks through the layers of a step: one executable, or Python with hooks in between."""
+DRIVERS = ("device", "host", "stream")
+"""Who walks through the layers of a step: one executable, Python with hooks in between, or one
+executable through which all experts of each layer stream (docs/stream.md)."""
 
 STORES = ("memory", "file")
 """Where experts are that have no cell: all in host memory, or in the files of a converted
@@ -251,7 +252,9 @@ class Options:
     )
     driver: str = _option(
         "who walks through the layers: device runs a step as one executable, host calls them from "
-        "Python, slower, for policies that look in between; no bit depends on it (default: device)",
+        "Python, slower, for policies that look in between, stream brings all experts of each "
+        "layer before it runs, in the memory of two layers, for wide batches with long contexts on "
+        "a CPU (docs/stream.md); no bit depends on it (default: device)",
         "engine",
         default="device",
         choices=DRIVERS,

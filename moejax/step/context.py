@@ -44,6 +44,8 @@ class StepContext(ExpertContext):
     """What all layers of a step have in common."""
 
     page: KVPage
+    window: bool = False
+    """Experts stream through a window of two layers: all of a layer's are there before it runs."""
     queued: bool = False
     """A queue fills the arena, which is owned, so that steps say how many writes they made."""
     arrays: frozenset[str] = frozenset()

@@ -12,7 +12,14 @@ from jax import lax
 
 from moejax.models.layers import Decoder, LayerStack
 from moejax.step.context import DeviceMemory, StepContext
-from moejax.step.experts import add_experts, page_and_compute, stage_layer, zero_after
+from moejax.step.experts import (
+    add_experts,
+    compute_materialized,
+    materialize,
+    page_and_compute,
+    stage_layer,
+    zero_after,
+)
 from moejax.step.parts import (
     LayerTrace,
     Routing,
@@ -54,15 +61,21 @@ def device_step(
     embedding = embedding_array(x, context.arrays)
 
     def layer(stack: LayerStack, carry, i):
-        x, (arena, tables) = carry
+        x, memory = carry
+        moe_layer, done = stack.first_moe_layer + i, None
+        if context.window and stack.is_moe:
+            # The next layer's experts come while this one computes, after the last the first one's.
+            upcoming = (moe_layer + 1) % memory.tables.clock.shape[0]
+            memory = materialize(memory, upcoming, x, context)
+        arena, tables = memory
         x, arena = stack.attend(i, x, arena, tokens, context.page)
         memory = DeviceMemory(arena, tables)
         if not stack.is_moe:
             return (stack.feed_forward(i, x, tokens), memory), None
         x, normed, ids, weights = route_layer(stack, i, x, tokens, forced)
         seen = layer_arrays(stack, i, normed, tokens, context.arrays)
-        moe_layer, done = stack.first_moe_layer + i, None
-        y, memory, counts = page_and_compute(normed, ids, memory, moe_layer, context)
+        compute = compute_materialized if context.window else page_and_compute
+        y, memory, counts = compute(normed, ids, memory, moe_layer, context)
         x = add_experts(x, y, weights, context.ops)
         if stages is not None:
             # A transfer comes after the layer's experts, so it changes what the next step finds.
@@ -83,4 +96,6 @@ def device_step(
     staged = None if done is None else jnp.max(done, axis=0)
     x, memory = carry
     writes = (memory.arena.token,) if context.queued else ()
-    return memory, step_output(model, x, batch, trace, staged, kind, results, writes)
+    # Cells only go from layer to layer, so there are as many at any moment.
+    cells = jnp.sum(memory.tables.cell_row >= 0, dtype=jnp.int32) if context.window else None
+    return memory, step_output(model, x, batch, trace, staged, kind, results, writes, cells)

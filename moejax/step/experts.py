@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from host_offload.memory.tables import Tables
+from host_offload.memory.tables import Tables, hand_over, seat_absent
 from moejax.step.context import DeviceMemory, ExpertContext
 from pallas_kernels import Ops
 from pallas_kernels.combine import combine
@@ -135,6 +135,71 @@ def compute(
         )
 
 
+def materialize(
+    memory: DeviceMemory, layer: jax.Array, after: jax.Array, context: ExpertContext
+) -> DeviceMemory:
+    """Remaps the window to a layer and begins to load it: FluxMoE's Algorithm 1, `materialize`.
+
+    The layer takes the cells of the one two before it, cyclic, and its absent experts own them;
+    their records are queued and nobody waits. So the ring follows the running count of layers, and
+    with an odd number of them a layer has the other half in each pass. after: what was made from
+    all that read those cells (write-after-read); that a record is there before it is read is the
+    reader's to wait for, part by part (expert_ffn).
+    """
+    layers, experts = memory.tables.address.shape
+    with jax.named_scope("materialize"):
+        ring = jnp.arange(memory.tables.cell_row.shape[1]) >= experts
+        tables = hand_over(memory.tables, (layer - 2) % layers, layer, ring)
+        tables, expert, row, count = seat_absent(tables, layer, experts)
+        arena = fill(
+            memory.arena,
+            context.stores,
+            layer,
+            expert,
+            row + zero_after(after),
+            jnp.zeros_like(expert),
+            count,
+            formats=context.formats,
+            ahead=True,
+            implementation=context.ops.fill,
+        )
+    return DeviceMemory(arena, tables)
+
+
+def compute_materialized(
+    x: jax.Array, ids: jax.Array, memory: DeviceMemory, layer: jax.Array, context: ExpertContext
+) -> tuple[jax.Array, DeviceMemory, jax.Array]:
+    """Every expert of a layer in the window on its tokens; arguments and results as of
+    page_and_compute. All experts are listed as active, so all are there afterwards, used or not,
+    and none is on its way when the layer's cells go on. An active expert is a hit where it has a
+    cell; one whose bytes did not come in an earlier step has none, and is read through."""
+    ops, (tokens, k) = context.ops, ids.shape
+    tables, experts = memory.tables, memory.tables.address.shape[1]
+    expert = jnp.arange(experts)
+    with jax.named_scope("expert_ffn"):
+        y = expert_ffn(
+            jnp.zeros((tokens * k, x.shape[1]), jnp.float32),
+            x,
+            ids,
+            memory.arena,
+            context.stores,
+            layer,
+            tables.address,
+            tables.version,
+            expert,
+            jnp.int32(experts),
+            activation=context.activation,
+            row_tile=context.row_tile,
+            formats=context.formats,
+            implementation=ops.expert_ffn,
+            shared_kib=ops.shared_kib,
+        )
+    active = jnp.any(ids.reshape(-1)[:, None] == expert, axis=0)
+    absent = active & (tables.address[layer] < 0)
+    counts = _window_counts(active, absent, len(context.stores))
+    return lax.optimization_barrier(y).reshape(tokens, k, x.shape[1]), memory, counts
+
+
 def stage_layer(
     memory: DeviceMemory, layer: jax.Array, entries: Entries, context: ExpertContext
 ) -> tuple[DeviceMemory, jax.Array]:
@@ -198,6 +263,18 @@ def wave_counts(
         through = (absent >= 0) & (tables.version[layer] == number)
         parts += [jnp.sum(taken, axis=1, dtype=jnp.int32) for taken in (filled, through)]
     return jnp.concatenate(parts)
+
+
+def _window_counts(active: jax.Array, absent: jax.Array, versions: int) -> jax.Array:
+    """The counts of a layer in the window; active, absent: bool[E]."""
+    experts = active.shape[0]
+    used, missed = (jnp.sum(mask, dtype=jnp.int32) for mask in (active, absent))
+    paging = Paging(used, used - missed, jnp.int32(0), missed)
+    padded = jnp.pad(absent, (0, -experts % 32)).reshape(-1, 32)
+    bits = jnp.where(padded, jnp.uint32(1) << jnp.arange(32, dtype=jnp.uint32), jnp.uint32(0))
+    words = lax.bitcast_convert_type(jnp.sum(bits, axis=1, dtype=jnp.uint32), jnp.int32)
+    counts = jnp.concatenate([jnp.stack(paging), words])
+    return jnp.pad(counts, (0, counts_size(experts, versions) - counts.size))
 
 
 def add_experts(x: jax.Array, y: jax.Array, weights: jax.Array, ops: Ops) -> jax.Array:

@@ -102,6 +102,11 @@ class StepSpec:
     executables."""
 
     @property
+    def window(self) -> bool:
+        """Whether experts stream through a window of two layers (driver="stream")."""
+        return self.driver == "stream"
+
+    @property
     def owned(self) -> bool:
         """Whether the library of native CPU ops owns the arena: where every op that touches it is
         native. Otherwise it is an array, donated from step to step."""
@@ -343,10 +348,11 @@ def step_output(
     kind: str,
     shape: ResultShape,
     writes: tuple[jax.Array, ...] = (),
+    cells: jax.Array | None = None,
 ) -> StepOutput:
     """x [T, D]: after the last layer. batch, kind: as of device_step. trace: of all MoE
     layers. staged, shape: as of StepOutput. writes: what knows the writes of the arena after them,
-    uint32[2] as an owned one's token, where anyone asks for them."""
+    uint32[2] as an owned one's token, where anyone asks for them. cells: as of Results."""
     prefill = batch[0] if isinstance(batch[0], PrefillBatch) else None
     ends = x if prefill is None else x[jnp.maximum(prefill.last, 0)]
     logits = model.logits(ends, *_logit_rows(model, ends, batch, prefill))
@@ -360,7 +366,7 @@ def step_output(
     return StepOutput(
         logits=logits,
         tokens=tokens,
-        results=shape.pack(tokens, missed_routes, trace.counts, _writes(writes)),
+        results=shape.pack(tokens, missed_routes, trace.counts, _writes(writes), _cells(cells)),
         shape=shape,
         routing=Routing(trace.ids, trace.weights),
         scores=scores,
@@ -374,6 +380,11 @@ def _writes(tokens: tuple[jax.Array, ...]) -> jax.Array:
     if not tokens:
         return jnp.zeros(1, jnp.int32)
     return lax.bitcast_convert_type(tokens[0][1:], jnp.int32)
+
+
+def _cells(count: jax.Array | None) -> jax.Array:
+    """int32[1], as of Results."""
+    return jnp.zeros(1, jnp.int32) if count is None else count.reshape(1)
 
 
 def _greedy_tokens(model, logits, batch, prefill):

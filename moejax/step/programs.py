@@ -223,6 +223,7 @@ class Programs:
             formats=self.steps.formats,
             in_place=self.steps.in_place,
             page=self.page,
+            window=self.steps.window,
             queued=self.steps.queue is not None,
             arrays=self.steps.trace_arrays if key.traced else frozenset(),
         )
@@ -344,9 +345,11 @@ class Programs:
 def _populate(
     arena, stores, layer, cell_row, version, *, ops: Ops, formats: Formats | None
 ) -> jax.Array:
-    """The arena with every expert of the layer at cell_row int32[E], in version int32[E]."""
-    experts = jnp.arange(cell_row.shape[0])
-    listed = experts, cell_row, version, jnp.int32(len(experts))
+    """The arena with every expert of the layer at cell_row int32[E], −1: nowhere, in version
+    int32[E]."""
+    given = cell_row >= 0
+    first = jnp.argsort(~given, stable=True)
+    listed = first, cell_row[first], version[first], jnp.sum(given, dtype=jnp.int32)
     return fill(arena, stores, layer, *listed, formats=formats, implementation=ops.fill)
 
 

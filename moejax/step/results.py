@@ -12,7 +12,7 @@ import numpy as np
 
 from moejax.step.experts import Paging, counts_size, missed_bits
 
-_NO_WRITES = np.zeros(1, np.int32)
+_NONE = np.zeros(1, np.int32)
 
 
 @jax.tree_util.register_static
@@ -35,14 +35,21 @@ class ResultShape:
     def size(self) -> int:
         """int32 values of the results."""
         counts = self.layers * counts_size(self.experts, self.versions)
-        return self.rows + self.routes + counts + 1
+        return self.rows + self.routes + counts + 2
 
-    def pack(self, tokens: Any, missed_routes: Any, counts: Any, writes: Any = _NO_WRITES) -> Any:
+    def pack(
+        self,
+        tokens: Any,
+        missed_routes: Any,
+        counts: Any,
+        writes: Any = _NONE,
+        cells: Any = _NONE,
+    ) -> Any:
         """The results of a step. tokens int32[R]: current after it. missed_routes: as of Results,
         of as many rows or chunks as the step computes. counts [L, counts_size]: of
-        experts.page_and_compute. writes int32[1]: as of Results."""
+        experts.page_and_compute. writes, cells int32[1]: as of Results."""
         missing = self.routes - missed_routes.shape[0]
-        parts = tokens, jnp.pad(missed_routes, (0, missing)), counts.reshape(-1), writes
+        parts = tokens, jnp.pad(missed_routes, (0, missing)), counts.reshape(-1), writes, cells
         return jnp.concatenate(parts)
 
     def with_tokens(self, results: jax.Array, tokens: jax.Array) -> jax.Array:
@@ -95,9 +102,15 @@ class Results:
     def writes(self) -> int:
         """Writes of an owned arena up to the step's end (ArenaMemory.failures); 0 without a queue
         of transfers."""
-        return int(self.values[-1].view(np.uint32))
+        return int(self.values[-2].view(np.uint32))
+
+    @property
+    def cells(self) -> int:
+        """Cells that experts of all layers had together at any moment of the step, where they
+        stream through a window; 0 otherwise."""
+        return int(self.values[-1])
 
     @property
     def _counts(self) -> np.ndarray:
-        counts = self.values[self.shape.rows + self.shape.routes : -1]
+        counts = self.values[self.shape.rows + self.shape.routes : -2]
         return counts.reshape(self.shape.layers, -1)

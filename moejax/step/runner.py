@@ -48,6 +48,7 @@ from moejax.requests.request import PrefillKind
 from moejax.step.hooks import Hooks, LayerTransfers
 from moejax.step.parts import PrefillBatch, Routing, StepOutput, StepSpec
 from moejax.step.programs import MOVES, STAGES, Kind, Program, ProgramKey, Programs
+from moejax.step.results import Results
 from pallas_kernels.cpu.arena import TransferFailure
 from pallas_kernels.move import Moves
 from pallas_kernels.stage import Entries
@@ -191,7 +192,7 @@ class Runner:
     @classmethod
     def check_hooks(cls, hooks: Hooks | None) -> None:
         """Raises UserError for hooks that this driver cannot call."""
-        if hooks is not None and cls.driver == "device":
+        if hooks is not None and cls.driver != "host":
             raise UserError(
                 f"driver {cls.driver!r} runs a step as one executable, which no hook can enter; "
                 "use driver='host'"
@@ -453,6 +454,9 @@ class Runner:
     def staging_bytes(self) -> int:
         """Device memory of records on their way, beside what programs take."""
         return 0
+
+    def check_results(self, results: Results) -> None:
+        """Raises RuntimeError for a step that did what no step of this runner does."""
 
     def transfer_totals(self) -> Totals | None:
         """What the queue did so far; None: there is none."""

@@ -35,6 +35,7 @@ struct Work {
   const Experts& call;
   Type kind;
   std::vector<Expert> experts;
+  std::vector<int64_t> idle;   // cells of active experts without tokens
   std::vector<int32_t> pairs;  // by expert
   int64_t x_width, h_width;
   float *x, *h;  // packed tokens; hidden values of the pairs, in the order of down's sum
@@ -84,7 +85,8 @@ std::string find(const Experts& c, int64_t e, Expert& out) {
   return "";
 }
 
-// The active experts that have tokens, and their pairs. Returns what is wrong.
+// The active experts that have tokens, and their pairs, and the cells of the others. Returns what is
+// wrong.
 std::string gather(Work& work) {
   const Experts& c = work.call;
   const int64_t count = c.tokens * c.top_k;
@@ -110,6 +112,7 @@ std::string gather(Work& work) {
     const std::string wrong = find(c, e, expert);
     if (!wrong.empty()) return wrong;
     if (expert.tokens) work.experts.push_back(expert);
+    else if (!expert.through) work.idle.push_back(expert.cell);
   }
   return "";
 }
@@ -362,12 +365,10 @@ void compute_as_they_come(Pool& pool, Work& work) {
   }
 }
 
-}  // namespace
-
-std::string run_experts(Pool& pool, const Kernels& k, const Experts& c) {
-  Work work = {k, c, kind_of(c.type), {}, {}, apart(c.hidden), apart(c.width), nullptr, nullptr};
-  const std::string wrong = gather(work);
-  if (!wrong.empty() || work.experts.empty()) return wrong;
+// Packs the tokens and computes all experts.
+void compute_all(Pool& pool, Work& work) {
+  const Experts& c = work.call;
+  const Kernels& k = work.k;
   Buffer<float> x(c.tokens * work.x_width), h(c.tokens * c.top_k * work.h_width);
   work.x = x.get(), work.h = h.get();
   constexpr int64_t kRowsOfX = 16;
@@ -380,12 +381,25 @@ std::string run_experts(Pool& pool, const Kernels& k, const Experts& c) {
     }
   });
   if (c.supply) {
-    compute_as_they_come(pool, work);
-    return "";
+    return compute_as_they_come(pool, work);
   }
   Group all;
   for (Expert& e : work.experts) e.cell = kHere, all.push_back(&e);
   compute(pool, work, all);
+}
+
+}  // namespace
+
+std::string run_experts(Pool& pool, const Kernels& k, const Experts& c) {
+  Work work = {k, c, kind_of(c.type), {}, {}, {}, apart(c.hidden), apart(c.width), nullptr, nullptr};
+  const std::string wrong = gather(work);
+  if (!wrong.empty()) return wrong;
+  if (!work.experts.empty()) compute_all(pool, work);
+  // Who lists an expert wants its record there, so that it can give the cell to another one without
+  // taking back what is on its way. One that did not come is asked for by nobody here.
+  for (const int64_t cell : work.idle) {
+    if (c.supply) c.supply->queue->wait_cell(cell, -1);
+  }
   return "";
 }
 

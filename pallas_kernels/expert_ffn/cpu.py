@@ -26,7 +26,8 @@ def expert_ffn(
 ):
     """Each weight is read once for all rows of its expert, where the record lies. A row's sums have
     one order, whatever the number of rows: row_tile decides no bits. down is summed in the order
-    that cpu.cc gives (`row_of_place`), the same for all versions."""
+    that cpu.cc gives (`row_of_place`), the same for all versions. Where a queue brings records,
+    those of all active experts with cells are there afterwards, also of one without a token."""
     check_dtypes("expert_ffn", x=x)
     name = next(name for name, function in ACTIVATIONS.items() if function is activation)
     operands = y, x, ids, arena, int32(layer), address, version, active, int32(active_count)

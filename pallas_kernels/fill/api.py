@@ -18,6 +18,7 @@ def fill(
     count: Int[Array, ""],
     *,
     formats: Formats | None = None,
+    ahead: bool = False,
     implementation: str = "xla",
 ) -> UInt16[Array, "rows D"]:
     """Copies records of one layer from pinned host memory into the arena.
@@ -25,7 +26,8 @@ def fill(
     stores: per version, all records, in pinned host memory. expert, row, version: what to move and
     the arena row it goes to; entries from `count` on are ignored. formats: see VersionFormats; a
     record whose cell has another format than its store is decoded on the way. None: every version
-    is copied as it is. The arena is updated in place when donated.
+    is copied as it is. ahead: nobody waits for these yet, so where a queue brings them others go
+    first; who has no queue copies at once. The arena is updated in place when donated.
 
     Raises ValueError for shapes that do not fit or an unknown implementation.
     """
@@ -36,4 +38,5 @@ def fill(
             raise ValueError(f"a store is [L, E, rows, {arena.shape[-1]}], not {store.shape}")
     check_formats(formats, stores)
     fn = pick("fill", IMPLEMENTATIONS, implementation)
-    return fn(arena, stores, layer, expert, row, version, count, formats=formats)
+    said = {"ahead": True} if ahead and implementation == "cpu" else {}
+    return fn(arena, stores, layer, expert, row, version, count, formats=formats, **said)

@@ -21,10 +21,13 @@ from moejax.models.directory import model_directory
 from moejax.models.json_values import MOST_YAML, is_integer, is_number, parse_yaml
 from moejax.sizes import parse_expert_budget, parse_rate
 from moejax.start.decide.plan import Plan
-from moejax.start.options import DRIVERS, Options
+from moejax.start.options import Options
 from moejax.start.report.dry_run import dry_run
 
 MODES = ("measured", "simulated", "predicted")
+
+DRIVERS = ("device", "host")
+"""Those that page by policies; the stream driver has none."""
 
 OPTIONS = (
     *("dtype", "ops", "device", "threads", "max_num_batched_tokens", "quantizer", "tokenizer"),

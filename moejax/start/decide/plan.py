@@ -8,6 +8,7 @@ import sys
 from host_offload.control.interface import Costs, Spec
 from host_offload.control.paging import PagedSpec, check_paged
 from host_offload.control.transitions import check_resident
+from host_offload.control.window import WindowSpec
 from host_offload.memory.budget import Budget, cells_per_layer, format_bytes, resolve_budget
 from host_offload.memory.device_memory import FreeMemory
 from host_offload.memory.placement import ResidentSpec
@@ -26,6 +27,7 @@ from moejax.start.decide.shapes import (
     without_kernel,
 )
 from moejax.start.decide.split import check_split, start_split
+from moejax.start.decide.stream import check_stream, stream_notes, window_of
 from moejax.start.decide.transfers import check_queue, link_notes, queue_of
 from moejax.start.precision import (
     expert_budget_of,
@@ -61,6 +63,8 @@ class Plan:
     mixed: ResidentSpec | PagedSpec | None
     """Where experts have two versions: every one resident in one of them, or layers with cells of
     both."""
+    window: WindowSpec | None
+    """Where experts stream through the memory of two layers."""
     spec: Spec
     """What policies are told of the engine, but for the router's weights."""
     admission: int
@@ -74,6 +78,9 @@ class Plan:
         slots = f"{budget.expert_slots} slots"
         if steps.in_place:
             slots = f"all {budget.in_place} resident in place, in the store: one copy"
+        elif self.window is not None:
+            kept = self.window.experts - self.window.streamed
+            cells = f"{self.window.slots}: {kept} in each layer, the others' window of two layers"
         elif isinstance(self.mixed, PagedSpec):
             cells = paged_cells(self.mixed, steps.layout)
         elif self.cells:
@@ -149,6 +156,7 @@ def step_spec(settings: Settings, model: ModelFacts, device: DeviceFacts) -> Ste
         queue=queue_of(settings),
         trace_arrays=TRACE_ARRAYS & {*settings.trace_arrays, *needs},
     )
+    check_stream(settings, steps, device.platform)
     check_file_steps(settings, steps)
     check_queue(settings, steps, device.platform)
     return steps
@@ -183,7 +191,8 @@ def divide(
     options, precision, config = settings.options, settings.precision, steps.config
     moe_layers, experts = sum(config.moe_layers), config.num_experts
     seqs, _, length = limits_of(settings, model, device)
-    why = why_cells(settings, steps, device.platform)
+    why, window = why_cells(settings, steps, device.platform), window_of(settings, steps)
+    wanted = options.expert_budget if window is None else window.slots * steps.layout.slot_bytes
     budget = resolve_budget(
         steps.layout,
         moe_layers=moe_layers,
@@ -192,9 +201,7 @@ def divide(
         max_model_len=length,
         available_bytes=sys.maxsize if memory is None else memory.available,
         memory=_arena_bytes(settings, model),
-        expert_budget=expert_budget_of(
-            options.expert_budget, precision, steps.layout, moe_layers * experts
-        ),
+        expert_budget=expert_budget_of(wanted, precision, steps.layout, moe_layers * experts),
         kv_budget=options.kv_budget,
         # Beyond one for each expert, transitions can use the spares of both versions.
         spare_slots=2 * precision.spares,
@@ -260,22 +267,24 @@ def decide(
         check_fitted(policies, config_digest(steps.config))
     if isinstance(mixed, ResidentSpec):
         mixed = bounded(mixed, precision, steps, device.platform, model.read_bytes)
+    window = window_of(settings, steps)
     notes, dense = [*budget.notes, *link_notes(steps.queue)], model.store.layers.get("dense", ())
     if text := note(precision, mixed, steps.layout, dense):
         notes.append(text)
+    notes += stream_notes(window, steps, seqs)
     cells: tuple[int, ...] = ()
-    if mixed is None and not steps.in_place:
+    if mixed is None and window is None and not steps.in_place:
         cells = cells_per_layer(budget.expert_slots, moe_layers, experts)
     spec = policy_spec(
         steps,
         slots=budget.slots,
-        bound=experts if mixed is None else mixed.cell_bound,
+        bound=experts if (cut := window or mixed) is None else cut.cell_bound,
         max_model_len=length,
         max_num_seqs=seqs,
         seed=settings.options.seed,
     )
     split = None
-    if not steps.in_place:
+    if window is None and not steps.in_place:
         split = start_split(settings.budgets, budget, cells, spec, steps, costs)
     if split is not None:
         check_split(spec, steps, split.cells, split.kv_slots)
@@ -295,6 +304,7 @@ def decide(
         budget=dataclasses.replace(budget, notes=tuple(notes)),
         cells=cells,
         mixed=mixed,
+        window=window,
         spec=dataclasses.replace(
             spec,
             resident=mixed if isinstance(mixed, ResidentSpec) else None,
@@ -302,5 +312,5 @@ def decide(
             costs=costs,
         ),
         # A prefill step with experts to move costs almost the same for one prompt as for many.
-        admission=1 if min(least, default=experts) >= experts else -(-seqs // 4),
+        admission=1 if window is None and min(least, default=experts) >= experts else -(-seqs // 4),
     )

@@ -26,6 +26,8 @@ def why_cells(settings: Settings, steps: StepSpec, platform: str) -> str | None:
         return f"precision {precision.name} decodes experts into cells"
     if precision.policy is not None or precision.paged:
         return f"precision {precision.name} moves experts between cells"
+    if steps.window:
+        return "driver stream computes experts in a window of two layers"
     asked = {
         "eviction": options.eviction is not None,
         "prefetch": options.prefetch is not None,

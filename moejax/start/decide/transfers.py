@@ -16,10 +16,11 @@ from pallas_kernels.cpu.library import why_not_cpu
 
 def queue_of(settings: Settings) -> QueueSpec | None:
     """The queue that was asked for; None: ops copy experts in their place, the fastest where
-    nothing limits the link. Files are read by one."""
+    nothing limits the link. Files are read by one, and layers stream through one."""
     options = settings.options
     asked = options.link_rate, options.link_latency, options.store, options.transfers
-    if asked in ((None, None, "memory", None), (None, None, "memory", "ops")):
+    streams = options.driver == "stream"
+    if not streams and asked in ((None, None, "memory", None), (None, None, "memory", "ops")):
         return None
     if options.chunk_bytes == 0:
         raise UserError("chunk_bytes must be at least 1")
@@ -40,6 +41,10 @@ def new_builder(settings: Settings, platform: str) -> Callable[..., StoreBuilder
     options, precision = settings.options, settings.precision
     queue_of(settings)  # refuses sizes that are none
     if options.transfers == "ops":
+        if options.driver == "stream":
+            raise UserError(
+                "driver='stream' loads layers by a queue of transfers; leave out transfers='ops'"
+            )
         for name in ("link_rate", "link_latency"):
             if getattr(options, name) is not None:
                 raise UserError(

@@ -74,6 +74,10 @@ def explain(engine: Engine, budget: Budget) -> Explanation:
     if engine.runner.placement is not None:  # layers have no cells of their own
         names = " or ".join(r.version for r in layout.records)
         shared = f"all {arena.experts * len(cells)} of {len(cells)} layers, each in {names}"
+    held = sum(cells)
+    if engine.runner.steps.window:
+        held = experts
+        shared = f"a window of two of {len(cells)} layers"
     tokens = f"{pages} pages of {page.block_size} tokens, {pages * page.block_size} in all"
     ends = f"{layout.pages_per_slot} pages of {page.nbytes} bytes in a slot"
     parts = (
@@ -93,7 +97,7 @@ def explain(engine: Engine, budget: Budget) -> Explanation:
         ),
         _in_place(engine)
         if budget.in_place
-        else _block(Line("experts", experts * size), *_weights(engine, sum(cells)), rest=rest),
+        else _block(Line("experts", experts * size), *_weights(engine, held), rest=rest),
     )
     if store := engine.runner.store.file_bytes:
         held = experts * size

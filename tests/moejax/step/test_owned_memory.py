@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 
 import moejax.step.device_driver
+import moejax.step.experts
 import moejax.step.parts
+from host_offload.memory.tables import empty_tables
 from host_offload.queue.transfer import QueueSpec
 from moejax import LLM, SamplingParams
 from moejax.checkpoints.random_model import shape
@@ -92,6 +94,25 @@ def test_a_step_in_waves_does_too():
     check(compile_here(with_steps(programs(), shapes=shapes), PREFILL), PREFILL)
 
 
+def streaming() -> Programs:
+    """The programs of the stream driver, which has twice as many cells a layer as experts, for
+    layers that are each a run of its own: what orders them is no loop."""
+    moe = (True, False, True, False, True)
+    config = dataclasses.replace(
+        shape("demo", layers=len(moe)), moe_layers=moe, intermediate_size=256
+    )
+    limits = {"rows": 16, "max_model_len": 1024, "max_num_batched_tokens": 1024}
+    made = abstract_programs(config, 32 * MiB, ops=resolve_ops("cpu"), **limits)
+    tables = jax.eval_shape(lambda: empty_tables(sum(moe), 16, 32))
+    made = with_steps(made, driver="stream", queue=QueueSpec())
+    return dataclasses.replace(made, arena=abstract_arena(*made.arena.shape), tables=tables)
+
+
+@pytest.mark.parametrize("key", [DECODE, pytest.param(PREFILL, marks=pytest.mark.slow)], ids=str)
+def test_a_step_through_the_window_does_too(key):
+    check(compile_here(streaming(), key), key)
+
+
 @pytest.mark.parametrize("kind", BETWEEN)
 def test_what_runs_between_steps_does_too(kind):
     key = ProgramKey(kind)
@@ -117,6 +138,11 @@ def fills_that_do_not_wait_for_attention(monkeypatch) -> ProgramKey:
 
     monkeypatch.setattr(moejax.step.parts, "_forced", forced)
     return FORCED
+
+
+def test_a_window_that_waits_for_nothing_is_found(monkeypatch):
+    monkeypatch.setattr(moejax.step.experts, "zero_after", lambda value: jnp.int32(0))
+    assert arena_copies(compile_here(streaming(), DECODE), programs().arena)
 
 
 @pytest.mark.parametrize(

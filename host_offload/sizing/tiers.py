@@ -1,0 +1,211 @@
+"""Where each layer's experts are, of three tiers, and who moves between them: FluxMoE's
+bandwidth-balanced placement (equations 5 to 9) and its residency planner (Algorithm 2, equations 10
+to 13), by the readings of shared/papers.md, 3.3.
+
+Tiers: `dense`, resident as they are computed; `packed`, resident and compressed without loss;
+`host`, in the store. Experts of the last two come into the window of two layers before their layer
+runs, each from a backend of its own, both at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+DENSE, PACKED, HOST = range(3)
+"""Columns of a placement int64[L, 3]: experts of each layer in each tier."""
+
+DEAD_ZONE = 0.9
+"""θ: a step whose ideal compute over modelled load is from here to 1 moves nothing."""
+
+REVERSAL = 0.02
+"""How far outside of the dead zone ρ has to be for a move that takes the last one back:
+neighbouring placements may lie at its two ends, where noise would move an expert to and fro."""
+
+INTERVAL = 300
+"""Steps between two moves: those of the paper's Exp#3."""
+
+
+def balanced_split(rates: Sequence[float]) -> tuple[float, ...]:
+    """What of a layer each backend should bring so that all end at once: x_k = B_k / ΣB, equation
+    (8), which minimises the longest of x_k · P / B_k. rates: dense bytes that each produces in a
+    second. Raises ValueError for rates that are not positive."""
+    if not rates or min(rates) <= 0:
+        raise ValueError(f"rates are positive, not {', '.join(map(str, rates)) or 'none'}")
+    return tuple(rate / sum(rates) for rate in rates)
+
+
+@dataclasses.dataclass(frozen=True)
+class StorageModel:
+    """What a placement takes of memory and time. Raises ValueError for what no machine is."""
+
+    layers: int
+    experts: int
+    record_bytes: int
+    """A dense expert's."""
+    host_rate: float
+    """Dense bytes a second that come from the store."""
+    packed_rate: float = 0.0
+    """Dense bytes a second that come out of packed experts; 0: there is no such tier."""
+    kappa: float = 1.0
+    """A packed expert's bytes by a dense one's, of the real store."""
+
+    def __post_init__(self):
+        least = min(self.layers, self.experts, self.record_bytes)
+        if least < 1 or self.host_rate <= 0 or self.packed_rate < 0 or not 0 < self.kappa <= 1:
+            raise ValueError(f"no machine is {self}")
+
+    def experts_bytes(self, placement: np.ndarray) -> int:
+        """C_exp: what experts take of the device, residents and the window of two layers; the
+        largest two that follow each other, cyclic, where layers differ."""
+        resident = placement[:, DENSE].sum() + self.kappa * placement[:, PACKED].sum()
+        streamed = placement[:, PACKED] + placement[:, HOST]
+        window = np.max(streamed + np.roll(streamed, -1))
+        return int(np.ceil((resident + window) * self.record_bytes))
+
+    def layer_seconds(self, placement: np.ndarray) -> np.ndarray:
+        """float64[L]: max_k τ_k of each layer, equations (6) and (9)."""
+        host = placement[:, HOST] * self.record_bytes / self.host_rate
+        if not self.packed_rate:
+            return host
+        return np.maximum(host, placement[:, PACKED] * self.record_bytes / self.packed_rate)
+
+    def load_seconds(self, placement: np.ndarray) -> float:
+        """τ_load of a pass, equation (10)."""
+        return float(self.layer_seconds(placement).sum())
+
+    @property
+    def most_packed(self) -> int:
+        """Experts of a layer beyond which more packed ones load no faster: x_gpu of equation (8),
+        in whole experts those with the shortest load."""
+        if not self.packed_rate:
+            return 0
+        counts = np.arange(self.experts + 1)
+        packed = counts / self.packed_rate
+        return int(np.argmin(np.maximum(packed, (self.experts - counts) / self.host_rate)))
+
+
+def uniform_placement(model: StorageModel, dense: int, packed: int) -> np.ndarray:
+    """int64[L, 3] with as many experts of every layer in each tier. Raises ValueError for more than
+    there are."""
+    row = dense, packed, model.experts - dense - packed
+    if min(row) < 0 or (packed and not model.packed_rate):
+        raise ValueError(
+            f"{row} experts of {model.experts} cannot be dense, packed and at the host"
+        )
+    return np.tile(np.array(row, np.int64), (model.layers, 1))
+
+
+def moved(placement: np.ndarray, source: int, target: int) -> np.ndarray | None:
+    """One expert of every layer from a tier to another: a staggered move. None where a layer has
+    none there."""
+    if np.any(placement[:, source] < 1):
+        return None
+    after = placement.copy()
+    after[:, source] -= 1
+    after[:, target] += 1
+    return after
+
+
+def moved_in_one_layer(
+    placement: np.ndarray, source: int, target: int, layer: int
+) -> np.ndarray | None:
+    """As many experts as `moved` moves, all of one layer: the paper's arm without I/O balance. None
+    where it has not as many."""
+    count = len(placement)
+    if placement[layer, source] < count:
+        return None
+    after = placement.copy()
+    after[layer, source] -= count
+    after[layer, target] += count
+    return after
+
+
+class PlannerState(NamedTuple):
+    """What the planner knows from one step to the next."""
+
+    placement: np.ndarray
+    """int64[L, 3]"""
+    seconds: float = 0.0
+    """Ideal compute of the steps observed since the last move, in all."""
+    steps: int = 0
+    last: int = 0
+    """1 after a move that made more resident, −1 after one that made less, 0 before any."""
+
+
+def planned(
+    model: StorageModel,
+    state: PlannerState,
+    *,
+    compute_s: float,
+    room_bytes: int,
+    interval: int = INTERVAL,
+) -> PlannerState:
+    """Algorithm 2 after a step: the placement from then on.
+
+    compute_s: τ_comp(theory) of the step's batch bucket, everything resident; its mean since the
+    last move counts. room_bytes: C_gpu − C_kv, what KV leaves (C_gpu net of other weights and
+    activations). First the hard constraint (12): as many moves at once as it takes. Then at most
+    one move after each `interval` steps. Where ρ = τ_comp / τ_load > 1 memory goes back, unless ρ
+    would fall below the dead zone: residents have whole experts, so it may not be met. Where ρ is
+    below it, more become resident: packed ones up to x_gpu, beyond which only dense ones help, as
+    far as there is room.
+
+    Raises ValueError where not even the window of two layers fits.
+    """
+    placement, moves = state.placement, 0
+    while model.experts_bytes(placement) > room_bytes:
+        less = _less(model, placement)
+        if less is None:
+            raise ValueError(
+                f"a window of two layers takes {model.experts_bytes(placement)} bytes, and KV "
+                f"leaves {room_bytes}"
+            )
+        placement, moves = less, moves + 1
+    if moves:
+        return PlannerState(placement, last=-1)
+    seconds, steps = state.seconds + compute_s, state.steps + 1
+    if steps < interval:
+        return state._replace(seconds=seconds, steps=steps)
+    mean, load = seconds / steps, model.load_seconds(placement)
+    wanted, last, direction = None, state.last, 0
+    if mean > load * (1 + REVERSAL * (last > 0)):
+        wanted = _less(model, placement)
+        if wanted is not None and mean < DEAD_ZONE * model.load_seconds(wanted):
+            wanted = None
+        direction = -1
+    elif mean < load * (DEAD_ZONE - REVERSAL * (last < 0)):
+        wanted, direction = _more(model, placement, room_bytes), 1
+    if wanted is None:
+        return PlannerState(placement, last=last)
+    return PlannerState(wanted, last=direction)
+
+
+def _less(model: StorageModel, placement: np.ndarray) -> np.ndarray | None:
+    """The placement with a step less of residency, which takes less memory; None: there is none."""
+    packs = model.packed_rate > 0 and model.kappa < 1
+    below = PACKED if packs else HOST
+    kept = model.experts_bytes(placement)
+    for source, target in ((DENSE, below), (DENSE, HOST), (PACKED, HOST)):
+        after = moved(placement, source, target)
+        if after is not None and model.experts_bytes(after) < kept:
+            return after
+    return None
+
+
+def _more(model: StorageModel, placement: np.ndarray, room_bytes: int) -> np.ndarray | None:
+    """The placement with a step more of residency, which loads faster and fits; None: hold."""
+    options = []
+    if placement[0, PACKED] < model.most_packed:
+        options.append(moved(placement, HOST, PACKED))
+    options += [moved(placement, PACKED, DENSE), moved(placement, HOST, DENSE)]
+    load = model.load_seconds(placement)
+    for after in options:
+        if after is None or model.experts_bytes(after) > room_bytes:
+            continue
+        if model.load_seconds(after) < load:
+            return after
+    return None

@@ -1,0 +1,253 @@
+"""The balanced split and the planner of residency: checkable properties 2 to 5 of
+shared/papers.md 3.7."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import host_offload.sizing.tiers as tiers
+from host_offload.control.window import window_slots
+from host_offload.sizing.tiers import (
+    DEAD_ZONE,
+    DENSE,
+    HOST,
+    PACKED,
+    PlannerState,
+    StorageModel,
+    balanced_split,
+    moved,
+    moved_in_one_layer,
+    planned,
+    uniform_placement,
+)
+
+pytestmark = pytest.mark.slow  # nothing here depends on the version of Python or jax
+
+MODEL = StorageModel(
+    layers=6, experts=32, record_bytes=1000, host_rate=1e6, packed_rate=3e6, kappa=0.75
+)
+TWO_TIERS = StorageModel(layers=6, experts=32, record_bytes=1000, host_rate=1e6)
+ALL = 6 * 32 * 1000
+
+
+# ---- the split
+
+
+@given(st.lists(st.floats(0.1, 10.0), min_size=1, max_size=3))
+def test_the_split_is_the_one_that_ends_soonest(rates):
+    """Against all splits in hundredths."""
+    split = balanced_split(rates)
+    assert sum(split) == pytest.approx(1)
+
+    def slowest(shares):
+        return max(share / rate for share, rate in zip(shares, rates, strict=True))
+
+    assert slowest(split) == pytest.approx(1 / sum(rates))
+    grid = itertools.product(range(101), repeat=len(rates) - 1)
+    others = ([n / 100 for n in (*given, 100 - sum(given))] for given in grid if sum(given) <= 100)
+    assert min(map(slowest, others)) >= slowest(split) - 1e-9
+
+
+def test_whole_experts_are_split_as_near_as_they_can_be():
+    seconds = [MODEL.load_seconds(uniform_placement(MODEL, 0, packed)) for packed in range(33)]
+    assert MODEL.most_packed == int(np.argmin(seconds)) == 24  # 32 · 3 / (3 + 1)
+    assert MODEL.most_packed / 32 == balanced_split([3e6, 1e6])[0]
+    # V-shaped: beyond it more packed experts load longer.
+    assert seconds[32] > seconds[24] < seconds[0]
+
+
+@pytest.mark.parametrize("rates", [[], [1.0, 0.0], [-1.0]])
+def test_rates_that_cannot_be_are_refused(rates):
+    with pytest.raises(ValueError, match="rates are positive"):
+        balanced_split(rates)
+
+
+def test_what_no_machine_is_is_refused():
+    with pytest.raises(ValueError, match="no machine is"):
+        StorageModel(layers=6, experts=32, record_bytes=1000, host_rate=0)
+    for dense, packed in ((20, 20), (-1, 0)):
+        with pytest.raises(ValueError, match="cannot be dense, packed and at the host"):
+            uniform_placement(MODEL, dense, packed)
+    with pytest.raises(ValueError, match="cannot be dense"):
+        uniform_placement(TWO_TIERS, 0, 1)
+
+
+# ---- memory
+
+
+def test_experts_take_what_the_paper_says():
+    """κ·α·P_total + 2·P_layer without a dense tier; with one alone, the engine's window."""
+    for packed in range(33):
+        placement = uniform_placement(MODEL, 0, packed)
+        assert MODEL.experts_bytes(placement) == 0.75 * packed / 32 * ALL + 2 * ALL / 6
+    for dense in range(33):
+        slots = window_slots(6, 32, dense)
+        assert TWO_TIERS.experts_bytes(uniform_placement(TWO_TIERS, dense, 0)) == slots * 1000
+
+
+# ---- moves
+
+
+def test_a_staggered_move_changes_each_layers_share_by_one_expert():
+    before = uniform_placement(MODEL, 0, 20)
+    staggered, unstaggered = (
+        moved(before, PACKED, HOST),
+        moved_in_one_layer(before, PACKED, HOST, 2),
+    )
+    assert staggered is not None and unstaggered is not None
+    assert (staggered[:, HOST] - before[:, HOST]).tolist() == [1] * 6
+    assert (unstaggered[:, HOST] - before[:, HOST]).tolist() == [0, 0, 6, 0, 0, 0]
+    assert staggered.sum(axis=0).tolist() == unstaggered.sum(axis=0).tolist()
+    one = MODEL.record_bytes / MODEL.host_rate
+    worst = MODEL.layer_seconds(staggered).max()
+    assert MODEL.layer_seconds(unstaggered).max() == pytest.approx(worst + 5 * one)
+    assert moved(uniform_placement(MODEL, 0, 0), PACKED, HOST) is None
+    assert moved_in_one_layer(uniform_placement(MODEL, 0, 5), PACKED, HOST, 2) is None
+
+
+# ---- the planner on a plant
+
+
+def plant(model, placement, compute, room, *, noise=0.05, seed=0, interval=20):
+    """The states after each step of a plant whose ideal compute, compute(step), is observed with
+    noise, while KV leaves room(step) bytes."""
+    random, state, states = np.random.default_rng(seed), PlannerState(placement), []
+    for step in range(2000):
+        observed = compute(step) * random.uniform(1 - noise, 1 + noise)
+        state = tiers.planned(
+            model, state, compute_s=observed, room_bytes=room(step), interval=interval
+        )
+        states.append(state)
+    return states
+
+
+def rho(model, state, compute) -> float:
+    return compute / max(model.load_seconds(state.placement), 1e-12)
+
+
+def wrong_with(model, states, compute, room) -> list[str]:
+    """What a plant's last quarter has against property 4."""
+    wrong = []
+    for step, state in enumerate(states):
+        if model.experts_bytes(state.placement) > room(step):
+            wrong.append(f"step {step}: KV has too little")
+        if len({*map(tuple, state.placement.tolist())}) > 1:
+            wrong.append(f"step {step}: layers differ")
+    begin, quarter = states[0].placement[0], states[-500:]
+    packed = [int(state.placement[0, PACKED]) for state in states]
+    dense = [int(state.placement[0, DENSE]) for state in states]
+    for i in range(1, len(states)):
+        if packed[i] > packed[i - 1] and packed[i] > model.most_packed and not dense[i - 1]:
+            wrong.append(f"step {i}: {packed[i]} are packed, beyond x_gpu")
+    assert begin.sum() == model.experts
+    if len({tuple(map(tuple, state.placement.tolist())) for state in quarter}) > 1:
+        wrong.append("it does not come to rest")
+    final = rho(model, quarter[-1], compute)
+    less = tiers._less(model, quarter[-1].placement)
+    more = tiers._more(model, quarter[-1].placement, room(len(states) - 1))
+    slack = 0.02  # of the observed mean
+    if final > 1 + slack and less is not None:
+        if compute >= (DEAD_ZONE + slack) * model.load_seconds(less):
+            wrong.append(f"ρ {final:.2f}, and memory could go back")
+    elif final < DEAD_ZONE - slack and more is not None:
+        wrong.append(f"ρ {final:.2f}, and more could be resident")
+    return wrong
+
+
+@pytest.mark.parametrize("model", [MODEL, TWO_TIERS], ids=["packed", "two tiers"])
+@pytest.mark.parametrize("compute", [0.004, 0.02, 0.06, 0.15, 0.4])
+@pytest.mark.parametrize("share", [0.4, 0.7, 1.5])
+def test_the_planner_comes_to_rest_in_the_dead_zone_or_at_a_bound(model, compute, share):
+    """From everything resident, where it fits, and from nothing, under ±5% of noise."""
+    room = lambda _: int(share * ALL)  # noqa: E731
+    starts = [uniform_placement(model, 0, 0)]
+    if model.packed_rate:
+        starts.append(uniform_placement(model, 0, 32))  # α = 1 is legal
+    for seed, start in enumerate(starts):
+        states = plant(model, start, lambda _: compute, room, seed=seed)
+        assert not wrong_with(model, states, compute, room)
+
+
+def test_it_is_in_the_dead_zone_where_whole_experts_can_be():
+    for compute in (0.045, 0.06, 0.08, 0.11):
+        states = plant(
+            MODEL, uniform_placement(MODEL, 0, 0), lambda _, c=compute: c, lambda _: 2 * ALL
+        )
+        assert DEAD_ZONE <= rho(MODEL, states[-1], compute) <= 1.0
+
+
+def test_it_follows_a_batch_that_grows_and_shrinks():
+    room = lambda _: 2 * ALL  # noqa: E731
+    compute = lambda step: 0.11 if step < 1000 else 0.05  # noqa: E731
+    states = plant(MODEL, uniform_placement(MODEL, 0, 0), compute, room)
+    assert not wrong_with(MODEL, states[:1000], 0.11, room)
+    assert not wrong_with(MODEL, states, 0.05, room)
+    held = [int(state.placement[0, :2].sum()) for state in states]
+    assert held[-1] > held[999] > 0
+    back = plant(MODEL, states[-1].placement, lambda _: 0.11, room)
+    assert DEAD_ZONE <= rho(MODEL, back[-1], 0.11) <= 1.0
+    assert back[-1].placement[0, :2].sum() < held[-1]
+
+
+def test_kv_wins_at_once_and_gives_back():
+    """KV takes two thirds for a while: the step that sees it has given way, by several moves."""
+    room = lambda step: ALL // 2 if 600 <= step < 700 else 2 * ALL  # noqa: E731
+    states = plant(MODEL, uniform_placement(MODEL, 0, 0), lambda _: 0.03, room)
+    assert not wrong_with(MODEL, states, 0.03, room)
+    before, during = (states[step].placement for step in (599, 600))
+    assert (before[:, HOST] + 2 <= during[:, HOST]).all() or before[0, DENSE] > during[0, DENSE]
+    assert np.array_equal(states[-1].placement, before)  # by another way
+    with pytest.raises(ValueError, match="a window of two layers takes 64000 bytes, and KV leaves"):
+        planned(MODEL, PlannerState(before), compute_s=1.0, room_bytes=63999)
+
+
+def no_hard_constraint(model, state, *, room_bytes, **said):
+    return planned(model, state, room_bytes=1 << 60, **said)
+
+
+def no_dead_zone_behind_a_move(model, state, **said):
+    """Memory goes back although ρ then falls below the dead zone, and comes again."""
+    after = planned(model, state, **said)
+    if after.steps or not np.array_equal(after.placement, state.placement):
+        return after
+    less = tiers._less(model, state.placement)
+    high = state.seconds / max(state.steps, 1) > model.load_seconds(state.placement)
+    return PlannerState(less) if high and less is not None else after
+
+
+def never_more(model, state, **said):
+    after = planned(model, state, **said)
+    grew = after.placement[0, HOST] < state.placement[0, HOST]
+    return PlannerState(state.placement) if grew else after
+
+
+def packed_without_end(model, state, **said):
+    after = planned(model, state, **said)
+    if after.steps or after.placement[0, PACKED] < model.most_packed:
+        return after
+    more = moved(state.placement, HOST, PACKED)
+    return after if more is None else PlannerState(more)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "model", "compute", "later"),
+    [
+        (no_hard_constraint, MODEL, 0.03, ALL // 2),
+        (no_dead_zone_behind_a_move, TWO_TIERS, 0.013, 2 * ALL),
+        (never_more, MODEL, 0.06, 2 * ALL),
+        (packed_without_end, MODEL, 0.03, 2 * ALL),
+    ],
+)
+def test_a_planner_with_a_mistake_is_found(mistake, model, compute, later, monkeypatch):
+    """later: bytes that KV leaves in the second half."""
+    room = lambda step: later if step >= 1000 else 2 * ALL  # noqa: E731
+    start = uniform_placement(model, 0, 0)
+    assert not wrong_with(model, plant(model, start, lambda _: compute, room), compute, room)
+    monkeypatch.setattr(tiers, "planned", mistake)
+    states = plant(model, start, lambda _: compute, room)
+    assert wrong_with(model, states, compute, room)
