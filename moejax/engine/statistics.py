@@ -235,6 +235,7 @@ def transfer_stats(queue: QueueSpec | None, totals: Totals | None) -> dict | Non
         "prefetches": {"in_time": totals.ahead - totals.late, "late": totals.late},
         "cancelled": totals.cancelled,
         "failed": totals.failed,
+        "tried_again": totals.retried,
         "waits": totals.waits,
         "wait_s": totals.wait_seconds,
         "busy_s": totals.busy_seconds,
