@@ -167,7 +167,7 @@ class FaultCounts:
     delays: int
     errors: int
     short_reads: int
-    """Of files: reads from memory have none."""
+    """Only reads from files have them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,7 +186,7 @@ class Totals:
     cancelled: int
     failed: int
     retried: int
-    """Of those, queued ahead of need and once more, as demands, when they were needed."""
+    """Failed ones that were queued ahead of need, and once more, as demands, when needed."""
     waits: int
     """Times that an op waited for bytes."""
     flying: int
