@@ -6,9 +6,9 @@ python -m scripts.transfers claim OUT [--links 250MB/s,1GB/s,4GB/s] [--budgets 2
 For each link rate a grid of `moejax ablate` (docs/ablation.md) in OUT: LRU with and without
 prefetch="coactivation" on the host driver × budgets × batches, with transfers beside compute over a
 link of that rate (docs/transfers.md). Policies take turns within each repeat, each run begins cold.
-Beside what was measured stands what the timeline predicts for this machine (by what `moejax calibrate
---driver host --max-num-seqs 32` measured, which comes first), and, predicted alone, a link with a
-GPU's ratio: --gpu-ratio (60, HBM to PCIe) times slower than this machine copies memory.
+Beside what was measured stands what the timeline predicts here, by what `moejax calibrate
+MODEL --driver host --max-num-seqs 32` measured before, and, predicted alone, a link with a GPU's
+ratio: --gpu-ratio (60, HBM to PCIe) times slower than this machine copies memory.
 
 Ratios are prefetch / none in the same repeat, medians with their 95% interval where there are 6
 repeats: above 1 prefetch helps throughput, below 1 it helps the time to first token. The same
