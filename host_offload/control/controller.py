@@ -19,7 +19,7 @@ from host_offload.control.interface import (
     Observation,
     Policy,
     Spec,
-    Transfer,
+    StagedTransfer,
     routed_counts,
 )
 from host_offload.control.kv_references import KVReferences
@@ -55,7 +55,7 @@ class Decided:
     decision: Decision
 
 
-Event = Decided | Transfer
+Event = Decided | StagedTransfer
 """Transfers are events when they are skipped, first used, or evicted without use."""
 
 
@@ -90,7 +90,7 @@ class Seat:
         except Exception as error:
             error.add_note(f"in policy {self.name} at its init")
             raise
-        self.news: dict[tuple[str, Moment], list[Transfer]] = {}
+        self.news: dict[tuple[str, Moment], list[StagedTransfer]] = {}
         interval = getattr(policy, "interval", None)
         never = math.inf, "steps"
         self._every = never if interval is None else parse_interval(interval, self.name)
@@ -112,7 +112,7 @@ class Seat:
         self.intervals = int(self._passed[unit] // count)
         return self.intervals > before
 
-    def tell(self, name: str, news: Sequence[Transfer]) -> None:
+    def tell(self, name: str, news: Sequence[StagedTransfer]) -> None:
         if name in self.policy.needs:
             for moment in self.policy.moments:
                 self.news.setdefault((name, moment), []).extend(news)
@@ -427,7 +427,7 @@ class Controller:
     def _hand_over(self) -> None:
         """What became of transfers, to the policies that want to know."""
         for name in ("finished", "retired"):
-            news: list[Transfer] = getattr(self.staging, name)
+            news: list[StagedTransfer] = getattr(self.staging, name)
             if news:
                 for seat in self._seats:
                     seat.tell(name, news)

@@ -162,7 +162,7 @@ class Transition(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Transfer:
+class StagedTransfer:
     """A staged copy from its issue on. Steps are numbers of engine steps."""
 
     layer: int
@@ -246,13 +246,12 @@ class Observation(PageUse):
     """Experts that there is room for in version 0, as Spec.capacity, where every expert is
     resident: it changes with the slots that experts have."""
 
-    finished: tuple[Transfer, ...] | None = None
+    finished: tuple[StagedTransfer, ...] | None = None
     """Transfers carried out or skipped since the policy last saw this moment."""
-    retired: tuple[Transfer, ...] | None = None
+    retired: tuple[StagedTransfer, ...] | None = None
     """Those carried out that were, since then, first used or evicted without use."""
-    in_flight: tuple[Transfer, ...] | None = None
+    in_flight: tuple[StagedTransfer, ...] | None = None
     """Transfers whose step has not been read."""
-    link_busy_s: float | None = None
 
     kv_refs: np.ndarray | None = None
     """int64[R, 2]: at TURN_END the KV pages that the turn had, each once: (session, or −1 −

@@ -38,9 +38,6 @@ MOMENTS: Mapping[str, frozenset[Moment]] = {
 }
 """Driver → the moments it has."""
 
-OBSERVED = NEEDS - {"link_busy_s"}
-"""The needs that both drivers meet."""
-
 CARRIED_OUT = WRITES - {"tiers", "execute", "load_order"}
 """The fields of a Decision that both drivers carry out."""
 
@@ -88,10 +85,6 @@ def check_policies(policies: Sequence[Policy], driver: str) -> None:
                 f"policy {name} asks for {moment.name}, which driver={driver!r} lacks; {can} has it"
             )
         for field in sorted(policy.needs):
-            if field not in OBSERVED:
-                raise PolicyError(
-                    f"policy {name} needs {field!r}, which no driver of this release observes"
-                )
             given = moments_with(field)
             if policy.moments and not given & policy.moments:
                 raise PolicyError(

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from host_offload.control.interface import Spec, Stage, Transfer
+from host_offload.control.interface import Spec, Stage, StagedTransfer
 from host_offload.control.transfers import Transfers, Wanted
 from host_offload.memory.tables import Entry, Residency
 from pallas_kernels.plan.victim import victim_key
@@ -63,7 +63,7 @@ def choose_cell(
 class Staging(Transfers):
     """Where experts are paged: cells are those of each layer, and whoever comes evicts."""
 
-    def __init__(self, spec: Spec, log: Callable[[Transfer], None]):
+    def __init__(self, spec: Spec, log: Callable[[StagedTransfer], None]):
         super().__init__(spec, log, ("transitions", "stages"))
         self._ranks: dict[str, dict[int, dict[int, int]]] = {kind: {} for kind in self._queues}
         """By kind and layer: expert → place in the queue as it was given, 0 the most urgent."""

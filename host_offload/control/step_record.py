@@ -11,8 +11,9 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PageUse:
-    """State of KV and queue after a step; what policies see is of the last step read, None before
-    there was one."""
+    """State of KV, queues and link after a step; what policies see is of the last step read, None
+    before there was one. link_*: of the queue of transfers beside compute; without one
+    nothing is ever in flight."""
 
     kv_used: int | None = None
     """KV pages in use."""
@@ -26,6 +27,15 @@ class PageUse:
     waiting: int | None = None
     waiting_tokens: int | None = None
     """Prompt tokens of the waiting requests."""
+    link_flying: int | None = None
+    """Transfers that have not settled."""
+    link_bytes_left: int | None = None
+    """Bytes of those that are not there."""
+    link_arrived: int | None = None
+    """Transfers that arrived so far, of demands and ahead of need."""
+    link_failed: int | None = None
+    link_busy_us: int | None = None
+    """Microseconds so far with a chunk under way."""
 
 
 USES = tuple(field.name for field in dataclasses.fields(PageUse))

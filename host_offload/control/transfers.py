@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from host_offload.control.interface import Spec, Stage, State, Transfer, Transition
+from host_offload.control.interface import Spec, Stage, StagedTransfer, State, Transition
 from host_offload.memory.tables import Entry, Move, Residency
 
 Wanted = Stage | Transition
@@ -24,7 +24,7 @@ unused: of those done, found resident by a later step, or evicted first. bytes: 
 
 
 class Flight(NamedTuple):
-    transfer: Transfer
+    transfer: StagedTransfer
     index: int
     """The place of its entry in its list."""
     between_layers: bool
@@ -34,11 +34,11 @@ class Transfers(abc.ABC):
     """The queues of wanted transfers, beside those in flight and those that wait for a first use.
 
     spec.staging_bytes bounds the bytes in flight, spec.stage_entries the entries of a step. log:
-    called with a Transfer when it is skipped, first used, or evicted without use. kinds: of
+    called with a StagedTransfer when it is skipped, first used, or evicted without use. kinds: of
     queues, `transitions` and `stages`, the first one goes first.
     """
 
-    def __init__(self, spec: Spec, log: Callable[[Transfer], None], kinds: Sequence[str]):
+    def __init__(self, spec: Spec, log: Callable[[StagedTransfer], None], kinds: Sequence[str]):
         self.spec, self._log = spec, log
         self._bytes = [b.tolist() for b in spec.version_bytes.values()]
         """Bytes of an expert in a cell, by version and layer."""
@@ -50,9 +50,9 @@ class Transfers(abc.ABC):
         """Experts that there is room for in version 0, where every expert is resident."""
         self.flying: list[Flight] = []
         self._unused: dict[tuple[int, int], Flight] = {}
-        self.finished: list[Transfer] = []
+        self.finished: list[StagedTransfer] = []
         """Settled since the caller last took them; the caller clears it. retired likewise."""
-        self.retired: list[Transfer] = []
+        self.retired: list[StagedTransfer] = []
         self.counts: dict[str, Counter[str]] = {}
         """Cause → COUNTS, see there."""
 
@@ -62,7 +62,7 @@ class Transfers(abc.ABC):
         return sum(map(len, self._queues.values()))
 
     @property
-    def in_flight(self) -> tuple[Transfer, ...]:
+    def in_flight(self) -> tuple[StagedTransfer, ...]:
         return tuple(flight.transfer for flight in self.flying)
 
     def flying_places(self) -> set[tuple[int, int]]:
@@ -128,12 +128,12 @@ class Transfers(abc.ABC):
                     continue
                 flying.add(place)
                 room, step_bytes = room - size, step_bytes - size
-                transfer = Transfer(layer, expert, version, cell, size, cause, step)
+                transfer = StagedTransfer(layer, expert, version, cell, size, cause, step)
                 self.issue(transfer, len(entries), between_layers)
                 entries.append(Entry(layer, expert, version, cell))
         return entries
 
-    def issue(self, transfer: Transfer, index: int, between_layers: bool) -> None:
+    def issue(self, transfer: StagedTransfer, index: int, between_layers: bool) -> None:
         """The transfer is on a list, as that entry."""
         self.flying.append(Flight(transfer, index, between_layers))
         self.count(transfer.cause, "issued")
@@ -164,7 +164,7 @@ class Transfers(abc.ABC):
             else:
                 self._settle(flight, self.was_done(flight.transfer, tables))
 
-    def was_done(self, transfer: Transfer, tables: Residency | None) -> bool:
+    def was_done(self, transfer: StagedTransfer, tables: Residency | None) -> bool:
         """Whether a transfer of a step whose results were lost counts as carried out. tables: after
         a later step."""
         return False
@@ -278,7 +278,7 @@ class Transfers(abc.ABC):
             self._retire(flight.transfer)
         self._unused.clear()
 
-    def _retire(self, transfer: Transfer) -> None:
+    def _retire(self, transfer: StagedTransfer) -> None:
         self.count(transfer.cause, "used" if transfer.first_use >= 0 else "unused")
         self.retired.append(transfer)
         self._log(transfer)

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from host_offload.control.interface import Policy, Spec, State, Transfer
+from host_offload.control.interface import Policy, Spec, StagedTransfer, State
 from host_offload.control.rules import refuse_writes
 from host_offload.control.transfers import Flight, Transfers, Wanted
 from host_offload.memory.placement import ResidentSpec, place
@@ -53,7 +53,7 @@ class Transitions(Transfers):
     so what is being copied is inside the budget and there is no staging area beside it.
     """
 
-    def __init__(self, spec: Spec, log: Callable[[Transfer], None]):
+    def __init__(self, spec: Spec, log: Callable[[StagedTransfer], None]):
         super().__init__(spec, log, ("transitions",))
         assert spec.resident is not None
         self.resident = spec.resident
@@ -235,7 +235,7 @@ class Transitions(Transfers):
 
     # ---- what became of it
 
-    def was_done(self, transfer: Transfer, tables: Residency | None) -> bool:
+    def was_done(self, transfer: StagedTransfer, tables: Residency | None) -> bool:
         assert tables is not None, "a lost step is known by its tables only"
         return bool(tables.owner[transfer.layer, transfer.cell] == transfer.expert)
 

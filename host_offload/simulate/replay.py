@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from host_offload.control.controller import Decided, Event
-from host_offload.control.interface import Policy, Spec, Transfer
+from host_offload.control.interface import Policy, Spec, StagedTransfer
 from host_offload.control.rules import name_of
 from host_offload.policies.eviction.names import POLICIES
 from host_offload.policies.prefetch.names import with_prefetch
@@ -101,7 +101,7 @@ class _Check:
             raise self._differs(f"step {step.number}: bytes", wanted.bytes.sum(), moved)
 
     def event(self, event: Event) -> None:
-        if isinstance(event, Transfer):
+        if isinstance(event, StagedTransfer):
             found = TransferTrace(*(getattr(event, name) for name in TransferTrace._fields))
             self._compare("transfer", self._transfers, found)
         else:

@@ -13,14 +13,14 @@ import functools
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from host_offload.control.step_record import StepRecord
+from host_offload.control.step_record import USES, StepRecord
 from host_offload.traces.schema import (
     FORMAT,
     KINDS,
@@ -78,6 +78,8 @@ class Chunk:
             step["missed"] = np.unpackbits(
                 step["missed"], axis=2, count=self.header.experts, bitorder="little"
             ).astype(bool)
+        if "use" in step:
+            step["use"] = _in_order(step["use"], self.header.uses)
         absent = {name.split(".")[1]: None for name in self.header.absent}
         ended: dict[int, list[int]] = {}
         finished = self.array("finish.step"), self.array("finish.request")
@@ -212,6 +214,15 @@ class Trace:
                     decision[name] = queues[place]
                 queues[place] = decision[name]
             yield {**line, "decision": decision}
+
+
+def _in_order(use: np.ndarray, names: Sequence[str]) -> np.ndarray:
+    """int64[T, len(USES)] of a trace whose columns have these names; −1 for what it lacks."""
+    found = np.full((len(use), len(USES)), -1, use.dtype)
+    for i, name in enumerate(USES):
+        if name in names:
+            found[:, i] = use[:, list(names).index(name)]
+    return found
 
 
 def read_trace(directory: str | os.PathLike[str]) -> Trace:

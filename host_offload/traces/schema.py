@@ -38,7 +38,8 @@ class TraceHeader:
     causes: columns of a step's bytes. weights: "float32" or "float16", how router weights are kept.
     probabilities: router probabilities of all experts are recorded. gate_input, embedding: width of
     the recorded router inputs and embeddings, 0 for none. absent: columns that the trace does not
-    have, since no engine of ours ran: it was converted or generated.
+    have, since no engine of ours ran: it was converted or generated. uses: columns of a step's use,
+    of which older traces have fewer.
     """
 
     layers: int
@@ -55,6 +56,7 @@ class TraceHeader:
     gate_input: int = 0
     embedding: int = 0
     absent: Sequence[str] = ()
+    uses: Sequence[str] = USES
 
     def __post_init__(self):
         if self.weights not in ("float32", "float16"):
@@ -129,7 +131,11 @@ def _columns(header: TraceHeader, optional: bool) -> dict[str, tuple[np.dtype, t
     """Columns of a StepRecord's fields, either those of every trace or those that are asked for."""
     axes = {name: int(getattr(header, name)) for name in ("layers", "experts", "top_k")}
     axes |= {"gate_input": header.gate_input, "embedding": header.embedding}
-    axes |= {"causes": len(header.causes), "uses": len(USES), "experts/8": -(-header.experts // 8)}
+    axes |= {
+        "causes": len(header.causes),
+        "uses": len(header.uses),
+        "experts/8": -(-header.experts // 8),
+    }
     return {
         f"{column.per}.{field}": (
             np.dtype(column.dtype or header.weights),

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save
 
-from host_offload.control.step_record import USES, StepRecord
+from host_offload.control.step_record import StepRecord
 from host_offload.traces.schema import (
     FORMAT,
     KINDS,
@@ -217,7 +217,6 @@ class TraceWriter:
                     name: {"dtype": dtype.name, "row": shape}
                     for name, (dtype, shape) in self._columns.items()
                 },
-                "uses": USES,
                 "complete": counts if complete else None,
             },
             indent=1,

@@ -359,9 +359,10 @@ class Engine:
         stages = self._before_step(number)
         positions = np.full(rows, -1, np.int32)
         positions[[row for row, _ in work.rows]] = [r.computed - 1 for _, r in work.rows]
-        hooks = None
+        hooks = placed = None
         if self.hooks is not None:
-            hooks = self.hooks(placed_rows(work, positions, runner.shapes))
+            placed = placed_rows(work, positions, runner.shapes)
+            hooks = self.hooks(placed)
         table, bucket = self._device_block_table(), rows
         if work.chunks:
             kind = work.chunks[0].request.prefill_kind
@@ -386,7 +387,9 @@ class Engine:
         self.events.append(Event("dispatch", number, now))
         moved = stages, runner.transfers
         assert runner.results is not None
-        return Step(number, work, output, runner.results, logprobs, now, first, positions, *moved)
+        return Step(
+            number, work, output, runner.results, logprobs, now, first, positions, *moved, placed
+        )
 
     def _before_step(self, number: int) -> Entries | None:
         """What policies want of the step that is being made; returns its list of transfers."""
@@ -460,7 +463,7 @@ class Engine:
                     self._finish(request, "abort", None, now)
                 touched.append(request)
         if self.tracer is not None or self.control is not None:
-            use = page_use(self.scheduler)
+            use = page_use(self.scheduler, self.runner.transfer_totals())
             record = step_record(step, self.runner, results, now, touched, use)
             if self.control is not None:
                 self.control.after_read(record)

@@ -187,9 +187,15 @@ def page_states(scheduler: Scheduler) -> dict[str, int]:
     }
 
 
-def page_use(scheduler: Scheduler) -> PageUse:
-    """KV and queues as policies and traces see them."""
+def page_use(scheduler: Scheduler, totals: Totals | None) -> PageUse:
+    """KV, queues and link as policies and traces see them. totals: of the transfers beside compute;
+    None: there are none."""
     waiting = scheduler.waiting
+    link = (0,) * 5
+    if totals is not None:
+        came, busy = totals.demands + totals.ahead, round(totals.busy_seconds * 1e6)
+        link = totals.flying, totals.bytes_left, came, totals.failed, busy
+    flying, bytes_left, arrived, failed, busy_us = link
     return PageUse(
         kv_used=scheduler.arena.pages - scheduler.cache.available,
         kv_peak=scheduler.peak_pages,
@@ -198,6 +204,11 @@ def page_use(scheduler: Scheduler) -> PageUse:
         running=len(scheduler.running),
         waiting=len(waiting),
         waiting_tokens=sum(len(r.prompt) for r in waiting),
+        link_flying=flying,
+        link_bytes_left=bytes_left,
+        link_arrived=arrived,
+        link_failed=failed,
+        link_busy_us=busy_us,
     )
 
 
@@ -257,6 +268,7 @@ def transfer_stats(queue: QueueSpec | None, totals: Totals | None) -> dict | Non
         "prefetches": {"in_time": totals.ahead - totals.late, "late": totals.late},
         "cancelled": totals.cancelled,
         "failed": totals.failed,
+        "tried_again": totals.retried,
         "waits": totals.waits,
         "wait_s": totals.wait_seconds,
         "busy_s": totals.busy_seconds,

@@ -77,6 +77,8 @@ class Step:
     """Its list of transfers."""
     between: Sequence[LayerTransfers]
     """What was carried out between its layers."""
+    placed: PlacedRows | None
+    """Its tokens, where hooks saw them; None: nobody asked so far."""
 
     @property
     def kind(self) -> str:
@@ -151,7 +153,7 @@ def step_record(
     paging, missed = results.paging, results.missed
     # One by one: all of it is there, and a pytree costs more than the copies.
     ids, weights = (np.asarray(a) for a in output.routing)
-    place, placed = placed_rows(work, step.positions, shapes)
+    place, placed = step.placed or placed_rows(work, step.positions, shapes)
     if work.rows:
         rows, waves = output.logits.shape[0], 1
     else:

@@ -586,6 +586,12 @@ class Runner:
         except jax.errors.JaxRuntimeError as error:  # said when that step was read
             log.info("the last step had failed: %s", error)
         finally:
+            if self.memory is not None:
+                for failure in self.memory.failures(int(self.memory.token()[1])):
+                    log.warning(
+                        "expert %d of layer %d could not be read in a step that nobody read: %s",
+                        *(failure.expert, failure.layer, failure.message),
+                    )
             for array in jax.tree.leaves(mine):
                 array.delete()
             if self.queue is not None:

@@ -61,6 +61,19 @@ class TransferFailure:
     """Why its bytes did not come, with the file's name."""
 
 
+_MOST_TOLD, _TOLD_BYTES = 16, 1024
+
+
+class _Told(ctypes.Structure):
+    """What the library says of failures: room for it, made once, since every step asks."""
+
+    _fields_ = (
+        ("layer", ctypes.c_int32 * _MOST_TOLD),
+        ("expert", ctypes.c_int32 * _MOST_TOLD),
+        ("text", ctypes.c_char * _TOLD_BYTES * _MOST_TOLD),
+    )
+
+
 class ArenaMemory:
     """The memory of an owned arena: zeros, aligned to 2 MiB, until `close` or until nobody refers
     to this object; then the ops that still run end on it, and others are refused."""
@@ -76,6 +89,7 @@ class ArenaMemory:
         """Where the first row lies; constant."""
         self.sources: Sources | None = None
         """Where a queue brings records from; None: there is no queue."""
+        self._told: _Told | None = None
         self.close = weakref.finalize(self, _functions().close, self.handle)
         """Frees the memory. Idempotent."""
 
@@ -115,19 +129,22 @@ class ArenaMemory:
         if not _functions().attach(self.handle, queue, *pointers, most, ahead, buffers):
             raise ValueError("the arena or the queue is closed, or there is no memory for buffers")
         self.sources = sources
+        self._told = _Told()
 
     def failures(self, writes: int) -> list[TransferFailure]:
         """The experts that ops could not compute because their bytes did not come: of ops that
         began after no more than so many writes, each told once."""
-        most, size = 16, 1024
-        layer, expert = (np.zeros(most, np.int32) for _ in range(2))
-        text = ctypes.create_string_buffer(most * size)
-        arguments = self.handle, writes, most, layer.ctypes.data, expert.ctypes.data
-        count = _functions().failures(*arguments, text, size)
-        said = [text.raw[i * size :].split(b"\0", 1)[0] for i in range(min(count, most))]
+        told = self._told
+        if told is None:
+            return []
+        places = ctypes.addressof(told.layer), ctypes.addressof(told.expert)
+        arguments = self.handle, writes, _MOST_TOLD, *places, ctypes.addressof(told.text)
+        count = _functions().failures(*arguments, _TOLD_BYTES)
         return [
-            TransferFailure(int(layer[i]), int(expert[i]), message.decode(errors="replace"))
-            for i, message in enumerate(said)
+            TransferFailure(
+                told.layer[i], told.expert[i], told.text[i].value.decode(errors="replace")
+            )
+            for i in range(min(count, _MOST_TOLD))
         ]
 
     def delay(self, microseconds: int) -> None:
@@ -200,7 +217,7 @@ def _functions() -> _Functions:
     ]
     found["failures"].argtypes = [
         *(ctypes.c_uint32, ctypes.c_uint32, number, pointer, pointer),
-        *(ctypes.c_char_p, number),
+        *(pointer, number),
     ]
     found["attach"].restype, found["failures"].restype = ctypes.c_int32, number
     found["delay"].restype = found["close"].restype = None

@@ -81,6 +81,7 @@ struct TransferQueue::Transfer {
   TransferRequest request;
   int32_t asked = 0;          // the cause that it was queued with
   bool late = false;          // an op waited for it
+  std::vector<int64_t> parts; // their bytes
   std::vector<int64_t> left;  // bytes of each part that are not there
   std::vector<Chunk> chunks;
   std::vector<char> ended;    // by chunk
@@ -168,17 +169,18 @@ std::shared_ptr<TransferQueue::Transfer> TransferQueue::made(const TransferReque
   transfer->asked = request.cause;
   for (int32_t part = 0; part < request.parts; part++) {
     if (part_bytes[part] < 1) break;
-    transfer->left.push_back(part_bytes[part]);
+    transfer->parts.push_back(part_bytes[part]);
     for (int64_t at = 0; at < part_bytes[part]; at += options_.chunk_bytes) {
       const int64_t n = std::min(options_.chunk_bytes, part_bytes[part] - at);
       transfer->chunks.push_back({part, transfer->bytes + at, n});
     }
     transfer->bytes += part_bytes[part];
   }
-  if (request.parts < 1 || (int32_t)transfer->left.size() < request.parts) {
+  if (request.parts < 1 || (int32_t)transfer->parts.size() < request.parts) {
     *why = "a transfer needs bytes in each part";
     return nullptr;
   }
+  transfer->left = transfer->parts;
   transfer->ended.resize(transfer->chunks.size());
   if (request.check != Check::NONE) transfer->checksum = std::make_unique<Checksum>(request.check);
   transfer->submitted = now();
@@ -297,6 +299,24 @@ void TransferQueue::take_back(Transfer& transfer) {
   turns_.erase(transfer.turn());
   note(TransferEvent::CANCEL, transfer.ticket, 0, 0);
   settle(transfer, TransferState::CANCELLED);
+}
+
+int64_t TransferQueue::retry(int64_t cell) {
+  Held held(mutex_);
+  const auto found = cells_.find(cell);
+  if (found == cells_.end()) return 0;
+  const Transfer& failed = *found->second;
+  if (failed.state != TransferState::FAILED || !failed.asked) return 0;
+  TransferRequest request = failed.request;
+  request.cause = 0;
+  std::string why;
+  const auto transfer = made(request, failed.parts.data(), &why);
+  if (!transfer || !refusal(*transfer).empty()) return 0;
+  totals_.retried++;
+  enqueue(transfer);
+  held.unlock();
+  work_.notify_all();
+  return transfer->ticket;
 }
 
 bool TransferQueue::cancel(int64_t ticket) {
@@ -440,6 +460,7 @@ void TransferQueue::settle(Transfer& transfer, TransferState state) {
     __atomic_store_n(reinterpret_cast<int32_t*>(request.entry), request.value, __ATOMIC_RELEASE);
   }
   if (state == TransferState::CANCELLED && transfer.before) {
+    transfer.before->asked = 0;  // it is not tried again: its place was wanted for something else
     cells_[request.cell] = transfer.before;
   } else if (state != TransferState::FAILED) {
     cells_.erase(request.cell);
@@ -462,8 +483,11 @@ void TransferQueue::settle(Transfer& transfer, TransferState state) {
 
 std::string TransferQueue::move(Transfer& transfer, const Chunk& chunk, Bounce& bounce) {
   if (faulty_) {
-    sleep_until(now() + draw() * faults_.delay);
-    if (draw() < faults_.errors) {
+    delay(transfer);
+    const auto hits = [this](double TransferFaults::*share) {
+      return strikes(share, &TransferFaultCounts::errors);
+    };
+    if (hits(&TransferFaults::errors) || (transfer.asked && hits(&TransferFaults::ahead_errors))) {
       return (transfer.file ? transfer.file->path : "memory") + ": an injected error";
     }
   }
@@ -476,7 +500,7 @@ std::string TransferQueue::move(Transfer& transfer, const Chunk& chunk, Bounce& 
   } else {
     std::memcpy(to, reinterpret_cast<const uint8_t*>(from), (size_t)chunk.bytes);
   }
-  if (faulty_) sleep_until(now() + draw() * faults_.delay);
+  if (faulty_) delay(transfer);
   return failure;
 }
 
@@ -550,7 +574,9 @@ int64_t TransferQueue::read_some(int fd, void* to, int64_t n, int64_t at) {
   do got = pread(fd, to, (size_t)n, (off_t)at);
   while (got < 0 && errno == EINTR);
   if (got < 0) return -errno;
-  if (got > 1 && faulty_ && draw() < faults_.short_reads) return 1 + (int64_t)(draw() * (double)(got - 1));
+  if (got > 1 && faulty_ && strikes(&TransferFaults::short_reads, &TransferFaultCounts::short_reads)) {
+    return 1 + (int64_t)(draw() * (double)(got - 1));
+  }
   return got;
 }
 
@@ -743,12 +769,39 @@ void TransferQueue::inject(const TransferFaults& faults) {
   Held held(faults_mutex_);
   faults_ = faults;
   random_.seed(faults.seed);
-  faulty_ = faults.delay > 0 || faults.errors > 0 || faults.short_reads > 0;
+  faulty_ = faults.delay > 0 || faults.errors > 0 || faults.ahead_errors > 0 ||
+            faults.short_reads > 0;
+}
+
+TransferFaultCounts TransferQueue::injected() {
+  Held held(faults_mutex_);
+  return fault_counts_;
 }
 
 double TransferQueue::draw() {
   Held held(faults_mutex_);
   return std::uniform_real_distribution<double>(0, 1)(random_);
+}
+
+// Whether a fault that has this share of all happens, which is counted.
+bool TransferQueue::strikes(double TransferFaults::*share, int64_t TransferFaultCounts::*count) {
+  Held held(faults_mutex_);
+  const bool now = std::uniform_real_distribution<double>(0, 1)(random_) < faults_.*share;
+  fault_counts_.*count += now;
+  return now;
+}
+
+void TransferQueue::delay(const Transfer& transfer) {
+  Held held(faults_mutex_);
+  const double most = faults_.delay;
+  held.unlock();
+  if (most <= 0) return;
+  const auto hits = [this](double TransferFaults::*share) {
+    return strikes(share, &TransferFaultCounts::delays);
+  };
+  if (hits(&TransferFaults::delayed) || (transfer.asked && hits(&TransferFaults::ahead_delayed))) {
+    sleep_until(now() + draw() * most);
+  }
 }
 
 void TransferQueue::record(bool on) {

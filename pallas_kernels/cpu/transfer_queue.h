@@ -68,10 +68,18 @@ struct TransferOptions {
   double latency;       // seconds from a chunk's end on the link until its bytes count as there
 };
 
-// What a test puts in the way: shares of 1, and the most seconds.
+// What a test puts in the way: the most seconds, and shares of 1.
 struct TransferFaults {
   uint64_t seed;
   double delay, errors, short_reads;
+  double delayed;  // share of the places for a delay, two a chunk, that have one
+  // The same of chunks that were not queued as demands, besides.
+  double ahead_errors, ahead_delayed;
+};
+
+// How often it did.
+struct TransferFaultCounts {
+  int64_t delays, errors, short_reads;
 };
 
 // What the queue did since it was made.
@@ -80,6 +88,7 @@ struct TransferTotals {
   int64_t demands, ahead;             // transfers of them
   int64_t late;                       // of those ahead, that an op had to wait for
   int64_t cancelled, failed;
+  int64_t retried;                    // failed ahead of need, and queued once more as demands
   int64_t waits;                      // times that ops waited for bytes
   int64_t flying, bytes_left;         // now
   double wait_seconds;                // with an op waiting
@@ -118,12 +127,15 @@ class TransferQueue {
   int wait(const std::shared_ptr<Transfer>& transfer, int64_t part, double seconds,
            TransferRecord* record, std::string* failure);
   // The same for the transfer that writes a cell, from inside an op: DONE where none does. One that
-  // was no demand becomes one. FAILED
-  // stays until another transfer into the cell. UNKNOWN where it has no such part.
+  // was no demand becomes one. FAILED stays until another transfer into the cell. UNKNOWN where it
+  // has no such part.
   TransferState wait_cell(int64_t cell, int64_t part);
   // What writes a cell is a demand from now on: its ticket, or that of who failed in it (-1: one that
   // was refused); 0: the cell's bytes are there.
   int64_t demand(int64_t cell);
+  // Queues what failed in a cell once more, as a demand, where it was queued ahead of need; nobody
+  // reads the cell. Its ticket; 0: what failed was a demand, or was refused, or nothing failed.
+  int64_t retry(int64_t cell);
   bool flies(int64_t cell);  // has a writer that has not settled, or one that failed
   std::string failure_of(int64_t cell);  // why a cell has failed
 
@@ -139,6 +151,7 @@ class TransferQueue {
   void close();  // cancels what has not begun, ends what has
 
   void inject(const TransferFaults& faults);
+  TransferFaultCounts injected();  // since the queue was made
   void record(bool on);
   std::vector<TransferEvent> events();
 
@@ -171,6 +184,8 @@ class TransferQueue {
   std::string read(Transfer& transfer, uint8_t* to, int64_t at, int64_t n, Bounce& bounce);
   int64_t read_some(int fd, void* to, int64_t n, int64_t at);
   double draw();
+  bool strikes(double TransferFaults::*share, int64_t TransferFaultCounts::*count);
+  void delay(const Transfer& transfer);
   void note(TransferEvent::Kind kind, int64_t ticket, int64_t a, int64_t b);
   static TransferRecord record_of(const Transfer& transfer);
 
@@ -194,6 +209,7 @@ class TransferQueue {
 
   std::mutex faults_mutex_;
   TransferFaults faults_{};
+  TransferFaultCounts fault_counts_{};
   std::mt19937_64 random_;
   std::atomic<bool> faulty_{false};
   bool recording_ = false;

@@ -356,6 +356,10 @@ void compute_as_they_come(Pool& pool, Work& work) {
     }
     compute(pool, work, group);
     for (const Expert* e : group) {
+      if (e->failed && queue.retry(e->cell)) {  // as it was in `flying`, but for the ticket
+        e->failed = false;
+        continue;
+      }
       if (e->failed) give_up(work, *e);
       if (e->buffer >= 0) free.push_back(e->buffer);
       const auto mine = [e](const auto& other) { return other.second == e; };

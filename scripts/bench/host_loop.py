@@ -33,6 +33,7 @@ from host_offload.control.interface import Decision, Moment, Observation, Spec
 from host_offload.memory.arena import SlotArena
 from host_offload.memory.kv_cache import KVCache
 from host_offload.memory.tables import empty_tables, with_contents
+from host_offload.queue.native import Totals
 from host_offload.versions.layer_versions import record_bytes, version_bytes
 from moejax import SamplingParams, UserError
 from moejax.checkpoints.random_model import SHAPES, shape
@@ -45,6 +46,7 @@ from moejax.step.parts import Routing, StepOutput, StepShapes, StepSpec
 from moejax.step.results import ResultShape
 from moejax.traces.tracer import start_trace
 from pallas_kernels import resolve_ops
+from pallas_kernels.cpu.arena import TransferFailure
 from scripts.parts.commands import new_parser, refuse
 from scripts.parts.controllers import start_controller
 from scripts.parts.text_table import aligned
@@ -143,6 +145,12 @@ class FakeRunner:
 
     def set_tables(self, contents: Mapping[str, np.ndarray]) -> None:
         self.tables = with_contents(self.tables, contents)
+
+    def failures(self, writes: int) -> list[TransferFailure]:
+        return []
+
+    def transfer_totals(self) -> Totals | None:
+        return None
 
     def _output(self, rng: np.random.Generator, tokens: int, routed: int) -> Any:
         layers, experts, k = *self.stores[0].shape, self.config.num_experts_per_tok

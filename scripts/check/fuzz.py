@@ -1,6 +1,7 @@
 """Random workloads through the embedded model, every invariant checked, answers against solo runs.
 
-python -m scripts.check fuzz --steps 100000 [--seed 0] [--check-every 4] [--link-rate 2GB/s]
+python -m scripts.check fuzz --steps 50000 [--seed 0] [--check-every 4]
+                             [--link-rate 4GB/s] [--store both]
 
 An episode has a few bursts of requests, each under random conditions (expert and KV budgets,
 overflow, swap space, staging, steps that fail). Requests are random: sessions of several turns,
@@ -12,8 +13,11 @@ ends, everything must be free, and some of its requests run again alone, with ev
 tokens, text, log-probabilities and reasons must be equal (contract 1; a session's solo run is the
 same session alone, its turns in order).
 
-With --link-rate, experts come by a queue beside compute, with random delays and transfers that
-fail: they end the requests of their step, which are compared up to there, and no others.
+With --link-rate or a --store in files, experts come by a queue beside compute, with random delays,
+reads that come short, and transfers that fail: demands end the requests of their step, which are
+compared up to there, and no others; prefetches are tried again. --store both: episodes of odd
+numbers read experts from files, the others from memory. The last line counts what was put in the
+way.
 
 The same seed and the same number of an episode make the same episode, whatever ran before. A
 failure prints the command that runs that episode again, and exits with status 1.
@@ -26,10 +30,12 @@ import contextlib
 import dataclasses
 import json
 import sys
+import tempfile
 import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -40,8 +46,10 @@ from host_offload.memory.tables import empty_tables
 from host_offload.policies.eviction.names import EVICTION
 from host_offload.queue.native import Faults
 from moejax import LLM, SamplingParams, UserError
+from moejax.checkpoints.convert import convert
 from moejax.engine.control import control_of
 from moejax.engine.statistics import kv_stats
+from moejax.models.directory import model_directory
 from moejax.requests.request import Request
 from moejax.requests.sampling_params import child_params
 from scripts.check.kv_faults import kv_faults
@@ -85,11 +93,19 @@ class Conditions:
     """What is put in the way of transfers beside compute."""
 
 
+DELAYED_S = 10e-6
+"""What delays cost a chunk, about: long ones are rare, or a run would do nothing but wait."""
+
+
 def draw_faults(rng: np.random.Generator) -> Faults:
     """Delays in most bursts, failures in some."""
     delay = float(rng.choice([0.0, 50e-6, 500e-6, 3e-3]))
-    errors = float(rng.choice([0.0, 0.0, 1e-4, 2e-3]))
-    return Faults(int(rng.integers(2**31)), delay, errors, short_reads=0.2)
+    errors = float(rng.choice([0.0, 0.0, 3e-5, 3e-4]))
+    ahead = float(rng.choice([0.0, 0.02, 0.3]))
+    delayed = DELAYED_S / delay if delay else 0.0
+    # In some bursts prefetches crawl, so that some are taken back before they begin.
+    crawl = float(rng.choice([0.0, 0.0, 0.0, 1.0]))
+    return Faults(int(rng.integers(2**31)), delay, errors, 0.2, delayed, ahead, crawl)
 
 
 def draw_conditions(rng: np.random.Generator, rows: int) -> Conditions:
@@ -127,15 +143,21 @@ def _sequence_slots(llm: LLM) -> int:
 # ---- a policy that does what it likes
 
 
+VICTIMS = ((1, 0, 0), (0, 0, 1), (-1, 0, 0))
+"""Who makes room: the oldest, anyone, the youngest, which may still be on its way."""
+
+
 @dataclasses.dataclass(frozen=True)
 class RandomStages:
-    """Stages random experts, with random priors and refusals, and moves the budgets while requests
-    run: bits must not depend on it."""
+    """Stages random experts, with random victims, priors and refusals, and moves the budgets while
+    requests run: bits must not depend on it."""
 
     seed: int
     moments: frozenset[Moment] = frozenset({Moment.STEP_BEGIN})
     needs: frozenset[str] = frozenset()
-    writes: frozenset[str] = frozenset({"stages", "prior", "fill_version", "cells", "kv_pages"})
+    writes: frozenset[str] = frozenset(
+        {"stages", "victim_weights", "prior", "fill_version", "cells", "kv_pages"}
+    )
 
     def init(self, spec: Spec) -> tuple[int, int, int, int]:
         return 0, spec.layers, spec.experts, spec.kv_floor_bytes // spec.page_bytes
@@ -145,11 +167,12 @@ class RandomStages:
     ) -> tuple[tuple[int, int, int, int], Decision]:
         count, layers, experts, least = state
         rng, shape = np.random.default_rng([self.seed, count]), (layers, experts)
-        draws = zip(rng.integers(layers, size=6), rng.integers(experts, size=6), strict=True)
+        draws = zip(rng.integers(layers, size=16), rng.integers(experts, size=16), strict=True)
         decision = Decision(stages=tuple(Stage(int(a), int(b)) for a, b in dict.fromkeys(draws)))
         if count % 16 == 0:
             decision = dataclasses.replace(
                 decision,
+                victim_weights=np.array(VICTIMS[rng.integers(len(VICTIMS))], np.int32),
                 prior=rng.integers(0, 1000, shape).astype(np.int32),
                 fill_version=-(rng.random(shape) < 0.2).astype(np.int8),
                 cells=rng.integers(0, experts + 1, layers).astype(np.int32),
@@ -399,6 +422,8 @@ def run_episode(llm: LLM, seed: int, number: int, *, check_every: int = 1) -> Ep
                     workload.end_sessions(0.5)
                 step(workload)
                 steps += 1
+                control = engine.control
+                counts["budgets moved meanwhile"] += bool(control and control.resized)
                 check(llm, device=steps % check_every == 0)
                 if steps > MOST_STEPS:
                     raise Fault(f"{len(workload.live())} requests have not ended")
@@ -526,15 +551,18 @@ def check_all_free(llm: LLM) -> None:
 def _totals(llm: LLM) -> dict[str, int]:
     """Counters of what the engine did, by names for people."""
     engine, cache = llm.engine, llm.engine.scheduler.cache
-    totals = engine.runner.transfer_totals()
+    totals, queue = engine.runner.transfer_totals(), engine.runner.queue
     queued = {}
-    if totals is not None:
+    if totals is not None and queue is not None:
+        injected = dataclasses.asdict(queue.injected())
         queued = {
             "demands that came": totals.demands,
             "prefetches that came": totals.ahead,
             "prefetches that came late": totals.late,
             "transfers cancelled": totals.cancelled,
             "transfers failed": totals.failed,
+            "prefetches tried again": totals.retried,
+            **{f"injected {name.replace('_', ' ')}": n for name, n in injected.items()},
             "waits for transfers": totals.waits,
         }
     stats = kv_stats(engine.scheduler)
@@ -630,26 +658,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if min(args.steps, args.check_every) < 1:
             raise UserError("--steps and --check-every must be at least 1")
-        link = {"link_rate": args.link_rate, "link_latency": args.link_latency}
-        queue = {"chunk_bytes": args.chunk_bytes, "transfer_threads": args.transfer_threads}
-        with LLM("demo", dtype=args.dtype, **link, **queue, **SMALL) as llm:
-            return run(llm, args)
+        with contextlib.ExitStack() as stack:
+            return run([stack.enter_context(llm) for llm in opened(args, stack)], args)
     except UserError as error:
         return refuse(__name__, error)
 
 
-def run(llm: LLM, args: argparse.Namespace) -> int:
+def opened(args: argparse.Namespace, stack: contextlib.ExitStack) -> Iterator[LLM]:
+    """An engine for each store. stack: of what must stay while they run."""
+    link = {"link_rate": args.link_rate, "link_latency": args.link_latency}
+    queue = {"chunk_bytes": args.chunk_bytes, "transfer_threads": args.transfer_threads}
+    given = {"dtype": args.dtype, **link, **queue, **SMALL}
+    if args.store in ("memory", "both"):
+        yield LLM("demo", **given)
+    if args.store in ("file", "both"):
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="moejax-fuzz-")))
+        model = convert(model_directory("demo"), folder / "demo").directory
+        yield LLM(str(model), store="file", **given)
+
+
+def run(llms: Sequence[LLM], args: argparse.Namespace) -> int:
     counts, steps, solo, began = Counter[str](), 0, 0, time.perf_counter()
     number, shown = args.episode or 0, began
     first = number
     while steps < args.steps:
         try:
+            llm = llms[number % len(llms)]
             episode = run_episode(llm, args.seed, number, check_every=args.check_every)
         except Exception:
             traceback.print_exc()
             print(
                 f"episode {number} failed; run it again with: python -m scripts.check fuzz "
-                f"--seed {args.seed} --episode {number} --check-every 1 --dtype {args.dtype}",
+                f"--seed {args.seed} --episode {number} --check-every 1 {asked(args)}",
                 file=sys.stderr,
             )
             return 1
@@ -683,11 +723,36 @@ def run(llm: LLM, args: argparse.Namespace) -> int:
     width = max(map(len, counts))
     for name, count in summary["counts"].items():
         print(f"{name:<{width}}  {count}")
+    print(in_the_way(counts))
     print(
         f"no fault in {steps} steps of {number - first} episodes (and {solo} steps of solo runs) "
         f"in {seconds:.0f} s; the device checked every {args.check_every} steps"
     )
     return 0
+
+
+def asked(args: argparse.Namespace) -> str:
+    """The options that decide what an episode is, as they are written."""
+    names = ("dtype", "store", "link_rate", "link_latency", "chunk_bytes", "transfer_threads")
+    given = ((name, getattr(args, name)) for name in names)
+    return " ".join(f"--{name.replace('_', '-')} {v}" for name, v in given if v is not None)
+
+
+def in_the_way(counts: Counter[str]) -> str:
+    """What was put in the way of steps, in a line."""
+    cancelled = ("cancelled running", "cancelled waiting", "cancelled moved out")
+    found = {
+        "delays": counts["injected delays"],
+        "errors": counts["injected errors"],
+        "short reads": counts["injected short reads"],
+        "requests cancelled": sum(counts[name] for name in cancelled),
+        "transfers cancelled": counts["transfers cancelled"],
+        "prefetches tried again": counts["prefetches tried again"],
+        "steps failed": counts["failed steps"],
+        "resizes": counts["budgets moved"] + counts["budgets moved meanwhile"],
+        "preemptions": counts["preemptions"],
+    }
+    return "in the way: " + ", ".join(f"{n} {name}" for name, n in found.items())
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -704,6 +769,12 @@ def _parser() -> argparse.ArgumentParser:
         help="check the device's tables and bytes every K steps (default: %(default)s)",
     )
     add("--dtype", default="auto", help="of the model (default: the checkpoint's, bfloat16)")
+    add(
+        "--store",
+        choices=("memory", "file", "both"),
+        default="memory",
+        help="of experts; both: of episodes of even and odd numbers (default: %(default)s)",
+    )
     add("--link-rate", metavar="RATE", help="of transfers beside compute (default: there are none)")
     add("--link-latency", metavar="TIME", help="of them (default: 0)")
     add("--chunk-bytes", default="16KiB", metavar="SIZE", help="of them (default: %(default)s)")

@@ -20,7 +20,7 @@ COMMANDS = {
     "precision": ("compare", "speed", "plot"),
     "cpu": ("ops", "versions", "matrix", "steps", "peers", "memory", "pages", "queue"),
     "disk": ("store",),
-    "transfers": ("overlap", "device", "stream"),
+    "transfers": ("claim", "overlap", "device", "stream"),
     "check": ("batch", "parity", "requests", "paired", "fuzz", "sessions", "attack", "gpu_day"),
 }
 """Group → names."""

@@ -65,8 +65,8 @@ def compiled(folder: Path, sources, *flags, into="check"):
     return program
 
 
-def run(program, seed, rounds):
-    command = [program, str(seed), str(rounds), f"{program}.data"]
+def run(program, seed, rounds, *, files=True):
+    command = [program, str(seed), str(rounds), *([f"{program}.data"] if files else [])]
     return subprocess.run(command, capture_output=True, text=True, timeout=250)
 
 

@@ -57,6 +57,7 @@ struct Cell {
   int64_t ticket = 0, from = 0;  // of the last transfer into it, and its place in the source
   std::vector<int64_t> parts;
   std::vector<uint8_t> before;   // of that transfer; empty: not known
+  bool ahead = false;            // it was queued ahead of need
   int32_t value = 0;
   uint8_t* bytes() { return memory.data() + pad; }
   int32_t flipped() { return __atomic_load_n(&entry, __ATOMIC_ACQUIRE); }
@@ -73,7 +74,8 @@ struct Round {
   std::mutex mutex;                          // of what follows
   std::map<int64_t, std::pair<int, int64_t>> submitted;  // ticket → cell, bytes
   std::map<int64_t, TransferState> ends;
-  std::atomic<bool> over{false};
+  std::atomic<bool> over{false}, closing{false};
+  std::atomic<int64_t> retried{0};
   explicit Round(const std::vector<uint8_t>& source) : source(source) {}
 
   // How a transfer ended, observed or not; BEGUN or WAITING where it has not.
@@ -102,7 +104,7 @@ struct Round {
       expect(settled(static_cast<TransferState>(r.state)), "settled");
       expect(ends.emplace(r.ticket, static_cast<TransferState>(r.state)).second, "ended twice");
       if (r.state == (int32_t)TransferState::FAILED) {
-        expect(faults.errors > 0, "failed: " + queue->message(r.ticket));
+        expect(faults.errors > 0 || faults.ahead_errors > 0, "failed: " + queue->message(r.ticket));
         expect(!queue->message(r.ticket).empty(), "failed without a word");
       }
     }
@@ -184,6 +186,25 @@ struct Round {
     cell.size = size;
     cell.before = std::move(before);
     cell.value = request.value;
+    cell.ahead = request.cause;
+  }
+
+  // What failed ahead of need is queued again as a demand, and nothing else is.
+  void retry(int number) {
+    Cell& cell = cells[number];
+    std::lock_guard<std::mutex> held(cell.mutex);
+    if (!cell.ticket) return;
+    const bool wanted = state(cell.ticket) == TransferState::FAILED && cell.ahead && !closing;
+    expect(queue->demand(number) >= -1, "a ticket");
+    const int64_t ticket = queue->retry(number);
+    if (!ticket) return expect(!wanted || closing, "what failed is not tried again");
+    std::lock_guard<std::mutex> also(mutex);
+    expect(cell.ahead, "a demand that failed is tried again");
+    submitted[ticket] = {number, cell.size};
+    cell.ticket = ticket;
+    cell.before.clear();
+    cell.ahead = false;
+    retried++;
   }
 
   void wait_ticket(Rng& rng, Cell& cell) {
@@ -243,11 +264,7 @@ struct Round {
           look(cells[number]);
           break;
         }
-        case 5: {
-          const int64_t ticket = queue->demand(number);
-          expect(ticket >= -1, "a ticket");
-          break;
-        }
+        case 5: retry(number); break;
         default: submit(rng);
       }
     }
@@ -305,12 +322,14 @@ void replay(const Round& round, const std::vector<TransferEvent>& events) {
   expect(open.empty(), "not everything has settled");
 }
 
-std::string run(Rng& rng, const std::vector<uint8_t>& source, const char* path, int64_t counts[3]) {
+std::string run(Rng& rng, const std::vector<uint8_t>& source, const char* path, int64_t counts[4]) {
   Round round(source);
   const int64_t threads = pick(rng, 0, 3);
   const int64_t chunks[] = {700, 4096, 5000, 8192, 1 << 20};
   round.options = {threads, chunks[pick(rng, 0, 4)], pick(rng, 0, 2) ? 0 : 3e8, pick(rng, 0, 2) ? 0 : 50e-6};
-  round.faults = {rng(), pick(rng, 0, 1) ? 0 : 200e-6, pick(rng, 0, 1) ? 0 : 0.05, pick(rng, 0, 1) ? 0 : 0.3};
+  round.faults = {rng(), pick(rng, 0, 1) ? 0 : 200e-6, pick(rng, 0, 1) ? 0 : 0.05, pick(rng, 0, 1) ? 0 : 0.3,
+                  pick(rng, 0, 1) ? 1.0 : 0.2, pick(rng, 0, 2) ? 0 : 0.2,
+                  pick(rng, 0, 2) ? 0 : 0.5};
   round.queue = std::make_unique<TransferQueue>(round.options);
   std::string why;
   round.file = round.queue->add_file(path, pick(rng, 0, 1), &why);
@@ -325,7 +344,10 @@ std::string run(Rng& rng, const std::vector<uint8_t>& source, const char* path, 
       std::this_thread::sleep_for(std::chrono::microseconds(300));
     }
   });
-  if (!pick(rng, 0, 3)) round.queue->close();  // while everybody is at it
+  if (!pick(rng, 0, 3)) {  // while everybody is at it
+    round.closing = true;
+    round.queue->close();
+  }
   for (auto& client : clients) client.join();
   round.queue->close();
   round.over = true;
@@ -338,6 +360,8 @@ std::string run(Rng& rng, const std::vector<uint8_t>& source, const char* path, 
   expect(round.ends.size() == round.submitted.size(), "an end is missing");
   replay(round, round.queue->events());
   for (const auto& [ticket, end] : round.ends) counts[(int)end - (int)TransferState::DONE]++;
+  counts[3] += round.retried;
+  expect(round.queue->totals().retried == round.retried, "retries are counted");
   return "";
 }
 
@@ -351,8 +375,8 @@ int main(int argc, char** argv) {
   FILE* file = std::fopen(argv[3], "wb");
   expect(file && std::fwrite(source.data(), 1, source.size(), file) == source.size(), argv[3]);
   std::fclose(file);
-  int64_t counts[3] = {};
+  int64_t counts[4] = {};
   for (int64_t i = 0; i < std::strtoll(argv[2], nullptr, 10); i++) run(rng, source, argv[3], counts);
-  std::printf("ok %lld done, %lld failed, %lld cancelled\n", (long long)counts[0], (long long)counts[1],
-              (long long)counts[2]);
+  std::printf("ok %lld done, %lld failed, %lld cancelled, %lld tried again\n", (long long)counts[0],
+              (long long)counts[1], (long long)counts[2], (long long)counts[3]);
 }

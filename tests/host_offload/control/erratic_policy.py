@@ -8,8 +8,7 @@ import zlib
 
 import numpy as np
 
-from host_offload.control.interface import Decision, Moment, Observation, Spec, Stage
-from host_offload.control.rules import OBSERVED
+from host_offload.control.interface import NEEDS, Decision, Moment, Observation, Spec, Stage
 
 STEP_MOMENTS = frozenset({Moment.STEP_BEGIN, Moment.STEP_END, Moment.INTERVAL, Moment.TURN_END})
 
@@ -19,7 +18,7 @@ class Erratic:
     """Sees all that a trace without optional arrays has, and writes all but budgets."""
 
     moments: frozenset[Moment] = STEP_MOMENTS
-    needs: frozenset[str] = OBSERVED - {
+    needs: frozenset[str] = NEEDS - {
         *("probs", "gate_input", "embedding", "costs", "router"),
     }
     writes: frozenset[str] = frozenset(

@@ -16,8 +16,8 @@ from host_offload.control.interface import (
     Decision,
     Moment,
     Stage,
+    StagedTransfer,
     State,
-    Transfer,
     Transition,
 )
 from host_offload.control.rules import PolicyError
@@ -399,8 +399,8 @@ def test_the_life_of_a_transfer():
     now = empty()._replace(address=address)
     end(controller, 0, sets=((4, 0), (1, 2)), staged=flags(1, 1, 0), tables=now)
     a, b, c = seen(controller)[-1].finished
-    assert a == Transfer(0, 4, 0, 0, 100, "prefetch", issued=0, published=0)
-    assert b == Transfer(1, 6, 0, 0, 100, "guess", issued=0, published=0)
+    assert a == StagedTransfer(0, 4, 0, 0, 100, "prefetch", issued=0, published=0)
+    assert b == StagedTransfer(1, 6, 0, 0, 100, "guess", issued=0, published=0)
     assert c.skipped and c.published == -1
     assert seen(controller)[-1].retired == () and seen(controller)[-1].in_flight == ()
     # The skipped one is still wanted.
@@ -411,7 +411,7 @@ def test_the_life_of_a_transfer():
     assert [(t.expert, t.first_use) for t in last.retired] == [(4, 1), (6, -1)]
     assert counts(controller) == {"issued": 3, "done": 1, "skipped": 2, "used": 1, "bytes": 100}
     assert counts(controller, "guess") == {"issued": 1, "done": 1, "unused": 1, "bytes": 100}
-    assert [t.expert for t in events if isinstance(t, Transfer)] == [5, 5, 4, 6]
+    assert [t.expert for t in events if isinstance(t, StagedTransfer)] == [5, 5, 4, 6]
 
 
 def test_a_miss_means_that_it_was_evicted_before_its_use():

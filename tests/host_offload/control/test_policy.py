@@ -18,7 +18,6 @@ from host_offload.control.interface import (
 from host_offload.control.rules import (
     CARRIED_OUT,
     MOMENTS,
-    OBSERVED,
     PolicyError,
     check_decision,
     check_policies,
@@ -34,7 +33,7 @@ def test_the_interface_has_what_the_design_lists():
     fields = {field.name for field in dataclasses.fields(Observation)}
     listed = """moment step age interval turn layer seconds request user position phase ids weights
         counts probs gate_input embedding version state last_used frequency finished in_flight
-        link_busy_s kv_used kv_peak kv_pages kv_swapped running waiting waiting_tokens kv_refs
+        link_busy_us kv_used kv_peak kv_pages kv_swapped running waiting waiting_tokens kv_refs
         costs"""
     assert fields >= set(listed.split())
     listed = """victim_weights prior stages pause_stages fill_version transitions cells kv_pages
@@ -51,7 +50,6 @@ def test_what_is_only_known_once_a_step_was_read_is_not_there_before():
 
 def test_every_need_and_write_is_some_drivers_or_refused():
     assert set(MOMENTS) == {"device", "host"}
-    assert {"link_busy_s"} == NEEDS - OBSERVED
     assert {"tiers", "execute", "load_order"} == WRITES - CARRIED_OUT
 
 
@@ -96,11 +94,6 @@ END = {Moment.STEP_END}
             [scripted(moments={Moment.ROUTED})],
             "device",
             "Scripted asks for ROUTED, which driver='device' lacks; driver='host' has it",
-        ),
-        (
-            [scripted(needs={"link_busy_s"})],
-            "host",
-            "needs 'link_busy_s', which no driver of this release observes",
         ),
         (
             [scripted(needs={"kv_refs"})],

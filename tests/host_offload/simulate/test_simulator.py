@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from examples.recent_prefetch import RecentPrefetch
 from host_offload.control.controller import Controller
-from host_offload.control.interface import Decision, Moment, Transfer
+from host_offload.control.interface import Decision, Moment, StagedTransfer
 from host_offload.memory.pager import Pager
 from host_offload.memory.tables import Entry, Residency, cold_tables, regrant
 from host_offload.policies.eviction.fifo import FIFO
@@ -231,7 +231,7 @@ def test_policies_page_as_plain_python(name, tmp_path):
     assert list(map(repr, seen)) == list(map(repr, events))
     assert found.control is not None
     assert found.control["transfers"] == controller.stats()["transfers"]
-    moved = sum(isinstance(e, Transfer) and not e.skipped for e in seen)
+    moved = sum(isinstance(e, StagedTransfer) and not e.skipped for e in seen)
     assert found.staged.sum() == moved
 
 

@@ -1,5 +1,6 @@
 """Traces come back as they were written, appear whole or not at all, and bad ones are named."""
 
+import dataclasses
 import errno
 import json
 import os
@@ -122,6 +123,16 @@ def test_every_step_comes_back_as_it_was(header, sizes, chunk_bytes, seed):
             np.testing.assert_array_equal(
                 trace.array("token.ids"), np.concatenate([s.ids for s in written])
             )
+
+
+def test_a_trace_of_fewer_uses_says_what_it_lacks(tmp_path):
+    """One that was written before there were the last ones, and in another order."""
+    older = dataclasses.replace(HEADER, uses=(*USES[1:5], USES[0]))
+    written = step(older)._replace(use=np.arange(5))
+    with TraceWriter(tmp_path / "t", older) as writer:
+        writer.append(written)
+    (found,) = read_trace(tmp_path / "t").step_traces()
+    assert found.use.tolist() == [4, 0, 1, 2, 3, *[-1] * (len(USES) - 5)]
 
 
 def test_events_come_back_and_no_number_of_them_fills_memory(tmp_path, monkeypatch):

@@ -13,6 +13,7 @@ from scripts.check.fuzz import Fault, run_episode
 from scripts.check.kv_faults import kv_faults
 from scripts.parts.bench_engine import SMALL
 from tests.moejax.engine.scheduler_model import Device, Turn, run
+from tests.pallas_kernels.contract import NATIVE
 from tests.scripts.runs import json_lines, refusal
 
 pytestmark = pytest.mark.slow
@@ -52,6 +53,28 @@ def test_a_sample_of_random_workloads(llm):
     counts = run_some(llm, EPISODES)
     missing = [name for name in REACHED if not counts[name]]
     assert not missing, (missing, counts)
+
+
+IN_THE_WAY = (
+    *("injected delays", "injected errors", "injected short reads", "prefetches tried again"),
+    *("ended by a failed transfer", "failed steps", "preemptions", "cancelled running"),
+    *("budgets moved", "budgets moved meanwhile", "prefetches that came late"),
+)
+
+
+@pytest.mark.nightly
+@NATIVE
+def test_a_sample_with_transfers_from_memory_and_files(capsys):
+    given = ["--steps", "2500", "--link-rate", "1GB/s", "--store", "both", "--check-every", "16"]
+    (summary,) = json_lines(capsys, fuzz_engine.main, *given)
+    missing = [name for name in IN_THE_WAY if not summary["counts"][name]]
+    assert not missing, summary
+
+
+def test_what_was_in_the_way_is_said_in_a_line():
+    counts = Counter({"cancelled running": 2, "cancelled waiting": 3, "budgets moved": 1})
+    said = fuzz_engine.in_the_way(counts)
+    assert "5 requests cancelled" in said and "1 resizes" in said and "0 preemptions" in said
 
 
 @pytest.mark.nightly
@@ -96,7 +119,8 @@ def test_a_failure_says_how_to_run_it_again(llm, monkeypatch, capsys):
     monkeypatch.setattr(fuzz_engine, "LLM", lambda *a, **k: llm)
     monkeypatch.setattr(type(llm), "__exit__", lambda *a: None)
     assert fuzz_engine.main(["--seed", "3", "--episode", "5"]) == 1
-    assert "--seed 3 --episode 5" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "--seed 3 --episode 5" in said and "--store memory --chunk-bytes 16KiB" in said
 
 
 def test_the_command(llm, monkeypatch, capsys):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from examples.recent_prefetch import RecentPrefetch
-from host_offload.control.interface import Decision, Moment, Policy
+from host_offload.control.interface import Decision, Moment, Policy, Spec, Stage
 from host_offload.control.rules import BETWEEN_LAYERS
 from host_offload.control.step_record import USES
 from host_offload.memory.arena import SlotClass
@@ -21,6 +21,7 @@ from host_offload.policies.eviction.fifo import FIFO
 from host_offload.policies.eviction.names import POLICIES, with_eviction
 from host_offload.policies.eviction.static import Static
 from host_offload.policies.prefetch.names import PREFETCH
+from host_offload.queue.native import Faults
 from host_offload.simulate.replay import replay
 from host_offload.simulate.simulator import simulate, spec_of
 from host_offload.traces.reader import Trace, TraceError, read_trace
@@ -33,6 +34,7 @@ from tests.host_offload.control.erratic_policy import Erratic
 from tests.host_offload.control.policy_runs import scripted
 from tests.moejax.engine.test_control import NextLayer
 from tests.moejax.engine_runs import Job, run
+from tests.pallas_kernels.contract import NATIVE
 
 LIMITS = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 256}
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -280,3 +282,48 @@ def test_prefetch_by_name(prefetch, tmp_path):
     assert repr(said.link_bytes) == repr(told.link_bytes)  # None of moved_bytes: the same
     found = replay(trace, spec=told)
     assert found.staged.sum() > 0
+
+
+@dataclasses.dataclass(frozen=True)
+class WhenTheLinkIsFree:
+    """Stages where little is in flight, and says what it saw in priors: a policy that decides by
+    the progress of transfers."""
+
+    moments: frozenset[Moment] = frozenset({Moment.STEP_END})
+    needs: frozenset[str] = frozenset(
+        {"link_flying", "link_bytes_left", "link_arrived", "link_failed", "link_busy_us"}
+    )
+    writes: frozenset[str] = frozenset({"stages", "prior"})
+
+    def init(self, spec: Spec) -> tuple[int, int, int]:
+        return 0, spec.layers, spec.experts
+
+    def decide(self, state, observation):
+        step, layers, experts = state
+        seen = np.array([getattr(observation, name) for name in sorted(self.needs)])
+        assert (seen >= 0).all()
+        prior = np.zeros((layers, experts), np.int32)
+        prior[0, : len(seen)] = seen % 1000
+        free = observation.link_bytes_left < 1 << 17
+        wanted = [Stage(step % layers, (3 * step + i) % experts) for i in range(4)] if free else []
+        return (step + 1, layers, experts), Decision(stages=tuple(wanted), prior=prior)
+
+
+@NATIVE
+def test_decisions_by_the_progress_of_transfers_are_made_again(tmp_path):
+    """Delays make the progress another one in every run; the trace says which it was."""
+    policies = [WhenTheLinkIsFree()]
+    link = {"link_rate": "300MB/s", "chunk_bytes": "16KiB", "expert_budget": "40%"}
+    with LLM("demo", progress=False, policies=policies, **link, **LIMITS) as llm:
+        queue = llm.engine.runner.queue
+        queue.inject(Faults(seed=3, delay=1e-3, delayed=0.2))
+        trace = traced(llm, tmp_path / "t", "lru", policies)
+    decided = list(trace.decided())
+    staged = [bool(d["decision"]["stages"]) for d in decided]
+    assert any(staged) and len({str(d["decision"]["prior"][0][:5]) for d in decided}) > 10
+    simulation = replay(trace, policies=policies)
+    assert simulation is not None
+    # What the policy saw is in the trace, and matters: with other numbers it decides otherwise.
+    steps = [step for chunk in trace.chunks for step in chunk.step_traces()]
+    busy = [int(step.use[USES.index("link_busy_us")]) for step in steps]
+    assert busy == sorted(busy) and busy[-1] > busy[0]

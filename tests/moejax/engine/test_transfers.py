@@ -104,6 +104,21 @@ def test_a_transfer_that_fails_ends_the_requests_of_its_step_only(driver):
         queue.inject(Faults())
 
 
+@pytest.mark.parametrize("delay", [0.0, 2e-3])
+def test_a_prefetch_that_failed_is_tried_again_when_it_is_needed(delay):
+    """No prefetch comes, before an op asks for it or, where it is slow, while one waits."""
+    with open_llm(expert_budget="60%", prefetch="random", link_rate="2GB/s") as llm:
+        queue = llm.engine.runner.queue
+        faults = Faults(seed=1, delay=delay, delayed=0.0, ahead_errors=1.0, ahead_delayed=1.0)
+        queue.inject(faults)
+        found = run(llm, mixed_jobs(), check=False)
+        assert not llm.engine.runner.faults()
+        stats = llm.stats()["transfers"]
+        assert stats["tried_again"] > 0 and queue.injected().errors > 0
+        assert stats["prefetches"] == {"in_time": 0, "late": 0}
+    assert all(a.same_bits(b) for a, b in zip(found, at_rest()[0], strict=True))
+
+
 def test_what_a_failed_step_led_to_is_nobodys_prefix():
     """A prompt of several steps of which the first fails when the next is dispatched already: that
     one's blocks are wrong too, and no later prompt may share them. Nothing has a cell, so the next

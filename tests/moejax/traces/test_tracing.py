@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import moejax
-from host_offload.control.interface import Moment, Transfer
+from host_offload.control.interface import Moment, StagedTransfer
 from host_offload.control.step_record import USES, StepRecord
 from host_offload.traces import writer as trace_writer
 from host_offload.traces.reader import TraceHeader
@@ -79,8 +79,8 @@ def test_a_record_becomes_a_step(tmp_path, monkeypatch):
     for each in records:
         tracer.after_read(each)
     assert tracer.writer._buffer.steps == 2  # copied BATCH at a time
-    tracer.event(Transfer(1, 7, 0, 3, 100, "prefetch", 0, 1, -1))
-    tracer.event(Transfer(0, 2, 0, 0, 9, "x", 2))
+    tracer.event(StagedTransfer(1, 7, 0, 3, 100, "prefetch", 0, 1, -1))
+    tracer.event(StagedTransfer(0, 2, 0, 0, 9, "x", 2))
     tracer.writer.decision(2, {"pause_stages": True})
     tracer.close()
     trace = read_trace(tmp_path / "t")
@@ -98,7 +98,8 @@ def test_a_record_becomes_a_step(tmp_path, monkeypatch):
     assert [s.read_s for s in steps] == pytest.approx([1.0, 1.25, 9.0])
     assert [s.waves.tolist() for s in steps] == [[3, 3], [1, 1], [1, 1]]
     assert [s.bytes.tolist() for s in steps] == [[300, 200, 0], [300, 200, 170], [300, 200, 0]]
-    assert steps[0].use.tolist() == [-1] * 7 and steps[2].use.tolist() == [*range(7)]
+    uses = [step.use.tolist() for step in steps]
+    assert uses[0] == [-1] * len(USES) and uses[2] == [*range(len(USES))]
     assert trace.marks()[0].step == 0 and trace.marks()[0].name == "all of it"
     assert [(*t[:4], *t[4:]) for t in trace.transfers()] == [
         (1, 7, 0, 100, 0, 1, -1, "prefetch"),
@@ -152,7 +153,7 @@ def test_a_trace_that_cannot_go_on_is_a_users_error(tmp_path, monkeypatch):
         lambda: tracer.after_read(record(1)),
         lambda: tracer.mark("x"),
         lambda: tracer.budget([1], 1, step=0, settled=True),
-        lambda: tracer.event(Transfer(1, 7, 0, 3, 100, "prefetch", 0)),
+        lambda: tracer.event(StagedTransfer(1, 7, 0, 3, 100, "prefetch", 0)),
     ):
         with pytest.raises(UserError, match="is closed"):
             call()
