@@ -47,6 +47,7 @@ from moejax.checkpoints.orbax.manifest import (
     read_manifest,
 )
 from moejax.checkpoints.placement import cast, count_nonfinite, in_order
+from moejax.checkpoints.shared_memory import SharedMemory
 from moejax.errors import UserError
 from moejax.models.config import load_config
 from moejax.models.directory import checkpoint_directory, read_json, require_own_file
@@ -82,6 +83,7 @@ def load_orbax(
     *,
     in_files: bool = False,
     verify_reads: bool = True,
+    shared: SharedMemory | None = None,
 ) -> LoadedModel:
     """Loads a checkpoint that `moejax convert` or `moejax quantize` wrote; of its dense version the
     same bits as its source gives.
@@ -90,7 +92,7 @@ def load_orbax(
     and one parameter. versions: those to load of the ones that are there; if one of them is not,
     the dense one, from which it can be made. in_files: experts stay where they are, none of their
     bytes is read, and what cannot be made without reading them is refused. verify_reads: their
-    checksums are verified when they are read. The rest as in load_checkpoint.
+    checksums are verified when they are read. shared: as in load_checkpoint. The rest too.
 
     Raises UserError naming the layer, expert and file that are damaged or missing; shapes, dtypes
     and the files' sizes are checked before the first weight is read.
@@ -114,7 +116,8 @@ def load_orbax(
     run, to = StoredModel(stored.directory, config, to_name), NUMPY_DTYPES[to_name]
     sizes = [leaf.nbytes for leaf in run.params.values()]
     nbytes = sum(sizes) if shares_memory(device) else max(sizes)
-    for version, leaves in {} if in_files else layers.items():
+    there = in_files or (shared is not None and shared.filled)
+    for version, leaves in {} if there else layers.items():
         nbytes += len(leaves) * config.num_experts * run.layout(version).nbytes
     require_host_memory(nbytes, str(stored.directory))
     read = [*stored.params.values(), *(() if in_files else experts)]
@@ -123,12 +126,15 @@ def load_orbax(
     with contextlib.ExitStack() as stack:
         for version, leaves in {} if in_files else layers.items():
             layout, source = run.layout(version), str(stored.directory)
-            store = new_store(config, layout, device, source, len(leaves))
+            store = new_store(config, layout, device, source, len(leaves), shared)
             builders[version] = stack.enter_context(store)
         marks.append(time.perf_counter())
         pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(WORKERS))
         params = _load_params(stored, run, device, pool, advance)
         for version, builder in builders.items():
+            if shared is not None and shared.filled:
+                advance(len(layers[version]) * config.num_experts * layers[version][0].chunk_bytes)
+                continue
             loaded = _load_experts(stored, layers[version], builder, to, pool)
             with contextlib.closing(loaded):
                 for _ in loaded:

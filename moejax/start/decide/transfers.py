@@ -12,7 +12,7 @@ def queue_of(settings: Settings) -> QueueSpec | None:
     """The queue that was asked for; None: ops copy experts in their place, the fastest where
     nothing limits the link. Files are read by one."""
     options = settings.options
-    if (options.link_rate, options.link_latency, options.store) == (None, None, "memory"):
+    if options.link_rate is None and options.link_latency is None and options.store != "file":
         return None
     if not options.chunk_bytes:
         raise UserError("chunk_bytes must be at least 1")

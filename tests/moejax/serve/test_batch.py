@@ -68,7 +68,7 @@ class FakeLLM:
 
     def __init__(self, model="demo", **options):
         type(self).made += 1
-        self.engine = SimpleNamespace(statistics=SimpleNamespace(generated_tokens=0))
+        self.generated_tokens = 0
         self.sessions: dict[str, str] = {}
         self.ended: list[str] = []
 
