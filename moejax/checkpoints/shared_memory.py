@@ -18,7 +18,6 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 
@@ -41,9 +40,11 @@ class SharedMemory:
     called when they are.
     """
 
-    def __init__(self, directory: Path, lock: IO[bytes], filled: bool):
+    def __init__(self, directory: Path, lock: int, filled: bool):
         self.filled = filled
-        self._directory, self._lock = directory, lock
+        self._directory = directory
+        self._lock: int | None = lock
+        """A descriptor; None: closed."""
         self._count = 0
 
     def array(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -72,18 +73,20 @@ class SharedMemory:
     def complete(self) -> None:
         """Says that the arrays are filled, and lets the others in."""
         if not self.filled:
+            assert self._lock is not None
             (self._directory / _COMPLETE).touch()
             fcntl.flock(self._lock, fcntl.LOCK_SH)
 
     def close(self) -> None:
         """Gives it up; who maps it keeps its arrays until they are gone. Idempotent."""
-        if self._lock.closed:
+        lock, self._lock = self._lock, None
+        if lock is None:
             return
         with contextlib.suppress(BlockingIOError):
             # Alone, or what is here is not complete.
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(self._directory, ignore_errors=True)
-        self._lock.close()
+        os.close(lock)
 
 
 def open_shared(content: object) -> SharedMemory:
@@ -101,22 +104,22 @@ def open_shared(content: object) -> SharedMemory:
                 raise NoSharedMemory(
                     f"{directory} is another user's; remove it, or use store='memory'"
                 )
-            lock = (directory / _LOCK).open("ab")
+            lock = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except FileNotFoundError:  # removed in between
             continue
         except OSError as error:
             raise NoSharedMemory(f"{directory} cannot be made ({error.strerror})") from error
         if memory := _entered(directory, lock):
             return memory
-        lock.close()
+        os.close(lock)
 
 
-def _entered(directory: Path, lock: IO[bytes]) -> SharedMemory | None:
+def _entered(directory: Path, lock: int) -> SharedMemory | None:
     """The memory, with the lock held; None where the directory was removed meanwhile."""
     for kind in (fcntl.LOCK_SH, fcntl.LOCK_EX):
         fcntl.flock(lock, kind)
         try:
-            if not os.path.samestat(os.stat(directory / _LOCK), os.fstat(lock.fileno())):
+            if not os.path.samestat(os.stat(directory / _LOCK), os.fstat(lock)):
                 return None
         except FileNotFoundError:
             return None

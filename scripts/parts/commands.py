@@ -21,7 +21,17 @@ COMMANDS = {
     "cpu": ("ops", "versions", "matrix", "steps", "peers", "memory", "pages", "queue"),
     "disk": ("store",),
     "transfers": ("overlap",),
-    "check": ("batch", "parity", "requests", "paired", "fuzz", "sessions", "attack", "gpu_day"),
+    "check": (
+        "batch",
+        "parity",
+        "requests",
+        "paired",
+        "fuzz",
+        "sessions",
+        "attack",
+        "gpu_day",
+        "scale_out",
+    ),
 }
 """Group → names."""
 

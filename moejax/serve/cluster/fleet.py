@@ -164,6 +164,7 @@ def merged(workers: list[dict[str, Any]], ended: int) -> dict[str, Any]:
                 "hit_rate": experts["hit_rate"],
                 "moved_bytes": moved["fill"] + moved["read_through"],
                 "store_bytes": stats["store_bytes"],
+                "store": stats["store"]["kind"],
             }
         )
     rates = sorted(row["tokens_per_s"] for row in rows if row["tokens_per_s"])

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 import os
 import platform
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from moejax.checkpoints.shared_memory import NoSharedMemory
+from moejax.device import select_device
 from moejax.errors import UserError
 from moejax.requests.outputs import RequestOutput
 from moejax.requests.request import GenerationRequest
@@ -21,6 +24,8 @@ from moejax.serve.async_llm import AsyncLLM
 from moejax.serve.cluster.ray_cluster import require_ray
 from moejax.serve.engine_thread import EngineDeadError
 from moejax.serve.llm import LLM
+
+log = logging.getLogger("moejax")
 
 BEAT_S = 1.0
 """How long `take` waits for a result before it says how far things are."""
@@ -79,7 +84,7 @@ class Worker:
     async def start(self, model: str, options: Mapping[str, Any]) -> Started | str:
         """Loads the model; what is wrong with it here, as text."""
         try:
-            self._llm = await asyncio.to_thread(LLM, model, progress=False, **options)
+            self._llm = await asyncio.to_thread(_started, model, options)
             return self._begin(self._llm)
         except (UserError, MemoryError, ValueError) as error:
             return str(error) or type(error).__name__
@@ -127,6 +132,21 @@ class Worker:
         """`LLM.stats`."""
         assert self._llm is not None
         return await asyncio.to_thread(self._llm.stats)
+
+
+def _started(model: str, options: Mapping[str, Any]) -> LLM:
+    """The LLM. Its experts lie where the workers of this machine share them, unless the options say
+    where; with a warning in the log where there is no such memory."""
+    given = dict(options)
+    if given.pop("store", None) is not None:
+        return LLM(model, progress=False, **options)
+    dense = given.get("precision") in (None, "dense") and not ({"hi", "lo"} & given.keys())
+    if dense and select_device(given.get("device"), given.get("threads")).platform == "cpu":
+        try:
+            return LLM(model, progress=False, store="shared", **given)
+        except NoSharedMemory as error:
+            log.warning("each worker holds the experts for itself: %s", error)
+    return LLM(model, progress=False, **given)
 
 
 class Generator(Worker):

@@ -12,7 +12,6 @@ import resource
 import signal
 import sys
 from contextlib import contextmanager
-from types import SimpleNamespace
 
 import pytest
 
