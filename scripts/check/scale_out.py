@@ -38,7 +38,7 @@ from scripts.parts.commands import new_parser
 
 PARTS = ("equal", "kills", "throughput", "memory")
 LEAST = 0.85
-"""Of the throughput of independent processes."""
+"""The share of independent processes' throughput that is asked for."""
 
 OPTIONS = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 256}
 """LIMITS, as LLM takes them."""
@@ -206,7 +206,7 @@ def independent_s(prompts: int) -> float:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-        )  # fmt: skip
+        )
         for first in (0, 1)
     ]
     for process in processes:
@@ -249,7 +249,7 @@ def pss(pid: int) -> dict[str, int]:
 
 
 def check_memory() -> bool:
-    """Of one worker, and of two together: the store must be there once."""
+    """Memory of one worker, and of two together: the store must be there once."""
     totals, stores, store = [], [], 0
     for workers in (1, 2):
         with (
@@ -268,8 +268,8 @@ def check_memory() -> bool:
             )
     more = totals[1] - totals[0]
     print(
-        f"store {store / 2**20:.1f} MiB; a second worker takes {more / 2**20:.1f} MiB more (its own "
-        f"runtime, parameters, arena and KV), the first {totals[0] / 2**20:.1f} MiB"
+        f"store {store / 2**20:.1f} MiB; a second worker takes {more / 2**20:.1f} MiB more (its "
+        f"own runtime, parameters, arena and KV), the first {totals[0] / 2**20:.1f} MiB"
     )
     return stores[0] == stores[1] == store
 

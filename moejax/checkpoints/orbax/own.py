@@ -105,10 +105,7 @@ def load_orbax(
     held = _held(stored, to_name, versions)
     if in_files:
         _check_in_files(stored, to_name, versions, held)
-    layers: dict[str, list[Leaf]] = {}
-    for version, numbers in held.items():
-        every = stored.layers(version)
-        layers[version] = [every[i] for i in numbers]
+    layers = {v: [stored.layers(v)[i] for i in numbers] for v, numbers in held.items()}
     experts = list(itertools.chain(*layers.values()))
     check_files(stored, experts)
     marks.append(time.perf_counter())
@@ -120,7 +117,7 @@ def load_orbax(
     for version, leaves in {} if there else layers.items():
         nbytes += len(leaves) * config.num_experts * run.layout(version).nbytes
     require_host_memory(nbytes, str(stored.directory))
-    read = [*stored.params.values(), *(() if in_files else experts)]
+    read = itertools.chain(stored.params.values(), () if in_files else experts)
     advance = counted(progress, sum(leaf.nbytes for leaf in read))
     builders: dict[str, StoreBuilder] = {}
     with contextlib.ExitStack() as stack:
@@ -132,7 +129,7 @@ def load_orbax(
         pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(WORKERS))
         params = _load_params(stored, run, device, pool, advance)
         for version, builder in builders.items():
-            if shared is not None and shared.filled:
+            if there:  # in shared memory
                 advance(len(layers[version]) * config.num_experts * layers[version][0].chunk_bytes)
                 continue
             loaded = _load_experts(stored, layers[version], builder, to, pool)
@@ -152,9 +149,9 @@ def load_orbax(
     )
     warn_nonfinite(str(stored.directory), stored.manifest.nonfinite)
     marks.append(time.perf_counter())
-    seconds: dict[str, float] = dict(zip(_PHASES, np.diff(marks).tolist(), strict=True))
-    quantizers = {v: name for v, name in stored.manifest.quantizers.items() if v in held}
-    return LoadedModel(config, to_name, params, store, run.layout(), seconds, quantizers)
+    seconds = dict(zip(_PHASES, np.diff(marks).tolist(), strict=True))
+    made = {v: name for v, name in stored.manifest.quantizers.items() if v in held}
+    return LoadedModel(config, to_name, params, store, run.layout(), seconds, made)
 
 
 def _load_params(

@@ -110,6 +110,9 @@ def cluster_perplexity(
         if isinstance(prepared, UserError):
             raise prepared
         assert isinstance(prepared, _Prepared)
+        # With log-probabilities of their own: what Ray brings is read-only.
+        texts_here = [dataclasses.replace(text) for text in prepared.texts]
+        prepared = dataclasses.replace(prepared, texts=texts_here)
         total = sum(w.end - w.first for text in prepared.texts for w in text.windows)
         scored = 0
         with token_progress("scoring", total, 0, None, progress) as report:

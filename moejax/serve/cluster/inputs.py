@@ -124,7 +124,7 @@ def _files(path: str) -> list[tuple[Any, str]]:
 
 
 def _lines(system: Any, name: str) -> Iterator[bytes]:
-    """Of a file of JSON lines, of which .gz is uncompressed."""
+    """Lines of a file of JSON lines, of which .gz is uncompressed."""
     with system.open_input_stream(name) as raw, io.BufferedReader(raw, 1 << 20) as stream:
         yield from bounded_lines(stream)
 

@@ -7,6 +7,7 @@ is polled, and what a worker had when it died is known to be what was put and no
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import dataclasses
 import logging
@@ -65,7 +66,7 @@ class Place:
     host: str
 
 
-class Worker:
+class Worker(abc.ABC):
     """An actor with one LLM. Made remote by the pool; Ray's dashboard shows it by its name."""
 
     def __init__(self) -> None:
@@ -89,8 +90,9 @@ class Worker:
         except (UserError, MemoryError, ValueError) as error:
             return str(error) or type(error).__name__
 
+    @abc.abstractmethod
     def _begin(self, llm: LLM) -> Started:
-        raise NotImplementedError
+        """Begins to serve with a model that was loaded."""
 
     async def put(self, tasks: Sequence[tuple[int, Any]]) -> None:
         """Begins tasks, in their order."""
@@ -122,8 +124,10 @@ class Worker:
         self._done.append(outcome)
         self._news.set()
 
+    @abc.abstractmethod
     async def _work(self, payload: Any) -> Any:
-        raise NotImplementedError
+        """The result of a task. Raises UserError for what is wrong with it; whatever else is raised
+        is wrong with the worker."""
 
     def _tokens(self) -> int:
         return 0 if self._llm is None else self._llm.generated_tokens
