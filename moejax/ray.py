@@ -80,8 +80,8 @@ def generate(
     plain = {n: getattr(given, n) for n in fields}
     plain = {n: value for n, value in plain.items() if value != getattr(SamplingParams(), n)}
     data: Any = dataset
-    if not isinstance(dataset, ray.data.Dataset):
-        rows = [{"prompt": row} if isinstance(row, str) else dict(row) for row in dataset]
+    if not isinstance(data, ray.data.Dataset):
+        rows = [{"prompt": row} if isinstance(row, str) else dict(row) for row in data]
         data = ray.data.from_items(rows)
     job = Job(
         "rows",

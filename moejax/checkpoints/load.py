@@ -33,6 +33,7 @@ from moejax.checkpoints.placement import load_file
 from moejax.checkpoints.safetensors.shards import INDEX, SINGLE, TensorFile, find_shards
 from moejax.checkpoints.shared_memory import SharedMemory, content_of, open_shared
 from moejax.checkpoints.tensors import (
+    ExpertPlace,
     ParamPlace,
     Place,
     abstract_params,
@@ -213,7 +214,7 @@ def load_tensors(
     with new_store(config, layout, device, source, shared=shared) as builder:
         marks.append(time.perf_counter())
         if there:  # of the experts nothing is read
-            places = {n: place for n, place in places.items() if isinstance(place, ParamPlace)}
+            places = {n: p for n, p in places.items() if not isinstance(p, ExpertPlace)}
         headers = (file.tensors[name] for file in files for name in file.tensors.keys() & places)
         sizes = (math.prod(h.shape) * NUMPY_DTYPES[h.dtype].itemsize for h in headers)
         advance = counted(progress, sum(sizes))

@@ -93,8 +93,8 @@ def new_store(
     layers = sum(config.moe_layers) if layers is None else layers
     require_pinned_memory(device, layers * config.num_experts * layout.nbytes)
     with user_errors(MemoryError, where=f"{source}: "):
-        where = {} if shared is None else dict(memory=shared.array, filled=shared.filled)
-        builder = StoreBuilder(layout, layers, config.num_experts, device, **where)
+        memory, filled = (None, False) if shared is None else (shared.array, shared.filled)
+        builder = StoreBuilder(layout, layers, config.num_experts, device, memory, filled)
     with contextlib.closing(builder):  # a traceback that is kept must not keep the store
         yield builder
 

@@ -185,8 +185,10 @@ def _evaluate(args: argparse.Namespace) -> int:
     if args.ray is None and any(asked(args, CLUSTER).values()):
         args.parser.error("--workers and --cores-per-worker need --ray")
     if args.ray is not None and (args.every_step or args.trace is not None):
+        raise UserError("--ray shares out one run; leave out --every-step and --trace")
+    if args.ray is not None and args.task != "perplexity":
         raise UserError(
-            "--ray shares the windows of one run out; leave out --every-step and --trace"
+            "--ray is for --task perplexity: lm-eval drives one model; give each machine some tasks"
         )
     if not args.every_step:
         _refuse_given(args, _STEPS, "of --every-step; add that")
@@ -314,11 +316,7 @@ def _on_cluster(args: argparse.Namespace, options: dict[str, Any], job: _Job) ->
     from moejax.serve.cluster.fleet import Scale
     from moejax.serve.cluster.ray_cluster import connected
 
-    if job.run_on_cluster is None:
-        raise UserError(
-            "--ray is for --task perplexity: lm-eval drives one model; run it with lm_eval, a task "
-            "a machine"
-        )
+    assert job.run_on_cluster is not None
     scale = Scale(args.ray, args.workers, args.cores_per_worker)
     with connected(scale.address, scale.cpus):
         return job.run_on_cluster(scale, options, not (args.quiet or args.json))

@@ -33,7 +33,7 @@ from moejax.requests.request import GenerationRequest
 from moejax.requests.sampling_params import SamplingParams
 from moejax.serve.cluster.fleet import Fleet, Scale
 from moejax.serve.cluster.ray_cluster import connected, require_ray
-from scripts.check.batch import LIMITS, command, results, run, write_input
+from scripts.check.batch import command, results, run, write_input
 from scripts.parts.commands import new_parser
 
 PARTS = ("equal", "kills", "throughput", "memory")
@@ -41,7 +41,7 @@ LEAST = 0.85
 """The share of independent processes' throughput that is asked for."""
 
 OPTIONS = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 256}
-"""LIMITS, as LLM takes them."""
+"""The limits of scripts.check.batch, as LLM takes them."""
 
 _MEMORY_MODEL = {**OPTIONS, "kv_budget": "2MiB"}
 
@@ -90,7 +90,7 @@ class TwoNodes:
         )
         self._second = None
         self.restore()
-        self.address = self._cluster.address
+        self.address = str(self._cluster.address)
 
     def restore(self) -> None:
         """The second node, where it is missing."""
@@ -287,7 +287,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of inputs and kills (default: 0)")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="default: all")
     args = parser.parse_args(arguments)
-    assert LIMITS  # the command line's, which OPTIONS repeat
     good = True
     with tempfile.TemporaryDirectory() as name:
         if "equal" in args.only:

@@ -149,7 +149,7 @@ def load_orbax(
     )
     warn_nonfinite(str(stored.directory), stored.manifest.nonfinite)
     marks.append(time.perf_counter())
-    seconds = dict(zip(_PHASES, np.diff(marks).tolist(), strict=True))
+    seconds: dict[str, float] = dict(zip(_PHASES, np.diff(marks).tolist(), strict=True))
     made = {v: name for v, name in stored.manifest.quantizers.items() if v in held}
     return LoadedModel(config, to_name, params, store, run.layout(), seconds, made)
 

@@ -234,6 +234,7 @@ def test_what_cannot_be_opened(tmp_path):
     ],
 )
 def test_a_mistake_in_the_arguments(tmp_path, monkeypatch, capsys, arguments, message):
+    pytest.importorskip("ray", reason="needs Ray")
     monkeypatch.chdir(tmp_path)
     source = write(tmp_path / "in.jsonl", LINES)
     arguments = [source if a == "IN" else a for a in arguments]
