@@ -1,4 +1,4 @@
-"""Perplexity and grids on a real Ray on this machine. MOEJAX_RAY names one that runs already."""
+"""Perplexity on a real Ray on this machine. MOEJAX_RAY names one that runs already."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import os
 
 import pytest
 
-from moejax import LLM, UserError, ablate
+from moejax import LLM, UserError
 from moejax.commands import main as cli
-from moejax.evaluate.cluster.grid import cluster_ablate
 from moejax.evaluate.cluster.perplexity import cluster_perplexity
 from moejax.evaluate.evaluation import perplexity
 from moejax.serve.cluster.fleet import Scale
@@ -21,14 +20,6 @@ LIMITS = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 256
 TEXTS = {
     "a": "The old house by the river was empty. " * 30,
     "b": "It had been so since winter. " * 9,
-}
-GRID = {
-    "policies": ["lru", "lfu"],
-    "budgets": ["25%"],
-    "batch": [1, 2],
-    "prompt_tokens": [16],
-    "output_tokens": 8,
-    "repeats": 2,
 }
 
 
@@ -50,23 +41,6 @@ def test_perplexity_has_the_bits_of_one_process(ray):
     assert model["model"]["path"] == "demo" and run["workers"] >= 1
     with pytest.raises(UserError, match="is empty"):
         cluster_perplexity("demo", {"a": ""}, LIMITS, Scale(ray, 1, 1))
-
-
-@pytest.mark.nightly
-def test_a_grid_has_the_counts_of_one_process(ray, tmp_path):
-    def counts(records) -> dict:
-        keys = ("mode", "policy", "batch", "repeat")
-        return {
-            tuple(row[key] for key in keys): (row["decode_misses"], row.get("tokens"), row["error"])
-            for row in records.rows
-        }
-
-    found = cluster_ablate(GRID, tmp_path / "many", progress=False)
-    assert counts(found) == counts(ablate(GRID, tmp_path / "one", progress=False))
-    assert {row["session"] for row in found.rows if row["mode"] == "measured"} == {0, 1}
-    before = (tmp_path / "many" / "records.jsonl").read_bytes()
-    cluster_ablate(GRID, tmp_path / "many", progress=False)
-    assert (tmp_path / "many" / "records.jsonl").read_bytes() == before
 
 
 @pytest.mark.parametrize(
