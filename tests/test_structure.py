@@ -35,7 +35,7 @@ ORDER: dict[str, tuple[str, ...]] = {
     "moejax": (
         *("errors", "sizes", "cache", "device", "interrupt", "progress"),
         *("models", "requests", "step", "checkpoints", "nn", "traces", "engine", "costs", "start"),
-        *("serve", "evaluate", "__init__", "commands", "__main__"),
+        *("serve", "evaluate", "ray", "__init__", "commands", "__main__"),
     ),
 }
 """Folders and top-level files of each package, in the order of docs/architecture.md: each imports
@@ -68,6 +68,7 @@ BAGS: dict[str, str] = {
     "moejax.evaluate.harness.model.MoejaxLM.__init__": "lm_eval's model_args; Options checks them",
     "moejax.evaluate.harness.model.MoejaxLM.tok_encode": "the harness's signature",
     "moejax.evaluate.harness.model.MoejaxLM._loglikelihood_tokens": "the harness's signature",
+    "moejax.ray.generate": "the keywords of LLM, which Options checks",
     "moejax.serve.async_llm.AsyncLLM.__init__": "the keywords of LLM, which Options checks",
     "moejax.serve.costs.cost_model_of": "the keywords of LLM, which Options checks",
     "host_offload.simulate.prediction.predict": "the keywords of simulate, which checks them",
@@ -77,7 +78,7 @@ BAGS: dict[str, str] = {
 LATE_IMPORTS: tuple[tuple[str, str, str], ...] = (
     (r"moejax/commands/", r".*", "moejax --help and a mistake in the arguments answer at once"),
     (r"moejax/progress\.py", r"rich", "loaded where there is something to show"),
-    (r".*", r"pyarrow|matplotlib|pandas|PIL|torch|transformers", "optional packages"),
+    (r".*", r"pyarrow|matplotlib|pandas|PIL|ray|torch|transformers", "optional packages"),
     (r".*", r"orbax", "optional, and it takes seconds to import"),
 )
 """(files, top-level packages, why) that a function may import."""

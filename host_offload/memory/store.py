@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +18,9 @@ from jax.sharding import SingleDeviceSharding
 from host_offload.memory.device_memory import advise
 from pallas_kernels.cpu.file_records import FileRecords
 from pallas_kernels.records import RecordFormat
+
+Allocate = Callable[[tuple[int, ...], np.dtype], np.ndarray]
+"""Makes an array of that shape, aligned as by aligned_empty."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,9 +100,18 @@ class StoreBuilder:
     GPU fresh memory holds whatever was there before.
     """
 
-    def __init__(self, layout: RecordFormat, layers: int, experts: int, device: jax.Device):
-        """layers, experts: L and E. Raises MemoryError if the device's pinned host memory cannot
-        hold the array."""
+    def __init__(
+        self,
+        layout: RecordFormat,
+        layers: int,
+        experts: int,
+        device: jax.Device,
+        memory: Allocate | None = None,
+        filled: bool = False,
+    ):
+        """layers, experts: L and E. memory: where the array is, of a device that shares the host's
+        (default: aligned_empty). filled: all of it is there already. Raises MemoryError if the
+        device's pinned host memory cannot hold the array."""
         self.layout = layout
         self._sharding = SingleDeviceSharding(device, memory_kind="pinned_host")
         self._shape = (layers, experts, layout.rows, layout.hidden)
@@ -107,7 +119,7 @@ class StoreBuilder:
         self._array: jax.Array | None = None
         self._open = True
         try:
-            self._allocate(device)
+            self._allocate(device, memory or aligned_empty)
         except (MemoryError, jax.errors.JaxRuntimeError) as error:
             if isinstance(error, jax.errors.JaxRuntimeError) and (
                 "RESOURCE_EXHAUSTED" not in str(error)
@@ -119,13 +131,13 @@ class StoreBuilder:
                 "on a GPU the environment variable XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB, set before "
                 "jax starts, raises the limit of 64 GB"
             ) from error
-        self._written = np.zeros(self._shape[:3], bool)
+        self._written = np.full(self._shape[:3], filled)
         self._lock = threading.Lock()
 
-    def _allocate(self, device: jax.Device) -> None:
+    def _allocate(self, device: jax.Device, memory: Allocate) -> None:
         """What pieces are written to. Raises MemoryError or jax's RESOURCE_EXHAUSTED."""
         if shares_memory(device):
-            self._memory = aligned_empty(self._shape, np.dtype(np.uint16))
+            self._memory = memory(self._shape, np.dtype(np.uint16))
         else:
             empty = functools.partial(jax.lax.empty, self._shape, jnp.uint16)
             allocate = jax.jit(empty, out_shardings=self._sharding)

@@ -12,7 +12,7 @@ import itertools
 import jax
 import numpy as np
 
-from host_offload.memory.store import StoreBuilder
+from host_offload.memory.store import Allocate, StoreBuilder
 from pallas_kernels.records.absent import AbsentRecords
 from pallas_kernels.records.format import MATRICES, RecordFormat
 
@@ -94,7 +94,7 @@ class PinnedBuilder(StoreBuilder):
         self._edges = piece_edges(layout, chunk_bytes)
         super().__init__(layout, layers, experts, device)
 
-    def _allocate(self, device: jax.Device) -> None:
+    def _allocate(self, device: jax.Device, memory: Allocate) -> None:
         layers, experts = self._shape[:2]
         count = len(self._edges) - 1
         self._pieces: list[list[list[jax.Array | None]]] = [

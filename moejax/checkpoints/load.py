@@ -31,7 +31,9 @@ from moejax.checkpoints.orbax.own import load_orbax
 from moejax.checkpoints.orbax.steps import is_orbax
 from moejax.checkpoints.placement import load_file
 from moejax.checkpoints.safetensors.shards import INDEX, SINGLE, TensorFile, find_shards
+from moejax.checkpoints.shared_memory import SharedMemory, content_of, open_shared
 from moejax.checkpoints.tensors import (
+    ExpertPlace,
     ParamPlace,
     Place,
     abstract_params,
@@ -60,6 +62,7 @@ def load_checkpoint(
     in_files: bool = False,
     verify_reads: bool = True,
     new_builder: Callable[..., StoreBuilder] = StoreBuilder,
+    shared: bool = False,
 ) -> LoadedModel:
     """Loads a local checkpoint directory, shard by shard.
 
@@ -72,7 +75,9 @@ def load_checkpoint(
     the store if the checkpoint has them; if it lacks one, the store has dense, from which
     moejax.checkpoints.versions.with_versions makes it. in_files, verify_reads: experts stay in
     the files of a converted checkpoint, as in load_orbax. new_builder: of the store, as of
-    new_store. Raises UserError, naming file and tensor,
+    new_store. shared: experts lie in memory that other processes share
+    (moejax.checkpoints.shared_memory), LoadedModel.shared, and are read only if none of those has;
+    not on a GPU. Raises UserError, naming file and tensor,
     for whatever is wrong with them; all names, shapes and dtypes are checked before the first
     weight is read.
     """
@@ -82,23 +87,40 @@ def load_checkpoint(
     check_orbax_options(directory, kind, step, name_map)
     if in_files:
         require_converted(directory, kind)
-    if kind == "moejax-orbax":
-        return load_orbax(
-            directory,
-            dtype,
-            device,
-            progress,
-            versions,
-            in_files=in_files,
-            verify_reads=verify_reads,
-            new_builder=new_builder,
-        )
-    config, files = open_tensors(directory, kind, step, name_map)
-    source = str(files[0].path if kind == "orbax" else directory)
-    headers_s = time.perf_counter() - began
-    loaded = load_tensors(config, files, dtype, device, progress, source, new_builder)
-    seconds = loaded.seconds | {"headers": loaded.seconds["headers"] + headers_s}
-    return dataclasses.replace(loaded, seconds=seconds)
+    memory = None
+    if shared:
+        said = [kind, dtype, str(step), str(name_map), list(versions), in_files]
+        inside = (path for path in directory.rglob("*") if path.is_file())
+        memory = open_shared([*said, *content_of(directory, inside)])
+    try:
+        if kind == "moejax-orbax":
+            loaded = load_orbax(
+                directory,
+                dtype,
+                device,
+                progress,
+                versions,
+                in_files=in_files,
+                verify_reads=verify_reads,
+                new_builder=new_builder,
+                shared=memory,
+            )
+        else:
+            config, files = open_tensors(directory, kind, step, name_map)
+            source = str(files[0].path if kind == "orbax" else directory)
+            headers_s = time.perf_counter() - began
+            loaded = load_tensors(
+                config, files, dtype, device, progress, source, new_builder, memory
+            )
+            seconds = loaded.seconds | {"headers": loaded.seconds["headers"] + headers_s}
+            loaded = dataclasses.replace(loaded, seconds=seconds)
+        if memory is not None:
+            memory.complete()
+        return dataclasses.replace(loaded, shared=memory)
+    except BaseException:
+        if memory is not None:
+            memory.close()
+        raise
 
 
 def checkpoint_format(
@@ -173,6 +195,7 @@ def load_tensors(
     progress: Callable[[int, int], None] | None = None,
     source: str = "",
     new_builder: Callable[..., StoreBuilder] = StoreBuilder,
+    shared: SharedMemory | None = None,
 ) -> LoadedModel:
     """Loads a model from tensors under the names of transformers' checkpoints.
 
@@ -188,7 +211,8 @@ def load_tensors(
     layout = config.expert_layout(to.itemsize)
     wanted = abstract_params(config, to)
     nbytes = sum(math.prod(p.shape) * p.dtype.itemsize for p in jax.tree.leaves(wanted))
-    nbytes += sum(config.moe_layers) * config.num_experts * layout.nbytes
+    there = shared is not None and shared.filled
+    nbytes += 0 if there else sum(config.moe_layers) * config.num_experts * layout.nbytes
     require_host_memory(nbytes, source)
     with user_errors(MemoryError, where=f"{source}: "):
         params = jax.tree.map(lambda p: aligned_empty(p.shape, p.dtype), wanted)
@@ -199,8 +223,12 @@ def load_tensors(
             return params[place.key]
         return params["runs"][place.run][place.key][place.layer]
 
-    with new_store(config, layout, device, source, new_builder=new_builder) as builder:
+    with new_store(
+        config, layout, device, source, new_builder=new_builder, shared=shared
+    ) as builder:
         marks.append(time.perf_counter())
+        if there:  # of the experts nothing is read
+            places = {n: p for n, p in places.items() if not isinstance(p, ExpertPlace)}
         headers = (file.tensors[name] for file in files for name in file.tensors.keys() & places)
         sizes = (math.prod(h.shape) * NUMPY_DTYPES[h.dtype].itemsize for h in headers)
         advance = counted(progress, sum(sizes))

@@ -13,6 +13,7 @@ import jax
 from host_offload.memory.budget import format_bytes
 from host_offload.memory.device_memory import host_available_bytes
 from host_offload.memory.store import ExpertStore, StoreBuilder
+from moejax.checkpoints.shared_memory import SharedMemory
 from moejax.device import require_pinned_memory
 from moejax.errors import UserError, user_errors
 from moejax.models.config import ModelConfig
@@ -53,6 +54,8 @@ class LoadedModel:
     layout: RecordFormat
     seconds: dict[str, float] = dataclasses.field(default_factory=dict)
     quantizers: dict[str, str] = dataclasses.field(default_factory=dict)
+    shared: SharedMemory | None = None
+    """Where the experts lie, if other processes use them too; to be closed with the model."""
 
 
 def run_dtype(dtype: str, stored: str) -> str:
@@ -83,15 +86,17 @@ def new_store(
     source: str,
     layers: int | None = None,
     new_builder: Callable[..., StoreBuilder] = StoreBuilder,
+    shared: SharedMemory | None = None,
 ) -> Iterator[StoreBuilder]:
     """An empty store for all experts, or for those of so many layers, to be filled and finished
     inside of the `with`. Raises UserError where the device's pinned memory is too small for it.
     source: the checkpoint's path, for messages. new_builder: StoreBuilder, or another one with its
-    arguments, such as of PinnedRecords."""
+    arguments, such as of PinnedRecords. shared: where it lies; it may be full already."""
     layers = sum(config.moe_layers) if layers is None else layers
     require_pinned_memory(device, layers * config.num_experts * layout.nbytes)
     with user_errors(MemoryError, where=f"{source}: "):
-        builder = new_builder(layout, layers, config.num_experts, device)
+        lies = {} if shared is None else {"memory": shared.array, "filled": shared.filled}
+        builder = new_builder(layout, layers, config.num_experts, device, **lies)
     with contextlib.closing(builder):  # a traceback that is kept must not keep the store
         yield builder
 

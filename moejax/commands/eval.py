@@ -22,6 +22,7 @@ from moejax.commands.eval_tables import (
     format_tasks,
 )
 from moejax.commands.model import (
+    CLUSTER,
     add_described,
     add_model_options,
     add_options,
@@ -36,6 +37,7 @@ from moejax.start.options import Description, descriptions
 if TYPE_CHECKING:
     from moejax.evaluate.results_file import ResultLines
     from moejax.evaluate.token_ids import TokenIds
+    from moejax.serve.cluster.fleet import Scale
     from moejax.serve.llm import LLM
 
 _LM_EVAL = "lm-eval:"
@@ -128,6 +130,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "--compare", nargs=2, metavar=("A", "B"), help="compare what --output wrote for two runs"
     )
     add_model_options(evaluate)
+    add_described(evaluate.add_argument_group("several machines"), CLUSTER)
     output = evaluate.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="one JSON object, and no progress")
     output.add_argument("--quiet", action="store_true", help="results only")
@@ -166,6 +169,8 @@ class _Job:
 
     asked: dict[str, Any]
     run: Callable[[LLM, bool], _Outcome]
+    run_on_cluster: Callable[[Scale, dict[str, Any], bool], _Outcome] | None = None
+    """With the options of LLM; None: it cannot."""
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -177,6 +182,14 @@ def _run(args: argparse.Namespace) -> int:
 def _evaluate(args: argparse.Namespace) -> int:
     if args.model is None or args.task is None:
         args.parser.error("the following arguments are required: MODEL, --task (or --compare A B)")
+    if args.ray is None and any(asked(args, CLUSTER).values()):
+        args.parser.error("--workers and --cores-per-worker need --ray")
+    if args.ray is not None and (args.every_step or args.trace is not None):
+        raise UserError("--ray shares out one run; leave out --every-step and --trace")
+    if args.ray is not None and args.task != "perplexity":
+        raise UserError(
+            "--ray is for --task perplexity: lm-eval drives one model; give each machine some tasks"
+        )
     if not args.every_step:
         _refuse_given(args, _STEPS, "of --every-step; add that")
     options = engine_options(args)
@@ -187,9 +200,13 @@ def _evaluate(args: argparse.Namespace) -> int:
     job = dataclasses.replace(job, asked={**job.asked, "options": kept})
     if args.every_step:
         return _every_step(args, options, job)
+    shown = not (args.quiet or args.json)
     with _lines(args, job) as lines:
-        with started(args, options) as llm:
-            found = job.run(llm, not (args.quiet or args.json))
+        if args.ray is not None:
+            found = _on_cluster(args, options, job)
+        else:
+            with started(args, options) as llm:
+                found = job.run(llm, shown)
         found.report["run"]["options"] = options
         if lines is not None:
             lines.append(_line(None, job, found))
@@ -220,8 +237,10 @@ def _perplexity(args: argparse.Namespace) -> _Job:
     texts |= {name: read_token_ids(name, args.token_dtype) for name in args.token_ids}
 
     from moejax.evaluate.evaluation import (
+        PerplexityResult,
         check_windows,
         perplexity,
+        reported,
         result_json,
         text_sha256,
         window_units,
@@ -231,18 +250,24 @@ def _perplexity(args: argparse.Namespace) -> _Job:
 
     def run(llm: LLM, progress: bool) -> _Outcome:
         result = perplexity(llm, texts, **windows, progress=progress)
-        report, total = result_json(llm, result), result.total
-        figures = {"bits/token": total.bits_per_token, "perplexity": total.perplexity}
-        return _Outcome(
-            report,
-            window_units(result),
-            format_perplexity(result),
-            figures,
-            format_cost(result.cost, report["run"]),
+        return outcome(result, result_json(llm, result))
+
+    def run_on_cluster(scale: Scale, options: dict[str, Any], progress: bool) -> _Outcome:
+        from moejax.evaluate.cluster.perplexity import cluster_perplexity
+
+        result, model, run = cluster_perplexity(
+            args.model, texts, options, scale, **windows, progress=progress, warn=_say
         )
+        return outcome(result, reported(result, model, run))
+
+    def outcome(result: PerplexityResult, report: dict[str, Any]) -> _Outcome:
+        total, cost = result.total, format_cost(result.cost, report["run"])
+        figures = {"bits/token": total.bits_per_token, "perplexity": total.perplexity}
+        units = window_units(result)
+        return _Outcome(report, units, format_perplexity(result), figures, cost)
 
     data = [text_sha256(text) for text in texts.values()]
-    return _Job({"task": args.task, **windows, "data": data}, run)
+    return _Job({"task": args.task, **windows, "data": data}, run, run_on_cluster)
 
 
 def _tasks(args: argparse.Namespace) -> _Job:
@@ -284,6 +309,21 @@ def _refuse_given(args: argparse.Namespace, names: Iterable[str], why: str) -> N
     for name, value in asked(args, names).items():
         if value is not None and value is not False and value != []:
             raise UserError(f"--{name.replace('_', '-')} is {why}")
+
+
+def _on_cluster(args: argparse.Namespace, options: dict[str, Any], job: _Job) -> _Outcome:
+    """Runs it on Ray's workers."""
+    from moejax.serve.cluster.fleet import Scale
+    from moejax.serve.cluster.ray_cluster import connected
+
+    assert job.run_on_cluster is not None
+    scale = Scale(args.ray, args.workers, args.cores_per_worker)
+    with connected(scale.address, scale.cpus):
+        return job.run_on_cluster(scale, options, not (args.quiet or args.json))
+
+
+def _say(text: str) -> None:
+    print(f"moejax: {text}", file=sys.stderr)
 
 
 def _every_step(args: argparse.Namespace, options: dict[str, Any], job: _Job) -> int:

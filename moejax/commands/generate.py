@@ -7,12 +7,14 @@ import dataclasses
 import io
 import json
 import sys
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
 
 from host_offload.memory.budget import format_bytes
 from moejax.commands import EXIT_BAD_LINES, EXIT_INTERRUPTED, add_command
 from moejax.commands.model import (
+    CLUSTER,
     add_described,
     add_model_options,
     add_options,
@@ -23,6 +25,9 @@ from moejax.commands.model import (
 from moejax.errors import UserError
 from moejax.requests.sampling_params import SamplingParams
 from moejax.start.options import Description, of_fields
+
+if TYPE_CHECKING:
+    from moejax.serve.batch.job import OpenJob
 
 MAX_TOKENS = 128
 """Default of the command; `SamplingParams` has vLLM's 16, which is short for reading."""
@@ -53,12 +58,9 @@ _SAMPLING = of_fields(
 )
 
 _FILES = {
-    "input": Description(
-        "JSON lines with a prompt each, instead of PROMPT; - reads stdin", metavar="FILE"
-    ),
     "output": Description(
         "JSON lines, appended as they finish; results that are there are kept and not made "
-        "again; - writes to stdout",
+        "again; - writes to stdout; with --ray a directory",
         metavar="FILE",
     ),
     "on_error": Description(
@@ -67,6 +69,12 @@ _FILES = {
     ),
     "overwrite": Description(
         "remove the results in --output, start anew", type=bool, default=False
+    ),
+}
+_CLUSTER = {
+    **CLUSTER,
+    "output_format": Description(
+        "of the files in --output (default: jsonl)", choices=("jsonl", "parquet")
     ),
 }
 _EPILOG = """\
@@ -82,6 +90,9 @@ examples:
   moejax generate --input prompts.jsonl --output out.jsonl --temperature 0
       a result for every line {"id": …, "prompt": …}; the same command again goes on after an end
       of any kind. OpenAI batch lines work too; docs/batch.md has all fields
+  moejax generate --input prompts/ --output results/ --ray local --workers 2
+      the same on two workers, files of JSON lines or Parquet in, parts in a directory out; with
+      HOST:PORT of a Ray cluster's head on all its GPUs (docs/scale_out.md)
   moejax generate "The old house" --expert-budget 25% --timeline run.json
       what every op did when, for https://ui.perfetto.dev; run.png is a picture of three layers
 
@@ -121,7 +132,16 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         metavar="PATH",
         help="a Hugging Face or Orbax directory, or demo, the embedded model (default: demo)",
     )
-    add_described(generate.add_argument_group("files"), _FILES)
+    files = generate.add_argument_group("files")
+    files.add_argument(
+        "--input",
+        nargs="+",
+        metavar="FILE",
+        help="JSON lines with a prompt each, instead of PROMPT; - reads stdin; with --ray any "
+        "number of files of JSON lines and Parquet, directories of them, and URIs",
+    )
+    add_described(files, _FILES)
+    add_described(generate.add_argument_group("several machines"), _CLUSTER)
     add_described(generate.add_argument_group("sampling"), _SAMPLING)
     add_model_options(generate)
     output = generate.add_argument_group("output")
@@ -155,6 +175,12 @@ def _run(args: argparse.Namespace) -> int:
         args.parser.error("--output, --on-error and --overwrite need --input")
     if args.timeline is not None and args.input is not None:
         args.parser.error("--timeline is of a PROMPT, not of --input")
+    if args.ray is None and any(asked(args, _CLUSTER).values()):
+        args.parser.error("--workers, --cores-per-worker and --output-format need --ray")
+    if args.ray is not None and args.input is None:
+        args.parser.error("--ray needs --input FILE...")
+    if args.ray is None and args.input is not None and len(args.input) > 1:
+        args.parser.error("several files need --ray, which also runs on this machine: --ray local")
     params, options = SamplingParams(**asked(args, _SAMPLING)), engine_options(args)
     if args.input is None:
         return _generate_text(args, params, options)
@@ -211,7 +237,7 @@ def _generate_file(args: argparse.Namespace, params: SamplingParams, options: di
             "resumed to the same ones; use swap, with more --swap-space if it is too small"
         )
     job = Job(
-        input=args.input,
+        input=args.input[0],
         output=args.output,
         model=args.model,
         dtype=args.dtype or "auto",
@@ -220,18 +246,54 @@ def _generate_file(args: argparse.Namespace, params: SamplingParams, options: di
         on_error=args.on_error or "fail",
         overwrite=args.overwrite,
     )
+    if args.ray is not None:
+        from moejax.serve.cluster.job import open_cluster_job
+
+        if args.trace is not None:
+            raise UserError("--trace is of one model, not of many; leave out --trace or --ray")
+        opening = open_cluster_job(job, args.input, args.output_format or "jsonl")
+        return _run_job(args, opening, lambda work: _on_cluster(args, options, work))
+    return _run_job(args, open_job(job), lambda work: _on_one(args, options, work))
+
+
+def _on_one(args: argparse.Namespace, options: dict, work: OpenJob) -> str:
+    """Runs the job here; returns what it took, for stderr."""
     # A bar among result lines on one terminal would be no good to anybody.
     bar = not (args.quiet or args.json or (args.output == "-" and sys.stdout.isatty()))
-    with open_job(job) as work:
-        before, stats = work.done, None
+    with started(args, options) as llm:
+        work.run(llm, progress=bar, warn=_say)
+        stats = llm.stats()
+    return json.dumps(stats) if args.json else format_summary(stats)
+
+
+def _on_cluster(args: argparse.Namespace, options: dict, work: OpenJob) -> str:
+    """The same on Ray's workers."""
+    from moejax.serve.cluster.fleet import Fleet, Scale, format_fleet
+    from moejax.serve.cluster.ray_cluster import connected
+
+    scale = Scale(args.ray, args.workers, args.cores_per_worker)
+    with (
+        connected(scale.address, scale.cpus),
+        Fleet(args.model, options, scale, warn=_say) as fleet,
+    ):
+        work.run(fleet, progress=not (args.quiet or args.json), warn=_say)
+        stats = fleet.stats()
+    return json.dumps(stats) if args.json else format_fleet(stats)
+
+
+def _run_job(
+    args: argparse.Namespace,
+    opening: AbstractContextManager[OpenJob],
+    run: Callable[[OpenJob], str],
+) -> int:
+    with opening as work:
+        before, summary = work.done, ""
         try:
             # A model takes long to load; a job that is done already, or empty, needs none.
             if work.complete:
-                work.results.begin(overwrite=job.overwrite)
+                work.results.begin(overwrite=work.job.overwrite)
             else:
-                with started(args, options) as llm:
-                    work.run(llm, progress=bar, warn=_say)
-                    stats = llm.stats()
+                summary = run(work)
         except KeyboardInterrupt:
             if args.output == "-":
                 raise
@@ -244,12 +306,12 @@ def _generate_file(args: argparse.Namespace, params: SamplingParams, options: di
     if not work.done:
         from moejax.serve.batch.lines import EXAMPLE
 
-        _say(f"{args.input} has no lines, so there is nothing to do; one is like {EXAMPLE}")
+        _say(f"{args.input[0]} has no lines, so there is nothing to do; one is like {EXAMPLE}")
     elif work.errors or not args.quiet:
         kept = f", {before} of them from before" if before else ""
         _say(f"{work.done} results{kept}, {work.errors} errors")
-    if stats is not None:
-        _print_stats(args, stats)
+    if summary and (args.json or not args.quiet):
+        print(summary if args.json else f"\n{summary}", file=sys.stderr)
     return EXIT_BAD_LINES if work.errors else 0
 
 

@@ -40,6 +40,22 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     add_options(engine, "engine")
 
 
+CLUSTER = {
+    "ray": Description(
+        "run on Ray's workers: HOST:PORT of a cluster's head, auto on one of its machines, or "
+        "local, which needs no cluster (docs/scale_out.md)",
+        metavar="ADDRESS",
+    ),
+    "workers": Description(
+        "models to run at once (default: one a GPU; one a machine where there is none)", type=int
+    ),
+    "cores_per_worker": Description(
+        "CPU cores of each (default: its machine's, divided among its workers)", type=int
+    ),
+}
+"""Options of commands that run on several machines."""
+
+
 def add_options(group: argparse._ActionsContainer, name: str) -> None:
     """The options of one of Description.group's groups."""
     of_group = {key: said for key, said in descriptions().items() if said.group == name}

@@ -179,6 +179,23 @@ def perplexity(
     tokens, text that is no Unicode, ids outside of the vocabulary, window, stride or limit out of
     range, and log-probabilities that are not finite.
     """
+    window, stride, encoded = encoded_texts(llm, texts, window, stride, limit)
+    scored = sum(w.end - w.first for text in encoded for w in text.windows)
+    llm.stats()  # refuses an LLM that is closed or lent
+    with token_progress("scoring", scored, 0, None, progress) as report:
+        cost = _score(llm.engine, encoded, report)
+    return PerplexityResult(window, stride, limit, tuple(map(likelihood, encoded)), cost)
+
+
+def encoded_texts(
+    llm: LLM,
+    texts: str | TokenIds | Sequence[str | TokenIds] | Mapping[str, str | TokenIds],
+    window: int | None,
+    stride: int | None,
+    limit: int | None,
+) -> tuple[int, int, list[EncodedText]]:
+    """(window, stride, the texts with their windows), none scored. Arguments and what is raised as
+    of `perplexity`."""
     most = llm.engine.scheduler.max_model_len
     window = min(DEFAULT_WINDOW, most) if window is None else window
     stride = max(window // 2, 1) if stride is None else stride
@@ -197,11 +214,7 @@ def perplexity(
     if not texts:
         raise UserError("there is no text to score; give at least one")
     encoded = [_encode(llm, name, text, window, stride, limit) for name, text in texts.items()]
-    scored = sum(w.end - w.first for text in encoded for w in text.windows)
-    llm.stats()  # refuses an LLM that is closed or lent
-    with token_progress("scoring", scored, 0, None, progress) as report:
-        cost = _score(llm.engine, encoded, report)
-    return PerplexityResult(window, stride, limit, tuple(map(_likelihood, encoded)), cost)
+    return window, stride, encoded
 
 
 def result_json(llm: LLM, result: PerplexityResult) -> dict[str, Any]:
@@ -211,20 +224,27 @@ def result_json(llm: LLM, result: PerplexityResult) -> dict[str, Any]:
     changes it, unless `precision` says that it changes bits and mixes versions. `run` says how, and
     what it cost. prefill_tokens is a shape of XLA's matrix products, whose last bits depend on it.
     """
+    return reported(result, model_report(llm), run_report(llm))
+
+
+def reported(
+    result: PerplexityResult, model: Mapping[str, Any], run: Mapping[str, Any]
+) -> dict[str, Any]:
+    """result_json, with what the model and the run say of themselves."""
     files = [{"name": text.name, "sha256": text.sha256, **_figures(text)} for text in result.texts]
     # Names the texts in their order.
     data = hashlib.sha256("".join(f"{text.sha256}\n" for text in result.texts).encode())
     cost = result.cost
     return {
         "task": "perplexity",
-        **model_report(llm),
+        **model,
         "window": result.window,
         "stride": result.stride,
         "limit": result.limit,
         "data": {"sha256": data.hexdigest(), "texts": files},
         "total": _figures(result.total),
         "run": {
-            **run_report(llm),
+            **run,
             **dataclasses.asdict(cost),
             "misses": cost.fills + cost.read_through,
             "hit_rate": cost.hits / cost.activations if cost.activations else None,
@@ -262,7 +282,7 @@ def window_units(result: PerplexityResult) -> list[Units]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Encoded:
+class EncodedText:
     """A text on its way. logprobs is filled in as windows are scored."""
 
     name: str
@@ -279,7 +299,7 @@ class _Encoded:
 
 def _encode(
     llm: LLM, name: str, text: str | TokenIds, window: int, stride: int, limit: int | None
-) -> _Encoded:
+) -> EncodedText:
     if isinstance(text, TokenIds):
         return _encode_ids(name, text, llm.config.vocab_size, window, stride, limit)
     tokenizer = llm.get_tokenizer()
@@ -301,12 +321,12 @@ def _encode(
     windows = sliding_windows(len(ids), window, stride)
     if not sum(nbytes[w.first : w.end].sum() for w in windows):
         raise _too_short(name, len(ids))
-    return _Encoded(name, hashlib.sha256(data).hexdigest(), ids, nbytes, windows)
+    return EncodedText(name, hashlib.sha256(data).hexdigest(), ids, nbytes, windows)
 
 
 def _encode_ids(
     name: str, given: TokenIds, vocabulary: int, window: int, stride: int, limit: int | None
-) -> _Encoded:
+) -> EncodedText:
     """Documents one after the other, no window over two of them."""
     ids = np.concatenate(given.documents)
     bad = np.flatnonzero((ids < 0) | (ids >= vocabulary))
@@ -323,7 +343,7 @@ def _encode_ids(
         begin += len(document)
     if not windows:
         raise _too_short(name, len(ids))
-    return _Encoded(name, given.sha256, ids, None, windows)
+    return EncodedText(name, given.sha256, ids, None, windows)
 
 
 def _too_short(name: str, tokens: int) -> UserError:
@@ -348,7 +368,7 @@ def _token_bytes(text: str, offsets: np.ndarray) -> np.ndarray:
     return np.diff(ends, prepend=0)
 
 
-def _score(engine: Engine, texts: Sequence[_Encoded], report: Callable[[int], None]) -> Cost:
+def _score(engine: Engine, texts: Sequence[EncodedText], report: Callable[[int], None]) -> Cost:
     """Fills in the texts' logprobs. As many windows are in the engine as fill two prefill steps, so
     that a prefill step, which reads an expert once for all of them, is full while there are windows
     left."""
@@ -384,7 +404,9 @@ def _score(engine: Engine, texts: Sequence[_Encoded], report: Callable[[int], No
     )
 
 
-def _likelihood(text: _Encoded) -> TextLikelihood:
+def likelihood(text: EncodedText) -> TextLikelihood:
+    """What a text whose windows are all scored came to. Raises UserError for log-probabilities that
+    are not finite."""
     scored = np.zeros(len(text.ids), bool)
     for window in text.windows:
         scored[window.first : window.end] = True

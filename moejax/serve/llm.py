@@ -164,9 +164,11 @@ class LLM:
                 )
             except BaseException:
                 loaded.store.delete()
+                if loaded.shared is not None:
+                    loaded.shared.close()
                 raise
             self._start.end("engine")
-        self.dtype, self._made = loaded.dtype, loaded.quantizers
+        self.dtype, self._made, self._shared = loaded.dtype, loaded.quantizers, loaded.shared
         self._start.end("tokenizer")
         self._tracer = self.engine.tracer  # whoever takes it away from the engine for a while
         longest = self.engine.scheduler.max_model_len
@@ -196,6 +198,7 @@ class LLM:
                 in_files=options.store == "file",
                 verify_reads=options.verify_reads,
                 new_builder=builder,
+                shared=options.store == "shared",
             )
         with versions_progress(options.progress) as making:
             return with_versions(
@@ -268,6 +271,11 @@ class LLM:
         return self._held_each(
             run_each(self.engine, iter(requests), max_in_flight, self.encoder, tokenizer)
         )
+
+    @property
+    def generated_tokens(self) -> int:
+        """Tokens generated so far, by all requests."""
+        return self.engine.statistics.generated_tokens
 
     def end_session(self, session_id: str) -> None:
         """Forgets a session and frees its KV. Raises UserError for a session that does not exist or
@@ -406,6 +414,8 @@ class LLM:
                 self._tracer.close()
         finally:
             self.engine.runner.delete()
+            if self._shared is not None:
+                self._shared.close()
 
     def lend(self, thread: threading.Thread | None) -> None:
         """Gives the engine, which is not for several threads, to one of them: until `lend(None)`

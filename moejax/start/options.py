@@ -29,7 +29,7 @@ DRIVERS = ("device", "host", "stream")
 """Who walks through the layers of a step: one executable, Python with hooks in between, or one
 executable through which all experts of each layer stream (docs/stream.md)."""
 
-STORES = ("memory", "file")
+STORES = ("memory", "file", "shared")
 """Where experts are that have no cell: all in host memory, or in the files of a converted
 checkpoint, of which the arena is the cache."""
 
@@ -134,9 +134,10 @@ class Options:
     )
     kv_budget: int | None = _option("bytes that KV gets, such as 2GiB", "memory")
     store: str = _option(
-        "where experts are beside the arena: memory, all of them, or file, in the files that "
-        "`moejax convert` wrote, read as they are computed (native CPU ops only; no bit depends on "
-        "it) (default: memory)",
+        "where experts are beside the arena: memory, all of them; shared, the same in memory that "
+        "other processes of this machine share (CPU only); or file, in the files that `moejax "
+        "convert` wrote, read as they are computed (native CPU ops only); no bit depends on it "
+        "(default: memory)",
         "memory",
         default="memory",
         choices=STORES,
@@ -347,11 +348,11 @@ class Options:
             raise UserError(f"transfers is one of {', '.join(TRANSFERS)}, not {self.transfers!r}")
         if self.store not in STORES:
             raise UserError(f"store is one of {', '.join(STORES)}, not {self.store!r}")
-        if self.store == "memory":
+        if self.store != "file":
             if self.host_memory is not None:
                 raise UserError(
-                    "host_memory is what may be kept of experts in files, and store='memory' keeps "
-                    "all of them; leave it out, or take store='file'"
+                    "host_memory is what may be kept of experts in files, and "
+                    f"store={self.store!r} keeps all of them; leave it out, or take store='file'"
                 )
             if not self.verify_reads:
                 raise UserError(

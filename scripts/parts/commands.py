@@ -21,7 +21,17 @@ COMMANDS = {
     "cpu": ("ops", "versions", "matrix", "steps", "peers", "memory", "pages", "queue"),
     "disk": ("store",),
     "transfers": ("claim", "overlap", "device", "stream"),
-    "check": ("batch", "parity", "requests", "paired", "fuzz", "sessions", "attack", "gpu_day"),
+    "check": (
+        "batch",
+        "parity",
+        "requests",
+        "paired",
+        "fuzz",
+        "sessions",
+        "attack",
+        "gpu_day",
+        "scale_out",
+    ),
 }
 """Group → names."""
 

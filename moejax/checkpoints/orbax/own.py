@@ -47,6 +47,7 @@ from moejax.checkpoints.orbax.manifest import (
     read_manifest,
 )
 from moejax.checkpoints.placement import cast, count_nonfinite, in_order
+from moejax.checkpoints.shared_memory import SharedMemory
 from moejax.errors import UserError
 from moejax.models.config import load_config
 from moejax.models.directory import checkpoint_directory, read_json, require_own_file
@@ -83,6 +84,7 @@ def load_orbax(
     in_files: bool = False,
     verify_reads: bool = True,
     new_builder: Callable[..., StoreBuilder] = StoreBuilder,
+    shared: SharedMemory | None = None,
 ) -> LoadedModel:
     """Loads a checkpoint that `moejax convert` or `moejax quantize` wrote; of its dense version the
     same bits as its source gives.
@@ -91,8 +93,8 @@ def load_orbax(
     and one parameter. versions: those to load of the ones that are there; if one of them is not,
     the dense one, from which it can be made. in_files: experts stay where they are, none of their
     bytes is read, and what cannot be made without reading them is refused. verify_reads: their
-    checksums are verified when they are read. The rest as in load_checkpoint, new_builder as in
-    new_store.
+    checksums are verified when they are read. new_builder, shared: as in load_checkpoint. The rest
+    too.
 
     Raises UserError naming the layer, expert and file that are damaged or missing; shapes, dtypes
     and the files' sizes are checked before the first weight is read.
@@ -105,10 +107,7 @@ def load_orbax(
     held = _held(stored, to_name, versions)
     if in_files:
         _check_in_files(stored, to_name, versions, held)
-    layers: dict[str, list[Leaf]] = {}
-    for version, numbers in held.items():
-        every = stored.layers(version)
-        layers[version] = [every[i] for i in numbers]
+    layers = {v: [stored.layers(v)[i] for i in numbers] for v, numbers in held.items()}
     experts = list(itertools.chain(*layers.values()))
     check_files(stored, experts)
     marks.append(time.perf_counter())
@@ -116,21 +115,25 @@ def load_orbax(
     run, to = StoredModel(stored.directory, config, to_name), NUMPY_DTYPES[to_name]
     sizes = [leaf.nbytes for leaf in run.params.values()]
     nbytes = sum(sizes) if shares_memory(device) else max(sizes)
-    for version, leaves in {} if in_files else layers.items():
+    there = in_files or (shared is not None and shared.filled)
+    for version, leaves in {} if there else layers.items():
         nbytes += len(leaves) * config.num_experts * run.layout(version).nbytes
     require_host_memory(nbytes, str(stored.directory))
-    read = [*stored.params.values(), *(() if in_files else experts)]
+    read = itertools.chain(stored.params.values(), () if in_files else experts)
     advance = counted(progress, sum(leaf.nbytes for leaf in read))
     builders: dict[str, StoreBuilder] = {}
     with contextlib.ExitStack() as stack:
         for version, leaves in {} if in_files else layers.items():
             layout, source = run.layout(version), str(stored.directory)
-            store = new_store(config, layout, device, source, len(leaves), new_builder)
+            store = new_store(config, layout, device, source, len(leaves), new_builder, shared)
             builders[version] = stack.enter_context(store)
         marks.append(time.perf_counter())
         pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(WORKERS))
         params = _load_params(stored, run, device, pool, advance)
         for version, builder in builders.items():
+            if there:  # in shared memory
+                advance(len(layers[version]) * config.num_experts * layers[version][0].chunk_bytes)
+                continue
             loaded = _load_experts(stored, layers[version], builder, to, pool)
             with contextlib.closing(loaded):
                 for _ in loaded:
@@ -149,8 +152,8 @@ def load_orbax(
     warn_nonfinite(str(stored.directory), stored.manifest.nonfinite)
     marks.append(time.perf_counter())
     seconds: dict[str, float] = dict(zip(_PHASES, np.diff(marks).tolist(), strict=True))
-    quantizers = {v: name for v, name in stored.manifest.quantizers.items() if v in held}
-    return LoadedModel(config, to_name, params, store, run.layout(), seconds, quantizers)
+    made = {v: name for v, name in stored.manifest.quantizers.items() if v in held}
+    return LoadedModel(config, to_name, params, store, run.layout(), seconds, made)
 
 
 def _load_params(

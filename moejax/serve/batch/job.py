@@ -9,19 +9,15 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import IO, TYPE_CHECKING, Any, Literal
+from typing import IO, Any, Literal, Protocol
 
 from moejax.errors import UserError, as_user_error, shown
 from moejax.progress import token_progress
 from moejax.requests.outputs import RequestOutput
 from moejax.requests.request import GenerationRequest
 from moejax.serve.batch.lines import Line, bounded_lines, read_lines
-from moejax.serve.batch.result_file import ResultFile, open_results
+from moejax.serve.batch.result_file import open_results
 from moejax.serve.batch.results import failure, success
-
-if TYPE_CHECKING:
-    from moejax.serve.llm import LLM
-
 
 MOST_MESSAGE = 500
 """Characters of what is said about a bad line, which may quote it."""
@@ -54,14 +50,59 @@ class Job:
         return {"model": model, "dtype": self.dtype, "seed": self.seed, **self.sampling}
 
 
+class Model(Protocol):
+    """What a job uses of an LLM, or of many."""
+
+    @property
+    def generated_tokens(self) -> int: ...
+
+    def generate_each(
+        self, requests: Iterator[GenerationRequest], /
+    ) -> Iterator[tuple[GenerationRequest, RequestOutput | UserError]]: ...
+
+    def end_session(self, session_id: str, /) -> None: ...
+
+
+class Lines(Protocol):
+    """What a job uses of a binary stream, or of many."""
+
+    def readline(self, most: int, /) -> bytes: ...
+
+    def seekable(self) -> bool: ...
+
+    def tell(self) -> int: ...
+
+    def seek(self, place: int, /) -> object: ...
+
+
+class Results(Protocol):
+    """What a job uses of a ResultFile, whose fields and methods these are."""
+
+    name: str
+    regular: bool
+    keys: set[bytes]
+    errors: int
+    count: int
+
+    def begin(self, *, overwrite: bool) -> None: ...
+
+    def append(self, line: bytes, /) -> None: ...
+
+    def first_not_in(self, keys: set[bytes], /) -> tuple[str, str | int]: ...
+
+    def options(self) -> dict[str, Any] | None: ...
+
+
 @dataclasses.dataclass
 class OpenJob:
     """A job whose files are open and checked. Made by `open_job`."""
 
     job: Job
-    input: IO[bytes]
-    results: ResultFile
-    total: int | None
+    input: Lines
+    results: Results
+    place: Callable[[int], str]
+    """Where the line of that number stands, for messages."""
+    total: int | None = None
     """Input lines that are not blank; None where the input can be read only once."""
     errors: int = 0
     """Errors among the results."""
@@ -96,7 +137,7 @@ class OpenJob:
         return read_lines(lines, sampling=job.sampling, seed=job.seed, made_with=made_with)
 
     def run(
-        self, llm: LLM, *, progress: bool = False, warn: Callable[[str], None] = lambda text: None
+        self, llm: Model, *, progress: bool = False, warn: Callable[[str], None] = lambda text: None
     ) -> None:
         """Generates for every line that has no result yet. warn: told of each bad line.
 
@@ -105,9 +146,8 @@ class OpenJob:
         whole result.
         """
         self.results.begin(overwrite=self.job.overwrite)
-        statistics = llm.engine.statistics
         with token_progress(
-            "generating", self.total, self.done, lambda: statistics.generated_tokens, progress
+            "generating", self.total, self.done, lambda: llm.generated_tokens, progress
         ) as report:
             for request, output in llm.generate_each(self._requests(warn)):
                 line = request.tag
@@ -150,7 +190,7 @@ class OpenJob:
             if self._ended_by is not None:
                 return
 
-    def _turn_ended(self, llm: LLM, session_id: str | None, *, ran: bool) -> None:
+    def _turn_ended(self, llm: Model, session_id: str | None, *, ran: bool) -> None:
         """Ends a session after its last turn, so that its KV makes room."""
         if session_id is None or session_id not in self.turns:
             return
@@ -176,7 +216,7 @@ class OpenJob:
 
     def _bad(self, line: Line, message: str, warn: Callable[[str], None]) -> None:
         message = message if len(message) <= MOST_MESSAGE else f"{message[:MOST_MESSAGE]}…"
-        message_with_place = f"{self.job.input}, line {line.number}: {message}"
+        message_with_place = f"{self.place(line.number)}: {message}"
         if self.job.on_error == "fail":
             if self._running:
                 # Said at once, since what runs may take minutes.
@@ -199,23 +239,30 @@ def open_job(job: Job) -> Iterator[OpenJob]:
         if job.output != "-" and _same_file(stream, job.output):
             raise UserError(f"{job.output} is both --input and --output; choose another --output")
         with open_results(job.output, overwrite=job.overwrite) as results:
-            opened = OpenJob(job, stream, results, None, results.errors)
-            if stream.seekable():
-                begin, opened.total, sessions = stream.tell(), 0, False
-                for raw in bounded_lines(stream):
-                    opened.total += bool(raw.strip())
-                    sessions |= b'"session_id"' in raw
-                stream.seek(begin)
-                if results.keys or sessions:
-                    _survey(opened)
-                    stream.seek(begin)
-            elif results.keys:
-                raise UserError(
-                    f"{job.output} has results, and what comes from {job.input} cannot be compared "
-                    f"with them beforehand; put it into a file and give that as --input, choose "
-                    f"another --output, or start anew with --overwrite"
-                )
-            yield opened
+            yield surveyed(job, stream, results, lambda number: f"{job.input}, line {number}")
+
+
+def surveyed(job: Job, stream: Lines, results: Results, place: Callable[[int], str]) -> OpenJob:
+    """The job of an open input and output, once the input was read through for its size, its
+    sessions and what the results are of; place: as of OpenJob. Raises UserError for results that
+    are not of this input with these options."""
+    opened = OpenJob(job, stream, results, place, errors=results.errors)
+    if stream.seekable():
+        begin, opened.total, sessions = stream.tell(), 0, False
+        for raw in bounded_lines(stream):
+            opened.total += bool(raw.strip())
+            sessions |= b'"session_id"' in raw
+        stream.seek(begin)
+        if results.keys or sessions:
+            _survey(opened)
+            stream.seek(begin)
+    elif results.keys:
+        raise UserError(
+            f"{job.output} has results, and what comes from {job.input} cannot be compared "
+            f"with them beforehand; put it into a file and give that as --input, choose "
+            f"another --output, or start anew with --overwrite"
+        )
+    return opened
 
 
 def _survey(opened: OpenJob) -> None:
@@ -230,10 +277,10 @@ def _survey(opened: OpenJob) -> None:
             if line.key not in keys:
                 opened.open_sessions.add(session_id)
     if missing:
-        number, id = opened.results.first_not_in(opened.results.keys - missing)
+        where, id = opened.results.first_not_in(opened.results.keys - missing)
         what = _difference(opened.results.options(), job.options)
         raise UserError(
-            f"{job.output}, line {number}: the result of {id!r} does not belong to {job.input} "
+            f"{where}: the result of {id!r} does not belong to {job.input} "
             f"with these options ({what}); give the same ones, choose "
             f"another --output, or start anew with --overwrite"
         )

@@ -8,7 +8,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import IO, Any
+from typing import Any, Protocol
 
 from moejax.errors import UserError, shown
 from moejax.models.json_values import is_integer
@@ -30,9 +30,8 @@ IGNORED_FIELDS = frozenset(
 
 _SAMPLING_FIELDS = frozenset(f.name for f in dataclasses.fields(SamplingParams) if f.init)
 _PROMPT_FIELDS = ("prompt", "prompt_token_ids", "messages")
-_KNOWN_FIELDS = (
-    _SAMPLING_FIELDS | IGNORED_FIELDS | {*_PROMPT_FIELDS, "id", "session_id", "priority"}
-)
+LINE_FIELDS = _SAMPLING_FIELDS | IGNORED_FIELDS | {*_PROMPT_FIELDS, "id", "session_id", "priority"}
+"""What a plain line may have."""
 _GIVEN_ID = re.compile(r"line-[0-9]+")
 
 
@@ -73,7 +72,13 @@ def derived_seed(seed: int, id: str | int) -> int:
     return int.from_bytes(_digest(json.dumps([seed, id]).encode(), 4), "big") >> 1
 
 
-def bounded_lines(stream: IO[bytes]) -> Iterator[bytes]:
+class Stream(Protocol):
+    """What is read of a binary stream."""
+
+    def readline(self, most: int, /) -> bytes: ...
+
+
+def bounded_lines(stream: Stream) -> Iterator[bytes]:
     """The lines of a stream; of one with more than MOST_LINE bytes MOST_LINE + 1, so that no line
     takes more memory."""
     while raw := stream.readline(MOST_LINE + 1):
@@ -178,8 +183,8 @@ def _request(
 ) -> GenerationRequest:
     fields = {name: value for name, value in fields.items() if value is not None}
     for name in fields:
-        if name not in _KNOWN_FIELDS:
-            close = difflib.get_close_matches(name[:100], _KNOWN_FIELDS, 1, 0.75)
+        if name not in LINE_FIELDS:
+            close = difflib.get_close_matches(name[:100], LINE_FIELDS, 1, 0.75)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise UserError(f"the field {shown(name)} is not supported{hint}")
     prompts = [name for name in _PROMPT_FIELDS if name in fields]

@@ -103,12 +103,12 @@ class ResultFile:
             except OSError as error:
                 raise UserError(f"cannot read {self.name}: {error.strerror}") from error
 
-    def first_not_in(self, keys: set[bytes]) -> tuple[int, str | int]:
-        """(line number, id) of the first result that is not among the keys."""
+    def first_not_in(self, keys: set[bytes]) -> tuple[str, str | int]:
+        """(place, id) of the first result that is not among the keys."""
         for number, raw in enumerate(self.lines(), 1):
             id, key, _ = read_result(raw)
             if key not in keys:
-                return number, id
+                return f"{self.name}, line {number}", id
         raise LookupError(f"every result of {self.name} is among the keys")
 
     def options(self) -> dict[str, Any] | None:

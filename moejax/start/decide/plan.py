@@ -152,7 +152,7 @@ def step_spec(settings: Settings, model: ModelFacts, device: DeviceFacts) -> Ste
             bucketed=decodes_in_buckets(config, ops),
         ),
         formats=formats_of(precision, layout, model.store),
-        store=options.store,
+        store="file" if options.store == "file" else "memory",
         queue=queue_of(settings),
         trace_arrays=TRACE_ARRAYS & {*settings.trace_arrays, *needs},
     )

@@ -59,6 +59,17 @@ def check_store(settings: Settings, platform: str) -> None:
     """Raises UserError for a store that this platform, these ops or what else was asked for cannot
     have, whatever the model is."""
     options, precision = settings.options, settings.precision
+    if options.store == "shared":
+        if platform != "cpu":
+            raise UserError(
+                "store='shared' is for CPUs: on a GPU experts lie in pinned memory, which is one "
+                "process's; use store='memory'"
+            )
+        if precision.mixed or tuple(precision.versions) != ("dense",):
+            raise UserError(
+                "store='shared' has the experts as the checkpoint does, dense, not precision "
+                f"{precision.name}; leave that out, or use store='memory'"
+            )
     if options.store != "file":
         return
     if platform != "cpu":

@@ -18,9 +18,9 @@ def queue_of(settings: Settings) -> QueueSpec | None:
     """The queue that was asked for; None: ops copy experts in their place, the fastest where
     nothing limits the link. Files are read by one, and layers stream through one."""
     options = settings.options
-    asked = options.link_rate, options.link_latency, options.store, options.transfers
-    streams = options.driver == "stream"
-    if not streams and asked in ((None, None, "memory", None), (None, None, "memory", "ops")):
+    asked = options.link_rate, options.link_latency, options.transfers
+    queued = options.driver == "stream" or options.store == "file"
+    if not queued and asked in ((None, None, None), (None, None, "ops")):
         return None
     if options.chunk_bytes == 0:
         raise UserError("chunk_bytes must be at least 1")
@@ -62,6 +62,11 @@ def new_builder(settings: Settings, platform: str) -> Callable[..., StoreBuilder
     if platform == "cpu" and native and why_not_cpu() is None:
         return StoreBuilder
     where = "on a GPU" if platform != "cpu" else "with ops that are not native"
+    if options.store == "shared":
+        raise UserError(
+            f"transfers='queue' {where} keeps experts in pinned arrays of its own, not in memory "
+            "that processes share: use store='memory'"
+        )
     if options.driver != "host":
         raise UserError(
             f"transfers='queue' {where} is carried out between the parts of a layer, which "

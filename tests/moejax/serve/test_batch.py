@@ -12,7 +12,6 @@ import resource
 import signal
 import sys
 from contextlib import contextmanager
-from types import SimpleNamespace
 
 import pytest
 
@@ -68,7 +67,7 @@ class FakeLLM:
 
     def __init__(self, model="demo", **options):
         type(self).made += 1
-        self.engine = SimpleNamespace(statistics=SimpleNamespace(generated_tokens=0))
+        self.generated_tokens = 0
         self.sessions: dict[str, str] = {}
         self.ended: list[str] = []
 

@@ -1,0 +1,157 @@
+"""Memory that processes of one machine share: the experts of a checkpoint, held once.
+
+The first process that asks makes files in SHM, which is memory, and fills them; the others map
+them, for reading, and load nothing. They lie in a directory named by what is in them. A lock on a
+file there is held as long as the memory is used, and ends with its process however that ends: who
+finds nobody else when it closes removes the directory, and so does whoever comes later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import math
+import mmap
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from host_offload.memory.budget import format_bytes
+from moejax.errors import UserError
+
+SHM = Path("/dev/shm")
+
+_LOCK, _COMPLETE = "lock", "complete"
+
+
+class NoSharedMemory(UserError):
+    """This machine has no shared memory, or not enough."""
+
+
+class SharedMemory:
+    """Arrays, made in an order that is the same in all processes. Made by `open_shared`.
+
+    filled: another process has filled them, and they can only be read; else `complete` has to be
+    called when they are.
+    """
+
+    def __init__(self, directory: Path, lock: int, filled: bool):
+        self.filled = filled
+        self._directory = directory
+        self._lock: int | None = lock
+        """A descriptor; None: closed."""
+        self._count = 0
+
+    def array(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """The next array, aligned to pages. Raises NoSharedMemory where there is no room for it,
+        RuntimeError where the process that filled it made another one."""
+        path, nbytes = self._directory / f"{self._count}", math.prod(shape) * dtype.itemsize
+        self._count += 1
+        with path.open("rb" if self.filled else "w+b") as file:
+            if self.filled and os.fstat(file.fileno()).st_size != nbytes:
+                raise RuntimeError(f"{path} has not the {nbytes} bytes that it should")
+            if not self.filled:
+                try:
+                    # Now, since a page that is missing later would end the process.
+                    os.posix_fallocate(file.fileno(), 0, nbytes)
+                except OSError as error:
+                    free = shutil.disk_usage(self._directory).free
+                    raise NoSharedMemory(
+                        f"store='shared' needs {format_bytes(nbytes)} in {SHM}, of which "
+                        f"{format_bytes(free)} are free ({error.strerror}); make it larger (mount "
+                        "-o remount,size=…; docker: --shm-size), or use store='memory'"
+                    ) from error
+            access = mmap.ACCESS_READ if self.filled else mmap.ACCESS_WRITE
+            memory = mmap.mmap(file.fileno(), nbytes, access=access)
+        return np.frombuffer(memory, dtype).reshape(shape)
+
+    def complete(self) -> None:
+        """Says that the arrays are filled, and lets the others in."""
+        if not self.filled:
+            assert self._lock is not None
+            (self._directory / _COMPLETE).touch()
+            fcntl.flock(self._lock, fcntl.LOCK_SH)
+
+    def close(self) -> None:
+        """Gives it up; who maps it keeps its arrays until they are gone. Idempotent."""
+        lock, self._lock = self._lock, None
+        if lock is None:
+            return
+        with contextlib.suppress(BlockingIOError):
+            # Alone, or what is here is not complete.
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(self._directory, ignore_errors=True)
+        os.close(lock)
+
+
+def open_shared(content: object) -> SharedMemory:
+    """The memory of this content, which is plain data for JSON that says all that decides its
+    bytes. Waits while another process fills it. Raises NoSharedMemory where there is none."""
+    if not SHM.is_dir():
+        raise NoSharedMemory(f"store='shared' needs {SHM}, which is Linux's; use store='memory'")
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
+    directory = SHM / f"{_prefix()}{digest}"
+    _sweep(directory)
+    while True:
+        try:
+            directory.mkdir(mode=0o700, exist_ok=True)
+            if directory.is_symlink() or directory.stat().st_uid != os.getuid():
+                raise NoSharedMemory(
+                    f"{directory} is another user's; remove it, or use store='memory'"
+                )
+            lock = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except FileNotFoundError:  # removed in between
+            continue
+        except OSError as error:
+            raise NoSharedMemory(f"{directory} cannot be made ({error.strerror})") from error
+        if memory := _entered(directory, lock):
+            return memory
+        os.close(lock)
+
+
+def _entered(directory: Path, lock: int) -> SharedMemory | None:
+    """The memory, with the lock held; None where the directory was removed meanwhile."""
+    for kind in (fcntl.LOCK_SH, fcntl.LOCK_EX):
+        fcntl.flock(lock, kind)
+        try:
+            if not os.path.samestat(os.stat(directory / _LOCK), os.fstat(lock)):
+                return None
+        except FileNotFoundError:
+            return None
+        if (directory / _COMPLETE).exists():
+            fcntl.flock(lock, fcntl.LOCK_SH)
+            return SharedMemory(directory, lock, True)
+    # What a process left that was killed while it filled it is written over.
+    return SharedMemory(directory, lock, False)
+
+
+def content_of(directory: Path, files: Iterable[Path]) -> list[object]:
+    """What says that files are the same: names, inodes, sizes and times of change."""
+    found: list[object] = [str(directory.resolve())]
+    for path in sorted(files):
+        stat = path.stat()
+        found.append([str(path), stat.st_ino, stat.st_size, stat.st_mtime_ns])
+    return found
+
+
+def _sweep(kept: Path) -> None:
+    """Removes what killed processes left and nobody uses."""
+    for directory in _others(kept):
+        with contextlib.suppress(OSError), (directory / _LOCK).open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+def _others(kept: Path) -> Iterator[Path]:
+    for directory in SHM.glob(f"{_prefix()}*"):
+        if directory != kept and directory.stat().st_uid == os.getuid():
+            yield directory
+
+
+def _prefix() -> str:
+    return f"moejax-{os.getuid()}-"

@@ -1,0 +1,275 @@
+"""The output of a job on several machines: a directory of parts, each written whole."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import os
+import re
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from moejax.errors import UserError
+from moejax.interrupt import deferred_interrupt
+from moejax.serve.batch.results import read_result
+from moejax.serve.cluster.inputs import filesystem
+
+PART_S = 10.0
+"""Seconds of results that a kill may take; they are made again, with the same bits."""
+
+PART_BYTES = 64 << 20
+"""Bytes of results at which a part is written sooner."""
+
+FORMATS = ("jsonl", "parquet")
+
+_PART = re.compile(r"part-([0-9]{5,})\.(jsonl|parquet)")
+_LOCK = ".moejax.lock"
+
+
+@dataclasses.dataclass
+class PartFiles:
+    """Results in a directory, and the place for more; what a job uses of `ResultFile`. Made by
+    `open_parts`."""
+
+    name: str
+    system: Any
+    """Arrow's file system."""
+    directory: str
+    """The directory in it."""
+    format: str
+    local: bool
+    regular: bool = True
+    keys: set[bytes] = dataclasses.field(default_factory=set)
+    errors: int = 0
+    count: int = 0
+    """Whole results, those in memory included."""
+    parts: list[str] = dataclasses.field(default_factory=list)
+    """Names of those that were there when it was opened."""
+    _next: int = 0
+    _held: list[bytes] = dataclasses.field(default_factory=list)
+    _held_bytes: int = 0
+    _written_s: float = dataclasses.field(default_factory=time.monotonic)
+
+    def begin(self, *, overwrite: bool) -> None:
+        """Removes what is there, if asked to; until now the directory is as it was found."""
+        if overwrite:
+            for part in self.parts:
+                self.system.delete_file(f"{self.directory}/{part}")
+            self.keys, self.errors, self.count, self.parts = set(), 0, 0, []
+        self._written_s = time.monotonic()
+
+    def append(self, line: bytes) -> None:
+        """Takes a result; a part is written every PART_S or PART_BYTES. Raises as write does."""
+        self._held.append(line)
+        self._held_bytes += len(line)
+        self.count += 1
+        if self._held_bytes > PART_BYTES or time.monotonic() - self._written_s > PART_S:
+            self.write()
+
+    def write(self) -> None:
+        """Writes a part of all results in memory. Raises UserError where it cannot be; nothing of
+        it is there then."""
+        if not self._held:
+            return
+        name = f"{self.directory}/part-{self._next:05}.{self.format}"
+        # A local file gets its name when it is whole; an object of a store is there when it is.
+        target = f"{self.directory}/.part-{self._next:05}.new" if self.local else name
+        try:
+            with deferred_interrupt():
+                self._write(target)
+                if self.local:
+                    os.replace(target, name)
+        except OSError as error:
+            # They are not in the directory, and whoever ends now must not try again.
+            self.count -= len(self._held)
+            self._held, self._held_bytes = [], 0
+            with contextlib.suppress(OSError):
+                self.system.delete_file(target)
+            why = error.strerror or str(error).split("\n")[0]
+            raise UserError(
+                f"cannot write to {self.name}: {why}; its parts so far are whole, and the same "
+                "command goes on from there"
+            ) from error
+        self._next += 1
+        self._held, self._held_bytes = [], 0
+        self._written_s = time.monotonic()
+
+    def _write(self, target: str) -> None:
+        if self.format == "jsonl":
+            with self.system.open_output_stream(target, compression=None) as file:
+                file.write(b"".join(self._held))
+        else:
+            _write_parquet(self.system, target, self._held)
+        if self.local:
+            with open(target, "rb") as file:
+                os.fsync(file.fileno())
+
+    def lines(self) -> Iterator[tuple[str, bytes]]:
+        """(place, result) of those in the parts that were there."""
+        for part in self.parts:
+            try:
+                yield from self._lines(part)
+            except (OSError, ValueError) as error:
+                if isinstance(error, UserError):
+                    raise
+                why = str(error).split("\n")[0]
+                raise UserError(f"{self.name}/{part} cannot be read: {why}") from error
+
+    def _lines(self, part: str) -> Iterator[tuple[str, bytes]]:
+        path = f"{self.directory}/{part}"
+        if part.endswith(".parquet"):
+            from pyarrow import parquet
+
+            with self.system.open_input_file(path) as file:
+                column = parquet.read_table(file, columns=["result"])["result"]
+            for number, text in enumerate(column.to_pylist(), 1):
+                yield f"{self.name}/{part}, row {number}", text.encode()
+            return
+        with self.system.open_input_stream(path, compression=None) as file:
+            data = file.read()
+        for number, raw in enumerate(data.splitlines(keepends=True), 1):
+            yield f"{self.name}/{part}, line {number}", raw
+
+    def first_not_in(self, keys: set[bytes]) -> tuple[str, str | int]:
+        """(place, id) of the first result that is not among the keys."""
+        for place, raw in self.lines():
+            id, key, _ = read_result(raw)
+            if key not in keys:
+                return place, id
+        raise LookupError(f"every result of {self.name} is among the keys")
+
+    def options(self) -> dict[str, Any] | None:
+        """As of ResultFile."""
+        for _, raw in self.lines():
+            metrics = json.loads(raw).get("metrics")
+            if isinstance(metrics, dict) and isinstance(job := metrics.get("job"), dict):
+                return job
+        return None
+
+    def scan(self) -> None:
+        """Reads what is there. Raises UserError for what is no result, or there twice."""
+        for place, raw in self.lines():
+            try:
+                _, key, error = read_result(raw)
+            except (ValueError, RecursionError):
+                raise UserError(
+                    f"{place}, is no result of moejax; choose another --output, or start anew with "
+                    "--overwrite"
+                ) from None
+            if key in self.keys:
+                raise UserError(
+                    f"{place}: this result is there twice; take one out, or start anew with "
+                    "--overwrite"
+                )
+            self.keys.add(key)
+            self.errors += error
+            self.count += 1
+
+
+@contextlib.contextmanager
+def open_parts(output: str, format: str, *, overwrite: bool) -> Iterator[PartFiles]:
+    """Makes, locks and scans the directory; nothing that is there is changed yet. On leaving, what
+    is in memory is written.
+
+    Raises UserError for a directory that cannot be made or has something else in it, for one that
+    another process writes (local ones only: stores of objects have no locks), and as `scan`.
+    """
+    system, directory = filesystem(output)
+    local = "://" not in output or output.startswith("file://")
+    try:
+        system.create_dir(directory, recursive=True)
+        with _locked(directory if local else None, output):
+            results = PartFiles(output, system, directory, format, local)
+            results.parts, results._next = _parts(system, directory, output)
+            if not overwrite:
+                results.scan()
+            try:
+                yield results
+            finally:
+                results.write()
+    except OSError as error:
+        why = error.strerror or str(error).split("\n")[0]
+        raise UserError(f"cannot open {output} for writing: {why}") from error
+
+
+def _parts(system: Any, directory: str, output: str) -> tuple[list[str], int]:
+    """(names of parts, the number of the next one)."""
+    from pyarrow import fs
+
+    names = sorted(info.base_name for info in system.get_file_info(fs.FileSelector(directory)))
+    found = [name for name in names if _PART.fullmatch(name)]
+    for name in names:
+        if not (name.startswith((".", "_")) or name in found):
+            raise UserError(
+                f"{output} has {name}, which is no part of a job's results; choose another --output"
+            )
+    numbers = [int(match[1]) for name in found if (match := _PART.fullmatch(name))]
+    return found, max(numbers, default=-1) + 1
+
+
+@contextlib.contextmanager
+def _locked(directory: str | None, output: str) -> Iterator[None]:
+    """The lock is flock's, as of a result file: it ends with the process."""
+    if directory is None:
+        yield
+        return
+    with open(os.path.join(directory, _LOCK), "wb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"another process is writing {output}; wait for its end, or choose another --output"
+            ) from None
+        yield
+
+
+def columns(raw: bytes) -> dict[str, Any]:
+    """A result as columns: what most want of the first sequence by name, and all of it, as the line
+    that a file of JSON lines has, as `result`."""
+    id, _, failed = read_result(raw)
+    record = json.loads(raw)
+    body = record if "custom_id" not in record else record["response"]["body"]
+    first = (body.get("outputs") or body.get("choices") or [body])[0]
+    message = first.get("message")
+    error = record["error"]
+    usage = body.get("usage") or {}
+    return {
+        "id": str(id),
+        "text": message["content"] if message else first.get("text"),
+        "token_ids": first.get("token_ids"),
+        "finish_reason": first.get("finish_reason"),
+        "prompt_tokens": usage.get("prompt_tokens"),
+        "completion_tokens": usage.get("completion_tokens"),
+        "error": error["message"] if failed else None,
+        "result": raw.decode().rstrip("\n"),
+    }
+
+
+def result_schema() -> Any:
+    """The Arrow schema of `columns`."""
+    import pyarrow
+
+    text, number = pyarrow.string(), pyarrow.int32()
+    return pyarrow.schema(
+        {
+            "id": text,
+            "text": text,
+            "token_ids": pyarrow.list_(number),
+            "finish_reason": text,
+            "prompt_tokens": number,
+            "completion_tokens": number,
+            "error": text,
+            "result": text,
+        }
+    )
+
+
+def _write_parquet(system: Any, target: str, lines: list[bytes]) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    table = pyarrow.Table.from_pylist([columns(line) for line in lines], result_schema())
+    parquet.write_table(table, target, filesystem=system, compression="zstd")

@@ -1,0 +1,318 @@
+"""Jobs on Ray's workers, with the embedded model: equal, killed, fast enough, small enough.
+
+    python -m scripts.check scale_out [--prompts 2000] [--kills 20] [--seed 0] [--only PART ...]
+        [--address HOST:PORT]
+
+1. equal: a job of --prompts lines, of both forms, with sessions and bad ones, runs in one process
+   and on 1, 2 and 4 workers of a local Ray. Results, sorted by id and without `metrics`, must be
+   the same bytes.
+2. kills: a cluster of two nodes (ray.cluster_utils) runs the job, and workers, the driver and a
+   node are ended with SIGKILL at --kills random times; the same command is given again until it is
+   done. Nothing may be lost, twice or different. --address: on a Ray that runs on this machine
+   already; then no node is ended.
+3. throughput: two workers against two independent processes on half of the lines each, tokens a
+   second once all have started, which must be at least 85%.
+4. memory: what one worker and two hold (Pss, which counts what is shared once), by kind.
+
+Exits with status 1 if one of them fails. Needs Ray.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from moejax.requests.request import GenerationRequest
+from moejax.requests.sampling_params import SamplingParams
+from moejax.serve.cluster.fleet import Fleet, Scale
+from moejax.serve.cluster.ray_cluster import connected, require_ray
+from scripts.check.batch import command, results, run, write_input
+from scripts.parts.commands import new_parser
+
+PARTS = ("equal", "kills", "throughput", "memory")
+LEAST = 0.85
+"""The share of independent processes' throughput that is asked for."""
+
+OPTIONS = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 256}
+"""The limits of scripts.check.batch, as LLM takes them."""
+
+_MEMORY_MODEL = {**OPTIONS, "kv_budget": "2MiB"}
+
+
+def cluster_command(source: Path, output: Path, address: str, workers: int) -> list[str]:
+    options = (f"--ray={address}", f"--workers={workers}", "--cores-per-worker=1")
+    return command(source, output, *options)
+
+
+def parts_results(output: Path) -> list[str]:
+    """As batch.results, of all parts of a directory."""
+    whole = output.parent / f"{output.name}.all"
+    whole.write_bytes(b"".join(p.read_bytes() for p in sorted(output.glob("part-*.jsonl"))))
+    return results(whole)
+
+
+def check_equal(directory: Path, prompts: int, seed: int) -> bool:
+    source, one = directory / "input.jsonl", directory / "one.jsonl"
+    write_input(source, prompts, seed)
+    run(command(source, one))
+    expected, good = results(one), True
+    for workers in (1, 2, 4):
+        output, began = directory / f"workers{workers}", time.perf_counter()
+        run(cluster_command(source, output, "local", workers))
+        seconds = time.perf_counter() - began
+        found = parts_results(output)
+        same = found == expected
+        good &= same
+        print(
+            f"{workers} workers: {len(found)} results in {seconds:.1f} s, "
+            + ("equal to one process" if same else "✗ NOT equal to one process"),
+            flush=True,
+        )
+    return good
+
+
+def _head() -> Any:
+    """A cluster of one node. Ray gives it 30 seconds, which a machine with other work may not
+    keep."""
+    from ray.cluster_utils import Cluster
+
+    arguments = {"num_cpus": 1, "object_store_memory": 100 << 20}
+    for left in (2, 1, 0):
+        try:
+            return Cluster(initialize_head=True, head_node_args=arguments)
+        except Exception as error:
+            if not left or "timed out" not in str(error):
+                raise
+    raise AssertionError
+
+
+class TwoNodes:
+    """A cluster of two nodes on this machine, with one worker's CPUs each."""
+
+    def __init__(self) -> None:
+        self._cluster = _head()
+        self._second = None
+        self.restore()
+        self.address = str(self._cluster.address)
+
+    def restore(self) -> None:
+        """The second node, where it is missing."""
+        if self._second is None:
+            self._second = self._cluster.add_node(num_cpus=1, object_store_memory=100 << 20)
+
+    def kill(self) -> None:
+        """Ends the second node as a power cut would, its workers with it."""
+        if self._second is not None:
+            self._cluster.remove_node(self._second, allow_graceful=False)
+            self._second = None
+
+    def close(self) -> None:
+        self._cluster.shutdown()
+
+
+def workers_of_ray() -> list[int]:
+    """Processes of workers, which Ray names by their class."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            if b"ray::Generator" in (path / "cmdline").read_bytes():
+                found.append(int(path.name))
+        except OSError:
+            continue
+    return found
+
+
+def check_kills(directory: Path, prompts: int, kills: int, seed: int, address: str | None) -> bool:
+    """Kinds by turns: a worker, the driver, a node, a worker; with an address no node."""
+    require_ray()
+    source, one, output = (directory / name for name in ("in.jsonl", "one.jsonl", "killed"))
+    write_input(source, prompts, seed)
+    run(command(source, one))
+    draw, cluster = random.Random(seed), None if address else TwoNodes()
+    said: dict[str, int] = {"worker": 0, "driver": 0, "node": 0}
+    runs = 0
+    try:
+        where = address if cluster is None else cluster.address
+        arguments = cluster_command(source, output, str(where), 2)
+        kinds = ["worker", "driver", *(["node", "worker"] if cluster else [])]
+        left = [kinds[i % len(kinds)] for i in range(kills)]
+        while True:
+            runs += 1
+            if cluster is not None:
+                cluster.restore()
+            process = subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True)
+            assert process.stderr is not None
+            lines: list[str] = []
+            reader = threading.Thread(target=lines.extend, args=(process.stderr,))  # never blocks
+            reader.start()
+            _wait_for_workers(process)
+            while left and process.poll() is None:
+                time.sleep(draw.uniform(0.2, 4.0))
+                kind = left[0]
+                live = workers_of_ray()
+                if process.poll() is not None or (kind == "worker" and not live):
+                    continue
+                left.pop(0)
+                said[kind] += 1
+                if kind == "driver":
+                    process.kill()
+                elif kind == "node" and cluster is not None:
+                    cluster.kill()
+                    threading.Timer(5.0, cluster.restore).start()
+                else:
+                    os.kill(draw.choice(live), signal.SIGKILL)
+            status = process.wait()
+            reader.join()
+            if status in (0, 3):
+                break
+            if status != -signal.SIGKILL:
+                print("".join(lines[-5:]), flush=True)
+                if runs > 3 * kills + 3:
+                    break
+        # Kills that are left over came too late; more lines would have met them.
+        found, expected = parts_results(output), results(one)
+    finally:
+        if cluster is not None:
+            cluster.close()
+    same = found == expected
+    print(f"{len(found)} results, kills: {said}, {len(left)} came too late, {runs} runs")
+    print("equal to the undisturbed run" if same else "✗ NOT equal to the undisturbed run")
+    return same
+
+
+def _wait_for_workers(process: subprocess.Popen) -> None:
+    while process.poll() is None and not workers_of_ray():
+        time.sleep(0.05)
+
+
+def requests(prompts: int) -> list[GenerationRequest]:
+    params = SamplingParams(max_tokens=32, ignore_eos=True)
+    return [GenerationRequest([5 + i % 90, 7, 11 + i % 50], params) for i in range(prompts)]
+
+
+_INDEPENDENT = """
+import sys, time
+from moejax import LLM
+from scripts.check.scale_out import OPTIONS, requests
+first, prompts = map(int, sys.argv[1:])
+with LLM("demo", threads=1, progress=False, **OPTIONS) as llm:
+    llm.generate([[5, 6]], use_tqdm=False)
+    print("ready", flush=True)
+    sys.stdin.readline()
+    began = time.time()
+    for _ in llm.generate_each(requests(prompts)[first::2]): pass
+    print(began, time.time(), flush=True)
+"""
+
+
+def independent_s(prompts: int) -> float:
+    """Seconds that two processes take for half of the prompts each, from a common beginning."""
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", _INDEPENDENT, str(first), str(prompts)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for first in (0, 1)
+    ]
+    for process in processes:
+        assert process.stdout is not None and process.stdout.readline().strip() == "ready"
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    times = [tuple(map(float, p.communicate()[0].split())) for p in processes]
+    return max(end for _, end in times) - min(begin for begin, _ in times)
+
+
+def check_throughput(prompts: int) -> bool:
+    alone = independent_s(prompts)
+    with connected("local", 2), Fleet("demo", OPTIONS, Scale("local", 2, 1), print) as fleet:
+        # Both have started once both have done something.
+        while len(fleet.stats()["workers"]) < 2:
+            list(fleet.generate_each(requests(8)))
+        began = time.perf_counter()
+        found = sum(1 for _ in fleet.generate_each(requests(prompts)))
+        seconds = time.perf_counter() - began
+        spread = [row["results"] for row in fleet.stats()["workers"]]
+    share = alone / seconds
+    print(
+        f"{found} prompts: two processes {alone:.2f} s, two workers {seconds:.2f} s "
+        f"(results {spread}): {share:.0%} of their throughput, {LEAST:.0%} asked for"
+    )
+    return found == prompts and share >= LEAST
+
+
+def pss(pid: int) -> dict[str, int]:
+    """Bytes of a process, each shared page divided by those that share it; `shmem`: of shared
+    memory, that of the store."""
+    found = {}
+    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+        name, _, rest = line.partition(":")
+        if name in ("Pss", "Pss_Anon", "Pss_File", "Pss_Shmem"):
+            found[name.lower()] = int(rest.split()[0]) * 1024
+    return found
+
+
+def check_memory() -> bool:
+    """Memory of one worker, and of two together: the store must be there once."""
+    totals, stores, store = [], [], 0
+    for workers in (1, 2):
+        with (
+            connected("local", 2),
+            Fleet("demo", _MEMORY_MODEL, Scale("local", workers, 1), print) as fleet,
+        ):
+            while len(fleet.stats()["workers"]) < workers:
+                list(fleet.generate_each(requests(8)))
+            rows = fleet.stats()["workers"]
+            store = rows[0]["store_bytes"]
+            each = [pss(row["pid"]) for row in rows]
+            totals.append(sum(one["pss"] for one in each))
+            stores.append(_shm_bytes())
+            print(
+                f"{workers} workers: {json.dumps(each)}; {stores[-1]} bytes of stores in /dev/shm"
+            )
+    more = totals[1] - totals[0]
+    print(
+        f"store {store / 2**20:.1f} MiB; a second worker takes {more / 2**20:.1f} MiB more (its "
+        f"own runtime, parameters, arena and KV), the first {totals[0] / 2**20:.1f} MiB"
+    )
+    return stores[0] == stores[1] == store
+
+
+def _shm_bytes() -> int:
+    """Bytes of shared stores."""
+    files = Path("/dev/shm").glob(f"moejax-{os.getuid()}-*/[0-9]*")
+    return sum(path.stat().st_size for path in files)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = new_parser(__name__, __doc__)
+    parser.add_argument("--prompts", type=int, default=2000, help="default: 2000")
+    parser.add_argument("--kills", type=int, default=20, help="default: 20")
+    parser.add_argument("--seed", type=int, default=0, help="of inputs and kills (default: 0)")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="default: all")
+    parser.add_argument("--address", help="of a Ray on this machine, for kills")
+    args = parser.parse_args(arguments)
+    good = True
+    with tempfile.TemporaryDirectory() as name:
+        if "equal" in args.only:
+            good &= check_equal(Path(name), args.prompts, args.seed)
+        if "kills" in args.only:
+            good &= check_kills(Path(name), args.prompts, args.kills, args.seed, args.address)
+        if "throughput" in args.only:
+            good &= check_throughput(args.prompts)
+        if "memory" in args.only:
+            good &= check_memory()
+    return 0 if good else 1

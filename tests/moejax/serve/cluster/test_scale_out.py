@@ -1,0 +1,105 @@
+"""A real Ray on this machine, with the embedded model. MOEJAX_RAY names one that runs already.
+
+The larger check is `python -m scripts.check scale_out`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from moejax import LLM, UserError
+from moejax.requests.request import GenerationRequest
+from moejax.requests.sampling_params import SamplingParams
+from moejax.serve.batch.job import Job, open_job
+from moejax.serve.cluster.fleet import Fleet, Scale, format_fleet
+from moejax.serve.cluster.job import open_cluster_job
+from moejax.serve.cluster.ray_cluster import LOCAL, connected
+from scripts.check import batch as check_batch
+
+pytestmark = [
+    pytest.mark.slow,  # one version of Ray is the same with any jax
+    # Ray's own processes and what they leave open are not ours.
+    pytest.mark.filterwarnings("ignore"),
+]
+
+LIMITS = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 256}
+
+
+@pytest.fixture(scope="module")
+def ray():
+    pytest.importorskip("ray", reason="needs Ray")
+    with connected(os.environ.get("MOEJAX_RAY", LOCAL), 2):
+        yield os.environ.get("MOEJAX_RAY", LOCAL)
+
+
+class Killing(Fleet):
+    """Ends a worker with SIGKILL once 20 results are there."""
+
+    def generate_each(self, requests):
+        for i, pair in enumerate(super().generate_each(requests)):
+            if i == 20:
+                place = next(m.place for m in self._pool._members if m.has)
+                os.kill(place.pid, signal.SIGKILL)
+            yield pair
+
+
+def results(directory: Path) -> list[str]:
+    """As check_batch.results, of all parts."""
+    whole = directory.parent / f"{directory.name}.all"
+    whole.write_bytes(b"".join(p.read_bytes() for p in sorted(directory.glob("*.jsonl"))))
+    return check_batch.results(whole)
+
+
+def test_two_workers_give_the_results_of_one_process(ray, tmp_path):
+    """Also where one of them is killed. Lines of both forms, turns of sessions, bad ones."""
+    source = tmp_path / "in.jsonl"
+    check_batch.write_input(source, 120, 3)
+    job = Job(str(source), str(tmp_path / "one"), sampling={"max_tokens": 128}, on_error="skip")
+    with LLM("demo", progress=False, **LIMITS) as llm, open_job(job) as work:
+        work.run(llm)
+    job, said = dataclasses.replace(job, output=str(tmp_path / "many")), []
+    with (
+        open_cluster_job(job, [job.input]) as work,
+        Killing("demo", LIMITS, Scale(ray, 2, 1), said.append) as fleet,
+    ):
+        work.run(fleet)
+        stats = fleet.stats()
+    assert stats["ended_workers"] == 1 and "run again" in said[0]
+    assert results(tmp_path / "many") == check_batch.results(tmp_path / "one")
+    assert len(results(tmp_path / "many")) == 120
+    assert stats["generated_tokens"] > 0 and "1 ended before" in format_fleet(stats)
+    kinds = {(row["store"], row["store_bytes"]) for row in stats["workers"]}
+    assert kinds == {("shared", 6 << 20)}
+
+
+@pytest.mark.nightly
+def test_a_model_that_is_not_there(ray, tmp_path):
+    with (
+        Fleet(str(tmp_path / "no"), LIMITS, Scale(ray, 1, 1)) as fleet,
+        pytest.raises(UserError, match=r"no worker could start: worker 1 on .*no"),
+    ):
+        list(fleet.generate_each([GenerationRequest([5], SamplingParams())]))
+
+
+@pytest.mark.nightly
+def test_a_dataset(ray):
+    import moejax.ray
+
+    rows = [{"prompt": f"The old house {i}", "max_tokens": 8, "mine": i} for i in range(20)]
+    rows.append({"prompt": "x", "max_tokens": -1, "mine": 20})
+    found = moejax.ray.generate(
+        rows, "demo", SamplingParams(temperature=0.7), workers=2, cores_per_worker=1,
+        batch_size=4, **LIMITS,
+    ).take_all()  # fmt: skip
+    assert sorted(row["mine"] for row in found) == list(range(21))
+    by = {row["mine"]: row for row in found}
+    assert "max_tokens" in by[20]["error"] and by[20]["text"] is None
+    again = moejax.ray.generate(
+        rows[:7], "demo", SamplingParams(temperature=0.7), workers=1, cores_per_worker=1, **LIMITS
+    ).take_all()
+    assert {r["mine"]: r["token_ids"] for r in again} == {i: by[i]["token_ids"] for i in range(7)}
