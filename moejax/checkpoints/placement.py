@@ -13,7 +13,7 @@ import dataclasses
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Protocol, TypeVar
 
@@ -62,7 +62,7 @@ class _Piece:
 
 def load_file(
     file: TensorFile,
-    places: dict[str, Place],
+    places: Mapping[str, Place],
     dtype: np.dtype,
     param: Callable[[ParamPlace], np.ndarray] | None,
     experts: RecordSink | None,

@@ -15,8 +15,8 @@ from host_offload.control.rules import BETWEEN_LAYERS
 from host_offload.control.step_record import SEEN, LayerRouting
 from host_offload.versions.layer_versions import version_bytes
 from moejax.engine.step_work import PlacedRows
+from moejax.step.drivers.host import HostRunner
 from moejax.step.hooks import Hooks
-from moejax.step.host_driver import HostRunner
 from moejax.step.parts import StepSpec
 from moejax.step.programs import STAGES
 from moejax.step.runner import Runner

@@ -32,11 +32,11 @@ from moejax.start.options import Options
 from moejax.start.precision import place_experts
 from moejax.start.probe import divided, step_costs
 from moejax.start.settings import Settings, settings_of
-from moejax.step.host_driver import HostRunner
+from moejax.step.drivers.host import HostRunner
+from moejax.step.drivers.queued import QueuedRunner
+from moejax.step.drivers.stream import StreamRunner
 from moejax.step.parts import StepSpec
-from moejax.step.queued_driver import QueuedRunner
 from moejax.step.runner import Runner
-from moejax.step.stream_driver import StreamRunner
 from moejax.traces.tracer import Tracer, start_trace
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from moejax.models.layers import Decoder
 from moejax.requests.request import PrefillKind
 from moejax.requests.sampling_params import MAX_BIASES, MAX_LOGPROBS
 from moejax.step.context import DeviceMemory, StepContext
-from moejax.step.device_driver import device_step
+from moejax.step.drivers.device import device_step
 from moejax.step.experts import stage_layer
 from moejax.step.parts import (
     Leaf,

@@ -36,15 +36,15 @@ from moejax.requests.request import GenerationRequest
 from moejax.requests.sampling_params import SamplingParams
 from moejax.serve.cluster.fleet import Fleet, Scale
 from moejax.serve.cluster.ray_cluster import connected, require_ray
-from scripts.check.batch import command, results, run, write_input
 from scripts.parts.commands import new_parser
+from scripts.parts.file_jobs import command, results, run, write_input
 
 PARTS = ("equal", "kills", "throughput", "memory")
 LEAST = 0.85
 """The share of independent processes' throughput that is asked for."""
 
 OPTIONS = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 256}
-"""The limits of scripts.check.batch, as LLM takes them."""
+"""The limits of scripts.parts.file_jobs, as LLM takes them."""
 
 _MEMORY_MODEL = {**OPTIONS, "kv_budget": "2MiB"}
 
@@ -55,7 +55,7 @@ def cluster_command(source: Path, output: Path, address: str, workers: int) -> l
 
 
 def parts_results(output: Path) -> list[str]:
-    """As batch.results, of all parts of a directory."""
+    """As file_jobs.results, of all parts of a directory."""
     whole = output.parent / f"{output.name}.all"
     whole.write_bytes(b"".join(p.read_bytes() for p in sorted(output.glob("part-*.jsonl"))))
     return results(whole)

@@ -49,7 +49,7 @@ def test_what_is_only_known_once_a_step_was_read_is_not_there_before():
 
 
 def test_every_need_and_write_is_some_drivers_or_refused():
-    assert set(MOMENTS) == {"device", "host"}
+    assert set(MOMENTS) == {"device", "host", "stream"}
     assert {"tiers", "execute", "load_order"} == WRITES - CARRIED_OUT
 
 
@@ -73,7 +73,7 @@ END = {Moment.STEP_END}
 @pytest.mark.parametrize(
     ("policies", "driver", "match"),
     [
-        ([scripted()], "stream", "unknown driver 'stream'; known: device, host"),
+        ([scripted()], "tape", "unknown driver 'tape'; known: device, host, stream"),
         ([type(scripted())], "device", r"Scripted is a class; give an object, Scripted\(\)"),
         ([Thawed()], "device", "Thawed must be decorated with @dataclasses.dataclass.frozen=True"),
         ([Half()], "device", "Half lacks needs, writes, init, decide"),

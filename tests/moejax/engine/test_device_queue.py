@@ -17,8 +17,8 @@ import pytest
 
 from host_offload.queue.pinned import PinnedRecords
 from moejax import LLM, SamplingParams, UserError
+from moejax.step.drivers.queued import QueuedRunner
 from moejax.step.programs import STAGES
-from moejax.step.queued_driver import QueuedRunner
 from pallas_kernels.stage import Entries
 from tests.moejax.engine.test_transfers import set_budget_to_nothing_resident
 from tests.moejax.engine_runs import Job, Recorded, mixed_jobs, run, set_budget

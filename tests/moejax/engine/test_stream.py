@@ -9,7 +9,7 @@ import functools
 import numpy as np
 import pytest
 
-import moejax.step.device_driver
+import moejax.step.drivers.device
 import moejax.step.experts
 from host_offload.queue.native import Faults
 from moejax import LLM, SamplingParams, UserError
@@ -225,14 +225,14 @@ def recycled_too_early(monkeypatch) -> None:
 
 def loaded_late(monkeypatch) -> None:
     """A layer is materialized when it is needed, in series with compute."""
-    original = moejax.step.device_driver.materialize
+    original = moejax.step.drivers.device.materialize
 
     def materialize(memory, layer, after, context):
         # The layer before is the one that is about to compute.
         layers = memory.tables.clock.shape[0]
         return original(memory, (layer - 1) % layers, after, context)
 
-    monkeypatch.setattr(moejax.step.device_driver, "materialize", materialize)
+    monkeypatch.setattr(moejax.step.drivers.device, "materialize", materialize)
 
 
 def only_what_is_used(monkeypatch) -> None:

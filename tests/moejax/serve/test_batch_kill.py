@@ -16,6 +16,7 @@ import pytest
 from moejax import LLM
 from moejax.serve.batch.job import Job, open_job
 from scripts.check import batch as check_batch
+from scripts.parts import file_jobs
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +29,7 @@ def llm():
 def check_killed(llm, tmp_path, lines: int, kills: int, seed: int) -> list[int]:
     """Kills a job of the command line, ends it here, and compares with an undisturbed one."""
     source, whole, output = (tmp_path / name for name in ("in", "whole", "out"))
-    check_batch.write_input(source, lines, seed)
+    file_jobs.write_input(source, lines, seed)
 
     def run(to: Path) -> None:
         # What the command line makes of no options.
@@ -37,11 +38,11 @@ def check_killed(llm, tmp_path, lines: int, kills: int, seed: int) -> list[int]:
             opened.run(llm)
 
     run(whole)
-    undisturbed = check_batch.results(whole)
+    undisturbed = file_jobs.results(whole)
     assert len(undisturbed) == lines
     sizes = check_batch.kill_often(source, output, whole.stat().st_size, kills, seed)
     run(output)
-    assert check_batch.results(output) == undisturbed
+    assert file_jobs.results(output) == undisturbed
     return sizes
 
 
@@ -57,17 +58,17 @@ def test_killed_and_resumed(llm, tmp_path):
 @pytest.mark.slow
 def test_ctrl_c_leaves_whole_results(tmp_path):
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    check_batch.write_input(source, 300, 8)
-    arguments = check_batch.command(source, output)
+    file_jobs.write_input(source, 300, 8)
+    arguments = file_jobs.command(source, output)
     process = subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True)
     while not output.exists() or not output.stat().st_size:
         assert process.poll() is None
         time.sleep(0.001)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate()
-    found = len(check_batch.results(output))
+    found = len(file_jobs.results(output))
     assert process.returncode == 130 and "Traceback" not in err
     message = f"interrupted; {found} of 300 results are in {output}, and the same command goes on"
     assert message in err and 0 < found < 300
-    check_batch.run(check_batch.command(source, output))
-    assert len(check_batch.results(output)) == 300
+    check_batch.run(file_jobs.command(source, output))
+    assert len(file_jobs.results(output)) == 300

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import moejax.step.device_driver
+import moejax.step.drivers.device
 import moejax.step.experts
 import moejax.step.parts
 from host_offload.memory.tables import empty_tables
@@ -128,7 +128,7 @@ def test_the_host_drivers_parts_do_too(key):
 
 def transfers_that_wait_for_nothing(monkeypatch) -> ProgramKey:
     zero = lambda value: jnp.int32(0)  # noqa: E731
-    monkeypatch.setattr(moejax.step.device_driver, "zero_after", zero)
+    monkeypatch.setattr(moejax.step.drivers.device, "zero_after", zero)
     return STAGED
 
 

@@ -27,7 +27,7 @@ from host_offload.queue.device import DeviceQueue, TransferLost
 from host_offload.queue.native import Totals
 from host_offload.queue.pinned import PinnedRecords
 from host_offload.queue.transfer import DEMAND, QueueSpec, Transfer
-from moejax.step.host_driver import HostRunner, Parts
+from moejax.step.drivers.host import HostRunner, Parts
 from moejax.step.layer_programs import EXPERT_PARTS, IDLE, READ_THROUGH
 from moejax.step.parts import Routing
 from moejax.step.programs import ProgramKey

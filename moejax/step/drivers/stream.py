@@ -1,7 +1,7 @@
 """The stream driver: before a layer runs, all its experts are there; afterwards their cells go on.
 
 FluxMoE (shared/papers.md, section 3): no routing is predicted, and memory that experts do not need
-is KV's. The step is the device driver's executable (moejax.step.device_driver) with another way to
+is KV's. The step is the device driver's executable (moejax.step.drivers.device) with another way to
 find experts (experts.materialize); programs know an expert by (layer, expert) alone, and
 `Tables.address` is the page table, remapped in each pass.
 """
