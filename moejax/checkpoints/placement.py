@@ -121,7 +121,7 @@ def in_order(
             future.cancel()
 
 
-def _pieces(file: TensorFile, places: dict[str, Place], split: bool) -> Iterator[_Piece]:
+def _pieces(file: TensorFile, places: Mapping[str, Place], split: bool) -> Iterator[_Piece]:
     """split: large parameters are read in several pieces."""
     for name, header in file.tensors.items():
         place = places.get(name)
