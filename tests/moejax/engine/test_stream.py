@@ -320,7 +320,7 @@ def test_a_layer_that_does_not_come_ends_the_requests_of_its_step_only():
         ({"memory": "3MiB"}, "arena too small"),
         ({"hooks": object()}, "which no hook can enter; use driver='host'"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else ",".join(value),
 )
 def test_what_cannot_be_is_refused_with_what_to_write(options, message):
     with pytest.raises((UserError, ValueError)) as refused:

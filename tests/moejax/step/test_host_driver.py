@@ -24,7 +24,8 @@ from moejax.engine.loop import Engine
 from moejax.errors import UserError
 from moejax.start.build import RUNNERS, start_engine
 from moejax.start.options import Options
-from moejax.step import host_driver, runner
+from moejax.step import runner
+from moejax.step.drivers import host as host_steps
 from moejax.step.layer_programs import layer_program
 from moejax.step.parts import StepOutput
 from moejax.step.programs import STAGES, ProgramKey
@@ -379,7 +380,7 @@ def test_a_hook_that_raises_ends_its_step_and_nothing_else(host, solo, hooked, n
 def test_without_hooks_nothing_is_read_back(host, monkeypatch):
     run(host, POOL[:2])
     # Only numpy reads an array back.
-    monkeypatch.setattr(host_driver, "np", SimpleNamespace())
+    monkeypatch.setattr(host_steps, "np", SimpleNamespace())
     run(host, POOL[:2])
 
 
