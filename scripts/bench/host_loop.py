@@ -149,6 +149,9 @@ class FakeRunner:
     def failures(self, writes: int) -> list[TransferFailure]:
         return []
 
+    def check_results(self, results: object) -> None:
+        pass
+
     def transfer_totals(self) -> Totals | None:
         return None
 

@@ -12,6 +12,7 @@ median of `repeats`, with the fastest and slowest.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 import tempfile
@@ -22,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from host_offload.control.step_record import StepRecord
+from host_offload.control.step_record import PageUse, StepRecord
 from host_offload.policies.eviction.names import POLICIES
 from host_offload.simulate.bounds import min_transfers, read_references
 from host_offload.simulate.simulator import simulate
@@ -152,7 +153,7 @@ def made_up(directory: Path, args: argparse.Namespace, cells: int) -> Trace:
                     waves=np.ones(layers, np.int16),
                     missed=np.zeros((layers, experts), bool),
                     bytes=np.zeros(3, np.int64),
-                    use=np.zeros(7, np.int64),
+                    use=np.zeros(len(dataclasses.fields(PageUse)), np.int64),
                     finished=(),
                 )
             )

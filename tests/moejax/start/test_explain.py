@@ -102,6 +102,8 @@ def test_where_everything_fits_nothing_is_measured(monkeypatch):
 class SmallRunner:
     """What measuring asks of a runner with the smallest arena."""
 
+    staging_bytes = 0
+
     def __init__(self, programs, temporaries):
         self.programs, self.deleted = programs, False
         sizes = dict(output_size_in_bytes=12, alias_size_in_bytes=2)
