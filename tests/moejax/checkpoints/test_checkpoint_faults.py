@@ -251,11 +251,10 @@ def test_hub_id():
         load_checkpoint("Qwen/Qwen3-30B-A3B")
 
 
-def test_store_beyond_the_machine(tmp_path, monkeypatch):
+def test_store_beyond_the_machine(tmp_path):
     def refuse(*_):
         raise MemoryError("cannot allocate 99.0 GiB of pinned host memory")
 
     write(tmp_path, random_tensors(CONFIG))
-    monkeypatch.setattr("moejax.checkpoints.loaded_model.StoreBuilder", refuse)
     with pytest.raises(UserError, match=r"cannot allocate 99\.0 GiB"):
-        load_checkpoint(tmp_path)
+        load_checkpoint(tmp_path, new_builder=refuse)

@@ -331,13 +331,12 @@ def test_an_unknown_dtype(converted):
         load_checkpoint(converted, "int3")
 
 
-def test_a_store_that_does_not_fit(converted, monkeypatch):
+def test_a_store_that_does_not_fit(converted):
     def refuse(*args):
         raise MemoryError("no room")
 
-    monkeypatch.setattr("moejax.checkpoints.loaded_model.StoreBuilder", refuse)
     with pytest.raises(UserError, match="no room"):
-        load_checkpoint(converted)
+        load_checkpoint(converted, new_builder=refuse)
 
 
 # ---- formats

@@ -129,8 +129,8 @@ def test_figures_of_other_executables_are_others():
 
 
 def test_costs_are_not_those_of_a_link():
-    steps = types.SimpleNamespace(store="memory")
-    queued: Any = types.SimpleNamespace(stores=[None], queue=object(), steps=steps)
+    steps = types.SimpleNamespace(store="memory", queue=object())
+    queued: Any = types.SimpleNamespace(stores=[None], steps=steps)
     with pytest.raises(UserError, match="measured without a link"):
         measure.measure(queued)
 

@@ -77,7 +77,7 @@ def slow(**options):
         {"expert_budget": "60%", "prefetch": "random", "prefill_waves": 2},
         slow(expert_budget=0),
         slow(expert_budget="40%", prefetch="coactivation", chunk_bytes=20000, transfer_threads=9),
-        slow(expert_budget="40%", prefetch="fate", eviction="lfu"),
+        slow(expert_budget="40%", prefetch="fate"),
         pytest.param({"expert_budget": "40%", "ops": "xla"}, marks=pytest.mark.nightly),
     ],
     ids=str,

@@ -401,14 +401,16 @@ def test_nothing_compiles_after_the_first_step_of_a_kind(host, solo, hooked):
 
 
 def test_unknown_driver_is_refused():
-    with pytest.raises(UserError, match="driver 'stream' does not exist; use one of device, host"):
-        LLM("demo", driver="stream", progress=False)
+    with pytest.raises(
+        UserError, match="driver 'tape' does not exist; use one of device, host, stream"
+    ):
+        LLM("demo", driver="tape", progress=False)
 
 
 def test_command_line_knows_the_drivers(capsys, monkeypatch):
     with pytest.raises(SystemExit):
-        cli.main(["generate", "x", "--driver", "stream"])
-    assert "invalid choice: 'stream'" in capsys.readouterr().err
+        cli.main(["generate", "x", "--driver", "tape"])
+    assert "invalid choice: 'tape'" in capsys.readouterr().err
 
     def refuse(model, **options):
         raise UserError(f"asked for {options['driver']}")

@@ -273,7 +273,7 @@ def linked(tmp_path_factory):
     home = tmp_path_factory.mktemp("linked")
     write_cost_model(home / "costs.json", COSTS)
     given = SMALL | {
-        "policies": ["lru", "moe-infinity"],
+        "policies": ["lru", "random"],
         "budgets": ["37.5%"],
         "link_rate": ["none", "20MB/s"],
         "modes": ["measured", "simulated", "predicted"],
@@ -287,7 +287,7 @@ def test_a_link_delays_and_changes_no_count(linked):
     assert linked.agreement() == (4, 4)
     assert len(linked.sessions) == 2
     assert len({row["tokens"] for row in linked.of_mode("measured")}) == 1
-    for policy in ("lru", "moe-infinity"):
+    for policy in ("lru", "random"):
         # A decode step at least as long as what it moved takes the link.
         (row,) = [
             r
@@ -345,7 +345,7 @@ def test_quality_is_that_of_an_evaluation(tmp_path):
 def test_a_report_draws_what_was_predicted_over_a_link(linked, tmp_path):
     """Both policies at the smallest budget; within a lane one thing at a time."""
     lines = {line["policy"]: line for line in linked.timelines}
-    assert [*lines] == ["lru", "moe-infinity"]
+    assert [*lines] == ["lru", "random"]
     for line in lines.values():
         tracks = {event["track"] for event in line["events"]}
         assert tracks == {"device", "link"}
@@ -356,7 +356,7 @@ def test_a_report_draws_what_was_predicted_over_a_link(linked, tmp_path):
     (svg,) = [picture for picture in drawn if picture]
     bars = sum(len(line["events"]) for line in lines.values())
     assert svg.count("<title>") == bars
-    for said in ("waits", "computes", "moves what is needed", "lru", "moe-infinity"):
+    for said in ("waits", "computes", "moves what is needed", "lru", "random"):
         assert said in svg
     page, *others = write_report(linked, tmp_path)
     assert svg in page.read_text()

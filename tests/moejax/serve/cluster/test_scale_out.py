@@ -19,7 +19,7 @@ from moejax.serve.batch.job import Job, open_job
 from moejax.serve.cluster.fleet import Fleet, Scale, format_fleet
 from moejax.serve.cluster.job import open_cluster_job
 from moejax.serve.cluster.ray_cluster import LOCAL, connected
-from scripts.check import batch as check_batch
+from scripts.parts import file_jobs
 
 pytestmark = [
     pytest.mark.slow,  # one version of Ray is the same with any jax
@@ -49,16 +49,16 @@ class Killing(Fleet):
 
 
 def results(directory: Path) -> list[str]:
-    """As check_batch.results, of all parts."""
+    """As file_jobs.results, of all parts."""
     whole = directory.parent / f"{directory.name}.all"
     whole.write_bytes(b"".join(p.read_bytes() for p in sorted(directory.glob("*.jsonl"))))
-    return check_batch.results(whole)
+    return file_jobs.results(whole)
 
 
 def test_two_workers_give_the_results_of_one_process(ray, tmp_path):
     """Also where one of them is killed. Lines of both forms, turns of sessions, bad ones."""
     source = tmp_path / "in.jsonl"
-    check_batch.write_input(source, 120, 3)
+    file_jobs.write_input(source, 120, 3)
     job = Job(str(source), str(tmp_path / "one"), sampling={"max_tokens": 128}, on_error="skip")
     with LLM("demo", progress=False, **LIMITS) as llm, open_job(job) as work:
         work.run(llm)
@@ -70,7 +70,7 @@ def test_two_workers_give_the_results_of_one_process(ray, tmp_path):
         work.run(fleet)
         stats = fleet.stats()
     assert stats["ended_workers"] == 1 and "run again" in said[0]
-    assert results(tmp_path / "many") == check_batch.results(tmp_path / "one")
+    assert results(tmp_path / "many") == file_jobs.results(tmp_path / "one")
     assert len(results(tmp_path / "many")) == 120
     assert stats["generated_tokens"] > 0 and "1 ended before" in format_fleet(stats)
     kinds = {(row["store"], row["store_bytes"]) for row in stats["workers"]}
