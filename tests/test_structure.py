@@ -33,7 +33,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         *("policies", "simulate"),
     ),
     "moejax": (
-        *("errors", "sizes", "cache", "device", "interrupt", "progress"),
+        *("errors", "sizes", "cache", "device", "interrupt", "progress", "output_lock"),
         *("models", "requests", "step", "checkpoints", "nn", "traces", "engine", "costs", "start"),
         *("serve", "evaluate", "ray", "__init__", "commands", "__main__"),
     ),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -13,6 +12,7 @@ from typing import Any
 
 from moejax.errors import UserError, shown
 from moejax.interrupt import deferred_interrupt
+from moejax.output_lock import lock_output
 
 
 @dataclasses.dataclass
@@ -49,12 +49,7 @@ def open_line_file(
     except OSError as error:
         raise UserError(f"cannot open {name} for writing: {error.strerror}") from None
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(
-                f"another process is writing {name}; wait for its end, or choose another --output"
-            ) from None
+        lock_output(descriptor, str(name))
         data = Path(name).read_bytes()
         lines = read(data)
         os.ftruncate(descriptor, whole_bytes(data))

@@ -110,8 +110,13 @@ class StepSpec:
     def owned(self) -> bool:
         """Whether the library of native CPU ops owns the arena: where every op that touches it is
         native. Otherwise it is an array, donated from step to step."""
-        ops = arena_ops(self.layout.page.latent > 0)
-        return all(getattr(self.ops, op) == "cpu" for op in ops)
+        return not self.foreign_ops
+
+    @property
+    def foreign_ops(self) -> dict[str, str]:
+        """Ops that touch the arena and are not native → their implementation."""
+        ops = {op: getattr(self.ops, op) for op in arena_ops(self.layout.page.latent > 0)}
+        return {op: name for op, name in ops.items() if name != "cpu"}
 
     @property
     def separate(self) -> bool:

@@ -28,7 +28,6 @@ constexpr int64_t kFar = 512;        // bytes of a row that are asked for before
   __asm__ volatile("tilestored %%tmm" #tile ", (%0,%1,1)" ::"r"((void*)(base)),       \
                    "r"((int64_t)(stride)) : "memory")
 #define CONFIGURE(tiles) __asm__ volatile("ldtilecfg %0" ::"m"(tiles) : "memory")
-#define MULTIPLY(sums, a, b) _tile_dpbf16ps(sums, a, b)
 
 int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
@@ -144,7 +143,7 @@ void few_tokens(Rows& rows, int64_t from, int64_t to, int64_t n, const char* ope
     const void* weights = rows.tile(at, n, apart);
     LOAD_TILE(4, weights, apart);
     LOAD_TILE(6, operands, step);
-    MULTIPLY(0, 4, 6);
+    _tile_dpbf16ps(0, 4, 6);
   }
   STORE_TILE(0, results, step);
 }
@@ -170,12 +169,12 @@ void many_tokens(Rows& low, Rows& high, int64_t from, int64_t to, int64_t n, con
     LOAD_TILE(4, weights, apart);
     LOAD_TILE(6, first, 64);
     LOAD_TILE(7, second, 64);
-    MULTIPLY(0, 4, 6);
-    MULTIPLY(1, 4, 7);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
     weights = high.tile(at, n, apart);
     LOAD_TILE(5, weights, apart);
-    MULTIPLY(2, 5, 6);
-    MULTIPLY(3, 5, 7);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
   }
   STORE_TILE(0, results[0][0], 64);
   STORE_TILE(1, results[0][1], 64);
@@ -303,12 +302,12 @@ void add_of_many(Type kind, const void* const* w, int64_t rows, const float* con
         LOAD_TILE(0, out, apart);
         LOAD_TILE(1, out + kSide, apart);
         LOAD_TILE(2, factors[g][0], 64);
-        MULTIPLY(0, 2, 4);
-        MULTIPLY(1, 2, 5);
+        _tile_dpbf16ps(0, 2, 4);
+        _tile_dpbf16ps(1, 2, 5);
         if (two) {
           LOAD_TILE(3, factors[g][1], 64);
-          MULTIPLY(0, 3, 6);
-          MULTIPLY(1, 3, 7);
+          _tile_dpbf16ps(0, 3, 6);
+          _tile_dpbf16ps(1, 3, 7);
         }
         STORE_TILE(0, out, apart);
         STORE_TILE(1, out + kSide, apart);

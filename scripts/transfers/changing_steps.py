@@ -13,6 +13,7 @@ from host_offload.memory.tables import Entry
 from moejax.checkpoints.loaded_model import LoadedModel
 from moejax.device import select_device
 from moejax.engine.loop import Engine
+from moejax.errors import UserError
 from moejax.start.build import start_engine
 from moejax.start.options import Options
 from moejax.step.parts import Routing
@@ -20,6 +21,21 @@ from scripts.parts.decode_timing import Sequences, prefill
 
 CONTEXT, STEPS = 16, 48
 """Tokens before the first step; most steps of a block."""
+
+
+def add_sizes(parser: argparse.ArgumentParser) -> None:
+    """The options of a bench of such steps, which `check_sizes` looks at."""
+    add = parser.add_argument
+    add("--rounds", type=int, default=9, help="(default: %(default)s)")
+    add("--steps", type=int, default=24, help=f"of a block, to {STEPS} (default: %(default)s)")
+    add("--layers", type=int, default=2, help="2, 4 or 8 (default: %(default)s)")
+    add("--experts", type=int, default=32, help="of a layer (default: %(default)s)")
+
+
+def check_sizes(args: argparse.Namespace) -> None:
+    """Raises UserError for what `make` and the blocks cannot have."""
+    if args.layers not in (2, 4, 8) or not 2 <= args.steps <= STEPS or args.experts < 24:
+        raise UserError(f"--layers is 2, 4 or 8, --steps 2 to {STEPS}, --experts 24 or more")
 
 
 @dataclasses.dataclass

@@ -46,7 +46,7 @@ from moejax.step.programs import STAGES
 from pallas_kernels.records.format import RecordFormat
 from scripts.cpu.engines.checkpoint import OLMOE
 from scripts.parts.commands import new_parser, refuse
-from scripts.transfers.changing_steps import STEPS, Bench, make
+from scripts.transfers.changing_steps import Bench, add_sizes, check_sizes, make
 
 RECORDS = 10
 """In flight at once: nine tenths of a link's rate (shared/DESIGN.md, section 6)."""
@@ -186,17 +186,14 @@ def _steps(bench: Bench, name: str, steps: int) -> dict[str, float]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = new_parser(__name__, __doc__)
-    add = parser.add_argument
-    add("--rounds", type=int, default=9, help="(default: %(default)s)")
-    add("--steps", type=int, default=24, help=f"of a block, to {STEPS} (default: %(default)s)")
-    add("--layers", type=int, default=2, help="2, 4 or 8 (default: %(default)s)")
-    add("--experts", type=int, default=32, help="of a layer (default: %(default)s)")
-    add("--ops", help="(default: auto on a GPU, move=xla on a CPU, so that the arena is an array)")
-    add("--json", action="store_true", help="one JSON object an arm")
+    add_sizes(parser)
+    parser.add_argument(
+        "--ops", help="(default: auto on a GPU, move=xla on a CPU, so that the arena is an array)"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object an arm")
     args = parser.parse_args(arguments)
     try:
-        if args.layers not in (2, 4, 8) or not 2 <= args.steps <= STEPS or args.experts < 24:
-            raise UserError(f"--layers is 2, 4 or 8, --steps 2 to {STEPS}, --experts 24 or more")
+        check_sizes(args)
         found = measure(args)
     except UserError as error:
         return refuse(__name__, error)

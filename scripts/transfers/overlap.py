@@ -36,7 +36,7 @@ from moejax.models.config import parse_config
 from moejax.step.programs import STAGES
 from scripts.cpu.engines.checkpoint import OLMOE
 from scripts.parts.commands import new_parser, refuse
-from scripts.transfers.changing_steps import STEPS, make
+from scripts.transfers.changing_steps import add_sizes, check_sizes, make
 
 PIECES = 200
 """Pieces of a copy for which nobody waits, more than any block takes."""
@@ -109,16 +109,11 @@ def measure(args: argparse.Namespace) -> dict:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = new_parser(__name__, __doc__)
-    add = parser.add_argument
-    add("--rounds", type=int, default=9, help="(default: %(default)s)")
-    add("--steps", type=int, default=24, help=f"of a block, to {STEPS} (default: %(default)s)")
-    add("--layers", type=int, default=2, help="2, 4 or 8 (default: %(default)s)")
-    add("--experts", type=int, default=32, help="of a layer (default: %(default)s)")
-    add("--json", action="store_true", help="one JSON object")
+    add_sizes(parser)
+    parser.add_argument("--json", action="store_true", help="one JSON object")
     args = parser.parse_args(arguments)
     try:
-        if args.layers not in (2, 4, 8) or not 2 <= args.steps <= STEPS or args.experts < 24:
-            raise UserError(f"--layers is 2, 4 or 8, --steps 2 to {STEPS}, --experts 24 or more")
+        check_sizes(args)
         found = measure(args)
     except UserError as error:
         return refuse(__name__, error)

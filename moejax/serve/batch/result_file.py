@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import fcntl
 import json
 import os
 import sys
@@ -15,6 +14,7 @@ from typing import IO, Any
 
 from moejax.errors import UserError
 from moejax.interrupt import deferred_interrupt
+from moejax.output_lock import lock_output
 from moejax.serve.batch.results import read_result
 
 SYNC_S = 10.0
@@ -146,7 +146,7 @@ def open_results(output: str, *, overwrite: bool) -> Iterator[ResultFile]:
     with os.fdopen(descriptor, "wb", buffering=0) as file:
         results = ResultFile(output, file, regular=not special)
         if results.regular:
-            _lock(results)
+            lock_output(results.file, results.name)
             if not overwrite:
                 _scan(results)
         try:
@@ -173,16 +173,6 @@ def _opened(output: str, flags: int) -> int:
             else:
                 reason = f"it is a pipe that nobody reads for {READER_S:.0f} s; start its reader"
             raise UserError(f"cannot open {output} for writing: {reason}") from error
-
-
-def _lock(results: ResultFile) -> None:
-    try:
-        fcntl.flock(results.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise UserError(
-            f"another process is writing {results.name}; wait for its end, or choose another "
-            f"--output"
-        ) from None
 
 
 def _scan(results: ResultFile) -> None:

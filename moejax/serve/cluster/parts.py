@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import json
 import os
 import re
@@ -14,6 +13,7 @@ from typing import Any
 
 from moejax.errors import UserError
 from moejax.interrupt import deferred_interrupt
+from moejax.output_lock import lock_output
 from moejax.serve.batch.results import read_result
 from moejax.serve.cluster.inputs import filesystem
 
@@ -217,12 +217,7 @@ def _locked(directory: str | None, output: str) -> Iterator[None]:
         yield
         return
     with open(os.path.join(directory, _LOCK), "wb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(
-                f"another process is writing {output}; wait for its end, or choose another --output"
-            ) from None
+        lock_output(file, output)
         yield
 
 

@@ -3,12 +3,25 @@ read them where they lie in the store, and whose memory the arena is."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from moejax.errors import UserError
+from moejax.start.options import Options
 from moejax.start.settings import Settings
 from moejax.step.parts import StepSpec, arena_ops
 from pallas_kernels.cpu.library import why_not_cpu
+
+
+def about_cells(options: Options) -> dict[str, bool]:
+    """Option → whether it was asked for, of those that say which experts have cells or how many."""
+    return {
+        "eviction": options.eviction is not None,
+        "prefetch": options.prefetch is not None,
+        "policies": len(options.policies) > 0,
+        "budget": options.budget != "fixed",
+        "resize": options.resize != "none",
+        "cells": not isinstance(options.cells, str) or options.cells != "uniform",
+    }
 
 
 def why_cells(settings: Settings, steps: StepSpec, platform: str) -> str | None:
@@ -29,12 +42,7 @@ def why_cells(settings: Settings, steps: StepSpec, platform: str) -> str | None:
     if steps.window:
         return "driver stream computes experts in a window of two layers"
     asked = {
-        "eviction": options.eviction is not None,
-        "prefetch": options.prefetch is not None,
-        "policies": len(options.policies) > 0,
-        "budget": options.budget != "fixed",
-        "resize": options.resize != "none",
-        "cells": not isinstance(options.cells, str) or options.cells != "uniform",
+        **about_cells(options),
         "hooks": options.hooks is not None,
         "trace": options.trace is not None,
         "link_rate": options.link_rate is not None,
@@ -50,9 +58,9 @@ def why_cells(settings: Settings, steps: StepSpec, platform: str) -> str | None:
 def why_donated(steps: StepSpec) -> str | None:
     """Why the arena is an array, donated from step to step, although native ops touch it, for
     people; None: the native library owns it (StepSpec.owned), or none of its ops touches it."""
-    ops = {op: getattr(steps.ops, op) for op in arena_ops(steps.layout.page.latent > 0)}
-    others = [f"{op} {name}" for op, name in ops.items() if name != "cpu"]
-    return ", ".join(others) if 0 < len(others) < len(ops) else None
+    others = [f"{op} {name}" for op, name in steps.foreign_ops.items()]
+    every = arena_ops(steps.layout.page.latent > 0)
+    return ", ".join(others) if 0 < len(others) < len(every) else None
 
 
 def check_store(settings: Settings, platform: str) -> None:
@@ -80,7 +88,8 @@ def check_store(settings: Settings, platform: str) -> None:
     if reason := why_not_cpu():
         raise UserError(f"store='file' needs the native CPU ops: {reason}")
     every = set(arena_ops(False)) & set(arena_ops(True))
-    _refuse_others({op: settings.ops[op] for op in sorted(every)}, ("cpu", "auto"))
+    asked = {op: settings.ops[op] for op in sorted(every)}
+    _refuse_others({op: name for op, name in asked.items() if name not in ("cpu", "auto")})
     if precision.in_transit or precision.mixed:
         raise UserError(
             f"store='file' has experts of one version, computed as they lie in the files, not "
@@ -96,14 +105,14 @@ def check_store(settings: Settings, platform: str) -> None:
 
 def check_file_steps(settings: Settings, steps: StepSpec) -> None:
     """Raises UserError where these steps cannot read the experts of store='file'."""
-    if settings.options.store == "file" and not steps.owned:
-        ops = arena_ops(steps.layout.page.latent > 0)
-        _refuse_others({op: getattr(steps.ops, op) for op in ops}, ("cpu",))
+    if settings.options.store == "file":
+        _refuse_others(steps.foreign_ops)
 
 
-def _refuse_others(ops: Mapping[str, str], known: Sequence[str]) -> None:
-    if others := [f"{op} {name}" for op, name in ops.items() if name not in known]:
+def _refuse_others(foreign: Mapping[str, str]) -> None:
+    if foreign:
+        others = ", ".join(f"{op} {name}" for op, name in foreign.items())
         raise UserError(
-            f"store='file' needs every op that touches the arena native, and {', '.join(others)} "
+            f"store='file' needs every op that touches the arena native, and {others} "
             "is not; use ops='cpu', or store='memory'"
         )

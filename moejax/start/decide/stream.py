@@ -9,8 +9,9 @@ import numpy as np
 from host_offload.control.window import PAYS_FROM, WindowSpec, window_slots
 from host_offload.memory.budget import expert_slots_of, format_bytes
 from moejax.errors import UserError
+from moejax.start.decide.residency import about_cells
 from moejax.start.settings import Settings
-from moejax.step.parts import StepSpec, arena_ops
+from moejax.step.parts import StepSpec
 
 
 def check_stream(settings: Settings, steps: StepSpec, platform: str) -> None:
@@ -18,8 +19,7 @@ def check_stream(settings: Settings, steps: StepSpec, platform: str) -> None:
     with it."""
     if not steps.window:
         return
-    ops = {op: getattr(steps.ops, op) for op in arena_ops(steps.layout.page.latent > 0)}
-    others = [f"{op} {name}" for op, name in ops.items() if name != "cpu"]
+    others = [f"{op} {name}" for op, name in steps.foreign_ops.items()]
     if platform != "cpu" or others:
         why = f"this is a {platform}" if platform != "cpu" else f"{', '.join(others)} is not native"
         raise UserError(
@@ -33,12 +33,7 @@ def check_stream(settings: Settings, steps: StepSpec, platform: str) -> None:
             f"{precision.name}; leave it out, name one version, or use driver='device'"
         )
     asked = {
-        "eviction": options.eviction is not None,
-        "prefetch": options.prefetch is not None,
-        "policies": len(options.policies) > 0,
-        "budget": options.budget != "fixed",
-        "resize": options.resize != "none",
-        "cells": not isinstance(options.cells, str) or options.cells != "uniform",
+        **about_cells(options),
         "prefill_waves": (options.prefill_waves or 1) > 1,
         "trace": options.trace is not None,
     }

@@ -108,14 +108,11 @@ def check_queue(settings: Settings, steps: StepSpec, platform: str) -> None:
             f"{asked} is for a CPU, whose transfers this library carries out; on a {platform} the "
             f"link is what it is: leave {asked} out, or use device='cpu'"
         )
-    others = [
-        op for op in arena_ops(steps.layout.page.latent > 0) if getattr(steps.ops, op) != "cpu"
-    ]
-    if others:
+    if steps.foreign_ops:
+        op, name = next(iter(steps.foreign_ops.items()))
         raise UserError(
-            f"{asked} needs native CPU ops, which wait for transfers; op {others[0]} is "
-            f"{getattr(steps.ops, others[0])}: leave {asked} out, or use ops='cpu' "
-            "(`python -m pallas_kernels.cpu` builds them)"
+            f"{asked} needs native CPU ops, which wait for transfers; op {op} is {name}: leave "
+            f"{asked} out, or use ops='cpu' (`python -m pallas_kernels.cpu` builds them)"
         )
     if settings.precision.in_transit:
         raise UserError(

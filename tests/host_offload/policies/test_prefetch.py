@@ -59,19 +59,6 @@ pytestmark = pytest.mark.slow  # nothing here depends on the version of Python o
 FITS: dict[str, Any] = FIT | {"promoe": functools.partial(promoe.fit, training=QUICK)}
 
 
-@pytest.fixture(scope="module")
-def trace(tmp_path_factory) -> Trace:
-    """Two requests, of kinds 0…2 and of kinds 3…5."""
-    rng = np.random.default_rng(0)
-    kinds = [[int(rng.integers(3)), int(rng.integers(3, 6))] for _ in range(40)]
-    return trace_of_kinds(tmp_path_factory.mktemp("trace"), kinds)
-
-
-@pytest.fixture(scope="module")
-def told(trace) -> Spec:
-    return dataclasses.replace(spec_of(trace.header), driver="host", router=ROUTER)
-
-
 # ---- by name
 
 

@@ -24,7 +24,7 @@ from host_offload.policies.prefetch.moe_infinity import MoEInfinity
 from host_offload.policies.prefetch.promoe import network as training
 from host_offload.policies.prefetch.promoe import policy as promoe
 from host_offload.policies.prefetch.promoe.network import Network, Training
-from host_offload.simulate.simulator import simulate, spec_of
+from host_offload.simulate.simulator import simulate
 from host_offload.traces.reader import Trace, TraceError, read_trace
 from host_offload.traces.writer import TraceWriter
 from tests.host_offload.policies.kinds import (
@@ -41,19 +41,6 @@ from tests.host_offload.policies.kinds import (
 )
 
 pytestmark = pytest.mark.slow  # nothing here depends on the version of Python or jax
-
-
-@pytest.fixture(scope="module")
-def trace(tmp_path_factory) -> Trace:
-    """Two requests, of kinds 0…2 and of kinds 3…5."""
-    rng = np.random.default_rng(0)
-    kinds = [[int(rng.integers(3)), int(rng.integers(3, 6))] for _ in range(40)]
-    return trace_of_kinds(tmp_path_factory.mktemp("trace"), kinds)
-
-
-@pytest.fixture(scope="module")
-def told(trace) -> Spec:
-    return dataclasses.replace(spec_of(trace.header), driver="host", router=ROUTER)
 
 
 def with_state(seen: Observation, resident: list[tuple[int, int]]) -> Observation:

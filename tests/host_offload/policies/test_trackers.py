@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from host_offload.control.controller import Controller
-from host_offload.control.interface import Moment, Spec
+from host_offload.control.interface import Moment
 from host_offload.policies.prefetch.expert_map import policy as expert_map
 from host_offload.policies.prefetch.expert_map.matcher import Matcher
 from host_offload.policies.prefetch.expert_map.policy import ExpertMap, recorded
@@ -19,7 +19,7 @@ from host_offload.policies.prefetch.fitted import learned_bytes
 from host_offload.policies.prefetch.moe_infinity import MoEInfinity
 from host_offload.policies.prefetch.names import prefetch_policy
 from host_offload.policies.prefetch.random_prefetch import RandomPrefetch
-from host_offload.simulate.simulator import simulate, spec_of
+from host_offload.simulate.simulator import simulate
 from host_offload.traces.reader import Trace, TraceError
 from tests.host_offload.memory.layered_device import LayeredDevice
 from tests.host_offload.policies.kinds import (
@@ -37,19 +37,6 @@ from tests.host_offload.policies.kinds import (
 )
 
 pytestmark = pytest.mark.slow  # nothing here depends on the version of Python or jax
-
-
-@pytest.fixture(scope="module")
-def trace(tmp_path_factory) -> Trace:
-    """Two requests, of kinds 0…2 and of kinds 3…5."""
-    rng = np.random.default_rng(0)
-    kinds = [[int(rng.integers(3)), int(rng.integers(3, 6))] for _ in range(40)]
-    return trace_of_kinds(tmp_path_factory.mktemp("trace"), kinds)
-
-
-@pytest.fixture(scope="module")
-def told(trace) -> Spec:
-    return dataclasses.replace(spec_of(trace.header), driver="host", router=ROUTER)
 
 
 def moment(which: Moment, kinds: list[int], layer: int = -1, step: int = 0, turn: int = -1):
