@@ -128,7 +128,7 @@ class Prepared:
                 del changed
             found.append([np.asarray(leaf) for leaf in jax.tree.leaves(results)])
             del results
-        return max(_deviation(got, want) for got, want in zip(*found, strict=True))
+        return max(deviation(got, want) for got, want in zip(*found, strict=True))
 
 
 def prepare(check: Check, device: jax.Device) -> Prepared:
@@ -213,7 +213,7 @@ def _compiler_options(platform: str) -> dict[str, str | bool]:
     return options
 
 
-def _deviation(got: np.ndarray, want: np.ndarray) -> float:
+def deviation(got: np.ndarray, want: np.ndarray) -> float:
     if got.dtype.kind in "iub":
         return 0.0 if np.array_equal(got, want) else float("inf")
     a, b = got.astype(np.float64), want.astype(np.float64)

@@ -83,7 +83,7 @@ WIDTHS = {"pred": np.dtype(bool), "16": np.dtype("u2"), "32": np.dtype("u4"), "6
 """By the end of a register's type."""
 
 _STATEMENT = re.compile(r"(?:@(!?)(%\w+)\s+)?([a-z][\w.:]*)\s*(.*)$", re.DOTALL)
-_ARRAY = re.compile(r"\.(shared|local)\s+\.align\s+(\d+)\s+\.b8\s+([\w$]+)\[(\d+)\]")
+_ARRAY = re.compile(r"\.(shared|local)\s+\.align\s+(\d+)\s+\.[bsuf](\d+)\s+([\w$]+)(?:\[(\d+)\])?;")
 
 
 @functools.lru_cache(maxsize=256)
@@ -100,9 +100,9 @@ def parse(module: str) -> Kernel:
         raise Fault(f"{name} has no .reqntid")
     arrays = {"shared": {}, "local": {}}
     sizes = {"shared": 0, "local": 0}
-    for space, align, array, size in _ARRAY.findall(text[: entry.start()] + body):
+    for space, align, bits, array, count in _ARRAY.findall(text[: entry.start()] + body):
         first = -(-sizes[space] // int(align)) * int(align)
-        arrays[space][array], sizes[space] = first, first + int(size)
+        arrays[space][array], sizes[space] = first, first + int(bits) // 8 * int(count or 1)
     code, labels = _code(body)
     return Kernel(
         name,
