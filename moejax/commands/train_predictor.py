@@ -93,7 +93,7 @@ def _run(args: argparse.Namespace) -> int:
             raise UserError(f"{args.test} is a trace of another model than {args.trace}")
         learned, left_out, *rest = split(trace, (0.6, 0.2) if args.test is None else (0.75,))
         rows = rest[0] if rest else np.ones(test.tokens, bool)
-        router = None if args.model is None else _router(args.model, trace.header.config_digest)
+        router = None if args.model is None else routers_of(args.model, trace.header.config_digest)
         with _progress(not (args.quiet or args.json)) as report:
             policy = fit(
                 trace,
@@ -123,7 +123,7 @@ def _progress(shown: bool) -> Any:
     return training_progress(shown)
 
 
-def _router(model: str, digest: str) -> np.ndarray:
+def routers_of(model: str, digest: str) -> np.ndarray:
     """The model's routers. Raises UserError for another model than the trace's."""
     import jax
 

@@ -26,8 +26,8 @@ class LayerReport(NamedTuple):
     group: str
     learned: Quality
     gate: Quality | None
-    """Of that layer's router on the gate input of the layer that predicts (Fate); None: no routers
-    were given."""
+    """What that layer's router says of the gate input of the layer that predicts (Fate); None: no
+    routers were given."""
     cosine: float
     """Mean cosine of both layers' gate inputs."""
     call_us: float
