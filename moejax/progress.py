@@ -122,3 +122,28 @@ def grid_progress(total: int, done: int, shown: bool) -> Iterator[Callable[[], N
     with _progress(*columns) as progress:
         task = progress.add_task("", total=total, completed=done)
         yield lambda: progress.advance(task)
+
+
+@contextmanager
+def training_progress(shown: bool) -> Iterator[Callable[[int, int, int, float], None] | None]:
+    """A bar over the layers that learn, with the last epoch's recall; yields report(layer, layers,
+    epoch, recall), None when not shown."""
+    if not shown:
+        yield None
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with _progress(*columns) as progress:
+        task = progress.add_task("training", total=None)
+
+        def report(layer: int, layers: int, epoch: int, recall: float) -> None:
+            said = f"layer {layer}, epoch {epoch}: recall {recall:.1%}"
+            progress.update(task, description=said, completed=layer, total=layers)
+
+        yield report

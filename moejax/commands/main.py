@@ -26,6 +26,7 @@ from moejax.commands import (
     plan,
     quantize,
     trace,
+    train_predictor,
 )
 from moejax.commands.gpu import check_gpu, doctor
 from moejax.commands.grids import ablate, report
@@ -33,7 +34,7 @@ from moejax.errors import UserError
 
 COMMANDS = (
     *(generate, eval, ablate, report, info, convert, quantize, trace, calibrate, plan),
-    *(doctor, check_gpu),
+    *(train_predictor, doctor, check_gpu),
 )
 """Modules with ``add_parser(commands)``, which adds a command whose default `run` takes the parsed
 arguments and returns the exit status. They import what is heavy when they run."""

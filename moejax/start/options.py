@@ -184,8 +184,8 @@ class Options:
     )
     prefetch: str | None = _option(
         "which experts come ahead of need: random with either driver (deepspeed: none, on demand); "
-        "expert_map, moe-infinity, fate, mixtral-offloading, promoe=FILE, coactivation and "
-        "layer-streaming with --driver host; "
+        "expert_map, moe-infinity, fate, mixtral-offloading, promoe=FILE, learned=FILE, "
+        "coactivation and layer-streaming with --driver host; "
         "=FILE is what a policy's fit learned from a trace, see docs/policies.md (default: none)",
         "memory",
         metavar="NAME[=PATH]",

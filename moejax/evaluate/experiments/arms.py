@@ -17,6 +17,7 @@ from host_offload.control.rules import BETWEEN_LAYERS, check_policies, name_of
 from host_offload.policies.eviction import static
 from host_offload.policies.eviction.names import POLICIES, with_eviction
 from host_offload.policies.prefetch.fitted import learned_bytes
+from host_offload.policies.prefetch.llapor import training
 from host_offload.policies.prefetch.names import FIT, FROM_PATH, PREFETCH, prefetch_policy
 from host_offload.policies.prefetch.oracle import oracle_of
 from host_offload.traces.reader import Trace
@@ -28,10 +29,18 @@ BUDGETS = frozenset({"kv_pages", "max_running", "transitions"})
 
 TRAIN, RUN = "train", "run"
 
-LEARNERS: Mapping[str, Callable[..., Policy]] = {**FIT, "static": static.fit}
+LEARNERS: Mapping[str, Callable[..., Policy]] = {
+    **FIT,
+    "learned": training.fit,
+    "static": static.fit,
+}
 """Name → what makes the policy of NAME=train from a trace of the texts' training part."""
 
-_LEARNED_FROM = {"promoe": {"gate_input"}, "expert_map": {"probs", "embedding"}}
+_LEARNED_FROM = {
+    "expert_map": {"probs", "embedding"},
+    "learned": {"gate_input"},
+    "promoe": {"gate_input"},
+}
 """Name → what such a trace must have beside the routing."""
 
 

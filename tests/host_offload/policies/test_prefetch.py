@@ -64,7 +64,7 @@ FITS: dict[str, Any] = FIT | {"promoe": functools.partial(promoe.fit, training=Q
 
 def test_names():
     known = (
-        "coactivation, deepspeed, expert_map, fate, layer-streaming, mixtral-offloading, "
+        "coactivation, deepspeed, expert_map, fate, layer-streaming, learned, mixtral-offloading, "
         "moe-infinity, oracle, promoe"
     )
     assert sorted(PREFETCH.keys() | FROM_PATH.keys()) == [*known.split(", "), "random"]

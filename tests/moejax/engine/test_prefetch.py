@@ -19,6 +19,8 @@ from host_offload.policies.prefetch import coactivation, moe_infinity
 from host_offload.policies.prefetch.deepspeed import DeepSpeedInference
 from host_offload.policies.prefetch.expert_map import policy as expert_map
 from host_offload.policies.prefetch.expert_map.policy import ExpertMap
+from host_offload.policies.prefetch.llapor import training
+from host_offload.policies.prefetch.llapor.training import Training
 from host_offload.policies.prefetch.moe_infinity import MoEInfinity
 from host_offload.policies.prefetch.names import PREFETCH, prefetch_policy
 from host_offload.policies.prefetch.oracle import oracle_of
@@ -108,6 +110,7 @@ def test_no_bit_depends_on_prefetch(driver, tmp_path):
         if host:
             policies += [promoe.fit(trace), coactivation.fit(trace), expert_map.fit(trace)]
             policies.append(moe_infinity.fit(trace))
+            policies.append(training.fit(trace, training=Training(width=16, epochs=2)))
         for name in PREFETCH:
             if host or name == "random":
                 policies.append(prefetch_policy(name))

@@ -1,0 +1,1 @@
+"""Which processor computes a missed expert (docs/prescope.md)."""

@@ -1,0 +1,201 @@
+"""PreSched: who loads an expert, who computes it beside its weights, and what comes ahead.
+
+The prefetch-aware cross-layer scheduler of PreScope (section 4.3), as pure functions of lists of
+work, costs, the delay α and the hit rate of critical prefetches. Nothing here knows a device. Where
+the paper leaves a choice, docs/prescope.md says which was taken.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Work(NamedTuple):
+    """Rows that one expert, which is neither resident nor on its way, has to compute."""
+
+    tokens: int
+    layer: int
+    expert: int
+
+
+Queue = tuple[Work, ...]
+"""Work of one layer, ascending by tokens (Premise 1): the paper's E_cur and E_next."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PlacementCosts:
+    """What a layer's parts take, in seconds (the paper's Timer)."""
+
+    per_token: float
+    """β: one row of an expert on the CPU."""
+    startup: float
+    """C: what an expert on the CPU takes beside its rows."""
+    load: float
+    """t_io: an expert over the link, at the queue depth that is used."""
+    accelerator: float
+    """t_g: an expert on the accelerator."""
+    attention: float
+    """t_attn: from the end of a layer's experts to the end of the next layer's router."""
+
+    def on_cpu(self, works: Sequence[Work]) -> float:
+        """t_c of a list, equation (3) summed: β·m + C for each expert."""
+        return self.per_token * sum(w.tokens for w in works) + self.startup * len(works)
+
+
+class LayerPlan(NamedTuple):
+    """What becomes of one layer's misses, and of the link after them."""
+
+    cpu: Queue
+    """Computed where their weights are, in this order."""
+    load: Queue
+    """Loaded on demand, in this order."""
+    prefetch: Queue = ()
+    """Loaded ahead afterwards, in this order; the last one is the critical one."""
+    distance: int = 1
+    """How many layers ahead the prefetches are for."""
+    after_experts: bool = False
+    """Prefetches begin only when the layer's experts are computed, as in HybriMoE."""
+
+
+Scheduler = Callable[[Queue, Sequence[Queue], PlacementCosts, float, float], LayerPlan]
+"""(the layer's work, that of the layers to come as it is predicted, costs, α, R_hit) → plan."""
+
+
+def queue_of(layer: int, tokens: np.ndarray, there: np.ndarray) -> Queue:
+    """The work of a layer: tokens int[E] rows of each expert, there bool[E] who is resident or on
+    its way. Of equal ones the lower id comes first."""
+    (missing,) = np.nonzero((tokens > 0) & ~there)
+    return tuple(sorted(Work(int(tokens[e]), layer, int(e)) for e in missing))
+
+
+def merged(current: Queue, ahead: Queue) -> Queue:
+    """E_all: both in ascending order. Of equal ones the current layer's are the heavier ones, since
+    they are needed first."""
+    here = current[0].layer if current else None
+    return tuple(sorted((*current, *ahead), key=lambda w: (w.tokens, w.layer == here, w)))
+
+
+def accelerator_queue(every: Queue, costs: PlacementCosts, alpha: float) -> int:
+    """Q1, equation (4): the first index of E_all from which on all belong on the accelerator,
+    len(every) where none does. every[i] is in both costs, as printed."""
+    cpu = costs.attention
+    for i, work in enumerate(every):
+        cpu += costs.on_cpu((work,))
+        if alpha + (len(every) - i) * costs.load + costs.accelerator < cpu:
+            return i
+    return len(every)
+
+
+def on_demand(current: Queue, wanted: Queue, costs: PlacementCosts, alpha: float) -> int:
+    """Q1, equation (5): the first index of E_cur among `wanted` (GPU_Q) from which on all are
+    loaded: loading them takes less than computing those before it. len(current) where none is: the
+    printed initial value would load one that does not qualify."""
+    there = set(wanted)
+    cpu = 0.0
+    for i, work in enumerate(current):
+        loads = alpha + (len(current) - i) * costs.load + costs.accelerator
+        if work in there and loads < cpu:
+            return i
+        cpu += costs.on_cpu((work,))
+    return len(current)
+
+
+def overlapped(current: Queue, first: int, costs: PlacementCosts, alpha: float) -> float:
+    """Q2, equation (6): f, how many prefetches fit between the last on-demand load and the next
+    layer's routing, where E_cur is loaded from index `first` on. Negative: not even the loads
+    do."""
+    gap = costs.on_cpu(current[:first]) - alpha - (len(current) - first) * costs.load
+    return (gap + costs.attention) / costs.load
+
+
+def benefit(f: float, count: int, hit: float) -> float:
+    """Q3, equation (7): ξ in loads, of the critical prefetch if `count` are issued; hit is
+    R_hit. R_miss is 1 − R_hit."""
+    return hit * (f - count + 1) - (1 - hit) * (count - f)
+
+
+def prefetches(f: float, most: int, hit: float) -> int:
+    """Q2 and Q3: how many prefetches are issued of `most` candidates: F, the nearest integer to f,
+    where the critical one pays, else one fewer."""
+    count = min(max(math.floor(f + 0.5), 0), most)
+    return count if count == 0 or benefit(f, count, hit) > 0 else count - 1
+
+
+def greedy_split(current: Queue, costs: PlacementCosts, alpha: float) -> int:
+    """Equation (2): the index from which on all are loaded, where the slower of both processors is
+    done first; of equal ones the one with fewest loads."""
+
+    def slower(first: int) -> float:
+        loads = len(current) - first
+        accelerator = alpha + loads * costs.load + costs.accelerator if loads else 0.0
+        return max(costs.on_cpu(current[:first]), accelerator)
+
+    return min(range(len(current), -1, -1), key=slower)
+
+
+def presched(
+    current: Queue, ahead: Sequence[Queue], costs: PlacementCosts, alpha: float, hit: float
+) -> LayerPlan:
+    """Algorithm 1 for one layer, at its routing.
+
+    current: its work. ahead: the predicted work of the layers that follow, the next one first;
+    empty for the last layer, where nothing is to be weighed against and equation (2) decides
+    (ours). alpha: seconds until the link is free of a prefetch that was begun. hit: R_hit, 0…1.
+    Where the next layer wants nobody on the accelerator (Q4), the same rule is asked for the layer
+    after it, as far as `ahead` goes.
+    """
+    if not ahead:
+        first = greedy_split(current, costs, alpha)
+        return LayerPlan(current[:first], current[first:])
+    every = merged(current, ahead[0])
+    first = on_demand(current, every[accelerator_queue(every, costs, alpha) :], costs, alpha)
+    f = overlapped(current, first, costs, alpha)
+    for distance, works in enumerate(ahead, 1):
+        every = merged(current, works)
+        wanted = every[accelerator_queue(every, costs, alpha) :]
+        if set(wanted) & set(works):
+            count = prefetches(f, len(works), hit)
+            best = works[len(works) - count :][::-1]
+            return LayerPlan(current[:first], current[first:], best, distance)
+    return LayerPlan(current[:first], current[first:])
+
+
+def layer_seconds(
+    plan: LayerPlan, costs: PlacementCosts, alpha: float, resident: int = 0
+) -> tuple[float, float]:
+    """What the equations say of a layer, if prefetches are right: seconds from its routing to the
+    next layer's, and α there.
+
+    resident: experts that the accelerator has to begin with. Their time is mostly hidden behind
+    what lands (Premise 5), and counts where that is less.
+    """
+    loads = alpha + len(plan.load) * costs.load
+    landing = len(plan.load) + (alpha > 0)
+    accelerator = max(
+        loads + costs.accelerator if landing else 0.0, (resident + landing) * costs.accelerator
+    )
+    seconds = max(costs.on_cpu(plan.cpu), accelerator) + costs.attention
+    return seconds, max(loads + len(plan.prefetch) * costs.load - seconds, 0.0)
+
+
+def followed(hit: float, found: bool, weight: float = 0.1) -> float:
+    """R_hit after one more critical prefetch was used, or was not: an exponential average, which
+    the paper leaves open."""
+    return hit + weight * (found - hit)
+
+
+def hot_table(frequency: np.ndarray, capacity: int) -> np.ndarray:
+    """bool[L, E]: who is resident from the start, the `capacity` most used of all (layer, expert)
+    together (section 5). frequency: int[L, E]. Of equal ones the lower layer, then the lower id.
+    Raises ValueError for fewer than none."""
+    if capacity < 0:
+        raise ValueError(f"room for {capacity} experts: give 0 or more")
+    order = np.argsort(-frequency, axis=None, kind="stable")[:capacity]
+    table = np.zeros(frequency.size, bool)
+    table[order] = True
+    return table.reshape(frequency.shape)

@@ -1,0 +1,1 @@
+"""PreScope's learned predictor (docs/prescope.md)."""

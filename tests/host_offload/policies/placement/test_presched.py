@@ -1,0 +1,239 @@
+"""PreSched's rules against brute force, and the equations' edges (docs/prescope.md)."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from host_offload.policies.placement.presched import (
+    LayerPlan,
+    PlacementCosts,
+    Work,
+    accelerator_queue,
+    benefit,
+    followed,
+    hot_table,
+    layer_seconds,
+    merged,
+    on_demand,
+    overlapped,
+    prefetches,
+    presched,
+    queue_of,
+)
+from host_offload.policies.placement.rivals import (
+    capped,
+    fate,
+    fiddler,
+    fiddler_code,
+    greedy,
+    greedy_split,
+    hybrimoe,
+)
+
+pytestmark = pytest.mark.slow  # nothing here depends on the version of Python or jax
+
+UNIT = 1 / 64
+"""Seconds that floats add without rounding."""
+
+units = st.integers(1, 64).map(lambda n: n * UNIT)
+alphas = st.integers(0, 64).map(lambda n: n * UNIT)
+all_costs = st.builds(PlacementCosts, units, units, units, units, units)
+loads = st.lists(st.integers(0, 30), min_size=1, max_size=12)
+
+
+def queue(layer: int, tokens: list[int]):
+    return queue_of(layer, np.array(tokens), np.zeros(len(tokens), bool))
+
+
+@given(loads, loads, all_costs, alphas)
+def test_the_accelerators_queue_is_a_suffix_and_the_first_one_that_qualifies(
+    here, next_, costs, alpha
+):
+    every = merged(queue(0, here), queue(1, next_))
+    tokens = [work.tokens for work in every]
+    assert tokens == sorted(tokens) and set(every) == {*queue(0, here), *queue(1, next_)}
+
+    n = len(every)
+    qualifies = [
+        alpha + (n - i) * costs.load + costs.accelerator
+        < sum(costs.per_token * w.tokens + costs.startup for w in every[: i + 1]) + costs.attention
+        for i in range(n)
+    ]
+    assert qualifies == sorted(qualifies)  # a suffix: no later one fails
+    assert accelerator_queue(every, costs, alpha) == n - sum(qualifies)
+
+
+@given(loads, loads, all_costs, alphas)
+def test_the_first_load_is_the_smallest_index_that_qualifies(here, next_, costs, alpha):
+    current = queue(0, here)
+    every = merged(current, queue(1, next_))
+    wanted = every[accelerator_queue(every, costs, alpha) :]
+    n = len(current)
+    found = [
+        i
+        for i in range(n)
+        if current[i] in wanted
+        and alpha + (n - i) * costs.load + costs.accelerator
+        < sum(costs.per_token * w.tokens + costs.startup for w in current[:i])
+    ]
+    assert on_demand(current, wanted, costs, alpha) == min(found, default=n)
+
+
+def test_a_load_that_takes_as_long_as_the_cpu_is_left_to_the_cpu():
+    costs = PlacementCosts(1.0, 0.0, 4.0, 1.0, 4.0)
+    current = queue(0, [5, 6])  # loading the heavier one and computing the lighter: 5 s each
+    assert on_demand(current, current, costs, 0.0) == 2
+    assert on_demand(current, current, dataclasses.replace(costs, per_token=1.01), 0.0) == 1
+    assert accelerator_queue(queue(0, [1]), costs, 0.0) == 1  # 5 s each again
+    assert accelerator_queue(queue(0, [2]), costs, 0.0) == 0
+
+
+def test_of_equal_ones_the_current_layer_is_the_heavier_one():
+    assert [w.layer for w in merged(queue(3, [2, 2]), queue(4, [2, 1]))] == [4, 4, 3, 3]
+    assert merged((), queue(4, [1, 1])) == queue(4, [1, 1])
+
+
+def test_a_queue_has_who_is_missing_and_used_ascending():
+    found = queue_of(2, np.array([3, 0, 1, 3, 9]), np.array([0, 0, 0, 0, 1], bool))
+    assert found == (Work(1, 2, 2), Work(3, 2, 0), Work(3, 2, 3))
+
+
+# ---- Q2 and Q3
+
+
+def test_how_many_prefetches_fit_is_counted_from_the_last_load():
+    costs = PlacementCosts(1.0, 2.0, 4.0, 1.0, 6.0)
+    current = queue(0, [1, 2, 5])
+    # CPU: (1 + 2) + (2 + 2) = 7; one load of 4 s, α = 1: a gap of 2 s, and 6 s of attention.
+    assert overlapped(current, 2, costs, 1.0) == 2.0
+    assert overlapped(current, 0, costs, 1.0) == (0 - 1 - 12 + 6) / 4
+
+
+@given(st.floats(-5, 12), st.integers(0, 8), st.floats(0, 1))
+def test_the_critical_prefetch_is_issued_where_it_pays(f, most, hit):
+    count = min(max(round(f + 1e-12), 0), most)
+    if abs(f % 1 - 0.5) < 1e-6:
+        return  # both neighbours are nearest
+    found = prefetches(f, most, hit)
+    assert found in {count, max(count - 1, 0)}
+    pays = hit * (f - count + 1) - (1 - hit) * (count - f)
+    assert found == (count if count == 0 or pays > 0 else count - 1)
+
+
+def test_the_ends_of_the_hit_rate():
+    for f in np.arange(0.0, 7.0, 0.1):
+        nearest = min(int(np.floor(f + 0.5)), 6)
+        assert prefetches(f, 6, 1.0) == nearest  # R_hit = 1: always F
+        if nearest > f:
+            assert prefetches(f, 6, 0.0) == nearest - 1  # R_hit = 0 and F > f: one fewer
+    for f in (-0.3, -0.5, -1.0, -8.0):
+        for hit in (0.0, 0.5, 1.0):
+            assert prefetches(f, 6, hit) == 0  # F < 0 is never issued
+    assert benefit(2.6, 3, 0.5) == pytest.approx(0.5 * 0.6 - 0.5 * 0.4)
+
+
+def test_the_hit_rate_follows_what_critical_prefetches_turned_out_to_be():
+    assert followed(0.5, True) == pytest.approx(0.55)
+    assert followed(0.5, False) == pytest.approx(0.45)
+    assert followed(1.0, True) == 1.0
+
+
+# ---- Algorithm 1
+
+
+@given(loads, loads, all_costs, alphas, st.floats(0, 1))
+def test_a_plan_has_each_miss_once_and_the_heaviest_of_the_next_layer(
+    here, next_, costs, alpha, hit
+):
+    current, ahead = queue(0, here), queue(1, next_)
+    plan = presched(current, [ahead], costs, alpha, hit)
+    assert plan.cpu + plan.load == current
+    assert plan.prefetch == ahead[::-1][: len(plan.prefetch)]  # heaviest first
+    every = merged(current, ahead)
+    if not set(every[accelerator_queue(every, costs, alpha) :]) & set(ahead):
+        assert plan.prefetch == ()
+
+
+def test_the_last_layer_and_a_layer_without_misses():
+    costs = PlacementCosts(1.0, 0.0, 2.0, 1.0, 4.0)
+    assert presched((), (), costs, 0.0, 1.0) == LayerPlan((), ())
+    plan = presched((), [queue(1, [9, 8, 7])], costs, 0.0, 1.0)
+    assert [w.tokens for w in plan.prefetch] == [9, 8]  # attention has room for two
+
+
+def test_where_the_next_layer_wants_nobody_the_one_after_it_is_asked():
+    costs = PlacementCosts(1.0, 0.0, 8.0, 1.0, 8.0)
+    light, heavy = queue(1, [1]), queue(2, [40, 30])
+    plan = presched((), [light, heavy], costs, 0.0, 1.0)
+    assert plan.distance == 2 and [w.tokens for w in plan.prefetch] == [40]
+    near = presched((), [queue(1, [20]), heavy], costs, 0.0, 1.0)
+    assert near.distance == 1 and [w.tokens for w in near.prefetch] == [20]
+
+
+def test_what_the_equations_say_of_a_layer():
+    costs = PlacementCosts(1.0, 0.0, 2.0, 1.0, 3.0)
+    cpu, load, ahead = queue(0, [4, 5]), queue(0, [9]), queue(1, [8, 7, 6])
+    # CPU 9 s, link 1 + 2 s: 9 + 3 s; three prefetches end at 9 s.
+    assert layer_seconds(LayerPlan(cpu, load, ahead), costs, 1.0) == (12.0, 0.0)
+    # Nobody computes but the accelerator: 1 + 2 + 1 + 3 s; prefetches end at 9 s, 2 s late.
+    assert layer_seconds(LayerPlan((), load, ahead), costs, 1.0) == (7.0, 2.0)
+    assert layer_seconds(LayerPlan((), ()), costs, 0.0, resident=4) == (7.0, 0.0)
+
+
+# ---- rivals
+
+
+@given(loads, all_costs, alphas)
+def test_greedy_minimises_the_slower_processor(here, costs, alpha):
+    current = queue(0, here)
+
+    def slower(first: int) -> float:
+        plan = LayerPlan(current[:first], current[first:])
+        return layer_seconds(plan, costs, alpha if plan.load else 0.0)[0]
+
+    first = greedy_split(current, costs, alpha)
+    best = min(slower(i) for i in range(len(current) + 1))
+    assert slower(first) == best
+    assert all(slower(i) > best for i in range(first + 1, len(current) + 1))
+    plan = greedy(current, [queue(1, [2, 5])], costs, alpha, 1.0)
+    assert plan.load == current[first:] and [w.tokens for w in plan.prefetch] == [5, 2]
+    late = hybrimoe(current, [queue(1, [2, 5])], costs, alpha, 1.0)
+    assert late == plan._replace(after_experts=True) != plan
+
+
+def test_both_readings_of_fiddler_a_cap_and_fate():
+    costs = PlacementCosts(1.0, 0.0, 2.0, 1.0, 3.0)
+    current, ahead = queue(0, [1, 9, 10, 11, 40]), [queue(1, [3, 7])]
+    assert fiddler(current, ahead, costs, 0.0, 1.0) == LayerPlan(current, ())
+    # 7 a token against 70: ten tokens are as dear as a load, which is then taken.
+    assert fiddler_code(current, ahead, costs, 0.0, 1.0) == LayerPlan(current[:2], current[2:])
+    assert capped(current, ahead, costs, 0.0, 1.0, uploads=1).load == current[4:]
+    assert capped(current, ahead, costs, 0.0, 1.0, uploads=9).cpu == ()
+    assert fate(current, ahead, costs, 0.0, 1.0) == LayerPlan((), current, ahead[0][::-1])
+
+
+def test_fiddlers_code_is_its_enumeration():
+    tokens = [3, 9, 10, 11, 30]
+    costs = np.array([[7 * t, 70] for t in tokens])
+    best = min(  # as its loop: of equal sums the first configuration, whose bits are CPUs
+        range(1 << len(tokens)),
+        key=lambda c: (sum(costs[e, 0 if c >> e & 1 else 1] for e in range(len(tokens))), c),
+    )
+    plan = fiddler_code(queue(0, tokens), (), PlacementCosts(1, 1, 1, 1, 1), 0.0, 1.0)
+    assert [bool(best >> e & 1) for e in range(len(tokens))] == [
+        w in plan.cpu for w in queue(0, tokens)
+    ]
+
+
+# ---- the hot table
+
+
+def test_the_hot_table_ranks_all_layers_together():
+    frequency = np.array([[9, 1, 1], [8, 7, 0], [1, 1, 1]])
+    assert np.argwhere(hot_table(frequency, 4)).tolist() == [[0, 0], [0, 1], [1, 0], [1, 1]]
+    assert hot_table(frequency, 0).sum() == 0 and hot_table(frequency, 99).all()
+    with pytest.raises(ValueError, match="give 0 or more"):
+        hot_table(frequency, -1)
