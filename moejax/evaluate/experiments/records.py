@@ -20,6 +20,8 @@ from moejax.evaluate.experiments.record_file import (
     RECORDS,
     SESSIONS,
     TIMELINES,
+    completed,
+    completed_keys,
     read_records,
 )
 
@@ -181,8 +183,10 @@ def read_results(directory: str | os.PathLike[str]) -> Records:
     others = [
         read_records(root / name) if (root / name).exists() else [] for name in (QUALITY, TIMELINES)
     ]
-    records, sessions = read_records(root / RECORDS), read_records(root / SESSIONS)
-    return Records(root, asked, records, sessions, *others)
+    sessions = completed(read_records(root / SESSIONS))
+    experts = {"experts": sessions[0]["experts"]} if sessions and "experts" in sessions[0] else {}
+    records = completed(read_records(root / RECORDS), **experts)
+    return Records(root, completed_keys(asked), records, sessions, *others)
 
 
 def _place(row: Mapping[str, Any]) -> tuple[Any, ...]:

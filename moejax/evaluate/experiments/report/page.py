@@ -22,8 +22,7 @@ from moejax.evaluate.experiments.report.content import (
 from moejax.evaluate.experiments.report.figures import figure
 from moejax.evaluate.experiments.report.lanes import timeline
 from moejax.evaluate.experiments.report.markdown import ABOUT, definition, facts, markdown, title
-from moejax.evaluate.experiments.report.places import BESIDE, BESIDE_HEADINGS, beside_baseline
-from moejax.evaluate.experiments.report.quality import quality_headings, quality_rows
+from moejax.evaluate.experiments.report.tables import other_tables
 
 _STYLE = """\
 :root{color-scheme:light dark;--ink:#1a1a1a;--soft:#6b6b6b;--rule:#dcdcdc;--paper:#fff;
@@ -53,7 +52,7 @@ def write_report(records: Records, directory: Path) -> tuple[Path, ...]:
     """Writes report.html, and report.md with its plots as SVG files; their paths, the page first.
     Raises UserError where there is nothing to report or a file cannot be written."""
     found = panels(records)
-    if not found:
+    if not records.rows:
         raise UserError(f"{records.directory} has no records yet; run moejax ablate first")
     files = {}
     names: dict[str, list[str]] = {}
@@ -105,11 +104,8 @@ def page(records: Records) -> str:
         if drawn := timeline(records, panel):
             body.append(f'<div class="scroll">{drawn}</div>')
         body.append(f'<div class="scroll">{_table(panel)}</div>')
-    if rows := quality_rows(records):
-        body.append(f"<h2>Quality</h2>{_plain_table(quality_headings(records), rows)}")
-    if rows := beside_baseline(records):
-        body.append(f"<h2>{escape(BESIDE.format(baseline=records.asked['baseline']))}</h2>")
-        body.append(_plain_table(BESIDE_HEADINGS, rows))
+    for found in other_tables(records):
+        body.append(f"<h2>{escape(found.title)}</h2>{_plain_table(found.headings, found.rows)}")
     again = escape(definition(records))
     body.append(f"<h2>Run it again</h2><pre>{again}</pre><h2>Machine</h2>{_facts(records)}")
     return (

@@ -323,7 +323,7 @@ def test_quality_is_that_of_an_evaluation(tmp_path):
     assert [line["precision"] for line in found.quality] == ["dense", "int2"]
     window = found.quality[0]["window"]
     with LLM("demo", max_model_len=window, progress=False) as llm:
-        ids = Prompts(read_experiment(given)).test_tokens("story")[:300]
+        ids = Prompts(read_experiment(given)).quality_tokens("story")
         alone = perplexity(llm, TokenIds([np.array(ids)], "0" * 64), window=window, stride=window)
     line = found.quality[0]
     assert line["perplexity"] == pytest.approx(alone.total.perplexity, rel=1e-6)
