@@ -1,6 +1,6 @@
-"""How soon DynaExq follows when the text changes: the share of its own hottest experts that is high.
+"""How soon DynaExq follows when the text changes: the share of its hottest experts that is high.
 
-python -m scripts.precision shifts DIR [--hi dense --lo int4 --budget 55%] [--text FILE ...]
+python -m scripts.precision shifts DIR [--hi dense --lo int4 --budget 60%] [--text FILE ...]
 
 A curve along one run, which is no cell of a grid: quality and ablations of the same arms are
 `moejax ablate scripts/experiments/precision_*.yaml`. Texts are scored one after the other, the last

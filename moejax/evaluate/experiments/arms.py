@@ -138,7 +138,8 @@ def arm_of(text: str, home: Path, *, shared: bool = False) -> Arm:
     oracle=run is a control that knows the run.
 
     home: where files that are not absolute are. shared: experts and KV share a memory, whose line
-    policies may move (MOVERS too). Raises UserError for what is none of these, for policies that cannot run together, and for whatever a file of policies raises.
+    policies may move (MOVERS too). Raises UserError for what is none of these, for policies that
+    cannot run together, and for whatever a file of policies raises.
     """
     given: list[Policy | Later] = []
     files: dict[str, str] = {}

@@ -38,10 +38,8 @@ LATER_COLUMNS: Mapping[str, Any] = {"link_rate": "none", "moves_cells": False}
 def completed_keys(asked: Mapping[str, Any]) -> dict[str, Any]:
     """A definition as written by any version, with the keys that came later."""
     of_a_model = not asked.get("routing") and not asked.get("conversations")
-    missing = {
-        n: v for n, v in LATER_KEYS.items() if n not in asked and (of_a_model or n == "routing")
-    }
-    return {**asked, **missing}
+    later = LATER_KEYS if of_a_model else {"routing": []}
+    return {**later, **asked}
 
 
 def completed(lines: Sequence[Mapping[str, Any]], **more: Any) -> list[dict[str, Any]]:

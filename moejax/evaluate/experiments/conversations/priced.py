@@ -27,7 +27,7 @@ KIND = "turns"
 """How a definition names conversations: turns(sessions=10, …)."""
 
 THEN = " then "
-"""Between conversations of two kinds, the second of which begins when the last of the first came."""
+"""Between conversations of two kinds: the second begin when the last of the first came."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +69,7 @@ class PricedClock(VirtualClock):
 
 
 def counts(engine: Engine) -> np.ndarray:
-    """int64[4]: decode steps, prefill steps, misses and KV pages moved so far, as Prices has them."""
+    """int64[4]: decode steps, prefill steps, misses and KV pages moved so far, as in Prices."""
     statistics, cache = engine.statistics, engine.scheduler.cache
     misses = statistics.paging["fills"] + statistics.paging["read_through"]
     pages = cache.swapped_in + cache.swapped_out

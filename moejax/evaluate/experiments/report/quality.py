@@ -40,11 +40,9 @@ def quality_rows(records: Records) -> list[list[str]]:
         for line in records.quality:
             if line["text"] in of:
                 arms.setdefault((line["precision"], line.get("budget")), []).append(line)
-        whole = {
-            arm: _together(name, found) for arm, found in arms.items() if len(found) == len(of)
-        }
-        firsts = [line for line in whole.values() if _is_first(line, records)]
-        for line in whole.values():
+        whole = [_together(name, found) for found in arms.values() if len(found) == len(of)]
+        firsts = [line for line in whole if _is_first(line, records)]
+        for line in whole:
             # The first precision of two versions has a line for each budget.
             alike = [one for one in firsts if one.get("budget") in (None, line.get("budget"))]
             above = _above(line, alike[0]) if alike and line is not alike[0] else "–"
@@ -107,9 +105,9 @@ def precision_rows(records: Records, lines: Sequence[Line]) -> list[list[str]]:
     where = [n for n in PLACE if n not in ("mode", "driver", "precision", "policy", "seed")]
     places: dict[tuple[Any, ...], list[Line]] = {}
     for line in lines:
-        if line["policy"] == baseline and line["driver"] == "device" and line["runs"]:
-            if line["mode"] == "measured":
-                places.setdefault(tuple(line[name] for name in where), []).append(line)
+        which = line["policy"], line["driver"], line["mode"]
+        if which == (baseline, "device", "measured") and line["runs"]:
+            places.setdefault(tuple(line[name] for name in where), []).append(line)
     rows = []
     for found in places.values():
         found = sorted(found, key=lambda line: names.index(line["precision"]))

@@ -80,7 +80,7 @@ def learned(experiment: Experiment, prompts: Prompts, traces: Path) -> Experimen
     says (docs/protocol.md, 3). Raises UserError for a text that is too short, and for what learning
     shows to be none of this grid.
     """
-    learners = [each for each in (*experiment.arms.values(), *experiment.mixes.values())]
+    learners = *experiment.arms.values(), *experiment.mixes.values()
     arrays = frozenset().union(*(each.train_arrays for each in learners))
     if not any(each.learns for each in learners):
         return experiment

@@ -114,7 +114,7 @@ def test_several_policies_are_one_arm(home):
         ({"policies": ["fate=train"]}, "unknown policy 'fate'; write one of"),
         ({"routing": ["none"], "modes": "simulated"}, "routing 'none' is none of qwen3-like,"),
         ({"routing": ["zipf(shape=1)"]}, "routing 'zipf(shape=1)' has no setting 'shape'"),
-        ({"routing": ["zipf(2)"]}, "settings are written as KIND(key=value)"),
+        ({"routing": ["zipf(2)"]}, "settings are written as NAME(key=value)"),
         ({"routing": ["zipf"]}, "write modes: [simulated] or [predicted]"),
         ({"routing": ["zipf"], "texts": ["math"]}, "so texts say nothing; leave them out"),
         (
@@ -137,7 +137,7 @@ def test_several_policies_are_one_arm(home):
         ({"driver": "both"}, "driver is one of auto, device, host"),
         ({"baseline": "fifo"}, "baseline 'fifo' is none of the policies; write one of lru, lfu"),
         ({"precision": ["dense", "int8"]}, "write equal: bytes"),
-        ({"precision": ["dynaexq"]}, "so budget 50% is a share of bytes; write equal: bytes"),
+        ({"precision": ["dynaexq"]}, "so budget 25% is a share of bytes; write equal: bytes"),
         (
             {"precision": "dynaexq", "modes": ["simulated"]},
             "which are measured only; write modes: [measured]",
@@ -250,7 +250,7 @@ def test_a_version_as_a_budget_is_what_all_experts_take_in_it():
         found.engine_options("device", name, 1, budget="int8").expert_budget
         for name in found.precision
     )
-    assert mixed == 64 * 49664  # 3 · 128 rows of 128 bytes, and their scales
+    assert mixed == 64 * 50176  # 3 · 128 rows of 128 bytes, and their scales
     # Slots are rounded up to rows, all experts of which are then to be had.
     assert mixed <= whole < 1.05 * mixed
 
