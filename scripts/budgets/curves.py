@@ -59,6 +59,17 @@ def _parser() -> argparse.ArgumentParser:
         parser.add_argument("--json", action="store_true", help="one JSON object a line instead")
         return parser
 
+    cost = mode("controller", 48)
+    numbers: Any = lambda text: [int(part) for part in text.split(",")]  # noqa: E731
+    cost.add_argument("--batches", type=numbers, default=[1, 8, 32], metavar="B,…")
+    cost.add_argument("--steps", type=int, default=1024, help="default: 1024")
+    cost.add_argument("--turn", type=int, default=64, help="steps between two turns' ends")
+    split = mode("halves", 16)
+    split.add_argument("--seeds", type=int, default=10, help="default: 10")
+    split.add_argument("--steps", type=int, default=4000, help="default: 4000")
+    split.add_argument("--batch", type=int, default=1, help="default: 1")
+    return parser
+
 
 # ---- controller
 

@@ -11,7 +11,7 @@ DEMO = ("--shape", "demo", "--layers", "1")
 _DECODE = ("decode", "--json", "--cells")
 _TIMES = ("ablate", "scripts/experiments/times.yaml", "--output", "{out}/times", "--quiet")
 _VERSIONS = (
-    *("ablate", "scripts/experiments/precision_times.yaml"),
+    *("ablate", "scripts/experiments/precision/times.yaml"),
     *("--output", "{out}/precision", "--quiet"),
 )
 _INTERPRETED = (

@@ -3,7 +3,7 @@
 python -m scripts.precision shifts DIR [--hi dense --lo int4 --budget 60%] [--text FILE ...]
 
 A curve along one run, which is no cell of a grid: quality and ablations of the same arms are
-`moejax ablate scripts/experiments/precision_*.yaml`. Texts are scored one after the other, the last
+`moejax ablate scripts/experiments/precision/*.yaml`. Texts are scored one after the other, the last
 fifth of each, in windows of 512 tokens, from a cold start; arms differ in how many transitions
 there can be. Who is hottest is counted in the run itself. "if unbounded" is what the arm whose
 transitions block keeps in a text's second half; tokens are those after a change of text until an

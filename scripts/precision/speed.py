@@ -4,7 +4,7 @@ python -m scripts.precision speed DIR [--link 48GB/s] [--memory-bandwidth 3.4TB/
 
 The cost model at the size of Qwen3-30B-A3B with the costs of an H200 as ../shared/DESIGN.md states
 them. What can be measured on this machine is `moejax ablate
-scripts/experiments/precision_times.yaml`.
+scripts/experiments/precision/times.yaml`.
 
 Arms, all with the same bytes for experts: int4 and int8 for all (static; paged where they do not
 fit), dense paged on demand (LRU), DynaExq over dense and int4 with everything resident, and the

@@ -36,10 +36,24 @@ LEARNERS: Mapping[str, Callable[..., Policy]] = {**FIT, "static": static.fit}
 """Name → what makes the policy of NAME=train from a trace of the texts' training part."""
 
 
-def _mv_wsa(decay: float | None = None, **settings: Any) -> Policy:
+def _mv_wsa(
+    decay: float = SplitRule.decay,
+    expect_returns: bool = True,
+    allocation: str = "uniform",
+    window: int = MvWsa.window,
+    floor_share: float = MvWsa.floor_share,
+    trace: str | None = None,
+) -> Policy:
     """MvWsa, told what things cost by the grid's prices."""
-    rule = SplitRule() if decay is None else SplitRule(decay=decay)
-    return MvWsa(rule=rule, calibrate=False, **settings)
+    return MvWsa(
+        rule=SplitRule(decay=decay),
+        calibrate=False,
+        expect_returns=expect_returns,
+        allocation=allocation,
+        window=window,
+        floor_share=floor_share,
+        trace=trace,
+    )
 
 
 MOVERS: Mapping[str, Callable[..., Policy]] = {

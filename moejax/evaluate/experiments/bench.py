@@ -51,7 +51,7 @@ class Group:
     arrays: frozenset[str]
     """What its steps give out for policies; steps that do are others, and slower."""
     budget: str | None = None
-    """Of experts in two versions, which each start lays out anew; else any."""
+    """The budget of experts in two versions, which each start lays out anew; None: any."""
 
 
 def group_of(cell: Cell, experiment: Experiment) -> Group:

@@ -37,15 +37,19 @@ LATER_COLUMNS: Mapping[str, Any] = {"link_rate": "none", "moves_cells": False}
 
 def completed_keys(asked: Mapping[str, Any]) -> dict[str, Any]:
     """A definition as written by any version, with the keys that came later."""
-    of_a_model = not asked.get("routing") and not asked.get("conversations")
-    later = LATER_KEYS if of_a_model else {"routing": []}
+    if asked.get("conversations"):
+        return dict(asked)
+    later = {"routing": []} if asked.get("routing") else LATER_KEYS
     return {**later, **asked}
 
 
-def completed(lines: Sequence[Mapping[str, Any]], **more: Any) -> list[dict[str, Any]]:
-    """Records or sessions as written by any version, with the columns that came later. more: such
-    columns of this directory."""
-    return [{**LATER_COLUMNS, **more, **line} for line in lines]
+def completed(
+    lines: Sequence[Mapping[str, Any]], experts: int | None = None
+) -> list[dict[str, Any]]:
+    """Records or sessions as written by any version, with the columns that came later. experts:
+    a layer's, where that is known of the directory."""
+    later = LATER_COLUMNS if experts is None else {**LATER_COLUMNS, "experts": experts}
+    return [{**later, **line} for line in lines]
 
 
 def open_records(path: Path) -> contextlib.AbstractContextManager[LineFile]:

@@ -184,8 +184,8 @@ def read_results(directory: str | os.PathLike[str]) -> Records:
         read_records(root / name) if (root / name).exists() else [] for name in (QUALITY, TIMELINES)
     ]
     sessions = completed(read_records(root / SESSIONS))
-    experts = {"experts": sessions[0]["experts"]} if sessions and "experts" in sessions[0] else {}
-    records = completed(read_records(root / RECORDS), **experts)
+    experts = sessions[0].get("experts") if sessions else None
+    records = completed(read_records(root / RECORDS), experts)
     return Records(root, completed_keys(asked), records, sessions, *others)
 
 

@@ -40,7 +40,7 @@ def test_arms_are_measured_against_transitions_that_block():
     slow = [[0, 0.2], [50, 0.4], [100, 0.6]]
     quick = [[0, 0.2], [50, 0.8], [100, 0.8]]
     rows = [*shifts.report([line("few", slow), line("blocking", quick)])]
-    assert [row.split()[-5:-1] for row in rows[1:]] == [
+    assert [row.split()[-6:-2] for row in rows[1:]] == [
         ["80%", "–", "(0", "of"],
         ["80%", "50", "(1", "of"],
     ]

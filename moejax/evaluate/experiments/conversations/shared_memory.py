@@ -24,7 +24,7 @@ from moejax.start.settings import settings_of
 from moejax.traces.tracer import start_trace
 
 TRAIN_SEED = 10**6
-"""Of the conversations that mv_wsa=train begins with; no seed of a grid should be it."""
+"""The seed of what mv_wsa=train begins with; no seed of a grid should be it."""
 
 
 @dataclasses.dataclass(frozen=True)

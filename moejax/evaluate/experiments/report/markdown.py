@@ -93,12 +93,20 @@ def markdown(records: Records, figures: Mapping[str, Sequence[str]]) -> str:
 
 def title(records: Records) -> str:
     asked: Mapping[str, Any] = records.asked
-    what = f"{len(asked['policies'])} policies × {len(asked['budgets'])} budgets"
+    counted = [("policy", "policies", "policies"), ("budget", "budgets", "budgets")]
+    if len(asked.get("precision", ())) > 1:
+        counted.append(("precision", "precisions", "precision"))
+    what = " × ".join(_counted(asked[key], one, many) for one, many, key in counted)
     if asked.get("routing"):
-        return f"routing without a model: {what} × {len(asked['routing'])} kinds"
+        return f"routing without a model: {what} × {_counted(asked['routing'], 'kind', 'kinds')}"
     if asked.get("conversations"):
-        return f"{asked['model']}: {what} × {len(asked['conversations'])} kinds of conversations"
-    return f"{asked['model']}: {what} × {len(asked['texts'])} texts"
+        kinds = _counted(asked["conversations"], "kind", "kinds")
+        return f"{asked['model']}: {what} × {kinds} of conversations"
+    return f"{asked['model']}: {what} × {_counted(asked['texts'], 'text', 'texts')}"
+
+
+def _counted(values: Sequence[Any], one: str, many: str) -> str:
+    return f"{len(values)} {one if len(values) == 1 else many}"
 
 
 def _row(cells: Sequence[str]) -> str:

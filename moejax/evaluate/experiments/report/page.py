@@ -30,7 +30,7 @@ _STYLE = """\
 @media (prefers-color-scheme:dark){:root{--ink:#ececec;--soft:#a3a3a3;--rule:#3a3a3a;
 --paper:#161616;--tint:#202020}}
 *{box-sizing:border-box}
-body{margin:0 auto;padding:1.2rem;max-width:1280px;background:var(--paper);color:var(--ink);
+body{margin:0 auto;padding:1.2rem;max-width:1560px;background:var(--paper);color:var(--ink);
 font:15px/1.5 system-ui,sans-serif}
 h1{font-size:1.4rem}h2{font-size:1.1rem;margin-top:2rem;border-top:1px solid var(--rule);
 padding-top:1rem}
@@ -39,9 +39,10 @@ p,li{max-width:75ch}.soft{color:var(--soft)}
 .plots svg{width:100%;height:auto;display:block}
 .scroll{overflow-x:auto}
 table{border-collapse:collapse;font-variant-numeric:tabular-nums;font-size:.85rem;margin:1rem 0}
-th,td{padding:.2rem .6rem;text-align:right;white-space:nowrap;border-bottom:1px solid var(--rule)}
+th,td{padding:.2rem .45rem;text-align:right;white-space:nowrap;border-bottom:1px solid var(--rule)}
 th{position:sticky;top:0;background:var(--tint);font-weight:600}
 td:first-child,th:first-child{text-align:left}
+td:first-child{white-space:normal;min-width:9rem;max-width:22rem;overflow-wrap:anywhere}
 tr.begin td{border-top:2px solid var(--rule)}
 pre{background:var(--tint);padding:.8rem;overflow-x:auto}
 .facts td{text-align:left;white-space:normal;overflow-wrap:anywhere}
@@ -77,7 +78,10 @@ def write_report(records: Records, directory: Path) -> tuple[Path, ...]:
 
 
 def plots(panel: Panel) -> list[str]:
-    """The panel's plots as SVG: misses, and where there are times also those."""
+    """The panel's plots as SVG: misses, and where there are times also those; none of one line of
+    the table, which is no comparison."""
+    if len(panel.lines) < 2:
+        return []
     budget, found = "budget of the experts, MiB", []
     if series := miss_series(panel):
         found.append(figure("misses and budget", budget, "misses a decode step", series))
@@ -100,7 +104,8 @@ def page(records: Records) -> str:
     ]
     for panel in panels(records):
         body.append(f"<h2>{escape(panel.title)}</h2>")
-        body.append(f'<div class="plots">{"".join(plots(panel))}</div>')
+        if drawn := "".join(plots(panel)):
+            body.append(f'<div class="plots">{drawn}</div>')
         if drawn := timeline(records, panel):
             body.append(f'<div class="scroll">{drawn}</div>')
         body.append(f'<div class="scroll">{_table(panel)}</div>')

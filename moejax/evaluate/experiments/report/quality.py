@@ -9,7 +9,7 @@ from moejax.evaluate.experiments.quality import compared_quality
 from moejax.evaluate.experiments.records import PLACE, Records
 
 QUALITY_HEADINGS = (
-    *("text", "precision", "perplexity", "above {first}", "tokens", "budget"),
+    *("precision", "text", "perplexity", "above {first}", "tokens", "budget"),
     *("MiB", "high/low", "promoted/demoted"),
 )
 ALL = "all texts"
@@ -48,7 +48,7 @@ def quality_rows(records: Records) -> list[list[str]]:
             above = _above(line, alike[0]) if alike and line is not alike[0] else "–"
             perplexity, tokens = f"{line['perplexity']:.4f}", str(line["tokens"])
             budget = line.get("budget") or "any"
-            row = [name, line["precision"], perplexity, above, tokens, budget]
+            row = [line["precision"], name, perplexity, above, tokens, budget]
             rows.append([*row, _mib(records, line), _high(line), _moves(line)])
     return rows
 

@@ -28,7 +28,7 @@ class Mix:
 
     name: str
     precision: Precision
-    """Of one that learns, until it has: with as many high experts as then, drawn."""
+    """What it is; until it has learned, one with as many high experts as then, drawn."""
     learns: frozenset[str] = frozenset()
     """What a trace of the texts' training part says: `map`, `scores`, `weights`."""
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)

@@ -332,7 +332,7 @@ def test_quality_is_that_of_an_evaluation(tmp_path):
         -(-300 // window),
     )
     first, second = quality_rows(found)
-    assert first[:4] == ["story", "dense", f"{line['perplexity']:.4f}", "–"]
+    assert first[:4] == ["dense", "story", f"{line['perplexity']:.4f}", "–"]
     ratio = found.quality[1]["perplexity"] / line["perplexity"] - 1
     assert ratio > 0.05
     assert second[3].startswith(f"{ratio:+.2%} [")
