@@ -157,4 +157,4 @@ def _number(value: float) -> str:
 
 
 def _short(name: str) -> str:
-    return name if len(name) <= 27 else f"…{name[-26:]}"
+    return name if len(name) <= 27 else f"{name[:15]}…{name[-11:]}"
