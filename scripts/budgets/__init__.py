@@ -1,1 +1,1 @@
-"""The line between experts and KV: curves, splits, resizes, WiSP's Table 2."""
+"""The line between experts and KV: controllers, curves, steps of a resize, WiSP's Table 2."""

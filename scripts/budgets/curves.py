@@ -1,18 +1,13 @@
-"""The budget's arithmetic: what its controllers cost, how right its curves are, how they look.
+"""The budget's arithmetic: what its controllers cost, and how right its curves are.
 
 python -m scripts.budgets curves controller [--batches 1,8,32] [--layers 48 --experts 128 --top-k 8]
 python -m scripts.budgets curves halves [--seeds 10]
-python -m scripts.budgets curves curves DIR [--trace T] [--memory 12GiB] [--miss-s S --page-s S]
 
 `controller`: µs a step, amortised, of the pure code (policies' `decide`) at STEP_END and at a
 turn's end every --turn steps, on routing that is made beforehand; the goal is 250 µs on one core.
 Time is the thread's, so that other processes do not count.
 `halves`: the curve of a stationary stream's first half (its first quarter only warms up), against
 what the pager misses in the second; mean relative error with its 95% interval over seeds.
-`curves`: DIR/curves.png and DIR/curves.json: miss curves of a trace, or of a made-up replay of
-sessions, with the points that the configurator, equation (5) and the exhaustive argmin choose, and
-cells of each layer. Misses are counted by distances: exact from the largest step set on (drawn as a
-line), an estimate below it. Seconds are predicted.
 """
 
 from __future__ import annotations
@@ -21,7 +16,6 @@ import argparse
 import json
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,24 +25,10 @@ from host_offload.policies.budget.joint_budget import JointBudget
 from host_offload.policies.budget.layer_cells import LayerCells
 from host_offload.policies.budget.mv_wsa import MvWsa
 from host_offload.policies.budget.peak_headroom import PeakHeadroom
-from host_offload.simulate.simulator import spec_of
 from host_offload.simulate.weighted_pager import WeightedPager
-from host_offload.sizing.cell_allocation import ALLOCATIONS, allocate
-from host_offload.sizing.configurator import Streams, Turn, configure, histograms_of, turns_of
 from host_offload.sizing.miss_curves import CurveCounts
-from host_offload.sizing.split import (
-    Division,
-    MissCosts,
-    SplitError,
-    division_of,
-    objective,
-)
 from host_offload.traces.generators import routing_generator
-from host_offload.traces.reader import TraceError, read_trace
 from moejax import UserError
-from moejax.sizes import parse_size
-from scripts.budgets.equations import admission_floor, equimarginal_cap
-from scripts.budgets.plots import draw
 from scripts.parts.commands import new_parser, refuse
 from scripts.parts.text_table import aligned
 
@@ -61,10 +41,10 @@ SESSIONS, TURN_PAGES = 32, 200
 
 def main(arguments: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
-    run = {"controller": controller, "halves": halves, "curves": curves}[args.what]
+    run = {"controller": controller, "halves": halves}[args.what]
     try:
         return run(args)
-    except (UserError, TraceError, SplitError, ValueError) as error:
+    except (UserError, ValueError) as error:
         return refuse(__name__, error)
 
 
@@ -88,12 +68,6 @@ def _parser() -> argparse.ArgumentParser:
     split.add_argument("--seeds", type=int, default=10, help="default: 10")
     split.add_argument("--steps", type=int, default=4000, help="default: 4000")
     split.add_argument("--batch", type=int, default=1, help="default: 1")
-    plot = mode("curves", 8)
-    plot.add_argument("directory", type=Path, metavar="DIR")
-    plot.add_argument("--trace", type=Path, metavar="T", help="default: made-up sessions")
-    plot.add_argument("--memory", type=parse_size, help="default: the trace's, or half of all")
-    plot.add_argument("--miss-s", type=float, help="seconds of an expert (default: 48 GB/s)")
-    plot.add_argument("--page-s", type=float, help="seconds of a page (default: 2.5 ms)")
     return parser
 
 
@@ -278,101 +252,3 @@ def step_sets(args: argparse.Namespace, seed: int) -> Iterator[np.ndarray]:
         active = np.zeros((args.layers, args.experts), bool)
         active[layer, step.ids] = True
         yield active
-
-
-# ---- curves
-
-
-def curves(args: argparse.Namespace) -> int:
-    if args.trace is None:
-        turns, name = list(made_up_sessions(args)), "made-up sessions, qwen3-like routing"
-        total = args.memory or args.layers * args.experts * EXPERT // 2
-        floor = admission_floor(1, 4096, PAGE_TOKENS)
-        division = Division(
-            total, args.layers * EXPERT, PAGE, args.experts, floor, page_tokens=PAGE_TOKENS
-        )
-    else:
-        trace = read_trace(args.trace)
-        turns, name, told = list(turns_of(trace)), str(args.trace), spec_of(trace.header)
-        division = division_of(told)
-        if args.memory:
-            # Slots as they are, more or fewer of them.
-            slots = args.memory // division.unit * division.unit
-            division = Division(**{**vars_of(division), "total_bytes": slots})
-    size = division.cap_bytes / args.layers if args.trace is None else division.unit
-    costs = MissCosts(args.miss_s or size / 48e9, args.page_s or 2.5e-3)
-    found = chosen(turns, division, costs)
-    found["name"] = name
-    args.directory.mkdir(parents=True, exist_ok=True)
-    (args.directory / "curves.json").write_text(json.dumps(found, indent=1))
-    draw(found, args.directory / "curves.png")
-    for line in found["points"]:
-        print(json.dumps(line))
-    return 0
-
-
-def vars_of(division: Division) -> dict[str, Any]:
-    return {name: getattr(division, name) for name in Division.__dataclass_fields__}
-
-
-def chosen(turns: Sequence[Turn], division: Division, costs: MissCosts) -> dict[str, Any]:
-    """The curves of all turns, the objective, and who chooses which cap; plain data."""
-    total = None
-    for streams in histograms_of(turns, int(division.pages[0])):
-        total = streams if total is None else Streams(*map(np.add, total, streams))
-    if total is None:
-        raise TraceError("there is no turn to look at")
-    by_layer = total.expert_misses
-    experts, kv = by_layer.sum(axis=0), total.kv_misses
-    seconds = objective(division, experts, kv, costs)
-    configured = configure(turns, division, costs)
-    half = division.cap_at(0.5)
-    caps = {
-        "configurator": configured.cap,
-        "equation (5)": equimarginal_cap(division, experts, kv, costs),
-        "argmin of (4)": int(seconds.argmin()),
-        "50–50": half,
-    }
-    points = [
-        {
-            "who": who,
-            "cap": cap,
-            "pages": division.pages_at(cap),
-            "expert_misses": float(experts[cap]),
-            "kv_misses": float(kv[min(division.pages_at(cap), len(kv) - 1)]),
-            "seconds": float(seconds[cap]),
-        }
-        for who, cap in caps.items()
-    ]
-    slots = caps["configurator"] * len(by_layer)
-    shared = {rule: allocate(rule, by_layer, slots) for rule in ALLOCATIONS}
-    return {
-        "points": points,
-        "exact_from": max(int(a.sum(axis=1).max()) for turn in turns for a in turn.active),
-        "settled": configured.settled,
-        "path": configured.path,
-        "by_layer": by_layer.tolist(),
-        "kv": kv.tolist(),
-        "pages": division.pages.tolist(),
-        "seconds": [None if np.isinf(s) else float(s) for s in seconds],
-        "expert_s": (costs.expert_s * experts).tolist(),
-        "cells": {rule: a.cells.tolist() for rule, a in shared.items()},
-        "misses": {rule: a.misses for rule, a in shared.items()},
-    }
-
-
-def made_up_sessions(args: argparse.Namespace) -> Iterator[Turn]:
-    """24 sessions of contexts that grow from turn to turn, some of which return more often."""
-    rng = np.random.default_rng(0)
-    lengths = rng.integers(40, 200, 24)
-    share = 1 / np.arange(1, 25)
-    args.batch, args.steps = 1, 64 * 96
-    active: list[np.ndarray] = []
-    for step, found in enumerate(step_sets(args, 0)):
-        active.append(found)
-        if step % 64 == 63:
-            session = int(rng.choice(24, p=share / share.sum()))
-            lengths[session] += 4
-            pages = np.arange(lengths[session])
-            yield Turn(active, np.stack([np.full_like(pages, session), pages], axis=1))
-            active = []

@@ -1,4 +1,18 @@
-"""What a resize adds to a step: the mode `steps` of `resize`."""
+"""What a resize adds to a step, while requests run.
+
+NPROC=1 python -m scripts.budgets steps [--resizes 200] [--shape S --layers N]
+
+Times of single steps, beside those of the same step without resizes: no cell of a grid has them.
+Sequences decode while slots go from KV to experts and back, a third of what is beside their KV at
+once, a move every few steps; the time between the results of two steps, of steps that a resize
+touches and of the others. Rounds with resizes and rounds of the same prompts with either split held
+take turns; tokens must be the same in all. Goal: p99 of a resize's steps, over at least --resizes
+of them, ≤ 1.2 × the median of the run: decode steps of a full batch, every single one. What rounds
+without resizes have says what the machine and the misses alone add. Timed on this machine, by the
+engine's own loop. NPROC=1 keeps XLA on one thread of a CPU: handing parts of a step from thread to
+thread takes longer and longest now and then. --shape demo --layers 48 has longer steps than the
+model demo, random weights. Minutes on two quiet cores.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +20,14 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 from host_offload.control.interface import Decision, Moment, Observation, Policy, Spec
+from host_offload.memory.budget import BudgetError
 from moejax import LLM, SamplingParams, UserError
 from moejax.checkpoints.random_model import expert_layout, random_model, shape
 from moejax.device import select_device
@@ -22,6 +37,7 @@ from moejax.engine.resize import cells_of
 from moejax.sizes import parse_size
 from moejax.start.build import start_engine
 from moejax.start.options import Options
+from scripts.parts.commands import new_parser, refuse
 from scripts.parts.controllers import start_controller
 from scripts.parts.text_table import aligned
 
@@ -33,8 +49,21 @@ SHORTEST = 16
 """Tokens that a sequence generates at least."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
+    args = _parser().parse_args(arguments)
+    try:
+        found = list(steps(args))
+    except (UserError, BudgetError) as error:
+        return refuse(__name__, error)
+    print(*found, sep="\n")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = new_parser(__name__, __doc__)
     add = parser.add_argument
+    add("--model", default="demo", help="(default: demo)")
+    add("--json", action="store_true", help="JSON lines, no table")
     add("--resizes", type=int, default=200, help="at least (default: 200)")
     add("--every", type=int, default=4, help="steps between two (default: 4)")
     add("--batch", type=int, default=8, help="sequences (default: 8)")
@@ -42,6 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--shape", help="random weights of this shape instead of --model")
     add("--layers", type=int, help="of the shape (default: all)")
     add("--memory", help="of the arena (default: 4MiB; of a shape: half of its experts)")
+    return parser
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,6 +10,10 @@ QWEN = ("--shape", "qwen3-30b-a3b")
 DEMO = ("--shape", "demo", "--layers", "1")
 _DECODE = ("decode", "--json", "--cells")
 _TIMES = ("ablate", "scripts/experiments/times.yaml", "--output", "{out}/times", "--quiet")
+_VERSIONS = (
+    *("ablate", "scripts/experiments/precision/times.yaml"),
+    *("--output", "{out}/precision", "--quiet"),
+)
 _INTERPRETED = (
     "import sys; from pallas_kernels.triton import interpreted; "
     "from moejax.commands.main import main; sys.exit(interpreted()(main)(sys.argv[1:]))"
@@ -198,15 +202,19 @@ STEPS: tuple[Step, ...] = (
     Step(
         "precision",
         "versions at equal bytes: times to the first token and per token",
-        _script("precision", "speed", "measure", "{out}/precision", "--batch", "1,8"),
-        _script("precision", "speed", "measure", "--help"),
+        _moejax(*_VERSIONS, "--set", "batch=[1, 8]"),
+        _moejax(
+            *(*_VERSIONS, "--set", "precision=[int4, dynaexq]", "--set", "batch=1"),
+            *("--set", "prompts=1", "--set", "prompt_tokens=8", "--set", "output_tokens=5"),
+            *("--set", "repeats=1"),
+        ),
     ),
     Step(
         "resizes",
         "what moving the line between experts and KV adds to a step",
-        _script("budgets", "resize", "steps", *QWEN, "--layers", "8"),
+        _script("budgets", "steps", *QWEN, "--layers", "8"),
         _script(
-            *("budgets", "resize", "steps", *DEMO, "--resizes", "1", "--batch", "1"),
+            *("budgets", "steps", *DEMO, "--resizes", "1", "--batch", "1"),
             *("--length", "128"),
         ),
     ),

@@ -21,10 +21,8 @@ import numpy as np
 from host_offload.memory.budget import BudgetError, format_bytes
 from moejax import LLM, UserError
 from moejax.commands.model import add_model_options, add_options, engine_options
-from scripts.parts.commands import new_parser, refuse
-from scripts.parts.replay import VirtualClock, WallClock, replay
-from scripts.parts.text_table import aligned
-from scripts.parts.workloads import (
+from moejax.evaluate.experiments.conversations.replay import VirtualClock, WallClock, replay
+from moejax.evaluate.experiments.conversations.workloads import (
     ARRIVALS,
     Conversation,
     Workload,
@@ -32,6 +30,8 @@ from scripts.parts.workloads import (
     synthetic_corpus,
     text_corpus,
 )
+from scripts.parts.commands import new_parser, refuse
+from scripts.parts.text_table import aligned
 
 EPILOG = """\
 examples:
@@ -88,7 +88,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             found = make_conversations(llm, workload, args.text)
             clock = WallClock() if args.clock == "wall" else VirtualClock(args.step_ms / 1e3)
             began = time.perf_counter()
-            lines = list(replay(llm, found, clock, temperature=args.temperature, seed=args.seed))
+            lines = list(
+                replay(llm.engine, found, clock, temperature=args.temperature, seed=args.seed)
+            )
             summary = summarise(llm, lines, time.perf_counter() - began, clock.now())
     except (UserError, BudgetError) as error:
         return refuse(__name__, error)

@@ -15,9 +15,9 @@ from pathlib import Path
 
 COMMANDS = {
     "bench": ("decode", "prefill", "load", "start", "encoders", "host_loop", "simulator", "trace"),
-    "budgets": ("curves", "compare", "resize", "table2"),
+    "budgets": ("curves", "steps", "table2"),
     "policies": ("predictions", "search", "placement"),
-    "precision": ("compare", "speed", "plot"),
+    "precision": ("shifts", "speed", "plot"),
     "cpu": ("ops", "versions", "matrix", "steps", "peers", "memory", "pages", "queue"),
     "disk": ("store",),
     "transfers": ("claim", "overlap", "device", "stream"),

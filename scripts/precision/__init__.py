@@ -1,1 +1,1 @@
-"""Versions at equal bytes: quality, speed, and what changed when."""
+"""Versions at equal bytes: predicted speed, and what changed when."""

@@ -1,33 +1,22 @@
-"""TTFT and time per output token of versions at equal memory: static quantization, DynaExq, paging.
+"""TTFT and time per output token of versions at equal memory, predicted at a size that is not here.
 
-python -m scripts.precision speed measure DIR [--batch 1,8,32] [--prompt 128,1024,4096]
-python -m scripts.precision speed predict DIR [--link 48GB/s] [--memory-bandwidth 3.4TB/s]
+python -m scripts.precision speed DIR [--link 48GB/s] [--memory-bandwidth 3.4TB/s]
 
-`measure` runs the engine on this machine, `predict` the cost model at the size of Qwen3-30B-A3B
-with the costs of an H200 as ../shared/DESIGN.md states them. Every figure says which it is.
+The cost model at the size of Qwen3-30B-A3B with the costs of an H200 as ../shared/DESIGN.md states
+them. What can be measured on this machine is `moejax ablate
+scripts/experiments/precision/times.yaml`.
 
 Arms, all with the same bytes for experts: int4 and int8 for all (static; paged where they do not
 fit), dense paged on demand (LRU), DynaExq over dense and int4 with everything resident, and the
-same paged; and DynaExq against itself switched off: a fixed map of the residency that DynaExq had
-when it had settled (measure) or begins with (predict).
+same paged; and DynaExq against itself switched off: a fixed map of the residency that it begins
+with.
 
-measure: a random model (or --model). The bytes are what all experts in int4, two spares of each
-version and --hi-share of the experts in dense take (or --memory); KV comes on top, all of it, for
-every arm. All engines of a batch live at once and take turns; runs of a repeat have the same
-prompts. Long prompts of many sequences have fewer repeats (--tokens-a-place): the median of fewer
-than six has no interval and says –. On a CPU a missing expert is a copy within the same memory, and
-a lower version costs decoding: do not read such times as a GPU's. "read" is the least time in which
-a decode step can read its weights (active experts in the lowest version there is) at the memory's
-rate, "link" all bytes that crossed the link in a run at the fill op's rate; both were measured in
-this run. Writes DIR/measured.jsonl.
-
-predict: routing as published of Qwen3 (generated); caches are warm from other sequences, whose
-counts are DynaExq's scores at the start. All sequences arrive at once; their prompts are prefilled
-in order, 8192 tokens at a time, then all are decoded together (the engine would decode between two
-prefill steps). TPOT is a decode step. What policies compute, and the copies that they look at, cost
-nothing here. DynaExq's interval is shorter than its own default (4096 tokens), or hardly one would
-end within a run. Writes DIR/predicted.jsonl, predicted.txt (every line, with floors) and
-predicted.png.
+Routing is as published of Qwen3 (generated); caches are warm from other sequences, whose counts are
+DynaExq's scores at the start. All sequences arrive at once; their prompts are prefilled in order,
+8192 tokens at a time, then all are decoded together (the engine would decode between two prefill
+steps). TPOT is a decode step. What policies compute, and the copies that they look at, cost nothing
+here. DynaExq's interval is shorter than its own default (4096 tokens), or hardly one would end
+within a run. Writes DIR/predicted.jsonl, predicted.txt (every line, with floors) and predicted.png.
 """
 
 from __future__ import annotations
@@ -35,10 +24,8 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from host_offload.memory.budget import BudgetError
 from moejax import UserError
@@ -46,14 +33,12 @@ from moejax.checkpoints.random_model import shape
 from moejax.sizes import parse_rate, parse_size
 from scripts.parts.commands import new_parser, refuse
 from scripts.precision.costs import SOURCES, Decoding, Machine, check
-from scripts.precision.measured import about, measured
 from scripts.precision.predicted import Settings, predicted
 from scripts.precision.speed_report import (
     batch_crossovers,
     crossover_text,
     detail_table,
     draw,
-    measured_table,
     overhead_text,
     predicted_table,
     share_crossovers,
@@ -66,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
     try:
         args.directory.mkdir(parents=True, exist_ok=True)
-        for line in args.run(args):
+        for line in forecast(args):
             print(line, flush=True)
     except (UserError, BudgetError, OSError) as error:
         return refuse(__name__, error)
@@ -75,27 +60,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = new_parser(__name__, __doc__)
-    commands = parser.add_subparsers(dest="what", required=True)
-
-    def command(name: str, run: Any, batches: str) -> Any:
-        found = commands.add_parser(name, help=(run.__doc__ or "").split("\n")[0])
-        found.set_defaults(run=run)
-        add = found.add_argument
-        add("directory", type=Path, metavar="DIR", help="of results")
-        add("--batch", type=_numbers, default=_numbers(batches), help=f"default: {batches}")
-        add("--prompt", type=_numbers, default=_numbers("128,1024,4096"), help="tokens")
-        return add
-
-    add = command("measure", measure, "1,8,32")
-    add("--model", help="a checkpoint (default: random weights, written into DIR)")
-    add("--memory", help='bytes for experts, such as "40MiB" (default: by --hi-share)')
-    add("--hi-share", type=float, default=0.4, help="default: %(default)s")
-    add("--max-tokens", type=int, default=16, help="generated by each (default: %(default)s)")
-    add("--repeats", type=int, default=6, help="at most (default: %(default)s)")
-    add("--tokens-a-place", type=int, default=24576, help="prompt tokens an arm (%(default)s)")
-    add("--pairs", type=int, default=12, help="repeats of DynaExq on and off (%(default)s)")
-    add("--interval", default="256 tokens", help="DynaExq's (default: %(default)s)")
-    add = command("predict", forecast, "1,2,4,8,16,32")
+    add = parser.add_argument
+    add("directory", type=Path, metavar="DIR", help="of results")
+    batches, prompts = "1,2,4,8,16,32", "128,1024,4096"
+    add("--batch", type=_numbers, default=_numbers(batches), help=f"default: {batches}")
+    add("--prompt", type=_numbers, default=_numbers(prompts), help=f"tokens (default: {prompts})")
     add("--shares", default=SHARES, help="memory over all dense experts (default: %(default)s)")
     add("--steps", type=int, default=128, help="decode steps of each run (default: %(default)s)")
     add("--interval", default="512 tokens", help="DynaExq's (default: %(default)s)")
@@ -117,34 +86,6 @@ def _numbers(text: str) -> list[int]:
     if min(found) < 1:
         raise argparse.ArgumentTypeError(f"numbers are from 1 on, not {text}")
     return sorted(set(found))
-
-
-def measure(args: argparse.Namespace) -> Iterator[str]:
-    """runs the engine here"""
-    least = min(args.max_tokens - 1, args.repeats, args.tokens_a_place, args.pairs)
-    if least < 1 or not 0 < args.hi_share < 1:
-        raise UserError(
-            "--repeats, --tokens-a-place and --pairs are from 1 on, --max-tokens from 2, and "
-            "--hi-share lies between 0 and 1"
-        )
-    lines = []
-    with open(args.directory / "measured.jsonl", "w") as file:
-        for line in measured(args):
-            lines.append({"date": datetime.date.today().isoformat(), **line})
-            print(json.dumps(lines[-1]), file=file, flush=True)
-    first = lines[0]
-    yield about(first)
-    load = os.getloadavg()[0]
-    yield (
-        f"medians over repeats; load {load:.1f} at the end, {os.cpu_count()} processors; memory "
-        f"{first['memory_gb_per_s']:.1f} GB/s, fill op {first['link_gb_per_s']:.1f} GB/s"
-    )
-    if first["device"].startswith("CPU"):
-        yield (
-            "a CPU: a miss is a copy within the same memory, and int4 and int8 cost decoding; "
-            "these times say nothing about a GPU"
-        )
-    yield from measured_table(lines)
 
 
 def forecast(args: argparse.Namespace) -> Iterator[str]:

@@ -23,62 +23,6 @@ PAIRS = (
 """Arms whose crossover is named: from where on the first one is faster than the second."""
 
 
-# ---- measured
-
-
-def measured_table(lines: Sequence[Line]) -> Iterator[str]:
-    """One row for each batch, prompt and arm."""
-    rows = [line for line in lines if "tpot_s" in line]
-    yield from aligned(
-        [
-            ("batch", "{batch}"),
-            ("prompt", "{prompt}"),
-            ("arm", "{arm}"),
-            ("TTFT ms", "{ttft}"),
-            ("TPOT ms", "{tpot}"),
-            ("95%", "{spread}"),
-            ("p99", "{p99}"),
-            ("× int4", "{ratio}"),
-            ("95%", "{ratio_spread}"),
-            ("misses", "{misses:.0f}"),
-            ("link ms", "{link}"),
-            ("read ms", "{read}"),
-            ("hi/lo", "{has}"),
-            ("repeats", "{repeats}"),
-        ],
-        [
-            {
-                **line,
-                "ttft": f"{line['ttft_s'] * 1e3:.1f}",
-                "tpot": f"{line['tpot_s'] * 1e3:.2f}",
-                "spread": _spread(line["tpot_interval_s"], 1e3, 2),
-                "p99": f"{line['tpot_p99_s'] * 1e3:.2f}",
-                "ratio": f"{line['to_static']:.2f}",
-                "ratio_spread": _spread(line["to_static_interval"], 1, 2),
-                "link": f"{line['link_floor_s'] * 1e3:.2f}",
-                "read": f"{line['read_floor_s'] * 1e3:.2f}",
-                "has": "/".join(map(str, line["residency"])),
-            }
-            for line in rows
-        ],
-    )
-    yield ""
-    for line in lines:
-        if "tpot_ratio" in line:
-            yield (
-                f"batch {line['batch']}, prompt {line['prompt']}: DynaExq on / off, "
-                f"TPOT {line['tpot_ratio']:.3f} {_spread(line['tpot_ratio_interval'], 1, 3)}, "
-                f"TTFT {line['ttft_ratio']:.3f} {_spread(line['ttft_ratio_interval'], 1, 3)}; "
-                f"{line['repeats']} repeats, {line['promotions']} promotions; high and low: on "
-                f"{line['residency DynaExq']}, off {line['residency DynaExq off']}"
-            )
-    yield from batch_crossovers(rows, "measured")
-
-
-def _spread(pair: Sequence[float] | None, factor: float, digits: int) -> str:
-    return "–" if pair is None else "–".join(f"{x * factor:.{digits}f}" for x in pair)
-
-
 # ---- predicted
 
 

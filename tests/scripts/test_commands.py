@@ -272,7 +272,7 @@ def test_the_commands_of_results_are_taken_whole(repository):
         ("python -m scripts.bench load --repeats 3", "required: directory"),
         ("python -m scripts.bench load DIR --repeats many", "invalid int value"),
         ("python -m scripts.budgets table2 --layer", "expected one argument"),
-        ("NPROC=1 python -m scripts.budgets resize", "required: what"),
+        ("NPROC=1 python -m scripts.budgets steps --resizes", "expected one argument"),
         ("python -m scripts.bench loads DIR", "no scripts.bench loads"),
         ("python -m tests.nowhere x", "no module tests.nowhere"),
         ("moejax eval demo --data", "expected at least one argument"),

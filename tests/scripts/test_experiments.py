@@ -11,7 +11,7 @@ OF_A_MODEL = {"texts": "story", "prompts": 2, "train_prompts": 2, "repeats": 1}
 
 @pytest.fixture(scope="module")
 def definitions(repository):
-    return sorted((repository / "scripts" / "experiments").glob("*.yaml"))
+    return sorted((repository / "scripts" / "experiments").rglob("*.yaml"))
 
 
 def test_each_can_be_read_and_is_short(definitions):
@@ -35,13 +35,29 @@ def test_one_of_drawn_routing_runs(definitions, tmp_path):
     assert {row["batch"] for row in found.rows} == {2}
 
 
+def small(experiment):
+    """Changes by which a definition runs in seconds: one cell for each policy or precision."""
+    if experiment.conversations:
+        few = "turns(sessions=2, turns=2, document_tokens=40)"
+        first = experiment.budgets[0]
+        return {"conversations": few, "seeds": [0, 1], "budgets": first, "prompt_tokens": 320}
+    if any(map(experiment.mixed, experiment.precision)):
+        # Bytes that these versions fit into; random maps differ by their seed alone.
+        kept = [p for p in experiment.precision if "seed=" not in p or "seed=0" in p]
+        quality = {} if experiment.quality_tokens is None else {"quality_tokens": 40}
+        budget = {"precision": kept, "budgets": experiment.budgets[-1]}
+        return SMALL | OF_A_MODEL | quality | budget
+    drawn = experiment.drawn
+    return SMALL | ({"routing": "qwen3-like(layers=2)"} if drawn else OF_A_MODEL)
+
+
 @pytest.mark.nightly  # tests of grids run the same policies
 def test_all_run(definitions, tmp_path):
     for path in definitions:
-        drawn = read_experiment(path).drawn
-        changes = SMALL | ({"routing": "qwen3-like(layers=2)"} if drawn else OF_A_MODEL)
+        changes = small(read_experiment(path))
         found = ablate(path, tmp_path / path.stem, changes=changes, progress=False)
         assert not found.failures, path
+        assert found.rows, path
 
 
 def test_changes_are_yaml():

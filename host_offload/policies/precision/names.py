@@ -10,7 +10,14 @@ import numpy as np
 
 from host_offload.control.interface import Policy
 from host_offload.policies.precision.dynaexq import DynaExq
-from host_offload.policies.precision.maps import LO, check_map, check_shape, random_map, read_array
+from host_offload.policies.precision.maps import (
+    LO,
+    check_map,
+    check_shape,
+    random_map,
+    read_array,
+    top_map,
+)
 from pallas_kernels.records.format import BITS
 
 VERSIONS = ("dense", "lossless12", "int8", "int4", "int2")
@@ -32,6 +39,10 @@ class Precision:
     policy: DynaExq | None = None
     given: np.ndarray | None = dataclasses.field(default=None, repr=False, compare=False)
     """int8[L, E]: a map from a file."""
+    hot: np.ndarray | None = dataclasses.field(default=None, repr=False, compare=False)
+    """float[L, E]: of the largest as many are high as there is room for, for good."""
+    hot_per_layer: bool = True
+    """In each layer as many; else of all layers together."""
     seed: int | None = None
     """What a random map is drawn from."""
     hi_share: float | None = None
@@ -66,6 +77,9 @@ class Precision:
         if self.given is not None:
             check_shape(self.given, (layers, experts), "map")
             return self.given
+        if self.hot is not None:
+            check_shape(self.hot, (layers, experts), "map")
+            return top_map(self.hot, capacity, per_layer=self.hot_per_layer)
         if self.seed is not None:
             return random_map(layers, experts, capacity, self.seed)
         if self.policy is not None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
+import functools
 import hashlib
 import importlib.util
 import sys
@@ -14,14 +14,18 @@ from typing import Any
 
 from host_offload.control.interface import Policy, Spec
 from host_offload.control.rules import BETWEEN_LAYERS, check_policies, name_of
+from host_offload.policies.budget.mv_wsa import MvWsa
+from host_offload.policies.budget.peak_headroom import PeakHeadroom
 from host_offload.policies.eviction import static
 from host_offload.policies.eviction.names import POLICIES, with_eviction
 from host_offload.policies.prefetch.fitted import learned_bytes
 from host_offload.policies.prefetch.llapor import training
 from host_offload.policies.prefetch.names import FIT, FROM_PATH, PREFETCH, prefetch_policy
 from host_offload.policies.prefetch.oracle import oracle_of
+from host_offload.sizing.split import SplitRule
 from host_offload.traces.reader import Trace
 from moejax.errors import UserError, as_user_error, user_errors
+from moejax.evaluate.experiments.sources.named import named
 from moejax.step.parts import TRACE_ARRAYS
 
 BUDGETS = frozenset({"kv_pages", "max_running", "transitions"})
@@ -35,6 +39,33 @@ LEARNERS: Mapping[str, Callable[..., Policy]] = {
     "static": static.fit,
 }
 """Name → what makes the policy of NAME=train from a trace of the texts' training part."""
+
+def _mv_wsa(
+    decay: float = SplitRule.decay,
+    expect_returns: bool = True,
+    allocation: str = "uniform",
+    window: int = MvWsa.window,
+    floor_share: float = MvWsa.floor_share,
+    trace: str | None = None,
+) -> Policy:
+    """MvWsa, told what things cost by the grid's prices."""
+    return MvWsa(
+        rule=SplitRule(decay=decay),
+        calibrate=False,
+        expect_returns=expect_returns,
+        allocation=allocation,
+        window=window,
+        floor_share=floor_share,
+        trace=trace,
+    )
+
+
+MOVERS: Mapping[str, Callable[..., Policy]] = {
+    "mv_wsa": _mv_wsa,
+    "mv_wsa=train": functools.partial(_mv_wsa, trace=TRAIN),
+    "peak_headroom": PeakHeadroom,
+}
+"""Name → policies that move the line between experts and KV, in grids of conversations."""
 
 _LEARNED_FROM = {
     "expert_map": {"probs", "embedding"},
@@ -69,6 +100,8 @@ class Arm:
     """What the name says, in its order."""
     oracle: Mapping[str, Any] | None = None
     """Settings of an oracle of each run; None: there is none."""
+    shared: bool = False
+    """It may move the line between experts and KV."""
 
     @property
     def learns(self) -> tuple[str, ...]:
@@ -96,6 +129,11 @@ class Arm:
         return *self.policies, oracle_of(trace, **self.oracle)
 
     @property
+    def moments(self) -> frozenset[str]:
+        """When its policies are asked; empty where tables say all that they decide."""
+        return frozenset().union(*(policy.moments for policy in self.policies))
+
+    @property
     def moves_cells(self) -> bool:
         """It decides how many cells the layers have, which only a simulation lets it."""
         return any("cells" in policy.writes for policy in self.policies)
@@ -115,26 +153,27 @@ class Arm:
         return TRACE_ARRAYS & {need for policy in self.policies for need in policy.needs}
 
 
-def arm_of(text: str, home: Path) -> Arm:
+def arm_of(text: str, home: Path, *, shared: bool = False) -> Arm:
     """The arm that `text` names: an eviction, a prefetch (NAME or NAME=PATH) or FILE.py:CLASS, each
     with settings in parentheses if wanted, `mixtral-offloading(count=1)`; several with + between
     them. LRU evicts where none of them does. NAME=train learns from the texts' training part;
     oracle=run is a control that knows the run.
 
-    home: where files that are not absolute are. Raises UserError for what is none of these, for
-    policies that cannot run together, and for whatever a file of policies raises.
+    home: where files that are not absolute are. shared: experts and KV share a memory, whose line
+    policies may move (MOVERS too). Raises UserError for what is none of these, for policies that
+    cannot run together, and for whatever a file of policies raises.
     """
     given: list[Policy | Later] = []
     files: dict[str, str] = {}
     oracle = None
     for part in (part.strip() for part in text.split("+")):
-        made, read = _policy(part, text, home)
+        made, read = _policy(part, text, home, shared)
         files.update(read)
         if isinstance(made, Later) and made.name == "oracle":
             oracle = made.settings
         else:
             given.append(made)
-    return _ready(Arm(text, (), tuple(files.items()), tuple(given), oracle))
+    return _ready(Arm(text, (), tuple(files.items()), tuple(given), oracle, shared))
 
 
 def _ready(arm: Arm) -> Arm:
@@ -147,7 +186,7 @@ def _ready(arm: Arm) -> Arm:
         _, every = with_eviction(None, given)
         # With the driver that has all moments: which one runs it is another question.
         check_policies(every, "host")
-    for policy in every:
+    for policy in () if arm.shared else every:
         if moves := sorted(policy.writes & BUDGETS):
             raise UserError(
                 f"policy {arm.name!r}: {name_of(policy)} writes {moves[0]!r}, and in a grid "
@@ -156,8 +195,13 @@ def _ready(arm: Arm) -> Arm:
     return dataclasses.replace(arm, policies=tuple(every))
 
 
-def _policy(part: str, whole: str, home: Path) -> tuple[Policy | Later, dict[str, str]]:
-    name, settings = _settings(part, whole)
+def _policy(
+    part: str, whole: str, home: Path, shared: bool
+) -> tuple[Policy | Later, dict[str, str]]:
+    name, settings = named(part, f"policy {whole!r}")
+    if shared and name in MOVERS:
+        with as_user_error(f"policy {whole!r}: {name} does not take {settings}"):
+            return MOVERS[name](**settings), {}
     if name == f"oracle={RUN}" or name in (f"{each}={TRAIN}" for each in LEARNERS):
         return Later(name.partition("=")[0], settings), {}
     place, colon, found = name.rpartition(":")
@@ -188,22 +232,6 @@ def _policy(part: str, whole: str, home: Path) -> tuple[Policy | Later, dict[str
         )
     with as_user_error(f"policy {whole!r}: {name} does not take {settings}"):
         return known[name](**settings), {}
-
-
-def _settings(part: str, whole: str) -> tuple[str, dict[str, Any]]:
-    """(name, keyword arguments) of "NAME" or "NAME(key=value, …)"."""
-    name, bracket, rest = part.partition("(")
-    if not bracket:
-        return name, {}
-    try:
-        call = ast.parse(f"f({rest}", mode="eval").body
-        if not isinstance(call, ast.Call) or call.args:
-            raise ValueError
-        return name.strip(), {str(k.arg): ast.literal_eval(k.value) for k in call.keywords if k.arg}
-    except (SyntaxError, ValueError):
-        raise UserError(
-            f"policy {whole!r}: settings are written as NAME(key=value), with plain values"
-        ) from None
 
 
 def _in_file(path: Path, name: str, whole: str) -> Callable[..., Policy]:

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from host_offload.control.interface import Spec
+from host_offload.control.paging import PagedSpec
 from host_offload.memory.budget import cells_per_layer
 from host_offload.simulate.simulator import spec_of
 from host_offload.traces.reader import Trace, TraceError
@@ -32,6 +33,12 @@ from moejax.start.build import router_weights, start_engine
 from moejax.start.decide.plan import Plan
 from moejax.start.settings import settings_of
 
+VERSION_COLUMNS = (
+    *("hi", "lo", "absent", "promotions", "demotions", "deferred"),
+    *("promoted_bytes", "demoted_bytes", "budget_bytes", "peak_bytes"),
+)
+"""Columns of experts in two versions: how many are in which, and what transitions came to."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Group:
@@ -43,12 +50,15 @@ class Group:
     batch: int
     arrays: frozenset[str]
     """What its steps give out for policies; steps that do are others, and slower."""
+    budget: str | None = None
+    """The budget of experts in two versions, which each start lays out anew; None: any."""
 
 
 def group_of(cell: Cell, experiment: Experiment) -> Group:
     """The group of a cell, whatever its mode."""
     arrays = experiment.arms[cell.policy].arrays
-    return Group(cell.driver, cell.precision, cell.link_rate, cell.batch, arrays)
+    budget = cell.budget if experiment.mixed(cell.precision) else None
+    return Group(cell.driver, cell.precision, cell.link_rate, cell.batch, arrays, budget)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,9 +100,13 @@ class Terms:
     kv_bytes: int
     router: np.ndarray | None
     """float32[L, D, E]; None: routing without a model."""
+    mixed: Granted | None = None
+    """What the budget came to where experts have two versions."""
 
     def granted(self, cell: Cell) -> Granted:
         """The cells of a budget, as even as they can be over the layers."""
+        if self.mixed is not None:
+            return self.mixed
         arm = self.arms[cell.policy]
         slots = self.sizes.expert_slots(cell.budget, arm, self.experiment.equal)
         cells = cells_per_layer(slots, self.base.layers, self.base.experts)
@@ -119,7 +133,7 @@ def terms_of_trace(experiment: Experiment, arms: Mapping[str, Arm], trace: Trace
         spec = spec_of(trace.header)
     size = max(int(np.max(sizes)) for sizes in spec.version_bytes.values())
     kv_bytes = max(spec.budget_bytes - spec.layers * spec.experts * size, 0)
-    return Terms(experiment, arms, Sizes(spec, size, size), spec, kv_bytes, None)
+    return Terms(experiment, arms, Sizes(spec, size, size, None), spec, kv_bytes, None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,11 +156,33 @@ class Bench:
         columns = {**granted.columns, **run(self.engine, workload, counter)}
         return {**columns, "compiled": len(runner.executables()) - compiled}
 
+    def started_run(self, workload: Workload) -> dict[str, Any]:
+        """The columns of the first run of an engine of experts in two versions, from what the start
+        laid out."""
+        runner, granted = self.engine.runner, self.terms.mixed
+        assert granted is not None
+        compiled = len(runner.executables())
+        counter = Counter(granted.cells, self.engine.statistics.record_bytes)
+        columns = {**granted.columns, **run(self.engine, workload, counter)}
+        compiled = len(runner.executables()) - compiled
+        return {**columns, **self.versions(), "compiled": compiled}
+
+    def versions(self) -> dict[str, Any]:
+        """How many experts have which version, and what transitions came to."""
+        control = self.engine.control
+        stats = {} if control is None else control.controller.stats().get("precision") or {}
+        if not stats:
+            tables = self.engine.runner.tables
+            version = np.asarray(tables.version)[np.asarray(tables.address) >= 0]
+            stats = dict(zip(("hi", "lo"), np.bincount(version, minlength=2).tolist(), strict=True))
+        return {name: stats[name] for name in VERSION_COLUMNS if name in stats}
+
 
 @contextmanager
 def loaded_model(experiment: Experiment, precision: str) -> Iterator[tuple[LoadedModel, float]]:
     """The model in a precision, and seconds; leaving the context frees it."""
-    options = experiment.engine_options("device", precision, max(experiment.batch))
+    largest = max(experiment.batch)
+    options = experiment.engine_options("device", precision, largest, budget=experiment.budgets[0])
     settings = settings_of(options)
     use_compilation_cache(options.cache_dir)
     device = select_device(options.device, options.threads)
@@ -173,7 +209,7 @@ def loaded_model(experiment: Experiment, precision: str) -> Iterator[tuple[Loade
 def bench_of(experiment: Experiment, group: Group, loaded: LoadedModel) -> Iterator[Bench]:
     """The bench of a group, with everything compiled that its arms may ask for and the machine's
     rates measured; leaving the context frees its arena, not the model."""
-    asked = group.driver, group.precision, group.batch, group.link_rate
+    asked = group.driver, group.precision, group.batch, group.link_rate, group.budget
     options = experiment.engine_options(*asked)
     settings = dataclasses.replace(settings_of(options), trace_arrays=group.arrays)
     device = select_device(options.device, options.threads)
@@ -203,7 +239,18 @@ def bench_of(experiment: Experiment, group: Group, loaded: LoadedModel) -> Itera
             plan.spec,
             slots * layout.slot_bytes,
             router_weights(loaded),
+            None if plan.mixed is None else _granted(plan),
         )
         yield Bench(terms, plan, engine, started)
     finally:
         runner.delete(given=False)
+
+
+def _granted(plan: Plan) -> Granted:
+    """What a start came to that laid out cells of two versions."""
+    experts, layout = plan.spec.experts, plan.steps.layout
+    cells = (experts,) * plan.spec.layers  # every expert is resident in one of them
+    if isinstance(plan.mixed, PagedSpec):
+        cells = tuple(plan.mixed.cells.sum(axis=1).tolist())
+    slots = plan.budget.slots - plan.budget.kv_slots
+    return Granted(cells, experts, slots * layout.slot_bytes, 0, False)

@@ -12,19 +12,25 @@ from typing import Any
 
 from host_offload.control.interface import Spec
 from host_offload.memory.budget import BudgetError, Share, expert_slots_of, format_bytes
-from host_offload.policies.precision.names import precision_of
 from moejax.errors import UserError, shown, user_errors
 from moejax.evaluate.experiments.arms import Arm, arm_of, file_digest
-from moejax.evaluate.experiments.sources.corpus import text_path
+from moejax.evaluate.experiments.conversations.priced import Prices, prices_of, workloads_of
+from moejax.evaluate.experiments.conversations.workloads import Workload
+from moejax.evaluate.experiments.sources.corpus import PARTS, text_path
 from moejax.evaluate.experiments.sources.generated import Routing, routing_of
+from moejax.evaluate.experiments.sources.mixes import Mix, is_version, mix_of
 from moejax.models.directory import model_directory
 from moejax.models.json_values import MOST_YAML, is_integer, is_number, parse_yaml
-from moejax.sizes import parse_expert_budget, parse_rate
+from moejax.sizes import parse_expert_budget, parse_rate, parse_size
 from moejax.start.decide.plan import Plan
 from moejax.start.options import Options
 from moejax.start.report.dry_run import dry_run
+from pallas_kernels.records import RecordFormat
 
-MODES = ("measured", "simulated", "predicted")
+MODES = ("measured", "simulated", "predicted", "priced")
+
+PRICED = ("priced",)
+"""The mode of conversations: the engine's own counts, and times by stated prices."""
 
 DRIVERS = ("device", "host")
 """Those that page by policies; the stream driver has none."""
@@ -40,9 +46,20 @@ NO_LINK = "none"
 
 OF_A_MODEL = (
     *("model", "texts", "precision", "link_rate", "prompts", "train_prompts", "quality_tokens"),
-    "options",
+    *("quality_part", "options"),
 )
 """What says nothing of routing without a model."""
+
+OF_TEXTS = (
+    *("texts", "routing", "prompts", "train_prompts", "quality_tokens", "quality_part", "costs"),
+    "repeats",
+)
+"""What says nothing of conversations."""
+
+OF_CONVERSATIONS = ("memory", "conversations", "prices")
+
+PLACEMENTS = (None, "none", "gpu")
+"""Where missed experts may be computed: on the device, which is what there is."""
 
 EXPERTS, BYTES = "experts", "bytes"
 """What equal budgets are equal in where precisions differ."""
@@ -87,6 +104,7 @@ class Experiment:
     modes: tuple[str, ...]
     repeats: int
     quality_tokens: int | None
+    quality_part: str
     baseline: str
     costs: str | None
     options: Mapping[str, Any]
@@ -99,6 +117,13 @@ class Experiment:
     """Texts as the definition names them."""
     drawn: Mapping[str, Routing]
     """Name → routing without a model, in place of texts; empty: texts it is."""
+    memory: str | None
+    """What experts and KV share, where there are conversations."""
+    conversations: Mapping[str, tuple[Workload, ...]]
+    """Name → what is played in place of texts; empty: texts it is."""
+    prices: Prices
+    mixes: Mapping[str, Mix]
+    """What each precision is, and dense, which others learn with."""
 
     @property
     def asked(self) -> dict[str, Any]:
@@ -106,10 +131,17 @@ class Experiment:
         found = {name: getattr(self, name) for name in _DEFAULTS} | {"texts": self.text_names}
         if self.drawn:
             found = {name: value for name, value in found.items() if name not in OF_A_MODEL}
+        if self.conversations:
+            found |= {"conversations": [*self.conversations], "prices": vars(self.prices)}
+            found = {name: value for name, value in found.items() if name not in OF_TEXTS}
+        else:
+            found = {name: value for name, value in found.items() if name not in OF_CONVERSATIONS}
         found = {n: list(v) if isinstance(v, tuple) else v for n, v in found.items()}
         files = {name: file_digest(path) for name, path in self.sources.items()}
         for arm in self.arms.values():
             files |= {Path(path).name: digest for path, digest in arm.files}
+        for mix in self.mixes.values():
+            files |= {path.name: file_digest(path) for path in mix.files}
         if not self.drawn:
             config = Path(model_directory(self.model)) / "config.json"
             if config.is_file():
@@ -126,22 +158,41 @@ class Experiment:
         others = any(each.needs_host for each in self.arms.values())
         return DRIVERS if others and arm.name == self.baseline else ("device",)
 
+    def mixed(self, precision: str) -> bool:
+        """Whether experts have two versions then: cells are laid out at a start, once for each
+        budget, and what lies in them is the precision's to decide."""
+        return self.mixes[precision].precision.mixed
+
     def cells(self) -> Iterator[Cell]:
         """All places of the grid: those of one engine together, and in them those of one text, so
-        that policies take turns within each repeat."""
-        places = self.routing or self.texts
+        that policies take turns within each repeat. With two versions of experts there is one
+        policy, the baseline."""
+        places = self.routing or tuple(self.conversations) or self.texts
         outer = self.modes, DRIVERS, self.precision, self.link_rate, self.batch
         outer = *outer, self.prompt_tokens, places
         for place in itertools.product(*outer, self.seeds, self.budgets, self.policies):
             cell = Cell(*place)
-            if cell.driver in self.drivers(self.arms[cell.policy]):
+            if self.mixed(cell.precision):
+                if (cell.policy, cell.driver) == (self.baseline, DRIVERS[0]):
+                    yield cell
+            elif cell.driver in self.drivers(self.arms[cell.policy]):
                 yield cell
 
     def engine_options(
-        self, driver: str, precision: str, batch: int, link_rate: str = NO_LINK
+        self,
+        driver: str,
+        precision: str,
+        batch: int,
+        link_rate: str = NO_LINK,
+        budget: str | None = None,
     ) -> Options:
         """Those of the engine of some cells: for prompts of all lengths, with an arena for the
-        largest budget."""
+        largest budget; with two versions of experts for that budget."""
+        if self.mixed(precision):
+            assert budget is not None
+            plan, _ = dry_run(self._options(driver, "dense", batch, link_rate, 0))
+            expert_bytes = Sizes.of_plan(plan).expert_bytes(budget)
+            return self._options(driver, precision, batch, link_rate, expert_bytes)
         plan, _ = dry_run(self._options(driver, precision, batch, link_rate, 0))
         sizes = Sizes.of_plan(plan)
         slots = max(
@@ -151,6 +202,13 @@ class Experiment:
         )
         return self._options(driver, precision, batch, link_rate, slots * sizes.slot_bytes)
 
+    def shared_options(self, batch: int) -> Options:
+        """Those of the engine of conversations: slots can go from experts to KV and back."""
+        options = self._options(DRIVERS[0], self.precision[0], batch, self.link_rate[0], 0)
+        # Any policy that moves the line; each run brings its own.
+        moves = {"expert_budget": None, "memory": self.memory, "resize": "peak_headroom"}
+        return dataclasses.replace(options, **moves)
+
     def _options(
         self, driver: str, precision: str, batch: int, link_rate: str, expert_bytes: int
     ) -> Options:
@@ -159,7 +217,7 @@ class Experiment:
         return Options(
             self.model,
             driver=driver,
-            precision=precision,
+            precision=self.mixes[precision].precision,
             max_num_seqs=batch,
             max_model_len=-(-longest // 64) * 64,
             eviction="lru",
@@ -181,13 +239,31 @@ class Sizes:
     """What an expert takes."""
     dense_bytes: int
     """What one takes that is not quantized."""
+    record: RecordFormat | None
+    """How one lies; None: routing without a model."""
 
     @classmethod
     def of_plan(cls, plan: Plan) -> Sizes:
         """Those of an engine."""
         spec, layout = plan.spec, plan.steps.layout
-        dense = dataclasses.replace(layout.records[0], version="dense").nbytes
-        return cls(spec, layout.slot_bytes, dense)
+        dense = dataclasses.replace(layout.records[0], version="dense")
+        return cls(spec, layout.slot_bytes, dense.nbytes, dense)
+
+    def version_bytes(self, version: str) -> int:
+        """What all experts take in a version. Raises UserError where there is no model."""
+        if self.record is None:
+            raise UserError(f"budget {version} is of a model's experts; write a share or bytes")
+        return self.experts * dataclasses.replace(self.record, version=version).nbytes
+
+    def expert_bytes(self, budget: str) -> int:
+        """Bytes of a budget for precisions of any kind: shares are of the dense experts'. Raises
+        UserError for a budget of no expert."""
+        if is_version(budget):
+            return self.version_bytes(budget)
+        given = parse_expert_budget(_number(budget))
+        if isinstance(given, Share):
+            return int(given.fraction * self.experts * self.dense_bytes)
+        return given
 
     @property
     def experts(self) -> int:
@@ -197,7 +273,10 @@ class Sizes:
     def expert_slots(self, budget: str, arm: Arm, equal: str | None) -> int:
         """Experts that a budget holds, less what the arm learned. Raises UserError for a budget
         that holds none and is not 0."""
-        given = parse_expert_budget(_number(budget))
+        if is_version(budget):
+            given: int | Share = self.version_bytes(budget)
+        else:
+            given = parse_expert_budget(_number(budget))
         if isinstance(given, Share) and equal == BYTES:
             given = int(given.fraction * self.experts * self.dense_bytes)
         asked_for = given.fraction if isinstance(given, Share) else given
@@ -276,9 +355,13 @@ _DEFAULTS: dict[str, Any] = {
     "routing": [],
     "seeds": [0],
     "temperature": 1.0,
+    "memory": None,
+    "conversations": [],
+    "prices": {},
     "modes": ["measured"],
     "repeats": 6,
     "quality_tokens": None,
+    "quality_part": "test",
     "baseline": None,
     "costs": None,
     "options": {},
@@ -286,12 +369,9 @@ _DEFAULTS: dict[str, Any] = {
 
 
 def _experiment(given: Mapping[str, Any], home: Path, where: str) -> Experiment:
+    given = dict(given)
+    _check_placement(given.pop("placement", None), where)
     for name in given:
-        if name == "placement":
-            raise UserError(
-                f"{where}: placement cannot be compared yet: missed experts are computed on the "
-                "device only; leave it out"
-            )
         if name not in _DEFAULTS:
             close = difflib.get_close_matches(str(name), _DEFAULTS, 1)
             meant = f"; did you mean {close[0]}?" if close else ""
@@ -303,22 +383,28 @@ def _experiment(given: Mapping[str, Any], home: Path, where: str) -> Experiment:
         for name, example in (("policies", "[lru, lfu]"), ("budgets", '["25%", "50%"]')):
             if not found[name]:
                 raise UserError(f"{name} are missing; write {name}: {example}")
+        talks = found["conversations"] and _list("conversations", found["conversations"], str)
+        if talks:
+            _check_talks(given)
+            found |= {"modes": list(PRICED), "repeats": 1}
         texts = {}
         for text in _list("policies", found["policies"], str):
-            texts[text] = arm_of(text, home)
+            texts[text] = arm_of(text, home, shared=bool(talks))
+        precision = _list("precision", found["precision"], str)
         routing = found["routing"] and _list("routing", found["routing"], str)
-        named = () if routing else _list("texts", found["texts"], str)
+        named = () if routing or talks else _list("texts", found["texts"], str)
         experiment = Experiment(
             model=_text("model", found["model"]),
             policies=tuple(texts),
             budgets=_budgets(found["budgets"]),
             equal=_one_of("equal", found["equal"], (None, EXPERTS, BYTES)),
-            precision=_list("precision", found["precision"], str),
+            precision=precision,
             driver=_one_of("driver", found["driver"], ("auto", *DRIVERS)),
             link_rate=_links(found["link_rate"]),
             batch=_counts("batch", found["batch"]),
             prompts=_count_or_none("prompts", found["prompts"], 1),
             quality_tokens=_count_or_none("quality_tokens", found["quality_tokens"], 2),
+            quality_part=_one_of("quality_part", found["quality_part"], tuple(PARTS)),
             train_prompts=_counts("train_prompts", found["train_prompts"], single=True)[0],
             prompt_tokens=_counts("prompt_tokens", found["prompt_tokens"]),
             output_tokens=_counts("output_tokens", found["output_tokens"], single=True)[0],
@@ -336,9 +422,23 @@ def _experiment(given: Mapping[str, Any], home: Path, where: str) -> Experiment:
             sources={Path(t).stem: text_path(t, home) for t in named},
             text_names=named,
             drawn={name: routing_of(name, home) for name in routing},
+            memory=None if found["memory"] is None else str(found["memory"]),
+            conversations={name: workloads_of(name) for name in talks},
+            prices=prices_of(found["prices"]),
+            mixes={name: mix_of(name, home) for name in ("dense", *precision)},
         )
         check_experiment(experiment, given)
     return experiment
+
+
+def _check_placement(value: Any, where: str) -> None:
+    """Raises UserError for any place but the device's, where nothing can be compared."""
+    for one in value if isinstance(value, list | tuple) else [value]:
+        if one not in PLACEMENTS:
+            raise UserError(
+                f"{where}: placement {shown(one)} cannot be compared yet: missed experts are "
+                "computed on the device only; leave it out, or write placement: gpu"
+            )
 
 
 def check_experiment(experiment: Experiment, given: Mapping[str, Any] | None = None) -> None:
@@ -356,6 +456,8 @@ def check_experiment(experiment: Experiment, given: Mapping[str, Any] | None = N
             f"prompts: {experiment.prompts} are fewer than a batch of {max(experiment.batch)}; "
             "give at least as many, which then run batch by batch"
         )
+    if PRICED[0] in experiment.modes and not experiment.conversations:
+        raise UserError("modes: [priced] is of conversations; write measured, simulated, predicted")
     _check_precisions(experiment)
     _check_arms(experiment)
     if experiment.costs is not None and not Path(experiment.costs).is_file():
@@ -365,10 +467,16 @@ def check_experiment(experiment: Experiment, given: Mapping[str, Any] | None = N
     if experiment.drawn:
         _check_drawn(experiment, given or {})
         return
+    batch = max(experiment.batch)
+    if experiment.conversations:
+        with user_errors(BudgetError):
+            dry_run(experiment.shared_options(batch))
+        return
     for precision in experiment.precision:
         for link in experiment.link_rate:
-            with user_errors(BudgetError):
-                dry_run(experiment.engine_options("device", precision, max(experiment.batch), link))
+            for budget in experiment.budgets if experiment.mixed(precision) else (None,):
+                with user_errors(BudgetError):
+                    dry_run(experiment.engine_options("device", precision, batch, link, budget))
 
 
 def _check_precisions(experiment: Experiment) -> None:
@@ -379,12 +487,37 @@ def _check_precisions(experiment: Experiment) -> None:
             "experts; write equal: bytes (shares are then of the dense experts' bytes) or equal: "
             "experts"
         )
-    for name in experiment.precision:
-        if precision_of(name).mixed:
-            raise UserError(
-                f"precision {name} holds experts in two versions, whose cells are laid out at a "
-                "start and not within a grid; write dense, lossless12, int8, int4 or int2"
-            )
+    mixed = [name for name in experiment.precision if experiment.mixed(name)]
+    if mixed and experiment.modes != ("measured",):
+        raise UserError(
+            f"precision {mixed[0]} holds experts in two versions, which are measured only; write "
+            "modes: [measured]"
+        )
+    if mixed and shares and experiment.equal != BYTES:
+        raise UserError(
+            f"precision {mixed[0]} holds experts in two versions, so budget {shares[0]} is a share "
+            "of bytes; write equal: bytes"
+        )
+    if mixed and experiment.arms[experiment.baseline].moments:
+        raise UserError(
+            f"precision {mixed[0]} says what lies where, so the baseline must be an eviction such "
+            f"as lru, not {experiment.baseline!r}"
+        )
+
+
+def _check_talks(given: Mapping[str, Any]) -> None:
+    """Raises UserError for what says nothing of conversations, or is missing for them."""
+    for name in given:
+        if name in OF_TEXTS:
+            raise UserError(f"conversations have no {name}; leave it out")
+    if given.get("memory") is None:
+        raise UserError("conversations need a memory for experts and KV; write memory: 4MiB")
+    parse_size(str(given["memory"]))
+    if given.get("modes", list(PRICED)) not in ("priced", [*PRICED]):
+        raise UserError("conversations run on the engine and are priced; write modes: [priced]")
+    for name in ("precision", "link_rate"):
+        if len(given.get(name, [])) > 1 and not isinstance(given[name], str):
+            raise UserError(f"conversations have one {name} a grid; write one")
 
 
 def _check_arms(experiment: Experiment) -> None:
@@ -394,6 +527,13 @@ def _check_arms(experiment: Experiment) -> None:
                 f"policy {arm.name!r} looks between layers, which driver: device lacks; write "
                 "driver: auto or host"
             )
+        if experiment.conversations:
+            if arm.needs_host or arm.learns or arm.oracle is not None:
+                raise UserError(
+                    f"policy {arm.name!r} looks between layers or learns, which conversations do "
+                    "not have yet; leave it out"
+                )
+            continue
         if arm.moves_cells and experiment.modes != ("simulated",):
             raise UserError(
                 f"policy {arm.name!r} writes 'cells', and in a grid budgets are the grid's; write "
@@ -468,7 +608,8 @@ def _budgets(value: Any) -> tuple[str, ...]:
     """Budgets as text; a number is bytes."""
     values = value if isinstance(value, list | tuple) else [value]
     for one in values:
-        parse_expert_budget(one)
+        if not is_version(str(one)):
+            parse_expert_budget(one)
     found = tuple(str(one) for one in values)
     if len(set(found)) < len(found):
         raise UserError(f"budgets has one twice: {shown(value)}")

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from host_offload.sizing.cost_model import CostModel
 from host_offload.traces.reader import Trace
 from moejax.checkpoints.convert import installed_version
+from moejax.checkpoints.loaded_model import LoadedModel
 from moejax.costs.workload_plan import costs_of_trace
 from moejax.errors import UserError, user_errors
 from moejax.evaluate.experiments.arms import Arm
@@ -28,6 +29,7 @@ from moejax.evaluate.experiments.bench import (
     loaded_model,
     terms_of_trace,
 )
+from moejax.evaluate.experiments.conversations.shared_memory import shared_bench
 from moejax.evaluate.experiments.definition import (
     NO_LINK,
     Cell,
@@ -41,6 +43,7 @@ from moejax.evaluate.experiments.record_file import (
     RECORDS,
     SESSIONS,
     TIMELINES,
+    completed,
     open_records,
     require_same,
 )
@@ -88,6 +91,8 @@ def ablate(
         with open_records(root / RECORDS) as records, open_records(root / SESSIONS) as sessions:
             if experiment.drawn:
                 _DrawnGrid(experiment, root, records).run(progress)
+            elif experiment.conversations:
+                _SharedGrid(experiment, root, records, sessions).run(progress)
             else:
                 prompts = Prompts(experiment)
                 experiment = learned(experiment, prompts, root / TRACES)
@@ -132,7 +137,7 @@ class _Records:
 
     def __init__(self, experiment: Experiment, file: LineFile):
         self._file = file
-        self._done = {tuple(line[key] for key in KEYS) for line in file.lines}
+        self._done = {tuple(line[key] for key in KEYS) for line in completed(file.lines)}
         groups = runs_of(experiment)
         self.total = sum(map(len, groups.values()))
         self.left = {
@@ -209,6 +214,32 @@ class _DrawnGrid:
         return predicted(terms, cell, trace, costs)[0]
 
 
+class _SharedGrid:
+    """The runs of conversations: an engine for each batch."""
+
+    def __init__(self, experiment: Experiment, root: Path, records: LineFile, sessions: LineFile):
+        self.experiment, self.root, self.sessions = experiment, root, sessions
+        self.records = _Records(experiment, records)
+
+    def run(self, progress: bool) -> None:
+        done, left = self.records.total - self.records.count_left, self.records.left
+        with (
+            grid_progress(self.records.total, done, progress) as advance,
+            loaded_model(self.experiment, self.experiment.precision[0]) as (loaded, load_s),
+        ):
+            for group in (g for g in left if left[g]):
+                asked = self.experiment, group.batch, loaded, self.root / TRACES
+                bench, started = shared_bench(*asked)
+                try:
+                    number = _session(self.sessions, group, {"load_s": load_s, **started})
+                    for cell, repeat in left[group]:
+                        columns = columns_of(lambda c=cell, b=bench: b.priced(c))
+                        self.records.add((cell, repeat), number, columns)
+                        advance()
+                finally:
+                    bench.engine.runner.delete(given=False)
+
+
 class _Files(NamedTuple):
     """What a grid writes."""
 
@@ -245,6 +276,9 @@ class _Grid:
                     continue
                 with loaded_model(self.experiment, precision) as (loaded, load_s):
                     for group in groups:
+                        if self.experiment.mixed(precision):
+                            self._mixed(group, loaded, load_s, advance)
+                            continue
                         with bench_of(self.experiment, group, loaded) as bench:
                             self._group(bench, group, load_s, advance)
 
@@ -258,40 +292,59 @@ class _Grid:
         for cell, _ in runs:
             self.records.add_bound(bench.terms, cell, traces[_place(cell)])
         self._score(bench, group)
-        number = len(self.sessions.lines)
-        names = ("driver", "precision", "link_rate", "batch")
-        self.sessions.append(
-            {
-                "session": number,
-                "at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-                **{name: getattr(group, name) for name in names},
-                "arrays": sorted(group.arrays),
-                "load_s": load_s,
-                **bench.started,
-                "warm_up_s": warm_up_s,
-                "executables": len(before),
-                "python": platform.python_version(),
-                "machine": f"{platform.node()}: {platform.platform()}, {os.cpu_count()} CPUs",
-                "versions": {name: installed_version(name) for name in VERSIONS},
-                "active_bytes": self._active_bytes(bench, traces),
-            }
-        )
+        took = {"warm_up_s": warm_up_s, "active_bytes": self._active_bytes(bench, traces)}
+        took |= {"load_s": load_s, "executables": len(before), **bench.started}
+        number = _session(self.sessions, group, took)
         for cell, repeat in runs:
             trace = traces[_place(cell)]
             columns = columns_of(lambda c=cell, t=trace: self._run(bench, c, t, costs))
             self.records.add((cell, repeat), number, columns)
             advance()
 
+    def _mixed(self, group: Group, loaded: LoadedModel, load_s: float, advance: Any) -> None:
+        """The runs of a group whose experts have two versions: each with an engine of its own,
+        since what a start lays out no contents of tables bring back."""
+        number = None
+        self._score_mixed(group, loaded)
+        for cell, repeat in self.records.left[group]:
+            with bench_of(self.experiment, group, loaded) as bench:
+                if number is None:
+                    took = {"warm_up_s": 0.0, "active_bytes": None, "load_s": load_s}
+                    took |= {"executables": len(bench.engine.runner.executables())}
+                    number = _session(self.sessions, group, took | bench.started)
+                columns = columns_of(lambda c=cell, b=bench: b.started_run(self.workload(c)))
+            self.records.add((cell, repeat), number, columns)
+            advance()
+
     def _score(self, bench: Bench, group: Group) -> None:
         """The quality of the group's precision, if it is asked for and not there yet."""
-        most = self.experiment.quality_tokens
-        done = {(line["precision"], line["text"]) for line in self.quality.lines}
-        for text in () if most is None else self.experiment.texts:
-            if (group.precision, text) not in done:
-                bench.engine.begin_anew(bench.plan.spec, (), bench.plan.cells)
-                place = {"precision": group.precision, "text": text}
-                found = scored(bench.engine, self.prompts.test_tokens(text)[:most])
-                self.quality.append({**place, **found})
+        for text in self._unscored(group):
+            bench.engine.begin_anew(bench.plan.spec, (), bench.plan.cells)
+            self.quality.append(self._scored(bench, group, text))
+
+    def _score_mixed(self, group: Group, loaded: LoadedModel) -> None:
+        """The same where experts change their versions: one run over all texts in their order, from
+        what the start laid out."""
+        if not (missing := self._unscored(group)):
+            return
+        with bench_of(self.experiment, group, loaded) as bench:
+            for text in self.experiment.texts:
+                line = self._scored(bench, group, text) | bench.versions()
+                if text in missing:
+                    self.quality.append(line)
+
+    def _unscored(self, group: Group) -> list[str]:
+        """Texts whose quality was asked for and is not there."""
+        if self.experiment.quality_tokens is None:
+            return []
+        lines = self.quality.lines
+        done = {(line["precision"], line.get("budget"), line["text"]) for line in lines}
+        wanted = ((group.precision, group.budget, text) for text in self.experiment.texts)
+        return [place[-1] for place in wanted if place not in done]
+
+    def _scored(self, bench: Bench, group: Group, text: str) -> dict[str, Any]:
+        place = {"precision": group.precision, "budget": group.budget, "text": text}
+        return {**place, **scored(bench.engine, self.prompts.quality_tokens(text))}
 
     def _run(
         self, bench: Bench, cell: Cell, trace: Trace, costs: CostModel | None
@@ -338,6 +391,25 @@ class _Grid:
     def _active_bytes(self, bench: Bench, traces: Mapping[Any, Trace]) -> float:
         sizes = bench.plan.spec.version_bytes
         return max(active_bytes(trace, sizes) for trace in traces.values())
+
+
+def _session(file: LineFile, group: Group, took: Mapping[str, Any]) -> int:
+    """Writes the line of a start; its number. took: what is known of it."""
+    number = len(file.lines)
+    names = ("driver", "precision", "link_rate", "batch", "budget")
+    file.append(
+        {
+            "session": number,
+            "at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            **{name: getattr(group, name) for name in names},
+            "arrays": sorted(group.arrays),
+            **took,
+            "python": platform.python_version(),
+            "machine": f"{platform.node()}: {platform.platform()}, {os.cpu_count()} CPUs",
+            "versions": {name: installed_version(name) for name in VERSIONS},
+        }
+    )
+    return number
 
 
 def columns_of(counted: Callable[[], dict[str, Any]]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,37 @@ DEFINITION, RECORDS, SESSIONS = "experiment.json", "records.jsonl", "sessions.js
 QUALITY, TIMELINES = "quality.jsonl", "timelines.jsonl"
 """Files with a line for each precision and text, where a definition asks for quality, and for each
 predicted cell over a link."""
+
+
+LATER_KEYS: Mapping[str, Any] = {
+    "link_rate": ["none"],
+    "prompts": None,
+    "train_prompts": 32,
+    "routing": [],
+    "quality_tokens": None,
+    "quality_part": "test",
+}
+"""Keys of definitions that the first grids had not, with what they did."""
+
+LATER_COLUMNS: Mapping[str, Any] = {"link_rate": "none", "moves_cells": False}
+"""Columns of records and sessions that the first grids had not, with what held for them."""
+
+
+def completed_keys(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """A definition as written by any version, with the keys that came later."""
+    if asked.get("conversations"):
+        return dict(asked)
+    later = {"routing": []} if asked.get("routing") else LATER_KEYS
+    return {**later, **asked}
+
+
+def completed(
+    lines: Sequence[Mapping[str, Any]], experts: int | None = None
+) -> list[dict[str, Any]]:
+    """Records or sessions as written by any version, with the columns that came later. experts:
+    a layer's, where that is known of the directory."""
+    later = LATER_COLUMNS if experts is None else {**LATER_COLUMNS, "experts": experts}
+    return [{**later, **line} for line in lines]
 
 
 def open_records(path: Path) -> contextlib.AbstractContextManager[LineFile]:
@@ -60,6 +91,7 @@ def require_same(directory: Path, asked: Mapping[str, Any]) -> None:
         raise UserError(f"{path} cannot be read or written: {error}") from None
     if not isinstance(before, dict):
         raise UserError(f"{path} is no definition; choose another --output")
+    before = completed_keys(before)
     differing = [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
     if differing:
         said = "; ".join(

@@ -20,6 +20,8 @@ from moejax.evaluate.experiments.record_file import (
     RECORDS,
     SESSIONS,
     TIMELINES,
+    completed,
+    completed_keys,
     read_records,
 )
 
@@ -181,8 +183,10 @@ def read_results(directory: str | os.PathLike[str]) -> Records:
     others = [
         read_records(root / name) if (root / name).exists() else [] for name in (QUALITY, TIMELINES)
     ]
-    records, sessions = read_records(root / RECORDS), read_records(root / SESSIONS)
-    return Records(root, asked, records, sessions, *others)
+    sessions = completed(read_records(root / SESSIONS))
+    experts = sessions[0].get("experts") if sessions else None
+    records = completed(read_records(root / RECORDS), experts)
+    return Records(root, completed_keys(asked), records, sessions, *others)
 
 
 def _place(row: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -215,8 +219,10 @@ def _notes(records: Records) -> Iterator[str]:
     if any("random" in policy.lower() for policy in asked["policies"]) and len(asked["seeds"]) < 10:
         yield f"a policy draws random numbers, and there are {len(asked['seeds'])} of 10 seeds"
     alike: dict[tuple[Any, ...], set[str]] = {}
-    for row in rows:
-        # Precisions that lose bits write other tokens; batches have other prompts.
+    whole = [row for row in records.of_mode("priced") if not row["unserved"]]
+    for row in (*(row for row in rows if "hi" not in row), *whole):
+        # Precisions that lose bits write other tokens, those of two versions with each budget;
+        # batches have other prompts.
         place = tuple(row[k] for k in ("precision", "batch", "prompt_tokens", "text", "seed"))
         alike.setdefault(place, set()).add(row["tokens"])
     if any(len(tokens) > 1 for tokens in alike.values()):

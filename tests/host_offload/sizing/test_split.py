@@ -29,9 +29,9 @@ from host_offload.sizing.split import (
     objective,
 )
 from host_offload.traces.reader import TraceError
-from scripts.budgets.equations import admission_floor, equimarginal_cap, marginals
-from scripts.budgets.replay import replay_split
 from tests.host_offload.control.policy_runs import spec
+from tests.host_offload.sizing.equations import admission_floor, equimarginal_cap, marginals
+from tests.host_offload.sizing.replayed_splits import replay_split
 from tests.host_offload.traces.traces_of import random_routing, write_trace
 
 pytestmark = pytest.mark.slow  # nothing here depends on the version of Python or jax

@@ -26,7 +26,7 @@ from moejax.costs.workload_plan import Planner, costs_of_trace, parse_time
 from moejax.engine.control import spec_of_engine
 from moejax.start.options import Options
 from moejax.start.settings import parse_budget_options
-from scripts.budgets.replay import replay_split
+from tests.host_offload.sizing.replayed_splits import replay_split
 from tests.moejax.engine.budget_workload import (
     COSTS,
     EXPERTS,

@@ -1,4 +1,4 @@
-"""bench_resize.py steps: what it times and when it says that the goal is met. No claim is made."""
+"""The command `steps`: what it times and when it says that the goal is met. No claim is made."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import json
 
 import pytest
 
-from scripts.budgets import resize as bench_resize
+from scripts.budgets import steps as bench_resize
 from scripts.budgets.steps import Times, _add, _report, decode_times, engine_of, use
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("model", [(), ("--shape", "demo", "--layers", "2")])
 def test_resizes_are_timed(model, capsys):
-    arguments = ["steps", "--resizes", "4", "--every", "3", "--batch", "2"]
+    arguments = ["--resizes", "4", "--every", "3", "--batch", "2"]
     assert bench_resize.main([*arguments, "--json", *model]) == 0
     *lines, verdict = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     counts = {line["steps"]: line["count"] for line in lines}
@@ -44,11 +44,11 @@ def test_the_goal_is_of_the_steps_of_a_resize(slow, within):
 
 
 def test_what_is_refused(capsys):
-    assert bench_resize.main(["steps", "--every", "0"]) == 2
-    assert bench_resize.main(["steps", "--batch", "0"]) == 2
-    assert bench_resize.main(["steps", "--length", "112"]) == 2
-    assert bench_resize.main(["steps", "--layers", "2"]) == 2
-    assert bench_resize.main(["steps", "--shape", "other"]) == 2
+    assert bench_resize.main(["--every", "0"]) == 2
+    assert bench_resize.main(["--batch", "0"]) == 2
+    assert bench_resize.main(["--length", "112"]) == 2
+    assert bench_resize.main(["--layers", "2"]) == 2
+    assert bench_resize.main(["--shape", "other"]) == 2
     said = capsys.readouterr().err
     assert said.count("--resizes, --every and --batch must be at least 1") == 2
     assert "--length must be above 112, got 112" in said

@@ -5,9 +5,13 @@ import types
 
 import pytest
 
+from moejax.evaluate.experiments.conversations import replay
+from moejax.evaluate.experiments.conversations.workloads import (
+    Workload,
+    conversations,
+    synthetic_corpus,
+)
 from scripts.check import sessions as replay_sessions
-from scripts.parts import replay
-from scripts.parts.workloads import Workload, conversations, synthetic_corpus
 from tests.scripts.runs import json_lines, refusal
 
 SMALL = (
@@ -23,6 +27,7 @@ class FakeEngine:
     def __init__(self):
         self.tracer, self.log, self.live, self.steps = None, [], [], 0
         self.ended = []
+        self.end_session = self.ended.append
 
     def add(self, prompt, params, session_id):
         request = types.SimpleNamespace(
@@ -64,8 +69,7 @@ def test_a_turn_begins_after_the_one_before_and_its_pause(rate):
     workload = Workload(sessions=5, turns=6, rate=rate, think_s=0.7, tool_share=0.5, seed=2)
     found = conversations(workload, synthetic_corpus(64))
     engine, clock = FakeEngine(), replay.VirtualClock(0.01)
-    llm = types.SimpleNamespace(engine=engine, end_session=engine.ended.append)
-    lines = list(replay.replay(llm, found, clock))
+    lines = list(replay.replay(engine, found, clock))
     assert len(lines) == 30 and len(set(engine.ended)) == 5
     by_place = {(line["session"], line["turn"]): line for line in lines}
     for session in found:

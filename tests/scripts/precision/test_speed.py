@@ -9,7 +9,6 @@ import pytest
 from host_offload.sizing.cost_model import Work
 from host_offload.traces.reader import read_trace
 from moejax.checkpoints.random_model import shape
-from moejax.models.config import parse_config
 from scripts.precision import speed as bench_precision
 from scripts.precision import speed_report as report
 from scripts.precision.costs import (
@@ -20,7 +19,6 @@ from scripts.precision.costs import (
     stated_costs,
     version_bytes,
 )
-from scripts.precision.measured import MODEL, bounds, checkpoint, memory_of, repeats_of
 from scripts.precision.predicted import (
     PREFILL,
     WARM_SEQUENCES,
@@ -200,7 +198,7 @@ def test_predict_says_what_it_is_of_and_writes_all_of_it(tmp_path, capsys, monke
         "scripts.precision.predicted.route", lambda s, n, t: small_routing(n, max(t, 100))
     )
     told = ["--batch=1,2", "--prompt=64", "--shares=0.25,1", "--steps=2"]
-    assert bench_precision.main(["predict", str(tmp_path), *told]) == 0
+    assert bench_precision.main([str(tmp_path), *told]) == 0
     out = capsys.readouterr().out
     assert out.startswith("predicted: the cost model at the size of Qwen3-30B-A3B")
     assert "48 GB/s" in out and "ASSUMED" in out and "none measured here" in out
@@ -255,68 +253,18 @@ def test_the_policys_own_cost_is_on_over_off():
     assert "at most 1.100 (prompt 64, 50%, 2.00 transitions a step); above 1.05 in 1 of 1" in text
 
 
-# ---- measured
-
-
-def test_the_default_memory_is_all_low_the_spares_and_the_share(tmp_path):
-    config = parse_config(MODEL, "random")
-    memory, dense = memory_of(config, 2, 0.5)
-    layout = config.slot_layout(2, ("dense", "int4"))
-    # 32 of 64 experts high and two spares, as many low at 4 a slot.
-    assert memory == (34 + -(-34 // 4)) * layout.slot_bytes and dense == 64 * 3 * 256 * 256 * 2
-    small = MODEL | {"hidden_size": 64, "moe_intermediate_size": 64, "vocab_size": 64}
-    path = checkpoint(tmp_path, small)
-    before = (path / "model.safetensors").stat().st_mtime_ns
-    assert checkpoint(tmp_path, small) == path
-    assert (path / "model.safetensors").stat().st_mtime_ns == before
-
-
-def test_long_prompts_have_fewer_repeats_and_few_have_no_interval():
-    args = bench_precision._parser().parse_args(["measure", "x", "--tokens-a-place", "24576"])
-    assert [repeats_of(args, *p) for p in ((1, 128), (8, 1024), (32, 4096))] == [6, 3, 1]
-    assert bounds([1.0] * 5) is None and bounds([1.0, 2, 3, 4, 5, 6]) == (1, 6)
-
-
-@pytest.mark.nightly
-def test_measure_runs_every_arm_at_one_memory(tmp_path, capsys, monkeypatch):
-    small = MODEL | {"hidden_size": 128, "moe_intermediate_size": 128, "num_experts": 8}
-    monkeypatch.setattr("scripts.precision.measured.MODEL", small)
-    sizes = {"batch": 2, "prompt": 40, "max-tokens": 4, "repeats": 1, "pairs": 1}
-    told = [f"--{name}={value}" for name, value in sizes.items()]
-    told += ["--interval=32 tokens"]
-    assert bench_precision.main(["measure", str(tmp_path), *told]) == 0
-    out = capsys.readouterr().out
-    assert "say nothing about a GPU" in out and "CPU engine" in out
-    lines = [json.loads(line) for line in (tmp_path / "measured.jsonl").read_text().splitlines()]
-    arms = {line["arm"]: line for line in lines}
-    assert len(lines) == len(arms) == 7
-    for line in lines[:6]:
-        assert line["ttft_s"] > 0 and line["tpot_p99_s"] >= line["tpot_s"] > 0
-        assert line["to_static_interval"] is None and line["memory"] == lines[0]["memory"]
-    on, off = (arms[name]["residency"] for name in ("DynaExq", "DynaExq off"))
-    assert sum(on) == sum(off) == 16
-    # Equal residency, but for the exchanges that are under way.
-    assert abs(on[0] - off[0]) <= 2 and off[0] > 0
-    assert arms["int4, static"]["residency"] == [16]
-    assert arms["DynaExq on / off"]["tpot_ratio"] > 0
-
-
 # ---- what is refused
 
 
 @pytest.mark.parametrize(
     ("told", "message"),
     [
-        ("predict {} --shares 0", "--shares are numbers above 0 and up to 1, not '0'"),
-        ("predict {} --shares a", "--shares are numbers"),
-        ("predict {} --steps 0", "--steps and --spares are from 1 on"),
-        ("predict {} --decoding int2=1:0", "'int2=1:0' is no VERSION=FACTOR:SECONDS"),
-        ("predict {} --decoding int4=x", "is no VERSION=FACTOR:SECONDS"),
-        ("predict {} --step-bytes x", "is not a size"),
-        ("measure {} --max-tokens 1", "--max-tokens from 2"),
-        ("measure {} --hi-share 1", "--hi-share lies between 0 and 1"),
-        ("measure {} --prompt 9000", "are 9064, more than the model's 8192; give fewer"),
-        ("measure {} --model {}/none", "is no checkpoint"),
+        ("{} --shares 0", "--shares are numbers above 0 and up to 1, not '0'"),
+        ("{} --shares a", "--shares are numbers"),
+        ("{} --steps 0", "--steps and --spares are from 1 on"),
+        ("{} --decoding int2=1:0", "'int2=1:0' is no VERSION=FACTOR:SECONDS"),
+        ("{} --decoding int4=x", "is no VERSION=FACTOR:SECONDS"),
+        ("{} --step-bytes x", "is not a size"),
     ],
 )
 def test_what_cannot_be_is_refused(tmp_path, capsys, told, message):
@@ -327,4 +275,4 @@ def test_what_cannot_be_is_refused(tmp_path, capsys, told, message):
 def test_decoding_is_read():
     assert bench_precision.parse_decoding("int4=0.5:0.001") == ("int4", Decoding(0.5, 0.001))
     with pytest.raises(SystemExit):
-        bench_precision._parser().parse_args(["predict", "x", "--batch", "0"])
+        bench_precision._parser().parse_args(["x", "--batch", "0"])

@@ -44,13 +44,19 @@ class Panel:
     """Seconds in which the device's memory gives the experts that a decode step computes with."""
 
 
-def panels(records: Records) -> list[Panel]:
-    """The panels of a report, in the grid's order."""
+def summarized(records: Records) -> list[Line]:
+    """The summary with several seeds of a place as one line."""
     by_seed: dict[tuple[Any, ...], list[Line]] = {}
     for line in records.summary():
         key = tuple(line[name] for name in PLACE if name != "seed")
         by_seed.setdefault(key, []).append(line)
-    lines = [_mean(found) for found in by_seed.values()]
+    return [_mean(found) for found in by_seed.values()]
+
+
+def panels(records: Records) -> list[Panel]:
+    """The panels of a report, in the grid's order. Experts in two versions have one policy and no
+    panel: what is compared there are precisions. Conversations have a table of their own."""
+    lines = [x for x in summarized(records) if "hi" not in x and x["mode"] != "priced"]
     places: dict[tuple[Any, ...], list[Line]] = {}
     for line in lines:
         places.setdefault(tuple(line[name] for name in PANEL), []).append(line)
@@ -74,7 +80,8 @@ def _panel(records: Records, place: tuple[Any, ...], lines: Sequence[Line]) -> P
     if sessions:
         link = float(np.median([one["link_bytes_per_s"] for one in sessions]))
         memory = float(np.median([one["memory_bytes_per_s"] for one in sessions]))
-        active_s = sessions[0]["active_bytes"] / memory
+        if (active := sessions[0]["active_bytes"]) is not None:
+            active_s = active / memory
         if link_rate != NO_LINK:
             link = parse_rate(link_rate)
     least = {line["budget"]: line for line in lines if line["mode"] == "bound"}
@@ -208,10 +215,13 @@ def miss_series(panel: Panel) -> list[Series]:
         for line in panel.least.values()
     ]
     pool = [
-        (line["expert_bytes"] / 2**20, line["pool_misses"] / steps) for line in panel.least.values()
+        (line["expert_bytes"] / 2**20, line["pool_misses"] / steps)
+        for line in panel.least.values()
+        if "pool_misses" in line  # the first grids' bounds have none
     ]
     if least:
         found.append(Series("MIN, ahead of need too", sorted(least), True))
+    if pool:
         found.append(Series("MIN, one pool", sorted(pool), True))
     return found
 

@@ -59,7 +59,10 @@ def figure(
         f'text-anchor="middle">{escape(y_label)}</text>'
     )
     for i, one in enumerate(series):
-        parts.append(_line(i, one, [at(point) for point in one.points]))
+        places = [at(point) for point in one.points]
+        if one.bound and len({x for x, _ in places}) == 1:  # at one budget: from side to side
+            places = [(_LEFT, places[0][1]), (right, places[0][1])]
+        parts.append(_line(i, one, places))
     rows = -(-len(series) // 2)
     for i, one in enumerate(series):
         x, y = 16 + (i % 2) * WIDTH / 2, HEIGHT + 8 + (i // 2) * _ROW
@@ -154,4 +157,4 @@ def _number(value: float) -> str:
 
 
 def _short(name: str) -> str:
-    return name if len(name) <= 27 else f"…{name[-26:]}"
+    return name if len(name) <= 27 else f"{name[:15]}…{name[-11:]}"

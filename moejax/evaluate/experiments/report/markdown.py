@@ -10,8 +10,7 @@ import yaml
 from moejax.evaluate.experiments.definition import NO_LINK
 from moejax.evaluate.experiments.records import Records
 from moejax.evaluate.experiments.report.content import HEADINGS, panels, table_rows
-from moejax.evaluate.experiments.report.places import BESIDE, BESIDE_HEADINGS, beside_baseline
-from moejax.evaluate.experiments.report.quality import quality_headings, quality_rows
+from moejax.evaluate.experiments.report.tables import other_tables
 
 ABOUT = """\
 Counts are of the decode steps after one prefill step, from a cold start. misses/step: experts, \
@@ -24,16 +23,19 @@ had no choice."""
 
 def table(records: Records) -> str:
     """The tables of all panels, as text for a terminal."""
-    parts = []
-    for panel in panels(records):
-        rows = [list(HEADINGS), *table_rows(panel)]
-        widths = [max(map(len, column)) for column in zip(*(r for r in rows), strict=True)]
-        lines = [
-            "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip()
-            for row in rows
-        ]
-        parts.append("\n".join([panel.title, *lines]))
+    parts = [_aligned(panel.title, HEADINGS, table_rows(panel)) for panel in panels(records)]
+    parts += [_aligned(*found) for found in other_tables(records)]
     return "\n\n".join(parts)
+
+
+def _aligned(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    every = [headings, *rows]
+    widths = [max(map(len, column)) for column in zip(*every, strict=True)]
+    lines = [
+        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip()
+        for row in every
+    ]
+    return "\n".join([title, *lines])
 
 
 def definition(records: Records) -> str:
@@ -57,13 +59,15 @@ def facts(records: Records) -> list[tuple[str, str]]:
                 f"{one['at']}: {what}; {one['device']} of {one['machine']}",
             ),
             ("", f"Python {one['python']}, {versions}"),
-            (
-                "",
-                f"compiled {one['executables']} programs in {one['compile_s']:.1f} s, warm-up "
-                f"{one['warm_up_s']:.1f} s; link {one['link_bytes_per_s'] / 1e9:.1f} GB/s, memory "
-                f"{one['memory_bytes_per_s'] / 1e9:.1f} GB/s",
-            ),
         ]
+        if "compile_s" not in one:
+            continue  # its times are priced
+        said = (
+            f"compiled {one['executables']} programs in {one['compile_s']:.1f} s, warm-up "
+            f"{one['warm_up_s']:.1f} s; link {one['link_bytes_per_s'] / 1e9:.1f} GB/s, memory "
+            f"{one['memory_bytes_per_s'] / 1e9:.1f} GB/s"
+        )
+        found.append(("", said))
     files = records.asked["files"]
     found += [(f"SHA-256 of {name}", digest) for name, digest in files.items() if digest]
     return found
@@ -78,12 +82,8 @@ def markdown(records: Records, figures: Mapping[str, Sequence[str]]) -> str:
         parts += [f"![{panel.title}]({name})" for name in figures.get(panel.title, ())]
         parts += ["", _row(HEADINGS), _row(["---"] * len(HEADINGS))]
         parts += [_row(row) for row in table_rows(panel)]
-    if rows := quality_rows(records):
-        parts += ["", "## Quality", "", _row(quality_headings(records))]
-        parts += [_row(["---"] * len(rows[0])), *map(_row, rows)]
-    if rows := beside_baseline(records):
-        parts += ["", f"## {BESIDE.format(baseline=records.asked['baseline'])}", ""]
-        parts += [_row(BESIDE_HEADINGS), _row(["---"] * len(BESIDE_HEADINGS))]
+    for what, headings, rows in other_tables(records):
+        parts += ["", f"## {what}", "", _row(headings), _row(["---"] * len(headings))]
         parts += [_row(row) for row in rows]
     parts += ["", "## Run it again", "", "```yaml", definition(records).rstrip(), "```", ""]
     parts += ["## Machine", "", _row(("", "")), _row(("---", "---"))]
@@ -93,10 +93,20 @@ def markdown(records: Records, figures: Mapping[str, Sequence[str]]) -> str:
 
 def title(records: Records) -> str:
     asked: Mapping[str, Any] = records.asked
-    what = f"{len(asked['policies'])} policies × {len(asked['budgets'])} budgets"
-    if asked["routing"]:
-        return f"routing without a model: {what} × {len(asked['routing'])} kinds"
-    return f"{asked['model']}: {what} × {len(asked['texts'])} texts"
+    counted = [("policy", "policies", "policies"), ("budget", "budgets", "budgets")]
+    if len(asked.get("precision", ())) > 1:
+        counted.append(("precision", "precisions", "precision"))
+    what = " × ".join(_counted(asked[key], one, many) for one, many, key in counted)
+    if asked.get("routing"):
+        return f"routing without a model: {what} × {_counted(asked['routing'], 'kind', 'kinds')}"
+    if asked.get("conversations"):
+        kinds = _counted(asked["conversations"], "kind", "kinds")
+        return f"{asked['model']}: {what} × {kinds} of conversations"
+    return f"{asked['model']}: {what} × {_counted(asked['texts'], 'text', 'texts')}"
+
+
+def _counted(values: Sequence[Any], one: str, many: str) -> str:
+    return f"{len(values)} {one if len(values) == 1 else many}"
 
 
 def _row(cells: Sequence[str]) -> str:

@@ -22,8 +22,7 @@ from moejax.evaluate.experiments.report.content import (
 from moejax.evaluate.experiments.report.figures import figure
 from moejax.evaluate.experiments.report.lanes import timeline
 from moejax.evaluate.experiments.report.markdown import ABOUT, definition, facts, markdown, title
-from moejax.evaluate.experiments.report.places import BESIDE, BESIDE_HEADINGS, beside_baseline
-from moejax.evaluate.experiments.report.quality import quality_headings, quality_rows
+from moejax.evaluate.experiments.report.tables import other_tables
 
 _STYLE = """\
 :root{color-scheme:light dark;--ink:#1a1a1a;--soft:#6b6b6b;--rule:#dcdcdc;--paper:#fff;
@@ -31,7 +30,7 @@ _STYLE = """\
 @media (prefers-color-scheme:dark){:root{--ink:#ececec;--soft:#a3a3a3;--rule:#3a3a3a;
 --paper:#161616;--tint:#202020}}
 *{box-sizing:border-box}
-body{margin:0 auto;padding:1.2rem;max-width:1280px;background:var(--paper);color:var(--ink);
+body{margin:0 auto;padding:1.2rem;max-width:1560px;background:var(--paper);color:var(--ink);
 font:15px/1.5 system-ui,sans-serif}
 h1{font-size:1.4rem}h2{font-size:1.1rem;margin-top:2rem;border-top:1px solid var(--rule);
 padding-top:1rem}
@@ -40,9 +39,10 @@ p,li{max-width:75ch}.soft{color:var(--soft)}
 .plots svg{width:100%;height:auto;display:block}
 .scroll{overflow-x:auto}
 table{border-collapse:collapse;font-variant-numeric:tabular-nums;font-size:.85rem;margin:1rem 0}
-th,td{padding:.2rem .6rem;text-align:right;white-space:nowrap;border-bottom:1px solid var(--rule)}
+th,td{padding:.2rem .45rem;text-align:right;white-space:nowrap;border-bottom:1px solid var(--rule)}
 th{position:sticky;top:0;background:var(--tint);font-weight:600}
 td:first-child,th:first-child{text-align:left}
+td:first-child{white-space:normal;min-width:9rem;max-width:22rem;overflow-wrap:anywhere}
 tr.begin td{border-top:2px solid var(--rule)}
 pre{background:var(--tint);padding:.8rem;overflow-x:auto}
 .facts td{text-align:left;white-space:normal;overflow-wrap:anywhere}
@@ -53,7 +53,7 @@ def write_report(records: Records, directory: Path) -> tuple[Path, ...]:
     """Writes report.html, and report.md with its plots as SVG files; their paths, the page first.
     Raises UserError where there is nothing to report or a file cannot be written."""
     found = panels(records)
-    if not found:
+    if not records.rows:
         raise UserError(f"{records.directory} has no records yet; run moejax ablate first")
     files = {}
     names: dict[str, list[str]] = {}
@@ -78,7 +78,10 @@ def write_report(records: Records, directory: Path) -> tuple[Path, ...]:
 
 
 def plots(panel: Panel) -> list[str]:
-    """The panel's plots as SVG: misses, and where there are times also those."""
+    """The panel's plots as SVG: misses, and where there are times also those; none of one line of
+    the table, which is no comparison."""
+    if len(panel.lines) < 2:
+        return []
     budget, found = "budget of the experts, MiB", []
     if series := miss_series(panel):
         found.append(figure("misses and budget", budget, "misses a decode step", series))
@@ -101,15 +104,13 @@ def page(records: Records) -> str:
     ]
     for panel in panels(records):
         body.append(f"<h2>{escape(panel.title)}</h2>")
-        body.append(f'<div class="plots">{"".join(plots(panel))}</div>')
+        if drawn := "".join(plots(panel)):
+            body.append(f'<div class="plots">{drawn}</div>')
         if drawn := timeline(records, panel):
             body.append(f'<div class="scroll">{drawn}</div>')
         body.append(f'<div class="scroll">{_table(panel)}</div>')
-    if rows := quality_rows(records):
-        body.append(f"<h2>Quality</h2>{_plain_table(quality_headings(records), rows)}")
-    if rows := beside_baseline(records):
-        body.append(f"<h2>{escape(BESIDE.format(baseline=records.asked['baseline']))}</h2>")
-        body.append(_plain_table(BESIDE_HEADINGS, rows))
+    for found in other_tables(records):
+        body.append(f"<h2>{escape(found.title)}</h2>{_plain_table(found.headings, found.rows)}")
     again = escape(definition(records))
     body.append(f"<h2>Run it again</h2><pre>{again}</pre><h2>Machine</h2>{_facts(records)}")
     return (

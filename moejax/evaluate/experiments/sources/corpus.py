@@ -14,9 +14,13 @@ TEXTS = ("story", "math", "code")
 Part = tuple[float, float]
 
 TRAIN: Part = (0.0, 0.6)
+VALIDATION: Part = (0.6, 0.8)
 TEST: Part = (0.8, 1.0)
-"""Contiguous parts of a text: what learns sees the first, figures are of the last; what lies
-between is for choosing (docs/protocol.md, 1)."""
+"""Contiguous parts of a text: what learns sees the first, what is chosen is chosen on the second,
+figures are of the last (docs/protocol.md, 1)."""
+
+PARTS = {"test": TEST, "validation": VALIDATION}
+"""Parts whose quality can be asked for."""
 
 
 def text_path(name: str, home: Path) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import hashlib
 from collections.abc import Mapping
@@ -12,6 +11,7 @@ from typing import Any
 from host_offload.traces.generators import KINDS
 from host_offload.traces.reader import Trace, read_trace
 from moejax.errors import UserError, user_errors
+from moejax.evaluate.experiments.sources.named import named
 from moejax.traces.generated import write_generated_trace
 
 EXPERT_BYTES = 9 << 20
@@ -83,9 +83,9 @@ class Routing:
 def routing_of(text: str, home: Path) -> Routing:
     """The routing that `text` names: KIND or KIND(key=value, …), drawn, or the directory of a trace
     from `home` on. Raises UserError for what is neither, saying what to write."""
-    name, bracket, rest = text.partition("(")
-    if name.strip() in KINDS:
-        return Routing(text, name.strip(), _settings(rest, text) if bracket else {}, None)
+    if text.partition("(")[0].strip() in KINDS:
+        name, settings = named(text, f"routing {text!r}")
+        return Routing(text, name, _checked(settings, text), None)
     directory = (home / text).resolve()
     if not directory.is_dir():
         raise UserError(
@@ -97,18 +97,9 @@ def routing_of(text: str, home: Path) -> Routing:
     return Routing(text, None, {}, directory)
 
 
-def _settings(rest: str, text: str) -> dict[str, Any]:
+def _checked(settings: Mapping[str, Any], text: str) -> Mapping[str, Any]:
     known = (*_SETTINGS, "expert_bytes")
-    try:
-        call = ast.parse(f"f({rest}", mode="eval").body
-        if not isinstance(call, ast.Call) or call.args:
-            raise ValueError
-        found = {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
-    except (SyntaxError, ValueError):
-        raise UserError(
-            f"routing {text!r}: settings are written as KIND(key=value), with plain values"
-        ) from None
-    for name in found:
+    for name in settings:
         if name not in known:
             raise UserError(f"routing {text!r} has no setting {name!r}; it has {', '.join(known)}")
-    return found
+    return settings

@@ -10,7 +10,7 @@ from host_offload.traces.reader import Trace, read_trace
 from moejax.evaluate.experiments.bench import Group, bench_of, loaded_model
 from moejax.evaluate.experiments.definition import Cell, Experiment, check_experiment
 from moejax.evaluate.experiments.simulated import recorded
-from moejax.evaluate.experiments.sources.corpus import TEST, TRAIN, Part, windows
+from moejax.evaluate.experiments.sources.corpus import PARTS, TEST, TRAIN, Part, windows
 from moejax.evaluate.experiments.workload import Workload
 from moejax.models.directory import model_directory
 from moejax.requests.tokenizer import load_tokenizer
@@ -50,11 +50,11 @@ class Prompts:
         batch = max(asked.batch)
         return Workload(tuple(found), batch, asked.output_tokens, asked.temperature, asked.seeds[0])
 
-    def test_tokens(self, text: str) -> list[int]:
-        """Those of a text's last part."""
-        ids = self._tokens(text)
-        begin, end = (int(share * len(ids)) for share in TEST)
-        return ids[begin:end]
+    def quality_tokens(self, text: str) -> list[int]:
+        """Those whose quality is measured: the first of a part of a text."""
+        ids, asked = self._tokens(text), self._experiment
+        begin, end = (int(share * len(ids)) for share in PARTS[asked.quality_part])
+        return ids[begin:end][: asked.quality_tokens]
 
     def _windows(self, text: str, count: int, length: int, part: Part) -> list[list[int]]:
         place = text, count, length, part
@@ -80,12 +80,15 @@ def learned(experiment: Experiment, prompts: Prompts, traces: Path) -> Experimen
     says (docs/protocol.md, 3). Raises UserError for a text that is too short, and for what learning
     shows to be none of this grid.
     """
-    arrays = frozenset().union(*(arm.train_arrays for arm in experiment.arms.values()))
-    if not any(arm.learns for arm in experiment.arms.values()):
+    learners = *experiment.arms.values(), *experiment.mixes.values()
+    arrays = frozenset().union(*(each.train_arrays for each in learners))
+    if not any(each.learns for each in learners):
         return experiment
     trace = _train_trace(experiment, prompts.training(), traces, arrays)
+    model, options = model_directory(experiment.model), experiment.options
     arms = {name: arm.taught(trace) for name, arm in experiment.arms.items()}
-    found = dataclasses.replace(experiment, arms=arms)
+    mixes = {name: mix.taught(trace, model, options) for name, mix in experiment.mixes.items()}
+    found = dataclasses.replace(experiment, arms=arms, mixes=mixes)
     check_experiment(found)
     return found
 
@@ -96,7 +99,7 @@ def _train_trace(
     path = traces / "-".join(["train", *sorted(arrays)])
     if path.exists() and (trace := read_trace(path)).complete:
         return trace
-    precision = experiment.precision[0]
+    precision = next((p for p in experiment.precision if not experiment.mixed(p)), "dense")
     group = Group("device", precision, experiment.link_rate[0], workload.batch, arrays)
     with (
         loaded_model(experiment, precision) as (loaded, _),

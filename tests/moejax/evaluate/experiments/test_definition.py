@@ -107,14 +107,14 @@ def test_several_policies_are_one_arm(home):
         ({"policies": ["fate"], "driver": "device"}, "driver: auto or host"),
         ({"policies": ["mine.py:Moves"]}, "writes 'cells', and in a grid budgets are the grid's"),
         ({"costs": "none.json"}, "there is no file"),
-        ({"placement": ["cpu"]}, "placement cannot be compared yet"),
+        ({"placement": ["gpu", "cpu"]}, "placement 'cpu' cannot be compared yet"),
         ({"prompts": 1, "batch": 2}, "prompts: 1 are fewer than a batch of 2"),
         ({"link_rate": ["2GB"]}, "'2GB' is not a rate"),
         ({"link_rate": ["none", "none"]}, "link_rate is a list such as [none, 2GB/s]"),
         ({"policies": ["fate=train"]}, "unknown policy 'fate'; write one of"),
         ({"routing": ["none"], "modes": "simulated"}, "routing 'none' is none of qwen3-like,"),
         ({"routing": ["zipf(shape=1)"]}, "routing 'zipf(shape=1)' has no setting 'shape'"),
-        ({"routing": ["zipf(2)"]}, "settings are written as KIND(key=value)"),
+        ({"routing": ["zipf(2)"]}, "settings are written as NAME(key=value)"),
         ({"routing": ["zipf"]}, "write modes: [simulated] or [predicted]"),
         ({"routing": ["zipf"], "texts": ["math"]}, "so texts say nothing; leave them out"),
         (
@@ -137,7 +137,23 @@ def test_several_policies_are_one_arm(home):
         ({"driver": "both"}, "driver is one of auto, device, host"),
         ({"baseline": "fifo"}, "baseline 'fifo' is none of the policies; write one of lru, lfu"),
         ({"precision": ["dense", "int8"]}, "write equal: bytes"),
-        ({"precision": ["dynaexq"]}, "write dense, lossless12, int8, int4 or int2"),
+        ({"precision": ["dynaexq"]}, "so budget 25% is a share of bytes; write equal: bytes"),
+        (
+            {"precision": "dynaexq", "modes": ["simulated"]},
+            "which are measured only; write modes: [measured]",
+        ),
+        (
+            {"precision": "dynaexq", "equal": "bytes", "policies": ["random"]},
+            "so the baseline must be an eviction such as lru, not 'random'",
+        ),
+        ({"precision": ['dynaexq(hi="int2")']}, "hi=int2 must have more bytes than lo=int4"),
+        ({"precision": ["dynaexq(hi_share=0.5)"]}, "leave hi_share out"),
+        ({"precision": ["dynaexq(alfa=0.5)"]}, "has no setting 'alfa=0.5'"),
+        ({"precision": ["dynaexq(int4)"]}, "settings are written as NAME(key=value)"),
+        ({"precision": ["map=none.npy"]}, "none.npy: cannot be read as a map"),
+        ({"precision": "dynaexq", "budgets": ["1MiB"]}, "give them more memory"),
+        ({"quality_part": "train"}, "quality_part is one of test, validation"),
+        ({"modes": ["priced"]}, "modes: [priced] is of conversations"),
         ({"precision": "int3"}, "int3"),
         (
             {"precision": ["dense", "int8"], "equal": "bytes", "modes": ["predicted"]},
@@ -220,3 +236,69 @@ def test_the_example_can_be_read(tmp_path):
     with pytest.raises(UserError, match="cannot be written"):
         write_example(tmp_path / "file" / "below")
     assert policy.name == "my_policy.py"
+
+
+def test_misses_are_computed_where_there_is_a_choice_of_one(home):
+    for one in ("gpu", ["gpu"], None, "none"):
+        assert read_experiment(SMALL | {"placement": one}).asked == read_experiment(SMALL).asked
+
+
+def test_a_version_as_a_budget_is_what_all_experts_take_in_it():
+    given = SMALL | {"precision": ["int8", "dynaexq"], "budgets": ["int8"]}
+    found = read_experiment(given)
+    whole, mixed = (
+        found.engine_options("device", name, 1, budget="int8").expert_budget
+        for name in found.precision
+    )
+    assert mixed == 64 * 50176  # 3 · 128 rows of 128 bytes, and their scales
+    # Slots are rounded up to rows, all experts of which are then to be had.
+    assert mixed <= whole < 1.05 * mixed
+
+
+def test_with_two_versions_there_is_one_policy():
+    given = {"precision": ["dense", "dynaexq"], "budgets": ["60%"], "equal": "bytes"}
+    found = read_experiment(SMALL | given)
+    cells = [(cell.precision, cell.policy) for cell in found.cells()]
+    assert cells == [("dense", "lru"), ("dense", "lfu"), ("dynaexq", "lru")]
+
+
+TALKS = {
+    "policies": ["lru", "mv_wsa"],
+    "memory": "4MiB",
+    "budgets": ["25%"],
+    "conversations": ["turns(sessions=2, turns=2)"],
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"texts": ["math"]}, "conversations have no texts; leave it out"),
+        ({"memory": None}, "conversations need a memory for experts and KV; write memory: 4MiB"),
+        ({"memory": "much"}, "'much' is not a size"),
+        ({"modes": ["measured"]}, "priced; write modes: [priced]"),
+        ({"conversations": ["talks(turns=2)"]}, "talks is unknown; write turns(key=value, …)"),
+        ({"conversations": ["turns(seed=2)"]}, "seed is unknown; write turns(key=value, …)"),
+        ({"conversations": ["turns(turns=0)"]}, "turns must be at least 1, got 0"),
+        ({"conversations": ['turns(turns="a")']}, "lengths are whole numbers"),
+        ({"prices": {"miss_ms": -1}}, "prices are numbers of decode_ms, prefill_ms, miss_ms"),
+        ({"prices": {"step_ms": 1}}, "prices are numbers of decode_ms, prefill_ms, miss_ms"),
+        ({"policies": ["lru", "fate"]}, "which conversations do not have yet"),
+        ({"policies": ["mv_wsa(gamma=1)"]}, "mv_wsa does not take {'gamma': 1}"),
+        ({"precision": ["dense", "int8"]}, "conversations have one precision a grid"),
+        ({"memory": "1KiB"}, "1 KiB"),
+    ],
+)
+def test_conversations_that_cannot_be(change, said):
+    with pytest.raises(UserError) as error:
+        read_experiment(TALKS | change)
+    assert said in str(error.value)
+
+
+def test_conversations_can_be_written_again():
+    found = read_experiment(TALKS)
+    written = {name: value for name, value in found.asked.items() if name != "files"}
+    assert read_experiment(written).asked == found.asked
+    assert {cell.mode for cell in found.cells()} == {"priced"}
+    with pytest.raises(UserError, match="unknown policy 'mv_wsa'"):
+        read_experiment(SMALL | {"policies": ["mv_wsa"]})

@@ -323,7 +323,7 @@ def test_quality_is_that_of_an_evaluation(tmp_path):
     assert [line["precision"] for line in found.quality] == ["dense", "int2"]
     window = found.quality[0]["window"]
     with LLM("demo", max_model_len=window, progress=False) as llm:
-        ids = Prompts(read_experiment(given)).test_tokens("story")[:300]
+        ids = Prompts(read_experiment(given)).quality_tokens("story")
         alone = perplexity(llm, TokenIds([np.array(ids)], "0" * 64), window=window, stride=window)
     line = found.quality[0]
     assert line["perplexity"] == pytest.approx(alone.total.perplexity, rel=1e-6)
@@ -332,7 +332,7 @@ def test_quality_is_that_of_an_evaluation(tmp_path):
         -(-300 // window),
     )
     first, second = quality_rows(found)
-    assert first[:4] == ["story", "dense", f"{line['perplexity']:.4f}", "–"]
+    assert first[:4] == ["dense", "story", f"{line['perplexity']:.4f}", "–"]
     ratio = found.quality[1]["perplexity"] / line["perplexity"] - 1
     assert ratio > 0.05
     assert second[3].startswith(f"{ratio:+.2%} [")

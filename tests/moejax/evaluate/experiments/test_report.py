@@ -11,6 +11,7 @@ import pytest
 from moejax.commands import main as cli
 from moejax.errors import UserError
 from moejax.evaluate.experiments.intervals import median_interval
+from moejax.evaluate.experiments.record_file import LATER_KEYS, completed_keys, require_same
 from moejax.evaluate.experiments.records import Records, read_results
 from moejax.evaluate.experiments.report.content import Series, panels, table_rows
 from moejax.evaluate.experiments.report.figures import figure
@@ -277,6 +278,32 @@ def test_results_are_read_or_refused(records, tmp_path, capsys):
     assert read_results(root).summary() == records.summary()
     assert cli.main(["report", str(root), "--output", str(tmp_path / "there")]) == 0
     assert capsys.readouterr().out.splitlines()[0] == str(tmp_path / "there" / "report.html")
+
+
+def test_records_of_the_first_grids_are_read_with_what_held_for_them(records, tmp_path):
+    """They had no link rate, no routing, no experts of a layer and no bound of one pool."""
+    root = tmp_path / "results"
+    root.mkdir()
+    later = {"link_rate", "moves_cells", "experts", "pool_misses"}
+    asked = {name: value for name, value in ASKED.items() if name not in LATER_KEYS}
+    (root / "experiment.json").write_text(json.dumps(asked))
+    rows = [{k: v for k, v in row.items() if k not in later} for row in records.rows]
+    sessions = [
+        {"experts": 16, **{k: v for k, v in one.items() if k != "link_rate"}}
+        for one in records.sessions
+    ]
+    for name, lines in (("records", rows), ("sessions", sessions)):
+        (root / f"{name}.jsonl").write_text("".join(f"{json.dumps(x)}\n" for x in lines))
+    found = read_results(root)
+    assert found.asked["link_rate"] == ["none"] and found.asked["routing"] == []
+    assert found.summary() == [
+        {k: v for k, v in line.items() if k != "pool_misses"} for line in records.summary()
+    ]
+    assert "MIN, one pool" not in (page(found)) and "MIN, one pool" in page(records)
+    # The same command goes on with them.
+    require_same(root, completed_keys(ASKED))
+    with pytest.raises(UserError, match="link_rate was"):
+        require_same(root, completed_keys(ASKED) | {"link_rate": ["2GB/s"]})
 
 
 @pytest.mark.slow  # pandas and matplotlib take seconds to import

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from moejax.errors import UserError
-from scripts.parts.workloads import (
+from moejax.evaluate.experiments.conversations.workloads import (
     Workload,
     bursty_arrivals,
     conversations,

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from moejax import LLM, SamplingParams
-from scripts.parts.workloads import Conversation, Turn
+from moejax.engine.loop import Engine
+from moejax.evaluate.experiments.conversations.workloads import Conversation, Turn
+from moejax.requests.sampling_params import SamplingParams
 
 
 class WallClock:
@@ -46,7 +47,7 @@ class VirtualClock:
 
 
 def replay(
-    llm: LLM,
+    engine: Engine,
     found: Sequence[Conversation],
     clock: WallClock | VirtualClock,
     *,
@@ -58,7 +59,6 @@ def replay(
     A turn is added when the one before has finished and its pause has passed. Answers have the
     length that the workload says, whatever the model would end with.
     """
-    engine = llm.engine
     due = [(each.arrival_s, each.number, 0) for each in found]
     heapq.heapify(due)
     history: dict[int, list[int]] = {each.number: [] for each in found}
@@ -95,7 +95,7 @@ def replay(
                     after = clock.now() + turns[turn.index + 1].think_s
                     heapq.heappush(due, (after, number, turn.index + 1))
                 else:
-                    llm.end_session(f"session {number}")
+                    engine.end_session(f"session {number}")
                 yield _line(turn, moment, request)
         engine.drain()
     finally:

@@ -1,0 +1,1 @@
+"""Conversations through an engine whose memory experts and KV share."""

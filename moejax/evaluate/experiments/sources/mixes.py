@@ -1,0 +1,119 @@
+"""Precisions as definitions name them: one version for all experts, or two that are mixed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from host_offload.control.interface import routed_counts
+from host_offload.policies.precision.names import VERSIONS, Precision, precision_of
+from host_offload.traces.reader import Trace
+from moejax.errors import UserError, user_errors
+from moejax.evaluate.experiments.sources.named import named
+from moejax.evaluate.expert_scores import error_weights
+
+TRAIN = "train"
+
+PARTS = ("hi", "lo", "interval", "hi_share")
+"""Settings that precision_of has as arguments."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Mix:
+    """A precision of a grid."""
+
+    name: str
+    precision: Precision
+    """What it is; until it has learned, one with as many high experts as then, drawn."""
+    learns: frozenset[str] = frozenset()
+    """What a trace of the texts' training part says: `map`, `scores`, `weights`."""
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    files: tuple[Path, ...] = ()
+
+    @property
+    def train_arrays(self) -> frozenset[str]:
+        """What that trace must have beside the routing."""
+        return frozenset({"gate_input"}) if "weights" in self.learns else frozenset()
+
+    def taught(self, trace: Trace, model: str, options: Mapping[str, Any]) -> Mix:
+        """This precision with what `trace` teaches. options: of the definition. Raises UserError
+        for a trace of no use."""
+        if not self.learns:
+            return self
+        counts = np.zeros((trace.header.layers, trace.header.experts))
+        for step in trace.step_traces():
+            counts += routed_counts(step.ids, trace.header.experts)
+        found, weights = self.precision, np.ones_like(counts)
+        if "weights" in self.learns:
+            asked = {n: options[n] for n in ("quantizer", "step", "name_map") if n in options}
+            weights = error_weights(model, trace, *found.versions, **asked).weights
+        with user_errors(where=f"precision {self.name!r}: "):
+            if "map" in self.learns:
+                per_layer = "weights" not in self.learns
+                found = dataclasses.replace(
+                    found, name="map", seed=None, hot=counts * weights, hot_per_layer=per_layer
+                )
+            else:
+                # All settings at once: some need what was learned.
+                known = {"scores": counts, "weights": weights}
+                given = {n: known[n] for n in known if n in self.learns} | self.settings
+                assert found.policy is not None
+                policy = dataclasses.replace(found.policy, **given)
+                found = dataclasses.replace(found, policy=policy)
+        return dataclasses.replace(self, precision=found, learns=frozenset())
+
+
+def mix_of(text: str, home: Path) -> Mix:
+    """The precision that `text` names, as `--precision` takes it, with settings in parentheses:
+    `int8`, `dynaexq(hi="dense", lo="int4", interval="2048 tokens")`, `map=FILE`, `random(seed=1)`;
+    map=train has those high that the texts' training part selects most, with `weighted=True` by
+    how much error their low version adds, and dynaexq takes scores="train" and weights="train".
+
+    home: where files that are not absolute are. Raises UserError for what is none of these.
+    """
+    where = f"precision {text!r}"
+    name, settings = named(text, where)
+    name, _, source = name.partition("=")
+    files, learns = [], set()
+    if source == TRAIN:
+        learns = {"map"} | ({"weights"} if settings.pop("weighted", False) else set())
+        name, source = "random", ""
+        settings |= {"seed": 0}
+    for key in ("scores", "weights"):
+        if key in settings:
+            value = settings.pop(key)
+            if value == TRAIN:
+                learns.add(key)
+            else:
+                settings[key] = str(_file(files, home, value))
+    if source:
+        source = str(_file(files, home, source))
+    late: dict[str, Any] = {}
+    if "weights" in learns and "scope" in settings:
+        late["scope"] = settings.pop("scope")  # which needs them
+    parts = {key: settings.pop(key) for key in PARTS if key in settings}
+    written = {k: str(v).lower() if isinstance(v, bool) else v for k, v in settings.items()}
+    asked = [f"{name}={source}" if source else name, *(f"{k}={v}" for k, v in written.items())]
+    with user_errors(where=f"{where}: "):
+        found = precision_of(",".join(asked), **parts)
+    if found.mixed and not found.paged and found.hi_share is not None:
+        raise UserError(
+            f"{where}: hi_share and a grid's budgets both say how many experts are high; leave "
+            "hi_share out"
+        )
+    return Mix(text, found, frozenset(learns), late, tuple(files))
+
+
+def _file(files: list[Path], home: Path, given: Any) -> Path:
+    path = (home / str(given)).resolve()
+    files.append(path)
+    return path
+
+
+def is_version(budget: str) -> bool:
+    """Whether a budget is what all experts take in a version."""
+    return budget in VERSIONS
