@@ -16,6 +16,9 @@ POLICIES: dict[str, Callable[[], Any]] = {
         "lfru": "weights:LFRU",
         "fifo": "fifo:FIFO",
         "static": "static:Static",
+        "global-lru": "weights:GlobalLRU",
+        "global-lfu": "weights:GlobalLFU",
+        "global-lfru": "weights:GlobalLFRU",
     }.items()
 }
 """Name → policy with victim_weights, whose victim is the smallest w0·(−log2 age) +

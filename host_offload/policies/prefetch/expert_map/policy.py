@@ -87,6 +87,8 @@ class ExpertMap:
     asynchronous: bool = False
     """True: searches run on a thread beside inference, which never waits; what they find is used
     from the next moment on. Decisions then depend on times: see `recorded`."""
+    pool: bool = True
+    """Cells are of one pool over all layers, the paper's cache; False: each layer has its own."""
     decisions: tuple[tuple[int, str, Decision], ...] | None = dataclasses.field(
         default=None, repr=False, compare=False
     )
