@@ -334,7 +334,7 @@ class Controller:
             if routing is not None:
                 active = routed_counts(routing.ids, self.spec.experts)[0] > 0
             self.tables = _copied(self.tables)
-            pool.look(self.tables, max(layer, 0), active, room=moment == Moment.EXPERTS_BEGIN)
+            pool.look(step, self.tables, max(layer, 0), active, moment == Moment.EXPERTS_BEGIN)
         if self.tables is None or not any(seat.stages_between_layers for seat in self._seats):
             return []
         return self.staging.entries(step, self.tables, between_layers=True)

@@ -48,25 +48,28 @@ class PooledStaging(Staging):
     """Staging whose cells are of all layers: one that comes from another layer is handed over
     before the list is carried out, and so are those that a layer's misses will fill.
 
-    A layer has at most `cell_bound` cells at a time. Who is on a list, or was needed by the layer
-    that is routed, keeps its cell. Transfers of one version only.
+    A layer has at most `cell_bound` cells at a time. Who is on a list, or is needed by the layer
+    that is routed, keeps its cell, and who came ahead in this step for a layer that it has yet to
+    compute goes last. Transfers of one version only.
     """
 
     def __init__(self, spec: Spec, log: Callable[[StagedTransfer], None]):
         super().__init__(spec, log)
-        self._layer, self._active = 0, np.zeros(spec.experts, bool)
+        self._step, self._layer, self._active = -1, 0, np.zeros(spec.experts, bool)
         self._room = False
         """The layer's free cells are for what it misses."""
         self._hand_overs: list[HandOver] = []
         self.handed = 0
         """Cells that another layer got."""
 
-    def look(self, tables: Residency, layer: int, active: np.ndarray | None, room: bool) -> None:
+    def look(
+        self, step: int, tables: Residency, layer: int, active: np.ndarray | None, room: bool
+    ) -> None:
         """What holds for the lists that are made next. tables: those that `entries` will be given,
-        changed here as cells are handed over. layer: whose experts are computed next. active:
-        bool[E], those of them that it needs, where that is known; room: it gets cells for those
-        that are missing."""
-        self._layer, self._room = layer, False
+        changed here as cells are handed over. layer: of the step whose experts are computed next.
+        active: bool[E], those of them that it needs, where that is known; room: it gets cells for
+        those that are missing."""
+        self._step, self._layer, self._room = step, layer, False
         self._active = np.zeros(self.spec.experts, bool) if active is None else active
         if room:
             self._make_room(tables)
@@ -83,7 +86,7 @@ class PooledStaging(Staging):
         if not self.queued:
             return []
         if not between_layers:
-            self.look(tables, 0, None, room=False)
+            self.look(step, tables, 0, None, room=False)
         wanted = np.full(tables.address.shape, _NEVER)
         for kind in reversed(self._queues):
             for rank, place in enumerate(self._queues[kind]):
@@ -127,6 +130,11 @@ class PooledStaging(Staging):
     def _free_to_go(self, tables: Residency) -> np.ndarray:
         """by_worth of what may go."""
         worth = by_worth(tables, self._layer)
+        for (layer, expert), flight in self._unused.items():
+            if flight.transfer.issued == self._step and layer >= self._layer:
+                cell = flight.transfer.cell
+                if tables.owner[layer, cell] == expert:
+                    worth[layer, cell] += worth.size
         for transfer in self.in_flight:
             worth[transfer.layer, transfer.cell] = _NEVER
         owner = tables.owner[self._layer]

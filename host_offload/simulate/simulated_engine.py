@@ -30,6 +30,7 @@ from host_offload.memory.tables import Entry, HandOver, Move, Residency
 from host_offload.queue.transfer import Progress
 from host_offload.sizing.version_costs import VersionCounts
 from host_offload.traces.progress import Recorded
+from host_offload.traces.reader import Trace
 from host_offload.traces.schema import BudgetMove, TraceError, TraceHeader
 from host_offload.traces.step_sets import in_waves, step_set
 
@@ -289,26 +290,25 @@ class SimulatedEngine:
     """Runs the steps of a trace on a device under a controller that asks something.
 
     budgets: what moves before which step, as of TraceResizer. clock: as of simulator.simulate.
-    progress: what policies see of transfers beside compute; None: nothing was recorded.
     Raises TraceError for what a policy needs and the trace does not have.
     """
 
     def __init__(
         self,
-        header: TraceHeader,
+        trace: Trace,
         device: PagerDevice,
         controller: Controller,
         budgets: Sequence[BudgetMove] | None = None,
         clock: Callable[[int], float] | None = None,
-        progress: Recorded | None = None,
     ):
+        header = trace.header
         _check_needs(header, controller)
         self.header, self.controller, self._device = header, controller, device
         self._resizer = TraceResizer(device.pager, controller, budgets)
         self._control = Control(device, controller, self._resizer)
         self._making = -1
         self._clock = clock
-        self._progress = progress or Recorded((), "nothing")
+        self._progress = Recorded(trace.progress(), f"the trace {trace.directory}")
         self._between = controller.moments & BETWEEN_LAYERS
         self._reading: list[tuple[StepRecord, StepRecord]] = []
         """Steps that were dispatched and not read: in the trace, and as they came out."""

@@ -29,7 +29,6 @@ from host_offload.simulate.simulated_engine import (
     by_step,
 )
 from host_offload.simulate.weighted_pager import WeightedPager
-from host_offload.traces.progress import Recorded
 from host_offload.traces.reader import Trace
 from host_offload.traces.schema import KINDS, SAID, BudgetMove, TraceError, TraceHeader
 from host_offload.traces.step_sets import read_step_sets
@@ -153,14 +152,7 @@ def simulate(
     if controller is None:
         steps = _weighted_steps(trace, device, budgets or ())
     else:
-        steps = SimulatedEngine(
-            header,
-            device,
-            controller,
-            budgets,
-            clock,
-            Recorded(trace.progress(), f"the trace {trace.directory}"),
-        ).run(trace.step_traces())
+        steps = SimulatedEngine(trace, device, controller, budgets, clock).run(trace.step_traces())
     return _collected(trace, steps, controller, watcher)
 
 

@@ -97,7 +97,7 @@ def decoded(arrays: Mapping[str, np.ndarray], causes: Sequence[str]) -> Iterator
 
 
 def names() -> list[str]:
-    """Of the arrays."""
+    """Names of the arrays."""
     return [f"{group}.{name}" for group, types in _ARRAYS.items() for name in types]
 
 

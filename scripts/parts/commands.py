@@ -16,7 +16,7 @@ from pathlib import Path
 COMMANDS = {
     "bench": ("decode", "prefill", "load", "start", "encoders", "host_loop", "simulator", "trace"),
     "budgets": ("curves", "compare", "resize", "table2"),
-    "policies": ("predictions", "search"),
+    "policies": ("predictions", "search", "maps"),
     "precision": ("compare", "speed", "plot"),
     "cpu": ("ops", "versions", "matrix", "steps", "peers", "memory", "pages", "queue"),
     "disk": ("store",),

@@ -14,11 +14,11 @@ POLICIES: dict[str, Callable[[], Any]] = {
         "lru": "weights:LRU",
         "lfu": "weights:LFU",
         "lfru": "weights:LFRU",
-        "fifo": "fifo:FIFO",
-        "static": "static:Static",
         "global-lru": "weights:GlobalLRU",
         "global-lfu": "weights:GlobalLFU",
         "global-lfru": "weights:GlobalLFRU",
+        "fifo": "fifo:FIFO",
+        "static": "static:Static",
     }.items()
 }
 """Name → policy with victim_weights, whose victim is the smallest w0·(−log2 age) +
