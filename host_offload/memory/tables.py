@@ -56,17 +56,26 @@ class Move(NamedTuple):
 
 
 class HandOver(NamedTuple):
-    """A cell that goes from one layer to another, or is emptied where both are one; int32, one or
-    a list of them."""
+    """A cell that goes from one layer to another, or is emptied where both are one."""
 
-    giver: ArrayLike
-    cell: ArrayLike
+    giver: int
+    cell: int
     """Its number there."""
-    expert: ArrayLike
+    expert: int
     """Its owner, −1: none. Where another one owns it by now, it stays."""
-    taker: ArrayLike
-    place: ArrayLike
+    taker: int
+    place: int
     """Its number there; no cell may be granted under it, but this one."""
+
+
+class HandOvers(NamedTuple):
+    """A list of them, int32[S] each, as programs get it; giver −1: not used."""
+
+    giver: jax.Array
+    cell: jax.Array
+    expert: jax.Array
+    taker: jax.Array
+    place: jax.Array
 
 
 def cold_tables(
@@ -179,7 +188,7 @@ def hand_over(
     )
 
 
-def hand_over_cells(tables: Tables, moves: HandOver) -> Tables:
+def hand_over_cells(tables: Tables, moves: HandOvers) -> Tables:
     """Tables in which the cells of a list int32[S] (giver −1: not used) are other layers', with
     their rows and versions; what was in them is absent, and they hold nothing yet.
 

@@ -18,7 +18,7 @@ from flax import nnx
 from host_offload.memory.integrity import count_faults
 from host_offload.memory.swap import SWAP_PAGES, move_pages, read_pages, write_pages
 from host_offload.memory.tables import (
-    HandOver,
+    HandOvers,
     Tables,
     hand_over_cells,
     regrant,
@@ -313,7 +313,7 @@ class Programs:
             record_rows = tuple(store.shape[2] for store in stores)
         else:
             record_rows = tuple(version.cell.rows for version in self.steps.formats)
-        hand_overs = HandOver._make([array(HAND_OVERS)] * len(HandOver._fields))
+        hand_overs = HandOvers._make([array(HAND_OVERS)] * len(HandOvers._fields))
         moves = Moves._make([array(MOVES)] * len(Moves._fields))
         bind = functools.partial
         read, write, copy = (

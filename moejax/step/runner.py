@@ -25,6 +25,7 @@ from host_offload.memory.swap import SWAP_PAGES
 from host_offload.memory.tables import (
     Entry,
     HandOver,
+    HandOvers,
     Move,
     Residency,
     Tables,
@@ -576,7 +577,7 @@ class Runner:
             lists = np.full((len(HandOver._fields), HAND_OVERS), -1, np.int32)
             part = np.array(moves[i : i + HAND_OVERS], np.int32)
             lists[:, : len(part)] = part.T
-            self.tables = self._call(ProgramKey("hand_over"), self.tables, HandOver._make(lists))
+            self.tables = self._call(ProgramKey("hand_over"), self.tables, HandOvers._make(lists))
 
     def snapshot(self) -> Callable[[], Residency]:
         """Copies the tables as the steps so far leave them, versions as policies see them; what it

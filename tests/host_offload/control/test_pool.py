@@ -14,7 +14,7 @@ from host_offload.control.interface import Decision, Moment, Stage
 from host_offload.control.pool import PooledStaging, by_worth
 from host_offload.control.rules import PolicyError
 from host_offload.memory.pager import Pager
-from host_offload.memory.tables import HandOver, Residency, hand_over_cells
+from host_offload.memory.tables import HandOver, HandOvers, Residency, hand_over_cells
 from host_offload.policies.eviction.names import POLICIES
 from host_offload.policies.eviction.weights import GlobalLRU
 from host_offload.simulate.simulator import simulate
@@ -72,7 +72,7 @@ def test_cells_go_to_other_layers_on_the_device_as_in_the_simulator(tables, give
     lists = np.full((5, 8), -1, np.int32)
     if moves:
         lists[:, : len(moves)] = np.array(moves).T
-    found = _compiled(Tables(*map(jnp.array, tables)), HandOver(*lists))
+    found = _compiled(Tables(*map(jnp.array, tables)), HandOvers(*map(jnp.asarray, lists)))
     rows, resident = sorted(tables.cell_row.ravel()), np.sum(tables.address >= 0)
     Pager(tables).hand_over(moves)
     for name, a, b in zip(Tables._fields, found, tables, strict=True):
