@@ -147,7 +147,8 @@ class WrongPrior:
     [
         (
             {"eviction": "mru"},
-            "unknown eviction policy 'mru'; known: lru, lfu, lfru, global-lru, global-lfu, global-lfru, fifo, static",
+            "unknown eviction policy 'mru'; known: lru, lfu, lfru, global-lru, global-lfu, "
+            "global-lfru, fifo, static",
         ),
         ({"policies": RecentPrefetch()}, "policies must be a list of policies, not RecentPrefetch"),
         ({"policies": [RecentPrefetch]}, r"RecentPrefetch is a class; give an object"),
