@@ -11,7 +11,8 @@ import numpy as np
 from host_offload.control.controller import Controller
 from host_offload.control.interface import Moment
 from host_offload.control.step_record import LayerRouting, StepRecord, StepRows
-from host_offload.memory.tables import Entry, Move, Residency
+from host_offload.memory.tables import Entry, HandOver, Move, Residency
+from host_offload.queue.transfer import Progress
 
 
 class Device(Protocol):
@@ -34,12 +35,22 @@ class Device(Protocol):
         """Moves cells within the arena, for the steps to come."""
         ...
 
+    def hand_over(self, moves: Sequence[HandOver]) -> None:
+        """Cells go from layer to layer, before whatever comes next; asked of devices whose
+        controller has a pool."""
+        ...
+
     def transfer(self, entries: Sequence[Entry]) -> np.ndarray:
         """Carries out a list before the next step; int32[S], 1 for each entry that was."""
         ...
 
     def carried_out(self) -> np.ndarray:
         """As of transfer, for the list that Control.between_layers returned last."""
+        ...
+
+    def progress(self) -> Progress:
+        """What is on its way beside compute, and what has settled since the last call; asked
+        between layers, of devices whose controller's policies need it."""
         ...
 
 
@@ -93,6 +104,7 @@ class Control:
         # The controller counts what it handed out as done. Where the device failed, it is still to
         # be done, before anything that the controller hands out later.
         self._moves: list[Move] = []
+        self._hand_overs: list[HandOver] = []
         self._contents: dict[str, np.ndarray] = {}
         device.prepare(controller)
         self._update_tables()
@@ -157,8 +169,10 @@ class Control:
             routing=routing,
             tables=self.device.snapshot()() if controller.needs_residency else None,
             done=done,
+            progress=self.device.progress() if "progress" in controller.needs else None,
         )
         self._update_tables()
+        self._hand_over_cells()
         self._handed = bool(entries)
         return entries
 
@@ -168,6 +182,7 @@ class Control:
         entries = self.controller.stages(number)
         self._moves = self.controller.staging.take_moves()
         self._move_cells()
+        self._hand_over_cells()
         self._update_tables()
         return entries
 
@@ -180,6 +195,13 @@ class Control:
         if self._moves:
             self.device.move_cells(self._moves)
             self._moves = []
+
+    def _hand_over_cells(self) -> None:
+        if (pool := self.controller.pool) is not None:
+            self._hand_overs += pool.take_hand_overs()
+        if self._hand_overs:
+            self.device.hand_over(self._hand_overs)
+            self._hand_overs = []
 
     def _update_tables(self) -> None:
         self._contents |= self.controller.take_update()

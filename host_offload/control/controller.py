@@ -23,20 +23,24 @@ from host_offload.control.interface import (
     routed_counts,
 )
 from host_offload.control.kv_references import KVReferences
+from host_offload.control.pool import PooledStaging
 from host_offload.control.rules import (
     BETWEEN_LAYERS,
     PolicyError,
     check_decision,
     check_policies,
+    check_pool,
     moments_with,
     name_of,
     parse_interval,
+    wants_pool,
 )
 from host_offload.control.staging import Staging, last_used
 from host_offload.control.step_record import SEEN, USES, LayerRouting, StepRecord, StepRows
 from host_offload.control.transfers import COUNTS
 from host_offload.control.transitions import Transitions, check_resident
 from host_offload.memory.tables import Entry, Residency
+from host_offload.queue.transfer import Progress, Settled
 
 RESIDENCY = frozenset({"version", "state", "last_used", "clock", "frequency", "cells"})
 """Needs that are read from a copy of the device's tables."""
@@ -55,7 +59,17 @@ class Decided:
     decision: Decision
 
 
-Event = Decided | StagedTransfer
+@dataclasses.dataclass(frozen=True)
+class Observed:
+    """An event: what policies were shown of the transfers beside compute, between two layers."""
+
+    step: int
+    moment: Moment
+    layer: int
+    progress: Progress
+
+
+Event = Decided | StagedTransfer | Observed
 """Transfers are events when they are skipped, first used, or evicted without use."""
 
 
@@ -72,6 +86,7 @@ class Shown(NamedTuple):
     routing: LayerRouting | None = None
     counts: np.ndarray | None = None
     kv_refs: np.ndarray | None = None
+    progress: Progress | None = None
 
 
 class Seat:
@@ -91,6 +106,8 @@ class Seat:
             error.add_note(f"in policy {self.name} at its init")
             raise
         self.news: dict[tuple[str, Moment], list[StagedTransfer]] = {}
+        self._settled: list[Settled] = []
+        """Transfers that the policy has not seen settled."""
         interval = getattr(policy, "interval", None)
         never = math.inf, "steps"
         self._every = never if interval is None else parse_interval(interval, self.name)
@@ -111,6 +128,15 @@ class Seat:
         (count, unit), before = self._every, self.intervals
         self.intervals = int(self._passed[unit] // count)
         return self.intervals > before
+
+    def told(self, progress: Progress) -> Progress:
+        """The progress as the policy sees it."""
+        settled, self._settled = self._settled, []
+        return dataclasses.replace(progress, settled=tuple(settled))
+
+    def hear(self, settled: Sequence[Settled]) -> None:
+        if "progress" in self.policy.needs:
+            self._settled += settled
 
     def tell(self, name: str, news: Sequence[StagedTransfer]) -> None:
         if name in self.policy.needs:
@@ -158,7 +184,11 @@ class Controller:
         self._changed: dict[str, np.ndarray] = {}
         if spec.resident is not None:
             check_resident(policies, spec.resident)
-        self.staging = (Transitions if spec.resident else Staging)(spec, self._log)
+        kind = PooledStaging if any(map(wants_pool, policies)) else Staging
+        if kind is PooledStaging:
+            check_pool(policies, spec)
+            self.moments |= {Moment.EXPERTS_BEGIN}
+        self.staging = (Transitions if spec.resident else kind)(spec, self._log)
         """Transfers from being wanted on; a Control forgets steps there and takes moves from it."""
         self._kv_references = KVReferences(spec.page_tokens) if "kv_refs" in self.needs else None
         self._use: np.ndarray | None = None
@@ -174,6 +204,11 @@ class Controller:
         """Where every expert is resident: who has the experts' slots."""
         return self.staging if isinstance(self.staging, Transitions) else None
 
+    @property
+    def pool(self) -> PooledStaging | None:
+        """Where the cells of all layers are one pool: who hands them over."""
+        return self.staging if isinstance(self.staging, PooledStaging) else None
+
     def needs_at(self, moments: frozenset[Moment]) -> frozenset[str]:
         """What policies that are asked at some of these moments need there."""
         asked = (seat.policy for seat in self._seats if seat.policy.moments & moments)
@@ -187,7 +222,8 @@ class Controller:
 
     @property
     def needs_residency(self) -> bool:
-        return self.stages_transfers or not self.needs.isdisjoint(RESIDENCY)
+        wanted = self.stages_transfers or self.pool is not None
+        return wanted or not self.needs.isdisjoint(RESIDENCY)
 
     # ---- a step
 
@@ -204,6 +240,8 @@ class Controller:
         end_step or forget."""
         if self.tables is None or not self.stages_transfers:
             return []
+        if self.pool is not None:
+            self.tables = _copied(self.tables)
         return self.staging.entries(step, self.tables)
 
     def settle_now(self, step: int, done: np.ndarray) -> None:
@@ -269,25 +307,46 @@ class Controller:
         routing: LayerRouting | None = None,
         tables: Residency | None = None,
         done: np.ndarray | None = None,
+        progress: Progress | None = None,
     ) -> list[Entry]:
         """A moment inside a step that runs layer by layer; returns transfers to carry out right
         now, before anything else of the step.
 
         rows: of the step. routing: at ROUTED and EXPERTS_BEGIN. tables: as they are now, needed if
         needs_residency. done int32[S]: for the list returned last, 1 for each entry that was
-        carried out; None if that was settled or empty.
+        carried out; None if that was settled or empty. progress: as it is now, where a policy
+        needs it.
         """
         if tables is not None:
             self.see(tables)
+        if progress is not None:
+            progress = self._observed(step, moment, layer, progress)
         if done is not None and self.settle_between_layers(done):
-            self._ask_all(Shown(Moment.TRANSFER, step, seconds, layer=layer))
+            self._ask_all(Shown(Moment.TRANSFER, step, seconds, layer=layer, progress=progress))
         counts = None
         if "counts" in self.needs and routing is not None:
             counts = self._counts(routing.ids, layer)
-        self._ask_all(Shown(moment, step, seconds, 0, layer, -1, rows, routing, counts))
+        shown = Shown(moment, step, seconds, layer=layer, rows=rows, routing=routing, counts=counts)
+        self._ask_all(shown._replace(progress=progress))
+        if (pool := self.pool) is not None:
+            assert self.tables is not None, "a pool is looked at: give the controller the tables"
+            active = None
+            if routing is not None:
+                active = routed_counts(routing.ids, self.spec.experts)[0] > 0
+            self.tables = _copied(self.tables)
+            pool.look(step, self.tables, max(layer, 0), active, moment == Moment.EXPERTS_BEGIN)
         if self.tables is None or not any(seat.stages_between_layers for seat in self._seats):
             return []
         return self.staging.entries(step, self.tables, between_layers=True)
+
+    def _observed(self, step: int, moment: Moment, layer: int, progress: Progress) -> Progress:
+        """What is shown of the progress, logged and told to whom it concerns."""
+        settled = tuple(dataclasses.replace(each, message="") for each in progress.settled)
+        progress = dataclasses.replace(progress, settled=settled)
+        self._log(Observed(step, moment, layer, progress))
+        for seat in self._seats:
+            seat.hear(settled)
+        return progress
 
     def settle_between_layers(self, done: np.ndarray) -> bool:
         """The list that between_layers returned last was carried out, done int32[S]. Returns
@@ -369,6 +428,8 @@ class Controller:
                 return getattr(shown, need)
             case "finished" | "retired":
                 return tuple(seat.news.pop((need, shown.moment), ()))
+            case "progress":
+                return None if shown.progress is None else seat.told(shown.progress)
             case "in_flight":
                 return self.staging.in_flight
             case "costs":
@@ -453,6 +514,11 @@ def _unneeded(seat: Seat, observation: Observation) -> str | None:
     with contextlib.suppress(Exception):
         seat.policy.decide(seat.state, cast(Observation, Watched()))
     return read[-1] if read else None
+
+
+def _copied(tables: Residency) -> Residency:
+    """To be changed as cells are handed over."""
+    return Residency(*(table.copy() for table in tables))
 
 
 def _read_only(value: Any) -> Any:

@@ -18,6 +18,7 @@ import numpy as np
 
 from host_offload.control.step_record import PageUse
 from host_offload.memory.placement import ResidentSpec
+from host_offload.queue.transfer import Progress
 
 
 class Moment(IntEnum):
@@ -250,6 +251,10 @@ class Observation(PageUse):
     """Transfers carried out or skipped since the policy last saw this moment."""
     retired: tuple[StagedTransfer, ...] | None = None
     """Those carried out that were, since then, first used or evicted without use."""
+    progress: Progress | None = None
+    """Between layers, what is on its way beside compute just now, of demands and ahead of need:
+    each with its bytes left and its cause; what has settled since the policy last saw it; seconds
+    with a chunk under way. Messages of failures are left out. Without a queue nothing ever is."""
     in_flight: tuple[StagedTransfer, ...] | None = None
     """Transfers whose step has not been read."""
 
@@ -311,9 +316,11 @@ WRITES = frozenset(f.name for f in dataclasses.fields(Decision))
 class Policy(Protocol):
     """What the controller asks of a policy: a frozen dataclass with these.
 
-    Two more attributes are optional. `interval`: for INTERVAL, "4096 tokens", "16 steps" or
+    Three more attributes are optional. `interval`: for INTERVAL, "4096 tokens", "16 steps" or
     "0.5 seconds". `victim_weights`: three integers that hold from the start; with empty moments
-    they are all there is, and the policy costs nothing at run time.
+    they are all there is, and the policy costs nothing at run time. `pool`: True makes the cells of
+    all layers one pool, where whoever is worth least of all layers by the same key makes room;
+    driver="host" alone.
     """
 
     @property

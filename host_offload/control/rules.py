@@ -53,9 +53,27 @@ def moments_with(field: str) -> frozenset[Moment]:
     """The moments at which an Observation can have the field."""
     if field in _IN_STEP:
         return STEP_READ | _IN_STEP[field]
+    if field == "progress":
+        return BETWEEN_LAYERS
     if field == "kv_refs":
         return frozenset({Moment.TURN_END})
     return STEP_READ if field in SEEN else frozenset(Moment)
+
+
+def wants_pool(policy: Any) -> bool:
+    """Its optional attribute `pool`."""
+    return bool(getattr(policy, "pool", False))
+
+
+def check_pool(policies: Sequence[Policy], spec: Spec) -> None:
+    """Raises PolicyError for policies that cannot run where cells are of one pool."""
+    refuse_writes(policies, ("cells",), "cells are of one pool, no layer's own; leave one out")
+    if len(spec.version_bytes) > 1 or spec.resident is not None:
+        who = next(name_of(policy) for policy in policies if wants_pool(policy))
+        raise PolicyError(
+            f"policy {who} wants cells of one pool, which hold one version of the experts; leave "
+            "out precision, or the pool"
+        )
 
 
 def name_of(policy: Any) -> str:
@@ -87,9 +105,12 @@ def check_policies(policies: Sequence[Policy], driver: str) -> None:
         for field in sorted(policy.needs):
             given = moments_with(field)
             if policy.moments and not given & policy.moments:
+                has = sorted(given & MOMENTS[driver])
+                add = f"add one of {', '.join(m.name for m in has)}"
+                other = f"driver={driver!r} has none that does; driver='host' has"
                 raise PolicyError(
-                    f"policy {name} needs {field!r}, which its moments do not have; add one of "
-                    f"{', '.join(m.name for m in sorted(given & MOMENTS[driver]))}"
+                    f"policy {name} needs {field!r}, which its moments do not have; "
+                    f"{add if has else other}"
                 )
         for field in sorted(policy.writes):
             if field not in CARRIED_OUT:
@@ -101,6 +122,11 @@ def check_policies(policies: Sequence[Policy], driver: str) -> None:
                     f"policies {writers[field]} and {name} both write {field!r}; leave one out"
                 )
             writers[field] = name
+        if wants_pool(policy) and driver != "host":
+            raise PolicyError(
+                f"policy {name} wants the cells of all layers in one pool, and cells go from layer "
+                f"to layer between layers, which driver={driver!r} lacks; driver='host' has it"
+            )
         interval = getattr(policy, "interval", None)
         if (Moment.INTERVAL in policy.moments) != (interval is not None):
             raise PolicyError(

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from host_offload.memory.placement import ResidentSpec, place
-from host_offload.memory.tables import Entry, Move, Residency, cold_tables
+from host_offload.memory.tables import Entry, HandOver, Move, Residency, cold_tables
 from pallas_kernels.plan.victim import victim_key
 
 
@@ -64,19 +64,35 @@ class Pager:
             if owner >= 0 and tables.address[layer, owner] == before:
                 tables.address[layer, owner] = row
 
+    def hand_over(self, moves: Sequence[HandOver]) -> None:
+        """Cells go to other layers, as host_offload.memory.tables.hand_over_cells."""
+        tables = self.tables
+        for giver, cell, expert, taker, at in moves:
+            row, owner = tables.cell_row[giver, cell], tables.owner[giver, cell]
+            same = (giver, cell) == (taker, at)
+            if row < 0 or owner != expert or not (same or tables.cell_row[taker, at] < 0):
+                continue
+            if owner >= 0 and tables.address[giver, owner] == row:
+                tables.address[giver, owner] = -1
+            tables.cell_row[giver, cell] = tables.owner[giver, cell] = -1
+            tables.cell_row[taker, at], tables.owner[taker, at] = row, -1
+            tables.cell_version[taker, at] = tables.cell_version[giver, cell]
+
     def regrant(self, cells: np.ndarray) -> None:
         """Gives each layer cells[l] cells, as SlotArena.grant_cells and tables.regrant do: the last
         ones go, the first ungranted ones come; who owned a cell that went is absent."""
         tables = self.tables
-        bound = tables.cell_row.shape[1]
         for layer, wanted in enumerate(cells):
             row, owner = tables.cell_row[layer], tables.owner[layer]
             for cell in np.flatnonzero(row >= 0)[wanted:]:
                 if owner[cell] >= 0 and tables.address[layer, owner[cell]] == row[cell]:
                     tables.address[layer, owner[cell]] = -1
                 row[cell] = owner[cell] = -1
-            new = np.flatnonzero(row < 0)[: wanted - np.count_nonzero(row >= 0)]
-            row[new] = layer * bound + new
+        # Cells that went to other layers took their rows with them.
+        unused = iter(np.setdiff1d(np.arange(tables.cell_row.size), tables.cell_row))
+        for row, wanted in zip(tables.cell_row, cells, strict=True):
+            for cell in np.flatnonzero(row < 0)[: wanted - np.count_nonzero(row >= 0)]:
+                row[cell] = next(unused)
 
     def reference(self, active: np.ndarray, layer: int | None = None) -> Referenced:
         """One reference of each layer, or of one, to its set of active experts bool[M, E]: plan

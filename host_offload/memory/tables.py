@@ -55,6 +55,29 @@ class Move(NamedTuple):
     """Arena row where it goes."""
 
 
+class HandOver(NamedTuple):
+    """A cell that goes from one layer to another, or is emptied where both are one."""
+
+    giver: int
+    cell: int
+    """Its number there."""
+    expert: int
+    """Its owner, −1: none. Where another one owns it by now, it stays."""
+    taker: int
+    place: int
+    """Its number there; no cell may be granted under it, but this one."""
+
+
+class HandOvers(NamedTuple):
+    """A list of them, int32[S] each, as programs get it; giver −1: not used."""
+
+    giver: jax.Array
+    cell: jax.Array
+    expert: jax.Array
+    taker: jax.Array
+    place: jax.Array
+
+
 def cold_tables(
     cells: np.ndarray,
     experts: int,
@@ -163,6 +186,38 @@ def hand_over(
         ),
         address=put(tables.address, giver, jnp.where(gone, -1, address)),
     )
+
+
+def hand_over_cells(tables: Tables, moves: HandOvers) -> Tables:
+    """Tables in which the cells of a list int32[S] (giver −1: not used) are other layers', with
+    their rows and versions; what was in them is absent, and they hold nothing yet.
+
+    As of `hand_over`, but for single cells under any numbers, one after the other. An entry that
+    does not fit the tables is left out. Nothing of the arena is touched: who fills a cell next has
+    to come after what read it last. Jit-able.
+    """
+    listed = jnp.stack([jnp.asarray(field) for field in moves], axis=1)
+
+    def carry_out(i: jax.Array, tables: Tables) -> Tables:
+        giver, cell, expert, taker, at = listed[i]
+        row = tables.cell_row[giver, cell]
+        same = (giver == taker) & (cell == at)
+        fits = (giver >= 0) & (row >= 0) & (tables.owner[giver, cell] == expert)
+        fits &= same | (tables.cell_row[taker, at] < 0)
+        held = fits & (expert >= 0) & (tables.address[giver, expert] == row)
+
+        def put(table: jax.Array, layer: jax.Array, column: jax.Array, value: jax.Array | int):
+            return table.at[layer, column].set(jnp.where(fits, value, table[layer, column]))
+
+        address = tables.address[giver, expert]
+        return tables._replace(
+            cell_row=put(put(tables.cell_row, giver, cell, -1), taker, at, row),
+            owner=put(put(tables.owner, giver, cell, -1), taker, at, -1),
+            cell_version=put(tables.cell_version, taker, at, tables.cell_version[giver, cell]),
+            address=tables.address.at[giver, expert].set(jnp.where(held, -1, address)),
+        )
+
+    return lax.fori_loop(0, listed.shape[0], carry_out, tables)
 
 
 def seat_absent(

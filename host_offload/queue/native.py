@@ -129,7 +129,7 @@ def _library() -> ctypes.CDLL:
         ),
         "transfers_message": (None, (handle, number, *text)),
         "transfers_totals": (None, (handle, ctypes.POINTER(_Totals))),
-        "transfers_forget_settled": (None, (handle,)),
+        "transfers_keep_settled": (None, (handle, ctypes.c_int32)),
         "transfers_step": (ctypes.c_int32, (handle,)),
         "transfers_inject": (None, (handle, ctypes.POINTER(_Faults))),
         "transfers_injected": (None, (handle, ctypes.POINTER(_FaultCounts))),
@@ -348,11 +348,11 @@ class NativeQueue:
         self._calls.moejax_transfers_totals(self.handle, totals)
         return Totals(**{f.name: getattr(totals, f.name) for f in dataclasses.fields(Totals)})
 
-    def forget_settled(self) -> None:
-        """From now on what has settled is kept for no observation: of queues that only ops and
-        `totals` ask."""
+    def keep_settled(self, keep: bool) -> None:
+        """Whether what settles from now on is kept for the next observation, as it is at first.
+        Not for queues that only ops and `totals` ask: it would be kept for ever."""
         self._require_open()
-        self._calls.moejax_transfers_forget_settled(self.handle)
+        self._calls.moejax_transfers_keep_settled(self.handle, keep)
 
     def cause_number(self, cause: str) -> int:
         """The number that the library knows a cause by; 0: a demand."""

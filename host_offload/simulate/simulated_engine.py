@@ -6,6 +6,7 @@ decides reaches the same step as in the engine. The device is a Pager.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -25,8 +26,11 @@ from host_offload.control.step_record import (
 )
 from host_offload.control.transitions import Transitions
 from host_offload.memory.pager import Pager, Referenced
-from host_offload.memory.tables import Entry, Move, Residency
+from host_offload.memory.tables import Entry, HandOver, Move, Residency
+from host_offload.queue.transfer import Progress
 from host_offload.sizing.version_costs import VersionCounts
+from host_offload.traces.progress import Recorded
+from host_offload.traces.reader import Trace
 from host_offload.traces.schema import BudgetMove, TraceError, TraceHeader
 from host_offload.traces.step_sets import in_waves, step_set
 
@@ -102,6 +106,8 @@ class PagerDevice:
         self._moves: list[LayerExperts | Staged] = []
         self._mixed = reference is None and pager.versions > 1
         self._carried_out = np.zeros(0, np.int32)
+        self.progress: Callable[[], Progress] = lambda: Progress(0.0, (), ())
+        """As of Device."""
         self.begin_step()
 
     # ---- a step
@@ -199,6 +205,9 @@ class PagerDevice:
     def move_cells(self, moves: Sequence[Move]) -> None:
         self.pager.move(moves)
 
+    def hand_over(self, moves: Sequence[HandOver]) -> None:
+        self.pager.hand_over(moves)
+
     def transfer(self, entries: Sequence[Entry]) -> np.ndarray:
         return self.pager.stage(entries)
 
@@ -286,17 +295,20 @@ class SimulatedEngine:
 
     def __init__(
         self,
-        header: TraceHeader,
+        trace: Trace,
         device: PagerDevice,
         controller: Controller,
         budgets: Sequence[BudgetMove] | None = None,
         clock: Callable[[int], float] | None = None,
     ):
+        header = trace.header
         _check_needs(header, controller)
         self.header, self.controller, self._device = header, controller, device
         self._resizer = TraceResizer(device.pager, controller, budgets)
         self._control = Control(device, controller, self._resizer)
+        self._making = -1
         self._clock = clock
+        self._progress = Recorded(trace.progress(), f"the trace {trace.directory}")
         self._between = controller.moments & BETWEEN_LAYERS
         self._reading: list[tuple[StepRecord, StepRecord]] = []
         """Steps that were dispatched and not read: in the trace, and as they came out."""
@@ -315,6 +327,7 @@ class SimulatedEngine:
 
     def _dispatch(self, step: StepRecord) -> SimulatedStep:
         control, device = self._control, self._device
+        self._making = step.number
         self._resizer.begin_step(step.number)
         entries = control.before_step(step.number)
         self._resizer.end_step()
@@ -346,6 +359,9 @@ class SimulatedEngine:
     def _look(
         self, moment: Moment, layer: int, rows: StepRows, routing: LayerRouting | None = None
     ) -> None:
+        # Not asked for where no policy sees it.
+        now = functools.partial(self._progress.at, self._making, moment, layer)
+        self._device.progress = now
         if entries := self._control.between_layers(moment, layer, rows, routing):
             self._device.stage(entries, coming=max(layer, 0), routed=routing is not None)
 

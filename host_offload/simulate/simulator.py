@@ -152,7 +152,7 @@ def simulate(
     if controller is None:
         steps = _weighted_steps(trace, device, budgets or ())
     else:
-        steps = SimulatedEngine(header, device, controller, budgets, clock).run(trace.step_traces())
+        steps = SimulatedEngine(trace, device, controller, budgets, clock).run(trace.step_traces())
     return _collected(trace, steps, controller, watcher)
 
 

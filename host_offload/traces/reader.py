@@ -21,10 +21,12 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from host_offload.control.step_record import USES, StepRecord
+from host_offload.traces.progress import ProgressTrace, decoded, names
 from host_offload.traces.schema import (
     FORMAT,
     KINDS,
     QUEUES,
+    READ,
     TRANSFER_TYPES,
     VERSION,
     BudgetMove,
@@ -47,6 +49,7 @@ class Chunk:
     number: int
     trace_id: str
     header: TraceHeader
+    version: int = VERSION
 
     @property
     def steps(self) -> int:
@@ -103,6 +106,13 @@ class Chunk:
         found = [self.array(f"transfer.{name}").tolist() for name in TRANSFER_TYPES]
         for *numbers, cause in zip(*found, strict=True):
             yield TransferTrace(*numbers, cause=causes[cause])
+
+    def progress(self) -> Iterator[ProgressTrace]:
+        """What policies were shown of transfers beside compute, as it was written with this chunk;
+        nothing in version 1."""
+        if self.version > 1:
+            arrays = {name: self.array(name) for name in names()}
+            yield from decoded(arrays, json.loads(self._file[1]["progress_causes"]))
 
     def marks(self) -> tuple[Mark, ...]:
         """The marks that were written with this chunk."""
@@ -178,6 +188,11 @@ class Trace:
         for chunk in self.chunks:
             yield from chunk.transfers()
 
+    def progress(self) -> Iterator[ProgressTrace]:
+        """All that policies were shown of transfers beside compute, in its order."""
+        for chunk in self.chunks:
+            yield from chunk.progress()
+
     def marks(self) -> tuple[Mark, ...]:
         return tuple(mark for chunk in self.chunks for mark in chunk.marks())
 
@@ -244,15 +259,15 @@ def read_trace(directory: str | os.PathLike[str]) -> Trace:
         raise TraceError(f"{path} is damaged ({error}); copy the trace again") from error
     if not isinstance(found, Mapping) or found.get("format") != FORMAT:
         raise TraceError(f"{path} is not of a moejax trace; give the directory that --trace wrote")
-    if found.get("version") != VERSION:
+    if (version := found.get("version")) not in READ:
         raise TraceError(
-            f"{path}: format version {found.get('version')}, this moejax reads {VERSION}; "
+            f"{path}: format version {version}, this moejax reads {', '.join(map(str, READ))}; "
             "read it with the moejax that wrote it"
         )
     try:
         # Traces that were written before there was `absent` lack nothing.
-        names = {field.name for field in dataclasses.fields(TraceHeader)} - {"absent"}
-        said = {name: found[name] for name in names}
+        fields = {field.name for field in dataclasses.fields(TraceHeader)} - {"absent"}
+        said = {name: found[name] for name in fields}
         header = TraceHeader(**said, absent=found.get("absent", ()))
         identity, complete = found["id"], found["complete"]
         count = None if complete is None else int(complete["chunks"])
@@ -261,5 +276,5 @@ def read_trace(directory: str | os.PathLike[str]) -> Trace:
     if count is None:
         numbers = [int(m[1]) for f in directory.iterdir() if (m := _CHUNK.fullmatch(f.name))]
         count = max(numbers, default=-1) + 1
-    chunks = (Chunk(directory / chunk_name(i), i, identity, header) for i in range(count))
+    chunks = (Chunk(directory / chunk_name(i), i, identity, header, version) for i in range(count))
     return Trace(directory, header, complete is not None, tuple(chunks))

@@ -13,7 +13,10 @@ import numpy as np
 
 from host_offload.control.step_record import COLUMNS, USES
 
-FORMAT, VERSION = "moejax-trace", 1
+FORMAT, VERSION = "moejax-trace", 2
+READ = (1, 2)
+"""Versions that are read. 1 has nothing of transfers beside compute (progress.py)."""
+
 KINDS = ("prefill", "decode")
 QUEUES = frozenset({"stages", "transitions"})
 """Fields of a decision that decisions.jsonl writes as "as before" where nothing changed."""

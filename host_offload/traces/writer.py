@@ -16,6 +16,7 @@ import numpy as np
 from safetensors.numpy import save
 
 from host_offload.control.step_record import StepRecord
+from host_offload.traces.progress import ProgressTrace, encoded
 from host_offload.traces.schema import (
     FORMAT,
     KINDS,
@@ -30,7 +31,8 @@ from host_offload.traces.schema import (
 )
 
 MAX_EVENTS = 10_000
-"""Most decisions, transfers or marks that wait for a chunk: steps may be few and these many."""
+"""Most decisions, transfers, looks at them or marks that wait for a chunk: steps may be few and
+these many."""
 
 
 def require_new(directory: str | os.PathLike[str]) -> None:
@@ -114,6 +116,10 @@ class TraceWriter:
     def transfer(self, transfer: TransferTrace) -> None:
         """Adds a transfer whose fate is known."""
         self._event(self._ready().transfers, transfer)
+
+    def progress(self, seen: ProgressTrace) -> None:
+        """Adds what policies were shown of transfers beside compute."""
+        self._event(self._ready().progress, seen)
 
     def mark(self, mark: Mark) -> None:
         """Adds a named moment."""
@@ -251,6 +257,7 @@ class _Buffer:
         self.steps = self.tokens = 0
         self.finished: list[tuple[int, int]] = []
         self.transfers: list[TransferTrace] = []
+        self.progress: list[ProgressTrace] = []
         self.marks: list[Mark] = []
         self.decisions: list[str] = []
 
@@ -279,7 +286,8 @@ class _Buffer:
 
     @property
     def empty(self) -> bool:
-        return not (self.steps or self.transfers or self.marks or self.decisions)
+        events = self.transfers, self.progress, self.marks, self.decisions
+        return not (self.steps or any(events))
 
     def encode(self, trace: str, number: int) -> bytes:
         """The chunk as safetensors."""
@@ -293,6 +301,8 @@ class _Buffer:
             values = [getattr(transfer, name) for transfer in self.transfers]
             values = [causes.index(cause) for cause in values] if name == "cause" else values
             arrays[f"transfer.{name}"] = np.asarray(values, dtype)
+        seen, seen_causes = encoded(self.progress)
+        arrays |= seen
         metadata = {
             "format": FORMAT,
             "trace": trace,
@@ -300,6 +310,7 @@ class _Buffer:
             "steps": str(self.steps),
             "tokens": str(self.tokens),
             "transfer_causes": json.dumps(causes),
+            "progress_causes": json.dumps(seen_causes),
             "marks": json.dumps(self.marks),
         }
         return save(arrays, metadata)

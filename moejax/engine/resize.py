@@ -47,6 +47,7 @@ def grant(runner: Runner, arena: SlotArena, cells: Sequence[int], kv_slots: int)
     """Gives the layers so many cells and KV so many slots. Shrinks before it grows: at no moment do
     both sides hold a slot. Raises ValueError, changing nothing, where KV that is in use would have
     to go; what else goes wrong leaves the earlier split as well."""
+    know_cells(runner, arena)
     with _all_or_nothing(arena):
         if kv_slots < arena.count(SlotClass.KV):
             arena.grant_kv_slots(kv_slots)
@@ -54,6 +55,12 @@ def grant(runner: Runner, arena: SlotArena, cells: Sequence[int], kv_slots: int)
             runner.grant_cells(arena.grant_cells(cells))
     # Bookkeeping only, and the slots are there.
     arena.grant_kv_slots(kv_slots)
+
+
+def know_cells(runner: Runner, arena: SlotArena) -> None:
+    """Which layer has which cells, where they go from layer to layer: waits for the device."""
+    if runner.pooled:
+        arena.cell_row = np.array(runner.tables.cell_row)
 
 
 def cells_of(arena: SlotArena) -> list[int]:
@@ -103,6 +110,7 @@ class Resizer:
         Raises PolicyError for what can never be, and what the device says where a copy failed after
         the arena or the tables were donated to it: they are gone then, and with them the engine."""
         arena = self.scheduler.arena
+        know_cells(self.runner, arena)
         had, kv_had = cells_of(arena), arena.count(SlotClass.KV)
         wanted = had if cells is None else [int(n) for n in cells]
         kv_wanted = kv_had if kv_pages is None else -(-kv_pages // arena.layout.pages_per_slot)
@@ -138,6 +146,7 @@ class Resizer:
         nobody waits for ever whom the split at the start would have served. A resize request that
         is unfinished goes on before the next step."""
         arena = self.scheduler.arena
+        know_cells(self.runner, arena)
         cells, kv_slots = cells_of(arena), arena.count(SlotClass.KV)
         if sum(cells) + kv_slots == arena.slots:
             if not any(cells):

@@ -180,7 +180,7 @@ class Options:
         "which expert makes room: the least recently used, the least frequently used, the smallest "
         "frequency over age, the one that came first, or none of a hot set (default: lru)",
         "memory",
-        choices=("lru", "lfu", "lfru", "fifo", "static"),
+        choices=("lru", "lfu", "lfru", "global-lru", "global-lfu", "global-lfru", "fifo", "static"),
     )
     prefetch: str | None = _option(
         "which experts come ahead of need: random with either driver (deepspeed: none, on demand); "

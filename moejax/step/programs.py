@@ -17,7 +17,14 @@ from flax import nnx
 
 from host_offload.memory.integrity import count_faults
 from host_offload.memory.swap import SWAP_PAGES, move_pages, read_pages, write_pages
-from host_offload.memory.tables import Tables, regrant, snapshot, without
+from host_offload.memory.tables import (
+    HandOvers,
+    Tables,
+    hand_over_cells,
+    regrant,
+    snapshot,
+    without,
+)
 from moejax.models.layers import Decoder
 from moejax.requests.request import PrefillKind
 from moejax.requests.sampling_params import MAX_BIASES, MAX_LOGPROBS
@@ -55,6 +62,9 @@ from pallas_kernels.stage import Entries
 STAGES = 8
 """Entries of a stage list, a compiled shape: most transfers of one step ahead of need."""
 
+HAND_OVERS = 32
+"""Entries of a list of cells that go from layer to layer, a compiled shape."""
+
 MOVES = 16
 """Entries of a list of moves within the arena, a compiled shape."""
 
@@ -62,7 +72,7 @@ Kind = (
     Literal["decode", "greedy", "sample", "add_bias", "adjust", "tally", "recount", "logprobs"]
     | PrefillKind
     | Literal["place", "swap_out", "swap_in", "move_pages", "regrant", "populate", "transfer"]
-    | Literal["stage", "move", "snapshot", "integrity", "drain"]
+    | Literal["stage", "move", "hand_over", "snapshot", "integrity", "drain"]
     | Literal["admit", "land", "forget", "compare"]
 )
 
@@ -303,6 +313,7 @@ class Programs:
             record_rows = tuple(store.shape[2] for store in stores)
         else:
             record_rows = tuple(version.cell.rows for version in self.steps.formats)
+        hand_overs = HandOvers._make([array(HAND_OVERS)] * len(HandOvers._fields))
         moves = Moves._make([array(MOVES)] * len(Moves._fields))
         bind = functools.partial
         read, write, copy = (
@@ -332,6 +343,7 @@ class Programs:
             "swap_out": Program(read, (arena, pages), (), memory="pinned_host"),
             "swap_in": Program(write, (arena, swapped, pages, array()), (0,)),
             "move_pages": Program(copy, (arena, pages, pages), (0,)),
+            "hand_over": Program(hand_over_cells, (tables, hand_overs), (0,)),
             "regrant": Program(regrant, (tables, array(*tables.cell_row.shape)), (0,)),
             "populate": Program(populate, (arena, stores, array(), places, places), (0,)),
             "transfer": Program(transfer, (arena, tables, stores, self.entries()), (0, 1)),

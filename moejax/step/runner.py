@@ -24,6 +24,8 @@ from host_offload.memory.store import ExpertStore
 from host_offload.memory.swap import SWAP_PAGES
 from host_offload.memory.tables import (
     Entry,
+    HandOver,
+    HandOvers,
     Move,
     Residency,
     Tables,
@@ -36,7 +38,7 @@ from host_offload.queue.file_sources import file_sources
 from host_offload.queue.native import NativeQueue, Totals
 from host_offload.queue.pinned import PinnedRecords
 from host_offload.queue.sources import memory_sources
-from host_offload.queue.transfer import QueueSpec
+from host_offload.queue.transfer import Progress, QueueSpec
 from host_offload.versions.layer_versions import (
     layer_versions,
     record_bytes,
@@ -47,7 +49,7 @@ from moejax.models.layers import Decoder
 from moejax.requests.request import PrefillKind
 from moejax.step.hooks import Hooks, LayerTransfers
 from moejax.step.parts import PrefillBatch, Routing, StepOutput, StepSpec
-from moejax.step.programs import MOVES, STAGES, Kind, Program, ProgramKey, Programs
+from moejax.step.programs import HAND_OVERS, MOVES, STAGES, Kind, Program, ProgramKey, Programs
 from moejax.step.results import Results
 from pallas_kernels.cpu.arena import TransferFailure
 from pallas_kernels.move import Moves
@@ -126,6 +128,8 @@ class Runner:
         self.tables: Tables = jax.device_put(tables, self._sharding)
         self.queue = self._queue(layers) if steps.queue and steps.owned else None
         """What brings records into cells beside compute, of an owned arena."""
+        self.pooled = False
+        """Cells go from layer to layer, so that the tables alone say which has how many."""
         self.placement: Placement | None = None
         """Where every expert began; None: experts are paged."""
         self.tokens = jax.device_put(np.zeros(self.shapes.rows, np.int32), self._sharding)
@@ -160,7 +164,7 @@ class Runner:
             rate=wanted.rate,
             latency=wanted.latency,
         )
-        queue.forget_settled()
+        queue.keep_settled(False)
         records = self.layout.records if formats is None else [v.store for v in formats]
         if self.store.files:
             sources = file_sources([*self.store.files.values()], records, queue)
@@ -269,10 +273,14 @@ class Runner:
     def prepare(self, controller: Controller) -> None:
         """Begins to compile what the controller's policies will ask for, and counts it among what
         every request needs."""
+        self.keep_settled("progress" in controller.needs)
         staged = controller.stages_transfers
         kinds: list[Kind] = []
         if controller.needs_residency:
             kinds.append("snapshot")
+        self.pooled = controller.pool is not None
+        if self.pooled:
+            kinds.append("hand_over")
         if staged and controller.spec.blocking:
             kinds.append("transfer")
         if staged and controller.spec.resident is not None:
@@ -462,6 +470,16 @@ class Runner:
         """What the queue did so far; None: there is none."""
         return None if self.queue is None else self.queue.totals()
 
+    def keep_settled(self, keep: bool) -> None:
+        """Whether transfers that settle from now on are kept until `progress` tells of them."""
+        if self.queue is not None:
+            self.queue.keep_settled(keep)
+
+    def progress(self) -> Progress:
+        """What is on its way now, and what has settled since the last call, where that is kept.
+        Without a queue nothing is ever on its way."""
+        return Progress(0.0, (), ()) if self.queue is None else self.queue.observe()
+
     def read_pages(self, kv_rows: Sequence[int]) -> list[jax.Array]:
         """Copies the pages at these KV rows, as the steps so far leave them, to pinned host memory.
         Each an array of its own, uint16[page bytes / 2]."""
@@ -551,6 +569,15 @@ class Runner:
             self.arena, self.tables, _ = self._call(
                 ProgramKey("move"), self.arena, self.tables, Moves._make(lists)
             )
+
+    def hand_over(self, moves: Sequence[HandOver]) -> None:
+        """Cells go from layer to layer, for what is dispatched next. What is on its way into one
+        still comes, and whoever fills the cell next waits for it, or takes its place."""
+        for i in range(0, len(moves), HAND_OVERS):
+            lists = np.full((len(HandOver._fields), HAND_OVERS), -1, np.int32)
+            part = np.array(moves[i : i + HAND_OVERS], np.int32)
+            lists[:, : len(part)] = part.T
+            self.tables = self._call(ProgramKey("hand_over"), self.tables, HandOvers._make(lists))
 
     def snapshot(self) -> Callable[[], Residency]:
         """Copies the tables as the steps so far leave them, versions as policies see them; what it

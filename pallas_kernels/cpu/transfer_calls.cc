@@ -150,8 +150,8 @@ MOEJAX_EXPORT void moejax_transfers_totals(int32_t handle, TransferTotals* total
   *totals = queue ? queue->totals() : TransferTotals{};
 }
 
-MOEJAX_EXPORT void moejax_transfers_forget_settled(int32_t handle) {
-  if (const auto queue = find_transfer_queue(handle)) queue->forget_settled();
+MOEJAX_EXPORT void moejax_transfers_keep_settled(int32_t handle, int32_t keep) {
+  if (const auto queue = find_transfer_queue(handle)) queue->keep_settled(keep);
 }
 
 MOEJAX_EXPORT int32_t moejax_transfers_step(int32_t handle) {

@@ -689,9 +689,10 @@ TransferTotals TransferQueue::totals() {
   return found;
 }
 
-void TransferQueue::forget_settled() {
+void TransferQueue::keep_settled(bool keep) {
   Held held(mutex_);
-  forgetful_ = true;
+  forgetful_ = !keep;
+  if (keep) return;
   observed_.clear();
   for (const auto& transfer : ended_) transfers_.erase(transfer->ticket);
   ended_.clear();

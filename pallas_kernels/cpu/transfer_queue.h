@@ -145,7 +145,7 @@ class TransferQueue {
                  std::vector<TransferRecord>* ended);
   std::string message(int64_t ticket);  // of a failed one, until the observation after it was seen
   TransferTotals totals();
-  void forget_settled();  // from now on nobody observes: what has settled is not kept for that
+  void keep_settled(bool keep);  // whether what settles from now on is kept for `observe`
 
   bool step();   // carries out one chunk in the caller's thread; false: none waits
   void close();  // cancels what has not begun, ends what has

@@ -47,7 +47,7 @@ class Copy:
 
     def __init__(self, rate: float, nbytes: int):
         self.queue = NativeQueue(rate=rate)
-        self.queue.forget_settled()
+        self.queue.keep_settled(False)
         self.source, self.target = (np.ones(nbytes, np.uint8) for _ in range(2))
 
     def during(self, work: Callable[[], tuple[float, float]]) -> tuple[float, float]:

@@ -14,6 +14,9 @@ POLICIES: dict[str, Callable[[], Any]] = {
         "lru": "weights:LRU",
         "lfu": "weights:LFU",
         "lfru": "weights:LFRU",
+        "global-lru": "weights:GlobalLRU",
+        "global-lfu": "weights:GlobalLFU",
+        "global-lfru": "weights:GlobalLFRU",
         "fifo": "fifo:FIFO",
         "static": "static:Static",
     }.items()

@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from host_offload.control.interface import Policy, Spec
-from host_offload.control.rules import BETWEEN_LAYERS, check_policies, name_of
+from host_offload.control.rules import BETWEEN_LAYERS, check_policies, name_of, wants_pool
 from host_offload.policies.budget.mv_wsa import MvWsa
 from host_offload.policies.budget.peak_headroom import PeakHeadroom
 from host_offload.policies.eviction import static
@@ -137,6 +137,11 @@ class Arm:
     def moves_cells(self) -> bool:
         """It decides how many cells the layers have, which only a simulation lets it."""
         return any("cells" in policy.writes for policy in self.policies)
+
+    @property
+    def pooled(self) -> bool:
+        """Cells go from layer to layer under it."""
+        return any(map(wants_pool, self.policies))
 
     def learned_bytes(self, spec: Spec) -> int:
         """Bytes of what it learned or may learn, which are memory that experts do not get."""

@@ -112,7 +112,7 @@ class Terms:
         cells = cells_per_layer(slots, self.base.layers, self.base.experts)
         nbytes = slots * self.sizes.slot_bytes
         learned = arm.learned_bytes(self.base)
-        return Granted(cells, self.base.experts, nbytes, learned, arm.moves_cells)
+        return Granted(cells, self.base.experts, nbytes, learned, arm.moves_cells or arm.pooled)
 
     def spec(self, cell: Cell) -> Spec:
         """What the policies of a cell are told: an arena of this budget and the KV, not the largest

@@ -17,6 +17,7 @@ reads its record into its cell: that, and the order of the stream, stand for a f
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 
@@ -26,7 +27,7 @@ import numpy as np
 from host_offload.queue.device import DeviceQueue, TransferLost
 from host_offload.queue.native import Totals
 from host_offload.queue.pinned import PinnedRecords
-from host_offload.queue.transfer import DEMAND, QueueSpec, Transfer
+from host_offload.queue.transfer import DEMAND, Progress, QueueSpec, Settled, Transfer
 from moejax.step.drivers.host import HostRunner, Parts
 from moejax.step.layer_programs import EXPERT_PARTS, IDLE, READ_THROUGH
 from moejax.step.parts import Routing
@@ -62,6 +63,8 @@ class QueuedRunner(HostRunner):
         self._failed: list[tuple[int, TransferFailure]] = []
         """Experts that could not be computed, with the number of their step."""
         self._steps = 0
+        self._kept: list[Settled] | None = None
+        """What has settled since `progress` told of it; None: nobody asks."""
         self._wave = jax.device_put([*np.arange(self.shapes.waves, dtype=np.int32)], self._sharding)
         self.need(ProgramKey("land"), ProgramKey("forget"))
         super()._compile_first(runs)
@@ -251,7 +254,9 @@ class QueuedRunner(HostRunner):
     def _writes(self) -> tuple:
         """The number of the step in the place of an arena's writes."""
         number, self._steps = self._steps, self._steps + 1
-        self.device_queue.observe()  # what has settled is kept until then
+        settled = self.device_queue.observe().settled
+        if self._kept is not None:
+            self._kept += settled
         return (np.array([0, number], np.uint32),)
 
     def failures(self, writes: int) -> list[TransferFailure]:
@@ -262,6 +267,16 @@ class QueuedRunner(HostRunner):
 
     def transfer_totals(self) -> Totals | None:
         return self.device_queue.totals()
+
+    def keep_settled(self, keep: bool) -> None:
+        self._kept = [] if keep else None
+
+    def progress(self) -> Progress:
+        seen = self.device_queue.observe()
+        if self._kept is None:
+            return seen
+        kept, self._kept = self._kept, []
+        return dataclasses.replace(seen, settled=(*kept, *seen.settled))
 
     def drain(self) -> None:
         """As of Runner: what is on its way is moved into its cells by programs dispatched now."""

@@ -13,6 +13,7 @@ from host_offload.control.controller import Controller
 from host_offload.control.interface import Decision, Moment, Observation, Spec
 from host_offload.control.step_record import USES, PageUse, StepRecord
 from host_offload.memory.tables import Entry, Move, Residency
+from host_offload.queue.transfer import Progress
 from pallas_kernels.stage import specs
 from tests.pallas_kernels.pager import tables_of
 from tests.pallas_kernels.staged_memory import Memory
@@ -112,6 +113,9 @@ class MemoryDevice:
         return Residency(*tables_of(self.memory.pagers, self.weights))
 
     def prepare(self, controller: Controller) -> None: ...
+
+    def progress(self) -> Progress:
+        return Progress(0.0, (), ())
 
     def snapshot(self) -> Callable[[], Residency]:
         tables = self.tables

@@ -1,5 +1,6 @@
 """The controller: what policies see and when, and what becomes of what they decide."""
 
+import dataclasses
 import functools
 from unittest import mock
 
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from host_offload.control.controller import Controller, Decided
+from host_offload.control.controller import Controller, Decided, Observed
 from host_offload.control.interface import (
     Costs,
     Decision,
@@ -25,6 +26,7 @@ from host_offload.control.staging import choose_cell
 from host_offload.control.step_record import LayerRouting, StepRows
 from host_offload.memory.tables import Residency, empty_tables, read_snapshot, snapshot
 from host_offload.policies.eviction.names import EVICTION
+from host_offload.queue.transfer import Flying, Progress, Settled, Transfer
 from pallas_kernels.plan import Tables, plan
 from pallas_kernels.stage import Entries, stage
 from tests.host_offload.control.policy_runs import (
@@ -533,6 +535,36 @@ def test_transitions_go_first_and_are_counted_by_direction():
 
 
 # ---- between layers
+
+
+def test_single_transfers_are_seen_between_layers():
+    """Each policy sees once what has settled, whenever it is asked."""
+    often = scripted(moments={Moment.LAYER_BEGIN, Moment.ROUTED}, needs={"progress"})
+    seldom = scripted(moments={Moment.ROUTED}, needs={"progress"})
+    blind = scripted(moments={Moment.ROUTED})
+    logged = []
+    policies = [often, seldom, blind]
+    controller = Controller(spec(driver="host"), policies, listener=logged.append)
+    rows = StepRows(*np.zeros((4, 1), np.int32))
+    flying = Flying(9, Transfer(1, 2, 0, 3, "prefetch"), 100, 40, True)
+    ended = [Settled(n, Transfer(0, n, 0, n), "failed", "why") for n in range(2)]
+    for n, moment in enumerate((Moment.LAYER_BEGIN, Moment.ROUTED)):
+        progress = Progress(n + 0.5, (flying,), (ended[n],))
+        controller.between_layers(moment, 3, 1, seconds=0.0, rows=rows, progress=progress)
+    quiet = [dataclasses.replace(each, message="") for each in ended]
+    found = [[o.progress for o in seen(controller, i)] for i in range(3)]
+    assert [p.settled for p in found[0]] == [(quiet[0],), (quiet[1],)]
+    assert [p.settled for p in found[1]] == [(*quiet,)] and found[2] == [None]
+    assert [p.busy_seconds for p in found[0]] == [0.5, 1.5]
+    assert all(p.flying == (flying,) for p in (*found[0], *found[1]))
+    looks = [event for event in logged if isinstance(event, Observed)]
+    assert [(e.step, e.moment, e.layer) for e in looks] == [
+        (3, Moment.LAYER_BEGIN, 1),
+        (3, Moment.ROUTED, 1),
+    ]
+    assert [e.progress.settled for e in looks] == [(quiet[0],), (quiet[1],)]
+    with pytest.raises(PolicyError, match=r"needs 'progress'.*driver='device' has none"):
+        Controller(spec(), [scripted(moments={Moment.STEP_END}, needs={"progress"})])
 
 
 def test_policies_between_layers():

@@ -262,7 +262,7 @@ def test_found_in_time_it_decides_a_moment_later_than_a_search_that_is_waited_fo
 
 def test_decisions_of_a_run_beside_inference_are_taken_again(trace, told, tmp_path):
     """Through the controller: whatever came in time in the run, the same is decided again."""
-    policy = asynchronous(trace)
+    policy = dataclasses.replace(asynchronous(trace), pool=False)  # this device has no pool
     events: list = []
     device = LayeredDevice(Controller(told, [policy], listener=events.append), 4)
     device.run(trace)

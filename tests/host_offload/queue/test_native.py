@@ -90,6 +90,22 @@ def test_the_order_is_that_of_the_queue_without_threads(asked, chunk_bytes):
         assert [(span.ticket, span.first) for span in queue.spans()] == starts
 
 
+def test_what_has_settled_is_kept_for_those_who_ask():
+    to, source = cell(64), np.ones(64, np.uint8)
+    load = Load((64,), Source(address=source.ctypes.data), to.ctypes.data)
+    with NativeQueue(threads=0) as queue:
+        for keep in (True, False, True):
+            queue.keep_settled(keep)
+            ticket = queue.submit(transfer(0), load)
+            assert queue.step()
+            assert [each.ticket for each in queue.observe().settled] == [ticket] * keep
+        # What was kept until then is forgotten.
+        queue.submit(transfer(0), load)
+        assert queue.step()
+        queue.keep_settled(False)
+        assert not queue.observe().settled
+
+
 def test_a_demand_waits_for_one_chunk_of_the_link():
     """4 MiB of prefetch at 40 MiB/s with chunks of 1 MiB: 25 ms each."""
     to, other = cell(4 << 20), cell(1 << 20)

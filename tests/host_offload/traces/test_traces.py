@@ -384,8 +384,8 @@ def test_a_bad_chunk_is_named_and_those_before_it_can_be_read(copy, damage, mess
 def test_what_is_no_trace_of_this_version_is_refused(copy):
     with pytest.raises(TraceError, match=r"cannot read trace.json \(No such file.*--trace wrote"):
         read_trace(copy / "absent")
-    edit(copy, version=2)
-    with pytest.raises(TraceError, match="format version 2, this moejax reads 1"):
+    edit(copy, version=3)
+    with pytest.raises(TraceError, match="format version 3, this moejax reads 1, 2"):
         read_trace(copy)
     edit(copy, version=1, layers=None)
     with pytest.raises(TraceError, match="is damaged"):

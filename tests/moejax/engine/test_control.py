@@ -145,7 +145,11 @@ class WrongPrior:
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"eviction": "mru"}, "unknown eviction policy 'mru'; known: lru, lfu, lfru, fifo, static"),
+        (
+            {"eviction": "mru"},
+            "unknown eviction policy 'mru'; known: lru, lfu, lfru, global-lru, global-lfu, "
+            "global-lfru, fifo, static",
+        ),
         ({"policies": RecentPrefetch()}, "policies must be a list of policies, not RecentPrefetch"),
         ({"policies": [RecentPrefetch]}, r"RecentPrefetch is a class; give an object"),
         (
@@ -166,7 +170,7 @@ def test_refusals(options, match):
 
 
 def test_the_command_line_knows_every_eviction_policy():
-    choices = re.search(r"--eviction \{([a-z,]+)\}", _help("generate"))
+    choices = re.search(r"--eviction \{([a-z,-]+)\}", _help("generate"))
     assert choices and set(choices[1].split(",")) == set(POLICIES)
 
 
@@ -232,6 +236,7 @@ class FakeRunner:
     driver, layer_versions = "device", None
     set_tables, seen = Runner.set_tables, Runner.seen
     prepare, snapshot, stage_list = Runner.prepare, Runner.snapshot, Runner.stage_list
+    keep_settled, queue = Runner.keep_settled, None
 
     def __init__(self):
         self.transfers = []

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
 
 from examples.recent_prefetch import RecentPrefetch
 from host_offload.control.interface import Decision, Moment, Policy, Spec, Stage
@@ -307,6 +309,76 @@ class WhenTheLinkIsFree:
         free = observation.link_bytes_left < 1 << 17
         wanted = [Stage(step % layers, (3 * step + i) % experts) for i in range(4)] if free else []
         return (step + 1, layers, experts), Decision(stages=tuple(wanted), prior=prior)
+
+
+@dataclasses.dataclass(frozen=True)
+class ByWhatFlies:
+    """Stages between layers what is not on its way, the more the fewer bytes are left of what is
+    brought ahead, and says what it saw of each transfer in priors."""
+
+    moments: frozenset[Moment] = frozenset({Moment.ROUTED, Moment.TRANSFER})
+    needs: frozenset[str] = frozenset({"progress"})
+    writes: frozenset[str] = frozenset({"stages", "prior"})
+
+    def init(self, spec: Spec) -> tuple[int, np.ndarray]:
+        return 0, np.zeros((spec.layers, spec.experts), np.int32)
+
+    def decide(self, state, observation):
+        asked, prior = state
+        progress = observation.progress
+        assert progress is not None and progress.busy_seconds >= 0
+        layers, experts = prior.shape
+        prior = prior.copy()
+        for each in progress.settled:
+            t = each.transfer
+            prior[t.layer, t.expert] = 1 + each.ticket % 7 + 10 * (t.cause == "demand")
+            assert each.state in ("done", "cancelled") and each.message == ""
+        left = 0
+        for each in progress.flying:
+            t = each.transfer
+            assert 0 <= each.bytes_left <= each.bytes
+            prior[t.layer, t.expert] = 100 + each.bytes_left % 97
+            left += 0 if t.demand else each.bytes_left
+        flying = {(each.transfer.layer, each.transfer.expert) for each in progress.flying}
+        target = (observation.layer + 1) % layers
+        some = [(target, (3 * asked + i) % experts) for i in range(1 + 4 * (left < 1 << 16))]
+        stages = tuple(Stage(*place) for place in some if place not in flying)
+        return (asked + 1, prior), Decision(stages=stages, prior=prior)
+
+
+@NATIVE
+@pytest.mark.slow
+@pytest.mark.parametrize("separate", [False, True])
+def test_decisions_by_single_transfers_are_made_again(tmp_path, separate):
+    """With the native queue, and with one of copies by jax."""
+    policies = [ByWhatFlies()]
+    link = {"link_rate": "200MB/s", "chunk_bytes": "16KiB"}
+    if separate:
+        link = {"transfers": "queue"}
+    options: dict[str, Any] = {"driver": "host", "expert_budget": "40%", **link, **LIMITS}
+    with LLM("demo", progress=False, policies=policies, **options) as llm:
+        if (queue := llm.engine.runner.queue) is not None:
+            queue.inject(Faults(seed=3, delay=1e-3, delayed=0.2))
+        trace = traced(llm, tmp_path / "t", "lru", policies)
+        assert llm.stats()["transfers"]["prefetches"]["in_time"] > 0
+    seen = [each.progress for each in trace.progress()]
+    flying = [each for progress in seen for each in progress.flying]
+    ended = [each for progress in seen for each in progress.settled]
+    assert {each.transfer.cause for each in ended} == {"demand", "prefetch"}
+    assert {each.transfer.cause for each in flying} >= {"prefetch"}
+    assert any(0 < each.bytes_left < each.bytes for each in flying) or separate
+    tickets = [each.ticket for each in ended]
+    assert len({*tickets}) == len(tickets) > 100, "each settles once"
+    replay(trace, policies=policies)
+    # With other progress it decides otherwise: what it saw is what makes the replay equal.
+    for chunk in (tmp_path / "t").glob("chunk-*"):
+        arrays = load_file(chunk)
+        with safe_open(chunk, framework="numpy") as file:
+            metadata = file.metadata()
+        arrays["settled.ticket"] = arrays["settled.ticket"] + 1
+        save_file(arrays, chunk, metadata)
+    with pytest.raises(TraceError, match="decision: the trace has"):
+        replay(read_trace(tmp_path / "t"), policies=policies)
 
 
 @NATIVE

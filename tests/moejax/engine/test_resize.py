@@ -50,6 +50,7 @@ class Tables:
     host: SlotArena
     cell_row: np.ndarray = dataclasses.field(init=False)
     failing: Callable[[], bool] = lambda: False
+    pooled = False
     arena = tables = ()
     """Nothing that could be donated."""
 

@@ -588,7 +588,7 @@ def edited(**fields):
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("trace.json", edited(version=2), "format version 2, this moejax reads 1"),
+        ("trace.json", edited(version=3), "format version 3, this moejax reads 1, 2"),
         ("trace.json", edited(format="x"), "is not of a moejax trace"),
         ("trace.json", edited(absent=["token.ids"]), "is damaged"),
         ("trace.json", lambda raw: raw[:100], "is damaged"),

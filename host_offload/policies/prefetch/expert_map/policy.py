@@ -87,6 +87,8 @@ class ExpertMap:
     asynchronous: bool = False
     """True: searches run on a thread beside inference, which never waits; what they find is used
     from the next moment on. Decisions then depend on times: see `recorded`."""
+    pool: bool = True
+    """Cells are of one pool over all layers, the paper's cache; False: each layer has its own."""
     decisions: tuple[tuple[int, str, Decision], ...] | None = dataclasses.field(
         default=None, repr=False, compare=False
     )
@@ -116,8 +118,11 @@ class ExpertMap:
             return Recorded()
         tracker = self._tracker(spec)
         nothing = np.zeros((spec.layers, spec.experts), np.float32)
+        # Of layers that nothing was predicted for yet, as those behind no router, nobody is more
+        # likely than another; with 0 a pool would never give them a cell.
+        even = np.full_like(nothing, 1 / spec.experts)
         begun = Matcher(tracker) if self.asynchronous else tracker
-        return Matching(begun, nothing, nothing, spec.top_k)
+        return Matching(begun, nothing, even, spec.top_k)
 
     def memory(self, spec: Spec) -> int:
         """Bytes of what it learns: what is given, and what it may grow to."""

@@ -1,0 +1,163 @@
+"""Cells of one pool: whichever layer needs one takes it from whoever of all layers is worth least
+(global LRU and LFU; the cache of fMoE, arXiv:2502.05370, section 4.5)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from host_offload.control.interface import Spec, StagedTransfer
+from host_offload.control.staging import Staging
+from host_offload.control.transfers import Wanted
+from host_offload.memory.pager import Pager
+from host_offload.memory.tables import Entry, HandOver, Residency
+from pallas_kernels.plan.victim import victim_key
+
+_NEVER = np.iinfo(np.int64).max
+
+
+def by_worth(tables: Residency, layer: int) -> np.ndarray:
+    """int64[L, C]: ranks of granted cells, the first to go 0, _NEVER for what is not granted: free
+    ones of `layer`, then of others, then by their owners' victim_key, of equals the least recently
+    used. layer: whose experts are computed next; it and those behind it were last referenced in
+    the step before."""
+    layers, columns = tables.owner.shape
+    number = np.arange(layers)[:, None]
+    # The clock of the reference to come, and a step more where that is this step's.
+    age = tables.clock[:, None] + np.int32(1) - tables.last_used
+    age = age + (number >= layer).astype(np.int32)
+    key = victim_key(
+        age,
+        np.take_along_axis(tables.frequency, tables.owner, 1),
+        np.take_along_axis(tables.prior, tables.owner, 1),
+        tables.victim_weights,
+    ).astype(np.int64)
+    owned, granted = tables.owner >= 0, tables.cell_row >= 0
+    first = np.where(owned, key, np.where(number == layer, -_NEVER, 1 - _NEVER))
+    first = np.where(granted, first, _NEVER)
+    every = np.broadcast_to(number, first.shape)
+    sorted_by = tables.owner, every, np.where(owned, -age, 0), first
+    order = np.lexsort([keys.ravel() for keys in sorted_by])
+    ranks = np.empty(layers * columns, np.int64)
+    ranks[order] = np.arange(len(order))
+    return np.where(granted, ranks.reshape(first.shape), _NEVER)
+
+
+class PooledStaging(Staging):
+    """Staging whose cells are of all layers: one that comes from another layer is handed over
+    before the list is carried out, and so are those that a layer's misses will fill.
+
+    A layer has at most `cell_bound` cells at a time. Who is on a list, or is needed by the layer
+    that is routed, keeps its cell, and who came ahead in this step for a layer that it has yet to
+    compute goes last. Transfers of one version only.
+    """
+
+    def __init__(self, spec: Spec, log: Callable[[StagedTransfer], None]):
+        super().__init__(spec, log)
+        self._step, self._layer, self._active = -1, 0, np.zeros(spec.experts, bool)
+        self._room = False
+        """The layer's free cells are for what it misses."""
+        self._hand_overs: list[HandOver] = []
+        self.handed = 0
+        """Cells that another layer got."""
+
+    def look(
+        self, step: int, tables: Residency, layer: int, active: np.ndarray | None, room: bool
+    ) -> None:
+        """What holds for the lists that are made next. tables: those that `entries` will be given,
+        changed here as cells are handed over. layer: of the step whose experts are computed next.
+        active: bool[E], those of them that it needs, where that is known; room: it gets cells for
+        those that are missing."""
+        self._step, self._layer, self._room = step, layer, False
+        self._active = np.zeros(self.spec.experts, bool) if active is None else active
+        if room:
+            self._make_room(tables)
+            self._room = True
+
+    def take_hand_overs(self) -> list[HandOver]:
+        """Each is handed out once, to be carried out before the list."""
+        moves, self._hand_overs = self._hand_overs, []
+        return moves
+
+    def entries(self, step: int, tables: Residency, *, between_layers: bool = False) -> list[Entry]:
+        """See Transfers. The pool's least worth makes room: first of those that nobody wants, then
+        of those that are wanted less urgently."""
+        if not self.queued:
+            return []
+        if not between_layers:
+            self.look(step, tables, 0, None, room=False)
+        wanted = np.full(tables.address.shape, _NEVER)
+        for kind in reversed(self._queues):
+            for rank, place in enumerate(self._queues[kind]):
+                wanted[place] = rank
+
+        owned = tables.owner >= 0
+        rank = np.take_along_axis(wanted, np.maximum(tables.owner, 0), 1)
+        rank = np.where(owned, rank, _NEVER)
+        worth = self._free_to_go(tables)
+
+        def find_cell(entry: Wanted) -> int | None:
+            layer, expert, _ = entry[:3]
+            own = np.flatnonzero((tables.owner[layer] < 0) & (worth[layer] < _NEVER))
+            if own.size:
+                worth[layer, own[0]] = _NEVER
+                return int(own[0])
+            for more_urgent in (_NEVER - 1, wanted[layer, expert]):
+                found = self._best(tables, np.where(rank > more_urgent, worth, _NEVER), layer)
+                if found is not None:
+                    place = self._given(tables, found, layer, evict=False)
+                    worth[found] = _NEVER
+                    return place
+            return None
+
+        return self._issue(step, tables, find_cell, between_layers=between_layers)
+
+    def _make_room(self, tables: Residency) -> None:
+        """Free cells for what the layer misses, as far as the pool has some."""
+        layer = self._layer
+        worth = self._free_to_go(tables)
+        free = (tables.owner[layer] < 0) & (worth[layer] < _NEVER)
+        missing = int(np.sum(self._active & (tables.address[layer] < 0)) - np.sum(free))
+        worth[layer] = np.where(free, _NEVER, worth[layer])
+        for _ in range(missing):
+            found = self._best(tables, worth, layer)
+            if found is None:
+                return
+            self._given(tables, found, layer, evict=True)
+            worth[found] = _NEVER
+
+    def _free_to_go(self, tables: Residency) -> np.ndarray:
+        """by_worth of what may go."""
+        worth = by_worth(tables, self._layer)
+        for (layer, expert), flight in self._unused.items():
+            if flight.transfer.issued == self._step and layer >= self._layer:
+                cell = flight.transfer.cell
+                if tables.owner[layer, cell] == expert:
+                    worth[layer, cell] += worth.size
+        for transfer in self.in_flight:
+            worth[transfer.layer, transfer.cell] = _NEVER
+        owner = tables.owner[self._layer]
+        needed = (owner >= 0) & self._active[owner]
+        kept = needed | (self._room & (owner < 0))
+        worth[self._layer] = np.where(kept, _NEVER, worth[self._layer])
+        return worth
+
+    def _best(self, tables: Residency, worth: np.ndarray, layer: int) -> tuple[int, int] | None:
+        """(layer, cell) of the first to go; of this layer alone, where it can have no more."""
+        if np.all(tables.cell_row[layer] >= 0):
+            worth = np.where(np.arange(len(worth))[:, None] == layer, worth, _NEVER)
+        place = np.unravel_index(int(np.argmin(worth)), worth.shape)
+        return None if worth[place] == _NEVER else (int(place[0]), int(place[1]))
+
+    def _given(self, tables: Residency, found: tuple[int, int], layer: int, *, evict: bool) -> int:
+        """The number under which the layer has the cell now. evict: who is in it goes already."""
+        giver, cell = found
+        if giver == layer and not evict:
+            return cell
+        place = cell if giver == layer else int(np.argmax(tables.cell_row[layer] < 0))
+        move = HandOver(giver, cell, int(tables.owner[found]), layer, place)
+        Pager(tables).hand_over([move])
+        self._hand_overs.append(move)
+        self.handed += giver != layer
+        return place

@@ -1,0 +1,292 @@
+"""Cells of one pool: the cache that a policy names, whichever layer's turn it is."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from host_offload.control.controller import Controller
+from host_offload.control.interface import Decision, Moment, Stage
+from host_offload.control.pool import PooledStaging, by_worth
+from host_offload.control.rules import PolicyError
+from host_offload.memory.pager import Pager
+from host_offload.memory.tables import HandOver, HandOvers, Residency, hand_over_cells
+from host_offload.policies.eviction.names import POLICIES
+from host_offload.policies.eviction.weights import GlobalLRU
+from host_offload.simulate.simulator import simulate
+from pallas_kernels.plan import Tables
+from pallas_kernels.plan.victim import LOG2_UNIT
+from tests.host_offload.control.policy_runs import scripted, spec
+from tests.host_offload.traces.traces_of import write_trace
+
+LAYERS, EXPERTS, CELLS = 3, 6, 4
+
+
+@st.composite
+def used_tables(draw) -> Residency:
+    """Granted cells of any number, with and without owners."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    tables = Residency(
+        *(np.full((LAYERS, n), -1, np.int32) for n in (CELLS,) * 4),
+        *(np.full((LAYERS, EXPERTS), -1, np.int32) for _ in range(5)),
+        np.full(LAYERS, 5, np.int32),
+        np.array([1, 0, 0], np.int32),
+    )
+    rows = rng.permutation(LAYERS * CELLS)
+    for place in np.ndindex(LAYERS, CELLS):
+        if rng.random() < 0.7:
+            tables.cell_row[place] = 10 * rows[place[0] * CELLS + place[1]]
+    tables.cell_version[:] = rng.integers(2, size=(LAYERS, CELLS))
+    for layer in range(LAYERS):
+        experts = rng.permutation(EXPERTS)
+        for cell in range(CELLS):
+            if tables.cell_row[layer, cell] >= 0 and rng.random() < 0.7:
+                tables.owner[layer, cell] = experts[cell]
+                # Or its record is elsewhere by now.
+                if rng.random() < 0.8:
+                    tables.address[layer, experts[cell]] = tables.cell_row[layer, cell]
+    return tables
+
+
+numbers = st.tuples(
+    st.integers(0, LAYERS - 1),
+    st.integers(0, CELLS - 1),
+    st.integers(-1, EXPERTS - 1),
+    st.integers(0, LAYERS - 1),
+    st.integers(0, CELLS - 1),
+)
+_compiled = jax.jit(hand_over_cells)
+
+
+@given(used_tables(), st.lists(st.tuples(numbers, st.booleans()), max_size=8))
+def test_cells_go_to_other_layers_on_the_device_as_in_the_simulator(tables, given_moves):
+    """Most entries name the owner that is there; some do not fit."""
+    moves = [
+        HandOver(*m[:2], int(tables.owner[m[0], m[1]]) if right else m[2], *m[3:])
+        for m, right in given_moves
+    ]
+    lists = np.full((5, 8), -1, np.int32)
+    if moves:
+        lists[:, : len(moves)] = np.array(moves).T
+    found = _compiled(Tables(*map(jnp.array, tables)), HandOvers(*map(jnp.asarray, lists)))
+    rows, resident = sorted(tables.cell_row.ravel()), np.sum(tables.address >= 0)
+    Pager(tables).hand_over(moves)
+    for name, a, b in zip(Tables._fields, found, tables, strict=True):
+        np.testing.assert_array_equal(a, b, err_msg=name)
+    assert sorted(tables.cell_row.ravel()) == rows and np.sum(tables.address >= 0) <= resident
+    held = tables.owner >= 0
+    assert np.all(tables.cell_row[held] >= 0)
+
+
+@given(used_tables(), st.integers(0, LAYERS - 1), st.integers(0, 2**32))
+def test_the_victim_has_the_smallest_product_of_all_layers(tables, layer, seed):
+    """fMoE's property 5 over one pool: probability times 1 + frequency, brute force."""
+    rng = np.random.default_rng(seed)
+    probability = 2.0 ** rng.integers(-8, 0, (LAYERS, EXPERTS))
+    tables = tables._replace(
+        frequency=2 ** rng.integers(0, 6, (LAYERS, EXPERTS), np.int32) - 1,
+        prior=(np.log2(probability) * LOG2_UNIT).astype(np.int32),
+        last_used=rng.integers(0, 5, (LAYERS, CELLS), np.int32),
+        victim_weights=np.array([0, 1, 1], np.int32),
+    )
+
+    def key(place):
+        at, cell = place
+        owner = tables.owner[place]
+        if owner < 0:
+            return 0, at != layer, at, cell
+        product = probability[at, owner] * (1 + tables.frequency[at, owner])
+        age = 5 - tables.last_used[place] + (at >= layer)
+        return 1, product, -age, at, owner
+
+    granted = [tuple(place) for place in np.argwhere(tables.cell_row >= 0).tolist()]
+    ranks = by_worth(tables, layer)
+    assert sorted(granted, key=lambda place: ranks[place]) == sorted(granted, key=key)
+    assert np.all(ranks[tables.cell_row < 0] > LAYERS * CELLS)
+
+
+def routed(
+    steps: int, seed: int, needed: tuple[int, ...] = (EXPERTS,) * LAYERS
+) -> list[np.ndarray]:
+    """ids int[N, L, 2] of steps with one or two tokens. needed: how many experts of each layer ever
+    are."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for _ in range(steps):
+        tokens = range(rng.integers(1, 3))
+        found.append(np.array([[rng.permutation(n)[:2] for n in needed] for _ in tokens]))
+    return [np.sort(ids, axis=2) for ids in found]
+
+
+def cached(routing, cells: int, worth) -> list[list[int]]:
+    """Hits of each step and layer of one cache of all layers, in plain Python. worth(used, count):
+    the smallest goes; of equals who was used the longest ago, by time, then the smallest id."""
+    cache, used, counts = set(), {}, {}
+    hits = []
+    for step, ids in enumerate(routing):
+        hits.append([])
+        for layer in range(LAYERS):
+            active = {(layer, int(e)) for e in np.unique(ids[:, layer])}
+            hits[-1].append(len(active & cache))
+            kept = active & cache
+
+            def key(place, now=step, at=layer):
+                age = now - used[place][0] + (place[0] < at)
+                return worth(age, counts[place]), used[place], place
+
+            for place in sorted(active - cache):
+                if len(cache) == cells:
+                    victims = sorted(cache - active, key=key)
+                    if not victims:
+                        continue
+                    cache.remove(victims[0])
+                cache.add(place)
+                kept.add(place)
+            for place in active:
+                counts[place] = counts.get(place, 0) + 1
+                if place in kept:
+                    used[place] = (step, layer)
+    return hits
+
+
+WORTH = {
+    "global-lru": lambda age, count: 0,
+    "global-lfu": lambda age, count: np.log2(1 + count),
+}
+
+
+@pytest.mark.parametrize("name", WORTH)
+@pytest.mark.parametrize("cells", [1, 2, 4])
+def test_it_is_one_cache_of_all_layers(name, cells, tmp_path):
+    """Hit for hit; the order of experts with equal counts is by their last use."""
+    routing = routed(60, seed=cells)
+    trace = write_trace(tmp_path / "t", routing, EXPERTS)
+    found = simulate(trace, eviction=name, cells=cells, driver="host")
+    assert found.hits.tolist() == cached(routing, cells * LAYERS, WORTH[name])
+    # Three cells that layers use in turn: the least recently used is who comes next.
+    assert found.hits.sum() > 0 or (name, cells) == ("global-lru", 1)
+    assert found.read_through.sum() == 0 or cells == 1
+
+
+@pytest.mark.parametrize("weights", ["lru", "lfu"])
+def test_layers_that_need_more_cells_get_them(weights, tmp_path):
+    """Of nine experts that are ever needed layer 0 has two, layer 2 four; nine cells hold them."""
+    trace = write_trace(tmp_path / "t", routed(80, 5, (2, 3, 4)), EXPERTS)
+    own, pool = (
+        simulate(trace, eviction=name, cells=3, driver="host")
+        for name in (weights, f"global-{weights}")
+    )
+    assert pool.misses.sum() == 9 < own.misses.sum()
+    assert pool.hits.sum() > own.hits.sum()
+
+
+@dataclasses.dataclass(frozen=True)
+class Ahead:
+    """Wants what it is told at ROUTED of layer 0, from a step on."""
+
+    wanted: tuple[Stage, ...]
+    since: int = 0
+    moments: frozenset = frozenset({Moment.ROUTED})
+    needs: frozenset = frozenset()
+    writes: frozenset = frozenset({"stages"})
+    pool: bool = True
+
+    def init(self, spec):
+        return None
+
+    def decide(self, state, observation):
+        due = observation.layer == 0 and observation.step >= self.since
+        return None, Decision(stages=self.wanted if due else None)
+
+
+def test_what_comes_ahead_takes_the_cell_of_whom_nobody_wants(tmp_path):
+    """Six cells of all layers, and eight experts in turn. Who comes ahead of layer 2 takes what
+    layer 1 had, which was not used for longest; without that the layer itself makes room."""
+    first = np.array([[[0, 1], [0, 1], [0, 1]]])
+    later = np.array([[[0, 1], [0, 1], [2, 3]]])
+    trace = write_trace(tmp_path / "t", [first, later], EXPERTS)
+    policy = Ahead((Stage(2, 2), Stage(2, 3)), since=1)
+    found = simulate(trace, policies=[policy], cells=2, driver="host")
+    assert found.hits.tolist() == [[0, 0, 0], [2, 0, 2]]
+    assert found.staged[1].tolist() == [0, 0, 2]
+    plain = simulate(trace, eviction="global-lru", cells=2, driver="host")
+    assert plain.hits.tolist() == [[0, 0, 0], [2, 2, 0]]
+
+
+def test_who_came_ahead_stays_until_its_layer(tmp_path):
+    """Of six cells two are of experts that came ahead of layer 2 and were never used, so LFU would
+    give them to what layer 1 misses. They go last; where nothing else is left they do go."""
+    usual = np.array([[[0, 1], [0, 1], [0, 1]]])
+    other = np.array([[[0, 1], [4, 5], [2, 3]]])
+    trace = write_trace(tmp_path / "t", [usual, usual, usual, other], EXPERTS)
+    policies = [POLICIES["global-lfu"](), Ahead((Stage(2, 2), Stage(2, 3)), 3, pool=False)]
+    found = simulate(trace, policies=policies, cells=2, driver="host")
+    assert found.hits[3].tolist() == [2, 0, 2] and found.staged[3].tolist() == [0, 0, 2]
+    least = simulate(trace, policies=policies, cells=1, driver="host")
+    assert least.read_through.sum() == 0, "two of three cells are of what came ahead"
+    assert least.staged[3].tolist() == [0, 0, 2] and least.hits[3, 2] < 2
+
+
+def staging_of(used: int) -> tuple[PooledStaging, Residency]:
+    """Two layers of four cells, which experts 0 to 3 own; layer 0's were used at 5, layer 1's at
+    `used`."""
+    told = spec(driver="host", version_bytes={"dense": np.full(2, 100)}, cell_bound=4)
+    columns = np.arange(4)
+    tables = Residency(
+        *(np.array([columns, columns + 4], np.int32) * 10, np.zeros((2, 4), np.int32)),
+        *(np.array([columns, columns], np.int32), np.array([[5] * 4, [used] * 4], np.int32)),
+        *(np.full((2, 8), -1, np.int32) for _ in range(5)),
+        np.array([5, 5], np.int32),
+        np.array([1, 0, 0], np.int32),
+    )
+    tables.address[:, :4], tables.version[:] = tables.cell_row, 0
+    return PooledStaging(told, lambda transfer: None), tables
+
+
+def needed(*experts: int) -> np.ndarray:
+    return np.isin(np.arange(8), experts)
+
+
+def test_a_layer_has_no_more_cells_than_its_tables_have_numbers():
+    """Layer 0 has all four numbers granted: it evicts its own, whoever else is worth less."""
+    staging, tables = staging_of(used=1)
+    staging.look(0, tables, 0, needed(1, 6), room=True)
+    (move,) = staging.take_hand_overs()
+    assert move == HandOver(0, 0, 0, 0, 0) and staging.handed == 0
+    assert tables.owner[0].tolist() == [-1, 1, 2, 3] and tables.address[0, 0] == -1
+
+
+def test_room_that_was_made_is_for_what_is_missing():
+    """Layer 0 gets layer 1's first cell for expert 6; what comes ahead of layer 1 takes another."""
+    staging, tables = staging_of(used=1)
+    tables.cell_row[0, 3] = tables.owner[0, 3] = tables.address[0, 3] = -1
+    staging.want("stages", [Stage(1, 7)], tables)
+    staging.look(0, tables, 0, needed(0, 6), room=True)
+    (entry,) = staging.entries(0, tables, between_layers=True)
+    assert staging.take_hand_overs() == [HandOver(1, 0, 0, 0, 3)]
+    assert entry == (1, 7, 0, 1) and tables.owner[0, 3] == -1 and tables.cell_row[0, 3] == 40
+
+
+def test_who_is_wanted_too_stays_while_somebody_is_not():
+    staging, tables = staging_of(used=3)
+    tables.last_used[1, 0] = 0
+    staging.want("stages", [Stage(1, 7), Stage(1, 0)], tables)
+    staging.look(0, tables, 1, None, room=False)
+    assert staging.entries(0, tables, between_layers=True) == [(1, 7, 0, 1)]
+
+
+def test_what_a_pool_cannot_be_is_refused():
+    with pytest.raises(PolicyError, match=r"one pool.*driver='device' lacks; driver='host'"):
+        Controller(spec(), [dataclasses.replace(GlobalLRU(), moments=frozenset())])
+    one = {"dense": np.full(2, 100)}
+    with pytest.raises(PolicyError, match="which hold one version"):
+        Controller(spec(driver="host"), [GlobalLRU()])
+    writes = scripted(moments={Moment.STEP_END}, writes={"cells"})
+    with pytest.raises(PolicyError, match="writes 'cells', and cells are of one pool"):
+        Controller(spec(driver="host", version_bytes=one), [GlobalLRU(), writes])
+    controller = Controller(spec(driver="host", version_bytes=one), [POLICIES["global-lfu"]()])
+    assert controller.pool is not None and Moment.EXPERTS_BEGIN in controller.moments
