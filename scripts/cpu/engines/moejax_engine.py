@@ -17,10 +17,19 @@ class MoejaxEngine:
         if reason := why_not_cpu():
             raise RuntimeError(reason)
         self.task = task
+        if task.host_memory is None:
+            memory = {"expert_budget": None if task.resident else 0}
+        else:
+            memory = {
+                "store": "file",
+                "host_memory": task.host_memory,
+                "transfer_threads": task.transfer_threads,
+                "verify_reads": task.verify_reads,
+            }
         self.llm = LLM(
             task.model,
+            **memory,
             precision=task.precision,
-            expert_budget=None if task.resident else 0,
             # Named, so that each expert has a cell where all have: else they stay in the store.
             eviction="lru" if task.resident else None,
             threads=task.threads,
