@@ -14,7 +14,7 @@ from moejax.step.parts import StepSpec, arena_ops
 from pallas_kernels.cpu.library import why_not_cpu
 
 THREADS = {False: 2, True: 4}
-"""Of a queue, by whether it reads files: there a thread waits for the disk while another one
+"""Whether a queue reads files → its threads. There one waits for the disk while another one
 verifies what came."""
 
 

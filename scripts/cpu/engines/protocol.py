@@ -49,7 +49,7 @@ class Task:
     host_memory: int | None = None
     """What moejax may keep of experts that stay in files, and of parameters; None: they do not."""
     transfer_threads: int | None = None
-    """Of moejax's reads from files; None: its own default."""
+    """Threads of moejax's reads from files; None: its own default."""
     verify_reads: bool = True
     """Whether moejax verifies their checksums."""
 
