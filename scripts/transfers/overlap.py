@@ -133,7 +133,7 @@ def measure(args: argparse.Namespace) -> dict:
         cpu = {name: seconds for name, (_, seconds) in arms.items()}
         if files:
             wall["disk"] = moved / read_rate([p for layer in files.paths for p in layer][:64], 4)
-        took = wall.get("disk", link)
+        took = wall["disk"] if files else link
         rows.append(
             wall
             | {
