@@ -31,8 +31,10 @@ class RecordFiles:
     """[L][E]."""
     checksums: np.ndarray
     """uint64[L, E]: SHA-256's first 64 bits."""
+    crcs: np.ndarray | None = None
+    """uint64[L, E]: CRC-32C; None where the checkpoint has not all of them."""
     verify: bool = True
-    """They are verified as records are read."""
+    """Records are verified as they are read, by CRC-32C where it is known: a fifth of the work."""
 
 
 @dataclasses.dataclass(frozen=True)

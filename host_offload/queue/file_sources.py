@@ -12,7 +12,7 @@ from host_offload.queue.sources import record_parts
 from pallas_kernels.cpu.sources import SOURCE, Sources
 from pallas_kernels.records.format import RecordFormat
 
-_SHA256 = 1
+_SHA256, _CRC32C = 1, 2
 
 
 def file_sources(
@@ -27,6 +27,8 @@ def file_sources(
     table = np.zeros((len(files), *files[0].checksums.shape), SOURCE)
     for mine, version in zip(table, files, strict=True):
         mine["file"] = [[queue.file_number(path) for path in layer] for layer in version.paths]
-        mine["checksum"] = version.checksums
-        mine["check"] = _SHA256 if version.verify else 0
+        if version.verify and version.crcs is not None:
+            mine["checksum"], mine["check"] = version.crcs, _CRC32C
+        elif version.verify:
+            mine["checksum"], mine["check"] = version.checksums, _SHA256
     return Sources(table, tuple(map(record_parts, records)))

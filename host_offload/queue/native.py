@@ -15,6 +15,8 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from host_offload.queue.transfer import (
     CHUNK_BYTES,
     DEMAND,
@@ -456,10 +458,11 @@ class NativeQueue:
         return _said(text)
 
 
-def checksum(kind: str, data: bytes) -> str:
-    """What `Source.checksum` is for these bytes. kind: "sha256" or "crc32c"."""
+def checksum(kind: str, data: bytes | memoryview) -> str:
+    """What `Source.checksum` is for these bytes, in their order. kind: "sha256" or "crc32c"."""
     number = {"sha256": 1, "crc32c": 2}[kind]
-    value = _library().moejax_checksum(number, data, len(data))
+    held = np.frombuffer(data, np.uint8)
+    value = _library().moejax_checksum(number, held.ctypes.data, held.size)
     return f"{value:0{16 if number == 1 else 8}x}"
 
 

@@ -20,6 +20,7 @@ from itertools import chain
 
 import numpy as np
 
+from host_offload.queue.native import checksum as native_checksum
 from host_offload.versions.encoders import WORKERS, EncodingError, decode
 from host_offload.versions.store_versions import as_weights, relative_error
 from moejax.checkpoints.conversion_source import Source, open_source
@@ -41,6 +42,7 @@ from moejax.checkpoints.orbax.manifest import (
 from moejax.checkpoints.placement import in_order
 from moejax.errors import UserError
 from moejax.models.directory import checkpoint_directory
+from pallas_kernels.cpu.library import why_not_cpu
 
 log = logging.getLogger("moejax")
 
@@ -135,7 +137,7 @@ def _complete(
     for leaf in dense:
         if not manifest.checksums(leaf):
             nonfinite: Counter[str] = Counter()
-            manifest.put(leaf, _write_chunks(tree, leaf, source.chunks(leaf, nonfinite)))
+            manifest.put(leaf, *_write_chunks(tree, leaf, source.chunks(leaf, nonfinite)))
             manifest.nonfinite |= nonfinite
             write_manifest(work / JOURNAL, manifest)
             advance(leaf.nbytes)
@@ -159,7 +161,7 @@ def _complete(
                 lacking = {layer, *manifest.dense_layers.get(version, ())}
                 manifest.dense_layers[version] = tuple(sorted(lacking))
             else:
-                manifest.put(made, _write_chunks(tree, made, iter(encoded)))
+                manifest.put(made, *_write_chunks(tree, made, iter(encoded)))
                 errors = relative_error(weights, decode(encoded, source.layout(version)))
                 rounded = tuple(float(f"{error:.6g}") for error in errors)
                 manifest.errors.setdefault(version, {})[layer] = rounded
@@ -278,17 +280,23 @@ def _write_files(work: pathlib.Path, manifest: Manifest, files: Mapping[str, byt
     write_manifest(work / JOURNAL, manifest)
 
 
-def _write_chunks(tree: pathlib.Path, leaf: Leaf, chunks: Iterator[np.ndarray]) -> tuple[str, ...]:
-    """Writes a leaf, several chunks at once; returns their checksums."""
+def _write_chunks(
+    tree: pathlib.Path, leaf: Leaf, chunks: Iterator[np.ndarray]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Writes a leaf, several chunks at once; returns their checksums, and CRC-32C of experts where
+    the native library is there to compute it."""
+    crcs = leaf.name.startswith("experts.") and why_not_cpu() is None
 
-    def write(numbered: tuple[int, np.ndarray]) -> str:
+    def write(numbered: tuple[int, np.ndarray]) -> tuple[str, str]:
         number, chunk = numbered
         path = leaf.file(tree, number)
         path.parent.mkdir(parents=True, exist_ok=True)
-        return write_file(path, as_bytes(chunk))
+        content = as_bytes(chunk)
+        return write_file(path, content), native_checksum("crc32c", content) if crcs else ""
 
     with concurrent.futures.ThreadPoolExecutor(WORKERS) as pool:
-        return tuple(in_order(pool, write, zip(leaf.chunks, chunks, strict=True)))
+        written = list(in_order(pool, write, zip(leaf.chunks, chunks, strict=True)))
+    return tuple(each for each, _ in written), tuple(crc for _, crc in written if crc)
 
 
 def _read_chunks(tree: pathlib.Path, leaf: Leaf, checksums: Sequence[str]) -> np.ndarray:

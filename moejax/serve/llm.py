@@ -113,7 +113,7 @@ class LLM:
         link_latency: float | str | None = None,
         transfers: str | None = None,
         chunk_bytes: int | str | None = None,
-        transfer_threads: int = 2,
+        transfer_threads: int | None = None,
         driver: str = "device",
         ops: str | Mapping[str, str] = "auto",
         device: str | jax.Device | None = None,

@@ -245,11 +245,10 @@ class Options:
         "queue (default: 1MiB; a matrix of an expert on a GPU and with XLA ops)",
         "memory",
     )
-    transfer_threads: int = _option(
+    transfer_threads: int | None = _option(
         "threads that transfers run on; on a GPU and with XLA ops how many pieces of transfers "
-        "ahead of need are on their way at once; of a queue (default: 2)",
+        "ahead of need are on their way at once; of a queue (default: 2, or 4 that read files)",
         "memory",
-        default=2,
     )
     driver: str = _option(
         "who walks through the layers: device runs a step as one executable, host calls them from "

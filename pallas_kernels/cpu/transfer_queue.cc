@@ -4,6 +4,8 @@
 #endif
 #include "pallas_kernels/cpu/transfer_queue.h"
 
+#include "pallas_kernels/cpu/copy.h"
+
 #include <fcntl.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -498,7 +500,7 @@ std::string TransferQueue::move(Transfer& transfer, const Chunk& chunk, Bounce& 
     failure = open_file(transfer);
     if (failure.empty()) failure = read(transfer, to, from, chunk.bytes, bounce);
   } else {
-    std::memcpy(to, reinterpret_cast<const uint8_t*>(from), (size_t)chunk.bytes);
+    copy(to, reinterpret_cast<const uint8_t*>(from), chunk.bytes);
   }
   if (faulty_) delay(transfer);
   return failure;

@@ -28,8 +28,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -38,8 +36,9 @@ from pathlib import Path
 
 from moejax.errors import UserError
 from scripts.cpu.engines.checkpoint import OLMOE, write_checkpoint
-from scripts.cpu.engines.compare import Plan, agreement, measure, table
-from scripts.cpu.engines.protocol import REPOSITORY, Task, Worker
+from scripts.cpu.engines.compare import AGREEMENT, Plan, agreement, measure, table
+from scripts.cpu.engines.llama_files import why_not_llama, write_gguf
+from scripts.cpu.engines.protocol import Task, Worker
 from scripts.parts.commands import new_parser, refuse
 
 STAGES = {
@@ -51,14 +50,7 @@ STAGES = {
 
 MODULES = {"moejax": "moejax_engine", "llama.cpp": "llama_engine", "transformers": "torch_engine"}
 
-NEEDED = {
-    "llama": "pip install llama-cpp-python==0.3.36 gguf==0.19.0",
-    "torch": "pip install torch==2.13.0 transformers==5.17.0 accelerate",
-}
-
-AGREEMENT = {"bf16": 0.03, "int8": 0.1, "int4": 0.5}
-"""Stage → largest median difference of two engines' log-probabilities. Those of the forced tokens
-have a standard deviation of some 0.9, so engines that compute something else differ by that."""
+TORCH = "pip install torch==2.13.0 transformers==5.17.0 accelerate"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -103,15 +95,12 @@ def _parser() -> argparse.ArgumentParser:
 def missing_for(stages: Sequence[str], without: Sequence[str], llama_python: str) -> str | None:
     """What has to be installed first, in words."""
     engines = [name for stage in stages for name in engines_of(stage, without)]
-    if any(name.startswith("llama.cpp") for name in engines):
-        script = "import llama_cpp, gguf"
-        found = subprocess.run([llama_python, "-c", script], capture_output=True, text=True)
-        if found.returncode:
-            said = found.stderr.strip().rpartition("\n")[2]
-            return f"{llama_python}: {said}; run `{NEEDED['llama']}`, or --without llama.cpp"
+    llama = any(name.startswith("llama.cpp") for name in engines)
+    if llama and (said := why_not_llama(llama_python)):
+        return f"{said}, or --without llama.cpp"
     wanted = any(name.startswith("transformers") for name in engines)
     if wanted and not all(map(importlib.util.find_spec, ("torch", "transformers"))):
-        return f"no torch or transformers; run `{NEEDED['torch']}`, or --without transformers"
+        return f"no torch or transformers; run `{TORCH}`, or --without transformers"
     return None
 
 
@@ -163,26 +152,10 @@ def model_file(args: argparse.Namespace, name: str, directory: Path) -> Path:
     if not name.startswith("llama.cpp"):
         return checkpoint
     whole = directory / f"olmoe-{args.layers}-BF16.gguf"
-    _gguf_file(args, [checkpoint], whole)
+    write_gguf(args.llama_python, checkpoint, whole)
     kind, *rest = name.split()[1:]
     if kind == "BF16":
         return whole
     path = directory / f"olmoe-{args.layers}-{kind}-{rest[0]}.gguf"
-    _gguf_file(args, [whole], path, kind, *rest)
+    write_gguf(args.llama_python, whole, path, kind, *rest)
     return path
-
-
-def _gguf_file(args: argparse.Namespace, sources: list[Path], path: Path, *options: str) -> None:
-    if path.exists():
-        return
-    part = path.with_suffix(".part")
-    command = [args.llama_python, "-m", "scripts.cpu.engines.gguf_file", *map(str, sources)]
-    ran = subprocess.run(
-        [*command, str(part), *options],
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-    )
-    if ran.returncode:
-        raise RuntimeError(f"{path.name} cannot be written: {ran.stderr.strip()[-2000:]}")
-    part.rename(path)

@@ -4,8 +4,11 @@ python -m scripts.cpu queue [DIR] [--rounds 9] [--size 256MiB] [--link-rate 2e9]
 
 Rates from memory, and with DIR from a file there (random bytes, written once and read past the page
 cache where the filesystem allows it); what a transfer of an empty queue costs, and an op's question
-about a cell that nobody writes; how long a demand waits behind a prefetch; the `linear` op on a
-layer of 64 MiB alone and beside a copy of --link-rate that goes on (paired, alternating); a layer
+about a cell that nobody writes; how long a demand waits behind prefetches until the link is its own
+(at most one chunk, and what it takes to wake a thread), and until its bytes are there; the `linear`
+op on a layer of 64 MiB alone and beside a copy of --link-rate that goes on (paired, alternating;
+its weights lie in pages of 4 KiB, with which it reads at half the rate of an engine's; see
+`scripts.transfers overlap` for steps of an engine beside a copy); a layer
 computed beside a transfer that takes as long (over the step's border: it is awaited after the next
 one was submitted), beside the two in series. Medians of --rounds. Seconds are the clock's, which
 other programs disturb; ratios are of neighbours.
@@ -39,6 +42,9 @@ from scripts.parts.commands import new_parser, refuse
 WIDTH, ROWS, LAYERS = 2048, 16384, 4
 EXPERT = 12 << 20
 """Bytes of one transfer where rates are measured: an OLMoE expert's, about."""
+
+DEMANDS = 4
+"""A round, behind prefetches of a share of the cells each."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -177,22 +183,33 @@ def costs(
 def demand_waits(
     source: Source, cells: np.ndarray, args: argparse.Namespace
 ) -> Iterator[tuple[str, float]]:
-    """A demand of one chunk behind prefetches, in chunks' times of the link: 1 to 2 are meant."""
-    chunk_seconds, waits = CHUNK_BYTES / args.link_rate, []
+    """How long a demand of one chunk waits behind prefetches until the link is its own, in chunks'
+    times of the link, how many chunks of others begin meanwhile, and what all of it takes."""
+    chunk_seconds, rng = CHUNK_BYTES / args.link_rate, np.random.default_rng(0)
+    room = cells.size // 2
+    load = Load((CHUNK_BYTES,), source, cells.ctypes.data + room)
+    waits, between, whole = [], [], []
     with NativeQueue(threads=args.threads, rate=args.link_rate) as queue:
-        room = cells.size // 2
-        for _ in range(args.rounds):
-            tickets = submit_all(queue, source, cells[:room])
-            time.sleep(4.3 * chunk_seconds)
-            load = Load((CHUNK_BYTES,), source, cells.ctypes.data + room)
-            waits.append(
-                timed(
-                    lambda load=load: queue.wait(queue.submit(Transfer(0, 0, 0, -1, DEMAND), load))
-                )
-            )
+        queue.record()
+        for _ in range(args.rounds * DEMANDS):
+            tickets = submit_all(queue, source, cells[: room // DEMANDS])
+            time.sleep(rng.uniform(2, 6) * chunk_seconds)
+            demand = queue.submit(Transfer(0, 0, 0, -1, DEMAND), load)
+            came = time.monotonic()
+            queue.wait(demand)
+            whole.append(time.monotonic() - came)
             wait_all(queue, tickets)
-    yield "a demand of a chunk behind prefetches, chunks", statistics.median(waits) / chunk_seconds
-    yield "the longest", max(waits) / chunk_seconds
+            spans = queue.spans()
+            begin = next(span.begin for span in spans if span.ticket == demand)
+            waits.append(begin - came)
+            between.append(sum(came < s.begin < begin for s in spans))
+    for name, seconds in (
+        ("a demand behind prefetches: begins after, chunks", waits),
+        ("a demand of a chunk behind prefetches, chunks", whole),
+    ):
+        yield name, statistics.median(seconds) / chunk_seconds
+        yield f"{name.partition(',')[0]}, longest", max(seconds) / chunk_seconds
+    yield "chunks of others that begin before it, most", max(between)
 
 
 def layer_compute() -> Callable[[int], None]:

@@ -15,10 +15,10 @@ CONTROLLER = Path("/sys/fs/cgroup/memory")
 
 
 @contextlib.contextmanager
-def limited(nbytes: int) -> Iterator[Path]:
-    """A memory cgroup of its own with this limit, page cache included. Raises UserError where there
-    is no controller that this process may use."""
-    group = CONTROLLER / f"moejax-{os.getpid()}"
+def limited(nbytes: int, name: str = "") -> Iterator[Path]:
+    """A memory cgroup of its own with this limit, page cache included; several at once have names.
+    Raises UserError where there is no controller that this process may use."""
+    group = CONTROLLER / f"moejax-{os.getpid()}{name}"
     try:
         group.mkdir()
         (group / "memory.limit_in_bytes").write_text(str(nbytes))
@@ -33,12 +33,15 @@ def limited(nbytes: int) -> Iterator[Path]:
         group.rmdir()
 
 
+def entering(group: Path) -> list[str]:
+    """What a command begins with that runs in the cgroup from its first instruction."""
+    return ["sh", "-c", 'echo $$ > "$0/cgroup.procs" && exec "$@"', str(group)]
+
+
 def run(group: Path, command: Sequence[str]) -> str:
     """What a command writes to stdout that runs in the cgroup from its first instruction. Raises
     UserError with the end of its stderr where it fails, as where the kernel kills it."""
-
-    enter = 'echo $$ > "$0/cgroup.procs" && exec "$@"'
-    done = subprocess.run(["sh", "-c", enter, group, *command], capture_output=True, text=True)
+    done = subprocess.run([*entering(group), *command], capture_output=True, text=True)
     if done.returncode:
         why = done.stderr.strip()[-800:] or f"exit status {done.returncode}"
         raise UserError(f"the process under the limit failed ({done.returncode}): {why}")

@@ -8,6 +8,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -28,8 +29,13 @@ def converted(folder: Path, name: str, layers: int | None) -> Path:
     """The checkpoint of a shape of random_model.SHAPES below a folder, written if absent: bfloat16,
     equal for equal arguments. Raises UserError and OSError."""
     raw = shape_fields(name, layers)
+    return written(folder, f"{name}-{parse_config(raw, name).num_hidden_layers}", raw)
+
+
+def written(folder: Path, name: str, raw: dict[str, Any]) -> Path:
+    """The same of a model by its config.json and a name. Raises UserError and OSError."""
     config = parse_config(raw, name)
-    directory = folder / f"{name}-{config.num_hidden_layers}.orbax"
+    directory = folder / f"{name}.orbax"
     if (directory / MANIFEST).exists():
         return directory
     folder.mkdir(parents=True, exist_ok=True)

@@ -10,6 +10,10 @@ varies by two within minutes. The table has the resident set, what the cgroup co
 read and their rate, and its share of the plain reads' rate beside (median of the rounds, and its
 quartiles). The exit status is 1 where two budgets give other tokens or log-probabilities.
 
+With --kill a further process is killed (SIGKILL) while it reads experts, which must leave every
+file as it was, and another one that starts after it must give the same bits: there is nothing to
+repair.
+
 --delete takes the checkpoint away afterwards.
 """
 
@@ -20,7 +24,9 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -32,11 +38,15 @@ import numpy as np
 from moejax import LLM, SamplingParams, UserError
 from moejax.checkpoints.random_model import SHAPES
 from moejax.sizes import parse_size
-from scripts.disk.memory_limit import limited, run, usage
+from scripts.cpu.engines.protocol import disk_bytes, peak_resident
+from scripts.disk.memory_limit import entering, limited, run, usage
 from scripts.disk.plain_reads import read_rate
 from scripts.disk.random_converted import converted
 from scripts.parts.commands import new_parser, refuse
 from scripts.parts.text_table import aligned
+
+READING = "reading experts"
+"""What a process says before each round."""
 
 PLAIN = 128
 """The most files of a round of plain reads."""
@@ -72,6 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--readers", type=int, default=2, help="threads of plain reads (default: %(default)s)")
     add("--no-verify-reads", action="store_true", help="as of moejax")
     add("--options", default="{}", help="more options of moejax.LLM, a JSON object")
+    add("--kill", action="store_true", help="one process, and start another")
     add("--delete", action="store_true", help="the checkpoint, afterwards")
     add("--json", action="store_true", help="one JSON object a line instead of the table")
     add("--child", help=argparse.SUPPRESS)
@@ -86,6 +97,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             rows.append(row(args, directory, budget))
             if args.json:
                 print(json.dumps(rows[-1]), flush=True)
+        if args.kill:
+            budget = args.budgets.split(",")[0]
+            kill_one(args, directory, budget)
+            rows.append(row(args, directory, budget) | {"budget": f"{budget}, after a kill"})
+            if args.json:
+                print(json.dumps(rows[-1]), flush=True)
     except (UserError, OSError) as error:
         return refuse(__name__, error)
     if args.delete:
@@ -96,14 +113,48 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if len({row["bits"] for row in rows}) == 1 else 1
 
 
-def row(args: argparse.Namespace, directory: Path, budget: str) -> dict[str, Any]:
-    """A line of the table: one process. Raises UserError where it fails."""
+def child(args: argparse.Namespace, directory: Path, budget: str) -> list[str]:
+    """The command of a process that is to run under the limit."""
     command = [sys.executable, "-m", "scripts.disk", "store", str(directory), "--child", budget]
     for name in ("batch", "tokens", "prompt", "rounds", "readers", "options"):
         command += [f"--{name}", str(getattr(args, name))]
-    command += ["--no-verify-reads"] if args.no_verify_reads else []
+    return command + (["--no-verify-reads"] if args.no_verify_reads else [])
+
+
+def kill_one(args: argparse.Namespace, directory: Path, budget: str) -> None:
+    """Ends a process by SIGKILL while it reads experts. Raises UserError where it ended before, or
+    left a file other than it was."""
+    before = listing(directory)
     with limited(parse_size(args.limit)) as group:
-        found = json.loads(run(group, command).splitlines()[-1])
+        process = subprocess.Popen(
+            [*entering(group), *child(args, directory, budget)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        assert process.stdout is not None
+        with process.stdout:
+            process.stdout.readline()  # READING
+            began = disk_bytes(process.pid)
+            while process.poll() is None and disk_bytes(process.pid) == began:
+                time.sleep(0.001)
+            process.kill()
+        if process.wait() != -signal.SIGKILL:
+            raise UserError(f"the process to be killed ended before, with {process.returncode}")
+    if listing(directory) != before:
+        raise UserError(f"{directory}: files changed while a process was killed that read them")
+
+
+def listing(directory: Path) -> dict[Path, tuple[int, int]]:
+    """File → its size and when it was written."""
+    found = ((path, path.stat()) for path in directory.rglob("*") if path.is_file())
+    return {path: (stat.st_size, stat.st_mtime_ns) for path, stat in found}
+
+
+def row(args: argparse.Namespace, directory: Path, budget: str) -> dict[str, Any]:
+    """A line of the table: one process. Raises UserError where it fails."""
+    with limited(parse_size(args.limit)) as group:
+        found = json.loads(run(group, child(args, directory, budget)).splitlines()[-1])
         held = usage(group)
     shares = [r["rate"] / r["plain"] for r in found["rounds"]]
     low, middle, high = np.quantile(shares, [0.25, 0.5, 0.75])
@@ -139,6 +190,7 @@ def measured(args: argparse.Namespace, budget: int) -> dict[str, Any]:
             prompts = rng.integers(vocabulary, size=(batch, args.prompt)).tolist()
             picked = rng.choice(len(every), min(count, len(every)), replace=False)
             plain = read_rate([every[i] for i in picked], args.readers)
+            print(READING, flush=True)
             before, clock = disk_bytes(), time.perf_counter()
             found = llm.generate(prompts, params)
             seconds, read = time.perf_counter() - clock, disk_bytes() - before
@@ -165,15 +217,3 @@ def measured(args: argparse.Namespace, budget: int) -> dict[str, Any]:
             "rounds": rounds[1:],
             "bits": bits.hexdigest()[:12],
         }
-
-
-def disk_bytes() -> int:
-    """What this process has made disks read."""
-    lines = Path("/proc/self/io").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith("read_bytes:")).split()[1])
-
-
-def peak_resident() -> int:
-    """VmHWM."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith("VmHWM:")).split()[1]) * 1024

@@ -19,7 +19,7 @@ COMMANDS = {
     "policies": ("predictions", "search", "placement", "maps"),
     "precision": ("shifts", "speed", "plot"),
     "cpu": ("ops", "versions", "matrix", "steps", "peers", "memory", "pages", "queue"),
-    "disk": ("store",),
+    "disk": ("store", "peer"),
     "transfers": ("claim", "overlap", "device", "stream"),
     "check": (
         "batch",

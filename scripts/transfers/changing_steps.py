@@ -117,7 +117,7 @@ def make(
     ops: str = "auto",
 ) -> Bench:
     """A bench of these weights, of which so many experts of a layer change. rate: of a link, None:
-    of none. driver, transfers, ops: as of Options."""
+    of none. driver, transfers, ops: as of Options. Experts in files stay there."""
     config = loaded.config
     record = 3 * config.hidden_size * config.moe_intermediate_size * 2
     cells = config.num_experts_per_tok + changing
@@ -133,6 +133,8 @@ def make(
         driver=driver,
         transfers=transfers,
         ops=ops,
+        store="file" if loaded.store.files else "memory",
+        verify_reads=all(files.verify for files in loaded.store.files.values()),
     )
     engine, _ = start_engine(loaded, options, select_device())
     engine.runner.prepare_stages()

@@ -25,7 +25,7 @@ CHECKSUM = "sha256, its first 64 bits"
 PIECE = 1 << 20
 """Bytes read or written at once: still in the processor's cache when they are hashed."""
 
-_HEX = re.compile(r"[0-9a-f]{16}")
+_HEX, _CRC = re.compile(r"[0-9a-f]{16}"), re.compile(r"[0-9a-f]{8}")
 _NAME = re.compile(r"\w+")
 
 
@@ -46,7 +46,9 @@ class Manifest:
     of each other file. nonfinite: the source's tensors with NaN or infinite values → how many.
     quantizers: version → how it was made from the dense one. errors: version → layer → ‖W − Ŵ‖/‖W‖
     of each expert. dense_layers: version → the MoE layers that it lacks, since it cannot hold one
-    of their experts without loss. A conversion adds to its own as it goes on.
+    of their experts without loss. crcs: version → layer → CRC-32C of each expert, 8 hex digits, for
+    who reads experts while a model runs; conversions without the native library write none. A
+    conversion adds to its own as it goes on.
     """
 
     provenance: dict[str, Any]
@@ -59,6 +61,7 @@ class Manifest:
     quantizers: dict[str, str] = dataclasses.field(default_factory=dict)
     errors: dict[str, dict[int, tuple[float, ...]]] = dataclasses.field(default_factory=dict)
     dense_layers: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    crcs: dict[str, dict[int, tuple[str, ...]]] = dataclasses.field(default_factory=dict)
 
     def checksums(self, leaf: Leaf) -> tuple[str, ...]:
         """The checksums of a leaf's chunks; none where it is not written."""
@@ -68,14 +71,20 @@ class Manifest:
         version, layer = key.split(".")
         return self.experts.get(version, {}).get(int(layer), ())
 
-    def put(self, leaf: Leaf, checksums: tuple[str, ...]) -> None:
-        """Notes that a leaf is written, or with no checksums that it is not."""
+    def crcs_of(self, leaf: Leaf) -> tuple[str, ...]:
+        """CRC-32C of each of a layer's experts; none where that is not known."""
+        _, version, layer = leaf.name.split(".")
+        return self.crcs.get(version, {}).get(int(layer), ())
+
+    def put(self, leaf: Leaf, checksums: tuple[str, ...], crcs: tuple[str, ...] = ()) -> None:
+        """Notes that a leaf is written, or with no checksums that it is not. crcs: of experts."""
         kind, _, key = leaf.name.partition(".")
         if kind == "params":
             self.params[key] = StoredLeaf(leaf.dtype.name, leaf.shape, checksums)
         else:
             version, layer = key.split(".")
             self.experts[version][int(layer)] = checksums
+            self.crcs.setdefault(version, {})[int(layer)] = crcs
 
 
 def checksum(data: Any) -> str:
@@ -157,8 +166,8 @@ def read_manifest(path: pathlib.Path) -> Manifest:
 
 
 def _parse(content: dict[str, Any]) -> Manifest:
-    def checksums(values: Any) -> tuple[str, ...]:
-        if not isinstance(values, list) or not all(_HEX.fullmatch(v) for v in values):
+    def checksums(values: Any, digits: re.Pattern[str] = _HEX) -> tuple[str, ...]:
+        if not isinstance(values, list) or not all(digits.fullmatch(v) for v in values):
             raise ValueError(f"checksums {values!r}")
         return tuple(values)
 
@@ -203,5 +212,9 @@ def _parse(content: dict[str, Any]) -> Manifest:
         dense_layers={
             str(version): tuple(map(int, layers))
             for version, layers in content.get("dense_layers", {}).items()
+        },
+        crcs={
+            version: {int(layer): checksums(values, _CRC) for layer, values in layers.items()}
+            for version, layers in content.get("crcs", {}).items()
         },
     )

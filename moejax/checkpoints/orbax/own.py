@@ -206,13 +206,17 @@ def _check_in_files(
 
 def _files_of(stored: StoredCheckpoint, leaves: Sequence[Leaf], verify: bool) -> RecordFiles:
     """The files of a version with these layers."""
-    tree = stored.tree.resolve()
+    tree, manifest = stored.tree.resolve(), stored.manifest
+
+    def numbers(found: Iterable[Sequence[str]]) -> np.ndarray:
+        return np.array([[int(digits, 16) for digits in layer] for layer in found], np.uint64)
+
+    crcs = [manifest.crcs_of(leaf) for leaf in leaves]
+    every = all(len(found) == len(leaf.chunks) for found, leaf in zip(crcs, leaves, strict=True))
     return RecordFiles(
         tuple(tuple(str(leaf.file(tree, e)) for e in leaf.chunks) for leaf in leaves),
-        np.array(
-            [[int(digits, 16) for digits in stored.manifest.checksums(leaf)] for leaf in leaves],
-            np.uint64,
-        ),
+        numbers(manifest.checksums(leaf) for leaf in leaves),
+        numbers(crcs) if every else None,
         verify,
     )
 

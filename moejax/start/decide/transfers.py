@@ -13,6 +13,10 @@ from moejax.start.settings import Settings
 from moejax.step.parts import StepSpec, arena_ops
 from pallas_kernels.cpu.library import why_not_cpu
 
+THREADS = {False: 2, True: 4}
+"""Whether a queue reads files → its threads. There one waits for the disk while another one
+verifies what came."""
+
 
 def queue_of(settings: Settings) -> QueueSpec | None:
     """The queue that was asked for; None: ops copy experts in their place, the fastest where
@@ -27,7 +31,7 @@ def queue_of(settings: Settings) -> QueueSpec | None:
     return QueueSpec(
         rate=options.link_rate or 0.0,
         latency=options.link_latency or 0.0,
-        threads=options.transfer_threads,
+        threads=options.transfer_threads or THREADS[options.store == "file"],
         chunk_bytes=CHUNK_BYTES if options.chunk_bytes is None else options.chunk_bytes,
     )
 

@@ -40,13 +40,20 @@ SPREAD = 0.02
 ROUTER_SPREAD = 0.1
 """Wide enough that bfloat16's rounding seldom turns a choice of experts over."""
 
+VARIED = 1.0
+"""Standard deviation of embeddings with which a token's own, and not what attention adds of all
+tokens before it, decides about its experts: decode steps then have few in common."""
+
 DRAWN = 16_000_057
 """Values drawn; every tensor is these, around and around from a place of its own. A prime, so that
 no two rows are equal."""
 
 
-def write_checkpoint(directory: Path, config: dict[str, Any], seed: int = 0) -> None:
-    """Writes config.json and a safetensors file a layer, in bfloat16."""
+def write_checkpoint(
+    directory: Path, config: dict[str, Any], seed: int = 0, embeddings: float = SPREAD
+) -> None:
+    """Writes config.json and a safetensors file a layer, in bfloat16. embeddings: their standard
+    deviation."""
     random = np.random.default_rng(seed)
     drawn = random.standard_normal(DRAWN, np.float32)
     values = (drawn * SPREAD).astype(ml_dtypes.bfloat16)
@@ -68,7 +75,8 @@ def write_checkpoint(directory: Path, config: dict[str, Any], seed: int = 0) -> 
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
     vocabulary = (config["vocab_size"], hidden)
-    tensors = {"model.embed_tokens": matrix(*vocabulary), "lm_head": matrix(*vocabulary)}
+    embedded = matrix(*vocabulary, of=(drawn * embeddings).astype(ml_dtypes.bfloat16))
+    tensors = {"model.embed_tokens": embedded, "lm_head": matrix(*vocabulary)}
     index = _save(directory, "model-base", tensors | {"model.norm": ones(hidden)})
     for layer in range(config["num_hidden_layers"]):
         parts = {

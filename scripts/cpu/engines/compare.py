@@ -20,6 +20,10 @@ BARS = {"llama.cpp BF16": 1.0, "transformers bf16": 2.0}
 """Engine → how many times its tokens a second the first engine is to reach. Quantized ones have
 none."""
 
+AGREEMENT = {"bf16": 0.03, "int8": 0.1, "int4": 0.5}
+"""Stage → largest median difference of two engines' log-probabilities. Those of the forced tokens
+have a standard deviation of some 0.9, so engines that compute something else differ by that."""
+
 PAUSE = 0.05
 """Seconds between two blocks, in which the threads of the one before stop waiting for more."""
 
@@ -43,14 +47,15 @@ class Blocks:
     processor: list[float] = dataclasses.field(default_factory=list)
 
 
-def agreement(workers: Mapping[str, Worker], most: float) -> list[str]:
+def agreement(workers: Mapping[str, Worker], most: float, **question: int) -> list[str]:
     """How far the engines' log-probabilities of the forced tokens are from the first one's, in
-    words. Raises RuntimeError where the median of an engine's is over `most`."""
+    words. question: fields of "check", else as many sequences as an engine has. Raises RuntimeError
+    where the median of an engine's is over `most`."""
     first, *others = workers
     found = {}
     for name, worker in workers.items():
         batch = 1 if name.startswith("transformers") else worker.task.batch
-        found[name] = np.array(worker.ask("check", batch=batch)["scores"])
+        found[name] = np.array(worker.ask("check", **{"batch": batch, **question})["scores"])
     lines = []
     for name in others:
         theirs = found[name]

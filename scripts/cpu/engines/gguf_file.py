@@ -1,6 +1,7 @@
 """A checkpoint of OLMoE as a GGUF file, and quantized, as llama.cpp's own converter would.
 
 PYTHON -m scripts.cpu.engines.gguf_file CHECKPOINT FILE             in bfloat16
+PYTHON -m scripts.cpu.engines.gguf_file CHECKPOINT FILE consumed    each file deleted once written
 PYTHON -m scripts.cpu.engines.gguf_file FILE FILE TYPE [experts]    all of it, or experts alone
 
 It runs where llama-cpp-python is, which needs neither torch nor jax. Names and types are those of
@@ -48,6 +49,8 @@ class Checkpoint:
 
     def __init__(self, directory: Path):
         self._tensors: dict[str, np.ndarray] = {}
+        self._names: dict[Path, set[str]] = {}
+        self._read: set[str] = set()
         for path in sorted(directory.glob("*.safetensors")):
             data = np.memmap(path, np.uint8, "r")
             end = 8 + int(data[:8].view(np.uint64)[0])
@@ -58,13 +61,23 @@ class Checkpoint:
                     raise ValueError(f"{path}: {name} is {entry['dtype']}, not BF16")
                 first, last = (end + offset for offset in entry["data_offsets"])
                 self._tensors[name] = data[first:last].view(np.uint16).reshape(entry["shape"])
+                self._names.setdefault(path, set()).add(name)
 
     def __getitem__(self, name: str) -> np.ndarray:
+        self._read.add(name)
         return self._tensors[name]
 
+    def delete_read(self) -> None:
+        """Deletes the files of which every tensor was asked for."""
+        for path in [path for path, names in self._names.items() if names <= self._read]:
+            for name in self._names.pop(path):
+                del self._tensors[name]  # which keeps the file
+            path.unlink()
 
-def convert(directory: Path, path: Path) -> None:
-    """Writes the GGUF file of a checkpoint of OLMoE in bfloat16."""
+
+def convert(directory: Path, path: Path, consume: bool) -> None:
+    """Writes the GGUF file of a checkpoint of OLMoE in bfloat16. consume: deletes the checkpoint's
+    files as they are written, so that the disk holds little more than one of both."""
     config = json.loads((directory / "config.json").read_text())
     if config["model_type"] != "olmoe":
         raise ValueError(f"{directory}: {config['model_type']} is not olmoe")
@@ -90,8 +103,12 @@ def convert(directory: Path, path: Path) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
+    checkpoint = Checkpoint(directory)
     for _, tensor in tensors(checkpoint, config):
         writer.write_tensor_data(tensor)
+        del tensor
+        if consume:
+            checkpoint.delete_read()
     writer.close()
 
 
@@ -139,10 +156,10 @@ def tensor_bytes(path: str) -> dict[str, float]:
 
 def main(arguments: list[str]) -> None:
     source, path, *kind = arguments
-    if kind:
+    if kind and kind != ["consumed"]:
         quantize(Path(source), Path(path), kind[0], "experts" in kind[1:])
     else:
-        convert(Path(source), Path(path))
+        convert(Path(source), Path(path), consume=bool(kind))
 
 
 if __name__ == "__main__":

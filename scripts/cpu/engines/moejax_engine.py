@@ -17,10 +17,15 @@ class MoejaxEngine:
         if reason := why_not_cpu():
             raise RuntimeError(reason)
         self.task = task
+        files = task.host_memory is not None
         self.llm = LLM(
             task.model,
+            expert_budget=None if task.resident or files else 0,
+            store="file" if files else "memory",
+            host_memory=task.host_memory,
+            transfer_threads=task.transfer_threads if files else None,
+            verify_reads=task.verify_reads or not files,
             precision=task.precision,
-            expert_budget=None if task.resident else 0,
             # Named, so that each expert has a cell where all have: else they stay in the store.
             eviction="lru" if task.resident else None,
             threads=task.threads,

@@ -8,12 +8,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -45,6 +46,12 @@ class Task:
     """What moejax's experts are in; the dtype of transformers."""
     resident: bool = False
     """Whether moejax's experts have cells; else they are read where they lie in its store."""
+    host_memory: int | None = None
+    """What moejax may keep of experts that stay in files, and of parameters; None: they do not."""
+    transfer_threads: int | None = None
+    """Threads of moejax's reads from files; None: its own default."""
+    verify_reads: bool = True
+    """Whether moejax verifies their checksums."""
 
     def decoded(self) -> np.ndarray:
         """int32[batch, context + steps + 1]: contexts, forced tokens, and the last one's next."""
@@ -102,9 +109,12 @@ def serve(load: Callable[[Task], Engine]) -> None:
 
 
 def answered(engine: Engine, task: Task, question: dict[str, Any]) -> dict[str, Any]:
-    """The answer to one question: {"what": "decode", "batch", "seconds"}, {"what": "prefill"},
-    {"what": "check", "batch"} or {"what": "bytes", "batch"}."""
+    """The answer to one question: {"what": "decode", "batch", "seconds"}, {"what": "walk", "batch",
+    "first", "steps"}, {"what": "prefill"}, {"what": "check", "batch", "steps"}, {"what": "bytes",
+    "batch"} or {"what": "process"}."""
     what, batch = question["what"], question.get("batch", 1)
+    if what == "process":
+        return {"read": disk_bytes(), "resident": peak_resident()}
     tokens = task.decoded()[:batch]
     if what == "prefill":
         return timed_steps(lambda i: engine.prefill(task.prefilled()), 1)
@@ -117,8 +127,11 @@ def answered(engine: Engine, task: Task, question: dict[str, Any]) -> dict[str, 
         return engine.decode(tokens[:, position], position)
 
     if what == "check":
-        found = [scores(step(i), tokens[:, task.context + i + 1]) for i in range(task.steps)]
+        steps = range(question.get("steps", task.steps))
+        found = [scores(step(i), tokens[:, task.context + i + 1]) for i in steps]
         return {"scores": found}
+    if what == "walk":  # each step once: experts that a step before it left are no step's own
+        return timed_steps(lambda i: step(question["first"] + i), question["steps"], math.inf)
     step(0)  # threads asleep and caches of another engine's weights are nobody's step
     return timed_steps(step, task.steps, question["seconds"])
 
@@ -129,6 +142,18 @@ def scores(logits: np.ndarray, tokens: np.ndarray) -> list[float]:
     top = wide.max(axis=1)
     total = top + np.log(np.sum(np.exp(wide - top[:, None]), axis=1))
     return (wide[np.arange(len(tokens)), tokens] - total).tolist()
+
+
+def disk_bytes(process: int | str = "self") -> int:
+    """What a process has made disks read, by reads and by page faults."""
+    lines = Path(f"/proc/{process}/io").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("read_bytes:")).split()[1])
+
+
+def peak_resident() -> int:
+    """VmHWM in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("VmHWM:")).split()[1]) * 1024
 
 
 def timed_steps(step: Callable[[int], object], most: int, limit_s: float = 0.0) -> dict[str, Any]:
@@ -149,7 +174,8 @@ def timed_steps(step: Callable[[int], object], most: int, limit_s: float = 0.0) 
 class Worker:
     """The other end. A worker that dies is a RuntimeError with the end of what it said."""
 
-    def __init__(self, name: str, python: str, module: str, task: Task):
+    def __init__(self, name: str, python: str, module: str, task: Task, prefix: Sequence[str] = ()):
+        """prefix: a command that begins the worker's, as one that puts it under a limit."""
         self.name, self.task = name, task
         self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed by close()
         self.command = [python, "-m", module, json.dumps(dataclasses.asdict(task))]
@@ -157,7 +183,7 @@ class Worker:
         environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "JAX_PLATFORMS": "cpu"}
         environment["OMP_NUM_THREADS"] = str(task.threads or os.cpu_count())
         self._process = subprocess.Popen(
-            self.command,
+            [*prefix, *self.command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._said,

@@ -1,5 +1,6 @@
 """What an arena's queue is told of records in files."""
 
+import dataclasses
 import hashlib
 
 import numpy as np
@@ -37,7 +38,11 @@ def test_each_record_is_a_file_with_its_checksum(tmp_path):
         assert len(set(found.records["file"].ravel().tolist())) == 6
         assert (found.records["checksum"][0] == files.checksums).all()
         assert (found.records["check"] == 1).all() and not found.records["place"].any()
-        unchecked = RecordFiles(files.paths, files.checksums, verify=False)
+        crcs = np.arange(6, dtype=np.uint64).reshape(2, 3)
+        cheaper = dataclasses.replace(files, crcs=crcs)
+        found = file_sources((cheaper,), (DENSE,), queue)
+        assert (found.records["checksum"][0] == crcs).all() and (found.records["check"] == 2).all()
+        unchecked = dataclasses.replace(cheaper, verify=False)
         assert not file_sources((unchecked,), (DENSE,), queue).records["check"].any()
 
 

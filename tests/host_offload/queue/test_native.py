@@ -149,6 +149,20 @@ def test_the_link_is_never_faster_than_the_clock_says(threads):
 # ---- bytes
 
 
+@pytest.mark.parametrize("size", [(256 << 10) - 1, 256 << 10, (256 << 10) + 64 * 4 + 3, 1_048_575])
+@pytest.mark.parametrize(("to_shift", "from_shift"), [(0, 0), (1, 0), (16, 33), (63, 7)])
+def test_a_large_copy_wherever_it_lies_writes_its_bytes_alone(size, to_shift, from_shift):
+    source = RNG.integers(256, size=(1 << 20) + 64, dtype=np.uint8)
+    to = np.full((1 << 20) + 256, 7, np.uint8)
+    first = -to.ctypes.data % 64 + 64 + to_shift
+    came = source.ctypes.data + from_shift
+    with NativeQueue(chunk_bytes=1 << 20) as queue:
+        load = Load((size,), Source(address=came), to.ctypes.data + first)
+        assert queue.wait(queue.submit(transfer(), load)).state == "done"
+    np.testing.assert_array_equal(to[first : first + size], source[from_shift : from_shift + size])
+    assert (to[:first] == 7).all() and (to[first + size :] == 7).all()
+
+
 @pytest.mark.parametrize("threads", [0, 1, 3])
 @pytest.mark.parametrize("direct", [False, True])
 @pytest.mark.parametrize("first", [0, 1, 4096, 5000])

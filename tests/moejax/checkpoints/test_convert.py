@@ -15,15 +15,18 @@ import sys
 import numpy as np
 import pytest
 
+from host_offload.queue.native import checksum
 from moejax.checkpoints.convert import convert
 from moejax.checkpoints.load import load_checkpoint
 from moejax.checkpoints.orbax.destination import LOCK
 from moejax.checkpoints.orbax.layout import Leaf, orbax_files
-from moejax.checkpoints.orbax.manifest import JOURNAL, MANIFEST
+from moejax.checkpoints.orbax.manifest import JOURNAL, MANIFEST, read_manifest
 from moejax.commands.main import main
 from moejax.errors import UserError
+from moejax.models.config import load_config
 from tests.moejax.checkpoints.conversions import assert_same_model, contents, flip, write_source
 from tests.moejax.checkpoints.random_checkpoint import CONFIG, random_tensors, write
+from tests.pallas_kernels.contract import NATIVE
 
 KILLED = """
 import os, signal, sys, threading
@@ -77,6 +80,22 @@ def unfinished(source, undisturbed, tmp_path):
 
 
 # ---- what is refused
+
+
+@NATIVE
+def test_crcs_are_those_of_the_experts_files(undisturbed):
+    experts = read_manifest(undisturbed / MANIFEST).crcs["dense"]
+    assert len(experts) == sum(load_config(undisturbed).moe_layers)
+    for layer, crcs in experts.items():
+        files = [undisturbed / f"state/experts.dense.{layer}/c/{e}/0/0" for e in range(len(crcs))]
+        assert crcs == tuple(checksum("crc32c", path.read_bytes()) for path in files)
+
+
+def test_without_the_native_library_there_are_no_crcs(source, tmp_path, monkeypatch):
+    monkeypatch.setattr("moejax.checkpoints.convert.why_not_cpu", lambda: "not built")
+    found = convert(source, tmp_path / "model").directory
+    assert not any(read_manifest(found / MANIFEST).crcs["dense"].values())
+    assert load_checkpoint(found, in_files=True).store.files["dense"].crcs is None
 
 
 def test_a_destination_that_is_there(source, tmp_path):

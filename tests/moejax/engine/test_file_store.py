@@ -17,7 +17,7 @@ from moejax.start.decide.residency import check_store
 from moejax.start.options import Options
 from moejax.start.report.dry_run import dry_run
 from moejax.start.settings import settings_of
-from tests.moejax.checkpoints.conversions import copied, flip
+from tests.moejax.checkpoints.conversions import copied, flip, rewrite_manifest
 from tests.moejax.engine_runs import Job, run, set_budget
 from tests.pallas_kernels.contract import NATIVE
 
@@ -278,3 +278,31 @@ def test_a_file_that_fails_while_it_runs(harm, message, options, converted, tmp_
             os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
             assert answered(llm, tokens) == wanted
             assert not llm.engine.runner.faults()
+
+
+def without_crcs(content: dict) -> None:
+    """As conversions before these wrote it, or without the native library."""
+    del content["crcs"]
+
+
+def with_another_crc(content: dict) -> None:
+    content["crcs"]["dense"]["2"][6] = "01234567"
+
+
+@NATIVE
+@pytest.mark.parametrize(
+    ("change", "harm"),
+    [
+        pytest.param(without_crcs, flip_kept_time, marks=pytest.mark.slow),
+        (with_another_crc, lambda path: None),
+    ],
+)
+def test_reads_are_verified_by_crc32c_where_it_is_known_else_by_sha256(
+    change, harm, converted, tmp_path
+):
+    broken = copied(converted, tmp_path / "broken")
+    rewrite_manifest(broken, change)
+    harm(path := expert_file(broken, 2, 6))
+    with in_files(broken, **CELLS) as llm:
+        errors = [error for _, error in answered(llm, range(300, 312)) if error]
+    assert errors and all(str(path) in e and "have their checksum" in e for e in errors)

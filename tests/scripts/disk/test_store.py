@@ -64,7 +64,8 @@ def test_the_limit_is_the_kernels():
 def test_two_budgets_give_the_same_bits(checkpoint, capsys):
     arguments = [str(checkpoint.parent), "--shape", "demo", "--layers", "2", "--limit", "2GiB"]
     small = ["--budgets", "6MiB,5MiB", "--rounds", "1", "--tokens", "4", "--batch", "2", "--json"]
-    assert store.main([*arguments, *small]) == 0
+    assert store.main([*arguments, *small, "--kill"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["budget"] for row in rows] == ["6MiB", "5MiB", "6MiB, after a kill"]
     assert len({row["bits"] for row in rows}) == 1 and len({row["cells"] for row in rows}) == 2
     assert all(0 < row["resident"] < 2048 and row["cgroup"] <= 2148 for row in rows)
