@@ -287,6 +287,9 @@ def test_looking_between_layers_costs_each_moment_and_each_list(tmp_path, link):
         moved = next(e for e in found.events if e.name.startswith("prefetch 1.2"))
         # The prefetch is queued with the list, so that it travels behind it.
         assert looks[0].end == listed.begin and listed.end <= moved.begin
+    # A step's own list is another one.
+    lists = dataclasses.replace(MODEL, stage_list=900.0)
+    assert predict(trace, lists, **options).seconds.tolist() == free.seconds.tolist()
     plain = predict(trace, costly, cells=4, driver="host", link=link)
     assert plain.seconds.tolist() == predict(trace, MODEL, cells=4, link=link).seconds.tolist()
 
