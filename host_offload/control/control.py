@@ -99,8 +99,9 @@ class Control:
         self._dispatched = -1
         self._origin_s: float | None = None
         self._seconds = 0.0
-        self._handed = False
-        """A list was returned from between layers that was not settled."""
+        self._handed = self._more = False
+        """A list was returned from between layers that was not settled; before the next moment that
+        asks, something wants to know what became of it, or there is more to hand out."""
         # The controller counts what it handed out as done. Where the device failed, it is still to
         # be done, before anything that the controller hands out later.
         self._moves: list[Move] = []
@@ -115,7 +116,7 @@ class Control:
         controller = self.controller
         if self._making is not None:
             controller.staging.forget(self._making)
-            self._handed = False
+            self._handed = self._more = False
         self._making, self.resized = number, None
         self._move_cells()
         if controller.needs_residency and controller.tables is None:
@@ -155,9 +156,12 @@ class Control:
         self, moment: Moment, layer: int, rows: StepRows, routing: LayerRouting | None = None
     ) -> list[Entry]:
         """A moment inside the step that runs; returns transfers to carry out right now. layer: −1
-        before the first. rows: of the step. routing: of the layer, once it is known."""
+        before the first. rows: of the step. routing: of the layer, once it is known.
+
+        Where nobody is asked, and all that is wanted was handed out, nothing is read: what became
+        of it the next moment that asks finds out, which waits for the device anyway."""
         controller = self.controller
-        if moment not in controller.moments and not self._handed:
+        if moment not in controller.moments and not self._more:
             return []
         done = self._done() if self._handed else None
         entries = controller.between_layers(
@@ -174,6 +178,8 @@ class Control:
         self._update_tables()
         self._hand_over_cells()
         self._handed = bool(entries)
+        told = Moment.TRANSFER in controller.moments
+        self._more = self._handed and (told or controller.staging.queued > len(entries))
         return entries
 
     # ---- pieces
@@ -187,7 +193,7 @@ class Control:
         return entries
 
     def _done(self) -> np.ndarray:
-        self._handed = False
+        self._handed = self._more = False
         return self.device.carried_out()
 
     def _move_cells(self) -> None:

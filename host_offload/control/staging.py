@@ -40,16 +40,16 @@ def choose_cell(
 
     taken: cells that are spoken for. kept: experts that must not go.
     """
-    owner, last_used = tables.owner[layer], tables.last_used[layer]
-    candidate = (tables.cell_row[layer] >= 0) & (tables.cell_version[layer] == version)
-    candidate[list(taken)] = False
-    free = np.flatnonzero(candidate & (owner < 0))
-    if free.size:
-        return int(free[0])
-    cells = np.flatnonzero(candidate & ~np.isin(owner, list(kept)))
-    if not cells.size:
-        return None
-    owner, last_used = owner[cells], last_used[cells]
+    return first_room(making_room(tables, layer, version), taken, kept)
+
+
+def making_room(tables: Residency, layer: int, version: int) -> list[tuple[int, int]]:
+    """(cell, owner, −1 of a free one) of all cells of the layer and version, in the order in which
+    they make room, see choose_cell."""
+    cells = np.flatnonzero((tables.cell_row[layer] >= 0) & (tables.cell_version[layer] == version))
+    owners = tables.owner[layer, cells]
+    free, held, owner = cells[owners < 0], cells[owners >= 0], owners[owners >= 0]
+    last_used = tables.last_used[layer, held]
     key = victim_key(
         # The clock of the reference to come, at which plan would compute it.
         tables.clock[layer] + np.int32(1) - last_used,
@@ -57,7 +57,16 @@ def choose_cell(
         tables.prior[layer, owner],
         tables.victim_weights,
     )
-    return int(cells[np.lexsort((cells, owner, last_used, key))[0]])
+    order = np.lexsort((held, owner, last_used, key))
+    found = [(cell, -1) for cell in free.tolist()]
+    return found + list(zip(held[order].tolist(), owner[order].tolist(), strict=True))
+
+
+def first_room(
+    order: Sequence[tuple[int, int]], taken: Collection[int], kept: Collection[int]
+) -> int | None:
+    """The cell that makes room of those in that order, see choose_cell."""
+    return next((c for c, owner in order if c not in taken and owner not in kept), None)
 
 
 class Staging(Transfers):
@@ -83,14 +92,17 @@ class Staging(Transfers):
         for t in self.in_flight:
             taken.setdefault(t.layer, set()).add(t.cell)
         full: set[tuple[int, int]] = set()
+        orders: dict[tuple[int, int], list[tuple[int, int]]] = {}
 
         def find_cell(entry: Wanted) -> int | None:
             layer, _, version = entry[:3]
             if (layer, version) in full:
                 return None
+            if (layer, version) not in orders:
+                orders[layer, version] = making_room(tables, layer, version)
             busy = taken.setdefault(layer, set())
             for kept in self._kept(entry):
-                cell = choose_cell(tables, layer, version, taken=busy, kept=kept)
+                cell = first_room(orders[layer, version], busy, kept)
                 if cell is not None:
                     busy.add(cell)
                     return cell

@@ -13,14 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from host_offload.control.interface import routed_counts
+from host_offload.control.interface import Moment, routed_counts
 from host_offload.control.step_record import StepRecord
 from host_offload.memory.placement import ResidentSpec
 from host_offload.policies.eviction.names import with_eviction
 from host_offload.policies.prefetch.names import with_prefetch
 from host_offload.simulate.simulated_engine import SimulatedStep
 from host_offload.simulate.simulator import Simulation, simulate
-from host_offload.simulate.step_timeline import StepLoad, StepTimeline
+from host_offload.simulate.step_timeline import Looks, StepLoad, StepTimeline
 from host_offload.simulate.timeline import Event, Link
 from host_offload.sizing import version_costs
 from host_offload.sizing.cost_model import CostError, CostModel, Work
@@ -97,9 +97,10 @@ def predict(
     steps take; without times one step is dispatched before the one before it is read. What policies
     see of time (`seconds`, and with it intervals) is the model's, so when transfers are issued and
     published does not depend on the times in the trace. Policies that are asked something add
-    CostModel.control to each step, but what they compute costs nothing; their `costs` are those of
-    version 0. Waiting for requests is not a part of any step. The same arguments give the same
-    result.
+    CostModel.control to each step, and between layers CostModel.look at each moment and
+    CostModel.hand for each list of theirs, but what they compute costs nothing; their `costs` are
+    those of version 0. Waiting for requests is not a part of any step. The same arguments give the
+    same result.
 
     A trace that does not say rows, kinds or positions (converted, generated) is taken as decode
     steps of as many rows as tokens, each with one span of context.
@@ -134,7 +135,7 @@ def predict(
         options["fast"] = False  # steps say what moves where
         link = dataclasses.replace(link, beside=max(each.beside_per_byte for each in models))
     steps = StepTimeline(models, link, record=draw)
-    clock = _Clock(trace, models, steps, asked=any(policy.moments for policy in policies))
+    clock = _Clock(trace, models, steps, frozenset().union(*(p.moments for p in policies)))
     timed = {"costs": models[0].costs(), "watcher": clock.add, "clock": clock.ends.__getitem__}
     simulation = simulate(trace, **timed, **options)
     # Of one version it is the costs' experts that move, whichever the trace was recorded with.
@@ -159,9 +160,18 @@ class _Clock:
     """Times of simulated steps, one after the other. models: by version number."""
 
     def __init__(
-        self, trace: Trace, models: Sequence[CostModel], steps: StepTimeline, *, asked: bool
+        self,
+        trace: Trace,
+        models: Sequence[CostModel],
+        steps: StepTimeline,
+        moments: frozenset[Moment],
     ):
-        self._models, self._header, self._asked = models, trace.header, asked
+        self._models, self._header, self._asked = models, trace.header, bool(moments)
+        self._looks = Looks(
+            embedded=len(moments & {Moment.EMBEDDED}),
+            begin=len(moments & {Moment.LAYER_BEGIN}),
+            routed=len(moments & {Moment.ROUTED, Moment.EXPERTS_BEGIN}),
+        )
         self._timeline = steps
         self._steps: Iterator[StepRecord] = trace.step_traces()
         self.seconds: list[float] = []
@@ -180,8 +190,10 @@ class _Clock:
         routed = routed_counts(step.ids, self._header.experts)
         experts, tiles = version_costs.version_work(routed, counts.version, tile, len(models))
         control = version_costs.control_s(models, experts) if self._asked else 0.0
-        compute = version_costs.compute_s(models, work, experts, tiles, rows) + control
-        seconds = self._timeline.play(StepLoad(work, rows, routed, control), simulated)
+        looks = self._looks.count(len(routed)) * max(model.look for model in models)
+        compute = version_costs.compute_s(models, work, experts, tiles, rows) + control + looks
+        load = StepLoad(work, rows, routed, control, self._looks)
+        seconds = self._timeline.play(load, simulated)
         self.active_bytes.append(int(experts @ [model.expert_bytes for model in models]))
         self._now += seconds
         self.ends[step.number] = self._now

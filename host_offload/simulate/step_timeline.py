@@ -25,6 +25,19 @@ BUFFERS = 2
 """Through which experts without a cell are read."""
 
 
+class Looks(NamedTuple):
+    """How many moments policies are asked at: behind the embedding, and for each layer before and
+    behind its router."""
+
+    embedded: int = 0
+    begin: int = 0
+    routed: int = 0
+
+    def count(self, layers: int) -> int:
+        """In a step."""
+        return self.embedded + layers * (self.begin + self.routed)
+
+
 class StepLoad(NamedTuple):
     """What a step computes."""
 
@@ -36,6 +49,8 @@ class StepLoad(NamedTuple):
     """int[L, E]: rows of each expert."""
     control: float
     """Seconds of what policies look at, before the step."""
+    looks: Looks = Looks()
+    """The moments between its layers at which policies are asked."""
 
 
 class _Fixed(NamedTuple):
@@ -67,14 +82,23 @@ class StepTimeline:
         fixed, counts = self._fixed(load, simulated), simulated.versions
         prefill = load.rows is None
         timeline.compute("policies", load.control)
-        timeline.compute("begin", fixed.begin + version_costs.list_s(self._models, counts))
+        ahead = [move for move in simulated.moves if isinstance(move, Staged)]
+        # Lists from between layers cost what they cost there.
+        listed = not load.looks.count(1) or any(move.coming is None for move in ahead)
+        lists_s = version_costs.list_s(self._models, counts) if listed else 0.0
+        timeline.compute("begin", fixed.begin + lists_s)
         if self._queued:
             self._queued_layers(load, simulated, fixed)
         else:
             moves = version_costs.moves_s(self._models, counts, prefill=prefill)
             products = self._products(load, counts.version)
+            self._look(load.looks.embedded, 0)
             for layer, (gate_up, down) in enumerate(products.sum(axis=1)):
+                self._look(load.looks.begin, layer)
                 timeline.compute(f"layer {layer}", fixed.before, layer)
+                self._look(load.looks.routed, layer)
+                if not listed and counts.staged[layer].any():
+                    self._list(layer)
                 for kind, seconds in zip(MOVES, moves[:, layer].tolist(), strict=True):
                     if kind != "stage":
                         timeline.compute(f"layer {layer} {kind}", seconds, layer)
@@ -116,11 +140,14 @@ class StepTimeline:
         timeline = self.timeline
         products = self._products(load, simulated.versions.version)
         moves = _by_layer(simulated.moves)
+        self._look(load.looks.embedded, 0)
         for layer in range(len(products)):
             before, routed, waves, after = moves.get(layer, ((), (), (), ()))
-            self._prefetch(before)
+            self._look(load.looks.begin, layer)
+            self._hand(before)
             timeline.compute(f"layer {layer}", fixed.before, layer)
-            self._prefetch(routed)
+            self._look(load.looks.routed, layer)
+            self._hand(routed)
             for wave in waves:
                 self._wave(wave, products[layer])
             self._prefetch(after)
@@ -129,6 +156,20 @@ class StepTimeline:
         for row in settled:
             del self._flying[row]
         timeline.forget(LINK)
+
+    def _look(self, moments: int, layer: int) -> None:
+        """Policies are asked while the device waits, and transfers go on."""
+        seconds = moments * max(model.look for model in self._models)
+        self.timeline.compute("policies", seconds, layer)
+
+    def _hand(self, staged: Sequence[Staged]) -> None:
+        """A list from between layers, or none."""
+        if staged:
+            self._list(staged[0].coming)
+            self._prefetch(staged)
+
+    def _list(self, layer: int | None) -> None:
+        self.timeline.compute("list", max(model.hand for model in self._models), layer)
 
     def _prefetch(self, staged: Sequence[Staged]) -> None:
         for entry in staged:

@@ -17,7 +17,7 @@ import numpy as np
 
 from host_offload.control.interface import Costs
 
-FORMAT, VERSION = "moejax-costs", 2
+FORMAT, VERSION = "moejax-costs", 3
 
 MOVES = ("fill", "read_through", "stage")
 """Ways in which an expert crosses the link: into a cell in time, beside any cell, into a cell ahead
@@ -124,6 +124,11 @@ class CostModel:
     """float64[2]: seconds per expert, seconds per token, on the CPU; None: jax has no CPU here."""
     beside_per_byte: float = 0.0
     """Lost by computing beside a queue that moves bytes."""
+    look: float = 0.0
+    """Added by each moment between layers at which policies are asked: the wait for what they see,
+    the copies of it, and Python, not what they compute. 0 where the driver has no such moments."""
+    hand: float = 0.0
+    """Added by each list of transfers that they return there."""
     shares: Shares = Shares()
     about: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """What the figures are of: machine, device, versions, model, start-up shapes, when."""

@@ -4,6 +4,7 @@ own: what a step costs is measured on these."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections import deque
 from typing import Any, NamedTuple
@@ -12,16 +13,25 @@ import jax
 import numpy as np
 
 from host_offload.control.controller import Controller
-from host_offload.control.interface import Decision, Moment, Observation, Spec, routed_counts
-from host_offload.control.step_record import USES, PageUse
+from host_offload.control.interface import (
+    Decision,
+    Moment,
+    Observation,
+    Spec,
+    State,
+    routed_counts,
+)
+from host_offload.control.rules import BETWEEN_LAYERS
+from host_offload.control.step_record import USES, LayerRouting, PageUse
 from host_offload.memory.arena import SlotArena
 from host_offload.memory.kv_cache import KVCache
 from host_offload.memory.pager import Pager
 from host_offload.memory.tables import Entry, Residency
+from host_offload.policies.prefetch.next_layers import stages_of
 from host_offload.simulate.prediction import step_work
 from host_offload.sizing.cost_model import Work
 from host_offload.sizing.version_costs import version_work
-from moejax.engine.control import control_of, spec_of_engine
+from moejax.engine.control import LayerHooks, control_of, spec_of_engine
 from moejax.engine.loop import Engine
 from moejax.engine.scheduler import Scheduler
 from moejax.engine.statistics import Statistics
@@ -29,6 +39,8 @@ from moejax.engine.step_work import Step, step_record
 from moejax.errors import UserError
 from moejax.requests.request import Request
 from moejax.requests.sampling_params import SamplingParams
+from moejax.step.drivers.host import HostRunner
+from moejax.step.hooks import Hooks
 from moejax.step.parts import DECODE_TILE, Routing, StepOutput
 from moejax.step.programs import STAGES
 from moejax.step.runner import Runner
@@ -57,6 +69,9 @@ class Case:
     """None: no list of transfers, which is another executable."""
     observed: bool = False
     """A policy looks at each step's tables and routing, and decides nothing."""
+    between: int | None = None
+    """Another one looks behind each router, and wants so many absent experts of the next layer,
+    which do not come; None: nobody does."""
     prompt: int = 1
     """Tokens before the first step."""
 
@@ -85,6 +100,40 @@ class Onlooker:
         return None, Decision()
 
 
+@dataclasses.dataclass(frozen=True)
+class Asker:
+    """A policy that looks behind each router and wants absent experts of the next layer."""
+
+    count: int
+
+    moments = frozenset({Moment.ROUTED})
+    needs = frozenset({"ids", "state"})
+    writes = frozenset({"stages"})
+
+    def init(self, spec: Spec) -> None: ...
+
+    def decide(self, state: None, observation: Observation) -> tuple[None, Decision]:
+        seen: Any = observation
+        following = seen.layer + 1
+        if following == len(seen.state):
+            return None, Decision(stages=())
+        absent = np.flatnonzero(seen.state[following] == State.ABSENT)[: self.count]
+        return None, Decision(stages=stages_of(following, absent.tolist(), "asked"))
+
+
+class AskedHooks(LayerHooks):
+    """Moments of a step whose lists are carried out as any, but for the copies: each entry names
+    another expert, one that is there, so that it is skipped."""
+
+    def _ask(self, moment: Moment, layer: int, routing: LayerRouting | None) -> Entries | None:
+        entries = super()._ask(moment, layer, routing)
+        tables = self._control.controller.tables
+        if entries is None or tables is None:
+            return entries
+        following = tables.address[np.maximum(entries.layer, 0)]
+        return entries._replace(expert=following.argmax(axis=1).astype(np.int32))
+
+
 class ForcedRunner:
     """The runner, but decode steps take routing and stage lists from a queue."""
 
@@ -96,10 +145,12 @@ class ForcedRunner:
         return getattr(self._runner, name)
 
     def decode(
-        self, positions: np.ndarray, block_table: jax.Array, stages: None, hooks: None
+        self, positions: np.ndarray, block_table: jax.Array, stages: None, hooks: Hooks | None
     ) -> StepOutput:
         routing, listed = self.queue.popleft()
-        return self._runner.decode(positions, block_table, forced=routing, stages=listed)
+        return self._runner.decode(
+            positions, block_table, forced=routing, stages=listed, hooks=hooks
+        )
 
 
 class ForcedSteps:
@@ -139,8 +190,7 @@ class ForcedSteps:
         statistics = Statistics((layout.records[0].nbytes,))
         forced: Any = self._forced
         self._engine = Engine(forced, scheduler, statistics, eos_token_ids=())
-        spec = spec_of_engine(runner, max_model_len=scheduler.max_model_len, seed=0)
-        self._control = control_of(runner, Controller(spec, [Onlooker()]))
+        self._spec = spec_of_engine(runner, max_model_len=scheduler.max_model_len, seed=0)
         self._requests: list[Request] = []
         self._steps: list[Step] = []
         self._engine.listener = self._steps.append
@@ -171,13 +221,13 @@ class ForcedSteps:
         count = WARM + steps + 1
         self.grant(self._cells(case))
         planned = self._plan(case, count)
-        self._engine.control = self._control if case.observed else None
+        self._watch(case)
         self._steps.clear()
         reads: list[float] = []
         for _ in range(count):
             self._engine.step()
             reads.append(time.perf_counter())
-        self._engine.control = None
+        self._engine.control = self._engine.hooks = None
         samples: list[StepSample] = []
         for i in range(WARM, WARM + steps):
             # engine.step reads the step before the one that it dispatches.
@@ -190,6 +240,20 @@ class ForcedSteps:
                 )
             samples.append(sample)
         return samples
+
+    def _watch(self, case: Case) -> None:
+        """Sets the policies of a case."""
+        policies = [Onlooker()] if case.observed else []
+        if case.between is not None:
+            policies.append(Asker(case.between))
+        runner, controller = self.runner, Controller(self._spec, policies)
+        control = self._engine.control = control_of(runner, controller)
+        if control is not None and case.between is not None:
+            assert isinstance(runner, HostRunner)
+            needs = controller.needs_at(BETWEEN_LAYERS)
+            self._engine.hooks = functools.partial(AskedHooks, control, runner, needs)
+            # The step before the first one is read with these policies.
+            controller.see(runner.snapshot()())
 
     def _sample(self, step: Step, seconds: float) -> StepSample:
         shapes = self.runner.shapes
@@ -211,7 +275,7 @@ class ForcedSteps:
         if case.read_through:
             return case.active - case.missing  # hits pin them all
         # As many are absent as move, and those that are resident stay so.
-        moved = case.missing
+        moved = case.missing + (case.between or 0)
         if case.staged is not None:
             moved = min(STAGES, (self.experts - self.top_k) // 2)
         return min(self.cells, self.experts - moved)

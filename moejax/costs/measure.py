@@ -184,6 +184,9 @@ def _cases(runner: Runner, forced: ForcedSteps, rows: int, prompt: int) -> list[
     if not first:
         return found
     found.append(Case(rows, k, observed=True))
+    if runner.driver == "host":
+        asked = Case(rows, k, observed=True, between=0)
+        found += [asked, dataclasses.replace(asked, between=min(k, STAGES, forced.experts - k))]
     for missing in _powers(most):
         if max(k, missing) <= min(forced.cells, forced.experts - missing):
             found.append(Case(rows, max(k, missing), missing))
@@ -244,7 +247,14 @@ def _figures(runner, decoded, swept) -> dict[str, Any]:
     staged = {c.staged: extra(c, unstaged) for c in medians if c.staged}
     tables["stage"] = [*staged], [*staged.values()]
     listed = max(extra(unstaged, dataclasses.replace(unstaged, staged=None)), 0.0)
-    observed = next(c for c in medians if c.observed)
+    observed, *asked = (c for c in medians if c.observed)
+    between = {}
+    if asked:
+        looked, handed = asked
+        between = {
+            "look": max(extra(looked, observed), 0.0) / layers,
+            "hand": max(extra(handed, looked), 0.0) / max(layers - 1, 1),
+        }
     prefill_steps = [(key, _median(samples), samples[0]) for key, samples in swept.items()]
     prefill, fill, read_through = fitted_prefill(
         [work for _, (_, work), _ in prefill_steps],
@@ -268,6 +278,7 @@ def _figures(runner, decoded, swept) -> dict[str, Any]:
         **{n: fitted_table(*(t if t[0] else ([1], [fill]))) for n, t in tables.items()},
         "stage_list": listed,
         "control": max(extra(observed, dataclasses.replace(observed, observed=False)), 0.0),
+        **between,
         "prefill_fill": fill,
         "prefill_read_through": read_through,
         "recompute_per_token": seconds / (prompts * tokens),

@@ -286,18 +286,22 @@ class Engine:
 
     def step(self) -> list[Request]:
         """Dispatches the next step, then reads the one before it; returns the requests that got
-        tokens or finished by that. Ctrl-C waits for the end of it. A step that fails aborts its
-        requests, and no others."""
+        tokens or finished by that. With hooks it reads first: they are called while a step is
+        dispatched, which then takes as long as its layers, and tokens would wait for that. Ctrl-C
+        waits for the end of it. A step that fails aborts its requests, and no others."""
         with self.undisturbed():
             previous, self._pending = self._pending, None
+            begun, touched = previous is not None, []
+            if previous is not None and self.hooks is not None:
+                touched, previous = self._read(previous), None
             try:
                 work = self._next_work()
-                if work is None and previous is None and not self.scheduler.idle:
+                if work is None and not begun and not self.scheduler.idle:
                     work = self._unblocked()
                 if work is not None:
                     self._pending = self._dispatch(work)
             finally:
-                touched = [] if previous is None else self._read(previous)
+                touched = touched if previous is None else self._read(previous)
             if self.listener is not None and self._pending is not None:
                 self.listener(self._pending)
             return touched

@@ -38,7 +38,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from host_offload.memory.tables import empty_tables
 from host_offload.policies.eviction.names import with_eviction
 from host_offload.policies.prefetch.names import with_prefetch
 from host_offload.simulate.bounds import stall_bound
@@ -53,7 +52,7 @@ from moejax.checkpoints.loaded_model import LoadedModel
 from moejax.checkpoints.random_model import random_model
 from moejax.costs.measure import calibrate
 from moejax.device import select_device
-from moejax.engine.control import control_of, spec_of_engine
+from moejax.engine.control import spec_of_engine
 from moejax.engine.loop import Engine
 from moejax.models.config import parse_config
 from moejax.sizes import parse_rate
@@ -61,7 +60,6 @@ from moejax.start.build import start_engine
 from moejax.start.options import Options
 from moejax.traces.tracer import start_trace
 from scripts.parts.commands import new_parser, refuse
-from scripts.parts.controllers import start_controller
 from scripts.parts.places import DEMO, TRI
 
 WIDE = dict(
@@ -156,6 +154,8 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     links = "of engines with a queue, by commas; none: without one (%(default)s)"
     parser.add_argument("--links", default=NO_LINK, metavar="RATES", help=links)
+    known = "by commas, an eviction and perhaps a prefetch each (%(default)s)"
+    add("--policies", default=",".join(POLICIES), help=known)
     add("--configurations", type=int, metavar="N", help="the first N of each model (default: all)")
     add(
         "--longest",
@@ -175,7 +175,8 @@ def _parser() -> argparse.ArgumentParser:
 def check(args: argparse.Namespace, name: str) -> Iterator[dict[str, Any]]:
     """A line for each held-out configuration of a model."""
     links = args.links.split(",")
-    chosen = list(itertools.islice(held_out(name, 1, links), args.configurations))
+    policies = args.policies.split(",")
+    chosen = list(itertools.islice(held_out(name, 1, links, policies), args.configurations))
     if (least := max(each.prompt for each in chosen) + args.tokens) > args.longest:
         raise UserError(f"--longest must be at least {least}, got {args.longest}")
     batch = max(each.batch for each in chosen)
@@ -184,7 +185,7 @@ def check(args: argparse.Namespace, name: str) -> Iterator[dict[str, Any]]:
         model = calibrate(runner)
         if args.show:
             print(json.dumps(model.to_json()["figures"]))
-        found = held_out(name, runner.config.num_experts, links)
+        found = held_out(name, runner.config.num_experts, links, policies)
         configurations = list(itertools.islice(found, args.configurations))
         timed = {each: Timed() for each in configurations}
         prompts = np.random.default_rng(7).integers(
@@ -217,9 +218,14 @@ def predicted_of(args: argparse.Namespace, each: Configuration, model: CostModel
     )
 
 
-def held_out(name: str, experts: int, links: Sequence[str] = (NO_LINK,)) -> Iterator[Configuration]:
+def held_out(
+    name: str,
+    experts: int,
+    links: Sequence[str] = (NO_LINK,),
+    policies: Sequence[str] = POLICIES,
+) -> Iterator[Configuration]:
     for (batch, prompt), share in itertools.product(workloads(name), SHARES):
-        for policy, link in itertools.product(POLICIES, links):
+        for policy, link in itertools.product(policies, links):
             yield Configuration(name, batch, prompt, policy, round(share * experts), link)
 
 
@@ -317,17 +323,9 @@ def run(
 
 def cold(engine: Engine, each: Configuration) -> None:
     """Nothing resident, no uses counted, policies without memory of the run before."""
-    runner, arena = engine.runner, engine.scheduler.arena
-    layers, experts = runner.stores[0].shape[:2]
-    columns = runner.tables.cell_row.shape[1]
-    tables = empty_tables(layers, experts, columns)
-    runner.tables = jax.device_put(tables, runner.tokens.sharding)
-    runner.grant_cells(arena.grant_cells([each.cells] * layers))
-    prefetch = with_prefetch(prefetch_of(each), ())
-    _, policies = with_eviction(eviction_of(each), prefetch)
-    length = engine.scheduler.max_model_len
-    controller = start_controller(runner, policies, max_model_len=length, seed=0)
-    engine.control = control_of(runner, controller)
+    spec = spec_of_engine(engine.runner, max_model_len=engine.scheduler.max_model_len, seed=0)
+    _, policies = with_eviction(eviction_of(each), with_prefetch(prefetch_of(each), ()))
+    engine.begin_anew(spec, policies, [each.cells] * spec.layers)
 
 
 # ---- results

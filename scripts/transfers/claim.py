@@ -2,15 +2,20 @@
 
 python -m scripts.transfers claim OUT [--links 250MB/s,1GB/s,4GB/s] [--budgets 25%,75%]
                                   [--batch 1,8,32] [--repeats 6] [--output-tokens 64]
+                                  [--model demo] [--expert-width N]
 
-For each link rate a grid of `moejax ablate` (docs/ablation.md) in OUT: LRU with and without
-prefetch="coactivation" on the host driver × budgets × batches, with transfers beside compute over a
-link of that rate (docs/transfers.md). Policies take turns within each repeat, each run begins cold.
-Beside what was measured stands what the timeline predicts here, by what `moejax calibrate
-MODEL --driver host --max-num-seqs 32` measured before, and, predicted alone, a link with a GPU's
-ratio: --gpu-ratio (60, HBM to PCIe) times slower than this machine copies memory.
+A grid of `moejax ablate` (docs/ablation.md) in OUT on the host driver: LRU alone (off), with
+prefetch="coactivation" (on; fitted to prompts of the texts' first 60%), and with a policy that
+looks where co-activation does and prefetches nothing (looks) × links × budgets × batches, with
+transfers beside compute over a link of that rate (docs/transfers.md). Policies take turns within
+each repeat, each run begins cold. Beside what was measured stands what the timeline predicts here,
+by costs that are measured first, for each batch, where there are none; and, predicted alone, a link
+with a GPU's ratio: --gpu-ratio (60, HBM to PCIe) times slower than this machine copies memory.
 
-Ratios are prefetch / none in the same repeat, medians with their 95% interval where there are 6
+--expert-width pads the experts with zeros: routing and outputs are the model's own, products and
+transfers those of larger experts, as the Python between a small model's layers would drown them.
+
+Ratios are those to off in the same repeat, medians with their 95% interval where there are 6
 repeats: above 1 prefetch helps throughput, below 1 it helps the time to first token. The same
 command goes on after a kill. The table is written to OUT/claim.md.
 """
@@ -29,11 +34,14 @@ import numpy as np
 
 from moejax import UserError
 from moejax.evaluate.experiments.grid import ablate
+from moejax.serve.costs import cost_model_of
 from moejax.sizes import parse_rate
 from scripts.parts.commands import new_parser, refuse
 from scripts.parts.text_table import aligned
+from scripts.transfers.padded_experts import padded_experts
 
-OFF, ON = "lru", "lru + coactivation"
+OFF, ON = "lru", "lru + coactivation=train"
+LOOKS = f"lru + {Path(__file__).with_name('onlooker.py')}:Onlooker"
 
 COLUMNS = (
     ("link", "{link}"),
@@ -41,9 +49,13 @@ COLUMNS = (
     ("budget", "{budget}"),
     ("batch", "{batch}"),
     ("tokens/s off", "{off:.1f}"),
+    ("looks / off", "{looks_tokens_per_s}"),
     ("on / off", "{tokens_per_s}"),
     ("first token off, ms", "{first:.1f}"),
+    ("looks / off", "{looks_ttft_s}"),
     ("on / off", "{ttft_s}"),
+    ("misses on / off", "{misses:.2f}"),
+    ("bytes on / off", "{bytes:.2f}"),
 )
 
 
@@ -52,6 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("out", type=Path, help="directory of the results")
     add("--model", default="demo", help="(default: %(default)s)")
+    add("--expert-width", type=int, help="pad the experts to it (default: as they are)")
     add("--links", default="250MB/s,1GB/s,4GB/s", help="rates (default: %(default)s)")
     add("--budgets", default="25%,75%", help="of experts (default: 25%%,75%%)")
     add("--batch", default="1,8,32", help="prompts at once (default: %(default)s)")
@@ -73,22 +86,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def table(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    modes = ["measured"] if args.measured_only else ["measured", "predicted"]
-    for link in args.links.split(","):
+    links = args.links.split(",")
+    for link in links:
         parse_rate(link)
-        yield from compared(args, link, link, modes)
+    if args.expert_width is not None:
+        args.model = str(padded_experts(args.model, args.expert_width, args.out / "model"))
+    modes = ["measured"] if args.measured_only else ["measured", "predicted"]
+    if not args.measured_only:
+        for batch in args.batch.split(","):
+            cost_model_of(
+                args.model,
+                driver="host",
+                max_num_seqs=int(batch),
+                max_model_len=-(-(args.prompt_tokens + args.output_tokens) // 64) * 64,
+            )
+    yield from compared(args, args.out / "grid", links, modes)
     if args.gpu_ratio and not args.measured_only:
         rate = f"{max(copy_rate(args.out) / args.gpu_ratio / 1e6, 1):.0f}MB/s"
-        yield from compared(args, f"{rate} (a GPU's ratio)", rate, ["predicted"])
+        for line in compared(args, args.out / "gpu-ratio", [rate], ["predicted"]):
+            yield {**line, "link": f"{rate} (a GPU's ratio)"}
 
 
 def compared(
-    args: argparse.Namespace, name: str, link: str, modes: Sequence[str]
+    args: argparse.Namespace, directory: Path, links: Sequence[str], modes: Sequence[str]
 ) -> Iterator[dict[str, Any]]:
-    """A line for each cell with prefetch, compared with the one without."""
+    """A line for each cell with prefetch, compared with those without."""
     definition = {
         "model": args.model,
-        "policies": [OFF, ON],
+        "policies": [OFF, LOOKS, ON],
         "driver": "host",
         "budgets": args.budgets.split(","),
         "batch": [int(n) for n in args.batch.split(",")],
@@ -96,25 +121,28 @@ def compared(
         "output_tokens": args.output_tokens,
         "modes": list(modes),
         "repeats": args.repeats,
-        "link_rate": [link],
+        "link_rate": list(links),
     }
-    directory = args.out / f"link-{link.replace('/', '-per-')}-{'-'.join(modes)}"
     rows = ablate(definition, directory, progress=not args.json).summary()
-    place = ("mode", "budget", "batch")
-    without = {tuple(r[k] for k in place): r for r in rows if r["policy"] == OFF}
-    for row in rows:
-        if row["policy"] != ON:
+    place = ("link_rate", "mode", "budget", "batch")
+    cells = {(row["policy"], *(row[key] for key in place)): row for row in rows}
+    for (policy, *where), on in cells.items():
+        if policy != ON:
             continue
-        off = without[tuple(row[key] for key in place)]
-        for each in (off, row):
+        off, looks = (cells[other, *where] for other in (OFF, LOOKS))
+        for each in (off, looks, on):
             if each["error"]:
                 raise UserError(f"{directory}: {each['policy']}: {each['error']}")
+        times = ("tokens_per_s", "ttft_s")
         yield {
-            "link": name,
-            **{key: row[key] for key in place},
+            "link": on["link_rate"],
+            **{key: on[key] for key in place[1:]},
             "off": off["tokens_per_s"],
             "first": off["ttft_s"] * 1e3,
-            **{key: ratio(row, off, key) for key in ("tokens_per_s", "ttft_s")},
+            **{key: ratio(on, off, key) for key in times},
+            **{f"looks_{key}": ratio(looks, off, key) for key in times},
+            "misses": on["decode_misses"] / max(off["decode_misses"], 1),
+            "bytes": on["decode_bytes"] / max(off["decode_bytes"], 1),
         }
 
 
@@ -127,7 +155,7 @@ def ratio(row: dict[str, Any], off: dict[str, Any], key: str) -> str:
 
 def copy_rate(out: Path) -> float:
     """Bytes a second that this machine copies from memory to memory; measured once for OUT, since
-    the grid's name has the link's rate."""
+    the grid's definition has the link's rate."""
     kept = out / "copy-rate.json"
     if kept.exists():
         return float(json.loads(kept.read_text()))

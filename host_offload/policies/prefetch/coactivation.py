@@ -12,10 +12,9 @@ from host_offload.policies.prefetch.fitted import Fitted, fitted, read_fitted
 from host_offload.policies.prefetch.next_layers import chosen_by_rows, stages_of
 from host_offload.sizing.coactivation import (
     REACH,
-    add_pairs,
     coactivation_counts,
     likelihoods,
-    one_hot,
+    pair_counts,
 )
 from host_offload.traces.reader import Trace
 
@@ -29,7 +28,7 @@ class Counted(NamedTuple):
     pairs: tuple[np.ndarray, ...]
     """Each layer's float32[reach, E, E], see sizing.coactivation."""
     fired: tuple[np.ndarray, ...] = ()
-    """float32[N, E] of the layers routed last in this step: 1 for who was chosen."""
+    """int[N, k] of the layers routed last in this step: who was chosen."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,18 +72,19 @@ class CoActivation:
         layer = seen.layer
         experts = state.pairs[0].shape[1]
         before = state.fired[-self.reach :] if layer else ()
-        fired = (*before, one_hot(seen.ids[:, 0], experts))
+        fired = (*before, seen.ids[:, 0])
         pairs = list(state.pairs)
         if before:
             pairs[layer] = pairs[layer].copy()
-            add_pairs(pairs[layer], fired)
+            for counts, earlier in zip(pairs[layer], reversed(before), strict=False):
+                counts += pair_counts(earlier, fired[-1], experts)
         state = Counted(state.top_k, tuple(pairs), fired)
         if layer + 1 == len(pairs):
             return state, Decision(stages=())
         scores = np.zeros((len(seen.ids), experts), np.float32)
         for d, chosen in enumerate(fired[: -self.reach - 1 : -1]):
             likely = likelihoods(pairs[layer + 1][d], state.top_k)
-            scores += self.decay**d * (chosen @ likely)
+            scores += self.decay**d * likely[chosen].sum(axis=1)  # see pair_counts
         # Who was never seen together with them is no prediction.
         wanted = [e for e in chosen_by_rows(scores, state.top_k) if scores[:, e].any()]
         return state, Decision(stages=stages_of(layer + 1, wanted, NAME))

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from host_offload.control.control import Control
 from host_offload.control.controller import Controller, Decided, Observed
 from host_offload.control.interface import (
     Costs,
@@ -33,6 +34,7 @@ from tests.host_offload.control.policy_runs import (
     CELLS,
     EXPERTS,
     LAYERS,
+    MemoryDevice,
     Simulation,
     random_sets,
     record,
@@ -611,6 +613,56 @@ def test_policies_between_layers():
     there = tables._replace(address=np.where(np.arange(16).reshape(2, 8) == 12, 8, -1))
     end(controller, 3, sets=((0, 5), (4, 6)), tables=there)
     assert counts(controller) == {"issued": 1, "done": 1, "used": 1, "bytes": 100}
+
+
+class CountingDevice(MemoryDevice):
+    """Counts what a Control reads of it."""
+
+    def __init__(self, *shape: int):
+        super().__init__(*shape)
+        self.read: list[str] = []
+
+    def snapshot(self):
+        self.read.append("tables")
+        return super().snapshot()
+
+    def carried_out(self):
+        self.read.append("done")
+        return super().carried_out()
+
+
+@pytest.mark.parametrize(
+    ("moments", "wanted", "lists", "read"),
+    [
+        # All of it fits: nothing is read before the moment that asks again.
+        ({Moment.ROUTED}, 2, [2, 0, 0, 0], ["tables", "done", "tables"]),
+        # Lists of two: the next moment hands out more, whoever is asked there.
+        ({Moment.ROUTED}, 5, [2, 2, 1, 0], ["tables", *["done", "tables"] * 3]),
+        # Somebody is told at once.
+        ({Moment.ROUTED, Moment.TRANSFER}, 2, [2, 0, 0, 0], ["tables", "done", "tables", "tables"]),
+    ],
+)
+def test_nothing_is_read_between_layers_where_nobody_asks(moments, wanted, lists, read):
+    stages = tuple(Stage(1, expert) for expert in range(wanted))
+    script = {(Moment.ROUTED, 0): Decision(stages=stages)}
+    policy = scripted(script, moments=moments, needs=(), writes={"stages"})
+    controller = Controller(spec(driver="host", stage_entries=2), [policy])
+    device = CountingDevice(LAYERS, EXPERTS, 2, 6)
+    control = Control(device, controller)
+    control.before_step(0)
+    rows = StepRows(*np.array([[4], [-1], [10], [1]]))
+    routed = LayerRouting(np.array([[[0, 5]]]), np.ones((1, 1, 2)))
+    device.read.clear()
+    found = []
+    for moment, layer in ((2, 0), (3, 0), (1, 1), (2, 1)):
+        entries = control.between_layers(Moment(moment), layer, rows, routed)
+        if entries:
+            device.carry_out(entries, coming=layer)
+        found.append(len(entries))
+        if layer == 0:  # wanted once
+            policy.script.clear()
+    assert found == lists and device.read == read
+    assert counts(controller)["done"] == wanted
 
 
 # ---- under way

@@ -268,6 +268,32 @@ def test_what_is_staged_between_layers_travels_from_there(tmp_path, moment, befo
     assert found.simulation.misses.tolist() == [[2, 1]]
 
 
+@pytest.mark.parametrize("link", [None, Link(rate=100.0)])
+def test_looking_between_layers_costs_each_moment_and_each_list(tmp_path, link):
+    """Two steps of two layers, a moment each; one list, of which the link knows when it comes."""
+    trace = write_trace(tmp_path / "t", [one_token([0, 1], [2, 3])] * 2, EXPERTS)
+    options = {"cells": 4, "driver": "host", "link": link, "policies": [Between(Moment.ROUTED)]}
+    free = predict(trace, MODEL, **options)
+    costly = dataclasses.replace(MODEL, look=1000.0, hand=500.0)
+    found = predict(trace, costly, **options, draw=True)
+    assert (found.compute_s - free.compute_s).tolist() == [2000, 2000]
+    # The first step's misses wait for the link while its policies look at its layers.
+    more = found.seconds - free.seconds
+    assert more.tolist() == [2500, 2000]
+    looks = [e for e in found.events if e.name == "policies" and e.end - e.begin == 1000]
+    assert [e.layer for e in looks] == [0, 1, 0, 1]
+    if link:
+        listed = next(e for e in found.events if e.name == "list")
+        moved = next(e for e in found.events if e.name.startswith("prefetch 1.2"))
+        # The prefetch is queued with the list, so that it travels behind it.
+        assert looks[0].end == listed.begin and listed.end <= moved.begin
+    # A step's own list is another one.
+    lists = dataclasses.replace(MODEL, stage_list=900.0)
+    assert predict(trace, lists, **options).seconds.tolist() == free.seconds.tolist()
+    plain = predict(trace, costly, cells=4, driver="host", link=link)
+    assert plain.seconds.tolist() == predict(trace, MODEL, cells=4, link=link).seconds.tolist()
+
+
 def test_a_prefill_step_moves_beside_its_waves(tmp_path):
     ids = np.tile(np.array([[[0, 1], [0, 1]], [[2, 3], [2, 3]]]), (65, 1, 1))
     trace = write_trace(tmp_path / "t", [ids], EXPERTS, waves=[2])

@@ -72,7 +72,7 @@ def test_a_file_round_trips_and_is_found_by_what_it_is_of():
         ("{", "damaged: it is no JSON"),
         (json.dumps(MODEL.to_json())[:-40], "damaged"),
         ("[]", "no costs of moejax; delete it"),
-        (json.dumps(MODEL.to_json() | {"version": 3}), "version 3, this moejax reads 2"),
+        (json.dumps(MODEL.to_json() | {"version": 2}), "version 2, this moejax reads 3"),
         (json.dumps(MODEL.to_json() | {"figures": {}}), "without a figure"),
     ],
 )
@@ -254,6 +254,8 @@ def test_the_command_shows_every_figure_and_the_file(started, capsys, monkeypatc
     names = ("control", "stage_list", "prefill_fill", "prefill_read_through", "recompute_per_token")
     model = dataclasses.replace(
         MODEL,
+        look=17 * MICRO,
+        hand=19 * MICRO,
         **{name: getattr(MODEL, name) * MICRO for name in names},
         **tables,
         decode={rows: in_microseconds(cost) for rows, cost in MODEL.decode.items()},
@@ -278,6 +280,8 @@ def test_the_command_shows_every_figure_and_the_file(started, capsys, monkeypatc
         ("read through", MODEL.read_through[:, 1]),
         ("staged", MODEL.stage[:, 1]),
         ("policies that look at a step", [MODEL.control]),
+        ("policies that look between layers", [17]),
+        ("a list of transfers between layers", [19]),
         ("a list of transfers in a step", [MODEL.stage_list]),
         ("expert filled in a prefill step", [MODEL.prefill_fill]),
         ("expert read through in a prefill step", [MODEL.prefill_read_through]),
@@ -312,12 +316,18 @@ def test_forced_steps_move_what_they_should(driver):
             Case(2, 6, 4, read_through=True),
             Case(2, 4, staged=3),
             Case(2, 4, observed=True),
+            *((Case(2, 4, observed=True, between=n) for n in (0, 3)) if driver == "host" else ()),
         ):
             (sample,) = forced.measure(case, 1)
             assert sample.seconds > 0
             assert sample.work.experts == 4 * case.active and sample.work.parts == 2
             assert sample.fills == (0 if case.read_through else 4 * case.missing)
             assert sample.read_through == (4 * case.missing if case.read_through else 0)
+            if case.between:
+                # Lists of each step's layers but the last, all skipped.
+                lists = forced._steps[-1].between
+                assert len(lists) == 3 and not any(np.asarray(each.done).any() for each in lists)
+                assert [int(np.sum(each.entries.layer >= 0)) for each in lists] == [3] * 3
         forced.grant(0)  # behind the plan's back
         plan = forced._plan
         forced._plan = lambda case, steps: [

@@ -144,7 +144,8 @@ def test_a_replay_is_what_the_engine_did(start, driver, name, tmp_path):
         assert len(list(trace.transfers())) > 0
     read, dispatched = trace.array("step.read_s"), trace.array("step.start_s")
     late = read[:-1] > dispatched[1:]
-    assert late.any() and not late.all()
+    # A step with hooks is read before the next one is dispatched, others mostly after.
+    assert not late.all() and late.any() == (name not in BETWEEN)
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ def test_a_line_for_each_cell_with_both_ratios(tmp_path, capsys):
     lines = json_lines(capsys, claim.main, str(tmp_path / "out"), *given, *small)
     assert [(line["link"], line["batch"]) for line in lines] == [("1GB/s", 1), ("1GB/s", 2)]
     assert all(float(line["tokens_per_s"]) > 0 and line["off"] > 0 for line in lines)
+    assert all(float(line["looks_ttft_s"]) > 0 and line["misses"] <= 1.5 for line in lines)
     assert (tmp_path / "out" / "claim.md").exists()
 
 
