@@ -40,6 +40,7 @@ LEARNERS: Mapping[str, Callable[..., Policy]] = {
 }
 """Name → what makes the policy of NAME=train from a trace of the texts' training part."""
 
+
 def _mv_wsa(
     decay: float = SplitRule.decay,
     expect_returns: bool = True,
