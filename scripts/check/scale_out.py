@@ -15,6 +15,8 @@
 4. memory: what one worker and two hold (Pss, which counts what is shared once), by kind, and how
    long each took to start, with a checkpoint of random weights of --size, written to --directory.
    The second may take what the first has beside the store of experts.
+5. grid: `moejax ablate --ray` on such a cluster, disturbed in the same way, half as often: the
+   records of one process.
 
 Exits with status 1 if one of them fails. Needs Ray.
 """
@@ -34,6 +36,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from moejax.evaluate.experiments.records import UNEQUAL, read_results
 from moejax.requests.request import GenerationRequest
 from moejax.requests.sampling_params import SamplingParams
 from moejax.serve.cluster.fleet import Fleet, Scale
@@ -43,7 +46,7 @@ from scripts.cpu.big_checkpoint import checkpoint
 from scripts.parts.commands import new_parser
 from scripts.parts.file_jobs import command, results, run, write_input
 
-PARTS = ("equal", "kills", "throughput", "memory")
+PARTS = ("equal", "kills", "throughput", "memory", "grid")
 LEAST = 0.85
 """The share of independent processes' throughput that is asked for."""
 
@@ -128,12 +131,15 @@ class TwoNodes:
         self._cluster.shutdown()
 
 
+_WORKERS = (b"ray::Generator", b"ray::GridWorker")
+
+
 def workers_of_ray() -> list[int]:
     """Processes of workers, which Ray names by their class."""
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
-            if b"ray::Generator" in (path / "cmdline").read_bytes():
+            if any(name in (path / "cmdline").read_bytes() for name in _WORKERS):
                 found.append(int(path.name))
         except OSError:
             continue
@@ -203,6 +209,46 @@ def check_kills(directory: Path, prompts: int, kills: int, seed: int, address: s
             cluster.close()
     print(f"kills: {disturbance.made}; {jobs} jobs, {runs} runs, {len(disturbance.left)} left")
     return good and not disturbance.left
+
+
+_GRID = """
+policies: [lru, lfu, fifo, random, "deepspeed"]
+budgets: ["20%", "50%"]
+texts: [math, story]
+prompt_tokens: 70
+output_tokens: 16
+batch: [1, 4]
+repeats: 4
+modes: [measured, simulated]
+"""
+
+
+def check_grid(directory: Path, kills: int, seed: int) -> bool:
+    """A grid in one process, and on a cluster of two nodes, killed."""
+    require_ray()
+    (directory / "grid.yaml").write_text(_GRID)
+    ablate = [sys.executable, "-m", "moejax", "ablate", str(directory / "grid.yaml"), "--quiet"]
+    run([*ablate, f"--output={directory / 'one'}"])
+    cluster, began = TwoNodes(), time.perf_counter()
+    try:
+        disturbance = Kills(kills, seed, cluster)
+        where = (f"--ray={cluster.address}", "--workers=2", f"--output={directory / 'many'}")
+        runs = _until_done([*ablate, *where], disturbance, 3 * kills + 3)
+    finally:
+        cluster.close()
+    one, many = (
+        sorted(
+            json.dumps({name: value for name, value in row.items() if name not in UNEQUAL})
+            for row in read_results(directory / name).rows
+        )
+        for name in ("one", "many")
+    )
+    print(
+        f"{len(many)} records in {time.perf_counter() - began:.0f} s, kills: {disturbance.made}, "
+        f"{len(disturbance.left)} came too late, {runs} runs: "
+        + ("equal to one process" if one == many else "✗ NOT equal to one process")
+    )
+    return one == many
 
 
 def _until_done(arguments: list[str], disturbance: Kills, most: int) -> int:
@@ -349,4 +395,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             good &= check_throughput(args.prompts)
         if "memory" in args.only:
             good &= check_memory(args.directory or Path(name), args.size)
+        if "grid" in args.only:
+            good &= check_grid(Path(name), args.kills // 2, args.seed)
     return 0 if good else 1

@@ -135,6 +135,7 @@ class Worker(abc.ABC):
 
     async def close(self) -> None:
         """Gives up what would outlive the process, which is ended then."""
+        return
 
 
 class ModelWorker(Worker):
@@ -201,6 +202,7 @@ class Generator(ModelWorker):
             payload.sampling_params,
             session_id=payload.session_id,
             priority=payload.priority,
+            last_only=True,
         ):
             last = output
         assert last is not None
