@@ -1,7 +1,7 @@
 """Jobs on Ray's workers, with the embedded model: equal, killed, fast enough, small enough.
 
     python -m scripts.check scale_out [--prompts 2000] [--kills 20] [--seed 0] [--only PART ...]
-        [--address HOST:PORT] [--size 1.5GiB] [--directory DIR]
+        [--address HOST:PORT] [--tokens 64] [--size 1.5GiB] [--directory DIR]
 
 1. equal: a job of --prompts lines, of both forms, with sessions and bad ones, runs in one process
    and on 1, 2 and 4 workers of a local Ray. Results, sorted by id and without `metrics`, must be
@@ -104,16 +104,18 @@ def _in_time(start: Callable[[], Any]) -> Any:
 
 
 class TwoNodes:
-    """A cluster of two nodes on this machine, with one worker's CPUs each."""
+    """A cluster of two nodes on this machine, with one worker's CPUs each. second: whether that is
+    there from the beginning."""
 
-    def __init__(self) -> None:
+    def __init__(self, second: bool = True) -> None:
         from ray.cluster_utils import Cluster
 
         of_each = {"num_cpus": 1, "object_store_memory": 100 << 20}
         self._of_each = of_each
         self._cluster = _in_time(lambda: Cluster(initialize_head=True, head_node_args=of_each))
         self._second = None
-        self.restore()
+        if second:
+            self.restore()
         self.address = str(self._cluster.address)
 
     def restore(self) -> None:
@@ -270,8 +272,8 @@ def _until_done(arguments: list[str], disturbance: Kills, most: int) -> int:
     return most
 
 
-def requests(prompts: int) -> list[GenerationRequest]:
-    params = SamplingParams(max_tokens=32, ignore_eos=True)
+def requests(prompts: int, tokens: int) -> list[GenerationRequest]:
+    params = SamplingParams(max_tokens=tokens, ignore_eos=True)
     return [GenerationRequest([5 + i % 90, 7, 11 + i % 50], params) for i in range(prompts)]
 
 
@@ -279,22 +281,23 @@ _INDEPENDENT = """
 import sys, time
 from moejax import LLM
 from scripts.check.scale_out import OPTIONS, requests
-first, prompts = map(int, sys.argv[1:])
+first, prompts, tokens = map(int, sys.argv[1:])
 with LLM("demo", threads=1, progress=False, **OPTIONS) as llm:
     llm.generate([[5, 6]], use_tqdm=False)
     print("ready", flush=True)
     sys.stdin.readline()
     began = time.time()
-    for _ in llm.generate_each(requests(prompts)[first::2]): pass
-    print(began, time.time(), flush=True)
+    for _ in llm.generate_each(requests(prompts, tokens)[first::2]): pass
+    print(began, time.time(), time.process_time(), flush=True)
 """
 
 
-def independent_s(prompts: int) -> float:
-    """Seconds that two processes take for half of the prompts each, from a common beginning."""
+def independent_s(prompts: int, tokens: int) -> tuple[float, float]:
+    """Seconds that two processes take for half of the prompts each, from a common beginning, and of
+    the processor, starts included."""
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", _INDEPENDENT, str(first), str(prompts)],
+            [sys.executable, "-c", _INDEPENDENT, str(first), str(prompts), str(tokens)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -308,25 +311,36 @@ def independent_s(prompts: int) -> float:
         process.stdin.write("go\n")
         process.stdin.flush()
     times = [tuple(map(float, p.communicate()[0].split())) for p in processes]
-    return max(end for _, end in times) - min(begin for begin, _ in times)
+    begins, ends, processor = zip(*times, strict=True)
+    return max(ends) - min(begins), sum(processor)
 
 
-def check_throughput(prompts: int) -> bool:
-    alone = independent_s(prompts)
+def check_throughput(prompts: int, tokens: int) -> bool:
+    alone, alone_cpu = independent_s(prompts, tokens)
     with connected("local", 2), Fleet("demo", OPTIONS, Scale("local", 2, 1), print) as fleet:
         # Both have started once both have done something.
         while len(fleet.stats()["workers"]) < 2:
-            list(fleet.generate_each(requests(8)))
-        began = time.perf_counter()
-        found = sum(1 for _ in fleet.generate_each(requests(prompts)))
-        seconds = time.perf_counter() - began
+            list(fleet.generate_each(requests(8, 32)))
+        pids = [row["pid"] for row in fleet.stats()["workers"]]
+        began, driver, before = time.perf_counter(), time.process_time(), sum(map(cpu_s, pids))
+        found = sum(1 for _ in fleet.generate_each(requests(prompts, tokens)))
+        seconds, driver = time.perf_counter() - began, time.process_time() - driver
+        workers = sum(map(cpu_s, pids)) - before
         spread = [row["results"] for row in fleet.stats()["workers"]]
     share = alone / seconds
     print(
-        f"{found} prompts: two processes {alone:.2f} s, two workers {seconds:.2f} s "
-        f"(results {spread}): {share:.0%} of their throughput, {LEAST:.0%} asked for"
+        f"{found} prompts, {tokens} tokens each: two processes {alone:.2f} s, two workers "
+        f"{seconds:.2f} s (results {spread}): {share:.0%} of their throughput, {LEAST:.0%} asked for; processor: "
+        f"two processes with their start {alone_cpu:.1f} s, workers {workers:.1f} s, driver "
+        f"{driver:.1f} s"
     )
     return found == prompts and share >= LEAST
+
+
+def cpu_s(pid: int) -> float:
+    """Seconds of the processor that a process took."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def pss(pid: int) -> dict[str, int]:
@@ -350,7 +364,7 @@ def check_memory(directory: Path, size: str) -> bool:
             Fleet(model, _MEMORY, Scale("local", workers, 1), print) as fleet,
         ):
             while len(fleet.stats()["workers"]) < workers:
-                list(fleet.generate_each(requests(8)))
+                list(fleet.generate_each(requests(8, 32)))
             rows = fleet.stats()["workers"]
             store = rows[0]["store_bytes"]
             each = [pss(row["pid"]) for row in rows]
@@ -382,6 +396,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of inputs and kills (default: 0)")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="default: all")
     parser.add_argument("--address", help="of a Ray on this machine, for kills")
+    parser.add_argument("--tokens", type=int, default=64, help="of throughput (default: 64)")
     parser.add_argument("--size", default="1.5GiB", help="of memory's model (default: 1.5GiB)")
     parser.add_argument("--directory", type=Path, help="where it is kept (default: nowhere)")
     args = parser.parse_args(arguments)
@@ -392,7 +407,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if "kills" in args.only:
             good &= check_kills(Path(name), args.prompts, args.kills, args.seed, args.address)
         if "throughput" in args.only:
-            good &= check_throughput(args.prompts)
+            good &= check_throughput(args.prompts, args.tokens)
         if "memory" in args.only:
             good &= check_memory(args.directory or Path(name), args.size)
         if "grid" in args.only:

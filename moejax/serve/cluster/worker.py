@@ -31,8 +31,13 @@ log = logging.getLogger("moejax")
 BEAT_S = 1.0
 """How long `take` waits for a result before it says how far things are."""
 
-GATHER_S = 0.02
-"""How long it then waits for more of them."""
+GATHER_S = 0.1
+"""How long it then waits for more of them: a call costs a few milliseconds, here and where it goes
+to."""
+
+ROOMS = 4
+"""Requests of a worker, by the rows of its steps: what it does while results go one way and new
+requests the other."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,8 +197,7 @@ class Generator(ModelWorker):
     def _begin(self, llm: LLM) -> Started:
         shapes, start_s = llm.engine.runner.shapes, llm.stats()["time"]["total_s"]
         self._async = AsyncLLM(llm)
-        # As many as LLM.generate_each has in the engine.
-        return Started(2 * shapes.rows + shapes.prefill_chunks, start_s)
+        return Started(ROOMS * shapes.rows + shapes.prefill_chunks, start_s)
 
     async def _work(self, number: int, payload: GenerationRequest) -> RequestOutput:
         last = None
