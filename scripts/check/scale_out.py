@@ -330,9 +330,9 @@ def check_throughput(prompts: int, tokens: int) -> bool:
     share = alone / seconds
     print(
         f"{found} prompts, {tokens} tokens each: two processes {alone:.2f} s, two workers "
-        f"{seconds:.2f} s (results {spread}): {share:.0%} of their throughput, {LEAST:.0%} asked for; processor: "
-        f"two processes with their start {alone_cpu:.1f} s, workers {workers:.1f} s, driver "
-        f"{driver:.1f} s"
+        f"{seconds:.2f} s (results {spread}): {share:.0%} of their throughput, {LEAST:.0%} asked "
+        f"for\nprocessor: two processes with their start {alone_cpu:.1f} s, workers "
+        f"{workers:.1f} s, driver {driver:.1f} s"
     )
     return found == prompts and share >= LEAST
 
