@@ -64,6 +64,27 @@ def equal_part(rows) -> list[str]:
     return sorted(json.dumps(row, sort_keys=True) for row in kept)
 
 
+# Before the module's Ray, which a command would take whatever its address.
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--workers", "2"], "need --ray"),
+        (["--ray", "what"], "is no address of Ray"),
+        (["--ray", "local", "--workers", "0"], "at least 1"),
+    ],
+)
+def test_a_mistake_in_the_arguments_of_ablate(tmp_path, capsys, arguments, message):
+    pytest.importorskip("ray", reason="needs Ray")
+    config = tmp_path / "g.yaml"
+    config.write_text(json.dumps(GRID))
+    try:
+        status = cli.main(["ablate", str(config), *arguments])
+    except SystemExit as error:
+        status = error.code
+    assert status == 2 and message in capsys.readouterr().err
+    assert not (tmp_path / "g").exists()
+
+
 def test_the_records_of_one_process_though_worker_and_driver_end(ray, tmp_path, monkeypatch):
     one = moejax.ablate(GRID, tmp_path / "one", progress=False)
     take, taken, said = grids._ClusterGrid._take, [], []
@@ -191,23 +212,3 @@ def test_a_process_s_traces_go_with_the_next_one(tmp_path, monkeypatch):
     (tmp_path / f"moejax-{os.getuid()}-grid" / "999999999").mkdir(parents=True)
     own = grids._scratch()
     assert [path.name for path in own.parent.iterdir()] == [str(os.getpid())]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--workers", "2"], "need --ray"),
-        (["--ray", "what"], "is no address of Ray"),
-        (["--ray", "local", "--workers", "0"], "at least 1"),
-    ],
-)
-def test_a_mistake_in_the_arguments_of_ablate(tmp_path, capsys, arguments, message):
-    pytest.importorskip("ray", reason="needs Ray")
-    config = tmp_path / "g.yaml"
-    config.write_text(json.dumps(GRID))
-    try:
-        status = cli.main(["ablate", str(config), *arguments])
-    except SystemExit as error:
-        status = error.code
-    assert status == 2 and message in capsys.readouterr().err
-    assert not (tmp_path / "g").exists()
