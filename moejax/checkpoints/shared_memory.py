@@ -80,13 +80,10 @@ class SharedMemory:
     def close(self) -> None:
         """Gives it up; who maps it keeps its arrays until they are gone. Idempotent."""
         lock, self._lock = self._lock, None
-        if lock is None:
-            return
-        with contextlib.suppress(BlockingIOError):
-            # Alone, or what is here is not complete.
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(self._directory, ignore_errors=True)
-        os.close(lock)
+        if lock is not None:
+            # First its own: of several that close at once the last one must find nobody.
+            os.close(lock)
+            _remove_unused(self._directory)
 
 
 def open_shared(content: object) -> SharedMemory:
@@ -142,8 +139,15 @@ def content_of(directory: Path, files: Iterable[Path]) -> list[object]:
 def _sweep(kept: Path) -> None:
     """Removes what killed processes left and nobody uses."""
     for directory in _others(kept):
-        with contextlib.suppress(OSError), (directory / _LOCK).open("rb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _remove_unused(directory)
+
+
+def _remove_unused(directory: Path) -> None:
+    """Removes a directory that no process uses."""
+    with contextlib.suppress(OSError), (directory / _LOCK).open("rb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Not one that was made anew since it was opened.
+        if os.path.samestat(os.stat(directory / _LOCK), os.fstat(lock.fileno())):
             shutil.rmtree(directory, ignore_errors=True)
 
 

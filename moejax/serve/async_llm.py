@@ -82,9 +82,10 @@ class AsyncLLM:
         *,
         session_id: str | None = None,
         priority: int = 0,
+        last_only: bool = False,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Generates for one prompt: yields all there is so far as tokens come, the last time with
-        finished=True.
+        finished=True; with last_only this once, and no time goes into the others.
 
         request_id: echoed in the outputs, and for `abort`; default: one of its own. prompt,
         sampling_params, session_id, priority: as of `LLM.generate`.
@@ -101,7 +102,8 @@ class AsyncLLM:
         asked = GenerationRequest(prompt, params, session_id, priority)
         require_type("request_id", request_id, str | None, "a string or None")
         engine, loop = self._engine, asyncio.get_running_loop()
-        stream = Stream(uuid.uuid4().hex if request_id is None else request_id, loop)
+        name = uuid.uuid4().hex if request_id is None else request_id
+        stream = Stream(name, loop, last_only, wanted=not last_only)
         if engine.streams.setdefault(stream.request_id, stream) is not stream:
             raise UserError(f"request_id {request_id!r} is in use by a request that has not ended")
         finished = False

@@ -48,7 +48,9 @@ class Stream:
 
     request_id: str
     loop: asyncio.AbstractEventLoop
-    wanted: bool = True
+    last_only: bool = False
+    """The reader wants none but the last one."""
+    wanted: bool = False
     """The reader waits. Set by the loop; cleared by the engine with the output it sends, and not
     set again before that was read, so the two never write at once."""
 
@@ -64,7 +66,7 @@ class Stream:
     news: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
 
     async def next(self) -> RequestOutput:
-        self.wanted = True
+        self.wanted = not self.last_only
         await self.news.wait()
         self.news.clear()
         newest, self.newest = self.newest, None

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
+import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from moejax.commands import EXIT_BAD_LINES, add_command
-from moejax.commands.model import notes_unlogged
+from moejax.commands.model import CLUSTER, add_described, asked, notes_unlogged
 from moejax.errors import UserError
+
+if TYPE_CHECKING:
+    from moejax.evaluate.experiments.records import Records
 
 _EPILOG = """\
 examples:
@@ -18,6 +25,9 @@ examples:
       runs it; the results are in mine/grid. After a kill the same command goes on
   moejax report mine/grid
       report.html and report.md
+  moejax ablate mine/grid.yaml --ray local --workers 2
+      simulated cells two at once; with HOST:PORT of a Ray cluster's head on all its machines
+      (docs/scale_out.md)
 
 exit status:
   0 done, 2 a mistake that the message explains, 3 the grid is done but some of its runs are errors
@@ -51,6 +61,15 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help="another value of a key of the file, such as repeats=1 or model=DIR; repeatable",
     )
     ablate.add_argument("--new", metavar="DIR", help="write an example to begin from, and end")
+    workers = dataclasses.replace(
+        CLUSTER["workers"], help="workers for what is simulated or predicted (default: one a node)"
+    )
+    cores = dataclasses.replace(
+        CLUSTER["cores_per_worker"],
+        help="CPU cores of each of them (default: 1); what is measured has a node to itself",
+    )
+    described = {**CLUSTER, "workers": workers, "cores_per_worker": cores}
+    add_described(ablate.add_argument_group("several machines"), described)
     ablate.add_argument("--quiet", action="store_true", help="no progress bar")
     ablate.add_argument("--json", action="store_true", help="a JSON line for each cell")
 
@@ -71,6 +90,9 @@ def _run(args: argparse.Namespace) -> int:
     if directory == config:
         raise UserError(f"{config} has no suffix; name a directory of results with --output DIR")
 
+    if args.ray is None and any(asked(args, CLUSTER).values()):
+        args.parser.error("--workers and --cores-per-worker need --ray")
+
     from moejax.evaluate.experiments.definition import changes_of
     from moejax.evaluate.experiments.grid import ablate
     from moejax.evaluate.experiments.report.markdown import table
@@ -78,7 +100,10 @@ def _run(args: argparse.Namespace) -> int:
     with notes_unlogged():  # budgets of a grid are its own business, engine by engine
         changes = changes_of(args.set)
         quiet = args.quiet or args.json
-        records = ablate(config, directory, changes=changes, progress=not quiet)
+        if args.ray is None:
+            records = ablate(config, directory, changes=changes, progress=not quiet)
+        else:
+            records = _on_cluster(args, config, directory, changes)
     if args.json:
         for line in records.summary():
             print(json.dumps(line))
@@ -88,3 +113,22 @@ def _run(args: argparse.Namespace) -> int:
             print(f"note: {note}")
         print(f"{len(records.rows)} records in {directory}; moejax report {directory}")
     return EXIT_BAD_LINES if records.failures else 0
+
+
+def _on_cluster(
+    args: argparse.Namespace, config: Path, directory: Path, changes: Mapping[str, Any]
+) -> Records:
+    """Runs it on Ray's workers."""
+    from moejax.evaluate.cluster.grids import cluster_ablate
+    from moejax.serve.cluster.fleet import Scale
+    from moejax.serve.cluster.ray_cluster import connected
+
+    scale, quiet = Scale(args.ray, args.workers, args.cores_per_worker), args.quiet or args.json
+    with connected(scale.address, scale.cpus):
+        return cluster_ablate(
+            config, directory, scale, changes=changes, progress=not quiet, warn=_say
+        )
+
+
+def _say(text: str) -> None:
+    print(f"moejax: {text}", file=sys.stderr)

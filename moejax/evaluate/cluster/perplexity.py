@@ -24,7 +24,7 @@ from moejax.evaluate.token_ids import TokenIds
 from moejax.progress import token_progress
 from moejax.serve.cluster.fleet import Scale, worker_options
 from moejax.serve.cluster.pool import Pool, Task
-from moejax.serve.cluster.worker import Started, Worker
+from moejax.serve.cluster.worker import ModelWorker, Started
 from moejax.serve.llm import LLM
 
 
@@ -58,7 +58,7 @@ class _Score:
     sequences: list[np.ndarray]
 
 
-class Scorer(Worker):
+class Scorer(ModelWorker):
     """A worker that scores windows of texts."""
 
     def _begin(self, llm: LLM) -> Started:
@@ -69,7 +69,7 @@ class Scorer(Worker):
     def _tokens(self) -> int:
         return self._scored
 
-    async def _work(self, payload: _Prepare | _Score) -> _Prepared | list[np.ndarray]:
+    async def _work(self, number: int, payload: _Prepare | _Score) -> _Prepared | list[np.ndarray]:
         return await asyncio.to_thread(self._do, payload)
 
     def _do(self, payload: _Prepare | _Score) -> _Prepared | list[np.ndarray]:

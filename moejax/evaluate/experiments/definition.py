@@ -300,14 +300,16 @@ class Sizes:
 
 
 def read_experiment(
-    source: str | os.PathLike[str] | Mapping[str, Any], changes: Mapping[str, Any] | None = None
+    source: str | os.PathLike[str] | Mapping[str, Any],
+    changes: Mapping[str, Any] | None = None,
+    home: Path | None = None,
 ) -> Experiment:
-    """The experiment in a YAML file, or in a mapping of the same keys, whose paths are from the
-    working directory on; with other values of keys in `changes`. Raises UserError for whatever is
-    wrong with it, saying what to write."""
+    """The experiment in a YAML file, or in a mapping of the same keys, whose paths are from `home`
+    on, by default the working directory; with other values of keys in `changes`. Raises UserError
+    for whatever is wrong with it, saying what to write."""
     changes = changes or {}
     if isinstance(source, Mapping):
-        return _experiment({**source, **changes}, Path.cwd(), "the definition")
+        return _experiment({**source, **changes}, home or Path.cwd(), "the definition")
     path = Path(source)
     try:
         with open(path, "rb") as file:

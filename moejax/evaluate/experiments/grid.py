@@ -9,7 +9,7 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -86,23 +86,63 @@ def ablate(
     """
     experiment = read_experiment(definition, changes)
     root = Path(directory)
+    with opened(experiment, root) as files:
+        run_missing(experiment, root, files, progress)
+    return read_results(root)
+
+
+class Files(NamedTuple):
+    """What a grid writes."""
+
+    records: LineFile
+    sessions: LineFile
+    quality: LineFile
+    timelines: LineFile
+
+
+@contextlib.contextmanager
+def opened(experiment: Experiment, root: Path) -> Iterator[Files]:
+    """The files of a directory of results, while no other grid runs in this process."""
     with _alone():
         require_same(root, experiment.asked)
-        with open_records(root / RECORDS) as records, open_records(root / SESSIONS) as sessions:
-            if experiment.drawn:
-                _DrawnGrid(experiment, root, records).run(progress)
-            elif experiment.conversations:
-                _SharedGrid(experiment, root, records, sessions).run(progress)
-            else:
-                prompts = Prompts(experiment)
-                experiment = learned(experiment, prompts, root / TRACES)
-                with (
-                    open_records(root / QUALITY) as quality,
-                    open_records(root / TIMELINES) as timelines,
-                ):
-                    files = _Files(records, sessions, quality, timelines)
-                    _Grid(experiment, root, files, prompts).run(progress)
-    return read_results(root)
+        with contextlib.ExitStack() as stack:
+            names = (RECORDS, SESSIONS, QUALITY, TIMELINES)
+            yield Files(*(stack.enter_context(open_records(root / name)) for name in names))
+
+
+def run_missing(experiment: Experiment, root: Path, files: Files, progress: bool) -> None:
+    """Runs what the files lack. root: for traces. Raises UserError as ablate does."""
+    told = taught(experiment, root)
+    if experiment.drawn:
+        _DrawnGrid(experiment, told, root, files.records).run(progress)
+    elif experiment.conversations:
+        _SharedGrid(experiment, root, files.records, files.sessions).run(progress)
+    else:
+        _Grid(told, root, files, Prompts(told)).run(progress)
+
+
+def taught(experiment: Experiment, root: Path) -> Experiment:
+    """The experiment whose policies say what they need, having learned what they learn within the
+    grid. Raises UserError for what this shows to be none of it."""
+    if experiment.conversations:
+        return experiment
+    if not experiment.drawn:
+        return learned(experiment, Prompts(experiment), root / TRACES)
+    # What has learned says who looks between layers, whatever it learned from.
+    arms = _drawn_arms(experiment, root, next(experiment.cells()))
+    told = dataclasses.replace(experiment, arms=arms)
+    check_experiment(told)
+    return told
+
+
+def _drawn_arms(experiment: Experiment, root: Path, cell: Cell) -> Mapping[str, Arm]:
+    """The arms, taught by the drawn routing of a cell's place."""
+    arms, routing = experiment.arms, experiment.drawn[cell.text]
+    if not any(arm.learns for arm in arms.values()):
+        return arms
+    most = max(experiment.batch)
+    train = routing.train(root / TRACES, most, cell.prompt_tokens, cell.seed)
+    return {name: arm.taught(train) for name, arm in arms.items()}
 
 
 @contextlib.contextmanager
@@ -141,7 +181,7 @@ class _Records:
         groups = runs_of(experiment)
         self.total = sum(map(len, groups.values()))
         self.left = {
-            group: [run for run in runs if _key(run) not in self._done]
+            group: [run for run in runs if key_of(run) not in self._done]
             for group, runs in groups.items()
         }
 
@@ -155,23 +195,19 @@ class _Records:
 
     def add_bound(self, terms: Terms, cell: Cell, trace: Trace) -> None:
         """MIN of the cell's place and budget, once; policies that share a place share it."""
-        place = dataclasses.replace(cell, mode="bound", policy="MIN", driver="device")
-        if _key((place, 0)) in self._done:
+        place = bound_of(cell)
+        if key_of((place, 0)) in self._done:
             return
-        self._done.add(_key((place, 0)))
+        self._done.add(key_of((place, 0)))
         if (columns := bound(terms, cell, trace)) is not None:
             self.add((place, 0), None, {"error": None, **columns})
 
 
 class _DrawnGrid:
-    """The runs of an experiment on routing without a model."""
+    """The runs of an experiment on routing without a model. told: as of `taught`."""
 
-    def __init__(self, experiment: Experiment, root: Path, records: LineFile):
+    def __init__(self, experiment: Experiment, told: Experiment, root: Path, records: LineFile):
         self.experiment, self.root = experiment, root
-        # What has learned says who looks between layers, whatever it learned from.
-        first = next(experiment.cells())
-        told = dataclasses.replace(experiment, arms=self._arms(first))
-        check_experiment(told)
         self.records = _Records(told, records)
 
     def run(self, progress: bool) -> None:
@@ -195,16 +231,7 @@ class _DrawnGrid:
         routing = experiment.drawn[cell.text]
         output = experiment.output_tokens
         trace = routing.test(root, cell.batch, cell.prompt_tokens, output, cell.seed)
-        return terms_of_trace(experiment, self._arms(cell), trace), trace
-
-    def _arms(self, cell: Cell) -> Mapping[str, Arm]:
-        """The arms, taught by the routing of a cell's place."""
-        arms, routing = self.experiment.arms, self.experiment.drawn[cell.text]
-        if not any(arm.learns for arm in arms.values()):
-            return arms
-        most = max(self.experiment.batch)
-        train = routing.train(self.root / TRACES, most, cell.prompt_tokens, cell.seed)
-        return {name: arm.taught(train) for name, arm in arms.items()}
+        return terms_of_trace(experiment, _drawn_arms(experiment, self.root, cell), trace), trace
 
     def _counted(self, terms: Terms, cell: Cell, trace: Trace) -> dict[str, Any]:
         if cell.mode == "simulated":
@@ -240,15 +267,6 @@ class _SharedGrid:
                     bench.engine.runner.delete(given=False)
 
 
-class _Files(NamedTuple):
-    """What a grid writes."""
-
-    records: LineFile
-    sessions: LineFile
-    quality: LineFile
-    timelines: LineFile
-
-
 class _Grid:
     """The runs of an experiment with a model."""
 
@@ -256,7 +274,7 @@ class _Grid:
         self,
         experiment: Experiment,
         root: Path,
-        files: _Files,
+        files: Files,
         prompts: Prompts,
     ):
         self.experiment, self.root, self.sessions = experiment, root, files.sessions
@@ -427,7 +445,13 @@ def _place(cell: Cell) -> tuple[str, int, int]:
     return cell.text, cell.prompt_tokens, cell.seed
 
 
-def _key(run: Run) -> tuple[Any, ...]:
+def bound_of(cell: Cell) -> Cell:
+    """The place of MIN for a cell."""
+    return dataclasses.replace(cell, mode="bound", policy="MIN", driver="device")
+
+
+def key_of(run: Run) -> tuple[Any, ...]:
+    """What tells its record from all others."""
     cell, repeat = run
     return tuple({**vars(cell), "repeat": repeat}[key] for key in KEYS)
 

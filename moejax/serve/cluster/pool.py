@@ -27,6 +27,10 @@ log = logging.getLogger("moejax")
 MOST_DEATHS = 4
 """Ends of workers and nodes that a task may be there for; alone with a worker one is enough."""
 
+MOST_STARTS = 3
+"""Workers that may be killed on one node while they start, before it gets no more. One that says
+what is wrong there is enough."""
+
 MOST_IN_A_ROW = 6
 """Workers that end one after the other, without a result in between, before the pool gives up."""
 
@@ -57,6 +61,9 @@ class WorkerOptions:
     count: int
     cpus: float
     gpus: float = 0.0
+    whole_nodes: bool = False
+    """Each has a node to itself: all its CPUs, and all its GPUs if any are asked for; a node of
+    fewer `cpus` or `gpus` gets none."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -96,6 +103,8 @@ class _Member:
     taking: Any = None
     """A reference to what `take` says."""
     place: Place | None = None
+    node: str | None = None
+    """The node that it has to itself."""
     room: int = 0
     """0: it has not started."""
     has: dict[int, tuple[_Unit, int]] = dataclasses.field(default_factory=dict)
@@ -114,6 +123,10 @@ class _Member:
         return f"worker {self.number}{place}"
 
 
+class WorkersEnded(UserError):
+    """A task's workers ended, one alone with it."""
+
+
 class Pool:
     """Workers that do tasks; a context manager, which ends them. warn: told what goes wrong with
     workers while others go on."""
@@ -129,6 +142,8 @@ class Pool:
         self._given: list[tuple[Task, UserError]] = []
         """Tasks of groups that were given up, with why."""
         self._bad_nodes: dict[str, str] = {}
+        self._start_deaths: collections.Counter[str] = collections.Counter()
+        """Of each node."""
         self._wanted, self._in_a_row = asked.count, 0
         self._lost_tokens = 0
         self.ended = 0
@@ -152,6 +167,10 @@ class Pool:
         A task that a worker had when it ended is run again by another one, and alone: if that
         one ends too, this is the task's error. When a whole node ended, it is just run again.
         Raises UserError when there is nowhere left to run, or workers only end.
+
+        A worker may give a result in pieces, each of which is yielded as it comes, and None at the
+        end. What its payload holds is sent again as it is then: who takes from it what has come
+        has only the rest done again.
         """
         waiting, more = iter(tasks), True
         while True:
@@ -201,10 +220,19 @@ class Pool:
         return found
 
     def close(self) -> None:
-        """Ends all workers. Idempotent."""
+        """Ends all workers, which free what is shared if they can. Idempotent."""
         members, self._members = self._members, []
-        for member in members:
-            self._ray.kill(member.handle, no_restart=True)
+        try:
+            # Who is still starting holds what the others could not free.
+            for member in members:
+                if not member.room:
+                    self._ray.kill(member.handle, no_restart=True)
+            closing = [member.handle.close.remote() for member in members if member.room]
+            if closing:
+                self._ray.wait(closing, num_returns=len(closing), timeout=CLOSE_S)
+        finally:
+            for member in members:
+                self._ray.kill(member.handle, no_restart=True)
 
     # ---- tasks
 
@@ -283,10 +311,17 @@ class Pool:
         first = sum(node.id not in self._bad_nodes for node in alive)
         ready = any(member.room for member in self._members)
         wanted = self._wanted if ready else min(self._wanted, max(first, 1))
+        taken = {member.node for member in self._members}
+        free = (n for n in alive if n.id not in taken | self._bad_nodes.keys())
+        whole = (node for node in free if _fits(node, self._asked))
         for _ in range(wanted - len(self._members)):
-            self._members.append(self._new_member())
+            node = next(whole, None) if self._asked.whole_nodes else None
+            if node is None and self._asked.whole_nodes:
+                return
+            self._members.append(self._new_member(node))
 
-    def _new_member(self) -> _Member:
+    def _new_member(self, whole: Node | None) -> _Member:
+        """Starts a worker, on this node alone or wherever Ray likes."""
         number, asked = next(self._numbers), self._asked
         options: dict[str, Any] = {
             "num_cpus": asked.cpus,
@@ -295,14 +330,18 @@ class Pool:
             "scheduling_strategy": "SPREAD",
             "max_restarts": 0,
         }
-        if self._bad_nodes:
+        if whole is not None:
+            options["num_cpus"], options["num_gpus"] = whole.cpus, whole.gpus if asked.gpus else 0.0
+            options["label_selector"] = {"ray.io/node-id": whole.id}
+            del options["scheduling_strategy"]
+        elif self._bad_nodes:
             bad = ",".join(self._bad_nodes)
             options["label_selector"] = {"ray.io/node-id": f"!in({bad})"}
             del options["scheduling_strategy"]
         handle = self._ray.remote(asked.kind).options(**options).remote()
         where = handle.where.remote()
         starting = handle.start.remote(asked.model, dict(asked.options))
-        return _Member(number, handle, where, starting)
+        return _Member(number, handle, where, starting, node=whole and whole.id)
 
     def _wait(self) -> Iterator[tuple[Task, Any | UserError]]:
         """Waits for news of any worker, and yields results among them."""
@@ -318,7 +357,7 @@ class Pool:
             try:
                 news = self._ray.get(reference)
             except self._ray.exceptions.RayError as error:
-                yield from self._lost(member, _cause(error))
+                yield from self._lost(member, _cause(error), killed=True)
                 continue
             if isinstance(news, Place):
                 member.place, member.where = news, None
@@ -340,8 +379,12 @@ class Pool:
         else:
             member.taking = member.handle.take.remote()
         for one in outcomes:
-            unit, place = member.has.pop(one.task)
             self._in_a_row = 0
+            if one.part:
+                unit, place = member.has[one.task]
+                yield unit.tasks[place], one.value
+                continue
+            unit, place = member.has.pop(one.task)
             if not unit.done[place]:
                 unit.done[place] = True
                 member.results += 1
@@ -349,8 +392,10 @@ class Pool:
         if broken:
             yield from self._lost(member, broken)
 
-    def _lost(self, member: _Member, why: str) -> Iterator[tuple[Task, UserError]]:
-        """A worker that ended, or never started."""
+    def _lost(
+        self, member: _Member, why: str, killed: bool = False
+    ) -> Iterator[tuple[Task, UserError]]:
+        """A worker that ended, or never started: it said why, or was killed."""
         self._members.remove(member)
         self._lost_tokens += member.tokens
         self._ray.kill(member.handle, no_restart=True)
@@ -363,7 +408,7 @@ class Pool:
         self.ended += 1
         self._in_a_row += 1
         if not started and not gone:
-            self._not_started(member, why)
+            self._not_started(member, why, killed)
         elif self._in_a_row >= MOST_IN_A_ROW:
             raise UserError(
                 f"{self._in_a_row} workers ended one after the other without a result; the last "
@@ -385,7 +430,7 @@ class Pool:
             self._warn(f"{member.name} ended: {why}; units of work that run again: {again}")
 
     def _given_up(self, unit: _Unit, member: _Member, why: str) -> Iterator[tuple[Task, UserError]]:
-        error = unit.error = UserError(
+        error = unit.error = WorkersEnded(
             f"workers ended while this ran, {unit.deaths} times, at last {member.name}: {why}"
         )
         for place, task in enumerate(unit.tasks):
@@ -393,12 +438,14 @@ class Pool:
                 unit.done[place] = True
                 yield task, error
 
-    def _not_started(self, member: _Member, why: str) -> None:
+    def _not_started(self, member: _Member, why: str, killed: bool) -> None:
         """Other nodes go on; raises UserError where there is none."""
         node = None if member.place is None else member.place.node
         self._warn(f"{member.name} could not start: {why}")
         if node is not None:
-            self._bad_nodes[node] = f"{member.name}: {why}"
+            self._start_deaths[node] += 1
+            if not killed or self._start_deaths[node] >= MOST_STARTS:
+                self._bad_nodes[node] = f"{member.name}: {why}"
         elif self._in_a_row >= MOST_IN_A_ROW:
             raise UserError(f"no worker can be started: {why}")
         if any(each.id not in self._bad_nodes and _fits(each, self._asked) for each in nodes()):

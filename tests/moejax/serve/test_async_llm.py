@@ -15,7 +15,7 @@ import pytest
 from moejax import LLM, AsyncLLM, EngineDeadError, SamplingParams, UserError
 from moejax.errors import OutOfKV
 from moejax.requests.prompts import PromptEncoder
-from moejax.requests.submission import _with_text
+from moejax.requests.submission import Submission, _with_text
 from scripts.check.kv_faults import kv_faults
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -108,6 +108,22 @@ def test_the_same_tokens_as_generate_as_they_come(llm):
 
 @pytest.mark.nightly
 @pytest.mark.slow
+def test_the_last_output_alone(llm, monkeypatch):
+    params = SamplingParams(max_tokens=12, seed=5, n=2, logprobs=1)
+    (plain,) = llm.generate("The old house", params)
+    made, output = [], Submission.output
+    monkeypatch.setattr(Submission, "output", lambda *a: made.append(0) or output(*a))
+
+    async def main():
+        async with AsyncLLM(llm) as served:
+            outputs = served.generate("The old house", params, "r", last_only=True)
+            return [output async for output in outputs]
+
+    (found,) = run(main())
+    assert found.finished and found.outputs == plain.outputs and found.request_id == "r"
+    assert len(made) == 1
+
+
 def test_log_probabilities_are_written_out_once(llm, monkeypatch):
     params = SamplingParams(
         temperature=0, max_tokens=60, ignore_eos=True, logprobs=3, prompt_logprobs=2

@@ -39,11 +39,11 @@ class Actor:
         self.ray, self.options = ray, options
         self.number = next(ray.numbers)
         self.node = ray.place(self)
-        self.dead = False
+        self.dead = self.closed = False
         self.inbox: list[tuple[int, Any]] = []
         self.seen: list[Any] = []
         self.ended_sessions: list[str] = []
-        for name in ("where", "start", "put", "take", "end_session", "stats"):
+        for name in ("where", "start", "put", "take", "end_session", "stats", "close"):
             setattr(self, name, Method(getattr(self, f"_{name}")))
         ray.actors.append(self)
 
@@ -77,6 +77,11 @@ class Actor:
         except Die:
             self.dead = True
             raise RayError("The actor died unexpectedly.") from None
+        if isinstance(outcome, list):  # pieces; Die among them: the worker ends behind them
+            parts = [Outcome(number, piece, part=True) for piece in outcome if piece is not Die]
+            self.dead = Die in outcome
+            del self.inbox[0]
+            return [*parts, *([] if self.dead else [Outcome(number)])], len(self.seen)
         del self.inbox[0]
         if not isinstance(outcome, Outcome):
             outcome = Outcome(number, value=outcome)
@@ -87,6 +92,10 @@ class Actor:
 
     def _stats(self) -> Reference:
         return self._alive(dict)
+
+    def _close(self) -> Reference:
+        self.closed = True
+        return self._alive(lambda: None)
 
 
 class FakeRay:
@@ -101,8 +110,11 @@ class FakeRay:
         self.exceptions = type("exceptions", (), {"RayError": RayError})
 
     def place(self, actor: Actor) -> str:
-        bad = actor.options.get("label_selector", {}).get("ray.io/node-id", "")
-        good = [node.id for node in self.alive if node.id not in bad]
+        said = actor.options.get("label_selector", {}).get("ray.io/node-id", "!in()")
+        named = [node.id for node in self.alive if node.id in said]
+        good = [node.id for node in self.alive if node.id not in named]
+        if not said.startswith("!"):
+            good = named
         return good[actor.number % len(good)]
 
     def remote(self, kind: type) -> Any:

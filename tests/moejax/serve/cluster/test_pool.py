@@ -7,10 +7,10 @@ import pytest
 from moejax import UserError
 from moejax.serve.cluster import pool as pool_module
 from moejax.serve.cluster.fleet import Scale, merged, worker_options
-from moejax.serve.cluster.pool import MOST_IN_A_ROW, Pool, Task, WorkerOptions
+from moejax.serve.cluster.pool import MOST_IN_A_ROW, MOST_STARTS, Pool, Task, WorkerOptions
 from moejax.serve.cluster.ray_cluster import Node
 from moejax.serve.cluster.worker import Generator, Outcome
-from tests.moejax.serve.cluster.fake_ray import Actor, Die, FakeRay
+from tests.moejax.serve.cluster.fake_ray import Actor, Die, FakeRay, RayError
 
 pytestmark = pytest.mark.slow  # nothing here depends on the version of Python or jax
 
@@ -19,14 +19,15 @@ pytestmark = pytest.mark.slow  # nothing here depends on the version of Python o
 def run(monkeypatch):
     """Runs tasks with a fake Ray; returns (results, the pool, what was warned of)."""
 
-    def go(ray: FakeRay, tasks, workers: int = 2):
+    def go(ray: FakeRay, tasks, workers: int = 2, whole_nodes: bool = False):
         monkeypatch.setattr(pool_module, "require_ray", lambda: ray)
         monkeypatch.setattr(pool_module, "nodes", lambda: list(ray.alive))
         said: list[str] = []
-        asked = WorkerOptions(Generator, "demo", {}, workers, 1)
+        asked = WorkerOptions(Generator, "demo", {}, workers, 1, whole_nodes=whole_nodes)
         with Pool(asked, said.append) as pool:
             results = [(task.payload, result) for task, result in pool.run(tasks)]
         assert all(actor.dead for actor in ray.actors)
+        assert any(actor.closed for actor in ray.actors)
         return results, pool, said
 
     return go
@@ -132,6 +133,55 @@ def test_a_node_without_the_model_is_left_out(run):
     ray.start = lambda actor: f"no model on {actor.node}"
     with pytest.raises(UserError, match=r"no worker could start(.|\n)*no model on n"):
         run(ray, [Task(1)])
+
+
+def test_a_worker_that_is_killed_while_it_starts_is_started_again(run):
+    ray, kills = FakeRay(double), iter(range(MOST_STARTS - 1))
+
+    def start(actor):
+        if next(kills, None) is not None:
+            raise RayError("The actor died unexpectedly.")
+
+    ray.start = start
+    results, pool, said = run(ray, [Task(i) for i in range(6)], workers=1)
+    assert sorted(results) == [(i, 2 * i) for i in range(6)]
+    assert pool.ended == len(said) == MOST_STARTS - 1 and "could not start" in said[0]
+    ray, kills = FakeRay(double), iter(range(MOST_STARTS))
+    ray.start = start
+    with pytest.raises(UserError, match=r"no worker could start: worker 3 on n0 .*died"):
+        run(ray, [Task(1)], workers=1)
+
+
+def test_pieces_come_as_they_are_and_only_the_rest_is_done_again(run):
+    def work(actor, payload):
+        return [*payload[:2], Die] if actor.number == 1 else list(payload)
+
+    def taken(task, piece):
+        if piece is not None:
+            task.payload.remove(piece)
+
+    ray, found = FakeRay(work), []
+    tasks = [Task([1, 2, 3, 4])]
+    results, pool, _ = run(ray, tasks, workers=1)
+    # The caller takes nothing out here, so everything came again.
+    assert [piece for _, piece in results] == [1, 2, 1, 2, 3, 4, None] and pool.ended == 1
+    tasks = [Task([1, 2, 3, 4])]
+    with Pool(pool._asked) as again:
+        again._ray = FakeRay(work)
+        for task, piece in again.run(tasks):
+            taken(task, piece)
+            found.append(piece)
+    assert found == [1, 2, 3, 4, None]
+
+
+def test_workers_with_a_node_each(run):
+    ray = FakeRay(double, nodes=2)
+    run(ray, [Task(i) for i in range(20)], workers=4, whole_nodes=True)
+    assert [actor.options["num_cpus"] for actor in ray.actors] == [4.0, 4.0]
+    assert {actor.options["label_selector"]["ray.io/node-id"] for actor in ray.actors} == {
+        "n0",
+        "n1",
+    }
 
 
 def test_workers_that_only_end_end_the_job(run):
