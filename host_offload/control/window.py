@@ -1,5 +1,6 @@
-"""The window through which the experts of all layers stream, two layers at a time (FluxMoE,
-arXiv 2026, section 4.2: tensor buffers of exactly two layers; shared/papers.md 3.2)."""
+"""The window through which the experts of all layers stream, two layers at a time, and where those
+lie that are resident (FluxMoE, arXiv 2026, section 4.2: tensor buffers of exactly two layers;
+shared/papers.md 3.2)."""
 
 from __future__ import annotations
 
@@ -7,8 +8,14 @@ import dataclasses
 
 import numpy as np
 
+DENSE, PACKED, HOST = range(3)
+"""Tiers: resident as they are computed, resident and compressed without loss, in the store."""
+
 PAYS_FROM = 0.9
 """Share of a layer's experts that a step uses from which on moving all of them wastes little."""
+
+PACKED_VERSION = 1
+"""Version number of packed records; 0: dense ones, or the only version."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -17,14 +24,25 @@ class WindowSpec:
 
     A layer's cells are numbered: expert e has number e of its own, if it is resident; those from E
     on are the ring's, of which a layer has some or none. The ring is two halves of as many cells as
-    a layer has experts that stream; a step hands the cells of one half from layer to layer
-    (host_offload.memory.tables.hand_over). Raises ValueError for fewer than three layers, which the
-    window would hold whole, and where layers differ in how many stream.
+    any layer has experts that stream; a step hands the cells of one half from layer to layer
+    (host_offload.memory.tables.hand_over). Packed residents have a cell of their own and stream as
+    well, out of it, but where they are computed as they are (direct). Raises ValueError for fewer
+    than three layers, which the window would hold whole, and for packed experts without a size.
+
+    All lie in the first rows of the arena, one after the other: the ring, then the dense residents
+    and then the packed ones, expert by expert and of each expert layer by layer, so that the last
+    expert of every layer can go without another one moving.
     """
 
-    resident: np.ndarray
-    """bool[L, E]."""
+    tier: np.ndarray
+    """int8[L, E]: DENSE, PACKED or HOST."""
     slot_rows: int
+    record_rows: int
+    """Arena rows of a cell of the ring, and of a dense resident's."""
+    packed_rows: int = 0
+    """Those of a packed resident; 0: there are none."""
+    direct: bool = False
+    """Packed residents are computed from their packed records, in registers, and do not stream."""
 
     def __post_init__(self):
         if self.layers < 3:
@@ -32,28 +50,47 @@ class WindowSpec:
                 f"a window of two layers holds all {self.layers} layers of experts, so nothing "
                 "would stream"
             )
-        if len({*self.resident.sum(axis=1).tolist()}) > 1:
-            raise ValueError(
-                f"layers have {self.resident.sum(axis=1).tolist()} residents; each needs as many"
-            )
+        if np.any(self.tier == PACKED) and not self.packed_rows:
+            raise ValueError("packed residents need a size of their records")
 
     @property
     def layers(self) -> int:
-        return self.resident.shape[0]
+        return self.tier.shape[0]
 
     @property
     def experts(self) -> int:
-        return self.resident.shape[1]
+        return self.tier.shape[1]
 
     @property
-    def streamed(self) -> int:
-        """Experts of a layer that pass through the ring."""
-        return self.experts - int(self.resident[0].sum())
+    def placement(self) -> np.ndarray:
+        """int64[L, 3]: experts of each layer in each tier."""
+        return np.stack([(self.tier == tier).sum(axis=1) for tier in (DENSE, PACKED, HOST)], axis=1)
+
+    @property
+    def streams(self) -> np.ndarray:
+        """bool[L, E]: who passes through the ring."""
+        return (self.tier == HOST) | ((self.tier == PACKED) & (not self.direct))
+
+    @property
+    def half(self) -> int:
+        """Cells of one half of the ring: the most experts of a layer that stream."""
+        return int(self.streams.sum(axis=1).max())
+
+    @property
+    def rows(self) -> int:
+        """Arena rows of all cells, all that experts ever have: the paper's `C_exp`,
+        x·P_total + κ·y·P_total and two layers of what streams."""
+        dense, packed, _ = self.placement.sum(axis=0).tolist()
+        return (2 * self.half + dense) * self.record_rows + packed * self.packed_rows
 
     @property
     def slots(self) -> int:
-        """Slots, of one expert each, that residents and ring take: all that experts ever have."""
-        return window_slots(self.layers, self.experts, self.experts - self.streamed)
+        """Slots that those rows are in."""
+        return -(-self.rows // self.slot_rows)
+
+    @property
+    def cells(self) -> int:
+        return 2 * self.half + int(self.placement[:, :HOST].sum())
 
     @property
     def cell_bound(self) -> int:
@@ -61,29 +98,50 @@ class WindowSpec:
         return 2 * self.experts
 
     def contents(self) -> dict[str, np.ndarray]:
-        """Tables of a start, int32: the residents in the first slots, then the ring. The first
-        layer is in one half; the other one is the last layer's, where nothing is."""
-        layers, experts, streamed = self.layers, self.experts, self.streamed
-        cell_row = np.full((layers, self.cell_bound), -1, np.int32)
-        owner, address = cell_row.copy(), np.full((layers, experts), -1, np.int32)
-        slot = np.arange(self.slots, dtype=np.int32) * self.slot_rows
-        own = slot[: layers * (experts - streamed)]
-        cell_row[:, :experts][self.resident] = address[self.resident] = own
-        owner[:, :experts] = np.where(self.resident, np.arange(experts), -1)
-        halves = slot[len(own) :].reshape(2, streamed)
-        for layer, half in zip((0, layers - 1), halves, strict=True):
-            cell_row[layer, experts : experts + streamed] = half
-        owner[0, experts : experts + streamed] = np.flatnonzero(~self.resident[0])
-        address[0, ~self.resident[0]] = halves[0]
+        """Tables of a start, int32. The first layer is in one half of the ring; the other one is
+        the last layer's, where nothing is."""
+        shape, experts, half = (self.layers, self.experts), self.experts, self.half
+        cell_row = np.full((self.layers, self.cell_bound), -1, np.int32)
+        owner, cell_version = cell_row.copy(), np.zeros_like(cell_row)
+        address, version = np.full(shape, -1, np.int32), np.zeros(shape, np.int32)
+        first = 2 * half * self.record_rows
+        for tier, rows in ((DENSE, self.record_rows), (PACKED, self.packed_rows)):
+            # Expert after expert, each in all layers: argwhere of the transposed table.
+            who = np.argwhere(tier == self.tier.T)
+            expert, layer = who[:, 0], who[:, 1]
+            cell_row[layer, expert] = first + np.arange(len(who)) * rows
+            owner[layer, expert] = expert
+            first += len(who) * rows
+        cell_version[:, :experts][self.tier == PACKED] = PACKED_VERSION
+        stays = ~self.streams
+        address[stays] = cell_row[:, :experts][stays]
+        version[stays] = cell_version[:, :experts][stays]
+        halves = np.arange(2 * half, dtype=np.int32).reshape(2, half) * self.record_rows
+        for layer, rows in zip((0, self.layers - 1), halves, strict=True):
+            cell_row[layer, experts : experts + half] = rows
+        there = np.flatnonzero(self.streams[0])
+        owner[0, experts : experts + len(there)] = there
+        address[0, there] = halves[0][: len(there)]
         return {
             "cell_row": cell_row,
-            "cell_version": np.zeros_like(cell_row),
+            "cell_version": cell_version,
             "owner": owner,
             "address": address,
+            "version": version,
         }
 
+    def residents(self) -> tuple[np.ndarray, np.ndarray]:
+        """(arena row, version) int32[L, E] of those with a cell of their own; row −1: it has
+        none."""
+        contents = self.contents()
+        own = slice(0, self.experts)
+        return contents["cell_row"][:, own], contents["cell_version"][:, own]
 
-def window_slots(layers: int, experts: int, resident: int) -> int:
-    """Slots of so many resident experts in each layer and of two layers' others: the paper's
-    `C_exp` with a dense tier and nothing compressed, x·P_total + 2·(1 − x)·P_layer, in experts."""
-    return layers * resident + 2 * (experts - resident)
+
+def tiers_of(placement: np.ndarray) -> np.ndarray:
+    """int8[L, E] with so many experts of each layer in each tier, int[L, 3]: the dense ones first,
+    then the packed ones. Nothing says which are worth more, where all of a layer are there before
+    it runs."""
+    experts = int(placement[0].sum())
+    ends = placement[:, :HOST].cumsum(axis=1)
+    return (np.arange(experts) >= ends[:, :, None]).sum(axis=1).astype(np.int8)

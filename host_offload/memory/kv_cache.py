@@ -263,12 +263,18 @@ class KVCache:
         """KV slots that are not empty."""
         return len(self._in_slot)
 
-    def empty_slot(self, most: int) -> list[Block]:
-        """Moves pages out of the KV slot that has the fewest, at most so many, into other slots;
-        returns their blocks. Where the others are full, the longest idle blocks are dropped. None:
-        every slot is empty or the others cannot take what it has."""
-        while self._in_slot:
-            slot = min(self._in_slot, key=lambda slot: (len(self._in_slot[slot]), -slot))
+    def holds(self, slot: int) -> bool:
+        """Whether a block has a page in a slot."""
+        return slot in self._in_slot
+
+    def empty_slot(self, most: int, given: int | None = None) -> list[Block]:
+        """Moves pages out of a KV slot, at most so many, into other slots; returns their blocks.
+        Where the others are full, the longest idle blocks are dropped. None: every slot is empty or
+        the others cannot take what it has. given: the slot; None: that with the fewest."""
+        while self._in_slot if given is None else self.holds(given):
+            slot = given
+            if slot is None:
+                slot = min(self._in_slot, key=lambda slot: (len(self._in_slot[slot]), -slot))
             held = [*self._in_slot[slot]]
             elsewhere = self.arena.free_pages - self.arena.layout.pages_per_slot + len(held)
             if elsewhere >= len(held):

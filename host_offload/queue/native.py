@@ -90,6 +90,8 @@ class _Totals(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("late", "cancelled", "failed", "retried")),
         *((name, ctypes.c_int64) for name in ("waits", "flying", "bytes_left")),
         *((name, ctypes.c_double) for name in ("wait_seconds", "busy_seconds")),
+        *((name, ctypes.c_int64) for name in ("unpacked", "unpacked_bytes")),
+        ("unpack_seconds", ctypes.c_double),
     )
 
 
@@ -198,7 +200,13 @@ class Totals:
     wait_seconds: float | None
     """With an op waiting; None: not known."""
     busy_seconds: float
-    """With a chunk under way."""
+    """With a chunk under way on the link."""
+    unpacked: int = 0
+    """Transfers that were decoded from the arena itself, without the link."""
+    unpacked_bytes: int = 0
+    """Dense bytes of those."""
+    unpack_seconds: float = 0.0
+    """With a chunk of those under way."""
 
 
 @dataclasses.dataclass(frozen=True)

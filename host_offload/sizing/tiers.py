@@ -3,20 +3,21 @@ bandwidth-balanced placement (equations 5 to 9) and its residency planner (Algor
 to 13), by the readings of shared/papers.md, 3.3.
 
 Tiers: `dense`, resident as they are computed; `packed`, resident and compressed without loss;
-`host`, in the store. Experts of the last two come into the window of two layers before their layer
-runs, each from a backend of its own, both at once.
+`host`, in the store: columns of a placement int64[L, 3], experts of each layer in each. Experts
+of the last two come into the window of two layers before their layer runs, each from a backend of
+its own, both at once.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-DENSE, PACKED, HOST = range(3)
-"""Columns of a placement int64[L, 3]: experts of each layer in each tier."""
+from host_offload.control.window import DENSE, HOST, PACKED
 
 DEAD_ZONE = 0.9
 """θ: a step whose ideal compute over modelled load is from here to 1 moves nothing."""
@@ -52,6 +53,8 @@ class StorageModel:
     """Dense bytes a second that come out of packed experts; 0: there is no such tier."""
     kappa: float = 1.0
     """A packed expert's bytes by a dense one's, of the real store."""
+    direct: bool = False
+    """Packed experts are computed as they are, and take nothing of the window."""
 
     def __post_init__(self):
         least = min(self.layers, self.experts, self.record_bytes)
@@ -59,17 +62,17 @@ class StorageModel:
             raise ValueError(f"no machine is {self}")
 
     def experts_bytes(self, placement: np.ndarray) -> int:
-        """C_exp: what experts take of the device, residents and the window of two layers; the
-        largest two that follow each other, cyclic, where layers differ."""
-        resident = placement[:, DENSE].sum() + self.kappa * placement[:, PACKED].sum()
-        streamed = placement[:, PACKED] + placement[:, HOST]
-        window = np.max(streamed + np.roll(streamed, -1))
-        return int(np.ceil((resident + window) * self.record_bytes))
+        """C_exp: what experts take of the device, residents and the window of two layers, each as
+        large as the largest where layers differ."""
+        dense, packed, _ = placement.sum(axis=0).tolist()
+        streamed = placement[:, HOST] + (0 if self.direct else placement[:, PACKED])
+        of_dense = (dense + 2 * int(streamed.max())) * self.record_bytes
+        return of_dense + packed * math.ceil(self.kappa * self.record_bytes - 1e-6)
 
     def layer_seconds(self, placement: np.ndarray) -> np.ndarray:
         """float64[L]: max_k τ_k of each layer, equations (6) and (9)."""
         host = placement[:, HOST] * self.record_bytes / self.host_rate
-        if not self.packed_rate:
+        if not self.packed_rate or self.direct:
             return host
         return np.maximum(host, placement[:, PACKED] * self.record_bytes / self.packed_rate)
 
@@ -79,13 +82,18 @@ class StorageModel:
 
     @property
     def most_packed(self) -> int:
-        """Experts of a layer beyond which more packed ones load no faster: x_gpu of equation (8),
-        in whole experts those with the shortest load."""
+        """Experts of a layer beyond which more packed ones load no faster."""
+        return self.balanced(self.experts)
+
+    def balanced(self, experts: int) -> int:
+        """How many of so many of a layer are packed where both backends end together: x_gpu of
+        equation (8), in whole experts those with the shortest load. Those that are computed as they
+        are packed need no loading, so all of them."""
         if not self.packed_rate:
             return 0
-        counts = np.arange(self.experts + 1)
-        packed = counts / self.packed_rate
-        return int(np.argmin(np.maximum(packed, (self.experts - counts) / self.host_rate)))
+        counts = np.arange(experts + 1)
+        packed = 0 * counts if self.direct else counts / self.packed_rate
+        return int(np.argmin(np.maximum(packed, (experts - counts) / self.host_rate)))
 
 
 def uniform_placement(model: StorageModel, dense: int, packed: int) -> np.ndarray:
@@ -124,6 +132,15 @@ def moved_in_one_layer(
     return after
 
 
+def moved_in_some_layer(placement: np.ndarray, source: int, target: int) -> np.ndarray | None:
+    """`moved_in_one_layer` of the layer that has most of the source, of equals the first."""
+    return moved_in_one_layer(placement, source, target, int(np.argmax(placement[:, source])))
+
+
+Move = Callable[[np.ndarray, int, int], np.ndarray | None]
+"""(placement, source, target) → the placement after a move, None: there is none."""
+
+
 class PlannerState(NamedTuple):
     """What the planner knows from one step to the next."""
 
@@ -143,6 +160,7 @@ def planned(
     compute_s: float,
     room_bytes: int,
     interval: int = INTERVAL,
+    staggered: bool = True,
 ) -> PlannerState:
     """Algorithm 2 after a step: the placement from then on.
 
@@ -152,20 +170,14 @@ def planned(
     one move after each `interval` steps. Where ρ = τ_comp / τ_load > 1 memory goes back, unless ρ
     would fall below the dead zone: residents have whole experts, so it may not be met. Where ρ is
     below it, more become resident: packed ones up to x_gpu, beyond which only dense ones help, as
-    far as there is room.
+    far as there is room. Not staggered, the paper's arm without I/O balance, a move is of one
+    layer.
 
-    Raises ValueError where not even the window of two layers fits.
+    Raises ValueError as `fitted`.
     """
-    placement, moves = state.placement, 0
-    while model.experts_bytes(placement) > room_bytes:
-        less = _less(model, placement)
-        if less is None:
-            raise ValueError(
-                f"a window of two layers takes {model.experts_bytes(placement)} bytes, and KV "
-                f"leaves {room_bytes}"
-            )
-        placement, moves = less, moves + 1
-    if moves:
+    move = moved if staggered else moved_in_some_layer
+    placement = fitted(model, state.placement, room_bytes, move)
+    if placement is not state.placement:
         return PlannerState(placement, last=-1)
     seconds, steps = state.seconds + compute_s, state.steps + 1
     if steps < interval:
@@ -173,39 +185,60 @@ def planned(
     mean, load = seconds / steps, model.load_seconds(placement)
     wanted, last, direction = None, state.last, 0
     if mean > load * (1 + REVERSAL * (last > 0)):
-        wanted = _less(model, placement)
+        wanted = _less(model, placement, move)
         if wanted is not None and mean < DEAD_ZONE * model.load_seconds(wanted):
             wanted = None
         direction = -1
     elif mean < load * (DEAD_ZONE - REVERSAL * (last < 0)):
-        wanted, direction = _more(model, placement, room_bytes), 1
+        wanted, direction = _more(model, placement, room_bytes, move), 1
     if wanted is None:
         return PlannerState(placement, last=last)
     return PlannerState(wanted, last=direction)
 
 
-def _less(model: StorageModel, placement: np.ndarray) -> np.ndarray | None:
+def fitted(
+    model: StorageModel, placement: np.ndarray, room_bytes: int, move: Move = moved
+) -> np.ndarray:
+    """The placement after as many moves as the hard constraint (12) takes; the same array where it
+    fits as it is. Raises ValueError where not even the window of two layers fits."""
+    while model.experts_bytes(placement) > room_bytes:
+        less = _less(model, placement, move)
+        if less is None:
+            raise ValueError(
+                f"a window of two layers takes {model.experts_bytes(placement)} bytes, and KV "
+                f"leaves {room_bytes}"
+            )
+        placement = less
+    return placement
+
+
+def _less(model: StorageModel, placement: np.ndarray, move: Move = moved) -> np.ndarray | None:
     """The placement with a step less of residency, which takes less memory; None: there is none."""
     packs = model.packed_rate > 0 and model.kappa < 1
     below = PACKED if packs else HOST
     kept = model.experts_bytes(placement)
     for source, target in ((DENSE, below), (DENSE, HOST), (PACKED, HOST)):
-        after = moved(placement, source, target)
+        after = move(placement, source, target)
         if after is not None and model.experts_bytes(after) < kept:
             return after
     return None
 
 
-def _more(model: StorageModel, placement: np.ndarray, room_bytes: int) -> np.ndarray | None:
-    """The placement with a step more of residency, which loads faster and fits; None: hold."""
+def _more(
+    model: StorageModel, placement: np.ndarray, room_bytes: int, move: Move = moved
+) -> np.ndarray | None:
+    """The placement with a step more of residency, which loads faster and fits; where no step does,
+    one that loads as fast with less to bring, as where both backends end together; None: hold."""
     options = []
-    if placement[0, PACKED] < model.most_packed:
-        options.append(moved(placement, HOST, PACKED))
-    options += [moved(placement, PACKED, DENSE), moved(placement, HOST, DENSE)]
-    load = model.load_seconds(placement)
-    for after in options:
-        if after is None or model.experts_bytes(after) > room_bytes:
-            continue
-        if model.load_seconds(after) < load:
-            return after
-    return None
+    if placement[:, PACKED].max() < model.most_packed:
+        options.append(move(placement, HOST, PACKED))
+    if not model.direct:
+        options.append(move(placement, PACKED, DENSE))
+    options.append(move(placement, HOST, DENSE))
+    load, fit = model.load_seconds(placement), 1 + 1e-9
+    there = [after for after in options if after is not None]
+    wanted = [after for after in there if model.load_seconds(after) * fit < load]
+    if not wanted:
+        denser = [after for after in there if after[:, DENSE].sum() > placement[:, DENSE].sum()]
+        wanted = [after for after in denser if model.load_seconds(after) <= load * fit]
+    return next((o for o in wanted if model.experts_bytes(o) <= room_bytes), None)

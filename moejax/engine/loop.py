@@ -19,6 +19,7 @@ from host_offload.control.interface import Policy, Spec
 from host_offload.memory.arena import SlotClass
 from host_offload.memory.kv_cache import Block
 from moejax.engine.control import StepHooks, control_of, layer_hooks
+from moejax.engine.residency import ResidencyPlanner
 from moejax.engine.resize import Resizer, cells_of, check_grant, check_one_version, grant
 from moejax.engine.sampling import TokenSampler
 from moejax.engine.scheduler import Scheduler
@@ -67,7 +68,7 @@ class Engine:
     integrity checks); it may wait for the device, which only costs time. control: the policies'.
     resizer: the control's (default: one of the engine's own). tracer: gets a record of every step.
     tokenizer: for stop strings; without one, requests with them are refused. hooks: called between
-    the parts of a layer. Not for several threads.
+    the parts of a layer. planner: moves experts between tiers. Not for several threads.
     """
 
     def __init__(
@@ -84,8 +85,10 @@ class Engine:
         tracer: Tracer | None = None,
         tokenizer: PreTrainedTokenizerFast | None = None,
         hooks: Hooks | None = None,
+        planner: ResidencyPlanner | None = None,
     ):
         self.runner, self.scheduler, self.statistics = runner, scheduler, statistics
+        self.planner = planner
         self.eos_token_ids = frozenset(eos_token_ids)
         self.seed, self.listener, self.control = seed, listener, control
         self.resizer = Resizer(runner, scheduler) if resizer is None else resizer
@@ -166,6 +169,8 @@ class Engine:
             )
             if self.idle:
                 self.statistics.last_read_s = request.arrival_s
+                if self.planner is not None:
+                    self.planner.rest()
             self.scheduler.add(request)
             self.statistics.requests += 1
             self.statistics.prompt_tokens += len(prompt)
@@ -295,6 +300,8 @@ class Engine:
             if previous is not None and self.hooks is not None:
                 touched, previous = self._read(previous), None
             try:
+                if self.planner is not None:
+                    self.planner.before_step()
                 work = self._next_work()
                 if work is None and not begun and not self.scheduler.idle:
                     work = self._unblocked()
@@ -446,6 +453,8 @@ class Engine:
         self.events.append(Event("read", step.number, now))
         failures = self.runner.failures(results.writes)
         self.statistics.add_step(step.kind, results.totals, now, results.demand)
+        if self.planner is not None:
+            self.planner.after_read(step.kind, len(step.work.rows), now)
         touched = self._lost(step, failures) if failures else []
         # Lists of Python's numbers: reading arrays one by one costs as much as all the rest.
         tokens, missed = results.tokens.tolist(), results.missed_routes.tolist()

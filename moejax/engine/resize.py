@@ -257,9 +257,10 @@ def least_pages(scheduler: Scheduler) -> int:
     return max(alone, together + longest - scheduler.cache.swap_pages)
 
 
-def empty_slot(scheduler: Scheduler, most: int) -> int:
-    """Moves at most so many pages out of the KV slot that has the fewest; how many were."""
-    moved = set(scheduler.cache.empty_slot(most))
+def empty_slot(scheduler: Scheduler, most: int, slot: int | None = None) -> int:
+    """Moves at most so many pages out of a KV slot; how many were. slot: None: that with the
+    fewest."""
+    moved = set(scheduler.cache.empty_slot(most, slot))
     for request in scheduler.running.values():
         if not moved.isdisjoint(request.blocks):
             scheduler.write_table(request, 0)

@@ -14,6 +14,7 @@ import numpy as np
 from host_offload.control.step_record import PageUse
 from host_offload.control.window import PAYS_FROM, WindowSpec
 from host_offload.memory.arena import SlotClass
+from host_offload.memory.layout import SlotLayout
 from host_offload.memory.tables import Tables
 from host_offload.queue.native import Totals
 from host_offload.queue.transfer import QueueSpec
@@ -232,7 +233,7 @@ def arena_stats(scheduler: Scheduler, tables: Tables) -> dict:
 
 
 def stream_stats(
-    window: WindowSpec | None, statistics: Statistics, record_bytes: int
+    window: WindowSpec | None, statistics: Statistics, layout: SlotLayout
 ) -> dict[str, Any] | None:
     """What the stream driver holds and moves, as plain data; None: another driver. `used` is the
     share of a layer's experts that a step's tokens chose, so far: the others were moved for
@@ -241,11 +242,15 @@ def stream_stats(
         return None
     steps = sum(statistics.steps.values())
     every = window.layers * window.experts
+    placement, record = window.placement, layout.records[0].nbytes
+    dense, packed, host = placement.sum(axis=0).tolist()
     return {
-        "cells": window.slots,
-        "bytes": window.slots * record_bytes,
-        "resident_per_layer": window.experts - window.streamed,
-        "bytes_per_step": window.layers * window.streamed * record_bytes,
+        "cells": window.cells,
+        "bytes": window.rows * layout.hidden * 2,
+        "resident_per_layer": dense / window.layers,
+        "packed_per_layer": packed / window.layers,
+        "bytes_per_step": host * record,
+        "unpacked_bytes_per_step": 0 if window.direct else packed * record,
         "steps": steps,
         "used": statistics.paging["active"] / (steps * every) if steps else None,
         "pays_from": PAYS_FROM,
@@ -272,5 +277,10 @@ def transfer_stats(queue: QueueSpec | None, totals: Totals | None) -> dict | Non
         "waits": totals.waits,
         "wait_s": totals.wait_seconds,
         "busy_s": totals.busy_seconds,
+        "unpacked": {
+            "experts": totals.unpacked,
+            "bytes": totals.unpacked_bytes,
+            "busy_s": totals.unpack_seconds,
+        },
         "in_flight": {"transfers": totals.flying, "bytes": totals.bytes_left},
     }

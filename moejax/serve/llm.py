@@ -59,6 +59,7 @@ from moejax.start.options import Options
 from moejax.start.precision import precision_stats
 from moejax.start.report.explain import Explanation, explain, store_stats
 from moejax.start.settings import Settings, settings_of
+from moejax.step.drivers.stream import StreamRunner
 from moejax.step.hooks import Hooks
 
 log = logging.getLogger("moejax")
@@ -115,6 +116,7 @@ class LLM:
         chunk_bytes: int | str | None = None,
         transfer_threads: int | None = None,
         driver: str = "device",
+        tiers: str | None = None,
         ops: str | Mapping[str, str] = "auto",
         device: str | jax.Device | None = None,
         threads: int | None = None,
@@ -185,7 +187,7 @@ class LLM:
         builder: Callable[..., StoreBuilder],
     ) -> LoadedModel:
         """The checkpoint's weights, in the versions of the precision."""
-        options, precision = settings.options, settings.precision
+        options = settings.options
         with loading_progress(self.model, options.progress) as report:
             loaded = load_checkpoint(
                 directory,
@@ -194,7 +196,7 @@ class LLM:
                 report,
                 options.step,
                 options.name_map,
-                precision.versions,
+                settings.versions,
                 in_files=options.store == "file",
                 verify_reads=options.verify_reads,
                 new_builder=builder,
@@ -202,7 +204,7 @@ class LLM:
             )
         with versions_progress(options.progress) as making:
             return with_versions(
-                loaded, precision.versions, quantizer=options.quantizer, progress=making
+                loaded, settings.versions, quantizer=options.quantizer, progress=making
             )
 
     # ---- what users call
@@ -380,8 +382,11 @@ class LLM:
                 "store": store_stats(engine, self.options),
                 "transfers": transfer_stats(runner.queue_spec, runner.transfer_totals()),
                 "stream": stream_stats(
-                    self.plan.window, engine.statistics, runner.layout.records[0].nbytes
+                    runner.window if isinstance(runner, StreamRunner) else None,
+                    engine.statistics,
+                    runner.layout,
                 ),
+                "planner": None if engine.planner is None else engine.planner.stats(),
                 "experts_in_place": self.plan.budget.in_place,
                 "pages": page_note(),
                 "time": {

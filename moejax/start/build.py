@@ -20,6 +20,7 @@ from host_offload.memory.placement import ResidentSpec, place
 from moejax.checkpoints.loaded_model import LoadedModel
 from moejax.engine.control import control_of
 from moejax.engine.loop import Engine
+from moejax.engine.residency import ResidencyPlanner
 from moejax.engine.resize import ResidentResizer, Resizer
 from moejax.engine.scheduler import Scheduler
 from moejax.engine.statistics import Statistics
@@ -32,6 +33,7 @@ from moejax.start.options import Options
 from moejax.start.precision import place_experts
 from moejax.start.probe import divided, step_costs
 from moejax.start.settings import Settings, settings_of
+from moejax.start.tiers import measured_rates
 from moejax.step.drivers.host import HostRunner
 from moejax.step.drivers.queued import QueuedRunner
 from moejax.step.drivers.stream import StreamRunner
@@ -87,6 +89,8 @@ def probed(loaded: LoadedModel, settings: Settings, device: jax.Device) -> Plan:
     them."""
     model, facts = facts_of(loaded), device_facts(device, automatic=settings.options.automatic)
     steps = step_spec(settings, model, facts)
+    if settings.tiers is not None:
+        facts = dataclasses.replace(facts, rates=measured_rates(steps, device))
     experts = steps.config.num_experts
     bound = 2 * experts if steps.window else experts
     # Before anything is compiled of them, by a first guess of the arena: a wrong one is refused by
@@ -201,6 +205,7 @@ def _engine(
         tracer=tracer,
         tokenizer=tokenizer,
         hooks=options.hooks,
+        planner=_planner(plan, runner, scheduler),
     )
 
 
@@ -227,6 +232,16 @@ def _grant(plan: Plan, arena: SlotArena, runner: Runner) -> float | None:
     else:
         runner.grant_cells(arena.grant_cells(plan.cells))
     return None
+
+
+def _planner(plan: Plan, runner: Runner, scheduler: Scheduler) -> ResidencyPlanner | None:
+    """Who moves experts between tiers while requests run; None: nobody."""
+    tiers, storage = plan.settings.tiers, plan.storage
+    if tiers is None or storage is None or tiers.planner == "none":
+        return None
+    assert isinstance(runner, StreamRunner)
+    staggered = tiers.planner == "live"
+    return ResidencyPlanner(runner, scheduler, storage, tiers.interval, staggered)
 
 
 def _control(

@@ -259,6 +259,14 @@ class Options:
         default="device",
         choices=DRIVERS,
     )
+    tiers: str | None = _option(
+        "of driver=stream, where residents are: flux, some of each layer packed as lossless12 and "
+        "decoded into the window; flux-direct, computed as they are packed; with dense=SHARE, "
+        "packed=SHARE (default: so that link and decoding end together), by=layers, planner=live, "
+        "one-layer or none, interval=STEPS; see docs/stream.md (default: none are packed)",
+        "memory",
+        metavar="NAME[,KEY=VALUE…]",
+    )
     ops: str | Mapping[str, str] = _option(
         "implementation of the ops: auto (Pallas kernels on a GPU, native ops on a CPU that has "
         "them, else XLA), xla, pallas, cpu, or pairs such as plan=xla,route=pallas (default: auto)",

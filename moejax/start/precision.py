@@ -52,11 +52,14 @@ def stored_versions(precision: Precision, store: ExpertStore) -> tuple[str, ...]
     return tuple(store.layouts) if store.layers else precision.versions
 
 
-def formats_of(precision: Precision, layout: SlotLayout, store: ExpertStore) -> Formats | None:
-    """How each version lies in cells and in its store; None for dense alone."""
-    if precision.versions == ("dense",):
+def formats_of(
+    precision: Precision, layout: SlotLayout, store: ExpertStore, packed: tuple[str, ...] = ()
+) -> Formats | None:
+    """How each version lies in cells and in its store; None for dense alone. packed: one version
+    more, that of packed residents."""
+    if precision.versions == ("dense",) and not packed:
         return None
-    versions = stored_versions(precision, store)
+    versions = (*stored_versions(precision, store), *packed)
     cells = layout.records * len(versions) if precision.in_transit else layout.records
     if store.layers and precision.mixed:
         cells = (layout.records[HI], *layout.records)

@@ -19,6 +19,7 @@ from host_offload.sizing.cell_allocation import ALLOCATIONS
 from moejax.checkpoints.versions import check_quantizer
 from moejax.errors import UserError, user_errors
 from moejax.start.options import Options
+from moejax.start.tiers import PACKED_AS, Tiers, tiers_of_options
 from moejax.traces.tracer import check_trace
 from pallas_kernels import parse_ops
 
@@ -105,6 +106,14 @@ class Settings:
     ops: Mapping[str, str]
     trace_arrays: frozenset[str]
     """What the trace has beside the rest."""
+    tiers: Tiers | None = None
+    """Where residents are, with driver="stream"; None: none is packed."""
+
+    @property
+    def versions(self) -> tuple[str, ...]:
+        """Those that the store needs."""
+        packed = () if self.tiers is None else (PACKED_AS,)
+        return *self.precision.versions, *packed
 
     @property
     def needs_costs(self) -> bool:
@@ -126,7 +135,8 @@ def settings_of(options: Options) -> Settings:
         check_policies(policies, options.driver)
         ops = parse_ops(options.ops)
     arrays = check_trace(options.trace, options.trace_arrays)
-    return Settings(options, precision, budgets, eviction, policies, ops, arrays)
+    tiers = tiers_of_options(options, precision)
+    return Settings(options, precision, budgets, eviction, policies, ops, arrays, tiers)
 
 
 def parse_budget_options(options: Options) -> BudgetOptions:

@@ -10,6 +10,7 @@ import jax
 from host_offload.memory.tables import Tables
 from pallas_kernels import Ops
 from pallas_kernels.kv_write import KVPage
+from pallas_kernels.records import RecordFormat
 from pallas_kernels.records.versions import Formats
 
 
@@ -37,6 +38,9 @@ class ExpertContext:
     """By version number, see VersionFormats; None: one version, dense."""
     in_place: bool = False
     """Every expert is resident in the store: none is missed, filled or moved."""
+    packed: RecordFormat | None = None
+    """Residents in cells of this format stream too, decoded into the window; None: there are none,
+    or they are computed as they are."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

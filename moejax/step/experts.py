@@ -9,12 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from host_offload.control.window import PACKED_VERSION
 from host_offload.memory.tables import Tables, hand_over, seat_absent
 from moejax.step.context import DeviceMemory, ExpertContext
 from pallas_kernels import Ops
 from pallas_kernels.combine import combine
 from pallas_kernels.expert_ffn import expert_ffn
 from pallas_kernels.fill import fill
+from pallas_kernels.fill.unpack import unpack
 from pallas_kernels.plan import Plan, plan
 from pallas_kernels.stage import Entries, stage
 
@@ -151,18 +153,56 @@ def materialize(
         ring = jnp.arange(memory.tables.cell_row.shape[1]) >= experts
         tables = hand_over(memory.tables, (layer - 2) % layers, layer, ring)
         tables, expert, row, count = seat_absent(tables, layer, experts)
-        arena = fill(
-            memory.arena,
-            context.stores,
-            layer,
-            expert,
-            row + zero_after(after),
-            jnp.zeros_like(expert),
-            count,
-            formats=context.formats,
-            ahead=True,
-            implementation=context.ops.fill,
-        )
+        row = row + zero_after(after)
+        return load(DeviceMemory(memory.arena, tables), layer, expert, row, count, context)
+
+
+def load_seated(memory: DeviceMemory, layer: int, context: ExpertContext) -> DeviceMemory:
+    """Begins to load the experts that own a layer's cells of the ring, the first of those, between
+    two steps."""
+    tables, experts = memory.tables, memory.tables.address.shape[1]
+    owner, row = tables.owner[layer, experts:], tables.cell_row[layer, experts:]
+    count = jnp.sum(owner >= 0, dtype=jnp.int32)
+    return load(memory, jnp.int32(layer), owner, row, count, context)
+
+
+def load(
+    memory: DeviceMemory,
+    layer: jax.Array,
+    expert: jax.Array,
+    row: jax.Array,
+    count: jax.Array,
+    context: ExpertContext,
+) -> DeviceMemory:
+    """Queues the first `count` of int32[A] experts of a layer into dense cells at arena rows
+    int32[A]: over the link, but those with a packed cell of their own out of that; both at once, as
+    FluxMoE loads from its two backends (section 4.3)."""
+    arena, tables = memory
+    of_link, packed = jnp.arange(expert.shape[0]) < count, None
+    if context.packed is not None:
+        own = jnp.maximum(expert, 0)
+        held = tables.owner[layer, own] == expert
+        packed = of_link & held & (tables.cell_version[layer, own] == PACKED_VERSION)
+        of_link &= ~packed
+    first = jnp.argsort(~of_link, stable=True)
+    arena = fill(
+        arena,
+        context.stores,
+        layer,
+        expert[first],
+        row[first],
+        jnp.zeros_like(expert),
+        jnp.sum(of_link, dtype=jnp.int32),
+        formats=context.formats,
+        ahead=True,
+        implementation=context.ops.fill,
+    )
+    if packed is not None and context.packed is not None:
+        first = jnp.argsort(~packed, stable=True)
+        source = tables.cell_row[layer, jnp.maximum(expert, 0)][first]
+        number = jnp.sum(packed, dtype=jnp.int32)
+        operands = arena, layer, expert[first], source, row[first], number
+        arena = unpack(*operands, packed=context.packed)
     return DeviceMemory(arena, tables)
 
 
@@ -198,6 +238,15 @@ def compute_materialized(
     absent = active & (tables.address[layer] < 0)
     counts = _window_counts(active, absent, len(context.stores))
     return lax.optimization_barrier(y).reshape(tokens, k, x.shape[1]), memory, counts
+
+
+def expert_rows(tables: Tables, context: ExpertContext) -> jax.Array:
+    """int32: arena rows of all cells. They only go from layer to layer, so there are as many at any
+    moment of a step."""
+    formats, stores = context.formats, context.stores
+    rows = [s.shape[2] for s in stores] if formats is None else [f.cell.rows for f in formats]
+    held = jnp.array(rows, jnp.int32)[tables.cell_version]
+    return jnp.sum(jnp.where(tables.cell_row >= 0, held, 0), dtype=jnp.int32)
 
 
 def stage_layer(

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from host_offload.control.window import PACKED_VERSION
 from host_offload.memory.layout import SlotLayout
 from host_offload.queue.transfer import QueueSpec
 from moejax.errors import UserError
@@ -25,6 +26,7 @@ from moejax.step.results import Results, ResultShape
 from moejax.step.sampler import greedy, logprobs, update_rows
 from pallas_kernels import Ops
 from pallas_kernels.paged_attention import decode_attention, prefill_attention
+from pallas_kernels.records import RecordFormat
 from pallas_kernels.records.versions import Formats
 
 DECODE_TILE = 16
@@ -100,6 +102,16 @@ class StepSpec:
     trace_arrays: frozenset[str] = frozenset()
     """What every step gives out beside the rest, of TRACE_ARRAYS; with any, steps are other
     executables."""
+    tiers: str = ""
+    """How residents are packed: "flux", decoded into the window; "flux-direct", computed as they
+    are; empty: there are none."""
+
+    @property
+    def packed(self) -> RecordFormat | None:
+        """As of ExpertContext."""
+        if self.tiers != "flux" or self.formats is None:
+            return None
+        return self.formats[PACKED_VERSION].cell
 
     @property
     def window(self) -> bool:
@@ -353,11 +365,11 @@ def step_output(
     kind: str,
     shape: ResultShape,
     writes: tuple[jax.Array, ...] = (),
-    cells: jax.Array | None = None,
+    expert_rows: jax.Array | None = None,
 ) -> StepOutput:
     """x [T, D]: after the last layer. batch, kind: as of device_step. trace: of all MoE
     layers. staged, shape: as of StepOutput. writes: what knows the writes of the arena after them,
-    uint32[2] as an owned one's token, where anyone asks for them. cells: as of Results."""
+    uint32[2] as an owned one's token, where anyone asks for them. expert_rows: as of Results."""
     prefill = batch[0] if isinstance(batch[0], PrefillBatch) else None
     ends = x if prefill is None else x[jnp.maximum(prefill.last, 0)]
     logits = model.logits(ends, *_logit_rows(model, ends, batch, prefill))
@@ -371,7 +383,7 @@ def step_output(
     return StepOutput(
         logits=logits,
         tokens=tokens,
-        results=shape.pack(tokens, missed_routes, trace.counts, _writes(writes), _cells(cells)),
+        results=shape.pack(tokens, missed_routes, trace.counts, _writes(writes), _one(expert_rows)),
         shape=shape,
         routing=Routing(trace.ids, trace.weights),
         scores=scores,
@@ -387,9 +399,9 @@ def _writes(tokens: tuple[jax.Array, ...]) -> jax.Array:
     return lax.bitcast_convert_type(tokens[0][1:], jnp.int32)
 
 
-def _cells(count: jax.Array | None) -> jax.Array:
-    """int32[1], as of Results."""
-    return jnp.zeros(1, jnp.int32) if count is None else count.reshape(1)
+def _one(number: jax.Array | None) -> jax.Array:
+    """int32[1]; 0 for None."""
+    return jnp.zeros(1, jnp.int32) if number is None else number.reshape(1)
 
 
 def _greedy_tokens(model, logits, batch, prefill):

@@ -30,7 +30,7 @@ from moejax.requests.request import PrefillKind
 from moejax.requests.sampling_params import MAX_BIASES, MAX_LOGPROBS
 from moejax.step.context import DeviceMemory, StepContext
 from moejax.step.drivers.device import device_step
-from moejax.step.experts import stage_layer
+from moejax.step.experts import load_seated, stage_layer
 from moejax.step.parts import (
     Leaf,
     PrefillBatch,
@@ -72,7 +72,7 @@ Kind = (
     Literal["decode", "greedy", "sample", "add_bias", "adjust", "tally", "recount", "logprobs"]
     | PrefillKind
     | Literal["place", "swap_out", "swap_in", "move_pages", "regrant", "populate", "transfer"]
-    | Literal["stage", "move", "hand_over", "snapshot", "integrity", "drain"]
+    | Literal["stage", "move", "hand_over", "snapshot", "integrity", "drain", "load"]
     | Literal["admit", "land", "forget", "compare"]
 )
 
@@ -234,6 +234,7 @@ class Programs:
             in_place=self.steps.in_place,
             page=self.page,
             window=self.steps.window,
+            packed=self.steps.packed,
             queued=self.steps.queue is not None,
             arrays=self.steps.trace_arrays if key.traced else frozenset(),
         )
@@ -339,6 +340,10 @@ class Programs:
             memory, done = jax.lax.fori_loop(0, tables.clock.shape[0], layer, start)
             return *memory, done
 
+        def load(arena, tables, stores):
+            """The first layer, seated in its half of the ring."""
+            return load_seated(DeviceMemory(arena, tables), 0, self.context(key, stores)).arena
+
         return {
             "swap_out": Program(read, (arena, pages), (), memory="pinned_host"),
             "swap_in": Program(write, (arena, swapped, pages, array()), (0,)),
@@ -351,6 +356,7 @@ class Programs:
             "snapshot": Program(snapshot, (tables,), ()),
             "integrity": Program(faults, (arena, tables, stores), ()),
             "drain": Program(_drain, (arena, tables), (0, 1)),
+            "load": Program(load, (arena, tables, stores), (0,)),
         }
 
 

@@ -43,13 +43,15 @@ class ResultShape:
         missed_routes: Any,
         counts: Any,
         writes: Any = _NONE,
-        cells: Any = _NONE,
+        expert_rows: Any = _NONE,
     ) -> Any:
         """The results of a step. tokens int32[R]: current after it. missed_routes: as of Results,
         of as many rows or chunks as the step computes. counts [L, counts_size]: of
-        experts.page_and_compute. writes, cells int32[1]: as of Results."""
+        experts.page_and_compute. writes, expert_rows int32[1]: as of
+        Results."""
         missing = self.routes - missed_routes.shape[0]
-        parts = tokens, jnp.pad(missed_routes, (0, missing)), counts.reshape(-1), writes, cells
+        missed_routes = jnp.pad(missed_routes, (0, missing))
+        parts = tokens, missed_routes, counts.reshape(-1), writes, expert_rows
         return jnp.concatenate(parts)
 
     def with_tokens(self, results: jax.Array, tokens: jax.Array) -> jax.Array:
@@ -105,8 +107,8 @@ class Results:
         return int(self.values[-2].view(np.uint32))
 
     @property
-    def cells(self) -> int:
-        """Cells that experts of all layers had together at any moment of the step, where they
+    def expert_rows(self) -> int:
+        """Arena rows that cells of all layers had together at any moment of the step, where experts
         stream through a window; 0 otherwise."""
         return int(self.values[-1])
 

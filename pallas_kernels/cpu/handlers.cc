@@ -229,6 +229,35 @@ ffi::Error fill_cells(ffi::ThreadPool threads, Any memory, Int layer, Ints exper
   });
 }
 
+// Packed residents into dense cells, by the queue: pallas_kernels/fill/unpack.py. Rows of the arena
+// that are not there are an error, before anything is queued.
+ffi::Error unpack_cells(Any memory, Int layer, Ints expert, Ints source, Ints row, Int count,
+                        int64_t width, Numbers packed, ffi::Result<Any> written) {
+  const Arena arena(memory, *written);
+  if (!arena.wrong.empty()) return invalid("unpack: " + arena.wrong);
+  const int64_t listed = static_cast<int64_t>(expert.element_count());
+  if (!is(source, {listed}) || !is(row, {listed}) || packed.size() != kFields) {
+    return invalid("unpack: shapes");
+  }
+  if (!arena.supply() || !select_kernels()) return invalid("unpack: there is no queue");
+  const Format format = format_of(packed.begin(), arena.hidden, width, Type::BF16);
+  const int64_t n = std::min<int64_t>(std::max(*count.typed_data(), 0), listed);
+  for (int64_t i = 0; i < n; i++) {
+    const int64_t from = source.typed_data()[i], to = row.typed_data()[i];
+    if (from < 0 || from > arena.rows - format.rows || to < 0 || to > arena.rows - 3 * width) {
+      return invalid("unpack: entry " + std::to_string(i) + " goes from row " + std::to_string(from) +
+                     " to row " + std::to_string(to) + " of an arena of " +
+                     std::to_string(arena.rows) + " rows");
+    }
+  }
+  for (int64_t i = 0; i < n; i++) {
+    const int64_t from = source.typed_data()[i], to = row.typed_data()[i];
+    arena.supply()->unpack(format, *layer.typed_data(), expert.typed_data()[i],
+                           arena.data + from * arena.hidden, to, arena.data + to * arena.hidden);
+  }
+  return ffi::Error::Success();
+}
+
 // Waits until nothing flies into the arena; failed: 1 where the cell from that row on is not what
 // was to come.
 ffi::Error drain(Any memory, Ints cell_row, ffi::Result<Any> written, ffi::Result<Ints> failed) {
@@ -445,6 +474,18 @@ MOEJAX_HANDLER(moejax_cpu_fill, fill_cells,
                    .Attr<Numbers>("formats")
                    .Attr<Numbers>("places")
                    .Attr<int64_t>("ahead")
+                   .Ret<Any>())
+
+MOEJAX_HANDLER(moejax_cpu_unpack, unpack_cells,
+               ffi::Ffi::Bind()
+                   .Arg<Any>()
+                   .Arg<Int>()
+                   .Arg<Ints>()
+                   .Arg<Ints>()
+                   .Arg<Ints>()
+                   .Arg<Int>()
+                   .Attr<int64_t>("width")
+                   .Attr<Numbers>("packed")
                    .Ret<Any>())
 
 MOEJAX_HANDLER(moejax_cpu_drain, drain,

@@ -68,6 +68,29 @@ void Supply::bring(int64_t version, int64_t layer, int64_t expert, int64_t cell,
   queue->replace(request, parts.data(), &why);
 }
 
+void Supply::unpack(const Format& packed, int64_t layer, int64_t expert, const uint16_t* from,
+                    int64_t cell, void* to) {
+  const int64_t row_bytes = packed.hidden * 2, part = packed.width * row_bytes;
+  const int64_t parts[] = {part, part, part};
+  TransferRequest request{};
+  request.cell = cell, request.destination = reinterpret_cast<int64_t>(to);
+  request.source = reinterpret_cast<int64_t>(from);
+  request.layer = static_cast<int32_t>(layer), request.expert = static_cast<int32_t>(expert);
+  request.cause = causes_.ahead, request.file = kMemory, request.check = Check::NONE;
+  request.parts = 3;
+  const Kernels& kernels = *select_kernels();
+  std::string why;  // the cell has it, too
+  queue->replace(request, parts, &why, [=, &kernels](uint8_t* out, int64_t first, int64_t bytes) {
+    for (int64_t at = first, end = first + bytes; at < end;) {
+      const int64_t row = at / row_bytes, column = at % row_bytes;
+      const int64_t n = std::min(row_bytes - column, end - at);
+      kernels.decode(packed, from, static_cast<int>(row / packed.width), row % packed.width,
+                     column / 2, n / 2, nullptr, out);
+      at += n, out += n;
+    }
+  });
+}
+
 const uint16_t* Supply::bring_into_buffer(int64_t version, int64_t layer, int64_t expert,
                                           int64_t buffer) {
   const SourceRecord& record = *sources.find(version, layer, expert);

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "pallas_kernels/cpu/kernels.h"
 #include "pallas_kernels/cpu/transfer_queue.h"
 
 namespace moejax {
@@ -59,6 +60,10 @@ class Supply {
   // Queues a record into a cell, from address `to` on; what still flew there was cancelled or has
   // ended. Where that cannot be, the cell has failed. The record must be there.
   void bring(int64_t version, int64_t layer, int64_t expert, int64_t cell, void* to, bool ahead);
+  // As bring, ahead of need, of an expert whose lossless12 record lies in the arena, from `from` on,
+  // and stays until then: the queue's threads decode it into a dense cell, without the link.
+  void unpack(const Format& packed, int64_t layer, int64_t expert, const uint16_t* from, int64_t cell,
+              void* to);
   // As bring, as a demand, into a buffer; returns where the record begins.
   const uint16_t* bring_into_buffer(int64_t version, int64_t layer, int64_t expert, int64_t buffer);
   // The last part of a version's records, and how many there are.

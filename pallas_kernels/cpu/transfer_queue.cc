@@ -95,6 +95,7 @@ struct TransferQueue::Transfer {
   TransferState state = TransferState::WAITING;
   std::string failure;
   std::unique_ptr<Checksum> checksum;
+  Unpack unpack;
   const File* file = nullptr;
   std::mutex opening;
   int fd = -1;
@@ -215,7 +216,7 @@ void TransferQueue::enqueue(const std::shared_ptr<Transfer>& transfer) {
   concerns_ = (int64_t)cells_.size();
   transfer->ticket = ++tickets_;
   transfers_[transfer->ticket] = transfer;
-  turns_.insert(transfer->turn());
+  turns_[lane_of(*transfer)].insert(transfer->turn());
   note(TransferEvent::SUBMIT, transfer->ticket, transfer->request.cause, transfer->request.priority);
 }
 
@@ -239,8 +240,9 @@ int64_t TransferQueue::submit(const TransferRequest& request, const int64_t* par
 }
 
 int64_t TransferQueue::replace(const TransferRequest& request, const int64_t* part_bytes,
-                               std::string* why) {
+                               std::string* why, Unpack unpack) {
   auto transfer = made(request, part_bytes, why);
+  if (transfer) transfer->unpack = std::move(unpack);
   Held held(mutex_);
   evict(held, request.cell);
   if (transfer) *why = refusal(*transfer);
@@ -298,7 +300,7 @@ std::set<int64_t> TransferQueue::drain() {
 }
 
 void TransferQueue::take_back(Transfer& transfer) {
-  turns_.erase(transfer.turn());
+  turns_[lane_of(transfer)].erase(transfer.turn());
   note(TransferEvent::CANCEL, transfer.ticket, 0, 0);
   settle(transfer, TransferState::CANCELLED);
 }
@@ -314,6 +316,7 @@ int64_t TransferQueue::retry(int64_t cell) {
   std::string why;
   const auto transfer = made(request, failed.parts.data(), &why);
   if (!transfer || !refusal(*transfer).empty()) return 0;
+  transfer->unpack = failed.unpack;
   totals_.retried++;
   enqueue(transfer);
   held.unlock();
@@ -339,16 +342,27 @@ bool TransferQueue::reorder(int64_t ticket, int32_t cause, int32_t priority) {
 }
 
 void TransferQueue::give_turn(Transfer& transfer, int32_t cause, int32_t priority) {
-  const bool waits = turns_.erase(transfer.turn());
+  auto& turns = turns_[lane_of(transfer)];
+  const bool waits = turns.erase(transfer.turn());
   transfer.request.cause = cause;
   transfer.request.priority = priority;
-  if (waits) turns_.insert(transfer.turn());
+  if (waits) turns.insert(transfer.turn());
   note(TransferEvent::REORDER, transfer.ticket, cause, priority);
 }
 
 // ---- carrying out
 
-bool TransferQueue::runnable() const { return !turns_.empty() && !link_taken_; }
+TransferQueue::Lane TransferQueue::lane_of(const Transfer& transfer) {
+  return transfer.unpack ? HERE : LINK;
+}
+
+bool TransferQueue::runnable() const {
+  return (!turns_[LINK].empty() && !link_taken_) || !turns_[HERE].empty();
+}
+
+double TransferQueue::busy(Lane lane) const {
+  return busy_[lane] + (under_way_[lane] ? now() - busy_since_[lane] : 0);
+}
 
 void TransferQueue::work() {
 #ifdef __linux__
@@ -358,8 +372,8 @@ void TransferQueue::work() {
   Bounce bounce(options_.chunk_bytes);
   Held held(mutex_);
   for (;;) {
-    work_.wait(held, [this] { return runnable() || (stopping_ && turns_.empty()); });
-    if (turns_.empty()) return;
+    work_.wait(held, [this] { return runnable() || (stopping_ && idle()); });
+    if (idle()) return;
     carry_out(held, bounce);
   }
 }
@@ -374,23 +388,30 @@ bool TransferQueue::step() {
 
 // Takes the chunk whose turn it is, moves it without the lock, and notes its end.
 void TransferQueue::carry_out(Held& held, Bounce& bounce) {
-  const auto transfer = transfers_.at(std::get<2>(*turns_.begin()));
+  const bool link = !turns_[LINK].empty() && !link_taken_;
+  // A link of some rate is reserved first: who carries its chunk waits, and others unpack meanwhile.
+  const bool first = turns_[HERE].empty() || options_.rate > 0 ||
+                     (link && *turns_[LINK].begin() < *turns_[HERE].begin());
+  const Lane lane = link && first ? LINK : HERE;
+  auto& turns = turns_[lane];
+  const auto transfer = transfers_.at(std::get<2>(*turns.begin()));
   const size_t index = transfer->next++;
   const Chunk chunk = transfer->chunks[index];
-  if (transfer->next == transfer->chunks.size()) turns_.erase(turns_.begin());
+  if (transfer->next == transfer->chunks.size()) turns.erase(turns.begin());
   transfer->state = TransferState::BEGUN;
   transfer->under_way++;
   const double began = now();
-  if (!under_way_++) busy_since_ = began;
+  if (!under_way_[lane]++) busy_since_[lane] = began;
   double there = began;
-  if (options_.rate > 0) {
+  const bool limited = lane == LINK && options_.rate > 0;
+  if (limited) {
     // The link is reserved before the copy and by one chunk at a time: a demand waits for one.
     link_taken_ = true;
     const double ready = std::max(link_free_, transfer->submitted);
     there = link_free_ = std::max(ready, began - kLate) + (double)chunk.bytes / options_.rate;
   }
   note(TransferEvent::START, transfer->ticket, chunk.first, chunk.bytes);
-  if (turns_.empty() && stopping_) work_.notify_all();
+  if (idle() && stopping_) work_.notify_all();
   held.unlock();
   std::string failure;
   try {
@@ -398,14 +419,14 @@ void TransferQueue::carry_out(Held& held, Bounce& bounce) {
   } catch (const std::bad_alloc&) {
     failure = "no memory to read through";
   }
-  if (options_.rate > 0) {
+  if (limited) {
     sleep_until(there);
     held.lock();
     link_taken_ = false;
     held.unlock();
     work_.notify_one();
   }
-  if (options_.latency > 0) sleep_until(there + options_.latency);
+  if (lane == LINK && options_.latency > 0) sleep_until(there + options_.latency);
   held.lock();
   end(held, *transfer, index, std::move(failure));
 }
@@ -431,12 +452,13 @@ void TransferQueue::end(Held& held, Transfer& transfer, size_t index, std::strin
     }
   } else {
     if (transfer.failure.empty()) transfer.failure = std::move(failure);
-    turns_.erase(transfer.turn());
+    turns_[lane_of(transfer)].erase(transfer.turn());
     transfer.next = transfer.chunks.size();
-    if (turns_.empty() && stopping_) work_.notify_all();
+    if (idle() && stopping_) work_.notify_all();
   }
   if (!options_.threads) news_.notify_all();  // who waits may carry out the next one
-  if (!--under_way_) busy_ += now() - busy_since_;
+  const Lane lane = lane_of(transfer);
+  if (!--under_way_[lane]) busy_[lane] += now() - busy_since_[lane];
   if (--transfer.under_way || transfer.next < transfer.chunks.size()) return;
   if (transfer.failure.empty() && transfer.checksum &&
       transfer.checksum->value() != transfer.request.checksum) {
@@ -470,9 +492,13 @@ void TransferQueue::settle(Transfer& transfer, TransferState state) {
   transfer.before = nullptr;
   concerns_ = (int64_t)cells_.size();
   if (state == TransferState::DONE) {
-    (transfer.asked ? totals_.ahead : totals_.demands)++;
-    (transfer.asked ? totals_.ahead_bytes : totals_.demand_bytes) += transfer.bytes;
-    totals_.late += transfer.asked && transfer.late;
+    if (transfer.unpack) {
+      totals_.unpacked++, totals_.unpacked_bytes += transfer.bytes;
+    } else {
+      (transfer.asked ? totals_.ahead : totals_.demands)++;
+      (transfer.asked ? totals_.ahead_bytes : totals_.demand_bytes) += transfer.bytes;
+    }
+    totals_.late += transfer.asked && transfer.late && !transfer.unpack;
   } else {
     (state == TransferState::FAILED ? totals_.failed : totals_.cancelled)++;
   }
@@ -496,7 +522,9 @@ std::string TransferQueue::move(Transfer& transfer, const Chunk& chunk, Bounce& 
   auto* const to = reinterpret_cast<uint8_t*>(transfer.request.destination) + chunk.first;
   const int64_t from = transfer.request.source + chunk.first;
   std::string failure;
-  if (transfer.file) {
+  if (transfer.unpack) {
+    transfer.unpack(to, chunk.first, chunk.bytes);
+  } else if (transfer.file) {
     failure = open_file(transfer);
     if (failure.empty()) failure = read(transfer, to, from, chunk.bytes, bounce);
   } else {
@@ -686,7 +714,8 @@ TransferTotals TransferQueue::totals() {
     found.flying++;
     for (int64_t n : transfer->left) found.bytes_left += n;
   }
-  found.busy_seconds = busy_ + (under_way_ ? now() - busy_since_ : 0);
+  found.busy_seconds = busy(LINK);
+  found.unpack_seconds = busy(HERE);
   if (waiting_) found.wait_seconds += now() - waiting_since_;
   return found;
 }
@@ -724,7 +753,7 @@ double TransferQueue::observe(int64_t most_flying, int64_t most_ended,
     }
     ended_.clear();
   }
-  return busy_ + (under_way_ ? now() - busy_since_ : 0);
+  return busy(LINK);
 }
 
 std::string TransferQueue::message(int64_t ticket) {
@@ -739,24 +768,26 @@ std::string TransferQueue::message(int64_t ticket) {
 void TransferQueue::close() {
   Held held(mutex_);
   stopping_ = true;
-  for (auto it = turns_.begin(); it != turns_.end();) {
-    const auto transfer = transfers_.at(std::get<2>(*it));
-    if (transfer->state != TransferState::WAITING) {
-      ++it;
-      continue;
+  for (auto& turns : turns_) {
+    for (auto it = turns.begin(); it != turns.end();) {
+      const auto transfer = transfers_.at(std::get<2>(*it));
+      if (transfer->state != TransferState::WAITING) {
+        ++it;
+        continue;
+      }
+      it = turns.erase(it);
+      note(TransferEvent::CANCEL, transfer->ticket, 0, 0);
+      settle(*transfer, TransferState::CANCELLED);
+      // Ops that still run must not take the cell for one whose bytes are there.
+      transfer->failure = "the queue was closed";
+      cells_[transfer->request.cell] = transfer;
+      concerns_ = (int64_t)cells_.size();
     }
-    it = turns_.erase(it);
-    note(TransferEvent::CANCEL, transfer->ticket, 0, 0);
-    settle(*transfer, TransferState::CANCELLED);
-    // Ops that still run must not take the cell for one whose bytes are there.
-    transfer->failure = "the queue was closed";
-    cells_[transfer->request.cell] = transfer;
-    concerns_ = (int64_t)cells_.size();
   }
   work_.notify_all();
   // What has begun ends, also in the hands of callers, who may be in no hurry to take the rest.
   Bounce bounce(options_.chunk_bytes);
-  while (under_way_ || !turns_.empty()) {
+  while (under_way_[LINK] || under_way_[HERE] || !idle()) {
     if (!options_.threads && runnable()) carry_out(held, bounce);
     else news_.wait_for(held, std::chrono::milliseconds(10));
   }

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -92,8 +93,13 @@ struct TransferTotals {
   int64_t waits;                      // times that ops waited for bytes
   int64_t flying, bytes_left;         // now
   double wait_seconds;                // with an op waiting
-  double busy_seconds;                // with a chunk under way
+  double busy_seconds;                // with a chunk under way on the link
+  int64_t unpacked, unpacked_bytes;   // transfers that were written without it, and their bytes
+  double unpack_seconds;              // with a chunk of those under way
 };
+
+// Writes bytes [first, first + bytes) of a transfer at `to`.
+using Unpack = std::function<void(uint8_t* to, int64_t first, int64_t bytes)>;
 
 class TransferQueue {
  public:
@@ -109,7 +115,11 @@ class TransferQueue {
   int64_t submit(const TransferRequest& request, const int64_t* part_bytes, std::string* why);
   // The same for a cell that may have a writer: one that has not begun is cancelled, one that has is
   // waited for. Where it is refused the cell has failed, as if its bytes had not come.
-  int64_t replace(const TransferRequest& request, const int64_t* part_bytes, std::string* why);
+  // unpack: writes the bytes in place of a copy from the source, which it knows, and which stays as
+  // it is until then. Such a transfer does not pass the link, so its rate, its latency and its turns
+  // are others'.
+  int64_t replace(const TransferRequest& request, const int64_t* part_bytes, std::string* why,
+                  Unpack unpack = {});
   // For who writes a cell in another way: as replace does, and a failure of the cell is forgotten.
   void vacate(int64_t cell);
   // Returns when nothing flies: the cells that have failed, which are forgotten as such.
@@ -165,7 +175,11 @@ class TransferQueue {
   using Turn = std::tuple<bool, int32_t, int64_t>;  // not a demand, priority, ticket
 
   void work();
+  enum Lane : size_t { LINK, HERE, LANES };  // HERE: unpacked, by the same threads
+  static Lane lane_of(const Transfer& transfer);
+  bool idle() const { return turns_[LINK].empty() && turns_[HERE].empty(); }
   bool runnable() const;
+  double busy(Lane lane) const;
   void wait_as_op(Held& held, Transfer& transfer, int64_t part);
   void carry_out(Held& held, Bounce& bounce);
   void end(Held& held, Transfer& transfer, size_t index, std::string failure);
@@ -196,11 +210,11 @@ class TransferQueue {
   std::map<int64_t, std::shared_ptr<Transfer>> cells_;      // by cell: its writer, or who failed
   std::map<int64_t, std::shared_ptr<Transfer>> observed_;   // settled, of the last observation
   std::vector<std::shared_ptr<Transfer>> ended_;            // settled since then
-  std::set<Turn> turns_;                                    // who has chunks that have not begun
+  std::set<Turn> turns_[LANES];                             // who has chunks that have not begun
   std::vector<std::unique_ptr<File>> files_;
   std::atomic<int64_t> concerns_{0};  // cells_.size(): 0 needs no lock to know
-  int64_t tickets_ = 0, under_way_ = 0;
-  double busy_ = 0, busy_since_ = 0, link_free_ = 0;
+  int64_t tickets_ = 0, under_way_[LANES] = {};
+  double busy_[LANES] = {}, busy_since_[LANES] = {}, link_free_ = 0;
   int64_t waiting_ = 0;  // ops
   double waiting_since_ = 0;
   TransferTotals totals_{};

@@ -25,7 +25,9 @@ def versions(
         numbers[:, :, 1] = [[store.shape[2]] for store in stores]
         places, width = [range(store.shape[0]) for store in stores], 0
     else:
-        numbers = np.array([_numbers(fmt) for version in formats for fmt in version[:2]], np.int64)
+        numbers = np.array(
+            [format_numbers(fmt) for version in formats for fmt in version[:2]], np.int64
+        )
         width = formats[0].cell.width
         places = [
             version.places or range(layers or store.shape[0])
@@ -38,7 +40,7 @@ def versions(
     }
 
 
-def _numbers(fmt: RecordFormat) -> list[int]:
+def format_numbers(fmt: RecordFormat) -> list[int]:
     """A format as `format_of` of handlers.cc reads it."""
 
     def first(matrix, *names):

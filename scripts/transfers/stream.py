@@ -1,7 +1,8 @@
 """Decode steps whose experts stream, beside slot paging in the same memory and full residency.
 
 python -m scripts.transfers stream [--shape qwen3-30b-a3b] [--layers 4] [--batch 8,64]
-    [--context 1024] [--ratios 0.25,1,4] [--residents 0] [--routing real] [--rounds 5] [--json]
+    [--context 1024] [--ratios 0.25,1,4] [--residents 0] [--arms stream,paging] [--routing real]
+    [--rounds 5] [--no-handles] [--json]
 
 Random weights in the sizes of a known model; contexts are made by pages that hold nothing. First,
 for each batch, two engines that hold every expert in cells take turns:
@@ -10,15 +11,21 @@ for each batch, two engines that hold every expert in cells take turns:
   handles   driver stream, all resident: the same through the page table of the window
 
 Then, with every expert in place, a step is timed (compute), and for each ratio the link gets the
-rate at which all experts of all layers take ratio × compute. In turns:
+rate at which all experts of all layers take ratio × compute. In turns, all but the first in the
+memory of two layers' cells and --residents of each layer:
 
-  compute   every expert in place, no queue
-  stream    driver stream: two layers' cells, and --residents of each layer
-  paging    driver device: as many cells, shared evenly over layers, LRU; misses pass the same link
+  compute      every expert in place, no queue
+  stream       driver stream: the residents dense
+  flux         FluxMoE: residents packed in every layer, as many as the rates balance or fit
+  flux-direct  the same, computed as they are packed
+  flux-h       FluxMoE-H: the front layers packed whole, as many as fit
+  vllm-o       vLLM-O: the front layers dense whole, as many as fit; layer i + 1 comes during i
+  paging       driver device: as many cells, shared evenly over layers, LRU; misses pass the link
 
 Printed are medians of the rounds' step times and of their ratios, with quartiles: handles / plain
-(bar: 1.03), stream / max(compute, link), paging / stream; bytes a step; and the share of the time
-in which the link was busy, and that of compute / step. One block a batch and ratio.
+(bar: 1.03), stream / max(compute, link), each arm / stream; bytes a step over the link and decoded;
+and the share of the time in which the link was busy, and that of compute / step. One block a batch
+and ratio.
 """
 
 from __future__ import annotations
@@ -32,7 +39,6 @@ from contextlib import contextmanager
 import jax
 import numpy as np
 
-from host_offload.control.window import window_slots
 from moejax.checkpoints.loaded_model import LoadedModel
 from moejax.checkpoints.random_model import shape
 from moejax.checkpoints.versions import with_versions
@@ -66,6 +72,8 @@ class Block:
     """Over the link, a step's."""
     busy: float
     """Share of the time with a chunk under way."""
+    unpacked: float = 0.0
+    """Dense bytes decoded out of packed residents, a step's."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,12 +93,13 @@ class Arm:
         before = runner.transfer_totals()
         after = dataclasses.replace(self.sequences, context=self.sequences.context + 2)
         decode(runner, after, routings[2:], samples)
-        moved, busy = 0.0, 0.0
+        moved, busy, unpacked = 0.0, 0.0, 0.0
         if before is not None and (now := runner.transfer_totals()) is not None:
             came = now.demand_bytes + now.ahead_bytes - before.demand_bytes - before.ahead_bytes
             moved = came / args.steps
+            unpacked = (now.unpacked_bytes - before.unpacked_bytes) / args.steps
             busy = (now.busy_seconds - before.busy_seconds) / sum(samples.step_s)
-        return Block(float(np.median(samples.step_s)), moved, busy)
+        return Block(float(np.median(samples.step_s)), moved, busy, unpacked)
 
 
 @contextmanager
@@ -144,7 +153,8 @@ def measure(args: argparse.Namespace, batches: Sequence[int], ratios: Sequence[f
     tokens = max(batches) * longest
     check_fits(args, config, device, 2 * experts, tokens=2 * tokens, prefill=1024)
     with random_weights(args, config, device) as made:
-        loaded = with_versions(made, ["dense"])
+        packed = ["lossless12"] if any(arm in TIERS for arm in args.arms) else []
+        loaded = with_versions(made, ["dense", *packed])
         for batch in batches:
             yield from of_batch(loaded, args, batch, ratios, layers, experts)
 
@@ -162,23 +172,22 @@ def of_batch(
         "plain": {**every, "driver": "device", "eviction": "lru"},
         "handles": {**every, "driver": "stream"},
     }
-    with arms(loaded, args, batch, handles) as found:
-        record = found["plain"].engine.runner.link_bytes[0]
-        slot = found["plain"].engine.runner.layout.slot_bytes
-        pairs = rounds(args, found)
-    overhead = spread([one["handles"].seconds / one["plain"].seconds for one in pairs])
+    overhead: list[float] | None = None
+    if args.handles:
+        with arms(loaded, args, batch, handles) as found:
+            pairs = rounds(args, found)
+        overhead = spread([one["handles"].seconds / one["plain"].seconds for one in pairs])
     with arms(loaded, args, batch, {"compute": {}}) as found:
+        record = found["compute"].engine.runner.link_bytes[0]
+        slot = found["compute"].engine.runner.layout.slot_bytes
         compute = spread([one["compute"].seconds for one in rounds(args, found)])[0]
-    held = window_slots(layers, experts, args.residents) * slot
+    held = (layers * args.residents + 2 * (experts - args.residents)) * slot
     for ratio in ratios:
         streamed = layers * (experts - args.residents) * record
         rate = layers * experts * record / (ratio * compute)
         link = {"link_rate": rate, "expert_budget": held}
-        wanted = {
-            "compute": {},
-            "stream": {**link, "driver": "stream"},
-            "paging": {**link, "driver": "device", "eviction": "lru"},
-        }
+        given = {name: arm_options(name, loaded, held) for name in args.arms}
+        wanted = {"compute": {}, **{name: {**link, **given[name]} for name in given}}
         with arms(loaded, args, batch, wanted) as found:
             measured = rounds(args, found)
         yield line(measured, streamed / rate) | {
@@ -187,8 +196,32 @@ def of_batch(
             "ratio": ratio,
             "link_gb_s": rate / 1e9,
             "experts_mib": held / 2**20,
-            "handles / plain": overhead,
+            **({} if overhead is None else {"handles / plain": overhead}),
         }
+
+
+TIERS = ("flux", "flux-direct", "flux-h", "vllm-o")
+"""Arms of the stream driver whose residents are in tiers."""
+
+ARMS = ("stream", *TIERS, "paging")
+
+
+def arm_options(name: str, loaded: LoadedModel, held: int) -> dict:
+    """Options of an arm in so many bytes of experts, beside the link's. Raises UserError where they
+    hold no layer of an arm that keeps layers whole."""
+    if name == "paging":
+        return {"driver": "device", "eviction": "lru"}
+    if name == "stream":
+        return {"driver": "stream"}
+    if name.startswith("flux-d") or name == "flux":
+        return {"driver": "stream", "tiers": f"{name},planner=none"}
+    tier, version = ("packed", "lossless12") if name == "flux-h" else ("dense", "dense")
+    layers, experts = sum(loaded.config.moe_layers), loaded.config.num_experts
+    sizes = {v: layout.nbytes for v, layout in loaded.store.layouts.items()}
+    whole = (held - 2 * experts * sizes["dense"]) // (experts * sizes[version])
+    if not 0 < whole <= layers:
+        raise UserError(f"--residents leaves {name} {whole} whole layers; give more")
+    return {"driver": "stream", "tiers": f"flux,by=layers,{tier}={whole / layers}"}
 
 
 def line(measured: Sequence[Mapping[str, Block]], link: float) -> dict:
@@ -204,9 +237,13 @@ def line(measured: Sequence[Mapping[str, Block]], link: float) -> dict:
     found["stream / max(compute, link)"] = of(
         lambda one: one["stream"].seconds / max(one["compute"].seconds, link)
     )
-    found["paging / stream"] = of(lambda one: one["paging"].seconds / one["stream"].seconds)
-    for name in ("stream", "paging"):
+    for name in [name for name in measured[0] if name != "compute"]:
+        if name != "stream":
+            ratio = of(lambda one, n=name: one[n].seconds / one["stream"].seconds)
+            found[f"{name} / stream"] = ratio
         found[f"{name}_mb"] = of(lambda one, n=name: one[n].bytes / 1e6)
+        if any(one[name].unpacked for one in measured):
+            found[f"{name}_decoded_mb"] = of(lambda one, n=name: one[n].unpacked / 1e6)
         found[f"{name}_link_busy"] = of(lambda one, n=name: one[n].busy)
         found[f"{name}_compute_busy"] = of(
             lambda one, n=name: one["compute"].seconds / one[n].seconds
@@ -223,6 +260,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--context", type=int, default=1024, help="tokens of each (default: %(default)s)")
     add("--ratios", default="0.25,1,4", help="of loading to computing (default: %(default)s)")
     add("--residents", type=int, default=0, help="experts kept in each layer (default: 0)")
+    add("--arms", default="stream,paging", help=f"{', '.join(ARMS)} (default: %(default)s)")
+    add("--no-handles", dest="handles", action="store_false", help="leave out the first two")
     add("--routing", default="real", help=f"{', '.join(ROUTINGS)} (default: %(default)s)")
     add("--rounds", type=int, default=5, help="(default: %(default)s)")
     add("--steps", type=int, default=8, help="of a block (default: %(default)s)")
@@ -236,6 +275,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             ratios = [float(part) for part in args.ratios.split(",")]
         except ValueError:
             raise UserError(f"--ratios takes numbers with commas, not {args.ratios!r}") from None
+        args.arms = args.arms.split(",")
+        if not {"stream"} <= {*args.arms} <= {*ARMS}:
+            raise UserError(f"--arms are stream and others of {', '.join(ARMS)}")
         if min(ratios) <= 0 or args.routing not in ROUTINGS or min(args.rounds, args.steps) < 1:
             raise UserError("--ratios, --rounds and --steps are positive, --routing one of those")
         if args.context < PROMPT or args.layers < 3 or args.residents < 0:

@@ -194,9 +194,9 @@ def loaded_model(experiment: Experiment, precision: str) -> Iterator[tuple[Loade
         None,
         options.step,
         options.name_map,
-        settings.precision.versions,
+        settings.versions,
     )
-    loaded = with_versions(loaded, settings.precision.versions, quantizer=options.quantizer)
+    loaded = with_versions(loaded, settings.versions, quantizer=options.quantizer)
     try:
         yield loaded, time.perf_counter() - began
     finally:

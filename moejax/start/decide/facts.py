@@ -11,6 +11,7 @@ from host_offload.memory.store import ExpertStore
 from moejax.checkpoints.load import LoadedModel
 from moejax.errors import UserError
 from moejax.models.config import ModelConfig
+from moejax.start.tiers import TierRates
 from pallas_kernels.cards import shared_class
 
 
@@ -61,6 +62,8 @@ class DeviceFacts:
     """As pallas_kernels.cards.shared_class."""
     memory: FreeMemory | None = None
     """None: it does not say, and the user gave a limit."""
+    rates: TierRates | None = None
+    """How fast the backends are that layers stream from, where tiers were asked for."""
 
 
 def device_facts(device: jax.Device, *, automatic: bool) -> DeviceFacts:

@@ -13,6 +13,7 @@ from host_offload.memory.budget import Budget, cells_per_layer, format_bytes, re
 from host_offload.memory.device_memory import FreeMemory
 from host_offload.memory.placement import ResidentSpec
 from host_offload.policies.prefetch.fitted import check_fitted
+from host_offload.sizing.tiers import StorageModel
 from host_offload.versions.encoders import NUMPY_DTYPES
 from moejax.costs.transition_bound import bounded
 from moejax.engine.control import policy_spec
@@ -27,7 +28,7 @@ from moejax.start.decide.shapes import (
     without_kernel,
 )
 from moejax.start.decide.split import check_split, start_split
-from moejax.start.decide.stream import check_stream, stream_notes, window_of
+from moejax.start.decide.stream import check_stream, storage_model, stream_notes, window_of
 from moejax.start.decide.transfers import check_queue, link_notes, queue_of
 from moejax.start.precision import (
     expert_budget_of,
@@ -38,6 +39,7 @@ from moejax.start.precision import (
     resident_versions,
 )
 from moejax.start.settings import Settings
+from moejax.start.tiers import PACKED_AS
 from moejax.step.parts import TRACE_ARRAYS, StepSpec
 from moejax.traces.tracer import config_digest
 from pallas_kernels import resolve_ops
@@ -65,6 +67,8 @@ class Plan:
     both."""
     window: WindowSpec | None
     """Where experts stream through the memory of two layers."""
+    storage: StorageModel | None
+    """What its placements take, where experts move between tiers."""
     spec: Spec
     """What policies are told of the engine, but for the router's weights."""
     admission: int
@@ -79,8 +83,11 @@ class Plan:
         if steps.in_place:
             slots = f"all {budget.in_place} resident in place, in the store: one copy"
         elif self.window is not None:
-            kept = self.window.experts - self.window.streamed
-            cells = f"{self.window.slots}: {kept} in each layer, the others' window of two layers"
+            dense, packed, _ = self.window.placement.sum(axis=0).tolist()
+            cells = (
+                f"{self.window.cells}: {dense} dense and {packed} packed residents, the others' "
+                "window of two layers"
+            )
         elif isinstance(self.mixed, PagedSpec):
             cells = paged_cells(self.mixed, steps.layout)
         elif self.cells:
@@ -131,9 +138,9 @@ def step_spec(settings: Settings, model: ModelFacts, device: DeviceFacts) -> Ste
         )
     seqs, tokens, length = limits_of(settings, model, device)
     config = dataclasses.replace(config, rope=config.rope.for_length(length))
-    layout = config.slot_layout(
-        NUMPY_DTYPES[model.dtype].itemsize, resident_versions(precision, model.store), model.dtype
-    )
+    packed = () if settings.tiers is None else (PACKED_AS,)
+    versions = *resident_versions(precision, model.store), *packed
+    layout = config.slot_layout(NUMPY_DTYPES[model.dtype].itemsize, versions, model.dtype)
     needs = (need for policy in settings.policies for need in policy.needs)
     steps = StepSpec(
         device_kind=device.kind,
@@ -151,7 +158,8 @@ def step_spec(settings: Settings, model: ModelFacts, device: DeviceFacts) -> Ste
             waves=options.prefill_waves or (KERNEL_WAVES if ops.expert_ffn == "pallas" else 1),
             bucketed=decodes_in_buckets(config, ops),
         ),
-        formats=formats_of(precision, layout, model.store),
+        formats=formats_of(precision, layout, model.store, packed),
+        tiers="" if settings.tiers is None else settings.tiers.name,
         store="file" if options.store == "file" else "memory",
         queue=queue_of(settings),
         trace_arrays=TRACE_ARRAYS & {*settings.trace_arrays, *needs},
@@ -191,7 +199,8 @@ def divide(
     options, precision, config = settings.options, settings.precision, steps.config
     moe_layers, experts = sum(config.moe_layers), config.num_experts
     seqs, _, length = limits_of(settings, model, device)
-    why, window = why_cells(settings, steps, device.platform), window_of(settings, steps)
+    why = why_cells(settings, steps, device.platform)
+    window = _window(settings, model, device, steps, memory)
     wanted = options.expert_budget if window is None else window.slots * steps.layout.slot_bytes
     budget = resolve_budget(
         steps.layout,
@@ -204,7 +213,7 @@ def divide(
         expert_budget=expert_budget_of(wanted, precision, steps.layout, moe_layers * experts),
         kv_budget=options.kv_budget,
         # Beyond one for each expert, transitions can use the spares of both versions.
-        spare_slots=2 * precision.spares,
+        spare_slots=2 * (precision.spares if settings.tiers is None else experts),
         in_place=why is None,
     )
     notes = budget.notes
@@ -216,6 +225,24 @@ def divide(
         text = f"the arena is an array, donated from step to step: {others} is not native"
         notes = (*notes, text)
     return dataclasses.replace(budget, memory=memory, notes=notes)
+
+
+def _window(
+    settings: Settings,
+    model: ModelFacts,
+    device: DeviceFacts,
+    steps: StepSpec,
+    memory: FreeMemory | None,
+) -> WindowSpec | None:
+    """As window_of, in what KV of every sequence leaves of the arena."""
+    whole, layout = _arena_bytes(settings, model), steps.layout
+    if whole is None and memory is not None:
+        whole = memory.available
+    seqs, _, length = limits_of(settings, model, device)
+    pages = seqs * -(-length // layout.page.block_size)
+    kv = -(-pages // layout.pages_per_slot) * layout.slot_bytes
+    left = None if whole is None else whole - kv
+    return window_of(settings, steps, device.rates, left)
 
 
 def _arena_bytes(settings: Settings, model: ModelFacts) -> int | None:
@@ -267,7 +294,7 @@ def decide(
         check_fitted(policies, config_digest(steps.config))
     if isinstance(mixed, ResidentSpec):
         mixed = bounded(mixed, precision, steps, device.platform, model.read_bytes)
-    window = window_of(settings, steps)
+    window = _window(settings, model, device, steps, device.memory)
     notes, dense = [*budget.notes, *link_notes(steps.queue)], model.store.layers.get("dense", ())
     if text := note(precision, mixed, steps.layout, dense):
         notes.append(text)
@@ -305,6 +332,7 @@ def decide(
         cells=cells,
         mixed=mixed,
         window=window,
+        storage=storage_model(steps, device.rates) if settings.tiers is not None else None,
         spec=dataclasses.replace(
             spec,
             resident=mixed if isinstance(mixed, ResidentSpec) else None,

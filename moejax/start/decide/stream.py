@@ -6,11 +6,21 @@ import math
 
 import numpy as np
 
-from host_offload.control.window import PAYS_FROM, WindowSpec, window_slots
-from host_offload.memory.budget import expert_slots_of, format_bytes
+from host_offload.control.window import (
+    DENSE,
+    HOST,
+    PACKED,
+    PACKED_VERSION,
+    PAYS_FROM,
+    WindowSpec,
+    tiers_of,
+)
+from host_offload.memory.budget import Share, expert_slots_of, format_bytes
+from host_offload.sizing.tiers import StorageModel, uniform_placement
 from moejax.errors import UserError
 from moejax.start.decide.residency import about_cells
 from moejax.start.settings import Settings
+from moejax.start.tiers import TierRates, Tiers
 from moejax.step.parts import StepSpec
 
 
@@ -51,42 +61,112 @@ def check_stream(settings: Settings, steps: StepSpec, platform: str) -> None:
         )
 
 
-def window_of(settings: Settings, steps: StepSpec) -> WindowSpec | None:
+def window_of(
+    settings: Settings, steps: StepSpec, rates: TierRates | None, kv_leaves: int | None
+) -> WindowSpec | None:
     """The window of these steps; None: experts do not stream. What expert_budget gives beyond two
-    layers keeps experts resident, as many in each layer. Raises UserError for one that the window
-    does not fit into."""
+    layers keeps experts resident, as many in each layer; with tiers, which say themselves who is
+    resident, it is a limit. rates: of the backends, where tiers need them. kv_leaves: bytes of the
+    arena beside KV of every sequence; None: nothing limits it. Raises UserError for a budget that
+    the window, or what tiers name, does not fit into."""
     if not steps.window:
         return None
     layers, experts = sum(steps.config.moe_layers), steps.config.num_experts
-    budget, size, resident = settings.options.expert_budget, steps.layout.slot_bytes, 0
-    least = window_slots(layers, experts, 0)
+    budget, size = settings.options.expert_budget, steps.layout.slot_bytes
+    given = None
     if budget is not None:
-        slots = expert_slots_of(budget, layers * experts, size)
-        if slots < least:
+        given = expert_slots_of(budget, (layers + 2) * experts, size) * size
+        if isinstance(budget, Share):
+            given = round(budget.fraction * layers * experts) * size
+        least = 2 * experts * size
+        if given < least:
             raise UserError(
-                f"driver=stream holds two layers of experts, {format_bytes(least * size)} "
-                f"({least * size} bytes), and expert_budget gives "
-                f"{format_bytes(slots * size)}; raise it, leave it out, or use driver='device'"
+                f"driver=stream holds two layers of experts, {format_bytes(least)} "
+                f"({least} bytes), and expert_budget gives "
+                f"{format_bytes(given)}; raise it, leave it out, or use driver='device'"
             )
-        resident = min((slots - least) // (layers - 2), experts)
-    # Nothing says which are worth more, where all of a layer are there before it runs.
-    first = np.broadcast_to(np.arange(experts) < resident, (layers, experts))
-    return WindowSpec(first, steps.layout.slot_rows)
+    if settings.tiers is not None:
+        model = storage_model(steps, rates)
+        return window_at(start_placement(settings.tiers, model, given, kv_leaves), steps)
+    resident = 0 if given is None else (given // size - 2 * experts) // (layers - 2)
+    resident = min(resident, experts)
+    return window_at(np.tile([resident, 0, experts - resident], (layers, 1)), steps)
+
+
+def window_at(placement: np.ndarray, steps: StepSpec) -> WindowSpec:
+    """The window with so many experts of each layer in each tier, int64[L, 3]."""
+    layout, formats = steps.layout, steps.formats
+    packed = formats[PACKED_VERSION].cell.rows if steps.tiers and formats is not None else 0
+    direct = steps.tiers == "flux-direct"
+    rows = layout.slot_rows, layout.records[0].rows, packed
+    return WindowSpec(tiers_of(placement), *rows, direct=direct)
+
+
+def storage_model(steps: StepSpec, rates: TierRates | None) -> StorageModel:
+    """What placements of these steps take. Raises UserError without rates."""
+    if rates is None or steps.formats is None:
+        raise UserError("the rates of tiers are measured at a start; there are none here")
+    dense, packed = (version.cell.nbytes for version in steps.formats)
+    return StorageModel(
+        layers=sum(steps.config.moe_layers),
+        experts=steps.config.num_experts,
+        record_bytes=dense,
+        host_rate=rates.host,
+        packed_rate=rates.packed,
+        kappa=packed / dense,
+        direct=steps.tiers == "flux-direct",
+    )
+
+
+def start_placement(
+    tiers: Tiers, model: StorageModel, budget: int | None, kv_leaves: int | None
+) -> np.ndarray:
+    """int64[L, 3], where experts begin. Shares that are given are met; by the rates as many are
+    packed as the budget and KV leave room for. Raises UserError where they do not fit into the
+    budget."""
+    if tiers.by == "layers":
+        dense = round(tiers.dense * model.layers)
+        packed = round((tiers.packed or 0.0) * model.layers)
+        tier = np.full(model.layers, HOST)
+        tier[: dense + packed], tier[:dense] = PACKED, DENSE
+        placement = np.eye(3, dtype=np.int64)[tier] * model.experts
+    else:
+        dense = round(tiers.dense * model.experts)
+        packed = round((tiers.packed or 0.0) * model.experts)
+        if tiers.packed is None:
+            packed = model.balanced(model.experts - dense)
+            rooms = [room for room in (budget, kv_leaves) if room is not None]
+            while packed and rooms:
+                if model.experts_bytes(uniform_placement(model, dense, packed)) <= min(rooms):
+                    break
+                packed -= 1
+        placement = uniform_placement(model, dense, min(packed, model.experts - dense))
+    if budget is not None and (taken := model.experts_bytes(placement)) > budget:
+        raise UserError(
+            f"tiers {tiers.name} with dense={tiers.dense:g} and packed={tiers.packed or 0:g} take "
+            f"{format_bytes(taken)} ({taken} bytes), and expert_budget is {format_bytes(budget)}; "
+            "lower them, or raise it"
+        )
+    return placement
 
 
 def stream_notes(window: WindowSpec | None, steps: StepSpec, rows: int) -> list[str]:
     """What the window is and, where a batch of so many rows is too small for it, that it is."""
     if window is None:
         return []
-    record = steps.layout.records[0].nbytes
-    every = window.layers * window.streamed
-    kept = window.experts - window.streamed
-    resident = f" and of {kept} residents in each" if kept else ""
+    record, row = steps.layout.records[0].nbytes, steps.layout.hidden * 2
+    dense, packed, every = window.placement.sum(axis=0).tolist()
+    kept = [
+        f"{n / window.layers:g} {name}" for n, name in ((dense, "dense"), (packed, "packed")) if n
+    ]
+    resident = f" and of {' and '.join(kept)} residents in each" if kept else ""
     notes = [
         f"driver stream: all {window.experts} experts of a layer are there before it runs, in "
-        f"{window.slots} cells ({format_bytes(window.slots * record)}) of two layers{resident}; a "
+        f"{window.cells} cells ({format_bytes(window.rows * row)}) of two layers{resident}; a "
         f"step moves {every} experts, {format_bytes(every * record)}, beside compute"
     ]
+    if packed and not window.direct:
+        notes[0] += f", and decodes {packed}"
     k = steps.config.num_experts_per_tok
     used = used_experts(window.experts, k, rows)
     if every and used < PAYS_FROM * window.experts:

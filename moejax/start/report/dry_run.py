@@ -19,6 +19,7 @@ from moejax.start.decide.transfers import new_builder
 from moejax.start.options import Options
 from moejax.start.report.info import model_info, read_headers
 from moejax.start.settings import settings_of
+from moejax.start.tiers import measured_rates
 
 
 def dry_run(options: Options) -> tuple[Plan, tuple[str, ...]]:
@@ -32,12 +33,12 @@ def dry_run(options: Options) -> tuple[Plan, tuple[str, ...]]:
     model = facts_without_weights(
         config,
         options.dtype,
-        settings.precision.versions,
+        settings.versions,
         dense_layers.get("lossless12", ()),
         in_files=options.store == "file",
     )
     assumed = ["the weights are what config and headers say"]
-    if "lossless12" in settings.precision.versions and "lossless12" not in dense_layers:
+    if "lossless12" in settings.versions and "lossless12" not in dense_layers:
         assumed.append("no expert overflows lossless12; a layer that has one would stay dense")
     chosen = select_device(options.device, options.threads)
     check_store(settings, chosen.platform)
@@ -52,6 +53,9 @@ def dry_run(options: Options) -> tuple[Plan, tuple[str, ...]]:
                 f"the device's free memory is as now, less {taken} bytes of parameters; what steps "
                 "need is not measured, a share is left for it"
             )
+    if settings.tiers is not None:
+        rates = measured_rates(step_spec(settings, model, device), chosen)
+        device = dataclasses.replace(device, rates=rates)
     costs = None
     if settings.needs_costs:
         costs = known_costs(step_spec(settings, model, device))

@@ -15,6 +15,7 @@ from moejax.step.context import DeviceMemory, StepContext
 from moejax.step.experts import (
     add_experts,
     compute_materialized,
+    expert_rows,
     materialize,
     page_and_compute,
     stage_layer,
@@ -96,6 +97,5 @@ def device_step(
     staged = None if done is None else jnp.max(done, axis=0)
     x, memory = carry
     writes = (memory.arena.token,) if context.queued else ()
-    # Cells only go from layer to layer, so there are as many at any moment.
-    cells = jnp.sum(memory.tables.cell_row >= 0, dtype=jnp.int32) if context.window else None
-    return memory, step_output(model, x, batch, trace, staged, kind, results, writes, cells)
+    held = expert_rows(memory.tables, context) if context.window else None
+    return memory, step_output(model, x, batch, trace, staged, kind, results, writes, held)

@@ -8,7 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from host_offload.control.window import WindowSpec, window_slots
+from host_offload.control.window import (
+    DENSE,
+    HOST,
+    PACKED,
+    PACKED_VERSION,
+    WindowSpec,
+    tiers_of,
+)
 from host_offload.memory.tables import Tables, empty_tables, hand_over, seat_absent, with_contents
 
 EXPERTS, SLOT_ROWS = 5, 7
@@ -17,10 +24,10 @@ EXPERTS, SLOT_ROWS = 5, 7
 def window(layers: int, residents: int = 0, seed: int = 0) -> WindowSpec:
     """A window in which each layer has so many residents, others in each layer."""
     random = np.random.default_rng(seed)
-    resident = np.zeros((layers, EXPERTS), bool)
-    for layer in resident:
-        layer[random.permutation(EXPERTS)[:residents]] = True
-    return WindowSpec(resident, SLOT_ROWS)
+    tier = np.full((layers, EXPERTS), HOST, np.int8)
+    for layer in tier:
+        layer[random.permutation(EXPERTS)[:residents]] = DENSE
+    return WindowSpec(tier, SLOT_ROWS, SLOT_ROWS)
 
 
 def opened(spec: WindowSpec) -> Tables:
@@ -58,7 +65,7 @@ def broken(spec: WindowSpec, step, passes: int) -> list[str]:
     for count in range(1, passes * spec.layers):
         layer, before = count % spec.layers, (count - 1) % spec.layers
         tables, listed = step(tables, layer)
-        absent = np.flatnonzero(~spec.resident[layer]).tolist()
+        absent = np.flatnonzero(spec.streams[layer]).tolist()
         if listed != list(zip(absent, half[count % 2], strict=True)):
             wrong.append(f"load {count} is {listed}")
         address = np.asarray(tables.address)
@@ -133,8 +140,7 @@ def test_cells_that_are_not_granted_stay_and_only_what_goes_is_absent():
 def test_experts_have_the_bytes_of_two_layers_and_their_residents():
     for residents in range(EXPERTS + 1):
         spec = window(4, residents)
-        assert spec.slots == window_slots(4, EXPERTS, residents)
-        assert spec.slots == 4 * residents + 2 * (EXPERTS - residents)
+        assert spec.slots == spec.cells == 4 * residents + 2 * (EXPERTS - residents)
         rows = spec.contents()["cell_row"]
         assert sorted(rows[rows >= 0]) == [slot * SLOT_ROWS for slot in range(spec.slots)]
 
@@ -142,7 +148,38 @@ def test_experts_have_the_bytes_of_two_layers_and_their_residents():
 def test_a_window_that_cannot_be_is_refused():
     with pytest.raises(ValueError, match="holds all 2 layers of experts, so nothing would stream"):
         window(2)
-    uneven = np.zeros((3, EXPERTS), bool)
-    uneven[1, 2] = True
-    with pytest.raises(ValueError, match=r"layers have \[0, 1, 0\] residents; each needs as many"):
-        WindowSpec(uneven, SLOT_ROWS)
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_packed_residents_have_cells_of_their_own_size(direct):
+    """One after the other without a gap, the last expert of every layer at the end; decoded into
+    the window they stream as well, computed as they are they do not."""
+    spec = WindowSpec(tiers_of(np.tile([1, 2, 2], (4, 1))), 8, 7, 5, direct=direct)
+    tables = spec.contents()
+    packed = tables["cell_version"] == PACKED_VERSION
+    sizes = np.where(packed, 5, 7)[tables["cell_row"] >= 0]
+    rows = tables["cell_row"][tables["cell_row"] >= 0]
+    order = np.argsort(rows)
+    assert rows[order].tolist() == [0, *np.cumsum(sizes[order])[:-1].tolist()]
+    assert spec.rows == sizes.sum() == 2 * (2 if direct else 4) * 7 + 4 * 7 + 8 * 5
+    assert spec.slots == -(-spec.rows // 8) and spec.cells == len(rows)
+    assert (
+        np.array_equal(packed[:, :EXPERTS], spec.tier == PACKED) and not packed[:, EXPERTS:].any()
+    )
+    # Who goes first when the last packed expert of every layer is given back.
+    last = tables["cell_row"][:, 2]
+    assert last.min() == spec.rows - 4 * 5
+    less = WindowSpec(tiers_of(np.tile([1, 1, 3], (4, 1))), 8, 7, 5, direct=direct)
+    if not direct:
+        stay = less.contents()["cell_row"] >= 0
+        assert np.array_equal(less.contents()["cell_row"][stay], tables["cell_row"][stay])
+    seated = tables["owner"][0, EXPERTS:]
+    assert seated[seated >= 0].tolist() == ([3, 4] if direct else [1, 2, 3, 4])
+    own = tables["address"][:, 1:3]
+    assert np.all(tables["version"][:, 1:3] == direct)
+    assert np.all(own == tables["cell_row"][:, 1:3]) if direct else np.all(own[1:] == -1)
+
+
+def test_packed_residents_without_a_size_are_refused():
+    with pytest.raises(ValueError, match="packed residents need a size"):
+        WindowSpec(tiers_of(np.tile([0, 1, 4], (4, 1))), 8, 7)

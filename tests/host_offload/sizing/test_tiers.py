@@ -3,6 +3,7 @@ shared/papers.md 3.7."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import host_offload.sizing.tiers as tiers
-from host_offload.control.window import window_slots
+from host_offload.control.window import WindowSpec, tiers_of
 from host_offload.sizing.tiers import (
     DEAD_ZONE,
     DENSE,
@@ -86,8 +87,28 @@ def test_experts_take_what_the_paper_says():
         placement = uniform_placement(MODEL, 0, packed)
         assert MODEL.experts_bytes(placement) == 0.75 * packed / 32 * ALL + 2 * ALL / 6
     for dense in range(33):
-        slots = window_slots(6, 32, dense)
+        slots = 6 * dense + 2 * (32 - dense)
         assert TWO_TIERS.experts_bytes(uniform_placement(TWO_TIERS, dense, 0)) == slots * 1000
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_the_engines_window_takes_what_the_model_says(direct):
+    """Also of layers that differ, whose window is as large as the largest's."""
+    model = dataclasses.replace(MODEL, direct=direct)
+    unlike = moved_in_one_layer(uniform_placement(MODEL, 2, 20), PACKED, HOST, 2)
+    for placement in (uniform_placement(MODEL, 3, 7), unlike):
+        spec = WindowSpec(tiers_of(placement), 1000, 1000, 750, direct=direct)
+        assert spec.rows == model.experts_bytes(placement)
+        assert np.array_equal(spec.placement, placement)
+    streamed = 10 + (0 if direct else 20) + 6 * direct
+    assert spec.half == streamed
+
+
+def test_experts_that_are_computed_as_they_are_packed_need_no_time_to_load():
+    direct = dataclasses.replace(MODEL, direct=True)
+    assert direct.most_packed == 32 and MODEL.most_packed == 24
+    placement = uniform_placement(MODEL, 0, 24)
+    assert direct.load_seconds(placement) == pytest.approx(6 * 8 * 1000 / 1e6)
 
 
 # ---- moves
@@ -197,7 +218,7 @@ def test_it_follows_a_batch_that_grows_and_shrinks():
 def test_kv_wins_at_once_and_gives_back():
     """KV takes two thirds for a while: the step that sees it has given way, by several moves."""
     room = lambda step: ALL // 2 if 600 <= step < 700 else 2 * ALL  # noqa: E731
-    states = plant(MODEL, uniform_placement(MODEL, 0, 0), lambda _: 0.03, room)
+    states = plant(MODEL, uniform_placement(MODEL, 0, 0), lambda _: 0.03, room, interval=10)
     assert not wrong_with(MODEL, states, 0.03, room)
     before, during = (states[step].placement for step in (599, 600))
     assert (before[:, HOST] + 2 <= during[:, HOST]).all() or before[0, DENSE] > during[0, DENSE]

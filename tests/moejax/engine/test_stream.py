@@ -11,16 +11,19 @@ import pytest
 
 import moejax.step.drivers.device
 import moejax.step.experts
+from host_offload.control.window import PACKED
 from host_offload.queue.native import Faults
 from moejax import LLM, SamplingParams, UserError
 from moejax.checkpoints.convert import convert
 from moejax.checkpoints.random_model import random_model, shape
+from moejax.checkpoints.versions import with_versions
 from moejax.device import select_device
 from moejax.engine.loop import Engine
 from moejax.serve.costs import cost_model_for
 from moejax.start.build import start_engine
 from moejax.start.decide.stream import used_experts
 from moejax.start.options import Options
+from moejax.start.settings import settings_of
 from pallas_kernels.cpu.spans import recorded
 from tests.moejax.engine_runs import mixed_jobs, run
 from tests.pallas_kernels.contract import NATIVE
@@ -114,7 +117,7 @@ def test_other_memory_than_the_windows_is_found_while_running():
         rows = np.asarray(runner.tables.cell_row).copy()
         rows[3, 0] = rows.max()
         runner.set_tables({"cell_row": rows})
-        with pytest.raises(RuntimeError, match="experts had 33 cells in a step, and their window"):
+        with pytest.raises(RuntimeError, match=f"had {33 * 98304} bytes in a step, and their"):
             llm.generate(PROMPTS[0], GREEDY)
 
 
@@ -132,14 +135,14 @@ def test_layers_stream_from_files(demo_dir, tmp_path):
 
 
 @functools.cache
-def loaded(layers: int):
+def loaded(layers: int, versions: tuple[str, ...] = ("dense",)):
     """layers: with experts; 5: two others between three of them, so that each is a run of its
     own."""
     config = shape("demo", layers=layers)
     if layers == 5:
         moe = (True, False, True, False, True)
         config = dataclasses.replace(config, moe_layers=moe, intermediate_size=256)
-    return random_model(config, device=select_device())
+    return with_versions(random_model(config, device=select_device()), versions)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,18 +154,20 @@ class Running:
 
 def started(layers: int, driver: str = "stream", **options) -> Running:
     made = Options("demo", driver=driver, **{**LIMITS, **options})
-    return Running(start_engine(loaded(layers), made, select_device())[0])
+    model = loaded(layers, settings_of(made).versions)
+    return Running(start_engine(model, made, select_device())[0])
 
 
-def out_of_order(layers: int, *, load: float = 0.0, compute: int = 0) -> list[str]:
+def out_of_order(layers: int, *, load: float = 0.0, compute: int = 0, **options) -> list[str]:
     """What a run's chunks and ops say against Algorithm 1. Loads are queued an expert after the
     other, so the ticket says whose a chunk is; count: layers so far, over all steps.
 
     load: most seconds that a chunk takes longer. compute: microseconds that each op on the arena
-    does."""
-    running = started(layers, chunk_bytes=32 << 10)
+    does. options: others than the stream's own, whose residents are packed."""
+    running = started(layers, chunk_bytes=32 << 10, **options)
     runner = running.engine.runner
     assert not runner.faults()  # and the first layer is there
+    residents = int((runner.window.tier == PACKED).sum())  # came before it
     runner.queue.record()
     runner.queue.inject(Faults(seed=layers, delay=load))
     runner.memory.delay(compute)
@@ -176,13 +181,14 @@ def out_of_order(layers: int, *, load: float = 0.0, compute: int = 0) -> list[st
     computed = [span for span in ops if span.op == "expert_ffn"]
     early = 0
     for chunk in chunks:
-        count = (chunk.ticket - 1) // EXPERTS
+        count = (chunk.ticket - 1 - residents) // EXPERTS
         if count >= 2 and chunk.begin < computed[count - 2].end:
             wrong.append(f"load {count} began while layer {count - 2} computed")
         if count < len(computed) and chunk.end > computed[count].end:
             wrong.append(f"layer {count} ended before its load")
         early += chunk.end < computed[count - 1].end
-    if {(chunk.ticket - 1) // EXPERTS for chunk in chunks} != {*range(1, len(computed) + 1)}:
+    loads = {(chunk.ticket - 1 - residents) // EXPERTS for chunk in chunks}
+    if loads != {*range(1, len(computed) + 1)}:
         wrong.append("not every layer was loaded")
     if compute and early < 0.9 * len(chunks):
         wrong.append(f"{early} of {len(chunks)} chunks came while the layer before computed")

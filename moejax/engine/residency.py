@@ -1,0 +1,201 @@
+"""FluxMoE's planner in the engine: how many experts are resident while requests run.
+
+Before each step KV's need is looked at first: what it grows by, experts give at once. After the
+steps of an interval, compute and modelled loading are weighed, and one expert of every layer may
+move (host_offload.sizing.tiers). Slots that experts do not have are KV's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from typing import Any
+
+import numpy as np
+
+from host_offload.control.window import WindowSpec, tiers_of
+from host_offload.memory.arena import SlotClass
+from host_offload.sizing.tiers import (
+    DENSE,
+    HOST,
+    PACKED,
+    PlannerState,
+    StorageModel,
+    fitted,
+    planned,
+)
+from moejax.engine.resize import empty_slot
+from moejax.engine.scheduler import Scheduler
+from moejax.step.drivers.stream import StreamRunner
+
+SMOOTHING = 0.1
+"""Weight of the latest step in what a batch bucket's compute is thought to take."""
+
+KEPT_MOVES = 1000
+"""Latest moves that are told."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ResidencyMove:
+    """A change of placement, as `LLM.stats` tells it."""
+
+    step: int
+    """Steps that were read before it."""
+    why: str
+    """`kv`: KV grew; `rho`: compute and loading were weighed."""
+    dense: int
+    """Experts of all layers in each tier, after it."""
+    packed: int
+    host: int
+    expert_bytes: int
+    kv_slots: int
+
+
+@dataclasses.dataclass
+class ResidencyPlanner:
+    """Asks the planner between steps, and carries out what it says.
+
+    `τ_comp(theory)` of a batch bucket is what its decode steps took less what their ops waited for
+    bytes, smoothed: a profile that follows batch and context by itself, where the paper's, with
+    everything resident, is made again when they shift. Prefill steps are not weighed, as in the
+    paper.
+    """
+
+    runner: StreamRunner
+    scheduler: Scheduler
+    model: StorageModel
+    interval: int
+    staggered: bool = True
+    compute_s: dict[int, float] = dataclasses.field(default_factory=dict)
+    """Decode rows, rounded up to a power of two → seconds."""
+    moves: deque[ResidencyMove] = dataclasses.field(
+        default_factory=lambda: deque(maxlen=KEPT_MOVES)
+    )
+    deferred: int = 0
+    """Times that KV could not be moved out of slots that experts were to get."""
+    _state: PlannerState | None = None
+    _due: deque[int] = dataclasses.field(default_factory=deque)
+    """Buckets of the decode steps that were read and not weighed."""
+    _steps: int = 0
+    _read_s: float | None = None
+    _waited_s: float = 0.0
+
+    @property
+    def _window(self) -> WindowSpec:
+        window = self.runner.window
+        assert window is not None, "the runner began with one"
+        return window
+
+    @property
+    def least_kv_slots(self) -> int:
+        """KV's, so that a sequence of max_model_len can always run."""
+        arena, longest = self.scheduler.arena, self.scheduler.max_model_len
+        pages = -(-longest // arena.layout.page.block_size)
+        return -(-pages // arena.layout.pages_per_slot)
+
+    def kv_needs(self) -> int:
+        """Slots for the pages that are in use, a page more for each sequence that runs, and the
+        prompts that wait for a free row; no fewer than least_kv_slots, no more than experts can
+        give."""
+        scheduler, arena = self.scheduler, self.scheduler.arena
+        size = scheduler.block_size
+        pages = arena.pages - scheduler.cache.available + len(scheduler.running)
+        waiting = sorted(scheduler.waiting, key=lambda request: request.order)
+        for request in waiting[: len(scheduler.free_rows)]:
+            pages += max(-(-len(request.prompt) // size), len(request.blocks)) + 1
+        slots = max(-(-pages // arena.layout.pages_per_slot), self.least_kv_slots)
+        return min(slots, arena.slots - self._least_expert_slots())
+
+    def before_step(self) -> None:
+        """Before the work of a step is chosen."""
+        window = self._window
+        state = self._state or PlannerState(window.placement)
+        arena = self.scheduler.arena
+        room = (arena.slots - self.kv_needs()) * arena.layout.slot_bytes
+        before, why = state.placement, "kv"
+        fits = fitted(self.model, before, room)
+        if fits is not before:
+            self._due.clear()
+            state = PlannerState(fits, last=-1)
+        while self._due and state.placement is before:
+            why = "rho"
+            state = planned(
+                self.model,
+                state,
+                compute_s=self.compute_s[self._due.popleft()],
+                room_bytes=room,
+                interval=self.interval,
+                staggered=self.staggered,
+            )
+        if state.placement is not before and not self._apply(state.placement, why):
+            state = PlannerState(before, last=state.last)
+        self._state = state
+
+    def after_read(self, kind: str, rows: int, now: float) -> None:
+        """A step was read. rows: that it decoded. now: when, in seconds of any clock."""
+        self._steps += 1
+        totals = self.runner.transfer_totals()
+        waited = 0.0 if totals is None else totals.wait_seconds or 0.0
+        before, self._read_s = self._read_s, now
+        waited, self._waited_s = waited - self._waited_s, waited
+        if kind != "decode" or before is None:
+            return
+        took = max(now - before - waited, 0.0)
+        bucket = 1 << max(rows - 1, 0).bit_length()
+        had = self.compute_s.get(bucket, took)
+        self.compute_s[bucket] = had + SMOOTHING * (took - had)
+        self._due.append(bucket)
+
+    def rest(self) -> None:
+        """Nothing runs: the time until the next step is read is no step's."""
+        self._read_s = None
+
+    def stats(self) -> dict[str, Any]:
+        """Plain data."""
+        window = self._window
+        load = self.model.load_seconds(window.placement)
+        return {
+            "interval": self.interval,
+            "staggered": self.staggered,
+            "compute_s": dict(sorted(self.compute_s.items())),
+            "load_s": load,
+            "rho": {rows: s / load if load else None for rows, s in self.compute_s.items()},
+            "host_rate": self.model.host_rate,
+            "packed_rate": self.model.packed_rate,
+            "deferred": self.deferred,
+            "moves": [dataclasses.asdict(move) for move in self.moves],
+        }
+
+    def _least_expert_slots(self) -> int:
+        """Slots that the window takes alone."""
+        window = self._window
+        rows = 2 * window.experts * window.record_rows
+        return -(-rows // window.slot_rows)
+
+    def _apply(self, placement: np.ndarray, why: str) -> bool:
+        """False: KV holds what experts were to get, and cannot be moved out of it now."""
+        runner, arena = self.runner, self.scheduler.arena
+        after = dataclasses.replace(self._window, tier=tiers_of(placement))
+        if not self._room_for(after):
+            self.deferred += 1
+            return False
+        runner.change_window(after)
+        arena.grant_expert_slots(after.slots)
+        arena.grant_kv_slots(arena.slots - after.slots)
+        dense, packed, host = placement[:, [DENSE, PACKED, HOST]].sum(axis=0).tolist()
+        taken = after.rows * arena.layout.hidden * 2
+        kv_slots = arena.count(SlotClass.KV)
+        self.moves.append(ResidencyMove(self._steps, why, dense, packed, host, taken, kv_slots))
+        return True
+
+    def _room_for(self, window: WindowSpec) -> bool:
+        """Whether KV has none of the slots of a window, which are the first ones; its pages are
+        moved out of them."""
+        scheduler, arena = self.scheduler, self.scheduler.arena
+        while arena.slots - arena.count(SlotClass.KV) < window.slots:
+            first = arena.slots - arena.count(SlotClass.KV)
+            empty_slot(scheduler, arena.layout.pages_per_slot, first)
+            if scheduler.cache.holds(first):
+                return False
+            arena.grant_kv_slots(arena.count(SlotClass.KV) - 1)
+        return True

@@ -1,0 +1,176 @@
+"""`--tiers`: where residents of the stream driver are, and how fast they get into the window."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from host_offload.memory.arena import own_arena
+from host_offload.queue.native import NativeQueue
+from host_offload.queue.sources import memory_sources
+from host_offload.sizing.tiers import INTERVAL
+from moejax.errors import UserError
+from pallas_kernels.cpu.arena import drain
+from pallas_kernels.fill import fill
+from pallas_kernels.fill.unpack import unpack
+
+if TYPE_CHECKING:
+    from host_offload.policies.precision.names import Precision
+    from moejax.start.options import Options
+    from moejax.step.parts import StepSpec
+
+NAMES = ("flux", "flux-direct")
+BY = ("experts", "layers")
+PLANNERS = ("live", "one-layer", "none")
+
+PACKED_AS = "lossless12"
+
+_PROBED = 32 << 20
+"""Dense bytes that are moved to measure a rate."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiers:
+    """What `--tiers NAME,KEY=VALUE…` says. Shares are of each layer's experts, or with by="layers"
+    of the layers, the first of which are in a tier whole."""
+
+    name: str
+    """One of NAMES."""
+    dense: float = 0.0
+    packed: float | None = None
+    """None: as many as are decoded in the time in which the others come over the link."""
+    by: str = "experts"
+    planner: str = "live"
+    """Who moves experts while requests run: FluxMoE's planner, one expert of every layer at a time
+    ("live") or as many of one layer ("one-layer"); or nobody."""
+    interval: int = INTERVAL
+    """Steps between two of its moves."""
+
+    @property
+    def direct(self) -> bool:
+        """Packed residents are computed as they are."""
+        return self.name == "flux-direct"
+
+
+class TierRates(NamedTuple):
+    """Dense bytes a second."""
+
+    host: float
+    """Over the link."""
+    packed: float
+    """Decoded into the window."""
+
+
+def tiers_of_options(options: Options, precision: Precision) -> Tiers | None:
+    """Raises UserError for what there is not, and for what does not go with tiers."""
+    if options.tiers is None:
+        return None
+    name, *pairs = (part.strip() for part in options.tiers.split(","))
+    if name not in NAMES:
+        raise UserError(f"unknown tiers {name!r}; known: {', '.join(NAMES)}")
+    if options.driver != "stream":
+        raise UserError(
+            f"tiers={name} is of experts that stream; use driver='stream', or leave it out"
+        )
+    if precision.versions != ("dense",) or options.store != "memory":
+        raise UserError(
+            f"tiers={name} packs dense experts of a store in memory, not precision "
+            f"{precision.name} of store={options.store!r}; leave those out, or tiers"
+        )
+    if (options.chunk_bytes or 0) % 2:
+        raise UserError(f"tiers={name} decodes whole values; use an even chunk_bytes")
+    given = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals or key not in _KEYS:
+            raise UserError(f"tiers takes {', '.join(_KEYS)} as KEY=VALUE, not {pair!r}")
+        given[key] = _KEYS[key](key, value)
+    if given.get("by") == "layers" and given.setdefault("planner", "none") != "none":
+        raise UserError("tiers by=layers stay as they begin; use planner=none")
+    found = Tiers(name, **given)
+    if found.dense + (found.packed or 0.0) > 1:
+        raise UserError(f"dense={found.dense:g} and packed={found.packed:g} are more than all")
+    return found
+
+
+def _share(key: str, value: str) -> float:
+    number = value.removesuffix("%")
+    try:
+        share = float(number) / (100 if number != value else 1)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share <= 1:
+        raise UserError(f"tiers {key}= is a share from 0 to 1 or in %, not {value!r}")
+    return share
+
+
+def _named(key: str, value: str) -> str:
+    known = BY if key == "by" else PLANNERS
+    if value not in known:
+        raise UserError(f"tiers {key}= is one of {', '.join(known)}, not {value!r}")
+    return value
+
+
+def _steps(key: str, value: str) -> int:
+    if not value.isdigit() or not int(value):
+        raise UserError(f"tiers {key}= is a number of steps from 1 on, not {value!r}")
+    return int(value)
+
+
+_KEYS = {
+    "dense": _share,
+    "packed": _share,
+    "by": _named,
+    "planner": _named,
+    "interval": _steps,
+}
+
+
+def measured_rates(steps: StepSpec, device: jax.Device) -> TierRates:
+    """What the queue of these steps brings from the store and decodes out of the arena in a second,
+    each alone, the best of three; a link of stated rate is as fast as it says. On records of zeros,
+    which have no escapes."""
+    wanted, formats = steps.queue, steps.formats
+    assert wanted is not None and formats is not None
+    dense, packed = (version.cell for version in formats)
+    count = max(_PROBED // dense.nbytes, 1)
+    memory = own_arena(count * dense.rows + packed.rows, dense.hidden)
+    stores = tuple(
+        jax.device_put(np.zeros((1, count, f.rows, f.hidden), np.uint16), device)
+        for f in (dense, packed)
+    )
+    with NativeQueue(threads=wanted.threads, chunk_bytes=wanted.chunk_bytes) as queue:
+        queue.forget_settled()
+        ahead = queue.cause_number("prefetch")
+        sources = memory_sources(stores, (dense, packed), 1, formats)
+        memory.attach(queue.handle, sources, ahead=ahead, buffers=1)
+        expert, none = jnp.arange(count), jnp.zeros(count, jnp.int32)
+        row = expert * dense.rows
+
+        def brought(arena):
+            said = {"formats": formats, "ahead": True, "implementation": "cpu"}
+            return drain(fill(arena, stores, 0, expert, row, none, jnp.int32(count), **said), row)
+
+        def decoded(arena):
+            source = none + count * dense.rows
+            return drain(
+                unpack(arena, 0, expert, source, row, jnp.int32(count), packed=packed), row
+            )
+
+        arena, best = memory.on(device), []
+        with jax.enable_x64(False):
+            for program in map(jax.jit, (brought, decoded)):
+                times = []
+                for _ in range(4):  # the first one compiles
+                    began = time.perf_counter()
+                    arena, _ = jax.block_until_ready(program(arena))
+                    times.append(time.perf_counter() - began)
+                best.append(count * dense.nbytes / min(times[1:]))
+    memory.close()
+    host, of_packed = best
+    return TierRates(wanted.rate or host, of_packed)

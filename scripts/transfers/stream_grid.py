@@ -1,0 +1,370 @@
+"""The whole grid of streaming against its rivals, on the timeline: no bytes move.
+
+python -m scripts.transfers stream_grid [--batch 8,16,32,64,128,256] [--context 1024,2048,4096]
+    [--ratios 0.25,0.5,1,2,4] [--residents 0,0.25,0.5] [--paper] [--json]
+
+Four layers of Qwen3-30B's shape (eight where whole layers are in a tier) on a machine of stated
+rates, whose link takes ratio × compute for all experts of all layers. A layer's compute is the
+longer of its bytes over the memory's rate and its multiplications over the peak; routing is even,
+so a step uses E·(1 − (1 − k/E)^B) experts, and of those a paging engine with C of E cells misses
+the share 1 − C/E. Arms are those of `stream`, in the same bytes of experts; what does not fit is
+left out. Printed: tokens a second by arm, bytes a step over the link of streaming and of paging,
+and how busy streaming keeps link and compute; then where streaming and paging cross, with the bytes
+that say why.
+
+--paper: the cells that FluxMoE measured, in place of the grid, from the rates of its machine as far
+as they are public, beside its figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+
+from host_offload.queue.transfer import Transfer
+from host_offload.simulate.stream_timeline import StreamedLayer, stream_passes
+from host_offload.simulate.timeline import LayerCost, Link, Need, Timeline
+from host_offload.sizing.tiers import StorageModel
+from moejax.errors import UserError
+from scripts.parts.bench_engine import parse_numbers
+from scripts.parts.commands import new_parser, refuse
+
+PASSES = 3
+"""The last one counts: the first one begins with an empty window."""
+
+KAPPA = 0.754
+"""A packed expert's bytes by a dense one's: lossless12 of 2048 × 768."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """Rates as stated, in bytes and multiplications and additions a second."""
+
+    memory_rate: float
+    flops: float
+    decode_rate: float
+    """Dense bytes out of packed ones."""
+
+
+HERE = Machine(25e9, 1e12, 5e9)
+"""About this project's CPU; a grid depends on its ratios alone."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """What of a model times depend on."""
+
+    layers: int
+    experts: int
+    top_k: int
+    record_bytes: int
+    kv_bytes: int
+    """A token's, in all layers."""
+    other_bytes: int
+    """Weights of a layer beside experts."""
+
+    def used(self, batch: int) -> float:
+        """Experts of a layer that a step of so many rows uses."""
+        return self.experts * (1 - (1 - self.top_k / self.experts) ** batch)
+
+
+QWEN3_30B = Shape(48, 128, 8, 3 * 2048 * 768 * 2, 98304, 38 << 20)
+
+
+def before_experts(machine: Machine, shape: Shape, batch: int, context: int) -> float:
+    """Seconds of a layer before its experts: weights and KV read once."""
+    kv = batch * context * shape.kv_bytes / shape.layers
+    return (shape.other_bytes + kv) / machine.memory_rate
+
+
+def of_expert(machine: Machine, shape: Shape, batch: int) -> float:
+    """Seconds of one expert that is used."""
+    rows = batch * shape.top_k / shape.used(batch)
+    return max(shape.record_bytes / machine.memory_rate, rows * shape.record_bytes / machine.flops)
+
+
+def compute_seconds(machine: Machine, shape: Shape, batch: int, context: int) -> float:
+    """A layer's, with everything resident."""
+    experts = shape.used(batch) * of_expert(machine, shape, batch)
+    return before_experts(machine, shape, batch, context) + experts
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One place of the grid."""
+
+    machine: Machine
+    shape: Shape
+    batch: int
+    context: int
+    link_rate: float
+    cells: float
+    """Experts of each layer that the memory of experts beyond the window of two layers holds
+    dense; the window is two layers' in every arm."""
+
+    def layer(self, dense: int, packed: int, direct: bool = False) -> StreamedLayer:
+        """A layer with so many residents of each tier."""
+        shape, part = self.shape, of_expert(self.machine, self.shape, self.batch)
+        mean = part * shape.used(self.batch) / shape.experts
+        own = dense + (packed if direct else 0)
+        before = before_experts(self.machine, shape, self.batch, self.context)
+        cost = LayerCost(before, mean * own * 2 / 3, mean * own / 3)
+        streamed = shape.experts - own
+        return StreamedLayer(cost, [(mean * 2 / 3, mean / 3)] * streamed, 0 if direct else packed)
+
+    def play(self, layers: Sequence[StreamedLayer]) -> float:
+        """Seconds of a layer in the last pass."""
+        part = self.shape.record_bytes // 3
+        decoder = Link(self.machine.decode_rate, chunk_bytes=part)
+        links = {"link": Link(self.link_rate, chunk_bytes=part), "decoder": decoder}
+        timeline = Timeline(links, record=False)
+        seconds = stream_passes(timeline, "link", (part,) * 3, [layers] * PASSES, "decoder")
+        return seconds[-1] / len(layers)
+
+    def paged(self) -> float:
+        """Seconds of a layer where experts have cells of layers: the same bytes, none of them a
+        window's."""
+        shape, part = self.shape, self.shape.record_bytes // 3
+        used, one = shape.used(self.batch), of_expert(self.machine, shape, self.batch)
+        misses = round(self.missed())
+        timeline = Timeline({"link": Link(self.link_rate, chunk_bytes=part)}, record=False)
+        hits = max(used - misses, 0.0) * one
+        cost = LayerCost(
+            before_experts(self.machine, shape, self.batch, self.context), hits * 2 / 3, hits / 3
+        )
+        timeline.compute("attention", cost.before, 0)
+        needs = [
+            Need(timeline.submit("link", Transfer(0, i, 0, i), (part,) * 3), one * 2 / 3, one / 3)
+            for i in range(misses)
+        ]
+        timeline.experts(0, cost, "link", needs)
+        return timeline.now
+
+    @property
+    def paging_cells(self) -> float:
+        """Experts of each layer that have a cell where there is no window."""
+        shape = self.shape
+        return min(self.cells + 2 * (shape.experts - self.cells) / shape.layers, shape.experts)
+
+    def missed(self) -> float:
+        """Experts of a layer that a step misses there."""
+        return self.shape.used(self.batch) * (1 - self.paging_cells / self.shape.experts)
+
+
+def arm_seconds(cell: Cell) -> dict[str, float]:
+    """Arm → seconds of a layer; those that the memory holds."""
+    shape, layers = cell.shape, 8
+    dense = int(cell.cells)
+    # Beyond two whole layers, in dense experts of each layer: what fewer of them stream gives back.
+    extra = dense * (1 - 2 / shape.layers)
+    packed = min(int(extra / KAPPA), shape.experts)
+    model = StorageModel(
+        layers=shape.layers,
+        experts=shape.experts,
+        record_bytes=shape.record_bytes,
+        host_rate=cell.link_rate,
+        packed_rate=cell.machine.decode_rate,
+        kappa=KAPPA,
+    )
+    found = {
+        "resident": compute_seconds(cell.machine, shape, cell.batch, cell.context),
+        "stream": cell.play([cell.layer(dense, 0)] * 4),
+        "paging": cell.paged(),
+    }
+    if packed:
+        found["flux"] = cell.play([cell.layer(0, min(packed, model.most_packed))] * 4)
+        direct = min(int(extra / (KAPPA - 2 / shape.layers)), shape.experts)
+        found["flux-direct"] = cell.play([cell.layer(0, direct, direct=True)] * 4)
+    for name, share in (("vllm-o", extra / shape.experts), ("flux-h", packed / shape.experts)):
+        if whole := min(int(share * layers), layers):
+            kept = cell.layer(*((shape.experts, 0) if name == "vllm-o" else (0, shape.experts)))
+            found[name] = cell.play([kept] * whole + [cell.layer(0, 0)] * (layers - whole))
+    return found
+
+
+def grid(args: argparse.Namespace) -> Iterator[dict]:
+    shape = QWEN3_30B
+    for batch, context, ratio, share in itertools.product(
+        args.batch, args.context, args.ratios, args.residents
+    ):
+        compute = compute_seconds(HERE, shape, batch, context)
+        rate = shape.experts * shape.record_bytes / (ratio * compute)
+        cell = Cell(HERE, shape, batch, context, rate, share * shape.experts)
+        seconds = arm_seconds(cell)
+        rows = {name: batch / (s * shape.layers) for name, s in seconds.items()}
+        streamed = (shape.experts - int(cell.cells)) * shape.record_bytes
+        yield {
+            "batch": batch,
+            "context": context,
+            "ratio": ratio,
+            "residents": share,
+            "tokens_per_s": rows,
+            "stream_mb": shape.layers * streamed / 1e6,
+            "paging_mb": shape.layers * cell.missed() * shape.record_bytes / 1e6,
+            "stream_link_busy": min(streamed / rate / seconds["stream"], 1.0),
+            "stream_compute_busy": seconds["resident"] / seconds["stream"],
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class PaperCell:
+    """A measurement of FluxMoE's (shared/papers.md 3.5), and what its rates come to here."""
+
+    name: str
+    ours: float
+    paper: float
+    missing: str
+    """What the comparison lacks, and the smallest setup that has it."""
+
+
+L40 = Machine(4 * 0.864e12, 4 * 181e12, 4 * 300e9)
+"""Four of them; decoding at "hundreds of GB/s" each."""
+
+H200 = Machine(4.8e12, 989e12, 2.3e12)
+
+QWEN3_NEXT = Shape(48, 512, 10, 3 * 2048 * 512 * 2, 24576, 60 << 20)
+MIXTRAL = Shape(32, 8, 2, 3 * 4096 * 14336 * 2, 131072, 84 << 20)
+
+PAPER_LINK = 4 * 25e9
+"""PCIe 4.0 × 16 to each of four L40."""
+
+
+def rows_that_fit(shape: Shape, memory: float, experts: float, batch: int, context: int) -> int:
+    """Sequences whose KV the memory holds beside so many bytes of experts."""
+    left = memory - experts - shape.layers * shape.other_bytes
+    return max(min(batch, int(left / (context * shape.kv_bytes))), 0)
+
+
+def paper() -> list[PaperCell]:
+    """Exp#1 and Exp#2 from stated rates: KV that does not fit waits, so fewer rows run at once."""
+    shape, memory = QWEN3_NEXT, 4 * 48e9 * 0.9
+    every = shape.layers * shape.experts * shape.record_bytes
+    window = 2 * every / shape.layers
+    lacks = "the decoder's rate and vLLM's own step time; one L40 with vLLM 0.10.2"
+
+    def tokens(batch: int, context: int, kept: float, arm: str, machine: Machine = L40) -> float:
+        rows = rows_that_fit(shape, memory, kept, batch, context)
+        if not rows:
+            return 0.0
+        cell = Cell(machine, shape, rows, context, PAPER_LINK, 0)
+        if arm == "resident":
+            seconds = compute_seconds(machine, shape, rows, context)
+        elif arm == "flux":
+            seconds = cell.play([cell.layer(0, shape.experts)] * 4)
+        else:
+            kept_layers = [cell.layer(shape.experts, 0)] * 7
+            seconds = cell.play([*kept_layers, cell.layer(0, 0)])
+        return rows / (seconds * shape.layers)
+
+    def flux(batch: int, context: int) -> float:
+        return tokens(batch, context, 0.8 * every + window, "flux")
+
+    def vllm(batch: int, context: int) -> float:
+        return tokens(batch, context, every, "resident")
+
+    def vllm_o(batch: int, context: int) -> float:
+        return tokens(batch, context, 0.875 * every + window, "vllm-o")
+
+    cells = [
+        PaperCell(
+            f"Exp#1 FluxMoE / {name} ({batch}, 4096)", _over(flux, other, batch, 4096), said, lacks
+        )
+        for name, other, batch, said in (
+            ("vLLM", vllm, 256, 3.0),
+            ("vLLM-O", vllm_o, 256, 3.7),
+            ("vLLM", vllm, 32, 0.639),
+        )
+    ]
+    shape, memory = MIXTRAL, 2 * 48e9 * 0.9
+    two = Machine(2 * 0.864e12, 2 * 181e12, 2 * 300e9)
+    for context, said in ((1024, 1.285), (4096, 1.229)):
+        cell = Cell(two, shape, 256, context, 2 * 25e9, 0)
+        even = cell.play([cell.layer(0, 7)] * 4)
+        whole = cell.play([*[cell.layer(0, 8)] * 7, cell.layer(0, 0)])
+        cells.append(
+            PaperCell(
+                f"Exp#2 FluxMoE / FluxMoE-H (256, {context})",
+                whole / even,
+                said,
+                "the decoder's rate, and which rows run where KV is full; two L40",
+            )
+        )
+    return cells
+
+
+def _over(one, other, batch: int, context: int) -> float:
+    below = other(batch, context)
+    return one(batch, context) / below if below else float("inf")
+
+
+def crossovers(found: Sequence[Mapping]) -> list[str]:
+    """For each context, ratio and share, from which batch on streaming is ahead of paging."""
+    lines = []
+    groups: dict[tuple, list[Mapping]] = {}
+    for one in found:
+        groups.setdefault((one["context"], one["ratio"], one["residents"]), []).append(one)
+    for (context, ratio, share), cells in groups.items():
+        ahead = [c for c in cells if c["tokens_per_s"]["stream"] > c["tokens_per_s"]["paging"]]
+        at = min(ahead, key=lambda c: c["batch"], default=None)
+        if at is None:
+            last = cells[-1]
+            why = f"paging moves {last['paging_mb']:.0f} MB of {last['stream_mb']:.0f} at most"
+            lines.append(f"context {context}, ratio {ratio:g}, residents {share:g}: never; {why}")
+            continue
+        why = f"there paging moves {at['paging_mb']:.0f} MB a step on demand, streaming "
+        why += f"{at['stream_mb']:.0f} MB beside compute"
+        where = f"context {context}, ratio {ratio:g}, residents {share:g}"
+        lines.append(f"{where}: from batch {at['batch']}; {why}")
+    return lines
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = new_parser(__name__, __doc__)
+    add = parser.add_argument
+    add("--batch", default="8,16,32,64,128,256", help="(default: %(default)s)")
+    add("--context", default="1024,2048,4096", help="(default: %(default)s)")
+    add("--ratios", default="0.25,0.5,1,2,4", help="of loading to computing")
+    add("--residents", default="0,0.25,0.5", help="shares of each layer (default: %(default)s)")
+    add("--paper", action="store_true", help="the paper's cells in place of the grid")
+    add("--json", action="store_true", help="one JSON object per line")
+    args = parser.parse_args(arguments)
+    try:
+        args.batch = parse_numbers(args.batch, "--batch", least=1)
+        args.context = parse_numbers(args.context, "--context", least=1)
+        args.ratios, args.residents = _shares(args.ratios), _shares(args.residents)
+        if min(args.ratios) <= 0 or not 0 <= min(args.residents) <= max(args.residents) < 1:
+            raise UserError("--ratios are positive, --residents shares below 1")
+        if args.paper:
+            for one in paper():
+                said = f"{one.name:<40} here {one.ours:6.2f} ×, paper {one.paper:g}"
+                print(json.dumps(dataclasses.asdict(one)) if args.json else said)
+            return 0
+        found = []
+        for one in grid(args):
+            found.append(one)
+            print(json.dumps(one) if args.json else _line(one), flush=True)
+        if not args.json:
+            print(*crossovers(found), sep="\n")
+    except (UserError, ValueError) as error:
+        return refuse(__name__, error)
+    return 0
+
+
+def _shares(text: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise UserError(f"{text!r} is not numbers with commas") from None
+
+
+def _line(one: Mapping) -> str:
+    rows = ", ".join(f"{name} {value:.1f}" for name, value in one["tokens_per_s"].items())
+    return (
+        f"batch {one['batch']:>3}, context {one['context']:>4}, ratio {one['ratio']:<4g}, "
+        f"residents {one['residents']:.0%}: {rows} tokens/s; {one['stream_mb']:.0f} and "
+        f"{one['paging_mb']:.0f} MB; link {one['stream_link_busy']:.2f}, compute "
+        f"{one['stream_compute_busy']:.2f} busy"
+    )
