@@ -40,7 +40,7 @@ X86: dict[str, tuple[int, tuple[str, ...]]] = {
 """Instruction set → floats of a vector, and the compiler's flags."""
 # GCC 12's own header of AVX-512 is "used uninitialized".
 AMX = (
-    *(*X86["avx512bf16"][1], "-mamx-tile", "-mamx-bf16"),
+    *(*X86["avx512bf16"][1], "-DMOEJAX_LANES=16", "-mamx-tile", "-mamx-bf16"),
     *("-Wno-uninitialized", "-Wno-maybe-uninitialized"),
 )
 """Flags of what is added to avx512bf16's kernels where a CPU multiplies tiles."""

@@ -5,18 +5,13 @@
 // Everything here has internal linkage and no header with inline functions is included, but for
 // kernels.h: a function compiled for AVX-512 must never be the linker's choice for other callers.
 #include <math.h>
-#include <string.h>
 
-#include "kernels.h"
-#ifdef __F16C__
-#include <immintrin.h>
-#endif
+#include "decoders.h"
 
 #define MOEJAX_JOIN_(a, b) a##b
 #define MOEJAX_JOIN(a, b) MOEJAX_JOIN_(a, b)
 #define MOEJAX_TEXT_(a) #a
 #define MOEJAX_TEXT(a) MOEJAX_TEXT_(a)
-#define INLINE inline __attribute__((always_inline))
 
 // Products of pairs of bfloat16 (VDPBF16PS), or the same arithmetic's shape for tests of the code
 // around it on machines without the instruction (MOEJAX_PAIRS=1: float32 products and sums).
@@ -29,35 +24,6 @@
 namespace moejax {
 namespace {
 
-constexpr int64_t L = MOEJAX_LANES;
-typedef float vf __attribute__((vector_size(4 * MOEJAX_LANES)));
-typedef uint32_t vu __attribute__((vector_size(4 * MOEJAX_LANES)));
-typedef int32_t vi __attribute__((vector_size(4 * MOEJAX_LANES)));
-
-template <class V>
-INLINE V load(const void* p) {
-  V v;
-  memcpy(&v, p, sizeof v);
-  return v;
-}
-template <class V>
-INLINE void store(void* p, V v) {
-  memcpy(p, &v, sizeof v);
-}
-INLINE vf splat(float x) { return x - vf{}; }  // not + 0, which is not free
-INLINE vf as_float(vu v) { return (vf)v; }
-INLINE float as_float(uint32_t u) {
-  float f;
-  memcpy(&f, &u, 4);
-  return f;
-}
-INLINE uint32_t as_bits(float f) {
-  uint32_t u;
-  memcpy(&u, &f, 4);
-  return u;
-}
-INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-
 // Pairwise halves: one order for every sum.
 INLINE float sum(vf v) {
   float lanes[L];
@@ -66,36 +32,6 @@ INLINE float sum(vf v) {
     for (int64_t i = 0; i < half; i++) lanes[i] += lanes[i + half];
   }
   return lanes[0];
-}
-
-// ---- numbers
-
-INLINE uint16_t bf16(float f) {
-  uint32_t u = as_bits(f), even = u + 0x7fff + ((u >> 16) & 1);
-  return (uint16_t)((u & 0x7fffffff) > 0x7f800000 ? (u >> 16) | 0x40 : even >> 16);
-}
-
-INLINE uint16_t f16(float f) {
-  uint32_t u = as_bits(f), sign = (u >> 16) & 0x8000;
-  u &= 0x7fffffff;
-  if (u >= 0x47800000) return (uint16_t)(sign | (u > 0x7f800000 ? 0x7e00 : 0x7c00));
-  // Below 2^-14 the step is 2^-24, which is that of float32 between 0.5 and 1.
-  if (u < 0x38800000) return (uint16_t)(sign | (as_bits(as_float(u) + 0.5f) - 0x3f000000));
-  return (uint16_t)(sign | ((u - 0x38000000 + 0xfff + ((u >> 13) & 1)) >> 13));
-}
-
-INLINE float wide_f16(uint16_t h) {
-  uint32_t magnitude = (uint32_t)(h & 0x7fff) << 13;
-  float value = as_float(magnitude) * 0x1p112f;
-  if (magnitude >= 0x7c00u << 13) value = as_float(magnitude | 0x7f800000);
-  return as_float(as_bits(value) | (uint32_t)(h & 0x8000) << 16);
-}
-
-INLINE vf wide_f16(vu h) {
-  const vu magnitude = (h & 0x7fffu) << 13;
-  const vu value = (vu)(as_float(magnitude) * 0x1p112f);
-  const vu special = (vu)(magnitude >= (0x7c00u << 13)) & 0x7f800000u;
-  return as_float(value | special | (h & 0x8000u) << 16);
 }
 
 void widen(Type type, const void* in, int64_t n, float* out) {
@@ -180,10 +116,6 @@ void pack(Type type, const void* x, int64_t n, float* out) {
   }
 #endif
 }
-
-struct Pair {
-  vf first, second;
-};
 
 template <Type kind>
 INLINE Pair weights(const void* w, int64_t at) {
@@ -563,50 +495,6 @@ void unpack(Type kind, const float* total, int64_t n, float* out) {
   }
 }
 
-// ---- records (pallas_kernels/records/reference.py has the meaning)
-
-constexpr int64_t kBlock = 32;    // rows that share a base exponent in lossless12
-constexpr uint32_t kEscape = 15;  // the code of a weight that the table has
-constexpr int64_t kPart = 128;    // weights decoded at once outside of whole vectors
-
-template <int bits>
-constexpr float zero_of() {
-  return bits == 2 ? 1.5f : (float)(1 << (bits - 1));
-}
-
-// Of 2^16 times a number of at most 18 bits: the number, rounded to bfloat16's 8 bits, to nearest even,
-// in two operations. It is added behind its multiple, where a sum has no more than those 8 left. For
-// finite numbers that are no denormals.
-INLINE vf rounded(vf large) { return (large + large * 0x1p-16f) - large; }
-
-// What makes codes weights: 2^16 · scale, and what their zero is then, negative.
-struct Scale {
-  vf large, zero;
-};
-
-INLINE float scale_f16(uint16_t h) {
-#ifdef __F16C__
-  return _cvtsh_ss(h);
-#else
-  return wide_f16(h);
-#endif
-}
-
-template <int bits>
-INLINE Scale scale_of(float scale) {
-  return {splat(scale * 0x1p16f), splat(scale * (-0x1p16f * zero_of<bits>()))};
-}
-
-// A weight is exact before it is rounded: 8 bits of code and 11 of scale.
-INLINE vf weights_of(vf codes, vf large, vf zero) { return rounded(codes * large + zero); }
-
-// Codes of some bits from `bit` of each lane on.
-template <int bits, int bit>
-INLINE vf codes_of(vu lanes) {
-  const vu codes = bit + bits == 32 ? lanes >> bit : (lanes >> bit) & ((1u << bits) - 1);
-  return __builtin_convertvector((vi)codes, vf);
-}
-
 // 2·L bfloat16 weights, (code − zero) · scale, exact in float32 and then rounded once, from each 2·L
 // elements: even ones and odd ones are the halves of 32-bit lanes, before and after. scales(at, odd):
 // of even or of odd ones.
@@ -702,96 +590,7 @@ INLINE int64_t looked_up(const uint16_t* codes, int64_t n, float scale, uint16_t
 }
 #endif
 
-typedef uint16_t vh __attribute__((vector_size(4 * MOEJAX_LANES)));
-INLINE vh splat16(uint16_t x) { return x - vh{}; }
-
-// Rows that `decode` asks for ahead, as it goes: evenly, since memory answers at one rate. Each
-// element is passed once for each of its planes, and asked for at one of them.
-constexpr int64_t kSoonIn = 8, kSoonDown = 2;
-
-// p's line, towards the second cache; what lies behind a record is not read.
-INLINE void soon(const uint16_t* p) { __builtin_prefetch(p, 0, 2); }
-
 #if defined(__AVX512BW__) && MOEJAX_LANES == 16
-// 2·L weights of a plane that share a scale, in their order.
-template <int bits>
-struct Plane {
-  // The weights that the scale gives are a table of VPERMW: it looks at five bits of an index, so the
-  // weights of fewer bits are there several times and nothing above a code has to be cut off.
-  __m512i shift, table;
-  INLINE explicit Plane(int64_t plane) : shift(_mm512_set1_epi16((short)(bits * plane))) {}
-  INLINE void set(vf scale) {
-#ifdef __AVX512BF16__
-    vf numbers;
-    for (int i = 0; i < L; i++) numbers[i] = (float)(i % (1 << bits)) - zero_of<bits>();
-    const __m512 weights = (__m512)(numbers * scale);
-    table = (__m512i)_mm512_cvtne2ps_pbh(weights, weights);
-#else
-    vf even, odd;
-    for (int i = 0; i < L; i++) {
-      even[i] = (float)(2 * i % (1 << bits)) - zero_of<bits>();
-      odd[i] = (float)((2 * i + 1) % (1 << bits)) - zero_of<bits>();
-    }
-    scale = scale * 0x1p16f;
-    table = (__m512i)(((vu)rounded(even * scale) >> 16) | (vu)rounded(odd * scale));
-#endif
-  }
-  INLINE __m512i get(const uint16_t* codes) const {
-    return _mm512_permutexvar_epi16(_mm512_srlv_epi16((__m512i)load<vu>(codes), shift), table);
-  }
-};
-
-#ifdef __AVX512BF16__
-// Codes of a plane as numbers, without a conversion: they are the last bits of the fraction of a power
-// of two, which is taken away again, and their zero with it. Fewer than 8 bits stay where they lie in
-// an element; whole bytes are brought there by VPERMB.
-template <int bits>
-struct Numbers {
-  vu mask, power;
-  __m512i first, second;  // of VPERMB
-  vf zero;
-  INLINE explicit Numbers(int64_t plane) {
-    const uint32_t bit = bits == 8 ? 8 : (uint32_t)(bits * plane), exponent = (127 + 23 - bit) << 23;
-    mask = (((1u << bits) - 1) << bit) - vu{}, power = exponent - vu{};
-    zero = splat(as_float(exponent) + (float)(int)zero_of<bits>());
-    vu lanes;
-    for (int i = 0; i < L; i++) lanes[i] = (uint32_t)(2 * i) << 8;
-    lanes = lanes + ((uint32_t)plane << 8);
-    first = (__m512i)lanes, second = (__m512i)(lanes + 0x2000u);
-  }
-  INLINE Pair get(const uint16_t* codes) const {
-    if constexpr (bits == 8) {
-      const __m512i both = (__m512i)load<vu>(codes), into = (__m512i)power;
-      return {(vf)_mm512_mask_permutexvar_epi8(into, 0x2222222222222222, first, both),
-              (vf)_mm512_mask_permutexvar_epi8(into, 0x2222222222222222, second, both)};
-    }
-    const vu a = (vu)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)codes));
-    const vu b = (vu)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(codes + L)));
-    return {as_float((a & mask) | power), as_float((b & mask) | power)};
-  }
-};
-
-INLINE __m512i narrowed(vf first, vf second) {
-  return (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
-}
-
-template <>
-struct Plane<8> {
-  const Numbers<8> numbers;
-  vf scale, zero;
-  INLINE explicit Plane(int64_t plane) : numbers(plane) {}
-  INLINE void set(vf same) { scale = same, zero = numbers.zero * same; }  // exact: 9 bits and 11
-  INLINE __m512i get(const uint16_t* codes) const {
-    const Pair pair = numbers.get(codes);
-    return narrowed((vf)_mm512_fmsub_ps((__m512)pair.first, (__m512)scale, (__m512)zero),
-                    (vf)_mm512_fmsub_ps((__m512)pair.second, (__m512)scale, (__m512)zero));
-  }
-};
-constexpr int kWidest = 8;
-#else
-constexpr int kWidest = 4;  // bits of codes that have a Plane
-#endif
-
 // Whole groups of gate and up. Returns whether that was all: others are for the loop of any groups.
 template <int bits>
 INLINE bool decode_groups(const Format& f, const uint16_t* codes, const uint16_t* scales,
@@ -925,95 +724,6 @@ void down_scales(const Format& f, const uint16_t* record, int64_t first, int64_t
   }
 }
 
-// Whether one of 2·L lanes has a value.
-INLINE bool any(vh v, uint16_t value) {
-  const vh same = (vh)(v == value);
-#if defined(__AVX512BW__) && MOEJAX_LANES == 16
-  return _mm512_cmpeq_epi16_mask((__m512i)v, _mm512_set1_epi16((short)value));
-#elif defined(__AVX2__) && MOEJAX_LANES == 8
-  return !_mm256_testz_si256((__m256i)same, (__m256i)same);
-#endif
-  uint64_t lanes[L / 2], all = 0;
-  store(lanes, same);
-  for (uint64_t lane : lanes) all |= lane;
-  return all;
-}
-
-// Calls f with each of the 2·L lanes that have a value.
-template <class F>
-INLINE void each_lane(vh v, uint16_t value, F f) {
-#if defined(__AVX512BW__) && MOEJAX_LANES == 16
-  uint32_t left = _mm512_cmpeq_epi16_mask((__m512i)v, _mm512_set1_epi16((short)value));
-  for (; left; left &= left - 1) f(__builtin_ctz(left));
-#elif defined(__AVX2__) && MOEJAX_LANES == 8
-  const uint32_t bytes = (uint32_t)_mm256_movemask_epi8((__m256i)(v == value));
-  for (uint32_t left = bytes & 0x55555555u; left; left &= left - 1) f(__builtin_ctz(left) / 2);
-#else
-  uint16_t lanes[2 * L];
-  store(lanes, v);
-  for (int64_t i = 0; i < 2 * L; i++) {
-    if (lanes[i] == value) f(i);
-  }
-#endif
-}
-
-// Where code 15 lies when codes are brought to the lowest bits of the exponent.
-constexpr uint16_t kEscaped = kEscape << 7;
-
-// 2·L weights of a byte (sign and mantissa) and a code (base − exponent) each, both planes of
-// elements; base: in place. `most` gathers the codes in place, so that escapes are seen later.
-template <int byte_plane, int code_plane>
-INLINE vh exact_of(vh bytes, vh codes, vh base, vh& most) {
-#if defined(__AVX512BW__) && MOEJAX_LANES == 16
-  constexpr uint64_t one = byte_plane * 0x0101010101010101u, at = 0x0606040402020000u + one;
-  const vh twice = (vh)_mm512_shuffle_epi8(
-      (__m512i)bytes, _mm512_broadcast_i32x4(_mm_set_epi64x(at + 0x0808080808080808, at)));
-  const vh fraction = twice & (uint16_t)0x807f;
-#elif defined(__AVX2__) && MOEJAX_LANES == 8
-  constexpr char p = byte_plane;
-  const vh twice = (vh)_mm256_shuffle_epi8(
-      (__m256i)bytes,
-      _mm256_setr_epi8(p, p, 2 + p, 2 + p, 4 + p, 4 + p, 6 + p, 6 + p, 8 + p, 8 + p, 10 + p, 10 + p,
-                       12 + p, 12 + p, 14 + p, 14 + p, p, p, 2 + p, 2 + p, 4 + p, 4 + p, 6 + p,
-                       6 + p, 8 + p, 8 + p, 10 + p, 10 + p, 12 + p, 12 + p, 14 + p, 14 + p));
-  const vh fraction = twice & (uint16_t)0x807f;
-#else
-  const vh fraction = byte_plane ? (bytes & (uint16_t)0x8000) | ((bytes >> 8) & (uint16_t)0x7f)
-                                 : ((bytes << 8) & (uint16_t)0x8000) | (bytes & (uint16_t)0x7f);
-#endif
-  constexpr int shift = 7 - 4 * code_plane;
-  const vh code = (shift > 0 ? codes << (shift > 0 ? shift : 0) : codes >> (shift > 0 ? 0 : -shift)) &
-                  kEscaped;
-  most = code > most ? code : most;
-  return fraction | (base - code);
-}
-
-// n such weights.
-template <int byte_plane, int code_plane>
-INLINE void exact_plane(const uint16_t* bytes, const uint16_t* codes, int64_t n,
-                        const uint16_t* table, int64_t escapes, uint16_t* out,
-                        const uint16_t* next_bytes, const uint16_t* next_codes) {
-  const uint16_t base = table[0];
-  const auto listed = [=](int64_t j) {
-    return table[1 + least((bytes[j] >> (8 * byte_plane)) & 0xff, escapes - 1)];
-  };
-  int64_t i = 0;
-  for (; i + 2 * L <= n; i += 2 * L) {
-    vh most = {};
-    soon(next_bytes + i / 2), soon(next_codes + i / 4);
-    store(out + i, exact_of<byte_plane, code_plane>(load<vh>(bytes + i), load<vh>(codes + i),
-                                                    splat16((uint16_t)(base << 7)), most));
-    if (__builtin_expect(!any(most, kEscaped), 1)) continue;
-    each_lane(most, kEscaped, [=](int64_t j) { out[i + j] = listed(i + j); });
-  }
-  for (; i < n; i++) {
-    const uint32_t byte = (bytes[i] >> (8 * byte_plane)) & 0xff;
-    const uint32_t code = (codes[i] >> (4 * code_plane)) & 15;
-    const uint32_t value = ((byte & 0x80) << 8) | (byte & 0x7f) | ((base - code) << 7);
-    out[i] = code == kEscape ? listed(i) : (uint16_t)value;
-  }
-}
-
 INLINE void exact(const uint16_t* bytes, int64_t byte_plane, const uint16_t* codes,
                   int64_t code_plane, int64_t n, const uint16_t* table, int64_t escapes,
                   uint16_t* out, const uint16_t* next_bytes, const uint16_t* next_codes) {
@@ -1075,6 +785,8 @@ void decode(const Format& f, const uint16_t* record, int matrix, int64_t row, in
 
 // ---- encoded rows, multiplied as they are decoded (Kernels::takes): the bits of `decode` and `dots`
 // or `add`, since each sum has the same terms in the same order
+
+constexpr int64_t kElements = 4;  // rows of elements of one call of `encoded_add`
 
 #if !MOEJAX_PAIRS
 INLINE Pair halves(vu both) { return {as_float(both << 16), as_float(both & 0xffff0000u)}; }
@@ -1437,15 +1149,11 @@ void encoded_add(const Format& f, const uint16_t* record, int64_t first, int64_t
   }
 }
 
-bool takes(const Format& f) {
-  const bool version = f.version == Version::Int8 || f.version == Version::Int4 ||
-                       f.version == Version::Lossless12;
-  return version && f.type == Type::BF16 && f.hidden % (4 * kPart) == 0 && f.width % 4 == 0;
-}
+int64_t takes(const Format& f) { return multiplied_in_parts(f) && f.width % 4 == 0 ? kTokens : 0; }
 #else
 constexpr decltype(Kernels::encoded_dots) encoded_dots = nullptr;
 constexpr decltype(Kernels::encoded_add) encoded_add = nullptr;
-bool takes(const Format&) { return false; }
+int64_t takes(const Format&) { return 0; }
 #endif
 
 // ---- functions
@@ -1510,8 +1218,9 @@ void exponentials(float* x, float top, int64_t n) {
 
 extern const Kernels MOEJAX_JOIN(kernels_, MOEJAX_ISA);
 const Kernels MOEJAX_JOIN(kernels_, MOEJAX_ISA) = {
-    MOEJAX_TEXT(MOEJAX_ISA), few, rows_of_task, pack, dots, dots_of_many, add, add_of_many, unpack, decode, down_scales, takes,
-    encoded_dots, encoded_add, widen, narrow, norm, activate, exponentials,
+    MOEJAX_TEXT(MOEJAX_ISA), few, rows_of_task, pack, dots, dots_of_many, add, add_of_many, unpack,
+    decode, down_scales, takes, encoded_dots, encoded_add, kElements, widen, narrow, norm, activate,
+    exponentials,
 };
 
 }  // namespace moejax

@@ -37,7 +37,6 @@ constexpr int64_t kManyAdded = 64;  // rows of one call of `add_of_many`, at mos
 constexpr int64_t kAddedTokens = 128;  // tokens of one call of `add_of_many`, at most
 constexpr int64_t kTokenGroup = 16;  // to a multiple of which there is room for its totals
 constexpr int64_t kMostRows = 128;  // what `rows_of_task` says, and of one call of `dots_of_many`, at most
-constexpr int64_t kElements = 4; // rows of elements of one call of `encoded_add`, at most
 constexpr int64_t kPad = 64;     // sums and operands lie in buffers padded to so many floats
 
 static inline int64_t padded(int64_t n) { return (n + kPad - 1) / kPad * kPad; }
@@ -81,17 +80,20 @@ struct Kernels {
   // 2 · padded(count) floats for each group of rows.
   void (*down_scales)(const Format& format, const uint16_t* record, int64_t first, int64_t count,
                       float* out);
-  // Whether these two take records of a format. Both have the bits of `decode` with `dots` or `add`.
-  bool (*takes)(const Format& format);
+  // Tokens of an expert for which these two take records of a format, at most; 0: none. They have the
+  // bits of `decode` with `dots` and `add`, or with those of many.
+  int64_t (*takes)(const Format& format);
   // `dots` with rows [first, first + rows) of gate or up.
   void (*encoded_dots)(const Format& format, const uint16_t* record, int matrix, int64_t first,
                        int64_t rows, const float* const* x, int64_t tokens, float* y,
                        int64_t stride);
   // `add` of columns [column, column + n), n a multiple of kPad, of down^T's rows r, r + I/4, r + I/2,
-  // r + 3·I/4, for r in [first, first + rows), rows ≤ kElements; h in that order.
+  // r + 3·I/4, for r in [first, first + rows), rows ≤ elements, which divides I/4 or these are the
+  // last; h in that order.
   void (*encoded_add)(const Format& format, const uint16_t* record, int64_t first, int64_t rows,
                       int64_t column, int64_t n, const float* scales, const float* const* h,
                       int64_t tokens, float* const* total);
+  int64_t elements;
   void (*widen)(Type type, const void* in, int64_t n, float* out);
   void (*narrow)(Type type, const float* in, int64_t n, void* out);  // round to nearest even
   // x[0 … n) = weight · round(x / rms(x)), rounded to `type` both times as transformers does; weight:
@@ -109,6 +111,10 @@ struct Tiled {
   decltype(Kernels::add_of_many) add_of_many;
   decltype(Kernels::few) few;
   decltype(Kernels::rows_of_task) rows_of_task;
+  decltype(Kernels::takes) takes;
+  decltype(Kernels::encoded_dots) encoded_dots;
+  decltype(Kernels::encoded_add) encoded_add;
+  int64_t elements;
 };
 #ifdef MOEJAX_X86
 extern const Kernels kernels_avx2, kernels_avx512, kernels_avx512bf16;

@@ -38,6 +38,8 @@ const Kernels* amx() {
     Kernels k = kernels_avx512bf16;
     k.name = "amx", k.dots_of_many = tiled_amx.dots_of_many, k.add_of_many = tiled_amx.add_of_many;
     k.few = tiled_amx.few, k.rows_of_task = tiled_amx.rows_of_task;
+    k.takes = tiled_amx.takes, k.encoded_dots = tiled_amx.encoded_dots;
+    k.encoded_add = tiled_amx.encoded_add, k.elements = tiled_amx.elements;
     return k;
   }();
   return &table;

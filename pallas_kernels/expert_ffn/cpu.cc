@@ -120,7 +120,7 @@ std::string gather(Work& work) {
 // Whether rows of an encoded expert are multiplied as they are decoded; else blocks of them are
 // decoded into the cache, for all tokens that follow.
 bool as_they_are_decoded(const Work& work, const Expert& e) {
-  return e.tokens <= kTokens && work.k.takes(*e.format);
+  return e.tokens <= work.k.takes(*e.format);
 }
 
 // y[t · kMostRows + r]: rows [first, first + rows) of gate or up for an expert's tokens, whose packed
@@ -248,10 +248,10 @@ void add_rows(const Work& work, const Columns& c, int64_t token, int64_t tokens,
 
 // The same for few tokens, without a block in between.
 void add_encoded(const Work& work, const Columns& c, int64_t tokens, float* sums) {
-  const int64_t quarter = work.call.width / 4;
-  for (int64_t row = 0; row < quarter; row += kElements) {
+  const int64_t quarter = work.call.width / 4, step = work.k.elements;
+  for (int64_t row = 0; row < quarter; row += step) {
     const Sums s(work, c, 0, tokens, 4 * row, sums);
-    work.k.encoded_add(*c.expert.format, c.expert.record, row, std::min(kElements, quarter - row),
+    work.k.encoded_add(*c.expert.format, c.expert.record, row, std::min(step, quarter - row),
                        c.first, c.count, c.scales, s.h, tokens, s.total);
   }
 }

@@ -400,7 +400,8 @@ void check_experts(const Kernels& k) {
   const int64_t experts = pick(1, 5), layers = 2, tokens = pick(1, 20), top_k = pick(1, experts);
   // Whole parts of 512 weights, which are multiplied as they are decoded, or any.
   const int64_t hidden = pick(0, 2) ? 8 * pick(1, 40) : 512 * pick(1, 2);
-  const int64_t width = pick(0, 1) ? 4 * pick(1, 30) : pick(1, 90);
+  const int64_t even = pick(0, 1) ? 4 * pick(1, 30) : 64;
+  const int64_t width = pick(0, 1) ? even : pick(1, 90);
   std::vector<StoredVersion> versions(pick(1, 2));
   std::vector<std::vector<uint16_t>> stores, records;
   for (auto& v : versions) {
@@ -467,6 +468,36 @@ void check_experts(const Kernels& k) {
   if (!active.empty()) expect(!run_experts(pool, k, c).empty(), "an address behind the arena");
   ids[0] = (int32_t)experts + 1;
   expect(!run_experts(pool, k, c).empty(), "an expert that is not there");
+}
+
+// A token alone, whose experts' rows are multiplied as they are decoded, has the bits that it has
+// among 20, for which rows are decoded first.
+void check_encoded(const Kernels& k) {
+  Threads pool;
+  const Version known[] = {Version::Int8, Version::Int4, Version::Lossless12};
+  const int64_t hidden = 512 * pick(1, 5), width = 64 * pick(1, 3), tokens = 20;
+  StoredVersion v = {};
+  v.cell = v.held = format(known[pick(0, 2)], hidden, width, Type::BF16);
+  v.layers = 1;
+  const auto record = record_of(k, v.cell);
+  v.store = record.data();
+  const int32_t address = -1, version = 0, active = 0;
+  const std::vector<int32_t> ids(tokens, 0);
+  const auto x = draw(k, Type::BF16, tokens * hidden);
+  const auto run = [&](int64_t first, int64_t count) {
+    std::vector<float> y(count * hidden);
+    Experts c = {Type::BF16, count, 1, hidden, width, 1, 1, SILU, x.data() + 2 * first * hidden,
+                 ids.data(), nullptr, 0, &v, 1, 0, &address, &version, &active, 1, y.data()};
+    expect(run_experts(pool, k, c).empty(), "expert_ffn refused");
+    return y;
+  };
+  const auto all = run(0, tokens);
+  for (int64_t t = 0, count; t < tokens; t += count) {
+    count = std::min(pick(1, 17), tokens - t);
+    const auto mine = run(t, count);
+    expect(!std::memcmp(mine.data(), &all[t * hidden], mine.size() * 4),
+           std::string("expert_ffn: other bits for ") + std::to_string(count) + " tokens");
+  }
 }
 
 // ---- paged_attention
@@ -637,6 +668,7 @@ int main(int argc, char** argv) {
     for (int i = 0; i < std::atoi(argv[2]); i++) {
       check_linear(*kernels);
       check_experts(*kernels);
+      check_encoded(*kernels);
       check_attention(*kernels);
       check_head_linear(*kernels);
       check_rows(*kernels);
