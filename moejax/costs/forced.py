@@ -17,6 +17,7 @@ from host_offload.control.interface import (
     Decision,
     Moment,
     Observation,
+    Policy,
     Spec,
     State,
     routed_counts,
@@ -243,7 +244,7 @@ class ForcedSteps:
 
     def _watch(self, case: Case) -> None:
         """Sets the policies of a case."""
-        policies = [Onlooker()] if case.observed else []
+        policies: list[Policy] = [Onlooker()] if case.observed else []
         if case.between is not None:
             policies.append(Asker(case.between))
         runner, controller = self.runner, Controller(self._spec, policies)

@@ -145,7 +145,7 @@ def measured_rates(steps: StepSpec, device: jax.Device) -> TierRates:
         for f in (dense, packed)
     )
     with NativeQueue(threads=wanted.threads, chunk_bytes=wanted.chunk_bytes) as queue:
-        queue.forget_settled()
+        queue.keep_settled(False)
         ahead = queue.cause_number("prefetch")
         sources = memory_sources(stores, (dense, packed), 1, formats)
         memory.attach(queue.handle, sources, ahead=ahead, buffers=1)

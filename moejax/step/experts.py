@@ -14,6 +14,7 @@ from host_offload.memory.tables import Tables, hand_over, seat_absent
 from moejax.step.context import DeviceMemory, ExpertContext
 from pallas_kernels import Ops
 from pallas_kernels.combine import combine
+from pallas_kernels.cpu.arena import OwnedArena
 from pallas_kernels.expert_ffn import expert_ffn
 from pallas_kernels.fill import fill
 from pallas_kernels.fill.unpack import unpack
@@ -201,6 +202,7 @@ def load(
         first = jnp.argsort(~packed, stable=True)
         source = tables.cell_row[layer, jnp.maximum(expert, 0)][first]
         number = jnp.sum(packed, dtype=jnp.int32)
+        assert isinstance(arena, OwnedArena)
         operands = arena, layer, expert[first], source, row[first], number
         arena = unpack(*operands, packed=context.packed)
     return DeviceMemory(arena, tables)

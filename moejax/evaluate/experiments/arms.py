@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from host_offload.control.interface import Policy, Spec
+from host_offload.control.interface import Moment, Policy, Spec
 from host_offload.control.rules import BETWEEN_LAYERS, check_policies, name_of, wants_pool
 from host_offload.policies.budget.mv_wsa import MvWsa
 from host_offload.policies.budget.peak_headroom import PeakHeadroom
@@ -130,7 +130,7 @@ class Arm:
         return *self.policies, oracle_of(trace, **self.oracle)
 
     @property
-    def moments(self) -> frozenset[str]:
+    def moments(self) -> frozenset[Moment]:
         """When its policies are asked; empty where tables say all that they decide."""
         return frozenset().union(*(policy.moments for policy in self.policies))
 

@@ -170,7 +170,8 @@ class Bench:
     def versions(self) -> dict[str, Any]:
         """How many experts have which version, and what transitions came to."""
         control = self.engine.control
-        stats = {} if control is None else control.controller.stats().get("precision") or {}
+        told = None if control is None else control.controller.stats().get("precision")
+        stats: dict[str, Any] = dict(told or {})
         if not stats:
             tables = self.engine.runner.tables
             version = np.asarray(tables.version)[np.asarray(tables.address) >= 0]

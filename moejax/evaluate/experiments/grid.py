@@ -329,7 +329,7 @@ class _Grid:
                 if number is None:
                     took = {"warm_up_s": 0.0, "active_bytes": None, "load_s": load_s}
                     took |= {"executables": len(bench.engine.runner.executables())}
-                    number = _session(self.sessions, group, took | bench.started)
+                    number = _session(self.sessions, group, {**took, **bench.started})
                 columns = columns_of(lambda c=cell, b=bench: b.started_run(self.workload(c)))
             self.records.add((cell, repeat), number, columns)
             advance()

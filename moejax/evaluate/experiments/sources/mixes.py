@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,9 @@ class Mix:
         """What that trace must have beside the routing."""
         return frozenset({"gate_input"}) if "weights" in self.learns else frozenset()
 
-    def taught(self, trace: Trace, model: str, options: Mapping[str, Any]) -> Mix:
+    def taught(
+        self, trace: Trace, model: str | os.PathLike[str], options: Mapping[str, Any]
+    ) -> Mix:
         """This precision with what `trace` teaches. options: of the definition. Raises UserError
         for a trace of no use."""
         if not self.learns:
@@ -60,7 +63,7 @@ class Mix:
             else:
                 # All settings at once: some need what was learned.
                 known = {"scores": counts, "weights": weights}
-                given = {n: known[n] for n in known if n in self.learns} | self.settings
+                given = {n: known[n] for n in known if n in self.learns} | dict(self.settings)
                 assert found.policy is not None
                 policy = dataclasses.replace(found.policy, **given)
                 found = dataclasses.replace(found, policy=policy)
