@@ -22,7 +22,8 @@ DENSE_BYTES, PACKED_BYTES = 98304, 74752
 
 
 def open_llm(tiers: str, **options) -> LLM:
-    return LLM("demo", progress=False, driver="stream", tiers=tiers, **{**LIMITS, **options})
+    given = {"driver": "stream", **LIMITS, **options}
+    return LLM("demo", progress=False, tiers=tiers, **given)
 
 
 def slow(*values):
