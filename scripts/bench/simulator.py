@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from host_offload.control.step_record import PageUse, StepRecord
-from host_offload.policies.eviction.names import POLICIES
+from host_offload.policies.eviction.names import PER_LAYER
 from host_offload.simulate.bounds import min_transfers, read_references
 from host_offload.simulate.simulator import simulate
 from host_offload.traces.reader import Trace, TraceHeader, read_trace
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         trace = made_up(Path(directory) / "trace", args, cells)
         references = read_references(trace)
         runs: dict[str, Callable[[], Any]] = {
-            name: lambda name=name: simulate(trace, eviction=name) for name in POLICIES
+            name: lambda name=name: simulate(trace, eviction=name) for name in PER_LAYER
         }
         runs["lru, plan"] = lambda: simulate(trace, eviction="lru", fast=False)
         if (references.largest <= cells).all():

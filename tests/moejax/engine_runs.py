@@ -136,8 +136,9 @@ def check_step(llm: LLM, step: Step) -> None:
         # What was hit or filled is still there: an expert the layer needs is never a victim.
         lies = tables.address[layer, active] >= 0
         resident = len(active) if runner.steps.in_place else int(np.sum(lies))
-        # In a window the cells go on to the next layers.
-        stays = runner.shapes.waves == 1 and not runner.steps.window
+        # In a window or a pool the cells go on to other layers.
+        pooled = engine.control is not None and engine.control.controller.pool is not None
+        stays = runner.shapes.waves == 1 and not runner.steps.window and not pooled
         if stays and resident != counts[1] + counts[2]:
             faults.append(
                 f"layer {layer}: {counts[1]} hits + {counts[2]} fills, {resident} resident"

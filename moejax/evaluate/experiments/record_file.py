@@ -91,7 +91,7 @@ def require_same(directory: Path, asked: Mapping[str, Any]) -> None:
         raise UserError(f"{path} cannot be read or written: {error}") from None
     if not isinstance(before, dict):
         raise UserError(f"{path} is no definition; choose another --output")
-    before = completed_keys(before)
+    before, now = completed_keys(before), completed_keys(now)
     differing = [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
     if differing:
         said = "; ".join(

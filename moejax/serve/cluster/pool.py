@@ -143,7 +143,7 @@ class Pool:
         """Tasks of groups that were given up, with why."""
         self._bad_nodes: dict[str, str] = {}
         self._start_deaths: collections.Counter[str] = collections.Counter()
-        """Of each node."""
+        """Node → workers that ended while they started there."""
         self._wanted, self._in_a_row = asked.count, 0
         self._lost_tokens = 0
         self.ended = 0

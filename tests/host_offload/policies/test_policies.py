@@ -10,7 +10,13 @@ from examples.recent_prefetch import RecentPrefetch
 from host_offload.control.controller import Controller
 from host_offload.control.interface import Moment
 from host_offload.policies.eviction.fifo import FIFO
-from host_offload.policies.eviction.names import EVICTION, POLICIES, eviction_policy, with_eviction
+from host_offload.policies.eviction.names import (
+    EVICTION,
+    PER_LAYER,
+    POLICIES,
+    eviction_policy,
+    with_eviction,
+)
 from host_offload.policies.eviction.static import Static
 from tests.host_offload.control.policy_runs import (
     LAYERS,
@@ -36,9 +42,10 @@ def run(policies, sets, cells: int, **changes) -> Simulation:
 
 
 def test_names():
-    assert set(POLICIES) == {"lru", "lfu", "lfru", "fifo", "static"}
+    assert set(PER_LAYER) == {"lru", "lfu", "lfru", "fifo", "static"}
+    assert set(POLICIES) == {*PER_LAYER, "global-lru", "global-lfu", "global-lfru"}
     assert EVICTION == {"lru": (1, 0, 0), "lfu": (0, 1, 0), "lfru": (1, 1, 0)}
-    with pytest.raises(ValueError, match="unknown eviction policy 'mru'; known: lru, lfu, lfru, f"):
+    with pytest.raises(ValueError, match="unknown eviction policy 'mru'; known: lru, lfu, lfru, g"):
         eviction_policy("mru")
 
 
@@ -183,7 +190,7 @@ def test_recent_prefetch_restores_what_was_used_before():
 # ---- contract 5
 
 
-PURE = [*(factory() for factory in POLICIES.values()), Static(warmup=5), RecentPrefetch()]
+PURE = [*(factory() for factory in PER_LAYER.values()), Static(warmup=5), RecentPrefetch()]
 
 
 @pytest.mark.parametrize("policy", PURE, ids=lambda p: type(p).__name__)

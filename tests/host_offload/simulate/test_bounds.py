@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from examples.recent_prefetch import RecentPrefetch
-from host_offload.policies.eviction.names import POLICIES
+from host_offload.policies.eviction.names import PER_LAYER
 from host_offload.policies.eviction.static import Static
 from host_offload.simulate.bounds import (
     in_one_pool,
@@ -133,7 +133,7 @@ def test_no_policy_moves_less(tmp_path_factory, seed, rows):
     pool = min_bytes(references, size, int(cells.sum()) * 100)
     assert pool <= least.sum() * 100
     own = [(RecentPrefetch(),), (Static(warmup=9),), (Erratic(needs=frozenset({"state"})),)]
-    for eviction, policies in [*((name, ()) for name in POLICIES), *((None, p) for p in own)]:
+    for eviction, policies in [*((name, ()) for name in PER_LAYER), *((None, p) for p in own)]:
         found = simulate(trace, eviction=eviction, policies=policies, cells=cells)
         assert (least <= found.transfers.sum(axis=0)).all()
         assert (decode <= found.transfers[found.of_kind("decode")].sum(axis=0)).all()

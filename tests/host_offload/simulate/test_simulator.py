@@ -293,8 +293,8 @@ def test_other_models_and_versions_are_refused(trace):
         simulate(trace, config_digest="1f" * 32)
     assert simulate(trace, config_digest="0f" * 32).hits.any()
     path = trace.directory / "trace.json"
-    path.write_text(path.read_text().replace('"version": 1', '"version": 2'))
-    with pytest.raises(TraceError, match="format version 2, this moejax reads 1"):
+    path.write_text(path.read_text().replace('"version": 2', '"version": 3'))
+    with pytest.raises(TraceError, match="format version 3, this moejax reads 1, 2"):
         simulate(read_trace(trace.directory))
 
 

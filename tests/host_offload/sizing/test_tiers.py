@@ -249,7 +249,7 @@ def never_more(model, state, **said):
 
 def packed_without_end(model, state, **said):
     after = planned(model, state, **said)
-    if after.steps or after.placement[0, PACKED] < model.most_packed:
+    if after.steps or state.placement[0, PACKED] < model.most_packed:
         return after
     more = moved(state.placement, HOST, PACKED)
     return after if more is None else PlannerState(more)

@@ -20,7 +20,7 @@ from host_offload.control.step_record import USES
 from host_offload.memory.arena import SlotClass
 from host_offload.memory.tables import empty_tables, with_contents
 from host_offload.policies.eviction.fifo import FIFO
-from host_offload.policies.eviction.names import POLICIES, with_eviction
+from host_offload.policies.eviction.names import PER_LAYER, POLICIES, with_eviction
 from host_offload.policies.eviction.static import Static
 from host_offload.policies.prefetch.names import PREFETCH
 from host_offload.queue.native import Faults
@@ -67,7 +67,7 @@ BETWEEN: dict[str, tuple[Policy, ...]] = {
     "Erratic between layers": (Erratic(moments=frozenset(Moment)),),
 }
 
-NAMES = {"device": [*POLICIES, *OWN], "host": [*POLICIES, *OWN, *BETWEEN]}
+NAMES = {"device": [*PER_LAYER, *OWN], "host": [*POLICIES, *OWN, *BETWEEN]}
 IN_CI = {"device": NAMES["device"], "host": ["lfru", "FIFO", "NextLayer"]}
 """test_rows_have_one_order replays the other policy between layers."""
 

@@ -15,6 +15,8 @@ from tests.scripts.runs import json_lines, refusal
 def test_every_arm_has_its_ratio(file, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(overlap, "OLMOE", OLMOE | SMALL | {"num_experts_per_tok": 8})
     monkeypatch.setattr(overlap, "PIECE", 1 << 22)
+    # Records are tiny here, and their reads must outlast the steps.
+    monkeypatch.setattr(overlap, "PIECES", 20_000 if file else 800)
     given = ["--rounds", "1", "--steps", "4", "--experts", "24", "--layers", "2"]
     given += ["--file", str(tmp_path)] if file else []
     (found,) = json_lines(capsys, overlap.main, *given)
