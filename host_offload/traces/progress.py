@@ -143,5 +143,5 @@ def _cut(rows: Iterable[tuple]) -> Iterator[tuple[int, tuple, tuple]]:
 
 
 def _transfer(place: tuple, causes: Sequence[str]) -> Transfer:
-    layer, expert, version, cell, cause, priority = place
+    layer, expert, version, cell, cause, priority = map(int, place)
     return Transfer(layer, expert, version, cell, causes[cause], priority)

@@ -51,8 +51,9 @@ from scripts.disk.random_converted import written
 from scripts.parts.commands import new_parser, refuse
 from scripts.transfers.changing_steps import add_sizes, check_sizes, make
 
-PIECES, ROOM = 800, 4
-"""Pieces of a copy for which nobody waits, more than any block takes; places that they go to."""
+PIECES, ROOM = 800, 32
+"""Pieces of a copy for which nobody waits, more than any block takes; most places that they go to,
+each of one record: a thread that lags may still write when its place is written again."""
 
 PIECE = 1 << 26
 """Bytes of one from memory; of files they are whole."""
@@ -67,16 +68,17 @@ class Copy:
     def __init__(self, rate: float, nbytes: int, files: RecordFiles | None = None):
         self.queue = NativeQueue(rate=rate, threads=4 if files else 2)
         self.queue.keep_settled(False)
-        self.nbytes, self.target = nbytes, np.ones((ROOM, nbytes), np.uint8)
+        self.nbytes = nbytes
         if files is None:
             source = np.ones(nbytes, np.uint8)
             self.kept, self.sources = source, [Source(address=source.ctypes.data)]
         else:
-            paths = [path for layer in files.paths for path in layer]
+            paths = [path for layer in files.paths for path in layer][:ROOM]
             sums = [""] * len(paths)
             if files.verify and files.crcs is not None:
-                sums = [f"{value:08x}" for value in files.crcs.ravel().tolist()]
+                sums = [f"{value:08x}" for value in files.crcs.ravel()[:ROOM].tolist()]
             self.sources = [Source(path=p, checksum=c) for p, c in zip(paths, sums, strict=True)]
+        self.target = np.ones((len(self.sources), nbytes), np.uint8)
 
     def during(self, work: Callable[[], tuple[float, float]]) -> tuple[float, float]:
         tickets = [self._submit(cell) for cell in range(PIECES)]
@@ -84,7 +86,7 @@ class Copy:
             found = work()
             totals = self.queue.totals()
             if totals.failed or not totals.flying:
-                raise RuntimeError("the copy failed, or ended before the steps")
+                raise RuntimeError(f"the copy failed, or ended before the steps: {totals}")
             return found
         finally:
             for ticket in tickets:
@@ -92,7 +94,7 @@ class Copy:
 
     def _submit(self, cell: int) -> int:
         source = self.sources[cell % len(self.sources)]
-        load = Load((self.nbytes,), source, self.target[cell % ROOM].ctypes.data)
+        load = Load((self.nbytes,), source, self.target[cell % len(self.sources)].ctypes.data)
         return self.queue.submit(Transfer(0, cell, 0, cell, "copy"), load)
 
 
