@@ -28,6 +28,7 @@ from host_offload.memory.store import (
     aligned_empty,
     shares_memory,
 )
+from host_offload.queue.cached import CachedRecords, CacheSpec
 from host_offload.versions.encoders import NUMPY_DTYPES, WORKERS
 from moejax.checkpoints.loaded_model import (
     LoadedModel,
@@ -51,7 +52,8 @@ from moejax.checkpoints.shared_memory import SharedMemory
 from moejax.errors import UserError
 from moejax.models.config import load_config
 from moejax.models.directory import checkpoint_directory, read_json, require_own_file
-from pallas_kernels.cpu.file_records import file_records
+from pallas_kernels.cpu.file_records import FileRecords, file_records
+from pallas_kernels.records.format import RecordFormat
 
 _PHASES = ("headers", "allocate", "read")
 """The phases of moejax.engine.statistics.StartTimes; parameters go to the device while others are
@@ -83,6 +85,7 @@ def load_orbax(
     *,
     in_files: bool = False,
     verify_reads: bool = True,
+    cache: CacheSpec | None = None,
     new_builder: Callable[..., StoreBuilder] = StoreBuilder,
     shared: SharedMemory | None = None,
 ) -> LoadedModel:
@@ -93,7 +96,8 @@ def load_orbax(
     and one parameter. versions: those to load of the ones that are there; if one of them is not,
     the dense one, from which it can be made. in_files: experts stay where they are, none of their
     bytes is read, and what cannot be made without reading them is refused. verify_reads: their
-    checksums are verified when they are read. new_builder, shared: as in load_checkpoint. The rest
+    checksums are verified when they are read. cache: of them in pinned memory; None: programs read
+    files themselves. new_builder, shared: as in load_checkpoint. The rest
     too.
 
     Raises UserError naming the layer, expert and file that are damaged or missing; shapes, dtypes
@@ -118,6 +122,8 @@ def load_orbax(
     there = in_files or (shared is not None and shared.filled)
     for version, leaves in {} if there else layers.items():
         nbytes += len(leaves) * config.num_experts * run.layout(version).nbytes
+    if cache is not None:
+        nbytes += min(cache.bytes, sum(leaf.nbytes for leaf in experts))
     require_host_memory(nbytes, str(stored.directory))
     read = itertools.chain(stored.params.values(), () if in_files else experts)
     advance = counted(progress, sum(leaf.nbytes for leaf in read))
@@ -145,7 +151,7 @@ def load_orbax(
     store = ExpertStore(
         {version: run.layout(version) for version in layers},
         {version: store.arrays[version] for version, store in stores.items()}
-        | {v: file_records((len(layers[v]), *layers[v][0].shape), device) for v in files},
+        | {v: _in_files(files[v], run.layout(v), layers[v], device, cache) for v in files},
         {v: tuple(i) for v, i in held.items() if len(i) < sum(config.moe_layers)},
         files,
     )
@@ -219,6 +225,19 @@ def _files_of(stored: StoredCheckpoint, leaves: Sequence[Leaf], verify: bool) ->
         numbers(crcs) if every else None,
         verify,
     )
+
+
+def _in_files(
+    files: RecordFiles,
+    layout: RecordFormat,
+    leaves: Sequence[Leaf],
+    device: jax.Device,
+    cache: CacheSpec | None,
+) -> FileRecords | CachedRecords:
+    """What the store has in the place of an array of these layers."""
+    if cache is None:
+        return file_records((len(leaves), *leaves[0].shape), device)
+    return CachedRecords(files, layout, device, cache)
 
 
 def _held(
