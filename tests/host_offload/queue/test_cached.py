@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -167,10 +168,9 @@ def test_what_was_given_up_before_it_was_read_is_not_read(tmp_path):
 
 def flip(path: str) -> None:
     times = os.stat(path)
-    content = bytearray(open(path, "rb").read())
+    content = bytearray(Path(path).read_bytes())
     content[70] ^= 1
-    with open(path, "r+b") as file:
-        file.write(content)
+    Path(path).write_bytes(content)
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
@@ -189,7 +189,7 @@ def shorten(path: str) -> None:
 )
 def test_a_file_that_is_not_what_it_was_fails_those_who_asked(harm, files, message, tmp_path):
     records = cache(tmp_path, 2, **files)
-    harm(path := records.files.paths[0][1])
+    harm(records.files.paths[0][1])
     with pytest.raises(OSError, match=message):
         read(records, 1).pieces()
     broken, good = wanted(records, 1), read(records, 2)
@@ -198,7 +198,7 @@ def test_a_file_that_is_not_what_it_was_fails_those_who_asked(harm, files, messa
     assert records.nbytes == RECORD  # nothing is kept of what failed
     broken.release()
     records.delete()
-    assert records.totals().bytes_read == RECORD and path
+    assert records.totals().bytes_read == RECORD
 
 
 def test_a_file_that_ends_while_it_is_read(tmp_path, monkeypatch):

@@ -84,7 +84,9 @@ def test_the_bits_are_those_of_experts_in_memory(options, converted):
         assert store["verify_reads"] == options.get("verify_reads", True)
         assert 0 < store["memory_bytes"] == cache["bytes_held"] <= cache["bytes"]
         assert 0 < cache["bytes_read"] <= cache["misses"] * RECORD
-        assert cache["hits"] > 0 and stats["transfers"]["failed"] == 0
+        assert stats["transfers"]["failed"] == 0
+        if options["expert_budget"] != 0:  # else all experts pass, in the order of the layers
+            assert cache["hits"] > 0
         if options.get("host_memory"):  # it holds all of them, and each is read once
             assert cache["bytes_read"] <= 64 * RECORD < cache["hits"] * RECORD
         else:
