@@ -282,7 +282,7 @@ class CachedRecords:
         """uint16[rows, D], verified. Raises OSError."""
         path = self.files.paths[layer][expert]
         record = aligned_empty(self.shape[2:], self.dtype)
-        into, there = memoryview(record).cast("B"), 0
+        into, there = record.data.cast("B"), 0
         with open(path, "rb", buffering=0) as file:
             self._check_same(layer, expert, file.fileno())
             while there < len(into) and (count := file.readinto(into[there:])):

@@ -243,7 +243,8 @@ def test_a_copy_begins_when_its_record_is_read_and_lets_go_of_it_when_it_has_end
     queue.take(first, move)
     assert link.begun == ["0.0 g", "0.0 u", "0.0 d"]
     queue.begin()
-    assert records.began == [(0, 0)]  # the copy has not ended, and there is room for one
+    # The copy has not ended, and there is room for one.
+    assert queue._staged[second].asked.record is None and records.began == [(0, 0)]
     marks[0].there = True
     assert queue.wait(second).state == "done"
     assert records.began == [(0, 0), (0, 1)] and records.nbytes == RECORD
@@ -269,6 +270,33 @@ def test_other_copies_do_not_wait_for_a_record_that_is_read(tmp_path):
     queue.wait(demand)
     queue.close()
     assert (0, 3) not in records.began and not records._asked
+    records.delete()
+
+
+def test_a_prefetch_that_is_needed_is_read_as_a_demand(tmp_path):
+    records, link = cache(tmp_path, 2), Link()
+    held = [wanted(records, expert, layer=1) for expert in range(2)]
+    until(lambda: all(asked.there() for asked in held))
+    queue = queue_of(records, link)
+    other, needed = queue.submit(transfer(0, 0)), queue.submit(transfer(0, 1, priority=1))
+    held[0].release()
+    until(lambda: len(records.began) == 3)
+    held[1].release()
+    assert records.began[2] == (0, 0) and queue._staged[needed].asked.record is None
+    queue.reorder(needed, DEMAND, 0)
+    assert queue._staged[needed].asked.record is not None
+    assert queue.wait(needed).state == queue.wait(other).state == "done"
+    queue.close()
+    records.delete()
+
+
+@NATIVE
+def test_crc32c_is_what_counts_where_it_is_known(tmp_path):
+    records = cache(tmp_path, 2, crcs=True)
+    assert records.files.crcs is not None
+    records.files.crcs[0, 1] ^= 1
+    with pytest.raises(OSError, match="do not have their checksum"):
+        read(records, 1).pieces()
     records.delete()
 
 
