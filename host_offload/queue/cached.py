@@ -40,7 +40,7 @@ class CacheSpec:
     """The cache that a run wants."""
 
     bytes: int
-    """Of pinned arrays, at most. A record for each thread is beside them while it is read."""
+    """The most that pinned arrays take. A record for each thread is beside them while it is read."""
     threads: int = 4
     """That read and verify; also how many records are held ahead of need."""
     chunk_bytes: int | None = None

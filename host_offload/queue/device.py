@@ -61,7 +61,7 @@ class _Staged:
     demand: bool
     """It was queued as one; it may be one by now."""
     asked: Given | Asked
-    """Of the store: what is copied, held until the copy has ended."""
+    """What is copied, held in the store until the copy has ended."""
     arrays: dict[int, jax.Array] = dataclasses.field(default_factory=dict)
     """Chunk's first byte → what it is copied to."""
     chunks: list[Chunk] = dataclasses.field(default_factory=list)

@@ -97,8 +97,7 @@ def load_orbax(
     the dense one, from which it can be made. in_files: experts stay where they are, none of their
     bytes is read, and what cannot be made without reading them is refused. verify_reads: their
     checksums are verified when they are read. cache: of them in pinned memory; None: programs read
-    files themselves. new_builder, shared: as in load_checkpoint. The rest
-    too.
+    files themselves. The rest as in load_checkpoint.
 
     Raises UserError naming the layer, expert and file that are damaged or missing; shapes, dtypes
     and the files' sizes are checked before the first weight is read.
@@ -120,10 +119,9 @@ def load_orbax(
     sizes = [leaf.nbytes for leaf in run.params.values()]
     nbytes = sum(sizes) if shares_memory(device) else max(sizes)
     there = in_files or (shared is not None and shared.filled)
-    for version, leaves in {} if there else layers.items():
-        nbytes += len(leaves) * config.num_experts * run.layout(version).nbytes
+    nbytes += _store_bytes(run, {} if there else layers)
     if cache is not None:
-        nbytes += min(cache.bytes, sum(leaf.nbytes for leaf in experts))
+        nbytes += min(cache.bytes, _store_bytes(run, layers))
     require_host_memory(nbytes, str(stored.directory))
     read = itertools.chain(stored.params.values(), () if in_files else experts)
     advance = counted(progress, sum(leaf.nbytes for leaf in read))
@@ -145,9 +143,8 @@ def load_orbax(
                 for _ in loaded:
                     advance(layers[version][0].chunk_bytes)
         stores = {version: builder.finish() for version, builder in builders.items()}
-    files: dict[str, RecordFiles] = {}
-    if in_files:
-        files = {v: _files_of(stored, leaves, verify_reads) for v, leaves in layers.items()}
+    kept = layers if in_files else {}
+    files = {v: _files_of(stored, leaves, verify_reads) for v, leaves in kept.items()}
     store = ExpertStore(
         {version: run.layout(version) for version in layers},
         {version: store.arrays[version] for version, store in stores.items()}
@@ -160,6 +157,12 @@ def load_orbax(
     seconds: dict[str, float] = dict(zip(_PHASES, np.diff(marks).tolist(), strict=True))
     made = {v: name for v, name in stored.manifest.quantizers.items() if v in held}
     return LoadedModel(config, to_name, params, store, run.layout(), seconds, made)
+
+
+def _store_bytes(run: StoredModel, layers: Mapping[str, Sequence[Leaf]]) -> int:
+    """Bytes that these layers of versions have in memory."""
+    experts = run.config.num_experts
+    return sum(len(each) * experts * run.layout(v).nbytes for v, each in layers.items())
 
 
 def _load_params(

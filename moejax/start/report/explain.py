@@ -102,10 +102,13 @@ def explain(engine: Engine, budget: Budget) -> Explanation:
     )
     if store := engine.runner.store.file_bytes:
         held = experts * size
+        arrays = engine.runner.store.arrays.values()
+        cached = any(isinstance(array, CachedRecords) for array in arrays)
+        through = "through a cache in pinned host memory" if cached else "the arena is their cache"
         blocks.append(
             _block(
                 Line("experts' files", store, "read as they are computed"),
-                Line("in cells, at most", held, "the arena is their cache"),
+                Line("in cells, at most", held, through),
                 rest="in files alone",
             )
         )
