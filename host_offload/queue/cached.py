@@ -40,7 +40,7 @@ class CacheSpec:
     """The cache that a run wants."""
 
     bytes: int
-    """The most that pinned arrays take. A record for each thread is beside them while it is read."""
+    """The most that pinned arrays take; a record for each thread is beside them, being read."""
     threads: int = 4
     """That read and verify; also how many records are held ahead of need."""
     chunk_bytes: int | None = None

@@ -119,9 +119,8 @@ def load_orbax(
     sizes = [leaf.nbytes for leaf in run.params.values()]
     nbytes = sum(sizes) if shares_memory(device) else max(sizes)
     there = in_files or (shared is not None and shared.filled)
-    nbytes += _store_bytes(run, {} if there else layers)
-    if cache is not None:
-        nbytes += min(cache.bytes, _store_bytes(run, layers))
+    if cache is not None or not there:
+        nbytes += _store_bytes(run, layers, cache)
     require_host_memory(nbytes, str(stored.directory))
     read = itertools.chain(stored.params.values(), () if in_files else experts)
     advance = counted(progress, sum(leaf.nbytes for leaf in read))
@@ -159,10 +158,13 @@ def load_orbax(
     return LoadedModel(config, to_name, params, store, run.layout(), seconds, made)
 
 
-def _store_bytes(run: StoredModel, layers: Mapping[str, Sequence[Leaf]]) -> int:
+def _store_bytes(
+    run: StoredModel, layers: Mapping[str, Sequence[Leaf]], cache: CacheSpec | None
+) -> int:
     """Bytes that these layers of versions have in memory."""
     experts = run.config.num_experts
-    return sum(len(each) * experts * run.layout(v).nbytes for v, each in layers.items())
+    every = sum(len(each) * experts * run.layout(v).nbytes for v, each in layers.items())
+    return every if cache is None else min(every, cache.bytes)
 
 
 def _load_params(
