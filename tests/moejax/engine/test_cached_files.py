@@ -78,6 +78,7 @@ def test_the_bits_are_those_of_experts_in_memory(options, converted):
             delay(llm, trips)
             assert_same_bits(run(llm, jobs(), check=False), wanted)
             assert not llm.engine.runner.faults()
+        assert "through a cache in pinned host memory" in str(llm.explain())
         stats = llm.stats()
         store, cache = stats["store"], stats["store"]["cache"]
         assert store["kind"] == "file" and store["file_bytes"] == 64 * RECORD
